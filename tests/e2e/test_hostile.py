@@ -4,17 +4,23 @@ give other rights. Real SGLang, real pool nodes, a real router, in network names
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.netns import attacks
+from tests.support.netns.attacks import CONTROL, HOST, PAGES, ROUTER, WORKER
 from tests.support.netns.guarded import (
     ADMIN,
     ALPHA,
+    ALPHA_READER,
     BETA,
+    DATA_PORTS,
     OPEN,
     POOL_PORTS,
     READERS,
@@ -29,7 +35,7 @@ from tests.support.netns.program import Program
 from tests.support.netns.visitor import ATTACKS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
-PAGES = 24
+STORED = 24
 NOBODY = "65534"
 MOST_GROWTH = 1.2
 CONTROL_ROUTES = (
@@ -56,9 +62,9 @@ def cluster(model: Path) -> Iterator[GuardedCluster]:
         try:
             for namespace, token in (("alpha", ALPHA), ("beta", BETA)):
                 stored = made.client.do(
-                    "keep", port=POOL_PORTS[0], namespace=namespace, token=token, count=PAGES
+                    "keep", port=POOL_PORTS[0], namespace=namespace, token=token, count=STORED
                 )
-                assert stored == {"stored": PAGES}
+                assert stored == {"stored": STORED}
             yield made
             assert_unharmed(made)
             logs = {path.name: path.read_text(errors="replace") for path in made.directory.glob("*.log")}
@@ -77,7 +83,22 @@ def stranger(cluster: GuardedCluster) -> Iterator[Program]:
     visitor.close()
 
 
-MODULE = "tests.support.netns.visitor"
+MODULE = "tests.support.netns.intruder"
+PLACES = {
+    **dict.fromkeys(POOL_PORTS, CONTROL),
+    **dict.fromkeys(DATA_PORTS, PAGES),
+    WORKER_PORT: WORKER,
+    ROUTER_PORT: ROUTER,
+}
+
+
+@pytest.fixture(scope="module")
+def nobody(cluster: GuardedCluster) -> Iterator[Program]:
+    """Another user of the cluster's host."""
+    command = ("-m", MODULE, "127.0.0.1", NOBODY)
+    visitor = Program(cluster.network, "far", cluster.directory / "nobody.log", *command)
+    yield visitor
+    visitor.close()
 
 
 def assert_unharmed(cluster: GuardedCluster) -> None:
@@ -85,8 +106,8 @@ def assert_unharmed(cluster: GuardedCluster) -> None:
     assert cluster.alive() == ["pool0", "pool1", "worker", "router"]
     assert cluster.answers()
     for namespace, token in (("alpha", ALPHA), ("beta", BETA)):
-        wanted = {"port": POOL_PORTS[1], "namespace": namespace, "token": token, "count": PAGES}
-        assert cluster.client.do("check", **wanted)["read"] == PAGES
+        wanted = {"port": POOL_PORTS[1], "namespace": namespace, "token": token, "count": STORED}
+        assert cluster.client.do("check", **wanted)["read"] == STORED
     for number in (0, 1):
         report = cluster.status(number)
         parts = report.free_bytes, report.used_bytes, report.reserved_bytes, report.quarantined_bytes
@@ -104,13 +125,11 @@ def test_other_hosts_reach_what_the_documents_say_and_nothing_else(
     assert set(reached) == set(OPEN)
 
 
-@pytest.mark.parametrize("kind", ATTACKS)
-def test_bytes_of_strangers_to_every_port_harm_nobody(
-    cluster: GuardedCluster, stranger: Program, kind: str
-) -> None:
+@contextlib.contextmanager
+def bearing_it(cluster: GuardedCluster, attacker: Program) -> Iterator[None]:
+    """While the attack goes on, and after it: all is unharmed, and no process has grown."""
     before = cluster.memory_bytes()
-    for port in OPEN:
-        stranger.do("attack", port=port, kind=kind)
+    yield
     try:
         assert_unharmed(cluster)
         grown = {
@@ -120,11 +139,45 @@ def test_bytes_of_strangers_to_every_port_harm_nobody(
         }
         assert grown == {}
     finally:
-        stranger.do("let_go")
+        attacker.do("let_go")
     assert_unharmed(cluster)
 
 
+@pytest.mark.parametrize("kind", ATTACKS)
+def test_bytes_of_strangers_to_every_port_harm_nobody(
+    cluster: GuardedCluster, stranger: Program, kind: str
+) -> None:
+    with bearing_it(cluster, stranger):
+        for port in OPEN:
+            stranger.do("attack", port=port, kind=kind)
+            cluster.tried.add((attacks.STRANGER, kind, PLACES[port]))
+
+
+@pytest.mark.parametrize("at_once", [8, 2000])
+def test_who_reads_no_answers_harms_nobody(cluster: GuardedCluster, stranger: Program, at_once: int) -> None:
+    kinds = {CONTROL: "pool", WORKER: "worker", ROUTER: "router"}
+    with bearing_it(cluster, stranger):
+        for port in (*POOL_PORTS, WORKER_PORT, ROUTER_PORT):
+            place = PLACES[port]
+            stranger.do("be_deaf", port=port, kind=kinds[place], at_once=at_once)
+            cluster.tried.add((attacks.STRANGER, attacks.DEAF, place))
+
+
+def test_a_tenant_that_reads_no_streams_and_a_reader_that_reads_no_pages_harm_nobody(
+    cluster: GuardedCluster, stranger: Program
+) -> None:
+    with bearing_it(cluster, stranger):
+        stranger.do("be_deaf", port=ROUTER_PORT, kind="stream", at_once=1, key=cluster.api_key, connections=6)
+        cluster.tried.add((attacks.TENANT, attacks.DEAF_STREAM, ROUTER))
+        for port in POOL_PORTS:
+            deaf = {"namespace": "alpha", "token": ALPHA_READER, "connections": 4}
+            assert stranger.do("be_deaf_to_pages", port=port, **deaf)["asked"] > 0
+            cluster.tried.add((attacks.READER, attacks.DEAF_PAGES, PAGES))
+
+
 def test_no_token_and_wrong_tokens_open_nothing(cluster: GuardedCluster, stranger: Program) -> None:
+    for attack in (attacks.NO_TOKEN, attacks.WRONG_TOKEN):
+        cluster.tried |= {(attacks.STRANGER, attack, place) for place in (CONTROL, WORKER, ROUTER)}
     for port in POOL_PORTS:
         assert stranger.do("say", port=port, token="a token that nobody gave out")["refused"]
         said = stranger.do("steal", port=port, token="", victim="alpha", own="beta")["said"]
@@ -148,6 +201,7 @@ def test_a_token_of_one_namespace_reaches_no_page_of_another(
         said = stranger.do("steal", port=port, token=token, victim=victim, own=own)["said"]
         assert not [one for one in said if one.isupper()], said
         assert "opened its own" in said  # so that it is not refused for another reason
+        cluster.tried.add((attacks.WRITER, attacks.STEAL, CONTROL))
     assert_unharmed(cluster)
 
 
@@ -159,21 +213,89 @@ def test_workers_token_and_admin_token_open_what_they_are_for(
         assert stranger.do("say", port=POOL_PORTS[0], token=token) == {"refused": ""}
 
 
-def test_another_user_of_the_host_opens_no_file_and_no_socket(cluster: GuardedCluster) -> None:
+def test_a_token_to_read_reads_and_does_nothing_else(cluster: GuardedCluster, stranger: Program) -> None:
+    for port in POOL_PORTS:
+        said = stranger.do("overstep", port=port, namespace="alpha", token=ALPHA_READER)
+        assert said == {"done": [], "stored": 0, "read": 8}
+        cluster.tried |= {(attacks.READER, attacks.WRITE, place) for place in (CONTROL, PAGES)}
+        unasked = stranger.do("send_unasked", port=port, token=ALPHA_READER)["said"]
+        assert set(unasked) <= {"0 bytes"}, "the connection is closed"
+        cluster.tried.add((attacks.READER, attacks.UNASKED, PAGES))
+    assert_unharmed(cluster)
+
+
+def test_what_was_heard_of_a_handshake_opens_nothing(cluster: GuardedCluster, stranger: Program) -> None:
+    for port in POOL_PORTS:
+        said = stranger.do("replay", port=port, token=ALPHA)["said"]
+        assert said in (["Challenge", "Fault"], ["Challenge", "Fault", "0 bytes"])
+        cluster.tried |= {(attacks.STRANGER, attacks.REPLAY, place) for place in (CONTROL, PAGES)}
+
+
+def test_nobody_passes_for_a_node_of_the_pool(cluster: GuardedCluster, stranger: Program) -> None:
+    for port in POOL_PORTS:
+        for token in ("", ALPHA, "a token that nobody gave out"):
+            said = stranger.do("pass_for_a_node", port=port, token=token)["said"]
+            assert set(said) <= {"Fault", "Challenge"}, said
+        cluster.tried.add((attacks.STRANGER, attacks.FALSE_NODE, CONTROL))
+    assert_unharmed(cluster)
+
+
+def test_another_user_of_the_host_opens_no_file_and_no_socket(
+    cluster: GuardedCluster, nobody: Program
+) -> None:
     places = [str(cluster.directory), f"/dev/shm/pdserve-hostile-{cluster.directory.name}"]
-    command = ("-m", MODULE, "127.0.0.1", NOBODY)
-    nobody = Program(cluster.network, "far", cluster.directory / "nobody.log", *command)
-    try:
-        said = nobody.do("files", places=places)
-        assert [path for path in said["looked_at"] if path.endswith(".sock")]
-        harmless = (".log", "keys")  # logs hold no secret; keys are digests
-        assert [path for path in said["opened"] if not path.endswith(harmless)] == []
-        loopback = [port for port, (host, _) in cluster.listening().items() if host.startswith("127.")]
-        for kind in ("noise", "silence", "half a frame"):
-            for port in loopback:
-                nobody.do("attack", port=port, kind=kind, connections=8)
-            assert_unharmed(cluster)
-            nobody.do("let_go")
-    finally:
-        nobody.close()
+    said = nobody.do("files", places=places)
+    assert [path for path in said["looked_at"] if path.endswith(".sock")]
+    harmless = (".log", "keys")  # logs hold no secret; keys are digests
+    assert [path for path in said["opened"] if not path.endswith(harmless)] == []
+    held = cluster.open_files()
+    assert [path for path in held if path.startswith("/dev/shm/")]
+    opened = nobody.do("open_files", paths=held)["opened"]
+    assert [path for path in opened if not path.endswith(harmless)] == []
+    sockets = nobody.do("unix_sockets")
+    assert str(cluster.socket(0)) in sockets["looked_at"]
+    assert sockets["opened"] == []
+    cluster.tried.add((attacks.USER, attacks.FILES, HOST))
+
+
+def test_another_user_of_the_host_finds_no_secret_in_proc(cluster: GuardedCluster, nobody: Program) -> None:
+    """One is in an environment. What everybody sees is found: so the search works."""
+    said = nobody.do("processes", pids=cluster.pids(), words=[*SECRETS, cluster.api_key, "pdserve"])
+    assert {tuple(one) for one in said["found"]} == {("cmdline", "pdserve")}
+    assert {"environ", "mem", "fd", "maps"} <= set(said["refused"])
+    cluster.tried.add((attacks.USER, attacks.PROC, HOST))
+
+
+def test_another_user_of_the_host_harms_nobody_at_loopback(cluster: GuardedCluster, nobody: Program) -> None:
+    loopback = [port for port, (host, _) in cluster.listening().items() if host.startswith("127.")]
+    for kind in attacks.LOOPBACK:
+        for port in loopback:
+            nobody.do("attack", port=port, kind=kind, connections=8)
+        assert_unharmed(cluster)
+        nobody.do("let_go")
+        cluster.tried.add((attacks.USER, kind, HOST))
     until(cluster.answers, cluster.alive, 60.0)
+
+
+def test_who_tries_many_tokens_is_told_nothing_more_and_locks_nobody_out(
+    cluster: GuardedCluster, stranger: Program
+) -> None:
+    """Late: his address is bound by it for a minute."""
+    for port in POOL_PORTS:
+        assert stranger.do("say", port=port, token=ALPHA) == {"refused": ""}
+        said = stranger.do("guess", port=port, count=100)["said"]
+        assert set(said) == {"bad_token", "too_many_guesses"}
+        assert "too many tokens" in stranger.do("say", port=port, token=BETA)["refused"]
+        assert stranger.do("say", port=port, token=ALPHA) == {"refused": ""}, (
+            "it was proved from there before"
+        )
+        assert cluster.client.do("say", port=port, token=BETA) == {"refused": ""}, "from another address"
+        cluster.tried.add((attacks.STRANGER, attacks.GUESSES, CONTROL))
+    assert_unharmed(cluster)
+
+
+def test_the_table_in_the_documents_counts_what_was_tried(cluster: GuardedCluster) -> None:
+    """Last. tests/docs holds that the documents show it."""
+    assert cluster.tried == attacks.pairs()
+    reached = Counter(PLACES[port] for port in OPEN)
+    assert reached == attacks.PORTS

@@ -27,9 +27,10 @@ ADMIN: Final = "operators-token-of-this-pool"
 MEMBER: Final = "nodes-token-of-this-pool"
 READERS: Final = "workers-token-of-this-pool"
 ALPHA: Final = "token-of-the-tenant-alpha"
+ALPHA_READER: Final = "token-to-read-what-alpha-has"
 BETA: Final = "token-of-the-tenant-beta"
 CLUSTER: Final = "routers-token-at-the-workers"
-SECRETS: Final = (ADMIN, MEMBER, READERS, ALPHA, BETA, CLUSTER)
+SECRETS: Final = (ADMIN, MEMBER, READERS, ALPHA, ALPHA_READER, BETA, CLUSTER)
 POOL_PORTS: Final = (7700, 7701)
 DATA_PORTS: Final = (7710, 7711)
 WORKER_PORT: Final = 8001
@@ -52,6 +53,8 @@ class GuardedCluster:
         self.directory = directory
         directory.chmod(0o755)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.tried: set[tuple[str, str, str]] = set()
+        """Who, which attack, where: see attacks.py."""
         for number in (0, 1):
             self._start(f"pool{number}", ("pool", "serve"), self._node(number))
         for name in ("pool0", "pool1"):
@@ -84,8 +87,8 @@ class GuardedCluster:
             "tcp": {"port": DATA_PORTS[number]},
             "namespace_defaults": {"read_token": READERS},
             "namespaces": [
-                {"name": name, "read_token": token, "write_token": token}
-                for name, token in (("alpha", ALPHA), ("beta", BETA))
+                {"name": "alpha", "read_token": ALPHA_READER, "write_token": ALPHA},
+                {"name": "beta", "read_token": BETA, "write_token": BETA},
             ],
         }
 
@@ -114,7 +117,7 @@ class GuardedCluster:
             "host": self.host,
             "port": ROUTER_PORT,
             "agg": [f"http://{self.host}:{WORKER_PORT}"],
-            "access": {"cluster_token": CLUSTER, "keys_file": str(keys)},
+            "access": {"keys_file": str(keys)},  # its token is in its environment
         }
 
     def _start(self, name: str, command: tuple[str, ...], config: dict[str, Any]) -> None:
@@ -123,7 +126,8 @@ class GuardedCluster:
         file.write_text(to_toml(config))
         with (self.directory / f"{name}.log").open("wb") as log:
             whole = ("-m", "pdserve", *command, "--config", str(file))
-            self.processes[name] = self.network.start("far", *whole, log=log)
+            variables = {"PDSERVE_CLUSTER_TOKEN": CLUSTER} if name == "router" else {}
+            self.processes[name] = self.network.start("far", *whole, log=log, variables=variables)
 
     def _await(self, name: str, says: str) -> None:
         log = self.directory / f"{name}.log"
@@ -143,6 +147,20 @@ class GuardedCluster:
                     for one in connections(each.pid):
                         found[one[1]] = (one[0], name)
         return found
+
+    def pids(self) -> list[int]:
+        """Of all its processes."""
+        return [each.pid for process in self.processes.values() for each in family(process.pid)]
+
+    def open_files(self) -> list[str]:
+        """Files of shared memory and below /tmp that its processes have open, or mapped."""
+        found = set()
+        for pid in self.pids():
+            with suppress(OSError):
+                found |= {str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()}
+            with suppress(psutil.NoSuchProcess):
+                found |= {mapped.path for mapped in psutil.Process(pid).memory_maps()}
+        return sorted(path for path in found if path.startswith(("/dev/shm/", "/tmp/")))
 
     def alive(self) -> list[str]:
         """Processes that run."""

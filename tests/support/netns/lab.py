@@ -13,7 +13,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -94,12 +94,20 @@ class Lab:
 
     # --- programs
 
-    def start(self, host: str, *command: str, log: IO[bytes], pipes: bool = False) -> subprocess.Popen[bytes]:
-        """A Python program on that host."""
+    def start(
+        self,
+        host: str,
+        *command: str,
+        log: IO[bytes],
+        pipes: bool = False,
+        variables: Mapping[str, str] | None = None,
+    ) -> subprocess.Popen[bytes]:
+        """A Python program on that host. `variables`: of its environment, beside ours."""
         whole = ["ip", "netns", "exec", f"{self._prefix}-{host}", sys.executable, *command]
         pipe = subprocess.PIPE if pipes else None
         out = subprocess.PIPE if pipes else log
-        return subprocess.Popen(whole, stdin=pipe, stdout=out, stderr=log)
+        env = {**os.environ, **(variables or {})}
+        return subprocess.Popen(whole, stdin=pipe, stdout=out, stderr=log, env=env)
 
 
 def _run(*command: str) -> str:

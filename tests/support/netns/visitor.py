@@ -1,6 +1,7 @@
 """Somebody on a host of the network: an honest client, or one that attacks whatever port it reaches.
 
 Run as `python -m tests.support.netns.visitor HOST [UID]`; commands are the methods of `Visitor` (program.py).
+`intruder.py` has the attacks that speak the protocols.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import random
 import socket
+import ssl
 import struct
 import sys
 import time
@@ -60,16 +62,22 @@ ATTACKS: Final[dict[str, Callable[[random.Random], bytes]]] = {
     "two requests in one": lambda _: SMUGGLED,
     "a body of 100 GB": lambda _: HUGE_BODY,
     "endless headers": lambda _: b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 20_000,
+    "thousands of requests at once": lambda _: b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" * 20_000,
     "websocket": lambda _: (
         b"GET /ws HTTP/1.1\r\nhost: x\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n"
     ),
 }
 
 
+_TLS = ssl.create_default_context()
+_TLS.check_hostname, _TLS.verify_mode = False, ssl.CERT_NONE  # an attacker asks for no names
+
+
 class Visitor:
     def __init__(self, host: str) -> None:
-        self._host = host
-        self._held: list[socket.socket] = []
+        self.host = host
+        self.held: list[socket.socket] = []
+        self.channels: list[ControlChannel] = []
         self._dice = random.Random(1)
 
     # --- attacks
@@ -78,29 +86,36 @@ class Visitor:
         """Which ports take a connection."""
         open_ports = []
         for port in ports:
-            with contextlib.suppress(OSError), socket.create_connection((self._host, port), 2.0):
+            with contextlib.suppress(OSError), socket.create_connection((self.host, port), 2.0):
                 open_ports.append(port)
         return {"open": open_ports}
 
-    def attack(self, port: int, kind: str, connections: int = HELD) -> dict[str, Any]:
+    def attack(
+        self, port: int, kind: str, connections: int = HELD, *, inside_tls: bool = False
+    ) -> dict[str, Any]:
         """Send that over many connections, which stay open until `let_go`."""
         for _ in range(connections):
             with contextlib.suppress(OSError):
-                sock = socket.create_connection((self._host, port), 2.0)
-                self._held.append(sock)
+                sock = socket.create_connection((self.host, port), 2.0)
+                if inside_tls:
+                    sock = _TLS.wrap_socket(sock)
+                self.held.append(sock)
                 sock.settimeout(0.2)
                 sock.sendall(ATTACKS[kind](self._dice))
-        return {"held": len(self._held)}
+        return {"held": len(self.held)}
 
     def let_go(self) -> dict[str, Any]:
         """Close what `attack` opened. Answers with how much was answered to it."""
         answered = 0
-        for sock in self._held:
+        for sock in self.held:
             with contextlib.suppress(OSError):
                 sock.setblocking(False)
                 answered += len(sock.recv(1 << 20))
             sock.close()
-        self._held.clear()
+        self.held.clear()
+        for channel in self.channels:
+            channel.close()
+        self.channels.clear()
         return {"answered": answered}
 
     def say(self, port: int, token: str) -> dict[str, Any]:
@@ -161,24 +176,32 @@ class Visitor:
 
     def files(self, places: list[str]) -> dict[str, Any]:
         """Which files and sockets below these directories can be opened. Run it as another user."""
-        opened = []
         found = [Path(at) / name for place in places for at, _, names in os.walk(place) for name in names]
-        for path in found:
+        paths = [str(path) for path in found]
+        return {**self.open_files(paths), "looked_at": paths}
+
+    def open_files(self, paths: list[str]) -> dict[str, Any]:
+        """Which of these can be opened, to read or to write."""
+        opened = []
+        for path in map(Path, paths):
             with contextlib.suppress(OSError):
                 if path.is_socket():
                     with socket.socket(socket.AF_UNIX) as sock:
                         sock.connect(str(path))
                 else:
-                    path.open("rb").close()
+                    for mode in ("rb", "r+b"):
+                        with contextlib.suppress(PermissionError):
+                            path.open(mode).close()
+                            opened.append(str(path))
+                    continue
                 opened.append(str(path))
-        looked_at = [str(path) for path in found]
-        return {"opened": opened, "looked_at": looked_at}
+        return {"opened": opened}
 
     # --- honest work, and what strangers get of it
 
     def request(self, port: int, method: str, path: str, key: str = "", body: Any = None) -> dict[str, Any]:
         """One HTTP request's status and text."""
-        connection = http.client.HTTPConnection(self._host, port, timeout=TIMEOUT_S)
+        connection = http.client.HTTPConnection(self.host, port, timeout=TIMEOUT_S)
         headers = {"authorization": f"Bearer {key}"} if key else {}
         try:
             data = None if body is None else json.dumps(body)
@@ -203,7 +226,7 @@ class Visitor:
             return {"read": found, "took_s": time.monotonic() - began_s}
 
     def _pool(self, port: int, namespace: str, token: str) -> PoolClient:
-        refs = [PoolNodeRef(node=f"pool{port % 10}", address=f"tcp:{self._host}:{port}")]
+        refs = [PoolNodeRef(node=f"pool{port % 10}", address=f"tcp:{self.host}:{port}")]
         config = PoolClientConfig(
             nodes=refs, token=Secret(token), connect_timeout_s=TIMEOUT_S, get_timeout_s=TIMEOUT_S
         )
@@ -211,7 +234,7 @@ class Visitor:
 
     def _channel(self, port: int, token: str) -> ControlChannel:
         hello = make_hello("visitor", "", "none", token)
-        return ControlChannel.connect(f"tcp:{self._host}:{port}", hello, time.monotonic() + TIMEOUT_S)
+        return ControlChannel.connect(f"tcp:{self.host}:{port}", hello, time.monotonic() + TIMEOUT_S)
 
     def _ask(self, channel: ControlChannel, request: m.Request) -> m.Reply | None:
         try:
@@ -220,9 +243,14 @@ class Visitor:
             return None
 
 
-if __name__ == "__main__":
+def main(kind: type[Visitor]) -> None:
+    """Such a visitor, told what to do by standard input."""
     if len(sys.argv) > 2:
         os.setgroups([])
         os.setgid(int(sys.argv[2]))
         os.setuid(int(sys.argv[2]))
-    obey(Visitor(sys.argv[1]))
+    obey(kind(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    main(Visitor)
