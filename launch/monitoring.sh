@@ -6,6 +6,7 @@
 # RUN_DIR: of clusters started by `pdserve up` (default: logs/disagg logs/agg); one that starts later, or anew, is
 # found within seconds. Prometheus listens on 127.0.0.1:9090, Grafana on 127.0.0.1:3000 (nobody need log in to look).
 # A router with API keys shows its metrics to the admin key alone: give its file as PDSERVE_ADMIN_KEY_FILE.
+# Workers and pool nodes with metrics_token show theirs to it: give its file as PDSERVE_METRICS_TOKEN_FILE.
 # Ctrl-C stops both; what was measured stays in DIR (default: logs/monitoring).
 set -euo pipefail
 case ${1:-} in
@@ -43,6 +44,9 @@ data=$(realpath "$data")
     if [ "$job" = router ]; then printf '    tls_config: {insecure_skip_verify: true}\n'; fi
     if [ "$job" = router ] && [ -n "${PDSERVE_ADMIN_KEY_FILE:-}" ]; then
       printf '    authorization: {credentials_file: "%s"}\n' "$(realpath "$PDSERVE_ADMIN_KEY_FILE")"
+    fi
+    if [ "$job" != router ] && [ -n "${PDSERVE_METRICS_TOKEN_FILE:-}" ]; then
+      printf '    authorization: {credentials_file: "%s"}\n' "$(realpath "$PDSERVE_METRICS_TOKEN_FILE")"
     fi
   done
 } >"$data/prometheus.yml"

@@ -78,6 +78,10 @@ def pool_node(config: PoolNodeConfig) -> Iterator[Finding]:
     if not config.tls.as_server:
         says = f"{who}: without tls, pages and prompts can be read and changed on the wire"
         yield _warn(says, "`pdserve cert` makes certificates for its tls table")
+    host = config.metrics.rpartition(":")[0].strip("[]")
+    if config.metrics and not is_loopback(host) and not (config.metrics_token or config.metrics_token_file):
+        says = f"{who}: its metrics at {config.metrics} tell every host of namespaces and clients"
+        yield _warn(says, "set metrics_token_file, or metrics to an address of loopback")
     ucx = config.ucx
     if ucx.enabled and ucx.trusted_network:
         where = f"on {ucx.devices}" if ucx.devices else "on all interfaces"

@@ -49,6 +49,9 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
         "cluster_token", config.cluster_token, config.cluster_token_file, "PDSERVE_CLUSTER_TOKEN", os.environ
     )
     check_token(config, token)
+    metrics_token = secret_of(
+        "metrics_token", config.metrics_token, config.metrics_token_file, "PDSERVE_METRICS_TOKEN", os.environ
+    )
     Certificates(config.tls)  # refuses files that cannot be used, before anything slow
     url = advertised(config)
     with until_stopped():
@@ -76,7 +79,7 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
 
         def configure(app: Any) -> None:
             worker = Worker(role, config, namespace, identity, engine, pool, drain, metrics, tracer, starting)
-            install(app, worker, parts(worker), token, starting)
+            install(app, worker, parts(worker), token, metrics_token, starting)
 
         longest = longest_tokens(found) if _stages(config) else 0
         storage = _storage_of(config, pool_storage(config.pool, namespace, identity.geometry, longest))

@@ -112,6 +112,16 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cluster_token_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = (
         None
     )
+    metrics_token: Annotated[
+        Secret,
+        Meta(
+            description="Token that `/metrics` asks for; also from PDSERVE_METRICS_TOKEN. cluster_token does "
+            "too. Empty: none is needed."
+        ),
+    ] = Secret("")
+    metrics_token_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = (
+        None
+    )
     insecure: Annotated[
         bool,
         Meta(
@@ -188,7 +198,9 @@ def check_namespace(pool: PoolClientConfig, namespace: str, identity: KvIdentity
     asyncio.run(check())
 
 
-def install(app: Any, worker: Worker, parts: RoleParts, token: str, starting: Starting) -> None:
+def install(
+    app: Any, worker: Worker, parts: RoleParts, token: str, metrics_token: str, starting: Starting
+) -> None:
     """Add middleware and routes to SGLang's FastAPI app, before it serves. `token`: the cluster's; empty:
     none.
     """
@@ -202,7 +214,7 @@ def install(app: Any, worker: Worker, parts: RoleParts, token: str, starting: St
     app.add_middleware(Draining, drain=worker.drain)
     app.add_middleware(CacheSalt)
     close_cors(app)
-    app.add_middleware(Guard, token=token, starting=starting)
+    app.add_middleware(Guard, token=token, starting=starting, metrics_token=metrics_token)
     app.include_router(_info_router(worker))
     for router in parts.routers:
         app.include_router(router)

@@ -62,6 +62,8 @@ def test_of_a_closed_configuration_nothing_is_said(role: str, text: str, tmp_pat
         ("pool", FAR_NODE + "insecure = true", "insecure = true lets every host"),
         ("pool", FAR_NODE.replace("admin_token", "# "), "no admin_token: it does not start"),
         ("pool", FAR_NODE.partition("tls =")[0], "read and changed on the wire"),
+        ("pool", FAR_NODE + 'metrics = "0.0.0.0:9100"', "its metrics at 0.0.0.0:9100"),
+        ("pool", FAR_NODE + 'metrics = "[::]:9100"', "its metrics at [::]:9100"),
         ("pool", FAR_NODE + "ucx.trusted_network = true", "UCX listens on all interfaces"),
         ("pool", FAR_NODE + 'ucx = { trusted_network = true, devices = "ib0" }', "UCX listens on ib0"),
         ("pool", 'admin_token = "short"', "admin_token is shorter than 16"),

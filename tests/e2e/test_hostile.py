@@ -21,6 +21,7 @@ from tests.support.netns.guarded import (
     ALPHA_READER,
     BETA,
     DATA_PORTS,
+    GAMMA,
     OPEN,
     POOL_PORTS,
     READERS,
@@ -285,11 +286,11 @@ def test_who_tries_many_tokens_is_told_nothing_more_and_locks_nobody_out(
         assert stranger.do("say", port=port, token=ALPHA) == {"refused": ""}
         said = stranger.do("guess", port=port, count=100)["said"]
         assert set(said) == {"bad_token", "too_many_guesses"}
-        assert "too many tokens" in stranger.do("say", port=port, token=BETA)["refused"]
+        assert "too many tokens" in stranger.do("say", port=port, token=GAMMA)["refused"]
         assert stranger.do("say", port=port, token=ALPHA) == {"refused": ""}, (
             "it was proved from there before"
         )
-        assert cluster.client.do("say", port=port, token=BETA) == {"refused": ""}, "from another address"
+        assert cluster.client.do("say", port=port, token=GAMMA) == {"refused": ""}, "from another address"
         cluster.tried.add((attacks.STRANGER, attacks.GUESSES, CONTROL))
     assert_unharmed(cluster)
 

@@ -12,7 +12,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 MAX_HEAD_BYTES: Final = 64 * 1024  # as the router has
 MAX_HEADERS: Final = 256
 MAX_PIPELINED: Final = 16
-"""Requests that wait for the answer before theirs. Each takes some kilobytes; routers and probes send none."""
+"""Requests that wait for the answer before theirs; each takes some kilobytes. Routers send none."""
 HEAD_S: Final = 30.0
 """Time for a head from its first byte, and from a connection's start to its first head's end."""
 _TOO_LONG: Final = (

@@ -9,6 +9,8 @@ port. SGLang's own `--admin-api-key` guards only some of them, and appears in it
 | with the cluster's token | all | clients with the token | clients with the token |
 | without one, `insecure` | all | all, once it is ready | this host, once it is ready |
 
+With `metrics_token` metrics are for who shows it, or the cluster's token.
+
 A worker without a token starts only with `insecure`: other users of its host could control it. The router
 sends the token as `Authorization: Bearer TOKEN`. The lists name the open routes, so a route that a next
 SGLang adds is closed. SGLang asks its own server for a first generation while it starts: until it is ready,
@@ -31,6 +33,7 @@ from pdserve.tokens import bearer, digest, same
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/metrics/", "/pd/ready"})
 """For probes and Prometheus, whatever the configuration."""
+METRICS_PATHS = frozenset({"/metrics", "/metrics/"})
 SERVING_PATHS = frozenset(
     {
         *("/generate", "/tokenize", "/detokenize", "/encode", "/classify", "/ping"),
@@ -56,9 +59,11 @@ class Starting:
 class Guard:
     """ASGI middleware; the outermost one."""
 
-    def __init__(self, app: AsgiApp, token: str, starting: Starting) -> None:
+    def __init__(self, app: AsgiApp, token: str, starting: Starting, metrics_token: str = "") -> None:
+        """`metrics_token`: opens the metrics, as the cluster's does; empty: they are open."""
         self._app = app
         self._digest = digest(token)
+        self._metrics_digest = digest(metrics_token)
         self._starting = starting
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -73,7 +78,7 @@ class Guard:
     def _refusal(self, scope: Scope) -> RequestError | None:
         path = scope["path"]
         if path in OPEN_PATHS:
-            return None
+            return self._metrics_refusal(scope) if path in METRICS_PATHS else None
         if not self._starting.is_over and (client := scope.get("client")) and self._starting.is_own(client):
             return None
         if not self._digest:
@@ -87,8 +92,7 @@ class Guard:
                 type_="permission_error",
                 code="no_cluster_token",
             )
-        shown = bearer(next((value for name, value in scope["headers"] if name == b"authorization"), None))
-        if same(digest(shown), self._digest):
+        if same(_shown(scope), self._digest):
             return None
         return RequestError(
             401,
@@ -96,6 +100,24 @@ class Guard:
             type_="authentication_error",
             code="invalid_cluster_token",
         )
+
+    def _metrics_refusal(self, scope: Scope) -> RequestError | None:
+        if not self._metrics_digest:
+            return None
+        shown = _shown(scope)
+        if same(shown, self._metrics_digest) or same(shown, self._digest):
+            return None
+        return RequestError(
+            401,
+            "the metrics ask for a token: send `Authorization: Bearer TOKEN` (metrics_token_file)",
+            type_="authentication_error",
+            code="invalid_metrics_token",
+        )
+
+
+def _shown(scope: Scope) -> str:
+    """The digest of the token that the client shows."""
+    return digest(bearer(next((value for name, value in scope["headers"] if name == b"authorization"), None)))
 
 
 def close_cors(app: Any) -> None:

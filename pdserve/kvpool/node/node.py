@@ -390,7 +390,12 @@ class PoolNode:
         from pdserve.kvpool.node.metrics.server import MetricsServer
 
         server = MetricsServer(
-            config.metrics, self._loop, self._snapshot, self._lag, config.metrics_namespaces
+            config.metrics,
+            self._loop,
+            self._snapshot,
+            self._lag,
+            config.metrics_namespaces,
+            config.metrics_token,
         )
         ending.callback(server.close)
         logger.info("node %s: metrics at %s", self.name, server.url)

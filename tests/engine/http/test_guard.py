@@ -50,6 +50,7 @@ def ask(
     started: bool = True,
     own: bool = False,
     type_: str = "http",
+    metrics_token: str = "",
 ) -> list[dict[str, Any]]:
     sent: list[dict[str, Any]] = []
 
@@ -67,7 +68,7 @@ def ask(
         starting.end()
     headers = [(b"authorization", shown.encode())] if shown else []
     scope = {"type": type_, "path": path, "client": client, "server": ("10.9.9.9", 80), "headers": headers}
-    asyncio.run(Guard(app, token, starting)(scope, receive, send))
+    asyncio.run(Guard(app, token, starting, metrics_token)(scope, receive, send))
     return sent
 
 
@@ -92,6 +93,22 @@ def test_with_a_token_nothing_but_health_is_open(path: str) -> None:
 @pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/metrics/", "/pd/ready"])
 def test_health_and_metrics_are_open(path: str, token: str) -> None:
     assert ask(path, token=token) == PASSED
+
+
+@pytest.mark.parametrize("token", ["", TOKEN])
+@pytest.mark.parametrize("path", ["/metrics", "/metrics/"])
+def test_metrics_with_a_token_are_for_who_shows_it_or_the_clusters(path: str, token: str) -> None:
+    scrapers = "the-token-of-the-scrapers"
+    for shown in ("", "Bearer wrong", f"Basic {scrapers}", "Bearer "):
+        for client in (FAR, NEAR):
+            start, body = ask(path, client, shown, token=token, metrics_token=scrapers)
+            assert start["status"] == 401
+            assert scrapers not in str(body)
+    assert ask(path, FAR, f"Bearer {scrapers}", token=token, metrics_token=scrapers) == PASSED
+    assert (ask(path, FAR, f"Bearer {TOKEN}", token=token, metrics_token=scrapers) == PASSED) == bool(token)
+    assert ask("/health", FAR, token=token, metrics_token=scrapers) == PASSED
+    if token:  # it opens nothing else
+        assert ask("/flush_cache", FAR, f"Bearer {scrapers}", metrics_token=scrapers) != PASSED
 
 
 @pytest.mark.parametrize("path", CONTROL)

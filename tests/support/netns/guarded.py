@@ -29,8 +29,9 @@ READERS: Final = "workers-token-of-this-pool"
 ALPHA: Final = "token-of-the-tenant-alpha"
 ALPHA_READER: Final = "token-to-read-what-alpha-has"
 BETA: Final = "token-of-the-tenant-beta"
+GAMMA: Final = "token-of-the-tenant-gamma"
 CLUSTER: Final = "routers-token-at-the-workers"
-SECRETS: Final = (ADMIN, MEMBER, READERS, ALPHA, ALPHA_READER, BETA, CLUSTER)
+SECRETS: Final = (ADMIN, MEMBER, READERS, ALPHA, ALPHA_READER, BETA, GAMMA, CLUSTER)
 POOL_PORTS: Final = (7700, 7701)
 DATA_PORTS: Final = (7710, 7711)
 WORKER_PORT: Final = 8001
@@ -89,6 +90,7 @@ class GuardedCluster:
             "namespaces": [
                 {"name": "alpha", "read_token": ALPHA_READER, "write_token": ALPHA},
                 {"name": "beta", "read_token": BETA, "write_token": BETA},
+                {"name": "gamma", "read_token": GAMMA, "write_token": GAMMA},
             ],
         }
 

@@ -22,7 +22,7 @@ from pdserve.kvpool.protocol.messages import MAX_SEGMENTS
 from pdserve.logs import LogFormat, LogLevel
 from pdserve.sizes import parse_bytes as parse_bytes
 from pdserve.tls.contexts import TlsConfig
-from pdserve.tokens import Secret, given_secret
+from pdserve.tokens import Secret, given_secret, secret_of
 
 
 class UcxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -251,6 +251,16 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     metrics: Annotated[
         str, Meta(description="Address of the Prometheus metrics, like `127.0.0.1:9100`; empty: no metrics.")
     ] = ""
+    metrics_token: Annotated[
+        Secret,
+        Meta(
+            description="Token that the metrics ask for, as `Authorization: Bearer TOKEN`; also from "
+            "PDSERVE_METRICS_TOKEN. Empty: none is needed."
+        ),
+    ] = Secret("")
+    metrics_token_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = (
+        None
+    )
     metrics_namespaces: Annotated[
         int,
         Meta(ge=0, description="Number of namespaces with their own metrics; the others share `(other)`."),
@@ -370,8 +380,11 @@ def with_secrets(config: PoolNodeConfig, environ: Mapping[str, str]) -> PoolNode
     token = given_secret(
         "cluster.token", cluster.token, cluster.token_file, "PDSERVE_POOL_CLUSTER_TOKEN", environ
     )
+    metrics = ("metrics_token", config.metrics_token, config.metrics_token_file, "PDSERVE_METRICS_TOKEN")
     return replace(
         config,
+        metrics_token=Secret(secret_of(*metrics, environ)),
+        metrics_token_file=None,
         admin_token=Secret(given_secret(*admin, "PDSERVE_POOL_ADMIN_TOKEN", environ)),
         admin_token_file=None,
         cluster=replace(cluster, token=Secret(token), token_file=None),

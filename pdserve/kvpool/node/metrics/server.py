@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 from pdserve.errors import StartupError
 from pdserve.kvpool.node.metrics.families import Labeller, NodeSnapshot, families
 from pdserve.kvpool.node.metrics.meter import LoopLag
+from pdserve.tokens import bearer, digest, same
 
 SNAPSHOT_TIMEOUT_S: Final = 2.0  # for the event loop to give one
 HTTP_TIMEOUT_S: Final = 10.0  # for a scraper to say what it wants
@@ -71,8 +72,9 @@ class MetricsServer:
         snapshot: Callable[[], NodeSnapshot],
         lag: LoopLag,
         max_namespaces: int,
+        token: str = "",
     ) -> None:
-        """`address` is host:port. Raises StartupError."""
+        """`address` is host:port; `token`: of scrapers, empty for none. Raises StartupError."""
         registry = CollectorRegistry()
         registry.register(NodeCollector(loop, snapshot, max_namespaces))
         ProcessCollector(registry=registry)
@@ -85,6 +87,8 @@ class MetricsServer:
                 f"metrics cannot be served at {address}: {error.strerror or error}: choose another address, "
                 "or metrics = '' for none"
             ) from None
+        if token:
+            self._server.set_app(_guarded(self._server.get_app(), digest(token)))
         handler: Any = self._server.RequestHandlerClass
         self._server.RequestHandlerClass = type("Handler", (handler,), {"timeout": HTTP_TIMEOUT_S})
         self.url = f"http://{host}:{self._server.server_port}/metrics"
@@ -110,3 +114,17 @@ class MetricsServer:
         self._lag.observe(max(0.0, now_s - self._due_s))
         self._due_s = now_s + LAG_INTERVAL_S
         self._timer = self._loop.call_later(LAG_INTERVAL_S, self._tick)
+
+
+def _guarded(app: Any, token_digest: str) -> Any:
+    """The WSGI application for those who show the token."""
+
+    def serve(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        shown = bearer(str(environ.get("HTTP_AUTHORIZATION", "")).encode("latin-1", "replace"))
+        if same(digest(shown), token_digest):
+            answer: Iterable[bytes] = app(environ, start_response)
+            return answer
+        start_response("401 Unauthorized", [("WWW-Authenticate", "Bearer"), ("Content-Type", "text/plain")])
+        return [b"the metrics ask for a token: `Authorization: Bearer TOKEN` (metrics_token_file)\n"]
+
+    return serve

@@ -8,6 +8,7 @@ import threading
 import time
 import urllib.request
 
+import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -232,6 +233,24 @@ async def test_a_server_stops_and_its_address_can_be_used_again() -> None:
         except StartupError:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.02)
+
+
+async def test_metrics_with_a_token_are_for_who_shows_it() -> None:
+    loop = asyncio.get_running_loop()
+    lag, token = LoopLag(), "the-token-of-the-scrapers"
+    serving = MetricsServer("127.0.0.1:0", loop, lambda: snapshot(report()), lag, 10, token)
+    try:
+        async with httpx.AsyncClient(trust_env=False) as client:
+            for shown in ("", "Bearer wrong", f"Basic {token}", "Bearer \u00e9"):
+                for path in ("/metrics", "/", "/x"):
+                    url = serving.url.replace("/metrics", path)
+                    answer = await client.get(url, headers={"authorization": shown.encode("latin-1")})
+                    assert answer.status_code == 401
+                    assert "pdserve_pool" not in answer.text
+            answer = await client.get(serving.url, headers={"authorization": f"Bearer {token}"})
+            assert "pdserve_pool_responding 1" in answer.text
+    finally:
+        serving.close()
 
 
 def test_an_address_that_is_none_is_refused() -> None:
