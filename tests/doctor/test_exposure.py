@@ -48,6 +48,13 @@ def said_of(role: str, text: str, tmp_path: Path) -> list[str]:
             "router",
             'decode = ["http://127.0.0.1:8100"]\nadmin = { port = 1, key = "a-key-of-some-length" }',
         ),
+        (
+            "router",
+            FAR_ROUTER + 'admin = { port = 1, host = "10.0.0.1", key = "a-key-of-some-length", '
+            'tls = { certificate = "/c", key = "/k", client_ca = "/a" } }',
+        ),
+        ("pool", FAR_NODE + 'metrics = "10.0.0.5:9100"\nmetrics_token_file = "/t"'),
+        ("pool", FAR_NODE + 'metrics = "127.0.0.1:9100"'),
         ("decode", WORKER),
         ("pool", FAR_NODE + 'cluster.etcd = { endpoints = ["https://e:2379"], certificate_file = "/c" }'),
     ],
@@ -77,6 +84,11 @@ def test_of_a_closed_configuration_nothing_is_said(role: str, text: str, tmp_pat
         ("router", FAR_ROUTER + "insecure = true", "use the models"),
         ("router", 'host = "0.0.0.0"\naccess.keys_file = "/keys"', "API keys and prompts can be read"),
         ("router", 'admin = { port = 1, host = "10.0.0.1" }', "the admin API listens at 10.0.0.1"),
+        (
+            "router",
+            'admin = { port = 1, host = "10.0.0.1", tls = { ca = "/a" } }',
+            "the admin API listens at 10.0.0.1",
+        ),
         ("router", 'agg = ["http://10.0.0.7:8100"]', "the cluster token go to http://10.0.0.7:8100"),
         ("agg", WORKER + "insecure = true", "users of its host control SGLang"),
         ("agg", WORKER.replace(', tls = { ca = "/a" }', ""), "go to pool node a without encryption"),

@@ -21,9 +21,20 @@ from tests.support.kvpool.pools import arena_dir
 from tests.support.left_behind import reaper
 
 MARK = f"canary-of-{os.getpid()}"  # other processes of the machine are looked at too
-KEY, ADMIN, TOKEN, POOL_ADMIN, POOL_CLUSTER, READ, WRITE, REDIS, WRONG = (
+KEY, ADMIN, TOKEN, POOL_ADMIN, POOL_CLUSTER, READ, WRITE, REDIS, METRICS, WRONG = (
     f"{MARK}-{name}-0123456789"
-    for name in ("key", "admin", "token", "pool-admin", "pool-cluster", "read", "write", "redis", "wrong")
+    for name in (
+        "key",
+        "admin",
+        "token",
+        "pool-admin",
+        "pool-cluster",
+        "read",
+        "write",
+        "redis",
+        "metrics",
+        "wrong",
+    )
 )
 UP = """
 import sys
@@ -63,7 +74,7 @@ class Seen:
 
 def cluster_file(directory: Path) -> Path:
     """One pool node, one worker, a router; secrets as text, in files and, by `ENVIRONMENT`, in variables."""
-    for name, secret in (("pool-admin", POOL_ADMIN), ("read", READ), ("redis", REDIS)):
+    for name, secret in (("pool-admin", POOL_ADMIN), ("read", READ), ("redis", REDIS), ("metrics", METRICS)):
         (directory / name).write_text(f"{secret}\n")
     node = {
         "capacity_bytes": "64MiB",
@@ -72,6 +83,7 @@ def cluster_file(directory: Path) -> Path:
         "keep": False,
         "log_level": "debug",
         "admin_token_file": str(directory / "pool-admin"),
+        "metrics_token_file": str(directory / "metrics"),
         "namespaces": [{"name": "n", "read_token_file": str(directory / "read"), "write_token": WRITE}],
     }
     redis = {"url": "redis://127.0.0.1:1", "password_file": str(directory / "redis")}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +125,36 @@ async def test_an_admin_port_with_a_certificate_speaks_tls_only_and_asks_for_one
             done = await top(where, *words)
             assert done.returncode == 1
             assert "does not answer" in done.stderr
+
+
+@pytest.mark.timeout(60)
+async def test_a_renewed_certificate_of_the_admin_port_is_shown_without_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its authority is renewed too: both for itself and for the clients that it lets in."""
+    monkeypatch.setattr("pdserve.tls.contexts.LOOK_S", 0.0)
+    older, newer = Authority(tmp_path / "older"), Authority(tmp_path / "newer")
+    files = older.host(mutual=True)
+    admin = Admin(key=KEY, tls=replace(files, ca=None))
+
+    async def top(authority: Authority, url: str) -> int:
+        certificate, key = authority.files("operator")
+        showing = ("--tls-ca", authority.ca, "--tls-certificate", certificate, "--tls-key", key)
+        said = ("top", url, "--once", "--json", *map(str, showing))
+        return (await asyncio.to_thread(pdserve_here, *said, PDSERVE_ADMIN_KEY=KEY)).returncode
+
+    async with disagg(admin=admin) as (harness, _, _), shown(harness) as url:
+        assert [await top(authority, url) for authority in (older, newer)] == [0, 1]
+        theirs = newer.host(mutual=True)
+        for ours, new in (
+            (files.key, theirs.key),
+            (files.certificate, theirs.certificate),
+            (files.client_ca, theirs.client_ca),
+        ):
+            assert ours is not None
+            assert new is not None
+            renewed = ours.with_suffix(".new")
+            shutil.copy(new, renewed)
+            renewed.replace(ours)
+        assert await top(newer, url) == 0
+        assert (await harness.chat()).status == 200
