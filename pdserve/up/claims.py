@@ -61,6 +61,13 @@ def check_ports(plan: Plan) -> None:
                 )
 
 
+def run_directory(path: Path) -> Path:
+    """The absolute path for `claimed`. Its last component stays a link if it is one, which `claimed` refuses:
+    in /tmp another user could have made it, to have us write where he may not.
+    """
+    return path.parent.resolve() / path.name
+
+
 @contextmanager
 def claimed(run_dir: Path) -> Iterator[None]:
     """Make the run directory and hold it for this process alone. Raises StartupError."""

@@ -19,7 +19,7 @@ from pdserve.capacity.gather import read_model, this_machine
 from pdserve.capacity.report import lines
 from pdserve.errors import StartupError
 from pdserve.settings.config_file import build_config
-from pdserve.up.claims import check_ports, claimed, free_ports
+from pdserve.up.claims import check_ports, claimed, free_ports, run_directory
 from pdserve.up.config import Role, read_cluster_file
 from pdserve.up.console import Console
 from pdserve.up.fitting import fitted
@@ -92,7 +92,7 @@ def up(
     plan = make_plan(
         cluster,
         program=PROGRAM,
-        run_dir=cluster.cluster.run_dir.resolve(),
+        run_dir=run_directory(cluster.cluster.run_dir),
         uid=os.getuid(),
         ports=free_ports(cluster.cluster.host, random.SystemRandom()),
         extra_args=extra or (),

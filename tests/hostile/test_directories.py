@@ -14,7 +14,7 @@ import pytest
 from pdserve.errors import StartupError
 from pdserve.kvpool.node.config.node import TierConfig
 from pdserve.kvpool.node.serving.listeners import listen
-from pdserve.up.claims import claimed
+from pdserve.up.claims import claimed, run_directory
 from tests.support.kvpool.nodes import small_config, start_fails
 
 NOBODY = 65534
@@ -70,6 +70,21 @@ def test_no_secrets_are_written_there(theirs: Path) -> None:
     with pytest.raises(StartupError, match=f"user {NOBODY}"), claimed(theirs):
         pass
     assert not list(theirs.iterdir())
+
+
+def test_no_secrets_are_written_where_the_link_of_another_user_points_to(linked: Path) -> None:
+    """`pdserve up` followed it, though the kernel would not have in /tmp."""
+    before = list(linked.resolve().iterdir())
+    with pytest.raises(StartupError, match="is a symbolic link"), claimed(run_directory(linked)):
+        pass
+    assert list(linked.resolve().iterdir()) == before
+
+
+def test_a_run_directory_below_links_of_ones_own_is_used(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    with claimed(run_directory(tmp_path / "link" / "run")):
+        assert (tmp_path / "there/run/lock").exists()
 
 
 def test_an_arena_that_others_could_replace_is_not_used(tmp_path: Path) -> None:
