@@ -1,5 +1,5 @@
-"""A node's metrics over HTTP: prometheus_client's server in its own threads, a snapshot taken in the node's
-event loop for each scrape.
+"""A node's metrics over HTTP: prometheus_client's application in threads of its own, a snapshot taken in the
+node's event loop for each scrape.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import socket
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from socketserver import ThreadingMixIn
 from typing import Any, Final
-from wsgiref.simple_server import WSGIServer
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+from prometheus_client import CollectorRegistry, ProcessCollector, make_wsgi_app
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
@@ -24,6 +25,7 @@ from pdserve.tokens import bearer, digest, same
 
 SNAPSHOT_TIMEOUT_S: Final = 2.0  # for the event loop to give one
 HTTP_TIMEOUT_S: Final = 10.0  # for a scraper to say what it wants
+MAX_SCRAPERS: Final = 16  # at a time; each takes a thread
 LAG_INTERVAL_S: Final = 0.5
 
 
@@ -79,18 +81,17 @@ class MetricsServer:
         registry.register(NodeCollector(loop, snapshot, max_namespaces))
         ProcessCollector(registry=registry)
         host, _, port = address.rpartition(":")
-        self._server: WSGIServer
+        app = make_wsgi_app(registry)
         try:
-            self._server, _ = start_http_server(int(port), host.strip("[]"), registry)
+            self._server = _Server(
+                host.strip("[]"), int(port), _guarded(app, digest(token)) if token else app
+            )
         except OSError as error:
             raise StartupError(
                 f"metrics cannot be served at {address}: {error.strerror or error}: choose another address, "
                 "or metrics = '' for none"
             ) from None
-        if token:
-            self._server.set_app(_guarded(self._server.get_app(), digest(token)))
-        handler: Any = self._server.RequestHandlerClass
-        self._server.RequestHandlerClass = type("Handler", (handler,), {"timeout": HTTP_TIMEOUT_S})
+        threading.Thread(target=self._server.serve_forever, name="pdserve-metrics", daemon=True).start()
         self.url = f"http://{host}:{self._server.server_port}/metrics"
         self._loop = loop
         self._lag = lag
@@ -114,6 +115,51 @@ class MetricsServer:
         self._lag.observe(max(0.0, now_s - self._due_s))
         self._due_s = now_s + LAG_INTERVAL_S
         self._timer = self._loop.call_later(LAG_INTERVAL_S, self._tick)
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = HTTP_TIMEOUT_S
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: strangers would write our log."""
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    """Answers each scraper in a thread. Where there are too many, the oldest goes: an honest one has its
+    answer soon, and one that holds a place does not keep it.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int, app: Any) -> None:
+        """Raises OSError."""
+        [(self.address_family, *_, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        self._open: dict[socket.socket, None] = {}  # the oldest first
+        self._lock = threading.Lock()  # of `_open`
+        super().__init__((str(address[0]), port), _Handler)
+        self.set_app(app)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """A connection has come."""
+        with self._lock:
+            self._open[request] = None
+            if len(self._open) > MAX_SCRAPERS:
+                oldest = next(iter(self._open))
+                del self._open[oldest]
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Of the connection's own thread."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            with self._lock:
+                self._open.pop(request, None)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A scraper that leaves early is no fault, and strangers would write our log."""
 
 
 def _guarded(app: Any, token_digest: str) -> Any:

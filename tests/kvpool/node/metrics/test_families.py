@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 import threading
 import time
 import urllib.request
@@ -20,7 +21,7 @@ from pdserve.kvpool.node.metrics import server
 from pdserve.kvpool.node.metrics.families import OTHER, Labeller, NodeSnapshot, families
 from pdserve.kvpool.node.metrics.meter import BUCKETS_S, FIRST_FORGET, NO_NAMESPACE, LoopLag, Meter, Series
 from pdserve.kvpool.node.metrics.names import METRICS
-from pdserve.kvpool.node.metrics.server import MetricsServer, NodeCollector
+from pdserve.kvpool.node.metrics.server import MAX_SCRAPERS, MetricsServer, NodeCollector
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import Member, NamespaceSettings, TierStatus
 from pdserve.settings.config_file import load_config
@@ -249,6 +250,43 @@ async def test_metrics_with_a_token_are_for_who_shows_it() -> None:
                     assert "pdserve_pool" not in answer.text
             answer = await client.get(serving.url, headers={"authorization": f"Bearer {token}"})
             assert "pdserve_pool_responding 1" in answer.text
+    finally:
+        serving.close()
+
+
+async def test_many_who_connect_and_say_nothing_take_few_threads_and_keep_no_scraper_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """1,500 took as many threads of a node, and 40 MB."""
+    monkeypatch.setattr(server._Handler, "timeout", 1000.0)
+    loop = asyncio.get_running_loop()
+    serving = MetricsServer("127.0.0.1:0", loop, lambda: snapshot(report()), LoopLag(), 10)
+    port = int(serving.url.removesuffix("/metrics").rpartition(":")[2])
+    silent: list[socket.socket] = []
+    try:
+        while len(silent) < 4 * MAX_SCRAPERS:
+            silent += [await asyncio.to_thread(socket.create_connection, ("127.0.0.1", port), 10)]
+        for sock in silent[:-MAX_SCRAPERS]:  # the oldest went for those after them
+            assert await asyncio.to_thread(sock.recv, 1) == b""
+        async with httpx.AsyncClient(trust_env=False) as client:
+            assert (await client.get(serving.url)).status_code == 200
+        deadline_s = time.monotonic() + 10
+        while len([one for one in threading.enumerate() if "process_request" in one.name]) > MAX_SCRAPERS:
+            assert time.monotonic() < deadline_s
+            await asyncio.sleep(0.01)
+    finally:
+        for sock in silent:
+            sock.close()
+        serving.close()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:0", "[::1]:0", "localhost:0"])
+async def test_metrics_are_served_at_addresses_of_either_kind(address: str) -> None:
+    loop = asyncio.get_running_loop()
+    serving = MetricsServer(address, loop, lambda: snapshot(report()), LoopLag(), 10)
+    try:
+        async with httpx.AsyncClient(trust_env=False) as client:
+            assert "pdserve_pool_responding 1" in (await client.get(serving.url)).text
     finally:
         serving.close()
 
