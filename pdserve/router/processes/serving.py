@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import math
 import signal
 import socket
 import sys
@@ -125,9 +126,10 @@ async def _server(
 ) -> AsyncIterator[tuple[Router, uvicorn.Server]]:
     """A router and its server, to be stopped by SIGTERM or SIGINT."""
     loop = asyncio.get_running_loop()
-    raise_open_files()
+    most_files = raise_open_files()
     async with open_router(config, first=first) as router:
-        server = make_server(router, config, public_tls(config.access), router.generation)
+        most = math.inf if most_files is None else most_files // 2  # the rest is for workers
+        server = make_server(router, config, public_tls(config.access), router.generation, most)
         loop.add_signal_handler(signal.SIGINT, server.handle_exit, signal.SIGINT, None)
         loop.add_signal_handler(signal.SIGTERM, _stop, router, server, notice_s)
         gc.freeze()  # what was made until now stays: the collector need not look at it again

@@ -45,6 +45,7 @@ from typing import Any, Final, Literal, Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from pdserve.crowd import Crowd
 from pdserve.router.server.request_cycle import RequestCycle
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -67,6 +68,11 @@ class Connections(ServerState):
     """uvicorn's state of a server, and whether the server has begun to stop."""
 
     is_stopping = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.crowd: Crowd[ClientConnection] = Crowd(math.inf)
+        """All connections. Beyond its bound those go that wait for no answer."""
 
 
 class DirectHandler(Protocol):
@@ -204,12 +210,17 @@ class ClientConnection(HttpToolsProtocol):
         """The client's connection stands."""
         super().connection_made(transport)
         self._enter("idle")
+        address = self.client[0] if self.client else ""
+        goes = self.server_state.crowd.came(self, address, lambda one: not one._is_answering)
+        if goes is not None:
+            goes.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is over."""
         if self._timer is not None:
             self._timer.cancel()
         self._forget_unread()
+        self.server_state.crowd.left(self)
         super().connection_lost(exc)
         # request and connection hold each other, and the garbage collector runs seldom
         self.cycle = self.scope = None  # type: ignore[assignment]

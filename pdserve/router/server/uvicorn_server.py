@@ -46,9 +46,10 @@ def make_server(
     config: RouterConfig,
     tls: ssl.SSLContext | None = None,
     direct: DirectHandler | None = None,
+    most_connections: float = math.inf,
 ) -> uvicorn.Server:
     """uvicorn for this router: httptools, no access log, headers of our own only. `direct` gets its requests
-    past ASGI.
+    past ASGI. `most_connections`: beyond it, those are closed that wait for no answer.
     """
     settings = uvicorn.Config(
         application,  # type: ignore[arg-type]  # our own, looser ASGI types
@@ -71,7 +72,9 @@ def make_server(
         ssl_context_factory=None if tls is None else lambda _config, _default: tls,
     )
     settings.load()
-    return _Server(settings)
+    server = _Server(settings)
+    server.server_state.crowd.most = most_connections
+    return server
 
 
 def public_tls(access: Access) -> ssl.SSLContext | None:

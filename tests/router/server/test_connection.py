@@ -84,12 +84,12 @@ class Transport(asyncio.Transport):
 class Client:
     """A connection, its handler, and its time since it was made."""
 
-    def __init__(self, can_write_eof: bool = True) -> None:
+    def __init__(self, can_write_eof: bool = True, state: Connections | None = None) -> None:
         loop = asyncio.get_running_loop()
         self.begun_s = loop.time()
         self.loop = loop
         self.cycles: list[RequestCycle] = []
-        self.state = Connections()
+        self.state = state or Connections()
         config = make_server(self.ordinary, RouterConfig(client_keepalive_s=KEEP_ALIVE_S)).config
         direct: Any = SimpleNamespace(targets={b"/direct": "/direct"}, serve=self.serve)
         self.connection = ClientConnection(
@@ -378,6 +378,20 @@ async def test_who_sends_thousands_of_requests_at_once_is_closed_and_takes_a_bou
     assert client.transport.ended_s is not None
     assert len(client.connection.pipeline) <= MAX_PIPELINED
     assert len(client.cycles) <= 1, "what waits is not served"
+
+
+@virtually
+async def test_beyond_the_bound_the_oldest_connection_goes_that_waits_for_no_answer() -> None:
+    """A stranger who opened as many sockets as the router may have kept all clients out."""
+    busy = Client()
+    await busy.send(REQUEST)
+    busy.state.crowd.most = 3
+    idle = [Client(state=busy.state) for _ in range(4)]
+    assert [client.transport.was_aborted for client in idle] == [True, True, False, False]
+    await busy.answer()
+    assert busy.statuses == [200]
+    Client(state=busy.state)
+    assert busy.transport.was_aborted, "it waits for no answer any more, and is the oldest"
 
 
 @virtually

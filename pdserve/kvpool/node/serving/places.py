@@ -20,6 +20,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Final
 
+from pdserve.crowd import Crowd
+
 MIN_GREETING: Final = 64
 """So many may shake hands at a time even where `max_connections` is less."""
 MAX_HALF_FRAMES_BYTES: Final = 64 * 1024 * 1024
@@ -36,9 +38,7 @@ class Places:
 
     def __init__(self, max_connections: int) -> None:
         self._max_connections = max_connections
-        self._max_greeting = max_greeting(max_connections)
-        self._greeting: dict[int, str] = {}
-        """Address by number; the oldest first."""
+        self._greeting: Crowd[int] = Crowd(max_greeting(max_connections))
         self._clients: dict[int, tuple[str, str]] = {}
         """Address, and digest of the token that the client has shown; by number."""
         self._half_frame_bytes: dict[int, int] = {}
@@ -57,13 +57,7 @@ class Places:
         """A socket was accepted. The number of a socket to close for it, if there are too many; its place is
         free at once.
         """
-        self._greeting[number] = address
-        if len(self._greeting) <= self._max_greeting:
-            return None
-        [(crowded, _)] = Counter(self._greeting.values()).most_common(1)
-        oldest = next(number for number, address in self._greeting.items() if address == crowded)
-        del self._greeting[oldest]
-        return oldest
+        return self._greeting.came(number, address)
 
     def refusal(self, number: int, *, token: str, tokens_in_use: bool, operator: bool = False) -> str:
         """Why the socket gets no client's place; empty if it gets one. `token`: digest of a known one, if the
@@ -82,14 +76,14 @@ class Places:
         without = Counter(address for address, other in self._clients.values() if not other)
         if without.total() >= max(1, limit // 2):
             return f"the node holds {without.total()} connections without a token already: show one"
-        address = self._greeting.get(number, "")
+        address = self._greeting.address(number)
         if without[address] >= max(1, limit // 4):
             return f"the node holds {without[address]} connections of {address} without a token: show one"
         return ""
 
     def greeted(self, number: int, *, token: str) -> None:
         """The socket has shaken hands. `token`: see `refusal`."""
-        self._clients[number] = (self._greeting.pop(number, ""), token)
+        self._clients[number] = (self._greeting.left(number), token)
 
     def holds(self, number: int, half_frame_bytes: int) -> int | None:
         """The socket has sent so many bytes of a frame that is not whole. The number of a socket to close, if
@@ -108,6 +102,6 @@ class Places:
 
     def closed(self, number: int) -> None:
         """The socket is closed."""
-        self._greeting.pop(number, None)
+        self._greeting.left(number)
         self._clients.pop(number, None)
         self._half_frame_bytes.pop(number, None)

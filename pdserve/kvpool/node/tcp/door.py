@@ -20,10 +20,10 @@ import socket
 import ssl
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
+from pdserve.crowd import Crowd
 from pdserve.kvpool.transports.tcp.stream import TICKET_BYTES, PageStream
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Door:
         self._expects = expects
         self._tls = tls
         self._listening: list[socket.socket] = []
-        self._unclaimed: dict[socket.socket, str] = {}  # their addresses; the oldest first
+        self._unclaimed: Crowd[socket.socket] = Crowd(MAX_UNCLAIMED)
         self._lock = threading.Lock()  # of `_unclaimed`
         self._threads: set[threading.Thread] = set()
 
@@ -107,19 +107,15 @@ class Door:
                 sock = tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
             thread = threading.Thread(target=self._serve, args=(sock,), name="pdserve-tcp", daemon=True)
             with self._lock:
-                if len(self._unclaimed) >= MAX_UNCLAIMED:
-                    [(crowded, _)] = Counter(self._unclaimed.values()).most_common(1)
-                    oldest = next(one for one, address in self._unclaimed.items() if address == crowded)
-                    del self._unclaimed[oldest]
+                if (oldest := self._unclaimed.came(sock, address)) is not None:
                     _end(oldest)
-                self._unclaimed[sock] = address
             thread.start()
             self._threads.add(thread)
             self._threads = {one for one in self._threads if one.is_alive()}
         except (OSError, ValueError, RuntimeError) as error:
             logger.warning("a data connection cannot be served: %s", error)
             with self._lock:
-                self._unclaimed.pop(sock, None)
+                self._unclaimed.left(sock)
             sock.close()
 
     # -- threads
@@ -132,7 +128,7 @@ class Door:
             logger.debug("a data connection did not show a ticket: %s", error)
             ticket = b""
         with self._lock:
-            self._unclaimed.pop(sock, None)
+            self._unclaimed.left(sock)
         move = self._claim(ticket) if ticket else None
         if move is None:
             sock.close()
