@@ -5,9 +5,12 @@ and thousands of requests at once, from clients that have shown no token.
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from pdserve.crowd import Crowd
 
 MAX_HEAD_BYTES: Final = 64 * 1024  # as the router has
 MAX_HEADERS: Final = 256
@@ -22,11 +25,13 @@ _TOO_LONG: Final = (
 
 class BoundedHeads(HttpToolsProtocol):
     """Answers a head that is too long with 431, and closes a connection whose head is too slow, or that sends
-    too many requests at once.
+    too many requests at once. Beyond the bound of `crowd`, connections go that wait for no answer.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, crowd: Crowd[BoundedHeads] | None = None, **kwargs: Any) -> None:
+        """`crowd`: all connections of the server."""
         super().__init__(*args, **kwargs)
+        self._crowd = Crowd(math.inf) if crowd is None else crowd
         self._head_bytes = 0  # received since the last head ended, or -1 while a body comes
         self._timer: asyncio.TimerHandle | None = None
 
@@ -34,11 +39,18 @@ class BoundedHeads(HttpToolsProtocol):
         """A client has connected."""
         super().connection_made(transport)
         self._limit_time()
+        goes = self._crowd.came(self, self.client[0] if self.client else "", BoundedHeads._is_idle)
+        if goes is not None:
+            goes.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone."""
         self._unlimit_time()
+        self._crowd.left(self)
         super().connection_lost(exc)
+
+    def _is_idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
 
     def data_received(self, data: bytes) -> None:
         """Bytes from the client."""

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import ssl
 import warnings
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any, Final
 
+from pdserve.crowd import Crowd
 from pdserve.engine.http.bounded_heads import BoundedHeads
+from pdserve.open_files import raise_open_files
 from pdserve.sglang_places import places
 from pdserve.tls.contexts import Certificates, TlsConfig
 
@@ -49,7 +52,9 @@ def serving(http_server: ModuleType, tls: TlsConfig, certificates: Certificates)
 
 def _configured(uvicorn: ModuleType, context: ssl.SSLContext | None) -> SimpleNamespace:
     """The module, whose servers have bounded heads, and use `context` if there is one."""
-    more: dict[str, Any] = {"http": BoundedHeads}
+    files = raise_open_files()  # half of them for SGLang and the pool
+    crowd: Crowd[BoundedHeads] = Crowd(math.inf if files is None else files // 2)
+    more: dict[str, Any] = {"http": functools.partial(BoundedHeads, crowd=crowd)}
     if context is not None:
         more["ssl_context_factory"] = lambda _config, _default: context
     config = functools.partial(uvicorn.Config, **more)

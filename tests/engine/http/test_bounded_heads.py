@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import pytest
 import uvicorn
 
+from pdserve.crowd import Crowd
 from pdserve.engine.http import bounded_heads
 from pdserve.engine.http.bounded_heads import MAX_HEAD_BYTES, MAX_HEADERS, MAX_PIPELINED, BoundedHeads
 
@@ -22,7 +25,7 @@ async def app(scope: dict[str, object], receive: object, send: object) -> None:
 
 
 @contextlib.asynccontextmanager
-async def serving(http: type[BoundedHeads] = BoundedHeads) -> AsyncIterator[int]:
+async def serving(http: Any = BoundedHeads) -> AsyncIterator[int]:
     server = uvicorn.Server(uvicorn.Config(app, port=0, http=http, log_level="error", lifespan="off"))
     task = asyncio.create_task(server.serve())
     await until(lambda: server.started)
@@ -82,6 +85,26 @@ def test_ordinary_requests_and_long_bodies_are_served() -> None:
             return await answer(port, post + body, HEAD + b"\r\n", last)
 
     assert asyncio.run(run()).count(b" 200 ") == 3
+
+
+def test_beyond_the_bound_connections_go_that_wait_for_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stranger who opens as many sockets as the worker may have keeps no router out."""
+    monkeypatch.setattr(bounded_heads, "HEAD_S", 1000.0)
+    crowd: Crowd[BoundedHeads] = Crowd(8)
+
+    async def run() -> bytes:
+        async with serving(functools.partial(BoundedHeads, crowd=crowd)) as port:
+            strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
+            await until(lambda: len(crowd) == 8)
+            said = await answer(port, HEAD + b"connection: close\r\n\r\n")
+            for reader, writer in strangers[:12]:
+                async with asyncio.timeout(10):
+                    with contextlib.suppress(ConnectionResetError):
+                        assert await reader.read() == b""
+                writer.close()
+            return said
+
+    assert asyncio.run(run()).count(b" 200 ") == 1
 
 
 def test_who_sends_thousands_of_requests_at_once_is_closed_and_takes_a_bounded_memory() -> None:
