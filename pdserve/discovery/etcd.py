@@ -39,6 +39,7 @@ T = TypeVar("T")
 
 RENEWALS: Final = 3  # per lease
 MAX_NODES: Final = 4096  # read at once
+MAX_NAME_CHARS: Final = 512
 REAUTHENTICATE: Final = 401
 STALE_TOKEN: Final = ("revision of auth store is old", "user name is empty")  # with 400: users were changed
 NODES: Final = "nodes"
@@ -345,6 +346,9 @@ def _members(kvs: Iterable[_KeyValue], prefix: str, secret: str) -> tuple[list[E
     found, problems = [], {}
     for kv in kvs:
         name = _name(kv.key, prefix)
+        if not name.isprintable() or len(name) > MAX_NAME_CHARS:  # it would write lines of its own in our log
+            problems[ascii(name[:MAX_NAME_CHARS])] = "that is no name of a member"
+            continue
         try:
             entry = msgspec.json.decode(base64.b64decode(kv.value), type=_Entry)
         except (msgspec.MsgspecError, ValueError) as error:

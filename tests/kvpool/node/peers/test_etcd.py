@@ -299,6 +299,18 @@ async def test_what_others_wrote_there_is_passed_over(tmp_path: Path, etcd: Etcd
             await until(lambda: ring(a) == ring(b) == "ab")
 
 
+async def test_names_that_others_wrote_there_write_no_lines_of_their_own_into_a_log(
+    tmp_path: Path, etcd: EtcdServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("q\nERROR a line of its own", "q\x1b[2J", "q" * 4096):
+        put(etcd, f"/pdserve/pool/nodes/{name}", '{"address": "tcp:127.0.0.1:1"}')
+    assert names(etcd) == []
+    async with running(tmp_path, "a", **in_etcd(etcd)):
+        await until(lambda: names(etcd) == ["a"])
+        await until(lambda: caplog.text.count("that is no name of a member") == 3)
+    assert all(record.getMessage().isprintable() for record in caplog.records if "etcd" in record.name)
+
+
 @pytest.mark.parametrize("text", [None, "no certificate"])
 def test_a_file_that_holds_no_certificates_is_said_in_one_line(tmp_path: Path, text: str | None) -> None:
     file = tmp_path / "ca.pem"
