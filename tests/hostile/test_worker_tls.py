@@ -68,7 +68,7 @@ async def refusal(worker: MockWorker, tls: TlsConfig, caplog: pytest.LogCaptureF
 
 
 async def post(upstream: Upstream, worker: Worker) -> bytes:
-    response = await upstream.post(worker, "/x", b"", b"{}", connect_s=5.0, head_s=5.0)
+    response = await upstream.ask(worker, "/x", b"", b"{}", connect_s=5.0, head_s=5.0)
     try:
         return await response.read_all(5.0, 1 << 20)
     finally:
@@ -145,7 +145,7 @@ async def test_a_worker_that_never_answers_the_handshake_costs_one_deadline(auth
     upstream = Upstream(Limits(), tls=WorkerTls(authority.client()))
     try:
         with pytest.raises(UpstreamError, match="no connection in") as error:
-            await upstream.post(
+            await upstream.ask(
                 Worker("decode", f"https://127.0.0.1:{port}"), "/x", b"", b"", connect_s=0.2, head_s=5.0
             )
         assert error.value.kind == "connect"
