@@ -22,6 +22,7 @@ from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.node.config.cluster import ClusterConfig
 from pdserve.kvpool.node.node import PoolNode
+from pdserve.kvpool.node.peers.gossip import MAX_UNREAD_VIEW_BYTES
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import (
     ACTIVE,
@@ -395,8 +396,10 @@ async def test_a_client_that_does_not_read_gets_the_newest_view_when_it_does(tmp
         await until(lambda: bool(a.connections))
         report = encode_frame(m.Status(7))
         [connection] = a.connections.values()
-        while connection.unread_bytes <= 300_000:
-            sock.sendall(report * 100)
+        sock.setblocking(False)
+        while connection.unread_bytes <= MAX_UNREAD_VIEW_BYTES:
+            with contextlib.suppress(BlockingIOError):  # the node reads no more of it then
+                sock.send(report)
             await asyncio.sleep(0)
         epoch = a.gossip.view.epoch
         async with running(tmp_path, "b", peers="a"):
@@ -404,7 +407,6 @@ async def test_a_client_that_does_not_read_gets_the_newest_view_when_it_does(tmp
             assert a.gossip.view.epoch > epoch
             assert a.gossip._unaware == {connection.number}
             loop = asyncio.get_running_loop()
-            sock.setblocking(False)
             frames = FrameBuffer()
             views: list[View] = []
             while not any(len(view.nodes) == 2 for view in views):
