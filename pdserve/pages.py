@@ -13,6 +13,11 @@ geometry, and its default name contains the geometry's hash. Two workers that di
 
 **Rank.** With tensor parallelism an MHA rank holds its own heads: its pages are other bytes under the same
 chain, so the rank becomes part of the key (`pool_key`). MLA ranks hold the same bytes and share them.
+
+**Parts.** Of some models SGLang keeps more of a page than the keys and values of full attention: those of
+layers with a sliding window, for example. Each part has a host pool of its own, and a key of its own: the
+part's name is in it too. Such a part may be needed at the end of a prefix only (`PagePart.window_pages`), so
+a prefix can be restored where its window is whole (`restorable_lengths`).
 """
 
 from __future__ import annotations
@@ -21,15 +26,17 @@ import hashlib
 import json
 import struct
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
 from pdserve.errors import StartupError
 
 GEOMETRY_VERSION = "1"  # raise it when the meaning of a page's bytes changes in our own code
+KV: Final = "kv"  # SGLang's name of the part that every page has
 
 
 class KvGeometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,10 +53,23 @@ class KvGeometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     pp_size: str
     options: str = ""  # what else changes keys and values: quantization, overridden configuration, adapters
     version: str = GEOMETRY_VERSION
+    parts: str = ""  # beside KV, with their windows in pages, as in "swa:2"
+
+    @classmethod
+    def parts_text(cls, window_pages: Mapping[str, int]) -> str:
+        """The field `parts` for parts of these names and windows."""
+        return ",".join(f"{name}:{pages}" for name, pages in sorted(window_pages.items()))
+
+    @property
+    def window_pages(self) -> dict[str, int]:
+        """The windows of all parts, KV's (0) among them."""
+        named = (part.split(":") for part in self.parts.split(",") if part)
+        return {KV: 0, **{name: int(pages) for name, pages in named}}
 
     def as_dict(self) -> dict[str, str]:
-        """The geometry as the pool protocol carries it."""
-        return msgspec.structs.asdict(self)
+        """The geometry as the pool protocol carries it. Without parts it is what older versions said."""
+        said: dict[str, str] = msgspec.structs.asdict(self)
+        return said if self.parts else {name: text for name, text in said.items() if name != "parts"}
 
     def namespace(self, label: str) -> str:
         """Default namespace name: a readable label and the geometry's hash."""
@@ -113,6 +133,36 @@ def _words(code: Literal["I", "Q"], token_ids: Sequence[int]) -> bytes:
     if not _LITTLE:
         words.byteswap()
     return words.tobytes()
+
+
+class PagePart(msgspec.Struct, frozen=True):
+    """One part of the pages of a worker."""
+
+    name: str  # SGLang's name of the host pool
+    window_pages: int
+    """At the end of a prefix that is restored, this many pages have this part. 0: all of them."""
+    suffixes: Sequence[bytes]  # of its keys, at all ranks
+
+
+def part_suffix(rank: bytes, name: str) -> bytes:
+    """What distinguishes a part's bytes under one page hash. `rank`: as of `rank_suffix`."""
+    return rank if name == KV else rank + b"." + name.encode()
+
+
+def restorable_lengths(parts: Sequence[tuple[int, Sequence[bool]]]) -> list[int]:
+    """The lengths in pages of the prefixes that can be restored, ascending.
+
+    `parts`: for each its window and whether it is there, of every page from the start of the chain. A prefix
+    that is shorter than a window needs the part of all of its pages.
+    """
+    lengths = range(1, min(len(present) for _, present in parts) + 1)
+    whole = [True] * len(lengths)
+    for window, present in parts:
+        counts = [0, *accumulate(present)]
+        for length in lengths:
+            needed = min(window or length, length)
+            whole[length - 1] &= counts[length] - counts[length - needed] == needed
+    return [length for length in lengths if whole[length - 1]]
 
 
 def rank_suffix(*, replicated: bool, tp_rank: int, tp_size: int, pp_rank: int, pp_size: int) -> bytes:

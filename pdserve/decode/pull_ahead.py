@@ -5,8 +5,10 @@ to pull when the last page is there; with it, only the last chunk is left to pul
 the moment it asks the prefill worker, with the client's body, and hangs up when the prefill is over.
 
 The worker names the pages at every `step_tokens` of the prompt and lets the pool report their commit. It has
-SGLang fetch the new ones, up to the last page that is committed (`engine/sglang/children/pulls.py`). Nothing
-depends on it: pages that are not pulled ahead are pulled by the request itself.
+SGLang fetch the new ones, up to the last page that is committed (`engine/sglang/children/pulls.py`). Where
+pages have parts beside KV, it fetches up to the last step that can be restored; of most models these are the
+ends of the prefill worker's chunks. Nothing depends on it: pages that are not pulled ahead are pulled by the
+request itself.
 """
 
 from __future__ import annotations
@@ -14,13 +16,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, takewhile
 from typing import Any, Final
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from pdserve.engine.http.endpoints import CHAT
-from pdserve.engine.page_names import PageNames
+from pdserve.engine.page_names import PageNames, Prefix
 from pdserve.engine.sglang.prompt import fetch_pages, prefill_request, prompt_tokens
 from pdserve.errors import RequestError
 from pdserve.kvpool.client.async_client import AsyncPoolClient
@@ -31,10 +34,10 @@ LIMIT_S: Final = 600.0
 
 @dataclass(frozen=True)
 class Step:
-    """The first `tokens` tokens of a prompt, and the pool keys of the last page among them."""
+    """The first `tokens` tokens of a prompt."""
 
     tokens: int
-    keys: tuple[bytes, ...]
+    prefix: Prefix
 
 
 class PullAhead:
@@ -77,34 +80,41 @@ class PullAhead:
     async def _pull(self, asked: Any) -> int:
         tokens = await prompt_tokens(self._engine.tokenizer_manager, asked)
         steps = self._steps(tokens, asked)
-        done = 0  # steps
+        done = pulled = 0  # steps, tokens
         while done < len(steps):
-            if not all(await self._pool.wait(steps[done].keys, LIMIT_S)):
+            if not all(await self._pool.wait(steps[done].prefix.last_page, LIMIT_S)):
                 break
-            done += await self._committed(steps[done:])
-            up_to = tokens[: steps[done - 1].tokens + 1]
+            committed, restorable = await self._committed(steps[done:])
+            done += committed
+            if restorable is None:
+                continue
+            pulled = restorable.tokens
+            up_to = tokens[: pulled + 1]
             fetch = asyncio.create_task(fetch_pages(self._engine.tokenizer_manager, up_to, asked))
             self._fetches.add(fetch)
             fetch.add_done_callback(self._fetches.discard)
             await asyncio.shield(fetch)  # the pages are wanted also when the caller hangs up
-        return steps[done - 1].tokens if done else 0
+        return pulled
 
     def _steps(self, tokens: Sequence[int], asked: Any) -> list[Step]:
         """A step at every `step_tokens`. The request itself pulls the pages behind the last of them."""
         ends = range(self._step_tokens, len(tokens), self._step_tokens)
         if not ends:
             return []
-        keys = self._names.of_prefixes(tokens, ends, asked.extra_key, asked.cache_salt or None)
-        return [Step(end, last_page) for end, last_page in zip(ends, keys, strict=True)]
+        prefixes = self._names.of_prefixes(tokens, ends, asked.extra_key, asked.cache_salt or None)
+        return [Step(end, prefix) for end, prefix in zip(ends, prefixes, strict=True)]
 
-    async def _committed(self, steps: Sequence[Step]) -> int:
-        """The number of steps whose pages are committed without a gap; those of the first are."""
-        there = await self._pool.exists([key for step in steps[1:] for key in step.keys])
-        ranks = len(steps[0].keys)
-        count = 1
-        while count < len(steps) and all(there[(count - 1) * ranks : count * ranks]):
-            count += 1
-        return count
+    async def _committed(self, steps: Sequence[Step]) -> tuple[int, Step | None]:
+        """The number of steps whose pages are committed without a gap, where those of the first are; and the
+        last of these that can be restored.
+        """
+        asked = [step.prefix.last_page for step in steps[1:]] + [step.prefix.parts for step in steps]
+        keys = list(chain.from_iterable(asked))
+        there = {key for key, found in zip(keys, await self._pool.exists(keys), strict=True) if found}
+        there.update(steps[0].prefix.last_page)
+        committed = list(takewhile(lambda step: there.issuperset(step.prefix.last_page), steps))
+        restorable = [step for step in committed if there.issuperset(step.prefix.parts)]
+        return len(committed), restorable[-1] if restorable else None
 
 
 async def _left(request: Request) -> None:

@@ -59,10 +59,12 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
             config = replace(config, pool=locate_pool(with_pool_secrets(config.pool, os.environ)))
         device = prepare_process(config.engine)
         # SGLang may be imported from here on
-        from pdserve.engine.sglang.geometry import kv_identity, longest_tokens
+        from pdserve.engine.sglang.geometry import check_cached, kv_identity, longest_tokens
         from pdserve.engine.sglang.storage import pool_storage
 
         found = _checked_args(config, role, device)
+        if config.storage != "none":
+            check_cached(found)
         identity = kv_identity(found, reveal(config.pool.page_key))
         label = served_model_name(config.engine)
         namespace = config.pool.namespace or identity.geometry.namespace(label)

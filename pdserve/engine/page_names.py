@@ -3,19 +3,27 @@
 A request's chain is hashed once, beside the worker's event loop where it is long.
 
 SGLang stores the pages of a sequence in order, one batch after the other. So when the last full page of a
-sequence (its end) is committed, every page of it that will be stored is.
+sequence (its end) is committed, every page of it that will be stored is. Where pages have parts beside KV,
+the end includes the parts that are needed to restore the sequence: those of the last pages.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, Protocol
 
 from pdserve.engine.http.request import EngineRequest, HttpRequest
-from pdserve.pages import namespace_seed, page_hashes, pool_key
+from pdserve.pages import (
+    KV,
+    PagePart,
+    namespace_seed,
+    page_hashes,
+    pool_key,
+    restorable_lengths,
+)
 
 HASHED_AT_ONCE_TOKENS: Final = 4096
 """1 to 3 ms of hashing. More is left to a thread."""
@@ -25,11 +33,22 @@ SAMPLED_PAGES: Final = 64
 
 
 @dataclass(frozen=True)
+class Prefix:
+    """A prefix of a prompt, of whole pages: the pool keys, at all ranks, of its last page, and of all parts
+    beside KV that are needed to restore it.
+    """
+
+    last_page: tuple[bytes, ...]
+    parts: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True)
 class PageNames:
-    """`rank_suffixes` as in `pages.all_rank_suffixes`."""
+    """`rank_suffixes` as in `pages.all_rank_suffixes`. `parts`: those beside KV."""
 
     page_size: int  # tokens
     rank_suffixes: Sequence[bytes]
+    parts: Sequence[PagePart] = ()
 
     async def of_prompts(self, request: HttpRequest) -> RequestPages:
         """The full pages of every prompt of the request."""
@@ -48,14 +67,16 @@ class PageNames:
 
     def of_prefixes(
         self, tokens: Sequence[int], ends: Sequence[int], extra_key: str | None, cache_salt: str | None
-    ) -> list[tuple[bytes, ...]]:
-        """Pool keys of the last page, at every rank, of each prefix of a prompt. `ends`: the prefixes'
-        lengths in tokens, whole pages, ascending.
-        """
+    ) -> list[Prefix]:
+        """Prefixes of a prompt. `ends`: their lengths in tokens, whole pages, ascending."""
         pages = page_hashes(tokens[: ends[-1]], self.page_size, namespace_seed(extra_key, cache_salt))
+        chains = [pages[: end // self.page_size] for end in ends]
         return [
-            tuple(pool_key(pages[end // self.page_size - 1], suffix) for suffix in self.rank_suffixes)
-            for end in ends
+            Prefix(
+                tuple(pool_key(chain[-1], suffix) for suffix in self.rank_suffixes),
+                tuple(window_keys(chain, self.parts)),
+            )
+            for chain in chains
         ]
 
     async def _pages(
@@ -68,7 +89,7 @@ class PageNames:
 
         def hashed() -> RequestPages:
             chains = {rid: page_hashes(ids, self.page_size, seed) for rid, ids, seed in sequences}
-            return RequestPages(self.page_size, self.rank_suffixes, chains)
+            return RequestPages(self.page_size, self.rank_suffixes, chains, self.parts)
 
         if sum(len(ids) for _, ids, _ in sequences) <= HASHED_AT_ONCE_TOKENS:
             return hashed()
@@ -82,18 +103,38 @@ class RequestPages:
     page_size: int  # tokens
     rank_suffixes: Sequence[bytes]
     chains: Mapping[str, Sequence[bytes]]
+    parts: Sequence[PagePart] = ()
 
     def __len__(self) -> int:
-        """Pages at all ranks, without repetition."""
+        """Pages at all ranks, without repetition. A page counts once, whatever its parts."""
         return len(self._distinct) * len(self.rank_suffixes)
 
     def all_keys(self) -> list[bytes]:
-        """Pool keys of all pages."""
-        return self._keys(self._distinct)
+        """Pool keys of all pages, and of all their parts."""
+        parts = (
+            pool_key(digest, s) for part in self.parts for digest in self._distinct for s in part.suffixes
+        )
+        return [*self._keys(self._distinct), *parts]
 
     def ends(self) -> list[bytes]:
-        """Pool keys of the last page of every sequence."""
-        return self._keys(self._ends)
+        """Pool keys of the last page of every sequence, with the parts that the sequence needs."""
+        return self._end_keys(self._ends)
+
+    def committed(self, present: Collection[bytes]) -> int:
+        """How many pages the pool can give back where it has these keys. Where pages have parts, only those
+        of prefixes that can be restored count.
+        """
+        if not self.parts:
+            return sum(key in present for key in self._keys(self._distinct))
+        kv = PagePart(KV, 0, self.rank_suffixes)
+        restorable: set[bytes] = set()
+        for chain in self.chains.values():
+            there = [
+                (part.window_pages, [all(pool_key(d, s) in present for s in part.suffixes) for d in chain])
+                for part in (kv, *self.parts)
+            ]
+            restorable.update(chain[: max(restorable_lengths(there), default=0)])
+        return len(restorable) * len(self.rank_suffixes)
 
     def ends_found(self, prompt_tokens: Mapping[str, int], cached_tokens: Mapping[str, int]) -> list[bytes]:
         """Those of `ends` that SGLang may have had in its cache. Both arguments: SGLang's counts, by its
@@ -107,12 +148,12 @@ class RequestPages:
             pages = cached_tokens.get(rid, 0) // self.page_size
             is_all = pages == (prompt_tokens.get(rid, 0) - 1) // self.page_size
             found.update(chain if is_all else chain[:pages])
-        return self._keys([end for end in self._ends if end in found])
+        return self._end_keys([end for end in self._ends if end in found])
 
     def sample(self) -> list[bytes]:
         """Pool keys of `SAMPLED_PAGES` pages at equal distances. All pages, if they are not many more."""
         if len(self) <= ASKED_KEYS:
-            return self.all_keys()
+            return self._keys(self._distinct)
         step = -(-len(self._distinct) // SAMPLED_PAGES)
         suffixes = self.rank_suffixes
         return [
@@ -125,11 +166,30 @@ class RequestPages:
         return list(dict.fromkeys(digest for chain in self.chains.values() for digest in chain))
 
     @cached_property
-    def _ends(self) -> list[bytes]:
-        return list(dict.fromkeys(chain[-1] for chain in self.chains.values() if chain))
+    def _ends(self) -> dict[bytes, Sequence[bytes]]:
+        """The chains of all sequences by their last digest."""
+        return {chain[-1]: chain for chain in self.chains.values() if chain}
+
+    def _end_keys(self, ends: Iterable[bytes]) -> list[bytes]:
+        keys = self._keys(list(ends))
+        for end in ends:
+            keys += window_keys(self._ends[end], self.parts)
+        return list(dict.fromkeys(keys))
 
     def _keys(self, digests: Sequence[bytes]) -> list[bytes]:
         return [pool_key(digest, suffix) for digest in digests for suffix in self.rank_suffixes]
+
+
+def window_keys(chain: Sequence[bytes], parts: Sequence[PagePart]) -> list[bytes]:
+    """Pool keys, at all ranks, of the parts beside KV that a sequence needs at its end. Of a part that all
+    pages have, the last page's: it is stored after the others.
+    """
+    return [
+        pool_key(digest, suffix)
+        for part in parts
+        for digest in chain[-(part.window_pages or 1) :]
+        for suffix in part.suffixes
+    ]
 
 
 class Pool(Protocol):
@@ -139,7 +199,7 @@ class Pool(Protocol):
 
 
 async def committed_pages(pool: Pool, pages: RequestPages) -> int:
-    """How many of the pages are in the pool.
+    """How many of the pages are in the pool. See `RequestPages.committed`.
 
     Of a long request the ends and a sample are asked for, and all only where one of these is missing. So a
     single page that the pool lost since it was stored may be counted. A lost node is seen, by its share of
@@ -148,12 +208,13 @@ async def committed_pages(pool: Pool, pages: RequestPages) -> int:
     if not pages:
         return 0
     asked = pages.sample()
-    if len(asked) == len(pages):
-        return sum(await pool.exists(asked))
-    if all(await pool.exists([*pages.ends(), *asked])):
-        return len(pages)
-    keys = await asyncio.to_thread(pages.all_keys)
-    return sum(await pool.exists(keys))
+    if len(asked) < len(pages) or pages.parts:
+        asked = list(dict.fromkeys([*pages.ends(), *asked]))
+        if all(await pool.exists(asked)):
+            return len(pages)
+        asked = await asyncio.to_thread(pages.all_keys)
+    there = await pool.exists(asked)
+    return pages.committed({key for key, found in zip(asked, there, strict=True) if found})
 
 
 def _prompt(made: EngineRequest) -> Sequence[int]:

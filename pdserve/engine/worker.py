@@ -162,7 +162,8 @@ class Worker:
     @property
     def names(self) -> PageNames:
         """Names this worker's pages."""
-        return PageNames(int(self.identity.geometry.page_size), self.identity.rank_suffixes)
+        identity = self.identity
+        return PageNames(int(identity.geometry.page_size), identity.rank_suffixes, identity.parts)
 
 
 @dataclass(frozen=True)

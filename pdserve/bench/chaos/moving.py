@@ -17,7 +17,8 @@ from pdserve.errors import PoolUnavailable
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig
 from pdserve.kvpool.mover.client import MoverClient
-from pdserve.kvpool.mover.host_pages import HostPages, Segment
+from pdserve.kvpool.mover.host_pages import HostPages, HostPart, Segment
+from pdserve.pages import KV
 
 NAMESPACE: Final = "chaos"
 GEOMETRY: Final = {"chaos": "1"}
@@ -111,7 +112,7 @@ class ByMover:
                 stack.callback(os.close, fd)
                 host = _host_pages(fd, shape)
                 memory = np.frombuffer(mmap.mmap(fd, MAX_BATCH * sum(shape)), np.uint8)
-                mover = MoverClient(config, NAMESPACE, GEOMETRY, host, name=name)
+                mover = MoverClient(config, NAMESPACE, GEOMETRY, {KV: HostPart(host)}, name=name)
                 stack.callback(mover.close)
                 self._memory.append(memory.reshape(MAX_BATCH, -1))
                 self._movers.append(mover)
@@ -128,10 +129,10 @@ class ByMover:
 
     def exists(self, batch: Sequence[int]) -> list[bool]:
         try:
-            found = self._movers[_shape(batch)].exists(self._names(batch))
+            [present] = self._movers[_shape(batch)].present(self._names(batch))
         except PoolUnavailable:
-            found = 0
-        return [place < found for place in range(len(batch))]
+            return [False] * len(batch)
+        return present
 
     def wait(self, batch: Sequence[int], timeout_s: float) -> list[bool]:
         return self._own.wait(batch, timeout_s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,7 +13,14 @@ from sglang.srt.model_loader.checkpoint_quantization import resolve_checkpoint_q
 from pdserve.engine.fingerprint_cache import kept_fingerprint
 from pdserve.errors import StartupError
 from pdserve.kvpool.protocol.page_tag import page_key_id
-from pdserve.pages import KvGeometry, adapter_fingerprint, all_rank_suffixes, model_fingerprint
+from pdserve.pages import (
+    KvGeometry,
+    PagePart,
+    adapter_fingerprint,
+    all_rank_suffixes,
+    model_fingerprint,
+    part_suffix,
+)
 from pdserve.sglang_places import places
 
 # Arguments of SGLang by which equal model files give other keys and values.
@@ -26,6 +33,8 @@ _VALUE_OPTIONS = (
     "rl_quant_profile",
     "uno_lora_path",
 )
+
+WINDOWS = "swa"  # SGLang's name of the host pool of layers with a sliding window
 
 # SGLang's --kv-cache-dtype values by the torch dtype of the host pool's pages.
 _KV_DTYPES = {"bf16": "bfloat16", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
@@ -41,18 +50,25 @@ PLACES: Final = (
         f"ServerArgs(json_model_override_args, {', '.join(_VALUE_OPTIONS)})",
     ),
     *places("sglang.srt.model_loader.checkpoint_quantization", "resolve_checkpoint_quant_spec(hf_config)"),
-    *places("sglang.srt.configs.model_config", "ModelConfig.from_server_args(server_args)"),
+    *places(
+        "sglang.srt.configs.model_config",
+        "ModelConfig.from_server_args(server_args)",
+        "ModelConfig._derive_hybrid_model sets is_hybrid_swa, full_attention_layer_ids",
+        "ModelConfig.__init__ sets sliding_window_size, attention_chunk_size",
+    ),
+    *places("sglang.srt.server_args", "ServerArgs(disable_hybrid_swa_memory)"),
 )
 
 
 @dataclass(frozen=True)
 class KvIdentity:
     """What names a worker's pages: the geometry, and under which rank suffixes one prompt's pages
-    are stored.
+    are stored. `parts`: those beside KV.
     """
 
     geometry: KvGeometry
     rank_suffixes: list[bytes]
+    parts: list[PagePart] = field(default_factory=list)
 
 
 def kv_identity(server_args: Any, page_key: str = "") -> KvIdentity:
@@ -80,6 +96,7 @@ def kv_identity(server_args: Any, page_key: str = "") -> KvIdentity:
     # as SGLang's `attn_tp_size`: what is left of the ranks after data parallel attention
     dp_size = max(server_args.attn_dp_size, server_args.dp_size if server_args.enable_dp_attention else 1)
     tp_size = server_args.tp_size // dp_size
+    windows = _window_pages(config, server_args.page_size)
     geometry = KvGeometry(
         model=kept_fingerprint(model_path, model_fingerprint),
         dtype=dtype,
@@ -89,9 +106,42 @@ def kv_identity(server_args: Any, page_key: str = "") -> KvIdentity:
         tp_size="replicated" if replicated else str(tp_size),
         pp_size=str(server_args.pp_size),
         options=_options(server_args, page_key),
+        parts=KvGeometry.parts_text(windows),
     )
     suffixes = all_rank_suffixes(replicated=replicated, tp_size=tp_size, pp_size=server_args.pp_size)
-    return KvIdentity(geometry, suffixes)
+    parts = [
+        PagePart(name, pages, [part_suffix(suffix, name) for suffix in suffixes])
+        for name, pages in windows.items()
+    ]
+    return KvIdentity(geometry, suffixes, parts)
+
+
+def check_cached(server_args: Any) -> None:
+    """Raises StartupError for a model of which SGLang keeps no pages in host memory, or pages that have no
+    names here: nothing of it would be shared, and only a log line of SGLang's would say so.
+    """
+    config = ModelConfig.from_server_args(server_args)
+    if not config.is_hybrid_swa or config.full_attention_layer_ids:
+        return
+    if config.full_attention_layer_ids is None:
+        raise StartupError(
+            "this model compresses its KV cache, which pdserve does not store yet: "
+            'set storage = "none" to run it without the pool'
+        )
+    raise StartupError(
+        "all layers of this model have a sliding window, and SGLang then shares no pages: add "
+        '--disable-hybrid-swa-memory to engine.extra_args, or set storage = "none"'
+    )
+
+
+def _window_pages(config: Any, page_size: int) -> dict[str, int]:
+    """Parts beside KV, and how many pages at the end of a prefix have each. SGLang rounds windows up to whole
+    pages (`SWAComponent.full_window_pages`). With --disable-hybrid-swa-memory there are none.
+    """
+    window = config.sliding_window_size or config.attention_chunk_size
+    if not config.is_hybrid_swa or not window:
+        return {}
+    return {WINDOWS: -(-window // page_size)}
 
 
 def longest_tokens(server_args: Any) -> int:

@@ -1,4 +1,4 @@
-"""SGLang's HiCache storage backend on the pool: the `dynamic` backend of SGLang 0.5.23, interface v1.
+"""SGLang's HiCache storage backend on the pool: the `dynamic` backend of SGLang 0.5.23, interfaces v1 and v2.
 
 SGLang calls this object from four threads of a scheduler process (query, get, backup, and the scheduler
 itself for statistics):
@@ -6,6 +6,13 @@ itself for statistics):
     batch_exists(keys)                  how long a prefix of the chain the pool has
     batch_get_v1(keys, host_indices)    pool -> host KV pool, at most 128 pages
     batch_set_v1(keys, host_indices)    host KV pool -> pool, at most 128 pages
+
+Of some models SGLang keeps more than keys and values of full attention, each in a host pool of its own
+(`pages.PagePart`). Then it asks by interface v2, and writes the other parts of pages before KV:
+
+    batch_exists_v2(keys, transfers)    which prefixes of the chain can be restored with all their parts
+    batch_get_v2(transfers)             pool -> host pools, after KV
+    batch_set_v2(transfers)             host pools -> pool, before KV
 
 SGLang needs three guarantees. An exception would kill the calling thread for good, so nothing is raised, and
 a list of full length is always returned. A slow call stalls every later one, so each ends within the client's
@@ -23,19 +30,26 @@ from __future__ import annotations
 import logging
 import os
 import time
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
 from msgspec.structs import replace
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolTransfer,
+    PoolTransferResult,
+)
 
 from pdserve.errors import ConfigError, PoolRefused, PoolUnavailable, StartupError
 from pdserve.kvpool.client.config import PAGE_KEY_VARIABLE, POOL_TOKEN_VARIABLE, PoolClientConfig
-from pdserve.kvpool.hicache.page_access import PageAccess, open_access
+from pdserve.kvpool.hicache.lookup import leading_pages, lookup_result, window_pages
+from pdserve.kvpool.hicache.page_access import HostPool, PageAccess, open_access
 from pdserve.kvpool.hicache.page_trace import PageTrace
 from pdserve.kvpool.hicache.ssd_pages import came_from_ssd
-from pdserve.pages import KvGeometry, rank_suffix
+from pdserve.pages import KV, KvGeometry, part_suffix, rank_suffix
 from pdserve.tokens import Secret, decode_secret
 
 logger = logging.getLogger(__name__)
@@ -65,32 +79,21 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         self._config = storage_config
         self._settings = _read_settings(storage_config)
         _check_ranks(storage_config, self._settings.geometry)
-        self._suffix = rank_suffix(
-            replicated=storage_config.is_mla_model,
-            tp_rank=storage_config.tp_rank,
-            tp_size=storage_config.tp_size,
-            pp_rank=storage_config.pp_rank,
-            pp_size=storage_config.pp_size,
-        )
-        self._pages: PageAccess | None = None  # from `register_mem_pool_host` to `close`
+        self._pools: dict[str, HostPool] = {}  # by part
+        self._pages: PageAccess | None = None  # from `on_host_pools_registered` on
         self._trace = PageTrace(os.environ)
         self._warned_at_s = 0.0
 
     # -- start and end
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Called once, before SGLang's storage threads start. Raises StartupError when this host pool does
-        not fit the geometry that the worker declared: its pages would be stored under a wrong name.
+        """Called once, before SGLang's storage threads start, with the host pool of KV. Raises StartupError
+        when it does not fit the geometry that the worker declared: its pages would be stored under a wrong
+        name.
         """
         self.mem_pool_host = mem_pool_host
         declared = self._settings.geometry
-        actual = {"page_size": str(mem_pool_host.page_size), "layout": str(mem_pool_host.layout)}
-        for field, value in actual.items():
-            if getattr(declared, field) != value:
-                raise StartupError(
-                    f"SGLang's host pool has {field} {value}, but this worker's namespace "
-                    f"{self._settings.namespace} is declared with {getattr(declared, field)}"
-                )
+        self._add(KV, mem_pool_host)
         kv_dtype = str(mem_pool_host.dtype).removeprefix("torch.")
         # SGLang keeps FP8 as bytes. Which FP8 they are is told apart by what was declared.
         is_fp8 = kv_dtype == "uint8" and declared.kv_dtype.startswith("float8_")
@@ -100,14 +103,36 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
                 "say which with --kv-cache-dtype in engine.extra_args"
             )
         _check_room(mem_pool_host, self._settings.longest_tokens)
-        name = f"hicache{self._config.tp_rank}"
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """Called for each host pool, KV's among them. Raises StartupError for a part that the worker did not
+        declare: the pages of the others would be of no use without it.
+        """
+        name = str(getattr(host_pool_name, "value", host_pool_name))  # an enum of strings
+        if name == KV:
+            return
+        if name not in self._settings.geometry.window_pages or self._pages is not None:
+            raise StartupError(
+                f"this model keeps {name} state beside its KV pages, which pdserve does not store yet: "
+                "run it without the pool"
+            )
+        self._add(name, host_pool)
+
+    def on_host_pools_registered(self) -> None:
+        """All host pools are known. Raises StartupError where one that was declared is not there, or the pool
+        refuses us.
+        """
+        for name in self._settings.geometry.window_pages:
+            if name not in self._pools:
+                raise StartupError(
+                    f"SGLang keeps no {name} pages of this model, which pdserve expected of it"
+                )
         pages = open_access(
             self._settings.pool,
             self._settings.namespace,
-            declared.as_dict(),
-            mem_pool_host,
-            self._suffix,
-            name,
+            self._settings.geometry.as_dict(),
+            self._pools,
+            f"hicache{self._config.tp_rank}",
         )
         self._pages = pages
         for node, error in pages.check().items():
@@ -115,18 +140,6 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
                 raise StartupError(str(error))
             if error is not None:
                 logger.warning("pool node %s cannot be reached, starting without it: %s", node, error)
-
-    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Refuses models with state beside the KV pages (Mamba, sliding window, sparse indexers, draft
-        models).
-        """
-        name = getattr(host_pool_name, "value", host_pool_name)  # an enum of strings
-        if name == "kv":
-            return
-        raise StartupError(
-            f"this model keeps {name} state beside its KV pages, which pdserve does not store yet: "
-            "run it without the pool"
-        )
 
     def close(self) -> None:
         if self._pages is not None:
@@ -138,7 +151,8 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         """How many pages of the chain, from its start, the pool has. Never raises."""
         try:
             with self._trace.span("exists", len(keys)):
-                return self._opened.exists(keys)
+                [present] = self._opened.present(keys, [KV])
+                return leading_pages(present)
         except Exception as error:  # boundary: an exception would kill SGLang's query thread for good
             self._complain("lookup", error)
             return 0
@@ -149,7 +163,7 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         """Fill the host pages of `keys`. `host_indices`: int64 [pages * page_size]. Never raises."""
         try:
             with self._trace.span("get", len(keys)):
-                read = self._opened.get(keys, host_indices)
+                read = self._opened.get(KV, keys, host_indices)
             came_from_ssd(read.from_ssd)
             return read.done
         except Exception as error:  # boundary: an exception would kill SGLang's get thread for good
@@ -162,9 +176,52 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         """Store the host pages of `keys`. `host_indices`: int64 [pages * page_size]. Never raises."""
         try:
             with self._trace.span("put", len(keys)):
-                return self._opened.put(keys, host_indices).done
+                return self._opened.put(KV, keys, host_indices).done
         except Exception as error:  # boundary: an exception would kill SGLang's backup thread for good
             self._complain("write", error)
+            return [False] * len(keys)
+
+    # -- the v2 contract
+
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        """Which prefixes of the chain can be restored, with the parts that `pool_transfers` name. Never
+        raises.
+        """
+        try:
+            windows = {KV: 0, **{str(one.name): window_pages(one) for one in pool_transfers or []}}
+            with self._trace.span("exists", len(keys) * len(windows)):
+                present = self._opened.present(keys, list(windows))
+            return lookup_result(windows, present)
+        except Exception as error:  # boundary: an exception would kill SGLang's query thread for good
+            self._complain("lookup", error)
+            return PoolTransferResult(0, {}, [])
+
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """Fill the host pages of the transfers' keys, each in its part's host pool. Never raises."""
+        return {str(one.name): self._transfer("get", one) for one in transfers}
+
+    def batch_set_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """Store the host pages of the transfers' keys. Never raises."""
+        return {str(one.name): self._transfer("put", one) for one in transfers}
+
+    def _transfer(self, what: Literal["get", "put"], one: PoolTransfer) -> list[bool]:
+        keys = one.keys or []
+        try:
+            with self._trace.span(what, len(keys)):
+                pages = self._opened
+                move = pages.put if what == "put" else pages.get
+                return move(str(one.name), keys, one.host_indices).done
+        except Exception as error:  # boundary: an exception would kill one of SGLang's threads for good
+            self._complain(f"{what} of {one.name}", error)
             return [False] * len(keys)
 
     def clear(self) -> None:
@@ -201,6 +258,26 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         return self.batch_exists([key]) == 1
 
     # -- details
+
+    def _add(self, part: str, host_pool: Any) -> None:
+        """Raises StartupError: its pages are not of the declared size or layout."""
+        declared = self._settings.geometry
+        actual = {"page_size": str(host_pool.page_size), "layout": str(host_pool.layout)}
+        for field, value in actual.items():
+            if getattr(declared, field) != value:
+                raise StartupError(
+                    f"SGLang's host pool of {part} has {field} {value}, but this worker's namespace "
+                    f"{self._settings.namespace} is declared with {getattr(declared, field)}"
+                )
+        config = self._config
+        rank = rank_suffix(
+            replicated=config.is_mla_model,
+            tp_rank=config.tp_rank,
+            tp_size=config.tp_size,
+            pp_rank=config.pp_rank,
+            pp_size=config.pp_size,
+        )
+        self._pools[part] = HostPool(host_pool, part_suffix(rank, part))
 
     @property
     def _opened(self) -> PageAccess:

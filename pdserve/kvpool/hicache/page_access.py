@@ -1,16 +1,17 @@
 """How a storage backend reaches the pool: through a page mover, or with a client in the scheduler's process.
 
-The mover is taken where SGLang's host pool has descriptors that another process can map. Elsewhere (host
-memory of other devices, huge pages) the pages are copied in the scheduler's process, which is slow beside a
-busy scheduler.
+The mover is taken where all of SGLang's host pools have descriptors that another process can map. Elsewhere
+(host memory of other devices, huge pages) the pages are copied in the scheduler's process, which is slow
+beside a busy scheduler.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -21,27 +22,36 @@ from pdserve.kvpool.client.config import PoolClientConfig
 from pdserve.kvpool.mover.chain_client import ChainClient, Moved
 from pdserve.kvpool.mover.client import MoverClient
 from pdserve.kvpool.mover.client_metrics import ClientMetrics
-from pdserve.kvpool.mover.host_pages import HostPages, learn_segments
+from pdserve.kvpool.mover.host_pages import HostPages, HostPart, learn_segments
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 PROBED_PAGES: Final = 64  # whose addresses show how a host pool is laid out
+
+
+@dataclass(frozen=True)
+class HostPool:
+    """SGLang's host pool of one part, and what the keys of its pages end with."""
+
+    pool: Any
+    suffix: bytes
 
 
 class PageAccess(Protocol):
     """One rank's pages in the pool. Keys are SGLang's, in hex; `host_indices` int64 [pages * page_size]."""
 
-    def exists(self, keys: Sequence[str]) -> int:
-        """How many pages of the chain, from its start, the pool has."""
+    def present(self, keys: Sequence[str], parts: Sequence[str]) -> list[list[bool]]:
+        """For each part and each page: whether the pool has it."""
         ...
 
-    def get(self, keys: Sequence[str], host_indices: torch.Tensor) -> Moved:
-        """Read pages into the host pool."""
+    def get(self, part: str, keys: Sequence[str], host_indices: torch.Tensor) -> Moved:
+        """Read pages into the part's host pool."""
         ...
 
-    def put(self, keys: Sequence[str], host_indices: torch.Tensor) -> Moved:
-        """Write pages from the host pool."""
+    def put(self, part: str, keys: Sequence[str], host_indices: torch.Tensor) -> Moved:
+        """Write pages from the part's host pool."""
         ...
 
     def clear(self) -> int:
@@ -61,22 +71,33 @@ def open_access(
     config: PoolClientConfig,
     namespace: str,
     geometry: dict[str, str],
-    host_pool: Any,
-    suffix: bytes,
+    pools: Mapping[str, HostPool],
     name: str,
 ) -> PageAccess:
-    """The access to the pool for SGLang's host pool. Raises ConfigError, StartupError."""
+    """The access to the pool for SGLang's host pools, by part. Raises ConfigError, StartupError."""
     if config.page_mover:
-        host = host_pages(host_pool)
-        if host is not None:
-            mover = MoverClient(config, namespace, geometry, host, suffix=suffix, name=name)
+        parts = host_parts(pools)
+        if parts is not None:
+            mover = MoverClient(config, namespace, geometry, parts, name=name)
             logger.info("page mover %s moves the pages of %s", mover.pid, name)
-            return ByMover(mover, host.page_tokens)
+            return ByMover(mover, {part: host.pages.page_tokens for part, host in parts.items()})
         text = "SGLang's host pool cannot be shared with another process: its scheduler moves pages itself"
         logger.warning(text)
-    _, sizes = host_pool.get_page_buffer_meta(torch.arange(int(host_pool.page_size)))
-    client = PoolClient(config, namespace, geometry, name=name, page_bytes=sum(sizes))
-    return InProcess(ChainClient(client, suffix), host_pool)
+    largest = max(_page_bytes(host.pool) for host in pools.values())
+    client = PoolClient(config, namespace, geometry, name=name, page_bytes=largest)
+    chains = ChainClient(client, {part: host.suffix for part, host in pools.items()})
+    return InProcess(chains, {part: host.pool for part, host in pools.items()})
+
+
+def host_parts(pools: Mapping[str, HostPool]) -> dict[str, HostPart] | None:
+    """Where the pages of all parts lie. None: one of the host pools cannot be shared."""
+    parts = {}
+    for part, host in pools.items():
+        pages = host_pages(host.pool)
+        if pages is None:
+            return None
+        parts[part] = HostPart(pages, host.suffix)
+    return parts
 
 
 def host_pages(host_pool: Any) -> HostPages | None:
@@ -105,7 +126,8 @@ class ByMover:
     up meanwhile.
     """
 
-    def __init__(self, mover: MoverClient, page_tokens: int) -> None:
+    def __init__(self, mover: MoverClient, page_tokens: Mapping[str, int]) -> None:
+        """`page_tokens`: indices of a page in the host pool of each part."""
         self.mover = mover
         self._page_tokens = page_tokens
         self._metrics = ClientMetrics()
@@ -113,63 +135,66 @@ class ByMover:
         self.check = mover.check
         self.close = mover.close
 
-    def exists(self, keys: Sequence[str]) -> int:
+    def present(self, keys: Sequence[str], parts: Sequence[str]) -> list[list[bool]]:
         """See `PageAccess`. Raises PoolUnavailable."""
+        return self._counted(lambda: self.mover.present(keys, parts))
+
+    def get(self, part: str, keys: Sequence[str], host_indices: torch.Tensor) -> Moved:
+        """See `PageAccess`. Raises PageMismatch, PoolUnavailable."""
+        first = self._first_tokens(part, keys, host_indices)
+        return self._counted(lambda: self.mover.get(keys, first, part))
+
+    def put(self, part: str, keys: Sequence[str], host_indices: torch.Tensor) -> Moved:
+        """See `PageAccess`. Raises PageMismatch, PoolUnavailable."""
+        first = self._first_tokens(part, keys, host_indices)
+        return self._counted(lambda: self.mover.put(keys, first, part))
+
+    def _counted(self, call: Callable[[], T]) -> T:
         try:
-            return self.mover.exists(keys)
+            return call()
         except PoolUnavailable:
             self._metrics.mover_failed()
             raise
 
-    def get(self, keys: Sequence[str], host_indices: torch.Tensor) -> Moved:
-        """See `PageAccess`. Raises PageMismatch, PoolUnavailable."""
-        return self._move(self.mover.get, keys, host_indices)
-
-    def put(self, keys: Sequence[str], host_indices: torch.Tensor) -> Moved:
-        """See `PageAccess`. Raises PageMismatch, PoolUnavailable."""
-        return self._move(self.mover.put, keys, host_indices)
-
-    def _move(
-        self, move: Callable[[Sequence[str], bytes], Moved], keys: Sequence[str], host_indices: torch.Tensor
-    ) -> Moved:
-        try:
-            return move(keys, self._first_tokens(keys, host_indices))
-        except PoolUnavailable:
-            self._metrics.mover_failed()
-            raise
-
-    def _first_tokens(self, keys: Sequence[str], host_indices: torch.Tensor) -> bytes:
-        _check_length(keys, host_indices, self._page_tokens)
-        return host_indices.numpy()[:: self._page_tokens].tobytes()
+    def _first_tokens(self, part: str, keys: Sequence[str], host_indices: torch.Tensor) -> bytes:
+        tokens = self._page_tokens[part]
+        _check_length(keys, host_indices, tokens)
+        return host_indices.numpy()[::tokens].tobytes()
 
 
 class InProcess:
     """`PageAccess` by a client in this process."""
 
-    def __init__(self, chains: ChainClient, host_pool: Any) -> None:
+    def __init__(self, chains: ChainClient, host_pools: Mapping[str, Any]) -> None:
         self._chains = chains
-        self._host_pool = host_pool
-        self.exists = chains.exists
+        self._host_pools = host_pools
+        self.present = chains.present
         self.clear = chains.clear
         self.check = chains.check
         self.close = chains.close
 
-    def get(self, keys: Sequence[str], host_indices: torch.Tensor) -> Moved:
+    def get(self, part: str, keys: Sequence[str], host_indices: torch.Tensor) -> Moved:
         """See `PageAccess`. Raises PageMismatch."""
-        return self._chains.get(keys, self._buffers(keys, host_indices))
+        return self._chains.get(keys, self._buffers(part, keys, host_indices), part)
 
-    def put(self, keys: Sequence[str], host_indices: torch.Tensor) -> Moved:
+    def put(self, part: str, keys: Sequence[str], host_indices: torch.Tensor) -> Moved:
         """See `PageAccess`. Raises PageMismatch."""
-        return self._chains.put(keys, self._buffers(keys, host_indices))
+        return self._chains.put(keys, self._buffers(part, keys, host_indices), part)
 
-    def _buffers(self, keys: Sequence[str], host_indices: torch.Tensor) -> list[PageBuffers]:
-        _check_length(keys, host_indices, int(self._host_pool.page_size))
-        addresses, sizes = self._host_pool.get_page_buffer_meta(host_indices)
+    def _buffers(self, part: str, keys: Sequence[str], host_indices: torch.Tensor) -> list[PageBuffers]:
+        host_pool = self._host_pools[part]
+        _check_length(keys, host_indices, int(host_pool.page_size))
+        addresses, sizes = host_pool.get_page_buffer_meta(host_indices)
         segments, rest = divmod(len(addresses), len(keys) or 1)
         if rest:
             raise PageMismatch(f"{len(addresses)} segments for {len(keys)} pages")
         views = [_view(address, size) for address, size in zip(addresses, sizes, strict=True)]
         return [views[start : start + segments] for start in range(0, len(views), segments or 1)]
+
+
+def _page_bytes(host_pool: Any) -> int:
+    _, sizes = host_pool.get_page_buffer_meta(torch.arange(int(host_pool.page_size)))
+    return sum(sizes)
 
 
 def _check_length(keys: Sequence[str], host_indices: torch.Tensor, page_tokens: int) -> None:

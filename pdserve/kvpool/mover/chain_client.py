@@ -1,16 +1,16 @@
-"""A pool client for one rank of SGLang: chains of page hashes, measured and counted."""
+"""A pool client for one rank of SGLang: chains of page hashes and parts of pages, measured and counted."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from pdserve.errors import PoolError
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.mover.client_metrics import ClientMetrics
 from pdserve.kvpool.protocol.page_bytes import PageBuffers
-from pdserve.pages import pool_key
+from pdserve.pages import KV, pool_key
 
 
 class Moved(NamedTuple):
@@ -22,32 +22,35 @@ class Moved(NamedTuple):
 
 
 class ChainClient:
-    """`suffix`: of the rank, in the names of its pages. Keys are SGLang's, in hex."""
+    """`suffixes`: of the names of this rank's pages, by part. Keys are SGLang's, in hex. All calls raise
+    ValueError where a key is not hex, KeyError for an unknown part.
+    """
 
-    def __init__(self, client: PoolClient, suffix: bytes) -> None:
+    def __init__(self, client: PoolClient, suffixes: Mapping[str, bytes]) -> None:
         self.client = client
-        self._suffix = suffix
+        self._suffixes = suffixes
         self._metrics = ClientMetrics()
 
-    def exists(self, keys: Sequence[str]) -> int:
-        """How many pages of the chain, from its start, the pool has. Raises ValueError: a key is not hex."""
-        present = self.client.exists(self._names(keys))
+    def present(self, keys: Sequence[str], parts: Sequence[str] = (KV,)) -> list[list[bool]]:
+        """For each part and each page: whether the pool has it. One question to the pool for all."""
+        found = self.client.exists([name for part in parts for name in self._names(keys, part)])
         self._publish()
-        return present.index(False) if False in present else len(present)
+        count = len(keys)
+        return [found[number * count : (number + 1) * count] for number in range(len(parts))]
 
-    def get(self, keys: Sequence[str], pages: Sequence[PageBuffers]) -> Moved:
-        """As `PoolClient.get`. Raises ValueError, PageMismatch."""
+    def get(self, keys: Sequence[str], pages: Sequence[PageBuffers], part: str = KV) -> Moved:
+        """As `PoolClient.get`. Raises PageMismatch."""
         before = self.client.counters.pages_ssd
         with self._metrics.timed("read"):
-            done = self.client.get(self._names(keys), pages)
+            done = self.client.get(self._names(keys, part), pages)
         self._publish()
         return Moved(done, self.client.counters.pages_ssd - before)
 
-    def put(self, keys: Sequence[str], pages: Sequence[PageBuffers]) -> Moved:
-        """As `PoolClient.put`. Raises ValueError, PageMismatch."""
+    def put(self, keys: Sequence[str], pages: Sequence[PageBuffers], part: str = KV) -> Moved:
+        """As `PoolClient.put`. Raises PageMismatch."""
         before = self.client.counters.pages_written
         with self._metrics.timed("written"):
-            done = self.client.put(self._names(keys), pages)
+            done = self.client.put(self._names(keys, part), pages)
         self._publish()
         return Moved(done, written=self.client.counters.pages_written - before)
 
@@ -63,8 +66,9 @@ class ChainClient:
         """As `PoolClient.close`."""
         self.client.close()
 
-    def _names(self, keys: Sequence[str]) -> list[bytes]:
-        return [pool_key(bytes.fromhex(key), self._suffix) for key in keys]
+    def _names(self, keys: Sequence[str], part: str) -> list[bytes]:
+        suffix = self._suffixes[part]
+        return [pool_key(bytes.fromhex(key), suffix) for key in keys]
 
     def _publish(self) -> None:
         with contextlib.suppress(OSError, ValueError):  # the metrics' directory may be full or gone

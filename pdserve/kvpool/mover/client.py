@@ -1,4 +1,4 @@
-"""The scheduler's side of the page mover: the calls of `ChainClient`, for a host pool that both share."""
+"""The scheduler's side of the page mover: the calls of `ChainClient`, for host pools that both share."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from pdserve.errors import PoolError, PoolRefused, PoolUnavailable
 from pdserve.kvpool.client.config import PoolClientConfig
 from pdserve.kvpool.client.operations import CLEAR_TIMEOUT_S
 from pdserve.kvpool.mover.chain_client import Moved
-from pdserve.kvpool.mover.host_pages import HostPages
+from pdserve.kvpool.mover.host_pages import HostPart
 from pdserve.kvpool.mover.messages import VERSION, Call, Check, Checked, Clear, Done, Exists, Move, Start
 from pdserve.kvpool.mover.supervisor import MoverSupervisor
+from pdserve.pages import KV
 from pdserve.tokens import reveal_secret
 
 GRACE_S = 1.0  # the mover's own client gives up in time; this is for its answer
@@ -22,7 +23,7 @@ class MoverClient:
     """One rank's pages of one namespace, moved by a page mover. Thread-safe.
 
     Operations raise PoolUnavailable where the mover failed; faults of the pool are misses. When a call
-    returns or raises, nothing reads or writes the host pool any more.
+    returns or raises, nothing reads or writes the host pools any more.
     """
 
     def __init__(
@@ -30,12 +31,11 @@ class MoverClient:
         config: PoolClientConfig,
         namespace: str,
         geometry: Mapping[str, str],
-        host: HostPages,
+        parts: Mapping[str, HostPart],
         *,
-        suffix: bytes = b"",
         name: str = "client",
     ) -> None:
-        """Starts the mover. Raises StartupError."""
+        """Starts the mover. `parts`: the host pools by part, `KV` among them. Raises StartupError."""
         self.config = config
         pool = msgspec.to_builtins(config, enc_hook=reveal_secret)
 
@@ -43,11 +43,10 @@ class MoverClient:
             return Start(
                 version=VERSION,
                 lanes=lanes,
-                host=host,
+                parts=dict(parts),
                 pool=pool,
                 namespace=namespace,
                 geometry=dict(geometry),
-                suffix=suffix,
                 name=name,
             )
 
@@ -63,17 +62,20 @@ class MoverClient:
         """How many movers were started after the first."""
         return self._supervisor.restarts
 
-    def exists(self, keys: Sequence[str]) -> int:
-        """As `ChainClient.exists`."""
-        return self._done(Exists(list(keys)), self.config.exists_timeout_s).number
+    def present(self, keys: Sequence[str], parts: Sequence[str] = (KV,)) -> list[list[bool]]:
+        """As `ChainClient.present`."""
+        done = self._done(Exists(list(keys), list(parts)), self.config.exists_timeout_s)
+        count = len(keys)
+        mask = self._whole_mask(done, count * len(parts))
+        return [mask[number * count : (number + 1) * count] for number in range(len(parts))]
 
-    def get(self, keys: Sequence[str], indices: bytes) -> Moved:
-        """Read pages into the host pool. `indices`: each page's first token there, int64 [pages]."""
-        return self._move(Move(False, list(keys), indices), self.config.get_timeout_s)
+    def get(self, keys: Sequence[str], indices: bytes, part: str = KV) -> Moved:
+        """Read pages into the part's host pool. `indices`: each page's first token there, int64 [pages]."""
+        return self._move(Move(False, part, list(keys), indices), self.config.get_timeout_s)
 
-    def put(self, keys: Sequence[str], indices: bytes) -> Moved:
-        """Write pages from the host pool. `indices`: as for `get`."""
-        return self._move(Move(True, list(keys), indices), self.config.put_timeout_s)
+    def put(self, keys: Sequence[str], indices: bytes, part: str = KV) -> Moved:
+        """Write pages from the part's host pool. `indices`: as for `get`."""
+        return self._move(Move(True, part, list(keys), indices), self.config.put_timeout_s)
 
     def clear(self) -> int:
         """As `ChainClient.clear`."""
@@ -96,9 +98,7 @@ class MoverClient:
 
     def _move(self, call: Move, timeout_s: float) -> Moved:
         done = self._done(call, timeout_s)
-        if len(done.mask) != len(call.keys):
-            raise PoolUnavailable(f"the page mover answered {len(done.mask)} of {len(call.keys)} pages")
-        mask = list(map(bool, done.mask))
+        mask = self._whole_mask(done, len(call.keys))
         return Moved(mask, written=done.number) if call.write else Moved(mask, from_ssd=done.number)
 
     def _done(self, call: Call, timeout_s: float) -> Done:
@@ -106,6 +106,12 @@ class MoverClient:
         if not isinstance(answer, Done):
             raise PoolUnavailable(f"the page mover failed: {answer}")
         return answer
+
+    @staticmethod
+    def _whole_mask(done: Done, pages: int) -> list[bool]:
+        if len(done.mask) != pages:
+            raise PoolUnavailable(f"the page mover answered {len(done.mask)} of {pages} pages")
+        return list(map(bool, done.mask))
 
     def _within(self, timeout_s: float) -> float:
         return timeout_s + self.config.restart_wait_s + GRACE_S

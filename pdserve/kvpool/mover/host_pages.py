@@ -1,4 +1,4 @@
-"""SGLang's host pool as another process sees it: regions of shared memory, and where pages lie in them.
+"""SGLang's host pools as another process sees them: regions of shared memory, and where pages lie in them.
 
 Every page consists of the same segments (two for page_first layouts, 2 x layers for layer_first, one for
 MLA). The segments of neighbouring pages have constant distances, so a page's number says where they are.
@@ -48,6 +48,13 @@ class HostPages(msgspec.Struct, frozen=True):
             and max(one.offset, one.offset + last * one.stride) + one.size <= self.memory[one.region][1]
             for one in self.segments
         )
+
+
+class HostPart(msgspec.Struct, frozen=True):
+    """A host pool that holds one part of pages. `suffix`: of the keys of its pages."""
+
+    pages: HostPages
+    suffix: bytes = b""
 
 
 class MappedHostPages:

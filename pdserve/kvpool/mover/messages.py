@@ -11,9 +11,9 @@ from typing import Any, Final, TypeAlias
 
 import msgspec
 
-from pdserve.kvpool.mover.host_pages import HostPages
+from pdserve.kvpool.mover.host_pages import HostPart
 
-VERSION: Final = 1
+VERSION: Final = 2
 LENGTH: Final = struct.Struct("<I")
 MAX_FRAME_BYTES: Final = 64 * 1024 * 1024
 
@@ -23,11 +23,10 @@ class Start(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     version: int
     lanes: list[int]  # descriptors of further sockets; each carries one call at a time
-    host: HostPages
+    parts: dict[str, HostPart]
     pool: dict[str, Any]  # the PoolClientConfig, secrets included
     namespace: str
     geometry: dict[str, str]
-    suffix: bytes  # of the rank, see `ChainClient`
     name: str
 
 
@@ -36,17 +35,19 @@ class Started(msgspec.Struct, frozen=True, tag=True):
 
 
 class Exists(msgspec.Struct, frozen=True, tag=True):
-    """`ChainClient.exists`. Answered by `Done` with the number of pages."""
+    """`ChainClient.present`. Answered by `Done`; its mask has all pages of the first part, then the next."""
 
     keys: list[str]
+    parts: list[str]
 
 
 class Move(msgspec.Struct, frozen=True, tag=True):
     """`ChainClient.get` or `put`. Answered by `Done`; `number`: of `Moved`, `written` or `from_ssd`."""
 
     write: bool
+    part: str
     keys: list[str]
-    indices: bytes  # int64 [pages]: each page's first token in the host pool
+    indices: bytes  # int64 [pages]: each page's first token in the part's host pool
 
 
 class Clear(msgspec.Struct, frozen=True, tag=True):
@@ -58,7 +59,7 @@ class Check(msgspec.Struct, frozen=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """`mask`: one byte for each page that was to be moved."""
+    """`mask`: one byte for each page that was to be moved, or was asked for."""
 
     number: int
     mask: bytes = b""

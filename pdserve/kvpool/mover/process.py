@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
@@ -51,11 +52,11 @@ PARENT_CHECK_S: Final = 1.0
 
 
 class Mover:
-    """The calls, over one client and one shared memory."""
+    """The calls, over one client and the shared memory of each part."""
 
-    def __init__(self, chains: ChainClient, host: MappedHostPages) -> None:
+    def __init__(self, chains: ChainClient, hosts: Mapping[str, MappedHostPages]) -> None:
         self._chains = chains
-        self._host = host
+        self._hosts = hosts
 
     def serve(self, lane: Lane) -> None:
         """Answer the calls of a lane until the scheduler closes it."""
@@ -77,11 +78,12 @@ class Mover:
     def _do(self, call: Call) -> Answer:
         chains = self._chains
         match call:
-            case Exists(keys):
-                return Done(chains.exists(keys))
-            case Move(write, keys, indices):
-                pages = self._host.buffers(indices)
-                moved = chains.put(keys, pages) if write else chains.get(keys, pages)
+            case Exists(keys, parts):
+                present = chains.present(keys, parts)
+                return Done(0, b"".join(map(bytes, present)))
+            case Move(write, part, keys, indices):
+                pages = self._hosts[part].buffers(indices)
+                moved = chains.put(keys, pages, part) if write else chains.get(keys, pages, part)
                 return Done(moved.written if write else moved.from_ssd, bytes(moved.done))
             case Clear():
                 return Done(chains.clear())
@@ -117,10 +119,11 @@ def main(descriptor: int) -> int:
 
 def _begin(start: Start) -> None:
     config = msgspec.convert(start.pool, PoolClientConfig, dec_hook=decode_secret)
-    client = PoolClient(
-        config, start.namespace, start.geometry, name=start.name, page_bytes=start.host.page_bytes
-    )
-    mover = Mover(ChainClient(client, start.suffix), MappedHostPages(start.host))
+    parts = start.parts
+    largest = max(part.pages.page_bytes for part in parts.values())
+    client = PoolClient(config, start.namespace, start.geometry, name=start.name, page_bytes=largest)
+    chains = ChainClient(client, {name: part.suffix for name, part in parts.items()})
+    mover = Mover(chains, {name: MappedHostPages(part.pages) for name, part in parts.items()})
     for fd in start.lanes:
         lane = Lane(socket.socket(fileno=fd))
         threading.Thread(target=mover.serve, args=(lane,), name=f"lane-{fd}", daemon=True).start()

@@ -61,7 +61,8 @@ class MoverProcess:
         pairs = [Lane.pair() for _ in range(LANES)]
         theirs = [life, *(sock for _, sock in pairs)]
         first = start([sock.fileno() for sock in theirs[1:]])
-        given = [sock.fileno() for sock in theirs] + [fd for fd, _ in first.host.memory]
+        given = [sock.fileno() for sock in theirs]
+        given += [fd for part in first.parts.values() for fd, _ in part.pages.memory]
         self._idle = [lane for lane, _ in pairs]  # taken and given back by single steps of the interpreter
         self._ended = False
         self.started_s = time.monotonic()

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName
 
 from pdserve.errors import PoolUnavailable, StartupError
 from pdserve.kvpool.client.client import PoolClient
@@ -50,8 +51,16 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
 
 def backend(pool: Pool, host: HostPool, **changed: Any) -> Any:
     made = hicache_backend.PdserveHiCache(storage_config(pool, geometry(layout=host.layout), **changed), {})
-    made.register_mem_pool_host(host)
+    attach(made, host)
     return made
+
+
+def attach(made: Any, host: HostPool, **parts: HostPool) -> None:
+    """As SGLang's `HybridCacheController.attach_storage_backend`. `parts`: host pools beside KV's."""
+    made.register_mem_pool_host(host)
+    for name, pool in {"kv": host, **parts}.items():
+        made.register_mem_host_pool_v2(pool, PoolName(name))
+    made.on_host_pools_registered()
 
 
 def test_host_memory_that_stages_pages_must_have_room_for_a_request(pool: Pool) -> None:
@@ -62,7 +71,7 @@ def test_host_memory_that_stages_pages_must_have_room_for_a_request(pool: Pool) 
         config = storage_config(pool, geometry())
         config.extra_config["pdserve"]["longest_tokens"] = longest_tokens
         made = hicache_backend.PdserveHiCache(config, {})
-        made.register_mem_pool_host(host)
+        attach(made, host)
         made.close()
 
     start(host.size)
@@ -80,7 +89,7 @@ def test_a_worker_whose_pages_no_slab_holds_does_not_start(
     monkeypatch.setattr(host_pool, "TOKEN_BYTES", slab // (2 * LAYERS * PAGE_TOKENS) + 1)
     made = hicache_backend.PdserveHiCache(storage_config(pool, geometry()), {})
     with pytest.raises(StartupError, match=rf"our pages have 65,544 bytes.* {slab:,} bytes at most"):
-        made.register_mem_pool_host(HostPool("page_first"))
+        attach(made, HostPool("page_first"))
     made.close()
 
 
@@ -125,7 +134,7 @@ def test_ranks_of_an_mha_model_do_not_meet(pool: Pool) -> None:
     for rank in range(2):
         config = storage_config(pool, geometry(tp_size="2"), tp_rank=rank, tp_size=2)
         ranks.append(hicache_backend.PdserveHiCache(config, {}))
-        ranks[-1].register_mem_pool_host(host)
+        attach(ranks[-1], host)
     ranks[0].batch_set_v1(names(3), indices([0, 1, 2]))
     assert [rank.batch_exists(names(3)) for rank in ranks] == [3, 0]
     for rank in ranks:
@@ -141,7 +150,7 @@ def test_ranks_of_an_mla_model_share_their_pages_which_are_written_once(pool: Po
         declared = geometry(tp_size="replicated")
         config = storage_config(pool, declared, tp_rank=rank, tp_size=2, is_mla_model=True)
         ranks.append(hicache_backend.PdserveHiCache(config, {}))
-        ranks[-1].register_mem_pool_host(host)
+        attach(ranks[-1], host)
     for rank in ranks:
         assert rank.batch_set_v1(names(3), indices([0, 1, 2])) == [True] * 3
     written = [rank._pages._chains.client.counters.pages_written for rank in ranks]
@@ -248,8 +257,6 @@ def test_bytes_that_are_no_plain_fp8_are_refused(pool: Pool, declared: str) -> N
 
 
 def test_a_model_with_state_beside_its_pages_does_not_start(pool: Pool) -> None:
-    from sglang.srt.mem_cache.hicache_storage import PoolName
-
     made = backend(pool, HostPool("page_first"))
     made.register_mem_host_pool_v2(None, PoolName.KV)
     with pytest.raises(StartupError, match="keeps mamba state"):

@@ -23,7 +23,9 @@ from pdserve.kvpool.hicache.page_access import ByMover, host_pages
 from pdserve.kvpool.mover import client as mover_client
 from pdserve.kvpool.mover import supervisor
 from pdserve.kvpool.mover.client import MoverClient
+from pdserve.kvpool.mover.host_pages import HostPart
 from pdserve.kvpool.mover.supervisor import MAX_PAUSE_S, Pauses
+from pdserve.pages import KV
 from tests.support.kvpool import host_pool
 from tests.support.kvpool.faulty import keys
 from tests.support.kvpool.host_pool import LAYERS, PAGE_TOKENS, HostPool, indices
@@ -50,8 +52,8 @@ class Rank:
         self.host = HostPool(layout, shared=True)
         pages = host_pages(self.host)
         assert pages is not None
-        self.mover = MoverClient(self.config, namespace, GEOMETRY, pages)
-        self.access = ByMover(self.mover, self.host.page_size)
+        self.mover = MoverClient(self.config, namespace, GEOMETRY, {KV: HostPart(pages)})
+        self.access = ByMover(self.mover, {KV: self.host.page_size})
 
     @property
     def process(self) -> psutil.Process:
@@ -84,16 +86,16 @@ def test_pages_come_back_into_other_host_pages(rank: Callable[..., Rank], layout
     writer, reader = rank(layout), rank(layout)
     sources, targets = list(range(20)), list(range(99, 79, -1))
     writer.host.fill(sources, seed=1)
-    assert writer.access.put(names(20), indices(sources)).done == [True] * 20
-    assert reader.access.exists(names(30)) == 20
-    assert reader.access.get(names(21), indices([*targets, 5])).done == [True] * 20 + [False]
+    assert writer.access.put(KV, names(20), indices(sources)).done == [True] * 20
+    assert reader.access.present(names(30), [KV]) == [[True] * 20 + [False] * 10]
+    assert reader.access.get(KV, names(21), indices([*targets, 5])).done == [True] * 20 + [False]
     for source, target in zip(sources, targets, strict=True):
         pairs = zip(writer.host.segments(source), reader.host.segments(target), strict=True)
         assert all(np.array_equal(a, b) for a, b in pairs)
     untouched = set(range(len(reader.host.kv[0]))) - set(targets) if layout == "page_first" else set()
     assert not any(segment.any() for page in untouched for segment in reader.host.segments(page))
     assert writer.access.clear() == 20
-    assert reader.access.exists(names(1)) == 0
+    assert reader.access.present(names(1), [KV]) == [[False]]
 
 
 def test_a_node_whose_slabs_are_smaller_than_a_page_is_refused(
@@ -112,16 +114,16 @@ def test_a_node_whose_slabs_are_smaller_than_a_page_is_refused(
 def test_a_mover_that_was_killed_costs_a_batch_and_starts_again(rank: Callable[..., Rank]) -> None:
     one = rank()
     one.host.fill([0, 1], seed=1)
-    assert one.access.put(names(2), indices([0, 1])).done == [True] * 2
+    assert one.access.put(KV, names(2), indices([0, 1])).done == [True] * 2
     first = one.process
     first.kill()
     with pytest.raises(PoolUnavailable):
-        one.access.get(names(2), indices([4, 5]))
+        one.access.get(KV, names(2), indices([4, 5]))
     assert one.access._metrics._mover_failures._value.get() == 1
     wait_until(lambda: one.mover.pid is not None, "another mover runs")
     assert one.mover.pid != first.pid
     assert one.mover.restarts == 1
-    assert one.access.get(names(2), indices([4, 5])).done == [True] * 2
+    assert one.access.get(KV, names(2), indices([4, 5])).done == [True] * 2
     assert np.array_equal(one.host.segments(0)[0], one.host.segments(4)[0])
 
 
@@ -132,10 +134,10 @@ def test_a_mover_that_hangs_is_dead_when_the_call_ends(rank: Callable[..., Rank]
     hung = one.process
     hung.suspend()
     with pytest.raises(PoolUnavailable, match="did not answer"):
-        (one.access.put if write else one.access.get)(names(2), indices([0, 1]))
+        (one.access.put if write else one.access.get)(KV, names(2), indices([0, 1]))
     assert not hung.is_running()
     wait_until(lambda: one.mover.pid is not None, "another mover runs")
-    assert one.access.put(names(2), indices([0, 1])).done == [True] * 2
+    assert one.access.put(KV, names(2), indices([0, 1])).done == [True] * 2
 
 
 def test_calls_without_a_mover_end_at_once(
@@ -146,7 +148,7 @@ def test_calls_without_a_mover_end_at_once(
     one.process.kill()
     for _ in range(3):
         with pytest.raises(PoolUnavailable):
-            one.access.exists(names(1))
+            one.access.present(names(1), [KV])
     assert one.mover.pid is None
 
 
@@ -161,16 +163,16 @@ def test_a_closed_mover_takes_no_calls(rank: Callable[..., Rank]) -> None:
     one.mover.close()
     assert not process.is_running()
     with pytest.raises(PoolUnavailable):
-        one.access.exists(names(1))
+        one.access.present(names(1), [KV])
 
 
 def test_a_page_outside_of_the_host_pool_is_refused_and_the_mover_lives(rank: Callable[..., Rank]) -> None:
     one = rank()
     with pytest.raises(PoolUnavailable, match="outside of the host pool"):
-        one.access.get(names(1), indices([100_000]))
+        one.access.get(KV, names(1), indices([100_000]))
     with pytest.raises(PoolUnavailable, match="non-hexadecimal"):
-        one.access.exists(["not hex"])
-    assert one.access.exists(names(1)) == 0
+        one.access.present(["not hex"], [KV])
+    assert one.access.present(names(1), [KV]) == [[False]]
     assert one.mover.restarts == 0
 
 
@@ -187,12 +189,12 @@ def test_a_node_that_refuses_is_told_from_one_that_is_gone(
         client.close()
         pages = host_pages(other.host)
         assert pages is not None
-        misfit = MoverClient(other.config, "squatted", GEOMETRY, pages)
+        misfit = MoverClient(other.config, "squatted", GEOMETRY, {KV: HostPart(pages)})
         [error] = misfit.check().values()
         assert isinstance(error, PoolRefused)
         misfit.close()
         gone = [PoolNodeRef(node="gone", address="unix:/nowhere/at/all")]
-        absent = MoverClient(replace(other.config, nodes=gone), "ns", GEOMETRY, pages)
+        absent = MoverClient(replace(other.config, nodes=gone), "ns", GEOMETRY, {KV: HostPart(pages)})
         [error] = absent.check().values()
         assert isinstance(error, PoolUnavailable)
         assert not isinstance(error, PoolRefused)
@@ -216,10 +218,11 @@ def test_a_mover_ends_with_its_scheduler(node: ProcessPool, tmp_path: Path) -> N
         "from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef\n"
         "from pdserve.kvpool.hicache.page_access import host_pages\n"
         "from pdserve.kvpool.mover.client import MoverClient\n"
+        "from pdserve.kvpool.mover.host_pages import HostPart\n"
         "from tests.support.kvpool.host_pool import HostPool\n"
         f"refs = [PoolNodeRef(node={node.config.name!r}, address={node.address!r})]\n"
         "pages = host_pages(HostPool('page_first', shared=True))\n"
-        "mover = MoverClient(PoolClientConfig(nodes=refs), 'ns', {}, pages)\n"
+        "mover = MoverClient(PoolClientConfig(nodes=refs), 'ns', {}, {'kv': HostPart(pages)})\n"
         "print(mover.pid, flush=True)\n"
         "time.sleep(600)\n"
     )
@@ -254,7 +257,7 @@ def test_nothing_reads_or_writes_the_host_pool_after_a_call_that_ended_early(
     rng = np.random.default_rng(5)
     sources = list(range(100))
     one.host.fill(sources, seed=1)
-    assert all(one.access.put(names(100), indices(sources)).done)
+    assert all(one.access.put(KV, names(100), indices(sources)).done)
     kept = one.host.kv.copy()
     failed = 0
     for turn in range(12):
@@ -273,7 +276,7 @@ def test_nothing_reads_or_writes_the_host_pool_after_a_call_that_ended_early(
         striker.start()
         targets = indices(list(range(199, 99, -1)))
         try:
-            while all(one.access.get(names(100), targets).done):
+            while all(one.access.get(KV, names(100), targets).done):
                 pass
         except PoolUnavailable:
             failed += 1

@@ -20,8 +20,9 @@ from pdserve.bench.boards import open_rows
 from pdserve.bench.processes import read_config, stop_at_sigterm
 from pdserve.kvpool.client.config import PoolClientConfig
 from pdserve.kvpool.mover.client import MoverClient
-from pdserve.kvpool.mover.host_pages import HostPages, Segment
+from pdserve.kvpool.mover.host_pages import HostPages, HostPart, Segment
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
+from pdserve.pages import KV
 
 POLL_S: Final = 0.0005
 Work: TypeAlias = Literal["copy", "put", "get"]
@@ -59,9 +60,8 @@ class Rank:
         self._indices = [row.tobytes() for row in np.arange(config.pages, dtype=np.int64).reshape(-1, batch)]
         self._names = [[os.urandom(32).hex() for _ in range(batch)] for _ in self._indices]
         host = HostPages([(fd, memory.size)], [Segment(0, 0, size, size)], 1, config.pages)
-        self._mover = MoverClient(
-            config.client, "bench", {"bench": "1"}, host, suffix=config.name.encode(), name=config.name
-        )
+        parts = {KV: HostPart(host, config.name.encode())}
+        self._mover = MoverClient(config.client, "bench", {"bench": "1"}, parts, name=config.name)
 
     def do(self, work: Work) -> int:
         """All pages once; how many were not moved."""
