@@ -95,6 +95,7 @@ def _wrong_results(device: Device) -> Iterator[str]:
             ("page copies, page_first_direct", trials.page_first_copies_agree),
             ("page copies, layer_first", trials.layer_first_copies_agree),
             ("extend attention", trials.attention_agrees),
+            ("attention with sliding windows", trials.windows_agree),
         ]
     for name, agrees in checks:
         if not agrees():

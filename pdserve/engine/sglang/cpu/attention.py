@@ -1,13 +1,17 @@
-"""Extend attention of SGLang's `torch_native` backend, for the new queries only.
+"""Attention of SGLang's `torch_native` backend: extended for the new queries only, and right for windows.
 
 SGLang's own version builds a query row for every token of the sequence, cached ones too, and drops those rows
 after computing them: a prompt with n cached and m new tokens costs (n+m)^2 instead of m*(n+m). With a prefix
 cache that is nearly the cost of having no cache. Here the m new rows attend to all n+m keys under a
 lower-right causal mask.
+
+Layers with a sliding window have keys and values in a pool of their own, with slots of its own. SGLang 0.5.23
+writes to these slots, and reads from those of the main pool: that is right only as long as both are the same.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -98,3 +102,35 @@ def extend_new_queries_only(original: Callable[..., torch.Tensor]) -> Callable[.
         return output
 
     return run
+
+
+def from_slots_of_windows(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Wrap `_run_sdpa_forward_extend` or `_run_sdpa_forward_decode`: layers with a window read their own slots.
+
+    Slots of tokens before the window may have been given to others; the mask leaves them out.
+    """
+
+    @functools.wraps(run)
+    def translated(
+        self: Any,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        *args: Any,
+        sliding_window_size: int | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if sliding_window_size is not None and getattr(self, "use_sliding_window_kv_pool", False):
+            slots = req_to_token[req_pool_indices, : int(seq_lens.max())]
+            req_to_token = self.token_to_kv_pool.translate_loc_from_full_to_swa(slots)
+            req_pool_indices = torch.arange(len(slots))
+        rows = (req_to_token, req_pool_indices, seq_lens, *args)
+        return run(
+            self, query, output, k_cache, v_cache, *rows, sliding_window_size=sliding_window_size, **kwargs
+        )
+
+    return translated

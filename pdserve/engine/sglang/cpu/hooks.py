@@ -140,7 +140,13 @@ HOOKS: tuple[Hook, ...] = (
             "is_cross_attn",
             "sliding_window_size",
         ),
-        attention.extend_new_queries_only,
+        lambda original: attention.from_slots_of_windows(attention.extend_new_queries_only(original)),
+    ),
+    Hook(
+        ATTENTION_BACKEND,
+        "TorchNativeAttnBackend._run_sdpa_forward_decode",
+        ("req_to_token", "req_pool_indices", "seq_lens", "sliding_window_size"),
+        attention.from_slots_of_windows,
     ),
 )
 SCHEDULER_HOOKS: tuple[Hook, ...] = (

@@ -5,6 +5,7 @@ milliseconds.
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import torch
 
@@ -111,6 +112,33 @@ def attention_agrees() -> bool:
         ):
             return False
     return True
+
+
+def windows_agree() -> bool:
+    """Layers with a window, extended and decoded, read the slots of the pool that such layers have."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    heads, kv_heads, dim, window, total = 4, 2, 8, 3, [6, 9]
+    keys, values = torch.randn(40, kv_heads, dim), torch.randn(40, kv_heads, dim)
+    own_slots = torch.randperm(40)  # by slot of the main pool
+    table = torch.stack([torch.randperm(40)[: max(total)] for _ in total])
+    backend = object.__new__(TorchNativeAttnBackend)
+    backend.use_sliding_window_kv_pool = True
+    backend.token_to_kv_pool = SimpleNamespace(translate_loc_from_full_to_swa=lambda slots: own_slots[slots])
+    query = torch.randn(len(total), heads, dim)
+    cached, one = [length - 1 for length in total], [1] * len(total)
+    expected = _plain_attention(query, keys, values, own_slots[table], cached, one, window)
+    requests, options = (table, torch.arange(len(total)), torch.tensor(total)), {"enable_gqa": True}
+    extended, decoded = torch.empty_like(query), torch.empty_like(query)
+    backend._run_sdpa_forward_extend(
+        *(query, extended, keys, values, *requests, torch.tensor(cached), torch.tensor(one)),
+        **{**options, "scaling": 1 / math.sqrt(dim), "causal": True, "sliding_window_size": window},
+    )
+    backend._run_sdpa_forward_decode(
+        *(query, decoded, keys, values, *requests),
+        **{**options, "scaling": 1 / math.sqrt(dim), "sliding_window_size": window},
+    )
+    return all(torch.allclose(output, expected, atol=1e-5) for output in (extended, decoded))
 
 
 def _plain_attention(
