@@ -1,8 +1,10 @@
-"""Looks into a pool node's arena from outside, to corrupt pages on purpose."""
+"""Looks into a pool node's arena from outside, to corrupt and to drop pages on purpose."""
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,28 @@ def page_offset(
     node: PoolNode, namespace: str, geometry: dict[str, str], key: bytes, segment_bytes: list[int]
 ) -> int:
     """Byte offset of a committed page in the node's arena. Raises AssertionError when it is not there."""
+    with _found(node, namespace, geometry, key, segment_bytes) as (_, _, pin):
+        return pin.offset
+
+
+def drop_page(
+    node: PoolNode, namespace: str, geometry: dict[str, str], key: bytes, segment_bytes: list[int]
+) -> None:
+    """Have the node forget a committed page. Raises AssertionError when it is not there."""
+    with _found(node, namespace, geometry, key, segment_bytes) as (channel, number, pin):
+        deadline = time.monotonic() + 5.0
+        dropped = channel.call(m.Discard(3, number, [key], [pin.sequence]), deadline)
+        assert isinstance(dropped, m.Done), dropped
+        present = channel.call(m.Exists(4, number, [key]), deadline)
+        assert isinstance(present, m.Present), present
+        assert present.mask == b"\0"
+
+
+@contextlib.contextmanager
+def _found(
+    node: PoolNode, namespace: str, geometry: dict[str, str], key: bytes, segment_bytes: list[int]
+) -> Iterator[tuple[ControlChannel, int, m.Pin]]:
+    """A channel to the node, the namespace's number there, and the page pinned for reading."""
     deadline = time.monotonic() + 5.0
     channel = ControlChannel.connect(node.address, make_hello("test", host_id(), "shm"), deadline)
     try:
@@ -25,7 +49,7 @@ def page_offset(
         got = channel.call(m.Get(2, opened.namespace, [key], segment_bytes), deadline)
         assert isinstance(got, m.Got), got
         assert got.pins[0].status == m.HIT, "the page is not in the pool"
-        return got.pins[0].offset
+        yield channel, opened.namespace, got.pins[0]
     finally:
         channel.close()
 

@@ -105,7 +105,7 @@ def extend_new_queries_only(original: Callable[..., torch.Tensor]) -> Callable[.
 
 
 def from_slots_of_windows(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Wrap `_run_sdpa_forward_extend` or `_run_sdpa_forward_decode`: layers with a window read their own slots.
+    """Wrap `_run_sdpa_forward_extend` or `_run_sdpa_forward_decode`: layers with a window read their slots.
 
     Slots of tokens before the window may have been given to others; the mask leaves them out.
     """

@@ -1,0 +1,179 @@
+"""A model with sliding windows: prefill → pool → decode gives the answers of plain SGLang, and no part of a
+page that is missing or corrupt is ever used.
+
+SGLang keeps the layers with a window in a host pool of their own, and stores the last pages of a window only.
+Here a window has 128 tokens, which are two pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.kvpool.protocol.page_tag import TAG_BYTES
+from pdserve.pages import page_hashes, part_suffix, pool_key
+from tests.support.e2e.arena import drop_page, flip, page_offset
+from tests.support.e2e.cluster import PoolNode, Router, Worker, eventually, http
+from tests.support.e2e.hybrid_model import LAYERS, SLIDING, make_hybrid_model
+from tests.support.e2e.prompts import NEW_TOKENS, PAGE, Answer, differences, second_turn, token_ids
+from tests.support.e2e.routed import found, generate, say, wanted_hits
+from tests.support.e2e.site import CHUNK_TOKENS, PAGE_KEY, PULL_AHEAD, ask_all, ask_cold, engine_settings
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+
+LENGTHS = (1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 257, 320, 448, 512, 513, 577, 704, 1000, 2100)
+PROMPTS = [token_ids(300 + i, length) for i, length in enumerate(LENGTHS)]
+SEGMENTS = [LAYERS.count(SLIDING) * 2 * 32 * PAGE * 4] * 2
+"""Of the part of a page that layers with a window have: keys and values in float32."""
+
+
+@dataclass
+class Hybrid:
+    """One disaggregated pair and its pool node, and what plain SGLang answers."""
+
+    pool: PoolNode
+    prefill: Worker
+    decode: Worker
+    router: Router
+    plain: Worker
+    first: list[Answer]
+    second_prompts: list[list[int]]
+    second: list[Answer]
+
+    def ask(self, prompts: list[list[int]]) -> tuple[list[Answer], list[int]]:
+        """Through the router; and the tokens of each prompt that the decode worker found."""
+        responses = [generate(self.router, prompt) for prompt in prompts]
+        answers = [Answer.of(response.json()) for response in responses]
+        return answers, [sum(found(response).values()) for response in responses]
+
+    def with_window_part(self, prompt: list[int], page: int, act: Callable[..., Any]) -> Any:
+        """`act` on the window part of one page of a prompt, as in `arena`."""
+        info = http.get(f"{self.decode.url}/pd/info").json()
+        key = pool_key(page_hashes(prompt, PAGE)[page], part_suffix(b"", "swa"))
+        return act(self.pool, info["namespace"], info["kv_geometry"], key, [*SEGMENTS, TAG_BYTES])
+
+
+@pytest.fixture(scope="module")
+def hybrid(model: Path, run_dir: Path) -> Iterator[Hybrid]:
+    directory = make_hybrid_model(model, run_dir / "hybrid")
+    exact = engine_settings(directory, max_total_tokens=12_000)
+    chunked = engine_settings(
+        directory, max_total_tokens=12_000, extra_args=["--chunked-prefill-size", str(CHUNK_TOKENS)]
+    )
+    pool = PoolNode(run_dir, "hybridpool")
+    pages = {"nodes": [pool.ref], "page_key": PAGE_KEY}
+    plain = Worker("agg", "hybrid-plain", run_dir, exact, settings={"storage": "none"})
+    prefill = Worker("prefill", "hybrid-prefill", run_dir, chunked, pages)
+    stepwise = {"pull_step_tokens": CHUNK_TOKENS}
+    decode = Worker("decode", "hybrid-decode", run_dir, exact, pages, stepwise)
+    router = Router(run_dir, [prefill], [decode], name="hybrid-router", extra=PULL_AHEAD)
+    workers = [plain, prefill, decode]
+    try:
+        pool.start()
+        for worker in workers:
+            worker.start()
+        plain.wait_ready()
+        first = ask_cold(plain, PROMPTS)
+        turns = [second_turn(p, a, i) for i, (p, a) in enumerate(zip(PROMPTS, first, strict=True))]
+        second = ask_cold(plain, turns)
+        prefill.wait_ready()
+        decode.wait_ready()
+        router.start()
+        yield Hybrid(pool, prefill, decode, router, plain, first, turns, second)
+    finally:
+        for process in (router, *workers, pool):
+            process.stop()
+
+
+def test_disaggregated_answers_equal_plain_sglang_and_come_from_the_pool(hybrid: Hybrid) -> None:
+    answers, cached = hybrid.ask(PROMPTS)
+    assert differences(hybrid.first, answers, say(PROMPTS)) == []
+    assert cached == [wanted_hits(prompt) for prompt in PROMPTS]
+
+
+def test_second_turns_equal_plain_sglang(hybrid: Hybrid) -> None:
+    answers, _ = hybrid.ask(hybrid.second_prompts)
+    assert differences(hybrid.second, answers, say(hybrid.second_prompts)) == []
+
+
+def test_a_restarted_worker_answers_from_the_pool(hybrid: Hybrid) -> None:
+    hybrid.decode.end()
+    hybrid.decode.start().wait_ready()
+    bodies = [hybrid.decode.generate(prompt, NEW_TOKENS) for prompt in PROMPTS]
+    assert differences(hybrid.first, list(map(Answer.of, bodies)), say(PROMPTS)) == []
+    cached = [body["meta_info"]["cached_tokens"] for body in bodies]
+    assert cached == [wanted_hits(prompt) for prompt in PROMPTS]
+    hybrid.decode.flush()
+    answers = ask_all(hybrid.decode, hybrid.second_prompts)
+    assert differences(hybrid.second, answers, say(hybrid.second_prompts)) == []
+    eventually(lambda: not hybrid.router.lacks, "the router has its workers", 60.0)
+
+
+def test_turn_two_on_another_worker_finds_turn_one(hybrid: Hybrid) -> None:
+    prompt, request_id = token_ids(41, 500), "hybrid-turn"
+    first = generate(hybrid.router, prompt, 150, **{"x-request-id": request_id})
+    output = [pair[1] for pair in first.json()["meta_info"]["output_token_logprobs"]]
+    question = {"request_id": request_id, "timeout_s": 5.0}
+    settled = http.post(f"{hybrid.decode.url}/pd/settled", json=question).json()
+    assert settled["settled"], settled
+    conversation = [*prompt, *output]
+    second = [*conversation, *token_ids(42, 30)]
+    hybrid.prefill.flush()
+    body = hybrid.prefill.generate(second, NEW_TOKENS)
+    assert body["meta_info"]["cached_tokens"] == (len(conversation) - 1) // PAGE * PAGE
+    assert differences(ask_cold(hybrid.plain, [second]), [Answer.of(body)], str) == []
+
+
+def test_prefill_reports_pages_whose_parts_are_all_in_the_pool(hybrid: Hybrid) -> None:
+    prompt = token_ids(43, 1000)
+    url = f"{hybrid.prefill.url}/pd/prefill?endpoint=/v1/completions"
+    body = {"model": "demo-tiny", "prompt": prompt}
+    report = http.post(url, json=body, timeout=60).json()
+    assert (report["published_pages"], report["missing_pages"]) == (1000 // PAGE, 0)
+    hybrid.with_window_part(prompt, 1000 // PAGE - 1, drop_page)
+    again = http.post(url, json=body, timeout=60).json()
+    whole = CHUNK_TOKENS // PAGE  # chunks are stored with a window at their end
+    assert (again["published_pages"], again["missing_pages"]) == (whole, 1000 // PAGE - whole)
+
+
+def test_without_a_part_of_its_window_the_prompt_is_restored_up_to_an_earlier_one(hybrid: Hybrid) -> None:
+    prompt = token_ids(44, 1000)
+    expected = ask_cold(hybrid.plain, [prompt])
+    generate(hybrid.router, prompt)
+    hybrid.with_window_part(prompt, 1000 // PAGE - 1, drop_page)
+    for cached in (CHUNK_TOKENS, wanted_hits(prompt)):  # what was computed is stored again
+        hybrid.decode.flush()
+        body = hybrid.decode.generate(prompt, NEW_TOKENS)
+        assert differences(expected, [Answer.of(body)], str) == []
+        assert body["meta_info"]["cached_tokens"] == cached
+        eventually(lambda: hybrid.with_window_part(prompt, 1000 // PAGE - 1, page_offset) > 0, "it is stored")
+
+
+def test_a_corrupt_part_is_a_miss_and_the_answer_is_right(hybrid: Hybrid) -> None:
+    prompt = token_ids(45, 1000)
+    expected = ask_cold(hybrid.plain, [prompt])
+    generate(hybrid.router, prompt)
+    offset = hybrid.with_window_part(prompt, 1000 // PAGE - 1, page_offset)
+    flip(hybrid.pool.directory / "arena" / hybrid.pool.name / "arena", offset + 1000, 1)
+    hybrid.decode.flush()
+    body = hybrid.decode.generate(prompt, NEW_TOKENS)
+    assert differences(expected, [Answer.of(body)], str) == []
+    assert body["meta_info"]["cached_tokens"] == 0  # SGLang drops all that it fetched with the part
+
+
+def test_long_prompts_are_pulled_ahead_with_their_windows(hybrid: Hybrid) -> None:
+    prompts = iter([token_ids(460 + i, 3000) for i in range(10)])
+
+    def pulled() -> bool:
+        prompt = next(prompts)
+        response = generate(hybrid.router, prompt)
+        where = found(response)
+        assert differences(ask_cold(hybrid.plain, [prompt]), [Answer.of(response.json())], str) == []
+        assert sum(where.values()) == wanted_hits(prompt)
+        return where.get("host", 0) + where.get("device", 0) >= CHUNK_TOKENS
+
+    eventually(pulled, "a chunk is pulled ahead", 120.0)
