@@ -19,8 +19,10 @@ from pdserve.pages import (
     model_fingerprint,
     namespace_seed,
     page_hashes,
+    part_suffix,
     pool_key,
     rank_suffix,
+    restorable_lengths,
 )
 
 GEOMETRY = KvGeometry(
@@ -71,6 +73,41 @@ def test_ranks_of_an_mha_model_have_different_keys_and_of_an_mla_model_the_same(
     assert len(mha) == 8
     assert mla == {page}
     assert rank_suffix(replicated=False, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1) == b""
+
+
+def test_parts_of_a_page_have_keys_of_their_own_on_each_rank() -> None:
+    ranks = [*all_rank_suffixes(replicated=False, tp_size=2, pp_size=2), b""]
+    suffixes = [part_suffix(rank, name) for rank in ranks for name in ("kv", "swa", "mamba")]
+    assert len(set(suffixes)) == 15
+    assert [part_suffix(rank, "kv") for rank in ranks] == ranks
+
+
+def test_without_parts_a_geometry_is_what_older_versions_said() -> None:
+    assert "parts" not in GEOMETRY.as_dict()
+    assert GEOMETRY.window_pages == {"kv": 0}
+    text = KvGeometry.parts_text({"swa": 2, "indexer": 0})
+    with_parts = KvGeometry(**{**GEOMETRY.as_dict(), "parts": text})
+    assert with_parts.window_pages == {"kv": 0, "swa": 2, "indexer": 0}
+    assert with_parts.namespace("m") != GEOMETRY.namespace("m")
+
+
+@pytest.mark.parametrize(
+    ("window", "present", "lengths"),
+    [
+        (0, "110111", [1, 2]),
+        (1, "110101", [1, 2, 4, 6]),
+        (2, "110111", [1, 2, 5, 6]),
+        (2, "011", [3]),
+        (9, "11101", [1, 2, 3]),
+        (3, "", []),
+    ],
+)
+def test_a_prefix_can_be_restored_where_its_window_is_whole(
+    window: int, present: str, lengths: list[int]
+) -> None:
+    there = [page == "1" for page in present]
+    assert restorable_lengths([(window, there)]) == lengths
+    assert restorable_lengths([(0, [True] * len(there)), (window, there)]) == lengths
 
 
 def write_safetensors(path: Path, values: bytes) -> None:

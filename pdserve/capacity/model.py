@@ -27,6 +27,8 @@ _WINDOW_POOLS: Final = (
     *("GptOss", "Llama4", "Gemma4", "MiMoV2", "Step3p5", "Step3p7", "Laguna", "Mellum", "DeepseekV4"),
     *("GraniteSWA", "GraniteMoeSWA"),
 )
+_WINDOW_SHARE: Final = 0.8
+"""Tokens in the pool of layers with a window, over those in the main pool: SGLang's ratio."""
 _BACKEND_PAGES: Final[Mapping[str, tuple[int, ...]]] = {
     "flashmla": (64,),
     "trtllm_mla": (64, 32),
@@ -73,8 +75,19 @@ def model_facts(name: str, config: Mapping[str, Any], weight_bytes: int) -> Mode
 
 
 def token_bytes(model: Model, worker: WorkerNeed) -> int:
-    """Bytes that a token's keys and values take on one rank."""
-    layers = model.layers + (model.sliding_layers if worker.one_pool else 0)
+    """Bytes that a token's keys and values take on one rank, on the average over a full device."""
+    main, windows = part_bytes(model, worker)
+    return main + int(_WINDOW_SHARE * windows)
+
+
+def part_bytes(model: Model, worker: WorkerNeed) -> tuple[int, int]:
+    """The same in the main pool, and in the pool of layers with a window. Each has pages of its own."""
+    if worker.one_pool:
+        return _layer_bytes(model, worker, model.layers + model.sliding_layers), 0
+    return _layer_bytes(model, worker, model.layers), _layer_bytes(model, worker, model.sliding_layers)
+
+
+def _layer_bytes(model: Model, worker: WorkerNeed, layers: int) -> int:
     heads = max(1, model.kv_heads // (worker.tp // worker.attention_dp))
     size = _KV_DTYPE_BYTES.get(worker.kv_cache_dtype, model.dtype_bytes)
     return -(-layers // worker.pp) * (heads if model.kv_heads else 1) * model.token_values * size

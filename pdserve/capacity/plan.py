@@ -22,7 +22,7 @@ from pdserve.capacity.facts import (
 )
 from pdserve.capacity.gpus import assign
 from pdserve.capacity.memory import FETCH_SHARE, GB, GIB, MIB, device_kv_bytes, divide, reserve_bytes
-from pdserve.capacity.model import DEFAULT_PAGE_TOKENS, page_sizes, token_bytes
+from pdserve.capacity.model import DEFAULT_PAGE_TOKENS, page_sizes, part_bytes, token_bytes
 from pdserve.errors import ConfigError
 
 SLAB_BYTES: Final = 32 * MIB  # a pool node's own default
@@ -123,7 +123,7 @@ def _worker_fit(
         ranks=worker.ranks,
         has_storage=worker.has_storage,
         page_size=page_size,
-        page_bytes=page_size * per_token,
+        page_bytes=page_size * max(part_bytes(model, worker)),
         device_tokens=kv_bytes // per_token,
         host_gb=host_bytes // GB if is_chosen else 0,
         host_bytes=host_bytes,
@@ -178,8 +178,8 @@ def _unsupported(worker: WorkerNeed, model: Model) -> Iterator[Note]:
     if not worker.has_storage:
         return
     change = 'set storage = "none", which shares nothing'
-    if model.sliding_layers and not worker.one_pool:
-        says = f"{model.name} keeps {model.sliding_layers} layers with a window apart, which the pool cannot"
+    if model.sliding_layers and not model.layers and not worker.one_pool:
+        says = f"all layers of {model.name} have a window, and SGLang then shares no pages"
         yield Note("fail", worker.name, says, "add --disable-hybrid-swa-memory")
     if model.other_layers:
         says = f"{model.name} has {model.other_layers} layers with a state, which the pool cannot keep yet"
@@ -223,7 +223,7 @@ def _host_notes(worker: WorkerNeed, fit: WorkerFit, models: Mapping[str, Model])
         yield Note("warn", worker.name, says, change)
     if fit.fetch_tokens < longest:
         says = f"prompts over {fit.fetch_tokens:,} tokens are computed again and not fetched from the pool"
-        gb = -(-longest * fit.page_bytes // fit.page_size // GB)
+        gb = -(-longest * token_bytes(models[worker.name], worker) // GB)
         needed = int(gb / FETCH_SHARE[worker.buffer_only]) + 1
         change = f"set engine.hicache_size_gb = {needed} (for each rank), or lower engine.context_length"
         if not worker.buffer_only:

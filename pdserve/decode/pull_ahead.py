@@ -108,12 +108,12 @@ class PullAhead:
         """The number of steps whose pages are committed without a gap, where those of the first are; and the
         last of these that can be restored.
         """
-        asked = [step.prefix.last_page for step in steps[1:]] + [step.prefix.parts for step in steps]
+        asked = [step.prefix.last_page for step in steps[1:]] + [step.prefix.windows for step in steps]
         keys = list(chain.from_iterable(asked))
         there = {key for key, found in zip(keys, await self._pool.exists(keys), strict=True) if found}
         there.update(steps[0].prefix.last_page)
         committed = list(takewhile(lambda step: there.issuperset(step.prefix.last_page), steps))
-        restorable = [step for step in committed if there.issuperset(step.prefix.parts)]
+        restorable = [step for step in committed if there.issuperset(step.prefix.windows)]
         return len(committed), restorable[-1] if restorable else None
 
 

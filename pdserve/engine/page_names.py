@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, Protocol
 
+from msgspec.structs import replace
+
 from pdserve.engine.http.request import EngineRequest, HttpRequest
 from pdserve.pages import (
     KV,
@@ -34,12 +36,12 @@ SAMPLED_PAGES: Final = 64
 
 @dataclass(frozen=True)
 class Prefix:
-    """A prefix of a prompt, of whole pages: the pool keys, at all ranks, of its last page, and of all parts
-    beside KV that are needed to restore it.
+    """A prefix of a prompt, of whole pages: pool keys at all ranks, of its last page, and of the windows that
+    are needed to restore it.
     """
 
     last_page: tuple[bytes, ...]
-    parts: tuple[bytes, ...] = ()
+    windows: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class PageNames:
         chains = [pages[: end // self.page_size] for end in ends]
         return [
             Prefix(
-                tuple(pool_key(chain[-1], suffix) for suffix in self.rank_suffixes),
+                tuple(page_keys(chain[-1:], self.rank_suffixes, self.parts)),
                 tuple(window_keys(chain, self.parts)),
             )
             for chain in chains
@@ -110,11 +112,11 @@ class RequestPages:
         return len(self._distinct) * len(self.rank_suffixes)
 
     def all_keys(self) -> list[bytes]:
-        """Pool keys of all pages, and of all their parts."""
-        parts = (
-            pool_key(digest, s) for part in self.parts for digest in self._distinct for s in part.suffixes
-        )
-        return [*self._keys(self._distinct), *parts]
+        """Pool keys of all parts of all pages."""
+        windows = [
+            replace(part, window_pages=len(self._distinct)) for part in self.parts if part.window_pages
+        ]
+        return [*self._keys(self._distinct), *window_keys(self._distinct, windows)]
 
     def ends(self) -> list[bytes]:
         """Pool keys of the last page of every sequence, with the parts that the sequence needs."""
@@ -171,25 +173,32 @@ class RequestPages:
         return {chain[-1]: chain for chain in self.chains.values() if chain}
 
     def _end_keys(self, ends: Iterable[bytes]) -> list[bytes]:
-        keys = self._keys(list(ends))
+        keys = self._keys(ends)
         for end in ends:
             keys += window_keys(self._ends[end], self.parts)
         return list(dict.fromkeys(keys))
 
-    def _keys(self, digests: Sequence[bytes]) -> list[bytes]:
-        return [pool_key(digest, suffix) for digest in digests for suffix in self.rank_suffixes]
+    def _keys(self, digests: Iterable[bytes]) -> list[bytes]:
+        return page_keys(digests, self.rank_suffixes, self.parts)
 
 
 def window_keys(chain: Sequence[bytes], parts: Sequence[PagePart]) -> list[bytes]:
-    """Pool keys, at all ranks, of the parts beside KV that a sequence needs at its end. Of a part that all
-    pages have, the last page's: it is stored after the others.
-    """
+    """Pool keys, at all ranks, of the parts that only the last pages of a sequence need."""
     return [
         pool_key(digest, suffix)
         for part in parts
-        for digest in chain[-(part.window_pages or 1) :]
+        if part.window_pages
+        for digest in chain[-part.window_pages :]
         for suffix in part.suffixes
     ]
+
+
+def page_keys(
+    digests: Iterable[bytes], rank_suffixes: Sequence[bytes], parts: Sequence[PagePart]
+) -> list[bytes]:
+    """Pool keys, at all ranks, of the parts that all pages have: KV and perhaps more."""
+    suffixes = [*rank_suffixes, *(s for part in parts if not part.window_pages for s in part.suffixes)]
+    return [pool_key(digest, suffix) for digest in digests for suffix in suffixes]
 
 
 class Pool(Protocol):
@@ -208,9 +217,8 @@ async def committed_pages(pool: Pool, pages: RequestPages) -> int:
     if not pages:
         return 0
     asked = pages.sample()
-    if len(asked) < len(pages) or pages.parts:
-        asked = list(dict.fromkeys([*pages.ends(), *asked]))
-        if all(await pool.exists(asked)):
+    if pages.parts or len(asked) < len(pages):
+        if all(await pool.exists([*pages.ends(), *asked])):
             return len(pages)
         asked = await asyncio.to_thread(pages.all_keys)
     there = await pool.exists(asked)

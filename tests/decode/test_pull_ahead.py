@@ -15,10 +15,11 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from pdserve.decode import pull_ahead
 from pdserve.engine.page_names import PageNames
 from pdserve.engine.sglang.children.pulls import PULL_ID
-from pdserve.pages import namespace_seed, page_hashes, pool_key
+from pdserve.pages import PagePart, namespace_seed, page_hashes, part_suffix, pool_key
 
 PAGE, STEP = 4, 8
 SUFFIXES = (b"-0", b"-1")
+WINDOWS = PagePart("swa", 2, [part_suffix(suffix, "swa") for suffix in SUFFIXES])
 PROMPT = list(range(100, 130))  # 30 tokens: steps end at 8, 16, 24
 
 
@@ -34,6 +35,13 @@ class Pool:
         pages = page_hashes(PROMPT[:tokens], PAGE, namespace_seed(None, salt))
         async with self.more:
             self.committed.update(pool_key(page, suffix) for page in pages for suffix in SUFFIXES)
+            self.more.notify_all()
+
+    async def commit_windows(self, *pages: int) -> None:
+        """The part of these pages of PROMPT that layers with a window have."""
+        digests = page_hashes(PROMPT, PAGE, None)
+        async with self.more:
+            self.committed.update(pool_key(digests[page], s) for page in pages for s in WINDOWS.suffixes)
             self.more.notify_all()
 
     async def wait(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
@@ -79,13 +87,19 @@ class Manager:
 class Asked:
     """One `/pd/pull` under way."""
 
-    def __init__(self, body: dict[str, Any], endpoint: str = "/generate", dp_size: int = 1) -> None:
+    def __init__(
+        self,
+        body: dict[str, Any],
+        endpoint: str = "/generate",
+        dp_size: int = 1,
+        parts: Sequence[PagePart] = (),
+    ) -> None:
         self.pool = Pool()
         self.tokenizer_manager = Manager(dp_size)
         self.app_state = None
         self._messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._messages.put_nowait({"type": "http.request", "body": json.dumps(body).encode()})
-        names = PageNames(PAGE, SUFFIXES)
+        names = PageNames(PAGE, SUFFIXES, parts)
         route = pull_ahead.PullAhead(self, self.pool, names=names, step_tokens=STEP + 1)  # type: ignore[arg-type]
         scope = {"type": "http", "method": "POST", "path": "/pd/pull", "headers": [], "query_string": b""}
         self.answering = asyncio.ensure_future(route.pull(Request(scope, self._messages.get), endpoint))
@@ -140,6 +154,26 @@ async def test_a_step_of_which_a_rank_lacks_its_page_is_not_there() -> None:
     assert asked.tokenizer_manager.lengths == [9]
     asked.hang_up()
     await asked.answer()
+
+
+async def test_steps_that_cannot_be_restored_are_left_out() -> None:
+    """Chunks of the prefill worker end at 8 and at 24 tokens; it stores the window at their end."""
+    asked = Asked({"input_ids": PROMPT}, parts=[WINDOWS])
+    await asked.pool.commit_windows(0, 1, 4, 5)
+    await asked.pool.commit(8)
+    await asked.tokenizer_manager.until(1)
+    await asked.pool.commit(16)
+    await asked.pool.commit(24)
+    assert await asked.answer() == (200, {"pulled_tokens": 24})
+    assert asked.tokenizer_manager.lengths == [9, 25]
+
+
+async def test_a_prompt_whose_windows_do_not_come_is_not_pulled_ahead() -> None:
+    asked = Asked({"input_ids": PROMPT}, parts=[WINDOWS])
+    await asked.pool.commit_windows(1, 3, 5)  # half of each window
+    await asked.pool.commit(24)
+    assert await asked.answer() == (200, {"pulled_tokens": 0})
+    assert asked.tokenizer_manager.fetched == []
 
 
 async def test_nothing_is_begun_after_the_router_hung_up_and_what_was_begun_goes_on() -> None:

@@ -29,6 +29,9 @@ LENGTHS = (1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 257, 320, 448, 512,
 PROMPTS = [token_ids(300 + i, length) for i, length in enumerate(LENGTHS)]
 SEGMENTS = [LAYERS.count(SLIDING) * 2 * 32 * PAGE * 4] * 2
 """Of the part of a page that layers with a window have: keys and values in float32."""
+TOKENS = 1000
+IN_WINDOW = TOKENS // PAGE - 2
+"""The place of a page of a prompt of TOKENS. Both longer prefixes need its part in their windows."""
 
 
 @dataclass
@@ -129,35 +132,34 @@ def test_turn_two_on_another_worker_finds_turn_one(hybrid: Hybrid) -> None:
 
 
 def test_prefill_reports_pages_whose_parts_are_all_in_the_pool(hybrid: Hybrid) -> None:
-    prompt = token_ids(43, 1000)
+    prompt = token_ids(43, TOKENS)
     url = f"{hybrid.prefill.url}/pd/prefill?endpoint=/v1/completions"
     body = {"model": "demo-tiny", "prompt": prompt}
     report = http.post(url, json=body, timeout=60).json()
-    assert (report["published_pages"], report["missing_pages"]) == (1000 // PAGE, 0)
-    hybrid.with_window_part(prompt, 1000 // PAGE - 1, drop_page)
+    assert (report["published_pages"], report["missing_pages"]) == (TOKENS // PAGE, 0)
+    hybrid.with_window_part(prompt, IN_WINDOW, drop_page)
     again = http.post(url, json=body, timeout=60).json()
-    whole = CHUNK_TOKENS // PAGE  # chunks are stored with a window at their end
-    assert (again["published_pages"], again["missing_pages"]) == (whole, 1000 // PAGE - whole)
+    assert (again["published_pages"], again["missing_pages"]) == (IN_WINDOW, 2)
 
 
 def test_without_a_part_of_its_window_the_prompt_is_restored_up_to_an_earlier_one(hybrid: Hybrid) -> None:
-    prompt = token_ids(44, 1000)
+    prompt = token_ids(44, TOKENS)
     expected = ask_cold(hybrid.plain, [prompt])
     generate(hybrid.router, prompt)
-    hybrid.with_window_part(prompt, 1000 // PAGE - 1, drop_page)
-    for cached in (CHUNK_TOKENS, wanted_hits(prompt)):  # what was computed is stored again
+    hybrid.with_window_part(prompt, IN_WINDOW, drop_page)
+    for cached in (IN_WINDOW * PAGE, wanted_hits(prompt)):  # what was computed is stored again
         hybrid.decode.flush()
         body = hybrid.decode.generate(prompt, NEW_TOKENS)
         assert differences(expected, [Answer.of(body)], str) == []
         assert body["meta_info"]["cached_tokens"] == cached
-        eventually(lambda: hybrid.with_window_part(prompt, 1000 // PAGE - 1, page_offset) > 0, "it is stored")
+        eventually(lambda: hybrid.with_window_part(prompt, IN_WINDOW, page_offset) > 0, "it is stored")
 
 
 def test_a_corrupt_part_is_a_miss_and_the_answer_is_right(hybrid: Hybrid) -> None:
-    prompt = token_ids(45, 1000)
+    prompt = token_ids(45, TOKENS)
     expected = ask_cold(hybrid.plain, [prompt])
     generate(hybrid.router, prompt)
-    offset = hybrid.with_window_part(prompt, 1000 // PAGE - 1, page_offset)
+    offset = hybrid.with_window_part(prompt, IN_WINDOW, page_offset)
     flip(hybrid.pool.directory / "arena" / hybrid.pool.name / "arena", offset + 1000, 1)
     hybrid.decode.flush()
     body = hybrid.decode.generate(prompt, NEW_TOKENS)

@@ -12,11 +12,13 @@ from pdserve.engine import page_names
 from pdserve.engine.http.request import HttpRequest
 from pdserve.engine.page_names import ASKED_KEYS, SAMPLED_PAGES, PageNames, RequestPages, committed_pages
 from pdserve.engine.sglang.tokenizer_manager import SglangRequest
-from pdserve.pages import all_rank_suffixes, page_hashes, pool_key
+from pdserve.pages import PagePart, all_rank_suffixes, page_hashes, part_suffix, pool_key
 from tests.support.engine.manager import State
 
 PAGE = 4  # tokens
 RANKS = all_rank_suffixes(replicated=False, tp_size=8, pp_size=1)
+WINDOWS = PagePart("swa", 2, [part_suffix(rank, "swa") for rank in RANKS[:2]])
+INDEX = PagePart("indexer", 0, [part_suffix(rank, "indexer") for rank in RANKS[:2]])
 
 
 class Pool:
@@ -111,3 +113,42 @@ async def test_nothing_is_asked_for_a_request_without_pages() -> None:
     pool = Pool()
     assert await committed_pages(pool, await PageNames(PAGE, RANKS).of_prompts(request(r=[1]))) == 0
     assert pool.asked == []
+
+
+def with_parts(count: int) -> RequestPages:
+    """Pages of two ranks with a window of two pages, and a part that all pages have."""
+    digests = page_hashes(range(count * PAGE), PAGE)
+    return RequestPages(PAGE, RANKS[:2], {"r": digests}, [WINDOWS, INDEX])
+
+
+def test_an_end_has_the_parts_that_its_sequence_needs() -> None:
+    pages = with_parts(5)
+    digests = pages.chains["r"]
+    window = [pool_key(digest, suffix) for digest in digests[3:] for suffix in WINDOWS.suffixes]
+    index = [pool_key(digests[4], suffix) for suffix in INDEX.suffixes]
+    assert pages.ends() == [*(pool_key(digests[4], rank) for rank in RANKS[:2]), *index, *window]
+    assert pages.ends_found({"r": 20}, {"r": 16}) == pages.ends()
+    assert len(with_parts(1).ends()) == 6  # a sequence that is shorter than a window
+    assert len(pages) == 10
+
+
+@pytest.mark.parametrize(
+    ("part", "page", "restorable"),
+    [(WINDOWS, 4, 4), (WINDOWS, 3, 3), (WINDOWS, 0, 5), (INDEX, 2, 2), (None, 3, 3)],
+)
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_pages_count_up_to_where_a_sequence_can_be_restored(
+    part: PagePart | None, page: int, restorable: int, rank: int
+) -> None:
+    pages = with_parts(5)
+    suffixes = RANKS[:2] if part is None else part.suffixes
+    pool = Pool(lost=[pool_key(pages.chains["r"][page], suffixes[rank])])
+    assert await committed_pages(pool, pages) == 2 * restorable
+    # all parts of all pages are only asked for where something that is needed is missing
+    assert pool.asked[1:] == [30] * (restorable < 5)
+
+
+async def test_the_parts_of_a_long_request_are_asked_for_at_its_end() -> None:
+    pages, pool = with_parts(2048), Pool()
+    assert await committed_pages(pool, pages) == 2048 * 2
+    assert pool.asked == [len(pages.ends()) + len(pages.sample())]

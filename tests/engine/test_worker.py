@@ -72,7 +72,7 @@ def ask(
     starting = Starting(lambda client: False)
     if started:
         starting.end()
-    identity: Any = SimpleNamespace(geometry=GEOMETRY, rank_suffixes=[b""])
+    identity: Any = SimpleNamespace(geometry=GEOMETRY, rank_suffixes=[b""], parts=[])
     config: Any = SimpleNamespace(engine=SimpleNamespace(model_path="m"))
     reached: Any = pool or Pool({"a": None})
     metrics = WorkerMetrics()

@@ -141,7 +141,7 @@ def test_up_says_what_each_worker_gets_and_starts_so(started: list[Plan], model:
 
 
 def test_up_starts_nothing_that_cannot_work(started: list[Plan], tmp_path: Path) -> None:
-    model = make_model(tmp_path, "gpt-oss-120b")
+    model = make_model(tmp_path, "qwen3-next-80b-a3b")
     said = CliRunner().invoke(cli.app, [str(LAUNCH / "agg.toml"), "--model", str(model)])
-    assert "--disable-hybrid-swa-memory" in str(said.exception)
+    assert "raise --tp-size" in str(said.exception)
     assert started == []

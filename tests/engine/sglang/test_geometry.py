@@ -11,9 +11,12 @@ import pytest
 from sglang.srt.lora.lora_registry import LoRARef
 
 from pdserve.engine import fingerprint_cache
+from pdserve.engine.demo.model import make_demo_model
 from pdserve.engine.sglang import geometry
+from pdserve.engine.sglang.server_args import parse_args, resolved
 from pdserve.errors import StartupError
-from pdserve.pages import KvGeometry
+from pdserve.pages import KvGeometry, PagePart
+from tests.support.e2e.hybrid_model import LAYERS, SLIDING, make_hybrid_model
 
 DEFAULTS: dict[str, Any] = {
     "kv_cache_dtype": "auto",
@@ -46,6 +49,9 @@ def identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             attention_arch=geometry.AttentionArch.MHA,
             quantization=server_args.quantization,
             hf_config=json.loads((tmp_path / "config.json").read_text()),
+            is_hybrid_swa=False,
+            sliding_window_size=None,
+            attention_chunk_size=None,
         )
 
     monkeypatch.setattr(geometry, "ModelConfig", SimpleNamespace(from_server_args=model_config))
@@ -171,3 +177,43 @@ def test_weights_are_read_once_from_start_to_start(
 
     monkeypatch.setattr(geometry, "model_fingerprint", model_fingerprint)
     assert identity() == before
+
+
+@pytest.fixture(scope="module")
+def window_config(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Resolved arguments for a model whose layers are of these kinds, and what they are checked with."""
+    directory = tmp_path_factory.mktemp("models")
+    make_demo_model("tiny", directory / "demo", seed=0)
+
+    def resolve(name: str, layers: tuple[str, ...], *words: str) -> Any:
+        if not (directory / name).exists():
+            make_hybrid_model(directory / "demo", directory / name, layers)
+        argv = ["--model-path", str(directory / name), "--page-size", "64", "--device", "cpu", *words]
+        return resolved(parse_args([*argv, "--attention-backend", "torch_native"]))
+
+    return resolve
+
+
+def test_layers_with_a_window_are_a_part_with_names_of_its_own(window_config: Any) -> None:
+    found = geometry.kv_identity(window_config("mixed", LAYERS))
+    assert found.geometry.parts == "swa:2"  # 128 tokens
+    assert found.parts == [PagePart("swa", 2, [b".swa"])]
+    pages_of_48 = geometry.kv_identity(window_config("mixed", LAYERS, "--page-size", "48"))
+    assert pages_of_48.geometry.parts == "swa:3"
+    geometry.check_cached(window_config("mixed", LAYERS))
+
+
+def test_layers_with_a_window_lie_in_the_main_pool_if_one_wants_it(window_config: Any) -> None:
+    """Its pages are larger then: workers with and without the flag must not share a namespace."""
+    found = geometry.kv_identity(window_config("mixed", LAYERS, "--disable-hybrid-swa-memory"))
+    assert found.parts == []
+    assert found.geometry != geometry.kv_identity(window_config("mixed", LAYERS)).geometry
+    assert "parts" not in found.geometry.as_dict()
+
+
+def test_a_model_of_windows_alone_is_refused_in_one_line(window_config: Any) -> None:
+    """SGLang would start without host memory, and share nothing."""
+    with pytest.raises(StartupError, match="--disable-hybrid-swa-memory") as refused:
+        geometry.check_cached(window_config("pure", (SLIDING,) * 4))
+    assert "\n" not in str(refused.value)
+    geometry.check_cached(window_config("pure", (SLIDING,) * 4, "--disable-hybrid-swa-memory"))

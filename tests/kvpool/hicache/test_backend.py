@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,12 +11,20 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from sglang.srt.mem_cache.hicache_storage import PoolName
+from hypothesis import given
+from hypothesis import strategies as st
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheFile,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
 
 from pdserve.errors import PoolUnavailable, StartupError
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.hicache import backend as hicache_backend
-from pdserve.kvpool.hicache import page_access
+from pdserve.kvpool.hicache import lookup, page_access
 from pdserve.kvpool.node.config.node import SLOT_ALIGN_BYTES
 from pdserve.pages import KvGeometry
 from pdserve.tokens import reveal
@@ -256,12 +265,131 @@ def test_bytes_that_are_no_plain_fp8_are_refused(pool: Pool, declared: str) -> N
         made.register_mem_pool_host(HostPool("page_first", torch.uint8))
 
 
-def test_a_model_with_state_beside_its_pages_does_not_start(pool: Pool) -> None:
-    made = backend(pool, HostPool("page_first"))
-    made.register_mem_host_pool_v2(None, PoolName.KV)
-    with pytest.raises(StartupError, match="keeps mamba state"):
-        made.register_mem_host_pool_v2(None, PoolName.MAMBA)
+def hybrid(pool: Pool, host: HostPool, windows: HostPool, **changed: Any) -> Any:
+    """With a part for layers that have a window of two pages."""
+    declared = geometry(layout=host.layout, parts="swa:2")
+    made = hicache_backend.PdserveHiCache(storage_config(pool, declared, **changed), {})
+    attach(made, host, swa=windows)
+    return made
+
+
+def window(chain: list[str], host_pages: list[int] | None = None) -> PoolTransfer:
+    """The transfer of a window part, as SGLang makes it."""
+    found = None if host_pages is None else indices(host_pages)
+    return PoolTransfer(PoolName.SWA, found, keys=chain, hit_policy=PoolHitPolicy.TRAILING_PAGES)
+
+
+@pytest.mark.parametrize("layout", ["page_first", "layer_first"])
+def test_parts_of_other_sizes_come_back_into_their_own_host_pools(pool: Pool, layout: str) -> None:
+    hosts = [HostPool(layout) for _ in range(2)]
+    windows = [HostPool(layout, layers=5) for _ in range(2)]
+    hosts[0].fill(list(range(9)), seed=1)
+    windows[0].fill(list(range(2)), seed=2)
+    one, two = (hybrid(pool, *pair) for pair in zip(hosts, windows, strict=True))
+    chain = names(9)
+    assert one.batch_set_v2([window(chain[7:], [0, 1])]) == {"swa": [True] * 2}
+    assert one.batch_set_v1(chain, indices(list(range(9)))) == [True] * 9
+    found = two.batch_exists_v2(names(11), [window(["?", "?"])])
+    assert (found.kv_hit_pages, found.restorable_prefix_pages) == (9, [9])
+    assert found.extra_pool_hit_pages == {"kv": 9, "swa": 9}
+    assert two.batch_get_v1(chain, indices(list(range(50, 59)))) == [True] * 9
+    assert two.batch_get_v2([window(chain[7:], [30, 31])]) == {PoolName.SWA: [True] * 2}
+    for source, target in zip(windows[0].segments(1), windows[1].segments(31), strict=True):
+        assert source.any()
+        assert np.array_equal(source, target)
+    assert np.array_equal(hosts[0].segments(8)[0], hosts[1].segments(58)[0])
+    one.close()
+    two.close()
+
+
+def test_a_lookup_of_all_parts_is_one_question_to_each_node(pool: Pool) -> None:
+    made = hybrid(pool, HostPool("page_first"), HostPool("page_first", layers=5))
+    pages = indices(list(range(30)))
+    made.batch_set_v1(names(30), pages)
+    made.batch_set_v2([window(names(30), list(range(30)))])
+    asked: list[str] = []
+    pool.connector.before = lambda node, what: asked.append(node)
+    assert made.batch_exists_v2(names(30), [window(["?", "?"])]).kv_hit_pages == 30
+    assert sorted(asked) == sorted(node.name for node in pool.nodes)
     made.close()
+
+
+def test_nothing_of_interface_v2_raises_and_every_list_is_whole(pool: Pool) -> None:
+    made = hybrid(pool, HostPool("page_first"), HostPool("page_first", layers=5))
+    unknown = PoolTransfer(PoolName.MAMBA, indices([0]), keys=names(1))
+    short = window(names(2), [0])
+    nowhere = window(names(2))
+    for transfers in ([unknown, short], [short, nowhere, unknown], []):
+        expected = {one.name: [False] * len(one.keys or ()) for one in transfers}
+        assert made.batch_set_v2(transfers) == expected
+        assert made.batch_get_v2(transfers) == expected
+    assert made.batch_exists_v2(names(3), [unknown]) == PoolTransferResult(0, {}, [])
+    assert made.batch_exists_v2(["not hex"], [window(["?"])]) == PoolTransferResult(0, {}, [])
+    made.close()
+    assert made.batch_exists_v2(names(3), [window(["?"])]).kv_hit_pages == 0
+
+
+def test_ranks_keep_their_own_parts(pool: Pool) -> None:
+    host, windows = HostPool("page_first"), HostPool("page_first", layers=5)
+    ranks = []
+    for rank in range(2):
+        declared = geometry(tp_size="2", parts="swa:2")
+        config = storage_config(pool, declared, tp_rank=rank, tp_size=2)
+        ranks.append(hicache_backend.PdserveHiCache(config, {}))
+        attach(ranks[-1], host, swa=windows)
+        ranks[-1].batch_set_v1(names(4), indices([0, 1, 2, 3]))
+    ranks[0].batch_set_v2([window(names(4)[:3], [0, 1, 2])])
+    ranks[1].batch_set_v2([window(names(4)[1:], [0, 1, 2])])
+    found = [rank.batch_exists_v2(names(4), [window(["?", "?"])]) for rank in ranks]
+    # SGLang takes what all ranks can restore: three pages, though each could more, or other lengths, alone
+    assert [one.restorable_prefix_pages for one in found] == [[1, 2, 3], [3, 4]]
+    for rank in ranks:
+        rank.close()
+
+
+def test_state_that_was_not_declared_does_not_start(pool: Pool) -> None:
+    made = hicache_backend.PdserveHiCache(storage_config(pool, geometry()), {})
+    made.register_mem_pool_host(HostPool("page_first"))
+    with pytest.raises(StartupError, match="keeps mamba state"):
+        made.register_mem_host_pool_v2(HostPool("page_first"), PoolName.MAMBA)
+    made = hybrid(pool, HostPool("page_first"), HostPool("page_first"))
+    with pytest.raises(StartupError, match="keeps draft state"):  # a part that comes later
+        made.register_mem_host_pool_v2(HostPool("page_first"), PoolName.DRAFT)
+    made.close()
+
+
+def test_a_part_that_was_declared_and_is_not_there_does_not_start(pool: Pool) -> None:
+    made = hicache_backend.PdserveHiCache(storage_config(pool, geometry(parts="swa:2")), {})
+    with pytest.raises(StartupError, match="no swa pages"):
+        attach(made, HostPool("page_first"))
+
+
+def test_a_part_of_another_layout_does_not_start(pool: Pool) -> None:
+    with pytest.raises(StartupError, match="host pool of swa has layout layer_first"):
+        hybrid(pool, HostPool("page_first"), HostPool("layer_first"))
+
+
+@given(st.data(), st.integers(0, 12), st.integers(1, 4))
+def test_a_lookup_answers_what_sglangs_own_file_backend_does(
+    data: Any, pages: int, window_pages: int
+) -> None:
+    chain = [f"{page:02}" for page in range(pages)]
+    some = st.lists(st.booleans(), min_size=pages, max_size=pages)
+    present = {name: data.draw(some) for name in (PoolName.KV, PoolName.SWA, PoolName.INDEXER)}
+    files = {
+        f"{key}.{name}.bin" for name, there in present.items() for key in itertools.compress(chain, there)
+    }
+    file_backend: Any = object.__new__(HiCacheFile)
+    file_backend._collect_existing_component_keys = lambda keys, transfers: files
+    file_backend._get_component_key = lambda key, name=PoolName.KV: f"{key}.{name}"
+    transfers = [window(["?"] * window_pages), PoolTransfer(PoolName.INDEXER)]
+    windows = {"kv": 0, **{str(one.name): lookup.window_pages(one) for one in transfers}}
+    found = lookup.lookup_result(windows, list(present.values()))
+    expected = file_backend.batch_exists_v2(chain, transfers)
+    assert found.kv_hit_pages == expected.kv_hit_pages
+    assert found.restorable_prefix_pages == expected.restorable_prefix_pages
+    if expected.restorable_prefix_pages:  # it stops counting where nothing is left
+        assert found.extra_pool_hit_pages == expected.extra_pool_hit_pages
 
 
 def test_the_host_pages_here_fit_a_slot() -> None:

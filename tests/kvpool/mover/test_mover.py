@@ -19,7 +19,8 @@ from msgspec.structs import replace
 from pdserve.errors import PoolRefused, PoolUnavailable, StartupError
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
-from pdserve.kvpool.hicache.page_access import ByMover, host_pages
+from pdserve.kvpool.hicache.page_access import ByMover, host_pages, host_parts
+from pdserve.kvpool.hicache.page_access import HostPool as AccessPool
 from pdserve.kvpool.mover import client as mover_client
 from pdserve.kvpool.mover import supervisor
 from pdserve.kvpool.mover.client import MoverClient
@@ -96,6 +97,36 @@ def test_pages_come_back_into_other_host_pages(rank: Callable[..., Rank], layout
     assert not any(segment.any() for page in untouched for segment in reader.host.segments(page))
     assert writer.access.clear() == 20
     assert reader.access.present(names(1), [KV]) == [[False]]
+
+
+def test_parts_of_pages_move_between_their_own_host_pools(node: ProcessPool) -> None:
+    ours, windows = HostPool("page_first", shared=True), HostPool("page_first", shared=True, layers=7)
+    parts = host_parts({KV: AccessPool(ours, b""), "swa": AccessPool(windows, b".swa")})
+    assert parts is not None
+    refs = [PoolNodeRef(node=node.config.name, address=node.address)]
+    mover = MoverClient(PoolClientConfig(nodes=refs), "parts", GEOMETRY, parts)
+    try:
+        access = ByMover(mover, {KV: PAGE_TOKENS, "swa": PAGE_TOKENS})
+        windows.fill([0, 1], seed=1)
+        assert access.put("swa", names(2), indices([0, 1])).done == [True] * 2
+        assert access.put(KV, names(3), indices([0, 1, 2])).done == [True] * 3
+        assert access.present(names(4), [KV, "swa"]) == [[True] * 3 + [False], [True] * 2 + [False] * 2]
+        assert access.get("swa", names(3), indices([9, 8, 7])).done == [True, True, False]
+        assert np.array_equal(windows.segments(0)[1], windows.segments(9)[1])
+        assert not ours.kv.any()
+        with pytest.raises(PoolUnavailable, match="KeyError"):
+            mover.present(names(1), ["mamba"])
+    finally:
+        mover.close()
+        os.close(ours.fd)
+        os.close(windows.fd)
+
+
+def test_a_host_pool_that_cannot_be_shared_keeps_all_in_the_scheduler() -> None:
+    shared = HostPool("page_first", shared=True)
+    own = HostPool("page_first")
+    assert host_parts({KV: AccessPool(shared, b""), "swa": AccessPool(own, b"")}) is None
+    os.close(shared.fd)
 
 
 def test_a_node_whose_slabs_are_smaller_than_a_page_is_refused(

@@ -19,15 +19,18 @@ HOST_PAGES = 200
 class HostPool:
     """`kv`: its memory."""
 
-    def __init__(self, layout: str, dtype: torch.dtype = torch.bfloat16, *, shared: bool = False) -> None:
+    def __init__(
+        self, layout: str, dtype: torch.dtype = torch.bfloat16, *, shared: bool = False, layers: int = LAYERS
+    ) -> None:
         """`shared`: with a descriptor, as SGLang's `shm` allocator makes it."""
         self.layout = layout
+        self.layers = layers
         self.page_size = PAGE_TOKENS
         self.dtype = dtype
         shape = (
-            (2, HOST_PAGES, LAYERS * PAGE_TOKENS * TOKEN_BYTES)
+            (2, HOST_PAGES, layers * PAGE_TOKENS * TOKEN_BYTES)
             if layout == "page_first"
-            else (2, LAYERS, HOST_PAGES, PAGE_TOKENS * TOKEN_BYTES)
+            else (2, layers, HOST_PAGES, PAGE_TOKENS * TOKEN_BYTES)
         )
         self.size = HOST_PAGES * PAGE_TOKENS
         self.device_capacity_tokens = self.size // 2
@@ -42,7 +45,7 @@ class HostPool:
     def segments(self, page: int) -> list[np.ndarray[Any, Any]]:
         if self.layout == "page_first":
             return [self.kv[part, page] for part in range(2)]
-        return [self.kv[part, layer, page] for layer in range(LAYERS) for part in range(2)]
+        return [self.kv[part, layer, page] for layer in range(self.layers) for part in range(2)]
 
     def get_page_buffer_meta(self, indices: Any) -> tuple[list[int], list[int]]:
         pages = indices.tolist()[::PAGE_TOKENS]
