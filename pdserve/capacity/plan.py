@@ -174,7 +174,7 @@ def _tp_notes(workers: Sequence[WorkerNeed], models: Mapping[str, Model]) -> Ite
 
 
 def _unsupported(worker: WorkerNeed, model: Model) -> Iterator[Note]:
-    """What the pool's backend refuses when SGLang has loaded the weights."""
+    """What the pool's backend refuses when SGLang has loaded the weights, or was never tried with."""
     if not worker.has_storage:
         return
     change = 'set storage = "none", which shares nothing'
@@ -185,8 +185,8 @@ def _unsupported(worker: WorkerNeed, model: Model) -> Iterator[Note]:
         says = f"{model.name} has {model.other_layers} layers with a state, which the pool cannot keep yet"
         yield Note("fail", worker.name, says, change)
     if model.has_indexer:
-        says = f"{model.name} has an index for sparse attention, which the pool cannot keep yet"
-        yield Note("fail", worker.name, says, change)
+        says = f"{model.name} has an index for sparse attention, which we have never seen in the pool"
+        yield Note("warn", worker.name, says, f"compare its answers before you rely on them, or {change}")
 
 
 def _page_notes(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from sglang.srt.configs.model_config import AttentionArch, ModelConfig
+from sglang.srt.configs.model_config import AttentionArch, ModelConfig, is_deepseek_dsa
 from sglang.srt.model_loader.checkpoint_quantization import resolve_checkpoint_quant_spec
 
 from pdserve.engine.fingerprint_cache import kept_fingerprint
@@ -34,7 +34,9 @@ _VALUE_OPTIONS = (
     "uno_lora_path",
 )
 
-WINDOWS = "swa"  # SGLang's name of the host pool of layers with a sliding window
+# SGLang's names of host pools beside KV's: of layers with a sliding window, of the index of sparse attention.
+WINDOWS: Final = "swa"
+INDEX: Final = "indexer"
 
 # SGLang's --kv-cache-dtype values by the torch dtype of the host pool's pages.
 _KV_DTYPES = {"bf16": "bfloat16", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
@@ -138,10 +140,13 @@ def _window_pages(config: Any, page_size: int) -> dict[str, int]:
     """Parts beside KV, and how many pages at the end of a prefix have each. SGLang rounds windows up to whole
     pages (`SWAComponent.full_window_pages`). With --disable-hybrid-swa-memory there are none.
     """
+    parts = {}
     window = config.sliding_window_size or config.attention_chunk_size
-    if not config.is_hybrid_swa or not window:
-        return {}
-    return {WINDOWS: -(-window // page_size)}
+    if config.is_hybrid_swa and window:
+        parts[WINDOWS] = -(-window // page_size)
+    if config.attention_arch == AttentionArch.MLA and is_deepseek_dsa(config.hf_config):
+        parts[INDEX] = 0  # of all pages
+    return parts
 
 
 def longest_tokens(server_args: Any) -> int:

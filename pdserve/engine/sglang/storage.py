@@ -2,7 +2,8 @@
 
 SGLang calls a backend's zero-copy methods (interface v1) only where its extra config asks for them.
 Otherwise every page would be copied through Python, or no page would be found. In the trial SGLang attaches a
-backend that notes its calls to a fake host pool, and moves one batch of pages each way.
+backend that notes its calls to a fake host pool, and moves one batch of pages each way. A part beside KV goes
+with it by interface v2: it is read after KV, for the last pages that came, and is written before.
 """
 
 from __future__ import annotations
@@ -18,9 +19,13 @@ from typing import Any, Final
 import msgspec
 import torch
 from msgspec.structs import replace
-from sglang.srt.managers.cache_controller import HiCacheController, PrefetchOperation, StorageOperation
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
-from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import (
+    HybridCacheController,
+    PrefetchOperation,
+    StorageOperation,
+)
 from sglang.srt.runtime_context import get_parallel
 
 from pdserve.engine.sglang.children.ssd_tokens import SsdTokens
@@ -39,6 +44,13 @@ PLACES: Final = (
         "HiCacheStorage.batch_get_v1(keys, host_indices, extra_info)",
         "HiCacheStorage.batch_set_v1(keys, host_indices, extra_info)",
         "HiCacheStorage.register_mem_pool_host(mem_pool_host)",
+        "HiCacheStorage.register_mem_host_pool_v2(host_pool, host_pool_name)",
+        "HiCacheStorage.on_host_pools_registered(self)",
+        "HiCacheStorage.batch_exists_v2(keys, pool_transfers, extra_info)",
+        "HiCacheStorage.batch_get_v2(transfers, extra_info)",
+        "HiCacheStorage.batch_set_v2(transfers, extra_info)",
+        "PoolTransfer(name, keys, host_indices, hit_policy)",
+        "PoolTransferResult(kv_hit_pages, extra_pool_hit_pages, restorable_prefix_pages)",
         "HiCacheStorageConfig(tp_rank, tp_size, pp_rank, pp_size, attn_cp_size, dcp_size)",
         "HiCacheStorageConfig(is_mla_model, extra_config)",
     ),
@@ -54,6 +66,9 @@ PLACES: Final = (
         "HybridCacheController.attach_storage_backend(storage_backend, storage_backend_extra_config)",
         "HybridCacheController._page_transfer_with_stable_layout(operation) uses _page_transfer",
         "HybridCacheController._page_backup_with_stable_layout(operation) uses _page_backup",
+        "HybridCacheController.attach_storage_backend uses on_host_pools_registered",
+        "HybridCacheController._storage_hit_query uses batch_exists_v2, restorable_prefix_pages",
+        "HybridCacheController._sync_prefetch_hit_query uses restorable_prefix_pages",
     ),
 )
 
@@ -102,6 +117,17 @@ class TrialBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no typ
         self.calls.append(("set", list(keys), host_indices.tolist()))
         return [True] * len(keys)
 
+    def batch_get_v2(self, transfers: list[PoolTransfer], extra_info: Any = None) -> dict[str, list[bool]]:
+        return {one.name: self._noted("get", one) for one in transfers}
+
+    def batch_set_v2(self, transfers: list[PoolTransfer], extra_info: Any = None) -> dict[str, list[bool]]:
+        return {one.name: self._noted("set", one) for one in transfers}
+
+    def _noted(self, way: str, one: PoolTransfer) -> list[bool]:
+        keys, indices = one.keys or [], one.host_indices
+        self.calls.append((f"{way} {one.name}", list(keys), [] if indices is None else indices.tolist()))
+        return [True] * len(keys)
+
     def get(self, *_: Any, **__: Any) -> None: ...
     def batch_get(self, *_: Any, **__: Any) -> None: ...
     def set(self, *_: Any, **__: Any) -> bool:
@@ -140,16 +166,24 @@ def wrong_attachment(page_size: int = 4) -> str:
         return f"SGLang fetches from {controller.prefetch_threshold} tokens on, not from one page"
     keys = ["a", "b"]
     indices = torch.arange(len(keys) * page_size)
-    fetched = PrefetchOperation("rid", [])
+    last = indices[-page_size:]
+    fetched = PrefetchOperation(SimpleNamespace(rid="rid"), [], pool_transfers=[_window(["?"], last)])
     fetched.hash_value, fetched.host_indices = keys, indices
-    moved = HiCacheController._page_transfer(controller, fetched)
-    HiCacheController._page_backup(controller, StorageOperation(indices, [], None, keys))
-    calls = controller.storage_backend.calls
-    if moved != len(keys) or calls != [(way, keys, indices.tolist()) for way in ("get", "set")]:
-        return f"SGLang moves pages not by interface v1: {calls}"
+    HybridCacheController._page_transfer_with_stable_layout(controller, fetched)
+    stored = StorageOperation(indices, [], None, keys, pool_transfers=[_window(keys[1:], last)])
+    HybridCacheController._page_backup_with_stable_layout(controller, stored)
+    calls, kv, part = controller.storage_backend.calls, (keys, indices.tolist()), (keys[1:], last.tolist())
+    if calls != [("get", *kv), ("get swa", *part), ("set swa", *part), ("set", *kv)]:
+        return f"SGLang moves pages not by interface v1, or their parts not by v2: {calls}"
+    if stored.completed_tokens != len(indices):
+        return "SGLang does not take written pages as stored"
     if counted.of("rid") != page_size:
         return "SGLang does not read pages by _page_get_zero_copy"
     return ""
+
+
+def _window(keys: list[str], indices: torch.Tensor) -> PoolTransfer:
+    return PoolTransfer(PoolName.SWA, indices, keys=keys, hit_policy=PoolHitPolicy.TRAILING_PAGES)
 
 
 _GEOMETRY = KvGeometry(
@@ -160,6 +194,7 @@ _GEOMETRY = KvGeometry(
 def _controller(page_size: int) -> Any:
     """SGLang's cache controller as far as it moves pages, with a fake host pool and without threads."""
     pool = SimpleNamespace(page_size=page_size, layout="page_first", size=64, logical_size=64, entries=[])
+    pool.entry_map = {}
     controller = object.__new__(HybridCacheController)
     controller.enable_storage = False
     controller.storage_stop_event = threading.Event()
@@ -171,6 +206,6 @@ def _controller(page_size: int) -> Any:
     controller._stop_storage_threads = controller._start_storage_threads = lambda: None
     controller._create_sync_groups = list
     controller._generate_storage_config = lambda _model, extra: SimpleNamespace(
-        is_mla_model=False, tp_rank=0, extra_config=extra
+        is_mla_model=False, tp_rank=0, is_storage_writer=True, extra_config=extra
     )
     return controller

@@ -46,7 +46,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from pdserve.errors import ConfigError, PoolRefused, PoolUnavailable, StartupError
 from pdserve.kvpool.client.config import PAGE_KEY_VARIABLE, POOL_TOKEN_VARIABLE, PoolClientConfig
 from pdserve.kvpool.hicache.lookup import leading_pages, lookup_result, window_pages
-from pdserve.kvpool.hicache.page_access import HostPool, PageAccess, open_access
+from pdserve.kvpool.hicache.page_access import HostPool, PageAccess, open_access, page_bytes
 from pdserve.kvpool.hicache.page_trace import PageTrace
 from pdserve.kvpool.hicache.ssd_pages import came_from_ssd
 from pdserve.pages import KV, KvGeometry, part_suffix, rank_suffix
@@ -260,7 +260,7 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
     # -- details
 
     def _add(self, part: str, host_pool: Any) -> None:
-        """Raises StartupError: its pages are not of the declared size or layout."""
+        """Raises StartupError: its pages are not of the declared size or layout, or have no addresses."""
         declared = self._settings.geometry
         actual = {"page_size": str(host_pool.page_size), "layout": str(host_pool.layout)}
         for field, value in actual.items():
@@ -269,6 +269,12 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
                     f"SGLang's host pool of {part} has {field} {value}, but this worker's namespace "
                     f"{self._settings.namespace} is declared with {getattr(declared, field)}"
                 )
+        try:
+            page_bytes(host_pool)
+        except (ValueError, NotImplementedError) as error:
+            raise StartupError(
+                f"SGLang moves no {part} pages of layout {host_pool.layout} ({error}): unset engine.layout"
+            ) from error
         config = self._config
         rank = rank_suffix(
             replicated=config.is_mla_model,

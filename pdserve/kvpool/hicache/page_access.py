@@ -83,7 +83,7 @@ def open_access(
             return ByMover(mover, {part: host.pages.page_tokens for part, host in parts.items()})
         text = "SGLang's host pool cannot be shared with another process: its scheduler moves pages itself"
         logger.warning(text)
-    largest = max(_page_bytes(host.pool) for host in pools.values())
+    largest = max(page_bytes(host.pool) for host in pools.values())
     client = PoolClient(config, namespace, geometry, name=name, page_bytes=largest)
     chains = ChainClient(client, {part: host.suffix for part, host in pools.items()})
     return InProcess(chains, {part: host.pool for part, host in pools.items()})
@@ -192,7 +192,8 @@ class InProcess:
         return [views[start : start + segments] for start in range(0, len(views), segments or 1)]
 
 
-def _page_bytes(host_pool: Any) -> int:
+def page_bytes(host_pool: Any) -> int:
+    """The length of its pages. Raises ValueError, NotImplementedError: it has no addresses of pages."""
     _, sizes = host_pool.get_page_buffer_meta(torch.arange(int(host_pool.page_size)))
     return sum(sizes)
 

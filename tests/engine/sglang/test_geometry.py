@@ -44,11 +44,12 @@ def identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     (tmp_path / "model.bin").write_bytes(b"weights")
 
     def model_config(server_args: Any) -> Any:
+        hf_config = json.loads((tmp_path / "config.json").read_text())
         return SimpleNamespace(
             dtype="torch.bfloat16",
-            attention_arch=geometry.AttentionArch.MHA,
+            attention_arch=geometry.AttentionArch[hf_config.get("attention", "MHA")],
             quantization=server_args.quantization,
-            hf_config=json.loads((tmp_path / "config.json").read_text()),
+            hf_config=hf_config,
             is_hybrid_swa=False,
             sliding_window_size=None,
             attention_chunk_size=None,
@@ -201,6 +202,18 @@ def test_layers_with_a_window_are_a_part_with_names_of_its_own(window_config: An
     pages_of_48 = geometry.kv_identity(window_config("mixed", LAYERS, "--page-size", "48"))
     assert pages_of_48.geometry.parts == "swa:3"
     geometry.check_cached(window_config("mixed", LAYERS))
+
+
+def test_the_index_of_sparse_attention_is_a_part_that_all_pages_have(
+    identity: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(geometry, "is_deepseek_dsa", lambda config: "index_topk" in config)
+    (tmp_path / "config.json").write_text('{"index_topk": 2048}')
+    assert identity().parts == []  # of attention of another kind
+    (tmp_path / "config.json").write_text('{"index_topk": 2048, "attention": "MLA"}')
+    found = identity(tp_size=2)
+    assert found.geometry.parts == "indexer:0"
+    assert found.parts == [PagePart("indexer", 0, [b".indexer"])]  # one for all ranks
 
 
 def test_layers_with_a_window_lie_in_the_main_pool_if_one_wants_it(window_config: Any) -> None:

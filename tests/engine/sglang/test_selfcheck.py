@@ -162,6 +162,24 @@ def test_an_attachment_that_is_not_as_meant_is_named(
     assert said in selfcheck.wrong_attachment()
 
 
+@pytest.mark.parametrize(
+    ("method", "old", "new", "said"),
+    [
+        ("_page_transfer_sidecar", "batch_get_v2", "batch_get_v4", "their parts not by v2"),
+        ("_page_transfer_sidecar", "_sync_trailing_keys", "_gone", "AttributeError"),
+        ("_page_backup_with_stable_layout", "batch_set_v2", "batch_set_v4", "AttributeError"),
+    ],
+)
+def test_parts_that_move_in_another_way_are_named(
+    method: str, old: str, new: str, said: str, monkeypatch: pytest.MonkeyPatch, renamed: Rename
+) -> None:
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+
+    changed = renamed(getattr(HybridCacheController, method), old, new)
+    monkeypatch.setattr(HybridCacheController, method, changed)
+    assert said in selfcheck.wrong_attachment()
+
+
 def test_reading_by_another_method_than_the_wrapped_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.managers.cache_controller import HiCacheController
 

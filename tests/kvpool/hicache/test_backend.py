@@ -369,6 +369,49 @@ def test_a_part_of_another_layout_does_not_start(pool: Pool) -> None:
         hybrid(pool, HostPool("page_first"), HostPool("layer_first"))
 
 
+def test_a_part_whose_pages_have_no_addresses_does_not_start(pool: Pool) -> None:
+    """As SGLang's index of sparse attention in layer_first."""
+    index = HostPool("page_first")
+    index.get_page_buffer_meta = lambda indices: raise_(ValueError("Unsupported layout"))  # type: ignore[method-assign]
+    with pytest.raises(StartupError, match=r"moves no swa pages .*Unsupported layout.* unset engine.layout"):
+        hybrid(pool, HostPool("page_first"), index)
+
+
+def raise_(error: Exception) -> Any:
+    raise error
+
+
+def test_an_index_that_all_pages_have_goes_with_kv_as_sglang_moves_it(pool: Pool) -> None:
+    """The calls of `HybridCacheController` for a pool with `indices_from_pool = KV`: written whole before KV,
+    read after each batch of KV, at the same places. MLA's ranks share it.
+    """
+    ranks = []
+    for rank in range(2):
+        declared = geometry(tp_size="replicated", parts="indexer:0")
+        config = storage_config(pool, declared, tp_rank=rank, tp_size=2, is_mla_model=True)
+        made = hicache_backend.PdserveHiCache(config, {})
+        host, index = HostPool("page_first"), HostPool("page_first", layers=1)
+        attach(made, host, indexer=index)
+        ranks.append((made, host, index))
+    (writer, host, index), (reader, host_of_reader, index_of_reader) = ranks
+    host.fill(list(range(6)), seed=1)
+    index.fill(list(range(6)), seed=2)
+    whole = PoolTransfer(PoolName.INDEXER, indices(list(range(6))), keys=names(6))
+    assert writer.batch_set_v2([whole]) == {PoolName.INDEXER: [True] * 6}
+    assert writer.batch_set_v1(names(6), indices(list(range(6)))) == [True] * 6
+    derived = PoolTransfer(PoolName.INDEXER, indices_from_pool=PoolName.KV)
+    assert reader.batch_exists_v2(names(7), [derived]).restorable_prefix_pages == [1, 2, 3, 4, 5, 6]
+    for batch in ([0, 1, 2, 3], [4, 5]):
+        keys_of_batch, places = [names(6)[page] for page in batch], indices([page + 40 for page in batch])
+        assert reader.batch_get_v1(keys_of_batch, places) == [True] * len(batch)
+        moved = reader.batch_get_v2([PoolTransfer(PoolName.INDEXER, places, keys=keys_of_batch)])
+        assert moved == {PoolName.INDEXER: [True] * len(batch)}
+    assert np.array_equal(host.segments(5)[0], host_of_reader.segments(45)[0])
+    assert np.array_equal(index.segments(5)[1], index_of_reader.segments(45)[1])
+    writer.close()
+    reader.close()
+
+
 @given(st.data(), st.integers(0, 12), st.integers(1, 4))
 def test_a_lookup_answers_what_sglangs_own_file_backend_does(
     data: Any, pages: int, window_pages: int
