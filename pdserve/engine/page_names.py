@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import compress
 from typing import Final, Protocol
 
 from msgspec.structs import replace
@@ -122,21 +123,17 @@ class RequestPages:
         """Pool keys of the last page of every sequence, with the parts that the sequence needs."""
         return self._end_keys(self._ends)
 
-    def committed(self, present: Collection[bytes]) -> int:
-        """How many pages the pool can give back where it has these keys. Where pages have parts, only those
-        of prefixes that can be restored count.
-        """
-        if not self.parts:
-            return sum(key in present for key in self._keys(self._distinct))
+    def restorable(self, present: Collection[bytes]) -> int:
+        """How many pages, at all ranks, are in prefixes that can be restored where the pool has these."""
         kv = PagePart(KV, 0, self.rank_suffixes)
-        restorable: set[bytes] = set()
+        found: set[bytes] = set()
         for chain in self.chains.values():
             there = [
                 (part.window_pages, [all(pool_key(d, s) in present for s in part.suffixes) for d in chain])
                 for part in (kv, *self.parts)
             ]
-            restorable.update(chain[: max(restorable_lengths(there), default=0)])
-        return len(restorable) * len(self.rank_suffixes)
+            found.update(chain[: max(restorable_lengths(there), default=0)])
+        return len(found) * len(self.rank_suffixes)
 
     def ends_found(self, prompt_tokens: Mapping[str, int], cached_tokens: Mapping[str, int]) -> list[bytes]:
         """Those of `ends` that SGLang may have had in its cache. Both arguments: SGLang's counts, by its
@@ -208,7 +205,8 @@ class Pool(Protocol):
 
 
 async def committed_pages(pool: Pool, pages: RequestPages) -> int:
-    """How many of the pages are in the pool. See `RequestPages.committed`.
+    """How many of the pages are in the pool. Where pages have parts, only those of prefixes that can be
+    restored count.
 
     Of a long request the ends and a sample are asked for, and all only where one of these is missing. So a
     single page that the pool lost since it was stored may be counted. A lost node is seen, by its share of
@@ -222,7 +220,9 @@ async def committed_pages(pool: Pool, pages: RequestPages) -> int:
             return len(pages)
         asked = await asyncio.to_thread(pages.all_keys)
     there = await pool.exists(asked)
-    return pages.committed({key for key, found in zip(asked, there, strict=True) if found})
+    if not pages.parts:
+        return sum(there)
+    return await asyncio.to_thread(pages.restorable, set(compress(asked, there)))
 
 
 def _prompt(made: EngineRequest) -> Sequence[int]:
