@@ -30,6 +30,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import msgspec
@@ -49,6 +50,7 @@ from pdserve.kvpool.hicache.lookup import leading_pages, lookup_result, window_p
 from pdserve.kvpool.hicache.page_access import HostPool, PageAccess, open_access, page_bytes
 from pdserve.kvpool.hicache.page_trace import PageTrace
 from pdserve.kvpool.hicache.ssd_pages import came_from_ssd
+from pdserve.kvpool.mover.chain_client import Moved
 from pdserve.pages import KV, KvGeometry, part_suffix, rank_suffix
 from pdserve.tokens import Secret, decode_secret
 
@@ -161,25 +163,15 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Fill the host pages of `keys`. `host_indices`: int64 [pages * page_size]. Never raises."""
-        try:
-            with self._trace.span("get", len(keys)):
-                read = self._opened.get(KV, keys, host_indices)
-            came_from_ssd(read.from_ssd)
-            return read.done
-        except Exception as error:  # boundary: an exception would kill SGLang's get thread for good
-            self._complain("read", error)
-            return [False] * len(keys)
+        read = self._move("get", KV, keys, host_indices)
+        came_from_ssd(read.from_ssd)
+        return read.done
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Store the host pages of `keys`. `host_indices`: int64 [pages * page_size]. Never raises."""
-        try:
-            with self._trace.span("put", len(keys)):
-                return self._opened.put(KV, keys, host_indices).done
-        except Exception as error:  # boundary: an exception would kill SGLang's backup thread for good
-            self._complain("write", error)
-            return [False] * len(keys)
+        return self._move("put", KV, keys, host_indices).done
 
     # -- the v2 contract
 
@@ -205,24 +197,15 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
         """Fill the host pages of the transfers' keys, each in its part's host pool. Never raises."""
-        return {str(one.name): self._transfer("get", one) for one in transfers}
+        return {name: self._move("get", name, *pages).done for name, pages in _by_part(transfers)}
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
         """Store the host pages of the transfers' keys. Never raises."""
-        return {str(one.name): self._transfer("put", one) for one in transfers}
+        return {name: self._move("put", name, *pages).done for name, pages in _by_part(transfers)}
 
-    def _transfer(self, what: Literal["get", "put"], one: PoolTransfer) -> list[bool]:
-        keys = one.keys or []
-        try:
-            with self._trace.span(what, len(keys)):
-                pages = self._opened
-                move = pages.put if what == "put" else pages.get
-                return move(str(one.name), keys, one.host_indices).done
-        except Exception as error:  # boundary: an exception would kill one of SGLang's threads for good
-            self._complain(f"{what} of {one.name}", error)
-            return [False] * len(keys)
+    # -- the namespace
 
     def clear(self) -> None:
         """`POST /hicache/storage-backend/clear`: drop our namespace's pages, nobody else's."""
@@ -291,6 +274,17 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             raise PoolUnavailable("SGLang has registered no host pool yet")
         return self._pages
 
+    def _move(
+        self, what: Literal["get", "put"], part: str, keys: list[str], host_indices: torch.Tensor
+    ) -> Moved:
+        try:
+            with self._trace.span(what, len(keys)):
+                pages = self._opened
+                return (pages.put if what == "put" else pages.get)(part, keys, host_indices)
+        except Exception as error:  # boundary: an exception would kill one of SGLang's threads for good
+            self._complain(f"{what} of {part} pages", error)
+            return Moved([False] * len(keys))
+
     def _complain(self, what: str, error: Exception) -> None:
         if isinstance(error, PoolUnavailable):  # the page mover failed, which its supervisor has said
             logger.debug("pool %s: %s", what, error)
@@ -300,6 +294,10 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             self._warned_at_s = now_s
             text = "pool %s failed inside pdserve (a bug; treated as a miss): %s"
             logger.error(text, what, error, exc_info=error)
+
+
+def _by_part(transfers: list[PoolTransfer]) -> Iterator[tuple[str, tuple[list[str], torch.Tensor]]]:
+    return ((str(one.name), (one.keys or [], one.host_indices)) for one in transfers)
 
 
 def _check_ranks(config: HiCacheStorageConfig, declared: KvGeometry) -> None:
