@@ -197,7 +197,11 @@ def worker_of(
 
 
 def with_host_tokens(worker: Worker, nodes: Iterable[PoolNode]) -> Worker:
-    """Where its host memory was set in bytes: the room there, from the length of its pages in the pool."""
+    """Where its host memory was set in bytes: the room there, from the length of its pages in the pool. Not
+    known where pages have parts of different lengths.
+    """
+    if worker.geometry.get("parts"):
+        return worker
     for node in nodes:
         page_bytes = node.page_bytes.get(worker.namespace, 0)
         if worker.host_bytes and page_bytes:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from pdserve.doctor import cluster, judge, machine
 from pdserve.doctor.cli import _plan, _pool_tls
@@ -258,6 +259,8 @@ def test_what_workers_say_becomes_facts() -> None:
     assert (worker.host_tokens, worker.prefetch_threshold) == (0, 256)  # SGLang's own threshold
     page = PoolNode(address="a", page_bytes={"n": 10**6})
     assert cluster.with_host_tokens(worker, [page]).host_tokens == 64_000
+    windows = replace(worker, geometry={"parts": "swa:2"})
+    assert cluster.with_host_tokens(windows, [page]).host_tokens == 0
     by_ratio = cluster.worker_of("u", {}, info, SERVER, 0.0)
     assert cluster.with_host_tokens(by_ratio, [page]).host_tokens == 80_000
     assert by_ratio.keeps_host_pages
