@@ -132,7 +132,7 @@ class WriteBack:
             # Of a request cut short SGLang keeps what was computed; how much of it is not known, so there is
             # nothing to wait for.
             if not followed.request.is_cut_short:
-                self._publishing = any(await self._pool.wait(pages.ends(), self._timeout_s))
+                self._publishing = pages.arrived(await self._pool.wait(pages.ends(), self._timeout_s))
             # A page before the end may be missing all the same: found by SGLang in its own cache, and lost by
             # the pool since it was stored. Nobody stores it again now, so it is not waited for.
             return await self._count(pages)

@@ -123,6 +123,12 @@ class RequestPages:
         """Pool keys of the last page of every sequence, with the parts that the sequence needs."""
         return self._end_keys(self._ends)
 
+    def arrived(self, committed: Sequence[bool]) -> bool:
+        """Whether pages arrive at the pool at all, from which of `ends` did. An end without its windows is of
+        no use.
+        """
+        return all(committed) if self.parts else any(committed)
+
     def restorable(self, present: Collection[bytes]) -> int:
         """How many pages, at all ranks, are in prefixes that can be restored where the pool has these."""
         kv = PagePart(KV, 0, self.rank_suffixes)

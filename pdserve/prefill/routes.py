@@ -116,7 +116,7 @@ class Prefill:
         if computed:
             timeout_s = self._publish_timeout_s if self._publishing else FOUND_GRACE_S
             committed = await self._pool.wait(computed, min(timeout_s, self._publish_timeout_s))
-            self._publishing = any(committed)
+            self._publishing = pages.arrived(committed)
         if found:
             await self._pool.wait(found, min(FOUND_GRACE_S, self._publish_timeout_s))
         return await committed_pages(self._pool, pages)

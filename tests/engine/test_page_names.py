@@ -132,6 +132,14 @@ def test_an_end_has_the_parts_that_its_sequence_needs() -> None:
     assert len(pages) == 10
 
 
+@pytest.mark.parametrize(("pages", "expected"), [(pages_of(3, [b""]), True), (with_parts(3), False)])
+def test_an_end_without_its_windows_has_not_arrived(pages: RequestPages, expected: bool) -> None:
+    """Nobody waits long for the next ones where windows never come."""
+    assert pages.arrived([True, False]) is expected
+    assert pages.arrived([True, True])
+    assert not pages.arrived([False, False])
+
+
 @pytest.mark.parametrize(
     ("part", "page", "restorable"),
     [(WINDOWS, 4, 4), (WINDOWS, 3, 3), (WINDOWS, 0, 5), (INDEX, 2, 2), (None, 3, 3)],
