@@ -37,6 +37,8 @@ from pdserve.errors import StartupError
 
 GEOMETRY_VERSION = "1"  # raise it when the meaning of a page's bytes changes in our own code
 KV: Final = "kv"  # SGLang's name of the part that every page has
+STATES: Final = frozenset({"mamba"})
+"""Parts that are one state of a whole prefix. Ranks divide it, also where they share KV pages (MLA)."""
 
 
 class KvGeometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

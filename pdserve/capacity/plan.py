@@ -177,16 +177,16 @@ def _unsupported(worker: WorkerNeed, model: Model) -> Iterator[Note]:
     """What the pool's backend refuses when SGLang has loaded the weights, or was never tried with."""
     if not worker.has_storage:
         return
-    change = 'set storage = "none", which shares nothing'
+    change = 'compare its answers before you rely on them, or set storage = "none", which shares nothing'
     if model.sliding_layers and not model.layers and not worker.one_pool:
         says = f"all layers of {model.name} have a window, and SGLang then shares no pages"
         yield Note("fail", worker.name, says, "add --disable-hybrid-swa-memory")
     if model.other_layers:
-        says = f"{model.name} has {model.other_layers} layers with a state, which the pool cannot keep yet"
-        yield Note("fail", worker.name, says, change)
+        says = f"{model.name} has {model.other_layers} layers with a state, never seen in the pool by us"
+        yield Note("warn", worker.name, says, change)
     if model.has_indexer:
-        says = f"{model.name} has an index for sparse attention, which we have never seen in the pool"
-        yield Note("warn", worker.name, says, f"compare its answers before you rely on them, or {change}")
+        says = f"{model.name} has an index for sparse attention, never seen in the pool by us"
+        yield Note("warn", worker.name, says, change)
 
 
 def _page_notes(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig, is_deepseek_dsa
 from sglang.srt.model_loader.checkpoint_quantization import resolve_checkpoint_quant_spec
 
@@ -14,6 +16,8 @@ from pdserve.engine.fingerprint_cache import kept_fingerprint
 from pdserve.errors import StartupError
 from pdserve.kvpool.protocol.page_tag import page_key_id
 from pdserve.pages import (
+    KV,
+    STATES,
     KvGeometry,
     PagePart,
     adapter_fingerprint,
@@ -22,6 +26,8 @@ from pdserve.pages import (
     part_suffix,
 )
 from pdserve.sglang_places import places
+
+logger = logging.getLogger(__name__)
 
 # Arguments of SGLang by which equal model files give other keys and values.
 _VALUE_OPTIONS = (
@@ -34,9 +40,13 @@ _VALUE_OPTIONS = (
     "uno_lora_path",
 )
 
-# SGLang's names of host pools beside KV's: of layers with a sliding window, of the index of sparse attention.
+# SGLang's names of host pools beside KV's: of layers with a sliding window, of the index of sparse attention,
+# of layers with a state.
 WINDOWS: Final = "swa"
 INDEX: Final = "indexer"
+MAMBA: Final = "mamba"
+UNSEEN: Final = frozenset({INDEX, MAMBA})
+"""Parts that no test of ours runs with SGLang: they need a GPU."""
 
 # SGLang's --kv-cache-dtype values by the torch dtype of the host pool's pages.
 _KV_DTYPES = {"bf16": "bfloat16", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
@@ -110,12 +120,14 @@ def kv_identity(server_args: Any, page_key: str = "") -> KvIdentity:
         options=_options(server_args, page_key),
         parts=KvGeometry.parts_text(windows),
     )
-    suffixes = all_rank_suffixes(replicated=replicated, tp_size=tp_size, pp_size=server_args.pp_size)
-    parts = [
-        PagePart(name, pages, [part_suffix(suffix, name) for suffix in suffixes])
-        for name, pages in windows.items()
-    ]
-    return KvIdentity(geometry, suffixes, parts)
+
+    def suffixes(name: str) -> list[bytes]:
+        is_shared = replicated and name not in STATES
+        ranks = all_rank_suffixes(replicated=is_shared, tp_size=tp_size, pp_size=server_args.pp_size)
+        return [part_suffix(rank, name) for rank in ranks]
+
+    parts = [PagePart(name, pages, suffixes(name)) for name, pages in windows.items()]
+    return KvIdentity(geometry, suffixes(KV), parts)
 
 
 def check_cached(server_args: Any) -> None:
@@ -123,6 +135,8 @@ def check_cached(server_args: Any) -> None:
     names here: nothing of it would be shared, and only a log line of SGLang's would say so.
     """
     config = ModelConfig.from_server_args(server_args)
+    if unseen := sorted(UNSEEN & _window_pages(config, server_args.page_size).keys()):
+        logger.warning("%s pages in the pool were never seen by us: compare answers", ", ".join(unseen))
     if not config.is_hybrid_swa or config.full_attention_layer_ids:
         return
     if config.full_attention_layer_ids is None:
@@ -146,6 +160,8 @@ def _window_pages(config: Any, page_size: int) -> dict[str, int]:
         parts[WINDOWS] = -(-window // page_size)
     if config.attention_arch == AttentionArch.MLA and is_deepseek_dsa(config.hf_config):
         parts[INDEX] = 0  # of all pages
+    if mambaish_config(config) is not None:
+        parts[MAMBA] = 1  # the state at the end
     return parts
 
 

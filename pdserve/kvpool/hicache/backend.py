@@ -51,7 +51,7 @@ from pdserve.kvpool.hicache.page_access import HostPool, PageAccess, open_access
 from pdserve.kvpool.hicache.page_trace import PageTrace
 from pdserve.kvpool.hicache.ssd_pages import came_from_ssd
 from pdserve.kvpool.mover.chain_client import Moved
-from pdserve.pages import KV, KvGeometry, part_suffix, rank_suffix
+from pdserve.pages import KV, STATES, KvGeometry, part_suffix, rank_suffix
 from pdserve.tokens import Secret, decode_secret
 
 logger = logging.getLogger(__name__)
@@ -245,12 +245,12 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
     def _add(self, part: str, host_pool: Any) -> None:
         """Raises StartupError: its pages are not of the declared size or layout, or have no addresses."""
         declared = self._settings.geometry
-        actual = {"page_size": str(host_pool.page_size), "layout": str(host_pool.layout)}
-        for field, value in actual.items():
-            if getattr(declared, field) != value:
+        expected = {"page_size": "1" if part in STATES else declared.page_size, "layout": declared.layout}
+        for field, value in expected.items():
+            if (actual := str(getattr(host_pool, field))) != value:
                 raise StartupError(
-                    f"SGLang's host pool of {part} has {field} {value}, but this worker's namespace "
-                    f"{self._settings.namespace} is declared with {getattr(declared, field)}"
+                    f"SGLang's host pool of {part} has {field} {actual}, but this worker's namespace "
+                    f"{self._settings.namespace} is declared with {value}"
                 )
         try:
             page_bytes(host_pool)
@@ -260,7 +260,7 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             ) from error
         config = self._config
         rank = rank_suffix(
-            replicated=config.is_mla_model,
+            replicated=config.is_mla_model and part not in STATES,
             tp_rank=config.tp_rank,
             tp_size=config.tp_size,
             pp_rank=config.pp_rank,

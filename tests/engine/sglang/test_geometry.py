@@ -56,6 +56,7 @@ def identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         )
 
     monkeypatch.setattr(geometry, "ModelConfig", SimpleNamespace(from_server_args=model_config))
+    monkeypatch.setattr(geometry, "mambaish_config", lambda config: None)
     return lambda **changed: geometry.kv_identity(
         SimpleNamespace(**{**DEFAULTS, "model_path": str(tmp_path), **changed})
     )
@@ -214,6 +215,17 @@ def test_the_index_of_sparse_attention_is_a_part_that_all_pages_have(
     found = identity(tp_size=2)
     assert found.geometry.parts == "indexer:0"
     assert found.parts == [PagePart("indexer", 0, [b".indexer"])]  # one for all ranks
+
+
+def test_the_state_of_a_prefix_is_a_part_that_each_rank_has(
+    identity: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(geometry, "mambaish_config", lambda config: config.hf_config.get("mamba"))
+    (tmp_path / "config.json").write_text('{"mamba": 1, "attention": "MLA"}')
+    found = identity(tp_size=2)
+    assert found.geometry.parts == "mamba:1"
+    assert found.rank_suffixes == [b""]
+    assert found.parts == [PagePart("mamba", 1, [b"tp0/2.mamba", b"tp1/2.mamba"])]
 
 
 def test_layers_with_a_window_lie_in_the_main_pool_if_one_wants_it(window_config: Any) -> None:

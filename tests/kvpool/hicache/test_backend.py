@@ -351,7 +351,7 @@ def test_state_that_was_not_declared_does_not_start(pool: Pool) -> None:
     made = hicache_backend.PdserveHiCache(storage_config(pool, geometry()), {})
     made.register_mem_pool_host(HostPool("page_first"))
     with pytest.raises(StartupError, match="keeps mamba state"):
-        made.register_mem_host_pool_v2(HostPool("page_first"), PoolName.MAMBA)
+        made.register_mem_host_pool_v2(HostPool("page_first", page_tokens=1), PoolName.MAMBA)
     made = hybrid(pool, HostPool("page_first"), HostPool("page_first"))
     with pytest.raises(StartupError, match="keeps draft state"):  # a part that comes later
         made.register_mem_host_pool_v2(HostPool("page_first"), PoolName.DRAFT)
@@ -410,6 +410,38 @@ def test_an_index_that_all_pages_have_goes_with_kv_as_sglang_moves_it(pool: Pool
     assert np.array_equal(index.segments(5)[1], index_of_reader.segments(45)[1])
     writer.close()
     reader.close()
+
+
+def test_a_state_is_kept_for_the_end_of_a_prefix_and_by_each_rank_of_mla(pool: Pool) -> None:
+    """The calls of SGLang's `MambaComponent`: a node's state has one place in host memory, and the key of the
+    node's last page. Ranks divide it though they share the pages of KV, which the first alone writes.
+    """
+    ranks = []
+    for rank in range(2):
+        declared = geometry(tp_size="replicated", parts="mamba:1")
+        config = storage_config(pool, declared, tp_rank=rank, tp_size=2, is_mla_model=True)
+        made = hicache_backend.PdserveHiCache(config, {})
+        states = HostPool("page_first", layers=7, page_tokens=1)
+        attach(made, HostPool("page_first"), mamba=states)
+        ranks.append((made, states))
+
+    def state(page: int, place: int) -> PoolTransfer:
+        keys, policy = names(6)[page : page + 1], PoolHitPolicy.TRAILING_PAGES
+        return PoolTransfer(PoolName.MAMBA, torch.tensor([place]), keys=keys, hit_policy=policy)
+
+    for rank, (made, states) in enumerate(ranks):
+        states.fill([0, 1], seed=rank)
+        assert made.batch_set_v2([state(2, 0)]) == {PoolName.MAMBA: [True]}
+    ranks[0][0].batch_set_v2([state(4, 1)])
+    ranks[0][0].batch_set_v1(names(6), indices(list(range(6))))
+    asked = PoolTransfer(PoolName.MAMBA, keys=["?"], hit_policy=PoolHitPolicy.TRAILING_PAGES)
+    found = [made.batch_exists_v2(names(6), [asked]).restorable_prefix_pages for made, _ in ranks]
+    assert found == [[3, 5], [3]]  # SGLang restores what all ranks can: three pages
+    for made, states in ranks:
+        assert made.batch_get_v2([state(2, 9)]) == {PoolName.MAMBA: [True]}
+        assert np.array_equal(states.segments(0)[1], states.segments(9)[1])
+        made.close()
+    assert not np.array_equal(ranks[0][1].segments(9)[0], ranks[1][1].segments(9)[0])
 
 
 @given(st.data(), st.integers(0, 12), st.integers(1, 4))

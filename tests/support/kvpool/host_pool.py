@@ -20,19 +20,25 @@ class HostPool:
     """`kv`: its memory."""
 
     def __init__(
-        self, layout: str, dtype: torch.dtype = torch.bfloat16, *, shared: bool = False, layers: int = LAYERS
+        self,
+        layout: str,
+        dtype: torch.dtype = torch.bfloat16,
+        *,
+        shared: bool = False,
+        layers: int = LAYERS,
+        page_tokens: int = PAGE_TOKENS,
     ) -> None:
         """`shared`: with a descriptor, as SGLang's `shm` allocator makes it."""
         self.layout = layout
         self.layers = layers
-        self.page_size = PAGE_TOKENS
+        self.page_size = page_tokens
         self.dtype = dtype
         shape = (
-            (2, HOST_PAGES, layers * PAGE_TOKENS * TOKEN_BYTES)
+            (2, HOST_PAGES, layers * page_tokens * TOKEN_BYTES)
             if layout == "page_first"
-            else (2, layers, HOST_PAGES, PAGE_TOKENS * TOKEN_BYTES)
+            else (2, layers, HOST_PAGES, page_tokens * TOKEN_BYTES)
         )
-        self.size = HOST_PAGES * PAGE_TOKENS
+        self.size = HOST_PAGES * page_tokens
         self.device_capacity_tokens = self.size // 2
         self.kv = np.zeros(shape, np.uint8)
         if shared:
@@ -48,8 +54,8 @@ class HostPool:
         return [self.kv[part, layer, page] for layer in range(self.layers) for part in range(2)]
 
     def get_page_buffer_meta(self, indices: Any) -> tuple[list[int], list[int]]:
-        pages = indices.tolist()[::PAGE_TOKENS]
-        found = [s for at in pages for s in self.segments(at // PAGE_TOKENS)]
+        pages = indices.tolist()[:: self.page_size]
+        found = [s for at in pages for s in self.segments(at // self.page_size)]
         return [s.ctypes.data for s in found], [s.nbytes for s in found]
 
     def fill(self, pages: list[int], seed: int) -> None:
