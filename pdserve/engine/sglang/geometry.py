@@ -108,7 +108,7 @@ def kv_identity(server_args: Any, page_key: str = "") -> KvIdentity:
     # as SGLang's `attn_tp_size`: what is left of the ranks after data parallel attention
     dp_size = max(server_args.attn_dp_size, server_args.dp_size if server_args.enable_dp_attention else 1)
     tp_size = server_args.tp_size // dp_size
-    windows = _window_pages(config, server_args.page_size)
+    windows = _parts(config, server_args.page_size)
     geometry = KvGeometry(
         model=kept_fingerprint(model_path, model_fingerprint),
         dtype=dtype,
@@ -132,11 +132,13 @@ def kv_identity(server_args: Any, page_key: str = "") -> KvIdentity:
 
 def check_cached(server_args: Any) -> None:
     """Raises StartupError for a model of which SGLang keeps no pages in host memory, or pages that have no
-    names here: nothing of it would be shared, and only a log line of SGLang's would say so.
+    names here: nothing of it would be shared, and only a log line of SGLang's would say so. Warns of `UNSEEN`
+    parts.
     """
     config = ModelConfig.from_server_args(server_args)
-    if unseen := sorted(UNSEEN & _window_pages(config, server_args.page_size).keys()):
-        logger.warning("%s pages in the pool were never seen by us: compare answers", ", ".join(unseen))
+    if unseen := sorted(UNSEEN & _parts(config, server_args.page_size).keys()):
+        said = 'storage of %s pages was never tried with SGLang: compare answers with storage = "none"'
+        logger.warning(said, ", ".join(unseen))
     if not config.is_hybrid_swa or config.full_attention_layer_ids:
         return
     if config.full_attention_layer_ids is None:
@@ -150,9 +152,9 @@ def check_cached(server_args: Any) -> None:
     )
 
 
-def _window_pages(config: Any, page_size: int) -> dict[str, int]:
-    """Parts beside KV, and how many pages at the end of a prefix have each. SGLang rounds windows up to whole
-    pages (`SWAComponent.full_window_pages`). With --disable-hybrid-swa-memory there are none.
+def _parts(config: Any, page_size: int) -> dict[str, int]:
+    """Parts beside KV, and `PagePart.window_pages` of each. SGLang rounds windows up to whole pages
+    (`SWAComponent.full_window_pages`). With --disable-hybrid-swa-memory they are no part.
     """
     parts = {}
     window = config.sliding_window_size or config.attention_chunk_size

@@ -218,7 +218,7 @@ def test_the_index_of_sparse_attention_is_a_part_that_all_pages_have(
 
 
 def test_the_state_of_a_prefix_is_a_part_that_each_rank_has(
-    identity: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    identity: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(geometry, "mambaish_config", lambda config: config.hf_config.get("mamba"))
     (tmp_path / "config.json").write_text('{"mamba": 1, "attention": "MLA"}')
@@ -226,6 +226,8 @@ def test_the_state_of_a_prefix_is_a_part_that_each_rank_has(
     assert found.geometry.parts == "mamba:1"
     assert found.rank_suffixes == [b""]
     assert found.parts == [PagePart("mamba", 1, [b"tp0/2.mamba", b"tp1/2.mamba"])]
+    geometry.check_cached(SimpleNamespace(page_size=64, quantization=None))
+    assert "storage of mamba pages was never tried" in caplog.text
 
 
 def test_layers_with_a_window_lie_in_the_main_pool_if_one_wants_it(window_config: Any) -> None:
