@@ -73,7 +73,7 @@ def ask(
     if started:
         starting.end()
     identity: Any = SimpleNamespace(geometry=GEOMETRY, rank_suffixes=[b""], parts=[])
-    config: Any = SimpleNamespace(engine=SimpleNamespace(model_path="m"))
+    config: Any = SimpleNamespace(engine=SimpleNamespace(model_path="m"), handoff="pool")
     reached: Any = pool or Pool({"a": None})
     metrics = WorkerMetrics()
     worker = Worker("agg", config, "ns", identity, engine, reached, drain, metrics, starting=starting)

@@ -20,6 +20,7 @@ PLACES: Final = (
         "TokenizerManager.init_running_status sets server_status",
         "TokenizerManager.init_ipc_channels sets load_snapshot_reader",
         "ServerStatus.Up",
+        "ServerStatus.Starting",
     ),
     *places(
         "sglang.srt.managers.load_snapshot",
@@ -46,7 +47,12 @@ class Engine:
     def begin(self, tokenizer_manager: Any) -> None:
         """SGLang has made its tokenizer manager: follow its requests from now on."""
         self.tokenizer_manager = tokenizer_manager
-        watch(tokenizer_manager, metrics=self._metrics, is_stopping=lambda: self._drain.is_closed)
+        watch(
+            tokenizer_manager,
+            metrics=self._metrics,
+            is_starting=lambda: self._status == "Starting",
+            is_stopping=lambda: self._drain.is_closed,
+        )
         self._long_texts = long_texts.LongTexts(tokenizer_manager)
         self._long_texts.measure()
         long_texts.install(self._long_texts)
@@ -59,8 +65,12 @@ class Engine:
     @property
     def is_up(self) -> bool:
         """SGLang serves."""
+        return self._status == "Up"
+
+    @property
+    def _status(self) -> str:
         manager = self.tokenizer_manager
-        return manager is not None and str(manager.server_status.value) == "Up"
+        return "" if manager is None else str(manager.server_status.value)
 
     def facts(self) -> dict[str, Any]:
         """What `/pd/info` says of the model and of how this SGLang reads prompts."""
