@@ -135,7 +135,7 @@ def server_argv(
     argv += _sizes(config, device)
     if device == "cpu":
         # an idle scheduler on CPU would spin on a core that others need
-        argv += ["--attention-backend", "torch_native", "--sleep-on-idle"]
+        argv += ["--attention-backend", "torch_native", "--sleep-on-idle", "--disable-custom-all-reduce"]
     elif role == "prefill":
         # it answers with one token, so that graphs of decoding are never run: they cost memory and a start
         argv += ["--disable-decode-cuda-graph"]

@@ -22,7 +22,13 @@ from pdserve.engine.model_dir import check_address, check_model_dir
 from pdserve.engine.sglang import prepare, selfcheck
 from pdserve.engine.sglang.engine import Engine
 from pdserve.engine.sglang.server import clients, is_own, serve, until_stopped
-from pdserve.engine.sglang.server_args import check_host_memory, check_needs, parse_args, resolved
+from pdserve.engine.sglang.server_args import (
+    check_host_memory,
+    check_needs,
+    parse_args,
+    rank_count,
+    resolved,
+)
 from pdserve.engine.worker import RoleParts, Worker, WorkerConfig, check_namespace, install
 from pdserve.errors import ConfigError
 from pdserve.kvpool.client.async_client import AsyncPoolClient
@@ -69,6 +75,7 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
         found = _checked_args(config, role, device)
         if config.storage != "none":
             check_cached(found)
+        prepare.share_cores(rank_count(found))
         identity = kv_identity(found, reveal(config.pool.page_key))
         label = served_model_name(config.engine)
         namespace = config.pool.namespace or identity.geometry.namespace(label)

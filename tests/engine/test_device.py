@@ -48,3 +48,24 @@ def test_cuda_wanted_but_absent_stops_the_start(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(device, "detect_device", lambda: "cpu")
     with pytest.raises(StartupError, match="torch sees no CUDA GPU"):
         device.choose_device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cores", "shares", "threads"),
+    [
+        (2, [0, 1], "0|1", "1"),
+        (2, [2, 3, 6, 7, 9], "2,3|6,7", "2"),
+        (4, [5, 8], "5|8|5|8", "1"),
+    ],
+)
+def test_ranks_on_a_cpu_share_the_cores_that_there_are(
+    ranks: int, cores: list[int], shares: str, threads: str
+) -> None:
+    assert device.cpu_ranks_env(ranks, cores) == {
+        "SGLANG_CPU_OMP_THREADS_BIND": shares,
+        "OMP_NUM_THREADS": threads,
+    }
+
+
+def test_one_rank_on_a_cpu_has_all_cores() -> None:
+    assert device.cpu_ranks_env(1, [0, 1]) == {}

@@ -18,6 +18,7 @@ from pdserve.engine.device import (
     ONE_HOST_ENV,
     SGLANG_CPU_ENV,
     Device,
+    cpu_ranks_env,
 )
 
 
@@ -33,6 +34,13 @@ def choose(device: Device) -> None:
         for name, value in IDLE_THREADS_ENV.items():
             os.environ.setdefault(name, value)
     before_sglang()
+
+
+def share_cores(ranks: int) -> None:
+    """On CPU, divide this process's cores between its ranks: scheduler processes that are not started yet."""
+    if is_on_cpu():
+        for name, value in cpu_ranks_env(ranks, sorted(os.sched_getaffinity(0))).items():
+            os.environ.setdefault(name, value)
 
 
 def is_on_cpu() -> bool:
@@ -63,7 +71,8 @@ def before_sglang() -> None:
         stand_in.install()
         # What has no CPU version says so once per process while SGLang is imported; here that is no news.
         warnings.filterwarnings("ignore", category=UserWarning, module=r"sglang\.")
-        logging.getLogger("sglang.srt.models.registry").setLevel(logging.ERROR)
+        for name in ("models.registry", "utils.numa_utils"):  # more ranks than NUMA nodes is no news either
+            logging.getLogger(f"sglang.srt.{name}").setLevel(logging.ERROR)
 
 
 def after_sglang() -> None:

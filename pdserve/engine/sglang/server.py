@@ -30,6 +30,7 @@ from pdserve.capacity.memory import GB
 from pdserve.capacity.plan import release_s
 from pdserve.engine.drain import Client, Drain
 from pdserve.engine.sglang.engine import Engine
+from pdserve.engine.sglang.server_args import rank_count
 from pdserve.engine.sglang.tls import serving
 from pdserve.errors import StartupError
 from pdserve.sglang_places import places
@@ -107,8 +108,7 @@ def serve(
     entry.install()
     engine.app = http_server.app
     configure_app(http_server.app)
-    ranks = server_args.tp_size * server_args.pp_size * server_args.dp_size
-    held_s = release_s(server_args.hicache_size * GB * ranks)
+    held_s = release_s(server_args.hicache_size * GB * rank_count(server_args))
     ending = _Ending(drain, held_s)
     drain.add(lambda: ending.unfinished)
 

@@ -21,7 +21,12 @@ _SECRET = frozenset({"api_key", "admin_api_key"})
 _SHOWN_CHARACTERS = 60
 
 PLACES: Final = (
-    *places("sglang.srt.server_args", "prepare_server_args(argv)", "ServerArgs.resolve_once(self)"),
+    *places(
+        "sglang.srt.server_args",
+        "prepare_server_args(argv)",
+        "ServerArgs.resolve_once(self)",
+        "ServerArgs(tp_size, pp_size, dp_size, enable_dp_attention)",
+    ),
     *places("sglang.srt.arg_groups.model_override_base", "resolved_view(server_args)"),
 )
 
@@ -74,6 +79,12 @@ def _without_traces() -> Iterator[None]:
         logging.disable(disabled)
         os.environ.clear()
         os.environ.update(before)
+
+
+def rank_count(found: Any) -> int:
+    """Scheduler processes of the resolved arguments. Attention data parallelism divides those of `tp_size`."""
+    replicas = 1 if found.enable_dp_attention else found.dp_size
+    return int(found.tp_size * found.pp_size * replicas)
 
 
 def check_host_memory(found: Any) -> None:

@@ -22,6 +22,7 @@ MHA_HOST_POOL = "sglang.srt.mem_cache.pool_host.mha"
 HOST_POOL_BASE = "sglang.srt.mem_cache.pool_host.base"
 SENDER = "sglang.srt.disaggregation.mooncake.conn"
 SCHEDULER = "sglang.srt.managers.scheduler"
+NCCL_LIBRARY = "sglang.srt.distributed.device_communicators.pynccl_wrapper"
 HASH_USER = "sglang.srt.mem_cache.utils"
 ATTENTION_BACKEND = "sglang.srt.layers.attention.torch_native_backend"
 
@@ -94,6 +95,17 @@ def _publishing(stash_chunked_request: Callable[[Any, Any], None]) -> Callable[[
     return stash
 
 
+def _without_nccl(_init: Callable[..., None]) -> Callable[..., None]:
+    """Torch's ordinary wheel brings NCCL. SGLang 0.5.23 takes it between ranks wherever it can be loaded, and
+    then asks for a CUDA device. Where it cannot, SGLang takes gloo.
+    """
+
+    def no_library(_self: Any, so_file: str | None = None) -> None:
+        raise OSError("NCCL is not used on a machine without an accelerator")
+
+    return no_library
+
+
 HOOKS: tuple[Hook, ...] = (
     Hook(MHA_HOST_POOL, "transfer_kv_direct", None, lambda _: copies.transfer_kv_direct),
     Hook(
@@ -152,6 +164,7 @@ HOOKS: tuple[Hook, ...] = (
 )
 SCHEDULER_HOOKS: tuple[Hook, ...] = (
     Hook(SENDER, "MooncakeKVSender.supports_host_tensor_indices", None, lambda _: False),
+    Hook(NCCL_LIBRARY, "NCCLLibrary.__init__", ("so_file",), _without_nccl),
     Hook(SCHEDULER, "Scheduler.on_idle", ("self",), _resting),
     Hook(SCHEDULER, "Scheduler.stash_chunked_request", ("self", "req"), _publishing),
 )
