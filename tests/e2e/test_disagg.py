@@ -205,7 +205,7 @@ def test_a_corrupt_page_is_a_miss_and_the_answer_is_right(cluster: Cluster, refe
     key = page_hashes(prompt, PAGE)[3]
     segments = [*[4 * 2 * 32 * PAGE * 4] * 2, TAG_BYTES]
     offset = page_offset(cluster.pool, info["namespace"], info["kv_geometry"], key, segments)
-    flip(cluster.pool.directory / "arena" / cluster.pool.name / "arena", offset + 1000, 1)
+    flip(cluster.pool.arena, offset + 1000, 1)
     cluster.flush()
     body = cluster.decode[0].generate(prompt, NEW_TOKENS)
     assert differences([reference.first[i]], [Answer.of(body)], str) == []

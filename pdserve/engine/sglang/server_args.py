@@ -82,7 +82,7 @@ def _without_traces() -> Iterator[None]:
 
 
 def rank_count(found: Any) -> int:
-    """Scheduler processes of the resolved arguments. Attention data parallelism divides those of `tp_size`."""
+    """Scheduler processes of the resolved arguments. Attention data parallelism divides the same ones."""
     replicas = 1 if found.enable_dp_attention else found.dp_size
     return int(found.tp_size * found.pp_size * replicas)
 

@@ -174,6 +174,11 @@ class PoolNode:
     def ref(self) -> dict[str, Any]:
         return {"node": self.name, "address": self.address}
 
+    @property
+    def arena(self) -> Path:
+        """The file of its pages."""
+        return self.directory / "arena" / self.name / "arena"
+
     def start(self) -> PoolNode:
         config = {
             "name": self.name,

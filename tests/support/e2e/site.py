@@ -26,6 +26,7 @@ NEEDS: Final = {
     "file_worker": ("file",),
     "ucx_worker": ("ucx",),
     "agg_worker": ("agg",),
+    "ranks": ("ranks-prefill", "ranks-decode"),
     "cluster": ("prefill0", "decode0", "prefill1", "decode1"),
     "direct": ("sender", "receiver", "decode0"),
 }
@@ -210,16 +211,21 @@ def _workers(run_dir: Path, model: Path, pools: dict[str, PoolNode], etcd: EtcdS
     file = engine_settings(model, layout="layer_first")
     pages = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(run_dir / "pages")}
     registered = {"etcd": {"endpoints": [etcd.url]}}
+    two_ranks = engine_settings(model, extra_args=["--tp-size", "2"])
+    patient = {"publish_timeout_s": 30.0}
     to_file = {"storage": "file", "stop_grace_s": 600.0}
     stepwise = {"pull_step_tokens": CHUNK_TOKENS}
     shm = {"nodes": [pools["aggpool"].ref], "checksum": False}
     ucx = {"nodes": [pools[f"ucxpool{i}"].ref for i in range(2)], "data_path": "ucx", "checksum": False}
     disaggregated = {"nodes": [pools["pool0"].ref], "retry_after_s": 0.2, "page_key": PAGE_KEY}
+    of_ranks = {"nodes": [pools["pool0"].ref], "put_timeout_s": 30.0, "restart_wait_s": 0.0}
     return [
         Worker("agg", "plain", run_dir, exact, settings={"storage": "none"}),
         Worker("agg", "agg", run_dir, exact, shm, registered),
         Worker("agg", "ucx", run_dir, bytes_of_two, ucx),
         Worker("agg", "file", run_dir, file, settings=to_file, env=pages),
+        Worker("prefill", "ranks-prefill", run_dir, two_ranks, of_ranks, patient),
+        Worker("decode", "ranks-decode", run_dir, two_ranks, of_ranks),
         Worker("prefill", "prefill0", run_dir, chunked, disaggregated),
         Worker("prefill", "prefill1", run_dir, staged, disaggregated),
         Worker("decode", "decode0", run_dir, exact, disaggregated, stepwise),

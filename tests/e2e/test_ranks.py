@@ -1,0 +1,136 @@
+"""Workers of two ranks (`--tp-size 2`), prefill → pool → decode: answers equal plain SGLang's, and one rank's
+pages that are deleted, corrupt or late cost time and never the answer.
+
+A rank holds half of the heads, and its pages have names of their own. All ranks of a worker must use the same
+number of pages, so the rank that lacks one decides.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pdserve.pages import page_hashes, pool_key
+from tests.support.e2e.arena import drop_page, flip, page_offset
+from tests.support.e2e.cluster import PoolNode, Router, Worker, eventually, http
+from tests.support.e2e.prompts import NEW_TOKENS, PAGE, Answer, differences, token_ids
+from tests.support.e2e.routed import found, generate, say, wanted_hits
+from tests.support.e2e.site import Reference, Site
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+
+SEGMENTS = [4 * 1 * 32 * PAGE * 4] * 2
+"""Bytes of a rank's page, keys and values: 4 layers, 1 of 2 KV heads, 32 numbers of 4 bytes."""
+LACKING = 3
+"""The first page that a rank lacks, in tests of pages that are not there."""
+
+
+@dataclass
+class Pair:
+    """A prefill and a decode worker of two ranks each, and their router."""
+
+    pool: PoolNode
+    prefill: Worker
+    decode: Worker
+    router: Router
+
+    @property
+    def namespace(self) -> tuple[str, dict[str, str]]:
+        """(name, geometry)"""
+        info = http.get(f"{self.decode.url}/pd/info").json()
+        return info["namespace"], info["kv_geometry"]
+
+
+@pytest.fixture(scope="module")
+def ranks(site: Site, run_dir: Path) -> Iterator[Pair]:
+    prefill, decode = (site.servers.workers[name] for name in ("ranks-prefill", "ranks-decode"))
+    router = Router(run_dir, prefill=[prefill], decode=[decode], name="router-ranks")
+    try:
+        router.start()
+        yield Pair(site.pools["pool0"], prefill, decode, router)
+    finally:
+        router.stop()
+
+
+def mover_of(worker: Worker, rank: int) -> psutil.Process:
+    """The page mover of one rank's scheduler."""
+    assert worker.process is not None
+    assert worker.process.popen is not None
+    for process in psutil.Process(worker.process.popen.pid).children(recursive=True):
+        parent = process.parent()
+        is_mover = "pdserve.kvpool.mover" in process.cmdline()
+        if is_mover and parent is not None and f"scheduler_TP{rank}" in " ".join(parent.cmdline()):
+            return process
+    raise AssertionError(f"{worker.name} has no page mover of rank {rank}")
+
+
+def test_answers_of_two_ranks_equal_plain_sglang_and_come_from_the_pool(
+    ranks: Pair, reference: Reference
+) -> None:
+    prompts = reference.prompts[1::3]
+    responses = [generate(ranks.router, prompt) for prompt in prompts]
+    answers = [Answer.of(response.json()) for response in responses]
+    assert differences(reference.first[1::3], answers, say(prompts)) == []
+    assert [found(response).get("pool") for response in responses] == [*map(wanted_hits, prompts)]
+    turns = reference.second_prompts[1::6]
+    responses = [generate(ranks.router, turn) for turn in turns]
+    answers = [Answer.of(response.json()) for response in responses]
+    assert differences(reference.second[1::6], answers, say(turns)) == []
+    assert [sum(found(response).values()) for response in responses] == [*map(wanted_hits, turns)]
+
+
+@pytest.mark.parametrize("fault", ["deleted", "corrupt"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_page_that_one_rank_lacks_is_computed_by_all(
+    ranks: Pair, reference: Reference, fault: str, rank: int
+) -> None:
+    prompt, expected = reference.prompts[50], reference.first[50]
+    generate(ranks.router, prompt)
+    key = pool_key(page_hashes(prompt, PAGE)[LACKING], b"tp%d/2" % rank)
+    if fault == "deleted":
+        drop_page(ranks.pool, *ranks.namespace, key, SEGMENTS)
+    else:
+        flip(ranks.pool.arena, page_offset(ranks.pool, *ranks.namespace, key, SEGMENTS) + 1000, 1)
+    ranks.decode.flush()
+    body = ranks.decode.generate(prompt, NEW_TOKENS)
+    assert differences([expected], [Answer.of(body)], str) == []
+    assert body["meta_info"]["cached_tokens"] == LACKING * PAGE
+    ranks.prefill.flush()
+
+
+def test_a_prompt_is_handed_over_once_its_last_rank_has_stored_it(ranks: Pair) -> None:
+    """Of one page: SGLang looks none of it up, which the late rank would not answer either."""
+    prompt = token_ids(8300, PAGE)
+    before, late = ranks.pool.status().pages, mover_of(ranks.prefill, 1)
+    url = f"{ranks.prefill.url}/pd/prefill?endpoint=/v1/completions"
+    late.send_signal(signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as thread:
+        try:
+            asked = thread.submit(http.post, url, json={"model": "demo-tiny", "prompt": prompt})
+            eventually(lambda: ranks.pool.status().pages == before + 1, "rank 0 has stored its page", 20.0)
+            assert not asked.done()
+        finally:
+            late.send_signal(signal.SIGCONT)
+        report = asked.result().json()
+    assert (report["published_pages"], report["missing_pages"]) == (2, 0)  # one of each rank
+    assert ranks.pool.status().pages == before + 2
+    body = ranks.decode.generate([*prompt, 10], NEW_TOKENS)
+    assert body["meta_info"]["cached_tokens"] == PAGE
+
+
+def test_a_rank_that_cannot_reach_its_pages_in_time_has_all_compute_them(
+    ranks: Pair, reference: Reference
+) -> None:
+    prompt, expected = reference.prompts[44], reference.first[44]
+    generate(ranks.router, prompt)
+    ranks.decode.flush()
+    mover_of(ranks.decode, 1).send_signal(signal.SIGSTOP)  # it is killed when its time is over
+    body = ranks.decode.generate(prompt, NEW_TOKENS)
+    assert differences([expected], [Answer.of(body)], str) == []
+    assert body["meta_info"]["cached_tokens"] == 0
