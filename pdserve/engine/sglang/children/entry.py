@@ -24,7 +24,9 @@ PLACES: Final = (
     *places(
         "sglang.srt.entrypoints.engine",
         "run_data_parallel_controller_process",
+        "run_scheduler_process_with_init_pipe",
         "Engine._launch_scheduler_processes uses run_data_parallel_controller_process",
+        "Engine._launch_scheduler_processes uses run_scheduler_process_with_init_pipe",
     ),
 )
 
@@ -68,11 +70,21 @@ def run_data_parallel_controller_process(*args: Any, **kwargs: Any) -> None:
     run(*args, **kwargs)
 
 
+def run_scheduler_process_with_init_pipe(*args: Any, **kwargs: Any) -> None:
+    """SGLang's function of this name with the same arguments: it calls `run_scheduler_process` when the data
+    parallel controller says so.
+    """
+    from sglang.srt.managers.data_parallel_controller import run_scheduler_process_with_init_pipe as run
+
+    run(*args, **kwargs)
+
+
 def install() -> None:
-    """Have SGLang start its data parallel controller here too: it has no argument for that function."""
+    """Have SGLang start the processes of data parallelism here too: it has no argument for them."""
     from sglang.srt.entrypoints import engine
 
     engine.run_data_parallel_controller_process = run_data_parallel_controller_process
+    engine.run_scheduler_process_with_init_pipe = run_scheduler_process_with_init_pipe
 
 
 def _change_scheduler() -> None:

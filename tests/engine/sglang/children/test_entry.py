@@ -40,7 +40,14 @@ def test_the_data_parallel_controller_does_not_end_by_a_signal_to_the_group() ->
     assert done.stdout.strip() == "(1,) {'pipe_writer': 2} True True"
 
 
-@pytest.mark.parametrize("name", ["run_scheduler_process", "run_data_parallel_controller_process"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "run_scheduler_process",
+        "run_scheduler_process_with_init_pipe",
+        "run_data_parallel_controller_process",
+    ],
+)
 def test_a_function_that_sglang_spawns_is_found_by_its_name(name: str) -> None:
     """A spawned process imports its target by module and name."""
     from pdserve.engine.sglang.children import entry
