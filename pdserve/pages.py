@@ -12,7 +12,9 @@ dtype, KV dtype, page size, layout, parallel sizes) is the `KvGeometry`; a names
 geometry, and its default name contains the geometry's hash. Two workers that differ in any of it never meet.
 
 **Rank.** With tensor parallelism an MHA rank holds its own heads: its pages are other bytes under the same
-chain, so the rank becomes part of the key (`pool_key`). MLA ranks hold the same bytes and share them.
+chain, so the rank becomes part of the key (`pool_key`). MLA ranks hold the same bytes and share them. Workers
+of unequal numbers of ranks share pages where all store them in the same pieces (`piece_suffixes`), each of
+some heads. SGLang's layout `page_head` keeps the bytes of a head together.
 
 **Parts.** Of some models SGLang keeps more of a page than the keys and values of full attention: those of
 layers with a sliding window, for example. Each part has a host pool of its own, and a key of its own: the
@@ -51,7 +53,7 @@ class KvGeometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     kv_dtype: str
     page_size: str  # tokens
     layout: str  # SGLang's hicache_mem_layout
-    tp_size: str  # that attention is divided by; "replicated" for MLA: every rank holds the same bytes
+    tp_size: str  # pieces that heads are divided into; "replicated" for MLA: every rank holds the same bytes
     pp_size: str
     options: str = ""  # what else changes keys and values: quantization, overridden configuration, adapters
     version: str = GEOMETRY_VERSION
@@ -175,6 +177,25 @@ def rank_suffix(*, replicated: bool, tp_rank: int, tp_size: int, pp_rank: int, p
     if pp_size > 1:
         parts.append(f"pp{pp_rank}/{pp_size}")
     return ",".join(parts).encode()
+
+
+def piece_suffixes(
+    *, replicated: bool, tp_rank: int, tp_size: int, pp_rank: int, pp_size: int, pieces: int
+) -> list[bytes]:
+    """What distinguishes the pieces of this rank's pages: as many as a worker of `pieces` ranks has pages.
+
+    A rank holds `pieces // tp_size` of them. Where there are more ranks than pieces, as many neighbours hold
+    the same heads. Raises ValueError: neither divides the other.
+    """
+    if replicated:
+        pieces = tp_size
+    if max(pieces, tp_size) % min(pieces, tp_size):
+        raise ValueError(f"pages in {pieces} pieces cannot be divided between {tp_size} ranks")
+    first, count = tp_rank * pieces // tp_size, max(1, pieces // tp_size)
+    return [
+        rank_suffix(replicated=replicated, tp_rank=i, tp_size=pieces, pp_rank=pp_rank, pp_size=pp_size)
+        for i in range(first, first + count)
+    ]
 
 
 def all_rank_suffixes(*, replicated: bool, tp_size: int, pp_size: int) -> list[bytes]:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -20,6 +21,7 @@ from pdserve.pages import (
     namespace_seed,
     page_hashes,
     part_suffix,
+    piece_suffixes,
     pool_key,
     rank_suffix,
     restorable_lengths,
@@ -108,6 +110,27 @@ def test_a_prefix_can_be_restored_where_its_window_is_whole(
     there = [page == "1" for page in present]
     assert restorable_lengths([(window, there)]) == lengths
     assert restorable_lengths([(0, [True] * len(there)), (window, there)]) == lengths
+
+
+def pieces_of(tp_size: int, pieces: int, **more: int | bool) -> list[list[bytes]]:
+    """Of each rank."""
+    fixed: dict[str, Any] = {"replicated": False, "pp_rank": 0, "pp_size": 1, **more}
+    return [piece_suffixes(tp_rank=rank, tp_size=tp_size, pieces=pieces, **fixed) for rank in range(tp_size)]
+
+
+def test_workers_of_unequal_numbers_of_ranks_store_the_same_pieces() -> None:
+    four = all_rank_suffixes(replicated=False, tp_size=4, pp_size=1)
+    assert pieces_of(1, 4) == [four]
+    assert pieces_of(2, 4) == [four[:2], four[2:]]
+    assert pieces_of(4, 4) == [[one] for one in four]
+    assert pieces_of(8, 4) == [[one] for one in four for _ in range(2)]  # two ranks with the same heads
+    assert pieces_of(1, 1) == [[b""]]
+    with pytest.raises(ValueError, match="2 pieces cannot be divided between 3 ranks"):
+        pieces_of(3, 2)
+
+
+def test_pages_that_all_ranks_hold_are_in_one_piece() -> None:
+    assert pieces_of(4, 1, replicated=True) == [[b""]] * 4
 
 
 def write_safetensors(path: Path, values: bytes) -> None:

@@ -82,6 +82,8 @@ class WorkerNeed(msgspec.Struct, frozen=True, kw_only=True):
     """Data parallel groups within the `tp` ranks."""
     gpus: tuple[int, ...] | None = None
     page_size: int | None = None
+    page_pieces: int = 0
+    """Pieces that its pages are stored in; 0: one for each rank."""
     kv_cache_dtype: str = "auto"
     mem_fraction: float | None = None
     buffer_only: bool = False

@@ -29,6 +29,7 @@ SLAB_BYTES: Final = 32 * MIB  # a pool node's own default
 MAX_SLAB_BYTES: Final = 2 * GIB
 DOCKER_SHM_BYTES: Final = 64 * MIB
 _LESS: Final = "start fewer workers, or set engine.hicache_size_gb and capacity_bytes lower"
+_ALIKE: Final = "set engine.page_pieces to the largest --tp-size, or give all one, and all one --pp-size"
 _START_S: Final = 300.0
 _LOAD_BYTES_S: Final = 250 * MIB  # weights from a slow network disk
 _PIN_BYTES_S: Final = GB  # pinned memory is cleared page by page
@@ -75,6 +76,7 @@ def make_fit(
             for note in _host_notes(worker, fit, models)
         ),
         *_tp_notes(workers, models),
+        *(note for worker in workers for note in _untried(worker)),
         *(Note("fail", name, "no host memory is left for its pages", _LESS) for name in _empty(fits)),
         *_shm_notes(machine, pools, arenas),
     ]
@@ -163,14 +165,27 @@ def _empty(fits: Sequence[WorkerFit]) -> Iterator[str]:
 
 
 def _tp_notes(workers: Sequence[WorkerNeed], models: Mapping[str, Model]) -> Iterator[Note]:
-    """What the router refuses: pages are stored by rank, so ranks must be the same."""
+    """What the router refuses: pages are stored by rank, or in pieces, which must be the same."""
     for model in {model.name: model for model in models.values()}.values():
         its = [worker for worker in workers if models[worker.name] is model and worker.has_storage]
-        ranks = {(worker.tp // worker.attention_dp if model.kv_heads else 1, worker.pp) for worker in its}
+        ranks = {(_pieces(worker) if model.kv_heads else 1, worker.pp) for worker in its}
         if len(ranks) > 1:
             said = ", ".join(f"{worker.name} tp {worker.tp} pp {worker.pp}" for worker in its)
-            says = f"workers that divide the model differently cannot share pages yet ({said})"
-            yield Note("fail", model.name, says, "give all workers one --tp-size and one --pp-size")
+            says = f"workers that divide the model differently cannot share pages ({said})"
+            yield Note("fail", model.name, says, _ALIKE)
+
+
+def _pieces(worker: WorkerNeed) -> int:
+    return worker.page_pieces or worker.tp // worker.attention_dp
+
+
+def _untried(worker: WorkerNeed) -> Iterator[Note]:
+    """What should work, and nobody has seen."""
+    if worker.has_storage and worker.attention_dp > 1:
+        says = (
+            "attention data parallelism was never run with the pool, and requests of a conversation go to any"
+        )
+        yield Note("warn", worker.name, f"{says} of its groups", "compare answers with those of plain SGLang")
 
 
 def _unsupported(worker: WorkerNeed, model: Model) -> Iterator[Note]:

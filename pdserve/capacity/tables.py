@@ -44,6 +44,7 @@ class _Engine(msgspec.Struct, frozen=True):
     model_path: str = ""
     device: str = AUTO
     page_size: int | None = None
+    page_pieces: int = 0
     kv_cache_dtype: str = AUTO
     mem_fraction: float | None = None
     hicache_host_memory_mode: Literal["cache", "buffer_only"] = "cache"
@@ -109,6 +110,7 @@ def worker_need(
         attention_dp=max(flags.attention_dp, flags.dp if splits_attention else 1),
         gpus=_gpus(where, worker),
         page_size=flags.page_size or engine.page_size,
+        page_pieces=engine.page_pieces,
         kv_cache_dtype=flags.kv_cache_dtype or engine.kv_cache_dtype,
         mem_fraction=flags.mem_fraction or engine.mem_fraction,
         buffer_only=engine.hicache_host_memory_mode == "buffer_only",

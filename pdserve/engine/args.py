@@ -186,6 +186,12 @@ def _hicache(config: EngineConfig, device: Device, storage: Mapping[str, Any] | 
 def _copies(config: EngineConfig, device: Device) -> tuple[str, str]:
     """(layout, I/O backend). Raises ConfigError where they do not fit each other or the device."""
     layout, io_backend = config.layout, config.io_backend
+    if config.page_pieces:
+        if layout not in ("auto", "page_head") or io_backend == "direct":
+            raise ConfigError("engine.page_pieces needs engine.layout page_head and engine.io_backend kernel")
+        return "page_head", "kernel"
+    if layout == "page_head":
+        raise ConfigError("engine.layout: page_head is for engine.page_pieces, which is 0")
     if io_backend == "auto":
         io_backend = "direct" if device == "cpu" or layout == "page_first_direct" else "kernel"
     if layout == "auto":

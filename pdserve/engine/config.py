@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-Layout: TypeAlias = Literal["auto", "page_first_direct", "layer_first", "page_first"]
+Layout: TypeAlias = Literal["auto", "page_first_direct", "layer_first", "page_first", "page_head"]
 HostMemoryMode: TypeAlias = Literal["cache", "buffer_only"]
 
 
@@ -89,6 +89,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "page_first, with io_backend direct page_first_direct."
         ),
     ] = "auto"
+    page_pieces: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Pieces that the pool stores the heads of a page in: the largest --tp-size of the "
+            "workers that share pages. Those of smaller ones then share them too. Needs the layout "
+            "page_head, which auto takes. 0: only workers of one --tp-size share pages.",
+        ),
+    ] = 0
     io_backend: Annotated[
         Literal["auto", "direct", "kernel"],
         Meta(

@@ -76,7 +76,7 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
         if config.storage != "none":
             check_cached(found)
         prepare.share_cores(rank_count(found))
-        identity = kv_identity(found, reveal(config.pool.page_key))
+        identity = kv_identity(found, reveal(config.pool.page_key), config.engine.page_pieces)
         label = served_model_name(config.engine)
         namespace = config.pool.namespace or identity.geometry.namespace(label)
         if config.storage == "pool":

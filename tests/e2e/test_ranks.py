@@ -1,13 +1,16 @@
 """Workers of two ranks (`--tp-size 2`), prefill → pool → decode: answers equal plain SGLang's, and one rank's
-pages that are deleted, corrupt or late cost time and never the answer.
+pages that are deleted, corrupt or late cost time and never the answer. Workers of one rank share their pages.
 
 A rank holds half of the heads, and its pages have names of their own. All ranks of a worker must use the same
-number of pages, so the rank that lacks one decides.
+number of pages, so the rank that lacks one decides. A worker of one rank stores pages in two pieces
+(`page_pieces`), each as a rank of two has it.
 """
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,7 +21,7 @@ import pytest
 
 from pdserve.pages import page_hashes, pool_key
 from tests.support.e2e.arena import drop_page, flip, page_offset
-from tests.support.e2e.cluster import PoolNode, Router, Worker, eventually, http
+from tests.support.e2e.cluster import PoolNode, Router, Worker, eventually, http, pdserve, to_toml
 from tests.support.e2e.prompts import NEW_TOKENS, PAGE, Answer, differences, token_ids
 from tests.support.e2e.routed import found, generate, say, wanted_hits
 from tests.support.e2e.site import Reference, Site
@@ -33,12 +36,13 @@ LACKING = 3
 
 @dataclass
 class Pair:
-    """A prefill and a decode worker of two ranks each, and their router."""
+    """A prefill and a decode worker of two ranks, and their router. `one`: a prefill worker of one rank."""
 
     pool: PoolNode
     prefill: Worker
     decode: Worker
     router: Router
+    one: Worker
 
     @property
     def namespace(self) -> tuple[str, dict[str, str]]:
@@ -49,11 +53,11 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def ranks(site: Site, run_dir: Path) -> Iterator[Pair]:
-    prefill, decode = (site.servers.workers[name] for name in ("ranks-prefill", "ranks-decode"))
+    prefill, decode, one = (site.servers.workers[f"ranks-{name}"] for name in ("prefill", "decode", "one"))
     router = Router(run_dir, prefill=[prefill], decode=[decode], name="router-ranks")
     try:
         router.start()
-        yield Pair(site.pools["pool0"], prefill, decode, router)
+        yield Pair(site.pools["pool0"], prefill, decode, router, one)
     finally:
         router.stop()
 
@@ -83,6 +87,28 @@ def test_answers_of_two_ranks_equal_plain_sglang_and_come_from_the_pool(
     answers = [Answer.of(response.json()) for response in responses]
     assert differences(reference.second[1::6], answers, say(turns)) == []
     assert [sum(found(response).values()) for response in responses] == [*map(wanted_hits, turns)]
+
+
+def test_one_rank_reads_what_two_ranks_stored(ranks: Pair, reference: Reference) -> None:
+    prompts, expected = reference.prompts[44:52:3], reference.first[44:52:3]
+    for prompt in prompts:
+        generate(ranks.router, prompt)
+    bodies = [ranks.one.generate(prompt, NEW_TOKENS) for prompt in prompts]
+    assert differences(expected, [*map(Answer.of, bodies)], say(prompts)) == []
+    assert [body["meta_info"]["cached_tokens"] for body in bodies] == [*map(wanted_hits, prompts)]
+
+
+def test_two_ranks_decode_what_one_rank_prefilled(ranks: Pair, reference: Reference, run_dir: Path) -> None:
+    prompts, expected = reference.prompts[20:44:3], reference.first[20:44:3]
+    router = Router(run_dir, prefill=[ranks.one], decode=[ranks.decode], name="router-unequal")
+    try:
+        router.start()
+        responses = [generate(router, prompt) for prompt in prompts]
+    finally:
+        router.stop()
+    answers = [Answer.of(response.json()) for response in responses]
+    assert differences(expected, answers, say(prompts)) == []
+    assert [found(response).get("pool") for response in responses] == [*map(wanted_hits, prompts)]
 
 
 @pytest.mark.parametrize("fault", ["deleted", "corrupt"])
@@ -134,3 +160,22 @@ def test_a_rank_that_cannot_reach_its_pages_in_time_has_all_compute_them(
     body = ranks.decode.generate(prompt, NEW_TOKENS)
     assert differences([expected], [Answer.of(body)], str) == []
     assert body["meta_info"]["cached_tokens"] == 0
+
+
+def test_a_rank_that_fails_at_its_start_ends_the_cluster_with_its_error(model: Path, tmp_path: Path) -> None:
+    """Rank 1 alone fails: a user has named the cores of one rank. Rank 0 would wait for it for hours."""
+    worker = {"engine": {"model_path": model, "extra_args": ["--tp-size", "2"]}, "storage": "none"}
+    file = tmp_path / "cluster.toml"
+    file.write_text(to_toml({"cluster": {"run_dir": tmp_path / "run"}, "agg": [worker]}))
+    done = subprocess.run(
+        pdserve("up", str(file), "--port", "0"),
+        env={**os.environ, "SGLANG_CPU_OMP_THREADS_BIND": "0"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout
+    assert "NUMA index 1" in done.stdout
+    assert "agg0 exited with status 1 before it was ready" in done.stdout
+    assert "was not ready within" not in done.stdout

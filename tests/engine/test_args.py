@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -91,10 +91,13 @@ def test_users_flags_come_last_and_win() -> None:
         ({"layout": "page_first", "io_backend": "direct"}, "cuda"),
         ({"layout": "page_first"}, "cpu"),
         ({"layout": "page_first_direct", "io_backend": "kernel"}, "cuda"),
+        ({"layout": "page_head"}, "cuda"),
+        ({"page_pieces": 2, "layout": "page_first"}, "cuda"),
+        ({"page_pieces": 2, "io_backend": "direct"}, "cpu"),
     ],
 )
-def test_layout_and_io_backend_must_fit(fields: dict[str, str], device: str) -> None:
-    with pytest.raises(ConfigError, match=r"engine\.(layout|io_backend)"):
+def test_layout_and_io_backend_must_fit(fields: dict[str, Any], device: str) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.(layout|io_backend|page_pieces)"):
         server_argv(config(**fields), "agg", device, POOL)  # type: ignore[arg-type]
 
 
@@ -107,10 +110,12 @@ def test_layout_and_io_backend_must_fit(fields: dict[str, str], device: str) -> 
         ({"layout": "layer_first"}, "cpu", "layer_first", "direct"),
         ({"layout": "page_first_direct"}, "cuda", "page_first_direct", "direct"),
         ({"io_backend": "direct"}, "cuda", "page_first_direct", "direct"),
+        ({"page_pieces": 4}, "cuda", "page_head", "kernel"),
+        ({"page_pieces": 2}, "cpu", "page_head", "kernel"),
     ],
 )
 def test_copies_suit_the_device(
-    fields: dict[str, str], device: Literal["cpu", "cuda"], layout: str, io_backend: str
+    fields: dict[str, Any], device: Literal["cpu", "cuda"], layout: str, io_backend: str
 ) -> None:
     argv = server_argv(config(**fields), "agg", device, POOL)
     assert value(argv, "--hicache-mem-layout") == layout

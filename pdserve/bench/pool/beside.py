@@ -72,7 +72,7 @@ class _Pages(Protocol):
 
 class _InProcess:
     def __init__(self, client: PoolClient, memory: Bytes1D, page_bytes: int) -> None:
-        self._chains = ChainClient(client, {KV: RANK})
+        self._chains = ChainClient(client, {KV: [RANK]})
         self._memory = memory
         self._page_bytes = page_bytes
 
@@ -121,7 +121,7 @@ def measure_beside(
         memory: Bytes1D = np.frombuffer(mmap.mmap(fd, sets * batch * size), np.uint8)
         memory[:] = np.resize(np.random.default_rng(0).integers(0, 256, size, np.uint8), memory.size)
         host = HostPages([(fd, memory.size)], [Segment(0, 0, size, size)], 1, sets * batch)
-        mover = MoverClient(client.config, "bench", {"bench": "1"}, {KV: HostPart(host, RANK)})
+        mover = MoverClient(client.config, "bench", {"bench": "1"}, {KV: HostPart(host, (RANK,))})
         stack.enter_context(closing(mover))
         ways: dict[Way, _Pages] = {"in process": _InProcess(client, memory, size), "mover": mover}
         run = _Run(_Batches(sets, batch), workload.seconds, client.clear)

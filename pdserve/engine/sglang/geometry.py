@@ -83,9 +83,9 @@ class KvIdentity:
     parts: list[PagePart] = field(default_factory=list)
 
 
-def kv_identity(server_args: Any, page_key: str = "") -> KvIdentity:
+def kv_identity(server_args: Any, page_key: str = "", pieces: int = 0) -> KvIdentity:
     """`server_args`: SGLang's arguments, resolved (`server_args.resolved`). `page_key`: pages end with a tag
-    made with it, so workers with another one must not share their namespace.
+    made with it, so workers with another one must not share their namespace. `pieces`: `page_pieces`.
 
     Raises StartupError when the model is no local directory (its revision could not be told from its name),
     or its pages are divided between ranks in a way that has no names here.
@@ -109,6 +109,12 @@ def kv_identity(server_args: Any, page_key: str = "") -> KvIdentity:
     dp_size = max(server_args.attn_dp_size, server_args.dp_size if server_args.enable_dp_attention else 1)
     tp_size = server_args.tp_size // dp_size
     windows = _parts(config, server_args.page_size)
+    if pieces and windows:
+        said = f"engine.page_pieces: this model keeps {', '.join(windows)} state beside its KV pages"
+        raise StartupError(f"{said}, which has no pieces: give all workers one --tp-size")
+    if pieces and not replicated:
+        _check_pieces(pieces, tp_size, int(config.get_total_num_kv_heads()), server_args.hicache_mem_layout)
+        tp_size = pieces
     geometry = KvGeometry(
         model=kept_fingerprint(model_path, model_fingerprint),
         dtype=dtype,
@@ -165,6 +171,20 @@ def _parts(config: Any, page_size: int) -> dict[str, int]:
     if mambaish_config(config) is not None:
         parts[MAMBA] = 1  # the state at the end
     return parts
+
+
+def _check_pieces(pieces: int, tp_size: int, kv_heads: int, layout: str) -> None:
+    """Raises StartupError where ranks do not hold whole pieces of pages."""
+    option = f"engine.page_pieces = {pieces}"
+    if layout != "page_head":
+        raise StartupError(f"{option} needs the layout page_head, and not {layout}")
+    if kv_heads % pieces:
+        raise StartupError(f"{option}: it must divide the model's {kv_heads} KV heads")
+    if pieces % tp_size and not (tp_size % pieces == 0 and pieces == kv_heads):
+        raise StartupError(
+            f"{option}: a rank of --tp-size {tp_size} holds no whole pieces: take the largest --tp-size of "
+            f"the workers that share pages, at most {kv_heads}"
+        )
 
 
 def longest_tokens(server_args: Any) -> int:

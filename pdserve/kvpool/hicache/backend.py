@@ -51,12 +51,13 @@ from pdserve.kvpool.hicache.page_access import HostPool, PageAccess, open_access
 from pdserve.kvpool.hicache.page_trace import PageTrace
 from pdserve.kvpool.hicache.ssd_pages import came_from_ssd
 from pdserve.kvpool.mover.chain_client import Moved
-from pdserve.pages import KV, STATES, KvGeometry, part_suffix, rank_suffix
+from pdserve.pages import KV, STATES, KvGeometry, part_suffix, piece_suffixes
 from pdserve.tokens import Secret, decode_secret
 
 logger = logging.getLogger(__name__)
 
 WARN_EVERY_S = 10.0
+BY_HEAD = "page_head"  # SGLang's layout of pages in pieces, see `piece_suffixes`
 
 
 class BackendSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -259,14 +260,16 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
                 f"SGLang moves no {part} pages of layout {host_pool.layout} ({error}): unset engine.layout"
             ) from error
         config = self._config
-        rank = rank_suffix(
+        pieces = declared.tp_size if part == KV and declared.layout == BY_HEAD else config.tp_size
+        ranks = piece_suffixes(
             replicated=config.is_mla_model and part not in STATES,
             tp_rank=config.tp_rank,
             tp_size=config.tp_size,
             pp_rank=config.pp_rank,
             pp_size=config.pp_size,
+            pieces=int(pieces),
         )
-        self._pools[part] = HostPool(host_pool, part_suffix(rank, part))
+        self._pools[part] = HostPool(host_pool, tuple(part_suffix(rank, part) for rank in ranks))
 
     @property
     def _opened(self) -> PageAccess:
@@ -307,7 +310,8 @@ def _check_ranks(config: HiCacheStorageConfig, declared: KvGeometry) -> None:
     if config.attn_cp_size > 1:
         # of MLA's ranks SGLang 0.5.23 has the first alone write: the pages of the others would never come
         raise StartupError("prefill context parallelism divides pages in a way that the pool cannot name yet")
-    tp_size = "replicated" if config.is_mla_model else str(config.tp_size)
+    of_ranks = declared.tp_size if declared.layout == BY_HEAD else str(config.tp_size)
+    tp_size = "replicated" if config.is_mla_model else of_ranks
     actual = {"tp_size": tp_size, "pp_size": str(config.pp_size)}
     for field, value in actual.items():
         if getattr(declared, field) != value:

@@ -33,10 +33,10 @@ PROBED_PAGES: Final = 64  # whose addresses show how a host pool is laid out
 
 @dataclass(frozen=True)
 class HostPool:
-    """SGLang's host pool of one part, and what the keys of its pages end with."""
+    """SGLang's host pool of one part, and what the keys of its pages' pieces end with."""
 
     pool: Any
-    suffix: bytes
+    suffixes: tuple[bytes, ...]
 
 
 class PageAccess(Protocol):
@@ -83,9 +83,9 @@ def open_access(
             return ByMover(mover, {part: host.pages.page_tokens for part, host in parts.items()})
         text = "SGLang's host pool cannot be shared with another process: its scheduler moves pages itself"
         logger.warning(text)
-    largest = max(page_bytes(host.pool) for host in pools.values())
+    largest = max(page_bytes(host.pool) // len(host.suffixes) for host in pools.values())
     client = PoolClient(config, namespace, geometry, name=name, page_bytes=largest)
-    chains = ChainClient(client, {part: host.suffix for part, host in pools.items()})
+    chains = ChainClient(client, {part: host.suffixes for part, host in pools.items()})
     return InProcess(chains, {part: host.pool for part, host in pools.items()})
 
 
@@ -96,7 +96,7 @@ def host_parts(pools: Mapping[str, HostPool]) -> dict[str, HostPart] | None:
         pages = host_pages(host.pool)
         if pages is None:
             return None
-        parts[part] = HostPart(pages, host.suffix)
+        parts[part] = HostPart(pages, host.suffixes)
     return parts
 
 

@@ -51,10 +51,10 @@ class HostPages(msgspec.Struct, frozen=True):
 
 
 class HostPart(msgspec.Struct, frozen=True):
-    """A host pool that holds one part of pages. `suffix`: of the keys of its pages."""
+    """A host pool that holds one part of pages. `suffixes`: of the keys of its pages' pieces."""
 
     pages: HostPages
-    suffix: bytes = b""
+    suffixes: tuple[bytes, ...] = (b"",)
 
 
 class MappedHostPages:

@@ -13,7 +13,7 @@ import msgspec
 
 from pdserve.kvpool.mover.host_pages import HostPart
 
-VERSION: Final = 2
+VERSION: Final = 3
 LENGTH: Final = struct.Struct("<I")
 MAX_FRAME_BYTES: Final = 64 * 1024 * 1024
 

@@ -120,9 +120,9 @@ def main(descriptor: int) -> int:
 def _begin(start: Start) -> None:
     config = msgspec.convert(start.pool, PoolClientConfig, dec_hook=decode_secret)
     parts = start.parts
-    largest = max(part.pages.page_bytes for part in parts.values())
+    largest = max(part.pages.page_bytes // len(part.suffixes) for part in parts.values())
     client = PoolClient(config, start.namespace, start.geometry, name=start.name, page_bytes=largest)
-    chains = ChainClient(client, {name: part.suffix for name, part in parts.items()})
+    chains = ChainClient(client, {name: part.suffixes for name, part in parts.items()})
     mover = Mover(chains, {name: MappedHostPages(part.pages) for name, part in parts.items()})
     for fd in start.lanes:
         lane = Lane(socket.socket(fileno=fd))

@@ -53,12 +53,13 @@ def identity(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             is_hybrid_swa=False,
             sliding_window_size=None,
             attention_chunk_size=None,
+            get_total_num_kv_heads=lambda: 4,
         )
 
     monkeypatch.setattr(geometry, "ModelConfig", SimpleNamespace(from_server_args=model_config))
     monkeypatch.setattr(geometry, "mambaish_config", lambda config: None)
-    return lambda **changed: geometry.kv_identity(
-        SimpleNamespace(**{**DEFAULTS, "model_path": str(tmp_path), **changed})
+    return lambda pieces=0, **changed: geometry.kv_identity(
+        SimpleNamespace(**{**DEFAULTS, "model_path": str(tmp_path), **changed}), pieces=pieces
     )
 
 
@@ -126,6 +127,34 @@ def test_data_parallel_attention_divides_heads_by_what_is_left(
     found = identity(tp_size=4, **data_parallel)
     assert found.geometry.tp_size == "2"
     assert found.rank_suffixes == [b"tp0/2", b"tp1/2"]
+
+
+def test_workers_of_unequal_tp_sizes_share_pages_in_pieces(identity: Any) -> None:
+    by_head = {"hicache_mem_layout": "page_head"}
+    found = [identity(2, tp_size=size, **by_head) for size in (1, 2)]
+    assert found[0] == found[1]
+    assert found[0].rank_suffixes == [b"tp0/2", b"tp1/2"]
+    assert identity(4, tp_size=8, **by_head) == identity(4, tp_size=1, **by_head)
+    assert identity(4, **by_head).geometry != found[0].geometry
+
+
+@pytest.mark.parametrize(
+    ("pieces", "changed", "said"),
+    [
+        (
+            2,
+            {"hicache_mem_layout": "page_first"},
+            "page_pieces = 2 needs the layout page_head, and not page_",
+        ),
+        (3, {"hicache_mem_layout": "page_head"}, "it must divide the model's 4 KV heads"),
+        (2, {"hicache_mem_layout": "page_head", "tp_size": 4}, "a rank of --tp-size 4 holds no whole pieces"),
+    ],
+)
+def test_pieces_that_ranks_do_not_hold_whole_are_refused(
+    identity: Any, pieces: int, changed: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(StartupError, match=said):
+        identity(pieces, **changed)
 
 
 def test_pages_that_cannot_be_named_are_refused(identity: Any) -> None:

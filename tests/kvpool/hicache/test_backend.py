@@ -124,6 +124,36 @@ def test_pages_come_back_into_other_host_pages(pool: Pool, layout: str) -> None:
     two.close()
 
 
+def by_head(pool: Pool, host: HostPool, rank: int, ranks: int) -> Any:
+    """A rank's backend; pages lie in the pool in two pieces."""
+    declared = geometry(layout="page_head", tp_size="2")
+    made = hicache_backend.PdserveHiCache(storage_config(pool, declared, tp_rank=rank, tp_size=ranks), {})
+    attach(made, host)
+    return made
+
+
+def test_one_rank_and_two_ranks_read_each_others_pages(pool: Pool) -> None:
+    whole, halves = HostPool("page_head"), [HostPool("page_head", heads=2) for _ in range(2)]
+    whole.fill([5, 6], seed=3)
+    one, two = by_head(pool, whole, 0, 1), [by_head(pool, half, i, 2) for i, half in enumerate(halves)]
+    assert one.batch_set_v1(names(2), indices([5, 6])) == [True] * 2
+    for rank, (half, made) in enumerate(zip(halves, two, strict=True)):
+        assert made.batch_exists(names(3)) == 2
+        assert made.batch_get_v1(names(2), indices([8, 9])) == [True] * 2
+        for segment, got in zip(whole.segments(5), half.segments(8), strict=True):
+            assert np.array_equal(segment.reshape(2, -1)[rank], got)
+    chain = names(4)[2:]
+    for rank, (half, made) in enumerate(zip(halves, two, strict=True)):
+        half.fill([1, 2], seed=rank)
+        assert made.batch_set_v1(chain[: 2 - rank], indices([1, 2][: 2 - rank])) == [True] * (2 - rank)
+    assert one.batch_exists(chain) == 1  # of the second page, one piece is missing
+    assert one.batch_get_v1(chain, indices([0, 1])) == [True, False]
+    for place, segment in enumerate(whole.segments(0)):
+        assert np.array_equal(segment, np.concatenate([half.segments(1)[place] for half in halves]))
+    for made in (one, *two):
+        made.close()
+
+
 def test_exists_counts_the_chain_from_its_start(pool: Pool) -> None:
     made = backend(pool, HostPool("page_first"))
     chain = names(5)

@@ -101,7 +101,7 @@ def test_pages_come_back_into_other_host_pages(rank: Callable[..., Rank], layout
 
 def test_parts_of_pages_move_between_their_own_host_pools(node: ProcessPool) -> None:
     ours, windows = HostPool("page_first", shared=True), HostPool("page_first", shared=True, layers=7)
-    parts = host_parts({KV: AccessPool(ours, b""), "swa": AccessPool(windows, b".swa")})
+    parts = host_parts({KV: AccessPool(ours, (b"",)), "swa": AccessPool(windows, (b".swa",))})
     assert parts is not None
     refs = [PoolNodeRef(node=node.config.name, address=node.address)]
     mover = MoverClient(PoolClientConfig(nodes=refs), "parts", GEOMETRY, parts)

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from tests.support.e2e.cluster import PoolNode, Router, Worker, eventually, free_port
+from tests.support.e2e.cluster import PoolNode, Router, Worker, eventually
+from tests.support.e2e.latent_model import make_latent_model
 from tests.support.e2e.prompts import NEW_TOKENS, Answer, first_turns, second_turn
 from tests.support.e2e.servers import Servers
 from tests.support.kvpool.etcd_server import EtcdServer
@@ -26,7 +28,8 @@ NEEDS: Final = {
     "file_worker": ("file",),
     "ucx_worker": ("ucx",),
     "agg_worker": ("agg",),
-    "ranks": ("ranks-prefill", "ranks-decode"),
+    "latent": ("latent",),
+    "ranks": ("ranks-prefill", "ranks-decode", "ranks-one"),
     "cluster": ("prefill0", "decode0", "prefill1", "decode1"),
     "direct": ("sender", "receiver", "decode0"),
 }
@@ -200,6 +203,7 @@ class Site:
 
 
 def _workers(run_dir: Path, model: Path, pools: dict[str, PoolNode], etcd: EtcdServer) -> list[Worker]:
+    latent_model = make_latent_model(model, run_dir / "demo-latent")
     exact = engine_settings(model)
     direct = {
         "handoff": "direct",
@@ -211,7 +215,8 @@ def _workers(run_dir: Path, model: Path, pools: dict[str, PoolNode], etcd: EtcdS
     file = engine_settings(model, layout="layer_first")
     pages = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(run_dir / "pages")}
     registered = {"etcd": {"endpoints": [etcd.url]}}
-    two_ranks = engine_settings(model, extra_args=["--tp-size", "2"])
+    two_ranks = engine_settings(model, page_pieces=2, extra_args=["--tp-size", "2"])
+    latent = engine_settings(latent_model, extra_args=["--tp-size", "2"])
     patient = {"publish_timeout_s": 30.0}
     to_file = {"storage": "file", "stop_grace_s": 600.0}
     stepwise = {"pull_step_tokens": CHUNK_TOKENS}
@@ -226,6 +231,8 @@ def _workers(run_dir: Path, model: Path, pools: dict[str, PoolNode], etcd: EtcdS
         Worker("agg", "file", run_dir, file, settings=to_file, env=pages),
         Worker("prefill", "ranks-prefill", run_dir, two_ranks, of_ranks, patient),
         Worker("decode", "ranks-decode", run_dir, two_ranks, of_ranks),
+        Worker("prefill", "ranks-one", run_dir, engine_settings(model, page_pieces=2), of_ranks, patient),
+        Worker("agg", "latent", run_dir, latent, of_ranks),
         Worker("prefill", "prefill0", run_dir, chunked, disaggregated),
         Worker("prefill", "prefill1", run_dir, staged, disaggregated),
         Worker("decode", "decode0", run_dir, exact, disaggregated, stepwise),

@@ -12,8 +12,10 @@ import torch
 
 PAGE_TOKENS = 4
 TOKEN_BYTES = 64  # of K, or of V, in one layer
+HEADS = 4
 LAYERS = 3
 HOST_PAGES = 200
+_BY_PAGE = ("page_first", "page_head")  # the bytes of a page stand together
 
 
 class HostPool:
@@ -27,16 +29,18 @@ class HostPool:
         shared: bool = False,
         layers: int = LAYERS,
         page_tokens: int = PAGE_TOKENS,
+        heads: int = HEADS,
     ) -> None:
-        """`shared`: with a descriptor, as SGLang's `shm` allocator makes it."""
+        """`shared`: with a descriptor, as SGLang's `shm` allocator makes it. `heads`: of this rank."""
         self.layout = layout
         self.layers = layers
         self.page_size = page_tokens
         self.dtype = dtype
+        token_bytes = TOKEN_BYTES * heads // HEADS
         shape = (
-            (2, HOST_PAGES, layers * page_tokens * TOKEN_BYTES)
-            if layout == "page_first"
-            else (2, layers, HOST_PAGES, page_tokens * TOKEN_BYTES)
+            (2, HOST_PAGES, layers * page_tokens * token_bytes)
+            if layout in _BY_PAGE
+            else (2, layers, HOST_PAGES, page_tokens * token_bytes)
         )
         self.size = HOST_PAGES * page_tokens
         self.device_capacity_tokens = self.size // 2
@@ -49,7 +53,7 @@ class HostPool:
             self.kv = np.frombuffer(mapping, np.uint8).reshape(shape)
 
     def segments(self, page: int) -> list[np.ndarray[Any, Any]]:
-        if self.layout == "page_first":
+        if self.layout in _BY_PAGE:
             return [self.kv[part, page] for part in range(2)]
         return [self.kv[part, layer, page] for layer in range(self.layers) for part in range(2)]
 

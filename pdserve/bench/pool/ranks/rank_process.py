@@ -60,7 +60,7 @@ class Rank:
         self._indices = [row.tobytes() for row in np.arange(config.pages, dtype=np.int64).reshape(-1, batch)]
         self._names = [[os.urandom(32).hex() for _ in range(batch)] for _ in self._indices]
         host = HostPages([(fd, memory.size)], [Segment(0, 0, size, size)], 1, config.pages)
-        parts = {KV: HostPart(host, config.name.encode())}
+        parts = {KV: HostPart(host, (config.name.encode(),))}
         self._mover = MoverClient(config.client, "bench", {"bench": "1"}, parts, name=config.name)
 
     def do(self, work: Work) -> int:

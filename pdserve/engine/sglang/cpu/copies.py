@@ -4,6 +4,7 @@ Shapes (one K or V tensor each):
 - device, layer first: one tensor per layer, `[tokens, heads, dim]`
 - host, layer_first: one tensor per layer, `[tokens, heads, dim]`
 - host, page_first_direct: `[pages, layers, page_size, heads, dim]`
+- host, page_head: `[pages, heads, page_size, layers, dim]`
 
 Indices are token positions, int64, whole pages: each run of `page_size` of them is one page's consecutive
 slots. Names and parameters are those of `sgl_kernel.kvcacheio`.
@@ -11,6 +12,7 @@ slots. Names and parameters are those of `sgl_kernel.kvcacheio`.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
@@ -60,3 +62,54 @@ def transfer_kv_all_layer_direct_lf_pf(
     for index, src in enumerate(src_ptrs):
         host = dst_ptrs[index // layers]
         host[pages, index % layers] = src[src_indices].reshape(len(pages), page_size, *src.shape[1:])
+
+
+def transfer_kv_per_layer_ph_lf(
+    src_k: torch.Tensor,
+    dst_k: torch.Tensor,
+    src_v: torch.Tensor,
+    dst_v: torch.Tensor,
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
+    layer_id: int,
+    item_size: int,
+    src_layout_dim: int,
+    page_size: int,
+    head_num: int,
+) -> None:
+    """One layer of host pages (page_head) to device slots."""
+    pages = src_indices.cpu()[::page_size] // page_size
+    dst_indices = dst_indices.cpu()
+    for src, dst in ((src_k, dst_k), (src_v, dst_v)):
+        found = src.select(3, layer_id)[pages]  # [pages, heads, page_size, dim]
+        dst[dst_indices] = found.transpose(1, 2).reshape(-1, head_num, found.shape[-1])
+
+
+def transfer_kv_all_layer_lf_ph(
+    src_k_layers: torch.Tensor,
+    dst_k: torch.Tensor,
+    src_v_layers: torch.Tensor,
+    dst_v: torch.Tensor,
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
+    item_size: int,
+    dst_layout_dim: int,
+    num_layers: int,
+    page_size: int,
+    head_num: int,
+) -> None:
+    """All layers of device slots to host pages (page_head). `src_k_layers`, `src_v_layers`: the addresses of
+    each layer's slots, uint64 `[layers]`; a slot has `item_size` bytes.
+    """
+    pages = dst_indices.cpu()[::page_size] // page_size
+    src_indices = src_indices.cpu()
+    if not src_indices.numel():
+        return
+    length = (int(src_indices.max()) + 1) * item_size
+    for addresses, dst in ((src_k_layers, dst_k), (src_v_layers, dst_v)):
+        host = dst.view(torch.uint8)
+        for layer, address in enumerate(addresses.tolist()[:num_layers]):
+            memory = (ctypes.c_uint8 * length).from_address(address)
+            slots = torch.frombuffer(memory, dtype=torch.uint8).reshape(-1, item_size)[src_indices]
+            found = slots.reshape(len(pages), page_size, head_num, -1)
+            host.select(3, layer)[pages] = found.transpose(1, 2)

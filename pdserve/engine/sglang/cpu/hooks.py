@@ -18,11 +18,11 @@ import torch
 
 from pdserve.engine.sglang.cpu import attention, copies, hashing, streams
 
-MHA_HOST_POOL = "sglang.srt.mem_cache.pool_host.mha"
 HOST_POOL_BASE = "sglang.srt.mem_cache.pool_host.base"
 SENDER = "sglang.srt.disaggregation.mooncake.conn"
 SCHEDULER = "sglang.srt.managers.scheduler"
 NCCL_LIBRARY = "sglang.srt.distributed.device_communicators.pynccl_wrapper"
+LATENT_ATTENTION = "sglang.srt.models.deepseek_common.attention_backend_handler"
 HASH_USER = "sglang.srt.mem_cache.utils"
 ATTENTION_BACKEND = "sglang.srt.layers.attention.torch_native_backend"
 
@@ -106,20 +106,40 @@ def _without_nccl(_init: Callable[..., None]) -> Callable[..., None]:
     return no_library
 
 
+def _absorbed(get_handler: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Latent attention (MLA) with torch's own attention reads latent vectors from the cache, new tokens' too.
+    SGLang 0.5.23 would use the method of Triton, which has keys of new tokens in another form.
+    """
+    module = importlib.import_module(LATENT_ATTENTION)
+
+    @functools.wraps(get_handler)
+    def handler_of(backend_name: str) -> Any:
+        if backend_name == "torch_native":
+            return lambda _attention, _batch: module.AttnForwardMethod.MLA
+        return get_handler(backend_name)
+
+    return handler_of
+
+
+def _always(replacement: Callable[..., None]) -> Callable[[Any], Callable[..., None]]:
+    return lambda _original: replacement
+
+
+DIRECT_COPIES = (
+    copies.transfer_kv_direct,
+    copies.transfer_kv_per_layer_direct_pf_lf,
+    copies.transfer_kv_all_layer_direct_lf_pf,
+)
+COPIES = {
+    "sglang.srt.mem_cache.pool_host.mha": (
+        *DIRECT_COPIES,
+        copies.transfer_kv_per_layer_ph_lf,
+        copies.transfer_kv_all_layer_lf_ph,
+    ),
+    "sglang.srt.mem_cache.pool_host.mla": DIRECT_COPIES,
+}
 HOOKS: tuple[Hook, ...] = (
-    Hook(MHA_HOST_POOL, "transfer_kv_direct", None, lambda _: copies.transfer_kv_direct),
-    Hook(
-        MHA_HOST_POOL,
-        "transfer_kv_per_layer_direct_pf_lf",
-        None,
-        lambda _: copies.transfer_kv_per_layer_direct_pf_lf,
-    ),
-    Hook(
-        MHA_HOST_POOL,
-        "transfer_kv_all_layer_direct_lf_pf",
-        None,
-        lambda _: copies.transfer_kv_all_layer_direct_lf_pf,
-    ),
+    *(Hook(pool, copy.__name__, None, _always(copy)) for pool, used in COPIES.items() for copy in used),
     Hook(
         HOST_POOL_BASE,
         "HostKVCache.__init__",
@@ -164,6 +184,7 @@ HOOKS: tuple[Hook, ...] = (
 )
 SCHEDULER_HOOKS: tuple[Hook, ...] = (
     Hook(SENDER, "MooncakeKVSender.supports_host_tensor_indices", None, lambda _: False),
+    Hook(LATENT_ATTENTION, "AttentionBackendRegistry.get_handler", ("backend_name",), _absorbed),
     Hook(NCCL_LIBRARY, "NCCLLibrary.__init__", ("so_file",), _without_nccl),
     Hook(SCHEDULER, "Scheduler.on_idle", ("self",), _resting),
     Hook(SCHEDULER, "Scheduler.stash_chunked_request", ("self", "req"), _publishing),
@@ -216,10 +237,11 @@ def missing() -> Iterator[str]:
 
 
 def _unused_copies() -> Iterator[str]:
-    """The three copies have no original on CPU to compare with: SGLang's code must still call
+    """The copies have no original on CPU to compare with: SGLang's code must still call
     them by name.
     """
-    source = inspect.getsource(importlib.import_module(MHA_HOST_POOL))
-    for hook in HOOKS:
-        if hook.module == MHA_HOST_POOL and f"{hook.attribute}(" not in source:
-            yield f"{hook.name} (no longer called)"
+    for pool, called in COPIES.items():
+        source = inspect.getsource(importlib.import_module(pool))
+        for copy in called:
+            if f"{copy.__name__}(" not in source:
+                yield f"{pool}.{copy.__name__} (no longer called)"

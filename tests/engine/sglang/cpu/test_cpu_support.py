@@ -52,6 +52,28 @@ def test_layer_first_copy_moves_only_the_named_slots() -> None:
     assert not target[0][page:].any()
 
 
+def test_page_head_copy_puts_each_head_of_a_page_side_by_side_and_back() -> None:
+    layers, page, heads, dim = 2, 4, 3, 5
+    keys, values = ([torch.randn(3 * page, heads, dim) for _ in range(layers)] for _ in range(2))
+    host_k, host_v = (torch.zeros(4, heads, page, layers, dim) for _ in range(2))
+    row = heads * dim * 4
+    copies.transfer_kv_all_layer_lf_ph(
+        *(torch.tensor([one.data_ptr() for one in keys], dtype=torch.uint64), host_k),
+        *(torch.tensor([one.data_ptr() for one in values], dtype=torch.uint64), host_v),
+        *(slots([2, 0], page), slots([1, 3], page), row, 0, layers, page, heads),
+    )
+    for layer in range(layers):
+        assert torch.equal(host_k[1, :, :, layer], keys[layer][2 * page :].transpose(0, 1))
+        assert torch.equal(host_v[3, :, :, layer], values[layer][:page].transpose(0, 1))
+    assert not host_k[[0, 2]].any()
+    back_k, back_v = torch.zeros_like(keys[1]), torch.zeros_like(values[1])
+    copies.transfer_kv_per_layer_ph_lf(
+        *(host_k, back_k, host_v, back_v, slots([3], page), slots([1], page), 1, row, 0, page, heads)
+    )
+    assert torch.equal(back_k[page : 2 * page], keys[1][:page])
+    assert torch.equal(back_v[page : 2 * page], values[1][:page])
+
+
 @pytest.mark.parametrize(("prefix", "window"), [(0, None), (3, None), (3, -1), (0, 2), (3, 2)])
 def test_mask_is_causal_from_the_lower_right(prefix: int, window: int | None) -> None:
     total = 6
