@@ -65,6 +65,7 @@ PLACES: Final = (
     *places(
         "sglang.srt.configs.model_config",
         "ModelConfig.from_server_args(server_args)",
+        "ModelConfig.get_total_num_kv_heads(self)",
         "ModelConfig._derive_hybrid_model sets is_hybrid_swa, full_attention_layer_ids",
         "ModelConfig.__init__ sets sliding_window_size, attention_chunk_size",
     ),

@@ -110,12 +110,12 @@ def _absorbed(get_handler: Callable[[str], Any]) -> Callable[[str], Any]:
     """Latent attention (MLA) with torch's own attention reads latent vectors from the cache, new tokens' too.
     SGLang 0.5.23 would use the method of Triton, which has keys of new tokens in another form.
     """
-    module = importlib.import_module(LATENT_ATTENTION)
+    absorbed = importlib.import_module(LATENT_ATTENTION).AttnForwardMethod.MLA
 
     @functools.wraps(get_handler)
     def handler_of(backend_name: str) -> Any:
         if backend_name == "torch_native":
-            return lambda _attention, _batch: module.AttnForwardMethod.MLA
+            return lambda _attention, _batch: absorbed
         return get_handler(backend_name)
 
     return handler_of
