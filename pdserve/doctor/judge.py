@@ -173,6 +173,7 @@ def _roles(found: Sequence[Worker]) -> Iterator[Finding]:
 _ALIKE: Final = (
     ("page size", "page_size", "start all with one engine.page_size"),
     ("layout", "layout", "start all with one engine.layout"),
+    ("ranks", "tp_size", "start all with one --tp-size, or with one engine.page_pieces"),
     ("KV dtype", "kv_dtype", "start all with one engine.kv_cache_dtype and engine.dtype"),
     ("model revision", "model", "give all the same files: their weights or configuration differ"),
     ("tokenizer", "tokenizer", "give all the same tokenizer files: prompts become other tokens"),

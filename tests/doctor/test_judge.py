@@ -23,7 +23,13 @@ MACHINE = Machine(
     ucx_gbps=3.0,
 )
 ROOM = ArenaRoom(nodes=("a", "b"), place="/dev/shm", free_bytes=60 << 30, needed_bytes=50 << 30)
-GEOMETRY = {"model": "aa", "kv_dtype": "bfloat16", "page_size": "64", "layout": "page_first_direct"}
+GEOMETRY = {
+    "model": "aa",
+    "kv_dtype": "bfloat16",
+    "page_size": "64",
+    "layout": "page_first_direct",
+    "tp_size": "1",
+}
 WORKER = Worker(
     url="http://a",
     ready=True,
@@ -154,6 +160,7 @@ def test_the_transport_that_will_be_used_is_named() -> None:
         ({"ready": False}, "fail", "worker"),
         ({"page_size": 32}, "fail", "page size"),
         ({"geometry": {**GEOMETRY, "layout": "layer_first"}}, "fail", "layout"),
+        ({"geometry": {**GEOMETRY, "tp_size": "2"}}, "fail", "ranks"),
         ({"geometry": {**GEOMETRY, "kv_dtype": "float8_e4m3fn"}}, "fail", "KV dtype"),
         ({"geometry": {**GEOMETRY, "model": "bb"}}, "fail", "model revision"),
         ({"tokenizer": "u"}, "fail", "tokenizer"),
@@ -203,7 +210,7 @@ def test_of_a_worker_that_tells_nothing_of_itself_nothing_is_made_up() -> None:
         ({"chat_template": ""}, ["chat template"]),
         ({"namespace": ""}, ["namespace"]),
         ({"page_size": 0, "prefetch_threshold": 0}, []),  # its geometry has it
-        ({"geometry": {}}, ["layout", "KV dtype", "model revision"]),
+        ({"geometry": {}}, ["layout", "ranks", "KV dtype", "model revision"]),
     ],
 )
 def test_workers_that_do_not_say_what_must_be_alike_are_named(

@@ -113,7 +113,9 @@ def kv_identity(server_args: Any, page_key: str = "", pieces: int = 0) -> KvIden
     if pieces and windows:
         said = f"engine.page_pieces: this model keeps {', '.join(windows)} state beside its KV pages"
         raise StartupError(f"{said}, which has no pieces: give all workers one --tp-size")
-    if pieces and not replicated:
+    if pieces and replicated:
+        raise StartupError("engine.page_pieces: all ranks of this model hold the same pages: leave it out")
+    if pieces:
         _check_pieces(pieces, tp_size, int(config.get_total_num_kv_heads()), server_args.hicache_mem_layout)
         tp_size = pieces
     geometry = KvGeometry(

@@ -157,6 +157,20 @@ def test_pieces_that_ranks_do_not_hold_whole_are_refused(
         identity(pieces, **changed)
 
 
+def test_pages_that_all_ranks_hold_or_that_have_parts_are_not_cut_in_pieces(
+    identity: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(geometry, "is_deepseek_dsa", lambda config: False)
+    (tmp_path / "config.json").write_text('{"attention": "MLA"}')
+    assert identity(tp_size=2) == identity()
+    with pytest.raises(StartupError, match="all ranks of this model hold the same pages"):
+        identity(2, hicache_mem_layout="page_head")
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(geometry, "_parts", lambda config, page_size: {"swa": 2})
+    with pytest.raises(StartupError, match="keeps swa state beside its KV pages, which has no pieces"):
+        identity(2, hicache_mem_layout="page_head")
+
+
 def test_pages_that_cannot_be_named_are_refused(identity: Any) -> None:
     for flag in ("dcp_size", "attn_cp_size"):
         with pytest.raises(StartupError, match=flag.replace("_", "-")):
