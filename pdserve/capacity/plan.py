@@ -180,12 +180,15 @@ def _pieces(worker: WorkerNeed) -> int:
 
 
 def _untried(worker: WorkerNeed) -> Iterator[Note]:
-    """What should work, and nobody has seen."""
-    if worker.has_storage and worker.attention_dp > 1:
-        says = (
-            "attention data parallelism was never run with the pool, and requests of a conversation go to any"
-        )
-        yield Note("warn", worker.name, f"{says} of its groups", "compare answers with those of plain SGLang")
+    """What should work, and nobody has seen on a GPU."""
+    if not worker.has_storage:
+        return
+    if worker.attention_dp > 1:
+        says = "the pool with attention data parallelism is untested, and groups share no device memory"
+        yield Note("warn", worker.name, says, "compare answers with those of plain SGLang")
+    if worker.page_pieces:
+        says = "engine.page_pieces is untested on GPUs"
+        yield Note("warn", worker.name, says, "compare answers with those of plain SGLang")
 
 
 def _unsupported(worker: WorkerNeed, model: Model) -> Iterator[Note]:
