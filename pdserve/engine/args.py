@@ -85,6 +85,7 @@ NEEDED: Mapping[str, str] = {
 """SGLang's arguments that no flag of a user may change, with the reason or the option to set instead."""
 NEEDED_ON_CPU: Mapping[str, str] = {
     "dp_size": "on CPU run more workers instead",
+    "attn_dp_size": "SGLang's attention on CPU has no data parallelism, run more workers instead",
     "hicache_io_backend": "on CPU only direct works",
     "enable_torch_compile": "torch's compiler is off on CPU, so that a worker starts sooner",
     "enable_lora": "LoRA needs pinned memory, which a CPU has none of",

@@ -52,6 +52,11 @@ def test_what_a_worker_needs_are_arguments_that_sglang_has(engine: EngineConfig)
             "--api-key would be set, but a worker needs none: set cluster_token",
         ),
         (["--dp-size", "2"], "--dp-size would be 2, but a worker needs 1: on CPU run more workers instead"),
+        (
+            ["--tp-size", "2", "--attn-dp-size", "2"],
+            "--attn-dp-size would be 2, but a worker needs 1: SGLang's",
+        ),
+        (["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"], "--attn-dp-size would be 2, but a"),
         (["--served-model-name", "x"], "set engine.served_model_name"),
         (["--hicache-host-memory-mode", "buffer_only"], "set engine.hicache_host_memory_mode"),
     ],
