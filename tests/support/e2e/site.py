@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from tests.support.e2e.cluster import PoolNode, Router, Worker, eventually, free_port
-from tests.support.e2e.cluster import PoolNode, Router, Worker, eventually
 from tests.support.e2e.latent_model import make_latent_model
 from tests.support.e2e.prompts import NEW_TOKENS, Answer, first_turns, second_turn
 from tests.support.e2e.servers import Servers
