@@ -54,6 +54,9 @@ def test_what_a_worker_needs_are_arguments_that_sglang_has(engine: EngineConfig)
         (["--dp-size", "2"], "--dp-size would be 2, but a worker needs 1: on CPU run more workers instead"),
         (["--served-model-name", "x"], "set engine.served_model_name"),
         (["--hicache-host-memory-mode", "buffer_only"], "set engine.hicache_host_memory_mode"),
+        (["--enable-flexkv"], "--enable-flexkv would be True, but a worker needs False: pages would no"),
+        (["--elastic-ep-backend", "mooncake"], "--elastic-ep-backend would be mooncake"),
+        (["--prefill-only-disable-kv-cache"], "--prefill-only-disable-kv-cache currently requires"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -91,15 +94,16 @@ def test_other_arguments_are_the_users(engine: EngineConfig) -> None:
     check_needs(found, resolve(engine), needed("cpu"))
 
 
-def test_a_value_that_sglang_itself_changes_is_compared_too(engine: EngineConfig) -> None:
+@pytest.mark.parametrize("field", ["disable_radix_cache", "prefill_only_disable_kv_cache"])
+def test_a_value_that_sglang_itself_changes_is_compared_too(engine: EngineConfig, field: str) -> None:
     class Changed:
-        """What a next SGLang may make of the same words."""
+        """What SGLang may make of the same words: its next version, or on another GPU."""
 
         def __getattr__(self, name: str) -> Any:
-            return True if name == "disable_radix_cache" else getattr(own, name)
+            return True if name == field else getattr(own, name)
 
     own = resolve(engine)
-    with pytest.raises(ConfigError, match="--disable-radix-cache would be True"):
+    with pytest.raises(ConfigError, match=f"--{field.replace('_', '-')} would be True"):
         check_needs(Changed(), own, needed("cuda"))
 
 
