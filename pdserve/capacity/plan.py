@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
+from msgspec.structs import replace
+
 from pdserve.capacity.facts import (
     Fit,
     Gpu,
@@ -21,7 +23,7 @@ from pdserve.capacity.facts import (
     WorkerNeed,
 )
 from pdserve.capacity.gpus import assign
-from pdserve.capacity.memory import FETCH_SHARE, GB, GIB, MIB, device_kv_bytes, divide, reserve_bytes
+from pdserve.capacity.memory import GB, GIB, MIB, device_kv_bytes, divide, reserve_bytes, rounded
 from pdserve.capacity.model import DEFAULT_PAGE_TOKENS, page_sizes, part_bytes, token_bytes
 from pdserve.errors import ConfigError
 
@@ -29,7 +31,9 @@ SLAB_BYTES: Final = 32 * MIB  # a pool node's own default
 MAX_SLAB_BYTES: Final = 2 * GIB
 DOCKER_SHM_BYTES: Final = 64 * MIB
 _LESS: Final = "start fewer workers, or set engine.hicache_size_gb and capacity_bytes lower"
+_WIDER: Final = (2, 4, 8, 16)  # --tp-size that is proposed
 _START_S: Final = 300.0
+_IDLE_SHARE: Final = 0.2  # of host memory
 _LOAD_BYTES_S: Final = 250 * MIB  # weights from a slow network disk
 _PIN_BYTES_S: Final = GB  # pinned memory is cleared page by page
 _UNPIN_BYTES_S: Final = 5 * GB
@@ -48,10 +52,9 @@ def make_fit(
     kv_bytes, needed = {}, {}
     for worker in workers:
         model = models[worker.name]
-        kv_bytes[worker.name] = _kv_bytes(worker, model, gpus[worker.name])
+        kv_bytes[worker.name] = _kv_bytes(worker, model, gpus[worker.name], len(machine.gpus))
         longest = worker.context_length or model.context_tokens
-        wanted = longest * token_bytes(model, worker)
-        needed[worker.name] = int(min(wanted, kv_bytes[worker.name]) / FETCH_SHARE[worker.buffer_only])
+        needed[worker.name] = min(longest * token_bytes(model, worker), kv_bytes[worker.name])
     hosts, arenas = divide(machine, workers, pools, kv_bytes, needed)
     sizes = {worker.name: _page_size(worker, models[worker.name], gpus[worker.name]) for worker in workers}
     fits = [
@@ -77,6 +80,7 @@ def make_fit(
         *_tp_notes(workers, models),
         *(Note("fail", name, "no host memory is left for its pages", _LESS) for name in _empty(fits)),
         *_shm_notes(machine, pools, arenas),
+        *_idle_notes(machine, pools, fits, arenas, reserve_bytes(machine, workers)),
     ]
     return Fit(
         machine=machine,
@@ -92,16 +96,25 @@ def release_s(pinned_bytes: int) -> float:
     return pinned_bytes / _UNPIN_BYTES_S
 
 
-def _kv_bytes(worker: WorkerNeed, model: Model, gpus: Sequence[Gpu]) -> int:
-    found = device_kv_bytes(gpus, model, worker)
-    per_token = token_bytes(model, worker)
-    if found >= DEFAULT_PAGE_TOKENS * per_token:
+def _kv_bytes(worker: WorkerNeed, model: Model, gpus: Sequence[Gpu], there: int) -> int:
+    """`there`: GPUs of the machine. Raises ConfigError where the weights leave no room."""
+    if (found := _room(worker, model, gpus)) is not None:
         return found
     ranks = worker.tp * worker.pp
+    wider = next((tp for tp in _WIDER if tp > worker.tp and _room(replace(worker, tp=tp), model, gpus)), None)
+    change = "take a quantized model" if wider is None else f"set --tp-size {wider}"
+    if wider is None or wider * worker.pp * worker.dp > there:
+        change += f", which needs more than the {there} GPUs here" if wider else ", or larger GPUs"
     raise ConfigError(
         f"{worker.name}: {model.name} takes {model.weight_bytes / ranks / GB:,.0f} GB of weights on each of "
-        f"{ranks} GPUs, which leaves no room for KV in {gpus[0].memory_bytes / GB:,.0f} GB: raise --tp-size"
+        f"{ranks} GPUs, which leaves no room for KV in {gpus[0].memory_bytes / GB:,.0f} GB: {change}"
     )
+
+
+def _room(worker: WorkerNeed, model: Model, gpus: Sequence[Gpu]) -> int | None:
+    """Bytes for KV; None: too few for a page."""
+    found = device_kv_bytes(gpus, model, worker)
+    return found if found >= DEFAULT_PAGE_TOKENS * token_bytes(model, worker) else None
 
 
 def _page_size(worker: WorkerNeed, model: Model, gpus: Sequence[Gpu]) -> int:
@@ -127,7 +140,7 @@ def _worker_fit(
         device_tokens=kv_bytes // per_token,
         host_gb=host_bytes // GB if is_chosen else 0,
         host_bytes=host_bytes,
-        fetch_tokens=int(host_bytes // per_token * FETCH_SHARE[worker.buffer_only]),
+        host_tokens=host_bytes // per_token,
         start_timeout_s=_START_S + model.weight_bytes / _LOAD_BYTES_S + pinned / _PIN_BYTES_S,
         release_s=release_s(pinned),
     )
@@ -218,17 +231,41 @@ def _host_notes(worker: WorkerNeed, fit: WorkerFit, models: Mapping[str, Model])
     context = worker.context_length or models[worker.name].context_tokens
     longest = min(context, fit.device_tokens)
     if fit.device_tokens < context:
-        says = f"the GPUs hold {fit.device_tokens:,} tokens, and prompts may have {context:,}"
+        says = f"the GPUs hold about {rounded(fit.device_tokens):,} tokens, and prompts may have {context:,}"
         change = "raise --tp-size, or lower engine.context_length"
         yield Note("warn", worker.name, says, change)
-    if fit.fetch_tokens < longest:
-        says = f"prompts over {fit.fetch_tokens:,} tokens are computed again and not fetched from the pool"
-        gb = -(-longest * token_bytes(models[worker.name], worker) // GB)
-        needed = int(gb / FETCH_SHARE[worker.buffer_only]) + 1
+    if fit.host_tokens < longest:
+        says = f"host memory passes on {rounded(fit.host_tokens):,} tokens of a prompt, and computes the rest"
+        needed = -(-longest * token_bytes(models[worker.name], worker) // GB)
         change = f"set engine.hicache_size_gb = {needed} (for each rank), or lower engine.context_length"
-        if not worker.buffer_only:
-            change += ', or set engine.hicache_host_memory_mode = "buffer_only"'
-        yield Note("warn", worker.name, says, change)
+        # SGLang stages a request's pages together, or not at all: such a worker refuses to start
+        level: Level = "fail" if worker.buffer_only else "warn"
+        yield Note(level, worker.name, says, change)
+
+
+def _idle_notes(
+    machine: Machine,
+    pools: Sequence[PoolNeed],
+    fits: Sequence[WorkerFit],
+    arenas: Mapping[str, int],
+    reserve: int,
+) -> Iterator[Note]:
+    """Much memory is left, because /dev/shm holds no larger arena."""
+    chosen = [pool.name for pool in pools if pool.in_shm and pool.capacity_bytes is None]
+    free = (
+        machine.memory_bytes
+        - reserve
+        - sum(arenas.values())
+        - sum(one.host_bytes * one.ranks for one in fits)
+    )
+    if chosen and machine.shm_bytes >= GIB and free > machine.memory_bytes * _IDLE_SHARE:
+        says = (
+            f"{free / GB:,.0f} GB of host memory stay free, since /dev/shm has {machine.shm_bytes / GB:,.0f}"
+        )
+        size = (machine.shm_bytes + free) // GIB
+        yield Note(
+            "ok", ", ".join(chosen), says, f"mount -o remount,size={size}g /dev/shm gives them to the pool"
+        )
 
 
 def _shm_notes(machine: Machine, pools: Sequence[PoolNeed], arenas: Mapping[str, int]) -> Iterator[Note]:

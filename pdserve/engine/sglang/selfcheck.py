@@ -24,8 +24,19 @@ TESTED_SGLANG = "0.5.23"
 
 
 MODULES: Final = (
-    *("answers", "children.entry", "children.pulls", "children.ssd_tokens", "continuation", "engine"),
-    *("geometry", "long_texts", "prompt", "server", "server_args", "storage", "tls", "tokenizer_manager"),
+    *("answers", "children.declined_fetches", "children.entry", "children.pulls", "children.ssd_tokens"),
+    *(
+        "continuation",
+        "engine",
+        "geometry",
+        "long_texts",
+        "prompt",
+        "server",
+        "server_args",
+        "storage",
+        "tls",
+        "tokenizer_manager",
+    ),
 )
 """The modules of this package that lean on SGLang; each declares its `PLACES`."""
 HASHES: Final = places(

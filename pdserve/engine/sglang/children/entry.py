@@ -76,11 +76,12 @@ def install() -> None:
 
 
 def _change_scheduler() -> None:
-    from pdserve.engine.sglang.children import local_store, pulls, ssd_tokens
+    from pdserve.engine.sglang.children import declined_fetches, local_store, pulls, ssd_tokens
 
     local_store.install()
     pulls.install()
     ssd_tokens.install()
+    declined_fetches.install()
     if prepare.is_on_cpu():
         from pdserve.engine.sglang.cpu import hooks
 
