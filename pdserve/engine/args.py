@@ -159,7 +159,6 @@ def _sizes(config: EngineConfig, device: Device) -> list[str]:
 
 def _hicache(config: EngineConfig, device: Device, storage: Mapping[str, Any] | str) -> list[str]:
     layout, io_backend = _copies(config, device)
-    threshold = {"prefetch_threshold": config.page_size}
     backend, more = (storage, {}) if isinstance(storage, str) else ("dynamic", storage)
     return [
         "--enable-hierarchical-cache",
@@ -170,8 +169,13 @@ def _hicache(config: EngineConfig, device: Device, storage: Mapping[str, Any] | 
         *("--hicache-write-policy", "write_through"),
         *("--hicache-storage-backend", backend),
         *("--hicache-storage-prefetch-policy", "wait_complete"),
-        *("--hicache-storage-backend-extra-config", json.dumps({**threshold, **more})),
+        *("--hicache-storage-backend-extra-config", json.dumps(extra_config(config, more))),
     ]
+
+
+def extra_config(config: EngineConfig, storage: Mapping[str, Any]) -> dict[str, Any]:
+    """SGLang's extra config of a storage backend: `storage`'s own, and from how much on it fetches."""
+    return {"prefetch_threshold": config.page_size, **storage}
 
 
 def _copies(config: EngineConfig, device: Device) -> tuple[str, str]:

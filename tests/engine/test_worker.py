@@ -49,6 +49,9 @@ def manager(ranks: Any = (), *, deterministic: bool = False, status: str = "Up")
 class Pool:
     """Nodes with what is wrong with each, or a pool client that is broken itself."""
 
+    namespace = "ns"
+    geometry = GEOMETRY.as_dict()
+
     def __init__(self, nodes: dict[str, Exception | None] | None = None) -> None:
         self._nodes = nodes
 
@@ -76,7 +79,7 @@ def ask(
     config: Any = SimpleNamespace(engine=SimpleNamespace(model_path="m"))
     reached: Any = pool or Pool({"a": None})
     metrics = WorkerMetrics()
-    worker = Worker("agg", config, "ns", identity, engine, reached, drain, metrics, starting=starting)
+    worker = Worker("agg", config, identity, engine, reached, drain, metrics, starting=starting)
     app = FastAPI()
     app.include_router(_info_router(worker))
     answer = TestClient(app).get(path)

@@ -184,7 +184,7 @@ class _Serving:
 
 
 def _gaps(place: Place) -> str:
-    load = ("--tokens", "2000", "--output-tokens", "100", "--rounds", "2", "--model", place.model)
+    load = ("--tokens", "2000", "--output-tokens", "100", "--rounds", "1", "--model", place.model)
     said = _pdserve("bench", "gaps", *load, "--out", f"{place.directory}/gaps", "--json")
     found = [row for row in map(json.loads, said.splitlines()) if "p99_over_alone" in row]
     return "; ".join(

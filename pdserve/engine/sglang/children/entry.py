@@ -76,12 +76,13 @@ def install() -> None:
 
 
 def _change_scheduler() -> None:
-    from pdserve.engine.sglang.children import declined_fetches, local_store, pulls, ssd_tokens
+    from pdserve.engine.sglang.children import declined_fetches, detached, local_store, pulls, ssd_tokens
 
     local_store.install()
     pulls.install()
     ssd_tokens.install()
     declined_fetches.install()
+    detached.install()
     if prepare.is_on_cpu():
         from pdserve.engine.sglang.cpu import hooks
 
