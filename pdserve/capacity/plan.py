@@ -24,7 +24,13 @@ from pdserve.capacity.facts import (
 )
 from pdserve.capacity.gpus import assign
 from pdserve.capacity.memory import GB, GIB, MIB, device_kv_bytes, divide, reserve_bytes, rounded
-from pdserve.capacity.model import DEFAULT_PAGE_TOKENS, page_sizes, part_bytes, token_bytes
+from pdserve.capacity.model import (
+    DEFAULT_PAGE_TOKENS,
+    WITH_SCALES,
+    page_sizes,
+    part_bytes,
+    token_bytes,
+)
 from pdserve.errors import ConfigError
 
 SLAB_BYTES: Final = 32 * MIB  # a pool node's own default
@@ -190,6 +196,9 @@ def _unsupported(worker: WorkerNeed, model: Model) -> Iterator[Note]:
     """What the pool's backend refuses when SGLang has loaded the weights, or was never tried with."""
     if not worker.has_storage:
         return
+    if worker.kv_cache_dtype in WITH_SCALES:
+        says = f"SGLang stores no pages of KV type {worker.kv_cache_dtype}"
+        yield Note("fail", worker.name, says, "take fp8_e4m3")
     change = 'compare its answers before you rely on them, or set storage = "none", which shares nothing'
     if model.sliding_layers and not model.layers and not worker.one_pool:
         says = f"all layers of {model.name} have a window, and SGLang then shares no pages"

@@ -85,7 +85,7 @@ NEEDED_ON_CPU: Mapping[str, str] = {
     "dp_size": "on CPU run more workers instead",
     "hicache_io_backend": "on CPU only direct works",
     "enable_torch_compile": "torch's compiler is off on CPU, so that a worker starts sooner",
-    "enable_lora": "LoRA needs pinned memory, which a CPU has none of",
+    "lora_backend": "on CPU only torch_native works",
 }
 
 
@@ -128,7 +128,7 @@ def server_argv(
     argv += _sizes(config, device)
     if device == "cpu":
         # an idle scheduler on CPU would spin on a core that others need
-        argv += ["--attention-backend", "torch_native", "--sleep-on-idle"]
+        argv += ["--attention-backend", "torch_native", "--lora-backend", "torch_native", "--sleep-on-idle"]
     elif role == "prefill":
         # it answers with one token, so that graphs of decoding are never run: they cost memory and a start
         argv += ["--disable-decode-cuda-graph"]

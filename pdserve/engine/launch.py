@@ -22,7 +22,13 @@ from pdserve.engine.model_dir import check_address, check_model_dir
 from pdserve.engine.sglang import prepare, selfcheck
 from pdserve.engine.sglang.engine import Engine
 from pdserve.engine.sglang.server import clients, is_own, serve, until_stopped
-from pdserve.engine.sglang.server_args import check_host_memory, check_needs, parse_args, resolved
+from pdserve.engine.sglang.server_args import (
+    check_host_memory,
+    check_kv_dtype,
+    check_needs,
+    parse_args,
+    resolved,
+)
 from pdserve.engine.weights import Weights
 from pdserve.engine.worker import RoleParts, Worker, WorkerConfig, check_namespace, install
 from pdserve.errors import ConfigError
@@ -199,6 +205,7 @@ def _checked_args(config: WorkerConfig, role: Role, device: Device) -> Any:
     storage = _storage_of(config, {})
     found = resolved(parse_args(server_argv(config.engine, role, device, storage, config.tls)))
     check_host_memory(found)
+    check_kv_dtype(found)
     if config.engine.extra_args:
         plain = replace(config.engine, extra_args=[])
         own = resolved(parse_args(server_argv(plain, role, device, storage, config.tls)))

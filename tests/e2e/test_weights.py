@@ -1,5 +1,5 @@
-"""Weights that are replaced in running workers: a prefill and a decode worker answer as plain SGLang with the new
-weights, from no page of the old ones, whose space is free afterwards.
+"""Weights that are replaced in running workers: a prefill and a decode worker answer as plain SGLang with the
+new weights, from no page of the old ones, whose space is free afterwards.
 """
 
 from __future__ import annotations
@@ -96,6 +96,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[T
         pool.stop()
 
 
+@pytest.mark.model_support("multi-head attention", "new weights")
 def test_new_weights_answer_as_plain_sglang_and_find_nothing_of_the_old_ones(trained: Trained) -> None:
     old = [Answer.of(one.json()) for one in trained.ask()]
     assert differences(old, [Answer.of(one.json()) for one in trained.ask()], say(trained.prompts)) == []
@@ -132,7 +133,7 @@ def test_new_weights_answer_as_plain_sglang_and_find_nothing_of_the_old_ones(tra
         worker.flush()
     second = trained.ask()
     assert differences(trained.new, [Answer.of(one.json()) for one in second], say(trained.prompts)) == []
-    assert [found(one).get("storage", 0) for one in second] == [
+    assert [found(one).get("pool", 0) for one in second] == [
         wanted_hits(prompt) for prompt in trained.prompts
     ]
     assert trained.pages()[namespace] > 0

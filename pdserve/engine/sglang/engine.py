@@ -23,6 +23,7 @@ PLACES: Final = (
         "TokenizerManager.init_running_status sets server_status",
         "TokenizerManager.init_ipc_channels sets load_snapshot_reader",
         "TokenizerManager.init_running_status sets rid_to_state",
+        "TokenizerManager.init_lora sets lora_ref_cache",
         "TokenizerManager.abort_request(abort_all)",
         "TokenizerManager.flush_cache(timeout_s)",
         "TokenizerManager.detach_hicache_storage(self)",
@@ -93,6 +94,7 @@ class Engine:
             "tokenizer": tokenizer_fingerprint(manager.tokenizer),
             "chat_template": chat_template_fingerprint(manager.tokenizer, named),
             "is_multimodal": bool(manager.model_config.is_multimodal),
+            "adapters": sorted(manager.lora_ref_cache),
             "longest_token_bytes": bound.longest_token_bytes,
             "text_shrink": bound.text_shrink,
         }

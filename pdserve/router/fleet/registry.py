@@ -73,6 +73,8 @@ class Fleet:
         """Model → tokens of a request that its workers take at most, as they say; 0: unknown."""
         self.body_limit_bytes = LARGEST_BODY_BYTES
         """No usual request of any model is larger."""
+        self.adapters: dict[str, tuple[str, ...]] = {}
+        """Model → LoRA adapters that all of its workers have."""
         self._next_incarnation = 0
         self.members = Membership(workers, self._facts_changed)
 
@@ -97,6 +99,10 @@ class Fleet:
         }
         self.body_limit_bytes = body_limit_bytes(joined)
         self.tasks = {info.model: frozenset(info.tasks) for info in joined}
+        self.adapters = {
+            m: tuple(sorted(set[str].intersection(*(set(w.adapters) for w in joined if w.model == m))))
+            for m in models
+        }
         self._snapshots.clear()
 
     # --- questions

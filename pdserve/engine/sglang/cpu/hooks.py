@@ -16,12 +16,14 @@ from typing import Any
 
 import torch
 
-from pdserve.engine.sglang.cpu import attention, copies, hashing, streams
+from pdserve.engine.sglang.cpu import attention, copies, hashing, streams, unpinned
 
 MHA_HOST_POOL = "sglang.srt.mem_cache.pool_host.mha"
 HOST_POOL_BASE = "sglang.srt.mem_cache.pool_host.base"
 SCHEDULER = "sglang.srt.managers.scheduler"
 HASH_USER = "sglang.srt.mem_cache.utils"
+LORA_BACKEND = "sglang.srt.lora.backend.torch_backend"
+LORA_LAYERS = "sglang.srt.lora.layers"
 ATTENTION_BACKEND = "sglang.srt.layers.attention.torch_native_backend"
 
 _REST_S = 0.001  # little beside what moving a batch of pages takes
@@ -148,6 +150,9 @@ HOOKS: tuple[Hook, ...] = (
         ("req_to_token", "req_pool_indices", "seq_lens", "sliding_window_size"),
         attention.from_slots_of_windows,
     ),
+    Hook(LORA_BACKEND, "torch", None, unpinned.UnpinnedTorch),
+    Hook(LORA_LAYERS, "torch", None, unpinned.UnpinnedTorch),
+    Hook("torch", "Tensor.pin_memory", None, lambda _: unpinned.pin_memory),
 )
 SCHEDULER_HOOKS: tuple[Hook, ...] = (
     Hook(SCHEDULER, "Scheduler.on_idle", ("self",), _resting),
