@@ -150,13 +150,13 @@ HOOKS: tuple[Hook, ...] = (
         ("req_to_token", "req_pool_indices", "seq_lens", "sliding_window_size"),
         attention.from_slots_of_windows,
     ),
-    Hook(LORA_BACKEND, "torch", None, unpinned.UnpinnedTorch),
-    Hook(LORA_LAYERS, "torch", None, unpinned.UnpinnedTorch),
-    Hook("torch", "Tensor.pin_memory", None, lambda _: unpinned.pin_memory),
 )
 SCHEDULER_HOOKS: tuple[Hook, ...] = (
     Hook(SCHEDULER, "Scheduler.on_idle", ("self",), _resting),
     Hook(SCHEDULER, "Scheduler.stash_chunked_request", ("self", "req"), _publishing),
+    Hook(LORA_BACKEND, "torch", None, unpinned.UnpinnedTorch),
+    Hook(LORA_LAYERS, "torch", None, unpinned.UnpinnedTorch),
+    Hook("torch", "Tensor.pin_memory", None, lambda _: unpinned.pin_memory),
 )
 """For the scheduler's process alone: others need not import it."""
 
