@@ -42,6 +42,7 @@ def manager(ranks: Any = (), *, deterministic: bool = False, status: str = "Up")
         tokenizer=None,
         server_args=SimpleNamespace(chat_template=None, enable_deterministic_inference=deterministic),
         server_status=SimpleNamespace(value=status),
+        lora_ref_cache={"b": None, "a": None},
         load_snapshot_reader=SimpleNamespace(read_all=lambda: list(ranks)),
     )
 

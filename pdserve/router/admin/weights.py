@@ -182,7 +182,7 @@ class Weights:
     async def _post(self, worker: Worker, target: str, body: bytes, limit_s: float) -> dict[str, Any]:
         connect_s = self._router.config.deadlines.connect_s
         try:
-            response = await self._router.upstream.post(
+            response = await self._router.upstream.ask(
                 worker, target, _HEADERS, body, connect_s=connect_s, head_s=limit_s
             )
             try:
