@@ -181,10 +181,10 @@ class Weights:
             self._engine.door.shut()
             try:
                 await self._quiet(abort, deadline_s)
-            except RequestError:
-                self._engine.door.open()
-                raise
-            self._change = _Change()
+                self._change = _Change()
+            finally:
+                if not self.is_held:
+                    self._engine.door.open()
 
     async def _quiet(self, abort: bool, deadline_s: float) -> None:
         if abort:
@@ -195,6 +195,8 @@ class Weights:
                 raise RequestError(409, said, code="still_running")
             await asyncio.sleep(POLL_S)
         if why := await _until_done(self._engine.detach_storage, deadline_s):
+            # it may still detach it, after we gave up; where it did not, this changes nothing
+            await self._attach_storage(time.monotonic())
             raise RequestError(409, f"SGLang keeps its storage: {why}", code="still_writing")
 
     async def _release(self, id_: str) -> None:
@@ -212,21 +214,25 @@ class Weights:
             await self._attach(geometry)
 
     async def _attach(self, geometry: KvGeometry) -> None:
-        namespace = self._pool.namespace
         if geometry != self._geometry:
+            namespace = self._pool.namespace
             self._old[namespace] = self._geometry
             namespace = geometry.namespace(self._name)
             self._old.pop(namespace, None)
             self._geometry = geometry
             self._pool.use(namespace, geometry.as_dict())
             logger.info("new weights, namespace %s", namespace)
-        attach = partial(self._engine.attach_storage, self._storage_of(namespace, geometry))
-        why = await _until_done(attach, time.monotonic() + STEP_S)
+        why = await self._attach_storage(time.monotonic() + STEP_S)
         self._change = None
         self._engine.door.open()
         if why:
             said = f"this worker serves, but without the pool: {why}: start it again"
             raise RequestError(500, said, type_="server_error", code="not_attached")
+
+    async def _attach_storage(self, deadline_s: float) -> str:
+        """Why it did not work; empty if it did."""
+        extra_config = self._storage_of(self._pool.namespace, self._geometry)
+        return await _until_done(partial(self._engine.attach_storage, extra_config), deadline_s)
 
     async def _geometry_of(self, change: _Change, id_: str) -> KvGeometry:
         """Of the weights that SGLang has now."""

@@ -216,6 +216,30 @@ def test_requests_that_run_keep_the_worker_as_it_is_unless_they_are_aborted(
     assert run(main).steps == ["abort", "detach, shut"]
 
 
+def test_storage_that_stays_is_left_attached_and_requests_go_on() -> None:
+    async def main(rig: Rig) -> None:
+        rig.engine.refuses["detach"] = 1000
+        with pytest.raises(RequestError, match="keeps its storage"):
+            await rig.weights.hold(timeout_s=0.01)
+        assert not rig.weights.is_held
+        await rig.engine.door.passed()
+
+    assert run(main).steps[-1] == "attach, shut"
+
+
+def test_an_engine_that_breaks_shuts_nobody_out() -> None:
+    async def main(rig: Rig) -> None:
+        async def broken() -> str:
+            raise OSError("the scheduler is gone")
+
+        rig.engine.detach_storage = broken  # type: ignore[method-assign]
+        with pytest.raises(OSError, match="scheduler"):
+            await rig.weights.hold()
+        await rig.engine.door.passed()
+
+    run(main)
+
+
 def test_pages_on_their_way_are_waited_for() -> None:
     async def main(rig: Rig) -> None:
         rig.engine.refuses["detach"] = 3
