@@ -15,7 +15,7 @@ import pytest
 from pdserve.engine.demo.model import make_demo_model
 from tests.support.e2e.cluster import PoolNode, Router, Worker, eventually, free_port, http
 from tests.support.e2e.prompts import Answer, differences, token_ids
-from tests.support.e2e.routed import found, generate, say, wanted_hits
+from tests.support.e2e.routed import all_computed, found, generate, say, wanted_hits
 from tests.support.e2e.site import ask_cold, engine_settings
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
@@ -127,7 +127,8 @@ def test_new_weights_answer_as_plain_sglang_and_find_nothing_of_the_old_ones(tra
 
     first = trained.ask()
     assert differences(trained.new, [Answer.of(one.json()) for one in first], say(trained.prompts)) == []
-    assert all("computed" in one.headers["x-pdserve-prefill-cached"] for one in first)
+    prefilled = [one.headers["x-pdserve-prefill-cached"] for one in first]
+    assert prefilled == list(map(all_computed, trained.prompts))
     assert [sum(found(one).values()) for one in first] == [wanted_hits(prompt) for prompt in trained.prompts]
     for worker in (trained.prefill, trained.decode):
         worker.flush()
