@@ -244,7 +244,10 @@ def _host_notes(worker: WorkerNeed, fit: WorkerFit, models: Mapping[str, Model])
         change = "raise --tp-size, or lower engine.context_length"
         yield Note("warn", worker.name, says, change)
     if fit.host_tokens < longest:
-        says = f"host memory passes on {rounded(fit.host_tokens):,} tokens of a prompt, and computes the rest"
+        holds = f"{rounded(fit.host_tokens):,} tokens"
+        says = f"of longer prompts {holds} pass through host memory, and the rest is computed each time"
+        if worker.buffer_only:
+            says = f"host memory has room for {holds} on their way, and a request may have {longest:,}"
         needed = -(-longest * token_bytes(models[worker.name], worker) // GB)
         change = f"set engine.hicache_size_gb = {needed} (for each rank), or lower engine.context_length"
         # SGLang stages a request's pages together, or not at all: such a worker refuses to start
