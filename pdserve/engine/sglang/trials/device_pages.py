@@ -15,7 +15,8 @@ import torch
 from pdserve.engine.device import Device
 from pdserve.errors import StartupError
 from pdserve.kvpool.client.config import PoolClientConfig
-from pdserve.kvpool.hicache.page_access import ByMover, PageAccess, open_access
+from pdserve.kvpool.hicache.page_access import ByMover, HostPool, PageAccess, open_access
+from pdserve.pages import KV
 from pdserve.sglang_places import places
 
 PAGE_TOKENS: Final = 64
@@ -118,7 +119,7 @@ class DevicePages:
     @contextmanager
     def in_pool(self, config: PoolClientConfig) -> Iterator[MovedPages]:
         """The way of these pages to a pool, as HiCache's backend takes it."""
-        access = open_access(config, "gpu-check", {"check": "1"}, self.host, b"", "gpu-check")
+        access = open_access(config, "gpu-check", {"check": "1"}, {KV: HostPool(self.host, b"")}, "gpu-check")
         try:
             yield MovedPages(access, self.host_indices)
         finally:
@@ -147,11 +148,11 @@ class MovedPages:
 
     def put(self) -> int:
         """Write all. Returns their number. Raises StartupError."""
-        return self._all(self.access.put(self._keys, self.host_indices).done, "written")
+        return self._all(self.access.put(KV, self._keys, self.host_indices).done, "written")
 
     def get(self) -> int:
         """Read all. Returns their number. Raises StartupError."""
-        return self._all(self.access.get(self._keys, self.host_indices).done, "read")
+        return self._all(self.access.get(KV, self._keys, self.host_indices).done, "read")
 
     def _all(self, done: list[bool], what: str) -> int:
         if not all(done):
