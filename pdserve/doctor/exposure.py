@@ -111,6 +111,9 @@ def worker(config: WorkerConfig) -> Iterator[Finding]:
     if config.insecure:
         says = f"{who}: insecure = true lets all who reach it generate, and users of its host control SGLang"
         yield _warn(says, "set cluster_token_file here and at the router")
+    if config.handoff == "direct":
+        says = f"{who}: handoff = direct opens ports on all interfaces: who reaches them changes its KV"
+        yield _warn(says, "close them to all but the workers of this model, or use handoff = pool")
     for node in config.pool.nodes:
         if is_remote(node.address) and not config.pool.tls.as_client:
             says = f"{who}: pages go to pool node {node.node} without encryption"

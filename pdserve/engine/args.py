@@ -24,6 +24,7 @@ from typing import Any, Literal
 from pdserve.capacity.memory import HOST_RATIO
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.device import Device
+from pdserve.engine.handoff import DirectConfig, direct_argv
 from pdserve.errors import ConfigError
 from pdserve.tls.contexts import TlsConfig
 
@@ -61,7 +62,11 @@ NEEDED: Mapping[str, str] = {
     "elastic_ep_backend": "ranks that come and go would store pages under other names",
     "strip_thinking_cache": "a conversation's next turn would wait for pages that are never stored",
     "enable_unified_cache_external_linker": _OURS,
-    "disaggregation_mode": "pages are handed over through the pool, not by SGLang itself",
+    "disaggregation_mode": "set handoff",
+    "disaggregation_transfer_backend": "set direct.transfer",
+    "disaggregation_bootstrap_port": "set direct.bootstrap_port",
+    "disaggregation_decode_enable_radix_cache": _OURS,
+    "disaggregation_decode_enable_offload_kvcache": "a decode worker's pages go to the pool by HiCache",
     "speculative_algorithm": "the pool does not store the state of draft models yet",
     "api_key": "set cluster_token",
     "admin_api_key": "set cluster_token",
@@ -95,9 +100,14 @@ def needed(device: Device) -> Mapping[str, str]:
 
 
 def server_argv(
-    config: EngineConfig, role: Role, device: Device, storage: Storage, tls: TlsConfig | None = None
+    config: EngineConfig,
+    role: Role,
+    device: Device,
+    storage: Storage,
+    tls: TlsConfig | None = None,
+    direct: DirectConfig | None = None,
 ) -> list[str]:
-    """The words after `sglang serve` for one worker.
+    """The words after `sglang serve` for one worker. `direct`: None where pages are handed over by the pool.
 
     Raises ConfigError where options of `config` exclude each other on this device.
     """
@@ -134,6 +144,8 @@ def server_argv(
         argv += ["--disable-decode-cuda-graph"]
     if storage is not None:
         argv += _hicache(config, device, storage)
+    if direct is not None:
+        argv += direct_argv(direct, role)
     return argv + config.extra_args
 
 

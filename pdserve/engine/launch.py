@@ -16,6 +16,7 @@ from pdserve.engine.config import EngineConfig
 from pdserve.engine.device import Device, choose_device
 from pdserve.engine.drain import Drain
 from pdserve.engine.fingerprint_cache import kept_fingerprint
+from pdserve.engine.handoff import DirectConfig, check_direct, prepare_direct
 from pdserve.engine.http.guard import Starting
 from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.model_dir import check_address, check_model_dir
@@ -67,6 +68,9 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
         if config.storage == "pool":
             config = replace(config, pool=locate_pool(with_pool_secrets(config.pool, os.environ)))
         device = prepare_process(config.engine)
+        if (direct := _direct(config)) is not None:
+            check_direct(direct, role, device, host_memory=config.engine.hicache_host_memory_mode)
+            prepare_direct(config.engine.host, device)
         # SGLang may be imported from here on
         from pdserve.engine.sglang.geometry import check_cached, kv_identity, longest_tokens
         from pdserve.engine.sglang.storage import pool_storage
@@ -99,7 +103,7 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
             install(app, worker, parts(worker), token, metrics_token, starting)
 
         storage = _storage_of(config, storage_of(namespace, identity.geometry))
-        server_args = parse_args(server_argv(config.engine, role, device, storage, config.tls))
+        server_args = parse_args(server_argv(config.engine, role, device, storage, config.tls, direct))
         logger.info("worker %s of %s, namespace %s", role, label, namespace)
         if not token:
             logger.warning("insecure, no cluster_token: every client generates, users of this host control")
@@ -193,6 +197,10 @@ def _storage_of(config: WorkerConfig, pool_storage: dict[str, Any]) -> Storage:
     return pool_storage if config.storage == "pool" else config.storage
 
 
+def _direct(config: WorkerConfig) -> DirectConfig | None:
+    return config.direct if config.handoff == "direct" else None
+
+
 def _stages(config: WorkerConfig) -> bool:
     """Host memory holds pages only on their way."""
     return config.engine.hicache_host_memory_mode == "buffer_only"
@@ -202,13 +210,13 @@ def _checked_args(config: WorkerConfig, role: Role, device: Device) -> Any:
     """SGLang's resolved arguments, but for the names of the pages. Raises ConfigError where the user's own
     flags change what a worker needs.
     """
-    storage = _storage_of(config, {})
-    found = resolved(parse_args(server_argv(config.engine, role, device, storage, config.tls)))
+    storage, direct = _storage_of(config, {}), _direct(config)
+    found = resolved(parse_args(server_argv(config.engine, role, device, storage, config.tls, direct)))
     check_host_memory(found)
     check_kv_dtype(found)
     if config.engine.extra_args:
         plain = replace(config.engine, extra_args=[])
-        own = resolved(parse_args(server_argv(plain, role, device, storage, config.tls)))
+        own = resolved(parse_args(server_argv(plain, role, device, storage, config.tls, direct)))
         check_needs(found, own, needed(device))
     return found
 

@@ -53,6 +53,10 @@ class PageNames:
     rank_suffixes: Sequence[bytes]
     parts: Sequence[PagePart] = ()
 
+    def none(self) -> RequestPages:
+        """No pages."""
+        return RequestPages(self.page_size, self.rank_suffixes, {})
+
     async def of_prompts(self, request: HttpRequest) -> RequestPages:
         """The full pages of every prompt of the request."""
         return await self._pages(request, _prompt)

@@ -25,8 +25,10 @@ from pdserve import __version__
 from pdserve.discovery.workers import WorkerEtcdConfig
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.drain import Drain
+from pdserve.engine.handoff import DirectConfig
 from pdserve.engine.http.cache_salt import CacheSalt
 from pdserve.engine.http.guard import Draining, Guard, Starting, close_cors
+from pdserve.engine.http.meeting_room import MeetingRoom
 from pdserve.engine.http.request import HttpRequest, RequestTracking
 from pdserve.engine.http.request_spans import Traced
 from pdserve.engine.http.resume import Continuing
@@ -64,6 +66,14 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = "pool"
     pool: Annotated[PoolClientConfig, Meta(description="The KV page pool.")] = PoolClientConfig()
+    handoff: Annotated[
+        Literal["pool", "direct"],
+        Meta(
+            description="How a prompt's KV gets from prefill to decode workers. pool: its pages go through "
+            "the pool; direct: SGLang sends it itself, and the pool is for reuse."
+        ),
+    ] = "pool"
+    direct: DirectConfig = DirectConfig()
     publish_timeout_s: Annotated[
         float, Meta(gt=0, description="Longest wait of a prefill until its pages are committed in the pool.")
     ] = 10.0
@@ -164,6 +174,12 @@ class Worker:
         return self.engine.is_up and (self.starting is None or self.starting.is_over)
 
     @property
+    def bootstrap_port(self) -> int | None:
+        """Where decode workers find this prefill worker's ranks; None: it hands over by the pool alone."""
+        config = self.config
+        return config.direct.bootstrap_port if config.handoff == "direct" and self.role == "prefill" else None
+
+    @property
     def names(self) -> PageNames:
         """Names this worker's pages."""
         identity = self.identity
@@ -218,6 +234,7 @@ def install(
     worker.drain.add(parts.unpublished)
     app.add_middleware(Draining, drain=worker.drain)
     app.add_middleware(CacheSalt)
+    app.add_middleware(MeetingRoom)
     close_cors(app)
     app.add_middleware(Guard, token=token, starting=starting, metrics_token=metrics_token)
     app.include_router(_info_router(worker))
@@ -234,6 +251,8 @@ def _info_router(worker: Worker) -> APIRouter:
         return JSONResponse(
             {
                 "role": worker.role,
+                "handoff": worker.config.handoff,
+                "bootstrap_port": worker.bootstrap_port,
                 **worker.engine.facts(),
                 "model_path": str(worker.config.engine.model_path),
                 "page_size": worker.names.page_size,

@@ -20,10 +20,11 @@ from fastapi.responses import JSONResponse, Response
 
 from pdserve.engine.http.cache_report import Found
 from pdserve.engine.http.endpoints import CHAT
+from pdserve.engine.http.meeting_room import enter_room, room_of_request
 from pdserve.engine.http.request import HttpRequest, current_request
 from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.page_names import PageNames, RequestPages, committed_pages
-from pdserve.engine.sglang.prompt import prefill_request, run_prefill
+from pdserve.engine.sglang.prompt import FOR_THE_POOL, prefill_request, run_prefill
 from pdserve.errors import RequestError
 from pdserve.kvpool.client.async_client import AsyncPoolClient
 from pdserve.tracing import timed
@@ -64,22 +65,30 @@ class Prefill:
         return router
 
     async def prefill(self, request: Request, endpoint: str = CHAT) -> Response:
-        """Body: the client's body for `endpoint`, byte for byte."""
+        """Body: the client's body for `endpoint`, byte for byte. With the header of a room it is a direct
+        hand-off.
+        """
+        is_direct = room_of_request() is not None
+        if not is_direct:
+            enter_room(FOR_THE_POOL)
         try:
-            return JSONResponse(await self._run(request, endpoint))
+            return JSONResponse(await self._run(request, endpoint, is_direct=is_direct))
         except RequestError as error:
             return JSONResponse(error.body(), status_code=error.status)
 
-    async def _run(self, request: Request, endpoint: str) -> dict[str, Any]:
+    async def _run(self, request: Request, endpoint: str, *, is_direct: bool) -> dict[str, Any]:
         body = await request.body()
         started_s = time.monotonic()
-        converted = await prefill_request(self._engine.app_state, endpoint, body, request)
+        converted = await prefill_request(
+            self._engine.app_state, endpoint, body, request, is_direct=is_direct
+        )
         with timed("prefill"):
             outcome = await run_prefill(self._engine.tokenizer_manager, converted)
         computed_s = time.monotonic()
         record = current_request()
         assert record is not None, "this route is tracked"
-        pages = await self._names.of_prompts(record)
+        # the decode worker has the KV of a direct hand-off by now, and waits for no page
+        pages = self._names.none() if is_direct else await self._names.of_prompts(record)
         prompt_tokens = {made.rid: len(made.input_ids or ()) for made in record.requests.values()}
         found = pages.ends_found(prompt_tokens, outcome.cached_tokens)
         with timed("publish", pages=len(pages)):

@@ -223,6 +223,20 @@ def _assign_ports(drafts: list[_Draft], default_host: str, ports: Iterator[int])
         if not chosen:
             home["port"] = next(port for port in ports if port not in asked)
         draft.listening = (Listening(host, home["port"], chosen),)
+        if draft.role == "prefill" and draft.config.get("handoff") == "direct":
+            draft.listening += (_bootstrap(draft, host, (port for port in ports if port not in asked)),)
+
+
+def _bootstrap(draft: _Draft, host: str, ports: Iterator[int]) -> Listening:
+    """Where decode workers find a prefill worker that hands over directly."""
+    direct = _sub_table(draft, "direct")
+    chosen = "bootstrap_port" in direct
+    if not chosen:
+        direct["bootstrap_port"] = next(ports)
+    port = direct["bootstrap_port"]
+    if isinstance(port, bool) or not isinstance(port, int):
+        raise ConfigError(f"'{draft.table}.direct.bootstrap_port' must be a number, found {port!r}")
+    return Listening(host, port, chosen)
 
 
 def _home(draft: _Draft) -> Table:

@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.engine.demo.model import make_demo_model
 from tests.support.e2e.cluster import Worker
-from tests.support.e2e.site import Cluster, Reference, Site, place
+from tests.support.e2e.site import Cluster, Direct, Reference, Site, place
 
 HERE = Path(__file__).parent
 SITE = pytest.StashKey[Site]()
@@ -104,9 +104,22 @@ def cluster(site: Site, run_dir: Path) -> Iterator[Cluster]:
     try:
         for router in routers:
             router.start()
-        site.routers += routers
+        site.routers["cluster"] = routers
         yield cluster
     finally:
-        site.routers.clear()
+        site.routers.pop("cluster", None)
         for router in routers:
             router.stop()
+
+
+@pytest.fixture(scope="session")
+def direct(site: Site, run_dir: Path) -> Iterator[Direct]:
+    """Its router is started once; a test that kills a worker leaves it dead for the next test to start."""
+    direct = Direct.of(run_dir, site.servers)
+    try:
+        direct.router.start()
+        site.routers["direct"] = [direct.router]
+        yield direct
+    finally:
+        site.routers.pop("direct", None)
+        direct.router.stop()

@@ -77,7 +77,7 @@ def ask(
     if started:
         starting.end()
     identity: Any = SimpleNamespace(geometry=GEOMETRY, rank_suffixes=[b""], parts=[])
-    config: Any = SimpleNamespace(engine=SimpleNamespace(model_path="m"))
+    config: Any = SimpleNamespace(engine=SimpleNamespace(model_path="m"), handoff="pool")
     reached: Any = pool or Pool({"a": None})
     metrics = WorkerMetrics()
     worker = Worker("agg", config, identity, engine, reached, drain, metrics, starting=starting)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import json
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from pdserve.engine.http.cache_report import Found
+from pdserve.engine.http.meeting_room import Room, enter_room, room_of_request
 from pdserve.engine.http.request import current_request
 from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.page_names import PageNames, RequestPages
@@ -71,7 +73,7 @@ def published(
 ) -> tuple[int, int]:
     """(published, missing) pages of one /pd/prefill of PROMPT of which SGLang had `cached` tokens."""
 
-    async def prefill_request(*_: Any) -> None: ...
+    async def prefill_request(*_: Any, **__: Any) -> None: ...
 
     async def run_prefill(*_: Any) -> Prefilled:
         request = current_request()
@@ -144,3 +146,24 @@ def test_when_nothing_arrives_only_the_first_prefill_waits_its_whole_time() -> N
         return [timeout_s for _, timeout_s in pool.waits]
 
     assert asyncio.run(run()) == [TIMEOUT_S, GRACE_S, GRACE_S, TIMEOUT_S]
+
+
+def test_a_direct_hand_off_waits_for_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decode worker has the prompt's KV when SGLang answers."""
+    pool = Pool()
+    room = Room("10.0.0.5", 8998, 7)
+    contextvars.copy_context().run(lambda: (enter_room(room), published(pool, monkeypatch)))
+    assert pool.waits == []
+
+
+def test_a_prefill_for_the_pool_is_in_a_room_where_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    rooms: list[Room | None] = []
+    pool = Pool(PAGES)
+    monkeypatch.setattr(pool, "exists", lambda keys: noted(rooms, keys))
+    published(pool, monkeypatch)
+    assert rooms[-1] == routes.FOR_THE_POOL
+
+
+async def noted(rooms: list[Room | None], keys: Sequence[bytes]) -> list[bool]:
+    rooms.append(room_of_request())
+    return [True] * len(keys)

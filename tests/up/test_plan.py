@@ -294,3 +294,30 @@ def test_processes_end_on_their_own_before_the_supervisor_ends_them() -> None:
     own = {"stop_grace_s": 60.0}
     given = configs(plan_of(ClusterFile(cluster=cluster, worker=own, agg=[{}], router=own)))
     assert [given[name]["stop_grace_s"] for name in ("router", "agg0")] == [60.0, 60.0]
+
+
+def test_prefill_workers_that_hand_over_directly_get_a_bootstrap_port() -> None:
+    given = {"handoff": "direct", "direct": {"bootstrap_port": 9001}}
+    plan = plan_of(
+        ClusterFile(
+            cluster=ClusterSettings(name="c"),
+            worker={"engine": {"model_path": "m"}},
+            prefill=[{"handoff": "direct"}, given, {}],
+            decode=[{"handoff": "direct"}],
+        )
+    )
+    by_name = configs(plan)
+    ports = [by_name[f"prefill{i}"].get("direct") for i in range(3)]
+    assert ports[1:] == [{"bootstrap_port": 9001}, None]
+    assert "direct" not in by_name["decode0"]
+    specs = {spec.name: spec for spec in plan.processes}
+    own = specs["prefill0"].listening
+    assert ports[0] == {"bootstrap_port": own[1].port}
+    assert len({place.port for spec in plan.processes for place in spec.listening}) == 7
+    assert specs["prefill1"].listening[1] == Listening("127.0.0.1", 9001, True)
+
+
+def test_a_bootstrap_port_that_is_no_number_is_refused() -> None:
+    table = {"handoff": "direct", "direct": {"bootstrap_port": "x"}}
+    with pytest.raises(ConfigError, match=r"'prefill\[0\].direct.bootstrap_port' must be a number"):
+        plan_of(ClusterFile(cluster=ClusterSettings(name="c"), prefill=[table]))

@@ -27,7 +27,7 @@ Against = Annotated[
     str,
     typer.Option(
         help="Contenders, separated by commas; ratios are over the first. Empty: plain, file, "
-        "mooncake (if installed), agg, disagg. Also possible: dead (agg with a killed "
+        "mooncake (if installed), agg, disagg. Also possible: disagg-direct, dead (agg with a killed "
         "pool, R13)."
     ),
 ]
@@ -111,9 +111,9 @@ def compare(
 
 def _contenders(against: str) -> list[str]:
     from pdserve.bench.peers.mooncake import is_installed
-    from pdserve.bench.serving.contenders import DEAD, NAMES
+    from pdserve.bench.serving.contenders import ASKED_FOR, NAMES
 
-    there = [name for name in NAMES if name != DEAD and (name != "mooncake" or is_installed())]
+    there = [name for name in NAMES if name not in ASKED_FOR and (name != "mooncake" or is_installed())]
     return common.choices("against", against, NAMES) if against else there
 
 

@@ -8,6 +8,7 @@ disaggregated. Pure.
 | `mooncake` | SGLang with HiCache and its own Mooncake backend, over TCP, asked directly |
 | `agg` | one aggregated worker on a pool node, behind the router |
 | `disagg` | one prefill and one decode worker on a pool node, behind the router |
+| `disagg-direct` | the same, with the direct hand-off, of Mooncake over TCP on CPU |
 | `dead` | as `agg`, asked directly; its pool node was killed before the first ask |
 
 All workers have the same model, page size and KV memory of the device, and all but those of `plain` the same
@@ -25,9 +26,12 @@ from msgspec import Meta
 from pdserve.bench.serving.load.plan import Shape, make_load, total_tokens
 
 PAGE_TRACE: Final = "PDSERVE_PAGE_TRACE"  # kvpool/hicache/page_trace.py
-NAMES: Final = ("plain", "file", "mooncake", "agg", "disagg", "dead")
+NAMES: Final = ("plain", "file", "mooncake", "agg", "disagg", "disagg-direct", "dead")
 DEAD: Final = "dead"
-OURS: Final = ("agg", "disagg")
+OURS: Final = ("agg", "disagg", "disagg-direct")
+ASKED_FOR: Final = ("disagg-direct", DEAD)
+"""Compared only where they are named."""
+_DIRECT: Final = {"handoff": "direct", "direct": {"trusted_network": True}}
 FILE_DIRECTORY: Final = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 
 
@@ -92,13 +96,16 @@ def contender(
         "agg": {"agg": [{}]},
         DEAD: {"agg": [alone]},
         "disagg": {"prefill": [{}], "decode": [{}]},
+        "disagg-direct": {"prefill": [_DIRECT], "decode": [_DIRECT]},
     }
     own = roles[name]
     if name in (*OURS, DEAD):
         arena = {"arena_dir": f"{setting.arena_directory}/{name}", "keep": False}
         if setting.trace_pages:
             for role in own:
-                own[role] = [{"env": {PAGE_TRACE: trace_path(setting, name, role)}}]
+                own[role] = [
+                    {**table, "env": {PAGE_TRACE: trace_path(setting, name, role)}} for table in own[role]
+                ]
         own["pool"] = [{"capacity_bytes": setting.pool_capacity, **arena}]
     tables = {
         "cluster": {"name": name, "run_dir": directory, "restart": "never", "stop_on_loss": name != DEAD},

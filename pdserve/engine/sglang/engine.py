@@ -30,6 +30,7 @@ PLACES: Final = (
         "TokenizerManager.attach_hicache_storage(hicache_storage_backend)",
         "TokenizerManager.attach_hicache_storage(hicache_storage_backend_extra_config_json)",
         "ServerStatus.Up",
+        "ServerStatus.Starting",
     ),
     *places(
         "sglang.srt.managers.load_snapshot",
@@ -62,6 +63,7 @@ class Engine:
         watch(
             tokenizer_manager,
             metrics=self._metrics,
+            is_starting=lambda: self._status == "Starting",
             is_stopping=lambda: self._drain.is_closed,
             door=self.door,
         )
@@ -77,8 +79,12 @@ class Engine:
     @property
     def is_up(self) -> bool:
         """SGLang serves."""
+        return self._status == "Up"
+
+    @property
+    def _status(self) -> str:
         manager = self.tokenizer_manager
-        return manager is not None and str(manager.server_status.value) == "Up"
+        return "" if manager is None else str(manager.server_status.value)
 
     def facts(self) -> dict[str, Any]:
         """What `/pd/info` says of the model and of how this SGLang reads prompts."""

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import pydantic
 from fastapi import HTTPException
+from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from sglang.srt.entrypoints.api_contract import generate_contract_error
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
@@ -24,7 +25,9 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from pdserve.engine.http.cache_report import Found
 from pdserve.engine.http.cache_salt import salt_of_request
 from pdserve.engine.http.endpoints import COMPLETIONS, GENERATE, MESSAGES, check_endpoint
+from pdserve.engine.http.meeting_room import Room
 from pdserve.engine.sglang.answers import found_of
+from pdserve.engine.sglang.children.kept_prompts import POOL_ROOM
 from pdserve.engine.sglang.children.pulls import PULL_ID
 from pdserve.errors import RequestError
 from pdserve.sglang_places import places
@@ -73,6 +76,9 @@ _GENERATION_ONLY = (
     "logit_bias",
 )
 
+FOR_THE_POOL: Final = Room(FAKE_BOOTSTRAP_HOST, None, POOL_ROOM)
+"""Of prefills that are sent to nobody. SGLang's ordinary mode looks at no room."""
+
 _native_body: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(GenerateReqInput)
 """As SGLang's own route reads it: types are checked, unknown fields are ignored."""
 
@@ -86,11 +92,14 @@ class Prefilled:
     cached_tokens: dict[str, int]  # by SGLang's request id
 
 
-async def prefill_request(app_state: Any, endpoint: str, body: bytes, http_request: Any) -> GenerateReqInput:
+async def prefill_request(
+    app_state: Any, endpoint: str, body: bytes, http_request: Any, *, is_direct: bool = False
+) -> GenerateReqInput:
     """SGLang's internal request for the prefill of `body`.
 
-    `app_state` is SGLang's `app.state`. Raises RequestError: 400 exactly where SGLang would refuse the body,
-    404 for an endpoint that has no prefill.
+    `app_state` is SGLang's `app.state`. `is_direct`: a decode worker goes on from the token that is sampled
+    here, so it is sampled as the client asks. Raises RequestError: 400 exactly where SGLang would refuse the
+    body, 404 for an endpoint that has no prefill.
     """
     check_endpoint(endpoint)
     if endpoint == GENERATE:
@@ -98,9 +107,10 @@ async def prefill_request(app_state: Any, endpoint: str, body: bytes, http_reque
     else:
         request = await _openai(app_state, endpoint, body, http_request)
     request.stream = False
-    request.return_logprob = False
     request.rid = None
-    request.sampling_params = _reduced(request.sampling_params)
+    if not is_direct:
+        request.return_logprob = False
+        request.sampling_params = _reduced(request.sampling_params)
     request.cache_salt = salt_of_request() or request.cache_salt
     return request
 

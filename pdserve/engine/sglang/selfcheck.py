@@ -24,8 +24,8 @@ TESTED_SGLANG = "0.5.23"
 
 
 MODULES: Final = (
-    *("answers", "children.declined_fetches", "children.detached", "children.entry", "children.pulls"),
-    "children.ssd_tokens",
+    *("answers", "children.declined_fetches", "children.detached", "children.entry", "children.kept_prompts"),
+    *("children.pulls", "children.ssd_tokens"),
     *("continuation", "engine", "geometry", "long_texts", "prompt", "server", "server_args", "storage"),
     *("tls", "tokenizer_manager", "trials.device_pages"),
 )

@@ -30,6 +30,7 @@ from pdserve.engine.http.cache_report import Reuse
 from pdserve.engine.http.cache_salt import salt_of_request
 from pdserve.engine.http.endpoints import EMBEDDINGS, RESPONSES
 from pdserve.engine.http.held import Door
+from pdserve.engine.http.meeting_room import room_of_request
 from pdserve.engine.http.request import HttpRequest, current_request
 from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.sglang.answers import first_token, is_aborted, replace_counts
@@ -37,7 +38,8 @@ from pdserve.engine.sglang.continuation import Continuation, extend_prompt, mark
 from pdserve.errors import RequestError
 from pdserve.sglang_places import places
 
-_SET_BY_SGLANG = ("rid", "lora_id", "mm_hashes", "positional_embed_overrides")
+_ROOM = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
+_SET_BY_SGLANG = ("rid", "lora_id", "mm_hashes", "positional_embed_overrides", *_ROOM)
 
 PLACES: Final = (
     *places(
@@ -106,13 +108,14 @@ def watch(
     manager: Any,
     *,
     metrics: WorkerMetrics | None = None,
+    is_starting: Callable[[], bool] = lambda: False,
     is_stopping: Callable[[], bool] = lambda: False,
     door: Door | None = None,
 ) -> None:
-    """Wrap the methods of SGLang's `manager`; once. `is_stopping`: this server's end aborts what runs.
-    `door`: what all requests pass first.
+    """Wrap the methods of SGLang's `manager`; once. `is_starting`: requests are SGLang's own warm-up.
+    `is_stopping`: this server's end aborts what runs. `door`: what all requests pass first.
     """
-    wrap = _Wrap(manager, metrics, is_stopping, door or Door())
+    wrap = _Wrap(manager, metrics, is_starting, is_stopping, door or Door())
     manager.generate_request = wrap.generate_request
     manager._init_req_state = wrap.init_req_state
     manager._create_tokenized_object = wrap.create_tokenized
@@ -123,10 +126,16 @@ def watch(
 
 class _Wrap:
     def __init__(
-        self, manager: Any, metrics: WorkerMetrics | None, is_stopping: Callable[[], bool], door: Door
+        self,
+        manager: Any,
+        metrics: WorkerMetrics | None,
+        is_starting: Callable[[], bool],
+        is_stopping: Callable[[], bool],
+        door: Door,
     ) -> None:
         self._manager = manager
         self._metrics = metrics
+        self._is_starting = is_starting
         self._is_stopping = is_stopping
         self._door = door
         self._generate = manager.generate_request
@@ -160,9 +169,12 @@ class _Wrap:
 
     async def _noted(self, obj: Any, request: Any, http: HttpRequest | None) -> AsyncGenerator[Any, None]:
         if http is not None or (request is not None and request.scope["path"] == EMBEDDINGS):
-            _disown(obj, keeps_id=http is not None and http.path == RESPONSES)
+            kept = ("rid",) if http is not None and http.path == RESPONSES else ()
+            _disown(obj, (*kept, *_ROOM) if self._is_starting() else kept)
         if (salt := salt_of_request()) is not None and hasattr(obj, "cache_salt"):
             obj.cache_salt = salt
+        if (room := room_of_request()) is not None and hasattr(obj, "bootstrap_room"):
+            obj.bootstrap_host, obj.bootstrap_port, obj.bootstrap_room = room
         try:
             await self._door.passed()
         except RequestError as error:
@@ -248,15 +260,17 @@ class _Wrap:
             raise
 
 
-def _disown(obj: Any, *, keeps_id: bool = False) -> None:
+def _disown(obj: Any, kept: Sequence[str] = ()) -> None:
     """Take out of a client's request what SGLang sets itself. The scheduler aborts every request whose id
     *begins* with the one that it is told, so no client may choose ids: its own name for a request is
-    `x-request-id`. The other fields change what a page's key stands for (pages under another's name), or end
-    the scheduler when they are no tensors. `keeps_id`: SGLang cancels a stored response by this id, which the
-    router has chosen.
+    `x-request-id`. The other fields change what a page's key stands for (pages under another's name), have
+    the worker connect to an address, or end the scheduler when they are no tensors.
+
+    `kept`: the id of a stored response, by which SGLang cancels it, and which the router has chosen; the room
+    of SGLang's own warm-up.
     """
     for name in _SET_BY_SGLANG:
-        if hasattr(obj, name) and not (keeps_id and name == "rid"):
+        if hasattr(obj, name) and name not in kept:
             setattr(obj, name, None)
 
 

@@ -168,7 +168,8 @@ class Gate:
 
     def _slots(self, model: str, now_s: float) -> int:
         snapshot = self._fleet.snapshot(model, now_s)
-        return self._running_per_worker * len(snapshot.decode) or snapshot.slots
+        workers = len(snapshot.decode) + len(snapshot.direct_decode)
+        return self._running_per_worker * workers or snapshot.slots
 
     async def _wait(self, ticket: Ticket) -> None:
         self._waiters[ticket] = waiter = self._loop.create_future()

@@ -28,6 +28,7 @@ def collect(stats: Stats, fleet: Fleet, gate: Gate, upstream: Upstream, sessions
         "stream_errors": _keyed(stats.stream_errors),
         "placements": stats.placements,
         "prefill": _keyed(stats.prefill),
+        "direct": _keyed(stats.direct),
         "settle": _keyed(stats.settle),
         "pull_ahead": _keyed(stats.pull_ahead),
         "decode_retries": _keyed(stats.decode_retries),

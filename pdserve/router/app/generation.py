@@ -13,6 +13,7 @@ import msgspec
 from pdserve.errors import RequestError
 from pdserve.logs import served_request
 from pdserve.router.admission.gate import Gate
+from pdserve.router.api.about_prompt import asks_about_prompt
 from pdserve.router.api.endpoints import ENDPOINTS
 from pdserve.router.api.errors import NoWorkerError, error_of
 from pdserve.router.api.held_ids import RESPONSE, SESSION, find_holder
@@ -190,6 +191,12 @@ class GenerationHandler:
         before = sum(estimate_prompt_tokens(getattr(view, name)) for name in call.endpoint.preamble_fields)
         tokens = estimate_prompt_tokens(prompt) + before if computes else 0
         charged = tokens or before + estimate_prompt_tokens(view.prompt_json(call.endpoint.charged_fields))
+        several = has_several_prompts(prompt)
+        can_be_direct = (
+            self._fleet.has_direct
+            and call.endpoint.is_prefillable
+            and not (several or candidates > 1 or asks_about_prompt(body))
+        )
         call.facts = RequestFacts(
             endpoint=call.endpoint,
             model=view.model,
@@ -197,8 +204,9 @@ class GenerationHandler:
             prompt_tokens_estimate=tokens,
             charged_tokens=charged,
             prompts=prompts,
-            has_several_prompts=has_several_prompts(prompt),
+            has_several_prompts=several,
             has_media=has_media(view),
+            can_be_direct=can_be_direct,
             answers=prompts * candidates,
             choices=count_choices(view, sampling) if candidates > 1 else 1,
             holder=self._holder(call, view),

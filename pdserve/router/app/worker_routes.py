@@ -62,7 +62,7 @@ def add_worker_routes(app: fastapi.FastAPI, router: Router) -> None:
 
     async def from_any(request: fastapi.Request) -> Response:
         """As a worker of the model says (`?model=NAME` where there are several)."""
-        worker = _least_loaded(router, request.query_params.get("model"))
+        worker = _least_loaded(router, request.query_params.get("model"), computes=False)
         return await _pass_on(router, worker, "GET", request.url.path)
 
     for path in ("/health_generate", "/get_model_info", "/model_info", "/get_server_info", "/server_info"):
@@ -117,10 +117,13 @@ def add_worker_routes(app: fastapi.FastAPI, router: Router) -> None:
         return await _pass_on(router, worker, "POST", "/close_session", body)
 
 
-def _least_loaded(router: Router, model: str | None) -> Worker:
-    """Raises NoWorkerError; RequestError for an unknown model."""
+def _least_loaded(router: Router, model: str | None, *, computes: bool = True) -> Worker:
+    """A decode or aggregated worker; `computes`: one that computes prompts. Raises NoWorkerError;
+    RequestError for an unknown model.
+    """
     name = router.gate.served_model(model)
-    workers = router.fleet.snapshot(name, asyncio.get_running_loop().time()).decode
+    snapshot = router.fleet.snapshot(name, asyncio.get_running_loop().time())
+    workers = snapshot.decode or (() if computes else snapshot.direct_decode)
     if not workers:
         raise NoWorkerError("No worker is ready to serve this model; try again shortly.")
     return min(workers, key=lambda worker: worker.load)

@@ -49,6 +49,15 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         float,
         Meta(ge=0, description="Time added to prefill_s for publishing the prompt's pages."),
     ] = 5.0
+    direct_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="Direct hand-off: time until the prefill worker has computed the prompt and sent its "
+            "KV; after it, the request goes through the pool. prefill_s counts where no worker computes "
+            "prompts.",
+        ),
+    ] = 10.0
     hedge_prefill_s: Annotated[
         float,
         Meta(

@@ -113,6 +113,14 @@ class PlacementSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     leave_ms: Annotated[
         float, Meta(ge=0, description="Cost of another worker than that of the session's last turn.")
     ] = 0.0
+    pool_from_tokens: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description='With handoff = "auto": a prompt of which some cache has so many tokens (estimated) '
+            "goes through the pool.",
+        ),
+    ] = 4096
     device_half_life_s: Annotated[
         float,
         Meta(

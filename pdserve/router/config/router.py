@@ -58,6 +58,13 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     decode_policy: Annotated[
         str, Meta(description="Picks the decode or aggregated worker; same choices as prefill_policy.")
     ] = "affinity"
+    handoff: Annotated[
+        Literal["auto", "pool", "direct"],
+        Meta(
+            description="How a prompt's KV gets to a decode worker, where there are workers of both ways. "
+            "auto: by request, see placement.pool_from_tokens; direct, pool: so wherever it is possible."
+        ),
+    ] = "auto"
     prefill_endpoints: Annotated[
         tuple[PrefillPath, ...],
         Meta(description="Endpoints whose requests go through the prefill stage."),

@@ -100,7 +100,7 @@ class DecodeStage:
             body = with_member(
                 body, call.endpoint.stored_as, new_id(RESPONSE, claim.worker.id, call.tenant.name)
             )
-        headers = call.upstream_headers + job.cached_before
+        headers = call.upstream_headers + job.cached_before + job.room_line
         if self._asks_marks and call.endpoint.is_resumable:
             headers += MARKS_REQUEST
         if resumes:
@@ -167,7 +167,8 @@ class DecodeStage:
         if job.plan.places is not None:
             meter = call.answer.meter
             tokens = 0 if meter is None else meter.total(call.answer.is_stream)[1]
-            found = own_memory_tokens(response.headers)
+            if job.plan.handoff == "pool":  # else the worker tells what the prefill worker found
+                found = own_memory_tokens(response.headers)
         return self._placer.on_answered(
             call.facts, job.plan, claim.worker, turn, tokens, found, self._loop.time()
         )

@@ -3,6 +3,7 @@
 | phase | trouble | what happens |
 |---|---|---|
 | settle | anything | go on: missing pages are computed again |
+| direct | a worker of the pair fails before the answer begins | the pool's way, else another pair |
 | prefill | the request's own fault (400, 413, 422) | the client gets that answer |
 | prefill | anything else | the decode worker computes the prompt; counted against the worker's circuit
   unless the request may be at fault: a 500 counts once another worker has answered |
@@ -19,11 +20,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Container
+
+import msgspec
 
 from pdserve.errors import RequestError
-from pdserve.router.api.errors import error_type
+from pdserve.router.api.errors import NoWorkerError, error_type
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.dispatch.decode import DecodeStage
+from pdserve.router.dispatch.direct import DirectStage, Outcome
 from pdserve.router.dispatch.job import Claim, Job
 from pdserve.router.dispatch.prefill import PrefillStage
 from pdserve.router.dispatch.resume import may_resume
@@ -34,9 +39,10 @@ from pdserve.router.fleet.registry import Fleet
 from pdserve.router.fleet.worker import Worker
 from pdserve.router.metrics.stats import Stats
 from pdserve.router.placement.placer import Placer
-from pdserve.router.placement.planner import choose_alternate
+from pdserve.router.placement.planner import Plan, choose_alternate
 from pdserve.router.request.call import Call
 from pdserve.router.sessions.redis_table import SharedSessions
+from pdserve.router.sessions.table import SessionEntry
 from pdserve.router.upstream.client import Upstream
 
 
@@ -63,6 +69,7 @@ class Dispatcher:
         self._settle = SettleStage(config.deadlines.settle_s, workers, stats)
         self._prefill = PrefillStage(config, fleet, workers, stats, placer, self._budget)
         self._decode = DecodeStage(config, fleet, upstream, workers, stats, placer, shared)
+        self._direct = DirectStage(config.deadlines, workers, self._prefill, self._decode, stats)
 
     async def serve(self, call: Call) -> None:
         """Answer the call. Raises RequestError with nothing sent. On cancellation all load is released."""
@@ -73,31 +80,113 @@ class Dispatcher:
             if found is not None and (last is None or found.is_after(last)):
                 last = found  # of the same turn the own table knows more
             now_s = self._loop.time()
-        plan = self.placer.plan(call.facts, self._fleet.snapshot(call.model, now_s), last, now_s)
+        job = Job(self._plan(call, last, now_s))
+        self._budget.on_request()
+        try:
+            if job.plan.handoff == "direct":
+                await self._directly(call, job, last)
+            else:
+                await self._by_pool(call, job)
+        except WorkerAnswerError as answer:  # the prefill worker finds the request at fault
+            await call.answer.send_worker_error(answer.status, answer.body)
+
+    def _plan(self, call: Call, last: SessionEntry | None, now_s: float, lost: Container[str] = ()) -> Plan:
+        """The plan of a call. `lost`: workers of the direct way that failed it. Raises NoWorkerError."""
+        snapshot = self._fleet.snapshot(call.model, now_s)
+        if lost:
+            plan = self.placer.plan(call.facts, snapshot.without(lost), last, now_s, "pool")
+            plan = msgspec.structs.replace(plan, settle=None)  # that wait is over
+        else:
+            plan = self.placer.plan(call.facts, snapshot, last, now_s)
         for role, reason in plan.causes:
             self._stats.on_placed(role, reason)
-        job = Job(plan)
-        self._budget.on_request()
-        claim = Claim(self._fleet, plan.decode, now_s, 0 if plan.prefill else plan.uncached_tokens)
+        return plan
+
+    async def _directly(self, call: Call, job: Job, last: SessionEntry | None) -> None:
+        """Have a pair of workers answer. If one of them is lost first, the pool is the way, or another pair.
+        Raises as `serve`, and WorkerAnswerError.
+        """
+        lost: list[str] = []
+        while (plan := job.plan).handoff == "direct":
+            assert plan.prefill is not None
+            outcome = await self._pair(call, job, plan.prefill)
+            if outcome.lost is None:
+                return
+            job.words.append(f"direct={outcome.word}")
+            if call.answer.is_started and outcome.failure is not None:
+                claim = await self._next_claim(call, job, outcome.lost, outcome.failure)
+                if claim is not None:
+                    await self._attempts(call, job, claim)
+                return
+            lost.append(outcome.lost.id)
+            try:
+                job.plan = self._plan(call, last, self._loop.time(), lost)
+                if job.plan.handoff == "direct" and len(lost) >= self._decode_attempts:
+                    raise NoWorkerError("Several pairs of workers failed this request; try again shortly.")
+            except NoWorkerError:
+                if outcome.failure is None:
+                    raise
+                await self._give_up(call, outcome.lost, outcome.failure)
+                return
+            job.words += job.plan.reasons
+        await self._by_pool(call, job)
+
+    async def _pair(self, call: Call, job: Job, prefill: Worker) -> Outcome:
+        """One try of the direct way."""
+        plan, now_s = job.plan, self._loop.time()
+        sender, claim = (
+            Claim(self._fleet, prefill, now_s, plan.uncached_tokens),
+            Claim(self._fleet, plan.decode, now_s),
+        )
+        try:
+            if plan.settle is not None:
+                job.words.append(await self._settle.run(call, plan.settle))
+            call.phase = "decode"
+            call.asked_s = self._loop.time()
+            return await self._direct.run(call, job, prefill, claim)
+        finally:
+            sender.release()
+            claim.release()
+
+    async def _by_pool(self, call: Call, job: Job) -> None:
+        """Have a worker answer that computes what it does not find. Raises as `_directly`."""
+        plan = job.plan
+        claim = Claim(
+            self._fleet, plan.decode, self._loop.time(), 0 if plan.prefill else plan.uncached_tokens
+        )
         try:
             if plan.prefill is not None or plan.settle is not None:
                 await self._before_decode(call, job)
-            call.phase = "decode"
-            call.asked_s = self._loop.time()
+        except BaseException:
+            claim.release()
+            raise
+        call.phase = "decode"
+        call.asked_s = self._loop.time()
+        await self._attempts(call, job, claim)
+
+    async def _attempts(self, call: Call, job: Job, claim: Claim) -> None:
+        """Have the claimed worker answer, or the next ones."""
+        try:
             while (failure := await self._decode.attempt(call, job, claim)) is not None:
                 failed = claim
-                worker = self._next_worker(call, job, failed.worker, failure)
-                if worker is None:
-                    await self._give_up(call, failed.worker, failure)
+                following = await self._next_claim(call, job, failed.worker, failure)
+                if following is None:
                     return
-                claim = Claim(self._fleet, worker, self._loop.time())
+                claim = following
                 failed.release()
-                job.words.append("retried")
-                self._stats.on_placed("decode", "retry")
-        except WorkerAnswerError as answer:  # the prefill worker finds the request at fault
-            await call.answer.send_worker_error(answer.status, answer.body)
         finally:
             claim.release()
+
+    async def _next_claim(self, call: Call, job: Job, failed: Worker, failure: Failure) -> Claim | None:
+        """Of the worker that tries next; None: the call has failed, and its client was told."""
+        worker = self._next_worker(call, job, failed, failure)
+        if worker is None:
+            await self._give_up(call, failed, failure)
+            return None
+        claim = Claim(self._fleet, worker, self._loop.time())
+        job.words.append("retried")
+        self._stats.on_placed("decode", "retry")
+        return claim
 
     async def _before_decode(self, call: Call, job: Job) -> None:
         """The stages before decode. The prefill worker is claimed while the last turn settles, too."""

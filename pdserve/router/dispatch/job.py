@@ -18,7 +18,16 @@ MAX_PROMPTS_TOLD = 1024
 class Job:
     """One call on its way through the stages."""
 
-    __slots__ = ("cached_before", "is_prompt_counted", "marks", "plan", "suspects", "tried", "words")
+    __slots__ = (
+        "cached_before",
+        "is_prompt_counted",
+        "marks",
+        "plan",
+        "room_line",
+        "suspects",
+        "tried",
+        "words",
+    )
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -31,6 +40,8 @@ class Job:
         """Workers that answered with an error that may be theirs or the request's: see `WorkerRequests`."""
         self.cached_before = b""
         """Header line for the decode worker: prompt tokens that were cached before this call."""
+        self.room_line = b""
+        """Header line for two workers that hand over directly (see `direct`); empty: none do now."""
         self.is_prompt_counted = False
 
     def count_prompt(self, stats: Stats, tokens: Mapping[str, int]) -> None:

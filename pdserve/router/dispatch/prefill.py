@@ -94,7 +94,7 @@ class PrefillStage:
             if self._hedge_s > 0:
                 outcome = await self._hedged(call, job, worker)
             else:
-                outcome = await self._ask(call, job, worker)
+                outcome = await self.ask(call, job, worker, self._limit_s)
         finally:
             if pulling is not None:
                 pulling.cancel()  # hangs up
@@ -117,7 +117,7 @@ class PrefillStage:
 
     async def _hedged(self, call: Call, job: Job, worker: Worker) -> str:
         """The better of two outcomes. The second worker is chosen when the first one is late."""
-        asked = [self._loop.create_task(self._ask(call, job, worker))]
+        asked = [self._loop.create_task(self.ask(call, job, worker, self._limit_s))]
         try:
             done, running = await asyncio.wait(asked, timeout=self._hedge_s)
             now_s = self._loop.time()
@@ -141,15 +141,16 @@ class PrefillStage:
     async def _ask_other(self, call: Call, job: Job, worker: Worker) -> str:
         claim = Claim(self._fleet, worker, self._loop.time())
         try:
-            return await self._ask(call, job, worker)
+            return await self.ask(call, job, worker, self._limit_s)
         finally:
             claim.release()
 
-    async def _ask(self, call: Call, job: Job, worker: Worker) -> str:
+    async def ask(self, call: Call, job: Job, worker: Worker, limit_s: float) -> str:
         """The outcome at one worker, in one word. Raises WorkerAnswerError as `run`."""
         target = f"/pd/prefill?endpoint={call.endpoint.path}"
         try:
-            report = _decoder.decode(await self._workers.post(call, worker, target, call.body, self._limit_s))
+            answer = await self._workers.post(call, worker, target, call.body, limit_s, job.room_line)
+            report = _decoder.decode(answer)
         except FAILURES as error:
             if isinstance(error, WorkerAnswerError) and error.status in CLIENT_FAULTS:
                 self._stats.prefill["client-error"] += 1
@@ -157,7 +158,9 @@ class PrefillStage:
                 raise
             outcome = outcome_of(error)
             self._stats.prefill[outcome] += 1
-            self._workers.on_failure(job, worker, error, "the decode worker computes the prompt")
+            is_direct = job.plan.handoff == "direct"
+            consequence = "another way is taken" if is_direct else "the decode worker computes the prompt"
+            self._workers.on_failure(job, worker, error, consequence)
             return outcome
         self._fleet.on_success(worker)
         self._note(call, job, worker, report)
@@ -185,7 +188,8 @@ class PrefillStage:
         ]
         if call.answer.meter is not None:
             call.answer.meter.prompt_tokens = report.prompt_tokens
-        call.parts_s["publish"] = max(0.0, report.publish_ms / 1e3)
+        if job.plan.handoff == "pool":
+            call.parts_s["publish"] = max(0.0, report.publish_ms / 1e3)
         stats.prompt_tokens += report.prompt_tokens
         stats.missing_pages += report.missing_pages
         for tier in CACHES:

@@ -63,13 +63,20 @@ class WorkerRequests:
         self._loop = asyncio.get_running_loop()
         self._log = ThrottledLog(logger)
 
-    async def post(self, call: Call, worker: Worker, target: str, body: bytes, limit_s: float) -> bytes:
-        """The body of a 200 answer, which comes within `limit_s`. Raises UpstreamError, or WorkerAnswerError
-        for another status.
+    async def post(
+        self, call: Call, worker: Worker, target: str, body: bytes, limit_s: float, more_headers: bytes = b""
+    ) -> bytes:
+        """The body of a 200 answer, which comes within `limit_s`. `more_headers`: whole lines. Raises
+        UpstreamError, or WorkerAnswerError for another status.
         """
         end_s = self._loop.time() + limit_s
         response = await self._upstream.ask(
-            worker, target, call.upstream_headers, body, connect_s=self._connect_s, head_s=limit_s
+            worker,
+            target,
+            call.upstream_headers + more_headers,
+            body,
+            connect_s=self._connect_s,
+            head_s=limit_s,
         )
         try:
             if response.complete:

@@ -11,7 +11,7 @@ the client better than a 503. Prefill workers are not, since a decode worker doe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Final
 
 import msgspec
@@ -41,14 +41,28 @@ class Snapshot(msgspec.Struct, frozen=True):
     models: tuple[str, ...]
     prefill: tuple[Worker, ...] = ()
     decode: tuple[Worker, ...] = ()
-    """Decode workers, or aggregated workers if no decode worker is eligible."""
+    """Decode workers that compute prompts, or aggregated workers if no such worker is eligible."""
+    direct_prefill: tuple[Worker, ...] = ()
+    """Those of `prefill` that can also hand over directly."""
+    direct_decode: tuple[Worker, ...] = ()
+    """Decode workers of the direct hand-off."""
     slots: int = 0
-    """Requests that the decode workers should have at a time, all together."""
+    """Requests that the decode workers of both kinds should have at a time, all together."""
     draining: tuple[Worker, ...] = ()
     """Decode and aggregated workers that get no new request, but can still be asked about earlier ones."""
     members: frozenset[str] = frozenset()
     """Ids of all workers, healthy or not, that are not draining."""
     valid_until_s: float = math.inf
+
+    def without(self, ids: Container[str]) -> Snapshot:
+        """The same without these workers."""
+        prefill, decode, direct_prefill, direct_decode = (
+            tuple(worker for worker in workers if worker.id not in ids)
+            for workers in (self.prefill, self.decode, self.direct_prefill, self.direct_decode)
+        )
+        return msgspec.structs.replace(
+            self, prefill=prefill, decode=decode, direct_prefill=direct_prefill, direct_decode=direct_decode
+        )
 
 
 class Fleet:
@@ -71,6 +85,8 @@ class Fleet:
         self._text_limits: dict[str, TextLimit] = {}
         self.longest_context: dict[str, int] = {}
         """Model → tokens of a request that its workers take at most, as they say; 0: unknown."""
+        self.has_direct = False
+        """Some decode worker takes prompts directly."""
         self.body_limit_bytes = LARGEST_BODY_BYTES
         """No usual request of any model is larger."""
         self.adapters: dict[str, tuple[str, ...]] = {}
@@ -98,6 +114,7 @@ class Fleet:
             m: max(0, *(info.context_length for info in joined if info.model == m)) for m in models
         }
         self.body_limit_bytes = body_limit_bytes(joined)
+        self.has_direct = any(w.role == "decode" and w.is_direct for w in self.workers)
         self.tasks = {info.model: frozenset(info.tasks) for info in joined}
         self.adapters = {
             m: tuple(sorted(set[str].intersection(*(set(w.adapters) for w in joined if w.model == m))))
@@ -159,12 +176,22 @@ class Fleet:
         openings = [
             w.circuit.retry_at_s for ws in ready.values() for w in ws if not w.circuit.lets_through(now_s)
         ]
-        decode = closed["decode"] or closed["agg"] or tuple(ready["decode"]) or tuple(ready["agg"])
+        computing, direct = ([w for w in ready["decode"] if w.is_direct is of] for of in (False, True))
+        let_through, direct_let_through = (
+            tuple(w for w in of if w.circuit.lets_through(now_s)) for of in (computing, direct)
+        )
+        decode = let_through or closed["agg"] or tuple(computing) or tuple(ready["agg"])
+        direct_decode = direct_let_through or (() if decode else tuple(direct))
+        answering = (*decode, *direct_decode)
         return Snapshot(
             models=self.models,
             prefill=closed["prefill"],
             decode=decode,
-            slots=sum(SLOTS_PER_RUNNING * w.max_running or UNKNOWN_SLOTS for w in decode),
+            direct_prefill=tuple(
+                w for w in closed["prefill"] or (() if decode else ready["prefill"]) if w.is_direct
+            ),
+            direct_decode=direct_decode,
+            slots=sum(SLOTS_PER_RUNNING * w.max_running or UNKNOWN_SLOTS for w in answering),
             draining=tuple(w for role in ("decode", "agg") for w in there[role] if w.draining),
             members=frozenset(w.id for w in self.workers if not w.draining),
             valid_until_s=min(openings, default=math.inf),

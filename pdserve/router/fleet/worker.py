@@ -32,6 +32,10 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     sglang_version: str = ""
     deterministic: bool = False
     """Sampling is reproducible from the request's seed (SGLang: --enable-deterministic-inference)."""
+    handoff: Literal["pool", "direct"] = "pool"
+    """How it hands prompts over, or takes them (see `placement.handoff`)."""
+    bootstrap_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
+    """Where decode workers find a prefill worker that hands over directly."""
     tasks: tuple[str, ...] = ("generate",)
     """Tasks of its model: generate, embed."""
     tokenizer: str = ""
@@ -131,6 +135,13 @@ class Worker:
     def draining(self) -> bool:
         """The worker finishes its requests and gets no new one."""
         return self.drained or self.stopping
+
+    @property
+    def is_direct(self) -> bool:
+        """A decode worker: it computes no prompt. A prefill worker: it can also hand over directly."""
+        if self.info is None or self.info.handoff != "direct":
+            return False
+        return self.role == "decode" or (self.role == "prefill" and self.info.bootstrap_port is not None)
 
     @property
     def load(self) -> int:

@@ -45,7 +45,8 @@ METRICS: Final = (
         ("part",),
         "Streams: the parts of the time to the first token. queue: here; settle: for the last turn's pages; "
         "prefill: at the prefill worker, its queue too; publish: until the pages are in the pool; pull: the "
-        "decode worker's wait for them; decode: its queue and the rest; router: what is left. A part that "
+        "decode worker's wait for them; decode: its queue and the rest, and prefill where that hands over "
+        "directly; router: what is left. A part that "
         "did not occur is not counted; `router` always is, so its count is that of the streams.",
     ),
     _one(
@@ -87,6 +88,12 @@ METRICS: Final = (
         "none-ready, session-worker-gone, agg.",
     ),
     _one("prefill", "counter", ("outcome",), "Prefill stages, by outcome."),
+    _one(
+        "direct",
+        "counter",
+        ("outcome",),
+        "Direct hand-offs by outcome: ok, or which worker failed and how before another way was taken.",
+    ),
     _one("settle", "counter", ("outcome",), "Waits for the pages of a session's previous turn, by outcome."),
     _one("pull_ahead", "counter", ("outcome",), "Long prompts pulled while prefill computed, by outcome."),
     _one("decode_retries", "counter", ("reason",), "Requests tried on another worker, by reason."),

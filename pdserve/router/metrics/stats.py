@@ -66,6 +66,7 @@ class Stats:
         self.placements: dict[Labels, int] = {}
         """By (role, reason)."""
         self.prefill: defaultdict[str, int] = defaultdict(int)
+        self.direct: defaultdict[str, int] = defaultdict(int)
         self.settle: defaultdict[str, int] = defaultdict(int)
         self.pull_ahead: defaultdict[str, int] = defaultdict(int)
         self.decode_retries: defaultdict[str, int] = defaultdict(int)

@@ -15,6 +15,7 @@ import msgspec
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.registry import Fleet, Snapshot
 from pdserve.router.fleet.worker import Worker
+from pdserve.router.placement.handoff import HandoffChoice
 from pdserve.router.placement.planner import Plan, Planner
 from pdserve.router.placement.policies import PolicySettings, make_policy
 from pdserve.router.placement.prefix_index import PrefixTable
@@ -39,6 +40,7 @@ class Placer:
             prefill_endpoints=frozenset(config.prefill_endpoints),
             min_prefill_tokens=config.min_prefill_tokens,
             weights=config.placement,
+            handoff=config.handoff,
         )
         self.needs_prefix = self._planner.needs_places
         """Whether planning uses `RequestFacts.prefix`."""
@@ -47,15 +49,22 @@ class Placer:
         """The session's last turn, or None if this router does not know one."""
         return None if facts.session is None else self.sessions.get(facts.session, now_s)
 
-    def plan(self, facts: RequestFacts, snapshot: Snapshot, last: SessionEntry | None, now_s: float) -> Plan:
-        """The plan of one request. Raises NoWorkerError."""
+    def plan(
+        self,
+        facts: RequestFacts,
+        snapshot: Snapshot,
+        last: SessionEntry | None,
+        now_s: float,
+        wanted: HandoffChoice | None = None,
+    ) -> Plan:
+        """The plan of one request; `wanted` as in `Planner.plan`. Raises NoWorkerError."""
         places = None
         if facts.prefix is not None:
             places = self.prefixes.places(facts.prefix, now_s)
             worker = None if last is None else self._fleet.by_id.get(last.decode_id)
             if last is not None and worker is not None and last.incarnation in (worker.incarnation, ""):
                 places.add(worker, last.tokens, now_s - last.seen_s)
-        return self._planner.plan(facts, snapshot, last, places)
+        return self._planner.plan(facts, snapshot, last, places, wanted)
 
     def on_prefilled(
         self,

@@ -14,10 +14,14 @@ Rules, in order:
    is not asked while that turn is still being answered, nor for a request that is no turn
    (`RequestFacts.is_turn`).
 7. A request that continues what one worker holds goes to this worker, also while it is draining.
+8. Where workers hand over directly, the way is chosen first (`placement.handoff`), and then the workers among
+   those of that way. The direct way always has a prefill worker. If the prefill policy has none, the pool is
+   the way.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 
 import msgspec
@@ -26,7 +30,8 @@ from pdserve.router.api.errors import NoWorkerError
 from pdserve.router.config.placement import PlacementSettings
 from pdserve.router.fleet.registry import Snapshot
 from pdserve.router.fleet.worker import Worker
-from pdserve.router.placement.policies.base import Ask, Policy
+from pdserve.router.placement.handoff import Handoff, HandoffChoice, choose_handoff
+from pdserve.router.placement.policies.base import Ask, Choice, Policy
 from pdserve.router.placement.prefix_index import Places
 from pdserve.router.placement.request_facts import RequestFacts
 from pdserve.router.sessions.table import SessionEntry
@@ -58,6 +63,10 @@ class Plan(msgspec.Struct, frozen=True, gc=False):
     """Estimated places of the prompt's prefix at the time of planning."""
     turn: int = 0
     """Number of the session's turn, from 1. 0: the request is no turn."""
+    handoff: Handoff = "pool"
+    """direct: `prefill` sends its KV to `decode`, and both get the request at the same time."""
+    has_fallback: bool = True
+    """Some worker that computes prompts could answer in place of such a pair."""
 
 
 class Planner(msgspec.Struct, frozen=True):
@@ -68,6 +77,7 @@ class Planner(msgspec.Struct, frozen=True):
     prefill_endpoints: frozenset[str]
     min_prefill_tokens: int = 0
     weights: PlacementSettings = PlacementSettings()
+    handoff: HandoffChoice = "auto"
 
     @property
     def needs_places(self) -> bool:
@@ -77,33 +87,89 @@ class Planner(msgspec.Struct, frozen=True):
         )
 
     def plan(
-        self, facts: RequestFacts, snapshot: Snapshot, last: SessionEntry | None, places: Places | None = None
+        self,
+        facts: RequestFacts,
+        snapshot: Snapshot,
+        last: SessionEntry | None,
+        places: Places | None = None,
+        wanted: HandoffChoice | None = None,
     ) -> Plan:
-        """The plan of one request. Raises NoWorkerError if no eligible worker may take it."""
-        if not snapshot.decode and not facts.holder:
-            raise NoWorkerError("No worker is ready to serve this model; try again shortly.")
+        """The plan of one request. `wanted`: the way to prefer; None: as configured. Raises NoWorkerError if
+        no eligible worker may take it.
+        """
         if facts.holder:
             return _plan_at_holder(facts, snapshot)
+        sender, why = self._choose_handoff(facts, snapshot, last, places, wanted or self.handoff)
+        candidates, others = snapshot.direct_decode, snapshot.decode
+        if sender is None:
+            candidates, others = self._computing(facts, snapshot), snapshot.direct_decode
         last_id = None if last is None or last.decode_id not in snapshot.members else last.decode_id
-        choice = self.decode_policy.choose(_ask(facts, last_id, places), snapshot.decode)
-        decode = choice.worker
-        prefill, why_prefill, cause = self._choose_prefill(facts, snapshot, decode, last, places)
-        settle = None
-        before = last if last is not None and last.answered and facts.is_turn else None
-        if before is not None and (prefill is not None or decode.id != before.decode_id):
-            there = (*snapshot.decode, *snapshot.draining)
-            holder = next((w for w in there if w.id == before.decode_id), None)
-            if holder is not None:
-                settle = Settle(holder, before.request_id)
+        if any(worker.id == last_id for worker in others):
+            last_id = None  # a worker of the other way is not gone
+        choice = self.decode_policy.choose(_ask(facts, last_id, places), candidates)
+        decode, prefill = choice.worker, None if sender is None else sender.worker
+        if sender is None:
+            prefill, why_prefill, cause = self._choose_prefill(facts, snapshot, decode, last, places)
+        else:
+            why_prefill, cause = str(sender), sender.cause or sender.reason
         return Plan(
             decode,
             prefill,
-            settle,
-            (f"decode={choice}", f"prefill={why_prefill}"),
+            _settle(facts, snapshot, last, decode, prefill),
+            (*why, f"decode={choice}", f"prefill={why_prefill}"),
             (("decode", choice.cause or choice.reason), ("prefill", cause)),
             _uncached(facts, prefill or decode, places),
             places,
             0 if not facts.is_turn else 1 if last is None else last.turns + 1,
+            "pool" if sender is None else "direct",
+            has_fallback=bool(snapshot.decode),
+        )
+
+    def _choose_handoff(
+        self,
+        facts: RequestFacts,
+        snapshot: Snapshot,
+        last: SessionEntry | None,
+        places: Places | None,
+        wanted: HandoffChoice,
+    ) -> tuple[Choice | None, tuple[str, ...]]:
+        """(the prefill worker that sends its KV, reason). None: the pool is the way. No reason: there are no
+        workers of the direct way.
+        """
+        if not snapshot.direct_decode:
+            return None, ()
+        sender = None
+        if facts.can_be_direct and snapshot.direct_prefill and facts.endpoint.path in self.prefill_endpoints:
+            last_id = None if last is None or last.prefill_id not in snapshot.members else last.prefill_id
+            with contextlib.suppress(NoWorkerError):  # the session's prefill worker is gone
+                sender = self.prefill_policy.choose(_ask(facts, last_id, places), snapshot.direct_prefill)
+        possible: list[Handoff] = ["direct"] if sender is not None else []
+        # beside workers of the direct way, aggregated workers are the fallback
+        if not possible or any(wanted == "pool" or worker.role == "decode" for worker in snapshot.decode):
+            possible.append("pool")
+        handoff, why = choose_handoff(
+            wanted,
+            possible,
+            home=_home(snapshot, last),
+            reused_tokens=_reused(facts, snapshot, last, places),
+            pool_from_tokens=self.weights.pool_from_tokens,
+        )
+        return sender if handoff == "direct" else None, (f"handoff={handoff}({why})",)
+
+    @staticmethod
+    def _computing(facts: RequestFacts, snapshot: Snapshot) -> tuple[Worker, ...]:
+        """The workers that can answer without a direct hand-off. Raises NoWorkerError."""
+        if snapshot.decode:
+            return snapshot.decode
+        if not snapshot.direct_decode:
+            raise NoWorkerError("No worker is ready to serve this model; try again shortly.")
+        if facts.endpoint.task is None:  # it computes no prompt
+            return snapshot.direct_decode
+        if facts.can_be_direct:
+            raise NoWorkerError("No prefill worker is ready to serve this model; try again shortly.")
+        raise NoWorkerError(
+            "This request (several prompts or answers, media, or facts about the prompt) needs a worker that "
+            "computes prompts, and none is ready: an aggregated one, or a decode worker of the pool's way."
         )
 
     def _choose_prefill(
@@ -154,6 +220,35 @@ def direct_threshold(least: int, weights: PlacementSettings, prefill: Worker, de
     """
     longer = prefill.queued_tokens - decode.queued_tokens
     return max(0, min(int(least + weights.queue_share * longer), max(least, weights.max_direct_tokens)))
+
+
+def _settle(
+    facts: RequestFacts, snapshot: Snapshot, last: SessionEntry | None, decode: Worker, prefill: Worker | None
+) -> Settle | None:
+    """Whom to ask for the last turn's pages (rule 6)."""
+    if last is None or not last.answered or not facts.is_turn:
+        return None
+    if prefill is None and decode.id == last.decode_id:
+        return None
+    there = (*snapshot.decode, *snapshot.direct_decode, *snapshot.draining)
+    holder = next((worker for worker in there if worker.id == last.decode_id), None)
+    return None if holder is None else Settle(holder, last.request_id)
+
+
+def _home(snapshot: Snapshot, last: SessionEntry | None) -> Handoff | None:
+    """The way of the worker of the session's last turn, if it is eligible."""
+    if last is None:
+        return None
+    if any(worker.id == last.decode_id for worker in snapshot.direct_decode):
+        return "direct"
+    return "pool" if any(worker.id == last.decode_id for worker in snapshot.decode) else None
+
+
+def _reused(facts: RequestFacts, snapshot: Snapshot, last: SessionEntry | None, places: Places | None) -> int:
+    """Estimated tokens of the prompt that some cache has."""
+    of_session = 0 if last is None or not facts.is_turn else last.tokens
+    known = [0.0] if places is None else [places.cached(worker).total for worker in snapshot.prefill]
+    return int(min(facts.prompt_tokens_estimate, max(of_session, *known, 0)))
 
 
 def _ask(facts: RequestFacts, last_id: str | None, places: Places | None) -> Ask:

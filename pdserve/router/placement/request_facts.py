@@ -30,6 +30,8 @@ class RequestFacts(msgspec.Struct, frozen=True, gc=False):
     """Answers to each prompt that the client gets."""
     holder: str = ""
     """Id of the worker that holds what the request continues, in its own memory. Empty: any worker can."""
+    can_be_direct: bool = True
+    """A decode worker can answer it that computed no token of the prompt (see `request_body`)."""
     turn: int = 0
     """Number of the request for its model at this router. Equally good workers alternate by it."""
     draw: int = 0

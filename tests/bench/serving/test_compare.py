@@ -42,6 +42,7 @@ PROCESSES = {
     "mooncake": ["agg0", "router"],
     "agg": ["pool0", "agg0", "router"],
     "disagg": ["pool0", "prefill0", "decode0", "router"],
+    "disagg-direct": ["pool0", "prefill0", "decode0", "router"],
     "dead": ["pool0", "agg0", "router"],
 }
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from pdserve.engine.http.endpoints import GENERATE
-from pdserve.engine.sglang.prompt import prefill_request
+from pdserve.engine.sglang.children.kept_prompts import POOL_ROOM
+from pdserve.engine.sglang.prompt import FOR_THE_POOL, prefill_request
 from pdserve.errors import RequestError
 
 
@@ -62,3 +63,15 @@ def test_what_sglangs_own_route_refuses_is_the_clients_fault(body: Any) -> None:
 def test_a_body_that_is_no_json_is_the_clients_fault() -> None:
     with pytest.raises(RequestError, match="not a /generate request"):
         asyncio.run(prefill_request(None, GENERATE, b'{"text":', None))
+
+
+def test_the_first_token_of_a_direct_hand_off_is_sampled_as_the_client_asks() -> None:
+    sampling = {"max_new_tokens": 9, "temperature": 0.7, "regex": "a+", "stop_token_ids": [3]}
+    body = {"input_ids": [1], "stream": True, "return_logprob": True, "sampling_params": sampling}
+    asked = asyncio.run(prefill_request(None, GENERATE, json.dumps(body).encode(), None, is_direct=True))
+    assert asked.sampling_params == sampling
+    assert (asked.stream, asked.return_logprob) == (False, True)
+
+
+def test_a_prefill_for_the_pool_is_in_a_room_where_nobody_waits() -> None:
+    assert FOR_THE_POOL == ("2.2.2.2", None, POOL_ROOM)

@@ -220,3 +220,14 @@ def test_another_sglang_version_is_only_warned_of(
     monkeypatch.setattr(selfcheck, "version", lambda _name: "9.9.9")
     selfcheck._check_version()
     assert "SGLang 9.9.9 is installed; pdserve is tested with" in caplog.text
+
+
+def test_a_constant_of_sglang_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
+
+    from pdserve.engine.sglang.cpu import hooks
+
+    assert list(hooks.missing()) == []
+    monkeypatch.delattr(MooncakeKVSender, "supports_host_tensor_indices")
+    [line] = hooks.missing()
+    assert "MooncakeKVSender.supports_host_tensor_indices (not there)" in line

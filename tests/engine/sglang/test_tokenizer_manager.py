@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 
+from pdserve.engine.http.meeting_room import Room, enter_room
 from pdserve.engine.http.request import HttpRequest
 from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.sglang.tokenizer_manager import watch
@@ -127,6 +129,22 @@ def test_what_names_pages_is_not_the_clients_to_say() -> None:
     served(asking(asked))
     assert (asked.mm_hashes, asked.lora_id, asked.positional_embed_overrides) == (None, None, None)
     assert (asked.image_data, asked.lora_path) == ("x", "p")
+
+
+def test_where_a_worker_connects_is_not_the_clients_to_say() -> None:
+    theirs = {"bootstrap_host": "198.51.100.7", "bootstrap_port": 1, "bootstrap_room": 5}
+    asked = [GenerateReqInput(text="a", **theirs) for _ in range(2)]
+    served(asking(asked[0]))
+    contextvars.copy_context().run(lambda: (enter_room(Room("10.0.0.5", 8998, 7)), served(asking(asked[1]))))
+    rooms = [(one.bootstrap_host, one.bootstrap_port, one.bootstrap_room) for one in asked]
+    assert rooms == [(None, None, None), ("10.0.0.5", 8998, 7)]
+
+
+def test_sglangs_own_warm_up_keeps_its_room() -> None:
+    """Until the worker is ready nobody else is served."""
+    asked = GenerateReqInput(text="a", bootstrap_host="2.2.2.2", bootstrap_room=0)
+    served(asking(asked), is_starting=lambda: True)
+    assert (asked.bootstrap_host, asked.bootstrap_room) == ("2.2.2.2", 0)
 
 
 def ids_outside_a_tracked_request(*asked: tuple[Any, str | None]) -> list[str]:

@@ -4,6 +4,7 @@
     > workers prefill=p1,p2 decode=d1 workers that are ready
     > load WORKER running=3 waiting=1 queued=5000 free=800     the worker says how busy it is
     > pool WORKER ...                                        these reach the pool
+    > direct WORKER ...                                      these hand over directly
     > down | up | drain | leave WORKER
     > wait SECONDS
     > turn [SESSION] prompt=abc ...  a request; each letter is a block of 256 tokens, prompts with the same
@@ -75,6 +76,12 @@ class Scenario:
     def pool(self, *names: str) -> None:
         for name in names:
             self.fleet.on_load(self.fleet.by_id[f"{name}:1"], None, pool_up=True)
+
+    def direct(self, *names: str) -> None:
+        for name in names:
+            worker = self.fleet.by_id[f"{name}:1"]
+            port = 8998 if worker.role == "prefill" else None
+            self.fleet.on_info(worker, WorkerInfo(worker.role, "m", handoff="direct", bootstrap_port=port))
 
     def load(
         self, name: str, running: str = "0", waiting: str = "0", queued: str = "0", free: str = ""

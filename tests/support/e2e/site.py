@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from tests.support.e2e.cluster import PoolNode, Router, Worker, eventually
+from tests.support.e2e.cluster import PoolNode, Router, Worker, eventually, free_port
 from tests.support.e2e.prompts import NEW_TOKENS, Answer, first_turns, second_turn
 from tests.support.e2e.servers import Servers
 from tests.support.kvpool.etcd_server import EtcdServer
@@ -27,6 +27,7 @@ NEEDS: Final = {
     "ucx_worker": ("ucx",),
     "agg_worker": ("agg",),
     "cluster": ("prefill0", "decode0", "prefill1", "decode1"),
+    "direct": ("sender", "receiver", "decode0"),
 }
 """The servers that a test needs which asks for one of these fixtures. Tests that need none come first, then
 those of each line: so most servers start once.
@@ -120,13 +121,40 @@ class Cluster:
 
 
 @dataclass
+class Direct:
+    """Two workers that hand over directly, and a decode worker that computes prompts, behind one router."""
+
+    sender: Worker
+    receiver: Worker
+    other: Worker
+    router: Router
+
+    @classmethod
+    def of(cls, run_dir: Path, servers: Servers) -> Direct:
+        sender, receiver, other = (servers.workers[name] for name in NEEDS["direct"])
+        extra = {"handoff": "direct"}
+        return cls(
+            sender,
+            receiver,
+            other,
+            Router(run_dir, [sender], [receiver, other], name="router-direct", extra=extra),
+        )
+
+    def flush(self) -> None:
+        """Empty every worker's own caches."""
+        for worker in (self.sender, self.receiver, self.other):
+            worker.flush()
+
+
+@dataclass
 class Site:
     """Pool nodes, etcd, and the servers on them."""
 
     pools: dict[str, PoolNode]
     etcd: EtcdServer
     servers: Servers
-    routers: list[Router] = field(default_factory=list)
+    routers: dict[str, list[Router]] = field(default_factory=dict)
+    """By the fixture that started them."""
     reference: Reference | None = None
 
     def use(self, fixtures: Collection[str], later: Sequence[Collection[str]]) -> None:
@@ -139,9 +167,9 @@ class Site:
             self.reference = Reference.of(self.servers.workers["plain"])
             following = [self._needed(one) for one in later]
         self.servers.use(self._needed(fixtures), following)
-        if "cluster" in fixtures:
-            for router in self.routers:  # one may not have heard yet that a server is back
-                eventually(lambda router=router: not router.lacks, f"{router.name} has its workers", 60.0)  # type: ignore[misc]
+        for router in [router for one in fixtures for router in self.routers.get(one, ())]:
+            # it may not have heard yet that a server is back
+            eventually(lambda router=router: not router.lacks, f"{router.name} has its workers", 60.0)  # type: ignore[misc]
 
     def _needed(self, fixtures: Collection[str]) -> list[str]:
         plain = ["plain"] if "reference" in fixtures and self.reference is None else []
@@ -172,6 +200,10 @@ class Site:
 
 def _workers(run_dir: Path, model: Path, pools: dict[str, PoolNode], etcd: EtcdServer) -> list[Worker]:
     exact = engine_settings(model)
+    direct = {
+        "handoff": "direct",
+        "direct": {"bootstrap_port": free_port(), "trusted_network": True},
+    }
     chunked = engine_settings(model, extra_args=["--chunked-prefill-size", str(CHUNK_TOKENS)])
     staged = engine_settings(model, **STAGED)
     bytes_of_two = engine_settings(model, dtype="bfloat16", layout="layer_first")
@@ -192,4 +224,6 @@ def _workers(run_dir: Path, model: Path, pools: dict[str, PoolNode], etcd: EtcdS
         Worker("prefill", "prefill1", run_dir, staged, disaggregated),
         Worker("decode", "decode0", run_dir, exact, disaggregated, stepwise),
         Worker("decode", "decode1", run_dir, staged, disaggregated, stepwise),
+        Worker("prefill", "sender", run_dir, chunked, disaggregated, direct),
+        Worker("decode", "receiver", run_dir, exact, disaggregated, direct),
     ]

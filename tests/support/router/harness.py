@@ -248,5 +248,5 @@ async def before(*made: MockWorker, **config: object) -> AsyncIterator[Harness]:
     """A router before these workers."""
     async with workers(*made):
         urls = {role: tuple(w.url for w in made if w.role == role) for role in ("prefill", "decode")}
-        async with routed(RouterConfig(**urls, deadlines=FAST, **config)) as harness:  # type: ignore[arg-type]
+        async with routed(RouterConfig(**urls, **({"deadlines": FAST} | config))) as harness:  # type: ignore[arg-type]
             yield harness

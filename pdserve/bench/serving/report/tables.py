@@ -21,6 +21,7 @@ CONTENDER_COLOURS = {
     "mooncake": "#b45f9b",
     "agg": "#6fa8dc",
     "disagg": "#1f5fa8",
+    "disagg-direct": "#123a68",
     "dead": "#303030",
 }
 FEW: Final = 100  # a p99 of fewer lies between the largest two

@@ -12,6 +12,7 @@ for CUDA only. This package supplies those, and nothing else:
 | 10 GiB host memory reserve | meant for GPU hosts; leaves nothing on a small machine | `hooks` |
 | attention over a cached prefix | `torch_native` attends to every cached token again | `attention` |
 | page hashes | the native extension needs a compiler and OpenSSL headers | `hashing` |
+| indices of pages for a direct hand-off | they are staged in pinned memory behind a CUDA event | `hooks` |
 | a pause while pages move | the scheduler polls, and takes the core from the moving threads | `hooks` |
 
 Order matters: `stand_in.install()` before the first import of `sglang.srt` in each process, `hooks.apply()`

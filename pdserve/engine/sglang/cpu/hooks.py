@@ -20,6 +20,7 @@ from pdserve.engine.sglang.cpu import attention, copies, hashing, streams, unpin
 
 MHA_HOST_POOL = "sglang.srt.mem_cache.pool_host.mha"
 HOST_POOL_BASE = "sglang.srt.mem_cache.pool_host.base"
+SENDER = "sglang.srt.disaggregation.mooncake.conn"
 SCHEDULER = "sglang.srt.managers.scheduler"
 HASH_USER = "sglang.srt.mem_cache.utils"
 LORA_BACKEND = "sglang.srt.lora.backend.torch_backend"
@@ -152,6 +153,7 @@ HOOKS: tuple[Hook, ...] = (
     ),
 )
 SCHEDULER_HOOKS: tuple[Hook, ...] = (
+    Hook(SENDER, "MooncakeKVSender.supports_host_tensor_indices", None, lambda _: False),
     Hook(SCHEDULER, "Scheduler.on_idle", ("self",), _resting),
     Hook(SCHEDULER, "Scheduler.stash_chunked_request", ("self", "req"), _publishing),
     Hook(LORA_BACKEND, "torch", None, unpinned.UnpinnedTorch),
@@ -192,6 +194,8 @@ def missing() -> Iterator[str]:
             yield f"{hook.name} ({error})"
             continue
         original = getattr(owner, last, None)
+        if original is None and not callable(hook.replace(None)):
+            yield f"{hook.name} (not there)"
         if hook.parameters is None or getattr(original, _MARK, False):
             continue
         if original is None:

@@ -1,0 +1,291 @@
+"""The direct way: a prefill worker and a decode worker get a request at once. Beside them stands a decode
+worker that computes prompts, for when one of the two fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from pdserve.router.config.limits import Deadlines
+from tests.support.router.harness import CHAT, FAST, Harness, before, chat_body
+from tests.support.router.mock_worker import (
+    ANSWER,
+    DONE,
+    EVENTS,
+    MARKS,
+    REPORT,
+    STREAM,
+    Gate,
+    MockWorker,
+    Received,
+    Script,
+    Wire,
+    answer,
+    close,
+    hang,
+)
+
+PREFILL = "/pd/prefill"
+PORT = 8998
+ROOM = "x-pdserve-room"
+
+
+@asynccontextmanager
+async def pair(
+    *, fallback: bool = True, **deadlines: float
+) -> AsyncIterator[tuple[Harness, MockWorker, MockWorker, MockWorker]]:
+    """A router before a pair of the direct way, and a decode worker of the pool's way."""
+    prefill = MockWorker("prefill", handoff="direct", bootstrap_port=PORT)
+    decode, other = MockWorker("decode", handoff="direct"), MockWorker("decode")
+    made = (prefill, decode, other) if fallback else (prefill, decode)
+    limits: Deadlines = msgspec.structs.replace(FAST, **deadlines)
+    async with before(*made, deadlines=limits, handoff="direct") as harness:
+        yield harness, prefill, decode, other
+
+
+def held(gate: Gate) -> Script:
+    """The usual answer, when the gate is open: as a decode worker that waits for a prompt's KV."""
+
+    async def run(wire: Wire, request: Received) -> None:
+        await gate.passed()
+        await wire.body(200, ANSWER)
+
+    return run
+
+
+async def test_both_workers_get_the_request_at_once_and_meet_in_one_room() -> None:
+    async with pair() as (harness, prefill, decode, other):
+        gates = Gate(), Gate()
+        prefill.script(PREFILL, held_report(gates[0]))
+        decode.script(CHAT, held(gates[1]))
+        client = await harness.asking()
+        for gate in gates:
+            await asyncio.wait_for(gate.reached.wait(), 5)
+        for gate in gates:
+            gate.open.set()
+        response = await client.response()
+        assert response.body == ANSWER
+        [sent], [asked] = prefill.got(PREFILL), decode.got(CHAT)
+        host, port, number = sent.headers[ROOM].split(" ")
+        assert (host, port) == ("127.0.0.1", str(PORT))
+        assert 0 < int(number) < 2**62
+        assert asked.headers[ROOM] == sent.headers[ROOM]
+        assert sent.json() == asked.json() == chat_body()
+        assert sent.target == f"{PREFILL}?endpoint={CHAT}"
+        assert response.headers["x-pdserve-plan"].startswith("handoff=direct(configured), decode=")
+        assert response.headers["x-pdserve-decode"] == decode.id
+        assert not other.got(CHAT)
+        await harness.settle()
+        assert harness.stats.direct == {"ok": 1}
+
+
+def held_report(gate: Gate) -> Script:
+    async def run(wire: Wire, request: Received) -> None:
+        await gate.passed()
+        await wire.json(200, REPORT)
+
+    return run
+
+
+async def test_each_request_has_a_room_of_its_own() -> None:
+    async with pair() as (harness, _, decode, _):
+        for _ in range(3):
+            await harness.chat(headers={ROOM: "198.51.100.7 1 5"})  # a client's own does not count
+        rooms = {request.headers[ROOM] for request in decode.got(CHAT)}
+        assert len(rooms) == 3
+        assert all(room.startswith(f"127.0.0.1 {PORT} ") for room in rooms)
+
+
+async def test_streams_go_the_direct_way_too() -> None:
+    async with pair() as (harness, _, decode, _):
+        response = await harness.chat(stream=True)
+        assert (response.body, response.headers["x-pdserve-decode"]) == (STREAM, decode.id)
+
+
+@pytest.mark.parametrize(
+    ("script", "outcome"),
+    [
+        (close(), "prefill-closed"),
+        (answer(500, {}), "prefill-status-500"),
+        (answer(200, []), "prefill-garbage"),
+    ],
+)
+async def test_a_prefill_worker_that_fails_costs_the_direct_way_only(script: Script, outcome: str) -> None:
+    async with pair() as (harness, prefill, decode, other):
+        prefill.script(PREFILL, script)
+        decode.script(CHAT, hang())
+        response = await harness.chat()
+        assert (response.body, response.headers["x-pdserve-decode"]) == (ANSWER, other.id)
+        assert f"direct={outcome}, handoff=pool(only), " in response.headers["x-pdserve-plan"]
+        assert ROOM not in other.got(CHAT)[0].headers
+        await decode.wait_until(lambda: decode.disconnected == 1)
+        assert harness.stats.direct == {outcome: 1}
+
+
+async def test_a_late_prefill_worker_is_not_waited_for() -> None:
+    async with pair(direct_s=0.05) as (harness, prefill, decode, other):
+        prefill.script(PREFILL, hang())
+        decode.script(CHAT, hang())
+        response = await harness.chat()
+        assert (response.body, response.headers["x-pdserve-decode"]) == (ANSWER, other.id)
+        for worker in (prefill, decode):
+            await worker.wait_until(lambda worker=worker: worker.disconnected == 1)  # type: ignore[misc]
+        assert harness.stats.direct == {"prefill-timeout": 1}
+
+
+async def test_without_a_worker_that_computes_prompts_a_late_prefill_worker_is_waited_for() -> None:
+    async with pair(fallback=False, direct_s=0.01) as (harness, prefill, decode, _):
+        gate = Gate()
+        prefill.script(PREFILL, held_report(gate))
+        decode.script(CHAT, held(gate))
+        client = await harness.asking()
+        await asyncio.wait_for(gate.reached.wait(), 5)
+        await asyncio.sleep(0.05)  # longer than direct_s
+        gate.open.set()
+        assert (await client.response()).body == ANSWER
+
+
+async def test_without_any_other_worker_a_lost_prefill_worker_is_a_503() -> None:
+    async with pair(fallback=False) as (harness, prefill, decode, _):
+        prefill.script(PREFILL, close())
+        decode.script(CHAT, hang())
+        response = await harness.chat()
+        assert response.status == 503
+        assert "No prefill worker is ready" in response.error["message"]
+
+
+async def test_the_prefill_workers_word_on_a_wrong_request_reaches_the_client() -> None:
+    async with pair() as (harness, prefill, decode, other):
+        wrong = {
+            "error": {"message": "too long", "type": "invalid_request_error", "param": None, "code": None}
+        }
+        prefill.script(PREFILL, answer(400, wrong))
+        decode.script(CHAT, hang())
+        response = await harness.chat()
+        assert (response.status, response.error["message"]) == (400, "too long")
+        assert not other.got(CHAT)
+
+
+@pytest.mark.parametrize(("script", "outcome"), [(close(), "closed"), (answer(503, {}), "status-503")])
+async def test_a_decode_worker_that_fails_costs_the_direct_way_only(script: Script, outcome: str) -> None:
+    async with pair() as (harness, prefill, decode, other):
+        prefill.script(PREFILL, hang())
+        decode.script(CHAT, script)
+        response = await harness.chat()
+        assert (response.body, response.headers["x-pdserve-decode"]) == (ANSWER, other.id)
+        await prefill.wait_until(lambda: prefill.disconnected == 1)
+        assert harness.stats.direct == {f"decode-{outcome}": 1}
+        [_, by_pool] = prefill.got(PREFILL)
+        assert ROOM not in by_pool.headers
+
+
+async def test_a_stream_that_breaks_off_goes_on_at_a_worker_that_computes_prompts() -> None:
+    async def broken(wire: Wire, request: Received) -> None:
+        await wire.head(200, "text/event-stream; charset=utf-8", extra="x-pdserve-marks: 1\r\n")
+        await wire.chunk(EVENTS[0] + MARKS[0])
+        await close()(wire, request)
+
+    async with pair() as (harness, _, decode, other):
+        decode.script(CHAT, broken)
+        response = await harness.chat(stream=True, temperature=0)
+        assert response.body.endswith(DONE)
+        assert response.body == STREAM
+        assert len(other.got("/pd/continue")) == 1
+        assert sum(harness.stats.continued.values()) == 1
+
+
+async def test_a_lost_prefill_worker_does_not_matter_once_the_answer_has_begun() -> None:
+    async with pair() as (harness, prefill, decode, _):
+        lost, rest = Gate(), Gate()
+
+        async def slow(wire: Wire, request: Received) -> None:
+            await wire.head(200, "text/event-stream; charset=utf-8")
+            await wire.chunk(EVENTS[0])
+            await rest.passed()
+            await wire.chunk(b"".join(EVENTS[1:]))
+            await wire.end()
+
+        prefill.script(PREFILL, hang(lost))
+        decode.script(CHAT, slow)
+        client = await harness.asking(stream=True)
+        await client.head()
+        assert await client.chunk() == EVENTS[0]
+        lost.open.set()
+        await prefill.wait_until(lambda: not prefill.disconnected)
+        await harness.until(lambda: harness.stats.prefill["closed"] == 1)
+        rest.open.set()
+        assert await client.chunk() == b"".join(EVENTS[1:])
+
+
+async def test_a_client_that_leaves_is_hung_up_on_at_both_workers() -> None:
+    async with pair() as (harness, prefill, decode, other):
+        gates = Gate(), Gate()
+        prefill.script(PREFILL, hang(gates[0]))
+        decode.script(CHAT, hang(gates[1]))
+        client = await harness.asking()
+        for gate in gates:
+            await asyncio.wait_for(gate.reached.wait(), 5)
+        client.leave()
+        for worker in (prefill, decode):
+            await worker.wait_until(lambda worker=worker: worker.disconnected == 1)  # type: ignore[misc]
+        assert not other.requests
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"n": 2},
+        {"best_of": 2},
+        {"return_hidden_states": True},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
+    ],
+)
+async def test_what_a_decode_worker_cannot_answer_from_kv_alone_goes_through_the_pool(
+    more: dict[str, Any],
+) -> None:
+    async with pair() as (harness, prefill, decode, other):
+        response = await harness.chat(**more)
+        assert response.headers["x-pdserve-plan"].startswith("handoff=pool(only), ")
+        assert len(other.got(CHAT)) == 1
+        assert not decode.got(CHAT)
+        [by_pool] = prefill.got(PREFILL)
+        assert ROOM not in by_pool.headers
+
+
+async def test_without_a_worker_for_it_such_a_request_is_a_503_that_says_so() -> None:
+    async with pair(fallback=False) as (harness, _, decode, _):
+        response = await harness.chat(n=2)
+        assert response.status == 503
+        assert "needs a worker that computes prompts" in response.error["message"]
+        assert not decode.got(CHAT)
+
+
+async def test_text_that_speaks_of_images_is_text() -> None:
+    async with pair() as (harness, _, decode, _):
+        said = json.dumps({"type": "image_url", "image_url": {"url": "x"}})
+        await harness.chat(messages=[{"role": "user", "content": said}])
+        assert len(decode.got(CHAT)) == 1
+
+
+async def test_tokenizing_needs_no_worker_that_computes_prompts() -> None:
+    async with pair(fallback=False) as (harness, _, decode, _):
+        decode.script("/tokenize", answer(200, {"tokens": [1], "count": 1}))
+        assert (await harness.post("/tokenize", {"prompt": "hi"})).status == 200
+
+
+async def test_a_late_pair_counts_against_both_workers() -> None:
+    async with pair(direct_s=0.02) as (harness, prefill, decode, _):
+        for _ in range(3):
+            prefill.script(PREFILL, hang())
+            decode.script(CHAT, hang())
+            await harness.chat()
+        response = await harness.chat()
+        assert not response.headers["x-pdserve-plan"].startswith("handoff=direct")
+        assert harness.stats.direct == {"prefill-timeout": 3}
