@@ -68,6 +68,9 @@ def test_a_different_geometry_is_a_different_namespace_in_every_field() -> None:
     assert len(names) == 1 + len(GEOMETRY.as_dict())
 
 
+@pytest.mark.model_support("multi-head attention", "TP")
+@pytest.mark.model_support("multi-head attention", "PP")
+@pytest.mark.model_support("latent attention", "TP")
 def test_ranks_of_an_mha_model_have_different_keys_and_of_an_mla_model_the_same() -> None:
     page = b"\x01" * 32
     mha = {pool_key(page, suffix) for suffix in all_rank_suffixes(replicated=False, tp_size=4, pp_size=2)}

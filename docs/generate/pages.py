@@ -9,7 +9,7 @@ from typing import Final
 from docs.generate.benchmarks import policies, pool, reliability, router, serving, summary
 from docs.generate.markdown import with_block
 from docs.generate.product import ROOT
-from docs.generate.reference import api, cli, formats, metrics, options
+from docs.generate.reference import api, cli, formats, metrics, models, options
 
 NOTE: Final = "\n<!-- Written by `launch/docs.sh --write`: do not edit. -->\n"
 WHOLE: Final[Mapping[str, Callable[[], str]]] = {
@@ -17,6 +17,7 @@ WHOLE: Final[Mapping[str, Callable[[], str]]] = {
     "docs/reference/metrics.md": metrics.page,
     "docs/reference/cli.md": cli.page,
     "docs/reference/api.md": api.page,
+    "docs/reference/models.md": models.page,
 }
 BLOCKS: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = {
     "README.md": {"results": summary.readme_results},

@@ -7,6 +7,7 @@ import typer
 from pdserve.bench.commands.compare import compare
 from pdserve.bench.commands.endurance import chaos, soak
 from pdserve.bench.commands.gaps import gaps
+from pdserve.bench.commands.gpu_check import gpu_check
 from pdserve.bench.commands.multiturn import multiturn
 from pdserve.bench.commands.nodes import hostile, hot, quiet, restart
 from pdserve.bench.commands.offline import index, policies
@@ -22,7 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Measure serving, router and pool, and put the pool under faults.",
 )
-SERVING = (multiturn, compare, sweep, weights, gaps, router)
+SERVING = (multiturn, compare, sweep, weights, gaps, router, gpu_check)
 POOL = (pool, tier, policies, index, quiet, hostile, hot, restart, soak, chaos)
 for command in (*SERVING, *POOL):
     app.command()(command)

@@ -141,8 +141,8 @@ class WorkerFit(msgspec.Struct, frozen=True, kw_only=True):
     """Of one rank, 10^9 bytes; 0: no host memory, or by an explicit ratio."""
     host_bytes: int
     """Of one rank."""
-    fetch_tokens: int
-    """The longest prompt that is fetched from the pool."""
+    host_tokens: int
+    """So much of a prompt is stored and fetched at most: all its pages lie in host memory together."""
     start_timeout_s: float
     release_s: float
     """What pinned memory adds to the end of its processes."""

@@ -5,7 +5,7 @@ Host memory is divided in this order:
 1. A reserve for the system, for SGLang's own check, and for each rank's process.
 2. What tables say: `hicache_size_gb`, `hicache_ratio`, `capacity_bytes`.
 3. Workers' host pools get half of the rest, at most what SGLang itself would take (`HOST_RATIO`). Where that
-   is too little to fetch every prompt, they get up to three quarters.
+   is too little for the longest prompt, they get up to three quarters.
 4. Pool nodes get what is left, as far as /dev/shm holds it. What it cannot hold goes to the host pools.
 """
 
@@ -22,8 +22,6 @@ GIB: Final = 1 << 30
 MIB: Final = 1 << 20
 HOST_RATIO: Final[Mapping[bool, float]] = {False: 2.0, True: 1.2}
 """SGLang's own host pool as a multiple of the device's; True: `buffer_only`."""
-FETCH_SHARE: Final[Mapping[bool, float]] = {False: 0.5, True: 0.9}
-"""SGLang fetches no more into a host pool at a time (`prefetch_capacity_limit`)."""
 _SYSTEM_BYTES: Final = 10 * GIB  # SGLang wants this free beside its host pools
 _SYSTEM_SHARE: Final = 0.05
 _RANK_BYTES: Final = 4 * GIB  # a scheduler process: torch, CUDA's libraries, tokenizer
@@ -33,6 +31,11 @@ _CHUNKS: Final = ((20, 2048, 8), (35, 2048, 80), (60, 4096, 160), (90, 8192, 512
 `handle_gpu_memory_settings`.
 """
 _LARGEST: Final = (16384, 512)
+
+
+def rounded(tokens: int) -> int:
+    """To two digits: SGLang measures it later, and finds less or more."""
+    return int(float(f"{tokens:.1e}"))
 
 
 def device_kv_bytes(gpus: Sequence[Gpu], model: Model, worker: WorkerNeed) -> int:
@@ -74,8 +77,8 @@ def divide(
 ) -> tuple[dict[str, int], dict[str, int]]:
     """(host pool of one rank by worker, arena by pool node), in bytes.
 
-    `kv_bytes`: KV on the device, of one rank by worker. `needed_bytes`: the smallest host pool that fetches
-    every prompt. Raises ConfigError where tables ask for more than there is.
+    `kv_bytes`: KV on the device, of one rank by worker. `needed_bytes`: the smallest host pool that all pages
+    of the longest prompt pass through. Raises ConfigError where tables ask for more than there is.
     """
     given = {worker.name: explicit_host_bytes(worker, kv_bytes[worker.name]) for worker in workers}
     fixed = sum((given[worker.name] or 0) * worker.ranks for worker in workers)

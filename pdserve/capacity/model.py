@@ -21,6 +21,8 @@ DEFAULT_PAGE_TOKENS: Final = 64
 _TEXT_PARTS: Final = ("text_config", "llm_config", "language_config")
 _DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 _KV_DTYPE_BYTES: Final = {"bf16": 2, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, "float32": 4}
+WITH_SCALES: Final = frozenset({"mxfp8", "nvfp4", "fp4_mx_block16"})
+"""KV types with scales beside the values, which SGLang keeps in host memory and never stores."""
 _KEY_VALUE_LAYERS: Final = ("full_attention", "attention", "sliding_attention", "chunked_attention")
 # SGLang's `is_hybrid_swa_model`: for these, layers with a window have a pool of their own
 _WINDOW_POOLS: Final = (

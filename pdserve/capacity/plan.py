@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
+from msgspec.structs import replace
+
 from pdserve.capacity.facts import (
     Fit,
     Gpu,
@@ -21,8 +23,14 @@ from pdserve.capacity.facts import (
     WorkerNeed,
 )
 from pdserve.capacity.gpus import assign
-from pdserve.capacity.memory import FETCH_SHARE, GB, GIB, MIB, device_kv_bytes, divide, reserve_bytes
-from pdserve.capacity.model import DEFAULT_PAGE_TOKENS, page_sizes, part_bytes, token_bytes
+from pdserve.capacity.memory import GB, GIB, MIB, device_kv_bytes, divide, reserve_bytes, rounded
+from pdserve.capacity.model import (
+    DEFAULT_PAGE_TOKENS,
+    WITH_SCALES,
+    page_sizes,
+    part_bytes,
+    token_bytes,
+)
 from pdserve.errors import ConfigError
 
 SLAB_BYTES: Final = 32 * MIB  # a pool node's own default
@@ -30,7 +38,9 @@ MAX_SLAB_BYTES: Final = 2 * GIB
 DOCKER_SHM_BYTES: Final = 64 * MIB
 _LESS: Final = "start fewer workers, or set engine.hicache_size_gb and capacity_bytes lower"
 _ALIKE: Final = "set engine.page_pieces to the largest --tp-size, or give all one, and all one --pp-size"
+_WIDER: Final = (2, 4, 8, 16)  # --tp-size that is proposed
 _START_S: Final = 300.0
+_IDLE_SHARE: Final = 0.2  # of host memory
 _LOAD_BYTES_S: Final = 250 * MIB  # weights from a slow network disk
 _PIN_BYTES_S: Final = GB  # pinned memory is cleared page by page
 _UNPIN_BYTES_S: Final = 5 * GB
@@ -49,10 +59,9 @@ def make_fit(
     kv_bytes, needed = {}, {}
     for worker in workers:
         model = models[worker.name]
-        kv_bytes[worker.name] = _kv_bytes(worker, model, gpus[worker.name])
+        kv_bytes[worker.name] = _kv_bytes(worker, model, gpus[worker.name], len(machine.gpus))
         longest = worker.context_length or model.context_tokens
-        wanted = longest * token_bytes(model, worker)
-        needed[worker.name] = int(min(wanted, kv_bytes[worker.name]) / FETCH_SHARE[worker.buffer_only])
+        needed[worker.name] = min(longest * token_bytes(model, worker), kv_bytes[worker.name])
     hosts, arenas = divide(machine, workers, pools, kv_bytes, needed)
     sizes = {worker.name: _page_size(worker, models[worker.name], gpus[worker.name]) for worker in workers}
     fits = [
@@ -79,6 +88,7 @@ def make_fit(
         *(note for worker in workers for note in _untried(worker)),
         *(Note("fail", name, "no host memory is left for its pages", _LESS) for name in _empty(fits)),
         *_shm_notes(machine, pools, arenas),
+        *_idle_notes(machine, pools, fits, arenas, reserve_bytes(machine, workers)),
     ]
     return Fit(
         machine=machine,
@@ -94,16 +104,25 @@ def release_s(pinned_bytes: int) -> float:
     return pinned_bytes / _UNPIN_BYTES_S
 
 
-def _kv_bytes(worker: WorkerNeed, model: Model, gpus: Sequence[Gpu]) -> int:
-    found = device_kv_bytes(gpus, model, worker)
-    per_token = token_bytes(model, worker)
-    if found >= DEFAULT_PAGE_TOKENS * per_token:
+def _kv_bytes(worker: WorkerNeed, model: Model, gpus: Sequence[Gpu], there: int) -> int:
+    """`there`: GPUs of the machine. Raises ConfigError where the weights leave no room."""
+    if (found := _room(worker, model, gpus)) is not None:
         return found
     ranks = worker.tp * worker.pp
+    wider = next((tp for tp in _WIDER if tp > worker.tp and _room(replace(worker, tp=tp), model, gpus)), None)
+    change = "take a quantized model" if wider is None else f"set --tp-size {wider}"
+    if wider is None or wider * worker.pp * worker.dp > there:
+        change += f", which needs more than the {there} GPUs here" if wider else ", or larger GPUs"
     raise ConfigError(
         f"{worker.name}: {model.name} takes {model.weight_bytes / ranks / GB:,.0f} GB of weights on each of "
-        f"{ranks} GPUs, which leaves no room for KV in {gpus[0].memory_bytes / GB:,.0f} GB: raise --tp-size"
+        f"{ranks} GPUs, which leaves no room for KV in {gpus[0].memory_bytes / GB:,.0f} GB: {change}"
     )
+
+
+def _room(worker: WorkerNeed, model: Model, gpus: Sequence[Gpu]) -> int | None:
+    """Bytes for KV; None: too few for a page."""
+    found = device_kv_bytes(gpus, model, worker)
+    return found if found >= DEFAULT_PAGE_TOKENS * token_bytes(model, worker) else None
 
 
 def _page_size(worker: WorkerNeed, model: Model, gpus: Sequence[Gpu]) -> int:
@@ -129,7 +148,7 @@ def _worker_fit(
         device_tokens=kv_bytes // per_token,
         host_gb=host_bytes // GB if is_chosen else 0,
         host_bytes=host_bytes,
-        fetch_tokens=int(host_bytes // per_token * FETCH_SHARE[worker.buffer_only]),
+        host_tokens=host_bytes // per_token,
         start_timeout_s=_START_S + model.weight_bytes / _LOAD_BYTES_S + pinned / _PIN_BYTES_S,
         release_s=release_s(pinned),
     )
@@ -195,6 +214,9 @@ def _unsupported(worker: WorkerNeed, model: Model) -> Iterator[Note]:
     """What the pool's backend refuses when SGLang has loaded the weights, or was never tried with."""
     if not worker.has_storage:
         return
+    if worker.kv_cache_dtype in WITH_SCALES:
+        says = f"SGLang stores no pages of KV type {worker.kv_cache_dtype}"
+        yield Note("fail", worker.name, says, "take fp8_e4m3")
     change = 'compare its answers before you rely on them, or set storage = "none", which shares nothing'
     if model.sliding_layers and not model.layers and not worker.one_pool:
         says = f"all layers of {model.name} have a window, and SGLang then shares no pages"
@@ -236,17 +258,44 @@ def _host_notes(worker: WorkerNeed, fit: WorkerFit, models: Mapping[str, Model])
     context = worker.context_length or models[worker.name].context_tokens
     longest = min(context, fit.device_tokens)
     if fit.device_tokens < context:
-        says = f"the GPUs hold {fit.device_tokens:,} tokens, and prompts may have {context:,}"
+        says = f"the GPUs hold about {rounded(fit.device_tokens):,} tokens, and prompts may have {context:,}"
         change = "raise --tp-size, or lower engine.context_length"
         yield Note("warn", worker.name, says, change)
-    if fit.fetch_tokens < longest:
-        says = f"prompts over {fit.fetch_tokens:,} tokens are computed again and not fetched from the pool"
-        gb = -(-longest * token_bytes(models[worker.name], worker) // GB)
-        needed = int(gb / FETCH_SHARE[worker.buffer_only]) + 1
+    if fit.host_tokens < longest:
+        holds = f"{rounded(fit.host_tokens):,} tokens"
+        says = f"of longer prompts {holds} pass through host memory, and the rest is computed each time"
+        if worker.buffer_only:
+            says = f"host memory has room for {holds} on their way, and a request may have {longest:,}"
+        needed = -(-longest * token_bytes(models[worker.name], worker) // GB)
         change = f"set engine.hicache_size_gb = {needed} (for each rank), or lower engine.context_length"
-        if not worker.buffer_only:
-            change += ', or set engine.hicache_host_memory_mode = "buffer_only"'
-        yield Note("warn", worker.name, says, change)
+        # SGLang stages a request's pages together, or not at all: such a worker refuses to start
+        level: Level = "fail" if worker.buffer_only else "warn"
+        yield Note(level, worker.name, says, change)
+
+
+def _idle_notes(
+    machine: Machine,
+    pools: Sequence[PoolNeed],
+    fits: Sequence[WorkerFit],
+    arenas: Mapping[str, int],
+    reserve: int,
+) -> Iterator[Note]:
+    """Much memory is left, because /dev/shm holds no larger arena."""
+    chosen = [pool.name for pool in pools if pool.in_shm and pool.capacity_bytes is None]
+    free = (
+        machine.memory_bytes
+        - reserve
+        - sum(arenas.values())
+        - sum(one.host_bytes * one.ranks for one in fits)
+    )
+    if chosen and machine.shm_bytes >= GIB and free > machine.memory_bytes * _IDLE_SHARE:
+        says = (
+            f"{free / GB:,.0f} GB of host memory stay free, since /dev/shm has {machine.shm_bytes / GB:,.0f}"
+        )
+        size = (machine.shm_bytes + free) // GIB
+        yield Note(
+            "ok", ", ".join(chosen), says, f"mount -o remount,size={size}g /dev/shm gives them to the pool"
+        )
 
 
 def _shm_notes(machine: Machine, pools: Sequence[PoolNeed], arenas: Mapping[str, int]) -> Iterator[Note]:

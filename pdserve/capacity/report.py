@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pdserve.capacity.facts import Fit, Note, WorkerFit
 from pdserve.capacity.gpus import near
-from pdserve.capacity.memory import GB, MIB
+from pdserve.capacity.memory import GB, MIB, rounded
 
 
 def assignment(fit: Fit, worker: WorkerFit) -> str:
@@ -18,7 +18,7 @@ def assignment(fit: Fit, worker: WorkerFit) -> str:
     there = f", near {_list([nic.name for nic in nics])}" if nics else ""
     return (
         f"{worker.name}: GPU{one} {_list(worker.gpus)} ({name}{where}{there}), KV for about "
-        f"{_rounded(worker.device_tokens):,} tokens, pages of {worker.page_size} tokens and "
+        f"{rounded(worker.device_tokens):,} tokens, pages of {worker.page_size} tokens and "
         f"{worker.page_bytes / MIB:.2f} MiB a rank, at most {worker.start_timeout_s:.0f} s to start"
     )
 
@@ -64,8 +64,3 @@ def _gb(size_bytes: int) -> str:
 
 def _list(values: Sequence[object]) -> str:
     return ", ".join(map(str, values))
-
-
-def _rounded(tokens: int) -> int:
-    """To two digits: SGLang measures it later, and finds less or more."""
-    return int(float(f"{tokens:.1e}"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import ssl
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +24,7 @@ from pdserve.kvpool.protocol.messages import NodeAddress, StatusReport
 from pdserve.router.request.cache_report import CACHED_HEADER, PREFILL_CACHED_HEADER, parse_cached
 
 FULL: Final = 0.95  # of a quota
+_DECLINED: Final = re.compile(r"^pdserve_worker_fetches_declined_total\{.*\} (\S+)$", re.MULTILINE)
 ARGUMENTS_S: Final = 30.0  # for a step of SGLang's to end, a long prefill on a processor
 UNAUTHORIZED: Final = 401
 PROBE_PAGES: Final = 4
@@ -119,7 +121,9 @@ def _worker(client: httpx.Client, url: str, arguments_s: float, clock: Callable[
                 clock_ahead_s=ahead_s,
             )
         info = _answer(told)
-        return worker_of(url, ready, info, _arguments(client, url, arguments_s), ahead_s)
+        found = worker_of(url, ready, info, _arguments(client, url, arguments_s), ahead_s)
+        metrics = client.get(f"{url}/metrics/").text
+        return msgspec.structs.replace(found, declined_fetches=declined_fetches(metrics))
     except (httpx.HTTPError, ValueError) as error:
         if ready.get("ready"):
             return Worker(url=url, error=f"does not answer as a pdserve worker does: {error}")
@@ -194,6 +198,11 @@ def worker_of(
         pool_nodes=tuple(str(node["address"]) for node in pool.get("nodes") or ()),
         data_path=str(pool.get("data_path", "auto")),
     )
+
+
+def declined_fetches(metrics: str) -> int:
+    """Of a worker's `/metrics`; 0 where it has none."""
+    return int(sum(float(count) for count in _DECLINED.findall(metrics)))
 
 
 def with_host_tokens(worker: Worker, nodes: Iterable[PoolNode]) -> Worker:

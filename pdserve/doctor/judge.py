@@ -35,6 +35,7 @@ def machine(facts: Machine, arenas: Sequence[ArenaRoom] = ()) -> Iterator[Findin
     """`arenas`: of pool nodes that are to run here and do not yet."""
     yield _sglang(facts)
     yield _processor(facts)
+    yield from _numa(facts)
     yield _open_files(facts.open_files)
     yield _shm(facts)
     yield from map(_arena, arenas)
@@ -60,6 +61,12 @@ def _processor(facts: Machine) -> Finding:
         return _finding("processor", "ok", "no GPU; the processor computes bfloat16 itself")
     hint = "engine.dtype = 'float32' computes 2 to 3 times as fast, in twice the memory"
     return _finding("processor", "ok", f"no GPU, and no bfloat16 in the processor: {hint}")
+
+
+def _numa(facts: Machine) -> Iterator[Finding]:
+    if facts.has_gpu and facts.numa_nodes > 1 and not facts.has_numactl:
+        says = f"{facts.numa_nodes} NUMA nodes, and no numactl: SGLang keeps no worker near its GPU"
+        yield _finding("NUMA", "warn", says, "install numactl (on Debian: apt-get install numactl)")
 
 
 def _open_files(limit: int) -> Finding:
@@ -154,6 +161,7 @@ def workers(found: Sequence[Worker]) -> Iterator[Finding]:
         if not worker.busy:
             yield from _hand_off(worker)
             yield from _host_pool(worker)
+        yield from _declined(worker)
     for worker in answered:
         if abs(worker.clock_ahead_s) > MAX_CLOCK_S:
             says = f"{worker.url}: its clock is {worker.clock_ahead_s:+.1f} s off ours"
@@ -259,6 +267,16 @@ def _host_pool(worker: Worker) -> Iterator[Finding]:
         yield _finding("host pool", "warn", f"{says}; the device's has {worker.device_tokens:,}", change)
     else:
         yield _finding("host pool", "ok", says)
+
+
+def _declined(worker: Worker) -> Iterator[Finding]:
+    if worker.declined_fetches:
+        says = (
+            f"{worker.url}: {worker.declined_fetches:,} fetches from the pool had to wait or were given up: "
+            "half of host memory was on its way"
+        )
+        change = "raise engine.hicache_size_gb or hicache_ratio, where prompts are computed again by it"
+        yield _finding("host pool", "warn", says, change)
 
 
 def pool(nodes: Sequence[PoolNode]) -> Iterator[Finding]:

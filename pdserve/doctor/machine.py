@@ -6,6 +6,7 @@ import importlib.util
 import os
 import re
 import resource
+import shutil
 import statistics
 import subprocess
 import time
@@ -49,6 +50,8 @@ def gather(sglang_tested: str, *, measure: bool = True) -> Machine:
         ucx_error=ucx_error,
         has_infiniband=infiniband.is_dir() and any(infiniband.iterdir()),
         has_gpu=Path("/dev/nvidia0").exists(),
+        numa_nodes=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))),
+        has_numactl=shutil.which("numactl") is not None,
         has_bfloat16=has_bfloat16(Path("/proc/cpuinfo").read_text()),
         copy_gbps=_copy_gbps() if measure else 0.0,
         ucx_gbps=ucx_gbps,

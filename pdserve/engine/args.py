@@ -57,6 +57,9 @@ NEEDED: Mapping[str, str] = {
     "hicache_host_memory_mode": "set engine.hicache_host_memory_mode",
     "hicache_storage_prefetch_policy": "decode workers would recompute what is being fetched",
     "enable_lmcache": _OURS,
+    "enable_flexkv": _OURS,
+    "prefill_only_disable_kv_cache": "it leaves no pages to share",
+    "elastic_ep_backend": "ranks that come and go would store pages under other names",
     "strip_thinking_cache": "a conversation's next turn would wait for pages that are never stored",
     "enable_unified_cache_external_linker": _OURS,
     "disaggregation_mode": "set handoff",
@@ -88,7 +91,7 @@ NEEDED_ON_CPU: Mapping[str, str] = {
     "attn_dp_size": "SGLang's attention on CPU has no data parallelism, run more workers instead",
     "hicache_io_backend": "on CPU only direct works",
     "enable_torch_compile": "torch's compiler is off on CPU, so that a worker starts sooner",
-    "enable_lora": "LoRA needs pinned memory, which a CPU has none of",
+    "lora_backend": "on CPU only torch_native works",
 }
 
 
@@ -136,7 +139,8 @@ def server_argv(
     argv += _sizes(config, device)
     if device == "cpu":
         # an idle scheduler on CPU would spin on a core that others need
-        argv += ["--attention-backend", "torch_native", "--sleep-on-idle", "--disable-custom-all-reduce"]
+        argv += ["--attention-backend", "torch_native", "--lora-backend", "torch_native", "--sleep-on-idle"]
+        argv += ["--disable-custom-all-reduce"]
     elif role == "prefill":
         # it answers with one token, so that graphs of decoding are never run: they cost memory and a start
         argv += ["--disable-decode-cuda-graph"]
@@ -169,7 +173,6 @@ def _sizes(config: EngineConfig, device: Device) -> list[str]:
 
 def _hicache(config: EngineConfig, device: Device, storage: Mapping[str, Any] | str) -> list[str]:
     layout, io_backend = _copies(config, device)
-    threshold = {"prefetch_threshold": config.page_size}
     backend, more = (storage, {}) if isinstance(storage, str) else ("dynamic", storage)
     return [
         "--enable-hierarchical-cache",
@@ -180,8 +183,13 @@ def _hicache(config: EngineConfig, device: Device, storage: Mapping[str, Any] | 
         *("--hicache-write-policy", "write_through"),
         *("--hicache-storage-backend", backend),
         *("--hicache-storage-prefetch-policy", "wait_complete"),
-        *("--hicache-storage-backend-extra-config", json.dumps({**threshold, **more})),
+        *("--hicache-storage-backend-extra-config", json.dumps(extra_config(config, more))),
     ]
+
+
+def extra_config(config: EngineConfig, storage: Mapping[str, Any]) -> dict[str, Any]:
+    """SGLang's extra config of a storage backend: `storage`'s own, and from how much on it fetches."""
+    return {"prefetch_threshold": config.page_size, **storage}
 
 
 def _copies(config: EngineConfig, device: Device) -> tuple[str, str]:

@@ -11,10 +11,11 @@ from typing import Any
 from msgspec.structs import replace
 
 from pdserve.discovery.workers import Registration
-from pdserve.engine.args import Role, Storage, needed, served_model_name, server_argv
+from pdserve.engine.args import Role, Storage, extra_config, needed, served_model_name, server_argv
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.device import Device, choose_device
 from pdserve.engine.drain import Drain
+from pdserve.engine.fingerprint_cache import kept_fingerprint
 from pdserve.engine.handoff import DirectConfig, check_direct, prepare_direct
 from pdserve.engine.http.guard import Starting
 from pdserve.engine.http.timing import WorkerMetrics
@@ -24,11 +25,13 @@ from pdserve.engine.sglang.engine import Engine
 from pdserve.engine.sglang.server import clients, is_own, serve, until_stopped
 from pdserve.engine.sglang.server_args import (
     check_host_memory,
+    check_kv_dtype,
     check_needs,
     parse_args,
     rank_count,
     resolved,
 )
+from pdserve.engine.weights import Weights
 from pdserve.engine.worker import RoleParts, Worker, WorkerConfig, check_namespace, install
 from pdserve.errors import ConfigError
 from pdserve.kvpool.client.async_client import AsyncPoolClient
@@ -39,6 +42,7 @@ from pdserve.kvpool.client.config import (
     with_pool_secrets,
 )
 from pdserve.kvpool.client.locate import locate_pool
+from pdserve.pages import KvGeometry, model_fingerprint
 from pdserve.tls.contexts import Certificates
 from pdserve.tokens import reveal, secret_of
 from pdserve.tracing import Tracer, open_tracer
@@ -90,12 +94,17 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
         metrics = WorkerMetrics()
         engine = Engine(drain, metrics)
 
+        longest = longest_tokens(found) if _stages(config) else 0
+
+        def storage_of(namespace: str, geometry: KvGeometry) -> dict[str, Any]:
+            return pool_storage(config.pool, namespace, geometry, longest)
+
         def configure(app: Any) -> None:
-            worker = Worker(role, config, namespace, identity, engine, pool, drain, metrics, tracer, starting)
+            weights = _weights(config, engine, pool, identity.geometry, storage_of)
+            worker = Worker(role, config, identity, engine, pool, drain, metrics, tracer, starting, weights)
             install(app, worker, parts(worker), token, metrics_token, starting)
 
-        longest = longest_tokens(found) if _stages(config) else 0
-        storage = _storage_of(config, pool_storage(config.pool, namespace, identity.geometry, longest))
+        storage = _storage_of(config, storage_of(namespace, identity.geometry))
         server_args = parse_args(server_argv(config.engine, role, device, storage, config.tls, direct))
         logger.info("worker %s of %s, namespace %s", role, label, namespace)
         if not token:
@@ -111,6 +120,26 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
 
             serve(server_args, drain, engine, config.tls, configure_app=configure, on_ready=on_ready)
     return 0
+
+
+def _weights(
+    config: WorkerConfig,
+    engine: Engine,
+    pool: AsyncPoolClient,
+    geometry: KvGeometry,
+    storage_of: Callable[[str, KvGeometry], dict[str, Any]],
+) -> Weights | None:
+    """None where they cannot be replaced: another storage has no namespaces."""
+    if config.storage != "pool":
+        return None
+    return Weights(
+        engine,
+        pool,
+        geometry,
+        name=config.pool.namespace or served_model_name(config.engine),
+        storage_of=lambda *pages: extra_config(config.engine, storage_of(*pages)),
+        fingerprint=lambda path: kept_fingerprint(path, model_fingerprint),
+    )
 
 
 def _check_storage(config: WorkerConfig) -> None:
@@ -186,6 +215,7 @@ def _checked_args(config: WorkerConfig, role: Role, device: Device) -> Any:
     storage, direct = _storage_of(config, {}), _direct(config)
     found = resolved(parse_args(server_argv(config.engine, role, device, storage, config.tls, direct)))
     check_host_memory(found)
+    check_kv_dtype(found)
     if config.engine.extra_args:
         plain = replace(config.engine, extra_args=[])
         own = resolved(parse_args(server_argv(plain, role, device, storage, config.tls, direct)))

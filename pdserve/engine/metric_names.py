@@ -29,4 +29,13 @@ METRICS: Final = (
         "computed.",
         PREFIX,
     ),
+    Definition(
+        "fetches_declined",
+        "counter",
+        ("reason",),
+        "Fetches from the pool that were put off or given up for lack of host memory, on each rank. "
+        "others_under_way: half of it waits for other pages; larger_than_host_memory: a request's pages do "
+        "not fit into all of it.",
+        PREFIX,
+    ),
 )

@@ -27,15 +27,16 @@ from pdserve.engine.config import EngineConfig
 from pdserve.engine.drain import Drain
 from pdserve.engine.handoff import DirectConfig
 from pdserve.engine.http.cache_salt import CacheSalt
-from pdserve.engine.http.fixed_weights import FixedWeights
 from pdserve.engine.http.guard import Draining, Guard, Starting, close_cors
 from pdserve.engine.http.meeting_room import MeetingRoom
 from pdserve.engine.http.request import HttpRequest, RequestTracking
 from pdserve.engine.http.request_spans import Traced
 from pdserve.engine.http.resume import Continuing
 from pdserve.engine.http.timing import WorkerMetrics
+from pdserve.engine.http.weight_routes import WeightRoutes
 from pdserve.engine.page_names import PageNames
 from pdserve.engine.sglang.engine import Engine
+from pdserve.engine.weights import Weights, routes
 from pdserve.errors import PoolRefused, StartupError
 from pdserve.kvpool.client.async_client import AsyncPoolClient
 from pdserve.kvpool.client.config import PoolClientConfig
@@ -155,14 +156,17 @@ class Worker:
 
     role: Role
     config: WorkerConfig
-    namespace: str
     identity: KvIdentity
+    """Of the weights that it started with."""
     engine: Engine
     pool: AsyncPoolClient
+    """Knows the namespace and geometry of the present weights."""
     drain: Drain
     metrics: WorkerMetrics
     tracer: Tracer | None = None
     starting: Starting | None = None
+    weights: Weights | None = None
+    """None: they cannot be replaced with this storage."""
 
     @property
     def is_up(self) -> bool:
@@ -222,7 +226,7 @@ def install(
     none.
     """
     if worker.config.storage != "none":
-        app.add_middleware(FixedWeights)
+        app.add_middleware(WeightRoutes, weights=worker.weights)
     app.add_middleware(Continuing)
     if worker.tracer is not None:
         app.add_middleware(Traced, tracer=worker.tracer, role=worker.role)
@@ -234,6 +238,8 @@ def install(
     close_cors(app)
     app.add_middleware(Guard, token=token, starting=starting, metrics_token=metrics_token)
     app.include_router(_info_router(worker))
+    if worker.weights is not None:
+        app.include_router(routes(worker.weights))
     for router in parts.routers:
         app.include_router(router)
 
@@ -250,8 +256,8 @@ def _info_router(worker: Worker) -> APIRouter:
                 **worker.engine.facts(),
                 "model_path": str(worker.config.engine.model_path),
                 "page_size": worker.names.page_size,
-                "namespace": worker.namespace,
-                "kv_geometry": worker.identity.geometry.as_dict(),
+                "namespace": worker.pool.namespace,
+                "kv_geometry": worker.pool.geometry,
                 "takes_salt_header": True,
                 "pdserve_version": __version__,
                 "sglang_version": version("sglang"),
@@ -279,6 +285,14 @@ async def _readiness(worker: Worker) -> dict[str, Any]:
     reachable = [error is None for error in (await worker.pool.check()).values()]
     is_up = worker.is_up
     load = worker.engine.load() if is_up else None
-    stops = worker.drain.is_draining  # no wait from here until the answer: who hears it has been told
+    stops = (
+        worker.drain.is_draining or not worker.engine.door.is_open
+    )  # no wait from here until the answer: who hears it has been told
     pool = "up" if reachable and all(reachable) else "down"
-    return {"ready": is_up and not stops, "draining": stops, "pool": pool, "load": load}
+    return {
+        "ready": is_up and not stops,
+        "draining": stops,
+        "pool": pool,
+        "namespace": worker.pool.namespace,
+        "load": load,
+    }

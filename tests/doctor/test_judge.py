@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from pdserve.doctor import judge
+from pdserve.doctor.cluster import declined_fetches
 from pdserve.doctor.facts import ArenaRoom, Finding, Machine, PoolNode, Probe, Turn, Worker
 from pdserve.doctor.machine import has_bfloat16
 
@@ -92,6 +93,11 @@ def test_nothing_is_said_of_what_is_well() -> None:
         ({"transports": ("self", "sysv")}, "fail", "UCX"),
         ({"has_infiniband": True}, "warn", "UCX"),
         ({"has_gpu": True}, "warn", "UCX"),
+        (
+            {"has_gpu": True, "transports": ("tcp", "cuda_ipc"), "numa_nodes": 2, "has_numactl": False},
+            "warn",
+            "NUMA",
+        ),
         ({"ucx_gbps": 0.0, "ucx_trouble": "no such device"}, "fail", "UCX"),
     ],
 )
@@ -177,6 +183,7 @@ def test_the_transport_that_will_be_used_is_named() -> None:
         ({"write_policy": "write_back"}, "fail", "write policy"),
         ({"host_tokens": 4000}, "fail", "host pool"),
         ({"host_tokens": 20_000}, "warn", "host pool"),
+        ({"declined_fetches": 3}, "warn", "host pool"),
         ({"host_tokens": 4000, "keeps_host_pages": False}, "fail", "host pool"),
         ({"clock_ahead_s": -7.0}, "warn", "clock"),
         ({"ready": False, "draining": True}, "warn", "worker"),
@@ -189,6 +196,13 @@ def test_one_workers_fault_is_found(change: dict[str, Any], level: str, check: s
         found.remove(("warn", "prefetch"))
     assert found == [(level, check)]
     assert judge.status([Finding(check, level, "")]) == {"warn": 1, "fail": 2}[level]  # type: ignore[arg-type]
+
+
+def test_fetches_that_were_declined_are_read_from_a_workers_metrics() -> None:
+    name = "pdserve_worker_fetches_declined_total"
+    lines = [f"# TYPE {name} counter", f'{name}{{reason="a"}} 2.0', f'{name}{{reason="b"}} 1.0']
+    assert declined_fetches("\n".join([*lines, 'pdserve_worker_prompt_tokens_total{tier="pool"} 9.0'])) == 3
+    assert declined_fetches("not found") == 0
 
 
 def test_host_memory_that_keeps_no_pages_is_for_one_request_at_least() -> None:

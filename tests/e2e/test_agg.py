@@ -44,6 +44,7 @@ def describe(prompts: list[list[int]]):  # type: ignore[no-untyped-def]
     return lambda i: f"prompt {i} ({len(prompts[i])} tokens)"
 
 
+@pytest.mark.model_support("multi-head attention", "pool")
 def test_answers_equal_plain_sglang_cold_warm_and_from_the_pool(agg: Agg, reference: Reference) -> None:
     say = describe(reference.prompts)
     assert differences(reference.first, ask_all(agg.worker, reference.prompts), say) == []

@@ -29,6 +29,7 @@ def ask_together(worker: Worker, prompts: list[list[int]]) -> tuple[list[Answer]
     return [Answer.of(body) for body in bodies], places
 
 
+@pytest.mark.model_support("multi-head attention", "buffer only")
 def test_prompts_that_neither_device_nor_host_memory_hold_are_answered_from_the_pool(
     cluster: Cluster, reference: Reference
 ) -> None:

@@ -34,6 +34,7 @@ def ask(router: Router, prompts: list[list[int]]) -> tuple[list[Answer], list[in
     return answers, cached
 
 
+@pytest.mark.model_support("multi-head attention", "disaggregated")
 def test_disaggregated_answers_equal_plain_sglang_and_come_from_the_pool(
     cluster: Cluster, reference: Reference
 ) -> None:
@@ -59,6 +60,7 @@ def test_answers_after_flushing_the_workers_come_from_the_pool(
     assert cached == [wanted_hits(prompt) for prompt in prompts]
 
 
+@pytest.mark.model_support("multi-head attention", "restart")
 def test_answers_after_restarting_the_pool_node_come_from_the_pool(
     cluster: Cluster, reference: Reference
 ) -> None:

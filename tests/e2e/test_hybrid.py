@@ -99,6 +99,8 @@ def hybrid(model: Path, run_dir: Path) -> Iterator[Hybrid]:
             process.stop()
 
 
+@pytest.mark.model_support("sliding windows", "disaggregated")
+@pytest.mark.model_support("sliding windows", "pool")
 def test_disaggregated_answers_equal_plain_sglang_and_come_from_the_pool(hybrid: Hybrid) -> None:
     answers, cached = hybrid.ask(PROMPTS)
     assert differences(hybrid.first, answers, say(PROMPTS)) == []
@@ -110,6 +112,7 @@ def test_second_turns_equal_plain_sglang(hybrid: Hybrid) -> None:
     assert differences(hybrid.second, answers, say(hybrid.second_prompts)) == []
 
 
+@pytest.mark.model_support("sliding windows", "restart")
 def test_a_restarted_worker_answers_from_the_pool(hybrid: Hybrid) -> None:
     hybrid.decode.end()
     hybrid.decode.start().wait_ready()

@@ -42,12 +42,16 @@ def manager(ranks: Any = (), *, deterministic: bool = False, status: str = "Up")
         tokenizer=None,
         server_args=SimpleNamespace(chat_template=None, enable_deterministic_inference=deterministic),
         server_status=SimpleNamespace(value=status),
+        lora_ref_cache={"b": None, "a": None},
         load_snapshot_reader=SimpleNamespace(read_all=lambda: list(ranks)),
     )
 
 
 class Pool:
     """Nodes with what is wrong with each, or a pool client that is broken itself."""
+
+    namespace = "ns"
+    geometry = GEOMETRY.as_dict()
 
     def __init__(self, nodes: dict[str, Exception | None] | None = None) -> None:
         self._nodes = nodes
@@ -76,7 +80,7 @@ def ask(
     config: Any = SimpleNamespace(engine=SimpleNamespace(model_path="m"), handoff="pool")
     reached: Any = pool or Pool({"a": None})
     metrics = WorkerMetrics()
-    worker = Worker("agg", config, "ns", identity, engine, reached, drain, metrics, starting=starting)
+    worker = Worker("agg", config, identity, engine, reached, drain, metrics, starting=starting)
     app = FastAPI()
     app.include_router(_info_router(worker))
     answer = TestClient(app).get(path)

@@ -22,18 +22,24 @@ RUNS: Final = 3
 
 
 def ucx_perftest_gbps(
-    page_bytes: int, settings: dict[str, str], *, runs: int = RUNS, move_bytes: int = MOVE_BYTES
+    page_bytes: int,
+    settings: dict[str, str],
+    *,
+    runs: int = RUNS,
+    move_bytes: int = MOVE_BYTES,
+    memory: str = "host",
 ) -> float:
     """Tag bandwidth that UCX's own `ucx_perftest` reports over TCP loopback, in 10^9 bytes/s: the median of
     so many runs.
 
     It sends one and the same buffer again and again, which stays in the CPU's cache; a pool's pages do not.
-    `settings`: UCX settings without their `UCX_` prefix. Raises BenchError.
+    `settings`: UCX settings without their `UCX_` prefix. `memory`: of both sides, host or cuda. Raises
+    BenchError.
     """
-    return statistics.median(_run(page_bytes, settings, move_bytes) for _ in range(runs))
+    return statistics.median(_run(page_bytes, settings, move_bytes, memory) for _ in range(runs))
 
 
-def _run(page_bytes: int, settings: dict[str, str], move_bytes: int) -> float:
+def _run(page_bytes: int, settings: dict[str, str], move_bytes: int, memory: str) -> float:
     root = libucx_root()
     program = root / "bin" / "ucx_perftest"
     environment = {**os.environ, "LD_LIBRARY_PATH": str(root / "lib")}
@@ -41,6 +47,7 @@ def _run(page_bytes: int, settings: dict[str, str], move_bytes: int) -> float:
     (port,) = free_ports(1)
     messages = max(100, move_bytes // page_bytes)
     command = [str(program), "127.0.0.1", "-p", str(port), "-t", "tag_bw", "-s", str(page_bytes)]
+    command += ["-m", memory]
     with tempfile.TemporaryDirectory(prefix="pdserve-perftest-") as directory:
         log = Path(directory) / "log"
         ready = partial(_listens, port)

@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from pdserve.capacity.model import WITH_SCALES
 from pdserve.errors import ConfigError
 from pdserve.sglang_places import places
 
@@ -94,6 +95,15 @@ def check_host_memory(found: Any) -> None:
         raise ConfigError(
             'engine.hicache_host_memory_mode = "buffer_only" and --pp-size over 1 exclude each other: take '
             '"cache"'
+        )
+
+
+def check_kv_dtype(found: Any) -> None:
+    """Raises ConfigError for a KV type whose pages never leave host memory (SGLang 0.5.23)."""
+    if found.enable_hierarchical_cache and found.kv_cache_dtype in WITH_SCALES:
+        raise ConfigError(
+            f"--kv-cache-dtype {found.kv_cache_dtype}: SGLang keeps scales beside its values, and stores no "
+            'such pages: take fp8_e4m3, or storage = "none"'
         )
 
 

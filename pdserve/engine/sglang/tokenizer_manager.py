@@ -2,8 +2,8 @@
 
 Six methods are wrapped, each once:
 
-    generate_request     what a client may not set is taken out; aborts and the first token are noted; a
-                         stream is marked (`continuation.py`)
+    generate_request     it waits while weights are replaced; what a client may not set is taken out; aborts
+                         and the first token are noted; a stream is marked (`continuation.py`)
     _init_req_state      a request state (`ReqState`) was made for an SGLang request id
     _create_tokenized_object  it is as the scheduler gets it: what would end the scheduler is refused
     _send_*_request      its prompt's token ids, extra key and salt are final, and it goes to the scheduler
@@ -29,6 +29,7 @@ from pdserve.engine.engine_bounds import bound_sampling, check_ids, check_logpro
 from pdserve.engine.http.cache_report import Reuse
 from pdserve.engine.http.cache_salt import salt_of_request
 from pdserve.engine.http.endpoints import EMBEDDINGS, RESPONSES
+from pdserve.engine.http.held import Door
 from pdserve.engine.http.meeting_room import room_of_request
 from pdserve.engine.http.request import HttpRequest, current_request
 from pdserve.engine.http.timing import WorkerMetrics
@@ -109,11 +110,12 @@ def watch(
     metrics: WorkerMetrics | None = None,
     is_starting: Callable[[], bool] = lambda: False,
     is_stopping: Callable[[], bool] = lambda: False,
+    door: Door | None = None,
 ) -> None:
     """Wrap the methods of SGLang's `manager`; once. `is_starting`: requests are SGLang's own warm-up.
-    `is_stopping`: this server's end aborts what runs.
+    `is_stopping`: this server's end aborts what runs. `door`: what all requests pass first.
     """
-    wrap = _Wrap(manager, metrics, is_starting, is_stopping)
+    wrap = _Wrap(manager, metrics, is_starting, is_stopping, door or Door())
     manager.generate_request = wrap.generate_request
     manager._init_req_state = wrap.init_req_state
     manager._create_tokenized_object = wrap.create_tokenized
@@ -129,11 +131,13 @@ class _Wrap:
         metrics: WorkerMetrics | None,
         is_starting: Callable[[], bool],
         is_stopping: Callable[[], bool],
+        door: Door,
     ) -> None:
         self._manager = manager
         self._metrics = metrics
         self._is_starting = is_starting
         self._is_stopping = is_stopping
+        self._door = door
         self._generate = manager.generate_request
         self._init = manager._init_req_state
         self._handle = manager._handle_batch_output
@@ -171,6 +175,10 @@ class _Wrap:
             obj.cache_salt = salt
         if (room := room_of_request()) is not None and hasattr(obj, "bootstrap_room"):
             obj.bootstrap_host, obj.bootstrap_port, obj.bootstrap_room = room
+        try:
+            await self._door.passed()
+        except RequestError as error:
+            raise HTTPException(error.status, str(error)) from error
         try:
             async with contextlib.aclosing(self._generate(obj, request)) as contents:
                 async for content in contents:

@@ -42,7 +42,7 @@ class AsyncPoolClient:
         """Connects lazily. Raises ConfigError if the configured nodes form no valid ring."""
         self.config = config
         self.namespace = namespace
-        self._geometry = geometry
+        self.geometry = geometry
         self._certificates = Certificates(config.tls)
         self._views = SharedViews(config)
         self._views.subscribe(self._follow)
@@ -110,6 +110,13 @@ class AsyncPoolClient:
 
         nodes = list(self._addresses())
         return dict(zip(nodes, await asyncio.gather(*map(one, nodes)), strict=True))
+
+    def use(self, namespace: str, geometry: dict[str, str]) -> None:
+        """Ask about another namespace from now on. Operations in progress end with misses."""
+        self.namespace, self.geometry = namespace, geometry
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
 
     def close(self) -> None:
         """Close all connections. Idempotent. Operations in progress end with misses."""
@@ -234,7 +241,7 @@ class AsyncPoolClient:
         hello = make_hello("worker", "", "none", self.config.token, views=True)
         on_view = self._views.on_view
         tls = self._certificates.client_context
-        control = await AsyncControl.connect(address, hello, self.namespace, self._geometry, on_view, tls)
+        control = await AsyncControl.connect(address, hello, self.namespace, self.geometry, on_view, tls)
         on_view(control.welcome, control.welcome)
         return control
 

@@ -5,6 +5,9 @@ POST   /workers                    {"url": "http://HOST:PORT", "role": "prefill"
 DELETE /workers/HOST:PORT          remove a worker; it finishes its requests
 POST   /workers/HOST:PORT/drain    give a worker no new requests
 POST   /workers/HOST:PORT/undrain  give it new requests again
+POST   /models/M/update_weights_from_disk   new weights for all workers of model M
+POST   /models/M/weights/hold      stop them, and let their requests end, for updates sent to them directly
+POST   /models/M/weights/release   let them serve again
 GET    /tenants                    limits and use of each tenant
 POST   /reload                     read the API keys again (SIGHUP: the configuration too)
 GET    /metrics                    Prometheus metrics
@@ -29,6 +32,7 @@ from pdserve import __version__
 from pdserve.errors import ConfigError, RequestError
 from pdserve.router.admin.live_feed import LiveFeed
 from pdserve.router.admin.live_page import BASIC, add_live_page, is_of_live_page, password_as_bearer
+from pdserve.router.admin.weights import Weights
 from pdserve.router.api.errors import error_of
 from pdserve.router.api.request_body import UNREADABLE
 from pdserve.router.app.error_handlers import add_error_handlers
@@ -93,6 +97,7 @@ def _make_app(router: Router) -> fastapi.FastAPI:
     app = fastapi.FastAPI(title="pdserve router, administration", version=__version__)
     add_error_handlers(app)
     _add_worker_routes(app, router)
+    _add_weight_routes(app, Weights(router))
 
     @app.get("/tenants")
     async def tenants() -> dict[str, Any]:
@@ -219,6 +224,25 @@ def _add_worker_routes(app: fastapi.FastAPI, router: Router) -> None:
     async def undrain_worker(worker_id: str) -> Response:
         """Give a worker new requests again."""
         return await drain(worker_id, False)
+
+
+def _add_weight_routes(app: fastapi.FastAPI, weights: Weights) -> None:
+    @app.post("/models/{model}/update_weights_from_disk")
+    async def update(model: str, request: fastapi.Request) -> dict[str, Any]:
+        """New weights for all workers of a model. The body is SGLang's; `timeout_s` bounds the wait for
+        running requests. Fails with 409 if nothing was changed, with 502 if a worker did not take them.
+        """
+        return await weights.update_from_disk(model, await request.body())
+
+    @app.post("/models/{model}/weights/hold")
+    async def hold(model: str, request: fastapi.Request) -> dict[str, Any]:
+        """Hold all workers of a model: SGLang's routes of the workers may then replace their weights."""
+        return await weights.hold(model, await request.body())
+
+    @app.post("/models/{model}/weights/release")
+    async def release(model: str) -> dict[str, Any]:
+        """Let the held workers of a model serve again, with a new namespace if weights were replaced."""
+        return await weights.release(model)
 
 
 def _of_fleet(error: FleetError) -> RequestError:

@@ -97,6 +97,7 @@ _PROMPT = re.compile(rb'\s*+(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"|\[[^\[\]]*+\])\s*+,?'
 """One prompt of a list: text, or token ids. Possessive: otherwise each escape of a text takes memory."""
 _TOKEN_IDS = re.compile(rb"[\[\s]+\d")
 _NOTHING = re.compile(rb'null|""|\[\s*\]')
+_MEDIA = re.compile(rb'(?<!\\)"(?:image_url|video_url|audio_url|input_audio|input_image)"\s*:')
 _PROMPTS = re.compile(rb"\s*\[\s*[\[\"]")
 _OBJECTS = re.compile(rb"\s*\[\s*\{")
 _FIELD = re.compile(r" - at `\$\.(?P<field>[A-Za-z_]+)[^`]*`$")
@@ -148,6 +149,16 @@ def with_member(body: bytes, name: str, value: object) -> bytes:
 def bytes_per_token(prompt_json: bytes) -> int:
     """Roughly how many bytes of the prompt's JSON make a token: fewer for text than for token ids."""
     return BYTES_PER_TOKEN_ID if _TOKEN_IDS.match(prompt_json) else BYTES_PER_TOKEN
+
+
+def has_media(view: RequestView) -> bool:
+    """The prompt has images, videos or sound. By the spelling of the members that hold them, undecoded: only
+    placement rests on it.
+    """
+    fields = (view.image_data, view.video_data, view.audio_data)
+    if any(said and not _NOTHING.fullmatch(said) for said in fields):
+        return True
+    return any(_MEDIA.search(said) is not None for said in (view.messages, view.input) if said)
 
 
 def estimate_prompt_tokens(prompt_json: bytes) -> int:

@@ -174,14 +174,22 @@ class Router:
         if self.told_reload is not None:
             self.told_reload()
 
-    def model_card(self, model: str) -> dict[str, Any]:
-        """OpenAI's model object, with SGLang's `max_model_len`."""
+    def model_cards(self) -> dict[str, dict[str, Any]]:
+        """OpenAI's model objects by id, with SGLang's `max_model_len`: models and their adapters."""
+        cards = {}
+        for model in self.fleet.models:
+            cards[model] = self._card(model, model, None)
+            for adapter in self.fleet.adapters.get(model, ()):
+                cards[f"{model}:{adapter}"] = self._card(model, f"{model}:{adapter}", model)
+        return cards
+
+    def _card(self, model: str, id_: str, parent: str | None) -> dict[str, Any]:
         return {
-            "id": model,
+            "id": id_,
             "object": "model",
             "created": self.created_s,
             "owned_by": "pdserve",
-            "root": model,
-            "parent": None,
+            "root": id_,
+            "parent": parent,
             "max_model_len": self.fleet.context_length(model),
         }

@@ -27,17 +27,18 @@ def make_app(router: Router) -> fastapi.FastAPI:
 
     @app.get("/v1/models", tags=["OpenAI"])
     async def list_models() -> dict[str, Any]:
-        """Models that the workers serve."""
-        return {"object": "list", "data": [router.model_card(model) for model in router.fleet.models]}
+        """Models that the workers serve, and their LoRA adapters as BASE:ADAPTER."""
+        return {"object": "list", "data": list(router.model_cards().values())}
 
     @app.get("/v1/models/{model:path}", tags=["OpenAI"])
     async def get_model(model: str) -> dict[str, Any]:
         """One model."""
-        if model not in router.fleet.models:
+        card = router.model_cards().get(model)
+        if card is None:
             raise RequestError(
                 404, f"The model {model[:200]!r} does not exist.", code="model_not_found", param="model"
             )
-        return router.model_card(model)
+        return card
 
     @app.get("/health", tags=["operations"])
     async def health() -> dict[str, str]:

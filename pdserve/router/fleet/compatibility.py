@@ -16,8 +16,8 @@ def find_mismatch(worker: Worker, others: Iterable[Worker]) -> str | None:
     """Why `worker` cannot serve beside those of `others` that have joined: one line, or None if it can.
 
     Workers with another tokenizer or chat template make other tokens of a prompt, so they would not find
-    each other's pages. A worker that no longer answers keeps no other worker out: it is compared again when
-    it comes back.
+    each other's pages. A worker that no longer answers, or drains, keeps no other worker out: it is compared
+    again when it comes back.
     """
     info = worker.info
     if info is None:
@@ -25,7 +25,7 @@ def find_mismatch(worker: Worker, others: Iterable[Worker]) -> str | None:
     if info.role not in (worker.role, "agg"):
         return f"worker {worker.id} is listed under '{worker.role}' but says its role is '{info.role}'"
     for other in others:
-        is_away = other.probe_failures and not other.ready
+        is_away = other.stopping or (other.probe_failures and not other.ready)
         if other is worker or other.info is None or other.refused or is_away:
             continue
         field = _differing_field(info, other.info)

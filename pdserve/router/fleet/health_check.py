@@ -55,6 +55,8 @@ class _Ready(msgspec.Struct):
     load: WorkerLoad | None = None
     pool: str = "down"
     draining: bool = False
+    namespace: str = ""
+    """Of its present weights; empty: it does not say."""
 
 
 _ready_decoder = msgspec.json.Decoder(_Ready)
@@ -184,7 +186,8 @@ class Prober:
                 self._lost(worker, self._fleet.on_probe_not_ready(worker), "is not ready")
                 return None
             self._fleet.on_load(worker, said.load, pool_up=said.pool == "up")
-            if not worker.ready or worker.stopping or worker.refused or asks_info:
+            is_new = worker.info is not None and said.namespace not in ("", worker.info.namespace)
+            if not worker.ready or worker.stopping or worker.refused or asks_info or is_new:
                 return await self._ask_info(worker)
         except UpstreamError as error:  # the other scheme
             self._lost(worker, self._fleet.on_probe_not_ready(worker), f"is not used: {error}")

@@ -89,6 +89,8 @@ class Fleet:
         """Some decode worker takes prompts directly."""
         self.body_limit_bytes = LARGEST_BODY_BYTES
         """No usual request of any model is larger."""
+        self.adapters: dict[str, tuple[str, ...]] = {}
+        """Model → LoRA adapters that all of its workers have."""
         self._next_incarnation = 0
         self.members = Membership(workers, self._facts_changed)
 
@@ -114,6 +116,10 @@ class Fleet:
         self.body_limit_bytes = body_limit_bytes(joined)
         self.has_direct = any(w.role == "decode" and w.is_direct for w in self.workers)
         self.tasks = {info.model: frozenset(info.tasks) for info in joined}
+        self.adapters = {
+            m: tuple(sorted(set[str].intersection(*(set(w.adapters) for w in joined if w.model == m))))
+            for m in models
+        }
         self._snapshots.clear()
 
     # --- questions

@@ -43,6 +43,8 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     chat_template: str = ""
     is_multimodal: bool | None = None
     """The model takes images, video or audio. None: the worker does not say."""
+    adapters: tuple[str, ...] = ()
+    """Names of the LoRA adapters that it started with."""
     longest_token_bytes: Number = 0
     """UTF-8 bytes of text that one token can stand for (see `TextBound`). 0: there is no bound."""
     text_shrink: Number = 1

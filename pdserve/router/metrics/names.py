@@ -84,8 +84,8 @@ METRICS: Final = (
         "Requests by what decided about their worker, for each role. session: its last turn's worker; "
         "rendezvous: a first turn; overloaded, gone: that worker was left, is away; prefix: what a worker "
         "has of the prompt; cache-aware, load-aware, power-of-two, least-loaded, round-robin: load, or the "
-        "turn, alone; retry: another had failed. Why there is no prefill: direct, no-stage, none-ready, "
-        "session-worker-gone, agg.",
+        "turn, alone; retry: another had failed. Why there is no prefill: direct, media, no-stage, "
+        "none-ready, session-worker-gone, agg.",
     ),
     _one("prefill", "counter", ("outcome",), "Prefill stages, by outcome."),
     _one(

@@ -3,8 +3,8 @@
 Rules, in order:
 1. Only workers of the request's model are eligible (see `models`).
 2. The decode policy chooses a decode (or aggregated) worker. If none is eligible, the answer is 503.
-3. The prefill policy chooses a prefill worker. If the endpoint has no prefill stage, or no prefill worker is
-   eligible, the decode worker computes the prompt.
+3. The prefill policy chooses a prefill worker. If the endpoint has no prefill stage, the prompt has images or
+   the like, or no prefill worker is eligible, the decode worker computes the prompt.
 4. The decode worker also computes the prompt if its uncached part is short: the part that is estimated to be
    neither in that worker nor in the pool. The threshold depends on the queues (`direct_threshold`). A
    session's next turn normally goes this way.
@@ -185,6 +185,8 @@ class Planner(msgspec.Struct, frozen=True):
             return None, "agg", "agg"
         if facts.endpoint.path not in self.prefill_endpoints:
             return None, "no-stage", "no-stage"
+        if facts.has_media:
+            return None, "media", "media"
         if not snapshot.prefill:
             return None, "none-ready", "none-ready"
         last_id = None if last is None or last.prefill_id not in snapshot.members else last.prefill_id

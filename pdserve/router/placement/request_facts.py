@@ -20,6 +20,8 @@ class RequestFacts(msgspec.Struct, frozen=True, gc=False):
     prompts: int = 1
     has_several_prompts: bool = False
     """The prompt is a list of prompts, also of a single one."""
+    has_media: bool = False
+    """Pages of images, videos and sound cannot be named yet: nobody can wait for them."""
     charged_tokens: int = 0
     """What it costs its tenant until its real use is known."""
     answers: int = 1

@@ -118,6 +118,7 @@ def test_an_adapter_that_sglang_gives_another_id_is_another(identity: Any, tmp_p
         assert told in other.options
 
 
+@pytest.mark.model_support("multi-head attention", "DP attention")
 @pytest.mark.parametrize(
     "data_parallel", [{"attn_dp_size": 2}, {"dp_size": 2, "enable_dp_attention": True}], ids=["new", "old"]
 )
@@ -177,6 +178,7 @@ def test_pages_that_cannot_be_named_are_refused(identity: Any) -> None:
             identity(**{flag: 2})
 
 
+@pytest.mark.model_support("multi-head attention", "FP8 KV")
 def test_the_two_kinds_of_fp8_do_not_share_pages(identity: Any) -> None:
     kinds = [identity(kv_cache_dtype=f"fp8_{kind}").geometry for kind in ("e4m3", "e5m2")]
     assert [one.kv_dtype for one in kinds] == ["float8_e4m3fn", "float8_e5m2"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,13 @@ from pdserve.engine.args import NEEDED, NEEDED_ON_CPU, needed, server_argv
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.demo.model import make_demo_model
 from pdserve.engine.sglang.geometry import kv_identity, longest_tokens
-from pdserve.engine.sglang.server_args import check_host_memory, check_needs, parse_args, resolved
+from pdserve.engine.sglang.server_args import (
+    check_host_memory,
+    check_kv_dtype,
+    check_needs,
+    parse_args,
+    resolved,
+)
 from pdserve.errors import ConfigError
 
 
@@ -59,6 +66,9 @@ def test_what_a_worker_needs_are_arguments_that_sglang_has(engine: EngineConfig)
         (["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"], "--attn-dp-size would be 2, but a"),
         (["--served-model-name", "x"], "set engine.served_model_name"),
         (["--hicache-host-memory-mode", "buffer_only"], "set engine.hicache_host_memory_mode"),
+        (["--enable-flexkv"], "--enable-flexkv would be True, but a worker needs False: pages would no"),
+        (["--elastic-ep-backend", "mooncake"], "--elastic-ep-backend would be mooncake"),
+        (["--prefill-only-disable-kv-cache"], "--prefill-only-disable-kv-cache currently requires"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -85,9 +95,42 @@ def test_host_memory_that_only_stages_pages_is_for_ranks_that_act_at_the_same_st
         check_host_memory(resolve(staged, "--pp-size", "2"))
 
 
+@pytest.mark.model_support(
+    "multi-head attention",
+    "MX and FP4 KV",
+    refused="SGLang keeps scales beside its values, and stores no such pages",
+)
+@pytest.mark.parametrize("dtype", ["mxfp8", "nvfp4", "fp4_mx_block16"])
+def test_a_kv_type_that_sglang_does_not_store_is_refused_in_one_line(dtype: str) -> None:
+    """On a GPU of its kind; elsewhere SGLang refuses it itself."""
+    found = SimpleNamespace(enable_hierarchical_cache=True, kv_cache_dtype=dtype)
+    with pytest.raises(
+        ConfigError, match=f"--kv-cache-dtype {dtype}: .* stores no such pages: take fp8_e4m3"
+    ):
+        check_kv_dtype(found)
+    check_kv_dtype(SimpleNamespace(enable_hierarchical_cache=False, kv_cache_dtype=dtype))
+    check_kv_dtype(SimpleNamespace(enable_hierarchical_cache=True, kv_cache_dtype="fp8_e4m3"))
+
+
 def test_the_longest_request_is_as_the_worker_was_told_or_the_models_own(engine: EngineConfig) -> None:
     assert longest_tokens(resolve(engine)) == 8192
     assert longest_tokens(resolve(replace(engine, context_length=512))) == 512
+
+
+@pytest.mark.model_support(
+    "multi-head attention",
+    "speculative decoding",
+    refused="the pool does not store the state of draft models yet",
+)
+def test_draft_models_are_refused(engine: EngineConfig) -> None:
+    own = resolve(engine)
+
+    class Speculating:
+        def __getattr__(self, name: str) -> Any:
+            return "EAGLE" if name == "speculative_algorithm" else getattr(own, name)
+
+    with pytest.raises(ConfigError, match="the pool does not store the state of draft models yet"):
+        check_needs(Speculating(), own, needed("cuda"))
 
 
 def test_other_arguments_are_the_users(engine: EngineConfig) -> None:
@@ -96,15 +139,16 @@ def test_other_arguments_are_the_users(engine: EngineConfig) -> None:
     check_needs(found, resolve(engine), needed("cpu"))
 
 
-def test_a_value_that_sglang_itself_changes_is_compared_too(engine: EngineConfig) -> None:
+@pytest.mark.parametrize("field", ["disable_radix_cache", "prefill_only_disable_kv_cache"])
+def test_a_value_that_sglang_itself_changes_is_compared_too(engine: EngineConfig, field: str) -> None:
     class Changed:
-        """What a next SGLang may make of the same words."""
+        """What SGLang may make of the same words: its next version, or on another GPU."""
 
         def __getattr__(self, name: str) -> Any:
-            return True if name == "disable_radix_cache" else getattr(own, name)
+            return True if name == field else getattr(own, name)
 
     own = resolve(engine)
-    with pytest.raises(ConfigError, match="--disable-radix-cache would be True"):
+    with pytest.raises(ConfigError, match=f"--{field.replace('_', '-')} would be True"):
         check_needs(Changed(), own, needed("cuda"))
 
 

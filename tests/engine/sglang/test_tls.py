@@ -95,7 +95,7 @@ def test_sglangs_module_is_as_before_afterwards_and_without_tls(authority: Autho
     before = names["uvicorn"], names["requests"]
     with serving(http_server, TlsConfig(), Certificates(TlsConfig())):
         config = names["uvicorn"].Config("app")
-        assert (config.http, config.ssl_context_factory) == (BoundedHeads, None)
+        assert (config.http.func, config.ssl_context_factory) == (BoundedHeads, None)
         assert names["requests"] is before[1]
     with worker(authority.host()):
         assert names["uvicorn"] is not before[0]

@@ -15,6 +15,7 @@ from pdserve.router.api.request_body import (
     count_choices,
     count_prompts,
     estimate_prompt_tokens,
+    has_media,
     has_several_prompts,
     parse_request,
 )
@@ -204,3 +205,35 @@ def test_objects_to_embed_are_prompts_and_messages_are_none() -> None:
 def test_a_text_of_escapes_takes_no_more_memory_than_its_length() -> None:
     prompt = b'["' + b"\\n" * 1_000_000 + b'"]'
     assert peak_bytes(lambda: count_prompts(prompt, 50)) < 2 * len(prompt)
+
+
+@pytest.mark.parametrize(
+    ("body", "has"),
+    [
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:x"}}]}
+                ]
+            },
+            True,
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "x"}}]}
+                ]
+            },
+            True,
+        ),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "input_image": "x"}]}]}, True),
+        ({"text": "x", "image_data": ["x"]}, True),
+        ({"text": "x", "image_data": [], "video_data": None}, False),
+        ({"messages": [{"role": "user", "content": 'write {"image_url": 1}'}]}, False),
+        ({"messages": [{"role": "user", "content": "an image_url"}]}, False),
+    ],
+)
+def test_images_and_the_like_are_known_by_the_members_that_hold_them(
+    body: dict[str, object], has: bool
+) -> None:
+    assert has_media(parse_request(json.dumps(body).encode())) is has

@@ -59,6 +59,16 @@ def test_a_prompt_is_prefilled_by_one_worker_and_decoded_by_another() -> None:
     [
         (RequestFacts(ENDPOINTS[CHAT]), {"prefill": ()}, "prefill=none-ready"),
         (RequestFacts(ENDPOINTS["/generate"]), {}, "prefill=no-stage"),
+        pytest.param(
+            RequestFacts(ENDPOINTS[CHAT], has_media=True),
+            {},
+            "prefill=media",
+            marks=pytest.mark.model_support(
+                "multimodal",
+                "disaggregated",
+                refused="x-pdserve-plan: prefill=media (the decode worker computes it)",
+            ),
+        ),
         (
             RequestFacts(ENDPOINTS[CHAT], prompt_tokens_estimate=9),
             {"min_prefill_tokens": 10},

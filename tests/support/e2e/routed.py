@@ -30,3 +30,8 @@ def say(prompts: list[list[int]]) -> Callable[[int], str]:
 def wanted_hits(prompt: list[int]) -> int:
     """Tokens that SGLang looks up in storage: full pages of all but the last token."""
     return (len(prompt) - 1) // PAGE * PAGE
+
+
+def all_computed(prompt: list[int]) -> str:
+    """What a prefill worker says of a prompt of which it found nothing."""
+    return f"device=0, host=0, pool=0, ssd=0, computed={len(prompt)}"

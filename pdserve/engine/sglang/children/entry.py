@@ -88,12 +88,21 @@ def install() -> None:
 
 
 def _change_scheduler() -> None:
-    from pdserve.engine.sglang.children import kept_prompts, local_store, pulls, ssd_tokens
+    from pdserve.engine.sglang.children import (
+        declined_fetches,
+        detached,
+        kept_prompts,
+        local_store,
+        pulls,
+        ssd_tokens,
+    )
 
     kept_prompts.install()
     local_store.install()
     pulls.install()
     ssd_tokens.install()
+    declined_fetches.install()
+    detached.install()
     if prepare.is_on_cpu():
         from pdserve.engine.sglang.cpu import hooks
 

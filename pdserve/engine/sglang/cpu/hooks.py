@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from pdserve.engine.sglang.cpu import attention, copies, hashing, streams
+from pdserve.engine.sglang.cpu import attention, copies, hashing, streams, unpinned
 
 HOST_POOL_BASE = "sglang.srt.mem_cache.pool_host.base"
 SENDER = "sglang.srt.disaggregation.mooncake.conn"
@@ -24,6 +24,8 @@ SCHEDULER = "sglang.srt.managers.scheduler"
 NCCL_LIBRARY = "sglang.srt.distributed.device_communicators.pynccl_wrapper"
 LATENT_ATTENTION = "sglang.srt.models.deepseek_common.attention_backend_handler"
 HASH_USER = "sglang.srt.mem_cache.utils"
+LORA_BACKEND = "sglang.srt.lora.backend.torch_backend"
+LORA_LAYERS = "sglang.srt.lora.layers"
 ATTENTION_BACKEND = "sglang.srt.layers.attention.torch_native_backend"
 
 _REST_S = 0.001  # little beside what moving a batch of pages takes
@@ -188,6 +190,9 @@ SCHEDULER_HOOKS: tuple[Hook, ...] = (
     Hook(NCCL_LIBRARY, "NCCLLibrary.__init__", ("so_file",), _without_nccl),
     Hook(SCHEDULER, "Scheduler.on_idle", ("self",), _resting),
     Hook(SCHEDULER, "Scheduler.stash_chunked_request", ("self", "req"), _publishing),
+    Hook(LORA_BACKEND, "torch", None, unpinned.UnpinnedTorch),
+    Hook(LORA_LAYERS, "torch", None, unpinned.UnpinnedTorch),
+    Hook("torch", "Tensor.pin_memory", None, lambda _: unpinned.pin_memory),
 )
 """For the scheduler's process alone: others need not import it."""
 

@@ -1,0 +1,152 @@
+"""New weights for all workers of a model: held together, updated, released; or left as they are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from pdserve.router.admin.app import AdminApp
+from pdserve.router.config.limits import Probe
+from pdserve.router.config.router import Admin
+from tests.support.router.harness import Harness, disagg
+from tests.support.router.mock_worker import MockWorker, Received, Script, Wire, answer
+
+KEY = "administrators-key-of-this-test"
+HOLD, UPDATE, RELEASE, DROP = (
+    "/weights/hold",
+    "/update_weights_from_disk",
+    "/weights/release",
+    "/weights/drop",
+)
+UPDATED = {"success": True, "message": "done"}
+BODY = {"model_path": "/new", "weight_version": "7", "timeout_s": 5}
+
+
+def says(worker: MockWorker, path: str, status: int, body: Any) -> None:
+    worker.script(path, answer(status, body))
+
+
+def willing(worker: MockWorker, *, earlier: tuple[str, ...] = ("old",)) -> None:
+    """The worker does all steps, and has another namespace then."""
+    says(worker, HOLD, 200, {"held": True})
+    says(worker, UPDATE, 200, UPDATED)
+
+    async def released(wire: Wire, request: Received) -> None:
+        worker.info = {**worker.info, "namespace": "new", "kv_geometry": {"model": "new"}}
+        await wire.json(200, {"held": False, "earlier_namespaces": list(earlier)})
+
+    worker.script(RELEASE, released)
+    says(worker, DROP, 200, {"dropped_pages": 5})
+
+
+def steps(worker: MockWorker) -> list[str]:
+    return [one.path for one in worker.requests]
+
+
+def bodies(worker: MockWorker, path: str) -> Iterator[Any]:
+    return (one.json() for one in worker.requests if one.path == path)
+
+
+@asynccontextmanager
+async def admin() -> AsyncIterator[tuple[Harness, MockWorker, MockWorker, httpx.AsyncClient]]:
+    often = Probe(interval_s=0.02, timeout_s=0.5)
+    async with disagg(admin=Admin(key=KEY), probe=often) as (harness, [prefill], [decode]):
+        transport = httpx.ASGITransport(AdminApp(harness.router))  # type: ignore[arg-type]
+        headers = {"authorization": f"Bearer {KEY}"}
+        async with httpx.AsyncClient(transport=transport, base_url="http://admin", headers=headers) as client:
+            yield harness, prefill, decode, client
+
+
+async def served(harness: Harness) -> None:
+    """Until both workers are used again."""
+    while not all(one.ready and not one.refused and not one.draining for one in harness.router.fleet.workers):
+        await harness.get("/health")
+
+
+def model_of(harness: Harness) -> str:
+    [model] = harness.router.fleet.models
+    return model
+
+
+async def test_all_are_held_before_one_is_updated_and_released_after_all_are() -> None:
+    async with admin() as (harness, prefill, decode, client):
+        order: list[str] = []
+
+        def noting(name: str, path: str, script: Script) -> Script:
+            async def noted(wire: Wire, request: Received) -> None:
+                assert all(one.drained for one in harness.router.fleet.workers)
+                order.append(path)
+                await script(wire, request)
+
+            return noted
+
+        for worker in (prefill, decode):
+            willing(worker)
+            for path in (HOLD, UPDATE, RELEASE, DROP):
+                worker.scripts[path][0] = noting(worker.id, path, worker.scripts[path][0])
+        done = await client.post(f"/models/{model_of(harness)}{UPDATE}", json=BODY)
+        assert done.status_code == 200, done.text
+        assert order == [HOLD, HOLD, UPDATE, UPDATE, RELEASE, RELEASE, DROP, DROP]
+        assert done.json()["dropped_pages"] == 10
+        assert done.json()["workers"] == {prefill.id: UPDATED, decode.id: UPDATED}
+        assert list(bodies(prefill, HOLD)) == [{"abort": False, "timeout_s": 5.0}]
+        assert list(bodies(prefill, UPDATE)) == [{"model_path": "/new", "weight_version": "7"}]
+        [one], [other] = bodies(prefill, RELEASE), bodies(decode, RELEASE)
+        assert one == other
+        await served(harness)
+        assert (await harness.chat()).status == 200
+
+
+async def test_where_one_cannot_be_held_nothing_is_changed() -> None:
+    async with admin() as (harness, prefill, decode, client):
+        willing(prefill)
+        says(decode, HOLD, 409, {"error": {"message": "2 requests still run", "code": "still_running"}})
+        refused = await client.post(f"/models/{model_of(harness)}{UPDATE}", json=BODY)
+        assert refused.status_code == 409
+        assert "Nothing was changed" in refused.json()["error"]["message"]
+        assert "2 requests still run" in refused.json()["error"]["message"]
+        assert steps(prefill) == [HOLD, RELEASE]
+        assert steps(decode) == [HOLD]
+        assert not any(one.drained for one in harness.router.fleet.workers)
+
+
+async def test_a_worker_that_does_not_take_the_weights_is_named_and_old_pages_stay() -> None:
+    async with admin() as (harness, prefill, decode, client):
+        willing(prefill)
+        willing(decode)
+        decode.scripts[UPDATE].clear()
+        says(decode, UPDATE, 400, {"success": False, "message": "no such tensor"})
+        failed = await client.post(f"/models/{model_of(harness)}{UPDATE}", json=BODY)
+        assert failed.status_code == 502
+        assert f"{decode.id}: status 400: no such tensor" in failed.json()["error"]["message"]
+        assert steps(decode) == [HOLD, UPDATE, RELEASE]
+        assert not any(one.drained for one in harness.router.fleet.workers)
+
+
+async def test_a_trainer_updates_held_workers_itself() -> None:
+    async with admin() as (harness, prefill, decode, client):
+        willing(prefill)
+        willing(decode)
+        path = f"/models/{model_of(harness)}/weights"
+        assert (await client.post(f"{path}/release")).status_code == 409
+        held = await client.post(f"{path}/hold", json={"abort_all_requests": True})
+        assert held.json() == {"held": [prefill.id, decode.id]}
+        assert list(bodies(decode, HOLD)) == [{"abort": True, "timeout_s": 120.0}]
+        assert all(one.drained for one in harness.router.fleet.workers)
+        assert (await client.post(f"{path}/hold")).status_code == 409
+        assert (await client.post(f"/models/{model_of(harness)}{UPDATE}", json=BODY)).status_code == 409
+        assert (await client.post(f"{path}/release")).json()["dropped_pages"] == 10
+        await served(harness)
+
+
+@pytest.mark.parametrize(("model", "body", "status"), [("nobody", BODY, 404), ("", {}, 400), ("", [1], 400)])
+async def test_what_cannot_be_meant_is_refused(model: str, body: Any, status: int) -> None:
+    async with admin() as (harness, prefill, _, client):
+        path = f"/models/{model or model_of(harness)}{UPDATE}"
+        assert (await client.post(path, content=json.dumps(body))).status_code == status
+        assert steps(prefill) == []
