@@ -119,7 +119,9 @@ class DevicePages:
     @contextmanager
     def in_pool(self, config: PoolClientConfig) -> Iterator[MovedPages]:
         """The way of these pages to a pool, as HiCache's backend takes it."""
-        access = open_access(config, "gpu-check", {"check": "1"}, {KV: HostPool(self.host, b"")}, "gpu-check")
+        access = open_access(
+            config, "gpu-check", {"check": "1"}, {KV: HostPool(self.host, (b"",))}, "gpu-check"
+        )
         try:
             yield MovedPages(access, self.host_indices)
         finally:
