@@ -58,6 +58,7 @@ def streaming(direct: Direct, prompt: list[int], tokens: int) -> Iterator[Iterat
         yield (json.loads(line[6:]) for line in lines if line.startswith("data: {"))
 
 
+@pytest.mark.model_support("multi-head attention", "direct hand-off")
 def test_answers_of_the_direct_way_equal_plain_sglang(direct: Direct, reference: Reference) -> None:
     answers = ask(direct, reference.prompts)
     assert differences(reference.first, answers, say(reference.prompts)) == []

@@ -17,6 +17,8 @@ def latent(site: Site) -> Worker:
     return site.servers.workers["latent"]
 
 
+@pytest.mark.model_support("latent attention", "TP")
+@pytest.mark.model_support("latent attention", "pool")
 def test_pages_of_all_ranks_are_stored_once_and_give_the_same_answers(site: Site, latent: Worker) -> None:
     prompts = [token_ids(8500 + i, length) for i, length in enumerate((70, 500, 1000))]
     pool = site.pools["pool0"]

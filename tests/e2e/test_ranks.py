@@ -74,6 +74,7 @@ def mover_of(worker: Worker, rank: int) -> psutil.Process:
     raise AssertionError(f"{worker.name} has no page mover of rank {rank}")
 
 
+@pytest.mark.model_support("multi-head attention", "TP")
 def test_answers_of_two_ranks_equal_plain_sglang_and_come_from_the_pool(
     ranks: Pair, reference: Reference
 ) -> None:
@@ -98,6 +99,7 @@ def test_one_rank_reads_what_two_ranks_stored(ranks: Pair, reference: Reference)
     assert [body["meta_info"]["cached_tokens"] for body in bodies] == [*map(wanted_hits, prompts)]
 
 
+@pytest.mark.model_support("multi-head attention", "unequal TP")
 def test_two_ranks_decode_what_one_rank_prefilled(ranks: Pair, reference: Reference, run_dir: Path) -> None:
     prompts, expected = reference.prompts[20:44:3], reference.first[20:44:3]
     router = Router(run_dir, prefill=[ranks.one], decode=[ranks.decode], name="router-unequal")

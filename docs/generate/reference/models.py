@@ -39,7 +39,17 @@ FAMILIES: Final = {
     "embedding": "embedding models",
 }
 FEATURES: Final = (
-    *("pool", "restart", "disaggregated", "buffer only", "TP", "PP", "DP attention", "direct hand-off"),
+    *(
+        "pool",
+        "restart",
+        "disaggregated",
+        "buffer only",
+        "TP",
+        "unequal TP",
+        "PP",
+        "DP attention",
+        "direct hand-off",
+    ),
     *("speculative decoding", "LoRA", "new weights", "FP8 KV", "MX and FP4 KV", "tenants' salt"),
 )
 MARKER: Final = "model_support"
