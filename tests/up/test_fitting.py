@@ -143,5 +143,5 @@ def test_up_says_what_each_worker_gets_and_starts_so(started: list[Plan], model:
 def test_up_starts_nothing_that_cannot_work(started: list[Plan], tmp_path: Path) -> None:
     model = make_model(tmp_path, "qwen3-next-80b-a3b")
     said = CliRunner().invoke(cli.app, [str(LAUNCH / "agg.toml"), "--model", str(model)])
-    assert "raise --tp-size" in str(said.exception)
+    assert "set --tp-size 4" in str(said.exception)
     assert started == []

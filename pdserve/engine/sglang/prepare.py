@@ -71,8 +71,9 @@ def before_sglang() -> None:
         stand_in.install()
         # What has no CPU version says so once per process while SGLang is imported; here that is no news.
         warnings.filterwarnings("ignore", category=UserWarning, module=r"sglang\.")
-        for name in ("models.registry", "utils.numa_utils"):  # more ranks than NUMA nodes is no news either
-            logging.getLogger(f"sglang.srt.{name}").setLevel(logging.ERROR)
+        # nor is that there is no CUDA, or that there are more ranks than NUMA nodes
+        for name in ("srt.models.registry", "srt.utils.numa_utils", "kernels.jit.utils.arch"):
+            logging.getLogger(f"sglang.{name}").setLevel(logging.ERROR)
 
 
 def after_sglang() -> None:

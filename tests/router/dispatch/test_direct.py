@@ -244,7 +244,6 @@ async def test_a_client_that_leaves_is_hung_up_on_at_both_workers() -> None:
         {"n": 2},
         {"best_of": 2},
         {"return_hidden_states": True},
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
     ],
 )
 async def test_what_a_decode_worker_cannot_answer_from_kv_alone_goes_through_the_pool(
@@ -257,6 +256,16 @@ async def test_what_a_decode_worker_cannot_answer_from_kv_alone_goes_through_the
         assert not decode.got(CHAT)
         [by_pool] = prefill.got(PREFILL)
         assert ROOM not in by_pool.headers
+
+
+async def test_images_are_computed_by_a_worker_that_computes_prompts() -> None:
+    async with pair() as (harness, prefill, decode, other):
+        content = [{"type": "image_url", "image_url": {"url": "data:,"}}]
+        response = await harness.chat(messages=[{"role": "user", "content": content}])
+        assert response.headers["x-pdserve-plan"].startswith("handoff=pool(only), ")
+        assert len(other.got(CHAT)) == 1
+        assert not decode.got(CHAT)
+        assert not prefill.requests  # nobody can wait for pages of images
 
 
 async def test_without_a_worker_for_it_such_a_request_is_a_503_that_says_so() -> None:
