@@ -47,12 +47,15 @@ class Prefill:
         names: PageNames,
         publish_timeout_s: float,
         metrics: WorkerMetrics,
+        hands_over: bool = False,
     ) -> None:
+        """`hands_over`: SGLang is in its prefill mode, where each request must have a room."""
         self._engine = engine
         self._pool = pool
         self._names = names
         self._publish_timeout_s = publish_timeout_s
         self._metrics = metrics
+        self._hands_over = hands_over
         self._publishing = True
         """False after a prefill of which no last page arrived (the pool is full, or its slabs are too small).
         The next ones wait a moment only, until a last page arrives again.
@@ -69,7 +72,7 @@ class Prefill:
         hand-off.
         """
         is_direct = room_of_request() is not None
-        if not is_direct:
+        if self._hands_over and not is_direct:
             enter_room(FOR_THE_POOL)
         try:
             return JSONResponse(await self._run(request, endpoint, is_direct=is_direct))

@@ -14,5 +14,6 @@ def parts(worker: Worker) -> RoleParts:
         names=worker.names,
         publish_timeout_s=worker.config.publish_timeout_s,
         metrics=worker.metrics,
+        hands_over=worker.config.handoff == "direct",
     )
     return RoleParts([prefill.router()])

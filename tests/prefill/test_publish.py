@@ -53,7 +53,7 @@ class Pool:
         return [key in self.committed for key in keys]
 
 
-def route(pool: Pool) -> routes.Prefill:
+def route(pool: Pool, hands_over: bool = False) -> routes.Prefill:
     engine = SimpleNamespace(app_state=None, tokenizer_manager=None)
     return routes.Prefill(
         engine,
@@ -61,6 +61,7 @@ def route(pool: Pool) -> routes.Prefill:
         names=NAMES,
         publish_timeout_s=TIMEOUT_S,
         metrics=WorkerMetrics(),
+        hands_over=hands_over,
     )
 
 
@@ -70,6 +71,7 @@ def published(
     cached: int = 0,
     prompt: list[int] | None = PROMPT,
     leaves: bool = False,
+    hands_over: bool = False,
 ) -> tuple[int, int]:
     """(published, missing) pages of one /pd/prefill of PROMPT of which SGLang had `cached` tokens."""
 
@@ -90,7 +92,7 @@ def published(
 
         async def app(_scope: Any, receive: Any, send: Any) -> None:
             asked: Any = SimpleNamespace(body=lambda: asyncio.sleep(0, b"{}"))
-            response = await route(pool).prefill(asked, "/generate")
+            response = await route(pool, hands_over).prefill(asked, "/generate")
             answers.append(json.loads(bytes(response.body)))
 
         async with asyncio.TaskGroup() as group:
@@ -156,12 +158,16 @@ def test_a_direct_hand_off_waits_for_no_page(monkeypatch: pytest.MonkeyPatch) ->
     assert pool.waits == []
 
 
-def test_a_prefill_for_the_pool_is_in_a_room_where_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("hands_over", "room"), [(True, routes.FOR_THE_POOL), (False, None)])
+def test_a_prefill_for_the_pool_is_in_a_room_where_nobody_waits_if_sglang_needs_one(
+    monkeypatch: pytest.MonkeyPatch, hands_over: bool, room: Room | None
+) -> None:
+    """In its ordinary mode SGLang keeps no page of a request of that room."""
     rooms: list[Room | None] = []
     pool = Pool(PAGES)
     monkeypatch.setattr(pool, "exists", lambda keys: noted(rooms, keys))
-    published(pool, monkeypatch)
-    assert rooms[-1] == routes.FOR_THE_POOL
+    published(pool, monkeypatch, hands_over=hands_over)
+    assert rooms[-1] == room
 
 
 async def noted(rooms: list[Room | None], keys: Sequence[bytes]) -> list[bool]:

@@ -77,7 +77,7 @@ _GENERATION_ONLY = (
 )
 
 FOR_THE_POOL: Final = Room(FAKE_BOOTSTRAP_HOST, None, POOL_ROOM)
-"""Of prefills that are sent to nobody. SGLang's ordinary mode looks at no room."""
+"""Of prefills that SGLang's prefill mode sends to nobody. Its ordinary mode would keep no pages of them."""
 
 _native_body: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(GenerateReqInput)
 """As SGLang's own route reads it: types are checked, unknown fields are ignored."""
