@@ -398,6 +398,9 @@ async def test_pool_nodes_are_asked_with_the_certificates_of_their_configuration
     async with running(tmp_path, "a", listen=[address], tls=files):
         tls = _pool_tls(_plan(file, tmp_path))
         [found] = await asyncio.to_thread(cluster.gather_pool, [address], tls)
-        [in_clear] = await asyncio.to_thread(cluster.gather_pool, [address])
+        for _ in range(5):  # on a busy machine the node may be too late to refuse it
+            [in_clear] = await asyncio.to_thread(cluster.gather_pool, [address])
+            if "in time" not in in_clear.error:
+                break
     assert (found.node, found.error) == ("a", "")
     assert "it may want TLS" in in_clear.error
