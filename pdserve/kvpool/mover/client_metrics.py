@@ -12,13 +12,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Final, Literal
-
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from typing import TYPE_CHECKING, Final, Literal
 
 from pdserve.kvpool.client.metric_names import CLIENT_METRICS
 from pdserve.kvpool.client.operations import ClientCounters
 from pdserve.metric import by_name
+
+if TYPE_CHECKING:
+    from prometheus_client import Counter
 
 BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _BY_NAME: Final = by_name(CLIENT_METRICS)
@@ -28,6 +29,9 @@ class ClientMetrics:
     """Publishes the growth of a `ClientCounters`, and how long transfers take. Thread-safe."""
 
     def __init__(self) -> None:
+        # imported before SGLang has set up its mode, the process's counts would never be added up
+        from prometheus_client import CollectorRegistry, Histogram
+
         # its own registry: a scheduler may attach a storage backend more than once
         self._registry = CollectorRegistry()
         pages, transferred = self._counter("pages"), self._counter("bytes")
@@ -48,6 +52,8 @@ class ClientMetrics:
 
     def _counter(self, name: str) -> Counter:
         definition = _BY_NAME[name]
+        from prometheus_client import Counter
+
         return Counter(definition.family_name, definition.says, definition.labels, registry=self._registry)
 
     @contextmanager

@@ -32,11 +32,11 @@ PLACES: Final = (
 
 
 class DeclinedFetches:
-    """The growth of SGLang's counts. `add`: (reason, how many more)."""
+    """The growth of SGLang's counts. `add`: (reason, how many more); first 0 of each, so all are shown."""
 
     def __init__(self, add: Callable[[str, int], None]) -> None:
         self._add = add
-        self._seen = dict.fromkeys(REASONS, 0)
+        self._seen = dict.fromkeys(REASONS, -1)
 
     def reading(self, snapshot: Callable[[Any], dict[str, float]]) -> Callable[[Any], dict[str, float]]:
         """Wrap `UnifiedRadixCache.prefetch_outcome_stats_snapshot`, which SGLang takes after each batch."""
@@ -45,9 +45,9 @@ class DeclinedFetches:
         def read(cache: Any) -> dict[str, float]:
             stats = snapshot(cache)
             for name, reason in REASONS.items():
-                count = int(stats.get(name, 0))
-                if count > self._seen[name]:
-                    self._add(reason, count - self._seen[name])
+                count, seen = int(stats.get(name, 0)), self._seen[name]
+                if count > seen:
+                    self._add(reason, count - max(0, seen))
                 self._seen[name] = count
             return stats
 

@@ -222,6 +222,8 @@ def missing() -> Iterator[str]:
     Read before `apply`.
     """
     for hook in (*HOOKS, *SCHEDULER_HOOKS):
+        if hook.module == SENDER:  # imports prometheus_client, before SGLang has set up its mode
+            continue
         try:
             owner, last = hook.owner()
         except (ImportError, AttributeError) as error:

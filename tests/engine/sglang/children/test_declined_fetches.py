@@ -12,6 +12,8 @@ def test_what_sglangs_counts_gain_is_added_by_reason() -> None:
         lambda _: dict(counts)
     )
     assert read(None) == counts
+    assert added == [("others_under_way", 0), ("larger_than_host_memory", 0)]  # shown before the first
+    added.clear()
     counts |= {"declined_rate_limited": 2, "declined_host_oversize": 1}
     assert read(None) == read(None) == counts
     assert added == [("others_under_way", 2), ("larger_than_host_memory", 1)]
