@@ -213,6 +213,8 @@ def apply(hooks: tuple[Hook, ...] = HOOKS) -> None:
         replacement = hook.replace(original)
         if callable(replacement):
             setattr(replacement, _MARK, True)
+        elif original is None:
+            raise AttributeError(f"{hook.name} (not there)")
         setattr(owner, last, replacement)
 
 
@@ -222,7 +224,7 @@ def missing() -> Iterator[str]:
     Read before `apply`.
     """
     for hook in (*HOOKS, *SCHEDULER_HOOKS):
-        if hook.module == SENDER:  # imports prometheus_client, before SGLang has set up its mode
+        if hook.module == SENDER:  # imports prometheus_client, before SGLang has set up its mode: see `apply`
             continue
         try:
             owner, last = hook.owner()
