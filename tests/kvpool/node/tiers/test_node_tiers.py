@@ -30,6 +30,7 @@ class Rig:
 
     def __init__(self, directory: Path, write: Literal["cold", "all"] = "cold") -> None:
         self.directory = directory
+        self.filled = 0
         self.config = PoolNodeConfig(
             name="tiers",
             arena_dir=arena_dir(),
@@ -122,10 +123,11 @@ def drop_namespace(rig: Rig, name: str) -> None:
 
 
 def fill(rig: Rig, client: PoolClient, pages: int) -> None:
-    """Put pages no faster than the tier writes them."""
+    """Put pages no faster than the tier writes them: at most 40 of all that were filled are not stored."""
     for first in range(0, pages, 16):
         put(client, range(first, first + 16))
-        rig.until_stored(first + 16 - 40)
+        rig.filled += 16
+        rig.until_stored(rig.filled - 40)
 
 
 def flip_bits(rig: Rig, numbers: range) -> int:
