@@ -36,6 +36,7 @@ BLOCKS: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = {
         "compared": serving.compared,
         "sweep": serving.swept,
         "weights": lambda: serving.parts("weights"),
+        "gaps": serving.gaps,
         "overlap": lambda: serving.parts("overlap"),
     },
     "docs/benchmarks/router.md": {"router": router.beside_others, "router-goals": router.goals},

@@ -60,15 +60,17 @@ def compared(results: Path = RESULTS) -> str:
         parts.append(f"### {run.files[0].rpartition('-20')[0]}\n\n{origin(run)}")
         for load in dict.fromkeys(one.load for one in found):
             rows = (_cells(one) for one in found if one.load == load)
-            parts.append(f"Load: {load}.\n\n{table(COLUMNS, rows)}")
+            parts.append(f"Load: {load}.\n\n{table(_columns(run.origin['against'][0]), rows)}")
     return "\n".join(parts) or NO_RUN
 
 
-COLUMNS = (
-    *("device cache", "server", "rounds", "first token, turn 1, ms", "over plain"),
-    *("first token from turn 2, ms", "over plain", "prompt tokens/s from turn 2", "over plain"),
-    *("cached, %", "from storage, %", "could be cached, %", "failed"),
-)
+def _columns(reference: str) -> tuple[str, ...]:
+    over = f"over {reference}"
+    return (
+        *("device cache", "server", "rounds", "first token, turn 1, ms", over),
+        *("first token from turn 2, ms", over, "prompt tokens/s from turn 2", over),
+        *("cached, %", "from storage, %", "could be cached, %", "failed"),
+    )
 
 
 def _cells(one: Summary) -> tuple[str, ...]:
@@ -100,6 +102,28 @@ def swept(results: Path = RESULTS) -> str:
         rows.append((*head, _figure(first["p50"]), _figure(first["p99"]), str(whole["failed"])))
     said = f"Load: {run.origin['load']}. Highest rate that holds: {highest}."
     return f"{origin(run)}\n{said}\n\n{table(columns, rows)}"
+
+
+def gaps(results: Path = RESULTS) -> str:
+    """The newest run of `bench gaps`: time between the tokens of a stream, by what goes on beside it."""
+    kept = runs("gaps", results)
+    if not kept:
+        return NO_RUN
+    run = kept[0]
+    columns = (
+        *("server", "beside", "streams", "gaps", "mean, ms", "p50, ms", "p99, ms", "p99 / alone"),
+        "first token of the other, p50, ms",
+    )
+    rows = [
+        (
+            *(line["contender"], line["beside"], str(line["streams"]), f"{line['gaps']:,}"),
+            *(f"{line[name]:.1f}" for name in ("mean_ms", "p50_ms", "p99_ms")),
+            *(f"{line['p99_over_alone']:.2f}", _figure(line["first_token_ms"])),
+        )
+        for line in run.lines
+        if "p99_over_alone" in line
+    ]
+    return f"{origin(run)}\nLoad: {run.origin['load']}.\n\n{table(columns, rows)}"
 
 
 def parts(kind: str, results: Path = RESULTS) -> str:

@@ -27,8 +27,8 @@ Against = Annotated[
     str,
     typer.Option(
         help="Contenders, separated by commas; ratios are over the first. Empty: plain, file, "
-        "mooncake (if installed), agg, disagg. Also possible: disagg-direct, dead (agg with a killed "
-        "pool, R13)."
+        "mooncake (if installed), agg, disagg. Also possible: agg-once (no pages in host memory, and "
+        "the pool larger by as much), disagg-direct, dead (agg with a killed pool, R13)."
     ),
 ]
 ModelPath = Annotated[Path, typer.Option("--model", help="Model directory: pdserve model demo makes one.")]
@@ -90,7 +90,8 @@ def compare(
         say(f"WARNING: {line}")
     measured: list[Measured] = []
     keep = partial(_keep, measured, output)
-    ours = {"page_size": PAGE_SIZE, "pool_capacity": pool_capacity}
+    kv_token_bytes = _kv_token_bytes(model, extra or [])
+    ours = {"page_size": PAGE_SIZE, "pool_capacity": pool_capacity, "kv_token_bytes": kv_token_bytes}
     with options.clusters(model, min(tokens.values()), extra, out, **ours) as setting:
 
         def launch(name: str, size: str) -> AbstractContextManager[str]:
@@ -115,6 +116,20 @@ def _contenders(against: str) -> list[str]:
 
     there = [name for name in NAMES if name not in ASKED_FOR and (name != "mooncake" or is_installed())]
     return common.choices("against", against, NAMES) if against else there
+
+
+def _kv_token_bytes(model: Path, flags: list[str]) -> int:
+    """What a token takes in the device's KV cache, with the number type that the flags name."""
+    from msgspec.structs import replace
+
+    from pdserve.capacity.facts import WorkerNeed
+    from pdserve.capacity.gather import read_model
+    from pdserve.capacity.model import token_bytes
+
+    facts = read_model(model)
+    if "float32" in flags:
+        facts = replace(facts, dtype_bytes=4)
+    return token_bytes(facts, WorkerNeed(name="worker", role="agg"))
 
 
 def _keep(measured: list[Measured], output: Output, one: Measured) -> None:

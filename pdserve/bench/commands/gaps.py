@@ -36,7 +36,7 @@ def gaps(
     options.check_model(model)
     title = f"streams of {output_tokens} tokens beside conversations of {tokens:,}, {model.name}"
     output = Output(as_json, load=title, seed=seed)
-    room = device_tokens(0, tokens + 2 * output_tokens, 1.0, 64)
+    room = device_tokens(0, tokens + 3 * output_tokens, 1.0, 64)  # with the last stream and this one
     samples: list[GapSample] = []
 
     def keep(sample: GapSample) -> None:

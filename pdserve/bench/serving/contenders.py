@@ -7,12 +7,13 @@ disaggregated. Pure.
 | `file` | SGLang with HiCache and its own file backend, asked directly |
 | `mooncake` | SGLang with HiCache and its own Mooncake backend, over TCP, asked directly |
 | `agg` | one aggregated worker on a pool node, behind the router |
+| `agg-once` | as `agg`, but host memory keeps no pages; what this frees is given to the pool |
 | `disagg` | one prefill and one decode worker on a pool node, behind the router |
 | `disagg-direct` | the same, with the direct hand-off, of Mooncake over TCP on CPU |
 | `dead` | as `agg`, asked directly; its pool node was killed before the first ask |
 
-All workers have the same model, page size and KV memory of the device, and all but those of `plain` the same
-host memory for KV; `disagg` has two of them. Mooncake's store has the pool's memory.
+All workers have the same model, page size and KV memory of the device, and all but those of `plain` and
+`agg-once` the same host memory for KV; `disagg` has two of them. Mooncake's store has the pool's memory.
 """
 
 from __future__ import annotations
@@ -24,13 +25,17 @@ import msgspec
 from msgspec import Meta
 
 from pdserve.bench.serving.load.plan import Shape, make_load, total_tokens
+from pdserve.sizes import parse_bytes
 
 PAGE_TRACE: Final = "PDSERVE_PAGE_TRACE"  # kvpool/hicache/page_trace.py
-NAMES: Final = ("plain", "file", "mooncake", "agg", "disagg", "disagg-direct", "dead")
+NAMES: Final = ("plain", "file", "mooncake", "agg", "agg-once", "disagg", "disagg-direct", "dead")
 DEAD: Final = "dead"
-OURS: Final = ("agg", "disagg", "disagg-direct")
-ASKED_FOR: Final = ("disagg-direct", DEAD)
+ONCE: Final = "agg-once"
+OURS: Final = ("agg", ONCE, "disagg", "disagg-direct")
+ASKED_FOR: Final = (ONCE, "disagg-direct", DEAD)
 """Compared only where they are named."""
+_ONCE_RATIO: Final = 1.2  # room for a long fetch beside a long write
+_ON_THEIR_WAY: Final = {"hicache_host_memory_mode": "buffer_only", "hicache_ratio": _ONCE_RATIO}
 _DIRECT: Final = {"handoff": "direct", "direct": {"trusted_network": True}}
 FILE_DIRECTORY: Final = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 
@@ -44,6 +49,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     host_ratio: float = 2.0
     page_size: int = 64
     dtype: str = "bfloat16"
+    kv_token_bytes: Annotated[int, Meta(ge=0)] = 0
+    """What a token takes in the device's KV cache: `agg-once` needs it."""
     pool_capacity: str = "2GiB"
     trace_pages: bool = False
     """Workers write when their pages moved into `trace_path`."""
@@ -94,6 +101,7 @@ def contender(
         },
         "mooncake": {"agg": [{**alone, "storage": "mooncake", "env": _mooncake(mooncake_master)}]},
         "agg": {"agg": [{}]},
+        ONCE: {"agg": [{"engine": _ON_THEIR_WAY}]},
         DEAD: {"agg": [alone]},
         "disagg": {"prefill": [{}], "decode": [{}]},
         "disagg-direct": {"prefill": [_DIRECT], "decode": [_DIRECT]},
@@ -106,7 +114,8 @@ def contender(
                 own[role] = [
                     {**table, "env": {PAGE_TRACE: trace_path(setting, name, role)}} for table in own[role]
                 ]
-        own["pool"] = [{"capacity_bytes": setting.pool_capacity, **arena}]
+        capacity = _with_freed(setting) if name == ONCE else setting.pool_capacity
+        own["pool"] = [{"capacity_bytes": capacity, **arena}]
     tables = {
         "cluster": {"name": name, "run_dir": directory, "restart": "never", "stop_on_loss": name != DEAD},
         "router": router,
@@ -114,6 +123,13 @@ def contender(
         **own,
     }
     return Contender(name, tables, router_port if name in OURS else worker_port, router_port)
+
+
+def _with_freed(setting: Setting) -> int:
+    """The pool's capacity and the host memory that a worker of `agg-once` does not take, in bytes."""
+    freed_ratio = setting.host_ratio - _ONCE_RATIO
+    freed_bytes = int(freed_ratio * setting.device_tokens * setting.kv_token_bytes)
+    return parse_bytes(setting.pool_capacity) + freed_bytes
 
 
 def _mooncake(master: str) -> dict[str, str]:

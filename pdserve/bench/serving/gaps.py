@@ -5,12 +5,13 @@ One conversation is streamed. Beside it, others are asked for one token each, an
 | beside | the other conversation is | what the worker does for it |
 |---|---|---|
 | `alone` | not there | nothing |
-| `device` | in the device's KV cache | computes its last page |
-| `pool` | in the pool only | the same, and pulls its pages |
 | `new` | new | computes it, and writes its pages to the pool |
+| `pool` | in the pool only | pulls its pages, and computes the last one |
+| `device` | in the device's KV cache, since it was pulled right before | the same, but pulls nothing |
 
 So `pool` over `device` is what pulling costs the stream. What writing costs is `new` over `alone`, beside the
-same ratio of plain SGLang, which writes nothing. Rounds take all kinds in turn.
+same ratio of plain SGLang, which writes nothing. Rounds take all kinds in this order: a new conversation
+drives the others from the device, and a pulled one is there afterwards.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from pdserve.bench.serving.load.run import Say
 from pdserve.bench.serving.load.words import ids_of
 from pdserve.bench.stores import BenchError
 
-Beside: TypeAlias = Literal["alone", "device", "pool", "new"]
+Beside: TypeAlias = Literal["alone", "new", "pool", "device"]
 KINDS: Final[dict[str, tuple[Beside, ...]]] = {"agg": get_args(Beside), "plain": ("alone", "new")}
 CONVERSATIONS: Final = 8  # asked for in turn: more than device and host hold together
 STARTS: Final = (0.2, 0.6)  # of a stream's length: when the others are asked

@@ -41,6 +41,7 @@ PROCESSES = {
     "file": ["agg0", "router"],
     "mooncake": ["agg0", "router"],
     "agg": ["pool0", "agg0", "router"],
+    "agg-once": ["pool0", "agg0", "router"],
     "disagg": ["pool0", "prefill0", "decode0", "router"],
     "disagg-direct": ["pool0", "prefill0", "decode0", "router"],
     "dead": ["pool0", "agg0", "router"],
@@ -72,6 +73,14 @@ def test_a_contenders_cluster_is_valid_for_every_process(name: str, tmp_path: Pa
     listening = {place.port: spec.role for spec in plan.processes for place in spec.listening}
     assert listening[asked] == ("router" if name in OURS else "agg")
     assert listening[chosen.router_port] == "router"
+
+
+def test_what_host_memory_does_not_take_is_given_to_the_pool() -> None:
+    setting = replace(SETTING, kv_token_bytes=1000, pool_capacity="1MiB")
+    [pool] = contender("agg-once", setting, 9000, 9001).tables["pool"]
+    assert pool["capacity_bytes"] == 2**20 + (2.0 - 1.2) * 640 * 1000
+    [pool] = contender("agg", setting, 9000, 9001).tables["pool"]
+    assert pool["capacity_bytes"] == "1MiB"
 
 
 @given(

@@ -20,6 +20,7 @@ CONTENDER_COLOURS = {
     "file": "#d9822b",
     "mooncake": "#b45f9b",
     "agg": "#6fa8dc",
+    "agg-once": "#9fd3c7",
     "disagg": "#1f5fa8",
     "disagg-direct": "#123a68",
     "dead": "#303030",
