@@ -59,6 +59,7 @@ def compare(
     spread: options.Spread = None,
     seed: options.Seed = 1,
     concurrency: options.Concurrency = 2,
+    rate: options.Rate = None,
     model: ModelPath = Path(options.DEMO_MODEL),
     pool_capacity: common.PoolCapacity = "2GiB",
     silence: options.Silence = 300.0,
@@ -82,7 +83,8 @@ def compare(
 
     names, chosen = _contenders(against), common.choices("sizes", sizes, tuple(SHARES))
     options.check_model(model)
-    loads = options.loads_of(load or [], preset, scale, {"users": users, "rounds": rounds, "spread": spread})
+    given = {"users": users, "rounds": rounds, "spread": spread}
+    loads = options.loads_of(load or [], preset, scale, given, rate)
     tokens = {size: cache_tokens(loads.values(), SHARES[size], concurrency, PAGE_SIZE) for size in chosen}
     load_origin = {"load": "; ".join(loads), "model": model.name, "seed": seed, "against": names}
     output = Output(as_json, plot, **load_origin, device_tokens=tokens)
@@ -90,9 +92,8 @@ def compare(
         say(f"WARNING: {line}")
     measured: list[Measured] = []
     keep = partial(_keep, measured, output)
-    kv_token_bytes = _kv_token_bytes(model, extra or [])
-    ours = {"page_size": PAGE_SIZE, "pool_capacity": pool_capacity, "kv_token_bytes": kv_token_bytes}
-    with options.clusters(model, min(tokens.values()), extra, out, **ours) as setting:
+    ours = {"pool_capacity": pool_capacity, "kv_token_bytes": _kv_token_bytes(model, extra or [])}
+    with options.clusters(model, min(tokens.values()), extra, out, page_size=PAGE_SIZE, **ours) as setting:
 
         def launch(name: str, size: str) -> AbstractContextManager[str]:
             return launched(name, replace(setting, device_tokens=tokens[size]))
@@ -101,6 +102,7 @@ def compare(
             *(names, chosen, repeat, loads, seed, launch, keep, say),
             concurrency=concurrency,
             silence_s=silence,
+            rate_s=rate,
             limit_s=60 * minutes,
         )
     found = summaries(measured, names[0])

@@ -45,6 +45,9 @@ Seed: TypeAlias = Annotated[int, typer.Option(min=0, help="Seed of lengths, text
 Concurrency: TypeAlias = Annotated[
     int, typer.Option(min=0, help="Closed loop: requests at the same time; 0: one for each user.")
 ]
+Rate: TypeAlias = Annotated[
+    float | None, typer.Option(min=1e-6, help="Open loop: requests per second. Default: closed loop.")
+]
 Trace: TypeAlias = Annotated[
     Path | None, typer.Option(help="Replay this trace instead of a preset: JSON lines in Mooncake's format.")
 ]
@@ -86,12 +89,15 @@ def shape_of(preset: str, scale: float, given: dict[str, Any]) -> Shape:
     return replace(PRESETS[preset].scaled(scale), **own)
 
 
-def load_title(preset: str, scale: float, shape: Shape) -> str:
+def load_title(preset: str, scale: float, shape: Shape, rate_s: float | None = None) -> str:
     """A scaled preset for people."""
-    return f"{preset}, scale {scale:g}, {shape.users} users, {shape.rounds} rounds"
+    title = f"{preset}, scale {scale:g}, {shape.users} users, {shape.rounds} rounds"
+    return title if rate_s is None else f"{title}, {rate_s:g} requests/s"
 
 
-def loads_of(texts: list[str], preset: str, scale: float, given: dict[str, Any]) -> dict[str, Shape]:
+def loads_of(
+    texts: list[str], preset: str, scale: float, given: dict[str, Any], rate_s: float | None = None
+) -> dict[str, Shape]:
     """Loads by title: `PRESET,scale=0.1,users=4,rounds=3`, where what a text leaves out is as the others say;
     without texts the one of the others. Raises ConfigError.
     """
@@ -111,7 +117,7 @@ def loads_of(texts: list[str], preset: str, scale: float, given: dict[str, Any])
             except ValueError:
                 raise ConfigError(f"--load {text}: '{setting}' is not scale=S, users=N or rounds=N") from None
         shape = shape_of(name, its_scale, own)
-        found[load_title(name, its_scale, shape)] = shape
+        found[load_title(name, its_scale, shape, rate_s)] = shape
     return found
 
 

@@ -29,9 +29,7 @@ def multiturn(
     output_tokens: options.Output = None,
     spread: options.Spread = None,
     seed: options.Seed = 1,
-    rate: Annotated[
-        float | None, typer.Option(min=1e-6, help="Open loop: requests per second. Default: closed loop.")
-    ] = None,
+    rate: options.Rate = None,
     concurrency: options.Concurrency = 0,
     lockstep: Annotated[
         bool, typer.Option(help="Closed loop: start a round when the last one is complete.")

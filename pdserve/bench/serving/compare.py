@@ -38,16 +38,18 @@ def compare(
     *,
     concurrency: int,
     silence_s: float,
+    rate_s: float | None = None,
     limit_s: float = 0.0,
 ) -> list[str]:
     """Measure; `keep` gets each contender's run as it ends. Each size has its share of `limit_s` (0: no
     limit): after the first no round of a load begins that, as long as the one before, would end later. A
-    contender that does not start, or no longer answers, is left out. Returns what went wrong, a line each.
+    contender that does not start, or no longer answers, is left out. `rate_s`: asks per second in the open
+    loop; None is the closed one. Returns what went wrong, a line each.
     """
     began_s, problems = time.monotonic(), list[str]()
     for number, size in enumerate(sizes):
         end_s = began_s + limit_s * (number + 1) / len(sizes) if limit_s else math.inf
-        turns = _Turns(loads, seed, keep, say, concurrency=concurrency, silence_s=silence_s)
+        turns = _Turns(loads, seed, keep, say, concurrency=concurrency, silence_s=silence_s, rate_s=rate_s)
         with ExitStack() as running:
             for name in contenders:
                 say(f"{size} device cache: starting {name}")
@@ -73,6 +75,7 @@ class _Turns:
         *,
         concurrency: int,
         silence_s: float,
+        rate_s: float | None,
     ) -> None:
         self.problems: list[str] = []
         self._loads = loads
@@ -81,6 +84,7 @@ class _Turns:
         self._say = say
         self._concurrency = concurrency
         self._silence_s = silence_s
+        self._rate_s = rate_s
         self._servers: dict[str, Server] = {}
 
     def add(self, name: str, url: str) -> None:
@@ -97,9 +101,8 @@ class _Turns:
                 if number and began_s + took_s[name] > end_s:
                     self._say(f"{number} of {rounds} rounds of {name}: another would take too long")
                     continue
-                self._round(
-                    size, number, name, make_load(shape, self._seed + place * SEEDS_OF_A_LOAD + number)
-                )
+                seed = self._seed + place * SEEDS_OF_A_LOAD + number
+                self._round(size, number, name, make_load(shape, seed, self._rate_s))
                 took_s[name] = time.monotonic() - began_s
 
     def _round(self, size: str, number: int, name: str, load: Load) -> None:
@@ -109,7 +112,8 @@ class _Turns:
             self._say(f"{size} device cache, round {number + 1}: {contender}: {name}: {len(load.asks)} asks")
             try:
                 server = self._servers[contender]
-                run = run_load(server, load, self._say, concurrency=self._concurrency, lockstep=True)
+                lockstep = self._rate_s is None
+                run = run_load(server, load, self._say, concurrency=self._concurrency, lockstep=lockstep)
             except BenchError as error:
                 self._leave_out(contender, f"{name}, {size}, {contender}: {error}")
                 continue

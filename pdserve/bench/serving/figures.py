@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Final
 
 import msgspec
@@ -40,6 +41,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     asks: int
     failed: int
     first_token_ms: Quantiles
+    first_token_mean_ms: float | None = None
+    """None: nothing was answered, or the lines are of an older run."""
     inter_token_ms: Quantiles
     asks_s: float
     prompt_tokens_s: float
@@ -114,6 +117,7 @@ def figures_of(records: Sequence[Record]) -> Figures:
         asks=len(records),
         failed=len(records) - len(good),
         first_token_ms=quantiles_ms(first_s),
+        first_token_mean_ms=round(1e3 * fmean(first_s), 2) if first_s else None,
         inter_token_ms=quantiles_ms([gap_s for record in good for gap_s in record.gaps_s]),
         asks_s=per_s(len(good)),
         prompt_tokens_s=per_s(prompt),

@@ -33,11 +33,13 @@ class Round(msgspec.Struct, frozen=True, kw_only=True):
     first_turn_ms: float | None
     later_turns_ms: float | None
     all_turns_ms: float | None
+    mean_ms: float | None = None
+    """Of all turns; the others are medians."""
     prompt_tokens_s: float | None
     """From turn 2 on."""
 
 
-Figure = Literal["first_turn_ms", "later_turns_ms", "all_turns_ms", "prompt_tokens_s"]
+Figure = Literal["first_turn_ms", "later_turns_ms", "all_turns_ms", "mean_ms", "prompt_tokens_s"]
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,6 +115,7 @@ def _round(outcome: Outcome) -> Round:
         first_turn_ms=outcome.turns[0].first_token_ms.p50 if outcome.turns else None,
         later_turns_ms=None if later is None else later.first_token_ms.p50,
         all_turns_ms=outcome.all.first_token_ms.p50,
+        mean_ms=outcome.all.first_token_mean_ms,
         prompt_tokens_s=None if later is None else later.prompt_tokens_s or None,
     )
 

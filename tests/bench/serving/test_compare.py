@@ -166,6 +166,20 @@ def test_all_are_started_once_and_take_turns_and_each_round_begins_with_another(
     assert [one.size for one in measured] == 8 * ["small"] + 8 * ["large"]
 
 
+def test_at_a_rate_asks_do_not_wait_for_the_answers_before_them() -> None:
+    measured: list[Measured] = []
+    problems = compare(
+        *(("plain",), ("small",), 1, {"turns": SHAPE}, 7, Launcher(), measured.append, lambda line: None),
+        concurrency=0,
+        silence_s=60.0,
+        rate_s=1000.0,
+    )
+    assert problems == []
+    [one] = measured
+    assert one.outcome.late_asks == 2  # the second turns: a turn needs the answer before it, and only that
+    assert one.outcome.all.first_token_mean_ms is not None
+
+
 def test_all_contenders_get_the_same_loads_and_each_round_texts_of_its_own(
     compared: tuple[Launcher, list[Measured]],
 ) -> None:

@@ -27,7 +27,9 @@ def summary(contender: str, **more: Any) -> Summary:
         "reusable_share": 0.99,
     }
     given |= more
-    given["by_round"] = {0: Round(**{name: given[name] for name in Round.__struct_fields__})}
+    mean_ms = given.pop("mean_ms", None)
+    figures = {name: given[name] for name in Round.__struct_fields__ if name != "mean_ms"}
+    given["by_round"] = {0: Round(mean_ms=mean_ms, **figures)}
     return Summary(contender=contender, **given)
 
 
@@ -59,6 +61,15 @@ def test_the_file_backend_is_judged_with_what_came_from_storage() -> None:
     assert measured(file, agg) == {"agg: first": ("0.81 × (from storage: 80 / 50 %)", False)}
     from_host = summary("file", storage_share=0.4)
     assert measured(from_host, agg) == {"agg: first": ("0.81 × (from storage: 80 / 40 %)", None)}
+
+
+def test_at_a_rate_two_workers_are_judged_over_one_by_median_and_mean() -> None:
+    load = {"load": "long, 0.2 requests/s", "reusable_share": 0.9}
+    agg = summary("agg", all_turns_ms=300.0, mean_ms=1000.0, **load)
+    disagg = summary("disagg", all_turns_ms=390.0, mean_ms=1110.0, **load)
+    rows = {row.goal.partition("first token, ")[2]: row.met for row in goal_rows((agg, disagg), None)}
+    assert rows["median ≤ 1.3 ×"] is True
+    assert rows["mean ≤ 1.1 ×"] is False
 
 
 def test_cold_prompts_are_judged_less_the_hop_and_by_all_turns() -> None:

@@ -25,6 +25,8 @@ THROUGHPUT: Final = 3.7
 FIRST_TOKEN: Final = 0.33
 OVER_FILE: Final = 0.8
 COLD: Final = 1.05
+BUSY_P50: Final = 1.3
+BUSY_MEAN: Final = 1.1
 MISS: Final = 1.03
 GONE: Final = 1.05
 WORTH_SAYING: Final = 2 * THROUGHPUT  # what a load allows at most, by its tokens
@@ -55,6 +57,7 @@ def goal_rows(found: Sequence[Summary], hop_ms: float | None) -> list[Row]:
         *(row for one in ours if one.reusable_share == 0 for row in _cold(one, found, hop_ms)),
         *(row for one in dead if one.reusable_share == 0 for row in _gone(one, found)),
         *(row for one in reusing if one.size == "large" for row in _fitting(one, found)),
+        *(row for one in ours if " requests/s" in one.load for row in _at_a_rate(one, found)),
     ]
 
 
@@ -111,6 +114,17 @@ def _fitting(one: Summary, found: Sequence[Summary]) -> Iterator[Row]:
     rate, first = _rate_and_first(one, plain)
     what = "the device's cache holds all: from turn 2, over plain, tokens/s and first token"
     yield _row(what, one, plain, f"{times(rate)}, {times(first)}", None)
+
+
+def _at_a_rate(one: Summary, found: Sequence[Summary]) -> Iterator[Row]:
+    """Two workers that share processors with each other, beside one."""
+    agg = of(found, one.load, one.size, "agg")
+    if one.contender != "disagg" or agg is None:
+        return
+    median, mean = ratio(one, agg, "all_turns_ms"), ratio(one, agg, "mean_ms")
+    what = "requests at random times, over agg: first token"
+    yield _row(f"{what}, median ≤ {BUSY_P50} ×", one, agg, times(median), _at_most(median, BUSY_P50))
+    yield _row(f"{what}, mean ≤ {BUSY_MEAN} ×", one, agg, times(mean), _at_most(mean, BUSY_MEAN))
 
 
 def _row(goal: str, one: Summary, other: Summary, measured: str, met: bool | None) -> Row:
