@@ -5,8 +5,10 @@
 #
 # Sets everything up first, and makes the demo model where no other is given. The raw lines go to DIR
 # (pdserve/bench/results), pictures and logs to logs/bench; `launch/docs.sh --write` makes the tables of them.
-# What fails does not stop the others; it is named at the end, and the exit status is 1. --only: compare-small,
-# compare-large, weights, sweep, overlap. --resume: not what was measured today at this commit. Flags: --dtype float32 if none.
+# What fails does not stop the others; it is named at the end, and the exit status is 1. --only: some of compare-small,
+# compare-large, weights, sweep, overlap, or of those that are measured where they are named: compare-rate,
+# compare-once-tight, compare-once-roomy, gaps (12, 5, 5 and 7 minutes).
+# --resume: not what was measured today at this commit. Flags: --dtype float32 if none.
 set -euo pipefail
 out='' model='' only='' resume=''
 while [ $# -gt 0 ]; do
@@ -20,13 +22,15 @@ while [ $# -gt 0 ]; do
     *) echo "launch/bench.sh: unknown argument '$1'; see --help" >&2; exit 2 ;;
   esac
 done
-names=(compare-small compare-large weights sweep overlap)
+usual=(compare-small compare-large weights sweep overlap)
+names=("${usual[@]}" compare-rate compare-once-tight compare-once-roomy gaps)
 for name in ${only//,/ }; do
   case " ${names[*]} " in
     *" $name "*) ;;
     *) echo "launch/bench.sh: --only: '$name' is not one of ${names[*]}" >&2; exit 2 ;;
   esac
 done
+only=${only:-$(IFS=,; echo "${usual[*]}")}
 # float32: processors without bfloat16 instructions compute it almost three times as fast
 flags=("$@")
 [ $# -gt 0 ] || flags=(--dtype float32)
@@ -56,13 +60,15 @@ trap stop INT TERM HUP
 # current FILE NAME: whether FILE was measured whole, at this commit
 current() { [ -e "$1" ] && [ ! -e "$pictures/$2.failed" ] && head -n 1 "$1" | grep -q "\"commit\": \"$commit\""; }
 
-# measure NAME MINUTES COMMAND...: run a command that takes so long, if there is time for it, and stop it when there is no
-# more; keep its JSON lines under the day's name, of one that failed what it measured, where nothing better is there
+# measure NAME MINUTES COMMAND...: where it is asked for, run a command that takes so long, if there is time for it, and
+# stop it when there is no more; keep its JSON lines under the day's name, of one that failed what it measured, where
+# nothing better is there
 measure() {
   local name=$1 minutes=$2 status=0 left=$((LIMIT_S - SECONDS + began))
-  local lines=$pictures/$name.jsonl kept=$out/$name-$today.jsonl
+  local lines=$pictures/$name.jsonl kept=$out/$name-$today.jsonl plot=(--plot "$pictures/$name.png")
+  [ "$name" != gaps ] || plot=()
   shift 2
-  case ",${only:-$name}," in *",$name,"*) ;; *) return 0 ;; esac
+  case ",$only," in *",$name,"*) ;; *) return 0 ;; esac
   if [ -n "$resume" ] && current "$kept" "$name"; then
     printf '\n== %s: measured today at %s\n' "$name" "$commit" >&2
     return 0
@@ -72,7 +78,7 @@ measure() {
     return 0
   fi
   printf '\n== pdserve bench %s\n' "$*" >&2
-  timeout --kill-after=90 "$left" "$venv/bin/pdserve" bench "$1" --json --plot "$pictures/$name.png" "${@:2}" \
+  timeout --kill-after=90 "$left" "$venv/bin/pdserve" bench "$1" --json "${plot[@]}" "${@:2}" \
     --model "$model" -- "${flags[@]}" >"$lines" &
   child=$!
   wait "$child" || status=$?
@@ -108,6 +114,15 @@ measure compare-large 8 compare --sizes large --load "$documents" --load no-reus
   --concurrency 1 --repeat 3 --minutes 7.7 --silence 60 --pool-capacity 1GiB --against plain,file,agg,disagg
 measure weights 3 weights --tokens 1024 --repeat 4 --silence 60
 measure sweep 3 sweep disagg --scale 0.04 --rounds 3 --limit-ms 4000 --start 0.2 --steps 1 --seconds 20 --minutes 2.2
+# Requests at random times, and two workers that share two processors (LMBenchmark's load, a seventh as long).
+measure compare-rate 12 compare --sizes small --load long-input-short-output,scale=0.14,users=4,rounds=4 --rate 0.2 \
+  --concurrency 2 --repeat 3 --minutes 12 --silence 60 --pool-capacity 1GiB --against file,agg,disagg
+# The same memory in all: the pool alone holds less than the sessions (tight), or all of them (roomy).
+for room in tight:160MiB roomy:1GiB; do
+  measure "compare-once-${room%:*}" 5 compare --sizes small --load "$documents" --concurrency 1 --repeat 3 --minutes 5 \
+    --silence 60 --pool-capacity "${room#*:}" --against agg,agg-once
+done
+measure gaps 7 gaps --tokens 4000 --output-tokens 200 --rounds 4 --silence 60
 # as with a long prompt, which is computed in chunks
 flags+=(--chunked-prefill-size 256)
 measure overlap 2 weights --tokens 1024 --rounds 1 --repeat 3 --pull-step 256 --silence 60
