@@ -7,12 +7,14 @@ from pdserve.decode.routes import Settled
 from pdserve.decode.writeback import WriteBack
 from pdserve.engine.worker import RoleParts, Worker
 from pdserve.prefill import worker as prefill
+from pdserve.prefill.missed_pages import MissedPages
 
 
 def parts(worker: Worker) -> RoleParts:
     """`/pd/settled`, `/pd/pull`, and the following of every request until its pages are committed."""
     write_back = WriteBack(
         worker.pool,
+        MissedPages(worker.pool, worker.metrics),
         names=worker.names,
         timeout_s=worker.config.settle_timeout_s,
         limit=worker.config.followed_requests,

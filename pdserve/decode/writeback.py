@@ -24,6 +24,7 @@ import msgspec
 from pdserve.engine.http.request import HttpRequest
 from pdserve.engine.page_names import PageNames, RequestPages, committed_pages
 from pdserve.kvpool.client.async_client import AsyncPoolClient
+from pdserve.prefill.missed_pages import MissedPages
 
 MOMENT_S: Final = 0.5
 """Pages that come at all are usually there within 0.1 s."""
@@ -67,12 +68,14 @@ class WriteBack:
     def __init__(
         self,
         pool: AsyncPoolClient,
+        missed: MissedPages,
         *,
         names: PageNames,
         timeout_s: float,
         limit: int,
     ) -> None:
         self._pool = pool
+        self._missed = missed
         self._names = names
         self._timeout_s = timeout_s
         self._limit = limit
@@ -128,6 +131,7 @@ class WriteBack:
         if not pages:
             return _Pages(0, 0)
         followed.pages = pages
+        missed = asyncio.create_task(self._missed.count(followed.request, pages))
         try:
             # Of a request cut short SGLang keeps what was computed; how much of it is not known, so there is
             # nothing to wait for.
@@ -135,8 +139,11 @@ class WriteBack:
                 self._publishing = pages.arrived(await self._pool.wait(pages.ends(), self._timeout_s))
             # A page before the end may be missing all the same: found by SGLang in its own cache, and lost by
             # the pool since it was stored. Nobody stores it again now, so it is not waited for.
-            return await self._count(pages)
+            settled = await self._count(pages)
+            await missed
+            return settled
         finally:
+            missed.cancel()
             followed.pages = None
 
     async def _count(self, pages: RequestPages) -> _Pages:

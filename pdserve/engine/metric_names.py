@@ -30,6 +30,14 @@ METRICS: Final = (
         PREFIX,
     ),
     Definition(
+        "missed_tokens",
+        "counter",
+        ("reason",),
+        "Prompt tokens of full pages that no cache had, by what became of the first of them in the pool: "
+        "never_stored, evicted, over_quota, expired, dropped, not_fetched (it was there), unknown.",
+        PREFIX,
+    ),
+    Definition(
         "fetches_declined",
         "counter",
         ("reason",),

@@ -159,6 +159,21 @@ class RequestPages:
             found.update(chain if is_all else chain[:pages])
         return self._end_keys([end for end in self._ends if end in found])
 
+    def missed(
+        self, prompt_tokens: Mapping[str, int], cached_tokens: Mapping[str, int]
+    ) -> list[tuple[bytes, int]]:
+        """The first full page of each prompt that SGLang did not find: its pool key at the first rank, and
+        the tokens of full pages from there on. Arguments as in `ends_found`. Chains may go on with the output.
+        """
+        missed = []
+        for rid, tokens in prompt_tokens.items():
+            looked_for, found = (tokens - 1) // self.page_size, cached_tokens.get(rid, 0) // self.page_size
+            chain = self.chains.get(rid, ())
+            if found < looked_for <= len(chain):
+                key = pool_key(chain[found], self.rank_suffixes[0])
+                missed.append((key, (looked_for - found) * self.page_size))
+        return missed
+
     def sample(self) -> list[bytes]:
         """Pool keys of `SAMPLED_PAGES` pages at equal distances. All pages, if they are not many more."""
         if len(self) <= ASKED_KEYS:

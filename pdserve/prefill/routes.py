@@ -27,6 +27,7 @@ from pdserve.engine.page_names import PageNames, RequestPages, committed_pages
 from pdserve.engine.sglang.prompt import FOR_THE_POOL, prefill_request, run_prefill
 from pdserve.errors import RequestError
 from pdserve.kvpool.client.async_client import AsyncPoolClient
+from pdserve.prefill.missed_pages import MissedPages, header_of
 from pdserve.tracing import timed
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class Prefill:
         self._names = names
         self._publish_timeout_s = publish_timeout_s
         self._metrics = metrics
+        self._missed = MissedPages(pool, metrics)
         self._hands_over = hands_over
         self._publishing = True
         """False after a prefill of which no last page arrived (the pool is full, or its slabs are too small).
@@ -95,7 +97,10 @@ class Prefill:
         prompt_tokens = {made.rid: len(made.input_ids or ()) for made in record.requests.values()}
         found = pages.ends_found(prompt_tokens, outcome.cached_tokens)
         with timed("publish", pages=len(pages)):
-            published = await self._unless_left(record, self._published(pages, found))
+            published, misses = await asyncio.gather(
+                self._unless_left(record, self._published(pages, found)),
+                self._missed.why(pages, prompt_tokens, outcome.cached_tokens, started_s),
+            )
         publish_s = time.monotonic() - computed_s
         self._metrics.observe("publish", publish_s)
         if published < len(pages) and not record.left.is_set():
@@ -110,6 +115,7 @@ class Prefill:
             "prompt_tokens": outcome.prompt_tokens,
             "cached": Found(*map(sum, zip(*outcome.found, strict=True)))._asdict(),
             "cached_by_prompt": [found.by_memory for found in outcome.found],
+            "missed": header_of(misses),
             "published_pages": published,
             "missing_pages": len(pages) - published + self._names.unnamed(record, outcome.prompt_tokens),
             "prefill_ms": round((computed_s - started_s) * 1e3, 3),

@@ -12,8 +12,10 @@ import pytest
 from pdserve.decode import writeback
 from pdserve.decode.writeback import WriteBack
 from pdserve.engine.http.request import HttpRequest
+from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.page_names import PageNames
 from pdserve.engine.sglang.tokenizer_manager import SglangRequest
+from pdserve.prefill.missed_pages import MissedPages
 
 NAMES = PageNames(4, [b""])
 
@@ -48,7 +50,7 @@ def answered_request(request_id: str, prompt: list[int], output: list[int]) -> H
 
 
 def make(pool: Any, limit: int = 10) -> WriteBack:
-    return WriteBack(pool, names=NAMES, timeout_s=5.0, limit=limit)
+    return WriteBack(pool, MissedPages(pool, WorkerMetrics()), names=NAMES, timeout_s=5.0, limit=limit)
 
 
 async def test_settled_waits_for_the_commit_of_prompt_and_output_pages() -> None:

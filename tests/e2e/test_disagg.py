@@ -145,10 +145,11 @@ def test_prefill_reports_what_it_published(cluster: Cluster) -> None:
     assert report["prompt_tokens"] == 1000
     assert report["cached"] == {"device": 0, "host": 0, "pool": 0, "ssd": 0}
     assert (report["published_pages"], report["missing_pages"]) == (1000 // PAGE, 0)
+    assert report["missed"] == f"never_stored={999 // PAGE * PAGE}"
     assert report["prefill_ms"] > 0
     again = http.post(url, json={"model": "demo-tiny", "prompt": prompt}, timeout=60).json()
     assert again["cached"]["device"] == wanted_hits(prompt)
-    assert again["missing_pages"] == 0
+    assert (again["missing_pages"], again["missed"]) == (0, "")
 
 
 def test_turn_two_at_once_on_other_workers_finds_turn_one(cluster: Cluster) -> None:

@@ -18,6 +18,7 @@ from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.page_names import PageNames, RequestPages
 from pdserve.engine.sglang.prompt import Prefilled
 from pdserve.engine.sglang.tokenizer_manager import SglangRequest
+from pdserve.kvpool.protocol.messages import Fate
 from pdserve.pages import page_hashes
 from pdserve.prefill import routes
 from tests.support.engine.manager import Client, State, scope_of, serve
@@ -51,6 +52,9 @@ class Pool:
 
     async def exists(self, keys: Sequence[bytes]) -> list[bool]:
         return [key in self.committed for key in keys]
+
+    async def fates(self, keys: Sequence[bytes]) -> list[Fate | None]:
+        return [Fate()] * len(keys)
 
 
 def route(pool: Pool, hands_over: bool = False) -> routes.Prefill:

@@ -74,6 +74,18 @@ class Reuse:
             return self._told[prompt]
         return first if self._choices > 1 else None
 
+    def own(self) -> dict[str, tuple[int, int]]:
+        """For each prompt that this worker was the first to look for: tokens found, and tokens of the prompt,
+        by the id of its SGLang request. Empty where an earlier stage computed them.
+        """
+        if self._told:
+            return {}
+        return {
+            rid: (sum(self._own[number][0]), self._own[number][1])
+            for rid, number in self._numbers.items()
+            if number in self._own
+        }
+
     def by_tier(self) -> dict[str, int]:
         """Prompt tokens by source, the computed ones included. While a stream of several prompts runs, only
         of prompts whose count is known. Empty before the first.

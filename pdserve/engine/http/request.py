@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -68,6 +69,7 @@ class HttpRequest:
     is_stopped: bool = False
     """This server's end aborted the request."""
     answered: asyncio.Event = field(default_factory=asyncio.Event)
+    started_s: float = field(default_factory=time.monotonic)
 
     def leave(self) -> None:
         """The client left. What runs is aborted now; the engine's side aborts the rest once it is sent."""

@@ -40,6 +40,7 @@ class WorkerMetrics:
     def __init__(self) -> None:
         self._seconds: Any = None
         self._tokens: Any = None
+        self._missed: Any = None
 
     def observe(self, part: str, seconds: float) -> None:
         """One part of one request's time to its first token."""
@@ -65,3 +66,13 @@ class WorkerMetrics:
             self.observe(part, seconds)
         for tier, tokens in by_tier.items():
             self._tokens.labels(tier).inc(tokens)
+
+    def miss(self, reason: str, tokens: int) -> None:
+        """So many prompt tokens of full pages were not found, for this reason."""
+        if self._missed is None:
+            from prometheus_client import CollectorRegistry, Counter
+
+            missed = by_name(METRICS)["missed_tokens"]
+            registry = CollectorRegistry()
+            self._missed = Counter(missed.family_name, missed.says, missed.labels, registry=registry)
+        self._missed.labels(reason).inc(tokens)

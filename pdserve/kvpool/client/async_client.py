@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import starmap
 from typing import Final, TypeAlias
 
 from pdserve.errors import PoolError, PoolTimeout, PoolUnavailable
@@ -96,6 +97,28 @@ class AsyncPoolClient:
             if not missing or time.monotonic() >= deadline or self._closed:
                 return result
             await asyncio.sleep(WAIT_PAUSE_S)  # avoids a busy loop if a node answers at once
+
+    async def fates(self, keys: Sequence[bytes]) -> list[m.Fate | None]:
+        """For each of a few keys: what became of the page at the node that owns it now. None: nobody tells.
+
+        At most `MAX_FATES` keys.
+        """
+        deadline = self._within(self.config.exists_timeout_s)
+        result: list[m.Fate | None] = [None] * len(keys)
+
+        async def part(node: str, places: list[int]) -> None:
+            own = [keys[place] for place in places]
+            try:
+                reply = await self._link(node).ask(lambda i, number: m.Exists(i, number, own, True), deadline)
+            except PoolError as error:
+                logger.debug("pool node %s: %s", node, error)
+                return
+            if isinstance(reply, m.Present) and len(reply.fates) == len(own):
+                for place, fate in zip(places, reply.fates, strict=True):
+                    result[place] = fate
+
+        await asyncio.gather(*starmap(part, self.rings.split(keys[: m.MAX_FATES]).items()))
+        return result
 
     async def check(self) -> dict[str, PoolError | None]:
         """Check that every node serves the namespace. Returns None or the error for each node."""

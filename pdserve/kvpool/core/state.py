@@ -52,7 +52,7 @@ from pdserve.kvpool.core.sessions import Limits, Session, Tags
 from pdserve.kvpool.core.sharding.coordinator import Sharding
 from pdserve.kvpool.core.startup_hold import StartupHold
 from pdserve.kvpool.core.status_report import report
-from pdserve.kvpool.core.store.index import NONE
+from pdserve.kvpool.core.store.index import NONE, REASONS
 from pdserve.kvpool.core.store.invariants import check
 from pdserve.kvpool.core.store.page_store import PageStore
 from pdserve.kvpool.core.store.restore import restore
@@ -140,6 +140,7 @@ class NodeState:
     def handle(self, event: Event, now_s: float) -> list[Action]:
         """Process the event. Returns the actions, in order."""
         out: list[Action] = []
+        self.store.now_s = now_s
         match event:
             case Received():
                 self._received(event, now_s, out)
@@ -371,7 +372,17 @@ class NodeState:
         find = self.store.index.namespace(request.namespace).lookup(now_s)
         has, namespace = self.tiers.has, request.namespace
         mask = bytes([find(key) is not None or has(namespace, key) for key in request.keys])
-        out.append(Answer(session.connection, m.Present(request.id, mask)))
+        asked = request.keys[: m.MAX_FATES] if request.fates else []
+        fates = [self._fate(namespace, key, find(key), now_s) for key in asked]
+        out.append(Answer(session.connection, m.Present(request.id, mask, fates)))
+
+    def _fate(self, namespace: int, key: bytes, slot: int | None, now_s: float) -> m.Fate:
+        """Since when a page is there, and when and why it was removed last."""
+        removal = self.store.removed.find(namespace, key)
+        stored_ago_s = None if slot is None else now_s - self.store.facts.committed_s[slot]
+        if removal is None:
+            return m.Fate(stored_ago_s)
+        return m.Fate(stored_ago_s, REASONS[removal.reason], now_s - removal.removed_s)
 
     def _reserve(self, session: Session, request: m.Reserve, now_s: float, out: list[Action]) -> None:
         slot_bytes = self.store.slots.class_of(sum(request.segment_bytes))

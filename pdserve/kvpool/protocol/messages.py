@@ -39,6 +39,7 @@ MAX_HELLO_BYTES = 4096  # of a connection's first frame, before its sender has s
 MAX_KEYS = 4096  # keys or slots per message; clients split longer batches
 MAX_PAGES: Final = 128  # of one Get, Reserve or Commit: about 0.4 ms of a node's time
 MAX_BATCH_BYTES: Final = 32 * 1024 * 1024  # of one Get or Reserve of several pages: about 4 ms to wipe
+MAX_FATES: Final = 64  # told in one answer
 MAX_SEGMENTS = 1024  # per page; HiCache's layer_first layout has two per layer
 
 
@@ -201,16 +202,31 @@ class Opened(Message, tag=11, frozen=True):
 
 
 class Exists(Message, tag=12, frozen=True):
+    """`fates`: tell those of the first MAX_FATES keys too. An older node does not."""
+
     id: int
     namespace: int
     keys: list[bytes]
+    fates: bool = False
+
+
+class Fate(Message, tag=103, frozen=True):
+    """What became of a page at this node. Times in s, of this incarnation; None: never, or forgotten.
+
+    `stored_ago_s`: for how long it has been in memory. `reason`, `removed_ago_s`: its last removal.
+    """
+
+    stored_ago_s: float | None = None
+    reason: str = ""
+    removed_ago_s: float | None = None
 
 
 class Present(Message, tag=13, frozen=True):
-    """Answer to Exists and Wait. `mask`: one byte per key, 1 where committed."""
+    """Answer to Exists and Wait. `mask`: one byte per key, 1 where committed. `fates`: where asked for."""
 
     id: int
     mask: bytes
+    fates: list[Fate] = []
 
 
 class Reserve(Message, tag=14, frozen=True):

@@ -76,6 +76,7 @@ _HEADERS = {
     "x-pdserve-plan": "Who was chosen, and why.",
     "x-pdserve-prefill": "The prefill worker.",
     "x-pdserve-prefill-cached": "Prompt tokens that it had not to compute, by place.",
+    "x-pdserve-miss": "Prompt tokens of full pages that it computed, by what became of them in the pool.",
     "x-pdserve-decode": "The worker that answered.",
     "x-pdserve-cached": "Prompt tokens that it had not to compute, by place.",
 }

@@ -14,8 +14,10 @@ pages that are published.
 from __future__ import annotations
 
 import asyncio
+from typing import Annotated, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.dispatch.job import Claim, Job, cached_before_header
@@ -28,7 +30,7 @@ from pdserve.router.metrics.stats import Stats
 from pdserve.router.placement.placer import Placer
 from pdserve.router.placement.planner import choose_alternate
 from pdserve.router.request.answer import PREFILL_HEADER
-from pdserve.router.request.cache_report import PREFILL_CACHED_HEADER, cached_words
+from pdserve.router.request.cache_report import MISS_HEADER, PREFILL_CACHED_HEADER, cached_words
 from pdserve.router.request.call import Call
 
 CLIENT_FAULTS = frozenset((400, 413, 422))
@@ -39,6 +41,9 @@ GOOD = frozenset(("ok", "partial"))
 """Outcomes of a prefill that need no better one."""
 
 
+Missed: TypeAlias = Annotated[str, Meta(pattern=r"^[a-z0-9_=;., ]*\Z", max_length=512)]
+
+
 class PrefillReport(msgspec.Struct):
     """A prefill worker's 200 answer."""
 
@@ -47,6 +52,8 @@ class PrefillReport(msgspec.Struct):
     missing_pages: Count
     cached: dict[str, Count] = {}
     cached_by_prompt: list[tuple[Count, Count, Count]] = []
+    missed: Missed = ""
+    """Why full pages were computed, as `x-pdserve-miss` tells it."""
     prefill_ms: float = 0.0
     publish_ms: float = 0.0
 
@@ -186,6 +193,8 @@ class PrefillStage:
             (PREFILL_HEADER, worker.id_header),
             (PREFILL_CACHED_HEADER, cached_words(tokens)),
         ]
+        if report.missed:
+            call.answer.prefill_headers.append((MISS_HEADER, report.missed.encode()))
         if call.answer.meter is not None:
             call.answer.meter.prompt_tokens = report.prompt_tokens
         if job.plan.handoff == "pool":

@@ -3,7 +3,9 @@
     x-pdserve-cached: device=0, host=0, pool=704, ssd=0, computed=17     prompt tokens
 
 The client gets a decode worker's header as it is, and beside it `x-pdserve-prefill-cached` with what the
-prefill worker found.
+prefill worker found. `x-pdserve-miss` says why it did not find the rest, as the worker reports it:
+
+    x-pdserve-miss: evicted=512;age_s=31.4, never_stored=64
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ CACHED_HEADER = b"x-pdserve-cached"
 
 
 PREFILL_CACHED_HEADER = b"x-pdserve-prefill-cached"
+MISS_HEADER = b"x-pdserve-miss"
 
 
 def cached_tokens(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, int]:

@@ -129,6 +129,18 @@ async def test_waits_given_up_do_not_keep_others_from_theirs(door: Door) -> None
         assert door.greeted == 1
 
 
+async def test_the_fates_of_pages_are_told_and_of_a_dead_node_nothing(door: Door) -> None:
+    with client_of(door) as client:
+        await asyncio.to_thread(put, door, 1)
+        there, never = await client.fates([key(1), key(2)])
+        assert there is not None
+        assert there.stored_ago_s is not None
+        assert never == m.Fate()
+        assert await client.fates([]) == []
+        door.kill()
+        assert await client.fates([key(1)]) == [None]
+
+
 async def test_more_keys_than_a_message_holds(door: Door) -> None:
     with client_of(door) as client:
         wanted = [key(n) for n in range(m.MAX_KEYS + 100)]

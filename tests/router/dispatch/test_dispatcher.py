@@ -100,6 +100,20 @@ async def test_pages_that_were_not_published_in_time_do_not_hold_up_decode() -> 
         assert found == "device=8, host=0, pool=16, ssd=0, computed=16"
 
 
+async def test_why_pages_were_missed_is_told_and_no_worker_writes_other_headers_by_it() -> None:
+    async with disagg() as (harness, [prefill], _):
+        told = ["evicted=16;age_s=3.5", "", "evicted=16\r\nset-cookie: a=b", "x" * 513]
+        prefill.script("/pd/prefill", *[answer(200, REPORT | {"missed": each}) for each in told])
+        answers = [await harness.chat() for _ in told]
+        assert [one.headers.get("x-pdserve-miss") for one in answers] == [
+            "evicted=16;age_s=3.5",
+            None,
+            None,
+            None,
+        ]
+        assert not any("set-cookie" in one.headers for one in answers)
+
+
 async def test_the_decode_worker_is_told_what_prefill_found_and_tells_what_it_found() -> None:
     async with disagg() as (harness, [prefill], [decode]):
         found = "x-pdserve-cached: device=0, host=0, pool=32\r\n"

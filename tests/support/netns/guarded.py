@@ -22,6 +22,8 @@ from pdserve.tokens import Secret
 from tests.support.netns.lab import Lab, last_lines
 from tests.support.netns.program import Program
 
+ROOT: Final = Path(__file__).resolve().parents[3]
+
 START_TIMEOUT_S: Final = 180.0
 ADMIN: Final = "operators-token-of-this-pool"
 MEMBER: Final = "nodes-token-of-this-pool"
@@ -155,14 +157,17 @@ class GuardedCluster:
         return [each.pid for process in self.processes.values() for each in family(process.pid)]
 
     def open_files(self) -> list[str]:
-        """Files of shared memory and below /tmp that its processes have open, or mapped."""
+        """Files of shared memory and below /tmp that its processes have open, or mapped. Everybody may read
+        those of the checkout: they do not count.
+        """
         found = set()
         for pid in self.pids():
             with suppress(OSError):
                 found |= {str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()}
             with suppress(psutil.NoSuchProcess):
                 found |= {mapped.path for mapped in psutil.Process(pid).memory_maps()}
-        return sorted(path for path in found if path.startswith(("/dev/shm/", "/tmp/")))
+        places = ("/dev/shm/", "/tmp/")
+        return sorted(path for path in found if path.startswith(places) and ROOT not in Path(path).parents)
 
     def alive(self) -> list[str]:
         """Processes that run."""

@@ -127,6 +127,7 @@ REPORT = {
     "prompt_tokens": 40,
     "cached": {"device": 8, "host": 0, "pool": 16, "ssd": 0},
     "cached_by_prompt": [[8, 0, 16]],
+    "missed": "evicted=16;age_s=3.5",
     "published_pages": 2,
     "missing_pages": 0,
     "prefill_ms": 1.5,

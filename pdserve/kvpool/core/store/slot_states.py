@@ -21,18 +21,22 @@ freed. In bytes of slots, free + used + reserved + quarantined = capacity. "Used
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from pdserve.kvpool.core.events import Action, AssignSlab, FreeRows
-from pdserve.kvpool.core.store.index import Facts, Index, NamespacePages
+from pdserve.kvpool.core.store.index import REASONS, Facts, Index, NamespacePages
 from pdserve.kvpool.core.store.lazy_free import Sweep
+from pdserve.kvpool.core.store.removed_pages import RemovedPages
 from pdserve.kvpool.core.store.residue import Residue
 from pdserve.kvpool.core.store.slab_recency import SlabUse
 from pdserve.kvpool.core.store.slot_allocator import SlotAllocator
 from pdserve.kvpool.policies.base import Links
 from pdserve.kvpool.protocol.slot_table import COMMITTED, DOOMED, FREE, SWEEPING, SlotState
+
+REASON_NUMBERS: Final = {reason: number for number, reason in enumerate(REASONS)}
 
 
 class SlotStates:
@@ -51,6 +55,8 @@ class SlotStates:
         self.links = Links(slots.slots)
         self.uses = 0  # insertions and hits so far: the time scale of `last_use`
         self.evictions = 0
+        self.removed = RemovedPages(slots.slots)
+        self.now_s = 0.0  # of the event that is handled
         self.on_evict: Callable[[int], None] | None = None  # called with the slot of an evicted page
 
     # --- looking
@@ -132,6 +138,7 @@ class SlotStates:
         del pages.committed[key]
         pages.page_bytes -= self.facts.length_bytes[slot]
         pages.gone[reason] += 1
+        self.removed.note(pages.number, key, REASON_NUMBERS[reason], self.now_s)
         order = pages.orders[self.slots.slot_bytes(slot)]
         if reason in ("ttl", "dropped"):
             order.on_remove(slot)
