@@ -163,7 +163,8 @@ class RequestPages:
         self, prompt_tokens: Mapping[str, int], cached_tokens: Mapping[str, int]
     ) -> list[tuple[bytes, int]]:
         """The first full page of each prompt that SGLang did not find: its pool key at the first rank, and
-        the tokens of full pages from there on. Arguments as in `ends_found`. Chains may go on with the output.
+        the tokens of full pages from there on. Arguments as in `ends_found`. Chains may go on with the
+        output.
         """
         missed = []
         for rid, tokens in prompt_tokens.items():

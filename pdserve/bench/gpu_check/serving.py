@@ -106,7 +106,8 @@ class _Serving:
         decode = self._server("decode", "decode", self._pool())
         self._stack.enter_context(running(prefill, decode))
         (port,) = free_ports(1)
-        config = {"port": port, "prefill": [prefill.url], "decode": [decode.url]}
+        config: dict[str, Any] = {"port": port, "prefill": [prefill.url], "decode": [decode.url]}
+        config["min_prefill_tokens"] = 0  # short prompts, too, go through both
         router = Server("router", "router", config, Path(self._place.directory), port)
         self._stack.enter_context(running(router))
         self._disagg = prefill, decode, router

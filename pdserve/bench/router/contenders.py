@@ -55,6 +55,7 @@ def _ours(port: int, workers: Workers, directory: Path) -> list[str]:
         "prefill": [f"http://127.0.0.1:{workers.prefill}"],
         "decode": [f"http://127.0.0.1:{workers.decode}"],
         "log_level": "warning",
+        "min_prefill_tokens": 0,  # every request has both stages, as at the others
     }
     file = directory / "router.toml"
     file.write_text(to_toml(config))

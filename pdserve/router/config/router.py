@@ -76,7 +76,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             description="A prompt with fewer uncached tokens (estimated) skips the prefill stage; 0: none "
             "skips it. Adapts to queues, see placement.queue_share.",
         ),
-    ] = 0
+    ] = 256
     pull_ahead_tokens: Annotated[
         int,
         Meta(

@@ -40,6 +40,7 @@ def settings(etcd: EtcdServer, lease_s: int = 2) -> WorkerEtcdConfig:
 @asynccontextmanager
 async def watching(etcd: EtcdServer, lease_s: int = 2, **more: Any) -> AsyncIterator[Harness]:
     """A router that knows of no worker but by etcd."""
+    more = {"min_prefill_tokens": 0} | more  # short prompts, too, have both stages
     config = RouterConfig(etcd=settings(etcd, lease_s), probe=Probe(interval_s=0.1), **more)
     async with routed(config) as harness:
         yield harness

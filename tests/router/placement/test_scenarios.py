@@ -48,7 +48,7 @@ class Scenario:
         self.now_s = 0.0
         self.turns = 0
         self.fleet = Fleet(())
-        self.placer = Placer(RouterConfig(), self.fleet)
+        self.router([])
 
     def run(self, line: str) -> str | None:
         command, *words = line.split()
@@ -60,7 +60,8 @@ class Scenario:
         return said
 
     def router(self, words: list[str]) -> None:
-        data: dict[str, Any] = tomllib.loads("\n".join(words))
+        # short prompts, too, have both stages where a scenario says nothing else
+        data: dict[str, Any] = {"min_prefill_tokens": 0} | tomllib.loads("\n".join(words))
         self.placer = Placer(build_config(RouterConfig, data, source="scenario"), self.fleet)
 
     def workers(self, **roles: str) -> None:

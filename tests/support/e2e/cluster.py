@@ -323,7 +323,13 @@ class Router:
         return [worker["id"] for worker in workers if not worker["ready"]]
 
     def start(self) -> Router:
-        config: dict[str, Any] = {"host": "127.0.0.1", "port": self.port, **self.extra}
+        # also short prompts have both stages
+        config: dict[str, Any] = {
+            "host": "127.0.0.1",
+            "port": self.port,
+            "min_prefill_tokens": 0,
+            **self.extra,
+        }
         for role in ("prefill", "decode", "agg"):
             urls = [worker.url for worker in getattr(self, role)]
             if urls:

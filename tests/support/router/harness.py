@@ -237,7 +237,10 @@ async def disagg(
     decodes = [make("decode") for _ in range(decode)]
     async with workers(*prefills, *decodes):
         settings = RouterConfig(
-            prefill=tuple(w.url for w in prefills), decode=tuple(w.url for w in decodes), deadlines=FAST
+            prefill=tuple(w.url for w in prefills),
+            decode=tuple(w.url for w in decodes),
+            deadlines=FAST,
+            min_prefill_tokens=0,  # also short prompts have both stages
         )
         async with routed(msgspec.structs.replace(settings, **config), tracer) as harness:
             yield harness, prefills, decodes
@@ -248,5 +251,6 @@ async def before(*made: MockWorker, **config: object) -> AsyncIterator[Harness]:
     """A router before these workers."""
     async with workers(*made):
         urls = {role: tuple(w.url for w in made if w.role == role) for role in ("prefill", "decode")}
-        async with routed(RouterConfig(**urls, **({"deadlines": FAST} | config))) as harness:  # type: ignore[arg-type]
+        defaults = {"deadlines": FAST, "min_prefill_tokens": 0}
+        async with routed(RouterConfig(**urls, **(defaults | config))) as harness:  # type: ignore[arg-type]
             yield harness
