@@ -17,6 +17,7 @@ import typer
 
 from pdserve import __version__
 from pdserve.errors import ConfigError, PdserveError, StartupError
+from pdserve.printable import printable
 
 
 class SubCommand(NamedTuple):
@@ -56,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             _run(load(SUB_COMMANDS[name].target), words[1:], f"pdserve {name}")
         _run(_overview(), words or ["--help"], "pdserve")
     except PdserveError as error:
-        print(f"pdserve {name}: error: {error}", file=sys.stderr)
+        lines = f"pdserve {name}: error: {error}".split("\n")  # of a log, where a process did not start
+        print("\n".join(map(printable, lines)), file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

@@ -15,10 +15,13 @@ from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
+from pdserve.printable import printable
+
 LogFormat: TypeAlias = Literal["text", "json"]
 LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 
 TEXT_FORMAT: Final = "%(asctime)s %(levelname)s %(message)s"
+MAX_LINE_CHARS: Final = 16_384
 THROTTLE_S: Final = 1.0
 _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
@@ -38,12 +41,14 @@ def configure_logs(
 
 
 class TextFormatter(logging.Formatter):
-    """A line for people; extras follow the message as `name=value`."""
+    """A line for people; extras follow the message as `name=value`. What strangers sent writes no lines of its
+    own. A traceback has more lines.
+    """
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (logging's)
         """The line."""
         extras = "".join(f" {name}={value}" for name, value in _extras(record).items())
-        return super().formatMessage(record) + extras
+        return printable(super().formatMessage(record) + extras, MAX_LINE_CHARS)
 
 
 class JsonFormatter(logging.Formatter):

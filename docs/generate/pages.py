@@ -28,6 +28,7 @@ BLOCKS: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = {
     "docs/benchmarks/pool.md": {
         "pool": pool.speed,
         "pool-goals": pool.goals,
+        "control": pool.control,
         "beside": pool.beside,
         "ranks": pool.ranks,
     },
@@ -39,7 +40,11 @@ BLOCKS: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = {
         "gaps": serving.gaps,
         "overlap": lambda: serving.parts("overlap"),
     },
-    "docs/benchmarks/router.md": {"router": router.beside_others, "router-goals": router.goals},
+    "docs/benchmarks/router.md": {
+        "router": router.beside_others,
+        "router-tls": router.tls,
+        "router-goals": router.goals,
+    },
     "docs/benchmarks/reliability.md": {"quiet": reliability.quiet, "hostile": reliability.hostile},
     "docs/benchmarks/policies.md": {"policies": policies.hit_rates},
 }

@@ -10,8 +10,8 @@ from typing import Any, Final, NamedTuple, cast, get_args
 import typer
 
 import pdserve.bench
-from pdserve.bench.pool.hostile import MEMORY_GOAL as HOSTILE_MEMORY
-from pdserve.bench.pool.hostile import P99_GOAL as HOSTILE_P99
+from pdserve.bench.hostile.run import MEMORY_GOAL as HOSTILE_MEMORY
+from pdserve.bench.hostile.run import P99_GOAL as HOSTILE_P99
 from pdserve.bench.pool.quiet import GOAL as QUIET_GOAL
 from pdserve.bench.serving.parts import Weights
 from pdserve.bench.serving.report.goals import Row as GoalRow

@@ -7,6 +7,7 @@ import os
 import random
 import ssl
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -17,11 +18,13 @@ import typer
 from rich.console import Console
 
 from pdserve.capacity.gather import read_machine, read_model, this_machine
-from pdserve.doctor import arenas, cluster, exposure, judge, machine, planned
+from pdserve.doctor import arenas, cluster, exposure, judge, live_probe, machine, planned
+from pdserve.doctor.asking import Asker, NoAnswer
 from pdserve.doctor.facts import Finding
 from pdserve.engine.sglang.selfcheck import TESTED_SGLANG
 from pdserve.errors import ConfigError
 from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.printable import printable
 from pdserve.settings.config_file import build_config, read_toml
 from pdserve.tls.contexts import Certificates, TlsConfig
 from pdserve.tokens import given_secret
@@ -148,9 +151,8 @@ def _show(found: Iterator[Finding], as_json: bool) -> NoReturn:
         if not as_json:
             mark, style = MARKS[finding.level]
             console.print(mark, style=style, end=" ")
-            console.print(
-                f"{finding.check:15} {finding.says}" + (f"  -> {finding.change}" if finding.change else "")
-            )
+            change = f"  -> {finding.change}" if finding.change else ""
+            console.print(printable(f"{finding.check:15} {finding.says}{change}"))
     status = judge.status(findings)
     if as_json:
         typer.echo(msgspec.json.encode({"status": status, "findings": findings}))
@@ -191,9 +193,9 @@ def _findings(
     nodes = cluster.gather_pool(addresses, place.pool_tls)
     yield from judge.workers([cluster.with_host_tokens(worker, nodes) for worker in workers])
     yield from judge.pool(nodes)
-    for model, page_size in cluster.page_sizes(workers).items() if probe and place.router_url else ():
+    for model, page_size in live_probe.page_sizes(workers).items() if probe and place.router_url else ():
         dice = random.SystemRandom()
-        found = cluster.probe(place.router_url, model, page_size, key, dice, place.trust)
+        found = live_probe.probe(place.router_url, model, page_size, key, dice, place.trust)
         yield from judge.probe(found)
 
 
@@ -287,10 +289,9 @@ def _place(
 def _answers(place: Place) -> bool:
     """Anything of it."""
     health = [f"{place.router_url}/health"] if place.router_url else []
+    asker = Asker("")
     for url in (*health, *(f"{worker}/pd/ready" for worker in place.workers)):
-        try:
-            httpx.get(url, timeout=READY_TIMEOUT_S, trust_env=False, verify=False)
-        except (httpx.HTTPError, httpx.InvalidURL):
-            continue
-        return True
+        with suppress(NoAnswer):
+            asker.get(url, READY_TIMEOUT_S)
+            return True
     return False

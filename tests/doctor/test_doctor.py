@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from pdserve.doctor import cluster, judge, machine
+from pdserve.doctor import cluster, judge, live_probe, machine
 from pdserve.doctor.cli import _plan, _pool_tls
 from pdserve.doctor.facts import PoolNode
 from pdserve.engine.prompt_identity import chat_template_fingerprint, tokenizer_fingerprint
@@ -356,7 +356,7 @@ async def test_a_key_goes_to_a_router_whose_certificate_is_trusted_and_to_no_oth
             (cluster.trust_in(None, cert), True),
         ):
             heard.clear()
-            found = await asyncio.to_thread(cluster.probe, url, "m", 16, TOKEN, random.Random(1), trust)
+            found = await asyncio.to_thread(live_probe.probe, url, "m", 16, TOKEN, random.Random(1), trust)
             assert found.error
             assert (TOKEN.encode() in heard) is is_trusted
     with pytest.raises(ConfigError, match="cannot be read"):

@@ -38,6 +38,22 @@ def goals() -> str:
     return goal_table(GOALS, kept)
 
 
+def control() -> str:
+    """The newest run of control messages: a row for each way to a node."""
+    kept = runs("control")
+    if not kept:
+        return NO_RUN
+    columns = ("path", "messages", "round trip, p50 / p99 µs", "over TCP", "connect, p50 µs")
+    rows = [
+        (
+            *(line["path"], f"{line['messages']:,}", f"{line['p50_us']:.0f} / {line['p99_us']:.0f}"),
+            *(f"{line['over_tcp']:.2f} ×", f"{line['connect_p50_us']:,.0f}"),
+        )
+        for line in kept[0].lines
+    ]
+    return origin(kept[0]) + "\n" + table(columns, rows)
+
+
 def beside() -> str:
     """The newest runs, one for each number of pages in a batch."""
     kept = runs("beside")

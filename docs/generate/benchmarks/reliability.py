@@ -31,23 +31,25 @@ def hostile() -> str:
         return NO_RUN
     run = kept[0]
     columns = (
-        *("connections", "gets", "missed", "p99, ms", "p99 / alone", "memory / alone"),
-        f"p99 ≤ {HOSTILE_P99}, memory ≤ {HOSTILE_MEMORY}",
+        *("port", "connections", "honest", "requests", "missed", "p99, ms", "p99 / alone", "memory / alone"),
+        *("crashes", f"p99 ≤ {HOSTILE_P99}, memory ≤ {HOSTILE_MEMORY}"),
     )
-    rows = [
-        (
-            *(f"{line['connections']} {line['kind']}" if line["connections"] else "none", str(line["gets"])),
-            *(str(line["missed"]), f"{line['p99_us'] / 1e3:.2f}"),
-            *(f"{line['p99_over_alone']:.2f}", f"{line['memory_over_alone']:.2f}"),
-            met(
-                line["p99_over_alone"] <= HOSTILE_P99
-                and line["memory_over_alone"] <= HOSTILE_MEMORY
-                and not line["missed"]
-            ),
-        )
-        for line in run.lines
-    ]
+    rows = [_hostile_cells(line) for line in run.lines]
     return origin(run) + "\n" + table(columns, rows)
+
+
+def _hostile_cells(line: dict[str, Any]) -> tuple[str, ...]:
+    """Runs before 2026-11-25 were of strangers at one port and of gets, and a crash ended them."""
+    who = line.get("who", line.get("kind"))
+    good = line["p99_over_alone"] <= HOSTILE_P99 and line["memory_over_alone"] <= HOSTILE_MEMORY
+    crashes = line.get("crashes", 0)
+    return (
+        line.get("port", "pool: control"),
+        f"{line['connections']:,} of {who}" if line["connections"] else "none",
+        *(line.get("honest", "get"), str(line.get("requests", line.get("gets"))), str(line["missed"])),
+        *(f"{line['p99_us'] / 1e3:.2f}", f"{line['p99_over_alone']:.2f}", f"{line['memory_over_alone']:.2f}"),
+        *(str(crashes), met(good and not line["missed"] and not crashes)),
+    )
 
 
 def _cells(run: Run, line: dict[str, Any]) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from docs.generate.benchmarks.results import NO_RUN, Run, origin, runs
 from docs.generate.markdown import table
 
 OURS = "pdserve"
+OURS_TLS = "pdserve-tls"
 LONG = 1000
 
 
@@ -23,6 +24,34 @@ def beside_others() -> str:
         *("CPU µs, request / chunk", "memory MB", "processor use of the load"),
     )
     rows = [_cells(line) for line in kept[0].lines if line["router"] != "direct"]
+    return origin(kept[0]) + "\n" + table(columns, rows)
+
+
+def tls() -> str:
+    """The newest run with and without TLS to the workers: a row for each number of streams."""
+    kept = runs("router-tls")
+    if not kept:
+        return NO_RUN
+    by_streams: dict[int, dict[str, dict[str, Any]]] = {}
+    for line in kept[0].lines:
+        by_streams.setdefault(line["streams"], {})[line["router"]] = line
+    pairs = [(streams, found[OURS], found[OURS_TLS]) for streams, found in by_streams.items()]
+    columns = (
+        *("streams", "requests/s", "with TLS", "TLS / without"),
+        *("CPU µs of a request, without / with TLS", "first byte, added ms, p50, without / with TLS"),
+    )
+    rows = [
+        (
+            *(f"{streams:,}", f"{plain['rps']:,.0f}", f"{secured['rps']:,.0f}"),
+            f"{secured['rps'] / plain['rps']:.2f}",
+            *(
+                f"{plain[name]:{form}} / {secured[name]:{form}}"
+                for name, form in (("cpu_us_per_request", ".0f"), ("added_ttft_ms_p50", ".1f"))
+            ),
+        )
+        for streams, plain, secured in pairs
+        if plain["rps"] and secured["rps"]
+    ]
     return origin(kept[0]) + "\n" + table(columns, rows)
 
 

@@ -9,7 +9,7 @@ from docs.generate.benchmarks.results import kinds as kept_kinds
 from docs.generate.benchmarks.results import met, runs, spread
 from docs.generate.benchmarks.serving import goal_list
 from docs.generate.markdown import table
-from docs.generate.product import HOSTILE_P99, GoalRow
+from docs.generate.product import HOSTILE_MEMORY, HOSTILE_P99, GoalRow
 
 SERVING = (
     ("tokens/s ≥", "long-input", "agg", "Long conversations, from turn 2: prompt tokens/s over plain SGLang"),
@@ -34,7 +34,7 @@ SERVING = (
 def readme_results() -> str:
     """What was measured, its goal, and whether the goal is met."""
     rows = [_serving_row(*words, found=goal_list()) for words in SERVING]
-    rows += [*_pool_rows(), *_beside_rows(), _hostile_row(), _router_row()]
+    rows += [*_pool_rows(), *_beside_rows(), *_hostile_rows(), _router_row()]
     return table(("measured", "server", "goal", "result", "met"), rows)
 
 
@@ -81,11 +81,20 @@ def _beside_rows() -> Iterator[tuple[str, ...]]:
     yield title, "pool", "≤ 1.2 ×", f"{spread(found)} ×", met(max(found) <= 1.2)
 
 
-def _hostile_row() -> tuple[str, ...]:
-    run = runs("hostile")[0]
-    found = [line["p99_over_alone"] for line in run.lines if line["connections"]]
-    title = "p99 of honest reads beside 1,000 hostile connections, over none"
-    return title, "pool", f"≤ {HOSTILE_P99} ×", f"{spread(found)} ×", met(max(found) <= HOSTILE_P99)
+def _hostile_rows() -> Iterator[tuple[str, ...]]:
+    lines = [line for line in runs("hostile")[0].lines if line["connections"]]
+    servers = ", ".join(dict.fromkeys(line.get("port", "pool").partition(":")[0] for line in lines))
+    count = f"{lines[0]['connections']:,}"
+    for title, name, goal in (
+        (
+            f"p99 of honest requests beside {count} hostile connections, over none",
+            "p99_over_alone",
+            HOSTILE_P99,
+        ),
+        (f"Memory beside {count} hostile connections, over none", "memory_over_alone", HOSTILE_MEMORY),
+    ):
+        found = [line[name] for line in lines]
+        yield title, servers, f"≤ {goal} ×", f"{spread(found)} ×", met(max(found) <= goal)
 
 
 def _router_row() -> tuple[str, ...]:

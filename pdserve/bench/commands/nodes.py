@@ -67,31 +67,39 @@ def _quiet_shown(outcome: Quiet) -> list[Table | str]:
 
 def hostile(
     connections: Annotated[int, typer.Option(min=1, help="Hostile connections.")] = 1000,
-    phases: Annotated[int, typer.Option(min=1, help="Phases of each kind, in turn.")] = 5,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Length of a phase.")] = 5.0,
+    phases: Annotated[int, typer.Option(min=1, help="Phases of each attack, in turn.")] = 3,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Length of a phase.")] = 2.0,
     as_json: options.AsJson = False,
 ) -> None:
-    """A pool node beside hostile connections without a token: p99 of honest gets, and the node's memory."""
-    from pdserve.bench.pool.hostile import MEMORY_GOAL, P99_GOAL
-    from pdserve.bench.pool.hostile import hostile as run
+    """Pool nodes and a router beside hostile connections of strangers, and of those with a token or key: p99
+    of honest requests, memory, crashes.
+    """
+    from pdserve.bench.hostile.run import MEMORY_GOAL, P99_GOAL
+    from pdserve.bench.hostile.run import hostile as run
     from pdserve.bench.tables import table
 
     output = Output(as_json)
+    rows = []
     with workplace() as directory:
-        rows = list(run(connections, phases, seconds, directory))
-    for row in rows:
-        output.row(row)
-    columns = ("connections", "gets", "missed", "p50 µs", "p99 µs", "p99 over alone", "memory over alone")
+        for row in run(connections, phases, seconds, directory):
+            rows.append(row)
+            output.row(row)
+    columns = (
+        *("port", "beside", "honest", "requests", "missed", "p50 µs", "p99 µs", "p99 over alone"),
+        *("memory MB", "memory over alone", "crashes"),
+    )
     lines = [
         (
-            *(row.kind, str(row.gets), str(row.missed), f"{row.p50_us:.0f}", f"{row.p99_us:.0f}"),
-            *(f"{row.p99_over_alone:.2f}", f"{row.memory_over_alone:.2f}"),
+            *(row.port, row.who, row.honest, str(row.requests), str(row.missed)),
+            *(f"{row.p50_us:.0f}", f"{row.p99_us:.0f}", f"{row.p99_over_alone:.2f}"),
+            *(f"{row.memory_mb:.0f}", f"{row.memory_over_alone:.2f}", str(row.crashes)),
         )
         for row in rows
     ]
     verdict = "pass" if all(row.passed for row in rows) else "MISS"
-    goals = f"goals: p99 at most {P99_GOAL}, memory at most {MEMORY_GOAL}, none missed: {verdict}"
-    output.show(table(f"A pool node beside {connections} hostile connections", columns, lines), goals)
+    goals = f"p99 at most {P99_GOAL}, memory at most {MEMORY_GOAL}, none missed, no crash"
+    shown = table(f"Beside {connections} hostile connections", columns, lines, left=columns[:3])
+    output.show(shown, f"goals: {goals}: {verdict}", width=140)
 
 
 def hot(

@@ -11,7 +11,7 @@ import typer
 
 from pdserve.bench.commands import options
 from pdserve.bench.commands.options import choices, numbers, page_sizes
-from pdserve.bench.commands.output import Output
+from pdserve.bench.commands.output import Output, workplace
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -60,6 +60,14 @@ def pool(
     rounds: Annotated[
         int, typer.Option(min=1, help="With --beside and --ranks: rounds; results are medians.")
     ] = 3,
+    control: Annotated[
+        bool,
+        typer.Option(
+            "--control",
+            help="Measure instead the round trip of a control message, and a connect: by Unix socket, TCP, "
+            "and TCP with TLS.",
+        ),
+    ] = False,
     plot: options.Plot = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -83,6 +91,9 @@ def pool(
         )
     ]
     output = Output(as_json, plot)
+    if control:
+        _control(output, seconds)
+        return
     if beside is not None:
         _beside(output, workloads, choices("beside", beside, BESIDE), rounds, capacity)
     if ranks is not None:
@@ -173,6 +184,25 @@ def _ranks(
     columns = ("path", "sum", "page", "ranks", "copy", "get", "put", "get/copy", "put/copy")
     title = "Ranks at once, each with a page mover: GB/s in sum"
     output.show(table(title, columns, lines, left=("path", "sum"), no_wrap=True))
+
+
+def _control(output: Output, seconds: float) -> None:
+    from pdserve.bench.pool.round_trip import round_trips
+    from pdserve.bench.tables import table
+
+    with workplace() as directory:
+        rows = list(round_trips(seconds, directory))
+    for row in rows:
+        output.row(row)
+    columns = ("path", "messages", "p50 µs", "p99 µs", "over TCP", "connects", "connect µs")
+    lines = [
+        (
+            *(row.path, f"{row.messages:,}", f"{row.p50_us:.0f}", f"{row.p99_us:.0f}"),
+            *(f"{row.over_tcp:.2f} ×", str(row.connects), f"{row.connect_p50_us:.0f}"),
+        )
+        for row in rows
+    ]
+    output.show(table("A control message and back", columns, lines, left=("path",)))
 
 
 def _beside_row(row: BesideFigures) -> tuple[str, ...]:

@@ -45,6 +45,9 @@ def router(
     peers: Annotated[
         str, typer.Option(help="Other routers to measure if installed, separated by commas; empty: none.")
     ] = PEERS,
+    tls: Annotated[
+        bool, typer.Option("--tls", help="Measure pdserve's router a second time, with TLS to its workers.")
+    ] = False,
     plot: options.Plot = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -68,6 +71,7 @@ def router(
         long_seconds=long_seconds,
         prompt_bytes=prompt_bytes,
         seed=seed,
+        tls=tls,
     )
     output = Output(as_json, plot)
     rows: list[Row] = []
@@ -78,7 +82,7 @@ def router(
         for name in wanted:
             if name not in there:
                 said(f"{name} is not installed, so it is left out: pip install {name}")
-        task = progress.add_task("turns", total=settings.turns * (2 + len(there)))
+        task = progress.add_task("turns", total=settings.turns * (2 + tls + len(there)))
         for row in measure(there, settings, directory, said, lambda: progress.advance(task)):
             rows.append(row)
             output.row(row)

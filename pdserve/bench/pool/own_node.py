@@ -33,16 +33,13 @@ def bench_node(capacity: str, slab_bytes: int) -> Iterator[Connect]:
         @cache
         def started(tls: TlsConfig) -> NodeProcess:
             place = Path(tempfile.mkdtemp(dir=directory))
-            (node,) = stack.enter_context(pool_of(1, place, {**settings, **_lines(tls)}))
+            (node,) = stack.enter_context(pool_of(1, place, {**settings, **tls_lines(tls)}))
             running.append(node)
             return node
 
         @cache
         def certificates() -> TlsConfig:
-            place = Path(directory) / "ca"
-            ca = make_authority(place, lifetime_days=1)
-            certificate, key = make_host_certificate(place, ["127.0.0.1"], lifetime_days=1)
-            return TlsConfig(certificate=certificate, key=key, ca=ca)
+            return certificates_in(Path(directory) / "ca")
 
         def connect(path: BenchPath, checksum: bool) -> AbstractContextManager[PoolClient]:
             if path == "tcp-tls":
@@ -55,7 +52,14 @@ def bench_node(capacity: str, slab_bytes: int) -> Iterator[Connect]:
             node.stop()
 
 
-def _lines(tls: TlsConfig) -> dict[str, Any]:
+def certificates_in(place: Path) -> TlsConfig:
+    """Of a new authority, for this host."""
+    ca = make_authority(place, lifetime_days=1)
+    certificate, key = make_host_certificate(place, ["127.0.0.1"], lifetime_days=1)
+    return TlsConfig(certificate=certificate, key=key, ca=ca)
+
+
+def tls_lines(tls: TlsConfig) -> dict[str, Any]:
     """For a configuration file."""
     files = {"certificate": tls.certificate, "key": tls.key, "ca": tls.ca}
     return {"tls": {name: str(file) for name, file in files.items()}} if tls.as_server else {}

@@ -14,20 +14,24 @@ from typing import Final, NamedTuple
 
 import psutil
 
-from pdserve.bench.processes import free_ports, server
+from pdserve.bench.processes import accepts, free_ports, server
 from pdserve.bench.router.load import PATH
 from pdserve.bench.router.mock import MODEL
 from pdserve.settings.toml_text import to_toml
+from pdserve.tls.contexts import TlsConfig
 
 OURS: Final = "pdserve"
+OURS_TLS: Final = "pdserve-tls"
+"""Ours, with TLS to its workers."""
 ASK_TIMEOUT_S: Final = 5.0
 
 
 class Workers(NamedTuple):
-    """The ports of the mock workers."""
+    """The ports of the mock workers, and the authority of their certificates if they speak TLS."""
 
     prefill: int
     decode: int
+    ca: Path | None = None
 
 
 class Server(NamedTuple):
@@ -50,14 +54,16 @@ class Server(NamedTuple):
 
 
 def _ours(port: int, workers: Workers, directory: Path) -> list[str]:
+    scheme, name = ("http", OURS) if workers.ca is None else ("https", OURS_TLS)
     config = {
         "port": port,
-        "prefill": [f"http://127.0.0.1:{workers.prefill}"],
-        "decode": [f"http://127.0.0.1:{workers.decode}"],
+        "prefill": [f"{scheme}://127.0.0.1:{workers.prefill}"],
+        "decode": [f"{scheme}://127.0.0.1:{workers.decode}"],
         "log_level": "warning",
         "min_prefill_tokens": 0,  # every request has both stages, as at the others
+        "tls": {} if workers.ca is None else {"ca": str(workers.ca)},
     }
-    file = directory / "router.toml"
+    file = directory / f"{name}.toml"
     file.write_text(to_toml(config))
     return [sys.executable, "-m", "pdserve", "router", "--config", str(file)]
 
@@ -83,11 +89,11 @@ def _rust(
 
 COMMANDS: Final[dict[str, Callable[[int, Workers, Path], list[str]]]] = {
     OURS: _ours,
+    OURS_TLS: _ours,
     "sglang-router": _rust("sglang-router", ("launch", "--pd-disaggregation"), ("8998",), "warn"),
     "smg": _rust("smg", ("launch", "--pd-disaggregation"), ("8998",), "warn"),
     "vllm-router": _rust("vllm-router", ("--vllm-pd-disaggregation",), (), "warning"),
 }
-PEERS: Final = tuple(name for name in COMMANDS if name != OURS)
 
 
 @contextmanager
@@ -102,11 +108,16 @@ def on_cores(cores: set[int]) -> Iterator[None]:
 
 
 @contextmanager
-def mock_worker(role: str, directory: Path) -> Iterator[Server]:
-    """A worker that answers. Raises BenchError."""
+def mock_worker(role: str, directory: Path, tls: TlsConfig | None = None) -> Iterator[Server]:
+    """A worker that answers, with the certificate of `tls`. Raises BenchError."""
     (port,) = free_ports(1)
     command = [sys.executable, "-m", "pdserve.bench.router.mock", str(port), role]
-    with server(f"the mock {role} worker", command, directory / f"{role}.log", lambda: answers(port)) as made:
+    log = directory / f"{role}.log"
+    if tls is not None:
+        command += [str(tls.certificate), str(tls.key)]
+        log = directory / f"{role}-tls.log"
+    ready = accepts if tls is not None else answers
+    with server(f"the mock {role} worker", command, log, lambda: ready(port)) as made:
         yield Server(role, port, psutil.Process(made.pid))
 
 
@@ -138,4 +149,4 @@ def answers(port: int) -> bool:
 
 def installed(name: str) -> bool:
     """Whether the command is found."""
-    return name == OURS or shutil.which(name) is not None
+    return name in (OURS, OURS_TLS) or shutil.which(name) is not None

@@ -29,7 +29,16 @@ import psutil
 import uvloop
 
 from pdserve.bench.dice import Dice
-from pdserve.bench.router.contenders import OURS, Server, Workers, contender, mock_worker, on_cores
+from pdserve.bench.pool.own_node import certificates_in
+from pdserve.bench.router.contenders import (
+    OURS,
+    OURS_TLS,
+    Server,
+    Workers,
+    contender,
+    mock_worker,
+    on_cores,
+)
 from pdserve.bench.router.load import Load, Loaded, run_load
 from pdserve.bench.stores import BenchError
 
@@ -55,6 +64,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     long_seconds: float = 5.0
     prompt_bytes: int = 32
     seed: int = 1
+    tls: bool = False
+    """Measure our router a second time, with TLS to its workers."""
 
     @property
     def turns(self) -> int:
@@ -181,13 +192,20 @@ def measure(
     with ExitStack() as stack:
         stack.enter_context(on_cores(rest))
         mocks = [stack.enter_context(mock_worker(role, directory)) for role in ("prefill", "decode")]
-        workers = Workers(*(mock.port for mock in mocks))
+        prefill, decode = mocks
+        workers = Workers(prefill.port, decode.port)
         contenders = [Server(DIRECT, workers.decode)]
-        for name in (OURS, *peers):
+        before = dict.fromkeys((OURS, *peers), workers)
+        if settings.tls:
+            tls = certificates_in(directory / "ca")
+            prefill, decode = [stack.enter_context(mock_worker(one.name, directory, tls)) for one in mocks]
+            mocks += [prefill, decode]
+            before[OURS_TLS] = Workers(prefill.port, decode.port, tls.ca)
+        for name, behind in before.items():
             try:
-                contenders.append(stack.enter_context(contender(name, workers, directory, core)))
+                contenders.append(stack.enter_context(contender(name, behind, directory, core)))
             except BenchError as error:
-                if name == OURS:
+                if name in (OURS, OURS_TLS):
                     raise
                 said(f"left out: {error}")
         bench = Bench(contenders, mocks, settings)

@@ -1,7 +1,8 @@
 """A worker that computes nothing and answers at once: a process, to be put behind a router.
 
-Run as `python -m pdserve.bench.router.mock PORT ROLE`. It knows what the routers that are measured ask of a
-worker: SGLang's and vLLM's generation routes, what they read to learn about a worker, and `/pd/*`. A request
+Run as `python -m pdserve.bench.router.mock PORT ROLE [CERTIFICATE KEY]`. It knows what the routers that are
+measured ask of a worker: SGLang's and vLLM's generation routes, what they read to learn about a worker, and
+`/pd/*`. With a certificate it speaks TLS. A request
 for a stream says by `max_tokens` how many chunks it wants, and by `seed` how many microseconds are to lie
 between two of them; 0: one in each turn of the event loop, as a worker under full load gives them. Every
 chunk carries the time at which it was sent (CLOCK_MONOTONIC: any process of the host can compare).
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import sys
 import time
 from typing import Any, Final, cast
@@ -204,16 +206,23 @@ class Mock(asyncio.Protocol):
             self._loop.call_soon(self._chunk)
 
 
-async def serve(port: int, role: str) -> None:
-    """Until standard input ends."""
+async def serve(port: int, role: str, *certificate: str) -> None:
+    """Until standard input ends. `certificate`: files of certificate and key."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     loop.add_reader(sys.stdin.fileno(), ended.set)
     known = answers(role)
-    server = await loop.create_server(lambda: Mock(role, known, loop), "127.0.0.1", port, backlog=4096)
+    tls = None
+    if certificate:
+        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        tls.minimum_version = ssl.TLSVersion.TLSv1_3
+        tls.load_cert_chain(*certificate)
+    server = await loop.create_server(
+        lambda: Mock(role, known, loop), "127.0.0.1", port, backlog=4096, ssl=tls
+    )
     async with server:
         await ended.wait()
 
 
 if __name__ == "__main__":
-    uvloop.run(serve(int(sys.argv[1]), sys.argv[2]))
+    uvloop.run(serve(int(sys.argv[1]), *sys.argv[2:]))

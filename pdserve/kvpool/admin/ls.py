@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Annotated, Final
 
 import typer
 
-from pdserve.errors import PoolError
+from pdserve.errors import PoolError, PoolTimeout
 from pdserve.kvpool.admin.node_client import Asking, NodeClient, asks, in_parallel
-from pdserve.kvpool.admin.tables import as_json, make_console, make_table, size
+from pdserve.kvpool.admin.tables import as_json, complain, make_console, make_table, size
 from pdserve.kvpool.protocol.cluster_messages import ListPages, PageEntry, PageList
 from pdserve.kvpool.protocol.messages import NodeAddress
 
@@ -37,18 +38,24 @@ def ls(
         raise errors[0]
     _show(namespace, nodes, found, limit, asking.json)
     for error in errors:
-        typer.echo(f"pdserve pool: {error}", err=True)
+        complain(str(error))
 
 
 def pages(node: NodeClient, namespace: str) -> Iterator[PageEntry]:
-    """All pages of the namespace on the node, asked for as they are taken."""
-    cursor = 0
+    """All pages of the namespace on the node, asked for as they are taken. Raises PoolError, also where the
+    node names no page for longer than it has for one answer: such a listing may have no end.
+    """
+    cursor, until_s = 0, time.monotonic() + node.timeout_s
     while True:
         batch = node.ask(lambda i, at=cursor: ListPages(i, namespace, at, BATCH_PAGES), PageList)  # type: ignore[misc]
         yield from batch.pages
         cursor = batch.cursor
         if not cursor:
             return
+        if batch.pages:
+            until_s = time.monotonic() + node.timeout_s
+        elif time.monotonic() >= until_s:
+            raise PoolTimeout(f"pool node {node.address} goes on listing and names no page")
 
 
 def _show(
@@ -68,7 +75,7 @@ def _show(
     several = any(node.node for node in nodes)
     left = 2 if several else 1
     headings = ["key", *(["node"] if several else []), "bytes", "place", "pins", "heat", "replica"]
-    table = make_table(f"pages of {namespace}", *headings, left=left)
+    table = make_table(f"pages of {namespace}", *headings, left=left, most_rows=limit * len(nodes))
     for node, entries in by_node:
         for page in entries[:limit]:
             where = [node.node] if several else []

@@ -16,7 +16,8 @@ from typing import Annotated, Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import typer
 
-from pdserve.errors import ConfigError, PoolError
+from pdserve.errors import ConfigError, PoolError, PoolRefused, PoolUnavailable
+from pdserve.kvpool.cluster.state import MAX_MEMBERS
 from pdserve.kvpool.protocol.cluster_messages import LEFT
 from pdserve.kvpool.protocol.frames import expected
 from pdserve.kvpool.protocol.messages import NodeAddress, Reply, Request, Status, StatusReport
@@ -138,7 +139,7 @@ class NodeClient:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self.address = address
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         hello = make_hello("pdserve pool", "", "none", token)
         self._channel = ControlChannel.connect(address, hello, time.monotonic() + timeout_s, tls=tls)
         self._last_id = 0
@@ -151,7 +152,7 @@ class NodeClient:
     def ask(self, make: Callable[[int], Request], kind: type[R], timeout_s: float | None = None) -> R:
         """The answer to `make(id)`. Raises PoolRefused for a Fault, PoolUnavailable, PoolTimeout."""
         self._last_id += 1
-        deadline_s = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        deadline_s = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
         return expected(self._channel.call(make(self._last_id), deadline_s), kind, self.address)
 
     def status(self) -> StatusReport:
@@ -184,13 +185,19 @@ def fetch_status(address: str, deadline_s: float) -> StatusReport:
 def all_nodes(
     address: str, token: str, timeout_s: float, tls: ssl.SSLContext | None = None
 ) -> list[NodeAddress]:
-    """Every node that the one at `address` knows, itself too, by name; without nodes that left."""
+    """Every node that the one at `address` knows, itself too, by name; without nodes that left. Raises
+    PoolError, also where it names more than a pool can have.
+    """
     with NodeClient(address, token, timeout_s, tls) as node:
         report = node.status()
         ring = node.nodes
     addresses = {each.node: each.address for each in ring}
     addresses |= {member.node: member.address for member in report.members if member.status != LEFT}
     addresses[report.node] = address  # as we reached it
+    if len(addresses) > MAX_MEMBERS:
+        raise PoolRefused(
+            f"pool node {address} names {len(addresses):,} nodes, a pool has at most {MAX_MEMBERS:,}"
+        )
     return [NodeAddress(name, addresses[name]) for name in sorted(addresses)]
 
 
@@ -202,6 +209,8 @@ def in_parallel(nodes: Iterable[NodeAddress], work: Callable[[NodeAddress], T]) 
             return work(node)
         except PoolError as error:
             return error
+        except ConfigError as error:  # another node names it, at an address that is none
+            return PoolUnavailable(str(error))
 
     with ThreadPoolExecutor(MAX_PARALLEL) as threads:
         return list(threads.map(guarded, nodes))

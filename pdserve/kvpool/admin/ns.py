@@ -25,7 +25,7 @@ from pdserve.kvpool.admin.node_client import (
     chosen_tls,
     chosen_token,
 )
-from pdserve.kvpool.admin.tables import as_json, make_console, make_table, rate, size
+from pdserve.kvpool.admin.tables import as_json, complain, make_console, make_table, rate, size
 from pdserve.kvpool.namespaces.access import TOKENS
 from pdserve.kvpool.protocol.cluster_messages import (
     ListNamespaces,
@@ -228,9 +228,7 @@ def _tell(asking: Asking, before: NamespaceRecord, what: dict[str, Any]) -> None
     instead = f", replaced by {what['replaced_by']}" if "replaced_by" in what else ""
     make_console().print(f"dropped {what['dropped']}{instead}: {what['pages']:,} pages on this node")
     for node, reason in sorted(late.items()):
-        typer.echo(
-            f"pdserve pool: node {node} does not know it yet, and will when it can: {reason}", err=True
-        )
+        complain(f"node {node} does not know it yet, and will when it can: {reason}")
 
 
 def _behind(asking: Asking, before: NamespaceRecord) -> dict[str, str]:

@@ -17,6 +17,7 @@ from rich.table import Table
 from pdserve.kvpool.admin.node_client import Asking, asks
 from pdserve.kvpool.admin.sampling import Nodes, Rates, Row, add, busiest
 from pdserve.kvpool.admin.tables import as_json, make_console, make_table, rate, share, size
+from pdserve.printable import printable
 
 
 @asks
@@ -76,7 +77,7 @@ def view(rows: list[Row], namespaces: int) -> Group:
     if len(rows) > 1:
         nodes.add_section()
         nodes.add_row(*_cells(add("all", [row.total for row in rows])), "", "", "")
-    errors = [row.error for row in rows if row.error]
+    errors = [printable(row.error) for row in rows if row.error]
     found = busiest(rows, namespaces)
     return Group(nodes, *errors, *([_namespaces(found, columns)] if found else []))
 

@@ -28,6 +28,7 @@ from pdserve.kvpool.client.topology import SharedViews
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.transports.async_control import AsyncControl
 from pdserve.kvpool.transports.session import make_hello
+from pdserve.printable import printable
 from pdserve.tls.contexts import Certificates
 from pdserve.tracing import timed
 
@@ -225,7 +226,7 @@ class AsyncPoolClient:
                 raise link.refused(reply)
             # waits of cancelled tasks still count at the node until their slice ends
             if time.monotonic() + WAITERS_RETRY_S >= deadline.at_s:
-                raise PoolTimeout(f"pool node {node}: {reply.message}")
+                raise PoolTimeout(f"pool node {node}: {printable(reply.message)}")
             await asyncio.sleep(WAITERS_RETRY_S)
 
     # -- nodes

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 from pdserve.errors import ConfigError
+from pdserve.guesses import Guesses
 from pdserve.kvpool.core.events import Connected
 from pdserve.kvpool.core.namespace_admin import Rules
 from pdserve.kvpool.namespaces.access import guards
@@ -16,7 +17,6 @@ from pdserve.kvpool.namespaces.registry import NamespaceError, check_name
 from pdserve.kvpool.namespaces.validation import check_settings
 from pdserve.kvpool.node.config.namespaces import settings_of, token_digest
 from pdserve.kvpool.node.config.node import PoolNodeConfig
-from pdserve.kvpool.node.serving.guesses import Guesses
 from pdserve.kvpool.node.serving.places import Places
 from pdserve.kvpool.protocol.address import is_loopback, is_remote
 from pdserve.kvpool.protocol.cluster_messages import View

@@ -36,6 +36,7 @@ from pdserve.kvpool.protocol.messages import (
     Reserved,
     pages_a_message,
 )
+from pdserve.printable import printable
 
 MAX_TAG: Final = (1 << 63) - 1  # of a page; its segments' follow
 R = TypeVar("R", bound=Message)
@@ -103,7 +104,7 @@ def refused(reply: Reply, node: str) -> PoolRefused:
 
 def refusal(reply: Reply) -> str:
     """For people: why a reply is not of the expected kind."""
-    return reply.message if isinstance(reply, Fault) else f"unexpected {type(reply).__name__}"
+    return printable(reply.message) if isinstance(reply, Fault) else f"unexpected {type(reply).__name__}"
 
 
 def _check_bounds(message: Request) -> None:

@@ -23,6 +23,7 @@ import logging
 import os
 import secrets
 import shutil
+import stat
 import threading
 import time
 from collections import OrderedDict
@@ -49,7 +50,10 @@ from pdserve.kvpool.tiers.base import (
     TierSettings,
 )
 from pdserve.kvpool.tiers.durable_files import (
+    NotOurs,
     claim_directory,
+    open_new,
+    open_own,
     read_options,
     read_text,
     save_text,
@@ -83,7 +87,7 @@ class DirectoryTier:
         self._pages = settings.path / "pages"
         self._trash = settings.path / "trash"
         self.capacity_bytes = settings.capacity_bytes
-        self._lock_fd = claim_directory(settings)
+        self._lock_fd = claim_directory(settings, "pages", "trash")
         self._lock = threading.Lock()
         self._index: OrderedDict[tuple[int, bytes], int] = (
             OrderedDict()
@@ -124,13 +128,16 @@ class DirectoryTier:
         """See `Tier`. Checksums and sequences are in the files, which are not opened: reported as 0."""
         ages: list[tuple[float, int, bytes]] = []
         for folder in _entries(self._pages):
-            space = _space(folder)
+            space = _space(folder) if _is_folder(folder) else -1
             if space not in known:
                 problem = self._discard(Path(folder.path))
                 if problem:
                     logger.warning("node %s: %s", self._settings.node, problem)
                 continue
             for shard in _entries(Path(folder.path)):
+                if not _is_folder(shard):  # a link leads to what is not ours
+                    _unlink(Path(shard.path))
+                    continue
                 pages = []
                 for found, modified_s in self._files(space, Path(shard.path)):
                     ages.append((modified_s, space, found.key))
@@ -146,12 +153,12 @@ class DirectoryTier:
         for entry in _entries(shard):
             try:
                 key = bytes.fromhex(entry.name) if len(entry.name) == _KEY_CHARS else b""
-                found = entry.stat()
+                found = entry.stat(follow_symlinks=False)
             except (ValueError, OSError):
                 key = b""
-            length = found.st_size - BLOCK_BYTES if key else 0
-            if length <= 0 or key.hex() != entry.name:
-                _unlink(Path(entry.path))  # a temporary name, or cut short
+            length = found.st_size - BLOCK_BYTES if key and stat.S_ISREG(found.st_mode) else 0
+            if not 0 < length <= MAX_PAGE_BYTES or Path(entry.path) != self._file(space, key):
+                _unlink(Path(entry.path))  # a temporary name, cut short, or put there by somebody
                 continue
             self._add(space, key, length)
             yield TierPage(space, key, length, 0, 0), found.st_mtime
@@ -189,7 +196,7 @@ class DirectoryTier:
         encode_record_header(head, 0, 0, 0, page, page.checksum or checksum_bytes(data))
         temporary = path.with_suffix(".tmp")
         try:
-            with temporary.open("wb", buffering=0) as file:
+            with os.fdopen(open_new(temporary), "wb", buffering=0) as file:
                 for part in (memoryview(head), data):
                     while part:
                         part = part[file.write(part) :]
@@ -228,13 +235,15 @@ class DirectoryTier:
         head = bytearray(BLOCK_BYTES)
         data = memory[: name.length_bytes].data
         try:
-            fd = os.open(self._file(name.space, name.key), os.O_RDONLY | os.O_CLOEXEC)
+            fd = open_own(self._file(name.space, name.key), os.O_RDONLY)
             try:
                 whole = os.preadv(fd, [head, data], 0) == BLOCK_BYTES + name.length_bytes
             finally:
                 os.close(fd)
         except FileNotFoundError:
             return ReadResult(GONE)
+        except NotOurs:
+            return ReadResult(CORRUPT)
         except OSError as error:
             logger.warning("node %s: %s: %s", self._settings.node, self._path, error.strerror)
             return ReadResult(READ_FAILED)
@@ -336,12 +345,17 @@ def _entries(path: Path) -> list[os.DirEntry[str]]:
         return []
 
 
-def _entries_of_folder(entry: os.DirEntry[str]) -> list[os.DirEntry[str]]:
-    """The entries of a folder. None of a symbolic link, whose target is not ours."""
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether it is one itself, and no symbolic link, whose target is not ours."""
     try:
-        return _entries(Path(entry.path)) if entry.is_dir(follow_symlinks=False) else []
+        return entry.is_dir(follow_symlinks=False)
     except OSError:
-        return []
+        return False
+
+
+def _entries_of_folder(entry: os.DirEntry[str]) -> list[os.DirEntry[str]]:
+    """The entries of a folder; of anything else none."""
+    return _entries(Path(entry.path)) if _is_folder(entry) else []
 
 
 def _space(folder: os.DirEntry[str]) -> int:

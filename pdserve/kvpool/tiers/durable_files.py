@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
+import stat
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -19,6 +21,7 @@ logger = logging.getLogger(__name__)
 Options = TypeVar("Options", bound=msgspec.Struct)
 T = TypeVar("T")
 GIB = 1 << 30
+MAX_TEXT_BYTES: Final = 64 << 20  # of a small file; 4,096 namespaces take a few MiB
 
 
 def read_options(settings: TierSettings, kind: str, wanted: type[Options]) -> Options:
@@ -31,8 +34,52 @@ def read_options(settings: TierSettings, kind: str, wanted: type[Options]) -> Op
         ) from error
 
 
-def claim_directory(settings: TierSettings) -> int:
-    """Make the directory if it is missing, check that it is writable by this user alone, and lock it.
+class NotOurs(PermissionError):
+    """A file that is no regular one of this user, or that others may write to."""
+
+
+def open_own(path: Path, flags: int) -> int:
+    """Open a regular file of this user that no other user may write to; with O_CREAT it may be new, and is
+    for this user alone. A link is not followed, and a pipe not waited for. Raises OSError; NotOurs says why
+    in `strerror`.
+    """
+    try:
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise NotOurs(errno.EPERM, f"{path} is a symbolic link") from None
+        if error.errno == errno.ENXIO:  # a pipe or socket
+            raise NotOurs(errno.EPERM, f"{path} is no regular file") from None
+        raise
+    info = os.fstat(fd)
+    wrong = ""
+    if not stat.S_ISREG(info.st_mode):
+        wrong = "is no regular file"
+    elif info.st_uid != os.geteuid():
+        wrong = f"belongs to user {info.st_uid}"
+    elif info.st_mode & stat.S_IWOTH:
+        wrong = "can be written by other users"
+    if wrong:
+        os.close(fd)
+        raise NotOurs(errno.EPERM, f"{path} {wrong}")
+    return fd
+
+
+def open_new(path: Path) -> int:
+    """Make the file, to be written by this user alone; what has this name is removed, and not written to.
+    Raises OSError.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        return os.open(path, flags, 0o600)
+    except FileExistsError:  # of a process that was killed
+        path.unlink()
+        return os.open(path, flags, 0o600)
+
+
+def claim_directory(settings: TierSettings, *folders: str) -> int:
+    """Make the directory and these folders in it if they are missing, check that they are writable by this
+    user alone and no links, and lock the directory.
 
     Returns the file descriptor of the lock.
 
@@ -40,8 +87,9 @@ def claim_directory(settings: TierSettings) -> int:
     """
     path, node = settings.path, settings.node
     try:
-        private_directory(path)
-        fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        for folder in (path, *(path / name for name in folders)):
+            private_directory(folder)
+        fd = open_own(path / "lock", os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise StartupError(
             f"node {node}: cannot use {path} for a tier: {error.strerror}: make it a directory that this "
@@ -51,7 +99,8 @@ def claim_directory(settings: TierSettings) -> int:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _check_capacity(settings)
     except BlockingIOError:
-        pid = os.read(fd, 32).decode(errors="replace").strip() or "unknown"
+        pid = os.read(fd, 32).decode(errors="replace").strip()
+        pid = pid if pid.isdecimal() else "unknown"
         os.close(fd)
         raise StartupError(
             f"node {node}: the tier's directory {path} is in use by the process {pid}: give each node a "
@@ -92,7 +141,7 @@ def write_durably(path: Path, text: str) -> str:
     """Replace a small file atomically and durably. Returns "" or an error text."""
     temporary = path.with_suffix(".new")
     try:
-        with temporary.open("wb") as file:
+        with os.fdopen(open_new(temporary), "wb") as file:
             file.write(text.encode())
             file.flush()
             os.fsync(file.fileno())
@@ -115,12 +164,21 @@ def sync_directory(path: Path) -> None:
 def read_text(path: Path) -> str | None:
     """The file's text. None if the file is missing or unreadable."""
     try:
-        return path.read_bytes().decode()
+        return _whole(path).decode()
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
         logger.warning("cannot read %s: %s", path, error)
         return None
+
+
+def _whole(path: Path) -> bytes:
+    """A small file. Raises OSError, also for one that is not small."""
+    with os.fdopen(open_own(path, os.O_RDONLY), "rb") as file:
+        found = file.read(MAX_TEXT_BYTES + 1)
+    if len(found) > MAX_TEXT_BYTES:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+    return found
 
 
 def remove_durably(path: Path) -> str:
@@ -143,9 +201,9 @@ def save_text(path: Path, text: str | None) -> str:
 def load_json(path: Path, kind: type[T], missing: T) -> T | None:
     """The decoded JSON file. `missing` if there is no file, None if it is unreadable."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return msgspec.json.decode(_whole(path), type=kind)
     except FileNotFoundError:
         return missing
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, RecursionError) as error:
         logger.warning("%s cannot be read: %s", path, error)
         return None

@@ -52,6 +52,7 @@ from pdserve.kvpool.protocol.messages import (
     Request,
     Welcome,
 )
+from pdserve.printable import printable
 from pdserve.tokens import reveal
 
 _UNPROVED: Final = (
@@ -185,7 +186,7 @@ class ControlSession:
             return self._end(FrameError(f"pool node {self.address} answered Hello with {name}"))
         if reply.code in RESTARTING:
             return self._end(hung_up(self.address, reply), reply)
-        text = f"pool node {self.address} refused the connection: {reply.message}"
+        text = f"pool node {self.address} refused the connection: {printable(reply.message)}"
         return self._end(PoolRefused(text), reply)
 
     def _prove(self, asked: Challenge) -> Event:
@@ -220,7 +221,7 @@ def make_hello(
 def hung_up(address: str, fault: Fault) -> PoolUnavailable:
     """The error for a Fault that concerns the whole connection."""
     kind = PoolRestarting if fault.code in RESTARTING else PoolUnavailable
-    return kind(f"pool node {address} hung up: {fault.message}")
+    return kind(f"pool node {address} hung up: {printable(fault.message)}")
 
 
 def gone(error: PoolError, prefix: str = "") -> PoolUnavailable:

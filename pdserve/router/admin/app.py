@@ -33,16 +33,14 @@ from pdserve.errors import ConfigError, RequestError
 from pdserve.router.admin.live_feed import LiveFeed
 from pdserve.router.admin.live_page import BASIC, add_live_page, is_of_live_page, password_as_bearer
 from pdserve.router.admin.weights import Weights
-from pdserve.router.api.errors import error_of
 from pdserve.router.api.request_body import UNREADABLE
-from pdserve.router.app.error_handlers import add_error_handlers
+from pdserve.router.app.error_handlers import add_error_handlers, refused
 from pdserve.router.app.router import Router
 from pdserve.router.fleet.membership import FleetError
 from pdserve.router.fleet.worker import Role, Worker
 from pdserve.router.metrics.exposition import exposition
 from pdserve.router.metrics.snapshot import Snapshot
-from pdserve.router.request.answer import JSON
-from pdserve.router.server.asgi import Receive, Scope, Send
+from pdserve.router.server.asgi import Receive, Scope, Send, address_of
 
 MAX_BODY_BYTES = 64 * 1024
 IN_FLIGHT = "worker_requests_in_flight"
@@ -68,11 +66,11 @@ class AdminApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         if scope["type"] == "http" and (error := self._refusal(scope)) is not None:
-            headers = {"connection": "close"}
-            if error.status == 401:
-                asks = BASIC if is_of_live_page(scope["path"]) else "Bearer"
-                headers["www-authenticate"] = asks
-            await Response(error_of(error), error.status, headers, JSON.decode())(scope, receive, send)
+            answer = refused(error)
+            answer.headers["connection"] = "close"
+            if error.status == 401 and is_of_live_page(scope["path"]):
+                answer.headers["www-authenticate"] = BASIC
+            await answer(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -84,7 +82,7 @@ class AdminApp:
             password_as_bearer(headers)
         try:
             if scope["path"] != "/health":
-                self._router.gate.authenticate_admin(headers)
+                self._router.gate.authenticate_admin(headers, address_of(scope))
         except RequestError as error:
             return error
         length = headers.get(b"content-length", b"0")
@@ -126,7 +124,7 @@ def _make_app(router: Router) -> fastapi.FastAPI:
         try:
             router.reload_all()
         except ConfigError as error:
-            return _refused(RequestError(409, f"Nothing was changed: {error}", code="bad_configuration"))
+            return refused(RequestError(409, f"Nothing was changed: {error}", code="bad_configuration"))
         return fastapi.responses.JSONResponse({"tenants": [t.name for t in router.gate.tenants.all]})
 
     @app.get("/metrics", response_class=Response)
@@ -192,9 +190,9 @@ def _add_worker_routes(app: fastapi.FastAPI, router: Router) -> None:
             joining = msgspec.json.decode(await request.body(), type=Joining)
             worker = fleet.members.join(joining.url, joining.role)
         except UNREADABLE as error:
-            return _refused(RequestError(400, f"{error}"))
+            return refused(RequestError(400, f"{error}"))
         except FleetError as error:
-            return _refused(_of_fleet(error))
+            return refused(_of_fleet(error))
         return fastapi.responses.JSONResponse({"id": worker.id}, 201)
 
     @app.delete("/workers/{worker_id}")
@@ -203,14 +201,14 @@ def _add_worker_routes(app: fastapi.FastAPI, router: Router) -> None:
         try:
             worker = fleet.members.leave(worker_id)
         except FleetError as error:
-            return _refused(_of_fleet(error))
+            return refused(_of_fleet(error))
         return fastapi.responses.JSONResponse({"id": worker.id, "in_flight": await in_flight(worker)})
 
     async def drain(worker_id: str, draining: bool) -> Response:
         try:
             worker = fleet.members.drain(worker_id, draining)
         except FleetError as error:
-            return _refused(_of_fleet(error))
+            return refused(_of_fleet(error))
         return fastapi.responses.JSONResponse(
             {"id": worker.id, "draining": worker.draining, "in_flight": await in_flight(worker)}
         )
@@ -247,7 +245,3 @@ def _add_weight_routes(app: fastapi.FastAPI, weights: Weights) -> None:
 
 def _of_fleet(error: FleetError) -> RequestError:
     return RequestError(_STATUS.get(error.code, 409), str(error), code=error.code)
-
-
-def _refused(error: RequestError) -> Response:
-    return Response(error_of(error), error.status, media_type=JSON.decode())

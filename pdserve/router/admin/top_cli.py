@@ -19,6 +19,7 @@ from rich.text import Text
 
 from pdserve.errors import ConfigError, PdserveError
 from pdserve.kvpool.admin.tables import make_console, make_table, rate, share, size
+from pdserve.printable import printable
 from pdserve.router.admin.live_frames import Frame, NodeView, Point, Problem, SpaceView, WorkerView
 from pdserve.router.metrics.names import PARTS, TIERS
 from pdserve.tls.contexts import Certificates, TlsConfig
@@ -124,7 +125,7 @@ def view(frame: Frame) -> Group:
     total = sum(frame.point.tokens_s.values())
     parts += _bar("prompt tokens", frame.point.tokens_s, TIERS, lambda tokens: share(tokens, total))
     parts += [_workers(frame.workers)]
-    parts += [Text(f"{one.id}: {one.says}", "red") for one in frame.workers if one.says]
+    parts += [Text(printable(f"{one.id}: {one.says}"), "red") for one in frame.workers if one.says]
     parts += [_nodes(frame.nodes)] if frame.nodes else []
     parts += [_namespaces(frame.namespaces)] if frame.namespaces else []
     return Group(*parts, *(_problem(problem) for problem in frame.problems[:10]))
@@ -178,7 +179,7 @@ def _nodes(nodes: Iterable[NodeView]) -> Table:
     )
     for one in nodes:
         if one.error:
-            table.add_row(Text(f"{one.node}: {one.error}", "red"), *["-"] * 7)
+            table.add_row(Text(printable(f"{one.node}: {one.error}"), "red"), *["-"] * 7)
             continue
         table.add_row(
             one.node,
@@ -215,4 +216,5 @@ def _rate_of_hits(hit_rate: float | None) -> str:
 def _problem(problem: Problem) -> Text:
     again = f" ({problem.count} times)" if problem.count > 1 else ""
     at = time.strftime("%H:%M:%S ", time.localtime(problem.at_s))
-    return Text(at).append(problem.level, COLOURS.get(problem.level, "")).append(f" {problem.text}{again}")
+    level = Text(at).append(problem.level, COLOURS.get(problem.level, ""))
+    return level.append(printable(f" {problem.text}{again}"))

@@ -18,7 +18,7 @@ import json
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -29,6 +29,7 @@ from pdserve.router.app.router import Router
 from pdserve.router.fleet.worker import Worker
 from pdserve.router.upstream.response import UpstreamError
 
+T = TypeVar("T")
 FROM_DISK: Final = "/update_weights_from_disk"
 SLACK_S: Final = 120.0
 """Beyond a step's own time: SGLang empties its caches, attaches storage, drops pages."""
@@ -54,6 +55,18 @@ class UpdateBody(msgspec.Struct, frozen=True, kw_only=True):
     """For a worker to read the weights."""
     drop_old: bool = True
     """Drop the pages of the old weights."""
+
+
+class _Released(msgspec.Struct):
+    """A worker's answer to `/weights/release`."""
+
+    earlier_namespaces: Annotated[list[str], Meta(max_length=64)]
+
+
+class _Dropped(msgspec.Struct):
+    """A worker's answer to `/weights/drop`."""
+
+    dropped_pages: Annotated[int, Meta(ge=0, le=1 << 53)] = 0
 
 
 class Weights:
@@ -158,13 +171,17 @@ class Weights:
         for worker in workers:  # its namespace is another one, and its memory is empty: a probe asks it anew
             self._router.fleet.on_probe_not_ready(worker)
         wrong = _wrong(said) | _wrong(released)
+        answers = {one: _taken(answer, _Released) for one, answer in released.items() if one not in wrong}
+        wrong |= {
+            one: f"{one}: it answers as no worker does" for one, answer in answers.items() if not answer
+        }
         dropped = 0
-        if not wrong and drop_old:
-            for worker in workers:
-                for name in released[worker.id]["earlier_namespaces"]:
-                    body = msgspec.json.encode({"namespace": name})
-                    answer = await self._all([worker], "/weights/drop", body, 0.0)
-                    dropped += int(answer[worker.id].get("dropped_pages", 0))
+        for worker in workers if not wrong and drop_old else ():
+            released_by = answers[worker.id]
+            for name in released_by.earlier_namespaces if released_by else ():
+                body = msgspec.json.encode({"namespace": name})
+                answer = (await self._all([worker], "/weights/drop", body, 0.0))[worker.id]
+                dropped += (_taken(answer, _Dropped) or _Dropped()).dropped_pages
         if wrong:
             told = (
                 f"Workers did not take the new weights: {_listed(wrong)}. Start them again, or update again."
@@ -204,6 +221,14 @@ def _decoded(body: bytes, type_: Any) -> Any:
         return msgspec.json.decode(body or b"{}", type=type_)
     except UNREADABLE as error:
         raise RequestError(400, str(error)) from None
+
+
+def _taken(said: dict[str, Any], type_: type[T]) -> T | None:
+    """None: it has another form."""
+    try:
+        return msgspec.convert(said, type_)
+    except msgspec.ValidationError:
+        return None
 
 
 def _without_ours(body: bytes) -> bytes:

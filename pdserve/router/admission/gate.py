@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from pdserve.errors import RequestError
+from pdserve.guesses import Guesses
 from pdserve.logs import ThrottledLog
 from pdserve.router.admission.queue import FairQueue, State, Ticket
 from pdserve.router.api.errors import NoWorkerError, TooManyError
@@ -25,6 +27,7 @@ from pdserve.router.tenants.registry import Tenants
 from pdserve.router.tenants.tenant import TenantState
 from pdserve.tokens import bearer, digest, same
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 MAX_CONTEXT = 1 << 24
@@ -51,6 +54,9 @@ class Gate:
         self.queue_wait = Histogram()
         self.unknown_keys = 0
         """Requests refused because their key is unknown or missing."""
+        self.unread_keys = 0
+        """Requests refused because their address has sent too many wrong keys."""
+        self._guesses = Guesses(config.access.proxies)
         self._admin_key = admin_key_digest(config.admin)
         self.configure(config)
 
@@ -65,23 +71,42 @@ class Gate:
         self._running_per_worker = config.admission.running_per_worker
         self.queue.queue_length = config.admission.queue_length
 
-    def authenticate(self, headers: dict[bytes, bytes]) -> TenantState:
+    def authenticate(self, headers: dict[bytes, bytes], address: str) -> TenantState:
         """The tenant whose key the headers have: OpenAI's clients send it as `Authorization: Bearer KEY`,
-        Anthropic's as `x-api-key: KEY`. Raises RequestError (401).
+        Anthropic's as `x-api-key: KEY`. `address`: the client's. Raises RequestError (401, or 429 for an
+        address that guesses).
         """
         if not self.tenants.has_keys:
             return self.tenants.anonymous
         key = bearer(headers.get(b"authorization")) or headers.get(b"x-api-key", b"").decode("latin-1")
-        tenant = self.tenants.find(digest(key)) if key else None
+        tenant = self._looked_at(key, address, self.tenants.find)
         if tenant is None:
             raise self._unknown(key)
         return tenant
 
-    def authenticate_admin(self, headers: dict[bytes, bytes]) -> None:
-        """Check the administrators' key. Raises RequestError (401)."""
+    def authenticate_admin(self, headers: dict[bytes, bytes], address: str) -> None:
+        """Check the administrators' key. Raises RequestError as `authenticate`."""
         key = bearer(headers.get(b"authorization"))
-        if not same(digest(key), self._admin_key):
+        if not self._looked_at(key, address, lambda shown: same(shown, self._admin_key)):
             raise self._unknown(key)
+
+    def _looked_at(self, key: str, address: str, find: Callable[[str], T]) -> T | None:
+        """Whose key it is, by its digest. Raises TooManyError where the address has tried too many."""
+        if not key:
+            return None
+        shown, now_s = digest(key), self._loop.time()
+        key_id = shown.encode()
+        if not self._guesses.may_try(address, key_id, now_s):
+            self.unread_keys += 1
+            self._log.warning("guesses", "keys from %s are not looked at: too many there were wrong", address)
+            wait_s = self._guesses.wait_s(address, now_s)
+            raise TooManyError("Your address has sent too many wrong keys.", wait_s, "too_many_wrong_keys")
+        found = find(shown)
+        if found:
+            self._guesses.proved(address, key_id)
+        else:
+            self._guesses.failed(address, now_s)
+        return found
 
     def _unknown(self, key: str) -> RequestError:
         self.unknown_keys += 1

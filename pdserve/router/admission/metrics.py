@@ -22,4 +22,5 @@ def gate_metrics(gate: Gate) -> dict[str, dict[Labels, int]]:
         "tenant_running": {(tenant.name,): tenant.running for tenant in tenants},
         "tenant_waiting": {(tenant.name,): tenant.waiting for tenant in tenants},
         "unknown_keys": {(): gate.unknown_keys},
+        "unread_keys": {(): gate.unread_keys},
     }

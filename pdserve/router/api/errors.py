@@ -36,6 +36,7 @@ _ANTHROPIC_TYPES: Final = {
 }
 """Their clients know these types only."""
 _CONTEXT = re.compile(r"longer than the model's context length|model's maximum context length")
+RETRY_STATUSES: Final = (429, 503)
 MAX_MESSAGE_CHARS = 4000
 """SGLang repeats the input in a validation error. A longer message is cut."""
 
@@ -74,6 +75,13 @@ def error_of(error: RequestError, form: ErrorForm = "openai") -> bytes:
     return error_body(
         error.status, str(error), type_=error.type_, code=error.code, param=error.param, form=form
     )
+
+
+def error_headers(error: RequestError) -> list[tuple[bytes, bytes]]:
+    """What the head of the answer says more: when to try again, or that a key is needed."""
+    if error.status == 401:
+        return [(b"www-authenticate", b"Bearer")]
+    return [(b"retry-after", b"%d" % error.retry_after_s)] if error.status in RETRY_STATUSES else []
 
 
 def error_event(status: int, message: str, code: str | None = None, form: ErrorForm = "openai") -> bytes:

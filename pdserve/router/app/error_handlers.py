@@ -8,8 +8,14 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from pdserve.errors import RequestError
-from pdserve.router.api.errors import error_body, error_of
+from pdserve.router.api.errors import error_body, error_headers, error_of
 from pdserve.router.request.answer import JSON
+
+
+def refused(error: RequestError) -> Response:
+    """The answer of an ordinary route that is refused."""
+    headers = {name.decode(): value.decode() for name, value in error_headers(error)}
+    return Response(error_of(error), error.status, headers, JSON.decode())
 
 
 def add_error_handlers(app: fastapi.FastAPI) -> None:
@@ -22,7 +28,7 @@ def add_error_handlers(app: fastapi.FastAPI) -> None:
 
     async def on_refused(request: fastapi.Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
-        return Response(error_of(error), error.status, media_type=JSON.decode())
+        return refused(error)
 
     async def on_invalid(request: fastapi.Request, error: Exception) -> Response:
         return Response(error_body(400, str(error)), 400, media_type=JSON.decode())

@@ -15,7 +15,7 @@ from pdserve.logs import served_request
 from pdserve.router.admission.gate import Gate
 from pdserve.router.api.about_prompt import asks_about_prompt
 from pdserve.router.api.endpoints import ENDPOINTS
-from pdserve.router.api.errors import NoWorkerError, error_of
+from pdserve.router.api.errors import NoWorkerError, error_headers, error_of
 from pdserve.router.api.held_ids import RESPONSE, SESSION, find_holder
 from pdserve.router.api.request_body import (
     RequestView,
@@ -131,7 +131,7 @@ class GenerationHandler:
 
     async def _serve(self, call: Call, client: Client) -> None:
         try:
-            call.tenant = call.answer.tenant = self._gate.authenticate(call.headers)
+            call.tenant = call.answer.tenant = self._gate.authenticate(call.headers, client.address)
             body = await self._read_body(call, client)
         except RequestError as error:
             await self._refuse_body(call, client, error)
@@ -281,11 +281,7 @@ class GenerationHandler:
     async def _refuse_body(self, call: Call, client: Client, error: RequestError) -> None:
         """Answer while the client still sends: take in, bounded, what it sends until it reads, then close."""
         body = error_of(error, call.endpoint.errors)
-        headers = [(b"content-type", JSON)]
-        if error.status == 401:
-            headers.append((b"www-authenticate", b"Bearer"))
-        elif error.status == 503:
-            headers.append((b"retry-after", b"%d" % error.retry_after_s))
+        headers = [(b"content-type", JSON), *error_headers(error)]
         self._held_bytes -= call.held_bytes
         call.held_bytes = 0
         call.answer.start(error.status, headers, len(body), closes=True)

@@ -12,17 +12,16 @@ from pdserve.errors import RequestError
 from pdserve.logs import served_request
 from pdserve.router.admission.gate import Gate
 from pdserve.router.api.endpoints import ENDPOINTS
-from pdserve.router.api.errors import error_of
 from pdserve.router.app.collector import collect
+from pdserve.router.app.error_handlers import refused
 from pdserve.router.app.generation import GenerationHandler
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.dispatch.dispatcher import Dispatcher
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.metrics.snapshot import Snapshot
 from pdserve.router.metrics.stats import Stats
-from pdserve.router.request.answer import JSON
 from pdserve.router.request.call import request_id
-from pdserve.router.server.asgi import Asgi, AsgiClient, Message, Receive, Scope, Send
+from pdserve.router.server.asgi import Asgi, AsgiClient, Message, Receive, Scope, Send, address_of
 from pdserve.router.server.cors import Cors
 from pdserve.router.upstream.client import Upstream
 from pdserve.tracing import Tracer
@@ -95,24 +94,24 @@ class Router:
             shared = said
             await Response()(scope, receive, send_named)
             return
-        error = self._refusal(scope["path"], headers)
+        error = self._refusal(scope, headers)
         if error is None:
             await self._app(scope, receive, send_named)
             return
-        more = {"www-authenticate": "Bearer"} if error.status == 401 else None
-        await Response(error_of(error), error.status, more, JSON.decode())(scope, receive, send_named)
+        await refused(error)(scope, receive, send_named)
 
-    def _refusal(self, path: str, headers: dict[bytes, bytes]) -> RequestError | None:
+    def _refusal(self, scope: Scope, headers: dict[bytes, bytes]) -> RequestError | None:
         """Why an ordinary route is not for this client: with API keys, what is not open to all needs one, and
         `ADMIN_PATHS` the administrators'.
         """
+        path, address = scope["path"], address_of(scope)
         if not self.gate.tenants.has_keys or path in OPEN_PATHS:
             return None
         try:
             if path in ADMIN_PATHS:
-                self.gate.authenticate_admin(headers)
+                self.gate.authenticate_admin(headers, address)
             else:
-                self.gate.authenticate(headers)
+                self.gate.authenticate(headers, address)
         except RequestError as error:
             return error
         return None

@@ -1,11 +1,16 @@
 """Ordinary routes that one worker answers: what SGLang says of itself, stored responses, open sessions.
 
-None of them is on the way of a token, so their answers are read whole.
+None of them is on the way of a token, so their answers are read whole. They wait in no queue. So each counts
+as a request of its tenant, and a tenant has a few of them at once: else one could take all connections to the
+workers.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, Final, TypeVar
 
 import fastapi
@@ -13,22 +18,25 @@ import msgspec
 from fastapi.responses import Response
 
 from pdserve.errors import RequestError
-from pdserve.router.api.errors import NoWorkerError, convert_error
+from pdserve.router.api.errors import NoWorkerError, TooManyError, convert_error
 from pdserve.router.api.held_ids import RESPONSE, SESSION, find_holder, new_id
 from pdserve.router.api.openapi import error_answer
 from pdserve.router.api.request_body import UNREADABLE, with_member
-from pdserve.router.app.router import Router
+from pdserve.router.app.router import ADMIN_PATHS, Router
 from pdserve.router.fleet.worker import Worker
 from pdserve.router.request.answer import JSON
-from pdserve.router.tenants.tenant import TenantState
+from pdserve.router.server.asgi import address_of
+from pdserve.router.tenants.tenant import RATE_EXCEEDED, TenantState
 from pdserve.router.upstream.response import UpstreamError
 
 T = TypeVar("T")
 LIMIT_S: Final = 20.0
 MAX_ANSWER_BYTES: Final = 16 * 1024 * 1024
 MAX_BODY_BYTES: Final = 64 * 1024
+MAX_AT_ONCE: Final = 8
+"""Of one tenant, in one process of the router."""
 _ERRORS: Final[dict[int | str, dict[str, Any]]] = {
-    status: error_answer(status) for status in (400, 401, 404, 500, 502, 503, 504)
+    status: error_answer(status) for status in (400, 401, 404, 429, 500, 502, 503, 504)
 }
 _SAID: Final[dict[int | str, dict[str, Any]]] = {
     **_ERRORS,
@@ -59,11 +67,20 @@ class _Closed(msgspec.Struct):
 
 def add_worker_routes(app: fastapi.FastAPI, router: Router) -> None:
     """Add the routes to the application."""
+    turns = _Turns()
+
+    async def pass_on(
+        tenant: TenantState, worker: Worker, method: str, target: str, body: bytes = b""
+    ) -> Response:
+        with turns.of(router, tenant):
+            return await _pass_on(router, worker, method, target, body)
 
     async def from_any(request: fastapi.Request) -> Response:
         """As a worker of the model says (`?model=NAME` where there are several)."""
         worker = _least_loaded(router, request.query_params.get("model"), computes=False)
-        return await _pass_on(router, worker, "GET", request.url.path)
+        if request.url.path in ADMIN_PATHS:
+            return await _pass_on(router, worker, "GET", request.url.path)
+        return await pass_on(_tenant(router, request), worker, "GET", request.url.path)
 
     for path in ("/health_generate", "/get_model_info", "/model_info", "/get_server_info", "/server_info"):
         app.get(path, tags=["SGLang"], operation_id=path[1:], response_class=Response, responses=_SAID)(
@@ -73,14 +90,16 @@ def add_worker_routes(app: fastapi.FastAPI, router: Router) -> None:
     @app.get("/v1/responses/{response_id}", tags=["OpenAI"], response_class=Response, responses=_SAID)
     async def get_response(response_id: str, request: fastapi.Request) -> Response:
         """A stored response, from the worker that has it."""
-        worker = _holder(router, request, response_id, RESPONSE)
-        return await _pass_on(router, worker, "GET", f"/v1/responses/{response_id}")
+        tenant = _tenant(router, request)
+        worker = _holder(router, tenant, response_id, RESPONSE)
+        return await pass_on(tenant, worker, "GET", f"/v1/responses/{response_id}")
 
     @app.post("/v1/responses/{response_id}/cancel", tags=["OpenAI"], response_class=Response, responses=_SAID)
     async def cancel_response(response_id: str, request: fastapi.Request) -> Response:
         """End a response that is computed in the background."""
-        worker = _holder(router, request, response_id, RESPONSE)
-        return await _pass_on(router, worker, "POST", f"/v1/responses/{response_id}/cancel")
+        tenant = _tenant(router, request)
+        worker = _holder(router, tenant, response_id, RESPONSE)
+        return await pass_on(tenant, worker, "POST", f"/v1/responses/{response_id}/cancel")
 
     @app.post(
         "/open_session",
@@ -100,7 +119,7 @@ def add_worker_routes(app: fastapi.FastAPI, router: Router) -> None:
             raise RequestError(400, "The router chooses the session's id: leave it out.", param="session_id")
         worker = _least_loaded(router, request.query_params.get("model"))
         named = with_member(body, "session_id", new_id(SESSION, worker.id, tenant.name))
-        return await _pass_on(router, worker, "POST", "/open_session", named)
+        return await pass_on(tenant, worker, "POST", "/open_session", named)
 
     @app.post(
         "/close_session",
@@ -111,10 +130,10 @@ def add_worker_routes(app: fastapi.FastAPI, router: Router) -> None:
     )
     async def close_session(request: fastapi.Request) -> Response:
         """Close a session."""
-        _operator(router, request)
+        tenant = _operator(router, request)
         body = await _body(request)
-        worker = _holder(router, request, _decoded(body, _Closed).session_id, SESSION)
-        return await _pass_on(router, worker, "POST", "/close_session", body)
+        worker = _holder(router, tenant, _decoded(body, _Closed).session_id, SESSION)
+        return await pass_on(tenant, worker, "POST", "/close_session", body)
 
 
 def _least_loaded(router: Router, model: str | None, *, computes: bool = True) -> Worker:
@@ -129,9 +148,30 @@ def _least_loaded(router: Router, model: str | None, *, computes: bool = True) -
     return min(workers, key=lambda worker: worker.load)
 
 
-def _holder(router: Router, request: fastapi.Request, id_: str, prefix: str) -> Worker:
+class _Turns:
+    """How many of these requests run, by tenant."""
+
+    def __init__(self) -> None:
+        self._running: Counter[str] = Counter()
+
+    @contextmanager
+    def of(self, router: Router, tenant: TenantState) -> Iterator[None]:
+        """Count one of the tenant's. Raises TooManyError. Without API keys there is one user, the operator."""
+        if not router.gate.tenants.has_keys:
+            yield
+            return
+        if self._running[tenant.name] >= MAX_AT_ONCE:
+            raise TooManyError(f"You may send {MAX_AT_ONCE} such requests at a time.", 1.0, RATE_EXCEEDED)
+        tenant.take(0, asyncio.get_running_loop().time())
+        self._running[tenant.name] += 1
+        try:
+            yield
+        finally:
+            self._running[tenant.name] -= 1
+
+
+def _holder(router: Router, tenant: TenantState, id_: str, prefix: str) -> Worker:
     """The worker that holds what the tenant asks for. Raises RequestError (404)."""
-    tenant = router.gate.authenticate(dict(request.headers.raw))
     worker_id = find_holder(id_, prefix, router.fleet.by_id, tenant.name)
     if worker_id is None:
         what = "Response" if prefix == RESPONSE else "Session"
@@ -139,9 +179,13 @@ def _holder(router: Router, request: fastapi.Request, id_: str, prefix: str) -> 
     return router.fleet.by_id[worker_id]
 
 
+def _tenant(router: Router, request: fastapi.Request) -> TenantState:
+    return router.gate.authenticate(dict(request.headers.raw), address_of(request.scope))
+
+
 def _operator(router: Router, request: fastapi.Request) -> TenantState:
     """The client, who may hold memory of a worker. Raises RequestError (403)."""
-    tenant = router.gate.authenticate(dict(request.headers.raw))
+    tenant = _tenant(router, request)
     if router.gate.tenants.has_keys and not tenant.limits.controls_engine:
         raise RequestError(403, "Sessions are for tenants with controls_engine.", type_="permission_error")
     return tenant

@@ -110,6 +110,14 @@ class Access(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "`https://app.example.com`; `*`: all. Empty: none."
         ),
     ] = ()
+    proxies: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Addresses of proxies before the router. Wrong keys that come from them have no "
+            "bound, because one address stands for many clients there. From other addresses 64 are looked "
+            "at, and then one a second."
+        ),
+    ] = ()
     show_load: Annotated[
         bool,
         Meta(

@@ -166,6 +166,12 @@ METRICS: Final = (
     _one("tenant_waiting", "gauge", _OF_TENANT, "Requests of a tenant that wait in the queue."),
     _one("queue_wait_seconds", "histogram", (), "Time in the queue of the requests that had to wait."),
     _one("unknown_keys", "counter", (), "Requests refused with 401."),
+    _one(
+        "unread_keys",
+        "counter",
+        (),
+        "Requests refused with 429 because their address has sent too many wrong keys.",
+    ),
 )
 
 

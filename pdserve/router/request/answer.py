@@ -11,7 +11,15 @@ import re
 import time
 
 from pdserve.errors import RequestError
-from pdserve.router.api.errors import ErrorForm, convert_error, error_event, error_of, error_type
+from pdserve.router.api.errors import (
+    RETRY_STATUSES,
+    ErrorForm,
+    convert_error,
+    error_event,
+    error_headers,
+    error_of,
+    error_type,
+)
 from pdserve.router.request.token_usage import Meter
 from pdserve.router.server.client import Client, Headers
 from pdserve.router.tenants.rate_headers import rate_headers
@@ -20,7 +28,6 @@ from pdserve.router.tenants.tenant import TenantState
 JSON = b"application/json"
 PREFILL_HEADER = b"x-pdserve-prefill"
 _FIGURES = re.compile(rb"\([^)]*\)")
-_RETRY_STATUSES = (429, 503)
 
 
 class Progress(enum.Enum):
@@ -142,12 +149,11 @@ class Answer:
 
     async def send_error(self, error: RequestError) -> None:
         """Send an error of the router."""
-        more = ((b"retry-after", b"%d" % error.retry_after_s),) if error.status in _RETRY_STATUSES else ()
-        await self.send(error.status, error_of(error, self.error_form), *more)
+        await self.send(error.status, error_of(error, self.error_form), *error_headers(error))
 
     async def send_worker_error(self, status: int, body: bytes) -> None:
         """Send a worker's error answer, in the endpoint's form."""
-        more = ((b"retry-after", b"1"),) if status in _RETRY_STATUSES else ()
+        more = ((b"retry-after", b"1"),) if status in RETRY_STATUSES else ()
         await self.send(status, convert_error(status, body, self.error_form), *more)
 
     async def break_off(self, status: int, message: str, code: str) -> None:

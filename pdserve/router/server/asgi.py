@@ -15,6 +15,12 @@ Send = Callable[[Message], Awaitable[None]]
 Asgi = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
+def address_of(scope: Scope) -> str:
+    """The client's IP address, or its proxy's; empty where the server does not know it."""
+    client = scope.get("client")
+    return str(client[0]) if client else ""
+
+
 class AsgiClient:
     """See `client.Client` for what has no comment here."""
 
@@ -22,6 +28,7 @@ class AsgiClient:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.headers: Headers = scope["headers"]
+        self.address = address_of(scope)
         self._receive = receive
         self._send = send
         self._head: Message | None = None

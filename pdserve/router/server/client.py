@@ -30,6 +30,11 @@ class Client(Protocol):
         """Names in lower case."""
         ...
 
+    @property
+    def address(self) -> str:
+        """The client's IP address, or its proxy's; empty where the server does not know it."""
+        ...
+
     async def read(self) -> tuple[bytes, bool] | None:
         """(the next piece of the request's body, whether more follows); None: the client has left."""
         ...
@@ -70,6 +75,8 @@ class Wire(Protocol):
     transport: asyncio.Transport
     tasks: set[asyncio.Task[Any]]
     """Of the whole server: a graceful stop waits for them."""
+    client: tuple[str, int] | None
+    """Address and port of the other end."""
     is_closing: bool
     """Nothing is sent any more."""
 

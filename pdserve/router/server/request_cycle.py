@@ -98,6 +98,12 @@ class RequestCycle:
 
     # --- for the router
 
+    @property
+    def address(self) -> str:
+        """The client's IP address, or its proxy's."""
+        client = self._wire.client
+        return client[0] if client else ""
+
     async def read(self) -> tuple[bytes, bool] | None:
         """The next piece of the request's body."""
         wire = self._wire

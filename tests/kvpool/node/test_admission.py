@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from pdserve.errors import ConfigError
+from pdserve.guesses import BURST
 from pdserve.kvpool.node.admission import Admission, check_open, rules_of
 from pdserve.kvpool.node.config.cluster import ClusterConfig
 from pdserve.kvpool.node.config.namespaces import NamespaceConfig, NamespaceDefaults
 from pdserve.kvpool.node.config.node import PoolNodeConfig, TcpConfig, UcxConfig, with_secrets
-from pdserve.kvpool.node.serving.guesses import BURST
 from pdserve.kvpool.node.serving.places import Places
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import View

@@ -150,3 +150,30 @@ async def test_what_cannot_be_meant_is_refused(model: str, body: Any, status: in
         path = f"/models/{model or model_of(harness)}{UPDATE}"
         assert (await client.post(path, content=json.dumps(body))).status_code == status
         assert steps(prefill) == []
+
+
+@pytest.mark.parametrize(
+    "said",
+    [{}, {"earlier_namespaces": 5}, {"earlier_namespaces": ["n"] * 1000}, {"earlier_namespaces": [{}]}],
+)
+async def test_a_worker_that_answers_a_release_otherwise_is_named_and_drops_nothing(said: Any) -> None:
+    async with admin() as (harness, prefill, decode, client):
+        willing(prefill)
+        willing(decode)
+        decode.scripts[RELEASE].clear()
+        says(decode, RELEASE, 200, said)
+        failed = await client.post(f"/models/{model_of(harness)}{UPDATE}", json=BODY)
+        assert failed.status_code == 502, failed.text
+        assert decode.id in failed.json()["error"]["message"]
+        assert DROP not in [*steps(prefill), *steps(decode)]
+        assert not any(one.drained for one in harness.router.fleet.workers)
+
+
+async def test_a_worker_that_says_no_number_of_dropped_pages_has_dropped_none() -> None:
+    async with admin() as (harness, prefill, decode, client):
+        willing(prefill)
+        willing(decode)
+        decode.scripts[DROP].clear()
+        says(decode, DROP, 200, {"dropped_pages": "many"})
+        done = await client.post(f"/models/{model_of(harness)}{UPDATE}", json=BODY)
+        assert (done.status_code, done.json()["dropped_pages"]) == (200, 5)

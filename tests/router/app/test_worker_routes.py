@@ -9,9 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from pdserve.router.app.worker_routes import MAX_AT_ONCE
+from pdserve.router.config.limits import Limits
 from pdserve.router.config.tenants import Tenant
 from tests.support.router.harness import Harness, disagg
-from tests.support.router.mock_worker import MockWorker, answer, hang
+from tests.support.router.mock_worker import Gate, MockWorker, answer, hang
 
 RESPONSES, GENERATE = "/v1/responses", "/generate"
 ALICE, BOB = "alice-" + "a" * 20, "bob-" + "b" * 20
@@ -146,3 +148,41 @@ async def test_a_worker_that_does_not_answer_is_not_waited_for_longer_than_the_l
     async with disagg() as (harness, _, (decode,)):
         decode.script(INFO, hang())
         assert (await harness.get(INFO)).status == 504
+
+
+async def test_one_tenant_does_not_take_all_connections_to_the_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PDSERVE_API_KEYS", f"alice={ALICE},bob={BOB}")
+    limits = Limits(worker_connections=MAX_AT_ONCE + 2)
+    async with disagg(prefill=0, limits=limits) as (harness, _, (decode,)):
+        gate = Gate()
+        decode.script(INFO, *[hang(gate)] * MAX_AT_ONCE)
+        clients = [await harness.connect() for _ in range(MAX_AT_ONCE)]
+        for client in clients:
+            await client.send(INFO, b"", by(ALICE), method="GET")
+        await decode.wait_until(lambda: len(decode.got(INFO)) == MAX_AT_ONCE)
+        for _ in range(4):
+            refused = await harness.get(INFO, by(ALICE))
+            assert (refused.status, refused.error["code"]) == (429, "rate_limit_exceeded")
+            assert int(refused.headers["retry-after"]) >= 1
+        decode.script(INFO, answer(200, {"model_path": "/m"}))
+        assert (await harness.get(INFO, by(BOB))).status == 200
+        assert (await harness.chat(by(BOB))).status == 200
+        gate.open.set()
+        assert {(await client.response()).status for client in clients} == {502}
+        decode.script(INFO, answer(200, {"model_path": "/m"}))
+        assert (await harness.get(INFO, by(ALICE))).status == 200
+
+
+async def test_what_a_worker_says_of_itself_counts_as_a_request_of_the_tenant(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PDSERVE_API_KEYS", f"alice={ALICE}")
+    alice = Tenant(name="alice", requests_s=0.01)
+    async with disagg(tenants=(alice,)) as (harness, _, (decode,)):
+        decode.script(INFO, answer(200, {"model_path": "/m"}))
+        assert (await harness.get(INFO, by(ALICE))).status == 200
+        refused = await harness.get(INFO, by(ALICE))
+        assert (refused.status, len(decode.got(INFO))) == (429, 1)
+        assert int(refused.headers["retry-after"]) > 1

@@ -20,8 +20,10 @@ from typing import Final, TypeAlias
 from msgspec.structs import replace
 
 from pdserve.kvpool.tiers.base import PageMemory, TierPage, padded
+from pdserve.kvpool.tiers.durable_files import open_own
 from pdserve.kvpool.tiers.ssd.segment_format import (
     BLOCK_BYTES,
+    MAX_SEGMENT_BYTES,
     Record,
     SegmentHeader,
     decode_record_header,
@@ -74,7 +76,7 @@ class SegmentFile:
     @classmethod
     def create(cls, path: Path, number: int, nonce: int, size_bytes: int, *, direct: bool) -> SegmentFile:
         """Create a fully allocated file of this size. Raises OSError; then no file is left."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
         fd = -1
         try:
             fd, direct = _open(path, flags, direct=direct)
@@ -100,28 +102,30 @@ class SegmentFile:
 
     @classmethod
     def open(cls, path: Path, *, direct: bool, space_of: SpaceOf) -> SegmentFile | None:
-        """Open an existing file with its records. None: it is not a segment.
+        """Open an existing file with its records. None: it is not a segment of this name.
 
         `space_of`: the space of a record of version 1. Raises OSError, also if read errors hide whether the
-        file is a segment.
+        file is a segment; NotOurs where the file is not to be touched.
         """
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_own(path, os.O_RDONLY)
         try:
             file_bytes = os.fstat(fd).st_size
             reads = _CachedReads(fd, file_bytes)
-            found = read_index(reads, file_bytes)
+            found = read_index(reads, file_bytes) if file_bytes <= MAX_SEGMENT_BYTES else None
         finally:
             os.close(fd)
         if found is None:
             if reads.error is not None:
                 raise reads.error
             return None
+        if path.name != segment_name(found.header.number):  # another file was put in its place
+            return None
         try:
-            fd, direct = _open(path, os.O_RDWR | os.O_CLOEXEC, direct=direct)
+            fd, direct = _open(path, os.O_RDWR, direct=direct)
         except OSError as error:
             if error.errno not in (errno.EROFS, errno.EACCES):
                 raise
-            fd, direct = _open(path, os.O_RDONLY | os.O_CLOEXEC, direct=direct)  # it can be read
+            fd, direct = _open(path, os.O_RDONLY, direct=direct)  # it can be read
         segment = cls(path, fd, found.header, direct=direct)
         segment.file_bytes = file_bytes
         for record in found.records:
@@ -318,17 +322,22 @@ class _CachedReads:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
+def segment_name(number: int) -> str:
+    """The name of its file."""
+    return f"{number:08}.seg"
+
+
 def _open(path: Path, flags: int, *, direct: bool) -> tuple[int, bool]:
     """(descriptor, whether it uses direct I/O)."""
     if direct:
         try:
-            return os.open(path, flags | os.O_DIRECT, 0o600), True
+            return open_own(path, flags | os.O_DIRECT), True
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
             if flags & os.O_CREAT:
                 path.unlink(missing_ok=True)  # a refused O_DIRECT may leave the created file
-    return os.open(path, flags, 0o600), False
+    return open_own(path, flags), False
 
 
 def _clear_direct(fd: int) -> None:

@@ -32,13 +32,16 @@ import msgspec
 import numpy as np
 import xxhash
 
-from pdserve.kvpool.protocol.page_bytes import checksum_bytes
+from pdserve.kvpool.protocol.page_bytes import finish, start
 from pdserve.kvpool.tiers.base import TIER_ALIGN_BYTES, TierPage, padded
 
 BLOCK_BYTES: Final = TIER_ALIGN_BYTES
 FORMAT_VERSION: Final = 2
 VERSIONS: Final = (1, 2)
 MAX_PAGE_BYTES: Final = 2 << 30
+MAX_SEGMENT_BYTES: Final = 64 << 30
+MAX_NUMBER: Final = 1 << 63  # of a file from elsewhere; those that the tier counts itself stay far below
+SCAN_PIECE_BYTES: Final = 4 << 20
 
 _SEGMENT_MAGIC: Final = int.from_bytes(b"PDVSeg01", "little")
 _RECORD_MAGIC: Final = int.from_bytes(b"PDVRec01", "little")
@@ -129,7 +132,7 @@ def decode_segment_header(block: Bytes) -> SegmentHeader | None:
     if not _guarded(block, _SEGMENT):
         return None
     magic, version, number, nonce = _SEGMENT.unpack_from(block)
-    if magic != _SEGMENT_MAGIC or version not in VERSIONS:
+    if magic != _SEGMENT_MAGIC or version not in VERSIONS or number >= MAX_NUMBER:
         return None
     return SegmentHeader(number, nonce, version)
 
@@ -205,8 +208,8 @@ def decode_trailer(block_bytes: Bytes, segment: SegmentHeader, block: int) -> Fo
     magic, version, of_segment, count, first_block, digest = _TRAILER.unpack_from(block_bytes)
     if (magic, version, of_segment) != (_TRAILER_MAGIC, segment.version, segment.nonce):
         return None
-    if first_block < 1 or first_block + footer_blocks(count) != block + 1:
-        return None
+    if first_block < 1 + 2 * count or first_block + footer_blocks(count) != block + 1:
+        return None  # a record has two blocks at least
     return Footer(count, first_block, digest)
 
 
@@ -220,8 +223,11 @@ def decode_footer(body: Bytes, footer: Footer, version: int = FORMAT_VERSION) ->
     ends = entries["block"] + (entries["length_bytes"] + np.uint64(2 * BLOCK_BYTES - 1)) // np.uint64(
         BLOCK_BYTES
     )
-    if (entries["length_bytes"] > MAX_PAGE_BYTES).any() or (ends > footer.first_block).any():
+    lengths, starts = entries["length_bytes"], entries["block"]
+    if (lengths < 1).any() or (lengths > MAX_PAGE_BYTES).any():
         return None
+    if (starts[:1] < 1).any() or (starts[1:] < ends[:-1]).any() or (ends > footer.first_block).any():
+        return None  # two records share bytes, or one lies outside
     columns = (
         entries[name].tolist()
         for name in ("block", _name_field(version), "key", "length_bytes", "checksum", "sequence")
@@ -264,10 +270,21 @@ def scan_records(read: ReadAt, file_bytes: int, segment: SegmentHeader) -> Itera
             block += 1
             continue
         length = record.page.length_bytes
-        data = read((block + 1) * BLOCK_BYTES, length)
-        if len(data) == length and checksum_bytes(data) == record.digest:
+        if _digest(read, (block + 1) * BLOCK_BYTES, length) == record.digest:
             yield record
         block = record.end_block
+
+
+def _digest(read: ReadAt, offset: int, length: int) -> int | None:
+    """Of these bytes, in pieces: a header may say any length. None: they cannot be read."""
+    running = start()
+    while length:
+        piece = read(offset, min(length, SCAN_PIECE_BYTES))
+        if not piece:
+            return None
+        running.update(piece)
+        offset, length = offset + len(piece), length - len(piece)
+    return finish(running)
 
 
 def _next_candidate(read: ReadAt, block: int, blocks: int) -> int:

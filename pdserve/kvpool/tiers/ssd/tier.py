@@ -23,6 +23,7 @@ import logging
 import mmap
 import os
 import secrets
+import stat
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -51,6 +52,7 @@ from pdserve.kvpool.tiers.base import (
     padded,
 )
 from pdserve.kvpool.tiers.durable_files import (
+    NotOurs,
     claim_directory,
     read_options,
     read_text,
@@ -58,8 +60,14 @@ from pdserve.kvpool.tiers.durable_files import (
 )
 from pdserve.kvpool.tiers.ssd.compaction import Compact, Drop, Plan, make_room
 from pdserve.kvpool.tiers.ssd.numbered_pages import NumberedPages
-from pdserve.kvpool.tiers.ssd.segment_file import MAX_BATCH_PAGES, SegmentFile
-from pdserve.kvpool.tiers.ssd.segment_format import BLOCK_BYTES, footer_blocks, record_blocks
+from pdserve.kvpool.tiers.ssd.segment_file import MAX_BATCH_PAGES, SegmentFile, segment_name
+from pdserve.kvpool.tiers.ssd.segment_format import (
+    BLOCK_BYTES,
+    MAX_NUMBER,
+    MAX_SEGMENT_BYTES,
+    footer_blocks,
+    record_blocks,
+)
 from pdserve.kvpool.tiers.ssd.segment_index import SegmentIndex
 from pdserve.sizes import parse_bytes
 
@@ -97,10 +105,9 @@ class SegmentTier:
         self._lock_fd = claim_directory(settings)
         self._index = SegmentIndex()
         self._current: SegmentFile | None = None
-        self._used_bytes = sum(path.stat().st_size for path in self._files())
+        self._used_bytes = sum(map(_file_bytes, self._files()))
         self._numbered = NumberedPages(self._path)
-        numbers = (int(path.stem) for path in self._files() if path.stem.isdecimal())
-        self._last_number = max(numbers, default=0)
+        self._last_number = max(map(_number, self._files()), default=0)
         self._headers = mmap.mmap(-1, MAX_BATCH_PAGES * BLOCK_BYTES)
         self._moving: tuple[Plan, int, int] | None = None  # plan in progress, next ordinal, moved bytes
         self._unsynced_since_s: float | None = None
@@ -134,12 +141,16 @@ class SegmentTier:
         for path in self._files():
             try:
                 segment = SegmentFile.open(path, direct=self._direct, space_of=self._numbered.space)
+            except NotOurs as error:
+                self._used_bytes -= _file_bytes(path)
+                logger.warning("node %s: %s: left alone", self._settings.node, error.strerror)
+                continue
             except OSError as error:
                 logger.warning("node %s: %s: %s: left alone", self._settings.node, path, error.strerror)
                 any_numbered = True  # for all that is known
                 continue
-            if segment is None or segment.number in self._index.segments:
-                self._used_bytes -= path.stat().st_size
+            if segment is None:
+                self._used_bytes -= _file_bytes(path)
                 logger.warning("node %s: %s is no segment and is removed", self._settings.node, path)
                 path.unlink(missing_ok=True)
                 continue
@@ -243,7 +254,7 @@ class SegmentTier:
                 if not self._drop_something():
                     raise OSError(errno.ENOSPC, "there is no room and nothing to drop")
             number = self._last_number + 1
-            path = self._path / f"{number:08}.seg"
+            path = self._path / segment_name(number)
             segment = SegmentFile.create(
                 path, number, secrets.randbits(64), self._segment_bytes, direct=self._direct
             )
@@ -445,7 +456,7 @@ def _check_options(settings: TierSettings) -> tuple[int, bool]:
         segment_bytes = segment_bytes // BLOCK_BYTES * BLOCK_BYTES
     except ValueError as error:
         raise ConfigError(f"{where}: segment_bytes: {error}") from error
-    if not 1 << 16 <= segment_bytes <= 64 << 30:
+    if not 1 << 16 <= segment_bytes <= MAX_SEGMENT_BYTES:
         raise ConfigError(f"{where}: segment_bytes must be between 64KiB and 64GiB")
     if settings.capacity_bytes < MIN_SEGMENTS * segment_bytes:
         raise StartupError(
@@ -453,6 +464,18 @@ def _check_options(settings: TierSettings) -> tuple[int, bool]:
             f"of {segment_bytes} bytes: raise it, or lower options.segment_bytes"
         )
     return segment_bytes, options.direct
+
+
+def _number(path: Path) -> int:
+    """Of a file that has the name of a segment; else 0."""
+    number = int(path.stem) if path.stem.isdecimal() else 0
+    return number if number < MAX_NUMBER and path.name == segment_name(number) else 0
+
+
+def _file_bytes(path: Path) -> int:
+    """Of a regular file. A link, which may lead to anything, takes nothing of ours."""
+    found = path.lstat()
+    return found.st_size if stat.S_ISREG(found.st_mode) else 0
 
 
 def _usual_segment_bytes(capacity_bytes: int) -> int:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.kvpool.node.serving.guesses import BURST, FORGIVEN_S, MAX_ADDRESSES, MAX_PROVED, Guesses
+from pdserve.guesses import BURST, FORGIVEN_S, MAX_ADDRESSES, MAX_PROVED, Guesses
 
 MINE, OTHER = b"key id of a token", b"key id of another"
 FAR, NEAR = "192.0.2.9", "192.0.2.10"

@@ -1,6 +1,6 @@
-"""How many tokens one address may try. Pure; time is an input.
+"""How many secrets one address may try: tokens at a pool node, keys at a router. Pure; time is an input.
 
-A token that the node does not know, or a proof that is wrong, is a failure of its address. After `BURST` of
+A token that nobody here knows, or a proof that is wrong, is a failure of its address. After `BURST` of
 them, tokens from this address are not looked at, whether they are right or not: else the answer would tell a
 guess from a hit. `FORGIVEN_S` failures are forgotten each second.
 
@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import ipaddress
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Iterable
+from functools import lru_cache
 from typing import Final
 
 BURST: Final = 64
@@ -28,9 +29,9 @@ MAX_PROVED: Final = 8192
 class Guesses:
     """Failures by address, and tokens that were proved from each."""
 
-    def __init__(self, trusted: Collection[str] = ()) -> None:
-        """`trusted`: addresses without a bound, such as users who may read the node's memory anyhow."""
-        self._trusted = frozenset(trusted)
+    def __init__(self, trusted: Iterable[str] = ()) -> None:
+        """`trusted`: addresses without a bound, such as users who may read the process' memory anyhow."""
+        self._trusted = frozenset(map(_plain, trusted))
         self._failures: OrderedDict[str, tuple[float, float]] = OrderedDict()
         """Source → (failures that are not forgotten, when they were counted); the newest last."""
         self._proved: OrderedDict[tuple[str, bytes], None] = OrderedDict()
@@ -39,7 +40,7 @@ class Guesses:
         """Whether to look at the token of this key id."""
         source = _source(address)
         return (
-            address in self._trusted
+            _plain(address) in self._trusted
             or (source, key_id) in self._proved
             or self._level(source, now_s) <= BURST - 1
         )
@@ -60,16 +61,32 @@ class Guesses:
         if len(self._proved) > MAX_PROVED:
             self._proved.popitem(last=False)
 
+    def wait_s(self, address: str, now_s: float) -> float:
+        """Until a token of this address is looked at again."""
+        return max(0.0, self._level(_source(address), now_s) - (BURST - 1)) / FORGIVEN_S
+
     def _level(self, source: str, now_s: float) -> float:
         failures, at_s = self._failures.get(source, (0.0, now_s))
         return max(0.0, failures - (now_s - at_s) * FORGIVEN_S)
 
 
-def _source(address: str) -> str:
+@lru_cache(MAX_ADDRESSES)  # a router asks for each request
+def _plain(address: str) -> str:
+    """One spelling of an address."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
         return address  # a user of this host
-    if isinstance(parsed, ipaddress.IPv4Address):
-        return str(parsed)
-    return str(parsed.ipv4_mapped or ipaddress.ip_network((int(parsed) >> 64 << 64, 64)))
+    return str(getattr(parsed, "ipv4_mapped", None) or parsed)
+
+
+@lru_cache(MAX_ADDRESSES)
+def _source(address: str) -> str:
+    """What is counted as one."""
+    plain = _plain(address)
+    if ":" not in plain:
+        return plain
+    try:
+        return str(ipaddress.ip_network((int(ipaddress.IPv6Address(plain)) >> 64 << 64, 64)))
+    except ValueError:
+        return plain

@@ -1,0 +1,359 @@
+"""Files in the directories of tiers that no tier wrote there: they cost pages at most.
+
+Who puts them there is a process of our user, or a disk that comes from elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+
+from pdserve.errors import StartupError
+from pdserve.kvpool.tiers.base import CORRUPT, GONE, LOADED, STORED, PageName, Tier, TierPage, TierSettings
+from pdserve.kvpool.tiers.directory import DirectoryTier
+from pdserve.kvpool.tiers.durable_files import MAX_TEXT_BYTES, save_text
+from pdserve.kvpool.tiers.ssd.segment_file import segment_name
+from pdserve.kvpool.tiers.ssd.segment_format import (
+    BLOCK_BYTES,
+    ENTRY_DTYPE,
+    MAX_SEGMENT_BYTES,
+    SCAN_PIECE_BYTES,
+    Record,
+    SegmentHeader,
+    encode_footer,
+    encode_record_header,
+    encode_segment_header,
+    read_index,
+    scan_records,
+)
+from pdserve.kvpool.tiers.ssd.tier import SegmentTier
+from tests.support.kvpool.tier_tools import KIB, key, memory, name, page
+
+NOBODY = 65534
+SEGMENT = 256 * KIB
+LENGTH = 12 * KIB
+COUNT = 5
+MINE = b"what is mine, and no tier's"
+PLACES: dict[str, Callable[[TierSettings], Tier]] = {"ssd": SegmentTier, "directory": DirectoryTier}
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
+
+
+class Place:
+    """A tier, opened as often as wanted. It holds `COUNT` pages of space 1."""
+
+    def __init__(self, kind: str, path: Path) -> None:
+        self.kind, self.path = kind, path
+        self.tier: Tier | None = None
+        self.open()
+        pages, data = zip(*(page(n, LENGTH) for n in range(COUNT)), strict=True)
+        assert self.tier is not None
+        assert set(self.tier.put(pages, data).statuses) == {STORED}
+        self.close()
+
+    def open(self, capacity: int = 16 * SEGMENT) -> list[TierPage]:
+        """The pages that are found."""
+        options = {"segment_bytes": SEGMENT} if self.kind == "ssd" else {}
+        self.tier = PLACES[self.kind](TierSettings("n0", self.path, capacity, options, lambda _: None))
+        return [one for batch in self.tier.scan([1]) for one in batch]
+
+    def close(self) -> None:
+        if self.tier is not None:
+            self.tier.close()
+            self.tier = None
+
+    def read(self, *names: PageName) -> list[int]:
+        assert self.tier is not None
+        wanted = names or [name(n, LENGTH) for n in range(COUNT)]
+        return [one.status for one in self.tier.read(wanted, [memory(one.length_bytes) for one in wanted])]
+
+    def put(self, number: int) -> int:
+        assert self.tier is not None
+        (status,) = self.tier.put(*([one] for one in page(number, LENGTH))).statuses
+        return status
+
+    @property
+    def file(self) -> Path:
+        """The segment, or the file of page 0."""
+        (found,) = self.path.rglob("*.seg" if self.kind == "ssd" else key(0).hex())
+        return found
+
+
+@pytest.fixture(params=PLACES)
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    made = Place(request.param, tmp_path / "tier")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def ssd(tmp_path: Path) -> Iterator[Place]:
+    made = Place("ssd", tmp_path / "tier")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[Place]:
+    made = Place("directory", tmp_path / "tier")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    """A file of the user, outside of every tier."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "file").write_bytes(MINE)
+    return tmp_path / "home" / "file"
+
+
+# --- links, pipes, and files of others
+
+
+def test_a_link_in_place_of_a_page_or_segment_is_not_followed(place: Place, tmp_path: Path) -> None:
+    """Its target is a right one, and of this user."""
+    moved = place.file.rename(tmp_path / place.file.name)
+    place_of_it = (
+        place.path if place.kind == "ssd" else place.path / "pages" / f"s{1:016x}" / f"{key(0)[0]:02x}"
+    )
+    before = moved.read_bytes()
+    (place_of_it / moved.name).symlink_to(moved)
+    lost = COUNT if place.kind == "ssd" else 1
+    assert len(place.open()) == COUNT - lost
+    assert place.read() == [GONE] * lost + [LOADED] * (COUNT - lost)
+    assert place.put(0) == STORED
+    assert place.read(name(0, LENGTH)) == [LOADED]
+    assert moved.read_bytes() == before
+
+
+def test_a_link_is_not_sealed_as_a_segment(ssd: Place, tmp_path: Path) -> None:
+    """It may lead to the segment that another node is writing."""
+    other = tmp_path / segment_name(7)
+    other.write_bytes(encode_segment_header(SegmentHeader(7, 1)) + bytes(SEGMENT - BLOCK_BYTES))
+    (ssd.path / other.name).symlink_to(other)
+    assert len(ssd.open()) == COUNT
+    assert other.stat().st_size == SEGMENT
+
+
+def test_a_link_that_leads_nowhere_and_a_folder_do_not_end_the_start(ssd: Place) -> None:
+    (ssd.path / segment_name(8)).symlink_to(ssd.path / "nowhere")
+    (ssd.path / segment_name(9)).mkdir()
+    assert len(ssd.open()) == COUNT
+    assert [ssd.put(n) for n in range(20, 40)] == [STORED] * 20
+
+
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(place: Place) -> None:
+    file = place.file
+    file.unlink()
+    os.mkfifo(file)
+    os.mkfifo(place.path / "namespaces.json")
+    assert len(place.open()) == (0 if place.kind == "ssd" else COUNT - 1)
+    assert place.tier is not None
+    assert place.tier.namespaces() is None
+    assert place.read(name(0, LENGTH)) == [GONE]
+
+
+def test_a_pipe_that_comes_in_place_of_a_page_later_is_not_waited_for(directory: Place) -> None:
+    directory.open()
+    directory.file.unlink()
+    os.mkfifo(directory.path / "pages" / f"s{1:016x}" / f"{key(0)[0]:02x}" / key(0).hex())
+    assert directory.read(name(0, LENGTH)) == [CORRUPT]
+
+
+@as_root
+def test_a_segment_of_another_user_is_not_read(ssd: Place) -> None:
+    os.chown(ssd.file, NOBODY, NOBODY)
+    assert ssd.open() == []
+    assert ssd.read() == [GONE] * COUNT
+    assert ssd.put(9) == STORED
+
+
+def test_a_segment_that_others_may_write_to_is_not_read(ssd: Place) -> None:
+    ssd.file.chmod(0o666)
+    assert ssd.open() == []
+    assert ssd.put(9) == STORED
+
+
+@pytest.mark.parametrize("small", ["lock", "namespaces.new"])
+def test_a_link_in_place_of_a_small_file_is_not_written_through(place: Place, mine: Path, small: str) -> None:
+    (place.path / small).unlink(missing_ok=True)
+    (place.path / small).symlink_to(mine)
+    try:
+        place.open()
+        assert place.tier is not None
+        assert place.tier.save_namespaces("{}") == ""
+        assert place.tier.namespaces() == "{}"
+    except StartupError as error:
+        assert small == "lock"
+        assert "symbolic link" in str(error)
+    assert mine.read_bytes() == MINE
+
+
+def test_the_list_of_namespaces_is_for_this_user_alone(place: Place) -> None:
+    """It has digests of tokens."""
+    place.open()
+    assert place.tier is not None
+    assert place.tier.save_namespaces("{}") == ""
+    assert (place.path / "namespaces.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_list_of_namespaces_without_an_end_is_not_read_into_memory(place: Place) -> None:
+    with (place.path / "namespaces.json").open("wb") as file:
+        file.truncate(MAX_TEXT_BYTES + 1)
+    place.open()
+    assert place.tier is not None
+    assert place.tier.namespaces() is None
+
+
+def test_words_in_the_lock_do_not_reach_the_terminal(place: Place) -> None:
+    place.open()
+    (place.path / "lock").write_text("\x1b[2J 1\n")
+    with pytest.raises(StartupError, match="in use by the process unknown"):
+        PLACES[place.kind](TierSettings("n1", place.path, 16 * SEGMENT, {}, lambda _: None))
+
+
+@pytest.mark.parametrize("inner", ["", "s{space}", "s{space}/00"])
+def test_a_link_in_place_of_a_folder_costs_no_file_elsewhere(
+    directory: Place, mine: Path, inner: str
+) -> None:
+    """The tier removes what is no page from its folders, and all of dropped ones."""
+    link = directory.path / "pages" / inner.format(space=f"{1:016x}")
+    if link.exists():
+        link.rename(directory.path.parent / "away")
+    link.symlink_to(mine.parent)
+    try:
+        directory.open()
+        assert directory.tier is not None
+        directory.tier.forget_space(1)
+        while directory.tier.maintain():
+            pass
+    except StartupError as error:
+        assert not inner
+        assert "symbolic link" in str(error)
+    assert mine.read_bytes() == MINE
+
+
+def test_a_link_in_place_of_the_trash_costs_no_file_elsewhere(directory: Place, mine: Path) -> None:
+    (directory.path / "trash").rmdir()
+    (directory.path / "trash").symlink_to(mine.parent)
+    with pytest.raises(StartupError, match="symbolic link"):
+        directory.open()
+    assert mine.read_bytes() == MINE
+
+
+# --- what the files say
+
+
+def test_a_page_under_the_name_of_another_is_not_given_out(directory: Place) -> None:
+    shards = directory.path / "pages" / f"s{1:016x}"
+    theirs = shards / f"{key(1)[0]:02x}" / key(1).hex()
+    theirs.write_bytes(directory.file.read_bytes())
+    assert len(directory.open()) == COUNT
+    assert directory.read() == [LOADED, CORRUPT, *[LOADED] * (COUNT - 2)]
+
+
+def test_a_page_in_the_wrong_folder_is_removed(directory: Place) -> None:
+    """It could not be read there, nor forgotten, and its bytes would count for ever."""
+    folder = directory.path / "pages" / f"s{1:016x}" / f"{key(0)[0] ^ 1:02x}"
+    folder.mkdir(exist_ok=True)
+    (folder / key(0).hex()).write_bytes(directory.file.read_bytes())
+    assert len(directory.open()) == COUNT
+    assert not (folder / key(0).hex()).exists()
+
+
+def test_a_page_longer_than_any_is_removed(directory: Place) -> None:
+    with directory.file.open("r+b") as file:
+        file.truncate(1 << 40)
+    assert len(directory.open()) == COUNT - 1
+    assert directory.tier is not None
+    assert directory.tier.used_bytes < 1 << 30
+
+
+def test_a_segment_in_place_of_another_is_removed(ssd: Place) -> None:
+    copied = ssd.file.read_bytes()
+    (ssd.path / segment_name(5)).write_bytes(copied)
+    assert len(ssd.open()) == COUNT
+    assert ssd.read() == [LOADED] * COUNT
+    assert ssd.tier is not None
+    assert ssd.tier.used_bytes == len(copied)
+
+
+@pytest.mark.parametrize("number", [(1 << 64) - 1, 1 << 63, (1 << 63) - 1])
+def test_a_segment_with_the_last_number_ends_no_writing(ssd: Place, number: int) -> None:
+    """A number that no next one fits behind ended each write, and left a file of each."""
+    header = encode_segment_header(SegmentHeader(number, 1))
+    (ssd.path / segment_name(number)).write_bytes(header)
+    (ssd.path / f"{number}9.seg").write_bytes(header)
+    ssd.open()
+    assert [ssd.put(n) for n in range(20, 40)] == [STORED] * 20
+    assert ssd.tier is not None
+    assert ssd.tier.used_bytes == sum(file.stat().st_size for file in ssd.path.glob("*.seg"))
+
+
+def test_a_segment_longer_than_any_is_removed_unread(ssd: Place) -> None:
+    path = ssd.path / segment_name(5)
+    path.write_bytes(encode_segment_header(SegmentHeader(5, 1)))
+    with path.open("r+b") as file:
+        file.truncate(MAX_SEGMENT_BYTES + BLOCK_BYTES)
+    assert len(ssd.open()) == COUNT
+    assert not path.exists()
+
+
+def footers() -> Iterator[tuple[str, bytes]]:
+    """Footers with right guards that say what cannot be. Each in a segment with room for eight blocks."""
+    ours, theirs = TierPage(1, key(0), 4096, 0, 1), TierPage(1, key(1), 4096, 0, 2)
+    cases = {
+        "two records in one place": [Record(1, ours), Record(1, theirs)],
+        "two records that overlap": [Record(1, TierPage(1, key(0), 8192, 0, 1)), Record(2, theirs)],
+        "a record in the header": [Record(0, ours)],
+        "a record of no bytes": [Record(1, TierPage(1, key(0), 0, 0, 1))],
+        "a record beyond the end": [Record(8, TierPage(1, key(0), 1 << 30, 0, 1))],
+        "a record behind one of later blocks": [Record(5, ours), Record(1, theirs)],
+        "more records than fit": [Record(1 + 2 * n, ours) for n in range(9)],
+    }
+    for what, records in cases.items():
+        yield what, encode_footer(records, 9, 1)
+    body = np.zeros(1, ENTRY_DTYPE)
+    body["length_bytes"] = (1 << 64) - 1
+    body["block"] = 1
+    text = body.tobytes() + bytes(BLOCK_BYTES - body.nbytes)
+    trailer = struct.pack(
+        "<QQQQQQ", int.from_bytes(b"PDVEnd01", "little"), 2, 1, 1, 9, xxhash.xxh3_64_intdigest(text)
+    )
+    guard = struct.pack("<Q", xxhash.xxh3_64_intdigest(trailer))
+    yield "a length that overflows", text + (trailer + guard).ljust(BLOCK_BYTES, b"\0")
+
+
+@pytest.mark.parametrize(("what", "footer"), list(footers()))
+def test_a_footer_that_says_what_cannot_be_is_not_believed(what: str, footer: bytes) -> None:
+    file = encode_segment_header(SegmentHeader(5, 1)) + bytes(8 * BLOCK_BYTES) + footer
+    found = read_index(lambda offset, size: file[offset : offset + size], len(file))
+    assert found is not None
+    assert (found.sealed, found.records) == (False, [])
+
+
+def test_a_record_of_a_huge_length_is_not_read_at_once() -> None:
+    """Its bytes are compared piece by piece."""
+    length = 1 << 30
+    head = bytearray(BLOCK_BYTES)
+    encode_record_header(head, 0, 1, 1, TierPage(1, key(0), length, 0, 1), 1)
+    asked = []
+
+    def read(offset: int, size: int) -> bytes:
+        asked.append(size)
+        return bytes(head) if offset == BLOCK_BYTES else bytes(min(size, SCAN_PIECE_BYTES))
+
+    assert list(scan_records(read, length + 2 * BLOCK_BYTES, SegmentHeader(5, 1))) == []
+    assert max(asked) <= SCAN_PIECE_BYTES
+
+
+def test_a_small_file_that_was_left_half_written_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "small.new").write_text("half")
+    assert save_text(tmp_path / "small.json", "whole") == ""
+    assert (tmp_path / "small.json").read_text() == "whole"
