@@ -41,7 +41,7 @@ def configure_logs(
 
 
 class TextFormatter(logging.Formatter):
-    """A line for people; extras follow the message as `name=value`. What strangers sent writes no lines of its
+    """A line for people; extras follow the message as `name=value`. Text of strangers writes no lines of its
     own. A traceback has more lines.
     """
 

@@ -20,8 +20,7 @@ from pdserve.doctor.asking import UNREADABLE, Answer, Asker, NoAnswer, TooLate
 from pdserve.doctor.facts import PoolNode, Worker
 from pdserve.errors import ConfigError, PoolError
 from pdserve.kvpool.admin.node_client import TIMEOUT_S, NodeClient, all_nodes, in_parallel
-from pdserve.kvpool.cluster.state import MAX_MEMBERS
-from pdserve.kvpool.protocol.cluster_messages import DEAD
+from pdserve.kvpool.protocol.cluster_messages import DEAD, MAX_MEMBERS
 from pdserve.kvpool.protocol.messages import NodeAddress, StatusReport
 from pdserve.router.request.timing import finite_number
 

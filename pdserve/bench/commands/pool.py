@@ -64,8 +64,7 @@ def pool(
         bool,
         typer.Option(
             "--control",
-            help="Measure instead the round trip of a control message, and a connect: by Unix socket, TCP, "
-            "and TCP with TLS.",
+            help="Measure instead control messages and connects by Unix socket, TCP, and TCP with TLS.",
         ),
     ] = False,
     plot: options.Plot = None,
@@ -93,12 +92,11 @@ def pool(
     output = Output(as_json, plot)
     if control:
         _control(output, seconds)
-        return
     if beside is not None:
         _beside(output, workloads, choices("beside", beside, BESIDE), rounds, capacity)
     if ranks is not None:
         _ranks(output, workloads, numbers("ranks", ranks), parse_bytes(total), rounds, capacity)
-    if beside is None and ranks is None:
+    if beside is None and ranks is None and not control:
         figures, bandwidths = _speed(output, workloads, peers, capacity)
         if plot is not None:
             plot_pool(plot, figures, bandwidths, f"Batches of {batch} pages, medians, one machine, one run")

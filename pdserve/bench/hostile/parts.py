@@ -1,4 +1,4 @@
-"""What is attacked: a pool node, one with TLS, and a router before a mock worker. Each asks for tokens or keys."""
+"""What is attacked: a pool node, one with TLS, and a router. Each asks for tokens or keys."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import psutil
+from msgspec.structs import replace
 
-from pdserve.bench.hostile.attacks import HOST, NAMESPACE, PAGE_BYTES, Port, Secrets
+from pdserve.bench.hostile.attacks import GEOMETRY, HOST, NAMESPACE, PAGE_BYTES, Port, Secrets
 from pdserve.bench.hostile.honest import Phase, chat_phase, pool_client, pool_phase
 from pdserve.bench.node_processes import pool_of
 from pdserve.bench.pool.load_process import fill, make_keys
@@ -19,6 +20,7 @@ from pdserve.bench.pool.own_node import certificates_in, tls_lines
 from pdserve.bench.processes import free_ports, server
 from pdserve.bench.router.contenders import mock_worker
 from pdserve.bench.stores import BenchError
+from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.router.tenants.api_keys import key_line
 from pdserve.settings.toml_text import to_toml
@@ -82,6 +84,9 @@ def pool_part(directory: Path, tls: TlsConfig) -> Iterator[Part]:
         keys = make_keys("hostile", PAGES)
         with closing(pool_client(config)) as client:
             fill(client, keys, PAGE_BYTES)
+        theirs = replace(config, token=Secret(HOSTILE.write_token))
+        with closing(PoolClient(theirs, NAMESPACE, GEOMETRY, name="hostile")) as client:
+            fill(client, keys[:1], PAGE_BYTES)  # who only reads cannot make it
         ports: dict[Port, int]
         if tls.as_server:
             ports = {"pool: control, TLS": control, "pool: pages, TLS": pages}

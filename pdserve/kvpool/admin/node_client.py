@@ -17,8 +17,7 @@ from typing import Annotated, Any, Final, NamedTuple, TypeAlias, TypeVar
 import typer
 
 from pdserve.errors import ConfigError, PoolError, PoolRefused, PoolUnavailable
-from pdserve.kvpool.cluster.state import MAX_MEMBERS
-from pdserve.kvpool.protocol.cluster_messages import LEFT
+from pdserve.kvpool.protocol.cluster_messages import LEFT, MAX_MEMBERS
 from pdserve.kvpool.protocol.frames import expected
 from pdserve.kvpool.protocol.messages import NodeAddress, Reply, Request, Status, StatusReport
 from pdserve.kvpool.transports.control import ControlChannel, make_hello

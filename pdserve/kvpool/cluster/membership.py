@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from pdserve.errors import FrameError, PoolRefused
 from pdserve.kvpool.cluster.state import (
     MAX_HORIZON,
-    MAX_MEMBERS,
     MAX_VERSION,
     check_state,
     encoded,
@@ -30,6 +29,7 @@ from pdserve.kvpool.protocol.cluster_messages import (
     DEAD,
     LEAVING,
     LEFT,
+    MAX_MEMBERS,
     ClusterState,
     Member,
     NamespaceRecord,

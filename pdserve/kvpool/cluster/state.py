@@ -62,9 +62,16 @@ from pdserve.kvpool.cluster.ring import MAX_WEIGHT_SUM
 from pdserve.kvpool.namespaces.registry import FLOORS, NamespaceError, above, highest, join
 from pdserve.kvpool.namespaces.validation import MAX_COUNT, check_record
 from pdserve.kvpool.protocol.base import Message, NodeAddress
-from pdserve.kvpool.protocol.cluster_messages import ACTIVE, DEAD, LEFT, ClusterState, Member, NamespaceRecord
+from pdserve.kvpool.protocol.cluster_messages import (
+    ACTIVE,
+    DEAD,
+    LEFT,
+    MAX_MEMBERS,
+    ClusterState,
+    Member,
+    NamespaceRecord,
+)
 
-MAX_MEMBERS: Final = 1024  # at 100 bytes each they fit a frame many times
 MAX_HORIZON: Final = 1 << 42  # the clock's milliseconds in the year 2109
 MAX_VERSION: Final = 1 << 52  # leaves room for the sum of all in 63 bits
 MAX_FOLDED: Final = 1 << 62

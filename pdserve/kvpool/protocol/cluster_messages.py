@@ -18,6 +18,7 @@ ACTIVE: Final = 0  # owns its part of the ring
 LEAVING: Final = 1  # owns nothing any more; other nodes pull its pages
 LEFT: Final = 2
 DEAD: Final = 3  # no other node could reach it
+MAX_MEMBERS: Final = 1024  # of a pool; at 100 bytes each they fit a frame many times
 
 
 class NamespaceSettings(Message, tag=96, frozen=True):

@@ -156,7 +156,7 @@ class _Turns:
 
     @contextmanager
     def of(self, router: Router, tenant: TenantState) -> Iterator[None]:
-        """Count one of the tenant's. Raises TooManyError. Without API keys there is one user, the operator."""
+        """Count one of the tenant's. Raises TooManyError. Without API keys the operator is the only user."""
         if not router.gate.tenants.has_keys:
             yield
             return

@@ -19,12 +19,10 @@ from pdserve.kvpool.admin.node_client import Asking, NodeClient
 from pdserve.kvpool.admin.sampling import Rates, add, rates
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import ACTIVE, DEAD, LEAVING, LEFT, Drain, Member, Upgrade
-from pdserve.kvpool.protocol.frames import FrameBuffer, decode_request, encode_frame
-from pdserve.kvpool.protocol.handshake import NONCE_BYTES, Challenged
-from pdserve.tokens import digest
 from tests.support.command import Done, pdserve_here
 from tests.support.kvpool.local_node import LocalNode
 from tests.support.kvpool.nodes import Start, get, keys, open_namespace, put, soon
+from tests.support.kvpool.scripted_node import TOKEN, ScriptedNode
 
 
 class Nodes(list[LocalNode]):
@@ -193,53 +191,6 @@ def test_what_cannot_be_done_is_one_line_and_an_exit_status(words: tuple[str, ..
 
 
 # --- drain, against a node that says what the test lets it
-
-
-TOKEN = "the operator's token"
-
-
-class ScriptedNode:
-    """Greets who has TOKEN, and answers each request by `answer(request)`; a None hangs up."""
-
-    def __init__(self, path: Path, answer: Callable[[m.Request], m.Reply | None]) -> None:
-        self.address = f"unix:{path}"
-        self.proofs = 0  # of TOKEN
-        self._answer = answer
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(path))
-        self._listener.listen()
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(sock,), daemon=True).start()
-
-    def _serve(self, sock: socket.socket) -> None:
-        frames = FrameBuffer()
-        with sock:
-            while data := sock.recv(65536):
-                for body in frames.feed(data):
-                    request = decode_request(body)
-                    reply: m.Reply | None
-                    if isinstance(request, m.Hello) and request.key_id:
-                        challenged = Challenged(request, digest(TOKEN), "n", bytes(NONCE_BYTES))
-                        reply = challenged.challenge
-                    elif isinstance(request, m.Hello | m.Proof):
-                        if isinstance(request, m.Proof):
-                            self.proofs += challenged.accept(request) is not None
-                        reply = m.Welcome(m.PROTOCOL_VERSION, "n", 1, "h", "none", 1.0)
-                    else:
-                        reply = self._answer(request)
-                    if reply is None:
-                        return
-                    sock.sendall(encode_frame(reply))
-
-    def close(self) -> None:
-        self._listener.close()
 
 
 def report(request_id: int, pages: int, members: list[Member], node: str = "n") -> m.StatusReport:

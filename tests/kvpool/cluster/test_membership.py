@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from pdserve.errors import FrameError, PoolRefused
 from pdserve.kvpool.cluster.membership import FORGET_MS, Cluster, Update
 from pdserve.kvpool.cluster.ring import MAX_WEIGHT_SUM
-from pdserve.kvpool.cluster.state import MAX_MEMBERS, check_state, epoch_of, merge, owners_of
+from pdserve.kvpool.cluster.state import check_state, epoch_of, merge, owners_of
 from pdserve.kvpool.namespaces.registry import Registry, bucket_of
 from pdserve.kvpool.protocol.base import NodeAddress
 from pdserve.kvpool.protocol.cluster_messages import (
@@ -21,6 +21,7 @@ from pdserve.kvpool.protocol.cluster_messages import (
     DEAD,
     LEAVING,
     LEFT,
+    MAX_MEMBERS,
     ClusterState,
     Member,
     NamespaceRecord,
