@@ -54,6 +54,18 @@ def test_every_router_is_measured_beside_direct_access(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_our_router_is_measured_with_tls_to_its_workers_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "LONG_WARM_UP_S", 0.2)
+    words = ("--streams", "4", "--rounds", "1", "--seconds", "0.3", "--long-streams", "0")
+    done = bench_here("router", "--json", *words, "--peers", "", "--tls")
+    assert done.returncode == 0, done.stderr
+    direct, plain, tls = results(done)
+    assert [row["router"] for row in (direct, plain, tls)] == ["direct", "pdserve", "pdserve-tls"]
+    assert [row["errors"] for row in (direct, plain, tls)] == [0, 0, 0]
+    assert tls["rps"] > 0
+    assert plain["rps_over"].keys() == {"pdserve-tls"}
+
+
 def test_bad_options_end_with_one_line() -> None:
     for arguments, complaint in (
         (("--streams", "many"), "--streams:"),
