@@ -292,6 +292,16 @@ def test_who_tries_many_tokens_is_told_nothing_more_and_locks_nobody_out(
         )
         assert cluster.client.do("say", port=port, token=GAMMA) == {"refused": ""}, "from another address"
         cluster.tried.add((attacks.STRANGER, attacks.GUESSES, CONTROL))
+
+    def status(key: str) -> int:
+        asked = stranger.do("request", port=ROUTER_PORT, method="GET", path="/v1/models", key=key, body={})
+        return int(asked["status"])
+
+    assert status(cluster.api_key) == 200
+    assert {status(f"guess-number-{number}-of-many") for number in range(100)} == {401, 429}
+    assert status(cluster.api_key) == 200, "it was right from there before"
+    assert cluster.answers(), "another address is not bound"
+    cluster.tried.add((attacks.STRANGER, attacks.GUESSES, ROUTER))
     assert_unharmed(cluster)
 
 
