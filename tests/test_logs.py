@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from pdserve.logs import ThrottledLog, configure_logs, served_request
+from pdserve.logs import TextFormatter, ThrottledLog, configure_logs, served_request
 
 pytestmark = pytest.mark.usefixtures("logs_as_before")
 
@@ -83,3 +83,11 @@ def test_a_throttled_log_writes_so_many_lines_an_interval_and_says_how_many_it_l
         "too",
     ]
     assert [record.getMessage() for record in caplog.records] == said
+
+
+def test_text_of_strangers_writes_no_line_of_its_own_and_turns_no_colour_on() -> None:
+    record = logging.makeLogRecord(
+        {"msg": "who: %s", "args": ("x\n2026 ERROR \x1b[31mlies\u202e",), "levelname": "INFO", "name": "n\r"}
+    )
+    line = TextFormatter("%(levelname)s %(message)s").format(record)
+    assert line == "INFO who: x\\n2026 ERROR \\x1b[31mlies\\u202e"
