@@ -5,7 +5,8 @@ reading a model's files.
 endian u32)` (`mem_cache/utils.py: get_hash_str`; larger ids: see `token_bytes`); the chain starts from
 nothing, or from a seed made of the request's `extra_key` and `cache_salt` (`storage_namespace_seed`).
 `page_hashes` computes the same chain without SGLang, so that a worker's HTTP process can name the pages of a
-prompt it has tokenised; tests/engine compare the two.
+prompt it has tokenised; tests/engine compare the two. Where an EAGLE model drafts, SGLang hashes each token
+together with the one after it (`pairs`): the draft's keys and values depend on that one too.
 
 **Namespace.** The chain says nothing of the model. Everything else that decides a page's bytes (weights,
 dtype, KV dtype, page size, layout, parallel sizes) is the `KvGeometry`; a namespace belongs to exactly one
@@ -39,6 +40,7 @@ from pdserve.errors import StartupError
 
 GEOMETRY_VERSION = "1"  # raise it when the meaning of a page's bytes changes in our own code
 KV: Final = "kv"  # SGLang's name of the part that every page has
+DRAFT: Final = "draft"  # SGLang's name of the part that a draft model has
 STATES: Final = frozenset({"mamba"})
 """Parts that are one state of a whole prefix. Ranks divide it, also where they share KV pages (MLA)."""
 
@@ -95,16 +97,22 @@ def namespace_seed(extra_key: str | None, cache_salt: str | None) -> bytes | Non
     return digest.digest()
 
 
-def page_hashes(token_ids: Sequence[int], page_size: int, seed: bytes | None = None) -> list[bytes]:
-    """32-byte digest of every full page of `token_ids`, in order; the last partial page has none."""
-    full_tokens = len(token_ids) // page_size * page_size
-    page_bytes = page_size * 4
+def page_hashes(
+    token_ids: Sequence[int], page_size: int, seed: bytes | None = None, *, pairs: bool = False
+) -> list[bytes]:
+    """32-byte digest of every full page of `token_ids`, in order; the last partial page has none.
+
+    `pairs`: each page is named by one token more than it has, so the last page needs a token after it.
+    """
+    more = int(pairs)
+    full_tokens = max(0, len(token_ids) - more) // page_size * page_size
+    page_bytes = page_size * 4 * (1 + more)
     try:
-        data = memoryview(_words("I", token_ids[:full_tokens]))
-        pages = [data[start : start + page_bytes] for start in range(0, full_tokens * 4, page_bytes)]
+        data = memoryview(_words("I", token_ids[: full_tokens + more], pairs=pairs))
+        pages = [data[start : start + page_bytes] for start in range(0, len(data), page_bytes)]
     except OverflowError:
         pages = [
-            memoryview(token_bytes(token_ids[start : start + page_size]))
+            memoryview(token_bytes(token_ids[start : start + page_size + more], pairs=pairs))
             for start in range(0, full_tokens, page_size)
         ]
     digests: list[bytes] = []
@@ -117,21 +125,24 @@ def page_hashes(token_ids: Sequence[int], page_size: int, seed: bytes | None = N
     return digests
 
 
-def token_bytes(token_ids: Sequence[int]) -> bytes:
+def token_bytes(token_ids: Sequence[int], *, pairs: bool = False) -> bytes:
     """What SGLang hashes of these tokens: little-endian u32 each. If one needs more, as those that stand for
-    images do, a byte of ones and then u64 each.
+    images do, a byte of ones and then u64 each. `pairs`: of each two neighbours, so the inner ones twice.
     """
     try:
-        return _words("I", token_ids)
+        return _words("I", token_ids, pairs=pairs)
     except OverflowError:
-        return b"\xff" + _words("Q", token_ids)
+        return b"\xff" + _words("Q", token_ids, pairs=pairs)
 
 
 _LITTLE = struct.pack("=I", 1) == struct.pack("<I", 1)
 
 
-def _words(code: Literal["I", "Q"], token_ids: Sequence[int]) -> bytes:
+def _words(code: Literal["I", "Q"], token_ids: Sequence[int], *, pairs: bool) -> bytes:
     words = array(code, token_ids)
+    if pairs:
+        single, words = words, array(code, bytes(2 * words.itemsize * max(0, len(words) - 1)))
+        words[::2], words[1::2] = single[:-1], single[1:]
     if words.itemsize != (4 if code == "I" else 8):
         raise StartupError("this platform's integers are not as wide as page hashes need them")
     if not _LITTLE:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,17 @@ def test_a_seed_changes_every_page_and_parts_cannot_be_shifted_between_fields() 
     }
     assert len(seeds) == 5
     assert namespace_seed(None, None) is None
+
+
+def test_pages_of_pairs_are_named_by_each_two_neighbours_and_need_a_token_after_them() -> None:
+    tokens = [5, 6, 7, 8, 9]
+    first = hashlib.sha256(array("I", [5, 6, 6, 7]).tobytes()).digest()
+    second = hashlib.sha256(first + array("I", [7, 8, 8, 9]).tobytes()).digest()
+    assert page_hashes(tokens, 2, pairs=True) == [first, second]
+    assert [len(page_hashes(tokens[:n], 2, pairs=True)) for n in range(6)] == [0, 0, 0, 1, 1, 2]
+    image = 2**40
+    wide = hashlib.sha256(first + b"\xff" + array("Q", [7, 8, 8, image]).tobytes()).digest()
+    assert page_hashes([*tokens[:4], image], 2, pairs=True) == [first, wide]
 
 
 def test_a_different_geometry_is_a_different_namespace_in_every_field() -> None:

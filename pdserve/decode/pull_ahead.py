@@ -89,7 +89,7 @@ class PullAhead:
             if restorable is None:
                 continue
             pulled = restorable.tokens
-            up_to = tokens[: pulled + 1]
+            up_to = tokens[: pulled + self._names.tokens_after]
             fetch = asyncio.create_task(fetch_pages(self._engine.tokenizer_manager, up_to, asked))
             self._fetches.add(fetch)
             fetch.add_done_callback(self._fetches.discard)
@@ -98,7 +98,7 @@ class PullAhead:
 
     def _steps(self, tokens: Sequence[int], asked: Any) -> list[Step]:
         """A step at every `step_tokens`. The request itself pulls the pages behind the last of them."""
-        ends = range(self._step_tokens, len(tokens), self._step_tokens)
+        ends = range(self._step_tokens, len(tokens) - self._names.tokens_after + 1, self._step_tokens)
         if not ends:
             return []
         prefixes = self._names.of_prefixes(tokens, ends, asked.extra_key, asked.cache_salt or None)

@@ -67,7 +67,6 @@ NEEDED: Mapping[str, str] = {
     "disaggregation_bootstrap_port": "set direct.bootstrap_port",
     "disaggregation_decode_enable_radix_cache": _OURS,
     "disaggregation_decode_enable_offload_kvcache": "a decode worker's pages go to the pool by HiCache",
-    "speculative_algorithm": "the pool does not store the state of draft models yet",
     "api_key": "set cluster_token",
     "admin_api_key": "set cluster_token",
     "ssl_certfile": "set tls.certificate",
@@ -87,7 +86,6 @@ NEEDED: Mapping[str, str] = {
 }
 """SGLang's arguments that no flag of a user may change, with the reason or the option to set instead."""
 NEEDED_ON_CPU: Mapping[str, str] = {
-    "dp_size": "on CPU run more workers instead",
     "attn_dp_size": "SGLang's attention on CPU has no data parallelism, run more workers instead",
     "hicache_io_backend": "on CPU only direct works",
     "enable_torch_compile": "torch's compiler is off on CPU, so that a worker starts sooner",

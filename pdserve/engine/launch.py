@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Final
 
 from msgspec.structs import replace
 
@@ -24,6 +24,7 @@ from pdserve.engine.sglang import prepare, selfcheck
 from pdserve.engine.sglang.engine import Engine
 from pdserve.engine.sglang.server import clients, is_own, serve, until_stopped
 from pdserve.engine.sglang.server_args import (
+    check_drafts,
     check_host_memory,
     check_kv_dtype,
     check_needs,
@@ -48,6 +49,9 @@ from pdserve.tokens import reveal, secret_of
 from pdserve.tracing import Tracer, open_tracer
 
 logger = logging.getLogger(__name__)
+
+MEDIA_HASHES: Final = "SGLANG_MM_PRECOMPUTE_HASH"
+"""SGLang hashes images in this process, not in the scheduler, so that their pages can be named here."""
 
 
 def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleParts]) -> int:
@@ -109,9 +113,7 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
         logger.info("worker %s of %s, namespace %s", role, label, namespace)
         if not token:
             logger.warning("insecure, no cluster_token: every client generates, users of this host control")
-        # SGLang logs and shows what its arguments hold
-        os.environ[POOL_TOKEN_VARIABLE] = reveal(config.pool.token)
-        os.environ[PAGE_KEY_VARIABLE] = reveal(config.pool.page_key)
+        _set_environment(config.pool)
         with _registered(config, role, url, token) as register, _closing(tracer):
 
             def on_ready() -> None:
@@ -120,6 +122,13 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
 
             serve(server_args, drain, engine, config.tls, configure_app=configure, on_ready=on_ready)
     return 0
+
+
+def _set_environment(pool: PoolClientConfig) -> None:
+    """Of this process and its children. SGLang logs and shows its arguments, so they hold no secrets."""
+    os.environ[POOL_TOKEN_VARIABLE] = reveal(pool.token)
+    os.environ[PAGE_KEY_VARIABLE] = reveal(pool.page_key)
+    os.environ.setdefault(MEDIA_HASHES, "1")
 
 
 def _weights(
@@ -216,6 +225,7 @@ def _checked_args(config: WorkerConfig, role: Role, device: Device) -> Any:
     found = resolved(parse_args(server_argv(config.engine, role, device, storage, config.tls, direct)))
     check_host_memory(found)
     check_kv_dtype(found)
+    check_drafts(found)
     if config.engine.extra_args:
         plain = replace(config.engine, extra_args=[])
         own = resolved(parse_args(server_argv(plain, role, device, storage, config.tls, direct)))

@@ -47,15 +47,27 @@ class Prefix:
 
 @dataclass(frozen=True)
 class PageNames:
-    """`rank_suffixes` as in `pages.all_rank_suffixes`. `parts`: those beside KV."""
+    """`rank_suffixes` as in `pages.all_rank_suffixes`. `parts`: those beside KV. `pairs`: as in
+    `pages.page_hashes`.
+    """
 
     page_size: int  # tokens
     rank_suffixes: Sequence[bytes]
     parts: Sequence[PagePart] = ()
+    pairs: bool = False
+
+    @property
+    def tokens_after(self) -> int:
+        """A page can be looked up once so many tokens follow it. SGLang never looks up a prompt's last."""
+        return 1 + self.pairs
+
+    def looked_up(self, prompt_tokens: int) -> int:
+        """How many pages SGLang looks for of a prompt of so many tokens."""
+        return max(0, prompt_tokens - self.tokens_after) // self.page_size
 
     def none(self) -> RequestPages:
         """No pages."""
-        return RequestPages(self.page_size, self.rank_suffixes, {})
+        return RequestPages(self, {})
 
     async def of_prompts(self, request: HttpRequest) -> RequestPages:
         """The full pages of every prompt of the request."""
@@ -66,8 +78,8 @@ class PageNames:
         return await self._pages(request, lambda made: made.conversation())
 
     def unnamed(self, request: HttpRequest, prompt_tokens: int) -> int:
-        """How many pages of the request's prompts, `prompt_tokens` in all, cannot be named: those of images
-        and the like.
+        """How many pages of the request's prompts, `prompt_tokens` in all, cannot be named: those of some
+        models' media.
         """
         named_tokens = sum(len(_prompt(made)) for made in request.requests.values())
         return max(0, prompt_tokens - named_tokens) // self.page_size * len(self.rank_suffixes)
@@ -76,7 +88,8 @@ class PageNames:
         self, tokens: Sequence[int], ends: Sequence[int], extra_key: str | None, cache_salt: str | None
     ) -> list[Prefix]:
         """Prefixes of a prompt. `ends`: their lengths in tokens, whole pages, ascending."""
-        pages = page_hashes(tokens[: ends[-1]], self.page_size, namespace_seed(extra_key, cache_salt))
+        seed = namespace_seed(extra_key, cache_salt)
+        pages = page_hashes(tokens[: ends[-1] + self.pairs], self.page_size, seed, pairs=self.pairs)
         chains = [pages[: end // self.page_size] for end in ends]
         return [
             Prefix(
@@ -95,8 +108,13 @@ class PageNames:
         ]
 
         def hashed() -> RequestPages:
-            chains = {rid: page_hashes(ids, self.page_size, seed) for rid, ids, seed in sequences}
-            return RequestPages(self.page_size, self.rank_suffixes, chains, self.parts)
+            return RequestPages(
+                self,
+                {
+                    rid: page_hashes(ids, self.page_size, seed, pairs=self.pairs)
+                    for rid, ids, seed in sequences
+                },
+            )
 
         if sum(len(ids) for _, ids, _ in sequences) <= HASHED_AT_ONCE_TOKENS:
             return hashed()
@@ -107,14 +125,17 @@ class PageNames:
 class RequestPages:
     """The full pages of a request's sequences: a chain of digests for each, by SGLang's request id."""
 
-    page_size: int  # tokens
-    rank_suffixes: Sequence[bytes]
+    names: PageNames
     chains: Mapping[str, Sequence[bytes]]
-    parts: Sequence[PagePart] = ()
+
+    @property
+    def parts(self) -> Sequence[PagePart]:
+        """Those beside KV."""
+        return self.names.parts
 
     def __len__(self) -> int:
         """Pages at all ranks, without repetition. A page counts once, whatever its parts."""
-        return len(self._distinct) * len(self.rank_suffixes)
+        return len(self._distinct) * len(self.names.rank_suffixes)
 
     def all_keys(self) -> list[bytes]:
         """Pool keys of all parts of all pages."""
@@ -135,7 +156,7 @@ class RequestPages:
 
     def restorable(self, present: Collection[bytes]) -> int:
         """How many pages, at all ranks, are in prefixes that can be restored where the pool has these."""
-        kv = PagePart(KV, 0, self.rank_suffixes)
+        kv = PagePart(KV, 0, self.names.rank_suffixes)
         found: set[bytes] = set()
         for chain in self.chains.values():
             there = [
@@ -143,7 +164,7 @@ class RequestPages:
                 for part in (kv, *self.parts)
             ]
             found.update(chain[: max(restorable_lengths(there), default=0)])
-        return len(found) * len(self.rank_suffixes)
+        return len(found) * len(self.names.rank_suffixes)
 
     def ends_found(self, prompt_tokens: Mapping[str, int], cached_tokens: Mapping[str, int]) -> list[bytes]:
         """Those of `ends` that SGLang may have had in its cache. Both arguments: SGLang's counts, by its
@@ -154,8 +175,8 @@ class RequestPages:
         """
         found: set[bytes] = set()
         for rid, chain in self.chains.items():
-            pages = cached_tokens.get(rid, 0) // self.page_size
-            is_all = pages == (prompt_tokens.get(rid, 0) - 1) // self.page_size
+            pages = cached_tokens.get(rid, 0) // self.names.page_size
+            is_all = pages == self.names.looked_up(prompt_tokens.get(rid, 0))
             found.update(chain if is_all else chain[:pages])
         return self._end_keys([end for end in self._ends if end in found])
 
@@ -168,11 +189,11 @@ class RequestPages:
         """
         missed = []
         for rid, tokens in prompt_tokens.items():
-            looked_for, found = (tokens - 1) // self.page_size, cached_tokens.get(rid, 0) // self.page_size
-            chain = self.chains.get(rid, ())
+            page_size, looked_for = self.names.page_size, self.names.looked_up(tokens)
+            found, chain = cached_tokens.get(rid, 0) // page_size, self.chains.get(rid, ())
             if found < looked_for <= len(chain):
-                key = pool_key(chain[found], self.rank_suffixes[0])
-                missed.append((key, (looked_for - found) * self.page_size))
+                key = pool_key(chain[found], self.names.rank_suffixes[0])
+                missed.append((key, (looked_for - found) * page_size))
         return missed
 
     def sample(self) -> list[bytes]:
@@ -180,7 +201,7 @@ class RequestPages:
         if len(self) <= ASKED_KEYS:
             return self._keys(self._distinct)
         step = -(-len(self._distinct) // SAMPLED_PAGES)
-        suffixes = self.rank_suffixes
+        suffixes = self.names.rank_suffixes
         return [
             pool_key(digest, suffixes[place % len(suffixes)])
             for place, digest in enumerate(self._distinct[::step])
@@ -202,7 +223,7 @@ class RequestPages:
         return list(dict.fromkeys(keys))
 
     def _keys(self, digests: Iterable[bytes]) -> list[bytes]:
-        return page_keys(digests, self.rank_suffixes, self.parts)
+        return page_keys(digests, self.names.rank_suffixes, self.parts)
 
 
 def window_keys(chain: Sequence[bytes], parts: Sequence[PagePart]) -> list[bytes]:

@@ -183,7 +183,8 @@ class Worker:
     def names(self) -> PageNames:
         """Names this worker's pages."""
         identity = self.identity
-        return PageNames(int(identity.geometry.page_size), identity.rank_suffixes, identity.parts)
+        page_size = int(identity.geometry.page_size)
+        return PageNames(page_size, identity.rank_suffixes, identity.parts, identity.pairs)
 
 
 @dataclass(frozen=True)

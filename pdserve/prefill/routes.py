@@ -3,8 +3,8 @@
 SGLang answers a prefill before it has even queued the copy of its pages. A decode worker that looked for them
 at once would find nothing. So the worker names the prompt's pages from SGLang's own token ids, and lets the
 pool report their commit. The wait is at most `publish_timeout_s`. Pages that are not committed by then are
-reported as missing, and the decode worker computes them. Pages of prompts with images cannot be named here:
-they are not waited for, and are reported as missing.
+reported as missing, and the decode worker computes them. Of a few models the pages of images can be named by
+the scheduler only: they are not waited for, and are reported as missing.
 """
 
 from __future__ import annotations

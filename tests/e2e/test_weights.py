@@ -27,7 +27,9 @@ LONG_ANSWER = 300
 
 @dataclass
 class Trained:
-    """A disaggregated pair with the first weights, and a directory with the next ones."""
+    """A disaggregated pair with the first weights, and a directory with the next ones. The decode worker has
+    two ranks.
+    """
 
     pool: PoolNode
     prefill: Worker
@@ -71,8 +73,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[T
     pool = PoolNode(run_dir)
     plain = Worker("agg", "plain", run_dir, engine_settings(new_model), settings={"storage": "none"})
     prefill, decode = (
-        Worker(role, role, run_dir, engine_settings(model), {"nodes": [pool.ref]})
-        for role in ("prefill", "decode")
+        Worker(role, role, run_dir, engine_settings(model, page_pieces=2, **ranks), {"nodes": [pool.ref]})
+        for role, ranks in (("prefill", {}), ("decode", {"extra_args": ["--tp-size", "2"]}))
     )
     admin_port = free_port()
     extra = {"admin": {"port": admin_port, "key": KEY}, "probe": {"interval_s": 0.2}}

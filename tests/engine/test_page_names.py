@@ -41,7 +41,7 @@ def request(**prompts: Sequence[int]) -> HttpRequest:
 
 
 def pages_of(count: int, ranks: Sequence[bytes] = RANKS) -> RequestPages:
-    return RequestPages(PAGE, ranks, {"r": page_hashes(range(count * PAGE), PAGE)})
+    return RequestPages(PageNames(PAGE, ranks), {"r": page_hashes(range(count * PAGE), PAGE)})
 
 
 async def test_a_request_has_each_page_once_at_every_rank_and_one_end_a_sequence() -> None:
@@ -62,8 +62,23 @@ def test_an_end_counts_as_found_where_sglang_found_all_that_it_looks_for(cached:
 
 def test_an_end_counts_as_found_where_it_lies_in_what_was_found_of_a_longer_prompt() -> None:
     digests = page_hashes(range(16), PAGE)
-    pages = RequestPages(PAGE, [b""], {"short": digests[:2], "long": digests})
+    pages = RequestPages(PageNames(PAGE, [b""]), {"short": digests[:2], "long": digests})
     assert pages.ends_found({"short": 11, "long": 16}, {"long": 8}) == [digests[1]]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "pages", "cached", "is_found"), [(16, 3, 8, False), (17, 4, 12, True), (18, 4, 12, False)]
+)
+async def test_a_page_that_is_named_by_the_token_after_it_too_is_found_a_token_later(
+    tokens: int, pages: int, cached: int, is_found: bool
+) -> None:
+    names = PageNames(PAGE, [b""], pairs=True)
+    found = await names.of_prompts(request(r=range(tokens)))
+    assert found.all_keys() == page_hashes(range(tokens), PAGE, pairs=True)
+    assert len(found) == pages
+    assert found.ends_found({"r": tokens}, {"r": cached}) == (found.ends() if is_found else [])
+    [prefix] = names.of_prefixes(range(tokens), [8], None, None)
+    assert prefix.last_page == (page_hashes(range(9), PAGE, pairs=True)[-1],)
 
 
 async def test_a_long_request_is_hashed_once_and_beside_the_event_loop(
@@ -71,9 +86,9 @@ async def test_a_long_request_is_hashed_once_and_beside_the_event_loop(
 ) -> None:
     threads: list[threading.Thread] = []
 
-    def noted(*args: Any) -> list[bytes]:
+    def noted(*args: Any, **more: Any) -> list[bytes]:
         threads.append(threading.current_thread())
-        return page_hashes(*args)
+        return page_hashes(*args, **more)
 
     monkeypatch.setattr(page_names, "page_hashes", noted)
     names = PageNames(PAGE, RANKS)
@@ -118,7 +133,7 @@ async def test_nothing_is_asked_for_a_request_without_pages() -> None:
 def with_parts(count: int) -> RequestPages:
     """Pages of two ranks with a window of two pages, and a part that all pages have."""
     digests = page_hashes(range(count * PAGE), PAGE)
-    return RequestPages(PAGE, RANKS[:2], {"r": digests}, [WINDOWS, INDEX])
+    return RequestPages(PageNames(PAGE, RANKS[:2], [WINDOWS, INDEX]), {"r": digests})
 
 
 def test_an_end_has_the_parts_that_its_sequence_needs() -> None:

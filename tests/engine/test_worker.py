@@ -38,6 +38,7 @@ def manager(ranks: Any = (), *, deterministic: bool = False, status: str = "Up")
     return SimpleNamespace(
         served_model_name="m",
         model_config=SimpleNamespace(context_len=9, is_multimodal=False),
+        mm_processor=None,
         is_generation=True,
         tokenizer=None,
         server_args=SimpleNamespace(chat_template=None, enable_deterministic_inference=deterministic),
@@ -76,7 +77,7 @@ def ask(
     starting = Starting(lambda client: False)
     if started:
         starting.end()
-    identity: Any = SimpleNamespace(geometry=GEOMETRY, rank_suffixes=[b""], parts=[])
+    identity: Any = SimpleNamespace(geometry=GEOMETRY, rank_suffixes=[b""], parts=[], pairs=False)
     config: Any = SimpleNamespace(engine=SimpleNamespace(model_path="m"), handoff="pool")
     reached: Any = pool or Pool({"a": None})
     metrics = WorkerMetrics()

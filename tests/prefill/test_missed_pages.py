@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.engine.http.cache_report import Found, Reuse
 from pdserve.engine.http.request import HttpRequest
-from pdserve.engine.page_names import RequestPages
+from pdserve.engine.page_names import PageNames, RequestPages
 from pdserve.kvpool.protocol.messages import Fate
 from pdserve.pages import page_hashes, pool_key
 from pdserve.prefill.missed_pages import Miss, MissedPages, header_of, miss_of
@@ -39,7 +39,7 @@ class Counts:
 
 
 def pages_of(count: int) -> RequestPages:
-    return RequestPages(PAGE, [b""], {"r": page_hashes(range(count * PAGE), PAGE)})
+    return RequestPages(PageNames(PAGE, [b""]), {"r": page_hashes(range(count * PAGE), PAGE)})
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def test_when_nothing_arrives_only_the_first_prefill_waits_its_whole_time() -> N
         for round_ in range(4):
             if round_ == 2:
                 pool.committed.update(PAGES)
-            await prefill._published(RequestPages(PAGE, [b""], {"r": PAGES}), [])
+            await prefill._published(RequestPages(NAMES, {"r": PAGES}), [])
         return [timeout_s for _, timeout_s in pool.waits]
 
     assert asyncio.run(run()) == [TIMEOUT_S, GRACE_S, GRACE_S, TIMEOUT_S]

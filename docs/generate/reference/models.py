@@ -47,6 +47,7 @@ FEATURES: Final = (
         "TP",
         "unequal TP",
         "PP",
+        "DP",
         "DP attention",
         "direct hand-off",
     ),

@@ -12,7 +12,7 @@ from pdserve.engine.http.held import Door
 from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.prompt_identity import chat_template_fingerprint, tokenizer_fingerprint
 from pdserve.engine.sglang import long_texts
-from pdserve.engine.sglang.tokenizer_manager import watch
+from pdserve.engine.sglang.tokenizer_manager import names_media, watch
 from pdserve.sglang_places import places
 
 PLACES: Final = (
@@ -100,6 +100,7 @@ class Engine:
             "tokenizer": tokenizer_fingerprint(manager.tokenizer),
             "chat_template": chat_template_fingerprint(manager.tokenizer, named),
             "is_multimodal": bool(manager.model_config.is_multimodal),
+            "names_media": names_media(manager),
             "adapters": sorted(manager.lora_ref_cache),
             "longest_token_bytes": bound.longest_token_bytes,
             "text_shrink": bound.text_shrink,

@@ -13,9 +13,11 @@ from sglang.srt.configs.model_config import AttentionArch, ModelConfig, is_deeps
 from sglang.srt.model_loader.checkpoint_quantization import resolve_checkpoint_quant_spec
 
 from pdserve.engine.fingerprint_cache import kept_fingerprint
+from pdserve.engine.sglang.drafts import drafts
 from pdserve.errors import StartupError
 from pdserve.kvpool.protocol.page_tag import page_key_id
 from pdserve.pages import (
+    DRAFT,
     KV,
     STATES,
     KvGeometry,
@@ -76,12 +78,13 @@ PLACES: Final = (
 @dataclass(frozen=True)
 class KvIdentity:
     """What names a worker's pages: the geometry, and under which rank suffixes one prompt's pages
-    are stored. `parts`: those beside KV.
+    are stored. `parts`: those beside KV. `pairs`: as in `pages.page_hashes`.
     """
 
     geometry: KvGeometry
     rank_suffixes: list[bytes]
     parts: list[PagePart] = field(default_factory=list)
+    pairs: bool = False
 
 
 def kv_identity(server_args: Any, page_key: str = "", pieces: int = 0) -> KvIdentity:
@@ -110,6 +113,7 @@ def kv_identity(server_args: Any, page_key: str = "", pieces: int = 0) -> KvIden
     dp_size = max(server_args.attn_dp_size, server_args.dp_size if server_args.enable_dp_attention else 1)
     tp_size = server_args.tp_size // dp_size
     windows = _parts(config, server_args.page_size)
+    drafted = drafts(server_args, config, has_parts=bool(windows), pieces=pieces)
     if pieces and windows:
         said = f"engine.page_pieces: this model keeps {', '.join(windows)} state beside its KV pages"
         raise StartupError(f"{said}, which has no pieces: give all workers one --tp-size")
@@ -118,6 +122,8 @@ def kv_identity(server_args: Any, page_key: str = "", pieces: int = 0) -> KvIden
     if pieces:
         _check_pieces(pieces, tp_size, int(config.get_total_num_kv_heads()), server_args.hicache_mem_layout)
         tp_size = pieces
+    if drafted.is_part:
+        windows[DRAFT] = 0  # of all pages
     geometry = KvGeometry(
         model=kept_fingerprint(model_path, model_fingerprint),
         dtype=dtype,
@@ -126,7 +132,7 @@ def kv_identity(server_args: Any, page_key: str = "", pieces: int = 0) -> KvIden
         layout=server_args.hicache_mem_layout,
         tp_size="replicated" if replicated else str(tp_size),
         pp_size=str(server_args.pp_size),
-        options=_options(server_args, page_key),
+        options=_options(server_args, page_key, drafted.option),
         parts=KvGeometry.parts_text(windows),
     )
 
@@ -136,7 +142,7 @@ def kv_identity(server_args: Any, page_key: str = "", pieces: int = 0) -> KvIden
         return [part_suffix(rank, name) for rank in ranks]
 
     parts = [PagePart(name, pages, suffixes(name)) for name, pages in windows.items()]
-    return KvIdentity(geometry, suffixes(KV), parts)
+    return KvIdentity(geometry, suffixes(KV), parts, drafted.pairs)
 
 
 def check_cached(server_args: Any) -> None:
@@ -223,7 +229,7 @@ def _quantization(config: Any, model_path: Path) -> dict[str, Any]:
     return nested
 
 
-def _options(server_args: Any, page_key: str) -> str:
+def _options(server_args: Any, page_key: str, drafted: str) -> str:
     """Settings beyond the model's files that change its keys and values, those that are set, readable."""
     found = {name: getattr(server_args, name) for name in _VALUE_OPTIONS}
     if server_args.load_format == "dummy":
@@ -232,6 +238,7 @@ def _options(server_args: Any, page_key: str) -> str:
     found["page_key"] = page_key_id(page_key) if page_key else None
     overrides = json.loads(server_args.json_model_override_args or "{}")
     found["json_model_override_args"] = json.dumps(overrides, sort_keys=True) if overrides else None
+    found["draft"] = drafted
     return ",".join(f"{name}={value}" for name, value in sorted(found.items()) if value)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from array import array
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
@@ -26,14 +27,27 @@ TESTED_SGLANG = "0.5.23"
 MODULES: Final = (
     *("answers", "children.declined_fetches", "children.detached", "children.entry", "children.kept_prompts"),
     *("children.pulls", "children.ssd_tokens"),
-    *("continuation", "engine", "geometry", "long_texts", "prompt", "server", "server_args", "storage"),
+    *(
+        "continuation",
+        "drafts",
+        "engine",
+        "geometry",
+        "long_texts",
+        "prompt",
+        "server",
+        "server_args",
+        "storage",
+    ),
     *("tls", "tokenizer_manager", "trials.device_pages"),
 )
 """The modules of this package that lean on SGLang; each declares its `PLACES`."""
-HASHES: Final = places(
-    "sglang.srt.mem_cache.utils",
-    "get_hash_str(token_ids, prior_hash, page_size)",
-    "storage_namespace_seed(extra_key, cache_salt)",
+HASHES: Final = (
+    *places(
+        "sglang.srt.mem_cache.utils",
+        "get_hash_str(token_ids, prior_hash, page_size)",
+        "storage_namespace_seed(extra_key, cache_salt)",
+    ),
+    *places("sglang.srt.mem_cache.radix_cache", "RadixKey(token_ids, is_bigram)"),
 )
 
 
@@ -117,28 +131,29 @@ def wrong_attachment() -> str:
 
 
 def page_hashes_agree() -> bool:
-    """SGLang's page hashes of this process equal ours, with and without a namespace.
+    """SGLang's page hashes of this process equal ours: with and without a namespace, of tokens and of pairs.
 
     On a GPU machine this compiles SGLang's native hash, once per machine: raises StartupError, naming what to
     install, when that fails.
     """
     from sglang.srt.mem_cache import utils
+    from sglang.srt.mem_cache.radix_cache import RadixKey
 
     from pdserve.pages import namespace_seed, page_hashes
 
-    tokens = [(7919 * i) % 150_000 for i in range(3 * 16)]
-    for extra_key, cache_salt in ((None, None), ("tenant", "sält")):
+    for extra_key, cache_salt, pairs in ((None, None, False), ("tenant", "sält", False), (None, None, True)):
+        tokens = [(7919 * i) % 150_000 for i in range(3 * 16 + pairs)]
+        key = RadixKey(array("q", tokens), is_bigram=pairs)
         try:
             theirs = utils.get_hash_str(
-                tokens, utils.storage_namespace_seed(extra_key, cache_salt), page_size=16
+                key, utils.storage_namespace_seed(extra_key, cache_salt), page_size=16
             )
         except RuntimeError as error:
             raise StartupError(
                 "SGLang's page hash could not be compiled: install a C++ compiler, ninja and OpenSSL's "
                 "headers (on Debian: apt-get install g++ ninja-build libssl-dev)"
             ) from error
-        if theirs != [
-            digest.hex() for digest in page_hashes(tokens, 16, namespace_seed(extra_key, cache_salt))
-        ]:
+        seed = namespace_seed(extra_key, cache_salt)
+        if theirs != [digest.hex() for digest in page_hashes(tokens, 16, seed, pairs=pairs)]:
             return False
     return True

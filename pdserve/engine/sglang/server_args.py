@@ -18,6 +18,8 @@ from pdserve.capacity.model import WITH_SCALES
 from pdserve.errors import ConfigError
 from pdserve.sglang_places import places
 
+STORED_DRAFTS: Final = ("EAGLE", "EAGLE3", "STANDALONE", "NGRAM")
+"""Values of --speculative-algorithm. NEXTN is SGLang's other name of EAGLE."""
 _SECRET = frozenset({"api_key", "admin_api_key"})
 _SHOWN_CHARACTERS = 60
 
@@ -26,7 +28,8 @@ PLACES: Final = (
         "sglang.srt.server_args",
         "prepare_server_args(argv)",
         "ServerArgs.resolve_once(self)",
-        "ServerArgs(tp_size, pp_size, dp_size, enable_dp_attention)",
+        "ServerArgs(tp_size, pp_size, dp_size, enable_dp_attention, speculative_algorithm)",
+        "ServerArgs(disaggregation_mode, hicache_host_memory_mode, device)",
     ),
     *places("sglang.srt.arg_groups.model_override_base", "resolved_view(server_args)"),
 )
@@ -104,6 +107,32 @@ def check_kv_dtype(found: Any) -> None:
         raise ConfigError(
             f"--kv-cache-dtype {found.kv_cache_dtype}: SGLang keeps scales beside its values, and stores no "
             'such pages: take fp8_e4m3, or storage = "none"'
+        )
+
+
+def check_drafts(found: Any) -> None:
+    """Raises ConfigError for speculative decoding whose pages were never seen to be stored."""
+    algorithm = found.speculative_algorithm
+    if found.device == "cpu" and algorithm == "NGRAM":
+        raise ConfigError(
+            f"--speculative-algorithm {algorithm}: SGLang has it on a CPU with its own kernels only"
+        )
+    if algorithm is None or not found.enable_hierarchical_cache:
+        return
+    if algorithm not in STORED_DRAFTS:
+        raise ConfigError(
+            f"--speculative-algorithm {algorithm}: pdserve has not seen SGLang store its pages: take one of "
+            f'{", ".join(STORED_DRAFTS)}, or storage = "none"'
+        )
+    if found.disaggregation_mode != "null":
+        raise ConfigError(
+            f"--speculative-algorithm {algorithm}: pdserve has not seen drafts handed over directly: take "
+            'handoff = "pool"'
+        )
+    if found.hicache_host_memory_mode == "buffer_only":
+        raise ConfigError(
+            f"--speculative-algorithm {algorithm}: pdserve has not seen drafts staged in host memory: take "
+            'engine.hicache_host_memory_mode = "cache"'
         )
 
 

@@ -17,9 +17,12 @@ aborts what runs (`server.py`), which SGLang would answer as something complete.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 from weakref import WeakValueDictionary
 
@@ -28,14 +31,17 @@ from fastapi import HTTPException
 from pdserve.engine.engine_bounds import bound_sampling, check_ids, check_logprobs, check_stop_regex
 from pdserve.engine.http.cache_report import Reuse
 from pdserve.engine.http.cache_salt import salt_of_request
+from pdserve.engine.http.dp_ranks import DpRanks
 from pdserve.engine.http.endpoints import EMBEDDINGS, RESPONSES
 from pdserve.engine.http.held import Door
 from pdserve.engine.http.meeting_room import room_of_request
 from pdserve.engine.http.request import HttpRequest, current_request
 from pdserve.engine.http.timing import WorkerMetrics
+from pdserve.engine.page_names import HASHED_AT_ONCE_TOKENS
 from pdserve.engine.sglang.answers import first_token, is_aborted, replace_counts
 from pdserve.engine.sglang.continuation import Continuation, extend_prompt, marked
 from pdserve.errors import RequestError
+from pdserve.pages import namespace_seed, page_hashes
 from pdserve.sglang_places import places
 
 _ROOM = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
@@ -54,6 +60,9 @@ PLACES: Final = (
         "TokenizerManager._handle_batch_output(recv_obj)",
         "TokenizerManager.abort_request(rid)",
         "TokenizerManager.init_running_status sets rid_to_state",
+        "TokenizerManager.__init__ sets elastic_worker_count",
+        "TokenizerManager.init_tokenizer_and_processor sets mm_processor",
+        "TokenizerManager._tokenize_one_request uses SGLANG_MM_PRECOMPUTE_HASH, set_pad_values",
         "ReqState(finished, output_ids, obj, dispatched, abort_sent)",
     ),
     *places(
@@ -61,12 +70,23 @@ PLACES: Final = (
         f"GenerateReqInput({', '.join(_SET_BY_SGLANG)}, cache_salt)",
         "TokenizedGenerateReqInput(rid, input_ids, mm_inputs, extra_key, lora_id, cache_salt)",
         "TokenizedGenerateReqInput(sampling_params, return_logprob, logprob_start_len, top_logprobs_num)",
-        "TokenizedGenerateReqInput(token_ids_logprob)",
+        "TokenizedGenerateReqInput(token_ids_logprob, routed_dp_rank, bootstrap_room)",
     ),
     *places(
         "sglang.srt.sampling.sampling_params",
         "SamplingParams(top_k, min_new_tokens, max_new_tokens, stop_token_ids, stop_regex)",
         "SamplingParams(stop_regex_strs, stop_regex_max_len)",
+    ),
+    *places("sglang.srt.managers.mm_utils", "pad_mm_tokens(input_ids, mm_inputs)"),
+    *places(
+        "sglang.srt.managers.schedule_batch",
+        "MultimodalProcessorOutput(mm_items, padded_input_ids)",
+        "MultimodalDataItem(pad_value)",
+    ),
+    *places(
+        "sglang.srt.managers.scheduler",
+        "Scheduler._try_apply_padded_mm_input_ids(recv_req, req, image_inputs) uses padded_input_ids",
+        "Scheduler._handle_generate_request uses _try_apply_padded_mm_input_ids, pad_input_ids_func",
     ),
 )
 
@@ -81,6 +101,7 @@ class SglangRequest:
     extra_key: str | None = None
     cache_salt: str | None = None
     continuation: Continuation | None = None  # where it continues another worker's stream
+    dp_rank: int | None = None  # where it was decided here
     reuse: Reuse | None = None
     tell_abort: Callable[[str], None] | None = None
 
@@ -142,6 +163,9 @@ class _Wrap:
         self._init = manager._init_req_state
         self._handle = manager._handle_batch_output
         self._create = manager._create_tokenized_object
+        self._media_is_named = names_media(manager)
+        ranks = int(manager.elastic_worker_count)
+        self._dp_ranks = DpRanks(ranks) if ranks > 1 else None
         self._made: WeakValueDictionary[str, SglangRequest] = WeakValueDictionary()
         """By SGLang's request id, as long as the HTTP request's record holds them."""
 
@@ -239,7 +263,9 @@ class _Wrap:
             pairs = [(made, one) for one in tokenized(argument) if (made := self._made.get(one.rid))]
             for made, one in pairs:
                 self._extend(http, made, one)
-                _name(made, one)
+                _name(made, one, token_ids(one, media_is_named=self._media_is_named))
+                if self._dp_ranks is not None:
+                    await self._place(self._dp_ranks, made, one)
                 http.reuse.sent(one.rid)
             result = await send(argument)
             if http.left.is_set():
@@ -249,6 +275,21 @@ class _Wrap:
             return result
 
         return send_request
+
+    async def _place(self, ranks: DpRanks, made: SglangRequest, tokenized: Any) -> None:
+        """Choose the data parallel rank of a request, unless a client or a direct hand-off has chosen it."""
+        asked = (tokenized.routed_dp_rank, tokenized.bootstrap_room)
+        if made.input_ids is None or asked != (None, None):
+            return
+        seed = namespace_seed(made.extra_key, made.cache_salt)
+        hashed = partial(page_hashes, made.input_ids, self._manager.server_args.page_size, seed)
+        is_long = len(made.input_ids) > HASHED_AT_ONCE_TOKENS
+        chain = await asyncio.to_thread(hashed) if is_long else hashed()
+        running = [0] * ranks.count
+        for one in self._made.values():
+            if one.dp_rank is not None and not one.is_finished:
+                running[one.dp_rank] += 1
+        made.dp_rank = tokenized.routed_dp_rank = ranks.choose(chain, running)
 
     def _extend(self, http: HttpRequest, made: SglangRequest, tokenized: Any) -> None:
         if http.stream is None or http.stream.so_far is None:
@@ -289,14 +330,48 @@ def _bound(obj: Any, tokenized: Any, vocabulary: int) -> None:
     check_logprobs(prompt, sampling.max_new_tokens or 0, each, vocabulary)
 
 
-def _name(made: SglangRequest, tokenized: Any) -> None:
+def _name(made: SglangRequest, tokenized: Any, ids: list[int] | None) -> None:
     """Record what names the request's pages, as the scheduler will see it (`Req.__init__`). Copied: the
-    tokenizer manager turns these fields into bytes next.
+    tokenizer manager turns these fields into bytes next. `ids`: of its tokens, None where only the scheduler
+    knows them.
     """
-    if tokenized.input_ids is None or tokenized.mm_inputs is not None:
-        return  # an image's tokens get their ids in the scheduler: its pages cannot be named here
-    made.input_ids = list(tokenized.input_ids)
+    if ids is None:
+        return
+    made.input_ids = ids
     made.extra_key = tokenized.extra_key
     if tokenized.lora_id is not None:
         made.extra_key = (tokenized.extra_key or "") + tokenized.lora_id
     made.cache_salt = tokenized.cache_salt or None
+
+
+def token_ids(tokenized: Any, *, media_is_named: bool) -> list[int] | None:
+    """The ids that SGLang names the pages of a prompt by. `tokenized`: SGLang's request, as it is sent to the
+    scheduler. None: only the scheduler knows them.
+
+    SGLang replaces the ids of an image's tokens by ids made of a hash of its pixels. The hash is made in this
+    process, where SGLANG_MM_PRECOMPUTE_HASH is set.
+    """
+    ids, media = tokenized.input_ids, tokenized.mm_inputs
+    if ids is None or media is None:
+        return None if ids is None else list(ids)
+    padded = media.padded_input_ids
+    if padded is not None and len(padded) == len(ids):  # as `_try_apply_padded_mm_input_ids`
+        return list(padded)
+    if not media_is_named or any(item.pad_value is None for item in media.mm_items):
+        return None
+    from sglang.srt.managers.mm_utils import pad_mm_tokens
+
+    return list(pad_mm_tokens(array("q", ids), media))
+
+
+def names_media(tokenizer_manager: Any) -> bool:
+    """Whether the model replaces ids in the way that most models do. Others need the model itself for it,
+    which this process has not.
+    """
+    processor = tokenizer_manager.mm_processor
+    if processor is None:
+        return False
+    wanted = (tokenizer_manager.model_config.hf_config.architectures or [""])[0]
+    model = next((one for one in processor.models if one.__name__ == wanted), None)
+    pad = getattr(model, "pad_input_ids", None)
+    return pad is not None and pad.__code__.co_names == ("pad_mm_tokens",)

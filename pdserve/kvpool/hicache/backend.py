@@ -51,7 +51,7 @@ from pdserve.kvpool.hicache.page_access import HostPool, PageAccess, open_access
 from pdserve.kvpool.hicache.page_trace import PageTrace
 from pdserve.kvpool.hicache.ssd_pages import came_from_ssd
 from pdserve.kvpool.mover.chain_client import Moved
-from pdserve.pages import KV, STATES, KvGeometry, part_suffix, piece_suffixes
+from pdserve.pages import DRAFT, KV, STATES, KvGeometry, part_suffix, piece_suffixes
 from pdserve.tokens import Secret, decode_secret
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,8 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         self._settings = _read_settings(storage_config)
         _check_ranks(storage_config, self._settings.geometry)
         self._pools: dict[str, HostPool] = {}  # by part
-        self._pages: PageAccess | None = None  # from `on_host_pools_registered` on
+        self._pages: PageAccess | None = None  # once all parts are registered
+        self._is_registered = False  # all parts but those of draft models
         self._trace = PageTrace(os.environ)
         self._warned_at_s = 0.0
 
@@ -120,16 +121,25 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
                 "run it without the pool"
             )
         self._add(name, host_pool)
+        if self._is_registered:
+            self._open()
 
     def on_host_pools_registered(self) -> None:
-        """All host pools are known. Raises StartupError where one that was declared is not there, or the pool
-        refuses us.
+        """All host pools are known, but those of draft models: SGLang registers them last. Raises
+        StartupError where one that was declared is not there, or the pool refuses us.
         """
         for name in self._settings.geometry.window_pages:
-            if name not in self._pools:
+            if name not in self._pools and name != DRAFT:
                 raise StartupError(
                     f"SGLang keeps no {name} pages of this model, which pdserve expected of it"
                 )
+        self._is_registered = True
+        self._open()
+
+    def _open(self) -> None:
+        """Reach the pool, once all declared parts are registered. Raises StartupError: it refuses us."""
+        if not self._pools.keys() >= self._settings.geometry.window_pages.keys():
+            return
         pages = open_access(
             self._settings.pool,
             self._settings.namespace,
@@ -274,6 +284,8 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
     @property
     def _opened(self) -> PageAccess:
         if self._pages is None:
+            if self._is_registered:
+                raise StartupError(f"SGLang keeps no {DRAFT} pages, which pdserve expected of it")
             raise PoolUnavailable("SGLang has registered no host pool yet")
         return self._pages
 

@@ -43,6 +43,8 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     chat_template: str = ""
     is_multimodal: bool | None = None
     """The model takes images, video or audio. None: the worker does not say."""
+    names_media: bool = False
+    """It waits for the pages of prompts with media, too."""
     adapters: tuple[str, ...] = ()
     """Names of the LoRA adapters that it started with."""
     longest_token_bytes: Number = 0

@@ -185,7 +185,7 @@ class Planner(msgspec.Struct, frozen=True):
             return None, "agg", "agg"
         if facts.endpoint.path not in self.prefill_endpoints:
             return None, "no-stage", "no-stage"
-        if facts.has_media:
+        if facts.has_media and not _name_media(decode, *snapshot.prefill):
             return None, "media", "media"
         if not snapshot.prefill:
             return None, "none-ready", "none-ready"
@@ -194,12 +194,17 @@ class Planner(msgspec.Struct, frozen=True):
             choice = self.prefill_policy.choose(_ask(facts, last_id, places), snapshot.prefill)
         except NoWorkerError:
             return None, "session-worker-gone", "session-worker-gone"
-        if self.min_prefill_tokens:
+        if self.min_prefill_tokens and not facts.has_media:  # how many tokens an image has is not known here
             threshold = direct_threshold(self.min_prefill_tokens, self.weights, choice.worker, decode)
             uncached = _uncached(facts, decode, places)
             if uncached < threshold:
                 return None, f"direct(uncached={uncached}<{threshold})", "direct"
         return choice.worker, str(choice), choice.cause or choice.reason
+
+
+def _name_media(*workers: Worker) -> bool:
+    """A prefill worker that cannot name the pages of media answers before they are in the pool."""
+    return all(worker.info is not None and worker.info.names_media for worker in workers)
 
 
 def _plan_at_holder(facts: RequestFacts, snapshot: Snapshot) -> Plan:

@@ -73,6 +73,8 @@ class Engine:
     rid: str = "first"
     tokenizer: Tokenizer = field(default_factory=Tokenizer)
     incremental_streaming_output: bool = False
+    mm_processor: Any = None
+    elastic_worker_count: int = 1
     sampling: dict[str, Any] = field(default_factory=dict)
     """Set by the model or the server, whatever the client says."""
     return_logprob: bool = False

@@ -32,6 +32,7 @@ DEFAULTS: dict[str, Any] = {
     "load_format": "auto",
     "lora_paths": None,
     "json_model_override_args": "{}",
+    "speculative_algorithm": None,
     **dict.fromkeys(geometry._VALUE_OPTIONS),
 }
 

@@ -15,6 +15,8 @@ from pdserve.engine.config import EngineConfig
 from pdserve.engine.demo.model import make_demo_model
 from pdserve.engine.sglang.geometry import kv_identity, longest_tokens
 from pdserve.engine.sglang.server_args import (
+    STORED_DRAFTS,
+    check_drafts,
     check_host_memory,
     check_kv_dtype,
     check_needs,
@@ -58,7 +60,6 @@ def test_what_a_worker_needs_are_arguments_that_sglang_has(engine: EngineConfig)
             ["--api-key", "secret-of-a-user"],
             "--api-key would be set, but a worker needs none: set cluster_token",
         ),
-        (["--dp-size", "2"], "--dp-size would be 2, but a worker needs 1: on CPU run more workers instead"),
         (
             ["--tp-size", "2", "--attn-dp-size", "2"],
             "--attn-dp-size would be 2, but a worker needs 1: SGLang's",
@@ -117,20 +118,41 @@ def test_the_longest_request_is_as_the_worker_was_told_or_the_models_own(engine:
     assert longest_tokens(resolve(replace(engine, context_length=512))) == 512
 
 
+def drafting(algorithm: str, **changed: Any) -> Any:
+    found = {"enable_hierarchical_cache": True, "speculative_algorithm": algorithm}
+    found |= {"disaggregation_mode": "null", "hicache_host_memory_mode": "cache", "device": "cuda", **changed}
+    return SimpleNamespace(**found)
+
+
 @pytest.mark.model_support(
-    "multi-head attention",
-    "speculative decoding",
-    refused="the pool does not store the state of draft models yet",
+    "multi-head attention", "speculative decoding", refused="pdserve has not seen SGLang store its pages"
 )
-def test_draft_models_are_refused(engine: EngineConfig) -> None:
-    own = resolve(engine)
+@pytest.mark.parametrize("algorithm", ["DFLASH", "DSPARK", "FROZEN_KV_MTP", "UNO", "ANOTHER"])
+def test_drafts_whose_pages_nobody_saw_are_refused_in_one_line(algorithm: str) -> None:
+    found = drafting(algorithm)
+    said = f"--speculative-algorithm {algorithm}: pdserve has not seen SGLang store its pages: take one of"
+    with pytest.raises(ConfigError, match=said):
+        check_drafts(found)
+    found.enable_hierarchical_cache = False
+    check_drafts(found)
 
-    class Speculating:
-        def __getattr__(self, name: str) -> Any:
-            return "EAGLE" if name == "speculative_algorithm" else getattr(own, name)
 
-    with pytest.raises(ConfigError, match="the pool does not store the state of draft models yet"):
-        check_needs(Speculating(), own, needed("cuda"))
+@pytest.mark.parametrize("algorithm", STORED_DRAFTS)
+def test_drafts_go_by_the_pool_and_host_memory_that_keeps_pages_alone(algorithm: str) -> None:
+    check_drafts(drafting(algorithm))
+    with pytest.raises(ConfigError, match='drafts handed over directly: take handoff = "pool"'):
+        check_drafts(drafting(algorithm, disaggregation_mode="decode"))
+    with pytest.raises(
+        ConfigError, match=r'staged in host memory: take engine\.hicache_host_memory_mode = "cache"'
+    ):
+        check_drafts(drafting(algorithm, hicache_host_memory_mode="buffer_only"))
+
+
+def test_ngrams_are_refused_on_cpu_only() -> None:
+    with pytest.raises(ConfigError, match="NGRAM: SGLang has it on a CPU with its own kernels only"):
+        check_drafts(drafting("NGRAM", device="cpu"))
+    check_drafts(drafting("EAGLE", device="cpu"))
+    check_drafts(drafting("NGRAM"))
 
 
 def test_other_arguments_are_the_users(engine: EngineConfig) -> None:
@@ -152,9 +174,9 @@ def test_a_value_that_sglang_itself_changes_is_compared_too(engine: EngineConfig
         check_needs(Changed(), own, needed("cuda"))
 
 
-def test_data_parallelism_is_refused_on_cpu_only() -> None:
-    assert "dp_size" in needed("cpu")
-    assert "dp_size" not in needed("cuda")
+def test_data_parallel_attention_is_refused_on_cpu_only() -> None:
+    assert "attn_dp_size" in needed("cpu")
+    assert "attn_dp_size" not in needed("cuda")
 
 
 def test_the_arguments_and_the_environment_stay_as_they_are(engine: EngineConfig) -> None:

@@ -32,6 +32,8 @@ class Manager:
 
     incremental_streaming_output = False
     tokenizer = None
+    mm_processor = None
+    elastic_worker_count = 1
 
     def __init__(
         self, steps: int = 0, choices: int = 1, stops: bool = True, raised: Exception | None = None

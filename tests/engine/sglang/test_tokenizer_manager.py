@@ -27,14 +27,15 @@ META = {
 
 def test_pages_are_named_as_the_scheduler_names_them_before_sglang_encodes_the_tokens() -> None:
     async def app(manager: Manager, client: Client, receive: Any, send: Any) -> None:
-        manager._init_req_state(Tokenized(["plain", "lora", "both", "salt", "image"]))
+        manager._init_req_state(Tokenized(["plain", "lora", "both", "salt", "image", "padded"]))
         await manager._send_batch_request(
             [
                 Tokenized("plain", [1, 2], "key", "salt"),
                 Tokenized("lora", [1], lora_id="L"),
                 Tokenized("both", [1], extra_key="K", lora_id="L"),
                 Tokenized("salt", [1], cache_salt=""),
-                Tokenized("image", [1], mm_inputs=object()),
+                Tokenized("image", [1], mm_inputs=SimpleNamespace(padded_input_ids=None)),
+                Tokenized("padded", [1, 2], mm_inputs=SimpleNamespace(padded_input_ids=[1, 2**50])),
             ]
         )
 
@@ -49,6 +50,7 @@ def test_pages_are_named_as_the_scheduler_names_them_before_sglang_encodes_the_t
         "both": ([1], "KL", None),
         "salt": ([1], None, None),
         "image": (None, None, None),
+        "padded": ([1, 2**50], None, None),
     }
 
 
@@ -282,3 +284,19 @@ def test_a_conversation_lacks_the_last_token_which_was_never_fed_back() -> None:
     request.requests["a"].state.output_ids = [3, 4]  # type: ignore[attr-defined]
     assert request.requests["a"].conversation() == [1, 2, 3]
     assert request.requests["b"].conversation() == []
+
+
+def test_a_conversation_stays_at_its_data_parallel_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, other = Tokenized("first", [1, 2, 3, 4, 5]), Tokenized("other", [6, 7, 8, 9, 5])
+    second = Tokenized("second", [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    chosen = Tokenized("chosen", [1, 2, 3, 4], routed_dp_rank=1)
+    direct = Tokenized("direct", [1, 2, 3, 4], bootstrap_room=7)
+
+    async def app(manager: Manager, client: Client, receive: Any, send: Any) -> None:
+        manager._init_req_state(Tokenized(["first", "other", "second", "chosen", "direct"]))
+        await manager._send_batch_request([first, other, second, chosen, direct])
+
+    monkeypatch.setattr(Manager, "elastic_worker_count", 2)
+    served(app)
+    ranks = [one.routed_dp_rank for one in (first, other, second, chosen, direct)]
+    assert ranks == [0, 1, 0, 1, None]

@@ -388,6 +388,21 @@ def test_state_that_was_not_declared_does_not_start(pool: Pool) -> None:
     made.close()
 
 
+def test_a_draft_model_is_registered_after_all_others_and_then_pages_move(pool: Pool) -> None:
+    made = hicache_backend.PdserveHiCache(storage_config(pool, geometry(parts="draft:0")), {})
+    attach(made, HostPool("page_first"))
+    chain, pages = names(2), indices([0, 1])
+    draft = [PoolTransfer(PoolName.DRAFT, pages, keys=chain)]
+    assert made.batch_set_v1(chain, pages) == [False] * 2
+    assert made.batch_exists_v2(chain, draft) == PoolTransferResult(0, {}, [])
+    made.register_mem_host_pool_v2(HostPool("page_first", layers=1), PoolName.DRAFT)
+    assert made.batch_set_v1(chain, pages) == [True] * 2
+    assert made.batch_exists_v2(chain, draft).restorable_prefix_pages == []
+    assert made.batch_set_v2(draft) == {"draft": [True] * 2}
+    assert made.batch_exists_v2(chain, draft).restorable_prefix_pages == [1, 2]
+    made.close()
+
+
 def test_a_part_that_was_declared_and_is_not_there_does_not_start(pool: Pool) -> None:
     made = hicache_backend.PdserveHiCache(storage_config(pool, geometry(parts="swa:2")), {})
     with pytest.raises(StartupError, match="no swa pages"):

@@ -7,7 +7,7 @@ import pytest
 from pdserve.router.api.endpoints import ENDPOINTS
 from pdserve.router.api.errors import NoWorkerError
 from pdserve.router.fleet.registry import Snapshot
-from pdserve.router.fleet.worker import Worker
+from pdserve.router.fleet.worker import Worker, WorkerInfo
 from pdserve.router.placement.planner import Plan, Planner, Settle, choose_alternate
 from pdserve.router.placement.policies import PolicySettings, make_policy
 from pdserve.router.placement.request_facts import RequestFacts
@@ -81,6 +81,24 @@ def test_the_decode_worker_does_it_alone(facts: RequestFacts, more: dict[str, An
     made = plan(facts, **more)
     assert made.prefill is None
     assert why in made.reasons
+
+
+def test_media_that_all_workers_can_name_go_through_the_prefill_stage() -> None:
+    def worker(role: Any, *, names_media: bool) -> Worker:
+        made = Worker(role, f"http://{role}{names_media}:1")
+        made.info = WorkerInfo(role, "m", names_media=names_media)
+        return made
+
+    facts = RequestFacts(ENDPOINTS[CHAT], has_media=True)
+    prefill, decode = (worker(role, names_media=True) for role in ("prefill", "decode"))
+    assert plan(facts, (prefill,), (decode,)).prefill is prefill
+    assert plan(facts, (prefill,), (decode,), min_prefill_tokens=10_000).prefill is prefill
+    for pair in (
+        (prefill, worker("decode", names_media=False)),
+        (worker("prefill", names_media=False), decode),
+    ):
+        made = plan(facts, pair[:1], pair[1:])
+        assert (made.prefill, made.reasons[-1]) == (None, "prefill=media")
 
 
 def test_no_worker_is_a_503() -> None:

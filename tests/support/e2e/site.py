@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tests.support.e2e.cluster import PoolNode, Router, Worker, eventually, free_port
+from tests.support.e2e.draft_model import make_mtp_model
 from tests.support.e2e.latent_model import make_latent_model
 from tests.support.e2e.prompts import NEW_TOKENS, Answer, first_turns, second_turn
 from tests.support.e2e.servers import Servers
@@ -28,6 +29,8 @@ NEEDS: Final = {
     "ucx_worker": ("ucx",),
     "agg_worker": ("agg",),
     "latent": ("latent",),
+    "replicas": ("replicas",),
+    "drafts": ("drafted", "mtp-prefill", "mtp-decode"),
     "ranks": ("ranks-prefill", "ranks-decode", "ranks-one"),
     "cluster": ("prefill0", "decode0", "prefill1", "decode1"),
     "direct": ("sender", "receiver", "decode0"),
@@ -216,6 +219,12 @@ def _workers(run_dir: Path, model: Path, pools: dict[str, PoolNode], etcd: EtcdS
     registered = {"etcd": {"endpoints": [etcd.url]}}
     two_ranks = engine_settings(model, page_pieces=2, extra_args=["--tp-size", "2"])
     latent = engine_settings(latent_model, extra_args=["--tp-size", "2"])
+    drafted = engine_settings(model, extra_args=_drafting("STANDALONE", model))
+    mtp = make_mtp_model(model, run_dir / "demo-mtp")
+    predicting = engine_settings(mtp, extra_args=_drafting("EAGLE", mtp))
+    in_chunks = engine_settings(
+        mtp, extra_args=[*_drafting("EAGLE", mtp), "--chunked-prefill-size", str(CHUNK_TOKENS)]
+    )
     patient = {"publish_timeout_s": 30.0}
     to_file = {"storage": "file", "stop_grace_s": 600.0}
     stepwise = {"pull_step_tokens": CHUNK_TOKENS}
@@ -223,6 +232,7 @@ def _workers(run_dir: Path, model: Path, pools: dict[str, PoolNode], etcd: EtcdS
     ucx = {"nodes": [pools[f"ucxpool{i}"].ref for i in range(2)], "data_path": "ucx", "checksum": False}
     disaggregated = {"nodes": [pools["pool0"].ref], "retry_after_s": 0.2, "page_key": PAGE_KEY}
     of_ranks = {"nodes": [pools["pool0"].ref], "put_timeout_s": 30.0, "restart_wait_s": 0.0}
+    plainly = {"nodes": [pools["pool0"].ref]}
     return [
         Worker("agg", "plain", run_dir, exact, settings={"storage": "none"}),
         Worker("agg", "agg", run_dir, exact, shm, registered),
@@ -232,10 +242,23 @@ def _workers(run_dir: Path, model: Path, pools: dict[str, PoolNode], etcd: EtcdS
         Worker("decode", "ranks-decode", run_dir, two_ranks, of_ranks),
         Worker("prefill", "ranks-one", run_dir, engine_settings(model, page_pieces=2), of_ranks, patient),
         Worker("agg", "latent", run_dir, latent, of_ranks),
+        Worker("agg", "replicas", run_dir, engine_settings(model, extra_args=["--dp-size", "2"]), plainly),
+        Worker("agg", "drafted", run_dir, drafted, plainly),
+        Worker("prefill", "mtp-prefill", run_dir, in_chunks, plainly),
+        Worker("decode", "mtp-decode", run_dir, predicting, plainly, stepwise),
         Worker("prefill", "prefill0", run_dir, chunked, disaggregated),
         Worker("prefill", "prefill1", run_dir, staged, disaggregated),
         Worker("decode", "decode0", run_dir, exact, disaggregated, stepwise),
         Worker("decode", "decode1", run_dir, staged, disaggregated, stepwise),
         Worker("prefill", "sender", run_dir, chunked, disaggregated, direct),
         Worker("decode", "receiver", run_dir, exact, disaggregated, direct),
+    ]
+
+
+def _drafting(algorithm: str, draft: Path) -> list[str]:
+    """Three tokens are drafted, one after the other."""
+    return [
+        *("--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(draft)),
+        *("--speculative-num-steps", "3", "--speculative-eagle-topk", "1"),
+        *("--speculative-num-draft-tokens", "4"),
     ]

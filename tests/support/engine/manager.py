@@ -41,6 +41,8 @@ class Tokenized:
     logprob_start_len: int = -1
     top_logprobs_num: int = 0
     token_ids_logprob: Any = None
+    routed_dp_rank: int | None = None
+    bootstrap_room: int | None = None
 
 
 class Manager:
@@ -48,6 +50,9 @@ class Manager:
 
     incremental_streaming_output = False
     tokenizer: Any = None
+    mm_processor: Any = None
+    elastic_worker_count = 1
+    server_args = SimpleNamespace(page_size=4)
     model_config = SimpleNamespace(vocab_size=4096)
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from pdserve.engine.sglang.cpu import attention, copies, hashing, streams, unpinned
+from pdserve.engine.sglang.cpu import attention, copies, drafts, hashing, operators, streams, unpinned
 
 HOST_POOL_BASE = "sglang.srt.mem_cache.pool_host.base"
 SENDER = "sglang.srt.disaggregation.mooncake.conn"
@@ -184,7 +184,42 @@ HOOKS: tuple[Hook, ...] = (
         attention.from_slots_of_windows,
     ),
 )
+KERNELS_OF_DRAFTS: dict[str, dict[str, Callable[..., None]]] = {
+    "sglang.kernels.ops.speculative.spec_tree": {
+        "sgl_build_tree_kernel_efficient_cpu": drafts.build_tree_kernel_efficient_cpu,
+        "sgl_verify_tree_greedy_cpu": drafts.verify_tree_greedy_cpu,
+    },
+    "sglang.kernels.ops.speculative.cache_locs": {
+        "assign_draft_cache_locs_contiguous_cpu": drafts.assign_draft_cache_locs_contiguous_cpu,
+        "assign_extend_cache_locs_cpu": drafts.assign_extend_cache_locs_cpu,
+    },
+    "sglang.kernels.ops.speculative.eagle": {
+        "fill_bonus_tokens_cpu": drafts.fill_bonus_tokens_cpu,
+        "fill_accept_out_cache_loc_cpu": drafts.fill_accept_out_cache_loc_cpu,
+    },
+    "sglang.kernels.ops.kvcache.cache_move": {
+        "copy_all_layer_kv_cache_cpu": drafts.copy_all_layer_kv_cache_cpu,
+    },
+    "sglang.srt.mem_cache.allocation": {"assign_req_to_token_pool_cpu": drafts.assign_req_to_token_pool_cpu},
+}
 SCHEDULER_HOOKS: tuple[Hook, ...] = (
+    *(
+        Hook(module, name, None, _always(kernel))
+        for module, kernels in KERNELS_OF_DRAFTS.items()
+        for name, kernel in kernels.items()
+    ),
+    Hook(
+        ATTENTION_BACKEND,
+        "TorchNativeAttnBackend.forward_extend",
+        ("q", "k", "v", "layer", "forward_batch"),
+        drafts.verifying,
+    ),
+    Hook(
+        "sglang.srt.speculative.draft_utils",
+        "DraftBackendFactory._create_backend",
+        ("backend_name", "backend_map"),
+        drafts.with_torch,
+    ),
     Hook(SENDER, "MooncakeKVSender.supports_host_tensor_indices", None, lambda _: False),
     Hook(LATENT_ATTENTION, "AttentionBackendRegistry.get_handler", ("backend_name",), _absorbed),
     Hook(NCCL_LIBRARY, "NCCLLibrary.__init__", ("so_file",), _without_nccl),
@@ -203,6 +238,7 @@ def apply(hooks: tuple[Hook, ...] = HOOKS) -> None:
     Raises ImportError or AttributeError when SGLang lacks a place that the self-check should have named
     before.
     """
+    operators.declare()
     setattr(torch.cpu, "Event", streams.Event)  # noqa: B010  a class is replaced, which types do not allow
     setattr(torch.cpu, "Stream", streams.Stream)  # noqa: B010
     for hook in hooks:
@@ -242,15 +278,14 @@ def missing() -> Iterator[str]:
         unknown = set(hook.parameters) - set(inspect.signature(original).parameters)
         if unknown:
             yield f"{hook.name} (no parameter {', '.join(sorted(unknown))})"
-    yield from _unused_copies()
+    yield from _unused_kernels()
 
 
-def _unused_copies() -> Iterator[str]:
-    """The copies have no original on CPU to compare with: SGLang's code must still call
-    them by name.
-    """
-    for pool, called in COPIES.items():
-        source = inspect.getsource(importlib.import_module(pool))
-        for copy in called:
-            if f"{copy.__name__}(" not in source:
-                yield f"{pool}.{copy.__name__} (no longer called)"
+def _unused_kernels() -> Iterator[str]:
+    """Kernels have no original on CPU to compare with: SGLang's code must still call them by name."""
+    copied = {pool: {copy.__name__: copy for copy in used} for pool, used in COPIES.items()}
+    for module, called in {**copied, **KERNELS_OF_DRAFTS}.items():
+        source = inspect.getsource(importlib.import_module(module))
+        for name in called:
+            if f"{name}(" not in source:
+                yield f"{module}.{name} (no longer called)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import subprocess
 import sys
 from array import array
@@ -10,7 +11,7 @@ from array import array
 import pytest
 import torch
 
-from pdserve.engine.sglang.cpu import attention, copies, hashing, hooks, streams
+from pdserve.engine.sglang.cpu import attention, copies, hashing, hooks, operators, streams
 from pdserve.pages import page_hashes
 
 
@@ -137,6 +138,19 @@ def test_hashes_are_the_page_chain_with_a_partial_last_page() -> None:
     assert hashing.get_native_hash(tokens[:16], None) == chain[0].hex()
 
 
+def test_hashes_of_pairs_are_the_page_chain_of_pairs_with_a_partial_last_page() -> None:
+    tokens = list(range(100, 141))
+    chain = page_hashes(tokens, 16, pairs=True)
+    key = KeyOf([*tokens, 1, 2], 40)
+    key.is_bigram = True
+    pairs = [one for pair in itertools.pairwise(tokens[32:]) for one in pair]
+    partial = hashlib.sha256(chain[-1] + array("I", pairs).tobytes()).digest()
+    assert hashing.get_native_hash(key, None, 16) == [digest.hex() for digest in [*chain, partial]]
+    whole = KeyOf(tokens, 32)
+    whole.is_bigram = True
+    assert hashing.get_native_hash(whole, None, 16) == [digest.hex() for digest in chain]
+
+
 def test_hashes_of_image_tokens_are_sglangs() -> None:
     """What SGLang's native extension (0.5.23) gives for these. Ids of 62 bits stand for images."""
     image = 1_000_000 + (1 << 62) - 1
@@ -151,6 +165,14 @@ def test_hashes_of_image_tokens_are_sglangs() -> None:
     assert [digest.hex() for digest in page_hashes(tokens, 4)] == chain[:3]
     of_all = "b9fb57a0232c4cdf58aaa6cc503d106013730900f3ded7c4a32fdf307cb26ede"
     assert hashing.get_native_hash(array("q", tokens), None) == of_all
+
+
+def test_operators_can_be_looked_up_and_not_called() -> None:
+    operators.declare()
+    operators.declare()
+    for name in operators.NAMES:
+        with pytest.raises(RuntimeError, match=name):
+            getattr(torch.ops.sgl_kernel, name)(torch.zeros(1))
 
 
 def test_streams_and_events_have_cudas_interface() -> None:
