@@ -31,6 +31,7 @@ from pdserve.engine.sglang.server_args import (
     rank_count,
     resolved,
 )
+from pdserve.engine.turns.shelf import Shelf
 from pdserve.engine.weights import Weights
 from pdserve.engine.worker import RoleParts, Worker, WorkerConfig, check_namespace, install
 from pdserve.errors import ConfigError
@@ -92,7 +93,8 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
         tracer = open_tracer(config.tracing, f"pdserve-{role}")
         starting, drain = Starting(is_own), Drain(config.stop_grace_s, config.stop_notice_s, clients)
         metrics = WorkerMetrics()
-        engine = Engine(drain, metrics)
+        shelf = Shelf(pool, config.exact_turns.lookup_s) if config.storage == "pool" else None
+        engine = Engine(drain, metrics, config.exact_turns, shelf)
 
         longest = longest_tokens(found) if _stages(config) else 0
 
@@ -112,7 +114,7 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
         # SGLang logs and shows what its arguments hold
         os.environ[POOL_TOKEN_VARIABLE] = reveal(config.pool.token)
         os.environ[PAGE_KEY_VARIABLE] = reveal(config.pool.page_key)
-        with _registered(config, role, url, token) as register, _closing(tracer):
+        with _registered(config, role, url, token) as register, _closing(tracer), _closing(shelf):
 
             def on_ready() -> None:
                 starting.end()
@@ -237,9 +239,9 @@ def _registered(config: WorkerConfig, role: Role, url: str, token: str) -> Itera
 
 
 @contextlib.contextmanager
-def _closing(tracer: Tracer | None) -> Iterator[None]:
+def _closing(owned: Tracer | Shelf | None) -> Iterator[None]:
     try:
         yield
     finally:
-        if tracer is not None:
-            tracer.close()
+        if owned is not None:
+            owned.close()

@@ -26,6 +26,7 @@ PULL_AHEAD: Final = {"pull_ahead_tokens": 2 * CHUNK_TOKENS}
 NEEDS: Final = {
     "file_worker": ("file",),
     "ucx_worker": ("ucx",),
+    "plain_worker": ("plain",),
     "agg_worker": ("agg",),
     "latent": ("latent",),
     "ranks": ("ranks-prefill", "ranks-decode", "ranks-one"),
@@ -217,6 +218,7 @@ def _workers(run_dir: Path, model: Path, pools: dict[str, PoolNode], etcd: EtcdS
     two_ranks = engine_settings(model, page_pieces=2, extra_args=["--tp-size", "2"])
     latent = engine_settings(latent_model, extra_args=["--tp-size", "2"])
     patient = {"publish_timeout_s": 30.0}
+    plain = {"storage": "none", "exact_turns": {"enabled": False}}
     to_file = {"storage": "file", "stop_grace_s": 600.0}
     stepwise = {"pull_step_tokens": CHUNK_TOKENS}
     shm = {"nodes": [pools["aggpool"].ref], "checksum": False}
@@ -224,7 +226,7 @@ def _workers(run_dir: Path, model: Path, pools: dict[str, PoolNode], etcd: EtcdS
     disaggregated = {"nodes": [pools["pool0"].ref], "retry_after_s": 0.2, "page_key": PAGE_KEY}
     of_ranks = {"nodes": [pools["pool0"].ref], "put_timeout_s": 30.0, "restart_wait_s": 0.0}
     return [
-        Worker("agg", "plain", run_dir, exact, settings={"storage": "none"}),
+        Worker("agg", "plain", run_dir, exact, settings=plain),
         Worker("agg", "agg", run_dir, exact, shm, registered),
         Worker("agg", "ucx", run_dir, bytes_of_two, ucx),
         Worker("agg", "file", run_dir, file, settings=to_file, env=pages),
