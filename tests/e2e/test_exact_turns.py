@@ -1,5 +1,5 @@
-"""Conversations whose answers keep their tokens, on real servers: what is computed, what is answered, who finds
-what. The demo model's answers nearly always encode to other tokens than it generated.
+"""Conversations whose answers keep their tokens, on real servers: what is computed, answered and found. The
+demo model's answers nearly always encode to other tokens than it generated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 TURNS = 5
 SAYS = (
-    "Tell me about the weather in Paris, the price of bread in Berlin, and the best way from Lisbon to Porto. ",
+    "Tell me about the weather in Paris, the price of bread in Berlin, and the way from Lisbon to Porto. ",
     "Who wrote the first program, and how many days are there in February of a year that divides by four? ",
 )
 IDS = {"x-sglext-return-input-ids": "1", "x-sglext-return-output-ids": "1"}
@@ -53,7 +53,12 @@ class Conversation:
     def body(self, **more: Any) -> dict[str, Any]:
         said = f"{self.topic} {len(self.messages)}: " + SAYS[len(self.turns) % 2] * 2
         self.messages.append({"role": "user", "content": said})
-        fixed = {"model": "demo-tiny", "temperature": 0, "max_tokens": 48, "return_cached_tokens_details": True}
+        fixed = {
+            "model": "demo-tiny",
+            "temperature": 0,
+            "max_tokens": 48,
+            "return_cached_tokens_details": True,
+        }
         return {**fixed, **self.more, **more, "messages": self.messages}
 
     def ask(self, server: Worker | Router, **headers: str) -> Any:
