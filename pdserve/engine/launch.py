@@ -92,8 +92,7 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
 
         tracer = open_tracer(config.tracing, f"pdserve-{role}")
         starting, drain = Starting(is_own), Drain(config.stop_grace_s, config.stop_notice_s, clients)
-        metrics = WorkerMetrics()
-        shelf = Shelf(pool, config.exact_turns.lookup_s) if config.storage == "pool" else None
+        metrics, shelf = WorkerMetrics(), _shelf(config, pool)
         engine = Engine(drain, metrics, config.exact_turns, shelf)
 
         longest = longest_tokens(found) if _stages(config) else 0
@@ -122,6 +121,13 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
 
             serve(server_args, drain, engine, config.tls, configure_app=configure, on_ready=on_ready)
     return 0
+
+
+def _shelf(config: WorkerConfig, pool: AsyncPoolClient) -> Shelf | None:
+    """The tokens of answers in the pool, beside its pages."""
+    if config.storage != "pool" or not config.exact_turns.enabled:
+        return None
+    return Shelf(pool, config.exact_turns.lookup_s)
 
 
 def _weights(

@@ -3,7 +3,8 @@
 SGLang (0.5.23) renders a chat's template to text and encodes it (`parallel_prompt_encode`), in a thread. The
 text is lost then. So the tokens are a list that remembers its text (`Rendered`), and it reaches
 `generate_request` as it is. What SGLang makes otherwise is an ordinary list, and is left alone: prompts of
-multimodal models and of templates that yield tokens, `input_ids` of clients, answers begun by clients.
+multimodal models, of templates that yield tokens, and those whose `input_ids` or first words of the answer
+are the client's.
 
 A direct hand-off is left alone. Both workers begin at the same time, so neither can tell the other its choice,
 and the KV of other tokens would be wrong.
