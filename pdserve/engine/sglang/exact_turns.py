@@ -3,11 +3,10 @@
 SGLang (0.5.23) renders a chat's template to text and encodes it (`parallel_prompt_encode`), in a thread. The
 text is lost then. So the tokens are a list that remembers its text (`Rendered`), and it reaches
 `generate_request` as it is. What SGLang makes otherwise is an ordinary list, and is left alone: prompts of
-multimodal models, of templates that yield tokens, and those whose `input_ids` or first words of the answer
-are the client's.
+multimodal models and of templates that yield tokens, `input_ids` and begun answers of clients.
 
-A direct hand-off is left alone. Both workers begin at the same time, so neither can tell the other its choice,
-and the KV of other tokens would be wrong.
+A direct hand-off is left alone. Both workers begin at the same time, so neither can tell the other what it
+chose, and the KV of other tokens would be wrong.
 """
 
 from __future__ import annotations
