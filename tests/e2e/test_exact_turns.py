@@ -193,7 +193,7 @@ def test_prefill_and_decode_workers_use_the_same_tokens(cluster: Cluster) -> Non
     before = [outcomes(worker).get("spliced", 0) for worker in (cluster.prefill[1], cluster.decode[1])]
     answer = chat.ask(there)
     after = [outcomes(worker).get("spliced", 0) for worker in (cluster.prefill[1], cluster.decode[1])]
-    assert after == [count + 1 for count in before]
+    assert after == [count + 1 for count in before], [outcomes(worker) for worker in cluster.workers]
     earlier, last = chat.turns[-2:]
     assert last.cached_tokens >= (earlier.prompt_tokens // PAGE) * PAGE
     assert sum(found(answer).values()) >= (last.prompt_tokens - 1) // PAGE * PAGE

@@ -95,6 +95,8 @@ class Engine:
         if exact is None or tokenizer is None:
             return None
         exact_turns.install()
+        if self._shelf is not None:
+            self._shelf.warm()
         turns = ExactTurns(tokenizer, Memory(exact.memory_bytes), self._shelf, count)
         return SglangTurns(manager, turns, count)
 

@@ -47,13 +47,17 @@ class Shelf:
     """Records in the namespace that `pages` names. Used in one event loop."""
 
     def __init__(self, pages: Namespace, lookup_s: float) -> None:
-        """Connects lazily."""
+        """Connects lazily, or by `warm`."""
         self._pages = pages
         self._lookup_s = lookup_s
         self._readers = _Threads(_READERS)
         self._writers = _Threads(_WRITERS)
         self._client: PoolClient | None = None
         self._closed = False
+
+    def warm(self) -> None:
+        """Connect in the background: within the time of a lookup that may not be possible."""
+        self._submit(self._readers, PoolClient.check)
 
     async def read(self, keys: Sequence[bytes]) -> dict[bytes, list[int]]:
         """The records that the pool has of the last `MAX_KEYS` of these keys. Raises LateError."""

@@ -220,7 +220,8 @@ def _workers(run_dir: Path, model: Path, pools: dict[str, PoolNode], etcd: EtcdS
     patient = {"publish_timeout_s": 30.0}
     plain = {"storage": "none", "exact_turns": {"enabled": False}}
     to_file = {"storage": "file", "stop_grace_s": 600.0}
-    stepwise = {"pull_step_tokens": CHUNK_TOKENS}
+    unhurried = {"exact_turns": {"lookup_s": 2.0}}  # on a busy machine
+    stepwise = {"pull_step_tokens": CHUNK_TOKENS, **unhurried}
     shm = {"nodes": [pools["aggpool"].ref], "checksum": False}
     ucx = {"nodes": [pools[f"ucxpool{i}"].ref for i in range(2)], "data_path": "ucx", "checksum": False}
     disaggregated = {"nodes": [pools["pool0"].ref], "retry_after_s": 0.2, "page_key": PAGE_KEY}
@@ -234,8 +235,8 @@ def _workers(run_dir: Path, model: Path, pools: dict[str, PoolNode], etcd: EtcdS
         Worker("decode", "ranks-decode", run_dir, two_ranks, of_ranks),
         Worker("prefill", "ranks-one", run_dir, engine_settings(model, page_pieces=2), of_ranks, patient),
         Worker("agg", "latent", run_dir, latent, of_ranks),
-        Worker("prefill", "prefill0", run_dir, chunked, disaggregated),
-        Worker("prefill", "prefill1", run_dir, staged, disaggregated),
+        Worker("prefill", "prefill0", run_dir, chunked, disaggregated, unhurried),
+        Worker("prefill", "prefill1", run_dir, staged, disaggregated, unhurried),
         Worker("decode", "decode0", run_dir, exact, disaggregated, stepwise),
         Worker("decode", "decode1", run_dir, staged, disaggregated, stepwise),
         Worker("prefill", "sender", run_dir, chunked, disaggregated, direct),
