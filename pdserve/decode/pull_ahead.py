@@ -78,7 +78,7 @@ class PullAhead:
             await asyncio.gather(pulling, leaving, return_exceptions=True)
 
     async def _pull(self, asked: Any) -> int:
-        tokens = await prompt_tokens(self._engine.tokenizer_manager, asked)
+        tokens = await prompt_tokens(self._engine.tokenizer_manager, asked, self._engine.turns)
         steps = self._steps(tokens, asked)
         done = pulled = 0  # steps, tokens
         while done < len(steps):

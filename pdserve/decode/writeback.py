@@ -126,6 +126,8 @@ class WriteBack:
 
     async def _commits(self, followed: _Followed) -> _Pages:
         await followed.request.answered.wait()
+        if followed.request.side_writes:
+            await asyncio.wait(followed.request.side_writes, timeout=self._timeout_s)
         pages = await self._names.of_conversations(followed.request)
         followed.request.requests.clear()
         if not pages:

@@ -32,6 +32,7 @@ from pdserve.engine.sglang.server_args import (
     rank_count,
     resolved,
 )
+from pdserve.engine.turns.shelf import Shelf
 from pdserve.engine.weights import Weights
 from pdserve.engine.worker import RoleParts, Worker, WorkerConfig, check_namespace, install
 from pdserve.errors import ConfigError
@@ -95,8 +96,8 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
 
         tracer = open_tracer(config.tracing, f"pdserve-{role}")
         starting, drain = Starting(is_own), Drain(config.stop_grace_s, config.stop_notice_s, clients)
-        metrics = WorkerMetrics()
-        engine = Engine(drain, metrics)
+        metrics, shelf = WorkerMetrics(), _shelf(config, pool)
+        engine = Engine(drain, metrics, config.exact_turns, shelf)
 
         longest = longest_tokens(found) if _stages(config) else 0
 
@@ -114,7 +115,7 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
         if not token:
             logger.warning("insecure, no cluster_token: every client generates, users of this host control")
         _set_environment(config.pool)
-        with _registered(config, role, url, token) as register, _closing(tracer):
+        with _registered(config, role, url, token) as register, _closing(tracer), _closing(shelf):
 
             def on_ready() -> None:
                 starting.end()
@@ -129,6 +130,13 @@ def _set_environment(pool: PoolClientConfig) -> None:
     os.environ[POOL_TOKEN_VARIABLE] = reveal(pool.token)
     os.environ[PAGE_KEY_VARIABLE] = reveal(pool.page_key)
     os.environ.setdefault(MEDIA_HASHES, "1")
+
+
+def _shelf(config: WorkerConfig, pool: AsyncPoolClient) -> Shelf | None:
+    """The tokens of answers in the pool, beside its pages."""
+    if config.storage != "pool" or not config.exact_turns.enabled:
+        return None
+    return Shelf(pool, config.exact_turns.lookup_s)
 
 
 def _weights(
@@ -247,9 +255,9 @@ def _registered(config: WorkerConfig, role: Role, url: str, token: str) -> Itera
 
 
 @contextlib.contextmanager
-def _closing(tracer: Tracer | None) -> Iterator[None]:
+def _closing(owned: Tracer | Shelf | None) -> Iterator[None]:
     try:
         yield
     finally:
-        if tracer is not None:
-            tracer.close()
+        if owned is not None:
+            owned.close()

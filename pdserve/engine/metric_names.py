@@ -38,6 +38,17 @@ METRICS: Final = (
         PREFIX,
     ),
     Definition(
+        "exact_turns",
+        "counter",
+        ("outcome",),
+        "Chat prompts with earlier answers, by whether these got the tokens that they were made of. spliced: "
+        "some did, and their text has others; same: their text has the same; unknown: no record, or the "
+        "template shows the answer otherwise; late: the pool gave none in time; lost: a record that the "
+        "prefill worker used is gone; too_long: they would not fit; refused: a false record; not_cut: the "
+        "prompt cannot be cut at stop tokens; direct: a direct hand-off, which is left alone.",
+        PREFIX,
+    ),
+    Definition(
         "fetches_declined",
         "counter",
         ("reason",),

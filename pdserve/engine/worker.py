@@ -36,6 +36,7 @@ from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.http.weight_routes import WeightRoutes
 from pdserve.engine.page_names import PageNames
 from pdserve.engine.sglang.engine import Engine
+from pdserve.engine.turns.config import ExactTurnsConfig
 from pdserve.engine.weights import Weights, routes
 from pdserve.errors import PoolRefused, StartupError
 from pdserve.kvpool.client.async_client import AsyncPoolClient
@@ -74,6 +75,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = "pool"
     direct: DirectConfig = DirectConfig()
+    exact_turns: Annotated[ExactTurnsConfig, Meta(description="Earlier answers in a chat's prompt.")] = (
+        ExactTurnsConfig()
+    )
     publish_timeout_s: Annotated[
         float, Meta(gt=0, description="Longest wait of a prefill until its pages are committed in the pool.")
     ] = 10.0

@@ -120,6 +120,7 @@ class Prefill:
             "missing_pages": len(pages) - published + self._names.unnamed(record, outcome.prompt_tokens),
             "prefill_ms": round((computed_s - started_s) * 1e3, 3),
             "publish_ms": round(publish_s * 1e3, 3),
+            "turns": f"{record.turns_taken:x}",
         }
 
     async def _published(self, pages: RequestPages, found: list[bytes]) -> int:

@@ -97,6 +97,7 @@ class Asked:
         self.pool = Pool()
         self.tokenizer_manager = Manager(dp_size)
         self.app_state = None
+        self.turns = None
         self._messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._messages.put_nowait({"type": "http.request", "body": json.dumps(body).encode()})
         names = PageNames(PAGE, SUFFIXES, parts)

@@ -67,6 +67,20 @@ async def test_settled_waits_for_the_commit_of_prompt_and_output_pages() -> None
     await write_back.close()
 
 
+async def test_settled_waits_for_what_is_stored_beside_the_pages() -> None:
+    """The next turn's prefill worker looks for the tokens of the answer."""
+    pool, request = ScriptedPool(), answered_request("a", list(range(6)), [10, 11, 12, 13])
+    pool.committed.set()
+    storing: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+    request.side_writes.append(storing)
+    write_back = make(pool)
+    write_back.follow(request)
+    assert not (await write_back.settled("a", 0.01)).settled
+    storing.set_result(True)
+    assert (await write_back.settled("a", 5.0)).settled
+    await write_back.close()
+
+
 async def test_a_request_still_being_answered_is_known_and_not_settled() -> None:
     write_back = make(ScriptedPool())
     write_back.follow(HttpRequest("a", "/generate"))

@@ -78,6 +78,12 @@ def agg_worker(site: Site) -> Worker:
 
 
 @pytest.fixture(scope="session")
+def plain_worker(site: Site) -> Worker:
+    """Plain SGLang: no HiCache, no pool, prompts encoded from their text."""
+    return site.servers.workers["plain"]
+
+
+@pytest.fixture(scope="session")
 def ucx_worker(site: Site) -> Worker:
     """Pages of bfloat16 on two pool nodes, over UCX, layer_first."""
     return site.servers.workers["ucx"]

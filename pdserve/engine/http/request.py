@@ -27,6 +27,10 @@ from pdserve.engine.http.timing import TIMING_HEADER, FirstToken
 logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = b"x-request-id"
+TURNS_HEADER = b"x-pdserve-turns"
+"""Which segments of the prompt the prefill worker gave recorded tokens (`engine/turns`): a bit for each, as a
+hexadecimal number."""
+MAX_TURNS_DIGITS = 1024
 
 
 class EngineRequest(Protocol):
@@ -70,6 +74,12 @@ class HttpRequest:
     """This server's end aborted the request."""
     answered: asyncio.Event = field(default_factory=asyncio.Event)
     started_s: float = field(default_factory=time.monotonic)
+    turns_wanted: int | None = None
+    """The segments that get recorded tokens, a bit for each, as another worker has chosen. None: none has."""
+    turns_taken: int = 0
+    """Those that got some here."""
+    side_writes: list[asyncio.Future[bool]] = field(default_factory=list)
+    """What is stored in the pool beside its pages."""
 
     def leave(self) -> None:
         """The client left. What runs is aborted now; the engine's side aborts the rest once it is sent."""
@@ -120,7 +130,9 @@ class RequestTracking:
             await self._app(scope, receive, send)
             return
         found = Reuse(parse_prefilled(_header(scope, PREFILLED_HEADER)))
-        request = HttpRequest(_request_id(scope), scope["path"], found)
+        request = HttpRequest(
+            _request_id(scope), scope["path"], found, turns_wanted=_turns(_header(scope, TURNS_HEADER))
+        )
         if self._on_start is not None:
             self._on_start(request)
         connection = Connection(
@@ -146,6 +158,14 @@ class RequestTracking:
 
 def _request_id(scope: Scope) -> str:
     return _header(scope, REQUEST_ID_HEADER).decode("latin-1")[:256] or uuid.uuid4().hex
+
+
+def _turns(value: bytes) -> int | None:
+    """None for a value that is malformed."""
+    try:
+        return int(value, 16) if value.isalnum() and len(value) <= MAX_TURNS_DIGITS else None
+    except ValueError:
+        return None
 
 
 def _header(scope: Mapping[str, Any], wanted: bytes) -> bytes:

@@ -41,23 +41,11 @@ class WorkerMetrics:
         self._seconds: Any = None
         self._tokens: Any = None
         self._missed: Any = None
+        self._turns: Any = None
 
     def observe(self, part: str, seconds: float) -> None:
         """One part of one request's time to its first token."""
-        if self._seconds is None:
-            from prometheus_client import CollectorRegistry, Counter, Histogram
-
-            named = by_name(METRICS)
-            seconds_of, tokens_of = named["first_token_seconds"], named["prompt_tokens"]
-            registry = CollectorRegistry()
-            self._seconds = Histogram(
-                seconds_of.family_name,
-                seconds_of.says,
-                seconds_of.labels,
-                registry=registry,
-                buckets=BUCKETS_S,
-            )
-            self._tokens = Counter(tokens_of.family_name, tokens_of.says, tokens_of.labels, registry=registry)
+        self._make()
         self._seconds.labels(part).observe(seconds)
 
     def count(self, first: FirstToken, by_tier: Mapping[str, int]) -> None:
@@ -69,10 +57,26 @@ class WorkerMetrics:
 
     def miss(self, reason: str, tokens: int) -> None:
         """So many prompt tokens of full pages were not found, for this reason."""
-        if self._missed is None:
-            from prometheus_client import CollectorRegistry, Counter
-
-            missed = by_name(METRICS)["missed_tokens"]
-            registry = CollectorRegistry()
-            self._missed = Counter(missed.family_name, missed.says, missed.labels, registry=registry)
+        self._make()
         self._missed.labels(reason).inc(tokens)
+
+    def count_turn(self, outcome: str) -> None:
+        """A prompt with earlier answers: whether they got the tokens that they were made of."""
+        self._make()
+        self._turns.labels(outcome).inc()
+
+    def _make(self) -> None:
+        if self._seconds is not None:
+            return
+        from prometheus_client import CollectorRegistry, Counter, Histogram
+
+        named, registry = by_name(METRICS), CollectorRegistry()
+
+        def made(name: str, kind: Any, **more: Any) -> Any:
+            one = named[name]
+            return kind(one.family_name, one.says, one.labels, registry=registry, **more)
+
+        self._tokens = made("prompt_tokens", Counter)
+        self._missed = made("missed_tokens", Counter)
+        self._turns = made("exact_turns", Counter)
+        self._seconds = made("first_token_seconds", Histogram, buckets=BUCKETS_S)

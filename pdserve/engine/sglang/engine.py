@@ -11,8 +11,13 @@ from pdserve.engine.drain import Drain
 from pdserve.engine.http.held import Door
 from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.prompt_identity import chat_template_fingerprint, tokenizer_fingerprint
-from pdserve.engine.sglang import long_texts
+from pdserve.engine.sglang import exact_turns, long_texts
+from pdserve.engine.sglang.exact_turns import SglangTurns, tokenizer_of
 from pdserve.engine.sglang.tokenizer_manager import names_media, watch
+from pdserve.engine.turns.config import ExactTurnsConfig
+from pdserve.engine.turns.exact import ExactTurns
+from pdserve.engine.turns.memory import Memory
+from pdserve.engine.turns.shelf import Shelf
 from pdserve.sglang_places import places
 
 PLACES: Final = (
@@ -47,9 +52,20 @@ PLACES: Final = (
 class Engine:
     """`tokenizer_manager` is SGLang's, or None until its server has made one."""
 
-    def __init__(self, drain: Drain, metrics: WorkerMetrics) -> None:
+    def __init__(
+        self,
+        drain: Drain,
+        metrics: WorkerMetrics,
+        exact: ExactTurnsConfig | None = None,
+        shelf: Shelf | None = None,
+    ) -> None:
+        """`exact`: give earlier answers the tokens that they were made of. `shelf`: these in the pool."""
         self.app: Any = None
         self.tokenizer_manager: Any = None
+        self.turns: SglangTurns | None = None
+        """None until there is a tokenizer manager, and where prompts stay as they are."""
+        self._exact = exact
+        self._shelf = shelf
         self.door = Door()
         self._long_texts: long_texts.LongTexts | None = None
         self._drain = drain
@@ -60,16 +76,29 @@ class Engine:
         """SGLang has made its tokenizer manager: follow its requests from now on."""
         self.tokenizer_manager = tokenizer_manager
         self._name = tokenizer_manager.served_model_name
+        self.turns = self._make_turns()
         watch(
             tokenizer_manager,
             metrics=self._metrics,
             is_starting=lambda: self._status == "Starting",
             is_stopping=lambda: self._drain.is_closed,
             door=self.door,
+            turns=self.turns,
         )
         self._long_texts = long_texts.LongTexts(tokenizer_manager)
         self._long_texts.measure()
         long_texts.install(self._long_texts)
+
+    def _make_turns(self) -> SglangTurns | None:
+        manager, exact, count = self.tokenizer_manager, self._exact, self._metrics.count_turn
+        tokenizer = tokenizer_of(manager) if exact is not None and exact.enabled else None
+        if exact is None or tokenizer is None:
+            return None
+        exact_turns.install()
+        if self._shelf is not None:
+            self._shelf.warm()
+        turns = ExactTurns(tokenizer, Memory(exact.memory_bytes), self._shelf, count)
+        return SglangTurns(manager, turns, count)
 
     @property
     def app_state(self) -> Any:
@@ -104,6 +133,7 @@ class Engine:
             "adapters": sorted(manager.lora_ref_cache),
             "longest_token_bytes": bound.longest_token_bytes,
             "text_shrink": bound.text_shrink,
+            "exact_turns": "off" if self.turns is None else "on",
         }
 
     # -- while weights are replaced (`engine/weights.py`); each returns why it did not work, empty if it did

@@ -29,6 +29,7 @@ from pdserve.engine.http.meeting_room import Room
 from pdserve.engine.sglang.answers import found_of
 from pdserve.engine.sglang.children.kept_prompts import POOL_ROOM
 from pdserve.engine.sglang.children.pulls import PULL_ID
+from pdserve.engine.sglang.exact_turns import SglangTurns
 from pdserve.errors import RequestError
 from pdserve.sglang_places import places
 
@@ -140,14 +141,19 @@ async def run_prefill(tokenizer_manager: Any, request: GenerateReqInput) -> Pref
     )
 
 
-async def prompt_tokens(tokenizer_manager: Any, request: GenerateReqInput) -> list[int]:
+async def prompt_tokens(
+    tokenizer_manager: Any, request: GenerateReqInput, turns: SglangTurns | None = None
+) -> list[int]:
     """The prompt's tokens as SGLang will make them; empty where its pages cannot be named from that alone, or
-    where it is not known which of several host memories the request will look into.
+    where it is not known which of several host memories the request will look into. `turns`: gives prompts
+    the tokens that they had before.
     """
     if tokenizer_manager.server_args.dp_size > 1:
         return []
     if request.contains_mm_input() or request.lora_path or request.input_embeds is not None:
         return []
+    if turns is not None:
+        await turns.begin(request, None)
     ids = request.input_ids
     if ids is None and isinstance(request.text, str):
         ids, _ = await tokenizer_manager._tokenize_texts(request.text)

@@ -2,8 +2,9 @@
 
 Six methods are wrapped, each once:
 
-    generate_request     it waits while weights are replaced; what a client may not set is taken out; aborts
-                         and the first token are noted; a stream is marked (`continuation.py`)
+    generate_request     it waits while weights are replaced; what a client may not set is taken out; earlier
+                         answers get their tokens (`exact_turns.py`); aborts, the first token and finished
+                         answers are noted; a stream is marked (`continuation.py`)
     _init_req_state      a request state (`ReqState`) was made for an SGLang request id
     _create_tokenized_object  it is as the scheduler gets it: what would end the scheduler is refused
     _send_*_request      its prompt's token ids, extra key and salt are final, and it goes to the scheduler
@@ -32,7 +33,7 @@ from pdserve.engine.engine_bounds import bound_sampling, check_ids, check_logpro
 from pdserve.engine.http.cache_report import Reuse
 from pdserve.engine.http.cache_salt import salt_of_request
 from pdserve.engine.http.dp_ranks import DpRanks
-from pdserve.engine.http.endpoints import EMBEDDINGS, RESPONSES
+from pdserve.engine.http.endpoints import EMBEDDINGS, PREFILL, RESPONSES
 from pdserve.engine.http.held import Door
 from pdserve.engine.http.meeting_room import room_of_request
 from pdserve.engine.http.request import HttpRequest, current_request
@@ -40,6 +41,8 @@ from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.page_names import HASHED_AT_ONCE_TOKENS
 from pdserve.engine.sglang.answers import first_token, is_aborted, replace_counts
 from pdserve.engine.sglang.continuation import Continuation, extend_prompt, marked
+from pdserve.engine.sglang.exact_turns import SglangTurns
+from pdserve.engine.turns.exact import Turn
 from pdserve.errors import RequestError
 from pdserve.pages import namespace_seed, page_hashes
 from pdserve.sglang_places import places
@@ -132,11 +135,13 @@ def watch(
     is_starting: Callable[[], bool] = lambda: False,
     is_stopping: Callable[[], bool] = lambda: False,
     door: Door | None = None,
+    turns: SglangTurns | None = None,
 ) -> None:
     """Wrap the methods of SGLang's `manager`; once. `is_starting`: requests are SGLang's own warm-up.
-    `is_stopping`: this server's end aborts what runs. `door`: what all requests pass first.
+    `is_stopping`: this server's end aborts what runs. `door`: what all requests pass first. `turns`: gives
+    prompts the tokens that they had before.
     """
-    wrap = _Wrap(manager, metrics, is_starting, is_stopping, door or Door())
+    wrap = _Wrap(manager, metrics, is_starting, is_stopping, door or Door(), turns)
     manager.generate_request = wrap.generate_request
     manager._init_req_state = wrap.init_req_state
     manager._create_tokenized_object = wrap.create_tokenized
@@ -153,12 +158,14 @@ class _Wrap:
         is_starting: Callable[[], bool],
         is_stopping: Callable[[], bool],
         door: Door,
+        turns: SglangTurns | None,
     ) -> None:
         self._manager = manager
         self._metrics = metrics
         self._is_starting = is_starting
         self._is_stopping = is_stopping
         self._door = door
+        self._turns = turns
         self._generate = manager.generate_request
         self._init = manager._init_req_state
         self._handle = manager._handle_batch_output
@@ -203,10 +210,14 @@ class _Wrap:
             await self._door.passed()
         except RequestError as error:
             raise HTTPException(error.status, str(error)) from error
+        turn = None if self._turns is None else await self._turns.begin(obj, http)
         try:
             async with contextlib.aclosing(self._generate(obj, request)) as contents:
                 async for content in contents:
-                    self._note(http, content if isinstance(content, list) else [content])
+                    answers = content if isinstance(content, list) else [content]
+                    self._note(http, answers)
+                    if turn is not None and http is not None and http.path != PREFILL:
+                        await self._record(turn, http, answers)
                     yield content
         except (ValueError, HTTPException):  # what was aborted with a status is raised where nothing streams
             if http is not None and self._is_stopping():
@@ -222,6 +233,16 @@ class _Wrap:
             http.first = first_token(answers)
             if self._metrics is not None:
                 self._metrics.count(http.first, http.reuse.by_tier())
+
+    async def _record(self, turn: Turn, http: HttpRequest, answers: Sequence[dict[str, Any]]) -> None:
+        """The answers that are finished with these."""
+        for answer in answers:
+            meta = answer.get("meta_info") or {}
+            made = self._made.get(meta.get("id", ""))
+            if self._turns is None or made is None or made.input_ids is None or is_aborted(answer):
+                continue
+            if meta.get("finish_reason"):
+                await self._turns.end(turn, http, made.input_ids, list(made.state.output_ids))
 
     def init_req_state(self, obj: Any, request: Any = None) -> Any:
         result = self._init(obj, request)

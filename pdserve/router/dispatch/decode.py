@@ -100,7 +100,7 @@ class DecodeStage:
             body = with_member(
                 body, call.endpoint.stored_as, new_id(RESPONSE, claim.worker.id, call.tenant.name)
             )
-        headers = call.upstream_headers + job.cached_before + job.room_line
+        headers = call.upstream_headers + job.cached_before + job.turns_line + job.room_line
         if self._asks_marks and call.endpoint.is_resumable:
             headers += MARKS_REQUEST
         if resumes:

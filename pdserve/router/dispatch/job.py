@@ -26,6 +26,7 @@ class Job:
         "room_line",
         "suspects",
         "tried",
+        "turns_line",
         "words",
     )
 
@@ -42,6 +43,9 @@ class Job:
         """Header line for the decode worker: prompt tokens that were cached before this call."""
         self.room_line = b""
         """Header line for two workers that hand over directly (see `direct`); empty: none do now."""
+        self.turns_line = b""
+        """Header line for the decode worker: which earlier answers have recorded tokens in the prompt that
+        was prefilled. Empty: it chooses itself."""
         self.is_prompt_counted = False
 
     def count_prompt(self, stats: Stats, tokens: Mapping[str, int]) -> None:
@@ -94,3 +98,10 @@ def cached_before_header(cached_by_prompt: list[tuple[int, int, int]]) -> bytes:
         return b""
     each = ",".join(f"{device}/{host}/{pool}" for device, host, pool in cached_by_prompt)
     return b"x-pdserve-prefilled: %b\r\n" % each.encode("ascii")
+
+
+def turns_header(turns: str) -> bytes:
+    """The header line that has a decode worker use the tokens that a prefill worker used. `turns`: what that
+    worker said, hexadecimal digits.
+    """
+    return b"x-pdserve-turns: %b\r\n" % (turns or "0").encode("ascii")

@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Meta
 
 from pdserve.router.config.router import RouterConfig
-from pdserve.router.dispatch.job import Claim, Job, cached_before_header
+from pdserve.router.dispatch.job import Claim, Job, cached_before_header, turns_header
 from pdserve.router.dispatch.retry_budget import RetryBudget
 from pdserve.router.dispatch.worker_request import FAILURES, WorkerAnswerError, WorkerRequests, outcome_of
 from pdserve.router.fleet.registry import Fleet
@@ -56,6 +56,8 @@ class PrefillReport(msgspec.Struct):
     """Why full pages were computed, as `x-pdserve-miss` tells it."""
     prefill_ms: float = 0.0
     publish_ms: float = 0.0
+    turns: Annotated[str, Meta(pattern=r"^[0-9a-f]*\Z", max_length=1024)] = "0"
+    """Which earlier answers it gave recorded tokens, a bit for each segment of the prompt."""
 
     @property
     def by_tier(self) -> dict[str, int]:
@@ -198,6 +200,7 @@ class PrefillStage:
         if call.answer.meter is not None:
             call.answer.meter.prompt_tokens = report.prompt_tokens
         if job.plan.handoff == "pool":
+            job.turns_line = turns_header(report.turns)
             call.parts_s["publish"] = max(0.0, report.publish_ms / 1e3)
         stats.prompt_tokens += report.prompt_tokens
         stats.missing_pages += report.missing_pages

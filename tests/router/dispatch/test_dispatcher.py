@@ -130,6 +130,20 @@ async def test_the_decode_worker_is_told_what_prefill_found_and_tells_what_it_fo
         assert "x-pdserve-prefilled" not in decode.got(CHAT)[-1].headers
 
 
+async def test_the_decode_worker_is_told_which_tokens_the_prefill_worker_used() -> None:
+    """And no client tells it."""
+    async with disagg() as (harness, [prefill], [decode]):
+        reports = [{"turns": "1f4"}, {"turns": "0"}, {"turns": ""}, {}]
+        prefill.script("/pd/prefill", *[answer(200, REPORT | one) for one in reports])
+        for _ in reports:
+            await harness.chat(headers={"x-pdserve-turns": "ff"})
+        told = [request.headers.get("x-pdserve-turns") for request in decode.got(CHAT)]
+        assert told == ["1f4", "0", "0", "0"]  # an older prefill worker encodes the text
+        await prefill.stop()
+        await harness.chat(headers={"x-pdserve-turns": "ff"})
+        assert "x-pdserve-turns" not in decode.got(CHAT)[-1].headers
+
+
 @pytest.mark.parametrize(
     ("body", "status", "code", "said"),
     [

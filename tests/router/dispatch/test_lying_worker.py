@@ -44,6 +44,10 @@ def running(harness: Harness) -> list[int]:
         {"missing_pages": -3},
         {"cached": {"device": HUGE}},
         {"cached_by_prompt": [[HUGE, 0, 0]]},
+        {"turns": "1\r\nx-pdserve-cache-salt: a"},
+        {"turns": "1\n"},
+        {"turns": "1" * 2000},
+        {"turns": 1},
     ],
 )
 async def test_a_report_of_impossible_numbers_is_none(lie: dict[str, Any]) -> None:

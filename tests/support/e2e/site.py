@@ -27,6 +27,7 @@ PULL_AHEAD: Final = {"pull_ahead_tokens": 2 * CHUNK_TOKENS}
 NEEDS: Final = {
     "file_worker": ("file",),
     "ucx_worker": ("ucx",),
+    "plain_worker": ("plain",),
     "agg_worker": ("agg",),
     "latent": ("latent",),
     "replicas": ("replicas",),
@@ -226,15 +227,17 @@ def _workers(run_dir: Path, model: Path, pools: dict[str, PoolNode], etcd: EtcdS
         mtp, extra_args=[*_drafting("EAGLE", mtp), "--chunked-prefill-size", str(CHUNK_TOKENS)]
     )
     patient = {"publish_timeout_s": 30.0}
+    plain = {"storage": "none", "exact_turns": {"enabled": False}}
     to_file = {"storage": "file", "stop_grace_s": 600.0}
-    stepwise = {"pull_step_tokens": CHUNK_TOKENS}
+    unhurried = {"exact_turns": {"lookup_s": 2.0}}  # on a busy machine
+    stepwise = {"pull_step_tokens": CHUNK_TOKENS, **unhurried}
     shm = {"nodes": [pools["aggpool"].ref], "checksum": False}
     ucx = {"nodes": [pools[f"ucxpool{i}"].ref for i in range(2)], "data_path": "ucx", "checksum": False}
     disaggregated = {"nodes": [pools["pool0"].ref], "retry_after_s": 0.2, "page_key": PAGE_KEY}
     of_ranks = {"nodes": [pools["pool0"].ref], "put_timeout_s": 30.0, "restart_wait_s": 0.0}
     plainly = {"nodes": [pools["pool0"].ref]}
     return [
-        Worker("agg", "plain", run_dir, exact, settings={"storage": "none"}),
+        Worker("agg", "plain", run_dir, exact, settings=plain),
         Worker("agg", "agg", run_dir, exact, shm, registered),
         Worker("agg", "ucx", run_dir, bytes_of_two, ucx),
         Worker("agg", "file", run_dir, file, settings=to_file, env=pages),
@@ -246,8 +249,8 @@ def _workers(run_dir: Path, model: Path, pools: dict[str, PoolNode], etcd: EtcdS
         Worker("agg", "drafted", run_dir, drafted, plainly),
         Worker("prefill", "mtp-prefill", run_dir, in_chunks, plainly),
         Worker("decode", "mtp-decode", run_dir, predicting, plainly, stepwise),
-        Worker("prefill", "prefill0", run_dir, chunked, disaggregated),
-        Worker("prefill", "prefill1", run_dir, staged, disaggregated),
+        Worker("prefill", "prefill0", run_dir, chunked, disaggregated, unhurried),
+        Worker("prefill", "prefill1", run_dir, staged, disaggregated, unhurried),
         Worker("decode", "decode0", run_dir, exact, disaggregated, stepwise),
         Worker("decode", "decode1", run_dir, staged, disaggregated, stepwise),
         Worker("prefill", "sender", run_dir, chunked, disaggregated, direct),

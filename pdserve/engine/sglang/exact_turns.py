@@ -1,0 +1,188 @@
+"""SGLang's chats and exact turns (`engine/turns`): prompts get recorded tokens, and answers are recorded.
+
+SGLang (0.5.23) renders a chat's template to text and encodes it (`parallel_prompt_encode`), in a thread. The
+text is lost then. So the tokens are a list that remembers its text (`Rendered`), and it reaches
+`generate_request` as it is. What SGLang makes otherwise is an ordinary list, and is left alone: prompts of
+multimodal models and of templates that yield tokens, `input_ids` and begun answers of clients.
+
+A direct hand-off is left alone. Both workers begin at the same time, so neither can tell the other what it
+chose, and the KV of other tokens would be wrong.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from pdserve.engine.http.meeting_room import room_of_request
+from pdserve.engine.http.request import HttpRequest
+from pdserve.engine.prompt_identity import tokenizer_fingerprint
+from pdserve.engine.sglang.children.kept_prompts import POOL_ROOM
+from pdserve.engine.turns.exact import Asked, ExactTurns, Turn
+from pdserve.engine.turns.segments import StopTokens
+from pdserve.sglang_places import places
+
+logger = logging.getLogger(__name__)
+
+PLACES: Final = (
+    *places("sglang.srt.configs.model_config", "ModelConfig.__init__ sets hf_eos_token_id, is_multimodal"),
+    *places(
+        "sglang.srt.managers.tokenizer_manager",
+        "TokenizerManager.init_tokenizer_and_processor sets tokenizer",
+        "TokenizerManager.init_model_config sets context_len, num_reserved_tokens",
+    ),
+    *places(
+        "sglang.srt.managers.io_struct",
+        "GenerateReqInput(input_ids, sampling_params, extra_key, cache_salt, lora_path)",
+    ),
+    *places(
+        "sglang.srt.entrypoints.openai.serving_chat",
+        "parallel_prompt_encode(tokenizer, text, encode_kwargs)",
+        "OpenAIServingChat._render_and_encode_chat_template uses parallel_prompt_encode",
+        "OpenAIServingChat._convert_to_internal_request(request, raw_request)",
+    ),
+    *places("sglang.srt.entrypoints.openai.protocol", "ChatCompletionRequest(messages)"),
+)
+
+
+class Rendered(list[int]):
+    """The tokens of a prompt, and the text that they encode."""
+
+    text: str
+    answers: int = 0
+    """Messages of the assistant in it."""
+
+    @classmethod
+    def of(cls, ids: Any, text: Any) -> Any:
+        """These tokens with their text; what is no list of tokens stays as it is."""
+        if not isinstance(text, str) or type(ids) is not list:
+            return ids
+        rendered = cls(ids)
+        rendered.text = text
+        return rendered
+
+
+def install() -> None:
+    """Have SGLang's chats keep the text of their prompts. Before `long_texts.install`, which wraps the same
+    functions for threads of its own.
+    """
+    from sglang.srt.entrypoints.openai import serving_chat
+    from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
+
+    encode, convert = serving_chat.parallel_prompt_encode, OpenAIServingChat._convert_to_internal_request
+
+    def encode_kept(tokenizer: Any, text: Any, encode_kwargs: Any = None) -> Any:
+        return Rendered.of(encode(tokenizer, text, encode_kwargs), text)
+
+    def convert_counted(self: Any, chat: Any, raw_request: Any = None) -> Any:
+        converted, asked = convert(self, chat, raw_request)
+        ids = getattr(converted, "input_ids", None)
+        if isinstance(ids, Rendered):
+            ids.answers = sum(getattr(message, "role", "") == "assistant" for message in chat.messages)
+        return converted, asked
+
+    serving_chat.parallel_prompt_encode = encode_kept
+    OpenAIServingChat._convert_to_internal_request = convert_counted
+
+
+class ModelTokenizer:
+    """SGLang's tokenizer as `ExactTurns` asks it."""
+
+    def __init__(self, manager: Any) -> None:
+        self._tokenizer = manager.tokenizer
+        self.vocabulary = int(manager.model_config.vocab_size)
+        self.fingerprint = tokenizer_fingerprint(self._tokenizer)
+        self.stop_tokens = StopTokens(_stop_texts(self._tokenizer, manager.model_config.hf_eos_token_id))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text with special tokens; nothing is cleaned up."""
+        text: str = self._tokenizer.decode(
+            list(ids),
+            skip_special_tokens=False,
+            clean_up_tokenization_spaces=False,
+            spaces_between_special_tokens=False,
+        )
+        return text
+
+
+def tokenizer_of(manager: Any) -> ModelTokenizer | None:
+    """None where prompts of this model cannot be cut at stop tokens."""
+    if manager.tokenizer is None or manager.model_config.is_multimodal or not manager.is_generation:
+        return None
+    made = ModelTokenizer(manager)
+    return made if made.stop_tokens.texts else None
+
+
+class SglangTurns:
+    """Around `TokenizerManager.generate_request`."""
+
+    def __init__(self, manager: Any, turns: ExactTurns, count: Callable[[str], None]) -> None:
+        self._manager = manager
+        self._turns = turns
+        self._count = count
+
+    async def begin(self, asked: Any, http: HttpRequest | None) -> Turn | None:
+        """Give a request to SGLang the tokens that its prompt had before. None: its answer is not recorded.
+        Never raises: without recorded tokens the request is what it was.
+        """
+        ids = getattr(asked, "input_ids", None)
+        if not isinstance(ids, Rendered):
+            return None
+        room = room_of_request()
+        if room is not None and room.number != POOL_ROOM:
+            if ids.answers:
+                self._count("direct")
+            return None
+        try:
+            turn = await self._turns.prompt(
+                self._asked(asked, ids), None if http is None else http.turns_wanted
+            )
+        # boundary: the tokenizer is the model's own code, and a chat is served without recorded tokens too
+        except Exception:
+            logger.exception("a prompt is encoded from its text: recorded tokens could not be put in")
+            return None
+        if turn is not None:
+            asked.input_ids = turn.ids
+            if http is not None:
+                http.turns_taken = turn.replaced
+        return turn
+
+    async def end(self, turn: Turn, http: HttpRequest, prompt: Sequence[int], output: Sequence[int]) -> None:
+        """The model has finished an answer to the prompt. Never raises."""
+        try:
+            stored = await self._turns.answer(turn, [*prompt, *output])
+        # boundary: as above
+        except Exception:
+            logger.exception("the tokens of an answer could not be recorded")
+            return
+        if stored is not None:
+            http.side_writes.append(stored)
+
+    def _asked(self, asked: Any, ids: Rendered) -> Asked:
+        manager, sampling = self._manager, asked.sampling_params
+        new = sampling.get("max_new_tokens") if isinstance(sampling, dict) else None
+        return Asked(
+            ids.text,
+            ids,
+            ids.answers,
+            adapter=asked.lora_path,
+            extra_key=asked.extra_key,
+            cache_salt=asked.cache_salt,
+            most_tokens=manager.context_len - manager.num_reserved_tokens - max(1, new or 0),
+        )
+
+
+def _stop_texts(tokenizer: Any, ids: Any) -> dict[int, str]:
+    """The stop tokens that stand in a prompt as one piece of text, and are encoded so."""
+    found: dict[int, str] = {}
+    wanted = {
+        *(ids or ()),
+        tokenizer.eos_token_id,
+        *(getattr(tokenizer, "additional_stop_token_ids", None) or ()),
+    }
+    for token in wanted - {None}:
+        text = tokenizer.decode([token], skip_special_tokens=False)
+        if text and list(tokenizer.encode(f"a{text}b", add_special_tokens=False)).count(token) == 1:
+            found[int(token)] = text
+    return found

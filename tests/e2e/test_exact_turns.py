@@ -1,0 +1,199 @@
+"""Conversations whose answers keep their tokens, on real servers: what is computed, answered and found. The
+demo model's answers nearly always encode to other tokens than it generated.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from tests.support.e2e.cluster import Router, Worker, http
+from tests.support.e2e.prompts import PAGE
+from tests.support.e2e.routed import found
+from tests.support.e2e.site import Cluster
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+
+TURNS = 5
+SAYS = (
+    "Tell me about the weather in Paris, the price of bread in Berlin, and the way from Lisbon to Porto. ",
+    "Who wrote the first program, and how many days are there in February of a year that divides by four? ",
+)
+IDS = {"x-sglext-return-input-ids": "1", "x-sglext-return-output-ids": "1"}
+
+
+@dataclass
+class Turn:
+    """One answered turn."""
+
+    prompt_ids: list[int]
+    output_ids: list[int]
+    text: str
+    prompt_tokens: int
+    cached_tokens: int
+
+    @property
+    def computed(self) -> int:
+        return self.prompt_tokens - self.cached_tokens
+
+
+@dataclass
+class Conversation:
+    """A chat that sends back what it was told."""
+
+    topic: str
+    more: dict[str, Any] = field(default_factory=dict)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+
+    def body(self, **more: Any) -> dict[str, Any]:
+        said = f"{self.topic} {len(self.messages)}: " + SAYS[len(self.turns) % 2] * 2
+        self.messages.append({"role": "user", "content": said})
+        fixed = {
+            "model": "demo-tiny",
+            "temperature": 0,
+            "max_tokens": 48,
+            "return_cached_tokens_details": True,
+        }
+        return {**fixed, **self.more, **more, "messages": self.messages}
+
+    def ask(self, server: Worker | Router, **headers: str) -> Any:
+        """The next turn; the HTTP answer."""
+        answer = http.post(
+            f"{server.url}/v1/chat/completions", json=self.body(), headers={**IDS, **headers}, timeout=120.0
+        )
+        assert answer.status_code == 200, answer.text
+        said = answer.json()
+        usage, text = said["usage"], said["choices"][0]["message"]["content"]
+        ids = said.get("sglext") or {}
+        self._heard(
+            Turn(
+                ids.get("input_ids") or [],
+                (ids.get("output_ids") or [[]])[0],
+                text,
+                usage["prompt_tokens"],
+                (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
+            )
+        )
+        return answer
+
+    def stream(self, server: Worker | Router, **headers: str) -> None:
+        """The next turn, streamed."""
+        body = self.body(stream=True, stream_options={"include_usage": True})
+        text, usage = "", {}
+        with http.stream(
+            "POST", f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=120.0
+        ) as answer:
+            assert answer.status_code == 200
+            for event in _events(answer.iter_lines()):
+                for choice in event["choices"]:
+                    text += choice["delta"].get("content") or ""
+                usage = event.get("usage") or usage
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+        self._heard(Turn([], [], text, usage["prompt_tokens"], cached))
+
+    def _heard(self, turn: Turn) -> None:
+        self.turns.append(turn)
+        self.messages.append({"role": "assistant", "content": turn.text})
+
+
+def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        if line.startswith("data: {"):
+            yield json.loads(line.removeprefix("data: "))
+
+
+def outcomes(worker: Worker) -> dict[str, int]:
+    """The worker's `exact_turns` so far."""
+    counts = {}
+    for line in http.get(f"{worker.url}/metrics").text.splitlines():
+        if line.startswith("pdserve_worker_exact_turns_total{"):
+            labels, _, value = line.rpartition(" ")
+            counts[labels.partition('outcome="')[2].partition('"')[0]] = int(float(value))
+    return counts
+
+
+def whole_pages(turn: Turn) -> int:
+    """Tokens whose pages a turn leaves behind: of the last token nothing was computed."""
+    return (len(turn.prompt_ids) + len(turn.output_ids) - 1) // PAGE * PAGE
+
+
+def test_a_conversation_goes_on_from_the_very_tokens_it_had(agg_worker: Worker, plain_worker: Worker) -> None:
+    """Each prompt begins with all that the model had seen and said; whole pages of it are found; and plain
+    SGLang answers the same from the same tokens.
+    """
+    exact, plain = Conversation("Exactly"), Conversation("Exactly")
+    for _ in range(TURNS):
+        exact.ask(agg_worker)
+        plain.ask(plain_worker)
+    for before, turn in zip(exact.turns, exact.turns[1:], strict=False):
+        had = [*before.prompt_ids, *before.output_ids]
+        assert turn.prompt_ids[: len(had)] == had
+        assert turn.cached_tokens == whole_pages(before)
+    others = sum(
+        turn.prompt_ids[: len(had)] != had
+        for before, turn in zip(plain.turns, plain.turns[1:], strict=False)
+        if (had := [*before.prompt_ids, *before.output_ids])
+    )
+    assert others >= TURNS - 2, "the tokenizer of this test should encode answers to other tokens"
+    later = slice(1, None)
+    computed = [sum(turn.computed for turn in one.turns[later]) for one in (exact, plain)]
+    print(f"turns with other tokens: {others} of {TURNS - 1}; computed exact, plain: {computed}")
+    assert computed[0] < computed[1]
+    for number, turn in enumerate(exact.turns):
+        messages = exact.messages[: 2 * number + 1]
+        body = {"model": "demo-tiny", "temperature": 0, "max_tokens": 48, "messages": messages}
+        same = http.post(
+            f"{plain_worker.url}/v1/chat/completions",
+            json={**body, "input_ids": turn.prompt_ids},
+            headers=IDS,
+            timeout=120.0,
+        ).json()
+        assert same["sglext"]["output_ids"][0] == turn.output_ids
+        assert same["choices"][0]["message"]["content"] == turn.text
+
+
+def test_tenants_find_no_tokens_of_each_other(agg_worker: Worker) -> None:
+    """The same words under another salt: nothing is found, and nothing is spliced."""
+    one, other = Conversation("Salted", {"cache_salt": "a"}), Conversation("Salted", {"cache_salt": "b"})
+    one.ask(agg_worker)
+    other.messages = [dict(message) for message in one.messages]
+    before = outcomes(agg_worker)
+    other.ask(agg_worker)
+    after = outcomes(agg_worker)
+    assert after.get("unknown", 0) == before.get("unknown", 0) + 1
+    assert after.get("spliced", 0) == before.get("spliced", 0)
+    one.ask(agg_worker)
+    assert outcomes(agg_worker).get("spliced", 0) == before.get("spliced", 0) + 1
+
+
+def test_an_answer_that_the_client_changed_is_encoded(agg_worker: Worker) -> None:
+    chat = Conversation("Changed")
+    chat.ask(agg_worker)
+    chat.messages[-1]["content"] += "!"
+    before = outcomes(agg_worker).get("unknown", 0)
+    chat.ask(agg_worker)
+    assert outcomes(agg_worker)["unknown"] == before + 1
+
+
+def test_prefill_and_decode_workers_use_the_same_tokens(cluster: Cluster) -> None:
+    """Streams and others, on one pair and then on another, whose workers have only the pool's records."""
+    chat, [here, there] = Conversation("Pairs"), cluster.pairs
+    chat.ask(here)
+    chat.stream(here)
+    answer = chat.ask(here)
+    spliced = sum(outcomes(worker).get("spliced", 0) for worker in cluster.workers[:1])
+    assert spliced >= 2
+    last = chat.turns[-1]
+    assert sum(found(answer).values()) >= (last.prompt_tokens - 1) // PAGE * PAGE, "decode found all of it"
+    before = [outcomes(worker).get("spliced", 0) for worker in (cluster.prefill[1], cluster.decode[1])]
+    answer = chat.ask(there)
+    after = [outcomes(worker).get("spliced", 0) for worker in (cluster.prefill[1], cluster.decode[1])]
+    assert after == [count + 1 for count in before], [outcomes(worker) for worker in cluster.workers]
+    earlier, last = chat.turns[-2:]
+    assert last.cached_tokens >= (earlier.prompt_tokens // PAGE) * PAGE
+    assert sum(found(answer).values()) >= (last.prompt_tokens - 1) // PAGE * PAGE
