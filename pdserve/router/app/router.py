@@ -133,7 +133,7 @@ class Router:
         listed = {worker.role for worker in workers}
         degraded = [
             f"no {role} worker is ready"
-            for role in ("prefill", "decode")
+            for role in ("prefill", "decode", "elastic")
             if role in listed and role not in roles
         ]
         models = {
@@ -145,7 +145,7 @@ class Router:
         if self.is_stopping:
             degraded.append("the router is stopping")
         return {
-            "ready": bool(roles & {"decode", "agg"}) and not self.is_stopping,
+            "ready": bool(roles & {"decode", "agg", "elastic"}) and not self.is_stopping,
             "degraded": degraded,
             "mode": self.fleet.mode,
             "models": models,

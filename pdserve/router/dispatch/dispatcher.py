@@ -135,7 +135,7 @@ class Dispatcher:
         """One try of the direct way."""
         plan, now_s = job.plan, self._loop.time()
         sender, claim = (
-            Claim(self._fleet, prefill, now_s, plan.uncached_tokens),
+            Claim(self._fleet, prefill, now_s, plan.uncached_tokens, prefills=True),
             Claim(self._fleet, plan.decode, now_s),
         )
         try:
@@ -193,7 +193,7 @@ class Dispatcher:
         plan = job.plan
         claim = None
         if plan.prefill is not None:
-            claim = Claim(self._fleet, plan.prefill, self._loop.time(), plan.uncached_tokens)
+            claim = Claim(self._fleet, plan.prefill, self._loop.time(), plan.uncached_tokens, prefills=True)
         try:
             if plan.settle is not None:
                 job.words.append(await self._settle.run(call, plan.settle))

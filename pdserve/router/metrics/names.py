@@ -85,7 +85,7 @@ METRICS: Final = (
         "rendezvous: a first turn; overloaded, gone: that worker was left, is away; prefix: what a worker "
         "has of the prompt; cache-aware, load-aware, power-of-two, least-loaded, round-robin: load, or the "
         "turn, alone; retry: another had failed. Why there is no prefill: direct, media, no-stage, "
-        "none-ready, session-worker-gone, agg.",
+        "none-ready, session-worker-gone, agg; here: an elastic worker does both.",
     ),
     _one("prefill", "counter", ("outcome",), "Prefill stages, by outcome."),
     _one(
