@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.engine.demo.model import make_demo_model
 from tests.support.e2e.cluster import Worker
-from tests.support.e2e.site import Cluster, Direct, Reference, Site, place
+from tests.support.e2e.site import NEEDS, Cluster, Direct, Reference, Site, place
 
 HERE = Path(__file__).parent
 SITE = pytest.StashKey[Site]()
@@ -75,6 +75,12 @@ def site(request: pytest.FixtureRequest, model: Path, run_dir: Path) -> Iterator
 def agg_worker(site: Site) -> Worker:
     """Pages of float32 in the pool, over mapped memory, page_first_direct."""
     return site.servers.workers["agg"]
+
+
+@pytest.fixture(scope="session")
+def elastic_workers(site: Site) -> list[Worker]:
+    """Two, on the pool node of the disaggregated ones."""
+    return [site.servers.workers[name] for name in NEEDS["elastic_workers"]]
 
 
 @pytest.fixture(scope="session")

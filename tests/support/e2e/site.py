@@ -30,6 +30,7 @@ NEEDS: Final = {
     "latent": ("latent",),
     "ranks": ("ranks-prefill", "ranks-decode", "ranks-one"),
     "cluster": ("prefill0", "decode0", "prefill1", "decode1"),
+    "elastic_workers": ("elastic0", "elastic1"),
     "direct": ("sender", "receiver", "decode0"),
 }
 """The servers that a test needs which asks for one of these fixtures. Tests that need none come first, then
@@ -236,6 +237,7 @@ def _workers(run_dir: Path, model: Path, pools: dict[str, PoolNode], etcd: EtcdS
         Worker("prefill", "prefill1", run_dir, staged, disaggregated),
         Worker("decode", "decode0", run_dir, exact, disaggregated, stepwise),
         Worker("decode", "decode1", run_dir, staged, disaggregated, stepwise),
+        *(Worker("elastic", f"elastic{i}", run_dir, exact, disaggregated) for i in range(2)),
         Worker("prefill", "sender", run_dir, chunked, disaggregated, direct),
         Worker("decode", "receiver", run_dir, exact, disaggregated, direct),
     ]
