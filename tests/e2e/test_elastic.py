@@ -81,13 +81,17 @@ def test_answers_equal_plain_sglang_and_both_workers_have_both_roles(
     elastic.flush()
     first, cached = _ask(router, prompts)
     assert differences(reference.first, first, shown) == []
-    assert cached == [wanted_hits(prompt) for prompt in prompts], "what one worker computed the other one found"
+    assert cached == [wanted_hits(prompt) for prompt in prompts], (
+        "what one worker computed the other one found"
+    )
     prefill, decode = roles_of(router, prompts[-1])
     assert {prefill, decode} == {f"127.0.0.1:{worker.port}" for worker in elastic.workers}
 
     with ExitStack() as held:  # mostly answers: nobody prefills for others
         with answering(router, "first", decode):
-            eventually(lambda: not roles_of(router, [7])[0], "each worker computes its own prompts", 60.0, 0.5)
+            eventually(
+                lambda: not roles_of(router, [7])[0], "each worker computes its own prompts", 60.0, 0.5
+            )
             at_the_other = a_session_at(router, prefill)
             held.enter_context(answering(router, at_the_other, prefill))
         fresh = iter(range(10_000, 11_000))  # long prompts again: the worker that answers nobody takes them

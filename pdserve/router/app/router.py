@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -119,8 +120,8 @@ class Router:
 
     def own_metrics(self) -> Snapshot:
         """The metrics of this process."""
-        sessions = len(self.dispatcher.placer.sessions)
-        return collect(self.stats, self.fleet, self.gate, self.upstream, sessions)
+        placer, now_s = self.dispatcher.placer, asyncio.get_running_loop().time()
+        return collect(self.stats, self.fleet, self.gate, self.upstream, placer, now_s)
 
     async def _metrics(self) -> Snapshot:
         return self.own_metrics()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
+
+Kept = Literal["met", "ttft", "itl", "both"]
 
 
 class ServiceLevel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -32,6 +34,14 @@ class ServiceLevel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dwell_s: Annotated[
         float, Meta(ge=0, description="Shortest time between two changes of elastic workers' duties.")
     ] = 10.0
+
+    def kept(self, ttft_ms: float, itl_ms: float) -> Kept:
+        """What was missed by an answer with these times."""
+        is_late = bool(self.ttft_ms) and ttft_ms > self.ttft_ms
+        is_slow = bool(self.itl_ms) and itl_ms > self.itl_ms
+        if is_late and is_slow:
+            return "both"
+        return "ttft" if is_late else "itl" if is_slow else "met"
 
     @property
     def is_set(self) -> bool:

@@ -59,8 +59,12 @@ class Placer:
         last: SessionEntry | None,
         now_s: float,
         wanted: HandoffChoice | None = None,
+        *,
+        is_trial: bool = False,
     ) -> Plan:
-        """The plan of one request; `wanted` as in `Planner.plan`. Raises NoWorkerError."""
+        """The plan of one request; `wanted` as in `Planner.plan`. `is_trial`: the request was counted
+        already. Raises NoWorkerError.
+        """
         places = None
         if facts.prefix is not None:
             places = self.prefixes.places(facts.prefix, now_s)
@@ -71,7 +75,7 @@ class Placer:
         keeps = last.decode_id if last is not None and self._is_hard else ""
         narrowed = self.elastic.narrow(snapshot, tokens, places, now_s, keeps)
         plan = self._planner.plan(facts, narrowed, last, places, wanted)
-        if tokens and not facts.holder:
+        if tokens and not facts.holder and not is_trial:
             self.elastic.on_planned(snapshot, plan.uncached_tokens, now_s)
         return plan
 

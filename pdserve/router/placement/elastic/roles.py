@@ -103,6 +103,10 @@ class ElasticRoles:
         """Whether the load is measured: where there is a level, or an elastic worker."""
         return bool(snapshot.elastic) or self._level.is_set
 
+    def prefilling(self, model: str) -> frozenset[str]:
+        """Ids of the elastic workers whose duty is to prefill."""
+        return self._models[model].duties.prefilling if model in self._models else frozenset()
+
     def changes(self) -> dict[str, int]:
         """Changes of duties since the start, by model."""
         return {name: model.duties.changes for name, model in self._models.items()}

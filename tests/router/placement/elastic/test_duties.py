@@ -1,4 +1,4 @@
-"""The hysteresis of duties: no flapping under noise, a bounded rate of changes, and always somebody to answer."""
+"""The hysteresis of duties: no flapping under noise, a bounded rate of changes, somebody always answers."""
 
 from __future__ import annotations
 

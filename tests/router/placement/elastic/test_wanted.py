@@ -28,7 +28,9 @@ def test_without_a_level_workers_are_as_many_as_they_are_busy() -> None:
 
 
 def test_a_short_time_to_the_first_token_needs_more_workers_than_their_work() -> None:
-    assert wanted(load(10, 250), LEVEL, 0).prefill == pytest.approx(2.5 + 10 * 250**2 / (2 * 750 / WAITS) / 1e3)
+    assert wanted(load(10, 250), LEVEL, 0).prefill == pytest.approx(
+        2.5 + 10 * 250**2 / (2 * 750 / WAITS) / 1e3
+    )
 
 
 def test_the_time_between_tokens_bounds_the_requests_of_a_worker() -> None:
