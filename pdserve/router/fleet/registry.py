@@ -65,7 +65,7 @@ class Snapshot(msgspec.Struct, frozen=True):
         """The same without these workers."""
         kept = {
             name: tuple(worker for worker in getattr(self, name) if worker.id not in ids)
-            for name in ("prefill", "decode", "elastic", "direct_prefill", "direct_decode")
+            for name in ("prefill", "decode", "direct_prefill", "direct_decode")
         }
         return msgspec.structs.replace(self, **kept)
 

@@ -93,9 +93,7 @@ class ElasticRoles:
         do what the others leave.
         """
         all_ = self.wanted(snapshot, now_s)
-        fixed_prefill = sum(w.role == "prefill" for w in snapshot.prefill) / self._processes
-        fixed_decode = sum(w.role == "decode" for w in snapshot.decode) / self._processes
-        left = all_.beyond(fixed_prefill, fixed_decode)
+        left = self._beyond_fixed(snapshot, all_)
         both = left.prefill + left.decode
         return {role: {"prefill": all_.prefill, "decode": all_.decode}.get(role, both) for role in roles}
 
@@ -123,13 +121,16 @@ class ElasticRoles:
 
     def _update(self, snapshot: Snapshot, now_s: float) -> frozenset[str]:
         """The ids of the elastic workers that prefill."""
-        fixed_decode = sum(w.role == "decode" for w in snapshot.decode)
-        fixed_prefill = len(snapshot.prefill) - len(snapshot.elastic)
-        left = self.wanted(snapshot, now_s).beyond(
-            fixed_prefill / self._processes, fixed_decode / self._processes
-        )
+        left = self._beyond_fixed(snapshot, self.wanted(snapshot, now_s))
+        has_decode = any(w.role == "decode" for w in snapshot.decode)
         duties = self._model(snapshot.model).duties
-        return duties.update(snapshot.elastic, left.prefill_share, has_decode=fixed_decode > 0, now_s=now_s)
+        return duties.update(snapshot.elastic, left.prefill_share, has_decode=has_decode, now_s=now_s)
+
+    def _beyond_fixed(self, snapshot: Snapshot, all_: Wanted) -> Wanted:
+        """What workers of fixed roles leave to others, of this process's share of them."""
+        prefill = sum(w.role == "prefill" for w in snapshot.prefill)
+        decode = sum(w.role == "decode" for w in (*snapshot.decode, *snapshot.direct_decode))
+        return all_.beyond(prefill / self._processes, decode / self._processes)
 
     def _lender(
         self,
