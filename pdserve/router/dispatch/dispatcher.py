@@ -146,7 +146,7 @@ class Dispatcher:
         """One try of the direct way."""
         plan, now_s = job.plan, self._loop.time()
         sender, claim = (
-            Claim(self._fleet, prefill, now_s, plan.uncached_tokens, prefills=True),
+            Claim(self._fleet, prefill, now_s, plan.uncached_tokens),
             Claim(self._fleet, plan.decode, now_s),
         )
         try:

@@ -108,7 +108,7 @@ class Worker:
         """Changes whenever the worker comes back, since its memory is empty then."""
         self.in_flight = 0
         self.prefilling = 0
-        """Those of `in_flight` that another worker will answer."""
+        """Those of `in_flight` that another worker will answer, which has them in its own `in_flight`."""
         self.elsewhere = 0
         """Requests that the worker reports beyond this router's own: those of other routers."""
         self.queued_here = 0

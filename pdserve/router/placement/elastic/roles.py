@@ -110,8 +110,11 @@ class ElasticRoles:
         return {name: model.duties.changes for name, model in self._models.items()}
 
     def _count_answering(self, snapshot: Snapshot, now_s: float) -> None:
+        """The workers that answer have a request from its plan on, also while another one computes its prompt."""
         there = (*snapshot.decode, *snapshot.direct_decode, *snapshot.draining)
-        self._model(snapshot.model).demand.on_answering(sum(w.answering for w in there), now_s)
+        waiting = sum(w.prefilling for w in snapshot.prefill)
+        answering = max(0, sum(w.answering for w in there) - waiting)
+        self._model(snapshot.model).demand.on_answering(answering, now_s)
 
     def _model(self, name: str) -> _Model:
         model = self._models.get(name)

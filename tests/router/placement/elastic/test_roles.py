@@ -56,6 +56,17 @@ def test_elastic_and_aggregated_workers_do_what_fixed_ones_leave(
     assert found == pytest.approx(wanted, rel=0.05, abs=0.01)
 
 
+def test_requests_whose_prompts_are_still_computed_need_no_answering_worker() -> None:
+    snapshot = fleet(elastic=2)
+    roles = ElasticRoles(PlacementSettings(), LEVEL)
+    prefill, decode = snapshot.decode
+    prefill.in_flight, prefill.prefilling, decode.in_flight = 30, 30, 30
+    for number in range(100):
+        assert roles.wanted(snapshot, float(number)).decode == 0
+    prefill.in_flight, prefill.prefilling = 0, 0
+    assert roles.wanted(snapshot, 200.0).decode > 3
+
+
 def test_without_requests_the_need_fades() -> None:
     snapshot = fleet(elastic=2)
     roles = loaded(snapshot)
