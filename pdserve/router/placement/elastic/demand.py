@@ -23,6 +23,15 @@ class Load(msgspec.Struct, frozen=True):
     answering: float = 0.0
     """Requests that are being answered, on average."""
 
+    def part(self, prefill: float, decode: float) -> Load:
+        """These parts of it, from 0 to 1."""
+        return Load(
+            self.prefill_ms_s * prefill,
+            self.prefill_ms2_s * prefill,
+            self.prompts_s * prefill,
+            self.answering * decode,
+        )
+
     @property
     def prompt_ms(self) -> float:
         """Mean time to compute a prompt, in ms."""

@@ -4,9 +4,12 @@ For each request the workers of a snapshot are narrowed: those that may prefill 
 it. Elastic workers are among one of them, by their duty (`duties`). The duties follow the share of the load
 that is prefill (`demand`, `wanted`), which is the mean of the placement's own sum over the prompts.
 
+Workers do one thing only for the sake of the time between tokens. Where the level for it is kept with prompts
+beside answers (`mixed_itl_ms`), the share that should prefill is 0. All workers then answer, and each computes
+its own prompts, as aggregated ones do. Without such a level the duties stay apart.
+
 Some requests are computed by a worker of the other duty:
 
-- Where no worker prefills, the worker that answers computes the prompt, as an aggregated one does.
 - A prompt that would be late at every prefilling worker is computed by an elastic worker that answers others,
   if it is in time there and the others can bear it: the stall, spread over the tokens of an answer, keeps
   them within the level.
@@ -27,9 +30,11 @@ from pdserve.router.placement.cost import cost_ms
 from pdserve.router.placement.elastic.demand import Demand
 from pdserve.router.placement.elastic.duties import Duties
 from pdserve.router.placement.elastic.forecast import alone_ms, step_ms
-from pdserve.router.placement.elastic.wanted import Wanted, wanted
+from pdserve.router.placement.elastic.wanted import Wanted, mixed_itl_ms, wanted
 from pdserve.router.placement.prefix_index import NOTHING, Places
 
+MIX_BELOW: Final = 0.8
+"""Of `itl_ms`: workers begin to do both below this, and stop above `itl_ms` itself."""
 ANSWER_TOKENS: Final = 128
 """A stall is spread over so many tokens of an answer."""
 
@@ -40,6 +45,8 @@ class _Model:
     def __init__(self, level: ServiceLevel) -> None:
         self.demand = Demand(level.window_s)
         self.duties = Duties(level.dwell_s)
+        self.is_mixed = False
+        """Answers bear the prompts beside them, so that all workers may do both."""
 
 
 class ElasticRoles:
@@ -124,10 +131,16 @@ class ElasticRoles:
 
     def _update(self, snapshot: Snapshot, now_s: float) -> frozenset[str]:
         """The ids of the elastic workers that prefill."""
-        left = self._beyond_fixed(snapshot, self.wanted(snapshot, now_s))
+        all_ = self.wanted(snapshot, now_s)
+        left = self._beyond_fixed(snapshot, all_)
+        share, model = left.prefill_share, self._model(snapshot.model)
+        if share is not None and self._level.itl_ms:
+            mine = model.demand.load(now_s).part(_ratio(left.prefill, all_.prefill), _ratio(left.decode, all_.decode))
+            itl_ms = mixed_itl_ms(mine, self._level, len(snapshot.elastic) / self._processes)
+            model.is_mixed = itl_ms <= self._level.itl_ms * (1.0 if model.is_mixed else MIX_BELOW)
+            share = 0.0 if model.is_mixed else share
         has_decode = any(w.role == "decode" for w in snapshot.decode)
-        duties = self._model(snapshot.model).duties
-        return duties.update(snapshot.elastic, left.prefill_share, has_decode=has_decode, now_s=now_s)
+        return model.duties.update(snapshot.elastic, share, has_decode=has_decode, now_s=now_s)
 
     def _beyond_fixed(self, snapshot: Snapshot, all_: Wanted) -> Wanted:
         """What workers of fixed roles leave to others, of this process's share of them."""
@@ -170,3 +183,7 @@ class ElasticRoles:
     def _cost_ms(self, worker: Worker, prompt_tokens: int, places: Places | None) -> float:
         cached = NOTHING if places is None else places.cached(worker)
         return cost_ms(self._weights, worker, prompt_tokens, cached)
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

@@ -11,6 +11,9 @@ The router places by load, not by chance, so it waits less than this says.
 Decode: a step of a worker takes `step_ms` + `step_ms_per_request` · requests, which bounds the requests at a
 worker. As many workers are needed as hold the mean number of requests and once its root (the deviation of a
 Poisson number).
+
+Both at once: a worker that computes prompts for a part b of its time takes step / (1 - b) for a token, on
+average. Some answers meet more prompts than the mean. So WAITS times the mean stall must be within the level.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from pdserve.router.placement.elastic.demand import Load
 UNKNOWN_BATCH: Final = 64
 """Requests of a worker that says no number, without a level for the time between tokens."""
 WAITS: Final = 3.0
-"""The wait that a prompt may have is this times the mean wait: then about nine of ten waits are shorter."""
+"""The wait that a prompt may have, or an answer, is this times the mean: about nine of ten are shorter."""
 LEAST_WAIT_SHARE: Final = 0.1
 """Of the level: the wait that is planned for where prompts alone take longer than the level."""
 
@@ -51,6 +54,17 @@ class Wanted(msgspec.Struct, frozen=True):
 def wanted(load: Load, level: ServiceLevel, max_running: int) -> Wanted:
     """The workers for `load`. `max_running`: requests that a worker computes at a time; 0: unknown."""
     return Wanted(_prefill(load, level), _decode(load, level, max_running))
+
+
+def mixed_itl_ms(load: Load, level: ServiceLevel, workers: float) -> float:
+    """The time between tokens that answers should expect, in ms, if `workers` compute this load's prompts beside
+    its answers. Infinity: they cannot.
+    """
+    busy = load.prefill_ms_s / 1e3 / workers
+    if busy >= 1:
+        return math.inf
+    step_ms = level.step_ms + level.step_ms_per_request * load.answering / workers
+    return step_ms + WAITS * (step_ms / (1 - busy) - step_ms)
 
 
 def batch_size(level: ServiceLevel, max_running: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from statistics import mean
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from pdserve.router.config.slo import ServiceLevel
 from pdserve.router.placement.elastic.demand import Demand, Load
-from pdserve.router.placement.elastic.wanted import WAITS, batch_size, wanted
+from pdserve.router.placement.elastic.wanted import WAITS, batch_size, mixed_itl_ms, wanted
 
 LEVEL = ServiceLevel(ttft_ms=1000.0, itl_ms=30.0, step_ms=10.0, step_ms_per_request=0.5)
 
@@ -38,6 +39,13 @@ def test_the_time_between_tokens_bounds_the_requests_of_a_worker() -> None:
     assert batch_size(LEVEL, 16) == 16
     assert batch_size(ServiceLevel(itl_ms=5.0, step_ms=10.0), 16) == 1
     assert wanted(load(0, 0, answering=100), LEVEL, 0).decode == pytest.approx((100 + 10) / 40)
+
+
+def test_prompts_beside_answers_make_tokens_late_by_the_time_that_they_take() -> None:
+    assert mixed_itl_ms(load(0, 0, answering=20), LEVEL, 2) == pytest.approx(15)
+    half_busy = load(4, 250, answering=20)
+    assert mixed_itl_ms(half_busy, LEVEL, 2) == pytest.approx(15 + WAITS * 15)
+    assert mixed_itl_ms(half_busy, LEVEL, 1) == math.inf
 
 
 @given(
