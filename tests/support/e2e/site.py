@@ -210,6 +210,7 @@ def _workers(run_dir: Path, model: Path, pools: dict[str, PoolNode], etcd: EtcdS
         "direct": {"bootstrap_port": free_port(), "trusted_network": True},
     }
     chunked = engine_settings(model, extra_args=["--chunked-prefill-size", str(CHUNK_TOKENS)])
+    few = engine_settings(model, max_running_requests=8)
     staged = engine_settings(model, **STAGED)
     bytes_of_two = engine_settings(model, dtype="bfloat16", layout="layer_first")
     file = engine_settings(model, layout="layer_first")
@@ -237,7 +238,7 @@ def _workers(run_dir: Path, model: Path, pools: dict[str, PoolNode], etcd: EtcdS
         Worker("prefill", "prefill1", run_dir, staged, disaggregated),
         Worker("decode", "decode0", run_dir, exact, disaggregated, stepwise),
         Worker("decode", "decode1", run_dir, staged, disaggregated, stepwise),
-        *(Worker("elastic", f"elastic{i}", run_dir, exact, disaggregated) for i in range(2)),
+        *(Worker("elastic", f"elastic{i}", run_dir, few, disaggregated) for i in range(2)),
         Worker("prefill", "sender", run_dir, chunked, disaggregated, direct),
         Worker("decode", "receiver", run_dir, exact, disaggregated, direct),
     ]
