@@ -92,7 +92,6 @@ class ServiceLevels:
         finally:
             waited_s = self._loop.time() - begun_s
             call.parts_s["queue"] = call.parts_s.get("queue", 0.0) + waited_s
-            call.phase = "plan"
 
     def _forecast(self, call: Call, plan: Plan) -> Forecast:
         prompt_tokens = call.facts.prompt_tokens_estimate
