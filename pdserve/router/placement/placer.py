@@ -45,8 +45,8 @@ class Placer:
         )
         self._is_hard = config.session.decode.mode == "hard"
         self.elastic = ElasticRoles(config.placement, config.slo, config.processes)
-        self.needs_prefix = self._planner.needs_places
-        """Whether planning uses `RequestFacts.prefix`."""
+        self.needs_prefix = self._planner.needs_places or config.slo.is_set or bool(config.elastic)
+        """Whether planning uses `RequestFacts.prefix`, or what is expected of requests does."""
 
     def last_turn(self, facts: RequestFacts, now_s: float) -> SessionEntry | None:
         """The session's last turn, or None if this router does not know one."""
