@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdserve.bench.dice import Dice
 from pdserve.router.config.slo import ServiceLevel
 from pdserve.sizing.load import Request, make_request, turning
 from pdserve.sizing.rates import Rates
@@ -16,6 +19,7 @@ from pdserve.sizing.size import Setting, Size
 RATES = Rates(
     prefill_ms_per_token=0.1, step_ms=10.0, step_ms_per_request=1.0, pool_ms_per_token=0.01, hop_ms=5.0
 )
+FAST_STEPS = msgspec.structs.replace(RATES, step_ms_per_request=0.1)
 SETTING = Setting(rates=RATES, level=ServiceLevel(ttft_ms=150.0, itl_ms=15.0))
 SIZES = (
     Size(agg=1),
@@ -88,6 +92,18 @@ def test_every_request_is_served_and_no_load_stays_counted(
     for worker in simulation._fleet.workers:
         assert (worker.in_flight, worker.prefilling, worker.queued_here) == (0, 0, 0)
     assert simulate(load, size, setting) == found, "the same arguments, the same outcome"
+
+
+def test_duties_do_not_flap_under_a_steady_load() -> None:
+    """Poisson arrivals, lengths at random: five minutes, in which 30 changes would be allowed."""
+    dice, at_s, load = Dice("steady"), 0.0, []
+    for number in range(1200):
+        at_s -= math.log(1 - dice.between(0, 0.999)) / 4
+        prompt, answer = round(dice.between(200, 6000)), round(dice.between(50, 300))
+        load.append(make_request(at_s, prompt, answer, (number,)))
+    level = ServiceLevel(ttft_ms=2000.0, itl_ms=14.0)
+    found = simulate(load, Size(elastic=4), msgspec.structs.replace(SETTING, level=level, rates=FAST_STEPS))
+    assert 1 <= found.duty_changes <= 5
 
 
 def test_a_seed_makes_the_same_load_and_another_seed_another_one() -> None:

@@ -69,7 +69,8 @@ class Claim:
         """`queued_tokens`: prompt tokens that the worker has to compute. `prefills`: another one answers."""
         self._fleet = fleet
         self._prefills = prefills
-        worker.prefilling += prefills
+        if prefills:
+            worker.prefilling += 1
         self._queued_tokens = queued_tokens
         self.worker = worker
         self.trial = fleet.on_selected(worker, now_s)
@@ -87,7 +88,8 @@ class Claim:
         """The worker has this request no more. Called once."""
         if self._queued_tokens:
             self.on_computed()
-        self.worker.prefilling -= self._prefills
+        if self._prefills:
+            self.worker.prefilling -= 1
         self._fleet.on_released(self.worker)
 
 
