@@ -8,11 +8,9 @@ Workers do one thing only for the sake of the time between tokens. Where the lev
 beside answers (`mixed_itl_ms`), the share that should prefill is 0. All workers then answer, and each computes
 its own prompts, as aggregated ones do. Without such a level the duties stay apart.
 
-Some requests are computed by a worker of the other duty:
-
-- A prompt that would be late at every prefilling worker is computed by an elastic worker that answers others,
-  if it is in time there and the others can bear it: the stall, spread over the tokens of an answer, keeps
-  them within the level.
+A prompt that would be late at every prefilling worker is computed by an elastic worker that answers others, if
+it is in time there and the others can bear it: the stall, spread over the tokens of an answer, keeps them
+within the level.
 """
 
 from __future__ import annotations
