@@ -35,9 +35,13 @@ SUB_COMMANDS: Mapping[str, SubCommand] = {
     "prefill": SubCommand("pdserve.prefill.cli:command", "Run a prefill worker."),
     "decode": SubCommand("pdserve.decode.cli:command", "Run a decode worker."),
     "agg": SubCommand("pdserve.decode.cli:agg_command", "Run an aggregated worker: both roles in one."),
+    "elastic": SubCommand(
+        "pdserve.decode.cli:elastic_command", "Run an elastic worker: prefill or decode, request by request."
+    ),
     "pool": SubCommand("pdserve.kvpool.admin.cli:app", "Run a pool node, or ask one how it is."),
     "top": SubCommand("pdserve.router.admin.top_cli:app", "Show what a cluster does, in the terminal."),
     "doctor": SubCommand("pdserve.doctor.cli:app", "Check this machine or a cluster; say what to change."),
+    "plan": SubCommand("pdserve.sizing.cli:app", "Say how many workers a load needs; starts nothing."),
     "model": SubCommand("pdserve.engine.demo.cli:app", "Make the demo model."),
     "bench": SubCommand("pdserve.bench.cli:app", "Measure serving and the pool."),
 }

@@ -90,10 +90,10 @@ CONFIGURED: Final = (
     Configured("Cluster: `[cluster]`", "cluster", ClusterSettings, ("pdserve up",), False),
     Configured("Router: `[router]`", "router", RouterConfig, ("pdserve router",)),
     Configured(
-        "Workers: `[worker]`, `[[prefill]]`, `[[decode]]`, `[[agg]]`",
+        "Workers: `[worker]`, `[[prefill]]`, `[[decode]]`, `[[agg]]`, `[[elastic]]`",
         "workers",
         WorkerConfig,
-        ("pdserve prefill", "pdserve decode", "pdserve agg"),
+        ("pdserve prefill", "pdserve decode", "pdserve agg", "pdserve elastic"),
     ),
     Configured("Pool node: `[[pool]]`", "pool-node", PoolNodeConfig, ("pdserve pool serve",)),
 )

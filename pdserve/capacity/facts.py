@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-Role = Literal["prefill", "decode", "agg"]
+Role = Literal["prefill", "decode", "agg", "elastic"]
 Level = Literal["ok", "warn", "fail"]
 
 

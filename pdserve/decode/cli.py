@@ -1,4 +1,4 @@
-"""`pdserve decode` and `pdserve agg`."""
+"""`pdserve decode`, `pdserve agg` and `pdserve elastic`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,15 @@ def run_aggregated(config: WorkerConfig) -> int:
     from pdserve.engine.launch import run_worker
 
     return run_worker(config, "agg", _aggregated_parts)
+
+
+def run_elastic(config: WorkerConfig) -> int:
+    """Serve as an elastic worker until stopped; the exit status. It has the routes of an aggregated one: the
+    router decides for each request which of them it uses.
+    """
+    from pdserve.engine.launch import run_worker
+
+    return run_worker(config, "elastic", _aggregated_parts)
 
 
 def _parts(worker: Worker) -> RoleParts:
@@ -43,5 +52,11 @@ agg_command = config_command(
     WorkerConfig,
     run_aggregated,
     help="Run an aggregated worker: prefill and decode in one SGLang, pages shared through the pool.",
+    extra_args_key="engine.extra_args",
+)
+elastic_command = config_command(
+    WorkerConfig,
+    run_elastic,
+    help="Run an elastic worker: the router has it prefill or decode, as each request needs.",
     extra_args_key="engine.extra_args",
 )

@@ -1,4 +1,4 @@
-"""The decode and aggregated roles: their routes on SGLang's app."""
+"""The decode, aggregated and elastic roles: their routes on SGLang's app."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ def parts(worker: Worker) -> RoleParts:
 
 
 def aggregated_parts(worker: Worker) -> RoleParts:
-    """An aggregated worker serves both roles."""
+    """An aggregated or elastic worker serves both roles."""
     own = parts(worker)
     return RoleParts([*own.routers, *prefill.parts(worker).routers], own.on_start, own.unpublished)

@@ -28,7 +28,7 @@ from pdserve.printable import printable
 from pdserve.settings.config_file import build_config, read_toml
 from pdserve.tls.contexts import Certificates, TlsConfig
 from pdserve.tokens import given_secret
-from pdserve.up.config import read_cluster_file
+from pdserve.up.config import WORKER_ROLES, read_cluster_file
 from pdserve.up.fitting import fitted
 from pdserve.up.plan import Plan, make_plan
 
@@ -110,8 +110,8 @@ def doctor(
         typer.Option(
             "--part",
             metavar="ROLE=FILE",
-            help="Configuration of one part (pool, prefill, decode, agg, router): what does it leave open to "
-            "strangers? May be repeated.",
+            help="Configuration of one part (pool, prefill, decode, agg, elastic, router): what does it "
+            "leave open to strangers? May be repeated.",
         ),
     ] = None,
     probe: Annotated[
@@ -270,7 +270,7 @@ def _place(
         access = written.get("access", {})
         own = access.get("tls_cert_file")
         tls = build_config(TlsConfig, written.get("tls", {}), source=f"{spec.config_path}: tls")
-        workers = tuple(url for role in ("prefill", "decode", "agg") for url in written.get(role, []))
+        workers = tuple(url for role in WORKER_ROLES for url in written.get(role, []))
         return Place(
             router_url=router or f"{'https' if own else 'http'}://{host}:{written['port']}",
             workers=(*named, *(url for url in workers if url not in named)),

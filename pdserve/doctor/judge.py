@@ -172,9 +172,9 @@ def workers(found: Sequence[Worker]) -> Iterator[Finding]:
 
 def _roles(found: Sequence[Worker]) -> Iterator[Finding]:
     roles = {worker.role for worker in found if not worker.error}
-    if found and not roles & {"decode", "agg"}:
-        yield _finding("worker", "fail", "no decode or aggregated worker answers", "start one")
-    if "prefill" in roles and "decode" not in roles:
+    if found and not roles & {"decode", "agg", "elastic"}:
+        yield _finding("worker", "fail", "no decode, aggregated or elastic worker answers", "start one")
+    if "prefill" in roles and not roles & {"decode", "elastic"}:
         yield _finding("worker", "warn", "prefill workers without a decode worker", "start a decode worker")
 
 

@@ -28,7 +28,7 @@ from pdserve.engine.handoff import DirectConfig, direct_argv
 from pdserve.errors import ConfigError
 from pdserve.tls.contexts import TlsConfig
 
-Role = Literal["prefill", "decode", "agg"]
+Role = Literal["prefill", "decode", "agg", "elastic"]
 Storage = Mapping[str, Any] | Literal["file", "mooncake"] | None
 """Extra config of the `dynamic` storage backend; a backend of SGLang's own; or None, plain SGLang without
 HiCache.

@@ -20,7 +20,7 @@ from msgspec import Meta
 from pdserve.engine.device import Device
 from pdserve.errors import ConfigError, StartupError
 
-Role = Literal["prefill", "decode", "agg"]
+Role = Literal["prefill", "decode", "agg", "elastic"]
 
 CPU_ENV: Final = {
     "MC_FORCE_TCP": "1",
@@ -66,9 +66,10 @@ def check_direct(config: DirectConfig, role: Role, device: Device, *, host_memor
     """Raises ConfigError for a direct hand-off that cannot work or that was not asked for knowingly.
     StartupError: its library is missing.
     """
-    if role == "agg":
+    if role in ("agg", "elastic"):
         raise ConfigError(
-            'handoff = "direct" is for prefill and decode workers: an aggregated one hands nothing over'
+            'handoff = "direct" is for prefill and decode workers: SGLang has one mode for each, and an '
+            f"{'aggregated' if role == 'agg' else role} worker serves both"
         )
     if not config.trusted_network:
         raise ConfigError(

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Role: TypeAlias = Literal["prefill", "decode", "agg"]
+Role: TypeAlias = Literal["prefill", "decode", "agg", "elastic"]
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -20,7 +20,7 @@ from pdserve.capacity.report import lines
 from pdserve.errors import StartupError
 from pdserve.settings.config_file import build_config
 from pdserve.up.claims import check_ports, claimed, free_ports, run_directory
-from pdserve.up.config import Role, read_cluster_file
+from pdserve.up.config import Role, WorkerRole, read_cluster_file
 from pdserve.up.console import Console
 from pdserve.up.fitting import fitted
 from pdserve.up.plan import Plan, make_plan
@@ -33,6 +33,7 @@ SCHEMAS: Mapping[Role, str] = {
     "prefill": "pdserve.engine.worker:WorkerConfig",
     "decode": "pdserve.engine.worker:WorkerConfig",
     "agg": "pdserve.engine.worker:WorkerConfig",
+    "elastic": "pdserve.engine.worker:WorkerConfig",
     "router": "pdserve.router.config.router:RouterConfig",
 }
 """Each process's configuration struct, so that a mistyped key is found before anything is started."""
@@ -66,6 +67,9 @@ def up(
     agg: Annotated[
         int | None, typer.Option("--agg", "--workers", metavar="N", help="Number of aggregated workers.")
     ] = None,
+    elastic: Annotated[
+        int | None, typer.Option("--elastic", metavar="N", help="Number of elastic workers.")
+    ] = None,
     run_dir: Annotated[
         Path | None, typer.Option(help="Directory of logs and sockets (cluster.run_dir).")
     ] = None,
@@ -87,7 +91,13 @@ def up(
         "router.host": host,
         "cluster.run_dir": None if run_dir is None else str(run_dir),
     }
-    cluster = read_cluster_file(file, overrides, {"prefill": prefill, "decode": decode, "agg": agg})
+    counts: dict[WorkerRole, int | None] = {
+        "prefill": prefill,
+        "decode": decode,
+        "agg": agg,
+        "elastic": elastic,
+    }
+    cluster = read_cluster_file(file, overrides, counts)
     cluster, fit = fitted(cluster, extra or (), this_machine(os.environ), read_model)
     plan = make_plan(
         cluster,

@@ -17,10 +17,10 @@ from msgspec import Meta
 from pdserve.errors import ConfigError
 from pdserve.settings.config_file import load_config, read_toml
 
-Role = Literal["pool", "prefill", "decode", "agg", "router"]
+Role = Literal["pool", "prefill", "decode", "agg", "elastic", "router"]
 """A process's role; also the sub-command that runs it, and its table in the cluster file."""
 
-WorkerRole = Literal["prefill", "decode", "agg"]
+WorkerRole = Literal["prefill", "decode", "agg", "elastic"]
 WORKER_ROLES: tuple[WorkerRole, ...] = get_args(WorkerRole)
 
 Restart = Literal["never", "on-failure"]
@@ -101,6 +101,7 @@ class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     prefill: Annotated[list[Table], Meta(description="Prefill workers.")] = []
     decode: Annotated[list[Table], Meta(description="Decode workers.")] = []
     agg: Annotated[list[Table], Meta(description="Aggregated workers.")] = []
+    elastic: Annotated[list[Table], Meta(description="Elastic workers.")] = []
 
 
 def read_cluster_file(
@@ -117,9 +118,11 @@ def read_cluster_file(
         if count is not None:
             tables[role] = _resized(tables[role], count)
     if not any(tables.values()):
-        raise ConfigError(f"{path}: no worker: give [[prefill]] and [[decode]], or [[agg]], or --agg N")
-    if tables["prefill"] and not (tables["decode"] or tables["agg"]):
-        raise ConfigError(f"{path}: prefill workers need a [[decode]] or [[agg]] worker to answer")
+        raise ConfigError(f"{path}: no worker: give [[prefill]] and [[decode]], or [[agg]], or [[elastic]]")
+    if tables["prefill"] and not (tables["decode"] or tables["agg"] or tables["elastic"]):
+        raise ConfigError(
+            f"{path}: prefill workers need a [[decode]] or [[agg]] worker to answer, or [[elastic]]"
+        )
     lists = {role: [_based(path, table) for table in made] for role, made in tables.items()}
     return msgspec.structs.replace(
         file,

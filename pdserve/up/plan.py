@@ -40,7 +40,7 @@ class HttpReady:
     """Files of a certificate and its key, for a server that asks for one."""
 
 
-STOP_SLACK_S: Final[Mapping[Role, float]] = {"prefill": 8.0, "decode": 8.0, "agg": 8.0, "router": 5.0}
+STOP_SLACK_S: Final[Mapping[Role, float]] = {**dict.fromkeys(WORKER_ROLES, 8.0), "router": 5.0}
 """What a process takes beyond its own `stop_grace_s`: last words, and the end of its children."""
 
 

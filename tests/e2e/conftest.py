@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.engine.demo.model import make_demo_model
 from tests.support.e2e.cluster import Worker
-from tests.support.e2e.site import Cluster, Direct, Reference, Site, place
+from tests.support.e2e.site import NEEDS, Cluster, Direct, Reference, Site, place
 
 HERE = Path(__file__).parent
 SITE = pytest.StashKey[Site]()
@@ -81,6 +81,12 @@ def agg_worker(site: Site) -> Worker:
 def plain_worker(site: Site) -> Worker:
     """Plain SGLang: no HiCache, no pool, prompts encoded from their text."""
     return site.servers.workers["plain"]
+
+
+@pytest.fixture(scope="session")
+def elastic_workers(site: Site) -> list[Worker]:
+    """Two, on the pool node of the disaggregated ones."""
+    return [site.servers.workers[name] for name in NEEDS["elastic_workers"]]
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,8 @@ def test_a_decode_worker_keeps_pages_and_a_prefill_worker_has_the_port() -> None
     ("config", "role", "memory", "says"),
     [
         (DirectConfig(), "prefill", "cache", "set direct.trusted_network = true"),
-        (TRUSTED, "agg", "cache", "an aggregated one hands nothing over"),
+        (TRUSTED, "agg", "cache", "and an aggregated worker serves both"),
+        (TRUSTED, "elastic", "cache", "and an elastic worker serves both"),
         (TRUSTED, "decode", "buffer_only", 'take "cache"'),
         (DirectConfig(trusted_network=True, transfer="nixl"), "decode", "cache", "on CPU use mooncake"),
     ],

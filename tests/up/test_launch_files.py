@@ -30,7 +30,11 @@ from tests.support.up.scripts import LAUNCH, program
 
 @pytest.mark.parametrize(
     ("name", "processes"),
-    [("disagg", ["pool0", "prefill0", "decode0", "router"]), ("agg", ["pool0", "agg0", "router"])],
+    [
+        ("disagg", ["pool0", "prefill0", "decode0", "router"]),
+        ("agg", ["pool0", "agg0", "router"]),
+        ("elastic", ["pool0", "elastic0", "elastic1", "router"]),
+    ],
 )
 def test_cluster_files_are_valid_for_every_process(name: str, processes: list[str]) -> None:
     path = LAUNCH / f"{name}.toml"

@@ -22,6 +22,7 @@ from docs.generate.product import LISTED
 from pdserve.engine.http.timing import FirstToken, WorkerMetrics
 from pdserve.kvpool.client.operations import ClientCounters
 from pdserve.kvpool.mover.client_metrics import ClientMetrics
+from pdserve.router.config.slo import ServiceLevel
 from pdserve.up.config import ClusterFile
 from pdserve.up.plan import make_plan
 from pdserve.up.scraping import TARGETS_FILE, targets
@@ -177,7 +178,7 @@ async def test_every_query_finds_its_metrics_and_labels_in_a_live_prometheus(
     worker, _ = start_http_server(0, "127.0.0.1", worker_registry())
     secure, _ = start_http_server(0, "127.0.0.1", worker_registry(), certfile=cert, keyfile=key)
     try:
-        async with disagg() as (harness, _, _):
+        async with disagg(slo=ServiceLevel(ttft_ms=1000.0)) as (harness, _, _):
             await harness.chat(stream=True, user="u")
             places = [("router", harness.port), ("worker", worker.server_port), ("pool", pool_port)]
             found = [

@@ -34,6 +34,16 @@ def configs(plan: Plan) -> dict[str, Table]:
     return {spec.name: spec.config for spec in plan.processes}
 
 
+def test_elastic_workers_are_run_and_listed_by_their_role() -> None:
+    plan = plan_of(ClusterFile(pool=[{}], elastic=[{}, {}], prefill=[{}]))
+    specs = {spec.name: spec for spec in plan.processes}
+    assert list(specs) == ["pool0", "prefill0", "elastic0", "elastic1", "router"]
+    assert specs["elastic1"].argv == ("pdserve", "elastic", "--config", "/run/x/elastic1.toml")
+    router = specs["router"].config
+    assert len(router["elastic"]) == 2
+    assert len(router["prefill"]) == 1
+
+
 def test_disagg_is_wired_whole() -> None:
     plan = plan_of(
         ClusterFile(

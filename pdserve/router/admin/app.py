@@ -1,7 +1,7 @@
 """The admin API: workers, tenants and metrics. It has its own port and its own key.
 
 GET    /workers                    all workers and their state
-POST   /workers                    {"url": "http://HOST:PORT", "role": "prefill" | "decode" | "agg"}
+POST   /workers                    {"url": "http://HOST:PORT", "role": one of prefill, decode, agg, elastic}
 DELETE /workers/HOST:PORT          remove a worker; it finishes its requests
 POST   /workers/HOST:PORT/drain    give a worker no new requests
 POST   /workers/HOST:PORT/undrain  give it new requests again

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 from typing import Any, Final
 
+from pdserve.router.config.slo import ServiceLevel
 from pdserve.router.metrics.stats import Stats
 from pdserve.router.request.call import Call
 
+NO_LEVEL: Final = ServiceLevel()
 ACCESS_LOG: Final = logging.getLogger("pdserve.router.access")
 
 
-def account(call: Call, stats: Stats, now_s: float) -> None:
+def account(call: Call, stats: Stats, now_s: float, level: ServiceLevel = NO_LEVEL) -> None:
     """Count the request."""
     answer = call.answer
     stats.in_flight -= 1
@@ -26,9 +28,13 @@ def account(call: Call, stats: Stats, now_s: float) -> None:
     if answer.is_complete and answer.status < 400 and call.facts.endpoint.task is not None:
         stats.model_request[call.model].observe(now_s - call.started_s)
         if answer.is_stream:
-            stats.model_first_token[call.model].observe(answer.started_s - call.started_s)
+            first_s, between_s = answer.started_s - call.started_s, 0.0
+            stats.model_first_token[call.model].observe(first_s)
             if (more := _tokens(call)[1] - 1) > 0:
-                stats.model_inter_token[call.model].observe((now_s - answer.started_s) / more)
+                between_s = (now_s - answer.started_s) / more
+                stats.model_inter_token[call.model].observe(between_s)
+            if level.is_set:
+                stats.slo_streams[call.model, level.kept(1e3 * first_s, 1e3 * between_s)] += 1
 
 
 def log_access(call: Call, now_s: float) -> None:

@@ -13,12 +13,16 @@ from pdserve.router.admission.metrics import gate_metrics
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.metrics.snapshot import Snapshot
 from pdserve.router.metrics.stats import Histogram, Stats
+from pdserve.router.placement.elastic.roles import ElasticRoles
+from pdserve.router.placement.placer import Placer
 from pdserve.router.upstream.client import Upstream
 
 V = TypeVar("V")
 
 
-def collect(stats: Stats, fleet: Fleet, gate: Gate, upstream: Upstream, sessions: int) -> Snapshot:
+def collect(
+    stats: Stats, fleet: Fleet, gate: Gate, upstream: Upstream, placer: Placer, now_s: float
+) -> Snapshot:
     """All metrics as they are now. The snapshot shares nothing with the counters."""
     values: dict[str, Mapping[Labels, float] | float] = {
         "requests": stats.requests,
@@ -41,7 +45,10 @@ def collect(stats: Stats, fleet: Fleet, gate: Gate, upstream: Upstream, sessions
         "processes_silent": 0,  # the parent adds the processes that do not answer
         "joins_refused": stats.joins_refused,
         "task_failures": _keyed(stats.task_failures),
-        "sessions": sessions,
+        "sessions": len(placer.sessions),
+        "slo_requests": stats.slo,
+        "slo_streams": stats.slo_streams,
+        **_of_elastic(fleet, placer.elastic, now_s),
         "upstream_connections": _keyed(msgspec.structs.asdict(upstream.counts)),
         "upstream_connections_open": upstream.open_count,
         "upstream_connections_idle": upstream.idle_count,
@@ -74,6 +81,24 @@ def _of_workers(fleet: Fleet) -> dict[str, dict[Labels, int]]:
         "worker_draining": {key: int(w.draining) for key, w in workers.items()},
         "worker_circuit_open": {key: int(w.circuit.retry_at_s > 0) for key, w in workers.items()},
         "worker_refused": {key: int(w.refused is not None) for key, w in workers.items()},
+    }
+
+
+def _of_elastic(fleet: Fleet, elastic: ElasticRoles, now_s: float) -> dict[str, dict[Labels, float]]:
+    wanted: dict[Labels, float] = {}
+    prefills: dict[Labels, float] = {}
+    for model in fleet.models:
+        snapshot = fleet.snapshot(model, now_s)
+        if elastic.counts(snapshot):
+            roles = {w.role for w in fleet.workers if w.info is not None and w.info.model == model}
+            of_role = elastic.wanted_of_role(snapshot, roles, now_s)
+            wanted |= {(model, role): round(workers, 3) for role, workers in of_role.items()}
+        prefilling = elastic.prefilling(model)
+        prefills |= {(w.id, w.role): float(w.id in prefilling) for w in snapshot.elastic}
+    return {
+        "workers_wanted": wanted,
+        "worker_prefills": prefills,
+        "duty_changes": {(model,): float(count) for model, count in elastic.changes().items()},
     }
 
 

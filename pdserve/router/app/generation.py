@@ -85,6 +85,7 @@ class GenerationHandler:
         self._sources = parse_sources(config.session.sources)
         self._shows_load = config.access.show_load
         self._logs_access = config.access_log
+        self._level = config.slo
         self._limits = config.limits
         self._held_limit_bytes = config.limits.held_body_bytes
         self._held_bytes = 0
@@ -123,7 +124,7 @@ class GenerationHandler:
         finally:
             self._deadlines.discard(call)
             self._held_bytes -= call.held_bytes
-            account(call, self._stats, self._loop.time())
+            account(call, self._stats, self._loop.time(), self._level)
             if self._logs_access:
                 log_access(call, self._loop.time())
             if call.trace is not None:

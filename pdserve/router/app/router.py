@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -118,8 +119,8 @@ class Router:
 
     def own_metrics(self) -> Snapshot:
         """The metrics of this process."""
-        sessions = len(self.dispatcher.placer.sessions)
-        return collect(self.stats, self.fleet, self.gate, self.upstream, sessions)
+        placer, now_s = self.dispatcher.placer, asyncio.get_running_loop().time()
+        return collect(self.stats, self.fleet, self.gate, self.upstream, placer, now_s)
 
     async def _metrics(self) -> Snapshot:
         return self.own_metrics()
@@ -132,7 +133,7 @@ class Router:
         listed = {worker.role for worker in workers}
         degraded = [
             f"no {role} worker is ready"
-            for role in ("prefill", "decode")
+            for role in ("prefill", "decode", "elastic")
             if role in listed and role not in roles
         ]
         models = {
@@ -144,7 +145,7 @@ class Router:
         if self.is_stopping:
             degraded.append("the router is stopping")
         return {
-            "ready": bool(roles & {"decode", "agg"}) and not self.is_stopping,
+            "ready": bool(roles & {"decode", "agg", "elastic"}) and not self.is_stopping,
             "degraded": degraded,
             "mode": self.fleet.mode,
             "models": models,

@@ -12,6 +12,7 @@ from pdserve.router.api.endpoints import PREFILLABLE, PrefillPath
 from pdserve.router.config.addresses import check_pool_address, is_https, parse_base_url
 from pdserve.router.config.limits import Deadlines, Limits, Probe
 from pdserve.router.config.placement import PlacementSettings, Session
+from pdserve.router.config.slo import ServiceLevel
 from pdserve.router.config.tenants import SHARED, Access, Admin, Admission, Tenant, TenantLimits
 from pdserve.tls.contexts import TlsConfig
 from pdserve.tracing import Tracing
@@ -20,7 +21,7 @@ Mode = Literal["disagg", "agg"]
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The router. With decode workers its mode is `disagg`, with aggregated ones alone `agg`."""
+    """The router. With decode or elastic workers its mode is `disagg`, with aggregated ones alone `agg`."""
 
     host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[
@@ -33,6 +34,13 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     agg: Annotated[
         tuple[str, ...],
         Meta(description="Base URLs of aggregated workers; beside decode workers they are the fallback."),
+    ] = ()
+    elastic: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Base URLs of elastic workers: for each request the router decides which of them "
+            "prefills and which decodes."
+        ),
     ] = ()
     models: Annotated[
         tuple[str, ...],
@@ -144,6 +152,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     deadlines: Deadlines = Deadlines()
     session: Session = Session()
     placement: PlacementSettings = PlacementSettings()
+    slo: ServiceLevel = ServiceLevel()
     limits: Limits = Limits()
     probe: Probe = Probe()
     access: Access = Access()
@@ -159,7 +168,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         """Raises ValueError for what no field alone can tell; the loader adds the file's name."""
-        urls = [*self.prefill, *self.decode, *self.agg]
+        urls = [*self.prefill, *self.decode, *self.agg, *self.elastic]
         for url in urls:
             parse_base_url(url)
         seen = [parse_base_url(url) for url in urls]
@@ -175,7 +184,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(f"default_model {self.default_model!r} is none of 'models'")
         if (self.access.tls_cert_file is None) != (self.access.tls_key_file is None):
             raise ValueError("access.tls_cert_file and access.tls_key_file go together: set both, or none")
-        if self.prefill and not self.decode and not self.etcd.endpoints:
+        if self.prefill and not (self.decode or self.elastic) and not self.etcd.endpoints:
             raise ValueError(
                 "'prefill' lists workers but 'decode' is empty; list a decode worker, or use 'agg'"
             )
@@ -194,5 +203,5 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def mode(self) -> Mode:
-        """`disagg` if there are decode workers."""
-        return "disagg" if self.decode else "agg"
+        """`disagg` if there are decode or elastic workers."""
+        return "disagg" if self.decode or self.elastic else "agg"

@@ -33,6 +33,7 @@ from pdserve.router.dispatch.job import Claim, Job
 from pdserve.router.dispatch.prefill import PrefillStage
 from pdserve.router.dispatch.resume import may_resume
 from pdserve.router.dispatch.retry_budget import RetryBudget
+from pdserve.router.dispatch.service_level import ServiceLevels
 from pdserve.router.dispatch.settle import SettleStage
 from pdserve.router.dispatch.worker_request import Failure, WorkerAnswerError, WorkerRequests, outcome_of
 from pdserve.router.fleet.registry import Fleet
@@ -65,6 +66,7 @@ class Dispatcher:
         self._loop = asyncio.get_running_loop()
         self._budget = RetryBudget(config.limits.retry_ratio, config.limits.retries_per_s, self._loop.time())
         self.placer = placer = Placer(config, fleet)
+        self._levels = ServiceLevels(config, stats) if config.slo.is_set else None
         workers = WorkerRequests(fleet, upstream, config.deadlines.connect_s)
         self._settle = SettleStage(config.deadlines.settle_s, workers, stats)
         self._prefill = PrefillStage(config, fleet, workers, stats, placer, self._budget)
@@ -80,7 +82,10 @@ class Dispatcher:
             if found is not None and (last is None or found.is_after(last)):
                 last = found  # of the same turn the own table knows more
             now_s = self._loop.time()
-        job = Job(self._plan(call, last, now_s))
+        plan = self._plan(call, last, now_s)
+        if self._levels is not None:
+            plan = await self._levels.admit(call, plan, lambda: self._try_plan(call, last))
+        job = Job(plan)
         self._budget.on_request()
         try:
             if job.plan.handoff == "direct":
@@ -101,6 +106,12 @@ class Dispatcher:
         for role, reason in plan.causes:
             self._stats.on_placed(role, reason)
         return plan
+
+    def _try_plan(self, call: Call, last: SessionEntry | None) -> Plan:
+        """The plan as it would be now, counted nowhere. Raises NoWorkerError."""
+        now_s = self._loop.time()
+        snapshot = self._fleet.snapshot(call.model, now_s)
+        return self.placer.plan(call.facts, snapshot, last, now_s, is_trial=True)
 
     async def _directly(self, call: Call, job: Job, last: SessionEntry | None) -> None:
         """Have a pair of workers answer. If one of them is lost first, the pool is the way, or another pair.
@@ -193,7 +204,7 @@ class Dispatcher:
         plan = job.plan
         claim = None
         if plan.prefill is not None:
-            claim = Claim(self._fleet, plan.prefill, self._loop.time(), plan.uncached_tokens)
+            claim = Claim(self._fleet, plan.prefill, self._loop.time(), plan.uncached_tokens, prefills=True)
         try:
             if plan.settle is not None:
                 job.words.append(await self._settle.run(call, plan.settle))

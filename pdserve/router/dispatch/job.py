@@ -65,11 +65,16 @@ class Claim:
     arrive together see each other's claims, so they do not all choose the same worker.
     """
 
-    __slots__ = ("_fleet", "_queued_tokens", "trial", "worker")
+    __slots__ = ("_fleet", "_prefills", "_queued_tokens", "trial", "worker")
 
-    def __init__(self, fleet: Fleet, worker: Worker, now_s: float, queued_tokens: int = 0) -> None:
-        """`queued_tokens`: prompt tokens that the worker has to compute."""
+    def __init__(
+        self, fleet: Fleet, worker: Worker, now_s: float, queued_tokens: int = 0, *, prefills: bool = False
+    ) -> None:
+        """`queued_tokens`: prompt tokens that the worker has to compute. `prefills`: another one answers."""
         self._fleet = fleet
+        self._prefills = prefills
+        if prefills:
+            worker.prefilling += 1
         self._queued_tokens = queued_tokens
         self.worker = worker
         self.trial = fleet.on_selected(worker, now_s)
@@ -87,6 +92,8 @@ class Claim:
         """The worker has this request no more. Called once."""
         if self._queued_tokens:
             self.on_computed()
+        if self._prefills:
+            self.worker.prefilling -= 1
         self._fleet.on_released(self.worker)
 
 

@@ -148,7 +148,7 @@ class PrefillStage:
             await asyncio.gather(*asked, return_exceptions=True)
 
     async def _ask_other(self, call: Call, job: Job, worker: Worker) -> str:
-        claim = Claim(self._fleet, worker, self._loop.time())
+        claim = Claim(self._fleet, worker, self._loop.time(), prefills=True)
         try:
             return await self.ask(call, job, worker, self._limit_s)
         finally:

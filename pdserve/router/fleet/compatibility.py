@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
-from pdserve.router.fleet.worker import Worker, WorkerInfo
+from pdserve.router.fleet.worker import BOTH, Worker, WorkerInfo
 
 
 def find_mismatch(worker: Worker, others: Iterable[Worker]) -> str | None:
@@ -22,7 +22,7 @@ def find_mismatch(worker: Worker, others: Iterable[Worker]) -> str | None:
     info = worker.info
     if info is None:
         return None
-    if info.role not in (worker.role, "agg"):
+    if info.role not in (worker.role, *BOTH):
         return f"worker {worker.id} is listed under '{worker.role}' but says its role is '{info.role}'"
     for other in others:
         is_away = other.stopping or (other.probe_failures and not other.ready)

@@ -27,7 +27,7 @@ from pdserve.router.fleet.text_limits import (
     body_limit_bytes,
     text_limit,
 )
-from pdserve.router.fleet.worker import ROLES, Role, Worker, WorkerInfo, WorkerLoad
+from pdserve.router.fleet.worker import BOTH, ROLES, Role, Worker, WorkerInfo, WorkerLoad
 
 SLOTS_PER_RUNNING: Final = 2
 """So a worker always has a request to go on with, while others are prefilled or answered."""
@@ -39,30 +39,35 @@ class Snapshot(msgspec.Struct, frozen=True):
     """The workers eligible for a request for one model. Its `Worker` objects are live, not copies."""
 
     models: tuple[str, ...]
+    model: str = ""
+    """The request's."""
     prefill: tuple[Worker, ...] = ()
+    """Prefill workers, then elastic ones."""
     decode: tuple[Worker, ...] = ()
-    """Decode workers that compute prompts, or aggregated workers if no such worker is eligible."""
+    """Decode workers that compute prompts, then elastic ones; aggregated workers if there are none."""
+    elastic: tuple[Worker, ...] = ()
+    """Those of `prefill` and `decode` that are elastic."""
     direct_prefill: tuple[Worker, ...] = ()
     """Those of `prefill` that can also hand over directly."""
     direct_decode: tuple[Worker, ...] = ()
     """Decode workers of the direct hand-off."""
     slots: int = 0
     """Requests that the decode workers of both kinds should have at a time, all together."""
+    resting: tuple[Worker, ...] = ()
+    """Elastic workers that answer no new request at present (see `placement.elastic`)."""
     draining: tuple[Worker, ...] = ()
-    """Decode and aggregated workers that get no new request, but can still be asked about earlier ones."""
+    """Workers that answer no new request, but can still be asked about earlier ones."""
     members: frozenset[str] = frozenset()
     """Ids of all workers, healthy or not, that are not draining."""
     valid_until_s: float = math.inf
 
     def without(self, ids: Container[str]) -> Snapshot:
         """The same without these workers."""
-        prefill, decode, direct_prefill, direct_decode = (
-            tuple(worker for worker in workers if worker.id not in ids)
-            for workers in (self.prefill, self.decode, self.direct_prefill, self.direct_decode)
-        )
-        return msgspec.structs.replace(
-            self, prefill=prefill, decode=decode, direct_prefill=direct_prefill, direct_decode=direct_decode
-        )
+        kept = {
+            name: tuple(worker for worker in getattr(self, name) if worker.id not in ids)
+            for name in ("prefill", "decode", "direct_prefill", "direct_decode")
+        }
+        return msgspec.structs.replace(self, **kept)
 
 
 class Fleet:
@@ -136,8 +141,9 @@ class Fleet:
 
     @property
     def mode(self) -> Mode:
-        """`disagg` if there are decode workers, healthy or not."""
-        return "disagg" if any(worker.role == "decode" for worker in self.workers) else "agg"
+        """`disagg` if there are decode or elastic workers, healthy or not."""
+        is_disagg = any(worker.role in ("decode", "elastic") for worker in self.workers)
+        return "disagg" if is_disagg else "agg"
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -180,19 +186,22 @@ class Fleet:
         let_through, direct_let_through = (
             tuple(w for w in of if w.circuit.lets_through(now_s)) for of in (computing, direct)
         )
-        decode = let_through or closed["agg"] or tuple(computing) or tuple(ready["agg"])
+        decode = (*let_through, *closed["elastic"]) or closed["agg"]
+        decode = decode or (*computing, *ready["elastic"]) or tuple(ready["agg"])
         direct_decode = direct_let_through or (() if decode else tuple(direct))
         answering = (*decode, *direct_decode)
         return Snapshot(
             models=self.models,
-            prefill=closed["prefill"],
+            model=model,
+            prefill=(*closed["prefill"], *closed["elastic"]),
             decode=decode,
+            elastic=closed["elastic"],
             direct_prefill=tuple(
                 w for w in closed["prefill"] or (() if decode else ready["prefill"]) if w.is_direct
             ),
             direct_decode=direct_decode,
             slots=sum(SLOTS_PER_RUNNING * w.max_running or UNKNOWN_SLOTS for w in answering),
-            draining=tuple(w for role in ("decode", "agg") for w in there[role] if w.draining),
+            draining=tuple(w for role in ("decode", *BOTH) for w in there[role] if w.draining),
             members=frozenset(w.id for w in self.workers if not w.draining),
             valid_until_s=min(openings, default=math.inf),
         )
@@ -305,5 +314,6 @@ def listed_workers(config: RouterConfig) -> dict[str, Role]:
         ("prefill", config.prefill),
         ("decode", config.decode),
         ("agg", config.agg),
+        ("elastic", config.elastic),
     )
     return {url: role for role, urls in lists for url in urls}

@@ -9,8 +9,10 @@ import msgspec
 from pdserve.router.config.addresses import is_https, parse_base_url
 from pdserve.router.fleet.circuit_breaker import CircuitBreaker
 
-Role = Literal["prefill", "decode", "agg"]
-ROLES: tuple[Role, ...] = ("prefill", "decode", "agg")
+Role = Literal["prefill", "decode", "agg", "elastic"]
+ROLES: tuple[Role, ...] = ("prefill", "decode", "agg", "elastic")
+BOTH: tuple[Role, ...] = ("agg", "elastic")
+"""Roles of workers that serve prefill and decode."""
 Source = Literal["config", "admin", "etcd"]
 """The origin of a worker's membership."""
 Number = Annotated[int, msgspec.Meta(ge=-(10**12), le=10**12)]
@@ -84,6 +86,7 @@ class Worker:
         "max_running",
         "pool_up",
         "port",
+        "prefilling",
         "probe_failures",
         "queued_elsewhere",
         "queued_here",
@@ -106,6 +109,8 @@ class Worker:
         self.incarnation = self.id
         """Changes whenever the worker comes back, since its memory is empty then."""
         self.in_flight = 0
+        self.prefilling = 0
+        """Those of `in_flight` that another worker will answer, which has them in its own `in_flight`."""
         self.elsewhere = 0
         """Requests that the worker reports beyond this router's own: those of other routers."""
         self.queued_here = 0
@@ -144,6 +149,11 @@ class Worker:
         if self.info is None or self.info.handoff != "direct":
             return False
         return self.role == "decode" or (self.role == "prefill" and self.info.bootstrap_port is not None)
+
+    @property
+    def answering(self) -> int:
+        """This router's requests that the worker answers, or will."""
+        return self.in_flight - self.prefilling
 
     @property
     def load(self) -> int:

@@ -85,8 +85,36 @@ METRICS: Final = (
         "rendezvous: a first turn; overloaded, gone: that worker was left, is away; prefix: what a worker "
         "has of the prompt; cache-aware, load-aware, power-of-two, least-loaded, round-robin: load, or the "
         "turn, alone; retry: another had failed. Why there is no prefill: direct, media, no-stage, "
-        "none-ready, session-worker-gone, agg.",
+        "none-ready, session-worker-gone, agg; here: an elastic worker does both.",
     ),
+    _one(
+        "slo_requests",
+        "counter",
+        ("tenant", "action"),
+        "Requests where there is a service level, by what was expected of them. met; mark: expected late, "
+        "and served; queue: held until the level can be kept; refuse: answered 429, also after the wait.",
+    ),
+    _one(
+        "slo_streams",
+        "counter",
+        ("model", "outcome"),
+        "Streams where there is a service level, by what was measured. met; ttft: the first token came late; "
+        "itl: the tokens came too slowly; both.",
+    ),
+    _one(
+        "workers_wanted",
+        "gauge",
+        ("model", "role"),
+        "Workers that the load of late needs for the service level, in parts of workers, for each role in "
+        "the fleet. Elastic and aggregated ones: what the others leave. Routers add up; round the sum up.",
+    ),
+    _one(
+        "worker_prefills",
+        "gauge",
+        _OF_WORKER,
+        "Of elastic workers. 1: its duty is to prefill; 0: to answer.",
+    ),
+    _one("duty_changes", "counter", ("model",), "Elastic workers that got the other duty."),
     _one("prefill", "counter", ("outcome",), "Prefill stages, by outcome."),
     _one(
         "direct",

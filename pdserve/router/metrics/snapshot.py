@@ -12,7 +12,9 @@ from pdserve.router.metrics.names import METRICS
 from pdserve.router.metrics.stats import Histogram
 
 BY_NAME: Final = by_name(METRICS)
-STATES: Final = frozenset(f"worker_{state}" for state in ("healthy", "draining", "circuit_open", "refused"))
+STATES: Final = frozenset(
+    f"worker_{state}" for state in ("healthy", "draining", "circuit_open", "refused", "prefills")
+)
 """Gauges that are 0 or 1: of several processes the largest value counts. All other metrics add up."""
 
 

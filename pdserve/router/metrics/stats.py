@@ -65,6 +65,10 @@ class Stats:
         """Prompt tokens by (turn, tier)."""
         self.placements: dict[Labels, int] = {}
         """By (role, reason)."""
+        self.slo: defaultdict[Labels, int] = defaultdict(int)
+        """Requests with a service level, by (tenant, what became of them)."""
+        self.slo_streams: defaultdict[Labels, int] = defaultdict(int)
+        """Streams by (model, what they kept)."""
         self.prefill: defaultdict[str, int] = defaultdict(int)
         self.direct: defaultdict[str, int] = defaultdict(int)
         self.settle: defaultdict[str, int] = defaultdict(int)

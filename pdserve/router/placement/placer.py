@@ -15,6 +15,7 @@ import msgspec
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.registry import Fleet, Snapshot
 from pdserve.router.fleet.worker import Worker
+from pdserve.router.placement.elastic.roles import ElasticRoles
 from pdserve.router.placement.handoff import HandoffChoice
 from pdserve.router.placement.planner import Plan, Planner
 from pdserve.router.placement.policies import PolicySettings, make_policy
@@ -42,8 +43,10 @@ class Placer:
             weights=config.placement,
             handoff=config.handoff,
         )
-        self.needs_prefix = self._planner.needs_places
-        """Whether planning uses `RequestFacts.prefix`."""
+        self._is_hard = config.session.decode.mode == "hard"
+        self.elastic = ElasticRoles(config.placement, config.slo, config.processes)
+        self.needs_prefix = self._planner.needs_places or config.slo.is_set or bool(config.elastic)
+        """Whether planning uses `RequestFacts.prefix`, or what is expected of requests does."""
 
     def last_turn(self, facts: RequestFacts, now_s: float) -> SessionEntry | None:
         """The session's last turn, or None if this router does not know one."""
@@ -56,15 +59,25 @@ class Placer:
         last: SessionEntry | None,
         now_s: float,
         wanted: HandoffChoice | None = None,
+        *,
+        is_trial: bool = False,
     ) -> Plan:
-        """The plan of one request; `wanted` as in `Planner.plan`. Raises NoWorkerError."""
+        """The plan of one request; `wanted` as in `Planner.plan`. `is_trial`: the request was counted
+        already. Raises NoWorkerError.
+        """
         places = None
         if facts.prefix is not None:
             places = self.prefixes.places(facts.prefix, now_s)
             worker = None if last is None else self._fleet.by_id.get(last.decode_id)
             if last is not None and worker is not None and last.incarnation in (worker.incarnation, ""):
                 places.add(worker, last.tokens, now_s - last.seen_s)
-        return self._planner.plan(facts, snapshot, last, places, wanted)
+        tokens = facts.prompt_tokens_estimate
+        keeps = last.decode_id if last is not None and self._is_hard else ""
+        narrowed = self.elastic.narrow(snapshot, tokens, places, now_s, keeps)
+        plan = self._planner.plan(facts, narrowed, last, places, wanted)
+        if tokens and not facts.holder and not is_trial:
+            self.elastic.on_planned(snapshot, plan.uncached_tokens, now_s)
+        return plan
 
     def on_prefilled(
         self,

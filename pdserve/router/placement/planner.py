@@ -104,8 +104,8 @@ class Planner(msgspec.Struct, frozen=True):
         if sender is None:
             candidates, others = self._computing(facts, snapshot), snapshot.direct_decode
         last_id = None if last is None or last.decode_id not in snapshot.members else last.decode_id
-        if any(worker.id == last_id for worker in others):
-            last_id = None  # a worker of the other way is not gone
+        if any(worker.id == last_id for worker in (*others, *snapshot.resting)):
+            last_id = None  # a worker of the other way, or of another duty now, is not gone
         choice = self.decode_policy.choose(_ask(facts, last_id, places), candidates)
         decode, prefill = choice.worker, None if sender is None else sender.worker
         if sender is None:
@@ -145,7 +145,7 @@ class Planner(msgspec.Struct, frozen=True):
                 sender = self.prefill_policy.choose(_ask(facts, last_id, places), snapshot.direct_prefill)
         possible: list[Handoff] = ["direct"] if sender is not None else []
         # beside workers of the direct way, aggregated workers are the fallback
-        if not possible or any(wanted == "pool" or worker.role == "decode" for worker in snapshot.decode):
+        if not possible or any(wanted == "pool" or worker.role != "agg" for worker in snapshot.decode):
             possible.append("pool")
         handoff, why = choose_handoff(
             wanted,
@@ -188,12 +188,15 @@ class Planner(msgspec.Struct, frozen=True):
         if facts.has_media and not _name_media(decode, *snapshot.prefill):
             return None, "media", "media"
         if not snapshot.prefill:
-            return None, "none-ready", "none-ready"
+            word = "here" if snapshot.elastic else "none-ready"
+            return None, word, word
         last_id = None if last is None or last.prefill_id not in snapshot.members else last.prefill_id
         try:
             choice = self.prefill_policy.choose(_ask(facts, last_id, places), snapshot.prefill)
         except NoWorkerError:
             return None, "session-worker-gone", "session-worker-gone"
+        if choice.worker is decode:
+            return None, "here", "here"
         if self.min_prefill_tokens and not facts.has_media:  # how many tokens an image has is not known here
             threshold = direct_threshold(self.min_prefill_tokens, self.weights, choice.worker, decode)
             uncached = _uncached(facts, decode, places)
@@ -208,7 +211,7 @@ def _name_media(*workers: Worker) -> bool:
 
 
 def _plan_at_holder(facts: RequestFacts, snapshot: Snapshot) -> Plan:
-    there = (*snapshot.decode, *snapshot.draining)
+    there = (*snapshot.decode, *snapshot.resting, *snapshot.draining)
     worker = next((worker for worker in there if worker.id == facts.holder), None)
     if worker is None:
         raise NoWorkerError(
@@ -235,7 +238,7 @@ def _settle(
         return None
     if prefill is None and decode.id == last.decode_id:
         return None
-    there = (*snapshot.decode, *snapshot.direct_decode, *snapshot.draining)
+    there = (*snapshot.decode, *snapshot.direct_decode, *snapshot.resting, *snapshot.draining)
     holder = next((worker for worker in there if worker.id == last.decode_id), None)
     return None if holder is None else Settle(holder, last.request_id)
 

@@ -74,7 +74,7 @@ async def _serve_alone(
                     every_s = config.watch_config_s
                     watching = asyncio.create_task(watch_file(source.path, every_s, reload, seen))
             logger.info(
-                "listening on %s://%s:%d (%s; prefill %d, decode %d, agg %d workers)",
+                "listening on %s://%s:%d (%s; prefill %d, decode %d, agg %d, elastic %d workers)",
                 "https" if server.config.is_ssl else "http",
                 f"[{host}]" if ":" in host else host,
                 port,
@@ -82,6 +82,7 @@ async def _serve_alone(
                 len(config.prefill),
                 len(config.decode),
                 len(config.agg),
+                len(config.elastic),
             )
             async with administered(router, config):
                 await serve_until_stopped(server, listening)

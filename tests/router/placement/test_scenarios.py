@@ -11,6 +11,7 @@
                                      first letters begin alike. answer=TOKENS; found=TOKENS: so many were in
                                      the prefill worker's memory; unpublished: its pages are not in the pool;
                                      held: the request goes on
+    > long COUNT every=SECONDS       so many requests with prompts of 16,384 tokens, one after another
 
 Changed on purpose? `python -m tests.router.placement.test_scenarios` writes the files anew.
 Read the difference.
@@ -125,6 +126,15 @@ class Scenario:
             return f"503: {error}"
         self._carry_out(facts, plan, int(answer), found, words)
         return describe(plan)
+
+    def long(self, count: str, every: str) -> str:
+        changes = 0
+        for number in range(int(count)):
+            changes -= sum(self.placer.elastic.changes().values())
+            self.turn(f"long{number}", prompt=chr(0x4E00 + number) * 64)
+            changes += sum(self.placer.elastic.changes().values())
+            self.wait(every)
+        return f"{changes} changes of duty"
 
     def _carry_out(
         self, facts: RequestFacts, plan: Plan, answer: int, found: str, words: tuple[str, ...]

@@ -228,7 +228,7 @@ class PoolNode:
 
 @dataclass
 class Worker:
-    """A `pdserve prefill|decode|agg` process, or plain SGLang through `role="plain"`."""
+    """A `pdserve prefill|decode|agg|elastic` process, or plain SGLang through `role="plain"`."""
 
     role: str
     name: str
@@ -307,6 +307,7 @@ class Router:
     prefill: list[Worker] = field(default_factory=list)
     decode: list[Worker] = field(default_factory=list)
     agg: list[Worker] = field(default_factory=list)
+    elastic: list[Worker] = field(default_factory=list)
     name: str = "router"
     extra: dict[str, Any] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
@@ -330,7 +331,7 @@ class Router:
             "min_prefill_tokens": 0,
             **self.extra,
         }
-        for role in ("prefill", "decode", "agg"):
+        for role in ("prefill", "decode", "agg", "elastic"):
             urls = [worker.url for worker in getattr(self, role)]
             if urls:
                 config[role] = urls

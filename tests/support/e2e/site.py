@@ -34,6 +34,7 @@ NEEDS: Final = {
     "drafts": ("drafted", "mtp-prefill", "mtp-decode"),
     "ranks": ("ranks-prefill", "ranks-decode", "ranks-one"),
     "cluster": ("prefill0", "decode0", "prefill1", "decode1"),
+    "elastic_workers": ("elastic0", "elastic1"),
     "direct": ("sender", "receiver", "decode0"),
 }
 """The servers that a test needs which asks for one of these fixtures. Tests that need none come first, then
@@ -213,6 +214,7 @@ def _workers(run_dir: Path, model: Path, pools: dict[str, PoolNode], etcd: EtcdS
         "direct": {"bootstrap_port": free_port(), "trusted_network": True},
     }
     chunked = engine_settings(model, extra_args=["--chunked-prefill-size", str(CHUNK_TOKENS)])
+    few = engine_settings(model, max_running_requests=8)
     staged = engine_settings(model, **STAGED)
     bytes_of_two = engine_settings(model, dtype="bfloat16", layout="layer_first")
     file = engine_settings(model, layout="layer_first")
@@ -253,6 +255,7 @@ def _workers(run_dir: Path, model: Path, pools: dict[str, PoolNode], etcd: EtcdS
         Worker("prefill", "prefill1", run_dir, staged, disaggregated, unhurried),
         Worker("decode", "decode0", run_dir, exact, disaggregated, stepwise),
         Worker("decode", "decode1", run_dir, staged, disaggregated, stepwise),
+        *(Worker("elastic", f"elastic{i}", run_dir, few, disaggregated) for i in range(2)),
         Worker("prefill", "sender", run_dir, chunked, disaggregated, direct),
         Worker("decode", "receiver", run_dir, exact, disaggregated, direct),
     ]
