@@ -1,8 +1,8 @@
 """The smallest fleets that keep a service level, and what more workers and more pool bring. Pure.
 
-A fleet is large enough if so many of the requests are within the level (`goal`). The share is taken to grow with the
-number of workers, so the smallest number is found by doubling and halving. For fixed roles the formulas of the
-router (`wanted`) say the split, and its neighbours are tried too.
+A fleet is large enough if so many of the requests are within the level (`goal`). The share is taken to grow
+with the number of workers, so the smallest number is found by doubling and halving. For fixed roles the
+formulas of the router (`wanted`) say the split, and its neighbours are tried too.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ class Adviser:
         first, last = max(least, high - 2), high + 2 if reached else high
         steps = tuple(self.best(kind, count) for count in range(first, min(last, max_workers) + 1))
         tried = [one for one in self._done.values() if _kind(one.size) == kind]
-        chosen = self.best(kind, high) if reached else max(tried, key=lambda one: (one.in_time, -one.size.total))
+        chosen = (
+            self.best(kind, high) if reached else max(tried, key=lambda one: (one.in_time, -one.size.total))
+        )
         return Advice(kind=kind, reached=reached, steps=steps, chosen=chosen)
 
     def best(self, kind: Kind, count: int) -> Outcome:

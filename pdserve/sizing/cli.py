@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from pdserve.sizing.advise import Adviser
 
 Slo: TypeAlias = Annotated[
-    str, typer.Option(metavar="ttft_ms=MS,itl_ms=MS", help="The service level; one of the two may be left out.")
+    str,
+    typer.Option(metavar="ttft_ms=MS,itl_ms=MS", help="The service level; one of the two may be left out."),
 ]
 Trace: TypeAlias = Annotated[
     Path | None, typer.Option(metavar="FILE", help="The load: JSON lines in Mooncake's format.")
@@ -24,11 +25,14 @@ Trace: TypeAlias = Annotated[
 Turning: TypeAlias = Annotated[
     bool,
     typer.Option(
-        "--turning", help="In place of --trace: a generated load that turns from long prompts to long answers."
+        "--turning",
+        help="In place of --trace: a generated load that turns from long prompts to long answers.",
     ),
 ]
 Rate: TypeAlias = Annotated[float, typer.Option(min=1e-3, help="Requests a second of --turning.")]
-Requests: TypeAlias = Annotated[int, typer.Option(min=1, help="Number of requests, the first ones of a trace.")]
+Requests: TypeAlias = Annotated[
+    int, typer.Option(min=1, help="Number of requests, the first ones of a trace.")
+]
 Speed: TypeAlias = Annotated[float, typer.Option(min=1e-6, help="Factor of the trace's speed.")]
 WeightsFile: TypeAlias = Annotated[
     Path | None,
@@ -40,7 +44,9 @@ PrefillRate: TypeAlias = Annotated[
 PoolRate: TypeAlias = Annotated[
     float | None, typer.Option(min=1e-3, help="Tokens whose KV a worker reads from the pool a second.")
 ]
-Hop: TypeAlias = Annotated[float | None, typer.Option(min=0, help="Time of a hand-over beside reading, in ms.")]
+Hop: TypeAlias = Annotated[
+    float | None, typer.Option(min=0, help="Time of a hand-over beside reading, in ms.")
+]
 Step: TypeAlias = Annotated[float | None, typer.Option(min=0, help="A decode step for nobody, in ms.")]
 StepOfRequest: TypeAlias = Annotated[
     float | None, typer.Option(min=0, help="What each request adds to a decode step, in ms.")
@@ -52,7 +58,9 @@ WorkerTokens: TypeAlias = Annotated[
 KvBytes: TypeAlias = Annotated[
     int, typer.Option(min=0, help="Bytes of KV of a token, to say the pool's size in GiB; 0: unknown.")
 ]
-Goal: TypeAlias = Annotated[float, typer.Option(min=0, max=1, help="Share of requests to be within the level.")]
+Goal: TypeAlias = Annotated[
+    float, typer.Option(min=0, max=1, help="Share of requests to be within the level.")
+]
 MaxWorkers: TypeAlias = Annotated[int, typer.Option(min=2, help="Largest number of workers that is tried.")]
 Workers: TypeAlias = Annotated[
     int | None,
@@ -117,8 +125,12 @@ def plan(
     if (trace is None) is not turning:
         raise ConfigError("which load? Give --trace FILE or --turning, one of them")
     load = loads.turning(seed, requests, rate) if trace is None else loads.read_load(trace, requests, speed)
-    origin = {"load": str(trace or "turning"), "rates": asdict(setting.rates), "level": asdict(setting.level)}
-    output = Output(as_json, seed=seed, **origin)
+    origin: dict[str, Any] = {
+        "load": str(trace or "turning"),
+        "rates": asdict(setting.rates),
+        "level": asdict(setting.level),
+    }
+    output = Output(as_json, None, seed=seed, **origin)
     output.show(report.summary(load, setting))
     adviser = Adviser(load, setting)
     if workers is not None:
@@ -137,9 +149,7 @@ def _compare(output: Output, adviser: Adviser, workers: int) -> None:
     output.show(compared(outcomes))
 
 
-def _advise(
-    output: Output, adviser: Adviser, goal: float, max_workers: int, kv_bytes_per_token: int
-) -> None:
+def _advise(output: Output, adviser: Adviser, goal: float, max_workers: int, kv_bytes_per_token: int) -> None:
     """The least workers of each kind, the kinds beside each other, and sizes of the pool."""
     from pdserve.sizing.advise import KINDS
     from pdserve.sizing.load import BLOCK_TOKENS

@@ -1,10 +1,11 @@
 """A simulated worker. Pure.
 
-It does as SGLang's scheduler does by default: prompts are computed first, one after the other, and answers stand still
-meanwhile. Otherwise each step gives every running answer one token, and takes `step_ms` and `step_ms_per_request` for
-each. At most `max_running` requests are computed or answered at a time.
+It does as SGLang's scheduler does by default: prompts are computed first, one after the other, and answers
+stand still meanwhile. Otherwise each step gives every running answer one token, and takes `step_ms` and
+`step_ms_per_request` for each. At most `max_running` requests are computed or answered at a time.
 
-What it leaves out: KV memory that is full, chunks of long prompts that are mixed with answers, graphs of steps.
+What it leaves out: KV memory that is full, chunks of long prompts that are mixed with answers, graphs of
+steps.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class Engine(Generic[T]):
         return (rates.step_ms + rates.step_ms_per_request * len(self._running)) / 1e3
 
     def submit(self, job: T, compute_s: float, more_tokens: int) -> None:
-        """A prompt that takes `compute_s` arrives. `more_tokens`: of its answer here, after the first one; -1:
-        another worker answers. The engine must be advanced until now.
+        """A prompt that takes `compute_s` arrives. `more_tokens`: of its answer here, after the first one;
+        -1: another worker answers. The engine must be advanced until now.
         """
         self._queue.append((job, compute_s, more_tokens))
         self._begin()

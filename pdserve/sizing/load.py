@@ -45,7 +45,10 @@ def read_load(path: Path, requests: int, speed: float) -> list[Request]:
     start_ms = lines[0].timestamp
     return [
         make_request(
-            (line.timestamp - start_ms) / 1e3 / speed, line.input_length, line.output_length, tuple(line.hash_ids)
+            (line.timestamp - start_ms) / 1e3 / speed,
+            line.input_length,
+            line.output_length,
+            tuple(line.hash_ids),
         )
         for line in sorted(lines, key=lambda line: line.timestamp)
     ]
@@ -54,8 +57,8 @@ def read_load(path: Path, requests: int, speed: float) -> list[Request]:
 def turning(seed: int, requests: int, rate_s: float) -> list[Request]:
     """A load that turns from long prompts to long answers in the middle: Poisson arrivals, nothing shared.
 
-    First half: prompts of 2,000 to 8,000 tokens, answers of 20 to 100. Second half: prompts of 100 to 500 tokens,
-    answers of 200 to 800. All lengths are uniform.
+    First half: prompts of 2,000 to 8,000 tokens, answers of 20 to 100. Second half: prompts of 100 to 500
+    tokens, answers of 200 to 800. All lengths are uniform.
     """
     dice, at_s, next_block = Dice("turning", seed), 0.0, 0
     found = []

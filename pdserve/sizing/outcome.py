@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Final
 
 import msgspec
@@ -65,9 +66,7 @@ def judge(
     good = [word == "met" for word in kept]
     count = len(served)
     edges = [count * part // PARTS for part in range(PARTS + 1)]
-    parts = tuple(
-        _share(good[low:high]) for low, high in zip(edges, edges[1:], strict=False) if high > low
-    )
+    parts = tuple(_share(good[low:high]) for low, high in pairwise(edges) if high > low)
     prompt_tokens = sum(one.prompt_tokens for one in served)
     return Outcome(
         size=size,

@@ -1,4 +1,4 @@
-"""How fast workers and the pool are: given, or measured by `pdserve bench weights`. Pure but for the reading."""
+"""How fast workers and the pool are: given, or measured by `pdserve bench weights`. Pure but for reading."""
 
 from __future__ import annotations
 

@@ -12,7 +12,18 @@ from pdserve.sizing.load import BLOCK_TOKENS, Request
 from pdserve.sizing.outcome import Outcome
 from pdserve.sizing.size import Setting
 
-COLUMNS = ("workers", "in time", "more", "goodput/s", "ttft p50", "p90", "itl p50", "p90", "cached", "prefill busy")
+COLUMNS = (
+    "workers",
+    "in time",
+    "more",
+    "goodput/s",
+    "ttft p50",
+    "p90",
+    "itl p50",
+    "p90",
+    "cached",
+    "prefill busy",
+)
 
 
 def summary(load: Sequence[Request], setting: Setting) -> str:
@@ -22,9 +33,9 @@ def summary(load: Sequence[Request], setting: Setting) -> str:
     rates = setting.rates
     return (
         f"{len(load):,} requests in {seconds:,.0f} s: {len(load) / seconds:.2f} requests/s, prompts of "
-        f"{prompts / len(load):,.0f} tokens and answers of {answers / len(load):,.0f} on average. A worker computes "
-        f"{1e3 / rates.prefill_ms_per_token:,.0f} prompt tokens/s, and has a step of {rates.step_ms:g} ms and "
-        f"{rates.step_ms_per_request:g} ms for each request."
+        f"{prompts / len(load):,.0f} tokens and answers of {answers / len(load):,.0f} on average. "
+        f"A worker computes {1e3 / rates.prefill_ms_per_token:,.0f} prompt tokens/s, and has a step of "
+        f"{rates.step_ms:g} ms and {rates.step_ms_per_request:g} ms for each request."
     )
 
 
@@ -41,7 +52,15 @@ def advised(advice: Advice, goal: float) -> Table:
 
 def compared(outcomes: Sequence[Outcome]) -> Table:
     """The same number of workers in different roles."""
-    columns = ("workers", "in time", *(f"part {number}" for number in range(1, 5)), "goodput/s", "late", "slow", "changes")
+    columns = (
+        "workers",
+        "in time",
+        *(f"part {number}" for number in range(1, 5)),
+        "goodput/s",
+        "late",
+        "slow",
+        "changes",
+    )
     rows = [
         (
             str(one.size),
@@ -55,7 +74,11 @@ def compared(outcomes: Sequence[Outcome]) -> Table:
         for one in outcomes
     ]
     return table(
-        f"{outcomes[0].size.total} workers", columns, rows, left=("workers",), caption="parts: quarters of the load"
+        f"{outcomes[0].size.total} workers",
+        columns,
+        rows,
+        left=("workers",),
+        caption="parts: quarters of the load",
     )
 
 

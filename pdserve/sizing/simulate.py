@@ -1,9 +1,9 @@
-"""A load, served by simulated workers that the router's own placement chooses. Pure: no clock, no chance but the
-seed's.
+"""A load, served by simulated workers that the router's own placement chooses. Pure: no clock, no chance but
+the seed's.
 
-The fleet, the placer with its policies and its beliefs, and the counts of load (`Claim`) are those of the router. What
-workers have cached is the simulation's own, so the router can be wrong about it. Answers' tokens are in no block of a
-trace, so a next turn computes them again.
+The fleet, the placer with its policies and its beliefs, and the counts of load (`Claim`) are those of the
+router. What workers have cached is the simulation's own, so the router can be wrong about it. Answers' tokens
+are in no block of a trace, so a next turn computes them again.
 """
 
 from __future__ import annotations
@@ -56,8 +56,6 @@ class _Site(msgspec.Struct):
     cache: BlockCache
     look_s: float = float("inf")
     """When it is looked at next. Other events for it are out of date."""
-
-
 
 
 class Simulation:

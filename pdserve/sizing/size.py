@@ -49,9 +49,15 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
             "prefill_ms_per_token": rates.prefill_ms_per_token,
             "pool_ms_per_token": rates.pool_ms_per_token,
         }
+        counts: dict[Role, int] = {
+            "prefill": size.prefill,
+            "decode": size.decode,
+            "agg": size.agg,
+            "elastic": size.elastic,
+        }
         urls: dict[Role, tuple[str, ...]] = {
             role: tuple(f"http://{role}{number}:1" for number in range(count))
-            for role, count in msgspec.structs.asdict(size).items()
+            for role, count in counts.items()
         }
         return msgspec.structs.replace(
             base,

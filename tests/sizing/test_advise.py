@@ -51,7 +51,10 @@ def test_elastic_roles_keep_more_of_a_load_that_turns_than_fixed_ones(adviser: A
 
 
 def test_more_pool_never_finds_less(adviser: Adviser) -> None:
-    load = [msgspec.structs.replace(one, blocks=(number % 7, number % 7 + 100)) for number, one in enumerate(adviser.load)]
+    load = [
+        msgspec.structs.replace(one, blocks=(number % 7, number % 7 + 100))
+        for number, one in enumerate(adviser.load)
+    ]
     setting = msgspec.structs.replace(SETTING, worker_blocks=0)
     found = [one.cached for _, one in Adviser(load[:200], setting).pools(Size(elastic=2))]
     assert found[0] == 0.0

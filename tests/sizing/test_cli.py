@@ -11,7 +11,16 @@ from typer.testing import CliRunner
 from pdserve.errors import ConfigError
 from pdserve.sizing.cli import app, parse_level
 
-RATES = ["--prefill-tokens-s", "10000", "--step-ms", "10", "--step-ms-per-request", "0.5", "--pool-tokens-s", "200000"]
+RATES = [
+    "--prefill-tokens-s",
+    "10000",
+    "--step-ms",
+    "10",
+    "--step-ms-per-request",
+    "0.5",
+    "--pool-tokens-s",
+    "200000",
+]
 LEVEL = ["--slo", "ttft_ms=2000,itl_ms=30"]
 
 
@@ -37,7 +46,12 @@ def test_the_comparison_is_a_json_line_for_each_kind_of_fleet() -> None:
 def test_a_trace_gets_its_advice_the_comparison_and_sizes_of_the_pool(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     lines = (
-        {"timestamp": 200 * n, "input_length": 3000, "output_length": 40, "hash_ids": [n % 5, *range(9 * n, 9 * n + 5)]}
+        {
+            "timestamp": 200 * n,
+            "input_length": 3000,
+            "output_length": 40,
+            "hash_ids": [n % 5, *range(9 * n, 9 * n + 5)],
+        }
         for n in range(60)
     )
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -5,11 +5,11 @@ it. Elastic workers are among one of them, by their duty (`duties`). The duties 
 that is prefill (`demand`, `wanted`), which is the mean of the placement's own sum over the prompts.
 
 Workers do one thing only for the sake of the time between tokens. Where the level for it is kept with prompts
-beside answers (`mixed_itl_ms`), the share that should prefill is 0. All workers then answer, and each computes
-its own prompts, as aggregated ones do. Without such a level the duties stay apart.
+beside answers (`mixed_itl_ms`), the share that should prefill is 0. All workers then answer, and each
+computes its own prompts, as aggregated ones do. Without such a level the duties stay apart.
 
-A prompt that would be late at every prefilling worker is computed by an elastic worker that answers others, if
-it is in time there and the others can bear it: the stall, spread over the tokens of an answer, keeps them
+A prompt that would be late at every prefilling worker is computed by an elastic worker that answers others,
+if it is in time there and the others can bear it: the stall, spread over the tokens of an answer, keeps them
 within the level.
 """
 
@@ -115,7 +115,9 @@ class ElasticRoles:
         return {name: model.duties.changes for name, model in self._models.items()}
 
     def _count_answering(self, snapshot: Snapshot, now_s: float) -> None:
-        """The workers that answer have a request from its plan on, also while another one computes its prompt."""
+        """The workers that answer have a request from its plan on, also while another one computes its
+        prompt.
+        """
         there = (*snapshot.decode, *snapshot.direct_decode, *snapshot.draining)
         waiting = sum(w.prefilling for w in snapshot.prefill)
         answering = max(0, sum(w.answering for w in there) - waiting)
@@ -133,7 +135,9 @@ class ElasticRoles:
         left = self._beyond_fixed(snapshot, all_)
         share, model = left.prefill_share, self._model(snapshot.model)
         if share is not None and self._level.itl_ms:
-            mine = model.demand.load(now_s).part(_ratio(left.prefill, all_.prefill), _ratio(left.decode, all_.decode))
+            mine = model.demand.load(now_s).part(
+                _ratio(left.prefill, all_.prefill), _ratio(left.decode, all_.decode)
+            )
             itl_ms = mixed_itl_ms(mine, self._level, len(snapshot.elastic) / self._processes)
             model.is_mixed = itl_ms <= self._level.itl_ms * (1.0 if model.is_mixed else MIX_BELOW)
             share = 0.0 if model.is_mixed else share

@@ -57,8 +57,8 @@ def wanted(load: Load, level: ServiceLevel, max_running: int) -> Wanted:
 
 
 def mixed_itl_ms(load: Load, level: ServiceLevel, workers: float) -> float:
-    """The time between tokens that answers should expect, in ms, if `workers` compute this load's prompts beside
-    its answers. Infinity: they cannot.
+    """The time between tokens that answers should expect, in ms, if `workers` compute this load's prompts
+    beside its answers. Infinity: they cannot.
     """
     busy = load.prefill_ms_s / 1e3 / workers
     if busy >= 1:

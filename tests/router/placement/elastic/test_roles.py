@@ -29,7 +29,7 @@ def fleet(prefill: int = 0, decode: int = 0, elastic: int = 0, agg: int = 0) -> 
 
 
 def loaded(snapshot: Snapshot, processes: int = 1) -> ElasticRoles:
-    """4 prompts a second of 500 ms each: 2 workers prefill. 20 answers of 10 at a time each, and their root."""
+    """4 prompts a second of 500 ms each: 2 workers prefill. 20 answers of 10 at a time, and their root."""
     roles = ElasticRoles(PlacementSettings(), LEVEL, processes)
     snapshot.decode[0].in_flight = 20
     for number in range(1000):
