@@ -62,6 +62,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(
             base,
             **urls,
+            min_prefill_tokens=0,
             prefill_policy=POLICY,
             decode_policy=POLICY,
             placement=msgspec.structs.replace(base.placement, **placement),

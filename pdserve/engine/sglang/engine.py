@@ -11,8 +11,8 @@ from pdserve.engine.drain import Drain
 from pdserve.engine.http.held import Door
 from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.prompt_identity import chat_template_fingerprint, tokenizer_fingerprint
-from pdserve.engine.sglang import exact_turns, long_texts
-from pdserve.engine.sglang.exact_turns import SglangTurns, tokenizer_of
+from pdserve.engine.sglang.prompts import exact_turns, long_texts
+from pdserve.engine.sglang.prompts.exact_turns import SglangTurns, tokenizer_of
 from pdserve.engine.sglang.tokenizer_manager import names_media, watch
 from pdserve.engine.turns.config import ExactTurnsConfig
 from pdserve.engine.turns.exact import ExactTurns

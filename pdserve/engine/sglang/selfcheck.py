@@ -27,8 +27,8 @@ TESTED_SGLANG = "0.5.23"
 MODULES: Final = (
     *("answers", "children.declined_fetches", "children.detached", "children.entry", "children.kept_prompts"),
     *("children.pulls", "children.ssd_tokens"),
-    *("continuation", "drafts", "engine", "exact_turns", "geometry", "long_texts", "prompt", "server"),
-    *("server_args", "storage", "tls", "tokenizer_manager", "trials.device_pages"),
+    *("continuation", "drafts", "engine", "geometry", "prompt", "prompts.exact_turns", "prompts.long_texts"),
+    *("server", "server_args", "storage", "tls", "tokenizer_manager", "trials.device_pages"),
 )
 """The modules of this package that lean on SGLang; each declares its `PLACES`."""
 HASHES: Final = (

@@ -41,7 +41,7 @@ from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.page_names import HASHED_AT_ONCE_TOKENS
 from pdserve.engine.sglang.answers import first_token, is_aborted, replace_counts
 from pdserve.engine.sglang.continuation import Continuation, extend_prompt, marked
-from pdserve.engine.sglang.exact_turns import SglangTurns
+from pdserve.engine.sglang.prompts.exact_turns import SglangTurns
 from pdserve.engine.turns.exact import Turn
 from pdserve.errors import RequestError
 from pdserve.pages import namespace_seed, page_hashes

@@ -18,9 +18,9 @@ from transformers import PreTrainedTokenizerFast
 from pdserve.engine.demo.tokenizer import CHAT_TEMPLATE, END_OF_TEXT, TURN_END
 from pdserve.engine.http.meeting_room import Room, enter_room
 from pdserve.engine.http.request import HttpRequest
-from pdserve.engine.sglang import exact_turns
-from pdserve.engine.sglang.exact_turns import Rendered, SglangTurns, tokenizer_of
 from pdserve.engine.sglang.prompt import FOR_THE_POOL
+from pdserve.engine.sglang.prompts import exact_turns
+from pdserve.engine.sglang.prompts.exact_turns import Rendered, SglangTurns, tokenizer_of
 from pdserve.engine.turns.exact import ExactTurns
 from pdserve.engine.turns.memory import Memory
 from tests.support.engine.manager import Client, Manager, State, Tokenized, scope_of, served

@@ -17,7 +17,7 @@ from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 from sglang.srt.entrypoints.openai.serving_tokenize import OpenAIServingTokenize
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-from pdserve.engine.sglang.long_texts import HUGE_CHARS, SHORT_CHARS, LongTexts, install
+from pdserve.engine.sglang.prompts.long_texts import HUGE_CHARS, SHORT_CHARS, LongTexts, install
 from pdserve.text_bound import TextBound
 
 LONG = "x" * (SHORT_CHARS + 1)
