@@ -39,7 +39,7 @@ def make_request(at_s: float, prompt_tokens: int, output_tokens: int, blocks: tu
 def read_load(path: Path, requests: int, speed: float) -> list[Request]:
     """The first so many requests of a trace (0: all), `speed` times as fast. Raises ConfigError."""
     lines = trace_lines(path)
-    lines = lines[:requests] if requests else lines
+    lines = sorted(lines[:requests] if requests else lines, key=lambda line: line.timestamp)
     if any(line.input_length <= 0 for line in lines):
         raise ConfigError(f"--trace {path}: a line without input_length")
     start_ms = lines[0].timestamp
@@ -50,7 +50,7 @@ def read_load(path: Path, requests: int, speed: float) -> list[Request]:
             line.output_length,
             tuple(line.hash_ids),
         )
-        for line in sorted(lines, key=lambda line: line.timestamp)
+        for line in lines
     ]
 
 

@@ -46,7 +46,7 @@ def test_an_aggregated_worker_computes_and_answers() -> None:
 def test_a_hand_over_takes_its_time_and_keeps_prompts_away_from_answers() -> None:
     found = simulate([request(0.0)], Size(prefill=1, decode=1), SETTING)
     assert found.ttft_ms["p50"] == pytest.approx(100 + 5 + 10 + 3.2)
-    two = [request(0.0), request(0.05)]
+    two = [request(0.0), request(0.06)]
     together = simulate(two, Size(agg=1), SETTING)
     assert together.in_time == 0.5
     assert together.slow == 0.5, "the second prompt stalls the first answer"

@@ -29,11 +29,11 @@ class ServiceLevel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         float, Meta(ge=0, description="Time that each request adds to a decode step, in ms.")
     ] = 0.1
     window_s: Annotated[float, Meta(gt=0, description="Time constant of the running means of the load.")] = (
-        30.0
+        10.0
     )
     dwell_s: Annotated[
         float, Meta(ge=0, description="Shortest time between two changes of elastic workers' duties.")
-    ] = 10.0
+    ] = 5.0
 
     def kept(self, ttft_ms: float, itl_ms: float) -> Kept:
         """What was missed by an answer with these times."""

@@ -18,7 +18,8 @@ QUICK = ServiceLevel(window_s=0.05, dwell_s=0.0)
 async def elastic(count: int = 2, **config: Any) -> AsyncIterator[tuple[Harness, list[MockWorker]]]:
     made = [MockWorker("elastic") for _ in range(count)]
     async with workers(*made):
-        settings = {"elastic": tuple(one.url for one in made), "deadlines": FAST, "slo": QUICK} | config
+        settings = {"elastic": tuple(one.url for one in made), "deadlines": FAST, "slo": QUICK}
+        settings |= {"min_prefill_tokens": 0} | config
         async with routed(RouterConfig(**settings)) as harness:
             yield harness, made
 

@@ -21,8 +21,9 @@ from tests.support.router.mock_worker import REPORT, Gate, MockWorker, Received,
 LEVEL = ServiceLevel(ttft_ms=250.0)
 
 
-def prompt(takes_ms: int) -> list[dict[str, str]]:
-    return [{"role": "user", "content": "x" * (takes_ms * 40)}]
+def prompt(takes_ms: int, letter: str = "x") -> list[dict[str, str]]:
+    """Prompts of other letters have no beginning in common."""
+    return [{"role": "user", "content": letter * (takes_ms * 40)}]
 
 
 def prefilled_after(gate: Gate) -> Script:
@@ -83,7 +84,7 @@ async def test_late_requests_wait_until_the_level_can_be_kept_one_after_the_othe
     async with busy("queue") as (harness, prefill, _, gate):
         held = [Gate(), Gate()]
         prefill.script("/pd/prefill", *map(prefilled_after, held))
-        waiting = [await harness.asking(messages=prompt(200)) for _ in range(2)]
+        waiting = [await harness.asking(messages=prompt(200, letter)) for letter in "yz"]
         await until_acts(harness, met=1, queue=2)
         assert len(prefill.got("/pd/prefill")) == 1
         gate.open.set()

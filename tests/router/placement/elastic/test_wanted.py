@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.router.config.slo import ServiceLevel
-from pdserve.router.placement.elastic.demand import Demand, Load
+from pdserve.router.placement.elastic.demand import LEAST_WEIGHT, Demand, Load
 from pdserve.router.placement.elastic.wanted import WAITS, batch_size, mixed_itl_ms, wanted
 
 LEVEL = ServiceLevel(ttft_ms=1000.0, itl_ms=30.0, step_ms=10.0, step_ms_per_request=0.5)
@@ -106,6 +106,18 @@ def test_demand_comes_to_the_rate_of_steady_requests_and_fades_without_them() ->
     assert later.prefill_ms_s < 1
 
 
+def test_the_first_requests_count_at_once_and_so_do_answers_that_grow() -> None:
+    demand = Demand(10.0)
+    for number in range(20):
+        demand.on_answering(0, number / 10)
+        demand.on_prompt(200.0, number / 10)
+    assert demand.load(1.9).prompts_s == pytest.approx(10, rel=0.1)
+    demand.on_answering(30, 2.0)
+    assert demand.load(2.0).answering == 30
+    demand.on_answering(0, 3.0)
+    assert 0 < demand.load(3.0).answering < 30
+
+
 @given(times=st.lists(st.floats(-1e6, 1e6), max_size=30))
 def test_a_clock_that_goes_back_makes_no_negative_or_growing_mean(times: list[float]) -> None:
     demand = Demand(1.0)
@@ -114,4 +126,4 @@ def test_a_clock_that_goes_back_makes_no_negative_or_growing_mean(times: list[fl
         demand.on_prompt(10.0, now_s)
         found = demand.load(now_s)
         assert 0 <= found.answering <= 3
-        assert 0 <= found.prompts_s <= len(times)
+        assert 0 <= found.prompts_s <= len(times) / LEAST_WEIGHT
