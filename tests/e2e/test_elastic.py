@@ -94,7 +94,7 @@ def test_answers_equal_plain_sglang_and_both_workers_have_both_roles(
     assert {prefill, decode} == {f"127.0.0.1:{worker.port}" for worker in elastic.workers}
 
     with ExitStack() as held:
-        with ExitStack() as busy:  # more and more answers, which end within seconds: nobody prefills for others
+        with ExitStack() as busy:  # more and more answers, which soon end
             sessions = (f"busy-{i}" for i in range(200))
 
             def computes_its_own() -> bool:
