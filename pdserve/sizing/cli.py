@@ -146,7 +146,7 @@ def _compare(output: Output, adviser: Adviser, workers: int) -> None:
     outcomes = adviser.compared(workers)
     for one in outcomes:
         output.row(one, what="compared")
-    output.show(compared(outcomes))
+    output.show(compared(outcomes), width=120)
 
 
 def _advise(output: Output, adviser: Adviser, goal: float, max_workers: int, kv_bytes_per_token: int) -> None:
@@ -161,7 +161,7 @@ def _advise(output: Output, adviser: Adviser, goal: float, max_workers: int, kv_
         advice = adviser.advise(kind, goal, max_workers)
         counts[kind] = advice.chosen.size.total
         output.row(advice, what="advice")
-        output.show(advised(advice, goal))
+        output.show(advised(advice, goal), width=120)
     _compare(output, adviser, max(2, counts["elastic"]))
     sizes = list(adviser.pools(Size(elastic=counts["elastic"])))
     for blocks, one in sizes:

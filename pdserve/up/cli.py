@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import typer
 
@@ -38,6 +38,19 @@ SCHEMAS: Mapping[Role, str] = {
 }
 """Each process's configuration struct, so that a mistyped key is found before anything is started."""
 
+PrefillCount: TypeAlias = Annotated[
+    int | None, typer.Option("--prefill", "--prefill-workers", metavar="N", help="Number of prefill workers.")
+]
+DecodeCount: TypeAlias = Annotated[
+    int | None, typer.Option("--decode", "--decode-workers", metavar="N", help="Number of decode workers.")
+]
+AggCount: TypeAlias = Annotated[
+    int | None, typer.Option("--agg", "--workers", metavar="N", help="Number of aggregated workers.")
+]
+ElasticCount: TypeAlias = Annotated[
+    int | None, typer.Option("--elastic", metavar="N", help="Number of elastic workers.")
+]
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
@@ -56,20 +69,10 @@ def up(
     ] = None,
     port: Annotated[int | None, typer.Option(help="Port of the router; 0 takes a free one.")] = None,
     host: Annotated[str | None, typer.Option(help="Address the router listens on.")] = None,
-    prefill: Annotated[
-        int | None,
-        typer.Option("--prefill", "--prefill-workers", metavar="N", help="Number of prefill workers."),
-    ] = None,
-    decode: Annotated[
-        int | None,
-        typer.Option("--decode", "--decode-workers", metavar="N", help="Number of decode workers."),
-    ] = None,
-    agg: Annotated[
-        int | None, typer.Option("--agg", "--workers", metavar="N", help="Number of aggregated workers.")
-    ] = None,
-    elastic: Annotated[
-        int | None, typer.Option("--elastic", metavar="N", help="Number of elastic workers.")
-    ] = None,
+    prefill: PrefillCount = None,
+    decode: DecodeCount = None,
+    agg: AggCount = None,
+    elastic: ElasticCount = None,
     run_dir: Annotated[
         Path | None, typer.Option(help="Directory of logs and sockets (cluster.run_dir).")
     ] = None,
