@@ -17,6 +17,7 @@ import psutil
 from pdserve.bench.processes import free_ports, server
 from pdserve.bench.router.load import PATH
 from pdserve.bench.router.mock import MODEL
+from pdserve.bench.router.native.instruments import Instruments
 from pdserve.settings.toml_text import to_toml
 
 OURS: Final = "pdserve"
@@ -101,10 +102,12 @@ def on_cores(cores: set[int]) -> Iterator[None]:
 
 
 @contextmanager
-def mock_worker(role: str, directory: Path) -> Iterator[Server]:
-    """A worker that answers. Raises BenchError."""
+def mock_worker(role: str, directory: Path, instruments: Instruments | None = None) -> Iterator[Server]:
+    """A worker that answers, compiled where there are `instruments`. Raises BenchError."""
     (port,) = free_ports(1)
-    command = [sys.executable, "-m", "pdserve.bench.router.mock", str(port), role]
+    command: Sequence[str] = [sys.executable, "-m", "pdserve.bench.router.mock", str(port), role]
+    if instruments is not None:
+        command = instruments.worker_command(port, role)
     with server(f"the mock {role} worker", command, directory / f"{role}.log", lambda: answers(port)) as made:
         yield Server(role, port, psutil.Process(made.pid))
 
