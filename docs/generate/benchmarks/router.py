@@ -12,6 +12,8 @@ from docs.generate.markdown import table
 OURS = "pdserve"
 OURS_TLS = "pdserve-tls"
 LONG = 1000
+LIMIT = 0.9
+"""A load that uses more of its cores than this may be what limits the rate."""
 
 
 def beside_others() -> str:
@@ -24,7 +26,8 @@ def beside_others() -> str:
         *("CPU µs, request / chunk", "memory MB", "processor use of the load"),
     )
     rows = [_cells(line) for line in kept[0].lines if line["router"] != "direct"]
-    return origin(kept[0]) + "\n" + table(columns, rows)
+    instruments = kept[0].lines[0].get("instruments", "Python")
+    return f"{origin(kept[0])}- Load and mock workers: written in {instruments}\n\n{table(columns, rows)}"
 
 
 def tls() -> str:
@@ -86,7 +89,8 @@ def _cells(line: dict[str, Any]) -> Iterator[str]:
     yield shown("added_chunk_ms_p99", ".1f")
     yield f"{shown('cpu_us_per_request', '.0f')} / {shown('cpu_us_per_chunk', '.0f')}"
     yield shown("rss_mb", ".0f")
-    yield f"{100 * line['load_busy']:.0f}%"
+    limits = " (a limit)" if line["load_busy"] >= LIMIT else ""
+    yield f"{100 * line['load_busy']:.0f}%{limits}"
 
 
 def _figure(streams: int, name: str) -> Callable[[Run], list[float]]:

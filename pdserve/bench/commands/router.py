@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 PEERS = "sglang-router,smg,vllm-router"
 TABLE_WIDTH = 150
+LIMIT = 0.9
+"""A load that uses more of its cores than this may be what limits the rate."""
 COLUMNS: Final = {
     "first chunk +p50": "added_ttft_ms_p50",
     "+p99": "added_ttft_ms_p99",
@@ -97,6 +99,8 @@ def _cells(rows: list[Row]) -> Iterator[tuple[str, ...]]:
     for row in rows:
         values = (getattr(row, name) for name in COLUMNS.values())
         yield (str(row.streams), row.router, *map(_figure, values))
+        if row.load_busy >= LIMIT:
+            yield ("", "  the load may be the limit")
         for other, times in row.rps_over.items():
             yield ("", f"  over {other}", "", "", "", "", f"{times:.2f} ×")
 

@@ -17,6 +17,7 @@ import psutil
 from pdserve.bench.processes import accepts, free_ports, server
 from pdserve.bench.router.load import PATH
 from pdserve.bench.router.mock import MODEL
+from pdserve.bench.router.native.instruments import Instruments
 from pdserve.settings.toml_text import to_toml
 from pdserve.tls.contexts import TlsConfig
 
@@ -108,14 +109,23 @@ def on_cores(cores: set[int]) -> Iterator[None]:
 
 
 @contextmanager
-def mock_worker(role: str, directory: Path, tls: TlsConfig | None = None) -> Iterator[Server]:
-    """A worker that answers, with the certificate of `tls`. Raises BenchError."""
+def mock_worker(
+    role: str,
+    directory: Path,
+    tls: TlsConfig | None = None,
+    instruments: Instruments | None = None,
+) -> Iterator[Server]:
+    """A worker that answers: with the certificate of `tls`, or compiled where there are `instruments`, which
+    speak no TLS. Raises BenchError.
+    """
     (port,) = free_ports(1)
-    command = [sys.executable, "-m", "pdserve.bench.router.mock", str(port), role]
+    command: Sequence[str] = [sys.executable, "-m", "pdserve.bench.router.mock", str(port), role]
     log = directory / f"{role}.log"
     if tls is not None:
-        command += [str(tls.certificate), str(tls.key)]
+        command = [*command, str(tls.certificate), str(tls.key)]
         log = directory / f"{role}-tls.log"
+    elif instruments is not None:
+        command = instruments.worker_command(port, role)
     ready = accepts if tls is not None else answers
     with server(f"the mock {role} worker", command, log, lambda: ready(port)) as made:
         yield Server(role, port, psutil.Process(made.pid))

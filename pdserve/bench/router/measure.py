@@ -40,6 +40,7 @@ from pdserve.bench.router.contenders import (
     on_cores,
 )
 from pdserve.bench.router.load import Load, Loaded, run_load
+from pdserve.bench.router.native.instruments import Instruments, build
 from pdserve.bench.stores import BenchError
 
 DIRECT: Final = "direct"
@@ -94,6 +95,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Its requests per second over those of the others; ours alone."""
     load_busy: float = 0.0
     """The largest share of their cores that load and mock workers used: near 1 they were the limit."""
+    instruments: str = "Python"
+    """What load and mock workers are written in: Python, or C."""
     errors: int = 0
     first_error: str = ""
 
@@ -116,10 +119,17 @@ class Turn(NamedTuple):
 class Bench:
     """The contenders, running, and how they are loaded."""
 
-    def __init__(self, contenders: Sequence[Server], workers: Sequence[Server], settings: Settings) -> None:
+    def __init__(
+        self,
+        contenders: Sequence[Server],
+        workers: Sequence[Server],
+        settings: Settings,
+        instruments: Instruments | None = None,
+    ) -> None:
         self.contenders = contenders
-        self._driving = [*workers, Server("load", 0, psutil.Process())]
+        self._workers = workers
         self._settings = settings
+        self._instruments = instruments
 
     def rounds(self, streams: int, went_on: Callable[[], None]) -> dict[str, list[Turn]]:
         """The turns of each contender with so many streams."""
@@ -142,10 +152,15 @@ class Bench:
         return turns
 
     def _turn(self, one: Server, phase: Phase, load: Load) -> Turn:
-        def look() -> tuple[float, float, float | None]:
-            return one.cpu_s(), sum(server.cpu_s() for server in self._driving), one.rss_mb()
+        def look(loading: psutil.Process) -> tuple[float, float, float | None]:
+            driving = [*self._workers, Server("load", 0, loading)]
+            return one.cpu_s(), sum(server.cpu_s() for server in driving), one.rss_mb()
 
-        loaded, before, after = uvloop.run(run_load(load, one.port, look))
+        if self._instruments is not None:
+            loaded, before, after = self._instruments.run_load(load, one.port, look)
+        else:
+            here = psutil.Process()
+            loaded, before, after = uvloop.run(run_load(load, one.port, lambda: look(here)))
         return Turn(phase, loaded, after[0] - before[0], after[1] - before[1], after[2])
 
 
@@ -191,7 +206,12 @@ def measure(
     core, rest = split_cores(os.sched_getaffinity(0))
     with ExitStack() as stack:
         stack.enter_context(on_cores(rest))
-        mocks = [stack.enter_context(mock_worker(role, directory)) for role in ("prefill", "decode")]
+        instruments = build(directory, said)
+        compiled = None if settings.tls else instruments  # workers of one kind, with TLS and without
+        mocks = [
+            stack.enter_context(mock_worker(role, directory, instruments=compiled))
+            for role in ("prefill", "decode")
+        ]
         prefill, decode = mocks
         workers = Workers(prefill.port, decode.port)
         contenders = [Server(DIRECT, workers.decode)]
@@ -208,11 +228,12 @@ def measure(
                 if name in (OURS, OURS_TLS):
                     raise
                 said(f"left out: {error}")
-        bench = Bench(contenders, mocks, settings)
+        bench = Bench(contenders, mocks, settings, instruments)
+        language = "Python" if instruments is None else "C"
         for streams in settings.streams:
-            yield from rows_of(streams, bench.rounds(streams, went_on), len(rest))
+            yield from rows_of(streams, bench.rounds(streams, went_on), len(rest), language)
         if settings.long_streams:
-            yield from rows_of(settings.long_streams, bench.long(went_on), len(rest))
+            yield from rows_of(settings.long_streams, bench.long(went_on), len(rest), language)
 
 
 def split_cores(cores: set[int]) -> tuple[set[int], set[int]]:
@@ -221,7 +242,9 @@ def split_cores(cores: set[int]) -> tuple[set[int], set[int]]:
     return {last}, cores - {last} or cores
 
 
-def rows_of(streams: int, turns: Mapping[str, Sequence[Turn]], load_cores: int) -> list[Row]:
+def rows_of(
+    streams: int, turns: Mapping[str, Sequence[Turn]], load_cores: int, instruments: str = "Python"
+) -> list[Row]:
     """The figures of all contenders, from their turns. Pure."""
     direct = turns[DIRECT]
     rps = {name: _rate([turn for turn in mine if turn.phase == "whole"]) for name, mine in turns.items()}
@@ -250,6 +273,7 @@ def rows_of(streams: int, turns: Mapping[str, Sequence[Turn]], load_cores: int) 
                     if name == OURS and other not in (OURS, DIRECT) and own_rps and theirs
                 },
                 load_busy=round(max(t.load_cpu_s / t.loaded.seconds for t in mine) / load_cores, 2),
+                instruments=instruments,
                 errors=sum(turn.loaded.errors for turn in mine),
                 first_error=next((t.loaded.first_error for t in mine if t.loaded.first_error), ""),
             )

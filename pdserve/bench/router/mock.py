@@ -115,6 +115,14 @@ def answers(role: str) -> dict[str, bytes]:
     return {path: _whole(json.dumps(value).encode()) for path, value in plain.items()}
 
 
+def entries(role: str) -> dict[str, bytes]:
+    """What the compiled worker says, by path or by one of the names in native/worker.c."""
+    whole = answers(role)
+    before, after = _EVENT.split(b"%020d")
+    stream = {"head": _STREAM_HEAD, "before": before, "after": after, "end": _END}
+    return {"answer": whole.pop(""), "other": whole["/health"], **stream, **whole}
+
+
 def _whole(body: bytes) -> bytes:
     return b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (
         len(body),
