@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import select
 import signal
@@ -411,8 +412,8 @@ def test_page_longer_than_its_slot_ends_the_connection_not_the_node(node: Node) 
     connection = node.connect()
     grants = reserve(connection, [key(1), key(2)], [MIB])
     page = random_page([2 * MIB], 1)
-    with pytest.raises(PoolUnavailable):
-        commit(connection, grants[:1], connection.write_pages(grants[:1], [page], soon()))
+    with contextlib.suppress(PoolUnavailable):  # a commit may be answered before the connection ends
+        assert commit(connection, grants[:1], connection.write_pages(grants[:1], [page], soon())) == b"\0"
     node.wait_for("receive_failed", 2)
     connection.close()
 
