@@ -62,7 +62,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(
             base,
             **urls,
-            min_prefill_tokens=0,
+            min_prefill_tokens=0,  # the sizes differ by where prompts are computed, so all have the stage
             prefill_policy=POLICY,
             decode_policy=POLICY,
             placement=msgspec.structs.replace(base.placement, **placement),

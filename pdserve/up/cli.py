@@ -94,7 +94,12 @@ def up(
         "router.host": host,
         "cluster.run_dir": None if run_dir is None else str(run_dir),
     }
-    counts = _counts(prefill=prefill, decode=decode, agg=agg, elastic=elastic)
+    counts: dict[WorkerRole, int | None] = {
+        "prefill": prefill,
+        "decode": decode,
+        "agg": agg,
+        "elastic": elastic,
+    }
     cluster = read_cluster_file(file, overrides, counts)
     cluster, fit = fitted(cluster, extra or (), this_machine(os.environ), read_model)
     plan = make_plan(
@@ -114,12 +119,6 @@ def up(
         if wrong := [note for note in fit.notes if note.level == "fail"]:
             raise StartupError(str(wrong[0]))
     raise typer.Exit(run_plan(plan))
-
-
-def _counts(
-    *, prefill: int | None, decode: int | None, agg: int | None, elastic: int | None
-) -> dict[WorkerRole, int | None]:
-    return {"prefill": prefill, "decode": decode, "agg": agg, "elastic": elastic}
 
 
 def check_tables(plan: Plan, source: str, schemas: Mapping[Role, str]) -> None:
