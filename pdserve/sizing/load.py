@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -34,6 +35,16 @@ def make_request(at_s: float, prompt_tokens: int, output_tokens: int, blocks: tu
     """A request with at least one token each way."""
     prompt_tokens, output_tokens = max(1, prompt_tokens), max(1, output_tokens)
     return Request(at_s, prompt_tokens, output_tokens, blocks, _prefix(prompt_tokens, blocks))
+
+
+def scaled(load: Sequence[Request], factor: float) -> list[Request]:
+    """The same requests with lengths times `factor`, at the same times."""
+    return [
+        make_request(
+            one.at_s, round(one.prompt_tokens * factor), round(one.output_tokens * factor), one.blocks
+        )
+        for one in load
+    ]
 
 
 def read_load(path: Path, requests: int, speed: float) -> list[Request]:

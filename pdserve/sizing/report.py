@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
@@ -11,6 +12,9 @@ from pdserve.sizing.advise import Advice
 from pdserve.sizing.load import BLOCK_TOKENS, Request
 from pdserve.sizing.outcome import Outcome
 from pdserve.sizing.size import Setting
+
+if TYPE_CHECKING:
+    from pdserve.sizing.real import Row
 
 COLUMNS = (
     "workers",
@@ -80,6 +84,40 @@ def compared(outcomes: Sequence[Outcome]) -> Table:
         left=("workers",),
         caption="parts: quarters of the load",
     )
+
+
+def tried(found: Sequence[Row]) -> Table:
+    """Real workers of each kind beside the simulated ones: shares in time, by quarters of the load."""
+    columns = (
+        "workers",
+        "rounds",
+        "in time",
+        "by quarter",
+        "simulated",
+        "by quarter",
+        "late",
+        "slow",
+        "changes",
+    )
+    shown = [
+        (
+            one.kind,
+            str(one.rounds),
+            f"{one.in_time:.0%}",
+            _parts(one.in_time_by_part),
+            f"{one.simulated:.0%}",
+            _parts(one.simulated_by_part),
+            f"{one.late:.0%}",
+            f"{one.slow:.0%}",
+            f"{one.duty_changes:g}",
+        )
+        for one in found
+    ]
+    return table("two workers", columns, shown, left=("workers",))
+
+
+def _parts(shares: Sequence[float]) -> str:
+    return " ".join(f"{share:.0%}" for share in shares)
 
 
 def pools(found: Iterable[tuple[int, Outcome]], kv_bytes_per_token: int) -> Table:

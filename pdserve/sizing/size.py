@@ -39,6 +39,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks of 512 tokens in a worker's own memory."""
     pool_blocks: int | None = None
     """In the pool; None: no bound."""
+    min_prefill_tokens: int = 0
+    """0: the sizes differ by where prompts are computed, so all prompts have the prefill stage."""
     seed: int = 1
 
     def router(self, size: Size) -> RouterConfig:
@@ -62,7 +64,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(
             base,
             **urls,
-            min_prefill_tokens=0,  # the sizes differ by where prompts are computed, so all have the stage
+            min_prefill_tokens=self.min_prefill_tokens,
             prefill_policy=POLICY,
             decode_policy=POLICY,
             placement=msgspec.structs.replace(base.placement, **placement),

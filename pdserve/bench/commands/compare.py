@@ -28,7 +28,8 @@ Against = Annotated[
     typer.Option(
         help="Contenders, separated by commas; ratios are over the first. Empty: plain, file, "
         "mooncake (if installed), agg, disagg. Also possible: agg-once (no pages in host memory, and "
-        "the pool larger by as much), disagg-direct, dead (agg with a killed pool, R13)."
+        "the pool larger by as much), disagg-direct, agg-two and elastic (two workers), dead (agg with a "
+        "killed pool, R13)."
     ),
 ]
 ModelPath = Annotated[Path, typer.Option("--model", help="Model directory: pdserve model demo makes one.")]

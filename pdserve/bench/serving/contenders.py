@@ -10,10 +10,13 @@ disaggregated. Pure.
 | `agg-once` | as `agg`, but host memory keeps no pages; what this frees is given to the pool |
 | `disagg` | one prefill and one decode worker on a pool node, behind the router |
 | `disagg-direct` | the same, with the direct hand-off, of Mooncake over TCP on CPU |
+| `agg-two` | two aggregated workers on a pool node, behind the router |
+| `elastic` | two elastic workers on a pool node, behind the router |
 | `dead` | as `agg`, asked directly; its pool node was killed before the first ask |
 
 All workers have the same model, page size and KV memory of the device, and all but those of `plain` and
-`agg-once` the same host memory for KV; `disagg` has two of them. Mooncake's store has the pool's memory.
+`agg-once` the same host memory for KV; `disagg`, `agg-two` and `elastic` have two of them. Mooncake's store
+has the pool's memory.
 """
 
 from __future__ import annotations
@@ -28,11 +31,11 @@ from pdserve.bench.serving.load.plan import Shape, make_load, total_tokens
 from pdserve.sizes import parse_bytes
 
 PAGE_TRACE: Final = "PDSERVE_PAGE_TRACE"  # kvpool/hicache/page_trace.py
-NAMES: Final = ("plain", "file", "mooncake", "agg", "agg-once", "disagg", "disagg-direct", "dead")
 DEAD: Final = "dead"
 ONCE: Final = "agg-once"
-OURS: Final = ("agg", ONCE, "disagg", "disagg-direct")
-ASKED_FOR: Final = (ONCE, "disagg-direct", DEAD)
+OURS: Final = ("agg", ONCE, "disagg", "disagg-direct", "agg-two", "elastic")
+NAMES: Final = ("plain", "file", "mooncake", *OURS, DEAD)
+ASKED_FOR: Final = (ONCE, "disagg-direct", "agg-two", "elastic", DEAD)
 """Compared only where they are named."""
 _ONCE_RATIO: Final = 1.2  # room for a long fetch beside a long write
 _ON_THEIR_WAY: Final = {"hicache_host_memory_mode": "buffer_only", "hicache_ratio": _ONCE_RATIO}
@@ -57,6 +60,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     pull_step_tokens: int | None = None
     """Prompts of twice as many are pulled in such steps while they are computed; none: as is usual."""
     arena_directory: str = "/dev/shm/pdserve"
+    router: Mapping[str, Any] = {}
+    """More options of the router."""
     extra_args: tuple[str, ...] = ()
 
 
@@ -83,7 +88,7 @@ def contender(
         "extra_args": list(setting.extra_args),
     }
     worker: dict[str, Any] = {"engine": engine, "cluster_token": "", "insecure": True}  # we ask it directly
-    router: dict[str, Any] = {"port": router_port}
+    router: dict[str, Any] = {**setting.router, "port": router_port}
     if setting.pull_step_tokens is not None:
         worker["pull_step_tokens"] = setting.pull_step_tokens
         router["pull_ahead_tokens"] = 2 * setting.pull_step_tokens
@@ -105,6 +110,8 @@ def contender(
         DEAD: {"agg": [alone]},
         "disagg": {"prefill": [{}], "decode": [{}]},
         "disagg-direct": {"prefill": [_DIRECT], "decode": [_DIRECT]},
+        "agg-two": {"agg": [{}, {}]},
+        "elastic": {"elastic": [{}, {}]},
     }
     own = roles[name]
     if name in (*OURS, DEAD):

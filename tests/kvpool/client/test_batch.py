@@ -48,6 +48,12 @@ def test_pieces_hold_every_key_in_order_and_no_piece_is_too_large(count: int, pa
         assert max(sizes) == 1 or max(sizes) * page_bytes <= min(PIECE_BYTES, MAX_BATCH_BYTES)
 
 
+def test_pages_that_come_over_a_stream_are_asked_for_in_whole_messages() -> None:
+    places = list(range(96))
+    assert [len(piece) for piece in batch_of(1, 1 << 20).divide(places)] == [16] * 6
+    assert [len(piece) for piece in batch_of(1, 1 << 20).divide(places, streams=True)] == [32] * 3
+
+
 def test_a_batch_larger_than_what_a_node_grants_at_a_time_is_stored_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

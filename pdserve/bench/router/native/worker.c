@@ -147,7 +147,8 @@ static int is_true(const char *body, size_t length, const char *name) {
 
 static void answer(Connection *to, const char *head, const char *body, size_t length) {
     int is_post = !memcmp(head, "POST ", 5);
-    const char *path = strchr(head, ' ') + 1;
+    const char *space = strchr(head, ' ');  // there is none in the second part of HTTP/2's greeting
+    const char *path = space ? space + 1 : "";
     const Entry *whole = entry_of(path, strcspn(path, " ?\r"));
     if (whole) {
         add(&to->out, whole->bytes, whole->length);

@@ -23,6 +23,8 @@ CONTENDER_COLOURS = {
     "agg-once": "#9fd3c7",
     "disagg": "#1f5fa8",
     "disagg-direct": "#123a68",
+    "agg-two": "#8fb98a",
+    "elastic": "#3d7a4e",
     "dead": "#303030",
 }
 FEW: Final = 100  # a p99 of fewer lies between the largest two

@@ -1,0 +1,108 @@
+"""`pdserve trial`. What takes long to import is imported in the command."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pdserve.bench.commands import load_options as options
+from pdserve.bench.commands import options as common
+from pdserve.sizing.cli import Slo, Trace, Turning, parse_level
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from pdserve.sizing.load import Request
+    from pdserve.sizing.real import Compared
+
+CALIBRATED_TOKENS = 512
+PAGE_SIZE = 64
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.command()
+def trial(
+    slo: Slo,
+    trace: Trace = None,
+    turning: Turning = False,
+    scale: Annotated[float, typer.Option(min=1e-6, help="Factor of all lengths of the load.")] = 0.1,
+    rate: Annotated[float, typer.Option(min=1e-3, help="Requests a second of --turning.")] = 0.5,
+    requests: Annotated[int, typer.Option(min=1, help="Number of requests, the first ones of a trace.")] = 40,
+    speed: Annotated[float, typer.Option(min=1e-6, help="Factor of the trace's speed.")] = 1.0,
+    repeat: Annotated[int, typer.Option(min=1, help="Rounds; results are means over them.")] = 3,
+    min_prefill_tokens: Annotated[
+        int, typer.Option(min=0, help="Shorter prompts have no prefill stage, as the router's option says.")
+    ] = 64,
+    seed: options.Seed = 1,
+    model: Annotated[
+        Path, typer.Option("--model", help="Model directory: pdserve model demo makes one.")
+    ] = Path(options.DEMO_MODEL),
+    device_tokens: options.DeviceTokens = 32_768,
+    pool_capacity: common.PoolCapacity = "1GiB",
+    silence: options.Silence = 300.0,
+    out: common.Out = None,
+    as_json: common.AsJson = False,
+    extra: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[-- SGLANG_FLAGS]", help="Flags passed to SGLang in every worker.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Serve a load with two real workers on this machine, in fixed, elastic and aggregated roles, beside what
+    `pdserve plan` says of it.
+
+    The workers' rates are measured first. The command fails if a request failed.
+    """
+    from msgspec.structs import asdict, replace
+
+    from pdserve.bench.commands.output import Output, failed_with, say
+    from pdserve.bench.serving.cluster import launched
+    from pdserve.bench.stores import BenchError
+    from pdserve.errors import ConfigError
+    from pdserve.sizing import load as loads
+    from pdserve.sizing.rates import Rates
+    from pdserve.sizing.real import Trial, rows
+    from pdserve.sizing.report import tried
+
+    if (trace is None) is not turning:
+        raise ConfigError("which load? Give --trace FILE or --turning, one of them")
+
+    def make(of_seed: int) -> Sequence[Request]:
+        if trace is not None:
+            return loads.read_load(trace, requests, speed)
+        return loads.turning(of_seed, requests, rate)
+
+    level = parse_level(slo)
+    mine = Trial(make, scale, level, min_prefill_tokens, say, silence_s=silence)
+    output = Output(as_json, None, seed=seed, load=str(trace or "turning"), scale=scale, level=asdict(level))
+    ours: dict[str, Any] = {"page_size": PAGE_SIZE, "pool_capacity": pool_capacity}
+    found: list[Compared] = []
+    problems = []
+    with options.clusters(model, device_tokens, extra, out, **ours) as setting:
+
+        def launch(name: str, router: Mapping[str, Any]) -> AbstractContextManager[str]:
+            say(f"starting {name}")
+            return launched(name, replace(setting, router=router))
+
+        try:
+            rates = mine.rates(launch, CALIBRATED_TOKENS)
+            for one in mine.run(launch, rates, (128, CALIBRATED_TOKENS), repeat, seed):
+                if isinstance(one, Rates):
+                    output.row(one, what="rates")
+                    output.show(f"measured: {asdict(one)}")
+                else:
+                    found.append(one)
+                    output.row(one, what="round")
+        except BenchError as error:
+            problems.append(str(error))
+    for row in rows(found):
+        output.row(row, what="kind")
+    if found:
+        output.show(tried(rows(found)), width=120)
+    failed = sum(one.failed for one in found)
+    failed_with([*problems, *([f"{failed} requests failed"] if failed else [])])
