@@ -178,28 +178,33 @@ class GenerationHandler:
             if session is not None:
                 session = session.within(call.tenant.name)
             scope = f"{call.tenant.cache}/{scope}"
-        prompt = view.prompt_json(call.endpoint.prompt_fields)
-        computes = call.endpoint.task is not None
-        prompts = 1
-        if computes:  # tokenizing does not: it leaves no pages behind
-            is_embedding = call.endpoint.task == "embed"
-            prompts = count_prompts(prompt, self._limits.prompts, may_be_objects=is_embedding)
-        sampling = call.endpoint.sampling_field
-        candidates = count_candidates(view, sampling) if computes else 1
-        self._check_counts(prompts, candidates)
-        limit = self._fleet.text_limit(model)
-        check_texts(view, call.endpoint, limit.tokens, limit.bound)
-        before = sum(estimate_prompt_tokens(getattr(view, name)) for name in call.endpoint.preamble_fields)
-        tokens = estimate_prompt_tokens(prompt) + before if computes else 0
-        charged = tokens or before + estimate_prompt_tokens(view.prompt_json(call.endpoint.charged_fields))
+        endpoint = call.endpoint
+        prompt = view.prompt_json(endpoint.prompt_fields)
+        computes = endpoint.task is not None  # tokenizing does not: it leaves no pages behind
         several = has_several_prompts(prompt)
+        is_embedding = endpoint.task == "embed"
+        prompts = candidates = choices = 1
+        if computes and (several or is_embedding):
+            prompts = count_prompts(prompt, self._limits.prompts, may_be_objects=is_embedding)
+        if computes and (view.n or view.best_of or view.sampling_params):
+            candidates = count_candidates(view, endpoint.sampling_field)
+            choices = count_choices(view, endpoint.sampling_field)
+        self._check_counts(prompts, candidates)
+        if endpoint.text_fields:
+            limit = self._fleet.text_limit(model)
+            check_texts(view, endpoint, limit.tokens, limit.bound)
+        before = 0
+        for name in endpoint.preamble_fields:
+            before += estimate_prompt_tokens(getattr(view, name))
+        tokens = estimate_prompt_tokens(prompt) + before if computes else 0
+        charged = tokens or before + estimate_prompt_tokens(view.prompt_json(endpoint.charged_fields))
         can_be_direct = (
             self._fleet.has_direct
-            and call.endpoint.is_prefillable
+            and endpoint.is_prefillable
             and not (several or candidates > 1 or asks_about_prompt(body))
         )
         call.facts = RequestFacts(
-            endpoint=call.endpoint,
+            endpoint=endpoint,
             model=view.model,
             session=session,
             prompt_tokens_estimate=tokens,
@@ -209,8 +214,8 @@ class GenerationHandler:
             has_media=has_media(view),
             can_be_direct=can_be_direct,
             answers=prompts * candidates,
-            choices=count_choices(view, sampling) if candidates > 1 else 1,
-            holder=self._holder(call, view),
+            choices=choices,
+            holder=self._holder(call, view) if endpoint.continues or view.session_params else "",
             turn=self._turns[model],
             draw=random.getrandbits(32),
             prefix=prefix_of(view, prompt, scope) if self._needs_prefix and computes else None,

@@ -12,7 +12,7 @@ from pdserve.router.config.limits import Deadlines
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.dispatch.job import Claim, Job, cached_before_header
 from pdserve.router.dispatch.relay import is_event_stream, relay_events, relay_whole
-from pdserve.router.dispatch.stream_marks import MARKS_HEADER, MARKS_REQUEST
+from pdserve.router.dispatch.stream_marks import MARKS_HEADER, MARKS_REQUEST, StreamMarks
 from pdserve.router.dispatch.worker_request import (
     MAX_ERROR_BYTES,
     Failure,
@@ -104,6 +104,7 @@ class DecodeStage:
         if self._asks_marks and call.endpoint.is_resumable:
             headers += MARKS_REQUEST
         if resumes:
+            assert job.marks is not None
             target, body = f"/pd/continue?endpoint={target}", job.marks.continue_body(body)
         return await self._upstream.ask(
             claim.worker, target, headers, body, connect_s=self._deadlines.connect_s, head_s=head_s
@@ -129,18 +130,19 @@ class DecodeStage:
         if is_event_stream(response):
             if not (call.answer.is_started or job.cached_before):
                 job.cached_before = _found_header(tokens)
-            job.marks.begin(any(name == MARKS_HEADER for name, _ in response.headers))
+            marks = job.marks = job.marks or StreamMarks()
+            marks.begin(any(name == MARKS_HEADER for name, _ in response.headers))
             first = await response.read_some(left_s)
             if claim.trial:
                 self._fleet.on_trial_answering(worker, claim.trial, self._loop.time())
             if job.suspects:
                 self._workers.on_answered(job)
             try:
-                await relay_events(call, response, job.marks, first, between_s)
+                await relay_events(call, response, marks, first, between_s)
             finally:
                 if call.answer.meter is not None:
-                    call.answer.meter.marked_tokens = job.marks.token_count
-                    call.answer.meter.used = job.marks.used
+                    call.answer.meter.marked_tokens = marks.token_count
+                    call.answer.meter.used = marks.used
         elif call.answer.is_started:
             raise UpstreamError("protocol", "the rest of a stream is no stream")
         else:

@@ -239,7 +239,7 @@ class Dispatcher:
         self, call: Call, job: Job, failed: Worker, candidates: tuple[Worker, ...]
     ) -> tuple[Worker, ...]:
         """The candidates that can continue the stream of `failed`."""
-        if not job.marks.is_marked:
+        if job.marks is None or not job.marks.is_marked:
             return ()
         if may_resume(call.endpoint, call.body, self._continue, seeds_count=False):
             return candidates

@@ -34,7 +34,8 @@ class Job:
         self.plan = plan
         self.words = list(plan.reasons)
         """What decided, and what became of each stage: for the log and `x-pdserve-plan`."""
-        self.marks = StreamMarks()
+        self.marks: StreamMarks | None = None
+        """Of the answer, if it is a stream of events."""
         self.tried: list[str] = []
         """Ids of the decode workers that failed."""
         self.suspects: list[Worker] = []

@@ -44,13 +44,22 @@ GOOD = frozenset(("ok", "partial"))
 Missed: TypeAlias = Annotated[str, Meta(pattern=r"^[a-z0-9_=;., ]*\Z", max_length=512)]
 
 
+class CachedTokens(msgspec.Struct, frozen=True, gc=False):
+    """Prompt tokens that a worker had in its caches, by tier."""
+
+    device: Count = 0
+    host: Count = 0
+    pool: Count = 0
+    ssd: Count = 0
+
+
 class PrefillReport(msgspec.Struct):
     """A prefill worker's 200 answer."""
 
     prompt_tokens: Count
     published_pages: Count
     missing_pages: Count
-    cached: dict[str, Count] = {}
+    cached: CachedTokens | None = None
     cached_by_prompt: list[tuple[Count, Count, Count]] = []
     missed: Missed = ""
     """Why full pages were computed, as `x-pdserve-miss` tells it."""
@@ -62,10 +71,18 @@ class PrefillReport(msgspec.Struct):
     @property
     def by_tier(self) -> dict[str, int]:
         """Prompt tokens by where they came from."""
-        tokens = {tier: self.cached.get(tier, 0) for tier in CACHES}
-        return {**tokens, "computed": max(0, self.prompt_tokens - sum(tokens.values()))}
+        found = self.cached or _NOTHING_CACHED
+        computed = max(0, self.prompt_tokens - found.device - found.host - found.pool - found.ssd)
+        return {
+            "device": found.device,
+            "host": found.host,
+            "pool": found.pool,
+            "ssd": found.ssd,
+            "computed": computed,
+        }
 
 
+_NOTHING_CACHED = CachedTokens()
 _decoder = msgspec.json.Decoder(PrefillReport)
 
 
@@ -179,16 +196,16 @@ class PrefillStage:
 
     def _note(self, call: Call, job: Job, worker: Worker, report: PrefillReport) -> None:
         """Tell placement, the decode worker, the client and the metrics what the prefill worker reports."""
+        tokens, stats = report.by_tier, self._stats
         self._placer.on_prefilled(
             call.facts,
             job.plan,
             worker,
-            report.cached,
+            {} if report.cached is None else tokens,
             report.published_pages,
             report.missing_pages,
             self._loop.time(),
         )
-        tokens, stats = report.by_tier, self._stats
         job.cached_before = cached_before_header(report.cached_by_prompt)
         job.count_prompt(stats, tokens)
         call.answer.prefill_headers = [

@@ -99,12 +99,13 @@ async def relay_events(
     `call.answer.is_started` says whether anything was sent.
     """
     answer = call.answer
+    client, take, write_now = answer.client, marks.take, answer.write_now
 
     def pass_on(data: bytes) -> bool:
-        if not answer.client.takes_now:
+        if not client.takes_now:
             return False
-        if ready := marks.take(data, at_end=False):
-            answer.write_now(ready)
+        if ready := take(data, False):
+            write_now(ready)
         return True
 
     while True:

@@ -82,7 +82,7 @@ class StreamMarks:
         if self._held:
             data = self._held + data
         begin, parts = 0, []
-        while self._is_marked and (mark := _find_mark(data, begin)) is not None:
+        while self._is_marked and begin < len(data) and (mark := _find_mark(data, begin)) is not None:
             at, end = mark
             parts.append(data[begin:at])
             self._note(data[at + len(MARK) : end])

@@ -99,12 +99,15 @@ class Planner(msgspec.Struct, frozen=True):
         """
         if facts.holder:
             return _plan_at_holder(facts, snapshot)
-        sender, why = self._choose_handoff(facts, snapshot, last, places, wanted or self.handoff)
+        sender: Choice | None = None
+        why: tuple[str, ...] = ()
+        if snapshot.direct_decode:
+            sender, why = self._choose_handoff(facts, snapshot, last, places, wanted or self.handoff)
         candidates, others = snapshot.direct_decode, snapshot.decode
         if sender is None:
-            candidates, others = self._computing(facts, snapshot), snapshot.direct_decode
+            candidates, others = snapshot.decode or self._computing(facts, snapshot), snapshot.direct_decode
         last_id = None if last is None or last.decode_id not in snapshot.members else last.decode_id
-        if any(worker.id == last_id for worker in (*others, *snapshot.resting)):
+        if last_id is not None and any(worker.id == last_id for worker in (*others, *snapshot.resting)):
             last_id = None  # a worker of the other way, or of another duty now, is not gone
         choice = self.decode_policy.choose(_ask(facts, last_id, places), candidates)
         decode, prefill = choice.worker, None if sender is None else sender.worker
@@ -115,7 +118,7 @@ class Planner(msgspec.Struct, frozen=True):
         return Plan(
             decode,
             prefill,
-            _settle(facts, snapshot, last, decode, prefill),
+            None if last is None else _settle(facts, snapshot, last, decode, prefill),
             (*why, f"decode={choice}", f"prefill={why_prefill}"),
             (("decode", choice.cause or choice.reason), ("prefill", cause)),
             _uncached(facts, prefill or decode, places),
@@ -133,11 +136,9 @@ class Planner(msgspec.Struct, frozen=True):
         places: Places | None,
         wanted: HandoffChoice,
     ) -> tuple[Choice | None, tuple[str, ...]]:
-        """(the prefill worker that sends its KV, reason). None: the pool is the way. No reason: there are no
-        workers of the direct way.
+        """(the prefill worker that sends its KV, reason), where decode workers take it. None: the pool is
+        the way.
         """
-        if not snapshot.direct_decode:
-            return None, ()
         sender = None
         if facts.can_be_direct and snapshot.direct_prefill and facts.endpoint.path in self.prefill_endpoints:
             last_id = None if last is None or last.prefill_id not in snapshot.members else last.prefill_id
@@ -158,9 +159,9 @@ class Planner(msgspec.Struct, frozen=True):
 
     @staticmethod
     def _computing(facts: RequestFacts, snapshot: Snapshot) -> tuple[Worker, ...]:
-        """The workers that can answer without a direct hand-off. Raises NoWorkerError."""
-        if snapshot.decode:
-            return snapshot.decode
+        """The workers that can answer without a direct hand-off, where none computes prompts. Raises
+        NoWorkerError.
+        """
         if not snapshot.direct_decode:
             raise NoWorkerError("No worker is ready to serve this model; try again shortly.")
         if facts.endpoint.task is None:  # it computes no prompt
@@ -231,10 +232,10 @@ def direct_threshold(least: int, weights: PlacementSettings, prefill: Worker, de
 
 
 def _settle(
-    facts: RequestFacts, snapshot: Snapshot, last: SessionEntry | None, decode: Worker, prefill: Worker | None
+    facts: RequestFacts, snapshot: Snapshot, last: SessionEntry, decode: Worker, prefill: Worker | None
 ) -> Settle | None:
     """Whom to ask for the last turn's pages (rule 6)."""
-    if last is None or not last.answered or not facts.is_turn:
+    if not last.answered or not facts.is_turn:
         return None
     if prefill is None and decode.id == last.decode_id:
         return None

@@ -129,7 +129,10 @@ class Answer:
     async def write(self, body: bytes, more: bool) -> None:
         """Send a piece of the body; waits while the client is slow to read."""
         if self.meter is not None:
-            self.meter.count(body)
+            if self.is_stream:
+                self.meter.count(body)
+            else:
+                self.meter.count_whole(body)
         await self.client.write(body, more)
         if not more:
             self.progress = _COMPLETE

@@ -20,6 +20,7 @@ CACHED_HEADER = b"x-pdserve-cached"
 
 PREFILL_CACHED_HEADER = b"x-pdserve-prefill-cached"
 MISS_HEADER = b"x-pdserve-miss"
+_WORDS = ", ".join(f"{tier}=%d" for tier in TIERS).encode()
 
 
 def cached_tokens(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, int]:
@@ -36,8 +37,8 @@ def parse_cached(header: str) -> dict[str, int]:
 
 
 def cached_words(tokens: Mapping[str, int]) -> bytes:
-    """The header's value for `tokens`."""
-    return ", ".join([f"{tier}={count}" for tier, count in tokens.items()]).encode()
+    """The header's value for `tokens` of all `TIERS`, in their order."""
+    return _WORDS % tuple(tokens.values())
 
 
 def own_memory_tokens(headers: Iterable[tuple[bytes, bytes]]) -> int | None:

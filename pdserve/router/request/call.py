@@ -8,8 +8,8 @@ phase holds: a connection to a worker, a count of load.
 from __future__ import annotations
 
 import asyncio
+import os
 import re
-import secrets
 from typing import Literal
 
 from pdserve.router.api.endpoints import ENDPOINTS
@@ -31,7 +31,7 @@ def request_id(given: bytes) -> bytes:
     """The id of a request: the client's own if it is short and plain, else a new one that nobody guesses:
     workers are asked about a request by its id.
     """
-    return given if given and _REQUEST_ID.fullmatch(given) else secrets.token_hex(12).encode()
+    return given if given and _REQUEST_ID.fullmatch(given) else os.urandom(12).hex().encode()
 
 
 class Call:
@@ -113,7 +113,7 @@ class Call:
 
     def _headers_for_workers(self) -> bytes:
         content_type = self.headers.get(b"content-type", JSON)
-        if not _FIELD_VALUE.fullmatch(content_type):
+        if content_type != JSON and not _FIELD_VALUE.fullmatch(content_type):
             content_type = JSON
         lines = b"content-type: %b\r\nx-request-id: %b\r\n" % (content_type, self.worker_request_id)
         for name in PASSED_ON:

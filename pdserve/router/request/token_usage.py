@@ -78,16 +78,21 @@ class Meter:
         """Of a stream, by choice, as last said."""
 
     def count(self, data: bytes) -> None:
-        """A piece of the answer; of a stream, whole events."""
+        """Whole events of a stream."""
         text = self._tail + data
         self.events += text.count(_EVENT)
         self._tail = text[1 - len(_EVENT) :]
         if self._usage.mark in data:
-            if self._said and not self.events:
-                self._note_piece()
             self._said = data
             if self.events and _INDEX_MARK in data:  # else the next piece says all that this one does
                 self._read(data)
+
+    def count_whole(self, data: bytes) -> None:
+        """A piece of an answer that is no stream."""
+        if self._usage.mark in data:
+            if self._said:
+                self._note_piece()
+            self._said = data
 
     def total(self, streamed: bool) -> tuple[int, int]:
         """(prompt tokens, output tokens). An answer in one piece has these numbers once, or once for each

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.server import ServerState
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -67,6 +66,15 @@ class Client(Protocol):
         ...
 
 
+class Server(Protocol):
+    """What the connections of a server share."""
+
+    @property
+    def default_lines(self) -> bytes:
+        """Whole header lines of every answer, like the date."""
+        ...
+
+
 class Wire(Protocol):
     """The connection that carries a request, as `RequestCycle` uses it."""
 
@@ -81,8 +89,8 @@ class Wire(Protocol):
     """Nothing is sent any more."""
 
     @property
-    def server_state(self) -> ServerState:
-        """uvicorn's, with the headers of every answer."""
+    def server_state(self) -> Server:
+        """What all connections share."""
         ...
 
     def watch(self, on_gone: Callable[[], None]) -> None:

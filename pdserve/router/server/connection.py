@@ -42,6 +42,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal, Protocol
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
@@ -60,6 +61,7 @@ CLOSING_S = 2.0
 _CLOSING: Final = b"content-length: 0\r\nconnection: close\r\n\r\n"
 _TOO_LONG: Final = b"HTTP/1.1 431 Request Header Fields Too Large\r\n" + _CLOSING
 _TOO_LATE: Final = b"HTTP/1.1 408 Request Timeout\r\n" + _CLOSING
+_NOT_HTTP: Final = "Invalid HTTP request received."
 
 State = Literal["idle", "head", "answering", "rest", "closing", "gone"]
 
@@ -73,6 +75,16 @@ class Connections(ServerState):
         super().__init__()
         self.crowd: Crowd[ClientConnection] = Crowd(math.inf)
         """All connections. Beyond its bound those go that wait for no answer."""
+        self._default_lines = b""
+        self._lined = self.default_headers
+
+    @property
+    def default_lines(self) -> bytes:
+        """`default_headers` as they stand in a head. uvicorn makes a new list of them each second."""
+        if self._lined is not self.default_headers:
+            self._lined = self.default_headers
+            self._default_lines = b"".join(b"%b: %b\r\n" % pair for pair in self._lined)
+        return self._default_lines
 
 
 class DirectHandler(Protocol):
@@ -100,6 +112,7 @@ class ClientConnection(HttpToolsProtocol):
         self._head_s = head_s
         self._client_read_s = client_read_s
         self._direct = direct
+        self._targets: Mapping[bytes, str] = {} if direct is None else direct.targets
         self._state: State = "idle"
         self.is_closing = False
         """The state is closing or gone. An attribute, since it is read for every chunk."""
@@ -235,7 +248,13 @@ class ClientConnection(HttpToolsProtocol):
         if self._sending == "idle":
             self._sending = "head"
         self._head_bytes += len(data)
-        super().data_received(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.logger.warning(_NOT_HTTP)
+            self.send_400_response(_NOT_HTTP)
+        except httptools.HttpParserUpgrade:
+            self._unsupported_upgrade_warning()
         if self.pipeline and not self.transport.is_closing():
             if self._is_far_ahead:
                 self.flow.pause_reading()
@@ -290,7 +309,7 @@ class ClientConnection(HttpToolsProtocol):
     def watch(self, on_gone: Callable[[], None]) -> None:
         """Call `on_gone` when the client goes away, now if it has, until `unwatch`."""
         self._on_gone = on_gone
-        if not self._is_far_ahead:  # reading was paused for a large body, which was read
+        if self.flow.read_paused and not self._is_far_ahead:  # for a large body, which was read
             self.flow.resume_reading()
         if self._state == "gone":
             on_gone()
@@ -307,7 +326,7 @@ class ClientConnection(HttpToolsProtocol):
             return
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
-        if not self._is_far_ahead:
+        if self.flow.read_paused and not self._is_far_ahead:
             self.flow.resume_reading()
         self._update()
 
@@ -320,8 +339,12 @@ class ClientConnection(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header line. A trailer is passed over: it would override what others have checked."""
-        if self._sending != "rest" and len(self.headers) <= MAX_HEADERS:
-            super().on_header(name, value)
+        if self._sending == "rest" or len(self.headers) > MAX_HEADERS:
+            return
+        name = name.lower()
+        if name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         """The head is complete."""
@@ -331,7 +354,7 @@ class ClientConnection(HttpToolsProtocol):
         if len(self.headers) > MAX_HEADERS or len(self.pipeline) >= MAX_PIPELINED:
             self._refuse(_TOO_LONG)
             return
-        path = None if self._direct is None else self._direct.targets.get(self.url)
+        path = self._targets.get(self.url)
         if path is not None and self.parser.get_method() == b"POST" and self._is_plain:
             self._begin_direct(path)
         else:
@@ -354,7 +377,8 @@ class ClientConnection(HttpToolsProtocol):
         )
         self.cycle = client  # type: ignore[assignment]
         if before is None or before.response_complete:
-            self._start_asgi_task(client, self.app)
+            assert self._direct is not None
+            client.begin(self._direct.serve)
         else:  # pipelined: its turn comes
             self.pipeline.appendleft((client, self.app))  # type: ignore[arg-type]
 
@@ -376,7 +400,12 @@ class ClientConnection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         """A part of the body."""
-        if not self.is_closing:
+        if self.is_closing:
+            return
+        cycle: Any = self.cycle
+        if type(cycle) is RequestCycle:
+            cycle.receive(body)
+        else:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -384,4 +413,8 @@ class ClientConnection(HttpToolsProtocol):
         if self.is_closing:
             return
         self._sending, self._head_bytes = "idle", 0
-        super().on_message_complete()
+        cycle: Any = self.cycle
+        if type(cycle) is RequestCycle:
+            cycle.receive_end()
+        else:
+            super().on_message_complete()

@@ -16,6 +16,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from pdserve.router.server.client import Headers, Wire
@@ -64,7 +65,7 @@ class RequestCycle:
         self.keep_alive = keep_alive
         self.expects_continue = expects_continue
         self.body = b""
-        """What came of it and was not read; uvicorn adds to it, and pauses the client above 64 KiB."""
+        """What came of it and was not read."""
         self.more_body = True
         self.disconnected = False
         self.response_started = False
@@ -84,15 +85,33 @@ class RequestCycle:
             if not (self.response_complete or self.disconnected):
                 self._wire.transport.close()
 
-    # --- for uvicorn's protocol
+    # --- for the connection
+
+    def receive(self, body: bytes) -> None:
+        """A piece of the body has come; above 64 KiB that nobody has read, the client is paused."""
+        if self.response_complete:
+            return
+        self.body = self.body + body if self.body else body
+        if len(self.body) > HIGH_WATER_LIMIT:
+            self._wire.flow.pause_reading()
+        if self._waiter is not None:
+            self.set()
+
+    def receive_end(self) -> None:
+        """The body has come to its end."""
+        if self.response_complete:
+            return
+        self.more_body = False
+        if self._waiter is not None:
+            self.set()
 
     @property
     def message_event(self) -> RequestCycle:
-        """What uvicorn sets when there is something new."""
+        """What uvicorn's protocol sets when the connection is lost."""
         return self
 
     def set(self) -> None:
-        """Something came of the body, or the connection is lost."""
+        """There is something new for who waits in `read`."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -125,8 +144,7 @@ class RequestCycle:
         self.expects_continue = False
         if closes:
             self.keep_alive = False
-        lines = [b"%b: %b\r\n" % pair for pair in self._wire.server_state.default_headers]
-        lines += [b"%b: %b\r\n" % pair for pair in headers]
+        lines = [b"%b: %b\r\n" % pair for pair in headers]
         self._is_chunked = length is None
         if length is None:
             lines.append(b"transfer-encoding: chunked\r\n")
@@ -137,7 +155,7 @@ class RequestCycle:
         head = b"".join(lines)
         if head.count(b"\n") != len(lines):
             raise ValueError("an answer's header holds the end of a line")
-        self._head = b"%b%b\r\n" % (STATUS_LINE[status], head)
+        self._head = b"%b%b%b\r\n" % (STATUS_LINE[status], self._wire.server_state.default_lines, head)
 
     async def write(self, body: bytes, more: bool) -> None:
         """Send a piece of the answer's body."""
@@ -168,7 +186,11 @@ class RequestCycle:
 
     def write_now(self, body: bytes) -> None:
         """Send a piece of the answer's body, not the last and not empty."""
-        self._wire.transport.write(self._framed(body))
+        if self._head or not self._is_chunked:
+            body = self._framed(body)
+        else:
+            body = b"%x\r\n%b\r\n" % (len(body), body)
+        self._wire.transport.write(body)
 
     def _framed(self, body: bytes) -> bytes:
         """What stands before it, with it."""

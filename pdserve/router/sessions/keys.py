@@ -56,11 +56,11 @@ class SessionKey(msgspec.Struct, frozen=True, gc=False):
 
     def of_model(self, model: str) -> SessionKey:
         """The key for one model. `name` stays, because placement is per model already."""
-        return SessionKey(self.name, tuple(f"{model}/{link}" for link in self.links))
+        return SessionKey(self.name, tuple([f"{model}/{link}" for link in self.links]))
 
     def within(self, tenant: str) -> SessionKey:
         """The key for one tenant, or for one user."""
-        return SessionKey(f"{tenant}/{self.name}", tuple(f"{tenant}/{link}" for link in self.links))
+        return SessionKey(f"{tenant}/{self.name}", tuple([f"{tenant}/{link}" for link in self.links]))
 
 
 def named(name: str) -> SessionKey:

@@ -35,7 +35,9 @@ class Upstream:
         """The worker's pool, made at the first call."""
         pool = self._pools.get(worker.url)
         if pool is None:
-            pool = self._pools[worker.url] = WorkerPool(worker, self._limits, self.counts, self._tls)
+            pool = self._pools[worker.url] = WorkerPool(
+                worker, self._limits, self.counts, self._tls, self._authorization
+            )
             if self._timer is None:
                 self._timer = self._loop.call_later(IDLE_CHECK_S, self._drop_aged)
         return pool
@@ -58,14 +60,7 @@ class Upstream:
         is closed.
         """
         pool = self._pools.get(worker.url) or self.pool(worker)
-        head = b"%b %b HTTP/1.1\r\nhost: %b\r\ncontent-length: %d\r\n%b%b\r\n" % (
-            method,
-            target.encode("ascii"),
-            worker.id_header,
-            len(body),
-            self._authorization,
-            headers,
-        )
+        head = b"%b %b%b%d\r\n%b\r\n" % (method, target.encode("ascii"), pool.lines, len(body), headers)
         connection = pool.take_idle(self._loop.time())
         while True:
             if connection is None:

@@ -48,7 +48,17 @@ class WorkerPool(ConnectionOwner):
     The most recently used idle connection is used first, so the others can age out.
     """
 
-    def __init__(self, worker: Peer, limits: Limits, counts: ConnectionCounts, tls: WorkerTls) -> None:
+    def __init__(
+        self,
+        worker: Peer,
+        limits: Limits,
+        counts: ConnectionCounts,
+        tls: WorkerTls,
+        authorization: bytes = b"",
+    ) -> None:
+        """`authorization`: the header's whole line; empty: none is sent."""
+        self.lines = b" HTTP/1.1\r\nhost: %b\r\n%bcontent-length: " % (worker.id_header, authorization)
+        """What stands in each request between its target and the length of its body."""
         self._worker = worker
         self._loop = asyncio.get_running_loop()
         self._limits = limits

@@ -18,7 +18,7 @@ USAGE = b'"usage":{"prompt_tokens":30,"total_tokens":42,"completion_tokens":12,"
 
 def test_an_answer_in_one_piece_says_its_usage() -> None:
     meter = Meter(5)
-    meter.count(b'{"id":"1","choices":[{"text":"data: "}],' + USAGE + b"}")
+    meter.count_whole(b'{"id":"1","choices":[{"text":"data: "}],' + USAGE + b"}")
     assert meter.total(streamed=False) == (30, 12)
 
 
@@ -55,7 +55,7 @@ def test_events_count_the_same_wherever_the_answer_is_cut(cuts: list[int]) -> No
 def test_sglangs_own_answers_are_understood() -> None:
     one = b'{"text":"","meta_info":{"id":"a","prompt_tokens":9,"completion_tokens":%d,"cached_tokens":0}}'
     meter = Meter(0)
-    meter.count(b"[" + one % 4 + b"," + one % 5 + b"]")
+    meter.count_whole(b"[" + one % 4 + b"," + one % 5 + b"]")
     assert meter.total(streamed=False) == (18, 9)
     meter = Meter(0)
     for tokens in (1, 2, 3):
@@ -112,8 +112,8 @@ def test_leaving_a_batch_early_does_not_make_its_prompts_cheap(reported: int | N
 def test_a_prompt_counts_once_however_many_answers_say_it() -> None:
     one = b'{"text":"","meta_info":{"prompt_tokens":%d,"completion_tokens":1}}'
     meter = Meter(0, choices=2)
-    meter.count(b"[" + b",".join([one % 9, one % 9, one % 5]))  # a long answer, in two pieces
-    meter.count(b"," + one % 5 + b"]")
+    meter.count_whole(b"[" + b",".join([one % 9, one % 9, one % 5]))  # a long answer, in two pieces
+    meter.count_whole(b"," + one % 5 + b"]")
     assert meter.total(streamed=False) == (14, 4)
     meter = Meter(4000, choices=2, prompts=2)
     for choice in range(4):
@@ -124,14 +124,14 @@ def test_a_prompt_counts_once_however_many_answers_say_it() -> None:
 @pytest.mark.parametrize(("count", "tokens"), [(b"12", 12), (b"[3, 4,5]", 12), (b"[]", 7), (b"0", 7)])
 def test_tokenizing_says_how_many_tokens_it_found(count: bytes, tokens: int) -> None:
     meter = Meter(7, ENDPOINTS["/tokenize"].usage)
-    meter.count(b'{"tokens":[1,2,3],"count":' + count + b',"max_model_len":64}')
+    meter.count_whole(b'{"tokens":[1,2,3],"count":' + count + b',"max_model_len":64}')
     assert meter.total(streamed=False) == (tokens, 0)
 
 
 def test_a_long_list_of_counts_that_comes_in_pieces_is_not_cheaper_than_its_estimate() -> None:
     meter = Meter(5000, ENDPOINTS["/tokenize"].usage)
     for piece in (b'{"tokens":[[1,2],[3]', b'],"count":[2,', b'1],"max_model_len":64}'):
-        meter.count(piece)
+        meter.count_whole(piece)
     assert meter.total(streamed=False) == (5000, 0)
 
 
@@ -155,7 +155,7 @@ def test_a_stream_that_says_its_usage_all_along_is_counted_by_choice() -> None:
 def test_numbers_are_read_with_and_without_blanks(separators: tuple[str, str]) -> None:
     meter = Meter(0)
     usage = {"usage": {"prompt_tokens": 3, "completion_tokens": 4}}
-    meter.count(json.dumps(usage, separators=separators).encode())
+    meter.count_whole(json.dumps(usage, separators=separators).encode())
     assert meter.total(streamed=False) == (3, 4)
 
 
@@ -165,7 +165,7 @@ def test_numbers_are_read_with_and_without_blanks(separators: tuple[str, str]) -
 def test_any_bytes_can_be_an_answer(pieces: list[bytes], streamed: bool) -> None:
     meter = Meter(1)
     for piece in pieces:
-        meter.count(piece)
+        (meter.count if streamed else meter.count_whole)(piece)
     prompt, output = meter.total(streamed)
     assert prompt >= 0
     assert output >= 0

@@ -107,7 +107,7 @@ async def test_the_connection_ends_with_the_answer_where_the_client_wants_that(
 
 
 def test_a_header_with_a_line_end_in_it_is_not_sent() -> None:
-    state: Any = SimpleNamespace(default_headers=[(b"date", b"today")])
+    state: Any = SimpleNamespace(default_lines=b"date: today\r\n")
     protocol: Any = SimpleNamespace(server_state=state)
     client = RequestCycle(protocol, CHAT, [], keep_alive=True, expects_continue=False)
     client.start(200, [(b"x-pdserve-plan", b"fine")], 0)

@@ -13,7 +13,7 @@ entry point is called with `PolicySettings` and returns a `Policy`:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import msgspec
 
@@ -39,7 +39,7 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
     """Estimated places of the prompt's prefix. None: unknown, or no policy uses them."""
 
 
-class Choice(NamedTuple):
+class Choice(msgspec.Struct, frozen=True, gc=False):
     """A worker, and the reason as a word and figures for the log line and `x-pdserve-plan`."""
 
     worker: Worker
