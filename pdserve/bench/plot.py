@@ -28,6 +28,9 @@ COLOURS: Final = {
     "pdserve, TLS": "#8fc7bb",
     "ucx_perftest": "#8a8a5c",
     "ucx_perftest_tuned": "#c2c28f",
+    "sockets": "#7a9a9a",
+    "sockets_two": "#9fbaba",
+    "sockets_zerocopy": "#c4d6d6",
     "mooncake": "#d9822b",
     "redis": "#b04a4a",
 }

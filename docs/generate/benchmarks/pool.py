@@ -19,13 +19,14 @@ def speed() -> str:
     if not kept:
         return NO_RUN
     run = kept[0]
-    rows, beside = _own(run), _perftest(run)
+    rows, beside = _own(run), _bandwidths(run)
     stores = list(rows[0].get("peers", {}))
     columns = (
         *("path", "page", "checksum", "memcpy GB/s", "get GB/s", "put GB/s", "get / memcpy", "put / memcpy"),
         "one page, get, p50 / p99 µs",
         *(f"{name.capitalize()} get / put GB/s" for name in stores),
         "`ucx_perftest` GB/s, its settings / ours",
+        "plain sockets GB/s, one / two / zero-copy",
     )
     return origin(run) + "\n" + table(columns, (_cells(row, beside) for row in rows))
 
@@ -107,11 +108,22 @@ def same_host(run: Run, figure: str, checksum: str = "off") -> list[float]:
 
 def over_perftest(run: Run, figure: str) -> list[float]:
     """UCX transfers of pages of 1 MiB and more without checksums, over `ucx_perftest` at its own settings."""
-    beside = _perftest(run)
+    beside = _bandwidths(run)
     return [
         row[figure] / beside[row["page_bytes"]]["ucx_perftest"]
         for row in _large(run, "ucx", "off")
         if "ucx_perftest" in beside.get(row["page_bytes"], {})
+    ]
+
+
+def over_sockets(run: Run, figure: str) -> list[float]:
+    """Pages of 1 MiB and more over UCX and TCP without checksums, over one plain socket with cold pages."""
+    beside = _bandwidths(run)
+    return [
+        row[figure] / beside[row["page_bytes"]]["sockets"]
+        for path in ("ucx", "tcp")
+        for row in _large(run, path, "off")
+        if "sockets" in beside.get(row["page_bytes"], {})
     ]
 
 
@@ -127,7 +139,7 @@ def _large(run: Run, path: str, checksum: str) -> Lines:
     ]
 
 
-def _perftest(run: Run) -> dict[int, dict[str, float]]:
+def _bandwidths(run: Run) -> dict[int, dict[str, float]]:
     found: dict[int, dict[str, float]] = {}
     for line in run.lines:
         if "peer" in line:
@@ -143,7 +155,10 @@ def _cells(row: Mapping[str, Any], beside: Mapping[int, Mapping[str, float]]) ->
     yield f"{row['single_get_p50_us']:.0f} / {row['single_get_p99_us']:.0f}"
     for peer in row.get("peers", {}).values():
         yield f"{peer['get_gbps']:.1f} / {peer['put_gbps']:.1f}"
-    yield " / ".join(f"{gbps:.1f}" for gbps in beside.get(size, {}).values()) if row["path"] == "ucx" else ""
+    bandwidths = beside.get(size, {})
+    for kind, paths in (("ucx_perftest", ("ucx",)), ("sockets", ("ucx", "tcp"))):
+        found = [gbps for name, gbps in bandwidths.items() if name.startswith(kind)]
+        yield " / ".join(f"{gbps:.1f}" for gbps in found) if row["path"] in paths else ""
 
 
 def _over_mooncake(path: str) -> Callable[[Run], list[float]]:
@@ -175,6 +190,8 @@ GOALS = (
     Goal("UCX: get and put / Mooncake over TCP", _over_mooncake("ucx"), 1, places=1),
     Goal("UCX: get / `ucx_perftest`", lambda run: over_perftest(run, "get_gbps"), 0.8),
     Goal("UCX: put / `ucx_perftest`", lambda run: over_perftest(run, "put_gbps"), 0.8),
+    Goal("UCX and TCP: get / one plain socket", lambda run: over_sockets(run, "get_gbps"), 0.8),
+    Goal("UCX and TCP: put / one plain socket", lambda run: over_sockets(run, "put_gbps"), 0.8),
     Goal("one 64 KiB page, same host, get, p50 in µs", _one_page("single_get_p50_us"), 150, False, 0),
     Goal("one 64 KiB page, same host, get, p99 in µs", _one_page("single_get_p99_us"), 1000, False, 0),
 )

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from pdserve.bench.pool.speed import PoolFigures, Workload
 
 
-BANDWIDTH_PEERS = ("ucx_perftest", "ucx_perftest_tuned")  # with UCX's own settings for TCP, and with ours
+BANDWIDTH_PEERS = (
+    *("ucx_perftest", "ucx_perftest_tuned"),  # with UCX's own settings for TCP, and with ours
+    *("sockets", "sockets_two", "sockets_zerocopy"),  # plain sockets: one lane, two, without a copy to send
+)
 STORE_PEERS = ("mooncake", "redis")
 PEERS = (*STORE_PEERS, *BANDWIDTH_PEERS)
 ON_OFF = ("on", "off")
@@ -106,7 +109,7 @@ def _speed(
     output: Output, workloads: Sequence[Workload], peers: Sequence[str], capacity: str
 ) -> tuple[list[PoolFigures], dict[tuple[str, int], float]]:
     """Figures of the pool and the stores beside it; bandwidths of what is no store, by page size."""
-    from pdserve.bench.peers.registry import perftest_gbps, stores
+    from pdserve.bench.peers.registry import bandwidth_gbps, stores
     from pdserve.bench.plot import size_name
     from pdserve.bench.pool.own_node import bench_node
     from pdserve.bench.pool.speed import measure
@@ -115,7 +118,10 @@ def _speed(
     figures: list[PoolFigures] = []
     sizes = list(dict.fromkeys(workload.page_bytes for workload in workloads))
     bandwidths = {
-        (name, size): perftest_gbps(name, size) for name in peers if name in BANDWIDTH_PEERS for size in sizes
+        (name, size): bandwidth_gbps(name, size)
+        for name in peers
+        if name in BANDWIDTH_PEERS
+        for size in sizes
     }
     with (
         stores([name for name in peers if name in STORE_PEERS], workloads[0].capacity_bytes) as peer_stores,

@@ -10,6 +10,7 @@ from typing import Final
 
 from pdserve.bench.peers.mooncake import mooncake_store
 from pdserve.bench.peers.redis import redis_store
+from pdserve.bench.peers.sockets import WAYS, sockets_gbps
 from pdserve.bench.peers.ucx_perftest import ucx_perftest_gbps
 from pdserve.bench.stores import PageStore
 from pdserve.kvpool.transports.ucx import ucx_options
@@ -27,7 +28,11 @@ def stores(names: Sequence[str], capacity_bytes: int) -> Iterator[dict[str, Page
         yield {name: running.enter_context(STORES[name](capacity_bytes, Path(directory))) for name in names}
 
 
-def perftest_gbps(name: str, page_bytes: int) -> float:
-    """Bandwidth of `ucx_perftest` or `ucx_perftest_tuned` in 10^9 bytes/s. Raises BenchError."""
+def bandwidth_gbps(name: str, page_bytes: int) -> float:
+    """Bandwidth of what is no store, in 10^9 bytes/s: `ucx_perftest`, `ucx_perftest_tuned`, or one of
+    `sockets.WAYS`. Raises BenchError.
+    """
+    if name in WAYS:
+        return sockets_gbps(name, page_bytes)
     settings = {"ucx_perftest": {"TLS": "tcp"}, "ucx_perftest_tuned": ucx_options({})}
     return ucx_perftest_gbps(page_bytes, settings[name])

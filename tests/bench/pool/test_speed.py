@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.bench.peers.sockets import WAYS, sockets_gbps
 from pdserve.bench.peers.ucx_perftest import read_perftest
 from pdserve.bench.plot import pool_bars
 from pdserve.bench.pool.speed import PeerFigures, PoolFigures, Workload, _Contender, _figures
@@ -128,6 +129,11 @@ def test_medians_leave_the_warm_up_out() -> None:
     assert {name: by_size[10**6] for name, by_size in bars.items()} == pytest.approx(
         {"memcpy": 1.0, "pdserve, same host": 0.25, "ucx_perftest": 3.0, "redis": 0.1}
     )
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_plain_sockets_move_batches_by_each_way(name: str) -> None:
+    assert sockets_gbps(name, 64 * 1024) > 0
 
 
 def test_perftest_bandwidth_is_read_and_converted() -> None:
