@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -15,11 +15,15 @@ from pdserve.sizing.cli import Slo, Trace, Turning, parse_level
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from pdserve.bench.commands.output import Output
+    from pdserve.bench.serving.contenders import Setting
     from pdserve.sizing.load import Request
-    from pdserve.sizing.real import Compared
+    from pdserve.sizing.real import Compared, Trial
 
-CALIBRATED_TOKENS = 512
-PAGE_SIZE = 64
+SHORT_TOKENS: Final = 128
+CALIBRATED_TOKENS: Final = 512
+"""Prompts that the workers' rates are measured with."""
+PAGE_SIZE: Final = 64
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -58,14 +62,11 @@ def trial(
 
     The workers' rates are measured first. The command fails if a request failed.
     """
-    from msgspec.structs import asdict, replace
+    from msgspec.structs import asdict
 
     from pdserve.bench.commands.output import Output, failed_with, say
-    from pdserve.bench.serving.cluster import launched
-    from pdserve.bench.stores import BenchError
     from pdserve.errors import ConfigError
     from pdserve.sizing import load as loads
-    from pdserve.sizing.rates import Rates
     from pdserve.sizing.real import Trial, rows
     from pdserve.sizing.report import tried
 
@@ -81,28 +82,41 @@ def trial(
     mine = Trial(make, scale, level, min_prefill_tokens, say, silence_s=silence)
     output = Output(as_json, None, seed=seed, load=str(trace or "turning"), scale=scale, level=asdict(level))
     ours: dict[str, Any] = {"page_size": PAGE_SIZE, "pool_capacity": pool_capacity}
-    found: list[Compared] = []
-    problems = []
     with options.clusters(model, device_tokens, extra, out, **ours) as setting:
-
-        def launch(name: str, router: Mapping[str, Any]) -> AbstractContextManager[str]:
-            say(f"starting {name}")
-            return launched(name, replace(setting, router=router))
-
-        try:
-            rates = mine.rates(launch, CALIBRATED_TOKENS)
-            for one in mine.run(launch, rates, (128, CALIBRATED_TOKENS), repeat, seed):
-                if isinstance(one, Rates):
-                    output.row(one, what="rates")
-                    output.show(f"measured: {asdict(one)}")
-                else:
-                    found.append(one)
-                    output.row(one, what="round")
-        except BenchError as error:
-            problems.append(str(error))
+        found, problems = _measured(mine, setting, repeat, seed, output)
     for row in rows(found):
         output.row(row, what="kind")
     if found:
         output.show(tried(rows(found)), width=120)
     failed = sum(one.failed for one in found)
     failed_with([*problems, *([f"{failed} requests failed"] if failed else [])])
+
+
+def _measured(
+    mine: Trial, setting: Setting, rounds: int, seed: int, output: Output
+) -> tuple[list[Compared], list[str]]:
+    """All rounds of all kinds, each shown as it was, and what ended them early."""
+    from msgspec.structs import asdict, replace
+
+    from pdserve.bench.commands.output import say
+    from pdserve.bench.serving.cluster import launched
+    from pdserve.bench.stores import BenchError
+    from pdserve.sizing.rates import Rates
+
+    def launch(name: str, router: Mapping[str, Any]) -> AbstractContextManager[str]:
+        say(f"starting {name}")
+        return launched(name, replace(setting, router=router))
+
+    found: list[Compared] = []
+    try:
+        rates = mine.rates(launch, CALIBRATED_TOKENS)
+        for one in mine.run(launch, rates, (SHORT_TOKENS, CALIBRATED_TOKENS), rounds, seed):
+            if isinstance(one, Rates):
+                output.row(one, what="rates")
+                output.show(f"measured: {asdict(one)}")
+            else:
+                found.append(one)
+                output.row(one, what="round")
+    except BenchError as error:
+        return found, [str(error)]
+    return found, []

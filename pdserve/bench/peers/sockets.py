@@ -65,7 +65,7 @@ def _take_batch(lanes: Sequence[socket.socket], target: Bytes1D) -> float:
     """Ask for a batch and take it, each lane its share. Returns how long it took, in s."""
 
     def take(number: int) -> None:
-        share = memoryview(target)[_share(number, len(lanes), target.nbytes)]
+        share = target.data[_share(number, len(lanes), target.nbytes)]
         lanes[number].sendall(b"x")
         while share.nbytes:
             got = lanes[number].recv_into(share)
@@ -86,7 +86,7 @@ def _send_batches(
     while lane.recv(1):
         batch = batches[turn % len(batches)]
         turn += 1
-        left = memoryview(batch)[_share(number, lanes, batch.nbytes)]
+        left = batch.data[_share(number, lanes, batch.nbytes)]
         while left.nbytes:
             left = left[lane.send(left[:SEND_BYTES], flags) :]
 
