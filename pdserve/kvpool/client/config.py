@@ -80,6 +80,14 @@ class PoolClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             "Python neither slows them nor waits for them."
         ),
     ] = True
+    compute_tokens_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Workers only: prompt tokens that the worker computes in a second. Pages that would "
+            "come more slowly, by the speed seen of late, are computed again. 0: pages are always read.",
+        ),
+    ] = 0.0
     connect_timeout_s: Annotated[
         float, Meta(gt=0, description="Longest time of a connect, including the handshake.")
     ] = 1.0

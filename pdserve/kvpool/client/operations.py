@@ -53,6 +53,7 @@ class ClientCounters:
     )
     pages_replica: int = 0  # reads served by a replica of a hot page
     pages_ssd: int = 0  # reads that the node loaded from a tier (SSD, directory)
+    pages_left: int = 0  # there, but sooner computed than read
     bytes_read: int = 0
     bytes_written: int = 0
     failures: int = 0

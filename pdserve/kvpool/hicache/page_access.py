@@ -85,7 +85,8 @@ def open_access(
         logger.warning(text)
     largest = max(page_bytes(host.pool) // len(host.suffixes) for host in pools.values())
     client = PoolClient(config, namespace, geometry, name=name, page_bytes=largest)
-    chains = ChainClient(client, {part: host.suffixes for part, host in pools.items()})
+    suffixes = {part: host.suffixes for part, host in pools.items()}
+    chains = ChainClient(client, suffixes, int(geometry.get("page_size", "0")))
     return InProcess(chains, {part: host.pool for part, host in pools.items()})
 
 

@@ -122,7 +122,8 @@ def _begin(start: Start) -> None:
     parts = start.parts
     largest = max(part.pages.page_bytes // len(part.suffixes) for part in parts.values())
     client = PoolClient(config, start.namespace, start.geometry, name=start.name, page_bytes=largest)
-    chains = ChainClient(client, {name: part.suffixes for name, part in parts.items()})
+    suffixes = {name: part.suffixes for name, part in parts.items()}
+    chains = ChainClient(client, suffixes, int(start.geometry.get("page_size", "0")))
     mover = Mover(chains, {name: MappedHostPages(part.pages) for name, part in parts.items()})
     for fd in start.lanes:
         lane = Lane(socket.socket(fileno=fd))
