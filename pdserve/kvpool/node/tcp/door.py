@@ -2,7 +2,9 @@
 
 A stranger can open sockets, and knows no ticket:
 
-- While the node waits for no client, a new socket is closed at once.
+- While the node waits for no client, a new socket is not served. Nor is one that has shown a wrong ticket.
+  Both are held until `GREETING_TIMEOUT_S` have passed, and closed then: a stranger that is closed comes back
+  at once, and honest clients stand behind him in the kernel's queue.
 - A socket has `GREETING_TIMEOUT_S` for its TLS handshake and its ticket, whatever it sends. Nothing else is
   read of it before.
 - At most `MAX_UNCLAIMED` sockets are in this state. For one more, the oldest of the address that has most of
@@ -15,6 +17,7 @@ connection's pages (`Claim`), so a connection has one thread from its beginning 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import ssl
@@ -30,6 +33,9 @@ logger = logging.getLogger(__name__)
 
 GREETING_TIMEOUT_S: Final = 5.0
 MAX_UNCLAIMED: Final = 64
+MAX_HELD: Final = 1024
+HELD_BYTES: Final = 4096
+"""What the kernel keeps of what a held socket sends: as little as it can."""
 BACKLOG: Final = 1024
 ACCEPTS_A_TURN: Final = 16
 ACCEPT_AGAIN_S: Final = 1.0
@@ -53,10 +59,13 @@ class Door:
         self._listening: list[socket.socket] = []
         self._unclaimed: Crowd[socket.socket] = Crowd(MAX_UNCLAIMED)
         self._lock = threading.Lock()  # of `_unclaimed`
+        self._held: Crowd[socket.socket] = Crowd(MAX_HELD)
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._threads: set[threading.Thread] = set()
 
     def open(self, hosts: Sequence[str], port: int) -> int:
         """Listen at these addresses on one port (0: any that is free at all). Returns it. Raises OSError."""
+        self._loop = asyncio.get_running_loop()
         self._listening = _listen(hosts, port)
         for sock in self._listening:
             sock.setblocking(False)
@@ -70,6 +79,8 @@ class Door:
             asyncio.get_running_loop().remove_reader(sock.fileno())
             sock.close()
         self._listening.clear()
+        for sock in list(self._held):
+            self._drop(sock)
         with self._lock:
             for sock in self._unclaimed:
                 _end(sock)
@@ -97,7 +108,22 @@ class Door:
             if self._expects():
                 self._let_in(sock, str(peer[0]))
             else:
-                sock.close()
+                self._hold(sock, str(peer[0]))
+
+    def _hold(self, sock: socket.socket, address: str) -> None:
+        """Let a stranger's socket wait, unserved."""
+        if not self._listening:
+            sock.close()
+            return
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, HELD_BYTES)
+        if (oldest := self._held.came(sock, address)) is not None:
+            oldest.close()
+        asyncio.get_running_loop().call_later(GREETING_TIMEOUT_S, self._drop, sock)
+
+    def _drop(self, sock: socket.socket) -> None:
+        self._held.left(sock)
+        sock.close()
 
     def _let_in(self, sock: socket.socket, address: str) -> None:
         try:
@@ -105,7 +131,9 @@ class Door:
             tls = self._tls()
             if tls is not None:
                 sock = tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-            thread = threading.Thread(target=self._serve, args=(sock,), name="pdserve-tcp", daemon=True)
+            thread = threading.Thread(
+                target=self._serve, args=(sock, address), name="pdserve-tcp", daemon=True
+            )
             with self._lock:
                 if (oldest := self._unclaimed.came(sock, address)) is not None:
                     _end(oldest)
@@ -120,7 +148,7 @@ class Door:
 
     # -- threads
 
-    def _serve(self, sock: socket.socket) -> None:
+    def _serve(self, sock: socket.socket, address: str) -> None:
         """Shake hands with a socket, and move pages if its ticket is good."""
         try:
             ticket = _shake_hands(sock, time.monotonic() + GREETING_TIMEOUT_S)
@@ -130,10 +158,19 @@ class Door:
         with self._lock:
             self._unclaimed.left(sock)
         move = self._claim(ticket) if ticket else None
-        if move is None:
-            sock.close()
-        else:
+        if move is not None:
             move(PageStream(sock))
+        elif ticket:
+            self._hold_soon(sock, address)
+        else:
+            sock.close()
+
+    def _hold_soon(self, sock: socket.socket, address: str) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(self._hold, sock, address)
+        except RuntimeError:  # the loop is closed: the node has ended
+            sock.close()
 
 
 def _shake_hands(sock: socket.socket, deadline_s: float) -> bytes:

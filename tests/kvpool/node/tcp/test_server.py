@@ -61,19 +61,39 @@ def ends(sock: socket.socket) -> bool:
 # --- tickets
 
 
-def test_a_socket_that_comes_while_no_client_is_expected_is_closed_at_once(
-    node: RunningServer, peer: Peer
+def test_a_socket_that_comes_while_no_client_is_expected_is_not_served_and_ends_with_its_time(
+    node: RunningServer, peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(door, "GREETING_TIMEOUT_S", 0.2)
+    threads = data_threads()
     with socket.create_connection(peer.sock.getpeername()) as stranger:
-        stranger.settimeout(door.GREETING_TIMEOUT_S / 2)
+        stranger.sendall(bytes(TICKET_BYTES))
         assert ends(stranger)
+    assert data_threads() == threads
     assert works(node, peer)
+
+
+def test_strangers_that_are_held_are_bounded_and_the_oldest_goes(
+    node: RunningServer, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is closed comes back at once, and stands before honest clients in the kernel's queue."""
+    monkeypatch.setattr(door, "GREETING_TIMEOUT_S", 600.0)
+    node.server._door._held.most = 2
+    strangers = [socket.create_connection(peer.sock.getpeername()) for _ in range(3)]
+    for sock in strangers:
+        sock.settimeout(5.0)
+    assert ends(strangers[0])
+    until(lambda: len(node.server._door._held) == 2)
+    assert works(node, peer)
+    for sock in strangers:
+        sock.close()
 
 
 @pytest.mark.parametrize("shown", [bytes(TICKET_BYTES), b"GET / HTTP/1.1\r\n\r\n", b""])
 def test_a_wrong_ticket_ends_its_socket_and_the_right_one_is_still_good(
-    node: RunningServer, shown: bytes
+    node: RunningServer, shown: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(door, "GREETING_TIMEOUT_S", 0.2)  # of a socket, not of the client
     connection, info = node.expect_client()
     with dial(info) as stranger:
         if shown:
@@ -87,7 +107,8 @@ def test_a_wrong_ticket_ends_its_socket_and_the_right_one_is_still_good(
     assert "closed" in node.reason(connection)
 
 
-def test_a_ticket_is_good_once(node: RunningServer) -> None:
+def test_a_ticket_is_good_once(node: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "GREETING_TIMEOUT_S", 0.2)
     _, info = node.expect_client()
     node.expect_client()  # else the node expects nobody any more
     with dial(info) as first, dial(info) as second:
