@@ -39,7 +39,8 @@ def sockets_gbps(name: str, page_bytes: int) -> float:
     """Rate of batches of BATCH_PAGES pages, in 10^9 bytes/s: the median of some rounds. Raises BenchError."""
     lanes, zerocopy = WAYS[name]
     batch_bytes = BATCH_PAGES * page_bytes
-    targets = [np.zeros(batch_bytes, np.uint8) for _ in range(_buffers(batch_bytes))]
+    # ones: memory that nobody has written yet comes while it is received, page by page
+    targets = [np.ones(batch_bytes, np.uint8) for _ in range(_buffers(batch_bytes))]
     with ExitStack() as open_:
         listening = open_.enter_context(socket.create_server(("127.0.0.1", 0)))
         listening.settimeout(TIMEOUT_S)
