@@ -5,6 +5,7 @@ A connection that asks `again` does so in every round, whether or not it was ans
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -74,6 +75,21 @@ class Held:
         self._socket.close()
 
 
+class _HeldInTls(Held):
+    """A connection whose handshake goes on in later rounds: the other end may never answer it."""
+
+    def __init__(self, sock: ssl.SSLSocket, data: bytes) -> None:
+        """`data`: sent once, inside TLS."""
+        super().__init__(sock)
+        self._tls = sock
+        self._left = data
+
+    def ask_again(self) -> None:
+        with contextlib.suppress(OSError, ValueError):  # not yet; ValueError: the other end has closed it
+            self._tls.do_handshake()
+            super().ask_again()
+
+
 Way: TypeAlias = Callable[[int, Secrets], Held]
 """(port, secrets) → an open connection. Raises OSError where it was not let in."""
 
@@ -107,9 +123,10 @@ def _says_inside_tls(make: Callable[[], bytes]) -> Way:
     trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
 
     def opened(port: int, secrets: Secrets) -> Held:
-        sock = trusting.wrap_socket(socket.create_connection((HOST, port), TIMEOUT_S))
-        sock.sendall(make())
-        return Held(sock)
+        sock = socket.create_connection((HOST, port), TIMEOUT_S)
+        held = _HeldInTls(trusting.wrap_socket(sock, do_handshake_on_connect=False), make())
+        held.ask_again()
+        return held
 
     return opened
 
