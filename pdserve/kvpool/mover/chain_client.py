@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from pdserve.errors import PageMismatch, PoolError
 from pdserve.kvpool.client.client import PoolClient
+from pdserve.kvpool.client.reads.shared import SharedReads
 from pdserve.kvpool.mover.client_metrics import ClientMetrics
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
 from pdserve.pages import KV, pool_key
@@ -32,9 +33,16 @@ class ChainClient:
     calls raise ValueError where a key is not hex, KeyError for an unknown part.
     """
 
-    def __init__(self, client: PoolClient, suffixes: Mapping[str, Sequence[bytes]]) -> None:
+    def __init__(
+        self,
+        client: PoolClient,
+        suffixes: Mapping[str, Sequence[bytes]],
+        shares: Mapping[str, SharedReads] | None = None,
+    ) -> None:
+        """`shares`: by part, the other ranks of this host that read the same pages."""
         self.client = client
         self._suffixes = suffixes
+        self._shares = shares or {}
         self._metrics = ClientMetrics()
 
     def present(self, keys: Sequence[str], parts: Sequence[str] = (KV,)) -> list[list[bool]]:
@@ -50,7 +58,7 @@ class ChainClient:
         """As `PoolClient.get`. Raises PageMismatch."""
         before = self.client.counters.pages_ssd
         with self._metrics.timed("read"):
-            done = self.client.get(self._names(keys, part), self._pieces(pages, part))
+            done = self.client.get(self._names(keys, part), self._pieces(pages, part), self._shares.get(part))
         self._publish()
         from_ssd = (self.client.counters.pages_ssd - before) // len(self._suffixes[part])
         return Moved(self._whole(done, part), from_ssd)
