@@ -283,7 +283,7 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             pp_size=config.pp_size,
             pieces=int(pieces),
         )
-        suffixes = tuple(part_suffix(rank, part) for rank in ranks)
+        suffixes = tuple(part_suffix(rank, part, declared.window_pages) for rank in ranks)
         self._pools[part] = HostPool(host_pool, suffixes, is_replicated)
 
     @property
