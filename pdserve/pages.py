@@ -19,7 +19,8 @@ some heads. SGLang's layout `page_head` keeps the bytes of a head together.
 
 **Parts.** Of some models SGLang keeps more of a page than the keys and values of full attention: those of
 layers with a sliding window, for example. Each part has a host pool of its own, and a key of its own: the
-part's name is in it too. Such a part may be needed at the end of a prefix only (`PagePart.window_pages`), so
+part's name is in it too. Keys of all parts of a page begin alike (`KIN_BYTES`): so a pool can evict together
+what is of no use apart. Such a part may be needed at the end of a prefix only (`PagePart.window_pages`), so
 a prefix can be restored where its window is whole (`restorable_lengths`).
 """
 
@@ -43,6 +44,8 @@ KV: Final = "kv"  # SGLang's name of the part that every page has
 DRAFT: Final = "draft"  # SGLang's name of the part that a draft model has
 STATES: Final = frozenset({"mamba"})
 """Parts that are one state of a whole prefix. Ranks divide it, also where they share KV pages (MLA)."""
+KIN_BYTES: Final = 16  # of the start of keys; the byte after them is the part's group
+_AKIN: Final = b"\0"  # at the start of a suffix
 
 
 class KvGeometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -159,9 +162,16 @@ class PagePart(msgspec.Struct, frozen=True):
     suffixes: Sequence[bytes]  # of its keys, at all ranks
 
 
-def part_suffix(rank: bytes, name: str) -> bytes:
-    """What distinguishes a part's bytes under one page hash. `rank`: as of `rank_suffix`."""
-    return rank if name == KV else rank + b"." + name.encode()
+def part_suffix(rank: bytes, name: str, windows: Mapping[str, int]) -> bytes:
+    """What distinguishes a part's bytes under one page hash. `rank`: as of `rank_suffix`. `windows`: of all
+    parts, as in `KvGeometry.window_pages`. Where there are several, the suffix says which go together:
+    group 0 is needed of all pages of a prefix, each other one at its end.
+    """
+    suffix = rank if name == KV else rank + b"." + name.encode()
+    if len(windows) == 1:
+        return suffix
+    at_end = sorted(part for part, pages in windows.items() if pages)
+    return _AKIN + bytes([1 + at_end.index(name) if name in at_end else 0]) + suffix
 
 
 def restorable_lengths(parts: Sequence[tuple[int, Sequence[bool]]]) -> list[int]:
@@ -219,7 +229,12 @@ def all_rank_suffixes(*, replicated: bool, tp_size: int, pp_size: int) -> list[b
 
 
 def pool_key(page_hash: bytes, suffix: bytes) -> bytes:
-    """The pool's 32-byte key of a page: its hash, and the rank's suffix hashed in where there is one."""
+    """The pool's 32-byte key of a page: its hash, and the rank's suffix hashed in where there is one. Where
+    pages have several parts, their keys begin with KIN_BYTES of the hash and the part's group.
+    """
+    if suffix.startswith(_AKIN):
+        own = hashlib.sha256(page_hash + suffix).digest()
+        return page_hash[:KIN_BYTES] + suffix[1:2] + own[: len(own) - KIN_BYTES - 1]
     return hashlib.sha256(page_hash + suffix).digest() if suffix else page_hash
 
 

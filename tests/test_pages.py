@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from pdserve.errors import StartupError
 from pdserve.pages import (
+    KIN_BYTES,
     KvGeometry,
     adapter_fingerprint,
     all_rank_suffixes,
@@ -92,11 +93,28 @@ def test_ranks_of_an_mha_model_have_different_keys_and_of_an_mla_model_the_same(
     assert rank_suffix(replicated=False, tp_rank=0, tp_size=1, pp_rank=0, pp_size=1) == b""
 
 
+PARTS = {"kv": 0, "swa": 2, "mamba": 1, "draft": 0}
+
+
 def test_parts_of_a_page_have_keys_of_their_own_on_each_rank() -> None:
     ranks = [*all_rank_suffixes(replicated=False, tp_size=2, pp_size=2), b""]
-    suffixes = [part_suffix(rank, name) for rank in ranks for name in ("kv", "swa", "mamba")]
-    assert len(set(suffixes)) == 15
-    assert [part_suffix(rank, "kv") for rank in ranks] == ranks
+    suffixes = [part_suffix(rank, name, PARTS) for rank in ranks for name in PARTS]
+    assert len({pool_key(b"\x01" * 32, suffix) for suffix in suffixes}) == 20
+    assert [part_suffix(rank, "kv", {"kv": 0}) for rank in ranks] == ranks
+
+
+def test_keys_of_a_pages_parts_begin_alike_and_then_say_what_goes_together() -> None:
+    hashes = page_hashes(range(8), 4)
+    keys = {
+        (page, rank, name): pool_key(page, part_suffix(rank, name, PARTS))
+        for page in hashes
+        for rank in (b"tp0/2", b"tp1/2")
+        for name in PARTS
+    }
+    assert len(set(keys.values())) == len(keys)
+    assert all(len(key) == 32 and key[:KIN_BYTES] == page[:KIN_BYTES] for (page, _, _), key in keys.items())
+    groups = {name: {key[KIN_BYTES] for (_, _, part), key in keys.items() if part == name} for name in PARTS}
+    assert groups == {"kv": {0}, "draft": {0}, "mamba": {1}, "swa": {2}}
 
 
 def test_without_parts_a_geometry_is_what_older_versions_said() -> None:

@@ -46,6 +46,20 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     nics: tuple[Nic, ...] = ()
 
 
+class Draft(msgspec.Struct, frozen=True, kw_only=True):
+    """What drafts tokens for a model. Fields as of `Model`."""
+
+    name: str
+    weight_bytes: int
+    """Beside the model's; 0: in its files."""
+    layers: int
+    kv_heads: int
+    token_values: int
+    dtype_bytes: int
+    is_packed: bool
+    """Its layers lie in the model's pages, and have none of their own."""
+
+
 class Model(msgspec.Struct, frozen=True, kw_only=True):
     """One model, from its config.json and the sizes of its weight files."""
 
@@ -67,6 +81,10 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     """Layers with a state instead of keys and values: Mamba, GDN."""
     has_indexer: bool = False
     """Sparse attention (DSA) with an index of its own."""
+    mtp_layers: int = 0
+    """Layers that draft tokens (MTP, NEXTN), in its files beside the others."""
+    draft: Draft | None = None
+    """What its workers draft with."""
 
 
 class WorkerNeed(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,6 +114,11 @@ class WorkerNeed(msgspec.Struct, frozen=True, kw_only=True):
     """Attention backends that its flags name."""
     one_pool: bool = False
     """--disable-hybrid-swa-memory: sliding layers lie in the main pool."""
+    draft_algorithm: str = ""
+    """--speculative-algorithm; empty: none."""
+    draft_path: str = ""
+    draft_kv_cache_dtype: str = ""
+    """Empty: as `kv_cache_dtype`."""
 
     @property
     def ranks(self) -> int:
@@ -134,7 +157,11 @@ class WorkerFit(msgspec.Struct, frozen=True, kw_only=True):
     has_storage: bool
     page_size: int
     page_bytes: int
-    """Of one rank."""
+    """Of one rank, in the largest part of a page."""
+    draft_page_bytes: int
+    """Of one rank, in the part of a page that a draft model has; 0: none, or it is in the page."""
+    draft: str
+    """What drafts tokens; empty: nothing."""
     device_tokens: int
     """About: SGLang decides when it has loaded the weights."""
     host_gb: int

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from pdserve.capacity.facts import Gpu, Machine, Model, PoolNeed, WorkerNeed
+from pdserve.capacity.model import rank_weight_bytes
 from pdserve.errors import ConfigError
 
 GB: Final = 10**9
@@ -50,7 +51,7 @@ def device_kv_bytes(gpus: Sequence[Gpu], model: Model, worker: WorkerNeed) -> in
         chunk, batch = next(sizes, _LARGEST)
         reserved = (512 + chunk * 1.5 + batch * 2 + worker.tp * worker.pp / 8 * 1024) * MIB
         share = 1 - max(reserved, 10 * GIB if gib > 60 else 0) / memory
-    return int(memory * share) - model.weight_bytes // (worker.tp * worker.pp)
+    return int(memory * share) - rank_weight_bytes(model, worker)
 
 
 def reserve_bytes(machine: Machine, workers: Sequence[WorkerNeed]) -> int:

@@ -4,6 +4,7 @@ Bytes of a token on one rank:
 
     attention with heads   layers / pp x max(1, kv_heads / tp) x (head_dim + v_head_dim) x dtype
     latent attention       layers / pp x (kv_lora_rank + qk_rope_head_dim) x dtype
+    what drafts tokens     its own layers, in the same way (drafts.py)
 
 Read against SGLang 0.5.23: `configs/model_config.py` (heads, hybrid models, context),
 `arg_groups/overrides.py` and `arg_groups/model_overrides/` (page sizes).
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from pdserve.capacity.facts import Gpu, Model, WorkerNeed
+from pdserve.capacity.facts import Draft, Gpu, Model, WorkerNeed
 from pdserve.errors import ConfigError
 
 DEFAULT_PAGE_TOKENS: Final = 64
@@ -73,26 +74,40 @@ def model_facts(name: str, config: Mapping[str, Any], weight_bytes: int) -> Mode
         sliding_layers=sliding,
         other_layers=other,
         has_indexer="index_head_dim" in text,
+        mtp_layers=int(text.get("num_nextn_predict_layers") or 0),
     )
 
 
 def token_bytes(model: Model, worker: WorkerNeed) -> int:
     """Bytes that a token's keys and values take on one rank, on the average over a full device."""
-    main, windows = part_bytes(model, worker)
-    return main + int(_WINDOW_SHARE * windows)
+    main, windows, drafts = part_bytes(model, worker)
+    return main + int(_WINDOW_SHARE * windows) + drafts
 
 
-def part_bytes(model: Model, worker: WorkerNeed) -> tuple[int, int]:
-    """The same in the main pool, and in the pool of layers with a window. Each has pages of its own."""
-    if worker.one_pool:
-        return _layer_bytes(model, worker, model.layers + model.sliding_layers), 0
-    return _layer_bytes(model, worker, model.layers), _layer_bytes(model, worker, model.sliding_layers)
+def part_bytes(model: Model, worker: WorkerNeed) -> tuple[int, int, int]:
+    """The same in the main pool, in that of layers with a window, and in that of the draft model. Each has
+    pages of its own.
+    """
+    packed = apart = 0
+    if model.draft is not None:
+        drafted = _layer_bytes(model.draft, worker, model.draft.layers, worker.draft_kv_cache_dtype)
+        packed, apart = (drafted, 0) if model.draft.is_packed else (0, drafted)
+    in_main = model.layers + (model.sliding_layers if worker.one_pool else 0)
+    in_windows = 0 if worker.one_pool else model.sliding_layers
+    main = _layer_bytes(model, worker, in_main) + packed
+    return main, _layer_bytes(model, worker, in_windows), apart
 
 
-def _layer_bytes(model: Model, worker: WorkerNeed, layers: int) -> int:
+def _layer_bytes(model: Model | Draft, worker: WorkerNeed, layers: int, kv_dtype: str = "") -> int:
     heads = max(1, model.kv_heads // (worker.tp // worker.attention_dp))
-    size = _KV_DTYPE_BYTES.get(worker.kv_cache_dtype, model.dtype_bytes)
+    size = _KV_DTYPE_BYTES.get(kv_dtype or worker.kv_cache_dtype, model.dtype_bytes)
     return -(-layers // worker.pp) * (heads if model.kv_heads else 1) * model.token_values * size
+
+
+def rank_weight_bytes(model: Model, worker: WorkerNeed) -> int:
+    """Of the model and of what drafts for it, on one rank."""
+    drafts = model.draft.weight_bytes if model.draft is not None else 0
+    return model.weight_bytes // (worker.tp * worker.pp) + drafts // worker.tp
 
 
 def page_sizes(model: Model, gpu: Gpu | None, backends: Iterable[str]) -> tuple[tuple[int, ...], str]:

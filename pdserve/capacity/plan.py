@@ -29,6 +29,7 @@ from pdserve.capacity.model import (
     WITH_SCALES,
     page_sizes,
     part_bytes,
+    rank_weight_bytes,
     token_bytes,
 )
 from pdserve.errors import ConfigError
@@ -114,8 +115,8 @@ def _kv_bytes(worker: WorkerNeed, model: Model, gpus: Sequence[Gpu], there: int)
     if wider is None or wider * worker.pp * worker.dp > there:
         change += f", which needs more than the {there} GPUs here" if wider else ", or larger GPUs"
     raise ConfigError(
-        f"{worker.name}: {model.name} takes {model.weight_bytes / ranks / GB:,.0f} GB of weights on each of "
-        f"{ranks} GPUs, which leaves no room for KV in {gpus[0].memory_bytes / GB:,.0f} GB: {change}"
+        f"{worker.name}: {model.name} takes {rank_weight_bytes(model, worker) / GB:,.0f} GB of weights on "
+        f"each of {ranks} GPUs, which leaves no room for KV in {gpus[0].memory_bytes / GB:,.0f} GB: {change}"
     )
 
 
@@ -145,13 +146,19 @@ def _worker_fit(
         has_storage=worker.has_storage,
         page_size=page_size,
         page_bytes=page_size * max(part_bytes(model, worker)),
+        draft_page_bytes=page_size * part_bytes(model, worker)[2],
+        draft=model.draft.name if model.draft is not None else "",
         device_tokens=kv_bytes // per_token,
         host_gb=host_bytes // GB if is_chosen else 0,
         host_bytes=host_bytes,
         host_tokens=host_bytes // per_token,
-        start_timeout_s=_START_S + model.weight_bytes / _LOAD_BYTES_S + pinned / _PIN_BYTES_S,
+        start_timeout_s=_START_S + _loaded_bytes(model) / _LOAD_BYTES_S + pinned / _PIN_BYTES_S,
         release_s=release_s(pinned),
     )
+
+
+def _loaded_bytes(model: Model) -> int:
+    return model.weight_bytes + (model.draft.weight_bytes if model.draft is not None else 0)
 
 
 def _pool_fit(pool: PoolNeed, capacity_bytes: int, page_bytes: int) -> PoolFit:
@@ -184,14 +191,26 @@ def _empty(fits: Sequence[WorkerFit]) -> Iterator[str]:
 
 
 def _tp_notes(workers: Sequence[WorkerNeed], models: Mapping[str, Model]) -> Iterator[Note]:
-    """What the router refuses: pages are stored by rank, or in pieces, which must be the same."""
+    """What the router refuses: pages are stored by rank, or in pieces, and with drafts, all the same."""
     for model in {model.name: model for model in models.values()}.values():
-        its = [worker for worker in workers if models[worker.name] is model and worker.has_storage]
+        its = [one for one in workers if models[one.name].name == model.name and one.has_storage]
+        drafting = {one.name: _drafting(one) for one in its}
+        if len(set(drafting.values())) > 1:
+            said = ", ".join(f"{name} {how or 'without'}" for name, how in drafting.items())
+            says = f"workers that draft differently share no pages ({said})"
+            yield Note("fail", model.name, says, "give all the same --speculative- flags")
         ranks = {(_pieces(worker) if model.kv_heads else 1, worker.pp) for worker in its}
         if len(ranks) > 1:
             said = ", ".join(f"{worker.name} tp {worker.tp} pp {worker.pp}" for worker in its)
             says = f"workers that divide the model differently cannot share pages ({said})"
             yield Note("fail", model.name, says, _ALIKE)
+
+
+def _drafting(worker: WorkerNeed) -> str:
+    """All of it decides the bytes of pages."""
+    if not worker.draft_algorithm:
+        return ""
+    return " ".join(filter(None, (worker.draft_algorithm, worker.draft_path, worker.draft_kv_cache_dtype)))
 
 
 def _pieces(worker: WorkerNeed) -> int:

@@ -19,8 +19,18 @@ def assignment(fit: Fit, worker: WorkerFit) -> str:
     return (
         f"{worker.name}: GPU{one} {_list(worker.gpus)} ({name}{where}{there}), KV for about "
         f"{rounded(worker.device_tokens):,} tokens, pages of {worker.page_size} tokens and "
-        f"{worker.page_bytes / MIB:.2f} MiB a rank, at most {worker.start_timeout_s:.0f} s to start"
+        f"{worker.page_bytes / MIB:.2f} MiB a rank{_drafts(worker)}, at most "
+        f"{worker.start_timeout_s:.0f} s to start"
     )
+
+
+def _drafts(worker: WorkerFit) -> str:
+    """What drafts tokens, and where its keys and values are."""
+    if not worker.draft:
+        return ""
+    if not worker.draft_page_bytes:
+        return f" with those of {worker.draft}"
+    return f" and {worker.draft_page_bytes / MIB:.2f} MiB of {worker.draft}"
 
 
 def memory_table(fit: Fit) -> list[str]:

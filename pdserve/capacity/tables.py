@@ -33,6 +33,9 @@ _FLAGS: Final[Mapping[str, str]] = {
     "--attention-backend": "attention_backend",
     "--prefill-attention-backend": "prefill_backend",
     "--decode-attention-backend": "decode_backend",
+    "--speculative-algorithm": "draft_algorithm",
+    "--speculative-draft-model-path": "draft_path",
+    "--speculative-draft-kv-cache-dtype": "draft_kv_cache_dtype",
     "--device": "device",
 }
 _OURS: Final = ("--base-gpu-id", "--gpu-id-step")
@@ -75,6 +78,9 @@ class _Flags(msgspec.Struct, frozen=True):
     attention_backend: str = ""
     prefill_backend: str = ""
     decode_backend: str = ""
+    draft_algorithm: str = ""
+    draft_path: str = ""
+    draft_kv_cache_dtype: str = ""
     device: str | None = None
 
 
@@ -120,6 +126,9 @@ def worker_need(
         has_storage=worker.storage != "none",
         backends=tuple(filter(None, (flags.attention_backend, flags.prefill_backend, flags.decode_backend))),
         one_pool="--disable-hybrid-swa-memory" in words,
+        draft_algorithm=flags.draft_algorithm,
+        draft_path=flags.draft_path,
+        draft_kv_cache_dtype=flags.draft_kv_cache_dtype,
     )
     if min(need.tp, need.pp, need.dp, need.attention_dp) < 1 or need.tp % need.attention_dp:
         raise ConfigError(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from pdserve.capacity.drafts import with_draft
 from pdserve.capacity.facts import Fit, Machine, Model, PoolNeed, WorkerFit, WorkerNeed
 from pdserve.capacity.plan import make_fit
 from pdserve.capacity.tables import VISIBLE, pool_need, worker_need
@@ -28,7 +29,7 @@ def fitted(
     needs: list[WorkerNeed] = []
     models: dict[str, Model] = {}
     places: dict[str, Table] = {}
-    known: dict[str, Model] = {}
+    known: dict[tuple[str, str, str], Model] = {}
     for role in WORKER_ROLES:
         for i, table in enumerate(tables[role]):
             where, name = f"{role}[{i}]", str(table.get("name", f"{role}{i}"))
@@ -41,8 +42,9 @@ def fitted(
             if name in places:
                 raise ConfigError(f"name {name} is given to two processes of the cluster")
             needs.append(need)
-            known[path] = known.get(path) or read_model(Path(path))
-            models[name], places[name] = known[path], table
+            key = path, need.draft_algorithm, need.draft_path
+            known[key] = known.get(key) or with_draft(path, need, lambda one: read_model(Path(one)))
+            models[name], places[name] = known[key], table
     if not needs:
         return file, None
     pools = [_pool_need(i, table) for i, table in enumerate(file.pool)]

@@ -1,7 +1,7 @@
 """Machines and models as files, and what their plans say, to be read by eye.
 
-Each file of scenarios/ names a machine, a model, the workers and pool nodes; under the line is what the plan
-says. `PDSERVE_WRITE_SCENARIOS=1` writes that anew: read the difference.
+Each file of scenarios/ names a machine, a model, perhaps one that drafts, the workers and pool nodes; under
+the line is what the plan says. `PDSERVE_WRITE_SCENARIOS=1` writes that anew: read the difference.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
+from pdserve.capacity.drafts import with_draft
 from pdserve.capacity.facts import Model, PoolNeed, WorkerNeed
 from pdserve.capacity.gather import read_machine
 from pdserve.capacity.model import model_facts
@@ -38,7 +40,7 @@ def planned(script: str) -> str:
     named: dict[str, str] = {}
     for line in script.splitlines():
         word, *options = line.split()
-        if word in ("machine", "model"):
+        if word in ("machine", "model", "draft"):
             named[word] = options[0]
         elif word == "pool":
             sizes = {key: parse_bytes(value) for key, value in (one.split("=") for one in options)}
@@ -50,7 +52,9 @@ def planned(script: str) -> str:
                 given[key] = value.split(",") if key in ("gpus", "backends") else value
             workers.append(msgspec.convert(given, WorkerNeed, strict=False))
     machine = read_machine(HERE / "machines" / f"{named['machine']}.toml")
-    models = dict.fromkeys((worker.name for worker in workers), model(named["model"]))
+    if draft := named.get("draft"):
+        workers = [replace(worker, draft_path=draft) for worker in workers]
+    models = {worker.name: with_draft(named["model"], worker, model) for worker in workers}
     try:
         return "\n".join(lines(make_fit(machine, workers, models, pools))) + "\n"
     except ConfigError as error:

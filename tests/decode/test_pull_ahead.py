@@ -19,7 +19,7 @@ from pdserve.pages import PagePart, namespace_seed, page_hashes, part_suffix, po
 
 PAGE, STEP = 4, 8
 SUFFIXES = (b"-0", b"-1")
-WINDOWS = PagePart("swa", 2, [part_suffix(suffix, "swa") for suffix in SUFFIXES])
+WINDOWS = PagePart("swa", 2, [part_suffix(suffix, "swa", {"kv": 0, "swa": 2}) for suffix in SUFFIXES])
 PROMPT = list(range(100, 130))  # 30 tokens: steps end at 8, 16, 24
 
 

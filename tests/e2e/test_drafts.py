@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.pages import DRAFT, page_hashes, part_suffix, pool_key
+from pdserve.pages import DRAFT, KV, page_hashes, part_suffix, pool_key
 from tests.support.e2e.arena import drop_page
 from tests.support.e2e.cluster import PoolNode, Router, Worker, eventually, http
 from tests.support.e2e.prompts import NEW_TOKENS, PAGE, Answer, differences, token_ids
@@ -85,7 +85,7 @@ def test_a_page_without_its_draft_part_is_computed(drafts: Drafting) -> None:
     prompt = token_ids(8700, 500)
     cold = drafts.other.generate(prompt, LONG)
     info = http.get(f"{drafts.other.url}/pd/info").json()
-    key = pool_key(page_hashes(prompt, PAGE)[LACKING], part_suffix(b"", DRAFT))
+    key = pool_key(page_hashes(prompt, PAGE)[LACKING], part_suffix(b"", DRAFT, {KV: 0, DRAFT: 0}))
     where = (drafts.pool, info["namespace"], info["kv_geometry"], key)
 
     def dropped() -> bool:

@@ -56,7 +56,7 @@ class Hybrid:
     def with_window_part(self, prompt: list[int], page: int, act: Callable[..., Any]) -> Any:
         """`act` on the window part of one page of a prompt, as in `arena`."""
         info = http.get(f"{self.decode.url}/pd/info").json()
-        key = pool_key(page_hashes(prompt, PAGE)[page], part_suffix(b"", "swa"))
+        key = pool_key(page_hashes(prompt, PAGE)[page], part_suffix(b"", "swa", {"kv": 0, "swa": 2}))
         return act(self.pool, info["namespace"], info["kv_geometry"], key, [*SEGMENTS, TAG_BYTES])
 
     def has_window_part(self, prompt: list[int], page: int) -> bool:

@@ -17,8 +17,9 @@ from tests.support.engine.manager import State
 
 PAGE = 4  # tokens
 RANKS = all_rank_suffixes(replicated=False, tp_size=8, pp_size=1)
-WINDOWS = PagePart("swa", 2, [part_suffix(rank, "swa") for rank in RANKS[:2]])
-INDEX = PagePart("indexer", 0, [part_suffix(rank, "indexer") for rank in RANKS[:2]])
+ALL = {"kv": 0, "swa": 2, "indexer": 0}
+WINDOWS = PagePart("swa", 2, [part_suffix(rank, "swa", ALL) for rank in RANKS[:2]])
+INDEX = PagePart("indexer", 0, [part_suffix(rank, "indexer", ALL) for rank in RANKS[:2]])
 
 
 class Pool:

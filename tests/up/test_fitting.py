@@ -145,3 +145,21 @@ def test_up_starts_nothing_that_cannot_work(started: list[Plan], tmp_path: Path)
     said = CliRunner().invoke(cli.app, [str(LAUNCH / "agg.toml"), "--model", str(model)])
     assert "set --tp-size 4" in str(said.exception)
     assert started == []
+
+
+def test_a_draft_model_takes_memory_and_time(model: Path, tmp_path: Path) -> None:
+    draft = make_model(tmp_path, "qwen3-0.6b")
+    flags = ("--tp-size", "4", "--speculative-algorithm", "STANDALONE")
+    drafted = (*flags, "--speculative-draft-model-path", str(draft))
+    file = file_of(model, agg=[{}], pool=[{}])
+    _, plain = fitted(file, flags[:2], eight_gpus(), read_model)
+    _, fit = fitted(file, drafted, eight_gpus(), read_model)
+    assert plain is not None
+    assert fit is not None
+    [one], [other] = plain.workers, fit.workers
+    assert (one.draft, other.draft) == ("", "qwen3-0.6b")
+    assert other.draft_page_bytes > 0
+    assert other.device_tokens < one.device_tokens
+    assert other.start_timeout_s > one.start_timeout_s
+    with pytest.raises(ConfigError, match="no-such-draft"):
+        fitted(file, (*flags, "--speculative-draft-model-path", "/no-such-draft"), eight_gpus(), read_model)

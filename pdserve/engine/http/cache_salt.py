@@ -1,7 +1,7 @@
 """The salt that a router sends in a header, for endpoints whose bodies take none in SGLang.
 
 SGLang (0.5.23) begins the names of a prompt's pages with `cache_salt`, so requests with different salts never
-share pages. `/v1/messages`, `/v1/score` and `/v1/rerank` have no such member. The router sends
+share pages. `/v1/messages`, `/v1/embeddings` and others have no such member. The router sends
 `x-pdserve-cache-salt: "tenant/NAME"` there, a JSON string. It replaces any salt of the body, on every route
 that computes (`/pd/prefill`, `/pd/pull` and `/pd/continue` too).
 """

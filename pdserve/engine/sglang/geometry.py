@@ -139,7 +139,7 @@ def kv_identity(server_args: Any, page_key: str = "", pieces: int = 0) -> KvIden
     def suffixes(name: str) -> list[bytes]:
         is_shared = replicated and name not in STATES
         ranks = all_rank_suffixes(replicated=is_shared, tp_size=tp_size, pp_size=server_args.pp_size)
-        return [part_suffix(rank, name) for rank in ranks]
+        return [part_suffix(rank, name, geometry.window_pages) for rank in ranks]
 
     parts = [PagePart(name, pages, suffixes(name)) for name, pages in windows.items()]
     return KvIdentity(geometry, suffixes(KV), parts, drafted.pairs)

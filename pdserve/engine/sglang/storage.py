@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import secrets
 import threading
 from queue import Queue
 from types import SimpleNamespace
@@ -52,7 +53,7 @@ PLACES: Final = (
         "PoolTransfer(name, keys, host_indices, hit_policy)",
         "PoolTransferResult(kv_hit_pages, extra_pool_hit_pages, restorable_prefix_pages)",
         "HiCacheStorageConfig(tp_rank, tp_size, pp_rank, pp_size, attn_cp_size, dcp_size)",
-        "HiCacheStorageConfig(is_mla_model, extra_config)",
+        "HiCacheStorageConfig(is_mla_model, dp_rank, extra_config)",
     ),
     *places("sglang.srt.mem_cache.pool_host.mha", "MHATokenToKVPoolHost.get_page_buffer_meta(indices)"),
     *places(
@@ -78,7 +79,7 @@ def pool_storage(
 ) -> dict[str, Any]:
     """Extra config of SGLang's `dynamic` storage backend, which is read by `hicache.BackendSettings`. It
     holds no secret: SGLang logs and shows it. `longest_tokens`: of a request, to be checked against host
-    memory.
+    memory. The ranks of one start on one host get one group.
     """
     return {
         "backend_name": "pdserve",
@@ -93,6 +94,7 @@ def pool_storage(
             "namespace": namespace,
             "geometry": geometry.as_dict(),
             "longest_tokens": longest_tokens,
+            "group": secrets.token_hex(8),
         },
     }
 

@@ -40,6 +40,7 @@ from pdserve.engine.http.request import HttpRequest, current_request
 from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.page_names import HASHED_AT_ONCE_TOKENS
 from pdserve.engine.sglang.answers import first_token, is_aborted, replace_counts
+from pdserve.engine.sglang.children.embedding_salts import salted
 from pdserve.engine.sglang.continuation import Continuation, extend_prompt, marked
 from pdserve.engine.sglang.prompts.exact_turns import SglangTurns
 from pdserve.engine.turns.exact import Turn
@@ -263,6 +264,8 @@ class _Wrap:
         check_stop_regex(sampling.get("stop_regex") if isinstance(sampling, dict) else None)
         tokenized = self._create(obj, *args, **kwargs)
         _bound(obj, tokenized, self._manager.model_config.vocab_size)
+        if not hasattr(tokenized, "cache_salt"):  # to be embedded
+            tokenized.lora_name = salted(tokenized.lora_name, salt_of_request())
         return tokenized
 
     def _abort(self, rid: str) -> None:

@@ -27,8 +27,17 @@ from pdserve.kvpool.client.config import PoolClientConfig
 from pdserve.kvpool.client.connection_pool import OpenConnection
 from pdserve.kvpool.client.connector import connector_for
 from pdserve.kvpool.client.deadline import Deadline
-from pdserve.kvpool.client.operations import FULL, MOVED, STORED, UNSTORED, ClientCounters, Tally
-from pdserve.kvpool.client.replica_hints import HotPages, Reads
+from pdserve.kvpool.client.operations import (
+    FULL,
+    MOVED,
+    STORED,
+    UNSTORED,
+    ClientCounters,
+    PagesRead,
+    Tally,
+)
+from pdserve.kvpool.client.reads.replica_hints import HotPages, Reads
+from pdserve.kvpool.client.reads.shared import SharedReads, read_shared
 from pdserve.kvpool.client.routing import Rings, Search
 from pdserve.kvpool.client.topology import PoolLinks, SharedViews
 from pdserve.kvpool.protocol import messages as m
@@ -101,13 +110,17 @@ class PoolClient:
         self._search_on(batch, rings)
         return batch.result
 
-    def get(self, keys: Sequence[bytes], pages: Sequence[PageBuffers]) -> list[bool]:
+    def get(
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffers], share: SharedReads | None = None
+    ) -> list[bool]:
         """Read pages into the caller's buffers. True: the buffers hold the page, and its checksum is right;
         with a page key, its tag too.
 
         `pages`: for each key its segments, each uint8, shape [segment bytes]. Raises PageMismatch if the
         pages differ in their segments' lengths. The contents of the other buffers (False) are undefined.
         Nothing writes into the buffers after the return.
+        `share`: other clients of this host that read the same pages. Those of nodes whose memory is mapped
+        are read in any case: it is a copy too.
         """
         page_bytes = check_pages(keys, pages)
         deadline = self._within(self.config.get_timeout_s)
@@ -115,11 +128,10 @@ class PoolClient:
 
         def part(opened: OpenConnection, places: list[int]) -> list[bool]:
             chosen = [keys[i] for i in places], [pages[i] for i in places]
-            found, copies = operations.read(opened, *chosen, deadline.at_s, self._tally, self._tags)
-            replicas.update(
-                (place, count) for place, hit, count in zip(places, found, copies, strict=True) if hit
-            )
-            return found
+            read = self._read(opened, *chosen, deadline.at_s, share)
+            found = zip(places, read.found, read.replicas, strict=True)
+            replicas.update((place, count) for place, hit, count in found if hit and count is not None)
+            return read.found
 
         batch = Batch(keys, [False] * len(keys), deadline, part, page_bytes=page_bytes)
         rings = self._links.rings
@@ -128,11 +140,13 @@ class PoolClient:
         self._search_on(batch, rings)
         self._remember(rings, Reads(keys, batch.result, first_asked, batch.asked, replicas))
         read = [i for i, found in enumerate(batch.result) if found]
+        own = sum(i in replicas for i in read)
         self._tally.add(
             pages_read=len(read),
+            pages_shared=len(read) - own,
             pages_missed=len(keys) - len(read),
             pages_fallback=sum(first_asked[i] != batch.asked[i] for i in read),
-            bytes_read=len(read) * page_bytes,
+            bytes_read=own * page_bytes,
         )
         return batch.result
 
@@ -266,6 +280,18 @@ class PoolClient:
         """The indices in `missing` whose owner can report a later commit."""
         owned = self._reachable(self._links.rings.split([keys[i] for i in missing]))
         return sorted(missing[i] for places in owned.values() for i in places)
+
+    def _read(
+        self,
+        opened: OpenConnection,
+        keys: list[bytes],
+        pages: list[PageBuffers],
+        deadline_s: float,
+        share: SharedReads | None,
+    ) -> PagesRead:
+        if share is None or opened.connection.is_mapped:
+            return operations.read(opened, keys, pages, deadline_s, self._tally, self._tags)
+        return read_shared(opened, keys, pages, deadline_s, self._tally, self._tags, share)
 
     def _search_on(self, batch: Batch[bool], rings: Rings) -> None:
         """Look for keys that the nodes chosen by `rings` did not have, at other nodes (`Search`)."""

@@ -17,14 +17,14 @@ CLIENT_METRICS: Final = (
         "KV pages by what became of them: read, missed, written, present (another had written it), refused "
         "(no room), lost, corrupt, forged (the tag was made without the page key), left (there, but sooner "
         "computed than read), and of those read: fallback, replica, ssd (a node brought them up from a tier "
-        "below its memory).",
+        "below its memory), shared (copied from another rank of the host, which had read them).",
         CLIENT_PREFIX,
     ),
     Definition(
         "bytes",
         "counter",
         ("direction",),
-        "KV bytes read from the pool and written to it, by direction.",
+        "KV bytes read from the pool and written to it, by direction. Shared pages are not among them.",
         CLIENT_PREFIX,
     ),
     Definition(

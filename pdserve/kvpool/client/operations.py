@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -54,9 +54,28 @@ class ClientCounters:
     pages_replica: int = 0  # reads served by a replica of a hot page
     pages_ssd: int = 0  # reads that the node loaded from a tier (SSD, directory)
     pages_left: int = 0  # there, but sooner computed than read
+    pages_shared: int = 0  # reads copied from another client of this host, which had read the page
     bytes_read: int = 0
     bytes_written: int = 0
     failures: int = 0
+
+
+class Proof(NamedTuple):
+    """What the bytes of a page that was read were checked with."""
+
+    checksum: int  # of the page and its trailer; NO_CHECKSUM: its writer made none
+    trailer: bytes  # the tag that ends the page in the pool; empty without a page key
+
+
+class PagesRead(NamedTuple):
+    """For each page: its proof, None if it was not read; and how many replicas there are, where known."""
+
+    proofs: list[Proof | None]
+    replicas: Sequence[int | None]
+
+    @property
+    def found(self) -> list[bool]:
+        return [proof is not None for proof in self.proofs]
 
 
 class Tally:
@@ -99,8 +118,8 @@ def read(
     deadline_s: float,
     tally: Tally,
     tags: PageTags | None = None,
-) -> tuple[list[bool], list[int]]:
-    """Read pages into their buffers. Returns (whether each was read, each page's number of replicas).
+) -> PagesRead:
+    """Read pages into their buffers.
 
     `tags`: pages in the pool end with a tag. Raises PoolError. Nothing writes into the buffers after the
     return or an error.
@@ -134,7 +153,11 @@ def read(
                 bad, sequences = [keys[i] for i in corrupt], [pins[i].sequence for i in corrupt]
                 discard = m.Discard(opened.next_id(), opened.namespace, bad, sequences)
                 expect(opened, discard, m.Done, deadline_s)
-    return result, [pin.replicas for pin in pins]
+    proofs = [
+        Proof(pin.checksum, trailers[i].tobytes() if tags else b"") if result[i] else None
+        for i, pin in enumerate(pins)
+    ]
+    return PagesRead(proofs, [pin.replicas for pin in pins])
 
 
 def write(

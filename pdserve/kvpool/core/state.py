@@ -353,6 +353,8 @@ class NodeState:
     def _changed(self, number: int, settings: NamespaceSettings) -> None:
         """The namespace was opened, or its settings changed."""
         self.tiers.configured(number, self.namespaces[number].tier_space)
+        if self.namespaces[number].geometry.get("parts"):
+            self.store.relate(number)
         ttl_s, quota_bytes = settings.ttl_s or None, settings.quota_bytes or None
         try:
             self.store.configure_namespace(

@@ -70,6 +70,8 @@ class BackendSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     geometry: KvGeometry
     longest_tokens: int = 0
     """Of a request, where host memory is SGLang's `buffer_only`: it must have room for one. Else 0."""
+    group: str = ""
+    """Name of this worker on this host, for its ranks to find each other by. Empty: each reads by itself."""
 
 
 class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no types
@@ -146,6 +148,7 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             self._settings.geometry.as_dict(),
             self._pools,
             f"hicache{self._config.tp_rank}",
+            _rank_group(self._config, self._settings),
         )
         self._pages = pages
         for node, error in pages.check().items():
@@ -271,15 +274,17 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             ) from error
         config = self._config
         pieces = declared.tp_size if part == KV and declared.layout == BY_HEAD else config.tp_size
+        is_replicated = config.is_mla_model and part not in STATES
         ranks = piece_suffixes(
-            replicated=config.is_mla_model and part not in STATES,
+            replicated=is_replicated,
             tp_rank=config.tp_rank,
             tp_size=config.tp_size,
             pp_rank=config.pp_rank,
             pp_size=config.pp_size,
             pieces=int(pieces),
         )
-        self._pools[part] = HostPool(host_pool, tuple(part_suffix(rank, part) for rank in ranks))
+        suffixes = tuple(part_suffix(rank, part, declared.window_pages) for rank in ranks)
+        self._pools[part] = HostPool(host_pool, suffixes, is_replicated)
 
     @property
     def _opened(self) -> PageAccess:
@@ -331,6 +336,13 @@ def _check_ranks(config: HiCacheStorageConfig, declared: KvGeometry) -> None:
                 f"SGLang runs with {field} {value}, but this worker declared "
                 f"{getattr(declared, field)} to the pool"
             )
+
+
+def _rank_group(config: HiCacheStorageConfig, settings: BackendSettings) -> str:
+    """The ranks on this host that hold the same bytes as this one; empty if no other may."""
+    if not settings.group or not config.is_mla_model or config.tp_size == 1:
+        return ""
+    return f"{settings.group}-dp{config.dp_rank}-pp{config.pp_rank}"
 
 
 def _check_room(mem_pool_host: Any, longest_tokens: int) -> None:

@@ -37,6 +37,7 @@ class HostPool:
 
     pool: Any
     suffixes: tuple[bytes, ...]
+    is_replicated: bool = False  # all ranks hold the same bytes
 
 
 class PageAccess(Protocol):
@@ -73,12 +74,15 @@ def open_access(
     geometry: dict[str, str],
     pools: Mapping[str, HostPool],
     name: str,
+    ranks: str = "",
 ) -> PageAccess:
-    """The access to the pool for SGLang's host pools, by part. Raises ConfigError, StartupError."""
+    """The access to the pool for SGLang's host pools, by part. `ranks`: the group of ranks on this host that
+    read replicated parts together, which page movers do. Raises ConfigError, StartupError.
+    """
     if config.page_mover:
         parts = host_parts(pools)
         if parts is not None:
-            mover = MoverClient(config, namespace, geometry, parts, name=name)
+            mover = MoverClient(config, namespace, geometry, parts, name=name, ranks=ranks)
             logger.info("page mover %s moves the pages of %s", mover.pid, name)
             return ByMover(mover, {part: host.pages.page_tokens for part, host in parts.items()})
         text = "SGLang's host pool cannot be shared with another process: its scheduler moves pages itself"
@@ -97,7 +101,7 @@ def host_parts(pools: Mapping[str, HostPool]) -> dict[str, HostPart] | None:
         pages = host_pages(host.pool)
         if pages is None:
             return None
-        parts[part] = HostPart(pages, host.suffixes)
+        parts[part] = HostPart(pages, host.suffixes, host.is_replicated)
     return parts
 
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from pdserve.errors import PageMismatch, PoolError
 from pdserve.kvpool.client.client import PoolClient
+from pdserve.kvpool.client.reads.shared import SharedReads
 from pdserve.kvpool.mover.client_metrics import ClientMetrics
 from pdserve.kvpool.mover.read_or_compute import ReadOrCompute
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
@@ -35,11 +36,18 @@ class ChainClient:
     """
 
     def __init__(
-        self, client: PoolClient, suffixes: Mapping[str, Sequence[bytes]], page_tokens: int = 0
+        self,
+        client: PoolClient,
+        suffixes: Mapping[str, Sequence[bytes]],
+        page_tokens: int = 0,
+        shares: Mapping[str, SharedReads] | None = None,
     ) -> None:
-        """`page_tokens`: of a page of KV; 0: pages are always read."""
+        """`page_tokens`: of a page of KV; 0: pages are always read. `shares`: by part, the other ranks of this
+        host that read the same pages.
+        """
         self.client = client
         self._suffixes = suffixes
+        self._shares = shares or {}
         self._rule = ReadOrCompute(client.config.compute_tokens_s if page_tokens else 0.0, page_tokens)
         self._metrics = ClientMetrics()
 
@@ -69,7 +77,7 @@ class ChainClient:
         """As `PoolClient.get`. Raises PageMismatch."""
         before = self.client.counters.pages_ssd
         with self._metrics.timed("read"):
-            done = self.client.get(self._names(keys, part), self._pieces(pages, part))
+            done = self.client.get(self._names(keys, part), self._pieces(pages, part), self._shares.get(part))
         self._publish()
         from_ssd = (self.client.counters.pages_ssd - before) // len(self._suffixes[part])
         return Moved(self._whole(done, part), from_ssd)

@@ -34,8 +34,11 @@ class MoverClient:
         parts: Mapping[str, HostPart],
         *,
         name: str = "client",
+        ranks: str = "",
     ) -> None:
-        """Starts the mover. `parts`: the host pools by part, `KV` among them. Raises StartupError."""
+        """Starts the mover. `parts`: the host pools by part, `KV` among them. `ranks`: as in `Start`. Raises
+        StartupError.
+        """
         self.config = config
         pool = msgspec.to_builtins(config, enc_hook=reveal_secret)
 
@@ -48,6 +51,7 @@ class MoverClient:
                 namespace=namespace,
                 geometry=dict(geometry),
                 name=name,
+                ranks=ranks,
             )
 
         self._supervisor = MoverSupervisor(start)

@@ -14,7 +14,7 @@ import numpy as np
 
 from pdserve.errors import PageMismatch
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
-from pdserve.kvpool.transports.page_residency import populate_in_background
+from pdserve.kvpool.transports.page_residency import populate_in_background, unmap_in_background
 
 
 class Segment(msgspec.Struct, frozen=True):
@@ -55,21 +55,24 @@ class HostPart(msgspec.Struct, frozen=True):
 
     pages: HostPages
     suffixes: tuple[bytes, ...] = (b"",)
+    is_replicated: bool = False  # all ranks hold the same bytes
 
 
 class MappedHostPages:
     """The same memory in this process."""
 
-    def __init__(self, host: HostPages) -> None:
-        """Raises OSError; PageMismatch: the pages are not inside the memory."""
+    def __init__(self, host: HostPages, *, writable: bool = True) -> None:
+        """Raises OSError, ValueError; PageMismatch: the pages are not inside the memory."""
         if not host.fits():
             raise PageMismatch("the pages of the host pool are not inside its memory")
         self._host = host
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         self._regions: list[Bytes1D] = [
-            np.frombuffer(mmap.mmap(fd, size), np.uint8) for fd, size in host.memory
+            np.frombuffer(mmap.mmap(fd, size, prot=access), np.uint8) for fd, size in host.memory
         ]
-        for region in self._regions:
-            populate_in_background(region)
+        if writable:
+            for region in self._regions:
+                populate_in_background(region)
 
     def buffers(self, indices: bytes) -> list[PageBuffers]:
         """The segments of pages. `indices`: the number of the first token of each, int64 [pages].
@@ -79,7 +82,24 @@ class MappedHostPages:
         pages, rest = np.divmod(np.frombuffer(indices, np.int64), self._host.page_tokens)
         if rest.any() or (pages.size and not 0 <= int(pages.min()) <= int(pages.max()) < self._host.pages):
             raise PageMismatch("a page lies outside of the host pool")
-        return [[self._segment(one, page) for one in self._host.segments] for page in pages.tolist()]
+        return [self.page(number) for number in pages.tolist()]
+
+    def page(self, number: int) -> PageBuffers:
+        """The segments of a page. Raises PageMismatch: there is none of this number."""
+        if not 0 <= number < self._host.pages:
+            raise PageMismatch("a page lies outside of the host pool")
+        return [self._segment(one, number) for one in self._host.segments]
+
+    def number(self, page: PageBuffers) -> int:
+        """The number of the page that these segments are, as `page` gives them."""
+        first = self._host.segments[0]
+        offset = page[0].ctypes.data - self._regions[first.region].ctypes.data - first.offset
+        return int(offset // first.stride)
+
+    def let_go(self) -> None:
+        """Unmap the memory once nothing uses it, without a pause of this process."""
+        for region in self._regions:
+            unmap_in_background(region)
 
     def _segment(self, segment: Segment, page: int) -> Bytes1D:
         start = segment.offset + page * segment.stride

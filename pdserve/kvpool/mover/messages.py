@@ -13,7 +13,7 @@ import msgspec
 
 from pdserve.kvpool.mover.host_pages import HostPart
 
-VERSION: Final = 3
+VERSION: Final = 4
 LENGTH: Final = struct.Struct("<I")
 MAX_FRAME_BYTES: Final = 64 * 1024 * 1024
 
@@ -28,6 +28,7 @@ class Start(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     namespace: str
     geometry: dict[str, str]
     name: str
+    ranks: str = ""  # the group of ranks that read replicated parts together; empty: this one reads alone
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):

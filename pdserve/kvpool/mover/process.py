@@ -41,6 +41,7 @@ from pdserve.kvpool.mover.messages import (
     decode_start,
     encode,
 )
+from pdserve.kvpool.mover.ranks.group import PartReads, RankGroup
 from pdserve.logs import configure_logs
 from pdserve.tokens import decode_secret
 
@@ -123,11 +124,21 @@ def _begin(start: Start) -> None:
     largest = max(part.pages.page_bytes // len(part.suffixes) for part in parts.values())
     client = PoolClient(config, start.namespace, start.geometry, name=start.name, page_bytes=largest)
     suffixes = {name: part.suffixes for name, part in parts.items()}
-    chains = ChainClient(client, suffixes, int(start.geometry.get("page_size", "0")))
-    mover = Mover(chains, {name: MappedHostPages(part.pages) for name, part in parts.items()})
+    hosts = {name: MappedHostPages(part.pages) for name, part in parts.items()}
+    shares = _join(start, hosts) if start.ranks else {}
+    chains = ChainClient(client, suffixes, int(start.geometry.get("page_size", "0")), shares)
+    mover = Mover(chains, hosts)
     for fd in start.lanes:
         lane = Lane(socket.socket(fileno=fd))
         threading.Thread(target=mover.serve, args=(lane,), name=f"lane-{fd}", daemon=True).start()
+
+
+def _join(start: Start, hosts: Mapping[str, MappedHostPages]) -> dict[str, PartReads]:
+    """The reads of the parts that all ranks of this host share."""
+    shared = {name: part.pages for name, part in start.parts.items() if part.is_replicated}
+    group = RankGroup(start.ranks, shared, hosts)
+    group.start()
+    return {name: group.part(name) for name in shared}
 
 
 def _watch(life: socket.socket, parent: int) -> None:

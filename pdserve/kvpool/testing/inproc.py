@@ -242,6 +242,7 @@ class InprocConnection:
         self._pages = MappedPages(node.memory, RowReader(node.table, node.layout), checksum)
         self._on_view = on_view
         self._view = view = node.view
+        self.is_mapped = True
         self.welcome = Welcome(
             PROTOCOL_VERSION,
             node.name,

@@ -31,6 +31,7 @@ class Connection(Protocol):
     """One client's connection to one node."""
 
     welcome: Welcome
+    is_mapped: bool  # pages are copied from and to memory of this host that is mapped here
 
     def call(self, request: Request, deadline_s: float) -> Reply:
         """Send the request and return its reply. A Fault is returned, not raised.

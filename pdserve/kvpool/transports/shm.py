@@ -38,6 +38,7 @@ class ShmConnection:
 
     def __init__(self, channel: ControlChannel, mapping: Mapping, checksum: bool) -> None:
         self.welcome: Welcome = channel.welcome
+        self.is_mapped = True
         self._channel = channel
         self._mapping = mapping  # shared with later connections while one of them refers to it
         self._pages = MappedPages(mapping.memory, mapping.rows, checksum)

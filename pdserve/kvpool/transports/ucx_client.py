@@ -57,6 +57,7 @@ class UcxConnection:
 
     def __init__(self, channel: ControlChannel, link: UcxLink, checksum: bool) -> None:
         self.welcome = channel.welcome
+        self.is_mapped = False
         self._channel = channel
         self._link = link
         self._checksum = checksum

@@ -159,6 +159,7 @@ _ROWS: Final = (
         task="embed",
         prompt_fields=("input",),
         text_fields=("input",),
+        salt="header",
     ),
     Endpoint(
         path="/generate",
@@ -207,6 +208,7 @@ _ROWS: Final = (
         task="embed",
         prompt_fields=("input",),
         text_fields=("input",),
+        salt="header",
     ),
     Endpoint(
         path="/v1/rerank",

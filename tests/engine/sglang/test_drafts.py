@@ -17,7 +17,7 @@ from pdserve.engine.sglang.drafts import AttentionArch, Drafts, drafts
 from pdserve.engine.sglang.geometry import KvIdentity, kv_identity
 from pdserve.engine.sglang.server_args import parse_args, resolved
 from pdserve.errors import StartupError
-from pdserve.pages import PagePart
+from pdserve.pages import PagePart, part_suffix
 from tests.support.e2e.draft_model import make_mtp_model
 
 CHAIN = [
@@ -49,7 +49,7 @@ def identity(model: Path, algorithm: str, draft: Path | None, **more: Any) -> Kv
 def test_another_model_that_drafts_has_a_part_of_each_page(models: tuple[Path, Path]) -> None:
     demo, mtp = models
     plain, drafted = identity(demo, "", None), identity(demo, "STANDALONE", demo)
-    assert drafted.parts == [PagePart("draft", 0, [b".draft"])]
+    assert drafted.parts == [PagePart("draft", 0, [part_suffix(b"", "draft", {"kv": 0, "draft": 0})])]
     assert not drafted.pairs
     assert (drafted.geometry.parts, drafted.geometry.options) == ("draft:0", "draft=STANDALONE")
     assert drafted.geometry.namespace("m") != plain.geometry.namespace("m")

@@ -15,7 +15,7 @@ from pdserve.engine.demo.model import make_demo_model
 from pdserve.engine.sglang import geometry
 from pdserve.engine.sglang.server_args import parse_args, resolved
 from pdserve.errors import StartupError
-from pdserve.pages import KvGeometry, PagePart
+from pdserve.pages import KvGeometry, PagePart, part_suffix
 from tests.support.e2e.hybrid_model import LAYERS, SLIDING, make_hybrid_model
 
 DEFAULTS: dict[str, Any] = {
@@ -245,7 +245,7 @@ def window_config(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_layers_with_a_window_are_a_part_with_names_of_its_own(window_config: Any) -> None:
     found = geometry.kv_identity(window_config("mixed", LAYERS))
     assert found.geometry.parts == "swa:2"  # 128 tokens
-    assert found.parts == [PagePart("swa", 2, [b".swa"])]
+    assert found.parts == [PagePart("swa", 2, [part_suffix(b"", "swa", {"kv": 0, "swa": 2})])]
     pages_of_48 = geometry.kv_identity(window_config("mixed", LAYERS, "--page-size", "48"))
     assert pages_of_48.geometry.parts == "swa:3"
     geometry.check_cached(window_config("mixed", LAYERS))
@@ -260,7 +260,8 @@ def test_the_index_of_sparse_attention_is_a_part_that_all_pages_have(
     (tmp_path / "config.json").write_text('{"index_topk": 2048, "attention": "MLA"}')
     found = identity(tp_size=2)
     assert found.geometry.parts == "indexer:0"
-    assert found.parts == [PagePart("indexer", 0, [b".indexer"])]  # one for all ranks
+    suffix = part_suffix(b"", "indexer", {"kv": 0, "indexer": 0})
+    assert found.parts == [PagePart("indexer", 0, [suffix])]  # one for all ranks
 
 
 def test_the_state_of_a_prefix_is_a_part_that_each_rank_has(
@@ -270,8 +271,10 @@ def test_the_state_of_a_prefix_is_a_part_that_each_rank_has(
     (tmp_path / "config.json").write_text('{"mamba": 1, "attention": "MLA"}')
     found = identity(tp_size=2)
     assert found.geometry.parts == "mamba:1"
-    assert found.rank_suffixes == [b""]
-    assert found.parts == [PagePart("mamba", 1, [b"tp0/2.mamba", b"tp1/2.mamba"])]
+    windows = {"kv": 0, "mamba": 1}
+    assert found.rank_suffixes == [part_suffix(b"", "kv", windows)]
+    ranks = [part_suffix(rank, "mamba", windows) for rank in (b"tp0/2", b"tp1/2")]
+    assert found.parts == [PagePart("mamba", 1, ranks)]
     geometry.check_cached(SimpleNamespace(page_size=64, quantization=None))
     assert "storage of mamba pages was never tried" in caplog.text
 

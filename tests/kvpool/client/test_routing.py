@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.kvpool.client.replica_hints import HotPages, choose
+from pdserve.kvpool.client.reads.replica_hints import HotPages, choose
 from pdserve.kvpool.client.routing import MAX_VIEWS, Rings, Search, ViewBook
 from pdserve.kvpool.cluster.ring import Ring
 from pdserve.kvpool.protocol.cluster_messages import View

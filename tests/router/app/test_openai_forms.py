@@ -16,6 +16,7 @@ from tests.support.router.harness import before, disagg
 from tests.support.router.mock_worker import DONE, MockWorker, answer, stream
 
 CHAT = "/v1/chat/completions"
+TENANTS_KEY = "key-of-acme-in-these-tests"
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
 USAGE = {
     "prompt_tokens": 9,
@@ -158,6 +159,22 @@ async def test_streams_of_several_choices_tool_calls_and_reasoning_come_through_
         assert got[-1].usage is not None
         assert got[-1].usage.completion_tokens == 4
         assert decode.got(CHAT)[0].json()["stream_options"] == {"include_usage": True}
+
+
+@pytest.mark.parametrize(("knows_salts", "status"), [(True, 200), (False, 503)])
+async def test_embeddings_of_tenants_carry_their_salt(
+    monkeypatch: pytest.MonkeyPatch, knows_salts: bool, status: int
+) -> None:
+    monkeypatch.setenv("PDSERVE_API_KEYS", f"acme={TENANTS_KEY}")
+    vectors = MockWorker("decode", "vectors", tasks=["embed"], takes_salt_header=knows_salts)
+    async with before(vectors) as harness:
+        for path in ("/v1/embeddings", "/v1/classify"):
+            vectors.script(path, answer(200, {"data": [], "usage": {"prompt_tokens": 2, "total_tokens": 2}}))
+            headers = {"authorization": f"Bearer {TENANTS_KEY}"}
+            asked = await harness.post(path, {"model": "vectors", "input": "a"}, headers)
+            assert asked.status == status
+            salts = [one.headers["x-pdserve-cache-salt"] for one in vectors.got(path)]
+            assert salts == ['"tenant/acme"'] * knows_salts
 
 
 async def test_embeddings_go_to_workers_that_make_them_and_to_no_others() -> None:

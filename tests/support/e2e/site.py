@@ -30,6 +30,7 @@ NEEDS: Final = {
     "plain_worker": ("plain",),
     "agg_worker": ("agg",),
     "latent": ("latent",),
+    "embedder": ("embedder",),
     "replicas": ("replicas",),
     "drafts": ("drafted", "mtp-prefill", "mtp-decode"),
     "ranks": ("ranks-prefill", "ranks-decode", "ranks-one"),
@@ -222,6 +223,7 @@ def _workers(run_dir: Path, model: Path, pools: dict[str, PoolNode], etcd: EtcdS
     registered = {"etcd": {"endpoints": [etcd.url]}}
     two_ranks = engine_settings(model, page_pieces=2, extra_args=["--tp-size", "2"])
     latent = engine_settings(latent_model, extra_args=["--tp-size", "2"])
+    embedding = engine_settings(model, extra_args=["--is-embedding"])
     drafted = engine_settings(model, extra_args=_drafting("STANDALONE", model))
     mtp = make_mtp_model(model, run_dir / "demo-mtp")
     predicting = engine_settings(mtp, extra_args=_drafting("EAGLE", mtp))
@@ -238,6 +240,7 @@ def _workers(run_dir: Path, model: Path, pools: dict[str, PoolNode], etcd: EtcdS
     disaggregated = {"nodes": [pools["pool0"].ref], "retry_after_s": 0.2, "page_key": PAGE_KEY}
     of_ranks = {"nodes": [pools["pool0"].ref], "put_timeout_s": 30.0, "restart_wait_s": 0.0}
     plainly = {"nodes": [pools["pool0"].ref]}
+    as_remote = {**of_ranks, "data_path": "tcp"}
     return [
         Worker("agg", "plain", run_dir, exact, settings=plain),
         Worker("agg", "agg", run_dir, exact, shm, registered),
@@ -246,7 +249,8 @@ def _workers(run_dir: Path, model: Path, pools: dict[str, PoolNode], etcd: EtcdS
         Worker("prefill", "ranks-prefill", run_dir, two_ranks, of_ranks, patient),
         Worker("decode", "ranks-decode", run_dir, two_ranks, of_ranks),
         Worker("prefill", "ranks-one", run_dir, engine_settings(model, page_pieces=2), of_ranks, patient),
-        Worker("agg", "latent", run_dir, latent, of_ranks),
+        Worker("agg", "latent", run_dir, latent, as_remote),
+        Worker("agg", "embedder", run_dir, embedding, plainly),
         Worker("agg", "replicas", run_dir, engine_settings(model, extra_args=["--dp-size", "2"]), plainly),
         Worker("agg", "drafted", run_dir, drafted, plainly),
         Worker("prefill", "mtp-prefill", run_dir, in_chunks, plainly),

@@ -201,6 +201,7 @@ class DoorConnector:
 class DoorConnection:
     def __init__(self, channel: ControlChannel, node: InprocNode) -> None:
         self.welcome = replace(channel.welcome, data_path="inproc")
+        self.is_mapped = True
         self.call = channel.call
         self.post = channel.post
         self.close = channel.close

@@ -42,6 +42,7 @@ class FaultyConnector:
 class FaultyConnection:
     def __init__(self, inner: Connection, owner: FaultyConnector) -> None:
         self.welcome: Welcome = inner.welcome
+        self.is_mapped = inner.is_mapped
         self._inner = inner
         self._owner = owner
 

@@ -91,6 +91,7 @@ def _change_scheduler() -> None:
     from pdserve.engine.sglang.children import (
         declined_fetches,
         detached,
+        embedding_salts,
         kept_prompts,
         local_store,
         pulls,
@@ -103,6 +104,7 @@ def _change_scheduler() -> None:
     ssd_tokens.install()
     declined_fetches.install()
     detached.install()
+    embedding_salts.install()
     if prepare.is_on_cpu():
         from pdserve.engine.sglang.cpu import hooks
 

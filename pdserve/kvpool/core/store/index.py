@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from typing import Final
 
+from pdserve.kvpool.core.store.kin import Kin
 from pdserve.kvpool.policies import make_policy
 from pdserve.kvpool.policies.base import EvictionPolicy, Links
 from pdserve.kvpool.policies.ttl import Ttl
@@ -43,6 +44,7 @@ class NamespacePages:
         "expiry",
         "gone",
         "hits",
+        "kin",
         "misses",
         "number",
         "operations",
@@ -78,6 +80,7 @@ class NamespacePages:
         self.quota_bytes: int | None = None
         self.orders: dict[int, EvictionPolicy] = {}  # by size class
         self.expiry: Ttl | None = None  # of all committed pages, where pages expire
+        self.kin: Kin | None = None  # where pages have several parts
 
     @property
     def ttl_s(self) -> float | None:

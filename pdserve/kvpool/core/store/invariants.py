@@ -35,6 +35,7 @@ def check(store: PageStore) -> None:
     for pages in store.index:
         assert pages.slot_bytes == by_namespace[pages.number]
         _check_orders(store, pages)
+        _check_kin(store, pages)
 
 
 def _swept(store: PageStore) -> set[int]:
@@ -70,6 +71,13 @@ def _check_orders(store: PageStore, pages: NamespacePages) -> None:
         assert sorted(pages.expiry.victims()) == committed
         ends_s = [_end_s(store.facts, slot, pages.expiry.ttl_s) for slot in pages.expiry.victims()]
         assert ends_s == sorted(ends_s)
+
+
+def _check_kin(store: PageStore, pages: NamespacePages) -> None:
+    """Fewer parts of each page than `MAX_KIN` are taken for granted."""
+    if pages.kin is not None:
+        assert len(pages.kin) == len(pages.committed)
+        assert all(slot in pages.kin.of(key) for key, slot in pages.committed.items())
 
 
 def _end_s(facts: Facts, slot: int, ttl_s: float) -> float:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from pdserve.errors import ConfigError
 from pdserve.kvpool.core.events import Action, CommitRows, ReserveRows
 from pdserve.kvpool.core.store.index import NONE, NamespacePages
+from pdserve.kvpool.core.store.kin import Kin
 from pdserve.kvpool.core.store.lazy_free import CHUNK_SLOTS, Sweep
 from pdserve.kvpool.core.store.room import MAX_DROPS, DropBudget, Room
 from pdserve.kvpool.core.store.slot_allocator import SlotAllocator
@@ -113,6 +114,8 @@ class PageStore(SlotStates):
                 on_insert = pages.order(slot_bytes, self.links).on_insert
             del pages.writing[key]
             pages.committed[key] = slot
+            if pages.kin is not None:
+                pages.kin.add(key, slot)
             pages.page_bytes += length_bytes
             pages.written += 1
             pages.written_bytes += length_bytes
@@ -170,6 +173,8 @@ class PageStore(SlotStates):
         pages.committed, pages.orders, pages.page_bytes, pages.space = {}, {}, 0, space
         if pages.expiry is not None:
             pages.expiry = Ttl(self.expiry_links, pages.expiry.ttl_s)
+        if pages.kin is not None:
+            pages.kin = Kin(self.facts.key)
         swept_bytes = sweep.bytes_left
         pages.slot_bytes -= swept_bytes
         self.bytes_in_state[COMMITTED] -= swept_bytes
@@ -216,6 +221,12 @@ class PageStore(SlotStates):
         if quota_bytes is not None and pages.slot_bytes > quota_bytes:
             self._over_quota.add(namespace)
             self.next_work_s = 0.0
+
+    def relate(self, namespace: int) -> None:
+        """Pages of the namespace have several parts. Called before it has any page."""
+        pages = self.index.namespace(namespace)
+        if pages.kin is None:
+            pages.kin = Kin(self.facts.key)
 
     def reorder(self, pages: NamespacePages, by_use: npt.NDArray[np.int64]) -> None:
         """Make the namespace's orders anew. `by_use`: its committed pages, the least recently used first."""

@@ -63,6 +63,9 @@ def _restore_keys(store: PageStore, contents: TableContents, by_age: npt.NDArray
         pages = store.index.namespace(namespace)
         named = zip(contents.keys, slots, strict=True)
         pages.committed = dict(named if mine.all() else compress(named, mine.tolist()))
+        if pages.kin is not None:
+            for key, slot in pages.committed.items():
+                pages.kin.add(key, slot)
         pages.page_bytes = int(contents.lengths[mine].sum())
         pages.slot_bytes = int(slot_bytes[mine].sum())
         store.reorder(pages, by_age[owners == namespace])

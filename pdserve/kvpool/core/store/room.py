@@ -9,6 +9,7 @@ Room is taken in this order:
    the arena by recency;
 5. our own best victim.
 
+A victim takes along the parts of its page that nobody can use without it (kin.py).
 A namespace at its quota evicts its own pages first, and gets no slot beyond the quota.
 
 A request may harm others only so far: it drops `MAX_DROPS` pages and a slab at most (its `DropBudget`). After
@@ -17,6 +18,7 @@ that it finds no more room, and the client is told that the node is full.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Final
@@ -89,6 +91,7 @@ class Room:
             victims = best_victims(pages.orders.values(), states.facts, states.held, min(count, budget.left))
             if not victims:
                 return False
+            victims += self._kin(victims, budget)
             budget.left -= len(victims)
             states.drop(victims, out, "quota")
         return pages.slot_bytes <= quota_bytes
@@ -106,18 +109,26 @@ class Room:
                 victims = list(takewhile(lambda victim: last_use[victim] <= use, victims))
                 if not victims:
                     self._empty(slab, budget, out)
+        kin = self._kin(victims, budget)
+        budget.left -= len(kin)
         for victim in victims:
             states.unlink(victim, "capacity").slot_bytes -= slot_bytes
+        states.drop(kin, out, "capacity")
         return victims
+
+    def _kin(self, victims: Sequence[int], budget: DropBudget) -> list[int]:
+        """What is evicted with them. Parts beyond the budget stay until they are victims themselves."""
+        return self._states.kin_of(victims)[: max(0, budget.left - len(victims))]
 
     def _empty(self, slab: int, budget: DropBudget, out: list[Action]) -> None:
         """Free all slots of an idle slab. The slab is unassigned then."""
         state_of, start = self._states.states, slab * self._slots.slots_per_slab
         taken = [slot for slot in range(start, start + self._slots.slots_per_slab) if state_of[slot] != FREE]
-        budget.left -= len(taken)
         committed = [slot for slot in taken if state_of[slot] == COMMITTED]
+        kin = self._kin(committed, budget)
+        budget.left -= len(taken) + len(kin)
         swept = [slot for slot in taken if state_of[slot] == SWEEPING]
-        self._states.drop(committed, out, "slab")
+        self._states.drop([*committed, *kin], out, "slab")
         self._states.sweep_slots(swept, out)
 
     def _is_idle(self, slab: int) -> bool:

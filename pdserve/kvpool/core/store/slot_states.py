@@ -58,6 +58,7 @@ class SlotStates:
         self.removed = RemovedPages(slots.slots)
         self.now_s = 0.0  # of the event that is handled
         self.on_evict: Callable[[int], None] | None = None  # called with the slot of an evicted page
+        self.in_tier: Callable[[int, bytes], bool] | None = None  # whether a tier has the page
 
     # --- looking
 
@@ -149,7 +150,20 @@ class SlotStates:
                 self.on_evict(slot)
         if pages.expiry is not None:
             pages.expiry.on_remove(slot)
+        if pages.kin is not None:
+            pages.kin.remove(key, slot)
         return pages
+
+    def kin_of(self, victims: Sequence[int]) -> list[int]:
+        """The slots of pages that nobody can use once these COMMITTED pages are evicted: see kin.py."""
+        found: dict[int, None] = {}
+        for slot in victims:
+            pages, key = self.index.namespace(self.facts.namespace[slot]), self.key_of(slot)
+            if pages.kin is not None and not (self.in_tier is not None and self.in_tier(pages.number, key)):
+                found.update(dict.fromkeys(pages.kin.of(key)))
+        for slot in victims:
+            found.pop(slot, None)
+        return list(found)
 
     def free(self, slots: Sequence[int], out: list[Action]) -> None:
         """Free slots that count for their namespaces and hold no page."""

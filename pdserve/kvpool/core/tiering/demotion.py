@@ -85,7 +85,7 @@ class Demotions:
         self._unsaved_at_s = 0.0  # time of the next step
         self.evicted_unwritten = 0
         if index.tiers:
-            store.on_evict = self._evicted
+            store.on_evict, store.in_tier = self._evicted, index.has
 
     def sinks(self, namespace: int) -> bool:
         """Whether pages of the namespace are stored in tiers. Pages with a time to live are not.
@@ -166,12 +166,13 @@ class Demotions:
             out.append(StorePages(0, tuple(batch)))
 
     def _pump_coldest(self, batch: list[SlotPage]) -> None:
-        for slot in coldest(self._store.index, SCAN_PAGES):
-            if not self._has_room():
-                self._scan = bool(self._stores)  # continue at the end of a store
-                return
-            if self._storable(slot):
-                batch.append(self._begin(slot))
+        for cold in coldest(self._store.index, SCAN_PAGES):
+            for slot in (cold, *self._store.kin_of([cold])):  # what is of no use apart sinks together
+                if not self._has_room():
+                    self._scan = bool(self._stores)  # continue at the end of a store
+                    return
+                if self._storable(slot):
+                    batch.append(self._begin(slot))
 
     def _has_room(self) -> bool:
         limits = self._limits

@@ -50,6 +50,7 @@ class TcpConnection:
 
     def __init__(self, channel: ControlChannel, sock: socket.socket, checksum: bool) -> None:
         self.welcome: Welcome = channel.welcome
+        self.is_mapped = False
         self._channel = channel
         self._stream = PageStream(sock)
         self._incoming = Incoming(self._stream, self._begin, self._arrived)
