@@ -52,6 +52,12 @@ class ObjectServer:
     def endpoint(self) -> str:
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
+    def behave(self) -> None:
+        """From now on; whoever hangs gets no answer."""
+        self.mode = "well"
+        self.released.set()
+        self.released = threading.Event()
+
     def close(self) -> None:
         self.released.set()
         self._server.shutdown()
@@ -122,7 +128,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             self.connection.shutdown(socket.SHUT_RDWR)
         elif mode == "hanging":
-            self.store.released.wait(HANG_S)
+            self.store.released.wait(HANG_S)  # of this time
             self.close_connection = True
         elif mode == "overloaded" or (mode == "full" and writes):
             self._error(503, "SlowDown")

@@ -39,12 +39,18 @@ class Bucket:
     """
 
     def __init__(
-        self, url: str, settings: Mapping[str, str], *, read_timeout_s: float, timeout_s: float
+        self,
+        url: str,
+        settings: Mapping[str, str],
+        *,
+        anonymous: bool = False,
+        read_timeout_s: float,
+        timeout_s: float,
     ) -> None:
         """`settings`: endpoint and region, where they are not the usual ones. Raises ConfigError."""
         self.url = url
-        self._reads = _open(url, settings, read_timeout_s)
-        self._writes = _open(url, settings, timeout_s)
+        self._reads = _open(url, settings, read_timeout_s, anonymous=anonymous)
+        self._writes = _open(url, settings, timeout_s, anonymous=anonymous)
 
     def read(self, name: str, offset: int, size: int) -> memoryview:
         """Exactly this range. Raises StoreError, NoSuchObject."""
@@ -113,7 +119,7 @@ class _Translated:
             raise StoreError(f"{self._url}: {_first_line(error)}") from None
 
 
-def _open(url: str, settings: Mapping[str, str], timeout_s: float) -> ObjectStore:
+def _open(url: str, settings: Mapping[str, str], timeout_s: float, *, anonymous: bool) -> ObjectStore:
     try:
         from obstore.store import from_url
     except ImportError as error:
@@ -124,15 +130,16 @@ def _open(url: str, settings: Mapping[str, str], timeout_s: float) -> ObjectStor
     if url.startswith("file://"):
         config["mkdir"] = True
     else:
-        timeouts = {"timeout": timedelta(seconds=timeout_s), "connect_timeout": _seconds(CONNECT_TIMEOUT_S)}
+        connect_s = min(CONNECT_TIMEOUT_S, timeout_s)
+        timeouts = {"timeout": _seconds(timeout_s), "connect_timeout": _seconds(connect_s)}
         config["client_options"] = {
             **timeouts,
             "allow_http": settings.get("endpoint", "").startswith("http:"),
         }
-        config["retry_config"] = {"max_retries": MAX_RETRIES, "retry_timeout": timedelta(seconds=timeout_s)}
+        config["retry_config"] = {"max_retries": MAX_RETRIES, "retry_timeout": _seconds(timeout_s)}
         config.update(settings)
     if url.startswith("s3://"):
-        config.update(_shared_credentials(os.environ))
+        config.update({"skip_signature": True} if anonymous else _shared_credentials(os.environ))
     try:
         return from_url(url, **config)
     except Exception as error:  # boundary: the library's own errors, of many kinds, are about the options

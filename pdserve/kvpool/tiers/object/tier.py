@@ -100,6 +100,7 @@ class ObjectOptions(CodecOptions, frozen=True, kw_only=True, forbid_unknown_fiel
     ]
     endpoint: Annotated[str, Meta(description="Address of the store, if not the cloud's own.")] = ""
     region: Annotated[str, Meta(description="Region of an S3 bucket; empty: from AWS_REGION.")] = ""
+    anonymous: Annotated[bool, Meta(description="Send S3 requests unsigned, without credentials.")] = False
     segment_bytes: Annotated[
         int | str, Meta(description="Most bytes of one object; more than the largest page.")
     ] = "64MiB"
@@ -467,6 +468,7 @@ def _bucket(settings: TierSettings, options: ObjectOptions) -> Bucket:
         return Bucket(
             options.url,
             {name: value for name, value in given.items() if value},
+            anonymous=options.anonymous,
             read_timeout_s=options.read_timeout_s,
             timeout_s=options.timeout_s,
         )
