@@ -102,10 +102,10 @@ def judge(records: Sequence[Record], owner: Callable[[int], str], restart_wait_s
         _abandoned(of(records, Abandoned)),
         _share("-", "pages back from SSD after a reboot", kept.rebooted, 0.999),
         _full_disks(of(records, Filled)),
-        _from_bucket(of(records, FromBucket)),
         _intruders(of(records, Intruded)),
         _found_again(ran, calm),
         _movers(records),
+        _from_bucket(of(records, FromBucket)),
         _failed(of(records, Acted)),
         _ended(of(records, Ended)),
     ]
