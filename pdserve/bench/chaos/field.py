@@ -37,8 +37,14 @@ TIER_SHARE: Final = 2  # times the memory: nothing leaves it unless a fault want
 DISK_MORE_BYTES: Final = 16 << 20
 BUCKET_SHARE: Final = 8  # times the disk of a node
 BUCKET_OPTIONS: Final = {
-    "url": "s3://chaos/pool", "region": "us-east-1", "anonymous": True, "spool_bytes": 32 << 20,
-    "flush_s": 0.3, "refresh_s": 0.5, "read_timeout_s": 0.3, "timeout_s": 1.0,
+    "url": "s3://chaos/pool",
+    "region": "us-east-1",
+    "anonymous": True,
+    "spool_bytes": 32 << 20,
+    "flush_s": 0.3,
+    "refresh_s": 0.5,
+    "read_timeout_s": 0.3,
+    "timeout_s": 1.0,
 }
 REPLICAS: Final = {"hot_reads_s": 10.0, "half_life_s": 2.0, "max_share": 0.2}
 TIMEOUTS: Final = {

@@ -1,6 +1,6 @@
 """The thread that speaks to the bucket: it removes, uploads and lists. Readers read by themselves.
 
-    removals   first, so that the bucket does not grow beyond its capacity
+    removals   before uploads, so that the bucket does not grow beyond its capacity
     uploads    sealed segments of the spool, in order; a spool file goes when its object is there
     listings   every `refresh_s`, and when a space was opened: segments of other nodes come and go
 
@@ -11,8 +11,10 @@ spool, and an upload that was cut off is done again under the same name with the
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import queue
 import threading
 import time
 from collections import deque
@@ -69,13 +71,28 @@ class BucketSync:
         self._listing = Backoff()
         self._bad: dict[str, int] = {}  # failed tries by name
         self._stopping = False
+        self._start: queue.SimpleQueue[list[TierPage] | None] | None = None  # takes what a start finds
         self._thread: threading.Thread | None = None
 
     # --- from the tier's threads
 
-    def start(self) -> None:
+    def start(self, timeout_s: float) -> Iterator[list[TierPage]]:
+        """Start the thread. Yields the pages that its first listing finds in this time; later ones are
+        reported by `settings.found`.
+        """
+        found: queue.SimpleQueue[list[TierPage] | None] = queue.SimpleQueue()
+        self._start = found
         self._thread = threading.Thread(target=self._run, name=self._where, daemon=True)
         self._thread.start()
+        deadline_s = time.monotonic() + timeout_s
+        with contextlib.suppress(queue.Empty):
+            while (pages := found.get(timeout=max(0.0, deadline_s - time.monotonic()))) is not None:
+                yield pages
+        with self._changed:
+            self._start = None
+        with contextlib.suppress(queue.Empty):
+            while True:  # what came in the last moment
+                yield found.get_nowait() or []
 
     def stop(self, timeout_s: float) -> None:
         """Try to upload what is there, and end the thread; not longer than this."""
@@ -129,11 +146,10 @@ class BucketSync:
                 self._changed.wait_for(lambda: self._stopping or self._due(), self._pause_s())
                 if self._stopping:
                     return
-            now_s = time.monotonic()
-            if now_s >= self._writing.retry_at_s and self._has_writes:
-                self._try(self._writing, self._write_some, "write to")
-            if now_s >= max(self._refresh_at_s, self._listing.retry_at_s) and not self._stopping:
+            if time.monotonic() >= max(self._refresh_at_s, self._listing.retry_at_s):
                 self._try(self._listing, self._refresh_and_report, "list")
+            if time.monotonic() >= self._writing.retry_at_s and self._has_writes and not self._stopping:
+                self._try(self._writing, self._write_some, "write to")
             with self._changed:
                 self._changed.notify_all()
 
@@ -196,12 +212,25 @@ class BucketSync:
     # --- listing
 
     def _refresh_and_report(self) -> None:
-        for pages in self.refresh(float("inf")):
+        try:
+            for pages in self._refresh():
+                self._report(pages)
+        finally:
+            with self._changed:
+                if self._start is not None:
+                    self._start.put(None)
+
+    def _report(self, pages: list[TierPage]) -> None:
+        with self._changed:
+            start = self._start
+            if start is not None:
+                start.put(pages)
+        if start is None:
             self._settings.found(pages)
 
-    def refresh(self, deadline_s: float) -> Iterator[list[TierPage]]:
+    def _refresh(self) -> Iterator[list[TierPage]]:
         """List the bucket, and load the indexes of segments that are new here. Yields their pages, as this
-        node names them. Raises StoreError. At the deadline (time.monotonic()) the rest is left for later.
+        node names them. Raises StoreError.
         """
         self._refresh_at_s = time.monotonic() + self._refresh_s
         listed = [parse_object(name, size) for name, size in self._bucket.names(PREFIX)]
@@ -215,8 +244,7 @@ class BucketSync:
         ]
         with ThreadPoolExecutor(LOADERS) as loaders:
             for first in range(0, len(wanted), LOADERS):
-                if self._stopping or time.monotonic() > deadline_s:
-                    self._refresh_at_s = 0.0
+                if self._stopping:
                     return
                 some = wanted[first : first + LOADERS]
                 for one, segment in zip(some, loaders.map(self._load, some), strict=True):

@@ -85,7 +85,7 @@ from pdserve.sizes import parse_bytes
 
 logger = logging.getLogger(__name__)
 
-SCAN_TIMEOUT_S: Final = 60.0  # of a start; what is not indexed by then is found later
+SCAN_TIMEOUT_S: Final = 5.0  # of a start; what is not indexed by then is found later
 ROOM_TIMEOUT_S: Final = 2.0  # that a put waits for uploads that go on
 CLOSE_TIMEOUT_S: Final = 2.0
 MAX_UNREAD: Final = 1 << 16
@@ -182,12 +182,8 @@ class ObjectTier:
             self._spaces.open(space)
         for path in self._spool.files():
             yield from _batches(self._adopt(path))
-        try:
-            for pages in self._sync.refresh(time.monotonic() + SCAN_TIMEOUT_S):
-                yield from _batches(pages)
-        except StoreError as error:
-            logger.warning("node %s: tier object: cannot be listed for now: %s", self._settings.node, error)
-        self._sync.start()
+        for pages in self._sync.start(SCAN_TIMEOUT_S):
+            yield from _batches(pages)
 
     def _adopt(self, path: Path) -> list[TierPage]:
         """Take in a segment of the spool that an earlier process left."""

@@ -312,3 +312,20 @@ def test_credentials_come_from_the_shared_file(
     node.put(1)
     node.until_uploaded()
     assert node.read(1) == [LOADED]
+
+
+def test_a_start_does_not_wait_for_a_store_that_hangs(
+    store: ObjectServer, nodes: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = nodes("one", store.endpoint, timeout_s=1000.0)
+    one.open()
+    one.put(1)
+    one.tier.close()
+    one.until_uploaded()
+    monkeypatch.setattr("pdserve.kvpool.tiers.object.tier.SCAN_TIMEOUT_S", 0.2)
+    store.mode = "hanging"
+    assert one.open() == [], "it would never end"
+    assert one.put(2) == [STORED]
+    assert one.read(2) == [LOADED]
+    store.behave()
+    one.until_found(1)
