@@ -4,6 +4,7 @@ add one, give its `Kind` here.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
 import threading
@@ -31,11 +32,15 @@ from pdserve.kvpool.tiers.base import (
     TierSettings,
 )
 from pdserve.kvpool.tiers.directory import DirectoryTier
+from pdserve.kvpool.tiers.ssd.segment_format import BLOCK_BYTES, read_index
 from pdserve.kvpool.tiers.ssd.tier import SegmentTier
-from tests.support.kvpool.tier_tools import KIB, MemoryTier, contents, key, memory, name, page
+from tests.support.kvpool.object_tiers import DirectoryObjectTier
+from tests.support.kvpool.tier_tools import KIB, MemoryTier, contents, key, key_file, memory, name, page
 
 MIB = KIB * KIB
 CAPACITY = 4 * MIB
+SIZES = {"segment_bytes": 256 * KIB, "spool_bytes": MIB, "flush_s": 0.001, "refresh_s": 0.01}
+KEYS = str(key_file())
 
 
 class Kind:
@@ -75,12 +80,49 @@ class MemoryKind(Kind):
         MemoryTier.DISKS[to] = {"pages": disk["pages"].copy(), "text": disk["text"]}
 
 
+class ObjectKind(Kind):
+    def crash_copy(self, path: Path, to: Path) -> None:
+        """The spool first: what goes from there meanwhile is in the bucket already."""
+        for folder in (path, path / "bucket"):
+            for file in sorted(folder.rglob("*")):
+                if file.is_relative_to(path / "bucket") and folder == path:
+                    continue
+                with contextlib.suppress(FileNotFoundError):
+                    if file.is_file():
+                        copy = to / file.relative_to(path)
+                        copy.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                        shutil.copy2(file, copy)
+
+
+class CodedKind(ObjectKind):
+    """Pages are not to be found by their bytes."""
+
+    def flip(self, path: Path, pattern: bytes) -> None:
+        [number] = [n for n in range(100) if contents(n, 8 * KIB)[4000:4100].tobytes() == pattern]
+        for file in path.rglob("*.seg"):
+            data = bytearray(file.read_bytes())
+            found = read_index(lambda at, size, data=data: data[at : at + size], len(data))  # type: ignore[misc]
+            for record in found.records if found else ():
+                if record.page.key == key(number):
+                    data[(record.block + 1) * BLOCK_BYTES + record.size_bytes // 2] ^= 1
+                    file.write_bytes(data)
+                    return
+        raise AssertionError("the page is in no file")
+
+
 KINDS = {
     "memory": MemoryKind(MemoryTier),
     "directory": Kind(DirectoryTier),
     "the documents' example": Kind(SqliteTier),
     "ssd": Kind(SegmentTier, segment_bytes=256 * KIB),
     "ssd, buffered": Kind(SegmentTier, segment_bytes=256 * KIB, direct=False),
+    "ssd, compressed and encrypted": CodedKind(
+        SegmentTier, segment_bytes=256 * KIB, compression="zstd", keys=KEYS
+    ),
+    "object": ObjectKind(DirectoryObjectTier, **SIZES),
+    "object, compressed and encrypted": CodedKind(
+        DirectoryObjectTier, **SIZES, compression="zstd", keys=KEYS
+    ),
 }
 
 

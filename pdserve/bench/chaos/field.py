@@ -18,10 +18,12 @@ from pdserve.bench.boards import new_rows, open_rows
 from pdserve.bench.chaos import pages as p
 from pdserve.bench.chaos.disk import Disk, small_disk
 from pdserve.bench.chaos.moving import NAMESPACE
+from pdserve.bench.chaos.plan import Plan
 from pdserve.bench.chaos.proxy import Relay, relays
 from pdserve.bench.chaos.records import Ended, Record, to_line
 from pdserve.bench.chaos.worker import COLUMNS, MOVERS, READ_TOKEN, WRITE_TOKEN, WorkerConfig
 from pdserve.bench.node_processes import NodeProcess, await_settled, client_of, pool_of
+from pdserve.bench.object_server import ObjectServer, object_server
 from pdserve.bench.processes import Child, client, free_ports
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.cluster.ring import Ring
@@ -33,6 +35,17 @@ CLUSTER_TOKEN: Final = "chaos is one pool"
 SEGMENT_BYTES: Final = 2 << 20
 TIER_SHARE: Final = 2  # times the memory: nothing leaves it unless a fault wants it so
 DISK_MORE_BYTES: Final = 16 << 20
+BUCKET_SHARE: Final = 8  # times the disk of a node
+BUCKET_OPTIONS: Final = {
+    "url": "s3://chaos/pool",
+    "region": "us-east-1",
+    "anonymous": True,
+    "spool_bytes": 32 << 20,
+    "flush_s": 0.3,
+    "refresh_s": 0.5,
+    "read_timeout_s": 0.3,
+    "timeout_s": 1.0,
+}
 REPLICAS: Final = {"hot_reads_s": 10.0, "half_life_s": 2.0, "max_share": 0.2}
 TIMEOUTS: Final = {
     "connect_timeout_s": 3.0,
@@ -146,7 +159,8 @@ class WorkerProcess(Child):
 @dataclass
 class Field:
     """All of it. `stop` is set when the run is over: faults under way repair what they did at once.
-    `visitor(name)` makes another node of the pool, not started yet. `disks`: one for each node.
+    `visitor(name)` makes another node of the pool, not started yet. `disks`: one for each node. `bucket`: of
+    all nodes, where the plan has faults of it.
     """
 
     seed: int
@@ -157,6 +171,7 @@ class Field:
     output: Path
     visitor: Callable[[str], NodeProcess]
     disks: list[Disk]
+    bucket: ObjectServer | None = None
     stop: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -193,10 +208,13 @@ class Field:
 
 
 @contextmanager
-def set_up(seed: int, minutes: float, nodes: int, settings: Settings, directory: Path) -> Iterator[Field]:
+def set_up(plan: Plan, settings: Settings, directory: Path) -> Iterator[Field]:
     """Start the nodes and workers in `directory`; whatever happens, none is left. Raises BenchError."""
-    ports = free_ports(nodes)
+    seed, minutes, nodes = plan.seed, plan.minutes, plan.nodes
+    ports, spools = free_ports(nodes), directory / "spools"
     with ExitStack() as stack:
+        with_bucket = any(fault.kind == "bucket" for fault in plan.faults)
+        server = stack.enter_context(object_server()) if with_bucket else None
         ways = stack.enter_context(relays([("127.0.0.1", port) for port in ports]))
         addresses = [way.address for way in ways]
         tier_bytes = settings.capacity_bytes * TIER_SHARE
@@ -207,7 +225,7 @@ def set_up(seed: int, minutes: float, nodes: int, settings: Settings, directory:
         }
 
         def own_settings(name: str) -> dict[str, Any]:
-            return _with_tier(disks[name].path / "tier", tier_bytes)
+            return _with_tiers(disks[name].path / "tier", tier_bytes, spools / name, server)
 
         node_settings = _node_settings(settings)
         processes = stack.enter_context(
@@ -223,10 +241,13 @@ def set_up(seed: int, minutes: float, nodes: int, settings: Settings, directory:
             worker.spawn()
         for worker in workers:
             worker.await_ready()
-        visitor_settings = {**node_settings, **_with_tier(directory / "visitors", tier_bytes)}
+        visitors = _with_tiers(directory / "visitors", tier_bytes, spools, server)
+        visitor_settings = {**node_settings, **visitors}
         visitor = partial(_visitor, directory, visitor_settings, addresses)
         output = directory / "faults.jsonl"
-        yield Field(seed, settings, processes, ways, workers, output, visitor, list(disks.values()))
+        yield Field(
+            *(seed, settings, processes, ways, workers, output, visitor, list(disks.values())), bucket=server
+        )
 
 
 def _node_settings(settings: Settings) -> dict[str, Any]:
@@ -245,18 +266,23 @@ def _node_settings(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _with_tier(path: Path, capacity_bytes: int) -> dict[str, Any]:
+def _with_tiers(path: Path, capacity_bytes: int, spool: Path, server: ObjectServer | None) -> dict[str, Any]:
+    """An SSD, and below it the bucket of all nodes, if there is one."""
     options = {"segment_bytes": SEGMENT_BYTES}
     tier = {"kind": "ssd", "path": path, "capacity_bytes": capacity_bytes, "write": "all", "options": options}
-    return {"tiers": [tier]}
+    if server is None:
+        return {"tiers": [tier]}
+    more = {**options, **BUCKET_OPTIONS, "endpoint": server.endpoint}
+    below = {"kind": "object", "path": spool, "capacity_bytes": capacity_bytes * BUCKET_SHARE, "write": "all"}
+    return {"tiers": [tier, {**below, "options": more}]}
 
 
 def _visitor(directory: Path, settings: dict[str, Any], peers: list[str], name: str) -> NodeProcess:
     (port,) = free_ports(1)
     address = f"tcp:127.0.0.1:{port}"
     cluster = {**settings["cluster"], "peers": peers, "advertise": address}
-    (tier,) = settings["tiers"]
-    tiers = [{**tier, "path": tier["path"] / name}]
+
+    tiers = [{**tier, "path": tier["path"] / name} for tier in settings["tiers"]]
     own = {"listen": [address], "cluster": cluster, "tiers": tiers}
     return NodeProcess(name, directory, {**settings, **own})
 

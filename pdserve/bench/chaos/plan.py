@@ -35,10 +35,14 @@ Kind: TypeAlias = Literal[
     "intrude",  # requests without a token, with a wrong one, and with one that gives less
     "drop",  # a namespace is dropped while clients read it
     "pressure",  # a second namespace is written until memory is full, for `for_s`, and emptied
+    "bucket",  # a node loses memory and disk while the bucket of all nodes misbehaves, for `for_s`
 ]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 DISTURBING: Final[frozenset[Kind]] = frozenset(
-    ("kill", "lose", "reboot", "upgrade", "fill_disk", "visit", "pause", "hang_up", "silence", "pressure")
+    (
+        *("kill", "lose", "reboot", "upgrade", "fill_disk", "visit"),
+        *("pause", "hang_up", "silence", "pressure", "bucket"),
+    )
 )
 """Kinds that open an episode; at most one of these for each node at a time."""
 ALONE: Final[frozenset[Kind]] = frozenset({"upgrade", "fill_disk"})

@@ -205,6 +205,19 @@ class Filled(msgspec.Struct, frozen=True, tag="filled"):
     missed: int
 
 
+class FromBucket(msgspec.Struct, frozen=True, tag="from_bucket"):
+    """A node had lost all but the bucket, which misbehaved (`mode`), then did well. `back` of the `asked`
+    pages that the node had had came from there; `wrong`: with other bytes than theirs, at any time.
+    """
+
+    at_s: float
+    node: str
+    mode: str
+    asked: int
+    back: int
+    wrong: int
+
+
 class Intruded(msgspec.Struct, frozen=True, tag="intruded"):
     """Requests without the token that they need, and which of them were let in; `admitted`: with it."""
 
@@ -242,6 +255,7 @@ Record: TypeAlias = (
     | Restarted
     | Upgraded
     | Filled
+    | FromBucket
     | Intruded
     | Ended
 )

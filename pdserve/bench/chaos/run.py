@@ -79,7 +79,7 @@ def run(replay: Replay, directory: Path, say: Callable[[str], None]) -> Outcome:
     plan, settings = replay.plan, replay.settings
     directory.mkdir(parents=True, exist_ok=True)
     save(directory / "plan.json", replay)
-    with set_up(plan.seed, plan.minutes, plan.nodes, settings, directory) as field:
+    with set_up(plan, settings, directory) as field:
         with watching(field):
             try:
                 _faults_in_time(field, plan, say)

@@ -283,3 +283,35 @@ def tier(
         rows.append((size_name(page_bytes), *(f"{rate:.2f}" if rate else "-" for rate in rates)))
     columns = ("page", "put", "plain write", "fio write", "load", "plain read", "fio read")
     output.show(table("SSD tier: GB/s", columns, rows))
+
+
+def codec(
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", help="Directory of an SSD tier whose pages are measured; none: made pages."),
+    ] = None,
+    compression: Annotated[str, typer.Option(help="Codecs, separated by commas.")] = "zstd",
+    pages: Annotated[int, typer.Option(min=1, help="Most pages of --from.")] = 64,
+    page: Annotated[str, typer.Option(help="Size of made pages.")] = "1MiB",
+    item_bytes: Annotated[
+        int, typer.Option(min=1, max=8, help="Bytes of one number of the KV: 2 for bf16, 1 for fp8.")
+    ] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of rounds; results are medians.")] = 3,
+    as_json: options.AsJson = False,
+) -> None:
+    """Size and speed of pages that tiers store compressed, encrypted, or both, on one processor."""
+    from pdserve.bench.pool.codec import kv_pages, measure_codec
+    from pdserve.bench.tables import table
+    from pdserve.sizes import parse_bytes
+
+    output = Output(as_json)
+    found = kv_pages(source, pages, parse_bytes(page))
+    names = compression.split(",")
+    kinds = [*((name, False) for name in names), ("", True), *((name, True) for name in names)]
+    rows = []
+    for name, encrypted in kinds:
+        row = measure_codec(name, found, item_bytes, rounds, encrypted=encrypted)
+        output.row(row)
+        rows.append((row.codec, f"{row.ratio:.2f}", f"{row.store_gbps:.2f}", f"{row.load_gbps:.2f}"))
+    columns = ("codec", "ratio", "store GB/s", "load GB/s")
+    output.show(table(f"{len(found)} pages of {row.page_bytes} bytes", columns, rows, left=("codec",)))

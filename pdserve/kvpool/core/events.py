@@ -29,7 +29,7 @@ import msgspec
 from pdserve.kvpool.cluster.ring import Ring
 from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord
 from pdserve.kvpool.protocol.messages import DataPathName, Reply, Request
-from pdserve.kvpool.tiers.base import PageName, TierPage
+from pdserve.kvpool.tiers.base import PageName, SpaceFacts, TierPage
 
 FIRST_TAG = 1 << 32
 LOCAL = 0  # the connection of the node's own session (node/loopback.py)
@@ -314,6 +314,13 @@ class ForgetSpace(msgspec.Struct, frozen=True):
     space: int
 
 
+class OpenSpace(msgspec.Struct, frozen=True):
+    """This is the space of a namespace from now on. Before the first action that names the space."""
+
+    space: int
+    facts: SpaceFacts
+
+
 Action: TypeAlias = (
     Answer
     | Close
@@ -332,4 +339,5 @@ Action: TypeAlias = (
     | LoadPages
     | ForgetPages
     | ForgetSpace
+    | OpenSpace
 )

@@ -58,6 +58,7 @@ from pdserve.kvpool.core.store.page_store import PageStore
 from pdserve.kvpool.core.store.restore import restore
 from pdserve.kvpool.core.store.table_scan import TableContents
 from pdserve.kvpool.core.tiering.coordinator import Tiers
+from pdserve.kvpool.core.tiering.space_facts import facts_of
 from pdserve.kvpool.core.tiering.tier_index import TieringLimits, TierSpec
 from pdserve.kvpool.core.waits import Waits
 from pdserve.kvpool.core.writes import Writes, no_tier
@@ -352,8 +353,9 @@ class NodeState:
 
     def _changed(self, number: int, settings: NamespaceSettings) -> None:
         """The namespace was opened, or its settings changed."""
-        self.tiers.configured(number, self.namespaces[number].tier_space)
-        if self.namespaces[number].geometry.get("parts"):
+        namespace = self.namespaces[number]
+        self.tiers.configured(number, namespace.tier_space, facts_of(namespace))
+        if namespace.geometry.get("parts"):
             self.store.relate(number)
         ttl_s, quota_bytes = settings.ttl_s or None, settings.quota_bytes or None
         try:

@@ -87,6 +87,18 @@ class TierPage(msgspec.Struct, frozen=True, gc=False):
     sequence: int
 
 
+class SpaceFacts(msgspec.Struct, frozen=True):
+    """The namespace of a space, for tiers that need more than the number.
+
+    `name`: of the namespace. `shared`: 32 hexadecimal digits, the same on all nodes for the same pages.
+    `item_bytes`: the size of one number of its KV; 1 if unknown.
+    """
+
+    name: str
+    shared: str
+    item_bytes: int = 1
+
+
 class PutResult(msgspec.Struct, frozen=True):
     """`statuses`: one for each page, in order. `error`: the text of a WRITE_FAILED."""
 
@@ -101,12 +113,23 @@ class ReadResult(msgspec.Struct, frozen=True):
     page: TierPage | None = None
 
 
+def _no_facts(space: int) -> SpaceFacts | None:
+    return None
+
+
+def _ignore(pages: Sequence[object]) -> None:
+    """For tiers that belong to no node."""
+
+
 @dataclass(frozen=True)
 class TierSettings:
     """The arguments of a tier.
 
     The writer's thread calls `leaving` with pages that will be evicted for lack of room. `read` still finds
     them during the call. `leaving` may read them and returns soon.
+
+    `facts` says what is known of a space, from any thread. `found` and `lost` take reports of pages that
+    somebody else added or removed (`SharedTier`), from any thread.
     """
 
     node: str
@@ -114,6 +137,9 @@ class TierSettings:
     capacity_bytes: int
     options: Mapping[str, Option]
     leaving: Callable[[Sequence[PageName]], None]
+    facts: Callable[[int], SpaceFacts | None] = _no_facts
+    found: Callable[[Sequence[TierPage]], None] = _ignore
+    lost: Callable[[Sequence[PageName]], None] = _ignore
 
 
 class Tier(Protocol):
@@ -183,4 +209,21 @@ class NumberedTier(Protocol):
         It is called before `scan` if the tier's list of namespaces has version 1, and again if a crash came
         before the list was replaced. Returns "" or an error text; after an error all these pages are void.
         """
+        ...
+
+
+@runtime_checkable
+class SharedTier(Protocol):
+    """A tier whose pages all nodes of a pool share, so each node indexes all of them.
+
+    Pages have the name of their namespace there (`SpaceFacts.shared`) instead of a node's space. `forget`
+    changes this node's index only. `forget_space` removes the pages for all nodes.
+    """
+
+    def open_space(self, space: int) -> None:
+        """`settings.facts` knows this space from now on. Its pages are reported by `settings.found`."""
+        ...
+
+    def has(self, name: PageName) -> bool:
+        """Whether the page is indexed. Callable from any thread."""
         ...

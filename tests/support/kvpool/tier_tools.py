@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
@@ -142,3 +143,12 @@ class MemoryTier:
 
     def close(self) -> None:
         self.OPEN.discard(self._settings.path)
+
+
+def key_file() -> Path:
+    """A file with two keys for pages in tiers."""
+    file = Path(tempfile.mkdtemp(prefix="pdserve-keys-")) / "keys.toml"
+    file.touch(mode=0o600)
+    entries = (f'[[keys]]\nsecret = "{digit * 64}"\n' for digit in "ab")
+    file.write_text("".join(entries))
+    return file

@@ -102,7 +102,9 @@ def ask(
 
 
 def pages_on(node: NodeProcess) -> dict[bytes, int]:
-    """Keys and lengths of the pages of the workers' namespace there, in memory or below. Raises PoolError."""
+    """Keys and lengths of the pages of the workers' namespace there, in memory or on its disk. Raises
+    PoolError.
+    """
     found: dict[bytes, int] = {}
     cursor = 0
     with NodeClient(node.address, ADMIN_TOKEN, ASK_TIMEOUT_S) as asked:
@@ -111,7 +113,8 @@ def pages_on(node: NodeProcess) -> dict[bytes, int]:
                 lambda request_id, at=cursor: ListPages(request_id, NAMESPACE, at, LIST_PAGES),  # type: ignore[misc]
                 PageList,
             )
-            found |= {page.key: page.length_bytes for page in listed.pages}
+            own = (page for page in listed.pages if not page.place.startswith("object:"))
+            found |= {page.key: page.length_bytes for page in own}
             cursor = listed.cursor
             if not cursor:
                 return found

@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import Final
 
 from pdserve.bench.chaos.faults.abandon import LEFT_OUT, READY
+from pdserve.bench.chaos.faults.bucket import bucket
 from pdserve.bench.chaos.faults.damage import fill_disk, flip, reboot
 from pdserve.bench.chaos.faults.direct import PREFLIGHT_S, ask, pages_on
 from pdserve.bench.chaos.faults.hot_pages import Hot
@@ -282,4 +283,5 @@ ACTS: Final[dict[Kind, Callable[[Field, Fault], None]]] = {
     "intrude": intrude,
     "drop": drop,
     "pressure": pressure,
+    "bucket": bucket,
 }

@@ -38,6 +38,7 @@ from pdserve.bench.chaos.records import (
     Ended,
     Filled,
     Flipped,
+    FromBucket,
     Intruded,
     KeptHot,
     Moved,
@@ -104,6 +105,7 @@ def judge(records: Sequence[Record], owner: Callable[[int], str], restart_wait_s
         _intruders(of(records, Intruded)),
         _found_again(ran, calm),
         _movers(records),
+        _from_bucket(of(records, FromBucket)),
         _failed(of(records, Acted)),
         _ended(of(records, Ended)),
     ]
@@ -342,6 +344,21 @@ def _full_disks(fills: Sequence[Filled]) -> Row:
     after = f"{stuck} of {len(again)} never" if stuck else f"at most {slowest_s:.1f} s"
     figure = f"{missed} of {read:,}; {after}; {len(again)} times, {refused:,} writes refused"
     return _row("-", what, goal, figure, not (missed or stuck))
+
+
+def _from_bucket(found: Sequence[FromBucket]) -> Row:
+    what, goal = "bucket misbehaves, disk lost: wrong pages; back after", "0; each time"
+    judged = [one for one in found if one.asked]
+    if not judged:
+        return _not("-", what, goal, "no node had pages that were in the bucket")
+    wrong = sum(one.wrong for one in judged)
+    never = [f"{one.node} ({one.mode})" for one in judged if not one.back]
+    back, asked = sum(one.back for one in judged), sum(one.asked for one in judged)
+    figure = (
+        f"{wrong}; {back:,} of {asked:,} pages; {len(judged)} times, {len({one.mode for one in judged})} ways"
+    )
+    figure += f"; never: {', '.join(never)}" if never else ""
+    return _row("-", what, goal, figure, not (wrong or never))
 
 
 def _intruders(tries: Sequence[Intruded]) -> Row:

@@ -114,7 +114,7 @@ class Replicas:
             self._forget(slot)
             if not ours and self._store.state(slot) == COMMITTED:
                 foreign.append(slot)
-                self._tiers.forget(self._store.facts.namespace[slot], self._keys([slot]), out)
+                self._tiers.disown(self._store.facts.namespace[slot], self._keys([slot]), out)
         self._store.drop(foreign, out)
         return len(slots)
 

@@ -85,7 +85,7 @@ class OwnedListing:
     def _begin_tiers(self, request: ListOwned) -> bool:
         """The slots are done; whether the tiers have pages."""
         listing = self._listings.setdefault(request.node, _Listing(request.namespace, 0))
-        listing.namespace, listing.tier_keys = request.namespace, self._tiers.keys(request.namespace)
+        listing.namespace, listing.tier_keys = request.namespace, self._tiers.own_keys(request.namespace)
         return bool(listing.tier_keys)
 
     def _list_tiers(self, request: ListOwned, ring: Ring, number: int) -> Owned:

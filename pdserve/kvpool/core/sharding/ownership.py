@@ -93,7 +93,7 @@ class Ownership:
         if self._in_slots:
             self._in_slots = not self._drop_slots(replicas, out)
             if not self._in_slots:
-                self._to_drop_from_tiers = [(n, self._tiers.keys(n)) for n in self._tiers.namespaces()]
+                self._to_drop_from_tiers = [(n, self._tiers.own_keys(n)) for n in self._tiers.namespaces()]
         elif self._to_drop_from_tiers:
             self._drop_from_tiers(out)
         if not self._in_slots and not self._to_drop_from_tiers:
@@ -131,7 +131,7 @@ class Ownership:
             committed = self._store.index.namespace(namespace).committed
             # a page still in memory is pinned or a replica: its copy in a tier goes together with it
             foreign = [k for k, mine in zip(some, ours, strict=True) if not mine and k not in committed]
-            self._tiers.forget(namespace, foreign, out)
+            self._tiers.disown(namespace, foreign, out)
             self.foreign_dropped += len(foreign)
 
     def _writes_foreign(self) -> bool:

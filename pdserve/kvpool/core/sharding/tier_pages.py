@@ -20,16 +20,16 @@ class TierPages(Protocol):
         """The namespaces that have pages in a tier."""
         ...
 
-    def keys(self, namespace: int) -> list[bytes]:
-        """The keys of all pages in tiers, in a new list."""
+    def own_keys(self, namespace: int) -> list[bytes]:
+        """The keys of all pages in tiers that are this node's alone, in a new list."""
         ...
 
     def length(self, namespace: int, key: bytes) -> int:
         """The length of a page in a tier, in bytes; 0 when there is none."""
         ...
 
-    def forget(self, namespace: int, keys: Sequence[bytes], out: list[Action]) -> None:
-        """Drop pages from all tiers."""
+    def disown(self, namespace: int, keys: Sequence[bytes], out: list[Action]) -> None:
+        """Drop pages from these tiers. In a shared tier they stay: other nodes have them too."""
         ...
 
 
@@ -41,11 +41,11 @@ class NoTiers:
     def namespaces(self) -> list[int]:
         return []
 
-    def keys(self, namespace: int) -> list[bytes]:
+    def own_keys(self, namespace: int) -> list[bytes]:
         return []
 
     def length(self, namespace: int, key: bytes) -> int:
         return 0
 
-    def forget(self, namespace: int, keys: Sequence[bytes], out: list[Action]) -> None:
+    def disown(self, namespace: int, keys: Sequence[bytes], out: list[Action]) -> None:
         return

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from pdserve.kvpool.core.events import Action, PagesFound, PagesGone, PagesLoaded, PagesStored
+from pdserve.kvpool.core.events import Action, OpenSpace, PagesFound, PagesGone, PagesLoaded, PagesStored
 from pdserve.kvpool.core.sessions import Session
 from pdserve.kvpool.core.store.page_store import PageStore
 from pdserve.kvpool.core.tiering.demotion import Demotions
@@ -16,6 +16,7 @@ from pdserve.kvpool.core.tiering.promotion import PinPage, Promotions
 from pdserve.kvpool.core.tiering.tier_index import TierIndexes, TieringLimits, TierSpec
 from pdserve.kvpool.protocol.cluster_messages import NamespaceSettings, TierStatus
 from pdserve.kvpool.protocol.messages import Get, Pin
+from pdserve.kvpool.tiers.base import SpaceFacts
 
 TierEvent: TypeAlias = PagesFound | PagesStored | PagesGone | PagesLoaded
 Found: TypeAlias = Callable[[int, bytes, float, list[Action]], None]
@@ -43,6 +44,8 @@ class Tiers:
         self._demotions = Demotions(store, self._index, limits, settings)
         self._promotions = Promotions(store, self._index, limits, pin, on_commit)
         self._unwanted: set[int] = set()
+        self._facts: dict[int, SpaceFacts] = {}  # by namespace
+        self._opened: list[OpenSpace] = []
         self.any = bool(tiers)
 
     # --- looking
@@ -73,10 +76,13 @@ class Tiers:
         if self.any:
             self._demotions.committed(slot)
 
-    def configured(self, namespace: int, space: int) -> None:
+    def configured(self, namespace: int, space: int, facts: SpaceFacts) -> None:
         """The namespace was opened with this space, or its settings changed."""
         if self.any:
             self._index.set_space(namespace, space, [])
+            if self._facts.get(namespace) != facts:
+                self._facts[namespace] = facts
+                self._opened.append(OpenSpace(space, facts))
             if self._demotions.unwanted(namespace):
                 self._unwanted.add(namespace)
 
@@ -113,7 +119,15 @@ class Tiers:
         return self._index.namespaces()
 
     def keys(self, namespace: int) -> list[bytes]:
+        """The keys of all pages in tiers, in a new list."""
         return self._index.keys(namespace)
+
+    def own_keys(self, namespace: int) -> list[bytes]:
+        return self._index.keys(namespace, own=True)
+
+    def disown(self, namespace: int, keys: Sequence[bytes], out: list[Action]) -> None:
+        if self.any and keys:
+            self._demotions.forget(namespace, keys, out, own=True)
 
     def held(self, namespace: int) -> tuple[int, int]:
         """(pages, bytes) of the namespace in all tiers."""
@@ -137,7 +151,12 @@ class Tiers:
         if not self.any:
             return 0
         self._stop(namespace, out)
-        return self._index.set_space(namespace, space, out)
+        count = self._index.set_space(namespace, space, out)
+        facts = self._facts.pop(namespace, None)
+        if space is not None and facts is not None:
+            self._facts[namespace] = facts
+            out.append(OpenSpace(space, facts))
+        return count
 
     def _stop(self, namespace: int, out: list[Action]) -> None:
         """Void the stores and loads in progress for the namespace."""
@@ -153,10 +172,14 @@ class Tiers:
 
     def pump(self, now_s: float, out: list[Action]) -> None:
         """Start the stores that are due. Called after all other decisions."""
+        out += self._opened
+        self._opened.clear()
         for namespace in self._unwanted:
             if self._demotions.unwanted(namespace):  # it is not gone meanwhile
                 self._stop(namespace, out)
-                self._index.forget_space(self._index.space_of(namespace), out)
+                space = self._index.space_of(namespace)
+                self._index.forget_space(space, out)
+                out.append(OpenSpace(space, self._facts[namespace]))  # its settings may change again
         self._unwanted.clear()
         if self.any and self._demotions.due:
             self._demotions.pump(now_s, out)

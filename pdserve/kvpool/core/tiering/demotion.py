@@ -301,9 +301,9 @@ class Demotions:
 
     # --- forgetting
 
-    def forget(self, namespace: int, keys: Sequence[bytes], out: list[Action]) -> None:
-        """Drop damaged or unwanted pages from every tier."""
-        self._index.forget(namespace, keys, out)
+    def forget(self, namespace: int, keys: Sequence[bytes], out: list[Action], *, own: bool = False) -> None:
+        """Drop damaged or unwanted pages from every tier, or (`own`) from those that are not shared."""
+        self._index.forget(namespace, keys, out, own=own)
         gone = set(keys)
         for storing in self._stores.values():
             if storing.namespace == namespace and storing.page.key in gone:

@@ -31,6 +31,7 @@ class TierSpec(msgspec.Struct, frozen=True):
     kind: str
     capacity_bytes: int
     write: Write = "cold"  # used for the first tier only
+    shared: bool = False  # all nodes of the pool have its pages
 
 
 class TieringLimits(msgspec.Struct, frozen=True):
@@ -132,11 +133,12 @@ class TierIndexes:
         spaces = {space for tier in self.tiers for space, pages in tier.pages.items() if pages}
         return sorted(self._namespaces[space] for space in spaces)
 
-    def keys(self, namespace: int) -> list[bytes]:
-        """The keys of the namespace's pages in any tier, each once."""
+    def keys(self, namespace: int, *, own: bool = False) -> list[bytes]:
+        """The keys of the namespace's pages in any tier, each once. `own`: without those of shared tiers."""
         space = self._spaces.get(namespace, _NO_SPACE)
+        tiers = [tier for tier in self.tiers if not (own and tier.spec.shared)]
         # without a step of Python per page, where one tier has them all: 10 million are copied in the loop
-        held = [pages for tier in self.tiers if (pages := tier.pages.get(space))]
+        held = [pages for tier in tiers if (pages := tier.pages.get(space))]
         return list(held[0]) if len(held) == 1 else list(dict.fromkeys(chain.from_iterable(held)))
 
     def page_count(self, namespace: int) -> int:
@@ -172,11 +174,19 @@ class TierIndexes:
         return sum(tier.clear(space) for tier in self.tiers)
 
     def forget(
-        self, namespace: int, keys: Sequence[bytes], out: list[Action], only: int | None = None
+        self,
+        namespace: int,
+        keys: Sequence[bytes],
+        out: list[Action],
+        only: int | None = None,
+        *,
+        own: bool = False,
     ) -> None:
-        """Forget these pages in every tier, or in the tier `only`."""
+        """Forget these pages in every tier, in the tier `only`, or (`own`) in those that are not shared."""
         space = self._spaces.get(namespace, _NO_SPACE)
         for number, tier in enumerate(self.tiers if space != _NO_SPACE else ()):
+            if own and tier.spec.shared:
+                continue
             if only is None or number == only:
                 lengths = tier.pages.get(space, {})
                 names = tuple(PageName(space, key, lengths.get(key, 0)) for key in keys)

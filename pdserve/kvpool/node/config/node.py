@@ -87,23 +87,36 @@ class TcpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A storage tier below memory."""
 
-    kind: Annotated[str, Meta(description="`ssd`, `directory`, or another kind that is installed.")]
-    path: Annotated[Path, Meta(description="Directory that only this tier of this node uses.")]
+    kind: Annotated[str, Meta(description="`ssd`, `directory`, `object`, or another kind that is installed.")]
+    path: Annotated[
+        Path,
+        Meta(
+            description="Directory that only this tier of this node uses; of `object`, for pages on their "
+            "way to the bucket."
+        ),
+    ]
     capacity_bytes: Annotated[
-        int | str, Meta(description="Most space on the medium, in bytes or like `200GiB`.")
+        int | str,
+        Meta(
+            description="Most space on the medium, in bytes or like `200GiB`; of `object`, for all nodes "
+            "together."
+        ),
     ]
     write: Annotated[
         Literal["cold", "all"],
         Meta(
-            description="Pages written in the background. cold: pages that memory will evict soon; all: "
-            "every page, so that a reboot loses none. Only the first tier uses it; the others "
-            "take pages that leave the tier above."
+            description="Pages written in the background. cold: pages that memory will evict soon, and in "
+            "lower tiers those that leave the tier above; all: every page, so that a reboot loses none, and "
+            "in lower tiers every page that the first one stores."
         ),
     ] = "cold"
     threads: Annotated[int, Meta(ge=1, le=64, description="Number of reading threads.")] = 4
     options: Annotated[
         dict[str, str | int | float | bool],
-        Meta(description="Options of the kind; those of `ssd`: segment_bytes, direct."),
+        Meta(
+            description="Options of the kind; of `ssd`: segment_bytes, direct, compression, keys; those "
+            "of `object`: docs/pool.md."
+        ),
     ] = {}
 
     @property

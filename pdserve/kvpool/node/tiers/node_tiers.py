@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
 from typing import Any, Final
 
 from pdserve.errors import ConfigError, PdserveError
@@ -17,9 +18,11 @@ from pdserve.kvpool.core.events import (
     ForgetPages,
     ForgetSpace,
     LoadPages,
+    OpenSpace,
     SaveNamespaces,
     StorePages,
 )
+from pdserve.kvpool.core.tiering.space_facts import facts_of
 from pdserve.kvpool.core.tiering.tier_index import TieringLimits, TierSpec
 from pdserve.kvpool.namespaces.catalog import Namespaces
 from pdserve.kvpool.namespaces.takeover import take_over
@@ -27,7 +30,7 @@ from pdserve.kvpool.node.config.node import PoolNodeConfig, TierConfig
 from pdserve.kvpool.node.tiers.namespace_list import NamespaceListWriter
 from pdserve.kvpool.node.tiers.worker import TierWorker
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
-from pdserve.kvpool.tiers.base import NumberedTier, PageName, TierSettings
+from pdserve.kvpool.tiers.base import NumberedTier, SharedTier, SpaceFacts, TierSettings
 from pdserve.kvpool.tiers.registry import open_tier
 
 logger = logging.getLogger(__name__)
@@ -36,6 +39,7 @@ STOP_TIMEOUT_S: Final = 5.0
 CLAIM_TIMEOUT_S: Final = 3.0  # wait until the earlier node has released all tiers
 CLAIM_POLL_S: Final = 0.02
 LOAD_SHARE: Final = 0.25  # most of the arena that loads from tiers may fill at a time
+MAX_GONE: Final = 1024  # spaces whose facts are kept for a while
 
 
 class NodeTiers:
@@ -47,6 +51,8 @@ class NodeTiers:
         """Raises ConfigError or StartupError, unless it takes over from a running node."""
         self._config = config
         self._deliver: Callable[[Event], None] | None = None
+        self._facts: dict[int, SpaceFacts] = {}  # by space
+        self._gone: deque[int] = deque()
         self._opened: list[TierConfig] = []
         self._workers: list[TierWorker] = []
         claim_until_s = time.monotonic() + CLAIM_TIMEOUT_S
@@ -62,6 +68,7 @@ class NodeTiers:
         for above, below in zip(self._workers, self._workers[1:], strict=False):
             above.below = below
         self.namespaces = self._take_over(namespaces, fresh=config.fresh and not takes_over)
+        self._facts.update((one.tier_space, facts_of(one)) for one in self.namespaces)
         tiers = [worker.tier for worker in self._workers]
         self._list_writer = NamespaceListWriter(config.name, tiers, self._post) if tiers else None
 
@@ -93,20 +100,31 @@ class NodeTiers:
 
     def _open(self, config: TierConfig, memory: Bytes1D) -> TierWorker:
         number = len(self._workers)
-
-        def leaving(names: Sequence[PageName]) -> None:
-            self._workers[number].leaving(names)
-
-        settings = TierSettings(self._config.name, config.path, config.capacity, config.options, leaving)
+        settings = TierSettings(
+            *(self._config.name, config.path, config.capacity, config.options),
+            leaving=lambda names: self._workers[number].leaving(names),
+            facts=self._facts.get,
+            found=lambda pages: self._workers[number].found(pages),
+            lost=lambda names: self._workers[number].lost(names),
+        )
         tier = open_tier(config.kind, settings)
-        return TierWorker(self._config.name, number, config.kind, tier, memory, self._post)
+        takes_all = config.write == "all"
+        return TierWorker(
+            self._config.name, number, config.kind, tier, memory, self._post, takes_all=takes_all
+        )
 
     @property
     def specs(self) -> list[TierSpec]:
         """For NodeState."""
         return [
-            TierSpec(f"{tier.kind}:{tier.path}", tier.kind, tier.capacity, tier.write)
-            for tier in self._opened
+            TierSpec(
+                f"{tier.kind}:{tier.path}",
+                tier.kind,
+                tier.capacity,
+                tier.write,
+                shared=isinstance(worker.tier, SharedTier),
+            )
+            for tier, worker in zip(self._opened, self._workers, strict=True)
         ]
 
     @property
@@ -144,6 +162,7 @@ class NodeTiers:
             LoadPages: lambda action: self._workers[action.tier].load(action),
             ForgetPages: lambda action: self._workers[action.tier].forget(action),
             ForgetSpace: self._forget_space,
+            OpenSpace: self._open_space,
         }
 
     def save_namespaces(self, action: SaveNamespaces) -> None:
@@ -154,6 +173,14 @@ class NodeTiers:
     def _forget_space(self, action: ForgetSpace) -> None:
         for worker in self._workers:
             worker.forget_space(action)
+        self._gone.append(action.space)  # what waits in the tiers' queues may still name it
+        if len(self._gone) > MAX_GONE:
+            self._facts.pop(self._gone.popleft(), None)
+
+    def _open_space(self, action: OpenSpace) -> None:
+        self._facts[action.space] = action.facts
+        for worker in self._workers:
+            worker.open_space(action)
 
     def _post(self, event: Event) -> None:
         assert self._deliver is not None

@@ -24,6 +24,7 @@ from pdserve.kvpool.core.events import (
     ForgetPages,
     ForgetSpace,
     LoadPages,
+    OpenSpace,
     PagesFound,
     PagesGone,
     PagesLoaded,
@@ -42,6 +43,7 @@ from pdserve.kvpool.tiers.base import (
     PageName,
     PutResult,
     ReadResult,
+    SharedTier,
     Tier,
     TierPage,
     padded,
@@ -58,7 +60,9 @@ Job = Callable[[], None]
 
 
 class TierWorker:
-    """Runs a tier for a node. `memory`: the arena. `post` passes an event to the node, from any thread."""
+    """Runs a tier for a node. `memory`: the arena. `post` passes an event to the node, from any thread.
+    `takes_all`: as a lower tier it gets every page that the first one stores.
+    """
 
     def __init__(
         self,
@@ -69,9 +73,12 @@ class TierWorker:
         memory: Bytes1D,
         post: Callable[[Event], None],
         clock: Callable[[], float] = time.monotonic,
+        *,
+        takes_all: bool = False,
     ) -> None:
         self.tier = tier
         self.below: TierWorker | None = None
+        self.takes_all = takes_all
         self._where = f"node {node}: tier {kind}"
         self._number = number
         self._memory = memory
@@ -125,6 +132,11 @@ class TierWorker:
     def forget_space(self, action: ForgetSpace) -> None:
         self._writes.put(lambda: self.tier.forget_space(action.space))
 
+    def open_space(self, action: OpenSpace) -> None:
+        tier = self.tier
+        if isinstance(tier, SharedTier):
+            self._writes.put(lambda: tier.open_space(action.space))
+
     # --- the writer's thread
 
     def _write_loop(self, known: Collection[int]) -> None:
@@ -161,12 +173,36 @@ class TierWorker:
             return False
 
     def _store(self, pages: Sequence[SlotPage]) -> None:
-        result = self._put([one.page for one in pages], [self._slot(one) for one in pages])
+        data = [self._slot(one) for one in pages]
+        result = self._put([one.page for one in pages], data)
+        self._copy_down([one.page for one in pages], data)
         slots = tuple(one.slot for one in pages)
         failed = WRITE_FAILED in result.statuses
         self._post(
             PagesStored(self._number, slots, tuple(result.statuses), self.tier.used_bytes, failed=failed)
         )
+
+    def _copy_down(self, pages: Sequence[TierPage], data: Sequence[PageMemory]) -> None:
+        """Give tiers below that take every page a copy of these, as far as they keep up."""
+        below = self.below
+        while below is not None and not self._stopping:
+            if below.takes_all:
+                below.copy(pages, data)
+            below = below.below
+
+    def copy(self, pages: Sequence[TierPage], data: Sequence[PageMemory]) -> None:
+        """Queue copies of these pages. Called in another tier's thread."""
+        tier, wanted = self.tier, list(zip(pages, data, strict=True))
+        if isinstance(tier, SharedTier):  # other nodes may have stored them
+            wanted = [one for one in wanted if not tier.has(_name(one[0]))]
+        size = sum(padded(page.length_bytes) for page, _ in wanted)
+        if not wanted or not self.take_in(size):
+            return
+        copies = _page_memory([_name(page) for page, _ in wanted])
+        for (page, source), to in zip(wanted, copies, strict=True):
+            to[: page.length_bytes] = source[: page.length_bytes]
+        found = [(page, to) for (page, _), to in zip(wanted, copies, strict=True)]
+        self._writes.put(lambda: self._store_spilled(found, size))
 
     def _put(self, pages: Sequence[TierPage], data: Sequence[PageMemory]) -> PutResult:
         try:
@@ -242,6 +278,16 @@ class TierWorker:
         failed = result.statuses.count(WRITE_FAILED)
         self._post(PagesFound(self._number, stored, self.tier.used_bytes, failed=failed))
 
+    # --- from a shared tier's own thread
+
+    def found(self, pages: Sequence[TierPage]) -> None:
+        """Other nodes have stored these pages."""
+        self._post(PagesFound(self._number, tuple(pages), self.tier.used_bytes))
+
+    def lost(self, names: Sequence[PageName]) -> None:
+        """Other nodes have removed these pages."""
+        self._post(PagesGone(self._number, tuple(names), self.tier.used_bytes))
+
     # --- the readers' threads
 
     def _read_loop(self) -> None:
@@ -250,7 +296,7 @@ class TierWorker:
                 self._guarded(job)
 
     def _load(self, pages: Sequence[SlotPage]) -> None:
-        names = [PageName(one.page.space, one.page.key, one.page.length_bytes) for one in pages]
+        names = [_name(one.page) for one in pages]
         try:
             results = self.tier.read(names, [self._slot(one) for one in pages])
         except Exception:  # boundary: each load must be reported
@@ -294,3 +340,7 @@ def _page_memory(names: Sequence[PageName]) -> list[PageMemory]:
     whole = np.frombuffer(mmap.mmap(-1, sum(sizes)), np.uint8)
     ends = np.cumsum(sizes).tolist()
     return [whole[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+
+def _name(page: TierPage) -> PageName:
+    return PageName(page.space, page.key, page.length_bytes)

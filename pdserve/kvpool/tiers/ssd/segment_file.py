@@ -17,16 +17,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, TypeAlias
 
+import numpy as np
 from msgspec.structs import replace
 
 from pdserve.kvpool.tiers.base import PageMemory, TierPage, padded
+from pdserve.kvpool.tiers.codecs.base import StoredPage
 from pdserve.kvpool.tiers.durable_files import open_own
+from pdserve.kvpool.tiers.ssd.segment import Segment
 from pdserve.kvpool.tiers.ssd.segment_format import (
     BLOCK_BYTES,
     MAX_SEGMENT_BYTES,
     Record,
     SegmentHeader,
-    decode_record_header,
     encode_footer,
     encode_record_header,
     encode_segment_header,
@@ -35,53 +37,33 @@ from pdserve.kvpool.tiers.ssd.segment_format import (
     record_blocks,
 )
 
-MAX_BATCH_PAGES: Final = 256  # per write; a page needs two buffers, and pwritev takes 1,024
 SCAN_CHUNK_BYTES: Final = 1 << 20
-_LIVE, _READ = 1, 2
 SpaceOf: TypeAlias = Callable[[int, int, int], int]
 """(number, segment, sequence) -> the space of a record of version 1."""
 _scratch = threading.local()
 
 
-class SegmentFile:
-    """An open segment. Its columns are indexed by ordinal: the position of a record in the file.
-
-    `live`: the index refers to the record. `users`: number of readers, under the index's lock. A doomed
-    segment is closed when its last reader ends.
-    """
+class SegmentFile(Segment):
+    """An open segment in a file."""
 
     def __init__(self, path: Path, fd: int, header: SegmentHeader, *, direct: bool) -> None:
+        super().__init__(header)
         self.path = path
-        self.number = header.number
-        self.version = header.version
         self.direct = direct
-        self.file_bytes = 0
-        self.end_block = 1  # block of the next record
         self.sealed = False
-        self.users = 0
-        self.doomed = False
-        self.keys: list[bytes] = []
-        self.live_bytes = 0
-        self.read_bytes = 0
         self._fd = fd
-        self._nonce = header.nonce
-        self._blocks = array("I")
-        self._spaces = array("Q")
-        self._lengths = array("I")
-        self._flags = bytearray()
         self._records: list[Record] = []  # for the footer
 
     # --- making
 
     @classmethod
-    def create(cls, path: Path, number: int, nonce: int, size_bytes: int, *, direct: bool) -> SegmentFile:
+    def create(cls, path: Path, header: SegmentHeader, size_bytes: int, *, direct: bool) -> SegmentFile:
         """Create a fully allocated file of this size. Raises OSError; then no file is left."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
         fd = -1
         try:
             fd, direct = _open(path, flags, direct=direct)
             os.posix_fallocate(fd, 0, size_bytes)
-            header = SegmentHeader(number, nonce)
             segment = cls(path, fd, header, direct=direct)
             segment.file_bytes = size_bytes
             head = _aligned(encode_segment_header(header))
@@ -159,13 +141,7 @@ class SegmentFile:
                 return fitting
         return len(lengths)
 
-    def append(
-        self,
-        pages: Sequence[TierPage],
-        digests: Sequence[int],
-        data: Sequence[PageMemory],
-        headers: mmap.mmap,
-    ) -> int:
+    def append(self, stored: Sequence[StoredPage], headers: mmap.mmap) -> int:
         """Write records that fit (see `fits`). Returns the ordinal of the first one.
 
         `headers`: a buffer with one block per page. Raises OSError; then nothing was appended.
@@ -174,11 +150,13 @@ class SegmentFile:
         blocks = memoryview(headers)
         records = []
         at = self.end_block
-        for place, (page, digest, memory) in enumerate(zip(pages, digests, data, strict=True)):
-            encode_record_header(blocks, place * BLOCK_BYTES, self._nonce, at, page, digest)
+        for place, one in enumerate(stored):
+            encode_record_header(
+                blocks, place * BLOCK_BYTES, self.nonce, at, one.page, one.digest, self.version, one.coding
+            )
             buffers.append(blocks[place * BLOCK_BYTES : (place + 1) * BLOCK_BYTES])
-            buffers.append(memory[: padded(page.length_bytes)])
-            records.append(Record(at, page))
+            buffers.append(one.data[: padded(one.size_bytes)])
+            records.append(Record(at, one.page, one.digest, *one.coding))
             at = records[-1].end_block
         _write(self._fd, buffers, self.end_block * BLOCK_BYTES)
         first = len(self.keys)
@@ -188,7 +166,7 @@ class SegmentFile:
 
     def seal(self) -> None:
         """Write the footer and free the unused rest of the file. Raises OSError; then it stays unsealed."""
-        body = _aligned(encode_footer(self._records, self.end_block, self._nonce, self.version))
+        body = _aligned(encode_footer(self._records, self.end_block, self.nonce, self.version))
         _write(self._fd, [body], self.end_block * BLOCK_BYTES)
         end = self.end_block * BLOCK_BYTES + len(body)
         os.ftruncate(self._fd, end)
@@ -202,79 +180,26 @@ class SegmentFile:
         os.fdatasync(self._fd)
 
     def _append(self, record: Record) -> None:
-        page = record.page
         self._records.append(record)
-        self.keys.append(page.key)
-        self._blocks.append(record.block)
-        self._spaces.append(page.space)
-        self._lengths.append(page.length_bytes)
-        self._flags.append(0)
-        self.end_block = max(self.end_block, record.end_block)
-
-    # --- what is live
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-    @property
-    def total_bytes(self) -> int:
-        return self.file_bytes
-
-    def space(self, ordinal: int) -> int:
-        return self._spaces[ordinal]
-
-    def length(self, ordinal: int) -> int:
-        return self._lengths[ordinal]
-
-    def record_bytes(self, ordinal: int) -> int:
-        return record_blocks(self._lengths[ordinal]) * BLOCK_BYTES
-
-    def set_live(self, ordinal: int) -> None:
-        assert not self._flags[ordinal] & _LIVE
-        self._flags[ordinal] |= _LIVE
-        self.live_bytes += self.record_bytes(ordinal)
-
-    def set_dead(self, ordinal: int) -> None:
-        flags = self._flags[ordinal]
-        assert flags & _LIVE
-        size = self.record_bytes(ordinal)
-        self.live_bytes -= size
-        self.read_bytes -= size if flags & _READ else 0
-        self._flags[ordinal] = 0
-
-    def set_read(self, ordinal: int) -> None:
-        if self._flags[ordinal] == _LIVE:
-            self._flags[ordinal] |= _READ
-            self.read_bytes += self.record_bytes(ordinal)
-
-    def is_live(self, ordinal: int) -> bool:
-        return bool(self._flags[ordinal] & _LIVE)
-
-    def was_read(self, ordinal: int) -> bool:
-        return bool(self._flags[ordinal] & _READ)
+        self.add(record)
 
     # --- reading
 
-    def read(self, ordinal: int, into: PageMemory) -> Record | None:
-        """Read a record, with its page's bytes into `into`. The bytes are not checked.
+    def read(self, ordinal: int, into: PageMemory) -> StoredPage | None:
+        """Read a record: its stored bytes come into `into` if the page is stored as it is, else into other
+        memory. They are not checked.
 
         None: the header is damaged, or the page is longer than `into`. Raises OSError.
         """
-        block, length = self._blocks[ordinal], self._lengths[ordinal]
-        size = padded(length)
-        if size > len(into):
+        length, size = self.length(ordinal), padded(self.size(ordinal))
+        if padded(length) > len(into):
             return None
+        data = into if self.as_it_is(ordinal) else np.frombuffer(mmap.mmap(-1, size), np.uint8)
         head = _head()
-        wanted = BLOCK_BYTES + size
-        if _read(self._fd, [head, into[:size]], block * BLOCK_BYTES) != wanted:
+        if _read(self._fd, [head, data[:size]], self.block(ordinal) * BLOCK_BYTES) != BLOCK_BYTES + size:
             return None
-        record = decode_record_header(head, self._nonce, block, self.version)
-        if record is None or (record.page.key, record.page.length_bytes) != (self.keys[ordinal], length):
-            return None
-        space = self._spaces[ordinal]
-        if self.version == 1:
-            return replace(record, page=replace(record.page, space=space))
-        return record if record.page.space == space else None
+        record = self.record_in(head, ordinal)
+        return None if record is None else record.stored(data)
 
     def close(self) -> None:
         """Close the file. Call it once."""

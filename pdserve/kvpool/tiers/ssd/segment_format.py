@@ -18,6 +18,10 @@ Opening a sealed segment reads its trailer and footer. If either is damaged, or 
 writer died), the records are read one by one. A block without a valid header is skipped, so damage costs only
 its own record. A record whose bytes do not match its digest is left out, for example a torn last record.
 
+Version 3 is for pages that are compressed or encrypted: a record has in addition the number of stored bytes,
+the name of the compressor and the number of the cipher (codecs/). An entry has the number of stored bytes. It
+counts in blocks and digest in place of the length of the page. Tiers without either write version 2.
+
 Version 1 differs in one field: records and entries have the number of a namespace instead of its space
 (numbered_pages.py). It is still read. Unsealed segments of version 1 get a footer of version 1.
 """
@@ -33,11 +37,13 @@ import numpy as np
 import xxhash
 
 from pdserve.kvpool.protocol.page_bytes import finish, start
-from pdserve.kvpool.tiers.base import TIER_ALIGN_BYTES, TierPage, padded
+from pdserve.kvpool.tiers.base import TIER_ALIGN_BYTES, PageMemory, TierPage, padded
+from pdserve.kvpool.tiers.codecs.base import AS_IT_IS, Coding, StoredPage
 
 BLOCK_BYTES: Final = TIER_ALIGN_BYTES
 FORMAT_VERSION: Final = 2
-VERSIONS: Final = (1, 2)
+CODED_VERSION: Final = 3  # with pages that are not stored as they are
+VERSIONS: Final = (1, 2, 3)
 MAX_PAGE_BYTES: Final = 2 << 30
 MAX_SEGMENT_BYTES: Final = 64 << 30
 MAX_NUMBER: Final = 1 << 63  # of a file from elsewhere; those that the tier counts itself stay far below
@@ -50,6 +56,7 @@ _TRAILER_MAGIC: Final = int.from_bytes(b"PDVEnd01", "little")
 _SEGMENT = struct.Struct("<QQQQ")  # magic, version, number, nonce
 _RECORD = struct.Struct("<QQQQ32sQQQQQ")  # magic, version, nonce, block, key, space, length, checksum,
 #                                           digest, sequence
+_CODED_RECORD = struct.Struct("<QQQQ32sQQQQQQ8sQ")  # and stored bytes, compressor, cipher
 _TRAILER = struct.Struct("<QQQQQQ")  # magic, version, nonce, count, first block and checksum of the footer
 _GUARD = struct.Struct("<Q")
 
@@ -57,7 +64,7 @@ ENTRY_DTYPE: Final = np.dtype(
     [
         ("key", "V32"),
         ("block", "<u4"),
-        ("number", "<u4"),  # of version 1
+        ("number", "<u4"),  # of version 1; the stored bytes in version 3
         ("length_bytes", "<u8"),
         ("checksum", "<u8"),
         ("sequence", "<u8"),
@@ -73,16 +80,29 @@ ReadAt: TypeAlias = Callable[[int, int], Bytes]
 class Record(msgspec.Struct, frozen=True, gc=False):
     """A page and the first block of its record. In version 1 `page.space` is the number of a namespace.
 
-    `digest` is 0 if the record was read from a footer.
+    `digest` is 0 if the record was read from a footer; then compressor and cipher are unset too.
+    `stored_bytes`: 0 if the page is stored as it is. `compressor`: its name, or empty. `cipher`: 0 for none.
     """
 
     block: int
     page: TierPage
     digest: int = 0
+    stored_bytes: int = 0
+    compressor: bytes = b""
+    cipher: int = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """The number of bytes behind the header."""
+        return self.stored_bytes or self.page.length_bytes
 
     @property
     def end_block(self) -> int:
-        return self.block + record_blocks(self.page.length_bytes)
+        return self.block + record_blocks(self.size_bytes)
+
+    def stored(self, data: PageMemory) -> StoredPage:
+        """With the bytes that were found behind the header."""
+        return StoredPage(self.page, data, self.digest, (self.stored_bytes, self.compressor, self.cipher))
 
 
 class SegmentHeader(msgspec.Struct, frozen=True):
@@ -145,40 +165,40 @@ def encode_record_header(
     page: TierPage,
     digest: int,
     version: int = FORMAT_VERSION,
+    coding: Coding = AS_IT_IS,
 ) -> None:
-    """Write a record's header into `buffer` at `at`; the rest of its block must be zero or old headers'."""
-    _RECORD.pack_into(
-        buffer,
-        at,
-        _RECORD_MAGIC,
-        version,
-        nonce,
-        block,
-        page.key,
-        page.space,
-        page.length_bytes,
-        page.checksum,
-        digest,
-        page.sequence,
-    )
-    guard = xxhash.xxh3_64_intdigest(memoryview(buffer)[at : at + _RECORD.size])
-    _GUARD.pack_into(buffer, at + _RECORD.size, guard)
+    """Write a record's header into `buffer` at `at`; the rest of its block must be zero or old headers'.
+
+    `coding`: stored bytes, compressor and cipher, of version 3.
+    """
+    layout = _layout(version)
+    fields: list[int | bytes] = [_RECORD_MAGIC, version, nonce, block, page.key, page.space]
+    fields += [page.length_bytes, page.checksum, digest, page.sequence]
+    fields += coding if version == CODED_VERSION else ()
+    layout.pack_into(buffer, at, *fields)
+    guard = xxhash.xxh3_64_intdigest(memoryview(buffer)[at : at + layout.size])
+    _GUARD.pack_into(buffer, at + layout.size, guard)
 
 
 def decode_record_header(
     block_bytes: Bytes, nonce: int, block: int, version: int = FORMAT_VERSION
 ) -> Record | None:
     """The record of this version that starts at this block, or None."""
-    if not _guarded(block_bytes, _RECORD):
+    layout = _layout(version)
+    if not _guarded(block_bytes, layout):
         return None
-    magic, found, of_segment, at, key, space, length, checksum, digest, sequence = _RECORD.unpack_from(
+    magic, found, of_segment, at, key, space, length, checksum, digest, sequence, *coded = layout.unpack_from(
         block_bytes
     )
     if (magic, found, of_segment, at) != (_RECORD_MAGIC, version, nonce, block):
         return None
-    if not 0 < length <= MAX_PAGE_BYTES:
+    stored_bytes, compressor, cipher = coded or AS_IT_IS
+    if not 0 < length <= MAX_PAGE_BYTES or stored_bytes > MAX_PAGE_BYTES:
         return None
-    return Record(block, TierPage(space, key, length, checksum, sequence), digest)
+    if bool(stored_bytes) != bool(compressor.rstrip(b"\0") or cipher):
+        return None
+    page = TierPage(space, key, length, checksum, sequence)
+    return Record(block, page, digest, stored_bytes, compressor.rstrip(b"\0"), cipher)
 
 
 def encode_footer(
@@ -194,6 +214,8 @@ def encode_footer(
         entries["length_bytes"] = [page.length_bytes for page in pages]
         entries["checksum"] = np.array([page.checksum for page in pages], "<u8")
         entries["sequence"] = np.array([page.sequence for page in pages], "<u8")
+        if version == CODED_VERSION:
+            entries["number"] = [record.stored_bytes for record in records]
     body = entries.tobytes()
     body += bytes(padded(len(body)) - len(body))
     digest = xxhash.xxh3_64_intdigest(body)
@@ -220,19 +242,23 @@ def decode_footer(body: Bytes, footer: Footer, version: int = FORMAT_VERSION) ->
     if len(body) < footer.count * ENTRY_DTYPE.itemsize:
         return None
     entries = np.frombuffer(body, ENTRY_DTYPE, footer.count)
-    ends = entries["block"] + (entries["length_bytes"] + np.uint64(2 * BLOCK_BYTES - 1)) // np.uint64(
-        BLOCK_BYTES
-    )
-    lengths, starts = entries["length_bytes"], entries["block"]
-    if (lengths < 1).any() or (lengths > MAX_PAGE_BYTES).any():
+    lengths, starts, stored = entries["length_bytes"], entries["block"], np.zeros(footer.count, "<u8")
+    if version == CODED_VERSION:
+        stored = entries["number"].astype("<u8")
+    if (lengths < 1).any() or (lengths > MAX_PAGE_BYTES).any() or (stored > MAX_PAGE_BYTES).any():
         return None
+    sizes = np.where(stored > 0, stored, lengths)
+    ends = starts + (sizes + np.uint64(2 * BLOCK_BYTES - 1)) // np.uint64(BLOCK_BYTES)
     if (starts[:1] < 1).any() or (starts[1:] < ends[:-1]).any() or (ends > footer.first_block).any():
         return None  # two records share bytes, or one lies outside
     columns = (
         entries[name].tolist()
         for name in ("block", _name_field(version), "key", "length_bytes", "checksum", "sequence")
     )
-    return [Record(block, TierPage(*rest)) for block, *rest in zip(*columns, strict=True)]
+    return [
+        Record(block, TierPage(*rest), 0, size)
+        for size, block, *rest in zip(stored.tolist(), *columns, strict=True)
+    ]
 
 
 # --- whole segments
@@ -246,14 +272,28 @@ def read_index(read: ReadAt, file_bytes: int) -> SegmentContents | None:
     header = decode_segment_header(read(0, BLOCK_BYTES))
     if header is None:
         return None
+    records = _read_footer(read, file_bytes, header)
+    if records is not None:
+        return SegmentContents(header, records, sealed=True)
+    return SegmentContents(header, list(scan_records(read, file_bytes, header)), sealed=False)
+
+
+def read_sealed(read: ReadAt, file_bytes: int) -> SegmentContents | None:
+    """The header and records of a sealed segment, from its first block and its footer; else None."""
+    header = decode_segment_header(read(0, BLOCK_BYTES))
+    records = _read_footer(read, file_bytes, header) if header is not None else None
+    return (
+        SegmentContents(header, records, sealed=True) if header is not None and records is not None else None
+    )
+
+
+def _read_footer(read: ReadAt, file_bytes: int, header: SegmentHeader) -> list[Record] | None:
     last = file_bytes // BLOCK_BYTES - 1
     footer = decode_trailer(read(last * BLOCK_BYTES, BLOCK_BYTES), header, last) if last > 0 else None
-    if footer is not None:
-        size = (last - footer.first_block) * BLOCK_BYTES
-        records = decode_footer(read(footer.first_block * BLOCK_BYTES, size), footer, header.version)
-        if records is not None:
-            return SegmentContents(header, records, sealed=True)
-    return SegmentContents(header, list(scan_records(read, file_bytes, header)), sealed=False)
+    if footer is None:
+        return None
+    size = (last - footer.first_block) * BLOCK_BYTES
+    return decode_footer(read(footer.first_block * BLOCK_BYTES, size), footer, header.version)
 
 
 def scan_records(read: ReadAt, file_bytes: int, segment: SegmentHeader) -> Iterator[Record]:
@@ -269,8 +309,7 @@ def scan_records(read: ReadAt, file_bytes: int, segment: SegmentHeader) -> Itera
         if record.end_block > blocks:
             block += 1
             continue
-        length = record.page.length_bytes
-        if _digest(read, (block + 1) * BLOCK_BYTES, length) == record.digest:
+        if _digest(read, (block + 1) * BLOCK_BYTES, record.size_bytes) == record.digest:
             yield record
         block = record.end_block
 
@@ -302,6 +341,11 @@ def _next_candidate(read: ReadAt, block: int, blocks: int) -> int:
             return block + int(found[0])
         block += whole
     return blocks
+
+
+def _layout(version: int) -> struct.Struct:
+    """Of a record's header."""
+    return _CODED_RECORD if version == CODED_VERSION else _RECORD
 
 
 def _name_field(version: int) -> str:

@@ -1,4 +1,4 @@
-"""The index of the SSD tier: the place of each page, and the live records of each segment.
+"""The index of tiers with segments: the place of each page, and the live records of each segment.
 
 A place is a segment's number and an ordinal, packed into one integer. One lock protects the index; no thread
 holds it during I/O.
@@ -8,38 +8,69 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 from pdserve.kvpool.tiers.base import PageName
 from pdserve.kvpool.tiers.ssd.compaction import SegmentFacts
-from pdserve.kvpool.tiers.ssd.segment_file import MAX_BATCH_PAGES, SegmentFile
+from pdserve.kvpool.tiers.ssd.segment import MAX_BATCH_PAGES, Segment
 
 _ORDINAL_BITS: Final = 32
 _ORDINAL_MASK: Final = (1 << _ORDINAL_BITS) - 1
 _AT_A_TIME: Final = 4096  # pages forgotten in one critical section
+AnySegment = TypeVar("AnySegment", bound=Segment)
 
 
-class SegmentIndex:
-    """Thread-safe. Segments are added, changed and removed by the writer's thread alone."""
+class SegmentIndex(Generic[AnySegment]):
+    """Thread-safe. In the SSD tier the writer's thread alone adds and removes segments."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._places: dict[int, dict[bytes, int]] = {}  # space -> key -> place
-        self.segments: dict[int, SegmentFile] = {}  # by number, ascending
+        self.segments: dict[int, AnySegment] = {}  # by number, ascending
 
-    def add_segment(self, segment: SegmentFile) -> None:
-        self.segments[segment.number] = segment
+    def add_segment(self, segment: AnySegment) -> bool:
+        """False: there is a segment of this number."""
+        with self._lock:
+            return self.segments.setdefault(segment.number, segment) is segment
 
-    def insert(self, segment: SegmentFile, ordinals: Sequence[int]) -> None:
-        """Make these records the live ones of their pages."""
+    def insert(self, segment: AnySegment, ordinals: Sequence[int], *, newest: bool = False) -> list[int]:
+        """Make these records the live ones of their pages. Returns those that became so.
+
+        `newest`: leave out records of pages that have a newer one.
+        """
+        inserted = []
         with self._lock:
             for ordinal in ordinals:
                 space, key = segment.space(ordinal), segment.keys[ordinal]
+                place = segment.number << _ORDINAL_BITS | ordinal
+                if newest and self._places.get(space, {}).get(key, -1) > place:
+                    continue
                 self._delete(space, key)
-                self._places.setdefault(space, {})[key] = segment.number << _ORDINAL_BITS | ordinal
+                self._places.setdefault(space, {})[key] = place
                 segment.set_live(ordinal)
+                inserted.append(ordinal)
+        return inserted
 
-    def take(self, names: Sequence[PageName]) -> list[tuple[int, int, int, SegmentFile]]:
+    def replace(self, segment: AnySegment, by: AnySegment) -> bool:
+        """Put another segment with the same records in the place of one. False: it was removed."""
+        with self._lock:
+            if self.segments.get(segment.number) is not segment:
+                return False
+            by.take_over(segment)
+            self.segments[segment.number] = by
+            self._close(segment)
+        return True
+
+    def holds(self, name: PageName) -> bool:
+        """Whether there is a record of this page, of this length."""
+        with self._lock:
+            place = self._places.get(name.space, {}).get(name.key)
+            if place is None:
+                return False
+            length = self.segments[place >> _ORDINAL_BITS].length(place & _ORDINAL_MASK)
+        return length == name.length_bytes
+
+    def take(self, names: Sequence[PageName]) -> list[tuple[int, int, int, AnySegment]]:
         """Find pages: (segment's number, ordinal, position in `names`, segment), in the order of the device.
         The caller must call `let_go` for each result.
         """
@@ -56,11 +87,12 @@ class SegmentIndex:
         found.sort(key=lambda entry: entry[:2])
         return found
 
-    def let_go(self, segment: SegmentFile, ordinal: int, *, was_read: bool) -> None:
+    def let_go(self, segment: AnySegment, ordinal: int, *, was_read: bool) -> None:
         """Undo `take`."""
         with self._lock:
-            if was_read:
-                segment.set_read(ordinal)
+            current = self.segments.get(segment.number)  # another object after `replace`
+            if was_read and current is not None:
+                current.set_read(ordinal)
             self._release(segment)
 
     def forget(self, names: Sequence[PageName]) -> None:
@@ -76,9 +108,11 @@ class SegmentIndex:
                 for key in keys[first : first + _AT_A_TIME]:
                     self._delete(space, key)
         with self._lock:
-            self._places.pop(space, None)  # empty by now: only this thread inserts
+            for key in list(self._places.get(space, ())):  # inserted meanwhile by another thread
+                self._delete(space, key)
+            self._places.pop(space, None)
 
-    def live(self, segment: SegmentFile) -> list[PageName]:
+    def live(self, segment: AnySegment) -> list[PageName]:
         """The names of the live pages in this segment."""
         with self._lock:
             return [
@@ -88,7 +122,7 @@ class SegmentIndex:
             ]
 
     def choose(
-        self, segment: SegmentFile, ordinal: int, budget_bytes: int, step_bytes: int, *, only_read: bool
+        self, segment: AnySegment, ordinal: int, budget_bytes: int, step_bytes: int, *, only_read: bool
     ) -> tuple[list[int], int, int]:
         """Choose live records to move, from `ordinal` on: (ordinals, next ordinal, bytes).
 
@@ -107,7 +141,7 @@ class SegmentIndex:
                 ordinal += 1
         return chosen, ordinal, size
 
-    def facts(self, but: SegmentFile | None) -> list[SegmentFacts]:
+    def facts(self, but: AnySegment | None) -> list[SegmentFacts]:
         """The facts of all segments except `but`, oldest first."""
         with self._lock:
             return [
@@ -116,12 +150,30 @@ class SegmentIndex:
                 if segment is not but
             ]
 
-    def remove(self, segment: SegmentFile) -> None:
+    def remove(self, segment: AnySegment) -> None:
         """Remove the segment and its records. Its file is closed when the last reader ends."""
         with self._lock:
             assert not segment.live_bytes
             del self.segments[segment.number]
             self._close(segment)
+
+    def discard(self, number: int) -> list[PageName]:
+        """Remove a segment and its records, if it is there. Returns the names of pages that were live."""
+        with self._lock:
+            segment = self.segments.pop(number, None)
+            if segment is None:
+                return []
+            live = [ordinal for ordinal in range(len(segment)) if segment.is_live(ordinal)]
+            names = [
+                PageName(segment.space(ordinal), segment.keys[ordinal], segment.length(ordinal))
+                for ordinal in live
+            ]
+            for name in names:
+                del self._places[name.space][name.key]
+            for ordinal in live:
+                segment.set_dead(ordinal)
+            self._close(segment)
+        return names
 
     def close(self) -> None:
         with self._lock:
@@ -135,12 +187,12 @@ class SegmentIndex:
         if place is not None:
             self.segments[place >> _ORDINAL_BITS].set_dead(place & _ORDINAL_MASK)
 
-    def _close(self, segment: SegmentFile) -> None:
+    def _close(self, segment: AnySegment) -> None:
         segment.doomed = True
         segment.users += 1
         self._release(segment)
 
-    def _release(self, segment: SegmentFile) -> None:
+    def _release(self, segment: AnySegment) -> None:
         segment.users -= 1
         if segment.doomed and not segment.users:
             segment.close()

@@ -29,12 +29,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Final
 
-import msgspec
 import numpy as np
 from msgspec import Meta
 
 from pdserve.errors import ConfigError, StartupError
-from pdserve.kvpool.protocol.page_bytes import checksum_bytes
 from pdserve.kvpool.tiers.base import (
     CORRUPT,
     GONE,
@@ -51,6 +49,9 @@ from pdserve.kvpool.tiers.base import (
     TierSettings,
     padded,
 )
+from pdserve.kvpool.tiers.codecs.base import StoredPage
+from pdserve.kvpool.tiers.codecs.encryption import OVERHEAD_BYTES
+from pdserve.kvpool.tiers.codecs.page_codec import CodecOptions, make_codec
 from pdserve.kvpool.tiers.durable_files import (
     NotOurs,
     claim_directory,
@@ -60,11 +61,15 @@ from pdserve.kvpool.tiers.durable_files import (
 )
 from pdserve.kvpool.tiers.ssd.compaction import Compact, Drop, Plan, make_room
 from pdserve.kvpool.tiers.ssd.numbered_pages import NumberedPages
-from pdserve.kvpool.tiers.ssd.segment_file import MAX_BATCH_PAGES, SegmentFile, segment_name
+from pdserve.kvpool.tiers.ssd.segment import MAX_BATCH_PAGES
+from pdserve.kvpool.tiers.ssd.segment_file import SegmentFile, segment_name
 from pdserve.kvpool.tiers.ssd.segment_format import (
     BLOCK_BYTES,
+    CODED_VERSION,
+    FORMAT_VERSION,
     MAX_NUMBER,
     MAX_SEGMENT_BYTES,
+    SegmentHeader,
     footer_blocks,
     record_blocks,
 )
@@ -81,7 +86,7 @@ SYNC_INTERVAL_S: Final = 1.0
 MIN_SEGMENTS: Final = 4  # least number of segments in the capacity
 
 
-class SegmentOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SegmentOptions(CodecOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The SSD tier's `options`."""
 
     segment_bytes: Annotated[
@@ -101,9 +106,13 @@ class SegmentTier:
         self._settings = settings
         self._path = settings.path
         self.capacity_bytes = settings.capacity_bytes
-        self._segment_bytes, self._direct = _check_options(settings)
+        options = read_options(settings, "ssd", SegmentOptions)
+        self._segment_bytes = segment_bytes_of(settings, "ssd", options.segment_bytes)
+        self._direct = options.direct
+        self._codec = make_codec(settings, "ssd", options)
+        self._version = FORMAT_VERSION if self._codec.plain else CODED_VERSION
         self._lock_fd = claim_directory(settings)
-        self._index = SegmentIndex()
+        self._index: SegmentIndex[SegmentFile] = SegmentIndex()
         self._current: SegmentFile | None = None
         self._used_bytes = sum(map(_file_bytes, self._files()))
         self._numbered = NumberedPages(self._path)
@@ -206,43 +215,34 @@ class SegmentTier:
     def _put_batch(
         self, pages: Sequence[TierPage], data: Sequence[PageMemory], batch: list[int], statuses: list[int]
     ) -> str:
-        digests = [
-            pages[place].checksum or checksum_bytes(data[place][: pages[place].length_bytes].data)
-            for place in batch
-        ]
+        stored = [self._encode(pages[place], data[place]) for place in batch]
         done = 0
         try:
             while done < len(batch):
-                segment = self._segment_for([pages[place].length_bytes for place in batch[done:]])
-                fitting = segment.fits([pages[place].length_bytes for place in batch[done:]])
-                chosen = batch[done : done + fitting]
-                self._append(
-                    segment,
-                    [pages[place] for place in chosen],
-                    digests[done : done + fitting],
-                    [data[place] for place in chosen],
-                )
-                done += fitting
+                done += self._append(stored[done:])
         except OSError as error:
             for place in batch[done:]:
                 statuses[place] = WRITE_FAILED
             return f"{self._path}: {error.strerror or error}"
         return ""
 
-    def _append(
-        self,
-        segment: SegmentFile,
-        pages: Sequence[TierPage],
-        digests: Sequence[int],
-        data: Sequence[PageMemory],
-    ) -> None:
-        first = segment.append(pages, digests, data, self._headers)
-        self._index.insert(segment, range(first, first + len(pages)))
+    def _encode(self, page: TierPage, memory: PageMemory) -> StoredPage:
+        return self._codec.encode(page, memory, self._settings.facts(page.space))
+
+    def _append(self, stored: Sequence[StoredPage]) -> int:
+        """Append as many of these pages as fit into one segment, at least one. Raises OSError."""
+        sizes = [one.size_bytes for one in stored]
+        segment = self._segment_for(sizes)
+        fitting = segment.fits(sizes)
+        first = segment.append(stored[:fitting], self._headers)
+        self._index.insert(segment, range(first, first + fitting))
         if self._unsynced_since_s is None:
             self._unsynced_since_s = time.monotonic()
+        return fitting
 
     def _fits_a_segment(self, length_bytes: int) -> bool:
-        blocks = 1 + record_blocks(length_bytes) + footer_blocks(1)
+        more_bytes = 0 if self._codec.plain else OVERHEAD_BYTES
+        blocks = 1 + record_blocks(length_bytes + more_bytes) + footer_blocks(1)
         return length_bytes <= MAX_PAGE_BYTES and blocks * BLOCK_BYTES <= self._segment_bytes
 
     def _segment_for(self, lengths: Sequence[int]) -> SegmentFile:
@@ -255,9 +255,8 @@ class SegmentTier:
                     raise OSError(errno.ENOSPC, "there is no room and nothing to drop")
             number = self._last_number + 1
             path = self._path / segment_name(number)
-            segment = SegmentFile.create(
-                path, number, secrets.randbits(64), self._segment_bytes, direct=self._direct
-            )
+            header = SegmentHeader(number, secrets.randbits(64), self._version)
+            segment = SegmentFile.create(path, header, self._segment_bytes, direct=self._direct)
             if self._direct and not segment.direct:
                 self._direct = False
                 logger.warning("node %s: %s has no direct I/O: using ordinary I/O", self._settings.node, path)
@@ -298,15 +297,13 @@ class SegmentTier:
 
     def _read_one(self, segment: SegmentFile, ordinal: int, name: PageName, into: PageMemory) -> ReadResult:
         try:
-            record = segment.read(ordinal, into)
+            stored = segment.read(ordinal, into)
         except OSError as error:
             logger.warning("node %s: %s: %s", self._settings.node, segment.path, error.strerror)
             return ReadResult(READ_FAILED)
-        if record is None:
+        if stored is None:
             return ReadResult(CORRUPT)
-        if checksum_bytes(into[: name.length_bytes].data) != record.digest:
-            return ReadResult(CORRUPT)
-        return ReadResult(LOADED, record.page)
+        return self._codec.decode(stored, into, self._settings.facts(name.space))
 
     # --- forgetting
 
@@ -360,27 +357,17 @@ class SegmentTier:
             for ordinal in chosen
         ]
         memory = _page_memories([name.length_bytes for name in names])
-        found = [
-            (result.page, data)
+        stored = [
+            self._encode(result.page, data)
             for result, data in zip(self.read(names, memory), memory, strict=True)
             if result.page is not None
         ]
-        lengths = [page.length_bytes for page, _ in found]
         done = 0
         try:
-            while done < len(found):
-                if not self._can_append(lengths[done]):
+            while done < len(stored):
+                if not self._can_append(stored[done].size_bytes):
                     return False  # no place to move to: the other pages are dropped with the segment
-                current = self._segment_for(lengths[done:])
-                fitting = current.fits(lengths[done:])
-                pages = [page for page, _ in found[done : done + fitting]]
-                data = [memory for _, memory in found[done : done + fitting]]
-                digests = [
-                    page.checksum or checksum_bytes(bytes_[: page.length_bytes].data)
-                    for page, bytes_ in zip(pages, data, strict=True)
-                ]
-                self._append(current, pages, digests, data)
-                done += fitting
+                done += self._append(stored[done:])
         except OSError as error:
             logger.warning("node %s: %s: %s", self._settings.node, self._path, error.strerror)
             return False
@@ -447,12 +434,11 @@ class SegmentTier:
         os.close(self._lock_fd)
 
 
-def _check_options(settings: TierSettings) -> tuple[int, bool]:
-    """Segment size in bytes, and whether to try direct I/O. Raises ConfigError, StartupError."""
-    options = read_options(settings, "ssd", SegmentOptions)
-    where = f"node {settings.node}: tier ssd at {settings.path}"
+def segment_bytes_of(settings: TierSettings, kind: str, wanted: int | str) -> int:
+    """The size of segments, in bytes. Raises ConfigError, StartupError."""
+    where = f"node {settings.node}: tier {kind} at {settings.path}"
     try:
-        segment_bytes = parse_bytes(options.segment_bytes) or _usual_segment_bytes(settings.capacity_bytes)
+        segment_bytes = parse_bytes(wanted) or _usual_segment_bytes(settings.capacity_bytes)
         segment_bytes = segment_bytes // BLOCK_BYTES * BLOCK_BYTES
     except ValueError as error:
         raise ConfigError(f"{where}: segment_bytes: {error}") from error
@@ -463,7 +449,7 @@ def _check_options(settings: TierSettings) -> tuple[int, bool]:
             f"{where}: capacity_bytes of {settings.capacity_bytes} holds fewer than {MIN_SEGMENTS} segments "
             f"of {segment_bytes} bytes: raise it, or lower options.segment_bytes"
         )
-    return segment_bytes, options.direct
+    return segment_bytes
 
 
 def _number(path: Path) -> int:

@@ -170,13 +170,13 @@ class FakeTiers:
     def namespaces(self) -> list[int]:
         return list(self.pages)
 
-    def keys(self, namespace: int) -> list[bytes]:
+    def own_keys(self, namespace: int) -> list[bytes]:
         return list(self.pages.get(namespace, {}))
 
     def length(self, namespace: int, key: bytes) -> int:
         return self.pages.get(namespace, {}).get(key, 0)
 
-    def forget(self, namespace: int, keys: Sequence[bytes], out: list[Action]) -> None:
+    def disown(self, namespace: int, keys: Sequence[bytes], out: list[Action]) -> None:
         for gone in keys:
             self.pages.get(namespace, {}).pop(gone, None)
 

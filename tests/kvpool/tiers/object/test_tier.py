@@ -1,0 +1,331 @@
+"""The object store tier beyond the contract: nodes that share a bucket, and a bucket that misbehaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from pdserve.bench.object_server import Mode, ObjectServer, object_server
+from pdserve.errors import ConfigError
+from pdserve.kvpool.tiers.base import CORRUPT, GONE, LOADED, READ_FAILED, STORED, WRITE_FAILED, SpaceFacts
+from tests.support.kvpool.object_tiers import (
+    BUCKET,
+    CREDENTIALS,
+    LENGTH,
+    SEGMENT,
+    Node,
+    moto_bucket,
+    shared_facts,
+)
+
+MakeNode = Callable[..., Node]
+MISBEHAVING = [mode for mode in get_args(Mode) if mode not in ("well", "full", "empty")]
+
+
+@pytest.fixture(scope="module")
+def moto() -> Iterator[str]:
+    with moto_bucket() as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def store() -> Iterator[ObjectServer]:
+    with object_server() as server:
+        yield server
+
+
+@pytest.fixture
+def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeNode]:
+    """Makes nodes of one pool, by name; their tiers are closed at the end."""
+    for variable, value in CREDENTIALS.items():
+        monkeypatch.setenv(variable, value)
+    made: list[Node] = []
+
+    def make(name: str, endpoint: str, **options: str | float) -> Node:
+        given = {"endpoint": endpoint, "region": "us-east-1", **options}
+        made.append(Node(tmp_path / name, f"s3://{BUCKET}/{tmp_path.name}", **given))
+        return made[-1]
+
+    yield make
+    for node in made:
+        if hasattr(node, "tier"):
+            node.tier.close()
+
+
+# --- several nodes, in a real S3 server
+
+
+def test_a_node_finds_what_others_stored_before_it_started_and_meanwhile(moto: str, nodes: MakeNode) -> None:
+    one, two = nodes("one", moto), nodes("two", moto)
+    assert one.open() == []
+    assert one.put(*range(30)) == [STORED] * 30
+    one.until_uploaded()
+    assert {found.length_bytes for found in two.open()} == {LENGTH}
+    assert two.read(*range(30)) == [LOADED] * 30
+    assert one.put(*range(30, 40)) == [STORED] * 10
+    one.until_uploaded()
+    two.until_found(*range(30, 40))
+    assert two.read(*range(30, 41)) == [LOADED] * 10 + [GONE]
+
+
+def test_all_pages_are_found_after_all_nodes_lost_their_disks_and_have_other_spaces(
+    moto: str, nodes: MakeNode
+) -> None:
+    one = nodes("one", moto)
+    one.open()
+    one.put(*range(20))
+    one.until_uploaded()
+    one.tier.close()
+    two = nodes("two", moto)
+
+    def other_space(space: int) -> SpaceFacts | None:
+        return shared_facts(1) if space == 77 else None
+
+    assert {found.space for found in two.open(known=(77,), facts=other_space)} == {77}
+    assert two.read(*range(20), space=77) == [LOADED] * 20
+
+
+def test_a_space_that_is_opened_later_brings_its_pages(moto: str, nodes: MakeNode) -> None:
+    one, two = nodes("one", moto), nodes("two", moto)
+    one.open(known=(5,))
+    one.put(1, 2, space=5)
+    one.until_uploaded()
+    assert two.open(known=()) == []
+    assert two.read(1, space=5) == [GONE]
+    two.tier.open_space(5)
+    two.until_found(1, 2)
+    assert two.read(1, 2, space=5) == [LOADED, LOADED]
+
+
+def test_a_segment_that_another_node_removed_is_a_miss_and_its_pages_are_reported_as_lost(
+    moto: str, nodes: MakeNode
+) -> None:
+    one, two = nodes("one", moto), nodes("two", moto, refresh_s=1000.0)
+    one.open()
+    one.put(*range(5))
+    one.until_uploaded()
+    two.open()
+    one.tier.forget_space(1)
+    one.until(lambda: not one.tier._inventory.doomed(1))
+    assert two.read(*range(5)) == [GONE] * 5
+    two.tier._sync.wake(refresh=True)
+    two.until(lambda: two.tier._sync._refresh_at_s > 0)
+    two.tier._sync.wake(refresh=True)
+    two.until(lambda: len(two.lost) == 5)
+
+
+def test_two_nodes_that_make_room_keep_the_bucket_within_its_capacity(moto: str, nodes: MakeNode) -> None:
+    """They remove the same segments; each notices what the other did."""
+    one, two = nodes("one", moto), nodes("two", moto)
+    for node in (one, two):
+        node.open(capacity=8 * SEGMENT)
+    for first in range(0, 300, 20):
+        node = (one, two)[first // 20 % 2]
+        assert node.put(*range(first, first + 20)) == [STORED] * 20
+        node.until_uploaded()
+        seen = one.tier._inventory.used_bytes
+        for other in (one, two):
+            other.tier._sync.wake(refresh=True)
+            other.until(lambda other=other: other.tier.used_bytes <= 8 * SEGMENT)  # type: ignore[misc]
+        assert seen <= 10 * SEGMENT
+    last = range(280, 300)
+    one.until(lambda: one.read(*last) == [LOADED] * 20)
+    two.until(lambda: two.read(*last) == [LOADED] * 20)
+    assert set(one.read(*range(300))) == {LOADED, GONE}
+    assert one.left or two.left
+
+
+def test_a_dropped_namespace_leaves_the_bucket_also_where_others_wrote_it(moto: str, nodes: MakeNode) -> None:
+    one, two = nodes("one", moto), nodes("two", moto)
+    for node in (one, two):
+        node.open(known=(1, 2))
+    one.put(1, 2, 3)
+    two.put(4, 5, 6)
+    two.put(7, space=2)
+    for node in (one, two):
+        node.until_uploaded()
+    one.until_found(4, 5, 6)
+    one.tier.forget_space(1)
+    one.until(lambda: not one.tier._inventory.doomed(1))
+    three = nodes("three", moto)
+    assert {found.space for found in three.open(known=(1, 2))} == {2}
+    assert one.put(8) == [STORED], "on its way while the namespace was dropped"
+    one.until_uploaded()
+    assert one.read(8) == [GONE]
+
+
+# --- a bucket that misbehaves
+
+
+@pytest.mark.parametrize("mode", MISBEHAVING)
+def test_whatever_the_store_answers_a_page_is_right_or_a_miss_and_found_again_later(
+    store: ObjectServer, nodes: MakeNode, mode: Mode
+) -> None:
+    one, two = nodes("one", store.endpoint), nodes("two", store.endpoint, refresh_s=0.2)
+    one.open()
+    one.put(*range(20))
+    one.until_uploaded()
+    two.open()
+    store.mode = mode
+    statuses = set(two.read(*range(0, 20, 3)))
+    right = {LOADED} if mode == "wrong" else set()  # one bit of what one request gave is wrong
+    assert statuses <= {CORRUPT, READ_FAILED, GONE} | right
+    assert statuses != {LOADED}
+    failed = READ_FAILED in statuses
+    two.tier.forget(list(two.tier._unread))  # as a node does then
+    store.mode = "well"
+    store.released.set()
+    if failed:
+        two.until_found(0, 3)
+    two.until(lambda: two.read(1) == [LOADED])
+
+
+@pytest.mark.parametrize("mode", MISBEHAVING)
+def test_a_start_while_the_store_misbehaves_finds_pages_later(
+    store: ObjectServer, nodes: MakeNode, mode: Mode
+) -> None:
+    one, two = nodes("one", store.endpoint), nodes("two", store.endpoint, timeout_s=0.5)
+    one.open()
+    one.put(*range(20))
+    one.until_uploaded()
+    one.tier.close()
+    store.mode = mode
+    two.open()
+    assert set(two.read(*range(20))) != {LOADED}, "and no wrong page"
+    store.mode = "well"
+    store.released.set()
+    two.tier._sync._bad.clear()  # it has tried often meanwhile
+    two.until(lambda: two.read(*range(20)) == [LOADED] * 20)
+
+
+@pytest.mark.parametrize("mode", ["away", "full", "overloaded"])
+def test_a_store_that_takes_nothing_fills_the_spool_and_gets_it_later(
+    store: ObjectServer, nodes: MakeNode, mode: Mode
+) -> None:
+    one = nodes("one", store.endpoint, timeout_s=0.3)
+    one.open()
+    store.mode = mode
+    statuses: list[int] = []
+    first = 0
+    while WRITE_FAILED not in statuses:
+        statuses = one.put(*range(first, first + 10))
+        one.tier.maintain()
+        first += 10
+        assert one.tier._inventory.spool_bytes <= 4 * SEGMENT
+    kept = range(first - 10)
+    assert one.read(*kept) == [LOADED] * len(kept), "from the spool"
+    one.tier.close()
+    store.mode = "well"
+    assert len(one.open()) >= len(kept)
+    one.until_uploaded()
+    assert one.read(*kept) == [LOADED] * len(kept)
+    assert one.put(1000) == [STORED]
+
+
+def test_a_namespace_dropped_while_the_store_is_away_stays_dropped(
+    store: ObjectServer, nodes: MakeNode
+) -> None:
+    one = nodes("one", store.endpoint, timeout_s=0.3)
+    one.open()
+    one.put(1, 2)
+    one.until_uploaded()
+    store.mode = "away"
+    one.tier.forget_space(1)
+    one.tier.close()
+    store.mode = "well"
+    assert one.open() == []
+    one.until(lambda: not store.objects)
+
+
+def test_a_listing_without_objects_once_removes_no_page(store: ObjectServer, nodes: MakeNode) -> None:
+    """Stores exist whose listings are behind."""
+    one = nodes("one", store.endpoint, refresh_s=1000.0)
+    one.open()
+    one.put(1, 2)
+    one.until_uploaded()
+    store.mode = "empty"
+    one.tier._sync.wake(refresh=True)
+    one.until(lambda: one.tier._sync._refresh_at_s > 0)
+    store.mode = "well"
+    assert one.read(1, 2) == [LOADED, LOADED]
+    assert one.lost == []
+
+
+def test_an_upload_that_was_done_before_a_kill_is_not_done_twice(
+    store: ObjectServer, nodes: MakeNode
+) -> None:
+    one = nodes("one", store.endpoint)
+    one.open()
+    one.put(*range(5))
+    store.mode = "full"
+    one.tier._spool.end_all()
+    [file] = one.path.glob("*.seg")
+    content = file.read_bytes()
+    store.mode = "well"
+    one.until_uploaded()
+    one.tier.close()
+    file.write_bytes(content)
+    file.chmod(0o600)
+    assert len(one.open()) >= 5
+    one.until_uploaded()
+    assert len(store.objects) == 1
+    assert one.read(*range(5)) == [LOADED] * 5
+    assert one.tier.used_bytes == len(content)
+
+
+# --- configuration
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"url": "ftp://bucket"}, "must begin with one of"),
+        ({"spool_bytes": "1KiB"}, "spool_bytes must be between"),
+        ({"spool_bytes": "much"}, "spool_bytes"),
+        ({"compression": "none-such"}, "there is no codec 'none-such'"),
+        ({"keys": "/nowhere/keys.toml"}, "cannot read the keys"),
+        ({"secret_access_key": "mine"}, "secret_access_key"),
+    ],
+)
+def test_a_wrong_option_is_an_error_in_one_line(tmp_path: Path, options: dict[str, str], says: str) -> None:
+    given = {"url": f"file://{tmp_path}/bucket", **options}
+    node = Node(tmp_path / "one", given.pop("url"), **given)
+    with pytest.raises(ConfigError, match=says) as error:
+        node.open()
+    assert "\n" not in str(error.value)
+
+
+def test_credentials_come_from_the_shared_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moto: str, nodes: MakeNode
+) -> None:
+    node = nodes("one", moto)
+    for variable in CREDENTIALS:
+        monkeypatch.delenv(variable)
+    file = tmp_path / "credentials"
+    file.write_text("[pool]\naws_access_key_id = FROMFILE\naws_secret_access_key = x\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    monkeypatch.setenv("AWS_PROFILE", "pool")
+    node.open()
+    node.put(1)
+    node.until_uploaded()
+    assert node.read(1) == [LOADED]
+
+
+def test_a_start_does_not_wait_for_a_store_that_hangs(
+    store: ObjectServer, nodes: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = nodes("one", store.endpoint, timeout_s=1000.0)
+    one.open()
+    one.put(1)
+    one.tier.close()
+    one.until_uploaded()
+    monkeypatch.setattr("pdserve.kvpool.tiers.object.tier.SCAN_TIMEOUT_S", 0.2)
+    store.mode = "hanging"
+    assert one.open() == [], "it would never end"
+    assert one.put(2) == [STORED]
+    assert one.read(2) == [LOADED]
+    store.behave()
+    one.until_found(1)
