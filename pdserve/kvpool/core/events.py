@@ -314,6 +314,20 @@ class ForgetSpace(msgspec.Struct, frozen=True):
     space: int
 
 
+class PagesMoved(msgspec.Struct, frozen=True):
+    """Pages came to the node, left it, or are in another tier. `places[i]`: where `keys[i]` is now, as in
+    `PageEntry.place`; empty: nowhere. Only where places are followed.
+    """
+
+    namespace: int
+    keys: list[bytes]
+    places: list[str]
+
+
+class PlacesVoid(msgspec.Struct, frozen=True):
+    """Many pages went at once: what was told of places before is void."""
+
+
 Action: TypeAlias = (
     Answer
     | Close
@@ -332,4 +346,6 @@ Action: TypeAlias = (
     | LoadPages
     | ForgetPages
     | ForgetSpace
+    | PagesMoved
+    | PlacesVoid
 )
