@@ -38,6 +38,9 @@ SUB_COMMANDS: Mapping[str, SubCommand] = {
     "elastic": SubCommand(
         "pdserve.decode.cli:elastic_command", "Run an elastic worker: prefill or decode, request by request."
     ),
+    "dynamo": SubCommand(
+        "pdserve.integrations.dynamo.cli:app", "Run a worker of NVIDIA Dynamo with its pages in the pool."
+    ),
     "pool": SubCommand("pdserve.kvpool.admin.cli:app", "Run a pool node, or ask one how it is."),
     "top": SubCommand("pdserve.router.admin.top_cli:app", "Show what a cluster does, in the terminal."),
     "doctor": SubCommand("pdserve.doctor.cli:app", "Check this machine or a cluster; say what to change."),

@@ -22,6 +22,7 @@ from pdserve.bench.serving.sweep import Tried, best
 from pdserve.cli import SUB_COMMANDS, load
 from pdserve.engine.metric_names import METRICS as WORKER_METRICS
 from pdserve.engine.worker import WorkerConfig
+from pdserve.integrations.dynamo.config import DynamoConfig
 from pdserve.kvpool.client.metric_names import CLIENT_METRICS
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.node.metrics.names import METRICS as POOL_METRICS
@@ -96,6 +97,12 @@ CONFIGURED: Final = (
         ("pdserve prefill", "pdserve decode", "pdserve agg", "pdserve elastic"),
     ),
     Configured("Pool node: `[[pool]]`", "pool-node", PoolNodeConfig, ("pdserve pool serve",)),
+    Configured(
+        "Workers of NVIDIA Dynamo",
+        "dynamo",
+        DynamoConfig,
+        ("pdserve dynamo agg", "pdserve dynamo prefill", "pdserve dynamo decode"),
+    ),
 )
 
 METRICS: Final[dict[str, tuple[Definition, ...]]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pdserve.decode.lookup import Lookup
 from pdserve.decode.pull_ahead import PullAhead
 from pdserve.decode.routes import Settled
 from pdserve.decode.writeback import WriteBack
@@ -11,7 +12,9 @@ from pdserve.prefill.missed_pages import MissedPages
 
 
 def parts(worker: Worker) -> RoleParts:
-    """`/pd/settled`, `/pd/pull`, and the following of every request until its pages are committed."""
+    """`/pd/settled`, `/pd/pull`, `/v1/kv/lookup`, and the following of every request until its pages are
+    committed.
+    """
     write_back = WriteBack(
         worker.pool,
         MissedPages(worker.pool, worker.metrics),
@@ -22,9 +25,9 @@ def parts(worker: Worker) -> RoleParts:
     pull_ahead = PullAhead(
         worker.engine, worker.pool, names=worker.names, step_tokens=worker.config.pull_step_tokens
     )
-    return RoleParts(
-        [Settled(write_back).router(), pull_ahead.router()], write_back.follow, write_back.unsettled
-    )
+    lookup = Lookup(worker.engine, worker.pool, names=worker.names)
+    routers = [Settled(write_back).router(), pull_ahead.router(), lookup.router()]
+    return RoleParts(routers, write_back.follow, write_back.unsettled)
 
 
 def aggregated_parts(worker: Worker) -> RoleParts:

@@ -66,6 +66,9 @@ def pool_node(config: PoolNodeConfig) -> Iterator[Finding]:
         if 0 < len(reveal(secret)) < MIN_CHARS:
             says = f"{who}: {name} is shorter than {MIN_CHARS} characters and can be guessed"
             yield _warn(says, "make one with `openssl rand -base64 32`")
+    if config.events.address and config.events.trusted_network:
+        says = f"{who}: its events at {config.events.address} tell every host which prompts were served"
+        yield _warn(says, "publish them on loopback, or close their ports to all but the routers")
     if not any(is_remote(address) for address in config.listen):
         return
     if config.insecure:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
@@ -49,6 +49,9 @@ from pdserve.tls.contexts import Certificates
 from pdserve.tokens import reveal, secret_of
 from pdserve.tracing import Tracer, open_tracer
 
+if TYPE_CHECKING:
+    from pdserve.engine.sglang.geometry import KvIdentity  # imports SGLang
+
 logger = logging.getLogger(__name__)
 
 MEDIA_HASHES: Final = "SGLANG_MM_PRECOMPUTE_HASH"
@@ -74,22 +77,13 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
         if config.storage == "pool":
             config = replace(config, pool=locate_pool(with_pool_secrets(config.pool, os.environ)))
         device = prepare_process(config.engine)
-        if (direct := _direct(config)) is not None:
-            check_direct(direct, role, device, host_memory=config.engine.hicache_host_memory_mode)
-            prepare_direct(config.engine.host, device)
+        direct = prepared_direct(config, role, device)
         # SGLang may be imported from here on
-        from pdserve.engine.sglang.geometry import check_cached, kv_identity, longest_tokens
+        from pdserve.engine.sglang.geometry import longest_tokens
         from pdserve.engine.sglang.storage import pool_storage
 
-        found = _checked_args(config, role, device)
-        if config.storage != "none":
-            check_cached(found)
-        prepare.share_cores(rank_count(found))
-        identity = kv_identity(found, reveal(config.pool.page_key), config.engine.page_pieces)
-        label = served_model_name(config.engine)
-        namespace = config.pool.namespace or identity.geometry.namespace(label)
-        if config.storage == "pool":
-            check_namespace(config.pool, namespace, identity)
+        found = checked_args(config, role, device)
+        identity, namespace = identified(config, found)
         # without the pool as storage no page ever gets there: nobody may wait for one
         reached = config.pool if config.storage == "pool" else PoolClientConfig()
         pool = AsyncPoolClient(reached, namespace, identity.geometry.as_dict())
@@ -111,10 +105,10 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
 
         storage = _storage_of(config, storage_of(namespace, identity.geometry))
         server_args = parse_args(server_argv(config.engine, role, device, storage, config.tls, direct))
-        logger.info("worker %s of %s, namespace %s", role, label, namespace)
+        logger.info("worker %s of %s, namespace %s", role, served_model_name(config.engine), namespace)
         if not token:
             logger.warning("insecure, no cluster_token: every client generates, users of this host control")
-        _set_environment(config.pool)
+        set_environment(config.pool)
         with _registered(config, role, url, token) as register, _closing(tracer), _closing(shelf):
 
             def on_ready() -> None:
@@ -125,7 +119,7 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
     return 0
 
 
-def _set_environment(pool: PoolClientConfig) -> None:
+def set_environment(pool: PoolClientConfig) -> None:
     """Of this process and its children. SGLang logs and shows its arguments, so they hold no secrets."""
     os.environ[POOL_TOKEN_VARIABLE] = reveal(pool.token)
     os.environ[PAGE_KEY_VARIABLE] = reveal(pool.page_key)
@@ -220,12 +214,39 @@ def _direct(config: WorkerConfig) -> DirectConfig | None:
     return config.direct if config.handoff == "direct" else None
 
 
+def prepared_direct(config: WorkerConfig, role: Role, device: Device) -> DirectConfig | None:
+    """The direct hand-off, with this process prepared for it; None: there is none. Raises ConfigError,
+    StartupError.
+    """
+    direct = _direct(config)
+    if direct is not None:
+        check_direct(direct, role, device, host_memory=config.engine.hicache_host_memory_mode)
+        prepare_direct(config.engine.host, device)
+    return direct
+
+
+def identified(config: WorkerConfig, found: Any) -> tuple[KvIdentity, str]:
+    """The identity of the worker's pages, and their namespace, opened where the pool is their storage.
+    `found`: from `checked_args`. Raises StartupError.
+    """
+    from pdserve.engine.sglang.geometry import check_cached, kv_identity
+
+    if config.storage != "none":
+        check_cached(found)
+    prepare.share_cores(rank_count(found))
+    identity = kv_identity(found, reveal(config.pool.page_key), config.engine.page_pieces)
+    namespace = config.pool.namespace or identity.geometry.namespace(served_model_name(config.engine))
+    if config.storage == "pool":
+        check_namespace(config.pool, namespace, identity)
+    return identity, namespace
+
+
 def _stages(config: WorkerConfig) -> bool:
     """Host memory holds pages only on their way."""
     return config.engine.hicache_host_memory_mode == "buffer_only"
 
 
-def _checked_args(config: WorkerConfig, role: Role, device: Device) -> Any:
+def checked_args(config: WorkerConfig, role: Role, device: Device) -> Any:
     """SGLang's resolved arguments, but for the names of the pages. Raises ConfigError where the user's own
     flags change what a worker needs.
     """

@@ -72,6 +72,11 @@ def test_of_a_closed_configuration_nothing_is_said(role: str, text: str, tmp_pat
         ("pool", FAR_NODE + 'metrics = "0.0.0.0:9100"', "its metrics at 0.0.0.0:9100"),
         ("pool", FAR_NODE + 'metrics = "[::]:9100"', "its metrics at [::]:9100"),
         ("pool", FAR_NODE + "ucx.trusted_network = true", "UCX listens on all interfaces"),
+        (
+            "pool",
+            'events = { address = "tcp://0.0.0.0:5557", trusted_network = true }',
+            "its events at tcp://0.0.0.0:5557 tell every host",
+        ),
         ("pool", FAR_NODE + 'ucx = { trusted_network = true, devices = "ib0" }', "UCX listens on ib0"),
         ("pool", 'admin_token = "short"', "admin_token is shorter than 16"),
         ("pool", 'cluster.token = "short"', "cluster.token is shorter than 16"),

@@ -150,6 +150,13 @@ async def prompt_tokens(
     """
     if tokenizer_manager.server_args.dp_size > 1:
         return []
+    return await named_tokens(tokenizer_manager, request, turns)
+
+
+async def named_tokens(
+    tokenizer_manager: Any, request: GenerateReqInput, turns: SglangTurns | None = None
+) -> list[int]:
+    """As `prompt_tokens`, whichever host memory the request will look into."""
     if request.contains_mm_input() or request.lora_path or request.input_embeds is not None:
         return []
     if turns is not None:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import starmap
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from pdserve.errors import PoolError, PoolTimeout, PoolUnavailable
 from pdserve.kvpool.client.async_link import AsyncNodeLink
@@ -34,7 +34,15 @@ from pdserve.tracing import timed
 
 logger = logging.getLogger(__name__)
 MakeQuestion: TypeAlias = Callable[[int, int, list[bytes]], m.Exists | m.Wait]
+Note: TypeAlias = Callable[[str, Sequence[int], m.Present], None]
 WAITERS_RETRY_S: Final = 0.05
+
+
+class Place(NamedTuple):
+    """Where a page is. `tier`: "dram", or the kind of a tier of the node."""
+
+    node: str
+    tier: str
 
 
 class AsyncPoolClient:
@@ -64,17 +72,31 @@ class AsyncPoolClient:
         with timed("pool exists", pages=len(keys)):
             return await self._exists(keys)
 
-    async def _exists(self, keys: Sequence[bytes]) -> list[bool]:
+    async def places(self, keys: Sequence[bytes]) -> list[Place | None]:
+        """For each key: where its page is. None: nowhere, or its owner cannot be reached."""
+        places: list[Place | None] = [None] * len(keys)
+
+        def note(node: str, asked: Sequence[int], reply: m.Present) -> None:
+            for place, number in zip(asked, reply.places or reply.mask, strict=False):
+                if number != m.NOWHERE:
+                    places[place] = Place(node, _tier(reply, number))
+
+        await self._exists(keys, lambda i, number, part: m.Exists(i, number, part, places=True), note)
+        return places
+
+    async def _exists(
+        self, keys: Sequence[bytes], make: MakeQuestion = m.Exists, note: Note | None = None
+    ) -> list[bool]:
         deadline = self._within(self.config.exists_timeout_s)
         asked = [""] * len(keys)
         rings = self.rings
         search = Search(keys, rings)
-        result = await self._ask(rings.split(keys), keys, [False] * len(keys), asked, deadline, m.Exists)
+        result = await self._ask(rings.split(keys), keys, [False] * len(keys), asked, deadline, make, note)
         while missed := [i for i, found in enumerate(result) if not found]:
             others = search.further(missed, asked, self.rings)
             if not others:
                 break
-            await self._ask(others, keys, result, asked, deadline, m.Exists)
+            await self._ask(others, keys, result, asked, deadline, make, note)
         return result
 
     async def wait(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
@@ -190,22 +212,25 @@ class AsyncPoolClient:
         asked: list[str],
         deadline: Deadline,
         make: MakeQuestion,
+        note: Note | None = None,
     ) -> list[bool]:
         """Ask each node for its keys, given by index.
 
-        Store answers in `result`, the node's name in `asked`.
+        Store answers in `result`, the node's name in `asked`. `note` is called with each answer.
         """
 
         async def part(node: str, places: list[int]) -> None:
             for place in places:
                 asked[place] = node
             try:
-                mask = await self._present(node, [keys[i] for i in places], deadline, make)
+                reply = await self._present(node, [keys[i] for i in places], deadline, make)
             except PoolError as error:
                 logger.debug("pool node %s: %s", node, error)
                 return
-            for place, byte in zip(places, mask, strict=True):
+            for place, byte in zip(places, reply.mask, strict=True):
                 result[place] = byte == 1
+            if note is not None:
+                note(node, places, reply)
 
         pieces = [
             part(node, places[start : start + m.MAX_KEYS])
@@ -215,13 +240,15 @@ class AsyncPoolClient:
         await asyncio.gather(*pieces)
         return result
 
-    async def _present(self, node: str, keys: list[bytes], deadline: Deadline, make: MakeQuestion) -> bytes:
-        """The node's mask of the keys. Raises PoolError."""
+    async def _present(
+        self, node: str, keys: list[bytes], deadline: Deadline, make: MakeQuestion
+    ) -> m.Present:
+        """The node's answer about the keys. Raises PoolError."""
         link = self._link(node)
         while True:
             reply = await link.ask(lambda i, namespace: make(i, namespace, keys), deadline)
             if isinstance(reply, m.Present) and len(reply.mask) == len(keys):
-                return reply.mask
+                return reply
             if not isinstance(reply, m.Fault) or reply.code != "too_many_waiters":
                 raise link.refused(reply)
             # waits of cancelled tasks still count at the node until their slice ends
@@ -273,3 +300,9 @@ class AsyncPoolClient:
         """The view changed: end the links to nodes that left."""
         for node in self._links.keys() - self._addresses().keys():
             self._links.pop(node).close()
+
+
+def _tier(reply: m.Present, number: int) -> str:
+    """What a place in the answer stands for. A node that does not say it is taken to mean its memory."""
+    tier = number - m.IN_MEMORY - 1
+    return printable(reply.tiers[tier]) if 0 <= tier < len(reply.tiers) else "dram"

@@ -321,6 +321,20 @@ class OpenSpace(msgspec.Struct, frozen=True):
     facts: SpaceFacts
 
 
+class PagesMoved(msgspec.Struct, frozen=True):
+    """Pages came to the node, left it, or are in another tier. `places[i]`: where `keys[i]` is now, as in
+    `PageEntry.place`; empty: nowhere. Only where places are followed.
+    """
+
+    namespace: int
+    keys: list[bytes]
+    places: list[str]
+
+
+class PlacesVoid(msgspec.Struct, frozen=True):
+    """Many pages went at once: what was told of places before is void."""
+
+
 Action: TypeAlias = (
     Answer
     | Close
@@ -340,4 +354,6 @@ Action: TypeAlias = (
     | ForgetPages
     | ForgetSpace
     | OpenSpace
+    | PagesMoved
+    | PlacesVoid
 )

@@ -24,6 +24,7 @@ from pdserve.errors import ConfigError
 from pdserve.kvpool.core.durable_answers import DurableAnswers
 from pdserve.kvpool.core.events import (
     FIRST_TAG,
+    LOCAL,
     Action,
     Answer,
     CancelTransfers,
@@ -45,14 +46,16 @@ from pdserve.kvpool.core.events import (
     TransferDone,
     ViewChanged,
 )
+from pdserve.kvpool.core.lookups import Lookups
 from pdserve.kvpool.core.namespace_admin import Administration, AdminRequest, Rules
 from pdserve.kvpool.core.page_listing import PageListing
+from pdserve.kvpool.core.page_places import PlaceChanges
 from pdserve.kvpool.core.reads import Reads
 from pdserve.kvpool.core.sessions import Limits, Session, Tags
 from pdserve.kvpool.core.sharding.coordinator import Sharding
 from pdserve.kvpool.core.startup_hold import StartupHold
 from pdserve.kvpool.core.status_report import report
-from pdserve.kvpool.core.store.index import NONE, REASONS
+from pdserve.kvpool.core.store.index import NONE
 from pdserve.kvpool.core.store.invariants import check
 from pdserve.kvpool.core.store.page_store import PageStore
 from pdserve.kvpool.core.store.restore import restore
@@ -73,6 +76,7 @@ from pdserve.kvpool.protocol.cluster_messages import (
     ListOwned,
     ListPages,
     NamespaceSettings,
+    PageEntry,
     PageList,
     ProbePeer,
     PullPages,
@@ -103,6 +107,7 @@ class NodeState:
         rules: Rules = NO_RULES,
         tiers: Sequence[TierSpec] = (),
         tiering: TieringLimits | None = None,
+        follows_places: bool = False,
     ) -> None:
         self.name = name
         self.incarnation = incarnation
@@ -121,6 +126,8 @@ class NodeState:
         self.reads = Reads(store, limits, tags, self.tiers, self.sharding)
         self.writes = Writes(store, limits, tags, self._written, self.tiers.has if tiers else no_tier)
         self._listing = PageListing(store, self.sharding, self.tiers)
+        self._lookups = Lookups(store, self.tiers)
+        self._places = PlaceChanges(store, self.tiers) if follows_places else None
         # answers that wait
         self._startup_hold = StartupHold(started_s, tiering.promotion_timeout_s, tiers=bool(tiers))
         # namespaces: last, since those that exist are announced to the store at once
@@ -180,6 +187,8 @@ class NodeState:
             case _:
                 assert_never(event)
         self.tiers.pump(now_s, out)
+        if self._places is not None:
+            self._places.tell(out)
         self._expect(min(self.store.next_work_s, self.tiers.next_deadline_s))
         return out
 
@@ -218,7 +227,7 @@ class NodeState:
             case m.Release():
                 self.reads.release(session, message, out)
             case m.Exists():
-                self._exists(session, message, now_s, out)
+                out.append(Answer(session.connection, self._lookups.answer(message, now_s)))
             case m.Reserve():
                 self._reserve(session, message, now_s, out)
             case m.Commit():
@@ -372,22 +381,6 @@ class NodeState:
 
     # --- pages
 
-    def _exists(self, session: Session, request: m.Exists, now_s: float, out: list[Action]) -> None:
-        find = self.store.index.namespace(request.namespace).lookup(now_s)
-        has, namespace = self.tiers.has, request.namespace
-        mask = bytes([find(key) is not None or has(namespace, key) for key in request.keys])
-        asked = request.keys[: m.MAX_FATES] if request.fates else []
-        fates = [self._fate(namespace, key, find(key), now_s) for key in asked]
-        out.append(Answer(session.connection, m.Present(request.id, mask, fates)))
-
-    def _fate(self, namespace: int, key: bytes, slot: int | None, now_s: float) -> m.Fate:
-        """Since when a page is there, and when and why it was removed last."""
-        removal = self.store.removed.find(namespace, key)
-        stored_ago_s = None if slot is None else now_s - self.store.facts.committed_s[slot]
-        if removal is None:
-            return m.Fate(stored_ago_s)
-        return m.Fate(stored_ago_s, REASONS[removal.reason], now_s - removal.removed_s)
-
     def _reserve(self, session: Session, request: m.Reserve, now_s: float, out: list[Action]) -> None:
         slot_bytes = self.store.slots.class_of(sum(request.segment_bytes))
         refused = self.sharding.refusals(session, request, slot_bytes)
@@ -451,6 +444,10 @@ class NodeState:
             namespace.number, request.cursor, request.limit, session.connection
         )
         return PageList(request.id, pages, cursor)
+
+    def list_pages(self, namespace: int, cursor: int, limit: int) -> tuple[list[PageEntry], int]:
+        """For the node itself: as `ListPages`."""
+        return self._listing.answer(namespace, cursor, limit, LOCAL)
 
     def status(self, request_id: int, now_s: float, session: Session | None = None) -> m.StatusReport:
         """The node's status. For a client, without the namespaces that it may not read."""

@@ -54,6 +54,7 @@ def make_state(
         rules,
         tiers.specs,
         tiers.limits,
+        follows_places=bool(config.events.address),
     )
     arena.save_namespaces(SaveNamespaces(arena.namespaces.dump()))
     if arena.contents is not None:

@@ -48,6 +48,7 @@ from pdserve.kvpool.node.admission import Admission, rules_of
 from pdserve.kvpool.node.bootstrap import make_state, take_memory
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.node.data_paths import DataPathInfo, DataPaths
+from pdserve.kvpool.node.events.feed import open_feed
 from pdserve.kvpool.node.loopback import LocalSession
 from pdserve.kvpool.node.memory.arena import Arena
 from pdserve.kvpool.node.memory.descriptor_sockets import DescriptorSockets
@@ -174,6 +175,10 @@ class PoolNode:
             self.config, self.incarnation, self.arena, self._tiers, self._rules, self._loop.time()
         )
         self._acts = self._make_acts()
+        if self.config.events.address:
+            feed = open_feed(self.config.events, self._loop, self.state)
+            self._acts |= feed.acts()
+            ending.callback(feed.close)
         ending.callback(self._remove_sockets)
         ending.callback(self.data_paths.stop)
         ending.callback(self._end_timer)
@@ -296,15 +301,12 @@ class PoolNode:
             FreeRows: self.arena.free_rows,
             AssignSlab: self.arena.assign_slab,
             SaveNamespaces: self._save_namespaces,
-            PublishNamespace: self._publish,
-            StartSend: self._transfer,
-            StartReceive: self._transfer,
-            CancelTransfers: self._transfer,
+            PublishNamespace: lambda action: self.gossip.publish(action.record),
+            StartSend: self.data_paths.perform,
+            StartReceive: self.data_paths.perform,
+            CancelTransfers: self.data_paths.perform,
             **self._tiers.acts(),
         }
-
-    def _publish(self, action: PublishNamespace) -> None:
-        self.gossip.publish(action.record)
 
     def _tell_namespaces(self) -> None:
         """What this node knows of them; and hear of what the others know."""
@@ -361,9 +363,6 @@ class PoolNode:
     def _save_namespaces(self, action: SaveNamespaces) -> None:
         self.arena.save_namespaces(action)
         self._tiers.save_namespaces(action)
-
-    def _transfer(self, action: StartSend | StartReceive | CancelTransfers) -> None:
-        self.data_paths.perform(action)
 
     def _schedule(self) -> None:
         self._end_timer()

@@ -40,6 +40,8 @@ MAX_KEYS = 4096  # keys or slots per message; clients split longer batches
 MAX_PAGES: Final = 128  # of one Get, Reserve or Commit: about 0.4 ms of a node's time
 MAX_BATCH_BYTES: Final = 32 * 1024 * 1024  # of one Get or Reserve of several pages: about 4 ms to wipe
 MAX_FATES: Final = 64  # told in one answer
+NOWHERE: Final = 0  # a place in `Present`
+IN_MEMORY: Final = 1
 MAX_SEGMENTS = 1024  # per page; HiCache's layer_first layout has two per layer
 
 
@@ -202,12 +204,15 @@ class Opened(Message, tag=11, frozen=True):
 
 
 class Exists(Message, tag=12, frozen=True):
-    """`fates`: tell those of the first MAX_FATES keys too. An older node does not."""
+    """`fates`: tell those of the first MAX_FATES keys too. `places`: tell where the pages are. An older node
+    tells neither.
+    """
 
     id: int
     namespace: int
     keys: list[bytes]
     fates: bool = False
+    places: bool = False
 
 
 class Fate(Message, tag=103, frozen=True):
@@ -222,11 +227,15 @@ class Fate(Message, tag=103, frozen=True):
 
 
 class Present(Message, tag=13, frozen=True):
-    """Answer to Exists and Wait. `mask`: one byte per key, 1 where committed. `fates`: where asked for."""
+    """Answer to Exists and Wait. `mask`: one byte per key, 1 where committed. `fates`, `places`: where asked
+    for. A place is a byte per key: NOWHERE, IN_MEMORY, or 2 and more, in a tier of kind `tiers[place - 2]`.
+    """
 
     id: int
     mask: bytes
     fates: list[Fate] = []
+    places: bytes = b""
+    tiers: list[str] = []
 
 
 class Reserve(Message, tag=14, frozen=True):

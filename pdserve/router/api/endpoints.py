@@ -52,6 +52,11 @@ _COUNTED: Final = Usage(
 _TOKENIZED: Final = Usage(b'"count":', re.compile(rb'"count":\s*\[?([\d,\s]+)'), re.compile(rb"(?!)"), True)
 """`/tokenize` says how many tokens a text has, or each text of a list. It has no output."""
 
+_LOOKED_UP: Final = Usage(
+    b'"prompt_tokens":', re.compile(rb'"prompt_tokens":\s*(\d{1,15})\b'), re.compile(rb"(?!)")
+)
+"""A lookup makes tokens of a prompt, and computes none."""
+
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What the router knows of one endpoint."""
@@ -226,6 +231,15 @@ _ROWS: Final = (
         response_schema="ScoringResponse",
         task="any",
         prompt_fields=("items",),
+        salt="header",
+    ),
+    Endpoint(
+        path="/v1/kv/lookup",
+        summary="How much of a prompt the KV pool has",
+        request_schema="KvLookup",
+        response_schema="KvFound",
+        charged_fields=("prompt", "text", "input_ids", "messages"),
+        usage=_LOOKED_UP,
         salt="header",
     ),
     _TOKENIZE,

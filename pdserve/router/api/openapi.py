@@ -51,6 +51,37 @@ _ANTHROPIC_ERROR = {
         },
     },
 }
+_OWN = frozenset({"KvLookup"})
+"""Bodies that SGLang does not know."""
+_LOOKUP = {
+    "type": "object",
+    "properties": {
+        "model": {"type": ["string", "null"]},
+        "messages": {"type": "array", "items": {"type": "object"}, "description": "As of a chat."},
+        "prompt": {"type": "string", "description": "As of a completion."},
+        "text": {"type": "string"},
+        "input_ids": {"type": "array", "items": {"type": "integer", "minimum": 0}},
+        "hashes": {
+            "type": "array",
+            "items": {"type": "string"},
+            "description": "Names of pages from the first on, 64 hexadecimal digits each.",
+        },
+        "nodes": {"type": "boolean", "description": "Count by node too."},
+        "cache_salt": {"type": ["string", "null"]},
+    },
+}
+_FOUND = {
+    "type": "object",
+    "required": ["page_tokens", "prompt_tokens", "prompt_pages", "tokens", "memory_tokens", "tiers"],
+    "properties": {
+        **{
+            name: {"type": "integer"}
+            for name in ("page_tokens", "prompt_tokens", "prompt_pages", "tokens", "memory_tokens")
+        },
+        "tiers": {"type": "object", "additionalProperties": {"type": "integer"}},
+        "nodes": {"type": "object"},
+    },
+}
 _EVENT = {
     "type": "object",
     "required": ["data"],
@@ -99,6 +130,8 @@ def complete(document: dict[str, Any], choices: int) -> dict[str, Any]:
         "AnthropicError": _ANTHROPIC_ERROR,
         "Reranked": {"type": "array", "items": {"$ref": f"{_REF}RerankResponse"}},
         "GeneratedOne": _GENERATED,
+        "KvLookup": _LOOKUP,
+        "KvFound": _FOUND,
         "Generated": {"anyOf": [one, {"type": "array", "items": one}]},
     }
     components["schemas"] = schemas
@@ -121,10 +154,10 @@ def _operation(row: Endpoint) -> dict[str, Any]:
     if row.streams:
         content["text/event-stream"] = {"schema": _EVENT}
     headers = {name: {"description": text, "schema": {"type": "string"}} for name, text in _HEADERS.items()}
-    answered = {"description": f"As SGLang answers{', a stream too' if row.streams else ''}."}
-    is_openai = path.startswith("/v1/") and "token" not in path
+    who = "a worker" if row.request_schema in _OWN else "SGLang"
+    answered = {"description": f"As {who} answers{', a stream too' if row.streams else ''}."}
     return {
-        "tags": ["Anthropic" if row.errors == "anthropic" else "OpenAI" if is_openai else "SGLang"],
+        "tags": [_tag(row)],
         "summary": f"{row.summary}.",
         "operationId": path.strip("/").replace("/", "_"),
         "requestBody": {
@@ -134,6 +167,14 @@ def _operation(row: Endpoint) -> dict[str, Any]:
         "responses": {"200": answered | {"headers": headers, "content": content}}
         | {str(status): error_answer(status, row.errors) for status in _ERRORS if status != 403},
     }
+
+
+def _tag(row: Endpoint) -> str:
+    if row.errors == "anthropic":
+        return "Anthropic"
+    if row.request_schema in _OWN:
+        return "operations"
+    return "OpenAI" if row.path.startswith("/v1/") and "token" not in row.path else "SGLang"
 
 
 def error_answer(status: int, form: ErrorForm = "openai") -> dict[str, Any]:

@@ -3,7 +3,7 @@
 A router with API keys refuses them (400), unless the tenant may set them (`controls_engine`). They are not
 taken out quietly: a client that sends one expects an effect. A router without keys has one user, its
 operator, and passes everything on. The names are those of SGLang 0.5.23 (`GenerateReqInput`, and the request
-classes of its OpenAI endpoints).
+classes of its OpenAI endpoints), and two of our own lookup.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ ENGINE_FIELDS: Final = {
     "custom_labels": _METRICS,
     "external_trace_header": _METRICS,
     "log_metrics": _METRICS,
+    "hashes": "they name pages of all tenants",
+    "nodes": "they are the hosts of the pool",
 }
 """Each field, and why a tenant may not set it."""
 

@@ -296,3 +296,14 @@ async def test_one_refused_request_does_not_take_the_node_from_all_others(door: 
         link.refused(m.Fault(3, "unknown_namespace", "it was dropped"))
         assert link._alive() is None, "the next connection has the namespace's new number"
         assert await client.exists([key(1)]) == [True]
+
+
+async def test_where_pages_are_is_told_and_of_a_dead_node_nothing(door: Door) -> None:
+    with client_of(door) as client:
+        await asyncio.to_thread(put, door, 1)
+        [there, never] = await client.places([key(1), key(2)])
+        assert there is not None
+        assert there.tier == "dram"
+        assert never is None
+        door.kill()
+        assert await client.places([key(1)]) == [None]

@@ -18,7 +18,7 @@ def test_memory_per_page_is_bounded() -> None:
     pages = 1 << 14
     tracemalloc.start()
     try:
-        node = Node(slabs=pages // 1024 + 1, slab_bytes=4 << 20)
+        node = Node(slabs=pages // 1024 + 1, slab_bytes=4 << 20, follows_places=False)
         c = node.connect()
         ns = node.open(c)
         store, out = node.state.store, []  # type: ignore[var-annotated]

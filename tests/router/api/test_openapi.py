@@ -53,6 +53,14 @@ SAID: dict[str, Any] = {
     "Generated": {"text": "a", "output_ids": [1], "meta_info": {"prompt_tokens": 1, "completion_tokens": 1}},
     "TokenizeResponse": {"tokens": [1], "count": 1, "max_model_len": 9},
     "DetokenizeResponse": {"text": "a"},
+    "KvFound": {
+        "page_tokens": 64,
+        "prompt_tokens": 1,
+        "prompt_pages": 0,
+        "tokens": 0,
+        "memory_tokens": 0,
+        "tiers": {},
+    },
     "AnthropicMessagesResponse": {
         "id": "msg_1",
         "type": "message",

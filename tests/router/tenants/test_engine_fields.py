@@ -67,8 +67,11 @@ def test_the_table_names_fields_that_this_sglang_has() -> None:
     from sglang.srt.entrypoints.openai import protocol
     from sglang.srt.managers.io_struct import GenerateReqInput
 
+    from pdserve.decode.lookup import Asked
+
     known = set(inspect.signature(GenerateReqInput).parameters) | {"kv_hints"}
     names = ("ChatCompletionRequest", "CompletionRequest", "EmbeddingRequest", "ScoringRequest")
     for request in (getattr(protocol, name) for name in names):
         known |= set(request.model_fields)
+    known |= set(Asked.__struct_fields__)  # of our own look-up
     assert set(ENGINE_FIELDS) <= known

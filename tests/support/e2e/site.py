@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,8 @@ STAGED: Final = {
     "hicache_ratio": 0.4,
 }
 """Host memory is for 4,800 tokens, requests have up to 4,096, and the prompts of `first_turns` 20,000."""
+POOL_EVENTS: Final = "aggpool.events"  # sockets in the run directory
+WORKER_EVENTS: Final = "agg.events"
 PAGE_KEY: Final = "of-the-workers-of-this-run-alone"
 PULL_AHEAD: Final = {"pull_ahead_tokens": 2 * CHUNK_TOKENS}
 NEEDS: Final = {
@@ -188,9 +191,10 @@ class Site:
     def of(cls, run_dir: Path, model: Path) -> Site:
         peers = [f"unix:{run_dir}/ucxpool{i}.sock" for i in range(2)]
         ssd = {"kind": "ssd", "path": run_dir / "ssd", "capacity_bytes": "512MiB", "write": "all"}
+        events = {"address": f"ipc://{run_dir}/{POOL_EVENTS}"}
         pools = {
             "pool0": PoolNode(run_dir),
-            "aggpool": PoolNode(run_dir, "aggpool", extra={"tiers": [ssd]}),
+            "aggpool": PoolNode(run_dir, "aggpool", extra={"tiers": [ssd], "events": events}),
             **{
                 name: PoolNode(run_dir, name, "128MiB", extra={"cluster": {"peers": peers}})
                 for name in ("ucxpool0", "ucxpool1")
@@ -214,6 +218,8 @@ def _workers(run_dir: Path, model: Path, pools: dict[str, PoolNode], etcd: EtcdS
         "handoff": "direct",
         "direct": {"bootstrap_port": free_port(), "trusted_network": True},
     }
+    events = {"publisher": "zmq", "endpoint": f"ipc://{run_dir}/{WORKER_EVENTS}"}
+    observed = engine_settings(model, extra_args=["--kv-events-config", json.dumps(events)])
     chunked = engine_settings(model, extra_args=["--chunked-prefill-size", str(CHUNK_TOKENS)])
     few = engine_settings(model, max_running_requests=8)
     staged = engine_settings(model, **STAGED)
@@ -243,7 +249,7 @@ def _workers(run_dir: Path, model: Path, pools: dict[str, PoolNode], etcd: EtcdS
     as_remote = {**of_ranks, "data_path": "tcp"}
     return [
         Worker("agg", "plain", run_dir, exact, settings=plain),
-        Worker("agg", "agg", run_dir, exact, shm, registered),
+        Worker("agg", "agg", run_dir, observed, shm, registered),
         Worker("agg", "ucx", run_dir, bytes_of_two, ucx),
         Worker("agg", "file", run_dir, file, settings=to_file, env=pages),
         Worker("prefill", "ranks-prefill", run_dir, two_ranks, of_ranks, patient),

@@ -6,7 +6,16 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from pdserve.kvpool.core.events import Action, Answer, Connected, Disconnected, Received, Tick
+from pdserve.kvpool.core.events import (
+    Action,
+    Answer,
+    Connected,
+    Disconnected,
+    PagesMoved,
+    PlacesVoid,
+    Received,
+    Tick,
+)
 from pdserve.kvpool.core.namespace_admin import Rules
 from pdserve.kvpool.core.sessions import Limits
 from pdserve.kvpool.core.state import NO_RULES, NodeState
@@ -38,6 +47,7 @@ class Node:
         namespaces: Namespaces | None = None,
         tiers: Sequence[TierSpec] = (),
         tiering: TieringLimits | None = None,
+        follows_places: bool = True,
         **limits: Any,
     ) -> None:
         self.now_s = 100.0
@@ -52,7 +62,10 @@ class Node:
             rules,
             tiers,
             tiering,
+            follows_places,
         )
+        self._follows_places = follows_places
+        self._told: dict[tuple[int, bytes], str] = {}  # where pages are, as followers know it
         self.actions: list[Action] = []
         self._connections = 0
         self._ids = 0
@@ -66,9 +79,28 @@ class Node:
         return self.do(Disconnected(connection, by_peer))
 
     def do(self, event: object) -> list[Action]:
-        self.actions = self.state.handle(event, self.now_s)  # type: ignore[arg-type]
+        actions = self.state.handle(event, self.now_s)  # type: ignore[arg-type]
         self.state.check()
+        self.actions = [one for one in actions if not isinstance(one, PagesMoved | PlacesVoid)]
+        if self._follows_places:
+            self._check_places(actions)
         return self.actions
+
+    def _check_places(self, actions: list[Action]) -> None:
+        """What followers were told is what is so."""
+        for action in actions:
+            if isinstance(action, PlacesVoid):
+                self._told = self._places()  # the shell tells all anew
+            elif isinstance(action, PagesMoved):
+                self._told |= {
+                    (action.namespace, k): p for k, p in zip(action.keys, action.places, strict=True)
+                }
+        assert {page: place for page, place in self._told.items() if place} == self._places()
+
+    def _places(self) -> dict[tuple[int, bytes], str]:
+        tiers, index = self.state.tiers, self.state.store.index
+        below = {(n, k): tiers.place(n, k)[0] for n in tiers.namespaces() for k in tiers.keys(n)}
+        return below | {(pages.number, k): "dram" for pages in index for k in pages.committed}
 
     def send(self, connection: int, message: m.Request) -> list[Action]:
         return self.do(Received(connection, message))

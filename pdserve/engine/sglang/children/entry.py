@@ -11,6 +11,7 @@ import gc
 import logging
 import multiprocessing
 import signal
+from collections.abc import Callable
 from typing import Any, Final
 
 from pdserve.engine.sglang import prepare
@@ -40,6 +41,11 @@ if multiprocessing.parent_process() is not None:
 
 def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
     """SGLang's `run_scheduler_process` with the same arguments, in a prepared process."""
+    prepare_scheduler()(*args, **kwargs)
+
+
+def prepare_scheduler() -> Callable[..., Any]:
+    """Prepare this process; SGLang's `run_scheduler_process`."""
     with prepare.without_gc():
         _enter_child()
         from sglang.srt.managers.scheduler import run_scheduler_process as run
@@ -48,8 +54,8 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> None:
 
     for name in (run.__module__, *_TELLS_ERRORS):
         logging.getLogger(name).addFilter(_without_traceback)
-
-    run(*args, **kwargs)
+    prepared: Callable[..., Any] = run
+    return prepared
 
 
 def run_detokenizer_process(*args: Any, **kwargs: Any) -> None:
@@ -94,6 +100,7 @@ def _change_scheduler() -> None:
         embedding_salts,
         kept_prompts,
         local_store,
+        object_layout,
         pulls,
         ssd_tokens,
     )
@@ -105,6 +112,7 @@ def _change_scheduler() -> None:
     declined_fetches.install()
     detached.install()
     embedding_salts.install()
+    object_layout.install()
     if prepare.is_on_cpu():
         from pdserve.engine.sglang.cpu import hooks
 

@@ -131,6 +131,9 @@ class PageStore(SlotStates):
         self.bytes_in_state[RESERVED] -= committed_bytes
         self.bytes_in_state[COMMITTED] += committed_bytes
         self.uses = self.slab_use.use(slots, facts.last_use, self.uses)
+        if self.on_change is not None:
+            for slot, key in zip(slots, keys, strict=True):
+                self.on_change(namespace_of[slot], key)
         sequences = [facts.sequence[slot] for slot in slots]
         out.append(CommitRows(slots, keys, spaces, lengths, checksums, sequences, now_s))
 
@@ -171,6 +174,8 @@ class PageStore(SlotStates):
         sweep = Sweep(pages.committed, pages.orders)
         pages.gone["dropped"] += len(pages.committed)
         pages.committed, pages.orders, pages.page_bytes, pages.space = {}, {}, 0, space
+        if count and self.on_change is not None:
+            self.on_change(namespace, None)
         if pages.expiry is not None:
             pages.expiry = Ttl(self.expiry_links, pages.expiry.ttl_s)
         if pages.kin is not None:

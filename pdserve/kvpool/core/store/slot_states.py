@@ -59,6 +59,8 @@ class SlotStates:
         self.now_s = 0.0  # of the event that is handled
         self.on_evict: Callable[[int], None] | None = None  # called with the slot of an evicted page
         self.in_tier: Callable[[int, bytes], bool] | None = None  # whether a tier has the page
+        self.on_change: Callable[[int, bytes | None], None] | None = None
+        """Called with namespace and key of a page that came or went. None: all of the namespace went."""
 
     # --- looking
 
@@ -140,6 +142,8 @@ class SlotStates:
         pages.page_bytes -= self.facts.length_bytes[slot]
         pages.gone[reason] += 1
         self.removed.note(pages.number, key, REASON_NUMBERS[reason], self.now_s)
+        if self.on_change is not None:
+            self.on_change(pages.number, key)
         order = pages.orders[self.slots.slot_bytes(slot)]
         if reason in ("ttl", "dropped"):
             order.on_remove(slot)

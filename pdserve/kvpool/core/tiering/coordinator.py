@@ -54,6 +54,10 @@ class Tiers:
         """Whether a tier has the page."""
         return self.any and self._index.has(namespace, key)
 
+    def follow(self, on_change: Callable[[int, bytes | None], None]) -> None:
+        """See `TierIndexes.follow`."""
+        self._index.follow(on_change)
+
     # --- what happens
 
     def handle(self, event: TierEvent, now_s: float, out: list[Action]) -> None:

@@ -7,7 +7,7 @@ about the old space are ignored.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Final, Literal, TypeAlias
@@ -58,12 +58,17 @@ class TierIndex:
     stored: int = 0
     store_failed: int = 0
     gone: int = 0
+    changed: Callable[[int, bytes], object] | None = (
+        None  # called with space and key of each that came or went
+    )
 
     def add(self, space: int, key: bytes, length_bytes: int) -> None:
         pages = self.pages.setdefault(space, {})
         old = pages.get(key, 0)
         pages[key] = length_bytes
         self.page_bytes[space] = self.page_bytes.get(space, 0) + length_bytes - old
+        if self.changed is not None:
+            self.changed(space, key)
 
     def remove(self, space: int, key: bytes) -> bool:
         """Remove a page. True if it was there."""
@@ -72,6 +77,8 @@ class TierIndex:
         if length is None:
             return False
         self.page_bytes[space] -= length
+        if self.changed is not None:
+            self.changed(space, key)
         return True
 
     def clear(self, space: int) -> int:
@@ -101,6 +108,7 @@ class TierIndexes:
         self.tiers = [TierIndex(spec) for spec in tiers]
         self._spaces: dict[int, int] = {}  # by namespace
         self._namespaces: dict[int, int] = {}  # by space
+        self._on_change: Callable[[int, bytes | None], None] | None = None
 
     @property
     def ready(self) -> bool:
@@ -153,6 +161,20 @@ class TierIndexes:
 
     # --- changes
 
+    def follow(self, on_change: Callable[[int, bytes | None], None]) -> None:
+        """Call `on_change(namespace, key)` for each page that comes into a tier or leaves it. None: all pages
+        of the namespace left.
+        """
+
+        def changed(space: int, key: bytes) -> None:
+            namespace = self._namespaces.get(space)
+            if namespace is not None:
+                on_change(namespace, key)
+
+        self._on_change = on_change
+        for tier in self.tiers:
+            tier.changed = changed
+
     def set_space(self, namespace: int, space: int | None, out: list[Action]) -> int:
         """Set the namespace's current space; None: it is gone.
 
@@ -171,7 +193,11 @@ class TierIndexes:
     def forget_space(self, space: int, out: list[Action]) -> int:
         """Forget all pages of the space. Returns their number."""
         out.append(ForgetSpace(space))
-        return sum(tier.clear(space) for tier in self.tiers)
+        count = sum(tier.clear(space) for tier in self.tiers)
+        namespace = self._namespaces.get(space)
+        if count and namespace is not None and self._on_change is not None:
+            self._on_change(namespace, None)
+        return count
 
     def forget(
         self,

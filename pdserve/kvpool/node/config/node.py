@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from pdserve.errors import ConfigError
 from pdserve.kvpool.node.config.cluster import ClusterConfig, MovingConfig, ReplicasConfig
+from pdserve.kvpool.node.config.events import EventsConfig
 from pdserve.kvpool.node.config.namespaces import NamespaceConfig, NamespaceDefaults
 from pdserve.kvpool.node.memory.placement import Placement
 from pdserve.kvpool.node.memory.slab_size import MAX_SLAB_BYTES, slab_for
@@ -261,6 +262,9 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         TlsConfig,
         Meta(description="Certificates for connections by TCP. Nodes of one pool need `ca` for each other."),
     ] = TlsConfig()
+    events: Annotated[
+        EventsConfig, Meta(description="Events of the node's pages, for routers of other stacks.")
+    ] = EventsConfig()
     metrics: Annotated[
         str, Meta(description="Address of the Prometheus metrics, like `127.0.0.1:9100`; empty: no metrics.")
     ] = ""

@@ -1,0 +1,102 @@
+#!/usr/bin/env bash
+# Serve a model by NVIDIA Dynamo on this machine: its frontend with the KV router, SGLang workers, and a pool node that
+# keeps the workers' pages. See docs/dynamo.md.
+#
+#   launch/dynamo.sh [agg|disagg] [--model PATH] [--port N] [--workers N] [--run-dir DIR] [-- SGLANG_FLAGS]
+#
+# agg: workers that do prefill and decode (the default, two of them). disagg: one of each, SGLang's own transfer between
+# them. Sets everything up first: Dynamo goes into .venv-dynamo, which sees .venv behind it, because its pins differ.
+# Ctrl-C stops every process.
+set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+mode=agg model= port=8000 workers=2 run=$root/logs/dynamo version=1.6.1
+case ${1:-} in agg | disagg) mode=$1 && shift ;; esac
+while [ $# -gt 0 ]; do
+  case $1 in
+    --model) model=$2 && shift 2 ;;
+    --port) port=$2 && shift 2 ;;
+    --workers) workers=$2 && shift 2 ;;
+    --run-dir) run=$2 && shift 2 ;;
+    --) shift && break ;;
+    *) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0" && exit 2 ;;
+  esac
+done
+
+dynamo=$root/.venv-dynamo
+if [ "$(cat "$dynamo/pdserve-setup" 2>/dev/null)" != "$version $venv" ]; then
+  say "installing Dynamo $version into $dynamo"
+  uv=$(command -v uv || printf '%s' "$venv/bin/uv")
+  "$uv" venv --quiet --clear --python "$venv/bin/python" "$dynamo"
+  # without its extra `sglang`, which pins another SGLang and CUDA packages; the other requirements are in .venv
+  "$uv" pip install --quiet --python "$dynamo/bin/python" --no-deps "ai-dynamo==$version" "ai-dynamo-runtime==$version"
+  "$uv" pip install --quiet --python "$dynamo/bin/python" 'kubernetes<33' 'pydantic<=2.13.5'
+  site=$("$dynamo/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  behind=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  printf 'import site; site.addsitedir(%s)\n' "'$behind'" >"$site/pdserve.pth"
+  printf '%s\n' "$version $venv" >"$dynamo/pdserve-setup"
+fi
+
+if [ -z "$model" ]; then
+  model=$root/models/demo-small
+  [ -f "$model/config.json" ] || "$venv/bin/pdserve" model demo --size small --out "$model"
+fi
+name=$(basename "$model")
+mkdir -p "$run"
+rm -rf "$run/discovery"
+# Dynamo's planes without etcd and NATS
+export DYN_DISCOVERY_BACKEND=file DYN_FILE_KV=$run/discovery DYN_REQUEST_PLANE=tcp DYN_EVENT_PLANE=zmq
+export HF_HUB_OFFLINE=1 # the model is a directory
+events=tcp://127.0.0.1:$((port + 100))
+
+started=()
+stop() {
+  trap - EXIT INT TERM
+  for ((i = ${#started[@]} - 1; i >= 0; i--)); do kill "${started[i]}" 2>/dev/null || true; done
+  wait
+}
+trap stop EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+begin() { # begin NAME COMMAND...
+  local log=$run/$1.log
+  say "$1: log $log"
+  shift
+  "$@" >"$log" 2>&1 &
+  started+=($!)
+}
+
+cat >"$run/pool.toml" <<END
+name = "pool"
+listen = ["unix:$run/pool.sock"]
+capacity_bytes = "2GiB"
+[events]
+address = "$events"
+format = "objects"
+END
+cat >"$run/worker.toml" <<END
+pool_events = "$events"
+[engine]
+model_path = "$model"
+[pool]
+nodes = [{ node = "pool", address = "unix:$run/pool.sock" }]
+[direct]
+trusted_network = true # disagg: Mooncake listens on all interfaces, for everybody
+bootstrap_port = $((port + 101))
+END
+begin pool "$venv/bin/pdserve" pool serve --config "$run/pool.toml"
+if [ "$mode" = disagg ]; then roles=(prefill decode); else roles=($(yes agg | head -n "$workers")); fi
+for i in "${!roles[@]}"; do
+  # by the environment's interpreter: .venv's own script would not see Dynamo
+  begin "${roles[i]}$i" "$dynamo/bin/python" -m pdserve dynamo "${roles[i]}" --config "$run/worker.toml" \
+    --engine.port $((port + 200 + i)) --kv-events "tcp://127.0.0.1:$((port + 300 + i))" -- "$@"
+done
+begin frontend "$dynamo/bin/python" -m dynamo.frontend --http-port "$port" --router-mode kv --shared-cache-type hicache
+for _ in $(seq 300); do
+  for i in "${!started[@]}"; do kill -0 "${started[i]}" 2>/dev/null || fail "a process has ended: see $run/*.log"; done
+  if curl -sf "http://127.0.0.1:$port/v1/models" | grep -q "\"$name\""; then break; fi
+  sleep 1
+done
+curl -sf "http://127.0.0.1:$port/v1/models" | grep -q "\"$name\"" || fail "the model is not served after 300 s: see $run/*.log"
+say "ready: http://127.0.0.1:$port/v1 serves $name. Ctrl-C stops it."
+wait -n "${started[@]}" || true
+fail "a process has ended: see $run/*.log"

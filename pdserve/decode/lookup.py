@@ -1,0 +1,166 @@
+"""`POST /v1/kv/lookup`: how much of a prompt the pool has, and where.
+
+For routers of other stacks and for people. The body is that of a generation: `messages`, `prompt`, `text` or
+`input_ids`. The worker makes the prompt's tokens as it would for the generation, names their pages with the
+request's salt, and asks the pool. So who asks with his own salt hears of his own pages only. `hashes` ask
+for pages by name, whosever they are: a router lets no tenant ask so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import msgspec
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from pdserve.engine.http.endpoints import CHAT, COMPLETIONS, GENERATE
+from pdserve.engine.page_names import PageNames, RequestPages
+from pdserve.engine.sglang.prompt import named_tokens, prefill_request
+from pdserve.errors import RequestError
+from pdserve.kvpool.client.async_client import AsyncPoolClient, Place
+from pdserve.pages import namespace_seed, page_hashes, pool_key
+
+LOOKUP: Final = "/v1/kv/lookup"
+MAX_PAGES: Final = 65_536
+"""Of one prompt. 64 of a million tokens each, at pages of 64."""
+HASH_BYTES: Final = 32
+_EMPTY: Final = msgspec.Raw(b"")
+_NOTHING: Final = (b"", b"null")
+_UNNAMED: Final = (
+    "pages of several prompts, of prompts with images, audio or video, and of adapters cannot be looked up"
+)
+
+
+class Asked(msgspec.Struct):
+    """The body, as far as it says what to do with it."""
+
+    messages: msgspec.Raw = _EMPTY
+    prompt: msgspec.Raw = _EMPTY
+    text: msgspec.Raw = _EMPTY
+    input_ids: msgspec.Raw = _EMPTY
+    hashes: list[str] | None = None
+    nodes: bool = False
+
+    def endpoint(self) -> str:
+        """Whose body it is. Raises RequestError."""
+        given = ((CHAT, self.messages), (COMPLETIONS, self.prompt), (GENERATE, self.text))
+        said = [
+            path for path, prompt in (*given, (GENERATE, self.input_ids)) if bytes(prompt) not in _NOTHING
+        ]
+        if len(said) + (self.hashes is not None) != 1:
+            raise RequestError(400, "name the prompt by one of messages, prompt, text, input_ids, hashes")
+        return said[0] if said else ""
+
+
+class Found(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The answer. Pages are counted at one rank, and of the longest prefix that a worker can restore."""
+
+    page_tokens: int
+    prompt_tokens: int
+    """0 where pages were asked for by name."""
+    prompt_pages: int
+    tokens: int
+    """Of the longest prefix that the pool has."""
+    memory_tokens: int
+    """Of the longest prefix that it has in memory."""
+    tiers: dict[str, int]
+    """Pages of the prefix by tier."""
+    nodes: dict[str, dict[str, int]] | None = None
+    """The same for each node, where asked for."""
+
+
+class Lookup:
+    """The route. `engine` gives SGLang's app state and tokenizer manager at request time."""
+
+    def __init__(self, engine: Any, pool: AsyncPoolClient, *, names: PageNames) -> None:
+        self._engine = engine
+        self._pool = pool
+        self._names = names
+
+    def router(self) -> APIRouter:
+        """The FastAPI router with the route."""
+        router = APIRouter()
+        router.add_api_route(LOOKUP, self.lookup, methods=["POST"], response_model=None)
+        return router
+
+    async def lookup(self, request: Request) -> Response:
+        """Answer with a `Found`."""
+        try:
+            found = await self._found(request)
+        except RequestError as error:
+            return JSONResponse(error.body(), status_code=error.status)
+        return Response(msgspec.json.encode(found), media_type="application/json")
+
+    async def _found(self, request: Request) -> Found:
+        body = await request.body()
+        try:
+            asked = msgspec.json.decode(body, type=Asked)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise RequestError(400, f"not a lookup: {error}") from None
+        tokens = 0
+        if endpoint := asked.endpoint():
+            tokens, chain = await self._chain(request, endpoint, body)
+        else:
+            chain = _digests(asked.hashes or ())
+        if len(chain) > MAX_PAGES:
+            raise RequestError(400, f"{len(chain)} pages are asked for, at most {MAX_PAGES}")
+        pages = RequestPages(self._names, {"": chain})
+        keys = await asyncio.to_thread(pages.all_keys)
+        places = dict(zip(keys, await self._pool.places(keys), strict=True))
+        there = {key: place for key, place in places.items() if place is not None}
+        return await asyncio.to_thread(self._answer, pages, there, tokens, with_nodes=asked.nodes)
+
+    async def _chain(self, request: Request, endpoint: str, body: bytes) -> tuple[int, list[bytes]]:
+        """(number of the prompt's tokens, digests of its pages)."""
+        made = await prefill_request(self._engine.app_state, endpoint, body, request)
+        try:
+            tokens = await named_tokens(self._engine.tokenizer_manager, made, self._engine.turns)
+        except ValueError as error:  # too long a text
+            raise RequestError(400, str(error)) from None
+        if not tokens:
+            raise RequestError(400, _UNNAMED)
+        seed = namespace_seed(made.extra_key, made.cache_salt or None)
+        names = self._names
+        chain = await asyncio.to_thread(page_hashes, tokens, names.page_size, seed, pairs=names.pairs)
+        return len(tokens), chain
+
+    def _answer(
+        self, pages: RequestPages, there: dict[bytes, Place], tokens: int, *, with_nodes: bool
+    ) -> Found:
+        names, chain = self._names, pages.chains[""]
+        in_memory = {key for key, place in there.items() if place.tier == "dram"}
+        restorable = [
+            pages.restorable(known) // len(names.rank_suffixes) for known in (there.keys(), in_memory)
+        ]
+        prefix = [pool_key(digest, names.rank_suffixes[0]) for digest in chain[: restorable[0]]]
+        return Found(
+            page_tokens=names.page_size,
+            prompt_tokens=tokens,
+            prompt_pages=len(chain),
+            tokens=restorable[0] * names.page_size,
+            memory_tokens=restorable[1] * names.page_size,
+            tiers=dict(Counter(there[key].tier for key in prefix)),
+            nodes=_by_node(there[key] for key in prefix) if with_nodes else None,
+        )
+
+
+def _by_node(places: Iterable[Place]) -> dict[str, dict[str, int]]:
+    counts: dict[str, dict[str, int]] = {}
+    for (node, tier), pages in Counter(places).items():
+        counts.setdefault(node, {})[tier] = pages
+    return counts
+
+
+def _digests(hashes: Sequence[str]) -> list[bytes]:
+    """Raises RequestError."""
+    try:
+        digests = [bytes.fromhex(one) for one in hashes]
+    except ValueError:
+        digests = [b""]
+    if any(len(one) != HASH_BYTES for one in digests):
+        raise RequestError(400, f"hashes are {HASH_BYTES} bytes in hexadecimal each, from the first page on")
+    return digests

@@ -1,0 +1,53 @@
+"""A worker's SGLang in another program that serves it (`sglang.Engine`): arguments, processes, page names.
+
+The program keeps its own front. The pool's pages, their names and namespaces, and what is changed in SGLang's
+scheduler are those of a worker, so both share pages.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from pdserve.engine.args import Role, server_argv
+from pdserve.engine.launch import (
+    checked_args,
+    identified,
+    prepare_process,
+    prepared_direct,
+    set_environment,
+)
+from pdserve.engine.worker import WorkerConfig
+from pdserve.kvpool.client.config import with_pool_secrets
+from pdserve.kvpool.client.locate import locate_pool
+from pdserve.pages import KvGeometry
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """What the program starts SGLang with."""
+
+    argv: list[str]
+    """SGLang's words, after `sglang serve`."""
+    namespace: str
+    geometry: KvGeometry
+    pairs: bool
+    """As in `pages.page_hashes`."""
+
+
+def prepare(config: WorkerConfig, role: Role) -> Embedded:
+    """Prepare this process, which has not imported SGLang yet, and open the pool's namespace. `config` has
+    the pool as its storage. Raises ConfigError, StartupError.
+    """
+    config = replace(config, pool=locate_pool(with_pool_secrets(config.pool, os.environ)))
+    device = prepare_process(config.engine)
+    direct = prepared_direct(config, role, device)
+    from pdserve.engine.sglang.storage import pool_storage
+
+    identity, namespace = identified(config, checked_args(config, role, device))
+    storage = pool_storage(config.pool, namespace, identity.geometry)
+    set_environment(config.pool)
+    argv = server_argv(config.engine, role, device, storage, config.tls, direct)
+    return Embedded(argv, namespace, identity.geometry, identity.pairs)

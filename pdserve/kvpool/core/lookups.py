@@ -1,0 +1,50 @@
+"""Questions about pages: whether they are there, where, and what became of them. Pure."""
+
+from __future__ import annotations
+
+from pdserve.kvpool.core.store.index import REASONS
+from pdserve.kvpool.core.store.page_store import PageStore
+from pdserve.kvpool.core.tiering.coordinator import Tiers
+from pdserve.kvpool.protocol.messages import IN_MEMORY, MAX_FATES, NOWHERE, Exists, Fate, Present
+
+
+class Lookups:
+    """Answers from memory and tiers as they are now."""
+
+    def __init__(self, store: PageStore, tiers: Tiers) -> None:
+        self._store = store
+        self._tiers = tiers
+
+    def answer(self, request: Exists, now_s: float) -> Present:
+        """The namespace is open, and the asker may read it."""
+        find, has = self._store.index.namespace(request.namespace).lookup(now_s), self._tiers.has
+        namespace = request.namespace
+        slots = [find(key) for key in request.keys]
+        mask = bytes(
+            slot is not None or has(namespace, key) for key, slot in zip(request.keys, slots, strict=True)
+        )
+        if not (request.fates or request.places):
+            return Present(request.id, mask)
+        asked = list(zip(request.keys, slots, strict=True))[: MAX_FATES if request.fates else 0]
+        fates = [self._fate(namespace, key, slot, now_s) for key, slot in asked]
+        places, tiers = self._places(request, slots) if request.places else (b"", [])
+        return Present(request.id, mask, fates, places, tiers)
+
+    def _fate(self, namespace: int, key: bytes, slot: int | None, now_s: float) -> Fate:
+        """Since when a page is there, and when and why it was removed last."""
+        removal = self._store.removed.find(namespace, key)
+        stored_ago_s = None if slot is None else now_s - self._store.facts.committed_s[slot]
+        if removal is None:
+            return Fate(stored_ago_s)
+        return Fate(stored_ago_s, REASONS[removal.reason], now_s - removal.removed_s)
+
+    def _places(self, request: Exists, slots: list[int | None]) -> tuple[bytes, list[str]]:
+        """See `Present`."""
+        tiers = self._tiers.status() if self._tiers.any else []
+        numbers = {"": NOWHERE, **{tier.name: place for place, tier in enumerate(tiers, IN_MEMORY + 1)}}
+        place = self._tiers.place
+        places = bytes(
+            IN_MEMORY if slot is not None else numbers[place(request.namespace, key)[0]]
+            for key, slot in zip(request.keys, slots, strict=True)
+        )
+        return places, [tier.kind for tier in tiers]  # names have paths, which clients need not know
