@@ -29,6 +29,10 @@ class NodeFailed(PdserveError):
     """
 
 
+class WeightsError(PdserveError):
+    """Weights cannot be stored in the pool, or read from it, as asked. Process exit status 1."""
+
+
 class RequestError(PdserveError):
     """A client's request cannot be served; carries the HTTP status and OpenAI's error type and code."""
 

@@ -31,6 +31,7 @@ BLOCKS: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = {
         "control": pool.control,
         "beside": pool.beside,
         "ranks": pool.ranks,
+        "weights-load": pool.weights_load,
     },
     "docs/benchmarks/serving.md": {
         "goals": serving.goals,

@@ -15,6 +15,7 @@ from pdserve.bench.commands.pool import codec, pool, tier
 from pdserve.bench.commands.router import router
 from pdserve.bench.commands.sweep import sweep
 from pdserve.bench.commands.weights import weights
+from pdserve.bench.commands.weights_load import weights_load
 
 app = typer.Typer(
     add_completion=False,
@@ -24,6 +25,6 @@ app = typer.Typer(
     help="Measure serving, router and pool, and put the pool under faults.",
 )
 SERVING = (multiturn, compare, sweep, weights, gaps, router, gpu_check)
-POOL = (pool, tier, codec, policies, index, quiet, hostile, hot, restart, soak, chaos)
+POOL = (pool, tier, codec, weights_load, policies, index, quiet, hostile, hot, restart, soak, chaos)
 for command in (*SERVING, *POOL):
     app.command()(command)

@@ -26,6 +26,7 @@ from pdserve.engine.config import EngineConfig
 from pdserve.engine.device import Device
 from pdserve.engine.handoff import DirectConfig, direct_argv
 from pdserve.errors import ConfigError
+from pdserve.kvpool.weights.names import is_pool_url, parse_url
 from pdserve.tls.contexts import TlsConfig
 
 Role = Literal["prefill", "decode", "agg", "elastic"]
@@ -150,8 +151,12 @@ def server_argv(
 
 
 def served_model_name(config: EngineConfig) -> str:
-    """The name clients call the model by."""
-    return config.served_model_name or Path(config.model_path).resolve().name
+    """The name clients call the model by. Raises ConfigError for a URL that is none."""
+    if config.served_model_name:
+        return config.served_model_name
+    if is_pool_url(config.model_path):
+        return parse_url(config.model_path).model.name  # of all revisions: clients need not know which it is
+    return Path(config.model_path).resolve().name
 
 
 def _sizes(config: EngineConfig, device: Device) -> list[str]:

@@ -16,7 +16,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     `--`).
     """
 
-    model_path: Annotated[str, Meta(min_length=1, description="Hugging Face model directory.")]
+    model_path: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="Hugging Face model directory, or a model of the pool: `pdserve://POOL/NAME[@REV]`.",
+        ),
+    ]
     served_model_name: Annotated[
         str, Meta(description="Name of the model for clients; empty: the directory's name.")
     ] = ""

@@ -44,6 +44,8 @@ from pdserve.kvpool.client.config import (
     with_pool_secrets,
 )
 from pdserve.kvpool.client.locate import locate_pool
+from pdserve.kvpool.weights.names import is_pool_url
+from pdserve.kvpool.weights.place import tell_children
 from pdserve.pages import KvGeometry, model_fingerprint
 from pdserve.tls.contexts import Certificates
 from pdserve.tokens import reveal, secret_of
@@ -74,8 +76,7 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
     Certificates(config.tls)  # refuses files that cannot be used, before anything slow
     url = advertised(config)
     with until_stopped():
-        if config.storage == "pool":
-            config = replace(config, pool=locate_pool(with_pool_secrets(config.pool, os.environ)))
+        config = _located(config)
         device = prepare_process(config.engine)
         direct = prepared_direct(config, role, device)
         # SGLang may be imported from here on
@@ -117,6 +118,16 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
 
             serve(server_args, drain, engine, config.tls, configure_app=configure, on_ready=on_ready)
     return 0
+
+
+def _located(config: WorkerConfig) -> WorkerConfig:
+    """With the nodes and secrets of the pool, where it is needed. Raises ConfigError, StartupError."""
+    from_pool = is_pool_url(config.engine.model_path)
+    if config.storage == "pool" or from_pool:
+        config = replace(config, pool=locate_pool(with_pool_secrets(config.pool, os.environ)))
+    if from_pool:
+        tell_children(config.pool, os.environ)
+    return config
 
 
 def set_environment(pool: PoolClientConfig) -> None:

@@ -7,22 +7,42 @@ import json
 import socket
 from pathlib import Path
 
-from pdserve.errors import StartupError
+from pdserve.errors import PoolError, StartupError, WeightsError
+from pdserve.kvpool.weights.model import PoolModel, open_model
+from pdserve.kvpool.weights.names import is_pool_url
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 
 
 def check_model_dir(model_path: str) -> None:
     """Raises StartupError unless `model_path` is a Hugging Face model directory with configuration and
-    weights.
+    weights, or names a model of a pool that has them.
     """
+    if is_pool_url(model_path):
+        _check_config(pool_model(model_path).directory / "config.json", model_path)
+        return
     path = Path(model_path)
     if not path.exists():
         raise StartupError(
             f"model path {model_path} does not exist: give a local Hugging Face model directory, "
             "or make one with 'pdserve model demo'"
         )
-    config = path / "config.json"
+    _check_config(path / "config.json", model_path)
+    if not any(next(path.glob(pattern), None) for pattern in _WEIGHTS):
+        raise StartupError(f"model path {model_path} has no weights ({', '.join(_WEIGHTS)})")
+
+
+def pool_model(model_path: str) -> PoolModel:
+    """The model of a pool that a URL names; its small files are in its directory. Raises StartupError,
+    ConfigError.
+    """
+    try:
+        return open_model(model_path)
+    except (WeightsError, PoolError) as error:
+        raise StartupError(str(error)) from error
+
+
+def _check_config(config: Path, model_path: str) -> None:
     if not config.is_file():
         raise StartupError(
             f"model path {model_path} is no Hugging Face model directory: it has no config.json"
@@ -33,8 +53,6 @@ def check_model_dir(model_path: str) -> None:
         raise StartupError(f"{config} cannot be read: {error}") from error
     if not architectures:
         raise StartupError(f"{config} names no model architecture: is this a Hugging Face model directory?")
-    if not any(next(path.glob(pattern), None) for pattern in _WEIGHTS):
-        raise StartupError(f"model path {model_path} has no weights ({', '.join(_WEIGHTS)})")
 
 
 def check_address(host: str, port: int) -> None:

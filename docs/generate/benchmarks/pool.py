@@ -101,6 +101,43 @@ def ranks() -> str:
     return origin(run) + "\n" + table(columns, rows)
 
 
+def weights_load() -> str:
+    """The newest run: a row for each source and loader."""
+    kept = runs("weights-load")
+    if not kept:
+        return NO_RUN
+    run = kept[0]
+    loads = [line for line in run.lines if "source" in line]
+    (limits,) = [line for line in run.lines if "memcpy_gbps" in line]
+    plain = next(
+        (line["seconds"] for line in loads if (line["source"], line["loader"]) == ("disk", "auto")), None
+    )
+    columns = (
+        "from",
+        "loader",
+        "s",
+        "first tensor, s",
+        "GB/s",
+        "of memcpy",
+        "of the disk",
+        "disk, auto / this",
+    )
+    rows = [
+        (
+            *(line["source"], line["loader"], f"{line['seconds']:.2f}", f"{line['first_s']:.3f}"),
+            *(f"{line['gbps']:.2f}", f"{line['gbps'] / limits['memcpy_gbps']:.2f}"),
+            f"{line['gbps'] / limits['disk_gbps']:.2f}",
+            f"{plain / line['seconds']:.1f} ×" if plain else "-",
+        )
+        for line in loads
+    ]
+    size = f"{loads[0]['size_bytes'] / 1e9:.2f} GB, medians of {loads[0]['rounds']} loads. " if loads else ""
+    said = (
+        f"`memcpy` {limits['memcpy_gbps']:.2f} GB/s, direct reads of the disk {limits['disk_gbps']:.2f} GB/s."
+    )
+    return origin(run) + f"\n{size}{said}\n\n" + table(columns, rows)
+
+
 def same_host(run: Run, figure: str, checksum: str = "off") -> list[float]:
     """A figure of same-host transfers of pages of 1 MiB and more."""
     return [row[figure] for row in _large(run, "shm", checksum)]

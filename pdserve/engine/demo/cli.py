@@ -21,7 +21,8 @@ def model() -> None:
 def demo(
     out: Annotated[Path, typer.Option(help="Directory to write. It is created completely or not at all.")],
     size: Annotated[
-        str, typer.Option(help=f"{' or '.join(SIZES)}: 2 M parameters for tests, 100 M for benchmarks.")
+        str,
+        typer.Option(help=f"{', '.join(SIZES)}: 2 M parameters for tests, 100 M and 500 M for benchmarks."),
     ] = "tiny",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random weights.")] = 0,
 ) -> None:

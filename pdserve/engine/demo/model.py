@@ -91,6 +91,17 @@ SIZES: dict[str, DemoSize] = {
         context_length=32768,
         tokenizer_text_bytes=8_000_000,
     ),
+    "medium": DemoSize(
+        vocab_size=16384,
+        hidden_size=1536,
+        intermediate_size=4608,
+        layers=18,
+        heads=24,
+        kv_heads=8,
+        head_dim=64,
+        context_length=32768,
+        tokenizer_text_bytes=8_000_000,
+    ),
 }
 
 
@@ -105,7 +116,7 @@ class DemoModel:
 
 
 def make_demo_model(size: str, out_dir: Path, seed: int = 0) -> DemoModel:
-    """Write the demo model of `size` ("tiny" or "small") and `seed` to `out_dir`, whole or not at all.
+    """Write the demo model of `size` (a key of SIZES) and `seed` to `out_dir`, whole or not at all.
 
     A directory that already holds the same model is left as it is, at once. Weights are stored in bfloat16;
     they run with `--dtype float32` and `--dtype bfloat16` alike.

@@ -13,9 +13,11 @@ from sglang.srt.configs.model_config import AttentionArch, ModelConfig, is_deeps
 from sglang.srt.model_loader.checkpoint_quantization import resolve_checkpoint_quant_spec
 
 from pdserve.engine.fingerprint_cache import kept_fingerprint
+from pdserve.engine.model_dir import pool_model
 from pdserve.engine.sglang.drafts import drafts
 from pdserve.errors import StartupError
 from pdserve.kvpool.protocol.page_tag import page_key_id
+from pdserve.kvpool.weights.names import is_pool_url
 from pdserve.pages import (
     DRAFT,
     KV,
@@ -91,14 +93,10 @@ def kv_identity(server_args: Any, page_key: str = "", pieces: int = 0) -> KvIden
     """`server_args`: SGLang's arguments, resolved (`server_args.resolved`). `page_key`: pages end with a tag
     made with it, so workers with another one must not share their namespace. `pieces`: `page_pieces`.
 
-    Raises StartupError when the model is no local directory (its revision could not be told from its name),
-    or its pages are divided between ranks in a way that has no names here.
+    Raises StartupError when the model is neither a local directory nor in a pool (its revision could not be
+    told from its name), or its pages are divided between ranks in a way that has no names here.
     """
-    model_path = Path(server_args.model_path)
-    if not model_path.is_dir():
-        raise StartupError(
-            f"model {server_args.model_path!r} is no local directory: download it first, and give its path"
-        )
+    model_path, fingerprint = _model(server_args.model_path)
     if server_args.dcp_size > 1:
         raise StartupError("--dcp-size: the pool cannot name the pages of decode context parallelism yet")
     if server_args.attn_cp_size > 1:
@@ -125,7 +123,7 @@ def kv_identity(server_args: Any, page_key: str = "", pieces: int = 0) -> KvIden
     if drafted.is_part:
         windows[DRAFT] = 0  # of all pages
     geometry = KvGeometry(
-        model=kept_fingerprint(model_path, model_fingerprint),
+        model=fingerprint,
         dtype=dtype,
         kv_dtype=_auto_kv_dtype(config, model_path) if wanted == "auto" else _KV_DTYPES.get(wanted, wanted),
         page_size=str(server_args.page_size),
@@ -143,6 +141,22 @@ def kv_identity(server_args: Any, page_key: str = "", pieces: int = 0) -> KvIden
 
     parts = [PagePart(name, pages, suffixes(name)) for name, pages in windows.items()]
     return KvIdentity(geometry, suffixes(KV), parts, drafted.pairs)
+
+
+def _model(model_path: str) -> tuple[Path, str]:
+    """The directory of a model's configuration, and its fingerprint. A pool's manifest has that of the
+    directory it was pushed from, so workers share pages wherever they got the weights.
+    """
+    if not is_pool_url(model_path):
+        if not Path(model_path).is_dir():
+            raise StartupError(
+                f"model {model_path!r} is no local directory: download it first, and give its path"
+            )
+        return Path(model_path), kept_fingerprint(Path(model_path), model_fingerprint)
+    model = pool_model(model_path)
+    if not model.manifest.fingerprint:
+        raise StartupError(f"{model_path} was pushed from a directory without a config.json or weights")
+    return model.directory, model.manifest.fingerprint
 
 
 def check_cached(server_args: Any) -> None:

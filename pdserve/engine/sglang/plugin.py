@@ -1,8 +1,9 @@
 """SGLang plugin (entry-point group `sglang.srt.plugins`), called in every SGLang process on this Python
 installation.
 
-It acts only in processes of a pdserve worker on a machine without an accelerator: those whose environment
-carries the worker's choice of device. SGLang only logs what a plugin raises, so the worker's self-check is
+It lets SGLang read models of a pool (`--model-path pdserve://...`). All else it does only in processes of a
+pdserve worker on a machine without an accelerator: those whose environment carries the worker's choice of
+device. SGLang only logs what a plugin raises, so the worker's self-check is
 what stops a bad start.
 """
 
@@ -12,5 +13,5 @@ from pdserve.engine.sglang import prepare
 
 
 def register() -> None:
-    """Put the CPU hooks in place where a pdserve worker chose the CPU; else nothing."""
+    """Let SGLang read models of a pool; put the CPU hooks in place where a pdserve worker chose the CPU."""
     prepare.after_sglang()

@@ -77,7 +77,10 @@ def before_sglang() -> None:
 
 
 def after_sglang() -> None:
-    """On CPU, put the hooks in place; imports SGLang."""
+    """Let SGLang read models of a pool; on CPU, put the hooks in place. Imports SGLang."""
+    from pdserve.engine.sglang import pool_weights
+
+    pool_weights.install()
     if is_on_cpu():
         from pdserve.engine.sglang.cpu import hooks
 

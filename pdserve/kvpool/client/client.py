@@ -221,6 +221,14 @@ class PoolClient:
         timeout_s = max(operations.CLEAR_TIMEOUT_S, self.config.exists_timeout_s)
         return sum(self._each_node(operations.clear, timeout_s).values())
 
+    def remove(self, keys: Sequence[bytes]) -> int:
+        """Drop pages that nobody wants any more on every reachable node, replicas too. Returns how many."""
+
+        def part(opened: OpenConnection, deadline_s: float) -> int:
+            return operations.remove(opened, keys, deadline_s)
+
+        return sum(self._each_node(part, self.config.put_timeout_s).values())
+
     # -- the pool as a whole
 
     def check(self) -> dict[str, PoolError | None]:

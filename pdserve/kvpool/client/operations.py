@@ -257,6 +257,16 @@ def clear(opened: OpenConnection, deadline_s: float) -> int:
         raise
 
 
+def remove(opened: OpenConnection, keys: Sequence[bytes], deadline_s: float) -> int:
+    """Drop these pages on this node. Returns how many there were. Raises PoolError."""
+    count = 0
+    for start in range(0, len(keys), m.MAX_KEYS):
+        part = list(keys[start : start + m.MAX_KEYS])
+        discard = m.Discard(opened.next_id(), opened.namespace, part, [])
+        count += expect(opened, discard, m.Done, deadline_s).count
+    return count
+
+
 def remaining_s(deadline_s: float) -> float:
     """Time left, at least 0."""
     return max(0.0, deadline_s - time.monotonic())

@@ -423,6 +423,9 @@ class NodeState:
         return self.reads.hit(session, slot, request, now_s, out)
 
     def _discard(self, session: Session, request: m.Discard, out: list[Action]) -> None:
+        if not request.sequences:
+            self._remove(session, request, out)
+            return
         sequence_of, corrupt = self.store.facts.sequence, {}
         for key, sequence in zip(request.keys, request.sequences, strict=False):
             slot = self.store.find(request.namespace, key)
@@ -432,6 +435,14 @@ class NodeState:
         self.tiers.forget(request.namespace, list(corrupt.values()), out)
         self.discarded += len(corrupt)
         out.append(Answer(session.connection, m.Done(request.id, len(corrupt))))
+
+    def _remove(self, session: Session, request: m.Discard, out: list[Action]) -> None:
+        """Drop pages that nobody wants any more, from memory and from tiers."""
+        namespace, find, has = request.namespace, self.store.find, self.tiers.has
+        there = [key for key in set(request.keys) if find(namespace, key) != NONE or has(namespace, key)]
+        self.store.drop([slot for key in there if (slot := find(namespace, key)) != NONE], out)
+        self.tiers.forget(namespace, there, out)
+        out.append(Answer(session.connection, m.Done(request.id, len(there))))
 
     # --- for people who look
 

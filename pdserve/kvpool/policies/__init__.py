@@ -24,14 +24,17 @@ _MAKERS: Final[dict[str, Callable[[Links], EvictionPolicy]]] = {
     "lru": Lru,
 }
 POLICIES: Final = (*_MAKERS, "ttl")
+KEEP: Final = "keep"
+"""No order: pages of such a namespace are never evicted, and writes beyond its quota or the memory are
+refused. The store sees to it; their order of use is kept as by lru, for what is written to tiers first."""
 
 
 def check_policy(name: str, ttl_s: float | None) -> None:
     """Raises ConfigError, in words for a person, when `make_policy` could not make it."""
-    if name not in POLICIES:
+    if name not in (*POLICIES, KEEP):
         near = difflib.get_close_matches(name.lower(), POLICIES, n=1, cutoff=0.0)
         raise ConfigError(
-            f"'{name}' is no eviction policy: choose one of {', '.join(POLICIES)} "
+            f"'{name}' is no eviction policy: choose one of {', '.join((*POLICIES, KEEP))} "
             f"(the nearest is '{near[0]}')"
         )
     if ttl_s is not None and not ttl_s > 0:
@@ -46,4 +49,4 @@ def make_policy(name: str, links: Links, ttl_s: float | None = None) -> Eviction
     if name == "ttl":
         assert ttl_s is not None
         return Ttl(links, ttl_s)
-    return _MAKERS[name](links)
+    return Lru(links) if name == KEEP else _MAKERS[name](links)

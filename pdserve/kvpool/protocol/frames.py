@@ -140,7 +140,7 @@ def _check_bounds(message: Request) -> None:
     elif isinstance(message, PullPages):
         if min(message.lengths, default=1) <= 0:
             raise FrameError("pull: lengths must be positive")
-    elif isinstance(message, Discard) and len(message.keys) != len(message.sequences):
+    elif isinstance(message, Discard) and len(message.sequences) not in (0, len(message.keys)):
         raise FrameError("discard: keys and sequences differ in length")
 
 

@@ -347,7 +347,8 @@ class Wait(Message, tag=22, frozen=True):
 
 class Discard(Message, tag=23, frozen=True):
     """Drop these pages: a reader found them corrupt. Only a page with its sequence given here is dropped.
-    Answered with Done.
+    Without sequences: the pages are no longer wanted, whichever filling they are; an older node
+    ends the connection then. Answered with Done.
     """
 
     id: int

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from pdserve.kvpool.core.store.kin import Kin
-from pdserve.kvpool.policies import make_policy
+from pdserve.kvpool.policies import KEEP, make_policy
 from pdserve.kvpool.policies.base import EvictionPolicy, Links
 from pdserve.kvpool.policies.ttl import Ttl
 
@@ -87,6 +87,11 @@ class NamespacePages:
         return None if self.expiry is None else self.expiry.ttl_s
 
     @property
+    def is_kept(self) -> bool:
+        """None of its pages is evicted."""
+        return self.policy == KEEP
+
+    @property
     def evictions(self) -> int:
         """Pages removed to make room."""
         return self.gone["capacity"] + self.gone["quota"] + self.gone["slab"]
@@ -139,8 +144,12 @@ class Index:
         return NONE if pages is None else pages.committed.get(key, NONE)
 
     def orders(self, slot_bytes: int) -> list[EvictionPolicy]:
-        """The orders of all namespaces, for one size class."""
-        return [pages.orders[slot_bytes] for pages in self._namespaces.values() if slot_bytes in pages.orders]
+        """The orders of all namespaces whose pages may be evicted, for one size class."""
+        return [
+            pages.orders[slot_bytes]
+            for pages in self._namespaces.values()
+            if slot_bytes in pages.orders and not pages.is_kept
+        ]
 
     def __len__(self) -> int:
         return sum(len(pages.committed) for pages in self._namespaces.values())

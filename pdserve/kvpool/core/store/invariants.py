@@ -36,6 +36,13 @@ def check(store: PageStore) -> None:
         assert pages.slot_bytes == by_namespace[pages.number]
         _check_orders(store, pages)
         _check_kin(store, pages)
+    kept = [store.slots.slab_of(slot) for slot in _kept(store)]
+    assert list(store.kept) == [kept.count(slab) for slab in range(store.slots.slabs)]
+
+
+def _kept(store: PageStore) -> Iterator[int]:
+    for pages in store.index:
+        yield from pages.committed.values() if pages.is_kept else ()
 
 
 def _swept(store: PageStore) -> set[int]:

@@ -112,10 +112,13 @@ class PageStore(SlotStates):
                 namespace, slot_bytes = namespace_of[slot], slab_class[slot // slots_per_slab]
                 pages = self.index.namespace(namespace)
                 on_insert = pages.order(slot_bytes, self.links).on_insert
+                is_kept = pages.is_kept
             del pages.writing[key]
             pages.committed[key] = slot
             if pages.kin is not None:
                 pages.kin.add(key, slot)
+            if is_kept:
+                self.kept[slot // slots_per_slab] += 1
             pages.page_bytes += length_bytes
             pages.written += 1
             pages.written_bytes += length_bytes
@@ -176,6 +179,8 @@ class PageStore(SlotStates):
         pages.committed, pages.orders, pages.page_bytes, pages.space = {}, {}, 0, space
         if count and self.on_change is not None:
             self.on_change(namespace, None)
+        if pages.is_kept:
+            self._count_kept()
         if pages.expiry is not None:
             pages.expiry = Ttl(self.expiry_links, pages.expiry.ttl_s)
         if pages.kin is not None:
@@ -236,6 +241,7 @@ class PageStore(SlotStates):
     def reorder(self, pages: NamespacePages, by_use: npt.NDArray[np.int64]) -> None:
         """Make the namespace's orders anew. `by_use`: its committed pages, the least recently used first."""
         reorder(pages, by_use, self.facts, self.slots, self.links)
+        self._count_kept()
         if pages.expiry is not None:
             self._expect(pages.expiry.next_end_s + EXPIRY_SLACK_S)
 
@@ -255,6 +261,15 @@ class PageStore(SlotStates):
             self.sweep(self.sweeps[0], None, out)
         if self.sweeps or self._over_quota:
             self._expect(now_s + BETWEEN_CHUNKS_S)
+
+    def _count_kept(self) -> None:
+        """Count the pages in each slab that are never evicted."""
+        kept = np.frombuffer(self.kept, np.uint32)
+        kept[:] = 0
+        for pages in self.index:
+            if pages.is_kept:
+                slots = np.fromiter(pages.committed.values(), np.int64, len(pages.committed))
+                kept += np.bincount(slots // self.slots.slots_per_slab, minlength=len(kept)).astype(np.uint32)
 
     def _expect(self, work_s: float) -> None:
         self.next_work_s = min(self.next_work_s, work_s)

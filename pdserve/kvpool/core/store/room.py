@@ -11,6 +11,7 @@ Room is taken in this order:
 
 A victim takes along the parts of its page that nobody can use without it (kin.py).
 A namespace at its quota evicts its own pages first, and gets no slot beyond the quota.
+Pages that are kept (policy "keep") are never evicted, and their slabs are not emptied.
 
 A request may harm others only so far: it drops `MAX_DROPS` pages and a slab at most (its `DropBudget`). After
 that it finds no more room, and the client is told that the node is full.
@@ -85,7 +86,7 @@ class Room:
     ) -> bool:
         """Evict the namespace's own pages until it has `quota_bytes` at most. False where it has more."""
         states = self._states
-        while pages.slot_bytes > quota_bytes and budget.left > 0:
+        while pages.slot_bytes > quota_bytes and budget.left > 0 and not pages.is_kept:
             # never more than needed, should all be of the largest class
             count = -(-(pages.slot_bytes - quota_bytes) // max(pages.orders, default=1))
             victims = best_victims(pages.orders.values(), states.facts, states.held, min(count, budget.left))
@@ -132,7 +133,9 @@ class Room:
         self._states.sweep_slots(swept, out)
 
     def _is_idle(self, slab: int) -> bool:
-        """Whether nobody reads or writes in the slab."""
+        """Whether nobody reads or writes in the slab, and no page of it is kept."""
+        if self._states.kept[slab]:
+            return False
         start = slab * self._slots.slots_per_slab
         end = start + self._slots.slots_per_slab
         states = self._states.states[start:end]

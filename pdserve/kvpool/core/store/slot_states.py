@@ -20,6 +20,7 @@ freed. In bytes of slots, free + used + reserved + quarantined = capacity. "Used
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -49,6 +50,7 @@ class SlotStates:
         self.states = bytearray(slots.slots)
         self.bytes_in_state = [slots.capacity_bytes] + [0] * (len(SlotState) - 1)
         self.held: dict[int, int] = {}  # slot -> readers
+        self.kept = array("I", bytes(4 * slots.slabs))  # by slab: committed pages that are never evicted
         self.slab_use = SlabUse(slots)
         self.residue = Residue(slots)
         self.sweeps: list[Sweep] = []
@@ -144,6 +146,8 @@ class SlotStates:
         self.removed.note(pages.number, key, REASON_NUMBERS[reason], self.now_s)
         if self.on_change is not None:
             self.on_change(pages.number, key)
+        if pages.is_kept:
+            self.kept[self.slots.slab_of(slot)] -= 1
         order = pages.orders[self.slots.slot_bytes(slot)]
         if reason in ("ttl", "dropped"):
             order.on_remove(slot)

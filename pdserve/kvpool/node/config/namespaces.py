@@ -21,7 +21,13 @@ class NamespaceDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         Media,
         Meta(description="Media of its pages; `dram+ssd`: memory, and the tiers below it for cold pages."),
     ] = "dram+ssd"
-    policy: Annotated[str, Meta(description="Order of eviction: lru, lfu, fifo, arc or ttl.")] = "lru"
+    policy: Annotated[
+        str,
+        Meta(
+            description="Order of eviction: lru, lfu, fifo, arc or ttl; keep: nothing is evicted, and writes "
+            "beyond the memory are refused."
+        ),
+    ] = "lru"
     ttl_s: Annotated[
         float,
         Meta(

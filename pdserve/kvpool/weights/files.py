@@ -1,0 +1,112 @@
+"""A revision's files in a directory: all of them (`pull`), or the small ones that SGLang reads by path."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, MutableMapping
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from pdserve.errors import WeightsError
+from pdserve.kvpool.weights.manifest import FileEntry, Manifest
+from pdserve.kvpool.weights.pieces import is_named
+from pdserve.kvpool.weights.reading import PageReader
+from pdserve.kvpool.weights.streaming import batches
+from pdserve.private_directory import private_directory
+
+WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
+"""Files that are not needed beside a stream of tensors."""
+FILES_VARIABLE: Final = "PDSERVE_WEIGHTS_FILES"
+"""Directory of small files, which this process and its children share."""
+
+
+def is_small(file: FileEntry) -> bool:
+    """Whether the file is one that SGLang reads by its path: configuration, tokenizer, code."""
+    return not any(fnmatch(file.path.rpartition("/")[2], pattern) for pattern in WEIGHTS)
+
+
+def write_files(
+    reader: PageReader, manifest: Manifest, directory: Path, wanted: Callable[[FileEntry], bool]
+) -> int:
+    """Write files below `directory`, each whole under its name or not at all. Returns their number. Raises
+    WeightsError.
+    """
+    chosen = [file for file in manifest.files if wanted(file)]
+    for file in chosen:
+        target = directory / file.path  # `manifest.is_inner_path`: it stays below
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if not target.parent.resolve().is_relative_to(directory.resolve()):
+                raise WeightsError(f"{target.parent} leads out of {directory} by a link: remove the link")
+            _write(reader, file, target)
+        except OSError as error:
+            raise WeightsError(f"{target}: {error.strerror or error}") from error
+    return len(chosen)
+
+
+def _write(reader: PageReader, file: FileEntry, target: Path) -> None:
+    place, placed = 0, []
+    for piece in file.pieces:
+        placed.append((place, piece))
+        place += piece.length
+    descriptor, part = tempfile.mkstemp(prefix=".part-", dir=target.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as out:
+            for batch in batches(placed):
+                first, pieces = batch[0][0], [piece for _, piece in batch]
+                data = np.empty(sum(piece.length for piece in pieces), np.uint8)
+                into = [data[at - first : at - first + piece.length] for at, piece in batch]
+                reader.read(file.path, pieces, into)
+                for piece, found in zip(pieces, into, strict=True):
+                    if not is_named(found, piece):
+                        raise WeightsError(
+                            f"{file.path}: page {piece.key.hex()[:16]} has other bytes: push it again"
+                        )
+                out.write(data.data)
+        Path(part).replace(target)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            Path(part).unlink()
+        raise
+
+
+def shared_directory(environ: MutableMapping[str, str] = os.environ) -> Path:
+    """A directory for small files, which goes with the process that made it. Its children find it by the
+    environment, so that a worker has these files once. Raises WeightsError.
+    """
+    if said := environ.get(FILES_VARIABLE, ""):
+        return Path(said)
+    base = Path(tempfile.gettempdir()) / f"pdserve-{os.geteuid()}"
+    try:
+        private_directory(base)
+        for name in _left_behind(base):
+            shutil.rmtree(base / name, ignore_errors=True)
+        made = Path(tempfile.mkdtemp(prefix=f"weights-{os.getpid()}-", dir=base))
+    except OSError as error:
+        raise WeightsError(
+            f"no place for a model's small files: {error.strerror or error}; set TMPDIR"
+        ) from error
+    environ[FILES_VARIABLE] = str(made)
+    owner = os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:  # and not in a child that was forked
+            shutil.rmtree(made, ignore_errors=True)
+
+    atexit.register(remove)
+    return made
+
+
+def _left_behind(base: Path) -> Iterator[str]:
+    """Directories of processes that ended without removing them."""
+    for path in base.glob("weights-*-*"):
+        owner = path.name.split("-")[1]
+        if owner.isdecimal() and not Path(f"/proc/{owner}").exists():
+            yield path.name

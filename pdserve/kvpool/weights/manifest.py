@@ -1,0 +1,196 @@
+"""What a revision consists of: its files, and the pages that their bytes are in. Pure.
+
+    root        one page under a fixed key: digest, length and pages of the manifest
+    manifest    Manifest in msgpack, cut into pages like a file
+    content     pages named by the SHA-256 of their bytes, padding included
+
+Everything here may come from somebody hostile: every name, number and sum is checked before it is used.
+Paths are relative, below the model's directory, and each has one file. `Piece.digest` is XXH3-128: it is
+computed at the speed of memory at each read. It finds faults; against intent there are page keys.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import PurePosixPath
+from typing import Final, TypeVar
+
+import msgspec
+
+from pdserve.errors import WeightsError
+from pdserve.kvpool.weights.cutting import PAGE_BYTES, REST_BYTES
+from pdserve.kvpool.weights.names import ModelName
+
+FORMAT: Final = 1
+ROOT_BYTES: Final = REST_BYTES
+MAX_MANIFEST_BYTES: Final = 64 << 20  # of a model of 4 TB
+MAX_FILES: Final = 10_000
+MAX_PATH_CHARS: Final = 1024
+KEY_BYTES: Final = 32
+DIGEST_BYTES: Final = 16
+_LENGTH_BYTES: Final = 4
+T = TypeVar("T")
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """A page of content. `length` bytes of it are the file's, the others up to `stored` are zeros."""
+
+    key: bytes
+    digest: bytes
+    length: int
+    stored: int
+
+
+class FileEntry(msgspec.Struct, frozen=True, array_like=True):
+    """One file: `path` below the model's directory, with `/`. Its bytes are those of its pieces in order."""
+
+    path: str
+    size_bytes: int
+    pieces: list[Piece]
+
+
+class Manifest(msgspec.Struct, frozen=True, array_like=True):
+    """A revision; the same for the same files, whoever pushes them.
+
+    `fingerprint`: `pages.model_fingerprint` of the directory; empty if it has none.
+    """
+
+    format: int
+    name: str
+    revision: str
+    fingerprint: str
+    files: list[FileEntry]
+
+    @property
+    def model(self) -> ModelName:
+        return ModelName(self.name, self.revision)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all files."""
+        return sum(file.size_bytes for file in self.files)
+
+    def pieces(self) -> Iterable[Piece]:
+        """Of all files."""
+        return (piece for file in self.files for piece in file.pieces)
+
+    def find(self, path: str) -> FileEntry | None:
+        return next((file for file in self.files if file.path == path), None)
+
+
+class Root(msgspec.Struct, frozen=True, array_like=True):
+    """The first page of a revision."""
+
+    format: int
+    manifest_bytes: int
+    manifest_sha256: bytes
+    pieces: list[Piece]
+
+
+def piece_key(stored: bytes | memoryview) -> bytes:
+    """The name of a page with these bytes."""
+    return hashlib.sha256(stored).digest()
+
+
+def fixed_key(what: str) -> bytes:
+    """The key of a page that is found without a manifest."""
+    return hashlib.sha256(b"pdserve weights " + what.encode()).digest()
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Raises WeightsError for one that no reader would take."""
+    problem = _problem(manifest, manifest.model)
+    data = msgspec.msgpack.encode(manifest)
+    if not problem and len(data) > MAX_MANIFEST_BYTES:
+        problem = f"its list of pages has more than {MAX_MANIFEST_BYTES >> 20} MiB"
+    if problem:
+        raise WeightsError(f"{manifest.model}: {problem}")
+    return data
+
+
+def decode_manifest(data: bytes | memoryview, root: Root, model: ModelName) -> Manifest:
+    """Raises WeightsError."""
+    if hashlib.sha256(data).digest() != root.manifest_sha256:
+        raise WeightsError(f"{model}: its manifest does not match its digest: push it again")
+    manifest = _decoded(data, Manifest, model)
+    if problem := _problem(manifest, model):
+        raise WeightsError(f"{model}: its manifest is refused: {problem}")
+    return manifest
+
+
+def encode_root(root: Root) -> bytes:
+    """A page of ROOT_BYTES."""
+    data = msgspec.msgpack.encode(root)
+    assert len(data) + _LENGTH_BYTES <= ROOT_BYTES  # 64 MiB of manifest have 31 pages at most
+    return (len(data).to_bytes(_LENGTH_BYTES, "little") + data).ljust(ROOT_BYTES, b"\0")
+
+
+def decode_root(page: bytes, model: ModelName) -> Root:
+    """Raises WeightsError."""
+    length = int.from_bytes(page[:_LENGTH_BYTES], "little")
+    root = _decoded(page[_LENGTH_BYTES : _LENGTH_BYTES + length], Root, model)
+    if root.format != FORMAT:
+        raise WeightsError(f"{model}: its format is {root.format}, this version reads {FORMAT}: upgrade it")
+    sizes = 0 < root.manifest_bytes <= MAX_MANIFEST_BYTES and len(root.manifest_sha256) == KEY_BYTES
+    if not sizes or (problem := _bad_pieces(root.pieces, root.manifest_bytes)):
+        raise WeightsError(f"{model}: its first page is refused: {problem if sizes else 'impossible sizes'}")
+    return root
+
+
+def _decoded(data: bytes | memoryview, kind: type[T], model: ModelName) -> T:
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise WeightsError(f"{model}: what the pool has of it is no manifest: {error}") from error
+
+
+def _problem(manifest: Manifest, model: ModelName) -> str:
+    """Why nobody should read by this manifest; empty where all is well."""
+    if manifest.format != FORMAT:
+        return f"its format is {manifest.format}, this version reads {FORMAT}"
+    if manifest.model != model:
+        return f"it is of {manifest.model}"
+    if len(manifest.fingerprint) > 64 or (not manifest.fingerprint.isalnum() and manifest.fingerprint):
+        return "its fingerprint is impossible"
+    if not 0 < len(manifest.files) <= MAX_FILES:
+        return f"it has {len(manifest.files):,} files, 1 to {MAX_FILES:,} are possible"
+    for file in manifest.files:
+        if not is_inner_path(file.path):
+            return f"its file {file.path[:MAX_PATH_CHARS]!r} would lie elsewhere"
+        if problem := _bad_pieces(file.pieces, file.size_bytes):
+            return f"its file {file.path!r} has {problem}"
+    return _clash([file.path for file in manifest.files])
+
+
+def is_inner_path(path: str) -> bool:
+    """Whether this is a plain relative path that stays below its directory, whatever is done with it."""
+    parts = path.split("/")
+    return (
+        0 < len(path) <= MAX_PATH_CHARS
+        and path.isprintable()
+        and "\\" not in path
+        and all(part and part not in (".", "..") and len(part.encode()) <= 255 for part in parts)
+    )
+
+
+def _clash(paths: Sequence[str]) -> str:
+    """Two files of one name, or a file that another one needs as a directory."""
+    names = set(paths)
+    if len(names) != len(paths):
+        return "two of its files have one name"
+    for path in paths:
+        if any(str(parent) in names for parent in PurePosixPath(path).parents):
+            return f"its file {path!r} lies below another file"
+    return ""
+
+
+def _bad_pieces(pieces: Sequence[Piece], size_bytes: int) -> str:
+    for piece in pieces:
+        if len(piece.key) != KEY_BYTES or len(piece.digest) != DIGEST_BYTES:
+            return "a page without a name"
+        if piece.stored not in (PAGE_BYTES, REST_BYTES) or not 0 < piece.length <= piece.stored:
+            return "a page of an impossible size"
+    if sum(piece.length for piece in pieces) != size_bytes:
+        return "pages of another length than itself"
+    return ""

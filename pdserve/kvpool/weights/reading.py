@@ -1,0 +1,82 @@
+"""Reading pages of weights: right ones, or an error that names what is lacking. No page is read unchecked."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from pdserve.errors import WeightsError
+from pdserve.kvpool.client.client import PoolClient
+from pdserve.kvpool.protocol.page_bytes import Bytes1D
+from pdserve.kvpool.weights.manifest import Piece
+from pdserve.kvpool.weights.pieces import digest_of
+
+logger = logging.getLogger(__name__)
+
+ATTEMPTS: Final = 3
+PAUSE_S: Final = 0.5  # between attempts: a node that was lost has an heir soon
+
+
+class PageReader:
+    """Reads pages of one model. Thread-safe. `model`: for errors."""
+
+    def __init__(self, client: PoolClient, model: str) -> None:
+        self._client = client
+        self._model = model
+
+    def read(self, path: str, pieces: Sequence[Piece], into: Sequence[Bytes1D]) -> None:
+        """Fill `into`, for each piece uint8 of shape [piece.length], writable.
+
+        Raises WeightsError that names the file `path` and a page that is lost or damaged. Then the contents
+        of `into` are undefined, and nothing writes into them any more.
+        """
+        left = list(range(len(pieces)))
+        damaged: list[int] = []
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                time.sleep(PAUSE_S)
+            left, damaged = self._read_some(left, pieces, into)
+            if not left:
+                return
+        if damaged:
+            # read wrong each time: it goes, so that the next push writes it
+            self._client.remove([pieces[i].key for i in damaged])
+            raise self._error(path, pieces, damaged, "damaged (its bytes do not match its digest)")
+        raise self._error(path, pieces, left, "not in the pool")
+
+    def _read_some(
+        self, places: Sequence[int], pieces: Sequence[Piece], into: Sequence[Bytes1D]
+    ) -> tuple[list[int], list[int]]:
+        """One attempt; (the places that were not read, those of them whose bytes were wrong)."""
+        left: list[int] = []
+        damaged: list[int] = []
+        for stored in sorted({pieces[i].stored for i in places}):
+            chosen = [i for i in places if pieces[i].stored == stored]
+            pages = [_page_for(pieces[i], into[i]) for i in chosen]
+            found = self._client.get([pieces[i].key for i in chosen], [[page] for page in pages])
+            for i, page, there in zip(chosen, pages, found, strict=True):
+                if not there:
+                    left.append(i)
+                elif digest_of(page) != pieces[i].digest:
+                    left.append(i)
+                    damaged.append(i)
+                elif page is not into[i]:
+                    into[i][:] = page[: pieces[i].length]
+        return sorted(left), damaged
+
+    def _error(self, path: str, pieces: Sequence[Piece], places: Sequence[int], what: str) -> WeightsError:
+        key = pieces[places[0]].key.hex()[:16]
+        page = f"page {key}" if len(places) == 1 else f"page {key} and {len(places) - 1} more"
+        return WeightsError(
+            f"{self._model}: {path}: {page} {'is' if len(places) == 1 else 'are'} {what}: push {self._model} "
+            "again from its directory; only what is lacking is written"
+        )
+
+
+def _page_for(piece: Piece, into: Bytes1D) -> Bytes1D:
+    """Where the whole page is read to: the place itself, where nothing of it is padding."""
+    return into if piece.length == piece.stored else np.empty(piece.stored, np.uint8)

@@ -1,0 +1,241 @@
+"""The pages of weights in a pool: one namespace for all content, and a small one for each revision.
+
+    weights             content: pages named by their bytes, shared by all revisions
+    weights/NAME@REV    the manifest's pages, and two first pages with the same content:
+                        "plan"   written before the content: its pages are wanted
+                        "whole"  written last: every page was there; readers look for this one only
+
+So an interrupted push leaves a revision that no reader takes. Removing a revision drops its namespace: all
+nodes keep that in mind, and a node that was away does not bring it back. Both namespaces have the policy
+"keep" (nothing of them is evicted) and a small weight: KV traffic goes first.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Final, Literal, TypeAlias
+
+import numpy as np
+from msgspec.structs import replace
+
+from pdserve.errors import PoolRefused, RequestRefused, WeightsError
+from pdserve.kvpool.admin.node_client import NodeClient
+from pdserve.kvpool.client.client import PoolClient
+from pdserve.kvpool.client.config import PoolClientConfig
+from pdserve.kvpool.namespaces.access import KEPT, TOKENS
+from pdserve.kvpool.policies import KEEP
+from pdserve.kvpool.protocol.cluster_messages import (
+    ListNamespaces,
+    NamespaceList,
+    PutNamespace,
+)
+from pdserve.kvpool.protocol.messages import Done
+from pdserve.kvpool.protocol.page_bytes import Bytes1D
+from pdserve.kvpool.protocol.page_tag import page_key_id
+from pdserve.kvpool.weights.cutting import PAGE_BYTES
+from pdserve.kvpool.weights.manifest import (
+    FORMAT,
+    ROOT_BYTES,
+    Manifest,
+    Root,
+    decode_manifest,
+    decode_root,
+    encode_root,
+    fixed_key,
+)
+from pdserve.kvpool.weights.names import ModelName, parse_model
+from pdserve.kvpool.weights.pieces import cut_bytes
+from pdserve.kvpool.weights.place import ask_pool
+from pdserve.kvpool.weights.reading import PageReader
+from pdserve.tokens import reveal
+
+logger = logging.getLogger(__name__)
+
+NAMESPACE: Final = "weights"
+WEIGHT: Final = 0.1
+"""Of weights at a busy node; a namespace of KV pages has 1."""
+PATIENCE: Final = {"connect_timeout_s": 5.0, "exists_timeout_s": 10.0, "get_timeout_s": 30.0}
+WRITE_PATIENCE: Final = {**PATIENCE, "put_timeout_s": 60.0}
+"""A model is not worth less because a node is busy: no token of a client waits for it."""
+WRITTEN_S: Final = 30.0
+"""For another client that writes the same page at the same time."""
+First: TypeAlias = Literal["plan", "whole"]
+
+
+class WeightStore:
+    """The weights in one pool. `config`: with its nodes and secrets. Thread-safe; close it."""
+
+    def __init__(self, config: PoolClientConfig, namespace: str = NAMESPACE) -> None:
+        self.config = config
+        self.namespace = namespace
+        key = reveal(config.page_key)
+        self._geometry = {"weights": str(FORMAT), **({"page_key": page_key_id(key)} if key else {})}
+        self.content = self._client(replace(config, **WRITE_PATIENCE), namespace)
+        # each read is checked against the manifest, so the writer's checksum is not computed beside it
+        self._reader = self._client(replace(config, checksum=False, **PATIENCE), namespace)
+
+    def _client(self, config: PoolClientConfig, namespace: str) -> PoolClient:
+        return PoolClient(config, namespace, self._geometry, name="weights", page_bytes=PAGE_BYTES)
+
+    def reader(self, model: ModelName) -> PageReader:
+        """Reads pages of the model's content."""
+        return PageReader(self._reader, str(model))
+
+    def revision(self, model: ModelName) -> Revision:
+        """The model's own pages, whether there are any or not. Close it."""
+        return Revision(self._client(replace(self.config, **WRITE_PATIENCE), self.name_of(model)), model)
+
+    def name_of(self, model: ModelName) -> str:
+        """The namespace of a revision."""
+        return f"{self.namespace}/{model}"
+
+    def revisions(self) -> list[ModelName] | None:
+        """All that the pool knows, whole or not; None where our token may not list namespaces. Raises
+        PoolError.
+        """
+        try:
+            listed = ask_pool(self.config, lambda node: node.ask(ListNamespaces, NamespaceList))
+        except RequestRefused as error:
+            if error.code == "access_denied":
+                return None
+            raise
+        prefix = f"{self.namespace}/"
+        names = [one.name for one in listed.namespaces if not one.dropped and one.name.startswith(prefix)]
+        return sorted(parse_model(name.removeprefix(prefix)) for name in names)
+
+    def manifest(self, model: ModelName) -> Manifest:
+        """Of a whole revision. Raises WeightsError where there is none, PoolError where nobody answers."""
+        known = self.revisions()
+        if known is not None and model not in known:  # to look for its pages would make the namespace
+            there = ", ".join(map(str, known[:8])) or "none"
+            raise WeightsError(f"the pool has no model {model}: push it; there are: {there}")
+        with self.revision(model) as revision:
+            if (root := revision.first("whole")) is not None:
+                return revision.manifest(root)
+            begun = revision.first("plan") is not None
+            problem = revision.problem
+        said = "its push was not finished" if begun else "it has no first page"
+        raise WeightsError(f"{model} is not whole in the pool: {said}{problem}: push it again")
+
+    def protect(self, name: str, weight: float | None) -> str:
+        """Make a namespace one that nothing is evicted from. `weight`: its share of a busy node; None: as it
+        is, WEIGHT for one without settings. Why it was not possible; empty if it was. Raises PoolError.
+        """
+
+        def settle(node: NodeClient) -> None:
+            listed = node.ask(ListNamespaces, NamespaceList).namespaces
+            known = next((one.settings for one in listed if one.name == name), None)
+            if known is None:
+                raise PoolRefused(f"our token may not see the settings of namespace {name}")
+            kept = dict.fromkeys(TOKENS, KEPT)
+            share = weight if weight is not None else known.weight if known.policy == KEEP else WEIGHT
+            wanted = replace(known, policy=KEEP, ttl_s=0.0, weight=share, **kept)
+            if wanted != replace(known, **kept):
+                node.ask(lambda i: PutNamespace(i, name, wanted), Done)
+
+        try:
+            ask_pool(self.config, settle)
+        except PoolRefused as error:
+            return str(error)
+        return ""
+
+    def open(self) -> None:
+        """Make the namespace of content known to every node. Raises PoolError where one refuses."""
+        _open_on_all(self.content)
+
+    def close(self) -> None:
+        self.content.close()
+        self._reader.close()
+
+    def __enter__(self) -> WeightStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Revision:
+    """The pages of a revision's own namespace."""
+
+    def __init__(self, client: PoolClient, model: ModelName) -> None:
+        self._client = client
+        self._model = model
+        self.problem = ""
+        """In words, with a colon before: which nodes did not answer when a page was not found."""
+
+    def open(self) -> None:
+        """Make the namespace known to every node. Raises PoolError where one refuses, or none answers."""
+        _open_on_all(self._client)
+
+    def first(self, which: First) -> Root | None:
+        """One of the two first pages. None: it is not there. Raises WeightsError, PoolError."""
+        page = np.zeros(ROOT_BYTES, np.uint8)
+        if self._client.get([fixed_key(which)], [[page]]) == [True]:
+            return decode_root(page.tobytes(), self._model)
+        failed = {node: error for node, error in self._client.check().items() if error is not None}
+        if failed and len(failed) == len(self._client.rings.addresses):
+            raise next(iter(failed.values()))
+        self.problem = "".join(f"; {error}" for error in failed.values())
+        return None
+
+    def manifest(self, root: Root) -> Manifest:
+        """Raises WeightsError, also where its pages are lost."""
+        data = np.empty(root.manifest_bytes, np.uint8)
+        reader = PageReader(self._client, str(self._model))
+        into, start = [], 0
+        for piece in root.pieces:
+            into.append(data[start : start + piece.length])
+            start += piece.length
+        reader.read("its manifest", root.pieces, into)
+        return decode_manifest(data.data, root, self._model)
+
+    def write_manifest(self, data: bytes, root: Root) -> None:
+        """Store the manifest's pages. `root`: of `data`. Raises WeightsError."""
+        for piece, page in cut_bytes(data):
+            self._put(piece.key, page)
+        if lost := missing_of(self._client, [piece.key for piece in root.pieces]):
+            raise WeightsError(
+                f"{self._model}: {len(lost)} pages of its manifest were not stored: push it again"
+            )
+
+    def write_first(self, which: First, root: Root) -> None:
+        """Raises WeightsError, also where another push was first."""
+        page = np.frombuffer(encode_root(root), np.uint8)
+        self._put(fixed_key(which), page)
+        if self.first(which) != root:
+            raise WeightsError(
+                f"{self._model} was pushed from other files meanwhile: a revision never changes, so push "
+                "yours under another one"
+            )
+
+    def _put(self, key: bytes, page: Bytes1D) -> None:
+        if self._client.put([key], [[page]]) != [True]:
+            full = self._client.counters.pages_refused
+            why = "the pool is full" if full else "a node did not take a page"
+            raise WeightsError(f"{self._model} was not stored: {why}: free memory, and push it again")
+        self._client.wait([key], WRITTEN_S)
+
+    def close(self) -> None:
+        self._client.close()
+
+    def __enter__(self) -> Revision:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _open_on_all(client: PoolClient) -> None:
+    """Raises PoolError where a node refuses the namespace, or none answers."""
+    outcome = client.check()
+    errors = [error for error in outcome.values() if error is not None]
+    refused = [error for error in errors if isinstance(error, PoolRefused)]
+    if refused or len(errors) == len(outcome):
+        raise (refused or errors)[0]
+
+
+def missing_of(client: PoolClient, keys: Sequence[bytes]) -> list[bytes]:
+    """The pages that are not there, each once."""
+    wanted = list(dict.fromkeys(keys))
+    return [key for key, there in zip(wanted, client.exists(wanted), strict=True) if not there]

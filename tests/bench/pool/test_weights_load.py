@@ -1,0 +1,56 @@
+"""`pdserve bench weights-load` on a model of this run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from docs.generate.benchmarks import pool as page
+from docs.generate.benchmarks.results import Run
+from pdserve.bench.pool.weights_load import measure as module
+from pdserve.bench.pool.weights_load.loading_process import Loaded
+from pdserve.bench.stores import BenchError
+from pdserve.engine.demo.model import make_demo_model
+from tests.support.bench.commands import assert_refused, bench, results
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model") / "tiny"
+    make_demo_model("tiny", directory)
+    return directory
+
+
+def test_every_source_gives_the_same_tensors_and_a_row(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--model", str(model), "--sources", "disk,ssd", "--rounds", "1", "--capacity", "512MiB")
+    done = bench("weights-load", *words, "--directory", str(tmp_path), "--json")
+    *rows, limits = results(done)
+    origin = json.loads(done.stdout.splitlines()[0])
+    assert origin["load"] == "weights of tiny"
+    assert [(row["source"], row["loader"]) for row in rows if row["loader"] in ("auto", "pool")] == [
+        ("disk", "auto"),
+        ("ssd", "pool"),
+    ]
+    assert all(row["gbps"] > 0 and row["size_bytes"] > 1_000_000 for row in rows)
+    assert min(limits["memcpy_gbps"], limits["disk_gbps"]) > 0
+    monkeypatch.setattr(page, "runs", lambda kind: [Run(origin, [*rows, limits], ("raw.jsonl",))])
+    assert "| ssd | pool |" in page.weights_load()
+
+
+def test_other_tensors_are_no_result(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digests = iter(["one", "another"])
+
+    def load(*_: object) -> Loaded:
+        return Loaded(seconds=1.0, first_s=0.1, size_bytes=10, digest=next(digests))
+
+    monkeypatch.setattr(module, "_load", load)
+    with pytest.raises(BenchError, match="different tensors"):
+        module.measure(model, ["cached"], 2, "1GiB", tmp_path, lambda _: None)
+
+
+def test_a_source_that_is_none_is_refused(model: Path) -> None:
+    assert_refused("'floppy' is not one of", "weights-load", "--model", str(model), "--sources", "floppy")

@@ -1,0 +1,103 @@
+"""The policy "keep": pages of such a namespace are evicted for nobody. And pages that are removed by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdserve.errors import ConfigError
+from pdserve.kvpool.protocol import messages as m
+from pdserve.kvpool.protocol.messages import FULL, GRANTED
+from tests.support.kvpool.node_model import KIB, Node, key, opened, statuses
+
+
+def two(**options: int) -> tuple[Node, int, int, int]:
+    """A node, a client, a namespace that is kept and one that is not."""
+    node = Node(**options)
+    c = node.connect()
+    kept, other = node.open(c, "kept"), node.open(c, "other")
+    node.state.store.configure_namespace(kept, policy="keep")
+    return node, c, kept, other
+
+
+def capacity(node: Node) -> int:
+    """In pages of 4 KiB."""
+    return node.state.store.slots.capacity_bytes // (4 * KIB)
+
+
+def test_pages_that_are_kept_outlast_all_others() -> None:
+    node, c, kept, other = two()
+    node.put(c, kept, 1, 2, 3)
+    for n in range(100, 100 + 3 * capacity(node)):
+        node.put(c, other, n)
+    assert node.exists(c, kept, 1, 2, 3) == [1, 1, 1]
+    node.state.check()
+
+
+def test_pages_of_another_size_do_not_take_a_slab_of_kept_ones() -> None:
+    node, c, kept, other = two(slabs=2)
+    node.put(c, kept, 1)
+    for n in range(100, 130):
+        reserved = node.reserve(c, other, n, length=8 * KIB)
+        if statuses(reserved) == [GRANTED]:
+            node.commit(c, *reserved)
+    assert node.exists(c, kept, 1) == [1]
+    node.state.check()
+
+
+def test_kept_pages_may_displace_others_and_then_there_is_no_more_room() -> None:
+    node, c, kept, other = two()
+    node.put(c, other, *range(100, 100 + capacity(node)))
+    for n in range(capacity(node)):
+        node.put(c, kept, n)
+    assert statuses(node.reserve(c, kept, 9999)) == [FULL]
+    assert statuses(node.reserve(c, other, 9999)) == [FULL]
+    assert all(node.exists(c, kept, *range(capacity(node))))
+    node.state.check()
+
+
+def test_a_kept_namespace_at_its_quota_is_refused_more_and_keeps_what_it_has() -> None:
+    node, c, kept, _ = two()
+    node.state.store.configure_namespace(kept, policy="keep", quota_bytes=8 * KIB)
+    node.put(c, kept, 1, 2)
+    assert statuses(node.reserve(c, kept, 3)) == [FULL]
+    node.state.store.configure_namespace(kept, policy="keep", quota_bytes=4 * KIB)
+    node.pass_time(1.0)
+    assert node.exists(c, kept, 1, 2) == [1, 1]
+    assert node.state.next_deadline_s > node.now_s
+
+
+def test_a_policy_that_is_changed_counts_for_the_pages_that_are_there() -> None:
+    node, c, kept, other = two()
+    node.put(c, other, 1)
+    node.state.store.configure_namespace(other, policy="keep")
+    node.state.check()
+    node.put(c, kept, 2)
+    node.state.store.configure_namespace(kept, policy="lru")
+    node.state.check()
+    third = node.open(c, "third")
+    for n in range(100, 100 + 2 * capacity(node)):
+        node.put(c, third, n)
+    assert node.exists(c, other, 1) == [1]
+    assert node.exists(c, kept, 2) == [0]
+
+
+def test_kept_pages_go_with_their_namespace() -> None:
+    node, c, kept, _ = two()
+    node.put(c, kept, *range(5))
+    node.send(c, m.Clear(7, kept))
+    node.pass_time(1.0)
+    assert node.status().pages == 0
+    node.state.check()
+
+
+def test_pages_are_removed_by_name_whichever_filling_they_are() -> None:
+    node, c, ns = opened()
+    node.put(c, ns, 1, 2, 3)
+    assert node.ask(c, m.Discard(7, ns, [key(1), key(3), key(9)], []), m.Done) == m.Done(7, 2)
+    assert node.exists(c, ns, 1, 2, 3) == [0, 1, 0]
+
+
+def test_a_mistyped_policy_is_told_of_keep() -> None:
+    node, _, ns = opened()
+    with pytest.raises(ConfigError, match=r"choose one of .*keep"):
+        node.state.store.configure_namespace(ns, policy="keeps")

@@ -1,0 +1,112 @@
+"""Reading ahead: in order, bounded, with memory that is used again."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pdserve.errors import WeightsError
+from pdserve.kvpool.weights.manifest import Piece
+from pdserve.kvpool.weights.streaming import Buffers, Filled, Span, read_ahead
+
+SIZE = 1000
+
+
+class Reader:
+    """Fills pages with the number in their key."""
+
+    def __init__(self, fails_at: int = -1) -> None:
+        self.fails_at = fails_at
+        self.read_pages: list[int] = []
+        self._lock = threading.Lock()
+
+    def read(self, path: str, pieces: Sequence[Piece], into: Sequence[Any]) -> None:
+        for piece, data in zip(pieces, into, strict=True):
+            number = piece.key[0]
+            if number == self.fails_at:
+                raise WeightsError(f"page {number} is lost")
+            data[:] = number
+            with self._lock:
+                self.read_pages.append(number)
+
+
+def spans(count: int) -> list[Span]:
+    return [
+        Span("f", n * SIZE, (n + 1) * SIZE, [(n * SIZE, Piece(bytes([n]), b"", SIZE, SIZE))], [], 0)
+        for n in range(count)
+    ]
+
+
+def ahead(reader: Reader, count: int, window: int = 3 * SIZE) -> Any:
+    return read_ahead(reader, spans(count), window)  # type: ignore[arg-type]
+
+
+def test_spans_come_in_order_with_their_bytes() -> None:
+    found = [(filled.span.start, set(filled.data.tolist())) for filled in ahead(Reader(), 20)]
+    assert found == [(n * SIZE, {n}) for n in range(20)]
+
+
+def test_no_more_than_the_window_is_read_ahead() -> None:
+    reader = Reader()
+    running = ahead(reader, 20)
+    next(running)
+    running.close()
+    assert max(reader.read_pages) <= 3
+
+
+def test_a_caller_that_keeps_everything_is_not_held_up() -> None:
+    kept: list[Filled] = list(ahead(Reader(), 40, window=SIZE))
+    assert [int(filled.data[0]) for filled in kept] == list(range(40))
+
+
+def test_an_error_comes_in_its_place_and_ends_the_reading() -> None:
+    running = ahead(Reader(fails_at=5), 20)
+    found = []
+    with pytest.raises(WeightsError, match="page 5 is lost"):
+        found.extend(int(filled.data[0]) for filled in running)
+    assert found == list(range(5))
+
+
+def test_memory_is_used_again_once_nothing_refers_to_it() -> None:
+    buffers = Buffers()
+    first = buffers.take(SIZE)
+    place = first.ctypes.data
+    kept = buffers.take(SIZE)
+    del first
+    gc.collect()
+    again = buffers.take(SIZE - 10)
+    assert again.ctypes.data == place
+    assert again.shape == (SIZE - 10,)
+    assert kept.ctypes.data != place
+
+
+def test_memory_that_a_tensor_refers_to_is_not_used_again() -> None:
+    torch = pytest.importorskip("torch")
+    buffers = Buffers()
+    data = buffers.take(SIZE)
+    data[:] = 7
+    tensor = torch.from_numpy(data)[10:20].view(torch.int16)
+    del data
+    gc.collect()
+    other = buffers.take(SIZE)
+    other[:] = 0
+    assert tensor.tolist() == [0x0707] * 5
+    del tensor
+    gc.collect()
+    assert buffers.take(SIZE).ctypes.data != other.ctypes.data
+
+
+def test_little_memory_is_kept() -> None:
+    buffers = Buffers(spare_bytes=SIZE)
+    many = [buffers.take(SIZE) for _ in range(3)]
+    places = {one.ctypes.data for one in many}
+    assert len(places) == 3
+    del many
+    gc.collect()
+    assert len(buffers._free) == 1
+    assert np.all(buffers.take(SIZE).shape == (SIZE,))
