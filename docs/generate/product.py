@@ -35,6 +35,7 @@ from pdserve.router.config.router import RouterConfig
 from pdserve.router.metrics.names import METRICS as ROUTER_METRICS
 from pdserve.settings.config_file import Option, options
 from pdserve.up.config import ClusterSettings
+from pdserve.up.vllm import LmcacheConfig, VllmConfig
 
 __all__ = [
     "CONFIGURED",
@@ -96,6 +97,8 @@ CONFIGURED: Final = (
         ("pdserve prefill", "pdserve decode", "pdserve agg", "pdserve elastic"),
     ),
     Configured("Pool node: `[[pool]]`", "pool-node", PoolNodeConfig, ("pdserve pool serve",)),
+    Configured("vLLM worker: `[[vllm]]`", "vllm", VllmConfig, ("pdserve up",), False),
+    Configured("LMCache server: `[[lmcache]]`", "lmcache", LmcacheConfig, ("pdserve up",), False),
 )
 
 METRICS: Final[dict[str, tuple[Definition, ...]]] = {
