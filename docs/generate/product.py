@@ -35,7 +35,7 @@ from pdserve.router.config.router import RouterConfig
 from pdserve.router.metrics.names import METRICS as ROUTER_METRICS
 from pdserve.settings.config_file import Option, options
 from pdserve.up.config import ClusterSettings
-from pdserve.up.vllm import LmcacheConfig, VllmConfig
+from pdserve.up.foreign.vllm import LmcacheConfig, VllmConfig
 
 __all__ = [
     "CONFIGURED",

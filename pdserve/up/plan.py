@@ -20,7 +20,7 @@ from typing import Any, Final, get_args
 from pdserve.capacity.tables import AUTO
 from pdserve.errors import ConfigError
 from pdserve.up.config import WORKER_ROLES, ClusterFile, ClusterSettings, Restart, Role, Table, merge
-from pdserve.up.vllm import VllmRole, environment, lmcache_argv, server_of, vllm_argv
+from pdserve.up.foreign.vllm import VllmRole, environment, lmcache_argv, server_of, vllm_argv
 
 METRICS_HOST: Final = "127.0.0.1"
 """Where pool nodes serve metrics that their tables say nothing of, each on a port of its own."""

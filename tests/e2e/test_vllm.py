@@ -24,7 +24,7 @@ from tests.support.router.harness import routed
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: run launch/vllm.sh --set-up"),
 ]
 
@@ -49,9 +49,21 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What vLLM answers without LMCache, pool and router."""
-    with plain_vllm(small_model, tmp_path_factory.mktemp("alone") / "vllm.log") as url:
+def alone(
+    small_model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[str, str]:
+    """What vLLM answers without LMCache, pool and router. The same in every run, so it is computed once."""
+    kept = request.config.cache
+    found: dict[str, str] = kept.get("vllm/alone", {}) if kept is not None else {}
+    if found.keys() != set(PROMPTS):
+        found = ask_alone(small_model, tmp_path_factory.mktemp("alone") / "vllm.log")
+        if kept is not None:
+            kept.set("vllm/alone", found)
+    return found
+
+
+def ask_alone(model: Path, log: Path) -> dict[str, str]:
+    with plain_vllm(model, log) as url:
         body = {"model": "m", "max_tokens": TOKENS, "temperature": 0}
         return {prompt: text_of(ask(url, "/v1/completions", body | {"prompt": prompt})) for prompt in PROMPTS}
 

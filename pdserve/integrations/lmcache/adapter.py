@@ -205,7 +205,7 @@ class PdserveL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache's types ar
             keys, lambda place: [_space_of(keys[place], objects[place])]
         ).items():
             names = [pool_key(keys[place]) for place in places]
-            memory = [[_view(objects[place])] for place in places]
+            memory: list[PageBuffers] = [[_view(objects[place])] for place in places]
             with self._missed():
                 done = move(self._spaces.pages(space).client, names, memory)
                 moved += [place for place, is_done in zip(places, done, strict=True) if is_done]

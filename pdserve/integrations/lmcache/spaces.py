@@ -8,9 +8,9 @@ from typing import Final, NamedTuple
 
 from pdserve.errors import PoolRefused, PoolUnavailable
 from pdserve.integrations.lmcache.names import Owner, Space, geometry, namespace
+from pdserve.integrations.lmcache.page_holds import PageHolds
 from pdserve.integrations.settings import IntegrationSettings, model_identity
 from pdserve.kvpool.client.client import PoolClient
-from pdserve.kvpool.client.holds import PageHolds
 
 logger = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ class UsageWatch:
             return self._latest
 
     def close(self) -> None:
-        """Wait for the question that is under way: it ends when the clients are closed, and has a time-out."""
+        """Wait for the question that is under way: it ends with its clients."""
         with self._lock:
             self._closed = True
             thread = self._thread

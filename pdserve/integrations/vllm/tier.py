@@ -44,7 +44,7 @@ class _LookUps(AsyncLookupManager):  # type: ignore[misc]  # vLLM's types are no
 
 
 class PdserveTier(SecondaryTierManager):  # type: ignore[misc]  # as above
-    """Built by vLLM from an entry of `secondary_tiers`; the entry's other members are `IntegrationSettings`."""
+    """Built by vLLM from an entry of `secondary_tiers`; its other members are `IntegrationSettings`."""
 
     medium: ClassVar[Any] = Medium.CPU
 

@@ -23,7 +23,7 @@ from tests.support.e2e.cluster import free_port
 ROOT: Final = Path(__file__).parents[3]
 PYTHON: Final = Path(os.environ.get("PDSERVE_VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
 """The interpreter with vLLM; where there is none, the tests that need it are skipped."""
-START_S: Final = 240.0
+START_S: Final = 480.0  # an engine on a busy machine
 SOON_S: Final = 60.0
 TOKEN: Final = "of-this-run"
 ARGUMENTS: Final = [

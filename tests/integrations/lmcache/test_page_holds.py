@@ -7,9 +7,16 @@ from typing import Any
 
 import pytest
 
-from pdserve.kvpool.client import holds
-from pdserve.kvpool.client.holds import PageHolds
+from pdserve.integrations.lmcache import page_holds
+from pdserve.integrations.lmcache.page_holds import PageHolds
 from tests.support.kvpool.faulty import PAGE_BYTES, Pool, key, keys, put
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    """Three nodes; at the end their books are in order and nothing is held."""
+    with Pool() as pool:
+        yield pool
 
 
 @pytest.fixture
@@ -73,7 +80,7 @@ def test_what_nobody_lets_go_is_forgotten_with_its_lease(pool: Pool, held: Any) 
 
 def test_holds_are_bounded(pool: Pool, held: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     put(pool.client(), keys(20))
-    monkeypatch.setattr(holds, "MAX_HELD", 8)
+    monkeypatch.setattr(page_holds, "MAX_HELD", 8)
     ours = held()
     ours.hold(keys(5))
     ours.hold(keys(20))

@@ -57,7 +57,7 @@ class PageHolds:
         connector: Connector | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Connects lazily. Raises ConfigError as `PoolClient`. `page_bytes`: of every page, without its tag."""
+        """Connects lazily. `page_bytes`: of a page, without its tag. Raises ConfigError as `PoolClient`."""
         self._config = replace(config, connections_per_node=1)
         self._page_bytes = page_bytes + (TAG_BYTES if reveal(config.page_key) else 0)
         connector = connector or connector_for(config, "holds")
