@@ -243,10 +243,9 @@ def _assign_ports(drafts: list[_Draft], default_host: str, ports: Iterator[int])
             home["port"] = next(port for port in ports if port not in asked)
         draft.listening = (Listening(host, home["port"], chosen),)
         if draft.role == "lmcache":
-            for name in ("http_port", "metrics_port"):
-                chosen = bool(home.get(name))
-                home[name] = home.get(name) or next(port for port in ports if port not in asked)
-                draft.listening += (Listening(host, home[name], chosen),)
+            chosen = bool(home.get("http_port"))
+            home["http_port"] = home.get("http_port") or next(port for port in ports if port not in asked)
+            draft.listening += (Listening(host, home["http_port"], chosen),)
         if draft.role == "prefill" and draft.config.get("handoff") == "direct":
             draft.listening += (_bootstrap(draft, host, (port for port in ports if port not in asked)),)
 

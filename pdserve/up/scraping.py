@@ -32,8 +32,6 @@ def targets(plan: Plan) -> list[dict[str, object]]:
 
 def _place(spec: ProcessSpec) -> tuple[str, str] | None:
     """(scheme, host:port)"""
-    if spec.role == "lmcache":
-        return "http", f"{spec.config['host']}:{spec.config['metrics_port']}"
     if isinstance(spec.ready, HttpReady):
         parts = urlsplit(spec.ready.url)
         return parts.scheme, parts.netloc

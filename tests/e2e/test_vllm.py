@@ -69,10 +69,7 @@ def ask_alone(model: Path, log: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def vllm(
-    alone: dict[str, str], small_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[VllmCluster]:
-    """After vLLM alone has ended: both together would want too much memory."""
+def vllm(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmCluster]:
     with vllm_cluster(small_model, tmp_path_factory.mktemp("run") / "c") as cluster:
         yield cluster
 

@@ -364,8 +364,8 @@ def test_vllm_workers_are_wired_to_their_lmcache_server_and_that_to_the_pool() -
     ]
     assert (adapter["module_path"], adapter["class_name"]) == ("pdserve.integrations.lmcache", "PdserveL2")
     assert argument(server.argv, "--chunk-size") == "64"
-    ports = [argument(server.argv, f"--{name}") for name in ("port", "http-port", "prometheus-port")]
-    assert len(set(ports)) == 3
+    ports = [argument(server.argv, f"--{name}") for name in ("port", "http-port")]
+    assert len(set(ports)) == 2
     assert server.ready == HttpReady(f"http://127.0.0.1:{ports[1]}/healthcheck")
     transfer = json.loads(argument(decode.argv, "--kv-transfer-config"))["kv_connector_extra_config"]
     assert transfer == {

@@ -24,8 +24,9 @@ class LmcacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     python: Annotated[str, Meta(description="Interpreter of the environment with LMCache, vLLM and pdserve.")]
     host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Meta(description="Port for vLLM; 0 takes a free one.")] = 0
-    http_port: Annotated[int, Meta(description="Port of its HTTP interface; 0 takes a free one.")] = 0
-    metrics_port: Annotated[int, Meta(description="Port of its metrics; 0 takes a free one.")] = 0
+    http_port: Annotated[
+        int, Meta(description="Port of its HTTP interface and metrics; 0 takes a free one.")
+    ] = 0
     l1_size_gb: Annotated[float, Meta(gt=0, description="Its own memory for pages.")] = 1.0
     chunk_size: Annotated[int, Meta(ge=1, description="Tokens of a page.")] = 256
     revision: Annotated[
@@ -60,7 +61,6 @@ def lmcache_argv(config: Mapping[str, Any]) -> tuple[str, ...]:
         *("-m", "lmcache.cli.main", "server"),
         *("--host", config["host"], "--port", str(config["port"])),
         *("--http-host", config["host"], "--http-port", str(config["http_port"])),
-        *("--prometheus-port", str(config["metrics_port"])),
         *(
             "--l1-size-gb",
             str(config.get("l1_size_gb", 1.0)),

@@ -162,7 +162,7 @@ def vllm_cluster(model: Path, run_dir: Path) -> Iterator[VllmCluster]:
         "args": ["--supported-transfer-mode", "auto"],
     }
     tables = {
-        "cluster": {"run_dir": str(run_dir), "start_timeout_s": START_S, "start_parallelism": 2},
+        "cluster": {"run_dir": str(run_dir), "start_timeout_s": START_S, "start_parallelism": 4},
         "router": {"port": ports["router"], "min_prefill_tokens": 0, "access": {"cluster_token": TOKEN}},
         "pool": [{"capacity_bytes": "512MiB", "restart": "never", "keep": False, "metrics": ""}],
         "lmcache": [server | {"port": ports["lmcache0"]}, server | {"port": ports["lmcache1"]}],
