@@ -20,6 +20,7 @@ from pdserve.router.config.router import RouterConfig
 from pdserve.router.config.tenants import Access
 from pdserve.tokens import Secret
 from tests.support.e2e.vllm import AUTHORIZED, PYTHON, VllmCluster, ask, plain_vllm, until, vllm_cluster
+from tests.support.router.contract import ANY_ENGINE, Check
 from tests.support.router.harness import routed
 
 pytestmark = [
@@ -72,6 +73,18 @@ def ask_alone(model: Path, log: Path) -> dict[str, str]:
 def vllm(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmCluster]:
     with vllm_cluster(small_model, tmp_path_factory.mktemp("run") / "c") as cluster:
         yield cluster
+
+
+@pytest.mark.parametrize("check", ANY_ENGINE, ids=lambda check: check.__name__)
+def test_vllm_passes_what_any_engine_must(vllm: VllmCluster, check: Check) -> None:
+    async def main() -> None:
+        url = vllm.workers["vllm1"]
+        async with httpx.AsyncClient(
+            base_url=url, headers=AUTHORIZED, timeout=120, trust_env=False
+        ) as client:
+            await check(client, "m")
+
+    asyncio.run(main())
 
 
 def test_disaggregated_answers_are_those_of_vllm_alone(vllm: VllmCluster, alone: dict[str, str]) -> None:
