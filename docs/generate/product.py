@@ -36,6 +36,7 @@ from pdserve.router.config.router import RouterConfig
 from pdserve.router.metrics.names import METRICS as ROUTER_METRICS
 from pdserve.settings.config_file import Option, options
 from pdserve.up.config import ClusterSettings
+from pdserve.up.foreign.vllm import LmcacheConfig, VllmConfig
 
 __all__ = [
     "CONFIGURED",
@@ -103,6 +104,8 @@ CONFIGURED: Final = (
         DynamoConfig,
         ("pdserve dynamo agg", "pdserve dynamo prefill", "pdserve dynamo decode"),
     ),
+    Configured("vLLM worker: `[[vllm]]`", "vllm", VllmConfig, ("pdserve up",), False),
+    Configured("LMCache server: `[[lmcache]]`", "lmcache", LmcacheConfig, ("pdserve up",), False),
 )
 
 METRICS: Final[dict[str, tuple[Definition, ...]]] = {

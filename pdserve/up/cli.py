@@ -30,6 +30,8 @@ PROGRAM = (sys.executable, "-m", "pdserve")
 
 SCHEMAS: Mapping[Role, str] = {
     "pool": "pdserve.kvpool.node.config.node:PoolNodeConfig",
+    "lmcache": "pdserve.up.foreign.vllm:LmcacheConfig",
+    "vllm": "pdserve.up.foreign.vllm:VllmConfig",
     "prefill": "pdserve.engine.worker:WorkerConfig",
     "decode": "pdserve.engine.worker:WorkerConfig",
     "agg": "pdserve.engine.worker:WorkerConfig",

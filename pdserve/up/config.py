@@ -17,8 +17,9 @@ from msgspec import Meta
 from pdserve.errors import ConfigError
 from pdserve.settings.config_file import load_config, read_toml
 
-Role = Literal["pool", "prefill", "decode", "agg", "elastic", "router"]
-"""A process's role; also the sub-command that runs it, and its table in the cluster file."""
+Role = Literal["pool", "lmcache", "vllm", "prefill", "decode", "agg", "elastic", "router"]
+"""A process's role; also its table in the cluster file, and the sub-command that runs it if it is pdserve's.
+"""
 
 WorkerRole = Literal["prefill", "decode", "agg", "elastic"]
 WORKER_ROLES: tuple[WorkerRole, ...] = get_args(WorkerRole)
@@ -102,6 +103,8 @@ class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     decode: Annotated[list[Table], Meta(description="Decode workers.")] = []
     agg: Annotated[list[Table], Meta(description="Aggregated workers.")] = []
     elastic: Annotated[list[Table], Meta(description="Elastic workers.")] = []
+    lmcache: Annotated[list[Table], Meta(description="LMCache servers, for vLLM workers.")] = []
+    vllm: Annotated[list[Table], Meta(description="vLLM workers.")] = []
 
 
 def read_cluster_file(
@@ -117,7 +120,7 @@ def read_cluster_file(
     for role, count in counts.items():
         if count is not None:
             tables[role] = _resized(tables[role], count)
-    if not any(tables.values()):
+    if not any(tables.values()) and not file.vllm:
         raise ConfigError(f"{path}: no worker: give [[prefill]] and [[decode]], or [[agg]], or [[elastic]]")
     if tables["prefill"] and not (tables["decode"] or tables["agg"] or tables["elastic"]):
         raise ConfigError(
@@ -129,6 +132,8 @@ def read_cluster_file(
         router=_based(path, file.router),
         worker=_based(path, file.worker),
         pool=[_based(path, table) for table in file.pool],
+        lmcache=[_based(path, table) for table in file.lmcache],
+        vllm=[_based(path, table) for table in file.vllm],
         **lists,
     )
 

@@ -2,8 +2,9 @@
 written.
 
 A plan is a sequence of stages; every process of a stage is ready before the next stage starts, and stages
-stop in reverse order: pool nodes, then workers, then the router. Addresses are wired here and only here: a
-worker's `[pool]` gets the pool nodes, the router gets the workers. What a file gives explicitly is kept.
+stop in reverse order: pool nodes, then LMCache servers, then workers, then the router. Addresses are wired
+here and only here: a worker's `[pool]` gets the pool nodes, the router gets the workers. What a file gives
+explicitly is kept.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from pdserve.capacity.tables import AUTO
 from pdserve.errors import ConfigError
 from pdserve.up.config import WORKER_ROLES, ClusterFile, ClusterSettings, Restart, Role, Table, merge
+from pdserve.up.foreign.vllm import VllmRole, environment, lmcache_argv, server_of, vllm_argv
 
 METRICS_HOST: Final = "127.0.0.1"
 """Where pool nodes serve metrics that their tables say nothing of, each on a port of its own."""
@@ -28,6 +30,8 @@ that clusters of one host are not in each other's way, and one started again fin
 """
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 SMALL_POOL: Final = "2GiB"
+VLLM_PYTHON: Final = ".venv-vllm/bin/python"
+READY_PATHS: Final[Mapping[Role, str]] = {"router": "/ready", "vllm": "/health", "lmcache": "/healthcheck"}
 SOCKET_PATH_MAX_BYTES: Final = 107  # sun_path is 108 bytes on Linux, the last one a zero
 
 
@@ -145,6 +149,13 @@ def make_plan(
     _administer(_sub_table(router, "admin"), [node["address"] for node in nodes], admin_key, ports)
     if cluster_token:
         _share_token(cluster_token, [draft.config for draft in workers], _sub_table(router, "access"))
+    servers = [draft for draft in drafts if draft.role == "lmcache"]
+    engines = [draft for draft in drafts if draft.role == "vllm"]
+    for draft in servers:
+        _sub_table(draft, "pool").setdefault("nodes", nodes)
+        draft.argv, draft.env = lmcache_argv(draft.config), {**environment(""), **draft.env}
+    for draft in engines:
+        _wire_vllm(draft, servers, router)
     for draft in workers:
         router.config[draft.role] = [*_list(router, router.config, draft.role), _url(draft)]
     if any(map(_tls, workers)) and not _sub_table(router, "tls").get("ca"):
@@ -152,7 +163,7 @@ def make_plan(
     for draft in (*workers, router):  # they have to end on their own before the supervisor ends them
         own_s = max(0.0, file.cluster.stop_grace_s - STOP_SLACK_S[draft.role])
         draft.config.setdefault("stop_grace_s", own_s)
-    stages = (pool, workers, [router])
+    stages = (pool, servers, [*engines, *workers], [router])
     return Plan(
         settings=file.cluster,
         stages=tuple(tuple(_spec(draft, program, run_dir) for draft in stage) for stage in stages if stage),
@@ -173,12 +184,20 @@ class _Draft:
     start_timeout_s: float | None = None
     release_s: float = 0.0
     listening: tuple[Listening, ...] = ()
+    argv: tuple[str, ...] = ()
+    """Of a process that is not pdserve's."""
 
 
 def _drafts(file: ClusterFile) -> Iterator[_Draft]:
     """Every process of the file in start order, the router last."""
     for i, table in enumerate(file.pool):
         yield _draft(file, "pool", f"pool[{i}]", f"pool{i}", table)
+    for i, table in enumerate(file.lmcache):
+        yield _draft(file, "lmcache", f"lmcache[{i}]", f"lmcache{i}", merge({"python": VLLM_PYTHON}, table))
+    model = file.worker.get("engine", {}).get("model_path")
+    given = {"python": VLLM_PYTHON} | ({"model_path": model} if model else {})
+    for i, table in enumerate(file.vllm):
+        yield _draft(file, "vllm", f"vllm[{i}]", f"vllm{i}", merge(given, table))
     for role in WORKER_ROLES:
         for i, table in enumerate(getattr(file, role)):
             yield _draft(file, role, f"{role}[{i}]", f"{role}{i}", merge(file.worker, table))
@@ -223,6 +242,10 @@ def _assign_ports(drafts: list[_Draft], default_host: str, ports: Iterator[int])
         if not chosen:
             home["port"] = next(port for port in ports if port not in asked)
         draft.listening = (Listening(host, home["port"], chosen),)
+        if draft.role == "lmcache":
+            chosen = bool(home.get("http_port"))
+            home["http_port"] = home.get("http_port") or next(port for port in ports if port not in asked)
+            draft.listening += (Listening(host, home["http_port"], chosen),)
         if draft.role == "prefill" and draft.config.get("handoff") == "direct":
             draft.listening += (_bootstrap(draft, host, (port for port in ports if port not in asked)),)
 
@@ -240,8 +263,8 @@ def _bootstrap(draft: _Draft, host: str, ports: Iterator[int]) -> Listening:
 
 
 def _home(draft: _Draft) -> Table:
-    """The table that holds a process's `host` and `port`: the router's own, a worker's `[engine]`."""
-    home = draft.config if draft.role == "router" else _sub_table(draft, "engine")
+    """The table that holds a process's `host` and `port`: its own, or a worker's `[engine]`."""
+    home = _sub_table(draft, "engine") if draft.role in WORKER_ROLES else draft.config
     port = home.get("port", 0)
     if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 65536:
         raise ConfigError(f"'{draft.table}' port must be a number from 0 to 65535, found {port!r}")
@@ -269,6 +292,26 @@ def _wire_pool_node(draft: _Draft, arena_dir: Path, run_dir: Path) -> Table:
         raise ConfigError(f"'{draft.table}.listen' must be a list of addresses, found {listen!r}")
     draft.listening = tuple(_listening(draft, address) for address in listen if address.startswith("tcp:"))
     return {"node": draft.name, "address": listen[0]}
+
+
+def _wire_vllm(draft: _Draft, servers: Sequence[_Draft], router: _Draft) -> None:
+    """Fill in a vLLM worker's command line, and list it at the router. It asks for the router's token."""
+    if "model_path" not in draft.config:
+        raise ConfigError(f"'{draft.table}.model_path' is needed, or worker.engine.model_path")
+    try:
+        server = server_of(draft.config, [(one.name, one.config) for one in servers])
+    except StopIteration:
+        wanted = draft.config.get("lmcache") or "one"
+        raise ConfigError(f"'{draft.table}' needs an LMCache server: give [[lmcache]] {wanted}") from None
+    token = _sub_table(router, "access").get("cluster_token", "")
+    draft.argv = vllm_argv(draft.config, (server["host"], server["port"]))
+    draft.env = {**environment(token), **draft.env}
+    role = draft.config.get("role", "agg")
+    if role not in get_args(VllmRole):
+        raise ConfigError(
+            f"'{draft.table}.role' must be one of {', '.join(get_args(VllmRole))}, found {role!r}"
+        )
+    router.config[role] = [*_list(router, router.config, role), _url(draft)]
 
 
 def _share_token(token: str, workers: Sequence[Table], access: Table) -> None:
@@ -301,19 +344,21 @@ def _listening(draft: _Draft, address: str) -> Listening:
 def _spec(draft: _Draft, program: Sequence[str], run_dir: Path) -> ProcessSpec:
     config_path = run_dir / f"{draft.name}.toml"
     command = ("pool", "serve") if draft.role == "pool" else (draft.role,)
+    argv = draft.argv or (*program, *command, "--config", str(config_path))
     ready: HttpReady | ConnectReady
     if draft.role == "pool":
         ready = ConnectReady(draft.config["listen"][0])
     else:
-        path = "/ready" if draft.role == "router" else "/pd/ready"
+        path = READY_PATHS.get(draft.role, "/pd/ready")
         tls = _tls(draft)
         own = (str(tls["certificate"]), str(tls.get("key"))) if tls.get("client_ca") else None
-        ready = HttpReady(_url(draft) + path, own)
+        place = draft.listening[1] if draft.role == "lmcache" else draft.listening[0]  # its HTTP port
+        ready = HttpReady(_url(draft, place) + path, own)
     return ProcessSpec(
         name=draft.name,
         role=draft.role,
         table=draft.table,
-        argv=(*program, *command, "--config", str(config_path)),
+        argv=argv,
         config=draft.config,
         config_path=config_path,
         log_path=run_dir / f"{draft.name}.log",
@@ -340,8 +385,8 @@ def _list(draft: _Draft, table: Table, key: str) -> list[object]:
     return list(value)
 
 
-def _url(draft: _Draft) -> str:
-    place = draft.listening[0]
+def _url(draft: _Draft, place: Listening | None = None) -> str:
+    place = place or draft.listening[0]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(place.host, place.host)
     access = draft.config.get("access")
     is_tls = _tls(draft) or (

@@ -14,13 +14,15 @@ TARGETS_FILE: Final = "prometheus-targets.json"
 
 
 def targets(plan: Plan) -> list[dict[str, object]]:
-    """One entry for each process that has metrics; labels `job` (router, worker, pool) and `process`."""
+    """One entry for each process that has metrics; labels `job` (router, worker, pool, lmcache) and
+    `process`.
+    """
     found: list[dict[str, object]] = []
     for spec in plan.processes:
         place = _place(spec)
         if place is not None:
             scheme, address = place
-            job = spec.role if spec.role in ("pool", "router") else "worker"
+            job = spec.role if spec.role in ("pool", "router", "lmcache") else "worker"
             labels = {"job": job, "process": spec.name}
             if scheme != "http":
                 labels["__scheme__"] = scheme

@@ -34,6 +34,7 @@ from tests.support.up.scripts import LAUNCH, program
         ("disagg", ["pool0", "prefill0", "decode0", "router"]),
         ("agg", ["pool0", "agg0", "router"]),
         ("elastic", ["pool0", "elastic0", "elastic1", "router"]),
+        ("vllm", ["pool0", "lmcache0", "vllm0", "vllm1", "router"]),
     ],
 )
 def test_cluster_files_are_valid_for_every_process(name: str, processes: list[str]) -> None:
@@ -71,7 +72,9 @@ def test_a_mistyped_key_is_refused_by_file_table_and_key_before_anything_starts(
     assert str(caught.value) == "c.toml: [agg[1]]: unknown key 'setle_s' (did you mean 'settle_s'?)"
 
 
-@pytest.mark.parametrize("script", ["disagg.sh", "agg.sh", "test.sh", "bench.sh", "docs.sh", "lock.sh"])
+@pytest.mark.parametrize(
+    "script", ["disagg.sh", "agg.sh", "vllm.sh", "test.sh", "bench.sh", "docs.sh", "lock.sh"]
+)
 def test_script_help_needs_no_set_up(script: str, tmp_path: Path) -> None:
     shown = subprocess.run(
         [str(LAUNCH / script), "--help"],

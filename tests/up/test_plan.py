@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -331,3 +332,93 @@ def test_a_bootstrap_port_that_is_no_number_is_refused() -> None:
     table = {"handoff": "direct", "direct": {"bootstrap_port": "x"}}
     with pytest.raises(ConfigError, match=r"'prefill\[0\].direct.bootstrap_port' must be a number"):
         plan_of(ClusterFile(cluster=ClusterSettings(name="c"), prefill=[table]))
+
+
+def vllm_file(**more: Any) -> ClusterFile:
+    tables: dict[str, Any] = {
+        "worker": {"engine": {"model_path": "models/m"}},
+        "pool": [{}],
+        "lmcache": [{"chunk_size": 64}],
+        "vllm": [{"role": "prefill"}, {"role": "decode", "args": ["--x"], "env": {"A": "1"}}],
+    }
+    return ClusterFile(**(tables | more))
+
+
+def argument(argv: Sequence[str], name: str) -> str:
+    return argv[argv.index(name) + 1]
+
+
+def test_vllm_workers_are_wired_to_their_lmcache_server_and_that_to_the_pool() -> None:
+    plan = plan_of(vllm_file(), cluster_token="secret")
+    assert [[spec.name for spec in stage] for stage in plan.stages] == [
+        ["pool0"],
+        ["lmcache0"],
+        ["vllm0", "vllm1"],
+        ["router"],
+    ]
+    specs = {spec.name: spec for spec in plan.processes}
+    server, decode = specs["lmcache0"], specs["vllm1"]
+    adapter = json.loads(argument(server.argv, "--l2-adapter"))
+    assert adapter["adapter_params"]["pool"]["nodes"] == [
+        {"node": "pool0", "address": "unix:/run/x/pool0.sock"}
+    ]
+    assert (adapter["module_path"], adapter["class_name"]) == ("pdserve.integrations.lmcache", "PdserveL2")
+    assert argument(server.argv, "--chunk-size") == "64"
+    ports = [argument(server.argv, f"--{name}") for name in ("port", "http-port")]
+    assert len(set(ports)) == 2
+    assert server.ready == HttpReady(f"http://127.0.0.1:{ports[1]}/healthcheck")
+    transfer = json.loads(argument(decode.argv, "--kv-transfer-config"))["kv_connector_extra_config"]
+    assert transfer == {
+        "lmcache.mp.host": "tcp://127.0.0.1",
+        "lmcache.mp.port": int(ports[0]),
+        "lmcache.mp.save_decode_cache": True,
+    }
+    assert argument(decode.argv, "--model") == "models/m"
+    assert argument(decode.argv, "--served-model-name") == "m"
+    assert decode.argv[:3] == (".venv-vllm/bin/python", "-m", "vllm.entrypoints.openai.api_server")
+    assert decode.argv[-1] == "--x"
+    assert decode.ready == HttpReady(f"http://127.0.0.1:{argument(decode.argv, '--port')}/health")
+    assert decode.env["A"] == "1"
+    router = specs["router"].config
+    assert router["decode"] == [f"http://127.0.0.1:{argument(decode.argv, '--port')}"]
+    assert len(router["prefill"]) == 1
+
+
+def test_vllm_workers_ask_for_the_routers_token_and_no_command_line_shows_it() -> None:
+    plan = plan_of(vllm_file(), cluster_token="secret")
+    specs = {spec.name: spec for spec in plan.processes}
+    assert specs["router"].config["access"]["cluster_token"] == "secret"
+    assert specs["vllm0"].env["VLLM_API_KEY"] == "secret"
+    assert not any("secret" in word for spec in plan.processes for word in spec.argv)
+
+
+def test_a_vllm_worker_can_have_an_lmcache_server_of_its_own() -> None:
+    servers = [{"port": 7000}, {"port": 7001, "name": "second"}]
+    plan = plan_of(vllm_file(lmcache=servers, vllm=[{}, {"lmcache": "second"}]))
+    specs = {spec.name: spec for spec in plan.processes}
+    ports = [
+        json.loads(argument(specs[name].argv, "--kv-transfer-config"))["kv_connector_extra_config"][
+            "lmcache.mp.port"
+        ]
+        for name in ("vllm0", "vllm1")
+    ]
+    assert ports == [7000, 7001]
+    assert len(specs["router"].config["agg"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"lmcache": []}, "'vllm[0]' needs an LMCache server: give [[lmcache]]"),
+        ({"vllm": [{"lmcache": "x"}]}, "'vllm[0]' needs an LMCache server: give [[lmcache]] x"),
+        ({"worker": {}}, "'vllm[0].model_path' is needed, or worker.engine.model_path"),
+        (
+            {"vllm": [{"role": "elastic"}]},
+            "'vllm[0].role' must be one of prefill, decode, agg, found 'elastic'",
+        ),
+    ],
+)
+def test_a_vllm_table_that_cannot_work_is_refused(more: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_of(vllm_file(**more))
+    assert says in str(caught.value)

@@ -216,6 +216,20 @@ class PoolClient:
             self._tally.add(pages_refused=batch.result.count(FULL))
         return [became == STORED for became in batch.result]
 
+    def discard(self, keys: Sequence[bytes], page_bytes: int) -> list[bool]:
+        """Drop pages of this length at their owners. Returns which were there, and are gone. Copies elsewhere
+        (of hot pages, of pages that move) stay until they are evicted.
+        """
+        deadline = self._within(self.config.get_timeout_s)
+        size_bytes = page_bytes + (TAG_BYTES if self._tags is not None else 0)
+
+        def part(opened: OpenConnection, places: list[int]) -> list[bool]:
+            return operations.discard(opened, [keys[i] for i in places], size_bytes, deadline.at_s)
+
+        batch = Batch(keys, [False] * len(keys), deadline, part, page_bytes=size_bytes)
+        self._runner.run(self._links.rings.split(keys), batch)
+        return batch.result
+
     def clear(self) -> int:
         """Drop every page of the namespace on every reachable node. Returns their number."""
         timeout_s = max(operations.CLEAR_TIMEOUT_S, self.config.exists_timeout_s)

@@ -235,6 +235,27 @@ def _forged(
     return forged
 
 
+def discard(opened: OpenConnection, keys: list[bytes], page_bytes: int, deadline_s: float) -> list[bool]:
+    """Drop pages of this length, tags included. Returns which were there. A page is named by what fills its
+    slot now, which only a read tells. Raises PoolError.
+    """
+    if not opened.rights & WRITE:
+        raise PoolRefused(f"pool node {opened.node}: our token may not drop pages")
+    got = expect(opened, m.Get(opened.next_id(), opened.namespace, keys, [page_bytes]), m.Got, deadline_s)
+    _check_length(opened, got.pins, keys)
+    held = [i for i, pin in enumerate(got.pins) if pin.status == m.HIT]
+    pins = [got.pins[i] for i in held]
+    if held:
+        slots, sequences = [pin.slot for pin in pins], [pin.sequence for pin in pins]
+        # over a network the node has begun to send them
+        opened.connection.read_pages(pins, [[np.empty(page_bytes, np.uint8)] for _ in held], deadline_s)
+        opened.connection.post(m.Release(slots, sequences))
+        request = m.Discard(opened.next_id(), opened.namespace, [keys[i] for i in held], sequences)
+        expect(opened, request, m.Done, deadline_s)
+    there = set(held)
+    return [i in there for i in range(len(keys))]
+
+
 def ping(opened: OpenConnection, deadline_s: float) -> None:
     """Check that the node answers. Raises PoolError."""
     expect(opened, m.Ping(opened.next_id()), m.Done, deadline_s)

@@ -130,6 +130,8 @@ class Weights:
         found = [one for one in self._router.fleet.workers if one.info and one.info.model == model]
         if not found:
             raise RequestError(404, f"No worker of {model!r} is known.", code="model_not_found")
+        if without := next((one for one in found if one.lacks("weights")), None):
+            raise RequestError(409, f"Worker {without.id} cannot take new weights.", code="weights_absent")
         return found
 
     @asynccontextmanager

@@ -31,6 +31,7 @@ from pdserve.router.api.request_body import (
 from pdserve.router.api.text_length import check_texts
 from pdserve.router.app.accounting import account, log_access
 from pdserve.router.config.router import RouterConfig
+from pdserve.router.config.tenants import SHARED
 from pdserve.router.deadlines import Deadlines
 from pdserve.router.dispatch.dispatcher import Dispatcher
 from pdserve.router.fleet.registry import Fleet
@@ -178,6 +179,8 @@ class GenerationHandler:
             if session is not None:
                 session = session.within(call.tenant.name)
             scope = f"{call.tenant.cache}/{scope}"
+        elif call.endpoint.salt == "body" and view.cache_salt and self._fleet.takes_plain_salts(model):
+            call.body = isolated(body, view.cache_salt, SHARED, is_plain=True)
         endpoint = call.endpoint
         prompt = view.prompt_json(endpoint.prompt_fields)
         computes = endpoint.task is not None  # tokenizing does not: it leaves no pages behind
@@ -240,7 +243,8 @@ class GenerationHandler:
         """Keep the tenant's pages apart from those of others. `given`: the client's own salt."""
         salt, cache = call.endpoint.salt, call.tenant.cache
         if salt == "body":
-            call.body = isolated(call.body, given, cache)
+            is_plain = self._fleet.takes_plain_salts(call.model)
+            call.body = isolated(call.body, given, cache, is_plain=is_plain)
         elif salt == "header":
             if not self._fleet.takes_salt_header(call.model):
                 raise NoWorkerError(

@@ -18,6 +18,7 @@ from pdserve.router.app.error_handlers import refused
 from pdserve.router.app.generation import GenerationHandler
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.dispatch.dispatcher import Dispatcher
+from pdserve.router.fleet.abilities import WITHOUT
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.metrics.snapshot import Snapshot
 from pdserve.router.metrics.stats import Stats
@@ -158,6 +159,8 @@ class Router:
                     "ready": worker.ready and worker.refused is None,
                     "refused": worker.refused,
                     "draining": worker.draining,
+                    "engine": worker.info.engine if worker.info else None,
+                    "absent": {name: WITHOUT[name] for name in WITHOUT if worker.lacks(name)},
                     "in_flight": worker.in_flight,
                 }
                 for worker in workers

@@ -7,6 +7,9 @@ Hedging (`hedge_prefill_s`): a second worker is asked when the first one has not
 retry budget allows it. The first good outcome counts, and the other request is cut. Off by default, since
 some prompts are computed twice.
 
+A worker without `/pd/prefill` is asked for an answer of one token instead, and the rest of its answer is
+dropped. Its pages get to the decode worker by whatever cache the two share.
+
 Pulling ahead (`pull_ahead_tokens`): while a long prompt is computed, the decode worker already reads the
 pages that are published.
 """
@@ -21,6 +24,7 @@ from msgspec import Meta
 
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.dispatch.job import Claim, Job, cached_before_header, turns_header
+from pdserve.router.dispatch.one_token import one_token_body
 from pdserve.router.dispatch.retry_budget import RetryBudget
 from pdserve.router.dispatch.worker_request import FAILURES, WorkerAnswerError, WorkerRequests, outcome_of
 from pdserve.router.fleet.registry import Fleet
@@ -37,7 +41,7 @@ CLIENT_FAULTS = frozenset((400, 413, 422))
 """Statuses of a prefill worker that end the call. Another one, like 404 or 429, may be this worker's trouble;
 if not, the decode worker says the same.
 """
-GOOD = frozenset(("ok", "partial"))
+GOOD = frozenset(("ok", "partial", "one-token"))
 """Outcomes of a prefill that need no better one."""
 
 
@@ -115,6 +119,9 @@ class PrefillStage:
         call.phase = "prefill"
         begun_s = self._loop.time()
         is_long = 0 < self._pull_ahead_tokens <= job.plan.uncached_tokens
+        if is_long and job.plan.decode.lacks("pull"):
+            is_long = False
+            job.words.append("pull=absent")
         pulling = self._loop.create_task(self._pull_ahead(call, job.plan.decode)) if is_long else None
         try:
             if self._hedge_s > 0:
@@ -173,10 +180,12 @@ class PrefillStage:
 
     async def ask(self, call: Call, job: Job, worker: Worker, limit_s: float) -> str:
         """The outcome at one worker, in one word. Raises WorkerAnswerError as `run`."""
-        target = f"/pd/prefill?endpoint={call.endpoint.path}"
+        is_plain = worker.lacks("prefill")
+        target = call.endpoint.path if is_plain else f"/pd/prefill?endpoint={call.endpoint.path}"
+        body = one_token_body(call.endpoint, call.body) if is_plain else call.body
         try:
-            answer = await self._workers.post(call, worker, target, call.body, limit_s, job.room_line)
-            report = _decoder.decode(answer)
+            answer = await self._workers.post(call, worker, target, body, limit_s, job.room_line)
+            report = None if is_plain else _decoder.decode(answer)
         except FAILURES as error:
             if isinstance(error, WorkerAnswerError) and error.status in CLIENT_FAULTS:
                 self._stats.prefill["client-error"] += 1
@@ -189,10 +198,21 @@ class PrefillStage:
             self._workers.on_failure(job, worker, error, consequence)
             return outcome
         self._fleet.on_success(worker)
+        if report is None:
+            self._note_plain(call, job, worker)
+            self._stats.prefill["ok"] += 1
+            return "one-token"
         self._note(call, job, worker, report)
         outcome = "partial" if report.missing_pages else "ok"
         self._stats.prefill[outcome] += 1
         return outcome
+
+    def _note_plain(self, call: Call, job: Job, worker: Worker) -> None:
+        """A worker that answers a request for one token has the prompt in its memory, and tells no more of
+        it.
+        """
+        self._placer.on_prefilled(call.facts, job.plan, worker, {}, 0, 0, self._loop.time())
+        call.answer.prefill_headers = [(PREFILL_HEADER, worker.id_header)]
 
     def _note(self, call: Call, job: Job, worker: Worker, report: PrefillReport) -> None:
         """Tell placement, the decode worker, the client and the metrics what the prefill worker reports."""

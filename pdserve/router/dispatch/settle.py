@@ -41,6 +41,8 @@ class SettleStage:
         """Wait, bounded. Returns the outcome as a word of the plan."""
         if self._wait_s <= 0:
             return "settle=off"
+        if settle.worker.lacks("settled"):
+            return "settle=absent"
         call.phase = "settle"
         begun_s = self._loop.time()
         question = msgspec.json.encode({"request_id": settle.request_id, "timeout_s": self._wait_s})

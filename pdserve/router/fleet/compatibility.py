@@ -54,7 +54,7 @@ def joining_order(found: Sequence[tuple[Worker, WorkerInfo]], refused: Container
 def _differing_field(mine: WorkerInfo, theirs: WorkerInfo) -> tuple[str, Any, Any] | None:
     if mine.model != theirs.model and mine.namespace != theirs.namespace:
         return None
-    for name in ("model", "tasks", "page_size"):
+    for name in ("model", "engine", "tasks", "page_size"):
         if getattr(mine, name) != getattr(theirs, name):
             return name, getattr(mine, name), getattr(theirs, name)
     for key in sorted(mine.kv_geometry.keys() | theirs.kv_geometry.keys()):

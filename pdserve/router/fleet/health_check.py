@@ -1,5 +1,7 @@
 """Active health checks of workers: `GET /pd/ready` often, `GET /pd/info` at the join and sometimes later.
 
+A server without these routes is asked for `/health` and `/v1/models` instead (see `abilities`).
+
 The prober sends the requests, reports results to the `Fleet`, which decides, and writes log lines. It closes
 the connections to a dead prefill worker.
 """
@@ -18,6 +20,7 @@ import msgspec
 from pdserve.errors import StartupError
 from pdserve.router.api.request_body import UNREADABLE
 from pdserve.router.config.limits import Probe
+from pdserve.router.fleet.abilities import foreign_info
 from pdserve.router.fleet.changes import FleetChange
 from pdserve.router.fleet.compatibility import joining_order
 from pdserve.router.fleet.registry import Fleet
@@ -175,7 +178,11 @@ class Prober:
         """The worker's info if it is ready. None if not; then the fleet has been told."""
         try:
             self._tls.context(worker)
+            if worker.ready and worker.lacks("info") and not asks_info:
+                return await self._ask_foreign(worker, asks_info=False)
             response = await self._get(f"{worker.url}/pd/ready")
+            if response.status_code == 404:
+                return await self._ask_foreign(worker, asks_info=True)
             said = _ready_in(response.content)
             if said.draining:
                 self._fleet.on_load(worker, said.load, pool_up=said.pool == "up")
@@ -246,6 +253,27 @@ class Prober:
             self._lost(
                 worker, went, f"does not describe itself on /pd/info ({error}); is it a pdserve worker?"
             )
+            return None
+
+    async def _ask_foreign(self, worker: Worker, *, asks_info: bool) -> WorkerInfo | None:
+        """As `_ask`, of a server without `/pd/ready`."""
+        response = await self._get(f"{worker.url}/health")
+        if response.status_code != 200:
+            self._lost(worker, self._fleet.on_probe_not_ready(worker), "is not ready")
+            return None
+        self._fleet.on_load(worker, None)
+        if worker.info is not None and not asks_info:
+            return worker.info
+        response = await self._get(f"{worker.url}/v1/models")
+        try:
+            if response.status_code != 200:
+                raise ValueError(f"its /v1/models has status {response.status_code}")
+            return WorkerInfo.of_foreign(foreign_info(response.content), worker.role)
+        except (*UNREADABLE, ValueError) as error:
+            worker.info = None
+            went = self._fleet.on_probe_not_ready(worker)
+            what = f"has no /pd/ready and is no server of vLLM ({error}); is it a pdserve worker?"
+            self._lost(worker, went, what)
             return None
 
     def _lost(self, worker: Worker, went_down: bool, what: str) -> None:

@@ -165,6 +165,10 @@ class Fleet:
         """Every worker of `model` keeps caches apart by the header with the salt."""
         return all(w.info.takes_salt_header for w in self._of(model) if w.info)
 
+    def takes_plain_salts(self, model: str) -> bool:
+        """Some worker of `model` takes no salt with other characters than letters and digits."""
+        return any(w.info.plain_salts for w in self._of(model) if w.info)
+
     def context_length(self, model: str) -> int:
         """Longest context in tokens that every worker of `model` accepts. 0: no worker reports one."""
         lengths = [w.info.context_length for w in self._of(model) if w.info and w.info.context_length > 0]

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from pdserve.router.config.addresses import is_https, parse_base_url
+from pdserve.router.fleet.abilities import WITHOUT, Ability, Foreign
 from pdserve.router.fleet.circuit_breaker import CircuitBreaker
 
 Role = Literal["prefill", "decode", "agg", "elastic"]
@@ -54,6 +55,26 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     text_shrink: Number = 1
     takes_salt_header: bool = False
     """`x-pdserve-cache-salt` keeps caches apart there, at endpoints where SGLang takes no salt."""
+    engine: str = "sglang"
+    """What computes there. Workers of two engines share no pages."""
+    lacks: tuple[str, ...] = ()
+    """What cannot be asked of it, of `abilities.WITHOUT`."""
+    plain_salts: bool = False
+    """Its cache takes salts of letters and digits only (LMCache: no slash)."""
+
+    @classmethod
+    def of_foreign(cls, found: Foreign, role: Role) -> WorkerInfo:
+        """Of a server without routes under `/pd/`: it lacks all of them. The router's configuration says its
+        role.
+        """
+        return cls(
+            role,
+            found.model,
+            context_length=found.context_length,
+            engine=found.engine,
+            lacks=tuple(WITHOUT),
+            plain_salts=True,
+        )
 
 
 class WorkerLoad(msgspec.Struct, frozen=True):
@@ -149,6 +170,10 @@ class Worker:
         if self.info is None or self.info.handoff != "direct":
             return False
         return self.role == "decode" or (self.role == "prefill" and self.info.bootstrap_port is not None)
+
+    def lacks(self, ability: Ability) -> bool:
+        """It cannot be asked for this, see `abilities`."""
+        return self.info is not None and ability in self.info.lacks
 
     @property
     def answering(self) -> int:

@@ -12,6 +12,8 @@ tests/router/tenants/test_cache_salt.py checks all four.
 Some endpoints of SGLang take no salt. For these the router sends it in a header, and pdserve's worker gives
 it to SGLang (`engine/http/cache_salt.py`). A header has no room for the salts of a batch.
 
+Some engines' caches take no slash in a salt. Their workers get a digest of it, in hexadecimal digits.
+
 A salt is one of: none (the shared namespace), `tenant/NAME`, `tenant/NAME/SALT` and `shared/SALT`. SALT comes
 from the client and divides its cache further. Names have no slash, so a client's SALT cannot name another
 tenant's namespace.
@@ -19,6 +21,7 @@ tenant's namespace.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import Final
 
@@ -36,8 +39,8 @@ _salts = msgspec.json.Decoder(str | list[str] | None)
 _one_salt = msgspec.json.Decoder(str | None)
 
 
-def isolated(body: bytes, given: msgspec.Raw, namespace: str) -> bytes:
-    """`body` with the salt of `namespace` appended.
+def isolated(body: bytes, given: msgspec.Raw, namespace: str, *, is_plain: bool = False) -> bytes:
+    """`body` with the salt of `namespace` appended; `is_plain`: its digest.
 
     `body` is a JSON object and `given` its own `cache_salt` (empty: none). Raises RequestError (400) if
     `given` is not a string or a list of strings, or too long.
@@ -53,9 +56,10 @@ def isolated(body: bytes, given: msgspec.Raw, namespace: str) -> bytes:
         ) from None
     if not salts and namespace == SHARED:
         return body
+    salt_of = _plain_salt if is_plain else _salt
     if isinstance(salts, list):
-        return with_member(body, "cache_salt", [_salt(namespace, salt) for salt in salts])
-    return with_member(body, "cache_salt", _salt(namespace, salts or ""))
+        return with_member(body, "cache_salt", [salt_of(namespace, salt) for salt in salts])
+    return with_member(body, "cache_salt", salt_of(namespace, salts or ""))
 
 
 def salt_line(given: msgspec.Raw, namespace: str) -> bytes:
@@ -76,6 +80,11 @@ def salt_line(given: msgspec.Raw, namespace: str) -> bytes:
             400, f"'cache_salt' has more than {MAX_HEADER_BYTES // 1024} KiB.", param="cache_salt"
         )
     return line
+
+
+def _plain_salt(namespace: str, own: str) -> str:
+    salt = _salt(namespace, own)
+    return hashlib.sha256(salt.encode("utf-8", "surrogatepass")).hexdigest()[:32] if salt else ""
 
 
 def _salt(namespace: str, own: str) -> str:

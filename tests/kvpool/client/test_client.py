@@ -373,3 +373,15 @@ def test_a_node_of_an_older_version_that_names_no_largest_page_is_taken(pool: Po
     )
     with closing(PoolClient(pool.config(), "ns", {}, connector=pool.connector, page_bytes=1 << 40)) as client:
         assert not any(client.check().values())
+
+
+@pytest.mark.parametrize("page_key", ["", "a key"])
+def test_pages_are_dropped_by_key_at_their_owners(pool: Pool, page_key: str) -> None:
+    client = pool.client(page_key=Secret(page_key))
+    wanted = keys(COUNT)
+    put(client, wanted)
+    dropped = client.discard([*wanted[:COUNT:2], key(COUNT)], PAGE_BYTES)
+    assert dropped == [True] * (COUNT // 2) + [False]
+    assert client.exists(wanted) == [False, True] * (COUNT // 2)
+    assert client.discard(wanted[1:2], PAGE_BYTES + 1) == [False]  # a page of another length is another one
+    assert put(client, wanted) == [True] * COUNT

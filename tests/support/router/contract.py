@@ -11,9 +11,12 @@ from typing import Any
 import httpx
 import msgspec
 
+from pdserve.router.api.endpoints import ENDPOINTS
+from pdserve.router.dispatch.one_token import one_token_body
 from pdserve.router.dispatch.prefill import PrefillReport
 from pdserve.router.dispatch.settle import SettledReport
 from pdserve.router.dispatch.stream_marks import MARK, StreamMarks
+from pdserve.router.fleet.abilities import foreign_info
 from pdserve.router.fleet.worker import WorkerInfo, WorkerLoad
 from pdserve.router.metrics.names import CACHES, TIERS
 from pdserve.router.request.cache_report import parse_cached
@@ -23,6 +26,7 @@ Check = Callable[[httpx.AsyncClient, str], Awaitable[None]]
 HEADERS = {"x-request-id": "contract-1"}
 CHAT = "/v1/chat/completions"
 ENDPOINT = {"endpoint": CHAT}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 
 
 def body(model: str, **more: Any) -> dict[str, Any]:
@@ -149,6 +153,31 @@ async def what_is_no_request_is_not_computed(client: httpx.AsyncClient, model: s
     assert response.status_code == 400
 
 
+async def the_router_finds_out_what_it_is(client: httpx.AsyncClient, model: str) -> None:
+    if (await client.get("/pd/ready")).status_code != 404:
+        await a_worker_describes_itself(client, model)
+        return
+    assert (await client.get("/health")).status_code == 200
+    assert foreign_info((await client.get("/v1/models")).content).model == model
+
+
+async def a_prompt_is_computed_for_one_token(client: httpx.AsyncClient, model: str) -> None:
+    asked = body(model, stream=True, stream_options={"include_usage": True}, min_tokens=2, tools=[TOOL])
+    one_token = one_token_body(ENDPOINTS[CHAT], json.dumps(asked).encode())
+    response = await client.post(
+        CHAT, content=one_token, headers={**HEADERS, "content-type": "application/json"}
+    )
+    assert response.status_code == 200
+    assert response.json()["choices"][0]["finish_reason"]
+
+
+ANY_ENGINE: list[Check] = [
+    the_router_finds_out_what_it_is,
+    an_answer_is_json,
+    a_stream_is_whole_events_that_end_in_done,
+    a_prompt_is_computed_for_one_token,
+]
+"""What a server of any engine must pass."""
 CHECKS: dict[str, list[Check]] = {
     "decode": [
         a_worker_describes_itself,

@@ -1,0 +1,248 @@
+"""LMCache's L2 adapter on the pool: `L2AdapterInterface` of LMCache 0.5.6.
+
+LMCache calls it from two threads, its store controller and its prefetch controller. Each submits a task and
+polls three descriptors for the end of it:
+
+    store             objects in LMCache's memory -> pages of the pool
+    lookup-and-lock   which objects the pool has
+    load              pages of the pool -> given objects
+
+Objects are addresses in LMCache's own memory (L1). So pages go between it and the node's memory, mapped or by
+the network, with no copy of ours.
+
+The pool never makes a request wait for long or fail: a node that is away, late or wrong costs misses.
+Checksums are the pool's (`PoolClient.get`). Objects that were found are held until they are unlocked, where
+nodes are on this host (`PageHolds`). A page that is gone nevertheless is a miss, which LMCache computes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+from lmcache.lmcache_native import Bitmap
+from lmcache.v1.distributed.internal_api import L2StoreResult
+from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInterface
+
+from pdserve.errors import PdserveError
+from pdserve.integrations.lmcache.names import ObjectKey, Space, layout_of, owner_of, pool_key
+from pdserve.integrations.lmcache.spaces import Spaces
+from pdserve.integrations.lmcache.usage import UsageWatch
+from pdserve.integrations.settings import log_to_stderr, read_settings
+from pdserve.integrations.task_lane import TaskLane
+from pdserve.kvpool.client.client import PoolClient
+from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
+from pdserve.logs import ThrottledLog
+
+logger = logging.getLogger(__name__)
+Move: TypeAlias = Callable[[PoolClient, list[bytes], list[PageBuffers]], list[bool]]
+"""`PoolClient.put` or `get`."""
+
+CLOSE_SLACK_S: Final = 2.0
+
+
+class PdserveL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache's types are not checked here
+    """Built by LMCache's server from `--l2-adapter '{"type": "plugin", ...}'`."""
+
+    def __init__(self, params: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
+        """`params`: as `IntegrationSettings`. `l1_memory_desc`: where LMCache's memory lies. It needs no
+        preparation: all data paths take addresses. Raises ConfigError, StartupError.
+        """
+        super().__init__(max_capacity_bytes=0)  # the pool evicts by itself
+        log_to_stderr()
+        settings = read_settings(params, os.environ, source="adapter_params")
+        pool = settings.pool
+        self._slowest_s = max(pool.get_timeout_s, pool.put_timeout_s) + pool.restart_wait_s
+        self._spaces = Spaces(settings)
+        self._usage = UsageWatch(self._spaces)
+        self._log = ThrottledLog(logger)
+        self._stores: TaskLane[Any] = TaskLane("store", pool.put_timeout_s)
+        self._lookups: TaskLane[Any] = TaskLane("lookup", pool.exists_timeout_s)
+        self._loads: TaskLane[Any] = TaskLane("load", pool.get_timeout_s)
+        self._unlocks: TaskLane[None] = TaskLane("unlock", pool.exists_timeout_s)
+
+    # -- descriptors: readable when a task of the kind is done
+
+    def get_store_event_fd(self) -> int:
+        return self._stores.event_fd
+
+    def get_lookup_and_lock_event_fd(self) -> int:
+        return self._lookups.event_fd
+
+    def get_load_event_fd(self) -> int:
+        return self._loads.event_fd
+
+    # -- store
+
+    def submit_store_task(self, keys: list[ObjectKey], objects: list[Any]) -> int:
+        return self._stores.submit(partial(self._store, keys, objects), lambda: L2StoreResult(False, 0))
+
+    def pop_completed_store_tasks(self) -> dict[int, Any]:
+        return self._stores.pop_all()
+
+    # -- look up, and lock
+
+    def submit_lookup_and_lock_task(
+        self, keys: list[ObjectKey], group_layout_descs: Mapping[int, Any]
+    ) -> int:
+        return self._lookups.submit(
+            partial(self._look_up, keys, group_layout_descs), partial(_bitmap, len(keys), ())
+        )
+
+    def query_lookup_and_lock_result(self, task_id: int) -> Any:
+        return self._lookups.pop(task_id)
+
+    def submit_unlock(self, keys: list[ObjectKey]) -> None:
+        """Not waited for. What is not unlocked here ends with its lease."""
+        self._unlocks.submit(partial(self._unlock, keys), lambda: None)
+
+    # -- load
+
+    def submit_load_task(self, keys: list[ObjectKey], objects: list[Any]) -> int:
+        return self._loads.submit(partial(self._load, keys, objects), partial(_bitmap, len(keys), ()))
+
+    def query_load_result(self, task_id: int) -> Any:
+        return self._loads.pop(task_id)
+
+    # -- management
+
+    def delete(self, keys: list[ObjectKey]) -> None:
+        """Drop the objects, of every layout that was met in this server. Raises PdserveError."""
+        spaces = self._places(keys, lambda place: self._spaces.known(owner_of(keys[place])))
+        for space, places in spaces.items():
+            client = self._spaces.pages(space).client
+            chosen = [keys[place] for place in places]
+            dropped = client.discard([pool_key(key) for key in chosen], space.layout.size_bytes)
+            gone = [key for key, was_there in zip(chosen, dropped, strict=True) if was_there]
+            self._notify_keys_deleted(gone, [space.layout.size_bytes] * len(gone))
+
+    def list_l2_keys(
+        self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None
+    ) -> Any:
+        """Raises NotImplementedError: the pool keeps digests of LMCache's names."""
+        raise NotImplementedError("the pool keeps digests of names: `pdserve pool ls` lists its pages")
+
+    def get_usage(self) -> Any:
+        """Bytes of our namespaces in the pool, and the pool's capacity, not older than some seconds."""
+        used_bytes, capacity_bytes = self._usage.latest()
+        by_salt = super().get_usage().bytes_by_cache_salt  # what this server stored, as LMCache counts it
+        return AdapterUsage(used_bytes, capacity_bytes, by_salt)
+
+    def report_status(self) -> dict[str, Any]:
+        clients = self._spaces.clients
+        return {
+            "is_healthy": not clients or self._spaces.nodes_up > 0,
+            "type": "pdserve",
+            "nodes_up": self._spaces.nodes_up,
+            "namespaces": {client.namespace: asdict(client.counters) for client in clients},
+            "refused": {
+                "store": self._stores.refused,
+                "lookup": self._lookups.refused,
+                "load": self._loads.refused,
+            },
+        }
+
+    def close(self) -> None:
+        """End all tasks; those that are not done are misses. Afterwards nothing touches LMCache's memory."""
+        self._spaces.close()
+        for lane in (self._lookups, self._loads, self._stores, self._unlocks):
+            lane.close(self._slowest_s + CLOSE_SLACK_S)
+        self._usage.close()
+
+    # -- the tasks, each on the thread of its lane
+
+    def _store(self, keys: Sequence[ObjectKey], objects: Sequence[Any]) -> Any:
+        stored = self._moved(PoolClient.put, keys, objects)
+        sizes = [objects[place].get_size() for place in stored]
+        if stored:
+            self._notify_keys_stored([keys[place] for place in stored], sizes)
+        return L2StoreResult(len(stored) == len(keys), sum(sizes))
+
+    def _load(self, keys: Sequence[ObjectKey], objects: Sequence[Any]) -> Any:
+        return _bitmap(len(keys), self._moved(PoolClient.get, keys, objects))
+
+    def _look_up(self, keys: Sequence[ObjectKey], descs: Mapping[int, Any]) -> Any:
+        layouts = {group: layout_of(desc.dtypes, desc.shapes) for group, desc in descs.items()}
+
+        def spaces_of(place: int) -> list[Space]:
+            owner = owner_of(keys[place])
+            layout = layouts.get(owner.group)
+            return self._spaces.known(owner) if layout is None else [Space(owner, layout)]
+
+        found: set[int] = set()
+        for space, places in self._places(keys, spaces_of).items():
+            with self._missed():
+                found.update(self._lock(space, keys, places))
+        if found:
+            self._notify_keys_accessed([keys[place] for place in sorted(found)])
+        return _bitmap(len(keys), found)
+
+    def _lock(self, space: Space, keys: Sequence[ObjectKey], places: Sequence[int]) -> list[int]:
+        """The places of objects that the pool has. They are held."""
+        pages = self._spaces.pages(space)
+        there = pages.client.exists([pool_key(keys[place]) for place in places])
+        found = [place for place, is_there in zip(places, there, strict=True) if is_there]
+        pages.holds.hold([pool_key(keys[place]) for place in found])
+        return found
+
+    def _unlock(self, keys: Sequence[ObjectKey]) -> None:
+        for space, places in self._places(
+            keys, lambda place: self._spaces.known(owner_of(keys[place]))
+        ).items():
+            self._spaces.pages(space).holds.let_go([pool_key(keys[place]) for place in places])
+
+    def _moved(self, move: Move, keys: Sequence[ObjectKey], objects: Sequence[Any]) -> list[int]:
+        """The places of the objects that were moved."""
+        moved: list[int] = []
+        for space, places in self._places(
+            keys, lambda place: [_space_of(keys[place], objects[place])]
+        ).items():
+            names = [pool_key(keys[place]) for place in places]
+            memory: list[PageBuffers] = [[_view(objects[place])] for place in places]
+            with self._missed():
+                done = move(self._spaces.pages(space).client, names, memory)
+                moved += [place for place, is_done in zip(places, done, strict=True) if is_done]
+        return moved
+
+    def _places(
+        self, keys: Sequence[ObjectKey], spaces_of: Callable[[int], Iterable[Space]]
+    ) -> dict[Space, list[int]]:
+        """The places in `keys` by space: nearly always one."""
+        places: dict[Space, list[int]] = defaultdict(list)
+        for place in range(len(keys)):
+            for space in spaces_of(place):
+                places[space].append(place)
+        return places
+
+    @contextmanager
+    def _missed(self) -> Iterator[None]:
+        """What the block does not find out is a miss. Errors are of the pool, or of the model's files."""
+        try:
+            yield
+        except PdserveError as error:
+            self._log.warning(type(error).__name__, "objects are missed: %s", error)
+
+
+def _space_of(key: ObjectKey, obj: Any) -> Space:
+    # an object of one part may say it in the singular only
+    dtypes, shapes = obj.meta.dtypes or [obj.meta.dtype], obj.meta.shapes or [obj.meta.shape]
+    return Space(owner_of(key), layout_of(dtypes, shapes))
+
+
+def _view(obj: Any) -> Bytes1D:
+    """The object's memory, uint8 [its size]."""
+    return np.frombuffer(memoryview(obj.byte_array).cast("B"), np.uint8)
+
+
+def _bitmap(length: int, places: Iterable[int]) -> Any:
+    bitmap = Bitmap(length)
+    for place in places:
+        bitmap.set(place)
+    return bitmap
