@@ -44,8 +44,7 @@ class Gate:
         self._fleet = fleet
         self._models = Models(config.models, config.default_model)
         self._loop = asyncio.get_running_loop()
-        self._queue_s = config.admission.queue_s
-        self._running_per_worker = config.admission.running_per_worker
+        self._admission = config.admission
         self._waiters: dict[Ticket, asyncio.Future[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._log = ThrottledLog(logger)
@@ -67,8 +66,7 @@ class Gate:
         keys = load_keys(config.access)
         check_open(config, keys)
         self.tenants.configure(keys, config.tenants, config.tenant_defaults, self._loop.time())
-        self._queue_s = config.admission.queue_s
-        self._running_per_worker = config.admission.running_per_worker
+        self._admission = config.admission
         self.queue.queue_length = config.admission.queue_length
 
     def authenticate(self, headers: dict[bytes, bytes], address: str) -> TenantState:
@@ -134,7 +132,9 @@ class Gate:
             raise NoWorkerError("No worker is ready to serve this model; try again shortly.")
         estimate = call.facts.charged_tokens
         tenant.take(estimate, now_s, call.facts.answers)
-        ticket = Ticket(tenant, model, now_s, now_s + self._queue_s)
+        settings, urgency = self._admission, call.facts.urgency
+        head_start_s = settings.head_start_s(urgency) if urgency else 0.0
+        ticket = Ticket(tenant, model, now_s, now_s + settings.queue_s, head_start_s)
         changed = self.queue.arrive(ticket, slots, now_s)
         if self._waiters:
             self._wake(changed)
@@ -194,7 +194,7 @@ class Gate:
     def _slots(self, model: str, now_s: float) -> int:
         snapshot = self._fleet.snapshot(model, now_s)
         workers = len(snapshot.decode) + len(snapshot.direct_decode)
-        return self._running_per_worker * workers or snapshot.slots
+        return self._admission.running_per_worker * workers or snapshot.slots
 
     async def _wait(self, ticket: Ticket) -> None:
         self._waiters[ticket] = waiter = self._loop.create_future()

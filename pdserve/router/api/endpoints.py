@@ -80,6 +80,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """How tokens are counted: as the answer says in this way, else by estimate and by events."""
     streams: bool = False
     """The answer can be a stream of server-sent events."""
+    takes_priority: bool = False
+    """SGLang takes `priority` in the body."""
     salt: Literal["", "body", "header"] = ""
     """How tenants' caches are kept apart: `cache_salt` in the body, where SGLang takes it there, else in a
     header for pdserve's worker. Empty: the request leaves no pages behind.
@@ -137,6 +139,7 @@ _ROWS: Final = (
         salt="body",
         is_resumable=True,
         is_prefillable=True,
+        takes_priority=True,
     ),
     Endpoint(
         path="/v1/completions",
@@ -150,6 +153,7 @@ _ROWS: Final = (
         salt="body",
         is_resumable=True,
         is_prefillable=True,
+        takes_priority=True,
     ),
     Endpoint(
         path="/v1/embeddings",
@@ -159,6 +163,7 @@ _ROWS: Final = (
         task="embed",
         prompt_fields=("input",),
         text_fields=("input",),
+        takes_priority=True,
     ),
     Endpoint(
         path="/generate",
@@ -173,6 +178,7 @@ _ROWS: Final = (
         salt="body",
         is_resumable=True,
         is_prefillable=True,
+        takes_priority=True,
     ),
     _MESSAGES,
     Endpoint(
@@ -198,6 +204,7 @@ _ROWS: Final = (
         salt="body",
         stored_as="request_id",
         continues="previous_response_id",
+        takes_priority=True,
     ),
     Endpoint(
         path="/v1/classify",
@@ -207,6 +214,7 @@ _ROWS: Final = (
         task="embed",
         prompt_fields=("input",),
         text_fields=("input",),
+        takes_priority=True,
     ),
     Endpoint(
         path="/v1/rerank",

@@ -27,6 +27,7 @@ from pdserve.router.api.request_body import (
     has_several_prompts,
     parse_request,
     session_of,
+    with_member,
 )
 from pdserve.router.api.text_length import check_texts
 from pdserve.router.app.accounting import account, log_access
@@ -48,6 +49,7 @@ from pdserve.router.sessions.keys import find_session_key, parse_sources
 from pdserve.router.tenants.cache_salt import isolated, salt_line
 from pdserve.router.tenants.engine_fields import check_fields, parse_tenant_request
 from pdserve.router.tenants.media import check_media
+from pdserve.router.tenants.priority import PRIORITY_HEADER, priority_of
 from pdserve.tracing import Tracer
 
 logger = logging.getLogger(__name__)
@@ -210,6 +212,7 @@ class GenerationHandler:
             can_be_direct=can_be_direct,
             answers=prompts * candidates,
             choices=count_choices(view, sampling) if candidates > 1 else 1,
+            urgency=self._urgency(call, view),
             holder=self._holder(call, view),
             turn=self._turns[model],
             draw=random.getrandbits(32),
@@ -230,6 +233,20 @@ class GenerationHandler:
         if holder is None:
             raise RequestError(404, f"{what} with id {id_[:200]!r} not found.", param=name)
         return holder
+
+    def _urgency(self, call: Call, view: RequestView) -> int:
+        """What the request's priority means for the queue. One in the header goes to workers in the body. Raises
+        RequestError (400) for one that the tenant may not have.
+        """
+        header = call.headers.get(PRIORITY_HEADER)
+        if header is None and not view.priority:
+            return 0
+        signs, limits = self._fleet.priority_signs.get(call.model, ()), call.tenant.limits
+        is_bound = self._gate.tenants.has_keys and not limits.controls_engine
+        asked = priority_of(view.priority, header, signs, limits.max_priority if is_bound else None)
+        if asked.to_send is not None and signs and call.endpoint.takes_priority:
+            call.body = with_member(call.body, "priority", asked.to_send)
+        return asked.urgency
 
     def _isolate(self, call: Call, given: msgspec.Raw) -> None:
         """Keep the tenant's pages apart from those of others. `given`: the client's own salt."""

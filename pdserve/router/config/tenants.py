@@ -63,11 +63,20 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "tenant's own; `shared`: common to all tenants with this value.",
         ),
     ] = ""
+    max_priority: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=100,
+            description="The most urgent `priority` that its requests may have. It may always be less urgent "
+            "than 0, the priority of requests that say nothing.",
+        ),
+    ] = 0
     controls_engine: Annotated[
         bool,
         Meta(
-            description="May set the fields of a request that control the engine, like `priority` or "
-            "`custom_logit_processor` (docs/tenants.md)."
+            description="May set the fields of a request that control the engine, like `session_params` or "
+            "`custom_logit_processor`, and any `priority` (docs/tenants.md)."
         ),
     ] = False
     media_domains: Annotated[
@@ -187,3 +196,18 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     queue_s: Annotated[
         float, Meta(ge=0, description="Longest wait of a request; after it, the answer is 429.")
     ] = 30.0
+    priority_step_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="A request of a priority counts as if it had waited so much longer for each step above "
+            "0, or shorter below; at most a quarter of queue_s. 0: the queue does not look at priorities.",
+        ),
+    ] = 1.0
+
+    def head_start_s(self, urgency: int) -> float:
+        """What the urgency of a request counts for in the queue. All of them lie within half of `queue_s`, so
+        nobody's urgent requests keep back another one until its end.
+        """
+        bound_s = self.queue_s / 4
+        return max(-bound_s, min(bound_s, urgency * self.priority_step_s))

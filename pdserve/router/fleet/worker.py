@@ -54,6 +54,8 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     text_shrink: Number = 1
     takes_salt_header: bool = False
     """`x-pdserve-cache-salt` keeps caches apart there, at endpoints where SGLang takes no salt."""
+    priorities: Literal["none", "high_first", "low_first"] = "none"
+    """Which `priority` its scheduler serves first. none: it does not look at them."""
 
 
 class WorkerLoad(msgspec.Struct, frozen=True):
