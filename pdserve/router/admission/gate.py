@@ -16,7 +16,9 @@ from pdserve.guesses import Guesses
 from pdserve.logs import ThrottledLog
 from pdserve.router.admission.queue import FairQueue, State, Ticket
 from pdserve.router.api.errors import NoWorkerError, TooManyError
+from pdserve.router.config.aliases import base_of
 from pdserve.router.config.router import RouterConfig
+from pdserve.router.fleet.aliases import Aliases
 from pdserve.router.fleet.models import Models
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.metrics.stats import Histogram
@@ -44,6 +46,7 @@ class Gate:
         self._fleet = fleet
         self._models = Models(config.models, config.default_model)
         self._loop = asyncio.get_running_loop()
+        self.aliases = Aliases()
         self._admission = config.admission
         self._waiters: dict[Ticket, asyncio.Future[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -67,6 +70,7 @@ class Gate:
         check_open(config, keys)
         self.tenants.configure(keys, config.tenants, config.tenant_defaults, self._loop.time())
         self._admission = config.admission
+        self.aliases = Aliases(config.aliases, config.default_model)
         self.queue.queue_length = config.admission.queue_length
 
     def authenticate(self, headers: dict[bytes, bytes], address: str) -> TenantState:
@@ -118,8 +122,21 @@ class Gate:
         """The served model that a call means. Raises RequestError, NoWorkerError as `Models.resolve`."""
         return self._models.resolve(requested, call.endpoint, self._fleet.tasks)
 
+    def choose_model(self, alias: str, key: str, last: str = "", *, is_held: bool = False) -> str:
+        """The model that an alias means for the conversation of this key, see `Aliases.choose`. `is_held`: only
+        workers of `last` can go on with it.
+        """
+        now_s, served = self._loop.time(), self._fleet.tasks
+        bases = {m: m if m in served else base_of(m) for m in self.aliases.models[alias]}
+        if is_held:
+            return next((m for m, base in bases.items() if base == last), last)
+        ready = {m: base for m, base in bases.items() if base in served and self._slots(base, now_s)}
+        return self.aliases.choose(alias, key, ready, last)
+
     def served_model(self, requested: str | None) -> str:
         """The served model of this name. Raises RequestError, NoWorkerError as `Models.find`."""
+        if (alias := self.aliases.named(requested)) is not None:
+            requested = self.choose_model(alias, "")
         return self._models.find(requested, self._fleet.tasks)
 
     async def enter(self, call: Call) -> Ticket:

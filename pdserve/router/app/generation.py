@@ -45,7 +45,7 @@ from pdserve.router.request.call import Call
 from pdserve.router.server.client import Client
 from pdserve.router.server.cors import Cors
 from pdserve.router.server.uvicorn_server import LAST_WORD_S
-from pdserve.router.sessions.keys import find_session_key, parse_sources
+from pdserve.router.sessions.keys import SessionKey, find_session_key, message_links, parse_sources
 from pdserve.router.tenants.cache_salt import isolated, salt_line
 from pdserve.router.tenants.engine_fields import check_fields, parse_tenant_request
 from pdserve.router.tenants.media import check_media
@@ -165,11 +165,15 @@ class GenerationHandler:
         has_keys = self._gate.tenants.has_keys
         view = parse_tenant_request(body) if has_keys else parse_request(body)
         call.streams = view.stream is True
+        session = find_session_key(self._sources, call.header, view, body)
+        alias = self._gate.aliases.named(view.model)
+        if alias is not None:
+            self._choose_model(call, view, alias, session)
         call.model = model = self._gate.model_of(call, view.model)
         self._turns[model] += 1
-        session, scope = find_session_key(self._sources, call.header, view, body), view.model or model
+        scope = view.model or model
         if session is not None:
-            session = session.of_model(scope)
+            session = session.of_model(alias or scope)
         if has_keys:  # tenants share neither caches nor sessions, nor see others' load
             limits = call.tenant.limits
             if not limits.controls_engine:
@@ -218,6 +222,33 @@ class GenerationHandler:
             draw=random.getrandbits(32),
             prefix=prefix_of(view, prompt, scope) if self._needs_prefix and computes else None,
         )
+
+    def _choose_model(self, call: Call, view: RequestView, alias: str, session: SessionKey | None) -> None:
+        """Replace the alias by a model, in `view` and in the body: that of the conversation's last turn if it is
+        known, else one by weight.
+        """
+        holder = self._holder(call, view)
+        worker = self._fleet.by_id.get(holder or self._last_worker(call, alias, session))
+        last = worker.info.model if worker is not None and worker.info is not None else ""
+        if session is not None:
+            key = session.name
+        else:
+            links = message_links(view.messages or view.input)
+            key = links[0] if links else f"{random.getrandbits(64):x}"
+        key = f"{call.tenant.name}/{key}"
+        view.model = self._gate.choose_model(alias, key, last, is_held=bool(holder and last))
+        call.body = with_member(call.body, "model", view.model)
+        self._stats.aliases[alias, view.model] += 1
+
+    def _last_worker(self, call: Call, alias: str, session: SessionKey | None) -> str:
+        """The worker that answered the conversation's last turn; empty if this router does not know."""
+        if session is None:
+            return ""
+        session = session.of_model(alias)
+        if self._gate.tenants.has_keys:
+            session = session.within(call.tenant.name)
+        turn = self._dispatcher.placer.sessions.get(session, self._loop.time())
+        return "" if turn is None else turn.decode_id
 
     def _holder(self, call: Call, view: RequestView) -> str:
         """The worker that holds what the request continues. Raises RequestError (404) if nobody does."""

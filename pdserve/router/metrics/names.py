@@ -88,6 +88,12 @@ METRICS: Final = (
         "none-ready, session-worker-gone, agg; here: an elastic worker does both.",
     ),
     _one(
+        "alias_requests",
+        "counter",
+        ("alias", "model"),
+        "Requests for an alias, by the model that they got.",
+    ),
+    _one(
         "slo_requests",
         "counter",
         ("tenant", "action"),

@@ -65,6 +65,8 @@ class Stats:
         """Prompt tokens by (turn, tier)."""
         self.placements: dict[Labels, int] = {}
         """By (role, reason)."""
+        self.aliases: defaultdict[Labels, int] = defaultdict(int)
+        """Requests by (alias, the model that they got)."""
         self.slo: defaultdict[Labels, int] = defaultdict(int)
         """Requests with a service level, by (tenant, what became of them)."""
         self.slo_streams: defaultdict[Labels, int] = defaultdict(int)
