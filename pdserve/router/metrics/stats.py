@@ -81,6 +81,8 @@ class Stats:
         self.stream_errors: defaultdict[str, int] = defaultdict(int)
         self.continued: defaultdict[str, int] = defaultdict(int)
         self.retries_refused = 0
+        self.rates_apart = 0
+        """1: tenants' rates are to be shared over Redis, which is away."""
         self.hedges = 0
         self.joins_refused = 0
         self.task_failures: defaultdict[str, int] = defaultdict(int)

@@ -43,7 +43,9 @@ class Peer:
         self._refused: frozenset[str] = frozenset()
         """As the parent knows them."""
         gate = router.gate
-        self._limits = SharedLimits(gate.tenants, gate.queue.held_back)
+        self._limits = SharedLimits(
+            gate.tenants, gate.queue.held_back, has_rates=not router.config.shared_rates.url
+        )
 
     async def run(self, sock: socket.socket) -> None:
         """Until the parent is gone; then the server stops."""
