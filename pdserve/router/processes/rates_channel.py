@@ -91,16 +91,17 @@ class RatesChannel:
 
 
 @contextlib.asynccontextmanager
-async def shared_rates(router: Router) -> AsyncIterator[None]:
-    """Rates are shared as the configuration says, as long as the block runs. Raises ConfigError."""
+async def shared_rates(router: Router) -> AsyncIterator[SharedRates | None]:
+    """Rates are shared as the configuration says, as long as the block runs. None: they are not. Raises ConfigError."""
     settings = router.config.shared_rates
     if not settings.url:
-        yield
+        yield None
         return
     channel = RatesChannel(router, settings)
-    tasks = [asyncio.create_task(channel.keep(step), name="router-rates") for step in (channel.tell, channel.hear)]
+    steps = channel.tell, channel.hear
+    tasks = [asyncio.create_task(channel.keep(step), name="router-rates") for step in steps]
     try:
-        yield
+        yield channel.rates
     finally:
         for task in tasks:
             task.cancel()

@@ -10,7 +10,7 @@ waits. An overshoot is that of the time until the others hear, and is deducted l
   an equal share of the rates, by the number of processes that it heard last. What is charged until the channel
   is back is told to nobody: it came out of shares.
 - Who speaks in the channel is trusted with the rates, but not with sense. What cannot be read is dropped. Nobody
-  costs a tenant more than a debt of two full buckets.
+  costs a tenant more than a debt of four full buckets.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SILENT_S: Final = 3.0
 """A process that was not heard for so long counts no more."""
 MAX_SENDERS: Final = 1024
 MAX_MESSAGE_BYTES: Final = 1024 * 1024
-MAX_DEBT: Final = 2
+MAX_DEBT: Final = 4
 """In full buckets."""
 
 
@@ -69,7 +69,7 @@ class SharedRates:
         self._name = name
         self._away_s = away_s
         self._least = processes
-        self._processes = 1
+        self.processes = 1
         """Heard when the channel was there last, this one too."""
         self._back_s = now_s
         """When the channel came back."""
@@ -99,8 +99,8 @@ class SharedRates:
                 del self._senders[name]
             heard = 1 + len(self._senders)
             is_new = now_s - self._back_s < SILENT_S  # not all were heard yet
-            self._processes = max(heard, self._processes) if is_new else heard
-        self.share = 1 / max(self._processes, self._least) if self.is_away else 1.0
+            self.processes = max(heard, self.processes) if is_new else heard
+        self.share = 1 / max(self.processes, self._least) if self.is_away else 1.0
         for tenant in self._tenants.known:
             tenant.set_share(self.share, now_s)
         return was_away != self.is_away

@@ -19,6 +19,7 @@ from pdserve.errors import ConfigError
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.config.tenants import Access, SharedRates, Tenant
 from pdserve.router.processes.rates_channel import shared_rates
+from pdserve.router.processes.shared_rates import SharedRates as Rates
 from pdserve.router.tenants.api_keys import key_line
 from pdserve.router.tenants.tenant import TenantState
 from tests.support.router.harness import FAST, Harness, routed
@@ -50,14 +51,25 @@ def redis(tmp_path: Path) -> Iterator[Server]:
         process.wait()
 
 
-def alice(harness: Harness) -> TenantState:
-    return harness.router.gate.tenants.all[0]
+class Replica(NamedTuple):
+    harness: Harness
+    rates: Rates
 
+    @property
+    def tenant(self) -> TenantState:
+        return self.harness.router.gate.tenants.all[0]
 
-def left(harness: Harness) -> float:
-    bucket = alice(harness).requests
-    assert bucket is not None
-    return bucket.held(asyncio.get_running_loop().time())
+    @property
+    def left(self) -> float:
+        assert self.tenant.requests is not None
+        return self.tenant.requests.held(asyncio.get_running_loop().time())
+
+    @property
+    def is_apart(self) -> bool:
+        return self.harness.stats.rates_apart == 1
+
+    async def ask(self) -> int:
+        return (await self.harness.chat(BY_ALICE)).status
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -67,8 +79,8 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @asynccontextmanager
-async def replicas(url: str, tmp_path: Path, count: int = 2) -> AsyncIterator[list[Harness]]:
-    """Routers before one worker. A tenant may send 100 requests at once, and then one in 100 s."""
+async def replicas(url: str, tmp_path: Path, count: int = 2) -> AsyncIterator[list[Replica]]:
+    """Routers before one worker. A tenant may send 100 requests at once, and next to none after that."""
     keys = tmp_path / "keys"
     keys.write_text(key_line("alice", ALICE))
     worker = MockWorker("agg")
@@ -80,30 +92,25 @@ async def replicas(url: str, tmp_path: Path, count: int = 2) -> AsyncIterator[li
             tenants=(Tenant(name="alice", requests_s=100.0, tokens_min=10**9),),
             shared_rates=SharedRates(url=url, channel=CHANNEL),
         )
-        harnesses = [await stack.enter_async_context(routed(config)) for _ in range(count)]
-        for harness in harnesses:
-            await stack.enter_async_context(shared_rates(harness.router))
-        yield harnesses
-
-
-def are_together(*harnesses: Harness) -> bool:
-    """By what they would do without Redis: each has heard all others."""
-    return all(one.stats.rates_apart == 0 for one in harnesses)
+        made = []
+        for _ in range(count):
+            harness = await stack.enter_async_context(routed(config))
+            rates = await stack.enter_async_context(shared_rates(harness.router))
+            assert rates is not None
+            made.append(Replica(harness, rates))
+        yield made
 
 
 async def test_what_a_tenant_sends_to_one_router_counts_at_the_other(redis: Server, tmp_path: Path) -> None:
     async with replicas(redis.url, tmp_path) as (here, there):
-        async with Redis.from_url(redis.url) as client:
-            await until(lambda: Path(redis.url.removeprefix("unix://")).exists())
-            while (await client.pubsub_numsub(CHANNEL))[0][1] < 2:
-                await asyncio.sleep(0.01)
-        bucket = alice(there).requests
-        assert bucket is not None
-        bucket.rate_s = alice(here).requests.rate_s = 1e-6  # type: ignore[union-attr]  # no refill to wait out
+        await until(lambda: here.rates.processes == there.rates.processes == 2 and not here.is_apart)
+        for replica in (here, there):
+            assert replica.tenant.requests is not None
+            replica.tenant.requests.rate_s = 1e-6
         for _ in range(30):
-            assert (await here.chat(BY_ALICE)).status == 200
-        await until(lambda: left(there) <= 70.01)
-        assert left(there) == pytest.approx(left(here), abs=0.01) == pytest.approx(70.0, abs=0.01)
+            assert await here.ask() == 200
+        await until(lambda: there.left < 71)
+        assert here.left == pytest.approx(there.left, abs=0.01) == pytest.approx(70.0, abs=0.01)
 
 
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
@@ -111,51 +118,49 @@ async def test_a_redis_that_hangs_or_dies_leaves_shares_and_no_request_waits_for
     redis: Server, tmp_path: Path, how: signal.Signals
 ) -> None:
     async with replicas(redis.url, tmp_path) as (here, there):
-        await until(lambda: Path(redis.url.removeprefix("unix://")).exists())
-        await until(lambda: are_together(here, there))
-        async with Redis.from_url(redis.url) as client:
-            while (await client.pubsub_numsub(CHANNEL))[0][1] < 2:
-                await asyncio.sleep(0.01)
-        await until(lambda: left(here) == left(there) == 100.0)
-        await asyncio.sleep(1.2)  # two heartbeats of each: they know each other
+        await until(lambda: here.rates.processes == there.rates.processes == 2)
         os.kill(redis.process.pid, how)
-        assert (await here.chat(BY_ALICE)).status == 200  # at once: it would not end before SIGCONT else
-        await until(lambda: here.stats.rates_apart == there.stats.rates_apart == 1)
-        assert (alice(here).share, alice(there).share) == (0.5, 0.5)
-        assert (await there.chat(BY_ALICE)).status == 200
-        metrics = here.router.own_metrics()
-        assert metrics.value("rates_apart") == 1
+        assert await here.ask() == 200  # while nobody knows that it hangs, too
+        await until(lambda: here.is_apart and there.is_apart)
+        assert (here.tenant.share, there.tenant.share) == (0.5, 0.5)
+        assert (await here.ask(), await there.ask()) == (200, 200)
+        assert here.harness.router.own_metrics().value("rates_apart") == 1
         if how is signal.SIGSTOP:
             os.kill(redis.process.pid, signal.SIGCONT)
-            await until(lambda: here.stats.rates_apart == there.stats.rates_apart == 0)
-            assert (alice(here).share, alice(there).share) == (1.0, 1.0)
+            await until(lambda: not (here.is_apart or there.is_apart))
+            assert (here.tenant.share, there.tenant.share) == (1.0, 1.0)
 
 
-async def test_garbage_in_the_channel_and_a_server_that_is_no_redis_do_no_harm(
-    redis: Server, tmp_path: Path
-) -> None:
-    async with replicas(redis.url, tmp_path, 1) as (here,):
+async def test_garbage_in_the_channel_is_dropped(redis: Server, tmp_path: Path) -> None:
+    async with replicas(redis.url, tmp_path) as (here, there):
+        await until(lambda: here.rates.processes == there.rates.processes == 2)
         async with Redis.from_url(redis.url) as client:
-            await until(lambda: Path(redis.url.removeprefix("unix://")).exists())
-            while (await client.pubsub_numsub(CHANNEL))[0][1] < 1:
-                await asyncio.sleep(0.01)
             for garbage in (b"", b"\xc1\xff", b"x" * 100_000):
-                assert await client.publish(CHANNEL, garbage) == 1
-        assert (await here.chat(BY_ALICE)).status == 200
-        await until(lambda: left(here) > 98)
-    said = iter([b"$-5\r\n", b"*3\r\n:1\r\n:2\r\n:3\r\n", b"HTTP/1.1 400 Bad\r\n\r\n", b"+OK\r\n", b"\x00" * 999])
+                assert await client.publish(CHANNEL, garbage) == 2
+        await until(lambda: here.rates.unread == there.rates.unread == 3)
+        assert await here.ask() == 200
+
+
+@pytest.mark.parametrize(
+    "said", [b"$-5\r\n", b"*3\r\n:1\r\n:2\r\n:3\r\n", b"HTTP/1.1 400 Bad\r\n\r\n", b"+OK\r\n", b"\x00" * 999, b":0\r\n"]
+)
+async def test_a_server_that_is_no_redis_leaves_the_share_and_is_asked_again(tmp_path: Path, said: bytes) -> None:
+    asked = 0
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.read(100)
-        writer.write(next(said, b":0\r\n"))
-        await writer.drain()
+        nonlocal asked
+        asked += 1
+        while await reader.read(1000):
+            writer.write(said)
         writer.close()
 
     path = str(tmp_path / "no-redis")
     server = await asyncio.start_unix_server(answer, path)
     async with replicas(f"unix://{path}", tmp_path, 1) as (here,):
-        await until(lambda: here.stats.rates_apart == 1)
-        assert (await here.chat(BY_ALICE)).status == 200
+        await until(lambda: here.is_apart)
+        assert await here.ask() == 200
+        before = asked
+        await until(lambda: asked > before + 2)
     server.close()
 
 
