@@ -53,6 +53,10 @@ _TOKENIZED: Final = Usage(b'"count":', re.compile(rb'"count":\s*\[?([\d,\s]+)'),
 """`/tokenize` says how many tokens a text has, or each text of a list. It has no output."""
 
 
+AUDIO_BYTES_PER_TOKEN: Final = 640
+"""Of uncompressed speech: 32 kB and 50 tokens a second."""
+
+
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What the router knows of one endpoint."""
 
@@ -92,6 +96,10 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Body member, a field of `RequestView`, with the id of an answer that the request continues."""
     errors: ErrorForm = "openai"
     """The form in which clients of this endpoint expect errors."""
+    is_form: bool = False
+    """The body is a form (`form_body`), and no JSON."""
+    bytes_per_token: int = 0
+    """Of a body whose prompt is no text: what a tenant is charged until its use is known."""
     is_resumable: bool = False
     """Another worker can continue a lost stream (`/pd/continue`)."""
     is_prefillable: bool = False
@@ -233,6 +241,18 @@ _ROWS: Final = (
         task="any",
         prompt_fields=("items",),
         salt="header",
+    ),
+    Endpoint(
+        path="/v1/audio/transcriptions",
+        summary="What is said in a sound, of models that hear",
+        request_schema="TranscriptionForm",
+        response_schema="TranscriptionResponse",
+        task="any",
+        prompt_fields=("audio_data",),
+        streams=True,
+        salt="header",
+        is_form=True,
+        bytes_per_token=AUDIO_BYTES_PER_TOKEN,
     ),
     _TOKENIZE,
     replace(_TOKENIZE, path="/v1/tokenize"),

@@ -51,6 +51,20 @@ _ANTHROPIC_ERROR = {
         },
     },
 }
+_TRANSCRIPTION_FORM = {
+    "type": "object",
+    "required": ["file"],
+    "properties": {
+        "file": {"type": "string", "contentMediaType": "application/octet-stream"},
+        "model": {"type": "string"},
+        "language": {"type": "string"},
+        "response_format": {"enum": ["json", "text", "verbose_json"]},
+        "temperature": {"type": "number"},
+        "stream": {"type": "boolean"},
+        "timestamp_granularities[]": {"type": "array", "items": {"type": "string"}},
+    },
+}
+"""SGLang's form has no model of its own."""
 _EVENT = {
     "type": "object",
     "required": ["data"],
@@ -99,6 +113,7 @@ def complete(document: dict[str, Any], choices: int) -> dict[str, Any]:
         "AnthropicError": _ANTHROPIC_ERROR,
         "Reranked": {"type": "array", "items": {"$ref": f"{_REF}RerankResponse"}},
         "GeneratedOne": _GENERATED,
+        "TranscriptionForm": _TRANSCRIPTION_FORM,
         "Generated": {"anyOf": [one, {"type": "array", "items": one}]},
     }
     components["schemas"] = schemas
@@ -120,6 +135,7 @@ def _operation(row: Endpoint) -> dict[str, Any]:
     content: dict[str, Any] = {"application/json": {"schema": {"$ref": _REF + row.response_schema}}}
     if row.streams:
         content["text/event-stream"] = {"schema": _EVENT}
+    form = "multipart/form-data" if row.is_form else "application/json"
     headers = {name: {"description": text, "schema": {"type": "string"}} for name, text in _HEADERS.items()}
     answered = {"description": f"As SGLang answers{', a stream too' if row.streams else ''}."}
     is_openai = path.startswith("/v1/") and "token" not in path
@@ -127,10 +143,7 @@ def _operation(row: Endpoint) -> dict[str, Any]:
         "tags": ["Anthropic" if row.errors == "anthropic" else "OpenAI" if is_openai else "SGLang"],
         "summary": f"{row.summary}.",
         "operationId": path.strip("/").replace("/", "_"),
-        "requestBody": {
-            "required": True,
-            "content": {"application/json": {"schema": {"$ref": _REF + row.request_schema}}},
-        },
+        "requestBody": {"required": True, "content": {form: {"schema": {"$ref": _REF + row.request_schema}}}},
         "responses": {"200": answered | {"headers": headers, "content": content}}
         | {str(status): error_answer(status, row.errors) for status in _ERRORS if status != 403},
     }

@@ -16,6 +16,7 @@ from pdserve.router.admission.gate import Gate
 from pdserve.router.api.about_prompt import asks_about_prompt
 from pdserve.router.api.endpoints import ENDPOINTS
 from pdserve.router.api.errors import NoWorkerError, error_headers, error_of
+from pdserve.router.api.form_body import TRUE, read_form
 from pdserve.router.api.held_ids import RESPONSE, SESSION, find_holder
 from pdserve.router.api.request_body import (
     RequestView,
@@ -30,12 +31,13 @@ from pdserve.router.api.request_body import (
     with_member,
 )
 from pdserve.router.api.text_length import check_texts
-from pdserve.router.app.accounting import account, log_access
+from pdserve.router.app.accounting import account, decision_of, log_access
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.deadlines import Deadlines
 from pdserve.router.dispatch.dispatcher import Dispatcher
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.fleet.text_limits import LARGEST_BODY_BYTES
+from pdserve.router.metrics.decisions import Decisions
 from pdserve.router.metrics.stats import Stats
 from pdserve.router.placement.prefix_index import prefix_of
 from pdserve.router.placement.request_facts import RequestFacts
@@ -47,7 +49,7 @@ from pdserve.router.server.cors import Cors
 from pdserve.router.server.uvicorn_server import LAST_WORD_S
 from pdserve.router.sessions.keys import SessionKey, find_session_key, message_links, parse_sources
 from pdserve.router.tenants.cache_salt import isolated, salt_line
-from pdserve.router.tenants.engine_fields import check_fields, parse_tenant_request
+from pdserve.router.tenants.engine_fields import check_fields, empty_tenant_request, parse_tenant_request
 from pdserve.router.tenants.media import check_media
 from pdserve.router.tenants.priority import PRIORITY_HEADER, priority_of
 from pdserve.tracing import Tracer
@@ -87,6 +89,9 @@ class GenerationHandler:
         self._sources = parse_sources(config.session.sources)
         self._shows_load = config.access.show_load
         self._logs_access = config.access_log
+        kept = config.admin.decisions if config.admin.port is not None else 0
+        self.decisions: Final = Decisions(maxlen=kept)
+        """The newest requests."""
         self._level = config.slo
         self._limits = config.limits
         self._held_limit_bytes = config.limits.held_body_bytes
@@ -129,6 +134,8 @@ class GenerationHandler:
             account(call, self._stats, self._loop.time(), self._level)
             if self._logs_access:
                 log_access(call, self._loop.time())
+            if self.decisions.maxlen:
+                self.decisions.append(decision_of(call, self._loop.time()))
             if call.trace is not None:
                 spans.end(call, self._loop.time())
 
@@ -163,7 +170,7 @@ class GenerationHandler:
         """Fill in what planning needs. Raises RequestError."""
         call.body = body
         has_keys = self._gate.tenants.has_keys
-        view = parse_tenant_request(body) if has_keys else parse_request(body)
+        view = self._view(call, has_keys=has_keys)
         call.streams = view.stream is True
         session = find_session_key(self._sources, call.header, view, body)
         alias = self._gate.aliases.named(view.model)
@@ -198,6 +205,8 @@ class GenerationHandler:
         before = sum(estimate_prompt_tokens(getattr(view, name)) for name in call.endpoint.preamble_fields)
         tokens = estimate_prompt_tokens(prompt) + before if computes else 0
         charged = tokens or before + estimate_prompt_tokens(view.prompt_json(call.endpoint.charged_fields))
+        if call.endpoint.bytes_per_token:
+            charged = len(body) // call.endpoint.bytes_per_token
         several = has_several_prompts(prompt)
         can_be_direct = (
             self._fleet.has_direct
@@ -223,6 +232,15 @@ class GenerationHandler:
             prefix=prefix_of(view, prompt, scope) if self._needs_prefix and computes else None,
         )
 
+    def _view(self, call: Call, *, has_keys: bool) -> RequestView:
+        """What is to be read of the body. Raises RequestError (400)."""
+        if not call.endpoint.is_form:
+            return parse_tenant_request(call.body) if has_keys else parse_request(call.body)
+        fields = read_form(call.body, call.headers.get(b"content-type", b""))
+        view = empty_tenant_request() if has_keys else RequestView()
+        view.model, view.stream = fields.get("model"), fields.get("stream", "").strip().lower() in TRUE
+        return view
+
     def _choose_model(self, call: Call, view: RequestView, alias: str, session: SessionKey | None) -> None:
         """Replace the alias by a model, in `view` and in the body: that of the conversation's last turn if it is
         known, else one by weight.
@@ -237,7 +255,8 @@ class GenerationHandler:
             key = links[0] if links else f"{random.getrandbits(64):x}"
         key = f"{call.tenant.name}/{key}"
         view.model = self._gate.choose_model(alias, key, last, is_held=bool(holder and last))
-        call.body = with_member(call.body, "model", view.model)
+        if not call.endpoint.is_form:
+            call.body = with_member(call.body, "model", view.model)
         self._stats.aliases[alias, view.model] += 1
 
     def _last_worker(self, call: Call, alias: str, session: SessionKey | None) -> str:

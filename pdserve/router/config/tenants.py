@@ -191,6 +191,15 @@ class Admin(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         Meta(description="Key of the admin API, required if it has a port; also from PDSERVE_ADMIN_KEY."),
     ] = Secret("")
     key_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = None
+    decisions: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=10_000,
+            description="Newest requests of each process that `GET /decisions` tells about, with what decided where "
+            "they went. 0: none.",
+        ),
+    ] = 512
     pool: Annotated[
         tuple[str, ...],
         Meta(

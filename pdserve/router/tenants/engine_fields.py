@@ -83,6 +83,13 @@ def parse_tenant_request(body: bytes) -> RequestView:
     return view
 
 
+def empty_tenant_request() -> RequestView:
+    """As `parse_tenant_request` gives it for a body without members."""
+    view = TenantView()
+    assert isinstance(view, RequestView)
+    return view
+
+
 def check_fields(view: RequestView) -> None:
     """Raises RequestError (400) if the request sets a field that controls the engine. `view`: from
     `parse_tenant_request`.
