@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pdserve.decode.keeping import Keeping
 from pdserve.decode.pull_ahead import PullAhead
 from pdserve.decode.routes import Settled
 from pdserve.decode.writeback import WriteBack
@@ -11,20 +12,21 @@ from pdserve.prefill.missed_pages import MissedPages
 
 
 def parts(worker: Worker) -> RoleParts:
-    """`/pd/settled`, `/pd/pull`, and the following of every request until its pages are committed."""
+    """`/pd/settled`, `/pd/pull`, `/pd/keep`, and the following of every request until its pages are committed."""
+    keeping = Keeping(worker.pool)
     write_back = WriteBack(
         worker.pool,
         MissedPages(worker.pool, worker.metrics),
         names=worker.names,
         timeout_s=worker.config.settle_timeout_s,
         limit=worker.config.followed_requests,
+        keeping=keeping,
     )
     pull_ahead = PullAhead(
         worker.engine, worker.pool, names=worker.names, step_tokens=worker.config.pull_step_tokens
     )
-    return RoleParts(
-        [Settled(write_back).router(), pull_ahead.router()], write_back.follow, write_back.unsettled
-    )
+    routers = [Settled(write_back).router(), pull_ahead.router(), keeping.router()]
+    return RoleParts(routers, write_back.follow, write_back.unsettled)
 
 
 def aggregated_parts(worker: Worker) -> RoleParts:

@@ -45,6 +45,7 @@ from pdserve.kvpool.core.events import (
     TransferDone,
     ViewChanged,
 )
+from pdserve.kvpool.core.kept_pages import KeptPages
 from pdserve.kvpool.core.namespace_admin import Administration, AdminRequest, Rules
 from pdserve.kvpool.core.page_listing import PageListing
 from pdserve.kvpool.core.reads import Reads
@@ -119,6 +120,7 @@ class NodeState:
         self.waits = Waits(store, limits.max_waiters, limits.max_waited_keys, self.tiers.has, self._may_read)
         self.reads = Reads(store, limits, tags, self.tiers, self.sharding)
         self.writes = Writes(store, limits, tags, self._written, self.tiers.has if tiers else no_tier)
+        self.kept = KeptPages(store, limits.max_kept_bytes)
         self._listing = PageListing(store, self.sharding, self.tiers)
         # answers that wait
         self._startup_hold = StartupHold(started_s, tiering.promotion_timeout_s, tiers=bool(tiers))
@@ -297,6 +299,7 @@ class NodeState:
         self._durable.expire(now_s, out)
         self.sharding.tick(now_s, out)
         self.store.tick(now_s, out)
+        self.kept.tick(now_s)
         self.tiers.pump(now_s, out)
         self._find_next_deadline()
 
@@ -375,6 +378,11 @@ class NodeState:
         asked = request.keys[: m.MAX_FATES] if request.fates else []
         fates = [self._fate(namespace, key, find(key), now_s) for key in asked]
         out.append(Answer(session.connection, m.Present(request.id, mask, fates)))
+        if request.keep_s and self.administration.rights(session, namespace) & m.WRITE:
+            keys = dict.fromkeys(request.keys[: m.MAX_KEPT_KEYS])
+            slots = [slot for key in keys if (slot := find(key)) is not None]
+            self.kept.keep(slots, request.keep_s, now_s)
+            self._expect(self.kept.next_deadline_s)
 
     def _fate(self, namespace: int, key: bytes, slot: int | None, now_s: float) -> m.Fate:
         """Since when a page is there, and when and why it was removed last."""
@@ -465,6 +473,7 @@ class NodeState:
             self._durable.next_deadline_s,
             self.sharding.next_deadline_s,
             self.store.next_work_s,
+            self.kept.next_deadline_s,
             self.tiers.next_deadline_s,
             self._startup_hold.next_deadline_s,
         )

@@ -52,6 +52,7 @@ from pdserve.router.tenants.cache_salt import isolated, salt_line
 from pdserve.router.tenants.engine_fields import check_fields, empty_tenant_request, parse_tenant_request
 from pdserve.router.tenants.media import check_media
 from pdserve.router.tenants.priority import PRIORITY_HEADER, priority_of
+from pdserve.router.tenants.retained import RETAIN_HEADER, RETAINED_HEADER, Retained, seconds_of
 from pdserve.tracing import Tracer
 
 logger = logging.getLogger(__name__)
@@ -92,6 +93,7 @@ class GenerationHandler:
         kept = config.admin.decisions if config.admin.port is not None else 0
         self.decisions: Final = Decisions(maxlen=kept)
         """The newest requests."""
+        self.retained: Final = Retained()
         self._level = config.slo
         self._limits = config.limits
         self._held_limit_bytes = config.limits.held_body_bytes
@@ -231,6 +233,20 @@ class GenerationHandler:
             draw=random.getrandbits(32),
             prefix=prefix_of(view, prompt, scope) if self._needs_prefix and computes else None,
         )
+        if RETAIN_HEADER in call.headers:
+            self._retain(call)
+
+    def _retain(self, call: Call) -> None:
+        """Have the pool keep the conversation for as long as its client wants, if the tenant may."""
+        facts = call.facts
+        seconds = seconds_of(call.headers[RETAIN_HEADER]) if facts.endpoint.task == "generate" else 0
+        name = facts.session.name if facts.session is not None else call.request_id.decode()
+        tokens = facts.prompt_tokens_estimate
+        if self.retained.take(call.tenant, f"{call.model}/{name}", tokens, seconds, self._loop.time()):
+            call.keep(seconds)
+        else:
+            seconds = 0
+        call.answer.more_headers.append((RETAINED_HEADER, b"%d" % seconds))
 
     def _view(self, call: Call, *, has_keys: bool) -> RequestView:
         """What is to be read of the body. Raises RequestError (400)."""

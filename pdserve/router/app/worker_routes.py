@@ -11,7 +11,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import fastapi
 import msgspec
@@ -21,11 +21,13 @@ from pdserve.errors import RequestError
 from pdserve.router.api.errors import NoWorkerError, TooManyError, convert_error
 from pdserve.router.api.held_ids import RESPONSE, SESSION, find_holder, new_id
 from pdserve.router.api.openapi import error_answer
-from pdserve.router.api.request_body import UNREADABLE, with_member
+from pdserve.router.api.request_body import UNREADABLE, parse_request, with_member
 from pdserve.router.app.router import ADMIN_PATHS, Router
 from pdserve.router.fleet.worker import Worker
 from pdserve.router.request.answer import JSON
 from pdserve.router.server.asgi import address_of
+from pdserve.router.sessions.keys import find_session_key, parse_sources
+from pdserve.router.tenants.retained import MAX_RETAIN_S
 from pdserve.router.tenants.tenant import RATE_EXCEEDED, TenantState
 from pdserve.router.upstream.response import UpstreamError
 
@@ -63,6 +65,11 @@ class _Opened(msgspec.Struct):
 
 class _Closed(msgspec.Struct):
     session_id: str
+
+
+class _Hint(msgspec.Struct):
+    action: Literal["retain", "release"]
+    ttl_s: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
 def add_worker_routes(app: fastapi.FastAPI, router: Router) -> None:
@@ -135,6 +142,50 @@ def add_worker_routes(app: fastapi.FastAPI, router: Router) -> None:
         worker = _holder(router, tenant, _decoded(body, _Closed).session_id, SESSION)
         return await pass_on(tenant, worker, "POST", "/close_session", body)
 
+    sources = parse_sources(router.config.session.sources)
+
+    @app.post(
+        "/v1/kv/hints",
+        tags=["operations"],
+        response_class=Response,
+        responses={**_SAID, 413: error_answer(413)},
+        openapi_extra=_takes(
+            action={"enum": ["retain", "release"]},
+            ttl_s={"type": "integer", "minimum": 1},
+            model={"type": ["string", "null"]},
+            user={"type": ["string", "null"]},
+        ),
+    )
+    async def hint(request: fastapi.Request) -> Response:
+        """Have a session's pages kept in the pool for `ttl_s`, or no longer. The session is named as in its
+        requests. `parts`: of its pages, those that are there; `known`: its worker remembers them.
+        """
+        tenant, body = _tenant(router, request), await _body(request)
+        asked = _decoded(body, _Hint)
+        if asked.action == "retain" and asked.ttl_s is None:
+            raise RequestError(400, "'ttl_s' is missing: for how many seconds?", param="ttl_s")
+        view, headers = parse_request(body), request.headers
+        key = find_session_key(sources, headers.get, view, body)
+        if key is None:
+            raise RequestError(400, "No session is named: by the header x-session-id, for example.")
+        alias = router.gate.aliases.named(view.model)
+        model = view.model if alias is not None else router.gate.served_model(view.model)
+        key = key.of_model(view.model or model or "")
+        if router.gate.tenants.has_keys:
+            key = key.within(tenant.name)
+        turn = await router.dispatcher.last_turn(key)
+        worker = None if turn is None else router.fleet.by_id.get(turn.decode_id)
+        if turn is None or worker is None or worker.info is None:
+            return fastapi.responses.JSONResponse({"known": False, "parts": 0})
+        conversation, retained = f"{worker.info.model}/{key.name}", router.generation.retained
+        seconds, now_s = (asked.ttl_s or 0) if asked.action == "retain" else 0, asyncio.get_running_loop().time()
+        if not seconds:
+            retained.release(tenant, conversation)
+        elif not retained.take(tenant, conversation, turn.tokens, min(seconds, MAX_RETAIN_S), now_s):
+            raise TooManyError("You may not have more tokens kept (retain_tokens).", 60.0, RATE_EXCEEDED)
+        wish = {"request_id": turn.request_id, "keep_s": min(seconds, MAX_RETAIN_S)}
+        return await pass_on(tenant, worker, "POST", "/pd/keep", msgspec.json.encode(wish))
+
 
 def _least_loaded(router: Router, model: str | None, *, computes: bool = True) -> Worker:
     """A decode or aggregated worker; `computes`: one that computes prompts. Raises NoWorkerError;
@@ -206,7 +257,7 @@ def _decoded(body: bytes, type_: type[T]) -> T:
     try:
         return msgspec.json.decode(body, type=type_)
     except UNREADABLE as error:
-        raise RequestError(400, f"The body is no session: {error}.") from None
+        raise RequestError(400, f"The body is not as it should be: {error}.") from None
 
 
 async def _pass_on(router: Router, worker: Worker, method: str, target: str, body: bytes = b"") -> Response:

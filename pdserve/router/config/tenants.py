@@ -63,6 +63,14 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "tenant's own; `shared`: common to all tenants with this value.",
         ),
     ] = ""
+    retain_tokens: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Tokens of conversations that it may have kept in the pool for a while (docs/pool.md), in one "
+            "router process; wishes beyond are passed over. 0: none.",
+        ),
+    ] = 0
     max_priority: Annotated[
         int,
         Meta(
