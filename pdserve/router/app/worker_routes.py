@@ -75,6 +75,7 @@ class _Hint(msgspec.Struct):
 def add_worker_routes(app: fastapi.FastAPI, router: Router) -> None:
     """Add the routes to the application."""
     turns = _Turns()
+    _add_hint_route(app, router, turns)
 
     async def pass_on(
         tenant: TenantState, worker: Worker, method: str, target: str, body: bytes = b""
@@ -142,6 +143,8 @@ def add_worker_routes(app: fastapi.FastAPI, router: Router) -> None:
         worker = _holder(router, tenant, _decoded(body, _Closed).session_id, SESSION)
         return await pass_on(tenant, worker, "POST", "/close_session", body)
 
+
+def _add_hint_route(app: fastapi.FastAPI, router: Router, turns: _Turns) -> None:
     sources = parse_sources(router.config.session.sources)
 
     @app.post(
@@ -164,27 +167,33 @@ def add_worker_routes(app: fastapi.FastAPI, router: Router) -> None:
         asked = _decoded(body, _Hint)
         if asked.action == "retain" and asked.ttl_s is None:
             raise RequestError(400, "'ttl_s' is missing: for how many seconds?", param="ttl_s")
-        view, headers = parse_request(body), request.headers
-        key = find_session_key(sources, headers.get, view, body)
+        view = parse_request(body)
+        key = find_session_key(sources, request.headers.get, view, body)
         if key is None:
             raise RequestError(400, "No session is named: by the header x-session-id, for example.")
         alias = router.gate.aliases.named(view.model)
-        model = view.model if alias is not None else router.gate.served_model(view.model)
-        key = key.of_model(view.model or model or "")
+        key = key.of_model(alias or view.model or router.gate.served_model(None))
         if router.gate.tenants.has_keys:
             key = key.within(tenant.name)
         turn = await router.dispatcher.last_turn(key)
         worker = None if turn is None else router.fleet.by_id.get(turn.decode_id)
         if turn is None or worker is None or worker.info is None:
             return fastapi.responses.JSONResponse({"known": False, "parts": 0})
-        conversation, retained = f"{worker.info.model}/{key.name}", router.generation.retained
-        seconds, now_s = (asked.ttl_s or 0) if asked.action == "retain" else 0, asyncio.get_running_loop().time()
-        if not seconds:
-            retained.release(tenant, conversation)
-        elif not retained.take(tenant, conversation, turn.tokens, min(seconds, MAX_RETAIN_S), now_s):
-            raise TooManyError("You may not have more tokens kept (retain_tokens).", 60.0, RATE_EXCEEDED)
-        wish = {"request_id": turn.request_id, "keep_s": min(seconds, MAX_RETAIN_S)}
-        return await pass_on(tenant, worker, "POST", "/pd/keep", msgspec.json.encode(wish))
+        conversation = f"{worker.info.model}/{key.name}"
+        seconds = min(asked.ttl_s or 0, MAX_RETAIN_S) if asked.action == "retain" else 0
+        with turns.of(router, tenant):
+            _count_kept(router, tenant, conversation, turn.tokens, seconds)
+            wish = msgspec.json.encode({"request_id": turn.request_id, "keep_s": seconds})
+            return await _pass_on(router, worker, "POST", "/pd/keep", wish)
+
+
+def _count_kept(router: Router, tenant: TenantState, conversation: str, tokens: int, seconds: int) -> None:
+    """Raises TooManyError: the tenant has enough kept."""
+    retained = router.generation.retained
+    if not seconds:
+        retained.release(tenant, conversation)
+    elif not retained.take(tenant, conversation, tokens, seconds, asyncio.get_running_loop().time()):
+        raise TooManyError("You may not have more tokens kept (retain_tokens).", 60.0, RATE_EXCEEDED)
 
 
 def _least_loaded(router: Router, model: str | None, *, computes: bool = True) -> Worker:
