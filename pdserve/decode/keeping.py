@@ -1,8 +1,8 @@
 """Conversations whose pages the pool is to keep for a while, as their clients want it.
 
 A request that comes with `x-pdserve-keep: SECONDS` has its pages kept once it is answered and they are in the
-pool. `POST /pd/keep` renews that, or ends it. It is a hint: pages that are not there are not kept, and whatever
-fails costs nobody anything.
+pool. `POST /pd/keep` renews that, or ends it. It is a hint: pages that are not there are not kept, and
+whatever fails costs nobody anything.
 
 Bounds: at most `MAX_CONVERSATIONS` can be renewed, the newest ones. Their pages are kept all the same.
 """
@@ -32,8 +32,8 @@ LIMIT_S: Final = 10.0
 
 
 class Wish(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of `/pd/keep`. `request_id` is the x-request-id of the conversation's last request; `keep_s` counts from
-    now on, and 0 ends it.
+    """Body of `/pd/keep`. `request_id` is the x-request-id of the conversation's last request; `keep_s`
+    counts from now on, and 0 ends it.
     """
 
     request_id: str
@@ -60,8 +60,8 @@ class Keeping:
         task.add_done_callback(self._tasks.discard)
 
     async def wish(self, request: Request) -> Response:
-        """Answers a `Wish` with how many of the conversation's page parts the pool has; `known` is false where this
-        worker does not know the request.
+        """Answers a `Wish` with how many of the conversation's page parts the pool has; `known` is false
+        where this worker does not know the request.
         """
         try:
             wish = msgspec.json.decode(await request.body(), type=Wish)

@@ -99,7 +99,13 @@ async def test_only_the_newest_conversations_are_remembered(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    "wish", [{}, {"request_id": "a", "keep_s": -1}, {"request_id": "a", "keep_s": 1e9}, {"request_id": 5, "keep_s": 1}]
+    "wish",
+    [
+        {},
+        {"request_id": "a", "keep_s": -1},
+        {"request_id": "a", "keep_s": 1e9},
+        {"request_id": 5, "keep_s": 1},
+    ],
 )
 async def test_a_wish_that_is_none_is_refused(wish: dict[str, Any]) -> None:
     assert asked(Keeping(Pool()), **wish)[0] == 400  # type: ignore[arg-type]

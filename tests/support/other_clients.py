@@ -2,8 +2,8 @@
 
     PYTHON -m tests.support.other_clients http://127.0.0.1:8000/v1 MODEL [EMBEDDING_MODEL]
 
-PYTHON is one that has `langchain-openai` and `litellm`. It needs nothing of pdserve. Each line says what a client
-did; the exit status is the number of failures. docs/clients.md has what was seen.
+PYTHON is one that has `langchain-openai` and `litellm`. It needs nothing of pdserve. Each line says what a
+client did; the exit status is the number of failures. docs/clients.md has what was seen.
 """
 
 from __future__ import annotations
@@ -37,7 +37,13 @@ def langchain(url: str, model: str, vectors: str) -> dict[str, Check]:
     from langchain_core.tools import tool
     from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
 
-    given: dict[str, Any] = {"base_url": url, "api_key": "unused", "model": model, "temperature": 0, "max_retries": 0}
+    given: dict[str, Any] = {
+        "base_url": url,
+        "api_key": "unused",
+        "model": model,
+        "temperature": 0,
+        "max_retries": 0,
+    }
     chat = ChatOpenAI(**given, max_tokens=TOKENS)
     wide = ChatOpenAI(**given, max_tokens=64)
 
@@ -107,7 +113,12 @@ def litellm(url: str, model: str, vectors: str) -> dict[str, Check]:
     """`litellm`: chat, streams, tools, completion, responses, Anthropic's messages, embeddings."""
     import litellm as lite
 
-    given: dict[str, Any] = {"model": f"openai/{model}", "api_base": url, "api_key": "unused", "num_retries": 0}
+    given: dict[str, Any] = {
+        "model": f"openai/{model}",
+        "api_base": url,
+        "api_key": "unused",
+        "num_retries": 0,
+    }
     short = {"max_tokens": TOKENS, "temperature": 0}
 
     def chat() -> None:

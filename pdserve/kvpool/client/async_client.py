@@ -122,9 +122,9 @@ class AsyncPoolClient:
         return result
 
     async def keep(self, keys: Sequence[bytes], keep_s: float) -> int:
-        """Have those pages that are in memory at the nodes that own them kept for `keep_s` from now on; below 0: no
-        longer. Returns how many of the keys are there. A node that cannot be reached, is older, or has too many
-        keeps none: nothing rests on it.
+        """Have those pages that are in memory at the nodes that own them kept for `keep_s` from now on;
+        below 0: no longer. Returns how many of the keys are there. A node that cannot be reached, is older,
+        or has too many keeps none: nothing rests on it.
         """
 
         def make(request_id: int, namespace: int, part: list[bytes]) -> m.Exists:

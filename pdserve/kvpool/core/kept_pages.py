@@ -1,8 +1,8 @@
 """Pages that clients want kept for a while. Pure.
 
-A kept page counts as just read, again and again, until its time is over. So eviction by use takes others first.
-Nothing is pinned: where all other pages are gone, kept ones go too, and no writer fails because of them. Orders
-of eviction that do not look at reads (fifo, ttl) do not keep anything.
+A kept page counts as just read, again and again, until its time is over. So eviction by use takes others
+first. Nothing is pinned: where all other pages are gone, kept ones go too, and no writer fails because of
+them. Orders of eviction that do not look at reads (fifo, ttl) do not keep anything.
 
 Bounds: the bytes of all kept pages together, their number, and the pages that one tick touches.
 """
@@ -31,7 +31,9 @@ class KeptPages:
         self._store = store
         self._max_bytes = max_bytes
         self._until: OrderedDict[int, tuple[int, float, int]] = OrderedDict()
-        """Slot → (sequence of its page, when its time is over, bytes of the slot then); the one touched longest ago first."""
+        """Slot → (sequence of its page, when its time is over, bytes of the slot then); the one touched
+        longest ago first.
+        """
         self.slot_bytes = 0
         """Of all kept pages."""
         self.refused = 0
@@ -42,8 +44,8 @@ class KeptPages:
         return len(self._until)
 
     def keep(self, slots: Sequence[int], keep_s: float, now_s: float) -> None:
-        """Keep the committed pages in these slots for `keep_s` from now on, whatever was said before. Not above 0
-        or no number: no longer.
+        """Keep the committed pages in these slots for `keep_s` from now on, whatever was said before. Not
+        above 0 or no number: no longer.
         """
         until_s = now_s + min(keep_s, MAX_KEEP_S)
         for slot in slots:

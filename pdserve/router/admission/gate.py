@@ -123,8 +123,8 @@ class Gate:
         return self._models.resolve(requested, call.endpoint, self._fleet.tasks)
 
     def choose_model(self, alias: str, key: str, last: str = "", *, is_held: bool = False) -> str:
-        """The model that an alias means for the conversation of this key, see `Aliases.choose`. `is_held`: only
-        workers of `last` can go on with it.
+        """The model that an alias means for the conversation of this key, see `Aliases.choose`. `is_held`:
+        only workers of `last` can go on with it.
         """
         now_s, served = self._loop.time(), self._fleet.tasks
         bases = {m: m if m in served else base_of(m) for m in self.aliases.models[alias]}

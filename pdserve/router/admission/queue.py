@@ -234,8 +234,8 @@ class FairQueue:
         return started
 
     def _make_room(self, lane: _Lane, ticket: Ticket) -> list[Ticket]:
-        """Refuse the last ticket of the tenant that waits most. If that is the newcomer's own tenant, it is the
-        newcomer, unless that stands before the last one.
+        """Refuse the last ticket of the tenant that waits most. If that is the newcomer's own tenant, it is
+        the newcomer, unless that stands before the last one.
         """
         queues, newcomer = lane.queues, ticket.tenant
         greedy = max(queues, key=lambda t: (len(queues[t]) / t.limits.weight, t.name), default=None)

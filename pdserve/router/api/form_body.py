@@ -17,7 +17,9 @@ MAX_FIELD_BYTES: Final = 1024
 _BOUNDARY: Final = re.compile(
     rb'multipart/form-data\s*;(?:[^;]*;)*?\s*boundary=(?:"([^"\r\n]{1,70})"|([^\s";,]{1,70}))', re.IGNORECASE
 )
-_NAME: Final = re.compile(rb'content-disposition\s*:\s*form-data\s*;(?:[^\r\n]*?;)?\s*name="([^"\r\n]*)"', re.IGNORECASE)
+_NAME: Final = re.compile(
+    rb'content-disposition\s*:\s*form-data\s*;(?:[^\r\n]*?;)?\s*name="([^"\r\n]*)"', re.IGNORECASE
+)
 _IS_FILE: Final = re.compile(rb"[;\s]filename\*?=", re.IGNORECASE)
 TRUE: Final = frozenset(("1", "true", "t", "yes", "y", "on"))
 """What SGLang's form takes for true, in any case."""

@@ -258,8 +258,8 @@ class GenerationHandler:
         return view
 
     def _choose_model(self, call: Call, view: RequestView, alias: str, session: SessionKey | None) -> None:
-        """Replace the alias by a model, in `view` and in the body: that of the conversation's last turn if it is
-        known, else one by weight.
+        """Replace the alias by a model, in `view` and in the body: that of the conversation's last turn if
+        it is known, else one by weight.
         """
         holder = self._holder(call, view)
         worker = self._fleet.by_id.get(holder or self._last_worker(call, alias, session))
@@ -301,8 +301,8 @@ class GenerationHandler:
         return holder
 
     def _urgency(self, call: Call, view: RequestView) -> int:
-        """What the request's priority means for the queue. One in the header goes to workers in the body. Raises
-        RequestError (400) for one that the tenant may not have.
+        """What the request's priority means for the queue. One in the header goes to workers in the body.
+        Raises RequestError (400) for one that the tenant may not have.
         """
         header = call.headers.get(PRIORITY_HEADER)
         if header is None and not view.priority:

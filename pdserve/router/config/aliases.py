@@ -18,14 +18,15 @@ class Alias(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         Meta(
             min_length=1,
             max_length=256,
-            description="Name for clients. It may be that of one of its models, which clients then get by weight.",
+            description="Name for clients. It may be that of one of its models, which clients then get by "
+            "weight.",
         ),
     ]
     models: Annotated[
         dict[str, float],
         Meta(
-            description="Models, or BASE:ADAPTER, each with its share of the conversations. The shares need not "
-            "add up to 1. 0: it gets none, also of those that it had."
+            description="Models, or BASE:ADAPTER, each with its share of the conversations. The shares "
+            "need not add up to 1. 0: it gets none, also of those that it had."
         ),
     ]
 

@@ -67,8 +67,8 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int,
         Meta(
             ge=0,
-            description="Tokens of conversations that it may have kept in the pool for a while (docs/pool.md), in one "
-            "router process; wishes beyond are passed over. 0: none.",
+            description="Tokens of conversations that it may have kept in the pool for a while "
+            "(docs/pool.md), in one router process; wishes beyond are passed over. 0: none.",
         ),
     ] = 0
     max_priority: Annotated[
@@ -113,7 +113,8 @@ class SharedRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     url: Annotated[
         str,
         Meta(
-            description="`redis://HOST:PORT/DB`, `rediss://` or `unix://`. Empty: each router counts for itself."
+            description="`redis://HOST:PORT/DB`, `rediss://` or `unix://`. Empty: each router counts for "
+            "itself."
         ),
     ] = ""
     password: Annotated[
@@ -124,16 +125,16 @@ class SharedRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         float,
         Meta(
             ge=1,
-            description="Redis counts as away when a router does not hear its own word through it for so long. "
-            "Then each process holds an equal share of the rates. No request waits for Redis.",
+            description="Redis counts as away when a router does not hear its own word through it for so "
+            "long. Then each process holds an equal share of the rates. No request waits for Redis.",
         ),
     ] = 1.0
     processes: Annotated[
         int,
         Meta(
             ge=1,
-            description="Least number of router processes, of all replicas together, that rates are divided by "
-            "while Redis is away. More are counted where they were heard before.",
+            description="Least number of router processes, of all replicas together, that rates are "
+            "divided by while Redis is away. More are counted where they were heard before.",
         ),
     ] = 1
     channel: Annotated[
@@ -204,8 +205,8 @@ class Admin(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         Meta(
             ge=0,
             le=10_000,
-            description="Newest requests of each process that `GET /decisions` tells about, with what decided where "
-            "they went. 0: none.",
+            description="Newest requests of each process that `GET /decisions` tells about, with what "
+            "decided where they went. 0: none.",
         ),
     ] = 512
     pool: Annotated[
@@ -251,8 +252,9 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         float,
         Meta(
             ge=0,
-            description="A request of a priority counts as if it had waited so much longer for each step above "
-            "0, or shorter below; at most a quarter of queue_s. 0: the queue does not look at priorities.",
+            description="A request of a priority counts as if it had waited so much longer for each step "
+            "above 0, or shorter below; at most a quarter of queue_s. 0: the queue does not look at "
+            "priorities.",
         ),
     ] = 1.0
 

@@ -1,10 +1,10 @@
 """Which model an alias means for a conversation. Pure.
 
-Weighted rendezvous hashing: each model scores -ln(u) / weight, where u is the hash of conversation and model as
-a number in (0, 1), and the lowest score is taken. So each model gets the share of its weight, routers agree
-without talking to each other, and a change of weights moves conversations only to models whose share grew.
-Those that a router has in its session table stay even then. Source: Schindelhauer & Schomaker, "Weighted
-distributed hash tables", 2005.
+Weighted rendezvous hashing: each model scores -ln(u) / weight, where u is the hash of conversation and model
+as a number in (0, 1), and the lowest score is taken. So each model gets the share of its weight, routers
+agree without talking to each other, and a change of weights moves conversations only to models whose share
+grew. Those that a router has in its session table stay even then. Source: Schindelhauer & Schomaker,
+"Weighted distributed hash tables", 2005.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Aliases:
         return self._default if means_default and self._default in self.models else None
 
     def choose(self, alias: str, key: str, ready: Mapping[str, str], last: str = "") -> str:
-        """The model, or BASE:ADAPTER, for the conversation of this key. `last`: the served model that answered
-        its last turn, if known. `ready`: of the models behind the alias those that can answer, each with the
-        served model that it is. Where none can, all may be chosen.
+        """The model, or BASE:ADAPTER, for the conversation of this key. `last`: the served model that
+        answered its last turn, if known. `ready`: of the models behind the alias those that can answer, each
+        with the served model that it is. Where none can, all may be chosen.
         """
         weights = self.models[alias]
         among = [model for model in weights if model in ready] or list(weights)

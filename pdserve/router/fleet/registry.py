@@ -98,8 +98,8 @@ class Fleet:
         self.adapters: dict[str, tuple[str, ...]] = {}
         """Model → LoRA adapters that all of its workers have."""
         self.priority_signs: dict[str, frozenset[int]] = {}
-        """Model → what a `priority` is multiplied with at its workers, for more to be more urgent: 1, -1, both
-        where they do not agree. Empty: they do not look at priorities."""
+        """Model → what a `priority` is multiplied with at its workers, for more to be more urgent: 1, -1,
+        both where they do not agree. Empty: they do not look at priorities."""
         self._next_incarnation = 0
         self.members = Membership(workers, self._facts_changed)
 

@@ -42,7 +42,9 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
         said = msgspec.structs.asdict(self)
         said["request_id"] = self.request_id.decode("ascii", "replace")
         said["plan"] = self.plan.decode("ascii", "replace")
-        said["workers"] = {name.decode("ascii"): value.decode("ascii", "replace") for name, value in self.workers}
+        said["workers"] = {
+            name.decode("ascii"): value.decode("ascii", "replace") for name, value in self.workers
+        }
         said |= {name: round(said[name], 4) for name in ("ended_s", "seconds", "first_byte_s")}
         said["parts_s"] = {name: round(spent_s, 4) for name, spent_s in self.parts_s.items()}
         return said

@@ -92,7 +92,9 @@ class RatesChannel:
 
 @contextlib.asynccontextmanager
 async def shared_rates(router: Router) -> AsyncIterator[SharedRates | None]:
-    """Rates are shared as the configuration says, as long as the block runs. None: they are not. Raises ConfigError."""
+    """Rates are shared as the configuration says, as long as the block runs. None: they are not. Raises
+    ConfigError.
+    """
     settings = router.config.shared_rates
     if not settings.url:
         yield None

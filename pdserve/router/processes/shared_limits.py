@@ -67,8 +67,8 @@ class SharedLimits:
     def __init__(
         self, tenants: Tenants, held_back: Callable[[TenantState], int], *, has_rates: bool = True
     ) -> None:
-        """`held_back`: how many of a tenant's requests here wait for nothing but a larger share. `has_rates`: the
-        parent passes on what was charged; otherwise `shared_rates` does.
+        """`held_back`: how many of a tenant's requests here wait for nothing but a larger share.
+        `has_rates`: the parent passes on what was charged; otherwise `shared_rates` does.
         """
         self._tenants = tenants
         self._has_rates = has_rates

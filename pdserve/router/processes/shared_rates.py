@@ -6,11 +6,11 @@ waits. An overshoot is that of the time until the others hear, and is deducted l
 
 - A message holds the sum that a process has charged since its start, so a lost message is made up for by the
   next one. Of a process that was not heard before, only what is new counts.
-- A process hears its own messages, too. When it has not for `away_s`, the channel is away: from then on it holds
-  an equal share of the rates, by the number of processes that it heard last. What is charged until the channel
-  is back is told to nobody: it came out of shares.
-- Who speaks in the channel is trusted with the rates, but not with sense. What cannot be read is dropped. Nobody
-  costs a tenant more than a debt of four full buckets.
+- A process hears its own messages, too. When it has not for `away_s`, the channel is away: from then on it
+  holds an equal share of the rates, by the number of processes that it heard last. What is charged until the
+  channel is back is told to nobody: it came out of shares.
+- Who speaks in the channel is trusted with the rates, but not with sense. What cannot be read is dropped.
+  Nobody costs a tenant more than a debt of four full buckets.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ class SharedRates:
         """See whether the channel works, and take the share that follows. True if that has changed."""
         was_away, self.is_away = self.is_away, now_s - self._echo_s > self._away_s
         if self.is_away and not was_away:
-            self._senders.clear()  # of what they charge until they are heard again, nothing came out of this share
+            # of what they charge until they are heard again, nothing came out of this share
+            self._senders.clear()
         elif not self.is_away:
             if was_away:
                 self._back_s = now_s

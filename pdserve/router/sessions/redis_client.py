@@ -14,8 +14,8 @@ CONNECTIONS = 16
 
 
 def connect(table: SharedTable | SharedRates, name: str) -> tuple[Any, tuple[type[BaseException], ...]]:
-    """(client, exceptions that it raises). Nothing is sent yet. `name`: the table's, like `session.redis`. Raises
-    ConfigError.
+    """(client, exceptions that it raises). Nothing is sent yet. `name`: the table's, like `session.redis`.
+    Raises ConfigError.
     """
     try:
         from redis.asyncio import BlockingConnectionPool, Redis

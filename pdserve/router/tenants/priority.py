@@ -2,8 +2,8 @@
 
 The number is SGLang's own. Larger ones come first, unless workers run with
 `--schedule-low-priority-values-first`. A tenant orders its own requests by it in the router's queue, and
-workers that run with `--enable-priority-scheduling` order those of all tenants. So a tenant may be as urgent as
-its `max_priority` allows, and less urgent as it likes. A request that asks for more is refused: its client
+workers that run with `--enable-priority-scheduling` order those of all tenants. So a tenant may be as urgent
+as its `max_priority` allows, and less urgent as it likes. A request that asks for more is refused: its client
 expects an effect.
 """
 
@@ -40,8 +40,9 @@ def priority_of(
 ) -> Priority:
     """What the body's member `said` (empty: there is none) asks for; without it, what the header does.
 
-    `signs`: see `Fleet.priority_signs`. Where workers do not agree, the more urgent reading counts. `at_most`:
-    the highest urgency; None: there is no bound, and workers judge the body. Raises RequestError (400).
+    `signs`: see `Fleet.priority_signs`. Where workers do not agree, the more urgent reading counts.
+    `at_most`: the highest urgency; None: there is no bound, and workers judge the body. Raises RequestError
+    (400).
     """
     if said and bytes(said) != b"null":
         try:

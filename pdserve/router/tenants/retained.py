@@ -1,7 +1,7 @@
 """Conversations that tenants have kept in the pool for a while, and how much that is. Pure.
 
-The pool keeps pages for whoever writes there; the router bounds what each tenant may ask for. Beyond its bound a
-wish is passed over, and the request is served as ever.
+The pool keeps pages for whoever writes there; the router bounds what each tenant may ask for. Beyond its
+bound a wish is passed over, and the request is served as ever.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Retained:
         """Tenant → conversation → (tokens, until when)."""
 
     def take(self, tenant: TenantState, conversation: str, tokens: int, seconds: int, now_s: float) -> bool:
-        """Whether the tenant may have so many tokens of the conversation kept; if so, they count from now on, in
-        place of what counted for it before.
+        """Whether the tenant may have so many tokens of the conversation kept; if so, they count from now
+        on, in place of what counted for it before.
         """
         if seconds <= 0 or not tenant.limits.retain_tokens:
             return False

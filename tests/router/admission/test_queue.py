@@ -106,8 +106,8 @@ class Watched:
         }
 
     def started(self, ticket: Ticket) -> None:
-        """A slot goes to the tenant that runs least for its weight, and to the first of its requests: the oldest,
-        but for head starts.
+        """A slot goes to the tenant that runs least for its weight, and to the first of its requests: the
+        oldest, but for head starts.
         """
         lane = ticket.lane
         assert len(self.those(State.RUNNING, lane)) < self.slots[lane]

@@ -1,5 +1,5 @@
-"""`/v1/audio/transcriptions` through a router, by OpenAI's client. The workers are scripted: no model that hears
-runs on a CPU here.
+"""`/v1/audio/transcriptions` through a router, by OpenAI's client. The workers are scripted: no model that
+hears runs on a CPU here.
 """
 
 from __future__ import annotations
@@ -110,4 +110,6 @@ async def test_a_workers_refusal_is_an_error_of_openais_form() -> None:
     async with hearing() as (_, worker, client):
         worker.scripts[PATH].appendleft(answer(400, {"error": {"message": "Only 'json' formats supported"}}))
         with pytest.raises(BadRequestError, match="Only 'json'"):
-            await client.audio.transcriptions.create(file=("a", SOUND), model="whisper", response_format="srt")
+            await client.audio.transcriptions.create(
+                file=("a", SOUND), model="whisper", response_format="srt"
+            )

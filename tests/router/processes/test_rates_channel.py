@@ -142,9 +142,19 @@ async def test_garbage_in_the_channel_is_dropped(redis: Server, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "said", [b"$-5\r\n", b"*3\r\n:1\r\n:2\r\n:3\r\n", b"HTTP/1.1 400 Bad\r\n\r\n", b"+OK\r\n", b"\x00" * 999, b":0\r\n"]
+    "said",
+    [
+        b"$-5\r\n",
+        b"*3\r\n:1\r\n:2\r\n:3\r\n",
+        b"HTTP/1.1 400 Bad\r\n\r\n",
+        b"+OK\r\n",
+        b"\x00" * 999,
+        b":0\r\n",
+    ],
 )
-async def test_a_server_that_is_no_redis_leaves_the_share_and_is_asked_again(tmp_path: Path, said: bytes) -> None:
+async def test_a_server_that_is_no_redis_leaves_the_share_and_is_asked_again(
+    tmp_path: Path, said: bytes
+) -> None:
     asked = 0
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

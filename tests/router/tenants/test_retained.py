@@ -42,7 +42,16 @@ def test_who_may_keep_nothing_keeps_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("said", "seconds"),
-    [(b"5", 5), (b"999999999", MAX_RETAIN_S), (b"0", 0), (b"", 0), (b"-1", 0), (b"1e9", 0), (b"9" * 99, 0), (b"nan", 0)],
+    [
+        (b"5", 5),
+        (b"999999999", MAX_RETAIN_S),
+        (b"0", 0),
+        (b"", 0),
+        (b"-1", 0),
+        (b"1e9", 0),
+        (b"9" * 99, 0),
+        (b"nan", 0),
+    ],
 )
 def test_what_is_no_number_is_no_wish(said: bytes, seconds: int) -> None:
     assert seconds_of(said) == seconds
@@ -127,7 +136,9 @@ async def test_a_hint_that_is_none_is_refused(
         assert (await harness.post(HINTS, body, headers)).status == status
 
 
-async def test_a_worker_that_does_not_know_the_route_is_an_error_of_the_hint_alone(site: dict[str, Any]) -> None:
+async def test_a_worker_that_does_not_know_the_route_is_an_error_of_the_hint_alone(
+    site: dict[str, Any],
+) -> None:
     worker = MockWorker("decode")
     worker.script(KEEP, answer(404, {"detail": "Not Found"}))
     async with before(worker, **site) as harness:

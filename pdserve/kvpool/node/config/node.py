@@ -204,8 +204,8 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Meta(
             ge=0,
             le=1,
-            description="Most of the capacity that clients may want kept, all of them together, as a share; pages "
-            "beyond it are evicted as ever.",
+            description="Most of the capacity that clients may want kept, all of them together, as a "
+            "share; pages beyond it are evicted as ever.",
         ),
     ] = 0.25
     max_messages: Annotated[
