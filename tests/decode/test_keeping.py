@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -20,9 +21,14 @@ from pdserve.engine.page_names import PageNames
 from pdserve.engine.sglang.tokenizer_manager import SglangRequest
 from pdserve.errors import PoolTimeout
 from pdserve.prefill.missed_pages import MissedPages
-from tests.decode.test_writeback import State
 
 NAMES = PageNames(4, [b""])
+
+
+@dataclass
+class State:
+    output_ids: list[int]
+    finished: bool = True
 
 
 class Pool:

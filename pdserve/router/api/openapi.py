@@ -56,12 +56,10 @@ _TRANSCRIPTION_FORM = {
     "required": ["file"],
     "properties": {
         "file": {"type": "string", "contentMediaType": "application/octet-stream"},
-        "model": {"type": "string"},
-        "language": {"type": "string"},
-        "response_format": {"enum": ["json", "text", "verbose_json"]},
-        "temperature": {"type": "number"},
-        "stream": {"type": "boolean"},
-        "timestamp_granularities[]": {"type": "array", "items": {"type": "string"}},
+        **{
+            name: {"type": "string"}
+            for name in ("model", "language", "response_format", "temperature", "stream")
+        },
     },
 }
 """SGLang's form has no model of its own."""

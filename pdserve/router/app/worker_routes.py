@@ -11,7 +11,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import fastapi
 import msgspec
@@ -68,8 +68,7 @@ class _Closed(msgspec.Struct):
 
 
 class _Hint(msgspec.Struct):
-    action: Literal["retain", "release"]
-    ttl_s: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    ttl_s: Annotated[int, msgspec.Meta(ge=0, le=MAX_RETAIN_S)]
 
 
 def add_worker_routes(app: fastapi.FastAPI, router: Router) -> None:
@@ -153,8 +152,7 @@ def _add_hint_route(app: fastapi.FastAPI, router: Router, turns: _Turns) -> None
         response_class=Response,
         responses={**_SAID, 413: error_answer(413)},
         openapi_extra=_takes(
-            action={"enum": ["retain", "release"]},
-            ttl_s={"type": "integer", "minimum": 1},
+            ttl_s={"type": "integer", "minimum": 0, "maximum": MAX_RETAIN_S},
             model={"type": ["string", "null"]},
             user={"type": ["string", "null"]},
         ),
@@ -165,12 +163,10 @@ def _add_hint_route(app: fastapi.FastAPI, router: Router, turns: _Turns) -> None
         """
         tenant, body = _tenant(router, request), await _body(request)
         asked = _decoded(body, _Hint)
-        if asked.action == "retain" and asked.ttl_s is None:
-            raise RequestError(400, "'ttl_s' is missing: for how many seconds?", param="ttl_s")
         view = parse_request(body)
         key = find_session_key(sources, request.headers.get, view, body)
         if key is None:
-            raise RequestError(400, "No session is named: by the header x-session-id, for example.")
+            raise RequestError(404, "No session is named: by the header x-session-id, for example.")
         alias = router.gate.aliases.named(view.model)
         key = key.of_model(alias or view.model or router.gate.served_model(None))
         if router.gate.tenants.has_keys:
@@ -180,10 +176,9 @@ def _add_hint_route(app: fastapi.FastAPI, router: Router, turns: _Turns) -> None
         if turn is None or worker is None or worker.info is None:
             return fastapi.responses.JSONResponse({"known": False, "parts": 0})
         conversation = f"{worker.info.model}/{key.name}"
-        seconds = min(asked.ttl_s or 0, MAX_RETAIN_S) if asked.action == "retain" else 0
         with turns.of(router, tenant):
-            _count_kept(router, tenant, conversation, turn.tokens, seconds)
-            wish = msgspec.json.encode({"request_id": turn.request_id, "keep_s": seconds})
+            _count_kept(router, tenant, conversation, turn.tokens, asked.ttl_s)
+            wish = msgspec.json.encode({"request_id": turn.request_id, "keep_s": asked.ttl_s})
             return await _pass_on(router, worker, "POST", "/pd/keep", wish)
 
 
