@@ -145,6 +145,17 @@ def test_one_that_is_cut_off_holds_its_share_beside_the_others() -> None:
     assert min(level(replica.tenant) for replica in channel.replicas) > 0
 
 
+def test_what_others_charge_while_one_is_cut_off_costs_it_nothing_however_short_that_was() -> None:
+    channel = Channel(2)
+    channel.run(1.0, flood=True)
+    channel.reach(0, reached=False)
+    channel.run(2.0, flood=True)
+    channel.reach(0, reached=True)
+    before = level(channel.replicas[0].tenant)
+    channel.step()
+    assert level(channel.replicas[0].tenant) > before - 3
+
+
 def test_a_channel_that_never_was_there_leaves_the_share_that_the_configuration_says() -> None:
     channel = Channel(2, processes=4)
     channel.reach(0, 1, reached=False)
