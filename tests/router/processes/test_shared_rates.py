@@ -151,8 +151,12 @@ def test_what_others_charge_while_one_is_cut_off_costs_it_nothing_however_short_
     channel.reach(0, reached=False)
     channel.run(2.0, flood=True)
     channel.reach(0, reached=True)
+    channel.reach(1, reached=False)  # the first to be heard again is this one itself
+    channel.step(HEARTBEAT_S)
+    channel.reach(1, reached=True)
     before = level(channel.replicas[0].tenant)
-    channel.step()
+    channel.step(HEARTBEAT_S)
+    assert channel.replicas[0].tenant.share == 1.0
     assert level(channel.replicas[0].tenant) > before - 3
 
 
