@@ -149,7 +149,7 @@ def test_what_others_charge_while_one_is_cut_off_costs_it_nothing_however_short_
     channel = Channel(2)
     channel.run(1.0, flood=True)
     channel.reach(0, reached=False)
-    channel.run(2.0, flood=True)
+    channel.run(1.5, flood=True)
     channel.reach(0, reached=True)
     channel.reach(1, reached=False)  # the first to be heard again is this one itself
     channel.step(HEARTBEAT_S)
