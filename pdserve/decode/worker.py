@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pdserve.decode.keeping import Keeping
 from pdserve.decode.lookup import Lookup
 from pdserve.decode.pull_ahead import PullAhead
 from pdserve.decode.routes import Settled
@@ -12,21 +13,23 @@ from pdserve.prefill.missed_pages import MissedPages
 
 
 def parts(worker: Worker) -> RoleParts:
-    """`/pd/settled`, `/pd/pull`, `/v1/kv/lookup`, and the following of every request until its pages are
-    committed.
+    """`/pd/settled`, `/pd/pull`, `/pd/keep`, `/v1/kv/lookup`, and the following of every request until its pages
+    are committed.
     """
+    keeping = Keeping(worker.pool)
     write_back = WriteBack(
         worker.pool,
         MissedPages(worker.pool, worker.metrics),
         names=worker.names,
         timeout_s=worker.config.settle_timeout_s,
         limit=worker.config.followed_requests,
+        keeping=keeping,
     )
     pull_ahead = PullAhead(
         worker.engine, worker.pool, names=worker.names, step_tokens=worker.config.pull_step_tokens
     )
     lookup = Lookup(worker.engine, worker.pool, names=worker.names)
-    routers = [Settled(write_back).router(), pull_ahead.router(), lookup.router()]
+    routers = [Settled(write_back).router(), pull_ahead.router(), keeping.router(), lookup.router()]
     return RoleParts(routers, write_back.follow, write_back.unsettled)
 
 

@@ -21,6 +21,7 @@ from typing import Final
 
 import msgspec
 
+from pdserve.decode.keeping import Keeping
 from pdserve.engine.http.request import HttpRequest
 from pdserve.engine.page_names import PageNames, RequestPages, committed_pages
 from pdserve.kvpool.client.async_client import AsyncPoolClient
@@ -73,8 +74,10 @@ class WriteBack:
         names: PageNames,
         timeout_s: float,
         limit: int,
+        keeping: Keeping | None = None,
     ) -> None:
         self._pool = pool
+        self._keeping = keeping
         self._missed = missed
         self._names = names
         self._timeout_s = timeout_s
@@ -143,6 +146,8 @@ class WriteBack:
             # the pool since it was stored. Nobody stores it again now, so it is not waited for.
             settled = await self._count(pages)
             await missed
+            if self._keeping is not None and followed.request.keep_s:
+                self._keeping.begin(followed.request.request_id, pages, followed.request.keep_s)
             return settled
         finally:
             missed.cancel()

@@ -127,6 +127,9 @@ def server_argv(
         # probes come every second; a worker's last lines should say something else
         *("--uvicorn-access-log-exclude-prefixes", "/pd/ready", "/pd/info", "/metrics"),
     ]
+    if "--enable-priority-scheduling" in config.extra_args:
+        # without it SGLang puts requests without a priority behind all others, those below 0 too
+        argv += ["--default-priority-value", "0"]
     if config.tool_call_parser:
         argv += ["--tool-call-parser", config.tool_call_parser]
     if config.context_length is not None:

@@ -150,3 +150,12 @@ def test_sglang_is_told_of_a_certificate_so_that_it_asks_itself_by_https() -> No
     assert (value(argv, "--ssl-certfile"), value(argv, "--ssl-keyfile")) == ("/c", "/k")
     assert value(argv, "--ssl-ca-certs") == "/c"
     assert "--ssl-certfile" not in server_argv(config(), "agg", "cpu", None, TlsConfig(ca=Path("/a")))
+
+
+def test_requests_without_a_priority_have_priority_0_where_the_scheduler_looks_at_it() -> None:
+    flag = "--default-priority-value"
+    assert flag not in server_argv(config(), "agg", "cpu", None)
+    argv = server_argv(config(extra_args=["--enable-priority-scheduling"]), "agg", "cpu", None)
+    assert value(argv, flag) == "0"
+    own = ["--enable-priority-scheduling", flag, "3"]
+    assert value(server_argv(config(extra_args=own), "agg", "cpu", None), flag) == "3"

@@ -34,14 +34,19 @@ def rank(running: int, waiting: int, queued: int, used: int, total: int) -> Any:
     )
 
 
-def manager(ranks: Any = (), *, deterministic: bool = False, status: str = "Up") -> Any:
+def manager(ranks: Any = (), *, deterministic: bool = False, status: str = "Up", orders: str = "") -> Any:
     return SimpleNamespace(
         served_model_name="m",
         model_config=SimpleNamespace(context_len=9, is_multimodal=False),
         mm_processor=None,
         is_generation=True,
         tokenizer=None,
-        server_args=SimpleNamespace(chat_template=None, enable_deterministic_inference=deterministic),
+        server_args=SimpleNamespace(
+            chat_template=None,
+            enable_deterministic_inference=deterministic,
+            enable_priority_scheduling=bool(orders),
+            schedule_low_priority_values_first=orders == "low_first",
+        ),
         server_status=SimpleNamespace(value=status),
         lora_ref_cache={"b": None, "a": None},
         load_snapshot_reader=SimpleNamespace(read_all=lambda: list(ranks)),
@@ -92,6 +97,12 @@ def ask(
 def test_a_worker_says_whether_a_seed_counts(deterministic: bool) -> None:
     _, said = ask("/pd/info", manager(deterministic=deterministic))
     assert msgspec.convert(said, WorkerInfo).deterministic is deterministic
+
+
+@pytest.mark.parametrize("orders", ["", "high_first", "low_first"])
+def test_a_worker_says_which_priorities_its_scheduler_serves_first(orders: str) -> None:
+    _, said = ask("/pd/info", manager(orders=orders))
+    assert msgspec.convert(said, WorkerInfo).priorities == (orders or "none")
 
 
 def test_the_load_of_all_ranks_is_what_the_router_reads() -> None:

@@ -33,6 +33,7 @@ SAID = (
     "RerankResponse",
     "ScoringResponse",
     "ResponsesResponse",
+    "TranscriptionResponse",
 )
 SAID_TO_ANTHROPIC = ("AnthropicMessagesResponse", "AnthropicCountTokensResponse")
 TEMPLATE = "#/components/schemas/{model}"

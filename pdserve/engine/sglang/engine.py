@@ -45,7 +45,11 @@ PLACES: Final = (
         "LoadSnapshot(num_used_tokens, max_total_num_tokens, max_running_requests)",
     ),
     *places("sglang.srt.configs.model_config", "ModelConfig.__init__ sets is_multimodal"),
-    *places("sglang.srt.server_args", "ServerArgs(chat_template, enable_deterministic_inference, dp_size)"),
+    *places(
+        "sglang.srt.server_args",
+        "ServerArgs(chat_template, enable_deterministic_inference, dp_size)",
+        "ServerArgs(enable_priority_scheduling, schedule_low_priority_values_first)",
+    ),
 )
 
 
@@ -134,6 +138,7 @@ class Engine:
             "longest_token_bytes": bound.longest_token_bytes,
             "text_shrink": bound.text_shrink,
             "exact_turns": "off" if self.turns is None else "on",
+            "priorities": _priorities(manager.server_args),
         }
 
     # -- while weights are replaced (`engine/weights.py`); each returns why it did not work, empty if it did
@@ -190,6 +195,13 @@ class Engine:
 def _why(outcome: Any, otherwise: str) -> str:
     """Of one of SGLang's outcomes that have `success` and `message`."""
     return "" if outcome.success else str(outcome.message or otherwise)
+
+
+def _priorities(server_args: Any) -> str:
+    """Which ones come first: see `WorkerInfo.priorities` of the router."""
+    if not server_args.enable_priority_scheduling:
+        return "none"
+    return "low_first" if server_args.schedule_low_priority_values_first else "high_first"
 
 
 def _template(named: str | None) -> str | None:

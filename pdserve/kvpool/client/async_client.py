@@ -143,6 +143,23 @@ class AsyncPoolClient:
         await asyncio.gather(*starmap(part, self.rings.split(keys[: m.MAX_FATES]).items()))
         return result
 
+    async def keep(self, keys: Sequence[bytes], keep_s: float) -> int:
+        """Have those pages that are in memory at the nodes that own them kept for `keep_s` from now on;
+        below 0: no longer. Returns how many of the keys are there. A node that cannot be reached, is older,
+        or has too many keeps none: nothing rests on it.
+        """
+
+        def make(request_id: int, namespace: int, part: list[bytes]) -> m.Exists:
+            return m.Exists(request_id, namespace, part, keep_s=keep_s)
+
+        there = 0
+        for start in range(0, len(keys), m.MAX_KEPT_KEYS):
+            some = keys[start : start + m.MAX_KEPT_KEYS]
+            deadline = self._within(self.config.exists_timeout_s)
+            asked, found = [""] * len(some), [False] * len(some)
+            there += sum(await self._ask(self.rings.split(some), some, found, asked, deadline, make))
+        return there
+
     async def check(self) -> dict[str, PoolError | None]:
         """Check that every node serves the namespace. Returns None or the error for each node."""
 

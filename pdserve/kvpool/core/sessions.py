@@ -39,6 +39,7 @@ class Limits:
     max_waited_keys: int = 131_072  # in open waits per connection; a key takes about 300 bytes
     max_reserved_bytes: int = 1 << 62  # per connection
     max_pinned_bytes: int = 1 << 62  # per connection
+    max_kept_bytes: int = 1 << 62  # of pages that clients want kept
     max_messages: int = 1 << 62  # segments under way per connection, UCX and TCP
     replication: ReplicationLimits = ReplicationLimits()
 

@@ -46,6 +46,7 @@ from pdserve.kvpool.core.events import (
     TransferDone,
     ViewChanged,
 )
+from pdserve.kvpool.core.kept_pages import KeptPages
 from pdserve.kvpool.core.lookups import Lookups
 from pdserve.kvpool.core.namespace_admin import Administration, AdminRequest, Rules
 from pdserve.kvpool.core.page_listing import PageListing
@@ -125,6 +126,7 @@ class NodeState:
         self.waits = Waits(store, limits.max_waiters, limits.max_waited_keys, self.tiers.has, self._may_read)
         self.reads = Reads(store, limits, tags, self.tiers, self.sharding)
         self.writes = Writes(store, limits, tags, self._written, self.tiers.has if tiers else no_tier)
+        self.kept = KeptPages(store, limits.max_kept_bytes)
         self._listing = PageListing(store, self.sharding, self.tiers)
         self._lookups = Lookups(store, self.tiers)
         self._places = PlaceChanges(store, self.tiers) if follows_places else None
@@ -228,6 +230,8 @@ class NodeState:
                 self.reads.release(session, message, out)
             case m.Exists():
                 out.append(Answer(session.connection, self._lookups.answer(message, now_s)))
+                if message.keep_s:
+                    self._keep(session, message, now_s)
             case m.Reserve():
                 self._reserve(session, message, now_s, out)
             case m.Commit():
@@ -307,6 +311,7 @@ class NodeState:
         self._durable.expire(now_s, out)
         self.sharding.tick(now_s, out)
         self.store.tick(now_s, out)
+        self.kept.tick(now_s)
         self.tiers.pump(now_s, out)
         self._find_next_deadline()
 
@@ -380,6 +385,15 @@ class NodeState:
         return self.namespaces.settings(namespace) if namespace in self.namespaces else None
 
     # --- pages
+
+    def _keep(self, session: Session, request: m.Exists, now_s: float) -> None:
+        """Keep pages that the request names, if the client may write them."""
+        if not self.administration.rights(session, request.namespace) & m.WRITE:
+            return
+        find = self.store.index.namespace(request.namespace).lookup(now_s)
+        keys = dict.fromkeys(request.keys[: m.MAX_KEPT_KEYS])
+        self.kept.keep([slot for key in keys if (slot := find(key)) is not None], request.keep_s, now_s)
+        self._expect(self.kept.next_deadline_s)
 
     def _reserve(self, session: Session, request: m.Reserve, now_s: float, out: list[Action]) -> None:
         slot_bytes = self.store.slots.class_of(sum(request.segment_bytes))
@@ -477,6 +491,7 @@ class NodeState:
             self._durable.next_deadline_s,
             self.sharding.next_deadline_s,
             self.store.next_work_s,
+            self.kept.next_deadline_s,
             self.tiers.next_deadline_s,
             self._startup_hold.next_deadline_s,
         )

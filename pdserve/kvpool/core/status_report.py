@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from pdserve.kvpool.core.events import LOCAL
+from pdserve.kvpool.core.kept_pages import KeptPages
 from pdserve.kvpool.core.namespace_admin import Administration
 from pdserve.kvpool.core.reads import Reads
 from pdserve.kvpool.core.sessions import Session
@@ -30,6 +31,7 @@ class Reported(Protocol):
     namespaces: Namespaces
     administration: Administration
     tiers: Tiers
+    kept: KeptPages
     waits: Waits
     reads: Reads
     writes: Writes
@@ -107,10 +109,12 @@ def _counters(state: Reported) -> dict[str, int]:
         "sends_failed": state.reads.sends_failed,
         "leases_expired": state.reads.leases_expired,
         "pins_refused": state.reads.pins_refused,
+        "kept_refused": state.kept.refused,
         "evictions": state.store.evictions,
         "discarded": state.discarded,
         "denied": state.administration.denials,
         "tail_bytes": state.store.slots.tail_bytes,
+        "kept_bytes": state.kept.slot_bytes,
         "sweeping_bytes": state.store.bytes_in_state[SWEEPING],
         **state.recovered,
         **state.sharding.counters(),

@@ -80,5 +80,6 @@ def _limits_of(config: PoolNodeConfig) -> Limits:
             max_share=config.replicas.max_share,
         ),
         max_pinned_bytes=max(config.slab, int(config.capacity * config.max_pinned_share)),
+        max_kept_bytes=int(config.capacity * config.max_kept_share),
         max_messages=config.max_messages,
     )

@@ -9,6 +9,7 @@ POST   /models/M/update_weights_from_disk   new weights for all workers of model
 POST   /models/M/weights/hold      stop them, and let their requests end, for updates sent to them directly
 POST   /models/M/weights/release   let them serve again
 GET    /tenants                    limits and use of each tenant
+GET    /decisions                  newest requests: who was chosen, and why; ?request_id=ID, ?limit=N
 POST   /reload                     read the API keys again (SIGHUP: the configuration too)
 GET    /metrics                    Prometheus metrics
 GET    /live/                      the live page; a browser asks for the key as a password
@@ -21,7 +22,7 @@ are null, or the answer is an error.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import fastapi
 import msgspec
@@ -38,11 +39,13 @@ from pdserve.router.app.error_handlers import add_error_handlers, refused
 from pdserve.router.app.router import Router
 from pdserve.router.fleet.membership import FleetError
 from pdserve.router.fleet.worker import Role, Worker
+from pdserve.router.metrics.decisions import newest
 from pdserve.router.metrics.exposition import exposition
 from pdserve.router.metrics.snapshot import Snapshot
 from pdserve.router.server.asgi import Receive, Scope, Send, address_of
 
 MAX_BODY_BYTES = 64 * 1024
+MAX_DECISIONS = 10_000
 IN_FLIGHT = "worker_requests_in_flight"
 _STATUS = {"unknown_worker": 404, "bad_url": 400, "other_role": 409}
 
@@ -117,6 +120,14 @@ def _make_app(router: Router) -> fastapi.FastAPI:
                 for tenant in router.gate.tenants.all
             ]
         }
+
+    @app.get("/decisions")
+    async def decisions(
+        request_id: str = "", limit: Annotated[int, fastapi.Query(ge=1, le=MAX_DECISIONS)] = 50
+    ) -> dict[str, Any]:
+        """The newest requests of all processes, the newest first: who was chosen, and why."""
+        found = newest(await router.decisions(), limit, request_id.encode("utf-8", "replace"))
+        return {"decisions": [one.told() for one in found]}
 
     @app.post("/reload")
     async def reload() -> Response:

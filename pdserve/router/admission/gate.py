@@ -16,7 +16,9 @@ from pdserve.guesses import Guesses
 from pdserve.logs import ThrottledLog
 from pdserve.router.admission.queue import FairQueue, State, Ticket
 from pdserve.router.api.errors import NoWorkerError, TooManyError
+from pdserve.router.config.aliases import base_of
 from pdserve.router.config.router import RouterConfig
+from pdserve.router.fleet.aliases import Aliases
 from pdserve.router.fleet.models import Models
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.metrics.stats import Histogram
@@ -44,8 +46,8 @@ class Gate:
         self._fleet = fleet
         self._models = Models(config.models, config.default_model)
         self._loop = asyncio.get_running_loop()
-        self._queue_s = config.admission.queue_s
-        self._running_per_worker = config.admission.running_per_worker
+        self.aliases = Aliases()
+        self._admission = config.admission
         self._waiters: dict[Ticket, asyncio.Future[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._log = ThrottledLog(logger)
@@ -67,8 +69,8 @@ class Gate:
         keys = load_keys(config.access)
         check_open(config, keys)
         self.tenants.configure(keys, config.tenants, config.tenant_defaults, self._loop.time())
-        self._queue_s = config.admission.queue_s
-        self._running_per_worker = config.admission.running_per_worker
+        self._admission = config.admission
+        self.aliases = Aliases(config.aliases, config.default_model)
         self.queue.queue_length = config.admission.queue_length
 
     def authenticate(self, headers: dict[bytes, bytes], address: str) -> TenantState:
@@ -120,8 +122,21 @@ class Gate:
         """The served model that a call means. Raises RequestError, NoWorkerError as `Models.resolve`."""
         return self._models.resolve(requested, call.endpoint, self._fleet.tasks)
 
+    def choose_model(self, alias: str, key: str, last: str = "", *, is_held: bool = False) -> str:
+        """The model that an alias means for the conversation of this key, see `Aliases.choose`. `is_held`:
+        only workers of `last` can go on with it.
+        """
+        now_s, served = self._loop.time(), self._fleet.tasks
+        bases = {m: m if m in served else base_of(m) for m in self.aliases.models[alias]}
+        if is_held:
+            return next((m for m, base in bases.items() if base == last), last)
+        ready = {m: base for m, base in bases.items() if base in served and self._slots(base, now_s)}
+        return self.aliases.choose(alias, key, ready, last)
+
     def served_model(self, requested: str | None) -> str:
         """The served model of this name. Raises RequestError, NoWorkerError as `Models.find`."""
+        if (alias := self.aliases.named(requested)) is not None:
+            requested = self.choose_model(alias, "")
         return self._models.find(requested, self._fleet.tasks)
 
     async def enter(self, call: Call) -> Ticket:
@@ -134,7 +149,9 @@ class Gate:
             raise NoWorkerError("No worker is ready to serve this model; try again shortly.")
         estimate = call.facts.charged_tokens
         tenant.take(estimate, now_s, call.facts.answers)
-        ticket = Ticket(tenant, model, now_s, now_s + self._queue_s)
+        settings, urgency = self._admission, call.facts.urgency
+        head_start_s = settings.head_start_s(urgency) if urgency else 0.0
+        ticket = Ticket(tenant, model, now_s, now_s + settings.queue_s, head_start_s)
         changed = self.queue.arrive(ticket, slots, now_s)
         if self._waiters:
             self._wake(changed)
@@ -194,7 +211,7 @@ class Gate:
     def _slots(self, model: str, now_s: float) -> int:
         snapshot = self._fleet.snapshot(model, now_s)
         workers = len(snapshot.decode) + len(snapshot.direct_decode)
-        return self._running_per_worker * workers or snapshot.slots
+        return self._admission.running_per_worker * workers or snapshot.slots
 
     async def _wait(self, ticket: Ticket) -> None:
         self._waiters[ticket] = waiter = self._loop.create_future()

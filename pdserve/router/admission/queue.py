@@ -4,14 +4,15 @@ Requests of one model share the slots of its workers: a *lane*. The number of sl
 workers together; placement decides which worker gets how many. Within a lane:
 
 - A request runs at once when a slot is free, its tenant is below its own concurrency, and no request of its
-  tenant waits. Otherwise it waits in its tenant's queue, first come first served.
+  tenant waits. Otherwise it waits in its tenant's queue, first come first served. Urgent requests have a head
+  start: they count as if they had come earlier. The head start is bounded, so no request waits for ever.
 - A free slot goes to the waiting tenant with the fewest running requests for its weight. With enough load
   each tenant gets its weight's share of the slots, however many requests it sends (weighted max-min
   fairness). Equal tenants take turns by weight (stride scheduling, Waldspurger 1995), so that they also
   share a single slot over time.
 - The queue of each lane is bounded, so a flooded model takes nothing from the others. In a full queue the
-  tenant with most waiting requests for its weight loses its newest one, which may be the request that just
-  came. A tenant that floods the queue cannot keep the others out of it.
+  tenant with most waiting requests for its weight loses the last one of its queue, which may be the request
+  that just came. A tenant that floods the queue cannot keep the others out of it.
 - A request that still waits at its deadline is refused.
 
 Each ticket is in one state. Every method returns the tickets that it changed to RUNNING or REFUSED, for the
@@ -25,7 +26,8 @@ caller to wake.
 from __future__ import annotations
 
 import enum
-from collections import deque
+from bisect import insort_right
+from operator import attrgetter
 
 from pdserve.router.tenants.tenant import TenantState
 
@@ -47,12 +49,16 @@ class State(enum.Enum):
 class Ticket:
     """One request's place."""
 
-    __slots__ = ("arrived_s", "deadline_s", "lane", "number", "started_s", "state", "tenant")
+    __slots__ = ("arrived_s", "counts_from_s", "deadline_s", "lane", "number", "started_s", "state", "tenant")
 
-    def __init__(self, tenant: TenantState, lane: str, now_s: float, deadline_s: float) -> None:
+    def __init__(
+        self, tenant: TenantState, lane: str, now_s: float, deadline_s: float, head_start_s: float = 0.0
+    ) -> None:
         self.tenant = tenant
         self.lane = lane
         self.arrived_s = now_s
+        self.counts_from_s = now_s - head_start_s
+        """Its place among those of its tenant."""
         self.deadline_s = deadline_s
         """A ticket that still waits then is refused."""
         self.started_s = 0.0
@@ -72,7 +78,7 @@ class _Lane:
         self.slots = 0
         self.running = 0
         self.running_of: dict[TenantState, int] = {}
-        self.queues: dict[TenantState, deque[Ticket]] = {}
+        self.queues: dict[TenantState, list[Ticket]] = {}
         self.waiting = 0
         self.service_s = 1.0
         """Smoothed time that a request keeps its slot."""
@@ -92,6 +98,14 @@ class _Lane:
                 if best is None or rank < best_rank:
                     best, best_rank = queue[0], rank
         return best
+
+
+def _put(queue: list[Ticket], ticket: Ticket) -> None:
+    """Behind those that count from the same moment or an earlier one."""
+    if not queue or queue[-1].counts_from_s <= ticket.counts_from_s:
+        queue.append(ticket)
+    else:
+        insort_right(queue, ticket, key=attrgetter("counts_from_s"))
 
 
 class FairQueue:
@@ -118,12 +132,12 @@ class FairQueue:
             return [ticket]
         changed: list[Ticket] = []
         if lane.waiting >= self.queue_length:
-            changed = self._make_room(lane, tenant)
+            changed = self._make_room(lane, ticket)
             if not changed:
                 ticket.state = State.REFUSED
                 return [ticket]
         ticket.state = State.WAITING
-        lane.queues.setdefault(tenant, deque()).append(ticket)
+        _put(lane.queues.setdefault(tenant, []), ticket)
         tenant.waiting += 1
         lane.waiting += 1
         self.waiting += 1
@@ -219,18 +233,22 @@ class FairQueue:
             started.append(ticket)
         return started
 
-    def _make_room(self, lane: _Lane, newcomer: TenantState) -> list[Ticket]:
-        """Refuse the newest ticket of the tenant that waits most, unless that tenant is the newcomer."""
-        queues = lane.queues
+    def _make_room(self, lane: _Lane, ticket: Ticket) -> list[Ticket]:
+        """Refuse the last ticket of the tenant that waits most. If that is the newcomer's own tenant, it is
+        the newcomer, unless that stands before the last one.
+        """
+        queues, newcomer = lane.queues, ticket.tenant
         greedy = max(queues, key=lambda t: (len(queues[t]) / t.limits.weight, t.name), default=None)
-        if greedy is None or greedy is newcomer:
+        if greedy is None:
             return []
         waiting = len(queues.get(newcomer, ())) + 1
         if waiting / newcomer.limits.weight > len(queues[greedy]) / greedy.limits.weight:
+            greedy = newcomer
+        last = queues[greedy][-1] if greedy in queues else ticket
+        if greedy is newcomer and last.counts_from_s <= ticket.counts_from_s:
             return []
-        newest = queues[greedy][-1]
-        self._refuse(newest)
-        return [newest]
+        self._refuse(last)
+        return [last]
 
     def _refuse(self, ticket: Ticket) -> None:
         self._take_out(self._lanes[ticket.lane], ticket)
@@ -239,7 +257,7 @@ class FairQueue:
     def _take_out(self, lane: _Lane, ticket: Ticket) -> None:
         queue = lane.queues[ticket.tenant]
         if queue[0] is ticket:
-            queue.popleft()
+            del queue[0]
         else:
             queue.remove(ticket)
         if not queue:

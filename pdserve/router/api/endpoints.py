@@ -58,6 +58,10 @@ _LOOKED_UP: Final = Usage(
 """A lookup makes tokens of a prompt, and computes none."""
 
 
+AUDIO_BYTES_PER_TOKEN: Final = 640
+"""Of uncompressed speech: 32 kB and 50 tokens a second."""
+
+
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What the router knows of one endpoint."""
 
@@ -85,6 +89,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """How tokens are counted: as the answer says in this way, else by estimate and by events."""
     streams: bool = False
     """The answer can be a stream of server-sent events."""
+    takes_priority: bool = False
+    """SGLang takes `priority` in the body."""
     salt: Literal["", "body", "header"] = ""
     """How tenants' caches are kept apart: `cache_salt` in the body, where SGLang takes it there, else in a
     header for pdserve's worker. Empty: the request leaves no pages behind.
@@ -95,6 +101,10 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Body member, a field of `RequestView`, with the id of an answer that the request continues."""
     errors: ErrorForm = "openai"
     """The form in which clients of this endpoint expect errors."""
+    is_form: bool = False
+    """The body is a form (`form_body`), and no JSON."""
+    bytes_per_token: int = 0
+    """Of a body whose prompt is no text: what a tenant is charged until its use is known."""
     is_resumable: bool = False
     """Another worker can continue a lost stream (`/pd/continue`)."""
     is_prefillable: bool = False
@@ -142,6 +152,7 @@ _ROWS: Final = (
         salt="body",
         is_resumable=True,
         is_prefillable=True,
+        takes_priority=True,
     ),
     Endpoint(
         path="/v1/completions",
@@ -155,6 +166,7 @@ _ROWS: Final = (
         salt="body",
         is_resumable=True,
         is_prefillable=True,
+        takes_priority=True,
     ),
     Endpoint(
         path="/v1/embeddings",
@@ -165,6 +177,7 @@ _ROWS: Final = (
         prompt_fields=("input",),
         text_fields=("input",),
         salt="header",
+        takes_priority=True,
     ),
     Endpoint(
         path="/generate",
@@ -179,6 +192,7 @@ _ROWS: Final = (
         salt="body",
         is_resumable=True,
         is_prefillable=True,
+        takes_priority=True,
     ),
     _MESSAGES,
     Endpoint(
@@ -204,6 +218,7 @@ _ROWS: Final = (
         salt="body",
         stored_as="request_id",
         continues="previous_response_id",
+        takes_priority=True,
     ),
     Endpoint(
         path="/v1/classify",
@@ -214,6 +229,7 @@ _ROWS: Final = (
         prompt_fields=("input",),
         text_fields=("input",),
         salt="header",
+        takes_priority=True,
     ),
     Endpoint(
         path="/v1/rerank",
@@ -241,6 +257,18 @@ _ROWS: Final = (
         charged_fields=("prompt", "text", "input_ids", "messages"),
         usage=_LOOKED_UP,
         salt="header",
+    ),
+    Endpoint(
+        path="/v1/audio/transcriptions",
+        summary="What is said in a sound, of models that hear",
+        request_schema="TranscriptionForm",
+        response_schema="TranscriptionResponse",
+        task="any",
+        prompt_fields=("audio_data",),
+        streams=True,
+        salt="header",
+        is_form=True,
+        bytes_per_token=AUDIO_BYTES_PER_TOKEN,
     ),
     _TOKENIZE,
     replace(_TOKENIZE, path="/v1/tokenize"),

@@ -82,6 +82,18 @@ _FOUND = {
         "nodes": {"type": "object"},
     },
 }
+_TRANSCRIPTION_FORM = {
+    "type": "object",
+    "required": ["file"],
+    "properties": {
+        "file": {"type": "string", "contentMediaType": "application/octet-stream"},
+        **{
+            name: {"type": "string"}
+            for name in ("model", "language", "response_format", "temperature", "stream")
+        },
+    },
+}
+"""SGLang's form has no model of its own."""
 _EVENT = {
     "type": "object",
     "required": ["data"],
@@ -132,6 +144,7 @@ def complete(document: dict[str, Any], choices: int) -> dict[str, Any]:
         "GeneratedOne": _GENERATED,
         "KvLookup": _LOOKUP,
         "KvFound": _FOUND,
+        "TranscriptionForm": _TRANSCRIPTION_FORM,
         "Generated": {"anyOf": [one, {"type": "array", "items": one}]},
     }
     components["schemas"] = schemas
@@ -153,6 +166,7 @@ def _operation(row: Endpoint) -> dict[str, Any]:
     content: dict[str, Any] = {"application/json": {"schema": {"$ref": _REF + row.response_schema}}}
     if row.streams:
         content["text/event-stream"] = {"schema": _EVENT}
+    form = "multipart/form-data" if row.is_form else "application/json"
     headers = {name: {"description": text, "schema": {"type": "string"}} for name, text in _HEADERS.items()}
     who = "a worker" if row.request_schema in _OWN else "SGLang"
     answered = {"description": f"As {who} answers{', a stream too' if row.streams else ''}."}
@@ -160,10 +174,7 @@ def _operation(row: Endpoint) -> dict[str, Any]:
         "tags": [_tag(row)],
         "summary": f"{row.summary}.",
         "operationId": path.strip("/").replace("/", "_"),
-        "requestBody": {
-            "required": True,
-            "content": {"application/json": {"schema": {"$ref": _REF + row.request_schema}}},
-        },
+        "requestBody": {"required": True, "content": {form: {"schema": {"$ref": _REF + row.request_schema}}}},
         "responses": {"200": answered | {"headers": headers, "content": content}}
         | {str(status): error_answer(status, row.errors) for status in _ERRORS if status != 403},
     }

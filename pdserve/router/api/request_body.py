@@ -50,6 +50,7 @@ class RequestView(msgspec.Struct, gc=False):
     best_of: msgspec.Raw = _EMPTY
     sampling_params: msgspec.Raw = _EMPTY
     session_params: msgspec.Raw = _EMPTY
+    priority: msgspec.Raw = _EMPTY
 
     def prompt_json(self, fields: Iterable[str]) -> msgspec.Raw:
         """The prompt as it stands in the body: messages, text, token ids, or a list of prompts. The first of

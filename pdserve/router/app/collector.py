@@ -46,6 +46,8 @@ def collect(
         "joins_refused": stats.joins_refused,
         "task_failures": _keyed(stats.task_failures),
         "sessions": len(placer.sessions),
+        "alias_requests": stats.aliases,
+        "rates_apart": stats.rates_apart,
         "slo_requests": stats.slo,
         "slo_streams": stats.slo_streams,
         **_of_elastic(fleet, placer.elastic, now_s),

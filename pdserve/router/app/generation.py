@@ -16,6 +16,7 @@ from pdserve.router.admission.gate import Gate
 from pdserve.router.api.about_prompt import asks_about_prompt
 from pdserve.router.api.endpoints import ENDPOINTS
 from pdserve.router.api.errors import NoWorkerError, error_headers, error_of
+from pdserve.router.api.form_body import TRUE, read_form
 from pdserve.router.api.held_ids import RESPONSE, SESSION, find_holder
 from pdserve.router.api.request_body import (
     RequestView,
@@ -27,15 +28,17 @@ from pdserve.router.api.request_body import (
     has_several_prompts,
     parse_request,
     session_of,
+    with_member,
 )
 from pdserve.router.api.text_length import check_texts
-from pdserve.router.app.accounting import account, log_access
+from pdserve.router.app.accounting import account, decision_of, log_access
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.config.tenants import SHARED
 from pdserve.router.deadlines import Deadlines
 from pdserve.router.dispatch.dispatcher import Dispatcher
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.fleet.text_limits import LARGEST_BODY_BYTES
+from pdserve.router.metrics.decisions import Decisions
 from pdserve.router.metrics.stats import Stats
 from pdserve.router.placement.prefix_index import prefix_of
 from pdserve.router.placement.request_facts import RequestFacts
@@ -45,10 +48,12 @@ from pdserve.router.request.call import Call
 from pdserve.router.server.client import Client
 from pdserve.router.server.cors import Cors
 from pdserve.router.server.uvicorn_server import LAST_WORD_S
-from pdserve.router.sessions.keys import find_session_key, parse_sources
+from pdserve.router.sessions.keys import SessionKey, find_session_key, message_links, parse_sources
 from pdserve.router.tenants.cache_salt import isolated, salt_line
-from pdserve.router.tenants.engine_fields import check_fields, parse_tenant_request
+from pdserve.router.tenants.engine_fields import check_fields, empty_tenant_request, parse_tenant_request
 from pdserve.router.tenants.media import check_media
+from pdserve.router.tenants.priority import PRIORITY_HEADER, priority_of
+from pdserve.router.tenants.retained import RETAIN_HEADER, RETAINED_HEADER, Retained, seconds_of
 from pdserve.tracing import Tracer
 
 logger = logging.getLogger(__name__)
@@ -86,6 +91,10 @@ class GenerationHandler:
         self._sources = parse_sources(config.session.sources)
         self._shows_load = config.access.show_load
         self._logs_access = config.access_log
+        kept = config.admin.decisions if config.admin.port is not None else 0
+        self.decisions: Final = Decisions(maxlen=kept)
+        """The newest requests."""
+        self.retained: Final = Retained()
         self._level = config.slo
         self._limits = config.limits
         self._held_limit_bytes = config.limits.held_body_bytes
@@ -128,6 +137,8 @@ class GenerationHandler:
             account(call, self._stats, self._loop.time(), self._level)
             if self._logs_access:
                 log_access(call, self._loop.time())
+            if self.decisions.maxlen:
+                self.decisions.append(decision_of(call, self._loop.time()))
             if call.trace is not None:
                 spans.end(call, self._loop.time())
 
@@ -162,13 +173,17 @@ class GenerationHandler:
         """Fill in what planning needs. Raises RequestError."""
         call.body = body
         has_keys = self._gate.tenants.has_keys
-        view = parse_tenant_request(body) if has_keys else parse_request(body)
+        view = self._view(call, has_keys=has_keys)
         call.streams = view.stream is True
+        session = find_session_key(self._sources, call.header, view, body)
+        alias = self._gate.aliases.named(view.model)
+        if alias is not None:
+            self._choose_model(call, view, alias, session)
         call.model = model = self._gate.model_of(call, view.model)
         self._turns[model] += 1
-        session, scope = find_session_key(self._sources, call.header, view, body), view.model or model
+        scope = view.model or model
         if session is not None:
-            session = session.of_model(scope)
+            session = session.of_model(alias or scope)
         if has_keys:  # tenants share neither caches nor sessions, nor see others' load
             limits = call.tenant.limits
             if not limits.controls_engine:
@@ -201,6 +216,8 @@ class GenerationHandler:
             before += estimate_prompt_tokens(getattr(view, name))
         tokens = estimate_prompt_tokens(prompt) + before if computes else 0
         charged = tokens or before + estimate_prompt_tokens(view.prompt_json(endpoint.charged_fields))
+        if endpoint.bytes_per_token:
+            charged = len(body) // endpoint.bytes_per_token
         can_be_direct = (
             self._fleet.has_direct
             and endpoint.is_prefillable
@@ -218,11 +235,63 @@ class GenerationHandler:
             can_be_direct=can_be_direct,
             answers=prompts * candidates,
             choices=choices,
+            urgency=self._urgency(call, view),
             holder=self._holder(call, view) if endpoint.continues or view.session_params else "",
             turn=self._turns[model],
             draw=random.getrandbits(32),
             prefix=prefix_of(view, prompt, scope) if self._needs_prefix and computes else None,
         )
+        if RETAIN_HEADER in call.headers:
+            self._retain(call)
+
+    def _retain(self, call: Call) -> None:
+        """Have the pool keep the conversation for as long as its client wants, if the tenant may."""
+        facts = call.facts
+        seconds = seconds_of(call.headers[RETAIN_HEADER]) if facts.endpoint.task == "generate" else 0
+        name = facts.session.name if facts.session is not None else call.request_id.decode()
+        tokens = facts.prompt_tokens_estimate
+        if self.retained.take(call.tenant, f"{call.model}/{name}", tokens, seconds, self._loop.time()):
+            call.keep(seconds)
+        else:
+            seconds = 0
+        call.answer.more_headers.append((RETAINED_HEADER, b"%d" % seconds))
+
+    def _view(self, call: Call, *, has_keys: bool) -> RequestView:
+        """What is to be read of the body. Raises RequestError (400)."""
+        if not call.endpoint.is_form:
+            return parse_tenant_request(call.body) if has_keys else parse_request(call.body)
+        fields = read_form(call.body, call.headers.get(b"content-type", b""))
+        view = empty_tenant_request() if has_keys else RequestView()
+        view.model, view.stream = fields.get("model"), fields.get("stream", "").strip().lower() in TRUE
+        return view
+
+    def _choose_model(self, call: Call, view: RequestView, alias: str, session: SessionKey | None) -> None:
+        """Replace the alias by a model, in `view` and in the body: that of the conversation's last turn if
+        it is known, else one by weight.
+        """
+        holder = self._holder(call, view)
+        worker = self._fleet.by_id.get(holder or self._last_worker(call, alias, session))
+        last = worker.info.model if worker is not None and worker.info is not None else ""
+        if session is not None:
+            key = session.name
+        else:
+            links = message_links(view.messages or view.input)
+            key = links[0] if links else f"{random.getrandbits(64):x}"
+        key = f"{call.tenant.name}/{key}"
+        view.model = self._gate.choose_model(alias, key, last, is_held=bool(holder and last))
+        if not call.endpoint.is_form:
+            call.body = with_member(call.body, "model", view.model)
+        self._stats.aliases[alias, view.model] += 1
+
+    def _last_worker(self, call: Call, alias: str, session: SessionKey | None) -> str:
+        """The worker that answered the conversation's last turn; empty if this router does not know."""
+        if session is None:
+            return ""
+        session = session.of_model(alias)
+        if self._gate.tenants.has_keys:
+            session = session.within(call.tenant.name)
+        turn = self._dispatcher.placer.sessions.get(session, self._loop.time())
+        return "" if turn is None else turn.decode_id
 
     def _holder(self, call: Call, view: RequestView) -> str:
         """The worker that holds what the request continues. Raises RequestError (404) if nobody does."""
@@ -238,6 +307,20 @@ class GenerationHandler:
         if holder is None:
             raise RequestError(404, f"{what} with id {id_[:200]!r} not found.", param=name)
         return holder
+
+    def _urgency(self, call: Call, view: RequestView) -> int:
+        """What the request's priority means for the queue. One in the header goes to workers in the body.
+        Raises RequestError (400) for one that the tenant may not have.
+        """
+        header = call.headers.get(PRIORITY_HEADER)
+        if header is None and not view.priority:
+            return 0
+        signs, limits = self._fleet.priority_signs.get(call.model, ()), call.tenant.limits
+        is_bound = self._gate.tenants.has_keys and not limits.controls_engine
+        asked = priority_of(view.priority, header, signs, limits.max_priority if is_bound else None)
+        if asked.to_send is not None and signs and call.endpoint.takes_priority:
+            call.body = with_member(call.body, "priority", asked.to_send)
+        return asked.urgency
 
     def _isolate(self, call: Call, given: msgspec.Raw) -> None:
         """Keep the tenant's pages apart from those of others. `given`: the client's own salt."""

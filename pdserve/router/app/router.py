@@ -16,10 +16,12 @@ from pdserve.router.api.endpoints import ENDPOINTS
 from pdserve.router.app.collector import collect
 from pdserve.router.app.error_handlers import refused
 from pdserve.router.app.generation import GenerationHandler
+from pdserve.router.config.aliases import base_of
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.dispatch.dispatcher import Dispatcher
 from pdserve.router.fleet.abilities import WITHOUT
 from pdserve.router.fleet.registry import Fleet
+from pdserve.router.metrics.decisions import Decision, Decisions
 from pdserve.router.metrics.snapshot import Snapshot
 from pdserve.router.metrics.stats import Stats
 from pdserve.router.request.call import request_id
@@ -65,6 +67,8 @@ class Router:
         self._generation_paths = frozenset(ENDPOINTS)
         self.metrics: Callable[[], Awaitable[Snapshot]] = self._metrics
         """Those of all of the router's processes together. Raises RequestError when there is no sum."""
+        self.decisions: Callable[[], Awaitable[list[Decision]]] = self._decisions
+        """The newest requests, of all processes. Raises RequestError as `metrics`."""
         self.told_reload: Callable[[], None] | None = None
         """Is told of `reload_all`, to tell the router's other processes."""
         self.is_stopping = False
@@ -126,6 +130,14 @@ class Router:
     async def _metrics(self) -> Snapshot:
         return self.own_metrics()
 
+    @property
+    def own_decisions(self) -> Decisions:
+        """The newest requests of this process."""
+        return self.generation.decisions
+
+    async def _decisions(self) -> list[Decision]:
+        return list(self.own_decisions)
+
     def readiness(self) -> dict[str, Any]:
         """Whether this process can answer requests, and by whom; `in_flight` is what it has there itself."""
         workers = self.fleet.workers
@@ -178,15 +190,19 @@ class Router:
             self.told_reload()
 
     def model_cards(self) -> dict[str, dict[str, Any]]:
-        """OpenAI's model objects by id, with SGLang's `max_model_len`: models and their adapters."""
-        cards = {}
-        for model in self.fleet.models:
-            cards[model] = self._card(model, model, None)
+        """OpenAI's model objects by id, with SGLang's `max_model_len`: models, their adapters, aliases."""
+        cards, served = {}, self.fleet.tasks
+        for model in served:
+            cards[model] = self._card([model], model, None)
             for adapter in self.fleet.adapters.get(model, ()):
-                cards[f"{model}:{adapter}"] = self._card(model, f"{model}:{adapter}", model)
+                cards[f"{model}:{adapter}"] = self._card([model], f"{model}:{adapter}", model)
+        for alias, models in self.gate.aliases.models.items():
+            bases = [model if model in served else base_of(model) for model in models]
+            if any(base in served for base in bases):
+                cards[alias] = self._card(bases, alias, None)
         return cards
 
-    def _card(self, model: str, id_: str, parent: str | None) -> dict[str, Any]:
+    def _card(self, models: list[str], id_: str, parent: str | None) -> dict[str, Any]:
         return {
             "id": id_,
             "object": "model",
@@ -194,5 +210,5 @@ class Router:
             "owned_by": "pdserve",
             "root": id_,
             "parent": parent,
-            "max_model_len": self.fleet.context_length(model),
+            "max_model_len": min(filter(None, map(self.fleet.context_length, models)), default=0),
         }

@@ -27,7 +27,7 @@ def make_app(router: Router) -> fastapi.FastAPI:
 
     @app.get("/v1/models", tags=["OpenAI"])
     async def list_models() -> dict[str, Any]:
-        """Models that the workers serve, and their LoRA adapters as BASE:ADAPTER."""
+        """Models that the workers serve, their LoRA adapters as BASE:ADAPTER, and aliases."""
         return {"object": "list", "data": list(router.model_cards().values())}
 
     @app.get("/v1/models/{model:path}", tags=["OpenAI"])

@@ -21,11 +21,13 @@ from pdserve.errors import RequestError
 from pdserve.router.api.errors import NoWorkerError, TooManyError, convert_error
 from pdserve.router.api.held_ids import RESPONSE, SESSION, find_holder, new_id
 from pdserve.router.api.openapi import error_answer
-from pdserve.router.api.request_body import UNREADABLE, with_member
+from pdserve.router.api.request_body import UNREADABLE, parse_request, with_member
 from pdserve.router.app.router import ADMIN_PATHS, Router
 from pdserve.router.fleet.worker import Worker
 from pdserve.router.request.answer import JSON
 from pdserve.router.server.asgi import address_of
+from pdserve.router.sessions.keys import find_session_key, parse_sources
+from pdserve.router.tenants.retained import MAX_RETAIN_S
 from pdserve.router.tenants.tenant import RATE_EXCEEDED, TenantState
 from pdserve.router.upstream.response import UpstreamError
 
@@ -65,9 +67,14 @@ class _Closed(msgspec.Struct):
     session_id: str
 
 
+class _Hint(msgspec.Struct):
+    ttl_s: Annotated[int, msgspec.Meta(ge=0, le=MAX_RETAIN_S)]
+
+
 def add_worker_routes(app: fastapi.FastAPI, router: Router) -> None:
     """Add the routes to the application."""
     turns = _Turns()
+    _add_hint_route(app, router, turns)
 
     async def pass_on(
         tenant: TenantState, worker: Worker, method: str, target: str, body: bytes = b""
@@ -134,6 +141,54 @@ def add_worker_routes(app: fastapi.FastAPI, router: Router) -> None:
         body = await _body(request)
         worker = _holder(router, tenant, _decoded(body, _Closed).session_id, SESSION)
         return await pass_on(tenant, worker, "POST", "/close_session", body)
+
+
+def _add_hint_route(app: fastapi.FastAPI, router: Router, turns: _Turns) -> None:
+    sources = parse_sources(router.config.session.sources)
+
+    @app.post(
+        "/v1/kv/hints",
+        tags=["operations"],
+        response_class=Response,
+        responses={**_SAID, 413: error_answer(413)},
+        openapi_extra=_takes(
+            ttl_s={"type": "integer", "minimum": 0, "maximum": MAX_RETAIN_S},
+            model={"type": ["string", "null"]},
+            user={"type": ["string", "null"]},
+        ),
+    )
+    async def hint(request: fastapi.Request) -> Response:
+        """Have a session's pages kept in the pool for `ttl_s`, or no longer. The session is named as in its
+        requests. `parts`: of its pages, those that are there; `known`: its worker remembers them.
+        """
+        tenant, body = _tenant(router, request), await _body(request)
+        asked = _decoded(body, _Hint)
+        view = parse_request(body)
+        key = find_session_key(sources, request.headers.get, view, body)
+        if key is None:
+            raise RequestError(404, "No session is named: by the header x-session-id, for example.")
+        alias = router.gate.aliases.named(view.model)
+        key = key.of_model(alias or view.model or router.gate.served_model(None))
+        if router.gate.tenants.has_keys:
+            key = key.within(tenant.name)
+        turn = await router.dispatcher.last_turn(key)
+        worker = None if turn is None else router.fleet.by_id.get(turn.decode_id)
+        if turn is None or worker is None or worker.info is None:
+            return fastapi.responses.JSONResponse({"known": False, "parts": 0})
+        conversation = f"{worker.info.model}/{key.name}"
+        with turns.of(router, tenant):
+            _count_kept(router, tenant, conversation, turn.tokens, asked.ttl_s)
+            wish = msgspec.json.encode({"request_id": turn.request_id, "keep_s": asked.ttl_s})
+            return await _pass_on(router, worker, "POST", "/pd/keep", wish)
+
+
+def _count_kept(router: Router, tenant: TenantState, conversation: str, tokens: int, seconds: int) -> None:
+    """Raises TooManyError: the tenant has enough kept."""
+    retained = router.generation.retained
+    if not seconds:
+        retained.release(tenant, conversation)
+    elif not retained.take(tenant, conversation, tokens, seconds, asyncio.get_running_loop().time()):
+        raise TooManyError("You may not have more tokens kept (retain_tokens).", 60.0, RATE_EXCEEDED)
 
 
 def _least_loaded(router: Router, model: str | None, *, computes: bool = True) -> Worker:
@@ -206,7 +261,7 @@ def _decoded(body: bytes, type_: type[T]) -> T:
     try:
         return msgspec.json.decode(body, type=type_)
     except UNREADABLE as error:
-        raise RequestError(400, f"The body is no session: {error}.") from None
+        raise RequestError(400, f"The body is not as it should be: {error}.") from None
 
 
 async def _pass_on(router: Router, worker: Worker, method: str, target: str, body: bytes = b"") -> Response:

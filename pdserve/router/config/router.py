@@ -10,10 +10,11 @@ from msgspec import Meta
 from pdserve.discovery.workers import WorkerEtcdConfig
 from pdserve.router.api.endpoints import PREFILLABLE, PrefillPath
 from pdserve.router.config.addresses import check_pool_address, is_https, parse_base_url
+from pdserve.router.config.aliases import Alias, check_aliases
 from pdserve.router.config.limits import Deadlines, Limits, Probe
 from pdserve.router.config.placement import PlacementSettings, Session
 from pdserve.router.config.slo import ServiceLevel
-from pdserve.router.config.tenants import SHARED, Access, Admin, Admission, Tenant, TenantLimits
+from pdserve.router.config.tenants import SHARED, Access, Admin, Admission, SharedRates, Tenant, TenantLimits
 from pdserve.tls.contexts import TlsConfig
 from pdserve.tracing import Tracing
 
@@ -162,6 +163,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     admission: Admission = Admission()
     tenant_defaults: TenantLimits = TenantLimits()
     tenants: tuple[Tenant, ...] = ()
+    shared_rates: SharedRates = SharedRates()
+    aliases: tuple[Alias, ...] = ()
     admin: Admin = Admin()
     etcd: WorkerEtcdConfig = WorkerEtcdConfig()
     tracing: Tracing = Tracing()
@@ -180,8 +183,10 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(f"no tenant can be called {SHARED!r}: it names the shared cache namespace")
         for address in self.admin.pool:
             check_pool_address(address)
-        if self.models and self.default_model and self.default_model not in self.models:
-            raise ValueError(f"default_model {self.default_model!r} is none of 'models'")
+        check_aliases(self.aliases, self.models)
+        known = (*self.models, *(alias.name for alias in self.aliases))
+        if self.models and self.default_model and self.default_model not in known:
+            raise ValueError(f"default_model {self.default_model!r} is none of 'models', and no alias")
         if (self.access.tls_cert_file is None) != (self.access.tls_key_file is None):
             raise ValueError("access.tls_cert_file and access.tls_key_file go together: set both, or none")
         if self.prefill and not (self.decode or self.elastic) and not self.etcd.endpoints:

@@ -63,11 +63,28 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "tenant's own; `shared`: common to all tenants with this value.",
         ),
     ] = ""
+    retain_tokens: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Tokens of conversations that it may have kept in the pool for a while "
+            "(docs/pool.md), in one router process; wishes beyond are passed over. 0: none.",
+        ),
+    ] = 0
+    max_priority: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=100,
+            description="The most urgent `priority` that its requests may have. It may always be less urgent "
+            "than 0, the priority of requests that say nothing.",
+        ),
+    ] = 0
     controls_engine: Annotated[
         bool,
         Meta(
-            description="May set the fields of a request that control the engine, like `priority` or "
-            "`custom_logit_processor` (docs/tenants.md)."
+            description="May set the fields of a request that control the engine, like `session_params` or "
+            "`custom_logit_processor`, and any `priority` (docs/tenants.md)."
         ),
     ] = False
     media_domains: Annotated[
@@ -88,6 +105,41 @@ class Tenant(TenantLimits, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A tenant with limits of its own."""
 
     name: Annotated[str, Meta(pattern=NAME_PATTERN, description="Name of the tenant, as in its keys.")]
+
+
+class SharedRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Rates of tenants that router replicas hold together, over Redis. Needs the package `redis`."""
+
+    url: Annotated[
+        str,
+        Meta(
+            description="`redis://HOST:PORT/DB`, `rediss://` or `unix://`. Empty: each router counts for "
+            "itself."
+        ),
+    ] = ""
+    password: Annotated[
+        Secret, Meta(description="Password, if Redis requires one; also from PDSERVE_REDIS_PASSWORD.")
+    ] = Secret("")
+    password_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = None
+    timeout_s: Annotated[
+        float,
+        Meta(
+            ge=1,
+            description="Redis counts as away when a router does not hear its own word through it for so "
+            "long. Then each process holds an equal share of the rates. No request waits for Redis.",
+        ),
+    ] = 1.0
+    processes: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Least number of router processes, of all replicas together, that rates are "
+            "divided by while Redis is away. More are counted where they were heard before.",
+        ),
+    ] = 1
+    channel: Annotated[
+        str, Meta(min_length=1, description="Channel in Redis; one for each set of replicas.")
+    ] = "pdserve:rates"
 
 
 class Access(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -148,6 +200,15 @@ class Admin(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         Meta(description="Key of the admin API, required if it has a port; also from PDSERVE_ADMIN_KEY."),
     ] = Secret("")
     key_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = None
+    decisions: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=10_000,
+            description="Newest requests of each process that `GET /decisions` tells about, with what "
+            "decided where they went. 0: none.",
+        ),
+    ] = 512
     pool: Annotated[
         tuple[str, ...],
         Meta(
@@ -187,3 +248,19 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     queue_s: Annotated[
         float, Meta(ge=0, description="Longest wait of a request; after it, the answer is 429.")
     ] = 30.0
+    priority_step_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="A request of a priority counts as if it had waited so much longer for each step "
+            "above 0, or shorter below; at most a quarter of queue_s. 0: the queue does not look at "
+            "priorities.",
+        ),
+    ] = 1.0
+
+    def head_start_s(self, urgency: int) -> float:
+        """What the urgency of a request counts for in the queue. All of them lie within half of `queue_s`, so
+        nobody's urgent requests keep back another one until its end.
+        """
+        bound_s = self.queue_s / 4
+        return max(-bound_s, min(bound_s, urgency * self.priority_step_s))

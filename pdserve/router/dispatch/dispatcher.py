@@ -42,6 +42,7 @@ from pdserve.router.metrics.stats import Stats
 from pdserve.router.placement.placer import Placer
 from pdserve.router.placement.planner import Plan, choose_alternate
 from pdserve.router.request.call import Call
+from pdserve.router.sessions.keys import SessionKey
 from pdserve.router.sessions.redis_table import SharedSessions
 from pdserve.router.sessions.table import SessionEntry
 from pdserve.router.upstream.client import Upstream
@@ -94,6 +95,12 @@ class Dispatcher:
                 await self._by_pool(call, job)
         except WorkerAnswerError as answer:  # the prefill worker finds the request at fault
             await call.answer.send_worker_error(answer.status, answer.body)
+
+    async def last_turn(self, session: SessionKey) -> SessionEntry | None:
+        """The session's last turn, as this router or those that share the table with it know it."""
+        last = self.placer.sessions.get(session, self._loop.time())
+        found = None if self._shared is None else await self._shared.get(session)
+        return found if found is not None and (last is None or found.is_after(last)) else last
 
     def _plan(self, call: Call, last: SessionEntry | None, now_s: float, lost: Container[str] = ()) -> Plan:
         """The plan of a call. `lost`: workers of the direct way that failed it. Raises NoWorkerError."""

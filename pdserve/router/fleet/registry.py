@@ -33,6 +33,7 @@ SLOTS_PER_RUNNING: Final = 2
 """So a worker always has a request to go on with, while others are prefilled or answered."""
 UNKNOWN_SLOTS: Final = 4096
 """Of a worker that does not say how many requests it computes at a time: more than any engine does."""
+SIGNS: Final = {"none": 0, "high_first": 1, "low_first": -1}
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -96,6 +97,9 @@ class Fleet:
         """No usual request of any model is larger."""
         self.adapters: dict[str, tuple[str, ...]] = {}
         """Model → LoRA adapters that all of its workers have."""
+        self.priority_signs: dict[str, frozenset[int]] = {}
+        """Model → what a `priority` is multiplied with at its workers, for more to be more urgent: 1, -1,
+        both where they do not agree. Empty: they do not look at priorities."""
         self._next_incarnation = 0
         self.members = Membership(workers, self._facts_changed)
 
@@ -124,6 +128,9 @@ class Fleet:
         self.adapters = {
             m: tuple(sorted(set[str].intersection(*(set(w.adapters) for w in joined if w.model == m))))
             for m in models
+        }
+        self.priority_signs = {
+            m: frozenset(SIGNS[info.priorities] for info in joined if info.model == m) - {0} for m in models
         }
         self._snapshots.clear()
 

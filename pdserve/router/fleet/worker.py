@@ -55,6 +55,8 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     text_shrink: Number = 1
     takes_salt_header: bool = False
     """`x-pdserve-cache-salt` keeps caches apart there, at endpoints where SGLang takes no salt."""
+    priorities: Literal["none", "high_first", "low_first"] = "none"
+    """Which `priority` its scheduler serves first. none: it does not look at them."""
     engine: str = "sglang"
     """What computes there. Workers of two engines share no pages."""
     lacks: tuple[str, ...] = ()

@@ -88,6 +88,12 @@ METRICS: Final = (
         "none-ready, session-worker-gone, agg; here: an elastic worker does both.",
     ),
     _one(
+        "alias_requests",
+        "counter",
+        ("alias", "model"),
+        "Requests for an alias, by the model that they got.",
+    ),
+    _one(
         "slo_requests",
         "counter",
         ("tenant", "action"),
@@ -192,6 +198,12 @@ METRICS: Final = (
     _one("tenant_tokens", "counter", ("tenant", "kind"), "Tokens a tenant used: prompt, output."),
     _one("tenant_running", "gauge", _OF_TENANT, "Requests of a tenant that are being answered."),
     _one("tenant_waiting", "gauge", _OF_TENANT, "Requests of a tenant that wait in the queue."),
+    _one(
+        "rates_apart",
+        "gauge",
+        (),
+        "Router processes that hold a share of the tenants' rates, since Redis is away (shared_rates).",
+    ),
     _one("queue_wait_seconds", "histogram", (), "Time in the queue of the requests that had to wait."),
     _one("unknown_keys", "counter", (), "Requests refused with 401."),
     _one(

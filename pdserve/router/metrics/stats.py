@@ -65,6 +65,8 @@ class Stats:
         """Prompt tokens by (turn, tier)."""
         self.placements: dict[Labels, int] = {}
         """By (role, reason)."""
+        self.aliases: defaultdict[Labels, int] = defaultdict(int)
+        """Requests by (alias, the model that they got)."""
         self.slo: defaultdict[Labels, int] = defaultdict(int)
         """Requests with a service level, by (tenant, what became of them)."""
         self.slo_streams: defaultdict[Labels, int] = defaultdict(int)
@@ -79,6 +81,8 @@ class Stats:
         self.stream_errors: defaultdict[str, int] = defaultdict(int)
         self.continued: defaultdict[str, int] = defaultdict(int)
         self.retries_refused = 0
+        self.rates_apart = 0
+        """1: tenants' rates are to be shared over Redis, which is away."""
         self.hedges = 0
         self.joins_refused = 0
         self.task_failures: defaultdict[str, int] = defaultdict(int)

@@ -28,6 +28,8 @@ class RequestFacts(msgspec.Struct, frozen=True, gc=False):
     """What it counts for as requests: prompts times answers of each."""
     choices: int = 1
     """Answers to each prompt that the client gets."""
+    urgency: int = 0
+    """What its `priority` means for the queue: more is sooner."""
     holder: str = ""
     """Id of the worker that holds what the request continues, in its own memory. Empty: any worker can."""
     can_be_direct: bool = True

@@ -202,7 +202,7 @@ class Parent:
                 if self._is_stopping:
                     child.channel.send(Stopping())
             case Collect():
-                self._later(self._collect(child, message.number))
+                self._later(self._collect(child, message))
             case Last():
                 child.metrics, child.has_left = message.metrics, True
             case Reports():
@@ -232,11 +232,13 @@ class Parent:
         for other in self._live - {child}:
             other.channel.send(message)
 
-    async def _collect(self, child: Child, number: int) -> None:
-        answered = await asyncio.gather(*(other.ask_metrics() for other in self._live))
+    async def _collect(self, child: Child, asked: Collect) -> None:
+        answered = await asyncio.gather(
+            *(other.ask_metrics(decisions=asked.decisions) for other in self._live)
+        )
         silent = Snapshot({"processes_silent": {(): answered.count(False)}})
         known = (self._ended_metrics, *(other.metrics for other in self._live), silent)  # all of one moment
-        child.channel.send(Collected(number, add_up(known)))
+        child.channel.send(Collected(asked.number, add_up(known)))
 
     async def _stop(self) -> None:
         self._stopped.set()

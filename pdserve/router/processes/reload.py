@@ -15,7 +15,7 @@ from pdserve.router.fleet.registry import Fleet, listed_workers
 
 logger = logging.getLogger(__name__)
 
-TAKEN_OVER = ("prefill", "decode", "agg", "elastic", "tenants", "tenant_defaults", "admission")
+TAKEN_OVER = ("prefill", "decode", "agg", "elastic", "tenants", "tenant_defaults", "admission", "aliases")
 """The workers here, the rest by `Gate.configure`."""
 
 

@@ -25,6 +25,7 @@ from pdserve.router.app.router import Router
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.health_check import FirstRound
 from pdserve.router.processes.peer import Peer
+from pdserve.router.processes.rates_channel import shared_rates
 from pdserve.router.processes.reload import stamp, take_over, watch_file
 from pdserve.router.server.listening import bind
 from pdserve.router.server.uvicorn_server import make_server, public_tls, serve_until_stopped
@@ -128,7 +129,7 @@ async def _server(
     """A router and its server, to be stopped by SIGTERM or SIGINT."""
     loop = asyncio.get_running_loop()
     most_files = raise_open_files()
-    async with open_router(config, first=first) as router:
+    async with open_router(config, first=first) as router, shared_rates(router):
         most = math.inf if most_files is None else most_files // 2  # the rest is for workers
         server = make_server(router, config, public_tls(config.access), router.generation, most)
         loop.add_signal_handler(signal.SIGINT, server.handle_exit, signal.SIGINT, None)

@@ -47,6 +47,7 @@ class Call:
         "facts",
         "headers",
         "held_bytes",
+        "keep_line",
         "model",
         "parts_s",
         "phase",
@@ -75,6 +76,8 @@ class Call:
         """The request's id at the workers."""
         self.salt_line = b""
         """Header line with the salt of the caches, for workers; empty: none, or the body has it."""
+        self.keep_line = b""
+        """Header line that has the pool keep the conversation for a while."""
         self.upstream_headers = self._headers_for_workers()
         self.answer = Answer(client, self.request_id, self.endpoint.errors)
         self.body = b""
@@ -106,6 +109,11 @@ class Call:
         self.worker_request_id = b"%b:%b" % (self.tenant.name.encode("ascii"), self.request_id)
         self.upstream_headers = self._headers_for_workers()
 
+    def keep(self, seconds: int) -> None:
+        """Have the pool keep the conversation."""
+        self.keep_line = b"x-pdserve-keep: %d\r\n" % seconds
+        self.upstream_headers = self._headers_for_workers()
+
     def pass_on(self, headers: dict[bytes, bytes]) -> None:
         """Send workers these headers in place of the client's own."""
         self.headers.update(headers)
@@ -120,7 +128,7 @@ class Call:
             value = self.headers.get(name)
             if value is not None and _FIELD_VALUE.fullmatch(value):
                 lines += b"%b: %b\r\n" % (name, value)
-        return lines + self.salt_line
+        return lines + self.salt_line + self.keep_line
 
     def expire(self) -> None:
         """The total deadline has passed."""

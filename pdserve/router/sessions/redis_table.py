@@ -20,18 +20,15 @@ import asyncio
 import hashlib
 import logging
 import math
-import os
 import time
-from typing import Any
 
 import msgspec
 
-from pdserve.errors import ConfigError
 from pdserve.router.api.request_body import UNREADABLE
 from pdserve.router.config.placement import Session
 from pdserve.router.sessions.keys import SessionKey
+from pdserve.router.sessions.redis_client import connect
 from pdserve.router.sessions.table import SessionEntry
-from pdserve.tokens import given_secret
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +36,6 @@ MAX_WAITING = 10_000
 MAX_BATCH = 500
 BATCH_TIMEOUTS = 10
 """A batch has so many times as long as a look-up."""
-CONNECTIONS = 16
 
 
 class _Stored(msgspec.Struct, array_like=True):
@@ -65,7 +61,7 @@ class SharedSessions:
     def __init__(self, session: Session) -> None:
         self._settings = session.redis
         self._ttl_s = math.ceil(session.ttl_s)
-        self._redis, self._errors = _connect(session)
+        self._redis, self._errors = connect(session.redis, "session.redis")
         self._loop = asyncio.get_running_loop()
         self._away_until_s = -math.inf
         self._waiting: dict[str, tuple[SessionEntry, tuple[str, ...]]] = {}
@@ -174,47 +170,3 @@ class SharedSessions:
             )
         self._away_until_s = self._loop.time() + self._settings.retry_s
         self._waiting.clear()
-
-
-def _connect(session: Session) -> tuple[Any, tuple[type[BaseException], ...]]:
-    """(client, exceptions that it raises). Nothing is sent yet. Raises ConfigError."""
-    try:
-        from redis.asyncio import BlockingConnectionPool, Redis
-        from redis.asyncio.connection import parse_url
-        from redis.asyncio.retry import Retry
-        from redis.backoff import NoBackoff
-        from redis.exceptions import RedisError
-    except ImportError:
-        raise ConfigError(
-            "session.redis.url is set, but the package 'redis' is missing; "
-            "pip install '.[redis]' in the checkout"
-        ) from None
-    timeout_s, table = session.redis.timeout_s, session.redis
-    password = given_secret(
-        "session.redis.password", table.password, table.password_file, "PDSERVE_REDIS_PASSWORD", os.environ
-    )
-    own = {"password": password} if password else {}
-    try:
-        # by its own parser: a password may also stand in the query
-        if any("password" in name.lower() for name in parse_url(table.url)):
-            raise ConfigError(
-                "session.redis.url holds a password, which would be shown with it: put the password into "
-                "session.redis.password_file, or PDSERVE_REDIS_PASSWORD"
-            )
-        pool = BlockingConnectionPool.from_url(
-            table.url,
-            max_connections=CONNECTIONS,
-            timeout=timeout_s,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            retry=Retry(NoBackoff(), 0),
-            **own,
-        )
-        pool.make_connection()  # connects nowhere; an unknown option fails here, not in each request
-    except (ValueError, TypeError, RedisError):
-        # their text may hold a part of the URL
-        raise ConfigError(
-            "session.redis.url is none that Redis' client takes: give redis://HOST:PORT/DB, rediss:// or "
-            "unix://PATH, with options of redis-py's connections"
-        ) from None
-    return Redis(connection_pool=pool), (RedisError, OSError, TimeoutError)

@@ -16,7 +16,6 @@ import msgspec
 from pdserve.errors import RequestError
 from pdserve.router.api.request_body import RequestView, decode_view
 
-_QUEUE: Final = "it decides who is served first"
 _RANK: Final = "it decides which rank computes"
 _CONNECTS: Final = "it makes a worker connect to an address"
 _NAMES: Final = "it could name a request or a session of others"
@@ -25,8 +24,7 @@ _UNCOUNTED: Final = "what it stands for is not counted"
 _METRICS: Final = "it changes what the operator measures"
 
 ENGINE_FIELDS: Final = {
-    "priority": _QUEUE,
-    "received_time": _QUEUE,
+    "received_time": "it decides who is served first",
     "kv_hints": "it decides what caches keep",
     "routed_dp_rank": _RANK,
     "data_parallel_rank": _RANK,
@@ -83,6 +81,13 @@ _given: Final = attrgetter(*ENGINE_FIELDS)
 def parse_tenant_request(body: bytes) -> RequestView:
     """As `parse_request`, for a router with API keys."""
     view = decode_view(_decoder, body)
+    assert isinstance(view, RequestView)
+    return view
+
+
+def empty_tenant_request() -> RequestView:
+    """As `parse_tenant_request` gives it for a body without members."""
+    view = TenantView()
     assert isinstance(view, RequestView)
     return view
 

@@ -32,6 +32,7 @@ class TenantState:
         "name",
         "requests",
         "running",
+        "share",
         "spent_requests",
         "spent_tokens",
         "tokens",
@@ -49,6 +50,8 @@ class TenantState:
         self.granted = granted
         """The tenant's share of concurrency in this process (`processes.shared_limits`). None: all of it."""
         self.grant_number = 0
+        self.share = 1.0
+        """Of its rates, in this process (`processes.shared_rates`)."""
         self.spent_requests = 0.0
         self.spent_tokens = 0.0
         """Tokens charged to its bucket and not yet reported to the other processes."""
@@ -78,8 +81,21 @@ class TenantState:
     def set_limits(self, limits: TenantLimits, now_s: float) -> None:
         """Change the limits from now on. Past use still counts."""
         self.limits = limits
-        self.requests = _bucket(self.requests, limits.requests_s, max(1.0, limits.requests_s), now_s)
-        self.tokens = _bucket(self.tokens, limits.tokens_min / 60, float(limits.tokens_min), now_s)
+        rate_s, tokens_min = limits.requests_s * self.share, limits.tokens_min * self.share
+        self.requests = _bucket(self.requests, rate_s, max(1.0, rate_s), now_s)
+        self.tokens = _bucket(self.tokens, tokens_min / 60, tokens_min, now_s)
+
+    def set_share(self, share: float, now_s: float) -> None:
+        """Hold this share of the rates from now on, above 0 and at most 1."""
+        if share != self.share:
+            self.share = share
+            self.set_limits(self.limits, now_s)
+
+    def take_spent(self) -> tuple[float, float]:
+        """(requests, tokens) that were charged since the last call, and not by `charge_elsewhere`."""
+        spent = self.spent_requests, self.spent_tokens
+        self.spent_requests = self.spent_tokens = 0.0
+        return spent
 
     def take(self, tokens: int, now_s: float, requests: int = 1) -> None:
         """Charge a request of `tokens` (an estimate), which counts as `requests`. Raises TooManyError, and

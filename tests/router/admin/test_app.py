@@ -37,6 +37,7 @@ ROUTES = [
     ("DELETE", "/workers/x:1"),
     ("POST", "/workers/x:1/drain"),
     ("GET", "/tenants"),
+    ("GET", "/decisions"),
     ("POST", "/reload"),
     ("GET", "/metrics"),
     ("GET", "/docs"),

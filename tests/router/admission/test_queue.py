@@ -65,6 +65,19 @@ def test_retry_after_says_how_long_the_queue_takes() -> None:
     assert admission.retry_after_s("nobody") == 1.0
 
 
+def test_no_stream_of_urgent_requests_keeps_another_one_waiting_for_ever() -> None:
+    admission, a = FairQueue(100), tenant("a")
+    running = come(admission, a, 1)
+    patient = Ticket(a, "m", 0.0, INF, -2.0)
+    admission.arrive(patient, 1, 0.0)
+    for second in range(10):
+        admission.arrive(Ticket(a, "m", float(second), INF, 2.0), 1, float(second))
+        [running] = admission.leave(running, float(second))
+        if running is patient:
+            break
+    assert second == 4  # who comes then with the longest head start is no more before it
+
+
 class Watched:
     """A queue beside its rules: they say of every ticket that it starts or refuses whether that was right."""
 
@@ -79,6 +92,10 @@ class Watched:
         tickets = [ticket for ticket, known in self.states.items() if known is state]
         return [one for one in tickets if lane in (None, one.lane) and who in (None, one.tenant)]
 
+    def in_order(self, lane: str, who: TenantState) -> list[Ticket]:
+        """Its waiting tickets as they should run."""
+        return sorted(self.those(State.WAITING, lane, who), key=lambda one: one.counts_from_s)
+
     def may_run(self, who: TenantState) -> bool:
         return not who.limits.concurrency or len(self.those(State.RUNNING, who=who)) < who.limits.concurrency
 
@@ -89,25 +106,27 @@ class Watched:
         }
 
     def started(self, ticket: Ticket) -> None:
-        """A slot goes to the tenant that runs least for its weight, and to its oldest request."""
+        """A slot goes to the tenant that runs least for its weight, and to the first of its requests: the
+        oldest, but for head starts.
+        """
         lane = ticket.lane
         assert len(self.those(State.RUNNING, lane)) < self.slots[lane]
         assert self.may_run(ticket.tenant)
         rivals = [one for one in self.those(State.WAITING, lane) if self.may_run(one.tenant)]
         shares = self.shares(State.RUNNING, lane, rivals)
         assert shares[ticket.tenant] == min(shares.values())
-        assert ticket is self.those(State.WAITING, lane, ticket.tenant)[0]
+        assert ticket is self.in_order(lane, ticket.tenant)[0]
 
     def refused(self, ticket: Ticket) -> None:
-        """A full queue costs the tenant that waits most for its weight its newest request."""
+        """A full queue costs the tenant that waits most for its weight its last request."""
         waiting = self.those(State.WAITING, ticket.lane)
         assert len(waiting) > self.queue.queue_length
         shares = self.shares(State.WAITING, ticket.lane, waiting)
         assert shares[ticket.tenant] == max(shares.values())
-        assert ticket is self.those(State.WAITING, ticket.lane, ticket.tenant)[-1]
+        assert ticket is self.in_order(ticket.lane, ticket.tenant)[-1]
 
-    def arrive(self, number: int, lane: str, now_s: float) -> None:
-        ticket = Ticket(self.tenants[number], lane, now_s, now_s + 6.0)
+    def arrive(self, number: int, lane: str, now_s: float, head_start_s: float) -> None:
+        ticket = Ticket(self.tenants[number], lane, now_s, now_s + 6.0, head_start_s)
         self.states[ticket] = State.WAITING
         self.follow(self.queue.arrive(ticket, self.slots[lane], now_s))
 
@@ -151,7 +170,7 @@ def test_whatever_happens_slots_and_refusals_go_where_the_rules_say(seed: int) -
         now_s += dice.uniform(0, 1)
         what, lane = dice.random(), dice.choice("mmn")
         if what < 0.55:
-            watched.arrive(dice.randrange(4), lane, now_s)
+            watched.arrive(dice.randrange(4), lane, now_s, dice.choice((0.0, 0.0, 2.0, -1.0)))
         elif what < 0.8:
             watched.leave(dice.randrange(100), now_s)
         elif what < 0.9:

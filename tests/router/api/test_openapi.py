@@ -92,6 +92,7 @@ SAID: dict[str, Any] = {
         "usage": {"input_tokens": 1, "output_tokens": 1, "total_tokens": 2},
     },
     "Reranked": [{"score": 0.5, "document": "a", "index": 0}],
+    "TranscriptionResponse": {"text": "a", "usage": {"type": "duration", "seconds": 1}},
     "ScoringResponse": {"object": "scoring", "model": "m", "scores": [[0.5]], "usage": USAGE},
 }
 
@@ -107,11 +108,16 @@ class CheckingWorker(MockWorker):
     def learn(self, document: dict[str, Any]) -> None:
         components = {"components": document["components"]}
         for path in ENDPOINTS:
-            schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
-            self.validators[path] = jsonschema_rs.validator_for({**components, **schema})
+            content = document["paths"][path]["post"]["requestBody"]["content"]
+            if "application/json" in content:
+                schema = content["application/json"]["schema"]
+                self.validators[path] = jsonschema_rs.validator_for({**components, **schema})
 
     async def _default(self, wire: Wire, request: Received) -> None:
         endpoint = request.target.partition("endpoint=")[2] or request.path
+        if endpoint in ENDPOINTS and ENDPOINTS[endpoint].is_form:
+            await wire.json(200, SAID[ENDPOINTS[endpoint].response_schema])
+            return
         validator = self.validators.get(endpoint)
         if validator is None or request.method != "POST":
             await super()._default(wire, request)

@@ -29,20 +29,20 @@ def test_each_is_refused_whatever_its_value(field: str, value: object) -> None:
 
 
 def test_a_name_written_with_escapes_is_the_same_name() -> None:
-    with pytest.raises(RequestError, match="'priority'"):
-        checked(b'{"pri\\u006frity": 5}')
+    with pytest.raises(RequestError, match="'rid'"):
+        checked(b'{"r\\u0069d": "x"}')
 
 
 def test_of_a_name_that_comes_twice_the_last_counts_as_for_the_engine() -> None:
     with pytest.raises(RequestError):
-        checked(b'{"priority": null, "priority": 5}')
+        checked(b'{"rid": null, "rid": "x"}')
 
 
 @pytest.mark.parametrize(
     "body",
     [
         REQUEST,
-        {**REQUEST, "priority": None, "rid": None},
+        {**REQUEST, "session_id": None, "rid": None},
         {**REQUEST, "messages": [{"role": "user", "content": '{"priority": 5, "rid": "x"}'}]},
         {
             **REQUEST,

@@ -213,6 +213,15 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "its reads miss.",
         ),
     ] = 0.5
+    max_kept_share: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1,
+            description="Most of the capacity that clients may want kept, all of them together, as a "
+            "share; pages beyond it are evicted as ever.",
+        ),
+    ] = 0.25
     max_messages: Annotated[
         int,
         Meta(

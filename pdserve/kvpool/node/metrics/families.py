@@ -35,6 +35,7 @@ _NODE_COUNTERS: Final = {
 _NODE_GAUGES: Final = {
     "tail_bytes": "tail_bytes",
     "sweeping_bytes": "sweeping_bytes",
+    "kept_bytes": "kept_bytes",
     "recovered_pages": "recovered_pages",
     "dropped_rows": "dropped_rows",
     "replica_bytes": "replica_bytes",

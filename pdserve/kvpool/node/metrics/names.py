@@ -83,6 +83,7 @@ METRICS: Final = (
     Definition("pulled_pages", "counter", (), "Pages pulled from other nodes."),
     Definition("pulled_bytes", "counter", (), "Bytes of those pages."),
     Definition("pulls_failed", "counter", (), "Pages that could not be pulled; they are tried again."),
+    Definition("kept_bytes", "gauge", (), "Slots of pages that clients want kept for a while."),
     Definition("sweeping_bytes", "gauge", (), "Slots of dropped pages that are still being freed."),
     Definition("recovered_pages", "gauge", (), "Pages taken over from the previous process."),
     Definition("dropped_rows", "gauge", (), "Damaged rows of the slot table at the start."),

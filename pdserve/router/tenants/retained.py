@@ -1,0 +1,57 @@
+"""Conversations that tenants have kept in the pool for a while, and how much that is. Pure.
+
+The pool keeps pages for whoever writes there; the router bounds what each tenant may ask for. Beyond its
+bound a wish is passed over, and the request is served as ever.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from pdserve.router.tenants.tenant import TenantState
+
+RETAIN_HEADER: Final = b"x-pdserve-retain"
+"""Of a request: for how many seconds its conversation is to be kept."""
+RETAINED_HEADER: Final = b"x-pdserve-retained"
+"""Of the answer: for how many it will be."""
+MAX_RETAIN_S: Final = 24 * 3600
+MAX_CONVERSATIONS: Final = 1000
+"""Of one tenant."""
+_SECONDS: Final = re.compile(rb"[0-9]{1,9}")
+
+
+def seconds_of(said: bytes) -> int:
+    """What the header asks for; 0: nothing, or no number."""
+    return min(int(said), MAX_RETAIN_S) if _SECONDS.fullmatch(said) else 0
+
+
+class Retained:
+    """Of all tenants of a router process."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, dict[str, tuple[int, float]]] = {}
+        """Tenant → conversation → (tokens, until when)."""
+
+    def take(self, tenant: TenantState, conversation: str, tokens: int, seconds: int, now_s: float) -> bool:
+        """Whether the tenant may have so many tokens of the conversation kept; if so, they count from now
+        on, in place of what counted for it before.
+        """
+        if seconds <= 0 or not tenant.limits.retain_tokens:
+            return False
+        kept = self._of.setdefault(tenant.name, {})
+        for name in [name for name, (_, until_s) in kept.items() if until_s <= now_s or name == conversation]:
+            del kept[name]
+        used = sum(count for count, _ in kept.values())
+        if used + tokens > tenant.limits.retain_tokens or len(kept) >= MAX_CONVERSATIONS:
+            return False
+        kept[conversation] = tokens, now_s + seconds
+        return True
+
+    def release(self, tenant: TenantState, conversation: str) -> None:
+        """The conversation is kept no longer."""
+        self._of.get(tenant.name, {}).pop(conversation, None)
+
+    def tokens(self, tenant: TenantState, now_s: float) -> int:
+        """Those that count for the tenant."""
+        return sum(count for count, until_s in self._of.get(tenant.name, {}).values() if until_s > now_s)

@@ -1,0 +1,115 @@
+"""`/v1/audio/transcriptions` through a router, by OpenAI's client. The workers are scripted: no model that
+hears runs on a CPU here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI, BadRequestError, NotFoundError
+
+from pdserve.router.config.aliases import Alias
+from pdserve.router.config.limits import Limits
+from pdserve.router.config.tenants import Access, Tenant
+from pdserve.router.tenants.api_keys import key_line
+from tests.support.router.harness import Harness, before
+from tests.support.router.mock_worker import MockWorker, Received, Wire, answer
+
+PATH = "/v1/audio/transcriptions"
+SOUND = b"RIFF" + bytes(range(256)) * 200
+SAID = {"text": "hello", "usage": {"type": "duration", "seconds": 2}}
+ALICE = "alice-" + "a" * 20
+
+
+@asynccontextmanager
+async def hearing(**config: Any) -> AsyncIterator[tuple[Harness, MockWorker, AsyncOpenAI]]:
+    worker = MockWorker("decode", "whisper", is_multimodal=True, takes_salt_header=True)
+    async with before(worker, **config) as harness:
+        worker.script(PATH, *[answer(200, SAID)] * 9)
+        async with AsyncOpenAI(base_url=f"{harness.url}/v1", api_key=ALICE, max_retries=0) as client:
+            yield harness, worker, client
+
+
+async def test_the_form_arrives_byte_for_byte_and_the_answer_comes_back() -> None:
+    async with hearing() as (harness, worker, client):
+        said = await client.audio.transcriptions.create(
+            file=("a.wav", SOUND), model="whisper", language="en", response_format="json"
+        )
+        assert said.text == "hello"
+        [request] = worker.got(PATH)
+        assert request.headers["content-type"].startswith("multipart/form-data; boundary=")
+        assert SOUND in request.body
+        assert b'name="language"' in request.body
+        metrics = (await harness.get("/metrics")).body.decode()
+        assert f'pdserve_router_requests_total{{route="{PATH}",status="200"}} 1.0' in metrics
+
+
+async def test_a_text_comes_back_as_text() -> None:
+    async def plain(wire: Wire, _: Received) -> None:
+        await wire.body(200, b"hello", "text/plain; charset=utf-8")
+
+    async with hearing() as (_, worker, client):
+        worker.scripts[PATH].appendleft(plain)
+        said = await client.audio.transcriptions.create(
+            file=("a.wav", SOUND), model="whisper", response_format="text"
+        )
+        assert said == "hello"
+
+
+async def test_a_stream_comes_as_a_stream() -> None:
+    chunk = b'data: {"object":"transcription.chunk","choices":[{"delta":{"content":"hel"}}]}\n\n'
+
+    async def stream(wire: Wire, _: Received) -> None:
+        await wire.head(200, "text/event-stream")
+        for data in (chunk, b"data: [DONE]\n\n"):
+            await wire.chunk(data)
+        await wire.end()
+
+    async with hearing() as (harness, worker, _):
+        worker.scripts[PATH].appendleft(stream)
+        body = b'--b\r\nContent-Disposition: form-data; name="stream"\r\n\r\ntrue\r\n--b--\r\n'
+        said = await harness.post(PATH, body, {"content-type": "multipart/form-data; boundary=b"})
+        assert said.headers["content-type"].startswith("text/event-stream")
+        assert said.body == chunk + b"data: [DONE]\n\n"
+
+
+async def test_the_models_of_forms_are_checked_and_aliases_are_known() -> None:
+    async with hearing(aliases=(Alias(name="ears", models={"whisper": 1}),)) as (_, worker, client):
+        assert (await client.audio.transcriptions.create(file=("a", SOUND), model="ears")).text == "hello"
+        with pytest.raises(NotFoundError):
+            await client.audio.transcriptions.create(file=("a", SOUND), model="nobody")
+        assert SOUND in worker.got(PATH)[0].body
+
+
+async def test_what_is_no_form_or_too_large_is_refused() -> None:
+    async with hearing(limits=Limits(body_bytes=20_000)) as (harness, worker, client):
+        refused = await harness.post(PATH, {"model": "whisper"})
+        assert refused.status == 400
+        assert "multipart/form-data" in refused.error["message"]
+        with pytest.raises(Exception, match="larger than 20000 bytes"):
+            await client.audio.transcriptions.create(file=("a.wav", SOUND), model="whisper")
+        assert worker.got(PATH) == []
+
+
+async def test_a_tenant_has_a_cache_of_its_own_and_pays_for_the_sound(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(key_line("alice", ALICE))
+    access = Access(keys_file=tmp_path / "keys")
+    tenants = (Tenant(name="alice", tokens_min=1000),)
+    async with hearing(access=access, tenants=tenants) as (harness, worker, client):
+        await client.audio.transcriptions.create(file=("a.wav", SOUND), model="whisper")
+        [request] = worker.got(PATH)
+        assert request.headers["x-pdserve-cache-salt"] == '"tenant/alice"'
+        assert harness.router.gate.tenants.all[0].use.prompt_tokens == len(request.body) // 640
+
+
+async def test_a_workers_refusal_is_an_error_of_openais_form() -> None:
+    async with hearing() as (_, worker, client):
+        worker.scripts[PATH].appendleft(answer(400, {"error": {"message": "Only 'json' formats supported"}}))
+        with pytest.raises(BadRequestError, match="Only 'json'"):
+            await client.audio.transcriptions.create(
+                file=("a", SOUND), model="whisper", response_format="srt"
+            )
