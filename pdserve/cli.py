@@ -41,6 +41,7 @@ SUB_COMMANDS: Mapping[str, SubCommand] = {
     "pool": SubCommand("pdserve.kvpool.admin.cli:app", "Run a pool node, or ask one how it is."),
     "top": SubCommand("pdserve.router.admin.top_cli:app", "Show what a cluster does, in the terminal."),
     "doctor": SubCommand("pdserve.doctor.cli:app", "Check this machine or a cluster; say what to change."),
+    "render": SubCommand("pdserve.render.cli:app", "Write a cluster file as files for Kubernetes."),
     "plan": SubCommand("pdserve.sizing.cli:app", "Say how many workers a load needs; starts nothing."),
     "model": SubCommand("pdserve.engine.demo.cli:app", "Make the demo model."),
     "bench": SubCommand("pdserve.bench.cli:app", "Measure serving and the pool."),

@@ -114,6 +114,8 @@ class TierSettings:
     capacity_bytes: int
     options: Mapping[str, Option]
     leaving: Callable[[Sequence[PageName]], None]
+    checks_parents: bool = True
+    """As in `private_directory`."""
 
 
 class Tier(Protocol):

@@ -97,7 +97,14 @@ class NodeTiers:
         def leaving(names: Sequence[PageName]) -> None:
             self._workers[number].leaving(names)
 
-        settings = TierSettings(self._config.name, config.path, config.capacity, config.options, leaving)
+        settings = TierSettings(
+            self._config.name,
+            config.path,
+            config.capacity,
+            config.options,
+            leaving,
+            checks_parents=not self._config.trusted_parents,
+        )
         tier = open_tier(config.kind, settings)
         return TierWorker(self._config.name, number, config.kind, tier, memory, self._post)
 
