@@ -3,8 +3,9 @@
 Outside of a job, `pdserve up FILE --on slurm` submits such a job. Inside, it runs on the job's first node.
 Every host of the job must see the run directory and pdserve at the same paths, as is usual with Slurm.
 
-- A step's output, SIGTERM and SIGHUP go through its `srun`, which is a child of the supervisor.
-- `srun` that is killed would leave its tasks behind. So a kill goes to the step first (`scancel`).
+- A step's output and status come through its `srun`, which is a child of the supervisor.
+- Signals go to the step by `scancel`. `srun` that gets SIGTERM kills its tasks instead of asking them to end,
+  and `srun` that is killed leaves them behind.
 - Slurm asks the supervisor to end with SIGTERM `stop_grace_s` before the job's time is up or when it is
   preempted. The supervisor then stops all processes in order. What was preempted is requeued by Slurm, and
   the same script starts the same cluster again.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import shlex
 import shutil
 import signal
@@ -41,9 +43,13 @@ SUBMIT_SLACK_S: Final = 20.0
 class Step(Child):
     """A process that srun watches."""
 
+    def signal(self, number: signal.Signals) -> None:
+        """To the task, by a thread that does not hold up the others."""
+        asyncio.get_running_loop().run_in_executor(None, _signal, self.spec.name, number)
+
     async def kill(self) -> None:
         """End the step, then srun."""
-        await asyncio.to_thread(_cancel, self.spec.name)
+        await asyncio.to_thread(_signal, self.spec.name, signal.SIGKILL)
         await super().kill()
 
     async def finish(self) -> int:
@@ -62,6 +68,8 @@ class SlurmPlace:
             raise StartupError("--on slurm: srun is missing: run this where Slurm's commands are installed")
         self._environ = environ
         self._reaper: OrphanReaper | None = None
+        self._nodes: dict[str, str] = {}
+        """Name of the node of each process. Others reach it by the node's address."""
 
     def submit(self, words: Sequence[str], settings: ClusterSettings) -> str | None:
         """Outside of a job: make one that runs `words`. Raises StartupError: sbatch refuses."""
@@ -86,13 +94,15 @@ class SlurmPlace:
             raise StartupError("--on slurm: this job has no hosts (SLURM_JOB_NODELIST)")
         gpus = int(self._environ.get("SLURM_GPUS_ON_NODE", "0") or 0)
         own = self._environ.get("SLURMD_NODENAME", hosts[0])
-        return spread(demands, dict.fromkeys(hosts, gpus), own)
+        self._nodes = spread(demands, dict.fromkeys(hosts, gpus), own)
+        addresses = _addresses(_output("scontrol", "--oneliner", "show", "node", ",".join(hosts)))
+        return {name: addresses.get(node, node) for name, node in self._nodes.items()}
 
     async def start(self, spec: ProcessSpec, console: Console, *, again: bool) -> Step:
         """Start it as a step of this job. Raises StartupError."""
         if self._reaper is None:
             self._reaper = OrphanReaper()
-        step = replace(spec, argv=(*step_words(spec), *spec.argv))
+        step = replace(spec, argv=(*step_words(spec, self._nodes[spec.name]), *spec.argv))
         return await Step.start(step, self._reaper, console, again=again)
 
     def close(self) -> None:
@@ -101,10 +111,10 @@ class SlurmPlace:
             self._reaper.close()
 
 
-def step_words(spec: ProcessSpec) -> list[str]:
-    """srun and its options. Steps share the job's processors, unless the process says how many it needs."""
+def step_words(spec: ProcessSpec, node: str) -> list[str]:
+    """srun and its options, for this node. Steps share the job's processors, unless the process says how many it needs."""
     needs = spec.needs
-    words = ["srun", f"--job-name={spec.name}", "--nodes=1", "--ntasks=1", f"--nodelist={spec.host}"]
+    words = ["srun", f"--job-name={spec.name}", "--nodes=1", "--ntasks=1", f"--nodelist={node}"]
     words += ["--input=none", "--unbuffered", "--export=ALL"]
     if needs.gpus or needs.cpus:
         words += ["--exact", f"--cpus-per-task={max(1, math.ceil(needs.cpus))}"]
@@ -116,13 +126,20 @@ def step_words(spec: ProcessSpec) -> list[str]:
     return words
 
 
-def _cancel(name: str) -> None:
-    """SIGKILL to the steps of this name in this job. One that cannot be reached ends with the job."""
+def _addresses(shown: str) -> dict[str, str]:
+    """Of nodes, by name, from what scontrol shows of them in one line each."""
+    lines = [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in shown.splitlines()]
+    return {line["NodeName"]: line["NodeAddr"] for line in lines if "NodeName" in line and "NodeAddr" in line}
+
+
+def _signal(name: str, number: signal.Signals) -> None:
+    """To the steps of this name in this job. One that cannot be reached ends by the next kill, or the job."""
+    job = f"--jobs={os.environ['SLURM_JOB_ID']}"
     try:
-        for line in _output("squeue", "--steps", "--me", "--noheader", "--format=%i %j").splitlines():
+        for line in _output("squeue", "--steps", job, "--noheader", "--format=%i %j").splitlines():
             step, _, found = line.strip().partition(" ")
             if found == name:
-                _output("scancel", "--signal=KILL", step)
+                _output("scancel", f"--signal={number.name}", step)
     except StartupError:
         return
 

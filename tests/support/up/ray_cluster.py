@@ -34,12 +34,13 @@ def ray_cluster(directory: Path) -> Iterator[dict[str, str]]:
     python = python_with_ray()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    address = f"127.0.0.1:{port}"
+    own = _own_address()  # Ray takes no loopback
+    address = f"{own}:{port}"
     common = ["--num-cpus=4", "--disable-usage-stats", "--object-store-memory=100000000"]
     variables = {"RAY_ADDRESS": address, "PYTHON": python, "RAY_DEDUP_LOGS": "0"}
     raylets = [
-        ["--head", f"--port={port}", "--node-ip-address=127.0.0.1", f"--temp-dir={directory}"],
-        [f"--address={address}", "--node-ip-address=127.0.0.2"],
+        ["--head", f"--port={port}", f"--node-ip-address={own}", f"--temp-dir={directory}"],
+        [f"--address={address}", f"--node-ip-address={own}"],
     ]
     started: list[subprocess.Popen[bytes]] = []
     log = (directory / "raylets.log").open("wb")
@@ -63,6 +64,13 @@ def ray_cluster(directory: Path) -> Iterator[dict[str, str]]:
                 process.kill()
                 process.wait()
         log.close()
+
+
+def _own_address() -> str:
+    """Of the interface towards others; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))
+        return str(probe.getsockname()[0])
 
 
 WAIT = """

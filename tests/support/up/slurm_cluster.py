@@ -23,7 +23,7 @@ SlurmctldPort={controller}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-CryptoType=crypto/munge
+CredType=cred/munge
 AuthInfo=socket={directory}/munge.sock
 StateSaveLocation={directory}/state
 SlurmdSpoolDir={directory}/spool-%n
@@ -46,9 +46,9 @@ InactiveLimit=0
 JobRequeue=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-PreemptParameters=send_user_signal
+SlurmctldParameters=preempt_send_user_signal
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={first} CPUs={cpus} State=UNKNOWN
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={second} CPUs={cpus} State=UNKNOWN
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.2 Port={second} CPUs={cpus} State=UNKNOWN
 PartitionName=low Nodes=n1,n2 Default=YES State=UP PriorityTier=1 GraceTime=30
 PartitionName=high Nodes=n1,n2 State=UP PriorityTier=9 PreemptMode=OFF
 """
@@ -115,6 +115,11 @@ class SlurmServers:
                 process.kill()
                 process.wait()
 
+    @property
+    def run(self) -> bool:
+        """None has ended."""
+        return all(process.poll() is None for process in self._started)
+
     def logs(self) -> str:
         return "\n".join(path.read_text(errors="replace")[-2000:] for path in self.directory.glob("*.log"))
 
@@ -160,6 +165,7 @@ def slurm_cluster(directory: Path) -> Iterator[dict[str, str]]:
 def _until(holds, servers: SlurmServers) -> None:  # type: ignore[no-untyped-def]
     deadline = time.monotonic() + TIMEOUT_S
     while not holds():
+        assert servers.run, servers.logs()
         assert time.monotonic() < deadline, servers.logs()
         time.sleep(0.1)
 
