@@ -45,6 +45,7 @@ SUB_COMMANDS: Mapping[str, SubCommand] = {
     "weights": SubCommand("pdserve.kvpool.weights.cli:app", "Store models' weights in the pool."),
     "top": SubCommand("pdserve.router.admin.top_cli:app", "Show what a cluster does, in the terminal."),
     "doctor": SubCommand("pdserve.doctor.cli:app", "Check this machine or a cluster; say what to change."),
+    "render": SubCommand("pdserve.render.cli:app", "Write a cluster file as files for Kubernetes."),
     "plan": SubCommand("pdserve.sizing.cli:app", "Say how many workers a load needs; starts nothing."),
     "trial": SubCommand(
         "pdserve.sizing.trial_cli:app", "Serve a load with real workers here, beside what `plan` says."

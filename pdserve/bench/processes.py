@@ -19,7 +19,7 @@ import msgspec
 
 from pdserve.bench.stores import BenchError
 from pdserve.tokens import decode_secret, reveal_secret
-from pdserve.up.process import dies_with_parent
+from pdserve.up.places.process import dies_with_parent
 
 C = TypeVar("C")
 

@@ -60,7 +60,7 @@ class _Engine(msgspec.Struct, frozen=True):
 class _Worker(msgspec.Struct, frozen=True):
     engine: _Engine = _Engine()
     storage: str = "pool"
-    gpus: list[int] | None = None
+    gpus: list[int] | int | None = None
     env: dict[str, str] = {}
 
 
@@ -130,6 +130,8 @@ def worker_need(
         draft_path=flags.draft_path,
         draft_kv_cache_dtype=flags.draft_kv_cache_dtype,
     )
+    if isinstance(worker.gpus, int) and worker.gpus != need.ranks:
+        raise ConfigError(f"'{where}.gpus' is {worker.gpus}, and its flags need {need.ranks}")
     if min(need.tp, need.pp, need.dp, need.attention_dp) < 1 or need.tp % need.attention_dp:
         raise ConfigError(
             f"'{where}': --tp-size must be a multiple of the data parallel groups, both at least 1"
@@ -163,8 +165,10 @@ def _given(words: Sequence[str]) -> dict[str, str]:
 
 
 def _gpus(where: str, worker: _Worker) -> tuple[int, ...] | None:
-    if worker.gpus is not None or VISIBLE not in worker.env:
-        return None if worker.gpus is None else tuple(worker.gpus)
+    if isinstance(worker.gpus, list):
+        return tuple(worker.gpus)
+    if VISIBLE not in worker.env:
+        return None
     words = worker.env[VISIBLE].split(",")
     if not all(word.strip().isdecimal() for word in words):
         raise ConfigError(f"'{where}.env': {VISIBLE} = {worker.env[VISIBLE]!r}: write gpus = [..] instead")

@@ -19,13 +19,11 @@ logger = logging.getLogger(__name__)
 def run(config: RouterConfig, source: ConfigSource[RouterConfig] | None = None) -> int:
     """Serve until SIGINT or SIGTERM. Returns the exit status; raises ConfigError, StartupError."""
     configure_logging(config)
-    if (
-        not (config.decode or config.agg or config.elastic or config.etcd.endpoints)
-        and config.admin.port is None
-    ):
+    listed = config.decode or config.agg or config.elastic
+    if not (listed or config.has_discovery) and config.admin.port is None:
         raise ConfigError(
             "no workers: list 'decode' (and 'prefill') workers, or 'agg' or 'elastic' ones, or set "
-            "etcd.endpoints"
+            "etcd.endpoints or kubernetes.selector"
         )
     if check_open(config, load_keys(config.access)):
         logger.warning("insecure, no API keys: everyone who reaches %s uses the models", config.host)

@@ -53,7 +53,7 @@ def check_ports(plan: Plan) -> None:
     """Raise StartupError, one line, when a port that was asked for is in use."""
     for spec in plan.processes:
         for place in spec.listening:
-            if place.chosen and not is_free(place.host, place.port):
+            if place.chosen and not spec.host and not is_free(place.host, place.port):
                 remedy = " with --port" if spec.role == "router" else ""
                 raise StartupError(
                     f"{spec.name}: port {place.port} on {place.host} is in use; "

@@ -8,7 +8,7 @@ import os
 import random
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
@@ -20,12 +20,15 @@ from pdserve.capacity.report import lines
 from pdserve.errors import StartupError
 from pdserve.settings.config_file import build_config
 from pdserve.up.claims import check_ports, claimed, free_ports, run_directory
-from pdserve.up.config import Role, WorkerRole, read_cluster_file
+from pdserve.up.config import ClusterFile, Role, WorkerRole, read_cluster_file
 from pdserve.up.console import Console
 from pdserve.up.fitting import fitted
-from pdserve.up.plan import Plan, make_plan
+from pdserve.up.places.base import Place, open_place
+from pdserve.up.plan import Plan, demands, make_plan
+from pdserve.up.site import Site
 from pdserve.up.supervisor import Supervisor
 
+LOCAL = "local"
 PROGRAM = (sys.executable, "-m", "pdserve")
 
 SCHEMAS: Mapping[Role, str] = {
@@ -78,6 +81,10 @@ def up(
     run_dir: Annotated[
         Path | None, typer.Option(help="Directory of logs and sockets (cluster.run_dir).")
     ] = None,
+    on: Annotated[
+        str,
+        typer.Option(metavar="PLACE", help="Who runs the processes: local (this host), slurm, ray."),
+    ] = LOCAL,
     extra: Annotated[
         list[str] | None,
         typer.Argument(
@@ -103,16 +110,31 @@ def up(
         "elastic": elastic,
     }
     cluster = read_cluster_file(file, overrides, counts)
-    cluster, fit = fitted(cluster, extra or (), this_machine(os.environ), read_model)
+    place = open_place(on, os.environ)
+    if (line := place.submit([*PROGRAM, *sys.argv[1:]], cluster.cluster)) is not None:
+        typer.echo(line)
+        return
+    raise typer.Exit(run_plan(_planned(file, cluster, place, extra or ()), place))
+
+
+def _planned(file: Path, cluster: ClusterFile, place: Place, extra: Sequence[str]) -> Plan:
+    """The plan of a cluster on this place, fitted to this machine where it runs here, and checked. Raises
+    ConfigError, StartupError.
+    """
+    hosts = place.assign(demands(cluster))
+    fit = None
+    if hosts is None:
+        cluster, fit = fitted(cluster, extra, this_machine(os.environ), read_model)
     plan = make_plan(
         cluster,
         program=PROGRAM,
         run_dir=run_directory(cluster.cluster.run_dir),
         uid=os.getuid(),
         ports=free_ports(cluster.cluster.host, random.SystemRandom()),
-        extra_args=extra or (),
+        extra_args=extra,
         cluster_token=os.environ.get("PDSERVE_CLUSTER_TOKEN") or secrets.token_urlsafe(32),
         admin_key=os.environ.get("PDSERVE_ADMIN_KEY") or secrets.token_urlsafe(32),
+        site=None if hosts is None else Site(hosts, secrets.token_urlsafe(32), secrets.token_urlsafe(32)),
     )
     check_tables(plan, str(file), SCHEMAS)
     if fit is not None:
@@ -120,7 +142,7 @@ def up(
             typer.echo(line)
         if wrong := [note for note in fit.notes if note.level == "fail"]:
             raise StartupError(str(wrong[0]))
-    raise typer.Exit(run_plan(plan))
+    return plan
 
 
 def check_tables(plan: Plan, source: str, schemas: Mapping[Role, str]) -> None:
@@ -131,7 +153,7 @@ def check_tables(plan: Plan, source: str, schemas: Mapping[Role, str]) -> None:
         build_config(type_, spec.config, source=f"{source}: [{spec.table}]")
 
 
-def run_plan(plan: Plan) -> int:
+def run_plan(plan: Plan, place: Place) -> int:
     """Run a plan in the foreground until it is stopped; gives the exit status."""
     check_ports(plan)
     names = [spec.name for spec in plan.processes]
@@ -139,4 +161,4 @@ def run_plan(plan: Plan) -> int:
         claimed(plan.processes[0].config_path.parent),
         closing(Console(sys.stdout, names, echo_logs=plan.settings.echo_logs)) as console,
     ):
-        return asyncio.run(Supervisor(plan, console).run())
+        return asyncio.run(Supervisor(plan, console, place).run())

@@ -1,15 +1,16 @@
 """The cluster file of `pdserve up`.
 
 The supervisor reads `[cluster]` and a few keys of every process table: `name`, `restart`, `env`,
-`start_timeout_s`, `release_s`, `gpus` of a worker, and `base`, a file of defaults. The rest of a table is
-that process's own configuration. It is handed on as it stands, but for what fitting.py and plan.py fill in.
+`start_timeout_s`, `release_s`, `count`, `place` (needs.py), `gpus` of a worker, and `base`, a file of
+defaults. The rest of a table is that process's own configuration. It is handed on as it stands, but for what
+fitting.py and plan.py fill in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Final, Literal, get_args
 
 import msgspec
 from msgspec import Meta
@@ -25,6 +26,7 @@ WorkerRole = Literal["prefill", "decode", "agg", "elastic"]
 WORKER_ROLES: tuple[WorkerRole, ...] = get_args(WorkerRole)
 
 Restart = Literal["never", "on-failure"]
+MAX_COUNT: Final = 10_000
 Table = dict[str, Any]
 
 
@@ -87,6 +89,10 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             description="Pause before the first restart; it doubles with each further restart, up to 30 s.",
         ),
     ] = 1.0
+    slurm_options: Annotated[
+        list[str],
+        Meta(description="Options of sbatch for `--on slurm`, like `--nodes=2` and `--gpus-per-node=8`."),
+    ] = []
     echo_logs: Annotated[
         bool, Meta(description="Show the processes' logs on the console too, not only in run_dir.")
     ] = True
@@ -116,7 +122,7 @@ def read_cluster_file(
     last ones; None leaves the file's tables. Raises ConfigError.
     """
     file = load_config(ClusterFile, path, overrides)
-    tables = {role: getattr(file, role) for role in WORKER_ROLES}
+    tables = {role: _counted(path, role, getattr(file, role)) for role in WORKER_ROLES}
     for role, count in counts.items():
         if count is not None:
             tables[role] = _resized(tables[role], count)
@@ -131,9 +137,9 @@ def read_cluster_file(
         file,
         router=_based(path, file.router),
         worker=_based(path, file.worker),
-        pool=[_based(path, table) for table in file.pool],
+        pool=[_based(path, table) for table in _counted(path, "pool", file.pool)],
         lmcache=[_based(path, table) for table in file.lmcache],
-        vllm=[_based(path, table) for table in file.vllm],
+        vllm=[_based(path, table) for table in _counted(path, "vllm", file.vllm)],
         **lists,
     )
 
@@ -157,6 +163,23 @@ def _based(path: Path, table: Table) -> Table:
     if not isinstance(base := table["base"], str):
         raise ConfigError(f"{path}: 'base' must be the name of a TOML file, found {base!r}")
     return merge(read_toml(path.parent / base), own)
+
+
+def _counted(path: Path, role: str, tables: list[Table]) -> list[Table]:
+    """Each table as often as its `count` says, without it. A name gets numbers. Raises ConfigError."""
+    made: list[Table] = []
+    for i, table in enumerate(tables):
+        own = {key: value for key, value in table.items() if key != "count"}
+        count = table.get("count", 1)
+        if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= MAX_COUNT:
+            raise ConfigError(
+                f"{path}: '{role}[{i}].count' must be a number up to {MAX_COUNT}, found {count!r}"
+            )
+        if count > 1 and "name" in own:
+            made += [own | {"name": f"{own['name']}-{number}"} for number in range(count)]
+        else:
+            made += [own] * count
+    return made
 
 
 def _resized(tables: list[Table], count: int) -> list[Table]:

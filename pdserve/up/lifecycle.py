@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final, TypeAlias, assert_never
 
-from pdserve.up.plan import STOP_SLACK_S, Plan, ProcessSpec
+from pdserve.up.plan import Plan, ProcessSpec, grace_s
 from pdserve.up.restart import restart_delay_s
 
 PROGRESS_INTERVAL_S: Final = 5.0
@@ -361,14 +361,8 @@ class Lifecycle:
             self._renew(now_s)
 
     def _terminate(self, process: _Process, now_s: float) -> None:
-        process.kill_at_s = now_s + self._grace_s(process.spec)
+        process.kill_at_s = now_s + grace_s(process.spec, self._settings)
         self._actions.append(Terminate(process.spec.name))
-
-    def _grace_s(self, spec: ProcessSpec) -> float:
-        """`stop_grace_s`, and more where the process's own table gives it more."""
-        own_s: float = spec.config.get("stop_grace_s", 0.0)
-        slack_s = STOP_SLACK_S.get(spec.role, 0.0) if own_s else 0.0
-        return max(self._settings.stop_grace_s, own_s + slack_s) + spec.release_s
 
     # --- stopping
 

@@ -21,6 +21,8 @@ from pdserve.capacity.tables import AUTO
 from pdserve.errors import ConfigError
 from pdserve.up.config import WORKER_ROLES, ClusterFile, ClusterSettings, Restart, Role, Table, merge
 from pdserve.up.foreign.vllm import VllmRole, environment, lmcache_argv, server_of, vllm_argv
+from pdserve.up.needs import NOTHING, Needs, read_needs
+from pdserve.up.site import ALL_INTERFACES, Demand, Site, as_seen_from, open_pool_node, open_worker
 
 METRICS_HOST: Final = "127.0.0.1"
 """Where pool nodes serve metrics that their tables say nothing of, each on a port of its own."""
@@ -84,6 +86,9 @@ class ProcessSpec:
     """Longest time until it is ready; None: the cluster's."""
     release_s: float = 0.0
     """What it may take beyond its grace to give its memory back."""
+    needs: Needs = NOTHING
+    host: str = ""
+    """Name of the host that runs it; empty: this one."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +114,18 @@ class Plan:
         return [spec for stage in self.stages for spec in stage]
 
 
+def demands(file: ClusterFile) -> list[Demand]:
+    """The processes of a cluster file, for a place with several hosts. Raises ConfigError."""
+    return [Demand(draft.name, draft.role, draft.needs) for draft in _drafts(file)]
+
+
+def grace_s(spec: ProcessSpec, settings: ClusterSettings) -> float:
+    """How long a process may take to end: `stop_grace_s`, and more where its own table gives it more."""
+    own_s: float = spec.config.get("stop_grace_s", 0.0)
+    slack_s = STOP_SLACK_S.get(spec.role, 0.0) if own_s else 0.0
+    return max(settings.stop_grace_s, own_s + slack_s) + spec.release_s
+
+
 def make_plan(
     file: ClusterFile,
     *,
@@ -119,6 +136,7 @@ def make_plan(
     extra_args: Sequence[str] = (),
     cluster_token: str = "",
     admin_key: str = "",
+    site: Site | None = None,
 ) -> Plan:
     """The plan of a cluster file.
 
@@ -126,22 +144,27 @@ def make_plan(
     free ones;
     `extra_args` go to SGLang in every worker; `cluster_token`, where not empty, to workers and router, unless
     the file gives one; `admin_key`, where not empty, opens the router's admin port on this host, unless the
-    file has one. Raises ConfigError: two processes of one name, one port for two, a bad supervisor key.
+    file has one; `site`: the hosts, where there are several. Raises ConfigError: two processes of one name,
+    one port for two, a bad supervisor key.
     """
     drafts = list(_drafts(file))
     _refuse_repeats("name", (draft.name for draft in drafts))
-    _assign_ports(drafts, file.cluster.host, ports)
+    _assign_ports(drafts, file.cluster.host, ports, site)
     pool = [draft for draft in drafts if draft.role == "pool"]
     mark = hashlib.sha256(str(run_dir).encode()).hexdigest()[:8]
     arena_dir = MEMORY / f"pdserve-{uid}" / f"{file.cluster.name}-{mark}"
-    nodes = [_wire_pool_node(draft, arena_dir, run_dir) for draft in pool]
+    nodes = [_wire_pool_node(draft, arena_dir, run_dir, site, ports) for draft in pool]
+    sockets = {draft.name: one for draft in pool for one in draft.config["listen"] if one.startswith("unix:")}
     for draft in pool:
         draft.config.setdefault("metrics", f"{METRICS_HOST}:{next(ports)}")
         if len(pool) > 1:
             _sub_table(draft, "cluster").setdefault("peers", [node["address"] for node in nodes])
     workers = [draft for draft in drafts if draft.role in WORKER_ROLES]
     for draft in workers:
-        _sub_table(draft, "pool").setdefault("nodes", nodes)
+        seen = nodes if site is None else as_seen_from(nodes, sockets, site, draft.name)
+        _sub_table(draft, "pool").setdefault("nodes", seen)
+        if site is not None:
+            open_worker(draft.config, site, _url(draft))
         if extra_args:
             engine = _sub_table(draft, "engine")
             engine["extra_args"] = [*_list(draft, engine, "extra_args"), *extra_args]
@@ -183,6 +206,9 @@ class _Draft:
     config: Table
     start_timeout_s: float | None = None
     release_s: float = 0.0
+    needs: Needs = NOTHING
+    host: str = ""
+    """Where it is reached; empty: on this host."""
     listening: tuple[Listening, ...] = ()
     argv: tuple[str, ...] = ()
     """Of a process that is not pdserve's."""
@@ -212,6 +238,8 @@ def _draft(file: ClusterFile, role: Role, where: str, name: str, table: Table) -
         "env": {},
         "start_timeout_s": None,
         "release_s": 0.0,
+        "place": {},
+        "gpus": None,
     }
     given |= {key: config.pop(key) for key in given if key in config}
     if given["restart"] not in ("never", "on-failure"):
@@ -226,26 +254,33 @@ def _draft(file: ClusterFile, role: Role, where: str, name: str, table: Table) -
         value = given[key] or 0.0
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
             raise ConfigError(f"'{where}.{key}' must be a number of seconds, found {value!r}")
-    return _Draft(role, where, env=env, config=config, **{key: given[key] for key in given if key != "env"})
+    if given["gpus"] is not None and role not in WORKER_ROLES:
+        raise ConfigError(f"'{where}.gpus': only workers have GPUs")
+    needs = read_needs(where, given.pop("place"), given.pop("gpus"))
+    return _Draft(role, where, config=config, needs=needs, **given)
 
 
-def _assign_ports(drafts: list[_Draft], default_host: str, ports: Iterator[int]) -> None:
+def _assign_ports(drafts: list[_Draft], default_host: str, ports: Iterator[int], site: Site | None) -> None:
     """Give every worker and the router a host and a port; a port of 0, or none, is an automatic one."""
+    for draft in drafts:
+        draft.host = "" if site is None else site.hosts[draft.name]
     homes = {id(draft): _home(draft) for draft in drafts if draft.role != "pool"}
-    asked = [home["port"] for home in homes.values() if home.get("port")]
-    _refuse_repeats("port", asked)
+    chosen = [(draft, port) for draft in drafts if (port := homes.get(id(draft), {}).get("port"))]
+    _refuse_repeats("port", (f"{port} on {draft.host}" if draft.host else port for draft, port in chosen))
+    asked = [port for _, port in chosen]
     for draft in drafts:
         if (home := homes.get(id(draft))) is None:
             continue
-        host = home.setdefault("host", default_host)
-        chosen = bool(home.get("port"))
-        if not chosen:
+        is_far = site is not None and draft.role != "router"
+        host = home.setdefault("host", ALL_INTERFACES if is_far else default_host)
+        is_chosen = bool(home.get("port"))
+        if not is_chosen:
             home["port"] = next(port for port in ports if port not in asked)
-        draft.listening = (Listening(host, home["port"], chosen),)
+        draft.listening = (Listening(host, home["port"], is_chosen),)
         if draft.role == "lmcache":
-            chosen = bool(home.get("http_port"))
+            is_chosen = bool(home.get("http_port"))
             home["http_port"] = home.get("http_port") or next(port for port in ports if port not in asked)
-            draft.listening += (Listening(host, home["http_port"], chosen),)
+            draft.listening += (Listening(host, home["http_port"], is_chosen),)
         if draft.role == "prefill" and draft.config.get("handoff") == "direct":
             draft.listening += (_bootstrap(draft, host, (port for port in ports if port not in asked)),)
 
@@ -273,25 +308,34 @@ def _home(draft: _Draft) -> Table:
     return home
 
 
-def _wire_pool_node(draft: _Draft, arena_dir: Path, run_dir: Path) -> Table:
+def _wire_pool_node(
+    draft: _Draft, arena_dir: Path, run_dir: Path, site: Site | None, ports: Iterator[int]
+) -> Table:
     """Fill in a pool node's addresses; returns how clients find it."""
     draft.config["name"] = draft.name
     draft.config.setdefault("arena_dir", str(arena_dir))
     if draft.config.get("capacity_bytes") == AUTO:  # no GPU, whose host memory would be divided
         draft.config["capacity_bytes"] = SMALL_POOL
     socket_path = run_dir / f"{draft.name}.sock"
-    if "listen" not in draft.config:
+    is_automatic = "listen" not in draft.config
+    if is_automatic:
         if len(str(socket_path).encode()) > SOCKET_PATH_MAX_BYTES:
             raise ConfigError(
                 f"{run_dir}: too long for a socket in it; "
                 f"give a shorter cluster.run_dir, or {draft.table}.listen"
             )
-        draft.config["listen"] = [f"unix:{socket_path}"]
+        own = [f"unix:{socket_path}"]
+        draft.config["listen"] = own if site is None else [f"tcp:{ALL_INTERFACES}:{next(ports)}", *own]
     listen = draft.config["listen"]
     if not isinstance(listen, list) or not listen or not all(isinstance(address, str) for address in listen):
         raise ConfigError(f"'{draft.table}.listen' must be a list of addresses, found {listen!r}")
-    draft.listening = tuple(_listening(draft, address) for address in listen if address.startswith("tcp:"))
-    return {"node": draft.name, "address": listen[0]}
+    tcp = [address for address in listen if address.startswith("tcp:")]
+    draft.listening = tuple(_listening(draft, address, chosen=not is_automatic) for address in tcp)
+    if site is None:
+        return {"node": draft.name, "address": listen[0]}
+    if not draft.listening:
+        raise ConfigError(f"'{draft.table}.listen' needs an address tcp:HOST:PORT, for the other hosts")
+    return {"node": draft.name, "address": open_pool_node(draft.config, site, draft.listening[0].port)}
 
 
 def _wire_vllm(draft: _Draft, servers: Sequence[_Draft], router: _Draft) -> None:
@@ -334,11 +378,11 @@ def _administer(admin: Table, pool: Sequence[str], key: str, ports: Iterator[int
             admin["key"] = key
 
 
-def _listening(draft: _Draft, address: str) -> Listening:
+def _listening(draft: _Draft, address: str, *, chosen: bool) -> Listening:
     host, _, port = address.removeprefix("tcp:").rpartition(":")
     if not host or not port.isdecimal():
         raise ConfigError(f"'{draft.table}.listen': '{address}' is not of the form tcp:HOST:PORT")
-    return Listening(host.strip("[]"), int(port), chosen=True)
+    return Listening(host.strip("[]"), int(port), chosen)
 
 
 def _spec(draft: _Draft, program: Sequence[str], run_dir: Path) -> ProcessSpec:
@@ -347,7 +391,8 @@ def _spec(draft: _Draft, program: Sequence[str], run_dir: Path) -> ProcessSpec:
     argv = draft.argv or (*program, *command, "--config", str(config_path))
     ready: HttpReady | ConnectReady
     if draft.role == "pool":
-        ready = ConnectReady(draft.config["listen"][0])
+        reached = draft.config["cluster"]["advertise"] if draft.host else draft.config["listen"][0]
+        ready = ConnectReady(reached)
     else:
         path = READY_PATHS.get(draft.role, "/pd/ready")
         tls = _tls(draft)
@@ -368,6 +413,8 @@ def _spec(draft: _Draft, program: Sequence[str], run_dir: Path) -> ProcessSpec:
         env=draft.env,
         start_timeout_s=draft.start_timeout_s,
         release_s=draft.release_s,
+        needs=draft.needs,
+        host=draft.host,
     )
 
 
@@ -387,7 +434,7 @@ def _list(draft: _Draft, table: Table, key: str) -> list[object]:
 
 def _url(draft: _Draft, place: Listening | None = None) -> str:
     place = place or draft.listening[0]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(place.host, place.host)
+    host = {"0.0.0.0": draft.host or "127.0.0.1", "::": draft.host or "::1"}.get(place.host, place.host)
     access = draft.config.get("access")
     is_tls = _tls(draft) or (
         draft.role == "router" and isinstance(access, dict) and access.get("tls_cert_file")

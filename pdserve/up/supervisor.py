@@ -20,9 +20,9 @@ from pdserve.settings.toml_text import to_toml
 from pdserve.up import lifecycle as lc
 from pdserve.up.announcement import announcement
 from pdserve.up.console import Console
-from pdserve.up.orphan_reaper import OrphanReaper
+from pdserve.up.places.base import Place, Running
+from pdserve.up.places.process import write_private
 from pdserve.up.plan import Plan
-from pdserve.up.process import Child, write_private
 from pdserve.up.readiness import is_ready, served_model
 from pdserve.up.scraping import TARGETS_FILE, targets
 
@@ -33,14 +33,15 @@ STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class Supervisor:
     """Runs one plan, once."""
 
-    def __init__(self, plan: Plan, console: Console) -> None:
+    def __init__(self, plan: Plan, console: Console, place: Place) -> None:
         self._plan = plan
         self._specs = {spec.name: spec for spec in plan.processes}
         self._console = console
+        self._place = place
         self._lifecycle = lc.Lifecycle(plan)
         self._events: asyncio.Queue[lc.Event] = asyncio.Queue()
         """Short: a few events for each process."""
-        self._children: dict[str, Child] = {}
+        self._children: dict[str, Running] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> int:
@@ -52,30 +53,30 @@ class Supervisor:
         run_dir = self._plan.processes[0].config_path.parent
         write_private(run_dir / TARGETS_FILE, json.dumps(targets(self._plan), indent=1))
         loop = asyncio.get_running_loop()
-        for number in STOP_SIGNALS:
+        stop_signals = (*STOP_SIGNALS, *self._place.stop_signals)
+        for number in stop_signals:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it
                 loop.add_signal_handler(number, self._events.put_nowait, lc.StopAsked(number.name))
         loop.add_signal_handler(signal.SIGUSR1, self._events.put_nowait, lc.RenewAsked())
-        reaper = OrphanReaper()
         try:
-            return await self._supervise(reaper)
+            return await self._supervise()
         finally:
             for child in self._children.values():  # none, unless this code has failed
                 await child.kill()
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            reaper.close()
-            for number in STOP_SIGNALS:
+            self._place.close()
+            for number in stop_signals:
                 loop.remove_signal_handler(number)
 
-    async def _supervise(self, reaper: OrphanReaper) -> int:
+    async def _supervise(self) -> int:
         actions = self._lifecycle.begin(time.monotonic())
         while True:
             for action in actions:
                 if isinstance(action, lc.Exit):
                     return action.status
-                await self._carry_out(action, reaper)
+                await self._carry_out(action)
             for done in [task for task in self._tasks if task.done()]:
                 self._tasks.discard(done)
                 done.result()  # raises on a bug of ours, which ends the cluster
@@ -91,10 +92,10 @@ class Supervisor:
         except TimeoutError:
             return lc.Tick()
 
-    async def _carry_out(self, action: lc.Action, reaper: OrphanReaper) -> None:
+    async def _carry_out(self, action: lc.Action) -> None:
         match action:
             case lc.Start(name, again):
-                await self._start(name, reaper, again=again)
+                await self._start(name, again=again)
             case lc.Terminate(name):
                 self._signal(name, signal.SIGTERM)
             case lc.Reload(name):
@@ -120,16 +121,16 @@ class Supervisor:
         if name in self._children:
             self._children[name].signal(number)
 
-    async def _start(self, name: str, reaper: OrphanReaper, *, again: bool) -> None:
+    async def _start(self, name: str, *, again: bool) -> None:
         try:
-            child = await Child.start(self._specs[name], reaper, self._console, again=again)
+            child = await self._place.start(self._specs[name], self._console, again=again)
         except StartupError as error:
             self._events.put_nowait(lc.Ended(name, status=1, problem=str(error)))
             return
         self._children[name] = child
         self._spawn(self._follow(child))
 
-    async def _follow(self, child: Child) -> None:
+    async def _follow(self, child: Running) -> None:
         """From a process's start to its end."""
         name = child.spec.name
         ended = asyncio.create_task(child.wait())

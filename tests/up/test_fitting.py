@@ -120,7 +120,7 @@ def test_gpus_on_a_machine_without_one_are_refused(model: Path) -> None:
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     """Plans that `pdserve up` would run, on a machine whose NVML shows eight GPUs."""
     plans: list[Plan] = []
-    monkeypatch.setattr(cli, "run_plan", lambda plan: plans.append(plan) or 0)
+    monkeypatch.setattr(cli, "run_plan", lambda plan, place: plans.append(plan) or 0)
     stand_in = StandInNvml(8)
 
     def machine(environment: Any) -> Machine:

@@ -16,9 +16,9 @@ import pytest
 from pdserve.up.claims import free_ports, is_free
 from pdserve.up.config import ClusterSettings
 from pdserve.up.console import MAX_WAITING_BYTES, Console
-from pdserve.up.process import LineSplitter, write_private
+from pdserve.up.places.process import LineSplitter, write_private
+from pdserve.up.places.sessions import session_members
 from pdserve.up.restart import restart_delay_s
-from pdserve.up.sessions import session_members
 
 SETTINGS = ClusterSettings(max_restarts=3, restart_window_s=100, restart_backoff_s=2.0)
 

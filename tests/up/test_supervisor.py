@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.up.sessions import session_members
+from pdserve.up.places.sessions import session_members
 from tests.support.up.cluster import TIMEOUT_S, Cluster, processes_that_mention, running, wait_until
 
 DISAGG = """

@@ -15,7 +15,7 @@ from pdserve.bench.gpu_check.answers import Answer
 from pdserve.bench.processes import Child
 from pdserve.bench.stores import BenchError
 from pdserve.settings.toml_text import to_toml
-from pdserve.up.orphan_reaper import OrphanReaper
+from pdserve.up.places.orphan_reaper import OrphanReaper
 
 START_S: Final = 240.0
 STOP_S: Final = 45.0

@@ -25,7 +25,7 @@ from pdserve.bench.stores import BenchError
 from pdserve.settings.toml_text import to_toml
 from pdserve.sizes import parse_bytes
 from pdserve.up.claims import free_ports
-from pdserve.up.orphan_reaper import OrphanReaper
+from pdserve.up.places.orphan_reaper import OrphanReaper
 
 START_TIMEOUT_S: Final = 300.0
 STOP_TIMEOUT_S: Final = 60.0

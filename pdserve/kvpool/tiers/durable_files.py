@@ -87,8 +87,9 @@ def claim_directory(settings: TierSettings, *folders: str) -> int:
     """
     path, node = settings.path, settings.node
     try:
-        for folder in (path, *(path / name for name in folders)):
-            private_directory(folder)
+        private_directory(path, checks_parents=settings.checks_parents)
+        for folder in (path / name for name in folders):
+            private_directory(folder, checks_parents=settings.checks_parents)
         fd = open_own(path / "lock", os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise StartupError(

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+from pdserve.discovery.pods import Scheme
 from pdserve.router.admission.gate import Gate
 from pdserve.router.app.router import Router
 from pdserve.router.app.routes import make_app
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.dispatch.dispatcher import Dispatcher
-from pdserve.router.fleet.etcd import Discovery
+from pdserve.router.fleet.etcd import EtcdDiscovery
+from pdserve.router.fleet.found import Discovery
 from pdserve.router.fleet.health_check import STRICT, FirstRound, Prober
+from pdserve.router.fleet.kubernetes import PodDiscovery
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.metrics.stats import Stats
 from pdserve.router.sessions.redis_table import SharedSessions
@@ -42,7 +46,7 @@ async def open_router(
     upstream = Upstream(config.limits, token, tls)
     prober = Prober(config.probe, fleet, upstream, stats, token=token, tls=tls)
     shared = SharedSessions(config.session) if config.session.redis.url else None
-    discovery = Discovery(config.etcd, fleet, token) if config.etcd.endpoints else None
+    discovery = _discovery(config, fleet, token)
     tasks: list[asyncio.Task[None]] = []
     try:
         dispatcher = Dispatcher(config, fleet, upstream, stats, shared)
@@ -66,6 +70,14 @@ async def open_router(
             await shared.close()
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
+
+
+def _discovery(config: RouterConfig, fleet: Fleet, token: str) -> Discovery | None:
+    """Who names workers besides the configuration; None: nobody. Raises ConfigError."""
+    if config.kubernetes.selector:
+        scheme: Scheme = "https" if config.tls.ca else "http"
+        return PodDiscovery(config.kubernetes, fleet, os.environ, scheme)
+    return EtcdDiscovery(config.etcd, fleet, token) if config.etcd.endpoints else None
 
 
 async def _keep_running(name: str, run: Callable[[], Awaitable[None]], stats: Stats) -> None:

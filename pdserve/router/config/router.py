@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from pdserve.discovery.config import KubernetesConfig
 from pdserve.discovery.workers import WorkerEtcdConfig
 from pdserve.router.api.endpoints import PREFILLABLE, PrefillPath
 from pdserve.router.config.addresses import check_pool_address, is_https, parse_base_url
@@ -167,6 +168,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     aliases: tuple[Alias, ...] = ()
     admin: Admin = Admin()
     etcd: WorkerEtcdConfig = WorkerEtcdConfig()
+    kubernetes: KubernetesConfig = KubernetesConfig()
     tracing: Tracing = Tracing()
 
     def __post_init__(self) -> None:
@@ -189,7 +191,9 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(f"default_model {self.default_model!r} is none of 'models', and no alias")
         if (self.access.tls_cert_file is None) != (self.access.tls_key_file is None):
             raise ValueError("access.tls_cert_file and access.tls_key_file go together: set both, or none")
-        if self.prefill and not (self.decode or self.elastic) and not self.etcd.endpoints:
+        if self.etcd.endpoints and self.kubernetes.selector:
+            raise ValueError("etcd.endpoints and kubernetes.selector both name workers: keep one")
+        if self.prefill and not (self.decode or self.elastic) and not self.has_discovery:
             raise ValueError(
                 "'prefill' lists workers but 'decode' is empty; list a decode worker, or use 'agg'"
             )
@@ -205,6 +209,11 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise ValueError(f"worker {url} needs tls.ca: who signed the certificates of workers")
             if not is_https(url) and self.tls.ca is not None:
                 raise ValueError(f"worker {url} has no TLS, and tls.ca asks for it: write https://")
+
+    @property
+    def has_discovery(self) -> bool:
+        """Whether workers are found in etcd or by their pods."""
+        return bool(self.etcd.endpoints or self.kubernetes.selector)
 
     @property
     def mode(self) -> Mode:

@@ -1,7 +1,8 @@
 """The members of the fleet, and the sources that named them. Pure.
 
 Workers join and leave at run time. Each is named by one or more sources: the configuration, the admin API,
-etcd. A worker that leaves is removed from the table at once, and finishes its requests.
+a discovery (etcd or Kubernetes). A worker that leaves is removed from the table at once, and finishes its
+requests.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 from pdserve.errors import PdserveError
-from pdserve.router.fleet.worker import Role, Source, Worker
+from pdserve.router.fleet.worker import DISCOVERED, Role, Source, Worker
 
 Act = Literal["join", "leave", "unjoin", "drain", "undrain", "gone"]
-"""An act of the admin API, or `gone`: etcd no longer names the worker, so earlier acts on it have ended.
+"""An act of the admin API, or `gone`: discovery no longer names the worker, so earlier acts on it have ended.
 
-`unjoin` is the `leave` of a worker that only the admin API had named. It may join again if etcd names it.
+`unjoin` is the `leave` of a worker that only the admin API had named. It may join again if discovery names
+it.
 """
 
 
@@ -35,11 +37,13 @@ class Membership:
         self.by_id = {worker.id: worker for worker in workers}
         self.workers = tuple(self.by_id.values())
         self._kept: dict[str, Act] = {}
-        """By worker id: an act of the admin API that etcd must not undo.
+        """By worker id: an act of the admin API that discovery must not undo.
 
-        After `leave` the worker stays out although etcd names it. After `drain` it is drained as soon as etcd
-        names it. An entry ends when etcd stops naming the worker.
+        After `leave` the worker stays out although it is named there. After `drain` it is drained as soon as
+        it is named. An entry ends when discovery stops naming the worker.
         """
+        self._discovery: Source = "etcd"
+        """The discovered source of this router, once it has named workers."""
         self._left: list[Worker] = []
         """Workers out of the table that still finish requests."""
         self.told: Callable[[Act, str, Role], None] | None = None
@@ -74,7 +78,9 @@ class Membership:
         joined = known or worker
         joined.sources.add(source)
         if self._kept.pop(worker.id, None) == "leave":
-            joined.sources.add("etcd")  # etcd names it too, so the next `leave` must be kept as well
+            joined.sources.add(
+                self._discovery
+            )  # it is named there too: the next `leave` must be kept as well
         if self.told is not None and source == "admin":
             self.told("join", url, role)
         return joined
@@ -82,12 +88,12 @@ class Membership:
     def leave(self, worker_id: str) -> Worker:
         """Remove a worker, whichever source named it. Its running requests may finish.
 
-        The worker stays out until etcd has stopped naming it, or until the configuration that lists it is
-        read again. Raises FleetError `unknown_worker`.
+        The worker stays out until discovery has stopped naming it, or until the configuration that lists it
+        is read again. Raises FleetError `unknown_worker`.
         """
         worker = self._get(worker_id)
         self._remove(worker)
-        if "etcd" in worker.sources:
+        if worker.sources & DISCOVERED:
             self._kept[worker.id] = "leave"
         self._members_changed()
         if self.told is not None:
@@ -96,12 +102,12 @@ class Membership:
         return worker
 
     def unjoin(self, worker_id: str) -> None:
-        """Remove a worker unless etcd names it: etcd did not name it in the process where it left.
+        """Remove a worker unless discovery names it: it did not in the process where the worker left.
 
         Raises FleetError `unknown_worker`.
         """
         worker = self._get(worker_id)
-        worker.sources &= {"etcd"}
+        worker.sources &= DISCOVERED
         if not worker.sources:
             self.leave(worker_id)
 
@@ -115,7 +121,7 @@ class Membership:
         return worker
 
     def expect(self, act: Act, worker_id: str) -> None:
-        """Keep an act of another process for a worker that etcd may name here later."""
+        """Keep an act of another process for a worker that discovery may name here later."""
         if worker_id in self.by_id:
             return
         if act in ("leave", "drain"):
@@ -130,7 +136,8 @@ class Membership:
         for an invalid base URL and for a worker that another source names in another role.
         """
         wanted = {worker.id: worker for worker in self._made(source, urls)}
-        if source == "etcd":
+        if source in DISCOVERED:
+            self._discovery = source
             wanted = self._as_kept(wanted)
         else:  # the configuration was read again: workers that it lists are members
             self._kept = {id_: act for id_, act in self._kept.items() if id_ not in wanted}

@@ -14,8 +14,10 @@ Role = Literal["prefill", "decode", "agg", "elastic"]
 ROLES: tuple[Role, ...] = ("prefill", "decode", "agg", "elastic")
 BOTH: tuple[Role, ...] = ("agg", "elastic")
 """Roles of workers that serve prefill and decode."""
-Source = Literal["config", "admin", "etcd"]
+Source = Literal["config", "admin", "etcd", "kubernetes"]
 """The origin of a worker's membership."""
+DISCOVERED: frozenset[Source] = frozenset({"etcd", "kubernetes"})
+"""Sources that name workers by themselves. A router has at most one of them."""
 Number = Annotated[int, msgspec.Meta(ge=-(10**12), le=10**12)]
 """What a worker says. JSON's numbers have no end, and beyond a float's range costs cannot be compared."""
 Count = Annotated[int, msgspec.Meta(ge=0, le=10**12)]

@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-from pdserve.up.sessions import session_members
+from pdserve.up.places.sessions import session_members
 from tests.support.left_behind import reaper
 
 START_TIMEOUT_S = 600.0  # four at a time on a machine that has more to do

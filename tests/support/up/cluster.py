@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,20 +22,25 @@ STAND_IN = Path(__file__).with_name("stand_in.py")
 TIMEOUT_S = 30.0
 
 RUN = """
-import random, sys
+import os, random, sys
 from pathlib import Path
 from pdserve.errors import PdserveError
 from pdserve.up.cli import run_plan
 from pdserve.up.config import read_cluster_file
-from pdserve.up.plan import make_plan
+from pdserve.up.places.base import open_place
+from pdserve.up.plan import demands, make_plan
+from pdserve.up.site import Site
 from pdserve.up.claims import free_ports
-stand_in, file, run_dir = sys.argv[1:]
+stand_in, file, run_dir, on = sys.argv[1:]
 cluster = read_cluster_file(Path(file), {}, {})
 program = (sys.executable, "-S", stand_in)
 ports = free_ports("127.0.0.1", random.SystemRandom())
 try:
-    plan = make_plan(cluster, program=program, run_dir=Path(run_dir), uid=0, ports=ports)
-    sys.exit(run_plan(plan))
+    place = open_place(on, os.environ)
+    hosts = place.assign(demands(cluster))
+    site = None if hosts is None else Site(hosts)
+    plan = make_plan(cluster, program=program, run_dir=Path(run_dir), uid=0, ports=ports, site=site)
+    sys.exit(run_plan(plan, place))
 except PdserveError as error:
     print("REFUSED", error, flush=True)
     sys.exit(1)
@@ -103,18 +108,30 @@ class Cluster:
 
 
 @contextmanager
-def running(tmp_path: Path, toml: str, **popen: Any) -> Iterator[Cluster]:
+def running(
+    tmp_path: Path, toml: str, *, on: str = "local", variables: Mapping[str, str] | None = None, **popen: Any
+) -> Iterator[Cluster]:
     """A cluster file's supervisor; `JOURNAL` in the file is the stand-ins' journal. `popen`: how to start it
-    otherwise; there are no lines where its output goes elsewhere. Killed at the end if need be.
+    otherwise; there are no lines where its output goes elsewhere. `on`: the place, with `variables` in its
+    environment; `PYTHON` among them runs it. Killed at the end if need be.
     """
     journal, file, run_dir = tmp_path / "journal", tmp_path / "cluster.toml", tmp_path / "run"
     file.write_text(toml.replace("JOURNAL", str(journal)))
     process = subprocess.Popen(
-        [sys.executable, "-c", RUN, str(STAND_IN), str(file), str(run_dir)],
+        [
+            (variables or {}).get("PYTHON", sys.executable),
+            "-c",
+            RUN,
+            str(STAND_IN),
+            str(file),
+            str(run_dir),
+            on,
+        ],
         text=True,
         start_new_session=True,
         # a buffered stdout, as a user has: what is left in it is flushed at exit
-        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+        | dict(variables or {}),
         **{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **popen},
     )
     reaper().watch(process.pid)

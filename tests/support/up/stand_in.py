@@ -2,9 +2,9 @@
 says.
 
 Keys (in `[engine]` for workers): host, port; `behave` one of serve (default), die_at_start (prints 30 lines,
-exits 3), stubborn (ignores SIGTERM), graceful (exits 0 on SIGTERM), parent (has a child in its session that
-ignores SIGTERM). `GET /die` makes it exit 4, `GET /talk` print a mebibyte. Every start and every request
-to be ready is one line in `journal`.
+exits 3), stubborn (ignores SIGTERM), graceful (notes it and exits 0 on SIGTERM), parent (has a child in its
+session that ignores SIGTERM). `GET /die` makes it exit 4, `GET /talk` print a mebibyte. Every start and every
+request to be ready is one line in `journal`.
 """
 
 import json
@@ -73,16 +73,20 @@ if behave == "die_at_start":
 if behave == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if behave == "graceful":
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    signal.signal(signal.SIGTERM, lambda *_: (note("drain"), os._exit(0)))
 if behave == "parent":
     code = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('child up', flush=True)\n"
     )
     subprocess.Popen([sys.executable, "-c", code + "while True: time.sleep(60)"])
 if role == "pool":
-    address = config["listen"][0].removeprefix("unix:")
-    Path(address).unlink(missing_ok=True)
-    server = socketserver.ThreadingUnixStreamServer(address, socketserver.StreamRequestHandler)
+    scheme, _, address = config["listen"][0].partition(":")
+    if scheme == "tcp":
+        at, _, port = address.rpartition(":")
+        server = Server((at, int(port)), socketserver.StreamRequestHandler)
+    else:
+        Path(address).unlink(missing_ok=True)
+        server = socketserver.ThreadingUnixStreamServer(address, socketserver.StreamRequestHandler)
 else:
     server = Server((home["host"], home["port"]), Handler)
 print(f"{role} listens", flush=True)

@@ -14,7 +14,7 @@ import sys
 from contextlib import suppress
 from typing import IO, Final
 
-from pdserve.up.sessions import end_sessions
+from pdserve.up.places.sessions import end_sessions
 
 GRACE_S: Final = 3.0
 
@@ -24,7 +24,7 @@ class OrphanReaper:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "pdserve.up.orphan_reaper"],
+            [sys.executable, "-m", "pdserve.up.places.orphan_reaper"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # a Ctrl-C in the terminal is the supervisor's alone

@@ -13,19 +13,20 @@ from collections.abc import Sequence
 from contextlib import closing, suppress
 from io import FileIO
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 from pdserve.errors import StartupError
 from pdserve.settings.command_line import RESTARTED
 from pdserve.up.console import Console
-from pdserve.up.orphan_reaper import OrphanReaper
+from pdserve.up.places.orphan_reaper import OrphanReaper
+from pdserve.up.places.sessions import kill_session
 from pdserve.up.plan import ProcessSpec
-from pdserve.up.sessions import kill_session
 
 TAIL_LINES: Final = 20
 READ_BYTES: Final = 64 * 1024
 MAX_LINE_BYTES: Final = 16 * 1024  # longer lines are shown in pieces
 DRAIN_TIMEOUT_S: Final = 2.0
+WISH_WORDS: Final = 5
 _WISH: Final = """
 import ctypes, os, signal, sys
 PR_SET_PDEATHSIG = 1
@@ -51,7 +52,7 @@ class Child:
         self._pump: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, spec: ProcessSpec, reaper: OrphanReaper, console: Console, *, again: bool) -> Child:
+    async def start(cls, spec: ProcessSpec, reaper: OrphanReaper, console: Console, *, again: bool) -> Self:
         """Start the process; its log is written anew, or with `again` continued. Raises StartupError."""
         try:
             log = spec.log_path.open("ab" if again else "wb", buffering=0)
@@ -174,7 +175,15 @@ def write_private(path: Path, text: str) -> None:
 
 
 def dies_with_parent(command: Sequence[str | Path]) -> list[str]:
-    """The command, to be started by this process, which gets SIGTERM when this process dies.
+    """The command, to be started by this process, which gets SIGTERM when this process dies. Raises
+    FileNotFoundError.
+    """
+    words = dies_with(command)
+    return [*words[:WISH_WORDS], str(os.getpid()), *words[WISH_WORDS:]]
+
+
+def dies_with(command: Sequence[str | Path]) -> list[str]:
+    """The same for another parent, whose process id has to be put in after `WISH_WORDS` words.
 
     The wish is made by a Python of its own that becomes the command. Code between fork and exec of a process
     with threads may wait for a lock for ever (`preexec_fn`). Raises FileNotFoundError.
@@ -182,4 +191,4 @@ def dies_with_parent(command: Sequence[str | Path]) -> list[str]:
     program, *arguments = map(str, command)
     if (found := shutil.which(program)) is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), program)
-    return [sys.executable, "-I", "-S", "-c", _WISH, str(os.getpid()), found, program, *arguments]
+    return [sys.executable, "-I", "-S", "-c", _WISH, found, program, *arguments]

@@ -1,0 +1,179 @@
+"""Every place does what `pdserve.up.places.base` says: the supervisor over stand-ins, by the real thing.
+
+Slurm and Ray are not installed everywhere. Where one is missing, its tests are skipped, with its name.
+"""
+
+from __future__ import annotations
+
+import http.client
+import signal
+import tomllib
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.support.up.cluster import Cluster, processes_that_mention, running, wait_until
+from tests.support.up.ray_cluster import ray_cluster
+from tests.support.up.slurm_cluster import slurm_cluster
+
+pytestmark = pytest.mark.timeout(180)
+
+DISAGG = """
+[cluster]
+name = "stand-in"
+restart_backoff_s = 0.05
+start_parallelism = 3
+stop_grace_s = 5
+[router]
+journal = "JOURNAL"
+[worker.engine]
+journal = "JOURNAL"
+[worker.env]
+OF_THE_TABLE = "yes"
+[[pool]]
+journal = "JOURNAL"
+count = 2
+[[prefill]]
+[[decode]]
+"""
+
+
+class Where(NamedTuple):
+    """A place, and the variables that lead to it."""
+
+    on: str
+    variables: dict[str, str]
+    hosts: int
+
+
+@pytest.fixture(scope="module", params=["local", "slurm", "ray"])
+def where(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Where]:
+    if request.param == "local":
+        yield Where("local", {}, 1)
+        return
+    starts = slurm_cluster if request.param == "slurm" else ray_cluster
+    with starts(tmp_path_factory.mktemp(request.param)) as variables:
+        yield Where(request.param, variables, 2)
+
+
+def ask(cluster: Cluster, name: str, path: str) -> None:
+    config = tomllib.loads((cluster.run_dir / f"{name}.toml").read_text())
+    home = config.get("engine", config)
+    connection = http.client.HTTPConnection(home["host"], home["port"], timeout=10)
+    with suppress(http.client.HTTPException, ConnectionError):
+        connection.request("GET", path)
+        connection.getresponse()
+    connection.close()
+
+
+def start(where: Where, tmp_path: Path, toml: str = DISAGG):  # type: ignore[no-untyped-def]
+    return running(tmp_path, toml, on=where.on, variables=where.variables)
+
+
+def nothing_is_left(tmp_path: Path) -> None:
+    wait_until(lambda: not processes_that_mention(str(tmp_path)), "all processes have ended")
+
+
+def test_stages_start_in_order_and_stop_in_reverse(where: Where, tmp_path: Path) -> None:
+    with start(where, tmp_path) as cluster:
+        cluster.wait_for(r"stand-in is ready at http://127.0.0.1:\d+")
+        notes = [(entry["role"], entry["what"]) for entry in cluster.journal()]
+        assert [role for role, what in notes if what == "start"][:2] == ["pool", "pool"]
+        for role in ("prefill", "decode"):
+            assert notes.index((role, "ready")) < notes.index(("router", "start"))
+        cluster.process.send_signal(signal.SIGINT)
+        assert cluster.finish() == 0
+        stopped = [line.split()[2] for line in cluster.lines if line.endswith("has stopped")]
+        assert stopped == ["router", "prefill0", "decode0", "pool0", "pool1"]
+    nothing_is_left(tmp_path)
+
+
+def test_processes_are_spread_over_the_hosts_and_wired_by_their_names(where: Where, tmp_path: Path) -> None:
+    with start(where, tmp_path) as cluster:
+        cluster.wait_for(r"stand-in is ready at")
+        configs = [
+            (entry["role"], entry["config"]) for entry in cluster.journal() if entry["what"] == "start"
+        ]
+        pools = [config for role, config in configs if role == "pool"]
+        router = next(config for role, config in configs if role == "router")
+        if where.hosts == 1:
+            assert all("cluster" in pool for pool in pools)
+            return
+        addresses = {pool["cluster"]["advertise"] for pool in pools}
+        assert len(addresses) == 2
+        assert all(set(pool["cluster"]["peers"]) == addresses for pool in pools)
+        for role in ("prefill", "decode"):
+            worker = next(config for found, config in configs if found == role)
+            assert router[role] == [worker["advertise"]]
+            assert worker["engine"]["host"] == "0.0.0.0"
+
+
+def test_a_process_that_dies_is_started_again(where: Where, tmp_path: Path) -> None:
+    with start(where, tmp_path) as cluster:
+        cluster.wait_for(r"stand-in is ready at")
+        ask(cluster, "decode0", "/die")
+        cluster.wait_for(r"error: decode0 exited with status 4")
+        cluster.wait_for(r"asked to die")
+        cluster.wait_for(r"decode0 is ready after")
+        starts = [
+            entry for entry in cluster.journal() if (entry["role"], entry["what"]) == ("decode", "start")
+        ]
+        assert [entry["again"] for entry in starts] == [False, True]
+
+
+def test_one_that_dies_before_it_is_ready_stops_the_rest_and_its_last_lines_are_shown(
+    where: Where, tmp_path: Path
+) -> None:
+    toml = DISAGG.replace("[[decode]]", '[[decode]]\nengine.behave = "die_at_start"')
+    with start(where, tmp_path, toml) as cluster:
+        assert cluster.finish() == 1
+        text = "\n".join(cluster.lines)
+        assert "error: decode0 exited with status 3 before it was ready" in text
+        shown = [line.split("|     ")[1] for line in cluster.lines if "|     line" in line]
+        assert shown[-1] == "line 29"
+    nothing_is_left(tmp_path)
+
+
+def test_all_output_reaches_the_log_and_the_console(where: Where, tmp_path: Path) -> None:
+    with start(where, tmp_path) as cluster:
+        cluster.wait_for(r"stand-in is ready at")
+        ask(cluster, "decode0", "/talk")
+        log = cluster.run_dir / "decode0.log"
+        wait_until(lambda: log.stat().st_size >= 1 << 20, "a mebibyte of output")
+        assert log.read_text().startswith("decode listens\n")
+        assert sum(line == "x" * 1023 for line in log.read_text().splitlines()) == 1024
+        cluster.wait_for(r"decode0 +\| x{1023}$")
+
+
+def test_processes_drain_when_they_are_asked_to_end(where: Where, tmp_path: Path) -> None:
+    toml = DISAGG.replace("[worker.engine]", '[worker.engine]\nbehave = "graceful"')
+    with start(where, tmp_path, toml) as cluster:
+        cluster.wait_for(r"stand-in is ready at")
+        cluster.process.send_signal(signal.SIGTERM)
+        assert cluster.finish() == 0
+        drained = {entry["role"] for entry in cluster.journal() if entry["what"] == "drain"}
+        assert drained == {"prefill", "decode"}
+        assert not any("killed" in line for line in cluster.lines)
+
+
+def test_what_ignores_the_request_is_killed_with_its_children(where: Where, tmp_path: Path) -> None:
+    toml = DISAGG.replace("stop_grace_s = 5", "stop_grace_s = 0.3")
+    toml = toml.replace("[[prefill]]", '[[prefill]]\nengine.behave = "stubborn"')
+    toml = toml.replace("[[decode]]", '[[decode]]\nengine.behave = "parent"')
+    with start(where, tmp_path, toml) as cluster:
+        cluster.wait_for(r"child up")
+        cluster.wait_for(r"stand-in is ready at")
+        cluster.process.send_signal(signal.SIGINT)
+        assert cluster.finish() == 0
+    nothing_is_left(tmp_path)
+
+
+def test_nothing_is_left_when_the_supervisor_is_killed(where: Where, tmp_path: Path) -> None:
+    with start(where, tmp_path) as cluster:
+        cluster.wait_for(r"stand-in is ready at")
+        cluster.process.kill()
+        cluster.process.wait()
+        nothing_is_left(tmp_path)

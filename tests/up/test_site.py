@@ -1,0 +1,160 @@
+"""Plans for several hosts: counts, needs, names of hosts in place of loopback, tokens."""
+
+from __future__ import annotations
+
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.errors import ConfigError, StartupError
+from pdserve.up.config import ClusterFile, read_cluster_file
+from pdserve.up.needs import Needs
+from pdserve.up.places.spread import spread
+from pdserve.up.plan import ConnectReady, HttpReady, Plan, demands, make_plan
+from pdserve.up.site import Demand, Site
+
+RUN = Path("/run/x")
+HOSTS = {"pool0": "a", "pool1": "b", "prefill0": "a", "decode0": "b", "router": "a"}
+FILE = ClusterFile(pool=[{}, {}], prefill=[{}], decode=[{}])
+
+
+def plan_of(file: ClusterFile, hosts: dict[str, str], **tokens: str) -> Plan:
+    ports = count(20_000)
+    return make_plan(file, program=("p",), run_dir=RUN, uid=7, ports=ports, site=Site(hosts, **tokens))
+
+
+def configs(plan: Plan) -> dict[str, dict[str, Any]]:
+    return {spec.name: spec.config for spec in plan.processes}
+
+
+def read(tmp_path: Path, text: str) -> ClusterFile:
+    path = tmp_path / "cluster.toml"
+    path.write_text(text)
+    return read_cluster_file(path, {}, {})
+
+
+def test_a_count_repeats_a_table_and_numbers_its_name(tmp_path: Path) -> None:
+    text = '[[pool]]\ncount = 2\n[[decode]]\ncount = 2\nname = "big"\n[[decode]]\ncount = 0\n[[agg]]\n'
+    assert [one.name for one in demands(read(tmp_path, text))] == [
+        "pool0", "pool1", "big-0", "big-1", "agg0", "router",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", ["-1", "true", "'2'", "20000"])
+def test_a_count_that_is_none_is_refused(tmp_path: Path, wrong: str) -> None:
+    with pytest.raises(ConfigError, match=r"'agg\[0\]\.count' must be a number"):
+        read(tmp_path, f"[[agg]]\ncount = {wrong}\n")
+
+
+def test_needs_are_read_and_reach_no_process() -> None:
+    place = {"cpus": 4, "memory": "2GiB", "hosts": ["a"], "labels": {"x": "y"}}
+    plan = plan_of(ClusterFile(agg=[{"place": place, "gpus": 2}]), {"agg0": "a", "router": "a"})
+    agg = plan.processes[0]
+    assert agg.needs == Needs(cpus=4, memory="2GiB", hosts=["a"], labels={"x": "y"}, gpus=2)
+    assert agg.needs.memory_bytes == 2 << 30
+    assert {"place", "gpus"} & agg.config.keys() == set()
+    assert [one.needs.gpus for one in demands(ClusterFile(agg=[{"gpus": [1, 2, 3]}]))] == [3, 0]
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"place": 7}, "must be a table"),
+        ({"place": {"gpus": 1}}, "must be a table"),
+        ({"place": {"cpu": 1}}, "cpu"),
+        ({"place": {"memory": "much"}}, "'much' is not a size"),
+        ({"gpus": "two"}, "gpus"),
+        ({"gpus": True}, "gpus must be a number"),
+        ({"gpus": -1}, "gpus"),
+    ],
+)
+def test_needs_that_are_none_are_refused(table: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        demands(ClusterFile(agg=[table]))
+
+
+def test_only_workers_have_gpus() -> None:
+    with pytest.raises(ConfigError, match=r"'pool\[0\].gpus': only workers have GPUs"):
+        demands(ClusterFile(pool=[{"gpus": 1}], agg=[{}]))
+
+
+def test_processes_of_several_hosts_find_each_other_by_the_names_of_hosts() -> None:
+    plan = plan_of(FILE, HOSTS)
+    found = configs(plan)
+    pool = {name: found[name]["cluster"]["advertise"] for name in ("pool0", "pool1")}
+    assert pool["pool0"].startswith("tcp:a:")
+    assert pool["pool1"].startswith("tcp:b:")
+    assert found["pool0"]["cluster"]["peers"] == list(pool.values())
+    port = pool["pool0"].rpartition(":")[2]
+    assert found["pool0"]["listen"] == [f"tcp:0.0.0.0:{port}", "unix:/run/x/pool0.sock"]
+    assert found["decode0"]["engine"]["host"] == "0.0.0.0"
+    assert found["router"]["decode"] == [found["decode0"]["advertise"]]
+    assert found["decode0"]["advertise"].startswith("http://b:")
+    assert found["router"]["host"] == "127.0.0.1"
+    ready = {spec.name: spec.ready for spec in plan.processes}
+    assert ready["pool1"] == ConnectReady(pool["pool1"])
+    assert ready["decode0"] == HttpReady(found["decode0"]["advertise"] + "/pd/ready")
+    assert [spec.host for spec in plan.processes] == ["a", "b", "a", "b", "a"]
+
+
+def test_a_worker_reaches_the_pool_node_of_its_own_host_by_its_socket() -> None:
+    found = configs(plan_of(FILE, HOSTS))
+    seen = {
+        name: [node["address"] for node in found[name]["pool"]["nodes"]] for name in ("prefill0", "decode0")
+    }
+    assert seen["prefill0"] == ["unix:/run/x/pool0.sock", found["pool1"]["cluster"]["advertise"]]
+    assert seen["decode0"] == [found["pool0"]["cluster"]["advertise"], "unix:/run/x/pool1.sock"]
+
+
+def test_pool_nodes_of_several_hosts_get_tokens_unless_the_file_has_some() -> None:
+    file = ClusterFile(pool=[{}, {"admin_token_file": "/x"}], agg=[{}])
+    hosts = {"pool0": "a", "pool1": "b", "agg0": "b", "router": "a"}
+    found = configs(plan_of(file, hosts, node_token="n" * 20, page_token="p" * 20))
+    assert found["pool0"]["admin_token"] == found["pool0"]["cluster"]["token"] == "n" * 20
+    assert found["pool0"]["namespace_defaults"] == {"read_token": "p" * 20}
+    assert "admin_token" not in found["pool1"]
+    assert found["agg0"]["pool"]["token"] == "p" * 20
+
+
+def test_one_port_on_two_hosts_is_fine_and_on_one_host_is_not() -> None:
+    file = ClusterFile(agg=[{"engine": {"port": 1}}, {"engine": {"port": 1}}])
+    plan_of(file, {"agg0": "a", "agg1": "b", "router": "a"})
+    with pytest.raises(ConfigError, match="port 1 on a is given to two"):
+        plan_of(file, {"agg0": "a", "agg1": "a", "router": "a"})
+
+
+def test_a_pool_node_without_an_address_for_others_is_refused() -> None:
+    file = ClusterFile(pool=[{"listen": ["unix:/x"]}], agg=[{}])
+    with pytest.raises(ConfigError, match=r"'pool\[0\].listen' needs an address tcp:HOST:PORT"):
+        plan_of(file, {"pool0": "a", "agg0": "b", "router": "a"})
+
+
+def demand(name: str, gpus: int = 0, hosts: list[str] | None = None) -> Demand:
+    role: Any = name.rstrip("0123456789")
+    return Demand(name, role, Needs(gpus=gpus, hosts=hosts or []))
+
+
+def test_pool_nodes_and_workers_are_spread_and_the_router_is_beside_the_supervisor() -> None:
+    wanted = [demand(name) for name in ("pool0", "pool1", "prefill0", "decode0", "router")]
+    assert spread(wanted, {"a": 0, "b": 0}, "b") == {
+        "pool0": "a", "pool1": "b", "prefill0": "a", "decode0": "b", "router": "b",
+    }  # fmt: skip
+
+
+def test_workers_go_where_gpus_are_free_and_where_they_may() -> None:
+    wanted = [demand("agg0", gpus=6), demand("agg1", gpus=4, hosts=["b"]), demand("agg2", gpus=4)]
+    assert spread(wanted, {"a": 8, "b": 8}, "a") == {"agg0": "a", "agg1": "b", "agg2": "b"}
+
+
+@pytest.mark.parametrize(
+    ("one", "message"),
+    [
+        (demand("agg0", gpus=9), "9 GPUs are free on none of a, b"),
+        (demand("agg0", hosts=["c"]), "no host fits"),
+    ],
+)
+def test_what_fits_nowhere_is_refused(one: Demand, message: str) -> None:
+    with pytest.raises(StartupError, match=message):
+        spread([one], {"a": 8, "b": 8}, "a")
