@@ -20,6 +20,7 @@ from tests.support.e2e.site import Direct, Reference
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 DIRECT = "handoff=direct(configured)"
+STREAMS = 64
 
 
 def ask(direct: Direct, prompts: list[list[int]], plan: str = DIRECT) -> list[Answer]:
@@ -84,12 +85,22 @@ def test_after_flushing_the_workers_prompts_come_from_the_pool(direct: Direct, r
     assert pages_read(direct.receiver) - before == len(pages)
 
 
-def test_many_requests_at_once(direct: Direct, reference: Reference) -> None:
+def test_64_streams_at_once(direct: Direct, reference: Reference) -> None:
+    """Each prompt by several of them: they share pages, and no tokens."""
     direct.flush()
-    prompts = reference.prompts[-20:]
-    with ThreadPoolExecutor(10) as threads:
-        answers = [one for got in threads.map(lambda prompt: ask(direct, [prompt]), prompts) for one in got]
-    assert differences(reference.first[-20:], answers, say(prompts)) == []
+    of_prompt = dict(zip(map(tuple, reference.prompts), reference.first, strict=True))
+    prompts = sorted(reference.prompts, key=len)[: STREAMS // 4] * 4
+
+    def stream(prompt: list[int]) -> list[int]:
+        with streaming(direct, prompt, NEW_TOKENS) as events:
+            *_, last = events
+        return list(last["output_ids"])
+
+    before = outcomes(direct)
+    with ThreadPoolExecutor(STREAMS) as threads:
+        answers = list(threads.map(stream, prompts))
+    assert answers == [of_prompt[tuple(prompt)].tokens for prompt in prompts]
+    assert outcomes(direct) == before | {"ok": before["ok"] + STREAMS}
 
 
 def test_the_first_token_is_sampled_as_the_client_asks(direct: Direct) -> None:

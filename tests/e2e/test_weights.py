@@ -188,3 +188,47 @@ def test_a_directory_that_holds_no_model_changes_nothing(trained: Trained, tmp_p
     eventually(trained.is_served, "both workers are used again", 30.0)
     assert trained.namespaces() == namespaces
     assert differences(before, [Answer.of(one.json()) for one in trained.ask()], say(trained.prompts)) == []
+
+
+def test_weights_of_a_trainer_are_taken_in_steps_and_begin_a_namespace(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By handles of tensors in this process's shared memory, as a trainer on the same host sends them."""
+    import torch
+    from safetensors.torch import load_file
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    before, old = [Answer.of(one.json()) for one in trained.ask()], trained.namespaces()
+    monkeypatch.setattr(torch.multiprocessing.reductions, "get_sharing_strategy", lambda: "file_system")
+    tensors = [
+        (name, tensor.share_memory_())
+        for file in sorted(trained.new_model.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    ]
+
+    def handles(ranks: int) -> dict[str, Any]:
+        made = [MultiprocessingSerializer.serialize(tensors, output_str=True) for _ in range(ranks)]
+        return {"serialized_named_tensors": made, "weight_version": "3", "flush_cache": False}
+
+    def step(name: str, body: Any) -> Any:
+        url = f"http://127.0.0.1:{trained.admin_port}/models/demo-tiny/{name}"
+        return http.post(url, json=body, headers={"authorization": f"Bearer {KEY}"}, timeout=120.0)
+
+    each = {f"127.0.0.1:{one.port}": handles(n) for one, n in ((trained.prefill, 1), (trained.decode, 2))}
+    for name, body in (
+        ("weights/hold", {}),
+        ("begin_weight_update", {}),
+        ("update_weights_from_tensor", {"workers": each}),
+        ("end_weight_update", {}),
+        ("weights/release", {}),
+    ):
+        done = step(name, body)
+        assert done.status_code == 200, f"{name}: {done.text}"
+    eventually(trained.is_served, "both workers are used again", 30.0)
+    [namespace] = trained.namespaces()
+    assert {namespace} != old
+    first = trained.ask()
+    assert differences(trained.new, [Answer.of(one.json()) for one in first], say(trained.prompts)) == []
+    assert len(differences(before, trained.new, say(trained.prompts))) == len(before)
+    assert [sum(found(one).values()) for one in first] == [wanted_hits(prompt) for prompt in trained.prompts]
+    assert sum(trained.pages().get(name, 0) for name in old) == 0

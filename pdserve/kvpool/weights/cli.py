@@ -22,7 +22,6 @@ from pdserve.kvpool.weights.names import parse_model
 from pdserve.kvpool.weights.place import pool_at
 from pdserve.kvpool.weights.push import push as push_directory
 from pdserve.kvpool.weights.store import NAMESPACE, WeightStore
-from pdserve.private_directory import private_directory
 from pdserve.tls.contexts import TlsConfig
 from pdserve.tokens import Secret
 
@@ -104,7 +103,7 @@ def pull(
     with _store(pool, namespace, token_file, tls_ca, tls_certificate, tls_key) as store:
         manifest = store.manifest(model)
         try:
-            private_directory(directory, checks_parents=False)
+            directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"{directory}: {error.strerror or error}") from error
         count = write_files(store.reader(model), manifest, directory, lambda file: True)

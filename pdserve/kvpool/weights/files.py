@@ -23,6 +23,7 @@ from pdserve.private_directory import private_directory
 
 WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 """Files that are not needed beside a stream of tensors."""
+MODE: Final = 0o644
 FILES_VARIABLE: Final = "PDSERVE_WEIGHTS_FILES"
 """Directory of small files, which this process and its children share."""
 
@@ -70,6 +71,7 @@ def _write(reader: PageReader, file: FileEntry, target: Path) -> None:
                             f"{file.path}: page {piece.key.hex()[:16]} has other bytes: push it again"
                         )
                 out.write(data.data)
+        Path(part).chmod(MODE)  # a directory that others cannot enter keeps them out
         Path(part).replace(target)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):

@@ -31,6 +31,16 @@ from pdserve.router.upstream.response import UpstreamError
 
 T = TypeVar("T")
 FROM_DISK: Final = "/update_weights_from_disk"
+STEPS: Final = (
+    "begin_weight_update",
+    "update_weights_from_tensor",
+    "update_weights_from_distributed",
+    "end_weight_update",
+    "init_weights_update_group",
+    "destroy_weights_update_group",
+)
+"""Routes of SGLang's workers by which a trainer sends weights. The router passes them on to held workers."""
+STEP_S: Final = 600.0
 SLACK_S: Final = 120.0
 """Beyond a step's own time: SGLang empties its caches, attaches storage, drops pages."""
 MAX_ANSWER_BYTES: Final = 1 << 20
@@ -77,6 +87,8 @@ class Weights:
         self._lock = asyncio.Lock()
         self._held: dict[str, list[Worker]] = {}
         """By model: the workers that `hold` drained, to be undrained by `release`."""
+        self._failed: dict[str, dict[str, dict[str, Any]]] = {}
+        """By held model and worker: a step that it did not do. The others have other weights than it."""
 
     async def update_from_disk(self, model: str, body: bytes) -> dict[str, Any]:
         """What each worker said. Raises RequestError: 404, 409 where nothing was changed, 502 where a worker
@@ -113,10 +125,36 @@ class Weights:
                     409, f"The workers of {model!r} are not held by this router.", code="not_held"
                 )
             workers = self._workers(model)
+            failed = self._failed.pop(model, {})
             try:
-                return await self._release_all(workers, {}, drop_old=True)
+                return await self._release_all(workers, failed, drop_old=True, alike=not failed)
             finally:
                 self._undrain(self._held.pop(model))
+
+    async def step(self, model: str, name: str, body: bytes) -> dict[str, Any]:
+        """One of SGLang's routes (`STEPS`) at all held workers, at the same time: what each said.
+
+        `body`: SGLang's, for all; or `{"workers": {ID: BODY}}`, for each its own. Raises RequestError: 400,
+        404, 409 where they are not held, 502 where a worker did not do it.
+        """
+        async with self._alone():
+            if model not in self._held:
+                told = (
+                    f"/{name} is for held workers: POST /models/{model}/weights/hold before, "
+                    f"/models/{model}/weights/release after it, or take {FROM_DISK} alone."
+                )
+                raise RequestError(409, told, code="not_held")
+            workers = self._workers(model)
+            bodies = _bodies(body, [worker.id for worker in workers])
+            answers = await asyncio.gather(
+                *(self._post(one, f"/{name}", bodies[one.id], STEP_S) for one in workers)
+            )
+            said = {worker.id: answer for worker, answer in zip(workers, answers, strict=True)}
+            if wrong := _wrong(said):
+                self._failed.setdefault(model, {}).update({one: said[one] for one in wrong})
+                told = f"Workers did not do it: {_listed(wrong)}. Release them, and update them all again."
+                raise RequestError(502, told, type_="server_error", code="not_updated")
+            return {"workers": said}
 
     @asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
@@ -165,10 +203,17 @@ class Weights:
             raise RequestError(409, f"Nothing was changed: {_listed(wrong)}", code="not_held")
 
     async def _release_all(
-        self, workers: Sequence[Worker], said: dict[str, dict[str, Any]], drop_old: bool
+        self,
+        workers: Sequence[Worker],
+        said: dict[str, dict[str, Any]],
+        drop_old: bool,
+        *,
+        alike: bool = True,
     ) -> dict[str, Any]:
-        """`said`: by worker, what it said of the update."""
-        body = msgspec.json.encode({"id": uuid.uuid4().hex})
+        """`said`: by worker, what it said of the update. `alike`: all have the same weights, or know that
+        they have not. Else each gets a namespace of its own.
+        """
+        body = msgspec.json.encode({"id": uuid.uuid4().hex if alike else ""})
         released = await self._all(workers, "/weights/release", body, 0.0)
         for worker in workers:  # its namespace is another one, and its memory is empty: a probe asks it anew
             self._router.fleet.on_probe_not_ready(worker)
@@ -231,6 +276,17 @@ def _taken(said: dict[str, Any], type_: type[T]) -> T | None:
         return msgspec.convert(said, type_)
     except msgspec.ValidationError:
         return None
+
+
+def _bodies(body: bytes, workers: Sequence[str]) -> dict[str, bytes]:
+    """By worker. Raises RequestError 400: a body for each leaves one out, or names another."""
+    asked: dict[str, msgspec.Raw] = _decoded(body, dict[str, msgspec.Raw])
+    if "workers" not in asked:
+        return dict.fromkeys(workers, body or b"{}")
+    each: dict[str, msgspec.Raw] = _decoded(bytes(asked["workers"]), dict[str, msgspec.Raw])
+    if each.keys() != set(workers):
+        raise RequestError(400, f"'workers' must have a body for each of {', '.join(workers)}.")
+    return {worker: bytes(own) for worker, own in each.items()}
 
 
 def _without_ours(body: bytes) -> bytes:

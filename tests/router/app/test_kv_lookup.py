@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.router.tenants.cache_salt import SALT_HEADER
 from tests.support.router.harness import disagg
-from tests.support.router.mock_worker import answer
+from tests.support.router.mock_worker import MockWorker, answer
 
 LOOKUP = "/v1/kv/lookup"
 ALICE = "alice-" + "a" * 20
@@ -39,7 +39,7 @@ async def test_a_tenant_asks_with_its_own_salt_only(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PDSERVE_API_KEYS", f"alice={ALICE}")
     monkeypatch.setenv("PDSERVE_ADMIN_KEY", "admin-" + "x" * 20)
     by_alice = {"authorization": f"Bearer {ALICE}"}
-    async with disagg() as (harness, _, [decode]):
+    async with disagg(make=lambda role: MockWorker(role, takes_salt_header=True)) as (harness, _, [decode]):
         assert (await harness.post(LOOKUP, BODY)).status == 401
         decode.script(LOOKUP, answer(200, FOUND), answer(200, FOUND))
         assert (await harness.post(LOOKUP, BODY, by_alice)).status == 200
