@@ -13,8 +13,8 @@ from pdserve.prefill.missed_pages import MissedPages
 
 
 def parts(worker: Worker) -> RoleParts:
-    """`/pd/settled`, `/pd/pull`, `/pd/keep`, `/v1/kv/lookup`, and the following of every request until its pages
-    are committed.
+    """`/pd/settled`, `/pd/pull`, `/pd/keep`, `/v1/kv/lookup`, and the following of every request until its
+    pages are committed.
     """
     keeping = Keeping(worker.pool)
     write_back = WriteBack(

@@ -42,8 +42,8 @@ class ChainClient:
         page_tokens: int = 0,
         shares: Mapping[str, SharedReads] | None = None,
     ) -> None:
-        """`page_tokens`: of a page of KV; 0: pages are always read. `shares`: by part, the other ranks of this
-        host that read the same pages.
+        """`page_tokens`: of a page of KV; 0: pages are always read. `shares`: by part, the other ranks of
+        this host that read the same pages.
         """
         self.client = client
         self._suffixes = suffixes

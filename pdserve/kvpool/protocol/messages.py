@@ -206,9 +206,9 @@ class Opened(Message, tag=11, frozen=True):
 
 class Exists(Message, tag=12, frozen=True):
     """`fates`: tell those of the first MAX_FATES keys too. `places`: tell where the pages are. `keep_s`: keep
-    those of the first MAX_KEPT_KEYS that are in memory here for so long, whatever was said before; below 0: no
-    longer; 0: as before. It needs the right to write, and is passed over without. An older node does none of
-    this.
+    those of the first MAX_KEPT_KEYS that are in memory here for so long, whatever was said before; below 0:
+    no longer; 0: as before. It needs the right to write, and is passed over without. An older node does none
+    of this.
     """
 
     id: int

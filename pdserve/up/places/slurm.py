@@ -112,7 +112,9 @@ class SlurmPlace:
 
 
 def step_words(spec: ProcessSpec, node: str) -> list[str]:
-    """srun and its options, for this node. Steps share the job's processors, unless the process says how many it needs."""
+    """srun and its options, for this node. Steps share the job's processors, unless the process says how many
+    it needs.
+    """
     needs = spec.needs
     words = ["srun", f"--job-name={spec.name}", "--nodes=1", "--ntasks=1", f"--nodelist={node}"]
     words += ["--input=none", "--unbuffered", "--export=ALL"]

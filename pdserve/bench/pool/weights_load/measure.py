@@ -35,7 +35,7 @@ from pdserve.kvpool.weights.place import tell_children
 from pdserve.kvpool.weights.push import push
 from pdserve.kvpool.weights.store import NAMESPACE, WeightStore
 from pdserve.kvpool.weights.tensors import LENGTH_BYTES, header_bytes, parse_header
-from pdserve.up.process import dies_with_parent
+from pdserve.up.places.process import dies_with_parent
 
 SOURCES: Final = ("disk", "cached", "memory", "tcp", "nodes", "ssd")
 MODEL: Final = ModelName("bench")

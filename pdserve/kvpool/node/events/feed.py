@@ -44,6 +44,7 @@ class State(Protocol):
 class Sink(Protocol):
     """What is asked of a `Publisher`."""
 
+    @property
     def is_busy(self) -> bool: ...
 
     def send(self, payload: bytes) -> None: ...
