@@ -133,7 +133,8 @@ def test_salts_of_tenants_and_clients_keep_caches_apart(vllm: VllmCluster, alone
     """A salt with a slash, which LMCache refuses, is a digest there."""
     prompt = PROMPTS[3]
     until(lambda: cached_of(vllm.complete(prompt, TOKENS, cache_salt="a/b")) > 0)
-    answered = vllm.complete(prompt, TOKENS, cache_salt="a/c")
+    body = {"model": "m", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "cache_salt": "another"}
+    answered = ask(vllm.workers["vllm1"], "/v1/completions", body, AUTHORIZED)  # by the router both are asked
     assert cached_of(answered) == 0
     assert text_of(answered) == alone[prompt]
 

@@ -25,7 +25,7 @@ PYTHON: Final = Path(os.environ.get("PDSERVE_VLLM_PYTHON", ROOT / ".venv-vllm/bi
 """The interpreter with vLLM; where there is none, the tests that need it are skipped."""
 START_S: Final = 480.0  # an engine on a busy machine
 SOON_S: Final = 60.0
-TOKEN: Final = "of-this-run"
+TOKEN: Final = "of-this-run-alone"
 ARGUMENTS: Final = [
     *("--enforce-eager", "--dtype", "float32", "--max-model-len", "4096", "--max-num-seqs", "4"),
     *("--block-size", "64", "--gpu-memory-utilization", "0.1", "--no-enable-log-requests"),
@@ -119,16 +119,16 @@ class VllmCluster:
     def pool_pages(self) -> int:
         """Pages in the pool node's memory."""
         address = f"unix:{self.run_dir}/pool0.sock"
-        config = PoolClientConfig(nodes=[PoolNodeRef(node="pool0", address=address)], data_path="none")
+        config = PoolClientConfig(nodes=[PoolNodeRef(node="pool0", address=address)])
         with closing(PoolClient(config, "of-the-test", {})) as client:
             return client.status()["pool0"].pages
 
     def kill(self, name: str) -> None:
-        """A process of the cluster, and all of its children, at once. It is the leader of its session."""
+        """A process of the cluster, which leads a session, and all of its children, at once."""
         [leader] = [
             child
             for child in psutil.Process(self.process.pid).children()
-            if os.getsid(child.pid) == child.pid and self._is(name, child)
+            if child.status() != psutil.STATUS_ZOMBIE and self._is(name, child)
         ]
         os.killpg(leader.pid, signal.SIGKILL)
         until(lambda: not leader.is_running() or leader.status() == psutil.STATUS_ZOMBIE)
