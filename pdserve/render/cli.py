@@ -34,8 +34,9 @@ def kubernetes(
         typer.Option(metavar="PATH", help="Model directory of all workers (worker.engine.model_path)."),
     ] = None,
     dashboards: Annotated[
-        Path, typer.Option(metavar="DIR", help="Grafana's dashboards, for components/monitoring.")
-    ] = DASHBOARDS,
+        Path | None,
+        typer.Option(metavar="DIR", help="Grafana's dashboards; none: launch/grafana of this checkout."),
+    ] = None,
     extra: Annotated[
         list[str] | None,
         typer.Argument(
@@ -51,6 +52,7 @@ def kubernetes(
         read_cluster_file(file, {"worker.engine.model_path": model}, {}), list(extra or ())
     )
     check_tables(cluster.plan, str(file), SCHEMAS)
+    dashboards = dashboards or DASHBOARDS
     found = {path.name: path for path in sorted(dashboards.glob("*.json"))}
     try:
         texts = {name: path.read_text(encoding="utf-8") for name, path in found.items()}

@@ -19,7 +19,7 @@ from pdserve.pages import PagePart, namespace_seed, page_hashes, part_suffix, po
 
 PAGE = 4
 SUFFIXES = (b"-0", b"-1")
-WINDOWS = PagePart("swa", 1, [part_suffix(suffix, "swa") for suffix in SUFFIXES])
+WINDOWS = PagePart("swa", 1, [part_suffix(suffix, "swa", {"kv": 0, "swa": 1}) for suffix in SUFFIXES])
 PROMPT = list(range(100, 118))  # 4 pages and two tokens
 MEMORY, SSD, OTHER = Place("a", "dram"), Place("a", "ssd"), Place("b", "dram")
 

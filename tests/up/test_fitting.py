@@ -96,7 +96,7 @@ def test_a_start_time_out_of_the_cluster_holds_for_all(model: Path) -> None:
     ("worker", "extra", "said"),
     [
         ({"gpus": [0]}, ("--tp", "2"), r"agg0: gpus = \[0\] must be 2 different GPUs"),
-        ({"gpus": "0"}, (), r"'agg\[0\]': Expected `array \| null`, got `str` - at `\$.gpus`"),
+        ({"gpus": "0"}, (), r"'agg\[0\]': Expected `int \| array \| null`, got `str` - at `\$.gpus`"),
         ({}, ("--tp-size=16",), "agg0 16 = 16 GPUs are needed"),
         ({}, ("--tp-size", "many"), "'agg.0.': Expected `int`"),
         ({}, ("--base-gpu-id", "4"), r"--base-gpu-id: .* write gpus = \[\.\.\] instead"),

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from pdserve.kvpool.core.store.page_store import PageStore
+from pdserve.kvpool.protocol.messages import MAX_KEPT_KEYS, Exists
 from pdserve.kvpool.protocol.slot_table import COMMITTED
 
 TOUCH_S: Final = 5.0
@@ -42,6 +43,13 @@ class KeptPages:
 
     def __len__(self) -> int:
         return len(self._until)
+
+    def ask(self, request: Exists, now_s: float) -> float:
+        """Keep the pages that a request names, as it says. Its client may write them. The next deadline."""
+        find = self._store.index.namespace(request.namespace).lookup(now_s)
+        keys = dict.fromkeys(request.keys[:MAX_KEPT_KEYS])
+        self.keep([slot for key in keys if (slot := find(key)) is not None], request.keep_s, now_s)
+        return self.next_deadline_s
 
     def keep(self, slots: Sequence[int], keep_s: float, now_s: float) -> None:
         """Keep the committed pages in these slots for `keep_s` from now on, whatever was said before. Not

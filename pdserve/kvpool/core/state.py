@@ -230,8 +230,8 @@ class NodeState:
                 self.reads.release(session, message, out)
             case m.Exists():
                 out.append(Answer(session.connection, self._lookups.answer(message, now_s)))
-                if message.keep_s:
-                    self._keep(session, message, now_s)
+                if message.keep_s and self.administration.rights(session, message.namespace) & m.WRITE:
+                    self._expect(self.kept.ask(message, now_s))
             case m.Reserve():
                 self._reserve(session, message, now_s, out)
             case m.Commit():
@@ -386,15 +386,6 @@ class NodeState:
 
     # --- pages
 
-    def _keep(self, session: Session, request: m.Exists, now_s: float) -> None:
-        """Keep pages that the request names, if the client may write them."""
-        if not self.administration.rights(session, request.namespace) & m.WRITE:
-            return
-        find = self.store.index.namespace(request.namespace).lookup(now_s)
-        keys = dict.fromkeys(request.keys[: m.MAX_KEPT_KEYS])
-        self.kept.keep([slot for key in keys if (slot := find(key)) is not None], request.keep_s, now_s)
-        self._expect(self.kept.next_deadline_s)
-
     def _reserve(self, session: Session, request: m.Reserve, now_s: float, out: list[Action]) -> None:
         slot_bytes = self.store.slots.class_of(sum(request.segment_bytes))
         refused = self.sharding.refusals(session, request, slot_bytes)
@@ -465,10 +456,8 @@ class NodeState:
         if namespace is None:
             text = f"node {self.name} has no namespace '{request.name}'"
             return m.Fault(request.id, "unknown_namespace", text)
-        pages, cursor = self._listing.answer(
-            namespace.number, request.cursor, request.limit, session.connection
-        )
-        return PageList(request.id, pages, cursor)
+        asked = namespace.number, request.cursor, request.limit, session.connection
+        return PageList(request.id, *self._listing.answer(*asked))
 
     def list_pages(self, namespace: int, cursor: int, limit: int) -> tuple[list[PageEntry], int]:
         """For the node itself: as `ListPages`."""

@@ -14,7 +14,7 @@ from pdserve.errors import RequestError
 from pdserve.logs import served_request
 from pdserve.router.admission.gate import Gate
 from pdserve.router.api.about_prompt import asks_about_prompt
-from pdserve.router.api.endpoints import ENDPOINTS
+from pdserve.router.api.endpoints import ENDPOINTS, Endpoint
 from pdserve.router.api.errors import NoWorkerError, error_headers, error_of
 from pdserve.router.api.form_body import TRUE, read_form
 from pdserve.router.api.held_ids import RESPONSE, SESSION, find_holder
@@ -200,14 +200,9 @@ class GenerationHandler:
         prompt = view.prompt_json(endpoint.prompt_fields)
         computes = endpoint.task is not None  # tokenizing does not: it leaves no pages behind
         several = has_several_prompts(prompt)
-        is_embedding = endpoint.task == "embed"
         prompts = candidates = choices = 1
-        if computes and (several or is_embedding):
-            prompts = count_prompts(prompt, self._limits.prompts, may_be_objects=is_embedding)
-        if computes and (view.n or view.best_of or view.sampling_params):
-            candidates = count_candidates(view, endpoint.sampling_field)
-            choices = count_choices(view, endpoint.sampling_field)
-        self._check_counts(prompts, candidates)
+        if computes:
+            prompts, candidates, choices = self._counts(view, endpoint, prompt, several=several)
         if endpoint.text_fields:
             limit = self._fleet.text_limit(model)
             check_texts(view, endpoint, limit.tokens, limit.bound)
@@ -336,13 +331,23 @@ class GenerationHandler:
             call.salt_line = salt_line(given, cache)
         call.keep_apart()
 
-    def _check_counts(self, prompts: int, choices: int) -> None:
-        """Raises RequestError (400)."""
+    def _counts(
+        self, view: RequestView, endpoint: Endpoint, prompt: bytes, *, several: bool
+    ) -> tuple[int, int, int]:
+        """(prompts, candidates for each, answers to each that are sent). Raises RequestError (400)."""
+        prompts = candidates = choices = 1
+        is_embedding = endpoint.task == "embed"
+        if several or is_embedding:
+            prompts = count_prompts(prompt, self._limits.prompts, may_be_objects=is_embedding)
+        if view.n or view.best_of or view.sampling_params:
+            candidates = count_candidates(view, endpoint.sampling_field)
+            choices = count_choices(view, endpoint.sampling_field)
         if prompts > self._limits.prompts:
             raise RequestError(400, f"A request may have at most {self._limits.prompts} prompts.")
-        if choices > self._limits.choices:
+        if candidates > self._limits.choices:
             message = f"A request may ask for at most {self._limits.choices} answers to a prompt."
             raise RequestError(400, message, param="n")
+        return prompts, candidates, choices
 
     async def _read_body(self, call: Call, client: Client) -> bytes | None:
         """The request's body, None if the client left before its end. Raises RequestError 413, or 503

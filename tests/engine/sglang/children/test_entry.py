@@ -27,7 +27,9 @@ engine.run_data_parallel_controller_process = say
 sys.modules[controller.__name__] = controller
 sys.modules["sglang.srt.entrypoints"].engine = sys.modules[engine.__name__] = engine
 
+from pdserve.engine.sglang import prepare
 from pdserve.engine.sglang.children import entry
+prepare.after_sglang = lambda: None  # it needs more of SGLang than there is here
 entry.install()
 engine.run_data_parallel_controller_process(1, pipe_writer=2)
 """

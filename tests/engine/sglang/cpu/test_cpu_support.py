@@ -222,22 +222,16 @@ stand_in.install()
     assert "must be installed before sglang.srt" in run_python(code).stderr
 
 
-def test_plugin_does_nothing_outside_a_worker() -> None:
+@pytest.mark.parametrize("environment", [{}, {"PDSERVE_ENGINE_DEVICE": "cuda"}], ids=["no worker", "a GPU"])
+def test_plugin_replaces_nothing_of_a_cpu_outside_a_worker_on_one(environment: dict[str, str]) -> None:
     code = """
 import sys
 from pdserve.engine.sglang.plugin import register
 register()
-print([name for name in sys.modules if name in ("torch", "sglang", "sgl_kernel")])
+ours = ("sgl_kernel", "pdserve.engine.sglang.cpu.stand_in", "pdserve.engine.sglang.cpu.hooks")
+print([name for name in ours if name in sys.modules])
 """
-    assert run_python(code).stdout.strip() == "[]"
-
-
-def test_plugin_does_nothing_on_a_gpu() -> None:
-    code = (
-        "import sys; from pdserve.engine.sglang.plugin import register; register(); "
-        "print('torch' in sys.modules)"
-    )
-    assert run_python(code, PDSERVE_ENGINE_DEVICE="cuda").stdout.strip() == "False"
+    assert run_python(code, **environment).stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize(("moving", "rests"), [(True, 1), (False, 0)])
