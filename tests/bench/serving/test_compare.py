@@ -44,6 +44,8 @@ PROCESSES = {
     "agg-once": ["pool0", "agg0", "router"],
     "disagg": ["pool0", "prefill0", "decode0", "router"],
     "disagg-direct": ["pool0", "prefill0", "decode0", "router"],
+    "agg-two": ["pool0", "agg0", "agg1", "router"],
+    "elastic": ["pool0", "elastic0", "elastic1", "router"],
     "dead": ["pool0", "agg0", "router"],
 }
 
@@ -65,7 +67,7 @@ def test_a_contenders_cluster_is_valid_for_every_process(name: str, tmp_path: Pa
     assert [spec.name for spec in plan.processes] == PROCESSES[name]
     # a cluster without one of its processes is not the one to measure, but where that is what is measured
     assert plan.settings.stop_on_loss == (name != "dead")
-    workers = [spec.config for spec in plan.processes if spec.role in ("agg", "prefill", "decode")]
+    workers = [spec.config for spec in plan.processes if spec.role in ("agg", "prefill", "decode", "elastic")]
     assert {worker["engine"]["max_total_tokens"] for worker in workers} == {640}
     assert all(worker["engine"]["extra_args"] == ["--schedule-policy", "lpm"] for worker in workers)
     assert {worker["cluster_token"] for worker in workers} == {""}  # the worker itself can be asked
