@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Final
 
 from pdserve.router.app.router import Router
@@ -105,7 +105,14 @@ async def shared_rates(router: Router) -> AsyncIterator[SharedRates | None]:
     try:
         yield channel.rates
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _end(tasks)
         await channel.close()
+
+
+async def _end(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Cancel them until they have ended: redis-py can take a cancellation at a deadline for the deadline."""
+    running = set(tasks)
+    while running:
+        for task in running:
+            task.cancel()
+        _, running = await asyncio.wait(running, timeout=CLOSE_S)
