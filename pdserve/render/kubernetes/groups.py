@@ -75,6 +75,8 @@ def make_cluster(file: ClusterFile, extra_args: list[str]) -> Cluster:
     name = file.cluster.name
     if not NAME.fullmatch(name):
         raise ConfigError(f"cluster.name must be a name for Kubernetes (a-z, 0-9, -), found {name!r}")
+    if file.vllm or file.lmcache:
+        raise ConfigError("servers of vLLM and LMCache are not written for Kubernetes yet")
     named: dict[str, tuple[Role, list[Table]]] = {}
     for role in GROUPED:
         tables = file.pool if role == "pool" else [merge(file.worker, table) for table in getattr(file, role)]
@@ -138,8 +140,8 @@ def _alike(
 def _gpus(group: str, role: Role, table: Table, extra_args: list[str]) -> int:
     if role == "pool" or role == "router":
         return 0
-    if role == "vllm" or role == "lmcache":
-        raise ConfigError(f"{group}: servers of vLLM and LMCache are not written for Kubernetes yet")
+    assert role != "vllm"
+    assert role != "lmcache"
     found = worker_need(group, role, group, table, extra_args)
     if any(word.partition("=")[0] in ("--nnodes", "--dist-init-addr") for word in _words(table, extra_args)):
         raise ConfigError(f"{group}: a worker runs on one host: leave out --nnodes and --dist-init-addr")
