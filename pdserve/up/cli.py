@@ -83,7 +83,9 @@ def up(
     ] = None,
     on: Annotated[
         str,
-        typer.Option(metavar="PLACE", help="Who runs the processes: local (this host), slurm, ray."),
+        typer.Option(
+            metavar="PLACE", help="Who runs the processes: local (this host), slurm, or ray (not run yet)."
+        ),
     ] = LOCAL,
     extra: Annotated[
         list[str] | None,
