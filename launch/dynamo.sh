@@ -29,7 +29,7 @@ if [ "$(cat "$dynamo/pdserve-setup" 2>/dev/null)" != "$version $venv" ]; then
   "$uv" venv --quiet --clear --python "$venv/bin/python" "$dynamo"
   # without its extra `sglang`, which pins another SGLang and CUDA packages; the other requirements are in .venv
   "$uv" pip install --quiet --python "$dynamo/bin/python" --no-deps "ai-dynamo==$version" "ai-dynamo-runtime==$version"
-  "$uv" pip install --quiet --python "$dynamo/bin/python" 'kubernetes<33' 'pydantic<=2.13.5'
+  "$uv" pip install --quiet --python "$dynamo/bin/python" blake3 'kubernetes<33' 'pydantic<=2.13.5'
   site=$("$dynamo/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
   behind=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
   printf 'import site; site.addsitedir(%s)\n' "'$behind'" >"$site/pdserve.pth"
@@ -84,7 +84,11 @@ trusted_network = true # disagg: Mooncake listens on all interfaces, for everybo
 bootstrap_port = $((port + 101))
 END
 begin pool "$venv/bin/pdserve" pool serve --config "$run/pool.toml"
-if [ "$mode" = disagg ]; then roles=(prefill decode); else roles=($(yes agg | head -n "$workers")); fi
+roles=(prefill decode)
+if [ "$mode" = agg ]; then
+  roles=()
+  for ((i = 0; i < workers; i++)); do roles+=(agg); done
+fi
 for i in "${!roles[@]}"; do
   # by the environment's interpreter: .venv's own script would not see Dynamo
   begin "${roles[i]}$i" "$dynamo/bin/python" -m pdserve dynamo "${roles[i]}" --config "$run/worker.toml" \
