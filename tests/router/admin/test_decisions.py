@@ -37,7 +37,7 @@ async def test_a_request_is_found_by_its_id_with_what_decided_and_who_answered()
         assert one["workers"]["x-pdserve-prefill"] == prefill.id
         assert one["workers"]["x-pdserve-decode"] == decode.id
         assert one["ended_by"] == ""
-        assert 0 < one["first_byte_s"] <= one["seconds"]
+        assert 0 <= one["first_byte_s"] <= one["seconds"]  # the clock counts whole milliseconds
         assert await decisions(harness, request_id="nobody's") == []
 
 
