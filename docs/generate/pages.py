@@ -39,6 +39,7 @@ BLOCKS: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = {
         "sweep": serving.swept,
         "weights": lambda: serving.parts("weights"),
         "gaps": serving.gaps,
+        "trial": serving.trial,
         "overlap": lambda: serving.parts("overlap"),
     },
     "docs/benchmarks/router.md": {

@@ -126,6 +126,37 @@ def gaps(results: Path = RESULTS) -> str:
     return f"{origin(run)}\nLoad: {run.origin['load']}.\n\n{table(columns, rows)}"
 
 
+def trial(results: Path = RESULTS) -> str:
+    """The newest run of `pdserve trial`: two workers in different roles, measured and simulated."""
+    kept = runs("trial", results)
+    if not kept:
+        return NO_RUN
+    run = kept[0]
+    columns = (
+        *("workers", "rounds", "in time, %", "by quarter", "simulated, %", "by quarter"),
+        *("first token late, %", "tokens slow, %", "changes of duty", "failed"),
+    )
+    rows = [
+        (
+            *(line["kind"], str(line["rounds"]) if line["rounds"] else "-"),
+            *(_share(line["in_time"]), _quarters(line["in_time_by_part"])),
+            *(_share(line["simulated"]), _quarters(line["simulated_by_part"])),
+            *(_share(line["late"]), _share(line["slow"])),
+            *(f"{line['duty_changes']:g}", str(line["failed"])),
+        )
+        for line in run.lines
+        if line.get("what") == "kind"
+    ]
+    (rates,) = (line for line in run.lines if line.get("what") == "rates")
+    said = (
+        f"Load: {run.origin['load']}, lengths × {run.origin['scale']:g}. "
+        f"A worker computes {1e3 / rates['prefill_ms_per_token']:,.0f} prompt tokens/s. A step takes "
+        f"{rates['step_ms']:.0f} ms, and {rates['step_ms_per_request']:.0f} ms for each request. "
+        f"A hand-over takes {rates['hop_ms']:.0f} ms, and {rates['pool_ms_per_token']:.2f} ms for each token."
+    )
+    return f"{origin(run)}\n{said}\n\n{table(columns, rows)}"
+
+
 def parts(kind: str, results: Path = RESULTS) -> str:
     """The newest run of `weights` or `overlap`: where the time to the first token goes."""
     kept = runs(kind, results)
@@ -151,6 +182,10 @@ def _hop_ms(results: Path) -> float | None:
 
 def _figure(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}"
+
+
+def _quarters(shares: list[float]) -> str:
+    return " / ".join(f"{100 * share:.0f}" for share in shares)
 
 
 def _share(share: float | None) -> str:
