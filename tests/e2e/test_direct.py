@@ -99,7 +99,7 @@ def test_64_streams_at_once(direct: Direct, reference: Reference) -> None:
     before = outcomes(direct)
     with ThreadPoolExecutor(STREAMS) as threads:
         answers = list(threads.map(stream, prompts))
-    assert answers == [of_prompt[tuple(prompt)].tokens for prompt in prompts]
+    assert answers == [list(of_prompt[tuple(prompt)].tokens) for prompt in prompts]
     assert outcomes(direct) == before | {"ok": before["ok"] + STREAMS}
 
 
