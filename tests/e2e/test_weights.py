@@ -191,7 +191,7 @@ def test_a_directory_that_holds_no_model_changes_nothing(trained: Trained, tmp_p
 
 
 def test_weights_of_a_trainer_are_taken_in_steps_and_begin_a_namespace(
-    trained: Trained, monkeypatch: pytest.MonkeyPatch
+    trained: Trained, request: pytest.FixtureRequest
 ) -> None:
     """By handles of tensors in this process's shared memory, as a trainer on the same host sends them."""
     import torch
@@ -199,7 +199,9 @@ def test_weights_of_a_trainer_are_taken_in_steps_and_begin_a_namespace(
     from sglang.srt.utils import MultiprocessingSerializer
 
     before, old = [Answer.of(one.json()) for one in trained.ask()], trained.namespaces()
-    monkeypatch.setattr(torch.multiprocessing.reductions, "get_sharing_strategy", lambda: "file_system")
+    strategy = torch.multiprocessing.get_sharing_strategy()
+    request.addfinalizer(lambda: torch.multiprocessing.set_sharing_strategy(strategy))
+    torch.multiprocessing.set_sharing_strategy("file_system")  # each worker opens it by name
     tensors = [
         (name, tensor.share_memory_())
         for file in sorted(trained.new_model.glob("*.safetensors"))
