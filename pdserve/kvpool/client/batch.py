@@ -68,9 +68,7 @@ class Batch(Generic[T]):
         """The pieces for one node, alike in length and in the order of the keys. `streams`: its pages come
         over a stream.
         """
-        most = MAX_KEYS
-        if self.page_bytes:
-            most = pages_a_message(self.page_bytes)
+        most = pages_a_message(self.page_bytes) if self.page_bytes else MAX_KEYS
         if self.page_bytes and not streams:
             most = max(1, min(most, PIECE_BYTES // self.page_bytes))
         pieces = -(-len(places) // most)

@@ -48,7 +48,8 @@ class ChainClient:
         self.client = client
         self._suffixes = suffixes
         self._shares = shares or {}
-        self._rule = ReadOrCompute(client.config.compute_tokens_s if page_tokens else 0.0, page_tokens)
+        compute_tokens_s = client.config.compute_tokens_s if page_tokens else 0.0
+        self._rule = ReadOrCompute(compute_tokens_s, page_tokens) if compute_tokens_s else None
         self._metrics = ClientMetrics()
 
     def present(self, keys: Sequence[str], parts: Sequence[str] = (KV,)) -> list[list[bool]]:
@@ -60,15 +61,17 @@ class ChainClient:
         present = [
             self._whole(list(islice(found, len(ours))), part) for part, ours in zip(parts, names, strict=True)
         ]
-        if KV in parts and not self._is_worth_reading(names[parts.index(KV)], present[parts.index(KV)]):
-            present = [[False] * len(mask) for mask in present]
+        if self._rule is not None and KV in parts:
+            place = parts.index(KV)
+            if not self._is_worth_reading(self._rule, names[place], present[place]):
+                present = [[False] * len(mask) for mask in present]
         self._publish()
         return present
 
-    def _is_worth_reading(self, names: Sequence[bytes], present: Sequence[bool]) -> bool:
+    def _is_worth_reading(self, rule: ReadOrCompute, names: Sequence[bytes], present: Sequence[bool]) -> bool:
         pages = next((place for place, there in enumerate(present) if not there), len(present))
         read_s = self.client.expected_read_s(names[: pages * len(self._suffixes[KV])]) if pages else 0.0
-        if self._rule.reads(pages, read_s, time.monotonic()):
+        if rule.reads(pages, read_s, time.monotonic()):
             return True
         self.client.left_to_compute(pages)
         return False
