@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
-import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -25,31 +23,17 @@ from pdserve.router.tenants.api_keys import key_line
 from pdserve.router.tenants.tenant import TenantState
 from tests.support.router.harness import FAST, Harness, routed
 from tests.support.router.mock_worker import MockWorker, workers
+from tests.support.router.redis_server import RedisServer, redis_server
 
 ALICE = "alice-" + "a" * 20
 BY_ALICE = {"authorization": f"Bearer {ALICE}"}
 CHANNEL = "pdserve:rates"
 
 
-class Server(NamedTuple):
-    process: subprocess.Popen[bytes]
-    url: str
-
-
 @pytest.fixture
-def redis(tmp_path: Path) -> Iterator[Server]:
-    program = shutil.which("redis-server")
-    assert program, "redis-server is missing: apt-get install redis-server"
-    socket = tmp_path / "redis.sock"
-    process = subprocess.Popen(
-        [program, "--port", "0", "--unixsocket", str(socket), "--save", "", "--dir", str(tmp_path)],
-        stdout=subprocess.DEVNULL,
-    )
-    try:
-        yield Server(process, f"unix://{socket}")
-    finally:
-        process.kill()
-        process.wait()
+def redis(tmp_path: Path) -> Iterator[RedisServer]:
+    with redis_server(tmp_path) as server:
+        yield server
 
 
 class Replica(NamedTuple):
@@ -102,7 +86,9 @@ async def replicas(url: str, tmp_path: Path, count: int = 2) -> AsyncIterator[li
         yield made
 
 
-async def test_what_a_tenant_sends_to_one_router_counts_at_the_other(redis: Server, tmp_path: Path) -> None:
+async def test_what_a_tenant_sends_to_one_router_counts_at_the_other(
+    redis: RedisServer, tmp_path: Path
+) -> None:
     async with replicas(redis.url, tmp_path) as (here, there):
         await until(lambda: here.rates.processes == there.rates.processes == 2 and not here.is_apart)
         for replica in (here, there):
@@ -116,7 +102,7 @@ async def test_what_a_tenant_sends_to_one_router_counts_at_the_other(redis: Serv
 
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
 async def test_a_redis_that_hangs_or_dies_leaves_shares_and_no_request_waits_for_it(
-    redis: Server, tmp_path: Path, how: signal.Signals
+    redis: RedisServer, tmp_path: Path, how: signal.Signals
 ) -> None:
     async with replicas(redis.url, tmp_path) as (here, there):
         await until(lambda: here.rates.processes == there.rates.processes == 2)
@@ -132,7 +118,7 @@ async def test_a_redis_that_hangs_or_dies_leaves_shares_and_no_request_waits_for
             assert (here.tenant.share, there.tenant.share) == (1.0, 1.0)
 
 
-async def test_garbage_in_the_channel_is_dropped(redis: Server, tmp_path: Path) -> None:
+async def test_garbage_in_the_channel_is_dropped(redis: RedisServer, tmp_path: Path) -> None:
     async with replicas(redis.url, tmp_path) as (here, there):
         await until(lambda: here.rates.processes == there.rates.processes == 2)
         async with Redis.from_url(redis.url) as client:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,22 +17,13 @@ from pdserve.router.sessions.redis_table import MAX_BATCH, SharedSessions
 from pdserve.router.sessions.table import SessionEntry
 from tests.support.router.harness import CHAT, FAST, Harness, routed
 from tests.support.router.mock_worker import MockWorker, answered_with, workers
+from tests.support.router.redis_server import redis_server
 
 
 @pytest.fixture
 def redis_url(tmp_path: Path) -> Iterator[str]:
-    program = shutil.which("redis-server")
-    assert program, "redis-server is missing: apt-get install redis-server"
-    socket = tmp_path / "redis.sock"
-    server = subprocess.Popen(
-        [program, "--port", "0", "--unixsocket", str(socket), "--save", "", "--dir", str(tmp_path)],
-        stdout=subprocess.DEVNULL,
-    )
-    try:
-        yield f"unix://{socket}"
-    finally:
-        server.kill()
-        server.wait()
+    with redis_server(tmp_path) as server:
+        yield server.url
 
 
 def settings(url: str, **more: float) -> Session:
