@@ -63,11 +63,15 @@ TlsKey: TypeAlias = Annotated[
 
 def chosen_tls(ca: Path | None, certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:
     """For connections by TLS; None: without. Raises ConfigError."""
+    return Certificates(tls_files(ca, certificate, key)).client_context
+
+
+def tls_files(ca: Path | None, certificate: Path | None, key: Path | None) -> TlsConfig:
+    """The files that the options name. Raises ConfigError."""
     try:
-        config = TlsConfig(ca=ca, certificate=certificate, key=key)
+        return TlsConfig(ca=ca, certificate=certificate, key=key)
     except ValueError:
         raise ConfigError("--tls-certificate and --tls-key are given together, or none of them") from None
-    return Certificates(config).client_context
 
 
 class Asking(NamedTuple):
@@ -90,10 +94,7 @@ class Asking(NamedTuple):
 
 
 def asks(command: Callable[..., None]) -> Callable[..., None]:
-    """Make a command line of `command(asking, ...)`: its own options, and those of `Asking`.
-
-    Typer reads the options from the signature of the result.
-    """
+    """Make a command line of `command(asking, ...)`: its own options, and those of `Asking`."""
 
     def run(
         address: Address,
@@ -108,9 +109,18 @@ def asks(command: Callable[..., None]) -> Callable[..., None]:
         tls = chosen_tls(tls_ca, tls_certificate, tls_key)
         command(Asking(address, as_json, chosen_token(token_file), timeout, tls), **own)
 
-    address, *shared, _ = signature(run, eval_str=True).parameters.values()
+    return with_options_of(run, command)
+
+
+def with_options_of(run: Callable[..., None], command: Callable[..., None]) -> Callable[..., None]:
+    """`run(first, ..., **own)` as a command line with the options of both: `command` takes one argument that
+    `run` makes, and then `own`. Typer reads the options from the signature of the result.
+    """
+    first, *shared, _ = signature(run, eval_str=True).parameters.values()
     _, *own = signature(command, eval_str=True).parameters.values()
-    options = [address, *own, *shared]
+    needed = [option for option in own if option.default is option.empty]
+    others = [option for option in own if option.default is not option.empty]
+    options = [first, *needed, *others, *shared]
     run.__signature__ = Signature(options)  # type: ignore[attr-defined]
     run.__annotations__ = {option.name: option.annotation for option in options}
     run.__name__, run.__doc__ = command.__name__, command.__doc__

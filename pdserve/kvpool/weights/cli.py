@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import typer
 from msgspec.structs import replace
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from pdserve.errors import ConfigError
-from pdserve.kvpool.admin.node_client import Json, TlsCa, TlsCertificate, TlsKey, TokenFile, chosen_token
+from pdserve.kvpool.admin.node_client import (
+    Json,
+    TlsCa,
+    TlsCertificate,
+    TlsKey,
+    TokenFile,
+    chosen_token,
+    tls_files,
+    with_options_of,
+)
 from pdserve.kvpool.admin.tables import as_json, make_console, make_table, size
 from pdserve.kvpool.client.config import PoolClientConfig, with_pool_secrets
 from pdserve.kvpool.weights import catalog
@@ -22,7 +31,6 @@ from pdserve.kvpool.weights.names import parse_model
 from pdserve.kvpool.weights.place import pool_at
 from pdserve.kvpool.weights.push import push as push_directory
 from pdserve.kvpool.weights.store import NAMESPACE, WeightStore
-from pdserve.tls.contexts import TlsConfig
 from pdserve.tokens import Secret
 
 Pool: TypeAlias = Annotated[
@@ -41,6 +49,8 @@ Name: TypeAlias = Annotated[
     str, typer.Argument(metavar="NAME[@REV]", help="Model; without @REV it is @main.")
 ]
 Step: TypeAlias = Callable[[int, int], None]
+Opening: TypeAlias = Callable[[], AbstractContextManager[WeightStore]]
+"""Opens the store that the options name. Raises ConfigError, PoolError."""
 
 app = typer.Typer(
     add_completion=False,
@@ -51,27 +61,48 @@ app = typer.Typer(
 )
 
 
+def opens(command: Callable[..., None]) -> Callable[..., None]:
+    """Make a command line of `command(opening, ...)`: its own options, and those that say which pool."""
+
+    def run(
+        pool: Pool,
+        namespace: Namespace = NAMESPACE,
+        token_file: TokenFile = None,
+        tls_ca: TlsCa = None,
+        tls_certificate: TlsCertificate = None,
+        tls_key: TlsKey = None,
+        **own: Any,
+    ) -> None:
+        @contextmanager
+        def opening() -> Iterator[WeightStore]:
+            tls = tls_files(tls_ca, tls_certificate, tls_key)
+            config = with_pool_secrets(PoolClientConfig(tls=tls), os.environ)
+            config = pool_at(pool, replace(config, token=Secret(chosen_token(token_file))))
+            with WeightStore(config, namespace) as store:
+                yield store
+
+        command(opening, **own)
+
+    return with_options_of(run, command)
+
+
 @app.command()
+@opens
 def push(
+    opening: Opening,
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", help="Model directory, or a hub cache's snapshot.")
     ],
     name: Name,
-    pool: Pool,
     weight: Annotated[
         float | None,
         typer.Option(help="Share of a busy node, where KV pages have 1; else as it is, 0.1 at first."),
     ] = None,
-    namespace: Namespace = NAMESPACE,
     json: Json = False,
-    token_file: TokenFile = None,
-    tls_ca: TlsCa = None,
-    tls_certificate: TlsCertificate = None,
-    tls_key: TlsKey = None,
 ) -> None:
     """Store the files of a directory as a revision. The same again writes what the pool lacks of it."""
     model = parse_model(name)
-    with _store(pool, namespace, token_file, tls_ca, tls_certificate, tls_key) as store, _bar(json) as step:
+    with opening() as store, _bar(json) as step:
         done = push_directory(store, directory, model, weight=weight, progress=step)
     if json:
         row = {"model": str(model), "bytes": done.manifest.size_bytes, "pages": done.pages}
@@ -86,21 +117,17 @@ def push(
 
 
 @app.command()
+@opens
 def pull(
+    opening: Opening,
     name: Name,
     directory: Annotated[
         Path, typer.Argument(metavar="DIR", help="Where the files go; made if it is missing.")
     ],
-    pool: Pool,
-    namespace: Namespace = NAMESPACE,
-    token_file: TokenFile = None,
-    tls_ca: TlsCa = None,
-    tls_certificate: TlsCertificate = None,
-    tls_key: TlsKey = None,
 ) -> None:
     """Write a revision's files into a directory. Every page is checked."""
     model = parse_model(name)
-    with _store(pool, namespace, token_file, tls_ca, tls_certificate, tls_key) as store:
+    with opening() as store:
         manifest = store.manifest(model)
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -111,17 +138,13 @@ def pull(
 
 
 @app.command()
+@opens
 def ls(
-    pool: Pool,
-    namespace: Namespace = NAMESPACE,
+    opening: Opening,
     json: Json = False,
-    token_file: TokenFile = None,
-    tls_ca: TlsCa = None,
-    tls_certificate: TlsCertificate = None,
-    tls_key: TlsKey = None,
 ) -> None:
     """List the models in the pool, and whether they are whole."""
-    with _store(pool, namespace, token_file, tls_ca, tls_certificate, tls_key) as store:
+    with opening() as store:
         found = catalog.entries(store)
     if json:
         for one in found:
@@ -137,70 +160,38 @@ def ls(
 
 
 @app.command()
+@opens
 def rm(
+    opening: Opening,
     name: Name,
-    pool: Pool,
-    namespace: Namespace = NAMESPACE,
-    token_file: TokenFile = None,
-    tls_ca: TlsCa = None,
-    tls_certificate: TlsCertificate = None,
-    tls_key: TlsKey = None,
 ) -> None:
     """Remove a revision. Pages that no other revision has are freed at once."""
     model = parse_model(name)
-    with _store(pool, namespace, token_file, tls_ca, tls_certificate, tls_key) as store:
+    with opening() as store:
         _say_removed(f"{model} was removed", catalog.remove(store, model))
 
 
 @app.command()
+@opens
 def prune(
-    pool: Pool,
-    namespace: Namespace = NAMESPACE,
-    token_file: TokenFile = None,
-    tls_ca: TlsCa = None,
-    tls_certificate: TlsCertificate = None,
-    tls_key: TlsKey = None,
+    opening: Opening,
 ) -> None:
     """Free pages that no revision has: of pushes that were given up, or of nodes that were away."""
-    with _store(pool, namespace, token_file, tls_ca, tls_certificate, tls_key) as store:
+    with opening() as store:
         _say_removed("done", catalog.prune(store))
 
 
 @app.command()
+@opens
 def warm(
+    opening: Opening,
     name: Name,
-    pool: Pool,
-    namespace: Namespace = NAMESPACE,
-    token_file: TokenFile = None,
-    tls_ca: TlsCa = None,
-    tls_certificate: TlsCertificate = None,
-    tls_key: TlsKey = None,
 ) -> None:
     """Read and check every page of a revision, so that pages come up from tiers before workers need them."""
     model = parse_model(name)
-    with _store(pool, namespace, token_file, tls_ca, tls_certificate, tls_key) as store, _bar(False) as step:
+    with opening() as store, _bar(False) as step:
         manifest = catalog.warm(store, model, step)
     make_console().print(f"{model} is whole, {size(manifest.size_bytes)} were read")
-
-
-@contextmanager
-def _store(
-    pool: str,
-    namespace: str,
-    token_file: Path | None,
-    tls_ca: Path | None,
-    tls_certificate: Path | None,
-    tls_key: Path | None,
-) -> Iterator[WeightStore]:
-    """Raises ConfigError, PoolError."""
-    try:
-        tls = TlsConfig(ca=tls_ca, certificate=tls_certificate, key=tls_key)
-    except ValueError:
-        raise ConfigError("--tls-certificate and --tls-key are given together, or none of them") from None
-    config = with_pool_secrets(PoolClientConfig(tls=tls), os.environ)
-    config = pool_at(pool, replace(config, token=Secret(chosen_token(token_file))))
-    with WeightStore(config, namespace) as store:
-        yield store
 
 
 @contextmanager
