@@ -11,6 +11,7 @@ import pdserve
 from pdserve.errors import ConfigError
 from pdserve.render.kubernetes.files import files_of, write
 from pdserve.render.kubernetes.groups import make_cluster
+from pdserve.settings.command_line import ExtraArgs
 from pdserve.up.cli import SCHEMAS, check_tables
 from pdserve.up.config import read_cluster_file
 
@@ -37,12 +38,7 @@ def kubernetes(
         Path | None,
         typer.Option(metavar="DIR", help="Grafana's dashboards; none: launch/grafana of this checkout."),
     ] = None,
-    extra: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[-- SGLANG_FLAGS]", help="Flags passed to SGLang in every worker.", show_default=False
-        ),
-    ] = None,
+    extra: ExtraArgs = None,
 ) -> None:
     """Write Kustomize files: base, overlays for CPU and GPU, components for monitoring and scaling.
 

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 import typer
@@ -75,6 +75,15 @@ def config_command(
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.command(help=help)(command)
     return app
+
+
+ExtraArgs: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[-- SGLANG_FLAGS]", help="Flags passed to SGLang in every worker.", show_default=False
+    ),
+]
+"""Of commands that start or describe several workers."""
 
 
 def _config_parameter() -> inspect.Parameter:

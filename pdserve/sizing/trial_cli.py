@@ -10,6 +10,7 @@ import typer
 
 from pdserve.bench.commands import load_options as options
 from pdserve.bench.commands import options as common
+from pdserve.settings.command_line import ExtraArgs
 from pdserve.sizing.cli import Slo, Trace, Turning, parse_level
 
 if TYPE_CHECKING:
@@ -50,12 +51,7 @@ def trial(
     silence: options.Silence = 300.0,
     out: common.Out = None,
     as_json: common.AsJson = False,
-    extra: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[-- SGLANG_FLAGS]", help="Flags passed to SGLang in every worker.", show_default=False
-        ),
-    ] = None,
+    extra: ExtraArgs = None,
 ) -> None:
     """Serve a load with two real workers on this machine, in fixed, elastic and aggregated roles, beside what
     `pdserve plan` says of it.

@@ -18,6 +18,7 @@ import typer
 from pdserve.capacity.gather import read_model, this_machine
 from pdserve.capacity.report import lines
 from pdserve.errors import StartupError
+from pdserve.settings.command_line import ExtraArgs
 from pdserve.settings.config_file import build_config
 from pdserve.up.claims import check_ports, claimed, free_ports, run_directory
 from pdserve.up.config import ClusterFile, Role, WorkerRole, read_cluster_file
@@ -87,12 +88,7 @@ def up(
             metavar="PLACE", help="Who runs the processes: local (this host), slurm, or ray (not run yet)."
         ),
     ] = LOCAL,
-    extra: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[-- SGLANG_FLAGS]", help="Flags passed to SGLang in every worker.", show_default=False
-        ),
-    ] = None,
+    extra: ExtraArgs = None,
 ) -> None:
     """Start a cluster, wait until each process is ready, and supervise it until Ctrl-C.
 

@@ -13,6 +13,7 @@ import typer
 from pdserve.bench.commands import load_options as options
 from pdserve.bench.commands import options as common
 from pdserve.bench.commands.output import Output, failed_with, say
+from pdserve.settings.command_line import ExtraArgs
 
 if TYPE_CHECKING:
     from pdserve.bench.serving.load.plan import Shape
@@ -33,12 +34,6 @@ Against = Annotated[
     ),
 ]
 ModelPath = Annotated[Path, typer.Option("--model", help="Model directory: pdserve model demo makes one.")]
-ExtraArgs = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[-- SGLANG_FLAGS]", help="Flags passed to SGLang in every worker.", show_default=False
-    ),
-]
 
 
 def compare(

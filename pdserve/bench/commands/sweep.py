@@ -11,8 +11,8 @@ import typer
 
 from pdserve.bench.commands import load_options as options
 from pdserve.bench.commands import options as common
-from pdserve.bench.commands.compare import ExtraArgs
 from pdserve.bench.commands.output import Output, failed_with, say
+from pdserve.settings.command_line import ExtraArgs
 
 if TYPE_CHECKING:
     from pdserve.bench.serving.load.plan import Shape

@@ -9,8 +9,9 @@ import typer
 
 from pdserve.bench.commands import load_options as options
 from pdserve.bench.commands import options as common
-from pdserve.bench.commands.compare import ExtraArgs, ModelPath
+from pdserve.bench.commands.compare import ModelPath
 from pdserve.bench.commands.output import Output, failed_with, say
+from pdserve.settings.command_line import ExtraArgs
 
 
 def weights(
