@@ -138,10 +138,8 @@ def _alike(
 
 
 def _gpus(group: str, role: Role, table: Table, extra_args: list[str]) -> int:
-    if role == "pool" or role == "router":
+    if role not in WORKER_ROLES:
         return 0
-    assert role != "vllm"
-    assert role != "lmcache"
     found = worker_need(group, role, group, table, extra_args)
     if any(word.partition("=")[0] in ("--nnodes", "--dist-init-addr") for word in _words(table, extra_args)):
         raise ConfigError(f"{group}: a worker runs on one host: leave out --nnodes and --dist-init-addr")
