@@ -76,13 +76,9 @@ class Dispatcher:
 
     async def serve(self, call: Call) -> None:
         """Answer the call. Raises RequestError with nothing sent. On cancellation all load is released."""
+        session = call.facts.session
+        last = None if session is None else await self.last_turn(session)
         now_s = self._loop.time()
-        last = self.placer.last_turn(call.facts, now_s)
-        if self._shared is not None and call.facts.session is not None:
-            found = await self._shared.get(call.facts.session)
-            if found is not None and (last is None or found.is_after(last)):
-                last = found  # of the same turn the own table knows more
-            now_s = self._loop.time()
         plan = self._plan(call, last, now_s)
         if self._levels is not None:
             plan = await self._levels.admit(call, plan, lambda: self._try_plan(call, last))
@@ -97,7 +93,9 @@ class Dispatcher:
             await call.answer.send_worker_error(answer.status, answer.body)
 
     async def last_turn(self, session: SessionKey) -> SessionEntry | None:
-        """The session's last turn, as this router or those that share the table with it know it."""
+        """The session's last turn, as this router or those that share the table with it know it. Of the same
+        turn the own table knows more.
+        """
         last = self.placer.sessions.get(session, self._loop.time())
         found = None if self._shared is None else await self._shared.get(session)
         return found if found is not None and (last is None or found.is_after(last)) else last

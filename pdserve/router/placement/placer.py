@@ -48,10 +48,6 @@ class Placer:
         self.needs_prefix = self._planner.needs_places or config.slo.is_set or bool(config.elastic)
         """Whether planning uses `RequestFacts.prefix`, or what is expected of requests does."""
 
-    def last_turn(self, facts: RequestFacts, now_s: float) -> SessionEntry | None:
-        """The session's last turn, or None if this router does not know one."""
-        return None if facts.session is None else self.sessions.get(facts.session, now_s)
-
     def plan(
         self,
         facts: RequestFacts,

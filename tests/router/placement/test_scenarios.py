@@ -119,7 +119,7 @@ class Scenario:
             draw=self.turns * 7919,
             prefix=Prefix(tuple(digests)) if self.placer.needs_prefix else None,
         )
-        last = self.placer.last_turn(facts, self.now_s)
+        last = None if facts.session is None else self.placer.sessions.get(facts.session, self.now_s)
         try:
             plan = self.placer.plan(facts, self.fleet.snapshot("m", self.now_s), last, self.now_s)
         except NoWorkerError as error:

@@ -41,7 +41,7 @@ class Replica:
         facts = RequestFacts(
             ENDPOINTS["/v1/completions"], session=named(session), prompt_tokens_estimate=tokens
         )
-        last = self.placer.last_turn(facts, now_s)
+        last = None if facts.session is None else self.placer.sessions.get(facts.session, now_s)
         plan = self.placer.plan(facts, self.fleet.snapshot("m", now_s), last, now_s)
         self.placer.on_answering(facts, plan, plan.decode, "r", now_s)
         self.fleet.on_selected(plan.decode, now_s)
