@@ -195,19 +195,17 @@ def _write(
     store: WeightStore, directory: Path, manifest: Manifest, lacking: set[bytes], progress: Progress
 ) -> list[bytes]:
     """Write these pages; the keys of those that the pool took. Raises WeightsError."""
-    wanted, size = (
-        set(lacking),
-        sum({p.key: p.stored for p in manifest.pieces() if p.key in lacking}.values()),
-    )
+    size = sum({piece.key: piece.stored for piece in manifest.pieces() if piece.key in lacking}.values())
     written: list[bytes] = []
     batch: list[tuple[Piece, Bytes1D]] = []
-    done = 0
-    for piece, page in _content(directory, manifest, wanted):
+    done = batch_bytes = 0
+    for piece, page in _content(directory, manifest, set(lacking)):
         batch.append((piece, page))
         done += piece.stored
-        if sum(one.stored for one, _ in batch) >= BATCH_BYTES:
+        batch_bytes += piece.stored
+        if batch_bytes >= BATCH_BYTES:
             written += _put(store, batch)
-            batch = []
+            batch, batch_bytes = [], 0
         progress(done, size)
     return written + _put(store, batch)
 
