@@ -76,7 +76,7 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
     Certificates(config.tls)  # refuses files that cannot be used, before anything slow
     url = advertised(config)
     with until_stopped():
-        config = _located(config)
+        config = located(config)
         device = prepare_process(config.engine)
         direct = prepared_direct(config, role, device)
         # SGLang may be imported from here on
@@ -120,7 +120,7 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
     return 0
 
 
-def _located(config: WorkerConfig) -> WorkerConfig:
+def located(config: WorkerConfig) -> WorkerConfig:
     """With the nodes and secrets of the pool, where it is needed. Raises ConfigError, StartupError."""
     from_pool = is_pool_url(config.engine.model_path)
     if config.storage == "pool" or from_pool:

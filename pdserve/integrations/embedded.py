@@ -6,22 +6,18 @@ scheduler are those of a worker, so both share pages.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-
-from msgspec.structs import replace
 
 from pdserve.engine.args import Role, server_argv
 from pdserve.engine.launch import (
     checked_args,
     identified,
+    located,
     prepare_process,
     prepared_direct,
     set_environment,
 )
 from pdserve.engine.worker import WorkerConfig
-from pdserve.kvpool.client.config import with_pool_secrets
-from pdserve.kvpool.client.locate import locate_pool
 from pdserve.pages import KvGeometry
 
 
@@ -41,7 +37,7 @@ def prepare(config: WorkerConfig, role: Role) -> Embedded:
     """Prepare this process, which has not imported SGLang yet, and open the pool's namespace. `config` has
     the pool as its storage. Raises ConfigError, StartupError.
     """
-    config = replace(config, pool=locate_pool(with_pool_secrets(config.pool, os.environ)))
+    config = located(config)
     device = prepare_process(config.engine)
     direct = prepared_direct(config, role, device)
     from pdserve.engine.sglang.storage import pool_storage
