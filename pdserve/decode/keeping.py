@@ -22,11 +22,11 @@ from msgspec import Meta
 from pdserve.engine.page_names import RequestPages
 from pdserve.errors import PoolError, RequestError
 from pdserve.kvpool.client.async_client import AsyncPoolClient
+from pdserve.kvpool.protocol.messages import MAX_KEEP_S
 
 logger = logging.getLogger(__name__)
 
 MAX_CONVERSATIONS: Final = 512
-MAX_KEEP_S: Final = 24 * 3600
 LIMIT_S: Final = 10.0
 """For one conversation's pages."""
 

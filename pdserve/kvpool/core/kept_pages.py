@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from pdserve.kvpool.core.store.page_store import PageStore
-from pdserve.kvpool.protocol.messages import MAX_KEPT_KEYS, Exists
+from pdserve.kvpool.protocol.messages import MAX_KEEP_S, MAX_KEPT_KEYS, Exists
 from pdserve.kvpool.protocol.slot_table import COMMITTED
 
 TOUCH_S: Final = 5.0
@@ -22,7 +22,6 @@ TOUCH_S: Final = 5.0
 TOUCHED_AT_ONCE: Final = 256
 """About 0.2 ms of a node's time."""
 MAX_KEPT: Final = 50_000
-MAX_KEEP_S: Final = 24 * 3600.0
 
 
 class KeptPages:

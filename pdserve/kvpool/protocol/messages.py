@@ -43,6 +43,7 @@ MAX_FATES: Final = 64  # told in one answer
 NOWHERE: Final = 0  # a place in `Present`
 IN_MEMORY: Final = 1
 MAX_KEPT_KEYS: Final = 256  # of one Exists: about 0.3 ms of a node's time
+MAX_KEEP_S: Final = 24 * 3600  # pages are kept no longer, whoever wishes
 MAX_SEGMENTS = 1024  # per page; HiCache's layer_first layout has two per layer
 
 

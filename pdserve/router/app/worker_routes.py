@@ -18,6 +18,7 @@ import msgspec
 from fastapi.responses import Response
 
 from pdserve.errors import RequestError
+from pdserve.kvpool.protocol.messages import MAX_KEEP_S
 from pdserve.router.api.errors import NoWorkerError, TooManyError, convert_error
 from pdserve.router.api.held_ids import RESPONSE, SESSION, find_holder, new_id
 from pdserve.router.api.openapi import error_answer
@@ -27,7 +28,6 @@ from pdserve.router.fleet.worker import Worker
 from pdserve.router.request.answer import JSON
 from pdserve.router.server.asgi import address_of
 from pdserve.router.sessions.keys import find_session_key, parse_sources
-from pdserve.router.tenants.retained import MAX_RETAIN_S
 from pdserve.router.tenants.tenant import RATE_EXCEEDED, TenantState
 from pdserve.router.upstream.response import UpstreamError
 
@@ -68,7 +68,7 @@ class _Closed(msgspec.Struct):
 
 
 class _Hint(msgspec.Struct):
-    ttl_s: Annotated[int, msgspec.Meta(ge=0, le=MAX_RETAIN_S)]
+    ttl_s: Annotated[int, msgspec.Meta(ge=0, le=MAX_KEEP_S)]
 
 
 def add_worker_routes(app: fastapi.FastAPI, router: Router) -> None:
@@ -152,7 +152,7 @@ def _add_hint_route(app: fastapi.FastAPI, router: Router, turns: _Turns) -> None
         response_class=Response,
         responses={**_SAID, 413: error_answer(413)},
         openapi_extra=_takes(
-            ttl_s={"type": "integer", "minimum": 0, "maximum": MAX_RETAIN_S},
+            ttl_s={"type": "integer", "minimum": 0, "maximum": MAX_KEEP_S},
             model={"type": ["string", "null"]},
             user={"type": ["string", "null"]},
         ),

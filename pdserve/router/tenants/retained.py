@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 from typing import Final
 
+from pdserve.kvpool.protocol.messages import MAX_KEEP_S
 from pdserve.router.tenants.tenant import TenantState
 
 RETAIN_HEADER: Final = b"x-pdserve-retain"
 """Of a request: for how many seconds its conversation is to be kept."""
 RETAINED_HEADER: Final = b"x-pdserve-retained"
 """Of the answer: for how many it will be."""
-MAX_RETAIN_S: Final = 24 * 3600
 MAX_CONVERSATIONS: Final = 1000
 """Of one tenant."""
 _SECONDS: Final = re.compile(rb"[0-9]{1,9}")
@@ -23,7 +23,7 @@ _SECONDS: Final = re.compile(rb"[0-9]{1,9}")
 
 def seconds_of(said: bytes) -> int:
     """What the header asks for; 0: nothing, or no number."""
-    return min(int(said), MAX_RETAIN_S) if _SECONDS.fullmatch(said) else 0
+    return min(int(said), MAX_KEEP_S) if _SECONDS.fullmatch(said) else 0
 
 
 class Retained:

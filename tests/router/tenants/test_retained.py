@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from pdserve.kvpool.protocol.messages import MAX_KEEP_S
 from pdserve.router.config.tenants import Access, Tenant, TenantLimits
 from pdserve.router.tenants.api_keys import key_line
-from pdserve.router.tenants.retained import MAX_RETAIN_S, Retained, seconds_of
+from pdserve.router.tenants.retained import Retained, seconds_of
 from pdserve.router.tenants.tenant import TenantState
 from tests.support.router.harness import CHAT, Response, before
 from tests.support.router.mock_worker import MockWorker, answer
@@ -44,7 +45,7 @@ def test_who_may_keep_nothing_keeps_nothing() -> None:
     ("said", "seconds"),
     [
         (b"5", 5),
-        (b"999999999", MAX_RETAIN_S),
+        (b"999999999", MAX_KEEP_S),
         (b"0", 0),
         (b"", 0),
         (b"-1", 0),
