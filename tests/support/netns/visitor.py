@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import encodings.idna  # noqa: F401  looked up by name, later, as a user who cannot read it
+import functools
 import http.client
 import json
 import os
@@ -18,6 +19,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
@@ -94,15 +96,19 @@ class Visitor:
         self, port: int, kind: str, connections: int = HELD, *, inside_tls: bool = False
     ) -> dict[str, Any]:
         """Send that over many connections, which stay open until `let_go`."""
-        for _ in range(connections):
-            with contextlib.suppress(OSError):
-                sock = socket.create_connection((self.host, port), 2.0)
-                if inside_tls:
-                    sock = _TLS.wrap_socket(sock)
-                self.held.append(sock)
-                sock.settimeout(0.2)
-                sock.sendall(ATTACKS[kind](self._dice))
+        payloads = [ATTACKS[kind](self._dice) for _ in range(connections)]
+        with ThreadPoolExecutor(HELD) as pool:  # a port may let strangers wait for a handshake
+            list(pool.map(functools.partial(self._send, port, inside_tls), payloads))
         return {"held": len(self.held)}
+
+    def _send(self, port: int, inside_tls: bool, payload: bytes) -> None:
+        with contextlib.suppress(OSError):
+            sock = socket.create_connection((self.host, port), 2.0)
+            if inside_tls:
+                sock = _TLS.wrap_socket(sock)
+            self.held.append(sock)
+            sock.settimeout(0.2)
+            sock.sendall(payload)
 
     def let_go(self) -> dict[str, Any]:
         """Close what `attack` opened. Answers with how much was answered to it."""

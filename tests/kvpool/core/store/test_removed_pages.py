@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from pdserve.kvpool.core.store.index import REASONS
@@ -15,6 +17,17 @@ def fate(node: Node, connection: int, namespace: int, number: int) -> m.Fate:
     assert isinstance(answer, m.Present)
     [one] = answer.fates
     return one
+
+
+def remembered_beside(namespace: int, number: int) -> int:
+    """A page with another place in the table: hashes, and so places, differ from process to process."""
+    for other in itertools.count(number + 1):
+        removed = RemovedPages(1)
+        removed.note(namespace, key(number), 0, 1.0)
+        removed.note(namespace, key(other), 0, 2.0)
+        if removed.find(namespace, key(number)) is not None:
+            return other
+    raise AssertionError("unreachable")
 
 
 def test_the_newest_removal_of_a_page_is_known_by_namespace() -> None:
@@ -45,11 +58,12 @@ def test_a_page_that_is_there_has_an_age_and_one_that_never_was_has_no_fate() ->
 
 def test_an_evicted_page_is_told_with_its_reason_also_once_it_is_back() -> None:
     node, c, ns = opened(slabs=1, slab_bytes=8 * KIB)
-    node.put(c, ns, 1, 2)
-    node.put(c, ns, 3)  # takes the place of 1
+    second = remembered_beside(ns, 1)
+    node.put(c, ns, 1, second)
+    node.put(c, ns, second + 1)  # evicts 1
     node.now_s += 2.0
     assert fate(node, c, ns, 1) == m.Fate(None, "capacity", 2.0)
-    node.put(c, ns, 1)
+    node.put(c, ns, 1)  # evicts the second
     node.now_s += 1.0
     assert fate(node, c, ns, 1) == m.Fate(1.0, "capacity", 3.0)
 
