@@ -36,14 +36,16 @@ from pdserve.engine.turns.shelf import Shelf
 from pdserve.engine.weights import Weights
 from pdserve.engine.worker import RoleParts, Worker, WorkerConfig, check_namespace, install
 from pdserve.errors import ConfigError
-from pdserve.kvpool.client.async_client import AsyncPoolClient
 from pdserve.kvpool.client.config import (
+    OWN_ENGINE,
     PAGE_KEY_VARIABLE,
     POOL_TOKEN_VARIABLE,
     PoolClientConfig,
     with_pool_secrets,
 )
 from pdserve.kvpool.client.locate import locate_pool
+from pdserve.kvpool.stores.async_client import AsyncPageClient, open_async_client
+from pdserve.kvpool.stores.registry import check_engine
 from pdserve.kvpool.weights.names import is_pool_url
 from pdserve.kvpool.weights.place import tell_children
 from pdserve.pages import KvGeometry, model_fingerprint
@@ -87,7 +89,7 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
         identity, namespace = identified(config, found)
         # without the pool as storage no page ever gets there: nobody may wait for one
         reached = config.pool if config.storage == "pool" else PoolClientConfig()
-        pool = AsyncPoolClient(reached, namespace, identity.geometry.as_dict())
+        pool = open_async_client(reached, namespace, identity.geometry.as_dict())
 
         tracer = open_tracer(config.tracing, f"pdserve-{role}")
         starting, drain = Starting(is_own), Drain(config.stop_grace_s, config.stop_notice_s, clients)
@@ -121,8 +123,10 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
 
 
 def located(config: WorkerConfig) -> WorkerConfig:
-    """With the nodes and secrets of the pool, where it is needed. Raises ConfigError, StartupError."""
+    """With the nodes and secrets of the pool, where nodes are needed. Raises ConfigError, StartupError."""
     from_pool = is_pool_url(config.engine.model_path)
+    if config.pool.engine != OWN_ENGINE:
+        return config
     if config.storage == "pool" or from_pool:
         config = replace(config, pool=locate_pool(with_pool_secrets(config.pool, os.environ)))
     if from_pool:
@@ -137,7 +141,7 @@ def set_environment(pool: PoolClientConfig) -> None:
     os.environ.setdefault(MEDIA_HASHES, "1")
 
 
-def _shelf(config: WorkerConfig, pool: AsyncPoolClient) -> Shelf | None:
+def _shelf(config: WorkerConfig, pool: AsyncPageClient) -> Shelf | None:
     """The tokens of answers in the pool, beside its pages."""
     if config.storage != "pool" or not config.exact_turns.enabled:
         return None
@@ -147,7 +151,7 @@ def _shelf(config: WorkerConfig, pool: AsyncPoolClient) -> Shelf | None:
 def _weights(
     config: WorkerConfig,
     engine: Engine,
-    pool: AsyncPoolClient,
+    pool: AsyncPageClient,
     geometry: KvGeometry,
     storage_of: Callable[[str, KvGeometry], dict[str, Any]],
 ) -> Weights | None:
@@ -166,7 +170,11 @@ def _weights(
 
 def _check_storage(config: WorkerConfig) -> None:
     """Raises ConfigError for a storage that cannot work."""
-    if config.storage == "pool" and not (config.pool.nodes or config.pool.etcd.endpoints):
+    pool = config.pool
+    if config.storage == "pool" and pool.engine != OWN_ENGINE:
+        if lacks := check_engine(pool):
+            logger.warning("the store %s has no %s (docs/stores.md)", pool.engine, "; no ".join(lacks))
+    elif config.storage == "pool" and not (pool.nodes or pool.etcd.endpoints):
         raise ConfigError(
             "pool.nodes is empty: list the nodes of the pool, or set pool.etcd.endpoints to find them, "
             'or storage = "none" to do without'

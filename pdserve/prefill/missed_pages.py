@@ -25,8 +25,8 @@ from typing import Final, NamedTuple
 from pdserve.engine.http.request import HttpRequest
 from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.page_names import RequestPages
-from pdserve.kvpool.client.async_client import AsyncPoolClient
 from pdserve.kvpool.protocol.messages import MAX_FATES, Fate
+from pdserve.kvpool.stores.async_client import AsyncPageClient
 
 REASONS: Final = {
     "capacity": "evicted",
@@ -76,7 +76,7 @@ def header_of(misses: list[Miss]) -> str:
 class MissedPages:
     """Asks the pool, and counts. Lives in the worker's event loop."""
 
-    def __init__(self, pool: AsyncPoolClient, metrics: WorkerMetrics) -> None:
+    def __init__(self, pool: AsyncPageClient, metrics: WorkerMetrics) -> None:
         self._pool = pool
         self._metrics = metrics
 
