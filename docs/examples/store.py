@@ -29,6 +29,11 @@ class DirectoryStore:
 
     lacks: ClassVar = ("limit of its size: remove old files yourself", "checksums")
 
+    @staticmethod
+    def check_options(settings: StoreSettings) -> None:
+        """A worker with bad options does not start."""
+        read_options(settings, "directory", DirectoryOptions)
+
     def __init__(self, settings: StoreSettings) -> None:
         options = read_options(settings, "directory", DirectoryOptions)
         self._root = Path(options.path)

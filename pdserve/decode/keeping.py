@@ -21,8 +21,8 @@ from msgspec import Meta
 
 from pdserve.engine.page_names import RequestPages
 from pdserve.errors import PoolError, RequestError
+from pdserve.kvpool.mover.polled_client import AsyncPageClient
 from pdserve.kvpool.protocol.messages import MAX_KEEP_S
-from pdserve.kvpool.stores.async_client import AsyncPageClient
 
 logger = logging.getLogger(__name__)
 

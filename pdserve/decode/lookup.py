@@ -22,7 +22,7 @@ from pdserve.engine.page_names import PageNames, RequestPages
 from pdserve.engine.sglang.prompt import named_tokens, prefill_request
 from pdserve.errors import RequestError
 from pdserve.kvpool.client.async_client import Place
-from pdserve.kvpool.stores.async_client import AsyncPageClient
+from pdserve.kvpool.mover.polled_client import AsyncPageClient
 from pdserve.pages import namespace_seed, page_hashes, pool_key
 
 LOOKUP: Final = "/v1/kv/lookup"

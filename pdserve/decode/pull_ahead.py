@@ -26,7 +26,7 @@ from pdserve.engine.http.endpoints import CHAT
 from pdserve.engine.page_names import PageNames, Prefix
 from pdserve.engine.sglang.prompt import fetch_pages, prefill_request, prompt_tokens
 from pdserve.errors import RequestError
-from pdserve.kvpool.stores.async_client import AsyncPageClient
+from pdserve.kvpool.mover.polled_client import AsyncPageClient
 
 LIMIT_S: Final = 600.0
 """For one prompt, where the router neither hangs up nor ends."""

@@ -44,7 +44,7 @@ from pdserve.kvpool.client.config import (
     with_pool_secrets,
 )
 from pdserve.kvpool.client.locate import locate_pool
-from pdserve.kvpool.stores.async_client import AsyncPageClient, open_async_client
+from pdserve.kvpool.mover.polled_client import AsyncPageClient, open_async_client
 from pdserve.kvpool.stores.registry import check_engine
 from pdserve.kvpool.weights.names import is_pool_url
 from pdserve.kvpool.weights.place import tell_children
@@ -255,7 +255,7 @@ def identified(config: WorkerConfig, found: Any) -> tuple[KvIdentity, str]:
     prepare.share_cores(rank_count(found))
     identity = kv_identity(found, reveal(config.pool.page_key), config.engine.page_pieces)
     namespace = config.pool.namespace or identity.geometry.namespace(served_model_name(config.engine))
-    if config.storage == "pool":
+    if config.storage == "pool" and config.pool.engine == OWN_ENGINE:
         check_namespace(config.pool, namespace, identity)
     return identity, namespace
 

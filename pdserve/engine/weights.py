@@ -35,8 +35,8 @@ from msgspec.structs import replace
 
 from pdserve.engine.http.held import Door
 from pdserve.errors import RequestError, StartupError
-from pdserve.kvpool.stores.async_client import AsyncPageClient
-from pdserve.kvpool.stores.client import open_client
+from pdserve.kvpool.mover.beside import open_beside
+from pdserve.kvpool.mover.polled_client import AsyncPageClient
 from pdserve.pages import KvGeometry
 
 logger = logging.getLogger(__name__)
@@ -253,7 +253,7 @@ class Weights:
 
 def _clear(pool: AsyncPageClient, namespace: str, geometry: KvGeometry) -> int:
     with contextlib.closing(
-        open_client(pool.config, namespace, geometry.as_dict(), name="weights")
+        open_beside(pool.config, namespace, geometry.as_dict(), name="weights")
     ) as client:
         return client.clear()
 

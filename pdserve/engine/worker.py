@@ -40,7 +40,7 @@ from pdserve.engine.turns.config import ExactTurnsConfig
 from pdserve.engine.weights import Weights, routes
 from pdserve.errors import PoolRefused, StartupError
 from pdserve.kvpool.client.config import PoolClientConfig
-from pdserve.kvpool.stores.async_client import AsyncPageClient, open_async_client
+from pdserve.kvpool.mover.polled_client import AsyncPageClient, open_async_client
 from pdserve.tls.contexts import TlsConfig
 from pdserve.tokens import Secret
 from pdserve.tracing import Tracer, Tracing

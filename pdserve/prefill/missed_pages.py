@@ -25,8 +25,8 @@ from typing import Final, NamedTuple
 from pdserve.engine.http.request import HttpRequest
 from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.page_names import RequestPages
+from pdserve.kvpool.mover.polled_client import AsyncPageClient
 from pdserve.kvpool.protocol.messages import MAX_FATES, Fate
-from pdserve.kvpool.stores.async_client import AsyncPageClient
 
 REASONS: Final = {
     "capacity": "evicted",

@@ -1,6 +1,6 @@
-"""What every store of pages promises (`pdserve/kvpool/stores/base.py`): pool nodes by their own client, a store
-in this process, the example of docs/extending/store.md, and real Mooncake over TCP. To add one, give its kind
-to `KINDS` in tests/support/kvpool/page_stores.py.
+"""What every store of pages promises (`pdserve/kvpool/stores/base.py`): pool nodes by their own client, a
+store in this process, the example of docs/extending/store.md, and real Mooncake over TCP. To add one, give
+its kind to `KINDS` in tests/support/kvpool/page_stores.py.
 """
 
 from __future__ import annotations
@@ -139,7 +139,9 @@ def test_threads_that_read_and_write_at_once_get_their_own_pages(store: PageClie
             store.put(keys(*chosen), pages(*chosen))
             read = pages(0, 0, 0, 0)
             found = store.get(keys(*chosen), read)
-            if not all(page in (None, number) for page, number in zip(fills(read, found), chosen, strict=True)):
+            if not all(
+                page in (None, number) for page, number in zip(fills(read, found), chosen, strict=True)
+            ):
                 wrong.append((chosen, fills(read, found)))
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
@@ -173,7 +175,9 @@ def test_pages_in_lent_memory_move_as_others_do(kind: Kind, request: pytest.Fixt
         kind.memory = []
 
 
-def test_more_pages_than_there_is_room_for_are_lost_or_refused_and_never_wrong(kind: Kind, store: PageClient) -> None:
+def test_more_pages_than_there_is_room_for_are_lost_or_refused_and_never_wrong(
+    kind: Kind, store: PageClient
+) -> None:
     """80 MiB, in pages of 1 MiB; the stores with a limit have less."""
     big = 1024 * KIB
 
@@ -190,7 +194,9 @@ def test_more_pages_than_there_is_room_for_are_lost_or_refused_and_never_wrong(k
     assert isinstance(store.exists(keys(200))[0], bool)
 
 
-def test_a_store_that_dies_gives_misses_and_is_used_again_when_it_is_back(kind: Kind, store: PageClient) -> None:
+def test_a_store_that_dies_gives_misses_and_is_used_again_when_it_is_back(
+    kind: Kind, store: PageClient
+) -> None:
     store.put(keys(1), pages(11))
     assert all(error is None for error in store.check().values())
     kind.kill()
@@ -209,7 +215,9 @@ def test_a_store_that_dies_gives_misses_and_is_used_again_when_it_is_back(kind: 
     until(lambda: all(error is None for error in store.check().values()))
 
 
-def test_a_store_that_is_absent_at_the_start_is_found_later(kind: Kind, request: pytest.FixtureRequest) -> None:
+def test_a_store_that_is_absent_at_the_start_is_found_later(
+    kind: Kind, request: pytest.FixtureRequest
+) -> None:
     kind.kill()
     try:
         store = kind.client(request.node.name)

@@ -1,5 +1,5 @@
-"""Mooncake Store in place of pool nodes (`pool.engine = "mooncake"`), over TCP, with real SGLang: the same answers
-as plain SGLang, pages that outlive their worker, exact turns, and a store that dies.
+"""Mooncake Store in place of pool nodes (`pool.engine = "mooncake"`), over TCP, with real SGLang: the same
+answers as plain SGLang, pages that outlive their worker, and a store that dies.
 """
 
 from __future__ import annotations

@@ -17,8 +17,9 @@ from msgspec.structs import replace
 
 from pdserve.engine.turns import record
 from pdserve.kvpool.client.config import PoolClientConfig
+from pdserve.kvpool.mover.beside import open_beside
 from pdserve.kvpool.protocol.address import is_remote
-from pdserve.kvpool.stores.client import PageClient, open_client
+from pdserve.kvpool.stores.client import PageClient
 
 T = TypeVar("T")
 
@@ -102,7 +103,9 @@ class Shelf:
             if client is not None:
                 client.close()
             config = _own_config(pages.config, self._lookup_s)
-            client = self._client = open_client(config, pages.namespace, pages.geometry, name=_NAME)
+            client = self._client = open_beside(
+                config, pages.namespace, pages.geometry, name=_NAME, page_bytes=record.PAGE_BYTES
+            )
         return client
 
 

@@ -19,8 +19,9 @@ Guarantees of a store:
 
 A kind is a callable that takes `StoreSettings` and returns a `PageStore`. It is found by the entry point
 group `pdserve.kvpool.stores`; the entry point's name is the value of `pool.engine`. It may raise ConfigError
-(bad options) and PoolError (the store cannot be reached now; it is tried again). Its attribute `lacks`, a
-tuple of words, says what pool nodes do and this store does not; workers say it at their start.
+(bad options) and PoolError (the store cannot be reached now; it is tried again). A kind may have two
+attributes, for the start of a worker. `lacks`, a tuple of words, says what pool nodes do and this store does
+not. `check_options(settings)` raises ConfigError where the store can never work.
 tests/contracts/test_store_contract.py holds every kind to the above.
 """
 

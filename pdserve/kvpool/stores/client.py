@@ -103,11 +103,6 @@ class StoreClient:
         """The totals of this client."""
         return self._tally.counters
 
-    @property
-    def is_down(self) -> bool:
-        """The last call failed, or the client is closed."""
-        return self._failure is not None or self._closed
-
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """See `PageStore`."""
         return self._mask(keys, lambda store: store.exists(keys))
@@ -127,7 +122,7 @@ class StoreClient:
         page_bytes = check_pages(keys, pages)
         stored = self._mask(keys, lambda store: store.put(keys, pages))
         written = sum(stored)
-        refused = 0 if self.is_down else len(keys) - written
+        refused = 0 if self._failure is not None else len(keys) - written
         self._tally.add(pages_written=written, pages_refused=refused, bytes_written=written * page_bytes)
         return stored
 

@@ -12,7 +12,8 @@ What its answers mean (0.3.13):
 | batch_is_exist | 1: all bytes are there; 0: no; below 0: it cannot say |
 | batch_put_from_multi_buffers | 0: stored, or there already; below 0: not |
 | batch_get_into_multi_buffers | the object's length; below 0: not read |
-| health_check | 0: the master answers |
+
+RPC_FAILED stands for a master that cannot be reached, of each call.
 
 An object that is asked for is leased to its reader for a few seconds, and stays meanwhile.
 """
@@ -22,8 +23,11 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import signal
+import socket
 import threading
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar, Final
 
 import msgspec
@@ -35,8 +39,10 @@ from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
 from pdserve.kvpool.stores.base import StoreSettings, read_options
 
 KIND: Final = "mooncake"
+HOW_TO_INSTALL: Final = "Mooncake's client is not installed: pip install 'pdserve[mooncake]', or on GPU hosts mooncake-transfer-engine"
 STAGING_BYTES: Final = 4 << 20
 """For pages outside of registered memory: records of answers, of 16 KiB each."""
+RPC_FAILED: Final = (-900, -901)
 QUIET: Final = {"MC_LOG_LEVEL": "ERROR", "GLOG_minloglevel": "2", "GLOG_logtostderr": "1"}  # no files of logs
 
 
@@ -54,8 +60,8 @@ class MooncakeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     hostname: str = "127.0.0.1"
     """Of this host, as the other processes of the store reach it (MOONCAKE_LOCAL_HOSTNAME)."""
     segment_bytes: Annotated[int, Meta(ge=0)] = 0
-    """Memory that each client brings to the store (MOONCAKE_GLOBAL_SEGMENT_SIZE). It is lost with the client, and
-    a page mover ends with its worker."""
+    """Memory that each client brings to the store (MOONCAKE_GLOBAL_SEGMENT_SIZE), and takes away at its end: a
+    worker has several clients, which end before it or with it."""
     buffer_bytes: Annotated[int, Meta(ge=1 << 20)] = 16 << 20
     """Mooncake's own buffer in each client; the calls used here need none."""
 
@@ -74,9 +80,17 @@ class MooncakeStore:
         "weights, KV events and the live page of pool nodes",
     )
 
+    @staticmethod
+    def check_options(settings: StoreSettings) -> None:
+        """Raises ConfigError: bad options, or Mooncake is not installed."""
+        read_options(settings, KIND, MooncakeOptions)
+        if find_spec("mooncake") is None:
+            raise ConfigError(HOW_TO_INSTALL)
+
     def __init__(self, settings: StoreSettings) -> None:
         """Raises ConfigError, PoolUnavailable."""
         options = read_options(settings, KIND, MooncakeOptions)
+        _await_port(options.master, settings.exists_timeout_s)
         self._prefix = settings.namespace + "/"
         self._store = join(options)
         self._staging: Bytes1D = np.empty(STAGING_BYTES, np.uint8)
@@ -93,7 +107,7 @@ class MooncakeStore:
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """See `PageStore`. Raises PoolUnavailable."""
         codes = self._store.batch_is_exist(self._names(keys))
-        _refuse_failure(codes)
+        _check_master(codes)
         return [code == 1 for code in codes]
 
     def get(self, keys: Sequence[bytes], pages: Sequence[PageBuffers]) -> list[bool]:
@@ -109,9 +123,12 @@ class MooncakeStore:
         return max(0, int(self._store.remove_by_regex("^" + re.escape(self._prefix), False)))
 
     def check(self) -> dict[str, PoolError | None]:
-        """See `PageStore`."""
-        code = self._store.health_check()
-        return {KIND: None if code == 0 else PoolUnavailable(f"mooncake's master does not answer ({code})")}
+        """See `PageStore`. Mooncake's own `health_check` says that all is well while the master is dead."""
+        try:
+            self.exists([bytes(32)])
+        except PoolUnavailable as error:
+            return {KIND: error}
+        return {KIND: None}
 
     def close(self) -> None:
         """Idempotent."""
@@ -123,11 +140,13 @@ class MooncakeStore:
     def _read(self, keys: Sequence[bytes], pages: Sequence[PageBuffers]) -> list[bool]:
         pointers, sizes = _places(pages)
         lengths = self._store.batch_get_into_multi_buffers(self._names(keys), pointers, sizes)
+        _check_master(lengths)
         return [length == sum(size) for length, size in zip(lengths, sizes, strict=True)]
 
     def _write(self, keys: Sequence[bytes], pages: Sequence[PageBuffers]) -> list[bool]:
         pointers, sizes = _places(pages)
         codes = self._store.batch_put_from_multi_buffers(self._names(keys), pointers, sizes)
+        _check_master(codes)
         return [code == 0 for code in codes]
 
     def _moved(
@@ -174,10 +193,7 @@ def join(options: MooncakeOptions) -> Any:
     try:
         library = importlib.import_module("mooncake.store")
     except ImportError as error:
-        raise ConfigError(
-            f"Mooncake's client cannot be loaded ({error}): pip install 'pdserve[mooncake]', or on GPU hosts "
-            "mooncake-transfer-engine"
-        ) from error
+        raise ConfigError(f"{HOW_TO_INSTALL} ({error})") from error
     store = library.MooncakeDistributedStore()
     settings = {
         "local_hostname": options.hostname,
@@ -188,7 +204,13 @@ def join(options: MooncakeOptions) -> Any:
         "rdma_devices": options.devices,
         "master_server_addr": options.master,
     }
-    if (code := store.setup(settings)) != 0:
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        code = store.setup(settings)
+    finally:
+        # Mooncake ends a process on SIGTERM by a thread of its own, and blocks the signal in this one for it
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    if code != 0:
         raise PoolUnavailable(f"mooncake cannot join the store of {options.master} (error {code})")
     return store
 
@@ -212,7 +234,18 @@ def _copy_back(flats: Sequence[Bytes1D], pages: Sequence[PageBuffers]) -> None:
             start += segment.nbytes
 
 
-def _refuse_failure(codes: Sequence[int]) -> None:
-    """Raises PoolUnavailable where the store could not answer for any key."""
-    if codes and all(code < 0 for code in codes):
-        raise PoolUnavailable(f"mooncake does not answer (error {codes[0]})")
+def _check_master(codes: Sequence[int]) -> None:
+    """Raises PoolUnavailable where the master could not be asked."""
+    if any(code in RPC_FAILED for code in codes):
+        raise PoolUnavailable(f"mooncake's master does not answer (error {codes[0]})")
+
+
+def _await_port(master: str, timeout_s: float) -> None:
+    """Raises PoolUnavailable where nobody listens. Mooncake would try for 90 s, and hold the interpreter."""
+    host, _, port = master.rpartition(":")
+    if not port.isdigit() or "://" in master:
+        return  # found by etcd
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
+    except OSError as error:
+        raise PoolUnavailable(f"mooncake's master at {master} cannot be reached: {error}") from error

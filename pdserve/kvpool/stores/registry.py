@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Final
 
 from pdserve.errors import ConfigError
 from pdserve.kvpool.client.config import OWN_ENGINE, PoolClientConfig
-from pdserve.kvpool.stores.base import MakeStore
+from pdserve.kvpool.stores.base import MakeStore, StoreSettings
 
 GROUP: Final = "pdserve.kvpool.stores"
 
@@ -34,16 +35,11 @@ def kind_of(engine: str) -> MakeStore:
     return make
 
 
-def lacks_of(make: MakeStore) -> tuple[str, ...]:
-    """What a kind says that it cannot do, of what pool nodes can."""
-    return tuple(getattr(make, "lacks", ()))
-
-
 def check_engine(config: PoolClientConfig) -> tuple[str, ...]:
-    """Whether another engine than pool nodes can serve a worker of this configuration; what it cannot do, in
-    words. Raises ConfigError: it is not installed, or an option is set that only pool nodes know.
+    """What another engine than pool nodes cannot do, in words. Raises ConfigError where it can never serve a
+    worker of this configuration: it is not installed, or an option is set that only pool nodes know.
     """
-    lacks = lacks_of(kind_of(config.engine))
+    kind = kind_of(config.engine)
     given = {
         "nodes": config.nodes,
         "etcd.endpoints": config.etcd.endpoints,
@@ -64,4 +60,7 @@ def check_engine(config: PoolClientConfig) -> tuple[str, ...]:
             f'pool.page_mover = false: with pool.engine = "{config.engine}" pages are moved in a process of '
             "their own, which can be ended when the store hangs"
         )
-    return lacks
+    check_options: Callable[[StoreSettings], None] | None = getattr(kind, "check_options", None)
+    if check_options is not None:
+        check_options(StoreSettings(namespace="", options=config.options))
+    return tuple(getattr(kind, "lacks", ()))

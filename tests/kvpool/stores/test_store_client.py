@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint
 from typing import Any
@@ -63,14 +64,14 @@ def test_a_store_that_failed_is_left_alone_for_longer_each_time(clock: Clock) ->
         if len(calls) > before:
             asked_s.append(clock.now_s)
         clock.now_s += 0.5
-    pauses = [later - earlier for earlier, later in zip(asked_s, asked_s[1:], strict=False)]
+    pauses = [later - earlier for earlier, later in itertools.pairwise(asked_s)]
     assert pauses[:5] == [1.0, 2.0, 4.0, 8.0, 10.0]
     assert set(pauses[4:]) == {10.0}
     assert client.counters.failures == len(asked_s)
     server.is_down = False
     clock.now_s += 10.0
     assert client.exists([KEY]) == [False]
-    assert not client.is_down
+    assert client.check() == {"memory": None}
 
 
 def test_a_slow_failure_is_followed_by_as_long_a_pause(clock: Clock) -> None:
@@ -98,7 +99,9 @@ class OddStore(MemoryStore):
         return [True] * (len(keys) + 1)
 
 
-def test_a_store_that_breaks_the_contract_gives_misses(caplog: pytest.LogCaptureFixture, clock: Clock) -> None:
+def test_a_store_that_breaks_the_contract_gives_misses(
+    caplog: pytest.LogCaptureFixture, clock: Clock
+) -> None:
     server = MemoryServer()
     config = PoolClientConfig(engine="odd", retry_after_s=1.0)
     client = StoreClient(config, "ns", GEOMETRY, lambda settings: OddStore(server, settings))
@@ -108,9 +111,9 @@ def test_a_store_that_breaks_the_contract_gives_misses(caplog: pytest.LogCapture
     assert client.put([KEY], [PAGE]) == [False]
 
 
-def test_bad_options_are_found_by_the_check_that_a_worker_makes_at_its_start() -> None:
-    client = StoreClient(PoolClientConfig(engine="directory", options={"pth": "/x"}), "ns", GEOMETRY, DirectoryStore)
-    [error] = client.check().values()
+def test_a_store_whose_options_are_bad_refuses_to_serve() -> None:
+    config = PoolClientConfig(engine="directory", options={"pth": "/x"})
+    [error] = StoreClient(config, "ns", GEOMETRY, DirectoryStore).check().values()
     assert isinstance(error, PoolRefused)
     assert "pth" in str(error)
 
@@ -126,7 +129,9 @@ def test_a_store_is_found_by_its_entry_point() -> None:
         kind_of("ceph")
     with pytest.raises(ConfigError, match="cannot be loaded"):
         kind_of("broken")
-    assert isinstance(open_client(PoolClientConfig(engine="directory"), "ns", GEOMETRY, name="test"), StoreClient)
+    assert isinstance(
+        open_client(PoolClientConfig(engine="directory"), "ns", GEOMETRY, name="test"), StoreClient
+    )
     assert isinstance(open_client(PoolClientConfig(), "ns", GEOMETRY, name="test"), PoolClient)
 
 
@@ -148,11 +153,17 @@ def test_options_that_only_pool_nodes_know_are_refused(wrong: dict[str, Any], sa
 
 @pytest.mark.usefixtures("stores")
 def test_a_store_says_what_it_lacks() -> None:
-    assert "checksums" in check_engine(PoolClientConfig(engine="directory"))
+    assert "checksums" in check_engine(PoolClientConfig(engine="directory", options={"path": "/p"}))
+
+
+@pytest.mark.usefixtures("stores")
+def test_bad_options_end_a_worker_at_its_start() -> None:
+    with pytest.raises(ConfigError, match=r'pool\.options of pool\.engine = "directory": .*pth'):
+        check_engine(PoolClientConfig(engine="directory", options={"pth": "/x"}))
 
 
 def test_what_needs_pool_nodes_refuses_another_engine() -> None:
-    with pytest.raises(ConfigError, match='pool.engine = "mooncake"'):
+    with pytest.raises(ConfigError, match=r'pool\.engine = "mooncake"'):
         PoolClient(PoolClientConfig(engine="mooncake"), "ns", GEOMETRY)
 
 

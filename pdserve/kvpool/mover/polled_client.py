@@ -2,8 +2,8 @@
 
 A pool node reports a commit to whoever waits for it. Other stores do not. So a wait asks again and again
 until the pages are there or the time is over: after 5 ms at first, every 50 ms at last. Calls of a store
-block, so a few threads make them. A call that is late counts as absent pages. Its thread is free again when
-the store gives it back; while too many are late, further questions are answered with "not there" at once.
+block, so a few threads hand them to a process beside this one (beside.py). A call that is late counts as
+absent pages. While too many are late, further questions are answered with "not there" at once.
 """
 
 from __future__ import annotations
@@ -14,23 +14,26 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, Protocol, TypeVar
+from functools import partial
+from typing import Final, Protocol, TypeAlias, TypeVar
 
 from pdserve.errors import PoolError, PoolTimeout
 from pdserve.kvpool.client.async_client import AsyncPoolClient, Place
 from pdserve.kvpool.client.config import OWN_ENGINE, PoolClientConfig
+from pdserve.kvpool.mover.beside import open_beside
 from pdserve.kvpool.protocol.messages import Fate
-from pdserve.kvpool.stores.base import MakeStore
-from pdserve.kvpool.stores.client import StoreClient
-from pdserve.kvpool.stores.registry import kind_of
+from pdserve.kvpool.stores.base import PageStore
 from pdserve.tracing import timed
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+OpenStore: TypeAlias = Callable[[PoolClientConfig, str, dict[str, str]], PageStore]
 
 FIRST_POLL_S: Final = 0.005
 LAST_POLL_S: Final = 0.05
 POLL_GROWTH: Final = 1.5
+POLLS_OF_A_CHECK: Final = 10
+"""After so many polls of a wait the store is asked whether it is there at all."""
 THREADS: Final = 4
 MAX_QUEUED: Final = 256
 """Questions that run or wait for a thread. Each request in a worker asks one at a time."""
@@ -57,20 +60,20 @@ def open_async_client(config: PoolClientConfig, namespace: str, geometry: dict[s
     """The client of the configured engine. Connects lazily. Raises ConfigError."""
     if config.engine == OWN_ENGINE:
         return AsyncPoolClient(config, namespace, geometry)
-    return PolledClient(config, namespace, geometry, kind_of(config.engine))
+    return PolledClient(config, namespace, geometry, partial(open_beside, name="worker"))
 
 
 class PolledClient:
     """One namespace of a store. See `AsyncPoolClient` for what the calls mean."""
 
     def __init__(
-        self, config: PoolClientConfig, namespace: str, geometry: dict[str, str], make: MakeStore
+        self, config: PoolClientConfig, namespace: str, geometry: dict[str, str], open_store: OpenStore
     ) -> None:
         self.config = config
         self.namespace = namespace
         self.geometry = geometry
-        self._make = make
-        self._client = self._client_of(namespace, geometry)
+        self._open_store = open_store
+        self._client = open_store(config, namespace, geometry)
         self._threads = ThreadPoolExecutor(THREADS, "pdserve-store")
         self._places = threading.Semaphore(MAX_QUEUED)
         self._closed = False
@@ -111,7 +114,7 @@ class PolledClient:
         """Ask about another namespace from now on. Operations in progress end with misses."""
         self._retire(self._client)
         self.namespace, self.geometry = namespace, geometry
-        self._client = self._client_of(namespace, geometry)
+        self._client = self._open_store(self.config, namespace, geometry)
 
     def close(self) -> None:
         """Idempotent. Operations in progress end with misses."""
@@ -120,16 +123,14 @@ class PolledClient:
             self._retire(self._client)
             self._threads.shutdown(wait=False)
 
-    def _client_of(self, namespace: str, geometry: dict[str, str]) -> StoreClient:
-        return StoreClient(self.config, namespace, geometry, self._make)
-
-    def _retire(self, client: StoreClient) -> None:
+    def _retire(self, client: PageStore) -> None:
         self._threads.submit(client.close)  # it may block
 
     async def _wait(self, keys: Sequence[bytes], until_s: float) -> list[bool]:
         result = [False] * len(keys)
         missing = list(range(len(keys)))
         pause_s = FIRST_POLL_S
+        polls = 0
         while missing:
             limit_s = min(self.config.exists_timeout_s, max(FIRST_POLL_S, until_s - time.monotonic()))
             found = await self._exists([keys[i] for i in missing], limit_s)
@@ -137,11 +138,13 @@ class PolledClient:
                 result[place] = there
             missing = [i for i in missing if not result[i]]
             left_s = until_s - time.monotonic()
-            if left_s <= 0 or self._closed or self._client.is_down:
+            if not missing or left_s <= 0 or self._closed:
                 break
-            if missing:
-                await asyncio.sleep(min(pause_s, left_s))
-                pause_s = min(LAST_POLL_S, POLL_GROWTH * pause_s)
+            if polls % POLLS_OF_A_CHECK == 0 and any((await self.check()).values()):
+                break
+            polls += 1
+            await asyncio.sleep(min(pause_s, left_s))
+            pause_s = min(LAST_POLL_S, POLL_GROWTH * pause_s)
         return result
 
     async def _exists(self, keys: Sequence[bytes], limit_s: float) -> list[bool]:
@@ -152,7 +155,7 @@ class PolledClient:
                 logger.debug("%s: %s", self.config.engine, error)
         return [False] * len(keys)
 
-    async def _ask(self, work: Callable[[StoreClient], T], limit_s: float) -> T:
+    async def _ask(self, work: Callable[[PageStore], T], limit_s: float) -> T:
         """Raises PoolTimeout."""
         client = self._client
         if self._closed or not self._places.acquire(blocking=False):

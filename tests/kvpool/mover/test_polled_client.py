@@ -12,7 +12,7 @@ import numpy as np
 from pdserve.errors import PoolError
 from pdserve.kvpool.client.async_client import Place
 from pdserve.kvpool.client.config import PoolClientConfig
-from pdserve.kvpool.stores.async_client import LAST_POLL_S, THREADS, PolledClient
+from pdserve.kvpool.mover.polled_client import LAST_POLL_S, THREADS, PolledClient
 from pdserve.kvpool.stores.client import StoreClient
 from tests.support.kvpool.clients import SOON_S
 from tests.support.kvpool.page_stores import GEOMETRY, MemoryServer
@@ -29,7 +29,10 @@ class Rig:
         self.calls: list[str] = []
         self.server.before = self.calls.append
         self.writer = StoreClient(config, "ns", GEOMETRY, self.server.store)
-        self.client = PolledClient(config, "ns", GEOMETRY, self.server.store)
+        self.client = PolledClient(config, "ns", GEOMETRY, self.open_store)
+
+    def open_store(self, config: PoolClientConfig, namespace: str, geometry: dict[str, str]) -> StoreClient:
+        return StoreClient(config, namespace, geometry, self.server.store)
 
     def write(self, key: bytes) -> None:
         assert self.writer.put([key], [[np.zeros(8, np.uint8)]]) == [True]
@@ -46,12 +49,19 @@ class Rig:
 
 def test_a_wait_ends_when_the_last_page_is_there() -> None:
     rig = Rig()
+    asked_often = threading.Event()
+
+    def note(call: str) -> None:
+        rig.calls.append(call)
+        if rig.calls.count("exists") == 3:
+            asked_often.set()
+
+    rig.server.before = note
 
     async def work() -> None:
         waiting = asyncio.create_task(rig.client.wait([ONE, TWO], SOON_S))
         rig.write(ONE)
-        while rig.calls.count("exists") < 3:
-            await asyncio.sleep(0)
+        assert await asyncio.to_thread(asked_often.wait, SOON_S)
         assert not waiting.done()
         rig.write(TWO)
         assert await waiting == [True, True]
