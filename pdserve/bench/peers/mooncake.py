@@ -131,6 +131,6 @@ def mooncake_servers(
 def joined(address: str, segment_bytes: int) -> Any:
     """A process of the store that brings `segment_bytes` of memory. Raises BenchError."""
     try:
-        return join(MooncakeOptions(master=address, segment_bytes=segment_bytes))
+        return join(MooncakeOptions(master=address), segment_bytes)
     except PdserveError as error:
         raise BenchError(str(error)) from error

@@ -48,7 +48,7 @@ def open_beside(
 
 
 class StoreProcess:
-    """A `PageStore` whose calls another process makes. They raise PoolUnavailable where that process failed."""
+    """A `PageStore` whose calls another process makes. Raises PoolUnavailable where that process failed."""
 
     def __init__(
         self,

@@ -39,7 +39,8 @@ from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
 from pdserve.kvpool.stores.base import StoreSettings, read_options
 
 KIND: Final = "mooncake"
-HOW_TO_INSTALL: Final = "Mooncake's client is not installed: pip install 'pdserve[mooncake]', or on GPU hosts mooncake-transfer-engine"
+HOW_TO_INSTALL: Final = "Mooncake's client is not installed: pip install 'pdserve[mooncake]'"
+BUFFER_BYTES: Final = 16 << 20  # Mooncake's default; the calls used here need none
 STAGING_BYTES: Final = 4 << 20
 """For pages outside of registered memory: records of answers, of 16 KiB each."""
 RPC_FAILED: Final = (-900, -901)
@@ -59,11 +60,6 @@ class MooncakeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """RDMA devices, comma-separated (MOONCAKE_DEVICE)."""
     hostname: str = "127.0.0.1"
     """Of this host, as the other processes of the store reach it (MOONCAKE_LOCAL_HOSTNAME)."""
-    segment_bytes: Annotated[int, Meta(ge=0)] = 0
-    """Memory that each client brings to the store (MOONCAKE_GLOBAL_SEGMENT_SIZE), and takes away at its end: a
-    worker has several clients, which end before it or with it."""
-    buffer_bytes: Annotated[int, Meta(ge=1 << 20)] = 16 << 20
-    """Mooncake's own buffer in each client; the calls used here need none."""
 
 
 class MooncakeStore:
@@ -186,8 +182,10 @@ class MooncakeStore:
         )
 
 
-def join(options: MooncakeOptions) -> Any:
-    """A client of the store. Raises ConfigError: Mooncake is not installed; PoolUnavailable."""
+def join(options: MooncakeOptions, segment_bytes: int = 0) -> Any:
+    """A client of the store, which brings it so much memory. Raises ConfigError: Mooncake is not installed;
+    PoolUnavailable.
+    """
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)  # read when the library is loaded
     try:
@@ -198,8 +196,8 @@ def join(options: MooncakeOptions) -> Any:
     settings = {
         "local_hostname": options.hostname,
         "metadata_server": options.metadata_server,
-        "global_segment_size": str(options.segment_bytes),
-        "local_buffer_size": str(options.buffer_bytes),
+        "global_segment_size": str(segment_bytes),
+        "local_buffer_size": str(BUFFER_BYTES),
         "protocol": options.protocol,
         "rdma_devices": options.devices,
         "master_server_addr": options.master,
