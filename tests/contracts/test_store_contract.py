@@ -18,7 +18,8 @@ from pdserve.errors import PageMismatch, PoolError
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
 from pdserve.kvpool.stores.client import PageClient, StoreClient
 from tests.support.kvpool.clients import SOON_S, until
-from tests.support.kvpool.page_stores import KIB, KINDS, Kind, StoreKind
+from tests.support.kvpool.page_stores import KINDS, Kind, StoreKind
+from tests.support.kvpool.pools import KIB
 
 K, V = 12 * KIB, 4 * KIB
 NO_MOONCAKE = (

@@ -53,7 +53,8 @@ def client_of(server: MemoryServer, **options: Any) -> StoreClient:
 
 
 def test_a_store_that_failed_is_left_alone_for_longer_each_time(clock: Clock) -> None:
-    server, calls = MemoryServer(), []
+    server = MemoryServer()
+    calls: list[str] = []
     server.before = calls.append
     server.is_down = True
     client = client_of(server, retry_after_s=1.0)

@@ -19,7 +19,7 @@ from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
-from pdserve.kvpool.stores.base import MakeStore, PageStore, StoreSettings
+from pdserve.kvpool.stores.base import MakeStore, StoreSettings
 from pdserve.kvpool.stores.client import PageClient, StoreClient
 from pdserve.kvpool.stores.mooncake import MooncakeStore
 from tests.support.kvpool.pools import KIB, ProcessPool, arena_dir, remove_arena
@@ -158,7 +158,7 @@ class StoreKind:
 
     keeps = True
 
-    def __init__(self, make: MakeStore, **options: str) -> None:
+    def __init__(self, make: MakeStore, **options: str | int | float | bool) -> None:
         self._make = make
         self._config = PoolClientConfig(engine="contract", options=options, retry_after_s=RETRY_S)
         self.memory: list[Bytes1D] = []
@@ -226,8 +226,3 @@ KINDS: dict[str, Callable[[Path], Kind]] = {
     "directory": DirectoryKind,
     "mooncake": MooncakeKind,
 }
-
-
-def is_store(client: PageStore) -> PageStore:
-    """For mypy: both clients have the interface."""
-    return client
