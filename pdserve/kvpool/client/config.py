@@ -36,6 +36,13 @@ class PoolClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     SGLang grants a storage backend.
     """
 
+    nodes: Annotated[
+        list[PoolNodeRef],
+        Meta(description="nodes of the pool to begin with, the others are learnt from them; empty: no pool"),
+    ] = []
+    etcd: Annotated[
+        EtcdConfig, Meta(description="where to look the nodes up instead, once, when the worker starts")
+    ] = EtcdConfig()
     engine: Annotated[
         str,
         Meta(
@@ -48,13 +55,6 @@ class PoolClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         dict[str, str | int | float | bool],
         Meta(description="Options of another engine than pdserve, e.g. `master` of mooncake."),
     ] = {}
-    nodes: Annotated[
-        list[PoolNodeRef],
-        Meta(description="nodes of the pool to begin with, the others are learnt from them; empty: no pool"),
-    ] = []
-    etcd: Annotated[
-        EtcdConfig, Meta(description="where to look the nodes up instead, once, when the worker starts")
-    ] = EtcdConfig()
     cluster: Annotated[str, Meta(min_length=1, description="Name of the pool in etcd.")] = "pool"
     etcd_wait_s: Annotated[
         float, Meta(ge=0, description="Longest wait of a worker until the first pool node is in etcd.")
