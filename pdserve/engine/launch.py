@@ -173,7 +173,7 @@ def _check_storage(config: WorkerConfig) -> None:
     pool = config.pool
     if config.storage == "pool" and pool.engine != OWN_ENGINE:
         if lacks := check_engine(pool):
-            logger.warning("the store %s has no %s (docs/stores.md)", pool.engine, "; no ".join(lacks))
+            logger.warning("the store %s has no %s (docs/stores.md)", pool.engine, "; ".join(lacks))
     elif config.storage == "pool" and not (pool.nodes or pool.etcd.endpoints):
         raise ConfigError(
             "pool.nodes is empty: list the nodes of the pool, or set pool.etcd.endpoints to find them, "

@@ -66,14 +66,14 @@ class MooncakeStore:
     """A `PageStore`."""
 
     lacks: ClassVar = (
-        "quotas, eviction policies and fair shares by namespace",
-        "access tokens and page keys of its own",
-        "checksums: pages are taken as they come",
-        "waits for a commit: it is polled",
-        "conversations that are kept (x-pdserve-keep)",
+        "quotas and fair shares of namespaces",
+        "access tokens, page keys",
+        "checksums of pages",
+        "reports of commits (they are polled)",
+        "kept conversations",
         "reasons of misses",
-        "dropping of pages that were used in the last seconds",
-        "weights, KV events and the live page of pool nodes",
+        "drops of namespaces as a whole",
+        "weights, KV events, live page",
     )
 
     @staticmethod
