@@ -103,7 +103,7 @@ set_up() {
   # what runs in .venv goes on while requirements are installed over it, and would not if it were made anew
   if ! [[ $(cat "$venv/pdserve-setup" 2>/dev/null) = "$of "* ]] ||
     ! uv=$(command -v uv || command -v "$venv/bin/uv"); then make_venv; fi
-  if [ "$kind" = gpu ]; then install -e '.[test,docs,bench,object,redis,otel,release]'; else install_cpu; fi
+  if [ "$kind" = gpu ]; then install -e '.[test,docs,bench,object,redis,mooncake,otel,release]'; else install_cpu; fi
   printf '%s\n' "$stamp" >"$venv/pdserve-setup"
   say "done"
 }
