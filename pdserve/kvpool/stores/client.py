@@ -135,8 +135,16 @@ class StoreClient:
 
     def check(self) -> dict[str, PoolError | None]:
         """See `PageStore`; by the engine's name where it cannot be reached at all."""
+
+        def serving(store: PageStore) -> dict[str, PoolError | None]:
+            outcome = store.check()
+            errors = [error for error in outcome.values() if error is not None]
+            if errors and len(errors) == len(outcome):
+                raise errors[0]
+            return outcome
+
         try:
-            return self._ask(lambda store: store.check())
+            return self._ask(serving)
         except PoolError as error:
             return {self.config.engine: error}
 
@@ -176,7 +184,7 @@ class StoreClient:
             raise PoolUnavailable("the client is closed")
         began_s = time.monotonic()
         if began_s < self._quiet_until_s and self._failure is not None:
-            raise self._failure
+            raise self._failure.with_traceback(None)  # else each raise would make it longer
         try:
             answer = work(self._opened())
         except PoolError as error:

@@ -90,6 +90,19 @@ def test_a_slow_failure_is_followed_by_as_long_a_pause(clock: Clock) -> None:
     assert len(calls) == 2
 
 
+def test_a_check_that_finds_the_store_down_ends_no_pause(clock: Clock) -> None:
+    server = MemoryServer()
+    calls: list[str] = []
+    server.before, server.is_down = calls.append, True
+    client = client_of(server, retry_after_s=1.0)
+    client.exists([KEY])
+    clock.now_s += 1.0
+    assert isinstance(client.check()["memory"], PoolError)
+    clock.now_s += 1.0
+    client.exists([KEY])
+    assert calls == ["exists", "check"]
+
+
 class OddStore(MemoryStore):
     """Breaks the contract."""
 
