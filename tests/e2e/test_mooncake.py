@@ -78,7 +78,9 @@ def test_a_worker_that_starts_anew_finds_the_earlier_turn(
     body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
     headers = {"x-request-id": "first"}
     answered = http.post(f"{worker.url}/generate", json=body, headers=headers, timeout=120.0).json()
-    settled = http.post(f"{worker.url}/pd/settled", json={"request_id": "first"}, timeout=30.0).json()
+    settled = http.post(
+        f"{worker.url}/pd/settled", json={"request_id": "first", "timeout_s": 20.0}, timeout=30.0
+    ).json()
     assert (settled["known"], settled["settled"]) == (True, True)
     second = [*prompt, *Answer.of(answered).tokens, *token_ids(seed=78, length=20)]
     worker.flush()

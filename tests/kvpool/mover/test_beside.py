@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -13,16 +11,14 @@ import numpy as np
 import psutil
 import pytest
 
-from docs.generate.product import ROOT
 from pdserve.errors import PoolError
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig
 from pdserve.kvpool.mover.beside import SLOTS, open_beside
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
 from pdserve.kvpool.stores.client import PageClient
-from pdserve.kvpool.stores.registry import GROUP
 from tests.support.kvpool.clients import until
-from tests.support.kvpool.page_stores import GEOMETRY
+from tests.support.kvpool.page_stores import GEOMETRY, install
 
 PAGE_BYTES = 256
 KEYS = [number.to_bytes(32, "big") for number in range(SLOTS + 10)]
@@ -31,13 +27,7 @@ KEYS = [number.to_bytes(32, "big") for number in range(SLOTS + 10)]
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PoolClientConfig:
     """The example is installed for processes that start now."""
-    installed = tmp_path / "site" / "example-1.0.dist-info"
-    installed.mkdir(parents=True)
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: example\nVersion: 1.0\n")
-    (installed / "entry_points.txt").write_text(f"[{GROUP}]\nexample = docs.examples.store:DirectoryStore\n")
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([str(ROOT), str(installed.parent), *filter(None, sys.path)])
-    )
+    install("example", "docs.examples.store:DirectoryStore", tmp_path, monkeypatch)
     pages = tmp_path / "pages"
     pages.mkdir()
     # a call that hangs is ended after the time-out and a second

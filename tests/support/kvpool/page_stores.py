@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,8 +12,10 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import pytest
 
 from docs.examples.store import DirectoryStore
+from docs.generate.product import ROOT
 from pdserve.bench.peers.mooncake import mooncake_servers
 from pdserve.bench.processes import free_ports
 from pdserve.errors import PoolError, PoolUnavailable
@@ -22,6 +26,7 @@ from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
 from pdserve.kvpool.stores.base import MakeStore, StoreSettings
 from pdserve.kvpool.stores.client import PageClient, StoreClient
 from pdserve.kvpool.stores.mooncake import MooncakeStore
+from pdserve.kvpool.stores.registry import GROUP
 from tests.support.kvpool.pools import KIB, ProcessPool, arena_dir, remove_arena
 
 MIB = KIB * KIB
@@ -102,6 +107,16 @@ def _fill(page: PageBuffers, data: bytes | None) -> bool:
         segment[:] = np.frombuffer(data[start : start + segment.nbytes], np.uint8)
         start += segment.nbytes
     return True
+
+
+def install(name: str, make: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kind is found by its entry point in processes that start now."""
+    installed = directory / "site" / f"{name}-1.0.dist-info"
+    installed.mkdir(parents=True)
+    (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (installed / "entry_points.txt").write_text(f"[{GROUP}]\n{name} = {make}\n")
+    path = [str(ROOT), str(installed.parent), *filter(None, sys.path)]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
 
 
 class Kind(Protocol):
