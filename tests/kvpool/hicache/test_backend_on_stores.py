@@ -9,11 +9,12 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
 from pdserve.bench.peers.mooncake import is_installed, mooncake_servers
 from pdserve.errors import StartupError
 from pdserve.kvpool.client.config import PoolClientConfig
-from pdserve.kvpool.hicache import backend as hicache_backend
+from pdserve.kvpool.hicache.backend import PdserveHiCache
 from pdserve.pages import KvGeometry
 from pdserve.tokens import reveal
 from tests.support.kvpool.faulty import keys
@@ -53,7 +54,7 @@ def backend(config: PoolClientConfig, host: HostPool) -> Any:
     fields: dict[str, Any] = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1}
     fields |= {"attn_cp_rank": 0, "attn_cp_size": 1, "is_mla_model": False, "enable_storage_metrics": False}
     fields |= {"is_page_first_layout": False, "model_name": "m", "extra_config": {"pdserve": settings}}
-    made = hicache_backend.PdserveHiCache(hicache_backend.HiCacheStorageConfig(**fields), {})
+    made = PdserveHiCache(HiCacheStorageConfig(**fields), {})
     made.register_mem_pool_host(host)
     made.on_host_pools_registered()
     return made
