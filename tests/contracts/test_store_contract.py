@@ -5,6 +5,7 @@ its kind to `KINDS` in tests/support/kvpool/page_stores.py.
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 from collections.abc import Iterator, Sequence
@@ -15,10 +16,11 @@ import pytest
 
 from pdserve.bench.peers.mooncake import is_installed
 from pdserve.errors import PageMismatch, PoolError
+from pdserve.kvpool.mover.polled_client import PolledClient
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
 from pdserve.kvpool.stores.client import PageClient, StoreClient
 from tests.support.kvpool.clients import SOON_S, until
-from tests.support.kvpool.page_stores import KINDS, Kind, StoreKind
+from tests.support.kvpool.page_stores import GEOMETRY, KINDS, Kind, StoreKind
 from tests.support.kvpool.pools import KIB
 
 K, V = 12 * KIB, 4 * KIB
@@ -87,6 +89,25 @@ def test_another_client_finds_the_pages(kind: Kind, store: PageClient) -> None:
         until(lambda: other.exists(keys(1)) == [True])
         read = pages(0)
         assert fills(read, other.get(keys(1), read)) == [11]
+
+
+def test_a_wait_ends_with_the_commit_by_another_client(kind: Kind, store: PageClient) -> None:
+    if not isinstance(kind, StoreKind):
+        pytest.skip("tests/contracts/test_client_contract.py has the waits of pool nodes")
+
+    async def work() -> None:
+        waiter = PolledClient(store.config, store.namespace, GEOMETRY, lambda _, *space: kind.client(*space))
+        try:
+            waiting = asyncio.create_task(waiter.wait(keys(1, 2), SOON_S))
+            assert await asyncio.to_thread(store.put, keys(1), pages(11)) == [True]
+            assert await waiter.wait(keys(1, 2), 0.2) == [True, False]
+            assert not waiting.done()
+            assert await asyncio.to_thread(store.put, keys(2), pages(12)) == [True]
+            assert await waiting == [True, True]
+        finally:
+            waiter.close()
+
+    asyncio.run(work())
 
 
 def test_a_page_of_another_length_is_not_there(store: PageClient) -> None:
