@@ -29,7 +29,7 @@ from pdserve.engine.sglang.server_args import (
     check_kv_dtype,
     check_needs,
     parse_args,
-    rank_count,
+    ranks_here,
     resolved,
 )
 from pdserve.engine.turns.shelf import Shelf
@@ -244,7 +244,7 @@ def identified(config: WorkerConfig, found: Any) -> tuple[KvIdentity, str]:
 
     if config.storage != "none":
         check_cached(found)
-    prepare.share_cores(rank_count(found))
+    prepare.share_cores(ranks_here(found))
     identity = kv_identity(found, reveal(config.pool.page_key), config.engine.page_pieces)
     namespace = config.pool.namespace or identity.geometry.namespace(served_model_name(config.engine))
     if config.storage == "pool":

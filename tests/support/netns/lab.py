@@ -8,21 +8,26 @@ host: it cannot be offered mapped memory, and takes UCX or TCP.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Final, TypeVar
 
 import pytest
 
 SUBNET = "10.77.13"
 REQUIRED = "PDSERVE_NETNS"  # "required": what cannot be made is a failure, not a skip
 COMMAND_TIMEOUT_S = 20.0
+CLONE_NEWNET: Final = 0x4000_0000
+LIBC: Final = ctypes.CDLL(None, use_errno=True)
+T = TypeVar("T")
 
 
 class Lab:
@@ -108,6 +113,17 @@ class Lab:
         out = subprocess.PIPE if pipes else log
         env = {**os.environ, **(variables or {})}
         return subprocess.Popen(whole, stdin=pipe, stdout=out, stderr=log, env=env)
+
+    def enter(self, host: str) -> None:
+        """The calling thread goes to that host, with all threads that it starts, for good."""
+        with Path(f"/var/run/netns/{self._prefix}-{host}").open() as space:
+            if LIBC.setns(space.fileno(), CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), f"no way to {host}")
+
+    def call(self, host: str, function: Callable[[], T]) -> T:
+        """What the function returns there. It shares the memory and files of the test."""
+        with ThreadPoolExecutor(1, initializer=self.enter, initargs=(host,)) as there:
+            return there.submit(function).result()
 
 
 def _run(*command: str) -> str:
