@@ -74,9 +74,7 @@ def helm(
 
 
 def _cluster(file: Path, model: str | None, extra: list[str] | None) -> Cluster:
-    made = make_cluster(
-        read_cluster_file(file, {"worker.engine.model_path": model}, {}), list(extra or ())
-    )
+    made = make_cluster(read_cluster_file(file, {"worker.engine.model_path": model}, {}), list(extra or ()))
     check_tables(made.plan, str(file), SCHEMAS)
     return made
 

@@ -18,11 +18,11 @@ import typer
 from pdserve.capacity.gather import read_model, this_machine
 from pdserve.capacity.report import lines
 from pdserve.capacity.tables import node_count
-from pdserve.errors import StartupError
+from pdserve.errors import ConfigError, StartupError
 from pdserve.settings.command_line import ExtraArgs
 from pdserve.settings.config_file import build_config
 from pdserve.up.claims import check_ports, claimed, free_ports, run_directory
-from pdserve.up.config import ClusterFile, Role, WorkerRole, read_cluster_file
+from pdserve.up.config import WORKER_ROLES, ClusterFile, Role, WorkerRole, read_cluster_file
 from pdserve.up.console import Console
 from pdserve.up.fitting import fitted
 from pdserve.up.places.base import Place, open_place

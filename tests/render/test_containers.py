@@ -141,8 +141,7 @@ def test_pool_nodes_start_find_each_other_and_hand_their_pages_over_before_they_
     for node in nodes:
         node.await_started()
         assert node.probe("livenessProbe")
-    metrics = stage.network.call(NODE, lambda: ask(nodes[0].address, nodes[0].ports["metrics"], "/metrics"))
-    assert metrics[0] == 200
+    until(lambda: shows_metrics(stage, nodes[0]), nodes[0])
 
     assert count_of(worker, "keep") == PAGES
     ended = nodes[0].stop()
@@ -151,6 +150,16 @@ def test_pool_nodes_start_find_each_other_and_hand_their_pages_over_before_they_
     assert count_of(worker, "check") == PAGES
     last = nodes[1].stop()
     assert (last.hook, last.status) == (1, 0), "nobody is left to take its pages, and it ends all the same"
+
+
+def shows_metrics(stage: Stage, pod: Pod) -> bool:
+    def asked() -> bool:
+        try:
+            return ask(pod.address, pod.ports["metrics"], "/metrics")[0] == 200
+        except ConnectionError:  # it opens after the control port
+            return False
+
+    return stage.network.call(NODE, asked)
 
 
 def count_of(worker: Pod, what: str) -> int:

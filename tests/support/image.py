@@ -1,5 +1,5 @@
-"""Images built without a daemon: buildah, whose steps run in a chroot, on a base that debootstrap's like makes
-of Debian's packages. No registry of images is asked.
+"""Images built without a daemon: buildah, whose steps run in a chroot, on a base that mmdebstrap makes of
+Debian's packages. No registry of images is asked.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ ROOT: Final = Path(__file__).parents[2]
 BASE: Final = "localhost/base"
 SUITE: Final = "bookworm"
 STEP_TIMEOUT_S: Final = 1500
-CERTIFICATES: Final = "SSL_CERT_FILE"
-"""Where the package registries are reached through a proxy with an authority of its own."""
+CERTIFICATES: Final = ("SSL_CERT_FILE", "PIP_CERT")
+"""Of uv and pip, where package registries are reached through a proxy with an authority of its own."""
 
 
 class Builder:
@@ -66,10 +66,11 @@ class Builder:
 
 
 def _reach_packages() -> list[str]:
-    """How this machine reaches package registries, for the steps of a build. Nothing of it is in Containerfile."""
+    """How this machine reaches package registries, for the steps of a build. Containerfile has none of it."""
     words = [f"--volume={path}:{path}:ro" for path in ("/etc/pip.conf",) if Path(path).exists()]
-    if certificates := os.environ.get(CERTIFICATES):
-        words += [f"--volume={certificates}:/authorities.pem:ro", f"--env={CERTIFICATES}=/authorities.pem"]
+    if file := os.environ.get(CERTIFICATES[0]):
+        words += [f"--volume={file}:/authorities.pem:ro"]
+        words += [f"--env={name}=/authorities.pem" for name in CERTIFICATES]
     return words
 
 

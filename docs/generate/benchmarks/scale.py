@@ -20,7 +20,12 @@ def figures() -> str:
         counts = [count * (1 if kind.of == "nodes" else WORKERS_PER_NODE) for count in nodes]
         values = [_shown(found[what, count], kind.limit) for count in counts]
         rows.append((kind.title, kind.unit, *values, f"{kind.limit:,.0f}: {kind.why}"))
-    columns = ("", "unit", *(f"{size:,} nodes, {WORKERS_PER_NODE * size:,} workers" for size in nodes), "limit")
+    columns = (
+        "",
+        "unit",
+        *(f"{size:,} nodes, {WORKERS_PER_NODE * size:,} workers" for size in nodes),
+        "limit",
+    )
     return origin(kept[0]) + "\n" + table(columns, rows)
 
 

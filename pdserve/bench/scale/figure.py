@@ -44,11 +44,15 @@ KINDS: Final[dict[str, Kind]] = {
         "views that a node sends at a change", "MB", "nodes", 1250, "a second of a line of 10 Gbit/s"
     ),
     "ring_s": Kind("building the ring", "s", "nodes", 1.0, "a node's ping time-out"),
-    "ring_mb": Kind("memory of a ring", "MB of a process", "nodes", 1000, "two rings in each worker's process"),
+    "ring_mb": Kind(
+        "memory of a ring", "MB of a process", "nodes", 1000, "two rings in each worker's process"
+    ),
     "prefix_mb": Kind("memory of the prefix table", "MB of a router", "workers", 4096, "4 GiB for a router"),
     "join_s": Kind("all workers join", "s of a router process", "workers", 60.0, "a minute to start"),
     "plan_ms": Kind("planning one request", "ms", "workers", 1.0, "1,000 requests a second of a process"),
-    "probe_cores": Kind("health checks", "cores of a router process", "workers", 1.0, "a process has one core"),
+    "probe_cores": Kind(
+        "health checks", "cores of a router process", "workers", 1.0, "a process has one core"
+    ),
     "etcd_list_mb": Kind("list of workers in etcd", "MB", "workers", 4096, "no limit near"),
     "etcd_renewals": Kind(
         "leases renewed in etcd", "requests/s", "workers", 10_000, "what etcd's makers measured of writes"

@@ -1,7 +1,7 @@
 """Of the pool: gossip, views and rings of growing numbers of nodes.
 
-Messages are those of the protocol, encoded. Times are of the code that nodes and clients run. Rates follow from
-the intervals of `failure_detector.Timing`. The nodes exist as records alone.
+Messages are those of the protocol, encoded. Times are of the code that nodes and clients run. Rates follow
+from the intervals of `failure_detector.Timing`. The nodes exist as records alone.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def pool_figures(nodes: int) -> Iterator[Figure]:
 
 
 def _received_s(cluster: Cluster) -> float:
-    """To take in what one node says after it has settled: the frame of its whole state, with one news in it."""
+    """To take in what one node says of itself: the frame of its whole state, with one news in it."""
     times = []
     for number in range(min(RECEIVED, len(cluster.state.members) - 1)):
         members = list(cluster.state.members)

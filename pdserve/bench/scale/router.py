@@ -57,8 +57,8 @@ def router_figures(workers: int) -> Iterator[Figure]:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         yield Figure("prefix_mb", workers, process.submit(prefix_bytes, workers).result() / 1e6)
     config = RouterConfig(
-        prefill=[url(i) for i in range(workers) if role(i) == "prefill"],
-        decode=[url(i) for i in range(workers) if role(i) == "decode"],
+        prefill=tuple(url(i) for i in range(workers) if role(i) == "prefill"),
+        decode=tuple(url(i) for i in range(workers) if role(i) == "decode"),
     )
     fleet = Fleet.from_config(config)
     began_s = time.process_time()
@@ -84,7 +84,7 @@ def prefix_bytes(workers: int) -> int:
         prefix = Prefix(tuple((first + i) * 0x9E37_79B9_7F4A_7C15 % (1 << 64) for i in range(PROMPT_BLOCKS)))
         for seen, worker in enumerate(places):
             table.record(prefix, worker, SEEN_S + seen, in_pool=True)
-    return process.memory_info().rss - before
+    return int(process.memory_info().rss - before)
 
 
 def _plan_s(config: RouterConfig, fleet: Fleet) -> float:

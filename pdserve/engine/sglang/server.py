@@ -94,7 +94,7 @@ def serve(
     on_ready: Callable[[], None],
 ) -> None:
     """Run SGLang's server until it is stopped; this process must have been prepared (`prepare.choose`).
-    With `--node-rank` over 0 there is no server: this host's ranks follow those of the first, and end with them.
+    With `--node-rank` over 0 there is no server: this host's ranks follow those of the first host.
 
     `configure_app` gets SGLang's FastAPI app before it serves. `on_ready` is called, in another thread, once
     a first generation has gone through. Raises StartupError when SGLang does not start or one of its

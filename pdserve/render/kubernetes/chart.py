@@ -1,8 +1,8 @@
 """The same objects as a Helm chart. Pure.
 
-What differs between the places where a chart is installed is a value: the image, GPUs, the number of pods, the
-class of volumes, and which components are wanted. Everything else stands as it is rendered. Texts that hold
-braces of their own (dashboards) are files of the chart, which Helm does not read as templates.
+What differs between the places where a chart is installed is a value: the image, GPUs, the number of pods,
+the class of volumes, and which components are wanted. Everything else stands as it is rendered. Texts that
+hold braces of their own (dashboards) are files of the chart, which Helm does not read as templates.
 
 A value's place holds a token while the object is written as YAML. The token is then replaced by Helm's words.
 """
@@ -107,9 +107,7 @@ def _group(cluster: Cluster, group: Group, content: Content) -> str:
             container["resources"] = words.token(_either(with_gpus, container["resources"]))
             template["spec"]["tolerations"] = words.token(_either([GPU_TOLERATION], []))
     for claim in spec.get("volumeClaimTemplates", ()):
-        claim["spec"]["storageClassName"] = words.token(
-            "{{ .Values.storageClass | default nil | toJson }}"
-        )
+        claim["spec"]["storageClassName"] = words.token("{{ .Values.storageClass | default nil | toJson }}")
     text = words.text(*objects)
     config = f'{{{{ .Files.Get "config/{group.name}.toml" | quote }}}}'
     head = to_yaml({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": group.name}})

@@ -6,7 +6,8 @@ pods of the cluster, and each other one opens what one group serves.
 | pods | are reached by |
 |---|---|
 | router | everybody, at its public port; the admin port is on loopback |
-| workers | routers; with `handoff = "direct"` the other workers, with `--nnodes` their own group, at all ports |
+| workers | routers; with `handoff = "direct"` the other workers, at all ports |
+| ranks on several hosts | the ranks of their group, at all ports |
 | pool nodes | workers and pool nodes; routers at the control port. With `ucx.trusted_network` at all ports |
 
 Pool nodes connect to nobody but each other, and to names' servers. Workers and routers connect where they

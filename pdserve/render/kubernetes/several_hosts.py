@@ -1,8 +1,8 @@
 """Workers whose ranks run on several hosts (SGLang's `--nnodes`): a LeaderWorkerSet. Pure.
 
-Each worker is a group of pods. The leader has the first ranks, the HTTP server and the worker's role, by which
-routers find it. The others have the rest of the ranks, and no role. They end when the leader ends its ranks.
-A pod that restarts restarts its whole group, because ranks cannot join again.
+Each worker is a group of pods. The leader has the first ranks, the HTTP server and the worker's role, by
+which routers find it. The others have the rest of the ranks, and no role. They end when the leader ends its
+ranks. A pod that restarts restarts its whole group, because ranks cannot join again.
 
 The set's controller gives each pod its number and the leader's address. Kubernetes puts them into the words
 for SGLang.
@@ -83,10 +83,10 @@ def leader_worker_set(group: Group, pods: Json, member_labels: dict[str, str]) -
 
 
 def gpu_steps(count: int) -> list[Json]:
-    """A JSON patch that gives GPUs to all pods. Kustomize would replace whole lists of a kind that it does not
-    know.
+    """A JSON patch that gives GPUs to all pods: Kustomize replaces whole lists of kinds that are not
+    Kubernetes' own.
     """
-    made = []
+    made: list[Json] = []
     for template in TEMPLATES:
         pod = f"/spec/leaderWorkerTemplate/{template}/spec"
         limits = {"op": "add", "path": f"{pod}/containers/0/resources/limits", "value": {GPU: count}}

@@ -10,10 +10,9 @@ import sys
 import tomllib
 from pathlib import Path
 
-import msgspec
-
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, with_pool_secrets
+from pdserve.settings.config_file import build_config
 from tests.support.kvpool.faulty import get, keys, put
 
 
@@ -21,7 +20,7 @@ def main() -> None:
     what, count = sys.argv[1], int(sys.argv[2])
     (file,) = Path("/etc/pdserve/config").glob("*.toml")
     table = tomllib.loads(file.read_text())["pool"]
-    config = with_pool_secrets(msgspec.convert(table, PoolClientConfig), os.environ)
+    config = with_pool_secrets(build_config(PoolClientConfig, table, source=str(file)), os.environ)
     with contextlib.closing(PoolClient(config, "contract", {}, name="contract")) as client:
         print(sum((put if what == "keep" else get)(client, keys(count))))
 

@@ -42,6 +42,10 @@ class Lab:
     def address(self, host: str) -> str:
         return f"{SUBNET}.{self._hosts.index(host) + 1}"
 
+    def _port(self, host: str) -> str:
+        """Of the switch: names of network cards are short."""
+        return f"port{self._hosts.index(host) + 1}"
+
     def build(self) -> None:
         """Raises CalledProcessError or FileNotFoundError where the machine does not allow it."""
         _run("ip", "netns", "add", self._switch)
@@ -50,9 +54,10 @@ class Lab:
         for host in self._hosts:
             space = f"{self._prefix}-{host}"
             _run("ip", "netns", "add", space)
-            veth = ("add", host, "type", "veth", "peer", "name", "eth0", "netns", space)
+            port = self._port(host)
+            veth = ("add", port, "type", "veth", "peer", "name", "eth0", "netns", space)
             _run("ip", "-n", self._switch, "link", *veth)
-            _run("ip", "-n", self._switch, "link", "set", host, "master", "bridge", "up")
+            _run("ip", "-n", self._switch, "link", "set", port, "master", "bridge", "up")
             _run("ip", "-n", space, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
             _run("ip", "-n", space, "link", "set", "eth0", "up")
             _run("ip", "-n", space, "link", "set", "lo", "up")
@@ -65,17 +70,17 @@ class Lab:
 
     def unplug(self, host: str) -> None:
         """Pull its cable out of the switch."""
-        _run("ip", "-n", self._switch, "link", "set", host, "down")
+        _run("ip", "-n", self._switch, "link", "set", self._port(host), "down")
 
     def plug_in(self, host: str) -> None:
-        _run("ip", "-n", self._switch, "link", "set", host, "up")
+        _run("ip", "-n", self._switch, "link", "set", self._port(host), "up")
 
     def drop_to(self, host: str) -> None:
         """The switch forgets every packet for this host; what it sends still arrives.
 
         netem where the kernel has it; else a token bucket too small for any packet.
         """
-        root = ("qdisc", "add", "dev", host, "root")
+        root = ("qdisc", "add", "dev", self._port(host), "root")
         try:
             _run("tc", "-n", self._switch, *root, "netem", "loss", "100%")
         except subprocess.CalledProcessError:
@@ -84,7 +89,7 @@ class Lab:
 
     def stop_dropping(self) -> None:
         for host in self._dropping:
-            _run("tc", "-n", self._switch, "qdisc", "del", "dev", host, "root")
+            _run("tc", "-n", self._switch, "qdisc", "del", "dev", self._port(host), "root")
         self._dropping.clear()
 
     def heal(self) -> None:
