@@ -38,7 +38,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RENEWALS: Final = 3  # per lease
-MAX_NODES: Final = 20_000  # read at once
+MAX_NODES: Final = 20_000
+PAGE_KEYS: Final = 1000  # read at once: each page has the time of a request
 MAX_NAME_CHARS: Final = 512
 REAUTHENTICATE: Final = 401
 STALE_TOKEN: Final = ("revision of auth store is old", "user name is empty")  # with 400: users were changed
@@ -82,6 +83,7 @@ class _Header(msgspec.Struct, frozen=True):
 class _Range(msgspec.Struct, frozen=True):
     header: _Header
     kvs: list[_KeyValue] = []
+    more: bool = False
 
 
 class _Watch(msgspec.Struct, frozen=True):
@@ -178,8 +180,8 @@ class EtcdMembership:
 
     async def nodes(self) -> list[EtcdMember]:
         """The nodes that have a key now. Raises PoolError."""
-        answer = await self._ask("kv/range", _range_body(self._watched), _Range)
-        return self._read(answer.kvs)
+        kvs, _ = await self._list()
+        return self._read(kvs)
 
     async def run(self) -> None:
         """Keep the key and watch the others', until cancelled; through every failure of etcd."""
@@ -204,17 +206,29 @@ class EtcdMembership:
         """From a new lease until something fails. Raises a group of PoolErrors."""
         async with asyncio.TaskGroup() as tasks:
             lease = None if self._node is None else await self._register(self._node)
-            known = await self._ask("kv/range", _range_body(self._watched), _Range)
+            known, revision = await self._list()
             self._said = ""
             before = self._nodes
-            self._nodes = {node.node: node for node in self._read(known.kvs)}
+            self._nodes = {node.node: node for node in self._read(known)}
             self._found(list(self._nodes.values()))
             for name in before.keys() - self._nodes.keys():
                 self._missing(name)  # or etcd came back empty; a probe will tell
             if self._node is not None and self._node.node not in self._nodes:
                 raise PoolUnavailable("somebody deleted this node's key")
             tasks.create_task(self._renew(lease, self._endpoint))
-            tasks.create_task(self._watch(known.header.revision + 1))
+            tasks.create_task(self._watch(revision + 1))
+
+    async def _list(self) -> tuple[list[_KeyValue], int]:
+        """All keys, as of one revision, and which. Raises PoolError."""
+        body: dict[str, str] = {**_range(self._watched), "limit": str(PAGE_KEYS)}
+        kvs: list[_KeyValue] = []
+        while True:
+            page = await self._ask("kv/range", body, _Range)
+            body.setdefault("revision", str(page.header.revision))
+            kvs += page.kvs
+            if not page.more or not page.kvs or len(kvs) >= MAX_NODES:
+                return kvs, int(body["revision"])
+            body["key"] = _b64(base64.b64decode(page.kvs[-1].key) + b"\0")
 
     async def _register(self, node: EtcdMember) -> _Lease:
         lease = await self._ask("lease/grant", {"TTL": str(self._config.lease_s)}, _Lease)

@@ -5,7 +5,6 @@ Debian's packages. No registry of images is asked.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -17,8 +16,9 @@ ROOT: Final = Path(__file__).parents[2]
 BASE: Final = "localhost/base"
 SUITE: Final = "bookworm"
 STEP_TIMEOUT_S: Final = 1500
-CERTIFICATES: Final = ("SSL_CERT_FILE", "PIP_CERT")
-"""Of uv and pip, where package registries are reached through a proxy with an authority of its own."""
+AUTHORITIES: Final = Path("/usr/local/share/ca-certificates")
+"""Of this machine, where package registries are reached through a proxy with an authority of its own."""
+UV: Final = Path("/etc/uv/uv.toml")
 
 
 class Builder:
@@ -42,7 +42,7 @@ class Builder:
     def build(self, tag: str, **arguments: str) -> None:
         """The image of Containerfile."""
         words = [word for name, value in arguments.items() for word in ("--build-arg", f"{name}={value}")]
-        self._build(tag, ROOT, "Containerfile", "--build-arg", f"BASE={BASE}", *words, *_reach_packages())
+        self._build(tag, ROOT, "Containerfile", "--build-arg", f"BASE={BASE}", *words, *_reach_packages(self._directory))
 
     def config(self, tag: str) -> dict[str, Any]:
         """What the image says of its containers."""
@@ -65,13 +65,12 @@ class Builder:
         return _run("buildah", *self._options, *words)
 
 
-def _reach_packages() -> list[str]:
+def _reach_packages(directory: Path) -> list[str]:
     """How this machine reaches package registries, for the steps of a build. Containerfile has none of it."""
-    words = [f"--volume={path}:{path}:ro" for path in ("/etc/pip.conf",) if Path(path).exists()]
-    if file := os.environ.get(CERTIFICATES[0]):
-        words += [f"--volume={file}:/authorities.pem:ro"]
-        words += [f"--env={name}=/authorities.pem" for name in CERTIFICATES]
-    return words
+    (directory / "uv.toml").write_text("system-certs = true\n")  # the system's authorities
+    found = {str(path): str(path) for path in (Path("/etc/pip.conf"), AUTHORITIES) if path.exists()}
+    found[str(directory / "uv.toml")] = str(UV)
+    return [f"--volume={source}:{place}:ro" for source, place in found.items()]
 
 
 def _run(*command: str) -> str:

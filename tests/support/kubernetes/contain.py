@@ -43,7 +43,7 @@ def make_root(hosts: dict[str, str], volumes: list[dict[str, Any]], user: int) -
     lines = [f"{address} {name} {name.partition('.')[0]}" for name, address in hosts.items()]
     Path(f"{root}/etc/hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
     for volume in volumes:
-        place = Path(f"{root}{volume['path']}")
+        place = within(root, volume["path"])
         place.mkdir(parents=True, exist_ok=True)
         if (source := volume.get("source")) is not None:
             mount("--bind", source, str(place))
@@ -57,6 +57,17 @@ def make_root(hosts: dict[str, str], volumes: list[dict[str, Any]], user: int) -
             mount("--bind", str(directory), str(place))
     mount("-o", "remount,bind,ro", str(root))
     return root
+
+
+def within(root: Path, path: str) -> Path:
+    """Where the path leads in a root that is entered later. Links to absolute paths would lead out of it."""
+    place = root
+    for name in Path(path).parts[1:]:
+        place = place / name
+        if place.is_symlink():
+            target = place.readlink()
+            place = within(root, str(target)) if target.is_absolute() else place.parent / target
+    return place
 
 
 def main() -> None:
