@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
+from pdserve.capacity.tables import node_count
 from pdserve.discovery.workers import Registration
 from pdserve.engine.args import Role, Storage, extra_config, needed, served_model_name, server_argv
 from pdserve.engine.config import EngineConfig
@@ -203,12 +204,18 @@ def prepare_process(config: EngineConfig) -> Device:
     Raises ConfigError for settings that cannot work; StartupError for the model path, the address, the
     accelerator, or an SGLang that does not fit.
     """
+    several_hosts = node_count(config.extra_args) > 1
+    if several_hosts and not config.trusted_network:
+        raise ConfigError(
+            "--nnodes: ranks on several hosts talk without a token, and whoever reaches their ports owns the "
+            "worker: set engine.trusted_network = true if nobody else does"
+        )
     check_model_dir(config.model_path)
     check_address(config.host, config.port)
     selfcheck.sglang_version()
     device = choose_device(config.device)
     server_argv(config, "agg", device, {})  # refuses what no role can have, before anything slow
-    prepare.choose(device)
+    prepare.choose(device, several_hosts=several_hosts)
     with prepare.without_gc():
         selfcheck.check(device)
         prepare.load_plugins()

@@ -4,6 +4,7 @@ that hold no secret.
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -38,6 +39,13 @@ NODES = ("--", "--tp-size", "16", "--nnodes", "2")
 MEETING = "$(LWS_LEADER_ADDRESS):20000"
 MODEL = "/models/qwen3-8b"
 ROUTES = {"/pd/ready", "/ready", "/health"}
+
+
+def several_hosts_file(directory: Path) -> Path:
+    """The same, in a network that ranks may talk over."""
+    file = cluster_file(directory)
+    file.write_text(re.sub(r"(\[worker\.engine\].*\n)", r"\1trusted_network = true\n", file.read_text()))
+    return file
 
 
 def cluster_file(directory: Path, more: str = "", keys: str = 'access = { keys_file = "keys" }') -> Path:
@@ -218,7 +226,7 @@ def test_pickers_read_metrics_that_sglang_has() -> None:
 
 
 def test_ranks_on_several_hosts_are_groups_of_pods_of_which_one_is_a_worker(tmp_path: Path) -> None:
-    render(cluster_file(tmp_path), tmp_path / "out", *NODES)
+    render(several_hosts_file(tmp_path), tmp_path / "out", *NODES)
     sets = objects(tmp_path / "out/base", "LeaderWorkerSet")
     assert {one["metadata"]["name"] for one in sets} == {"disagg-prefill", "disagg-decode"}
     config = load_config(RouterConfig, tmp_path / "out/base/config/disagg-router.toml", {})
@@ -257,7 +265,12 @@ def as_stateful_set(template: dict[str, Any]) -> None:
 
 def test_what_kubernetes_says_of_ranks_is_not_said_twice(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--node-rank is given by Kubernetes"):
-        render(cluster_file(tmp_path), tmp_path / "out", *NODES, "--node-rank", "0")
+        render(several_hosts_file(tmp_path), tmp_path / "out", *NODES, "--node-rank", "0")
+
+
+def test_ranks_talk_over_a_network_that_somebody_trusts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"engine.trusted_network"):
+        render(cluster_file(tmp_path), tmp_path / "out", *NODES)
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
@@ -265,7 +278,7 @@ def test_what_kubernetes_says_of_ranks_is_not_said_twice(tmp_path: Path) -> None
 def test_kustomize_takes_an_overlay_with_all_components(
     tmp_path: Path, overlay: str, words: tuple[str, ...]
 ) -> None:
-    file = cluster_file(tmp_path)
+    file = several_hosts_file(tmp_path)
     file.write_text(file.read_text().replace("[[pool]]\n", f"[[pool]]\n{TIER}", 1))
     render(file, tmp_path / "out", *words)
     mine = tmp_path / "out/overlays/mine/kustomization.yaml"
@@ -297,7 +310,7 @@ def test_kustomize_takes_an_overlay_with_all_components(
 
 @pytest.mark.parametrize("words", [(), NODES])
 def test_a_chart_makes_what_kustomize_makes(tmp_path: Path, words: tuple[str, ...]) -> None:
-    file = cluster_file(tmp_path)
+    file = several_hosts_file(tmp_path)
     render(file, tmp_path / "out", *words)
     made = CliRunner().invoke(
         app, ["helm", str(file), "--out", str(tmp_path / "disagg"), "--model", MODEL, *words]

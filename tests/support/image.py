@@ -42,7 +42,15 @@ class Builder:
     def build(self, tag: str, **arguments: str) -> None:
         """The image of Containerfile."""
         words = [word for name, value in arguments.items() for word in ("--build-arg", f"{name}={value}")]
-        self._build(tag, ROOT, "Containerfile", "--build-arg", f"BASE={BASE}", *words, *_reach_packages(self._directory))
+        self._build(
+            tag,
+            ROOT,
+            "Containerfile",
+            "--build-arg",
+            f"BASE={BASE}",
+            *words,
+            *_reach_packages(self._directory),
+        )
 
     def config(self, tag: str) -> dict[str, Any]:
         """What the image says of its containers."""

@@ -153,6 +153,8 @@ def _gpus(group: str, role: Role, table: Table, extra_args: list[str]) -> int:
         return 0
     found = worker_need(group, role, group, table, extra_args)
     words = {word.partition("=")[0] for word in _words(table, extra_args)}
+    if "--nnodes" in words and not table.get("engine", {}).get("trusted_network"):
+        raise ConfigError(f"{group}: --nnodes needs engine.trusted_network = true: docs/security.md says why")
     if named := words & {"--node-rank", "--dist-init-addr"}:
         raise ConfigError(f"{group}: {min(named)} is given by Kubernetes: give --nnodes alone")
     return 0 if found is None else found[0].ranks
