@@ -10,10 +10,9 @@ from pdserve.bench.commands.gaps import gaps
 from pdserve.bench.commands.gpu_check import gpu_check
 from pdserve.bench.commands.multiturn import multiturn
 from pdserve.bench.commands.nodes import hostile, hot, quiet, restart
-from pdserve.bench.commands.offline import index, policies
+from pdserve.bench.commands.offline import index, policies, scale
 from pdserve.bench.commands.pool import codec, pool, tier
 from pdserve.bench.commands.router import router
-from pdserve.bench.commands.scale import scale
 from pdserve.bench.commands.sweep import sweep
 from pdserve.bench.commands.weights import weights
 from pdserve.bench.commands.weights_load import weights_load

@@ -120,8 +120,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     trusted_network: Annotated[
         bool,
         Meta(
-            description="Only the hosts of this worker reach its ranks. Needed with --nnodes: ranks on several "
-            "hosts talk without a token, and whoever reaches their ports owns the worker."
+            description="Only the hosts of this worker reach its ranks. Needed with --nnodes: such ranks talk "
+            "without a token, and whoever reaches their ports owns the worker."
         ),
     ] = False
     extra_args: Annotated[

@@ -9,11 +9,13 @@ from pdserve.bench.scale.pool import WORKERS_PER_NODE
 
 
 def figures() -> str:
-    """The newest run: a row for each figure, a column for each size. Beyond its limit a value is bold."""
+    """A row for each figure, a column for each size, each from the newest run that has it. Beyond its limit a
+    value is bold.
+    """
     kept = runs("scale")
     if not kept:
         return NO_RUN
-    found = {(line["what"], line["count"]): line["value"] for line in kept[0].lines}
+    found = {(line["what"], line["count"]): line["value"] for run in reversed(kept) for line in run.lines}
     nodes = sorted({count for what, count in found if KINDS[what].of == "nodes"})
     rows = []
     for what, kind in KINDS.items():
@@ -26,7 +28,7 @@ def figures() -> str:
         *(f"{size:,} nodes, {WORKERS_PER_NODE * size:,} workers" for size in nodes),
         "limit",
     )
-    return origin(kept[0]) + "\n" + table(columns, rows)
+    return "\n".join(map(origin, kept)) + "\n" + table(columns, rows)
 
 
 def _shown(value: float, limit: float) -> str:
