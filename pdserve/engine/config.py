@@ -120,7 +120,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     trusted_network: Annotated[
         bool,
         Meta(
-            description="Only the hosts of this worker reach its ranks. Needed with --nnodes: such ranks talk "
+            description="Only the hosts of this worker reach its ranks. Needed with --nnodes: these talk "
             "without a token, and whoever reaches their ports owns the worker."
         ),
     ] = False
