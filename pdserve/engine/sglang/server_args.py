@@ -93,7 +93,7 @@ def rank_count(found: Any) -> int:
 
 def ranks_here(found: Any) -> int:
     """Those of this host, where `--nnodes` divides them between several."""
-    return max(1, rank_count(found) // found.nnodes)
+    return max(1, rank_count(found) // int(found.nnodes))
 
 
 def check_host_memory(found: Any) -> None:
