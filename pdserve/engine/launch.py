@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
+from pdserve.capacity.tables import node_count
 from pdserve.discovery.workers import Registration
 from pdserve.engine.args import Role, Storage, extra_config, needed, served_model_name, server_argv
 from pdserve.engine.config import EngineConfig
@@ -29,7 +30,7 @@ from pdserve.engine.sglang.server_args import (
     check_kv_dtype,
     check_needs,
     parse_args,
-    rank_count,
+    ranks_here,
     resolved,
 )
 from pdserve.engine.turns.shelf import Shelf
@@ -211,12 +212,18 @@ def prepare_process(config: EngineConfig) -> Device:
     Raises ConfigError for settings that cannot work; StartupError for the model path, the address, the
     accelerator, or an SGLang that does not fit.
     """
+    several_hosts = node_count(config.extra_args) > 1
+    if several_hosts and not config.trusted_network:
+        raise ConfigError(
+            "--nnodes: ranks on several hosts talk without a token, and whoever reaches their ports owns the "
+            "worker: set engine.trusted_network = true if nobody else does"
+        )
     check_model_dir(config.model_path)
     check_address(config.host, config.port)
     selfcheck.sglang_version()
     device = choose_device(config.device)
     server_argv(config, "agg", device, {})  # refuses what no role can have, before anything slow
-    prepare.choose(device)
+    prepare.choose(device, several_hosts=several_hosts)
     with prepare.without_gc():
         selfcheck.check(device)
         prepare.load_plugins()
@@ -252,7 +259,7 @@ def identified(config: WorkerConfig, found: Any) -> tuple[KvIdentity, str]:
 
     if config.storage != "none":
         check_cached(found)
-    prepare.share_cores(rank_count(found))
+    prepare.share_cores(ranks_here(found))
     identity = kv_identity(found, reveal(config.pool.page_key), config.engine.page_pieces)
     namespace = config.pool.namespace or identity.geometry.namespace(served_model_name(config.engine))
     if config.storage == "pool" and config.pool.engine == OWN_ENGINE:

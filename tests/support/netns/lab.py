@@ -8,21 +8,26 @@ host: it cannot be offered mapped memory, and takes UCX or TCP.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Final, TypeVar
 
 import pytest
 
 SUBNET = "10.77.13"
 REQUIRED = "PDSERVE_NETNS"  # "required": what cannot be made is a failure, not a skip
 COMMAND_TIMEOUT_S = 20.0
+CLONE_NEWNET: Final = 0x4000_0000
+LIBC: Final = ctypes.CDLL(None, use_errno=True)
+T = TypeVar("T")
 
 
 class Lab:
@@ -37,6 +42,10 @@ class Lab:
     def address(self, host: str) -> str:
         return f"{SUBNET}.{self._hosts.index(host) + 1}"
 
+    def _port(self, host: str) -> str:
+        """Of the switch: names of network cards are short."""
+        return f"port{self._hosts.index(host) + 1}"
+
     def build(self) -> None:
         """Raises CalledProcessError or FileNotFoundError where the machine does not allow it."""
         _run("ip", "netns", "add", self._switch)
@@ -45,9 +54,10 @@ class Lab:
         for host in self._hosts:
             space = f"{self._prefix}-{host}"
             _run("ip", "netns", "add", space)
-            veth = ("add", host, "type", "veth", "peer", "name", "eth0", "netns", space)
+            port = self._port(host)
+            veth = ("add", port, "type", "veth", "peer", "name", "eth0", "netns", space)
             _run("ip", "-n", self._switch, "link", *veth)
-            _run("ip", "-n", self._switch, "link", "set", host, "master", "bridge", "up")
+            _run("ip", "-n", self._switch, "link", "set", port, "master", "bridge", "up")
             _run("ip", "-n", space, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
             _run("ip", "-n", space, "link", "set", "eth0", "up")
             _run("ip", "-n", space, "link", "set", "lo", "up")
@@ -60,17 +70,17 @@ class Lab:
 
     def unplug(self, host: str) -> None:
         """Pull its cable out of the switch."""
-        _run("ip", "-n", self._switch, "link", "set", host, "down")
+        _run("ip", "-n", self._switch, "link", "set", self._port(host), "down")
 
     def plug_in(self, host: str) -> None:
-        _run("ip", "-n", self._switch, "link", "set", host, "up")
+        _run("ip", "-n", self._switch, "link", "set", self._port(host), "up")
 
     def drop_to(self, host: str) -> None:
         """The switch forgets every packet for this host; what it sends still arrives.
 
         netem where the kernel has it; else a token bucket too small for any packet.
         """
-        root = ("qdisc", "add", "dev", host, "root")
+        root = ("qdisc", "add", "dev", self._port(host), "root")
         try:
             _run("tc", "-n", self._switch, *root, "netem", "loss", "100%")
         except subprocess.CalledProcessError:
@@ -79,7 +89,7 @@ class Lab:
 
     def stop_dropping(self) -> None:
         for host in self._dropping:
-            _run("tc", "-n", self._switch, "qdisc", "del", "dev", host, "root")
+            _run("tc", "-n", self._switch, "qdisc", "del", "dev", self._port(host), "root")
         self._dropping.clear()
 
     def heal(self) -> None:
@@ -108,6 +118,17 @@ class Lab:
         out = subprocess.PIPE if pipes else log
         env = {**os.environ, **(variables or {})}
         return subprocess.Popen(whole, stdin=pipe, stdout=out, stderr=log, env=env)
+
+    def enter(self, host: str) -> None:
+        """The calling thread goes to that host, with all threads that it starts, for good."""
+        with Path(f"/var/run/netns/{self._prefix}-{host}").open() as space:
+            if LIBC.setns(space.fileno(), CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), f"no way to {host}")
+
+    def call(self, host: str, function: Callable[[], T]) -> T:
+        """What the function returns there. It shares the memory and files of the test."""
+        with ThreadPoolExecutor(1, initializer=self.enter, initargs=(host,)) as there:
+            return there.submit(function).result()
 
 
 def _run(*command: str) -> str:
