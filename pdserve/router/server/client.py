@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from uvicorn.protocols.http.flow_control import FlowControl
+from pdserve.router.server.flow import Flow
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -66,7 +66,7 @@ class Client(Protocol):
         ...
 
 
-class Server(Protocol):
+class Shared(Protocol):
     """What the connections of a server share."""
 
     @property
@@ -79,7 +79,7 @@ class Wire(Protocol):
     """The connection that carries a request, as `RequestCycle` uses it."""
 
     loop: asyncio.AbstractEventLoop
-    flow: FlowControl
+    flow: Flow
     transport: asyncio.Transport
     tasks: set[asyncio.Task[Any]]
     """Of the whole server: a graceful stop waits for them."""
@@ -89,8 +89,18 @@ class Wire(Protocol):
     """Nothing is sent any more."""
 
     @property
-    def server_state(self) -> Server:
+    def shared(self) -> Shared:
         """What all connections share."""
+        ...
+
+    @property
+    def server(self) -> tuple[str, int] | None:
+        """Address and port of this end."""
+        ...
+
+    @property
+    def scheme(self) -> str:
+        """`http`, or `https` where TLS is spoken."""
         ...
 
     def watch(self, on_gone: Callable[[], None]) -> None:

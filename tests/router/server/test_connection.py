@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from pdserve.router.config.router import RouterConfig
 from pdserve.router.server.connection import (
     CLOSING_S,
     LINGER_S,
@@ -21,10 +20,9 @@ from pdserve.router.server.connection import (
     MAX_HEADERS,
     MAX_PIPELINED,
     ClientConnection,
-    Connections,
 )
+from pdserve.router.server.connections import Connections
 from pdserve.router.server.request_cycle import RequestCycle
-from pdserve.router.server.uvicorn_server import make_server
 from tests.support.virtual_time import virtually
 
 KEEP_ALIVE_S, HEAD_S, READ_S = 60, 10.0, 30.0
@@ -89,18 +87,11 @@ class Client:
         self.begun_s = loop.time()
         self.loop = loop
         self.cycles: list[RequestCycle] = []
-        self.state = state or Connections()
-        config = make_server(self.ordinary, RouterConfig(client_keepalive_s=KEEP_ALIVE_S)).config
         direct: Any = SimpleNamespace(targets={b"/direct": "/direct"}, serve=self.serve)
-        self.connection = ClientConnection(
-            head_s=HEAD_S,
-            client_read_s=READ_S,
-            direct=direct,
-            config=config,
-            server_state=self.state,
-            app_state={},
-            _loop=loop,
+        self.state = state or Connections(
+            self.ordinary, direct, keep_alive_s=KEEP_ALIVE_S, head_s=HEAD_S, client_read_s=READ_S
         )
+        self.connection = ClientConnection(self.state, loop)
         self.transport = self.connection.transport = Transport(can_write_eof)
         self.transport.protocol = self.connection
         self.connection.connection_made(self.transport)
@@ -376,7 +367,7 @@ async def test_who_sends_thousands_of_requests_at_once_is_closed_and_takes_a_bou
     client = Client()
     await client.send(request_ * 5000)
     assert client.transport.ended_s is not None
-    assert len(client.connection.pipeline) <= MAX_PIPELINED
+    assert len(client.connection._pipeline) <= MAX_PIPELINED
     assert len(client.cycles) <= 1, "what waits is not served"
 
 
