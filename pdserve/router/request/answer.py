@@ -6,7 +6,6 @@ nothing sent --start--> started --write(more=False)--> complete
 from __future__ import annotations
 
 import asyncio
-import enum
 import re
 import time
 
@@ -30,17 +29,6 @@ PREFILL_HEADER = b"x-pdserve-prefill"
 _FIGURES = re.compile(rb"\([^)]*\)")
 
 
-class Progress(enum.Enum):
-    """How much of an answer was sent."""
-
-    NOTHING = "nothing"
-    STARTED = "started"
-    COMPLETE = "complete"
-
-
-_NOTHING, _STARTED, _COMPLETE = Progress.NOTHING, Progress.STARTED, Progress.COMPLETE  # quicker to read
-
-
 class Answer:
     """The way back to one client."""
 
@@ -48,12 +36,13 @@ class Answer:
         "client",
         "decode_id",
         "error_form",
+        "is_complete",
+        "is_started",
         "is_stream",
         "meter",
         "more_headers",
         "plan_words",
         "prefill_headers",
-        "progress",
         "request_id",
         "shows_insides",
         "started_s",
@@ -65,7 +54,10 @@ class Answer:
         self.client = client
         self.error_form = error_form
         self.request_id = request_id
-        self.progress = _NOTHING
+        self.is_started = False
+        """The status was sent."""
+        self.is_complete = False
+        """The last byte was sent."""
         self.status = 0
         """0 until it was sent."""
         self.started_s = 0.0
@@ -87,16 +79,6 @@ class Answer:
         """The worker that answers."""
 
     @property
-    def is_started(self) -> bool:
-        """The status was sent."""
-        return self.progress is not _NOTHING
-
-    @property
-    def is_complete(self) -> bool:
-        """The last byte was sent."""
-        return self.progress is _COMPLETE
-
-    @property
     def worker_headers(self) -> Headers:
         """Headers that name the workers."""
         if not self.decode_id:
@@ -113,7 +95,7 @@ class Answer:
         """Send the status and `headers`, with the router's own added. `length`: of the body in bytes; None: a
         stream of events. `closes`: the connection ends with the answer.
         """
-        self.progress = _STARTED
+        self.is_started = True
         self.started_s = asyncio.get_running_loop().time()
         self.status = status
         self.is_stream = length is None
@@ -135,7 +117,7 @@ class Answer:
                 self.meter.count_whole(body)
         await self.client.write(body, more)
         if not more:
-            self.progress = _COMPLETE
+            self.is_complete = True
 
     def write_now(self, body: bytes) -> None:
         """As `write`, where the client `takes_now`, and more follows."""
