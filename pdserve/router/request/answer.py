@@ -25,6 +25,7 @@ from pdserve.router.tenants.rate_headers import rate_headers
 from pdserve.router.tenants.tenant import TenantState
 
 JSON = b"application/json"
+PLAN_HEADER = b"x-pdserve-plan"
 PREFILL_HEADER = b"x-pdserve-prefill"
 _FIGURES = re.compile(rb"\([^)]*\)")
 
@@ -85,11 +86,14 @@ class Answer:
             return self.prefill_headers
         return [*self.prefill_headers, (b"x-pdserve-decode", self.decode_id)]
 
-    def _shown_workers(self) -> Headers:
-        """What the client may see of `worker_headers`."""
+    def _insides(self) -> Headers:
+        """What the client may see of the plan and of the workers."""
         if self.shows_insides:
-            return self.worker_headers
-        return [header for header in self.prefill_headers if header[0] != PREFILL_HEADER]
+            return [(PLAN_HEADER, self.plan_words), *self.worker_headers]
+        return [
+            (PLAN_HEADER, _FIGURES.sub(b"", self.plan_words)),
+            *(header for header in self.prefill_headers if header[0] != PREFILL_HEADER),
+        ]
 
     def start(self, status: int, headers: Headers, length: int | None, *, closes: bool = False) -> None:
         """Send the status and `headers`, with the router's own added. `length`: of the body in bytes; None: a
@@ -103,9 +107,8 @@ class Answer:
         headers += self.more_headers
         if (tenant := self.tenant) is not None and tenant.has_rates:
             headers += rate_headers(tenant, self.error_form, self.started_s, time.time())
-        if words := self.plan_words:
-            headers.append((b"x-pdserve-plan", words if self.shows_insides else _FIGURES.sub(b"", words)))
-            headers += self._shown_workers()
+        if self.plan_words:
+            headers += self._insides()
         self.client.start(status, headers, length, closes=closes)
 
     async def write(self, body: bytes, more: bool) -> None:

@@ -30,6 +30,11 @@ class Client(Protocol):
         ...
 
     @property
+    def task(self) -> asyncio.Task[Any]:
+        """The task that serves the request."""
+        ...
+
+    @property
     def address(self) -> str:
         """The client's IP address, or its proxy's; empty where the server does not know it."""
         ...
@@ -103,12 +108,8 @@ class Wire(Protocol):
         """`http`, or `https` where TLS is spoken."""
         ...
 
-    def watch(self, on_gone: Callable[[], None]) -> None:
-        """Call `on_gone` when the client goes away, now if it has, until `unwatch`."""
-        ...
-
-    def unwatch(self) -> None:
-        """The request is over."""
+    def resume_reading(self) -> None:
+        """Read on, if enough room is left: whether a client has left is seen only by reading."""
         ...
 
     def close_in_order(self) -> None:

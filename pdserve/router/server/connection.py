@@ -38,7 +38,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable
 from typing import Any, Final, Literal, cast
 
 import httptools
@@ -73,7 +72,6 @@ class ClientConnection(asyncio.Protocol):
         "_expects_continue",
         "_head_bytes",
         "_headers",
-        "_on_gone",
         "_parser",
         "_pipeline",
         "_running",
@@ -126,7 +124,6 @@ class ClientConnection(asyncio.Protocol):
         """Runs while the client is behind with its reading."""
         self._unread_bytes = 0
         """What waited to be sent when that timer was set."""
-        self._on_gone: Callable[[], None] | None = None
 
     # --- the state
 
@@ -236,15 +233,13 @@ class ClientConnection(asyncio.Protocol):
         self._forget_unread()
         self.shared.crowd.left(self)
         self.shared.connections.discard(self)  # type: ignore[arg-type]
+        self._enter("gone")
         if self._running is not None:
             self._running.lose()
         self.flow.resume_writing()
         # these and the connection hold each other, and the garbage collector runs seldom
         self._parser = self._cycle = self._running = None
         self._pipeline.clear()
-        self._enter("gone")
-        if self._on_gone is not None:
-            self._on_gone()
 
     @property
     def server(self) -> tuple[str, int] | None:
@@ -319,17 +314,10 @@ class ClientConnection(asyncio.Protocol):
 
     # --- for the request
 
-    def watch(self, on_gone: Callable[[], None]) -> None:
-        """Call `on_gone` when the client goes away, now if it has, until `unwatch`."""
-        self._on_gone = on_gone
-        if self.flow.read_paused and not self._is_far_ahead:  # for a large body, which was read
+    def resume_reading(self) -> None:
+        """Read on, if enough room is left: whether a client has left is seen only by reading."""
+        if not self._is_far_ahead:
             self.flow.resume_reading()
-        if self._state == "gone":
-            on_gone()
-
-    def unwatch(self) -> None:
-        """The request is over."""
-        self._on_gone = None
 
     def on_response_complete(self) -> None:
         """The answer is sent: the next request's turn."""
@@ -339,8 +327,8 @@ class ClientConnection(asyncio.Protocol):
             return
         if self._pipeline:
             self._begin(self._pipeline.popleft())
-        if self.flow.read_paused and not self._is_far_ahead:
-            self.flow.resume_reading()
+        if self.flow.read_paused:
+            self.resume_reading()
         self._update()
 
     def _begin(self, cycle: RequestCycle) -> None:

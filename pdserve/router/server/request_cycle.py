@@ -27,8 +27,8 @@ class RequestCycle:
     __slots__ = (
         "_head",
         "_is_chunked",
+        "_on_gone",
         "_serve",
-        "_task",
         "_waiter",
         "body",
         "disconnected",
@@ -41,9 +41,12 @@ class RequestCycle:
         "response_complete",
         "response_started",
         "target",
+        "task",
         "version",
         "wire",
     )
+
+    task: asyncio.Task[None]
 
     def __init__(
         self,
@@ -63,8 +66,8 @@ class RequestCycle:
         self._serve = serve
         self._head = b""
         self._is_chunked = False
-        self._task: asyncio.Task[None] | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._on_gone: Callable[[], None] | None = None
         self.method = method
         self.target = target
         self.path = path
@@ -81,15 +84,14 @@ class RequestCycle:
 
     def begin(self) -> None:
         """Have the request served, in a task of its own."""
-        self._task = self.wire.loop.create_task(self._run())
-        self.wire.tasks.add(self._task)
+        self.task = self.wire.loop.create_task(self._run())
+        self.wire.tasks.add(self.task)
 
     async def _run(self) -> None:
         try:
             await self._serve(self)
         finally:
-            assert self._task is not None
-            self.wire.tasks.discard(self._task)
+            self.wire.tasks.discard(self.task)
             if not (self.response_complete or self.disconnected):
                 self.wire.transport.close()
 
@@ -118,6 +120,8 @@ class RequestCycle:
         if not self.response_complete:
             self.disconnected = True
             self._wake()
+        if self._on_gone is not None:
+            self._on_gone()
 
     def _wake(self) -> None:
         """There is something new for who waits in `read`."""
@@ -212,9 +216,13 @@ class RequestCycle:
         return b"%b%x\r\n%b\r\n" % (head, len(body), body) if body else head
 
     def watch(self, on_gone: Callable[[], None]) -> None:
-        """The connection knows when its client goes."""
-        self.wire.watch(on_gone)
+        """Call it when the client has left."""
+        self._on_gone = on_gone
+        if self.wire.flow.read_paused:  # for a large body, which was read
+            self.wire.resume_reading()
+        if self.disconnected:
+            on_gone()
 
     def unwatch(self) -> None:
         """The request is over."""
-        self.wire.unwatch()
+        self._on_gone = None
