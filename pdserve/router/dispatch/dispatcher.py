@@ -164,19 +164,30 @@ class Dispatcher:
             claim.release()
 
     async def _by_pool(self, call: Call, job: Job) -> None:
-        """Have a worker answer that computes what it does not find. Raises as `_directly`."""
+        """Have a worker answer that computes what it does not find. Raises as `_directly`. Both workers are
+        claimed while the last turn settles.
+        """
         plan, now_s = job.plan, self._loop.time()
-        claim = Claim(self._fleet, plan.decode, now_s, 0 if plan.prefill else plan.uncached_tokens)
+        decode = Claim(self._fleet, plan.decode, now_s, 0 if plan.prefill else plan.uncached_tokens)
+        prefill = None
+        if plan.prefill is not None:
+            prefill = Claim(self._fleet, plan.prefill, now_s, plan.uncached_tokens, prefills=True)
         try:
-            if plan.prefill is not None or plan.settle is not None:
-                await self._before_decode(call, job)
+            if plan.settle is not None:
+                job.words.append(await self._settle.run(call, plan.settle))
+            if prefill is not None:
+                job.words.append(await self._prefill.run(call, job, prefill.worker))
+                prefill.release()
+                prefill = None
             call.phase = "decode"
             call.asked_s = self._loop.time()
-            failure = await self._decode.attempt(call, job, claim)
+            failure = await self._decode.attempt(call, job, decode)
         finally:
-            claim.release()
+            decode.release()
+            if prefill is not None:
+                prefill.release()
         if failure is not None:
-            await self._retry(call, job, claim.worker, failure)
+            await self._retry(call, job, plan.decode, failure)
 
     async def _retry(self, call: Call, job: Job, failed: Worker, failure: Failure) -> None:
         """A worker has failed: have the next ones answer, or tell the client."""
@@ -192,21 +203,6 @@ class Dispatcher:
                 return
             failed, failure = worker, again
         await self._give_up(call, failed, failure)
-
-    async def _before_decode(self, call: Call, job: Job) -> None:
-        """The stages before decode. The prefill worker is claimed while the last turn settles, too."""
-        plan = job.plan
-        claim = None
-        if plan.prefill is not None:
-            claim = Claim(self._fleet, plan.prefill, self._loop.time(), plan.uncached_tokens, prefills=True)
-        try:
-            if plan.settle is not None:
-                job.words.append(await self._settle.run(call, plan.settle))
-            if plan.prefill is not None:
-                job.words.append(await self._prefill.run(call, job, plan.prefill))
-        finally:
-            if claim is not None:
-                claim.release()
 
     def _next_worker(self, call: Call, job: Job, failed: Worker, failure: Failure) -> Worker | None:
         """The decode worker that tries next, of those ready now; None: the call has failed."""

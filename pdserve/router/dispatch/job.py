@@ -50,8 +50,8 @@ class Job:
         self.is_prompt_counted = False
 
     def count_prompt(self, stats: Stats, tokens: Mapping[str, int]) -> None:
-        """Count where the prompt's tokens came from: `tokens` by tier of `names.TIERS`. Only the first worker that says so counts: a
-        later one finds what the first one computed.
+        """Count where the prompt's tokens came from; `tokens`: by tier, of `names.TIERS`. Only the first
+        worker that says so counts: a later one finds what the first one computed.
         """
         if tokens and not self.is_prompt_counted:
             self.is_prompt_counted = True

@@ -232,7 +232,7 @@ class ClientConnection(asyncio.Protocol):
             self._timer.cancel()
         self._forget_unread()
         self.shared.crowd.left(self)
-        self.shared.connections.discard(self)  # type: ignore[arg-type]
+        self.shared.connections.discard(self)
         self._enter("gone")
         if self._running is not None:
             self._running.lose()

@@ -67,7 +67,7 @@ def make_server(
         return ClientConnection(connections, _loop or asyncio.get_running_loop())
 
     settings = uvicorn.Config(
-        application,  # type: ignore[arg-type]  # our own, looser ASGI types
+        application,
         http=connection,  # type: ignore[arg-type]  # a factory will do
         ws="none",
         lifespan="off",
