@@ -262,8 +262,7 @@ class ClientConnection(asyncio.Protocol):
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             self.shared.log.warning("not HTTP", "a client sent what is no HTTP request: %s", error)
-            self.transport.write(_NOT_HTTP)
-            self.transport.close()
+            self._refuse(_NOT_HTTP)
         except httptools.HttpParserUpgrade:
             pass  # there is none: the answer ends the connection
         if self._pipeline and self._is_far_ahead and not self.transport.is_closing():

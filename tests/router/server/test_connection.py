@@ -430,7 +430,17 @@ async def test_what_is_no_http_is_answered_400() -> None:
     client = Client()
     await client.send(b"SSH-2.0-x\r\n\r\n")
     assert client.statuses == [400]
+    assert client.transport.half_closed_s is not None
+
+
+@virtually
+async def test_what_is_no_http_behind_a_request_does_not_get_into_its_answer() -> None:
+    client = await in_state("answering")
+    client.cycles[0].start(200, [], 10)
+    await client.cycles[0].write(b"half", more=True)
+    await client.send(b"SSH-2.0-x\r\n\r\n")
     assert client.transport.is_closing()
+    assert client.transport.sent.endswith(b"half")
 
 
 @virtually
