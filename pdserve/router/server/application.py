@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Final
+from typing import Final
 from urllib.parse import unquote
 
 import httptools
 
 from pdserve.router.server.asgi import Asgi, Message, Scope
-
-if TYPE_CHECKING:
-    from pdserve.router.server.request_cycle import RequestCycle
+from pdserve.router.server.request_cycle import RequestCycle
 
 logger = logging.getLogger(__name__)
 

@@ -128,7 +128,8 @@ class ClientConnection(asyncio.Protocol):
     # --- the state
 
     @property
-    def _is_answering(self) -> bool:
+    def is_answering(self) -> bool:
+        """A request waits for its answer, or for its end."""
         return self._cycle is not None and not self._cycle.response_complete
 
     def _update(self) -> None:
@@ -222,7 +223,7 @@ class ClientConnection(asyncio.Protocol):
         self.shared.connections.add(self)  # type: ignore[arg-type]  # of which uvicorn uses `shutdown`
         self._enter("idle")
         address = self.client[0] if self.client else ""
-        goes = self.shared.crowd.came(self, address, lambda one: not one._is_answering)
+        goes = self.shared.crowd.came(self, address, lambda one: not one.is_answering)
         if goes is not None:
             goes.transport.abort()
 
@@ -282,7 +283,7 @@ class ClientConnection(asyncio.Protocol):
 
     def shutdown(self) -> None:
         """The server stops: the next answer here is the last."""
-        if not self._is_answering:
+        if not self.is_answering:
             if not self.is_closing:
                 self._enter(self._state)
         elif self._cycle is not None and not self._cycle.response_started:
@@ -292,7 +293,7 @@ class ClientConnection(asyncio.Protocol):
         """Close with this answer; if another one is under way, cut that off."""
         if self.is_closing or self.transport.is_closing():
             return
-        if self._is_answering:
+        if self.is_answering:
             self.transport.close()
             self._watch_unread()
             return

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from collections.abc import Callable, Coroutine, Mapping
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
 from uvicorn.server import ServerState
 
@@ -15,10 +16,18 @@ from pdserve.router.server.application import Application
 from pdserve.router.server.asgi import Asgi
 from pdserve.router.server.request_cycle import RequestCycle
 
-if TYPE_CHECKING:
-    from pdserve.router.server.connection import ClientConnection
-
 logger = logging.getLogger(__name__)
+
+
+class Connected(Protocol):
+    """A connection, as the crowd has it."""
+
+    transport: asyncio.Transport
+
+    @property
+    def is_answering(self) -> bool:
+        """It must not go now."""
+        ...
 
 
 class DirectHandler(Protocol):
@@ -65,7 +74,7 @@ class Connections(ServerState):
         self.client_read_s: Final = client_read_s
         self.is_stopping = False
         self.log: Final = ThrottledLog(logger)
-        self.crowd: Final[Crowd[ClientConnection]] = Crowd(most)
+        self.crowd: Final[Crowd[Connected]] = Crowd(most)
         """All connections."""
         self._default_lines = b""
         self._lined = self.default_headers
