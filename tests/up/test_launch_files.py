@@ -73,7 +73,7 @@ def test_a_mistyped_key_is_refused_by_file_table_and_key_before_anything_starts(
 
 
 @pytest.mark.parametrize(
-    "script", ["disagg.sh", "agg.sh", "vllm.sh", "test.sh", "bench.sh", "docs.sh", "lock.sh"]
+    "script", ["disagg.sh", "agg.sh", "hosts.sh", "vllm.sh", "test.sh", "bench.sh", "docs.sh", "lock.sh"]
 )
 def test_script_help_needs_no_set_up(script: str, tmp_path: Path) -> None:
     shown = subprocess.run(
@@ -107,7 +107,19 @@ def test_the_requirements_without_a_gpu_are_whole() -> None:
 def test_tests_ask_for_the_library_that_mooncakes_wheel_does_not_bring(known: str, tmp_path: Path) -> None:
     program(tmp_path / "launch/setup.sh", f'root={tmp_path}; need() {{ echo "needs ${{*: -1}}"; }}')
     shutil.copy(LAUNCH / "test.sh", tmp_path / "launch")
-    tools = ("redis-server", "tc", "etcd", "prometheus", "chromium", "cc", "ruff", "mypy", "python")
+    tools = (
+        "redis-server",
+        "tc",
+        "nft",
+        "etcd",
+        "sshd",
+        "prometheus",
+        "chromium",
+        "cc",
+        "ruff",
+        "mypy",
+        "python",
+    )
     for tool in tools:
         program(tmp_path / "bin" / tool, "")
     program(tmp_path / "bin/ldconfig", f"echo '{known} (libc6,x86-64) => /lib/{known}'")

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from pdserve.up import lifecycle as lc
 from pdserve.up.config import ClusterFile, ClusterSettings
 from pdserve.up.plan import Plan, make_plan
+from pdserve.up.site import Site
 
 NAMES = ("pool0", "prefill0", "decode0", "router")
 STAGES = (("pool0",), ("prefill0", "decode0"), ("router",))
@@ -31,10 +32,19 @@ def plan_of(tables: dict[str, dict[str, Any]] | None = None, **cluster: Any) -> 
     return make_plan(file, program=("x",), run_dir=Path("/run"), uid=0, ports=iter(range(7000, 7100)))
 
 
+def on_two_hosts() -> Plan:
+    """A router on each."""
+    hosts = {"pool0": "a", "prefill0": "b", "decode0": "a", "router0": "a", "router1": "b"}
+    file = ClusterFile(pool=[{}], prefill=[{}], decode=[{}], router={"count": 2, "port": 80})
+    ports = iter(range(7000, 7100))
+    return make_plan(file, program=("x",), run_dir=Path("/run"), uid=0, ports=ports, site=Site(hosts))
+
+
 class World:
     """Processes that do as they are told, and a clock."""
 
     def __init__(self, plan: Plan) -> None:
+        self.plan = plan
         self.lifecycle = lc.Lifecycle(plan)
         self.now_s = 0.0
         self.alive: list[str] = []
@@ -83,8 +93,8 @@ class World:
         return actions
 
     def up(self) -> World:
-        for stage in STAGES:
-            self.ready(*stage)
+        for stage in self.plan.stages:
+            self.ready(*(spec.name for spec in stage))
         assert isinstance(self.done[-1], lc.Announce)
         self.said.clear()
         return self
@@ -297,6 +307,14 @@ def test_the_routers_end_and_any_with_stop_on_loss_takes_the_cluster_down(
     assert world.exit == 1
 
 
+def test_the_cluster_goes_on_while_it_has_a_router() -> None:
+    world = World(on_two_hosts()).up()
+    world.end("router0", 0)
+    assert "stays ended; the others go on" in world.said[-1]
+    world.end("router1", 0)
+    assert world.said[-1] == "stopping all processes"
+
+
 def test_a_process_that_holds_much_memory_has_longer_to_end_and_to_start() -> None:
     own = {"release_s": 30.0, "start_timeout_s": 500.0}
     world = World(plan_of({"decode": own}, stop_grace_s=5.0, start_timeout_s=60.0)).up()
@@ -357,6 +375,15 @@ def test_sigusr1_restarts_each_process_once_the_one_before_is_ready() -> None:
     assert not any("error" in line for line in world.said)
     assert names(world.end("decode0", 4), lc.Start) == []  # a failure again
     assert world.said[-1] == "restarting decode0 in 1.0 s"
+
+
+def test_sigusr1_restarts_one_host_after_the_other() -> None:
+    world = World(on_two_hosts()).up()
+    world.tell(lc.RenewAsked())
+    for name in ("pool0", "decode0", "router0", "prefill0", "router1"):
+        assert names(world.done, lc.Terminate)[-1] == name
+        renewed(world, name)
+    assert world.said[-1] == "all processes have been restarted"
 
 
 def test_sigusr1_leaves_a_router_of_several_processes_to_itself() -> None:
