@@ -13,6 +13,7 @@ import pytest
 from pdserve.bench.hosts.machines import Machines, machines
 from pdserve.bench.stores import BenchError
 from tests.support.certificates import Authority
+from tests.support.netns.field import until
 from tests.support.netns.lab import cannot
 from tests.support.netns.paths import BYTES
 
@@ -103,13 +104,14 @@ def test_memory_is_mapped_within_a_host_and_never_between_two(
     ca: list[str] = []
     if way == "tls":
         tls = Authority(tmp_path).host(hosts.network.address("one"))
-        config += f'tls.certificate = "{tls.certificate}"\ntls.key = "{tls.key}"\n'
+        config += f'tls.ca = "{tls.ca}"\ntls.certificate = "{tls.certificate}"\ntls.key = "{tls.key}"\n'
         ca = [str(tls.ca)]
     file, log = tmp_path / "node.toml", tmp_path / "node.log"
     file.write_text(config)
     with log.open("wb") as out:
         serve = command(hosts, "one", "-m", "pdserve", "pool", "serve", "--config", str(file))
         node = subprocess.Popen(serve, stdout=out, stderr=out, cwd=ROOT)
+    until(lambda: "is ready at" in log.read_text(), log.read_text)
     look = ("-m", "tests.support.netns.paths", address)
     try:
         near = json.loads(ask(hosts, "one", *look, "1", *ca))

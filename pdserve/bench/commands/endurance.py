@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from pdserve.bench.hosts.figures import HostsFigures
-
     from pdserve.bench.soak.run import Soaked
 
 

@@ -21,7 +21,7 @@ from pdserve.bench.hosts.network import Network
 from pdserve.bench.stores import BenchError
 
 NOTHING: Final[Mapping[str, str]] = types.MappingProxyType({})
-SHM_SIZE: Final = "2g"
+SHM_SIZE: Final = "8g"
 BOOT: Final = """
 mount --make-rprivate /
 mount -t tmpfs -o size={shm} shm /dev/shm

@@ -19,9 +19,9 @@ def spread(demands: Sequence[Demand], gpus: Mapping[str, int], own: str) -> dict
     Raises StartupError: no host is allowed, or none has GPUs enough.
     """
     free = dict(gpus)
-    load = dict.fromkeys(gpus, 0)
-    pools = dict.fromkeys(gpus, 0)
-    routers = {host: int(host != own) for host in gpus}
+    load = dict.fromkeys(gpus, 0.0)
+    pools = dict.fromkeys(gpus, 0.0)
+    routers = {host: 0.0 if host == own else 0.5 for host in gpus}  # the first one goes to its own
     chosen: dict[str, str] = {}
     for one in demands:
         allowed = [host for host in gpus if not one.needs.hosts or host in one.needs.hosts]
