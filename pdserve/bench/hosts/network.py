@@ -45,9 +45,9 @@ class Network:
         for host in self.hosts:
             space = self.space(host)
             run("ip", "netns", "add", space)
-            veth = ("add", host, "type", "veth", "peer", "name", "eth0", "netns", space)
+            veth = ("add", "name", host, "type", "veth", "peer", "name", "eth0", "netns", space)
             run("ip", "-n", self._switch, "link", *veth)
-            run("ip", "-n", self._switch, "link", "set", host, "master", "bridge", "up")
+            run("ip", "-n", self._switch, "link", "set", "dev", host, "master", "bridge", "up")
             run("ip", "-n", space, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
             run("ip", "-n", space, "link", "set", "eth0", "up")
             run("ip", "-n", space, "link", "set", "lo", "up")
@@ -60,10 +60,10 @@ class Network:
 
     def unplug(self, host: str) -> None:
         """Pull its cable out of the switch."""
-        run("ip", "-n", self._switch, "link", "set", host, "down")
+        run("ip", "-n", self._switch, "link", "set", "dev", host, "down")
 
     def plug_in(self, host: str) -> None:
-        run("ip", "-n", self._switch, "link", "set", host, "up")
+        run("ip", "-n", self._switch, "link", "set", "dev", host, "up")
 
     def drop_to(self, host: str) -> None:
         """The switch forgets every packet for this host; what it sends still arrives.
