@@ -103,7 +103,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Reload:
-    """SIGHUP: this process replaces its own children, and refuses no client meanwhile."""
+    """SIGHUP: this process replaces itself or its own children, and refuses no client meanwhile."""
 
     name: str
 
@@ -355,8 +355,9 @@ class Lifecycle:
             process = self._to_renew.popleft()
             if process.phase not in RUNNING:
                 continue  # it is started anyway, or has ended for good
-            if process.spec.role == "router" and process.spec.config.get("processes", 1) > 1:
-                self._actions.append(Reload(process.spec.name))
+            if _renews_itself(process.spec):
+                if process.phase is Phase.READY:
+                    self._actions.append(Reload(process.spec.name))
                 continue
             self._renewed, process.renewing = process, True
             self._terminate(process, now_s)
@@ -418,6 +419,11 @@ class Lifecycle:
                 self._terminate(process, now_s)
                 if self._stop_signals > 1:
                     self._actions.append(Kill(process.spec.name))
+
+
+def _renews_itself(spec: ProcessSpec) -> bool:
+    """SIGHUP makes it go on as the version that is installed now. A pool node keeps its pages meanwhile."""
+    return spec.role == "pool" or (spec.role == "router" and spec.config.get("processes", 1) > 1)
 
 
 def _by_host(processes: Collection[_Process]) -> list[_Process]:

@@ -77,8 +77,7 @@ def test_a_conversation_goes_over_two_routers_and_its_pages_from_host_to_host(
             deciders = {answer["headers"]["x-pdserve-decode"] for answer in answers}
             assert len(deciders) == 1  # both routers send the session to one worker
             assert supervisor.popen is not None
-            pid = int((tmp_path / "run/lock").read_text())
-            subprocess.run(["kill", "-TERM", str(pid)], check=True)
+            supervisor.popen.terminate()
             assert supervisor.popen.wait(STOP_TIMEOUT_S) == 0, supervisor.tail()
     except BenchError as error:
         cannot(error)

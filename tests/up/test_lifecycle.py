@@ -17,6 +17,7 @@ from pdserve.up.plan import Plan, make_plan
 from pdserve.up.site import Site
 
 NAMES = ("pool0", "prefill0", "decode0", "router")
+RENEWED = NAMES[1:]
 STAGES = (("pool0",), ("prefill0", "decode0"), ("router",))
 
 
@@ -367,7 +368,8 @@ def renewed(world: World, name: str) -> None:
 def test_sigusr1_restarts_each_process_once_the_one_before_is_ready() -> None:
     world = World(plan_of()).up()
     world.tell(lc.RenewAsked())
-    for name in NAMES:
+    assert names(world.done, lc.Reload) == ["pool0"]  # it goes on by itself, with its pages
+    for name in RENEWED:
         assert names(world.done, lc.Terminate)[-1] == name
         renewed(world, name)
     assert world.said[0] == "SIGUSR1: restarting all processes, one after the other"
@@ -380,7 +382,7 @@ def test_sigusr1_restarts_each_process_once_the_one_before_is_ready() -> None:
 def test_sigusr1_restarts_one_host_after_the_other() -> None:
     world = World(on_two_hosts()).up()
     world.tell(lc.RenewAsked())
-    for name in ("pool0", "decode0", "router0", "prefill0", "router1"):
+    for name in ("decode0", "router0", "prefill0", "router1"):
         assert names(world.done, lc.Terminate)[-1] == name
         renewed(world, name)
     assert world.said[-1] == "all processes have been restarted"
@@ -389,7 +391,7 @@ def test_sigusr1_restarts_one_host_after_the_other() -> None:
 def test_sigusr1_leaves_a_router_of_several_processes_to_itself() -> None:
     world = World(plan_of({"router": {"processes": 2}})).up()
     world.tell(lc.RenewAsked())
-    for name in NAMES[:-1]:
+    for name in RENEWED[:-1]:
         renewed(world, name)
     assert world.done[-2:] == [lc.Reload("router"), lc.Say("all processes have been restarted")]
 
@@ -397,14 +399,13 @@ def test_sigusr1_leaves_a_router_of_several_processes_to_itself() -> None:
 def test_a_renewed_process_that_does_not_end_is_killed_after_its_grace() -> None:
     world = World(plan_of(stop_grace_s=5.0)).up()
     world.tell(lc.RenewAsked())
-    assert names(world.wait(5.0), lc.Kill) == ["pool0"]
-    assert names(world.end("pool0", -9), lc.Start) == ["pool0"]
+    assert names(world.wait(5.0), lc.Kill) == ["prefill0"]
+    assert names(world.end("prefill0", -9), lc.Start) == ["prefill0"]
 
 
 def test_a_renewed_process_that_dies_again_is_restarted_as_often_as_any_other_and_then_left() -> None:
     world = World(plan_of(max_restarts=1)).up()
     world.tell(lc.RenewAsked())
-    renewed(world, "pool0")
     renewed(world, "prefill0")
     world.end("decode0")
     world.end("decode0", 5)
@@ -418,13 +419,22 @@ def test_a_renewed_process_that_dies_again_is_restarted_as_often_as_any_other_an
 
 def test_a_process_that_is_ready_only_after_it_was_told_to_end_is_not_renewed_by_that() -> None:
     world = World(plan_of()).up()
-    world.end("pool0", 1)
+    world.end("prefill0", 1)
     world.wait(1.0)
     world.tell(lc.RenewAsked())  # it is starting
-    world.ready("pool0")
-    assert names(world.done, lc.Terminate) == ["pool0"]
-    renewed(world, "pool0")
-    assert names(world.done, lc.Terminate) == ["pool0", "prefill0"]
+    world.ready("prefill0")
+    assert names(world.done, lc.Terminate) == ["prefill0"]
+    renewed(world, "prefill0")
+    assert names(world.done, lc.Terminate) == ["prefill0", "decode0"]
+
+
+def test_a_pool_node_that_is_starting_is_the_new_version_already() -> None:
+    world = World(plan_of()).up()
+    world.end("pool0", 1)
+    world.wait(1.0)
+    world.tell(lc.RenewAsked())
+    assert names(world.done, lc.Reload) == []
+    assert names(world.done, lc.Terminate) == ["prefill0"]
 
 
 def test_sigusr1_before_all_are_ready_is_done_afterwards_and_one_that_comes_meanwhile_too() -> None:
@@ -432,11 +442,11 @@ def test_sigusr1_before_all_are_ready_is_done_afterwards_and_one_that_comes_mean
     world.tell(lc.RenewAsked())
     for stage in STAGES:
         world.ready(*stage)
-    assert names(world.done, lc.Terminate) == ["pool0"]
+    assert names(world.done, lc.Terminate) == ["prefill0"]
     world.tell(lc.RenewAsked())
-    for name in NAMES:
+    for name in RENEWED:
         renewed(world, name)
-    assert names(world.done, lc.Terminate) == [*NAMES, "pool0"]
+    assert names(world.done, lc.Terminate) == [*RENEWED, "prefill0"]
 
 
 @pytest.mark.parametrize(

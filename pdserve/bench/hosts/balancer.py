@@ -2,7 +2,8 @@
 
 `python -m pdserve.bench.hosts.balancer PORT HOST:PORT...` asks each router's `/ready` every `CHECK_S`. A new
 connection goes to the next one that said 200, or to another where that one cannot be reached. Connections of
-a router that has not answered for `LOST_S` are cut, since nobody else would.
+a router that was silent in `LOST_CHECKS` checks are cut, since nobody else would. One that refuses new
+connections finishes those that it has.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from contextlib import suppress
 from typing import Final
 
 CHECK_S: Final = 0.25
-LOST_S: Final = 1.0
+SILENT_S: Final = 1.0
+LOST_CHECKS: Final = 3
 READ_BYTES: Final = 1 << 16
 
 
@@ -26,35 +28,43 @@ class Router:
         host, _, port = place.rpartition(":")
         self.place = (host, int(port))
         self.is_ready = False
+        self._silent = 0
+        """Checks in a row without any answer."""
         self._connections: set[asyncio.StreamWriter] = set()
 
     async def watch(self) -> None:
         """Ask it again and again."""
         while True:
-            status = await self._status()
-            self.is_ready = status == b"200"
-            if not status:
+            try:
+                self.is_ready = await self._status() == b"200"
+                self._silent = 0
+            except TimeoutError:
+                self.is_ready = False
+                self._silent += 1
+            if self._silent == LOST_CHECKS:
                 for writer in list(self._connections):
                     writer.transport.abort()
             await asyncio.sleep(CHECK_S)
 
     async def _status(self) -> bytes:
-        """Of its answer; empty where there was none in time."""
+        """Of its answer; empty where it refuses to. Raises TimeoutError."""
         try:
-            async with asyncio.timeout(LOST_S):
+            async with asyncio.timeout(SILENT_S):
                 reader, writer = await asyncio.open_connection(*self.place)
                 try:
                     writer.write(b"GET /ready HTTP/1.1\r\nhost: router\r\nconnection: close\r\n\r\n")
                     return (await reader.readline()).split(b" ")[1]
                 finally:
                     writer.close()
-        except (OSError, TimeoutError, IndexError):
+        except TimeoutError:
+            raise
+        except (OSError, IndexError):
             return b""
 
     async def join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Carry one connection until either side ends it; False where the router cannot be reached."""
         try:
-            async with asyncio.timeout(LOST_S):
+            async with asyncio.timeout(SILENT_S):
                 far_reader, far_writer = await asyncio.open_connection(*self.place)
         except (OSError, TimeoutError):
             return False

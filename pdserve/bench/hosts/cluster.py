@@ -53,6 +53,9 @@ place.hosts = ["a", "b"]
 decode_policy = "affinity"
 min_prefill_tokens = 64
 
+[worker.pool]
+restart_wait_s = 4.9
+
 [[pool]]
 count = 3
 place.hosts = ["a", "b", "c"]
@@ -80,7 +83,6 @@ class HostsCluster:
         self.hosts = hosts
         self.network = hosts.network
         self._directory = directory
-        self._run_dir = directory / "run"
         self.etcd_url = f"http://{self.network.address('c')}:{ETCD_PORT}"
         self.turns_path = directory / "turns.jsonl"
         self._started: list[Child] = []
@@ -93,7 +95,7 @@ class HostsCluster:
         named = ", ".join(f'"{host}={network.address(host)}"' for host in HOSTS[:-1])
         values = {"hosts": named, "router_port": ROUTER_PORT, "etcd": self.etcd_url}
         file = self._directory / "cluster.toml"
-        file.write_text(FILE.format(run_dir=self._run_dir, ucx=str(ucx).lower(), **values))
+        file.write_text(FILE.format(run_dir=self._directory / "run", ucx=str(ucx).lower(), **values))
         supervise = ["-m", "pdserve.bench.hosts.supervise", str(file)]
         self._supervisor = self._start("supervisor", DESK, sys.executable, *supervise)
         self._supervisor.await_true(lambda: "hosts is ready at" in self.log(), START_TIMEOUT_S, last_lines=20)
@@ -142,17 +144,15 @@ class HostsCluster:
     def upgrade(self) -> None:
         """Restart everything, one process after the other, host by host. Raises BenchError."""
         before = self.log().count(UPGRADED)
-        os.kill(int((self._run_dir / "lock").read_text()), signal.SIGUSR1)
+        self._supervisor.process.send_signal(signal.SIGUSR1)
         self._supervisor.await_true(lambda: self.log().count(UPGRADED) > before, UPGRADE_TIMEOUT_S, 0.1, 20)
 
     def stop(self) -> None:
         """Clients first. Raises BenchError where the supervisor does not end well."""
         for child in reversed(self._started):
-            if child is self._supervisor:
-                os.kill(int((self._run_dir / "lock").read_text()), signal.SIGTERM)
-                if not child.ended(STOP_TIMEOUT_S):
-                    raise BenchError(f"the supervisor did not stop its cluster: {child.log_path}")
-            child.stop(STOP_TIMEOUT_S)
+            is_clean = child.stop(STOP_TIMEOUT_S)
+            if child is self._supervisor and not is_clean:
+                raise BenchError(f"the supervisor did not stop its cluster: {child.log_path}")
 
     def kill(self) -> None:
         for child in self._started:

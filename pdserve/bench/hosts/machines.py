@@ -36,7 +36,7 @@ exec cat
 """Children that lose their parent are reaped unseen, since nobody is told of their end."""
 SHELL: Final = """#!/bin/sh
 . {directory}/$1.env
-exec nsenter --target "$(cat {directory}/$1.pid)" --mount --uts --ipc --net --pid sh -c "$2"
+exec nsenter --target "$(cat {directory}/$1.pid)" --mount --uts --ipc --net $processes sh -c "$2"
 """
 
 
@@ -59,7 +59,8 @@ class Machines:
         self.shell.write_text(SHELL.format(directory=shlex.quote(str(directory))))
         self.shell.chmod(0o700)
         for host in network.hosts:
-            (directory / f"{host}.env").write_text(environment.get(host, ""))
+            processes = "" if host == network.hosts[-1] else "--pid"  # with it nsenter gets a child
+            (directory / f"{host}.env").write_text(f"processes={processes}\n{environment.get(host, '')}")
 
     def on(self, host: str) -> None:
         """Boot it, with empty memory. Raises BenchError."""

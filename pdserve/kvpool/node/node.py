@@ -249,6 +249,10 @@ class PoolNode:
         """Ask other nodes for no more pages."""
         await self.rebalancer.close()
 
+    def upgrade(self) -> None:
+        """Go on as the version that is installed now, as if `pdserve pool upgrade` had asked for it."""
+        self._upgrader.on_signal()
+
     def stop(self) -> None:
         """Let `serve` return."""
         self._stopping.set()

@@ -183,6 +183,32 @@ def test_upgrades_under_load_fail_no_operation_and_lose_no_page(
     node.close()
 
 
+def test_sighup_upgrades_a_node_under_load_as_often_as_it_comes(
+    make_node: Callable[..., ProcessPool],
+) -> None:
+    node = make_node()
+    client = client_of(node)
+    load = Load(client)
+    try:
+        load.progress()
+        for _ in range(2):
+            before = client.status()["node"].incarnation
+            for _ in range(3):  # those that come meanwhile ask for nothing more
+                os.kill(node.pid, signal.SIGHUP)
+            deadline = time.monotonic() + SOON_S
+            while client.status()["node"].incarnation == before:
+                assert time.monotonic() < deadline
+                time.sleep(PAUSE_S)  # between looks
+            load.progress()
+    finally:
+        load.end()
+    assert load.failures == []
+    assert client.counters.failures == client.counters.pages_lost == 0
+    assert node._process.poll() is None
+    client.close()
+    node.close()
+
+
 @pytest.fixture
 def slow_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A kind of tier, installed for nodes that are started: an SSD that takes long to tell what it has."""
