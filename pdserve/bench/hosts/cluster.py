@@ -53,7 +53,9 @@ place.hosts = ["a", "b"]
 decode_policy = "affinity"
 min_prefill_tokens = 64
 
-[worker.pool]
+[worker.pool] # long, since all these hosts share one machine's processors
+connect_timeout_s = 3.0
+exists_timeout_s = 4.0
 restart_wait_s = 4.9
 
 [[pool]]
@@ -63,6 +65,7 @@ capacity_bytes = "128MiB"
 slab_bytes = "4MiB"
 ucx.trusted_network = {ucx}
 cluster.membership = "etcd"
+cluster.ping_timeout_s = 3.0
 cluster.etcd.endpoints = ["{etcd}"]
 
 [[prefill]]

@@ -15,7 +15,7 @@ HIT_GOAL = 0.95
 
 
 class HostsFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the turns that were asked meanwhile; `after`: in the second half of the pause after it."""
+    """Of the turns that were under way meanwhile; `after`: of those in the second half of the pause after."""
 
     fault: str
     what: str
@@ -76,9 +76,9 @@ def figures_of(
 ) -> HostsFigures:
     """`span`: begin and end of the fault; `until_s`: end of the pause after it."""
     begun_s, ended_s = span
-    asked = [turn for turn in turns if begun_s <= turn.sent_s < ended_s]
+    asked = [turn for turn in turns if turn.sent_s < ended_s and turn.done_s > begun_s]
     recovered_s = (ended_s + until_s) / 2
-    after = [turn for turn in turns if recovered_s <= turn.sent_s < until_s]
+    after = [turn for turn in turns if recovered_s <= turn.sent_s and turn.done_s <= until_s]
     first_ms = [(turn.first_s - turn.sent_s) * 1e3 for turn in asked if turn.first_s is not None]
     p50, p99 = (float(np.percentile(first_ms, share)) if first_ms else 0.0 for share in (50, 99))
     errors = Counter(f"{turn.error}: {turn.detail}"[:120] for turn in asked if turn.error)

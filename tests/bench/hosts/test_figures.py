@@ -28,14 +28,14 @@ def figures(*turns: Turn, harmless: bool = False) -> HostsFigures:
     return figures_of(turns, "loss", "some", "tcp", (10.0, 20.0), 40.0, harmless=harmless)
 
 
-def test_turns_count_where_they_were_asked() -> None:
+def test_turns_count_where_they_were_under_way() -> None:
     found = figures(
-        turn(9.9, error="status 503"),
-        turn(10.0, first_s=10.2),
+        turn(8.9, error="status 503"),
+        turn(9.9, first_s=10.2),
         turn(19.9, done_s=29.9, error="cut off", detail="x", worker="", moved=True),
         turn(20.0, error="status 503"),  # it may still be recovering
         turn(30.0, cached_words=50),
-        turn(40.0, error="status 503"),
+        turn(39.9, error="status 503"),  # of what came next
     )
     assert (found.seconds, found.turns, found.failed, found.failed_after) == (10.0, 2, 1, 0)
     assert (found.longest_s, found.hit, found.hit_after, found.moved) == (10.0, 1.0, 0.5, 0)
