@@ -32,6 +32,7 @@ BLOCKS: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = {
         "beside": pool.beside,
         "ranks": pool.ranks,
         "weights-load": pool.weights_load,
+        "codec": pool.codec,
     },
     "docs/benchmarks/serving.md": {
         "goals": serving.goals,
