@@ -183,15 +183,17 @@ def test_upgrades_under_load_fail_no_operation_and_lose_no_page(
     node.close()
 
 
+@pytest.mark.parametrize(("data_path", "upgrades"), [("shm", 2), ("ucx", 1)])
 def test_sighup_upgrades_a_node_under_load_as_often_as_it_comes(
-    make_node: Callable[..., ProcessPool],
+    make_node: Callable[..., ProcessPool], data_path: str, upgrades: int
 ) -> None:
-    node = make_node()
+    """UCX, left to itself, takes SIGHUP as the wish to trace all that it does."""
+    node = make_node(data_path)
     client = client_of(node)
     load = Load(client)
     try:
         load.progress()
-        for _ in range(2):
+        for _ in range(upgrades):
             before = client.status()["node"].incarnation
             for _ in range(3):  # those that come meanwhile ask for nothing more
                 os.kill(node.pid, signal.SIGHUP)
