@@ -113,7 +113,7 @@ def _on_ready(node: PoolNode) -> None:
 
     def upgrade(number: int, frame: FrameType | None) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(node.upgrade)
+            loop.call_soon_threadsafe(node.upgrader.on_signal)
 
     signal.signal(signal.SIGHUP, upgrade)
 

@@ -449,7 +449,7 @@ def test_a_node_is_not_drained_while_it_is_upgraded(tmp_path: Path, monkeypatch:
     assert isinstance(reply, m.Fault)
     assert "under way already" in reply.message
     channel.close()
-    child = nodes.nodes["a"]._upgrader._child
+    child = nodes.nodes["a"].upgrader._child
     nodes.close()
     assert child is not None
     assert child.poll() is not None
@@ -493,7 +493,7 @@ def test_an_upgrade_for_which_something_is_lacking_is_refused_and_leaves_nothing
         assert reply.code == "upgrade_failed"
         assert why in reply.message
     assert set(Path("/proc/self/fd").iterdir()) <= before
-    child = nodes.nodes["a"]._upgrader._child
+    child = nodes.nodes["a"].upgrader._child
     assert child is None or child.poll() is not None
     channel.close()
     nodes.close()
@@ -729,7 +729,7 @@ def test_a_client_that_stopped_halfway_gets_no_time_of_the_others(
 
     async def counted(delay_s: float) -> None:
         if delay_s == upgrader.POLL_S:
-            pauses.append("first" if node._upgrader.goodbye_fault is None else "quiescing")
+            pauses.append("first" if node.upgrader.goodbye_fault is None else "quiescing")
         await sleep(delay_s)
 
     monkeypatch.setattr(asyncio, "sleep", counted)
