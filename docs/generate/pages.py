@@ -48,7 +48,11 @@ BLOCKS: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = {
         "router-tls": router.tls,
         "router-goals": router.goals,
     },
-    "docs/benchmarks/reliability.md": {"quiet": reliability.quiet, "hostile": reliability.hostile},
+    "docs/benchmarks/reliability.md": {
+        "quiet": reliability.quiet,
+        "hostile": reliability.hostile,
+        "hosts": reliability.hosts,
+    },
     "docs/benchmarks/policies.md": {"policies": policies.hit_rates},
     "docs/benchmarks/scale.md": {"scale": scale.figures},
 }

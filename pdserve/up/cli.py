@@ -21,7 +21,7 @@ from pdserve.capacity.tables import node_count
 from pdserve.errors import ConfigError, StartupError
 from pdserve.settings.command_line import ExtraArgs
 from pdserve.settings.config_file import build_config
-from pdserve.up.claims import check_ports, claimed, free_ports, run_directory
+from pdserve.up.claims import check_ports, claimed, free_ports, is_ours, run_directory
 from pdserve.up.config import WORKER_ROLES, ClusterFile, Role, WorkerRole, read_cluster_file
 from pdserve.up.console import Console
 from pdserve.up.fitting import fitted
@@ -83,10 +83,14 @@ def up(
     run_dir: Annotated[
         Path | None, typer.Option(help="Directory of logs and sockets (cluster.run_dir).")
     ] = None,
+    hosts: Annotated[
+        str | None, typer.Option(metavar="NAME,...", help="Hosts for --on hosts (cluster.hosts).")
+    ] = None,
     on: Annotated[
         str,
         typer.Option(
-            metavar="PLACE", help="Who runs the processes: local (this host), slurm, or ray (not run yet)."
+            metavar="PLACE",
+            help="Who runs the processes: local (this host), hosts (over ssh), slurm, or ray (not run yet).",
         ),
     ] = LOCAL,
     extra: ExtraArgs = None,
@@ -101,6 +105,7 @@ def up(
         "router.port": port,
         "router.host": host,
         "cluster.run_dir": None if run_dir is None else str(run_dir),
+        "cluster.hosts": None if hosts is None else hosts.split(","),
     }
     counts: dict[WorkerRole, int | None] = {
         "prefill": prefill,
@@ -133,7 +138,7 @@ def _planned(file: Path, cluster: ClusterFile, place: Place, extra: Sequence[str
         extra_args=extra,
         cluster_token=os.environ.get("PDSERVE_CLUSTER_TOKEN") or secrets.token_urlsafe(32),
         admin_key=os.environ.get("PDSERVE_ADMIN_KEY") or secrets.token_urlsafe(32),
-        site=None if hosts is None else Site(hosts, secrets.token_urlsafe(32), secrets.token_urlsafe(32)),
+        site=None if hosts is None else _site(hosts),
     )
     check_tables(plan, str(file), SCHEMAS)
     for spec in plan.processes:
@@ -145,6 +150,11 @@ def _planned(file: Path, cluster: ClusterFile, place: Place, extra: Sequence[str
         if wrong := [note for note in fit.notes if note.level == "fail"]:
             raise StartupError(str(wrong[0]))
     return plan
+
+
+def _site(hosts: Mapping[str, str]) -> Site:
+    far = frozenset(name for name, host in hosts.items() if not is_ours(host))
+    return Site(hosts, secrets.token_urlsafe(32), secrets.token_urlsafe(32), far)
 
 
 def check_tables(plan: Plan, source: str, schemas: Mapping[Role, str]) -> None:

@@ -36,6 +36,8 @@ class Site:
     """Of pool nodes for each other and for administrators; empty: what the file says is enough."""
     page_token: str = ""
     """Of workers, to read and write pages."""
+    far: frozenset[str] = frozenset()
+    """Processes that run on other hosts than the supervisor."""
 
 
 def open_pool_node(config: Table, site: Site, port: int) -> str:

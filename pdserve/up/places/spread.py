@@ -1,7 +1,8 @@
 """Which process runs on which of several hosts. Pure.
 
 Pool nodes are spread over the hosts first, then workers to the host with the fewest processes per GPU asked
-for. The router runs beside the supervisor, which asks it over loopback.
+for. A router runs beside the supervisor, unless `place.hosts` says where. Several are on a host each, as far
+as there are hosts.
 """
 
 from __future__ import annotations
@@ -18,13 +19,11 @@ def spread(demands: Sequence[Demand], gpus: Mapping[str, int], own: str) -> dict
     Raises StartupError: no host is allowed, or none has GPUs enough.
     """
     free = dict(gpus)
-    load = dict.fromkeys(gpus, 0)
-    pools = dict.fromkeys(gpus, 0)
+    load = dict.fromkeys(gpus, 0.0)
+    pools = dict.fromkeys(gpus, 0.0)
+    routers = {host: 0.0 if host == own else 0.5 for host in gpus}  # the first one goes to its own
     chosen: dict[str, str] = {}
     for one in demands:
-        if one.role == "router":
-            chosen[one.name] = own
-            continue
         allowed = [host for host in gpus if not one.needs.hosts or host in one.needs.hosts]
         fitting = [host for host in allowed if free[host] >= one.needs.gpus]
         if not fitting:
@@ -35,7 +34,7 @@ def spread(demands: Sequence[Demand], gpus: Mapping[str, int], own: str) -> dict
             )
             raise StartupError(f"{one.name}: {why}; the hosts are {', '.join(gpus)}")
         order = list(gpus)
-        counted = pools if one.role == "pool" else load
+        counted = {"pool": pools, "router": routers}.get(one.role, load)
         host = min(fitting, key=lambda host: (counted[host], -free[host], order.index(host)))
         counted[host] += 1
         free[host] -= one.needs.gpus

@@ -37,6 +37,7 @@ program = (sys.executable, "-S", stand_in)
 ports = free_ports("127.0.0.1", random.SystemRandom())
 try:
     place = open_place(on, os.environ)
+    assert place.submit([], cluster.cluster) is None
     hosts = place.assign(demands(cluster))
     site = None if hosts is None else Site(hosts)
     plan = make_plan(cluster, program=program, run_dir=Path(run_dir), uid=0, ports=ports, site=site)
