@@ -25,6 +25,9 @@ that still sends gets to read its answer.
 
 In every state, a client that takes nothing for `client_read_s` of what waits to be sent is cut off.
 
+A head that asks for another protocol, of a target that `upgrades` takes, ends HTTP on its connection: it is
+handed over whole (`upgrade`). Others that ask so are answered as if they did not.
+
 When the server stops, uvicorn would close idle connections at once, and lose a request that is on its way.
 Here an idle connection stays for `LINGER_S`, and a request that comes meanwhile is answered with
 `Connection: close`. The same holds for a connection whose answer has promised to keep it alive, and for one
@@ -40,6 +43,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final, Literal, Protocol
 
 import httptools
@@ -48,6 +52,7 @@ from uvicorn.server import ServerState
 
 from pdserve.crowd import Crowd
 from pdserve.router.server.request_cycle import RequestCycle
+from pdserve.router.server.upgrade import Upgraded, UpgradeHandler
 
 MAX_HEAD_BYTES = 64 * 1024
 """Longest request line and headers; httptools has no bound of its own."""
@@ -106,7 +111,13 @@ class ClientConnection(HttpToolsProtocol):
     server_state: Connections
 
     def __init__(
-        self, *, head_s: float, client_read_s: float, direct: DirectHandler | None = None, **given: Any
+        self,
+        *,
+        head_s: float,
+        client_read_s: float,
+        direct: DirectHandler | None = None,
+        upgrades: UpgradeHandler | None = None,
+        **given: Any,
     ) -> None:
         super().__init__(**given)
         self._head_s = head_s
@@ -129,12 +140,18 @@ class ClientConnection(HttpToolsProtocol):
         self._unread_bytes = 0
         """What waited to be sent when that timer was set."""
         self._on_gone: Callable[[], None] | None = None
+        self._upgrades = upgrades
+        self._is_upgraded = False
 
     # --- the state
 
     @property
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
+
+    @property
+    def _is_busy(self) -> bool:
+        return self._is_answering or self._is_upgraded
 
     def _update(self) -> None:
         """Take the state that `cycle` and `_sending` say."""
@@ -224,7 +241,7 @@ class ClientConnection(HttpToolsProtocol):
         super().connection_made(transport)
         self._enter("idle")
         address = self.client[0] if self.client else ""
-        goes = self.server_state.crowd.came(self, address, lambda one: not one._is_answering)
+        goes = self.server_state.crowd.came(self, address, lambda one: not one._is_busy)
         if goes is not None:
             goes.transport.abort()
 
@@ -253,7 +270,10 @@ class ClientConnection(HttpToolsProtocol):
         except httptools.HttpParserError:
             self.logger.warning(_NOT_HTTP)
             self.send_400_response(_NOT_HTTP)
-        except httptools.HttpParserUpgrade:
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._is_upgraded:
+                self._hand_over(data[upgrade.args[0] :])
+                return
             self._unsupported_upgrade_warning()
         if self.pipeline and not self.transport.is_closing():
             if self._is_far_ahead:
@@ -354,6 +374,9 @@ class ClientConnection(HttpToolsProtocol):
         if len(self.headers) > MAX_HEADERS or len(self.pipeline) >= MAX_PIPELINED:
             self._refuse(_TOO_LONG)
             return
+        if self.parser.should_upgrade() and self._takes_upgrade():
+            self._is_upgraded = True
+            return
         path = self._targets.get(self.url)
         if path is not None and self.parser.get_method() == b"POST" and self._is_plain:
             self._begin_direct(path)
@@ -381,6 +404,24 @@ class ClientConnection(HttpToolsProtocol):
             client.begin(self._direct.serve)
         else:  # pipelined: its turn comes
             self.pipeline.appendleft((client, self.app))  # type: ignore[arg-type]
+
+    def _takes_upgrade(self) -> bool:
+        handler = self._upgrades
+        is_first = not self._is_answering and self.parser.get_method() == b"GET"
+        return handler is not None and is_first and handler.takes(self.url)
+
+    def _hand_over(self, rest: bytes) -> None:
+        """This connection is no HTTP any more. `rest`: what was read behind the head."""
+        assert self._upgrades is not None
+        if self._timer is not None:
+            self._timer.cancel()
+        state, address = self.server_state, self.client[0] if self.client else ""
+        state.connections.discard(self)
+        client = Upgraded(self.transport, self.url, self.headers, address)
+        client.adopt(rest, partial(state.crowd.left, self))
+        task = self.loop.create_task(self._upgrades.serve(client))
+        state.tasks.add(task)
+        task.add_done_callback(state.tasks.discard)
 
     def _begin_ordinary(self) -> None:
         """uvicorn's way. uvicorn makes a scope when a head begins; here it is made only where it is used."""
@@ -410,7 +451,7 @@ class ClientConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The request is complete. What comes next is another head, and not counted with this one."""
-        if self.is_closing:
+        if self.is_closing or self._is_upgraded:
             return
         self._sending, self._head_bytes = "idle", 0
         cycle: Any = self.cycle

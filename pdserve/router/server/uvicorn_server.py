@@ -17,6 +17,7 @@ from pdserve.router.config.router import RouterConfig
 from pdserve.router.config.tenants import Access
 from pdserve.router.server.connection import ClientConnection, Connections, DirectHandler
 from pdserve.router.server.listening import BACKLOG
+from pdserve.router.server.upgrade import UpgradeHandler
 from pdserve.tls.contexts import Certificates, TlsConfig
 
 LAST_WORD_S = 1.0
@@ -47,9 +48,11 @@ def make_server(
     tls: ssl.SSLContext | None = None,
     direct: DirectHandler | None = None,
     most_connections: float = math.inf,
+    upgrades: UpgradeHandler | None = None,
 ) -> uvicorn.Server:
     """uvicorn for this router: httptools, no access log, headers of our own only. `direct` gets its requests
-    past ASGI. `most_connections`: beyond it, those are closed that wait for no answer.
+    past ASGI. `most_connections`: beyond it, those are closed that wait for no answer. `upgrades` gets the
+    connections that are no HTTP any more.
     """
     settings = uvicorn.Config(
         application,  # type: ignore[arg-type]  # our own, looser ASGI types
@@ -58,6 +61,7 @@ def make_server(
             head_s=config.deadlines.head_s,
             client_read_s=config.deadlines.client_read_s,
             direct=direct,
+            upgrades=upgrades,
         ),
         ws="none",
         lifespan="off",
