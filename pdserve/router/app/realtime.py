@@ -80,8 +80,10 @@ class Realtime:
             client.writer.write(_answer(error))
         except (OSError, TimeoutError) as error:
             logger.debug("a realtime session ended: %s", error)
+        except Exception:  # the boundary of a session: a bug in the router ends this one alone
+            logger.exception("a realtime session failed inside the router")
         finally:
-            client.writer.close()
+            await self._end(client.writer)
 
     async def _serve(self, client: Upgraded, headers: Mapping[bytes, bytes]) -> None:
         tenant = self._gate.authenticate(dict(headers), client.address)
@@ -151,7 +153,7 @@ class Realtime:
                     yield reader, writer, await self._switched(reader, worker)
                     return
                 finally:
-                    writer.close()
+                    await self._end(writer)
             finally:
                 claim.release()
         raise error
@@ -200,6 +202,15 @@ class Realtime:
             writer.write(piece)
             async with asyncio.timeout(self._deadlines.client_read_s):
                 await writer.drain()
+
+    async def _end(self, writer: asyncio.StreamWriter) -> None:
+        """Close after what was written was sent, or cut off an end that does not take it."""
+        writer.close()
+        try:
+            async with asyncio.timeout(self._deadlines.client_read_s):
+                await writer.wait_closed()
+        except (OSError, TimeoutError):
+            writer.transport.abort()
 
     async def _allowed(self, tenant: TenantState) -> None:
         """Until the tenant has no debt. A worker's time has no bound, so the client waits unread."""

@@ -216,3 +216,14 @@ async def test_a_session_has_an_end() -> None:
         client, head = await asked(harness)
         assert head.status == 101
         assert await client.reader.read() == b""
+
+
+async def test_a_client_that_reads_nothing_is_cut_off() -> None:
+    worker = Hearing()
+    async with hearing(worker, deadlines=replace(FAST, client_read_s=0.05)) as harness:
+        client, _ = await asked(harness)
+        client.reader._transport.pause_reading()  # type: ignore[attr-defined]
+        for _ in range(400):
+            client.writer.write(b"x" * (1 << 16))
+        await worker.left.wait()
+        await harness.until(lambda: harness.router.realtime._sessions == 0)
