@@ -197,7 +197,7 @@ def _operation(row: Endpoint) -> dict[str, Any]:
         "operationId": path.strip("/").replace("/", "_"),
         "requestBody": {"required": True, "content": {form: {"schema": {"$ref": _REF + row.request_schema}}}},
         "responses": {"200": answered | {"headers": headers, "content": content}}
-        | {str(status): error_answer(status, row.errors) for status in _ERRORS if status != 403},
+        | {str(status): error_answer(status, row.errors) for status in _ERRORS if status != 403 or row.hint},
     }
 
 
