@@ -119,14 +119,13 @@ class NodeState:
         self.sessions: dict[int, Session] = {}
         self.store = store
         self._limits = limits
-        # pages
         tags, tiering = Tags(incarnation, FIRST_TAG), tiering or TieringLimits()
         self.tiers = Tiers(store, tiers, tiering, self._settings, self._pin, self._readable, self._found)
         self.sharding = Sharding(name, store, limits.replication, self.tiers)
         self.waits = Waits(store, limits.max_waiters, limits.max_waited_keys, self.tiers.has, self._may_read)
         self.reads = Reads(store, limits, tags, self.tiers, self.sharding)
         self.writes = Writes(store, limits, tags, self._written, self.tiers.has if tiers else no_tier)
-        self.kept = KeptPages(store, limits.max_kept_bytes)
+        self.kept = KeptPages(store, self.tiers, limits.max_kept_bytes)
         self._listing = PageListing(store, self.sharding, self.tiers)
         self._lookups = Lookups(store, self.tiers)
         self._places = PlaceChanges(store, self.tiers) if follows_places else None
@@ -230,8 +229,9 @@ class NodeState:
                 self.reads.release(session, message, out)
             case m.Exists():
                 out.append(Answer(session.connection, self._lookups.answer(message, now_s)))
-                if message.keep_s and self.administration.rights(session, message.namespace) & m.WRITE:
-                    self._expect(self.kept.ask(message, now_s))
+                if message.keep_s or message.move:
+                    may_write = bool(self.administration.rights(session, message.namespace) & m.WRITE)
+                    self._expect(self.kept.ask(message, now_s, out, may_write=may_write))
             case m.Reserve():
                 self._reserve(session, message, now_s, out)
             case m.Commit():

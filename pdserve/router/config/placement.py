@@ -137,6 +137,13 @@ class PlacementSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     pool_half_life_s: Annotated[
         float, Meta(gt=0, description="Estimated time until half of a prefix is evicted from the pool.")
     ] = 7200.0
+    half_lives: Annotated[
+        Literal["learned", "fixed"],
+        Meta(
+            description="learned: the half-lives follow what workers report that they found, of each worker "
+            "and of the pool; they begin as configured; fixed: they stay so."
+        ),
+    ] = "learned"
     capacity_blocks: Annotated[
         int, Meta(ge=1, description="Number of blocks of prompt text (1 KiB and more) in the prefix table.")
     ] = 50_000

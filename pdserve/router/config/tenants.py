@@ -67,8 +67,8 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int,
         Meta(
             ge=0,
-            description="Tokens of conversations that it may have kept in the pool for a while "
-            "(docs/pool.md), in one router process; wishes beyond are passed over. 0: none.",
+            description="Tokens of conversations that it may have kept in the pool for a while, or brought "
+            "up (docs/pool.md), in one router process; wishes beyond are passed over. 0: none.",
         ),
     ] = 0
     max_priority: Annotated[
