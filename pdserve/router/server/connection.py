@@ -415,7 +415,7 @@ class ClientConnection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
         self._forget_unread()
-        self.shared.connections.discard(self)  # type: ignore[arg-type]  # as it was added
+        self.shared.connections.discard(self)
         client = Upgraded(self.transport, self._target, self._headers, self.client[0] if self.client else "")
         client.adopt(rest, partial(self.shared.crowd.left, self))
         task = self.loop.create_task(self.shared.upgrades.serve(client))
