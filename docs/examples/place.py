@@ -1,4 +1,4 @@
-"""A place of your own: each process runs on this host under a command that you name, `nice -n 5` unless you do."""
+"""A place of your own: processes run on this host under a command, `nice -n 5` unless you name another."""
 
 from __future__ import annotations
 

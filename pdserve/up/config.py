@@ -143,9 +143,7 @@ def resized(file: ClusterFile, counts: Mapping[WorkerRole, int | None], source: 
         if count is not None:
             tables[role] = _resized(tables[role], count)
     if not any(tables.values()) and not file.vllm:
-        raise ConfigError(
-            f"{source}: no worker: give [[prefill]] and [[decode]], or [[agg]], or [[elastic]]"
-        )
+        raise ConfigError(f"{source}: no worker: give [[prefill]] and [[decode]], or [[agg]], or [[elastic]]")
     if tables["prefill"] and not (tables["decode"] or tables["agg"] or tables["elastic"]):
         raise ConfigError(
             f"{source}: prefill workers need a [[decode]] or [[agg]] worker to answer, or [[elastic]]"

@@ -1,5 +1,4 @@
-"""What happens to a cluster's processes, and what is done about it: the events and actions of lifecycle.py. Pure.
-"""
+"""What happens to the processes of a cluster, and what is done: lifecycle.py's events and actions. Pure."""
 
 from __future__ import annotations
 

@@ -154,6 +154,7 @@ class Lifecycle:
                 self._renew_asked = True
             case ScaleAsked(plan):
                 self._scale_to = plan
+                self._refuse_scaling_at_the_end()
             case StopAsked(by):
                 self._on_stop_asked(by, now_s)
             case _:
@@ -162,9 +163,6 @@ class Lifecycle:
             self._scale(now_s)
             self._fill_slots(now_s)
             self._renew(now_s)
-        elif self._scale_to is not None or self._awaited is not None:
-            self._scale_to = self._awaited = None
-            self._actions.append(Scaled("the cluster stops"))
         return self._taken()
 
     def _taken(self) -> list[Action]:
@@ -304,6 +302,11 @@ class Lifecycle:
             self._rewire(self._stages[-1][-1])
             self._actions.append(Scaled(self._scale_problem))
 
+    def _refuse_scaling_at_the_end(self) -> None:
+        if self._exit_status is not None and (self._scale_to is not None or self._awaited is not None):
+            self._scale_to = self._awaited = None
+            self._actions.append(Scaled("the cluster stops"))
+
     def _begin_scaling(self, plan: Plan, now_s: float) -> None:
         wanted = {spec.name for spec in plan.processes}
         leaving = [one for one in self._processes.values() if one.spec.name not in wanted]
@@ -407,6 +410,7 @@ class Lifecycle:
 
     def _stop(self, status: int, now_s: float) -> None:
         self._exit_status = status
+        self._refuse_scaling_at_the_end()
         for process in self._processes.values():
             process.until_s = None
             if process.phase not in RUNNING:

@@ -225,7 +225,7 @@ class _Draft:
     listening: tuple[Listening, ...] = ()
     argv: tuple[str, ...] = ()
     """Of a process that is not pdserve's."""
-    ports: Iterator[int] = iter(())
+    ports: Iterator[int] = field(default_factory=lambda: iter(()))
     """Free ones; those that it had in an earlier plan come first."""
     automatic_ports: tuple[int, ...] = ()
 

@@ -181,7 +181,7 @@ def test_scaled_beyond_the_gpus_is_refused_and_changes_nothing(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = scaled_from_one(model, monkeypatch, capacity_bytes="100GiB")
-    with pytest.raises(ConfigError, match="0 of 8 are free here|GPUs are needed"):
+    with pytest.raises(ConfigError, match="GPUs are needed"):
         made.scaled({"decode": 9})
     assert len(made.scaled({}).processes) == 4
 

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from pdserve.up import events as ev
 from pdserve.up.config import ClusterFile, ClusterSettings
-from pdserve.up.lifecycle import Lifecycle
+from pdserve.up.lifecycle import Lifecycle, describe_status
 from pdserve.up.plan import Plan, make_plan
 
 NAMES = ("pool0", "prefill0", "decode0", "router")
@@ -21,7 +21,10 @@ STAGES = (("pool0",), ("prefill0", "decode0"), ("router",))
 
 
 def plan_of(
-    tables: dict[str, dict[str, Any]] | None = None, decode: int = 1, before: Plan | None = None, **cluster: Any
+    tables: dict[str, dict[str, Any]] | None = None,
+    decode: int = 1,
+    before: Plan | None = None,
+    **cluster: Any,
 ) -> Plan:
     """One process of each role; `tables` adds to theirs. `decode`: so many of these."""
     tables = tables or {}
@@ -455,7 +458,7 @@ def test_sigusr1_before_all_are_ready_is_done_afterwards_and_one_that_comes_mean
     ],
 )
 def test_status_in_words(status: int, words: str) -> None:
-    assert ev.describe_status(status) == words
+    assert describe_status(status) == words
 
 
 def test_a_new_worker_is_started_and_the_router_learns_of_it_when_it_is_ready() -> None:

@@ -1,8 +1,8 @@
 """Ray: the supervisor is the driver, and each process has an actor that runs it (ray_host.py).
 
 A placement group reserves processors, GPUs and memory for all processes, before any of them starts. Workers
-that are added later get a group of their own. The actors get the configuration with their start, so hosts need no common directory. Output comes to the driver:
-to the console and to the run directory here.
+that are added later get a group of their own. The actors get the configuration with their start, so hosts
+need no common directory. Output comes to the driver: to the console and to the run directory here.
 
 - A process that ends is started again by the supervisor's own rules, in its place in the group. So they are
   the same everywhere, and Ray restarts no actor by itself.
@@ -153,7 +153,7 @@ class RayPlace:
         return None
 
     def assign(self, demands: Sequence[Demand]) -> Mapping[str, str]:
-        """Reserve what those need that have no room yet, or have lost it. Raises StartupError: Ray has none."""
+        """Reserve what those need that have no room, or have lost it. Raises StartupError: Ray has none."""
         for one in demands:
             if one.role in WORKER_ROLES and one.name not in self._running and self._has_lost(one.name):
                 room = self._rooms[one.name]  # Ray gives the bundle another node

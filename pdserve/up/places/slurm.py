@@ -88,7 +88,8 @@ class SlurmPlace:
             "--wrap", f"trap '' {END.name.removeprefix('SIG')}; exec {shlex.join(words)}",
         ).partition(";")[0]  # fmt: skip
         shown = str(log).replace("%j", job)
-        return f"job {job} starts {settings.name}; its output: {shown}; scancel --signal=TERM --batch {job} stops it"
+        stop = f"scancel --signal=TERM --batch {job}"
+        return f"job {job} starts {settings.name}; its output: {shown}; {stop} stops it"
 
     def assign(self, demands: Sequence[Demand]) -> Mapping[str, str]:
         """Over the job's hosts. Raises StartupError."""

@@ -1,3 +1,1 @@
-"""Other numbers of workers while a cluster runs: the request and its answer in the run directory, and the plan
-made again.
-"""
+"""Other numbers of workers while a cluster runs: requests in the run directory, and the plan made again."""

@@ -1,4 +1,4 @@
-"""Jobs of Slurm: submitted, preempted, requeued after a lost host. The steps are in the contract of places."""
+"""Jobs of Slurm: submitted, preempted, requeued when a host is lost. The contract of places has the steps."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ class Job:
         file.write_text(FILE.replace("JOURNAL", str(self._journal)))
         monkeypatch.setenv("SLURM_CONF", servers.variables["SLURM_CONF"])
         settings = ClusterSettings(
-            run_dir=self.run_dir, stop_grace_s=2, slurm_options=["--nodes=2", "--overcommit", "--partition=low"]
+            run_dir=self.run_dir,
+            stop_grace_s=2,
+            slurm_options=["--nodes=2", "--overcommit", "--partition=low"],
         )
         words = [sys.executable, "-c", RUN, str(STAND_IN), str(file), str(self.run_dir), "slurm"]
         self.said = SlurmPlace({}).submit(words, settings)
