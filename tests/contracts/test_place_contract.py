@@ -22,7 +22,7 @@ from tests.support.up.cluster import Cluster, processes_that_mention, running, w
 from tests.support.up.ray_cluster import ray_cluster
 from tests.support.up.slurm_cluster import slurm_cluster
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 DISAGG = """
 [cluster]

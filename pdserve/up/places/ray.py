@@ -99,6 +99,13 @@ class Actor:
     async def _follow(self) -> None:
         lines = LineSplitter()
         with self._log:
+            try:
+                async with asyncio.timeout(START_TIMEOUT_S):
+                    await _result(self._actor.process_id.remote())
+            except (ray.exceptions.RayError, TimeoutError) as error:
+                words = str(error).strip().splitlines() or ["its actor did not start in time"]
+                self._show([f"not started: {words[-1]}"])
+                return
             while True:
                 try:
                     data, status = await _result(self._actor.output.remote(ASK_S))
@@ -180,14 +187,6 @@ class RayPlace:
         )
         environment = {"PYTHONUNBUFFERED": "1", **({RESTARTED: "1"} if again else {}), **spec.env}
         actor = kind.remote(dies_with(spec.argv), environment, str(spec.config_path), to_toml(spec.config))
-        try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                await _result(actor.process_id.remote())
-        except (ray.exceptions.RayError, TimeoutError) as error:
-            log.close()
-            ray.kill(actor)
-            words = str(error).strip().splitlines() or ["its actor did not start in time"]
-            raise StartupError(f"{spec.name}: {words[-1]}") from None
         self._running.add(spec.name)
         return Actor(spec, actor, log, console, self._ended)
 

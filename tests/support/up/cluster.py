@@ -19,7 +19,7 @@ from typing import Any
 from tests.support.left_behind import reaper
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
-TIMEOUT_S = 30.0
+TIMEOUT_S = 90.0
 
 RUN = """
 import os, sys
@@ -158,9 +158,9 @@ def processes_that_mention(text: str) -> list[str]:
     return found
 
 
-def wait_until(condition: Any, what: str) -> None:
+def wait_until(condition: Any, what: str, timeout_s: float = TIMEOUT_S) -> None:
     """Poll until `condition()` holds; fails the test when it does not in time."""
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"not in time: {what}"
         time.sleep(0.02)
