@@ -84,7 +84,7 @@ class Supervisor:
                 self._place.taken_away()
             return status
         finally:
-            for child in self._children.values():  # none, unless this code has failed
+            for child in list(self._children.values()):  # none, unless this code has failed
                 await child.kill()
             for task in self._tasks:
                 task.cancel()

@@ -192,7 +192,7 @@ def scale(cluster: Cluster, where: Where, *numbers: str) -> str:
     words = ["scale", str(cluster.run_dir.parent / "cluster.toml"), *numbers]
     done = subprocess.run(
         [python, "-m", "pdserve", *words, "--run-dir", str(cluster.run_dir)],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=180, check=False,
     )  # fmt: skip
     return done.stdout + done.stderr
 

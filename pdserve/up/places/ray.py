@@ -234,9 +234,11 @@ def _reserve(demands: Sequence[Demand]) -> dict[str, _Room]:
     """A placement group for these. Raises StartupError: there is no room."""
     nodes = list(_living().values())
     wanted = [_bundle(one) for one in demands]
-    group = placement_group(
-        wanted, "SPREAD", name="pdserve", bundle_label_selector=[_selector(one, nodes) for one in demands]
-    )
+    selectors = [_selector(one, nodes) for one in demands]
+    try:
+        group = placement_group(wanted, "SPREAD", bundle_label_selector=selectors)
+    except (ValueError, ray.exceptions.RayError) as error:
+        raise StartupError(f"--on ray: {str(error).splitlines()[0]}") from None
     try:
         return _rooms(group, {one.name: i for i, one in enumerate(demands)})
     except StartupError:
