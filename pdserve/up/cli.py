@@ -81,7 +81,8 @@ def up(
     on: Annotated[
         str,
         typer.Option(
-            metavar="PLACE", help="Who runs the processes: local (this host), slurm, or ray (not run yet)."
+            metavar="PLACE",
+            help="Who runs the processes: local (this host), slurm, ray, or a place of your own.",
         ),
     ] = LOCAL,
     extra: ExtraArgs = None,

@@ -262,7 +262,9 @@ class Lifecycle:
         else:
             if end.status != 0:
                 self._show_death(words, end.lines)
-            self._say(f"{words} and stays ended; the others go on; {log}")
+            moves = end.host_lost and spec.role in WORKER_ROLES
+            stays = "waits for another host" if moves else "stays ended"
+            self._say(f"{words} and {stays}; the others go on; {log}")
             if process is self._renewed:
                 self._renewed = None
             if self._awaited is not None and end.name in self._awaited:

@@ -502,6 +502,18 @@ def test_a_worker_that_stays_ended_is_started_by_the_next_scaling() -> None:
     assert world.scaled == [""]
 
 
+def test_a_worker_whose_host_is_lost_waits_for_another_and_a_pool_node_stays_ended() -> None:
+    world = World(plan_of()).up()
+    for name in ("decode0", "pool0"):
+        world.end(name, 1, problem=f"{name}: its node is lost", host_lost=True)
+    assert names(world.wait(100.0), ev.Start) == []
+    assert [text.partition(" and ")[2].partition(";")[0] for text in world.said if "others" in text] == [
+        "waits for another host",
+        "stays ended",
+    ]
+    assert names(world.scale(), ev.Start) == ["decode0"]
+
+
 def test_scaling_waits_until_all_have_started_or_been_restarted() -> None:
     world = World(plan_of())
     assert names(world.scale(decode=2), ev.Start) == []
