@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,47 +43,52 @@ def python_with_ray() -> str:
 def ray_cluster(directory: Path) -> Iterator[dict[str, str]]:
     """Variables by which a driver finds it."""
     python = python_with_ray()
-    if "RAY_ADDRESS" in os.environ:
-        yield {"PYTHON": python}
+    if address := os.environ.get("RAY_ADDRESS"):
+        yield {"RAY_ADDRESS": address, "PYTHON": python}
         return
-    port, *others = free_ports(1 + 2 * len(PORTS))
-    own = _own_address()  # Ray takes no loopback
-    address = f"{own}:{port}"
-    raylets = (
-        ["--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={directory}"],
-        [f"--address={address}"],
-    )
-    started: list[subprocess.Popen[bytes]] = []
-    try:
-        for words in raylets:
-            # ports that Ray chooses itself are waited for, and not long on a busy machine
-            ports = [f"{option}={others.pop()}" for option in PORTS]
-            log = directory / f"raylet{len(started)}.log"
-            started.append(_raylet(python, [*words, f"--node-ip-address={own}", *ports], log))
-            wait_until(lambda: _is_up(started[-1], log), "Ray runs", TIMEOUT_S)  # noqa: B023 - done in this turn
-        yield {"RAY_ADDRESS": address, "PYTHON": python, "RAY_DEDUP_LOGS": "0"}
-    finally:
-        for process in reversed(started):
-            process.terminate()
-        for process in started:
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+    port = free_ports(1)[0]
+    address = f"{_own_address()}:{port}"
+    head = ["--head", f"--port={port}", "--include-dashboard=false"]
+    with (
+        tempfile.TemporaryDirectory(prefix="ray") as sockets,  # a path of pytest's is too long for them
+        _node(python, [*head, f"--temp-dir={sockets}"], directory / "head.log"),
+        ray_node(address, directory),
+    ):
+        yield {"RAY_ADDRESS": address, "PYTHON": python}
 
 
-def _raylet(python: str, words: list[str], log: Path) -> subprocess.Popen[bytes]:
-    """One node, as `ray start` runs it. It starts no processes for work that may come."""
+@contextmanager
+def ray_node(address: str, directory: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """One more node, the leader of a session of its own."""
+    with _node(python_with_ray(), [f"--address={address}"], directory / "node.log") as node:
+        yield node
+
+
+@contextmanager
+def _node(python: str, words: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """As `ray start` runs it. It starts no processes for work that may come."""
     common = ["--block", "--num-cpus=1", "--disable-usage-stats", "--object-store-memory=100000000"]
+    common.append(f"--node-ip-address={_own_address()}")
+    # ports that Ray chooses itself are waited for, and not long on a busy machine
+    ports = [f"{option}={port}" for option, port in zip(PORTS, free_ports(len(PORTS)), strict=True)]
     with log.open("wb") as output:
-        return subprocess.Popen(
-            [python, "-m", "ray.scripts.scripts", "start", *common, *words],
+        node = subprocess.Popen(
+            [python, "-m", "ray.scripts.scripts", "start", *common, *ports, *words],
             stdout=output,
             stderr=output,
             env={**os.environ, "RAY_prestart_worker_first_driver": "0"},
             start_new_session=True,
         )
+    try:
+        wait_until(lambda: _is_up(node, log), "Ray runs", TIMEOUT_S)
+        yield node
+    finally:
+        node.terminate()
+        try:
+            node.wait(30)
+        except subprocess.TimeoutExpired:
+            node.kill()
+            node.wait()
 
 
 def _is_up(raylet: subprocess.Popen[bytes], log: Path) -> bool:
@@ -91,7 +97,7 @@ def _is_up(raylet: subprocess.Popen[bytes], log: Path) -> bool:
 
 
 def _own_address() -> str:
-    """Of the interface towards others; nothing is sent."""
+    """Of the interface towards others, as Ray takes no loopback; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))
         return str(probe.getsockname()[0])
