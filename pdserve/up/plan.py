@@ -150,12 +150,10 @@ def make_plan(
     """The plan of a cluster file.
 
     `program` runs pdserve (`python -m pdserve`); `run_dir` is absolute; `uid`: the user's; `ports` yields
-    free ones;
-    `extra_args` go to SGLang in every worker; `cluster_token`, where not empty, to workers and router, unless
-    the file gives one; `admin_key`, where not empty, opens the router's admin port on this host, unless the
-    file has one; `site`: the hosts, where there are several; `before`: another plan of the cluster, whose
-    processes keep their free ports. Raises ConfigError: two processes of one name, one port for two, a bad
-    supervisor key.
+    free ones; `extra_args` go to SGLang in every worker; `cluster_token`, where not empty, to workers and
+    router, unless the file gives one; `admin_key`, where not empty, opens the router's admin port on this
+    host, unless the file has one; `site`: the hosts, where there are several; `before`: another plan, whose
+    processes keep their free ports. Raises ConfigError: a name or a port is given twice, a bad key.
     """
     drafts = list(_drafts(file))
     _refuse_repeats("name", (draft.name for draft in drafts))
