@@ -7,7 +7,7 @@
 # (pdserve/bench/results), pictures and logs to logs/bench; `launch/docs.sh --write` makes the tables of them.
 # What fails does not stop the others; it is named at the end, and the exit status is 1. --only: some of compare-small,
 # compare-large, weights, sweep, overlap, or of those that are measured where they are named: compare-rate,
-# compare-once-tight, compare-once-roomy, gaps (12, 5, 5 and 7 minutes).
+# compare-once-tight, compare-once-roomy, compare-windows, gaps (12, 5, 5, 6 and 7 minutes).
 # --resume: not what was measured today at this commit. Flags: --dtype float32 if none.
 set -euo pipefail
 out='' model='' only='' resume=''
@@ -23,7 +23,7 @@ while [ $# -gt 0 ]; do
   esac
 done
 usual=(compare-small compare-large weights sweep overlap)
-names=("${usual[@]}" compare-rate compare-once-tight compare-once-roomy gaps)
+names=("${usual[@]}" compare-rate compare-once-tight compare-once-roomy compare-windows gaps)
 for name in ${only//,/ }; do
   case " ${names[*]} " in
     *" $name "*) ;;
@@ -122,6 +122,14 @@ for room in tight:160MiB roomy:1GiB; do
   measure "compare-once-${room%:*}" 5 compare --sizes small --load "$documents" --concurrency 1 --repeat 3 --minutes 5 \
     --silence 60 --pool-capacity "${room#*:}" --against agg,agg-once
 done
+# A model most of whose layers see a window: its pages have two parts.
+case ",$only," in *,compare-windows,*)
+  windows=models/demo-windows
+  [ -f "$windows/config.json" ] || "$venv/bin/pdserve" model demo --size small --window 512 --out "$windows"
+  model=$windows measure compare-windows 6 compare --sizes small --load "$documents" --concurrency 1 --repeat 3 --minutes 6 \
+    --silence 60 --pool-capacity 1GiB --against plain,file,agg
+  ;;
+esac
 measure gaps 7 gaps --tokens 4000 --output-tokens 200 --rounds 4 --silence 60
 # as with a long prompt, which is computed in chunks
 flags+=(--chunked-prefill-size 256)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from docs.generate.benchmarks import policies, pool, reliability, router, serving, summary
+from docs.generate.benchmarks import policies, pool, reliability, router, scale, serving, summary
 from docs.generate.markdown import with_block
 from docs.generate.product import ROOT
 from docs.generate.reference import api, cli, formats, metrics, models, options
@@ -32,6 +32,7 @@ BLOCKS: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = {
         "beside": pool.beside,
         "ranks": pool.ranks,
         "weights-load": pool.weights_load,
+        "codec": pool.codec,
     },
     "docs/benchmarks/serving.md": {
         "goals": serving.goals,
@@ -47,8 +48,13 @@ BLOCKS: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = {
         "router-tls": router.tls,
         "router-goals": router.goals,
     },
-    "docs/benchmarks/reliability.md": {"quiet": reliability.quiet, "hostile": reliability.hostile},
+    "docs/benchmarks/reliability.md": {
+        "quiet": reliability.quiet,
+        "hostile": reliability.hostile,
+        "hosts": reliability.hosts,
+    },
     "docs/benchmarks/policies.md": {"policies": policies.hit_rates},
+    "docs/benchmarks/scale.md": {"scale": scale.figures},
 }
 
 

@@ -12,6 +12,7 @@ import typer
 import pdserve.bench
 from pdserve.bench.hostile.run import MEMORY_GOAL as HOSTILE_MEMORY
 from pdserve.bench.hostile.run import P99_GOAL as HOSTILE_P99
+from pdserve.bench.hosts.figures import HostsFigures
 from pdserve.bench.pool.quiet import GOAL as QUIET_GOAL
 from pdserve.bench.serving.parts import Weights
 from pdserve.bench.serving.report.goals import Row as GoalRow
@@ -57,6 +58,7 @@ __all__ = [
     "Configured",
     "Definition",
     "GoalRow",
+    "HostsFigures",
     "Measured",
     "Option",
     "Summary",

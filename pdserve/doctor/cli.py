@@ -257,7 +257,7 @@ def _place(
 ) -> Place | None:
     """Where the cluster is: by the configuration that `pdserve up` wrote, or by what the router says."""
     if plan is not None:
-        spec = plan.processes[-1]
+        spec = plan.routers[0]
         if not spec.config_path.is_file():
             known = plan.router_url if spec.listening[0].chosen else ""  # else the port is not the real one
             unwritten, trust = spec.config_path.parent, cluster.trust_in(ca_file, None)

@@ -25,6 +25,8 @@ SHORT_TOKENS: Final = 128
 CALIBRATED_TOKENS: Final = 512
 """Prompts that the workers' rates are measured with."""
 PAGE_SIZE: Final = 64
+DEVICE_TOKENS: Final = 8_192
+"""Six workers run at a time, on 24 GB: so their caches are small."""
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -46,8 +48,8 @@ def trial(
     model: Annotated[
         Path, typer.Option("--model", help="Model directory: pdserve model demo makes one.")
     ] = Path(options.DEMO_MODEL),
-    device_tokens: options.DeviceTokens = 32_768,
-    pool_capacity: common.PoolCapacity = "1GiB",
+    device_tokens: options.DeviceTokens = DEVICE_TOKENS,
+    pool_capacity: common.PoolCapacity = "512MiB",
     silence: options.Silence = 300.0,
     out: common.Out = None,
     as_json: common.AsJson = False,

@@ -16,7 +16,7 @@ API_KEYS: Final = "PDSERVE_API_KEYS"
 def announcement(plan: Plan, model: str, environment: Mapping[str, str]) -> list[str]:
     """Lines for the console. `environment` is the supervisor's, which the router inherits."""
     url = plan.router_url
-    router = plan.processes[-1]
+    router = plan.routers[0]
     keys = router.config.get("access", {}).get("keys_file") or {**environment, **router.env}.get(API_KEYS)
     body = {"model": model, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32}
     words = [

@@ -44,6 +44,17 @@ def is_free(host: str, port: int) -> bool:
     return True
 
 
+def is_ours(host: str) -> bool:
+    """Whether the name or address is one of this machine."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
+
+
 def free_ports(host: str, choose: random.Random) -> Iterator[int]:
     """Ports on which nothing listens, none given twice. Raises StartupError when there are no more."""
     for port in choose.sample(AUTOMATIC_PORTS, len(AUTOMATIC_PORTS)):

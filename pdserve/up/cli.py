@@ -14,11 +14,12 @@ from typing import Annotated, Any, TypeAlias
 import typer
 
 from pdserve.capacity.report import lines
-from pdserve.errors import StartupError
+from pdserve.capacity.tables import node_count
+from pdserve.errors import ConfigError, StartupError
 from pdserve.settings.command_line import ExtraArgs
 from pdserve.settings.config_file import build_config
 from pdserve.up.claims import check_ports, claimed
-from pdserve.up.config import Role, WorkerRole, read_cluster_file
+from pdserve.up.config import WORKER_ROLES, Role, WorkerRole, read_cluster_file
 from pdserve.up.console import Console
 from pdserve.up.places.base import Place, open_place
 from pdserve.up.plan import Plan
@@ -78,11 +79,14 @@ def up(
     run_dir: Annotated[
         Path | None, typer.Option(help="Directory of logs and sockets (cluster.run_dir).")
     ] = None,
+    hosts: Annotated[
+        str | None, typer.Option(metavar="NAME,...", help="Hosts for --on hosts (cluster.hosts).")
+    ] = None,
     on: Annotated[
         str,
         typer.Option(
             metavar="PLACE",
-            help="Who runs the processes: local (this host), slurm, ray, or a place of your own.",
+            help="Who runs the processes: local (this host), hosts (over ssh), slurm, ray, or your own.",
         ),
     ] = LOCAL,
     extra: ExtraArgs = None,
@@ -97,6 +101,7 @@ def up(
         "router.port": port,
         "router.host": host,
         "cluster.run_dir": None if run_dir is None else str(run_dir),
+        "cluster.hosts": None if hosts is None else hosts.split(","),
     }
     counts: dict[WorkerRole, int | None] = {
         "prefill": prefill,
@@ -112,6 +117,9 @@ def up(
     planner = Planner(cluster, place, source=str(file), program=PROGRAM, extra_args=extra or ())
     plan = planner.plan()
     check_tables(plan, str(file), SCHEMAS)
+    for spec in plan.processes:
+        if spec.role in WORKER_ROLES and node_count(spec.config["engine"].get("extra_args", ())) > 1:
+            raise ConfigError(f"'{spec.table}': --nnodes: only Kubernetes runs a worker on several hosts")
     if planner.fit is not None:
         for line in lines(planner.fit):
             typer.echo(line)

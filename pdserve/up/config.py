@@ -93,6 +93,20 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         list[str],
         Meta(description="Options of sbatch for `--on slurm`, like `--nodes=2` and `--gpus-per-node=8`."),
     ] = []
+    hosts: Annotated[
+        list[str],
+        Meta(
+            description="Hosts for `--on hosts`, as `NAME` or `NAME=ADDRESS`: how `remote_shell` calls one, "
+            "and how the others reach it."
+        ),
+    ] = []
+    remote_shell: Annotated[
+        str,
+        Meta(
+            description="For `--on hosts`: called as ssh is, with a host's name and one string that a shell "
+            "there runs; empty: ssh. PDSERVE_REMOTE_SHELL wins."
+        ),
+    ] = ""
     echo_logs: Annotated[
         bool, Meta(description="Show the processes' logs on the console too, not only in run_dir.")
     ] = True
@@ -112,6 +126,12 @@ class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     lmcache: Annotated[list[Table], Meta(description="LMCache servers, for vLLM workers.")] = []
     vllm: Annotated[list[Table], Meta(description="vLLM workers.")] = []
 
+    @property
+    def routers(self) -> list[Table]:
+        """The router's table, as often as its `count` says."""
+        own = {key: value for key, value in self.router.items() if key != "count"}
+        return [own] * self.router.get("count", 1)
+
 
 def read_cluster_file(
     path: Path, overrides: Mapping[str, Any], counts: Mapping[WorkerRole, int | None]
@@ -122,6 +142,8 @@ def read_cluster_file(
     last ones; None leaves the file's tables. Raises ConfigError.
     """
     file = load_config(ClusterFile, path, overrides)
+    if not _counted(path, "router", [file.router]):
+        raise ConfigError(f"{path}: 'router.count' must be 1 or more")
     lists = {
         role: [_based(path, table) for table in _counted(path, role, getattr(file, role))]
         for role in ("pool", *WORKER_ROLES, "vllm")

@@ -85,7 +85,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Reload:
-    """SIGHUP: this process replaces its own children, and refuses no client meanwhile."""
+    """SIGHUP: this process replaces itself or its own children, and refuses no client meanwhile."""
 
     name: str
 

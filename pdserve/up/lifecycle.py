@@ -14,9 +14,10 @@ A process goes through these phases:
 - A stage begins once every process of the stage before has been ready. At most `start_parallelism` processes
   are STARTING.
 - A process that ends before it was ever ready stops the cluster. Later it is restarted as restart.py says.
-- SIGUSR1 restarts the processes in the order of their start, each once the one before is ready again.
-- Scaling starts new workers and tells others to end. The router learns first which ones leave, and of new
-  ones when they are ready. A new one that fails stays ended, and the others go on.
+- SIGUSR1 restarts the processes host by host, those of a host in the order of their start, each once the
+  one before is ready again.
+- Scaling starts new workers and tells others to end. Routers learn first which ones leave, and of new ones
+  when they are ready. A new one that fails stays ended, and the others go on.
 - Stopping goes through the stages in reverse. A stage is told to end, and killed when its grace is over.
 
 The owner calls `handle` with each event, carries out the actions in order, and calls `handle(Tick())` at
@@ -27,7 +28,7 @@ from __future__ import annotations
 
 import signal
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final, assert_never
@@ -257,7 +258,7 @@ class Lifecycle:
             self._say(f"restarting {spec.name} in {delay_s:.1f} s")
             self._enter(process, Phase.BACKOFF, now_s, delay_s)
             process.restarts_s.append(now_s)
-        elif (spec.role == "router" or self._settings.stop_on_loss) and not is_new:
+        elif not is_new and (self._settings.stop_on_loss or (spec.role == "router" and not self._is_routed)):
             self._fail(f"{words} and is not restarted; {log}", end.lines, now_s)
         else:
             if end.status != 0:
@@ -270,6 +271,11 @@ class Lifecycle:
             if self._awaited is not None and end.name in self._awaited:
                 self._awaited.discard(end.name)
                 self._scale_problem = f"{words}; {log}"
+
+    @property
+    def _is_routed(self) -> bool:
+        """A router is there, or will be."""
+        return any(one.phase is not Phase.ENDED for one in self._stages[-1])
 
     def _on_tick(self, now_s: float) -> None:
         for process in self._processes.values():
@@ -301,7 +307,7 @@ class Lifecycle:
             self._begin_scaling(plan, now_s)
         if self._awaited is not None and not self._awaited:
             self._awaited = None
-            self._rewire(self._stages[-1][-1])
+            self._rewire()
             self._actions.append(Scaled(self._scale_problem))
 
     def _refuse_scaling_at_the_end(self) -> None:
@@ -325,7 +331,7 @@ class Lifecycle:
         for process in joining:
             self._enqueue(process, now_s)
         if leaving:
-            self._rewire(self._stages[-1][-1])
+            self._rewire()
         for process in leaving:
             process.leaving = True
             if process.phase in RUNNING:
@@ -333,12 +339,13 @@ class Lifecycle:
             else:
                 self._drop(process)
 
-    def _rewire(self, router: _Process) -> None:
-        """Tell the router which workers there are."""
-        self._actions.append(Rewire(router.spec.name))
-        router.is_behind = router.phase is Phase.STARTING
-        if router.phase is Phase.READY:
-            self._actions.append(Reload(router.spec.name))
+    def _rewire(self) -> None:
+        """Tell the routers which workers there are."""
+        for router in self._stages[-1]:
+            self._actions.append(Rewire(router.spec.name))
+            router.is_behind = router.phase is Phase.STARTING
+            if router.phase is Phase.READY:
+                self._actions.append(Reload(router.spec.name))
 
     def _in_plan(self, spec: ProcessSpec) -> _Process:
         """The process of this name, which may be a new one."""
@@ -366,14 +373,15 @@ class Lifecycle:
             return
         if not self._is_renewing and self._renew_asked:
             self._is_renewing, self._renew_asked = True, False
-            self._to_renew.extend(self._processes.values())
+            self._to_renew.extend(_by_host(self._processes.values()))
             self._say("SIGUSR1: restarting all processes, one after the other")
         while self._to_renew:
             process = self._to_renew.popleft()
             if process.phase not in RUNNING:
                 continue  # it is started anyway, or has ended for good
-            if process.spec.role == "router" and process.spec.config.get("processes", 1) > 1:
-                self._actions.append(Reload(process.spec.name))
+            if _renews_itself(process.spec):
+                if process.phase is Phase.READY:
+                    self._actions.append(Reload(process.spec.name))
                 continue
             self._renewed, process.renewing = process, True
             self._terminate(process, now_s)
@@ -436,6 +444,17 @@ class Lifecycle:
                 self._terminate(process, now_s)
                 if self._stop_signals > 1:
                     self._actions.append(Kill(process.spec.name))
+
+
+def _renews_itself(spec: ProcessSpec) -> bool:
+    """SIGHUP makes it go on as the version that is installed now. A pool node keeps its pages meanwhile."""
+    return spec.role == "pool" or (spec.role == "router" and spec.config.get("processes", 1) > 1)
+
+
+def _by_host(processes: Collection[_Process]) -> list[_Process]:
+    """Those of a host after each other, the hosts in the order of their first process."""
+    hosts = list(dict.fromkeys(one.spec.host for one in processes))
+    return sorted(processes, key=lambda one: hosts.index(one.spec.host))
 
 
 def describe_status(status: int) -> str:

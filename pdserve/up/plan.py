@@ -14,7 +14,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, Final, get_args
 
@@ -105,16 +105,21 @@ class Plan:
     @property
     def live_page(self) -> str:
         """URL of the router's live page; empty where it has none."""
-        admin = self.stages[-1][-1].config.get("admin") or {}
+        admin = self.routers[0].config.get("admin") or {}
         scheme = "https" if admin.get("tls", {}).get("certificate") else "http"
         return (
             f"{scheme}://{admin.get('host', METRICS_HOST)}:{admin['port']}/live/" if admin.get("port") else ""
         )
 
     @property
+    def routers(self) -> Sequence[ProcessSpec]:
+        """At least one; the first is that of `router_url`."""
+        return self.stages[-1]
+
+    @property
     def run_dir(self) -> Path:
         """Where its logs and configurations are."""
-        return self.stages[-1][-1].config_path.parent
+        return self.routers[0].config_path.parent
 
     @property
     def processes(self) -> list[ProcessSpec]:
@@ -179,29 +184,31 @@ def make_plan(
         if extra_args:
             engine = _sub_table(draft, "engine")
             engine["extra_args"] = [*_list(draft, engine, "extra_args"), *extra_args]
-    router = drafts[-1]
-    _administer(router, [node["address"] for node in nodes], admin_key)
+    routers = [draft for draft in drafts if draft.role == "router"]
+    for router in routers:
+        _administer(router, [node["address"] for node in nodes], admin_key)
     if cluster_token:
-        _share_token(cluster_token, [draft.config for draft in workers], _sub_table(router, "access"))
+        doors = [_sub_table(router, "access") for router in routers]
+        _share_token(cluster_token, [draft.config for draft in workers], doors)
     servers = [draft for draft in drafts if draft.role == "lmcache"]
     engines = [draft for draft in drafts if draft.role == "vllm"]
     for draft in servers:
         _sub_table(draft, "pool").setdefault("nodes", nodes)
         draft.argv, draft.env = lmcache_argv(draft.config), {**environment(""), **draft.env}
     for draft in engines:
-        _wire_vllm(draft, servers, router)
-    for draft in workers:
+        _wire_vllm(draft, servers, routers)
+    for draft, router in product(workers, routers):
         router.config[draft.role] = [*_list(router, router.config, draft.role), _url(draft)]
-    if any(map(_tls, workers)) and not _sub_table(router, "tls").get("ca"):
+    if any(map(_tls, workers)) and not _sub_table(routers[0], "tls").get("ca"):
         raise ConfigError("'router.tls.ca' is needed: who signed the certificates of the workers")
-    for draft in (*workers, router):  # they have to end on their own before the supervisor ends them
+    for draft in (*workers, *routers):  # they have to end on their own before the supervisor ends them
         own_s = max(0.0, file.cluster.stop_grace_s - STOP_SLACK_S[draft.role])
         draft.config.setdefault("stop_grace_s", own_s)
-    stages = (pool, servers, [*engines, *workers], [router])
+    stages = (pool, servers, [*engines, *workers], routers)
     return Plan(
         settings=file.cluster,
         stages=tuple(tuple(_spec(draft, program, run_dir) for draft in stage) for stage in stages if stage),
-        router_url=_url(router),
+        router_url=_url(routers[0]),
     )
 
 
@@ -235,7 +242,7 @@ class _Draft:
 
 
 def _drafts(file: ClusterFile) -> Iterator[_Draft]:
-    """Every process of the file in start order, the router last."""
+    """Every process of the file in start order, the routers last."""
     for i, table in enumerate(file.pool):
         yield _draft(file, "pool", f"pool[{i}]", f"pool{i}", table)
     for i, table in enumerate(file.lmcache):
@@ -247,7 +254,9 @@ def _drafts(file: ClusterFile) -> Iterator[_Draft]:
     for role in WORKER_ROLES:
         for i, table in enumerate(getattr(file, role)):
             yield _draft(file, role, f"{role}[{i}]", f"{role}{i}", merge(file.worker, table))
-    yield _draft(file, "router", "router", "router", file.router)
+    names = [f"router{i}" for i in range(len(file.routers))] if len(file.routers) > 1 else ["router"]
+    for name, table in zip(names, file.routers, strict=True):
+        yield _draft(file, "router", "router", name, table)
 
 
 def _draft(file: ClusterFile, role: Role, where: str, name: str, table: Table) -> _Draft:
@@ -291,7 +300,7 @@ def _assign_ports(drafts: list[_Draft], default_host: str, site: Site | None) ->
     for draft in drafts:
         if (home := homes.get(id(draft))) is None:
             continue
-        is_far = site is not None and draft.role != "router"
+        is_far = site is not None and (draft.role != "router" or draft.name in site.far)
         host = home.setdefault("host", ALL_INTERFACES if is_far else default_host)
         is_chosen = bool(home.get("port"))
         if not is_chosen:
@@ -356,8 +365,8 @@ def _wire_pool_node(draft: _Draft, arena_dir: Path, run_dir: Path, site: Site | 
     return {"node": draft.name, "address": open_pool_node(draft.config, site, draft.listening[0].port)}
 
 
-def _wire_vllm(draft: _Draft, servers: Sequence[_Draft], router: _Draft) -> None:
-    """Fill in a vLLM worker's command line, and list it at the router. It asks for the router's token."""
+def _wire_vllm(draft: _Draft, servers: Sequence[_Draft], routers: Sequence[_Draft]) -> None:
+    """Fill in a vLLM worker's command line, and list it at the routers. It asks for their token."""
     if "model_path" not in draft.config:
         raise ConfigError(f"'{draft.table}.model_path' is needed, or worker.engine.model_path")
     try:
@@ -365,7 +374,7 @@ def _wire_vllm(draft: _Draft, servers: Sequence[_Draft], router: _Draft) -> None
     except StopIteration:
         wanted = draft.config.get("lmcache") or "one"
         raise ConfigError(f"'{draft.table}' needs an LMCache server: give [[lmcache]] {wanted}") from None
-    token = _sub_table(router, "access").get("cluster_token", "")
+    token = _sub_table(routers[0], "access").get("cluster_token", "")
     draft.argv = vllm_argv(draft.config, (server["host"], server["port"]))
     draft.env = {**environment(token), **draft.env}
     role = draft.config.get("role", "agg")
@@ -373,16 +382,17 @@ def _wire_vllm(draft: _Draft, servers: Sequence[_Draft], router: _Draft) -> None
         raise ConfigError(
             f"'{draft.table}.role' must be one of {', '.join(get_args(VllmRole))}, found {role!r}"
         )
-    router.config[role] = [*_list(router, router.config, role), _url(draft)]
+    for router in routers:
+        router.config[role] = [*_list(router, router.config, role), _url(draft)]
 
 
-def _share_token(token: str, workers: Sequence[Table], access: Table) -> None:
+def _share_token(token: str, workers: Sequence[Table], doors: Sequence[Table]) -> None:
     """Give the token to all of a cluster, or to none where the file gives one to any. For a worker "" is one
-    too: no token; in the router's table it is what launch/router.toml has for its default.
+    too: no token; in the routers' `access` it is what launch/router.toml has for its default.
     """
     keys = ("cluster_token", "cluster_token_file")
-    if not any(key in worker for worker in workers for key in keys) and not any(map(access.get, keys)):
-        for table in (*workers, access):
+    if not any(key in worker for worker in workers for key in keys) and not any(map(doors[0].get, keys)):
+        for table in (*workers, *doors):
             table["cluster_token"] = token
 
 

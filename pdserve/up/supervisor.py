@@ -186,11 +186,14 @@ class Supervisor:
 
     def _rewire(self, name: str) -> None:
         """Write what has changed; the process may still have the old file open."""
+        config = to_toml(self._specs[name].config)
         try:
-            write_private(self._specs[name].config_path, to_toml(self._specs[name].config))
+            write_private(self._specs[name].config_path, config)
             self._write_targets()
         except StartupError as error:
             self._console.say(f"error: {error}")
+        if name in self._children:
+            self._children[name].configure(config)
 
     async def _take_requests(self, mailbox: Mailbox) -> None:
         """One after the other: numbers of workers that `pdserve scale` asks for, and workers whose hosts are

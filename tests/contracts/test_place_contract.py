@@ -1,6 +1,6 @@
 """Every place does what `pdserve.up.places.base` says: the supervisor over stand-ins, by the real thing.
 
-Slurm and Ray are not installed everywhere. Where one is missing, its tests are skipped, with its name.
+Slurm, Ray and sshd are not installed everywhere. Where one is missing, its tests are skipped, with its name.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ import pytest
 from tests.support.up.cluster import Cluster, processes_that_mention, running, wait_until
 from tests.support.up.ray_cluster import ray_cluster
 from tests.support.up.slurm_cluster import slurm_cluster
+from tests.support.up.ssh_hosts import ssh_hosts
 
 pytestmark = pytest.mark.timeout(300)
 
 DISAGG = """
 [cluster]
 name = "stand-in"
+hosts = ["n1=127.0.0.1", "n2=127.0.0.2"]
 restart_backoff_s = 0.05
 start_parallelism = 3
 stop_grace_s = 5
@@ -52,7 +54,7 @@ class Where(NamedTuple):
     hosts: int
 
 
-@pytest.fixture(scope="module", params=["local", "slurm", "ray", "docs/examples/place.py"])
+@pytest.fixture(scope="module", params=["local", "hosts", "slurm", "ray", "docs/examples/place.py"])
 def where(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Where]:
     if request.param == "local":
         yield Where("local", {}, 1)
@@ -60,8 +62,8 @@ def where(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if request.param.startswith("docs/"):
         yield Where("under", example_package(tmp_path_factory.mktemp("package")), 1)
         return
-    starts = slurm_cluster if request.param == "slurm" else ray_cluster
-    with starts(tmp_path_factory.mktemp(request.param)) as variables:
+    starts = {"hosts": ssh_hosts, "slurm": slurm_cluster, "ray": ray_cluster}
+    with starts[request.param](tmp_path_factory.mktemp(request.param)) as variables:
         yield Where(request.param, variables, 2)
 
 

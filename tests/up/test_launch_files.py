@@ -24,7 +24,10 @@ from pdserve.bench.commands.load_options import loads_of
 from pdserve.errors import ConfigError
 from pdserve.up.cli import SCHEMAS, check_tables
 from pdserve.up.config import ClusterFile, read_cluster_file
-from pdserve.up.plan import make_plan
+from pdserve.up.places.hosts import HostsPlace
+from pdserve.up.plan import demands, make_plan
+from pdserve.up.site import Site
+from tests.support.command import pdserve_here
 from tests.support.up.scripts import LAUNCH, program
 
 
@@ -52,6 +55,39 @@ def test_cluster_files_are_valid_for_every_process(name: str, processes: list[st
     assert plan.processes[-1].config["admin"]["pool"] == ["unix:/run/x/pool0.sock"]
 
 
+def test_the_file_for_several_hosts_is_valid_and_spreads_what_it_lists() -> None:
+    path = LAUNCH / "hosts.toml"
+    file = read_cluster_file(path, {}, {})
+    place = HostsPlace({})
+    place.submit([], file.cluster)
+    hosts = place.assign(demands(file))
+    assert hosts == {
+        "pool0": "a", "pool1": "b", "pool2": "c", "prefill0": "a", "decode0": "b", "decode1": "c",
+        "router0": "a", "router1": "b",
+    }  # fmt: skip
+    ports, site = iter(range(20_000, 20_100)), Site(hosts, "n" * 20, "p" * 20, frozenset(hosts))
+    plan = make_plan(file, program=("p",), run_dir=Path("/run/x"), uid=0, ports=ports, site=site)
+    check_tables(plan, str(path), SCHEMAS)
+    assert plan.router_url == "http://a:8000"
+
+
+def test_the_script_for_several_hosts_hands_over_its_remote_shell(tmp_path: Path) -> None:
+    for directory in ("launch", "venv/bin"):
+        (tmp_path / directory).mkdir(parents=True)
+    for script in ("hosts.sh", "up.sh"):
+        shutil.copy(LAUNCH / script, tmp_path / "launch")
+    (tmp_path / "launch/setup.sh").write_text(f"root={tmp_path} venv={tmp_path}/venv\n")
+    program(tmp_path / "venv/bin/pdserve", 'echo "$PDSERVE_REMOTE_SHELL $*"')
+    words = ["--hosts", "a,b", "--remote-shell", "my ssh", "--model", "/m", "--", "--tp-size", "2"]
+    said = subprocess.run(
+        [tmp_path / "launch/hosts.sh", *words], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    assert said == (
+        f"my ssh up {tmp_path}/launch/hosts.toml --run-dir {tmp_path}/logs/hosts --hosts a,b --model /m "
+        "--on hosts -- --tp-size 2\n"
+    )
+
+
 class Worker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     engine: Annotated[dict[str, object], Meta(description="SGLang.")]
     pool: Annotated[dict[str, object], Meta(description="Pool.")]
@@ -72,8 +108,17 @@ def test_a_mistyped_key_is_refused_by_file_table_and_key_before_anything_starts(
     assert str(caught.value) == "c.toml: [agg[1]]: unknown key 'setle_s' (did you mean 'settle_s'?)"
 
 
+def test_a_worker_on_several_hosts_is_for_kubernetes(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text(
+        f'[cluster]\nname = "c"\nrun_dir = "{tmp_path}/run"\n[[pool]]\n[[agg]]\nengine.model_path = "m"\n'
+    )
+    done = pdserve_here("up", str(file), "--", "--nnodes", "2")
+    assert (done.returncode, "only Kubernetes runs a worker on several hosts" in done.stderr) == (2, True)
+
+
 @pytest.mark.parametrize(
-    "script", ["disagg.sh", "agg.sh", "vllm.sh", "test.sh", "bench.sh", "docs.sh", "lock.sh"]
+    "script", ["disagg.sh", "agg.sh", "hosts.sh", "vllm.sh", "test.sh", "bench.sh", "docs.sh", "lock.sh"]
 )
 def test_script_help_needs_no_set_up(script: str, tmp_path: Path) -> None:
     shown = subprocess.run(
@@ -107,7 +152,19 @@ def test_the_requirements_without_a_gpu_are_whole() -> None:
 def test_tests_ask_for_the_library_that_mooncakes_wheel_does_not_bring(known: str, tmp_path: Path) -> None:
     program(tmp_path / "launch/setup.sh", f'root={tmp_path}; need() {{ echo "needs ${{*: -1}}"; }}')
     shutil.copy(LAUNCH / "test.sh", tmp_path / "launch")
-    tools = ("redis-server", "tc", "etcd", "prometheus", "chromium", "cc", "ruff", "mypy", "python")
+    tools = (
+        "redis-server",
+        "tc",
+        "nft",
+        "etcd",
+        "sshd",
+        "prometheus",
+        "chromium",
+        "cc",
+        "ruff",
+        "mypy",
+        "python",
+    )
     for tool in tools:
         program(tmp_path / "bin" / tool, "")
     program(tmp_path / "bin/ldconfig", f"echo '{known} (libc6,x86-64) => /lib/{known}'")

@@ -15,8 +15,10 @@ from pdserve.up import events as ev
 from pdserve.up.config import ClusterFile, ClusterSettings
 from pdserve.up.lifecycle import Lifecycle, describe_status
 from pdserve.up.plan import Plan, make_plan
+from pdserve.up.site import Site
 
 NAMES = ("pool0", "prefill0", "decode0", "router")
+RENEWED = NAMES[1:]
 STAGES = (("pool0",), ("prefill0", "decode0"), ("router",))
 
 
@@ -37,6 +39,14 @@ def plan_of(
     )
     ports = iter(range(7000 if before is None else 7100, 7200))
     return make_plan(file, program=("x",), run_dir=Path("/run"), uid=0, ports=ports, before=before)
+
+
+def on_two_hosts() -> Plan:
+    """A router on each."""
+    hosts = {"pool0": "a", "prefill0": "b", "decode0": "a", "router0": "a", "router1": "b"}
+    file = ClusterFile(pool=[{}], prefill=[{}], decode=[{}], router={"count": 2, "port": 80})
+    ports = iter(range(7000, 7100))
+    return make_plan(file, program=("x",), run_dir=Path("/run"), uid=0, ports=ports, site=Site(hosts))
 
 
 class World:
@@ -101,8 +111,8 @@ class World:
         return actions
 
     def up(self) -> World:
-        for stage in STAGES:
-            self.ready(*stage)
+        for stage in self.plan.stages:
+            self.ready(*(spec.name for spec in stage))
         assert isinstance(self.done[-1], ev.Announce)
         self.said.clear()
         return self
@@ -334,6 +344,14 @@ def test_the_routers_end_and_any_with_stop_on_loss_takes_the_cluster_down(
     assert world.exit == 1
 
 
+def test_the_cluster_goes_on_while_it_has_a_router() -> None:
+    world = World(on_two_hosts()).up()
+    world.end("router0", 0)
+    assert "stays ended; the others go on" in world.said[-1]
+    world.end("router1", 0)
+    assert world.said[-1] == "stopping all processes"
+
+
 def test_a_process_that_holds_much_memory_has_longer_to_end_and_to_start() -> None:
     own = {"release_s": 30.0, "start_timeout_s": 500.0}
     world = World(plan_of({"decode": own}, stop_grace_s=5.0, start_timeout_s=60.0)).up()
@@ -386,7 +404,8 @@ def renewed(world: World, name: str) -> None:
 def test_sigusr1_restarts_each_process_once_the_one_before_is_ready() -> None:
     world = World(plan_of()).up()
     world.tell(ev.RenewAsked())
-    for name in NAMES:
+    assert names(world.done, ev.Reload) == ["pool0"]  # it goes on by itself, with its pages
+    for name in RENEWED:
         assert names(world.done, ev.Terminate)[-1] == name
         renewed(world, name)
     assert world.said[0] == "SIGUSR1: restarting all processes, one after the other"
@@ -396,10 +415,19 @@ def test_sigusr1_restarts_each_process_once_the_one_before_is_ready() -> None:
     assert world.said[-1] == "restarting decode0 in 1.0 s"
 
 
+def test_sigusr1_restarts_one_host_after_the_other() -> None:
+    world = World(on_two_hosts()).up()
+    world.tell(ev.RenewAsked())
+    for name in ("decode0", "router0", "prefill0", "router1"):
+        assert names(world.done, ev.Terminate)[-1] == name
+        renewed(world, name)
+    assert world.said[-1] == "all processes have been restarted"
+
+
 def test_sigusr1_leaves_a_router_of_several_processes_to_itself() -> None:
     world = World(plan_of({"router": {"processes": 2}})).up()
     world.tell(ev.RenewAsked())
-    for name in NAMES[:-1]:
+    for name in RENEWED[:-1]:
         renewed(world, name)
     assert world.done[-2:] == [ev.Reload("router"), ev.Say("all processes have been restarted")]
 
@@ -407,14 +435,13 @@ def test_sigusr1_leaves_a_router_of_several_processes_to_itself() -> None:
 def test_a_renewed_process_that_does_not_end_is_killed_after_its_grace() -> None:
     world = World(plan_of(stop_grace_s=5.0)).up()
     world.tell(ev.RenewAsked())
-    assert names(world.wait(5.0), ev.Kill) == ["pool0"]
-    assert names(world.end("pool0", -9), ev.Start) == ["pool0"]
+    assert names(world.wait(5.0), ev.Kill) == ["prefill0"]
+    assert names(world.end("prefill0", -9), ev.Start) == ["prefill0"]
 
 
 def test_a_renewed_process_that_dies_again_is_restarted_as_often_as_any_other_and_then_left() -> None:
     world = World(plan_of(max_restarts=1)).up()
     world.tell(ev.RenewAsked())
-    renewed(world, "pool0")
     renewed(world, "prefill0")
     world.end("decode0")
     world.end("decode0", 5)
@@ -428,13 +455,22 @@ def test_a_renewed_process_that_dies_again_is_restarted_as_often_as_any_other_an
 
 def test_a_process_that_is_ready_only_after_it_was_told_to_end_is_not_renewed_by_that() -> None:
     world = World(plan_of()).up()
-    world.end("pool0", 1)
+    world.end("prefill0", 1)
     world.wait(1.0)
     world.tell(ev.RenewAsked())  # it is starting
-    world.ready("pool0")
-    assert names(world.done, ev.Terminate) == ["pool0"]
-    renewed(world, "pool0")
-    assert names(world.done, ev.Terminate) == ["pool0", "prefill0"]
+    world.ready("prefill0")
+    assert names(world.done, ev.Terminate) == ["prefill0"]
+    renewed(world, "prefill0")
+    assert names(world.done, ev.Terminate) == ["prefill0", "decode0"]
+
+
+def test_a_pool_node_that_is_starting_is_the_new_version_already() -> None:
+    world = World(plan_of()).up()
+    world.end("pool0", 1)
+    world.wait(1.0)
+    world.tell(ev.RenewAsked())
+    assert names(world.done, ev.Reload) == []
+    assert names(world.done, ev.Terminate) == ["prefill0"]
 
 
 def test_sigusr1_before_all_are_ready_is_done_afterwards_and_one_that_comes_meanwhile_too() -> None:
@@ -442,11 +478,11 @@ def test_sigusr1_before_all_are_ready_is_done_afterwards_and_one_that_comes_mean
     world.tell(ev.RenewAsked())
     for stage in STAGES:
         world.ready(*stage)
-    assert names(world.done, ev.Terminate) == ["pool0"]
+    assert names(world.done, ev.Terminate) == ["prefill0"]
     world.tell(ev.RenewAsked())
-    for name in NAMES:
+    for name in RENEWED:
         renewed(world, name)
-    assert names(world.done, ev.Terminate) == [*NAMES, "pool0"]
+    assert names(world.done, ev.Terminate) == [*RENEWED, "prefill0"]
 
 
 @pytest.mark.parametrize(
@@ -520,8 +556,8 @@ def test_scaling_waits_until_all_have_started_or_been_restarted() -> None:
     world.ready(*STAGES[0], *STAGES[1])
     assert names(world.tell(ev.BecameReady("router")), ev.Start) == ["decode1"]
     world.tell(ev.RenewAsked())
-    assert "pool0" not in names(world.done, ev.Terminate)
-    assert names(world.tell(ev.BecameReady("decode1")), ev.Terminate) == ["pool0"]
+    assert names(world.done, ev.Terminate) == []
+    assert names(world.tell(ev.BecameReady("decode1")), ev.Terminate) == ["prefill0"]
 
 
 def test_a_router_that_starts_meanwhile_is_told_again_when_it_is_ready() -> None:
@@ -531,6 +567,19 @@ def test_a_router_that_starts_meanwhile_is_told_again_when_it_is_ready() -> None
     world.scale(decode=2)
     assert world.tell(ev.BecameReady("decode1"))[1:] == [ev.Rewire("router"), ev.Scaled()]
     assert ev.Reload("router") in world.tell(ev.BecameReady("router"))
+
+
+def test_every_router_learns_of_it() -> None:
+    world = World(on_two_hosts()).up()
+    file = ClusterFile(pool=[{}], prefill=[{}], decode=[{}] * 2, router={"count": 2, "port": 80})
+    hosts = {spec.name: spec.host for spec in world.plan.processes} | {"decode1": "b"}
+    plan = make_plan(
+        file, program=("x",), run_dir=Path("/run"), uid=0, ports=iter(range(7100, 7200)),
+        site=Site(hosts), before=world.plan,
+    )  # fmt: skip
+    world.tell(ev.ScaleAsked(plan))
+    world.ready("decode1")
+    assert names(world.done, ev.Rewire) == names(world.done, ev.Reload) == ["router0", "router1"]
 
 
 def test_who_asks_for_more_workers_of_a_cluster_that_stops_hears_it() -> None:

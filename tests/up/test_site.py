@@ -118,6 +118,12 @@ def test_pool_nodes_of_several_hosts_get_tokens_unless_the_file_has_some() -> No
     assert found["agg0"]["pool"]["token"] == "p" * 20
 
 
+def test_workers_on_another_store_get_no_token_of_pool_nodes() -> None:
+    pool = {"engine": "mooncake", "options": {"master": "m:1"}}
+    plan = plan_of(ClusterFile(agg=[{"pool": pool}]), {"agg0": "b", "router": "a"}, page_token="p" * 20)
+    assert configs(plan)["agg0"]["pool"] == {**pool, "nodes": []}
+
+
 def test_one_port_on_two_hosts_is_fine_and_on_one_host_is_not() -> None:
     file = ClusterFile(agg=[{"engine": {"port": 1}}, {"engine": {"port": 1}}])
     plan_of(file, {"agg0": "a", "agg1": "b", "router": "a"})
@@ -158,3 +164,39 @@ def test_workers_go_where_gpus_are_free_and_where_they_may() -> None:
 def test_what_fits_nowhere_is_refused(one: Demand, message: str) -> None:
     with pytest.raises(StartupError, match=message):
         spread([one], {"a": 8, "b": 8}, "a")
+
+
+ROUTED = ClusterFile(pool=[{}], agg=[{}], router={"count": 2, "port": 8000})
+ROUTED_HOSTS = {"pool0": "a", "agg0": "b", "router0": "a", "router1": "b"}
+
+
+def test_each_of_several_routers_knows_all_workers_and_the_token_of_the_cluster() -> None:
+    ports, site = count(20_000), Site(ROUTED_HOSTS, far=frozenset({"agg0", "router1"}))
+    plan = make_plan(
+        ROUTED, program=("p",), run_dir=RUN, uid=7, ports=ports, cluster_token="t" * 20, site=site
+    )
+    found = configs(plan)
+    assert [spec.name for spec in plan.routers] == ["router0", "router1"]
+    for router in plan.routers:
+        assert router.config["agg"] == [found["agg0"]["advertise"]]
+        assert router.config["access"] == {"cluster_token": "t" * 20}
+    assert plan.router_url == "http://127.0.0.1:8000"
+    assert plan.routers[1].ready == HttpReady("http://b:8000/ready")  # it listens for others, here's does not
+
+
+def test_several_routers_of_one_host_and_port_are_refused() -> None:
+    with pytest.raises(ConfigError, match="port 8000 on a is given to two"):
+        plan_of(ROUTED, {**ROUTED_HOSTS, "router1": "a"})
+
+
+def test_routers_are_beside_the_supervisor_first_and_on_a_host_each() -> None:
+    hosts = {"a": 0, "b": 0, "c": 0}
+    three = [demand(f"router{i}") for i in range(3)]
+    assert spread(three, hosts, "b") == {"router0": "b", "router1": "a", "router2": "c"}
+    two = [demand(f"router{i}", hosts=["a", "c"]) for i in range(2)]
+    assert spread(two, hosts, "b") == {"router0": "a", "router1": "c"}
+
+
+def test_a_cluster_without_a_router_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'router\.count' must be 1 or more"):
+        read(tmp_path, "[router]\ncount = 0\n[[agg]]\n")

@@ -232,3 +232,16 @@ GOALS = (
     Goal("one 64 KiB page, same host, get, p50 in µs", _one_page("single_get_p50_us"), 150, False, 0),
     Goal("one 64 KiB page, same host, get, p99 in µs", _one_page("single_get_p99_us"), 1000, False, 0),
 )
+
+
+def codec() -> str:
+    """The newest run: a row for each codec."""
+    kept = runs("codec")
+    if not kept:
+        return NO_RUN
+    run = kept[0]
+    rows = [
+        (line["codec"], *(f"{line[name]:.2f}" for name in ("ratio", "store_gbps", "load_gbps")))
+        for line in run.lines
+    ]
+    return origin(run) + "\n" + table(("codec", "bytes / stored", "store, GB/s", "load, GB/s"), rows)

@@ -1,12 +1,16 @@
-"""Blocks of docs/benchmarks/reliability.md: a quiet namespace beside a loud one; hostile connections."""
+"""Blocks of docs/benchmarks/reliability.md: a quiet namespace beside a loud one; hostile connections; hosts
+that fail.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from docs.generate.benchmarks.results import NO_RUN, Run, met, origin, runs
 from docs.generate.markdown import table
-from docs.generate.product import HOSTILE_MEMORY, HOSTILE_P99, QUIET_GOAL
+from docs.generate.product import HOSTILE_MEMORY, HOSTILE_P99, QUIET_GOAL, HostsFigures
 
 COLUMNS = (
     *("commit", "data path", "limit MB/s", "asked / limit", "p99 alone, ms", "beside / alone"),
@@ -36,6 +40,27 @@ def hostile() -> str:
     )
     rows = [_hostile_cells(line) for line in run.lines]
     return origin(run) + "\n" + table(columns, rows)
+
+
+def hosts() -> str:
+    """The newest run."""
+    kept = runs("hosts")
+    if not kept:
+        return NO_RUN
+    run = kept[0]
+    columns = (
+        *("fault", "seconds", "turns", "failed", "first token p50, ms", "p99, ms", "longest turn, s"),
+        *("hit rate", "moved", "failed after", "hit rate after", "as it must be"),
+    )
+    paths = " and ".join(dict.fromkeys(line["path"].upper() for line in run.lines))
+    said = f"- Between hosts pages went by {paths}.\n\n"
+    return origin(run) + said + table(columns, [_hosts_cells(line) for line in run.lines])
+
+
+def _hosts_cells(line: dict[str, Any]) -> tuple[str, ...]:
+    row = msgspec.convert(line, HostsFigures)
+    fault, turns, *more = row.cells
+    return (f"{fault}: {row.what}", f"{row.seconds:.0f}", turns, *more, met(row.passed))
 
 
 def _hostile_cells(line: dict[str, Any]) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -32,16 +32,22 @@ from docs.generate.product import (
 )
 
 
-def comparisons(results: Path = RESULTS) -> list[tuple[Run, list[Summary]]]:
-    """For each kind of comparison the kept runs of its newest command, and the summaries of its rounds."""
-    names = [name for name in reversed(kinds(results)) if name.startswith("compare-")]
+def comparisons(
+    results: Path = RESULTS, names: Sequence[str] | None = None
+) -> list[tuple[Run, list[Summary]]]:
+    """For each kind of comparison the kept runs of its newest command, and the summaries of its rounds.
+
+    `names`: of the kinds; none: all.
+    """
+    if names is None:
+        names = [name for name in reversed(kinds(results)) if name.startswith("compare-")]
     joined = [run for run in (alike(name, results) for name in names) if run is not None]
     return [(run, summaries(measured(run), run.origin["against"][0])) for run in joined]
 
 
-def goal_list(results: Path = RESULTS) -> list[GoalRow]:
+def goal_list(results: Path = RESULTS, names: Sequence[str] | None = None) -> list[GoalRow]:
     """The rows of the goals, in the order of the comparisons."""
-    return [row for _, found in comparisons(results) for row in goal_rows(found, _hop_ms(results))]
+    return [row for _, found in comparisons(results, names) for row in goal_rows(found, _hop_ms(results))]
 
 
 def goals(results: Path = RESULTS) -> str:

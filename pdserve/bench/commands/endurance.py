@@ -1,4 +1,4 @@
-"""`pdserve bench soak` and `pdserve bench chaos`: a pool under steady load, and under faults."""
+"""`pdserve bench soak`, `chaos` and `hosts`: a pool under steady load, a pool and a cluster under faults."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import typer
 
 from pdserve.bench.commands import options
 from pdserve.bench.commands.options import choices
-from pdserve.bench.commands.output import Output, say, workplace
+from pdserve.bench.commands.output import Output, failed_with, say, workplace
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.table import Table
 
+    from pdserve.bench.hosts.figures import HostsFigures
     from pdserve.bench.soak.run import Soaked
 
 
@@ -106,3 +109,41 @@ def chaos(
         logging.basicConfig(filename=kept / "chaos.log", level=logging.INFO)
         outcome = run(what, kept, (lambda line: None) if as_json else say)
     output.conclude(outcome, lambda: [figures_table(outcome)])
+
+
+def hosts(
+    kinds: Annotated[str, typer.Option(help="Faults, separated by commas; empty: all.")] = "",
+    clients: Annotated[int, typer.Option(min=1, help="Conversations at a time.")] = 8,
+    fault: Annotated[float, typer.Option(min=1.0, help="Seconds of each fault.")] = 15.0,
+    pause: Annotated[float, typer.Option(min=1.0, help="Seconds after each, to recover.")] = 30.0,
+    ucx: Annotated[bool, typer.Option(help="Pages go between hosts by UCX; else by TCP.")] = True,
+    out: options.Out = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Routers, pool nodes and scripted workers on three hosts (network namespaces; takes root) under faults
+    of network and hosts. Fails where an answer or a page was wrong, where a request failed or the hit rate
+    fell although no host was lost, and where a request failed once all had recovered.
+    """
+    from pdserve.bench.hosts.faults import possible
+    from pdserve.bench.hosts.run import run
+
+    known = {one.name: one for one in possible()}
+    chosen = choices("kinds", kinds, tuple(known)) if kinds else tuple(known)
+    output = Output(as_json)
+    rows = []
+    with workplace(out) as kept:
+        for row in run([known[name] for name in chosen], clients, fault, pause, kept, say, ucx=ucx):
+            rows.append(row)
+            output.row(row, passed=row.passed)
+    output.show(_hosts_table(rows))
+    failed_with([f"{row.fault}: {why}" for row in rows for why in row.complaints])
+
+
+def _hosts_table(rows: Sequence[HostsFigures]) -> Table:
+    from pdserve.bench.tables import table
+
+    columns = (
+        *("fault", "turns", "failed", "first token p50, ms", "p99, ms", "longest, s", "hit rate", "moved"),
+        *("failed after", "hit rate after"),
+    )
+    return table("", columns, [row.cells for row in rows], left=("fault",))

@@ -25,12 +25,16 @@ def demo(
         typer.Option(help=f"{', '.join(SIZES)}: 2 M parameters for tests, 100 M and 500 M for benchmarks."),
     ] = "tiny",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random weights.")] = 0,
+    window: Annotated[
+        int | None,
+        typer.Option(min=1, help="Three of four layers see so many tokens (Mellum). None: all see all."),
+    ] = None,
 ) -> None:
     """Make a small Qwen3 with random weights, a tokenizer and a chat template; nothing is downloaded.
 
     A directory that already holds the same model is left as it is.
     """
-    made = make_demo_model(size, out, seed)
+    made = make_demo_model(size, out, seed, window)
     state = "made" if made.created else "already there"
     typer.echo(
         f"{size} demo model {state}: {made.path} "

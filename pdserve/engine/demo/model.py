@@ -10,6 +10,9 @@ The model also gets biases on its output, which Qwen3 has no weights for: coordi
 is the same for every token (the embeddings set it, no layer writes to it), so column 0 of the output matrix
 adds a constant to each token's logit. With it, a greedy answer never ends by itself, unless a grammar leaves
 nothing else, and does not fill a grammar's optional white space for ever.
+
+With a sliding window it is a Mellum: the shapes and names of its weights are those of Qwen3, and three of
+four layers see the last tokens only.
 """
 
 from __future__ import annotations
@@ -20,10 +23,11 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from pdserve.engine.demo.tokenizer import (
     END_OF_TEXT,
@@ -41,6 +45,10 @@ _QK_NORM = 2.0  # attention scores have deviation _QK_NORM**2: sharp, yet stable
 _EMBEDDING_STD = 0.3  # small beside the layers' outputs, so the last token alone does not decide the next
 _OUTPUT_STD = 2.0  # of the logits
 _CONSTANT = 1.0  # coordinate 0 of the residual stream; the others have a deviation of 1 to 4 at the output
+
+SLIDING: Final = "sliding_attention"
+FULL: Final = "full_attention"
+_LAYER_KINDS: Final = (SLIDING, FULL, SLIDING, SLIDING)
 
 # Added to logits, in units of _CONSTANT over that deviation. Ordinary tokens have 0.
 _BIAS_END = -30.0  # end of turn: chosen when a grammar is complete
@@ -115,11 +123,12 @@ class DemoModel:
     weight_bytes: int
 
 
-def make_demo_model(size: str, out_dir: Path, seed: int = 0) -> DemoModel:
+def make_demo_model(size: str, out_dir: Path, seed: int = 0, window_tokens: int | None = None) -> DemoModel:
     """Write the demo model of `size` (a key of SIZES) and `seed` to `out_dir`, whole or not at all.
 
-    A directory that already holds the same model is left as it is, at once. Weights are stored in bfloat16;
-    they run with `--dtype float32` and `--dtype bfloat16` alike.
+    `window_tokens`: three of four layers see so many tokens; none: every layer sees all. A directory that
+    already holds the same model is left as it is, at once. Weights are stored in bfloat16; they run with
+    `--dtype float32` and `--dtype bfloat16` alike.
 
     Raises ConfigError for an unknown size, or when `out_dir` holds something else; StartupError when it
     cannot be written.
@@ -128,7 +137,9 @@ def make_demo_model(size: str, out_dir: Path, seed: int = 0) -> DemoModel:
     if geometry is None:
         raise ConfigError(f"unknown demo model size {size!r}: choose one of {', '.join(SIZES)}")
     out_dir = out_dir.expanduser().resolve()
-    stamp = {"format": _FORMAT, "size": size, "seed": seed}
+    stamp: dict[str, Any] = {"format": _FORMAT, "size": size, "seed": seed}
+    if window_tokens is not None:
+        stamp["window_tokens"] = window_tokens
     if not _holds(out_dir, stamp):
         if not _may_replace(out_dir, stamp):
             raise ConfigError(
@@ -171,7 +182,10 @@ def _write_whole(geometry: DemoSize, out_dir: Path, seed: int, stamp: dict[str, 
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     with _scratch_directory(out_dir) as scratch:
         biases = _write_tokenizer(geometry, scratch)
-        _write_json(scratch / "config.json", _model_config(geometry))
+        config = _model_config(geometry)
+        if (window_tokens := stamp.get("window_tokens")) is not None:
+            config = with_windows(config, window_tokens, [*islice(cycle(_LAYER_KINDS), geometry.layers)])
+        _write_json(scratch / "config.json", config)
         _write_json(scratch / "generation_config.json", {"eos_token_id": _special_ids(), "do_sample": False})
         _write_weights(geometry, biases, scratch / "model.safetensors", seed)
         _write_json(scratch / _STAMP, stamp)
@@ -250,6 +264,25 @@ def _model_config(geometry: DemoSize) -> dict[str, Any]:
         "eos_token_id": SPECIAL_TOKENS.index(TURN_END),
         "pad_token_id": SPECIAL_TOKENS.index(END_OF_TEXT),
         "use_cache": True,
+    }
+
+
+def with_windows(config: dict[str, Any], window_tokens: int, layers: Sequence[str]) -> dict[str, Any]:
+    """`config.json` of a Mellum with the weights of that demo model. `layers`: SLIDING or FULL for each."""
+    config = {name: value for name, value in config.items() if name != "rope_scaling"}
+    rope = {"rope_type": "default", "rope_theta": config.pop("rope_theta")}
+    return config | {
+        "architectures": ["MellumForCausalLM"],
+        "model_type": "mellum",
+        "layer_types": list(layers),
+        "mlp_layer_types": ["dense"] * len(layers),
+        "sliding_window": window_tokens,
+        "rope_parameters": {FULL: rope, SLIDING: rope},
+        # of layers with experts, of which there are none
+        "moe_intermediate_size": 64,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
     }
 
 

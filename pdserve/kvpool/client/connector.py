@@ -18,11 +18,14 @@ from pdserve.tls.contexts import Certificates
 class ConfiguredConnector:
     """Connects as the configuration says. With `auto` the node decides: mapped memory on its own host, else
     UCX or TCP.
+
+    `populate`: mapped memory is made present at once, for a client that will use all of it many times.
     """
 
-    def __init__(self, config: PoolClientConfig, name: str) -> None:
+    def __init__(self, config: PoolClientConfig, name: str, *, populate: bool = True) -> None:
         self._config = config
         self._name = name
+        self._populate = populate
         self._host_id = host_id()
         self._certificates = Certificates(config.tls)
         if _takes_ucx(config):  # load now: an operation's time-out may be shorter than the loading
@@ -36,7 +39,12 @@ class ConfiguredConnector:
         tls = self._certificates.client_context
         channel = ControlChannel.connect(address, hello, deadline_s, on_view, tls)
         return open_data_path(
-            channel, ucx=config.ucx, checksum=config.checksum, deadline_s=deadline_s, tls=tls
+            channel,
+            ucx=config.ucx,
+            checksum=config.checksum,
+            deadline_s=deadline_s,
+            tls=tls,
+            populate=self._populate,
         )
 
 
@@ -57,6 +65,6 @@ def _load_ucx() -> None:
         UcxLibrary()
 
 
-def connector_for(config: PoolClientConfig, name: str) -> ConfiguredConnector:
+def connector_for(config: PoolClientConfig, name: str, *, populate: bool = True) -> ConfiguredConnector:
     """The connector for this configuration. `name`: the client's name in the node's log."""
-    return ConfiguredConnector(config, name)
+    return ConfiguredConnector(config, name, populate=populate)

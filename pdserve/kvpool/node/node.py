@@ -115,13 +115,13 @@ class PoolNode:
             lambda: self.gossip.view,
             lambda key_id: self.state.administration.token_digest(key_id),
         )
-        self._upgrader = Upgrader(self)
+        self.upgrader = Upgrader(self)
         self.handover: Handover | None = None  # set: another program is to take this process over
         self._listeners = Listeners({} if inherited is None else inherited.listening)
         self._routes: dict[type, Handler] = {  # requests that are not NodeState's to answer
             **self.gossip.routes(),
             Status: self._status,
-            Upgrade: self._upgrader.begin,
+            Upgrade: self.upgrader.begin,
         }
         self.sockets = 0  # all
         self._last_connection = 0
@@ -163,7 +163,7 @@ class PoolNode:
 
     def _close_arena(self, *, fresh: bool) -> None:
         """A start that failed leaves nothing behind; a node that failed leaves its pages."""
-        kept = self.config.keep or not self._clean or self._upgrader.hands_over
+        kept = self.config.keep or not self._clean or self.upgrader.hands_over
         self.arena.close(keep=kept if self._served else not fresh)
 
     def _make_parts(self, ending: AsyncExitStack) -> None:
@@ -198,7 +198,7 @@ class PoolNode:
         ending.callback(DescriptorSockets(self.name, self.arena.directory, self._loop).close)
         ending.push_async_callback(self._dismiss)
         ending.push_async_callback(self._leave_pool)
-        ending.callback(self._upgrader.close)
+        ending.callback(self.upgrader.close)
         await self.gossip.join()
         await self._listeners.open(self.config.listen, self._accept)
         self._served = True
@@ -207,24 +207,24 @@ class PoolNode:
         ucx_was_used = False
         if self._inherited is not None:
             ucx_was_used = self._inherited.ucx
-            self._upgrader.on_serving(self._inherited)
+            self.upgrader.on_serving(self._inherited)
         self.data_paths.prepare(ucx_was_used=ucx_was_used)
 
     async def _leave_pool(self) -> None:
         self._stopped = True
-        await self.gossip.stop(leaving=not self._upgrader.hands_over)
+        await self.gossip.stop(leaving=not self.upgrader.hands_over)
 
     async def _dismiss(self) -> None:
         """Tell all clients. The next program, if there is one, accepts all later connections."""
         self._listeners.close()
-        if self._upgrader.hands_over:
-            self.handover = self._upgrader.hand_over()
-        fault = self._upgrader.goodbye_fault or Fault(0, "stopping", f"node {self.name} stops")
+        if self.upgrader.hands_over:
+            self.handover = self.upgrader.hand_over()
+        fault = self.upgrader.goodbye_fault or Fault(0, "stopping", f"node {self.name} stops")
         await self.all_connections.dismiss(fault)
 
     def _remove_sockets(self) -> None:
         """Before the memory is let go: afterwards they may be the next node's."""
-        if not self._upgrader.hands_over:
+        if not self.upgrader.hands_over:
             self._listeners.remove()
 
     def make_handover(self) -> Handover:
@@ -438,12 +438,12 @@ class PoolNode:
     def received(self, connection: ClientConnection, message: Request) -> None:
         """A request of a client that shook hands."""
         route = self._routes.get(type(message))
-        if not self._upgrader.admits(message):
+        if not self.upgrader.admits(message):
             return
         if route is None:
             self.serving.received(connection, message)
         elif not self._stopped:
-            fault = self.state.refusal(connection.number, message) or self._upgrader.refusal(message)
+            fault = self.state.refusal(connection.number, message) or self.upgrader.refusal(message)
             if fault is None:
                 route(connection, message)
             else:
@@ -468,7 +468,7 @@ class PoolNode:
 
     def choose_path(self, connection: int, address: str, hello: Hello) -> DataPathName | Fault:
         """How this client will move pages, or why it cannot be served."""
-        return self._upgrader.goodbye_fault or self.admission.choose_path(connection, address, hello)
+        return self.upgrader.goodbye_fault or self.admission.choose_path(connection, address, hello)
 
     def welcome(self, connection: int, path: DataPathName, info: DataPathInfo | None) -> Welcome:
         """The answer to a Hello."""

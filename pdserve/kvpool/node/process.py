@@ -32,8 +32,9 @@ from pdserve.open_files import raise_open_files
 
 def run_node(config: PoolNodeConfig) -> None:
     """Run a node in this process until SIGTERM or SIGINT, or be the door keeper of one that is upgraded.
-    Raises StartupError, ConfigError.
+    SIGHUP upgrades a node that serves. Raises StartupError, ConfigError.
     """
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     for address in config.listen:
         parse_address(address)
     config = with_secrets(config, os.environ)
@@ -100,9 +101,21 @@ def _load(config: PoolNodeConfig) -> None:
 async def _run(config: PoolNodeConfig, inherited: Handover | None, end: _End) -> Handover | None:
     node = PoolNode(config, inherited)
     end.ends(node)
-    # what was made until then stays: the collector would take 20 ms to look at the index of a million pages
-    await node.serve(gc.freeze)
+    await node.serve(lambda: _on_ready(node))
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # which outlives `exec`
     return node.handover
+
+
+def _on_ready(node: PoolNode) -> None:
+    # what was made until then stays: the collector would take 20 ms to look at the index of a million pages
+    gc.freeze()
+    loop = asyncio.get_running_loop()
+
+    def upgrade(number: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(node.upgrader.on_signal)
+
+    signal.signal(signal.SIGHUP, upgrade)
 
 
 logger = logging.getLogger(__name__)

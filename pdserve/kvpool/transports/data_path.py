@@ -18,14 +18,17 @@ def open_data_path(
     checksum: bool,
     deadline_s: float,
     tls: ssl.SSLContext | None = None,
+    populate: bool = True,
 ) -> Connection:
     """A connection on the path that the node chose. It takes over the channel, also when this raises.
 
     `ucx`: UCX settings without their UCX_ prefix. `tls`: what goes over TCP must be
-    encrypted. Raises PoolRefused, PoolUnavailable, PoolTimeout.
+    encrypted. `populate`: mapped memory is made present at once.
+
+    Raises PoolRefused, PoolUnavailable, PoolTimeout.
     """
     if channel.welcome.data_path == "shm":
-        return ShmConnection.open(channel, checksum, deadline_s)
+        return ShmConnection.open(channel, checksum, deadline_s, populate)
     if channel.welcome.data_path == "tcp":
         return TcpConnection.open(channel, checksum, deadline_s, tls, channel.server_name)
     # imported only if used: loading UCX costs a second and 170 MB

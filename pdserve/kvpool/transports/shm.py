@@ -44,12 +44,14 @@ class ShmConnection:
         self._pages = MappedPages(mapping.memory, mapping.rows, checksum)
 
     @classmethod
-    def open(cls, channel: ControlChannel, checksum: bool, deadline_s: float) -> ShmConnection:
+    def open(
+        cls, channel: ControlChannel, checksum: bool, deadline_s: float, populate: bool = True
+    ) -> ShmConnection:
         """Take over a greeted channel. Raises PoolRefused when the node's memory cannot be mapped here,
         PoolUnavailable when the node has let it go since, or PoolTimeout; then the channel is closed.
         """
         try:
-            return cls(channel, Mapping.of(channel.welcome, deadline_s), checksum)
+            return cls(channel, Mapping.of(channel.welcome, deadline_s, populate), checksum)
         except PoolError:
             try:
                 channel.take_pushed()  # raises if the node closed the connection before
@@ -100,12 +102,14 @@ class Mapping:
     def __init__(self, arena: mmap.mmap, table: mmap.mmap, layout: TableLayout) -> None:
         self.memory: Bytes1D = np.frombuffer(arena, dtype=np.uint8)
         self.rows = RowReader(memoryview(table), layout)
+        self._is_populated = False
         weakref.finalize(self, unmap_in_background, self.memory).atexit = False
 
     @classmethod
-    def of(cls, welcome: Welcome, deadline_s: float) -> Mapping:
+    def of(cls, welcome: Welcome, deadline_s: float, populate: bool) -> Mapping:
         """The mapping that all connections to this incarnation with the same right to write share.
 
+        `populate`: its pages are made present now, where no earlier connection wanted it.
         Raises PoolRefused, PoolUnavailable, PoolTimeout.
         """
         info = welcome.arena
@@ -119,14 +123,19 @@ class Mapping:
         name = (welcome.incarnation, info)
         with cls._shared_lock:
             found = cls._shared.get(name)
-        if found is not None:
-            return found
-        made = cls._open(info, welcome, deadline_s)
-        with cls._shared_lock:
-            found = cls._shared.setdefault(name, made)
-        if found is made:
-            populate_in_background(made.memory)
+        if found is None:
+            made = cls._open(info, welcome, deadline_s)
+            with cls._shared_lock:
+                found = cls._shared.setdefault(name, made)
+        if populate:
+            found._populate()
         return found
+
+    def _populate(self) -> None:
+        with self._shared_lock:
+            is_populated, self._is_populated = self._is_populated, True
+        if not is_populated:
+            populate_in_background(self.memory)
 
     @classmethod
     def _open(cls, info: ArenaInfo, welcome: Welcome, deadline_s: float) -> Mapping:

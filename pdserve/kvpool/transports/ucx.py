@@ -91,6 +91,8 @@ class UcxLibrary:
         """Raises StartupError if UCXX is not installed or cannot be loaded here."""
         # UCXX sets a variable that its own UCX then warns about, on the terminal of whoever started us
         os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
+        # else UCX takes SIGHUP, which is a node's upgrade, and traces all that it does from then on
+        os.environ.setdefault("UCX_DEBUG_SIGNO", "0")
         _load_ucs()
         try:
             self.api: Any = importlib.import_module("ucxx._lib.libucxx")

@@ -23,6 +23,7 @@ from pdserve.errors import PoolRefused, RequestRefused, WeightsError
 from pdserve.kvpool.admin.node_client import NodeClient
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig
+from pdserve.kvpool.client.connector import connector_for
 from pdserve.kvpool.namespaces.access import KEPT, TOKENS
 from pdserve.kvpool.policies import KEEP
 from pdserve.kvpool.protocol.cluster_messages import (
@@ -76,7 +77,9 @@ class WeightStore:
         self._reader = self._client(replace(config, checksum=False, **PATIENCE), namespace)
 
     def _client(self, config: PoolClientConfig, namespace: str) -> PoolClient:
-        return PoolClient(config, namespace, self._geometry, name="weights", page_bytes=PAGE_BYTES)
+        # a page is used once: to make all of a node's memory present would take longer than to read a model
+        connector = connector_for(config, "weights", populate=False)
+        return PoolClient(config, namespace, self._geometry, connector=connector, page_bytes=PAGE_BYTES)
 
     def reader(self, model: ModelName) -> PageReader:
         """Reads pages of the model's content."""

@@ -48,6 +48,11 @@ class Running(Protocol):
     def signal(self, number: signal.Signals) -> None:
         """Send it SIGTERM or SIGHUP, if it is still there. Does not wait."""
 
+    def configure(self, config: str) -> None:
+        """Its configuration is this now, where its host does not see the run directory here. It reads it on
+        the SIGHUP that follows. Does not wait.
+        """
+
     async def kill(self) -> None:
         """End it and its children at once."""
 

@@ -52,8 +52,18 @@ class Child:
         self._pump: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, spec: ProcessSpec, reaper: OrphanReaper, console: Console, *, again: bool) -> Self:
-        """Start the process; its log is written anew, or with `again` continued. Raises StartupError."""
+    async def start(
+        cls,
+        spec: ProcessSpec,
+        reaper: OrphanReaper,
+        console: Console,
+        *,
+        again: bool,
+        stdin: int = asyncio.subprocess.DEVNULL,
+    ) -> Self:
+        """Start the process; its log is written anew, or with `again` continued. `stdin`: a descriptor, for
+        its standard input. Raises StartupError.
+        """
         try:
             log = spec.log_path.open("ab" if again else "wb", buffering=0)
         except OSError as error:
@@ -64,7 +74,7 @@ class Child:
         try:
             process = await asyncio.create_subprocess_exec(
                 *dies_with_parent(spec.argv),
-                stdin=asyncio.subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=writes,
                 stderr=asyncio.subprocess.STDOUT,
                 env=os.environ
@@ -93,6 +103,9 @@ class Child:
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 self._process.send_signal(number)
+
+    def configure(self, config: str) -> None:
+        """The supervisor has written it, to the directory that the process sees."""
 
     async def kill(self) -> None:
         """SIGKILL to all of the session."""

@@ -76,6 +76,9 @@ class Actor:
         if not self._following.done():
             self._actor.signal.remote(int(number))
 
+    def configure(self, config: str) -> None:
+        """Only routers are configured anew, and they run beside the supervisor, which has written it."""
+
     async def kill(self) -> None:
         """End the process and its children."""
         if self._following.done():

@@ -1,7 +1,8 @@
 """Which process runs on which of several hosts. Pure.
 
 Pool nodes are spread over the hosts first, then workers to the host with the fewest processes per GPU asked
-for. The router runs beside the supervisor, which asks it over loopback.
+for. A router runs beside the supervisor, unless `place.hosts` says where. Several are on a host each, as far
+as there are hosts.
 """
 
 from __future__ import annotations
@@ -21,31 +22,26 @@ def spread(
     Raises StartupError: no host is allowed, or none has GPUs enough.
     """
     free = dict(gpus)
-    load = dict.fromkeys(gpus, 0)
-    pools = dict.fromkeys(gpus, 0)
+    load = dict.fromkeys(gpus, 0.0)
+    pools = dict.fromkeys(gpus, 0.0)
+    routers = {host: 0.0 if host == own else 0.5 for host in gpus}  # the first one goes to its own
     chosen: dict[str, str] = {}
-
-    def choose(one: Demand, host: str) -> None:
-        counted = pools if one.role == "pool" else load
-        counted[host] += one.role != "router"
-        free[host] -= one.needs.gpus
-        chosen[one.name] = host
-
     kept = before or {}
     for one in sorted(demands, key=lambda one: one.name not in kept):  # sorted keeps the order of equals
-        if one.role == "router" or one.name in kept:
-            choose(one, own if one.role == "router" else kept[one.name])
-            continue
-        allowed = [host for host in gpus if not one.needs.hosts or host in one.needs.hosts]
-        fitting = [host for host in allowed if free[host] >= one.needs.gpus]
-        if not fitting:
-            why = (
-                f"{one.needs.gpus} GPUs are free on none of {', '.join(allowed)}"
-                if allowed
-                else "no host fits"
-            )
-            raise StartupError(f"{one.name}: {why}; the hosts are {', '.join(gpus)}")
-        order = list(gpus)
-        counted = pools if one.role == "pool" else load
-        choose(one, min(fitting, key=lambda host: (counted[host], -free[host], order.index(host))))
+        counted = {"pool": pools, "router": routers}.get(one.role, load)
+        host = kept.get(one.name) or _best(one, gpus, free, counted)
+        counted[host] += 1
+        free[host] -= one.needs.gpus
+        chosen[one.name] = host
     return chosen
+
+
+def _best(one: Demand, gpus: Mapping[str, int], free: Mapping[str, int], counted: Mapping[str, float]) -> str:
+    """The host for it. `free`: GPUs; `counted`: processes of its kind. Raises StartupError."""
+    allowed = [host for host in gpus if not one.needs.hosts or host in one.needs.hosts]
+    fitting = [host for host in allowed if free[host] >= one.needs.gpus]
+    if not fitting:
+        why = f"{one.needs.gpus} GPUs are free on none of {', '.join(allowed)}" if allowed else "no host fits"
+        raise StartupError(f"{one.name}: {why}; the hosts are {', '.join(gpus)}")
+    order = list(gpus)
+    return min(fitting, key=lambda host: (counted[host], -free[host], order.index(host)))

@@ -16,7 +16,7 @@ from typing import Final
 from pdserve.capacity.facts import Fit
 from pdserve.capacity.gather import read_model, this_machine
 from pdserve.errors import ConfigError, StartupError
-from pdserve.up.claims import free_ports, run_directory
+from pdserve.up.claims import free_ports, is_ours, run_directory
 from pdserve.up.config import ClusterFile, WorkerRole, resized
 from pdserve.up.fitting import fitted, pinned
 from pdserve.up.places.base import Place
@@ -93,7 +93,11 @@ class Planner:
             extra_args=self._extra_args,
             cluster_token=self._cluster_token,
             admin_key=self._admin_key,
-            site=None if hosts is None else Site(hosts, self._node_token, self._page_token),
+            site=None if hosts is None else self._site(hosts),
             before=self._plan,
         )
         return file, fit, plan
+
+    def _site(self, hosts: Mapping[str, str]) -> Site:
+        far = frozenset(name for name, host in hosts.items() if not is_ours(host))
+        return Site(hosts, self._node_token, self._page_token, far)

@@ -11,7 +11,7 @@ import jinja2
 import pytest
 from tokenizers import Tokenizer
 
-from pdserve.engine.demo.model import SIZES, DemoModel, make_demo_model
+from pdserve.engine.demo.model import FULL, SIZES, SLIDING, DemoModel, make_demo_model
 from pdserve.engine.demo.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS
 from pdserve.errors import ConfigError
 
@@ -41,6 +41,16 @@ def test_another_seed_makes_other_weights(tiny: DemoModel, tmp_path: Path) -> No
     other = digests(make_demo_model("tiny", tmp_path / "other", seed=1).path)
     assert other["model.safetensors"] != digests(tiny.path)["model.safetensors"]
     assert other["tokenizer.json"] == digests(tiny.path)["tokenizer.json"]
+
+
+def test_a_window_changes_what_layers_see_and_no_weight(tiny: DemoModel, tmp_path: Path) -> None:
+    windowed = make_demo_model("tiny", tmp_path / "windowed", window_tokens=256)
+    changed = {name for name, digest in digests(windowed.path).items() if digests(tiny.path)[name] != digest}
+    config = json.loads((windowed.path / "config.json").read_text())
+    assert changed == {"config.json", "pdserve_demo.json"}
+    assert (config["sliding_window"], config["layer_types"]) == (256, [SLIDING, FULL, SLIDING, SLIDING])
+    with pytest.raises(ConfigError, match="is not the tiny demo model"):
+        make_demo_model("tiny", windowed.path)
 
 
 def test_directory_with_something_else_is_refused_and_kept(tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ import pytest
 from sglang.srt.lora.lora_registry import LoRARef
 
 from pdserve.engine import fingerprint_cache
-from pdserve.engine.demo.model import make_demo_model
+from pdserve.engine.demo.model import SLIDING, make_demo_model
 from pdserve.engine.sglang import geometry
 from pdserve.engine.sglang.server_args import parse_args, resolved
 from pdserve.errors import StartupError
 from pdserve.pages import KvGeometry, PagePart, part_suffix
-from tests.support.e2e.hybrid_model import LAYERS, SLIDING, make_hybrid_model
+from tests.support.e2e.hybrid_model import LAYERS, make_hybrid_model
 
 DEFAULTS: dict[str, Any] = {
     "kv_cache_dtype": "auto",

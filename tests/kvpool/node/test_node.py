@@ -24,6 +24,8 @@ import pytest
 
 from pdserve.errors import NodeFailed, PoolError, PoolRefused, StartupError
 from pdserve.kvpool.admin.node_client import fetch_status
+from pdserve.kvpool.client.config import PoolClientConfig
+from pdserve.kvpool.client.connector import ConfiguredConnector
 from pdserve.kvpool.core.events import LOCAL, AssignSlab, CommitRows, ReserveRows, SaveNamespaces
 from pdserve.kvpool.namespaces.catalog import Namespaces
 from pdserve.kvpool.node.memory.arena import Arena
@@ -540,6 +542,28 @@ def test_connections_to_one_node_share_one_mapping_of_its_memory(start_process: 
         assert mappings() == 1
         connections.pop().close()
     until_mapped(0)
+
+
+def test_memory_is_made_present_once_and_for_clients_that_want_it(
+    start_process: StartProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, config = start_process(), PoolClientConfig(data_path="shm")
+    advised: list[int] = []
+    monkeypatch.setattr(page_residency, "_advise", lambda _, advice: advised.append(advice))
+    with contextlib.ExitStack() as connections:
+
+        def connect(populate: bool) -> None:
+            connector = ConfiguredConnector(config, "client", populate=populate)
+            connections.callback(connector.connect(pool.address, soon()).close)
+
+        connect(populate=False)
+        assert advised == []
+        connect(populate=True)
+        connect(populate=True)
+        for thread in threading.enumerate():
+            if thread.name == page_residency.THREAD:
+                thread.join()
+        assert advised == [page_residency.MADV_POPULATE_WRITE]
 
 
 def test_letting_go_of_a_nodes_memory_holds_up_nobody(

@@ -33,6 +33,7 @@ stand_in, file, run_dir, on = sys.argv[1:]
 cluster = read_cluster_file(Path(file), {"cluster.run_dir": run_dir}, {})
 try:
     place = open_place(on, os.environ)
+    assert place.submit([], cluster.cluster) is None
     planner = Planner(cluster, place, source=file, program=(sys.executable, "-S", stand_in))
     sys.exit(run_plan(planner.plan(), place, planner.scaled))
 except PdserveError as error:

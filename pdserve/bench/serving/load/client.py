@@ -48,6 +48,8 @@ class Heard:
     cached: Cached = NOT_CACHED
     finish: str = ""
     server_timing: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Of the answer."""
     error: str = ""
     detail: str = ""
 
@@ -147,6 +149,7 @@ class ServerClient:
                 headers={"content-type": "application/json", **headers},
             ) as answer:
                 heard.server_timing = answer.headers.get("server-timing", "")
+                heard.headers = answer.headers
                 heard.cached = Cached(ssd=_ssd_tokens(answer.headers))
                 if answer.status_code != 200:
                     heard.error = f"status {answer.status_code}"

@@ -1,4 +1,4 @@
-"""Replacing a running node by its new version (`pdserve pool upgrade`), without a failed operation.
+"""Replacing a running node by its new version without a failed operation (`pdserve pool upgrade`, SIGHUP).
 
     1. load        a child process of the new version runs the node's own command: the configuration is
                    parsed, all modules are loaded, the memory can be taken over. Otherwise the node continues
@@ -23,7 +23,7 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from tempfile import TemporaryFile
 from typing import IO, Final, Protocol
 
@@ -89,7 +89,15 @@ class Upgrader:
         if self._under_way:
             connection.send(Fault(request.id, "upgrade_failed", "an upgrade is under way already"))
             return
-        self._task = asyncio.get_running_loop().create_task(self._run(connection, request))
+        self._start(lambda reply: connection.send(reply), request.id)
+
+    def on_signal(self) -> None:
+        """SIGHUP asks for the upgrade. The log says what becomes of it."""
+        if not self._under_way:
+            self._start(lambda _: None, 0)
+
+    def _start(self, answer: Callable[[Done | Fault], object], request: int) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run(answer, request))
         self._task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -123,16 +131,16 @@ class Upgrader:
         """Whether a request is still answered."""
         return self.goodbye_fault is None or isinstance(message, CONCLUDING)
 
-    async def _run(self, connection: ClientConnection, request: Upgrade) -> None:
+    async def _run(self, answer: Callable[[Done | Fault], object], request: int) -> None:
         name = self._node.config.name
         try:
             await self._load()
         except UpgradeError as error:
             logger.warning("node %s is not upgraded: %s", name, error)
-            connection.send(Fault(request.id, "upgrade_failed", f"node {name} is not upgraded: {error}"))
+            answer(Fault(request, "upgrade_failed", f"node {name} is not upgraded: {error}"))
             return
         logger.info("node %s: upgrading", name)
-        connection.send(Done(request.id))
+        answer(Done(request))
         hold_signals(hold=True)
         silent = await self._silent()
         await self._node.stop_moving()

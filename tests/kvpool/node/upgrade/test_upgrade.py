@@ -183,6 +183,34 @@ def test_upgrades_under_load_fail_no_operation_and_lose_no_page(
     node.close()
 
 
+@pytest.mark.parametrize(("data_path", "upgrades"), [("shm", 2), ("ucx", 1)])
+def test_sighup_upgrades_a_node_under_load_as_often_as_it_comes(
+    make_node: Callable[..., ProcessPool], data_path: str, upgrades: int
+) -> None:
+    """UCX, left to itself, takes SIGHUP as the wish to trace all that it does."""
+    node = make_node(data_path)
+    client = client_of(node)
+    load = Load(client)
+    try:
+        load.progress()
+        for _ in range(upgrades):
+            before = client.status()["node"].incarnation
+            for _ in range(3):  # those that come meanwhile ask for nothing more
+                os.kill(node.pid, signal.SIGHUP)
+            deadline = time.monotonic() + SOON_S
+            while client.status()["node"].incarnation == before:
+                assert time.monotonic() < deadline
+                time.sleep(PAUSE_S)  # between looks
+            load.progress()
+    finally:
+        load.end()
+    assert load.failures == []
+    assert client.counters.failures == client.counters.pages_lost == 0
+    assert node._process.poll() is None
+    client.close()
+    node.close()
+
+
 @pytest.fixture
 def slow_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A kind of tier, installed for nodes that are started: an SSD that takes long to tell what it has."""
@@ -421,7 +449,7 @@ def test_a_node_is_not_drained_while_it_is_upgraded(tmp_path: Path, monkeypatch:
     assert isinstance(reply, m.Fault)
     assert "under way already" in reply.message
     channel.close()
-    child = nodes.nodes["a"]._upgrader._child
+    child = nodes.nodes["a"].upgrader._child
     nodes.close()
     assert child is not None
     assert child.poll() is not None
@@ -465,7 +493,7 @@ def test_an_upgrade_for_which_something_is_lacking_is_refused_and_leaves_nothing
         assert reply.code == "upgrade_failed"
         assert why in reply.message
     assert set(Path("/proc/self/fd").iterdir()) <= before
-    child = nodes.nodes["a"]._upgrader._child
+    child = nodes.nodes["a"].upgrader._child
     assert child is None or child.poll() is not None
     channel.close()
     nodes.close()
@@ -701,7 +729,7 @@ def test_a_client_that_stopped_halfway_gets_no_time_of_the_others(
 
     async def counted(delay_s: float) -> None:
         if delay_s == upgrader.POLL_S:
-            pauses.append("first" if node._upgrader.goodbye_fault is None else "quiescing")
+            pauses.append("first" if node.upgrader.goodbye_fault is None else "quiescing")
         await sleep(delay_s)
 
     monkeypatch.setattr(asyncio, "sleep", counted)

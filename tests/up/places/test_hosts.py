@@ -1,0 +1,137 @@
+"""The process that starts one of ours on another host: what it does when the supervisor is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from pdserve.errors import StartupError
+from pdserve.up.config import ClusterSettings
+from pdserve.up.places.hosts import AGENT, HostsPlace, addresses_of
+from pdserve.up.places.remote_process import KILL, SIGNALLED, Order
+from pdserve.up.site import Demand
+
+ROOT = Path(__file__).parents[3]
+TIMEOUT_S = 30
+TALKS = "import signal, sys, time\n{}\nprint('up', flush=True)\nwhile True: time.sleep(60)"
+POLITE = TALKS.format("signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))")
+STUBBORN = TALKS.format("signal.signal(signal.SIGTERM, signal.SIG_IGN)")
+
+
+class Agent:
+    """One, with a process that runs `code`."""
+
+    def __init__(self, tmp_path: Path, code: str, *, grace_s: float = 20.0, name: str = "one") -> None:
+        order = Order(
+            argv=[sys.executable, "-c", code],
+            environment={"OF_THE_ORDER": "yes"},
+            config_path=str(tmp_path / "run" / f"{name}.toml"),
+            config="a = 1\n",
+            grace_s=grace_s,
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", AGENT],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+            start_new_session=True,
+        )
+        self.say(msgspec.json.encode(order))
+
+    def say(self, line: bytes) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + b"\n")
+        self.process.stdin.flush()
+
+    def line(self) -> bytes:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
+    def status(self) -> int:
+        return self.process.wait(TIMEOUT_S)
+
+    def __enter__(self) -> Agent:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.communicate(timeout=TIMEOUT_S)
+
+
+def test_the_process_has_its_configuration_and_its_variables_and_gives_its_status(tmp_path: Path) -> None:
+    code = "import os, sys; print(os.environ['OF_THE_ORDER'], flush=True); sys.exit(4)"
+    with Agent(tmp_path, code) as agent:
+        assert agent.line() == b"yes\n"
+        assert agent.status() == 4
+    config = tmp_path / "run/one.toml"
+    assert config.read_text() == "a = 1\n"
+    assert config.stat().st_mode & 0o777 == 0o600
+
+
+def test_signals_reach_it_and_a_kill_is_told_as_a_signal(tmp_path: Path) -> None:
+    with Agent(tmp_path, POLITE) as polite:
+        assert polite.line() == b"up\n"
+        polite.say(b"")  # the supervisor is there
+        polite.say(str(int(signal.SIGTERM)).encode())
+        assert polite.status() == 7
+    with Agent(tmp_path, STUBBORN) as stubborn:
+        assert stubborn.line() == b"up\n"
+        stubborn.say(KILL)
+        assert stubborn.status() == SIGNALLED + signal.SIGKILL
+
+
+@pytest.mark.parametrize(("code", "status"), [(POLITE, 7), (STUBBORN, SIGNALLED + signal.SIGKILL)])
+def test_a_lost_supervisor_ends_it_within_its_grace(tmp_path: Path, code: str, status: int) -> None:
+    with Agent(tmp_path, code, grace_s=0.2) as agent:
+        assert agent.line() == b"up\n"
+        assert agent.process.stdin is not None
+        agent.process.stdin.close()
+        assert agent.status() == status
+        agent.process.stdin = None
+
+
+def test_it_ends_with_the_agent(tmp_path: Path) -> None:
+    with Agent(tmp_path, POLITE) as agent:
+        assert agent.line() == b"up\n"
+        agent.process.kill()
+        agent.process.wait()
+        assert agent.line() == b""  # the end of the last process that holds the pipe
+
+
+def test_a_second_one_of_its_name_waits_until_the_first_has_ended(tmp_path: Path) -> None:
+    with Agent(tmp_path, POLITE) as first:
+        assert first.line() == b"up\n"
+        with Agent(tmp_path, "print('second', flush=True)") as second:
+            with Agent(tmp_path, "print('other', flush=True)", name="other") as other:
+                assert other.line() == b"other\n"
+            first.say(str(int(signal.SIGTERM)).encode())
+            first.status()
+            assert second.line() == b"second\n"
+
+
+def test_what_cannot_be_started_is_a_line(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir(mode=0o700)
+    (tmp_path / "run").chmod(0o777)
+    with Agent(tmp_path, POLITE) as agent:
+        assert b"cannot be started here" in agent.line()
+        assert agent.status() == 1
+
+
+def test_hosts_have_names_and_addresses() -> None:
+    assert addresses_of(["a", "b=10.0.0.2"]) == {"a": "a", "b": "10.0.0.2"}
+    with pytest.raises(StartupError, match=r"'=10\.0\.0\.2' is not a host's own name"):
+        addresses_of(["=10.0.0.2"])
+    with pytest.raises(StartupError, match="'a=x' is not a host's own name"):
+        addresses_of(["a", "a=x"])
+
+
+def test_a_cluster_without_hosts_is_refused() -> None:
+    place = HostsPlace(os.environ)
+    assert place.submit([], ClusterSettings()) is None
+    with pytest.raises(StartupError, match=r"give cluster\.hosts"):
+        place.assign([Demand("router", "router")])
