@@ -64,14 +64,9 @@ Shares = dict[int, dict[str, Share]]
 class SharedLimits:
     """A process's part. Until the first grant, tenants with a limit run nothing."""
 
-    def __init__(
-        self, tenants: Tenants, held_back: Callable[[TenantState], int], *, has_rates: bool = True
-    ) -> None:
-        """`held_back`: how many of a tenant's requests here wait for nothing but a larger share.
-        `has_rates`: the parent passes on what was charged; otherwise `shared_rates` does.
-        """
+    def __init__(self, tenants: Tenants, held_back: Callable[[TenantState], int]) -> None:
+        """`held_back`: how many of a tenant's requests here wait for nothing but a larger share."""
         self._tenants = tenants
-        self._has_rates = has_rates
         self._held_back = held_back
         self._reported: dict[str, Report] = {}
         tenants.granted = 0
@@ -85,8 +80,7 @@ class SharedLimits:
                 if report != self._reported.get(tenant.name):
                     reports[tenant.name] = report
                     self._reported[tenant.name] = msgspec.structs.replace(report, requests=0.0, tokens=0.0)
-                    if self._has_rates:
-                        tenant.take_spent()
+                    tenant.take_spent()
         return reports
 
     def apply(self, shares: Mapping[str, Share], now_s: float) -> None:
@@ -104,8 +98,8 @@ class SharedLimits:
             tenant.running,
             self._held_back(tenant),
             tenant.grant_number,
-            tenant.spent_requests if self._has_rates else 0.0,
-            tenant.spent_tokens if self._has_rates else 0.0,
+            tenant.spent_requests,
+            tenant.spent_tokens,
         )
 
 
