@@ -360,6 +360,7 @@ class NodeState:
         count = self.tiers.clear(number, None, out)
         count += self.store.clear(number, number, out)
         self.store.forget(number)
+        self.sharding.configure(number, 1)
         return count
 
     def _may_read(self, session: Session, number: int) -> bool:
@@ -371,6 +372,7 @@ class NodeState:
         self.tiers.configured(number, namespace.tier_space, facts_of(namespace))
         if namespace.geometry.get("parts"):
             self.store.relate(number)
+        self.sharding.configure(number, settings.copies)
         ttl_s, quota_bytes = settings.ttl_s or None, settings.quota_bytes or None
         try:
             self.store.configure_namespace(
