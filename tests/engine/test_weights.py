@@ -85,7 +85,7 @@ class Rig:
             fingerprint=self.fingerprint,
         )
 
-    def fingerprint(self, path: Path) -> str:
+    def fingerprint(self, path: str) -> str:
         if str(path) not in self.prints:
             raise StartupError("no model")
         return self.prints[str(path)]

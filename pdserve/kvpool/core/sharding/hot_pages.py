@@ -184,14 +184,18 @@ class Replication:
         for page in self._pages.values():
             if page.renew_at_s > now_s:
                 continue
+            must_wait = False
             for node in page.successors:
-                place = node, page.namespace
-                new_bytes[place] += 0 if node in page.held else length[page.slot]
-                is_full = len(asks[place]) >= ASKED_PAGES or new_bytes[place] > ASKED_BYTES
-                if place in self._asked or (is_full and asks[place]):
-                    break  # in the next look
+                place, is_new = (node, page.namespace), page.held.get(node, 0.0) <= now_s
+                if place in self._asked:
+                    must_wait |= is_new and not page.is_hot
+                    continue
+                new_bytes[place] += length[page.slot] if is_new else 0
+                if asks[place] and (len(asks[place]) >= ASKED_PAGES or new_bytes[place] > ASKED_BYTES):
+                    must_wait = True
+                    continue
                 asks[place].append(page)
-            else:
+            if not must_wait:  # else it is looked at again in the next look
                 page.renew_at_s = now_s + page.lease_s / 3
         for (node, namespace), pages in asks.items():
             if pages:
