@@ -45,8 +45,8 @@ def pool_model(model_path: str) -> PoolModel:
 
 
 def fingerprint_of(model_path: str) -> str:
-    """What a model's pages are named after: of its directory, or of the one that it was pushed from. So workers
-    share pages wherever they got the weights. Raises StartupError, ConfigError.
+    """What a model's pages are named after: of its directory, or of the one that it was pushed from. So
+    workers share pages wherever they got the weights. Raises StartupError, ConfigError.
     """
     if not is_pool_url(model_path):
         if not Path(model_path).is_dir():

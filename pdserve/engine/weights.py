@@ -9,9 +9,10 @@ No page of old weights is read or written under new ones, since
 - `release` empties SGLang's device and host caches and attaches a backend with another namespace, and only
   then lets requests in.
 
-The new namespace is named after the fingerprint of the directory, or of the pool's model, that the weights came
-from: workers that start with it share its pages. Otherwise it is named after the id that the caller gives, the same for all workers of
-a model, and after nothing that anybody else has if there is none, or if an update failed half-way.
+The new namespace is named after the fingerprint of the directory, or of the pool's model, that the weights
+came from: workers that start with it share its pages. Otherwise it is named after the id that the caller
+gives, the same for all workers of a model, and after nothing that anybody else has if there is none, or if an
+update failed half-way.
 """
 
 from __future__ import annotations
@@ -142,13 +143,15 @@ class Weights:
         await self._whole(self._release(id_))
 
     async def check(self, model_path: str) -> None:
-        """Raises RequestError 400 where it is no model's directory, and none of a pool that is there: SGLang would
-        look for it elsewhere.
+        """Raises RequestError 400 where it is no model's directory, and none of a pool that is there: SGLang
+        would look for it elsewhere.
         """
         try:
             await asyncio.to_thread(self._fingerprint, model_path)
         except (StartupError, ConfigError, OSError, ValueError) as error:
-            said = f"model_path {model_path!r} is no local directory of a model, and no model of a pool: {error}"
+            said = (
+                f"model_path {model_path!r} is no local directory of a model, and no model of a pool: {error}"
+            )
             raise RequestError(400, said) from None
 
     async def replacing(self, model_path: str | None) -> None:

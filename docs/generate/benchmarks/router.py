@@ -37,7 +37,9 @@ def tls() -> str:
 
 
 def redis() -> str:
-    """The newest run of a router alone, and of one that shares with another: a row for each number of streams."""
+    """The newest run of a router alone, and of one that shares with another: a row for each number of
+    streams.
+    """
     return _second("router-redis", OURS_REDIS, "Redis")
 
 

@@ -66,9 +66,7 @@ def _quiet_shown(outcome: Quiet) -> list[Table | str]:
         f"with the same load on another node: {outcome.control:.2f}; that much is this machine's",
     ]
     if not outcome.loud_enough:
-        shown.append(
-            "the neighbour did less than it should: this machine is too busy to measure it"
-        )
+        shown.append("the neighbour did less than it should: this machine is too busy to measure it")
     return shown
 
 

@@ -6,8 +6,8 @@ There are two loud neighbours:
 - *A tenant* has a limit in bytes per second. The asker (neighbour_process.py) requests ten times as much,
   without waiting for answers, and only pages that do not exist: they wait for the rate, and a miss is not
   charged. So the whole limit goes to clients that read and write over the data path and wait for answers.
-- *A model load* reads pages of weights as fast as it can, with as many threads as a worker has for it. It has no
-  limit, but the small weight that `pdserve weights push` gives.
+- *A model load* reads pages of weights as fast as it can, with as many threads as a worker has for it. It has
+  no limit, but the small weight that `pdserve weights push` gives.
 
 The benchmark measures the node, not the sharing of one machine's processors. So the node has a processor that
 the quiet client does not use, and the neighbours' processes run only on idle processors (SCHED_IDLE). Caches

@@ -29,8 +29,8 @@ import psutil
 import uvloop
 
 from pdserve.bench.dice import Dice
-from pdserve.bench.pool.own_node import certificates_in
 from pdserve.bench.peers.redis import redis_server
+from pdserve.bench.pool.own_node import certificates_in
 from pdserve.bench.router.contenders import (
     OURS,
     OURS_ALL,
@@ -71,7 +71,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     tls: bool = False
     """Measure our router a second time, with TLS to its workers."""
     redis: bool = False
-    """Measure our router a second time, sharing sessions and limits with another one. Both times it has them."""
+    """Measure our router a second time, sharing sessions and limits with another one. Both times it has them.
+    """
 
     @property
     def turns(self) -> int:

@@ -174,8 +174,8 @@ def _asked(body: bytes) -> tuple[str, bool]:
 
 
 def _for_sglang(body: bytes, model_path: str) -> bytes:
-    """A pool's model is read by SGLang's own loader of files (`engine/sglang/pool_weights.py`), whatever loader
-    the worker was started with.
+    """A pool's model is read by SGLang's own loader of files (`engine/sglang/pool_weights.py`), whatever
+    loader the worker was started with.
     """
     if not is_pool_url(model_path):
         return body

@@ -5,8 +5,8 @@ no registry of schemes, so the function that makes connectors is replaced, where
 is a file connector: it gives Hugging Face names and tensors, and the model's own loader cuts them for each
 rank.
 
-`/update_weights_from_disk` takes such a URL, too. SGLang lets only its loader of files replace weights, so its
-iterator of tensors is replaced for URLs of pools. The loader must be there by then: it is in schedulers.
+`/update_weights_from_disk` takes such a URL, too. SGLang lets only its loader of files replace weights, so
+its iterator of tensors is replaced for URLs of pools. The loader must be there by then: it is in schedulers.
 """
 
 from __future__ import annotations

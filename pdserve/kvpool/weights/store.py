@@ -136,7 +136,9 @@ class WeightStore:
                     raise PoolRefused(f"our token may not see the settings of namespace {name}")
                 many = settings.copies if many is None else many
                 kept = dict.fromkeys(TOKENS, KEPT)
-                share = weight if weight is not None else settings.weight if settings.policy == KEEP else WEIGHT
+                share = (
+                    weight if weight is not None else settings.weight if settings.policy == KEEP else WEIGHT
+                )
                 wanted = replace(settings, policy=KEEP, ttl_s=0.0, weight=share, copies=many, **kept)
                 if wanted != replace(settings, **kept):
                     node.ask(lambda i, name=name, wanted=wanted: PutNamespace(i, name, wanted), Done)  # type: ignore[misc]

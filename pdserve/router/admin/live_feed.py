@@ -18,7 +18,15 @@ import msgspec
 from pdserve.errors import PdserveError
 from pdserve.kvpool.admin.sampling import Nodes, Rates, Row
 from pdserve.kvpool.protocol.messages import NodeAddress
-from pdserve.router.admin.live_frames import Frame, Point, Problem, RouterView, frame_of, point_of, router_view
+from pdserve.router.admin.live_frames import (
+    Frame,
+    Point,
+    Problem,
+    RouterView,
+    frame_of,
+    point_of,
+    router_view,
+)
 from pdserve.router.admin.other_routers import Figures, OtherRouters, Silent
 from pdserve.router.metrics.snapshot import Snapshot, add_up
 

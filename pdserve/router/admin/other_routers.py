@@ -1,8 +1,8 @@
 """The other routers of a cluster, and what each counts: one view over all of them.
 
-Others are those of `admin.routers`, and those that etcd names: a router with `admin.advertise` keeps a key there,
-as workers do. Each is asked at its admin port, with the admin key, which all routers have in common. One that
-does not answer in time is told of, and left out.
+Others are those of `admin.routers`, and those that etcd names: a router with `admin.advertise` keeps a key
+there, as workers do. Each is asked at its admin port, with the admin key, which all routers have in common.
+One that does not answer in time is told of, and left out.
 
 Several addresses may lead to one router, or to this one. So each says who it is, and counts once.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
 from collections.abc import Sequence
 from typing import Final
@@ -151,4 +150,3 @@ def _once(answers: Sequence[Figures | Silent], own: str) -> list[Figures | Silen
         if who != own:
             found.setdefault(who, answer)
     return sorted(found.values(), key=lambda one: one.name)
-

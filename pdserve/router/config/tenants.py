@@ -177,15 +177,15 @@ class Admin(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     routers: Annotated[
         tuple[str, ...],
         Meta(
-            description="Admin URLs of the cluster's routers. The live page and `pdserve top` then show all of "
-            "them, whichever is asked. All have the same key."
+            description="Admin URLs of the cluster's routers. The live page and `pdserve top` then show all "
+            "of them, whichever is asked. All have the same key."
         ),
     ] = ()
     advertise: Annotated[
         str,
         Meta(
-            description="URL at which other routers reach this admin port. With etcd it is written there, and "
-            "routers find each other."
+            description="URL at which other routers reach this admin port. With etcd it is written there, "
+            "and routers find each other."
         ),
     ] = ""
     pool: Annotated[

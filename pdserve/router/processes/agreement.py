@@ -3,9 +3,9 @@
 All of them hear one channel. `shared_rates` says what is charged by it, `shared_places` who may run how many
 requests. Here is who is there, and whether the channel works:
 
-- A process hears its own messages, too. When it has not for `away_s`, the channel is away: from then on it holds
-  an equal share of rates and concurrency, by the number of processes that it heard last. What is charged until
-  the channel is back is told to nobody: it came out of shares.
+- A process hears its own messages, too. When it has not for `away_s`, the channel is away: from then on it
+  holds an equal share of rates and concurrency, by the number of processes that it heard last. What is
+  charged until the channel is back is told to nobody: it came out of shares.
 - Messages of a process are numbered. One that comes behind a later one counts for nothing.
 - What cannot be read is dropped.
 """
@@ -65,8 +65,8 @@ class Agreement:
         processes: int,
         now_s: float,
     ) -> None:
-        """`name`: no other process's. `processes`: the fewest that shares are made of. `held_back`: how many of
-        a tenant's requests wait here for nothing but a larger share of its concurrency.
+        """`name`: no other process's. `processes`: the fewest that shares are made of. `held_back`: how many
+        of a tenant's requests wait here for nothing but a larger share of its concurrency.
         """
         self._tenants = tenants
         self._name = name

@@ -45,7 +45,7 @@ class Peer:
         """As the parent knows them."""
         gate = router.gate
         self._limits = None
-        if not router.config.redis.shares_limits:  # else every process agrees with those of all routers itself
+        if not router.config.redis.shares_limits:  # else each process agrees with those of all routers
             self._limits = SharedLimits(gate.tenants, gate.queue.held_back)
 
     async def run(self, sock: socket.socket) -> None:

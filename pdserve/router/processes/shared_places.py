@@ -2,7 +2,8 @@
 
 A tenant's limit is a number of *places*. Each process holds some of them, and runs no more of the tenant's
 requests than it holds. All processes hear all messages in one order, their own ones too (Redis gives each
-subscriber that order). So all of them come to the same count of who holds what, and nobody decides for others:
+subscriber that order). So all of them come to the same count of who holds what, and nobody decides for
+others:
 
 - A process may give up places by itself. It tells what it still holds.
 - A process that wants more tells how many. It gets them when it hears its own message: as many as nobody
@@ -11,13 +12,14 @@ subscriber that order). So all of them come to the same count of who holds what,
   message of the same sender, counts for nothing (`agreement` drops it).
 
 Whether to give up or to want places is decided by each for itself, by max-min fairness over what runs and
-waits everywhere (`shared_limits.split`). Places that nobody needs are spread evenly, so that a new request need
-not wait. A place that cannot be divided goes to the process that has waited longest for its turn.
+waits everywhere (`shared_limits.split`). Places that nobody needs are spread evenly, so that a new request
+need not wait. A place that cannot be divided goes to the process that has waited longest for its turn.
 
 - A process that has just begun to listen does not know yet what others hold. It wants nothing until each
   of them has had time to tell.
-- Without the channel a process holds an equal share of each limit, at least one place (`part`). What then runs
-  beyond the limit ends by itself: it counts as held when the channel is back, and nobody gets more until then.
+- Without the channel a process holds an equal share of each limit, at least one place (`part`). What then
+  runs beyond the limit ends by itself: it counts as held when the channel is back, and nobody gets more until
+  then.
 - Who speaks is trusted to tell the truth, and numbers are bounded. A limit is never exceeded by one process.
 """
 
@@ -33,6 +35,7 @@ from pdserve.router.tenants.registry import Tenants
 from pdserve.router.tenants.tenant import TenantState
 
 MAX_PLACES: Final = 1_000_000
+MAX_TURN: Final = 1 << 53
 
 
 class Place(msgspec.Struct, array_like=True, frozen=True):
@@ -46,23 +49,28 @@ class Place(msgspec.Struct, array_like=True, frozen=True):
     running: int
     waiting: int
     """Requests that wait for nothing but more places."""
+    turn: int = 0
+    """When it last ran something or wanted more, by a count that all of them continue (Lamport's clock)."""
 
     @property
     def is_sensible(self) -> bool:
         """No number is one that no process would tell."""
-        return all(0 <= n <= MAX_PLACES for n in (self.limit, self.held, self.wanted, self.running, self.waiting))
+        if not 0 <= self.turn <= MAX_TURN:
+            return False
+        return all(
+            0 <= n <= MAX_PLACES for n in (self.limit, self.held, self.wanted, self.running, self.waiting)
+        )
 
 
 class _Holding:
     """What is known of one tenant at one process."""
 
-    __slots__ = ("demand", "held", "served")
+    __slots__ = ("demand", "held", "turn")
 
     def __init__(self) -> None:
         self.held = 0
         self.demand = 0
-        self.served = 0
-        """When it last ran something or got more: a count of messages."""
+        self.turn = 0
 
 
 class _Book:
@@ -74,9 +82,19 @@ class _Book:
         self.of: dict[str, _Holding] = {}
         self.changes = 0
 
+    @property
+    def next_turn(self) -> int:
+        """Behind all others."""
+        return min(MAX_TURN, max((one.turn for one in self.of.values()), default=0) + 1)
+
     def others(self, process: str) -> int:
         """The places that all others hold."""
         return sum(one.held for name, one in self.of.items() if name != process)
+
+    def turn_of(self, process: str) -> int:
+        """As it was heard."""
+        holding = self.of.get(process)
+        return 0 if holding is None else holding.turn
 
     def forget(self, process: str) -> None:
         if self.of.pop(process, None) is not None:
@@ -92,7 +110,6 @@ class SharedPlaces:
         self._held_back = held_back
         self._name = name
         self._books: dict[str, _Book] = {}
-        self._messages = 0
         self._told: dict[str, tuple[tuple[int, ...], Place]] = {}
         """Tenant → (what its place was computed from, that place)."""
         tenants.granted = 0
@@ -114,19 +131,19 @@ class SharedPlaces:
                 place = self._place(tenant, book, processes, running, waiting, wants=wants)
                 is_new |= before is None or place != before[1]
                 self._told[tenant.name] = state, place
-            places[tenant.name] = self._told[tenant.name][1]
+            place = self._told[tenant.name][1]
+            turn = book.next_turn if running or place.wanted > place.held else book.turn_of(self._name)
+            places[tenant.name] = msgspec.structs.replace(place, turn=turn)
         return places, is_new
 
     def hear(self, sender: str, places: Mapping[str, Place], *, is_mine: bool) -> bool:
         """A message came. `is_mine`: of this process, which wanted what it says. True if it got places."""
-        self._messages += 1
         has_more = False
         for name, place in places.items():
             if place.is_sensible and (tenant := self._tenants.get(name)) is not None:
                 held = self._take_in(sender, name, place)
-                if is_mine:
-                    has_more |= held > (tenant.granted or 0)
-                    tenant.granted = held
+                if is_mine and held > place.held:  # else it holds for what still runs, and may start no more
+                    tenant.granted, has_more = held, True
         for name in self._books.keys() - places.keys():
             self._books[name].forget(sender)
         return has_more
@@ -136,11 +153,9 @@ class SharedPlaces:
         book = self._books.setdefault(name, _Book())
         held = place.held + max(0, min(place.wanted, place.limit - book.others(sender)) - place.held)
         holding = book.of.setdefault(sender, _Holding())
-        if place.running or held > holding.held:
-            holding.served = self._messages
         demand = place.running + place.waiting
-        if (held, demand) != (holding.held, holding.demand):
-            holding.held, holding.demand = held, demand
+        if (held, demand, place.turn) != (holding.held, holding.demand, holding.turn):
+            holding.held, holding.demand, holding.turn = held, demand, place.turn
             book.changes += 1
         return held
 
@@ -173,10 +188,10 @@ class SharedPlaces:
         if not wants:
             held = max(running, granted)
             return Place(limit, held, held, running, waiting)
-        holdings = {process: book.of.get(process) or _Holding() for process in sorted(processes)}
+        holdings = {process: book.of.get(process) or _Holding() for process in processes}
         demands = {process: one.demand for process, one in holdings.items()}
         demands[self._name] = running + waiting
-        by_turn = sorted(holdings, key=lambda process: holdings[process].served)
+        by_turn = sorted(holdings, key=lambda process: (holdings[process].turn, process))
         fair = split(limit, {process: demands[process] for process in by_turn})[self._name]
         others = book.others(self._name)
         is_short = any(

@@ -1,13 +1,13 @@
 """Rates of tenants over the processes of several routers: what they tell each other. Pure.
 
-Every process has whole token buckets for a tenant, as in `shared_limits`. What it charges it tells the others,
-and each charges that too. So together they are one bucket, and no request waits. An overshoot is that of the
-time until the others hear, and is deducted later.
+Every process has whole token buckets for a tenant, as in `shared_limits`. What it charges it tells the
+others, and each charges that too. So together they are one bucket, and no request waits. An overshoot is that
+of the time until the others hear, and is deducted later.
 
 - What is told is the sum that a process has charged since its start, so a lost message is made up for by the
   next one. Of a process that was not heard before, only what is new counts.
-- Who speaks is trusted with the rates, but not with sense: nobody costs a tenant more than a debt of four full
-  buckets.
+- Who speaks is trusted with the rates, but not with sense: nobody costs a tenant more than a debt of four
+  full buckets.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class SharedRates:
         return found
 
     def hear(self, sender: str, told: Mapping[str, Charged], now_s: float, *, is_charged: bool) -> None:
-        """Another process has charged tenants. `is_charged` false: it came out of shares, and is only noted."""
+        """Another process has charged tenants. `is_charged` false: it came out of shares, and is noted."""
         sums = self._heard.setdefault(sender, {})
         for name, charged in told.items():
             tenant = self._tenants.get(name)

@@ -85,9 +85,7 @@ async def places(count: int, **more: Any) -> AsyncIterator[tuple[list[Place], Mo
     urls = tuple(f"http://127.0.0.1:{port}/" for port in ports)
     worker = MockWorker("agg")
     async with workers(worker), AsyncExitStack() as stack:
-        config = RouterConfig(
-            agg=(worker.url,), deadlines=FAST, admin=Admin(key=KEY, routers=urls), **more
-        )
+        config = RouterConfig(agg=(worker.url,), deadlines=FAST, admin=Admin(key=KEY, routers=urls), **more)
         yield [await stack.enter_async_context(place(config, port)) for port in ports], worker
 
 
@@ -97,7 +95,7 @@ async def test_whichever_is_asked_all_are_shown_and_added_up() -> None:
             assert (await one.harness.chat()).status == 200
         for one in (first, third):
             frame = await one.frame(lambda frame: len(frame.routers) == 3)
-            assert [router.name for router in frame.routers][0] == "this router"
+            assert frame.routers[0].name == "this router"
             assert {router.name for router in frame.routers[1:]} < {
                 each.url.removeprefix("http://") for each in (first, second, third)
             }
@@ -138,7 +136,9 @@ async def test_warnings_of_all_routers_are_shown_with_their_router() -> None:
         second.feed._problems.kept.clear()
         second.feed._problems.emit(_record("it is late"))
         frame = await first.frame(lambda frame: any("late" in one.text for one in frame.problems))
-        assert second.url.removeprefix("http://") in {one.router for one in frame.problems if "late" in one.text}
+        assert second.url.removeprefix("http://") in {
+            one.router for one in frame.problems if "late" in one.text
+        }
 
 
 def _record(text: str) -> logging.LogRecord:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pdserve.router.config.tenants import Tenant, TenantLimits
 from pdserve.router.processes.agreement import SETTLE_S, SILENT_S, Agreement, Told
-from pdserve.router.processes.shared_places import MAX_PLACES, Place
+from pdserve.router.processes.shared_places import MAX_PLACES, MAX_TURN, Place
 from pdserve.router.tenants.registry import Tenants
 
 NAME, TICK_S = "t", 0.1
@@ -36,7 +36,9 @@ class Process:
         self.served = 0
 
     def configure(self, limit: int, now_s: float) -> None:
-        self.tenants.configure({"0" * 64: NAME}, [Tenant(name=NAME, concurrency=limit)], TenantLimits(), now_s)
+        self.tenants.configure(
+            {"0" * 64: NAME}, [Tenant(name=NAME, concurrency=limit)], TenantLimits(), now_s
+        )
 
     def start(self) -> None:
         while self.tenant.waiting and self.tenant.is_free:
@@ -219,6 +221,8 @@ def test_a_lower_limit_holds_once_the_surplus_has_ended() -> None:
         for process in cluster.processes:
             process.end()
         cluster.step()
+    assert cluster.running <= 3
+    cluster.run(1.0)
     assert cluster.running == 3
 
 
@@ -232,7 +236,7 @@ def test_a_lost_message_stops_nobody() -> None:
 
 def test_a_message_that_comes_behind_a_later_one_counts_for_nothing() -> None:
     cluster = settled(2, 4)
-    late = msgspec.msgpack.encode(Told("p0", {}, 1, {NAME: Place(4, 4, 4, 4, 0)}))
+    late = msgspec.msgpack.encode(Told("p0", {}, 1, {NAME: Place(4, 4, 4, 4, 0, 0)}))
     for process in cluster.processes:
         process.agreement.hear(late, cluster.now_s)
     cluster.ask(1, 4)
@@ -243,11 +247,13 @@ def test_a_message_that_comes_behind_a_later_one_counts_for_nothing() -> None:
 @pytest.mark.parametrize(
     "place",
     [
-        Place(4, -5, 4, 0, 0),
-        Place(4, 0, MAX_PLACES + 1, 0, 0),
-        Place(-1, 0, 0, 0, 0),
-        Place(4, 0, 0, -7, 0),
-        Place(4, 0, 0, 0, 1 << 40),
+        Place(4, -5, 4, 0, 0, 0),
+        Place(4, 0, MAX_PLACES + 1, 0, 0, 0),
+        Place(-1, 0, 0, 0, 0, 0),
+        Place(4, 0, 0, -7, 0, 0),
+        Place(4, 0, 0, 0, 1 << 40, 0),
+        Place(4, 4, 4, 0, 0, -1),
+        Place(4, 4, 4, 0, 0, MAX_TURN + 1),
     ],
 )
 def test_numbers_that_no_process_would_tell_count_for_nothing(place: Place) -> None:
@@ -262,7 +268,9 @@ def test_numbers_that_no_process_would_tell_count_for_nothing(place: Place) -> N
 def test_no_process_runs_more_than_the_limit_whatever_others_say() -> None:
     cluster = settled(1, 4)
     (process,) = cluster.processes
-    own = msgspec.msgpack.encode(Told("p0", {}, process.agreement._number, {NAME: Place(99, 99, 99, 0, 0)}))
+    own = msgspec.msgpack.encode(
+        Told("p0", {}, process.agreement._number, {NAME: Place(99, 99, 99, 0, 0, 0)})
+    )
     process.agreement.hear(own, cluster.now_s)
     cluster.ask(0, 99)
     assert cluster.running <= 4

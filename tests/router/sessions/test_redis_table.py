@@ -155,6 +155,7 @@ async def test_a_slow_redis_costs_a_request_its_time_or_the_longest_look_up(
         stats = Stats()
         table = SharedSessions(settings(between.url, lookup_s=0.1, retry_s=0.05), 100.0, stats)
         await ready(table)
+        caplog.clear()
         between.delay_s = delay_s
         is_late = delay_s > 0.1
         assert (await table.get(named("up")) is None) == is_late
@@ -171,7 +172,15 @@ async def test_a_slow_redis_costs_a_request_its_time_or_the_longest_look_up(
 
 
 @pytest.mark.parametrize(
-    "said", [b"*1\r\n:5\r\n", b"+OK\r\n", b":7\r\n", b"$3\r\nabc\r\n", b"*1\r\n$4\r\n\x91\xa1a\xc1\r\n", b"HTTP/1.1 200\r\n"]
+    "said",
+    [
+        b"*1\r\n:5\r\n",
+        b"+OK\r\n",
+        b":7\r\n",
+        b"$3\r\nabc\r\n",
+        b"*1\r\n$4\r\n\x91\xa1a\xc1\r\n",
+        b"HTTP/1.1 200\r\n",
+    ],
 )
 async def test_a_redis_that_says_garbage_costs_the_session_and_not_the_request(
     redis_url: str, tmp_path: Path, said: bytes

@@ -1,4 +1,6 @@
-"""Between routers and a real Redis: passes on what Redis answers late, not at all, or changed, as a test says."""
+"""Between routers and a real Redis: passes on what Redis answers late, not at all, or changed, as a test
+says.
+"""
 
 from __future__ import annotations
 
@@ -64,9 +66,18 @@ async def slow_redis(directory: Path, behind: str) -> AsyncIterator[SlowRedis]:
                 with suppress(OSError):
                     end.close()
 
-    server = await asyncio.start_unix_server(serve, path)
+    served: set[asyncio.Task[None]] = set()
+
+    def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(serve(reader, writer))
+        served.add(task)
+        task.add_done_callback(served.discard)
+
+    server = await asyncio.start_unix_server(accepted, path)
     try:
         yield between
     finally:
         server.close()
-        between.cut()
+        for task in served:
+            task.cancel()
+        await asyncio.gather(*served, return_exceptions=True)

@@ -83,16 +83,14 @@ class Replicas:
         *,
         is_hot: bool = True,
     ) -> None:
-        """An owner asked for replicas of `keys`: new ones begin, existing ones are renewed. `is_hot` false: the
-        namespace has copies.
+        """An owner asked for replicas of `keys`: new ones begin, existing ones are renewed. `is_hot` false:
+        the namespace has copies.
         """
         until_s = now_s + self._lease_s * (1 if is_hot else COPY_LEASES)
         for key, grant in zip(keys, grants, strict=True):
             if grant.status == GRANTED:
                 self._forget(grant.slot)
-                self._slots[grant.slot] = _Replica(
-                    namespace, grant.sequence, slot_bytes, until_s, is_hot
-                )
+                self._slots[grant.slot] = _Replica(namespace, grant.sequence, slot_bytes, until_s, is_hot)
                 self.slot_bytes += slot_bytes
                 self._hot_bytes += slot_bytes * is_hot
                 self._by_namespace[namespace] += 1

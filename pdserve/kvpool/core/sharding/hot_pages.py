@@ -2,13 +2,14 @@
 
 Two kinds of pages have copies ("replicas") on the next nodes of the ring after their owner:
 
-- *Hot* pages: with more than `hot_reads_s` reads per second, on `max_replicas` nodes. They end when the page has
-  cooled to half of `hot_reads_s`, so that they do not come and go. This node does not see reads on other nodes.
-  Reads spread evenly, so the page's rate is the rate seen here times the number of nodes that hold it.
-- Pages of a namespace with `copies` above 1: all of them, on `copies - 1` nodes, for as long as they are there.
+- *Hot* pages: with more than `hot_reads_s` reads per second, on `max_replicas` nodes. They end when the page
+  has cooled to half of `hot_reads_s`, so that they do not come and go. This node does not see reads on other
+  nodes. Reads spread evenly, so the page's rate is the rate seen here times the number of nodes that hold it.
+- Pages of a namespace with `copies` above 1: all of them, on `copies - 1` nodes, for as long as they are
+  there.
 
-`counts` says how many nodes in a row hold a page; answers to Get pass this on, so that readers spread. The node
-asks again in time, which renews the replicas' leases. They end with the page, too, and when this node
+`counts` says how many nodes in a row hold a page; answers to Get pass this on, so that readers spread. The
+node asks again in time, which renews the replicas' leases. They end with the page, too, and when this node
 owns it no more.
 
 The first successor is the next owner when this node leaves. So a page with a replica survives its node.
@@ -81,8 +82,8 @@ class Replication:
             self.copies.pop(namespace, None)
 
     def advance(self, heat: Heat | None, ring: Ring, mine: int, now_s: float, out: list[Action]) -> None:
-        """About once a second: find pages that are to have replicas, end those of others, renew the rest. `mine`
-        is this node's number in the ring. `heat`: None where hot pages have no replicas.
+        """About once a second: find pages that are to have replicas, end those of others, renew the rest.
+        `mine` is this node's number in the ring. `heat`: None where hot pages have no replicas.
         """
         if heat is not None:
             heat.advance(now_s)

@@ -62,8 +62,8 @@ class NamespaceDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         Meta(
             ge=1,
             le=16,
-            description="Nodes that hold each page. With 2 or more the namespace survives the loss of a node's "
-            "memory, and takes so much more.",
+            description="Nodes that hold each page. With 2 or more the namespace survives the loss of a "
+            "node's memory, and takes so much more.",
         ),
     ] = 1
     read_token: Annotated[
