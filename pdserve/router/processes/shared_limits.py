@@ -20,13 +20,15 @@ the process that has waited longest for its turn.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
 from pdserve.router.tenants.registry import Tenants
 from pdserve.router.tenants.tenant import TenantState
 
+P = TypeVar("P")
+"""What processes are known by."""
 REPORT_S: Final = 0.1
 """Between two reports of a process."""
 
@@ -210,7 +212,7 @@ def new_grants(limit: int, portions: Mapping[int, _Portion]) -> dict[int, int]:
     return grants
 
 
-def split(limit: int, demands: Mapping[int, int]) -> dict[int, int]:
+def split(limit: int, demands: Mapping[P, int]) -> dict[P, int]:
     """`limit` divided by max-min fairness over `demands`, and what no process needs, evenly. Adds up to
     `limit`. The first in `demands` gets what cannot be divided.
     """
@@ -220,7 +222,7 @@ def split(limit: int, demands: Mapping[int, int]) -> dict[int, int]:
     return {process: needed[process] + evenly[process] for process in demands}
 
 
-def _max_min(amount: int, demands: Mapping[int, int]) -> dict[int, int]:
+def _max_min(amount: int, demands: Mapping[P, int]) -> dict[P, int]:
     """Nobody gets more than its demand, and nobody less than another but to its own demand or by 1."""
     given, left = dict.fromkeys(demands, 0), amount
     while left and (short := [process for process in demands if given[process] < demands[process]]):

@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import pytest
 from redis.asyncio import Redis
 
@@ -31,6 +32,8 @@ from tests.support.router.slow_redis import slow_redis
 ALICE = "alice-" + "a" * 20
 BY_ALICE = {"authorization": f"Bearer {ALICE}"}
 CHANNEL = "pdserve:limits"
+PATIENT = msgspec.structs.replace(FAST, first_byte_s=60.0, whole_answer_s=60.0, total_s=120.0)
+"""Requests are held at the worker for as long as a test looks at them."""
 
 
 @pytest.fixture
@@ -82,7 +85,7 @@ async def replicas(
     async with workers(worker), AsyncExitStack() as stack:
         config = RouterConfig(
             agg=(worker.url,),
-            deadlines=FAST,
+            deadlines=PATIENT,
             access=Access(keys_file=keys),
             tenants=(Tenant(name="alice", **limits),),
             redis=RedisSettings(url=url, sessions=False),
