@@ -373,11 +373,9 @@ class NodeState:
         if namespace.geometry.get("parts"):
             self.store.relate(number)
         self.sharding.configure(number, settings.copies)
-        ttl_s, quota_bytes = settings.ttl_s or None, settings.quota_bytes or None
+        ttl_s, quota_bytes, policy = settings.ttl_s or None, settings.quota_bytes or None, settings.policy
         try:
-            self.store.configure_namespace(
-                number, policy=settings.policy, ttl_s=ttl_s, quota_bytes=quota_bytes
-            )
+            self.store.configure_namespace(number, policy=policy, ttl_s=ttl_s, quota_bytes=quota_bytes)
         except ConfigError:  # a newer node's policy: keep its bounds, use our own order
             ttl_s = ttl_s if ttl_s is not None and ttl_s > 0 else None
             self.store.configure_namespace(number, ttl_s=ttl_s, quota_bytes=quota_bytes)
