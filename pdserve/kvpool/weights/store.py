@@ -246,5 +246,12 @@ def _open_on_all(client: PoolClient) -> None:
 
 def missing_of(client: PoolClient, keys: Sequence[bytes]) -> list[bytes]:
     """The pages that are not there, each once."""
-    wanted = list(dict.fromkeys(keys))
-    return [key for key, there in zip(wanted, client.exists(wanted), strict=True) if not there]
+    missing = _missing(client, list(dict.fromkeys(keys)))
+    if missing:
+        client.check()  # who still answers tells who has the pages of a lost node
+        missing = _missing(client, missing)
+    return missing
+
+
+def _missing(client: PoolClient, keys: Sequence[bytes]) -> list[bytes]:
+    return [key for key, there in zip(keys, client.exists(keys), strict=True) if not there]
