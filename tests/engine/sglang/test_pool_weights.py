@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from safetensors.torch import load_file
 
 from pdserve.engine.args import served_model_name
 from pdserve.engine.config import EngineConfig
