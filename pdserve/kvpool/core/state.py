@@ -360,6 +360,7 @@ class NodeState:
         count = self.tiers.clear(number, None, out)
         count += self.store.clear(number, number, out)
         self.store.forget(number)
+        self.sharding.configure(number, 1)
         return count
 
     def _may_read(self, session: Session, number: int) -> bool:
@@ -371,11 +372,10 @@ class NodeState:
         self.tiers.configured(number, namespace.tier_space, facts_of(namespace))
         if namespace.geometry.get("parts"):
             self.store.relate(number)
-        ttl_s, quota_bytes = settings.ttl_s or None, settings.quota_bytes or None
+        self.sharding.configure(number, settings.copies)
+        ttl_s, quota_bytes, policy = settings.ttl_s or None, settings.quota_bytes or None, settings.policy
         try:
-            self.store.configure_namespace(
-                number, policy=settings.policy, ttl_s=ttl_s, quota_bytes=quota_bytes
-            )
+            self.store.configure_namespace(number, policy=policy, ttl_s=ttl_s, quota_bytes=quota_bytes)
         except ConfigError:  # a newer node's policy: keep its bounds, use our own order
             ttl_s = ttl_s if ttl_s is not None and ttl_s > 0 else None
             self.store.configure_namespace(number, ttl_s=ttl_s, quota_bytes=quota_bytes)
