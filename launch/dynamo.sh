@@ -56,8 +56,15 @@ events=tcp://127.0.0.1:$((port + 100))
 
 started=()
 stop() {
-  trap - EXIT INT TERM
+  trap - EXIT
+  trap '' INT TERM
   for ((i = ${#started[@]} - 1; i >= 0; i--)); do kill "${started[i]}" 2>/dev/null || true; done
+  for _ in $(seq 30); do
+    [ -n "$(jobs -rp)" ] || break
+    sleep 1
+  done
+  # a worker hears nothing while it starts SGLang; its schedulers are of its session
+  for pid in "${started[@]}"; do kill -KILL -- "-$pid" 2>/dev/null || true; done
   wait
 }
 trap stop EXIT
@@ -67,7 +74,7 @@ begin() { # begin NAME COMMAND...
   local log=$run/$1.log
   say "$1: log $log"
   shift
-  "$@" >"$log" 2>&1 &
+  setsid "$@" >"$log" 2>&1 & # this script alone ends it, Ctrl-C does not
   started+=($!)
 }
 
