@@ -213,8 +213,8 @@ class NodeState:
             if self._startup_hold.open and not held and self._waits_for_tiers(event, session, now_s):
                 return
             self.store.index.namespace(namespace).operations += 1
-            if session.data_path == "none" and isinstance(message, m.Reserve | m.Get):
-                text = "this connection is for questions only"
+            if session.data_path == "none" and isinstance(message, m.Reserve):
+                text = "this connection moves no pages"
                 out.append(Answer(event.connection, m.Fault(message.id, "no_data_path", text)))
                 return
         self._serve(session, message, now_s, out)

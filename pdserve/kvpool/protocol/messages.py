@@ -53,7 +53,7 @@ def pages_a_message(page_bytes: int) -> int:
     return max(1, min(MAX_PAGES, MAX_BATCH_BYTES // max(1, page_bytes)))
 
 
-# "none": a connection for questions only (exists, wait, status); it may neither reserve nor get
+# "none": a connection that moves no pages; it asks (exists, wait, status) and pins, but may not reserve
 DataPathName: TypeAlias = Literal["shm", "ucx", "tcp", "inproc", "none"]
 DataPathChoice: TypeAlias = Literal["auto", "shm", "ucx", "tcp", "inproc", "none"]
 

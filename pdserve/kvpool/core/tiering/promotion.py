@@ -210,7 +210,7 @@ class Promotions:
 
     def _answer(self, get: PendingGet, out: list[Action]) -> None:
         del get.session.gets[get.request.id]
-        if not get.session.peer:
+        if get.session.reads:
             pages = self._store.index.namespace(get.request.namespace)
             pages.misses += sum(pin.status == MISS for pin in get.pins)
         out.append(Answer(get.session.connection, Got(get.request.id, get.pins, below=get.promoted)))
