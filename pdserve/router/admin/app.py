@@ -113,7 +113,7 @@ def _make_app(router: Router, others: OtherRouters) -> fastapi.FastAPI:
         """Limits of tenants, and their use at all routers since each one's start."""
         totals = await _totals(router, others)
         if totals is None:
-            raise RequestError(503, "Not every router process says what tenants use; ask again.")
+            raise RequestError(503, "Not every process of the routers says what tenants use; ask again.")
         return {
             "tenants": [
                 {

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import ssl
 from collections.abc import Sequence
 from typing import Final
 from urllib.parse import urlsplit
@@ -71,6 +72,7 @@ class OtherRouters:
         self._listed = admin.routers
         self._found: list[str] = []
         self._certificates = Certificates(admin.tls)
+        self._system: ssl.SSLContext | None = None
         self._key = admin_key(admin)
         self._membership: EtcdMembership | None = None
         if config.etcd.endpoints and admin.advertise:
@@ -105,6 +107,14 @@ class OtherRouters:
             await asyncio.gather(self._following, return_exceptions=True)
             await self._membership.close()
 
+    def _tls(self, urls: Sequence[str]) -> ssl.SSLContext | bool:
+        """To read the system's authorities takes long, so that is done once, and only for https."""
+        if (own := self._certificates.client_context) is not None:
+            return own
+        if self._system is None and any(url.startswith("https:") for url in urls):
+            self._system = ssl.create_default_context()
+        return self._system or False
+
     async def ask(self) -> list[Figures | Silent]:
         """What each other router says, by name. None twice, and not this one."""
         urls = list(dict.fromkeys(url.rstrip("/") for url in (*self._listed, *self._found)))[:MAX_ROUTERS]
@@ -114,7 +124,7 @@ class OtherRouters:
             headers={"authorization": f"Bearer {self._key}"},
             timeout=TIMEOUT_S,
             trust_env=False,
-            verify=self._certificates.client_context or True,
+            verify=self._tls(urls),
         ) as client:
             answers = await asyncio.gather(*(_ask(client, url) for url in urls))
         return _once(answers, self.router)
