@@ -3,9 +3,12 @@
 # moment when nothing has changed, installed over what is there when only requirements have. With a GPU: SGLang's normal
 # install. Without: torch for CPU where its index can be reached, and SGLang with the light set of dependencies in
 # requirements-cpu.txt. Either in the versions, and from the files, that constraints.txt pins (lock.sh writes it).
+# PDSERVE_IMAGE=cpu, gpu or none: into /opt/pdserve what servers of an image need, without pdserve itself (Containerfile).
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-venv=$root/.venv
+image=${PDSERVE_IMAGE:-}
+venv=${image:+/opt/pdserve}
+venv=${venv:-$root/.venv}
 PATH=$PATH:/usr/sbin:/sbin # where Debian has ldconfig and tc, and only root looks
 
 say() { printf 'setup: %s\n' "$*" >&2; }
@@ -63,8 +66,18 @@ install() {
   "$uv" pip install --python "$venv/bin/python" --compile-bytecode --constraints launch/constraints.txt "$@"
 }
 
+# ours EXTRA...: what pyproject.toml asks for, without SGLang, which would bring its CUDA-only dependencies
+ours() {
+  "$venv/bin/python" -c '
+import sys, tomllib
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+extras = project["optional-dependencies"]
+wanted = sum((extras[name] for name in sys.argv[1:] or extras), project["dependencies"])
+print(*(name for name in wanted if not name.startswith("sglang")), sep="\n")' "$@"
+}
+
 install_cpu() {
-  local backend=() ours
+  local backend=()
   # a torch that is installed already, or an answer kept from last time, says nothing of the index
   if UV_HTTP_TIMEOUT=5 UV_HTTP_RETRIES=0 timeout 30 "$uv" pip install --python "$venv/bin/python" --quiet \
     --dry-run --reinstall --refresh --no-deps --torch-backend=cpu torch >/dev/null 2>&1; then
@@ -72,15 +85,21 @@ install_cpu() {
   else
     say "the index of CPU builds of torch is out of reach: taking the ordinary build (larger)"
   fi
-  # our own dependencies stand in pyproject.toml only; SGLang comes without its CUDA-only ones
-  ours=$("$venv/bin/python" -c '
-import tomllib
-project = tomllib.load(open("pyproject.toml", "rb"))["project"]
-wanted = project["dependencies"] + sum(project["optional-dependencies"].values(), [])
-print(*(name for name in wanted if not name.startswith("sglang")), sep="\n")')
-  install "${backend[@]}" -r launch/requirements-cpu.txt -r <(printf '%s\n' "$ours")
+  install "${backend[@]}" -r <(engine_on_cpu) -r <(ours "$@")
   install --no-deps "$(grep -o 'sglang==[0-9.]*' pyproject.toml | head -n 1)"
-  install --no-deps -e .
+}
+
+# the servers of an image have no tests
+engine_on_cpu() { sed "${image:+/^# tests\$/,\$d}" launch/requirements-cpu.txt; }
+
+install_image() {
+  local servers=(object redis otel)
+  case $image in
+    cpu) install_cpu "${servers[@]}" ;;
+    gpu) install -r pyproject.toml "${servers[@]/#/--extra=}" ;;
+    none) install -r <(ours "${servers[@]}" | grep -vE '^"?(torch|transformers|tokenizers|safetensors)') ;;
+    *) fail "PDSERVE_IMAGE must be cpu, gpu or none, found '$image'" ;;
+  esac
 }
 
 is_current() { [ "$(cat "$venv/pdserve-setup" 2>/dev/null)" = "$1" ]; }
@@ -91,9 +110,9 @@ set_up() {
   PATH=${PATH//"$venv/bin:"/} # an activated .venv is not what to make .venv from
   python=$(find_python)
   kind=cpu
-  if has_gpu; then kind=gpu; fi
+  if [ -n "$image" ]; then kind=image; elif has_gpu; then kind=gpu; fi
   of="$kind $("$python" -V) $root" # a copied or moved .venv would run the other checkout
-  stamp="$of $(cat pyproject.toml launch/constraints.txt launch/requirements-cpu.txt launch/setup.sh | sha256sum)"
+  stamp="$of $image $(cat pyproject.toml launch/constraints.txt launch/requirements-cpu.txt launch/setup.sh | sha256sum)"
   if is_current "$stamp"; then return; fi
   exec 9<launch/setup.sh
   flock -n 9 || { say "another set-up of $root runs: waiting for it" && flock 9; }
@@ -103,7 +122,14 @@ set_up() {
   # what runs in .venv goes on while requirements are installed over it, and would not if it were made anew
   if ! [[ $(cat "$venv/pdserve-setup" 2>/dev/null) = "$of "* ]] ||
     ! uv=$(command -v uv || command -v "$venv/bin/uv"); then make_venv; fi
-  if [ "$kind" = gpu ]; then install -e '.[test,docs,bench,object,redis,otel,release]'; else install_cpu; fi
+  case $kind in
+    image) install_image ;;
+    gpu) install -e '.[test,docs,bench,object,redis,mooncake,otel,release]' ;;
+    cpu)
+      install_cpu
+      install --no-deps -e .
+      ;;
+  esac
   printf '%s\n' "$stamp" >"$venv/pdserve-setup"
   say "done"
 }

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from docs.generate.benchmarks import policies, pool, reliability, router, serving, summary
+from docs.generate.benchmarks import policies, pool, reliability, router, scale, serving, summary
 from docs.generate.markdown import with_block
 from docs.generate.product import ROOT
 from docs.generate.reference import api, cli, formats, metrics, models, options
@@ -54,6 +54,7 @@ BLOCKS: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = {
         "hosts": reliability.hosts,
     },
     "docs/benchmarks/policies.md": {"policies": policies.hit_rates},
+    "docs/benchmarks/scale.md": {"scale": scale.figures},
 }
 
 

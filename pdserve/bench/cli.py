@@ -10,7 +10,7 @@ from pdserve.bench.commands.gaps import gaps
 from pdserve.bench.commands.gpu_check import gpu_check
 from pdserve.bench.commands.multiturn import multiturn
 from pdserve.bench.commands.nodes import hostile, hot, quiet, restart
-from pdserve.bench.commands.offline import index, policies
+from pdserve.bench.commands.offline import index, policies, scale
 from pdserve.bench.commands.pool import codec, pool, tier
 from pdserve.bench.commands.router import router
 from pdserve.bench.commands.sweep import sweep
@@ -25,6 +25,21 @@ app = typer.Typer(
     help="Measure serving, router and pool, and put the pool under faults.",
 )
 SERVING = (multiturn, compare, sweep, weights, gaps, router, gpu_check)
-POOL = (pool, tier, codec, weights_load, policies, index, quiet, hostile, hot, restart, soak, chaos, hosts)
+POOL = (
+    pool,
+    tier,
+    codec,
+    weights_load,
+    policies,
+    index,
+    quiet,
+    hostile,
+    hot,
+    restart,
+    scale,
+    soak,
+    chaos,
+    hosts,
+)
 for command in (*SERVING, *POOL):
     app.command()(command)

@@ -154,6 +154,18 @@ def pool_need(name: str, where: str, table: Mapping[str, Any]) -> PoolNeed:
         raise ConfigError(f"'{where}': {error}") from None
 
 
+def node_count(words: Sequence[str]) -> int:
+    """Hosts that a worker's ranks are divided between, by SGLang's words. Raises ConfigError."""
+    value = "1"
+    for i, word in enumerate(words):
+        flag, is_joined, joined = word.partition("=")
+        if flag == "--nnodes":
+            value = joined if is_joined else "".join(words[i + 1 : i + 2])
+    if not value.isdecimal() or int(value) < 1:
+        raise ConfigError(f"--nnodes must be a number of hosts, found {value!r}")
+    return int(value)
+
+
 def _given(words: Sequence[str]) -> dict[str, str]:
     """The last value of each flag that matters."""
     given = {}

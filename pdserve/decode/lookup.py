@@ -21,7 +21,8 @@ from pdserve.engine.http.endpoints import CHAT, COMPLETIONS, GENERATE
 from pdserve.engine.page_names import PageNames, RequestPages
 from pdserve.engine.sglang.prompt import named_tokens, prefill_request
 from pdserve.errors import RequestError
-from pdserve.kvpool.client.async_client import AsyncPoolClient, Place
+from pdserve.kvpool.client.async_client import Place
+from pdserve.kvpool.mover.polled_client import AsyncPageClient
 from pdserve.pages import namespace_seed, page_hashes, pool_key
 
 LOOKUP: Final = "/v1/kv/lookup"
@@ -76,7 +77,7 @@ class Found(msgspec.Struct, kw_only=True, omit_defaults=True):
 class Lookup:
     """The route. `engine` gives SGLang's app state and tokenizer manager at request time."""
 
-    def __init__(self, engine: Any, pool: AsyncPoolClient, *, names: PageNames) -> None:
+    def __init__(self, engine: Any, pool: AsyncPageClient, *, names: PageNames) -> None:
         self._engine = engine
         self._pool = pool
         self._names = names

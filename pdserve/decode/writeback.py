@@ -24,7 +24,7 @@ import msgspec
 from pdserve.decode.keeping import Keeping
 from pdserve.engine.http.request import HttpRequest
 from pdserve.engine.page_names import PageNames, RequestPages, committed_pages
-from pdserve.kvpool.client.async_client import AsyncPoolClient
+from pdserve.kvpool.mover.polled_client import AsyncPageClient
 from pdserve.prefill.missed_pages import MissedPages
 
 MOMENT_S: Final = 0.5
@@ -68,7 +68,7 @@ class WriteBack:
 
     def __init__(
         self,
-        pool: AsyncPoolClient,
+        pool: AsyncPageClient,
         missed: MissedPages,
         *,
         names: PageNames,

@@ -38,7 +38,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RENEWALS: Final = 3  # per lease
-MAX_NODES: Final = 4096  # read at once
+MAX_NODES: Final = 20_000
+PAGE_KEYS: Final = 1000  # read at once: each page has the time of a request
 MAX_NAME_CHARS: Final = 512
 REAUTHENTICATE: Final = 401
 STALE_TOKEN: Final = ("revision of auth store is old", "user name is empty")  # with 400: users were changed
@@ -82,6 +83,7 @@ class _Header(msgspec.Struct, frozen=True):
 class _Range(msgspec.Struct, frozen=True):
     header: _Header
     kvs: list[_KeyValue] = []
+    more: bool = False
 
 
 class _Watch(msgspec.Struct, frozen=True):
@@ -148,8 +150,10 @@ class EtcdMembership:
         kind: str = NODES,
         missing: Callable[[str], None] | None = None,
         secret: str = "",
+        alone: bool = False,
     ) -> None:
-        """`secret`: of all members; entries without its signature are passed over.
+        """`secret`: of all members; entries without its signature are passed over. `alone`: only the node's
+        own key is watched, because nobody here wants the others'.
 
         `found` gets all nodes that have a key, after every change. `gone` gets a name whose key went.
         `missing` (or `gone`) gets one whose key is not there any more when etcd is back after a failure.
@@ -162,6 +166,7 @@ class EtcdMembership:
         self._gone = gone
         self._missing = missing or gone
         self._secret = secret
+        self._watched = self._prefix + (node.node if alone and node is not None else "")
         self._passed_over: set[str] = set()  # names of entries that were logged
         self._client = httpx.AsyncClient(
             timeout=config.timeout_s, verify=_verify(config), trust_env=False, follow_redirects=False
@@ -175,8 +180,8 @@ class EtcdMembership:
 
     async def nodes(self) -> list[EtcdMember]:
         """The nodes that have a key now. Raises PoolError."""
-        answer = await self._ask("kv/range", _range_body(self._prefix), _Range)
-        return self._read(answer.kvs)
+        kvs, _ = await self._list()
+        return self._read(kvs)
 
     async def run(self) -> None:
         """Keep the key and watch the others', until cancelled; through every failure of etcd."""
@@ -201,17 +206,29 @@ class EtcdMembership:
         """From a new lease until something fails. Raises a group of PoolErrors."""
         async with asyncio.TaskGroup() as tasks:
             lease = None if self._node is None else await self._register(self._node)
-            known = await self._ask("kv/range", _range_body(self._prefix), _Range)
+            known, revision = await self._list()
             self._said = ""
             before = self._nodes
-            self._nodes = {node.node: node for node in self._read(known.kvs)}
+            self._nodes = {node.node: node for node in self._read(known)}
             self._found(list(self._nodes.values()))
             for name in before.keys() - self._nodes.keys():
                 self._missing(name)  # or etcd came back empty; a probe will tell
             if self._node is not None and self._node.node not in self._nodes:
                 raise PoolUnavailable("somebody deleted this node's key")
             tasks.create_task(self._renew(lease, self._endpoint))
-            tasks.create_task(self._watch(known.header.revision + 1))
+            tasks.create_task(self._watch(revision + 1))
+
+    async def _list(self) -> tuple[list[_KeyValue], int]:
+        """All keys, as of one revision, and which. Raises PoolError."""
+        body: dict[str, str] = {**_range(self._watched), "limit": str(PAGE_KEYS)}
+        kvs: list[_KeyValue] = []
+        while True:
+            page = await self._ask("kv/range", body, _Range)
+            body.setdefault("revision", str(page.header.revision))
+            kvs += page.kvs
+            if not page.more or not page.kvs or len(kvs) >= MAX_NODES:
+                return kvs, int(body["revision"])
+            body["key"] = _b64(base64.b64decode(page.kvs[-1].key) + b"\0")
 
     async def _register(self, node: EtcdMember) -> _Lease:
         lease = await self._ask("lease/grant", {"TTL": str(self._config.lease_s)}, _Lease)
@@ -229,7 +246,7 @@ class EtcdMembership:
         while True:
             await asyncio.sleep((self._config.lease_s if lease is None else lease.TTL) / RENEWALS)
             if lease is None:
-                await self._ask("kv/range", {**_range(self._prefix), "count_only": True}, msgspec.Raw)
+                await self._ask("kv/range", {**_range(self._watched), "count_only": True}, msgspec.Raw)
             else:
                 line = await self._ask("lease/keepalive", {"ID": str(lease.ID)}, _LeaseLine)
                 if line.result.TTL <= 0:
@@ -238,7 +255,7 @@ class EtcdMembership:
                 raise PoolUnavailable("etcd: an endpoint answers no more; the watch goes on at another")
 
     async def _watch(self, revision: int) -> None:
-        body = {"create_request": {**_range(self._prefix), "start_revision": str(revision)}}
+        body = {"create_request": {**_range(self._watched), "start_revision": str(revision)}}
         async for line in self._lines("watch", body):
             answer = _parsed(line, _WatchLine)
             if answer.error is not None or answer.result is None or answer.result.canceled:

@@ -57,6 +57,7 @@ class Registration:
             lambda _: None,
             kind=WORKERS,
             secret=cluster_token,
+            alone=True,
         )
         self._retry_s = config.retry_s
         self._loop = asyncio.new_event_loop()

@@ -83,7 +83,6 @@ NEEDED: Mapping[str, str] = {
     "smg_grpc_mode": "a worker serves HTTP",
     "encoder_only": "a worker generates text",
     "use_ray": _CHILDREN,
-    "nnodes": "a worker runs on one host",
 }
 """SGLang's arguments that no flag of a user may change, with the reason or the option to set instead."""
 NEEDED_ON_CPU: Mapping[str, str] = {

@@ -117,6 +117,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="SGLang's log level.")
     ] = "warning"
+    trusted_network: Annotated[
+        bool,
+        Meta(
+            description="Only the hosts of this worker reach its ranks. Needed with --nnodes: these talk "
+            "without a token, and whoever reaches their ports owns the worker."
+        ),
+    ] = False
     extra_args: Annotated[
         list[str], Meta(description="Flags passed to SGLang unchanged; they win over the options above.")
     ] = []

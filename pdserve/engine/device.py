@@ -24,8 +24,11 @@ IDLE_THREADS_ENV = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
 # SGLang's own choice of cores for each rank on a CPU, as "0-3|4-7".
 _CORES_OF_RANKS = "SGLANG_CPU_OMP_THREADS_BIND"
 
-# A worker's ranks are on one host, so what they say to each other stays on it. What a user sets stays.
+# What ranks of one host say to each other stays on it. What a user sets stays.
 ONE_HOST_ENV = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
+
+# Set by a worker whose ranks are on several hosts, and inherited by its children.
+SEVERAL_HOSTS_ENV = "PDSERVE_SEVERAL_HOSTS"
 
 
 def cpu_ranks_env(ranks: int, cores: Sequence[int]) -> dict[str, str]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
+from pdserve.capacity.tables import node_count
 from pdserve.discovery.workers import Registration
 from pdserve.engine.args import Role, Storage, extra_config, needed, served_model_name, server_argv
 from pdserve.engine.config import EngineConfig
@@ -29,21 +30,23 @@ from pdserve.engine.sglang.server_args import (
     check_kv_dtype,
     check_needs,
     parse_args,
-    rank_count,
+    ranks_here,
     resolved,
 )
 from pdserve.engine.turns.shelf import Shelf
 from pdserve.engine.weights import Weights
 from pdserve.engine.worker import RoleParts, Worker, WorkerConfig, check_namespace, install
 from pdserve.errors import ConfigError
-from pdserve.kvpool.client.async_client import AsyncPoolClient
 from pdserve.kvpool.client.config import (
+    OWN_ENGINE,
     PAGE_KEY_VARIABLE,
     POOL_TOKEN_VARIABLE,
     PoolClientConfig,
     with_pool_secrets,
 )
 from pdserve.kvpool.client.locate import locate_pool
+from pdserve.kvpool.mover.polled_client import AsyncPageClient, open_async_client
+from pdserve.kvpool.stores.registry import check_engine
 from pdserve.kvpool.weights.names import is_pool_url
 from pdserve.kvpool.weights.place import tell_children
 from pdserve.pages import KvGeometry, model_fingerprint
@@ -87,7 +90,7 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
         identity, namespace = identified(config, found)
         # without the pool as storage no page ever gets there: nobody may wait for one
         reached = config.pool if config.storage == "pool" else PoolClientConfig()
-        pool = AsyncPoolClient(reached, namespace, identity.geometry.as_dict())
+        pool = open_async_client(reached, namespace, identity.geometry.as_dict())
 
         tracer = open_tracer(config.tracing, f"pdserve-{role}")
         starting, drain = Starting(is_own), Drain(config.stop_grace_s, config.stop_notice_s, clients)
@@ -121,8 +124,10 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
 
 
 def located(config: WorkerConfig) -> WorkerConfig:
-    """With the nodes and secrets of the pool, where it is needed. Raises ConfigError, StartupError."""
+    """With the nodes and secrets of the pool, where nodes are needed. Raises ConfigError, StartupError."""
     from_pool = is_pool_url(config.engine.model_path)
+    if config.pool.engine != OWN_ENGINE:
+        return config
     if config.storage == "pool" or from_pool:
         config = replace(config, pool=locate_pool(with_pool_secrets(config.pool, os.environ)))
     if from_pool:
@@ -137,7 +142,7 @@ def set_environment(pool: PoolClientConfig) -> None:
     os.environ.setdefault(MEDIA_HASHES, "1")
 
 
-def _shelf(config: WorkerConfig, pool: AsyncPoolClient) -> Shelf | None:
+def _shelf(config: WorkerConfig, pool: AsyncPageClient) -> Shelf | None:
     """The tokens of answers in the pool, beside its pages."""
     if config.storage != "pool" or not config.exact_turns.enabled:
         return None
@@ -147,7 +152,7 @@ def _shelf(config: WorkerConfig, pool: AsyncPoolClient) -> Shelf | None:
 def _weights(
     config: WorkerConfig,
     engine: Engine,
-    pool: AsyncPoolClient,
+    pool: AsyncPageClient,
     geometry: KvGeometry,
     storage_of: Callable[[str, KvGeometry], dict[str, Any]],
 ) -> Weights | None:
@@ -166,7 +171,11 @@ def _weights(
 
 def _check_storage(config: WorkerConfig) -> None:
     """Raises ConfigError for a storage that cannot work."""
-    if config.storage == "pool" and not (config.pool.nodes or config.pool.etcd.endpoints):
+    pool = config.pool
+    if config.storage == "pool" and pool.engine != OWN_ENGINE:
+        if lacks := check_engine(pool):
+            logger.warning("the store %s has no %s (docs/stores.md)", pool.engine, "; ".join(lacks))
+    elif config.storage == "pool" and not (pool.nodes or pool.etcd.endpoints):
         raise ConfigError(
             "pool.nodes is empty: list the nodes of the pool, or set pool.etcd.endpoints to find them, "
             'or storage = "none" to do without'
@@ -203,12 +212,18 @@ def prepare_process(config: EngineConfig) -> Device:
     Raises ConfigError for settings that cannot work; StartupError for the model path, the address, the
     accelerator, or an SGLang that does not fit.
     """
+    several_hosts = node_count(config.extra_args) > 1
+    if several_hosts and not config.trusted_network:
+        raise ConfigError(
+            "--nnodes: ranks on several hosts talk without a token, and whoever reaches their ports owns the "
+            "worker: set engine.trusted_network = true if nobody else does"
+        )
     check_model_dir(config.model_path)
     check_address(config.host, config.port)
     selfcheck.sglang_version()
     device = choose_device(config.device)
     server_argv(config, "agg", device, {})  # refuses what no role can have, before anything slow
-    prepare.choose(device)
+    prepare.choose(device, several_hosts=several_hosts)
     with prepare.without_gc():
         selfcheck.check(device)
         prepare.load_plugins()
@@ -244,10 +259,10 @@ def identified(config: WorkerConfig, found: Any) -> tuple[KvIdentity, str]:
 
     if config.storage != "none":
         check_cached(found)
-    prepare.share_cores(rank_count(found))
+    prepare.share_cores(ranks_here(found))
     identity = kv_identity(found, reveal(config.pool.page_key), config.engine.page_pieces)
     namespace = config.pool.namespace or identity.geometry.namespace(served_model_name(config.engine))
-    if config.storage == "pool":
+    if config.storage == "pool" and config.pool.engine == OWN_ENGINE:
         check_namespace(config.pool, namespace, identity)
     return identity, namespace
 

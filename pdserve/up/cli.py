@@ -17,11 +17,12 @@ import typer
 
 from pdserve.capacity.gather import read_model, this_machine
 from pdserve.capacity.report import lines
-from pdserve.errors import StartupError
+from pdserve.capacity.tables import node_count
+from pdserve.errors import ConfigError, StartupError
 from pdserve.settings.command_line import ExtraArgs
 from pdserve.settings.config_file import build_config
 from pdserve.up.claims import check_ports, claimed, free_ports, is_ours, run_directory
-from pdserve.up.config import ClusterFile, Role, WorkerRole, read_cluster_file
+from pdserve.up.config import WORKER_ROLES, ClusterFile, Role, WorkerRole, read_cluster_file
 from pdserve.up.console import Console
 from pdserve.up.fitting import fitted
 from pdserve.up.places.base import Place, open_place
@@ -140,6 +141,9 @@ def _planned(file: Path, cluster: ClusterFile, place: Place, extra: Sequence[str
         site=None if hosts is None else _site(hosts),
     )
     check_tables(plan, str(file), SCHEMAS)
+    for spec in plan.processes:
+        if spec.role in WORKER_ROLES and node_count(spec.config["engine"].get("extra_args", ())) > 1:
+            raise ConfigError(f"'{spec.table}': --nnodes: only Kubernetes runs a worker on several hosts")
     if fit is not None:
         for line in lines(fit):
             typer.echo(line)

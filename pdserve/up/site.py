@@ -53,8 +53,9 @@ def open_pool_node(config: Table, site: Site, port: int) -> str:
 def open_worker(config: Table, site: Site, url: str) -> None:
     """Let a worker be reached from other hosts at `url`, and reach the pool."""
     config.setdefault("advertise", url)
-    if site.page_token:
-        _give(_table(config, "pool"), "token", site.page_token)
+    pool = _table(config, "pool")
+    if site.page_token and pool.get("engine", "pdserve") == "pdserve":  # other stores know no token
+        _give(pool, "token", site.page_token)
 
 
 def as_seen_from(nodes: list[Table], sockets: Mapping[str, str], site: Site, name: str) -> list[Table]:

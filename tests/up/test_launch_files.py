@@ -27,6 +27,7 @@ from pdserve.up.config import ClusterFile, read_cluster_file
 from pdserve.up.places.hosts import HostsPlace
 from pdserve.up.plan import demands, make_plan
 from pdserve.up.site import Site
+from tests.support.command import pdserve_here
 from tests.support.up.scripts import LAUNCH, program
 
 
@@ -105,6 +106,15 @@ def test_a_mistyped_key_is_refused_by_file_table_and_key_before_anything_starts(
     with pytest.raises(ConfigError) as caught:
         check_tables(plan, "c.toml", {"agg": f"{__name__}:Worker"})
     assert str(caught.value) == "c.toml: [agg[1]]: unknown key 'setle_s' (did you mean 'settle_s'?)"
+
+
+def test_a_worker_on_several_hosts_is_for_kubernetes(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text(
+        f'[cluster]\nname = "c"\nrun_dir = "{tmp_path}/run"\n[[pool]]\n[[agg]]\nengine.model_path = "m"\n'
+    )
+    done = pdserve_here("up", str(file), "--", "--nnodes", "2")
+    assert (done.returncode, "only Kubernetes runs a worker on several hosts" in done.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(

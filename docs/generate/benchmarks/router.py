@@ -23,7 +23,7 @@ def beside_others() -> str:
         return NO_RUN
     columns = (
         *("streams", "router", "requests/s", "first byte, added ms, p50 / p99", "chunk, added ms, p99"),
-        *("CPU µs, request / chunk", "memory MB", "processor use of the load"),
+        *("CPU µs, request / chunk", "memory MB", "KB for an idle connection", "processor use of the load"),
     )
     rows = [_cells(line) for line in kept[0].lines if line["router"] != "direct"]
     instruments = kept[0].lines[0].get("instruments", "Python")
@@ -79,7 +79,7 @@ def _row(run: Run, streams: int) -> dict[str, Any]:
 
 def _cells(line: dict[str, Any]) -> Iterator[str]:
     def shown(name: str, form: str) -> str:
-        value = line[name]
+        value = line.get(name)
         return "-" if value is None else format(value, form)
 
     yield f"{line['streams']:,}"
@@ -89,6 +89,7 @@ def _cells(line: dict[str, Any]) -> Iterator[str]:
     yield shown("added_chunk_ms_p99", ".1f")
     yield f"{shown('cpu_us_per_request', '.0f')} / {shown('cpu_us_per_chunk', '.0f')}"
     yield shown("rss_mb", ".0f")
+    yield shown("idle_kb", ".1f")
     limits = " (a limit)" if line["load_busy"] >= LIMIT else ""
     yield f"{100 * line['load_busy']:.0f}%{limits}"
 

@@ -27,6 +27,7 @@ COLUMNS: Final = {
     "CPU/request": "cpu_us_per_request",
     "CPU/chunk": "cpu_us_per_chunk",
     "MB": "rss_mb",
+    "idle KB": "idle_kb",
     "load busy": "load_busy",
     "errors": "errors",
 }
@@ -42,6 +43,9 @@ def router(
         float, typer.Option(min=0.1, help="Seconds of each of the three phases of a run.")
     ] = 1.0,
     long_seconds: Annotated[float, typer.Option(min=0.1, help="Seconds of the round of long streams.")] = 5.0,
+    idle: Annotated[
+        int, typer.Option(min=0, help="Idle connections after the long streams; 0: none.")
+    ] = 10_000,
     prompt_bytes: Annotated[int, typer.Option(min=0, help="Length of the requests' prompts.")] = 32,
     seed: Annotated[int, typer.Option(help="Seed of the prompts and of the order of routers.")] = 1,
     peers: Annotated[
@@ -71,6 +75,7 @@ def router(
         rounds=rounds,
         seconds=seconds,
         long_seconds=long_seconds,
+        idle=idle,
         prompt_bytes=prompt_bytes,
         seed=seed,
         tls=tls,

@@ -37,6 +37,10 @@ class Network:
         """Name of its network namespace."""
         return f"{self._prefix}-{host}"
 
+    def _port(self, host: str) -> str:
+        """Of the switch: names of network cards are short."""
+        return f"port{self.hosts.index(host) + 1}"
+
     def build(self) -> None:
         """Raises CalledProcessError or FileNotFoundError where the machine does not allow it."""
         run("ip", "netns", "add", self._switch)
@@ -45,9 +49,10 @@ class Network:
         for host in self.hosts:
             space = self.space(host)
             run("ip", "netns", "add", space)
-            veth = ("add", "name", host, "type", "veth", "peer", "name", "eth0", "netns", space)
+            port = self._port(host)
+            veth = ("add", port, "type", "veth", "peer", "name", "eth0", "netns", space)
             run("ip", "-n", self._switch, "link", *veth)
-            run("ip", "-n", self._switch, "link", "set", "dev", host, "master", "bridge", "up")
+            run("ip", "-n", self._switch, "link", "set", port, "master", "bridge", "up")
             run("ip", "-n", space, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
             run("ip", "-n", space, "link", "set", "eth0", "up")
             run("ip", "-n", space, "link", "set", "lo", "up")
@@ -60,10 +65,10 @@ class Network:
 
     def unplug(self, host: str) -> None:
         """Pull its cable out of the switch."""
-        run("ip", "-n", self._switch, "link", "set", "dev", host, "down")
+        run("ip", "-n", self._switch, "link", "set", self._port(host), "down")
 
     def plug_in(self, host: str) -> None:
-        run("ip", "-n", self._switch, "link", "set", "dev", host, "up")
+        run("ip", "-n", self._switch, "link", "set", self._port(host), "up")
 
     def drop_to(self, host: str) -> None:
         """The switch forgets every packet for this host; what it sends still arrives.
@@ -81,18 +86,19 @@ class Network:
 
     def partition(self, one: str, other: str) -> None:
         """No packet passes between the two. Both reach the others. Takes nftables."""
-        for inward, outward in ((one, other), (other, one)):
+        ports = self._port(one), self._port(other)
+        for inward, outward in (ports, reversed(ports)):
             self._filter(f"iifname {inward} oifname {outward} drop")
 
     def lose(self, host: str, share: float) -> None:
         """This share of the packets to and from it, drawn at random. Takes nftables."""
         drawn = f"numgen random mod {PACKETS} < {round(share * PACKETS)} drop"
         for way in ("iifname", "oifname"):
-            self._filter(f"{way} {host} {drawn}")
+            self._filter(f"{way} {self._port(host)} {drawn}")
 
     def heal(self) -> None:
         for host in self._queued:
-            run("tc", "-n", self._switch, "qdisc", "del", "dev", host, "root")
+            run("tc", "-n", self._switch, "qdisc", "del", "dev", self._port(host), "root")
         self._queued.clear()
         subprocess.run(
             ["ip", "netns", "exec", self._switch, "nft", "flush", "ruleset"], capture_output=True, check=False
@@ -106,7 +112,7 @@ class Network:
         return int(json.loads(shown)[0]["stats64"]["rx"]["bytes"])
 
     def _queue(self, host: str, *words: str) -> None:
-        run("tc", "-n", self._switch, "qdisc", "add", "dev", host, "root", *words)
+        run("tc", "-n", self._switch, "qdisc", "add", "dev", self._port(host), "root", *words)
         self._queued.add(host)
 
     def _filter(self, rule: str) -> None:

@@ -17,11 +17,11 @@ from typing import Any, Final
 
 from pdserve.bench.processes import accepts, free_ports, server
 from pdserve.bench.stores import BenchError, PageStore
+from pdserve.errors import PdserveError
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
+from pdserve.kvpool.stores.mooncake import QUIET, MooncakeOptions, join
 
-HOW_TO_INSTALL = "pip install '.[bench]' in the checkout (the wheel mooncake-transfer-engine-non-cuda)"
-LOCAL_BUFFER_BYTES: Final = 16 << 20  # Mooncake's default; unused by the zero-copy calls
-QUIET: Final = {"MC_LOG_LEVEL": "ERROR", "GLOG_minloglevel": "2", "GLOG_logtostderr": "1"}  # no files of logs
+HOW_TO_INSTALL = "pip install '.[mooncake]' in the checkout (the wheel mooncake-transfer-engine-non-cuda)"
 # Runs as a process: joins its memory to the store, says so, and stays until its standard input ends.
 STORE_PROGRAM: Final = (
     "import sys\n"
@@ -93,19 +93,24 @@ def mooncake_store(capacity_bytes: int, directory: Path) -> Iterator[PageStore]:
 
 
 @contextmanager
-def mooncake_servers(capacity_bytes: int, directory: Path) -> Iterator[str]:
-    """The master and one process with all the memory; the master's HOST:PORT. Raises BenchError."""
+def mooncake_servers(
+    capacity_bytes: int, directory: Path, port: int = 0, flags: Sequence[str] = ()
+) -> Iterator[str]:
+    """The master and one process with all the memory; the master's HOST:PORT. Raises BenchError. `port`: 0:
+    a free one. `flags`: more words for the master.
+    """
     package = _package()
     if package is None:
         raise BenchError(f"mooncake is not installed: {HOW_TO_INSTALL}")
-    port, metrics_port = free_ports(2)
+    free_port, metrics_port = free_ports(2)
+    port = port or free_port
     command: list[str | Path] = [
         package / "mooncake_master",
         f"-rpc_port={port}",
         "-rpc_address=127.0.0.1",
         f"-metrics_port={metrics_port}",
     ]
-    command += ["-metrics_host=127.0.0.1", "-enable_metric_reporting=false", "-minloglevel=2"]
+    command += ["-metrics_host=127.0.0.1", "-enable_metric_reporting=false", "-minloglevel=2", *flags]
     address = f"127.0.0.1:{port}"
     store_log = directory / "mooncake-store.log"
     environment = {**os.environ, **QUIET, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -125,19 +130,7 @@ def mooncake_servers(capacity_bytes: int, directory: Path) -> Iterator[str]:
 
 def joined(address: str, segment_bytes: int) -> Any:
     """A process of the store that brings `segment_bytes` of memory. Raises BenchError."""
-    os.environ.update(QUIET)
-    from mooncake.store import MooncakeDistributedStore
-
-    store = MooncakeDistributedStore()
-    settings = {
-        "local_hostname": "127.0.0.1",
-        "metadata_server": "P2PHANDSHAKE",
-        "global_segment_size": str(segment_bytes),
-        "local_buffer_size": str(LOCAL_BUFFER_BYTES),
-        "protocol": "tcp",
-        "rdma_devices": "",
-        "master_server_addr": address,
-    }
-    if store.setup(settings) != 0:
-        raise BenchError(f"mooncake could not join the store at {address}")
-    return store
+    try:
+        return join(MooncakeOptions(master=address), segment_bytes)
+    except PdserveError as error:
+        raise BenchError(str(error)) from error

@@ -10,7 +10,8 @@ there are rounds, in which the contenders take turns, in an order drawn from the
   chunk takes from the worker to the client, and the processor time of each. A single stream is not paced, or
   there would be few.
 
-At the end comes one round of many long paced streams, in which none begins or ends. Times are percentiles of
+At the end comes one round of many long paced streams, in which none begins or ends, and one of connections
+that are kept open and idle, which take memory only. Times are percentiles of
 all rounds together, rates are medians of the rounds. *Added* is a router's percentile less that of direct
 access to the decode worker, so it holds the prefill stage, whose worker answers at once, too.
 """
@@ -39,9 +40,11 @@ from pdserve.bench.router.contenders import (
     mock_worker,
     on_cores,
 )
+from pdserve.bench.router.idle import how_many, idle_kb
 from pdserve.bench.router.load import Load, Loaded, run_load
 from pdserve.bench.router.native.instruments import Instruments, build
 from pdserve.bench.stores import BenchError
+from pdserve.open_files import raise_open_files
 
 DIRECT: Final = "direct"
 """No router: the load goes to the decode worker."""
@@ -56,13 +59,15 @@ PHASES: Final[tuple[Phase, ...]] = ("whole", "burst", "paced")
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What to measure; `long_streams` 0: no round of long ones."""
+    """What to measure; `long_streams` 0: no round of long ones, and no idle connections."""
 
     streams: tuple[int, ...] = (1, 16, 64, 512)
     long_streams: int = 1000
     rounds: int = 3
     seconds: float = 1.0
     long_seconds: float = 5.0
+    idle: int = 10_000
+    """Connections."""
     prompt_bytes: int = 32
     seed: int = 1
     tls: bool = False
@@ -71,7 +76,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def turns(self) -> int:
         """Of each contender."""
-        return len(self.streams) * self.rounds + bool(self.long_streams)
+        return len(self.streams) * self.rounds + 2 * bool(self.long_streams)
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,6 +96,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     cpu_us_per_request: float | None = None
     cpu_us_per_chunk: float | None = None
     """Of paced streams, so an eighth of a request's is in it; that of the long streams is a chunk's alone."""
+    idle_kb: float | None = None
+    """Memory of a connection that is kept open and idle, in 10^3 bytes; in the row of the long streams."""
     rps_over: dict[str, float] = {}
     """Its requests per second over those of the others; ours alone."""
     load_busy: float = 0.0
@@ -151,6 +158,14 @@ class Bench:
             went_on()
         return turns
 
+    def idle(self, connections: int, went_on: Callable[[], None]) -> dict[str, float | None]:
+        """The memory of an idle connection at each contender."""
+        found = {}
+        for one in self.contenders:
+            found[one.name] = idle_kb(one, connections)
+            went_on()
+        return found
+
     def _turn(self, one: Server, phase: Phase, load: Load) -> Turn:
         def look(loading: psutil.Process) -> tuple[float, float, float | None]:
             driving = [*self._workers, Server("load", 0, loading)]
@@ -204,6 +219,7 @@ def measure(
     does not start, `went_on` after each turn. Raises BenchError.
     """
     core, rest = split_cores(os.sched_getaffinity(0))
+    connections = how_many(settings.idle, raise_open_files())
     with ExitStack() as stack:
         stack.enter_context(on_cores(rest))
         instruments = build(directory, said)
@@ -233,7 +249,10 @@ def measure(
         for streams in settings.streams:
             yield from rows_of(streams, bench.rounds(streams, went_on), len(rest), language)
         if settings.long_streams:
-            yield from rows_of(settings.long_streams, bench.long(went_on), len(rest), language)
+            rows = rows_of(settings.long_streams, bench.long(went_on), len(rest), language)
+            idle = bench.idle(connections, went_on)
+            for row in rows:
+                yield msgspec.structs.replace(row, idle_kb=idle[row.router])
 
 
 def split_cores(cores: set[int]) -> tuple[set[int], set[int]]:

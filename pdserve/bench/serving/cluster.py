@@ -20,7 +20,7 @@ import psutil
 from pdserve.bench.node_processes import memory_dir
 from pdserve.bench.peers.mooncake import mooncake_servers
 from pdserve.bench.processes import Child
-from pdserve.bench.serving.contenders import DEAD, Setting, contender
+from pdserve.bench.serving.contenders import DEAD, NEED_MOONCAKE, Setting, contender
 from pdserve.bench.stores import BenchError
 from pdserve.settings.toml_text import to_toml
 from pdserve.sizes import parse_bytes
@@ -67,7 +67,7 @@ def launched(name: str, setting: Setting) -> Iterator[str]:
         cleaning.callback(shutil.rmtree, directory / "pages", ignore_errors=True)
         cleaning.callback(shutil.rmtree, Path(setting.arena_directory) / name, ignore_errors=True)
         master = ""
-        if name == "mooncake":
+        if name in NEED_MOONCAKE:
             servers = mooncake_servers(parse_bytes(setting.pool_capacity), directory)
             master = cleaning.enter_context(servers)
         chosen = contender(name, setting, next(ports), next(ports), master)

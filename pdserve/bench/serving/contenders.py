@@ -10,6 +10,7 @@ disaggregated. Pure.
 | `agg-once` | as `agg`, but host memory keeps no pages; what this frees is given to the pool |
 | `disagg` | one prefill and one decode worker on a pool node, behind the router |
 | `disagg-direct` | the same, with the direct hand-off, of Mooncake over TCP on CPU |
+| `agg-mooncake`, `disagg-mooncake` | as `agg` and `disagg`, with Mooncake Store in place of the pool node |
 | `agg-two` | two aggregated workers on a pool node, behind the router |
 | `elastic` | two elastic workers on a pool node, behind the router |
 | `dead` | as `agg`, asked directly; its pool node was killed before the first ask |
@@ -33,9 +34,12 @@ from pdserve.sizes import parse_bytes
 PAGE_TRACE: Final = "PDSERVE_PAGE_TRACE"  # kvpool/hicache/page_trace.py
 DEAD: Final = "dead"
 ONCE: Final = "agg-once"
-OURS: Final = ("agg", ONCE, "disagg", "disagg-direct", "agg-two", "elastic")
+ON_POOL: Final = ("agg", ONCE, "disagg", "disagg-direct", "agg-two", "elastic")
+ON_MOONCAKE: Final = ("agg-mooncake", "disagg-mooncake")
+OURS: Final = (*ON_POOL, *ON_MOONCAKE)
+NEED_MOONCAKE: Final = ("mooncake", *ON_MOONCAKE)
 NAMES: Final = ("plain", "file", "mooncake", *OURS, DEAD)
-ASKED_FOR: Final = (ONCE, "disagg-direct", "agg-two", "elastic", DEAD)
+ASKED_FOR: Final = (ONCE, "disagg-direct", *ON_MOONCAKE, "agg-two", "elastic", DEAD)
 """Compared only where they are named."""
 _ONCE_RATIO: Final = 1.2  # room for a long fetch beside a long write
 _ON_THEIR_WAY: Final = {"hicache_host_memory_mode": "buffer_only", "hicache_ratio": _ONCE_RATIO}
@@ -77,7 +81,7 @@ class Contender(msgspec.Struct, frozen=True):
 def contender(
     name: str, setting: Setting, router_port: int, worker_port: int, mooncake_master: str = ""
 ) -> Contender:
-    """One of NAMES. Ports are free ones. `mooncake_master`: HOST:PORT, for `mooncake`."""
+    """One of NAMES. Ports are free ones. `mooncake_master`: HOST:PORT, for NEED_MOONCAKE."""
     directory = f"{setting.directory}/{name}"
     engine: dict[str, Any] = {
         "model_path": setting.model_path,
@@ -110,11 +114,15 @@ def contender(
         DEAD: {"agg": [alone]},
         "disagg": {"prefill": [{}], "decode": [{}]},
         "disagg-direct": {"prefill": [_DIRECT], "decode": [_DIRECT]},
+        "agg-mooncake": {"agg": [{}]},
+        "disagg-mooncake": {"prefill": [{}], "decode": [{}]},
         "agg-two": {"agg": [{}, {}]},
         "elastic": {"elastic": [{}, {}]},
     }
     own = roles[name]
-    if name in (*OURS, DEAD):
+    if name in ON_MOONCAKE:
+        worker["pool"] = {"engine": "mooncake", "options": {"master": mooncake_master}}
+    if name in (*ON_POOL, DEAD):
         arena = {"arena_dir": f"{setting.arena_directory}/{name}", "keep": False}
         if setting.trace_pages:
             for role in own:

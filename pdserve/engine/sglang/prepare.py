@@ -16,17 +16,23 @@ from pdserve.engine.device import (
     IDLE_THREADS_ENV,
     NO_COMPILER_ENV,
     ONE_HOST_ENV,
+    SEVERAL_HOSTS_ENV,
     SGLANG_CPU_ENV,
     Device,
     cpu_ranks_env,
 )
 
 
-def choose(device: Device) -> None:
-    """Record the device for this process and its children, and prepare this process for importing SGLang."""
+def choose(device: Device, *, several_hosts: bool = False) -> None:
+    """Record the device for this process and its children, and prepare this process for importing SGLang.
+    `several_hosts`: the ranks of the worker are not all on this one.
+    """
     os.environ[ENGINE_ENV] = device
-    for name, value in ONE_HOST_ENV.items():
-        os.environ.setdefault(name, value)
+    if several_hosts:
+        os.environ[SEVERAL_HOSTS_ENV] = "1"
+    else:
+        for name, value in ONE_HOST_ENV.items():
+            os.environ.setdefault(name, value)
     if device == "cpu":
         os.environ[SGLANG_CPU_ENV] = "1"
         # nothing is compiled on CPU, and to import the compiler is a fifth of a start
@@ -41,6 +47,11 @@ def share_cores(ranks: int) -> None:
     if is_on_cpu():
         for name, value in cpu_ranks_env(ranks, sorted(os.sched_getaffinity(0))).items():
             os.environ.setdefault(name, value)
+
+
+def has_several_hosts() -> bool:
+    """This is a process of a worker whose ranks are on several hosts."""
+    return SEVERAL_HOSTS_ENV in os.environ
 
 
 def is_on_cpu() -> bool:

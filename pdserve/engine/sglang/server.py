@@ -30,7 +30,7 @@ from pdserve.capacity.memory import GB
 from pdserve.capacity.plan import release_s
 from pdserve.engine.drain import Client, Drain
 from pdserve.engine.sglang.engine import Engine
-from pdserve.engine.sglang.server_args import rank_count
+from pdserve.engine.sglang.server_args import ranks_here
 from pdserve.engine.sglang.tls import serving
 from pdserve.errors import StartupError
 from pdserve.sglang_places import places
@@ -94,6 +94,7 @@ def serve(
     on_ready: Callable[[], None],
 ) -> None:
     """Run SGLang's server until it is stopped; this process must have been prepared (`prepare.choose`).
+    With `--node-rank` over 0 there is no server: this host's ranks follow those of the first host.
 
     `configure_app` gets SGLang's FastAPI app before it serves. `on_ready` is called, in another thread, once
     a first generation has gone through. Raises StartupError when SGLang does not start or one of its
@@ -108,7 +109,7 @@ def serve(
     entry.install()
     engine.app = http_server.app
     configure_app(http_server.app)
-    held_s = release_s(server_args.hicache_size * GB * rank_count(server_args))
+    held_s = release_s(server_args.hicache_size * GB * ranks_here(server_args))
     ending = _Ending(drain, held_s)
     drain.add(lambda: ending.unfinished)
 

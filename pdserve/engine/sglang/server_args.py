@@ -29,7 +29,7 @@ PLACES: Final = (
         "prepare_server_args(argv)",
         "ServerArgs.resolve_once(self)",
         "ServerArgs(tp_size, pp_size, dp_size, enable_dp_attention, speculative_algorithm)",
-        "ServerArgs(disaggregation_mode, hicache_host_memory_mode, device)",
+        "ServerArgs(disaggregation_mode, hicache_host_memory_mode, device, nnodes, node_rank)",
     ),
     *places("sglang.srt.arg_groups.model_override_base", "resolved_view(server_args)"),
 )
@@ -89,6 +89,11 @@ def rank_count(found: Any) -> int:
     """Scheduler processes of the resolved arguments. Attention data parallelism divides the same ones."""
     replicas = 1 if found.enable_dp_attention else found.dp_size
     return int(found.tp_size * found.pp_size * replicas)
+
+
+def ranks_here(found: Any) -> int:
+    """Those of this host, where `--nnodes` divides them between several."""
+    return max(1, rank_count(found) // int(found.nnodes))
 
 
 def check_host_memory(found: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
@@ -19,6 +19,8 @@ POOL_TOKEN_VARIABLE = "PDSERVE_HICACHE_POOL_TOKEN"
 """How a worker hands `pool.token` to SGLang's processes, whose arguments are logged."""
 PAGE_KEY_VARIABLE = "PDSERVE_HICACHE_PAGE_KEY"
 """The same for `pool.page_key`."""
+OWN_ENGINE: Final = "pdserve"
+"""`pool.engine` where pages are in pool nodes."""
 
 
 class PoolNodeRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,6 +43,18 @@ class PoolClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     etcd: Annotated[
         EtcdConfig, Meta(description="where to look the nodes up instead, once, when the worker starts")
     ] = EtcdConfig()
+    engine: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="What holds the pages. pdserve: pool nodes; mooncake: Mooncake Store; or a store of "
+            "another package (docs/stores.md).",
+        ),
+    ] = OWN_ENGINE
+    options: Annotated[
+        dict[str, str | int | float | bool],
+        Meta(description="Options of another engine than pdserve, e.g. `master` of mooncake."),
+    ] = {}
     cluster: Annotated[str, Meta(min_length=1, description="Name of the pool in etcd.")] = "pool"
     etcd_wait_s: Annotated[
         float, Meta(ge=0, description="Longest wait of a worker until the first pool node is in etcd.")

@@ -47,6 +47,11 @@ class Ring:
         self._positions = positions[order]
         self._owners = owners[order]
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of its points."""
+        return self._positions.nbytes + self._owners.nbytes
+
     def owner(self, key: bytes) -> NodeAddress:
         """The node that owns a key of 32 bytes. Raises LookupError when the ring is empty."""
         return self.nodes[int(self.owners([key])[0])]

@@ -14,11 +14,11 @@ from itertools import islice
 from typing import NamedTuple
 
 from pdserve.errors import PageMismatch, PoolError
-from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.reads.shared import SharedReads
 from pdserve.kvpool.mover.client_metrics import ClientMetrics
 from pdserve.kvpool.mover.read_or_compute import ReadOrCompute
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
+from pdserve.kvpool.stores.client import PageClient
 from pdserve.pages import KV, pool_key
 
 
@@ -37,7 +37,7 @@ class ChainClient:
 
     def __init__(
         self,
-        client: PoolClient,
+        client: PageClient,
         suffixes: Mapping[str, Sequence[bytes]],
         page_tokens: int = 0,
         shares: Mapping[str, SharedReads] | None = None,

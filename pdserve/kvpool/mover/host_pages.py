@@ -74,6 +74,11 @@ class MappedHostPages:
             for region in self._regions:
                 populate_in_background(region)
 
+    @property
+    def regions(self) -> list[Bytes1D]:
+        """The memory, region by region."""
+        return list(self._regions)
+
     def buffers(self, indices: bytes) -> list[PageBuffers]:
         """The segments of pages. `indices`: the number of the first token of each, int64 [pages].
 

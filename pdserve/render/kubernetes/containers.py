@@ -32,6 +32,8 @@ Json = dict[str, Any]
 
 IMAGE: Final = "pdserve"
 """A name that the overlays replace."""
+GPU: Final = "nvidia.com/gpu"
+GPU_TOLERATION: Final = {"key": GPU, "operator": "Exists", "effect": "NoSchedule"}
 USER: Final = 1000
 SECRET: Final = "pdserve-secrets"
 """All secrets of a cluster. Each pod mounts those that its configuration names."""

@@ -5,31 +5,35 @@ secrets/                 a Secret of files that are put beside its kustomization
 overlays/cpu, gpu        the image, and GPUs
 components/monitoring    ServiceMonitors and dashboards
 components/autoscaling   HorizontalPodAutoscalers
+components/gateway       InferencePools, for a gateway that sends requests to workers
+components/local-nvme    tiers of pool nodes on disks of their hosts
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import yaml
-
 from pdserve import __version__
 from pdserve.errors import StartupError
-from pdserve.render.kubernetes.containers import IMAGE, SECRET
+from pdserve.render.kubernetes.containers import GPU, GPU_TOLERATION, IMAGE, SECRET
 from pdserve.render.kubernetes.contents import SECRETS_DIR, content_of
+from pdserve.render.kubernetes.gateway import GATEWAY, answering, inference_pools, picker
 from pdserve.render.kubernetes.groups import Cluster
 from pdserve.render.kubernetes.network import policies
-from pdserve.render.kubernetes.watching import MONITORING, autoscalers, monitors
+from pdserve.render.kubernetes.several_hosts import CONFIG_MAP_NAMES, KIND, gpu_steps, several_hosts
+from pdserve.render.kubernetes.storage import CLASS, claim_patches, storage_class
+from pdserve.render.kubernetes.watching import ADAPTER_RULES, MONITORING, autoscalers, monitors
 from pdserve.render.kubernetes.workloads import workload
+from pdserve.render.kubernetes.yaml_text import to_yaml
 from pdserve.settings.toml_text import to_toml
 
 Json = dict[str, Any]
 
 CONFIG_API: Final = "kustomize.config.k8s.io/v1beta1"
 COMPONENT_API: Final = "kustomize.config.k8s.io/v1alpha1"
-GPU: Final = "nvidia.com/gpu"
 README: Final = """\
 # {name} on Kubernetes
 
@@ -45,11 +49,17 @@ Written by `pdserve render kubernetes`. Render again after a change of the clust
 2. Make a claim named `models` of a volume with the models.
 3. `kubectl apply -k overlays/cpu`, or `overlays/gpu`. The overlays name the image.
 
-An overlay may list two components under `components`:
+An overlay may list components under `components`:
 
 - `../../components/monitoring` needs Prometheus' operator in the namespace `{monitoring}`.
-- `../../components/autoscaling` needs an adapter that serves `pdserve_router_workers_wanted` as an external
-  metric.
+- `../../components/autoscaling` needs Prometheus' adapter with the rules in its `adapter-rules.yaml`.
+- `../../components/gateway` needs the Gateway API inference extension, proxies in the namespace
+  `{gateway}`, and an endpoint picker for each pool: {pickers}. These requests do not pass the router. So a
+  route to a pool must show the workers' token: `Authorization: Bearer`, and the text of
+  `secrets/cluster-token`.
+{storage}"""
+LOCAL_NVME: Final = f"""\
+- `../../components/local-nvme` puts tiers on disks of the hosts: volumes of the class `{CLASS}`.
 """
 
 
@@ -59,20 +69,32 @@ def files_of(cluster: Cluster, dashboards: Mapping[str, str]) -> dict[str, str]:
     made: dict[str, str] = {}
     for group in cluster.groups:
         content = contents[group.name]
-        made[f"base/{group.name}.yaml"] = _yaml(*workload(cluster, group, content))
+        made[f"base/{group.name}.yaml"] = to_yaml(*workload(cluster, group, content))
         made[f"base/config/{group.name}.toml"] = to_toml(content.tables)
-    made["base/network.yaml"] = _yaml(*policies(cluster))
-    made["base/kustomization.yaml"] = _yaml(_base(cluster))
+    made["base/network.yaml"] = to_yaml(*policies(cluster))
+    base = _base(cluster)
+    if several_hosts(cluster):
+        base["configurations"] = ["names.yaml"]
+        made["base/names.yaml"] = to_yaml(CONFIG_MAP_NAMES)
+    made["base/kustomization.yaml"] = to_yaml(base)
     secrets = dict(sorted(pair for content in contents.values() for pair in content.secrets))
-    made["secrets/kustomization.yaml"] = _yaml(_secrets(secrets))
+    made["secrets/kustomization.yaml"] = to_yaml(_secrets(secrets))
     made["secrets/.gitignore"] = "*\n!.gitignore\n!kustomization.yaml\n"
-    made["overlays/cpu/kustomization.yaml"] = _yaml(_overlay("cpu"))
-    made["overlays/gpu/kustomization.yaml"] = _yaml(_overlay("gpu") | {"patches": _gpu_patches(cluster)})
-    made["components/monitoring/monitors.yaml"] = _yaml(*monitors(cluster, contents))
-    made["components/monitoring/kustomization.yaml"] = _yaml(_monitoring(cluster, sorted(dashboards)))
+    made["overlays/cpu/kustomization.yaml"] = to_yaml(_overlay("cpu"))
+    made["overlays/gpu/kustomization.yaml"] = to_yaml(_overlay("gpu") | {"patches": _gpu_patches(cluster)})
+    made["components/monitoring/monitors.yaml"] = to_yaml(*monitors(cluster, contents))
+    made["components/monitoring/kustomization.yaml"] = to_yaml(_monitoring(cluster, sorted(dashboards)))
     made |= {f"components/monitoring/{name}": text for name, text in dashboards.items()}
-    made["components/autoscaling/autoscalers.yaml"] = _yaml(*autoscalers(cluster))
-    made["components/autoscaling/kustomization.yaml"] = _yaml(_component("autoscalers.yaml"))
+    made["components/autoscaling/autoscalers.yaml"] = to_yaml(*autoscalers(cluster))
+    made["components/autoscaling/kustomization.yaml"] = to_yaml(_component("autoscalers.yaml"))
+    made["components/autoscaling/adapter-rules.yaml"] = to_yaml(ADAPTER_RULES)
+    if pools := inference_pools(cluster):
+        made["components/gateway/pools.yaml"] = to_yaml(*pools)
+        made["components/gateway/kustomization.yaml"] = to_yaml(_component("pools.yaml"))
+    if patches := claim_patches(cluster):
+        made["components/local-nvme/class.yaml"] = to_yaml(storage_class())
+        component = _component("class.yaml") | {"patches": patches}
+        made["components/local-nvme/kustomization.yaml"] = to_yaml(component)
     made["README.md"] = _readme(cluster, secrets)
     return made
 
@@ -123,13 +145,17 @@ def _overlay(kind: str) -> Json:
 
 
 def _gpu_patches(cluster: Cluster) -> list[Json]:
-    made = []
+    made: list[Json] = []
     for group in cluster.workers:
         if count := group.first.needs.gpus or group.gpus:
+            if group.nodes > 1:
+                steps = gpu_steps(count)
+                made.append({"target": {"kind": KIND, "name": group.name}, "patch": json.dumps(steps)})
+                continue
             limits = {"limits": {GPU: count}}
             pod = {
                 "containers": [{"name": group.role, "resources": limits}],
-                "tolerations": [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}],
+                "tolerations": [GPU_TOLERATION],
             }
             patch = {
                 "apiVersion": "apps/v1",
@@ -137,7 +163,7 @@ def _gpu_patches(cluster: Cluster) -> list[Json]:
                 "metadata": {"name": group.name},
                 "spec": {"template": {"spec": pod}},
             }
-            made.append({"patch": _yaml(patch)})
+            made.append({"patch": to_yaml(patch)})
     return made
 
 
@@ -160,26 +186,11 @@ def _readme(cluster: Cluster, secrets: Mapping[str, str]) -> str:
     for name, path in secrets.items():
         origin = "yours" if path.startswith(SECRETS_DIR) else f"a copy of `{path}`"
         rows.append(f"| `secrets/{name}` | {origin} |")
-    return README.format(name=cluster.name, rows="\n".join(rows), monitoring=MONITORING)
-
-
-class _Text(yaml.SafeDumper):  # type: ignore[misc]  # PyYAML has no types
-    """Plain YAML: no aliases, long texts as blocks."""
-
-    def ignore_aliases(self, data: object) -> bool:
-        return True
-
-
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
-
-
-_Text.add_representer(str, _represent_text)
-
-
-def _yaml(*documents: Json) -> str:
-    """Keys in the order in which they were put, so that the text is the same each time."""
-    text: str = yaml.dump_all(
-        documents, Dumper=_Text, sort_keys=False, width=110, explicit_start=len(documents) > 1
+    return README.format(
+        name=cluster.name,
+        rows="\n".join(rows),
+        monitoring=MONITORING,
+        gateway=GATEWAY,
+        pickers=", ".join(f"`{picker(group)}`" for group in answering(cluster)),
+        storage=LOCAL_NVME if claim_patches(cluster) else "",
     )
-    return text

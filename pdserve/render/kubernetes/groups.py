@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from pdserve.capacity.tables import AUTO, worker_need
+from pdserve.capacity.tables import AUTO, node_count, worker_need
 from pdserve.errors import ConfigError
 from pdserve.up.config import WORKER_ROLES, ClusterFile, Role, Table, merge
 from pdserve.up.plan import SMALL_POOL, Plan, ProcessSpec, make_plan
@@ -44,7 +44,9 @@ class Group:
     role: Role
     specs: tuple[ProcessSpec, ...]
     gpus: int = 0
-    """GPUs of each process, where it runs on GPUs."""
+    """GPUs of each pod, where it runs on GPUs."""
+    nodes: int = 1
+    """Pods of each process: hosts that its ranks are divided between."""
 
     @property
     def first(self) -> ProcessSpec:
@@ -82,7 +84,14 @@ def make_cluster(file: ClusterFile, extra_args: list[str]) -> Cluster:
         tables = file.pool if role == "pool" else [merge(file.worker, table) for table in getattr(file, role)]
         for group, alike in _alike(name, role, tables, taken=named):
             named[group] = (role, alike)
-    gpus = {group: _gpus(group, role, tables[0], extra_args) for group, (role, tables) in named.items()}
+    nodes = {
+        group: node_count(_words(tables[0], extra_args)) if role != "pool" else 1
+        for group, (role, tables) in named.items()
+    }
+    gpus = {
+        group: _gpus(group, role, tables[0], extra_args) // nodes[group]
+        for group, (role, tables) in named.items()
+    }
     lists: dict[str, list[Table]] = {role: [] for role in GROUPED}
     hosts: dict[str, str] = {}
     for group, (role, tables) in named.items():
@@ -106,7 +115,9 @@ def make_cluster(file: ClusterFile, extra_args: list[str]) -> Cluster:
             raise ConfigError(f"'{spec.table}.place.hosts' is not for Kubernetes: give place.labels")
     specs = {spec.name: spec for spec in plan.processes}
     made = [
-        Group(group, role, tuple(specs[f"{group}-{i}"] for i in range(len(tables))), gpus[group])
+        Group(
+            group, role, tuple(specs[f"{group}-{i}"] for i in range(len(tables))), gpus[group], nodes[group]
+        )
         for group, (role, tables) in named.items()
     ]
     return Cluster(name, plan, (*made, Group(router, "router", (specs[router],))))
@@ -141,8 +152,11 @@ def _gpus(group: str, role: Role, table: Table, extra_args: list[str]) -> int:
     if role not in WORKER_ROLES:
         return 0
     found = worker_need(group, role, group, table, extra_args)
-    if any(word.partition("=")[0] in ("--nnodes", "--dist-init-addr") for word in _words(table, extra_args)):
-        raise ConfigError(f"{group}: a worker runs on one host: leave out --nnodes and --dist-init-addr")
+    words = {word.partition("=")[0] for word in _words(table, extra_args)}
+    if "--nnodes" in words and not table.get("engine", {}).get("trusted_network"):
+        raise ConfigError(f"{group}: --nnodes needs engine.trusted_network = true: docs/security.md says why")
+    if named := words & {"--node-rank", "--dist-init-addr"}:
+        raise ConfigError(f"{group}: {min(named)} is given by Kubernetes: give --nnodes alone")
     return 0 if found is None else found[0].ranks
 
 

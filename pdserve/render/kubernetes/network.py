@@ -7,6 +7,7 @@ pods of the cluster, and each other one opens what one group serves.
 |---|---|
 | router | everybody, at its public port; the admin port is on loopback |
 | workers | routers; with `handoff = "direct"` the other workers, at all ports |
+| ranks on several hosts | the ranks of their group, at all ports |
 | pool nodes | workers and pool nodes; routers at the control port. With `ucx.trusted_network` at all ports |
 
 Pool nodes connect to nobody but each other, and to names' servers. Workers and routers connect where they
@@ -57,6 +58,8 @@ def _ingress(cluster: Cluster, group: Group) -> list[Json]:
     made = [{"from": _peers(cluster, router), "ports": _ports(group, "http")}]
     if group.first.config.get("handoff") == "direct":  # Mooncake and SGLang take ports of their own choice
         made.append({"from": _peers(cluster, workers)})
+    if group.nodes > 1:  # torch and NCCL do, too
+        made.append({"from": _peers(cluster, [group])})
     return made
 
 

@@ -4,11 +4,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, Final
 
 from pdserve.render.kubernetes.containers import SECRET, ports
 from pdserve.render.kubernetes.contents import Content
 from pdserve.render.kubernetes.groups import Cluster, Group
+from pdserve.render.kubernetes.several_hosts import API, KIND
 from pdserve.render.kubernetes.workloads import JOB_LABEL, labels, selector
 
 Json = dict[str, Any]
@@ -16,6 +18,18 @@ Json = dict[str, Any]
 MONITORING: Final = "monitoring"
 """Namespace of Prometheus."""
 WANTED: Final = "pdserve_router_workers_wanted"
+INSTANCE: Final = "app.kubernetes.io/instance"
+"""Label of a service that Prometheus gives to its metrics, so that two clusters differ."""
+ADAPTER_RULES: Final = {
+    "externalRules": [
+        {
+            "seriesQuery": f'{WANTED}{{role!=""}}',
+            "resources": {"overrides": {"namespace": {"resource": "namespace"}}},
+            "metricsQuery": "max(<<.Series>>{<<.LabelMatchers>>}) by (role)",
+        }
+    ]
+}
+"""Of Prometheus' adapter. Each router says how many workers are wanted in all, so they are not added up."""
 MOST: Final = 4
 """The autoscaler may make this many times the workers of the cluster file."""
 
@@ -28,6 +42,7 @@ def monitors(cluster: Cluster, contents: dict[str, Content]) -> list[Json]:
         selects = {"matchLabels": selector(cluster, group)}
         spec = {
             "jobLabel": JOB_LABEL,
+            "targetLabels": [INSTANCE],
             "selector": selects,
             "endpoints": [_endpoint(group, contents[group.name])],
         }
@@ -85,11 +100,13 @@ def autoscalers(cluster: Cluster) -> list[Json]:
 
 
 def _autoscaler(cluster: Cluster, group: Group) -> Json:
-    wanted = {"name": WANTED, "selector": {"matchLabels": {"role": group.role}}}
+    labelled = {"role": group.role, re.sub(r"[./]", "_", INSTANCE): cluster.name}
+    wanted = {"name": WANTED, "selector": {"matchLabels": labelled}}
     metric = {
         "type": "External",
         "external": {"metric": wanted, "target": {"type": "AverageValue", "averageValue": "1"}},
     }
+    api, kind = (API, KIND) if group.nodes > 1 else ("apps/v1", "StatefulSet")
     slowly = {
         "stabilizationWindowSeconds": 600,
         "policies": [{"type": "Pods", "value": 1, "periodSeconds": 120}],
@@ -99,7 +116,7 @@ def _autoscaler(cluster: Cluster, group: Group) -> Json:
         "kind": "HorizontalPodAutoscaler",
         "metadata": {"name": group.name, "labels": labels(cluster, group)},
         "spec": {
-            "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": group.name},
+            "scaleTargetRef": {"apiVersion": api, "kind": kind, "name": group.name},
             "minReplicas": 1,
             "maxReplicas": MOST * len(group.specs),
             "metrics": [metric],

@@ -7,11 +7,16 @@ from typing import Any, Final
 from pdserve.render.kubernetes.containers import pod_spec, ports, tiers
 from pdserve.render.kubernetes.contents import Content
 from pdserve.render.kubernetes.groups import Cluster, Group
+from pdserve.render.kubernetes.several_hosts import API, KIND, leader_worker_set
 
 Json = dict[str, Any]
 
 JOB_LABEL: Final = "pdserve-job"
 """Of services: `router`, `worker` or `pool`, which the dashboards call `job`."""
+ENGINE_LABELS: Final = {"llm-d.ai/engine-type": "sglang", "inference.networking.k8s.io/engine-type": "sglang"}
+"""Of workers' pods: an endpoint picker reads their metrics by the names of this engine. The second name is
+that of older pickers.
+"""
 
 
 def labels(cluster: Cluster, group: Group) -> dict[str, str]:
@@ -24,21 +29,26 @@ def labels(cluster: Cluster, group: Group) -> dict[str, str]:
 
 
 def selector(cluster: Cluster, group: Group) -> dict[str, str]:
-    """The pods of this group alone."""
-    return {**labels(cluster, group), "pdserve-group": group.name}
+    """The pods of this group alone, also those that have no role."""
+    return {
+        "app.kubernetes.io/name": "pdserve",
+        "app.kubernetes.io/instance": cluster.name,
+        "pdserve-group": group.name,
+    }
 
 
 def workload(cluster: Cluster, group: Group, content: Content) -> list[Json]:
     """All objects of one group."""
+    engine = {} if group.role in ("router", "pool") else ENGINE_LABELS
     pods = {
-        "metadata": {"labels": selector(cluster, group)},
+        "metadata": {"labels": {**labels(cluster, group), **selector(cluster, group), **engine}},
         "spec": pod_spec(cluster, group, content),
     }
     if group.role == "router":
         made = [_deployment(cluster, group, pods), *_may_list_pods(cluster, group)]
     else:
         pods["spec"]["topologySpreadConstraints"] = [_spread(cluster, group)]
-        made = [_stateful_set(cluster, group, pods)]
+        made = [_ranked(cluster, group, pods) if group.nodes > 1 else _stateful_set(cluster, group, pods)]
     return [*made, _service(cluster, group), _disruptions(cluster, group)]
 
 
@@ -72,6 +82,12 @@ def _stateful_set(cluster: Cluster, group: Group, pods: Json) -> Json:
     return {**_head(cluster, group, "apps/v1", "StatefulSet"), "spec": spec}
 
 
+def _ranked(cluster: Cluster, group: Group, pods: Json) -> Json:
+    """Of workers whose ranks run on several hosts."""
+    spec = leader_worker_set(group, pods, selector(cluster, group))
+    return {**_head(cluster, group, API, KIND), "spec": spec}
+
+
 def _claim(name: str, size_bytes: int) -> Json:
     """With a tenth more than the tier takes, for the file system. The class is the cluster's default."""
     size = f"{-(-size_bytes * 11 // 10 // (1 << 30))}Gi"
@@ -96,7 +112,7 @@ def _service(cluster: Cluster, group: Group) -> Json:
     """
     made = _head(cluster, group, "v1", "Service")
     job = group.role if group.role in ("router", "pool") else "worker"
-    made["metadata"]["labels"] = {**selector(cluster, group), JOB_LABEL: job}
+    made["metadata"]["labels"] = {**labels(cluster, group), **selector(cluster, group), JOB_LABEL: job}
     listed = [{"name": name, "port": number, "targetPort": name} for name, number in ports(group).items()]
     far: Json = {} if group.role == "router" else {"clusterIP": "None", "publishNotReadyAddresses": True}
     return {**made, "spec": {**far, "selector": selector(cluster, group), "ports": listed}}

@@ -21,6 +21,7 @@ from pdserve.router.dispatch.worker_request import (
     outcome_of,
 )
 from pdserve.router.fleet.registry import Fleet
+from pdserve.router.fleet.worker import Worker
 from pdserve.router.metrics.names import CACHES
 from pdserve.router.metrics.stats import Stats
 from pdserve.router.placement.placer import Placer
@@ -73,7 +74,10 @@ class DecodeStage:
         answer.plan_words = ", ".join(job.words).encode("ascii", "replace")
         response = None
         try:
-            response = await self._ask(call, job, claim, limit_s, resumes=resumes)
+            target, headers, body = self._request(call, job, worker, resumes=resumes)
+            response = await self._upstream.ask(
+                worker, target, headers, body, connect_s=deadlines.connect_s, head_s=limit_s
+            )
             claim.on_computed()
             answer.decode_id = worker.id_header
             left_s = max(0.0, end_s - self._loop.time())
@@ -93,22 +97,18 @@ class DecodeStage:
         self._fleet.on_success(worker)
         return None
 
-    async def _ask(self, call: Call, job: Job, claim: Claim, head_s: float, *, resumes: bool) -> Response:
-        """Send the call, or what the worker needs to continue it."""
+    def _request(self, call: Call, job: Job, worker: Worker, *, resumes: bool) -> tuple[str, bytes, bytes]:
+        """(target, header lines, body): the call, or what the worker needs to continue it."""
         target, body = call.endpoint.path, call.body
         if call.endpoint.stored_as:
-            body = with_member(
-                body, call.endpoint.stored_as, new_id(RESPONSE, claim.worker.id, call.tenant.name)
-            )
+            body = with_member(body, call.endpoint.stored_as, new_id(RESPONSE, worker.id, call.tenant.name))
         headers = call.upstream_headers + job.cached_before + job.turns_line + job.room_line
         if self._asks_marks and call.endpoint.is_resumable:
             headers += MARKS_REQUEST
         if resumes:
             assert job.marks is not None
             target, body = f"/pd/continue?endpoint={target}", job.marks.continue_body(body)
-        return await self._upstream.ask(
-            claim.worker, target, headers, body, connect_s=self._deadlines.connect_s, head_s=head_s
-        )
+        return target, headers, body
 
     async def _refused(self, call: Call, response: Response, left_s: float) -> None:
         """The worker answered with an error. Raises WorkerAnswerError where another worker may do better."""

@@ -76,9 +76,10 @@ class Dispatcher:
 
     async def serve(self, call: Call) -> None:
         """Answer the call. Raises RequestError with nothing sent. On cancellation all load is released."""
-        session = call.facts.session
-        last = None if session is None else await self.last_turn(session)
-        now_s = self._loop.time()
+        session, now_s = call.facts.session, self._loop.time()
+        last = None if session is None else self.placer.sessions.get(session, now_s)
+        if session is not None and self._shared is not None:
+            last, now_s = await self.last_turn(session), self._loop.time()
         plan = self._plan(call, last, now_s)
         if self._levels is not None:
             plan = await self._levels.admit(call, plan, lambda: self._try_plan(call, last))
@@ -130,9 +131,7 @@ class Dispatcher:
                 return
             job.words.append(f"direct={outcome.word}")
             if call.answer.is_started and outcome.failure is not None:
-                claim = await self._next_claim(call, job, outcome.lost, outcome.failure)
-                if claim is not None:
-                    await self._attempts(call, job, claim)
+                await self._retry(call, job, outcome.lost, outcome.failure)
                 return
             lost.append(outcome.lost.id)
             try:
@@ -165,59 +164,45 @@ class Dispatcher:
             claim.release()
 
     async def _by_pool(self, call: Call, job: Job) -> None:
-        """Have a worker answer that computes what it does not find. Raises as `_directly`."""
-        plan = job.plan
-        claim = Claim(
-            self._fleet, plan.decode, self._loop.time(), 0 if plan.prefill else plan.uncached_tokens
-        )
-        try:
-            if plan.prefill is not None or plan.settle is not None:
-                await self._before_decode(call, job)
-        except BaseException:
-            claim.release()
-            raise
-        call.phase = "decode"
-        call.asked_s = self._loop.time()
-        await self._attempts(call, job, claim)
-
-    async def _attempts(self, call: Call, job: Job, claim: Claim) -> None:
-        """Have the claimed worker answer, or the next ones."""
-        try:
-            while (failure := await self._decode.attempt(call, job, claim)) is not None:
-                failed = claim
-                following = await self._next_claim(call, job, failed.worker, failure)
-                if following is None:
-                    return
-                claim = following
-                failed.release()
-        finally:
-            claim.release()
-
-    async def _next_claim(self, call: Call, job: Job, failed: Worker, failure: Failure) -> Claim | None:
-        """Of the worker that tries next; None: the call has failed, and its client was told."""
-        worker = self._next_worker(call, job, failed, failure)
-        if worker is None:
-            await self._give_up(call, failed, failure)
-            return None
-        claim = Claim(self._fleet, worker, self._loop.time())
-        job.words.append("retried")
-        self._stats.on_placed("decode", "retry")
-        return claim
-
-    async def _before_decode(self, call: Call, job: Job) -> None:
-        """The stages before decode. The prefill worker is claimed while the last turn settles, too."""
-        plan = job.plan
-        claim = None
+        """Have a worker answer that computes what it does not find. Raises as `_directly`. Both workers are
+        claimed while the last turn settles.
+        """
+        plan, now_s = job.plan, self._loop.time()
+        decode = Claim(self._fleet, plan.decode, now_s, 0 if plan.prefill else plan.uncached_tokens)
+        prefill = None
         if plan.prefill is not None:
-            claim = Claim(self._fleet, plan.prefill, self._loop.time(), plan.uncached_tokens, prefills=True)
+            prefill = Claim(self._fleet, plan.prefill, now_s, plan.uncached_tokens, prefills=True)
         try:
             if plan.settle is not None:
                 job.words.append(await self._settle.run(call, plan.settle))
-            if plan.prefill is not None:
-                job.words.append(await self._prefill.run(call, job, plan.prefill))
+            if prefill is not None:
+                job.words.append(await self._prefill.run(call, job, prefill.worker))
+                prefill.release()
+                prefill = None
+            call.phase = "decode"
+            call.asked_s = self._loop.time()
+            failure = await self._decode.attempt(call, job, decode)
         finally:
-            if claim is not None:
+            decode.release()
+            if prefill is not None:
+                prefill.release()
+        if failure is not None:
+            await self._retry(call, job, plan.decode, failure)
+
+    async def _retry(self, call: Call, job: Job, failed: Worker, failure: Failure) -> None:
+        """A worker has failed: have the next ones answer, or tell the client."""
+        while (worker := self._next_worker(call, job, failed, failure)) is not None:
+            job.words.append("retried")
+            self._stats.on_placed("decode", "retry")
+            claim = Claim(self._fleet, worker, self._loop.time())
+            try:
+                again = await self._decode.attempt(call, job, claim)
+            finally:
                 claim.release()
+            if again is None:
+                return
+            failed, failure = worker, again
+        await self._give_up(call, failed, failure)
 
     def _next_worker(self, call: Call, job: Job, failed: Worker, failure: Failure) -> Worker | None:
         """The decode worker that tries next, of those ready now; None: the call has failed."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pdserve.router.dispatch.stream_marks import StreamMarks
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.fleet.worker import Worker
-from pdserve.router.metrics.names import TIERS, turn_label
+from pdserve.router.metrics.names import turn_label
 from pdserve.router.metrics.stats import Stats
 from pdserve.router.placement.planner import Plan
 
@@ -50,15 +50,15 @@ class Job:
         self.is_prompt_counted = False
 
     def count_prompt(self, stats: Stats, tokens: Mapping[str, int]) -> None:
-        """Count where the prompt's tokens came from, by tier. Only the first worker that says so counts: a
-        later one finds what the first one computed.
+        """Count where the prompt's tokens came from; `tokens`: by tier, of `names.TIERS`. Only the first
+        worker that says so counts: a later one finds what the first one computed.
         """
         if tokens and not self.is_prompt_counted:
             self.is_prompt_counted = True
             turn = turn_label(self.plan.turn)
-            for tier in TIERS:
-                if tokens.get(tier):
-                    stats.turn_tokens[turn, tier] += tokens[tier]
+            for tier, count in tokens.items():
+                if count:
+                    stats.turn_tokens[turn, tier] += count
 
 
 class Claim:

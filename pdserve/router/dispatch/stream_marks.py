@@ -93,6 +93,8 @@ class StreamMarks:
             ready, self._held = rest, b""
         elif self._is_marked:
             ready, self._held = b"", rest
+        elif rest.endswith(_EVENT_ENDS):
+            ready, self._held = rest, b""
         else:
             ready, self._held = split_events(rest)
         if parts:
@@ -150,8 +152,6 @@ def _find_mark(data: bytes, begin: int) -> tuple[int, int] | None:
 
 def split_events(data: bytes) -> tuple[bytes, bytes]:
     """(whole events, the beginning of the next one)."""
-    if data.endswith(_EVENT_ENDS):
-        return data, b""
     end = max(data.rfind(mark) + len(mark) if mark in data else 0 for mark in _EVENT_ENDS)
     if end == 0 and len(data) > MAX_HELD_BYTES:
         return data, b""

@@ -6,7 +6,6 @@ nothing sent --start--> started --write(more=False)--> complete
 from __future__ import annotations
 
 import asyncio
-import enum
 import re
 import time
 
@@ -26,19 +25,9 @@ from pdserve.router.tenants.rate_headers import rate_headers
 from pdserve.router.tenants.tenant import TenantState
 
 JSON = b"application/json"
+PLAN_HEADER = b"x-pdserve-plan"
 PREFILL_HEADER = b"x-pdserve-prefill"
 _FIGURES = re.compile(rb"\([^)]*\)")
-
-
-class Progress(enum.Enum):
-    """How much of an answer was sent."""
-
-    NOTHING = "nothing"
-    STARTED = "started"
-    COMPLETE = "complete"
-
-
-_NOTHING, _STARTED, _COMPLETE = Progress.NOTHING, Progress.STARTED, Progress.COMPLETE  # quicker to read
 
 
 class Answer:
@@ -48,12 +37,13 @@ class Answer:
         "client",
         "decode_id",
         "error_form",
+        "is_complete",
+        "is_started",
         "is_stream",
         "meter",
         "more_headers",
         "plan_words",
         "prefill_headers",
-        "progress",
         "request_id",
         "shows_insides",
         "started_s",
@@ -65,7 +55,10 @@ class Answer:
         self.client = client
         self.error_form = error_form
         self.request_id = request_id
-        self.progress = _NOTHING
+        self.is_started = False
+        """The status was sent."""
+        self.is_complete = False
+        """The last byte was sent."""
         self.status = 0
         """0 until it was sent."""
         self.started_s = 0.0
@@ -87,33 +80,26 @@ class Answer:
         """The worker that answers."""
 
     @property
-    def is_started(self) -> bool:
-        """The status was sent."""
-        return self.progress is not _NOTHING
-
-    @property
-    def is_complete(self) -> bool:
-        """The last byte was sent."""
-        return self.progress is _COMPLETE
-
-    @property
     def worker_headers(self) -> Headers:
         """Headers that name the workers."""
         if not self.decode_id:
             return self.prefill_headers
         return [*self.prefill_headers, (b"x-pdserve-decode", self.decode_id)]
 
-    def _shown_workers(self) -> Headers:
-        """What the client may see of `worker_headers`."""
+    def _insides(self) -> Headers:
+        """What the client may see of the plan and of the workers."""
         if self.shows_insides:
-            return self.worker_headers
-        return [header for header in self.prefill_headers if header[0] != PREFILL_HEADER]
+            return [(PLAN_HEADER, self.plan_words), *self.worker_headers]
+        return [
+            (PLAN_HEADER, _FIGURES.sub(b"", self.plan_words)),
+            *(header for header in self.prefill_headers if header[0] != PREFILL_HEADER),
+        ]
 
     def start(self, status: int, headers: Headers, length: int | None, *, closes: bool = False) -> None:
         """Send the status and `headers`, with the router's own added. `length`: of the body in bytes; None: a
         stream of events. `closes`: the connection ends with the answer.
         """
-        self.progress = _STARTED
+        self.is_started = True
         self.started_s = asyncio.get_running_loop().time()
         self.status = status
         self.is_stream = length is None
@@ -121,9 +107,8 @@ class Answer:
         headers += self.more_headers
         if (tenant := self.tenant) is not None and tenant.has_rates:
             headers += rate_headers(tenant, self.error_form, self.started_s, time.time())
-        if words := self.plan_words:
-            headers.append((b"x-pdserve-plan", words if self.shows_insides else _FIGURES.sub(b"", words)))
-            headers += self._shown_workers()
+        if self.plan_words:
+            headers += self._insides()
         self.client.start(status, headers, length, closes=closes)
 
     async def write(self, body: bytes, more: bool) -> None:
@@ -135,7 +120,7 @@ class Answer:
                 self.meter.count_whole(body)
         await self.client.write(body, more)
         if not more:
-            self.progress = _COMPLETE
+            self.is_complete = True
 
     def write_now(self, body: bytes) -> None:
         """As `write`, where the client `takes_now`, and more follows."""

@@ -25,9 +25,10 @@ _WORDS = ", ".join(f"{tier}=%d" for tier in TIERS).encode()
 
 def cached_tokens(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, int]:
     """Prompt tokens by tier. A tier that the worker does not name is missing."""
-    return next(
-        (parse_cached(value.decode("latin-1")) for name, value in headers if name == CACHED_HEADER), {}
-    )
+    for name, value in headers:
+        if name == CACHED_HEADER:
+            return parse_cached(value.decode("latin-1"))
+    return {}
 
 
 def parse_cached(header: str) -> dict[str, int]:

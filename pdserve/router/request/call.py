@@ -7,7 +7,6 @@ phase holds: a connection to a worker, a count of load.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 from typing import Literal
@@ -68,9 +67,7 @@ class Call:
         self.headers = dict(client.headers)
         self.started_s = now_s
         self.deadline_s = deadline_s
-        task = asyncio.current_task()
-        assert task is not None
-        self.task = task
+        self.task = client.task
         self.request_id = request_id(self.headers.get(b"x-request-id", b""))
         self.worker_request_id = self.request_id
         """The request's id at the workers."""

@@ -127,13 +127,14 @@ class Meter:
 
     def _sums(self) -> tuple[int, int, int]:
         prompt, output, count = self._pieces
-        prompts, outputs = self._usage.prompt.findall(self._said), self._usage.output.findall(self._said)
-        for said in prompts:
+        usage = self._usage
+        for said in usage.prompt.findall(self._said):
             if count % self._choices == 0:  # the answers to a prompt stand together
-                numbers = map(bytes.strip, said.split(b","))
-                prompt += sum(int(n) for n in numbers if n.isdigit() and len(n) <= MAX_DIGITS)
+                prompt += _sum_of_list(said) if usage.is_list else int(said)
             count += 1
-        return prompt, output + sum(map(int, outputs)), count
+        for said in usage.output.findall(self._said):
+            output += int(said)
+        return prompt, output, count
 
     def _read(self, events: bytes) -> None:
         for event in events.split(b"\n"):
@@ -146,3 +147,9 @@ class Meter:
             for name, said in ((self._usage.prompt, self._prompts), (self._usage.output, self._outputs)):
                 if number := name.search(event):
                     said[choice[1] if choice else b""] = int(number[1])
+
+
+def _sum_of_list(said: bytes) -> int:
+    """Of numbers with commas between them; what is no number of tokens does not count."""
+    numbers = map(bytes.strip, said.split(b","))
+    return sum(int(number) for number in numbers if number.isdigit() and len(number) <= MAX_DIGITS)

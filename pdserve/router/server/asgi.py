@@ -29,6 +29,9 @@ class AsgiClient:
         self.path: str = scope["path"]
         self.headers: Headers = scope["headers"]
         self.address = address_of(scope)
+        task = asyncio.current_task()
+        assert task is not None
+        self.task: asyncio.Task[Any] = task
         self._receive = receive
         self._send = send
         self._head: Message | None = None

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from uvicorn.protocols.http.flow_control import FlowControl
+from pdserve.router.server.flow import Flow
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -27,6 +27,11 @@ class Client(Protocol):
     @property
     def headers(self) -> Headers:
         """Names in lower case."""
+        ...
+
+    @property
+    def task(self) -> asyncio.Task[Any]:
+        """The task that serves the request."""
         ...
 
     @property
@@ -66,7 +71,7 @@ class Client(Protocol):
         ...
 
 
-class Server(Protocol):
+class Shared(Protocol):
     """What the connections of a server share."""
 
     @property
@@ -79,7 +84,7 @@ class Wire(Protocol):
     """The connection that carries a request, as `RequestCycle` uses it."""
 
     loop: asyncio.AbstractEventLoop
-    flow: FlowControl
+    flow: Flow
     transport: asyncio.Transport
     tasks: set[asyncio.Task[Any]]
     """Of the whole server: a graceful stop waits for them."""
@@ -89,16 +94,22 @@ class Wire(Protocol):
     """Nothing is sent any more."""
 
     @property
-    def server_state(self) -> Server:
+    def shared(self) -> Shared:
         """What all connections share."""
         ...
 
-    def watch(self, on_gone: Callable[[], None]) -> None:
-        """Call `on_gone` when the client goes away, now if it has, until `unwatch`."""
+    @property
+    def server(self) -> tuple[str, int] | None:
+        """Address and port of this end."""
         ...
 
-    def unwatch(self) -> None:
-        """The request is over."""
+    @property
+    def scheme(self) -> str:
+        """`http`, or `https` where TLS is spoken."""
+        ...
+
+    def resume_reading(self) -> None:
+        """Read on, if enough room is left: whether a client has left is seen only by reading."""
         ...
 
     def close_in_order(self) -> None:

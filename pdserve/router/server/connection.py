@@ -1,8 +1,7 @@
-"""A client's connection: uvicorn's httptools protocol, with a limit on every wait for a client.
+"""A client's connection: HTTP/1.1 on an asyncio protocol, parsed by httptools, with a limit on every wait.
 
-uvicorn limits how long a connection may be idle after an answer. A client can do more: send nothing at all,
-send a head drop by drop or without an end, or go on sending a body after its answer. A connection is in one
-of these states, and each state has a limit:
+A client can send nothing at all, send a head drop by drop or without an end, or go on sending a body after
+its answer. A connection is in one of these states, and each state has a limit:
 
 | state     | the client                                        | limit              | then               |
 |-----------|---------------------------------------------------|--------------------|--------------------|
@@ -25,10 +24,9 @@ that still sends gets to read its answer.
 
 In every state, a client that takes nothing for `client_read_s` of what waits to be sent is cut off.
 
-When the server stops, uvicorn would close idle connections at once, and lose a request that is on its way.
-Here an idle connection stays for `LINGER_S`, and a request that comes meanwhile is answered with
-`Connection: close`. The same holds for a connection whose answer has promised to keep it alive, and for one
-that was accepted just before.
+When the server stops, a request may be on its way. So an idle connection stays for `LINGER_S`, and a request
+that comes meanwhile is answered with `Connection: close`. The same holds for a connection whose answer has
+promised to keep it alive, and for one that was accepted just before.
 
 Pipelined requests are read within `MAX_AHEAD` and `MAX_AHEAD_BYTES` while an answer is under way: whether a
 client has left is seen only by reading. What was read at once may hold more of them, up to `MAX_PIPELINED`.
@@ -39,14 +37,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, Final, Literal, Protocol
+from collections import deque
+from typing import Any, Final, Literal, cast
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-from uvicorn.server import ServerState
 
-from pdserve.crowd import Crowd
+from pdserve.router.server.connections import Connections
+from pdserve.router.server.flow import Flow
 from pdserve.router.server.request_cycle import RequestCycle
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -61,58 +58,57 @@ CLOSING_S = 2.0
 _CLOSING: Final = b"content-length: 0\r\nconnection: close\r\n\r\n"
 _TOO_LONG: Final = b"HTTP/1.1 431 Request Header Fields Too Large\r\n" + _CLOSING
 _TOO_LATE: Final = b"HTTP/1.1 408 Request Timeout\r\n" + _CLOSING
-_NOT_HTTP: Final = "Invalid HTTP request received."
+_NOT_HTTP: Final = b"HTTP/1.1 400 Bad Request\r\n" + _CLOSING
 
 State = Literal["idle", "head", "answering", "rest", "closing", "gone"]
 
 
-class Connections(ServerState):
-    """uvicorn's state of a server, and whether the server has begun to stop."""
+class ClientConnection(asyncio.Protocol):
+    """One connection of a server."""
 
-    is_stopping = False
+    __slots__ = (
+        "_cycle",
+        "_deadline_s",
+        "_expects_continue",
+        "_head_bytes",
+        "_headers",
+        "_parser",
+        "_pipeline",
+        "_running",
+        "_sending",
+        "_state",
+        "_target",
+        "_timer",
+        "_unread_bytes",
+        "_unread_timer",
+        "client",
+        "flow",
+        "is_closing",
+        "loop",
+        "shared",
+        "tasks",
+        "transport",
+    )
+    transport: asyncio.Transport
+    flow: Flow
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.crowd: Crowd[ClientConnection] = Crowd(math.inf)
-        """All connections. Beyond its bound those go that wait for no answer."""
-        self._default_lines = b""
-        self._lined = self.default_headers
-
-    @property
-    def default_lines(self) -> bytes:
-        """`default_headers` as they stand in a head. uvicorn makes a new list of them each second."""
-        if self._lined is not self.default_headers:
-            self._lined = self.default_headers
-            self._default_lines = b"".join(b"%b: %b\r\n" % pair for pair in self._lined)
-        return self._default_lines
-
-
-class DirectHandler(Protocol):
-    """Serves some paths past ASGI."""
-
-    @property
-    def targets(self) -> Mapping[bytes, str]:
-        """Path by request target."""
-        ...
-
-    async def serve(self, client: RequestCycle) -> None:
-        """Answer one request."""
-        ...
-
-
-class ClientConnection(HttpToolsProtocol):
-    """One connection. `direct` gets the requests for its targets, uvicorn's application all others."""
-
-    server_state: Connections
-
-    def __init__(
-        self, *, head_s: float, client_read_s: float, direct: DirectHandler | None = None, **given: Any
-    ) -> None:
-        super().__init__(**given)
-        self._head_s = head_s
-        self._client_read_s = client_read_s
-        self._direct = direct
-        self._targets: Mapping[bytes, str] = {} if direct is None else direct.targets
+    def __init__(self, shared: Connections, loop: asyncio.AbstractEventLoop) -> None:
+        self.shared = shared
+        self.loop = loop
+        self.tasks: set[asyncio.Task[Any]] = shared.tasks
+        self.client: tuple[str, int] | None = None
+        self._parser: Any = httptools.HttpRequestParser(self)
+        # a client may send more behind its last request: that one is answered nevertheless
+        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self._target = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._expects_continue = False
+        self._running: RequestCycle | None = None
+        """The request that is being answered, or the last one."""
+        self._cycle: RequestCycle | None = None
+        """The request that is being received, or the last one."""
+        self._pipeline: deque[RequestCycle] = deque()
+        """Those that wait for their turn."""
         self._state: State = "idle"
         self.is_closing = False
         """The state is closing or gone. An attribute, since it is read for every chunk."""
@@ -128,17 +124,17 @@ class ClientConnection(HttpToolsProtocol):
         """Runs while the client is behind with its reading."""
         self._unread_bytes = 0
         """What waited to be sent when that timer was set."""
-        self._on_gone: Callable[[], None] | None = None
 
     # --- the state
 
     @property
-    def _is_answering(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
+    def is_answering(self) -> bool:
+        """A request waits for its answer, or for its end."""
+        return self._cycle is not None and not self._cycle.response_complete
 
     def _update(self) -> None:
-        """Take the state that `cycle` and `_sending` say."""
-        cycle = self.cycle
+        """Take the state that `_cycle` and `_sending` say."""
+        cycle = self._cycle
         if cycle is not None and not cycle.response_complete:
             if self._state != "answering" and not self.is_closing:
                 self._state, self._deadline_s = "answering", math.inf
@@ -154,10 +150,10 @@ class ClientConnection(HttpToolsProtocol):
         if state == "closing":
             self.is_closing = True
             limit_s = CLOSING_S
-        elif self.server_state.is_stopping:
+        elif self.shared.is_stopping:
             limit_s = LINGER_S
         else:
-            limit_s = self.timeout_keep_alive if state == "idle" else self._head_s
+            limit_s = self.shared.keep_alive_s if state == "idle" else self.shared.head_s
         self._deadline_s = self.loop.time() + limit_s
         if self._timer is None or self._deadline_s < self._timer.when():
             self._arm(limit_s)
@@ -171,7 +167,7 @@ class ClientConnection(HttpToolsProtocol):
         self._timer = None
         left_s = self._deadline_s - self.loop.time()
         if left_s > 0:
-            self._arm(min(left_s, self.timeout_keep_alive))
+            self._arm(min(left_s, self.shared.keep_alive_s))
         elif self._state == "head":
             self._refuse(_TOO_LATE)
         elif self._state == "rest":
@@ -186,12 +182,12 @@ class ClientConnection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         """Too much waits to be sent."""
-        super().pause_writing()
+        self.flow.pause_writing()
         self._watch_unread()
 
     def resume_writing(self) -> None:
         """The client has taken most of it."""
-        super().resume_writing()
+        self.flow.resume_writing()
         if not self.transport.is_closing():
             self._forget_unread()
 
@@ -203,7 +199,7 @@ class ClientConnection(HttpToolsProtocol):
             and (unread := self.transport.get_write_buffer_size())
         ):
             self._unread_bytes = unread
-            self._unread_timer = self.loop.call_later(self._client_read_s, self._on_unread)
+            self._unread_timer = self.loop.call_later(self.shared.client_read_s, self._on_unread)
 
     def _on_unread(self) -> None:
         self._unread_timer = None
@@ -219,12 +215,15 @@ class ClientConnection(HttpToolsProtocol):
 
     # --- the connection
 
-    def connection_made(self, transport: Any) -> None:
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The client's connection stands."""
-        super().connection_made(transport)
+        self.transport = cast("asyncio.Transport", transport)
+        self.flow = Flow(self.transport)
+        self.client = _address(transport.get_extra_info("peername"))
+        self.shared.connections.add(self)  # type: ignore[arg-type]  # of which uvicorn uses `shutdown`
         self._enter("idle")
         address = self.client[0] if self.client else ""
-        goes = self.server_state.crowd.came(self, address, lambda one: not one._is_answering)
+        goes = self.shared.crowd.came(self, address, lambda one: not one.is_answering)
         if goes is not None:
             goes.transport.abort()
 
@@ -233,13 +232,25 @@ class ClientConnection(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
         self._forget_unread()
-        self.server_state.crowd.left(self)
-        super().connection_lost(exc)
-        # request and connection hold each other, and the garbage collector runs seldom
-        self.cycle = self.scope = None  # type: ignore[assignment]
+        self.shared.crowd.left(self)
+        self.shared.connections.discard(self)
         self._enter("gone")
-        if self._on_gone is not None:
-            self._on_gone()
+        if self._running is not None:
+            self._running.lose()
+        self.flow.resume_writing()
+        # these and the connection hold each other, and the garbage collector runs seldom
+        self._parser = self._cycle = self._running = None
+        self._pipeline.clear()
+
+    @property
+    def server(self) -> tuple[str, int] | None:
+        """Address and port of this end."""
+        return _address(self.transport.get_extra_info("sockname"))
+
+    @property
+    def scheme(self) -> str:
+        """`http`, or `https` where TLS is spoken."""
+        return "https" if self.transport.get_extra_info("sslcontext") else "http"
 
     def data_received(self, data: bytes) -> None:
         """Bytes from the client."""
@@ -249,43 +260,40 @@ class ClientConnection(HttpToolsProtocol):
             self._sending = "head"
         self._head_bytes += len(data)
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserError:
-            self.logger.warning(_NOT_HTTP)
-            self.send_400_response(_NOT_HTTP)
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self.shared.log.warning("not HTTP", "a client sent what is no HTTP request: %s", error)
+            self._refuse(_NOT_HTTP)
         except httptools.HttpParserUpgrade:
-            self._unsupported_upgrade_warning()
-        if self.pipeline and not self.transport.is_closing():
-            if self._is_far_ahead:
-                self.flow.pause_reading()
-            else:  # it was paused at the head
-                self.flow.resume_reading()
+            pass  # there is none: the answer ends the connection
+        if self._pipeline and self._is_far_ahead and not self.transport.is_closing():
+            self.flow.pause_reading()
         if self._sending == "head" and (
-            self._head_bytes > MAX_HEAD_BYTES or len(self.headers or ()) > MAX_HEADERS
+            self._head_bytes > MAX_HEAD_BYTES or len(self._headers) > MAX_HEADERS
         ):
             self._refuse(_TOO_LONG)
-            self.headers = []
+            self._headers = []
         self._update()
 
     @property
     def _is_far_ahead(self) -> bool:
         """Enough is waiting for its turn."""
-        waiting = self.pipeline
-        return len(waiting) > MAX_AHEAD or sum(len(cycle.body) for cycle, _ in waiting) > MAX_AHEAD_BYTES
+        waiting = self._pipeline
+        return len(waiting) > MAX_AHEAD or sum(len(cycle.body) for cycle in waiting) > MAX_AHEAD_BYTES
 
     def shutdown(self) -> None:
         """The server stops: the next answer here is the last."""
-        if not self._is_answering:
+        if not self.is_answering:
             if not self.is_closing:
                 self._enter(self._state)
-        elif not self.cycle.response_started:
-            self.cycle.keep_alive = False
+        elif self._cycle is not None and not self._cycle.response_started:
+            self._cycle.keep_alive = False
 
     def _refuse(self, answer: bytes) -> None:
         """Close with this answer; if another one is under way, cut that off."""
         if self.is_closing or self.transport.is_closing():
             return
-        if self._is_answering:
+        if self.is_answering:
             self.transport.close()
             self._watch_unread()
             return
@@ -306,115 +314,93 @@ class ClientConnection(HttpToolsProtocol):
 
     # --- for the request
 
-    def watch(self, on_gone: Callable[[], None]) -> None:
-        """Call `on_gone` when the client goes away, now if it has, until `unwatch`."""
-        self._on_gone = on_gone
-        if self.flow.read_paused and not self._is_far_ahead:  # for a large body, which was read
+    def resume_reading(self) -> None:
+        """Read on, if enough room is left: whether a client has left is seen only by reading."""
+        if not self._is_far_ahead:
             self.flow.resume_reading()
-        if self._state == "gone":
-            on_gone()
-
-    def unwatch(self) -> None:
-        """The request is over."""
-        self._on_gone = None
 
     def on_response_complete(self) -> None:
         """The answer is sent: the next request's turn."""
-        self.server_state.total_requests += 1
+        self.shared.total_requests += 1
         if self.is_closing or self.transport.is_closing():
             self._watch_unread()
             return
-        if self.pipeline:
-            self._start_asgi_task(*self.pipeline.pop())
-        if self.flow.read_paused and not self._is_far_ahead:
-            self.flow.resume_reading()
+        if self._pipeline:
+            self._begin(self._pipeline.popleft())
+        if self.flow.read_paused:
+            self.resume_reading()
         self._update()
+
+    def _begin(self, cycle: RequestCycle) -> None:
+        self._running = cycle
+        cycle.begin()
 
     # --- httptools
 
     def on_message_begin(self) -> None:
         """A head begins."""
         self._sending = "head"
-        self.url, self.headers, self.expect_100_continue = b"", [], False
+        self._target, self._headers, self._expects_continue = b"", [], False
+
+    def on_url(self, url: bytes) -> None:
+        """A part of the request's target."""
+        self._target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header line. A trailer is passed over: it would override what others have checked."""
-        if self._sending == "rest" or len(self.headers) > MAX_HEADERS:
+        if self._sending == "rest" or len(self._headers) > MAX_HEADERS:
             return
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":
-            self.expect_100_continue = True
-        self.headers.append((name, value))
+            self._expects_continue = True
+        self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         """The head is complete."""
         if self.transport.is_closing():
             return  # the rest of what was read at once
-        self._sending = "rest"
-        if len(self.headers) > MAX_HEADERS or len(self.pipeline) >= MAX_PIPELINED:
+        if len(self._headers) > MAX_HEADERS or len(self._pipeline) >= MAX_PIPELINED:
             self._refuse(_TOO_LONG)
             return
-        path = self._targets.get(self.url)
-        if path is not None and self.parser.get_method() == b"POST" and self._is_plain:
-            self._begin_direct(path)
-        else:
-            self._begin_ordinary()
-        if self.server_state.is_stopping:
-            self.cycle.keep_alive = False
-
-    @property
-    def _is_plain(self) -> bool:
-        return self.parser.get_http_version() == "1.1" and not self.parser.should_upgrade()
-
-    def _begin_direct(self, path: str) -> None:
-        before = self.cycle
-        client = RequestCycle(
+        self._sending = "rest"
+        parser, shared, target = self._parser, self.shared, self._target
+        method, version, upgrades = parser.get_method(), parser.get_http_version(), parser.should_upgrade()
+        path = shared.targets.get(target)
+        if path is None or method != b"POST" or version != "1.1" or upgrades:
+            httptools.parse_url(target)  # raises for what is none: 400
+            path = None
+        keep_alive = version == "1.1" and parser.should_keep_alive() and not upgrades
+        before = self._cycle
+        self._cycle = cycle = RequestCycle(
             self,
-            path,
-            self.headers,
-            keep_alive=self.parser.should_keep_alive(),
-            expects_continue=self.expect_100_continue,
+            shared.application.serve if path is None else shared.serve_directly,
+            method.decode("ascii"),
+            target,
+            path or "",
+            self._headers,
+            version=version,
+            keep_alive=keep_alive and not shared.is_stopping,
+            expects_continue=self._expects_continue,
         )
-        self.cycle = client  # type: ignore[assignment]
         if before is None or before.response_complete:
-            assert self._direct is not None
-            client.begin(self._direct.serve)
+            self._begin(cycle)
         else:  # pipelined: its turn comes
-            self.pipeline.appendleft((client, self.app))  # type: ignore[arg-type]
-
-    def _begin_ordinary(self) -> None:
-        """uvicorn's way. uvicorn makes a scope when a head begins; here it is made only where it is used."""
-        url, headers, expects = self.url, self.headers, self.expect_100_continue
-        super().on_message_begin()
-        self.url, self.expect_100_continue = url, expects
-        self.scope["headers"] = self.headers = headers
-        super().on_headers_complete()
-
-    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
-        """A request's turn has come."""
-        if isinstance(cycle, RequestCycle):
-            assert self._direct is not None
-            cycle.begin(self._direct.serve)
-        else:
-            super()._start_asgi_task(cycle, app)
+            self._pipeline.append(cycle)
 
     def on_body(self, body: bytes) -> None:
         """A part of the body."""
-        if self.is_closing:
-            return
-        cycle: Any = self.cycle
-        if type(cycle) is RequestCycle:
-            cycle.receive(body)
-        else:
-            super().on_body(body)
+        if self._cycle is not None and self._sending == "rest" and not self.is_closing:
+            self._cycle.receive(body)
 
     def on_message_complete(self) -> None:
         """The request is complete. What comes next is another head, and not counted with this one."""
         if self.is_closing:
             return
+        if self._cycle is not None and self._sending == "rest":
+            self._cycle.receive_end()
         self._sending, self._head_bytes = "idle", 0
-        cycle: Any = self.cycle
-        if type(cycle) is RequestCycle:
-            cycle.receive_end()
-        else:
-            super().on_message_complete()
+
+
+def _address(given: Any) -> tuple[str, int] | None:
+    """IP address and port; None where the socket has none."""
+    return (str(given[0]), int(given[1])) if isinstance(given, tuple) else None

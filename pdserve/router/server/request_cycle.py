@@ -1,11 +1,4 @@
-"""A request on a hot route, straight between the connection and the router.
-
-uvicorn's way from a parsed head to the application and back (a scope, messages in dictionaries, an event, a
-check of every header by pattern, a system call for the head alone) was a fifth of what a request costs here.
-`RequestCycle` stands where uvicorn's protocol has a `RequestResponseCycle`, under the names that it uses
-there, so pipelining, back-pressure, keep-alive and the stop stay uvicorn's; the body's framing and the answer
-are written here. It serves what the hot routes are made for, a POST by HTTP/1.1 to exactly their path;
-anything else goes uvicorn's way.
+"""One request on a client's connection, and its answer.
 
 An answer's head is sent together with the first piece of its body: one system call and one packet less.
 """
@@ -13,55 +6,73 @@ An answer's head is sent together with the first piece of its body: one system c
 from __future__ import annotations
 
 import asyncio
+import http
 from collections.abc import Callable, Coroutine
-from typing import Any
-
-from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE
+from typing import Any, Final
 
 from pdserve.router.server.client import Headers, Wire
 
-_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
-_LAST_CHUNK = b"0\r\n\r\n"
+HIGH_WATER_BYTES: Final = 64 * 1024
+"""The client is paused when more of its body has come than this, and nobody has read it."""
+_PHRASES: Final = {status.value: status.phrase for status in http.HTTPStatus}
+STATUS_LINES: Final = {n: f"HTTP/1.1 {n} {_PHRASES.get(n, '')}\r\n".encode() for n in range(100, 600)}
+WITHOUT_BODY: Final = frozenset((204, 304))
+_CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+_LAST_CHUNK: Final = b"0\r\n\r\n"
 
 
 class RequestCycle:
-    """One POST on a connection of uvicorn's; see `client.Client` for what has no comment here."""
+    """One request of a connection; see `client.Client` for what has no comment here."""
 
     __slots__ = (
         "_head",
         "_is_chunked",
-        "_task",
+        "_on_gone",
+        "_serve",
         "_waiter",
-        "_wire",
         "body",
         "disconnected",
         "expects_continue",
         "headers",
         "keep_alive",
+        "method",
         "more_body",
         "path",
         "response_complete",
         "response_started",
+        "target",
+        "task",
+        "version",
+        "wire",
     )
-    method = "POST"
+
+    task: asyncio.Task[None]
 
     def __init__(
         self,
         wire: Wire,
+        serve: Callable[[RequestCycle], Coroutine[Any, Any, None]],
+        method: str,
+        target: bytes,
         path: str,
         headers: Headers,
         *,
-        keep_alive: bool,
-        expects_continue: bool,
+        version: str = "1.1",
+        keep_alive: bool = True,
+        expects_continue: bool = False,
     ) -> None:
-        self._wire = wire
+        """`target`: as the client wrote it. `path`: empty where only `serve` can tell. `version`: of HTTP."""
+        self.wire = wire
+        self._serve = serve
         self._head = b""
         self._is_chunked = False
-        self._task: asyncio.Task[None] | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._on_gone: Callable[[], None] | None = None
+        self.method = method
+        self.target = target
         self.path = path
         self.headers = headers
+        self.version = version
         self.keep_alive = keep_alive
         self.expects_continue = expects_continue
         self.body = b""
@@ -71,31 +82,30 @@ class RequestCycle:
         self.response_started = False
         self.response_complete = False
 
-    def begin(self, serve: Callable[[RequestCycle], Coroutine[Any, Any, None]]) -> None:
+    def begin(self) -> None:
         """Have the request served, in a task of its own."""
-        self._task = self._wire.loop.create_task(self._run(serve))
-        self._wire.tasks.add(self._task)
+        self.task = self.wire.loop.create_task(self._run())
+        self.wire.tasks.add(self.task)
 
-    async def _run(self, serve: Callable[[RequestCycle], Coroutine[Any, Any, None]]) -> None:
+    async def _run(self) -> None:
         try:
-            await serve(self)
+            await self._serve(self)
         finally:
-            assert self._task is not None
-            self._wire.tasks.discard(self._task)
+            self.wire.tasks.discard(self.task)
             if not (self.response_complete or self.disconnected):
-                self._wire.transport.close()
+                self.wire.transport.close()
 
     # --- for the connection
 
     def receive(self, body: bytes) -> None:
-        """A piece of the body has come; above 64 KiB that nobody has read, the client is paused."""
+        """A piece of the body has come."""
         if self.response_complete:
             return
         self.body = self.body + body if self.body else body
-        if len(self.body) > HIGH_WATER_LIMIT:
-            self._wire.flow.pause_reading()
+        if len(self.body) > HIGH_WATER_BYTES:
+            self.wire.flow.pause_reading()
         if self._waiter is not None:
-            self.set()
+            self._wake()
 
     def receive_end(self) -> None:
         """The body has come to its end."""
@@ -103,14 +113,17 @@ class RequestCycle:
             return
         self.more_body = False
         if self._waiter is not None:
-            self.set()
+            self._wake()
 
-    @property
-    def message_event(self) -> RequestCycle:
-        """What uvicorn's protocol sets when the connection is lost."""
-        return self
+    def lose(self) -> None:
+        """The client has left."""
+        if not self.response_complete:
+            self.disconnected = True
+            self._wake()
+        if self._on_gone is not None:
+            self._on_gone()
 
-    def set(self) -> None:
+    def _wake(self) -> None:
         """There is something new for who waits in `read`."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -120,12 +133,12 @@ class RequestCycle:
     @property
     def address(self) -> str:
         """The client's IP address, or its proxy's."""
-        client = self._wire.client
+        client = self.wire.client
         return client[0] if client else ""
 
     async def read(self) -> tuple[bytes, bool] | None:
         """The next piece of the request's body."""
-        wire = self._wire
+        wire = self.wire
         if self.expects_continue and not wire.transport.is_closing():
             self.expects_continue = False
             wire.transport.write(_CONTINUE)
@@ -144,22 +157,25 @@ class RequestCycle:
         self.expects_continue = False
         if closes:
             self.keep_alive = False
+        self._is_chunked = False
         lines = [b"%b: %b\r\n" % pair for pair in headers]
-        self._is_chunked = length is None
-        if length is None:
-            lines.append(b"transfer-encoding: chunked\r\n")
-        else:
+        if length is not None:
             lines.append(b"content-length: %d\r\n" % length)
+        elif self.version == "1.0":
+            self.keep_alive = False  # the end of the connection is the end of the answer
+        elif status not in WITHOUT_BODY and self.method != "HEAD":
+            self._is_chunked = True
+            lines.append(b"transfer-encoding: chunked\r\n")
         if not self.keep_alive:
             lines.append(b"connection: close\r\n")
         head = b"".join(lines)
         if head.count(b"\n") != len(lines):
             raise ValueError("an answer's header holds the end of a line")
-        self._head = b"%b%b%b\r\n" % (STATUS_LINE[status], self._wire.server_state.default_lines, head)
+        self._head = b"%b%b%b\r\n" % (STATUS_LINES[status], self.wire.shared.default_lines, head)
 
     async def write(self, body: bytes, more: bool) -> None:
         """Send a piece of the answer's body."""
-        wire = self._wire
+        wire = self.wire
         if wire.flow.write_paused and not self.disconnected:
             await wire.flow.drain()
         if self.disconnected or self.response_complete or wire.is_closing:
@@ -180,7 +196,7 @@ class RequestCycle:
     @property
     def takes_now(self) -> bool:
         """Nothing is to be waited for."""
-        wire = self._wire
+        wire = self.wire
         is_closing = wire.is_closing or wire.transport.is_closing()
         return not (wire.flow.write_paused or self.disconnected or is_closing)
 
@@ -190,7 +206,7 @@ class RequestCycle:
             body = self._framed(body)
         else:
             body = b"%x\r\n%b\r\n" % (len(body), body)
-        self._wire.transport.write(body)
+        self.wire.transport.write(body)
 
     def _framed(self, body: bytes) -> bytes:
         """What stands before it, with it."""
@@ -200,9 +216,13 @@ class RequestCycle:
         return b"%b%x\r\n%b\r\n" % (head, len(body), body) if body else head
 
     def watch(self, on_gone: Callable[[], None]) -> None:
-        """The connection knows when its client goes."""
-        self._wire.watch(on_gone)
+        """Call it when the client has left."""
+        self._on_gone = on_gone
+        if self.wire.flow.read_paused:  # for a large body, which was read
+            self.wire.resume_reading()
+        if self.disconnected:
+            on_gone()
 
     def unwatch(self) -> None:
         """The request is over."""
-        self._wire.unwatch()
+        self._on_gone = None

@@ -8,14 +8,15 @@ import math
 import socket
 import ssl
 from collections.abc import Iterator
-from functools import partial
 
 import uvicorn
 
 from pdserve.errors import ConfigError
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.config.tenants import Access
-from pdserve.router.server.connection import ClientConnection, Connections, DirectHandler
+from pdserve.router.server.asgi import Asgi
+from pdserve.router.server.connection import ClientConnection
+from pdserve.router.server.connections import Connections, DirectHandler
 from pdserve.router.server.listening import BACKLOG
 from pdserve.tls.contexts import Certificates, TlsConfig
 
@@ -24,11 +25,13 @@ LAST_WORD_S = 1.0
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handling, which ends the process by the signal after a graceful stop."""
+    """uvicorn with connections of our own. Its signal handling is left out: it ends the process by the signal
+    after a graceful stop.
+    """
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
         super().__init__(config)
-        self.server_state: Connections = Connections()
+        self.server_state: Connections = connections
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Finish what runs."""
@@ -42,23 +45,30 @@ class _Server(uvicorn.Server):
 
 
 def make_server(
-    application: object,
+    application: Asgi,
     config: RouterConfig,
     tls: ssl.SSLContext | None = None,
     direct: DirectHandler | None = None,
     most_connections: float = math.inf,
 ) -> uvicorn.Server:
-    """uvicorn for this router: httptools, no access log, headers of our own only. `direct` gets its requests
-    past ASGI. `most_connections`: beyond it, those are closed that wait for no answer.
+    """A server for this router: no access log, headers of our own only. `direct` gets its requests past ASGI.
+    `most_connections`: beyond it, those are closed that wait for no answer.
     """
+    connections = Connections(
+        application,
+        direct,
+        keep_alive_s=math.ceil(config.client_keepalive_s),
+        head_s=config.deadlines.head_s,
+        client_read_s=config.deadlines.client_read_s,
+        most=most_connections,
+    )
+
+    def connection(*, _loop: asyncio.AbstractEventLoop | None, **_of_uvicorn: object) -> ClientConnection:
+        return ClientConnection(connections, _loop or asyncio.get_running_loop())
+
     settings = uvicorn.Config(
-        application,  # type: ignore[arg-type]  # our own, looser ASGI types
-        http=partial(  # type: ignore[arg-type]  # a factory will do
-            ClientConnection,
-            head_s=config.deadlines.head_s,
-            client_read_s=config.deadlines.client_read_s,
-            direct=direct,
-        ),
+        application,
+        http=connection,  # type: ignore[arg-type]  # a factory will do
         ws="none",
         lifespan="off",
         interface="asgi3",
@@ -67,14 +77,11 @@ def make_server(
         server_header=False,
         proxy_headers=False,
         backlog=BACKLOG,
-        timeout_keep_alive=math.ceil(config.client_keepalive_s),
         timeout_graceful_shutdown=math.ceil(config.stop_grace_s),
         ssl_context_factory=None if tls is None else lambda _config, _default: tls,
     )
     settings.load()
-    server = _Server(settings)
-    server.server_state.crowd.most = most_connections
-    return server
+    return _Server(settings, connections)
 
 
 def public_tls(access: Access) -> ssl.SSLContext | None:

@@ -69,7 +69,8 @@ class Upstream:
             response = None
             try:
                 response = connection.start(head, body, self.deadlines)
-                await response.head(head_s)
+                while not response.status:
+                    await response.news(head_s)
             except UpstreamError as error:
                 if response is not None:
                     response.release()

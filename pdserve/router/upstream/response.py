@@ -94,22 +94,24 @@ class Response:
 
     # --- for the owner
 
-    async def head(self, timeout_s: float) -> int:
-        """Wait for the head of the response. Returns the status. Raises UpstreamError."""
-        while not self.status:
-            if self.error is not None:
-                raise self.error
-            await self._news(timeout_s)
-        return self.status
+    def news(self, timeout_s: float) -> asyncio.Future[None]:
+        """A future that is done when more of the response has arrived, or its end. The deadline starts now.
+        Raises UpstreamError where nothing more will come.
+        """
+        if self.error is not None:
+            raise self.error
+        loop = self._deadlines.loop
+        self._waiter = waiter = loop.create_future()
+        self._timeout_s = timeout_s
+        self.deadline_s = loop.time() + timeout_s
+        return waiter
 
     async def read_some(self, timeout_s: float) -> bytes:
         """Wait for bytes of the body. Returns all buffered bytes, or b"" at the end. Raises UpstreamError."""
         while not self._chunks:
-            if self.error is not None:
-                raise self.error
-            if self.complete:
+            if self.complete and self.error is None:
                 return b""
-            await self._news(timeout_s)
+            await self.news(timeout_s)
         return self.take()
 
     async def give(self, taker: Taker, timeout_s: float) -> bytes:
@@ -209,11 +211,3 @@ class Response:
         self._paused = False
         if self._connection is not None:
             self._connection.resume_reading()
-
-    def _news(self, timeout_s: float) -> asyncio.Future[None]:
-        """A future that `wake` completes. The deadline starts now."""
-        loop = self._deadlines.loop
-        self._waiter = waiter = loop.create_future()
-        self._timeout_s = timeout_s
-        self.deadline_s = loop.time() + timeout_s
-        return waiter

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import stat
+import threading
 from array import array
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pdserve.bench.router import measure
+from pdserve.bench.router.contenders import Server
+from pdserve.bench.router.idle import how_many, idle_kb
 from pdserve.bench.router.load import Load, Loaded, make_requests, run_load
 from pdserve.bench.router.measure import Turn, rows_of, split_cores
 from pdserve.bench.router.mock import Mock, answers
@@ -18,7 +23,7 @@ from tests.support.bench.commands import assert_refused, bench_here, results
 
 SHORT = (
     *("--streams", "4", "--rounds", "1", "--seconds", "0.3"),
-    *("--long-streams", "8", "--long-seconds", "0.3"),
+    *("--long-streams", "8", "--long-seconds", "0.3", "--idle", "200"),
 )
 
 
@@ -51,6 +56,7 @@ def test_every_router_is_measured_beside_direct_access(
         assert max(row["chunks_per_s"] for row in own) > 0, own
         (paced,) = (row for row in own if row["streams"] == 8)
         assert 0 < paced["chunks_per_s"] <= 2 * 8 * 20, "eight streams of 20 chunks a second each"
+    assert [row["idle_kb"] is not None for row in rows] == [False, False, False, True]
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -153,3 +159,18 @@ def test_figures_are_medians_of_rates_and_differences_of_percentiles() -> None:
 def test_the_router_has_a_core_of_its_own_where_there_are_two() -> None:
     assert split_cores({0, 1, 5}) == ({5}, {0, 1})
     assert split_cores({3}) == ({3}, {3})
+
+
+def test_idle_connections_leave_room_for_workers() -> None:
+    assert [how_many(10_000, most) for most in (None, 1 << 20, 20_000, 1024)] == [10_000, 10_000, 9_000, 0]
+
+
+def test_a_router_that_closes_its_connections_has_no_idle_ones() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        closing = threading.Thread(target=lambda: listening.accept()[0].close())
+        closing.start()
+        one = Server("r", listening.getsockname()[1], psutil.Process())
+        assert idle_kb(one, 1) is None
+        closing.join()
+    assert idle_kb(one, 1) is None, "nobody is there"
+    assert idle_kb(Server("direct", 1), 1) is None

@@ -18,7 +18,15 @@ from docs.generate.benchmarks.results import NO_RUN
 from pdserve.bench.commands.load_options import loads_of
 from pdserve.bench.serving.cluster import launched, workplace
 from pdserve.bench.serving.compare import compare
-from pdserve.bench.serving.contenders import NAMES, OURS, Setting, cache_tokens, contender, device_tokens
+from pdserve.bench.serving.contenders import (
+    NAMES,
+    ON_MOONCAKE,
+    OURS,
+    Setting,
+    cache_tokens,
+    contender,
+    device_tokens,
+)
 from pdserve.bench.serving.figures import Outcome
 from pdserve.bench.serving.load.plan import Shape, first_turn_tokens, make_load, total_tokens
 from pdserve.bench.serving.report.tables import summaries_table
@@ -44,6 +52,8 @@ PROCESSES = {
     "agg-once": ["pool0", "agg0", "router"],
     "disagg": ["pool0", "prefill0", "decode0", "router"],
     "disagg-direct": ["pool0", "prefill0", "decode0", "router"],
+    "agg-mooncake": ["agg0", "router"],
+    "disagg-mooncake": ["prefill0", "decode0", "router"],
     "agg-two": ["pool0", "agg0", "agg1", "router"],
     "elastic": ["pool0", "elastic0", "elastic1", "router"],
     "dead": ["pool0", "agg0", "router"],
@@ -75,6 +85,13 @@ def test_a_contenders_cluster_is_valid_for_every_process(name: str, tmp_path: Pa
     listening = {place.port: spec.role for spec in plan.processes for place in spec.listening}
     assert listening[asked] == ("router" if name in OURS else "agg")
     assert listening[chosen.router_port] == "router"
+
+
+@pytest.mark.parametrize("name", ON_MOONCAKE)
+def test_workers_on_mooncake_have_its_master_and_no_pool_node(name: str) -> None:
+    tables = contender(name, SETTING, 9000, 9001, "127.0.0.1:7").tables
+    assert tables["worker"]["pool"] == {"engine": "mooncake", "options": {"master": "127.0.0.1:7"}}
+    assert "pool" not in tables
 
 
 def test_what_host_memory_does_not_take_is_given_to_the_pool() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from pdserve.discovery.etcd import EtcdMembership
-from pdserve.discovery.workers import Registration, WorkerEtcdConfig, worker_key
+from pdserve.discovery.workers import WORKERS, Registration, WorkerEtcdConfig, worker_key
 from pdserve.errors import ConfigError
 from pdserve.router.config.limits import Probe
 from pdserve.router.config.router import RouterConfig
@@ -245,3 +245,54 @@ async def test_a_signed_entry_is_good_for_no_other_role(etcd: EtcdServer) -> Non
         async with registered(etcd, other, TOKEN), watching(etcd, access=access) as harness:
             await until(lambda: ready(harness) == {other.id})
             assert set(harness.router.fleet.by_id) == {other.id}
+
+
+async def test_a_worker_watches_its_own_key_alone_and_writes_it_again(etcd: EtcdServer) -> None:
+    own = worker_key("decode", "http://10.0.0.1:30000")
+    seen: list[set[str]] = []
+    membership = EtcdMembership(
+        settings(etcd),
+        "pool",
+        own,
+        lambda found: seen.append({member.node for member in found}),
+        lambda _: None,
+        kind=WORKERS,
+        alone=True,
+    )
+    register(etcd, MockWorker("prefill"))
+    task = asyncio.create_task(membership.run())
+    try:
+        await until(lambda: bool(seen))
+        put(etcd, "/pdserve/pool/workers/decode/10.0.0.2:30000", '{"address": "http://10.0.0.2:30000"}')
+        etcd.post("kv/deleterange", {"key": encoded(f"/pdserve/pool/workers/{own.node}")})
+        await until(lambda: len(seen) > 1)
+        assert all(one == {own.node} for one in seen)
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await membership.close()
+
+
+async def test_a_list_has_all_of_ten_thousand_workers(etcd: EtcdServer) -> None:
+    urls = [f"http://10.0.{i >> 8}.{i & 255}:30000" for i in range(10_000)]
+    at_once = 100  # etcd takes 128
+    for first in range(0, len(urls), at_once):
+        puts = [
+            {
+                "requestPut": {
+                    "key": encoded(f"/pdserve/pool/workers/{worker_key('decode', url).node}"),
+                    "value": encoded(json.dumps({"address": url})),
+                }
+            }
+            for url in urls[first : first + at_once]
+        ]
+        etcd.post("kv/txn", {"success": puts})
+    membership = EtcdMembership(settings(etcd), "pool", None, lambda _: None, lambda _: None, kind=WORKERS)
+    try:
+        assert {member.address for member in await membership.nodes()} == set(urls)
+    finally:
+        await membership.close()
+
+
+def encoded(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from pdserve.router.config.router import RouterConfig
 from pdserve.router.server.connection import (
     CLOSING_S,
     LINGER_S,
@@ -21,10 +20,9 @@ from pdserve.router.server.connection import (
     MAX_HEADERS,
     MAX_PIPELINED,
     ClientConnection,
-    Connections,
 )
+from pdserve.router.server.connections import Connections
 from pdserve.router.server.request_cycle import RequestCycle
-from pdserve.router.server.uvicorn_server import make_server
 from tests.support.virtual_time import virtually
 
 KEEP_ALIVE_S, HEAD_S, READ_S = 60, 10.0, 30.0
@@ -89,18 +87,11 @@ class Client:
         self.begun_s = loop.time()
         self.loop = loop
         self.cycles: list[RequestCycle] = []
-        self.state = state or Connections()
-        config = make_server(self.ordinary, RouterConfig(client_keepalive_s=KEEP_ALIVE_S)).config
         direct: Any = SimpleNamespace(targets={b"/direct": "/direct"}, serve=self.serve)
-        self.connection = ClientConnection(
-            head_s=HEAD_S,
-            client_read_s=READ_S,
-            direct=direct,
-            config=config,
-            server_state=self.state,
-            app_state={},
-            _loop=loop,
+        self.state = state or Connections(
+            self.ordinary, direct, keep_alive_s=KEEP_ALIVE_S, head_s=HEAD_S, client_read_s=READ_S
         )
+        self.connection = ClientConnection(self.state, loop)
         self.transport = self.connection.transport = Transport(can_write_eof)
         self.transport.protocol = self.connection
         self.connection.connection_made(self.transport)
@@ -269,15 +260,17 @@ async def test_a_connection_accepted_by_a_server_that_stops_is_closed_soon() -> 
 async def test_a_client_that_leaves_is_seen_and_nothing_is_left_behind(state: str) -> None:
     client = await in_state(state)
     gone: list[bool] = []
-    client.connection.watch(lambda: gone.append(True))
+    for cycle in client.cycles:
+        cycle.watch(lambda: gone.append(True))
     client.transport.close()
     await client.settle()
-    assert gone == [True]
+    assert gone == [True] * len(client.cycles)
     assert client.connection.is_closing
     assert all(cycle.disconnected or cycle.response_complete for cycle in client.cycles)
     assert client.connection not in client.state.connections
-    client.connection.watch(lambda: gone.append(False))  # of a request that begins to watch too late
-    assert gone == [True, False]
+    if state.startswith("answering"):
+        client.cycles[0].watch(lambda: gone.append(False))  # it begins to watch too late
+        assert gone == [True, False]
     loop: Any = client.loop
     assert [t for t in loop._scheduled if not t.cancelled() and "_on_timer" in repr(t)] == []
 
@@ -376,7 +369,7 @@ async def test_who_sends_thousands_of_requests_at_once_is_closed_and_takes_a_bou
     client = Client()
     await client.send(request_ * 5000)
     assert client.transport.ended_s is not None
-    assert len(client.connection.pipeline) <= MAX_PIPELINED
+    assert len(client.connection._pipeline) <= MAX_PIPELINED
     assert len(client.cycles) <= 1, "what waits is not served"
 
 
@@ -437,7 +430,17 @@ async def test_what_is_no_http_is_answered_400() -> None:
     client = Client()
     await client.send(b"SSH-2.0-x\r\n\r\n")
     assert client.statuses == [400]
+    assert client.transport.half_closed_s is not None
+
+
+@virtually
+async def test_what_is_no_http_behind_a_request_does_not_get_into_its_answer() -> None:
+    client = await in_state("answering")
+    client.cycles[0].start(200, [], 10)
+    await client.cycles[0].write(b"half", more=True)
+    await client.send(b"SSH-2.0-x\r\n\r\n")
     assert client.transport.is_closing()
+    assert client.transport.sent.endswith(b"half")
 
 
 @virtually

@@ -1,6 +1,6 @@
-"""The hot routes' own way past ASGI does what uvicorn's does: each test holds both to the same.
+"""The hot routes' own way past ASGI does what the way by ASGI does: each test holds both to the same.
 
-A target with a query takes uvicorn's way.
+A target with a query takes the way by ASGI.
 """
 
 from __future__ import annotations
@@ -108,8 +108,9 @@ async def test_the_connection_ends_with_the_answer_where_the_client_wants_that(
 
 def test_a_header_with_a_line_end_in_it_is_not_sent() -> None:
     state: Any = SimpleNamespace(default_lines=b"date: today\r\n")
-    protocol: Any = SimpleNamespace(server_state=state)
-    client = RequestCycle(protocol, CHAT, [], keep_alive=True, expects_continue=False)
+    wire: Any = SimpleNamespace(shared=state)
+    serve: Any = None
+    client = RequestCycle(wire, serve, "POST", CHAT.encode(), CHAT, [])
     client.start(200, [(b"x-pdserve-plan", b"fine")], 0)
     with pytest.raises(ValueError, match="end of a line"):
         client.start(200, [(b"x-pdserve-plan", b"a\r\nset-cookie: b")], 0)

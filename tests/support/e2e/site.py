@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from pdserve.bench.peers.mooncake import is_installed, mooncake_servers
 from tests.support.e2e.cluster import PoolNode, Router, Worker, eventually, free_port
 from tests.support.e2e.draft_model import make_mtp_model
 from tests.support.e2e.latent_model import make_latent_model
@@ -40,6 +42,7 @@ NEEDS: Final = {
     "cluster": ("prefill0", "decode0", "prefill1", "decode1"),
     "elastic_workers": ("elastic0", "elastic1"),
     "direct": ("sender", "receiver", "decode0"),
+    **({"on_mooncake": ("mooncake-prefill", "mooncake-decode")} if is_installed() else {}),
 }
 """The servers that a test needs which asks for one of these fixtures. Tests that need none come first, then
 those of each line: so most servers start once.
@@ -168,6 +171,8 @@ class Site:
     routers: dict[str, list[Router]] = field(default_factory=dict)
     """By the fixture that started them."""
     reference: Reference | None = None
+    running: ExitStack = field(default_factory=ExitStack)
+    """Mooncake's processes."""
 
     def use(self, fixtures: Collection[str], later: Sequence[Collection[str]]) -> None:
         """Before a test that asks for these fixtures: what it needs is ready, the reference computed.
@@ -201,17 +206,24 @@ class Site:
             },
         }
         etcd = EtcdServer(run_dir)
-        workers = _workers(run_dir, model, pools, etcd)
-        return cls(pools, etcd, Servers({worker.name: worker for worker in workers}))
+        running, master = ExitStack(), ""
+        if is_installed():
+            master = running.enter_context(mooncake_servers(512 << 20, run_dir))
+        workers = _workers(run_dir, model, pools, etcd, master)
+        servers = Servers({worker.name: worker for worker in workers})
+        return cls(pools, etcd, servers, running=running)
 
     def stop(self) -> None:
         self.servers.stop()
         for pool in self.pools.values():
             pool.stop()
         self.etcd.kill()
+        self.running.close()
 
 
-def _workers(run_dir: Path, model: Path, pools: dict[str, PoolNode], etcd: EtcdServer) -> list[Worker]:
+def _workers(
+    run_dir: Path, model: Path, pools: dict[str, PoolNode], etcd: EtcdServer, mooncake_master: str
+) -> list[Worker]:
     latent_model = make_latent_model(model, run_dir / "demo-latent")
     exact = engine_settings(model)
     direct = {
@@ -246,6 +258,7 @@ def _workers(run_dir: Path, model: Path, pools: dict[str, PoolNode], etcd: EtcdS
     disaggregated = {"nodes": [pools["pool0"].ref], "retry_after_s": 0.2, "page_key": PAGE_KEY}
     of_ranks = {"nodes": [pools["pool0"].ref], "put_timeout_s": 30.0, "restart_wait_s": 0.0}
     plainly = {"nodes": [pools["pool0"].ref]}
+    mooncake = {"engine": "mooncake", "options": {"master": mooncake_master}}
     as_remote = {**of_ranks, "data_path": "tcp"}
     return [
         Worker("agg", "plain", run_dir, exact, settings=plain),
@@ -268,6 +281,8 @@ def _workers(run_dir: Path, model: Path, pools: dict[str, PoolNode], etcd: EtcdS
         *(Worker("elastic", f"elastic{i}", run_dir, few, disaggregated) for i in range(2)),
         Worker("prefill", "sender", run_dir, chunked, disaggregated, direct),
         Worker("decode", "receiver", run_dir, exact, disaggregated, direct),
+        Worker("prefill", "mooncake-prefill", run_dir, exact, mooncake, unhurried),
+        Worker("decode", "mooncake-decode", run_dir, exact, mooncake, unhurried),
     ]
 
 

@@ -188,8 +188,8 @@ class MockWorker:
         async with self._arrived:
             await asyncio.wait_for(self._arrived.wait_for(condition), 10)
 
-    async def start(self, port: int = 0) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", port, ssl=self.tls)
+    async def start(self, port: int = 0, host: str = "127.0.0.1") -> None:
+        self._server = await asyncio.start_server(self._serve, host, port, ssl=self.tls)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:

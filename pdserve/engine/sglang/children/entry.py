@@ -106,7 +106,8 @@ def _change_scheduler() -> None:
     )
 
     kept_prompts.install()
-    local_store.install()
+    if not prepare.has_several_hosts():
+        local_store.install()
     pulls.install()
     ssd_tokens.install()
     declined_fetches.install()

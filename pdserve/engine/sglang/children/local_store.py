@@ -1,9 +1,10 @@
 """Torch's key-value store of a worker's ranks listens on loopback only.
 
 Rank 0 of a process group serves a `TCPStore`, through which the ranks find each other. Torch binds it to all
-interfaces whatever its address, and asks nobody who he is. SGLang names the worker's own address. All ranks
-of a worker are on one host, so the store is served and asked at 127.0.0.1 instead. Gloo and NCCL, whose
-sockets follow the interface, are told to use loopback by `device.ONE_HOST_ENV`.
+interfaces whatever its address, and asks nobody who he is. SGLang names the worker's own address. Where all
+ranks of a worker are on one host, the store is served and asked at 127.0.0.1 instead. Gloo and NCCL, whose
+sockets follow the interface, are told to use loopback by `device.ONE_HOST_ENV`. Ranks on several hosts need
+`engine.trusted_network`.
 """
 
 from __future__ import annotations
