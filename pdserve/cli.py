@@ -29,6 +29,7 @@ class SubCommand(NamedTuple):
 
 SUB_COMMANDS: Mapping[str, SubCommand] = {
     "up": SubCommand("pdserve.up.cli:app", "Start and supervise a whole cluster from one TOML file."),
+    "scale": SubCommand("pdserve.up.scale.cli:app", "Start or end workers of a running cluster."),
     "router": SubCommand("pdserve.router.cli:command", "Run the router: OpenAI's API before the workers."),
     "key": SubCommand("pdserve.router.tenants.key_cli:app", "Make an API key of a tenant."),
     "cert": SubCommand("pdserve.tls.cli:app", "Make certificates for TLS between the parts."),

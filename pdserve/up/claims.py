@@ -21,6 +21,9 @@ AUTOMATIC_PORTS: Final = range(20_000, 32_000)
 it.
 """
 
+SUPERVISOR_LOCK: Final = "lock"
+"""In the run directory: held, and its holder's process id; empty once that has ended."""
+
 
 def is_free(host: str, port: int) -> bool:
     """Whether a server could listen on the port now. Raises StartupError when the host is not one of ours."""
@@ -84,7 +87,7 @@ def claimed(run_dir: Path) -> Iterator[None]:
     """Make the run directory and hold it for this process alone. Raises StartupError."""
     try:
         private_directory(run_dir, checks_parents=False)
-        lock = (run_dir / "lock").open("a+")
+        lock = (run_dir / SUPERVISOR_LOCK).open("a+")
     except OSError as error:
         raise StartupError(
             f"{run_dir}: cannot be used as run_dir: {error.strerror}: make it this user's own, or choose "

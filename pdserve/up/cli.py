@@ -5,29 +5,25 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
-import random
-import secrets
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import typer
 
-from pdserve.capacity.gather import read_model, this_machine
 from pdserve.capacity.report import lines
 from pdserve.capacity.tables import node_count
 from pdserve.errors import ConfigError, StartupError
 from pdserve.settings.command_line import ExtraArgs
 from pdserve.settings.config_file import build_config
-from pdserve.up.claims import check_ports, claimed, free_ports, is_ours, run_directory
-from pdserve.up.config import WORKER_ROLES, ClusterFile, Role, WorkerRole, read_cluster_file
+from pdserve.up.claims import check_ports, claimed
+from pdserve.up.config import WORKER_ROLES, Role, WorkerRole, read_cluster_file
 from pdserve.up.console import Console
-from pdserve.up.fitting import fitted
 from pdserve.up.places.base import Place, open_place
-from pdserve.up.plan import Plan, demands, make_plan
-from pdserve.up.site import Site
+from pdserve.up.plan import Plan
+from pdserve.up.scale.planner import Planner
 from pdserve.up.supervisor import Supervisor
 
 LOCAL = "local"
@@ -90,7 +86,7 @@ def up(
         str,
         typer.Option(
             metavar="PLACE",
-            help="Who runs the processes: local (this host), hosts (over ssh), slurm, or ray (not run yet).",
+            help="Who runs the processes: local (this host), hosts (over ssh), slurm, ray, or your own.",
         ),
     ] = LOCAL,
     extra: ExtraArgs = None,
@@ -118,43 +114,18 @@ def up(
     if (line := place.submit([*PROGRAM, *sys.argv[1:]], cluster.cluster)) is not None:
         typer.echo(line)
         return
-    raise typer.Exit(run_plan(_planned(file, cluster, place, extra or ()), place))
-
-
-def _planned(file: Path, cluster: ClusterFile, place: Place, extra: Sequence[str]) -> Plan:
-    """The plan of a cluster on this place, fitted to this machine where it runs here, and checked. Raises
-    ConfigError, StartupError.
-    """
-    hosts = place.assign(demands(cluster))
-    fit = None
-    if hosts is None:
-        cluster, fit = fitted(cluster, extra, this_machine(os.environ), read_model)
-    plan = make_plan(
-        cluster,
-        program=PROGRAM,
-        run_dir=run_directory(cluster.cluster.run_dir),
-        uid=os.getuid(),
-        ports=free_ports(cluster.cluster.host, random.SystemRandom()),
-        extra_args=extra,
-        cluster_token=os.environ.get("PDSERVE_CLUSTER_TOKEN") or secrets.token_urlsafe(32),
-        admin_key=os.environ.get("PDSERVE_ADMIN_KEY") or secrets.token_urlsafe(32),
-        site=None if hosts is None else _site(hosts),
-    )
+    planner = Planner(cluster, place, source=str(file), program=PROGRAM, extra_args=extra or ())
+    plan = planner.plan()
     check_tables(plan, str(file), SCHEMAS)
     for spec in plan.processes:
         if spec.role in WORKER_ROLES and node_count(spec.config["engine"].get("extra_args", ())) > 1:
             raise ConfigError(f"'{spec.table}': --nnodes: only Kubernetes runs a worker on several hosts")
-    if fit is not None:
-        for line in lines(fit):
+    if planner.fit is not None:
+        for line in lines(planner.fit):
             typer.echo(line)
-        if wrong := [note for note in fit.notes if note.level == "fail"]:
+        if wrong := [note for note in planner.fit.notes if note.level == "fail"]:
             raise StartupError(str(wrong[0]))
-    return plan
-
-
-def _site(hosts: Mapping[str, str]) -> Site:
-    far = frozenset(name for name, host in hosts.items() if not is_ours(host))
-    return Site(hosts, secrets.token_urlsafe(32), secrets.token_urlsafe(32), far)
+    raise typer.Exit(run_plan(plan, place, planner.scaled))
 
 
 def check_tables(plan: Plan, source: str, schemas: Mapping[Role, str]) -> None:
@@ -165,12 +136,14 @@ def check_tables(plan: Plan, source: str, schemas: Mapping[Role, str]) -> None:
         build_config(type_, spec.config, source=f"{source}: [{spec.table}]")
 
 
-def run_plan(plan: Plan, place: Place) -> int:
-    """Run a plan in the foreground until it is stopped; gives the exit status."""
+def run_plan(plan: Plan, place: Place, scaled: Callable[[Mapping[WorkerRole, int]], Plan]) -> int:
+    """Run a plan in the foreground until it is stopped; gives the exit status. `scaled`: the plan with other
+    numbers of workers.
+    """
     check_ports(plan)
     names = [spec.name for spec in plan.processes]
     with (
-        claimed(plan.processes[0].config_path.parent),
+        claimed(plan.run_dir),
         closing(Console(sys.stdout, names, echo_logs=plan.settings.echo_logs)) as console,
     ):
-        return asyncio.run(Supervisor(plan, console, place).run())
+        return asyncio.run(Supervisor(plan, console, place, scaled).run())

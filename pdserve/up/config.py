@@ -142,28 +142,35 @@ def read_cluster_file(
     last ones; None leaves the file's tables. Raises ConfigError.
     """
     file = load_config(ClusterFile, path, overrides)
-    tables = {role: _counted(path, role, getattr(file, role)) for role in WORKER_ROLES}
+    if not _counted(path, "router", [file.router]):
+        raise ConfigError(f"{path}: 'router.count' must be 1 or more")
+    lists = {
+        role: [_based(path, table) for table in _counted(path, role, getattr(file, role))]
+        for role in ("pool", *WORKER_ROLES, "vllm")
+    }
+    whole = msgspec.structs.replace(
+        file,
+        router=_based(path, file.router),
+        worker=_based(path, file.worker),
+        lmcache=[_based(path, table) for table in file.lmcache],
+        **lists,
+    )
+    return resized(whole, counts, str(path))
+
+
+def resized(file: ClusterFile, counts: Mapping[WorkerRole, int | None], source: str) -> ClusterFile:
+    """The file with other numbers of workers, as `read_cluster_file` says. Raises ConfigError."""
+    tables: dict[str, list[Table]] = {role: getattr(file, role) for role in WORKER_ROLES}
     for role, count in counts.items():
         if count is not None:
             tables[role] = _resized(tables[role], count)
     if not any(tables.values()) and not file.vllm:
-        raise ConfigError(f"{path}: no worker: give [[prefill]] and [[decode]], or [[agg]], or [[elastic]]")
+        raise ConfigError(f"{source}: no worker: give [[prefill]] and [[decode]], or [[agg]], or [[elastic]]")
     if tables["prefill"] and not (tables["decode"] or tables["agg"] or tables["elastic"]):
         raise ConfigError(
-            f"{path}: prefill workers need a [[decode]] or [[agg]] worker to answer, or [[elastic]]"
+            f"{source}: prefill workers need a [[decode]] or [[agg]] worker to answer, or [[elastic]]"
         )
-    if not _counted(path, "router", [file.router]):
-        raise ConfigError(f"{path}: 'router.count' must be 1 or more")
-    lists = {role: [_based(path, table) for table in made] for role, made in tables.items()}
-    return msgspec.structs.replace(
-        file,
-        router=_based(path, file.router),
-        worker=_based(path, file.worker),
-        pool=[_based(path, table) for table in _counted(path, "pool", file.pool)],
-        lmcache=[_based(path, table) for table in file.lmcache],
-        vllm=[_based(path, table) for table in _counted(path, "vllm", file.vllm)],
-        **lists,
-    )
+    return msgspec.structs.replace(file, **tables)
 
 
 def merge(defaults: Mapping[str, Any], table: Mapping[str, Any]) -> Table:
@@ -205,7 +212,7 @@ def _counted(path: Path, role: str, tables: list[Table]) -> list[Table]:
 
 
 def _resized(tables: list[Table], count: int) -> list[Table]:
-    if count < 0:
+    if not 0 <= count <= MAX_COUNT:
         raise ConfigError(f"a number of workers cannot be {count}")
     pattern = {key: value for key, value in (tables[-1] if tables else {}).items() if key != "name"}
     if isinstance(engine := pattern.get("engine"), dict):

@@ -29,12 +29,9 @@ class Console:
         self._encoding = stream.encoding
         self._echo_logs = echo_logs
         self._width = max(map(len, [*names, SUPERVISOR]))
-        colours = _wants_colour(stream, os.environ)
-        self._colour = {
-            name: _COLOURS[i % len(_COLOURS)] if colours else None
-            for i, name in enumerate(dict.fromkeys(names))
-        }
-        self._bold = colours
+        self._colours = _wants_colour(stream, os.environ)
+        self._number = {name: i for i, name in enumerate(dict.fromkeys(names))}
+        """By process. Those that scaling adds come behind."""
         self._changed = threading.Condition()
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
@@ -47,11 +44,13 @@ class Console:
     def log(self, name: str, line: str) -> None:
         """A line of a process's own output."""
         if self._echo_logs:
-            self._put(self._shown(name, self._colour.get(name), line))
+            number = self._number.setdefault(name, len(self._number))
+            colour = _COLOURS[number % len(_COLOURS)] if self._colours else None
+            self._put(self._shown(name, colour, line))
 
     def say(self, text: str) -> None:
         """A line of the supervisor's."""
-        self._put(self._shown(SUPERVISOR, 1 if self._bold else None, text))
+        self._put(self._shown(SUPERVISOR, 1 if self._colours else None, text))
 
     def close(self) -> None:
         """Let what waits be written, for at most `CLOSE_TIMEOUT_S`."""
@@ -98,7 +97,7 @@ class Console:
             lines = b"".join(self._waiting)
             if self._dropped:
                 text = f"{self._dropped} lines not shown: nobody read them; the logs have them"
-                lines = self._shown(SUPERVISOR, 1 if self._bold else None, text) + lines
+                lines = self._shown(SUPERVISOR, 1 if self._colours else None, text) + lines
             self._waiting.clear()
             self._waiting_bytes = self._dropped = 0
             return lines

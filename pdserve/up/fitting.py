@@ -31,8 +31,8 @@ def fitted(
     places: dict[str, Table] = {}
     known: dict[tuple[str, str, str], Model] = {}
     for role in WORKER_ROLES:
-        for i, table in enumerate(tables[role]):
-            where, name = f"{role}[{i}]", str(table.get("name", f"{role}{i}"))
+        for i, (name, table) in enumerate(_named(role, tables[role])):
+            where = f"{role}[{i}]"
             found = worker_need(name, role, where, table, extra_args)
             if table.pop("gpus", None) is not None and (found is None or not machine.gpus):
                 raise ConfigError(f"'{where}.gpus': {'it runs on the CPU' if found is None else _NONE}")
@@ -58,7 +58,26 @@ def fitted(
     return replace(file, **tables, worker={}, pool=nodes), fit
 
 
+def pinned(file: ClusterFile, before: ClusterFile) -> ClusterFile:
+    """`file` with what its processes got before, when `before` was fitted. Its new workers get the rest."""
+    had = {name: table for role in WORKER_ROLES for name, table in _named(role, getattr(before, role))}
+    tables: dict[str, list[Table]] = {}
+    for role in WORKER_ROLES:
+        tables[role] = []
+        for name, table in _named(role, [merge(file.worker, one) for one in getattr(file, role)]):
+            fit = had.get(name)
+            if fit is not None and VISIBLE in fit.get("env", {}):
+                gpus = [int(index) for index in fit["env"][VISIBLE].split(",")]
+                table = {**fit, "env": table.get("env", {}), "gpus": gpus}
+            tables[role].append(table)
+    return replace(file, **tables, worker={}, pool=before.pool)
+
+
 _NONE = "this machine has no GPU"
+
+
+def _named(role: str, tables: Sequence[Table]) -> list[tuple[str, Table]]:
+    return [(str(table.get("name", f"{role}{i}")), table) for i, table in enumerate(tables)]
 
 
 def _pool_need(number: int, table: Table) -> PoolNeed:

@@ -16,6 +16,8 @@ A process goes through these phases:
 - A process that ends before it was ever ready stops the cluster. Later it is restarted as restart.py says.
 - SIGUSR1 restarts the processes host by host, those of a host in the order of their start, each once the
   one before is ready again.
+- Scaling starts new workers and tells others to end. Routers learn first which ones leave, and of new ones
+  when they are ready. A new one that fails stays ended, and the others go on.
 - Stopping goes through the stages in reverse. A stage is told to end, and killed when its grace is over.
 
 The owner calls `handle` with each event, carries out the actions in order, and calls `handle(Tick())` at
@@ -29,105 +31,32 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Final, TypeAlias, assert_never
+from typing import Final, assert_never
 
+from pdserve.up.config import WORKER_ROLES
+from pdserve.up.events import (
+    Action,
+    Announce,
+    BecameReady,
+    Ended,
+    Event,
+    Exit,
+    Kill,
+    Reload,
+    RenewAsked,
+    Rewire,
+    Say,
+    ScaleAsked,
+    Scaled,
+    Start,
+    StopAsked,
+    Terminate,
+    Tick,
+)
 from pdserve.up.plan import Plan, ProcessSpec, grace_s
 from pdserve.up.restart import restart_delay_s
 
 PROGRESS_INTERVAL_S: Final = 5.0
-
-
-@dataclass(frozen=True)
-class BecameReady:
-    """A process that was started is ready."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A process has ended, and its session with it."""
-
-    name: str
-    status: int
-    """Exit status; negative: minus the signal that killed it."""
-    lines: Sequence[str] = ()
-    """Its last lines of output."""
-    problem: str = ""
-    """Why it could not even be started."""
-
-
-@dataclass(frozen=True)
-class Tick:
-    """Time has passed."""
-
-
-@dataclass(frozen=True)
-class RenewAsked:
-    """SIGUSR1: restart every process."""
-
-
-@dataclass(frozen=True)
-class StopAsked:
-    """A signal to stop; a second one stops at once."""
-
-    by: str
-    """The signal's name."""
-
-
-Event: TypeAlias = BecameReady | Ended | Tick | RenewAsked | StopAsked
-
-
-@dataclass(frozen=True)
-class Start:
-    """Start this process. `BecameReady` and `Ended` follow."""
-
-    name: str
-    again: bool
-    """It was ready before: its log is continued."""
-
-
-@dataclass(frozen=True)
-class Terminate:
-    """Ask this process to end."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class Kill:
-    """End this process and its whole session at once."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class Reload:
-    """SIGHUP: this process replaces itself or its own children, and refuses no client meanwhile."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class Say:
-    """A line for the console."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Announce:
-    """All processes are ready: tell the user how to reach the cluster."""
-
-
-@dataclass(frozen=True)
-class Exit:
-    """No process is left: end the supervisor with this status."""
-
-    status: int
-
-
-Action: TypeAlias = Start | Terminate | Kill | Reload | Say | Announce | Exit
 
 
 class Phase(Enum):
@@ -144,7 +73,7 @@ class Phase(Enum):
 RUNNING: Final = frozenset({Phase.STARTING, Phase.READY})
 
 
-@dataclass
+@dataclass(eq=False)
 class _Process:
     spec: ProcessSpec
     phase: Phase = Phase.NEW
@@ -158,6 +87,10 @@ class _Process:
     """It was asked to end, and has until then."""
     renewing: bool = False
     """SIGUSR1 asked for its end, which is no failure."""
+    leaving: bool = False
+    """It is not in the plan any more, and was asked to end."""
+    is_behind: bool = False
+    """It may have started with a configuration that has changed since."""
     problem: str = ""
     """Why it is being killed."""
 
@@ -183,6 +116,11 @@ class Lifecycle:
         """SIGUSR1 restarts it now."""
         self._is_renewing = False
         self._renew_asked = False
+        self._scale_to: Plan | None = None
+        """Asked for; begins when nothing else is under way."""
+        self._awaited: set[str] | None = None
+        """Workers that scaling starts or ends; None: nothing is scaled now."""
+        self._scale_problem = ""
         self._exit_status: int | None = None
         """Set: the cluster is stopping."""
         self._stopping: list[_Process] = []
@@ -215,11 +153,15 @@ class Lifecycle:
                 self._on_tick(now_s)
             case RenewAsked():
                 self._renew_asked = True
+            case ScaleAsked(plan):
+                self._scale_to = plan
+                self._refuse_scaling_at_the_end()
             case StopAsked(by):
                 self._on_stop_asked(by, now_s)
             case _:
                 assert_never(event)
         if self._exit_status is None:
+            self._scale(now_s)
             self._fill_slots(now_s)
             self._renew(now_s)
         return self._taken()
@@ -278,6 +220,11 @@ class Lifecycle:
             return
         if process is self._renewed and not process.renewing:
             self._renewed = None
+        if self._awaited is not None and not process.leaving:
+            self._awaited.discard(process.spec.name)
+        if process.is_behind:
+            process.is_behind = False
+            self._actions.append(Reload(process.spec.name))
         if self._is_starting and all(one.was_ready for one in self._stages[self._stage]):
             self._begin_stage(now_s)
 
@@ -290,6 +237,8 @@ class Lifecycle:
         if self._exit_status is not None:
             self._enter(process, Phase.ENDED, now_s)
             self._stop_next(now_s)
+        elif process.leaving:
+            self._drop(process)
         elif process.renewing:
             process.renewing = False
             self._enqueue(process, now_s)
@@ -299,23 +248,29 @@ class Lifecycle:
     def _on_death(self, process: _Process, words: str, end: Ended, now_s: float) -> None:
         spec, log = process.spec, f"its whole log: {process.spec.log_path}"
         self._enter(process, Phase.ENDED, now_s)
-        if not process.was_ready:
+        is_new = not process.was_ready
+        if is_new and (self._awaited is None or end.name not in self._awaited):
             self._fail(f"{words}; {log}", end.lines, now_s)
             return
         delay_s = restart_delay_s(spec.restart, end.status, process.restarts_s, now_s, self._settings)
-        if delay_s is not None:
+        if delay_s is not None and not is_new and not end.host_lost:
             self._show_death(words, end.lines)
             self._say(f"restarting {spec.name} in {delay_s:.1f} s")
             self._enter(process, Phase.BACKOFF, now_s, delay_s)
             process.restarts_s.append(now_s)
-        elif self._settings.stop_on_loss or (spec.role == "router" and not self._is_routed):
+        elif not is_new and (self._settings.stop_on_loss or (spec.role == "router" and not self._is_routed)):
             self._fail(f"{words} and is not restarted; {log}", end.lines, now_s)
         else:
             if end.status != 0:
                 self._show_death(words, end.lines)
-            self._say(f"{words} and stays ended; the others go on; {log}")
+            moves = end.host_lost and spec.role in WORKER_ROLES
+            stays = "waits for another host" if moves else "stays ended"
+            self._say(f"{words} and {stays}; the others go on; {log}")
             if process is self._renewed:
                 self._renewed = None
+            if self._awaited is not None and end.name in self._awaited:
+                self._awaited.discard(end.name)
+                self._scale_problem = f"{words}; {log}"
 
     @property
     def _is_routed(self) -> bool:
@@ -341,11 +296,80 @@ class Lifecycle:
                 waits = ", ".join(f"{one.spec.name} ({now_s - one.since_s:.0f} s)" for one in starting)
                 self._say(f"waiting for {waits}")
 
+    # --- scaling
+
+    def _scale(self, now_s: float) -> None:
+        """Begin what was asked for, if nothing else is under way; end it when all that it awaits is there."""
+        if self._awaited is None and self._scale_to is not None:
+            if self._is_starting or self._is_renewing:
+                return
+            plan, self._scale_to = self._scale_to, None
+            self._begin_scaling(plan, now_s)
+        if self._awaited is not None and not self._awaited:
+            self._awaited = None
+            self._rewire()
+            self._actions.append(Scaled(self._scale_problem))
+
+    def _refuse_scaling_at_the_end(self) -> None:
+        if self._exit_status is not None and (self._scale_to is not None or self._awaited is not None):
+            self._scale_to = self._awaited = None
+            self._actions.append(Scaled("the cluster stops"))
+
+    def _begin_scaling(self, plan: Plan, now_s: float) -> None:
+        wanted = {spec.name for spec in plan.processes}
+        leaving = [one for one in self._processes.values() if one.spec.name not in wanted]
+        for number, stage in enumerate(plan.stages):
+            stays = [one for one in self._stages[number] if one in leaving]
+            self._stages[number] = [*(self._in_plan(spec) for spec in stage), *stays]
+        joining = [
+            one
+            for one in self._processes.values()
+            if one.spec.role in WORKER_ROLES and one.phase in (Phase.NEW, Phase.ENDED) and one not in leaving
+        ]
+        self._awaited = {one.spec.name for one in (*joining, *leaving)}
+        self._scale_problem = ""
+        for process in joining:
+            self._enqueue(process, now_s)
+        if leaving:
+            self._rewire()
+        for process in leaving:
+            process.leaving = True
+            if process.phase in RUNNING:
+                self._terminate(process, now_s)
+            else:
+                self._drop(process)
+
+    def _rewire(self) -> None:
+        """Tell the routers which workers there are."""
+        for router in self._stages[-1]:
+            self._actions.append(Rewire(router.spec.name))
+            router.is_behind = router.phase is Phase.STARTING
+            if router.phase is Phase.READY:
+                self._actions.append(Reload(router.spec.name))
+
+    def _in_plan(self, spec: ProcessSpec) -> _Process:
+        """The process of this name, which may be a new one."""
+        process = self._processes.setdefault(spec.name, _Process(spec))
+        process.spec = spec
+        return process
+
+    def _drop(self, process: _Process) -> None:
+        """It has ended, and is no part of the cluster any more."""
+        name = process.spec.name
+        self._say(f"{name} has stopped")
+        del self._processes[name]
+        for stage in self._stages:
+            stage[:] = [one for one in stage if one is not process]
+        if process in self._queue:
+            self._queue.remove(process)
+        if self._awaited is not None:
+            self._awaited.discard(name)
+
     # --- SIGUSR1
 
     def _renew(self, now_s: float) -> None:
         """Go on with the restart of all processes, as far as it can go now."""
-        if self._is_starting or self._renewed is not None:
+        if self._is_starting or self._renewed is not None or self._awaited is not None:
             return
         if not self._is_renewing and self._renew_asked:
             self._is_renewing, self._renew_asked = True, False
@@ -396,6 +420,7 @@ class Lifecycle:
 
     def _stop(self, status: int, now_s: float) -> None:
         self._exit_status = status
+        self._refuse_scaling_at_the_end()
         for process in self._processes.values():
             process.until_s = None
             if process.phase not in RUNNING:

@@ -14,7 +14,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, Final, get_args
 
@@ -82,6 +82,8 @@ class ProcessSpec:
     ready: HttpReady | ConnectReady
     restart: Restart
     listening: tuple[Listening, ...] = ()
+    automatic_ports: tuple[int, ...] = ()
+    """All free ports that it was given, in this order."""
     env: Mapping[str, str] = field(default_factory=dict)
     start_timeout_s: float | None = None
     """Longest time until it is ready; None: the cluster's."""
@@ -115,6 +117,11 @@ class Plan:
         return self.stages[-1]
 
     @property
+    def run_dir(self) -> Path:
+        """Where its logs and configurations are."""
+        return self.routers[0].config_path.parent
+
+    @property
     def processes(self) -> list[ProcessSpec]:
         """All processes in the order they start."""
         return [spec for stage in self.stages for spec in stage]
@@ -143,26 +150,29 @@ def make_plan(
     cluster_token: str = "",
     admin_key: str = "",
     site: Site | None = None,
+    before: Plan | None = None,
 ) -> Plan:
     """The plan of a cluster file.
 
     `program` runs pdserve (`python -m pdserve`); `run_dir` is absolute; `uid`: the user's; `ports` yields
-    free ones;
-    `extra_args` go to SGLang in every worker; `cluster_token`, where not empty, to workers and router, unless
-    the file gives one; `admin_key`, where not empty, opens the router's admin port on this host, unless the
-    file has one; `site`: the hosts, where there are several. Raises ConfigError: two processes of one name,
-    one port for two, a bad supervisor key.
+    free ones; `extra_args` go to SGLang in every worker; `cluster_token`, where not empty, to workers and
+    router, unless the file gives one; `admin_key`, where not empty, opens the router's admin port on this
+    host, unless the file has one; `site`: the hosts, where there are several; `before`: another plan, whose
+    processes keep their free ports. Raises ConfigError: a name or a port is given twice, a bad key.
     """
     drafts = list(_drafts(file))
     _refuse_repeats("name", (draft.name for draft in drafts))
-    _assign_ports(drafts, file.cluster.host, ports, site)
+    kept = {spec.name: spec.automatic_ports for spec in before.processes} if before else {}
+    for draft in drafts:
+        draft.ports = chain(kept.get(draft.name, ()), ports)
+    _assign_ports(drafts, file.cluster.host, site)
     pool = [draft for draft in drafts if draft.role == "pool"]
     mark = hashlib.sha256(str(run_dir).encode()).hexdigest()[:8]
     arena_dir = MEMORY / f"pdserve-{uid}" / f"{file.cluster.name}-{mark}"
-    nodes = [_wire_pool_node(draft, arena_dir, run_dir, site, ports) for draft in pool]
+    nodes = [_wire_pool_node(draft, arena_dir, run_dir, site) for draft in pool]
     sockets = {draft.name: one for draft in pool for one in draft.config["listen"] if one.startswith("unix:")}
     for draft in pool:
-        draft.config.setdefault("metrics", f"{METRICS_HOST}:{next(ports)}")
+        draft.config.setdefault("metrics", f"{METRICS_HOST}:{draft.free_port()}")
         if len(pool) > 1:
             _sub_table(draft, "cluster").setdefault("peers", [node["address"] for node in nodes])
     workers = [draft for draft in drafts if draft.role in WORKER_ROLES]
@@ -176,7 +186,7 @@ def make_plan(
             engine["extra_args"] = [*_list(draft, engine, "extra_args"), *extra_args]
     routers = [draft for draft in drafts if draft.role == "router"]
     for router in routers:
-        _administer(_sub_table(router, "admin"), [node["address"] for node in nodes], admin_key, ports)
+        _administer(router, [node["address"] for node in nodes], admin_key)
     if cluster_token:
         doors = [_sub_table(router, "access") for router in routers]
         _share_token(cluster_token, [draft.config for draft in workers], doors)
@@ -220,6 +230,15 @@ class _Draft:
     listening: tuple[Listening, ...] = ()
     argv: tuple[str, ...] = ()
     """Of a process that is not pdserve's."""
+    ports: Iterator[int] = field(default_factory=lambda: iter(()))
+    """Free ones; those that it had in an earlier plan come first."""
+    automatic_ports: tuple[int, ...] = ()
+
+    def free_port(self, asked: Sequence[int] = ()) -> int:
+        """One that is not among those `asked` for."""
+        port = next(port for port in self.ports if port not in asked)
+        self.automatic_ports += (port,)
+        return port
 
 
 def _drafts(file: ClusterFile) -> Iterator[_Draft]:
@@ -270,7 +289,7 @@ def _draft(file: ClusterFile, role: Role, where: str, name: str, table: Table) -
     return _Draft(role, where, config=config, needs=needs, **given)
 
 
-def _assign_ports(drafts: list[_Draft], default_host: str, ports: Iterator[int], site: Site | None) -> None:
+def _assign_ports(drafts: list[_Draft], default_host: str, site: Site | None) -> None:
     """Give every worker and the router a host and a port; a port of 0, or none, is an automatic one."""
     for draft in drafts:
         draft.host = "" if site is None else site.hosts[draft.name]
@@ -285,22 +304,22 @@ def _assign_ports(drafts: list[_Draft], default_host: str, ports: Iterator[int],
         host = home.setdefault("host", ALL_INTERFACES if is_far else default_host)
         is_chosen = bool(home.get("port"))
         if not is_chosen:
-            home["port"] = next(port for port in ports if port not in asked)
+            home["port"] = draft.free_port(asked)
         draft.listening = (Listening(host, home["port"], is_chosen),)
         if draft.role == "lmcache":
             is_chosen = bool(home.get("http_port"))
-            home["http_port"] = home.get("http_port") or next(port for port in ports if port not in asked)
+            home["http_port"] = home.get("http_port") or draft.free_port(asked)
             draft.listening += (Listening(host, home["http_port"], is_chosen),)
         if draft.role == "prefill" and draft.config.get("handoff") == "direct":
-            draft.listening += (_bootstrap(draft, host, (port for port in ports if port not in asked)),)
+            draft.listening += (_bootstrap(draft, host, asked),)
 
 
-def _bootstrap(draft: _Draft, host: str, ports: Iterator[int]) -> Listening:
+def _bootstrap(draft: _Draft, host: str, asked: Sequence[int]) -> Listening:
     """Where decode workers find a prefill worker that hands over directly."""
     direct = _sub_table(draft, "direct")
     chosen = "bootstrap_port" in direct
     if not chosen:
-        direct["bootstrap_port"] = next(ports)
+        direct["bootstrap_port"] = draft.free_port(asked)
     port = direct["bootstrap_port"]
     if isinstance(port, bool) or not isinstance(port, int):
         raise ConfigError(f"'{draft.table}.direct.bootstrap_port' must be a number, found {port!r}")
@@ -318,9 +337,7 @@ def _home(draft: _Draft) -> Table:
     return home
 
 
-def _wire_pool_node(
-    draft: _Draft, arena_dir: Path, run_dir: Path, site: Site | None, ports: Iterator[int]
-) -> Table:
+def _wire_pool_node(draft: _Draft, arena_dir: Path, run_dir: Path, site: Site | None) -> Table:
     """Fill in a pool node's addresses; returns how clients find it."""
     draft.config["name"] = draft.name
     draft.config.setdefault("arena_dir", str(arena_dir))
@@ -335,7 +352,7 @@ def _wire_pool_node(
                 f"give a shorter cluster.run_dir, or {draft.table}.listen"
             )
         own = [f"unix:{socket_path}"]
-        draft.config["listen"] = own if site is None else [f"tcp:{ALL_INTERFACES}:{next(ports)}", *own]
+        draft.config["listen"] = own if site is None else [f"tcp:{ALL_INTERFACES}:{draft.free_port()}", *own]
     listen = draft.config["listen"]
     if not isinstance(listen, list) or not listen or not all(isinstance(address, str) for address in listen):
         raise ConfigError(f"'{draft.table}.listen' must be a list of addresses, found {listen!r}")
@@ -358,7 +375,7 @@ def _wire_vllm(draft: _Draft, servers: Sequence[_Draft], routers: Sequence[_Draf
         wanted = draft.config.get("lmcache") or "one"
         raise ConfigError(f"'{draft.table}' needs an LMCache server: give [[lmcache]] {wanted}") from None
     token = _sub_table(routers[0], "access").get("cluster_token", "")
-    draft.argv = vllm_argv(draft.config, (server["host"], server["port"]))
+    draft.argv = vllm_argv(draft.config, server)
     draft.env = {**environment(token), **draft.env}
     role = draft.config.get("role", "agg")
     if role not in get_args(VllmRole):
@@ -379,12 +396,13 @@ def _share_token(token: str, workers: Sequence[Table], doors: Sequence[Table]) -
             table["cluster_token"] = token
 
 
-def _administer(admin: Table, pool: Sequence[str], key: str, ports: Iterator[int]) -> None:
+def _administer(router: _Draft, pool: Sequence[str], key: str) -> None:
     """Fill in what the live page needs. What is empty in the file is what launch/router.toml has."""
+    admin = _sub_table(router, "admin")
     if not admin.get("pool"):
         admin["pool"] = list(pool)
     if key and admin.get("port") is None:
-        admin["port"] = next(ports)
+        admin["port"] = router.free_port()
         if not admin.get("key") and not admin.get("key_file"):
             admin["key"] = key
 
@@ -421,6 +439,7 @@ def _spec(draft: _Draft, program: Sequence[str], run_dir: Path) -> ProcessSpec:
         ready=ready,
         restart=draft.restart,
         listening=draft.listening,
+        automatic_ports=draft.automatic_ports,
         env=draft.env,
         start_timeout_s=draft.start_timeout_s,
         release_s=draft.release_s,

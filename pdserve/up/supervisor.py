@@ -12,37 +12,56 @@ import json
 import os
 import signal
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Final, assert_never
 
-from pdserve.errors import StartupError
+from pdserve.errors import PdserveError, StartupError
 from pdserve.settings.toml_text import to_toml
-from pdserve.up import lifecycle as lc
+from pdserve.up import events
 from pdserve.up.announcement import announcement
+from pdserve.up.config import WORKER_ROLES, WorkerRole
 from pdserve.up.console import Console
-from pdserve.up.places.base import Place, Running
+from pdserve.up.lifecycle import Lifecycle
+from pdserve.up.places.base import HostLost, Place, Running
 from pdserve.up.places.process import write_private
 from pdserve.up.plan import Plan
 from pdserve.up.readiness import is_ready, served_model
+from pdserve.up.scale.requests import POLL_S, Mailbox
 from pdserve.up.scraping import TARGETS_FILE, targets
 
 PROBE_INTERVAL_S: Final = 0.2
+MOVE_INTERVAL_S: Final = 30.0
+"""Between two tries to find another host for a worker."""
 STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Supervisor:
-    """Runs one plan, once."""
+    """Runs one plan, once, and what it is scaled to."""
 
-    def __init__(self, plan: Plan, console: Console, place: Place) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        console: Console,
+        place: Place,
+        scaled: Callable[[Mapping[WorkerRole, int]], Plan],
+    ) -> None:
+        """`scaled`: the plan with other numbers of workers; it may wait for the place, in a thread."""
         self._plan = plan
+        self._scaled = scaled
         self._specs = {spec.name: spec for spec in plan.processes}
         self._console = console
         self._place = place
-        self._lifecycle = lc.Lifecycle(plan)
-        self._events: asyncio.Queue[lc.Event] = asyncio.Queue()
+        self._lifecycle = Lifecycle(plan)
+        self._events: asyncio.Queue[events.Event] = asyncio.Queue()
         """Short: a few events for each process."""
         self._children: dict[str, Running] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._taken_away = False
+        """The place has asked for the end."""
+        self._to_move: set[str] = set()
+        """Workers whose hosts are lost."""
+        self._scaling: asyncio.Future[str]
+        """The end of what `pdserve scale` asked last, and what went wrong."""
 
     async def run(self) -> int:
         """Start, supervise until a signal or a failure, stop. Gives the exit status. Owns the signal handlers
@@ -50,31 +69,43 @@ class Supervisor:
         """
         for spec in self._plan.processes:
             write_private(spec.config_path, to_toml(spec.config))
-        run_dir = self._plan.processes[0].config_path.parent
-        write_private(run_dir / TARGETS_FILE, json.dumps(targets(self._plan), indent=1))
+        self._write_targets()
+        mailbox = Mailbox(self._plan.run_dir)
         loop = asyncio.get_running_loop()
         stop_signals = (*STOP_SIGNALS, *self._place.stop_signals)
         for number in stop_signals:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it
-                loop.add_signal_handler(number, self._events.put_nowait, lc.StopAsked(number.name))
-        loop.add_signal_handler(signal.SIGUSR1, self._events.put_nowait, lc.RenewAsked())
+                loop.add_signal_handler(number, self._on_stop_signal, number)
+        loop.add_signal_handler(signal.SIGUSR1, self._events.put_nowait, events.RenewAsked())
+        self._spawn(self._take_requests(mailbox))
         try:
-            return await self._supervise()
+            status = await self._supervise()
+            if self._taken_away:
+                self._place.taken_away()
+            return status
         finally:
-            for child in self._children.values():  # none, unless this code has failed
+            for child in list(self._children.values()):  # none, unless this code has failed
                 await child.kill()
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+            mailbox.close()
             self._place.close()
             for number in stop_signals:
                 loop.remove_signal_handler(number)
+
+    def _on_stop_signal(self, number: signal.Signals) -> None:
+        self._taken_away = self._taken_away or number in self._place.stop_signals
+        self._events.put_nowait(events.StopAsked(number.name))
+
+    def _write_targets(self) -> None:
+        write_private(self._plan.run_dir / TARGETS_FILE, json.dumps(targets(self._plan), indent=1))
 
     async def _supervise(self) -> int:
         actions = self._lifecycle.begin(time.monotonic())
         while True:
             for action in actions:
-                if isinstance(action, lc.Exit):
+                if isinstance(action, events.Exit):
                     return action.status
                 await self._carry_out(action)
             for done in [task for task in self._tasks if task.done()]:
@@ -83,31 +114,35 @@ class Supervisor:
             event = await self._next_event()
             actions = self._lifecycle.handle(event, time.monotonic())
 
-    async def _next_event(self) -> lc.Event:
+    async def _next_event(self) -> events.Event:
         wake_at_s = self._lifecycle.wake_at_s
         timeout_s = None if wake_at_s is None else max(0.0, wake_at_s - time.monotonic())
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._events.get()
         except TimeoutError:
-            return lc.Tick()
+            return events.Tick()
 
-    async def _carry_out(self, action: lc.Action) -> None:
+    async def _carry_out(self, action: events.Action) -> None:
         match action:
-            case lc.Start(name, again):
+            case events.Start(name, again):
                 await self._start(name, again=again)
-            case lc.Terminate(name):
+            case events.Terminate(name):
                 self._signal(name, signal.SIGTERM)
-            case lc.Reload(name):
+            case events.Reload(name):
                 self._signal(name, signal.SIGHUP)
-            case lc.Kill(name):
+            case events.Kill(name):
                 if name in self._children:  # else its end is in the queue already
                     self._spawn(self._children[name].kill())
-            case lc.Say(text):
+            case events.Rewire(name):
+                self._rewire(name)
+            case events.Scaled(problem):
+                self._scaling.set_result(problem)
+            case events.Say(text):
                 self._console.say(text)
-            case lc.Announce():
+            case events.Announce():
                 self._spawn(self._announce())
-            case lc.Exit():
+            case events.Exit():
                 raise AssertionError("the caller's")
             case _:
                 assert_never(action)
@@ -115,7 +150,7 @@ class Supervisor:
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(lambda _: self._events.put_nowait(lc.Tick()))
+        task.add_done_callback(lambda _: self._events.put_nowait(events.Tick()))
 
     def _signal(self, name: str, number: signal.Signals) -> None:
         if name in self._children:
@@ -125,7 +160,10 @@ class Supervisor:
         try:
             child = await self._place.start(self._specs[name], self._console, again=again)
         except StartupError as error:
-            self._events.put_nowait(lc.Ended(name, status=1, problem=str(error)))
+            is_lost = isinstance(error, HostLost)
+            if is_lost and self._specs[name].role in WORKER_ROLES:
+                self._to_move.add(name)
+            self._events.put_nowait(events.Ended(name, status=1, problem=str(error), host_lost=is_lost))
             return
         self._children[name] = child
         self._spawn(self._follow(child))
@@ -137,14 +175,64 @@ class Supervisor:
         try:
             while not ended.done():
                 if await is_ready(child.spec.ready):
-                    self._events.put_nowait(lc.BecameReady(name))
+                    self._events.put_nowait(events.BecameReady(name))
                     break
                 await asyncio.wait({ended}, timeout=PROBE_INTERVAL_S)
             status = await child.finish()
         finally:
             ended.cancel()
         del self._children[name]
-        self._events.put_nowait(lc.Ended(name, status, child.last_lines()))
+        self._events.put_nowait(events.Ended(name, status, child.last_lines()))
+
+    def _rewire(self, name: str) -> None:
+        """Write what has changed; the process may still have the old file open."""
+        config = to_toml(self._specs[name].config)
+        try:
+            write_private(self._specs[name].config_path, config)
+            self._write_targets()
+        except StartupError as error:
+            self._console.say(f"error: {error}")
+        if name in self._children:
+            self._children[name].configure(config)
+
+    async def _take_requests(self, mailbox: Mailbox) -> None:
+        """One after the other: numbers of workers that `pdserve scale` asks for, and workers whose hosts are
+        lost.
+        """
+        move_at_s = 0.0
+        while True:
+            await asyncio.sleep(POLL_S)
+            if self._to_move and time.monotonic() >= move_at_s:
+                move_at_s = time.monotonic() + MOVE_INTERVAL_S
+                await self._say_scaling(f"moving {', '.join(sorted(self._to_move))} to another host", {})
+            request = await asyncio.to_thread(mailbox.take)
+            if request is not None:
+                wanted = " ".join(f"{role}={count}" for role, count in request.counts.items())
+                problem = await self._say_scaling(f"scale {wanted}", request.counts)
+                await asyncio.to_thread(mailbox.answer, "failed" if problem else "done", problem)
+
+    async def _say_scaling(self, what: str, counts: Mapping[WorkerRole, int]) -> str:
+        """Gives what is wrong; empty: it is so."""
+        self._console.say(what)
+        problem = await self._scale(counts)
+        self._console.say(f"error: {what}: {problem}" if problem else f"{what}: done")
+        return problem
+
+    async def _scale(self, counts: Mapping[WorkerRole, int]) -> str:
+        """Gives what is wrong; empty: it is so."""
+        try:
+            plan = await asyncio.to_thread(self._scaled, counts)
+            for spec in plan.processes:
+                if spec.name not in self._children:
+                    write_private(spec.config_path, to_toml(spec.config))
+        except PdserveError as error:
+            return str(error)
+        self._plan = plan
+        self._to_move.clear()
+        self._specs.update({spec.name: spec for spec in plan.processes})
+        self._scaling = asyncio.get_running_loop().create_future()
+        self._events.put_nowait(events.ScaleAsked(self._plan))
+        return await self._scaling
 
     async def _announce(self) -> None:
         model = await served_model(self._plan.router_url)

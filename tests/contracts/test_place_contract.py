@@ -6,7 +6,10 @@ Slurm, Ray and sshd are not installed everywhere. Where one is missing, its test
 from __future__ import annotations
 
 import http.client
+import os
 import signal
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from contextlib import suppress
@@ -20,7 +23,7 @@ from tests.support.up.ray_cluster import ray_cluster
 from tests.support.up.slurm_cluster import slurm_cluster
 from tests.support.up.ssh_hosts import ssh_hosts
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 DISAGG = """
 [cluster]
@@ -51,14 +54,27 @@ class Where(NamedTuple):
     hosts: int
 
 
-@pytest.fixture(scope="module", params=["local", "hosts", "slurm", "ray"])
+@pytest.fixture(scope="module", params=["local", "hosts", "slurm", "ray", "docs/examples/place.py"])
 def where(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Where]:
     if request.param == "local":
         yield Where("local", {}, 1)
         return
+    if request.param.startswith("docs/"):
+        yield Where("under", example_package(tmp_path_factory.mktemp("package")), 1)
+        return
     starts = {"hosts": ssh_hosts, "slurm": slurm_cluster, "ray": ray_cluster}
     with starts[request.param](tmp_path_factory.mktemp(request.param)) as variables:
         yield Where(request.param, variables, 2)
+
+
+def example_package(directory: Path) -> dict[str, str]:
+    """Installed as far as entry points go."""
+    folder = directory / "under-1.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: under\nVersion: 1\n")
+    (folder / "entry_points.txt").write_text("[pdserve.up.places]\nunder = docs.examples.place:UnderPlace\n")
+    found = [str(directory), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, found))}
 
 
 def ask(cluster: Cluster, name: str, path: str) -> None:
@@ -170,6 +186,48 @@ def test_what_ignores_the_request_is_killed_with_its_children(where: Where, tmp_
         cluster.wait_for(r"stand-in is ready at")
         cluster.process.send_signal(signal.SIGINT)
         assert cluster.finish() == 0
+    nothing_is_left(tmp_path)
+
+
+def scale(cluster: Cluster, where: Where, *numbers: str) -> str:
+    python = where.variables.get("PYTHON", sys.executable)
+    words = ["scale", str(cluster.run_dir.parent / "cluster.toml"), *numbers]
+    done = subprocess.run(
+        [python, "-m", "pdserve", *words, "--run-dir", str(cluster.run_dir)],
+        capture_output=True, text=True, timeout=180, check=False,
+    )  # fmt: skip
+    return done.stdout + done.stderr
+
+
+def decodes_of_the_router(cluster: Cluster) -> list[str]:
+    listed: list[str] = tomllib.loads((cluster.run_dir / "router.toml").read_text())["decode"]
+    return listed
+
+
+def test_a_running_cluster_is_scaled_and_workers_that_leave_drain(where: Where, tmp_path: Path) -> None:
+    toml = DISAGG.replace("[worker.engine]", '[worker.engine]\nbehave = "graceful"')
+    with start(where, tmp_path, toml) as cluster:
+        cluster.wait_for(r"stand-in is ready at")
+        (before,) = decodes_of_the_router(cluster)
+        assert scale(cluster, where, "decode=2") == "decode=2: done\n"
+        assert decodes_of_the_router(cluster)[0] == before
+        assert len(set(decodes_of_the_router(cluster))) == 2
+        cluster.wait_for_note("router", "reload")
+        notes = [(entry["role"], entry["what"]) for entry in cluster.journal()]
+        assert notes.count(("decode", "start")) == 2
+        assert notes.count(("pool", "start")) == 2
+        nodes = [entry["config"]["pool"] for entry in cluster.journal() if entry["role"] == "decode"]
+        assert nodes.count(nodes[0]) == len(nodes) or where.hosts > 1
+        assert scale(cluster, where, "decode=1") == "decode=1: done\n"
+        assert decodes_of_the_router(cluster) == [before]
+        assert [entry["role"] for entry in cluster.journal() if entry["what"] == "drain"] == ["decode"]
+        assert scale(cluster, where, "decode=2") == "decode=2: done\n"
+        assert "decode is not ROLE=N" in scale(cluster, where, "decode").replace("'", "")
+        assert "need a [[decode]] or [[agg]] worker" in scale(cluster, where, "decode=0")
+        cluster.process.send_signal(signal.SIGINT)
+        assert cluster.finish() == 0
+        stopped = [line.split()[2] for line in cluster.lines if line.endswith("has stopped")]
+        assert stopped == ["decode1", "router", "prefill0", "decode0", "decode1", "pool0", "pool1"]
     nothing_is_left(tmp_path)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from pdserve.capacity.facts import Machine
@@ -14,7 +15,9 @@ from pdserve.errors import ConfigError
 from pdserve.up import cli
 from pdserve.up.config import ClusterFile, ClusterSettings, read_cluster_file
 from pdserve.up.fitting import fitted
+from pdserve.up.places.local import LocalPlace
 from pdserve.up.plan import Plan, make_plan
+from pdserve.up.scale import planner
 from tests.support.capacity.models import MACHINES, make_model
 from tests.support.capacity.nvml import StandInNvml
 from tests.support.up.scripts import LAUNCH
@@ -120,14 +123,14 @@ def test_gpus_on_a_machine_without_one_are_refused(model: Path) -> None:
 def started(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     """Plans that `pdserve up` would run, on a machine whose NVML shows eight GPUs."""
     plans: list[Plan] = []
-    monkeypatch.setattr(cli, "run_plan", lambda plan, place: plans.append(plan) or 0)
+    monkeypatch.setattr(cli, "run_plan", lambda plan, place, scaled: plans.append(plan) or 0)
     stand_in = StandInNvml(8)
 
     def machine(environment: Any) -> Machine:
         gpus = this_machine(environment, nvml=stand_in).gpus
         return Machine(memory_bytes=2 * 10**12, shm_bytes=10**12, gpus=gpus)
 
-    monkeypatch.setattr(cli, "this_machine", machine)
+    monkeypatch.setattr(planner, "this_machine", machine)
     return plans
 
 
@@ -145,6 +148,42 @@ def test_up_starts_nothing_that_cannot_work(started: list[Plan], tmp_path: Path)
     said = CliRunner().invoke(cli.app, [str(LAUNCH / "agg.toml"), "--model", str(model)])
     assert "set --tp-size 4" in str(said.exception)
     assert started == []
+
+
+def scaled_from_one(model: Path, monkeypatch: pytest.MonkeyPatch, **pool: Any) -> planner.Planner:
+    monkeypatch.setattr(planner, "this_machine", lambda environ: eight_gpus())
+    file = file_of(model, pool=[pool], prefill=[{}], decode=[{"engine": {"hicache_size_gb": 20}}])
+    file = replace(file, cluster=ClusterSettings(run_dir=model.parent / "run"))
+    made = planner.Planner(
+        file, LocalPlace({}), source="x", program=("x",), extra_args=("--tp-size", "2"), environ={}
+    )
+    made.plan()
+    return made
+
+
+def test_scaled_a_new_worker_gets_free_gpus_and_the_others_keep_all_that_they_have(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = scaled_from_one(model, monkeypatch, capacity_bytes="100GiB")
+    first = {spec.name: spec for spec in made.scaled({}).processes}
+    second = {spec.name: spec for spec in made.scaled({"decode": 2}).processes}
+    for name in ("pool0", "prefill0", "decode0"):
+        assert second[name] == first[name]
+    gpus = [second[name].env["CUDA_VISIBLE_DEVICES"] for name in ("prefill0", "decode0", "decode1")]
+    assert len({index for given in gpus for index in given.split(",")}) == 6
+    urls = second["router"].config["decode"]
+    assert urls[:1] == first["router"].config["decode"]
+    assert len(set(urls)) == 2
+    assert [spec.name for spec in made.scaled({"decode": 1}).processes] == list(first)
+
+
+def test_scaled_beyond_the_gpus_is_refused_and_changes_nothing(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = scaled_from_one(model, monkeypatch, capacity_bytes="100GiB")
+    with pytest.raises(ConfigError, match="GPUs are needed"):
+        made.scaled({"decode": 9})
+    assert len(made.scaled({}).processes) == 4
 
 
 def test_a_draft_model_takes_memory_and_time(model: Path, tmp_path: Path) -> None:

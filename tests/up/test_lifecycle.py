@@ -11,8 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pdserve.up import lifecycle as lc
+from pdserve.up import events as ev
 from pdserve.up.config import ClusterFile, ClusterSettings
+from pdserve.up.lifecycle import Lifecycle, describe_status
 from pdserve.up.plan import Plan, make_plan
 from pdserve.up.site import Site
 
@@ -21,16 +22,23 @@ RENEWED = NAMES[1:]
 STAGES = (("pool0",), ("prefill0", "decode0"), ("router",))
 
 
-def plan_of(tables: dict[str, dict[str, Any]] | None = None, **cluster: Any) -> Plan:
-    """One process of each role; `tables` adds to theirs."""
+def plan_of(
+    tables: dict[str, dict[str, Any]] | None = None,
+    decode: int = 1,
+    before: Plan | None = None,
+    **cluster: Any,
+) -> Plan:
+    """One process of each role; `tables` adds to theirs. `decode`: so many of these."""
     tables = tables or {}
     cluster = {"start_parallelism": 2, "stop_grace_s": 5.0, "start_timeout_s": 60.0, **cluster}
     file = ClusterFile(
         cluster=ClusterSettings(restart_backoff_s=1.0, **cluster),
         router=tables.get("router", {}),
-        **{role: [tables.get(role, {})] for role in ("pool", "prefill", "decode")},
+        **{role: [tables.get(role, {})] for role in ("pool", "prefill")},
+        decode=[tables.get("decode", {})] * decode,
     )
-    return make_plan(file, program=("x",), run_dir=Path("/run"), uid=0, ports=iter(range(7000, 7100)))
+    ports = iter(range(7000 if before is None else 7100, 7200))
+    return make_plan(file, program=("x",), run_dir=Path("/run"), uid=0, ports=ports, before=before)
 
 
 def on_two_hosts() -> Plan:
@@ -46,57 +54,66 @@ class World:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.lifecycle = lc.Lifecycle(plan)
+        self.lifecycle = Lifecycle(plan)
         self.now_s = 0.0
         self.alive: list[str] = []
         """In the order of their start."""
-        self.done: list[lc.Action] = []
+        self.done: list[ev.Action] = []
         self.said: list[str] = []
+        self.scaled: list[str] = []
+        """How each scaling ended."""
         self.exit: int | None = None
         self.take(self.lifecycle.begin(0.0))
 
-    def tell(self, event: lc.Event) -> list[lc.Action]:
+    def tell(self, event: ev.Event) -> list[ev.Action]:
         actions = self.lifecycle.handle(event, self.now_s)
         self.take(actions)
         return actions
 
-    def take(self, actions: list[lc.Action]) -> None:
+    def take(self, actions: list[ev.Action]) -> None:
         for action in actions:
             assert self.exit is None, "nothing comes after the end"
             self.done.append(action)
-            if isinstance(action, lc.Start):
+            if isinstance(action, ev.Start):
                 assert action.name not in self.alive
                 self.alive.append(action.name)
-            elif isinstance(action, lc.Terminate | lc.Kill | lc.Reload):
+            elif isinstance(action, ev.Terminate | ev.Kill | ev.Reload):
                 assert action.name in self.alive
-            elif isinstance(action, lc.Say):
+            elif isinstance(action, ev.Say):
                 self.said.append(action.text)
-            elif isinstance(action, lc.Exit):
+            elif isinstance(action, ev.Scaled):
+                self.scaled.append(action.problem)
+            elif isinstance(action, ev.Exit):
                 assert not self.alive
                 self.exit = action.status
 
     def ready(self, *names: str) -> None:
         for name in names:
-            self.tell(lc.BecameReady(name))
+            self.tell(ev.BecameReady(name))
 
-    def end(self, name: str, status: int = 0, **more: Any) -> list[lc.Action]:
+    def end(self, name: str, status: int = 0, **more: Any) -> list[ev.Action]:
         self.alive.remove(name)
-        return self.tell(lc.Ended(name, status, **more))
+        return self.tell(ev.Ended(name, status, **more))
 
-    def wait(self, seconds: float) -> list[lc.Action]:
+    def scale(self, **more: Any) -> list[ev.Action]:
+        """To a plan with other numbers of workers; those that leave end when they are told to."""
+        self.plan = plan_of(before=self.plan, **more)
+        return self.tell(ev.ScaleAsked(self.plan))
+
+    def wait(self, seconds: float) -> list[ev.Action]:
         """Time passes; what is due meanwhile is done when it is due."""
         until_s = self.now_s + seconds
-        actions: list[lc.Action] = []
+        actions: list[ev.Action] = []
         while (at_s := self.lifecycle.wake_at_s) is not None and at_s <= until_s:
             self.now_s = max(self.now_s, at_s)
-            actions += self.tell(lc.Tick())
+            actions += self.tell(ev.Tick())
         self.now_s = until_s
         return actions
 
     def up(self) -> World:
         for stage in self.plan.stages:
             self.ready(*(spec.name for spec in stage))
-        assert isinstance(self.done[-1], lc.Announce)
+        assert isinstance(self.done[-1], ev.Announce)
         self.said.clear()
         return self
 
@@ -125,25 +142,36 @@ class AnyWorld(RuleBasedStateMachine):
         self.killed: set[str] = set()
         self.told: set[str] = set()
         self.stopped = False
+        self.scaling = False
+        self.tables = tables
+        self.settings = {
+            "start_parallelism": parallelism,
+            "stop_on_loss": stop_on_loss,
+            "max_restarts": restarts,
+        }
         self.world = World(plan)
         self.check(self.world.done)
 
-    def check(self, actions: list[lc.Action]) -> None:
+    def check(self, actions: list[ev.Action]) -> None:
         for action in actions:
-            if isinstance(action, lc.Start):
+            if isinstance(action, ev.Start):
                 assert not self.stopped
                 assert action.again == (action.name in self.was_ready)
-                stage = next(i for i, names in enumerate(STAGES) if action.name in names)
+                stage = {"pool0": 0, "router": 2}.get(action.name, 1)
                 assert all(name in self.was_ready for names in STAGES[:stage] for name in names)
                 self.killed.discard(action.name)
-            elif isinstance(action, lc.Terminate):
+            elif isinstance(action, ev.Scaled):
+                self.scaling = False
+            elif isinstance(action, ev.Terminate):
                 self.told.add(action.name)
-            elif isinstance(action, lc.Kill):
+            elif isinstance(action, ev.Kill):
                 self.killed.add(action.name)
-            elif isinstance(action, lc.Announce):
-                assert self.was_ready == set(NAMES)
-            elif isinstance(action, lc.Say) and action.text.endswith("stopping all processes"):
+            elif isinstance(action, ev.Announce):
+                assert self.was_ready >= set(NAMES)
+            elif isinstance(action, ev.Say) and action.text.endswith("stopping all processes"):
                 self.stopped = True
+            elif isinstance(action, ev.Say) and action.text.endswith(" has stopped"):
+                self.was_ready.discard(action.text.split()[0])
 
     @precondition(lambda self: self.world.exit is None)
     @rule(data=st.data())
@@ -154,7 +182,7 @@ class AnyWorld(RuleBasedStateMachine):
             if not late:
                 self.is_ready.add(name)
                 self.was_ready.add(name)
-            self.check(self.world.tell(lc.BecameReady(name)))
+            self.check(self.world.tell(ev.BecameReady(name)))
 
     @precondition(lambda self: self.world.alive)
     @rule(data=st.data(), status=st.sampled_from([0, 1, -9]))
@@ -171,13 +199,19 @@ class AnyWorld(RuleBasedStateMachine):
     @precondition(lambda self: self.world.exit is None)
     @rule()
     def sigusr1(self) -> None:
-        self.check(self.world.tell(lc.RenewAsked()))
+        self.check(self.world.tell(ev.RenewAsked()))
+
+    @precondition(lambda self: self.world.exit is None and not self.scaling)
+    @rule(decode=st.integers(1, 3))
+    def scale(self, decode: int) -> None:
+        self.scaling = True
+        self.check(self.world.scale(tables=self.tables, decode=decode, **self.settings))
 
     @precondition(lambda self: self.world.exit is None)
     @rule()
     def stop(self) -> None:
         self.stopped = True
-        self.check(self.world.tell(lc.StopAsked("SIGTERM")))
+        self.check(self.world.tell(ev.StopAsked("SIGTERM")))
 
     @invariant()
     def no_more_start_at_once_than_may(self) -> None:
@@ -186,26 +220,28 @@ class AnyWorld(RuleBasedStateMachine):
     @invariant()
     def at_most_one_is_renewed_at_a_time(self) -> None:
         if not self.stopped:
-            assert len(self.told & set(self.world.alive)) <= 1
+            told = self.told & set(self.world.alive)
+            assert len(told) <= 1 or not told & set(NAMES)
 
     def teardown(self) -> None:
         """It can always be stopped: all that is alive ends when it is told to, and nothing is left."""
         world = self.world
         if world.exit is None:
             self.stop()
-        for _ in range(len(NAMES) + 1):
+        for _ in range(len(NAMES) + 3):
             for name in sorted(self.told & set(world.alive)):
                 self.told.discard(name)
                 self.check(world.end(name))
         assert world.exit is not None
         assert world.alive == []
+        assert not self.scaling, "who asked gets an answer"
 
 
 TestAnyWorld = AnyWorld.TestCase
 TestAnyWorld.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
-def names(actions: list[lc.Action], kind: type[Any]) -> list[str]:
+def names(actions: list[ev.Action], kind: type[Any]) -> list[str]:
     return [action.name for action in actions if isinstance(action, kind)]
 
 
@@ -214,7 +250,7 @@ def test_stages_start_in_order_each_once_the_one_before_is_ready() -> None:
     for stage in STAGES:
         assert world.alive[-len(stage) :] == list(stage)
         world.ready(*stage)
-    assert isinstance(world.done[-1], lc.Announce)
+    assert isinstance(world.done[-1], ev.Announce)
     assert world.said == [
         *("starting pool0", "pool0 is ready after 0.0 s"),
         *("starting prefill0", "starting decode0"),
@@ -251,16 +287,16 @@ def test_a_process_that_ends_before_it_was_ever_ready_stops_the_cluster(
         f"error: {message}; its whole log: /run/decode0.log",
         *("its last 2 lines:", "    one", "    two", "stopping all processes"),
     ]
-    assert names(world.done, lc.Terminate) == ["prefill0"]
+    assert names(world.done, ev.Terminate) == ["prefill0"]
     world.end("prefill0")
     world.end("pool0")
     assert world.exit == 1
-    assert "router" not in names(world.done, lc.Start)
+    assert "router" not in names(world.done, ev.Start)
 
 
 def test_a_process_that_is_late_is_killed_and_reported() -> None:
     world = World(plan_of(start_timeout_s=60.0))
-    assert names(world.wait(60.0), lc.Kill) == ["pool0"]
+    assert names(world.wait(60.0), ev.Kill) == ["pool0"]
     world.ready("pool0")  # too late
     world.end("pool0", -9)
     assert "error: pool0 was not ready within 60 s; its whole log: /run/pool0.log" in world.said
@@ -274,7 +310,7 @@ def test_a_process_that_dies_later_is_started_again_after_a_pause_that_doubles()
         world.end("decode0", 4)
         assert world.said == ["error: decode0 exited with status 4", f"restarting decode0 in {pause_s:.1f} s"]
         assert world.wait(pause_s - 0.1) == []
-        assert world.wait(0.1)[-1] == lc.Start("decode0", again=True)
+        assert world.wait(0.1)[-1] == ev.Start("decode0", again=True)
         world.ready("decode0")
     world.end("decode0", 4)
     assert world.said[-1] == (
@@ -289,7 +325,7 @@ def test_a_process_that_is_not_restarted_stays_ended_and_the_others_go_on(status
     world.end("pool0", status)
     assert any(line.startswith("error: ") for line in world.said) is fails
     assert "stays ended; the others go on" in world.said[-1]
-    assert names(world.done, lc.Terminate) == []
+    assert names(world.done, ev.Terminate) == []
 
 
 @pytest.mark.parametrize(("name", "stop_on_loss"), [("router", False), ("decode0", True)])
@@ -319,23 +355,23 @@ def test_the_cluster_goes_on_while_it_has_a_router() -> None:
 def test_a_process_that_holds_much_memory_has_longer_to_end_and_to_start() -> None:
     own = {"release_s": 30.0, "start_timeout_s": 500.0}
     world = World(plan_of({"decode": own}, stop_grace_s=5.0, start_timeout_s=60.0)).up()
-    world.tell(lc.StopAsked("SIGINT"))
+    world.tell(ev.StopAsked("SIGINT"))
     world.end("router")
     world.end("prefill0")
-    assert names(world.wait(34.9), lc.Kill) == []
-    assert names(world.wait(0.2), lc.Kill) == ["decode0"]
+    assert names(world.wait(34.9), ev.Kill) == []
+    assert names(world.wait(0.2), ev.Kill) == ["decode0"]
 
 
 def test_a_stop_goes_through_the_stages_in_reverse_each_within_its_grace() -> None:
     world = World(plan_of({"decode": {"stop_grace_s": 20.0}}, stop_grace_s=5.0)).up()
-    assert names(world.tell(lc.StopAsked("SIGINT")), lc.Terminate) == ["router"]
-    assert names(world.end("router"), lc.Terminate) == ["prefill0", "decode0"]
-    assert names(world.wait(4.9), lc.Kill) == []
-    assert names(world.wait(0.1), lc.Kill) == ["prefill0"]
+    assert names(world.tell(ev.StopAsked("SIGINT")), ev.Terminate) == ["router"]
+    assert names(world.end("router"), ev.Terminate) == ["prefill0", "decode0"]
+    assert names(world.wait(4.9), ev.Kill) == []
+    assert names(world.wait(0.1), ev.Kill) == ["prefill0"]
     world.end("prefill0", -9)
-    assert names(world.wait(22.9), lc.Kill) == []
-    assert names(world.wait(0.1), lc.Kill) == ["decode0"]  # its own 20 s, and 8 s for its end
-    assert names(world.end("decode0", -9), lc.Terminate) == ["pool0"]
+    assert names(world.wait(22.9), ev.Kill) == []
+    assert names(world.wait(0.1), ev.Kill) == ["decode0"]  # its own 20 s, and 8 s for its end
+    assert names(world.end("decode0", -9), ev.Terminate) == ["pool0"]
     world.end("pool0")
     assert world.exit == 0
     stopped = [line.split()[0] for line in world.said if line.endswith("has stopped")]
@@ -344,15 +380,15 @@ def test_a_stop_goes_through_the_stages_in_reverse_each_within_its_grace() -> No
 
 def test_a_second_signal_stops_at_once() -> None:
     world = World(plan_of()).up()
-    world.tell(lc.StopAsked("SIGINT"))
-    assert names(world.tell(lc.StopAsked("SIGINT")), lc.Kill) == ["router"]
-    assert names(world.end("router", -9), lc.Kill) == ["prefill0", "decode0"]
+    world.tell(ev.StopAsked("SIGINT"))
+    assert names(world.tell(ev.StopAsked("SIGINT")), ev.Kill) == ["router"]
+    assert names(world.end("router", -9), ev.Kill) == ["prefill0", "decode0"]
 
 
 def test_a_stop_while_starting_stops_what_has_started() -> None:
     world = World(plan_of())
     world.ready("pool0")
-    assert names(world.tell(lc.StopAsked("SIGTERM")), lc.Terminate) == ["prefill0", "decode0"]
+    assert names(world.tell(ev.StopAsked("SIGTERM")), ev.Terminate) == ["prefill0", "decode0"]
     world.end("decode0")
     world.end("prefill0", 1)
     world.end("pool0")
@@ -361,58 +397,58 @@ def test_a_stop_while_starting_stops_what_has_started() -> None:
 
 def renewed(world: World, name: str) -> None:
     """It ended as it was told to, was started again, and is ready."""
-    assert names(world.end(name), lc.Start) == [name]
+    assert names(world.end(name), ev.Start) == [name]
     world.ready(name)
 
 
 def test_sigusr1_restarts_each_process_once_the_one_before_is_ready() -> None:
     world = World(plan_of()).up()
-    world.tell(lc.RenewAsked())
-    assert names(world.done, lc.Reload) == ["pool0"]  # it goes on by itself, with its pages
+    world.tell(ev.RenewAsked())
+    assert names(world.done, ev.Reload) == ["pool0"]  # it goes on by itself, with its pages
     for name in RENEWED:
-        assert names(world.done, lc.Terminate)[-1] == name
+        assert names(world.done, ev.Terminate)[-1] == name
         renewed(world, name)
     assert world.said[0] == "SIGUSR1: restarting all processes, one after the other"
     assert world.said[-1] == "all processes have been restarted"
     assert not any("error" in line for line in world.said)
-    assert names(world.end("decode0", 4), lc.Start) == []  # a failure again
+    assert names(world.end("decode0", 4), ev.Start) == []  # a failure again
     assert world.said[-1] == "restarting decode0 in 1.0 s"
 
 
 def test_sigusr1_restarts_one_host_after_the_other() -> None:
     world = World(on_two_hosts()).up()
-    world.tell(lc.RenewAsked())
+    world.tell(ev.RenewAsked())
     for name in ("decode0", "router0", "prefill0", "router1"):
-        assert names(world.done, lc.Terminate)[-1] == name
+        assert names(world.done, ev.Terminate)[-1] == name
         renewed(world, name)
     assert world.said[-1] == "all processes have been restarted"
 
 
 def test_sigusr1_leaves_a_router_of_several_processes_to_itself() -> None:
     world = World(plan_of({"router": {"processes": 2}})).up()
-    world.tell(lc.RenewAsked())
+    world.tell(ev.RenewAsked())
     for name in RENEWED[:-1]:
         renewed(world, name)
-    assert world.done[-2:] == [lc.Reload("router"), lc.Say("all processes have been restarted")]
+    assert world.done[-2:] == [ev.Reload("router"), ev.Say("all processes have been restarted")]
 
 
 def test_a_renewed_process_that_does_not_end_is_killed_after_its_grace() -> None:
     world = World(plan_of(stop_grace_s=5.0)).up()
-    world.tell(lc.RenewAsked())
-    assert names(world.wait(5.0), lc.Kill) == ["prefill0"]
-    assert names(world.end("prefill0", -9), lc.Start) == ["prefill0"]
+    world.tell(ev.RenewAsked())
+    assert names(world.wait(5.0), ev.Kill) == ["prefill0"]
+    assert names(world.end("prefill0", -9), ev.Start) == ["prefill0"]
 
 
 def test_a_renewed_process_that_dies_again_is_restarted_as_often_as_any_other_and_then_left() -> None:
     world = World(plan_of(max_restarts=1)).up()
-    world.tell(lc.RenewAsked())
+    world.tell(ev.RenewAsked())
     renewed(world, "prefill0")
     world.end("decode0")
     world.end("decode0", 5)
     world.wait(1.0)
     world.end("decode0", 5)
     assert world.said[-1].startswith("decode0 exited with status 5 before it was ready and stays ended")
-    assert world.done[-1] == lc.Terminate("router")
+    assert world.done[-1] == ev.Terminate("router")
     renewed(world, "router")
     assert world.said[-1] == "all processes have been restarted"
 
@@ -421,32 +457,32 @@ def test_a_process_that_is_ready_only_after_it_was_told_to_end_is_not_renewed_by
     world = World(plan_of()).up()
     world.end("prefill0", 1)
     world.wait(1.0)
-    world.tell(lc.RenewAsked())  # it is starting
+    world.tell(ev.RenewAsked())  # it is starting
     world.ready("prefill0")
-    assert names(world.done, lc.Terminate) == ["prefill0"]
+    assert names(world.done, ev.Terminate) == ["prefill0"]
     renewed(world, "prefill0")
-    assert names(world.done, lc.Terminate) == ["prefill0", "decode0"]
+    assert names(world.done, ev.Terminate) == ["prefill0", "decode0"]
 
 
 def test_a_pool_node_that_is_starting_is_the_new_version_already() -> None:
     world = World(plan_of()).up()
     world.end("pool0", 1)
     world.wait(1.0)
-    world.tell(lc.RenewAsked())
-    assert names(world.done, lc.Reload) == []
-    assert names(world.done, lc.Terminate) == ["prefill0"]
+    world.tell(ev.RenewAsked())
+    assert names(world.done, ev.Reload) == []
+    assert names(world.done, ev.Terminate) == ["prefill0"]
 
 
 def test_sigusr1_before_all_are_ready_is_done_afterwards_and_one_that_comes_meanwhile_too() -> None:
     world = World(plan_of())
-    world.tell(lc.RenewAsked())
+    world.tell(ev.RenewAsked())
     for stage in STAGES:
         world.ready(*stage)
-    assert names(world.done, lc.Terminate) == ["prefill0"]
-    world.tell(lc.RenewAsked())
+    assert names(world.done, ev.Terminate) == ["prefill0"]
+    world.tell(ev.RenewAsked())
     for name in RENEWED:
         renewed(world, name)
-    assert names(world.done, lc.Terminate) == [*RENEWED, "prefill0"]
+    assert names(world.done, ev.Terminate) == [*RENEWED, "prefill0"]
 
 
 @pytest.mark.parametrize(
@@ -458,4 +494,98 @@ def test_sigusr1_before_all_are_ready_is_done_afterwards_and_one_that_comes_mean
     ],
 )
 def test_status_in_words(status: int, words: str) -> None:
-    assert lc.describe_status(status) == words
+    assert describe_status(status) == words
+
+
+def test_a_new_worker_is_started_and_the_router_learns_of_it_when_it_is_ready() -> None:
+    world = World(plan_of()).up()
+    assert world.scale(decode=2) == [ev.Say("starting decode1"), ev.Start("decode1", again=False)]
+    actions = world.tell(ev.BecameReady("decode1"))
+    assert actions[1:] == [ev.Rewire("router"), ev.Reload("router"), ev.Scaled()]
+
+
+def test_a_worker_that_leaves_is_told_so_after_the_router_and_has_its_grace() -> None:
+    world = World(plan_of(decode=2))
+    for stage in (("pool0",), ("prefill0", "decode0", "decode1"), ("router",)):
+        world.ready(*stage)
+    assert world.scale(decode=1) == [ev.Rewire("router"), ev.Reload("router"), ev.Terminate("decode1")]
+    assert names(world.wait(5.0), ev.Kill) == ["decode1"]
+    assert world.end("decode1", -9)[0] == ev.Say("decode1 has stopped")
+    assert world.scaled == [""]
+    assert names(world.wait(100.0), ev.Start) == []
+    world.tell(ev.StopAsked("SIGTERM"))
+    for name in ("router", "prefill0", "decode0", "pool0"):
+        world.end(name)
+    assert world.exit == 0
+
+
+@pytest.mark.parametrize("end", [{"status": 3}, {"status": 0}, {"status": 1, "problem": "no room"}])
+def test_a_new_worker_that_fails_stays_ended_and_the_others_go_on(end: dict[str, Any]) -> None:
+    world = World(plan_of(stop_on_loss=True)).up()
+    world.scale(decode=2, stop_on_loss=True)
+    world.end("decode1", **end)
+    (problem,) = world.scaled
+    assert problem.startswith(end.get("problem") or "decode1 exited")
+    assert names(world.wait(100.0), ev.Start) == []
+    assert world.exit is None
+
+
+def test_a_worker_that_stays_ended_is_started_by_the_next_scaling() -> None:
+    world = World(plan_of({"decode": {"restart": "never"}})).up()
+    world.end("decode0", 1)
+    assert names(world.scale(decode=1), ev.Start) == ["decode0"]
+    world.ready("decode0")
+    assert world.scaled == [""]
+
+
+def test_a_worker_whose_host_is_lost_waits_for_another_and_a_pool_node_stays_ended() -> None:
+    world = World(plan_of()).up()
+    for name in ("decode0", "pool0"):
+        world.end(name, 1, problem=f"{name}: its node is lost", host_lost=True)
+    assert names(world.wait(100.0), ev.Start) == []
+    assert [text.partition(" and ")[2].partition(";")[0] for text in world.said if "others" in text] == [
+        "waits for another host",
+        "stays ended",
+    ]
+    assert names(world.scale(), ev.Start) == ["decode0"]
+
+
+def test_scaling_waits_until_all_have_started_or_been_restarted() -> None:
+    world = World(plan_of())
+    assert names(world.scale(decode=2), ev.Start) == []
+    world.ready(*STAGES[0], *STAGES[1])
+    assert names(world.tell(ev.BecameReady("router")), ev.Start) == ["decode1"]
+    world.tell(ev.RenewAsked())
+    assert names(world.done, ev.Terminate) == []
+    assert names(world.tell(ev.BecameReady("decode1")), ev.Terminate) == ["prefill0"]
+
+
+def test_a_router_that_starts_meanwhile_is_told_again_when_it_is_ready() -> None:
+    world = World(plan_of()).up()
+    world.end("router", 1)
+    world.wait(1.0)
+    world.scale(decode=2)
+    assert world.tell(ev.BecameReady("decode1"))[1:] == [ev.Rewire("router"), ev.Scaled()]
+    assert ev.Reload("router") in world.tell(ev.BecameReady("router"))
+
+
+def test_every_router_learns_of_it() -> None:
+    world = World(on_two_hosts()).up()
+    file = ClusterFile(pool=[{}], prefill=[{}], decode=[{}] * 2, router={"count": 2, "port": 80})
+    hosts = {spec.name: spec.host for spec in world.plan.processes} | {"decode1": "b"}
+    plan = make_plan(
+        file, program=("x",), run_dir=Path("/run"), uid=0, ports=iter(range(7100, 7200)),
+        site=Site(hosts), before=world.plan,
+    )  # fmt: skip
+    world.tell(ev.ScaleAsked(plan))
+    world.ready("decode1")
+    assert names(world.done, ev.Rewire) == names(world.done, ev.Reload) == ["router0", "router1"]
+
+
+def test_who_asks_for_more_workers_of_a_cluster_that_stops_hears_it() -> None:
+    world = World(plan_of()).up()
+    world.scale(decode=2)
+    world.tell(ev.StopAsked("SIGTERM"))
+    assert world.scaled == ["the cluster stops"]
+    world.scale(decode=3)
+    assert world.scaled == ["the cluster stops"] * 2

@@ -33,6 +33,10 @@ from pdserve.up.site import Demand
 GROUP: Final = "pdserve.up.places"
 
 
+class HostLost(StartupError):
+    """The host of a process is gone for good. A worker may be assigned to another one."""
+
+
 class Running(Protocol):
     """A process that a place runs. Whoever started it must `kill` and `finish` it."""
 
@@ -43,6 +47,11 @@ class Running(Protocol):
 
     def signal(self, number: signal.Signals) -> None:
         """Send it SIGTERM or SIGHUP, if it is still there. Does not wait."""
+
+    def configure(self, config: str) -> None:
+        """Its configuration is this now, where its host does not see the run directory here. It reads it on
+        the SIGHUP that follows. Does not wait.
+        """
 
     async def kill(self) -> None:
         """End it and its children at once."""
@@ -58,7 +67,7 @@ class Place(Protocol):
     """Runs processes. `Kind(environ)` opens it; it raises StartupError where it cannot be used."""
 
     stop_signals: Sequence[signal.Signals]
-    """Besides SIGINT, SIGTERM and SIGHUP: what the place sends the supervisor to take the machine away."""
+    """Besides SIGINT, SIGTERM and SIGHUP: what the place sends the supervisor to take the machines away."""
 
     def submit(self, words: Sequence[str], settings: ClusterSettings) -> str | None:
         """Where the supervisor itself has to be started by the place's engine: have it run `words`, and give
@@ -66,10 +75,23 @@ class Place(Protocol):
         """
 
     def assign(self, demands: Sequence[Demand]) -> Mapping[str, str] | None:
-        """The host of each process, by name; None: this host, by loopback. Raises StartupError."""
+        """The host of each process, by name; None: this host, by loopback. Raises StartupError.
+
+        Asked again, in another thread, when a running cluster is scaled: with all processes that there are to
+        be. Those named before keep their hosts, but for workers whose host is lost. What others hold is given
+        back once they have ended.
+        """
 
     async def start(self, spec: ProcessSpec, console: Console, *, again: bool) -> Running:
-        """Start the process; its log is written anew, or with `again` continued. Raises StartupError."""
+        """Start the process; its log is written anew, or with `again` continued. Raises StartupError, which
+        may be HostLost.
+        """
+
+    def taken_away(self) -> None:
+        """One of `stop_signals` came, and all processes have ended since: have the cluster started again,
+        where the place's engine does not do so by itself. Not called where there are no such signals. Raises
+        StartupError.
+        """
 
     def close(self) -> None:
         """After the last process has finished."""

@@ -80,6 +80,10 @@ class Remote(Child):
         """Send it there, if it has not ended."""
         self._say(str(int(number)).encode())
 
+    def configure(self, config: str) -> None:
+        """Write it there, before what `signal` sends next."""
+        self._say(msgspec.json.encode(config))
+
     async def kill(self) -> None:
         """End it there, and the remote shell in any case."""
         self._say(KILL)
@@ -129,7 +133,7 @@ class HostsPlace:
             raise StartupError('--on hosts: there are none: give cluster.hosts = ["NAME", "NAME=ADDRESS"]')
         own = next((name for name, address in addresses.items() if is_ours(address)), next(iter(addresses)))
         gpus = dict.fromkeys(addresses, sum(one.needs.gpus for one in demands))
-        self._names = spread(demands, gpus, own)
+        self._names = spread(demands, gpus, own, self._names)
         return {process: addresses[name] for process, name in self._names.items()}
 
     async def start(self, spec: ProcessSpec, console: Console, *, again: bool) -> Remote:
@@ -154,6 +158,9 @@ class HostsPlace:
         return await Remote.order(
             replace(spec, argv=tuple(words), env={}), order, self._reaper, console, again=again
         )
+
+    def taken_away(self) -> None:
+        """No engine takes it away."""
 
     def close(self) -> None:
         """The reaper has nothing more to do."""

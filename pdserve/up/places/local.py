@@ -42,6 +42,9 @@ class LocalPlace:
             self._reaper = OrphanReaper()
         return await Child.start(spec, self._reaper, console, again=again)
 
+    def taken_away(self) -> None:
+        """No engine takes it away."""
+
     def close(self) -> None:
         """The reaper has nothing more to do."""
         if self._reaper is not None:

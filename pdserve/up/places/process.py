@@ -104,6 +104,9 @@ class Child:
             with suppress(ProcessLookupError):
                 self._process.send_signal(number)
 
+    def configure(self, config: str) -> None:
+        """The supervisor has written it, to the directory that the process sees."""
+
     async def kill(self) -> None:
         """SIGKILL to all of the session."""
         await asyncio.to_thread(kill_session, self.session)
@@ -172,14 +175,16 @@ class LineSplitter:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file that only its owner may read: configuration can hold access tokens. Raises
-    StartupError.
+    """Write a file that only its owner may read: configuration can hold access tokens. Who reads meanwhile
+    gets the old one. Raises StartupError.
     """
+    new = path.with_name(f"{path.name}.new")
     try:
-        path.unlink(missing_ok=True)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        new.unlink(missing_ok=True)
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(fd, "w", encoding="utf-8") as file:
             file.write(text)
+        new.replace(path)
     except OSError as error:
         raise StartupError(f"{path}: cannot be written: {error.strerror}") from None
 

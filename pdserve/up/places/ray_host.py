@@ -41,6 +41,8 @@ class ProcessHost:
             env={**os.environ, **environment},
             start_new_session=True,
         )
+        self._reaper = self._start_reaper(argv[0], environment)
+        self._tell_reaper("+")
         threading.Thread(target=self._read, daemon=True).start()
 
     def process_id(self) -> int:
@@ -65,6 +67,30 @@ class ProcessHost:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
+    def _start_reaper(self, python: str, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        """Something that outlives this actor, and ends the session if the actor is killed. Ray kills an
+        actor's children with it, so it is a grandchild.
+        """
+        words = [python, "-m", "pdserve.up.places.orphan_reaper"]
+        reaper = subprocess.Popen(
+            ["sh", "-c", '"$@" <&0 &', "sh", *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
+        reaper.wait()
+        return reaper
+
+    def _tell_reaper(self, sign: str) -> None:
+        """The session is there (`+`) or has ended (`-`)."""
+        pipe = self._reaper.stdin
+        assert pipe is not None
+        with contextlib.suppress(BrokenPipeError):  # it was killed, and cannot help
+            pipe.write(f"{sign}{self._process.pid}\n".encode())
+            pipe.flush()
+
     def _read(self) -> None:
         """The thread: take output while somebody fetches it, then the status."""
         pipe = self._process.stdout
@@ -76,6 +102,7 @@ class ProcessHost:
                 self._changed.notify_all()
         status = self._process.wait()
         self.kill()  # children that it left
+        self._tell_reaper("-")
         with self._changed:
             self._status = status
             self._changed.notify_all()

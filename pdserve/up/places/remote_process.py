@@ -1,8 +1,8 @@
 """What runs on another host for one process: starts it, ends it, and exits as it did.
 
 Standard input leads to the supervisor. Its first line is the order, as JSON (`Order`); each further line is
-the number of a signal for the process, `kill`, or empty: the supervisor is there. The process writes to the
-standard output that is there already.
+the number of a signal for the process, `kill`, its new configuration as a JSON string, or empty: the
+supervisor is there. The process writes to the standard output that is there already.
 
 When the input ends or is silent for `PATIENCE_S`, the supervisor or the way to it is lost. The process is
 asked to end then, and killed with its children after its grace. So a supervisor that comes back finds the
@@ -62,7 +62,7 @@ def main() -> int:
     except (StartupError, OSError, msgspec.DecodeError) as error:
         print(f"cannot be started here: {error}", flush=True)
         return 1
-    threading.Thread(target=_obey, args=(process, order.grace_s), daemon=True).start()
+    threading.Thread(target=_obey, args=(process, order), daemon=True).start()
     status = process.wait()
     kill_session(process.pid)
     os.close(lock)
@@ -101,7 +101,7 @@ def _lock(path: Path, grace_s: float) -> int:
         time.sleep(LOCK_POLL_S)
 
 
-def _obey(process: subprocess.Popen[bytes], grace_s: float) -> None:
+def _obey(process: subprocess.Popen[bytes], order: Order) -> None:
     """The thread that does what the supervisor says, until it is lost."""
     said = b""
     while select.select([0], [], [], PATIENCE_S)[0] and (data := os.read(0, 4096)):
@@ -109,9 +109,18 @@ def _obey(process: subprocess.Popen[bytes], grace_s: float) -> None:
         for line in lines:
             if line == KILL:
                 kill_session(process.pid)
+            elif line.startswith(b'"'):
+                _configure(order, msgspec.json.decode(line, type=str))
             elif line and process.poll() is None:
                 process.send_signal(signal.Signals(int(line)))
-    end_sessions([process.pid], grace_s)
+    end_sessions([process.pid], order.grace_s)
+
+
+def _configure(order: Order, config: str) -> None:
+    try:
+        write_private(Path(order.config_path), config)
+    except StartupError as error:
+        print(f"not configured anew: {error}", flush=True)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,10 @@ Every host of the job must see the run directory and pdserve at the same paths, 
 - A step's output and status come through its `srun`, which is a child of the supervisor.
 - Signals go to the step by `scancel`. `srun` that gets SIGTERM kills its tasks instead of asking them to end,
   and `srun` that is killed leaves them behind.
-- Slurm asks the supervisor to end with SIGTERM `stop_grace_s` before the job's time is up or when it is
-  preempted. The supervisor then stops all processes in order. What was preempted is requeued by Slurm, and
-  the same script starts the same cluster again.
+- Slurm sends the supervisor SIGUSR2 some time before the job's time is up, and when it is preempted. The
+  supervisor then stops all processes in order, and requeues the job: the same script starts the same cluster
+  again, on whatever hosts it gets.
+- When a host of the job is lost, Slurm ends the job and requeues it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from pdserve.up.places.spread import spread
 from pdserve.up.plan import ProcessSpec
 from pdserve.up.site import Demand
 
+END: Final = signal.SIGUSR2
+"""What Slurm sends before it takes the job's hosts away. SIGTERM is a user's, and requeues nothing."""
 COMMAND_TIMEOUT_S: Final = 30.0
 SIGNALLED: Final = 128
 """srun's status for a task that a signal ended is this much more than the signal's number."""
@@ -61,7 +64,7 @@ class Step(Child):
 class SlurmPlace:
     """See base.Place."""
 
-    stop_signals: Sequence[signal.Signals] = ()
+    stop_signals: Sequence[signal.Signals] = (END,)
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         if shutil.which("srun") is None:
@@ -80,11 +83,13 @@ class SlurmPlace:
         ends_s = math.ceil(settings.stop_grace_s * 3 + SUBMIT_SLACK_S)
         job = _output(
             "sbatch", "--parsable", f"--job-name={settings.name}", "--requeue", "--open-mode=append",
-            f"--signal=B:TERM@{ends_s}", f"--output={log}", *settings.slurm_options,
-            "--wrap", f"exec {shlex.join(words)}",
+            f"--signal=B:{END.name.removeprefix('SIG')}@{ends_s}", f"--output={log}", *settings.slurm_options,
+            # ignored until the supervisor listens, or it would end a job that has only begun
+            "--wrap", f"trap '' {END.name.removeprefix('SIG')}; exec {shlex.join(words)}",
         ).partition(";")[0]  # fmt: skip
         shown = str(log).replace("%j", job)
-        return f"job {job} starts {settings.name}; its output: {shown}; scancel {job} stops it"
+        stop = f"scancel --signal=TERM --batch {job}"
+        return f"job {job} starts {settings.name}; its output: {shown}; {stop} stops it"
 
     def assign(self, demands: Sequence[Demand]) -> Mapping[str, str]:
         """Over the job's hosts. Raises StartupError."""
@@ -94,7 +99,7 @@ class SlurmPlace:
             raise StartupError("--on slurm: this job has no hosts (SLURM_JOB_NODELIST)")
         gpus = int(self._environ.get("SLURM_GPUS_ON_NODE", "0") or 0)
         own = self._environ.get("SLURMD_NODENAME", hosts[0])
-        self._nodes = spread(demands, dict.fromkeys(hosts, gpus), own)
+        self._nodes = spread(demands, dict.fromkeys(hosts, gpus), own, self._nodes)
         addresses = _addresses(_output("scontrol", "--oneliner", "show", "node", ",".join(hosts)))
         return {name: addresses.get(node, node) for name, node in self._nodes.items()}
 
@@ -104,6 +109,10 @@ class SlurmPlace:
             self._reaper = OrphanReaper()
         step = replace(spec, argv=(*step_words(spec, self._nodes[spec.name]), *spec.argv))
         return await Step.start(step, self._reaper, console, again=again)
+
+    def taken_away(self) -> None:
+        """Requeue the job, which ends it here. Raises StartupError."""
+        _output("scontrol", "requeue", self._environ["SLURM_JOB_ID"])
 
     def close(self) -> None:
         """The reaper has nothing more to do."""

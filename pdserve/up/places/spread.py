@@ -13,8 +13,11 @@ from pdserve.errors import StartupError
 from pdserve.up.site import Demand
 
 
-def spread(demands: Sequence[Demand], gpus: Mapping[str, int], own: str) -> dict[str, str]:
-    """Host by process. `gpus`: of each host, in order; `own`: the supervisor's host.
+def spread(
+    demands: Sequence[Demand], gpus: Mapping[str, int], own: str, before: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Host by process. `gpus`: of each host, in order; `own`: the supervisor's host; `before`: hosts of
+    processes that run already and stay there.
 
     Raises StartupError: no host is allowed, or none has GPUs enough.
     """
@@ -23,20 +26,22 @@ def spread(demands: Sequence[Demand], gpus: Mapping[str, int], own: str) -> dict
     pools = dict.fromkeys(gpus, 0.0)
     routers = {host: 0.0 if host == own else 0.5 for host in gpus}  # the first one goes to its own
     chosen: dict[str, str] = {}
-    for one in demands:
-        allowed = [host for host in gpus if not one.needs.hosts or host in one.needs.hosts]
-        fitting = [host for host in allowed if free[host] >= one.needs.gpus]
-        if not fitting:
-            why = (
-                f"{one.needs.gpus} GPUs are free on none of {', '.join(allowed)}"
-                if allowed
-                else "no host fits"
-            )
-            raise StartupError(f"{one.name}: {why}; the hosts are {', '.join(gpus)}")
-        order = list(gpus)
+    kept = before or {}
+    for one in sorted(demands, key=lambda one: one.name not in kept):  # sorted keeps the order of equals
         counted = {"pool": pools, "router": routers}.get(one.role, load)
-        host = min(fitting, key=lambda host: (counted[host], -free[host], order.index(host)))
+        host = kept.get(one.name) or _best(one, gpus, free, counted)
         counted[host] += 1
         free[host] -= one.needs.gpus
         chosen[one.name] = host
     return chosen
+
+
+def _best(one: Demand, gpus: Mapping[str, int], free: Mapping[str, int], counted: Mapping[str, float]) -> str:
+    """The host for it. `free`: GPUs; `counted`: processes of its kind. Raises StartupError."""
+    allowed = [host for host in gpus if not one.needs.hosts or host in one.needs.hosts]
+    fitting = [host for host in allowed if free[host] >= one.needs.gpus]
+    if not fitting:
+        why = f"{one.needs.gpus} GPUs are free on none of {', '.join(allowed)}" if allowed else "no host fits"
+        raise StartupError(f"{one.name}: {why}; the hosts are {', '.join(gpus)}")
+    order = list(gpus)
+    return min(fitting, key=lambda host: (counted[host], -free[host], order.index(host)))

@@ -19,29 +19,23 @@ from typing import Any
 from tests.support.left_behind import reaper
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
-TIMEOUT_S = 30.0
+TIMEOUT_S = 90.0
 
 RUN = """
-import os, random, sys
+import os, sys
 from pathlib import Path
 from pdserve.errors import PdserveError
 from pdserve.up.cli import run_plan
 from pdserve.up.config import read_cluster_file
 from pdserve.up.places.base import open_place
-from pdserve.up.plan import demands, make_plan
-from pdserve.up.site import Site
-from pdserve.up.claims import free_ports
+from pdserve.up.scale.planner import Planner
 stand_in, file, run_dir, on = sys.argv[1:]
-cluster = read_cluster_file(Path(file), {}, {})
-program = (sys.executable, "-S", stand_in)
-ports = free_ports("127.0.0.1", random.SystemRandom())
+cluster = read_cluster_file(Path(file), {"cluster.run_dir": run_dir}, {})
 try:
     place = open_place(on, os.environ)
     assert place.submit([], cluster.cluster) is None
-    hosts = place.assign(demands(cluster))
-    site = None if hosts is None else Site(hosts)
-    plan = make_plan(cluster, program=program, run_dir=Path(run_dir), uid=0, ports=ports, site=site)
-    sys.exit(run_plan(plan, place))
+    planner = Planner(cluster, place, source=file, program=(sys.executable, "-S", stand_in))
+    sys.exit(run_plan(planner.plan(), place, planner.scaled))
 except PdserveError as error:
     print("REFUSED", error, flush=True)
     sys.exit(1)
@@ -165,9 +159,9 @@ def processes_that_mention(text: str) -> list[str]:
     return found
 
 
-def wait_until(condition: Any, what: str) -> None:
+def wait_until(condition: Any, what: str, timeout_s: float = TIMEOUT_S) -> None:
     """Poll until `condition()` holds; fails the test when it does not in time."""
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"not in time: {what}"
         time.sleep(0.02)

@@ -1,5 +1,6 @@
 """A Ray cluster of two raylets on this machine, if there is a Python with Ray: this one, or that of
-`PDSERVE_RAY_PYTHON`, which must have pdserve's own dependencies, too.
+`PDSERVE_RAY_PYTHON`, which must have pdserve's own dependencies, too. `RAY_ADDRESS` names a cluster that runs
+already.
 """
 
 from __future__ import annotations
@@ -9,13 +10,23 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.support.up.cluster import wait_until
+from tests.support.up.slurm_cluster import free_ports
+
 TIMEOUT_S = 120.0
+PORTS = (
+    "--dashboard-agent-grpc-port",
+    "--dashboard-agent-listen-port",
+    "--metrics-export-port",
+    "--runtime-env-agent-port",
+)
 
 
 def python_with_ray() -> str:
@@ -32,70 +43,61 @@ def python_with_ray() -> str:
 def ray_cluster(directory: Path) -> Iterator[dict[str, str]]:
     """Variables by which a driver finds it."""
     python = python_with_ray()
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    own = _own_address()  # Ray takes no loopback
-    address = f"{own}:{port}"
-    common = ["--num-cpus=4", "--disable-usage-stats", "--object-store-memory=100000000"]
-    variables = {"RAY_ADDRESS": address, "PYTHON": python, "RAY_DEDUP_LOGS": "0"}
-    raylets = [
-        ["--head", f"--port={port}", f"--node-ip-address={own}", f"--temp-dir={directory}"],
-        [f"--address={address}", f"--node-ip-address={own}"],
-    ]
-    started: list[subprocess.Popen[bytes]] = []
-    log = (directory / "raylets.log").open("wb")
+    if address := os.environ.get("RAY_ADDRESS"):
+        yield {"RAY_ADDRESS": address, "PYTHON": python}
+        return
+    port = free_ports(1)[0]
+    address = f"{_own_address()}:{port}"
+    head = ["--head", f"--port={port}", "--include-dashboard=false"]
+    with (
+        tempfile.TemporaryDirectory(prefix="ray") as sockets,  # a path of pytest's is too long for them
+        _node(python, [*head, f"--temp-dir={sockets}"], directory / "head.log"),
+        ray_node(address, directory),
+    ):
+        yield {"RAY_ADDRESS": address, "PYTHON": python}
+
+
+@contextmanager
+def ray_node(address: str, directory: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """One more node, the leader of a session of its own."""
+    with _node(python_with_ray(), [f"--address={address}"], directory / "node.log") as node:
+        yield node
+
+
+@contextmanager
+def _node(python: str, words: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """As `ray start` runs it. It starts no processes for work that may come."""
+    common = ["--block", "--num-cpus=1", "--disable-usage-stats", "--object-store-memory=100000000"]
+    common.append(f"--node-ip-address={_own_address()}")
+    # ports that Ray chooses itself are waited for, and not long on a busy machine
+    ports = [f"{option}={port}" for option, port in zip(PORTS, free_ports(len(PORTS)), strict=True)]
+    with log.open("wb") as output:
+        node = subprocess.Popen(
+            [python, "-m", "ray.scripts.scripts", "start", *common, *ports, *words],
+            stdout=output,
+            stderr=output,
+            env={**os.environ, "RAY_prestart_worker_first_driver": "0"},
+            start_new_session=True,
+        )
     try:
-        for words in raylets:
-            command = [python, "-m", "ray.scripts.scripts", "start", "--block", "--include-dashboard=false"]
-            if words[0] != "--head":
-                command.remove("--include-dashboard=false")
-            started.append(
-                subprocess.Popen([*command, *common, *words], stdout=log, stderr=log, start_new_session=True)
-            )
-            _wait_for_nodes(python, address, len(started))
-        yield variables
+        wait_until(lambda: _is_up(node, log), "Ray runs", TIMEOUT_S)
+        yield node
     finally:
-        for process in reversed(started):
-            process.terminate()
-        for process in started:
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        log.close()
+        node.terminate()
+        try:
+            node.wait(30)
+        except subprocess.TimeoutExpired:
+            node.kill()
+            node.wait()
+
+
+def _is_up(raylet: subprocess.Popen[bytes], log: Path) -> bool:
+    assert raylet.poll() is None, log.read_text()
+    return "Ray runtime started." in log.read_text()
 
 
 def _own_address() -> str:
-    """Of the interface towards others; nothing is sent."""
+    """Of the interface towards others, as Ray takes no loopback; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))
         return str(probe.getsockname()[0])
-
-
-WAIT = """
-import sys, time, ray
-deadline = time.monotonic() + 100
-while True:
-    try:
-        ray.init(address=sys.argv[1], log_to_driver=False)
-        if sum(node["Alive"] for node in ray.nodes()) >= int(sys.argv[2]):
-            break
-        ray.shutdown()
-    except (ConnectionError, RuntimeError):
-        pass
-    if time.monotonic() > deadline:
-        sys.exit("no Ray in time")
-    time.sleep(0.2)
-"""
-
-
-def _wait_for_nodes(python: str, address: str, count: int) -> None:
-    done = subprocess.run(
-        [python, "-c", WAIT, address, str(count)],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr

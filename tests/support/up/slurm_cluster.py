@@ -70,7 +70,7 @@ class SlurmServers:
         key = directory / "munge.key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
-        ports = _free_ports(3)
+        ports = free_ports(3)
         self.conf.write_text(
             CONF.format(
                 host=socket.gethostname(),
@@ -170,7 +170,8 @@ def _until(holds, servers: SlurmServers) -> None:  # type: ignore[no-untyped-def
         time.sleep(0.1)
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
+    """On which nothing listens now."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [one.getsockname()[1] for one in sockets]
     for one in sockets:

@@ -1,0 +1,103 @@
+"""The plan of a cluster, made again with other numbers of workers while the cluster runs.
+
+What is asked once and kept: the free ports that were found, the secrets, and what processes got of this
+machine. So a process that is in both plans is the same in both, but for the router, which lists the workers.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from pdserve.capacity.facts import Fit
+from pdserve.capacity.gather import read_model, this_machine
+from pdserve.errors import ConfigError, StartupError
+from pdserve.up.claims import free_ports, is_ours, run_directory
+from pdserve.up.config import ClusterFile, WorkerRole, resized
+from pdserve.up.fitting import fitted, pinned
+from pdserve.up.places.base import Place
+from pdserve.up.plan import Plan, demands, make_plan
+from pdserve.up.site import Site
+
+
+class Planner:
+    """Makes the plans of one cluster on one place."""
+
+    def __init__(
+        self,
+        file: ClusterFile,
+        place: Place,
+        *,
+        source: str,
+        program: Sequence[str],
+        extra_args: Sequence[str] = (),
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
+        """`source`: the file's name, for messages. `extra_args`: words for SGLang in every worker."""
+        self._source = source
+        self._place = place
+        self._program = program
+        self._extra_args = extra_args
+        self._environ = environ
+        self._file = file
+        """As it was read, with the numbers of workers of now."""
+        self._fitted = file
+        """What was made of it for this machine."""
+        self.fit: Fit | None = None
+        """What processes get of this machine; None: it has no GPUs, or is not asked."""
+        self._plan: Plan | None = None
+        self._ports: Final = free_ports(file.cluster.host, random.SystemRandom())
+        self._cluster_token: Final = environ.get("PDSERVE_CLUSTER_TOKEN") or secrets.token_urlsafe(32)
+        self._admin_key: Final = environ.get("PDSERVE_ADMIN_KEY") or secrets.token_urlsafe(32)
+        self._node_token: Final = secrets.token_urlsafe(32)
+        self._page_token: Final = secrets.token_urlsafe(32)
+
+    def plan(self) -> Plan:
+        """The first plan. Raises ConfigError, StartupError."""
+        self._fitted, self.fit, self._plan = self._made(self._file)
+        return self._plan
+
+    def scaled(self, counts: Mapping[WorkerRole, int]) -> Plan:
+        """The plan with other numbers of workers. Raises ConfigError, StartupError, and changes nothing then,
+        but that the place may hold room for the new workers until it is asked again.
+        """
+        file = resized(self._file, counts, self._source)
+        if self._plan is None:
+            raise StartupError("there is no plan yet")
+        given, fit, plan = self._made(pinned(file, self._fitted) if self.fit is not None else file)
+        now = {spec.name: spec for spec in plan.processes}
+        for spec in self._plan.processes:
+            has_moved = now.get(spec.name, spec).host != spec.host
+            if spec.role != "router" and now.get(spec.name, spec) != spec and not has_moved:
+                raise ConfigError(f"{spec.name} would have to be started again with another configuration")
+        if fit is not None and (wrong := [note for note in fit.notes if note.level == "fail"]):
+            raise StartupError(str(wrong[0]))
+        self._file, self._fitted, self.fit, self._plan = file, given, fit, plan
+        return plan
+
+    def _made(self, file: ClusterFile) -> tuple[ClusterFile, Fit | None, Plan]:
+        hosts = self._place.assign(demands(file))
+        fit = None
+        if hosts is None:
+            file, fit = fitted(file, self._extra_args, this_machine(self._environ), read_model)
+        plan = make_plan(
+            file,
+            program=self._program,
+            run_dir=run_directory(Path(file.cluster.run_dir)),
+            uid=os.getuid(),
+            ports=self._ports,
+            extra_args=self._extra_args,
+            cluster_token=self._cluster_token,
+            admin_key=self._admin_key,
+            site=None if hosts is None else self._site(hosts),
+            before=self._plan,
+        )
+        return file, fit, plan
+
+    def _site(self, hosts: Mapping[str, str]) -> Site:
+        far = frozenset(name for name, host in hosts.items() if not is_ours(host))
+        return Site(hosts, self._node_token, self._page_token, far)
