@@ -43,17 +43,18 @@ def hostile() -> str:
 
 
 def hosts() -> str:
-    """The newest run."""
-    kept = runs("hosts")
-    if not kept:
-        return NO_RUN
-    run = kept[0]
+    """All kept runs, the newest first."""
+    return "\n".join(map(_hosts, runs("hosts"))) or NO_RUN
+
+
+def _hosts(run: Run) -> str:
     columns = (
         *("fault", "seconds", "turns", "failed", "first token p50, ms", "p99, ms", "longest turn, s"),
         *("hit rate", "moved", "failed after", "hit rate after", "as it must be"),
     )
     paths = " and ".join(dict.fromkeys(line["path"].upper() for line in run.lines))
-    said = f"- Between hosts pages went by {paths}.\n\n"
+    waiting = run.origin["load_before"][0]
+    said = f"- Between hosts pages went by {paths}. Before the run {waiting:.0f} processes ran or waited.\n\n"
     return origin(run) + said + table(columns, [_hosts_cells(line) for line in run.lines])
 
 
