@@ -7,7 +7,8 @@
 # (pdserve/bench/results), pictures and logs to logs/bench; `launch/docs.sh --write` makes the tables of them.
 # What fails does not stop the others; it is named at the end, and the exit status is 1. --only: some of compare-small,
 # compare-large, weights, sweep, overlap, or of those that are measured where they are named: compare-rate,
-# compare-once-tight, compare-once-roomy, compare-windows, gaps (12, 5, 5, 6 and 7 minutes).
+# compare-once-tight, compare-once-roomy, compare-windows, gaps (12, 5, 5, 6 and 7 minutes), compare-dynamo, compare-vllm (14
+# each; they need what launch/dynamo.sh and launch/vllm.sh install).
 # --resume: not what was measured today at this commit. Flags: --dtype float32 if none.
 set -euo pipefail
 out='' model='' only='' resume=''
@@ -23,7 +24,7 @@ while [ $# -gt 0 ]; do
   esac
 done
 usual=(compare-small compare-large weights sweep overlap)
-names=("${usual[@]}" compare-rate compare-once-tight compare-once-roomy compare-windows gaps)
+names=("${usual[@]}" compare-rate compare-once-tight compare-once-roomy compare-windows gaps compare-dynamo compare-vllm)
 for name in ${only//,/ }; do
   case " ${names[*]} " in
     *" $name "*) ;;
@@ -130,6 +131,11 @@ case ",$only," in *,compare-windows,*)
     --silence 60 --pool-capacity 1GiB --against plain,file,agg
   ;;
 esac
+# Another front, and another engine, on the pool.
+measure compare-dynamo 14 compare --sizes small --load "$documents" --concurrency 1 --repeat 3 --minutes 14 --silence 60 \
+  --pool-capacity 1GiB --against agg,dynamo,disagg,dynamo-disagg
+measure compare-vllm 14 compare --sizes small --load "$documents" --concurrency 1 --repeat 3 --minutes 14 --silence 60 \
+  --pool-capacity 1GiB --against vllm,vllm-cpu,vllm-disk,vllm-pool
 measure gaps 7 gaps --tokens 4000 --output-tokens 200 --rounds 4 --silence 60
 # as with a long prompt, which is computed in chunks
 flags+=(--chunked-prefill-size 256)

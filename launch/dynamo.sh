@@ -2,14 +2,15 @@
 # Serve a model by NVIDIA Dynamo on this machine: its frontend with the KV router, SGLang workers, and a pool node that
 # keeps the workers' pages. See docs/dynamo.md.
 #
-#   launch/dynamo.sh [agg|disagg] [--model PATH] [--port N] [--workers N] [--run-dir DIR] [-- SGLANG_FLAGS]
+#   launch/dynamo.sh [agg|disagg] [--model PATH] [--port N] [--workers N] [--run-dir DIR] [--arena-dir DIR]
+#                    [--pool-capacity SIZE] [-- SGLANG_FLAGS]
 #
 # agg: workers that do prefill and decode (the default, two of them). disagg: one of each, SGLang's own transfer between
 # them. Sets everything up first: Dynamo goes into .venv-dynamo, which sees .venv behind it, because its pins differ.
 # Ctrl-C stops every process.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-mode=agg model= port=8000 workers=2 run=$root/logs/dynamo version=1.6.1
+mode=agg model= port=8000 workers=2 run=$root/logs/dynamo arena= capacity=2GiB version=1.6.1
 case ${1:-} in agg | disagg) mode=$1 && shift ;; esac
 while [ $# -gt 0 ]; do
   case $1 in
@@ -17,6 +18,8 @@ while [ $# -gt 0 ]; do
     --port) port=$2 && shift 2 ;;
     --workers) workers=$2 && shift 2 ;;
     --run-dir) run=$2 && shift 2 ;;
+    --arena-dir) arena=$2 && shift 2 ;;
+    --pool-capacity) capacity=$2 && shift 2 ;;
     --) shift && break ;;
     *) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0" && exit 2 ;;
   esac
@@ -42,6 +45,9 @@ if [ -z "$model" ]; then
 fi
 name=$(basename "$model")
 mkdir -p "$run"
+run=$(cd "$run" && pwd)
+# pages lie in memory: by user and run directory, so that clusters of one host are not in each other's way
+[ -n "$arena" ] || arena=/dev/shm/pdserve-$(id -u)/dynamo-$(printf '%s' "$run" | sha256sum | head -c 8)
 rm -rf "$run/discovery"
 # Dynamo's planes without etcd and NATS
 export DYN_DISCOVERY_BACKEND=file DYN_FILE_KV=$run/discovery DYN_REQUEST_PLANE=tcp DYN_EVENT_PLANE=zmq
@@ -50,8 +56,15 @@ events=tcp://127.0.0.1:$((port + 100))
 
 started=()
 stop() {
-  trap - EXIT INT TERM
+  trap - EXIT
+  trap '' INT TERM
   for ((i = ${#started[@]} - 1; i >= 0; i--)); do kill "${started[i]}" 2>/dev/null || true; done
+  for _ in $(seq 30); do
+    [ -n "$(jobs -rp)" ] || break
+    sleep 1
+  done
+  # a worker hears nothing while it starts SGLang; its schedulers are of its session
+  for pid in "${started[@]}"; do kill -KILL -- "-$pid" 2>/dev/null || true; done
   wait
 }
 trap stop EXIT
@@ -61,14 +74,15 @@ begin() { # begin NAME COMMAND...
   local log=$run/$1.log
   say "$1: log $log"
   shift
-  "$@" >"$log" 2>&1 &
+  setsid "$@" >"$log" 2>&1 & # this script alone ends it, Ctrl-C does not
   started+=($!)
 }
 
 cat >"$run/pool.toml" <<END
 name = "pool"
 listen = ["unix:$run/pool.sock"]
-capacity_bytes = "2GiB"
+arena_dir = "$arena"
+capacity_bytes = "$capacity"
 [events]
 address = "$events"
 format = "objects"
@@ -95,12 +109,17 @@ for i in "${!roles[@]}"; do
     --engine.port $((port + 200 + i)) --kv-events "tcp://127.0.0.1:$((port + 300 + i))" -- "$@"
 done
 begin frontend "$dynamo/bin/python" -m dynamo.frontend --http-port "$port" --router-mode kv --shared-cache-type hicache
+# is_served: the frontend knows the model, and every worker
+is_served() {
+  curl -sf "http://127.0.0.1:$port/v1/models" | grep -q "\"$name\"" || return 1
+  [ "$(curl -sf "http://127.0.0.1:$port/health" | grep -o '"endpoint":"generate"' | wc -l)" -ge ${#roles[@]} ]
+}
 for _ in $(seq 300); do
   for i in "${!started[@]}"; do kill -0 "${started[i]}" 2>/dev/null || fail "a process has ended: see $run/*.log"; done
-  if curl -sf "http://127.0.0.1:$port/v1/models" | grep -q "\"$name\""; then break; fi
+  if is_served; then break; fi
   sleep 1
 done
-curl -sf "http://127.0.0.1:$port/v1/models" | grep -q "\"$name\"" || fail "the model is not served after 300 s: see $run/*.log"
+is_served || fail "the model is not served by all workers after 300 s: see $run/*.log"
 say "ready: http://127.0.0.1:$port/v1 serves $name. Ctrl-C stops it."
 wait -n "${started[@]}" || true
 fail "a process has ended: see $run/*.log"

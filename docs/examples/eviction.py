@@ -30,6 +30,12 @@ class ReadOnce:
         self._words[slot] = READ
         self._lists[READ].append(slot)
 
+    def on_demote(self, slot: int) -> None:
+        """The page is the first of the unread pages."""
+        self._lists[self._words[slot]].remove(slot)
+        self._words[slot] = UNREAD
+        self._lists[UNREAD].prepend(slot)
+
     def on_evict(self, slot: int, key: bytes) -> None:
         """Forget the slot."""
         self._lists[self._words[slot]].remove(slot)

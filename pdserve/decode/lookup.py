@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -21,10 +21,11 @@ from pdserve.engine.http.endpoints import CHAT, COMPLETIONS, GENERATE
 from pdserve.engine.page_names import PageNames, RequestPages
 from pdserve.engine.sglang.prompt import named_tokens, prefill_request
 from pdserve.errors import RequestError
-from pdserve.kvpool.client.async_client import Place
+from pdserve.kvpool.client.async_client import MEMORY, Place
 from pdserve.kvpool.mover.polled_client import AsyncPageClient
 from pdserve.pages import namespace_seed, page_hashes, pool_key
 
+T = TypeVar("T")
 LOOKUP: Final = "/v1/kv/lookup"
 MAX_PAGES: Final = 65_536
 """Of one prompt. 64 of a million tokens each, at pages of 64."""
@@ -74,6 +75,23 @@ class Found(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The same for each node, where asked for."""
 
 
+class Prompt(NamedTuple):
+    """What a body asks about."""
+
+    request: Any
+    """SGLang's own request for it; None where pages were asked for by name."""
+    tokens: list[int]
+    pages: RequestPages
+
+    def prefix(self, pages: int) -> RequestPages:
+        """Its first pages."""
+        return RequestPages(self.pages.names, {"": self.pages.chains[""][:pages]})
+
+    def restorable(self, there: Collection[bytes]) -> int:
+        """The pages of the longest prefix that can be restored where the pool has these keys."""
+        return self.pages.restorable(there) // len(self.pages.names.rank_suffixes)
+
+
 class Lookup:
     """The route. `engine` gives SGLang's app state and tokenizer manager at request time."""
 
@@ -98,25 +116,31 @@ class Lookup:
 
     async def _found(self, request: Request) -> Found:
         body = await request.body()
-        try:
-            asked = msgspec.json.decode(body, type=Asked)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise RequestError(400, f"not a lookup: {error}") from None
-        tokens = 0
+        asked = decoded(body, Asked)
+        prompt = await self.prompt(request, asked, body)
+        there = await self.there(prompt.pages)
+        return await asyncio.to_thread(self._answer, prompt, there, with_nodes=asked.nodes)
+
+    async def prompt(self, request: Request, asked: Asked, body: bytes) -> Prompt:
+        """The prompt of a body, and the names of its pages. Raises RequestError."""
         if endpoint := asked.endpoint():
-            tokens, chain = await self._chain(request, endpoint, body)
+            made, tokens, chain = await self._chain(request, endpoint, body)
         else:
-            chain = _digests(asked.hashes or ())
+            made, tokens, chain = None, [], _digests(asked.hashes or ())
         if len(chain) > MAX_PAGES:
             raise RequestError(400, f"{len(chain)} pages are asked for, at most {MAX_PAGES}")
-        pages = RequestPages(self._names, {"": chain})
-        keys = await asyncio.to_thread(pages.all_keys)
-        places = dict(zip(keys, await self._pool.places(keys), strict=True))
-        there = {key: place for key, place in places.items() if place is not None}
-        return await asyncio.to_thread(self._answer, pages, there, tokens, with_nodes=asked.nodes)
+        return Prompt(made, tokens, RequestPages(self._names, {"": chain}))
 
-    async def _chain(self, request: Request, endpoint: str, body: bytes) -> tuple[int, list[bytes]]:
-        """(number of the prompt's tokens, digests of its pages)."""
+    async def there(self, pages: RequestPages) -> dict[bytes, Place]:
+        """Where the pool has the pages, by key."""
+        keys = await asyncio.to_thread(pages.all_keys)
+        found = zip(keys, await self._pool.places(keys), strict=True)
+        return {key: place for key, place in found if place is not None}
+
+    async def _chain(
+        self, request: Request, endpoint: str, body: bytes
+    ) -> tuple[Any, list[int], list[bytes]]:
+        """(SGLang's request, the prompt's tokens, digests of its pages)."""
         made = await prefill_request(self._engine.app_state, endpoint, body, request)
         try:
             tokens = await named_tokens(self._engine.tokenizer_manager, made, self._engine.turns)
@@ -127,26 +151,30 @@ class Lookup:
         seed = namespace_seed(made.extra_key, made.cache_salt or None)
         names = self._names
         chain = await asyncio.to_thread(page_hashes, tokens, names.page_size, seed, pairs=names.pairs)
-        return len(tokens), chain
+        return made, tokens, chain
 
-    def _answer(
-        self, pages: RequestPages, there: dict[bytes, Place], tokens: int, *, with_nodes: bool
-    ) -> Found:
-        names, chain = self._names, pages.chains[""]
-        in_memory = {key for key, place in there.items() if place.tier == "dram"}
-        restorable = [
-            pages.restorable(known) // len(names.rank_suffixes) for known in (there.keys(), in_memory)
-        ]
+    def _answer(self, prompt: Prompt, there: dict[bytes, Place], *, with_nodes: bool) -> Found:
+        names, chain = self._names, prompt.pages.chains[""]
+        in_memory = {key for key, place in there.items() if place.tier == MEMORY}
+        restorable = [prompt.restorable(known) for known in (there.keys(), in_memory)]
         prefix = [pool_key(digest, names.rank_suffixes[0]) for digest in chain[: restorable[0]]]
         return Found(
             page_tokens=names.page_size,
-            prompt_tokens=tokens,
+            prompt_tokens=len(prompt.tokens),
             prompt_pages=len(chain),
             tokens=restorable[0] * names.page_size,
             memory_tokens=restorable[1] * names.page_size,
             tiers=dict(Counter(there[key].tier for key in prefix)),
             nodes=_by_node(there[key] for key in prefix) if with_nodes else None,
         )
+
+
+def decoded(body: bytes, type_: type[T]) -> T:
+    """Raises RequestError."""
+    try:
+        return msgspec.json.decode(body, type=type_)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(400, f"the body is not as it should be: {error}") from None
 
 
 def _by_node(places: Iterable[Place]) -> dict[str, dict[str, int]]:

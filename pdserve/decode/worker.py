@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pdserve.decode.hints import Hints
 from pdserve.decode.keeping import Keeping
 from pdserve.decode.lookup import Lookup
 from pdserve.decode.pull_ahead import PullAhead
@@ -13,8 +14,8 @@ from pdserve.prefill.missed_pages import MissedPages
 
 
 def parts(worker: Worker) -> RoleParts:
-    """`/pd/settled`, `/pd/pull`, `/pd/keep`, `/v1/kv/lookup`, and the following of every request until its
-    pages are committed.
+    """`/pd/settled`, `/pd/pull`, `/pd/keep`, `/v1/kv/lookup` and hints, and the following of every request
+    until its pages are committed.
     """
     keeping = Keeping(worker.pool)
     write_back = WriteBack(
@@ -29,8 +30,9 @@ def parts(worker: Worker) -> RoleParts:
         worker.engine, worker.pool, names=worker.names, step_tokens=worker.config.pull_step_tokens
     )
     lookup = Lookup(worker.engine, worker.pool, names=worker.names)
-    routers = [Settled(write_back).router(), pull_ahead.router(), keeping.router(), lookup.router()]
-    return RoleParts(routers, write_back.follow, write_back.unsettled)
+    hints = Hints(worker.engine, worker.pool, lookup, names=worker.names)
+    routes = (Settled(write_back), pull_ahead, keeping, lookup, hints)
+    return RoleParts([one.router() for one in routes], write_back.follow, write_back.unsettled)
 
 
 def aggregated_parts(worker: Worker) -> RoleParts:

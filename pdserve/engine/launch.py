@@ -16,11 +16,10 @@ from pdserve.engine.args import Role, Storage, extra_config, needed, served_mode
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.device import Device, choose_device
 from pdserve.engine.drain import Drain
-from pdserve.engine.fingerprint_cache import kept_fingerprint
 from pdserve.engine.handoff import DirectConfig, check_direct, prepare_direct
 from pdserve.engine.http.guard import Starting
 from pdserve.engine.http.timing import WorkerMetrics
-from pdserve.engine.model_dir import check_address, check_model_dir
+from pdserve.engine.model_dir import check_address, check_model_dir, fingerprint_of
 from pdserve.engine.sglang import prepare, selfcheck
 from pdserve.engine.sglang.engine import Engine
 from pdserve.engine.sglang.server import clients, is_own, serve, until_stopped
@@ -49,7 +48,7 @@ from pdserve.kvpool.mover.polled_client import AsyncPageClient, open_async_clien
 from pdserve.kvpool.stores.registry import check_engine
 from pdserve.kvpool.weights.names import is_pool_url
 from pdserve.kvpool.weights.place import tell_children
-from pdserve.pages import KvGeometry, model_fingerprint
+from pdserve.pages import KvGeometry
 from pdserve.tls.contexts import Certificates
 from pdserve.tokens import reveal, secret_of
 from pdserve.tracing import Tracer, open_tracer
@@ -130,8 +129,7 @@ def located(config: WorkerConfig) -> WorkerConfig:
         return config
     if config.storage == "pool" or from_pool:
         config = replace(config, pool=locate_pool(with_pool_secrets(config.pool, os.environ)))
-    if from_pool:
-        tell_children(config.pool, os.environ)
+        tell_children(config.pool, os.environ)  # of a later model, too, that replaces the first
     return config
 
 
@@ -165,7 +163,7 @@ def _weights(
         geometry,
         name=config.pool.namespace or served_model_name(config.engine),
         storage_of=lambda *pages: extra_config(config.engine, storage_of(*pages)),
-        fingerprint=lambda path: kept_fingerprint(path, model_fingerprint),
+        fingerprint=fingerprint_of,
     )
 
 

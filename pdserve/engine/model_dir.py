@@ -7,9 +7,11 @@ import json
 import socket
 from pathlib import Path
 
+from pdserve.engine.fingerprint_cache import kept_fingerprint
 from pdserve.errors import PoolError, StartupError, WeightsError
 from pdserve.kvpool.weights.model import PoolModel, open_model
 from pdserve.kvpool.weights.names import is_pool_url
+from pdserve.pages import model_fingerprint
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 
@@ -40,6 +42,21 @@ def pool_model(model_path: str) -> PoolModel:
         return open_model(model_path)
     except (WeightsError, PoolError) as error:
         raise StartupError(str(error)) from error
+
+
+def fingerprint_of(model_path: str) -> str:
+    """What a model's pages are named after: of its directory, or of the one that it was pushed from. So
+    workers share pages wherever they got the weights. Raises StartupError, ConfigError.
+    """
+    if not is_pool_url(model_path):
+        if not Path(model_path).is_dir():
+            raise StartupError(
+                f"model {model_path!r} is no local directory: download it first, and give its path"
+            )
+        return kept_fingerprint(Path(model_path), model_fingerprint)
+    if found := pool_model(model_path).manifest.fingerprint:
+        return found
+    raise StartupError(f"{model_path} was pushed from a directory without a config.json or weights")
 
 
 def _check_config(config: Path, model_path: str) -> None:

@@ -9,9 +9,10 @@ No page of old weights is read or written under new ones, since
 - `release` empties SGLang's device and host caches and attaches a backend with another namespace, and only
   then lets requests in.
 
-The new namespace is named after the directory's fingerprint if the weights came from one: workers that start
-with it share its pages. Otherwise it is named after the id that the caller gives, the same for all workers of
-a model, and after nothing that anybody else has if there is none, or if an update failed half-way.
+The new namespace is named after the fingerprint of the directory, or of the pool's model, that the weights
+came from: workers that start with it share its pages. Otherwise it is named after the id that the caller
+gives, the same for all workers of a model, and after nothing that anybody else has if there is none, or if an
+update failed half-way.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, Final, Protocol, TypeVar
 
 import msgspec
@@ -34,7 +34,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from pdserve.engine.http.held import Door
-from pdserve.errors import RequestError, StartupError
+from pdserve.errors import ConfigError, RequestError, StartupError
 from pdserve.kvpool.mover.beside import open_beside
 from pdserve.kvpool.mover.polled_client import AsyncPageClient
 from pdserve.pages import KvGeometry
@@ -90,15 +90,15 @@ class _Change:
     updates: int = 0
     is_whole: bool = True
     """None of them failed."""
-    directory: Path | None = None
-    """Where all weights are from, if the only update read them from there."""
+    model_path: str | None = None
+    """Where all weights are from, if the only update read them from there: a directory, or a pool's URL."""
     fingerprint: str = ""
-    """The directory's, before it was read."""
+    """That model's, before it was read."""
 
 
 class Weights:
     """Those of one worker. `name`: what its namespaces begin with. `storage_of(namespace, geometry)`:
-    SGLang's extra config. `fingerprint`: of a model's directory, raises StartupError.
+    SGLang's extra config. `fingerprint`: of a model's directory or URL, raises StartupError, ConfigError.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Weights:
         *,
         name: str,
         storage_of: Callable[[str, KvGeometry], Mapping[str, Any]],
-        fingerprint: Callable[[Path], str],
+        fingerprint: Callable[[str], str],
     ) -> None:
         self._engine = engine
         self._pool = pool
@@ -143,17 +143,24 @@ class Weights:
         await self._whole(self._release(id_))
 
     async def check(self, model_path: str) -> None:
-        """Raises RequestError 400 where it is no model's directory: SGLang would look for it elsewhere."""
-        if not await self._fingerprint_of(Path(model_path)):
-            raise RequestError(400, f"model_path {model_path!r} is no local directory of a model")
+        """Raises RequestError 400 where it is no model's directory, and none of a pool that is there: SGLang
+        would look for it elsewhere.
+        """
+        try:
+            await asyncio.to_thread(self._fingerprint, model_path)
+        except (StartupError, ConfigError, OSError, ValueError) as error:
+            said = (
+                f"model_path {model_path!r} is no local directory of a model, and no model of a pool: {error}"
+            )
+            raise RequestError(400, said) from None
 
     async def replacing(self, model_path: str | None) -> None:
-        """Weights are about to be replaced: by those of a directory, or by others. The worker is held."""
+        """Weights are about to be replaced: by those of a model, or by others. The worker is held."""
         assert self._change is not None
         self._change.updates += 1
         only = model_path is not None and self._change.updates == 1
-        self._change.directory = Path(str(model_path)) if only else None
-        self._change.fingerprint = await self._fingerprint_of(self._change.directory)
+        self._change.model_path = model_path if only else None
+        self._change.fingerprint = await self._fingerprint_of(self._change.model_path)
 
     def replaced(self, done: bool) -> None:
         """They were, or perhaps a part of them."""
@@ -237,17 +244,17 @@ class Weights:
     async def _geometry_of(self, change: _Change, id_: str) -> KvGeometry:
         """Of the weights that SGLang has now."""
         options = [one for one in self._geometry.options.split(",") if one and not one.startswith(_TAG)]
-        found = await self._fingerprint_of(change.directory) if change.is_whole else ""
+        found = await self._fingerprint_of(change.model_path) if change.is_whole else ""
         if found and found == change.fingerprint:
             return replace(self._geometry, model=found, options=",".join(options))
-        known = id_ if change.is_whole and change.directory is None else ""
+        known = id_ if change.is_whole and change.model_path is None else ""
         return replace(self._geometry, options=",".join([*options, _TAG + (known or uuid.uuid4().hex)]))
 
-    async def _fingerprint_of(self, directory: Path | None) -> str:
-        """Empty where it has none: SGLang will say what is wrong with the directory."""
-        if directory is not None:
-            with contextlib.suppress(StartupError, OSError, ValueError):
-                return await asyncio.to_thread(self._fingerprint, directory)
+    async def _fingerprint_of(self, model_path: str | None) -> str:
+        """Empty where it has none: SGLang will say what is wrong with it."""
+        if model_path is not None:
+            with contextlib.suppress(StartupError, ConfigError, OSError, ValueError):
+                return await asyncio.to_thread(self._fingerprint, model_path)
         return ""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import typer
 
@@ -55,11 +55,24 @@ MaxRunning: TypeAlias = Annotated[int, typer.Option(min=1, help="Requests that a
 WorkerTokens: TypeAlias = Annotated[
     int, typer.Option(min=0, help="Tokens whose KV a worker keeps in its own memory.")
 ]
+PoolTokens: TypeAlias = Annotated[
+    int | None, typer.Option(min=0, help="Tokens whose KV the pool keeps; without it, all.")
+]
 KvBytes: TypeAlias = Annotated[
     int, typer.Option(min=0, help="Bytes of KV of a token, to say the pool's size in GiB; 0: unknown.")
 ]
 Goal: TypeAlias = Annotated[
     float, typer.Option(min=0, max=1, help="Share of requests to be within the level.")
+]
+HalfLives: TypeAlias = Annotated[
+    Literal["learned", "fixed"], typer.Option(help="As the router's placement.half_lives.")
+]
+KnowsPlaces: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--knows-places",
+        help="As if the router knew what workers and the pool have of each prompt.",
+    ),
 ]
 MaxWorkers: TypeAlias = Annotated[int, typer.Option(min=2, help="Largest number of workers that is tried.")]
 Workers: TypeAlias = Annotated[
@@ -88,10 +101,13 @@ def plan(
     step_ms_per_request: StepOfRequest = None,
     max_running: MaxRunning = 128,
     worker_tokens: WorkerTokens = 500_000,
+    pool_tokens: PoolTokens = None,
     kv_bytes_per_token: KvBytes = 0,
     goal: Goal = 0.9,
     max_workers: MaxWorkers = 64,
     workers: Workers = None,
+    half_lives: HalfLives = "learned",
+    knows_places: KnowsPlaces = False,
     seed: Annotated[int, typer.Option(help="Seed of what is left to chance.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Results as JSON lines.")] = False,
 ) -> None:
@@ -120,6 +136,9 @@ def plan(
         level=parse_level(slo),
         max_running=max_running,
         worker_blocks=worker_tokens // loads.BLOCK_TOKENS,
+        pool_blocks=None if pool_tokens is None else pool_tokens // loads.BLOCK_TOKENS,
+        half_lives=half_lives,
+        knows_places=knows_places,
         seed=seed,
     )
     if (trace is None) is not turning:

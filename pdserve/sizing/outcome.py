@@ -22,6 +22,8 @@ class Served(msgspec.Struct, frozen=True, gc=False):
     itl_ms: float
     """Mean time between its tokens; 0 for an answer of one token."""
     cached_tokens: int
+    anywhere_tokens: int
+    """What the worker would have found that had most of the prompt, or the pool."""
     prompt_tokens: int
 
 
@@ -46,6 +48,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     itl_ms: dict[str, float]
     cached: float
     """Share of prompt tokens that were not computed."""
+    computed_twice: float
+    """Share of prompt tokens that were computed though another worker had them."""
     duty_changes: int
     busy: dict[str, float]
     """By role: share of the time in which its workers computed prompts."""
@@ -80,6 +84,9 @@ def judge(
         ttft_ms=_percentiles([one.ttft_ms for one in served]),
         itl_ms=_percentiles([one.itl_ms for one in served if one.itl_ms]),
         cached=round(sum(one.cached_tokens for one in served) / prompt_tokens, 4),
+        computed_twice=round(
+            sum(one.anywhere_tokens - one.cached_tokens for one in served) / prompt_tokens, 4
+        ),
         duty_changes=duty_changes,
         busy=busy,
     )

@@ -161,6 +161,7 @@ def served(record: Record) -> Served:
         if more > 0 and record.first_s is not None
         else 0.0,
         cached_tokens=record.cached.total,
+        anywhere_tokens=record.cached.total,
         prompt_tokens=record.prompt_tokens,
     )
 

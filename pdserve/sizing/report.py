@@ -63,6 +63,7 @@ def compared(outcomes: Sequence[Outcome]) -> Table:
         "goodput/s",
         "late",
         "slow",
+        "computed twice",
         "changes",
     )
     rows = [
@@ -73,6 +74,7 @@ def compared(outcomes: Sequence[Outcome]) -> Table:
             f"{one.goodput_s:.2f}",
             f"{one.late:.1%}",
             f"{one.slow:.1%}",
+            f"{one.computed_twice:.1%}",
             str(one.duty_changes),
         )
         for one in outcomes
@@ -126,8 +128,10 @@ def pools(found: Iterable[tuple[int, Outcome]], kv_bytes_per_token: int) -> Tabl
     for blocks, one in found:
         tokens = blocks * BLOCK_TOKENS
         size = f"{tokens * kv_bytes_per_token / 2**30:,.1f}" if kv_bytes_per_token else "-"
-        rows.append((f"{tokens:,}", size, f"{one.in_time:.1%}", f"{one.cached:.1%}", f"{one.goodput_s:.2f}"))
-    return table("pool", ("tokens", "GiB", "in time", "cached", "goodput/s"), rows)
+        shares = (f"{share:.1%}" for share in (one.in_time, one.cached, one.computed_twice))
+        rows.append((f"{tokens:,}", size, *shares, f"{one.goodput_s:.2f}"))
+    columns = ("tokens", "GiB", "in time", "cached", "computed twice", "goodput/s")
+    return table("pool", columns, rows, caption="computed twice: though another worker had it")
 
 
 def _rows(steps: Sequence[Outcome]) -> Iterable[Sequence[str]]:

@@ -2,26 +2,28 @@
 the seed's.
 
 The fleet, the placer with its policies and its beliefs, and the counts of load (`Claim`) are those of the
-router. What workers have cached is the simulation's own, so the router can be wrong about it. Answers' tokens
-are in no block of a trace, so a next turn computes them again.
+router. What workers have cached is the simulation's own, so the router can be wrong about it, unless it is
+told (`Setting.knows_places`). Answers' tokens are in no block of a trace, so a next turn computes them again.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
 
 from pdserve.bench.dice import Dice
 from pdserve.router.api.endpoints import ENDPOINTS
+from pdserve.router.config.placement import PlacementSettings
 from pdserve.router.dispatch.job import Claim
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.fleet.worker import Worker, WorkerInfo, WorkerLoad
 from pdserve.router.placement.placer import Placer
 from pdserve.router.placement.planner import Plan
+from pdserve.router.placement.prefix_index import Beliefs, Cached, Places, Prefix, PrefixTable
 from pdserve.router.placement.request_facts import RequestFacts
 from pdserve.router.sessions.table import SessionEntry
 from pdserve.sizing.engine import BlockCache, Engine
@@ -44,6 +46,10 @@ class Job(msgspec.Struct):
     claim: Claim
     prefill: Claim | None = None
     cached_tokens: int = 0
+    own_tokens: int = 0
+    """Of these, those that the computing worker had itself."""
+    anywhere_tokens: int = 0
+    """What the worker would have found that had most, or the pool."""
     first_s: float = 0.0
     turn: SessionEntry | None = None
 
@@ -56,6 +62,32 @@ class _Site(msgspec.Struct):
     cache: BlockCache
     look_s: float = float("inf")
     """When it is looked at next. Other events for it are out of date."""
+
+
+class _TruePlaces(Places):
+    """Where a prompt's prefix is, in place of what is believed."""
+
+    __slots__ = ("_find",)
+
+    def __init__(self, settings: PlacementSettings, find: Callable[[Worker], Cached]) -> None:
+        super().__init__(Beliefs(settings), {}, None)
+        self._find = find
+
+    def cached(self, worker: Worker) -> Cached:
+        """What the worker finds."""
+        return self._find(worker)
+
+
+class _TruePrefixes(PrefixTable):
+    """Tells where the prefix of the prompt is that arrives."""
+
+    def __init__(self, settings: PlacementSettings, find: Callable[[Worker], Cached]) -> None:
+        super().__init__(settings)
+        self._true = _TruePlaces(settings, find)
+
+    def places(self, prefix: Prefix, now_s: float) -> Places:
+        """Of the prompt that arrives."""
+        return self._true
 
 
 class Simulation:
@@ -78,6 +110,9 @@ class Simulation:
             for worker in self._fleet.workers
         }
         self._pool = BlockCache(setting.pool_blocks)
+        self._arriving = load[0]
+        if setting.knows_places:
+            self._placer.prefixes = _TruePrefixes(config.placement, self._cached)
         self._dice = Dice("plan", setting.seed)
         self._events: list[tuple[float, int, str, Job | _Site | int]] = []
         self._numbers = itertools.count()
@@ -120,6 +155,7 @@ class Simulation:
 
     def _arrive(self, number: int) -> None:
         request, now_s = self._load[number], self._now_s
+        self._arriving = request
         facts = RequestFacts(
             ENDPOINTS["/v1/completions"],
             prompt_tokens_estimate=request.prompt_tokens,
@@ -132,8 +168,10 @@ class Simulation:
         job = Job(number, request, facts, plan, claim)
         if plan.prefill is not None:
             job.prefill = Claim(self._fleet, plan.prefill, now_s, plan.uncached_tokens, prefills=True)
-        read_tokens, job.cached_tokens = self._find(self._sites[(plan.prefill or plan.decode).id], request)
-        self._at(now_s + read_tokens * self._setting.rates.pool_ms_per_token / 1e3, "read", job)
+        found = self._cached(plan.prefill or plan.decode)
+        job.own_tokens, job.cached_tokens = int(found.device), int(found.total)
+        job.anywhere_tokens = max(int(self._cached(worker).total) for worker in self._fleet.workers)
+        self._at(now_s + found.pool * self._setting.rates.pool_ms_per_token / 1e3, "read", job)
 
     def _compute(self, job: Job) -> None:
         """What the pool has of the prompt is read: the rest is computed."""
@@ -172,7 +210,7 @@ class Simulation:
             job.turn = self._placer.on_answering(job.facts, job.plan, site.worker, str(job.number), now_s)
             return
         job.prefill.release()
-        cached = {"device": job.cached_tokens}
+        cached = {"device": job.own_tokens, "pool": job.cached_tokens - job.own_tokens}
         self._placer.on_prefilled(job.facts, job.plan, site.worker, cached, 1, 0, now_s)
         there = self._sites[job.claim.worker.id].cache.found(request.blocks) * BLOCK_TOKENS
         moved_ms = max(0, request.prompt_tokens - there) * rates.pool_ms_per_token
@@ -182,24 +220,31 @@ class Simulation:
         request, now_s = job.request, self._now_s
         job.claim.release()
         self._placer.on_answered(
-            job.facts, job.plan, site.worker, job.turn, request.output_tokens, None, now_s
+            job.facts,
+            job.plan,
+            site.worker,
+            job.turn,
+            request.output_tokens,
+            None if job.prefill is not None else (job.own_tokens, job.cached_tokens - job.own_tokens),
+            now_s,
         )
         more = request.output_tokens - 1
         self._served[job.number] = Served(
             ttft_ms=1e3 * (job.first_s - request.at_s),
             itl_ms=1e3 * (now_s - job.first_s) / more if more else 0.0,
             cached_tokens=job.cached_tokens,
+            anywhere_tokens=job.anywhere_tokens,
             prompt_tokens=request.prompt_tokens,
         )
 
     # --- the rest
 
-    def _find(self, site: _Site, request: Request) -> tuple[int, int]:
-        """(tokens that a worker reads from the pool, tokens that it does not compute)."""
-        own = site.cache.found(request.blocks)
-        both = max(own, self._pool.found(request.blocks))
-        cached = min(both * BLOCK_TOKENS, request.prompt_tokens - 1)
-        return max(0, cached - own * BLOCK_TOKENS), cached
+    def _cached(self, worker: Worker) -> Cached:
+        """What a worker finds of the prompt that arrives. It computes one token at least."""
+        blocks, most = self._arriving.blocks, self._arriving.prompt_tokens - 1
+        own = min(most, self._sites[worker.id].cache.found(blocks) * BLOCK_TOKENS)
+        pool = min(most, self._pool.found(blocks) * BLOCK_TOKENS)
+        return Cached(device=own, pool=max(0, pool - own))
 
     def _compute_s(self, tokens: int) -> float:
         return tokens * self._setting.rates.prefill_ms_per_token / 1e3

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from pdserve.router.config.router import RouterConfig
@@ -39,6 +41,9 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks of 512 tokens in a worker's own memory."""
     pool_blocks: int | None = None
     """In the pool; None: no bound."""
+    half_lives: Literal["learned", "fixed"] = "learned"
+    knows_places: bool = False
+    """The router knows what workers and the pool have of each prompt, in place of what it believes."""
     min_prefill_tokens: int = 0
     """0: the sizes differ by where prompts are computed, so all prompts have the prefill stage."""
     seed: int = 1
@@ -47,9 +52,10 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         """The configuration of the router before workers of this size. It knows the rates as they are."""
         base = RouterConfig()
         rates = self.rates
-        placement = {
+        placement: dict[str, object] = {
             "prefill_ms_per_token": rates.prefill_ms_per_token,
             "pool_ms_per_token": rates.pool_ms_per_token,
+            "half_lives": self.half_lives,
         }
         counts: dict[Role, int] = {
             "prefill": size.prefill,

@@ -379,7 +379,7 @@ def _wire_vllm(draft: _Draft, servers: Sequence[_Draft], routers: Sequence[_Draf
         wanted = draft.config.get("lmcache") or "one"
         raise ConfigError(f"'{draft.table}' needs an LMCache server: give [[lmcache]] {wanted}") from None
     token = _sub_table(routers[0], "access").get("cluster_token", "")
-    draft.argv = vllm_argv(draft.config, (server["host"], server["port"]))
+    draft.argv = vllm_argv(draft.config, server)
     draft.env = {**environment(token), **draft.env}
     role = draft.config.get("role", "agg")
     if role not in get_args(VllmRole):

@@ -19,7 +19,7 @@ EXAMPLE = "the documents' example"
 NAMES = (*POLICIES, EXAMPLE)
 SLOTS = 16
 KEYS = [bytes([n]) * 32 for n in range(24)]
-STEPS = st.lists(st.tuples(st.sampled_from("ihre"), st.integers(0, SLOTS - 1)), max_size=60)
+STEPS = st.lists(st.tuples(st.sampled_from("ihred"), st.integers(0, SLOTS - 1)), max_size=60)
 
 
 def make(name: str, links: Links) -> EvictionPolicy:
@@ -43,6 +43,8 @@ def test_the_victims_are_exactly_the_slots_held(name: str, steps: list[tuple[str
             members.add(slot)
         elif step == "h" and slot in members:
             chosen.on_hit(slot, now_s)
+        elif step == "d" and slot in members:
+            chosen.on_demote(slot)
         elif step == "r" and slot in members:
             chosen.on_remove(slot)
             members.discard(slot)
@@ -52,6 +54,19 @@ def test_the_victims_are_exactly_the_slots_held(name: str, steps: list[tuple[str
         assert sorted(policy.victims()) == sorted(held)
         assert sorted(other.victims()) == sorted(others)
         assert (len(policy), len(other)) == (len(held), len(others))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "ttl"])
+def test_demoted_pages_go_first_the_last_demoted_before_the_others(name: str) -> None:
+    policy = make(name, Links(SLOTS))
+    for slot in range(6):
+        policy.on_insert(slot, KEYS[slot], 0.0)
+    policy.on_hit(3, 1.0)
+    for slot in (1, 3, 5):
+        policy.on_demote(slot)
+    assert list(policy.victims())[:3] == [5, 3, 1]
+    policy.on_hit(3, 2.0)
+    assert list(policy.victims())[-1] == 3 or name == "fifo", "being read makes it as good as others"
 
 
 @pytest.mark.parametrize("name", NAMES)

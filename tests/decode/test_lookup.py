@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,41 +13,10 @@ from pdserve.decode import lookup as module
 from pdserve.decode.lookup import Lookup
 from pdserve.engine.http import cache_salt
 from pdserve.engine.page_names import PageNames
-from pdserve.kvpool.client.async_client import Place
-from pdserve.pages import PagePart, namespace_seed, page_hashes, part_suffix, pool_key
+from pdserve.pages import PagePart, page_hashes, part_suffix, pool_key
+from tests.support.engine.asked_prompts import MEMORY, OTHER, PAGE, PROMPT, SSD, SUFFIXES, Engine, Pool
 
-PAGE = 4
-SUFFIXES = (b"-0", b"-1")
 WINDOWS = PagePart("swa", 1, [part_suffix(suffix, "swa", {"kv": 0, "swa": 1}) for suffix in SUFFIXES])
-PROMPT = list(range(100, 118))  # 4 pages and two tokens
-MEMORY, SSD, OTHER = Place("a", "dram"), Place("a", "ssd"), Place("b", "dram")
-
-
-class Pool:
-    """Pages by key."""
-
-    def __init__(self) -> None:
-        self.there: dict[bytes, Place] = {}
-
-    def has(self, *places: Place, salt: str | None = None, suffixes: Sequence[bytes] = SUFFIXES) -> None:
-        pages = page_hashes(PROMPT, PAGE, namespace_seed(None, salt))
-        for page, place in zip(pages, places, strict=False):
-            self.there |= {pool_key(page, suffix): place for suffix in suffixes}
-
-    async def places(self, keys: Sequence[bytes]) -> list[Place | None]:
-        return [self.there.get(key) for key in keys]
-
-
-class Engine:
-    """SGLang, whose tokens are the numbers in a text."""
-
-    def __init__(self) -> None:
-        self.tokenizer_manager = self
-        self.server_args = SimpleNamespace(dp_size=2)
-        self.app_state = self.turns = None
-
-    async def _tokenize_texts(self, text: str) -> tuple[list[int], None]:
-        return list(map(int, text.split())), None
 
 
 async def ask(

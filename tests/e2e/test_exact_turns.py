@@ -5,8 +5,11 @@ demo model's answers nearly always encode to other tokens than it generated.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +18,12 @@ from tests.support.e2e.cluster import Router, Worker, http
 from tests.support.e2e.prompts import PAGE
 from tests.support.e2e.routed import found
 from tests.support.e2e.site import Cluster
+from tests.support.router.redis_server import redis_server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 TURNS = 5
+KEY = "administrators-key-of-these-tests"
 SAYS = (
     "Tell me about the weather in Paris, the price of bread in Berlin, and the way from Lisbon to Porto. ",
     "Who wrote the first program, and how many days are there in February of a year that divides by four? ",
@@ -197,3 +202,38 @@ def test_prefill_and_decode_workers_use_the_same_tokens(cluster: Cluster) -> Non
     earlier, last = chat.turns[-2:]
     assert last.cached_tokens >= (earlier.prompt_tokens // PAGE) * PAGE
     assert sum(found(answer).values()) >= (last.prompt_tokens - 1) // PAGE * PAGE
+
+
+def test_a_conversation_goes_on_at_another_router_as_it_was(cluster: Cluster, run_dir: Path) -> None:
+    """By the same workers, though the first router had moved it, and from the very tokens."""
+    with redis_server(run_dir) as redis, ExitStack() as stack:
+        extra = {"redis": {"url": redis.url, "lookup_s": 2.0}, "admin": {"key": KEY, "port": 0}}
+        here, there = (
+            Router(run_dir, cluster.prefill, cluster.decode, name=f"router-sharing{i}", extra=extra)
+            for i in range(2)
+        )
+        for router in (here, there):
+            stack.callback(router.stop)
+            router.start()
+        chat = Conversation("Routers")
+        session = {"x-session-id": "of-two-routers"}
+        homes = [chat.ask(server, **session).headers["x-pdserve-decode"] for server in (here, there, here)]
+        assert len(set(homes)) == 1
+        moves = http.post(
+            f"{_admin(here)}/workers/{homes[0]}/drain", headers={"authorization": f"Bearer {KEY}"}
+        )
+        assert moves.status_code == 200, moves.text
+        moved = chat.ask(here, **session).headers["x-pdserve-decode"]
+        before = sum(outcomes(worker).get("spliced", 0) for worker in cluster.workers)
+        answer = chat.ask(there, **session)
+        assert answer.headers["x-pdserve-decode"] == moved != homes[0]
+        assert "decode=session" in answer.headers["x-pdserve-plan"]
+        assert sum(outcomes(worker).get("spliced", 0) for worker in cluster.workers) == before + 2
+        earlier, last = chat.turns[-2:]
+        assert last.cached_tokens >= (earlier.prompt_tokens // PAGE) * PAGE
+
+
+def _admin(router: Router) -> str:
+    assert router.process is not None
+    (port,) = re.findall(r"admin API on port (\d+)", router.process.tail())
+    return f"http://127.0.0.1:{port}"

@@ -13,6 +13,10 @@ from typing import Any
 import pytest
 
 from pdserve.engine.demo.model import make_demo_model
+from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
+from pdserve.kvpool.weights.names import ModelName
+from pdserve.kvpool.weights.push import push
+from pdserve.kvpool.weights.store import WeightStore
 from tests.support.e2e.cluster import PoolNode, Router, Worker, eventually, free_port, http
 from tests.support.e2e.prompts import Answer, differences, token_ids
 from tests.support.e2e.routed import all_computed, found, generate, say, wanted_hits
@@ -41,7 +45,7 @@ class Trained:
     new: list[Answer]
     """What plain SGLang answers with the next weights."""
 
-    def update(self, path: Path) -> Any:
+    def update(self, path: Path | str) -> Any:
         url = f"http://127.0.0.1:{self.admin_port}/models/demo-tiny/update_weights_from_disk"
         headers = {"authorization": f"Bearer {KEY}"}
         return http.post(
@@ -188,6 +192,28 @@ def test_a_directory_that_holds_no_model_changes_nothing(trained: Trained, tmp_p
     eventually(trained.is_served, "both workers are used again", 30.0)
     assert trained.namespaces() == namespaces
     assert differences(before, [Answer.of(one.json()) for one in trained.ask()], say(trained.prompts)) == []
+
+
+def test_weights_come_from_the_pool_by_a_url(trained: Trained, model: Path) -> None:
+    """To those of a revision of the pool and back, and the namespace is that of the same files on a disk."""
+    config = PoolClientConfig(nodes=[PoolNodeRef(**trained.pool.ref)])
+    with WeightStore(config) as store:
+        push(store, trained.new_model, ModelName("demo-tiny", "2"))
+        push(store, model, ModelName("demo-tiny", "1"))
+    done = trained.update(Path(trained.new_model))
+    assert done.status_code == 200, done.text
+    [of_files] = trained.namespaces()
+    for url in ("pdserve://pool/demo-tiny@1", "pdserve://pool/demo-tiny@2"):
+        done = trained.update(url)
+        assert done.status_code == 200, done.text
+        eventually(trained.is_served, "both workers are used again", 30.0)
+    assert trained.namespaces() == {of_files}
+    answers = [Answer.of(one.json()) for one in trained.ask()]
+    assert differences(trained.new, answers, say(trained.prompts)) == []
+    refused = trained.update("pdserve://pool/demo-tiny@3")
+    assert (refused.status_code, "no model demo-tiny@3" in refused.text) == (502, True)
+    eventually(trained.is_served, "both workers are used again", 30.0)
+    assert trained.namespaces() == {of_files}
 
 
 def test_weights_of_a_trainer_are_taken_in_steps_and_begin_a_namespace(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,7 +84,7 @@ class Rig:
             fingerprint=self.fingerprint,
         )
 
-    def fingerprint(self, path: Path) -> str:
+    def fingerprint(self, path: str) -> str:
         if str(path) not in self.prints:
             raise StartupError("no model")
         return self.prints[str(path)]

@@ -87,7 +87,7 @@ def cluster_file(directory: Path) -> Path:
         "namespaces": [{"name": "n", "read_token_file": str(directory / "read"), "write_token": WRITE}],
     }
     redis = {"url": "redis://127.0.0.1:1", "password_file": str(directory / "redis")}
-    router = {"port": 0, "log_level": "debug", "session": {"redis": redis}}
+    router = {"port": 0, "log_level": "debug", "redis": redis}
     file = directory / "cluster.toml"
     made = {"cluster": {"run_dir": str(directory / "run")}, "router": router, "pool": [node]}
     file.write_text(to_toml({**made, "worker": {"engine": {"model_path": "m"}}, "agg": [{}]}))

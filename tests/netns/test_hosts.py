@@ -46,7 +46,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
 
 
 def command(hosts: Machines, host: str, *words: str) -> list[str]:
-    return hosts.words(host, [sys.executable, *words])
+    return hosts.words(host, ["env", f"PYTHONPATH={ROOT}", sys.executable, *words])
 
 
 def ask(hosts: Machines, host: str, *words: str) -> str:

@@ -64,6 +64,29 @@ def test_what_was_computed_is_found_by_the_worker_itself_and_through_the_pool() 
     assert simulate(twice, Size(agg=1), nothing).cached == 0.0
 
 
+def test_what_one_worker_computes_though_another_has_it_is_counted() -> None:
+    nothing = msgspec.structs.replace(SETTING, pool_blocks=0)
+    together = [request(0.0, 1, 2), request(0.0, 1, 2), request(10.0, 1, 2)]
+    one, two = simulate(together, Size(agg=1), nothing), simulate(together, Size(agg=2), nothing)
+    assert one.computed_twice == 0.0
+    assert two.computed_twice == 0.0, "at the same time nobody has it yet"
+    apart = [request(0.0, 1, 2), request(0.05, 3, 4), request(0.3, 1, 2, answer=300), request(0.6, 1, 2)]
+    busy = msgspec.structs.replace(nothing.rates, prefill_ms_per_token=0.001)
+    told = msgspec.structs.replace(nothing, rates=busy)
+    found = simulate(apart, Size(agg=2), told)
+    assert found.computed_twice + found.cached == pytest.approx(2 * 999 / 4000, abs=1e-3)
+
+
+def test_a_router_that_knows_places_finds_what_beliefs_are_wrong_about() -> None:
+    """Two workers have a prompt, and one of them evicts it."""
+    believes = msgspec.structs.replace(SETTING, pool_blocks=0, worker_blocks=2)
+    knows = msgspec.structs.replace(believes, knows_places=True)
+    load = [request(0.0, 1, 2), request(0.0, 1, 2), request(10.0, 3, 4), request(20.0, 1, 2)]
+    other = [*load[:3], request(15.0, 3, 4), load[3]]  # equal workers alternate
+    assert [simulate(one, Size(agg=2), knows).computed_twice for one in (load, other)] == [0.0, 0.0]
+    assert sum(simulate(one, Size(agg=2), believes).computed_twice for one in (load, other)) > 0.0
+
+
 LOADS = st.lists(
     st.tuples(
         st.floats(0, 0.5), st.integers(1, 6000), st.integers(1, 60), st.lists(st.integers(0, 40), max_size=12)

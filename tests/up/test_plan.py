@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pdserve.errors import ConfigError
+from pdserve.up.cli import SCHEMAS, check_tables
 from pdserve.up.config import ClusterFile, ClusterSettings, Table, WorkerRole, read_cluster_file
 from pdserve.up.plan import ConnectReady, HttpReady, Listening, Plan, make_plan
 
@@ -404,6 +405,22 @@ def test_a_vllm_worker_can_have_an_lmcache_server_of_its_own() -> None:
     ]
     assert ports == [7000, 7001]
     assert len(specs["router"].config["agg"]) == 2
+
+
+def test_an_lmcache_server_can_store_elsewhere_than_in_the_pool() -> None:
+    disk = ["--l2-adapter", '{"type": "fs", "base_path": "/x"}']
+    plan = plan_of(vllm_file(pool=[], lmcache=[{"storage": "none", "args": disk}]))
+    specs = {spec.name: spec for spec in plan.processes}
+    assert specs["lmcache0"].argv.count("--l2-adapter") == 1
+    assert argument(specs["lmcache0"].argv, "--l2-adapter") == disk[1]
+    check_tables(plan, "c.toml", SCHEMAS)
+
+
+def test_a_vllm_worker_can_do_without_lmcache() -> None:
+    plan = plan_of(vllm_file(pool=[], lmcache=[], vllm=[{"lmcache": "none"}]))
+    specs = {spec.name: spec for spec in plan.processes}
+    assert "--kv-transfer-config" not in specs["vllm0"].argv
+    assert len(specs["router"].config["agg"]) == 1
 
 
 @pytest.mark.parametrize(

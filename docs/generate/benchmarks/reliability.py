@@ -13,7 +13,7 @@ from docs.generate.markdown import table
 from docs.generate.product import HOSTILE_MEMORY, HOSTILE_P99, QUIET_GOAL, HostsFigures
 
 COLUMNS = (
-    *("commit", "data path", "limit MB/s", "asked / limit", "p99 alone, ms", "beside / alone"),
+    *("commit", "data path", "neighbour", "limit MB/s", "asked / limit", "p99 alone, ms", "beside / alone"),
     *("load on another node / alone", f"beside ≤ {QUIET_GOAL}"),
 )
 
@@ -78,13 +78,16 @@ def _hostile_cells(line: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _cells(run: Run, line: dict[str, Any]) -> tuple[str, ...]:
+    """Runs before 2026-11-26 were all beside a tenant."""
     limit = line["limit_bytes_s"]
     asked = [phase["asked_bytes_s"] for phase in line["phases"] if phase["neighbour"] == "here"]
+    had = min(phase["loud_bytes_s"] for phase in line["phases"] if phase["neighbour"] == "here")
     return (
         run.origin["commit"],
         line["path"],
-        f"{limit / 1e6:.0f}",
-        f"{min(asked) / limit:.0f} ×",
+        {"tenant": "a tenant", "weights": "a model load"}[line.get("loud", "tenant")],
+        f"{limit / 1e6:.0f}" if limit else "none",
+        f"{min(asked) / limit:.0f} ×" if limit else f"{had / 1e9:.1f} GB/s read",
         f"{line['alone_p99_us'] / 1e3:.2f}",
         f"{line['ratio']:.2f}",
         f"{line['control']:.2f}",

@@ -11,6 +11,7 @@ from docs.generate.markdown import table
 
 OURS = "pdserve"
 OURS_TLS = "pdserve-tls"
+OURS_REDIS = "pdserve-redis"
 LONG = 1000
 LIMIT = 0.9
 """A load that uses more of its cores than this may be what limits the rate."""
@@ -32,28 +33,39 @@ def beside_others() -> str:
 
 def tls() -> str:
     """The newest run with and without TLS to the workers: a row for each number of streams."""
-    kept = runs("router-tls")
+    return _second("router-tls", OURS_TLS, "TLS")
+
+
+def redis() -> str:
+    """The newest run of a router alone, and of one that shares with another: a row for each number of
+    streams.
+    """
+    return _second("router-redis", OURS_REDIS, "Redis")
+
+
+def _second(kind: str, name: str, what: str) -> str:
+    """Our router without something and with it, in the newest run of that kind."""
+    kept = runs(kind)
     if not kept:
         return NO_RUN
     by_streams: dict[int, dict[str, dict[str, Any]]] = {}
     for line in kept[0].lines:
         by_streams.setdefault(line["streams"], {})[line["router"]] = line
-    pairs = [(streams, found[OURS], found[OURS_TLS]) for streams, found in by_streams.items()]
+    pairs = [(streams, found[OURS], found[name]) for streams, found in by_streams.items()]
     columns = (
-        *("streams", "requests/s", "with TLS", "TLS / without"),
-        *("CPU µs of a request, without / with TLS", "first byte, added ms, p50, without / with TLS"),
+        *("streams", "requests/s", f"with {what}", f"{what} / without"),
+        f"CPU µs of a request, without / with {what}",
+        *(f"first byte, added ms, {p}, without / with {what}" for p in ("p50", "p99")),
     )
+    shown = (("cpu_us_per_request", ".0f"), ("added_ttft_ms_p50", ".1f"), ("added_ttft_ms_p99", ".1f"))
     rows = [
         (
-            *(f"{streams:,}", f"{plain['rps']:,.0f}", f"{secured['rps']:,.0f}"),
-            f"{secured['rps'] / plain['rps']:.2f}",
-            *(
-                f"{plain[name]:{form}} / {secured[name]:{form}}"
-                for name, form in (("cpu_us_per_request", ".0f"), ("added_ttft_ms_p50", ".1f"))
-            ),
+            *(f"{streams:,}", f"{plain['rps']:,.0f}", f"{second['rps']:,.0f}"),
+            f"{second['rps'] / plain['rps']:.2f}",
+            *(f"{plain[figure]:{form}} / {second[figure]:{form}}" for figure, form in shown),
         )
-        for streams, plain, secured in pairs
-        if plain["rps"] and secured["rps"]
+        for streams, plain, second in pairs
+        if plain["rps"] and second["rps"]
     ]
     return origin(kept[0]) + "\n" + table(columns, rows)
 

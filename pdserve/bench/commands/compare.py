@@ -31,7 +31,8 @@ Against = Annotated[
         "mooncake (if installed), agg, disagg. Also possible: agg-once (no pages in host memory, and "
         "the pool larger by as much), disagg-direct, agg-mooncake and disagg-mooncake (Mooncake Store in "
         "place of the pool node), agg-two and elastic (two workers), dead (agg with a "
-        "killed pool, R13)."
+        "killed pool, R13); dynamo and dynamo-disagg; vllm, and with LMCache vllm-cpu, vllm-disk and "
+        "vllm-pool."
     ),
 ]
 ModelPath = Annotated[Path, typer.Option("--model", help="Model directory: pdserve model demo makes one.")]
@@ -112,9 +113,10 @@ def compare(
 def _contenders(against: str) -> list[str]:
     from pdserve.bench.peers.mooncake import is_installed
     from pdserve.bench.serving.contenders import ASKED_FOR, NAMES
+    from pdserve.bench.serving.foreign import FOREIGN
 
     there = [name for name in NAMES if name not in ASKED_FOR and (name != "mooncake" or is_installed())]
-    return common.choices("against", against, NAMES) if against else there
+    return common.choices("against", against, (*NAMES, *FOREIGN)) if against else there
 
 
 def _kv_token_bytes(model: Path, flags: list[str]) -> int:

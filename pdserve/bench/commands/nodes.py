@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -12,15 +12,21 @@ from pdserve.bench.commands.output import Output, say, workplace
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from pdserve.bench.pool.quiet import Quiet
+    from pdserve.bench.pool.quiet import Loud, Quiet
     from pdserve.bench.pool.restart import Restarts
+
+LOUD: Final[tuple[Loud, ...]] = ("tenant", "weights")
 
 
 def quiet(
     path: options.DataPath = "shm",
+    loud: Annotated[
+        str,
+        typer.Option(help="Who is loud: tenant, at 10 times its limit; weights, a model that is loaded."),
+    ] = "tenant",
     limit: Annotated[
         str,
-        typer.Option(help="Limit of the loud namespace in bytes per second; it requests 10 times as much."),
+        typer.Option(help="Limit of a tenant in bytes per second; it requests 10 times as much."),
     ] = "50MB",
     phases: Annotated[
         int, typer.Option(min=1, help="Phases of each kind: alone, load on another node, load on this node.")
@@ -28,15 +34,16 @@ def quiet(
     seconds: Annotated[float, typer.Option(min=0.1, help="Length of a phase.")] = 5.0,
     as_json: options.AsJson = False,
 ) -> None:
-    """A quiet namespace beside one at 10 times its limit: p99 over p99 alone (R7). Fails beyond 1.3."""
+    """A quiet namespace beside a loud one: p99 over p99 alone (R7). Fails beyond 1.3."""
     from pdserve.bench.pool.quiet import quiet as run
     from pdserve.sizes import parse_bytes
 
     (chosen,) = options.choices("path", path, options.PATHS)
+    (neighbour,) = options.choices("loud", loud, LOUD)
     limit_bytes_s = parse_bytes(limit)
     output = Output(as_json)
     with workplace() as directory:
-        outcome = run(chosen, limit_bytes_s, phases, seconds, directory)
+        outcome = run(chosen, neighbour, limit_bytes_s, phases, seconds, directory)
     output.conclude(outcome, lambda: _quiet_shown(outcome))
 
 
@@ -59,9 +66,7 @@ def _quiet_shown(outcome: Quiet) -> list[Table | str]:
         f"with the same load on another node: {outcome.control:.2f}; that much is this machine's",
     ]
     if not outcome.loud_enough:
-        shown.append(
-            "the neighbour asked for less than 10 times its limit: this machine is too busy to measure it"
-        )
+        shown.append("the neighbour did less than it should: this machine is too busy to measure it")
     return shown
 
 

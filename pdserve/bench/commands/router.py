@@ -54,6 +54,14 @@ def router(
     tls: Annotated[
         bool, typer.Option("--tls", help="Measure pdserve's router a second time, with TLS to its workers.")
     ] = False,
+    redis: Annotated[
+        bool,
+        typer.Option(
+            "--redis",
+            help="Measure pdserve's router a second time, sharing sessions and tenants' limits with another "
+            "router over Redis.",
+        ),
+    ] = False,
     plot: options.Plot = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -79,6 +87,7 @@ def router(
         prompt_bytes=prompt_bytes,
         seed=seed,
         tls=tls,
+        redis=redis,
     )
     output = Output(as_json, plot)
     rows: list[Row] = []
@@ -89,7 +98,7 @@ def router(
         for name in wanted:
             if name not in there:
                 said(f"{name} is not installed, so it is left out: pip install {name}")
-        task = progress.add_task("turns", total=settings.turns * (2 + tls + len(there)))
+        task = progress.add_task("turns", total=settings.turns * (2 + tls + redis + len(there)))
         for row in measure(there, settings, directory, said, lambda: progress.advance(task)):
             rows.append(row)
             output.row(row)

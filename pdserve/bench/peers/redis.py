@@ -47,8 +47,8 @@ class RedisStore:
 
 
 @contextmanager
-def redis_store(capacity_bytes: int, directory: Path) -> Iterator[PageStore]:
-    """A server without persistence, and a connection to it. Raises BenchError."""
+def redis_server(directory: Path, *options: str) -> Iterator[tuple[Path, Any]]:
+    """A server without persistence: its socket, and a connection to it. Raises BenchError."""
     program = shutil.which("redis-server")
     try:
         import redis
@@ -56,10 +56,10 @@ def redis_store(capacity_bytes: int, directory: Path) -> Iterator[PageStore]:
         program = None
     if program is None:
         raise BenchError(f"redis is not installed: {HOW_TO_INSTALL}")
-    socket_path = directory / "redis.sock"
-    command = [program, "--port", "0", "--unixsocket", str(socket_path), "--dir", str(directory)]
-    command += ["--save", "", "--appendonly", "no", "--maxmemory", str(2 * capacity_bytes)]
-    client = redis.Redis(unix_socket_path=str(socket_path), socket_timeout=60)
+    path = directory / "redis.sock"
+    command = [program, "--port", "0", "--unixsocket", str(path), "--dir", str(directory)]
+    command += ["--save", "", "--appendonly", "no", *options]
+    client = redis.Redis(unix_socket_path=str(path), socket_timeout=60)
 
     def ready() -> bool:
         try:
@@ -69,8 +69,15 @@ def redis_store(capacity_bytes: int, directory: Path) -> Iterator[PageStore]:
 
     with server("redis", command, directory / "redis.log", ready):
         try:
-            yield RedisStore(client)
+            yield path, client
         except redis.RedisError as error:
             raise BenchError(f"redis: {error}") from error
         finally:
             client.close()
+
+
+@contextmanager
+def redis_store(capacity_bytes: int, directory: Path) -> Iterator[PageStore]:
+    """A server, and a connection to it. Raises BenchError."""
+    with redis_server(directory, "--maxmemory", str(2 * capacity_bytes)) as (_, client):
+        yield RedisStore(client)

@@ -1,9 +1,13 @@
 """R7: the latency of a quiet namespace beside a loud one on the same node.
 
 The quiet client gets one page at a time, at a steady rate. The time of a get counts from its planned moment.
-The loud namespace has a limit in bytes per second. The asker (neighbour_process.py) requests ten times as
-much, without waiting for answers, and only pages that do not exist: they wait for the rate, and a miss is not
-charged. So the whole limit goes to clients that read and write over the data path and wait for answers.
+There are two loud neighbours:
+
+- *A tenant* has a limit in bytes per second. The asker (neighbour_process.py) requests ten times as much,
+  without waiting for answers, and only pages that do not exist: they wait for the rate, and a miss is not
+  charged. So the whole limit goes to clients that read and write over the data path and wait for answers.
+- *A model load* reads pages of weights as fast as it can, with as many threads as a worker has for it. It has
+  no limit, but the small weight that `pdserve weights push` gives.
 
 The benchmark measures the node, not the sharing of one machine's processors. So the node has a processor that
 the quiet client does not use, and the neighbours' processes run only on idle processors (SCHED_IDLE). Caches
@@ -11,7 +15,7 @@ and the kernel's network are still shared. A control measures their effect: the 
 
 Three kinds of phases take turns: alone, load on the other node, load on this node. So other work of the
 machine affects all kinds equally. The result is the median p99 under load over the median p99 alone. There is
-none if the neighbours requested less than planned.
+none if the neighbours requested less than planned, or a load read next to nothing.
 """
 
 from __future__ import annotations
@@ -42,10 +46,17 @@ from pdserve.bench.pool.neighbour_process import AskerConfig
 from pdserve.bench.stores import BenchError
 from pdserve.kvpool.admin.node_client import NodeClient
 from pdserve.kvpool.client.client import PoolClient
+from pdserve.kvpool.policies import KEEP
 from pdserve.kvpool.protocol.cluster_messages import NamespaceSettings, PutNamespace
 from pdserve.kvpool.protocol.messages import DataPathChoice, Done
+from pdserve.kvpool.weights.cutting import PAGE_BYTES
+from pdserve.kvpool.weights.store import NAMESPACE, WEIGHT
+from pdserve.kvpool.weights.streaming import BATCH_BYTES
+from pdserve.kvpool.weights.streaming import THREADS as READ_THREADS
 
 Neighbour: TypeAlias = Literal["none", "elsewhere", "here"]
+Loud: TypeAlias = Literal["tenant", "weights"]
+"""Who the neighbour is."""
 
 GOAL: Final = 1.3
 OVERLOAD: Final = 10.0
@@ -58,6 +69,9 @@ LOUD_PAGES: Final = 512
 LOUD_BATCH: Final = 8
 LOUD_PROCESSES: Final = 2
 LOUD_THREADS: Final = 4
+LOAD_PAGES: Final = 64
+LOAD_BATCH: Final = BATCH_BYTES // PAGE_BYTES
+LEAST_LOAD_BYTES_S: Final = 100e6
 SETTLE_S: Final = 0.5  # at the start of a phase, not measured
 REST_TIMEOUT_S: Final = 30.0
 GEOMETRY: Final = {"quiet": "1"}
@@ -80,10 +94,11 @@ class Phase(msgspec.Struct, frozen=True):
 
 class Quiet(msgspec.Struct, frozen=True):
     """What was seen. p99 are medians over phases; `ratio` is beside over alone, `control` elsewhere over
-    alone.
+    alone. `limit_bytes_s`: 0 for a load, which has none.
     """
 
     path: str
+    loud: Loud
     limit_bytes_s: float
     alone_p99_us: float
     elsewhere_p99_us: float
@@ -95,10 +110,10 @@ class Quiet(msgspec.Struct, frozen=True):
     @property
     def loud_enough(self) -> bool:
         """Whether the neighbour asked for what it should."""
-        enough_bytes_s = ENOUGH * OVERLOAD * self.limit_bytes_s
-        return all(
-            phase.asked_bytes_s >= enough_bytes_s for phase in self.phases if phase.neighbour != "none"
-        )
+        loud = [phase for phase in self.phases if phase.neighbour != "none"]
+        if self.loud == "weights":
+            return all(phase.loud_bytes_s >= LEAST_LOAD_BYTES_S for phase in loud)
+        return all(phase.asked_bytes_s >= ENOUGH * OVERLOAD * self.limit_bytes_s for phase in loud)
 
     @property
     def passed(self) -> bool:
@@ -110,13 +125,21 @@ class _Place(msgspec.Struct, frozen=True):
 
     node: NodeProcess
     board: Board
+    page_bytes: int
+    batch: int
 
 
-def quiet(path: DataPathChoice, limit_bytes_s: float, phases: int, phase_s: float, directory: Path) -> Quiet:
-    """Run it in `directory`. Raises BenchError."""
+def quiet(
+    path: DataPathChoice, loud: Loud, limit_bytes_s: float, phases: int, phase_s: float, directory: Path
+) -> Quiet:
+    """Run it in `directory`. `limit_bytes_s`: of a tenant. Raises BenchError."""
     with ExitStack() as stack:
         here, elsewhere = (
-            stack.enter_context(_place(name, path, limit_bytes_s, directory))
+            stack.enter_context(
+                _tenant(name, path, limit_bytes_s, directory)
+                if loud == "tenant"
+                else _load(name, path, directory)
+            )
             for name in ("here", "elsewhere")
         )
         _each_thread(elsewhere.node.pid, run_when_idle)
@@ -138,16 +161,17 @@ def quiet(path: DataPathChoice, limit_bytes_s: float, phases: int, phase_s: floa
         statistics.median(phase.p99_us for phase in found if phase.neighbour == kind) for kind, _ in kinds
     )
     ratio, control_ratio = (round(p99 / alone, 3) for p99 in (beside, control))
-    return Quiet(path, limit_bytes_s, alone, control, beside, ratio, control_ratio, found)
+    limit_bytes_s = limit_bytes_s if loud == "tenant" else 0.0
+    return Quiet(path, loud, limit_bytes_s, alone, control, beside, ratio, control_ratio, found)
 
 
 @contextmanager
-def _place(name: str, path: DataPathChoice, limit_bytes_s: float, directory: Path) -> Iterator[_Place]:
-    """A node of its own, and a neighbour for it, who rests."""
+def _tenant(name: str, path: DataPathChoice, limit_bytes_s: float, directory: Path) -> Iterator[_Place]:
+    """A node of its own, and a tenant for it, who rests."""
     within = directory / name
     within.mkdir()
     with pool_of(1, within, NODE_SETTINGS) as (node,):
-        _limit(node, limit_bytes_s)
+        _set(node, "loud", NamespaceSettings(bytes_s=limit_bytes_s))
         rows = LOUD_PROCESSES * LOUD_THREADS
         board = Board(within / "board", rows + 1)
         operations_s = limit_bytes_s * OVERLOAD / (LOUD_PAGE_BYTES * LOUD_BATCH)
@@ -182,7 +206,37 @@ def _place(name: str, path: DataPathChoice, limit_bytes_s: float, directory: Pat
             for index in range(LOUD_PROCESSES)
         ]
         with driving(loud, within), driving([asker], within, "pdserve.bench.pool.neighbour_process"):
-            yield _Place(node, board)
+            yield _Place(node, board, LOUD_PAGE_BYTES, LOUD_BATCH)
+            board.go(False)
+
+
+@contextmanager
+def _load(name: str, path: DataPathChoice, directory: Path) -> Iterator[_Place]:
+    """A node of its own with weights, and a process that loads them again and again, and rests now."""
+    within = directory / name
+    within.mkdir()
+    with pool_of(1, within, NODE_SETTINGS) as (node,):
+        _set(node, NAMESPACE, NamespaceSettings(policy=KEEP, weight=WEIGHT))
+        board = Board(within / "board", READ_THREADS + 1)
+        keys = make_keys("weights", LOAD_PAGES)
+        config = client_of([node], path, connect_timeout_s=CONNECT_TIMEOUT_S)
+        with closing(PoolClient(config, NAMESPACE, GEOMETRY, name="push")) as client:
+            fill(client, keys, PAGE_BYTES, LOAD_BATCH)
+        loader = DriverConfig(
+            name="load",
+            client=config,
+            namespace=NAMESPACE,
+            geometry=GEOMETRY,
+            board=board.path,
+            row=1,
+            threads=READ_THREADS,
+            keys=keys,
+            page_bytes=PAGE_BYTES,
+            batch=LOAD_BATCH,
+            yields=True,
+        )
+        with driving([loader], within):
+            yield _Place(node, board, PAGE_BYTES, LOAD_BATCH)
             board.go(False)
 
 
@@ -216,10 +270,9 @@ def _each_thread(pid: int, place: Callable[[int], None]) -> None:
         raise BenchError(f"process {pid} cannot be kept apart from the others: {error}") from error
 
 
-def _limit(node: NodeProcess, limit_bytes_s: float) -> None:
+def _set(node: NodeProcess, namespace: str, settings: NamespaceSettings) -> None:
     with closing(NodeClient(node.address)) as asked:
-        settings = NamespaceSettings(bytes_s=limit_bytes_s)
-        asked.ask(lambda request_id: PutNamespace(request_id, "loud", settings), Done)
+        asked.ask(lambda request_id: PutNamespace(request_id, namespace, settings), Done)
 
 
 def _phase(
@@ -254,9 +307,8 @@ def _phase(
         _await_rest(boards)
     moved, asked = after["pages"] - before["pages"], after["operations"] - before["operations"]
     p50, p99 = (round(float(np.percentile(times_s, share)) * 1e6, 1) for share in (50, 99))
-    asked_bytes_s, had_bytes_s = (
-        round(count * LOUD_PAGE_BYTES / took_s) for count in (asked * LOUD_BATCH, moved)
-    )
+    page_bytes, batch = (0, 0) if place is None else (place.page_bytes, place.batch)
+    asked_bytes_s, had_bytes_s = (round(count * page_bytes / took_s) for count in (asked * batch, moved))
     return Phase(neighbour, len(times_s), missed, p50, p99, asked_bytes_s, had_bytes_s)
 
 

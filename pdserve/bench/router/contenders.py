@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import psutil
 
@@ -24,15 +24,23 @@ from pdserve.tls.contexts import TlsConfig
 OURS: Final = "pdserve"
 OURS_TLS: Final = "pdserve-tls"
 """Ours, with TLS to its workers."""
+OURS_REDIS: Final = "pdserve-redis"
+"""Ours, which shares sessions and tenants' limits with another router."""
+OURS_ALL: Final = (OURS, OURS_TLS, OURS_REDIS)
 ASK_TIMEOUT_S: Final = 5.0
 
 
 class Workers(NamedTuple):
-    """The ports of the mock workers, and the authority of their certificates if they speak TLS."""
+    """The ports of the mock workers, and what our router is to do beside."""
 
     prefill: int
     decode: int
     ca: Path | None = None
+    """The authority of the workers' certificates; None: no TLS."""
+    keeps_sessions: bool = False
+    """Each request has a session, and its tenant has limits that it never reaches."""
+    redis: Path | None = None
+    """The socket of the Redis in which these are shared."""
 
 
 class Server(NamedTuple):
@@ -56,7 +64,7 @@ class Server(NamedTuple):
 
 def _ours(port: int, workers: Workers, directory: Path) -> list[str]:
     scheme, name = ("http", OURS) if workers.ca is None else ("https", OURS_TLS)
-    config = {
+    config: dict[str, Any] = {
         "port": port,
         "prefill": [f"{scheme}://127.0.0.1:{workers.prefill}"],
         "decode": [f"{scheme}://127.0.0.1:{workers.decode}"],
@@ -64,7 +72,13 @@ def _ours(port: int, workers: Workers, directory: Path) -> list[str]:
         "min_prefill_tokens": 0,  # every request has both stages, as at the others
         "tls": {} if workers.ca is None else {"ca": str(workers.ca)},
     }
-    file = directory / f"{name}.toml"
+    if workers.keeps_sessions:
+        config["session"] = {"sources": ["messages"]}
+        config["tenant_defaults"] = {"requests_s": 1e9, "tokens_min": 10**12, "concurrency": 100_000}
+    if workers.redis is not None:
+        name = OURS_REDIS
+        config["redis"] = {"url": f"unix://{workers.redis}"}
+    file = directory / f"{name}-{port}.toml"
     file.write_text(to_toml(config))
     return [sys.executable, "-m", "pdserve", "router", "--config", str(file)]
 
@@ -91,6 +105,7 @@ def _rust(
 COMMANDS: Final[dict[str, Callable[[int, Workers, Path], list[str]]]] = {
     OURS: _ours,
     OURS_TLS: _ours,
+    OURS_REDIS: _ours,
     "sglang-router": _rust("sglang-router", ("launch", "--pd-disaggregation"), ("8998",), "warn"),
     "smg": _rust("smg", ("launch", "--pd-disaggregation"), ("8998",), "warn"),
     "vllm-router": _rust("vllm-router", ("--vllm-pd-disaggregation",), (), "warning"),
@@ -139,7 +154,7 @@ def contender(name: str, workers: Workers, directory: Path, cores: set[int]) -> 
     with ExitStack() as running:
         with on_cores(cores):
             made = running.enter_context(
-                server(name, command, directory / f"{name}.log", lambda: answers(port))
+                server(name, command, directory / f"{name}-{port}.log", lambda: answers(port))
             )
         yield Server(name, port, psutil.Process(made.pid))
 
@@ -159,4 +174,4 @@ def answers(port: int) -> bool:
 
 def installed(name: str) -> bool:
     """Whether the command is found."""
-    return name in (OURS, OURS_TLS) or shutil.which(name) is not None
+    return name in OURS_ALL or shutil.which(name) is not None

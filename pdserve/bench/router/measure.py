@@ -30,9 +30,12 @@ import psutil
 import uvloop
 
 from pdserve.bench.dice import Dice
+from pdserve.bench.peers.redis import redis_server
 from pdserve.bench.pool.own_node import certificates_in
 from pdserve.bench.router.contenders import (
     OURS,
+    OURS_ALL,
+    OURS_REDIS,
     OURS_TLS,
     Server,
     Workers,
@@ -72,6 +75,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 1
     tls: bool = False
     """Measure our router a second time, with TLS to its workers."""
+    redis: bool = False
+    """Measure our router a second time, sharing sessions and limits with another one. Both times it has them.
+    """
 
     @property
     def turns(self) -> int:
@@ -229,7 +235,7 @@ def measure(
             for role in ("prefill", "decode")
         ]
         prefill, decode = mocks
-        workers = Workers(prefill.port, decode.port)
+        workers = Workers(prefill.port, decode.port, keeps_sessions=settings.redis)
         contenders = [Server(DIRECT, workers.decode)]
         before = dict.fromkeys((OURS, *peers), workers)
         if settings.tls:
@@ -237,11 +243,15 @@ def measure(
             prefill, decode = [stack.enter_context(mock_worker(one.name, directory, tls)) for one in mocks]
             mocks += [prefill, decode]
             before[OURS_TLS] = Workers(prefill.port, decode.port, tls.ca)
+        if settings.redis:
+            path, _ = stack.enter_context(redis_server(directory))
+            before[OURS_REDIS] = workers._replace(redis=path)
+            stack.enter_context(contender(OURS_REDIS, before[OURS_REDIS], directory, rest))  # the other one
         for name, behind in before.items():
             try:
                 contenders.append(stack.enter_context(contender(name, behind, directory, core)))
             except BenchError as error:
-                if name in (OURS, OURS_TLS):
+                if name in OURS_ALL:
                     raise
                 said(f"left out: {error}")
         bench = Bench(contenders, mocks, settings, instruments)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import httpx
 import psutil
@@ -21,12 +21,14 @@ from pdserve.bench.node_processes import memory_dir
 from pdserve.bench.peers.mooncake import mooncake_servers
 from pdserve.bench.processes import Child
 from pdserve.bench.serving.contenders import DEAD, NEED_MOONCAKE, Setting, contender
+from pdserve.bench.serving.foreign import DYNAMO, DYNAMO_PORTS, VLLM, dynamo_argv, vllm_contender
 from pdserve.bench.stores import BenchError
 from pdserve.settings.toml_text import to_toml
 from pdserve.sizes import parse_bytes
-from pdserve.up.claims import free_ports
+from pdserve.up.claims import free_ports, is_free
 from pdserve.up.places.orphan_reaper import OrphanReaper
 
+CHECKOUT: Final = Path(__file__).parents[3]
 START_TIMEOUT_S: Final = 300.0
 STOP_TIMEOUT_S: Final = 60.0
 LAST_LINES: Final = 12
@@ -70,21 +72,51 @@ def launched(name: str, setting: Setting) -> Iterator[str]:
         if name in NEED_MOONCAKE:
             servers = mooncake_servers(parse_bytes(setting.pool_capacity), directory)
             master = cleaning.enter_context(servers)
-        chosen = contender(name, setting, next(ports), next(ports), master)
-        file = directory / "cluster.toml"
-        file.write_text(to_toml(chosen.tables))
+        start = _dynamo(name, setting, ports) if name in DYNAMO else _by_up(name, setting, ports, master)
         reaper = OrphanReaper()  # ends the cluster should this process be killed
         cleaning.callback(reaper.close)
-        up = Child(name, [sys.executable, "-m", "pdserve", "up", str(file)], directory / "up.log")
+        up = Child(name, start.command, directory / "up.log")
         up.spawn(stdin=subprocess.DEVNULL, start_new_session=True)
         reaper.watch(up.pid)
         cleaning.callback(_stop, up.process, reaper)
         with httpx.Client(trust_env=False, timeout=5.0) as http:
-            ready = partial(_ready, http, f"http://127.0.0.1:{chosen.router_port}/ready")
+            ready = partial(_ready, http, start.ready_url) if start.ready_url else partial(_says_ready, up)
             up.await_true(ready, START_TIMEOUT_S, poll_s=0.2, last_lines=LAST_LINES)
         if name == DEAD:
             _kill_pool(up.pid)
-        yield f"http://127.0.0.1:{chosen.port}"
+        yield start.url
+
+
+class _Start(NamedTuple):
+    """`command` serves at `url` once a GET of `ready_url` is answered 200. Without one it says so."""
+
+    command: list[str]
+    url: str
+    ready_url: str
+
+
+def _by_up(name: str, setting: Setting, ports: Iterator[int], mooncake_master: str) -> _Start:
+    if name in VLLM:
+        python = CHECKOUT / ".venv-vllm/bin/python"
+        if not python.exists():
+            raise BenchError(f"{name} needs vLLM: run launch/vllm.sh --set-up")
+        chosen = vllm_contender(name, setting, python, next(ports), next(ports))
+    else:
+        chosen = contender(name, setting, next(ports), next(ports), mooncake_master)
+    file = Path(setting.directory, name, "cluster.toml")
+    file.write_text(to_toml(chosen.tables))
+    command = [sys.executable, "-m", "pdserve", "up", str(file)]
+    # the router is the last to start
+    return _Start(command, f"http://127.0.0.1:{chosen.port}", f"http://127.0.0.1:{chosen.router_port}/ready")
+
+
+def _dynamo(name: str, setting: Setting, ports: Iterator[int]) -> _Start:
+    script = CHECKOUT / "launch/dynamo.sh"
+    if not script.exists():
+        raise BenchError(f"{name} is started by launch/dynamo.sh, which only a checkout has")
+    port = next(port for port in ports if all(is_free("127.0.0.1", port + more) for more in DYNAMO_PORTS))
+    url = f"http://127.0.0.1:{port}"
+    return _Start(dynamo_argv(name, setting, script, port), url, "")
 
 
 def _ready(http: httpx.Client, url: str) -> bool:
@@ -93,6 +125,11 @@ def _ready(http: httpx.Client, url: str) -> bool:
         return http.get(url).status_code == 200
     except httpx.HTTPError:
         return False
+
+
+def _says_ready(up: Child) -> bool:
+    """Whether launch/dynamo.sh does."""
+    return "ready: http" in up.log()
 
 
 def _kill_pool(up: int) -> None:

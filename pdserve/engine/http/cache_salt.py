@@ -12,7 +12,7 @@ import json
 from contextvars import ContextVar
 from typing import Final
 
-from pdserve.engine.http.connection import AsgiApp, Receive, Scope, Send, answer
+from pdserve.engine.http.connection import AsgiApp, Receive, Scope, Send, refuse
 from pdserve.errors import RequestError
 
 SALT_HEADER: Final = b"x-pdserve-cache-salt"
@@ -31,7 +31,7 @@ class CacheSalt:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or (given := _given(scope)) is None:
+        if scope["type"] not in ("http", "websocket") or (given := _given(scope)) is None:
             await self._app(scope, receive, send)
             return
         try:
@@ -39,7 +39,8 @@ class CacheSalt:
         except ValueError:
             salt = None
         if not isinstance(salt, str) or not salt:  # without it, pages of tenants would mix
-            await answer(send, RequestError(400, f"{SALT_HEADER.decode()} is no JSON string"))
+            error = RequestError(400, f"{SALT_HEADER.decode()} is no JSON string")
+            await refuse(scope, receive, send, error)
             return
         before = _salt.set(salt)
         try:

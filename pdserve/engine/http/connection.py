@@ -46,6 +46,15 @@ async def answer(send: Send, error: RequestError) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
+async def refuse(scope: Scope, receive: Receive, send: Send, error: RequestError) -> None:
+    """Answer a request with an error. A WebSocket that is closed before it is accepted is answered 403."""
+    if scope["type"] == "websocket":
+        await receive()  # the handshake
+        await send({"type": "websocket.close", "code": 1008, "reason": str(error)})
+    else:
+        await answer(send, error)
+
+
 class Connection:
     """The server's side of one request, read ahead of the app that answers it."""
 

@@ -27,7 +27,7 @@ from typing import Any
 from starlette.middleware.cors import CORSMiddleware
 
 from pdserve.engine.drain import Client, Drain
-from pdserve.engine.http.connection import AsgiApp, Receive, Scope, Send, answer, stopping
+from pdserve.engine.http.connection import AsgiApp, Receive, Scope, Send, refuse, stopping
 from pdserve.errors import RequestError
 from pdserve.tokens import bearer, digest, same
 
@@ -69,11 +69,8 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or (refusal := self._refusal(scope)) is None:
             await self._app(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await receive()  # the handshake; closed before it is accepted, it is answered 403
-            await send({"type": "websocket.close", "code": 1008, "reason": str(refusal)})
         else:
-            await answer(send, refusal)
+            await refuse(scope, receive, send, refusal)
 
     def _refusal(self, scope: Scope) -> RequestError | None:
         path = scope["path"]
@@ -133,10 +130,10 @@ class Draining:
         self._drain = drain
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if scope["type"] not in ("http", "websocket") or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
         elif self._drain.is_closed:
-            await answer(send, stopping())
+            await refuse(scope, receive, send, stopping())
         else:
             self._drain.running += 1
             try:

@@ -17,6 +17,7 @@ from typing import Any, Final, Protocol
 
 from pdserve.engine.http.connection import AsgiApp, Receive, Scope, Send, answer
 from pdserve.errors import RequestError
+from pdserve.kvpool.weights.names import is_pool_url
 
 FROM_DISK: Final = "/update_weights_from_disk"
 PATHS: Final = frozenset(
@@ -62,10 +63,10 @@ class Held(Protocol):
         """Raises RequestError."""
 
     async def check(self, model_path: str) -> None:
-        """Raises RequestError where it is no model's directory."""
+        """Raises RequestError where it is no model's directory, and no model of a pool."""
 
     async def replacing(self, model_path: str | None) -> None:
-        """Weights are about to be replaced: by those of a directory, or by others."""
+        """Weights are about to be replaced: by those of a model, or by others."""
 
     def replaced(self, done: bool) -> None:
         """They were, or perhaps a part of them."""
@@ -102,6 +103,7 @@ class WeightRoutes:
             body = await _body(receive)
             model_path, abort = _asked(body)
             await weights.check(model_path)
+            body = _for_sglang(body, model_path)
             if owns:
                 await weights.hold(abort=abort)
         except RequestError as error:
@@ -163,12 +165,21 @@ async def _body(receive: Receive) -> bytes:
 
 
 def _asked(body: bytes) -> tuple[str, bool]:
-    """(directory of the new weights, whether running requests are to be aborted). Raises RequestError 400."""
+    """(where the new weights are, whether running requests are to be aborted). Raises RequestError 400."""
     try:
         asked = json.loads(body)
         return str(asked["model_path"]), bool(asked.get("abort_all_requests", False))
     except (ValueError, TypeError, KeyError, AttributeError):
         raise RequestError(400, "the body must be an object with model_path") from None
+
+
+def _for_sglang(body: bytes, model_path: str) -> bytes:
+    """A pool's model is read by SGLang's own loader of files (`engine/sglang/pool_weights.py`), whatever
+    loader the worker was started with.
+    """
+    if not is_pool_url(model_path):
+        return body
+    return json.dumps(json.loads(body) | {"load_format": "auto"}).encode()
 
 
 def _replay(body: bytes) -> Receive:

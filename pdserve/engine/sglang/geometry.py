@@ -12,8 +12,7 @@ from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig, is_deepseek_dsa
 from sglang.srt.model_loader.checkpoint_quantization import resolve_checkpoint_quant_spec
 
-from pdserve.engine.fingerprint_cache import kept_fingerprint
-from pdserve.engine.model_dir import pool_model
+from pdserve.engine.model_dir import fingerprint_of, pool_model
 from pdserve.engine.sglang.drafts import drafts
 from pdserve.errors import StartupError
 from pdserve.kvpool.protocol.page_tag import page_key_id
@@ -26,7 +25,6 @@ from pdserve.pages import (
     PagePart,
     adapter_fingerprint,
     all_rank_suffixes,
-    model_fingerprint,
     part_suffix,
 )
 from pdserve.sglang_places import places
@@ -144,19 +142,9 @@ def kv_identity(server_args: Any, page_key: str = "", pieces: int = 0) -> KvIden
 
 
 def _model(model_path: str) -> tuple[Path, str]:
-    """The directory of a model's configuration, and its fingerprint. A pool's manifest has that of the
-    directory it was pushed from, so workers share pages wherever they got the weights.
-    """
-    if not is_pool_url(model_path):
-        if not Path(model_path).is_dir():
-            raise StartupError(
-                f"model {model_path!r} is no local directory: download it first, and give its path"
-            )
-        return Path(model_path), kept_fingerprint(Path(model_path), model_fingerprint)
-    model = pool_model(model_path)
-    if not model.manifest.fingerprint:
-        raise StartupError(f"{model_path} was pushed from a directory without a config.json or weights")
-    return model.directory, model.manifest.fingerprint
+    """The directory of a model's configuration, and its fingerprint."""
+    fingerprint = fingerprint_of(model_path)
+    return pool_model(model_path).directory if is_pool_url(model_path) else Path(model_path), fingerprint
 
 
 def check_cached(server_args: Any) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
@@ -10,6 +11,8 @@ from msgspec import Meta
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.handoff import DirectConfig
 from pdserve.kvpool.client.config import PoolClientConfig
+
+ALL_INTERFACES: Final = ("*", "0.0.0.0", "::")
 
 
 class DynamoConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,3 +38,9 @@ class DynamoConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "router (--shared-cache-type hicache). Empty: the router does not know what the pool has."
         ),
     ] = ""
+
+    @property
+    def kv_events_host(self) -> str:
+        """The one address at which `kv_events` are heard; empty: at all of this host, or nowhere."""
+        host = urlsplit(self.kv_events).hostname or ""
+        return "" if host in ALL_INTERFACES else host

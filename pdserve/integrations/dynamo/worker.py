@@ -1,8 +1,13 @@
 """Dynamo's SGLang worker in this process, with the pool as its storage.
 
-Dynamo makes `sglang.Engine` from SGLang's own words, and serves it. Three of its parts are replaced: how its
-schedulers start (they are prepared as those of a worker, then have Dynamo's own fix-ups), what it tells the
-router of a shared cache, and nothing else.
+Dynamo makes `sglang.Engine` from SGLang's own words, and serves it. Three of its parts are replaced, and
+nothing else:
+
+- how its schedulers start: they are prepared as those of a worker, then have Dynamo's own fix-ups;
+- what it tells the router of a shared cache;
+- where it hears its schedulers' events. Dynamo connects to this host's network address, at which nobody
+  publishes when `kv_events` names another. SGLANG_HOST_IP would also change where decode workers look for
+  the KV of prefill workers.
 """
 
 from __future__ import annotations
@@ -40,7 +45,7 @@ def run(config: DynamoConfig, role: Role) -> int:
     from pdserve.engine.sglang.children import embedded
 
     embedded.install(run_scheduler_process)
-    _serve([*prepared.argv, *_events(config.kv_events)], shared)
+    _serve([*prepared.argv, *_events(config.kv_events)], shared, config.kv_events_host)
     return 0
 
 
@@ -70,12 +75,14 @@ def _events(address: str) -> list[str]:
     return ["--kv-events-config", json.dumps(said)]
 
 
-def _serve(argv: list[str], shared: dict[str, Any] | None) -> None:
+def _serve(argv: list[str], shared: dict[str, Any] | None, events_host: str) -> None:
     import uvloop
-    from dynamo.sglang import main, register
+    from dynamo.sglang import main, publisher, register
 
     main.install_scheduler_process_wrapper = lambda: None  # `run_scheduler_process` does it
     register._get_mooncake_runtime_data = lambda _: shared
+    if events_host:
+        publisher.get_local_ip_auto = lambda: events_host
     uvloop.run(main.worker(argv))
 
 

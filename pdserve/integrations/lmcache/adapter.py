@@ -11,8 +11,8 @@ Objects are addresses in LMCache's own memory (L1). So pages go between it and t
 the network, with no copy of ours.
 
 The pool never makes a request wait for long or fail: a node that is away, late or wrong costs misses.
-Checksums are the pool's (`PoolClient.get`). Objects that were found are held until they are unlocked, where
-nodes are on this host (`PageHolds`). A page that is gone nevertheless is a miss, which LMCache computes.
+Checksums are the pool's (`PoolClient.get`). Objects that were found are held until they are unlocked
+(`PageHolds`). A page that is gone nevertheless is a miss, which LMCache computes.
 """
 
 from __future__ import annotations

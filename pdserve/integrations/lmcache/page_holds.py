@@ -2,10 +2,11 @@
 meanwhile.
 
 A pin belongs to a connection. So there is one connection to each node that does nothing else, and its end is
-the end of its pins. The node ends a pin after its `lease_s` too, and bounds the bytes that a connection may
-pin. Therefore a hold is a help and no promise: a page may still be missing when it is read.
+the end of its pins. It has no data path: the node sends nothing for its pins, wherever it is.
 
-Only where the node's memory is mapped: over a network a pin sends the page at once.
+The node ends a pin after its `lease_s` too, and bounds the bytes that a connection may pin. Nodes of older
+versions refuse pins without a data path. Therefore a hold is a help and no promise: a page may still be
+missing when it is read.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ from pdserve.tokens import reveal
 logger = logging.getLogger(__name__)
 
 MAX_HELD: Final = 65_536  # pages; what comes beyond is not held
-MAPPED: Final = frozenset({"shm", "inproc"})
 
 
 class _Hold(NamedTuple):
@@ -58,9 +58,9 @@ class PageHolds:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Connects lazily. `page_bytes`: of a page, without its tag. Raises ConfigError as `PoolClient`."""
-        self._config = replace(config, connections_per_node=1)
+        self._config = replace(config, connections_per_node=1, data_path="none")
         self._page_bytes = page_bytes + (TAG_BYTES if reveal(config.page_key) else 0)
-        connector = connector or connector_for(config, "holds")
+        connector = connector or connector_for(self._config, "holds")
         self._links = PoolLinks(self._config, namespace, geometry, connector, SharedViews(self._config))
         self._clock = clock
         self._lock = threading.Lock()
@@ -108,12 +108,9 @@ class PageHolds:
         """False: nothing can be held there now."""
 
         def pin(opened: OpenConnection) -> None:
-            welcome = opened.connection.welcome
-            if welcome.data_path not in MAPPED:
-                return
             request = m.Get(opened.next_id(), opened.namespace, keys, [self._page_bytes])
             pins = expect(opened, request, m.Got, deadline.at_s).pins
-            until_s = self._clock() + welcome.lease_s
+            until_s = self._clock() + opened.connection.welcome.lease_s
             with self._lock:
                 for key, one in zip(keys, pins, strict=False):
                     if one.status == m.HIT:

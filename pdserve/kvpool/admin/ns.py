@@ -64,6 +64,7 @@ Bytes: TypeAlias = Annotated[
     str | None, typer.Option("--bytes", metavar="SIZE", help="Bytes per second on each node; 0: no limit.")
 ]
 Weight: TypeAlias = Annotated[float | None, typer.Option(help="Share of a busy node.")]
+Copies: TypeAlias = Annotated[int | None, typer.Option(help="Nodes that hold each page.")]
 ReadToken: TypeAlias = Annotated[
     str | None, typer.Option(help='Token required to read: @FILE or sha256:DIGEST; "" removes it.')
 ]
@@ -137,6 +138,7 @@ def _settings_command(start_from: Callable[[str, NamespaceRecord | None], Namesp
         operations: Operations = None,
         bytes_: Bytes = None,
         weight: Weight = None,
+        copies: Copies = None,
         read_token: ReadToken = None,
         write_token: WriteToken = None,
         admin_token: AdminToken = None,
@@ -146,7 +148,7 @@ def _settings_command(start_from: Callable[[str, NamespaceRecord | None], Namesp
         tls_certificate: TlsCertificate = None,
         tls_key: TlsKey = None,
     ) -> None:
-        given = _given(media, policy, ttl, quota, tier_quota, operations, bytes_, weight)
+        given = _given(media, policy, ttl, quota, tier_quota, operations, bytes_, weight, copies)
         given |= _tokens(read_token, write_token, admin_token)
         tls = chosen_tls(tls_ca, tls_certificate, tls_key)
         with NodeClient(address, chosen_token(token_file), timeout, tls) as node:
@@ -261,6 +263,7 @@ def _given(
     operations_s: float | None,
     bytes_: str | None,
     weight: float | None,
+    copies: int | None,
 ) -> dict[str, Any]:
     """The settings that were given. Raises ConfigError."""
     if media not in (None, "dram", "ssd", "dram+ssd"):
@@ -276,6 +279,7 @@ def _given(
         "ttl_s": ttl_s,
         "operations_s": operations_s,
         "weight": weight,
+        "copies": copies,
     }
     return parsed | {name: value for name, value in plain.items() if value is not None}
 

@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 MakeQuestion: TypeAlias = Callable[[int, int, list[bytes]], m.Exists | m.Wait]
 Note: TypeAlias = Callable[[str, Sequence[int], m.Present], None]
 WAITERS_RETRY_S: Final = 0.05
+LOAD_PAUSE_S: Final = 0.02
+"""Between two questions for pages that are being loaded."""
+MEMORY: Final = "dram"
 
 
 class Place(NamedTuple):
@@ -72,8 +75,10 @@ class AsyncPoolClient:
         with timed("pool exists", pages=len(keys)):
             return await self._exists(keys)
 
-    async def places(self, keys: Sequence[bytes]) -> list[Place | None]:
-        """For each key: where its page is. None: nowhere, or its owner cannot be reached."""
+    async def places(self, keys: Sequence[bytes], move: int = 0) -> list[Place | None]:
+        """For each key: where its page is. None: nowhere, or its owner cannot be reached. `move`: as in
+        `Exists`, for at most MAX_KEPT_KEYS keys.
+        """
         places: list[Place | None] = [None] * len(keys)
 
         def note(node: str, asked: Sequence[int], reply: m.Present) -> None:
@@ -81,7 +86,10 @@ class AsyncPoolClient:
                 if number != m.NOWHERE:
                     places[place] = Place(node, _tier(reply, number))
 
-        await self._exists(keys, lambda i, number, part: m.Exists(i, number, part, places=True), note)
+        def make(request_id: int, namespace: int, part: list[bytes]) -> m.Exists:
+            return m.Exists(request_id, namespace, part, places=True, move=move)
+
+        await self._exists(keys, make, note)
         return places
 
     async def _exists(
@@ -143,14 +151,44 @@ class AsyncPoolClient:
         await asyncio.gather(*starmap(part, self.rings.split(keys[: m.MAX_FATES]).items()))
         return result
 
+    async def raise_pages(self, keys: Sequence[bytes], timeout_s: float) -> int:
+        """Have pages that only tiers have loaded into memory, the first ones first, for at most `timeout_s`.
+        Returns how many of the keys were in memory then.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        in_memory, left = 0, list(keys)
+        while left:
+            some, rest = left[: m.MAX_KEPT_KEYS], left[m.MAX_KEPT_KEYS :]
+            found = await self.places(some, m.UP)
+            in_memory += sum(place is not None and place.tier == MEMORY for place in found)
+            below = [
+                key
+                for key, place in zip(some, found, strict=True)
+                if place is not None and place.tier != MEMORY
+            ]
+            left = below + rest
+            if below and time.monotonic() >= deadline_s:
+                break
+            if below:
+                await asyncio.sleep(LOAD_PAUSE_S)
+        return in_memory
+
     async def keep(self, keys: Sequence[bytes], keep_s: float) -> int:
         """Have those pages that are in memory at the nodes that own them kept for `keep_s` from now on;
         below 0: no longer. Returns how many of the keys are there. A node that cannot be reached, is older,
         or has too many keeps none: nothing rests on it.
         """
+        return await self._hint(keys, keep_s=keep_s)
 
+    async def demote(self, keys: Sequence[bytes]) -> int:
+        """Have those pages that are in memory evicted before others, unless they are kept. The rest as in
+        `keep`.
+        """
+        return await self._hint(keys, move=m.DOWN)
+
+    async def _hint(self, keys: Sequence[bytes], *, keep_s: float = 0.0, move: int = 0) -> int:
         def make(request_id: int, namespace: int, part: list[bytes]) -> m.Exists:
-            return m.Exists(request_id, namespace, part, keep_s=keep_s)
+            return m.Exists(request_id, namespace, part, keep_s=keep_s, move=move)
 
         there = 0
         for start in range(0, len(keys), m.MAX_KEPT_KEYS):
@@ -322,4 +360,4 @@ class AsyncPoolClient:
 def _tier(reply: m.Present, number: int) -> str:
     """What a place in the answer stands for. A node that does not say it is taken to mean its memory."""
     tier = number - m.IN_MEMORY - 1
-    return printable(reply.tiers[tier]) if 0 <= tier < len(reply.tiers) else "dram"
+    return printable(reply.tiers[tier]) if 0 <= tier < len(reply.tiers) else MEMORY

@@ -1,8 +1,11 @@
-"""Pages that clients want kept for a while. Pure.
+"""Pages that clients want kept for a while, in memory, or gone first. Pure.
 
 A kept page counts as just read, again and again, until its time is over. So eviction by use takes others
 first. Nothing is pinned: where all other pages are gone, kept ones go too, and no writer fails because of
 them. Orders of eviction that do not look at reads (fifo, ttl) do not keep anything.
+
+Pages that clients want gone are evicted before others, unless they are kept, or read once more. Those that
+they want in memory are loaded from the tiers (`Promotions.ahead`).
 
 Bounds: the bytes of all kept pages together, their number, and the pages that one tick touches.
 """
@@ -13,8 +16,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final
 
+from pdserve.kvpool.core.events import Action
 from pdserve.kvpool.core.store.page_store import PageStore
-from pdserve.kvpool.protocol.messages import MAX_KEEP_S, MAX_KEPT_KEYS, Exists
+from pdserve.kvpool.core.tiering.coordinator import Tiers
+from pdserve.kvpool.protocol.messages import DOWN, MAX_KEEP_S, MAX_KEPT_KEYS, UP, Exists
 from pdserve.kvpool.protocol.slot_table import COMMITTED
 
 TOUCH_S: Final = 5.0
@@ -27,8 +32,9 @@ MAX_KEPT: Final = 50_000
 class KeptPages:
     """All kept pages of a node."""
 
-    def __init__(self, store: PageStore, max_bytes: int) -> None:
+    def __init__(self, store: PageStore, tiers: Tiers, max_bytes: int) -> None:
         self._store = store
+        self._tiers = tiers
         self._max_bytes = max_bytes
         self._until: OrderedDict[int, tuple[int, float, int]] = OrderedDict()
         """Slot → (sequence of its page, when its time is over, bytes of the slot then); the one touched
@@ -43,11 +49,18 @@ class KeptPages:
     def __len__(self) -> int:
         return len(self._until)
 
-    def ask(self, request: Exists, now_s: float) -> float:
-        """Keep the pages that a request names, as it says. Its client may write them. The next deadline."""
+    def ask(self, request: Exists, now_s: float, out: list[Action], *, may_write: bool) -> float:
+        """Do with the pages that a request names what it says. The next deadline."""
         find = self._store.index.namespace(request.namespace).lookup(now_s)
-        keys = dict.fromkeys(request.keys[:MAX_KEPT_KEYS])
-        self.keep([slot for key in keys if (slot := find(key)) is not None], request.keep_s, now_s)
+        keys = list(dict.fromkeys(request.keys[:MAX_KEPT_KEYS]))
+        if request.move == UP:
+            self._tiers.load_ahead(request.namespace, keys, out)
+        if may_write:
+            slots = [slot for key in keys if (slot := find(key)) is not None]
+            if request.keep_s:
+                self.keep(slots, request.keep_s, now_s)
+            if request.move == DOWN:
+                self._store.demote([slot for slot in slots if slot not in self._until])
         return self.next_deadline_s
 
     def keep(self, slots: Sequence[int], keep_s: float, now_s: float) -> None:

@@ -7,6 +7,8 @@ A client may pin only so many bytes, and over UCX have only so many messages und
 are misses: a queue would make it wait for what it holds itself.
 
 Over UCX a send holds the slot too, until its TransferDone. The end of a lease cancels its sends.
+
+A client without a data path is sent nothing. It pins what its process will read over another connection.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ class Reads:
         # the hits are pinned first: a page from a tier takes another page's slot
         if missing and self._tiers.get(session, request, pins, missing, now_s, out):
             return
-        if not session.peer:
+        if session.reads:
             pages.misses += sum(pin.status == MISS for pin in pins)  # refused pins too
         ages_s: list[float] = []
         if session.peer and pages.expiry is not None:  # the page expires at the same time elsewhere
@@ -72,7 +74,7 @@ class Reads:
     def hit(self, session: Session, slot: int, request: Get, now_s: float, out: list[Action]) -> Pin:
         """Pin a page of the request that came up from a tier. A miss if the client holds too much."""
         [pin] = self._pin(session, request, [slot], now_s, out)
-        if not session.peer and pin.status == HIT:
+        if session.reads and pin.status == HIT:
             self._store.index.namespace(request.namespace).tier_hits += 1
         return pin
 
@@ -112,7 +114,7 @@ class Reads:
                 out.append(StartSend(session.connection, tag, offset, tuple(request.segment_bytes)))
             read.append(slot)
             pins.append(Pin(HIT, slot, offset, checksum_of[slot], sequence, tag, replicas.get(slot, 0)))
-        if read and not session.peer:  # a node that copies pages is no reader of them
+        if read and session.reads:
             pages = store.index.namespace(request.namespace)
             pages.hits += len(read)
             pages.read_bytes += len(read) * sum(request.segment_bytes)

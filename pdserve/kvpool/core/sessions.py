@@ -128,6 +128,11 @@ class Session:
         """Whether the client copies the bytes itself: then only the client knows when it stops."""
         return self.data_path not in ("ucx", "tcp")
 
+    @property
+    def reads(self) -> bool:
+        """Whether its gets are reads: not those of nodes, which copy, nor those that only hold pages."""
+        return not self.peer and self.data_path != "none"
+
     def begin_transfer(self, tag: int, messages: int) -> None:
         self.transfers[tag] = messages
         self.messages += messages

@@ -119,14 +119,13 @@ class NodeState:
         self.sessions: dict[int, Session] = {}
         self.store = store
         self._limits = limits
-        # pages
         tags, tiering = Tags(incarnation, FIRST_TAG), tiering or TieringLimits()
         self.tiers = Tiers(store, tiers, tiering, self._settings, self._pin, self._readable, self._found)
         self.sharding = Sharding(name, store, limits.replication, self.tiers)
         self.waits = Waits(store, limits.max_waiters, limits.max_waited_keys, self.tiers.has, self._may_read)
         self.reads = Reads(store, limits, tags, self.tiers, self.sharding)
         self.writes = Writes(store, limits, tags, self._written, self.tiers.has if tiers else no_tier)
-        self.kept = KeptPages(store, limits.max_kept_bytes)
+        self.kept = KeptPages(store, self.tiers, limits.max_kept_bytes)
         self._listing = PageListing(store, self.sharding, self.tiers)
         self._lookups = Lookups(store, self.tiers)
         self._places = PlaceChanges(store, self.tiers) if follows_places else None
@@ -214,8 +213,8 @@ class NodeState:
             if self._startup_hold.open and not held and self._waits_for_tiers(event, session, now_s):
                 return
             self.store.index.namespace(namespace).operations += 1
-            if session.data_path == "none" and isinstance(message, m.Reserve | m.Get):
-                text = "this connection is for questions only"
+            if session.data_path == "none" and isinstance(message, m.Reserve):
+                text = "this connection moves no pages"
                 out.append(Answer(event.connection, m.Fault(message.id, "no_data_path", text)))
                 return
         self._serve(session, message, now_s, out)
@@ -230,8 +229,9 @@ class NodeState:
                 self.reads.release(session, message, out)
             case m.Exists():
                 out.append(Answer(session.connection, self._lookups.answer(message, now_s)))
-                if message.keep_s and self.administration.rights(session, message.namespace) & m.WRITE:
-                    self._expect(self.kept.ask(message, now_s))
+                if message.keep_s or message.move:
+                    may_write = bool(self.administration.rights(session, message.namespace) & m.WRITE)
+                    self._expect(self.kept.ask(message, now_s, out, may_write=may_write))
             case m.Reserve():
                 self._reserve(session, message, now_s, out)
             case m.Commit():
@@ -360,6 +360,7 @@ class NodeState:
         count = self.tiers.clear(number, None, out)
         count += self.store.clear(number, number, out)
         self.store.forget(number)
+        self.sharding.configure(number, 1)
         return count
 
     def _may_read(self, session: Session, number: int) -> bool:
@@ -371,11 +372,10 @@ class NodeState:
         self.tiers.configured(number, namespace.tier_space, facts_of(namespace))
         if namespace.geometry.get("parts"):
             self.store.relate(number)
-        ttl_s, quota_bytes = settings.ttl_s or None, settings.quota_bytes or None
+        self.sharding.configure(number, settings.copies)
+        ttl_s, quota_bytes, policy = settings.ttl_s or None, settings.quota_bytes or None, settings.policy
         try:
-            self.store.configure_namespace(
-                number, policy=settings.policy, ttl_s=ttl_s, quota_bytes=quota_bytes
-            )
+            self.store.configure_namespace(number, policy=policy, ttl_s=ttl_s, quota_bytes=quota_bytes)
         except ConfigError:  # a newer node's policy: keep its bounds, use our own order
             ttl_s = ttl_s if ttl_s is not None and ttl_s > 0 else None
             self.store.configure_namespace(number, ttl_s=ttl_s, quota_bytes=quota_bytes)

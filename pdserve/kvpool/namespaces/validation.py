@@ -14,6 +14,7 @@ from pdserve.tokens import is_digest
 
 MAX_WEIGHT = 1e6
 MIN_WEIGHT = 1e-3
+MAX_COPIES = 16
 MIN_RATE = 1e-3  # per second; below it a request would wait for ever
 MAX_POLICY_CHARS = 64
 MAX_MEDIA_CHARS = 64
@@ -36,6 +37,8 @@ def check_bounds(settings: NamespaceSettings) -> None:
         value = getattr(settings, name)
         if not (value >= 0 and math.isfinite(value)):
             raise _bad(f"{name} is {value}: it must be 0 (no limit) or above")
+    if not 1 <= settings.copies <= MAX_COPIES:
+        raise _bad(f"copies is {settings.copies}: it must be 1 (each page on its node alone) to {MAX_COPIES}")
     for name in ("operations_s", "bytes_s"):
         if 0 < getattr(settings, name) < MIN_RATE:
             raise _bad(

@@ -54,6 +54,13 @@ class Arc:
             self._pages[_AGAIN].append(slot)
             self._words[slot] = _AGAIN
 
+    def on_demote(self, slot: int) -> None:
+        """The first of T1, which `target` may spare for a while."""
+        self._pages[self._words[slot]].remove(slot)
+        self._words[slot] = _ONCE
+        self._pages[_ONCE].prepend(slot)
+        self._trim(len(self))
+
     def on_evict(self, slot: int, key: bytes) -> None:
         pages = len(self)
         which = self._words[slot]

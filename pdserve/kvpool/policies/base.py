@@ -38,6 +38,10 @@ class EvictionPolicy(Protocol):
         """The page was read."""
         ...
 
+    def on_demote(self, slot: int) -> None:
+        """The page is to be evicted before others, until it is read again."""
+        ...
+
     def on_evict(self, slot: int, key: bytes) -> None:
         """The page was evicted to make room."""
         ...

@@ -45,6 +45,11 @@ class Lfu:
         self._lists[frequency].remove(slot)
         self._put(slot, min(frequency + 1, MAX_FREQUENCY))
 
+    def on_demote(self, slot: int) -> None:
+        self._lists[self._frequency(slot)].remove(slot)
+        self._lists[0].prepend(slot)
+        self._words[slot] = self._word(0)
+
     def on_evict(self, slot: int, key: bytes) -> None:
         self.on_remove(slot)
 

@@ -35,6 +35,17 @@ class LinkedList:
         self.tail = slot
         self._length += 1
 
+    def prepend(self, slot: int) -> None:
+        head = self.head
+        self._before[slot] = NONE
+        self._after[slot] = head
+        if head == NONE:
+            self.tail = slot
+        else:
+            self._before[head] = slot
+        self.head = slot
+        self._length += 1
+
     def remove(self, slot: int) -> None:
         before, after = self._before[slot], self._after[slot]
         if before == NONE:

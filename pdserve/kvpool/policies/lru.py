@@ -21,6 +21,10 @@ class Lru:
     def on_hit(self, slot: int, now_s: float) -> None:
         self._order.move_to_end(slot)
 
+    def on_demote(self, slot: int) -> None:
+        self._order.remove(slot)
+        self._order.prepend(slot)
+
     def on_evict(self, slot: int, key: bytes) -> None:
         self._order.remove(slot)
 

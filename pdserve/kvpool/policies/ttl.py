@@ -35,6 +35,9 @@ class Ttl(Fifo):
         else:
             self._order.append(slot)
 
+    def on_demote(self, slot: int) -> None:
+        pass
+
     def on_evict(self, slot: int, key: bytes) -> None:
         self.on_remove(slot)
 

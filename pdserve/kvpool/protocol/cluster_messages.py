@@ -39,6 +39,7 @@ class NamespaceSettings(Message, tag=96, frozen=True):
     read_token: str = ""
     write_token: str = ""
     admin_token: str = ""
+    copies: int = 1  # nodes that hold each page
 
 
 class NamespaceRecord(Message, tag=97, frozen=True):

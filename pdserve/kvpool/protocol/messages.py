@@ -42,7 +42,8 @@ MAX_BATCH_BYTES: Final = 32 * 1024 * 1024  # of one Get or Reserve of several pa
 MAX_FATES: Final = 64  # told in one answer
 NOWHERE: Final = 0  # a place in `Present`
 IN_MEMORY: Final = 1
-MAX_KEPT_KEYS: Final = 256  # of one Exists: about 0.3 ms of a node's time
+MAX_KEPT_KEYS: Final = 256  # kept or moved by one Exists: about 0.3 ms of a node's time
+UP, DOWN = 1, -1  # ways of a page between memory and tiers
 MAX_KEEP_S: Final = 24 * 3600  # pages are kept no longer, whoever wishes
 MAX_SEGMENTS = 1024  # per page; HiCache's layer_first layout has two per layer
 
@@ -52,7 +53,7 @@ def pages_a_message(page_bytes: int) -> int:
     return max(1, min(MAX_PAGES, MAX_BATCH_BYTES // max(1, page_bytes)))
 
 
-# "none": a connection for questions only (exists, wait, status); it may neither reserve nor get
+# "none": a connection that moves no pages; it asks (exists, wait, status) and pins, but may not reserve
 DataPathName: TypeAlias = Literal["shm", "ucx", "tcp", "inproc", "none"]
 DataPathChoice: TypeAlias = Literal["auto", "shm", "ucx", "tcp", "inproc", "none"]
 
@@ -208,8 +209,9 @@ class Opened(Message, tag=11, frozen=True):
 class Exists(Message, tag=12, frozen=True):
     """`fates`: tell those of the first MAX_FATES keys too. `places`: tell where the pages are. `keep_s`: keep
     those of the first MAX_KEPT_KEYS that are in memory here for so long, whatever was said before; below 0:
-    no longer; 0: as before. It needs the right to write, and is passed over without. An older node does none
-    of this.
+    no longer; 0: as before. `move`: UP has those of them loaded into memory that only a tier has; DOWN has
+    those in memory evicted before others. `keep_s` and DOWN need the right to write, and are passed over
+    without. An older node does none of this.
     """
 
     id: int
@@ -218,6 +220,7 @@ class Exists(Message, tag=12, frozen=True):
     fates: bool = False
     places: bool = False
     keep_s: float = 0.0
+    move: int = 0
 
 
 class Fate(Message, tag=103, frozen=True):

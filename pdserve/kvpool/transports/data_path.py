@@ -1,4 +1,6 @@
-"""The choice of the data path for a control connection: mapped memory on the node's host, else UCX or TCP."""
+"""The choice of the data path for a control connection: mapped memory on the node's host, else UCX or TCP; or
+none.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from collections.abc import Mapping
 
 from pdserve.kvpool.transports.base import Connection
 from pdserve.kvpool.transports.control import ControlChannel
+from pdserve.kvpool.transports.pinning import PinningConnection
 from pdserve.kvpool.transports.shm import ShmConnection
 from pdserve.kvpool.transports.tcp.client import TcpConnection
 
@@ -31,6 +34,8 @@ def open_data_path(
         return ShmConnection.open(channel, checksum, deadline_s, populate)
     if channel.welcome.data_path == "tcp":
         return TcpConnection.open(channel, checksum, deadline_s, tls, channel.server_name)
+    if channel.welcome.data_path == "none":
+        return PinningConnection(channel)
     # imported only if used: loading UCX costs a second and 170 MB
     from pdserve.kvpool.transports.ucx_client import UcxConnection
 

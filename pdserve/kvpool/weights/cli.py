@@ -25,6 +25,7 @@ from pdserve.kvpool.admin.node_client import (
 )
 from pdserve.kvpool.admin.tables import as_json, make_console, make_table, size
 from pdserve.kvpool.client.config import PoolClientConfig, with_pool_secrets
+from pdserve.kvpool.namespaces.validation import MAX_COPIES
 from pdserve.kvpool.weights import catalog
 from pdserve.kvpool.weights.files import write_files
 from pdserve.kvpool.weights.names import parse_model
@@ -98,12 +99,20 @@ def push(
         float | None,
         typer.Option(help="Share of a busy node, where KV pages have 1; else as it is, 0.1 at first."),
     ] = None,
+    copies: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MAX_COPIES,
+            help="Nodes that hold each page, of all weights in the pool; else as it is, 1 at first.",
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Store the files of a directory as a revision. The same again writes what the pool lacks of it."""
     model = parse_model(name)
     with opening() as store, _bar(json) as step:
-        done = push_directory(store, directory, model, weight=weight, progress=step)
+        done = push_directory(store, directory, model, weight=weight, copies=copies, progress=step)
     if json:
         row = {"model": str(model), "bytes": done.manifest.size_bytes, "pages": done.pages}
         row |= {"written_pages": done.written_pages, "written_bytes": done.written_bytes}

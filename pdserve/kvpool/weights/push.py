@@ -63,12 +63,15 @@ def push(
     model: ModelName,
     *,
     weight: float | None = None,
+    copies: int | None = None,
     progress: Progress = lambda done, size: None,
 ) -> Pushed:
-    """Store the files of `directory`. Raises WeightsError, PoolError."""
+    """Store the files of `directory`. `weight`, `copies`: as `WeightStore.protect`. Raises WeightsError,
+    PoolError.
+    """
     manifest = read_directory(directory, model, progress)
     with store.revision(model) as revision:
-        root, was_there, warning = _plan(store, revision, manifest, weight)
+        root, was_there, warning = _plan(store, revision, manifest, weight, copies)
         written_pages = written_bytes = 0
         pieces = {piece.key: piece for piece in manifest.pieces()}
         for attempt in range(ATTEMPTS):
@@ -168,7 +171,7 @@ def _starts(path: Path, size: int) -> Sequence[int]:
 
 
 def _plan(
-    store: WeightStore, revision: Revision, manifest: Manifest, weight: float | None
+    store: WeightStore, revision: Revision, manifest: Manifest, weight: float | None, copies: int | None
 ) -> tuple[Root, bool, str]:
     """Write what comes before the pages. Returns the first page, whether the revision is whole already, and
     why its pages may be evicted (empty if they may not). Raises WeightsError for a revision of other files.
@@ -176,7 +179,7 @@ def _plan(
     model = manifest.model
     store.open()
     revision.open()
-    problems = [store.protect(name, weight) for name in (store.namespace, store.name_of(model))]
+    problem = store.protect(model, weight, copies)
     data = encode_manifest(manifest)
     root = root_of(data)
     whole, begun = revision.first("whole"), revision.first("plan")
@@ -188,7 +191,7 @@ def _plan(
         )
     revision.write_manifest(data, root)  # what is there already is not written
     revision.write_first("plan", root)
-    return root, whole is not None, next(filter(None, problems), "")
+    return root, whole is not None, problem
 
 
 def _write(

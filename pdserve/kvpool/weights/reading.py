@@ -39,6 +39,7 @@ class PageReader:
         for attempt in range(ATTEMPTS):
             if attempt:
                 time.sleep(PAUSE_S)
+                self._client.check()  # who still answers tells who has the pages of a lost node
             left, damaged = self._read_some(left, pieces, into)
             if not left:
                 return

@@ -121,21 +121,27 @@ class WeightStore:
         said = "its push was not finished" if begun else "it has no first page"
         raise WeightsError(f"{model} is not whole in the pool: {said}{problem}: push it again")
 
-    def protect(self, name: str, weight: float | None) -> str:
-        """Make a namespace one that nothing is evicted from. `weight`: its share of a busy node; None: as it
-        is, WEIGHT for one without settings. Why it was not possible; empty if it was. Raises PoolError.
+    def protect(self, model: ModelName, weight: float | None, copies: int | None) -> str:
+        """Make the namespaces of content and of a revision such that nothing is evicted from them. `weight`:
+        their share of a busy node; None: as it is, WEIGHT for one without settings. `copies`: nodes that hold
+        each page, of all weights; None: as it is. Why it was not possible; empty if it was. Raises PoolError.
         """
 
         def settle(node: NodeClient) -> None:
             listed = node.ask(ListNamespaces, NamespaceList).namespaces
-            known = next((one.settings for one in listed if one.name == name), None)
-            if known is None:
-                raise PoolRefused(f"our token may not see the settings of namespace {name}")
-            kept = dict.fromkeys(TOKENS, KEPT)
-            share = weight if weight is not None else known.weight if known.policy == KEEP else WEIGHT
-            wanted = replace(known, policy=KEEP, ttl_s=0.0, weight=share, **kept)
-            if wanted != replace(known, **kept):
-                node.ask(lambda i: PutNamespace(i, name, wanted), Done)
+            known = {one.name: one.settings for one in listed}
+            many = copies
+            for name in (self.namespace, self.name_of(model)):
+                if (settings := known.get(name)) is None:
+                    raise PoolRefused(f"our token may not see the settings of namespace {name}")
+                many = settings.copies if many is None else many
+                kept = dict.fromkeys(TOKENS, KEPT)
+                share = (
+                    weight if weight is not None else settings.weight if settings.policy == KEEP else WEIGHT
+                )
+                wanted = replace(settings, policy=KEEP, ttl_s=0.0, weight=share, copies=many, **kept)
+                if wanted != replace(settings, **kept):
+                    node.ask(lambda i, name=name, wanted=wanted: PutNamespace(i, name, wanted), Done)  # type: ignore[misc]
 
         try:
             ask_pool(self.config, settle)
@@ -240,5 +246,12 @@ def _open_on_all(client: PoolClient) -> None:
 
 def missing_of(client: PoolClient, keys: Sequence[bytes]) -> list[bytes]:
     """The pages that are not there, each once."""
-    wanted = list(dict.fromkeys(keys))
-    return [key for key, there in zip(wanted, client.exists(wanted), strict=True) if not there]
+    missing = _missing(client, list(dict.fromkeys(keys)))
+    if missing:
+        client.check()  # who still answers tells who has the pages of a lost node
+        missing = _missing(client, missing)
+    return missing
+
+
+def _missing(client: PoolClient, keys: Sequence[bytes]) -> list[bytes]:
+    return [key for key, there in zip(keys, client.exists(keys), strict=True) if not there]

@@ -15,14 +15,16 @@ POST   /reload                     read the API keys again (SIGHUP: the configur
 GET    /metrics                    Prometheus metrics
 GET    /live/                      the live page; a browser asks for the key as a password
 GET    /live/events                the frames of the live page, as server-sent events
+GET    /figures                    what another router asks for: all metrics, and the newest warnings
 GET    /health                     state of this process; needs no key
 
-Figures of workers and tenants are sums over all of the router's processes. If a process does not answer, they
-are null, or the answer is an error.
+Figures of workers and tenants are sums over all processes of all routers that this one knows. If one of them
+does not answer, they are null, or the answer is an error.
 """
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Any
 
 import fastapi
@@ -34,6 +36,7 @@ from pdserve import __version__
 from pdserve.errors import ConfigError, RequestError
 from pdserve.router.admin.live_feed import LiveFeed
 from pdserve.router.admin.live_page import BASIC, add_live_page, is_of_live_page, password_as_bearer
+from pdserve.router.admin.other_routers import CONTENT_TYPE, FIGURES, Figures, OtherRouters, encode
 from pdserve.router.admin.weights import STEPS, Weights
 from pdserve.router.api.request_body import UNREADABLE
 from pdserve.router.app.error_handlers import add_error_handlers, refused
@@ -42,7 +45,7 @@ from pdserve.router.fleet.membership import FleetError
 from pdserve.router.fleet.worker import Role, Worker
 from pdserve.router.metrics.decisions import newest
 from pdserve.router.metrics.exposition import exposition
-from pdserve.router.metrics.snapshot import Snapshot
+from pdserve.router.metrics.snapshot import Snapshot, add_up
 from pdserve.router.server.asgi import Receive, Scope, Send, address_of
 
 MAX_BODY_BYTES = 64 * 1024
@@ -63,10 +66,11 @@ class Joining(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class AdminApp:
     """ASGI application: checks the key and the size of the body, then calls FastAPI."""
 
-    def __init__(self, router: Router, feed: LiveFeed | None = None) -> None:
+    def __init__(self, router: Router, others: OtherRouters, feed: LiveFeed | None = None) -> None:
         self._router = router
-        self._app = _make_app(router)
+        self._app = _make_app(router, others)
         if feed is not None:
+            _add_figures(self._app, feed)
             add_live_page(self._app, feed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -98,18 +102,18 @@ class AdminApp:
         return None
 
 
-def _make_app(router: Router) -> fastapi.FastAPI:
+def _make_app(router: Router, others: OtherRouters) -> fastapi.FastAPI:
     app = fastapi.FastAPI(title="pdserve router, administration", version=__version__)
     add_error_handlers(app)
-    _add_worker_routes(app, router)
+    _add_worker_routes(app, router, others)
     _add_weight_routes(app, Weights(router))
 
     @app.get("/tenants")
     async def tenants() -> dict[str, Any]:
-        """Limits of tenants, and their use in all of the router's processes since its start."""
-        totals = await _totals(router)
+        """Limits of tenants, and their use at all routers since each one's start."""
+        totals = await _totals(router, others)
         if totals is None:
-            raise RequestError(503, "Not every process of the router says what tenants use; ask again.")
+            raise RequestError(503, "Not every router process says what tenants use; ask again.")
         return {
             "tenants": [
                 {
@@ -155,17 +159,26 @@ def _make_app(router: Router) -> fastapi.FastAPI:
     return app
 
 
-async def _totals(router: Router) -> Snapshot | None:
-    """The metrics of all processes, added up. None if a process does not answer in time."""
+async def _totals(router: Router, others: OtherRouters) -> Snapshot | None:
+    """The metrics of all routers, added up. None if a router or a process does not answer in time."""
     try:
-        totals = await router.metrics()
+        own, told = await asyncio.gather(router.metrics(), others.ask())
     except RequestError:
         return None
-    return totals if totals.is_whole else None
+    figures = [one.metrics for one in told if isinstance(one, Figures)]
+    totals = add_up((own, *figures))
+    return totals if totals.is_whole and len(figures) == len(told) else None
+
+
+def _add_figures(app: fastapi.FastAPI, feed: LiveFeed) -> None:
+    @app.get(FIGURES, response_class=Response)
+    async def figures() -> Response:
+        """All metrics of this router and its newest warnings, in MessagePack, for the other routers."""
+        return Response(encode(await feed.figures()), media_type=CONTENT_TYPE)
 
 
 def _use_of(tenant: str, totals: Snapshot) -> dict[str, Any]:
-    """The tenant's requests now, and its use since the router's start."""
+    """The tenant's requests now, and its use since the routers' start."""
     return {
         "running": totals.value("tenant_running", tenant),
         "waiting": totals.value("tenant_waiting", tenant),
@@ -178,17 +191,17 @@ def _use_of(tenant: str, totals: Snapshot) -> dict[str, Any]:
     }
 
 
-def _add_worker_routes(app: fastapi.FastAPI, router: Router) -> None:
+def _add_worker_routes(app: fastapi.FastAPI, router: Router, others: OtherRouters) -> None:
     fleet = router.fleet
 
     async def in_flight(worker: Worker) -> int | None:
-        totals = await _totals(router)
+        totals = await _totals(router, others)
         return None if totals is None else totals.value(IN_FLIGHT, worker.id, worker.role)
 
     @app.get("/workers")
     async def workers() -> dict[str, Any]:
-        """All workers. `in_flight` is null if a process of the router does not report its requests."""
-        totals = await _totals(router)
+        """All workers. `in_flight` is null if a router process does not report its requests."""
+        totals = await _totals(router, others)
         listed = [
             {
                 **said,

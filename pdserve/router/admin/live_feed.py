@@ -1,4 +1,4 @@
-"""Samples of the router and the pool, as frames for the viewers of the live page.
+"""Samples of the routers and the pool, as frames for the viewers of the live page.
 
 A sample costs a few milliseconds. The interval is `WATCHED_S` while the page has viewers, else `QUIET_S`, so
 the page shows a history when it is opened. A slow viewer misses frames.
@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -18,8 +18,17 @@ import msgspec
 from pdserve.errors import PdserveError
 from pdserve.kvpool.admin.sampling import Nodes, Rates, Row
 from pdserve.kvpool.protocol.messages import NodeAddress
-from pdserve.router.admin.live_frames import Frame, Point, Problem, frame_of, point_of
-from pdserve.router.metrics.snapshot import Snapshot
+from pdserve.router.admin.live_frames import (
+    Frame,
+    Point,
+    Problem,
+    RouterView,
+    frame_of,
+    point_of,
+    router_view,
+)
+from pdserve.router.admin.other_routers import Figures, OtherRouters, Silent
+from pdserve.router.metrics.snapshot import Snapshot, add_up
 
 if TYPE_CHECKING:
     from pdserve.router.app.router import Router
@@ -53,12 +62,15 @@ class Problems(logging.Handler):
 class LiveFeed:
     """Makes frames while `run` runs, and sends them to viewers."""
 
-    def __init__(self, router: Router, interval_s: float = WATCHED_S) -> None:
+    def __init__(self, router: Router, others: OtherRouters, interval_s: float = WATCHED_S) -> None:
         self._router = router
+        self._others = others
         self._interval_s = interval_s
         pool = router.config.admin.pool
         self._pool = Nodes(pool, "", POOL_TIMEOUT_S) if pool else None
-        self._before: tuple[float, Snapshot] | None = None
+        self._before: dict[str, Snapshot] = {}
+        """Each router's last sample."""
+        self._before_s = 0.0
         self._problems = Problems()
         self.points: deque[Point] = deque(maxlen=MAX_POINTS)
         self.frame: Frame | None = None
@@ -90,17 +102,31 @@ class LiveFeed:
         finally:
             root.removeHandler(self._problems)
 
+    async def figures(self) -> Figures:
+        """What this router tells the others. Raises RequestError when there is no sum."""
+        return Figures(
+            self._others.router, self._others.name, await self._router.metrics(), list(self._problems.kept)
+        )
+
     async def _sample(self) -> None:
-        metrics = await self._router.metrics()
+        own, others = await asyncio.gather(self.figures(), self._others.ask())
         now_s, at_s = time.monotonic(), time.time()
         rows = await asyncio.to_thread(self._rows, self._pool) if self._pool is not None else []
-        before_s, before = self._before or (now_s, metrics)
-        self._before = now_s, metrics
-        seconds = max(now_s - before_s, 1e-3)
-        point = point_of(before, metrics, seconds, at_s)
-        workers, problems = self._router.fleet.workers, self._problems.kept
+        seen = [own, *(one for one in others if isinstance(one, Figures))]
+        seconds = max(now_s - (self._before_s or now_s), 1e-3)
+        # of a router that was not seen before, or not in between, nothing is known to have grown
+        before = {one.router: self._before.get(one.router, one.metrics) for one in seen}
+        self._before, self._before_s = {one.router: one.metrics for one in seen}, now_s
+        metrics = add_up(one.metrics for one in seen)
+        point = point_of(add_up(before.values()), metrics, seconds, at_s)
+        routers: list[RouterView] = []
+        if others:
+            routers = [router_view(one.name, before[one.router], one.metrics, seconds) for one in seen]
+            routers += [RouterView(one.name, one.error) for one in others if isinstance(one, Silent)]
         self.points.append(point)
-        self.frame = frame_of(point, seconds, metrics, workers, rows, problems)
+        self.frame = frame_of(
+            point, seconds, metrics, self._router.fleet.workers, rows, _problems(own, seen[1:]), routers
+        )
         async with self._changed:
             self._number += 1
             self._changed.notify_all()
@@ -131,6 +157,14 @@ class LiveFeed:
         async with self._changed:
             await self._changed.wait_for(lambda: self._number > number)
         return self._number
+
+
+def _problems(own: Figures, others: Sequence[Figures]) -> list[Problem]:
+    """Those of all routers, the newest first."""
+    found = list(own.problems)
+    for other in others:
+        found += [msgspec.structs.replace(one, router=other.name) for one in other.problems[:MAX_PROBLEMS]]
+    return sorted(found, key=lambda one: -one.at_s)[:MAX_PROBLEMS]
 
 
 def _event(name: str, value: object) -> bytes:

@@ -24,7 +24,7 @@ from pdserve.router.fleet.registry import Fleet
 from pdserve.router.metrics.stats import Histogram
 from pdserve.router.request.call import Call
 from pdserve.router.request.token_usage import Meter
-from pdserve.router.tenants.api_keys import admin_key_digest, check_open, load_keys
+from pdserve.router.tenants.api_keys import admin_key, check_open, load_keys
 from pdserve.router.tenants.registry import Tenants
 from pdserve.router.tenants.tenant import TenantState
 from pdserve.tokens import bearer, digest, same
@@ -59,7 +59,7 @@ class Gate:
         self.unread_keys = 0
         """Requests refused because their address has sent too many wrong keys."""
         self._guesses = Guesses(config.access.proxies)
-        self._admin_key = admin_key_digest(config.admin)
+        self._admin_key = digest(admin_key(config.admin))
         self.configure(config)
 
     def configure(self, config: RouterConfig) -> None:

@@ -101,6 +101,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Body member, a field of `RequestView`, with the id of an answer that the request continues."""
     errors: ErrorForm = "openai"
     """The form in which clients of this endpoint expect errors."""
+    hint: Literal["", "prefetch", "demote"] = ""
+    """What the request has caches do with its prompt. Tenants need a right for it."""
     is_form: bool = False
     """The body is a form (`form_body`), and no JSON."""
     bytes_per_token: int = 0
@@ -139,6 +141,15 @@ _MESSAGES: Final = Endpoint(
     errors="anthropic",
     is_resumable=True,
     is_prefillable=True,
+)
+_LOOKUP: Final = Endpoint(
+    path="/v1/kv/lookup",
+    summary="How much of a prompt the KV pool has",
+    request_schema="KvLookup",
+    response_schema="KvFound",
+    charged_fields=("prompt", "text", "input_ids", "messages"),
+    usage=_LOOKED_UP,
+    salt="header",
 )
 _ROWS: Final = (
     Endpoint(
@@ -249,14 +260,22 @@ _ROWS: Final = (
         prompt_fields=("items",),
         salt="header",
     ),
-    Endpoint(
-        path="/v1/kv/lookup",
-        summary="How much of a prompt the KV pool has",
+    _LOOKUP,
+    replace(
+        _LOOKUP,
+        path="/v1/kv/prefetch",
+        summary="Bring a prompt's KV up, for a turn that will come",
+        request_schema="KvPrefetch",
+        response_schema="KvPrefetched",
+        hint="prefetch",
+    ),
+    replace(
+        _LOOKUP,
+        path="/v1/kv/demote",
+        summary="Let a prompt's KV go before that of others",
         request_schema="KvLookup",
-        response_schema="KvFound",
-        charged_fields=("prompt", "text", "input_ids", "messages"),
-        usage=_LOOKED_UP,
-        salt="header",
+        response_schema="KvDemoted",
+        hint="demote",
     ),
     Endpoint(
         path="/v1/audio/transcriptions",

@@ -51,25 +51,23 @@ _ANTHROPIC_ERROR = {
         },
     },
 }
-_OWN = frozenset({"KvLookup"})
+_OWN = frozenset({"KvLookup", "KvPrefetch"})
 """Bodies that SGLang does not know."""
-_LOOKUP = {
-    "type": "object",
-    "properties": {
-        "model": {"type": ["string", "null"]},
-        "messages": {"type": "array", "items": {"type": "object"}, "description": "As of a chat."},
-        "prompt": {"type": "string", "description": "As of a completion."},
-        "text": {"type": "string"},
-        "input_ids": {"type": "array", "items": {"type": "integer", "minimum": 0}},
-        "hashes": {
-            "type": "array",
-            "items": {"type": "string"},
-            "description": "Names of pages from the first on, 64 hexadecimal digits each.",
-        },
-        "nodes": {"type": "boolean", "description": "Count by node too."},
-        "cache_salt": {"type": ["string", "null"]},
+_LOOKUP_FIELDS: dict[str, Any] = {
+    "model": {"type": ["string", "null"]},
+    "messages": {"type": "array", "items": {"type": "object"}, "description": "As of a chat."},
+    "prompt": {"type": "string", "description": "As of a completion."},
+    "text": {"type": "string"},
+    "input_ids": {"type": "array", "items": {"type": "integer", "minimum": 0}},
+    "hashes": {
+        "type": "array",
+        "items": {"type": "string"},
+        "description": "Names of pages from the first on, 64 hexadecimal digits each.",
     },
+    "nodes": {"type": "boolean", "description": "Count by node too."},
+    "cache_salt": {"type": ["string", "null"]},
 }
+_LOOKUP = {"type": "object", "properties": _LOOKUP_FIELDS}
 _FOUND = {
     "type": "object",
     "required": ["page_tokens", "prompt_tokens", "prompt_pages", "tokens", "memory_tokens", "tiers"],
@@ -81,6 +79,26 @@ _FOUND = {
         "tiers": {"type": "object", "additionalProperties": {"type": "integer"}},
         "nodes": {"type": "object"},
     },
+}
+_PREFETCH = {
+    "type": "object",
+    "properties": {
+        **_LOOKUP_FIELDS,
+        "to": {
+            "type": "string",
+            "enum": ["worker", "pool"],
+            "default": "worker",
+            "description": "Up to host memory of the session's worker, or to memory of the pool's nodes.",
+        },
+    },
+}
+_PREFETCHED = {
+    "type": "object",
+    "properties": {name: {"type": "integer"} for name in ("prompt_tokens", "tokens", "prefetched_tokens")},
+}
+_DEMOTED = {
+    "type": "object",
+    "properties": {name: {"type": "integer"} for name in ("prompt_tokens", "parts")},
 }
 _TRANSCRIPTION_FORM = {
     "type": "object",
@@ -144,6 +162,9 @@ def complete(document: dict[str, Any], choices: int) -> dict[str, Any]:
         "GeneratedOne": _GENERATED,
         "KvLookup": _LOOKUP,
         "KvFound": _FOUND,
+        "KvPrefetch": _PREFETCH,
+        "KvPrefetched": _PREFETCHED,
+        "KvDemoted": _DEMOTED,
         "TranscriptionForm": _TRANSCRIPTION_FORM,
         "Generated": {"anyOf": [one, {"type": "array", "items": one}]},
     }
@@ -176,7 +197,7 @@ def _operation(row: Endpoint) -> dict[str, Any]:
         "operationId": path.strip("/").replace("/", "_"),
         "requestBody": {"required": True, "content": {form: {"schema": {"$ref": _REF + row.request_schema}}}},
         "responses": {"200": answered | {"headers": headers, "content": content}}
-        | {str(status): error_answer(status, row.errors) for status in _ERRORS if status != 403},
+        | {str(status): error_answer(status, row.errors) for status in _ERRORS if status != 403 or row.hint},
     }
 
 

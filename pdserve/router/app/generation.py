@@ -236,16 +236,20 @@ class GenerationHandler:
             draw=random.getrandbits(32),
             prefix=prefix_of(view, prompt, scope) if self._needs_prefix and computes else None,
         )
-        if RETAIN_HEADER in call.headers:
+        if endpoint.hint or RETAIN_HEADER in call.headers:
             self._retain(call)
 
     def _retain(self, call: Call) -> None:
-        """Have the pool keep the conversation for as long as its client wants, if the tenant may."""
-        facts = call.facts
+        """Have the pool keep the conversation for as long as its client wants, if the tenant may. Raises
+        RequestError for a hint that it may not give.
+        """
+        facts, now_s = call.facts, self._loop.time()
+        if hint := call.endpoint.hint:
+            self.retained.check_hint(call.tenant, hint, _conversation(call), facts.charged_tokens, now_s)
+            return
         seconds = seconds_of(call.headers[RETAIN_HEADER]) if facts.endpoint.task == "generate" else 0
-        name = facts.session.name if facts.session is not None else call.request_id.decode()
         tokens = facts.prompt_tokens_estimate
-        if self.retained.take(call.tenant, f"{call.model}/{name}", tokens, seconds, self._loop.time()):
+        if self.retained.take(call.tenant, _conversation(call), tokens, seconds, now_s):
             call.keep(seconds)
         else:
             seconds = 0
@@ -415,6 +419,12 @@ class GenerationHandler:
                 await call.answer.break_off(status, message, code)
         except TimeoutError:
             logger.warning("client does not read, cut off")
+
+
+def _conversation(call: Call) -> str:
+    """A name for it, of one tenant."""
+    session = call.facts.session
+    return f"{call.model}/{call.request_id.decode() if session is None else session.name}"
 
 
 def _too_large(limit_bytes: int) -> RequestError:

@@ -45,7 +45,9 @@ async def open_router(
     tls = WorkerTls(config.tls)
     upstream = Upstream(config.limits, token, tls)
     prober = Prober(config.probe, fleet, upstream, stats, token=token, tls=tls)
-    shared = SharedSessions(config.session) if config.session.redis.url else None
+    shared = None
+    if config.redis.shares_sessions:
+        shared = SharedSessions(config.redis, config.session.ttl_s, stats)
     discovery = _discovery(config, fleet, token)
     tasks: list[asyncio.Task[None]] = []
     try:

@@ -16,6 +16,7 @@ from pdserve.router.api.endpoints import ENDPOINTS
 from pdserve.router.app.collector import collect
 from pdserve.router.app.error_handlers import refused
 from pdserve.router.app.generation import GenerationHandler
+from pdserve.router.app.realtime import Realtime
 from pdserve.router.config.aliases import base_of
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.dispatch.dispatcher import Dispatcher
@@ -64,6 +65,7 @@ class Router:
         self.generation = GenerationHandler(
             config, fleet, gate, dispatcher, upstream.deadlines, stats, tracer, self._cors
         )
+        self.realtime = Realtime(config, fleet, gate, upstream)
         self._generation_paths = frozenset(ENDPOINTS)
         self.metrics: Callable[[], Awaitable[Snapshot]] = self._metrics
         """Those of all of the router's processes together. Raises RequestError when there is no sum."""

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
-
-from pdserve.tokens import Secret
 
 
 class Stickiness(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,24 +40,6 @@ class Stickiness(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = "least_loaded"
 
 
-class SharedTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A session table in Redis, shared by router replicas. Needs the package `redis`."""
-
-    url: Annotated[
-        str, Meta(description="`redis://HOST:PORT/DB`, `rediss://` or `unix://`; empty: no shared table.")
-    ] = ""
-    password: Annotated[
-        Secret, Meta(description="Password, if Redis requires one; also from PDSERVE_REDIS_PASSWORD.")
-    ] = Secret("")
-    password_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = None
-    timeout_s: Annotated[
-        float,
-        Meta(gt=0, description="Longest time of a look-up; after it, the router's own table is used."),
-    ] = 0.05
-    retry_s: Annotated[float, Meta(gt=0, description="Time without requests to Redis after a failure.")] = 5.0
-    prefix: Annotated[str, Meta(description="Prefix of the keys in Redis.")] = "pdserve:session:"
-
-
 class Session(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where a request's session key comes from, and how closely a session keeps to its workers."""
 
@@ -85,7 +64,6 @@ class Session(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ] = 100_000
     prefill: Stickiness = Stickiness()
     decode: Stickiness = Stickiness()
-    redis: SharedTable = SharedTable()
 
 
 class PlacementSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -137,6 +115,13 @@ class PlacementSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     pool_half_life_s: Annotated[
         float, Meta(gt=0, description="Estimated time until half of a prefix is evicted from the pool.")
     ] = 7200.0
+    half_lives: Annotated[
+        Literal["learned", "fixed"],
+        Meta(
+            description="learned: the half-lives follow what workers report that they found, of each worker "
+            "and of the pool; they begin as configured; fixed: they stay so."
+        ),
+    ] = "learned"
     capacity_blocks: Annotated[
         int, Meta(ge=1, description="Number of blocks of prompt text (1 KiB and more) in the prefix table.")
     ] = 50_000

@@ -14,8 +14,9 @@ from pdserve.router.config.addresses import check_pool_address, is_https, parse_
 from pdserve.router.config.aliases import Alias, check_aliases
 from pdserve.router.config.limits import Deadlines, Limits, Probe
 from pdserve.router.config.placement import PlacementSettings, Session
+from pdserve.router.config.redis import RedisSettings
 from pdserve.router.config.slo import ServiceLevel
-from pdserve.router.config.tenants import SHARED, Access, Admin, Admission, SharedRates, Tenant, TenantLimits
+from pdserve.router.config.tenants import SHARED, Access, Admin, Admission, Tenant, TenantLimits
 from pdserve.tls.contexts import TlsConfig
 from pdserve.tracing import Tracing
 
@@ -164,7 +165,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     admission: Admission = Admission()
     tenant_defaults: TenantLimits = TenantLimits()
     tenants: tuple[Tenant, ...] = ()
-    shared_rates: SharedRates = SharedRates()
+    redis: RedisSettings = RedisSettings()
     aliases: tuple[Alias, ...] = ()
     admin: Admin = Admin()
     etcd: WorkerEtcdConfig = WorkerEtcdConfig()

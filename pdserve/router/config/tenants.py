@@ -67,8 +67,8 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int,
         Meta(
             ge=0,
-            description="Tokens of conversations that it may have kept in the pool for a while "
-            "(docs/pool.md), in one router process; wishes beyond are passed over. 0: none.",
+            description="Tokens of conversations that it may have kept in the pool for a while, or brought "
+            "up (docs/pool.md), in one router process; wishes beyond are passed over. 0: none.",
         ),
     ] = 0
     max_priority: Annotated[
@@ -105,41 +105,6 @@ class Tenant(TenantLimits, frozen=True, kw_only=True, forbid_unknown_fields=True
     """A tenant with limits of its own."""
 
     name: Annotated[str, Meta(pattern=NAME_PATTERN, description="Name of the tenant, as in its keys.")]
-
-
-class SharedRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Rates of tenants that router replicas hold together, over Redis. Needs the package `redis`."""
-
-    url: Annotated[
-        str,
-        Meta(
-            description="`redis://HOST:PORT/DB`, `rediss://` or `unix://`. Empty: each router counts for "
-            "itself."
-        ),
-    ] = ""
-    password: Annotated[
-        Secret, Meta(description="Password, if Redis requires one; also from PDSERVE_REDIS_PASSWORD.")
-    ] = Secret("")
-    password_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = None
-    timeout_s: Annotated[
-        float,
-        Meta(
-            ge=1,
-            description="Redis counts as away when a router does not hear its own word through it for so "
-            "long. Then each process holds an equal share of the rates. No request waits for Redis.",
-        ),
-    ] = 1.0
-    processes: Annotated[
-        int,
-        Meta(
-            ge=1,
-            description="Least number of router processes, of all replicas together, that rates are "
-            "divided by while Redis is away. More are counted where they were heard before.",
-        ),
-    ] = 1
-    channel: Annotated[
-        str, Meta(min_length=1, description="Channel in Redis; one for each set of replicas.")
-    ] = "pdserve:rates"
 
 
 class Access(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -209,6 +174,20 @@ class Admin(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             "decided where they went. 0: none.",
         ),
     ] = 512
+    routers: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Admin URLs of the cluster's routers. The live page and `pdserve top` then show all "
+            "of them, whichever is asked. All have the same key."
+        ),
+    ] = ()
+    advertise: Annotated[
+        str,
+        Meta(
+            description="URL at which other routers reach this admin port. With etcd it is written there, "
+            "and routers find each other."
+        ),
+    ] = ""
     pool: Annotated[
         tuple[str, ...],
         Meta(
@@ -220,7 +199,7 @@ class Admin(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         TlsConfig,
         Meta(
             description="Certificate of the admin port; with it `https` only. With `client_ca` "
-            "clients must show one too. `ca` has no use here."
+            "clients must show one too. `ca`: who signed the certificates of other routers' admin ports."
         ),
     ] = TlsConfig()
 

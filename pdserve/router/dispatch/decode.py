@@ -25,7 +25,7 @@ from pdserve.router.fleet.worker import Worker
 from pdserve.router.metrics.names import CACHES
 from pdserve.router.metrics.stats import Stats
 from pdserve.router.placement.placer import Placer
-from pdserve.router.request.cache_report import cached_tokens, own_memory_tokens
+from pdserve.router.request.cache_report import cached_tokens, found_tokens
 from pdserve.router.request.call import Call
 from pdserve.router.sessions.redis_table import SharedSessions
 from pdserve.router.sessions.table import SessionEntry
@@ -170,7 +170,7 @@ class DecodeStage:
             meter = call.answer.meter
             tokens = 0 if meter is None else meter.total(call.answer.is_stream)[1]
             if job.plan.handoff == "pool":  # else the worker tells what the prefill worker found
-                found = own_memory_tokens(response.headers)
+                found = found_tokens(response.headers)
         return self._placer.on_answered(
             call.facts, job.plan, claim.worker, turn, tokens, found, self._loop.time()
         )

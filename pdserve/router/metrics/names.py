@@ -199,10 +199,16 @@ METRICS: Final = (
     _one("tenant_running", "gauge", _OF_TENANT, "Requests of a tenant that are being answered."),
     _one("tenant_waiting", "gauge", _OF_TENANT, "Requests of a tenant that wait in the queue."),
     _one(
-        "rates_apart",
+        "limits_apart",
         "gauge",
         (),
-        "Router processes that hold a share of the tenants' rates, since Redis is away (shared_rates).",
+        "Router processes that hold a share of the tenants' limits, since Redis is away.",
+    ),
+    _one(
+        "sessions_apart",
+        "gauge",
+        (),
+        "Router processes that use their own table of sessions, since Redis has not answered.",
     ),
     _one("queue_wait_seconds", "histogram", (), "Time in the queue of the requests that had to wait."),
     _one("unknown_keys", "counter", (), "Requests refused with 401."),

@@ -81,8 +81,10 @@ class Stats:
         self.stream_errors: defaultdict[str, int] = defaultdict(int)
         self.continued: defaultdict[str, int] = defaultdict(int)
         self.retries_refused = 0
-        self.rates_apart = 0
-        """1: tenants' rates are to be shared over Redis, which is away."""
+        self.limits_apart = 0
+        """1: tenants' limits are to be shared over Redis, which is away."""
+        self.sessions_apart = 0
+        """1: sessions are to be shared in Redis, whose last answer was none."""
         self.hedges = 0
         self.joins_refused = 0
         self.task_failures: defaultdict[str, int] = defaultdict(int)

@@ -94,8 +94,8 @@ class Placer:
             in_pool = published_pages > 0 and not missing_pages
             self.prefixes.record(facts.prefix, worker, now_s, in_pool=in_pool)
             if plan.places is not None and cached:
-                found = cached.get("device", 0) + cached.get("host", 0)
-                self.prefixes.learn(worker, plan.places.believed(worker), found)
+                own = cached.get("device", 0) + cached.get("host", 0)
+                plan.places.learn(worker, own, cached.get("pool", 0) + cached.get("ssd", 0))
 
     def on_answering(
         self, facts: RequestFacts, plan: Plan, worker: Worker, request_id: str, now_s: float
@@ -126,16 +126,17 @@ class Placer:
         worker: Worker,
         turn: SessionEntry | None,
         answer_tokens: int,
-        found_tokens: int | None,
+        found: tuple[int, int] | None,
         now_s: float,
     ) -> SessionEntry | None:
         """The answer is complete: the worker's memory also holds its `answer_tokens`.
 
-        `found_tokens`: tokens of the prompt that the worker had before; None: it did not report them. Returns
-        the updated last turn of the session, or None if a later turn has begun.
+        `found`: tokens of the prompt that the worker had before, and that it read from the pool; None: it did
+        not report them. Returns the updated last turn of the session, or None if a later turn has begun.
         """
-        if plan.places is not None and found_tokens is not None:
-            self.prefixes.learn(worker, plan.places.believed(worker), found_tokens)
+        if plan.places is not None and found is not None:
+            own, pool = found
+            plan.places.learn(worker, own, pool if plan.prefill is None else None)
         key = facts.session
         if key is None or turn is None or self.sessions.get(key, now_s) is not turn:
             return None

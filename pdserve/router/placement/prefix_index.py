@@ -10,10 +10,17 @@ to the end of that block. A conversation's next turn repeats the bytes of the la
 Blocks have 1 KiB at the beginning of a prompt and grow with the distance from it, so a long prompt has some
 hundreds of blocks. Other inputs of page keys (model, tools, cache salt) are hashed first.
 
-For every block the table holds the last time at each worker and in the pool. Caches evict: after
-`half_life_s` half of the tokens are estimated to be evicted. A worker's answers report the cached tokens that
-it found, which corrects the estimate: `trust` is the running mean of found / expected tokens, one number per
-worker. A restarted worker is a new incarnation without any blocks.
+For every block the table holds the last time at each worker and in the pool. Caches evict: after a half-life
+half of the prompts are estimated to be evicted. Workers report the tokens that they found, which corrects
+both parts of the estimate:
+
+- The half-life, of each worker and of the pool (`half_lives = "learned"`). A prompt of age a was there, or it
+  was not. The logarithm of the half-life moves by `LIFE_GAIN` times (was there - 2^(-a / half-life)), so it
+  comes to rest where as many prompts are found as expected.
+- `trust`, the running mean of found / estimated tokens where a prompt was there: the estimate of tokens by
+  bytes is coarse. One number per worker.
+
+A restarted worker is a new incarnation without any blocks.
 
 The table is bounded. The least recently seen block is dropped first, and of one prompt the last block. So
 the known blocks of a prompt are always its first ones.
@@ -21,6 +28,7 @@ the known blocks of a prompt are always its first ones.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterator
 
@@ -40,8 +48,12 @@ MAX_PLACES = 64
 MAX_TRUSTED = 1024
 TRUST_GAIN = 0.1
 """Weight of one answer in a worker's `trust`."""
+LIFE_GAIN = 0.2
+"""Largest part by which one answer changes a half-life."""
+LIVES_S = 1.0, 30 * 86400.0
+"""Bounds of a half-life."""
 MIN_TRUST_TOKENS = 256
-"""Answers with fewer expected tokens do not change `trust`: the estimate of tokens is too coarse."""
+"""Answers with fewer expected tokens teach nothing: the estimate of tokens is too coarse."""
 
 
 class Prefix(msgspec.Struct, frozen=True, gc=False):
@@ -112,7 +124,7 @@ class PrefixTable:
     def __init__(self, settings: PlacementSettings) -> None:
         self._settings = settings
         self._blocks: OrderedDict[int, _Block] = OrderedDict()
-        self._trust: dict[str, float] = {}
+        self._beliefs = Beliefs(settings)
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -146,33 +158,75 @@ class PrefixTable:
                     workers[incarnation] = prefix.tokens(i + 1), now_s - seen_s
             if pool is None and block.pool_s is not None:
                 pool = prefix.tokens(i + 1), now_s - block.pool_s
-        return Places(self._settings, workers, pool, self._trust)
+        return Places(self._beliefs, workers, pool)
 
-    def learn(self, worker: Worker, believed_tokens: float, found_tokens: int) -> None:
-        """Correct `trust`: `worker` found `found_tokens` of the tokens that `Places.believed` estimated."""
-        if believed_tokens >= MIN_TRUST_TOKENS:
-            trust = self._trust.get(worker.incarnation, 1.0)
-            found = min(1.0, found_tokens / believed_tokens)
-            trust += TRUST_GAIN * (found - trust)
-            _renew(self._trust, worker.incarnation, trust, MAX_TRUSTED)
+
+class Beliefs:
+    """What has been learned of workers, by incarnation, and of the pool."""
+
+    def __init__(self, settings: PlacementSettings) -> None:
+        self._learns = settings.half_lives == "learned"
+        self._first_s = max(settings.host_half_life_s, settings.device_half_life_s)
+        self._device_share = settings.device_half_life_s / self._first_s
+        self._lives_s: dict[str, float] = {}
+        self._trust: dict[str, float] = {}
+        self.pool_life_s = settings.pool_half_life_s
+
+    def trust(self, incarnation: str) -> float:
+        """Found tokens for each estimated one."""
+        return self._trust.get(incarnation, 1.0)
+
+    def lives_s(self, incarnation: str) -> tuple[float, float]:
+        """Half-lives in a worker's own memory, and in the part of it that is the device's."""
+        life_s = self._lives_s.get(incarnation, self._first_s)
+        return life_s, life_s * self._device_share
+
+    def learn_worker(self, incarnation: str, tokens: int, age_s: float, found_tokens: int) -> None:
+        """A worker found `found_tokens` of `tokens` that were estimated before any eviction."""
+        if tokens < MIN_TRUST_TOKENS:
+            return
+        trust = self.trust(incarnation)
+        is_there = _is_there(found_tokens, tokens * trust)
+        if is_there or not self._learns:
+            trust += TRUST_GAIN * (min(1.0, found_tokens / tokens) - trust)
+            _renew(self._trust, incarnation, trust, MAX_TRUSTED)
+        if self._learns:
+            life_s = _corrected(self.lives_s(incarnation)[0], age_s, is_there=is_there)
+            _renew(self._lives_s, incarnation, life_s, MAX_TRUSTED)
+
+    def learn_pool(self, tokens: float, age_s: float, found_tokens: int) -> None:
+        """The same of the pool."""
+        if self._learns and tokens >= MIN_TRUST_TOKENS:
+            is_there = _is_there(found_tokens, tokens)
+            self.pool_life_s = _corrected(self.pool_life_s, age_s, is_there=is_there)
 
 
 class Places:
     """The estimated places of one prompt's prefix: incarnation → (tokens, age in s), and the pool."""
 
-    __slots__ = ("_pool", "_settings", "_trust", "_workers")
+    __slots__ = ("_beliefs", "_pool", "_workers")
 
     def __init__(
         self,
-        settings: PlacementSettings,
+        beliefs: Beliefs,
         workers: dict[str, tuple[int, float]],
         pool: tuple[int, float] | None,
-        trust: dict[str, float],
     ) -> None:
-        self._settings = settings
+        self._beliefs = beliefs
         self._workers = workers
         self._pool = pool
-        self._trust = trust
+
+    def learn(self, worker: Worker, found_tokens: int, pool_tokens: int | None) -> None:
+        """`worker` found so many tokens in its own memory. `pool_tokens`: of the rest in the pool, as it was
+        when this was estimated; None: it does not say.
+        """
+        known = self._workers.get(worker.incarnation)
+        if known is not None:
+            self._beliefs.learn_worker(worker.incarnation, *known, found_tokens)
+        if self._pool is not None and pool_tokens is not None:
+            tokens, age_s = self._pool
+            trust = self._beliefs.trust(worker.incarnation)
+            self._beliefs.learn_pool(tokens * trust - found_tokens, age_s, pool_tokens)
 
     def add(self, worker: Worker, tokens: int, age_s: float) -> None:
         """Add tokens that the blocks do not cover: the answer to the session's last turn."""
@@ -183,7 +237,7 @@ class Places:
     def believed(self, worker: Worker) -> float:
         """Estimated tokens in the worker's own memory, from their age alone, without `trust`."""
         tokens, age_s = self._workers.get(worker.incarnation, (0, 0.0))
-        return tokens * _left(age_s, max(self._settings.host_half_life_s, self._settings.device_half_life_s))
+        return tokens * _left(age_s, self._beliefs.lives_s(worker.incarnation)[0])
 
     def cached(self, worker: Worker) -> Cached:
         """Estimated tokens that the worker finds in its device memory, its host memory and the pool.
@@ -196,12 +250,13 @@ class Places:
         own = device = pool = 0.0
         found = self._workers.get(worker.incarnation)
         if found is not None:
-            trust = self._trust.get(worker.incarnation, 1.0)
-            own = self.believed(worker) * trust
-            device = min(own, found[0] * trust * _left(found[1], self._settings.device_half_life_s))
+            tokens, age_s = found
+            life_s, device_s = self._beliefs.lives_s(worker.incarnation)
+            most = tokens * self._beliefs.trust(worker.incarnation)
+            own, device = most * _left(age_s, life_s), most * _left(age_s, device_s)
         if self._pool is not None:
             tokens, age_s = self._pool
-            pool = max(0.0, tokens - own) * _left(age_s, self._settings.pool_half_life_s)
+            pool = max(0.0, tokens - own) * _left(age_s, self._beliefs.pool_life_s)
         return Cached(device, own - device, pool)
 
 
@@ -211,6 +266,17 @@ def _renew(values: dict[str, float], key: str, value: float, limit: int) -> None
     values[key] = value
     if len(values) > limit:
         del values[next(iter(values))]
+
+
+def _is_there(found_tokens: float, expected_tokens: float) -> bool:
+    """A prompt of which half is found counts as found: its last pages are evicted first."""
+    return found_tokens >= expected_tokens / 2
+
+
+def _corrected(life_s: float, age_s: float, *, is_there: bool) -> float:
+    """A half-life after one more prompt of this age."""
+    life_s *= math.exp(LIFE_GAIN * (is_there - _left(age_s, life_s)))
+    return min(max(life_s, LIVES_S[0]), LIVES_S[1])
 
 
 def _left(age_s: float, half_life_s: float) -> float:

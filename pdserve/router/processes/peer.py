@@ -44,9 +44,9 @@ class Peer:
         self._refused: frozenset[str] = frozenset()
         """As the parent knows them."""
         gate = router.gate
-        self._limits = SharedLimits(
-            gate.tenants, gate.queue.held_back, has_rates=not router.config.shared_rates.url
-        )
+        self._limits = None
+        if not router.config.redis.shares_limits:  # else each process agrees with those of all routers
+            self._limits = SharedLimits(gate.tenants, gate.queue.held_back)
 
     async def run(self, sock: socket.socket) -> None:
         """Until the parent is gone; then the server stops."""
@@ -80,7 +80,7 @@ class Peer:
     async def _report(self) -> None:
         while True:
             self._report_refused()
-            if reports := self._limits.changed():
+            if self._limits is not None and (reports := self._limits.changed()):
                 self._channel.send(Reports(reports))
             await asyncio.sleep(REPORT_S)
 
@@ -112,7 +112,7 @@ class Peer:
                 self._channel.send(Collected(message.number, own))
             case FleetChange():
                 message.follow(self._router.fleet)
-            case NewShares():
+            case NewShares() if self._limits is not None:
                 self._limits.apply(message.tenants, asyncio.get_running_loop().time())
                 self._router.gate.fill()
             case Reload():
@@ -122,5 +122,7 @@ class Peer:
                     logger.error("the API keys are not changed: %s", error)  # noqa: TRY400 - one line
             case Stopping():
                 self._router.is_stopping = True
+            case NewShares():  # the parent sends none without reports
+                pass
             case _:
                 assert_never(message)

@@ -20,13 +20,15 @@ the process that has waited longest for its turn.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
 from pdserve.router.tenants.registry import Tenants
 from pdserve.router.tenants.tenant import TenantState
 
+P = TypeVar("P")
+"""What processes are known by."""
 REPORT_S: Final = 0.1
 """Between two reports of a process."""
 
@@ -64,14 +66,9 @@ Shares = dict[int, dict[str, Share]]
 class SharedLimits:
     """A process's part. Until the first grant, tenants with a limit run nothing."""
 
-    def __init__(
-        self, tenants: Tenants, held_back: Callable[[TenantState], int], *, has_rates: bool = True
-    ) -> None:
-        """`held_back`: how many of a tenant's requests here wait for nothing but a larger share.
-        `has_rates`: the parent passes on what was charged; otherwise `shared_rates` does.
-        """
+    def __init__(self, tenants: Tenants, held_back: Callable[[TenantState], int]) -> None:
+        """`held_back`: how many of a tenant's requests here wait for nothing but a larger share."""
         self._tenants = tenants
-        self._has_rates = has_rates
         self._held_back = held_back
         self._reported: dict[str, Report] = {}
         tenants.granted = 0
@@ -85,8 +82,7 @@ class SharedLimits:
                 if report != self._reported.get(tenant.name):
                     reports[tenant.name] = report
                     self._reported[tenant.name] = msgspec.structs.replace(report, requests=0.0, tokens=0.0)
-                    if self._has_rates:
-                        tenant.take_spent()
+                    tenant.take_spent()
         return reports
 
     def apply(self, shares: Mapping[str, Share], now_s: float) -> None:
@@ -104,8 +100,8 @@ class SharedLimits:
             tenant.running,
             self._held_back(tenant),
             tenant.grant_number,
-            tenant.spent_requests if self._has_rates else 0.0,
-            tenant.spent_tokens if self._has_rates else 0.0,
+            tenant.spent_requests,
+            tenant.spent_tokens,
         )
 
 
@@ -216,7 +212,7 @@ def new_grants(limit: int, portions: Mapping[int, _Portion]) -> dict[int, int]:
     return grants
 
 
-def split(limit: int, demands: Mapping[int, int]) -> dict[int, int]:
+def split(limit: int, demands: Mapping[P, int]) -> dict[P, int]:
     """`limit` divided by max-min fairness over `demands`, and what no process needs, evenly. Adds up to
     `limit`. The first in `demands` gets what cannot be divided.
     """
@@ -226,7 +222,7 @@ def split(limit: int, demands: Mapping[int, int]) -> dict[int, int]:
     return {process: needed[process] + evenly[process] for process in demands}
 
 
-def _max_min(amount: int, demands: Mapping[int, int]) -> dict[int, int]:
+def _max_min(amount: int, demands: Mapping[P, int]) -> dict[P, int]:
     """Nobody gets more than its demand, and nobody less than another but to its own demand or by 1."""
     given, left = dict.fromkeys(demands, 0), amount
     while left and (short := [process for process in demands if given[process] < demands[process]]):

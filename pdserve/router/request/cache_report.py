@@ -42,7 +42,11 @@ def cached_words(tokens: Mapping[str, int]) -> bytes:
     return _WORDS % tuple(tokens.values())
 
 
-def own_memory_tokens(headers: Iterable[tuple[bytes, bytes]]) -> int | None:
-    """Prompt tokens that the worker found in its device and host memory. None: it does not say."""
+def found_tokens(headers: Iterable[tuple[bytes, bytes]]) -> tuple[int, int] | None:
+    """Prompt tokens that the worker found in its device and host memory, and in the pool. None: it does not
+    say.
+    """
     found = cached_tokens(headers)
-    return found["device"] + found["host"] if "device" in found and "host" in found else None
+    if "device" not in found or "host" not in found:
+        return None
+    return found["device"] + found["host"], found.get("pool", 0) + found.get("ssd", 0)

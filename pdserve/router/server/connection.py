@@ -24,6 +24,9 @@ that still sends gets to read its answer.
 
 In every state, a client that takes nothing for `client_read_s` of what waits to be sent is cut off.
 
+A head that asks for another protocol, of a target that `upgrades` takes, ends HTTP on its connection: it is
+handed over whole (`upgrade`). The answer to others that ask so ends the connection.
+
 When the server stops, a request may be on its way. So an idle connection stays for `LINGER_S`, and a request
 that comes meanwhile is answered with `Connection: close`. The same holds for a connection whose answer has
 promised to keep it alive, and for one that was accepted just before.
@@ -38,6 +41,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
+from functools import partial
 from typing import Any, Final, Literal, cast
 
 import httptools
@@ -45,6 +49,7 @@ import httptools
 from pdserve.router.server.connections import Connections
 from pdserve.router.server.flow import Flow
 from pdserve.router.server.request_cycle import RequestCycle
+from pdserve.router.server.upgrade import Upgraded
 
 MAX_HEAD_BYTES = 64 * 1024
 """Longest request line and headers; httptools has no bound of its own."""
@@ -72,6 +77,7 @@ class ClientConnection(asyncio.Protocol):
         "_expects_continue",
         "_head_bytes",
         "_headers",
+        "_is_upgraded",
         "_parser",
         "_pipeline",
         "_running",
@@ -124,6 +130,7 @@ class ClientConnection(asyncio.Protocol):
         """Runs while the client is behind with its reading."""
         self._unread_bytes = 0
         """What waited to be sent when that timer was set."""
+        self._is_upgraded = False
 
     # --- the state
 
@@ -131,6 +138,11 @@ class ClientConnection(asyncio.Protocol):
     def is_answering(self) -> bool:
         """A request waits for its answer, or for its end."""
         return self._cycle is not None and not self._cycle.response_complete
+
+    @property
+    def is_busy(self) -> bool:
+        """It must not go, even to make room."""
+        return self.is_answering or self._is_upgraded
 
     def _update(self) -> None:
         """Take the state that `_cycle` and `_sending` say."""
@@ -223,7 +235,7 @@ class ClientConnection(asyncio.Protocol):
         self.shared.connections.add(self)  # type: ignore[arg-type]  # of which uvicorn uses `shutdown`
         self._enter("idle")
         address = self.client[0] if self.client else ""
-        goes = self.shared.crowd.came(self, address, lambda one: not one.is_answering)
+        goes = self.shared.crowd.came(self, address, lambda one: not one.is_busy)
         if goes is not None:
             goes.transport.abort()
 
@@ -264,8 +276,10 @@ class ClientConnection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self.shared.log.warning("not HTTP", "a client sent what is no HTTP request: %s", error)
             self._refuse(_NOT_HTTP)
-        except httptools.HttpParserUpgrade:
-            pass  # there is none: the answer ends the connection
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._is_upgraded:
+                self._hand_over(data[upgrade.args[0] :])
+                return
         if self._pipeline and self._is_far_ahead and not self.transport.is_closing():
             self.flow.pause_reading()
         if self._sending == "head" and (
@@ -362,6 +376,9 @@ class ClientConnection(asyncio.Protocol):
         if len(self._headers) > MAX_HEADERS or len(self._pipeline) >= MAX_PIPELINED:
             self._refuse(_TOO_LONG)
             return
+        if self._parser.should_upgrade() and self._takes_upgrade():
+            self._is_upgraded = True
+            return
         self._sending = "rest"
         parser, shared, target = self._parser, self.shared, self._target
         method, version, upgrades = parser.get_method(), parser.get_http_version(), parser.should_upgrade()
@@ -387,6 +404,24 @@ class ClientConnection(asyncio.Protocol):
         else:  # pipelined: its turn comes
             self._pipeline.append(cycle)
 
+    def _takes_upgrade(self) -> bool:
+        handler = self.shared.upgrades
+        is_first = not self.is_answering and self._parser.get_method() == b"GET"
+        return handler is not None and is_first and handler.takes(self._target)
+
+    def _hand_over(self, rest: bytes) -> None:
+        """This connection is no HTTP any more. `rest`: what was read behind the head."""
+        assert self.shared.upgrades is not None
+        if self._timer is not None:
+            self._timer.cancel()
+        self._forget_unread()
+        self.shared.connections.discard(self)
+        client = Upgraded(self.transport, self._target, self._headers, self.client[0] if self.client else "")
+        client.adopt(rest, partial(self.shared.crowd.left, self))
+        task = self.loop.create_task(self.shared.upgrades.serve(client))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
     def on_body(self, body: bytes) -> None:
         """A part of the body."""
         if self._cycle is not None and self._sending == "rest" and not self.is_closing:
@@ -394,7 +429,7 @@ class ClientConnection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         """The request is complete. What comes next is another head, and not counted with this one."""
-        if self.is_closing:
+        if self.is_closing or self._is_upgraded:
             return
         if self._cycle is not None and self._sending == "rest":
             self._cycle.receive_end()

@@ -1,4 +1,4 @@
-"""A connection to Redis by a table of the configuration. The package is optional."""
+"""A connection to Redis by the table `redis` of the configuration. The package is optional."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import os
 from typing import Any
 
 from pdserve.errors import ConfigError
-from pdserve.router.config.placement import SharedTable
-from pdserve.router.config.tenants import SharedRates
+from pdserve.router.config.redis import RedisSettings
 from pdserve.tokens import given_secret
 
 CONNECTIONS = 16
 
 
-def connect(table: SharedTable | SharedRates, name: str) -> tuple[Any, tuple[type[BaseException], ...]]:
-    """(client, exceptions that it raises). Nothing is sent yet. `name`: the table's, like `session.redis`.
-    Raises ConfigError.
+def connect(settings: RedisSettings, timeout_s: float) -> tuple[Any, tuple[type[BaseException], ...]]:
+    """(client, exceptions that it raises). Nothing is sent yet. `timeout_s`: of one exchange. Raises
+    ConfigError.
     """
     try:
         from redis.asyncio import BlockingConnectionPool, Redis
@@ -25,22 +24,21 @@ def connect(table: SharedTable | SharedRates, name: str) -> tuple[Any, tuple[typ
         from redis.exceptions import RedisError
     except ImportError:
         raise ConfigError(
-            f"{name}.url is set, but the package 'redis' is missing; pip install '.[redis]' in the checkout"
+            "redis.url is set, but the package 'redis' is missing; pip install '.[redis]' in the checkout"
         ) from None
-    timeout_s = table.timeout_s
     password = given_secret(
-        f"{name}.password", table.password, table.password_file, "PDSERVE_REDIS_PASSWORD", os.environ
+        "redis.password", settings.password, settings.password_file, "PDSERVE_REDIS_PASSWORD", os.environ
     )
     own = {"password": password} if password else {}
     try:
         # by its own parser: a password may also stand in the query
-        if any("password" in part.lower() for part in parse_url(table.url)):
+        if any("password" in part.lower() for part in parse_url(settings.url)):
             raise ConfigError(
-                f"{name}.url holds a password, which would be shown with it: put the password into "
-                f"{name}.password_file, or PDSERVE_REDIS_PASSWORD"
+                "redis.url holds a password, which would be shown with it: put the password into "
+                "redis.password_file, or PDSERVE_REDIS_PASSWORD"
             )
         pool = BlockingConnectionPool.from_url(
-            table.url,
+            settings.url,
             max_connections=CONNECTIONS,
             timeout=timeout_s,
             socket_timeout=timeout_s,
@@ -52,7 +50,7 @@ def connect(table: SharedTable | SharedRates, name: str) -> tuple[Any, tuple[typ
     except (ValueError, TypeError, RedisError):
         # their text may hold a part of the URL
         raise ConfigError(
-            f"{name}.url is none that Redis' client takes: give redis://HOST:PORT/DB, rediss:// or "
+            "redis.url is none that Redis' client takes: give redis://HOST:PORT/DB, rediss:// or "
             "unix://PATH, with options of redis-py's connections"
         ) from None
     return Redis(connection_pool=pool), (RedisError, OSError, TimeoutError)

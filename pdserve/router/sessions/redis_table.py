@@ -4,7 +4,7 @@ Without it replicas agree while the fleet does not change: the rendezvous hash o
 everywhere. The table adds memory across replicas and restarts. A session that had to move (its worker was
 overloaded, gone or new) is found at its new worker, and its next turn waits for the right request's pages.
 
-- Redis may be wrong, late or absent. A request waits at most `timeout_s`; then the router's own table serves.
+- Redis may be wrong, late or absent. A request waits at most `lookup_s`; then the router's own table serves.
   After a failure Redis is not used for `retry_s`.
 - Writes are asynchronous, in batches, with the newest entry of each session. Beyond `MAX_WAITING` waiting
   sessions, new entries are dropped.
@@ -25,7 +25,8 @@ import time
 import msgspec
 
 from pdserve.router.api.request_body import UNREADABLE
-from pdserve.router.config.placement import Session
+from pdserve.router.config.redis import RedisSettings
+from pdserve.router.metrics.stats import Stats
 from pdserve.router.sessions.keys import SessionKey
 from pdserve.router.sessions.redis_client import connect
 from pdserve.router.sessions.table import SessionEntry
@@ -55,13 +56,24 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_Stored)
 
 
+def _first_of(values: object) -> _Stored | None:
+    """The first entry that there is. None also for what another program wrote, or a newer version."""
+    known = [value for value in values if value is not None] if isinstance(values, list) else []
+    try:
+        return _decoder.decode(known[0]) if known and isinstance(known[0], bytes) else None
+    except UNREADABLE:
+        return None
+
+
 class SharedSessions:
     """The table in Redis. The constructor raises ConfigError; later failures are only logged."""
 
-    def __init__(self, session: Session) -> None:
-        self._settings = session.redis
-        self._ttl_s = math.ceil(session.ttl_s)
-        self._redis, self._errors = connect(session.redis, "session.redis")
+    def __init__(self, settings: RedisSettings, ttl_s: float, stats: Stats) -> None:
+        """`ttl_s`: entries in Redis end so long after their turn."""
+        self._settings = settings
+        self._ttl_s = math.ceil(ttl_s)
+        self._stats = stats
+        self._redis, self._errors = connect(settings, settings.lookup_s)
         self._loop = asyncio.get_running_loop()
         self._away_until_s = -math.inf
         self._waiting: dict[str, tuple[SessionEntry, tuple[str, ...]]] = {}
@@ -74,7 +86,7 @@ class SharedSessions:
         """Write waiting entries, for at most the time of one batch, and close the connections."""
         self._is_closing = True
         self._wake.set()
-        _, late = await asyncio.wait({self._writer}, timeout=self._settings.timeout_s * BATCH_TIMEOUTS)
+        _, late = await asyncio.wait({self._writer}, timeout=self._settings.lookup_s * BATCH_TIMEOUTS)
         if late:
             logger.warning("%d sessions were not written to Redis in time", len(self._waiting))
         self._writer.cancel()
@@ -89,15 +101,13 @@ class SharedSessions:
             if link in self._waiting:
                 return self._waiting[link][0]
         try:
-            async with asyncio.timeout(self._settings.timeout_s):
+            async with asyncio.timeout(self._settings.lookup_s):
                 values = await self._redis.mget([self._name(link) for link in reversed(key.links)])
         except self._errors as error:
             self._failed(error)
             return None
-        try:
-            found = next((_decoder.decode(value) for value in values if value is not None), None)
-        except UNREADABLE:  # written by another program, or by a newer version
-            found = None
+        self._worked()
+        found = _first_of(values)
         if found is None:
             return None
         age_s = max(0.0, time.time() - found.seen_unix_s)
@@ -135,7 +145,7 @@ class SharedSessions:
         if not batch:
             return
         try:
-            async with asyncio.timeout(self._settings.timeout_s * BATCH_TIMEOUTS):
+            async with asyncio.timeout(self._settings.lookup_s * BATCH_TIMEOUTS):
                 pipeline = self._redis.pipeline(transaction=False)
                 for link, (entry, replaced) in batch.items():
                     value = _Stored(
@@ -153,20 +163,27 @@ class SharedSessions:
                 await pipeline.execute()
         except self._errors as error:
             self._failed(error)
+        else:
+            self._worked()
 
     def _name(self, link: str) -> str:
         digest = hashlib.blake2b(link.encode("utf-8", "surrogatepass"), digest_size=20).hexdigest()
-        return self._settings.prefix + digest
+        return f"{self._settings.prefix}session:{digest}"
 
     def _is_away(self) -> bool:
         return self._loop.time() < self._away_until_s
 
+    def _worked(self) -> None:
+        if self._stats.sessions_apart:
+            self._stats.sessions_apart = 0
+            logger.info("the session table in Redis answers again")
+
     def _failed(self, error: BaseException) -> None:
-        if not self._is_away():
+        if not self._stats.sessions_apart:
+            self._stats.sessions_apart = 1
             logger.warning(
-                "the session table in Redis does not answer (%s); for %g s this router's own is used",
+                "the session table in Redis does not answer (%s); this router's own is used until it does",
                 error or type(error).__name__,
-                self._settings.retry_s,
             )
         self._away_until_s = self._loop.time() + self._settings.retry_s
         self._waiting.clear()

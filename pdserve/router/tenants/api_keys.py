@@ -1,6 +1,6 @@
 """Secrets of a router (API keys, admin key, cluster token), from files and the environment.
 
-API keys and the admin key are stored as SHA-256 digests only.
+API keys are stored as SHA-256 digests only.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ def cluster_token(access: Access, environ: Mapping[str, str] = os.environ) -> st
     return secret_of(name, access.cluster_token, access.cluster_token_file, CLUSTER_VARIABLE, environ)
 
 
-def admin_key_digest(admin: Admin, environ: Mapping[str, str] = os.environ) -> str:
-    """Digest of the admin key. Raises ConfigError if `admin.port` is set and there is no key."""
+def admin_key(admin: Admin, environ: Mapping[str, str] = os.environ) -> str:
+    """The admin key. Raises ConfigError if `admin.port` is set and there is none."""
     key = secret_of("admin.key", admin.key, admin.key_file, ADMIN_VARIABLE, environ)
     if not key and admin.port is not None:
         raise ConfigError(f"admin.port needs a key: set admin.key_file, or {ADMIN_VARIABLE}")
-    return digest(key)
+    return key
 
 
 def new_key() -> str:

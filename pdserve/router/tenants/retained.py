@@ -1,4 +1,4 @@
-"""Conversations that tenants have kept in the pool for a while, and how much that is. Pure.
+"""Conversations that tenants have kept in the pool for a while or brought up, and how much that is. Pure.
 
 The pool keeps pages for whoever writes there; the router bounds what each tenant may ask for. Beyond its
 bound a wish is passed over, and the request is served as ever.
@@ -9,8 +9,10 @@ from __future__ import annotations
 import re
 from typing import Final
 
+from pdserve.errors import RequestError
 from pdserve.kvpool.protocol.messages import MAX_KEEP_S
-from pdserve.router.tenants.tenant import TenantState
+from pdserve.router.api.errors import TooManyError
+from pdserve.router.tenants.tenant import RATE_EXCEEDED, TenantState
 
 RETAIN_HEADER: Final = b"x-pdserve-retain"
 """Of a request: for how many seconds its conversation is to be kept."""
@@ -18,6 +20,8 @@ RETAINED_HEADER: Final = b"x-pdserve-retained"
 """Of the answer: for how many it will be."""
 MAX_CONVERSATIONS: Final = 1000
 """Of one tenant."""
+PREFETCHED_S: Final = 60
+"""How long a prompt counts that was brought up."""
 _SECONDS: Final = re.compile(rb"[0-9]{1,9}")
 
 
@@ -47,6 +51,22 @@ class Retained:
             return False
         kept[conversation] = tokens, now_s + seconds
         return True
+
+    def check_hint(
+        self, tenant: TenantState, hint: str, conversation: str, tokens: int, now_s: float
+    ) -> None:
+        """Raises RequestError (403) for a hint that the tenant may not give, TooManyError beyond its bound.
+
+        What is brought up counts as kept for `PREFETCHED_S`. Nobody demotes pages that others share.
+        """
+        if not tenant.limits.retain_tokens:
+            raise RequestError(403, "You may give no hints (retain_tokens).", type_="permission_error")
+        if hint == "demote" and tenant.limits.cache:
+            message = "You share a cache with others, whose pages you may not demote."
+            raise RequestError(403, message, type_="permission_error")
+        if hint == "prefetch" and not self.take(tenant, f"+{conversation}", tokens, PREFETCHED_S, now_s):
+            message = "You may not have more tokens kept or prefetched (retain_tokens)."
+            raise TooManyError(message, PREFETCHED_S, RATE_EXCEEDED)
 
     def release(self, tenant: TenantState, conversation: str) -> None:
         """The conversation is kept no longer."""

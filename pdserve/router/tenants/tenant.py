@@ -48,10 +48,10 @@ class TenantState:
         self.waiting = 0
         """Requests in the queue. The fair queue counts them."""
         self.granted = granted
-        """The tenant's share of concurrency in this process (`processes.shared_limits`). None: all of it."""
+        """Its share of concurrency in this process (`shared_limits` or `shared_places`). None: all of it."""
         self.grant_number = 0
         self.share = 1.0
-        """Of its rates, in this process (`processes.shared_rates`)."""
+        """Of its rates, in this process (`processes.agreement`)."""
         self.spent_requests = 0.0
         self.spent_tokens = 0.0
         """Tokens charged to its bucket and not yet reported to the other processes."""

@@ -15,6 +15,9 @@ from msgspec import Meta
 
 ADAPTER: Final = "pdserve.integrations.lmcache"
 VllmRole = Literal["prefill", "decode", "agg"]
+LmcacheStorage = Literal["pool", "none"]
+ALONE: Final = "none"
+"""The name of no LMCache server."""
 Arguments = Annotated[list[str], Meta(description="Further arguments of its command line.")]
 
 
@@ -29,6 +32,13 @@ class LmcacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = 0
     l1_size_gb: Annotated[float, Meta(gt=0, description="Its own memory for pages.")] = 1.0
     chunk_size: Annotated[int, Meta(ge=1, description="Tokens of a page.")] = 256
+    storage: Annotated[
+        LmcacheStorage,
+        Meta(
+            description="Where it stores pages of its memory: `pool`; or `none`, and what `--l2-adapter` in "
+            "`args` names."
+        ),
+    ] = "pool"
     revision: Annotated[
         str, Meta(description="What else changes KV, see the adapter's `revision`; same for all servers.")
     ] = ""
@@ -47,7 +57,12 @@ class VllmConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = ""
     host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Meta(description="Port; 0 takes a free one.")] = 0
-    lmcache: Annotated[str, Meta(description="Name of its LMCache server; empty: the first one.")] = ""
+    lmcache: Annotated[
+        str,
+        Meta(
+            description="Name of its LMCache server; empty: the first one. `none`: vLLM alone, and no pool."
+        ),
+    ] = ""
     save_answers: Annotated[bool, Meta(description="Store the pages of answers too, for next turns.")] = True
     args: Arguments = []
 
@@ -56,6 +71,7 @@ def lmcache_argv(config: Mapping[str, Any]) -> tuple[str, ...]:
     """The command line of a server. `config`: fields of `LmcacheConfig`, with all ports."""
     params = {"pool": config["pool"], "revision": config.get("revision", "")}
     adapter = {"type": "plugin", "module_path": ADAPTER, "class_name": "PdserveL2", "adapter_params": params}
+    below = ("--l2-adapter", json.dumps(adapter)) if config.get("storage", "pool") == "pool" else ()
     return (
         config["python"],
         *("-m", "lmcache.cli.main", "server"),
@@ -67,22 +83,14 @@ def lmcache_argv(config: Mapping[str, Any]) -> tuple[str, ...]:
             "--chunk-size",
             str(config.get("chunk_size", 256)),
         ),
-        *("--eviction-policy", "LRU", "--l2-adapter", json.dumps(adapter)),
+        *("--eviction-policy", "LRU"),
+        *below,
         *config.get("args", ()),
     )
 
 
-def vllm_argv(config: Mapping[str, Any], server: tuple[str, int]) -> tuple[str, ...]:
-    """The command line of a worker. `server`: host and port of its LMCache server."""
-    transfer = {
-        "kv_connector": "LMCacheMPConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "lmcache.mp.host": f"tcp://{server[0]}",
-            "lmcache.mp.port": server[1],
-            "lmcache.mp.save_decode_cache": config.get("save_answers", True),
-        },
-    }
+def vllm_argv(config: Mapping[str, Any], server: tuple[str, int] | None) -> tuple[str, ...]:
+    """The command line of a worker. `server`: host and port of its LMCache server; None: vLLM alone."""
     model = config["model_path"]
     return (
         config["python"],
@@ -94,9 +102,23 @@ def vllm_argv(config: Mapping[str, Any], server: tuple[str, int]) -> tuple[str, 
             config.get("served_model_name") or model.rstrip("/").split("/")[-1],
         ),
         *("--host", config["host"], "--port", str(config["port"])),
-        *("--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(transfer)),
+        "--enable-prompt-tokens-details",
+        *(() if server is None else _transfer(config, server)),
         *config.get("args", ()),
     )
+
+
+def _transfer(config: Mapping[str, Any], server: tuple[str, int]) -> tuple[str, ...]:
+    said = {
+        "kv_connector": "LMCacheMPConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "lmcache.mp.host": f"tcp://{server[0]}",
+            "lmcache.mp.port": server[1],
+            "lmcache.mp.save_decode_cache": config.get("save_answers", True),
+        },
+    }
+    return "--kv-transfer-config", json.dumps(said)
 
 
 def environment(token: str) -> dict[str, str]:
@@ -107,7 +129,12 @@ def environment(token: str) -> dict[str, str]:
 
 def server_of(
     config: Mapping[str, Any], servers: Sequence[tuple[str, Mapping[str, Any]]]
-) -> Mapping[str, Any]:
-    """The table of a worker's LMCache server, of the named `servers`. Raises StopIteration."""
+) -> tuple[str, int] | None:
+    """Host and port of a worker's LMCache server, of the named `servers`; None: it has none. Raises
+    StopIteration.
+    """
     wanted = config.get("lmcache")
-    return next(table for name, table in servers if wanted in ("", None, name))
+    if wanted == ALONE:
+        return None
+    found = next(table for name, table in servers if wanted in ("", None, name))
+    return found["host"], found["port"]

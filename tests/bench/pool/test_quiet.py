@@ -27,6 +27,15 @@ def test_a_quiet_namespace_is_measured_alone_and_beside_a_loud_one() -> None:
     assert beside["asked_bytes_s"] > 5 * beside["loud_bytes_s"]
 
 
+def test_a_model_load_is_a_loud_neighbour_too() -> None:
+    words = ("--phases", "1", "--seconds", "1", "--loud", "weights")
+    (outcome,) = results(bench_here("quiet", "--json", *words))
+    alone, elsewhere, beside = outcome["phases"]
+    assert (outcome["loud"], outcome["limit_bytes_s"]) == ("weights", 0.0)
+    assert (alone["loud_bytes_s"], alone["missed"], beside["missed"]) == (0, 0, 0)
+    assert min(elsewhere["loud_bytes_s"], beside["loud_bytes_s"]) > 4 << 20
+
+
 def test_without_replicas_one_node_serves_a_hot_prefix_and_with_them_others_do_too() -> None:
     words = ("hot", "--json", "--nodes", "2", "--readers", "2", "--path", "shm")
     (alone,) = results(bench_here(*words, "--replicas", "0", "--warm-up", "0.1", "--seconds", "0.3"))

@@ -72,6 +72,16 @@ def test_our_router_is_measured_with_tls_to_its_workers_too(monkeypatch: pytest.
     assert plain["rps_over"].keys() == {"pdserve-tls"}
 
 
+def test_our_router_is_measured_sharing_with_another_one_too() -> None:
+    words = ("--streams", "4", "--rounds", "1", "--seconds", "0.3", "--long-streams", "0")
+    done = bench_here("router", "--json", *words, "--peers", "", "--redis")
+    assert done.returncode == 0, done.stderr
+    direct, plain, sharing = results(done)
+    assert [row["router"] for row in (direct, plain, sharing)] == ["direct", "pdserve", "pdserve-redis"]
+    assert [row["errors"] for row in (direct, plain, sharing)] == [0, 0, 0]
+    assert sharing["rps"] > 0
+
+
 def test_bad_options_end_with_one_line() -> None:
     for arguments, complaint in (
         (("--streams", "many"), "--streams:"),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, WebSocket
 from fastapi.testclient import TestClient
+from starlette.websockets import WebSocketDisconnect
 
 from pdserve.engine.http.cache_salt import CacheSalt, salt_of_request
 
@@ -18,6 +19,11 @@ def client() -> TestClient:
     async def salt() -> str | None:
         return salt_of_request()
 
+    @app.websocket("/salt")
+    async def said(socket: WebSocket) -> None:
+        await socket.accept()
+        await socket.send_json(salt_of_request())
+
     return TestClient(app)
 
 
@@ -26,6 +32,16 @@ def test_a_request_has_the_salt_of_its_own_header_only(client: TestClient) -> No
         client.get("/salt", headers={"x-pdserve-cache-salt": '"tenant/s\\u00e4lt"'}).json() == "tenant/sält"
     )
     assert client.get("/salt").json() is None
+
+
+def test_a_websocket_has_its_salt_and_none_is_let_in_with_what_is_no_salt(client: TestClient) -> None:
+    with client.websocket_connect("/salt", headers={"x-pdserve-cache-salt": '"tenant/acme"'}) as socket:
+        assert socket.receive_json() == "tenant/acme"
+    with (
+        pytest.raises(WebSocketDisconnect),
+        client.websocket_connect("/salt", headers={"x-pdserve-cache-salt": "tenant/acme"}),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("value", ["tenant/acme", '""', "null", "[]", '["a"]', "{", "1"])

@@ -17,7 +17,8 @@ from fastapi.testclient import TestClient
 from msgspec.structs import replace
 
 from pdserve.engine.config import EngineConfig
-from pdserve.engine.http.guard import Guard, Starting, close_cors
+from pdserve.engine.drain import Drain
+from pdserve.engine.http.guard import Draining, Guard, Starting, close_cors
 from pdserve.engine.launch import check_token
 from pdserve.engine.sglang.server import is_own
 from pdserve.engine.worker import WorkerConfig
@@ -184,3 +185,28 @@ def test_websockets_are_guarded_and_lifespan_is_not() -> None:
     assert ask("/v1/realtime", FAR, type_="websocket")[0]["type"] == "websocket.close"
     assert ask("/v1/realtime", FAR, f"Bearer {TOKEN}", type_="websocket") == PASSED
     assert ask("", None, type_="lifespan") == PASSED
+
+
+async def test_a_worker_that_stops_waits_for_websockets_and_takes_no_new_ones() -> None:
+    drain, sent = Drain(1.0, 0.0, set), list[Any]()
+    over = asyncio.Event()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await over.wait()
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "websocket.connect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    draining, scope = Draining(app, drain), {"type": "websocket", "path": "/v1/realtime"}
+    session = asyncio.create_task(draining(scope, receive, send))
+    await asyncio.sleep(0)
+    assert drain.running == 1
+    drain.is_closed = True
+    await draining(scope, receive, send)
+    assert [message["type"] for message in sent] == ["websocket.close"]
+    over.set()
+    await session
+    assert drain.running == 0

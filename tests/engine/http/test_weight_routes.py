@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.engine.http.weight_routes import FROM_DISK, WeightRoutes
+from pdserve.engine.http.weight_routes import FROM_DISK, WeightRoutes, _for_sglang
 from pdserve.errors import RequestError
 
 
@@ -131,3 +131,13 @@ def test_adapters_are_there_from_the_start(path: str) -> None:
 @pytest.mark.parametrize("path", ["/generate", "/unload_lora_adapter", "/update_weight_version"])
 def test_other_routes_pass(path: str) -> None:
     assert ask(path, None, b"x") == (200, {"success": True}, b"x")
+
+
+def test_a_pools_model_is_read_by_sglangs_loader_of_files() -> None:
+    body = b'{"model_path": "pdserve://pool/m@2", "load_format": "remote", "weight_version": "2"}'
+    assert json.loads(_for_sglang(body, "pdserve://pool/m@2")) == {
+        "model_path": "pdserve://pool/m@2",
+        "load_format": "auto",
+        "weight_version": "2",
+    }
+    assert _for_sglang(b'{"model_path": "/new"}', "/new") == b'{"model_path": "/new"}'

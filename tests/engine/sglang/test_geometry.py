@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sglang.srt.lora.lora_registry import LoRARef
 
-from pdserve.engine import fingerprint_cache
+from pdserve.engine import fingerprint_cache, model_dir
 from pdserve.engine.demo.model import SLIDING, make_demo_model
 from pdserve.engine.sglang import geometry
 from pdserve.engine.sglang.server_args import parse_args, resolved
@@ -223,7 +223,7 @@ def test_weights_are_read_once_from_start_to_start(
     def model_fingerprint(path: Path) -> str:
         raise AssertionError("it is kept")
 
-    monkeypatch.setattr(geometry, "model_fingerprint", model_fingerprint)
+    monkeypatch.setattr(model_dir, "model_fingerprint", model_fingerprint)
     assert identity() == before
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import threading
 from contextlib import closing
 from pathlib import Path
@@ -26,6 +26,7 @@ from tests.support.integrations.lmcache import (
 from tests.support.kvpool.clients import until
 from tests.support.kvpool.local_node import LocalNode
 
+HAS_UCX = importlib.util.find_spec("ucxx") is not None
 real_only = pytest.mark.skipif(not IS_REAL, reason="LMCache is not installed here (see launch/vllm.sh)")
 
 
@@ -219,11 +220,14 @@ def test_objects_are_dropped_by_name(open_adapter: Open) -> None:
     assert server.adapter.get_usage().bytes_by_cache_salt[""] == memory_object().get_size()
 
 
+@pytest.mark.parametrize(
+    "data_path", ["shm", "tcp", pytest.param("ucx", marks=pytest.mark.skipif(not HAS_UCX, reason="no UCX"))]
+)
 def test_objects_that_were_found_are_held_until_they_are_unlocked(
-    open_adapter: Open, node: LocalNode
+    open_adapter: Open, node: LocalNode, data_path: str
 ) -> None:
-    """The pool has room for 16 MiB, and other objects come."""
-    server, other = open_adapter(), open_adapter()
+    """The pool has room for 16 MiB, and other objects come. By TCP and UCX pages come from other hosts."""
+    server, other = open_adapter(pool={"data_path": data_path}), open_adapter()
     kept = [key(number) for number in range(4)]
     server.store(kept, [memory_object(number) for number in range(4)])
     assert server.look_up(kept) == [True] * 4

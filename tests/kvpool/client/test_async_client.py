@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import select
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest
 from msgspec.structs import replace
 
 from pdserve.errors import PoolError, PoolRestarting
-from pdserve.kvpool.client.async_client import AsyncPoolClient
+from pdserve.kvpool.client.async_client import AsyncPoolClient, Place
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.protocol import messages as m
@@ -307,3 +307,36 @@ async def test_where_pages_are_is_told_and_of_a_dead_node_nothing(door: Door) ->
         assert never is None
         door.kill()
         assert await client.places([key(1)]) == [None]
+
+
+class Rising(AsyncPoolClient):
+    """A pool that brings up `at_once` pages between two questions, of those that it was asked for."""
+
+    def __init__(self, in_tier: int, at_once: int) -> None:
+        super().__init__(PoolClientConfig(nodes=[PoolNodeRef(node="a", address="inproc:a")]), "ns", {})
+        self.tier = dict.fromkeys([key(n) for n in range(in_tier)], "ssd")
+        self.at_once = at_once
+        self.asked: list[int] = []
+
+    async def places(self, keys: Sequence[bytes], move: int = 0) -> list[Place | None]:
+        assert move == m.UP
+        self.asked.append(len(keys))
+        found = [Place("a", self.tier[one]) if one in self.tier else None for one in keys]
+        for one in [one for one in keys if self.tier.get(one) == "ssd"][: self.at_once]:
+            self.tier[one] = "dram"
+        return found
+
+
+async def test_pages_are_brought_up_part_by_part_the_first_ones_first() -> None:
+    pool = Rising(in_tier=300, at_once=200)
+    keys = [key(n) for n in range(310)]
+    assert await pool.raise_pages(keys, 60.0) == 300
+    assert max(pool.asked) == m.MAX_KEPT_KEYS
+    pool.close()
+
+
+async def test_pages_that_do_not_come_up_are_waited_for_until_the_deadline() -> None:
+    pool = Rising(in_tier=3, at_once=0)
+    assert await pool.raise_pages([key(0), key(1)], 0.0) == 0
+    assert pool.asked == [2]
+    pool.close()

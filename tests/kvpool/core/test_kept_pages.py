@@ -162,3 +162,44 @@ def test_whatever_happens_what_is_kept_adds_up(seed: int) -> None:
         kept = node.state.kept
         assert kept.slot_bytes == sum(known[2] for known in kept._until.values()) <= 20 * 4 * KIB
         assert not len(kept) or kept.next_deadline_s < math.inf
+
+
+def demote(node: Node, client: int, ns: int, *keys: int) -> None:
+    node.ask(client, m.Exists(node.next_id(), ns, [key(k) for k in keys], move=m.DOWN), m.Present)
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "fifo", "arc"])
+def test_demoted_pages_go_before_others_unless_they_are_kept(policy: str) -> None:
+    node = Node()
+    client = node.connect()
+    ns = node.open(client)
+    node.state.store.configure_namespace(ns, policy=policy)
+    node.put(client, ns, *range(SLOTS))
+    keep(node, client, ns, 60)
+    demote(node, client, ns, 50, 55, 60, 999)
+    node.put(client, ns, 100)
+    assert there(node, ns, 50, 55, 60) == [50, 60], "the last of the prompt first"
+    node.put(client, ns, 101)
+    assert there(node, ns, 50, 55, 60) == [60]
+    node.put(client, ns, 102)
+    assert there(node, ns, 0, 60) == [60]
+
+
+def test_a_demoted_page_that_is_wanted_again_stays(full: tuple[Node, int, int]) -> None:
+    node, client, ns = full
+    demote(node, client, ns, 50)
+    node.get(client, ns, 50)
+    node.put(client, ns, 100)
+    assert there(node, ns, 0, 50) == [50]
+
+
+def test_who_may_not_write_demotes_nothing() -> None:
+    settings = NamespaceSettings(read_token=digest("r"), write_token=digest("w"))
+    node = Node(rules=Rules(defaults=settings))
+    writer, reader = node.connect(token="w"), node.connect(token="r")
+    ns = node.open(writer)
+    assert node.open(reader) == ns
+    node.put(writer, ns, *range(SLOTS))
+    demote(node, reader, ns, 50)
+    node.put(writer, ns, 100)
+    assert there(node, ns, 0, 50) == [50]

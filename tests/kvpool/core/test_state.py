@@ -365,10 +365,35 @@ def test_status_conserves_bytes_and_counts_hits_and_misses() -> None:
     assert (s.pages, s.pins, s.namespaces[0].hits, s.namespaces[0].misses) == (2, 2, 2, 1)
 
 
-def test_a_connection_for_questions_only_may_not_move_pages() -> None:
+def test_a_connection_without_a_data_path_may_not_reserve() -> None:
     node = Node()
     c = node.connect("none")
     ns = node.open(c)
-    for request in (m.Reserve(1, ns, [key(1)], [1]), m.Get(1, ns, [key(1)], [1])):
-        assert node.ask(c, request, m.Fault).code == "no_data_path"
+    assert node.ask(c, m.Reserve(1, ns, [key(1)], [1]), m.Fault).code == "no_data_path"
     assert node.exists(c, ns, 1) == [0]
+
+
+def test_a_get_without_a_data_path_pins_pages_and_is_no_read() -> None:
+    node, c, ns = opened(slabs=1, slab_bytes=16 * KIB)
+    node.put(c, ns, 1)
+    holder = node.connect("none")
+    pins = node.get(holder, node.open(holder), 1, 2)
+    assert [pin.status for pin in pins] == [HIT, MISS]
+    assert [type(action) for action in node.actions] == [Answer]  # nothing is sent
+    assert (node.status().namespaces[0].hits, node.status().namespaces[0].misses) == (0, 0)
+    node.put(c, ns, 3, 4, 5, 6)
+    assert node.exists(c, ns, 1) == [1]
+    node.release(holder, pins[0])
+    node.put(c, ns, 7, 8, 9)
+    assert node.exists(c, ns, 1) == [0]
+
+
+def test_a_pin_without_a_data_path_ends_with_its_lease() -> None:
+    node, c, ns = opened(lease_s=30.0)
+    node.put(c, ns, 1)
+    holder = node.connect("none")
+    node.get(holder, node.open(holder), 1)
+    node.pass_time(29.0)
+    assert node.status().pins == 1
+    node.pass_time(1.0)
+    assert node.status().pins == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from pdserve.kvpool.weights.names import ModelName
 from pdserve.kvpool.weights.push import push
 from pdserve.kvpool.weights.store import WeightStore
 from pdserve.kvpool.weights.streaming import stream, weight_files
-from tests.support.kvpool.clustered import HANGS_S, QUIET
+from tests.support.kvpool.clustered import HANGS_S, QUICK, QUIET
 from tests.support.kvpool.local_node import LocalNode
 from tests.support.kvpool.models import (
     MIB,
@@ -412,3 +413,44 @@ def test_a_lost_node_is_an_error_that_says_what_to_push_and_a_push_writes_what_i
         lost.restart()
         assert push(store, model, BASE).written_pages > 0
         assert read_tensors(store, BASE) == TENSORS
+
+
+def test_with_two_copies_a_lost_node_costs_nothing(start: Start, tmp_path: Path, model: Path) -> None:
+    """Its memory is gone for good. What the others hold becomes theirs, and is copied once more."""
+    names = ("a", "b", "c")
+    cluster = ClusterConfig(peers=[f"unix:{tmp_path}/a.sock"], **QUICK)
+    nodes = [start(**ROOMY, name=name, cluster=cluster) for name in names]
+    with store_of(*nodes) as store:
+        push(store, model, BASE, copies=2)
+        settings = {one.name: one.settings for one in nodes[0].node.state.namespaces.registry}
+        assert (settings["weights"].copies, settings["weights/demo@1"].copies) == (2, 2)
+        pages = sum(_owned(node) for node in nodes)
+        _until(lambda: _held(nodes) == 2 * pages)
+        lost, *left = sorted(nodes, key=held_bytes, reverse=True)
+        lost.kill()
+        _until(lambda: all(len(node.node.gossip.view.nodes) == 2 for node in left))
+        assert read_tensors(store, BASE) == TENSORS
+        assert states(store) == {"demo@1": "whole"}
+        _until(lambda: _held(left) == 2 * pages)
+        catalog.remove(store, BASE)
+        _until(lambda: _held(left) == 0)
+
+
+def _owned(node: LocalNode) -> int:
+    """Pages of weights that are the node's own."""
+    counters = node.node.state
+    spaces = [s for s in counters.namespaces if s.name.startswith("weights")]
+    pages = sum(len(counters.store.index.namespace(space.number).committed) for space in spaces)
+    return pages - len(counters.sharding.replicas)
+
+
+def _held(nodes: list[LocalNode]) -> int:
+    """Pages of weights on these nodes, copies too."""
+    return sum(_owned(node) + len(node.node.state.sharding.replicas) for node in nodes)
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + HANGS_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)  # between looks

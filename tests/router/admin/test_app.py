@@ -11,6 +11,7 @@ import pytest
 
 from pdserve.errors import ConfigError
 from pdserve.router.admin.app import AdminApp
+from pdserve.router.admin.other_routers import OtherRouters
 from pdserve.router.app.lifespan import open_router
 from pdserve.router.config.limits import Probe
 from pdserve.router.config.router import Admin, RouterConfig
@@ -26,7 +27,8 @@ ALICE, BOB = "alice-" + "a" * 20, "bob-" + "b" * 20
 
 
 def client_of(harness: Harness, key: str = KEY) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(AdminApp(harness.router))  # type: ignore[arg-type]
+    app = AdminApp(harness.router, OtherRouters(harness.router.config))
+    transport = httpx.ASGITransport(app)  # type: ignore[arg-type]
     headers = {"authorization": f"Bearer {key}"} if key else {}
     return httpx.AsyncClient(transport=transport, base_url="http://admin", headers=headers)
 

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 
 from pdserve.router.admin.app import AdminApp
+from pdserve.router.admin.other_routers import OtherRouters
 from pdserve.router.config.router import Admin
 from tests.support.router.harness import CHAT, Harness, before, disagg
 from tests.support.router.mock_worker import MockWorker, answer
@@ -17,7 +18,8 @@ ADMIN = Admin(key=KEY, port=0, decisions=4)
 
 
 async def decisions(harness: Harness, **query: Any) -> list[dict[str, Any]]:
-    transport = httpx.ASGITransport(AdminApp(harness.router))  # type: ignore[arg-type]
+    app = AdminApp(harness.router, OtherRouters(harness.router.config))
+    transport = httpx.ASGITransport(app)  # type: ignore[arg-type]
     headers = {"authorization": f"Bearer {KEY}"}
     async with httpx.AsyncClient(transport=transport, base_url="http://admin", headers=headers) as client:
         response = await client.get("/decisions", params=query)

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from pdserve.router.admin.app import AdminApp
+from pdserve.router.admin.other_routers import OtherRouters
 from pdserve.router.admin.weights import STEPS
 from pdserve.router.config.limits import Probe
 from pdserve.router.config.router import Admin
@@ -57,7 +58,8 @@ def bodies(worker: MockWorker, path: str) -> Iterator[Any]:
 async def admin() -> AsyncIterator[tuple[Harness, MockWorker, MockWorker, httpx.AsyncClient]]:
     often = Probe(interval_s=0.02, timeout_s=0.5)
     async with disagg(admin=Admin(key=KEY), probe=often) as (harness, [prefill], [decode]):
-        transport = httpx.ASGITransport(AdminApp(harness.router))  # type: ignore[arg-type]
+        app = AdminApp(harness.router, OtherRouters(harness.router.config))
+        transport = httpx.ASGITransport(app)  # type: ignore[arg-type]
         headers = {"authorization": f"Bearer {KEY}"}
         async with httpx.AsyncClient(transport=transport, base_url="http://admin", headers=headers) as client:
             yield harness, prefill, decode, client

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import json
+import random
 
+import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.router.api.request_body import parse_request
@@ -96,23 +98,89 @@ def test_the_longest_of_what_a_worker_has_counts() -> None:
     assert table.places(prefix("abcd"), 50.0).believed(A) == pytest.approx(tokens(4) * 2**-0.05)
 
 
-def test_answers_teach_how_far_a_worker_is_to_be_trusted() -> None:
+def test_answers_teach_how_many_tokens_an_estimated_one_is() -> None:
     table = PrefixTable(SETTINGS)
     table.record(prefix("abcd"), A, 0.0, in_pool=False)
-    full = table.places(prefix("abcd"), 0.0)
     for _ in range(50):
-        table.learn(A, full.believed(A), tokens(1))
-    assert table.places(prefix("abcd"), 0.0).cached(A).total == pytest.approx(tokens(1), rel=0.02)
+        table.places(prefix("abcd"), 0.0).learn(A, tokens(3), None)
+    assert table.places(prefix("abcd"), 0.0).cached(A).total == pytest.approx(tokens(3), rel=0.02)
     for _ in range(50):
-        table.learn(A, full.believed(A), tokens(9))
+        table.places(prefix("abcd"), 0.0).learn(A, tokens(9), None)
     assert table.places(prefix("abcd"), 0.0).cached(A).total == pytest.approx(tokens(4), rel=0.02)
 
 
 def test_answers_about_little_teach_nothing() -> None:
+    table = PrefixTable(PlacementSettings(half_lives="fixed"))
+    small = Prefix((1,), tokens_per_byte=0.2)
+    table.record(small, A, 0.0, in_pool=True)
+    table.places(small, 0.0).learn(A, 0, 0)
+    assert table.places(small, 0.0).cached(A).device == small.tokens(1)
+
+
+@pytest.mark.parametrize("place", ["worker", "pool"])
+@given(life_s=st.floats(20, 20_000), seed=st.integers(0, 1000))
+@settings(max_examples=10, deadline=None)
+def test_half_lives_come_to_where_prompts_are_found_as_often_as_expected(
+    place: str, life_s: float, seed: int
+) -> None:
+    """Of a cache that holds prompts for as long as its memory lasts, as one ordered by use does."""
+    table, dice = PrefixTable(SETTINGS), random.Random(seed)
+    asked, where = prefix("abcd"), A if place == "worker" else None
+    expected, found = [], []
+    for number in range(400):
+        age_s = dice.uniform(0, 4 * life_s)
+        table = _renewed(table)
+        table.record(asked, where, 0.0, in_pool=place == "pool")
+        places = table.places(asked, age_s)
+        there = tokens(4) if age_s < life_s else 0
+        if number >= 200:
+            expected.append(places.cached(A).total)
+            found.append(there)
+        places.learn(A, there if place == "worker" else 0, there if place == "pool" else 0)
+    assert sum(expected) == pytest.approx(sum(found), rel=0.35)
+
+
+def _renewed(table: PrefixTable) -> PrefixTable:
+    """A table without blocks that has learned the same."""
+    new = PrefixTable(SETTINGS)
+    new._beliefs = table._beliefs
+    return new
+
+
+def test_fixed_half_lives_stay() -> None:
+    table = PrefixTable(msgspec.structs.replace(SETTINGS, half_lives="fixed"))
+    table.record(prefix("abcd"), A, 0.0, in_pool=True)
+    before = table.places(prefix("abcd"), 500.0).cached(B)
+    for _ in range(20):
+        table.places(prefix("abcd"), 500.0).learn(B, 0, 0)
+    assert table.places(prefix("abcd"), 500.0).cached(B) == before
+
+
+def test_what_one_worker_evicts_teaches_nothing_of_another() -> None:
     table = PrefixTable(SETTINGS)
-    table.record(prefix("a"), A, 0.0, in_pool=False)
-    table.learn(A, 10, 0)
-    assert table.places(prefix("a"), 0.0).cached(A).device == tokens(1)
+    for worker in (A, B):
+        table.record(prefix("abcd"), worker, 0.0, in_pool=False)
+    for _ in range(20):
+        table.places(prefix("abcd"), 500.0).learn(A, 0, None)
+    places = table.places(prefix("abcd"), 500.0)
+    assert places.cached(A).total < tokens(1) < places.cached(B).total
+
+
+@given(
+    told=st.lists(st.tuples(st.floats(0, 1e9), st.integers(0, 10**9), st.integers(0, 10**9)), max_size=80),
+    asked_s=st.floats(0, 1e9),
+)
+def test_whatever_workers_say_estimates_stay_within_what_was_sent(
+    told: list[tuple[float, int, int]], asked_s: float
+) -> None:
+    table = PrefixTable(SETTINGS)
+    table.record(prefix("abcd"), A, 0.0, in_pool=True)
+    for age_s, own, pool in told:
+        table.places(prefix("abcd"), age_s).learn(A, own, pool)
+    for worker in (A, B):
+        cached = table.places(prefix("abcd"), asked_s).cached(worker)
+        assert min(cached.device, cached.host, cached.pool) >= 0
+        assert cached.total <= tokens(4) + 1e-6
 
 
 def test_a_worker_that_comes_back_has_lost_its_memory() -> None:

@@ -10,14 +10,17 @@ from pathlib import Path
 import pytest
 
 from pdserve.errors import ConfigError
-from pdserve.router.config.placement import Session, SharedTable
+from pdserve.router.config.placement import Session
+from pdserve.router.config.redis import RedisSettings
 from pdserve.router.config.router import RouterConfig
+from pdserve.router.metrics.stats import Stats
 from pdserve.router.sessions.keys import SessionKey, named
 from pdserve.router.sessions.redis_table import MAX_BATCH, SharedSessions
 from pdserve.router.sessions.table import SessionEntry
 from tests.support.router.harness import CHAT, FAST, Harness, routed
 from tests.support.router.mock_worker import MockWorker, answered_with, workers
 from tests.support.router.redis_server import redis_server
+from tests.support.router.slow_redis import slow_redis
 
 
 @pytest.fixture
@@ -26,9 +29,13 @@ def redis_url(tmp_path: Path) -> Iterator[str]:
         yield server.url
 
 
-def settings(url: str, **more: float) -> Session:
-    redis = SharedTable(url=url, **({"timeout_s": 2.0, "retry_s": 0.05} | more))  # type: ignore[arg-type]
-    return Session(ttl_s=100.0, redis=redis, sources=("header:x-session-id", "messages"))
+def settings(url: str, **more: float) -> RedisSettings:
+    given = {"lookup_s": 2.0, "retry_s": 0.05} | more
+    return RedisSettings(url=url, limits=False, **given)  # type: ignore[arg-type]
+
+
+def table_of(settings: RedisSettings) -> SharedSessions:
+    return SharedSessions(settings, 100.0, Stats())
 
 
 def entry(request_id: str) -> SessionEntry:
@@ -58,7 +65,7 @@ async def ready(table: SharedSessions) -> None:
 @asynccontextmanager
 async def tables(url: str) -> AsyncIterator[tuple[SharedSessions, SharedSessions]]:
     """Two routers' tables in one Redis."""
-    here, there = SharedSessions(settings(url)), SharedSessions(settings(url))
+    here, there = table_of(settings(url)), table_of(settings(url))
     await ready(here)
     yield here, there
     await here.close()
@@ -70,10 +77,11 @@ async def routers(
     url: str, decode: int, **more: float
 ) -> AsyncIterator[tuple[SharedSessions, list[MockWorker], Harness, Harness]]:
     """A table to look at, and two routers before the same decode workers."""
-    decodes, probe = [MockWorker("decode") for _ in range(decode)], SharedSessions(settings(url))
+    decodes, probe = [MockWorker("decode") for _ in range(decode)], table_of(settings(url))
     async with workers(*decodes):
         urls = tuple(worker.url for worker in decodes)
-        config = RouterConfig(decode=urls, deadlines=FAST, session=settings(url, **more))
+        session = Session(ttl_s=100.0, sources=("header:x-session-id", "messages"))
+        config = RouterConfig(decode=urls, deadlines=FAST, session=session, redis=settings(url, **more))
         await ready(probe)
         async with routed(config) as first, routed(config) as second:
             yield probe, decodes, first, second
@@ -121,7 +129,7 @@ async def test_a_conversation_is_found_by_its_last_known_link_and_garbage_is_no_
 
 
 async def test_a_redis_that_is_away_costs_one_time_out_and_is_left_alone(tmp_path: Path) -> None:
-    table = SharedSessions(settings(f"unix://{tmp_path}/nobody", timeout_s=0.2, retry_s=60))
+    table = table_of(settings(f"unix://{tmp_path}/nobody", lookup_s=0.2, retry_s=60))
     assert await table.get(named("s")) is None
     assert table._is_away()
     table.record(named("s"), entry("r"))
@@ -132,16 +140,65 @@ async def test_a_redis_that_is_away_costs_one_time_out_and_is_left_alone(tmp_pat
 async def test_a_redis_that_hangs_is_given_up_in_time(tmp_path: Path) -> None:
     path = str(tmp_path / "hangs")
     server = await asyncio.start_unix_server(lambda reader, writer: None, path)
-    table = SharedSessions(settings(f"unix://{path}", timeout_s=0.05, retry_s=60))
+    table = table_of(settings(f"unix://{path}", lookup_s=0.05, retry_s=60))
     async with asyncio.timeout(2):
         assert await table.get(named("s")) is None
     await table.close()
     server.close()
 
 
+@pytest.mark.parametrize("delay_s", [0.02, 0.3])
+async def test_a_slow_redis_costs_a_request_its_time_or_the_longest_look_up(
+    redis_url: str, tmp_path: Path, delay_s: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with slow_redis(tmp_path, redis_url) as between:
+        stats = Stats()
+        table = SharedSessions(settings(between.url, lookup_s=0.1, retry_s=0.05), 100.0, stats)
+        await ready(table)
+        caplog.clear()
+        between.delay_s = delay_s
+        is_late = delay_s > 0.1
+        assert (await table.get(named("up")) is None) == is_late
+        assert stats.sessions_apart == int(is_late)
+        for _ in range(3):
+            table._away_until_s = 0.0
+            await table.get(named("up"))
+        between.delay_s = 0.0
+        await ready(table)
+        assert stats.sessions_apart == 0
+        said = [record.getMessage() for record in caplog.records if "session table" in record.getMessage()]
+        assert sum("does not answer" in line for line in said) == int(is_late)
+        await table.close()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"*1\r\n:5\r\n",
+        b"+OK\r\n",
+        b":7\r\n",
+        b"$3\r\nabc\r\n",
+        b"*1\r\n$4\r\n\x91\xa1a\xc1\r\n",
+        b"HTTP/1.1 200\r\n",
+    ],
+)
+async def test_a_redis_that_says_garbage_costs_the_session_and_not_the_request(
+    redis_url: str, tmp_path: Path, said: bytes
+) -> None:
+    async with slow_redis(tmp_path, redis_url) as between:
+        table = table_of(settings(between.url))
+        await ready(table)
+        between.alter = lambda _: said
+        assert await table.get(named("up")) is None
+        between.alter = lambda data: data
+        between.cut()
+        await ready(table)
+        await table.close()
+
+
 async def test_a_url_that_is_none_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"session\.redis\.url"):
-        SharedSessions(settings("http://x"))
+    with pytest.raises(ConfigError, match=r"redis\.url"):
+        table_of(settings("http://x"))
 
 
 @pytest.mark.parametrize(
@@ -161,7 +218,7 @@ async def test_a_url_that_is_none_is_refused() -> None:
 async def test_a_url_with_a_password_is_refused_without_telling_it(url: str) -> None:
     """URLs are shown in logs and errors."""
     with pytest.raises(ConfigError, match="password_file") as refused:
-        SharedSessions(settings(url))
+        table_of(settings(url))
     assert "a-secret-of-redis" not in str(refused.value)
 
 
@@ -177,15 +234,16 @@ async def test_a_url_with_a_password_is_refused_without_telling_it(url: str) -> 
 )
 async def test_a_url_that_redis_does_not_take_is_refused_without_telling_it(url: str) -> None:
     """At the start: an option that no connection takes would fail each request."""
-    with pytest.raises(ConfigError, match=r"^session\.redis\.url .* redis://HOST:PORT/DB") as refused:
-        SharedSessions(settings(url))
+    with pytest.raises(ConfigError, match=r"^redis\.url .* redis://HOST:PORT/DB") as refused:
+        table_of(settings(url))
     assert "secret" not in str(refused.value)
 
 
 async def test_a_users_name_in_the_url_goes_with_the_password_of_the_file(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("of-the-file")
-    table = SharedTable(url="redis://user@127.0.0.1:1/0?protocol=3", password_file=tmp_path / "secret")
-    shared = SharedSessions(Session(redis=table))
+    shared = table_of(
+        RedisSettings(url="redis://user@127.0.0.1:1/0?protocol=3", password_file=tmp_path / "secret")
+    )
     given = shared._redis.connection_pool.connection_kwargs
     assert (given["username"], given["password"]) == ("user", "of-the-file")
     await shared.close()

@@ -216,7 +216,7 @@ async def routed(config: RouterConfig, tracer: Tracer | None = None) -> AsyncIte
     """A router with this configuration on a free port."""
     async with (
         open_router(config, tracer) as router,
-        served(make_server(router, config, direct=router.generation)) as port,
+        served(make_server(router, config, direct=router.generation, upgrades=router.realtime)) as port,
     ):
         harness = Harness(router, port)
         yield harness

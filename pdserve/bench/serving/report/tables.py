@@ -28,6 +28,12 @@ CONTENDER_COLOURS = {
     "agg-two": "#8fb98a",
     "elastic": "#3d7a4e",
     "dead": "#303030",
+    "dynamo": "#76b900",
+    "dynamo-disagg": "#4c7700",
+    "vllm": "#c9b8dd",
+    "vllm-cpu": "#a58cc4",
+    "vllm-disk": "#7d5fa3",
+    "vllm-pool": "#3f2a63",
 }
 FEW: Final = 100  # a p99 of fewer lies between the largest two
 COLUMNS = (

@@ -67,12 +67,16 @@ class Sharding:
             return
         self.replicas.expire(now_s, out)
         ring = self.ownership.ring
-        if self.heat is not None and ring is not None:
+        if ring is not None:
             self.replication.advance(self.heat, ring, self.ownership.number, now_s, out)
         self._advance_at_s = now_s + ADVANCE_S
         if self.ownership.alone and not len(self.replicas):
             self._advance_at_s = float("inf")
             self.heat = None
+
+    def configure(self, namespace: int, copies: int) -> None:
+        """So many nodes are to hold each page of a namespace; 1: its owner alone."""
+        self.replication.configure(namespace, copies)
 
     # --- pages
 
@@ -91,7 +95,8 @@ class Sharding:
     def refusals(self, session: Session, request: Reserve, slot_bytes: int | None) -> dict[bytes, Grant]:
         """Keys that may not be reserved on this node, and the answer for each."""
         if request.replica and session.peer:
-            return self.replicas.refusals(request.keys, slot_bytes) if slot_bytes else _NONE
+            is_hot = request.namespace not in self.replication.copies
+            return self.replicas.refusals(request.keys, slot_bytes) if slot_bytes and is_hot else _NONE
         if self.ownership.alone or session.peer or not request.keys:
             return _NONE
         ours = self.ownership.ours(request.keys)
@@ -106,16 +111,19 @@ class Sharding:
     ) -> None:
         """A Reserve was answered."""
         if request.replica and session.peer and slot_bytes:
-            self.replicas.reserved(request.namespace, request.keys, reserved.grants, slot_bytes, now_s)
+            is_hot = request.namespace not in self.replication.copies
+            self.replicas.reserved(
+                request.namespace, request.keys, reserved.grants, slot_bytes, now_s, is_hot=is_hot
+            )
             # even if the node is alone by now
             self._advance_at_s = min(self._advance_at_s, now_s + ADVANCE_S)
 
     def filled(self, slots: Sequence[int]) -> None:
         """New pages are in these slots."""
-        if self.heat is not None:
-            for slot in slots:
+        for slot in slots:
+            if self.heat is not None:
                 self.heat.filled(slot)
-                self.replication.filled(slot)
+            self.replication.filled(slot)
 
     # --- requests of other nodes
 
@@ -137,7 +145,7 @@ class Sharding:
             "replicas": len(self.replicas),
             "replica_bytes": self.replicas.slot_bytes,
             "replicas_expired": self.replicas.expired,
-            "hot_pages": len(self.replication),
+            "hot_pages": len(self.replication.hot_keys()),
         }
 
     def hot_keys(self) -> Sequence[bytes]:

@@ -1,9 +1,10 @@
-"""Replicas on this node: copies of other nodes' hot pages. Pure.
+"""Replicas on this node: copies of other nodes' pages. Pure.
 
-A replica is an ordinary committed page with a lease. Its owner renews the lease while the page is hot. A
-replica is dropped when its lease ends, or when its owner ends it. If this node owns the page by then, the
-replica becomes the page. Replicas take at most `max_bytes`. Like any page that is written, they may evict the
-node's coldest pages.
+A replica is an ordinary committed page with a lease. Its owner renews the lease while the page is to have
+replicas. A replica is dropped when its lease ends, or when its owner ends it. If this node owns the page by
+then, the replica becomes the page. Replicas of hot pages take at most `max_bytes`; those of namespaces with
+`copies` take what they need, as pages do. Like any page that is written, they may evict the node's coldest
+pages.
 
 Slots are not watched: an entry is valid while its slot holds the filling (sequence) that it names.
 """
@@ -15,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pdserve.kvpool.core.events import Action
+from pdserve.kvpool.core.sharding.hot_pages import COPY_LEASES
 from pdserve.kvpool.core.sharding.tier_pages import TierPages
 from pdserve.kvpool.core.store.index import NONE
 from pdserve.kvpool.core.store.page_store import PageStore
@@ -30,6 +32,7 @@ class _Replica:
     sequence: int
     slot_bytes: int
     until_s: float
+    is_hot: bool
 
 
 class Replicas:
@@ -51,6 +54,7 @@ class Replicas:
         self._slots: dict[int, _Replica] = {}
         self._by_namespace: Counter[int] = Counter()
         self.slot_bytes = 0  # of all entries; an entry whose page is gone counts until `expire`
+        self._hot_bytes = 0  # of those that `max_bytes` is for
         self.expired = 0
 
     def __len__(self) -> int:
@@ -65,20 +69,30 @@ class Replicas:
         return self._by_namespace[namespace]
 
     def refusals(self, keys: Sequence[bytes], slot_bytes: int) -> dict[bytes, Grant]:
-        """The `keys` for which there is no room, if all others are granted."""
-        room = max(0, self._max_bytes - self.slot_bytes) // slot_bytes
+        """The `keys` of hot pages for which there is no room, if all others are granted."""
+        room = max(0, self._max_bytes - self._hot_bytes) // slot_bytes
         return dict.fromkeys(keys[room:], _FULL)
 
     def reserved(
-        self, namespace: int, keys: Sequence[bytes], grants: Sequence[Grant], slot_bytes: int, now_s: float
+        self,
+        namespace: int,
+        keys: Sequence[bytes],
+        grants: Sequence[Grant],
+        slot_bytes: int,
+        now_s: float,
+        *,
+        is_hot: bool = True,
     ) -> None:
-        """An owner asked for replicas of `keys`: new ones begin, existing ones are renewed."""
-        until_s = now_s + self._lease_s
+        """An owner asked for replicas of `keys`: new ones begin, existing ones are renewed. `is_hot` false:
+        the namespace has copies.
+        """
+        until_s = now_s + self._lease_s * (1 if is_hot else COPY_LEASES)
         for key, grant in zip(keys, grants, strict=True):
             if grant.status == GRANTED:
                 self._forget(grant.slot)
-                self._slots[grant.slot] = _Replica(namespace, grant.sequence, slot_bytes, until_s)
+                self._slots[grant.slot] = _Replica(namespace, grant.sequence, slot_bytes, until_s, is_hot)
                 self.slot_bytes += slot_bytes
+                self._hot_bytes += slot_bytes * is_hot
                 self._by_namespace[namespace] += 1
             elif grant.status == PRESENT:
                 replica = self._slots.get(self._store.find(namespace, key))
@@ -129,6 +143,7 @@ class Replicas:
         replica = self._slots.pop(slot, None)
         if replica is not None:
             self.slot_bytes -= replica.slot_bytes
+            self._hot_bytes -= replica.slot_bytes * replica.is_hot
             self._by_namespace[replica.namespace] -= 1
             if not self._by_namespace[replica.namespace]:
                 del self._by_namespace[replica.namespace]
@@ -136,5 +151,6 @@ class Replicas:
     def check(self) -> None:
         """For tests."""
         assert self.slot_bytes == sum(replica.slot_bytes for replica in self._slots.values())
-        assert self.slot_bytes <= self._max_bytes
+        hot = [replica for replica in self._slots.values() if replica.is_hot]
+        assert self._hot_bytes == sum(replica.slot_bytes for replica in hot) <= self._max_bytes
         assert self._by_namespace == Counter(replica.namespace for replica in self._slots.values())

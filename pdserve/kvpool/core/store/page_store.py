@@ -161,6 +161,13 @@ class PageStore(SlotStates):
             on_hit(slot, now_s)
         self.uses = self.slab_use.use(slots, self.facts.last_use, self.uses)
 
+    def demote(self, slots: Sequence[int]) -> None:
+        """These committed pages are to be evicted before others, the last one first."""
+        for slot in slots:
+            pages = self.index.namespace(self.facts.namespace[slot])
+            pages.orders[self.slots.slot_bytes(slot)].on_demote(slot)
+            self.facts.last_use[slot] = 0
+
     # --- dropping
 
     def clear(self, namespace: int, space: int, out: list[Action]) -> int:

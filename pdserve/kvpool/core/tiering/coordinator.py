@@ -102,6 +102,11 @@ class Tiers:
         """Load pages that a tier has, out of those at the indices `missing`. True if the Get waits."""
         return self.any and self._promotions.begin(session, request, pins, missing, now_s, out)
 
+    def load_ahead(self, namespace: int, keys: Sequence[bytes], out: list[Action]) -> None:
+        """See `Promotions.ahead`."""
+        if self.any:
+            self._promotions.ahead(namespace, keys, out)
+
     # for pages that other nodes own: implements tier_pages.TierPages
 
     @property

@@ -9,13 +9,16 @@ One load serves all Gets of its key. A Get is answered once: when all its loads 
 deadline. At the deadline its unfinished loads are misses, and become late: later Gets do not wait for them. A
 late page is promoted nevertheless. A load is void if its namespace was dropped or cleared: its slot stays in
 quarantine until the thread reports that it has stopped writing.
+
+A hint (`ahead`) begins loads that no Get waits for. All loads under way have a bound in bytes, and a hint
+uses `AHEAD_SHARE` of it at most: so Gets find the rest free, and wait for few loads before their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from pdserve.kvpool.core.events import Action, Answer, LoadPages, PagesLoaded, SlotPage
 from pdserve.kvpool.core.sessions import PendingGet, Session
@@ -27,6 +30,7 @@ from pdserve.kvpool.protocol.messages import HIT, MISS, Get, Got, Pin
 from pdserve.kvpool.protocol.slot_table import QUARANTINED, RESERVED
 from pdserve.kvpool.tiers.base import GONE, LOADED, PageName, TierPage
 
+AHEAD_SHARE: Final = 1 / 4
 PinPage: TypeAlias = Callable[[Session, int, Get, float, list[Action]], Pin]
 
 
@@ -97,6 +101,18 @@ class Promotions:
         if get.missing:
             session.gets[request.id] = get
         return bool(get.missing)
+
+    def ahead(self, namespace: int, keys: Sequence[bytes], out: list[Action]) -> None:
+        """Load those of the pages that only a tier has, the first ones first, as far as there is room."""
+        batches: dict[int, list[SlotPage]] = {}
+        budget = self._store.drop_budget()
+        for key in keys:
+            if self._load_bytes >= AHEAD_SHARE * self._limits.load_bytes:
+                break
+            length_bytes = self._index.find(namespace, key)[1]
+            if length_bytes:
+                self._load(namespace, key, length_bytes, batches, budget, out)
+        out.extend(LoadPages(tier, tuple(batch)) for tier, batch in batches.items())
 
     def _load(
         self,
@@ -194,7 +210,7 @@ class Promotions:
 
     def _answer(self, get: PendingGet, out: list[Action]) -> None:
         del get.session.gets[get.request.id]
-        if not get.session.peer:
+        if get.session.reads:
             pages = self._store.index.namespace(get.request.namespace)
             pages.misses += sum(pin.status == MISS for pin in get.pins)
         out.append(Answer(get.session.connection, Got(get.request.id, get.pins, below=get.promoted)))

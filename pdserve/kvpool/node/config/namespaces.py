@@ -57,6 +57,15 @@ class NamespaceDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     weight: Annotated[
         float, Meta(gt=0, description="Share of a busy node, relative to the weights of other namespaces.")
     ] = 1.0
+    copies: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=16,
+            description="Nodes that hold each page. With 2 or more the namespace survives the loss of a "
+            "node's memory, and takes so much more.",
+        ),
+    ] = 1
     read_token: Annotated[
         Secret, Meta(description="Token required to read: plain, or `sha256:` and its digest; empty: none.")
     ] = Secret("")
@@ -98,6 +107,7 @@ def settings_of(config: NamespaceDefaults) -> NamespaceSettings:
             operations_s=config.operations_s,
             bytes_s=float(parse_bytes(config.bytes_s)),
             weight=config.weight,
+            copies=config.copies,
             read_token=token_digest("read_token", config.read_token, config.read_token_file),
             write_token=token_digest("write_token", config.write_token, config.write_token_file),
             admin_token=token_digest("admin_token", config.admin_token, config.admin_token_file),

@@ -1,4 +1,4 @@
-"""Replicas of hot pages: asks other nodes to hold them, and makes those that other nodes ask for.
+"""Replicas of pages: asks other nodes to hold them, and makes those that other nodes ask for.
 
 Lives in the node's event loop; `core.sharding.hot_pages` decides which pages get replicas where.
 """
@@ -13,7 +13,7 @@ from pdserve.errors import PdserveError, PoolRefused
 from pdserve.kvpool.core.events import AskReplicas, EndReplicasAt, Event, ReplicasMade
 from pdserve.kvpool.namespaces.catalog import Namespaces
 from pdserve.kvpool.node.loopback import LocalSession
-from pdserve.kvpool.node.peers.page_fetch import PageFetch, Space
+from pdserve.kvpool.node.peers.page_fetch import SLOWEST_BYTES_S, PageFetch, Space
 from pdserve.kvpool.node.serving.connection import ClientConnection
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import PullPages
@@ -58,6 +58,7 @@ class Replicator:
                 action.node,
                 "replicas",
                 lambda link, deadline: link.ask_replicas(space, action.keys, action.lengths, deadline),
+                more_s=sum(action.lengths) / SLOWEST_BYTES_S,  # those that it has are not read again
             )
         except PdserveError as error:
             logger.info("node %s: no replicas at %s: %s", self._name, action.node, error)

@@ -529,3 +529,85 @@ def test_a_replica_that_comes_late_for_a_page_that_is_owned_here_by_now_stays() 
 def test_a_cold_page_is_not_replicated() -> None:
     node, client, mine = owner()
     assert heat_up(node, client, mine[0], reads_s=10) == []
+
+
+# --- namespaces with copies
+
+
+def copied(copies: int = 2, **limits: object) -> tuple[Node, list[int]]:
+    """n0 with pages of a namespace with copies, all of them its own; and their keys."""
+    node = node_of_three(stable=True, replication=ReplicationLimits(lease_s=10.0, **limits))  # type: ignore[arg-type]
+    for _ in range(10):
+        node.pass_time(0.01)
+    node.state.sharding.configure(1, copies)
+    return node, owned_by(ring_of(3, 5), "n0")
+
+
+def asked(node: Node, seconds: float = 1.0) -> list[AskReplicas]:
+    return [action for action in node.pass_time(seconds) if isinstance(action, AskReplicas)]
+
+
+@pytest.mark.parametrize("max_replicas", [0, 2])
+def test_each_page_of_a_namespace_with_copies_is_asked_of_its_successor(max_replicas: int) -> None:
+    node, mine = copied(max_replicas=max_replicas)
+    found = {k: ask.node for ask in asked(node) for k in ask.keys}
+    assert found == {key(n): ring_of(3, 5).successors(key(n), 2)[1].node for n in mine}
+    assert asked(node) == [], "until they have answered"
+
+
+def test_copies_are_renewed_and_a_new_page_gets_one() -> None:
+    node, mine = copied()
+    answer_all(node, list(asked(node)))
+    assert node.get(node.connect(), 1, mine[0])[0].replicas == 1
+    for _ in range(20):
+        assert asked(node) == []
+    (new, *_) = [n for n in range(1000, 1100) if ring_of(3, 5).owner(key(n)).node == "n0"]
+    node.put(node.connect(), 1, new)
+    (ask,) = asked(node)
+    assert ask.keys == [key(new)]
+    answer_all(node, [ask])
+    renewed = {k for _ in range(40) for ask in asked(node) for k in ask.keys}
+    assert {key(n) for n in mine} <= renewed
+
+
+def test_what_a_successor_could_not_take_is_asked_again() -> None:
+    node, mine = copied()
+    asks = asked(node)
+    answer_all(node, list(asks), ok=False)
+    again = {k for _ in range(6) for ask in asked(node) for k in ask.keys}
+    assert again == {key(n) for n in mine}
+
+
+def test_copies_end_with_the_page_and_with_the_setting() -> None:
+    node, mine = copied()
+    answer_all(node, list(asked(node)))
+    node.ask(node.connect(), m.Discard(node.next_id(), 1, [key(mine[0])], []), m.Done)
+    ends = [action for action in node.pass_time(1.0) if isinstance(action, EndReplicasAt)]
+    assert [end.keys for end in ends] == [[key(mine[0])]]
+    node.state.sharding.configure(1, 1)
+    ends = [action for action in node.pass_time(1.0) if isinstance(action, EndReplicasAt)]
+    assert {k for end in ends for k in end.keys} == {key(n) for n in mine[1:]}
+
+
+def test_many_new_copies_are_asked_for_bit_by_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.kvpool.core.sharding.hot_pages.ASKED_BYTES", 5 * 4 * KIB)
+    monkeypatch.setattr("pdserve.kvpool.core.sharding.hot_pages.NEW_A_LOOK", 7)
+    node, mine = copied()
+    found: set[bytes] = set()
+    for _ in range(60):
+        asks = asked(node)
+        assert all(len(ask.keys) <= 5 for ask in asks)
+        found |= {k for ask in asks for k in ask.keys}
+        answer_all(node, list(asks))
+    assert found == {key(n) for n in mine}
+
+
+def test_copies_held_for_others_have_no_bound_of_their_own_and_outlast_the_loss_of_their_owner() -> None:
+    node = holder()
+    node.state.sharding.configure(1, 2)
+    room = node.state.store.slots.capacity_bytes // 4 // (4 * KIB)
+    assert statuses(replica(node, *range(1000, 1000 + room + 10))) == [m.GRANTED] * (room + 10)
+    node.pass_time(90.0)  # nine leases of a hot page
+    assert node.status().counters["replicas"] == room + 10
+    node.pass_time(11.0)
+    assert node.status().counters["replicas"] == 0

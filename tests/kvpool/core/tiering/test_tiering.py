@@ -420,3 +420,42 @@ def test_nodes_that_move_pages_do_not_wait_for_the_tiers_to_tell() -> None:
     peer = rig.node.connect(peer=True)
     asked = rig.node.send(peer, m.Exists(1, rig.ns, [key(2)]))
     assert answers(asked, peer) == [m.Present(1, b"\0")]
+
+
+def hint(rig: Rig, *keys: int) -> bytes:
+    request = m.Exists(rig.node.next_id(), rig.ns, [key(k) for k in keys], move=m.UP)
+    return rig.node.ask(rig.c, request, m.Present).mask
+
+
+def test_a_hint_brings_pages_up_before_anybody_reads_them() -> None:
+    rig = Rig()
+    rig.sink(1, 2)
+    assert hint(rig, 1, 2, 3) == b"\1\1\0"
+    assert hint(rig, 1, 2) == b"\1\1"
+    [load] = rig.loads
+    assert [one.page.key for one in load.pages] == [key(1), key(2)], "once each"
+    rig.load()
+    assert rig.ask(1, 2) == [[m.HIT, m.HIT]]
+    assert rig.counter("promoted") == 2
+
+
+def test_a_read_finds_the_load_that_a_hint_began() -> None:
+    rig = Rig()
+    rig.sink(1)
+    hint(rig, 1)
+    assert rig.ask(1) == []
+    assert len(rig.loads) == 1
+    assert rig.replies(rig.load()) == [[m.HIT]]
+
+
+def test_hints_leave_most_of_what_may_be_under_way_to_reads() -> None:
+    rig = Rig(load_bytes=8 * 4 * KIB)
+    rig.sink(*range(1, 9))
+    hint(rig, *range(1, 9))
+    assert [one.page.key for load in rig.loads for one in load.pages] == [key(1), key(2)]
+    assert rig.ask(*range(3, 9)) == []
+    assert sum(len(load.pages) for load in rig.loads) == 8
+    while rig.loads:
+        rig.load()
+    hint(rig, 1)
+    assert not rig.loads

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from pdserve.router.api.errors import TooManyError
 from pdserve.router.config.tenants import Tenant, TenantLimits
-from pdserve.router.processes.shared_rates import HEARTBEAT_S, SILENT_S, Charged, SharedRates, Told
+from pdserve.router.processes.agreement import HEARTBEAT_S, SILENT_S, Agreement, Told
+from pdserve.router.processes.shared_rates import Charged
 from pdserve.router.tenants.registry import Tenants
 from pdserve.router.tenants.tenant import TenantState
 
@@ -27,7 +28,9 @@ class Replica:
         limits = Tenant(name=NAME, requests_s=RATE, tokens_min=TOKENS)
         self.tenants.configure({"0" * 64: NAME}, [limits], TenantLimits(), 0.0)
         (self.tenant,) = self.tenants.all
-        self.rates = SharedRates(self.tenants, name, away_s=1.0, processes=processes, now_s=0.0)
+        self.rates = Agreement(
+            self.tenants, lambda tenant: tenant.waiting, name, away_s=1.0, processes=processes, now_s=0.0
+        )
         self.is_reached = True
         self.let_in = 0
 

@@ -1,0 +1,113 @@
+"""Contenders of other engines: what is started for them, with the sizes that all have."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from pdserve.bench.serving import cluster
+from pdserve.bench.serving.cluster import launched
+from pdserve.bench.serving.contenders import NAMES, Setting
+from pdserve.bench.serving.foreign import DYNAMO, FOREIGN, GIB, VLLM, dynamo_argv, vllm_contender
+from pdserve.bench.stores import BenchError
+from pdserve.settings.toml_text import to_toml
+from pdserve.up.cli import SCHEMAS, check_tables
+from pdserve.up.config import read_cluster_file
+from pdserve.up.plan import Plan, make_plan
+
+SETTING = Setting(
+    model_path="/m",
+    directory="/run/b",
+    device_tokens=640,
+    kv_token_bytes=GIB // 640,
+    arena_directory="/dev/shm/b",
+    pool_capacity="3GiB",
+    extra_args=("--seed", "7"),
+)
+PROCESSES = {
+    "vllm": ["vllm0", "router"],
+    "vllm-cpu": ["lmcache0", "vllm0", "router"],
+    "vllm-disk": ["lmcache0", "vllm0", "router"],
+    "vllm-pool": ["pool0", "lmcache0", "vllm0", "router"],
+}
+
+
+def plan_of(name: str, directory: Path) -> Plan:
+    chosen = vllm_contender(name, SETTING, Path("/v/python"), 9000, 9001)
+    assert (chosen.port, chosen.router_port) == (9001, 9000)
+    file = directory / "cluster.toml"
+    file.write_text(to_toml(chosen.tables))
+    plan = make_plan(
+        read_cluster_file(file, {}, {}),
+        program=("pdserve",),
+        run_dir=Path("/run/b"),
+        uid=0,
+        ports=iter(range(20_000, 20_010)),
+        cluster_token="secret",
+    )
+    check_tables(plan, str(file), SCHEMAS)
+    return plan
+
+
+def argument(argv: Sequence[str], name: str) -> str:
+    return argv[argv.index(name) + 1]
+
+
+def test_no_name_means_two_contenders() -> None:
+    assert not {*NAMES} & {*FOREIGN}
+    assert {*FOREIGN} == {*DYNAMO, *VLLM}
+
+
+@pytest.mark.parametrize("name", VLLM)
+def test_a_cluster_of_vllm_is_valid_for_every_process(name: str, tmp_path: Path) -> None:
+    plan = plan_of(name, tmp_path)
+    assert [spec.name for spec in plan.processes] == PROCESSES[name]
+    [worker] = [spec for spec in plan.processes if spec.role == "vllm"]
+    assert argument(worker.argv, "--port") == "9001"
+    assert argument(worker.argv, "--block-size") == "64"
+    assert argument(worker.argv, "--num-gpu-blocks-override") == "11"  # 640 tokens, and the one not used
+    assert worker.argv[-2:] == ("--seed", "7")
+    assert worker.env["VLLM_API_KEY"] == ""  # whoever asks it directly has no token
+    assert ("--kv-transfer-config" in worker.argv) == (name != "vllm")
+
+
+@pytest.mark.parametrize("name", [name for name in VLLM if name != "vllm"])
+def test_lmcache_has_the_memory_that_others_have_and_one_tier_below(name: str, tmp_path: Path) -> None:
+    [server] = [spec for spec in plan_of(name, tmp_path).processes if spec.role == "lmcache"]
+    # twice the device's cache, as SGLang's host memory; without a pool its memory too
+    assert float(argument(server.argv, "--l1-size-gb")) == pytest.approx(2 + 3 * (name == "vllm-cpu"))
+    below = [json.loads(server.argv[i + 1]) for i, word in enumerate(server.argv) if word == "--l2-adapter"]
+    kinds = {"vllm-cpu": [], "vllm-disk": ["fs_native"], "vllm-pool": ["plugin"]}
+    assert [one["type"] for one in below] == kinds[name]
+
+
+@pytest.mark.parametrize("name", DYNAMO)
+def test_workers_of_dynamo_have_the_sizes_of_all(name: str) -> None:
+    argv = dynamo_argv(name, SETTING, Path("/c/launch/dynamo.sh"), 9000)
+    assert argv[:2] == ["/c/launch/dynamo.sh", DYNAMO[name]]
+    ours, theirs = argv[2 : argv.index("--")], argv[argv.index("--") + 1 :]
+    for word, value in (
+        ("--port", "9000"),
+        ("--workers", "1"),
+        ("--pool-capacity", "3GiB"),
+        ("--run-dir", f"/run/b/{name}"),
+        ("--arena-dir", f"/dev/shm/b/{name}"),
+    ):
+        assert argument(ours, word) == value
+    for word, value in (("--max-total-tokens", "640"), ("--page-size", "64"), ("--hicache-ratio", "2.0")):
+        assert argument(theirs, word) == value
+    assert theirs[-2:] == ["--seed", "7"]
+
+
+@pytest.mark.parametrize(("name", "says"), [("dynamo", "launch/dynamo.sh"), ("vllm-pool", "launch/vllm.sh")])
+def test_what_is_not_set_up_is_said(
+    name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "CHECKOUT", tmp_path)
+    setting = replace(SETTING, directory=str(tmp_path), arena_directory=str(tmp_path / "arena"))
+    with pytest.raises(BenchError, match=says), launched(name, setting):
+        pass

@@ -1,0 +1,318 @@
+"""Concurrency of a tenant over several routers: never exceeded while Redis works, and never left unused."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.router.config.tenants import Tenant, TenantLimits
+from pdserve.router.processes.agreement import SETTLE_S, SILENT_S, Agreement, Told
+from pdserve.router.processes.shared_places import MAX_PLACES, MAX_TURN, Place
+from pdserve.router.tenants.registry import Tenants
+
+NAME, TICK_S = "t", 0.1
+AWAY_S = 1.0
+
+
+class Process:
+    """One router process; messages reach it in the order of the channel, but at its own time."""
+
+    def __init__(self, name: str, limit: int, now_s: float, processes: int = 1) -> None:
+        self.tenants = Tenants()
+        self.configure(limit, now_s)
+        (self.tenant,) = self.tenants.all
+        self.agreement = Agreement(
+            self.tenants, lambda one: one.waiting, name, away_s=AWAY_S, processes=processes, now_s=now_s
+        )
+        self.agreement.listen()
+        self.inbox: deque[tuple[float, bytes]] = deque()
+        self.told_s = now_s
+        self.is_reached = True
+        self.served = 0
+
+    def configure(self, limit: int, now_s: float) -> None:
+        self.tenants.configure(
+            {"0" * 64: NAME}, [Tenant(name=NAME, concurrency=limit)], TenantLimits(), now_s
+        )
+
+    def start(self) -> None:
+        while self.tenant.waiting and self.tenant.is_free:
+            self.tenant.waiting -= 1
+            self.tenant.running += 1
+            self.served += 1
+
+    def end(self) -> None:
+        self.tenant.running -= bool(self.tenant.running)
+
+    def hear(self, count: int, now_s: float) -> None:
+        for _ in range(min(count, len(self.inbox))):
+            self.agreement.hear(self.inbox.popleft()[1], now_s)
+        self.start()
+
+
+class Cluster:
+    def __init__(self, processes: int, limit: int) -> None:
+        self.limit = limit
+        self.now_s = 0.0
+        self.processes: list[Process] = []
+        for _ in range(processes):
+            self.join()
+
+    def join(self) -> Process:
+        process = Process(f"p{len(self.processes)}", self.limit, self.now_s)
+        self.processes.append(process)
+        return process
+
+    @property
+    def running(self) -> int:
+        return sum(process.tenant.running for process in self.processes)
+
+    def tell(self, process: Process) -> None:
+        process.told_s = self.now_s
+        process.agreement.tick(self.now_s)
+        process.start()
+        data = process.agreement.message(self.now_s)
+        if data is not None and process.is_reached:
+            for other in self.processes:
+                if other.is_reached:
+                    other.inbox.append((self.now_s, data))
+
+    def step(self, seconds: float = TICK_S) -> None:
+        """Everyone tells, and hears all."""
+        self.now_s += seconds
+        for process in self.processes:
+            self.tell(process)
+        for process in self.processes:
+            process.hear(10**6, self.now_s)
+
+    def run(self, seconds: float) -> None:
+        for _ in range(round(seconds / TICK_S)):
+            self.step()
+
+    def ask(self, number: int, requests: int) -> None:
+        process = self.processes[number]
+        process.tenant.waiting += requests
+        process.start()
+
+
+def settled(processes: int, limit: int) -> Cluster:
+    cluster = Cluster(processes, limit)
+    cluster.run(4 * SETTLE_S)
+    return cluster
+
+
+def test_nothing_runs_before_a_process_knows_what_others_hold() -> None:
+    cluster = Cluster(2, 4)
+    cluster.ask(0, 4)
+    cluster.run(SETTLE_S - TICK_S)
+    assert cluster.running == 0
+    cluster.run(2.0)
+    assert cluster.running == 4
+
+
+def test_places_that_nobody_needs_are_spread_so_that_a_request_does_not_wait() -> None:
+    cluster = settled(3, 10)
+    assert sorted(process.tenant.granted or 0 for process in cluster.processes) == [3, 3, 4]
+    cluster.ask(1, 1)
+    assert cluster.running == 1
+
+
+@pytest.mark.parametrize("limit", [1, 2, 7, 64])
+@pytest.mark.parametrize("processes", [1, 2, 5])
+def test_one_process_alone_gets_the_whole_limit(limit: int, processes: int) -> None:
+    cluster = settled(processes, limit)
+    cluster.ask(processes - 1, limit + 3)
+    cluster.run(1.0)
+    assert cluster.running == cluster.processes[-1].tenant.running == limit
+
+
+def test_a_second_one_gets_its_half_as_requests_end() -> None:
+    cluster = settled(2, 8)
+    cluster.ask(0, 100)
+    cluster.run(1.0)
+    cluster.ask(1, 100)
+    for _ in range(40):
+        for process in cluster.processes:
+            process.end()
+            process.start()
+        cluster.step()
+        assert cluster.running <= 8
+    assert [process.tenant.running for process in cluster.processes] == [4, 4]
+
+
+def test_one_place_goes_round() -> None:
+    cluster = settled(3, 1)
+    for number in range(3):
+        cluster.ask(number, 1000)
+    for _ in range(600):
+        for process in cluster.processes:
+            process.end()
+        cluster.step()
+        assert cluster.running <= 1
+    served = [process.served for process in cluster.processes]
+    assert min(served) > 0.6 * max(served)
+    assert sum(served) > 100
+
+
+def test_a_process_that_joins_gets_its_share_and_one_that_ends_leaves_its_own() -> None:
+    cluster = settled(2, 6)
+    cluster.join()
+    cluster.run(2 * SETTLE_S)
+    assert [process.tenant.granted for process in cluster.processes] == [2, 2, 2]
+    cluster.processes.pop()
+    cluster.ask(0, 6)
+    cluster.run(1.0)
+    assert cluster.running == 4
+    cluster.run(SILENT_S)
+    assert cluster.running == 6
+
+
+def test_without_the_channel_each_holds_a_part_and_its_return_is_exact_again() -> None:
+    cluster = settled(2, 6)
+    for process in cluster.processes:
+        process.is_reached = False
+    for number in range(2):
+        cluster.ask(number, 100)
+    cluster.run(AWAY_S + 0.5)
+    assert [process.tenant.running for process in cluster.processes] == [3, 3]
+    for process in cluster.processes:
+        process.is_reached = True
+        process.agreement.listen()
+    cluster.run(2.0)
+    assert cluster.running == 6
+    cluster.processes[1].tenant.waiting = 0
+    for _ in range(3):
+        cluster.processes[1].end()
+    cluster.run(1.0)
+    assert [process.tenant.running for process in cluster.processes] == [6, 0]
+
+
+def test_a_process_that_is_cut_off_runs_its_part_and_what_runs_beyond_the_limit_ends_by_itself() -> None:
+    cluster = settled(2, 6)
+    cluster.processes[1].is_reached = False
+    cluster.ask(0, 100)
+    cluster.ask(1, 100)
+    cluster.run(SILENT_S + 1)
+    assert [process.tenant.running for process in cluster.processes] == [6, 3]
+    cluster.processes[1].is_reached = True
+    cluster.processes[1].agreement.listen()
+    cluster.run(1.5)
+    for _ in range(20):
+        for process in cluster.processes:
+            process.end()
+        cluster.step()
+    assert [process.tenant.running for process in cluster.processes] == [3, 3]
+
+
+def test_a_lower_limit_holds_once_the_surplus_has_ended() -> None:
+    cluster = settled(2, 8)
+    for number in range(2):
+        cluster.ask(number, 100)
+    cluster.run(1.0)
+    assert cluster.running == 8
+    for process in cluster.processes:
+        process.configure(3, cluster.now_s)
+    for _ in range(10):
+        for process in cluster.processes:
+            process.end()
+        cluster.step()
+    assert cluster.running <= 3
+    cluster.run(1.0)
+    assert cluster.running == 3
+
+
+def test_a_lost_message_stops_nobody() -> None:
+    cluster = settled(2, 4)
+    cluster.ask(0, 100)
+    cluster.processes[0].agreement.message(cluster.now_s + TICK_S)  # nobody hears it
+    cluster.run(2.0)
+    assert cluster.running == 4
+
+
+def test_a_message_that_comes_behind_a_later_one_counts_for_nothing() -> None:
+    cluster = settled(2, 4)
+    late = msgspec.msgpack.encode(Told("p0", {}, 1, {NAME: Place(4, 4, 4, 4, 0, 0)}))
+    for process in cluster.processes:
+        process.agreement.hear(late, cluster.now_s)
+    cluster.ask(1, 4)
+    cluster.run(1.0)
+    assert cluster.running == 4
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        Place(4, -5, 4, 0, 0, 0),
+        Place(4, 0, MAX_PLACES + 1, 0, 0, 0),
+        Place(-1, 0, 0, 0, 0, 0),
+        Place(4, 0, 0, -7, 0, 0),
+        Place(4, 0, 0, 0, 1 << 40, 0),
+        Place(4, 4, 4, 0, 0, -1),
+        Place(4, 4, 4, 0, 0, MAX_TURN + 1),
+    ],
+)
+def test_numbers_that_no_process_would_tell_count_for_nothing(place: Place) -> None:
+    cluster = settled(1, 4)
+    (process,) = cluster.processes
+    process.agreement.hear(msgspec.msgpack.encode(Told("x", {}, 1, {NAME: place})), cluster.now_s)
+    cluster.ask(0, 9)
+    cluster.run(1.0)
+    assert cluster.running == 4
+
+
+def test_no_process_runs_more_than_the_limit_whatever_others_say() -> None:
+    cluster = settled(1, 4)
+    (process,) = cluster.processes
+    own = msgspec.msgpack.encode(
+        Told("p0", {}, process.agreement._number, {NAME: Place(99, 99, 99, 0, 0, 0)})
+    )
+    process.agreement.hear(own, cluster.now_s)
+    cluster.ask(0, 99)
+    assert cluster.running <= 4
+
+
+@given(
+    st.integers(0, 2**32),
+    st.integers(1, 5),
+    st.integers(1, 12),
+)
+def test_however_late_messages_come_the_limit_holds_and_all_are_served(
+    seed: int, processes: int, limit: int
+) -> None:
+    """Processes tell in time. They hear late, each at its own time, and all in the same order."""
+    dice = random.Random(seed)
+    cluster = settled(processes, limit)
+    for step in range(300):
+        cluster.now_s += dice.random() * TICK_S / 4
+        for process in cluster.processes:
+            if cluster.now_s - process.told_s >= TICK_S:
+                cluster.tell(process)
+            while process.inbox and cluster.now_s - process.inbox[0][0] > AWAY_S / 3:
+                process.hear(1, cluster.now_s)
+        process = dice.choice(cluster.processes)
+        match dice.randrange(4):
+            case 0:
+                process.tenant.waiting += dice.randrange(4)
+                process.start()
+            case 1:
+                process.end()
+                process.start()
+            case _:
+                process.hear(dice.randrange(1, 8), cluster.now_s)
+        if step % 100 == 50:
+            cluster.join()
+        assert cluster.running <= limit, step
+    waits = sum(process.tenant.waiting for process in cluster.processes)
+    for _ in range(20 * (waits + 10)):
+        if not any(process.tenant.waiting for process in cluster.processes):
+            return
+        for process in cluster.processes:
+            process.end()
+        cluster.step()
+        assert cluster.running <= limit
+    raise AssertionError("requests wait for ever")
