@@ -162,9 +162,7 @@ def make_plan(
     """
     drafts = list(_drafts(file))
     _refuse_repeats("name", (draft.name for draft in drafts))
-    kept = {spec.name: spec.automatic_ports for spec in before.processes} if before else {}
-    for draft in drafts:
-        draft.ports = chain(kept.get(draft.name, ()), ports)
+    _offer_ports(drafts, ports, before)
     _assign_ports(drafts, file.cluster.host, site)
     pool = [draft for draft in drafts if draft.role == "pool"]
     mark = hashlib.sha256(str(run_dir).encode()).hexdigest()[:8]
@@ -287,6 +285,12 @@ def _draft(file: ClusterFile, role: Role, where: str, name: str, table: Table) -
         raise ConfigError(f"'{where}.gpus': only workers have GPUs")
     needs = read_needs(where, given.pop("place"), given.pop("gpus"))
     return _Draft(role, where, config=config, needs=needs, **given)
+
+
+def _offer_ports(drafts: list[_Draft], ports: Iterator[int], before: Plan | None) -> None:
+    kept = {spec.name: spec.automatic_ports for spec in before.processes} if before else {}
+    for draft in drafts:
+        draft.ports = chain(kept.get(draft.name, ()), ports)
 
 
 def _assign_ports(drafts: list[_Draft], default_host: str, site: Site | None) -> None:

@@ -21,6 +21,7 @@ import signal
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 import ray
@@ -189,7 +190,9 @@ class RayPlace:
             name=None, max_restarts=0, max_concurrency=8, scheduling_strategy=strategy, **_share(spec)
         )
         environment = {"PYTHONUNBUFFERED": "1", **({RESTARTED: "1"} if again else {}), **spec.env}
-        actor = kind.remote(dies_with(spec.argv), environment, str(spec.config_path), to_toml(spec.config))
+        actor = kind.remote(
+            dies_with(spec.argv), environment, str(spec.config_path), to_toml(spec.config), str(Path.cwd())
+        )
         self._running.add(spec.name)
         return Actor(spec, actor, log, console, self._ended)
 

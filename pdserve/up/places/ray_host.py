@@ -22,9 +22,16 @@ class ProcessHost:
     """One process. `output` is asked again and again by the supervisor, until the process has ended."""
 
     def __init__(
-        self, argv: Sequence[str], environment: Mapping[str, str], config_path: str, config: str
+        self,
+        argv: Sequence[str],
+        environment: Mapping[str, str],
+        config_path: str,
+        config: str,
+        directory: str,
     ) -> None:
-        """Write the configuration, readable by this user alone, and start. Raises OSError."""
+        """Write the configuration, readable by this user alone, and start in `directory`, where paths of the
+        cluster file begin, if it is there. Raises OSError.
+        """
         path = Path(config_path)
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.unlink(missing_ok=True)
@@ -35,6 +42,7 @@ class ProcessHost:
         self._status: int | None = None
         self._process = subprocess.Popen(
             [*argv[:5], str(os.getpid()), *argv[5:]],
+            cwd=directory if Path(directory).is_dir() else None,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
