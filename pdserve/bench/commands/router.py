@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
@@ -72,7 +72,6 @@ def router(
     from rich.progress import Progress
 
     from pdserve.bench.plot import plot_router
-    from pdserve.bench.router.contenders import installed
     from pdserve.bench.router.measure import Settings, measure
     from pdserve.bench.tables import table
 
@@ -94,10 +93,7 @@ def router(
     progress = Progress(console=Console(stderr=True), transient=True)
     with workplace() as directory, progress:
         said = progress.console.print
-        there = [name for name in wanted if installed(name)]
-        for name in wanted:
-            if name not in there:
-                said(f"{name} is not installed, so it is left out: pip install {name}")
+        there = _installed(wanted, said)
         task = progress.add_task("turns", total=settings.turns * (2 + tls + redis + len(there)))
         for row in measure(there, settings, directory, said, lambda: progress.advance(task)):
             rows.append(row)
@@ -107,6 +103,16 @@ def router(
     output.show(shown, width=TABLE_WIDTH)
     if plot is not None:
         plot_router(plot, rows)
+
+
+def _installed(wanted: Sequence[str], say: Callable[[str], object]) -> list[str]:
+    from pdserve.bench.router.contenders import installed
+
+    there = [name for name in wanted if installed(name)]
+    for name in wanted:
+        if name not in there:
+            say(f"{name} is not installed, so it is left out: pip install {name}")
+    return there
 
 
 def _cells(rows: list[Row]) -> Iterator[tuple[str, ...]]:
