@@ -26,6 +26,7 @@ from tests.support.kubernetes.pods import NODE, Pod, Rendered, ask
 from tests.support.netns.lab import Lab, lab
 from tests.support.router.mock_worker import MockWorker
 
+ROOT: Final = Path(__file__).parents[2]
 FILE: Final = """
 [cluster]
 name = "contract"
@@ -164,7 +165,15 @@ def shows_metrics(stage: Stage, pod: Pod) -> bool:
 
 def count_of(worker: Pod, what: str) -> int:
     """Pages that the worker's container stored or read."""
-    command = [sys.executable, "-m", "tests.support.kubernetes.pages", what, str(PAGES)]
+    command = [
+        "env",
+        f"PYTHONPATH={ROOT}",
+        sys.executable,
+        "-m",
+        "tests.support.kubernetes.pages",
+        what,
+        str(PAGES),
+    ]
     done = worker.run(command, 60)
     assert done.returncode == 0, done.stderr
     return int(done.stdout)

@@ -76,11 +76,19 @@ def test_pages_of_another_size_are_neither_stored_nor_found(store: PageClient) -
     assert store.get(KEYS[:1], halves) == [False]
 
 
+def has_stopped(process: psutil.Process) -> bool:
+    try:
+        return process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_process_that_dies_or_hangs_costs_misses_and_is_replaced(store: PageClient, number: int) -> None:
     store.put(KEYS[:1], [page(7)])
     first = mover()
     first.send_signal(number)
+    until(lambda: has_stopped(first))  # it may answer until then
     assert store.exists(KEYS[:1]) == [False]
     assert isinstance(store.check()["example"], PoolError)
     until(lambda: store.exists(KEYS[:1]) == [True])
