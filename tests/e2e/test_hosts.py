@@ -28,7 +28,7 @@ PAGE = 64
 
 def words(hosts: Machines, *command: str) -> list[str]:
     """A Python program at the desk."""
-    return hosts.words(HOSTS[-1], [sys.executable, *command])
+    return hosts.words(HOSTS[-1], ["env", f"PYTHONPATH={ROOT}", sys.executable, *command])
 
 
 def cluster_file(directory: Path) -> tuple[Path, str]:
