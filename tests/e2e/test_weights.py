@@ -214,6 +214,8 @@ def test_weights_come_from_the_pool_by_a_url(trained: Trained, model: Path) -> N
     assert (refused.status_code, "no model demo-tiny@3" in refused.text) == (502, True)
     eventually(trained.is_served, "both workers are used again", 30.0)
     assert trained.namespaces() == {of_files}
+    assert trained.update("pdserve://pool/demo-tiny@1").status_code == 200
+    eventually(trained.is_served, "both workers are used again", 30.0)
 
 
 def test_weights_of_a_trainer_are_taken_in_steps_and_begin_a_namespace(
