@@ -191,8 +191,10 @@ def test_prefill_and_decode_workers_use_the_same_tokens(cluster: Cluster) -> Non
     chat.ask(here)
     chat.stream(here)
     answer = chat.ask(here)
-    spliced = sum(outcomes(worker).get("spliced", 0) for worker in cluster.workers[:1])
-    assert spliced >= 2
+    prefill = cluster.workers[0]
+    while outcomes(prefill).get("spliced", 0) < 2 and len(chat.turns) < 2 * TURNS:
+        answer = chat.ask(here)  # a record that is still on its way to the pool costs a turn its splice
+    assert outcomes(prefill).get("spliced", 0) >= 2
     last = chat.turns[-1]
     assert sum(found(answer).values()) >= (last.prompt_tokens - 1) // PAGE * PAGE, "decode found all of it"
     before = [outcomes(worker).get("spliced", 0) for worker in (cluster.prefill[1], cluster.decode[1])]
