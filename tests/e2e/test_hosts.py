@@ -74,8 +74,9 @@ def test_a_conversation_goes_over_two_routers_and_its_pages_from_host_to_host(
             cached = [parse_cached(answer["headers"]["x-pdserve-cached"]) for answer in answers]
             assert cached[0]["pool"] >= PAGE
             assert all(sum(one.values()) - one["computed"] >= PAGE for one in cached)
-            deciders = {answer["headers"]["x-pdserve-decode"] for answer in answers}
-            assert len(deciders) == 1  # both routers send the session to one worker
+            # both routers send the session to one worker, which has the earlier turns in its own memory
+            own = [one["device"] + one["host"] for one in cached[1:]]
+            assert min(own) >= PAGE, (cached, [answer["headers"] for answer in answers])
             assert supervisor.popen is not None
             supervisor.popen.terminate()
             assert supervisor.popen.wait(STOP_TIMEOUT_S) == 0, supervisor.tail()
