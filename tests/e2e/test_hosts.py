@@ -15,20 +15,14 @@ from pdserve.bench.stores import BenchError
 from pdserve.router.request.cache_report import parse_cached
 from pdserve.up.places.hosts import SHELL_VARIABLE
 from tests.support.e2e.cluster import Process
-from tests.support.netns.lab import cannot
+from tests.support.netns.lab import ROOT, cannot, python_at
 from tests.support.up.scripts import LAUNCH
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
-ROOT = Path(__file__).parents[2]
 HOSTS = ("a", "b", "c", "desk")
 STOP_TIMEOUT_S = 120.0
 PAGE = 64
-
-
-def words(hosts: Machines, *command: str) -> list[str]:
-    """A Python program at the desk."""
-    return hosts.words(HOSTS[-1], ["env", f"PYTHONPATH={ROOT}", sys.executable, *command])
 
 
 def cluster_file(directory: Path) -> tuple[Path, str]:
@@ -49,7 +43,7 @@ def cluster_file(directory: Path) -> tuple[Path, str]:
 def up(hosts: Machines, directory: Path, model: Path, file: Path) -> Process:
     named = ",".join(f"{host}={hosts.network.address(host)}" for host in HOSTS[:-1])
     flags = ["--on", "hosts", "--hosts", named, "--model", str(model), "--run-dir", str(directory / "run")]
-    command = words(hosts, "-m", "pdserve", "up", str(file), *flags)
+    command = python_at(hosts, HOSTS[-1], "-m", "pdserve", "up", str(file), *flags)
     log = directory / "up.log"
     started = Process("up", command, log, {SHELL_VARIABLE: str(hosts.shell)}).start()
     started.wait_ready(lambda: "hosts is ready at" in log.read_text())
@@ -65,7 +59,7 @@ def test_a_conversation_goes_over_two_routers_and_its_pages_from_host_to_host(
             supervisor = up(hosts, tmp_path, model, file)
             urls = [f"http://{hosts.network.address(host)}:8000" for host in ("a", "b")]
             asked = subprocess.run(
-                words(hosts, "-m", "tests.support.netns.ask", key, *urls, *urls),
+                python_at(hosts, HOSTS[-1], "-m", "tests.support.netns.ask", key, *urls, *urls),
                 capture_output=True, text=True, check=True, cwd=ROOT,
             )  # fmt: skip
             answers = [json.loads(line) for line in asked.stdout.splitlines()]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,10 +13,9 @@ from pdserve.bench.hosts.machines import Machines, machines
 from pdserve.bench.stores import BenchError
 from tests.support.certificates import Authority
 from tests.support.netns.field import until
-from tests.support.netns.lab import cannot
+from tests.support.netns.lab import ROOT, cannot, python_at
 from tests.support.netns.paths import BYTES
 
-ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 60.0
 MOST_PROCESSES = 4
 """That a host without a service has: its init, a shell, and who looks."""
@@ -45,13 +43,14 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
         cannot(error)
 
 
-def command(hosts: Machines, host: str, *words: str) -> list[str]:
-    return hosts.words(host, ["env", f"PYTHONPATH={ROOT}", sys.executable, *words])
-
-
 def ask(hosts: Machines, host: str, *words: str) -> str:
     done = subprocess.run(
-        command(hosts, host, *words), capture_output=True, text=True, timeout=TIMEOUT_S, check=False, cwd=ROOT
+        python_at(hosts, host, *words),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+        cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -72,7 +71,7 @@ def test_a_host_has_all_of_its_own(hosts: Machines) -> None:
 
 def test_a_power_cut_ends_all_of_it_and_it_comes_back_with_empty_memory(hosts: Machines) -> None:
     with subprocess.Popen(
-        command(
+        python_at(
             hosts,
             "two",
             "-c",
@@ -109,7 +108,7 @@ def test_memory_is_mapped_within_a_host_and_never_between_two(
     file, log = tmp_path / "node.toml", tmp_path / "node.log"
     file.write_text(config)
     with log.open("wb") as out:
-        serve = command(hosts, "one", "-m", "pdserve", "pool", "serve", "--config", str(file))
+        serve = python_at(hosts, "one", "-m", "pdserve", "pool", "serve", "--config", str(file))
         node = subprocess.Popen(serve, stdout=out, stderr=out, cwd=ROOT)
     until(lambda: "is ready at" in log.read_text(), log.read_text)
     look = ("-m", "tests.support.netns.paths", address)

@@ -77,8 +77,10 @@ class Dispatcher:
     async def serve(self, call: Call) -> None:
         """Answer the call. Raises RequestError with nothing sent. On cancellation all load is released."""
         session, now_s = call.facts.session, self._loop.time()
-        last = None if session is None else self.placer.sessions.get(session, now_s)
-        if session is not None and self._shared is not None:
+        last = None
+        if session is not None and self._shared is None:
+            last = self.placer.sessions.get(session, now_s)
+        elif session is not None:
             last, now_s = await self.last_turn(session), self._loop.time()
         plan = self._plan(call, last, now_s)
         if self._levels is not None:

@@ -33,12 +33,8 @@ from pdserve.bench.serving.report.tables import summaries_table
 from pdserve.bench.serving.summary import Measured, of, ratio, summaries
 from pdserve.bench.stores import BenchError
 from pdserve.errors import ConfigError
-from pdserve.settings.toml_text import to_toml
-from pdserve.up.cli import SCHEMAS, check_tables
-from pdserve.up.config import read_cluster_file
-from pdserve.up.plan import make_plan
 from tests.support.bench.scripted import ScriptedServer
-from tests.support.bench.serving import serving
+from tests.support.bench.serving import checked_plan, serving
 from tests.support.router.mock_worker import Received, Wire
 
 SETTING = Setting(
@@ -63,17 +59,7 @@ PROCESSES = {
 @pytest.mark.parametrize("name", NAMES)
 def test_a_contenders_cluster_is_valid_for_every_process(name: str, tmp_path: Path) -> None:
     chosen = contender(name, SETTING, 9000, 9001)
-    file = tmp_path / "cluster.toml"
-    file.write_text(to_toml(chosen.tables))
-    plan = make_plan(
-        read_cluster_file(file, {}, {}),
-        program=("pdserve",),
-        run_dir=Path("/run/b"),
-        uid=0,
-        ports=iter(range(20_000, 20_010)),
-        cluster_token="secret",
-    )
-    check_tables(plan, str(file), SCHEMAS)
+    plan = checked_plan(chosen, tmp_path)
     assert [spec.name for spec in plan.processes] == PROCESSES[name]
     # a cluster without one of its processes is not the one to measure, but where that is what is measured
     assert plan.settings.stop_on_loss == (name != "dead")

@@ -14,10 +14,8 @@ from pdserve.bench.serving.cluster import launched
 from pdserve.bench.serving.contenders import NAMES, Setting
 from pdserve.bench.serving.foreign import DYNAMO, FOREIGN, GIB, VLLM, dynamo_argv, vllm_contender
 from pdserve.bench.stores import BenchError
-from pdserve.settings.toml_text import to_toml
-from pdserve.up.cli import SCHEMAS, check_tables
-from pdserve.up.config import read_cluster_file
-from pdserve.up.plan import Plan, make_plan
+from pdserve.up.plan import Plan
+from tests.support.bench.serving import checked_plan
 
 SETTING = Setting(
     model_path="/m",
@@ -39,18 +37,7 @@ PROCESSES = {
 def plan_of(name: str, directory: Path) -> Plan:
     chosen = vllm_contender(name, SETTING, Path("/v/python"), 9000, 9001)
     assert (chosen.port, chosen.router_port) == (9001, 9000)
-    file = directory / "cluster.toml"
-    file.write_text(to_toml(chosen.tables))
-    plan = make_plan(
-        read_cluster_file(file, {}, {}),
-        program=("pdserve",),
-        run_dir=Path("/run/b"),
-        uid=0,
-        ports=iter(range(20_000, 20_010)),
-        cluster_token="secret",
-    )
-    check_tables(plan, str(file), SCHEMAS)
-    return plan
+    return checked_plan(chosen, directory)
 
 
 def argument(argv: Sequence[str], name: str) -> str:

@@ -1,4 +1,4 @@
-"""Scripted servers that run beside a test, and records of asks made by hand."""
+"""Scripted servers that run beside a test, records of asks made by hand, and plans of contenders."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from pdserve.bench.serving.contenders import Contender
 from pdserve.bench.serving.load.records import Record, Run
+from pdserve.settings.toml_text import to_toml
+from pdserve.up.cli import SCHEMAS, check_tables
+from pdserve.up.config import read_cluster_file
+from pdserve.up.plan import Plan, make_plan
 from tests.support.bench.scripted import ScriptedServer
 
 
@@ -26,6 +32,22 @@ def serving(server: ScriptedServer) -> Iterator[ScriptedServer]:
         loop.call_soon_threadsafe(loop.stop)
         thread.join(30)
         loop.close()
+
+
+def checked_plan(chosen: Contender, directory: Path) -> Plan:
+    """What is started for a contender: every process takes its configuration."""
+    file = directory / "cluster.toml"
+    file.write_text(to_toml(chosen.tables))
+    plan = make_plan(
+        read_cluster_file(file, {}, {}),
+        program=("pdserve",),
+        run_dir=Path("/run/b"),
+        uid=0,
+        ports=iter(range(20_000, 20_010)),
+        cluster_token="secret",
+    )
+    check_tables(plan, str(file), SCHEMAS)
+    return plan
 
 
 def record(turn: int, first_s: float | None, **more: Any) -> Record:

@@ -6,6 +6,7 @@ import ctypes
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,9 +15,11 @@ from typing import Final, NoReturn, TypeVar
 
 import pytest
 
+from pdserve.bench.hosts.machines import Machines
 from pdserve.bench.hosts.network import Network
 
 REQUIRED = "PDSERVE_NETNS"  # "required": what cannot be made is a failure, not a skip
+ROOT: Final = Path(__file__).parents[3]
 CLONE_NEWNET: Final = 0x4000_0000
 LIBC: Final = ctypes.CDLL(None, use_errno=True)
 T = TypeVar("T")
@@ -62,6 +65,11 @@ def cannot(error: Exception) -> NoReturn:
     if os.environ.get(REQUIRED) == "required":
         pytest.fail(reason)
     pytest.skip(reason)
+
+
+def python_at(hosts: Machines, host: str, *command: str) -> list[str]:
+    """What runs a Python program on that host, which finds the programs of the tests."""
+    return hosts.words(host, ["env", f"PYTHONPATH={ROOT}", sys.executable, *command])
 
 
 def last_lines(path: Path) -> str:
