@@ -42,6 +42,15 @@ class RenewAsked:
 
 
 @dataclass(frozen=True)
+class Upgraded:
+    """A process goes on as the version that is installed now, and serves."""
+
+    name: str
+    problem: str = ""
+    """Why it does not; empty: it does."""
+
+
+@dataclass(frozen=True)
 class StopAsked:
     """A signal to stop; a second one stops at once."""
 
@@ -57,7 +66,7 @@ class ScaleAsked:
     """As it is to be. What is in both plans is the same, but for the router's list of workers."""
 
 
-Event: TypeAlias = BecameReady | Ended | Tick | RenewAsked | ScaleAsked | StopAsked
+Event: TypeAlias = BecameReady | Ended | Tick | RenewAsked | Upgraded | ScaleAsked | StopAsked
 
 
 @dataclass(frozen=True)
@@ -86,6 +95,13 @@ class Kill:
 @dataclass(frozen=True)
 class Reload:
     """SIGHUP: this process replaces itself or its own children, and refuses no client meanwhile."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Upgrade:
+    """Have this process go on as the version that is installed now. `Upgraded` follows."""
 
     name: str
 
@@ -124,4 +140,6 @@ class Exit:
     status: int
 
 
-Action: TypeAlias = Start | Terminate | Kill | Reload | Rewire | Scaled | Say | Announce | Exit
+Action: TypeAlias = (
+    Start | Terminate | Kill | Reload | Upgrade | Rewire | Scaled | Say | Announce | Exit
+)

@@ -15,7 +15,7 @@ A process goes through these phases:
   are STARTING.
 - A process that ends before it was ever ready stops the cluster. Later it is restarted as restart.py says.
 - SIGUSR1 restarts the processes host by host, those of a host in the order of their start, each once the
-  one before is ready again.
+  one before is ready again. Pool nodes are upgraded instead. The first that does not come back ends this.
 - Scaling starts new workers and tells others to end. Routers learn first which ones leave, and of new ones
   when they are ready. A new one that fails stays ended, and the others go on.
 - Stopping goes through the stages in reverse. A stage is told to end, and killed when its grace is over.
@@ -52,6 +52,8 @@ from pdserve.up.events import (
     StopAsked,
     Terminate,
     Tick,
+    Upgrade,
+    Upgraded,
 )
 from pdserve.up.plan import Plan, ProcessSpec, grace_s
 from pdserve.up.restart import restart_delay_s
@@ -153,6 +155,8 @@ class Lifecycle:
                 self._on_tick(now_s)
             case RenewAsked():
                 self._renew_asked = True
+            case Upgraded(name, problem):
+                self._on_upgraded(self._processes[name], problem)
             case ScaleAsked(plan):
                 self._scale_to = plan
                 self._refuse_scaling_at_the_end()
@@ -267,7 +271,7 @@ class Lifecycle:
             stays = "waits for another host" if moves else "stays ended"
             self._say(f"{words} and {stays}; the others go on; {log}")
             if process is self._renewed:
-                self._renewed = None
+                self._give_up_renewing()
             if self._awaited is not None and end.name in self._awaited:
                 self._awaited.discard(end.name)
                 self._scale_problem = f"{words}; {log}"
@@ -377,19 +381,44 @@ class Lifecycle:
             self._say("SIGUSR1: restarting all processes, one after the other")
         while self._to_renew:
             process = self._to_renew.popleft()
+            name, goes_on = process.spec.name, process.spec.upgrade is not None
+            replaces_itself = _replaces_itself(process.spec)
             if process.phase not in RUNNING:
                 continue  # it is started anyway, or has ended for good
-            if _renews_itself(process.spec):
-                if process.phase is Phase.READY:
-                    self._actions.append(Reload(process.spec.name))
+            if process.phase is not Phase.READY and (goes_on or replaces_itself):
+                continue  # it is the new version already
+            if replaces_itself:
+                self._actions.append(Reload(name))
                 continue
-            self._renewed, process.renewing = process, True
+            self._renewed = process
+            if goes_on:
+                self._say(f"upgrading {name}")
+                self._actions.append(Upgrade(name))
+                return
+            process.renewing = True
             self._terminate(process, now_s)
             return
         if self._is_renewing:
             self._is_renewing = False
             self._say("all processes have been restarted")
             self._renew(now_s)
+
+    def _on_upgraded(self, process: _Process, problem: str) -> None:
+        if process is not self._renewed or self._exit_status is not None:
+            return  # it died meanwhile, and was started again; or all are stopping
+        if problem:
+            self._say(f"error: {process.spec.name}: {problem}")
+            self._give_up_renewing()
+        else:
+            self._say(f"{process.spec.name} has been upgraded")
+            self._renewed = None
+
+    def _give_up_renewing(self) -> None:
+        """No other process shall be lost to what is installed now."""
+        left = ", ".join(process.spec.name for process in self._to_renew) or "none"
+        self._say(f"error: the restart of all processes ends here; not restarted: {left}")
+        self._renewed, self._is_renewing = None, False
+        self._to_renew.clear()
 
     def _terminate(self, process: _Process, now_s: float) -> None:
         process.kill_at_s = now_s + grace_s(process.spec, self._settings)
@@ -446,9 +475,9 @@ class Lifecycle:
                     self._actions.append(Kill(process.spec.name))
 
 
-def _renews_itself(spec: ProcessSpec) -> bool:
-    """SIGHUP makes it go on as the version that is installed now. A pool node keeps its pages meanwhile."""
-    return spec.role == "pool" or (spec.role == "router" and spec.config.get("processes", 1) > 1)
+def _replaces_itself(spec: ProcessSpec) -> bool:
+    """SIGHUP makes it replace its own processes by the version that is installed now."""
+    return spec.role == "router" and spec.config.get("processes", 1) > 1
 
 
 def _by_host(processes: Collection[_Process]) -> list[_Process]:

@@ -23,6 +23,7 @@ from pdserve.errors import ConfigError
 from pdserve.up.config import WORKER_ROLES, ClusterFile, ClusterSettings, Restart, Role, Table, merge
 from pdserve.up.foreign.vllm import VllmRole, environment, lmcache_argv, server_of, vllm_argv
 from pdserve.up.needs import NOTHING, Needs, read_needs
+from pdserve.up.renewal.command import Command, pool_upgrade
 from pdserve.up.site import ALL_INTERFACES, Demand, Site, as_seen_from, open_pool_node, open_worker
 
 METRICS_HOST: Final = "127.0.0.1"
@@ -92,6 +93,8 @@ class ProcessSpec:
     needs: Needs = NOTHING
     host: str = ""
     """Name of the host that runs it; empty: this one."""
+    upgrade: Command | None = None
+    """What lets it go on as the version that is installed now; None: it is started again instead."""
 
 
 @dataclass(frozen=True)
@@ -423,9 +426,10 @@ def _spec(draft: _Draft, program: Sequence[str], run_dir: Path) -> ProcessSpec:
     command = ("pool", "serve") if draft.role == "pool" else (draft.role,)
     argv = draft.argv or (*program, *command, "--config", str(config_path))
     ready: HttpReady | ConnectReady
+    upgrade = None
     if draft.role == "pool":
         reached = draft.config["cluster"]["advertise"] if draft.host else draft.config["listen"][0]
-        ready = ConnectReady(reached)
+        ready, upgrade = ConnectReady(reached), pool_upgrade(program, reached, draft.config)
     else:
         path = READY_PATHS.get(draft.role, "/pd/ready")
         tls = _tls(draft)
@@ -449,6 +453,7 @@ def _spec(draft: _Draft, program: Sequence[str], run_dir: Path) -> ProcessSpec:
         release_s=draft.release_s,
         needs=draft.needs,
         host=draft.host,
+        upgrade=upgrade,
     )
 
 

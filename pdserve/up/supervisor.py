@@ -26,6 +26,7 @@ from pdserve.up.places.base import HostLost, Place, Running
 from pdserve.up.places.process import write_private
 from pdserve.up.plan import Plan
 from pdserve.up.readiness import is_ready, served_model
+from pdserve.up.renewal.run import problem_of
 from pdserve.up.scale.requests import POLL_S, Mailbox
 from pdserve.up.scraping import TARGETS_FILE, targets
 
@@ -131,6 +132,8 @@ class Supervisor:
                 self._signal(name, signal.SIGTERM)
             case events.Reload(name):
                 self._signal(name, signal.SIGHUP)
+            case events.Upgrade(name):
+                self._spawn(self._upgrade(name))
             case events.Kill(name):
                 if name in self._children:  # else its end is in the queue already
                     self._spawn(self._children[name].kill())
@@ -183,6 +186,11 @@ class Supervisor:
             ended.cancel()
         del self._children[name]
         self._events.put_nowait(events.Ended(name, status, child.last_lines()))
+
+    async def _upgrade(self, name: str) -> None:
+        command = self._specs[name].upgrade
+        assert command is not None
+        self._events.put_nowait(events.Upgraded(name, await problem_of(command)))
 
     def _rewire(self, name: str) -> None:
         """Write what has changed; the process may still have the old file open."""

@@ -18,7 +18,8 @@ from pdserve.up.plan import Plan, make_plan
 from pdserve.up.site import Site
 
 NAMES = ("pool0", "prefill0", "decode0", "router")
-RENEWED = NAMES[1:]
+RESTARTED = NAMES[1:]
+"""By SIGUSR1; the pool node goes on by itself, with its pages."""
 STAGES = (("pool0",), ("prefill0", "decode0"), ("router",))
 
 
@@ -77,7 +78,7 @@ class World:
             if isinstance(action, ev.Start):
                 assert action.name not in self.alive
                 self.alive.append(action.name)
-            elif isinstance(action, ev.Terminate | ev.Kill | ev.Reload):
+            elif isinstance(action, ev.Terminate | ev.Kill | ev.Reload | ev.Upgrade):
                 assert action.name in self.alive
             elif isinstance(action, ev.Say):
                 self.said.append(action.text)
@@ -141,6 +142,7 @@ class AnyWorld(RuleBasedStateMachine):
         self.was_ready: set[str] = set()
         self.killed: set[str] = set()
         self.told: set[str] = set()
+        self.upgrading: set[str] = set()
         self.stopped = False
         self.scaling = False
         self.tables = tables
@@ -164,6 +166,9 @@ class AnyWorld(RuleBasedStateMachine):
                 self.scaling = False
             elif isinstance(action, ev.Terminate):
                 self.told.add(action.name)
+            elif isinstance(action, ev.Upgrade):
+                assert action.name in self.is_ready
+                self.upgrading.add(action.name)
             elif isinstance(action, ev.Kill):
                 self.killed.add(action.name)
             elif isinstance(action, ev.Announce):
@@ -190,7 +195,13 @@ class AnyWorld(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(self.world.alive))
         self.is_ready.discard(name)
         self.told.discard(name)
+        self.upgrading.discard(name)
         self.check(self.world.end(name, status))
+
+    @precondition(lambda self: self.world.exit is None and self.upgrading)
+    @rule(problem=st.sampled_from(["", "", "its new version would not start"]))
+    def the_pool_node_is_upgraded(self, problem: str) -> None:
+        self.check(self.world.tell(ev.Upgraded(self.upgrading.pop(), problem)))
 
     @rule(seconds=st.sampled_from([0.5, 3.0, 70.0]))
     def time_passes(self, seconds: float) -> None:
@@ -220,7 +231,7 @@ class AnyWorld(RuleBasedStateMachine):
     @invariant()
     def at_most_one_is_renewed_at_a_time(self) -> None:
         if not self.stopped:
-            told = self.told & set(self.world.alive)
+            told = (self.told | self.upgrading) & set(self.world.alive)
             assert len(told) <= 1 or not told & set(NAMES)
 
     def teardown(self) -> None:
@@ -395,6 +406,14 @@ def test_a_stop_while_starting_stops_what_has_started() -> None:
     assert world.exit == 0
 
 
+def renewing(plan: Plan) -> World:
+    """SIGUSR1 has come, and the pool node has been upgraded."""
+    world = World(plan).up()
+    world.tell(ev.RenewAsked())
+    world.tell(ev.Upgraded("pool0"))
+    return world
+
+
 def renewed(world: World, name: str) -> None:
     """It ended as it was told to, was started again, and is ready."""
     assert names(world.end(name), ev.Start) == [name]
@@ -402,10 +421,8 @@ def renewed(world: World, name: str) -> None:
 
 
 def test_sigusr1_restarts_each_process_once_the_one_before_is_ready() -> None:
-    world = World(plan_of()).up()
-    world.tell(ev.RenewAsked())
-    assert names(world.done, ev.Reload) == ["pool0"]  # it goes on by itself, with its pages
-    for name in RENEWED:
+    world = renewing(plan_of())
+    for name in RESTARTED:
         assert names(world.done, ev.Terminate)[-1] == name
         renewed(world, name)
     assert world.said[0] == "SIGUSR1: restarting all processes, one after the other"
@@ -416,8 +433,7 @@ def test_sigusr1_restarts_each_process_once_the_one_before_is_ready() -> None:
 
 
 def test_sigusr1_restarts_one_host_after_the_other() -> None:
-    world = World(on_two_hosts()).up()
-    world.tell(ev.RenewAsked())
+    world = renewing(on_two_hosts())
     for name in ("decode0", "router0", "prefill0", "router1"):
         assert names(world.done, ev.Terminate)[-1] == name
         renewed(world, name)
@@ -425,40 +441,69 @@ def test_sigusr1_restarts_one_host_after_the_other() -> None:
 
 
 def test_sigusr1_leaves_a_router_of_several_processes_to_itself() -> None:
-    world = World(plan_of({"router": {"processes": 2}})).up()
-    world.tell(ev.RenewAsked())
-    for name in RENEWED[:-1]:
+    world = renewing(plan_of({"router": {"processes": 2}}))
+    for name in RESTARTED[:-1]:
         renewed(world, name)
     assert world.done[-2:] == [ev.Reload("router"), ev.Say("all processes have been restarted")]
 
 
 def test_a_renewed_process_that_does_not_end_is_killed_after_its_grace() -> None:
-    world = World(plan_of(stop_grace_s=5.0)).up()
-    world.tell(ev.RenewAsked())
+    world = renewing(plan_of(stop_grace_s=5.0))
     assert names(world.wait(5.0), ev.Kill) == ["prefill0"]
     assert names(world.end("prefill0", -9), ev.Start) == ["prefill0"]
 
 
-def test_a_renewed_process_that_dies_again_is_restarted_as_often_as_any_other_and_then_left() -> None:
-    world = World(plan_of(max_restarts=1)).up()
-    world.tell(ev.RenewAsked())
+def test_a_renewed_process_that_dies_again_is_restarted_like_any_other_and_may_end_the_renewal() -> None:
+    world = renewing(plan_of(max_restarts=1))
     renewed(world, "prefill0")
     world.end("decode0")
     world.end("decode0", 5)
     world.wait(1.0)
     world.end("decode0", 5)
-    assert world.said[-1].startswith("decode0 exited with status 5 before it was ready and stays ended")
-    assert world.done[-1] == ev.Terminate("router")
-    renewed(world, "router")
-    assert world.said[-1] == "all processes have been restarted"
+    assert world.said[-2].startswith("decode0 exited with status 5 before it was ready and stays ended")
+    assert world.said[-1] == "error: the restart of all processes ends here; not restarted: router"
+    assert names(world.done, ev.Terminate) == ["prefill0", "decode0"]
+    world.tell(ev.RenewAsked())  # of what is left
+    assert names(world.done, ev.Upgrade) == ["pool0", "pool0"]
+
+
+def test_sigusr1_upgrades_a_pool_node_and_restarts_nothing_until_that_is_done() -> None:
+    world = World(plan_of()).up()
+    assert world.tell(ev.RenewAsked())[1:] == [ev.Say("upgrading pool0"), ev.Upgrade("pool0")]
+    assert world.wait(100.0) == []
+    actions = world.tell(ev.Upgraded("pool0"))
+    assert actions == [ev.Say("pool0 has been upgraded"), ev.Terminate("prefill0")]
+
+
+def test_a_pool_node_that_cannot_be_upgraded_ends_the_renewal() -> None:
+    world = World(plan_of()).up()
+    world.tell(ev.RenewAsked())
+    world.tell(ev.Upgraded("pool0", "pool0 is not upgraded: its new version would not start"))
+    assert world.said[-2:] == [
+        "error: pool0: pool0 is not upgraded: its new version would not start",
+        "error: the restart of all processes ends here; not restarted: prefill0, decode0, router",
+    ]
+    assert names(world.wait(100.0), ev.Terminate) == []
+    assert names(world.scale(decode=2), ev.Start) == ["decode1"]
+
+
+def test_a_pool_node_that_dies_while_it_is_upgraded_is_started_again_and_the_others_wait_for_it() -> None:
+    world = World(plan_of()).up()
+    world.tell(ev.RenewAsked())
+    world.end("pool0", 1)
+    assert names(world.wait(1.0), ev.Start) == ["pool0"]
+    assert names(world.done, ev.Terminate) == []
+    assert names(world.tell(ev.BecameReady("pool0")), ev.Terminate) == ["prefill0"]
+    assert world.tell(ev.Upgraded("pool0", "it did not come back in time")) == []
 
 
 def test_a_process_that_is_ready_only_after_it_was_told_to_end_is_not_renewed_by_that() -> None:
     world = World(plan_of()).up()
     world.end("prefill0", 1)
     world.wait(1.0)
-    world.tell(ev.RenewAsked())  # it is starting
-    world.ready("prefill0")
+    world.tell(ev.RenewAsked())
+    world.tell(ev.Upgraded("pool0"))
+    world.ready("prefill0")  # it was starting
     assert names(world.done, ev.Terminate) == ["prefill0"]
     renewed(world, "prefill0")
     assert names(world.done, ev.Terminate) == ["prefill0", "decode0"]
@@ -469,7 +514,7 @@ def test_a_pool_node_that_is_starting_is_the_new_version_already() -> None:
     world.end("pool0", 1)
     world.wait(1.0)
     world.tell(ev.RenewAsked())
-    assert names(world.done, ev.Reload) == []
+    assert names(world.done, ev.Upgrade) == []
     assert names(world.done, ev.Terminate) == ["prefill0"]
 
 
@@ -478,11 +523,13 @@ def test_sigusr1_before_all_are_ready_is_done_afterwards_and_one_that_comes_mean
     world.tell(ev.RenewAsked())
     for stage in STAGES:
         world.ready(*stage)
+    world.tell(ev.Upgraded("pool0"))
     assert names(world.done, ev.Terminate) == ["prefill0"]
     world.tell(ev.RenewAsked())
-    for name in RENEWED:
+    for name in RESTARTED:
         renewed(world, name)
-    assert names(world.done, ev.Terminate) == [*RENEWED, "prefill0"]
+    assert names(world.done, ev.Terminate) == list(RESTARTED)
+    assert names(world.done, ev.Upgrade) == ["pool0", "pool0"]
 
 
 @pytest.mark.parametrize(
@@ -556,8 +603,8 @@ def test_scaling_waits_until_all_have_started_or_been_restarted() -> None:
     world.ready(*STAGES[0], *STAGES[1])
     assert names(world.tell(ev.BecameReady("router")), ev.Start) == ["decode1"]
     world.tell(ev.RenewAsked())
-    assert names(world.done, ev.Terminate) == []
-    assert names(world.tell(ev.BecameReady("decode1")), ev.Terminate) == ["prefill0"]
+    assert names(world.done, ev.Upgrade) == []
+    assert names(world.tell(ev.BecameReady("decode1")), ev.Upgrade) == ["pool0"]
 
 
 def test_a_router_that_starts_meanwhile_is_told_again_when_it_is_ready() -> None:

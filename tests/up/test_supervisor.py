@@ -150,7 +150,8 @@ def test_sigusr1_renews_every_process_in_order_and_what_dies_later_is_restarted_
         notes = [(e["role"], e["what"]) for e in cluster.journal()[known:] if e["what"] != "ready"]
         started = [("prefill", "start"), ("decode", "start"), ("router", "start")]
         assert [note for note in notes if note[1] == "start"] == started
-        assert ("pool", "reload") in notes  # it goes on as the new version by itself
+        # it goes on as the new version by itself, and nothing else is restarted before it has
+        assert notes[:2] == [("pool", "upgrade"), ("pool", "upgraded")]
         ready = [line.split()[2] for line in cluster.lines if " is ready after " in line]
         assert ready[4:] == ["prefill0", "decode0", "router"]
         assert set(before.values()) & set(cluster.started().values()) == {before["pool"]}
@@ -169,6 +170,36 @@ def test_sigusr1_renews_every_process_in_order_and_what_dies_later_is_restarted_
         assert (cluster.run_dir / "decode0.log").read_text().count("decode listens") == 3
         cluster.process.send_signal(signal.SIGINT)
         assert cluster.finish() == 0
+
+
+def test_a_pool_node_that_cannot_be_upgraded_ends_the_renewal_and_the_rest_goes_on(tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong"
+    wrong.write_text("pool0 is not upgraded: the new version would not start\n")
+    toml = DISAGG.replace("[[pool]]", f'[[pool]]\nupgrades_when = "{wrong}"')
+    with running(tmp_path, toml) as cluster:
+        cluster.wait_for(r"stand-in is ready at")
+        before = cluster.started()
+        cluster.process.send_signal(signal.SIGUSR1)
+        cluster.wait_for(r"error: pool0: pool0 is not upgraded: the new version would not start$")
+        cluster.wait_for(r"error: the restart of all processes ends here; .*: prefill0, decode0, router$")
+        assert cluster.started() == before
+        ask(cluster, "router", "/ready")
+
+
+def test_nothing_is_restarted_while_a_pool_node_is_upgraded_and_a_stop_waits_for_no_upgrade(
+    tmp_path: Path,
+) -> None:
+    toml = DISAGG.replace("[[pool]]", f'[[pool]]\nupgrades_when = "{tmp_path / "never"}"')
+    with running(tmp_path, toml) as cluster:
+        cluster.wait_for(r"stand-in is ready at")
+        before = cluster.started()
+        cluster.process.send_signal(signal.SIGUSR1)
+        cluster.wait_for(r"upgrading pool0")
+        cluster.wait_for_note("pool", "upgrade")
+        cluster.process.send_signal(signal.SIGTERM)
+        assert cluster.finish() == 0
+        assert cluster.started() == before
+        assert not processes_that_mention(str(tmp_path))
 
 
 def test_a_process_that_cannot_be_started_again_stops_nothing(tmp_path: Path) -> None:

@@ -322,3 +322,30 @@ def test_the_upgrade_command_waits_until_another_incarnation_answers(
 
     assert "n was upgraded in" in run("upgrade", scripted("n", answer).address).stdout
     assert incarnations == []
+
+
+def test_the_upgrade_command_waits_until_every_node_has_its_pages_or_says_that_it_did_not(
+    scripted: Callable[..., ScriptedNode],
+) -> None:
+    """The others took the node for dead meanwhile, so pages have other owners for a moment."""
+    asked: list[Any] = []
+    settled: list[int] = []  # the epoch of the other node's pages, at each look
+
+    def answer(request: m.Request) -> m.Reply | None:
+        if isinstance(request, Upgrade):
+            asked.append(request)
+            return m.Done(request.id)
+        assert isinstance(request, m.Status)
+        members = [member("n", ACTIVE)]
+        if asked:
+            members.append(member("o", ACTIVE, settled.pop(0) if settled else 0))
+        return replace(report(request.id, 0, members), incarnation=1 + len(asked))
+
+    settled[:] = [0, 8, 9]
+    address = scripted("n", answer).address
+    assert run("upgrade", address).stderr == ""
+    assert settled == []
+    asked.clear()
+    late = run("upgrade", address, "--deadline", "0.5")
+    assert "n was upgraded in" in late.stdout
+    assert "n: pages still move: wait with the next node" in late.stderr

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,9 @@ from typing import Any
 from tests.support.left_behind import reaper
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
+STAND_INS = ("-S", str(STAND_IN))
+REAL_NODES = (str(STAND_IN.with_name("real_nodes.py")),)
+"""What Python runs in pdserve's place."""
 TIMEOUT_S = 90.0
 
 RUN = """
@@ -29,12 +32,12 @@ from pdserve.up.cli import run_plan
 from pdserve.up.config import read_cluster_file
 from pdserve.up.places.base import open_place
 from pdserve.up.scale.planner import Planner
-stand_in, file, run_dir, on = sys.argv[1:]
+file, run_dir, on, *program = sys.argv[1:]
 cluster = read_cluster_file(Path(file), {"cluster.run_dir": run_dir}, {})
 try:
     place = open_place(on, os.environ)
     assert place.submit([], cluster.cluster) is None
-    planner = Planner(cluster, place, source=file, program=(sys.executable, "-S", stand_in))
+    planner = Planner(cluster, place, source=file, program=(sys.executable, *program))
     sys.exit(run_plan(planner.plan(), place, planner.scaled))
 except PdserveError as error:
     print("REFUSED", error, flush=True)
@@ -104,7 +107,13 @@ class Cluster:
 
 @contextmanager
 def running(
-    tmp_path: Path, toml: str, *, on: str = "local", variables: Mapping[str, str] | None = None, **popen: Any
+    tmp_path: Path,
+    toml: str,
+    *,
+    program: Sequence[str] = STAND_INS,
+    on: str = "local",
+    variables: Mapping[str, str] | None = None,
+    **popen: Any,
 ) -> Iterator[Cluster]:
     """A cluster file's supervisor; `JOURNAL` in the file is the stand-ins' journal. `popen`: how to start it
     otherwise; there are no lines where its output goes elsewhere. `on`: the place, with `variables` in its
@@ -117,10 +126,10 @@ def running(
             (variables or {}).get("PYTHON", sys.executable),
             "-c",
             RUN,
-            str(STAND_IN),
             str(file),
             str(run_dir),
             on,
+            *program,
         ],
         text=True,
         start_new_session=True,

@@ -5,11 +5,16 @@ Keys (in `[engine]` for workers): host, port; `behave` one of serve (default), d
 exits 3), stubborn (ignores SIGTERM), graceful (notes it and exits 0 on SIGTERM), parent (has a child in its
 session that ignores SIGTERM). `GET /die` makes it exit 4, `GET /talk` print a mebibyte. Every start and every
 request to be ready is one line in `journal`.
+
+`stand_in.py pool upgrade ADDRESS` asks a pool node to upgrade itself, and waits until it has done so. One with
+the key `upgrades_when` does so once the file of that name is there: by then it has what to say of it, or
+nothing.
 """
 
 import json
 import os
 import signal
+import socket
 import socketserver
 import subprocess
 import sys
@@ -17,6 +22,22 @@ import time
 import tomllib
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+
+
+def connected(address):
+    scheme, _, rest = address.partition(":")
+    if scheme == "tcp":
+        host, _, port = rest.rpartition(":")
+        return socket.create_connection((host, int(port)))
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(rest)
+    return connection
+
+
+if sys.argv[1:3] == ["pool", "upgrade"]:
+    with connected(sys.argv[3]) as node, node.makefile("r") as said:
+        node.sendall(b"upgrade\n")
+        sys.exit(said.read().strip() or None)
 
 role = sys.argv[1]
 config = tomllib.loads(Path(sys.argv[sys.argv.index("--config") + 1]).read_text())
@@ -60,6 +81,19 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+class PoolHandler(socketserver.StreamRequestHandler):
+    def handle(self):
+        if self.rfile.readline() != b"upgrade\n":
+            return  # only looked whether somebody is there
+        note("upgrade")
+        if "upgrades_when" in config:
+            file = Path(config["upgrades_when"])
+            while not file.exists():
+                time.sleep(0.02)
+            self.wfile.write(file.read_bytes())
+        note("upgraded")
+
+
 class Server(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
 
@@ -83,10 +117,10 @@ if role == "pool":
     scheme, _, address = config["listen"][0].partition(":")
     if scheme == "tcp":
         at, _, port = address.rpartition(":")
-        server = Server((at, int(port)), socketserver.StreamRequestHandler)
+        server = Server((at, int(port)), PoolHandler)
     else:
         Path(address).unlink(missing_ok=True)
-        server = socketserver.ThreadingUnixStreamServer(address, socketserver.StreamRequestHandler)
+        server = socketserver.ThreadingUnixStreamServer(address, PoolHandler)
 else:
     server = Server((home["host"], home["port"]), Handler)
 print(f"{role} listens", flush=True)

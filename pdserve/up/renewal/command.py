@@ -1,0 +1,33 @@
+"""The command that upgrades a pool node, as the supervisor runs it beside itself. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+BACK_S: Final = 30.0
+"""For the node to be back with all its pages, and for the others to have all that is theirs."""
+MOST_S: Final = 120.0
+"""Of the whole command: the node also has 65 s to load its new version beside the old one."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """It ends with status 0 once the process serves as the new version."""
+
+    words: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Besides the supervisor's. Secrets go here: others can read command lines."""
+
+
+def pool_upgrade(program: Sequence[str], address: str, config: Mapping[str, Any]) -> Command:
+    """Of the node with this configuration. `program`: pdserve's."""
+    words = [*program, "pool", "upgrade", address, "--deadline", f"{BACK_S:.0f}"]
+    if file := config.get("admin_token_file"):
+        words += ["--token-file", str(file)]
+    given = {"PDSERVE_POOL_TOKEN": config.get("admin_token")}
+    tls = config.get("tls") or {}
+    if tls.get("certificate"):  # the node's own files are good for its clients too
+        given |= {f"PDSERVE_POOL_TLS_{key.upper()}": tls.get(key) for key in ("ca", "certificate", "key")}
+    return Command(tuple(words), {name: str(value) for name, value in given.items() if value})
