@@ -36,7 +36,7 @@ count = 3
 capacity_bytes = "32MiB"
 slab_bytes = "1MiB"
 keep = false
-env.PYTHONPATH = "PATH"
+env.PYTHONPATH = "DIRECTORIES"
 [[agg]]
 """
 
@@ -80,7 +80,7 @@ class Reader:
 def test_one_node_after_the_other_is_upgraded_and_no_page_is_missed(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(FAULT)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    with running(tmp_path, FILE.replace("PATH", path), program=REAL_NODES) as cluster:
+    with running(tmp_path, FILE.replace("DIRECTORIES", path), program=REAL_NODES) as cluster:
         cluster.wait_for(r"renewed is ready at")
         reader = Reader(cluster)
         with reader.reading():
