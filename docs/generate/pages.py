@@ -54,6 +54,7 @@ BLOCKS: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = {
         "hostile": reliability.hostile,
         "hosts": reliability.hosts,
     },
+    "docs/failures.md": {"host-events": reliability.host_events},
     "docs/benchmarks/policies.md": {"policies": policies.hit_rates},
     "docs/benchmarks/scale.md": {"scale": scale.figures},
 }

@@ -47,6 +47,29 @@ def hosts() -> str:
     return "\n".join(map(_hosts, runs("hosts"))) or NO_RUN
 
 
+def host_events() -> str:
+    """What clients saw of each fault in the newest run that had it."""
+    newest: dict[str, tuple[Run, dict[str, Any]]] = {}
+    for run in reversed(runs("hosts")):
+        newest |= {line["fault"]: (run, line) for line in run.lines}
+    if not newest:
+        return NO_RUN
+    columns = ("event", "turns", "failed", "wrong answers", "longest turn, s", "hit rate", "failed after")
+    rows = [
+        (
+            f"{line['fault']}: {line['what']}",
+            *(str(line[name]) for name in ("turns", "failed", "wrong_answers", "longest_s")),
+            f"{line['hit']:.0%}, then {line['hit_after']:.0%}",
+            str(line["failed_after"]),
+        )
+        for _, line in newest.values()
+    ]
+    dates = " and ".join(sorted({run.origin["date"][:10] for run, _ in newest.values()}))
+    commits = ", ".join(dict.fromkeys(run.origin["commit"] for run, _ in newest.values()))
+    said = f"`pdserve bench hosts`, {dates}, {commits}; the newest run of each:\n\n"
+    return said + table(columns, rows)
+
+
 def _hosts(run: Run) -> str:
     columns = (
         *("fault", "seconds", "turns", "failed", "first token p50, ms", "p99, ms", "longest turn, s"),
