@@ -195,9 +195,11 @@ class EtcdMembership:
                     self._said = problem
             await asyncio.sleep(self._config.retry_s)
 
-    async def close(self) -> None:
-        """Take the key away; after `run` was cancelled."""
-        if self._lease:
+    async def close(self, *, keeps_key: bool = False) -> None:
+        """Take the key away, after `run` was cancelled. `keeps_key`: leave it there until its lease ends, or
+        it is written again.
+        """
+        if self._lease and not keeps_key:
             with contextlib.suppress(PoolError):
                 await self._ask("lease/revoke", {"ID": str(self._lease)}, msgspec.Raw)
         await self._client.aclose()

@@ -140,6 +140,4 @@ class Exit:
     status: int
 
 
-Action: TypeAlias = (
-    Start | Terminate | Kill | Reload | Upgrade | Rewire | Scaled | Say | Announce | Exit
-)
+Action: TypeAlias = Start | Terminate | Kill | Reload | Upgrade | Rewire | Scaled | Say | Announce | Exit

@@ -1,7 +1,7 @@
 """`pdserve pool upgrade`: let a node go on as the version that is installed now.
 
-The command ends once another node may be upgraded: this one serves, and every node has all pages that it owns.
-If the others took it for dead meanwhile, pages move for a moment.
+The command ends once another node may be upgraded: this one serves, and every node has all pages that it
+owns. If the others took it for dead meanwhile, pages move for a moment.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ def upgrade(
     deadline_s: Annotated[
         float,
         typer.Option(
-            "--deadline", metavar="SECONDS", min=0.1, help="Longest wait until the node is back, and pages rest."
+            "--deadline",
+            metavar="SECONDS",
+            min=0.1,
+            help="Longest wait until the node is back and no pages move.",
         ),
     ] = 30.0,
 ) -> None:
@@ -61,9 +64,7 @@ def has_settled(report: StatusReport) -> bool:
     return all(member.settled >= report.epoch for member in report.members if member.status == ACTIVE)
 
 
-def _until(
-    asking: Asking, deadline_s: float, holds: Callable[[StatusReport], bool]
-) -> StatusReport | None:
+def _until(asking: Asking, deadline_s: float, holds: Callable[[StatusReport], bool]) -> StatusReport | None:
     """The first report of which that holds; None: there was none by the deadline."""
     while time.monotonic() < deadline_s:
         try:

@@ -2,7 +2,8 @@
 
     UP          operations use connections
     RESTARTING  the node announced a short restart (an upgrade): operations wait for it with an extended
-                deadline (deadline.py), while one runner tries to connect for `restart_wait_s`
+                deadline (deadline.py), while one runner tries to connect for `restart_wait_s`. Its pauses
+                grow with the time that has passed: tries take processor time from the node that starts
     DOWN        every operation is refused at once, without network traffic, while one runner tries to
                 connect every `retry_after_s`. If the port is closed, a try costs little and a restart is
                 likely. Then the pauses are shorter: a twentieth of the time since the node went down
@@ -37,7 +38,7 @@ from typing import Final, TypeAlias, assert_never
 from pdserve.errors import PoolError, PoolRestarting, PoolUnavailable, RequestRefused
 
 RESTART_RETRY_S: Final = 0.02
-RETRY_SHARE: Final = 0.05  # of the time since the node went down
+RETRY_SHARE: Final = 0.05  # of the time since the node went down, or began to restart
 
 
 PASSING: Final = frozenset(("overloaded", "too_many_waiters", "not_durable"))
@@ -215,8 +216,10 @@ class NodeHealth:
             return []
         if self.state is NodeState.DOWN:
             return [self._try_later(now_s)]
-        if now_s + RESTART_RETRY_S < self._restart_until_s:
-            return [Try(now_s + RESTART_RETRY_S)]
+        since_s = now_s - (self._restart_until_s - self._restart_wait_s)
+        pause_s = max(RESTART_RETRY_S, RETRY_SHARE * since_s)
+        if now_s + pause_s < self._restart_until_s:
+            return [Try(now_s + pause_s)]
         text = f"did not come back within {self._restart_wait_s:.0f} s: it is down, its pages are recomputed"
         return [Log(logging.WARNING, text), self._go_down(now_s, absent=False)]
 

@@ -15,6 +15,7 @@ import secrets
 import ssl
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -143,7 +144,7 @@ class PoolNode:
             self._open_memory(ending)
             self._make_parts(ending)
             await self._open_to_others(ending)
-            self._serve_metrics(ending)
+            await self._serve_metrics(ending)
             addresses = ", ".join(self.config.listen)
             logger.info(
                 "pool node %s is ready at %s: %d MiB", self.name, addresses, self.config.capacity >> 20
@@ -381,14 +382,13 @@ class PoolNode:
 
     # --- metrics
 
-    def _serve_metrics(self, ending: AsyncExitStack) -> None:
+    async def _serve_metrics(self, ending: AsyncExitStack) -> None:
         config = self.config
         if not config.metrics:
             return
-        # loading takes a tenth of a second, which clients need not wait for
-        from pdserve.kvpool.node.metrics.server import MetricsServer
-
-        server = MetricsServer(
+        # loading takes a tenth of a second of a processor, and clients are served meanwhile
+        module = await asyncio.to_thread(import_module, "pdserve.kvpool.node.metrics.server")
+        server = module.MetricsServer(
             config.metrics,
             self._loop,
             self._snapshot,

@@ -19,6 +19,7 @@ from pdserve.errors import (
 )
 from pdserve.kvpool.client.node_health import (
     RESTART_RETRY_S,
+    RETRY_SHARE,
     Asked,
     Cause,
     Close,
@@ -94,13 +95,18 @@ def test_a_node_that_is_looked_after_only_loses_its_idle_connections(state: Node
 
 
 def test_a_restart_that_does_not_end_costs_its_time_once_then_the_node_is_down() -> None:
-    health, now_s = health_in(RESTARTING), 0.0
+    health, now_s, pauses_s = health_in(RESTARTING), 0.0, list[float]()
     while health.state is RESTARTING:
         assert health.reachable
         assert now_s < RESTART_S
         *_, attempt = health.handle(TryFailed(), now_s)
         assert isinstance(attempt, Try)
+        pauses_s.append(round(attempt.at_s - now_s, 9))
         now_s = attempt.at_s
+    *pauses_s, _ = pauses_s
+    assert pauses_s[0] == RESTART_RETRY_S
+    assert pauses_s == sorted(pauses_s)
+    assert pauses_s[-1] <= RETRY_SHARE * RESTART_S, "little later than the node is back"
     assert health.state is DOWN
     assert attempt.lost
     with pytest.raises(PoolUnavailable, match="is down"):

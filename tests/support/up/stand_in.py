@@ -6,9 +6,9 @@ exits 3), stubborn (ignores SIGTERM), graceful (notes it and exits 0 on SIGTERM)
 session that ignores SIGTERM). `GET /die` makes it exit 4, `GET /talk` print a mebibyte. Every start and every
 request to be ready is one line in `journal`.
 
-`stand_in.py pool upgrade ADDRESS` asks a pool node to upgrade itself, and waits until it has done so. One with
-the key `upgrades_when` does so once the file of that name is there: by then it has what to say of it, or
-nothing.
+`stand_in.py pool upgrade ADDRESS` asks a pool node to upgrade itself, and waits until it has done so. One
+with the key `upgrades_when` does so once the file of that name is there, and says what is in it: why it
+failed.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Real pool nodes, upgraded by SIGUSR1 under a client that reads. New versions load slowly: a scripted fault."""
+"""Real pool nodes, upgraded by SIGUSR1 under a client that reads. The fault: new versions load slowly."""
 
 from __future__ import annotations
 

@@ -177,11 +177,13 @@ class Gossiper:
             self._spawn_sync(address)
         self.anti_entropy.tell_all({})
         self._spawn(self._run(), vital=True)
-        if self.joining.etcd is not None:
-            self._spawn(self.joining.etcd.run(), vital=True)
+        if self.config.cluster.membership == "etcd":
+            self._spawn(self.joining.follow_etcd(), vital=True)
 
     async def stop(self, *, leaving: bool = True) -> None:
-        """End all of it; tell the others first, if so configured and this node is `leaving`."""
+        """End all of it; tell the others first, if so configured and this node is `leaving`. Else its key
+        stays in etcd, for the next program.
+        """
         others = [member for member in self.cluster.alive() if member.node != self.name]
         if self._detector is not None and self.config.cluster.leave_on_stop and others and leaving:
             self._detector = None
@@ -199,7 +201,7 @@ class Gossiper:
         if self.joining.etcd is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STOP_TIMEOUT_S):
-                    await self.joining.etcd.close()
+                    await self.joining.etcd.close(keeps_key=not leaving)
 
     # --- what changed
 

@@ -82,8 +82,9 @@ class Joining:
         """Learn what the others know, before any of them knows this node. Raises StartupError: they refuse
         it, or a node with its name lives.
         """
-        await self._look_up()
         known = () if self._before is None else self._before.peers
+        if not known:  # else it is asked once the node serves
+            await self._look_up()
         addresses = {*self.seeds, *known}
         if addresses and not await self._ask_seeds(addresses):
             logger.warning("node %s: no peer answers, it starts alone and tries again", self._name)
@@ -93,18 +94,26 @@ class Joining:
         config = self._config.cluster
         if config.membership != "etcd":
             return
-        # it loads an HTTP client, which few nodes need
-        from pdserve.discovery.etcd import EtcdMember, EtcdMembership
-
-        own = EtcdMember(self._name, self._config.address, self._config.weight)
-        self.etcd = EtcdMembership(
-            config.etcd, config.name, own, self.found, self._doubt, secret=config.token
-        )
+        self.etcd = self._open_etcd()
         try:
             async with asyncio.timeout(config.join_timeout_s):
                 self.found(await self.etcd.nodes())
         except (PoolError, TimeoutError) as error:
             logger.warning("node %s: etcd does not tell of other nodes yet: %s", self._name, error)
+
+    async def follow_etcd(self) -> None:
+        """Keep this node's key there, and look for others, until cancelled."""
+        if self.etcd is None:
+            self.etcd = await asyncio.to_thread(self._open_etcd)
+        await self.etcd.run()
+
+    def _open_etcd(self) -> EtcdMembership:
+        # it loads an HTTP client, which few nodes need
+        from pdserve.discovery.etcd import EtcdMember, EtcdMembership
+
+        config = self._config.cluster
+        own = EtcdMember(self._name, self._config.address, self._config.weight)
+        return EtcdMembership(config.etcd, config.name, own, self.found, self._doubt, secret=config.token)
 
     def found(self, nodes: list[EtcdMember]) -> None:
         """etcd names these nodes: the unknown ones are asked at once."""
