@@ -31,13 +31,15 @@ ONE_HOST_ENV = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "MASTER_
 SEVERAL_HOSTS_ENV = "PDSERVE_SEVERAL_HOSTS"
 
 
-def cpu_ranks_env(ranks: int, cores: Sequence[int]) -> dict[str, str]:
-    """The environment of a worker on a CPU whose `ranks` processes share `cores`. What a user sets stays.
+def cpu_ranks_env(ranks: int, cores: Sequence[int], *, several_hosts: bool = False) -> dict[str, str]:
+    """The environment of a worker on a CPU whose `ranks` processes here share `cores`. What a user sets stays.
+    `several_hosts`: it has ranks on others, too.
 
     SGLang 0.5.23 gives each rank a NUMA node of its own, and refuses more ranks than nodes, unless it is told
-    the cores of each. Its own kernels bind threads to them; torch's threads are as many as OpenMP is told.
+    the cores of each. It counts the ranks of all hosts, and the nodes of this one. Its own kernels bind
+    threads to them; torch's threads are as many as OpenMP is told.
     """
-    if ranks == 1:
+    if ranks == 1 and not several_hosts:
         return {}
     each = max(1, len(cores) // ranks)
     shares = [[cores[(rank * each + i) % len(cores)] for i in range(each)] for rank in range(ranks)]

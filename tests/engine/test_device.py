@@ -69,3 +69,6 @@ def test_ranks_on_a_cpu_share_the_cores_that_there_are(
 
 def test_one_rank_on_a_cpu_has_all_cores() -> None:
     assert device.cpu_ranks_env(1, [0, 1]) == {}
+    # SGLang counts ranks of other hosts, too, and refuses more than this one has NUMA nodes
+    alone_here = device.cpu_ranks_env(1, [0, 1], several_hosts=True)
+    assert alone_here == {"SGLANG_CPU_OMP_THREADS_BIND": "0,1", "OMP_NUM_THREADS": "2"}

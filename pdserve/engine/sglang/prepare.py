@@ -45,7 +45,8 @@ def choose(device: Device, *, several_hosts: bool = False) -> None:
 def share_cores(ranks: int) -> None:
     """On CPU, divide this process's cores between its ranks: scheduler processes that are not started yet."""
     if is_on_cpu():
-        for name, value in cpu_ranks_env(ranks, sorted(os.sched_getaffinity(0))).items():
+        cores = sorted(os.sched_getaffinity(0))
+        for name, value in cpu_ranks_env(ranks, cores, several_hosts=has_several_hosts()).items():
             os.environ.setdefault(name, value)
 
 

@@ -6,9 +6,11 @@ import sys
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pdserve.errors import ConfigError
-from pdserve.kvpool.cluster.ring import MAX_WEIGHT_SUM, Ring, positions_of
+from pdserve.kvpool.cluster.ring import MAX_WEIGHT_SUM, Ring, in_order, positions_of
 from pdserve.kvpool.protocol.messages import NodeAddress
 
 KEYS = [random.Random(seed).randbytes(32) for seed in range(20_000)]
@@ -16,6 +18,13 @@ KEYS = [random.Random(seed).randbytes(32) for seed in range(20_000)]
 
 def nodes(*weights: int) -> list[NodeAddress]:
     return [NodeAddress(f"n{i}", f"tcp:h{i}:1", weight) for i, weight in enumerate(weights)]
+
+
+@given(st.lists(st.lists(st.integers(0, 40) | st.integers((1 << 64) - 40, (1 << 64) - 1)), max_size=9))
+def test_points_are_sorted_and_equal_ones_stay_in_the_order_of_their_nodes(points: list[list[int]]) -> None:
+    positions, owners = in_order([np.array(each, np.uint64) for each in points])
+    wanted = sorted((at, number) for number, each in enumerate(points) for at in each)
+    assert list(zip(positions.tolist(), owners.tolist(), strict=True)) == wanted
 
 
 @pytest.mark.parametrize("weights", [(1, 1), (1, 1, 1, 1, 1), (1, 2, 4), (16, 16, 8)])
