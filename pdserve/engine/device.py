@@ -32,8 +32,8 @@ SEVERAL_HOSTS_ENV = "PDSERVE_SEVERAL_HOSTS"
 
 
 def cpu_ranks_env(ranks: int, cores: Sequence[int], *, several_hosts: bool = False) -> dict[str, str]:
-    """The environment of a worker on a CPU whose `ranks` processes here share `cores`. What a user sets stays.
-    `several_hosts`: it has ranks on others, too.
+    """The environment of a worker on a CPU whose `ranks` processes share `cores`. What a user sets stays.
+    `several_hosts`: it has ranks on other hosts, too.
 
     SGLang 0.5.23 gives each rank a NUMA node of its own, and refuses more ranks than nodes, unless it is told
     the cores of each. It counts the ranks of all hosts, and the nodes of this one. Its own kernels bind
