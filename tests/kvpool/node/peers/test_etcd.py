@@ -15,9 +15,11 @@ import pytest
 from pdserve.discovery.config import EtcdConfig
 from pdserve.discovery.etcd import EtcdMember, EtcdMembership, discover
 from pdserve.errors import ConfigError, PoolError, PoolUnavailable
-from pdserve.kvpool.protocol.cluster_messages import DEAD
+from pdserve.kvpool.node.node import PoolNode
+from pdserve.kvpool.node.peers.joining import Before
+from pdserve.kvpool.protocol.cluster_messages import ACTIVE, DEAD
 from tests.support.certificate import certificate as self_signed
-from tests.support.kvpool.clustered import QUIET, ring, running, status_of, until
+from tests.support.kvpool.clustered import QUIET, config_of, ring, running, status_of, until
 from tests.support.kvpool.etcd_server import EtcdServer, in_etcd, settings
 
 
@@ -71,6 +73,42 @@ def test_nodes_find_each_other_and_clients_find_them_and_who_stops_is_gone(
 
     asyncio.run(run())
     assert names(etcd) == []
+
+
+@pytest.mark.parametrize("keeps_key", [False, True])
+def test_a_node_that_is_upgraded_leaves_its_key_for_the_next_program(
+    tmp_path: Path, etcd: EtcdServer, keeps_key: bool
+) -> None:
+    """The others would doubt a node whose key went."""
+
+    async def run() -> None:
+        own = EtcdMember("a", "tcp:a:7700")
+        config = msgspec.structs.replace(settings(etcd), lease_s=60)
+        membership = EtcdMembership(config, "pool", own, lambda _: None, lambda _: None)
+        following = asyncio.create_task(membership.run())
+        await until(lambda: names(etcd) == ["a"])
+        following.cancel()
+        await membership.close(keeps_key=keeps_key)
+
+    asyncio.run(run())
+    assert names(etcd) == (["a"] if keeps_key else [])
+
+
+def test_a_node_that_is_upgraded_serves_without_waiting_for_etcd(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        silent = EtcdConfig(endpoints=[f"http://127.0.0.1:{mute.getsockname()[1]}"], timeout_s=600.0)
+        cluster = {"membership": "etcd", "etcd": silent, "join_timeout_s": 600.0}
+
+        async def run() -> None:
+            async with running(tmp_path, "b") as b:
+                a = PoolNode(config_of(tmp_path, "a", cluster=cluster))
+                a.gossip.joining._before = Before(ACTIVE, [b.config.address])
+                serving = asyncio.ensure_future(a.serve())
+                await until(lambda: ring(a) == ring(b) == "ab")
+                a.stop()
+                await serving
+
+        asyncio.run(run())
 
 
 async def test_a_lost_lease_is_a_doubt_that_a_probe_settles(tmp_path: Path, etcd: EtcdServer) -> None:
