@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from pdserve.capacity.facts import Fit
 from pdserve.capacity.gather import read_model, this_machine
 from pdserve.errors import ConfigError, StartupError
@@ -20,8 +22,19 @@ from pdserve.up.claims import free_ports, is_ours, run_directory
 from pdserve.up.config import ClusterFile, WorkerRole, resized
 from pdserve.up.fitting import fitted, pinned
 from pdserve.up.places.base import Place
+from pdserve.up.places.process import write_private
 from pdserve.up.plan import Plan, demands, make_plan
 from pdserve.up.site import Site
+
+TOKENS_FILE: Final = "pool-tokens.json"
+"""In the run directory, for its owner alone."""
+
+
+class PoolTokens(msgspec.Struct, frozen=True):
+    """Secrets of a pool on several hosts. Its namespaces know them, and outlive the cluster in memory."""
+
+    node: str
+    page: str
 
 
 class Planner:
@@ -53,8 +66,6 @@ class Planner:
         self._ports: Final = free_ports(file.cluster.host, random.SystemRandom())
         self._cluster_token: Final = environ.get("PDSERVE_CLUSTER_TOKEN") or secrets.token_urlsafe(32)
         self._admin_key: Final = environ.get("PDSERVE_ADMIN_KEY") or secrets.token_urlsafe(32)
-        self._node_token: Final = secrets.token_urlsafe(32)
-        self._page_token: Final = secrets.token_urlsafe(32)
 
     def plan(self) -> Plan:
         """The first plan. Raises ConfigError, StartupError."""
@@ -84,20 +95,37 @@ class Planner:
         fit = None
         if hosts is None:
             file, fit = fitted(file, self._extra_args, this_machine(self._environ), read_model)
+        run_dir = run_directory(Path(file.cluster.run_dir))
         plan = make_plan(
             file,
             program=self._program,
-            run_dir=run_directory(Path(file.cluster.run_dir)),
+            run_dir=run_dir,
             uid=os.getuid(),
             ports=self._ports,
             extra_args=self._extra_args,
             cluster_token=self._cluster_token,
             admin_key=self._admin_key,
-            site=None if hosts is None else self._site(hosts),
+            site=None if hosts is None else _site(hosts, pool_tokens(run_dir)),
             before=self._plan,
         )
         return file, fit, plan
 
-    def _site(self, hosts: Mapping[str, str]) -> Site:
-        far = frozenset(name for name, host in hosts.items() if not is_ours(host))
-        return Site(hosts, self._node_token, self._page_token, far)
+
+def pool_tokens(run_dir: Path) -> PoolTokens:
+    """Those of the cluster's last start, whose pages may be in its hosts' memory still, or new ones. Raises
+    StartupError.
+    """
+    file = run_dir / TOKENS_FILE
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=PoolTokens)
+    except (FileNotFoundError, msgspec.DecodeError):
+        made = PoolTokens(secrets.token_urlsafe(32), secrets.token_urlsafe(32))
+    except OSError as error:
+        raise StartupError(f"{file}: cannot be read: {error.strerror}") from None
+    write_private(file, msgspec.json.encode(made).decode())
+    return made
+
+
+def _site(hosts: Mapping[str, str], tokens: PoolTokens) -> Site:
+    far = frozenset(name for name, host in hosts.items() if not is_ours(host))
+    return Site(hosts, tokens.node, tokens.page, far)
