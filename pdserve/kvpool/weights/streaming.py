@@ -1,8 +1,9 @@
 """The tensors of a revision, read ahead of their use, straight from pages into the memory they stay in.
 
 A span is a stretch of a file that begins with a page and with a tensor: one large tensor, or some small ones.
-A span has one buffer. Its pages are read into the places that they have there, so nothing is copied twice.
-Threads read up to WINDOW_BYTES ahead, in batches over all nodes, while the caller uses what came before.
+Its pages have their places in one memory. Pages of nodes of this host are shown there (lent.py); pages of
+other nodes are read into it. Threads read up to WINDOW_BYTES ahead, in batches over all nodes, while the
+caller uses what came before.
 
 The bound is on bytes that were not given out. What the caller keeps is his: a loader may keep all tensors.
 A buffer that nobody uses any more is used again, because fresh memory costs as much as the copy into it.
@@ -24,6 +25,7 @@ import numpy as np
 
 from pdserve.errors import WeightsError
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
+from pdserve.kvpool.weights.lent import LentSpan, can_lend
 from pdserve.kvpool.weights.manifest import FileEntry, Manifest, Piece
 from pdserve.kvpool.weights.reading import PageReader
 from pdserve.kvpool.weights.tensors import (
@@ -54,10 +56,13 @@ class Span(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """A span's bytes: uint8, shape [end - start]. The memory is used again when `data` is not any more."""
+    """A span's bytes: uint8, shape [end - start]. The memory is used again when `data` is not any more.
+    `lent`: it shows pages of the pool.
+    """
 
     span: Span
     data: Bytes1D
+    lent: LentSpan | None = None
 
     def offset(self, tensor: TensorPlace) -> int:
         """Where the tensor's bytes begin in `data`."""
@@ -182,24 +187,45 @@ class _Begun:
 def read_ahead(
     reader: PageReader, spans: Iterable[Span], window_bytes: int = WINDOW_BYTES, threads: int = THREADS
 ) -> Iterator[Filled]:
-    """The spans with their bytes, in order. At most `window_bytes`, and one span, are read ahead."""
-    buffers, begun = Buffers(), deque[_Begun]()
+    """The spans with their bytes, in order. At most `window_bytes`, and one span, are read ahead.
+
+    Raises WeightsError, also after the last span and when it is closed, if a span given out was not right
+    to the end. Its last two spans are settled then.
+    """
+    buffers, begun, given = Buffers(), deque[_Begun](), deque[LentSpan]()
     under_way = 0
     executor = ThreadPoolExecutor(threads, thread_name_prefix="pdserve-weights")
     try:
         for span in spans:
-            filled = Filled(span, buffers.take(span.end - span.start))
+            filled = _memory_for(reader, span, buffers)
             parts = [executor.submit(_fill, reader, filled, batch) for batch in batches(span.pieces)]
             begun.append(_Begun(filled, parts))
             under_way += filled.data.size
             del filled
             while under_way > window_bytes:
                 under_way -= begun[0].filled.data.size
-                yield _done(begun)
+                yield _done(begun, given)
+                _settle(given, reader.model, 1)
         while begun:
-            yield _done(begun)
+            yield _done(begun, given)
+            _settle(given, reader.model, 1)
     finally:
         executor.shutdown(wait=True, cancel_futures=True)
+        _settle(given, reader.model, 0)
+
+
+def _memory_for(reader: PageReader, span: Span, buffers: Buffers) -> Filled:
+    size_bytes = span.end - span.start
+    if reader.shows_pages and can_lend(span.start, span.pieces):
+        lent = LentSpan(span.path, span.start, span.pieces)
+        return Filled(span, lent.data(size_bytes), lent)
+    return Filled(span, buffers.take(size_bytes))
+
+
+def _settle(given: deque[LentSpan], model: str, later: int) -> None:
+    """All but the last `later`: the caller's loop still has the one before it asks for the next."""
+    while len(given) > later:
+        given.popleft().settle(model)
 
 
 def batches(pieces: Sequence[tuple[int, Piece]]) -> Iterator[list[tuple[int, Piece]]]:
@@ -217,14 +243,18 @@ def batches(pieces: Sequence[tuple[int, Piece]]) -> Iterator[list[tuple[int, Pie
 
 
 def _fill(reader: PageReader, filled: Filled, batch: Sequence[tuple[int, Piece]]) -> None:
-    span, data = filled
+    span, data, lent = filled
+    if lent is not None:
+        batch = lent.fill(reader, batch)
     into = [data[place - span.start : place - span.start + piece.length] for place, piece in batch]
     reader.read(span.path, [piece for _, piece in batch], into)
 
 
-def _done(begun: deque[_Begun]) -> Filled:
+def _done(begun: deque[_Begun], given: deque[LentSpan]) -> Filled:
     """The first span, once all of it is there. Raises what a part of it raised."""
     first = begun.popleft()
     for part in first.parts:
         part.result()  # every step of a part has a deadline
+    if first.filled.lent is not None:
+        given.append(first.filled.lent)
     return first.filled

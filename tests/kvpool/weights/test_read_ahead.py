@@ -20,6 +20,9 @@ SIZE = 1000
 class Reader:
     """Fills pages with the number in their key."""
 
+    model = "demo@1"
+    shows_pages = False
+
     def __init__(self, fails_at: int = -1) -> None:
         self.fails_at = fails_at
         self.read_pages: list[int] = []
