@@ -35,9 +35,7 @@ class Region:
     def __init__(self, size_bytes: int) -> None:
         """Raises OSError."""
         self.size_bytes = -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
-        self._memory = mmap.mmap(
-            -1, self.size_bytes, flags=_PRIVATE | mmap.MAP_ANONYMOUS, prot=_WRITABLE
-        )
+        self._memory = mmap.mmap(-1, self.size_bytes, flags=_PRIVATE | mmap.MAP_ANONYMOUS, prot=_WRITABLE)
         self.address: Final = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 
     def array(self, start: int = 0, size_bytes: int = -1) -> Bytes1D:
@@ -48,7 +46,8 @@ class Region:
         """[start, start + size_bytes) shows the file's bytes from `offset` on, all in whole blocks. `file`: a
         descriptor. Raises OSError; then nothing has changed.
         """
-        assert 0 <= start and start + size_bytes <= self.size_bytes
+        assert start >= 0
+        assert start + size_bytes <= self.size_bytes
         place = self.address + start
         if _libc().mmap(place, size_bytes, _WRITABLE, _PRIVATE | _MAP_FIXED, file, offset) == _FAILED:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

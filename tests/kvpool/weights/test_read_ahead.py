@@ -12,7 +12,8 @@ import pytest
 
 from pdserve.errors import WeightsError
 from pdserve.kvpool.weights.manifest import Piece
-from pdserve.kvpool.weights.streaming import Buffers, Filled, Span, read_ahead
+from pdserve.kvpool.weights.span_memory import Buffers
+from pdserve.kvpool.weights.streaming import Filled, Span, read_ahead
 
 SIZE = 1000
 
