@@ -151,6 +151,21 @@ class PoolClient:
         )
         return batch.result
 
+    def raise_pages(self, keys: Sequence[bytes]) -> None:
+        """Have those that only tiers have loaded into memory, the first ones first, as far as nodes do it
+        ahead of reads. Does not wait for it; nothing rests on it.
+        """
+        deadline = self._within(self.config.exists_timeout_s)
+
+        def part(opened: OpenConnection, places: list[int]) -> list[bool]:
+            return operations.raise_pages(opened, [keys[i] for i in places], deadline.at_s)
+
+        jobs = self._reachable(self._links.rings.split(keys))
+        for start in range(0, max(map(len, jobs.values()), default=0), m.MAX_KEPT_KEYS):
+            some = {node: places[start : start + m.MAX_KEPT_KEYS] for node, places in jobs.items()}
+            left = {node: places for node, places in some.items() if places}
+            self._runner.run(left, Batch(keys, [False] * len(keys), deadline, part))
+
     @property
     def shows_pages(self) -> bool:
         """Whether `show` may show some, as far as is known."""
@@ -170,7 +185,7 @@ class PoolClient:
 
         def part(opened: OpenConnection, places: list[int]) -> list[StillThere | None]:
             chosen = [keys[i] for i in places], [into[i] for i in places]
-            return operations.show(opened, *chosen, deadline.at_s)
+            return operations.show(opened, *chosen, deadline.at_s, self._tally)
 
         size_bytes = into[0].size_bytes if into else 0
         rings, links = self._links.rings, self._links.links

@@ -161,8 +161,16 @@ def read(
     return PagesRead(proofs, [pin.replicas for pin in pins])
 
 
+def raise_pages(opened: OpenConnection, keys: list[bytes], deadline_s: float) -> list[bool]:
+    """Have the node load those that only a tier has into memory, as far as it has room; at most MAX_KEPT_KEYS
+    of them. Does not wait for it. Raises PoolError.
+    """
+    request = m.Exists(opened.next_id(), opened.namespace, keys, move=m.UP)
+    return _mask(opened, expect(opened, request, m.Present, deadline_s), keys)
+
+
 def show(
-    opened: OpenConnection, keys: list[bytes], into: list[Stretch], deadline_s: float
+    opened: OpenConnection, keys: list[bytes], into: list[Stretch], deadline_s: float, tally: Tally
 ) -> list[StillThere | None]:
     """Show pages of a node of this host, unchecked. They are pinned until they are shown, and not longer.
     None: not shown. Raises PoolError.
@@ -171,8 +179,10 @@ def show(
     if not isinstance(opened.connection, ShowsPages):
         return shown  # and do not ask: over a network the node would begin to send
     request = m.Get(opened.next_id(), opened.namespace, keys, [into[0].size_bytes])
-    pins = expect(opened, request, m.Got, deadline_s).pins
+    got = expect(opened, request, m.Got, deadline_s)
+    pins = got.pins
     _check_length(opened, pins, keys)
+    tally.add(pages_ssd=len(got.below))
     held = [i for i, pin in enumerate(pins) if pin.status == m.HIT]
     for i in held:
         shown[i] = opened.connection.show_page(pins[i], into[i])

@@ -22,7 +22,7 @@ from pdserve.kvpool.weights.manifest import Manifest
 from pdserve.kvpool.weights.names import ModelUrl, parse_url
 from pdserve.kvpool.weights.place import pool_of
 from pdserve.kvpool.weights.store import WeightStore
-from pdserve.kvpool.weights.streaming import Filled, stream, weight_files
+from pdserve.kvpool.weights.streaming import Filled, raise_first, stream, weight_files
 
 MANIFEST: Final = ".pdserve-manifest"
 """Written last into the directory of small files."""
@@ -51,7 +51,8 @@ def open_model(url: str, environ: MutableMapping[str, str] = os.environ) -> Pool
     with WeightStore(pool_of(parsed, environ)) as store:
         manifest = store.manifest(parsed.model)
         reader = store.reader(parsed.model)
-        weight_files(reader, manifest)  # one without weights is refused here, and not in a scheduler
+        # a model without weights is refused here, and not in a scheduler
+        raise_first(reader, weight_files(reader, manifest))
         write_files(reader, manifest, directory, is_small)
     _keep(directory, manifest)
     return PoolModel(parsed, manifest, directory)

@@ -30,6 +30,15 @@ class PageReader:
         self.model = model
 
     @property
+    def from_tiers(self) -> bool:
+        """Whether some page so far was in a tier only."""
+        return self._client.counters.pages_ssd > 0
+
+    def raise_pages(self, pieces: Sequence[Piece]) -> None:
+        """Have pages loaded from tiers that are wanted soon."""
+        self._client.raise_pages([piece.key for piece in pieces])
+
+    @property
     def shows_pages(self) -> bool:
         """Whether `show` may show some."""
         return can_own() and self._client.shows_pages

@@ -1,9 +1,9 @@
 """The tensors of a revision, read ahead of their use, straight from pages into the memory they stay in.
 
 A span is a stretch of a file that begins with a page and with a tensor: one large tensor, or some small ones.
-Its pages have their places in one memory. Pages of nodes of this host are shown there (span_memory.py); pages of
-other nodes are read into it. Threads read up to WINDOW_BYTES ahead, in batches over all nodes, while the
-caller uses what came before.
+Its pages have their places in one memory. Pages of nodes of this host are shown there (span_memory.py), and
+pages of other nodes are read into it. Threads read up to WINDOW_BYTES ahead, in batches over all nodes, while
+the caller uses what came before.
 
 The bound is on bytes that were not given out. What the caller keeps is his: a loader may keep all tensors.
 A buffer that nobody uses any more is used again, because fresh memory costs as much as the copy into it.
@@ -12,6 +12,7 @@ A buffer that nobody uses any more is used again, because fresh memory costs as 
 from __future__ import annotations
 
 import json
+import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -36,7 +37,7 @@ from pdserve.kvpool.weights.tensors import (
 
 BATCH_BYTES: Final = 32 << 20
 WINDOW_BYTES: Final = 256 << 20
-THREADS: Final = 4
+THREADS: Final = min(4, max(2, len(os.sched_getaffinity(0))))  # more are in each other's way
 SETTLING: Final = 8  # most spans that were given out and are not settled
 INDEX: Final = "model.safetensors.index.json"
 SUFFIX: Final = ".safetensors"
@@ -79,6 +80,13 @@ def weight_files(reader: PageReader, manifest: Manifest) -> list[FileEntry]:
     if not files:
         raise WeightsError(f"{manifest.model} has no *{SUFFIX} files: only these are loaded from a pool")
     return files
+
+
+def raise_first(reader: PageReader, files: Iterable[FileEntry]) -> None:
+    """Have the first pages loaded from tiers: some seconds pass before a worker reads them."""
+    pieces = [piece for file in files for piece in file.pieces]
+    ends = accumulate(piece.stored for piece in pieces)
+    reader.raise_pages([piece for piece, end in zip(pieces, ends, strict=True) if end <= WINDOW_BYTES])
 
 
 def stream(reader: PageReader, manifest: Manifest, files: Iterable[FileEntry]) -> Iterator[Filled]:
@@ -251,6 +259,8 @@ class _ReadAhead:
 
     def _submit(self) -> None:
         if self._batch:
+            if self._reader.from_tiers:  # then a disk is never idle while pages are compared and used
+                self._reader.raise_pages([piece for _, (_, piece) in self._batch])
             part = self._executor.submit(_fill, self._reader, self._batch)
             for one in {id(one): one for one, _ in self._batch}.values():
                 one.parts.append(part)

@@ -22,7 +22,7 @@ class Reader:
     """Fills pages with the number in their key."""
 
     model = "demo@1"
-    shows_pages = False
+    shows_pages = from_tiers = False
 
     def __init__(self, fails_at: int = -1) -> None:
         self.fails_at = fails_at
