@@ -51,9 +51,9 @@ def open_model(url: str, environ: MutableMapping[str, str] = os.environ) -> Pool
     with WeightStore(pool_of(parsed, environ)) as store:
         manifest = store.manifest(parsed.model)
         reader = store.reader(parsed.model)
-        # a model without weights is refused here, and not in a scheduler
-        raise_first(reader, weight_files(reader, manifest))
+        weights = weight_files(reader, manifest)  # one without is refused here, and not in a scheduler
         write_files(reader, manifest, directory, is_small)
+        raise_first(reader, weights)
     _keep(directory, manifest)
     return PoolModel(parsed, manifest, directory)
 
