@@ -132,7 +132,7 @@ answers() {
 is_served() {
   local worker workers=()
   curl -sf -m 5 "$url/v1/models" | grep "\"$name\"" >/dev/null || return 1
-  mapfile -t workers < <(curl -sf -m 5 "$url/health" | grep -o '"endpoint":"generate","instance_id":[0-9]*')
+  mapfile -t workers < <(curl -sf -m 5 "$url/health" | grep -o '"endpoint":"generate",[^{]*"instance_id":[0-9]*')
   [ ${#workers[@]} -ge ${#roles[@]} ] || return 1
   [ "$mode" = agg ] || workers=(any) # they answer each request together
   for worker in "${workers[@]##*:}"; do answers "x-worker-instance-id: $worker" || return 1; done

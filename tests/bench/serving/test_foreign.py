@@ -90,7 +90,10 @@ def test_workers_of_dynamo_have_the_sizes_of_all(name: str) -> None:
     assert theirs[-2:] == ["--seed", "7"]
 
 
-@pytest.mark.parametrize(("name", "says"), [("dynamo", "launch/dynamo.sh"), ("vllm-pool", "launch/vllm.sh")])
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("dynamo", "launch/dynamo.sh --set-up"), ("vllm-pool", "launch/vllm.sh --set-up")],
+)
 def test_what_is_not_set_up_is_said(
     name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

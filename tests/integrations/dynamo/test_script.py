@@ -35,8 +35,9 @@ def until(condition: Callable[[], bool], what: str) -> None:
 
 def health(*workers: int) -> str:
     """As Dynamo's frontend says it."""
-    one = '{{"component":"backend","endpoint":"generate","instance_id":{}}}'
-    return '{"instances":[%s]}' % ",".join(one.format(worker) for worker in workers)
+    begin = '{"component":"backend","endpoint":"generate","namespace":"dynamo","instance_id":'
+    end = ',"transport":{"tcp":"192.0.2.2:33837/ea7b3d9758c60bf6/dynamo/backend/generate"}}'
+    return '{"instances":[' + ",".join(f"{begin}{worker}{end}" for worker in workers) + "]}"
 
 
 class Script:
@@ -46,7 +47,7 @@ class Script:
         shutil.copy(LAUNCH / "dynamo.sh", root / "launch")
         (root / "launch/setup.sh").write_text(
             f"root={root} venv={root}/.venv\n"
-            "say() { echo \"$*\" >&2; }\nfail() { say \"error: $*\"; exit 1; }\n"
+            'say() { echo "$*" >&2; }\nfail() { say "error: $*"; exit 1; }\n'
         )
         stays = f"echo $$ >>{root}/started; exec sleep 600"
         program(root / ".venv/bin/pdserve", stays)
