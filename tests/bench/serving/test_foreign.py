@@ -85,7 +85,12 @@ def test_workers_of_dynamo_have_the_sizes_of_all(name: str) -> None:
         ("--arena-dir", f"/dev/shm/b/{name}"),
     ):
         assert argument(ours, word) == value
-    for word, value in (("--max-total-tokens", "640"), ("--page-size", "64"), ("--hicache-ratio", "2.0")):
+    for word, value in (
+        ("--max-total-tokens", "640"),
+        ("--page-size", "64"),
+        ("--hicache-ratio", "2.0"),
+        ("--num-reserved-decode-tokens", "64"),
+    ):
         assert argument(theirs, word) == value
     assert theirs[-2:] == ["--seed", "7"]
 
