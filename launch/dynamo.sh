@@ -45,7 +45,7 @@ if [ "$(cat "$dynamo/pdserve-setup" 2>/dev/null)" != "$version $venv" ]; then
 fi
 case $mode in
   --set-up) exit ;;
-  --test) cd "$root" && exec "$venv/bin/python" -m pytest tests/e2e/test_dynamo.py ;;
+  --test) cd "$root" && exec "$venv/bin/python" -m pytest -v tests/e2e/test_dynamo.py ;;
 esac
 
 if [ -z "$model" ]; then
