@@ -70,7 +70,10 @@ def ask_alone(model: Path, log: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def vllm(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmCluster]:
+def vllm(
+    small_model: Path, alone: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[VllmCluster]:
+    """After `alone`, whose server would want the same memory and processors at the same time."""
     with vllm_cluster(small_model, tmp_path_factory.mktemp("run") / "c") as cluster:
         yield cluster
 
