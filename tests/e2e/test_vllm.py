@@ -26,7 +26,11 @@ from tests.support.router.harness import routed
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: run launch/vllm.sh --set-up"),
+    pytest.mark.skipif(
+        not PYTHON.exists(),
+        reason=f"no vLLM at {PYTHON}: `launch/vllm.sh --test` installs and tests it; or name a Python that has "
+        "vLLM and LMCache in PDSERVE_VLLM_PYTHON",
+    ),
 ]
 
 PROMPTS = [f"def add_{n}(a, b): return a + b  # " * (30 + n) for n in range(4)]
