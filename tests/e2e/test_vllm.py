@@ -28,8 +28,8 @@ pytestmark = [
     pytest.mark.timeout(1800),
     pytest.mark.skipif(
         not PYTHON.exists(),
-        reason=f"no vLLM at {PYTHON}: `launch/vllm.sh --test` installs and tests it; or name a Python that has "
-        "vLLM and LMCache in PDSERVE_VLLM_PYTHON",
+        reason=f"no vLLM at {PYTHON}: `launch/vllm.sh --test` installs and tests it; "
+        "PDSERVE_VLLM_PYTHON names another Python with vLLM and LMCache",
     ),
 ]
 
