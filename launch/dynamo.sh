@@ -4,14 +4,19 @@
 #
 #   launch/dynamo.sh [agg|disagg] [--model PATH] [--port N] [--workers N] [--run-dir DIR] [--arena-dir DIR]
 #                    [--pool-capacity SIZE] [-- SGLANG_FLAGS]
+#   launch/dynamo.sh --set-up     only set up
+#   launch/dynamo.sh --test       run the tests with Dynamo, which start real workers (five minutes)
 #
 # agg: workers that do prefill and decode (the default, two of them). disagg: one of each, SGLang's own transfer between
 # them. Sets everything up first: Dynamo goes into .venv-dynamo, which sees .venv behind it, because its pins differ.
-# Ctrl-C stops every process.
+# Says that it is ready once every worker has answered. Ctrl-C stops every process.
 set -euo pipefail
+usage() { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"; }
+case ${1:-} in --help | -h) usage && exit ;; esac
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 mode=agg model= port=8000 workers=2 run=$root/logs/dynamo arena= capacity=2GiB version=1.6.1
-case ${1:-} in agg | disagg) mode=$1 && shift ;; esac
+START_S=600 # two engines on a busy machine
+case ${1:-} in agg | disagg | --set-up | --test) mode=$1 && shift ;; esac
 while [ $# -gt 0 ]; do
   case $1 in
     --model) model=$2 && shift 2 ;;
@@ -21,7 +26,7 @@ while [ $# -gt 0 ]; do
     --arena-dir) arena=$2 && shift 2 ;;
     --pool-capacity) capacity=$2 && shift 2 ;;
     --) shift && break ;;
-    *) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0" && exit 2 ;;
+    *) usage && exit 2 ;;
   esac
 done
 
@@ -38,6 +43,10 @@ if [ "$(cat "$dynamo/pdserve-setup" 2>/dev/null)" != "$version $venv" ]; then
   printf 'import site; site.addsitedir(%s)\n' "'$behind'" >"$site/pdserve.pth"
   printf '%s\n' "$version $venv" >"$dynamo/pdserve-setup"
 fi
+case $mode in
+  --set-up) exit ;;
+  --test) cd "$root" && exec "$venv/bin/python" -m pytest -v tests/e2e/test_dynamo.py ;;
+esac
 
 if [ -z "$model" ]; then
   model=$root/models/demo-small
@@ -52,6 +61,8 @@ rm -rf "$run/discovery"
 # Dynamo's planes without etcd and NATS
 export DYN_DISCOVERY_BACKEND=file DYN_FILE_KV=$run/discovery DYN_REQUEST_PLANE=tcp DYN_EVENT_PLANE=zmq
 export HF_HUB_OFFLINE=1 # the model is a directory
+# fields that only SGLang and pdserve know are left out, as they leave out what they do not know
+export DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS=${DYN_IGNORE_OPENAI_FE_UNSUPPORTED_FIELDS:-1}
 events=tcp://127.0.0.1:$((port + 100))
 
 started=()
@@ -74,7 +85,8 @@ begin() { # begin NAME COMMAND...
   local log=$run/$1.log
   say "$1: log $log"
   shift
-  setsid "$@" >"$log" 2>&1 & # this script alone ends it, Ctrl-C does not
+  # this script alone ends it, Ctrl-C does not; and the kernel does, should the script be killed
+  setpriv --pdeathsig KILL setsid "$@" >"$log" 2>&1 &
   started+=($!)
 }
 
@@ -109,17 +121,28 @@ for i in "${!roles[@]}"; do
     --engine.port $((port + 200 + i)) --kv-events "tcp://127.0.0.1:$((port + 300 + i))" -- "$@"
 done
 begin frontend "$dynamo/bin/python" -m dynamo.frontend --http-port "$port" --router-mode kv --shared-cache-type hicache
-# is_served: the frontend knows the model, and every worker
-is_served() {
-  curl -sf "http://127.0.0.1:$port/v1/models" | grep -q "\"$name\"" || return 1
-  [ "$(curl -sf "http://127.0.0.1:$port/health" | grep -o '"endpoint":"generate"' | wc -l)" -ge ${#roles[@]} ]
+url=http://127.0.0.1:$port
+# answers HEADER: a short completion is answered
+answers() {
+  curl -sf -m 60 "$url/v1/completions" -H 'Content-Type: application/json' -H "$1" \
+    -d "{\"model\": \"$name\", \"prompt\": \"1 + 1 =\", \"max_tokens\": 1}" >/dev/null
 }
-for _ in $(seq 300); do
+# is_served: the frontend knows the model and every worker, and each of them answers through it. The list of models
+# comes first, but says nothing of what the router knows.
+is_served() {
+  local worker workers=()
+  curl -sf -m 5 "$url/v1/models" | grep "\"$name\"" >/dev/null || return 1
+  mapfile -t workers < <(curl -sf -m 5 "$url/health" | grep -o '"endpoint":"generate",[^{]*"instance_id":[0-9]*')
+  [ ${#workers[@]} -ge ${#roles[@]} ] || return 1
+  [ "$mode" = agg ] || workers=(any) # they answer each request together
+  for worker in "${workers[@]##*:}"; do answers "x-worker-instance-id: $worker" || return 1; done
+}
+deadline=$((SECONDS + START_S))
+until is_served; do
   for i in "${!started[@]}"; do kill -0 "${started[i]}" 2>/dev/null || fail "a process has ended: see $run/*.log"; done
-  if is_served; then break; fi
+  [ "$SECONDS" -lt "$deadline" ] || fail "the model is not served by all workers after $START_S s: see $run/*.log"
   sleep 1
 done
-is_served || fail "the model is not served by all workers after 300 s: see $run/*.log"
-say "ready: http://127.0.0.1:$port/v1 serves $name. Ctrl-C stops it."
+say "ready: $url/v1 serves $name. Ctrl-C stops it."
 wait -n "${started[@]}" || true
 fail "a process has ended: see $run/*.log"

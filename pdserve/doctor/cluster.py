@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from email.utils import parsedate_to_datetime
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeAlias, TypeVar
+from typing import Annotated, Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -22,6 +22,7 @@ from pdserve.errors import ConfigError, PoolError
 from pdserve.kvpool.admin.node_client import TIMEOUT_S, NodeClient, all_nodes, in_parallel
 from pdserve.kvpool.protocol.cluster_messages import DEAD, MAX_MEMBERS
 from pdserve.kvpool.protocol.messages import NodeAddress, StatusReport
+from pdserve.router.fleet.abilities import foreign_info
 from pdserve.router.request.timing import finite_number
 
 T = TypeVar("T")
@@ -30,6 +31,7 @@ FULL: Final = 0.95  # of a quota
 _DECLINED: Final = re.compile(r"^pdserve_worker_fetches_declined_total\{.*\} (\S+)$", re.MULTILINE)
 ARGUMENTS_S: Final = 30.0  # for a step of SGLang's to end, a long prefill on a processor
 UNAUTHORIZED: Final = 401
+NOT_FOUND: Final = 404
 MAX_WORKERS: Final = 1024  # of one router
 MAX_PAGE_TOKENS: Final = 65_536
 
@@ -63,6 +65,9 @@ Text: TypeAlias = Annotated[str, Meta(max_length=4096)]
 class _Member(msgspec.Struct):
     id: Text
     tls: bool = False
+    role: Text = ""
+    engine: Text | None = None
+    absent: dict[str, Any] = {}
 
 
 class _RouterReady(msgspec.Struct):
@@ -126,20 +131,32 @@ class _Storage(msgspec.Struct):
     pdserve: _Pdserve | None = None
 
 
-def members(router_url: str) -> tuple[tuple[str, ...], str]:
-    """(URLs of the workers that a router has, why there are none)"""
+class Member(NamedTuple):
+    """A worker, as a router knows it. `engine`: of one without routes under `/pd/`; empty: it has them."""
+
+    url: str
+    role: str = ""
+    engine: str = ""
+
+
+def members(router_url: str) -> tuple[tuple[Member, ...], str]:
+    """(the workers that a router has, why there are none)"""
     try:
         said = Asker("").get(f"{router_url}/ready", TIMEOUT_S).decoded(_RouterReady)
     except NoAnswer as error:
         return (), f"{router_url}/ready does not answer as a router's does: {error}"
     if said.workers is None:
         return (), f"{router_url} does not tell who its workers are (it asks for API keys)"
-    urls = tuple(f"{'https' if one.tls else 'http'}://{one.id}" for one in said.workers)
-    return urls, f"{router_url} has none"
+    return tuple(map(_member, said.workers)), f"{router_url} has none"
+
+
+def _member(said: _Member) -> Member:
+    engine = (said.engine or "") if "info" in said.absent else ""
+    return Member(f"{'https' if said.tls else 'http'}://{said.id}", said.role, engine)
 
 
 def gather_workers(
-    urls: Sequence[str],
+    asked: Sequence[Member],
     token: str,
     timeout_s: float = TIMEOUT_S,
     arguments_s: float = ARGUMENTS_S,
@@ -152,14 +169,19 @@ def gather_workers(
     """
     asker = Asker(token, trust, asks_all=trust is None)
     with ThreadPoolExecutor(32) as threads:
-        return list(threads.map(lambda url: _worker(asker, url, timeout_s, arguments_s, clock), urls))
+        return list(threads.map(lambda one: _worker(asker, one, timeout_s, arguments_s, clock), asked))
 
 
 def _worker(
-    asker: Asker, url: str, timeout_s: float, arguments_s: float, clock: Callable[[], float]
+    asker: Asker, member: Member, timeout_s: float, arguments_s: float, clock: Callable[[], float]
 ) -> Worker:
+    url = member.url
+    if member.engine:
+        return _foreign(asker, member, timeout_s, clock)
     try:
         said = asker.get(f"{url}/pd/ready", timeout_s)
+        if said.status == NOT_FOUND:
+            return _foreign(asker, member, timeout_s, clock)
         ahead_s = _ahead_s(said.headers.get("date", ""), clock())
         told = _checked(said, 200, 503).decoded(dict[str, Any])
         ready = _taken(told, _Ready)
@@ -184,6 +206,29 @@ def _worker(
         if ready.ready:
             return Worker(url=url, error=f"does not answer as a pdserve worker does: {error}")
         return Worker(url=url, draining=ready.draining, described=False, clock_ahead_s=ahead_s)
+
+
+def _foreign(asker: Asker, member: Member, timeout_s: float, clock: Callable[[], float]) -> Worker:
+    """A worker without routes under `/pd/`, by its engine's own."""
+    try:
+        health = asker.get(f"{member.url}/health", timeout_s)
+        known = Worker(
+            url=member.url,
+            ready=health.status == 200,
+            role=member.role,
+            engine=member.engine,
+            clock_ahead_s=_ahead_s(health.headers.get("date", ""), clock()),
+        )
+        models = asker.get(f"{member.url}/v1/models", timeout_s)
+        if models.status == UNAUTHORIZED and not asker.has_secret:
+            return msgspec.structs.replace(known, described=False, guarded=True)
+        found = foreign_info(_checked(models).body)
+        model = msgspec.convert(found.model, Text)
+    except (NoAnswer, *UNREADABLE, ValueError) as error:
+        what = member.engine or "pdserve"
+        return Worker(url=member.url, error=f"does not answer as a {what} worker does: {error}")
+    facts = {"engine": found.engine, "model": model, "context_length": found.context_length}
+    return msgspec.structs.replace(known, **facts)
 
 
 def _arguments(asker: Asker, url: str, timeout_s: float) -> dict[str, Any] | None:

@@ -74,6 +74,10 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     """It wants the cluster's token before it tells more, and was not sent it."""
     busy: bool = False
     """It had no time to tell SGLang's arguments: those below are not known."""
+    engine: str = ""
+    """Of a worker without routes under `/pd/`, as vLLM's: of those below, only role, model and context length
+    are known. Empty: it has them.
+    """
     pool: str = "down"
     role: str = ""
     model: str = ""

@@ -151,11 +151,16 @@ def workers(found: Sequence[Worker]) -> Iterator[Finding]:
         if worker.busy:
             says = f"{worker.url} is busy: it did not tell SGLang's arguments in time"
             yield _finding("worker", "warn", says, "ask again when it has less to do")
+        if worker.engine and not worker.error:
+            says = f"{worker.url} is {worker.engine}'s: how it uses the pool is not known, and not probed"
+            yield _finding("worker", "ok", says)
     answered = [worker for worker in found if not worker.error]
-    there = [worker for worker in answered if worker.described]
-    if len(there) == len(answered):
+    if all(worker.role or (worker.described and not worker.engine) for worker in answered):
         yield from _roles(found)
-    for model in dict.fromkeys(worker.model for worker in there):
+    described = [worker for worker in answered if worker.described]
+    there = [worker for worker in described if not worker.engine]
+    for model in dict.fromkeys(worker.model for worker in described):
+        yield from _one_engine(model, [worker for worker in described if worker.model == model])
         yield from _alike(model, [worker for worker in there if worker.model == model])
     for worker in there:
         if not worker.busy:
@@ -188,6 +193,13 @@ _ALIKE: Final = (
     ("chat template", "chat_template", "give all the same chat template: prompts become other tokens"),
     ("namespace", "namespace", "leave pool.namespace empty, or give all the same one"),
 )
+
+
+def _one_engine(model: str, there: Sequence[Worker]) -> Iterator[Finding]:
+    engines = sorted({worker.engine or "sglang" for worker in there})
+    if len(engines) > 1:
+        says = f"workers of {model} are of {' and '.join(engines)}: they share no pages"
+        yield _finding("engine", "fail", says, "give each engine's model a name of its own")
 
 
 def _alike(model: str, there: Sequence[Worker]) -> Iterator[Finding]:

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from pdserve.doctor import cluster, judge, live_probe, machine
 from pdserve.doctor.cli import _plan, _pool_tls
+from pdserve.doctor.cluster import Member
 from pdserve.doctor.facts import PoolNode
 from pdserve.engine.prompt_identity import chat_template_fingerprint, tokenizer_fingerprint
 from pdserve.errors import ConfigError
@@ -33,6 +34,7 @@ from tests.support.kvpool.pools import arena_dir, remove_arena
 from tests.support.router import mock_worker as mock
 from tests.support.router.harness import FAST, before, disagg, routed
 from tests.support.router.mock_worker import REPORT, MockWorker, Received, Wire
+from tests.support.router.vllm_worker import VllmWorker
 
 SERVER = {
     "max_total_num_tokens": 40_000,
@@ -217,13 +219,50 @@ async def test_a_worker_that_drains_or_starts_is_said_to_and_not_called_misconfi
         starts.script("/pd/info", mock.answer(500, {}))
         drains.draining = True
         drains.script("/get_server_info", mock.answer(503, {}))
-        found = await asyncio.to_thread(cluster.gather_workers, (starts.url, drains.url), "")
+        found = await asyncio.to_thread(cluster.gather_workers, [Member(starts.url), Member(drains.url)], "")
     assert [(one.error, one.described, one.draining) for one in found] == [
         ("", False, False),
         ("", False, True),
     ]
     worst = {one.check: one.says for one in judge.workers(found) if one.level != "ok"}
     assert worst.keys() == {"worker", "clock"}  # the scripted ones live in the past
+
+
+class Listening(VllmWorker):
+    """Tells probes of the router, which a mock forgets, and the doctor's apart."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__(role)
+        self.asked_by_doctor: list[str] = []
+
+    async def _default(self, wire: Wire, request: Received) -> None:
+        if request.headers.get("accept-encoding") == "identity":
+            self.asked_by_doctor.append(request.path)
+        await super()._default(wire, request)
+
+
+async def test_vllm_workers_are_asked_for_nothing_that_they_do_not_have() -> None:
+    async with disagg(make=Listening) as (harness, [prefill], [decode]):
+        status, said = await doctor("--json", "--router", harness.url)
+    found = json.loads(said)["findings"]
+    assert {one["check"]: one["level"] for one in found if one["level"] == "fail"} == {}, said
+    assert status == 1  # the scripted ones live in the past
+    assert "live probe" not in levels(said)  # of tokens, on a route of SGLang's
+    for worker in (prefill, decode):
+        assert any(f"{worker.url} is vllm's" in one["says"] for one in found)
+        assert isinstance(worker, Listening)
+        assert worker.asked_by_doctor == ["/health", "/v1/models"]
+
+
+async def test_a_vllm_worker_that_no_router_told_of_is_known_by_what_it_lacks() -> None:
+    async with mock.workers(worker := VllmWorker("decode")):
+        (found,) = await asyncio.to_thread(cluster.gather_workers, [Member(worker.url)], "")
+        assert (found.engine, found.model, found.context_length, found.ready) == ("vllm", "m", 4096, True)
+        assert {one.check for one in judge.workers([found]) if one.level == "fail"} == set()
+        worker.ready = False
+        worker.script("/v1/models", mock.answer(401, {}))
+        (found,) = await asyncio.to_thread(cluster.gather_workers, [Member(worker.url)], "")
+        assert (found.guarded, found.ready, found.error) == (True, False, "")
 
 
 async def test_a_busy_workers_clock_is_right_and_its_silence_no_fault() -> None:
@@ -238,9 +277,9 @@ async def test_a_busy_workers_clock_is_right_and_its_silence_no_fault() -> None:
         slow.script("/get_server_info", step)
         silent.script("/get_server_info", mock.hang(mock.Gate()))
         ask = functools.partial(cluster.gather_workers, arguments_s=0.3, clock=lambda: clock[0])
-        (one,) = await asyncio.to_thread(ask, (slow.url,), "")
+        (one,) = await asyncio.to_thread(ask, [Member(slow.url)], "")
         assert (one.clock_ahead_s, one.busy, one.write_policy) == (0.0, False, "write_through")
-        (other,) = await asyncio.to_thread(ask, (silent.url,), "")
+        (other,) = await asyncio.to_thread(ask, [Member(silent.url)], "")
         assert (other.error, other.busy, other.role) == ("", True, "decode")
 
 
@@ -369,7 +408,9 @@ async def test_workers_are_asked_by_https_with_the_routers_certificates(tmp_path
     worker.tls = Certificates(authority.host(mutual=True)).server_context
     async with mock.workers(worker):
         found = [
-            (await asyncio.to_thread(cluster.gather_workers, (worker.url,), token, trust=trust))[0].error
+            (await asyncio.to_thread(cluster.gather_workers, [Member(worker.url)], token, trust=trust))[
+                0
+            ].error
             for token in ("", "t" * 16)
             for trust in (
                 Certificates(authority.host("router")).client_context,
@@ -385,8 +426,8 @@ async def test_a_router_tells_which_workers_speak_tls(tmp_path: Path) -> None:
     worker = mock.MockWorker("decode")
     worker.tls = Certificates(authority.host()).server_context
     async with before(worker, tls=authority.client()) as harness:
-        urls, _ = await asyncio.to_thread(cluster.members, f"http://127.0.0.1:{harness.port}")
-    assert urls == (worker.url,)
+        members, _ = await asyncio.to_thread(cluster.members, f"http://127.0.0.1:{harness.port}")
+    assert [member.url for member in members] == [worker.url]
 
 
 async def test_pool_nodes_are_asked_with_the_certificates_of_their_configuration(tmp_path: Path) -> None:

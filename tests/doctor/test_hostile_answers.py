@@ -14,9 +14,12 @@ import pytest
 
 from pdserve.doctor import cluster, judge, live_probe
 from pdserve.doctor.asking import MAX_BODY_BYTES, Asker, NoAnswer, TooLate
+from pdserve.doctor.cluster import Member
 from pdserve.doctor.facts import Finding
 from pdserve.kvpool.protocol.cluster_messages import MAX_MEMBERS
 from tests.support.command import pdserve_here
+from tests.support.router.mock_worker import answer, workers
+from tests.support.router.vllm_worker import VllmWorker
 
 TOKEN = "the-token-of-the-operator"
 SOON_S = 0.5
@@ -112,10 +115,10 @@ async def test_an_answer_without_an_end_is_waited_for_so_long_and_no_longer(what
 @pytest.mark.parametrize("what", BAD)
 async def test_whatever_comes_is_an_answer_or_none(what: str) -> None:
     async with answering(BAD[what]) as (url, _):
-        urls, why = await asyncio.to_thread(cluster.members, url)
-        assert urls == ()
+        members, why = await asyncio.to_thread(cluster.members, url)
+        assert members == ()
         assert "does not answer as a router's does" in why
-        (worker,) = await asyncio.to_thread(cluster.gather_workers, [url], "")
+        (worker,) = await asyncio.to_thread(cluster.gather_workers, [Member(url)], "")
         assert "does not answer as a pdserve worker does" in worker.error
         found = await asyncio.to_thread(live_probe.probe, url, "m", 16, TOKEN, random.Random(1))
         assert "did not answer a prompt" in found.error
@@ -143,7 +146,7 @@ async def test_a_token_does_not_follow_to_another_place(status: str) -> None:
     async with answering(says(whole(b"{}"))) as (other, heard_there):
         redirect = whole(b"", f"location: {other}/pd/ready", status=status)
         async with answering(says(redirect)) as (url, heard):
-            (worker,) = await asyncio.to_thread(cluster.gather_workers, [url], TOKEN)
+            (worker,) = await asyncio.to_thread(cluster.gather_workers, [Member(url)], TOKEN)
             found = await asyncio.to_thread(live_probe.probe, url, "m", 16, TOKEN, random.Random(1))
     assert "status 30" in worker.error
     assert "status 30" in found.error
@@ -175,8 +178,27 @@ ODD: dict[str, dict[str, Any]] = {
 async def test_a_worker_that_says_what_none_says_is_named_and_no_more(what: str) -> None:
     answers = {"pd_ready": READY, "pd_info": INFO, "get_server_info": {}} | ODD[what]
     async with answering(by_path(**answers)) as (url, _):
-        (worker,) = await asyncio.to_thread(cluster.gather_workers, [url], "")
+        (worker,) = await asyncio.to_thread(cluster.gather_workers, [Member(url)], "")
     assert "does not answer as a pdserve worker does" in worker.error
+    assert len(worker.error) < 1000
+    assert list(judge.workers([worker]))
+
+
+CARD: dict[str, Any] = {"id": "m", "owned_by": "vllm"}
+
+
+@pytest.mark.parametrize(
+    "cards",
+    [{}, [CARD], {"data": []}, {"data": [CARD | {"id": "m" * (1 << 20)}]}, {"data": [{"id": "m"}]}],
+    ids=["nothing", "a list", "no model", "a name of a megabyte", "no engine"],
+)
+@pytest.mark.parametrize("engine", ["", "vllm"])
+async def test_a_server_that_is_no_vllm_after_all_is_named_and_no_more(cards: Any, engine: str) -> None:
+    """`engine`: what the router said of it."""
+    async with workers(server := VllmWorker("agg")):
+        server.script("/v1/models", answer(200, cards))
+        (worker,) = await asyncio.to_thread(cluster.gather_workers, [Member(server.url, "agg", engine)], "")
+    assert f"does not answer as a {engine or 'pdserve'} worker does" in worker.error
     assert len(worker.error) < 1000
     assert list(judge.workers([worker]))
 
@@ -186,7 +208,7 @@ async def test_a_count_that_is_none_is_nothing(count: str) -> None:
     line = f'pdserve_worker_fetches_declined_total{{a="b"}} {count}\n'.encode()
     answers = {"pd_ready": READY, "pd_info": INFO, "get_server_info": {}, "metrics": line}
     async with answering(by_path(**answers)) as (url, _):
-        (worker,) = await asyncio.to_thread(cluster.gather_workers, [url], "")
+        (worker,) = await asyncio.to_thread(cluster.gather_workers, [Member(url)], "")
     assert (worker.error, worker.declined_fetches) == ("", 0)
 
 

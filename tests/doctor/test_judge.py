@@ -311,3 +311,19 @@ def test_a_prefill_stage_that_was_to_be_and_was_not_is_a_failure(
 
 def test_a_probe_that_got_no_answer_is_a_failure() -> None:
     assert troubles(judge.probe(Probe(error="status 503"))) == [("fail", "live probe")]
+
+
+VLLM = Worker(url="http://v", ready=True, engine="vllm", role="decode", model="v", context_length=4096)
+
+
+def test_a_worker_of_another_engine_is_judged_by_what_is_known() -> None:
+    prefill = replace(VLLM, url="http://w", role="prefill")
+    assert troubles(judge.workers([VLLM, prefill, WORKER, PREFILL])) == []
+    assert troubles(judge.workers([prefill])) == [("fail", "worker"), ("warn", "worker")]
+    assert troubles(judge.workers([replace(VLLM, ready=False)])) == [("fail", "worker")]
+    assert troubles(judge.workers([replace(VLLM, role="")])) == []  # nobody says what it is
+    assert troubles(judge.workers([replace(VLLM, clock_ahead_s=9.0)])) == [("warn", "clock")]
+
+
+def test_two_engines_do_not_serve_one_model() -> None:
+    assert troubles(judge.workers([WORKER, replace(VLLM, model="m")])) == [("fail", "engine")]

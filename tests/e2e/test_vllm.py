@@ -26,7 +26,11 @@ from tests.support.router.harness import routed
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(not PYTHON.exists(), reason="vLLM is not installed: run launch/vllm.sh --set-up"),
+    pytest.mark.skipif(
+        not PYTHON.exists(),
+        reason=f"no vLLM at {PYTHON}: `launch/vllm.sh --test` installs and tests it; "
+        "PDSERVE_VLLM_PYTHON names another Python with vLLM and LMCache",
+    ),
 ]
 
 PROMPTS = [f"def add_{n}(a, b): return a + b  # " * (30 + n) for n in range(4)]
@@ -70,7 +74,10 @@ def ask_alone(model: Path, log: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def vllm(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmCluster]:
+def vllm(
+    small_model: Path, alone: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[VllmCluster]:
+    """After `alone`, whose server would want the same memory and processors at the same time."""
     with vllm_cluster(small_model, tmp_path_factory.mktemp("run") / "c") as cluster:
         yield cluster
 

@@ -57,12 +57,21 @@ def _shown(figures: list[LoadFigures], limits: Limits) -> list[Table | str]:
     rows = [
         (
             *(one.source, one.loader, f"{one.seconds:.2f}", f"{one.first_s:.3f}", f"{one.gbps:.2f}"),
-            *(f"{one.gbps / limits.memcpy_gbps:.2f}", f"{one.gbps / limits.disk_gbps:.2f}"),
+            *(
+                f"{one.gbps / limit:.2f}"
+                for limit in (limits.memcpy_gbps, limits.memcpy_fresh_gbps, limits.disk_gbps)
+            ),
             f"{plain / one.seconds:.1f}" if plain else "-",
         )
         for one in figures
     ]
-    columns = ("source", "loader", "s", "first tensor s", "GB/s", "of memcpy", "of disk", "x disk, auto")
+    columns = (
+        *("source", "loader", "s", "first tensor s", "GB/s"),
+        *("of memcpy", "of memcpy, fresh", "of disk", "x disk, auto"),
+    )
     size = f"{figures[0].size_bytes / 1e9:.2f} GB" if figures else ""
-    said = f"memcpy {limits.memcpy_gbps:.2f} GB/s, direct reads of the disk {limits.disk_gbps:.2f} GB/s"
+    said = (
+        f"memcpy {limits.memcpy_gbps:.2f} GB/s, into fresh memory {limits.memcpy_fresh_gbps:.2f} GB/s; "
+        f"direct reads of the disk {limits.disk_gbps:.2f} GB/s"
+    )
     return [table(f"Loading {size} of weights", columns, rows), said]

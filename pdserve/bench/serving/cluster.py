@@ -112,8 +112,8 @@ def _by_up(name: str, setting: Setting, ports: Iterator[int], mooncake_master: s
 
 def _dynamo(name: str, setting: Setting, ports: Iterator[int]) -> _Start:
     script = CHECKOUT / "launch/dynamo.sh"
-    if not script.exists():
-        raise BenchError(f"{name} is started by launch/dynamo.sh, which only a checkout has")
+    if not (CHECKOUT / ".venv-dynamo/pdserve-setup").exists():
+        raise BenchError(f"{name} needs Dynamo: run {script.relative_to(CHECKOUT)} --set-up in a checkout")
     port = next(port for port in ports if all(is_free("127.0.0.1", port + more) for more in DYNAMO_PORTS))
     url = f"http://127.0.0.1:{port}"
     return _Start(dynamo_argv(name, setting, script, port), url, "")

@@ -43,6 +43,10 @@ ASKED_FOR: Final = (ONCE, "disagg-direct", *ON_MOONCAKE, "agg-two", "elastic", D
 """Compared only where they are named."""
 _ONCE_RATIO: Final = 1.2  # room for a long fetch beside a long write
 _ON_THEIR_WAY: Final = {"hicache_host_memory_mode": "buffer_only", "hicache_ratio": _ONCE_RATIO}
+RESERVED: Final = "--num-reserved-decode-tokens"
+"""SGLang's own decode workers take a prompt when there is room for so many tokens more, 512 where it is not
+said. A small cache never has that beside the longest prompts, and they would wait for ever.
+"""
 _DIRECT: Final = {"handoff": "direct", "direct": {"trusted_network": True}}
 FILE_DIRECTORY: Final = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 
@@ -92,6 +96,8 @@ def contender(
         "extra_args": list(setting.extra_args),
     }
     worker: dict[str, Any] = {"engine": engine, "cluster_token": "", "insecure": True}  # we ask it directly
+    if name == "disagg-direct":
+        engine["extra_args"] += [RESERVED, str(setting.page_size)]
     router: dict[str, Any] = {**setting.router, "port": router_port}
     if setting.pull_step_tokens is not None:
         worker["pull_step_tokens"] = setting.pull_step_tokens

@@ -20,7 +20,7 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-from pdserve.bench.serving.contenders import Contender, Setting
+from pdserve.bench.serving.contenders import RESERVED, Contender, Setting
 from pdserve.sizes import parse_bytes
 from pdserve.up.foreign.vllm import ALONE
 
@@ -40,6 +40,7 @@ def dynamo_argv(name: str, setting: Setting, script: Path, port: int) -> list[st
         "--dtype": setting.dtype,
         "--max-total-tokens": setting.device_tokens,
         "--hicache-ratio": setting.host_ratio,
+        RESERVED: setting.page_size,
     }
     return [
         *(str(script), DYNAMO[name], "--model", setting.model_path, "--port", str(port), "--workers", "1"),

@@ -44,6 +44,7 @@ from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.page_bytes import PageBuffers
 from pdserve.kvpool.protocol.page_tag import TAG_BYTES, PageTags
 from pdserve.kvpool.transports.base import Connector
+from pdserve.kvpool.transports.private_memory import StillThere, Stretch
 from pdserve.tokens import reveal
 
 logger = logging.getLogger(__name__)
@@ -149,6 +150,51 @@ class PoolClient:
             bytes_read=own * page_bytes,
         )
         return batch.result
+
+    def raise_pages(self, keys: Sequence[bytes]) -> None:
+        """Have those that only tiers have loaded into memory, the first ones first, as far as nodes do it
+        ahead of reads. Does not wait for it; nothing rests on it.
+        """
+        deadline = self._within(self.config.exists_timeout_s)
+
+        def part(opened: OpenConnection, places: list[int]) -> list[bool]:
+            return operations.raise_pages(opened, [keys[i] for i in places], deadline.at_s)
+
+        jobs = self._reachable(self._links.rings.split(keys))
+        for start in range(0, max(map(len, jobs.values()), default=0), m.MAX_KEPT_KEYS):
+            some = {node: places[start : start + m.MAX_KEPT_KEYS] for node, places in jobs.items()}
+            left = {node: places for node, places in some.items() if places}
+            self._runner.run(left, Batch(keys, [False] * len(keys), deadline, part))
+
+    @property
+    def shows_pages(self) -> bool:
+        """Whether `show` may show some, as far as is known."""
+        return self._tags is None and any(not link.streams for link in self._links.links.values())
+
+    def show(self, keys: Sequence[bytes], into: Sequence[Stretch]) -> list[StillThere | None]:
+        """Show pages of nodes of this host in this process's memory, without a copy and unchecked. Whoever
+        has used the bytes asks the function that stands for the page whether they were the page's to the
+        end; or compares them with what he knows of the page, before and after. None: not shown; `get` it.
+
+        `into`: for each key a stretch of whole blocks, all of one length.
+        """
+        shown: list[StillThere | None] = [None] * len(keys)
+        if not self.shows_pages:
+            return shown
+        deadline = self._within(self.config.get_timeout_s)
+
+        def part(opened: OpenConnection, places: list[int]) -> list[StillThere | None]:
+            chosen = [keys[i] for i in places], [into[i] for i in places]
+            return operations.show(opened, *chosen, deadline.at_s, self._tally)
+
+        size_bytes = into[0].size_bytes if into else 0
+        rings, links = self._links.rings, self._links.links
+        jobs = self._plan_reads(keys, rings, size_bytes)
+        near = {node: places for node, places in jobs.items() if node in links and not links[node].streams}
+        self._runner.run(near, Batch(keys, shown, deadline, part))
+        count = len(keys) - shown.count(None)
+        self._tally.add(pages_read=count, bytes_read=count * size_bytes)
+        return shown
 
     def expected_read_s(self, keys: Sequence[bytes]) -> float:
         """How long it should take to read these pages, by the speed seen of late. 0: unknown."""

@@ -44,7 +44,7 @@ class MappedPages:
         checksums = []
         for grant, page in zip(grants, pages, strict=True):
             _check_time(deadline_s)
-            self._check_place(grant, page)
+            self.check_place(grant, sum(segment.size for segment in page))
             checksums.append(self._write_page(grant.offset, page))
         return checksums
 
@@ -53,7 +53,7 @@ class MappedPages:
         outcomes = []
         for pin, page in zip(pins, pages, strict=True):
             _check_time(deadline_s)
-            self._check_place(pin, page)
+            self.check_place(pin, sum(segment.size for segment in page))
             checksum = self._read_page(pin, page)
             if not self._rows.still_holds(pin.slot, pin.sequence):
                 outcomes.append(LOST)
@@ -61,8 +61,9 @@ class MappedPages:
                 outcomes.append(OK if checksum == pin.checksum else CORRUPT)
         return outcomes
 
-    def _check_place(self, place: Grant | Pin, page: PageBuffers) -> None:
-        end = place.offset + sum(segment.size for segment in page)
+    def check_place(self, place: Grant | Pin, size_bytes: int) -> None:
+        """Raises PoolUnavailable if the slot is outside the arena."""
+        end = place.offset + size_bytes
         if not (place.offset >= 0 and end <= self._memory.size and 0 <= place.slot < self._rows.count):
             raise PoolUnavailable(f"the pool node named slot {place.slot}, which is outside its memory")
 

@@ -9,12 +9,14 @@ the right to write gets the arena opened for reading.
 from __future__ import annotations
 
 import fcntl
+import logging
 import mmap
 import os
 import stat
 import threading
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, TypeAlias
 
@@ -29,7 +31,9 @@ from pdserve.kvpool.transports.control import ControlChannel
 from pdserve.kvpool.transports.descriptors import Foreign, receive_descriptors
 from pdserve.kvpool.transports.mapped import MappedPages
 from pdserve.kvpool.transports.page_residency import populate_in_background, unmap_in_background
+from pdserve.kvpool.transports.private_memory import StillThere, Stretch
 
+logger = logging.getLogger(__name__)
 _Mappings: TypeAlias = "weakref.WeakValueDictionary[tuple[int, ArenaInfo], Mapping]"
 
 
@@ -84,6 +88,11 @@ class ShmConnection:
         """See `Connection`."""
         return self._pages.read(pins, pages, deadline_s)
 
+    def show_page(self, pin: Pin, into: Stretch) -> StillThere | None:
+        """See `ShowsPages`."""
+        self._pages.check_place(pin, into.size_bytes)
+        return self._mapping.show(pin, into)
+
     def close(self) -> None:
         """See `Connection`."""
         self._channel.close()
@@ -99,8 +108,12 @@ class Mapping:
     _shared: ClassVar[_Mappings] = weakref.WeakValueDictionary()
     _shared_lock: ClassVar = threading.Lock()
 
-    def __init__(self, arena: mmap.mmap, table: mmap.mmap, layout: TableLayout) -> None:
+    def __init__(self, arena: mmap.mmap, arena_fd: int, table: mmap.mmap, layout: TableLayout) -> None:
+        """`arena_fd` stays the caller's."""
         self.memory: Bytes1D = np.frombuffer(arena, dtype=np.uint8)
+        self._file = os.dup(arena_fd)
+        weakref.finalize(self, os.close, self._file).atexit = False
+        self._block_bytes = os.fstatvfs(arena_fd).f_bsize  # of huge pages: theirs
         self.rows = RowReader(memoryview(table), layout)
         self._is_populated = False
         weakref.finalize(self, unmap_in_background, self.memory).atexit = False
@@ -130,6 +143,18 @@ class Mapping:
         if populate:
             found._populate()
         return found
+
+    def show(self, pin: Pin, into: Stretch) -> StillThere | None:
+        """See `ShowsPages`. `pin`: inside the arena."""
+        region, start, size_bytes = into
+        if any(n % self._block_bytes for n in (pin.offset, region.address, start, size_bytes)):
+            return None
+        try:
+            region.show(self._file, pin.offset, start, size_bytes)
+        except OSError as error:  # too many mappings, say
+            logger.debug("a page is read instead of shown: %s", error.strerror)
+            return None
+        return partial(self.rows.still_holds, pin.slot, pin.sequence)
 
     def _populate(self) -> None:
         with self._shared_lock:
@@ -181,7 +206,8 @@ class Mapping:
             )
         mode = fcntl.fcntl(arena_fd, fcntl.F_GETFL) & os.O_ACCMODE
         may_write = mmap.PROT_WRITE if mode == os.O_RDWR else 0
-        return cls(mmap.mmap(arena_fd, info.arena_bytes, prot=mmap.PROT_READ | may_write), table, layout)
+        arena = mmap.mmap(arena_fd, info.arena_bytes, prot=mmap.PROT_READ | may_write)
+        return cls(arena, arena_fd, table, layout)
 
 
 def host_id() -> str:

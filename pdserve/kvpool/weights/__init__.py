@@ -3,7 +3,8 @@
     names, manifest, cutting, tensors   names, records, where files are cut, headers        (pure)
     place, store                        which pool; the namespaces of weights, and their pages
     push, catalog                       writing a revision; listing, warming and removing them
-    reading, streaming, files           verified pages; tensors with read-ahead; small files in a directory
+    reading, span_memory                verified pages; the memory that they are read to, or shown in
+    streaming, files                    tensors with read-ahead; small files in a directory
     cli                                 `pdserve weights`
 
 May import: client, and of admin the connection for questions to nodes. No torch: tensors are bytes here.

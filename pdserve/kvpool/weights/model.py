@@ -22,7 +22,7 @@ from pdserve.kvpool.weights.manifest import Manifest
 from pdserve.kvpool.weights.names import ModelUrl, parse_url
 from pdserve.kvpool.weights.place import pool_of
 from pdserve.kvpool.weights.store import WeightStore
-from pdserve.kvpool.weights.streaming import Filled, stream, weight_files
+from pdserve.kvpool.weights.streaming import Filled, raise_first, stream, weight_files
 
 MANIFEST: Final = ".pdserve-manifest"
 """Written last into the directory of small files."""
@@ -51,8 +51,9 @@ def open_model(url: str, environ: MutableMapping[str, str] = os.environ) -> Pool
     with WeightStore(pool_of(parsed, environ)) as store:
         manifest = store.manifest(parsed.model)
         reader = store.reader(parsed.model)
-        weight_files(reader, manifest)  # one without weights is refused here, and not in a scheduler
+        weights = weight_files(reader, manifest)  # one without is refused here, and not in a scheduler
         write_files(reader, manifest, directory, is_small)
+        raise_first(reader, weights)
     _keep(directory, manifest)
     return PoolModel(parsed, manifest, directory)
 

@@ -12,6 +12,7 @@ import numpy as np
 from pdserve.errors import WeightsError
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
+from pdserve.kvpool.transports.private_memory import StillThere, Stretch, can_own
 from pdserve.kvpool.weights.manifest import Piece
 from pdserve.kvpool.weights.pieces import digest_of
 
@@ -26,7 +27,25 @@ class PageReader:
 
     def __init__(self, client: PoolClient, model: str) -> None:
         self._client = client
-        self._model = model
+        self.model = model
+
+    @property
+    def from_tiers(self) -> bool:
+        """Whether some page so far was in a tier only."""
+        return self._client.counters.pages_ssd > 0
+
+    def raise_pages(self, pieces: Sequence[Piece]) -> None:
+        """Have pages loaded from tiers that are wanted soon."""
+        self._client.raise_pages([piece.key for piece in pieces])
+
+    @property
+    def shows_pages(self) -> bool:
+        """Whether `show` may show some."""
+        return can_own() and self._client.shows_pages
+
+    def show(self, pieces: Sequence[Piece], into: Sequence[Stretch]) -> list[StillThere | None]:
+        """`PoolClient.show` for pieces of one stored length."""
+        return self._client.show([piece.key for piece in pieces], into)
 
     def read(self, path: str, pieces: Sequence[Piece], into: Sequence[Bytes1D]) -> None:
         """Fill `into`, for each piece uint8 of shape [piece.length], writable.
@@ -73,7 +92,7 @@ class PageReader:
         key = pieces[places[0]].key.hex()[:16]
         page = f"page {key}" if len(places) == 1 else f"page {key} and {len(places) - 1} more"
         return WeightsError(
-            f"{self._model}: {path}: {page} {'is' if len(places) == 1 else 'are'} {what}: push {self._model} "
+            f"{self.model}: {path}: {page} {'is' if len(places) == 1 else 'are'} {what}: push {self.model} "
             "again from its directory; only what is lacking is written"
         )
 

@@ -1,8 +1,9 @@
 """The tensors of a revision, read ahead of their use, straight from pages into the memory they stay in.
 
 A span is a stretch of a file that begins with a page and with a tensor: one large tensor, or some small ones.
-A span has one buffer. Its pages are read into the places that they have there, so nothing is copied twice.
-Threads read up to WINDOW_BYTES ahead, in batches over all nodes, while the caller uses what came before.
+Its pages have their places in one memory. Pages of nodes of this host are shown there (span_memory.py), and
+pages of other nodes are read into it. Threads read up to WINDOW_BYTES ahead, in batches over all nodes, while
+the caller uses what came before.
 
 The bound is on bytes that were not given out. What the caller keeps is his: a loader may keep all tensors.
 A buffer that nobody uses any more is used again, because fresh memory costs as much as the copy into it.
@@ -11,21 +12,21 @@ A buffer that nobody uses any more is used again, because fresh memory costs as 
 from __future__ import annotations
 
 import json
-import threading
-import weakref
+import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import numpy as np
 
 from pdserve.errors import WeightsError
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
-from pdserve.kvpool.weights.manifest import FileEntry, Manifest, Piece
+from pdserve.kvpool.weights.manifest import FileEntry, Manifest
 from pdserve.kvpool.weights.reading import PageReader
+from pdserve.kvpool.weights.span_memory import Buffers, LentSpan, PlacedPiece, can_lend, show_pages
 from pdserve.kvpool.weights.tensors import (
     LENGTH_BYTES,
     BadHeader,
@@ -36,8 +37,8 @@ from pdserve.kvpool.weights.tensors import (
 
 BATCH_BYTES: Final = 32 << 20
 WINDOW_BYTES: Final = 256 << 20
-THREADS: Final = 4
-SPARE_BYTES: Final = 512 << 20  # of buffers kept to be used again
+THREADS: Final = min(4, max(2, len(os.sched_getaffinity(0))))  # more are in each other's way
+SETTLING: Final = 8  # most spans that were given out and are not settled
 INDEX: Final = "model.safetensors.index.json"
 SUFFIX: Final = ".safetensors"
 
@@ -48,16 +49,19 @@ class Span(NamedTuple):
     path: str
     start: int
     end: int
-    pieces: list[tuple[int, Piece]]
+    pieces: list[PlacedPiece]
     tensors: list[TensorPlace]
     data_start: int
 
 
 class Filled(NamedTuple):
-    """A span's bytes: uint8, shape [end - start]. The memory is used again when `data` is not any more."""
+    """A span's bytes: uint8, shape [end - start]. The memory is used again when `data` is not any more.
+    `lent`: it shows pages of the pool.
+    """
 
     span: Span
     data: Bytes1D
+    lent: LentSpan | None = None
 
     def offset(self, tensor: TensorPlace) -> int:
         """Where the tensor's bytes begin in `data`."""
@@ -76,6 +80,13 @@ def weight_files(reader: PageReader, manifest: Manifest) -> list[FileEntry]:
     if not files:
         raise WeightsError(f"{manifest.model} has no *{SUFFIX} files: only these are loaded from a pool")
     return files
+
+
+def raise_first(reader: PageReader, files: Iterable[FileEntry]) -> None:
+    """Have the first pages loaded from tiers: some seconds pass before a worker reads them."""
+    pieces = [piece for file in files for piece in file.pieces]
+    ends = accumulate(piece.stored for piece in pieces)
+    reader.raise_pages([piece for piece, end in zip(pieces, ends, strict=True) if end <= WINDOW_BYTES])
 
 
 def stream(reader: PageReader, manifest: Manifest, files: Iterable[FileEntry]) -> Iterator[Filled]:
@@ -145,66 +156,120 @@ def cut_spans(
     return [one for one in spans if one.tensors]
 
 
-class Buffers:
-    """Memory that is used again. Thread-safe; dropped with its owner."""
-
-    def __init__(self, spare_bytes: int = SPARE_BYTES) -> None:
-        self._spare_bytes = spare_bytes
-        self._free: list[Bytes1D] = []  # ascending
-        self._lock = threading.Lock()
-
-    def take(self, size_bytes: int) -> Bytes1D:
-        """uint8, shape [size_bytes]. It comes back when nothing refers to the array that is returned."""
-        with self._lock:
-            fit = (i for i, block in enumerate(self._free) if size_bytes <= block.size <= 2 * size_bytes)
-            block = self._free.pop(chosen) if (chosen := next(fit, -1)) >= 0 else None
-        if block is None:
-            block = np.empty(size_bytes, np.uint8)
-        given = block[:size_bytes]
-        weakref.finalize(given, self._give_back, block).atexit = False
-        return given
-
-    def _give_back(self, block: Bytes1D) -> None:
-        with self._lock:
-            if sum(one.size for one in self._free) + block.size <= self._spare_bytes:
-                self._free.append(block)
-                self._free.sort(key=len)
-
-
 @dataclass
 class _Begun:
-    """A span that is being read."""
+    """A span that is being read. `error`: of one of its pages."""
 
     filled: Filled
-    parts: list[Future[None]]
+    parts: list[Future[None]] = field(default_factory=list)
+    error: WeightsError | None = None
+
+
+Wanted: TypeAlias = tuple[_Begun, PlacedPiece]
 
 
 def read_ahead(
     reader: PageReader, spans: Iterable[Span], window_bytes: int = WINDOW_BYTES, threads: int = THREADS
 ) -> Iterator[Filled]:
-    """The spans with their bytes, in order. At most `window_bytes`, and one span, are read ahead."""
-    buffers, begun = Buffers(), deque[_Begun]()
-    under_way = 0
+    """The spans with their bytes, in order. At most `window_bytes`, and one span, are read ahead.
+
+    Raises WeightsError, also after the last span and when it is closed, if a span given out was not right
+    to the end.
+    """
     executor = ThreadPoolExecutor(threads, thread_name_prefix="pdserve-weights")
+    work = _ReadAhead(reader, executor)
     try:
         for span in spans:
-            filled = Filled(span, buffers.take(span.end - span.start))
-            parts = [executor.submit(_fill, reader, filled, batch) for batch in batches(span.pieces)]
-            begun.append(_Begun(filled, parts))
-            under_way += filled.data.size
-            del filled
-            while under_way > window_bytes:
-                under_way -= begun[0].filled.data.size
-                yield _done(begun)
-        while begun:
-            yield _done(begun)
+            work.begin(span)
+            while work.under_way_bytes > window_bytes:
+                yield work.next()
+        while work.begun:
+            yield work.next()
     finally:
         executor.shutdown(wait=True, cancel_futures=True)
+        work.settle_all()
 
 
-def batches(pieces: Sequence[tuple[int, Piece]]) -> Iterator[list[tuple[int, Piece]]]:
+class _ReadAhead:
+    """The spans that were begun, and those given out that are not settled."""
+
+    def __init__(self, reader: PageReader, executor: Executor) -> None:
+        self._reader = reader
+        self._executor = executor
+        self._buffers = Buffers()
+        self._batch: list[Wanted] = []
+        self._batch_bytes = 0
+        self.begun: deque[_Begun] = deque()
+        self.under_way_bytes = 0
+        self._given: deque[LentSpan] = deque()
+        self._settling: deque[tuple[LentSpan, Future[None]]] = deque()
+
+    def begin(self, span: Span) -> None:
+        """Small spans are read together: each batch is a few questions to each node."""
+        one = _Begun(self._memory_for(span))
+        for piece in span.pieces:
+            if self._batch_bytes + piece[1].stored > BATCH_BYTES:
+                self._submit()
+            self._batch.append((one, piece))
+            self._batch_bytes += piece[1].stored
+        self.begun.append(one)
+        self.under_way_bytes += one.filled.data.size
+
+    def next(self) -> Filled:
+        """The first span, once all of it is there. Raises what a page of it raised."""
+        first = self.begun.popleft()
+        if any(one is first for one, _ in self._batch):
+            self._submit()
+        self._settle()
+        for part in first.parts:
+            part.result()  # every step of a part has a deadline
+        if first.error is not None:
+            raise first.error
+        self.under_way_bytes -= first.filled.data.size
+        if first.filled.lent is not None:
+            self._given.append(first.filled.lent)
+        return first.filled
+
+    def settle_all(self) -> None:
+        """Once the executor has ended. Raises WeightsError."""
+        for lent, future in self._settling:
+            if not future.cancelled():
+                future.result()
+            else:
+                lent.settle(self._reader.model)
+        for lent in self._given:
+            lent.settle(self._reader.model)
+
+    def _settle(self) -> None:
+        """All but the last that was given out: the caller's loop still has it when it asks for the next. It
+        is done on a thread, because to unmap memory takes as long as to copy some of it.
+        """
+        while len(self._given) > 1:
+            lent = self._given.popleft()
+            self._settling.append((lent, self._executor.submit(lent.settle, self._reader.model)))
+        while len(self._settling) > SETTLING or (self._settling and self._settling[0][1].done()):
+            self._settling.popleft()[1].result()
+
+    def _memory_for(self, span: Span) -> Filled:
+        size_bytes = span.end - span.start
+        if self._reader.shows_pages and can_lend(span.start, span.pieces):
+            lent = LentSpan(span.path, span.start, span.pieces)
+            return Filled(span, lent.data(size_bytes), lent)
+        return Filled(span, self._buffers.take(size_bytes))
+
+    def _submit(self) -> None:
+        if self._batch:
+            if self._reader.from_tiers:  # then a disk is never idle while pages are compared and used
+                self._reader.raise_pages([piece for _, (_, piece) in self._batch])
+            part = self._executor.submit(_fill, self._reader, self._batch)
+            for one in {id(one): one for one, _ in self._batch}.values():
+                one.parts.append(part)
+        self._batch, self._batch_bytes = [], 0
+
+
+def batches(pieces: Sequence[PlacedPiece]) -> Iterator[list[PlacedPiece]]:
     """In parts of BATCH_BYTES, or one piece."""
-    batch: list[tuple[int, Piece]] = []
+    batch: list[PlacedPiece] = []
     size = 0
     for place, piece in pieces:
         if batch and size + piece.stored > BATCH_BYTES:
@@ -216,15 +281,18 @@ def batches(pieces: Sequence[tuple[int, Piece]]) -> Iterator[list[tuple[int, Pie
         yield batch
 
 
-def _fill(reader: PageReader, filled: Filled, batch: Sequence[tuple[int, Piece]]) -> None:
-    span, data = filled
-    into = [data[place - span.start : place - span.start + piece.length] for place, piece in batch]
-    reader.read(span.path, [piece for _, piece in batch], into)
-
-
-def _done(begun: deque[_Begun]) -> Filled:
-    """The first span, once all of it is there. Raises what a part of it raised."""
-    first = begun.popleft()
-    for part in first.parts:
-        part.result()  # every step of a part has a deadline
-    return first.filled
+def _fill(reader: PageReader, batch: Sequence[Wanted]) -> None:
+    """Show what can be shown, and read the rest."""
+    shown = show_pages(reader, [(one.filled.lent, piece) for one, piece in batch])
+    left: dict[int, list[Wanted]] = {}
+    for i, wanted in enumerate(batch):
+        if i not in shown:
+            left.setdefault(id(wanted[0]), []).append(wanted)
+    for some in left.values():
+        one, pieces = some[0][0], [piece for _, (_, piece) in some]
+        span, data, _ = one.filled
+        into = [data[at - span.start : at - span.start + piece.length] for _, (at, piece) in some]
+        try:
+            reader.read(span.path, pieces, into)
+        except WeightsError as error:  # of this span; others of the batch are right
+            one.error = error

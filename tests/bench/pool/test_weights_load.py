@@ -36,7 +36,7 @@ def test_every_source_gives_the_same_tensors_and_a_row(
         ("ssd", "pool"),
     ]
     assert all(row["gbps"] > 0 and row["size_bytes"] > 1_000_000 for row in rows)
-    assert min(limits["memcpy_gbps"], limits["disk_gbps"]) > 0
+    assert min(limits["memcpy_gbps"], limits["memcpy_fresh_gbps"], limits["disk_gbps"]) > 0
     monkeypatch.setattr(page, "runs", lambda kind: [Run(origin, [*rows, limits], ("raw.jsonl",))])
     assert "| ssd | pool |" in page.weights_load()
 

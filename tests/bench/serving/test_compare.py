@@ -65,7 +65,10 @@ def test_a_contenders_cluster_is_valid_for_every_process(name: str, tmp_path: Pa
     assert plan.settings.stop_on_loss == (name != "dead")
     workers = [spec.config for spec in plan.processes if spec.role in ("agg", "prefill", "decode", "elastic")]
     assert {worker["engine"]["max_total_tokens"] for worker in workers} == {640}
-    assert all(worker["engine"]["extra_args"] == ["--schedule-policy", "lpm"] for worker in workers)
+    # less than it would be, so that a prompt that fits is taken
+    reserved = ["--num-reserved-decode-tokens", "64"] if name == "disagg-direct" else []
+    flags = ["--schedule-policy", "lpm", *reserved]
+    assert all(worker["engine"]["extra_args"] == flags for worker in workers)
     assert {worker["cluster_token"] for worker in workers} == {""}  # the worker itself can be asked
     asked = chosen.port
     listening = {place.port: spec.role for spec in plan.processes for place in spec.listening}

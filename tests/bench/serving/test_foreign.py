@@ -85,12 +85,20 @@ def test_workers_of_dynamo_have_the_sizes_of_all(name: str) -> None:
         ("--arena-dir", f"/dev/shm/b/{name}"),
     ):
         assert argument(ours, word) == value
-    for word, value in (("--max-total-tokens", "640"), ("--page-size", "64"), ("--hicache-ratio", "2.0")):
+    for word, value in (
+        ("--max-total-tokens", "640"),
+        ("--page-size", "64"),
+        ("--hicache-ratio", "2.0"),
+        ("--num-reserved-decode-tokens", "64"),
+    ):
         assert argument(theirs, word) == value
     assert theirs[-2:] == ["--seed", "7"]
 
 
-@pytest.mark.parametrize(("name", "says"), [("dynamo", "launch/dynamo.sh"), ("vllm-pool", "launch/vllm.sh")])
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("dynamo", "launch/dynamo.sh --set-up"), ("vllm-pool", "launch/vllm.sh --set-up")],
+)
 def test_what_is_not_set_up_is_said(
     name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

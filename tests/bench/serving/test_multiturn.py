@@ -51,6 +51,18 @@ def test_each_turn_repeats_the_conversation_by_its_exact_tokens() -> None:
     assert len({tuple(one["prompt"]) for one in firsts}) == 3
 
 
+def test_dynamo_is_asked_for_an_answers_tokens_in_its_way_and_heard() -> None:
+    said = [
+        event(choices=[{"text": "w "}], nvext={"completion_token_ids": [10 + number]}) for number in range(4)
+    ]
+    with serving(ScriptedServer()) as server:
+        server.script("/v1/completions", mock.stream([*said, mock.DONE]))
+        load_it(server, Shape(users=1, rounds=2, turn_tokens=20, output_tokens=4))
+        first, second = server.bodies()
+    assert first["nvext"] == {"extra_fields": ["completion_token_ids"]}
+    assert second["prompt"][20:24] == [10, 11, 12, 13]
+
+
 def test_what_the_server_says_is_kept() -> None:
     with serving(ScriptedServer()) as server:
         run = load_it(server)

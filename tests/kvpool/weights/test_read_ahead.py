@@ -12,13 +12,17 @@ import pytest
 
 from pdserve.errors import WeightsError
 from pdserve.kvpool.weights.manifest import Piece
-from pdserve.kvpool.weights.streaming import Buffers, Filled, Span, read_ahead
+from pdserve.kvpool.weights.span_memory import Buffers
+from pdserve.kvpool.weights.streaming import Filled, Span, read_ahead
 
 SIZE = 1000
 
 
 class Reader:
     """Fills pages with the number in their key."""
+
+    model = "demo@1"
+    shows_pages = from_tiers = False
 
     def __init__(self, fails_at: int = -1) -> None:
         self.fails_at = fails_at

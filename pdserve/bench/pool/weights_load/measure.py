@@ -44,6 +44,7 @@ STORE_TIMEOUT_S: Final = 300.0
 BLOCK_BYTES: Final = 8 << 20
 _OF_POOLS: Final = {"memory": 1, "tcp": 1, "nodes": 3, "ssd": 1}
 """Nodes of each."""
+_OF_DISKS: Final = ("disk", "ssd")
 
 
 class LoadFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +63,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """What this machine can do, in 10^9 bytes per second; medians over rounds."""
 
     memcpy_gbps: float
+    """Of one thread, into memory whose pages are there, as a model's parameters are."""
+    memcpy_fresh_gbps: float
+    """The same into memory that nobody has touched: the kernel makes each page at its first byte."""
     disk_gbps: float
     """Direct reads of the model's files, in order, by one thread."""
 
@@ -80,16 +84,20 @@ def measure(
     if not size:
         raise BenchError(f"{model} has no *.safetensors files: `pdserve model demo --size medium` makes some")
     found: list[tuple[str, str, list[Loaded]]] = []
+    meter = _Meter(files)
     for source in sources:
         with _source(source, model, files, capacity, directory) as (path, environment, before):
             for loader in _loaders(source, say):
                 say(f"{source}, {loader}: {rounds} loads of {size / 1e9:.2f} GB")
                 job = LoadJob(loader=loader, model_path=path, size_bytes=size)
-                loads = [_load(job, environment, before, directory) for _ in range(rounds)]
+                loads = []
+                for _ in range(rounds):
+                    loads.append(_load(job, environment, before, directory))
+                    meter.measure(disk=source in _OF_DISKS)
                 found.append((source, loader, loads))
     if len({one.digest for _, _, loads in found for one in loads}) > 1:
         raise BenchError("two loads gave different tensors: nothing of this is worth a figure")
-    return [_figures(*one) for one in found], limits(files, rounds)
+    return [_figures(*one) for one in found], meter.limits()
 
 
 def _figures(source: str, loader: str, loads: Sequence[Loaded]) -> LoadFigures:
@@ -215,23 +223,41 @@ def read_through(files: Sequence[Path]) -> None:
                 pass
 
 
-def limits(files: Sequence[Path], rounds: int) -> Limits:
-    """Raises BenchError where the disk takes no direct reads."""
-    return Limits(
-        memcpy_gbps=round(statistics.median(_memcpy_gbps() for _ in range(rounds)), 3),
-        disk_gbps=round(statistics.median(_disk_gbps(files) for _ in range(rounds)), 3),
-    )
+class _Meter:
+    """Measures after each load, because a machine's memory and disk are not always equally fast."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = files
+        self._memcpy: list[float] = []
+        self._fresh: list[float] = []
+        self._disk: list[float] = []
+
+    def measure(self, *, disk: bool) -> None:
+        """Raises BenchError where the disk takes no direct reads."""
+        self._memcpy.append(memcpy_gbps())
+        self._fresh.append(memcpy_gbps(fresh=True))
+        if disk or not self._disk:
+            self._disk.append(disk_gbps(self._files))
+
+    def limits(self) -> Limits:
+        """After the last load."""
+        memcpy, fresh, disk = map(statistics.median, (self._memcpy, self._fresh, self._disk))
+        return Limits(
+            memcpy_gbps=round(memcpy, 3), memcpy_fresh_gbps=round(fresh, 3), disk_gbps=round(disk, 3)
+        )
 
 
-def _memcpy_gbps(size_bytes: int = 256 << 20) -> float:
-    """Of one thread, between pages that are there."""
-    source, target = np.ones(size_bytes, np.uint8), np.zeros(size_bytes, np.uint8)
+def memcpy_gbps(size_bytes: int = 256 << 20, *, fresh: bool = False) -> float:
+    """Of one thread. `fresh`: the target's pages are not there."""
+    source, target = np.ones(size_bytes, np.uint8), np.empty(size_bytes, np.uint8)
+    if not fresh:
+        target.fill(0)
     begin_s = time.perf_counter()
     np.copyto(target, source)
     return size_bytes / (time.perf_counter() - begin_s) / 1e9
 
 
-def _disk_gbps(files: Sequence[Path]) -> float:
+def disk_gbps(files: Sequence[Path]) -> float:
     drop_cached(files)
     block = np.empty(BLOCK_BYTES + 4096, np.uint8)
     start = -block.ctypes.data % 4096  # direct reads need aligned memory

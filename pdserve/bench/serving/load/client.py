@@ -87,10 +87,15 @@ class _Extension(msgspec.Struct):
     cached_tokens_details: _Places | None = None
 
 
+class _DynamoExtension(msgspec.Struct):
+    completion_token_ids: list[int] | None = None
+
+
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
     sglext: _Extension | None = None
+    nvext: _DynamoExtension | None = None
     error: Any = None
 
 
@@ -200,6 +205,8 @@ async def _listen(answer: httpx.Response, heard: Heard) -> None:
             said.append(choice.text or (choice.delta.content if choice.delta else None) or "")
             heard.token_ids += choice.token_ids or ()
             heard.finish = choice.finish_reason or heard.finish
+        if event.nvext is not None:
+            heard.token_ids += event.nvext.completion_token_ids or ()
         _note(event, heard)
     heard.text = "".join(said)
     if heard.error:

@@ -53,8 +53,8 @@ class Talk(Protocol):
 
 
 class IdTalk:
-    """Prompts of token ids. An answer's ids are those the server says (`return_token_ids`), made up where it
-    says none.
+    """Prompts of token ids. An answer's ids are those the server says (`return_token_ids`; `nvext` is how
+    Dynamo is asked), made up where it says none.
     """
 
     def __init__(self, seed: int, keeps_history: bool) -> None:
@@ -67,7 +67,8 @@ class IdTalk:
             self._ids = []
         for span in ask.spans:
             self._ids += ids_of(self._seed, span)
-        return {"prompt": self._ids, "return_token_ids": True}
+        said = {"extra_fields": ["completion_token_ids"]}
+        return {"prompt": self._ids, "return_token_ids": True, "nvext": said}
 
     def heard(self, ask: Ask, answer: Answer | None) -> None:
         said = list(answer.token_ids) if answer is not None else []

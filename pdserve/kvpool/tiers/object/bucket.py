@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 SCHEMES: Final = ("s3://", "gs://", "az://", "azure://", "abfss://", "file://")
+GOOGLE: Final = "gs://"
+AMAZON: Final = "s3://"
 CONNECT_TIMEOUT_S: Final = 3.0
 MAX_RETRIES: Final = 3  # within the deadline
 LIST_PAGE: Final = 1000  # names per answer, the most that S3 gives
@@ -126,6 +128,8 @@ def _open(url: str, settings: Mapping[str, str], timeout_s: float, *, anonymous:
         raise ConfigError(f"the tier needs obstore ({error}): pip install 'pdserve[object]'") from None
     if not url.startswith(SCHEMES):
         raise ConfigError(f"options.url must begin with one of {', '.join(SCHEMES)}, found '{url}'")
+    if anonymous and not url.startswith(AMAZON):
+        raise ConfigError(f"options.anonymous is for s3:// only: leave it out for {url}")
     config: dict[str, Any] = {}
     if url.startswith("file://"):
         config["mkdir"] = True
@@ -137,13 +141,21 @@ def _open(url: str, settings: Mapping[str, str], timeout_s: float, *, anonymous:
             "allow_http": settings.get("endpoint", "").startswith("http:"),
         }
         config["retry_config"] = {"max_retries": MAX_RETRIES, "retry_timeout": _seconds(timeout_s)}
-        config.update(settings)
-    if url.startswith("s3://"):
+        config.update(_named(url, settings))
+    if url.startswith(AMAZON):
         config.update({"skip_signature": True} if anonymous else _shared_credentials(os.environ))
     try:
         return from_url(url, **config)
     except Exception as error:  # boundary: the library's own errors, of many kinds, are about the options
         raise ConfigError(f"options.url {url}: {_first_line(error)}") from None
+
+
+def _named(url: str, settings: Mapping[str, str]) -> dict[str, str]:
+    """The settings by the library's names for this cloud. Raises ConfigError."""
+    if "region" in settings and not url.startswith(AMAZON):
+        raise ConfigError(f"options.region is for s3:// only: leave it out for {url}")
+    renamed = {"endpoint": "base_url"} if url.startswith(GOOGLE) else {}
+    return {renamed.get(name, name): value for name, value in settings.items()}
 
 
 def _seconds(seconds: float) -> timedelta:

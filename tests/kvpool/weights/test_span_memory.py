@@ -1,0 +1,138 @@
+"""Spans that show the pool's memory: no copy, no writes into the pool, and no other byte stays."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pdserve.errors import WeightsError
+from pdserve.kvpool.weights import catalog, reading, streaming
+from pdserve.kvpool.weights.manifest import Piece
+from pdserve.kvpool.weights.names import ModelName
+from pdserve.kvpool.weights.push import push
+from pdserve.kvpool.weights.span_memory import can_lend
+from pdserve.kvpool.weights.store import WeightStore
+from pdserve.kvpool.weights.streaming import Filled, stream, weight_files
+from tests.support.kvpool.local_node import LocalNode
+from tests.support.kvpool.models import MIB, ROOMY, store_of, tensors_of, write_model
+from tests.support.kvpool.nodes import Start
+
+MODEL, OTHER = ModelName("demo", "1"), ModelName("demo", "2")
+TENSORS = tensors_of(5 * MIB, 6 * MIB, 7 * MIB)
+
+
+@pytest.fixture
+def node(start: Start) -> LocalNode:
+    return start(**{**ROOMY, "capacity_bytes": "32MiB"})  # with room for one model
+
+
+@pytest.fixture
+def store(node: LocalNode, tmp_path: Path) -> Iterator[WeightStore]:
+    with store_of(node) as store:
+        push(store, write_model(tmp_path / "model", TENSORS), MODEL)
+        yield store
+
+
+@pytest.fixture(autouse=True)
+def nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A span is given out once it is read: so pages can be taken away that are in use."""
+    monkeypatch.setattr(reading, "PAUSE_S", 0.0)
+    monkeypatch.setattr(streaming, "BATCH_BYTES", MIB)
+    monkeypatch.setattr(streaming.read_ahead, "__defaults__", (0, 2))
+
+
+def spans(store: WeightStore) -> Any:
+    reader, manifest = store.reader(MODEL), store.manifest(MODEL)
+    return stream(reader, manifest, weight_files(reader, manifest))
+
+
+def tensors_in(filled: Filled) -> dict[str, bytes]:
+    found = {}
+    for place in filled.span.tensors:
+        at = filled.offset(place)
+        found[place.name] = filled.data[at : at + place.end - place.start].tobytes()
+    return found
+
+
+def refill(store: WeightStore, tmp_path: Path) -> None:
+    """Remove the model, and fill its memory with another one."""
+    catalog.remove(store, MODEL)
+    push(store, write_model(tmp_path / "other", tensors_of(5 * MIB, 6 * MIB, 7 * MIB, seed=70)), OTHER)
+
+
+def test_pages_of_a_node_of_this_host_are_not_copied(store: WeightStore, node: LocalNode) -> None:
+    """What the node's memory is changed to behind its back, shows."""
+    running = spans(store)
+    filled = next(running)
+    part = slice(2000, 2100)
+    before = filled.data[part].tobytes()
+    arena = np.memmap(node.arena_path, dtype=np.uint8, mode="r+")
+    place = arena.tobytes().find(before)
+    arena[place] ^= 1
+    assert filled.data[part].tobytes() != before
+    arena[place] ^= 1
+    running.close()
+
+
+def test_what_a_caller_writes_into_its_tensors_stays_with_it(store: WeightStore) -> None:
+    for filled in spans(store):
+        filled.data[:] = 0
+    assert {name: data for filled in spans(store) for name, data in tensors_in(filled).items()} == TENSORS
+
+
+def test_a_caller_that_keeps_all_tensors_has_them_whatever_becomes_of_the_model(
+    store: WeightStore, tmp_path: Path
+) -> None:
+    kept = list(spans(store))
+    assert all(filled.lent is not None for filled in kept)
+    refill(store, tmp_path)
+    assert {name: data for filled in kept for name, data in tensors_in(filled).items()} == TENSORS
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("later", [0, 1, 2])
+def test_pages_that_were_taken_away_while_they_were_used_end_the_load(
+    store: WeightStore, tmp_path: Path, keeps: bool, later: int
+) -> None:
+    running = spans(store)
+    kept = [next(running) for _ in range(1 + later)]
+    refill(store, tmp_path)
+    if not keeps:
+        kept.clear()
+        gc.collect()
+    with pytest.raises(
+        WeightsError, match=r"demo@1: model\.safetensors: page [0-9a-f]{16} (was taken|is not)"
+    ):
+        for _ in running:
+            pass
+
+
+def test_a_load_that_ends_early_is_settled_too(store: WeightStore, tmp_path: Path) -> None:
+    running = spans(store)
+    filled = next(running)
+    refill(store, tmp_path)
+    assert tensors_in(filled) != {name: TENSORS[name] for name in tensors_in(filled)}
+    with pytest.raises(WeightsError, match="was taken away while it was loaded"):
+        running.close()
+
+
+def test_a_page_that_left_with_right_bytes_in_its_place_harms_nobody(store: WeightStore) -> None:
+    running = spans(store)
+    filled = next(running)
+    catalog.remove(store, MODEL)  # its memory is free, and nothing fills it
+    running.close()
+    assert tensors_in(filled) == {name: TENSORS[name] for name in tensors_in(filled)}
+
+
+def test_only_pages_that_lie_in_a_file_as_in_memory_are_shown() -> None:
+    whole, part = Piece(b"", b"", 8192, 8192), Piece(b"", b"", 5, 8192)
+    assert can_lend(100, [(100, whole), (8292, part)])
+    assert not can_lend(100, [(100, part), (105, whole)])
+    assert not can_lend(101, [(100, whole)])
+    assert not can_lend(0, [(0, Piece(b"", b"", 5000, 5000))])
+    assert not can_lend(0, [])
