@@ -10,8 +10,10 @@
 | `vllm-pool` | vLLM with LMCache, its own memory and a pool node, asked directly |
 
 Workers of Dynamo have the sizes of those of `contenders`. vLLM's cache holds as many tokens as SGLang's, and
-LMCache's memory as many as SGLang's host memory. They need environments of their own, which launch/dynamo.sh
-and launch/vllm.sh make in a checkout.
+LMCache's memory as many as SGLang's host memory. LMCache stores nothing of a step's tokens that have no room
+there at once, so where a tier is below it keeps half of that memory free (`HALF_FREE`).
+
+They need environments of their own, which launch/dynamo.sh and launch/vllm.sh make in a checkout.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ DYNAMO_PORTS: Final = (0, 100, 101, 200, 201, 300, 301)
 VLLM: Final = ("vllm", "vllm-cpu", "vllm-disk", "vllm-pool")
 FOREIGN: Final = (*DYNAMO, *VLLM)
 GIB: Final = 1 << 30
+HALF_FREE: Final = ("--eviction-trigger-watermark", "0.5", "--eviction-ratio", "0.5")
+"""By its defaults a fifth is free, and a prompt that is longer is never stored."""
 
 
 def dynamo_argv(name: str, setting: Setting, script: Path, port: int) -> list[str]:
@@ -88,9 +92,11 @@ def vllm_contender(
 
 def _lmcache(name: str, setting: Setting) -> dict[str, Any]:
     memory_bytes = int(setting.host_ratio * setting.device_tokens * setting.kv_token_bytes)
+    args = ["--supported-transfer-mode", "auto"]
     if name == "vllm-cpu":
         memory_bytes += parse_bytes(setting.pool_capacity)
-    args = ["--supported-transfer-mode", "auto"]
+    else:
+        args += HALF_FREE
     if name == "vllm-disk":
         disk = {"type": "fs_native", "base_path": f"{setting.directory}/{name}/pages"}
         args += ["--l2-adapter", json.dumps(disk)]

@@ -70,6 +70,7 @@ def test_lmcache_has_the_memory_that_others_have_and_one_tier_below(name: str, t
     below = [json.loads(server.argv[i + 1]) for i, word in enumerate(server.argv) if word == "--l2-adapter"]
     kinds = {"vllm-cpu": [], "vllm-disk": ["fs_native"], "vllm-pool": ["plugin"]}
     assert [one["type"] for one in below] == kinds[name]
+    assert ("--eviction-trigger-watermark" in server.argv) == (name != "vllm-cpu")
 
 
 @pytest.mark.parametrize("name", DYNAMO)
