@@ -82,17 +82,22 @@ def run_directory(path: Path) -> Path:
     return path.parent.resolve() / path.name
 
 
+def make_run_directory(run_dir: Path) -> None:
+    """Make it, if it is not there, and check that no other user can write there. Raises StartupError."""
+    try:
+        private_directory(run_dir, checks_parents=False)
+    except OSError as error:
+        raise _unusable(run_dir, error) from None
+
+
 @contextmanager
 def claimed(run_dir: Path) -> Iterator[None]:
     """Make the run directory and hold it for this process alone. Raises StartupError."""
+    make_run_directory(run_dir)
     try:
-        private_directory(run_dir, checks_parents=False)
         lock = (run_dir / SUPERVISOR_LOCK).open("a+")
     except OSError as error:
-        raise StartupError(
-            f"{run_dir}: cannot be used as run_dir: {error.strerror}: make it this user's own, or choose "
-            "another"
-        ) from None
+        raise _unusable(run_dir, error) from None
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -112,3 +117,9 @@ def claimed(run_dir: Path) -> Iterator[None]:
             yield
         finally:
             lock.truncate(0)  # the number may come to mean another process
+
+
+def _unusable(run_dir: Path, error: OSError) -> StartupError:
+    return StartupError(
+        f"{run_dir}: cannot be used as run_dir: {error.strerror}: make it this user's own, or choose another"
+    )

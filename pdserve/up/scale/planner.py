@@ -18,7 +18,7 @@ import msgspec
 from pdserve.capacity.facts import Fit
 from pdserve.capacity.gather import read_model, this_machine
 from pdserve.errors import ConfigError, StartupError
-from pdserve.up.claims import free_ports, is_ours, run_directory
+from pdserve.up.claims import free_ports, is_ours, make_run_directory, run_directory
 from pdserve.up.config import ClusterFile, WorkerRole, resized
 from pdserve.up.fitting import fitted, pinned
 from pdserve.up.places.base import Place
@@ -115,6 +115,7 @@ def pool_tokens(run_dir: Path) -> PoolTokens:
     """Those of the cluster's last start, whose pages may be in its hosts' memory still, or new ones. Raises
     StartupError.
     """
+    make_run_directory(run_dir)  # checked first: a stranger's secrets would be known to him
     file = run_dir / TOKENS_FILE
     try:
         return msgspec.json.decode(file.read_bytes(), type=PoolTokens)
