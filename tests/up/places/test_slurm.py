@@ -13,7 +13,7 @@ import pytest
 
 from pdserve.up.config import ClusterSettings
 from pdserve.up.places.slurm import SlurmPlace
-from tests.support.up.cluster import RUN, STAND_IN, processes_that_mention, wait_until
+from tests.support.up.cluster import RUN, STAND_INS, processes_that_mention, wait_until
 from tests.support.up.slurm_cluster import SlurmServers, slurm_servers
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.long]
@@ -56,7 +56,7 @@ class Job:
             stop_grace_s=2,
             slurm_options=["--nodes=2", "--overcommit", "--partition=low"],
         )
-        words = [sys.executable, "-c", RUN, str(STAND_IN), str(file), str(self.run_dir), "slurm"]
+        words = [sys.executable, "-c", RUN, str(file), str(self.run_dir), "slurm", *STAND_INS]
         self.said = SlurmPlace({}).submit(words, settings)
         assert self.said is not None
         self.number = self.said.split()[1]
