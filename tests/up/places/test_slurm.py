@@ -76,11 +76,11 @@ class Job:
         return self.servers.output("squeue", "-h", "-j", self.number, "-o", "%T %r").strip()
 
     def begin_now(self) -> None:
-        """Slurm lets a requeued job wait two minutes. Steps of its first run that have not ended yet would
-        refuse those of the second.
+        """Slurm lets a requeued job wait two minutes. Steps of its first run end meanwhile: those of the second
+        have their names, and slurmd would take the end of the one for that of the other.
         """
         wait_until(lambda: self.state().startswith("PENDING"), "the job is pending")
-        wait_until(lambda: not processes_that_mention(str(self.directory)), "its processes have ended")
+        wait_until(lambda: not processes_that_mention(f"slurmstepd: [{self.number}."), "its steps have ended")
         self.servers.output("scontrol", "update", f"JobId={self.number}", "StartTime=now")
 
 
