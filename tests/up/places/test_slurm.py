@@ -76,7 +76,7 @@ class Job:
         return self.servers.output("squeue", "-h", "-j", self.number, "-o", "%T %r").strip()
 
     def begin_now(self) -> None:
-        """Slurm lets a requeued job wait two minutes. Steps of its first run end meanwhile: those of the second
+        """Slurm lets a requeued job wait two minutes. Steps of its first run end first: those of the second
         have their names, and slurmd would take the end of the one for that of the other.
         """
         wait_until(lambda: self.state().startswith("PENDING"), "the job is pending")
