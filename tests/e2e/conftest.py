@@ -52,6 +52,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small demo model, made here, for other stacks."""
+    directory = tmp_path_factory.mktemp("model") / "demo-small"
+    make_demo_model("small", directory, seed=0)
+    return directory
+
+
+@pytest.fixture(scope="session")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Configurations, logs, sockets; short, because a Unix socket's path holds 107 bytes."""
     return tmp_path_factory.mktemp("run")

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.engine.demo.model import make_demo_model
 from tests.support.e2e.cluster import eventually
 from tests.support.e2e.dynamo import PYTHON, START_S, Dynamo, dynamo
 from tests.support.e2e.prompts import PAGE, token_ids
@@ -22,13 +21,6 @@ pytestmark = [
     pytest.mark.skipif(not PYTHON.exists(), reason="Dynamo is not installed: run launch/dynamo.sh --set-up"),
 ]
 SOON_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model") / "demo-small"
-    make_demo_model("small", directory, seed=0)
-    return directory
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ from typing import Any
 import httpx
 import pytest
 
-from pdserve.engine.demo.model import make_demo_model
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.config.tenants import Access
 from pdserve.tokens import Secret
@@ -44,13 +43,6 @@ def text_of(response: httpx.Response) -> str:
 def cached_of(response: httpx.Response) -> int:
     details = response.json()["usage"]["prompt_tokens_details"] or {}
     return int(details.get("cached_tokens") or 0)
-
-
-@pytest.fixture(scope="module")
-def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model") / "demo-small"
-    make_demo_model("small", directory, seed=0)
-    return directory
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,7 @@ from tests.support.kvpool.models import (
     files_in,
     held_bytes,
     pool_config,
+    read_tensors,
     store_of,
     tensors_of,
     write_model,
@@ -55,16 +56,6 @@ def node(start: Start) -> LocalNode:
 def store(node: LocalNode) -> Iterator[WeightStore]:
     with store_of(node) as store:
         yield store
-
-
-def read_tensors(store: WeightStore, model: ModelName) -> dict[str, bytes]:
-    manifest, reader = store.manifest(model), store.reader(model)
-    found = {}
-    for filled in stream(reader, manifest, weight_files(reader, manifest)):
-        for place in filled.span.tensors:
-            at = filled.offset(place)
-            found[place.name] = filled.data[at : at + place.end - place.start].tobytes()
-    return found
 
 
 def pull(

@@ -10,7 +10,10 @@ from typing import Any
 import numpy as np
 
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
+from pdserve.kvpool.weights.names import ModelName
+from pdserve.kvpool.weights.reading import PageReader
 from pdserve.kvpool.weights.store import WeightStore
+from pdserve.kvpool.weights.streaming import stream, weight_files
 from tests.support.kvpool.local_node import LocalNode
 
 MIB = 1 << 20
@@ -74,3 +77,14 @@ def held_bytes(node: LocalNode) -> int:
     """Of all pages and reservations on the node."""
     store = node.node.state.store
     return store.slots.capacity_bytes - store.free_bytes
+
+
+def read_tensors(store: WeightStore, model: ModelName, reader: PageReader | None = None) -> dict[str, bytes]:
+    """The bytes of all tensors, by `reader` or by one of the store's."""
+    manifest, reader = store.manifest(model), reader or store.reader(model)
+    found = {}
+    for filled in stream(reader, manifest, weight_files(reader, manifest)):
+        for place in filled.span.tensors:
+            at = filled.offset(place)
+            found[place.name] = filled.data[at : at + place.end - place.start].tobytes()
+    return found
