@@ -23,13 +23,19 @@ def weights_load(
     ],
     sources: Annotated[
         str,
-        typer.Option(help="Where weights come from: disk, cached, memory, tcp, nodes, ssd; commas between."),
-    ] = "disk,cached,memory,tcp,nodes,ssd",
+        typer.Option(
+            help="Where weights come from: disk, cached, memory, tcp, nodes, ssd, object; commas between."
+        ),
+    ] = "disk,cached,memory,tcp,nodes,ssd,object",
     rounds: Annotated[int, typer.Option(min=1, help="Loads from each source; results are medians.")] = 5,
     capacity: options.NodeCapacity = "3GiB",
     directory: Annotated[
         Path | None, typer.Option(help="Directory for the SSD tier, on the disk to measure; none: temporary.")
     ] = None,
+    object_url: Annotated[
+        str,
+        typer.Option(help="Bucket and prefix of the object store; none: a local directory."),
+    ] = "",
     as_json: options.AsJson = False,
 ) -> None:
     """Time until a model's weights are loaded: from disk by SGLang's own loaders, and from the pool.
@@ -43,7 +49,7 @@ def weights_load(
     chosen = options.choices("sources", sources, SOURCES)
     output = Output(as_json, load=f"weights of {model.name}")
     with workplace(directory) as place:
-        figures, limits = measure(model, chosen, rounds, capacity, place, say)
+        figures, limits = measure(model, chosen, rounds, capacity, place, say, object_url)
     for row in figures:
         output.row(row)
     output.row(limits)

@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_source_gives_the_same_tensors_and_a_row(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ("--model", str(model), "--sources", "disk,ssd", "--rounds", "1", "--capacity", "512MiB")
+    words = ("--model", str(model), "--sources", "disk,ssd,object", "--rounds", "1", "--capacity", "512MiB")
     done = bench("weights-load", *words, "--directory", str(tmp_path), "--json")
     *rows, limits = results(done)
     origin = json.loads(done.stdout.splitlines()[0])
@@ -34,6 +34,7 @@ def test_every_source_gives_the_same_tensors_and_a_row(
     assert [(row["source"], row["loader"]) for row in rows if row["loader"] in ("auto", "pool")] == [
         ("disk", "auto"),
         ("ssd", "pool"),
+        ("object", "pool"),
     ]
     assert all(row["gbps"] > 0 and row["size_bytes"] > 1_000_000 for row in rows)
     assert min(limits["memcpy_gbps"], limits["memcpy_fresh_gbps"], limits["disk_gbps"]) > 0

@@ -39,6 +39,7 @@ NEEDS: Final = {
     "replicas": ("replicas",),
     "drafts": ("drafted", "mtp-prefill", "mtp-decode"),
     "ranks": ("ranks-prefill", "ranks-decode", "ranks-one"),
+    "beside_plain": ("plain", "agg", "prefill0", "decode0"),
     "cluster": ("prefill0", "decode0", "prefill1", "decode1"),
     "elastic_workers": ("elastic0", "elastic1"),
     "direct": ("sender", "receiver", "decode0"),

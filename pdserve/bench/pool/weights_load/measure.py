@@ -7,6 +7,7 @@ SGLang's loaders, and from pools of this run. Beside them stand what the disk an
     tcp         the same node over TCP, as from another host; here both ends share the processors
     nodes       three nodes of this host, by mapped memory
     ssd         one node whose pages are in its SSD tier only, before each load
+    object      one node whose pages are in an object store only, before each load
 """
 
 from __future__ import annotations
@@ -37,14 +38,16 @@ from pdserve.kvpool.weights.store import NAMESPACE, WeightStore
 from pdserve.kvpool.weights.tensors import LENGTH_BYTES, header_bytes, parse_header
 from pdserve.up.places.process import dies_with_parent
 
-SOURCES: Final = ("disk", "cached", "memory", "tcp", "nodes", "ssd")
+SOURCES: Final = ("disk", "cached", "memory", "tcp", "nodes", "ssd", "object")
 MODEL: Final = ModelName("bench")
+TIER: Final = "tier"
 LOAD_TIMEOUT_S: Final = 600.0
 STORE_TIMEOUT_S: Final = 300.0
 BLOCK_BYTES: Final = 8 << 20
-_OF_POOLS: Final = {"memory": 1, "tcp": 1, "nodes": 3, "ssd": 1}
+_OF_POOLS: Final = {"memory": 1, "tcp": 1, "nodes": 3, "ssd": 1, "object": 1}
 """Nodes of each."""
-_OF_DISKS: Final = ("disk", "ssd")
+_OF_TIERS: Final = ("ssd", "object")
+_OF_DISKS: Final = ("disk", *_OF_TIERS)
 
 
 class LoadFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,8 +80,11 @@ def measure(
     capacity: str,
     directory: Path,
     say: Callable[[str], None],
+    object_url: str = "",
 ) -> tuple[list[LoadFigures], Limits]:
-    """Raises BenchError, also where two loads gave other tensors."""
+    """`object_url`: bucket and prefix of the object store; empty: a directory. Raises BenchError, also where
+    two loads gave other tensors.
+    """
     files = sorted(model.glob("*.safetensors"))
     size = sum(tensor_bytes(file) for file in files)
     if not size:
@@ -86,7 +92,10 @@ def measure(
     found: list[tuple[str, str, list[Loaded]]] = []
     meter = _Meter(files)
     for source in sources:
-        with _source(source, model, files, capacity, directory) as (path, environment, before):
+        place = directory / source
+        place.mkdir()
+        tiers = _tiers(source, place, capacity, object_url)
+        with _source(source, model, files, capacity, place, tiers) as (path, environment, before):
             for loader in _loaders(source, say):
                 say(f"{source}, {loader}: {rounds} loads of {size / 1e9:.2f} GB")
                 job = LoadJob(loader=loader, model_path=path, size_bytes=size)
@@ -126,7 +135,7 @@ def _loaders(source: str, say: Callable[[str], None]) -> list[str]:
 
 @contextmanager
 def _source(
-    source: str, model: Path, files: Sequence[Path], capacity: str, directory: Path
+    source: str, model: Path, files: Sequence[Path], capacity: str, place: Path, tiers: list[dict[str, Any]]
 ) -> Iterator[tuple[str, dict[str, str], Callable[[], None]]]:
     """(model path, environment, what is done before each load)."""
     if source == "disk":
@@ -135,12 +144,7 @@ def _source(
     if source == "cached":
         yield str(model), {}, lambda: read_through(files)
         return
-    place = directory / source
-    place.mkdir()
-    settings: dict[str, Any] = {"capacity_bytes": capacity, "keep": False}
-    if source == "ssd":
-        tier = {"kind": "ssd", "path": str(place / "tier"), "capacity_bytes": capacity, "write": "all"}
-        settings |= {"tiers": [tier], "keep": True}
+    settings = {"capacity_bytes": capacity, "keep": bool(tiers), "tiers": tiers}
     with pool_of(_OF_POOLS[source], place, settings) as nodes:
         path: DataPathChoice = "tcp" if source == "tcp" else "shm"
         config = client_of(nodes, path)
@@ -148,16 +152,34 @@ def _source(
             push(store, model, MODEL)
         environment: dict[str, str] = {}
         tell_children(config, environment)
-        before = (lambda: reboot(nodes[0])) if source == "ssd" else (lambda: None)
+        spool = place / TIER if source == "object" else None
+        before = (lambda: reboot(nodes[0], spool)) if tiers else (lambda: None)
         yield f"pdserve://{config.cluster}/{MODEL}", environment, before
         for node in nodes:
             node.stop()
 
 
-def reboot(node: NodeProcess) -> None:
-    """Once the tier has all pages of weights, start the node again without its memory. Raises BenchError."""
+def _tiers(source: str, place: Path, capacity: str, object_url: str) -> list[dict[str, Any]]:
+    """Of the node's configuration."""
+    if source not in _OF_TIERS:
+        return []
+    tier: dict[str, Any] = {
+        "kind": source,
+        "path": str(place / TIER),
+        "capacity_bytes": capacity,
+        "write": "all",
+    }
+    if source == "object":
+        tier["options"] = {"url": object_url or f"file://{place}/bucket", "flush_s": 1.0}
+    return [tier]
+
+
+def reboot(node: NodeProcess, spool: Path | None) -> None:
+    """Once the tier has all pages of weights, start the node again without its memory. `spool`: the directory
+    of segments that are not in the bucket yet. Raises BenchError.
+    """
     deadline_s = time.monotonic() + STORE_TIMEOUT_S
-    while not _is_stored(node):
+    while not _is_stored(node) or (spool is not None and any(spool.glob("*.seg"))):
         if time.monotonic() > deadline_s:
             raise BenchError(f"{node.name}: its tier did not get all pages within {STORE_TIMEOUT_S:.0f} s")
         time.sleep(0.2)
