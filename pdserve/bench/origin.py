@@ -94,7 +94,7 @@ def _commit() -> str:
 def installed(packages: Sequence[str], environment: Path | None = None) -> dict[str, str]:
     """Versions of those that are installed: here, or in another virtual environment."""
     there = sys.path if environment is None else [str(path) for path in environment.glob(SITE)]
-    found = {}
+    found: dict[str, str] = {}
     for package in packages:
         for one in importlib.metadata.distributions(name=package, path=there):
             found.setdefault(package, one.version)  # what is imported is the first
