@@ -41,6 +41,12 @@ ENVIRONMENTS: Final[Mapping[str, tuple[Collection[str], tuple[str, ...]]]] = {
 }
 """Directories of a checkout: whose they are, and the packages whose versions are kept with results."""
 GIB: Final = 1 << 30
+VLLM_ENV: Final = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # by its default one of two processors would not compute
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_API_KEY": "",  # asked directly, it asks for no token
+}
 HALF_FREE: Final = ("--eviction-trigger-watermark", "0.5", "--eviction-ratio", "0.5")
 """By its defaults a fifth is free, and a prompt that is longer is never stored."""
 
@@ -80,8 +86,7 @@ def vllm_contender(
             *("--gpu-memory-utilization", "0.1"),
             *setting.extra_args,
         ],
-        # asked directly, it asks for no token
-        "env": {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_API_KEY": ""},
+        "env": VLLM_ENV,
     }
     tables: dict[str, Any] = {
         "cluster": {"name": name, "run_dir": directory, "restart": "never", "stop_on_loss": True},
