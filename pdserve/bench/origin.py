@@ -9,7 +9,6 @@ import platform
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,6 +26,7 @@ CHANGES: Final = (
 )
 KEY_OPTION: Final = "--api-key"
 PEERS: Final = ("mooncake-transfer-engine-non-cuda", "redis", "sglang-router", "smg", "vllm-router")
+SITE: Final = "lib/python*/site-packages"
 PACKAGES: Final = ("sglang", "torch", "ucxx-cu13", "numpy", *PEERS)
 
 
@@ -38,7 +38,7 @@ def provenance(packages: Sequence[str] = PACKAGES) -> dict[str, Any]:
         "machine": _machine(),
         "load_before": [round(load, 2) for load in os.getloadavg()],
         "command": " ".join(["pdserve", *without_keys(sys.argv[1:])]),
-        "versions": {"python": platform.python_version(), **_versions(packages)},
+        "versions": {"python": platform.python_version(), **installed(packages)},
     }
 
 
@@ -91,10 +91,11 @@ def _commit() -> str:
         return ""
 
 
-def _versions(packages: Sequence[str]) -> dict[str, str]:
-    """Of those that are installed."""
-    found = {}
+def installed(packages: Sequence[str], environment: Path | None = None) -> dict[str, str]:
+    """Versions of those that are installed: here, or in another virtual environment."""
+    there = sys.path if environment is None else [str(path) for path in environment.glob(SITE)]
+    found: dict[str, str] = {}
     for package in packages:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
+        for one in importlib.metadata.distributions(name=package, path=there):
+            found.setdefault(package, one.version)  # what is imported is the first
     return found

@@ -6,9 +6,9 @@ import itertools
 import os
 import random
 import ssl
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 
 from pdserve.capacity.gather import read_machine, read_model, this_machine
-from pdserve.doctor import arenas, cluster, exposure, judge, live_probe, machine, planned
+from pdserve.doctor import arenas, cluster, exposure, judge, live_probe, lmcache, machine, planned
 from pdserve.doctor.asking import Asker, NoAnswer
 from pdserve.doctor.facts import Finding
 from pdserve.engine.sglang.selfcheck import TESTED_SGLANG
@@ -72,6 +72,8 @@ class Place:
     worker_trust: ssl.SSLContext | None = None
     """Of workers, and a certificate for those that ask for one."""
     pool_tls: ssl.SSLContext | None = None
+    lmcache: Mapping[str, str] = field(default_factory=dict)
+    """URLs by name."""
     unwritten: Path | None = None
 
 
@@ -195,6 +197,7 @@ def _findings(
     nodes = cluster.gather_pool(addresses, place.pool_tls)
     yield from judge.workers([cluster.with_host_tokens(worker, nodes) for worker in workers])
     yield from judge.pool(nodes)
+    yield from lmcache.findings(place.lmcache)
     for model, page_size in live_probe.page_sizes(workers).items() if probe and place.router_url else ():
         dice = random.SystemRandom()
         found = live_probe.probe(place.router_url, model, page_size, key, dice, place.trust)
@@ -240,6 +243,16 @@ def _pool_tls(plan: Plan) -> ssl.SSLContext | None:
     return next((context for context in contexts if context is not None), None)
 
 
+def _lmcache(plan: Plan) -> dict[str, str]:
+    """LMCache servers that `pdserve up` started on this host, by the configuration that it wrote."""
+    servers = {}
+    for spec in plan.processes:
+        if spec.role == "lmcache" and spec.config_path.is_file():
+            written = read_toml(spec.config_path)
+            servers[spec.name] = f"http://{written['host']}:{written['http_port']}"
+    return servers
+
+
 def _checked(given: str, option: str) -> str:
     """The URL that was given. Raises ConfigError."""
     if not given:
@@ -281,6 +294,7 @@ def _place(
             trust=cluster.trust_in(ca_file, Path(own) if own and not router else None),
             worker_trust=Certificates(tls).client_context,
             pool_tls=_pool_tls(plan),
+            lmcache=_lmcache(plan),
         )
     if not (router or named):
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,15 +73,20 @@ def weighed(run: Run) -> list[Weights]:
 def origin(run: Run) -> str:
     """Command, date, commit, machine and raw lines of a run, as a list."""
     one = run.origin
-    versions = ", ".join(f"{name} {version}" for name, version in one.get("versions", {}).items() if version)
+    versions = _versions(one.get("versions", {}))
+    others = [f"; in {name}: {_versions(found)}" for name, found in one.get("environments", {}).items()]
     lines = [
         f"- Command: `{one['command']}`",
         f"- Date and commit: {one['date'][:10] if 'T' in one['date'] else one['date']}, {one['commit']}",
         f"- Machine: {one.get('machine') or 'not kept'}",
-        *([f"- Versions: {versions}"] if versions else []),
+        *([f"- Versions: {versions}{''.join(others)}"] if versions else []),
         f"- Raw lines: {', '.join(f'`pdserve/bench/results/{name}`' for name in run.files)}",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _versions(found: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in found.items() if version)
 
 
 def met(value: bool | None) -> str:

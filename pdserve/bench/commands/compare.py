@@ -73,7 +73,7 @@ def compare(
     """
     from msgspec.structs import replace
 
-    from pdserve.bench.serving.cluster import launched
+    from pdserve.bench.serving.cluster import environments_of, launched
     from pdserve.bench.serving.compare import compare as run
     from pdserve.bench.serving.contenders import cache_tokens
     from pdserve.bench.serving.report.tables import plot_summaries
@@ -84,8 +84,8 @@ def compare(
     given = {"users": users, "rounds": rounds, "spread": spread}
     loads = options.loads_of(load or [], preset, scale, given, rate)
     tokens = {size: cache_tokens(loads.values(), SHARES[size], concurrency, PAGE_SIZE) for size in chosen}
-    load_origin = {"load": "; ".join(loads), "model": model.name, "seed": seed, "against": names}
-    output = Output(as_json, plot, **load_origin, device_tokens=tokens)
+    more = {"against": names, "device_tokens": tokens, "environments": environments_of(names)}
+    output = Output(as_json, plot, load="; ".join(loads), model=model.name, seed=seed, **more)
     for line in _unfit(loads, tokens):
         say(f"WARNING: {line}")
     measured: list[Measured] = []

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -18,10 +18,20 @@ import httpx
 import psutil
 
 from pdserve.bench.node_processes import memory_dir
+from pdserve.bench.origin import installed
 from pdserve.bench.peers.mooncake import mooncake_servers
 from pdserve.bench.processes import Child
 from pdserve.bench.serving.contenders import DEAD, NEED_MOONCAKE, Setting, contender
-from pdserve.bench.serving.foreign import DYNAMO, DYNAMO_PORTS, VLLM, dynamo_argv, vllm_contender
+from pdserve.bench.serving.foreign import (
+    DYNAMO,
+    DYNAMO_ENVIRONMENT,
+    DYNAMO_PORTS,
+    ENVIRONMENTS,
+    VLLM,
+    VLLM_ENVIRONMENT,
+    dynamo_argv,
+    vllm_contender,
+)
 from pdserve.bench.stores import BenchError
 from pdserve.settings.toml_text import to_toml
 from pdserve.sizes import parse_bytes
@@ -56,6 +66,15 @@ def forget_dead() -> None:
             owner = left.name.removeprefix(PREFIX).partition("-")[0]
             if owner.isdigit() and not Path("/proc", owner).exists():
                 shutil.rmtree(left, ignore_errors=True)
+
+
+def environments_of(names: Collection[str]) -> dict[str, dict[str, str]]:
+    """The environments that contenders have beside ours, and the versions of what they measure there."""
+    return {
+        environment: installed(packages, CHECKOUT / environment)
+        for environment, (owners, packages) in ENVIRONMENTS.items()
+        if not {*owners}.isdisjoint(names)
+    }
 
 
 @contextmanager
@@ -97,7 +116,7 @@ class _Start(NamedTuple):
 
 def _by_up(name: str, setting: Setting, ports: Iterator[int], mooncake_master: str) -> _Start:
     if name in VLLM:
-        python = CHECKOUT / ".venv-vllm/bin/python"
+        python = CHECKOUT / VLLM_ENVIRONMENT / "bin/python"
         if not python.exists():
             raise BenchError(f"{name} needs vLLM: run launch/vllm.sh --set-up")
         chosen = vllm_contender(name, setting, python, next(ports), next(ports))
@@ -112,7 +131,7 @@ def _by_up(name: str, setting: Setting, ports: Iterator[int], mooncake_master: s
 
 def _dynamo(name: str, setting: Setting, ports: Iterator[int]) -> _Start:
     script = CHECKOUT / "launch/dynamo.sh"
-    if not (CHECKOUT / ".venv-dynamo/pdserve-setup").exists():
+    if not (CHECKOUT / DYNAMO_ENVIRONMENT / "pdserve-setup").exists():
         raise BenchError(f"{name} needs Dynamo: run {script.relative_to(CHECKOUT)} --set-up in a checkout")
     port = next(port for port in ports if all(is_free("127.0.0.1", port + more) for more in DYNAMO_PORTS))
     url = f"http://127.0.0.1:{port}"

