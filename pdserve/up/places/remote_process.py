@@ -82,7 +82,7 @@ def _started(order: Order) -> tuple[subprocess.Popen[bytes], int]:
     config = Path(order.config_path)
     private_directory(config.parent, checks_parents=False)
     lock = _lock(config.with_suffix(f".{os.uname().nodename}.lock"), order.grace_s + order.patience_s)
-    write_private(config, order.config)
+    _write(config, order.config)
     process = subprocess.Popen(
         dies_with_parent(order.argv),
         stdin=subprocess.DEVNULL,
@@ -126,9 +126,17 @@ def _obey(process: subprocess.Popen[bytes], order: Order, end: Callable[[], None
 
 def _configure(order: Order, config: str) -> None:
     try:
-        write_private(Path(order.config_path), config)
+        _write(Path(order.config_path), config)
     except StartupError as error:
         print(f"not configured anew: {error}", flush=True)
+
+
+def _write(path: Path, config: str) -> None:
+    """Unless the supervisor has done so: hosts may have the run directory in common. Raises StartupError."""
+    with suppress(OSError):
+        if path.read_text(encoding="utf-8") == config:
+            return
+    write_private(path, config)
 
 
 if __name__ == "__main__":

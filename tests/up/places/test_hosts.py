@@ -85,6 +85,17 @@ def test_the_process_has_its_configuration_and_its_variables_and_gives_its_statu
     assert config.stat().st_mode & 0o777 == 0o600
 
 
+def test_a_configuration_that_the_supervisor_has_written_is_left(tmp_path: Path) -> None:
+    """Two that write at once could refuse each other."""
+    config = tmp_path / "run" / "one.toml"
+    config.parent.mkdir(mode=0o700)
+    config.write_text("a = 1\n")
+    before = config.stat().st_ino
+    with Agent(tmp_path, "pass") as agent:
+        assert agent.status() == 0
+    assert config.stat().st_ino == before
+
+
 def test_signals_reach_it_and_a_kill_is_told_as_a_signal(tmp_path: Path) -> None:
     with Agent(tmp_path, POLITE) as polite:
         assert polite.line() == b"up\n"
