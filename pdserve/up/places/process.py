@@ -26,7 +26,6 @@ TAIL_LINES: Final = 20
 READ_BYTES: Final = 64 * 1024
 MAX_LINE_BYTES: Final = 16 * 1024  # longer lines are shown in pieces
 DRAIN_TIMEOUT_S: Final = 2.0
-WISH_WORDS: Final = 5
 _WISH: Final = """
 import ctypes, os, signal, sys
 PR_SET_PDEATHSIG = 1
@@ -190,15 +189,7 @@ def write_private(path: Path, text: str) -> None:
 
 
 def dies_with_parent(command: Sequence[str | Path]) -> list[str]:
-    """The command, to be started by this process, which gets SIGTERM when this process dies. Raises
-    FileNotFoundError.
-    """
-    words = dies_with(command)
-    return [*words[:WISH_WORDS], str(os.getpid()), *words[WISH_WORDS:]]
-
-
-def dies_with(command: Sequence[str | Path]) -> list[str]:
-    """The same for another parent, whose process id has to be put in after `WISH_WORDS` words.
+    """The command, to be started by this process, which gets SIGTERM when this process dies.
 
     The wish is made by a Python of its own that becomes the command. Code between fork and exec of a process
     with threads may wait for a lock for ever (`preexec_fn`). Raises FileNotFoundError.
@@ -206,4 +197,4 @@ def dies_with(command: Sequence[str | Path]) -> list[str]:
     program, *arguments = map(str, command)
     if (found := shutil.which(program)) is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), program)
-    return [sys.executable, "-I", "-S", "-c", _WISH, found, program, *arguments]
+    return [sys.executable, "-I", "-S", "-c", _WISH, str(os.getpid()), found, program, *arguments]

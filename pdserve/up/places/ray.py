@@ -6,7 +6,8 @@ need no common directory. Output comes to the driver: to the console and to the 
 
 - A process that ends is started again by the supervisor's own rules, in its place in the group. So they are
   the same everywhere, and Ray restarts no actor by itself.
-- When the driver dies, Ray ends its actors, and the processes get SIGTERM with them.
+- When the driver dies, Ray ends its actors. However an actor ends, its process is asked to end then, and is
+  killed with its children after `GRACE_S`. One that is started again on that host waits for this.
 - A lost node takes its processes along. Workers get a room on another node, with a new address. Pool nodes
   stay ended: others know them by their addresses.
 
@@ -29,13 +30,14 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from pdserve.errors import StartupError
-from pdserve.settings.command_line import RESTARTED
-from pdserve.settings.toml_text import to_toml
 from pdserve.up.config import WORKER_ROLES, ClusterSettings
 from pdserve.up.console import Console
 from pdserve.up.places import ray_host
 from pdserve.up.places.base import HostLost
-from pdserve.up.places.process import TAIL_LINES, LineSplitter, dies_with
+from pdserve.up.places.orphan_reaper import GRACE_S
+from pdserve.up.places.process import TAIL_LINES, LineSplitter
+from pdserve.up.places.remote import AGENT, exit_status, order_for
+from pdserve.up.places.remote_process import KILL
 from pdserve.up.plan import ProcessSpec
 from pdserve.up.site import Demand
 
@@ -75,7 +77,7 @@ class Actor:
     def signal(self, number: signal.Signals) -> None:
         """Ask the actor to send it; does not wait."""
         if not self._following.done():
-            self._actor.signal.remote(int(number))
+            self._actor.say.remote(str(int(number)).encode())
 
     def configure(self, config: str) -> None:
         """Only routers are configured anew, and they run beside the supervisor, which has written it."""
@@ -85,9 +87,9 @@ class Actor:
         if self._following.done():
             return
         try:
-            await asyncio.wait_for(_result(self._actor.kill.remote()), ASK_S)
+            await asyncio.wait_for(_result(self._actor.say.remote(KILL)), ASK_S)
         except (ray.exceptions.RayError, TimeoutError):
-            ray.kill(self._actor)  # the process gets SIGTERM with it
+            ray.kill(self._actor)  # the process ends after it
 
     async def finish(self) -> int:
         """The status; the actor goes."""
@@ -105,7 +107,7 @@ class Actor:
         with self._log:
             try:
                 async with asyncio.timeout(START_TIMEOUT_S):
-                    await _result(self._actor.process_id.remote())
+                    await _result(self._actor.started.remote())
             except (ray.exceptions.RayError, TimeoutError) as error:
                 words = str(error).strip().splitlines() or ["its actor did not start in time"]
                 self._show([f"not started: {words[-1]}"])
@@ -120,7 +122,7 @@ class Actor:
                 self._show(lines.feed(data))
                 if status is not None:
                     self._show(lines.close())
-                    self._status = status
+                    self._status = exit_status(status)
                     return
 
     def _show(self, lines: list[str]) -> None:
@@ -189,10 +191,8 @@ class RayPlace:
         kind = ray.remote(ray_host.ProcessHost).options(
             name=None, max_restarts=0, max_concurrency=8, scheduling_strategy=strategy, **_share(spec)
         )
-        environment = {"PYTHONUNBUFFERED": "1", **({RESTARTED: "1"} if again else {}), **spec.env}
-        actor = kind.remote(
-            dies_with(spec.argv), environment, str(spec.config_path), to_toml(spec.config), str(Path.cwd())
-        )
+        order = order_for(spec, GRACE_S, again=again)
+        actor = kind.remote(AGENT, order, str(Path.cwd()))
         self._running.add(spec.name)
         return Actor(spec, actor, log, console, self._ended)
 

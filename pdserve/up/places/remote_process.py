@@ -1,12 +1,14 @@
-"""What runs on another host for one process: starts it, ends it, and exits as it did.
+"""What runs on another host for one process: starts it, ends it, and exits as it did. remote.py starts it.
 
 Standard input leads to the supervisor. Its first line is the order, as JSON (`Order`); each further line is
 the number of a signal for the process, `kill`, its new configuration as a JSON string, or empty: the
 supervisor is there. The process writes to the standard output that is there already.
 
-When the input ends or is silent for `PATIENCE_S`, the supervisor or the way to it is lost. The process is
-asked to end then, and killed with its children after its grace. So a supervisor that comes back finds the
-host free, at the latest so much later. Meanwhile the lock holds: a process of a name runs once on a host.
+When the input ends or is silent for `patience_s`, the supervisor or the way to it is lost. The process is
+asked to end then, and killed with its children after its grace; so it is when this one gets SIGTERM. A
+supervisor that comes back finds the host free, at the latest so much later. Meanwhile the lock holds: a
+process of a name runs once on a host. Hosts may have the run directory in common, so its name has the
+host's: one that was lost for good locks nobody out.
 
 Run as `python -m pdserve.up.places.remote_process`.
 """
@@ -21,7 +23,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import Final
 
@@ -32,9 +36,6 @@ from pdserve.private_directory import private_directory
 from pdserve.up.places.process import dies_with_parent, write_private
 from pdserve.up.places.sessions import end_sessions, kill_session
 
-PATIENCE_S: Final = 60.0
-BEAT_S: Final = 10.0
-"""How often the supervisor says that it is there."""
 KILL: Final = b"kill"
 LOCK_POLL_S: Final = 0.05
 SIGNALLED: Final = 128
@@ -50,6 +51,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     config: str
     grace_s: float
     """Time between SIGTERM and SIGKILL where the supervisor is lost."""
+    patience_s: float
+    """It is lost when it has said nothing for so long."""
 
 
 def main() -> int:
@@ -57,12 +60,17 @@ def main() -> int:
     with suppress(PermissionError):  # the leader of a session already
         os.setsid()
     try:
-        order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
+        order = msgspec.json.decode(FileIO(0, closefd=False).readline(), type=Order)  # what follows is left
         process, lock = _started(order)
     except (StartupError, OSError, msgspec.DecodeError) as error:
         print(f"cannot be started here: {error}", flush=True)
         return 1
-    threading.Thread(target=_obey, args=(process, order), daemon=True).start()
+
+    def end() -> None:
+        end_sessions([process.pid], order.grace_s)
+
+    signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=end, daemon=True).start())
+    threading.Thread(target=_obey, args=(process, order, end), daemon=True).start()
     status = process.wait()
     kill_session(process.pid)
     os.close(lock)
@@ -73,8 +81,8 @@ def _started(order: Order) -> tuple[subprocess.Popen[bytes], int]:
     """The process, leader of a session, and its lock. Raises StartupError, OSError."""
     config = Path(order.config_path)
     private_directory(config.parent, checks_parents=False)
-    lock = _lock(config.with_suffix(".lock"), order.grace_s)
-    write_private(config, order.config)
+    lock = _lock(config.with_suffix(f".{os.uname().nodename}.lock"), order.grace_s + order.patience_s)
+    _write(config, order.config)
     process = subprocess.Popen(
         dies_with_parent(order.argv),
         stdin=subprocess.DEVNULL,
@@ -85,12 +93,12 @@ def _started(order: Order) -> tuple[subprocess.Popen[bytes], int]:
     return process, lock
 
 
-def _lock(path: Path, grace_s: float) -> int:
+def _lock(path: Path, wait_s: float) -> int:
     """A descriptor of the locked file. Waits for an earlier process of this name to end. Raises
     StartupError.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    deadline = time.monotonic() + grace_s + PATIENCE_S
+    deadline = time.monotonic() + wait_s
     while True:
         with suppress(BlockingIOError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -101,10 +109,10 @@ def _lock(path: Path, grace_s: float) -> int:
         time.sleep(LOCK_POLL_S)
 
 
-def _obey(process: subprocess.Popen[bytes], order: Order) -> None:
-    """The thread that does what the supervisor says, until it is lost."""
+def _obey(process: subprocess.Popen[bytes], order: Order, end: Callable[[], None]) -> None:
+    """The thread that does what the supervisor says, and `end` when it is lost."""
     said = b""
-    while select.select([0], [], [], PATIENCE_S)[0] and (data := os.read(0, 4096)):
+    while select.select([0], [], [], order.patience_s)[0] and (data := os.read(0, 4096)):
         *lines, said = (said + data).split(b"\n")
         for line in lines:
             if line == KILL:
@@ -113,14 +121,22 @@ def _obey(process: subprocess.Popen[bytes], order: Order) -> None:
                 _configure(order, msgspec.json.decode(line, type=str))
             elif line and process.poll() is None:
                 process.send_signal(signal.Signals(int(line)))
-    end_sessions([process.pid], order.grace_s)
+    end()
 
 
 def _configure(order: Order, config: str) -> None:
     try:
-        write_private(Path(order.config_path), config)
+        _write(Path(order.config_path), config)
     except StartupError as error:
         print(f"not configured anew: {error}", flush=True)
+
+
+def _write(path: Path, config: str) -> None:
+    """Unless the supervisor has done so: hosts may have the run directory in common. Raises StartupError."""
+    with suppress(OSError):
+        if path.read_text(encoding="utf-8") == config:
+            return
+    write_private(path, config)
 
 
 if __name__ == "__main__":

@@ -61,6 +61,8 @@ class SlurmServers:
         self.directory = directory
         self.conf = directory / "slurm.conf"
         self.variables = {"SLURM_CONF": str(self.conf)}
+        self.daemons: dict[str, subprocess.Popen[bytes]] = {}
+        """`slurmd` of each node, by the node's name."""
         self._started: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
@@ -89,7 +91,7 @@ class SlurmServers:
         _until(lambda: (directory / "munge.sock").exists(), self)
         self._run("slurmctld", "-D", "-i")
         for node in ("n1", "n2"):
-            self._run("slurmd", "-D", "-N", node)
+            self.daemons[node] = self._run("slurmd", "-D", "-N", node)
         _until(lambda: self.output("sinfo", "-h", "-p", "low", "-t", "idle", "-o", "%D").strip() == "2", self)
 
     def output(self, *words: str, **variables: str) -> str:
@@ -123,7 +125,7 @@ class SlurmServers:
     def logs(self) -> str:
         return "\n".join(path.read_text(errors="replace")[-2000:] for path in self.directory.glob("*.log"))
 
-    def _run(self, *words: str) -> None:
+    def _run(self, *words: str) -> subprocess.Popen[bytes]:
         log = (self.directory / f"{words[0]}-{len(self._started)}.out.log").open("wb")
         with log:
             self._started.append(
@@ -135,6 +137,7 @@ class SlurmServers:
                     start_new_session=True,
                 )
             )
+        return self._started[-1]
 
 
 @contextmanager
@@ -151,6 +154,8 @@ def slurm_servers(directory: Path) -> Iterator[SlurmServers]:
     try:
         servers.start()
         yield servers
+        servers.output("scancel", "--user=root")
+        _until(lambda: not servers.output("squeue", "-h"), servers)  # what ends a step tells the controller
     finally:
         servers.stop()
 

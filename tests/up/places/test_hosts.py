@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,7 +14,8 @@ import pytest
 
 from pdserve.errors import StartupError
 from pdserve.up.config import ClusterSettings
-from pdserve.up.places.hosts import AGENT, HostsPlace, addresses_of
+from pdserve.up.places.hosts import HostsPlace, addresses_of
+from pdserve.up.places.remote import AGENT
 from pdserve.up.places.remote_process import KILL, SIGNALLED, Order
 from pdserve.up.site import Demand
 
@@ -27,22 +29,32 @@ STUBBORN = TALKS.format("signal.signal(signal.SIGTERM, signal.SIG_IGN)")
 class Agent:
     """One, with a process that runs `code`."""
 
-    def __init__(self, tmp_path: Path, code: str, *, grace_s: float = 20.0, name: str = "one") -> None:
+    def __init__(
+        self,
+        tmp_path: Path,
+        code: str,
+        *,
+        grace_s: float = 20.0,
+        patience_s: float = 60.0,
+        name: str = "one",
+        at_once: Sequence[bytes] = (),
+    ) -> None:
         order = Order(
             argv=[sys.executable, "-c", code],
             environment={"OF_THE_ORDER": "yes"},
             config_path=str(tmp_path / "run" / f"{name}.toml"),
             config="a = 1\n",
             grace_s=grace_s,
+            patience_s=patience_s,
         )
         self.process = subprocess.Popen(
-            [sys.executable, "-m", AGENT],
+            AGENT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,
             start_new_session=True,
         )
-        self.say(msgspec.json.encode(order))
+        self.say(b"\n".join([msgspec.json.encode(order), *at_once]))
 
     def say(self, line: bytes) -> None:
         assert self.process.stdin is not None
@@ -73,6 +85,17 @@ def test_the_process_has_its_configuration_and_its_variables_and_gives_its_statu
     assert config.stat().st_mode & 0o777 == 0o600
 
 
+def test_a_configuration_that_the_supervisor_has_written_is_left(tmp_path: Path) -> None:
+    """Two that write at once could refuse each other."""
+    config = tmp_path / "run" / "one.toml"
+    config.parent.mkdir(mode=0o700)
+    config.write_text("a = 1\n")
+    before = config.stat().st_ino
+    with Agent(tmp_path, "pass") as agent:
+        assert agent.status() == 0
+    assert config.stat().st_ino == before
+
+
 def test_signals_reach_it_and_a_kill_is_told_as_a_signal(tmp_path: Path) -> None:
     with Agent(tmp_path, POLITE) as polite:
         assert polite.line() == b"up\n"
@@ -85,6 +108,18 @@ def test_signals_reach_it_and_a_kill_is_told_as_a_signal(tmp_path: Path) -> None
         assert stubborn.status() == SIGNALLED + signal.SIGKILL
 
 
+def test_a_signal_that_follows_the_order_at_once_reaches_it(tmp_path: Path) -> None:
+    with Agent(tmp_path, POLITE, at_once=[KILL]) as agent:
+        assert agent.status() == SIGNALLED + signal.SIGKILL
+
+
+def test_an_agent_that_is_asked_to_end_ends_its_process_within_its_grace(tmp_path: Path) -> None:
+    with Agent(tmp_path, STUBBORN, grace_s=0.2) as agent:
+        assert agent.line() == b"up\n"
+        agent.process.terminate()
+        assert agent.status() == SIGNALLED + signal.SIGKILL
+
+
 @pytest.mark.parametrize(("code", "status"), [(POLITE, 7), (STUBBORN, SIGNALLED + signal.SIGKILL)])
 def test_a_lost_supervisor_ends_it_within_its_grace(tmp_path: Path, code: str, status: int) -> None:
     with Agent(tmp_path, code, grace_s=0.2) as agent:
@@ -93,6 +128,11 @@ def test_a_lost_supervisor_ends_it_within_its_grace(tmp_path: Path, code: str, s
         agent.process.stdin.close()
         assert agent.status() == status
         agent.process.stdin = None
+
+
+def test_a_silent_supervisor_is_lost(tmp_path: Path) -> None:
+    with Agent(tmp_path, TALKS.format(""), patience_s=0.2) as agent:
+        assert agent.status() == SIGNALLED + signal.SIGTERM
 
 
 def test_it_ends_with_the_agent(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A node of Ray that is lost. The contract of places has the rest."""
+"""Nodes and actors of Ray that are lost. The contract of places has the rest."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import signal
 import tomllib
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.support.up.cluster import running
+from tests.support.up.cluster import running, wait_until
 from tests.support.up.ray_cluster import ray_cluster, ray_node
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.long]
@@ -36,5 +37,25 @@ def test_workers_of_a_lost_node_start_again_on_others(tmp_path: Path) -> None:
         cluster.wait_for(r"moving (\w+(, )?)+ to another host: done")
         after = tomllib.loads((cluster.run_dir / "router.toml").read_text())["agg"]
         assert len(after) == len(before) == 6
+        cluster.process.send_signal(signal.SIGTERM)
+        assert cluster.finish() == 0
+
+
+def test_a_worker_whose_actor_is_killed_ends_and_starts_again(tmp_path: Path) -> None:
+    """As Ray's memory monitor does. The first worker and its child ignore SIGTERM."""
+    file = FILE.replace("count = 6", 'engine = { behave = "parent", journal = "JOURNAL" }')
+    with (
+        ray_cluster(tmp_path) as variables,
+        running(tmp_path, file, on="ray", variables=variables) as cluster,
+    ):
+        cluster.wait_for("stand-in is ready at")
+        worker = psutil.Process(cluster.started()["agg"])
+        left = [worker, *worker.children()]
+        assert len(left) == 2
+        actor = next(one for one in worker.parents() if one.name().startswith("ray::"))
+        actor.kill()
+        cluster.wait_for("error: agg0 ")
+        cluster.wait_for("agg0 is ready after")
+        wait_until(lambda: not any(one.is_running() for one in left), "the first worker has ended")
         cluster.process.send_signal(signal.SIGTERM)
         assert cluster.finish() == 0

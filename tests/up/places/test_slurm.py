@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from pdserve.up.config import ClusterSettings
@@ -18,6 +19,10 @@ from tests.support.up.slurm_cluster import SlurmServers, slurm_servers
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.long]
 
+IMPATIENT = f"""
+from pdserve.up.places import remote
+remote.BEAT_S, remote.PATIENCE_S = 1.0, 10.0
+{RUN}"""
 FILE = """
 [cluster]
 restart_backoff_s = 0.05
@@ -56,7 +61,7 @@ class Job:
             stop_grace_s=2,
             slurm_options=["--nodes=2", "--overcommit", "--partition=low"],
         )
-        words = [sys.executable, "-c", RUN, str(file), str(self.run_dir), "slurm", *STAND_INS]
+        words = [sys.executable, "-c", IMPATIENT, str(file), str(self.run_dir), "slurm", *STAND_INS]
         self.said = SlurmPlace({}).submit(words, settings)
         assert self.said is not None
         self.number = self.said.split()[1]
@@ -67,6 +72,12 @@ class Job:
             return []
         lines: list[dict[str, Any]] = [json.loads(line) for line in self._journal.read_text().splitlines()]
         return [line["role"] for line in lines if line["what"] == what]
+
+    def processes(self) -> list[int]:
+        """Ids of the stand-ins that have started."""
+        return [
+            json.loads(line)["pid"] for line in self._journal.read_text().splitlines() if '"start"' in line
+        ]
 
     def wait_for(self, text: str, times: int = 1) -> None:
         log = self.run_dir / f"slurm-{self.number}.log"
@@ -129,6 +140,24 @@ def test_a_cluster_whose_host_is_lost_starts_again_on_others(job: Job) -> None:
     job.begin_now()
     job.wait_for("is ready at", times=2)
     assert job.notes("start").count("decode") == 2
+
+
+def test_processes_of_a_run_that_was_lost_with_its_host_end_by_themselves(job: Job) -> None:
+    """Its host cannot be told, and comes back with what ran there."""
+    ran = [psutil.Process(pid) for pid in job.processes()]
+    slurmd = job.servers.daemons["n2"]
+    slurmd.send_signal(signal.SIGSTOP)
+    try:
+        job.servers.output("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
+        wait_until(lambda: job.state().startswith("PENDING"), "the job is pending")
+        wait_until(
+            lambda: not any(one.is_running() for one in ran), "the processes of its first run have ended"
+        )
+    finally:
+        slurmd.send_signal(signal.SIGCONT)
+        job.servers.output("scontrol", "update", "NodeName=n2", "State=RESUME")
+    job.begin_now()
+    job.wait_for("is ready at", times=2)
 
 
 def test_the_end_that_slurm_announces_is_not_a_users() -> None:
