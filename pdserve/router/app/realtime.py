@@ -156,7 +156,7 @@ class Realtime:
     async def _opened(
         self, model: str, lines: bytes
     ) -> AsyncIterator[tuple[Worker, asyncio.StreamReader, asyncio.StreamWriter, bytes]]:
-        """A worker, its connection that is a WebSocket now, and the head that says so. Raises RequestError."""
+        """A worker, its connection, a WebSocket now, and the head that says so. Raises RequestError."""
         snapshot = self._fleet.snapshot(model, self._loop.time())
         workers = sorted((*snapshot.decode, *snapshot.direct_decode), key=lambda worker: worker.load)
         error: RequestError = NoWorkerError("No worker is ready to serve this model; try again shortly.")
@@ -201,8 +201,7 @@ class Realtime:
         tenant: TenantState,
         session: Session,
     ) -> EndedBy:
-        """Until one end leaves: the other one then gets what was sent to it, and its end. Returns who ended it.
-        """
+        """Until one end leaves; says who. The other one then gets what was sent to it, and its end."""
         up = asyncio.create_task(self._copy(client.reader, writer, session, "client", tenant))
         down = asyncio.create_task(self._copy(reader, client.writer, session, "worker"))
         try:
