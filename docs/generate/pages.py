@@ -47,6 +47,7 @@ BLOCKS: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = {
         "router": router.beside_others,
         "router-tls": router.tls,
         "router-redis": router.redis,
+        "router-others": router.other_loads,
         "router-goals": router.goals,
     },
     "docs/benchmarks/reliability.md": {

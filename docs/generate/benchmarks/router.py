@@ -12,6 +12,7 @@ from docs.generate.markdown import table
 OURS = "pdserve"
 OURS_TLS = "pdserve-tls"
 OURS_REDIS = "pdserve-redis"
+OURS_TWO = "pdserve-two"
 LONG = 1000
 LIMIT = 0.9
 """A load that uses more of its cores than this may be what limits the rate."""
@@ -70,6 +71,22 @@ def _second(kind: str, name: str, what: str) -> str:
     return origin(kept[0]) + "\n" + table(columns, rows)
 
 
+def other_loads() -> str:
+    """The newest run under other loads: a row for each load and router."""
+    kept = runs("router-others")
+    if not kept:
+        return NO_RUN
+    columns = (
+        *("load", "connections", "router", "requests/s", "CPU µs, request / chunk", "memory MB"),
+        *("processor use of the load", "errors"),
+    )
+    rows = [_other_cells(line) for line in kept[0].lines]
+    return (
+        f"{origin(kept[0])}- Load and mock workers: written in {kept[0].lines[0]['instruments']}\n\n"
+        + table(columns, rows)
+    )
+
+
 def goals() -> str:
     """Each goal, and what every kept run reached; a column for each run, with its machine."""
     kept = runs("router")
@@ -90,20 +107,39 @@ def _row(run: Run, streams: int) -> dict[str, Any]:
 
 
 def _cells(line: dict[str, Any]) -> Iterator[str]:
-    def shown(name: str, form: str) -> str:
-        value = line.get(name)
-        return "-" if value is None else format(value, form)
-
     yield f"{line['streams']:,}"
     yield line["router"]
-    yield shown("rps", ",.0f")
-    yield f"{shown('added_ttft_ms_p50', '.1f')} / {shown('added_ttft_ms_p99', '.1f')}"
-    yield shown("added_chunk_ms_p99", ".1f")
-    yield f"{shown('cpu_us_per_request', '.0f')} / {shown('cpu_us_per_chunk', '.0f')}"
-    yield shown("rss_mb", ".0f")
-    yield shown("idle_kb", ".1f")
-    limits = " (a limit)" if line["load_busy"] >= LIMIT else ""
-    yield f"{100 * line['load_busy']:.0f}%{limits}"
+    yield _shown(line, "rps", ",.0f")
+    yield f"{_shown(line, 'added_ttft_ms_p50', '.1f')} / {_shown(line, 'added_ttft_ms_p99', '.1f')}"
+    yield _shown(line, "added_chunk_ms_p99", ".1f")
+    yield _cpu(line)
+    yield _shown(line, "rss_mb", ".0f")
+    yield _shown(line, "idle_kb", ".1f")
+    yield _busy(line)
+
+
+def _other_cells(line: dict[str, Any]) -> Iterator[str]:
+    yield line["load"]
+    yield f"{line['connections']:,}"
+    yield "pdserve, 2 processes" if line["router"] == OURS_TWO else line["router"]
+    yield _shown(line, "rps", ",.0f")
+    yield _cpu(line)
+    yield _shown(line, "rss_mb", ".0f")
+    yield _busy(line) if line["load_busy"] else "-"
+    yield f"{line['errors']:,}"
+
+
+def _shown(line: dict[str, Any], name: str, form: str) -> str:
+    value = line.get(name)
+    return "-" if value is None else format(value, form)
+
+
+def _cpu(line: dict[str, Any]) -> str:
+    return f"{_shown(line, 'cpu_us_per_request', '.0f')} / {_shown(line, 'cpu_us_per_chunk', '.0f')}"
+
+
+def _busy(line: dict[str, Any]) -> str:
+    return f"{100 * line['load_busy']:.0f}%{' (a limit)' if line['load_busy'] >= LIMIT else ''}"
 
 
 def _figure(streams: int, name: str) -> Callable[[Run], list[float]]:

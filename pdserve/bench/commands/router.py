@@ -12,6 +12,7 @@ from pdserve.bench.commands.output import Output, workplace
 
 if TYPE_CHECKING:
     from pdserve.bench.router.measure import Row
+    from pdserve.bench.router.other_loads import OtherRow, OtherSettings
 
 PEERS = "sglang-router,smg,vllm-router"
 TABLE_WIDTH = 150
@@ -32,12 +33,27 @@ COLUMNS: Final = {
     "errors": "errors",
 }
 
+OTHER_COLUMNS: Final = {
+    "connections": "connections",
+    "requests/s": "rps",
+    "CPU/request": "cpu_us_per_request",
+    "CPU/chunk": "cpu_us_per_chunk",
+    "MB": "rss_mb",
+    "load busy": "load_busy",
+    "errors": "errors",
+}
+
 
 def router(
     streams: Annotated[str, typer.Option(help="Numbers of streams, separated by commas.")] = "1,16,64,512",
     long_streams: Annotated[
-        int, typer.Option(min=0, help="Long streams of 20 chunks/s at the end; 0: none.")
-    ] = 1000,
+        int | None,
+        typer.Option(
+            min=0,
+            help="Long streams of 20 chunks/s at the end; 0: none. By default 1000; with --other-loads 5000, "
+            "of one chunk/s.",
+        ),
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each router at each number of streams.")] = 3,
     seconds: Annotated[
         float, typer.Option(min=0.1, help="Seconds of each of the three phases of a run.")
@@ -62,6 +78,14 @@ def router(
             "router over Redis.",
         ),
     ] = False,
+    other_loads: Annotated[
+        bool,
+        typer.Option(
+            "--other-loads",
+            help="Measure instead long bodies, pipelined requests and two processes at 16 connections, and "
+            "the memory of idle connections and 5,000 streams.",
+        ),
+    ] = False,
     plot: options.Plot = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -73,12 +97,24 @@ def router(
 
     from pdserve.bench.plot import plot_router
     from pdserve.bench.router.measure import Settings, measure
+    from pdserve.bench.router.other_loads import OtherSettings
     from pdserve.bench.tables import table
 
     wanted = options.choices("peers", peers, tuple(PEERS.split(","))) if peers else []
+    if other_loads:
+        loads = OtherSettings(
+            rounds=rounds,
+            seconds=seconds,
+            long_streams=5000 if long_streams is None else long_streams,
+            long_seconds=long_seconds,
+            idle=idle,
+            seed=seed,
+        )
+        _other_loads(Output(as_json), loads, wanted)
+        return
     settings = Settings(
         streams=tuple(options.numbers("streams", streams)),
-        long_streams=long_streams,
+        long_streams=1000 if long_streams is None else long_streams,
         rounds=rounds,
         seconds=seconds,
         long_seconds=long_seconds,
@@ -103,6 +139,32 @@ def router(
     output.show(shown, width=TABLE_WIDTH)
     if plot is not None:
         plot_router(plot, rows)
+
+
+def _other_loads(output: Output, settings: OtherSettings, wanted: Sequence[str]) -> None:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from pdserve.bench.router.other_loads import measure_others
+    from pdserve.bench.tables import table
+
+    rows: list[OtherRow] = []
+    progress = Progress(console=Console(stderr=True), transient=True)
+    with workplace() as directory, progress:
+        said = progress.console.print
+        there = _installed(wanted, said)
+        task = progress.add_task("turns", total=settings.turns(len(there)))
+        for row in measure_others(there, settings, directory, said, lambda: progress.advance(task)):
+            rows.append(row)
+            output.row(row)
+    title = "Routers under other loads; processor time in µs"
+    cells = (
+        (row.load, row.router, *(_figure(getattr(row, name)) for name in OTHER_COLUMNS.values()))
+        for row in rows
+    )
+    output.show(
+        table(title, ("load", "router", *OTHER_COLUMNS), cells, left=("load", "router")), width=TABLE_WIDTH
+    )
 
 
 def _installed(wanted: Sequence[str], say: Callable[[str], object]) -> list[str]:

@@ -18,6 +18,10 @@ from pdserve.bench.stores import BenchError
 
 STREAMS = Load(streams=4, seconds=0.3, chunks=5, interval_us=2000, ramp_s=0.002)
 WHOLE = Load(streams=4, seconds=0.3, prompt_bytes=20_000)
+LONG = Load(streams=4, seconds=0.3, prompt_bytes=128 * 1024)
+PIPELINED = Load(streams=4, seconds=0.3, pipelined=8)
+STREAMS_PIPELINED = Load(streams=4, seconds=0.3, chunks=3, pipelined=2)
+"""The worker in Python knows one stream at a time on each connection."""
 
 
 @pytest.fixture(scope="module")
@@ -35,16 +39,22 @@ def by_native(native: Instruments, load: Load, port: int) -> Loaded:
 
 
 @pytest.mark.parametrize("worker", ["native", "python"])
-@pytest.mark.parametrize("load", [STREAMS, WHOLE], ids=["streams", "whole"])
+@pytest.mark.parametrize(
+    "load", [STREAMS, WHOLE, LONG, PIPELINED], ids=["streams", "whole", "long", "pipelined"]
+)
 def test_the_compiled_load_counts_what_either_worker_answers(
     native: Instruments, tmp_path: Path, worker: str, load: Load
 ) -> None:
     with mock_worker("decode", tmp_path, instruments=native if worker == "native" else None) as there:
         done = by_native(native, load, there.port)
+        if worker == "native":
+            streams = by_native(native, STREAMS_PIPELINED, there.port)
+            assert (streams.errors, streams.first_error, streams.requests > 0) == (0, "", True)
     assert (done.errors, done.first_error) == (0, "")
     assert done.requests > 0
     assert done.seconds == pytest.approx(0.3, abs=0.2)
-    assert len(done.chunk_ms) >= load.chunks * (done.requests - 4)
+    assert len(done.chunk_ms) >= load.chunks * (done.requests - 4 * load.pipelined)
+    assert bool(done.first_ms) == (load.pipelined == 1)
     assert all(0 < ms < 60_000 for ms in (*done.chunk_ms, *done.first_ms))
 
 

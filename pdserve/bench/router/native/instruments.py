@@ -43,7 +43,7 @@ class Instruments(msgspec.Struct, frozen=True):
         requests, result = self.directory / "requests", self.directory / "result"
         requests.write_bytes(b"".join(b"%d\n%b" % (len(one), one) for one in make_requests(load, port)))
         result.unlink(missing_ok=True)
-        times = (load.seconds, load.chunks, load.ramp_s, load.warm_up_s, FINISH_TIMEOUT_S)
+        times = (load.seconds, load.chunks, load.ramp_s, load.warm_up_s, FINISH_TIMEOUT_S, load.pipelined)
         command = [str(self.load), str(port), str(requests), str(result), str(load.streams), *map(str, times)]
         limit_s = CONNECT_TIMEOUT_S + load.ramp_s + load.warm_up_s + load.seconds + FINISH_TIMEOUT_S
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
