@@ -84,7 +84,7 @@ def test_our_router_is_measured_sharing_with_another_one_too() -> None:
 
 def test_our_router_is_measured_under_other_loads_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "LONG_WARM_UP_S", 0.2)
-    words = ("--rounds", "1", "--seconds", "0.3", "--long-seconds", "0.5", "--idle", "50", "--peers", "")
+    words = ("--rounds", "1", "--seconds", "0.3", "--long-seconds", "1.5", "--idle", "50", "--peers", "")
     done = bench_here("router", "--json", "--other-loads", "--long-streams", "20", *words)
     assert done.returncode == 0, done.stderr
     rows = results(done)
