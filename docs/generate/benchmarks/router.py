@@ -13,6 +13,7 @@ OURS = "pdserve"
 OURS_TLS = "pdserve-tls"
 OURS_REDIS = "pdserve-redis"
 OURS_TWO = "pdserve-two"
+OURS_UNIX = "pdserve-unix"
 LONG = 1000
 LIMIT = 0.9
 """A load that uses more of its cores than this may be what limits the rate."""
@@ -35,6 +36,11 @@ def beside_others() -> str:
 def tls() -> str:
     """The newest run with and without TLS to the workers: a row for each number of streams."""
     return _second("router-tls", OURS_TLS, "TLS")
+
+
+def unix() -> str:
+    """The newest run with TCP and with Unix sockets to the workers: a row for each number of streams."""
+    return _second("router-unix", OURS_UNIX, "Unix sockets")
 
 
 def redis() -> str:

@@ -70,6 +70,12 @@ def router(
     tls: Annotated[
         bool, typer.Option("--tls", help="Measure pdserve's router a second time, with TLS to its workers.")
     ] = False,
+    unix: Annotated[
+        bool,
+        typer.Option(
+            "--unix", help="Measure pdserve's router a second time, with Unix sockets to its workers."
+        ),
+    ] = False,
     redis: Annotated[
         bool,
         typer.Option(
@@ -122,6 +128,7 @@ def router(
         prompt_bytes=prompt_bytes,
         seed=seed,
         tls=tls,
+        unix=unix,
         redis=redis,
     )
     output = Output(as_json, plot)
@@ -130,7 +137,7 @@ def router(
     with workplace() as directory, progress:
         said = progress.console.print
         there = _installed(wanted, said)
-        task = progress.add_task("turns", total=settings.turns * (2 + tls + redis + len(there)))
+        task = progress.add_task("turns", total=settings.turns * (2 + tls + unix + redis + len(there)))
         for row in measure(there, settings, directory, said, lambda: progress.advance(task)):
             rows.append(row)
             output.row(row)

@@ -28,7 +28,9 @@ OURS_REDIS: Final = "pdserve-redis"
 """Ours, which shares sessions and tenants' limits with another router."""
 OURS_TWO: Final = "pdserve-two"
 """Ours, of two processes."""
-OURS_ALL: Final = (OURS, OURS_TLS, OURS_REDIS, OURS_TWO)
+OURS_UNIX: Final = "pdserve-unix"
+"""Ours, with Unix sockets to its workers."""
+OURS_ALL: Final = (OURS, OURS_TLS, OURS_REDIS, OURS_TWO, OURS_UNIX)
 ASK_TIMEOUT_S: Final = 5.0
 
 
@@ -111,6 +113,7 @@ COMMANDS: Final[dict[str, Callable[[int, Workers, Path], list[str]]]] = {
     OURS_TLS: _ours,
     OURS_REDIS: _ours,
     OURS_TWO: _ours,
+    OURS_UNIX: _ours,
     "sglang-router": _rust("sglang-router", ("launch", "--pd-disaggregation"), ("8998",), "warn"),
     "smg": _rust("smg", ("launch", "--pd-disaggregation"), ("8998",), "warn"),
     "vllm-router": _rust("vllm-router", ("--vllm-pd-disaggregation",), (), "warning"),
@@ -134,9 +137,10 @@ def mock_worker(
     directory: Path,
     tls: TlsConfig | None = None,
     instruments: Instruments | None = None,
+    host_socket: str = "",
 ) -> Iterator[Server]:
     """A worker that answers: with the certificate of `tls`, or compiled where there are `instruments`, which
-    speak no TLS. Raises BenchError.
+    speak no TLS. A compiled one can listen on a `host_socket`, too. Raises BenchError.
     """
     (port,) = free_ports(1)
     command: Sequence[str] = [sys.executable, "-m", "pdserve.bench.router.mock", str(port), role]
@@ -145,7 +149,7 @@ def mock_worker(
         command = [*command, str(tls.certificate), str(tls.key)]
         log = directory / f"{role}-tls.log"
     elif instruments is not None:
-        command = instruments.worker_command(port, role)
+        command = instruments.worker_command(port, role, host_socket)
     ready = accepts if tls is not None else answers
     with server(f"the mock {role} worker", command, log, lambda: ready(port)) as made:
         yield Server(role, port, (psutil.Process(made.pid),))

@@ -38,6 +38,7 @@ from pdserve.bench.router.contenders import (
     OURS_ALL,
     OURS_REDIS,
     OURS_TLS,
+    OURS_UNIX,
     Server,
     Workers,
     contender,
@@ -48,6 +49,7 @@ from pdserve.bench.router.idle import how_many, idle_kb
 from pdserve.bench.router.load import Load, Loaded, run_load
 from pdserve.bench.router.native.instruments import Instruments, build
 from pdserve.bench.stores import BenchError
+from pdserve.host_socket import new_name
 from pdserve.open_files import raise_open_files
 
 DIRECT: Final = "direct"
@@ -76,6 +78,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 1
     tls: bool = False
     """Measure our router a second time, with TLS to its workers."""
+    unix: bool = False
+    """Measure our router a second time, with Unix sockets to its workers."""
     redis: bool = False
     """Measure our router a second time, sharing sessions and limits with another one. Both times it has them.
     """
@@ -255,6 +259,17 @@ def measure(
             prefill, decode = [stack.enter_context(mock_worker(one.name, directory, tls)) for one in mocks]
             mocks += [prefill, decode]
             before[OURS_TLS] = Workers(prefill.port, decode.port, tls.ca)
+        if settings.unix:
+            if instruments is None:
+                raise BenchError("--unix needs a C compiler: mock workers in Python have no Unix sockets")
+            prefill, decode = [
+                stack.enter_context(
+                    mock_worker(role, directory, instruments=instruments, host_socket=new_name())
+                )
+                for role in ("prefill", "decode")
+            ]
+            mocks += [prefill, decode]
+            before[OURS_UNIX] = Workers(prefill.port, decode.port)
         if settings.redis:
             path, _ = stack.enter_context(redis_server(directory))
             before[OURS_REDIS] = workers._replace(redis=path)

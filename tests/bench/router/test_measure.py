@@ -82,6 +82,16 @@ def test_our_router_is_measured_sharing_with_another_one_too() -> None:
     assert sharing["rps"] > 0
 
 
+def test_our_router_is_measured_with_unix_sockets_to_its_workers_too() -> None:
+    words = ("--streams", "4", "--rounds", "1", "--seconds", "0.3", "--long-streams", "0")
+    done = bench_here("router", "--json", *words, "--peers", "", "--unix")
+    assert done.returncode == 0, done.stderr
+    direct, tcp, unix = results(done)
+    assert [row["router"] for row in (direct, tcp, unix)] == ["direct", "pdserve", "pdserve-unix"]
+    assert [row["errors"] for row in (direct, tcp, unix)] == [0, 0, 0]
+    assert unix["rps"] > 0
+
+
 def test_our_router_is_measured_under_other_loads_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "LONG_WARM_UP_S", 0.2)
     words = ("--rounds", "1", "--seconds", "0.3", "--long-seconds", "1.5", "--idle", "50", "--peers", "")
