@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.host_socket import new_name
+from pdserve.discovery.host_socket import new_name
 from pdserve.router.config.limits import Limits, Probe
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.membership import FleetError

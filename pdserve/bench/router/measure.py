@@ -49,7 +49,7 @@ from pdserve.bench.router.idle import how_many, idle_kb
 from pdserve.bench.router.load import Load, Loaded, run_load
 from pdserve.bench.router.native.instruments import Instruments, build
 from pdserve.bench.stores import BenchError
-from pdserve.host_socket import new_name
+from pdserve.discovery.host_socket import new_name
 from pdserve.open_files import raise_open_files
 
 DIRECT: Final = "direct"
@@ -84,10 +84,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Measure our router a second time, sharing sessions and limits with another one. Both times it has them.
     """
 
-    @property
-    def turns(self) -> int:
-        """Of each contender."""
-        return len(self.streams) * self.rounds + 2 * bool(self.long_streams)
+    def turns(self, peers: int) -> int:
+        """Of all contenders: direct access, ours once or twice, and so many others."""
+        contenders = 2 + self.tls + self.unix + self.redis + peers
+        return contenders * (len(self.streams) * self.rounds + 2 * bool(self.long_streams))
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):

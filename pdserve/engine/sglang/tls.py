@@ -5,8 +5,8 @@ should, and follows the files. SGLang gets the files as arguments too, so that i
 first generation. It does so at an address that no certificate needs to name. So these requests verify
 nothing; they hold no secret, and show the worker's own certificate.
 
-Without TLS the server also listens on a Unix socket (`pdserve.host_socket`). With TLS it does not, since
-nobody would show a certificate there.
+Without TLS the server also listens on a Unix socket (`pdserve.discovery.host_socket`). With TLS it does not,
+since nobody would show a certificate there.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import Any, Final
 import uvicorn
 
 from pdserve.crowd import Crowd
+from pdserve.discovery.host_socket import listen_here, new_name
 from pdserve.engine.http.bounded_heads import BoundedHeads
-from pdserve.host_socket import listen_here, new_name
 from pdserve.open_files import raise_open_files
 from pdserve.sglang_places import places
 from pdserve.tls.contexts import Certificates, TlsConfig

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from pdserve.host_socket import NAME_PATTERN
+from pdserve.discovery.host_socket import NAME_PATTERN
 from pdserve.router.config.addresses import is_https, parse_base_url
 from pdserve.router.fleet.abilities import WITHOUT, Ability, Foreign
 from pdserve.router.fleet.circuit_breaker import CircuitBreaker
@@ -65,7 +65,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     lacks: tuple[str, ...] = ()
     """What cannot be asked of it, of `abilities.WITHOUT`."""
     host_socket: Annotated[str, msgspec.Meta(pattern=NAME_PATTERN)] = ""
-    """Its Unix socket, for routers of the same host (`pdserve.host_socket`). Empty: it has none."""
+    """Its Unix socket, for routers of the same host (`pdserve.discovery.host_socket`). Empty: it has none."""
     plain_salts: bool = False
     """Its cache takes salts of letters and digits only (LMCache: no slash)."""
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from pdserve.host_socket import connect_here
+from pdserve.discovery.host_socket import connect_here
 from pdserve.router.config.limits import Limits
 from pdserve.router.upstream.connect_errors import is_own_fault
 from pdserve.router.upstream.connection import Connection, ConnectionOwner

@@ -15,7 +15,7 @@ from pdserve.bench.router.load import PATH, Load, Loaded, run_load
 from pdserve.bench.router.mock import MODEL
 from pdserve.bench.router.native.instruments import Instruments, build
 from pdserve.bench.stores import BenchError
-from pdserve.host_socket import connect_here, new_name
+from pdserve.discovery.host_socket import connect_here, new_name
 
 STREAMS = Load(streams=4, seconds=0.3, chunks=5, interval_us=2000, ramp_s=0.002)
 WHOLE = Load(streams=4, seconds=0.3, prompt_bytes=20_000)

@@ -14,9 +14,9 @@ import httpx
 import pytest
 from sglang.srt.entrypoints import http_server
 
+from pdserve.discovery.host_socket import connect_here
 from pdserve.engine.http.bounded_heads import BoundedHeads
 from pdserve.engine.sglang.tls import serving
-from pdserve.host_socket import connect_here
 from pdserve.tls import contexts
 from pdserve.tls.contexts import Certificates, TlsConfig
 from tests.support.certificates import Authority

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from pdserve.host_socket import new_name
+from pdserve.discovery.host_socket import new_name
 from pdserve.router.config.limits import Limits
 from pdserve.router.fleet.worker import Worker, WorkerInfo
 from pdserve.router.upstream import pool as pool_module

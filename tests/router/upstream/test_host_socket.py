@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdserve.host_socket import new_name
+from pdserve.discovery.host_socket import new_name
 from pdserve.router.config.tenants import Access
 from pdserve.router.fleet.worker import WorkerInfo
 from pdserve.tokens import Secret

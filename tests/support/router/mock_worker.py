@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdserve.host_socket import listen_here
+from pdserve.discovery.host_socket import listen_here
 
 GEOMETRY = {"layers": 2, "kv_heads": 2, "head_dim": 64, "dtype": "float32", "layout": "page_first"}
 

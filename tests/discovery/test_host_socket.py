@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from pdserve import host_socket
-from pdserve.host_socket import NAME_PATTERN, connect_here, listen_here, new_name
+from pdserve.discovery import host_socket
+from pdserve.discovery.host_socket import NAME_PATTERN, connect_here, listen_here, new_name
 
 
 def test_a_listener_is_found_by_its_name_until_it_closes() -> None:
