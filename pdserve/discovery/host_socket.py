@@ -1,8 +1,9 @@
 """A worker's HTTP port also as a Unix socket, by which a router of the same host reaches it for less.
 
 The socket is in Linux' abstract namespace: it is no file, so nothing stays behind, and it is seen within one
-network namespace alone, as loopback addresses are. Its name is random and new with each start. The worker
-tells it in `/pd/info`. A router elsewhere finds nobody of that name, and keeps to TCP.
+network namespace alone, as loopback addresses are. Its name has the port, and is random and new with each
+start. The worker tells it in `/pd/info`. A router elsewhere finds nobody of that name, and keeps to TCP. So
+does one that knows the worker by another port: there is a proxy between, which is meant to be passed.
 
 TCP's port of a worker can be taken by others after its end, and so could the name. So a router sends nothing
 before it has seen that the kernel names its own user as the one who listens.
@@ -16,15 +17,20 @@ import socket
 import struct
 from typing import Final
 
-NAME_PATTERN: Final = r"^(pdserve-http-[0-9a-f]{32})?\Z"
+NAME_PATTERN: Final = r"^(pdserve-http-[0-9]{1,5}-[0-9a-f]{32})?\Z"
 """Names of such sockets. Empty: there is none. A worker cannot send a router to other sockets."""
 BACKLOG: Final = 2048  # as uvicorn's
 _CREDENTIALS: Final = struct.Struct("3i")  # struct ucred: process, user, group
 
 
-def new_name() -> str:
-    """A name that nobody has."""
-    return f"pdserve-http-{secrets.token_hex(16)}"
+def new_name(port: int) -> str:
+    """A name that nobody has, for the server of this port."""
+    return f"pdserve-http-{port}-{secrets.token_hex(16)}"
+
+
+def is_of_port(name: str, port: int) -> bool:
+    """Whether the name is that of the server of this port."""
+    return name.startswith(f"pdserve-http-{port}-")
 
 
 def listen_here(name: str) -> socket.socket:

@@ -12,7 +12,7 @@ from pdserve.discovery.host_socket import NAME_PATTERN, connect_here, listen_her
 
 
 def test_a_listener_is_found_by_its_name_until_it_closes() -> None:
-    name = new_name()
+    name = new_name(8100)
     with listen_here(name) as listening:
         connected = connect_here(name)
         assert connected is not None
@@ -24,15 +24,21 @@ def test_a_listener_is_found_by_its_name_until_it_closes() -> None:
 
 
 def test_names_are_new_and_no_other_socket_has_one() -> None:
-    names = {new_name() for _ in range(100)}
+    names = {new_name(8100) for _ in range(100)}
     assert len(names) == 100
     assert all(re.match(NAME_PATTERN, name) for name in (*names, ""))
-    for other in ("/var/run/docker.sock", "\0x", "pdserve-http-", f"{new_name()}/x", f"{new_name()}\n"):
+    for other in (
+        "/var/run/docker.sock",
+        "\0x",
+        "pdserve-http-",
+        f"{new_name(8100)}/x",
+        f"{new_name(8100)}\n",
+    ):
         assert not re.match(NAME_PATTERN, other)
 
 
 def test_the_socket_of_another_user_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    name, own = new_name(), os.geteuid()
+    name, own = new_name(8100), os.geteuid()
     with listen_here(name):
         monkeypatch.setattr(os, "geteuid", lambda: own + 1)
         assert connect_here(name) is None
@@ -40,7 +46,7 @@ def test_the_socket_of_another_user_is_not_taken(monkeypatch: pytest.MonkeyPatch
 
 def test_a_listener_without_room_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_socket, "BACKLOG", 0)
-    name = new_name()
+    name = new_name(8100)
     with listen_here(name):
         first, second = connect_here(name), connect_here(name)
         assert first is not None
@@ -49,6 +55,6 @@ def test_a_listener_without_room_is_not_waited_for(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_name_is_had_by_one() -> None:
-    name = new_name()
+    name = new_name(8100)
     with listen_here(name), pytest.raises(OSError, match="in use"):
         listen_here(name)

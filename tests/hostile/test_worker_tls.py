@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from pdserve.discovery.host_socket import new_name
 from pdserve.router.config.limits import Limits, Probe
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.membership import FleetError
@@ -212,7 +211,7 @@ async def test_a_body_without_length_that_ends_with_the_connection_is_cut_over_t
 
 async def test_with_tls_no_unix_socket_is_taken(authority: Authority) -> None:
     worker = secured(authority.host())
-    worker.info["host_socket"] = new_name()
+    worker.has_host_socket = True
     async with workers(worker), router_of(worker, authority.client()) as harness:
         assert (await harness.chat()).status == 200
         assert worker.by_unix == 0

@@ -18,6 +18,7 @@ from pdserve.bench.processes import accepts, free_ports, server
 from pdserve.bench.router.load import PATH
 from pdserve.bench.router.mock import MODEL
 from pdserve.bench.router.native.instruments import Instruments
+from pdserve.discovery.host_socket import new_name
 from pdserve.settings.toml_text import to_toml
 from pdserve.tls.contexts import TlsConfig
 
@@ -137,10 +138,10 @@ def mock_worker(
     directory: Path,
     tls: TlsConfig | None = None,
     instruments: Instruments | None = None,
-    host_socket: str = "",
+    has_host_socket: bool = False,
 ) -> Iterator[Server]:
     """A worker that answers: with the certificate of `tls`, or compiled where there are `instruments`, which
-    speak no TLS. A compiled one can listen on a `host_socket`, too. Raises BenchError.
+    speak no TLS. A compiled one can listen on a Unix socket, too. Raises BenchError.
     """
     (port,) = free_ports(1)
     command: Sequence[str] = [sys.executable, "-m", "pdserve.bench.router.mock", str(port), role]
@@ -149,7 +150,7 @@ def mock_worker(
         command = [*command, str(tls.certificate), str(tls.key)]
         log = directory / f"{role}-tls.log"
     elif instruments is not None:
-        command = instruments.worker_command(port, role, host_socket)
+        command = instruments.worker_command(port, role, new_name(port) if has_host_socket else "")
     ready = accepts if tls is not None else answers
     with server(f"the mock {role} worker", command, log, lambda: ready(port)) as made:
         yield Server(role, port, (psutil.Process(made.pid),))

@@ -49,7 +49,6 @@ from pdserve.bench.router.idle import how_many, idle_kb
 from pdserve.bench.router.load import Load, Loaded, run_load
 from pdserve.bench.router.native.instruments import Instruments, build
 from pdserve.bench.stores import BenchError
-from pdserve.discovery.host_socket import new_name
 from pdserve.open_files import raise_open_files
 
 DIRECT: Final = "direct"
@@ -264,7 +263,7 @@ def measure(
                 raise BenchError("--unix needs a C compiler: mock workers in Python have no Unix sockets")
             prefill, decode = [
                 stack.enter_context(
-                    mock_worker(role, directory, instruments=instruments, host_socket=new_name())
+                    mock_worker(role, directory, instruments=instruments, has_host_socket=True)
                 )
                 for role in ("prefill", "decode")
             ]

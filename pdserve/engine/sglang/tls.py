@@ -53,7 +53,8 @@ class _TwoListeners(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen on both. A Unix socket that cannot be had only costs routers more."""
         await super().startup(sockets)
-        name, config = new_name(), self.config
+        config = self.config
+        name = new_name(self.servers[0].sockets[0].getsockname()[1])
 
         def connected() -> asyncio.Protocol:
             made: Any = config.http_protocol_class

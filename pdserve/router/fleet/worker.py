@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from pdserve.discovery.host_socket import NAME_PATTERN
+from pdserve.discovery.host_socket import NAME_PATTERN, is_of_port
 from pdserve.router.config.addresses import is_https, parse_base_url
 from pdserve.router.fleet.abilities import WITHOUT, Ability, Foreign
 from pdserve.router.fleet.circuit_breaker import CircuitBreaker
@@ -173,8 +173,9 @@ class Worker:
 
     @property
     def host_socket(self) -> str:
-        """Its Unix socket, which answers on its own host; empty: none is known."""
-        return "" if self.info is None else self.info.host_socket
+        """Its Unix socket, which answers on its own host; empty: none is known, or a proxy is between."""
+        name = "" if self.info is None else self.info.host_socket
+        return name if is_of_port(name, self.port) else ""
 
     @property
     def is_direct(self) -> bool:

@@ -7,6 +7,7 @@ import http.client
 import json
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
@@ -15,7 +16,7 @@ from pdserve.bench.router.load import PATH, Load, Loaded, run_load
 from pdserve.bench.router.mock import MODEL
 from pdserve.bench.router.native.instruments import Instruments, build
 from pdserve.bench.stores import BenchError
-from pdserve.discovery.host_socket import connect_here, new_name
+from pdserve.discovery.host_socket import connect_here
 
 STREAMS = Load(streams=4, seconds=0.3, chunks=5, interval_us=2000, ramp_s=0.002)
 WHOLE = Load(streams=4, seconds=0.3, prompt_bytes=20_000)
@@ -89,15 +90,15 @@ def test_the_compiled_worker_reads_a_body_in_either_form_and_in_pieces(
 def test_the_compiled_worker_answers_on_a_unix_socket_too_and_tells_its_name(
     native: Instruments, tmp_path: Path
 ) -> None:
-    name = new_name()
-    with mock_worker("decode", tmp_path, instruments=native, host_socket=name) as there:
-        connected = connect_here(name)
+    with mock_worker("decode", tmp_path, instruments=native, has_host_socket=True) as there:
+        info = httpx.get(f"http://127.0.0.1:{there.port}/pd/info", trust_env=False).json()
+        connected = connect_here(info["host_socket"])
         assert connected is not None
         with connected:
             connected.setblocking(True)
             connected.settimeout(10)
             connected.sendall(b"GET /pd/info HTTP/1.1\r\nhost: test\r\n\r\n")
-            assert name.encode() in connected.recv(65536)
+            assert info["host_socket"].encode() in connected.recv(65536)
         assert by_native(native, WHOLE, there.port).errors == 0
 
 

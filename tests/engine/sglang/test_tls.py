@@ -14,7 +14,7 @@ import httpx
 import pytest
 from sglang.srt.entrypoints import http_server
 
-from pdserve.discovery.host_socket import connect_here
+from pdserve.discovery.host_socket import connect_here, is_of_port
 from pdserve.engine.http.bounded_heads import BoundedHeads
 from pdserve.engine.sglang.tls import serving
 from pdserve.tls import contexts
@@ -116,6 +116,7 @@ def test_without_tls_a_worker_answers_on_a_unix_socket_too_until_its_end() -> No
     names: list[str] = []
     with worker(TlsConfig(), names.append) as url:
         assert ask(url, TlsConfig()) == 200
+        assert is_of_port(names[0], int(url.rpartition(":")[2]))
         connected = connect_here(names[0])
         assert connected is not None
         with connected:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import msgspec
 import pytest
 
 from pdserve.discovery.host_socket import new_name
 from pdserve.router.config.tenants import Access
-from pdserve.router.fleet.worker import WorkerInfo
+from pdserve.router.fleet.worker import Worker, WorkerInfo
 from pdserve.tokens import Secret
 from tests.support.router.harness import CHAT, before, chat_body
 from tests.support.router.mock_worker import EVENTS, MockWorker
@@ -18,8 +17,10 @@ from tests.support.router.mock_worker import EVENTS, MockWorker
 TOKEN = "the-clusters-token-of-this-test"
 
 
-def beside(role: str, **info: Any) -> MockWorker:
-    return MockWorker(role, **{"host_socket": new_name()} | info)
+def beside(role: str) -> MockWorker:
+    worker = MockWorker(role)
+    worker.has_host_socket = True
+    return worker
 
 
 async def test_requests_and_streams_go_by_the_sockets_that_workers_tell_of() -> None:
@@ -43,7 +44,14 @@ async def test_the_clusters_token_is_sent_by_a_unix_socket_too() -> None:
         assert worker.by_unix == 1
 
 
-@pytest.mark.parametrize("name", ["/var/run/docker.sock", "pdserve-http-1", "\0" + new_name()])
+def test_a_proxy_before_a_worker_is_not_passed_over() -> None:
+    info = WorkerInfo("decode", "m", host_socket=new_name(8100))
+    direct, by_proxy = Worker("decode", "http://127.0.0.1:8100"), Worker("decode", "http://127.0.0.1:810")
+    direct.info = by_proxy.info = info
+    assert (direct.host_socket, by_proxy.host_socket) == (info.host_socket, "")
+
+
+@pytest.mark.parametrize("name", ["/var/run/docker.sock", "pdserve-http-1", "\0" + new_name(8100)])
 def test_a_worker_cannot_send_a_router_to_other_sockets(name: str) -> None:
     said = json.dumps({"role": "decode", "model": "m", "host_socket": name})
     with pytest.raises(msgspec.ValidationError, match="host_socket"):

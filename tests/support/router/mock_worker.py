@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdserve.discovery.host_socket import listen_here
+from pdserve.discovery.host_socket import listen_here, new_name
 
 GEOMETRY = {"layers": 2, "kv_heads": 2, "head_dim": 64, "dtype": "float32", "layout": "page_first"}
 
@@ -167,6 +167,7 @@ class MockWorker:
         self.connections = 0
         self.scripts: dict[str, deque[Script]] = {}
         self._arrived = asyncio.Condition()
+        self.has_host_socket = False
         self.by_unix = 0
         """Of `connections`, those by its Unix socket."""
         self._servers: list[asyncio.Server] = []
@@ -196,7 +197,8 @@ class MockWorker:
     async def start(self, port: int = 0, host: str = "127.0.0.1") -> None:
         self._servers.append(await asyncio.start_server(self._serve, host, port, ssl=self.tls))
         self.port = self._servers[0].sockets[0].getsockname()[1]
-        if name := self.info.get("host_socket"):
+        if self.has_host_socket:
+            name = self.info["host_socket"] = new_name(self.port)
             self._servers.append(await asyncio.start_unix_server(self._serve, sock=listen_here(name)))
 
     async def stop(self) -> None:
