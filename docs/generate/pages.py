@@ -46,7 +46,9 @@ BLOCKS: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = {
     "docs/benchmarks/router.md": {
         "router": router.beside_others,
         "router-tls": router.tls,
+        "router-unix": router.unix,
         "router-redis": router.redis,
+        "router-others": router.other_loads,
         "router-goals": router.goals,
     },
     "docs/benchmarks/reliability.md": {

@@ -1,4 +1,5 @@
-"""Finding members of a cluster, for the pool, the router and the workers: in etcd, or as pods of Kubernetes.
+"""Finding members of a cluster, for the pool, the router and the workers: in etcd, as pods of Kubernetes, or
+on the same host.
 
 May import: errors, and nothing of the parts that use it.
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from docs.generate.benchmarks.goals import Goal, goal_table
@@ -12,6 +12,8 @@ from docs.generate.markdown import table
 OURS = "pdserve"
 OURS_TLS = "pdserve-tls"
 OURS_REDIS = "pdserve-redis"
+OURS_TWO = "pdserve-two"
+OURS_UNIX = "pdserve-unix"
 LONG = 1000
 LIMIT = 0.9
 """A load that uses more of its cores than this may be what limits the rate."""
@@ -34,6 +36,11 @@ def beside_others() -> str:
 def tls() -> str:
     """The newest run with and without TLS to the workers: a row for each number of streams."""
     return _second("router-tls", OURS_TLS, "TLS")
+
+
+def unix() -> str:
+    """The newest run with TCP and with Unix sockets to the workers: a row for each number of streams."""
+    return _second("router-unix", OURS_UNIX, "Unix sockets")
 
 
 def redis() -> str:
@@ -70,6 +77,22 @@ def _second(kind: str, name: str, what: str) -> str:
     return origin(kept[0]) + "\n" + table(columns, rows)
 
 
+def other_loads() -> str:
+    """The newest run under other loads: a row for each load and router."""
+    kept = runs("router-others")
+    if not kept:
+        return NO_RUN
+    columns = (
+        *("load", "connections", "router", "requests/s", "CPU µs, request / chunk", "memory MB"),
+        *("processor use of the load", "errors"),
+    )
+    rows = [_other_cells(line) for line in kept[0].lines]
+    return (
+        f"{origin(kept[0])}- Load and mock workers: written in {kept[0].lines[0]['instruments']}\n\n"
+        + table(columns, rows)
+    )
+
+
 def goals() -> str:
     """Each goal, and what every kept run reached; a column for each run, with its machine."""
     kept = runs("router")
@@ -90,20 +113,39 @@ def _row(run: Run, streams: int) -> dict[str, Any]:
 
 
 def _cells(line: dict[str, Any]) -> Iterator[str]:
-    def shown(name: str, form: str) -> str:
-        value = line.get(name)
-        return "-" if value is None else format(value, form)
-
     yield f"{line['streams']:,}"
     yield line["router"]
-    yield shown("rps", ",.0f")
-    yield f"{shown('added_ttft_ms_p50', '.1f')} / {shown('added_ttft_ms_p99', '.1f')}"
-    yield shown("added_chunk_ms_p99", ".1f")
-    yield f"{shown('cpu_us_per_request', '.0f')} / {shown('cpu_us_per_chunk', '.0f')}"
-    yield shown("rss_mb", ".0f")
-    yield shown("idle_kb", ".1f")
-    limits = " (a limit)" if line["load_busy"] >= LIMIT else ""
-    yield f"{100 * line['load_busy']:.0f}%{limits}"
+    yield _shown(line, "rps", ",.0f")
+    yield f"{_shown(line, 'added_ttft_ms_p50', '.1f')} / {_shown(line, 'added_ttft_ms_p99', '.1f')}"
+    yield _shown(line, "added_chunk_ms_p99", ".1f")
+    yield _cpu(line)
+    yield _shown(line, "rss_mb", ".0f")
+    yield _shown(line, "idle_kb", ".1f")
+    yield _busy(line)
+
+
+def _other_cells(line: dict[str, Any]) -> Iterator[str]:
+    yield line["load"]
+    yield f"{line['connections']:,}"
+    yield "pdserve, 2 processes" if line["router"] == OURS_TWO else line["router"]
+    yield _shown(line, "rps", ",.0f")
+    yield _cpu(line)
+    yield _shown(line, "rss_mb", ".0f")
+    yield _busy(line) if line["load_busy"] else "-"
+    yield f"{line['errors']:,}"
+
+
+def _shown(line: dict[str, Any], name: str, form: str) -> str:
+    value = line.get(name)
+    return "-" if value is None else format(value, form)
+
+
+def _cpu(line: dict[str, Any]) -> str:
+    return f"{_shown(line, 'cpu_us_per_request', '.0f')} / {_shown(line, 'cpu_us_per_chunk', '.0f')}"
+
+
+def _busy(line: dict[str, Any]) -> str:
+    return f"{100 * line['load_busy']:.0f}%{' (a limit)' if line['load_busy'] >= LIMIT else ''}"
 
 
 def _figure(streams: int, name: str) -> Callable[[Run], list[float]]:
@@ -118,13 +160,22 @@ def _over(other: str, streams: int) -> Callable[[Run], list[float]]:
     return lambda run: requests_over(run, other, streams)
 
 
+PEERS = ("sglang-router", "vllm-router", "smg")
+
+
+def _beside(streams: int, bounds: Sequence[float]) -> Iterator[Goal]:
+    """Our requests/s over those of each of `PEERS`, with its bound."""
+    for peer, bound in zip(PEERS, bounds, strict=True):
+        connections = "1 connection" if streams == 1 else f"{streams} connections"
+        yield Goal(f"requests/s over {peer}, {connections}", _over(peer, streams), bound)
+
+
 GOALS = (
-    Goal("requests/s over sglang-router, 16 connections", _over("sglang-router", 16), 1.5),
-    Goal("requests/s over sglang-router, 64 connections", _over("sglang-router", 64), 1.5),
-    Goal("requests/s over smg, 16 connections", _over("smg", 16), 3),
-    Goal("requests/s over smg, 64 connections", _over("smg", 64), 3),
-    Goal("CPU of a request in µs, 16 connections", _figure(16, "cpu_us_per_request"), 100, False, 0),
-    Goal("CPU of a streamed chunk in µs, 1,000 streams", _figure(LONG, "cpu_us_per_chunk"), 30, False, 0),
+    *_beside(16, (1.5, 1.5, 2)),
+    *_beside(64, (1.5, 1.5, 2)),
+    *_beside(1, (1, 1, 1)),
+    Goal("CPU of a request in µs, 16 connections", _figure(16, "cpu_us_per_request"), 90, False, 0),
+    Goal("CPU of a streamed chunk in µs, 1,000 streams", _figure(LONG, "cpu_us_per_chunk"), 15, False, 0),
     Goal("chunk delay in ms, p99, 1,000 streams", _figure(LONG, "added_chunk_ms_p99"), 15, False, 1),
     Goal("memory in MB, 1,000 streams", _figure(LONG, "rss_mb"), 100, False, 0),
     Goal("added to the first byte in ms, p50, 1 stream", _figure(1, "added_ttft_ms_p50"), 0.35, False, 3),

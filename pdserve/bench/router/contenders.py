@@ -18,6 +18,7 @@ from pdserve.bench.processes import accepts, free_ports, server
 from pdserve.bench.router.load import PATH
 from pdserve.bench.router.mock import MODEL
 from pdserve.bench.router.native.instruments import Instruments
+from pdserve.discovery.host_socket import new_name
 from pdserve.settings.toml_text import to_toml
 from pdserve.tls.contexts import TlsConfig
 
@@ -26,7 +27,11 @@ OURS_TLS: Final = "pdserve-tls"
 """Ours, with TLS to its workers."""
 OURS_REDIS: Final = "pdserve-redis"
 """Ours, which shares sessions and tenants' limits with another router."""
-OURS_ALL: Final = (OURS, OURS_TLS, OURS_REDIS)
+OURS_TWO: Final = "pdserve-two"
+"""Ours, of two processes."""
+OURS_UNIX: Final = "pdserve-unix"
+"""Ours, with Unix sockets to its workers."""
+OURS_ALL: Final = (OURS, OURS_TLS, OURS_REDIS, OURS_TWO, OURS_UNIX)
 ASK_TIMEOUT_S: Final = 5.0
 
 
@@ -41,25 +46,26 @@ class Workers(NamedTuple):
     """Each request has a session, and its tenant has limits that it never reaches."""
     redis: Path | None = None
     """The socket of the Redis in which these are shared."""
+    processes: int = 1
+    """Of our router."""
 
 
 class Server(NamedTuple):
-    """Who is measured, or a mock worker; `process` is None where no router is between."""
+    """Who is measured, or a mock worker; without processes where no router is between."""
 
     name: str
     port: int
-    process: psutil.Process | None = None
+    processes: tuple[psutil.Process, ...] = ()
 
     def cpu_s(self) -> float:
         """Processor time it has used."""
-        if self.process is None:
-            return 0.0
-        times = self.process.cpu_times()
-        return float(times.user + times.system)
+        times = [process.cpu_times() for process in self.processes]
+        return float(sum(each.user + each.system for each in times))
 
     def rss_mb(self) -> float | None:
-        """Memory it has now, in 10^6 bytes."""
-        return None if self.process is None else self.process.memory_info().rss / 1e6
+        """Memory it has now, in 10^6 bytes. None: nothing runs."""
+        used = [process.memory_info().rss for process in self.processes]
+        return sum(used) / 1e6 if used else None
 
 
 def _ours(port: int, workers: Workers, directory: Path) -> list[str]:
@@ -71,6 +77,7 @@ def _ours(port: int, workers: Workers, directory: Path) -> list[str]:
         "log_level": "warning",
         "min_prefill_tokens": 0,  # every request has both stages, as at the others
         "tls": {} if workers.ca is None else {"ca": str(workers.ca)},
+        "processes": workers.processes,
     }
     if workers.keeps_sessions:
         config["session"] = {"sources": ["messages"]}
@@ -106,6 +113,8 @@ COMMANDS: Final[dict[str, Callable[[int, Workers, Path], list[str]]]] = {
     OURS: _ours,
     OURS_TLS: _ours,
     OURS_REDIS: _ours,
+    OURS_TWO: _ours,
+    OURS_UNIX: _ours,
     "sglang-router": _rust("sglang-router", ("launch", "--pd-disaggregation"), ("8998",), "warn"),
     "smg": _rust("smg", ("launch", "--pd-disaggregation"), ("8998",), "warn"),
     "vllm-router": _rust("vllm-router", ("--vllm-pd-disaggregation",), (), "warning"),
@@ -129,9 +138,10 @@ def mock_worker(
     directory: Path,
     tls: TlsConfig | None = None,
     instruments: Instruments | None = None,
+    has_host_socket: bool = False,
 ) -> Iterator[Server]:
     """A worker that answers: with the certificate of `tls`, or compiled where there are `instruments`, which
-    speak no TLS. Raises BenchError.
+    speak no TLS. A compiled one can listen on a Unix socket, too. Raises BenchError.
     """
     (port,) = free_ports(1)
     command: Sequence[str] = [sys.executable, "-m", "pdserve.bench.router.mock", str(port), role]
@@ -140,10 +150,10 @@ def mock_worker(
         command = [*command, str(tls.certificate), str(tls.key)]
         log = directory / f"{role}-tls.log"
     elif instruments is not None:
-        command = instruments.worker_command(port, role)
+        command = instruments.worker_command(port, role, new_name(port) if has_host_socket else "")
     ready = accepts if tls is not None else answers
     with server(f"the mock {role} worker", command, log, lambda: ready(port)) as made:
-        yield Server(role, port, psutil.Process(made.pid))
+        yield Server(role, port, (psutil.Process(made.pid),))
 
 
 @contextmanager
@@ -156,7 +166,9 @@ def contender(name: str, workers: Workers, directory: Path, cores: set[int]) -> 
             made = running.enter_context(
                 server(name, command, directory / f"{name}-{port}.log", lambda: answers(port))
             )
-        yield Server(name, port, psutil.Process(made.pid))
+        first = psutil.Process(made.pid)
+        more = first.children(recursive=True) if workers.processes > 1 else []
+        yield Server(name, port, (first, *more))
 
 
 def answers(port: int) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import socket
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Final
 
 from pdserve.bench.router.contenders import Server
@@ -20,24 +21,35 @@ def how_many(wanted: int, most_files: int | None) -> int:
     return wanted if most_files is None else max(0, min(wanted, most_files // 2 - LEFT_OVER_FILES))
 
 
-def idle_kb(one: Server, connections: int) -> float | None:
-    """Memory in 10^3 bytes for each of so many connections, of which each has had one answer. None: there is
-    no router, or it closes them.
+@contextmanager
+def idle_connections(one: Server, connections: int) -> Iterator[bool]:
+    """While the block runs, so many connections are open, of which each has had one answer. False: whoever
+    listens there closes them.
     """
+    with ExitStack() as stack:
+        yield all(
+            _answered(stack, one.port, min(BATCH, connections - begin))
+            for begin in range(0, connections, BATCH)
+        )
+
+
+def idle_kb(one: Server, connections: int) -> float | None:
+    """Memory in 10^3 bytes of each of so many idle connections. None: nothing runs there, or closes them."""
     before = one.rss_mb()
     if before is None or not connections:
         return None
-    with ExitStack() as stack:
-        for begin in range(0, connections, BATCH):
-            opened = []
-            try:
-                for _ in range(min(BATCH, connections - begin)):
-                    client = socket.create_connection(("127.0.0.1", one.port), ANSWER_S)
-                    opened.append(stack.enter_context(client))
-                    client.sendall(_REQUEST)
-                if not all(client.recv(4096) for client in opened):
-                    return None
-            except OSError:
-                return None
+    with idle_connections(one, connections) as are_open:
         after = one.rss_mb()
-    return None if after is None else round((after - before) * 1e3 / connections, 1)
+    return round((after - before) * 1e3 / connections, 1) if are_open and after is not None else None
+
+
+def _answered(stack: ExitStack, port: int, connections: int) -> bool:
+    opened = []
+    try:
+        for _ in range(connections):
+            client = socket.create_connection(("127.0.0.1", port), ANSWER_S)
+            opened.append(stack.enter_context(client))
+            client.sendall(_REQUEST)
+        return all(client.recv(4096) for client in opened)
+    except OSError:
+        return False

@@ -28,6 +28,8 @@ PATH: Final = "/v1/chat/completions"
 CONNECT_TIMEOUT_S: Final = 30.0
 FINISH_TIMEOUT_S: Final = 30.0
 BODIES: Final = 64
+OWN_BYTES: Final = 64
+"""Of a prompt that differ from those of the others. A longer prompt repeats them."""
 _STAMP: Final = re.compile(rb'"T(\d{20});')
 _STAMP_BYTES: Final = 23
 
@@ -45,6 +47,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """The connections' first requests are spread over this long."""
     warm_up_s: float = 0.2
     prompt_bytes: int = 32
+    pipelined: int = 1
+    """Requests under way on each connection (HTTP/1.1 pipelining); times to the first byte need 1."""
     seed: int = 1
 
 
@@ -66,7 +70,8 @@ def make_requests(load: Load, port: int) -> list[bytes]:
     dice = Dice("router", load.seed)
     requests = []
     for _ in range(BODIES):
-        prompt = "".join(chr(97 + dice.below(26)) for _ in range(load.prompt_bytes))
+        own = "".join(chr(97 + dice.below(26)) for _ in range(min(load.prompt_bytes, OWN_BYTES)))
+        prompt = (own * (load.prompt_bytes // OWN_BYTES + 1))[: load.prompt_bytes]
         asked = {"model": MODEL, "messages": [{"role": "user", "content": prompt}], "max_tokens": 1}
         if load.chunks:
             asked |= {"stream": True, "max_tokens": load.chunks, "seed": load.interval_us}
@@ -142,17 +147,21 @@ class _Client(asyncio.Protocol):
         self._counts_first = False
         self._chunks = 0
         self._carry = b""
-        self.is_busy = False
+        self._under_way = 0
+
+    @property
+    def is_busy(self) -> bool:
+        return self._under_way > 0
 
     def send(self) -> None:
-        """The next request."""
-        self.is_busy = True
-        self._chunks, self._carry = 0, b""
-        self._counts_first = self._run.counts
-        request = self._run.next_request()
+        """As many requests as are to be under way."""
+        pipelined = self._run.load.pipelined
+        self._counts_first = self._run.counts and pipelined == 1
         self._sent_s = time.monotonic()
         assert self._transport is not None
-        self._transport.write(request)
+        while self._under_way < pipelined:
+            self._under_way += 1
+            self._transport.write(self._run.next_request())
 
     def close(self) -> None:
         """At once; an answer that is under way has failed."""
@@ -162,7 +171,7 @@ class _Client(asyncio.Protocol):
             self._transport.abort()
 
     def _fail(self, why: str) -> None:
-        self.is_busy = False
+        self._under_way = 0
         self._run.failed(why)
 
     # --- asyncio
@@ -183,6 +192,9 @@ class _Client(asyncio.Protocol):
 
     # --- httptools
 
+    def on_message_begin(self) -> None:
+        self._chunks, self._carry = 0, b""
+
     def on_body(self, body: bytes) -> None:
         run, now_ns = self._run, time.monotonic_ns()
         if not run.load.chunks:
@@ -201,7 +213,7 @@ class _Client(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         run, status = self._run, self._parser.get_status_code()
-        self.is_busy = False
+        self._under_way -= 1
         if status != 200 or self._chunks != run.load.chunks:
             run.failed(f"status {status}, {self._chunks} of {run.load.chunks} chunks")
         elif run.counts:

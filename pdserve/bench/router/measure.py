@@ -18,6 +18,7 @@ access to the decode worker, so it holds the prefill stage, whose worker answers
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,6 +38,7 @@ from pdserve.bench.router.contenders import (
     OURS_ALL,
     OURS_REDIS,
     OURS_TLS,
+    OURS_UNIX,
     Server,
     Workers,
     contender,
@@ -75,14 +77,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 1
     tls: bool = False
     """Measure our router a second time, with TLS to its workers."""
+    unix: bool = False
+    """Measure our router a second time, with Unix sockets to its workers."""
     redis: bool = False
     """Measure our router a second time, sharing sessions and limits with another one. Both times it has them.
     """
 
-    @property
-    def turns(self) -> int:
-        """Of each contender."""
-        return len(self.streams) * self.rounds + 2 * bool(self.long_streams)
+    def turns(self, peers: int) -> int:
+        """Of all contenders: direct access, ours once or twice, and so many others."""
+        contenders = 2 + self.tls + self.unix + self.redis + peers
+        return contenders * (len(self.streams) * self.rounds + 2 * bool(self.long_streams))
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -173,16 +177,24 @@ class Bench:
         return found
 
     def _turn(self, one: Server, phase: Phase, load: Load) -> Turn:
-        def look(loading: psutil.Process) -> tuple[float, float, float | None]:
-            driving = [*self._workers, Server("load", 0, loading)]
-            return one.cpu_s(), sum(server.cpu_s() for server in driving), one.rss_mb()
+        return take_turn(one, phase, load, self._workers, self._instruments)
 
-        if self._instruments is not None:
-            loaded, before, after = self._instruments.run_load(load, one.port, look)
-        else:
-            here = psutil.Process()
-            loaded, before, after = uvloop.run(run_load(load, one.port, lambda: look(here)))
-        return Turn(phase, loaded, after[0] - before[0], after[1] - before[1], after[2])
+
+def take_turn(
+    one: Server, phase: Phase, load: Load, workers: Sequence[Server], instruments: Instruments | None
+) -> Turn:
+    """Put the load on one contender. `workers`: those behind it. Raises BenchError."""
+
+    def look(loading: psutil.Process) -> tuple[float, float, float | None]:
+        driving = [*workers, Server("load", 0, (loading,))]
+        return one.cpu_s(), sum(server.cpu_s() for server in driving), one.rss_mb()
+
+    if instruments is not None:
+        loaded, before, after = instruments.run_load(load, one.port, look)
+    else:
+        here = psutil.Process()
+        loaded, before, after = uvloop.run(run_load(load, one.port, lambda: look(here)))
+    return Turn(phase, loaded, after[0] - before[0], after[1] - before[1], after[2])
 
 
 def _load(phase: Phase, streams: int, settings: Settings) -> Load:
@@ -199,19 +211,22 @@ def _load(phase: Phase, streams: int, settings: Settings) -> Load:
 
 
 def _long_load(settings: Settings) -> Load:
-    """The first of its streams end a while after the window."""
-    ramp_s = settings.long_streams * LONG_RAMP_S
-    lasts_s = ramp_s + LONG_WARM_UP_S + settings.long_seconds + 0.5
-    return Load(
+    load = Load(
         streams=settings.long_streams,
         seconds=settings.long_seconds,
-        chunks=int(lasts_s * 1e6 / INTERVAL_US),
         interval_us=INTERVAL_US,
-        ramp_s=ramp_s,
-        warm_up_s=LONG_WARM_UP_S,
         prompt_bytes=settings.prompt_bytes,
         seed=settings.seed,
     )
+    return lasting(load)
+
+
+def lasting(load: Load) -> Load:
+    """The same of streams that begin one by one before the window; the first ends a while after it."""
+    ramp_s = load.streams * LONG_RAMP_S
+    lasts_s = ramp_s + LONG_WARM_UP_S + load.seconds + 0.5
+    chunks = math.ceil(lasts_s * 1e6 / load.interval_us)
+    return msgspec.structs.replace(load, chunks=chunks, ramp_s=ramp_s, warm_up_s=LONG_WARM_UP_S)
 
 
 def measure(
@@ -243,17 +258,22 @@ def measure(
             prefill, decode = [stack.enter_context(mock_worker(one.name, directory, tls)) for one in mocks]
             mocks += [prefill, decode]
             before[OURS_TLS] = Workers(prefill.port, decode.port, tls.ca)
+        if settings.unix:
+            if instruments is None:
+                raise BenchError("--unix needs a C compiler: mock workers in Python have no Unix sockets")
+            prefill, decode = [
+                stack.enter_context(
+                    mock_worker(role, directory, instruments=instruments, has_host_socket=True)
+                )
+                for role in ("prefill", "decode")
+            ]
+            mocks += [prefill, decode]
+            before[OURS_UNIX] = Workers(prefill.port, decode.port)
         if settings.redis:
             path, _ = stack.enter_context(redis_server(directory))
             before[OURS_REDIS] = workers._replace(redis=path)
             stack.enter_context(contender(OURS_REDIS, before[OURS_REDIS], directory, rest))  # the other one
-        for name, behind in before.items():
-            try:
-                contenders.append(stack.enter_context(contender(name, behind, directory, core)))
-            except BenchError as error:
-                if name in OURS_ALL:
-                    raise
-                said(f"left out: {error}")
+        contenders += started(before, directory, core, said, stack)
         bench = Bench(contenders, mocks, settings, instruments)
         language = "Python" if instruments is None else "C"
         for streams in settings.streams:
@@ -263,6 +283,27 @@ def measure(
             idle = bench.idle(connections, went_on)
             for row in rows:
                 yield msgspec.structs.replace(row, idle_kb=idle[row.router])
+
+
+def started(
+    wanted: Mapping[str, Workers],
+    directory: Path,
+    cores: set[int],
+    said: Callable[[str], None],
+    stack: ExitStack,
+) -> list[Server]:
+    """Routers before their workers, running on these cores until the stack's end. `said` is told of a peer
+    that does not start. Raises BenchError.
+    """
+    running = []
+    for name, workers in wanted.items():
+        try:
+            running.append(stack.enter_context(contender(name, workers, directory, cores)))
+        except BenchError as error:
+            if name in OURS_ALL:
+                raise
+            said(f"left out: {error}")
+    return running
 
 
 def split_cores(cores: set[int]) -> tuple[set[int], set[int]]:
@@ -276,7 +317,7 @@ def rows_of(
 ) -> list[Row]:
     """The figures of all contenders, from their turns. Pure."""
     direct = turns[DIRECT]
-    rps = {name: _rate([turn for turn in mine if turn.phase == "whole"]) for name, mine in turns.items()}
+    rps = {name: rate([turn for turn in mine if turn.phase == "whole"]) for name, mine in turns.items()}
     rows = []
     for name, mine in turns.items():
         by_phase: dict[Phase, list[Turn]] = {p: [t for t in mine if t.phase == p] for p in PHASES}
@@ -289,13 +330,13 @@ def rows_of(
                 added_ttft_ms_p50=_added(mine, direct, "paced", "first_ms", 50),
                 added_ttft_ms_p99=_added(mine, direct, "paced", "first_ms", 99),
                 rps=own_rps,
-                chunks_per_s=_rate(by_phase["burst"] or by_phase["paced"]),
+                chunks_per_s=rate(by_phase["burst"] or by_phase["paced"]),
                 rss_mb=round(max(memory), 1) if memory else None,
                 added_whole_ms_p50=_added(mine, direct, "whole", "first_ms", 50),
                 added_chunk_ms_p50=_added(mine, direct, "paced", "chunk_ms", 50),
                 added_chunk_ms_p99=_added(mine, direct, "paced", "chunk_ms", 99),
-                cpu_us_per_request=_cpu_us(by_phase["whole"]) if memory else None,
-                cpu_us_per_chunk=_cpu_us(by_phase["paced"]) if memory else None,
+                cpu_us_per_request=cpu_us(by_phase["whole"]) if memory else None,
+                cpu_us_per_chunk=cpu_us(by_phase["paced"]) if memory else None,
                 rps_over={
                     other: round(own_rps / theirs, 2)
                     for other, theirs in rps.items()
@@ -310,13 +351,14 @@ def rows_of(
     return rows
 
 
-def _rate(turns: Sequence[Turn]) -> float | None:
+def rate(turns: Sequence[Turn]) -> float | None:
+    """Requests or chunks per second: the median of the rounds. None: nothing was measured."""
     rates = [turn.done / turn.loaded.seconds for turn in turns]
     return round(statistics.median(rates), 1) if rates else None
 
 
-def _cpu_us(turns: Sequence[Turn]) -> float | None:
-    """Processor time for each request or chunk, over all rounds: its clock ticks every 10 ms."""
+def cpu_us(turns: Sequence[Turn]) -> float | None:
+    """Processor time of each request or chunk, over all rounds: its clock ticks every 10 ms."""
     count = sum(turn.done for turn in turns)
     return round(sum(turn.router_cpu_s for turn in turns) / count * 1e6, 1) if count else None
 

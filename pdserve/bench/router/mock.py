@@ -76,8 +76,8 @@ class _Asked(msgspec.Struct):
 _asked = msgspec.json.Decoder(_Asked)
 
 
-def answers(role: str) -> dict[str, bytes]:
-    """Whole answers by path; any other GET is answered `{}`."""
+def answers(role: str, host_socket: str = "") -> dict[str, bytes]:
+    """Whole answers by path; any other GET is answered `{}`. `host_socket`: on which it listens, too."""
     card = {"id": MODEL, "object": "model", "created": 1760000000, "owned_by": "sglang", "root": MODEL}
     server = {
         "model_path": MODEL,
@@ -98,6 +98,7 @@ def answers(role: str) -> dict[str, bytes]:
         "page_size": 64,
         "namespace": "mock",
         "kv_geometry": {},
+        "host_socket": host_socket,
     }
     plain: dict[str, Any] = {
         "/health": {},
@@ -115,9 +116,9 @@ def answers(role: str) -> dict[str, bytes]:
     return {path: _whole(json.dumps(value).encode()) for path, value in plain.items()}
 
 
-def entries(role: str) -> dict[str, bytes]:
+def entries(role: str, host_socket: str = "") -> dict[str, bytes]:
     """What the compiled worker says, by path or by one of the names in native/worker.c."""
-    whole = answers(role)
+    whole = answers(role, host_socket)
     before, after = _EVENT.split(b"%020d")
     stream = {"head": _STREAM_HEAD, "before": before, "after": after, "end": _END}
     return {"answer": whole.pop(""), "other": whole["/health"], **stream, **whole}

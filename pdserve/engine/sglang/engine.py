@@ -75,6 +75,11 @@ class Engine:
         self._drain = drain
         self._metrics = metrics
         self._name = ""
+        self._host_socket = ""
+
+    def on_listening(self, host_socket: str) -> None:
+        """The server listens on this Unix socket, too."""
+        self._host_socket = host_socket
 
     def begin(self, tokenizer_manager: Any) -> None:
         """SGLang has made its tokenizer manager: follow its requests from now on."""
@@ -139,6 +144,7 @@ class Engine:
             "text_shrink": bound.text_shrink,
             "exact_turns": "off" if self.turns is None else "on",
             "priorities": _priorities(manager.server_args),
+            "host_socket": self._host_socket,
         }
 
     # -- while weights are replaced (`engine/weights.py`); each returns why it did not work, empty if it did

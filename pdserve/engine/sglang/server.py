@@ -122,7 +122,7 @@ def serve(
         return manager, templates
 
     try:
-        with serving(http_server, tls, Certificates(tls)):
+        with serving(http_server, tls, Certificates(tls), engine.on_listening):
             http_server.launch_server(
                 server_args,
                 init_tokenizer_manager_func=init_manager,

@@ -1,7 +1,8 @@
 """`/v1/realtime`: OpenAI's WebSocket for speech, from client to worker.
 
 The router reads the head alone. Whose connection it is, which worker gets it, and how many a tenant may have
-are decided as for requests. Once the worker has said 101, bytes are passed on both ways, unread.
+are decided as for requests. Once the worker has said 101, bytes are passed on both ways. Only the heads of
+frames are looked at, to count messages.
 
 - The query's `model` names the model. The worker gets a head of the router's own: no key, no query, no
   compression, no subprotocol. So what tenants are charged is what they send.
@@ -27,14 +28,18 @@ from urllib.parse import parse_qs
 import msgspec
 
 from pdserve.errors import RequestError
+from pdserve.logs import served_request
 from pdserve.router.admission.gate import Gate
 from pdserve.router.api.endpoints import AUDIO_BYTES_PER_TOKEN
 from pdserve.router.api.errors import NoWorkerError, TooManyError, error_headers, error_of
+from pdserve.router.app.realtime_session import ROUTE, EndedBy, Session, Side
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.dispatch.job import Claim
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.fleet.worker import Worker
+from pdserve.router.metrics.stats import Stats
 from pdserve.router.request.answer import JSON
+from pdserve.router.request.call import request_id
 from pdserve.router.server.cors import Cors
 from pdserve.router.server.upgrade import PIECE_BYTES, Upgraded
 from pdserve.router.tenants.cache_salt import salt_line
@@ -44,7 +49,7 @@ from pdserve.router.upstream.response import UpstreamError
 
 logger = logging.getLogger(__name__)
 
-PATH: Final = b"/v1/realtime"
+PATH: Final = ROUTE.encode("ascii")
 BYTES_PER_TOKEN: Final = AUDIO_BYTES_PER_TOKEN * 4 // 3
 """Sound is sent in base64."""
 MAX_SESSIONS: Final = 1000
@@ -59,12 +64,16 @@ _SWITCHED: Final = b"HTTP/1.1 101 "
 class Realtime:
     """See `server.upgrade.UpgradeHandler`."""
 
-    def __init__(self, config: RouterConfig, fleet: Fleet, gate: Gate, upstream: Upstream) -> None:
+    def __init__(
+        self, config: RouterConfig, fleet: Fleet, gate: Gate, upstream: Upstream, stats: Stats
+    ) -> None:
         self._cors = Cors(config.access.cors_origins)
         self._deadlines = config.deadlines
         self._fleet = fleet
         self._gate = gate
         self._upstream = upstream
+        self._stats = stats
+        self._logs_access = config.access_log
         self._loop = asyncio.get_running_loop()
         self._sessions = 0
 
@@ -74,30 +83,42 @@ class Realtime:
 
     async def serve(self, client: Upgraded) -> None:
         """One connection, until one end leaves."""
+        headers = dict(client.headers)
+        served_request.set(request_id(headers.get(b"x-request-id", b"")))
+        session = Session(self._stats, self._loop.time())
         try:
-            await self._serve(client, dict(client.headers))
+            await self._serve(client, headers, session)
         except RequestError as error:
+            session.status = error.status
             client.writer.write(_answer(error))
-        except (OSError, TimeoutError) as error:
+        except TimeoutError:
+            session.ended_by = session.ended_by or "deadline"
+        except OSError as error:
             logger.debug("a realtime session ended: %s", error)
         except Exception:  # the boundary of a session: a bug in the router ends this one alone
             logger.exception("a realtime session failed inside the router")
         finally:
+            session.end(self._loop.time())
+            if self._logs_access:
+                session.log(self._loop.time())
             await self._end(client.writer)
 
-    async def _serve(self, client: Upgraded, headers: Mapping[bytes, bytes]) -> None:
-        tenant = self._gate.authenticate(dict(headers), client.address)
+    async def _serve(self, client: Upgraded, headers: dict[bytes, bytes], session: Session) -> None:
+        tenant = self._gate.authenticate(headers, client.address)
+        session.tenant = tenant.name
         self._check_origin(headers)
         if headers.get(b"upgrade", b"").lower() != b"websocket":
             raise RequestError(400, "Only WebSockets are served here.")
         query = parse_qs(client.target.partition(b"?")[2].decode("latin-1"), max_num_fields=16)
-        model = self._gate.served_model(query.get("model", [None])[0])
+        session.model = model = self._gate.served_model(query.get("model", [None])[0])
         lines = self._lines(headers, tenant, model)
         with self._turn(tenant):
             async with asyncio.timeout(self._deadlines.total_s), self._opened(model, lines) as upstream:
-                reader, writer, head = upstream
+                worker, reader, writer, head = upstream
+                session.open(worker.id_header, self._loop.time())
                 client.writer.write(head)
-                await self._relay(client, reader, writer, tenant)
+                ended_by = await self._relay(client, reader, writer, tenant, session)
+                session.ended_by = session.ended_by or ended_by
 
     def _check_origin(self, headers: Mapping[bytes, bytes]) -> None:
         origin = headers.get(b"origin", b"")
@@ -134,8 +155,8 @@ class Realtime:
     @contextlib.asynccontextmanager
     async def _opened(
         self, model: str, lines: bytes
-    ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter, bytes]]:
-        """A worker's connection that is a WebSocket now, and the head that says so. Raises RequestError."""
+    ) -> AsyncIterator[tuple[Worker, asyncio.StreamReader, asyncio.StreamWriter, bytes]]:
+        """A worker, its connection, a WebSocket now, and the head that says so. Raises RequestError."""
         snapshot = self._fleet.snapshot(model, self._loop.time())
         workers = sorted((*snapshot.decode, *snapshot.direct_decode), key=lambda worker: worker.load)
         error: RequestError = NoWorkerError("No worker is ready to serve this model; try again shortly.")
@@ -150,7 +171,7 @@ class Realtime:
                     error = RequestError(502, f"No worker could be reached ({problem.kind}).")
                     continue
                 try:
-                    yield reader, writer, await self._switched(reader, worker)
+                    yield worker, reader, writer, await self._switched(reader, worker)
                     return
                 finally:
                     await self._end(writer)
@@ -178,30 +199,47 @@ class Realtime:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         tenant: TenantState,
-    ) -> None:
-        """Until one end leaves: the other one then gets what was sent to it, and its end."""
-        up = asyncio.create_task(self._copy(client.reader, writer, tenant))
-        down = asyncio.create_task(self._copy(reader, client.writer, None))
+        session: Session,
+    ) -> EndedBy:
+        """Until one end leaves; says who. The other one then gets what was sent to it, and its end."""
+        up = asyncio.create_task(self._copy(client.reader, writer, session, "client", tenant))
+        down = asyncio.create_task(self._copy(reader, client.writer, session, "worker"))
         try:
-            await asyncio.wait({up, down}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait({up, down}, return_when=asyncio.FIRST_COMPLETED)
+            return (down if down in done else up).result()
         finally:
             for task in (up, down):
                 task.cancel()
             await asyncio.gather(up, down, return_exceptions=True)
 
     async def _copy(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, tenant: TenantState | None
-    ) -> None:
-        """Until `reader` ends, or `writer` takes nothing for its time. `tenant`: who pays."""
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        session: Session,
+        sender: Side,
+        tenant: TenantState | None = None,
+    ) -> EndedBy:
+        """Until `reader` ends, or `writer` takes nothing for its time. `sender`: whose bytes these are.
+        `tenant`: who pays. Returns who ended it.
+        """
         owed_bytes = 0
-        while piece := await reader.read(PIECE_BYTES):
+        while piece := await _read(reader):
             if tenant is not None:
                 tokens, owed_bytes = divmod(owed_bytes + len(piece), BYTES_PER_TOKEN)
                 tenant.settle(0, tokens, 0, self._loop.time())
+                session.tokens += tokens
                 await self._allowed(tenant)
+            session.pass_on(piece, sender)
             writer.write(piece)
-            async with asyncio.timeout(self._deadlines.client_read_s):
-                await writer.drain()
+            try:
+                async with asyncio.timeout(self._deadlines.client_read_s):
+                    await writer.drain()
+            except TimeoutError:
+                return "slow"
+            except OSError:
+                return "worker" if sender == "client" else "client"
+        return sender
 
     async def _end(self, writer: asyncio.StreamWriter) -> None:
         """Close after what was written was sent, or cut off an end that does not take it."""
@@ -216,6 +254,14 @@ class Realtime:
         """Until the tenant has no debt. A worker's time has no bound, so the client waits unread."""
         while (left_s := _debt_s(tenant, self._loop.time())) > 0:  # noqa: ASYNC110 - its limits may change
             await asyncio.sleep(min(left_s, PAUSE_S))
+
+
+async def _read(reader: asyncio.StreamReader) -> bytes:
+    """What comes next; nothing where the other end has closed the connection, or has broken it off."""
+    try:
+        return await reader.read(PIECE_BYTES)
+    except OSError:
+        return b""
 
 
 def _debt_s(tenant: TenantState, now_s: float) -> float:

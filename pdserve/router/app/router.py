@@ -65,7 +65,7 @@ class Router:
         self.generation = GenerationHandler(
             config, fleet, gate, dispatcher, upstream.deadlines, stats, tracer, self._cors
         )
-        self.realtime = Realtime(config, fleet, gate, upstream)
+        self.realtime = Realtime(config, fleet, gate, upstream, stats)
         self._generation_paths = frozenset(ENDPOINTS)
         self.metrics: Callable[[], Awaitable[Snapshot]] = self._metrics
         """Those of all of the router's processes together. Raises RequestError when there is no sum."""

@@ -104,8 +104,7 @@ def cached_before_header(cached_by_prompt: list[tuple[int, int, int]]) -> bytes:
     """
     if not 0 < len(cached_by_prompt) <= MAX_PROMPTS_TOLD:
         return b""
-    each = ",".join(f"{device}/{host}/{pool}" for device, host, pool in cached_by_prompt)
-    return b"x-pdserve-prefilled: %b\r\n" % each.encode("ascii")
+    return b"x-pdserve-prefilled: %b\r\n" % b",".join([b"%d/%d/%d" % each for each in cached_by_prompt])
 
 
 def turns_header(turns: str) -> bytes:

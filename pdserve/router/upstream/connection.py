@@ -114,11 +114,11 @@ class Connection(asyncio.Protocol):
     # --- asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The connection is open: send small writes at once (TCP_NODELAY)."""
+        """The connection is open: send small writes at once (TCP_NODELAY; Unix sockets do so anyway)."""
         self._transport = cast("asyncio.Transport", transport)
         self._is_tls = transport.get_extra_info("ssl_object") is not None
         sock = transport.get_extra_info("socket")
-        if sock is not None:
+        if sock is not None and sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def data_received(self, data: bytes) -> None:

@@ -82,6 +82,37 @@ def test_our_router_is_measured_sharing_with_another_one_too() -> None:
     assert sharing["rps"] > 0
 
 
+def test_our_router_is_measured_with_unix_sockets_to_its_workers_too() -> None:
+    words = ("--streams", "4", "--rounds", "1", "--seconds", "0.3", "--long-streams", "0")
+    done = bench_here("router", "--json", *words, "--peers", "", "--unix")
+    assert done.returncode == 0, done.stderr
+    direct, tcp, unix = results(done)
+    assert [row["router"] for row in (direct, tcp, unix)] == ["direct", "pdserve", "pdserve-unix"]
+    assert [row["errors"] for row in (direct, tcp, unix)] == [0, 0, 0]
+    assert unix["rps"] > 0
+
+
+def test_our_router_is_measured_under_other_loads_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "LONG_WARM_UP_S", 0.2)
+    words = ("--rounds", "1", "--seconds", "0.3", "--long-seconds", "1.5", "--idle", "50", "--peers", "")
+    done = bench_here("router", "--json", "--other-loads", "--long-streams", "20", *words)
+    assert done.returncode == 0, done.stderr
+    rows = results(done)
+    assert [(row["load"], row["router"], row["connections"]) for row in rows] == [
+        ("nothing", "pdserve", 0),
+        ("idle", "pdserve", 50),
+        ("idle and streams", "pdserve", 70),
+        ("plain", "pdserve", 16),
+        ("bodies of 128 KiB", "pdserve", 16),
+        ("8 requests pipelined", "pdserve", 16),
+        ("plain", "pdserve-two", 16),
+    ]
+    assert [row["errors"] for row in rows] == [0] * len(rows), rows
+    assert all(row["rps"] > 0 and row["cpu_us_per_request"] > 0 for row in rows[3:]), rows
+    assert rows[2]["cpu_us_per_chunk"] is not None
+    assert rows[6]["rss_mb"] > 2 * 20, "two processes"
+
+
 def test_bad_options_end_with_one_line() -> None:
     for arguments, complaint in (
         (("--streams", "many"), "--streams:"),
@@ -97,6 +128,12 @@ def test_the_same_seed_asks_the_same() -> None:
     assert len(set(make_requests(load, 1))) > 1
     other = Load(streams=1, seconds=1, chunks=8, interval_us=50_000, prompt_bytes=100, seed=2)
     assert make_requests(load, 1) != make_requests(other, 1)
+
+
+def test_a_long_prompt_has_its_length_and_differs_from_others() -> None:
+    bodies = make_requests(Load(streams=1, seconds=1, prompt_bytes=128 * 1024), 1)
+    assert {len(body) // 1024 for body in bodies} == {128}
+    assert len({body[:300] for body in bodies}) == len(bodies)
 
 
 def loaded(role: str, load: Load) -> Loaded:
@@ -118,6 +155,13 @@ def test_streams_are_counted_chunk_by_chunk() -> None:
     assert done.requests > 0
     assert len(done.chunk_ms) >= 5 * (done.requests - 4)
     assert all(ms > 0 for ms in (*done.chunk_ms, *done.first_ms))
+
+
+def test_requests_on_their_way_together_are_all_counted() -> None:
+    done = loaded("decode", Load(streams=2, seconds=0.2, pipelined=4))
+    assert (done.errors, done.first_error) == (0, "")
+    assert done.requests > 0
+    assert len(done.first_ms) == 0
 
 
 def test_a_stream_with_other_chunks_than_asked_for_is_an_error() -> None:
@@ -179,7 +223,7 @@ def test_a_router_that_closes_its_connections_has_no_idle_ones() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         closing = threading.Thread(target=lambda: listening.accept()[0].close())
         closing.start()
-        one = Server("r", listening.getsockname()[1], psutil.Process())
+        one = Server("r", listening.getsockname()[1], (psutil.Process(),))
         assert idle_kb(one, 1) is None
         closing.join()
     assert idle_kb(one, 1) is None, "nobody is there"

@@ -7,6 +7,7 @@ import http.client
 import json
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
@@ -15,9 +16,14 @@ from pdserve.bench.router.load import PATH, Load, Loaded, run_load
 from pdserve.bench.router.mock import MODEL
 from pdserve.bench.router.native.instruments import Instruments, build
 from pdserve.bench.stores import BenchError
+from pdserve.discovery.host_socket import connect_here
 
 STREAMS = Load(streams=4, seconds=0.3, chunks=5, interval_us=2000, ramp_s=0.002)
 WHOLE = Load(streams=4, seconds=0.3, prompt_bytes=20_000)
+LONG = Load(streams=4, seconds=0.3, prompt_bytes=128 * 1024)
+PIPELINED = Load(streams=4, seconds=0.3, pipelined=8)
+STREAMS_PIPELINED = Load(streams=4, seconds=0.3, chunks=3, pipelined=2)
+"""The worker in Python knows one stream at a time on each connection."""
 
 
 @pytest.fixture(scope="module")
@@ -35,16 +41,22 @@ def by_native(native: Instruments, load: Load, port: int) -> Loaded:
 
 
 @pytest.mark.parametrize("worker", ["native", "python"])
-@pytest.mark.parametrize("load", [STREAMS, WHOLE], ids=["streams", "whole"])
+@pytest.mark.parametrize(
+    "load", [STREAMS, WHOLE, LONG, PIPELINED], ids=["streams", "whole", "long", "pipelined"]
+)
 def test_the_compiled_load_counts_what_either_worker_answers(
     native: Instruments, tmp_path: Path, worker: str, load: Load
 ) -> None:
     with mock_worker("decode", tmp_path, instruments=native if worker == "native" else None) as there:
         done = by_native(native, load, there.port)
+        if worker == "native":
+            streams = by_native(native, STREAMS_PIPELINED, there.port)
+            assert (streams.errors, streams.first_error, streams.requests > 0) == (0, "", True)
     assert (done.errors, done.first_error) == (0, "")
     assert done.requests > 0
     assert done.seconds == pytest.approx(0.3, abs=0.2)
-    assert len(done.chunk_ms) >= load.chunks * (done.requests - 4)
+    assert len(done.chunk_ms) >= load.chunks * (done.requests - 4 * load.pipelined)
+    assert bool(done.first_ms) == (load.pipelined == 1)
     assert all(0 < ms < 60_000 for ms in (*done.chunk_ms, *done.first_ms))
 
 
@@ -73,6 +85,21 @@ def test_the_compiled_worker_reads_a_body_in_either_form_and_in_pieces(
             assert answer.count(b'"content":"T') == 3
             assert answer.endswith(b"data: [DONE]\n\n")
         connection.close()
+
+
+def test_the_compiled_worker_answers_on_a_unix_socket_too_and_tells_its_name(
+    native: Instruments, tmp_path: Path
+) -> None:
+    with mock_worker("decode", tmp_path, instruments=native, has_host_socket=True) as there:
+        info = httpx.get(f"http://127.0.0.1:{there.port}/pd/info", trust_env=False).json()
+        connected = connect_here(info["host_socket"])
+        assert connected is not None
+        with connected:
+            connected.setblocking(True)
+            connected.settimeout(10)
+            connected.sendall(b"GET /pd/info HTTP/1.1\r\nhost: test\r\n\r\n")
+            assert info["host_socket"].encode() in connected.recv(65536)
+        assert by_native(native, WHOLE, there.port).errors == 0
 
 
 def test_the_compiled_prefill_worker_streams_one_token_and_so_the_load_sees_an_error(

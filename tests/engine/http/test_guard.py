@@ -52,6 +52,7 @@ def ask(
     own: bool = False,
     type_: str = "http",
     metrics_token: str = "",
+    server: Any = ("10.9.9.9", 80),
 ) -> list[dict[str, Any]]:
     sent: list[dict[str, Any]] = []
 
@@ -68,7 +69,7 @@ def ask(
     if started:
         starting.end()
     headers = [(b"authorization", shown.encode())] if shown else []
-    scope = {"type": type_, "path": path, "client": client, "server": ("10.9.9.9", 80), "headers": headers}
+    scope = {"type": type_, "path": path, "client": client, "server": server, "headers": headers}
     asyncio.run(Guard(app, token, starting, metrics_token)(scope, receive, send))
     return sent
 
@@ -121,6 +122,7 @@ def test_without_a_token_control_is_for_this_host(path: str) -> None:
         assert ask(path, client, token="") == PASSED
     for client in (None, ("unknown", 5), ("", 0)):
         assert ask(path, client, token="") != PASSED
+    assert ask(path, None, token="", server=("", None)) == PASSED, "a Unix socket"
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import httpx
 import pytest
 from sglang.srt.entrypoints import http_server
 
+from pdserve.discovery.host_socket import connect_here, is_of_port
 from pdserve.engine.http.bounded_heads import BoundedHeads
 from pdserve.engine.sglang.tls import serving
 from pdserve.tls import contexts
@@ -30,17 +31,26 @@ def authority(tmp_path: Path) -> Authority:
 
 async def application(scope: Any, _receive: Any, send: Callable[[Any], Any]) -> None:
     if scope["type"] == "http":
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
-        await send({"type": "http.response.body", "body": b"ok"})
+        where = f"client: {scope['client']}, server: {scope['server']}".encode()
+        length = (b"content-length", b"%d" % len(where))
+        await send({"type": "http.response.start", "status": 200, "headers": [length]})
+        await send({"type": "http.response.body", "body": where})
 
 
 @contextmanager
-def worker(tls: TlsConfig) -> Iterator[str]:
+def worker(tls: TlsConfig, on_listening: Callable[[str], None] = lambda _name: None) -> Iterator[str]:
     """The server as SGLang makes it, in a thread; its URL."""
     started = threading.Event()
-    with serving(http_server, tls, Certificates(tls)), socket.create_server(("127.0.0.1", 0)) as listening:
+    with (
+        serving(http_server, tls, Certificates(tls), on_listening),
+        socket.create_server(("127.0.0.1", 0)) as listening,
+    ):
         names: Any = vars(http_server)
-        files = {"ssl_certfile": str(tls.certificate), "ssl_keyfile": str(tls.key)}
+        files = (
+            {}
+            if tls.certificate is None
+            else {"ssl_certfile": str(tls.certificate), "ssl_keyfile": str(tls.key)}
+        )
         config = names["uvicorn"].Config(application, log_config=None, lifespan="off", loop="uvloop", **files)
         server = names["uvicorn"].Server(config)
 
@@ -55,7 +65,7 @@ def worker(tls: TlsConfig) -> Iterator[str]:
         thread.start()
         try:
             assert started.wait(TIMEOUT_S)
-            yield f"https://127.0.0.1:{listening.getsockname()[1]}"
+            yield f"{'https' if files else 'http'}://127.0.0.1:{listening.getsockname()[1]}"
         finally:
             server.should_exit = True
             thread.join(TIMEOUT_S)
@@ -100,6 +110,43 @@ def test_sglangs_module_is_as_before_afterwards_and_without_tls(authority: Autho
     with worker(authority.host()):
         assert names["uvicorn"] is not before[0]
     assert (names["uvicorn"], names["requests"]) == before
+
+
+def test_without_tls_a_worker_answers_on_a_unix_socket_too_until_its_end() -> None:
+    names: list[str] = []
+    with worker(TlsConfig(), names.append) as url:
+        assert ask(url, TlsConfig()) == 200
+        assert is_of_port(names[0], int(url.rpartition(":")[2]))
+        connected = connect_here(names[0])
+        assert connected is not None
+        with connected:
+            connected.setblocking(True)
+            connected.settimeout(TIMEOUT_S)
+            connected.sendall(b"GET /where HTTP/1.1\r\nhost: test\r\n\r\n")
+            answered = connected.recv(65536)
+        assert answered.startswith(b"HTTP/1.1 200")
+        assert b"client: None, server: ('', None)" in answered
+    assert connect_here(names[0]) is None
+
+
+def test_with_tls_a_worker_has_no_unix_socket(authority: Authority) -> None:
+    names: list[str] = []
+    with worker(authority.host(mutual=True), names.append):
+        assert names == []
+
+
+def test_a_worker_without_a_unix_socket_serves_by_tcp(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def none_left(_name: str) -> None:
+        raise OSError("none left")
+
+    monkeypatch.setattr("pdserve.engine.sglang.tls.listen_here", none_left)
+    names: list[str] = []
+    with worker(TlsConfig(), names.append) as url:
+        assert ask(url, TlsConfig()) == 200
+    assert names == []
+    assert "none left" in caplog.text
 
 
 def test_a_running_worker_uses_renewed_certificates_and_authorities(

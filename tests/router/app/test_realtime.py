@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,6 +22,9 @@ from tests.support.router.mock_worker import MockWorker, Received
 REALTIME = "/v1/realtime"
 ALICE = "alice-" + "a" * 20
 BY_ALICE = {"authorization": f"Bearer {ALICE}"}
+HELLO = b"\x81\x05hello"
+"""A WebSocket's frame with a text. Its last two bytes begin no other."""
+CLOSING = b"\x88\x00"
 SWITCHED = b"HTTP/1.1 101 Switching Protocols\r\nupgrade: websocket\r\n\r\n"
 ASKING = {
     "connection": "Upgrade",
@@ -227,3 +231,100 @@ async def test_a_client_that_reads_nothing_is_cut_off() -> None:
             client.writer.write(b"x" * (1 << 16))
         await worker.left.wait()
         await harness.until(lambda: harness.router.realtime._sessions == 0)
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    return [vars(record) for record in caplog.records if record.name == "pdserve.router.access"]
+
+
+def told(harness: Harness) -> dict[str, dict[tuple[str, ...], float]]:
+    """The metrics of sessions."""
+    snapshot = harness.router.own_metrics()
+    kept = {name: of for name, of in snapshot.values.items() if name.startswith("realtime")}
+    seconds = snapshot.histograms["realtime_session_seconds"]
+    return kept | {"realtime_session_seconds": {of: sum(one.counts) for of, one in seconds.items()}}
+
+
+async def test_metrics_tell_by_model_what_sessions_are_open_and_how_they_ended() -> None:
+    worker = Hearing()
+    async with hearing(worker) as harness:
+        client, _ = await asked(harness)
+        client.writer.write(HELLO + HELLO)
+        assert await client.reader.readexactly(2 * len(HELLO)) == 2 * HELLO
+        assert told(harness) == {
+            "realtime_sessions_open": {("m",): 1},
+            "realtime_sessions": {},
+            "realtime_messages": {("m", "client"): 2, ("m", "worker"): 2},
+            "realtime_session_seconds": {},
+        }
+        client.writer.write(CLOSING)
+        assert await client.reader.readexactly(len(CLOSING)) == CLOSING
+        client.leave()
+        await harness.until(lambda: harness.stats.requests[REALTIME, "101"] == 1)
+        assert told(harness) == {
+            "realtime_sessions_open": {("m",): 0},
+            "realtime_sessions": {("m", "client"): 1},
+            "realtime_messages": {("m", "client"): 2, ("m", "worker"): 2},
+            "realtime_session_seconds": {("m",): 1},
+        }
+
+
+@pytest.mark.parametrize("by", ["client", "client-closing", "worker", "deadline", "slow", "router"])
+async def test_metrics_tell_who_ended_a_session(by: str) -> None:
+    deadlines = {"deadline": replace(FAST, total_s=0.05), "slow": replace(FAST, client_read_s=0.05)}
+    worker = Hearing()
+    async with hearing(worker, deadlines=deadlines.get(by, FAST)) as harness:
+        client, _ = await asked(harness)
+        if by == "client":
+            client.leave()
+        elif by == "client-closing":  # of a WebSocket's two ends, the worker's hangs up first then
+            client.writer.write(CLOSING + b"bye")
+        elif by == "worker":
+            client.writer.write(b"bye")
+        elif by == "slow":
+            client.reader._transport.pause_reading()  # type: ignore[attr-defined]
+            for _ in range(400):
+                client.writer.write(b"b" * (1 << 16))  # as frames, parts of a message
+        elif by == "router":
+            [serving] = [task for task in asyncio.all_tasks() if "Realtime.serve" in repr(task)]
+            serving.cancel()
+        await harness.until(lambda: harness.stats.requests[REALTIME, "101"] == 1)
+        assert told(harness)["realtime_sessions"] == {("m", by.partition("-")[0]): 1}
+        assert told(harness)["realtime_sessions_open"] == {("m",): 0}
+
+
+async def test_a_session_that_is_refused_counts_as_a_request_alone() -> None:
+    async with hearing(Hearing(b""), deadlines=replace(FAST, first_byte_s=0.05)) as harness:
+        await asked(harness)
+        await asked(harness, f"{REALTIME}?model=nobody")
+        assert harness.stats.requests == {(REALTIME, "502"): 1, (REALTIME, "404"): 1}
+        assert not any(told(harness).values())
+
+
+async def test_the_access_log_has_a_line_for_each_session(
+    keyed: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "pdserve.router.access")
+    worker = Hearing(takes_salt_header=True)
+    async with hearing(worker, access_log=True, **keyed) as harness:
+        client, _ = await asked(harness, **BY_ALICE, x_request_id="mine")
+        client.writer.write(HELLO)
+        await client.reader.readexactly(len(HELLO))
+        client.writer.write(CLOSING + b"bye")
+        assert await client.reader.read() == CLOSING + b"bye"
+        await asked(harness)
+        await harness.until(lambda: len(lines(caplog)) == 2)
+    served, refused = lines(caplog)
+    assert (served["route"], served["status"], served["tenant"], served["model"]) == (
+        REALTIME,
+        101,
+        "alice",
+        "m",
+    )
+    assert (served["messages_from_client"], served["messages_from_worker"]) == (1, 1)
+    assert (served["x-pdserve-decode"], served["ended_by"]) == (worker.id, "client")
+    assert 0 <= served["first_byte_s"] <= served["seconds"]
+    assert (refused["status"], refused["tenant"], refused["model"]) == (401, "", "")
+    assert "ended_by" not in refused
+    assert "hello" not in str(served)
+    assert ALICE not in str(served)

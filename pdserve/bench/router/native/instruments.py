@@ -31,19 +31,21 @@ class Instruments(msgspec.Struct, frozen=True):
     worker: Path
     directory: Path
 
-    def worker_command(self, port: int, role: str) -> Sequence[str]:
-        """Runs a mock worker. It ends when its standard input does."""
-        answers = self.directory / f"{role}.answers"
-        said = entries(role).items()
+    def worker_command(self, port: int, role: str, host_socket: str = "") -> Sequence[str]:
+        """Runs a mock worker, which also listens on the `host_socket` of this name. It ends when its standard
+        input does.
+        """
+        answers = self.directory / f"{role}{'-unix' if host_socket else ''}.answers"
+        said = entries(role, host_socket).items()
         answers.write_bytes(b"".join(b"%b %d\n%b" % (name.encode(), len(of), of) for name, of in said))
-        return [str(self.worker), str(port), str(answers), role]
+        return [str(self.worker), str(port), str(answers), role, *([host_socket] if host_socket else [])]
 
     def run_load(self, load: Load, port: int, look: Callable[[psutil.Process], T]) -> tuple[Loaded, T, T]:
         """As `load.run_load`, by a process of its own, which `look` is told of. Raises BenchError."""
         requests, result = self.directory / "requests", self.directory / "result"
         requests.write_bytes(b"".join(b"%d\n%b" % (len(one), one) for one in make_requests(load, port)))
         result.unlink(missing_ok=True)
-        times = (load.seconds, load.chunks, load.ramp_s, load.warm_up_s, FINISH_TIMEOUT_S)
+        times = (load.seconds, load.chunks, load.ramp_s, load.warm_up_s, FINISH_TIMEOUT_S, load.pipelined)
         command = [str(self.load), str(port), str(requests), str(result), str(load.streams), *map(str, times)]
         limit_s = CONNECT_TIMEOUT_S + load.ramp_s + load.warm_up_s + load.seconds + FINISH_TIMEOUT_S
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

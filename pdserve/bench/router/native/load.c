@@ -1,6 +1,6 @@
 // The load of load.py, compiled: see there for what is loaded and counted.
 //
-//     load PORT REQUESTS RESULT STREAMS SECONDS CHUNKS RAMP_S WARM_UP_S FINISH_S
+//     load PORT REQUESTS RESULT STREAMS SECONDS CHUNKS RAMP_S WARM_UP_S FINISH_S PIPELINED
 //
 // REQUESTS is a file of entries `LENGTH\n` and that many bytes: requests that the connections take turns with. Says
 // `begin` and `end` on standard output when the window begins and ends. RESULT gets one line, `SECONDS REQUESTS
@@ -19,13 +19,13 @@
 
 #include "buffer.h"
 
-enum { MAX_REQUESTS = 4096, EVENTS = 256, READ_BYTES = 262144, STAMP_BYTES = 23 };
+enum { MAX_REQUESTS = 4096, EVENTS = 256, READ_BYTES = 262144, LONG_BYTES = 65536, STAMP_BYTES = 23 };
 
 // Of an answer: its head, its body by length, or the parts of a body in chunks.
 typedef enum { HEAD, BODY, SIZE, CHUNK, CHUNK_END, LAST_LINE } Part;
 
 typedef struct {
-    int fd, is_busy, counts_first, status;
+    int fd, under_way, counts_first, status;
     Part part;
     size_t left;  // bytes of this part
     long chunks;
@@ -37,8 +37,9 @@ static struct {
     const char *bytes;
     size_t length;
 } requests[MAX_REQUESTS];
+static size_t longest;
 static int request_count, is_counting, goes_on = 1;
-static long sent_count, wanted_chunks, done, errors, busy;
+static long sent_count, wanted_chunks, pipelined, done, errors, busy;  // busy: requests under way
 static Buffer first_ms, chunk_ms;
 static char first_error[256];
 
@@ -49,8 +50,8 @@ static void failed(Connection *one, const char *format, ...) {
     va_end(words);
     if (one->fd >= 0) close(one->fd);
     one->fd = -1;
-    if (one->is_busy) busy--;
-    one->is_busy = 0;
+    busy -= one->under_way;
+    one->under_way = 0;
 }
 
 static void read_requests(const char *path) {
@@ -58,6 +59,7 @@ static void read_requests(const char *path) {
     for (char *at = all.bytes; at < all.bytes + all.length && request_count < MAX_REQUESTS; request_count++) {
         requests[request_count].length = strtoul(at, &at, 10);
         requests[request_count].bytes = at + 1;
+        if (requests[request_count].length > longest) longest = requests[request_count].length;
         at += 1 + requests[request_count].length;
     }
     if (!request_count) fail("requests");
@@ -66,11 +68,9 @@ static void read_requests(const char *path) {
 static void send_next(Connection *one) {
     long number = sent_count++ % request_count;
     size_t sent = 0, length = requests[number].length;
-    if (!one->is_busy) busy++;
-    one->is_busy = 1;
-    one->counts_first = is_counting;
-    one->chunks = one->seen.length = 0;
-    one->part = HEAD;
+    busy++;
+    one->under_way++;
+    one->counts_first = is_counting && pipelined == 1;
     one->sent_ns = now_ns();
     while (sent < length) {
         ssize_t got = send(one->fd, requests[number].bytes + sent, length - sent, MSG_NOSIGNAL);
@@ -80,6 +80,11 @@ static void send_next(Connection *one) {
         }
         if (got > 0) sent += got;
     }
+}
+
+// As many requests as are to be under way.
+static void begin(Connection *one) {
+    for (long i = 0; i < pipelined && one->fd >= 0; i++) send_next(one);
 }
 
 static void note(Buffer *times, uint64_t now, uint64_t since) {
@@ -118,7 +123,9 @@ static void complete(Connection *one) {
     }
     if (is_counting) done++;
     busy--;
-    one->is_busy = 0;
+    one->under_way--;
+    one->part = HEAD;
+    one->chunks = one->seen.length = 0;
     if (goes_on) send_next(one);
 }
 
@@ -138,7 +145,7 @@ static char *take_head(Connection *one) {
 // Takes what it can of what was received.
 static void parse(Connection *one, uint64_t now) {
     char *at = one->in.bytes, *end = at + one->in.length;
-    while (one->is_busy) {
+    while (one->under_way) {
         size_t there = end - at;
         if (one->part == HEAD) {
             drop(&one->in, at - one->in.bytes);
@@ -150,13 +157,10 @@ static void parse(Connection *one, uint64_t now) {
             if (taken) take_body(one, at, taken, now);
             at += taken;
             if ((one->left -= taken)) break;
-            if (one->part == CHUNK) {
+            if (one->part == CHUNK)
                 one->part = CHUNK_END;
-            } else {
-                drop(&one->in, at - one->in.bytes);
+            else
                 complete(one);
-                return;
-            }
         } else {  // a line, which ends a chunk, says the next one's size, or ends the answer
             char *line_end = memmem(at, there, "\r\n", 2);
             if (!line_end) break;
@@ -164,11 +168,7 @@ static void parse(Connection *one, uint64_t now) {
             if (part == SIZE) one->left = strtoul(at, NULL, 16);
             one->part = part == CHUNK_END ? SIZE : one->left ? CHUNK : LAST_LINE;
             at = line_end + 2;
-            if (part == LAST_LINE) {
-                drop(&one->in, at - one->in.bytes);
-                complete(one);
-                return;
-            }
+            if (part == LAST_LINE) complete(one);
         }
     }
     drop(&one->in, at - one->in.bytes);
@@ -189,8 +189,10 @@ static void receive(Connection *one) {
 static int connect_to(int port) {
     struct sockaddr_in address = {.sin_family = AF_INET, .sin_port = htons(port)};
     address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    int fd = socket(AF_INET, SOCK_STREAM, 0), on = 1;
+    int fd = socket(AF_INET, SOCK_STREAM, 0), on = 1, room = 2 * longest;
     setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+    // a long request goes into the kernel at once; else this thread would wait for the one that reads it
+    if (longest > LONG_BYTES) setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &room, sizeof room);
     if (fd < 0 || connect(fd, (void *)&address, sizeof address)) fail("connect");
     fcntl(fd, F_SETFL, O_NONBLOCK);
     return fd;
@@ -207,9 +209,10 @@ static void write_result(const char *path, double seconds) {
 }
 
 int main(int count, char **words) {
-    if (count != 10) return 2;
+    if (count != 11) return 2;
     int streams = atoi(words[4]);
     wanted_chunks = atol(words[6]);
+    pipelined = atol(words[10]);
     uint64_t ramp_ns = 1e9 * atof(words[7]), begin_ns = ramp_ns + 1e9 * atof(words[8]);
     uint64_t end_ns = begin_ns + 1e9 * atof(words[5]), finish_ns = end_ns + 1e9 * atof(words[9]);
     read_requests(words[2]);
@@ -224,7 +227,7 @@ int main(int count, char **words) {
     uint64_t since_ns = now_ns(), counted_ns = 0;
     while (goes_on || busy) {
         uint64_t spent_ns = now_ns() - since_ns;
-        while (begun < streams && goes_on && spent_ns >= ramp_ns * begun / streams) send_next(&all[begun++]);
+        while (begun < streams && goes_on && spent_ns >= ramp_ns * begun / streams) begin(&all[begun++]);
         if (goes_on && !is_counting && spent_ns >= begin_ns) {
             is_counting = 1;
             counted_ns = now_ns();
@@ -252,7 +255,7 @@ int main(int count, char **words) {
             if (((Connection *)events[i].data.ptr)->fd >= 0) receive(events[i].data.ptr);
     }
     for (int i = 0; i < streams; i++)
-        if (all[i].is_busy) failed(&all[i], "an answer did not come to its end");
+        if (all[i].under_way) failed(&all[i], "an answer did not come to its end");
     write_result(words[3], counted_ns / 1e9);
     return 0;
 }

@@ -1,7 +1,8 @@
 // The mock worker of mock.py, compiled: it answers at once, so that the router in front of it is what is measured.
 //
-//     worker PORT ANSWERS ROLE
+//     worker PORT ANSWERS ROLE [NAME]
 //
+// NAME: of a socket in the abstract namespace, on which it listens too (host_socket.py).
 // ANSWERS is a file of entries `NAME LENGTH\n` and that many bytes. A name is a path, whose whole answer the bytes
 // are, or one of: `answer` (to any other POST), `other` (to any other GET), and of streams `head`, `before` and
 // `after` the time in an event, `end`. One thread; it ends when its standard input does.
@@ -10,10 +11,12 @@
 #include <errno.h>
 #include <netinet/tcp.h>
 #include <signal.h>
+#include <stddef.h>
 #include <strings.h>
 #include <sys/epoll.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 #include "buffer.h"
@@ -267,21 +270,39 @@ static void send_due(void) {
     }
 }
 
+static int listen_on(int family, const void *address, socklen_t length) {
+    int fd = socket(family, SOCK_STREAM | SOCK_NONBLOCK, 0), on = 1;
+    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+    if (bind(fd, address, length) || listen(fd, 4096)) fail("listen");
+    return fd;
+}
+
+static int listen_on_port(int port) {
+    struct sockaddr_in address = {.sin_family = AF_INET, .sin_port = htons(port)};
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    return listen_on(AF_INET, &address, sizeof address);
+}
+
+static int listen_on_name(const char *name) {
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    strncpy(address.sun_path + 1, name, sizeof address.sun_path - 2);  // behind a zero: the abstract namespace
+    return listen_on(AF_UNIX, &address, offsetof(struct sockaddr_un, sun_path) + 1 + strlen(address.sun_path + 1));
+}
+
 int main(int count, char **words) {
-    if (count != 4) return 2;
+    if (count != 4 && count != 5) return 2;
     read_entries(words[2]);
     is_prefill = !strcmp(words[3], "prefill");
     signal(SIGPIPE, SIG_IGN);
     prctl(PR_SET_TIMERSLACK, 1000);
-    int listening = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK, 0), on = 1;
-    setsockopt(listening, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-    struct sockaddr_in address = {.sin_family = AF_INET, .sin_port = htons(atoi(words[1]))};
-    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    if (bind(listening, (void *)&address, sizeof address) || listen(listening, 4096)) fail("listen");
     epoll = epoll_create1(0);
-    Connection standard_input = {.fd = 0}, listener = {.fd = listening};
+    Connection standard_input = {.fd = 0}, listeners[2] = {{.fd = listen_on_port(atoi(words[1]))}};
     watch(&standard_input, EPOLL_CTL_ADD);
-    watch(&listener, EPOLL_CTL_ADD);
+    watch(&listeners[0], EPOLL_CTL_ADD);
+    if (count == 5) {
+        listeners[1].fd = listen_on_name(words[4]);
+        watch(&listeners[1], EPOLL_CTL_ADD);
+    }
     for (;;) {
         uint64_t now = now_ns(), left_ns = heap_length && heap[0]->due_ns > now ? heap[0]->due_ns - now : 0;
         struct timespec pause = {left_ns / 1000000000, left_ns % 1000000000};
@@ -291,8 +312,8 @@ int main(int count, char **words) {
         for (int i = 0; i < ready; i++) {
             Connection *one = events[i].data.ptr;
             char dropped[4096];
-            if (one == &listener) {
-                accept_all(listening);
+            if (one == &listeners[0] || one == &listeners[1]) {
+                accept_all(one->fd);
             } else if (one == &standard_input) {
                 if (read(0, dropped, sizeof dropped) <= 0) return 0;
             } else if (((events[i].events & ~EPOLLOUT) && !receive(one)) || !serve(one)) {
