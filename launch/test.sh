@@ -35,6 +35,6 @@ if [ $# -gt 0 ]; then
 fi
 # Most tests wait more than they compute, so two run at a time, those of one file one by one; the end-to-end alone.
 failed=0
-step python -m pytest --durations=15 -n 2 --dist loadfile -m "not e2e" || failed=1
+step python -m pytest --durations=15 -n 2 --dist loadfile --no-loadscope-reorder -m "not e2e" || failed=1
 [ ${#selection[@]} -gt 0 ] || step python -m pytest --durations=15 -m e2e || failed=1
 exit $failed

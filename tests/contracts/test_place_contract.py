@@ -23,7 +23,7 @@ from tests.support.up.ray_cluster import ray_cluster
 from tests.support.up.slurm_cluster import slurm_cluster
 from tests.support.up.ssh_hosts import ssh_hosts
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.long]
 
 DISAGG = """
 [cluster]
