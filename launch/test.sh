@@ -34,7 +34,8 @@ if [ $# -gt 0 ]; then
   exit
 fi
 # Most tests wait more than they compute, so two run at a time, those of one file one by one; the end-to-end alone.
+at_a_time=${PDSERVE_TESTS_AT_A_TIME:-2}
 failed=0
-step python -m pytest --durations=15 -n 2 --dist loadfile -m "not e2e" || failed=1
+step python -m pytest --durations=15 -n "$at_a_time" --dist loadfile --no-loadscope-reorder -m "not e2e" || failed=1
 [ ${#selection[@]} -gt 0 ] || step python -m pytest --durations=15 -m e2e || failed=1
 exit $failed

@@ -45,12 +45,15 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long tests after the short ones. Tests of the shared cluster last: its four SGLang servers run from the
-    first of them to the end, and no other server may start beside them on a small machine.
+    """Long tests after the short ones; where several run at a time before them, lest one is left alone with a
+    long file at the end. Tests of the shared cluster last: its four SGLang servers run from the first of them
+    to the end, and no other server may start beside them on a small machine.
     """
+    several = "PYTEST_XDIST_WORKER" in os.environ
 
     def place(item: pytest.Item) -> tuple[bool, bool]:
-        return "cluster" in getattr(item, "fixturenames", ()), item.get_closest_marker("long") is not None
+        is_long = item.get_closest_marker("long") is not None
+        return "cluster" in getattr(item, "fixturenames", ()), is_long != several
 
     items.sort(key=place)
 

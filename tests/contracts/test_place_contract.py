@@ -23,7 +23,7 @@ from tests.support.up.ray_cluster import ray_cluster
 from tests.support.up.slurm_cluster import slurm_cluster
 from tests.support.up.ssh_hosts import ssh_hosts
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.long]
 
 DISAGG = """
 [cluster]
@@ -109,12 +109,21 @@ def test_stages_start_in_order_and_stop_in_reverse(where: Where, tmp_path: Path)
     nothing_is_left(tmp_path)
 
 
-def test_processes_are_spread_over_the_hosts_and_wired_by_their_names(where: Where, tmp_path: Path) -> None:
-    with start(where, tmp_path) as cluster:
-        cluster.wait_for(r"stand-in is ready at")
-        configs = [
-            (entry["role"], entry["config"]) for entry in cluster.journal() if entry["what"] == "start"
-        ]
+class TestOneCluster:
+    """Tests that leave it as ready as it was. It ends before the next one begins: in an allocation of Slurm
+    there is one of a name.
+    """
+
+    @pytest.fixture(scope="class")
+    def shared(self, where: Where, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+        with start(where, tmp_path_factory.mktemp("shared")) as cluster:
+            cluster.wait_for(r"stand-in is ready at")
+            yield cluster
+
+    def test_processes_are_spread_over_the_hosts_and_wired_by_their_names(
+        self, where: Where, shared: Cluster
+    ) -> None:
+        configs = [(entry["role"], entry["config"]) for entry in shared.journal() if entry["what"] == "start"]
         pools = [config for role, config in configs if role == "pool"]
         router = next(config for role, config in configs if role == "router")
         if where.hosts == 1:
@@ -128,18 +137,23 @@ def test_processes_are_spread_over_the_hosts_and_wired_by_their_names(where: Whe
             assert router[role] == [worker["advertise"]]
             assert worker["engine"]["host"] == "0.0.0.0"
 
-
-def test_a_process_that_dies_is_started_again(where: Where, tmp_path: Path) -> None:
-    with start(where, tmp_path) as cluster:
-        cluster.wait_for(r"stand-in is ready at")
-        ask(cluster, "decode0", "/die")
-        cluster.wait_for(r"error: decode0 exited with status 4")
-        cluster.wait_for(r"asked to die")
-        cluster.wait_for(r"decode0 is ready after")
+    def test_a_process_that_dies_is_started_again(self, shared: Cluster) -> None:
+        ask(shared, "decode0", "/die")
+        shared.wait_for(r"error: decode0 exited with status 4")
+        shared.wait_for(r"asked to die")
+        shared.wait_for(r"decode0 is ready after")
         starts = [
-            entry for entry in cluster.journal() if (entry["role"], entry["what"]) == ("decode", "start")
+            entry for entry in shared.journal() if (entry["role"], entry["what"]) == ("decode", "start")
         ]
         assert [entry["again"] for entry in starts] == [False, True]
+
+    def test_all_output_reaches_the_log_and_the_console(self, shared: Cluster) -> None:
+        ask(shared, "decode0", "/talk")
+        log = shared.run_dir / "decode0.log"
+        wait_until(lambda: log.stat().st_size >= 1 << 20, "a mebibyte of output")
+        assert log.read_text().startswith("decode listens\n")
+        assert sum(line == "x" * 1023 for line in log.read_text().splitlines()) == 1024
+        shared.wait_for(r"decode0 +\| x{1023}$")
 
 
 def test_one_that_dies_before_it_is_ready_stops_the_rest_and_its_last_lines_are_shown(
@@ -153,17 +167,6 @@ def test_one_that_dies_before_it_is_ready_stops_the_rest_and_its_last_lines_are_
         shown = [line.split("|     ")[1] for line in cluster.lines if "|     line" in line]
         assert shown[-1] == "line 29"
     nothing_is_left(tmp_path)
-
-
-def test_all_output_reaches_the_log_and_the_console(where: Where, tmp_path: Path) -> None:
-    with start(where, tmp_path) as cluster:
-        cluster.wait_for(r"stand-in is ready at")
-        ask(cluster, "decode0", "/talk")
-        log = cluster.run_dir / "decode0.log"
-        wait_until(lambda: log.stat().st_size >= 1 << 20, "a mebibyte of output")
-        assert log.read_text().startswith("decode listens\n")
-        assert sum(line == "x" * 1023 for line in log.read_text().splitlines()) == 1024
-        cluster.wait_for(r"decode0 +\| x{1023}$")
 
 
 def test_processes_drain_when_they_are_asked_to_end(where: Where, tmp_path: Path) -> None:

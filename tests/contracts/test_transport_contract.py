@@ -28,6 +28,8 @@ from tests.support.kvpool.raw_client import (
     soon,
 )
 
+pytestmark = pytest.mark.long
+
 MakePool = Callable[..., Pool]
 LONG_BYTES = 16 * KIB * KIB
 HANGS_S = 30.0  # no bound of the product's: after it a test is taken to hang

@@ -13,6 +13,7 @@ from docs.generate.product import ROOT
 from pdserve.router.api.endpoints import ENDPOINTS
 from pdserve.router.fleet.worker import Worker
 from pdserve.router.placement.policies import Ask, PolicySettings, make_policy
+from pdserve.settings import plugins
 from tests.support.router.harness import disagg, run
 from tests.support.router.mock_worker import MockWorker, answer
 
@@ -47,7 +48,7 @@ def test_the_placement_example_takes_others_where_its_own_host_has_none() -> Non
 
 def test_the_placement_example_is_found_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     point = EntryPoint("own_host_first", "docs.examples.placement:OwnHostFirst", "pdserve.router.policies")
-    monkeypatch.setattr("pdserve.router.placement.policies.entry_points", lambda group: [point])
+    monkeypatch.setattr(plugins, "_found", lambda group, path: {"own_host_first": point})
     assert isinstance(make_policy("own_host_first", PolicySettings()), OwnHostFirst)
 
 

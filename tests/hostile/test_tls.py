@@ -86,7 +86,6 @@ async def test_whoever_is_not_of_the_authority_is_told_so_at_once(
     certificate, key = other.files("worker")
     async with secured(tmp_path, "a", authority.host(mutual=True)) as node:
         for tls, error, says in (
-            (TlsConfig(), PoolUnavailable, "it may want TLS"),
             (authority.client(), PoolUnavailable, "asks for a certificate"),
             (TlsConfig(ca=authority.ca, certificate=certificate, key=key), PoolUnavailable, "certificate"),
             (other.host("worker"), PoolRefused, "tls.ca does not vouch for"),
@@ -96,6 +95,17 @@ async def test_whoever_is_not_of_the_authority_is_told_so_at_once(
             context = Certificates(tls).client_context
             with pytest.raises(PoolError):
                 await AsyncControl.connect(node.config.address, make_hello("x", "", "none"), tls=context)
+
+
+async def test_a_client_without_tls_is_told_once_its_time_to_shake_hands_has_ended(
+    tmp_path: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving_connection, "HANDSHAKE_TIMEOUT_S", 0.2)
+    async with secured(tmp_path, "a", authority.host(mutual=True)) as node:
+        with pytest.raises(PoolUnavailable, match="it may want TLS"):
+            await asyncio.to_thread(move_pages, node.config.address, TlsConfig())
+        with pytest.raises(PoolUnavailable, match="it may want TLS"):
+            await AsyncControl.connect(node.config.address, make_hello("x", "", "none"))
 
 
 async def test_a_client_that_wants_tls_talks_to_no_node_without(tmp_path: Path, authority: Authority) -> None:

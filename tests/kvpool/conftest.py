@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.kvpool.clustered import Processes
 from tests.support.kvpool.local_node import LocalNode
-from tests.support.kvpool.nodes import Start, small_config
-from tests.support.kvpool.pools import arena_dir, remove_arena
+from tests.support.kvpool.nodes import Start, StartProcess, small_config
+from tests.support.kvpool.pools import ProcessPool, arena_dir, remove_arena
 
 
 @pytest.fixture
@@ -36,5 +36,22 @@ def start(tmp_path: Path) -> Iterator[Start]:
     for node in nodes:
         node.close()
         remove_arena(node.config)
+    if arena_dir().exists():
+        arena_dir().rmdir()
+
+
+@pytest.fixture
+def start_process(tmp_path: Path) -> Iterator[StartProcess]:
+    """Start a node process with these options over small ones; killed after the test."""
+    pools: list[ProcessPool] = []
+
+    def make(**options: Any) -> ProcessPool:
+        pools.append(ProcessPool(small_config(**options), tmp_path, "shm"))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.kill()
+        remove_arena(pool.config)
     if arena_dir().exists():
         arena_dir().rmdir()

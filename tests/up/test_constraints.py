@@ -15,6 +15,8 @@ from packaging.requirements import Requirement
 
 from tests.support.up.scripts import LAUNCH
 
+pytestmark = pytest.mark.long
+
 ROOT = LAUNCH.parent
 CONSTRAINTS = LAUNCH / "constraints.txt"
 OTHER_INDEX = {"torch", "torchvision", "torchaudio", "torchcodec", "triton"}

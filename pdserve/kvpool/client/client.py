@@ -43,8 +43,9 @@ from pdserve.kvpool.client.topology import PoolLinks, SharedViews
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.page_bytes import PageBuffers
 from pdserve.kvpool.protocol.page_tag import TAG_BYTES, PageTags
+from pdserve.kvpool.protocol.slot_table import Filling
 from pdserve.kvpool.transports.base import Connector
-from pdserve.kvpool.transports.private_memory import StillThere, Stretch
+from pdserve.kvpool.transports.private_memory import Stretch
 from pdserve.tokens import reveal
 
 logger = logging.getLogger(__name__)
@@ -171,19 +172,19 @@ class PoolClient:
         """Whether `show` may show some, as far as is known."""
         return self._tags is None and any(not link.streams for link in self._links.links.values())
 
-    def show(self, keys: Sequence[bytes], into: Sequence[Stretch]) -> list[StillThere | None]:
+    def show(self, keys: Sequence[bytes], into: Sequence[Stretch]) -> list[Filling | None]:
         """Show pages of nodes of this host in this process's memory, without a copy and unchecked. Whoever
-        has used the bytes asks the function that stands for the page whether they were the page's to the
-        end; or compares them with what he knows of the page, before and after. None: not shown; `get` it.
+        has used the bytes asks the page's filling whether they were the page's to the end; or compares them
+        with what he knows of the page, before and after. None: not shown; `get` it.
 
         `into`: for each key a stretch of whole blocks, all of one length.
         """
-        shown: list[StillThere | None] = [None] * len(keys)
+        shown: list[Filling | None] = [None] * len(keys)
         if not self.shows_pages:
             return shown
         deadline = self._within(self.config.get_timeout_s)
 
-        def part(opened: OpenConnection, places: list[int]) -> list[StillThere | None]:
+        def part(opened: OpenConnection, places: list[int]) -> list[Filling | None]:
             chosen = [keys[i] for i in places], [into[i] for i in places]
             return operations.show(opened, *chosen, deadline.at_s, self._tally)
 

@@ -21,8 +21,9 @@ from pdserve.kvpool.protocol.frames import expected
 from pdserve.kvpool.protocol.messages import ADMIN, WRITE
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
 from pdserve.kvpool.protocol.page_tag import TAG_BYTES, PageTags
+from pdserve.kvpool.protocol.slot_table import Filling
 from pdserve.kvpool.transports.base import CORRUPT, OK, ShowsPages
-from pdserve.kvpool.transports.private_memory import StillThere, Stretch
+from pdserve.kvpool.transports.private_memory import Stretch
 
 logger = logging.getLogger(__name__)
 R = TypeVar("R", bound=m.Reply)
@@ -171,11 +172,11 @@ def raise_pages(opened: OpenConnection, keys: list[bytes], deadline_s: float) ->
 
 def show(
     opened: OpenConnection, keys: list[bytes], into: list[Stretch], deadline_s: float, tally: Tally
-) -> list[StillThere | None]:
+) -> list[Filling | None]:
     """Show pages of a node of this host, unchecked. They are pinned until they are shown, and not longer.
     None: not shown. Raises PoolError.
     """
-    shown: list[StillThere | None] = [None] * len(keys)
+    shown: list[Filling | None] = [None] * len(keys)
     if not isinstance(opened.connection, ShowsPages):
         return shown  # and do not ask: over a network the node would begin to send
     request = m.Get(opened.next_id(), opened.namespace, keys, [into[0].size_bytes])

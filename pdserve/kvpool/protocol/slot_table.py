@@ -23,7 +23,7 @@ import struct
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -269,3 +269,26 @@ class RowReader:
         at = self._at + slot * ROW_DTYPE.itemsize
         state, found = self._STATE_AND_SEQUENCE.unpack_from(self._buffer, at)
         return bool(state == COMMITTED and found == sequence)
+
+    def was_refilled(self, slot: int, sequence: int) -> bool:
+        """Whether another page was committed in the slot since this filling."""
+        at = self._at + slot * ROW_DTYPE.itemsize
+        return bool(self._STATE_AND_SEQUENCE.unpack_from(self._buffer, at)[1] != sequence)
+
+
+class Filling(NamedTuple):
+    """One filling of a slot, and the rows that tell what becomes of it."""
+
+    rows: RowReader
+    slot: int
+    sequence: int
+
+    def holds(self) -> bool:
+        """Whether all bytes of the slot that were read so far were this filling's."""
+        return self.rows.still_holds(self.slot, self.sequence)
+
+    def was_refilled(self) -> bool:
+        """Whether another page was there since. Then right bytes in the slot now prove nothing: the same page
+        may have come back after it.
+        """
+        return self.rows.was_refilled(self.slot, self.sequence)

@@ -3,35 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from importlib.metadata import EntryPoint, entry_points
 from typing import Final
 
 from pdserve.errors import ConfigError
 from pdserve.kvpool.client.config import OWN_ENGINE, PoolClientConfig
 from pdserve.kvpool.stores.base import MakeStore, StoreSettings
+from pdserve.settings.plugins import load
 
 GROUP: Final = "pdserve.kvpool.stores"
 
 
-@cache
-def _installed() -> dict[str, EntryPoint]:
-    """The kinds by name. To look through all that is installed takes tens of milliseconds."""
-    return {point.name: point for point in entry_points(group=GROUP)}
-
-
 def kind_of(engine: str) -> MakeStore:
     """What makes the clients of `pool.engine`. Raises ConfigError."""
-    found = _installed()
-    if engine not in found:
-        kinds = ", ".join(sorted({OWN_ENGINE, *found}))
-        raise ConfigError(f"pool.engine: there is no store '{engine}'; installed are: {kinds}")
-    try:
-        make: MakeStore = found[engine].load()
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"pool.engine: the store '{engine}' ({found[engine].value}) cannot be loaded: {error}"
-        ) from error
+    make: MakeStore = load(GROUP, engine, "pool.engine", "store", OWN_ENGINE)
     return make
 
 

@@ -24,7 +24,8 @@ from pdserve.kvpool.protocol.messages import (
     Welcome,
 )
 from pdserve.kvpool.protocol.page_bytes import PageBuffers
-from pdserve.kvpool.transports.private_memory import StillThere, Stretch
+from pdserve.kvpool.protocol.slot_table import Filling
+from pdserve.kvpool.transports.private_memory import Stretch
 from pdserve.kvpool.transports.session import OnView
 
 
@@ -75,7 +76,7 @@ class Connection(Protocol):
 class ShowsPages(Protocol):
     """A `Connection` to a node whose memory this process can show in its own."""
 
-    def show_page(self, pin: Pin, into: Stretch) -> StillThere | None:
+    def show_page(self, pin: Pin, into: Stretch) -> Filling | None:
         """Show the pinned page, unchecked. None: it does not lie on whole blocks of memory. Raises
         PoolUnavailable if its slot is outside the arena.
         """

@@ -13,8 +13,7 @@ import ctypes
 import functools
 import mmap
 import os
-from collections.abc import Callable
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -72,10 +71,6 @@ class Stretch(NamedTuple):
     region: Region
     start: int
     size_bytes: int
-
-
-StillThere: TypeAlias = Callable[[], bool]
-"""Whether a page that is shown is still in its place: whether all bytes read so far were its bytes."""
 
 
 @functools.cache

@@ -16,7 +16,6 @@ import stat
 import threading
 import weakref
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import ClassVar, TypeAlias
 
@@ -25,13 +24,13 @@ import numpy as np
 from pdserve.errors import PoolError, PoolRefused, PoolTimeout, PoolUnavailable
 from pdserve.kvpool.protocol.messages import Abort, ArenaInfo, Grant, Pin, Release, Reply, Request, Welcome
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
-from pdserve.kvpool.protocol.slot_table import RowReader, TableLayout
+from pdserve.kvpool.protocol.slot_table import Filling, RowReader, TableLayout
 from pdserve.kvpool.transports.base import PageOutcome
 from pdserve.kvpool.transports.control import ControlChannel
 from pdserve.kvpool.transports.descriptors import Foreign, receive_descriptors
 from pdserve.kvpool.transports.mapped import MappedPages
 from pdserve.kvpool.transports.page_residency import populate_in_background, unmap_in_background
-from pdserve.kvpool.transports.private_memory import StillThere, Stretch
+from pdserve.kvpool.transports.private_memory import Stretch
 
 logger = logging.getLogger(__name__)
 _Mappings: TypeAlias = "weakref.WeakValueDictionary[tuple[int, ArenaInfo], Mapping]"
@@ -88,7 +87,7 @@ class ShmConnection:
         """See `Connection`."""
         return self._pages.read(pins, pages, deadline_s)
 
-    def show_page(self, pin: Pin, into: Stretch) -> StillThere | None:
+    def show_page(self, pin: Pin, into: Stretch) -> Filling | None:
         """See `ShowsPages`."""
         self._pages.check_place(pin, into.size_bytes)
         return self._mapping.show(pin, into)
@@ -144,7 +143,7 @@ class Mapping:
             found._populate()
         return found
 
-    def show(self, pin: Pin, into: Stretch) -> StillThere | None:
+    def show(self, pin: Pin, into: Stretch) -> Filling | None:
         """See `ShowsPages`. `pin`: inside the arena."""
         region, start, size_bytes = into
         if any(n % self._block_bytes for n in (pin.offset, region.address, start, size_bytes)):
@@ -154,7 +153,7 @@ class Mapping:
         except OSError as error:  # too many mappings, say
             logger.debug("a page is read instead of shown: %s", error.strerror)
             return None
-        return partial(self.rows.still_holds, pin.slot, pin.sequence)
+        return Filling(self.rows, pin.slot, pin.sequence)
 
     def _populate(self) -> None:
         with self._shared_lock:

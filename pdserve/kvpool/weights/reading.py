@@ -12,7 +12,8 @@ import numpy as np
 from pdserve.errors import WeightsError
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
-from pdserve.kvpool.transports.private_memory import StillThere, Stretch, can_own
+from pdserve.kvpool.protocol.slot_table import Filling
+from pdserve.kvpool.transports.private_memory import Stretch, can_own
 from pdserve.kvpool.weights.manifest import Piece
 from pdserve.kvpool.weights.pieces import digest_of
 
@@ -43,22 +44,24 @@ class PageReader:
         """Whether `show` may show some."""
         return can_own() and self._client.shows_pages
 
-    def show(self, pieces: Sequence[Piece], into: Sequence[Stretch]) -> list[StillThere | None]:
+    def show(self, pieces: Sequence[Piece], into: Sequence[Stretch]) -> list[Filling | None]:
         """`PoolClient.show` for pieces of one stored length."""
         return self._client.show([piece.key for piece in pieces], into)
 
     def read(self, path: str, pieces: Sequence[Piece], into: Sequence[Bytes1D]) -> None:
         """Fill `into`, for each piece uint8 of shape [piece.length], writable.
 
-        Raises WeightsError that names the file `path` and a page that is lost or damaged. Then the contents
-        of `into` are undefined, and nothing writes into them any more.
+        Raises WeightsError that names the file `path`, a page that is lost or damaged, and the nodes that do
+        not answer. Then the contents of `into` are undefined, and nothing writes into them any more.
         """
         left = list(range(len(pieces)))
         damaged: list[int] = []
+        problem = ""
         for attempt in range(ATTEMPTS):
             if attempt:
                 time.sleep(PAUSE_S)
-                self._client.check()  # who still answers tells who has the pages of a lost node
+                checked = self._client.check()  # who still answers tells who has the pages of a lost node
+                problem = "".join(f"; {error}" for error in checked.values() if error is not None)
             left, damaged = self._read_some(left, pieces, into)
             if not left:
                 return
@@ -66,7 +69,7 @@ class PageReader:
             # read wrong each time: it goes, so that the next push writes it
             self._client.remove([pieces[i].key for i in damaged])
             raise self._error(path, pieces, damaged, "damaged (its bytes do not match its digest)")
-        raise self._error(path, pieces, left, "not in the pool")
+        raise self._error(path, pieces, left, f"not in the pool{problem}")
 
     def _read_some(
         self, places: Sequence[int], pieces: Sequence[Piece], into: Sequence[Bytes1D]

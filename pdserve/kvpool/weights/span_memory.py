@@ -6,8 +6,13 @@ On one host all workers use the pool's one copy of a page, and none makes anothe
     settle    once the next span was given out: were all bytes right until now?
 
 The pool may take a page away and fill its place again while somebody reads it here: the model was removed,
-or the page has moved to another node. Then `settle` finds other bytes, and the load fails: nobody goes on
-with them. A caller that keeps tensors gets a copy of their span in the same place, which `settle` checks too.
+or the page has moved to another node. Then `settle` finds that, and the load fails: nobody goes on with other
+bytes. A caller that keeps tensors gets a copy of their span in the same place before `settle` checks it. So
+no use of the pool's memory comes after the check.
+
+Pages and rows outlive the node: a load goes on with what is shown when the node dies. A node that starts
+again on the same memory goes on with the numbers of fillings (`Filling`), and one that starts on new memory
+leaves the old to those who have it mapped.
 """
 
 from __future__ import annotations
@@ -21,7 +26,8 @@ import numpy as np
 
 from pdserve.errors import WeightsError
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
-from pdserve.kvpool.transports.private_memory import BLOCK_BYTES, Region, StillThere, Stretch
+from pdserve.kvpool.protocol.slot_table import Filling
+from pdserve.kvpool.transports.private_memory import BLOCK_BYTES, Region, Stretch
 from pdserve.kvpool.weights.manifest import Piece
 from pdserve.kvpool.weights.pieces import digest_of
 from pdserve.kvpool.weights.reading import PageReader
@@ -60,7 +66,7 @@ class Buffers:
 class _Shown(NamedTuple):
     piece: Piece
     place: Stretch
-    still_there: StillThere
+    filling: Filling
 
 
 class LentSpan:
@@ -72,41 +78,48 @@ class LentSpan:
         self._start = start
         last_place, last = pieces[-1]
         self._region = Region(last_place + last.stored - start)
+        self._given: weakref.ref[Bytes1D] | None = None
         self._shown: list[_Shown] = []
 
     def data(self, size_bytes: int) -> Bytes1D:
-        """The span's bytes, writable. Somebody uses the span as long as this array, or a view, is there."""
-        return self._region.array(0, size_bytes)
+        """The span's bytes, writable; once. Somebody uses the span as long as this array, or a view, is
+        there.
+        """
+        given = self._region.array(0, size_bytes)
+        self._given = weakref.ref(given)
+        return given
 
     def place_of(self, one: PlacedPiece) -> Stretch:
         """Where the whole page of the piece belongs."""
         at, piece = one
         return Stretch(self._region, at - self._start, piece.stored)
 
-    def take(self, one: PlacedPiece, still_there: StillThere) -> bool:
+    def take(self, one: PlacedPiece, filling: Filling) -> bool:
         """The page is shown now. False: its bytes are wrong, and it is to be read."""
         place = self.place_of(one)
         right = digest_of(_bytes_in(place)) == one[1].digest
         if right:
-            self._shown.append(_Shown(one[1], place, still_there))
+            self._shown.append(_Shown(one[1], place, filling))
         return right
 
     def settle(self, model: str) -> None:
         """Free the span, or make it the own of those who keep some of it. Raises WeightsError if it was not
         right to the end.
         """
+        if is_kept := self._given is not None and self._given() is not None:
+            try:
+                self._region.own()
+            except OSError as error:
+                raise WeightsError(f"{model}: no memory to keep tensors in: {error.strerror}") from error
         self._check(model)
-        if self._region.free():
-            return
-        try:
-            self._region.own()
-        except OSError as error:
-            raise WeightsError(f"{model}: no memory to keep tensors in: {error.strerror}") from error
-        self._check(model)
+        if not is_kept:
+            self._region.free()
 
     def _check(self, model: str) -> None:
-        for piece, place, still_there in self._shown:
-            if not still_there() and digest_of(_bytes_in(place)) != piece.digest:
+        for piece, place, filling in self._shown:
+            if filling.holds():
+                continue
+            if filling.was_refilled() or digest_of(_bytes_in(place)) != piece.digest:
                 raise WeightsError(
                     f"{model}: {self._path}: page {piece.key.hex()[:16]} was taken away while it was loaded: "
                     "load it again; if the model was removed, push it first"
@@ -123,8 +136,8 @@ def show_pages(reader: PageReader, wanted: Sequence[tuple[LentSpan | None, Place
     for chosen in by_size.values():
         places = [span.place_of(one) for _, span, one in chosen]
         found = reader.show([one[1] for _, _, one in chosen], places)
-        for (i, span, one), still_there in zip(chosen, found, strict=True):
-            if still_there is not None and span.take(one, still_there):
+        for (i, span, one), filling in zip(chosen, found, strict=True):
+            if filling is not None and span.take(one, filling):
                 shown.add(i)
     return shown
 

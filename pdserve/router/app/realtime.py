@@ -229,7 +229,7 @@ class Realtime:
                 tokens, owed_bytes = divmod(owed_bytes + len(piece), BYTES_PER_TOKEN)
                 tenant.settle(0, tokens, 0, self._loop.time())
                 session.tokens += tokens
-                await self._allowed(tenant)
+                await self._allowed(tenant, reader)
             session.pass_on(piece, sender)
             writer.write(piece)
             try:
@@ -250,10 +250,12 @@ class Realtime:
         except (OSError, TimeoutError):
             writer.transport.abort()
 
-    async def _allowed(self, tenant: TenantState) -> None:
-        """Until the tenant has no debt. A worker's time has no bound, so the client waits unread."""
-        while (left_s := _debt_s(tenant, self._loop.time())) > 0:  # noqa: ASYNC110 - its limits may change
-            await asyncio.sleep(min(left_s, PAUSE_S))
+    async def _allowed(self, tenant: TenantState, client: asyncio.StreamReader) -> None:
+        """Until the tenant has no debt, or the client has left: then nothing keeps its worker and its turn. A
+        worker's time has no bound, so the client waits unread.
+        """
+        while (left_s := _debt_s(tenant, self._loop.time())) > 0 and not client.at_eof():  # noqa: ASYNC110
+            await asyncio.sleep(min(left_s, PAUSE_S))  # its limits may change, too
 
 
 async def _read(reader: asyncio.StreamReader) -> bytes:

@@ -21,10 +21,10 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping, Sequence
-from importlib.metadata import entry_points
 from typing import Final, Protocol
 
-from pdserve.errors import ConfigError, StartupError
+from pdserve.errors import StartupError
+from pdserve.settings.plugins import load
 from pdserve.up.config import ClusterSettings
 from pdserve.up.console import Console
 from pdserve.up.plan import ProcessSpec
@@ -105,12 +105,8 @@ class PlaceKind(Protocol):
 
 
 def open_place(name: str, environ: Mapping[str, str]) -> Place:
-    """The place of this name. Raises ConfigError: there is none; StartupError: it cannot be used here."""
-    found = {entry.name: entry for entry in entry_points(group=GROUP)}
-    if name not in found:
-        raise ConfigError(f"--on: there is no place {name!r}; there are: {', '.join(sorted(found))}")
-    try:
-        kind: PlaceKind = found[name].load()
-    except ModuleNotFoundError as error:
-        raise StartupError(f"--on {name}: {error}: install what it needs in this environment") from None
+    """The place of this name. Raises ConfigError: there is none, or what it needs is not installed;
+    StartupError: it cannot be used here.
+    """
+    kind: PlaceKind = load(GROUP, name, "--on", "place")
     return kind(environ)

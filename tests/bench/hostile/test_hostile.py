@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from pdserve.bench.hostile.attacks import ATTACKS
 from pdserve.bench.hostile.run import NOBODY
 from tests.support.bench.commands import bench, results
+
+pytestmark = pytest.mark.long
 
 
 def test_each_attack_is_measured_beside_nobody_at_each_port() -> None:

@@ -15,6 +15,8 @@ from pdserve.bench.stores import BenchError
 from pdserve.engine.demo.model import make_demo_model
 from tests.support.bench.commands import assert_refused, bench, results
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -21,6 +21,8 @@ from pdserve.bench.router.mock import Mock, answers
 from pdserve.bench.stores import BenchError
 from tests.support.bench.commands import assert_refused, bench_here, results
 
+pytestmark = pytest.mark.long
+
 SHORT = (
     *("--streams", "4", "--rounds", "1", "--seconds", "0.3"),
     *("--long-streams", "8", "--long-seconds", "0.3", "--idle", "200"),

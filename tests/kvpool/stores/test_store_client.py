@@ -19,6 +19,7 @@ from pdserve.kvpool.stores import registry
 from pdserve.kvpool.stores.base import StoreSettings
 from pdserve.kvpool.stores.client import StoreClient, open_client, space_of
 from pdserve.kvpool.stores.registry import check_engine, kind_of
+from pdserve.settings import plugins
 from tests.support.kvpool.page_stores import GEOMETRY, MemoryServer, MemoryStore
 
 KEY = bytes(32)
@@ -45,7 +46,7 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> None:
     """The example is installed."""
     point = EntryPoint("directory", "docs.examples.store:DirectoryStore", registry.GROUP)
     broken = EntryPoint("broken", "docs.examples.nowhere:Store", registry.GROUP)
-    monkeypatch.setattr(registry, "_installed", lambda: {"directory": point, "broken": broken})
+    monkeypatch.setattr(plugins, "_found", lambda group, path: {"directory": point, "broken": broken})
 
 
 def client_of(server: MemoryServer, **options: Any) -> StoreClient:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import os
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +13,17 @@ import numpy as np
 import pytest
 
 from pdserve.errors import WeightsError
+from pdserve.kvpool.transports.private_memory import BLOCK_BYTES
 from pdserve.kvpool.weights import catalog, reading, streaming
 from pdserve.kvpool.weights.manifest import Piece
 from pdserve.kvpool.weights.names import ModelName
+from pdserve.kvpool.weights.pieces import digest_of
 from pdserve.kvpool.weights.push import push
-from pdserve.kvpool.weights.span_memory import can_lend
+from pdserve.kvpool.weights.span_memory import LentSpan, can_lend
 from pdserve.kvpool.weights.store import WeightStore
-from pdserve.kvpool.weights.streaming import Filled, stream, weight_files
+from pdserve.kvpool.weights.streaming import stream, weight_files
 from tests.support.kvpool.local_node import LocalNode
-from tests.support.kvpool.models import MIB, ROOMY, store_of, tensors_of, write_model
+from tests.support.kvpool.models import MIB, ROOMY, store_of, tensors_in, tensors_of, write_model
 from tests.support.kvpool.nodes import Start
 
 MODEL, OTHER = ModelName("demo", "1"), ModelName("demo", "2")
@@ -49,14 +53,6 @@ def nothing_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 def spans(store: WeightStore) -> Any:
     reader, manifest = store.reader(MODEL), store.manifest(MODEL)
     return stream(reader, manifest, weight_files(reader, manifest))
-
-
-def tensors_in(filled: Filled) -> dict[str, bytes]:
-    found = {}
-    for place in filled.span.tensors:
-        at = filled.offset(place)
-        found[place.name] = filled.data[at : at + place.end - place.start].tobytes()
-    return found
 
 
 def refill(store: WeightStore, tmp_path: Path) -> None:
@@ -127,6 +123,69 @@ def test_a_page_that_left_with_right_bytes_in_its_place_harms_nobody(store: Weig
     catalog.remove(store, MODEL)  # its memory is free, and nothing fills it
     running.close()
     assert tensors_in(filled) == {name: TENSORS[name] for name in tensors_in(filled)}
+
+
+class Place:
+    """A page in shared memory, shown by a span; what becomes of it is said by the test."""
+
+    def __init__(self, file: int) -> None:
+        os.pwrite(file, b"\1" * BLOCK_BYTES, 0)
+        piece = Piece(b"", digest_of(np.ones(BLOCK_BYTES, np.uint8)), BLOCK_BYTES, BLOCK_BYTES)
+        self.span = LentSpan("f", 0, [(0, piece)])
+        self.when_asked: Callable[[], None] = lambda: None
+        self.is_held = self.is_refilled = False
+        region, start, size_bytes = self.span.place_of((0, piece))
+        region.show(file, 0, start, size_bytes)
+        assert self.span.take((0, piece), self)  # type: ignore[arg-type]
+
+    def holds(self) -> bool:
+        held = self.is_held
+        self.when_asked()
+        return held
+
+    def was_refilled(self) -> bool:
+        return self.is_refilled
+
+
+@pytest.fixture
+def file() -> Iterator[int]:
+    with tempfile.TemporaryFile(dir="/dev/shm") as opened:
+        yield opened.fileno()
+
+
+def test_whoever_uses_a_span_while_it_is_checked_does_not_see_what_comes_into_its_place(file: int) -> None:
+    place = Place(file)
+    used = [place.span.data(BLOCK_BYTES)]
+    seen: set[int] = set()
+
+    def refill_and_use() -> None:
+        os.pwrite(file, b"\2" * BLOCK_BYTES, 0)
+        seen.update(used.pop().tolist())
+
+    place.is_held, place.when_asked = True, refill_and_use
+    place.span.settle("demo@1")
+    assert seen == {1}
+
+
+def test_right_bytes_in_a_place_that_another_page_had_meanwhile_prove_nothing(file: int) -> None:
+    place = Place(file)
+    place.span.settle("demo@1")
+    place = Place(file)
+    place.is_refilled = True
+    with pytest.raises(WeightsError, match="was taken away while it was loaded"):
+        place.span.settle("demo@1")
+
+
+def test_a_page_that_came_back_into_its_place_ends_the_load(store: WeightStore, tmp_path: Path) -> None:
+    running = spans(store)
+    filled = next(running)
+    was = tensors_in(filled)
+    refill(store, tmp_path)
+    assert tensors_in(filled) != was
+    catalog.remove(store, OTHER)
+    push(store, tmp_path / "model", MODEL)
+    with pytest.raises(WeightsError, match="was taken away while it was loaded"):
+        running.close()
 
 
 def test_only_pages_that_lie_in_a_file_as_in_memory_are_shown() -> None:

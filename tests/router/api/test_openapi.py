@@ -21,6 +21,8 @@ from pdserve.router.api.openapi import complete
 from tests.support.router.harness import Harness, disagg
 from tests.support.router.mock_worker import ANSWER, EVENTS, REPORT, MockWorker, Received, Wire, stream
 
+pytestmark = pytest.mark.long
+
 SEED = 20261121
 PHASES = "examples,fuzzing,stateful"
 HOOKS = '''

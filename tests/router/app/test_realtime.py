@@ -189,6 +189,21 @@ async def test_a_tenant_pays_for_what_it_sends_and_waits_where_it_has_a_rate(key
         assert worker.heard.count(b"y") < 60 * BYTES_PER_TOKEN
 
 
+async def test_a_client_that_leaves_in_debt_leaves_nothing_behind(keyed: dict[str, Any]) -> None:
+    keyed["tenants"] = (Tenant(name="alice", tokens_min=1),)
+    worker = Hearing(takes_salt_header=True)
+    async with hearing(worker, **keyed) as harness:
+        client, _ = await asked(harness, **BY_ALICE)
+        [tenant] = [one for one in harness.router.gate.tenants.all if one.name == "alice"]
+        client.writer.write(b"x" * (60 * BYTES_PER_TOKEN))
+        await harness.until(lambda: tenant.tokens is not None and tenant.tokens.level < -50)
+        client.writer.close()
+        await worker.left.wait()
+        await harness.until(lambda: tenant.running == 0)
+        assert tenant.tokens is not None
+        assert tenant.tokens.level < -50, "it owes as before"
+
+
 @pytest.mark.parametrize(
     ("origin", "status"),
     [

@@ -28,6 +28,8 @@ from tests.support.router.mock_worker import (
 )
 from tests.support.router.process import CHAT, RouterProcess, routing, until
 
+pytestmark = pytest.mark.long
+
 ADMIN_KEY = "administrators-key-of-this-test"
 ALICE, BOB = "alice-" + "a" * 20, "bob-" + "b" * 20
 SEVERAL = 10

@@ -13,8 +13,9 @@ from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.weights.names import ModelName
 from pdserve.kvpool.weights.reading import PageReader
 from pdserve.kvpool.weights.store import WeightStore
-from pdserve.kvpool.weights.streaming import stream, weight_files
+from pdserve.kvpool.weights.streaming import Filled, stream, weight_files
 from tests.support.kvpool.local_node import LocalNode
+from tests.support.kvpool.pools import ProcessPool
 
 MIB = 1 << 20
 ROOMY: dict[str, Any] = {"capacity_bytes": "96MiB", "slab_bytes": "4MiB", "min_slot_bytes": "16KiB"}
@@ -58,12 +59,12 @@ def write_model(directory: Path, tensors: Mapping[str, bytes], **metadata: str) 
     return directory
 
 
-def pool_config(*nodes: LocalNode, **options: Any) -> PoolClientConfig:
+def pool_config(*nodes: LocalNode | ProcessPool, **options: Any) -> PoolClientConfig:
     refs = [PoolNodeRef(node=node.config.name, address=node.address) for node in nodes]
     return PoolClientConfig(nodes=refs, **options)
 
 
-def store_of(*nodes: LocalNode, **options: Any) -> WeightStore:
+def store_of(*nodes: LocalNode | ProcessPool, **options: Any) -> WeightStore:
     return WeightStore(pool_config(*nodes, **options))
 
 
@@ -79,12 +80,19 @@ def held_bytes(node: LocalNode) -> int:
     return store.slots.capacity_bytes - store.free_bytes
 
 
+def tensors_in(filled: Filled) -> dict[str, bytes]:
+    """The bytes of the span's tensors, as they are now."""
+    found = {}
+    for place in filled.span.tensors:
+        at = filled.offset(place)
+        found[place.name] = filled.data[at : at + place.end - place.start].tobytes()
+    return found
+
+
 def read_tensors(store: WeightStore, model: ModelName, reader: PageReader | None = None) -> dict[str, bytes]:
     """The bytes of all tensors, by `reader` or by one of the store's."""
     manifest, reader = store.manifest(model), reader or store.reader(model)
     found = {}
     for filled in stream(reader, manifest, weight_files(reader, manifest)):
-        for place in filled.span.tensors:
-            at = filled.offset(place)
-            found[place.name] = filled.data[at : at + place.end - place.start].tobytes()
+        found |= tensors_in(filled)
     return found

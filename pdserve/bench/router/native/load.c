@@ -240,7 +240,7 @@ int main(int count, char **words) {
             puts("end");
             fflush(stdout);
         }
-        if (spent_ns >= finish_ns) break;
+        if (spent_ns >= finish_ns || !(goes_on || busy)) break;
         uint64_t next_ns = begun < streams   ? ramp_ns * begun / streams
                            : !goes_on        ? finish_ns
                            : is_counting     ? end_ns

@@ -7,7 +7,6 @@ of the stored bytes, the tag of the cipher, the length after decompression, the 
 from __future__ import annotations
 
 import mmap
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -29,6 +28,7 @@ from pdserve.kvpool.tiers.base import (
 )
 from pdserve.kvpool.tiers.codecs.base import GROUP, MAX_NAME_BYTES, Compressor, StoredPage
 from pdserve.kvpool.tiers.codecs.encryption import AES_GCM, PageCipher, read_keys
+from pdserve.settings.plugins import load
 
 MOST_SHARE: Final = 15 / 16  # of the page: else it is stored uncompressed
 NOBODY: Final = SpaceFacts("", "")
@@ -129,14 +129,7 @@ def make_codec(settings: TierSettings, kind: str, options: CodecOptions) -> Page
 
 def _load(name: str) -> Compressor:
     """Raises ConfigError."""
-    found = {point.name: point for point in entry_points(group=GROUP)}
-    if name not in found or not name.isascii() or len(name) > MAX_NAME_BYTES:
-        raise ConfigError(
-            f"compression: there is no codec '{name}'; installed are: {', '.join(sorted(found)) or 'none'}"
-        )
-    try:
-        kind = found[name].load()
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"compression: the codec '{name}' cannot be loaded: {error}") from error
-    compressor: Compressor = kind()
+    if not name.isascii() or len(name) > MAX_NAME_BYTES:
+        raise ConfigError(f"compression: {name!r} is no name of a codec: {MAX_NAME_BYTES} bytes of ASCII")
+    compressor: Compressor = load(GROUP, name, "compression", "codec")()
     return compressor

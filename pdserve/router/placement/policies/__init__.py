@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from importlib.metadata import entry_points
-from typing import Any, Final
+from typing import Final
 
 from pdserve.errors import ConfigError
 from pdserve.router.placement.policies.affinity import Affinity
@@ -13,6 +12,7 @@ from pdserve.router.placement.policies.base import Ask, Choice, Policy, PolicySe
 from pdserve.router.placement.policies.cost_aware import CacheAware, LoadAware, PowerOfTwo
 from pdserve.router.placement.policies.least_loaded import LeastLoaded
 from pdserve.router.placement.policies.round_robin import RoundRobin
+from pdserve.settings.plugins import installed, load
 
 __all__ = ["POLICY_NAMES", "Ask", "Choice", "Policy", "PolicySettings", "make_policy"]
 
@@ -37,14 +37,9 @@ def make_policy(name: str, settings: PolicySettings) -> Policy:
         return Affinity(settings.stickiness, make_policy(without_key, settings))
     if name in _BUILT_IN:
         return _BUILT_IN[name](settings)
-    added = {point.name: point for point in entry_points(group=GROUP)}
-    if name not in added:
+    if name not in (added := installed(GROUP)):
         known = (*POLICY_NAMES, *sorted(added))
         near = difflib.get_close_matches(name, known, n=1) or known[:1]
         raise ConfigError(f"unknown policy {name!r}; did you mean {near[0]!r}? ({', '.join(known)})")
-    try:
-        make: Any = added[name].load()
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"the policy {name!r} ({added[name].value}) cannot be loaded: {error}") from error
-    made: Policy = make(settings)
+    made: Policy = load(GROUP, name, "prefill_policy or decode_policy", "policy")(settings)
     return made

@@ -43,6 +43,8 @@ from tests.support.kvpool.node_model import key
 from tests.support.kvpool.pools import KIB, ProcessPool, arena_dir, remove_arena
 from tests.support.kvpool.processor import without_processor_s
 
+pytestmark = pytest.mark.long
+
 PAGE_BYTES = 64 * KIB
 SOON_S = 60.0
 STARVED_S = 0.3  # of the second that a client gives a node

@@ -12,6 +12,7 @@ from pdserve.router.config.placement import Stickiness
 from pdserve.router.fleet.worker import Worker
 from pdserve.router.placement.policies import POLICY_NAMES, Ask, Choice, Policy, PolicySettings, make_policy
 from pdserve.router.placement.policies.affinity import Affinity, rendezvous_order
+from pdserve.settings import plugins
 
 LOADS = st.lists(st.integers(0, 50), min_size=1, max_size=12)
 
@@ -151,7 +152,7 @@ def test_a_policy_of_another_package_is_found_by_its_entry_point(monkeypatch: py
     broken = EntryPoint(
         "broken", "pdserve.router.placement.policies.round_robin:Nothing", "pdserve.router.policies"
     )
-    monkeypatch.setattr("pdserve.router.placement.policies.entry_points", lambda group: [point, broken])
+    monkeypatch.setattr(plugins, "_found", lambda group, path: {"mine": point, "broken": broken})
     assert policy("mine").choose(ask(), fleet([0])).reason == "round-robin"
     with pytest.raises(ConfigError, match="cannot be loaded"):
         policy("broken")
