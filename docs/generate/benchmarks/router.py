@@ -25,8 +25,9 @@ def beside_others() -> str:
     if not kept:
         return NO_RUN
     columns = (
-        *("streams", "router", "requests/s", "first byte, added ms, p50 / p99", "chunk, added ms, p99"),
-        *("CPU µs, request / chunk", "memory MB", "KB for an idle connection", "processor use of the load"),
+        *("streams", "router", "requests/s", "chunks/s", "first byte, added ms, p50 / p99"),
+        *("chunk, added ms, p99", "CPU µs, request / chunk", "memory MB", "KB for an idle connection"),
+        "processor use of the load, requests / chunks",
     )
     rows = [_cells(line) for line in kept[0].lines if line["router"] != "direct"]
     instruments = kept[0].lines[0].get("instruments", "Python")
@@ -116,12 +117,14 @@ def _cells(line: dict[str, Any]) -> Iterator[str]:
     yield f"{line['streams']:,}"
     yield line["router"]
     yield _shown(line, "rps", ",.0f")
+    yield _shown(line, "chunks_per_s", ",.0f")
     yield f"{_shown(line, 'added_ttft_ms_p50', '.1f')} / {_shown(line, 'added_ttft_ms_p99', '.1f')}"
     yield _shown(line, "added_chunk_ms_p99", ".1f")
     yield _cpu(line)
     yield _shown(line, "rss_mb", ".0f")
     yield _shown(line, "idle_kb", ".1f")
-    yield _busy(line)
+    bursts = line.get("load_busy_burst")
+    yield _busy(line) if bursts is None else f"{_busy(line)} / {_share(bursts)}"
 
 
 def _other_cells(line: dict[str, Any]) -> Iterator[str]:
@@ -145,7 +148,11 @@ def _cpu(line: dict[str, Any]) -> str:
 
 
 def _busy(line: dict[str, Any]) -> str:
-    return f"{100 * line['load_busy']:.0f}%{' (a limit)' if line['load_busy'] >= LIMIT else ''}"
+    return _share(line["load_busy"])
+
+
+def _share(busy: float) -> str:
+    return f"{100 * busy:.0f}%{' (a limit)' if busy >= LIMIT else ''}"
 
 
 def _figure(streams: int, name: str) -> Callable[[Run], list[float]]:

@@ -111,7 +111,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     rps_over: dict[str, float] = {}
     """Its requests per second over those of the others; ours alone."""
     load_busy: float = 0.0
-    """The largest share of their cores that load and mock workers used: near 1 they were the limit."""
+    """The largest share of their cores that load and mock workers used for answers in one piece, or else for
+    streams: near 1 they were the limit of `rps`.
+    """
+    load_busy_burst: float | None = None
+    """The same for streams without pauses: near 1 they were the limit of `chunks_per_s`."""
     instruments: str = "Python"
     """What load and mock workers are written in: Python, or C."""
     errors: int = 0
@@ -342,7 +346,8 @@ def rows_of(
                     for other, theirs in rps.items()
                     if name == OURS and other not in (OURS, DIRECT) and own_rps and theirs
                 },
-                load_busy=round(max(t.load_cpu_s / t.loaded.seconds for t in mine) / load_cores, 2),
+                load_busy=load_busy(by_phase["whole"] or mine, load_cores),
+                load_busy_burst=load_busy(by_phase["burst"], load_cores) if by_phase["burst"] else None,
                 instruments=instruments,
                 errors=sum(turn.loaded.errors for turn in mine),
                 first_error=next((t.loaded.first_error for t in mine if t.loaded.first_error), ""),
@@ -355,6 +360,11 @@ def rate(turns: Sequence[Turn]) -> float | None:
     """Requests or chunks per second: the median of the rounds. None: nothing was measured."""
     rates = [turn.done / turn.loaded.seconds for turn in turns]
     return round(statistics.median(rates), 1) if rates else None
+
+
+def load_busy(turns: Sequence[Turn], load_cores: int) -> float:
+    """The largest share of their cores that load and mock workers used."""
+    return round(max(turn.load_cpu_s / turn.loaded.seconds for turn in turns) / load_cores, 2)
 
 
 def cpu_us(turns: Sequence[Turn]) -> float | None:

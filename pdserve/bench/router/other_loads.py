@@ -27,7 +27,16 @@ from pdserve.bench.router.contenders import (
 )
 from pdserve.bench.router.idle import how_many, idle_connections
 from pdserve.bench.router.load import Load
-from pdserve.bench.router.measure import Turn, cpu_us, lasting, rate, split_cores, started, take_turn
+from pdserve.bench.router.measure import (
+    Turn,
+    cpu_us,
+    lasting,
+    load_busy,
+    rate,
+    split_cores,
+    started,
+    take_turn,
+)
 from pdserve.bench.router.native.instruments import Instruments, build
 from pdserve.open_files import raise_open_files
 
@@ -182,7 +191,7 @@ class _Bench:
             cpu_us_per_request=cpu if whole else None,
             cpu_us_per_chunk=None if whole else cpu,
             rss_mb=_rounded(max(turn.rss_mb or 0.0 for turn in turns)),
-            load_busy=round(max(t.load_cpu_s / t.loaded.seconds for t in turns) / self._load_cores, 2),
+            load_busy=load_busy(turns, self._load_cores),
             instruments=self._language,
             errors=sum(turn.loaded.errors for turn in turns),
             first_error=next((t.loaded.first_error for t in turns if t.loaded.first_error), ""),

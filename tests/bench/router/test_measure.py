@@ -194,7 +194,7 @@ def test_figures_are_medians_of_rates_and_differences_of_percentiles() -> None:
         "direct": [turn("whole", 4000, [], 0, None), turn("paced", 10, paced, 0, None)],
         "pdserve": [
             *(turn("whole", count, [], 0.02, 50.0) for count in (1000, 2000, 9000)),
-            turn("burst", 10, [1.0] * 600, 0.5, 52.0),
+            turn("burst", 10, [1.0] * 600, 0.5, 52.0)._replace(load_cpu_s=1.9),
             turn("paced", 10, [ms + 3 for ms in paced], 0.01, 51.0),
         ],
         "smg": [turn("whole", 500, [], 0.5, 90.0)],
@@ -208,7 +208,8 @@ def test_figures_are_medians_of_rates_and_differences_of_percentiles() -> None:
     assert ours.cpu_us_per_request == 5.0
     assert ours.cpu_us_per_chunk == 50.0
     assert ours.rps_over == {"smg": 4.0}
-    assert ours.load_busy == 0.25
+    assert (ours.load_busy, ours.load_busy_burst) == (0.25, 0.95)
+    assert (direct.load_busy, direct.load_busy_burst) == (0.25, None)
     assert smg.added_ttft_ms_p50 is None
 
 
