@@ -120,9 +120,13 @@ def test_an_agent_that_is_asked_to_end_ends_its_process_within_its_grace(tmp_pat
         assert agent.status() == SIGNALLED + signal.SIGKILL
 
 
-@pytest.mark.parametrize(("code", "status"), [(POLITE, 7), (STUBBORN, SIGNALLED + signal.SIGKILL)])
-def test_a_lost_supervisor_ends_it_within_its_grace(tmp_path: Path, code: str, status: int) -> None:
-    with Agent(tmp_path, code, grace_s=0.2) as agent:
+@pytest.mark.parametrize(
+    ("code", "grace_s", "status"), [(POLITE, 20.0, 7), (STUBBORN, 0.2, SIGNALLED + signal.SIGKILL)]
+)
+def test_a_lost_supervisor_ends_it_within_its_grace(
+    tmp_path: Path, code: str, grace_s: float, status: int
+) -> None:
+    with Agent(tmp_path, code, grace_s=grace_s) as agent:
         assert agent.line() == b"up\n"
         assert agent.process.stdin is not None
         agent.process.stdin.close()
