@@ -26,7 +26,7 @@ from typing import Any, Final
 import uvicorn
 
 from pdserve.crowd import Crowd
-from pdserve.discovery.host_socket import listen_here, new_name
+from pdserve.discovery.host_socket import BACKLOG, listen_here, new_name
 from pdserve.engine.http.bounded_heads import BoundedHeads
 from pdserve.open_files import raise_open_files
 from pdserve.sglang_places import places
@@ -68,7 +68,8 @@ class _TwoListeners(uvicorn.Server):
         except OSError as error:
             logger.warning("no Unix socket for routers of this host: %s", error)
             return
-        self.servers.append(await asyncio.get_running_loop().create_unix_server(connected, sock=listening))
+        loop = asyncio.get_running_loop()
+        self.servers.append(await loop.create_unix_server(connected, sock=listening, backlog=BACKLOG))
         self._on_listening(name)
 
 
