@@ -14,6 +14,7 @@ from tests.support.e2e.site import Cluster
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 MODEL = "demo-tiny"
+PAGE = 64
 MESSAGES: list[Any] = [
     {"role": "system", "content": "You are a helpful assistant. " * 20},
     {"role": "user", "content": "Write something about dictionaries."},
@@ -80,6 +81,36 @@ def test_tools_are_offered_and_a_forced_call_is_well_formed(client: openai.OpenA
     assert calls[0].type == "function"
     assert calls[0].function.name == "weather"
     assert json.loads(calls[0].function.arguments)["city"] in ("Oslo", "Rome")
+
+
+def test_an_agent_keeps_its_conversation_through_thirty_tool_calls(client: openai.OpenAI) -> None:
+    """Each turn finds the whole pages of the prompt before it, and computes what is new."""
+    messages: list[Any] = [{"role": "user", "content": "Ask for the weather until it is fine."}]
+    prompts, cached = [], []
+    for turn in range(30):
+        answer = client.chat.completions.create(
+            model=MODEL,
+            messages=messages,
+            tools=WEATHER,
+            tool_choice={"type": "function", "function": {"name": "weather"}},
+            temperature=0,
+            max_tokens=48,
+            extra_headers={"x-session-id": "agent"},
+        )
+        said, usage = answer.choices[0].message, answer.usage
+        assert said.tool_calls, f"turn {turn}"
+        call = said.tool_calls[0]
+        assert call.type == "function"
+        assert json.loads(call.function.arguments)["city"] in ("Oslo", "Rome")
+        result = {"role": "tool", "tool_call_id": call.id, "content": f"rain, {turn} mm"}
+        messages += [said.model_dump(exclude_none=True), result]
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        prompts.append(usage.prompt_tokens)
+        cached.append(usage.prompt_tokens_details.cached_tokens or 0)
+    for before, found in zip(prompts, cached[1:], strict=False):
+        assert found >= (before - 1) // PAGE * PAGE
+    print(f"prompt tokens {prompts[0]} to {prompts[-1]}; cached {sum(cached)} of {sum(prompts)}")
 
 
 def test_a_tool_call_is_streamed_in_pieces_that_make_its_arguments(client: openai.OpenAI) -> None:
