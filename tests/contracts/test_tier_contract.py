@@ -288,7 +288,9 @@ class TierMachine(RuleBasedStateMachine):
     @invariant()
     def holds_what_it_must_and_nothing_else(self) -> None:
         assert self.tier.used_bytes <= CAPACITY
-        wanted = [((space, n), length) for space in SPACES for n in range(8) for length in self.asked(space, n)]
+        wanted = [
+            ((space, n), length) for space in SPACES for n in range(8) for length in self.asked(space, n)
+        ]
         into = [memory(length) for _, length in wanted]
         names = [name(n, length, space) for (space, n), length in wanted]
         results = self.tier.read(names, into)
