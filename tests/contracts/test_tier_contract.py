@@ -288,9 +288,8 @@ class TierMachine(RuleBasedStateMachine):
     @invariant()
     def holds_what_it_must_and_nothing_else(self) -> None:
         assert self.tier.used_bytes <= CAPACITY
-        wanted = [
-            ((space, n), length) for space in SPACES for n in range(8) for length in self.asked(space, n)
-        ]
+        pages = [(space, n) for space in SPACES for n in range(8)]
+        wanted = [(one, length) for one in pages for length in self.asked(one)]
         into = [memory(length) for _, length in wanted]
         names = [name(n, length, space) for (space, n), length in wanted]
         results = self.tier.read(names, into)
@@ -305,10 +304,10 @@ class TierMachine(RuleBasedStateMachine):
             else:
                 assert result.status == GONE
 
-    def asked(self, space: int, n: int) -> set[int]:
+    def asked(self, one: Name) -> set[int]:
         """Lengths that the page has or had, and one that it never had."""
-        now = self.there.get((space, n), 0)
-        return {now, *self.perhaps.get((space, n), ()), 10_000} - {0}
+        now = self.there.get(one, 0)
+        return {now, *self.perhaps.get(one, ()), 10_000} - {0}
 
     def teardown(self) -> None:
         self.place.close()
