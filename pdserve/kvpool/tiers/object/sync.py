@@ -265,15 +265,20 @@ class BucketSync:
     def _take_in(self, one: SegmentObject, segment: RemoteSegment) -> list[TierPage]:
         if not self._index.add_segment(segment):
             return []
-        new = self._index.insert(segment, range(len(segment)), newest=True)
-        if not self._inventory.has(one) or self._spaces.namespace_of(one.space) != one.namespace:
-            self._index.discard(one.number)  # it was dropped while it was loaded
+        # checked before, lest a reader finds a dropped page; and after, for what was dropped in between
+        new = self._index.insert(segment, range(len(segment)), newest=True) if self._is_wanted(one) else []
+        if not self._is_wanted(one):
+            self._index.discard(one.number)
             return []
         pages = [
             TierPage(segment.space(ordinal), segment.keys[ordinal], segment.length(ordinal), 0, 0)
             for ordinal in new
         ]
         return self._spaces.own_pages(pages)
+
+    def _is_wanted(self, one: SegmentObject) -> bool:
+        """Whether it was not dropped since it was listed."""
+        return self._inventory.has(one) and self._spaces.namespace_of(one.space) == one.namespace
 
 
 def _content(path: Path) -> bytes:

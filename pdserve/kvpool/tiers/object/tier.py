@@ -391,6 +391,7 @@ class ObjectTier:
 
     def forget_space(self, space: int) -> None:
         """See `Tier`: the namespace's segments up to now are void, here and in the bucket."""
+        self._spaces.open(space)  # one that was not opened yet is void as well
         namespace = self._spaces.close(space)
         if namespace is None:
             return

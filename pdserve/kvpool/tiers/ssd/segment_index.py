@@ -36,10 +36,12 @@ class SegmentIndex(Generic[AnySegment]):
     def insert(self, segment: AnySegment, ordinals: Sequence[int], *, newest: bool = False) -> list[int]:
         """Make these records the live ones of their pages. Returns those that became so.
 
-        `newest`: leave out records of pages that have a newer one.
+        `newest`: leave out records of pages that have a newer one. A segment that was removed gets none.
         """
-        inserted = []
+        inserted: list[int] = []
         with self._lock:
+            if self.segments.get(segment.number) is not segment:
+                return inserted
             for ordinal in ordinals:
                 space, key = segment.space(ordinal), segment.keys[ordinal]
                 place = segment.number << _ORDINAL_BITS | ordinal

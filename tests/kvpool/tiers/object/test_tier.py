@@ -11,6 +11,7 @@ import pytest
 from pdserve.bench.object_server import Mode, ObjectServer, object_server
 from pdserve.errors import ConfigError
 from pdserve.kvpool.tiers.base import CORRUPT, GONE, LOADED, READ_FAILED, STORED, WRITE_FAILED, SpaceFacts
+from pdserve.kvpool.tiers.object.remote import RemoteSegment, load_segment
 from tests.support.kvpool.object_tiers import (
     BUCKET,
     CREDENTIALS,
@@ -20,6 +21,7 @@ from tests.support.kvpool.object_tiers import (
     moto_bucket,
     shared_facts,
 )
+from tests.support.kvpool.tier_tools import name
 
 MakeNode = Callable[..., Node]
 MISBEHAVING = [mode for mode in get_args(Mode) if mode not in ("well", "full", "empty")]
@@ -155,6 +157,32 @@ def test_a_dropped_namespace_leaves_the_bucket_also_where_others_wrote_it(moto: 
     assert one.put(8) == [STORED], "on its way while the namespace was dropped"
     one.until_uploaded()
     assert one.read(8) == [GONE]
+
+
+def test_a_namespace_dropped_while_a_segment_of_it_is_taken_in_leaves_no_page_in_the_index(
+    store: ObjectServer, nodes: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = nodes("one", store.endpoint), nodes("two", store.endpoint, refresh_s=1000.0)
+    one.open()
+    one.put(1)
+    one.until_uploaded()
+    two.open(known=())
+    tier = two.tier
+    tier._spaces.open(1)
+    [found] = tier._inventory.objects(tier._spaces.namespaces())
+    segment = load_segment(tier._bucket, found)
+    assert segment is not None
+    shared = tier._spaces.shared_name(name(1, LENGTH))
+    add = tier._index.add_segment
+
+    def add_and_drop(segment: RemoteSegment) -> bool:
+        added = add(segment)
+        tier.forget_space(1)
+        return added
+
+    monkeypatch.setattr(tier._index, "add_segment", add_and_drop)
+    assert tier._sync._take_in(found, segment) == []
+    assert tier._index.take([shared]) == []
 
 
 # --- a bucket that misbehaves
