@@ -162,7 +162,9 @@ def _plain_ip(address: str) -> str:
     return address.removeprefix("::ffff:")
 
 
-def _child_failed(_signum: int, _frame: FrameType | None) -> None:
+def _child_failed(signum: int, _frame: FrameType | None) -> None:
+    """Each rank that fails says so. The first one ends the start; the others may not break off the clean-up."""
+    signal.signal(signum, signal.SIG_IGN)
     raise StartupError("SGLang did not start: one of its processes failed, its last words are above")
 
 
