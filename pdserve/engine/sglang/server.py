@@ -163,7 +163,7 @@ def _plain_ip(address: str) -> str:
 
 
 def _child_failed(signum: int, _frame: FrameType | None) -> None:
-    """Each rank that fails says so. The first one ends the start. The others may not break off its clean-up."""
+    """Each rank that fails says so. The first one ends the start. Others may not break off what follows."""
     signal.signal(signum, signal.SIG_IGN)
     raise StartupError("SGLang did not start: one of its processes failed, its last words are above")
 
