@@ -43,6 +43,15 @@ def free_port() -> int:
             return port
 
 
+def is_taken(port: int) -> bool:
+    with socket.socket() as tried:
+        try:
+            tried.bind(("127.0.0.1", port))
+        except OSError:
+            return True
+    return False
+
+
 def eventually(condition: Callable[[], bool], what: str, timeout_s: float, poll_s: float = 0.05) -> None:
     """Poll until the condition holds. Raises AssertionError naming `what` when it does not in time."""
     deadline = time.monotonic() + timeout_s
@@ -246,6 +255,8 @@ class Worker:
 
     def start(self) -> Worker:
         """Start without waiting; see `wait_ready`."""
+        if self.process is None and is_taken(self.port):  # by an engine, which takes ports near its own
+            self.port = free_port()
         config = {
             "insecure": True,
             **self.settings,
