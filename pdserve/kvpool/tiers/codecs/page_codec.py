@@ -129,7 +129,7 @@ def make_codec(settings: TierSettings, kind: str, options: CodecOptions) -> Page
 
 def _load(name: str) -> Compressor:
     """Raises ConfigError."""
+    compressor: Compressor = load(GROUP, name, "compression", "codec")()
     if not name.isascii() or len(name) > MAX_NAME_BYTES:
         raise ConfigError(f"compression: {name!r} is no name of a codec: {MAX_NAME_BYTES} bytes of ASCII")
-    compressor: Compressor = load(GROUP, name, "compression", "codec")()
     return compressor
