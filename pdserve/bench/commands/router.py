@@ -125,9 +125,10 @@ def router(
         "idle": idle,
         "seed": seed,
     }
+    output = Output(as_json, plot)
     if other_loads:
         others = OtherSettings(**shared, long_streams=5000 if long_streams is None else long_streams)
-        _show_others(Output(as_json), others, wanted)
+        _show_others(output, others, wanted)
         return
     settings = Settings(
         **shared,
@@ -138,7 +139,6 @@ def router(
         unix=unix,
         redis=redis,
     )
-    output = Output(as_json, plot)
     rows = _collected(output, wanted, settings, measure)
     _show(output, rows)
     if plot is not None:
