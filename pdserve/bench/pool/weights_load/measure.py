@@ -170,7 +170,11 @@ def _tiers(source: str, place: Path, capacity: str, object_url: str) -> list[dic
         "write": "all",
     }
     if source == "object":
-        tier["options"] = {"url": object_url or f"file://{place}/bucket", "flush_s": 1.0, "spool_bytes": capacity}
+        tier["options"] = {
+            "url": object_url or f"file://{place}/bucket",
+            "flush_s": 1.0,
+            "spool_bytes": capacity,
+        }
     return [tier]
 
 
