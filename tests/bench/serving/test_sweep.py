@@ -119,8 +119,8 @@ def test_a_server_that_is_lost_during_the_last_rate_is_told_and_no_miss() -> Non
     with serving(ScriptedServer()) as server:
 
         async def end(wire: Wire, request: Received) -> None:
-            assert server._server is not None
-            server._server.close()
+            for listening in server._servers:
+                listening.close()
             raise mock.CloseConnection
 
         server.script("/v1/completions", *[server._default] * 9, end)
