@@ -125,6 +125,7 @@ def router(
         "idle": idle,
         "seed": seed,
     }
+    numbers = tuple(options.numbers("streams", streams))
     output = Output(as_json, plot)
     if other_loads:
         others = OtherSettings(**shared, long_streams=5000 if long_streams is None else long_streams)
@@ -132,7 +133,7 @@ def router(
         return
     settings = Settings(
         **shared,
-        streams=tuple(options.numbers("streams", streams)),
+        streams=numbers,
         long_streams=1000 if long_streams is None else long_streams,
         prompt_bytes=prompt_bytes,
         tls=tls,
