@@ -28,6 +28,7 @@ from pdserve.engine.sglang.server_args import (
     check_host_memory,
     check_kv_dtype,
     check_needs,
+    check_sessions,
     parse_args,
     ranks_here,
     resolved,
@@ -278,6 +279,7 @@ def checked_args(config: WorkerConfig, role: Role, device: Device) -> Any:
     found = resolved(parse_args(server_argv(config.engine, role, device, storage, config.tls, direct)))
     check_host_memory(found)
     check_kv_dtype(found)
+    check_sessions(found)
     check_drafts(found)
     if config.engine.extra_args:
         plain = replace(config.engine, extra_args=[])

@@ -115,6 +115,17 @@ def check_kv_dtype(found: Any) -> None:
         )
 
 
+def check_sessions(found: Any) -> None:
+    """Raises ConfigError for streaming sessions beside HiCache. In SGLang 0.5.23 a session's second turn ends
+    the scheduler: it asks the tree about a node of the session's own (`_prefetch_kvcache`, `_VirtualNode`).
+    """
+    if found.enable_hierarchical_cache and found.enable_streaming_session:
+        raise ConfigError(
+            "--enable-streaming-session: with HiCache, SGLang ends at a session's second turn: leave it out, "
+            'or take storage = "none"'
+        )
+
+
 def check_drafts(found: Any) -> None:
     """Raises ConfigError for speculative decoding whose pages were never seen to be stored."""
     algorithm = found.speculative_algorithm

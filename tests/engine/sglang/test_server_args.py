@@ -20,6 +20,7 @@ from pdserve.engine.sglang.server_args import (
     check_host_memory,
     check_kv_dtype,
     check_needs,
+    check_sessions,
     parse_args,
     resolved,
 )
@@ -111,6 +112,13 @@ def test_a_kv_type_that_sglang_does_not_store_is_refused_in_one_line(dtype: str)
         check_kv_dtype(found)
     check_kv_dtype(SimpleNamespace(enable_hierarchical_cache=False, kv_cache_dtype=dtype))
     check_kv_dtype(SimpleNamespace(enable_hierarchical_cache=True, kv_cache_dtype="fp8_e4m3"))
+
+
+def test_streaming_sessions_are_refused_beside_hicache_only(engine: EngineConfig) -> None:
+    with pytest.raises(ConfigError, match="--enable-streaming-session: with HiCache"):
+        check_sessions(resolve(engine, "--enable-streaming-session"))
+    check_sessions(resolve(engine))
+    check_sessions(SimpleNamespace(enable_hierarchical_cache=False, enable_streaming_session=True))
 
 
 def test_the_longest_request_is_as_the_worker_was_told_or_the_models_own(engine: EngineConfig) -> None:
