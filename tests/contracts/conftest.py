@@ -10,7 +10,15 @@ import pytest
 
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from tests.support.certificates import Authority
-from tests.support.kvpool.pools import KIB, InprocPool, Pool, ProcessPool, arena_dir, remove_arena
+from tests.support.kvpool.pools import (
+    KIB,
+    InprocPool,
+    Pool,
+    ProcessPool,
+    arena_dir,
+    remove_arena,
+    remove_arena_dir,
+)
 
 TRANSPORTS = ("inproc", "shm", "ucx", "tcp", "tcp-tls")
 _numbers = itertools.count()
@@ -57,8 +65,7 @@ def make_pool(transport: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
                 pool.kill()
         for config in configs:
             remove_arena(config)
-        if arena_dir().exists():
-            arena_dir().rmdir()
+        remove_arena_dir()
 
 
 @pytest.fixture(scope="module")

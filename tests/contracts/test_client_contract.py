@@ -21,7 +21,7 @@ from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
 from tests.support.kvpool.clients import SOON_S, Blocking, until
-from tests.support.kvpool.pools import KIB, ProcessPool, arena_dir, remove_arena
+from tests.support.kvpool.pools import KIB, ProcessPool, arena_dir, remove_arena, remove_arena_dir
 
 PAGE_BYTES = 16 * KIB
 
@@ -56,8 +56,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPool]:
     pool.resume()
     pool.kill()
     remove_arena(config)
-    if arena_dir().exists():
-        arena_dir().rmdir()
+    remove_arena_dir()
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ MESSAGES: list[Any] = [
     {"role": "system", "content": "You are a helpful assistant. " * 20},
     {"role": "user", "content": "Write something about dictionaries."},
 ]
+FORCED: Any = {"type": "function", "function": {"name": "weather"}}
 WEATHER: list[Any] = [
     {
         "type": "function",
@@ -72,7 +73,7 @@ def test_tools_are_offered_and_a_forced_call_is_well_formed(client: openai.OpenA
         model=MODEL,
         messages=MESSAGES,
         tools=WEATHER,
-        tool_choice={"type": "function", "function": {"name": "weather"}},
+        tool_choice=FORCED,
         temperature=0,
         max_tokens=64,
     )
@@ -92,7 +93,7 @@ def test_an_agent_keeps_its_conversation_through_thirty_tool_calls(client: opena
             model=MODEL,
             messages=messages,
             tools=WEATHER,
-            tool_choice={"type": "function", "function": {"name": "weather"}},
+            tool_choice=FORCED,
             temperature=0,
             max_tokens=8,
             extra_headers={"x-session-id": "agent"},

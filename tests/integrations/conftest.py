@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.kvpool.local_node import LocalNode
 from tests.support.kvpool.nodes import small_config
-from tests.support.kvpool.pools import arena_dir, remove_arena
+from tests.support.kvpool.pools import remove_arena, remove_arena_dir
 
 
 @pytest.fixture
@@ -19,5 +19,4 @@ def node(tmp_path: Path) -> Iterator[LocalNode]:
     yield local
     local.close()
     remove_arena(local.config)
-    if arena_dir().exists():
-        arena_dir().rmdir()
+    remove_arena_dir()

@@ -11,7 +11,7 @@ import pytest
 from tests.support.kvpool.clustered import Processes
 from tests.support.kvpool.local_node import LocalNode
 from tests.support.kvpool.nodes import Start, StartProcess, small_config
-from tests.support.kvpool.pools import ProcessPool, arena_dir, remove_arena
+from tests.support.kvpool.pools import ProcessPool, remove_arena, remove_arena_dir
 
 
 @pytest.fixture
@@ -19,8 +19,7 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
     made = Processes(tmp_path)
     yield made
     made.close()
-    if arena_dir().exists():
-        arena_dir().rmdir()
+    remove_arena_dir()
 
 
 @pytest.fixture
@@ -36,8 +35,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     for node in nodes:
         node.close()
         remove_arena(node.config)
-    if arena_dir().exists():
-        arena_dir().rmdir()
+    remove_arena_dir()
 
 
 @pytest.fixture
@@ -53,5 +51,4 @@ def start_process(tmp_path: Path) -> Iterator[StartProcess]:
     for pool in pools:
         pool.kill()
         remove_arena(pool.config)
-    if arena_dir().exists():
-        arena_dir().rmdir()
+    remove_arena_dir()

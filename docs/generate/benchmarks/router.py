@@ -123,8 +123,7 @@ def _cells(line: dict[str, Any]) -> Iterator[str]:
     yield _cpu(line)
     yield _shown(line, "rss_mb", ".0f")
     yield _shown(line, "idle_kb", ".1f")
-    bursts = line.get("load_busy_burst")
-    yield _busy(line) if bursts is None else f"{_busy(line)} / {_share(bursts)}"
+    yield " / ".join(_share(line[of]) for of in ("load_busy", "load_busy_burst") if line.get(of) is not None)
 
 
 def _other_cells(line: dict[str, Any]) -> Iterator[str]:
@@ -134,7 +133,7 @@ def _other_cells(line: dict[str, Any]) -> Iterator[str]:
     yield _shown(line, "rps", ",.0f")
     yield _cpu(line)
     yield _shown(line, "rss_mb", ".0f")
-    yield _busy(line) if line["load_busy"] else "-"
+    yield _share(line["load_busy"]) if line["load_busy"] else "-"
     yield f"{line['errors']:,}"
 
 
@@ -145,10 +144,6 @@ def _shown(line: dict[str, Any], name: str, form: str) -> str:
 
 def _cpu(line: dict[str, Any]) -> str:
     return f"{_shown(line, 'cpu_us_per_request', '.0f')} / {_shown(line, 'cpu_us_per_chunk', '.0f')}"
-
-
-def _busy(line: dict[str, Any]) -> str:
-    return _share(line["load_busy"])
 
 
 def _share(busy: float) -> str:

@@ -62,36 +62,16 @@ def test_every_router_is_measured_beside_direct_access(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_our_router_is_measured_with_tls_to_its_workers_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "LONG_WARM_UP_S", 0.2)
+@pytest.mark.parametrize("way", ["tls", "redis", "unix"])
+def test_our_router_is_measured_a_second_time_in_another_way(way: str) -> None:
     words = ("--streams", "4", "--rounds", "1", "--seconds", "0.3", "--long-streams", "0")
-    done = bench_here("router", "--json", *words, "--peers", "", "--tls")
+    done = bench_here("router", "--json", *words, "--peers", "", f"--{way}")
     assert done.returncode == 0, done.stderr
-    direct, plain, tls = results(done)
-    assert [row["router"] for row in (direct, plain, tls)] == ["direct", "pdserve", "pdserve-tls"]
-    assert [row["errors"] for row in (direct, plain, tls)] == [0, 0, 0]
-    assert tls["rps"] > 0
-    assert plain["rps_over"].keys() == {"pdserve-tls"}
-
-
-def test_our_router_is_measured_sharing_with_another_one_too() -> None:
-    words = ("--streams", "4", "--rounds", "1", "--seconds", "0.3", "--long-streams", "0")
-    done = bench_here("router", "--json", *words, "--peers", "", "--redis")
-    assert done.returncode == 0, done.stderr
-    direct, plain, sharing = results(done)
-    assert [row["router"] for row in (direct, plain, sharing)] == ["direct", "pdserve", "pdserve-redis"]
-    assert [row["errors"] for row in (direct, plain, sharing)] == [0, 0, 0]
-    assert sharing["rps"] > 0
-
-
-def test_our_router_is_measured_with_unix_sockets_to_its_workers_too() -> None:
-    words = ("--streams", "4", "--rounds", "1", "--seconds", "0.3", "--long-streams", "0")
-    done = bench_here("router", "--json", *words, "--peers", "", "--unix")
-    assert done.returncode == 0, done.stderr
-    direct, tcp, unix = results(done)
-    assert [row["router"] for row in (direct, tcp, unix)] == ["direct", "pdserve", "pdserve-unix"]
-    assert [row["errors"] for row in (direct, tcp, unix)] == [0, 0, 0]
-    assert unix["rps"] > 0
+    direct, plain, second = results(done)
+    assert [row["router"] for row in (direct, plain, second)] == ["direct", "pdserve", f"pdserve-{way}"]
+    assert [row["errors"] for row in (direct, plain, second)] == [0, 0, 0]
+    assert second["rps"] > 0
+    assert plain["rps_over"].keys() == {f"pdserve-{way}"}
 
 
 def test_our_router_is_measured_under_other_loads_too(monkeypatch: pytest.MonkeyPatch) -> None:

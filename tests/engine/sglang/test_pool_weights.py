@@ -27,7 +27,7 @@ from pdserve.kvpool.weights.tensors import TensorPlace
 from tests.support.kvpool.local_node import LocalNode
 from tests.support.kvpool.models import ROOMY, files_in, pool_config, store_of
 from tests.support.kvpool.nodes import small_config
-from tests.support.kvpool.pools import arena_dir, remove_arena
+from tests.support.kvpool.pools import remove_arena, remove_arena_dir
 
 MODEL = ModelName("demo", "1")
 URL = f"pdserve://pool/{MODEL}"
@@ -48,8 +48,7 @@ def node(tmp_path_factory: pytest.TempPathFactory, demo: Path) -> Iterator[Local
     yield node
     node.close()
     remove_arena(node.config)
-    if arena_dir().exists():
-        arena_dir().rmdir()
+    remove_arena_dir()
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import contextlib
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from typing import Any
 
 import httpx
 
+from pdserve.up.claims import is_free
 from pdserve.up.places.sessions import session_members
 from tests.support.left_behind import reaper
 
@@ -36,20 +36,9 @@ def free_port() -> int:
     """A TCP port that is free, below the range that the kernel gives to outgoing connections: a worker takes
     half a minute until it listens, and one of those would be taken meanwhile.
     """
-    while True:
-        port = random.randrange(20000, 32000)
-        with socket.socket() as sock, contextlib.suppress(OSError):
-            sock.bind(("127.0.0.1", port))
-            return port
-
-
-def is_taken(port: int) -> bool:
-    with socket.socket() as tried:
-        try:
-            tried.bind(("127.0.0.1", port))
-        except OSError:
-            return True
-    return False
+    while not is_free("127.0.0.1", port := random.randrange(20000, 32000)):
+        pass
+    return port
 
 
 def eventually(condition: Callable[[], bool], what: str, timeout_s: float, poll_s: float = 0.05) -> None:
@@ -255,8 +244,8 @@ class Worker:
 
     def start(self) -> Worker:
         """Start without waiting; see `wait_ready`."""
-        if self.process is None and is_taken(self.port):  # by an engine, which takes ports near its own
-            self.port = free_port()
+        if self.process is None and not is_free("127.0.0.1", self.port):
+            self.port = free_port()  # an engine has taken that one: it takes ports near its own
         config = {
             "insecure": True,
             **self.settings,

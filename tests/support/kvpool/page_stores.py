@@ -27,7 +27,7 @@ from pdserve.kvpool.stores.base import MakeStore, StoreSettings
 from pdserve.kvpool.stores.client import PageClient, StoreClient
 from pdserve.kvpool.stores.mooncake import MooncakeStore
 from pdserve.kvpool.stores.registry import GROUP
-from tests.support.kvpool.pools import KIB, ProcessPool, arena_dir, remove_arena
+from tests.support.kvpool.pools import KIB, ProcessPool, arena_dir, remove_arena, remove_arena_dir
 
 MIB = KIB * KIB
 GEOMETRY = {"page_size": "64"}
@@ -164,8 +164,7 @@ class PoolKind:
     def close(self) -> None:
         self._node.kill()
         remove_arena(self._config)
-        if arena_dir().exists():
-            arena_dir().rmdir()
+        remove_arena_dir()
 
 
 class StoreKind:

@@ -220,10 +220,15 @@ def running_node(config: PoolNodeConfig, directory: Path) -> Iterator[ProcessPoo
     yield pool
     pool.close()
     remove_arena(config)
-    if arena_dir().exists():
-        arena_dir().rmdir()
+    remove_arena_dir()
 
 
 def arena_dir() -> Path:
     """Of this test process alone."""
     return Path(f"/dev/shm/pdserve-test-{os.getpid()}")
+
+
+def remove_arena_dir() -> None:
+    """At the end of a test. Raises OSError: a node left its memory behind."""
+    if arena_dir().exists():
+        arena_dir().rmdir()

@@ -18,7 +18,7 @@ from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.node.config.node import PoolNodeConfig, TierConfig
 from pdserve.kvpool.protocol.messages import Done, DropNamespace, StatusReport
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
-from tests.support.kvpool.pools import ProcessPool, arena_dir, remove_arena
+from tests.support.kvpool.pools import ProcessPool, arena_dir, remove_arena, remove_arena_dir
 from tests.support.kvpool.tier_tools import KIB, contents, key
 
 PAGE = 60 * KIB
@@ -84,8 +84,7 @@ class Rig:
         if self.pool._process.poll() is None:
             self.pool.kill()
         remove_arena(self.config)
-        if arena_dir().exists():
-            arena_dir().rmdir()
+        remove_arena_dir()
 
 
 @pytest.fixture

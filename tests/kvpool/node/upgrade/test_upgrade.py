@@ -40,7 +40,7 @@ from tests.support.command import pdserve_here
 from tests.support.kvpool.connectors import connect
 from tests.support.kvpool.moving_nodes import Nodes
 from tests.support.kvpool.node_model import key
-from tests.support.kvpool.pools import KIB, ProcessPool, arena_dir, remove_arena
+from tests.support.kvpool.pools import KIB, ProcessPool, arena_dir, remove_arena, remove_arena_dir
 from tests.support.kvpool.processor import without_processor_s
 
 pytestmark = pytest.mark.long
@@ -67,8 +67,7 @@ def make_node(tmp_path: Path) -> Iterator[Callable[..., ProcessPool]]:
         if node._process.poll() is None:
             node.kill()
         remove_arena(node.config)
-    if arena_dir().exists():
-        arena_dir().rmdir()
+    remove_arena_dir()
 
 
 def client_of(node: ProcessPool, **options: Any) -> PoolClient:
