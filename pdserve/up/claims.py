@@ -16,9 +16,9 @@ from pdserve.errors import StartupError
 from pdserve.private_directory import private_directory
 from pdserve.up.plan import Plan
 
-AUTOMATIC_PORTS: Final = range(20_000, 32_000)
-"""Below Linux's range for outgoing connections, so that none of those takes a port before its process binds
-it.
+AUTOMATIC_PORTS: Final = range(10_000, 22_000)
+"""Below Linux's range for outgoing connections, and below that of SGLang's engines for their own use, so that
+none of those takes a port before its process binds it.
 """
 
 SUPERVISOR_LOCK: Final = "lock"

@@ -26,8 +26,8 @@ TESTED_SGLANG = "0.5.23"
 
 MODULES: Final = (
     *("answers", "children.declined_fetches", "children.detached", "children.entry", "children.kept_prompts"),
-    *("children.embedded", "children.embedding_salts", "children.object_layout", "children.pulls"),
-    "children.ssd_tokens",
+    *("children.embedded", "children.embedding_salts", "children.local_store", "children.object_layout"),
+    *("children.pulls", "children.ssd_tokens"),
     *("continuation", "drafts", "engine", "geometry", "pool_weights", "prompt"),
     *("prompts.exact_turns", "prompts.long_texts"),
     *("server", "server_args", "storage", "tls", "tokenizer_manager", "trials.device_pages"),

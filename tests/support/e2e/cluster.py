@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from pdserve.up.claims import is_free
+from pdserve.up.claims import AUTOMATIC_PORTS, is_free
 from pdserve.up.places.sessions import session_members
 from tests.support.left_behind import reaper
 
@@ -33,10 +33,10 @@ http = httpx.Client(
 
 
 def free_port() -> int:
-    """A TCP port that is free, below the range that the kernel gives to outgoing connections: a worker takes
-    half a minute until it listens, and one of those would be taken meanwhile.
+    """A TCP port that is free, in the range of `pdserve up`: a worker takes half a minute until it listens,
+    and no outgoing connection takes one of those meanwhile.
     """
-    while not is_free("127.0.0.1", port := random.randrange(20000, 32000)):
+    while not is_free("127.0.0.1", port := random.choice(AUTOMATIC_PORTS)):
         pass
     return port
 
@@ -245,7 +245,7 @@ class Worker:
     def start(self) -> Worker:
         """Start without waiting; see `wait_ready`."""
         if self.process is None and not is_free("127.0.0.1", self.port):
-            self.port = free_port()  # an engine has taken that one: it takes ports near its own
+            self.port = free_port()  # another process has taken that one
         config = {
             "insecure": True,
             **self.settings,

@@ -71,6 +71,7 @@ def run_data_parallel_controller_process(*args: Any, **kwargs: Any) -> None:
     """SGLang's function of this name with the same arguments, in a prepared process."""
     with prepare.without_gc():
         _enter_child()
+        _claim_ports()
         from sglang.srt.managers.data_parallel_controller import run_data_parallel_controller_process as run
 
     run(*args, **kwargs)
@@ -86,11 +87,22 @@ def run_scheduler_process_with_init_pipe(*args: Any, **kwargs: Any) -> None:
 
 
 def install() -> None:
-    """Have SGLang start the processes of data parallelism here too: it has no argument for them."""
+    """Have SGLang start the processes of data parallelism here too: it has no argument for them. The ports
+    that it chooses for them and for the scheduler are claimed.
+    """
     from sglang.srt.entrypoints import engine
+
+    _claim_ports()
 
     engine.run_data_parallel_controller_process = run_data_parallel_controller_process
     engine.run_scheduler_process_with_init_pipe = run_scheduler_process_with_init_pipe
+
+
+def _claim_ports() -> None:
+    if not prepare.has_several_hosts():
+        from pdserve.engine.sglang.children import local_store
+
+        local_store.claim_ports()
 
 
 def _change_scheduler() -> None:

@@ -1,10 +1,14 @@
-"""Torch's store of a worker's ranks: who can reach it."""
+"""Torch's store of a worker's ranks: who can reach it, and that no other program takes its port."""
 
 from __future__ import annotations
 
 import socket
 import subprocess
 import sys
+
+import pytest
+
+from pdserve.engine.sglang.children import local_store
 
 RANKS = """
 import os, sys
@@ -23,18 +27,71 @@ print(sorted({one.ip for one in found}), store.get("a").decode(), again.get("a")
 """
 
 
+CHOOSES = """
+import socket
+from pdserve.engine.sglang import prepare
+prepare.choose("cpu")
+from sglang.srt import server_args
+from sglang.srt.managers import data_parallel_controller as controller
+from pdserve.engine.sglang.children import local_store
+offered = iter([{taken}, {free}, {free}, {other}, {other}])
+server_args.get_free_port_below_ephemeral = lambda: next(offered)
+local_store.claim_ports(); local_store.claim_ports()
+chosen = [server_args.get_free_port_below_ephemeral() for _ in range(2)]
+for port in chosen:
+    controller.bind_port(port).close()
+    assert local_store.claimed(port) is None
+print(chosen)
+try:
+    server_args.get_free_port_below_ephemeral()
+except StopIteration:
+    print("none twice")
+"""
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         return int(sock.getsockname()[1])
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
+def test_a_claimed_port_is_taken_for_all_but_the_store(address: str) -> None:
+    claim = local_store.claimed(port := free_port())
+    assert claim is not None
+    with claim:
+        assert local_store.claimed(port) is None
+        with pytest.raises(OSError, match="in use"):
+            socket.create_server((address, port))
+        listening = local_store._listen(port)
+        assert listening is not None
+        with socket.socket(fileno=listening) as store, socket.create_connection(("127.0.0.1", port)):
+            store.settimeout(10)
+            store.accept()[0].close()
+            assert local_store._listen(port) is None
+    assert local_store.claimed(free_port()) is not None
+
+
+def test_ports_that_sglang_chooses_are_claimed_once_each() -> None:
+    """One that another program has is passed over; the data parallel controller's own hold is no obstacle."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        free, other = free_port(), free_port()
+        code = CHOOSES.format(taken=taken.getsockname()[1], free=free, other=other)
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+        )
+    assert done.stdout == f"{[free, other]}\nnone twice\n", done.stderr
+
+
 def test_a_process_group_of_one_host_listens_on_loopback() -> None:
     """As SGLang makes it, by a rendezvous at a TCP address; torch alone listens on all interfaces."""
-    done = subprocess.run(
-        [sys.executable, "-c", RANKS, str(free_port())],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    claim = local_store.claimed(port := free_port())
+    assert claim is not None
+    with claim:
+        done = subprocess.run(
+            [sys.executable, "-c", RANKS, str(port)],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
     assert done.stdout == "['127.0.0.1'] b b\n", done.stderr
