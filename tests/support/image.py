@@ -7,15 +7,19 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
+from tests.support.e2e.cluster import Process
+
 ROOT: Final = Path(__file__).parents[2]
 BASE: Final = "localhost/base"
 SUITE: Final = "bookworm"
-STEP_TIMEOUT_S: Final = 1500
+STEP_TIMEOUT_S: Final = 3000
 AUTHORITIES: Final = Path("/usr/local/share/ca-certificates")
 """Of this machine, where package registries are reached through a proxy with an authority of its own."""
 UV: Final = Path("/etc/uv/uv.toml")
@@ -63,6 +67,21 @@ class Builder:
         try:
             return self._buildah("run", "--isolation", "chroot", container, "--", *command)
         finally:
+            self._buildah("rm", container)
+
+    @contextmanager
+    def running(self, tag: str, log: Path, volumes: Mapping[Path, str], *command: str) -> Iterator[Process]:
+        """A command that runs in a container of the image, as the image's user, on this machine's network.
+        `volumes`: places in the container, which cannot write there, by directories of this machine.
+        """
+        container = self._buildah("from", "--pull-never", tag).strip()
+        mounts = [f"--volume={source}:{place}:ro" for source, place in volumes.items()]
+        run = ["buildah", *self._options, "run", "--isolation", "chroot", *mounts, container, "--"]
+        process = Process(tag, [*run, *command], log)
+        try:
+            yield process.start()
+        finally:
+            process.stop()
             self._buildah("rm", container)
 
     def _build(self, tag: str, context: Path, file: str, *words: str) -> None:
