@@ -35,6 +35,7 @@ set_up_vllm() {
   "${install[@]}" --no-deps -e .
   "${install[@]}" xxhash tomli-w pytest pytest-timeout hypothesis
   printf '%s\n' "$stamp" >.venv-vllm/pdserve-setup
+  say "done"
 }
 
 case ${1:-} in

@@ -20,7 +20,16 @@ import pytest
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.config.tenants import Access
 from pdserve.tokens import Secret
-from tests.support.e2e.vllm import AUTHORIZED, PYTHON, VllmCluster, ask, plain_vllm, until, vllm_cluster
+from tests.support.e2e.vllm import (
+    AUTHORIZED,
+    PYTHON,
+    START_S,
+    VllmCluster,
+    ask,
+    plain_vllm,
+    until,
+    vllm_cluster,
+)
 from tests.support.router.contract import ANY_ENGINE, Check
 from tests.support.router.harness import routed
 
@@ -176,7 +185,7 @@ def test_pages_are_there_after_the_worker_and_its_lmcache_server_were_killed(
     for name in ("vllm1", "lmcache1"):
         vllm.kill(name)
     until(lambda: not vllm.is_ready())
-    until(vllm.is_ready, 240.0)
+    until(vllm.is_ready, START_S)
     answered = vllm.complete(PROMPTS[0], TOKENS)
     assert text_of(answered) == alone[PROMPTS[0]]
     assert cached_of(answered) >= (before - 1) // 64 * 64
