@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+import psutil
 import pytest
 
 from tests.support.e2e.cluster import Process
@@ -20,6 +21,7 @@ ROOT: Final = Path(__file__).parents[2]
 BASE: Final = "localhost/base"
 SUITE: Final = "bookworm"
 STEP_TIMEOUT_S: Final = 3000
+END_TIMEOUT_S: Final = 120
 AUTHORITIES: Final = Path("/usr/local/share/ca-certificates")
 """Of this machine, where package registries are reached through a proxy with an authority of its own."""
 UV: Final = Path("/etc/uv/uv.toml")
@@ -83,6 +85,18 @@ class Builder:
         finally:
             process.stop()
             self._buildah("rm", container)
+
+    @staticmethod
+    def end(process: Process, first: str) -> int:
+        """SIGTERM to the first program of a running container, which buildah does not pass on; its status."""
+        assert process.popen is not None
+        [inside] = [
+            child
+            for child in psutil.Process(process.popen.pid).children(recursive=True)
+            if child.name() == first
+        ]
+        inside.terminate()
+        return process.popen.wait(END_TIMEOUT_S)
 
     def _build(self, tag: str, context: Path, file: str, *words: str) -> None:
         fixed = ("--isolation", "chroot", "--pull-never", "--layers=false", "--tag", tag)

@@ -104,6 +104,5 @@ def test_an_image_for_cpu_runs_a_cluster_that_answers(builder: Builder, tmp_path
         answer = http.post(f"http://127.0.0.1:{port}/v1/chat/completions", json=body)
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] == 4
-        cluster.stop()
-        assert cluster.popen is not None
-        assert cluster.popen.returncode == 0, cluster.tail()
+        assert builder.end(cluster, "tini") == 0, cluster.tail()
+        assert "agg0 has stopped" in cluster.tail()
