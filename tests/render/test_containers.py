@@ -4,26 +4,16 @@ volumes, names, user and read-only root that Kubernetes would give them. Pool no
 
 from __future__ import annotations
 
-import asyncio
-import ssl
 import sys
-import threading
-import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import pytest
-from typer.testing import CliRunner
 
-from pdserve.render.cli import app
-from tests.support.certificates import Authority
-from tests.support.command import pdserve_here
-from tests.support.kubernetes.api_server import NAMESPACE, TOKEN, ApiServer
-from tests.support.kubernetes.pods import NODE, Pod, Rendered, ask
-from tests.support.netns.lab import Lab, lab
+from tests.support.kubernetes.pods import Pod
+from tests.support.kubernetes.stage import Stage, secret, staged, until
 from tests.support.router.mock_worker import MockWorker
 
 ROOT: Final = Path(__file__).parents[2]
@@ -49,88 +39,13 @@ slab_bytes = "4MiB"
 [[decode]]
 """
 POOL, WORKER, ROUTER = "contract-pool", "contract-decode", "contract-router"
-PODS: Final = {f"{POOL}-0": POOL, f"{POOL}-1": POOL, f"{WORKER}-0": WORKER, f"{ROUTER}-x": ROUTER}
-"""Workload by pod."""
 PAGES: Final = 64
-API_PORT: Final = 6443
-HANGS_S: Final = 60.0
-"""No bound of the product's: after it a test is taken to hang."""
-
-
-class Stage:
-    """Where pods are started."""
-
-    def __init__(self, directory: Path, network: Lab) -> None:
-        (directory / "cluster.toml").write_text(FILE)
-        words = ["kubernetes", str(directory / "cluster.toml"), "--out", str(directory / "k8s")]
-        done = CliRunner().invoke(app, words)
-        assert done.exit_code == 0, done.output
-        secrets = directory / "secrets"
-        secrets.mkdir()
-        self.key = pdserve_here("key", "acme", "--file", str(secrets / "keys")).stdout.split()[-1]
-        for name in ("admin-key", "cluster-token", "pool-admin-token", "pool-cluster-token", "pool-token"):
-            (secrets / name).write_text(f"the-{name}-of-this-test\n")
-        self.authority = Authority(directory)
-        self._account(directory / "account")
-        (directory / "models").mkdir()
-        self.network = network
-        self.rendered = Rendered.read(directory / "k8s", secrets)
-        self.hosts = {
-            f"{pod}.{workload}": network.address(pod) for pod, workload in PODS.items() if workload != ROUTER
-        }
-        self._directory = directory
-        self._stack = ExitStack()
-
-    def _account(self, directory: Path) -> None:
-        directory.mkdir()
-        (directory / "token").write_text(TOKEN)
-        (directory / "namespace").write_text(NAMESPACE)
-        (directory / "ca.crt").write_bytes(self.authority.ca.read_bytes())
-
-    def pod(self, name: str) -> Pod:
-        """Not started yet."""
-        api = {
-            "KUBERNETES_SERVICE_HOST": self.network.address(NODE),
-            "KUBERNETES_SERVICE_PORT": str(API_PORT),
-        }
-        made = Pod(self.rendered, PODS[name], name, self.network, self._directory, **api)
-        self._stack.callback(made.kill)
-        return made
-
-    def close(self) -> None:
-        self._stack.close()
 
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[Stage]:
-    with lab(NODE, *PODS) as network:
-        made = Stage(tmp_path, network)
-        try:
-            yield made
-        finally:
-            made.close()
-
-
-class LoopOn:
-    """An event loop on a host of the network."""
-
-    def __init__(self, network: Lab, host: str) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._turn, args=(network, host), daemon=True)
-        self._thread.start()
-
-    def run(self, what: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(what, self._loop).result(20)
-
-    def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(20)
-        self._loop.close()
-
-    def _turn(self, network: Lab, host: str) -> None:
-        network.enter(host)
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
+    with staged(tmp_path, FILE) as made:
+        yield made
 
 
 def test_pool_nodes_start_find_each_other_and_hand_their_pages_over_before_they_end(stage: Stage) -> None:
@@ -154,13 +69,10 @@ def test_pool_nodes_start_find_each_other_and_hand_their_pages_over_before_they_
 
 
 def shows_metrics(stage: Stage, pod: Pod) -> bool:
-    def asked() -> bool:
-        try:
-            return ask(pod.address, pod.ports["metrics"], "/metrics")[0] == 200
-        except ConnectionError:  # it opens after the control port
-            return False
-
-    return stage.network.call(NODE, asked)
+    try:
+        return stage.ask(pod, "/metrics", port="metrics").status == 200
+    except ConnectionError:  # it opens after the control port
+        return False
 
 
 def count_of(worker: Pod, what: str) -> int:
@@ -180,26 +92,17 @@ def count_of(worker: Pod, what: str) -> int:
 
 
 def test_a_router_finds_workers_by_their_pods_and_ends_without_losing_a_request(stage: Stage) -> None:
-    loops = {host: LoopOn(stage.network, host) for host in (NODE, f"{WORKER}-0")}
-    api, mock, worker = ApiServer(), MockWorker("decode"), stage.pod(f"{WORKER}-0")
-    certificate, key = stage.authority.files(stage.network.address(NODE))
-    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    tls.load_cert_chain(certificate, key)
-    api.port = API_PORT
-    mock.token = "the-cluster-token-of-this-test"
-    router = stage.pod(f"{ROUTER}-x")
+    mock, worker, router = MockWorker("decode"), stage.pod(f"{WORKER}-0"), stage.pod(f"{ROUTER}-x")
+    mock.token = secret("cluster-token")
+    loop = stage.loop_on(worker.name)
+    loop.run(mock.start(worker.ports["http"], "0.0.0.0"))
+    stage.start_api()
     try:
-        loops[NODE].run(api.start("0.0.0.0", tls))
-        loops[f"{WORKER}-0"].run(mock.start(worker.ports["http"], "0.0.0.0"))
         router.start(stage.hosts)
         until(lambda: router.probe("startupProbe"), router)
         assert not router.probe("readinessProbe"), "it has no worker yet"
         assert router.probe("livenessProbe")
-
-        async def join() -> None:
-            api.put(worker.as_object())
-
-        loops[NODE].run(join())
+        stage.show(worker)
         router.await_started()
         assert answers(stage, router, "") == 401
         assert answers(stage, router, stage.key) == 200
@@ -208,25 +111,10 @@ def test_a_router_finds_workers_by_their_pods_and_ends_without_losing_a_request(
             assert answers(stage, router, stage.key) == 200, "services still name a pod that is to end"
             assert ending.result()[:2] == (0, 0), router.log()
     finally:
-        loops[NODE].run(api.stop())
-        loops[f"{WORKER}-0"].run(mock.stop())
-        for loop in loops.values():
-            loop.close()
+        loop.run(mock.stop())
 
 
 def answers(stage: Stage, router: Pod, key: str) -> int:
     """Status of a request of somebody with this key."""
     body = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
-
-    def asked() -> int:
-        return ask(router.address, router.ports["http"], "/v1/chat/completions", key, body)[0]
-
-    return stage.network.call(NODE, asked)
-
-
-def until(holds: Callable[[], bool], pod: Pod) -> None:
-    deadline_s = time.monotonic() + HANGS_S
-    while not holds():
-        assert pod.runs, pod.log()
-        assert time.monotonic() < deadline_s, pod.log()
-        time.sleep(0.1)
+    return stage.ask(router, "/v1/chat/completions", key, body).status

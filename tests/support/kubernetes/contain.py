@@ -1,8 +1,10 @@
-"""Becomes a container of a pod: `python -m tests.support.kubernetes.contain FILE`, as root, in its network.
+"""Becomes a container of a pod, as root, in its network:
+`python -m tests.support.kubernetes.contain FILE ROOT`.
 
-FILE says what Kubernetes would give it: names of other pods, volumes, environment, user, command. Its root is
-this machine's own, under an overlay that takes no writes once the mounts are made. So what a container can
-read here is more than in its image; what it can write, and as whom, is the same.
+FILE says what Kubernetes would give it: names of other pods, volumes, environment, user, command. ROOT is a new
+directory, which only the container sees filled. Its root is this machine's own, under an overlay that takes no
+writes once the mounts are made. So what a container can read here is more than in its image; what it can write,
+and as whom, is the same.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,17 +25,17 @@ def mount(*words: str) -> None:
     subprocess.run(["mount", *words], check=True)
 
 
-def make_root(hosts: dict[str, str], volumes: list[dict[str, Any]], user: int) -> Path:
-    """The container's root directory. `hosts`: address by name."""
-    base = Path(tempfile.mkdtemp(prefix="pdserve-pod-"))
+def make_root(base: Path, hosts: dict[str, str], volumes: list[dict[str, Any]], user: int) -> Path:
+    """The container's root directory, within `base`. `hosts`: address by name."""
+    base.mkdir()
     mount("-t", "tmpfs", "pod", str(base))
     root, upper, work = (base / name for name in ("root", "upper", "work"))
     for directory in (root, upper, work):
         directory.mkdir()
     layers = f"lowerdir=/,upperdir={upper},workdir={work}"
     mount("-t", "overlay", "overlay", "-o", layers, str(root))
-    mount("--rbind", "/proc", f"{root}/proc")
-    mount("--rbind", "/dev", f"{root}/dev")
+    for kernels in ("/proc", "/sys", "/dev"):
+        mount("--rbind", kernels, f"{root}{kernels}")
     ours = [ROOT, Path(sys.prefix), Path(sys.base_prefix)]
     for directory in ours:  # an image has them where everybody may read
         for parent in (directory, *directory.parents):
@@ -73,7 +74,7 @@ def within(root: Path, path: str) -> Path:
 def main() -> None:
     asked = json.loads(Path(sys.argv[1]).read_text())
     user = asked["user"]
-    os.chroot(make_root(asked["hosts"], asked["volumes"], user))
+    os.chroot(make_root(Path(sys.argv[2]), asked["hosts"], asked["volumes"], user))
     os.chdir("/")
     os.setgroups([user])
     os.setgid(user)

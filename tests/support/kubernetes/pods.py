@@ -4,6 +4,7 @@ probes, stop hooks, the time to end.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -59,10 +60,27 @@ class Rendered:
         found: Json = workload["spec"]["template"]
         return found
 
-    def config(self, name: str) -> Path:
-        """A file of the configuration, to be changed by a test before pods start."""
-        (path,) = self.objects["ConfigMap", name]["files"].values()
-        return self.directory / "base" / path
+    @property
+    def pods(self) -> dict[str, str]:
+        """Workload by the name of each pod."""
+        sets = {name: one for (kind, name), one in self.objects.items() if kind == "StatefulSet"}
+        made = {f"{name}-{i}": name for name, one in sets.items() for i in range(one["spec"]["replicas"])}
+        return made | {f"{name}-x": name for kind, name in self.objects if kind == "Deployment"}
+
+    def service(self, workload: str) -> str:
+        """The service that gives the workload's pods names of their own; empty: none does."""
+        found = self.objects.get(("StatefulSet", workload), {"spec": {"serviceName": ""}})
+        name: str = found["spec"]["serviceName"]
+        return name
+
+
+class Said(NamedTuple):
+    """What a server answered."""
+
+    status: int
+    text: str
+    headers: Mapping[str, str]
+    """By names in lower case."""
 
 
 class Ended(NamedTuple):
@@ -110,8 +128,8 @@ class Pod:
         file = self._directory / "container.json"
         file.write_text(json.dumps(asked))
         with self.log_path.open("wb") as log:
-            module = "tests.support.kubernetes.contain"
-            self._process = self._network.start(self.name, "-m", module, str(file), log=log)
+            words = ["-m", "tests.support.kubernetes.contain", str(file), str(self._directory / "root")]
+            self._process = self._network.start(self.name, *words, log=log)
 
     # --- what the kubelet does
 
@@ -169,9 +187,19 @@ class Pod:
         )
 
     def kill(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(signal.SIGKILL)
+        """All of its processes, at once."""
+        for number in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+        if self._process is not None:
             self._process.wait()
+
+    @property
+    def processes(self) -> list[int]:
+        """Their numbers."""
+        listed = ["ip", "netns", "pids", self._network.space(self.name)]
+        done = subprocess.run(listed, capture_output=True, text=True, check=True)
+        return [int(word) for word in done.stdout.split()]
 
     @property
     def runs(self) -> bool:
@@ -192,7 +220,8 @@ class Pod:
     # --- what it starts with
 
     def _variables(self, more: Mapping[str, str]) -> dict[str, str]:
-        made = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **more}
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        made = {"PATH": path, "PYTHONDONTWRITEBYTECODE": "1", **more}  # as the image has them
         if "PYTHONPATH" in os.environ:
             made["PYTHONPATH"] = os.environ["PYTHONPATH"]
         for one in self.container["env"]:
@@ -250,13 +279,14 @@ class Pod:
 
 def ask(
     address: str, port: int, path: str, key: str = "", body: Json | None = None, timeout_s: float = 20.0
-) -> tuple[int, str]:
-    """Status and text of a GET, or of a POST with a body."""
+) -> Said:
+    """The answer to a GET, or to a POST with a body."""
     connection = http.client.HTTPConnection(address, port, timeout=timeout_s)
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
     try:
         connection.request("GET" if body is None else "POST", path, body and json.dumps(body), headers)
         answer = connection.getresponse()
-        return answer.status, answer.read().decode()
+        headers = {name.lower(): value for name, value in answer.getheaders()}
+        return Said(answer.status, answer.read().decode(), headers)
     finally:
         connection.close()
