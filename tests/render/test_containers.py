@@ -102,6 +102,8 @@ def test_a_router_finds_workers_by_their_pods_and_ends_without_losing_a_request(
         until(lambda: router.probe("startupProbe"), router)
         assert not router.probe("readinessProbe"), "it has no worker yet"
         assert router.probe("livenessProbe")
+        assert stage.reaches(router, worker, "http")
+        assert not stage.reaches(stage.pod(f"{POOL}-0"), worker, "http"), "a policy is against it"
         stage.show(worker)
         router.await_started()
         assert answers(stage, router, "") == 401

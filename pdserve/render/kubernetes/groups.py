@@ -191,7 +191,10 @@ def _router(table: Table, name: str) -> Table:
     made = {**table, "host": "0.0.0.0", "port": table.get("port") or 8000}
     made["admin"] = {**table.get("admin", {}), "host": "127.0.0.1", "port": ADMIN_PORT}
     if not table.get("etcd", {}).get("endpoints"):
-        selector = f"app.kubernetes.io/name=pdserve,app.kubernetes.io/instance={name}"
+        selector = (
+            f"app.kubernetes.io/name=pdserve,app.kubernetes.io/instance={name},"
+            f"app.kubernetes.io/component in ({','.join(WORKER_ROLES)})"
+        )
         by_name = {"address": "name"} if table.get("tls", {}).get("ca") else {}
         made["kubernetes"] = {"selector": selector, **by_name}
     return made

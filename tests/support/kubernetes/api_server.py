@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -221,10 +222,11 @@ class ApiServer:
 
 
 def _matches(one: dict[str, Any], selector: str) -> bool:
-    """Equality alone: `a=b,c=d`."""
+    """Of selectors, `a=b` and `a in (b,c)`, with commas between them."""
     labels = one["metadata"]["labels"]
+    wanted = re.findall(r"([^,=\s]+)(?:=([^,]*)| in \(([^)]*)\))(?:,|$)", selector)
     return all(
-        labels.get(name) == value for name, _, value in (p.partition("=") for p in selector.split(","))
+        labels.get(name) in (several.split(",") if several else [value]) for name, value, several in wanted
     )
 
 

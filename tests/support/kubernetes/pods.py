@@ -60,6 +60,10 @@ class Rendered:
         found: Json = workload["spec"]["template"]
         return found
 
+    def all(self, kind: str) -> list[Json]:
+        """The objects of a kind."""
+        return [one for (found, _), one in self.objects.items() if found == kind]
+
     @property
     def pods(self) -> dict[str, str]:
         """Workload by the name of each pod."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import socket
 import ssl
 import threading
 import time
@@ -21,10 +22,13 @@ from tests.support.certificates import Authority
 from tests.support.command import pdserve_here
 from tests.support.kubernetes.api_server import NAMESPACE, TOKEN, ApiServer
 from tests.support.kubernetes.pods import NODE, Json, Pod, Rendered, Said, ask
+from tests.support.kubernetes.policies import rules
 from tests.support.netns.lab import Lab, lab
 
 SECRETS: Final = ("admin-key", "cluster-token", "pool-admin-token", "pool-cluster-token", "pool-token")
 API_PORT: Final = 6443
+DROPPED_S: Final = 3.0
+"""No packet between these hosts takes as long."""
 HANGS_S: Final = 60.0
 """No bound of the product's: after it a test is taken to hang."""
 
@@ -86,6 +90,18 @@ class Stage:
         """What the pod says to somebody on the kubelet's host. `port`: by its name."""
         return self.network.call(NODE, lambda: ask(pod.address, pod.ports[port], path, key, body))
 
+    def reaches(self, pod: Pod, other: Pod, port: str) -> bool:
+        """Whether a connection from the pod to a port of the other, by its name, is opened at once."""
+
+        def tried() -> bool:
+            try:
+                socket.create_connection((other.address, other.ports[port]), DROPPED_S).close()
+            except TimeoutError:
+                return False
+            return True
+
+        return self.network.call(pod.name, tried)
+
     def close(self) -> None:
         self._stack.close()
 
@@ -108,6 +124,11 @@ def staged(directory: Path, cluster_file: str, models: Path | None = None) -> It
         shutil.copytree(models, directory / "models")
     rendered = Rendered.read(directory / "k8s", secrets)
     with lab(NODE, *rendered.pods) as network:
+        addresses = {pod: network.address(pod) for pod in rendered.pods}
+        labels = {
+            pod: rendered.template(workload)["metadata"]["labels"] for pod, workload in rendered.pods.items()
+        }
+        network.filter(rules(rendered.all("NetworkPolicy"), labels, addresses, network.address(NODE)))
         made = Stage(directory, rendered, key, network)
         try:
             yield made

@@ -39,6 +39,11 @@ class Lab(Network):
         with ThreadPoolExecutor(1, initializer=self.enter, initargs=(host,)) as there:
             return there.submit(function).result()
 
+    def filter(self, rules: str) -> None:
+        """More rules for the switch, in the language of nft. Takes nftables."""
+        there = ["ip", "netns", "exec", self._switch, "nft", "-f", "-"]
+        subprocess.run(there, input=rules, text=True, capture_output=True, check=True)
+
 
 @contextmanager
 def lab(*hosts: str) -> Iterator[Lab]:
