@@ -31,10 +31,12 @@ model_path = "/models/m"
 [[pool]]
 capacity_bytes = "64MiB"
 slab_bytes = "4MiB"
+numa_node = 0
 
 [[pool]]
 capacity_bytes = "64MiB"
 slab_bytes = "4MiB"
+numa_node = 0
 
 [[decode]]
 """

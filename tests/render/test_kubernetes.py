@@ -168,7 +168,7 @@ def test_the_routers_configuration_is_one_and_finds_workers_by_their_pods(
     rendered: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = load_config(RouterConfig, rendered / "base/config/disagg-router.toml", {})
-    assert config.kubernetes.selector
+    assert config.kubernetes.selector.endswith("component in (prefill,decode,agg,elastic)")
     assert str(config.access.keys_file).startswith("/etc/pdserve/secrets/")
 
 
@@ -273,7 +273,41 @@ def test_ranks_talk_over_a_network_that_somebody_trusts(tmp_path: Path) -> None:
         render(cluster_file(tmp_path), tmp_path / "out", *NODES)
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+def kustomized(directory: Path) -> list[dict[str, Any]]:
+    done = subprocess.run(
+        ["kubectl", "kustomize", str(directory)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return list(yaml.safe_load_all(done.stdout))
+
+
+NEEDS_KUBECTL = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+
+
+@NEEDS_KUBECTL
+def test_the_cpu_overlay_is_the_base_but_for_the_image_and_the_names_of_configurations(
+    rendered: Path,
+) -> None:
+    """So those who run the base's pods, as tests do, run what a user applies."""
+    base = {
+        (one["kind"], one["metadata"]["name"]): one
+        for _, one in documents(rendered / "base")
+        if one["kind"] != "Kustomization"
+    }
+    overlay = {(one["kind"], one["metadata"]["name"]): one for one in kustomized(rendered / "overlays/cpu")}
+    for one in overlay.values():
+        for container in (c for found in find(one, "containers") for c in found):
+            container["image"] = container["image"].partition(":")[0]
+        for named in find(one, "configMap"):
+            named["name"] = named["name"].rpartition("-")[0]
+    maps = {name: one["data"] for (kind, name), one in overlay.items() if kind == "ConfigMap"}
+    assert {key: one for key, one in overlay.items() if key[0] != "ConfigMap"} == base
+    assert {name.rpartition("-")[0]: "".join(data.values()) for name, data in maps.items()} == {
+        path.stem: path.read_text() for path in (rendered / "base/config").iterdir()
+    }
+
+
+@NEEDS_KUBECTL
 @pytest.mark.parametrize(("overlay", "words"), [("cpu", ()), ("gpu", ()), ("gpu", NODES)])
 def test_kustomize_takes_an_overlay_with_all_components(
     tmp_path: Path, overlay: str, words: tuple[str, ...]
@@ -285,11 +319,7 @@ def test_kustomize_takes_an_overlay_with_all_components(
     mine.parent.mkdir()
     components = [f"../../components/{name}" for name in ALL]
     mine.write_text(yaml.safe_dump({"resources": [f"../{overlay}"], "components": components}))
-    done = subprocess.run(
-        ["kubectl", "kustomize", str(mine.parent)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    built = list(yaml.safe_load_all(done.stdout))
+    built = kustomized(mine.parent)
     for one in built:
         if one["kind"] not in FOREIGN:
             kubernetes_validate.validate(one, kubernetes_validate.latest_version(), strict=True)

@@ -62,7 +62,7 @@ def pod_spec(cluster: Cluster, group: Group, content: Content) -> Json:
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
+            "capabilities": _capabilities(group),
         },
         "volumeMounts": _mounts(group, content),
     }
@@ -133,6 +133,12 @@ def _environment(group: Group) -> list[Json]:
     given = [{"name": name, "value": value} for name, value in sorted(group.first.env.items())]
     pod = {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}
     return [pod, {"name": "HOME", "value": "/tmp"}, *given]
+
+
+def _capabilities(group: Group) -> Json:
+    """Without SYS_NICE the runtime's seccomp profile forbids to bind memory to a NUMA node."""
+    binds = group.role == "pool" and group.first.config.get("numa_node") is not None
+    return {"drop": ["ALL"], **({"add": ["SYS_NICE"]} if binds else {})}
 
 
 def _probes(cluster: Cluster, group: Group) -> Json:

@@ -1,10 +1,10 @@
 """Becomes a container of a pod, as root, in its network:
 `python -m tests.support.kubernetes.contain FILE ROOT`.
 
-FILE says what Kubernetes would give it: names of other pods, volumes, environment, user, command. ROOT is a
-new directory, which only the container sees filled. Its root is this machine's own, under an overlay that takes
-no writes once the mounts are made. So what a container can read here is more than in its image; what it can
-write, as whom, and which system calls it has, is the same.
+FILE says what Kubernetes would give it: names of other pods, volumes, environment, user, capabilities,
+command. ROOT is a new directory, which only the container sees filled. Its root is this machine's own, under
+an overlay that takes no writes once the mounts are made. So what it can read here is more than in its image.
+What it can write, as whom, and with which system calls, is the same.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def main() -> None:
     os.setgid(user)
     os.setuid(user)
     ctypes.CDLL(None).prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    forbid()
+    forbid(asked["capabilities"])
     os.execvpe(asked["command"][0], asked["command"], asked["env"])
 
 

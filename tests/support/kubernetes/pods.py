@@ -126,6 +126,7 @@ class Pod:
             "hosts": dict(hosts),
             "volumes": list(self._volumes()),
             "user": self._user,
+            "capabilities": self.container["securityContext"]["capabilities"].get("add", []),
             "env": self._env,
             "command": list(command) or words,
         }
