@@ -20,6 +20,8 @@ from typing import Any, Final
 from tests.support.kubernetes.seccomp import forbid
 
 PR_SET_NO_NEW_PRIVS: Final = 38
+RUNTIMES_SHM: Final = "64m"
+"""What a container has at /dev/shm where no volume is mounted."""
 ROOT: Final = Path(__file__).resolve().parents[3]
 
 
@@ -38,6 +40,7 @@ def make_root(base: Path, hosts: dict[str, str], volumes: list[dict[str, Any]], 
     mount("-t", "overlay", "overlay", "-o", layers, str(root))
     for kernels in ("/proc", "/sys", "/dev"):
         mount("--rbind", kernels, f"{root}{kernels}")
+    mount("-t", "tmpfs", "shm", "-o", f"mode=1777,size={RUNTIMES_SHM}", f"{root}/dev/shm")
     ours = [ROOT, Path(sys.prefix), Path(sys.base_prefix)]
     for directory in ours:  # an image has them where everybody may read
         for parent in (directory, *directory.parents):
