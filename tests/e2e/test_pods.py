@@ -67,6 +67,7 @@ def test_a_rendered_cluster_starts_answers_from_its_pool_and_ends_without_losing
         stage.show(*pods.values())
         for pod in pods.values():
             pod.await_started()
+        until(lambda: json.loads(stage.ask(pods[ROUTER], "/ready").text)["degraded"] == [], pods[ROUTER])
         answers_come_from_the_pool(stage, pods)
         a_stream_of_a_pod_that_ends_is_whole(stage, pods[ROUTER], pods[DECODE])
         with ThreadPoolExecutor(3) as kubelets:
