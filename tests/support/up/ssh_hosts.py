@@ -31,7 +31,7 @@ PermitRootLogin prohibit-password
 MaxStartups 100
 SetEnv PYTHONPATH="{pythonpath}" HOME="{directory}"
 """
-"""Each command runs in a shell, which reads what is at home: what a developer's takes, and says, is not ours."""
+"""A command runs in a shell, which reads what is at home: what a developer's takes, or says, is not ours."""
 CLIENT = """
 Host n1
   HostName 127.0.0.1
