@@ -26,7 +26,8 @@ made=$(mktemp)
 trap 'rm -f "$made"' EXIT
 cp launch/constraints.txt "$made" # uv keeps the versions that its output file has
 uv pip compile --quiet "${upgrade[@]}" --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
-  --no-annotate --no-header --all-extras launch/requirements-cpu.txt pyproject.toml -o "$made" >/dev/null
+  --no-annotate --no-header --overrides <(echo "$left_out") --all-extras launch/requirements-cpu.txt pyproject.toml \
+  -o "$made" >/dev/null
 {
   echo '# Written by launch/lock.sh, which says why some packages have no hashes.'
   awk '/^[a-z0-9]/ { plain = /^(torch|torchvision|torchaudio|torchcodec|triton)==/; if (plain) sub(/ \\$/, "") }

@@ -61,9 +61,14 @@ make_venv() {
   fi
 }
 
+# The check of an address, whose grammar takes 2 s of each process of SGLang: jsonschema imports it where it is there.
+# It comes with a validator that cyclonedx-bom asks for, and no list of packages needs it.
+left_out='rfc3987-syntax; sys_platform == "none"'
+
 # compiled now, so that the first start of a worker does not do it, twice at a time
 install() {
-  "$uv" pip install --python "$venv/bin/python" --compile-bytecode --constraints launch/constraints.txt "$@"
+  "$uv" pip install --python "$venv/bin/python" --compile-bytecode --constraints launch/constraints.txt \
+    --overrides <(echo "$left_out") "$@"
 }
 
 # ours EXTRA...: what pyproject.toml asks for, without SGLang, which would bring its CUDA-only dependencies

@@ -172,7 +172,8 @@ async def test_a_stream_without_usage_is_charged_the_tokens_of_its_marks(access:
         b'data: {"choices":[{"delta":{"content":"one two"}}]}\n\n: pd 7 0 11 12 13\n\n'
         b"data: [DONE]\n\n: pd 7 3\n\n"
     )
-    async with disagg(prefill=0, access=access) as (harness, _, [decode]):
+    deadlines = msgspec.structs.replace(FAST, between_chunks_s=0.2)  # the worker keeps the connection open
+    async with disagg(prefill=0, access=access, deadlines=deadlines) as (harness, _, [decode]):
         decode.script(CHAT, marked)
         assert (await harness.chat(by(ALICE), stream=True)).status == 200
         assert used(harness)[1] == 3
@@ -267,7 +268,7 @@ CHARGES = {
         mock.answer(200, {"tokens": [1, 2]}), 200, (1000, 1001), 0, "/tokenize", TOKENIZED, prefill=1
     ),
     "detokenizing": Charge(TOKENS, 200, (0, 0), 0, "/v1/detokenize", TOKENIZED, prefill=1),
-    "no head in time": Charge(mock.hang(), 504, (100, 120), 0, deadline="first_byte_s"),
+    "no head in time": Charge(mock.hang(), 504, (100, 120), 0, deadline="whole_answer_s"),
     "no end in time": Charge(mock.raw_answer(HALF), 504, (100, 120), 0, deadline="between_chunks_s"),
     "no answer in the total time": Charge(mock.hang(), 504, (100, 120), 0, deadline="total_s"),
     "one prompt, as long as the worker says": Charge(

@@ -295,23 +295,29 @@ async def test_one_process_alone_takes_over_workers_keys_and_tenants_and_nothing
                 f"probe.interval_s = 0.1\nprobe.timeout_s = 60.0\n{more}"
             )
 
+        def change(content: str) -> None:
+            """At once: a file that is written in place is empty for a moment, and so it has no workers."""
+            new = tmp_path / "new.toml"
+            new.write_text(content)
+            new.replace(file)
+
         site = Site(tmp_path, [])
         file.write_text(text(first))
         gate = Gate()
         first.script("/pd/ready", hang(gate))
         site.router = router = await RouterProcess.start("--config", str(file))
         await gate.reached.wait()
-        file.write_text(text(second))  # as it starts
+        change(text(second))  # as it starts
         gate.open.set()
         await router.listening()
         await router.said(f"joined: decode {second.id}; left: decode {first.id}".encode())
-        file.write_text(f'decode = ["{first.url}"\n')  # no TOML: nothing changes
+        change(f'decode = ["{first.url}"\n')  # no TOML: nothing changes
         await router.said(b"the configuration is not changed")
         keys.write_text("nonsense")
         router.process.send_signal(signal.SIGHUP)
         await router.said(b"the configuration is not changed")
         keys.write_text(key_line("alice", ALICE) + key_line("bob", BOB))
-        file.write_text(text(first, '[[tenants]]\nname = "bob"\nrequests_s = 0.001\n'))
+        change(text(first, '[[tenants]]\nname = "bob"\nrequests_s = 0.001\n'))
         await router.said(f"joined: decode {first.id}; left: decode {second.id}".encode())
         await router.said(b"taken over at the next start only: client_keepalive_s")
 

@@ -29,8 +29,9 @@ UsePAM no
 PasswordAuthentication no
 PermitRootLogin prohibit-password
 MaxStartups 100
-SetEnv PYTHONPATH="{pythonpath}"
+SetEnv PYTHONPATH="{pythonpath}" HOME="{directory}"
 """
+"""A command runs in a shell, which reads what is at home: what a developer's takes, or says, is not ours."""
 CLIENT = """
 Host n1
   HostName 127.0.0.1
