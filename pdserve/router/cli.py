@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 
-from pdserve.errors import ConfigError
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.health_check import FirstRound
 from pdserve.router.processes.parent import run_processes
@@ -19,12 +18,7 @@ logger = logging.getLogger(__name__)
 def run(config: RouterConfig, source: ConfigSource[RouterConfig] | None = None) -> int:
     """Serve until SIGINT or SIGTERM. Returns the exit status; raises ConfigError, StartupError."""
     configure_logging(config)
-    listed = config.decode or config.agg or config.elastic
-    if not (listed or config.has_discovery) and config.admin.port is None:
-        raise ConfigError(
-            "no workers: list 'decode' (and 'prefill') workers, or 'agg' or 'elastic' ones, or set "
-            "etcd.endpoints or kubernetes.selector"
-        )
+    config.check_workers()
     if check_open(config, load_keys(config.access)):
         logger.warning("insecure, no API keys: everyone who reaches %s uses the models", config.host)
     first = FirstRound(strict=RESTARTED not in os.environ)

@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from pdserve.discovery.config import KubernetesConfig
 from pdserve.discovery.workers import WorkerEtcdConfig
+from pdserve.errors import ConfigError
 from pdserve.router.api.endpoints import PREFILLABLE, PrefillPath
 from pdserve.router.config.addresses import check_pool_address, is_https, parse_base_url
 from pdserve.router.config.aliases import Alias, check_aliases
@@ -197,6 +198,15 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.prefill and not (self.decode or self.elastic) and not self.has_discovery:
             raise ValueError(
                 "'prefill' lists workers but 'decode' is empty; list a decode worker, or use 'agg'"
+            )
+
+    def check_workers(self) -> None:
+        """Raises ConfigError where no way leads to a worker: a file is empty while it is written anew."""
+        listed = self.decode or self.agg or self.elastic
+        if not (listed or self.has_discovery) and self.admin.port is None:
+            raise ConfigError(
+                "no workers: list 'decode' (and 'prefill') workers, or 'agg' or 'elastic' ones, or set "
+                "etcd.endpoints or kubernetes.selector"
             )
 
     def _check_tls(self, urls: list[str]) -> None:

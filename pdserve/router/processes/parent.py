@@ -172,6 +172,7 @@ class Parent:
         if self._source is None:
             return
         config, before = self._source.load(), self._setup.config
+        config.check_workers()
         for name in ("host", "port", "processes", "admin"):
             if getattr(config, name) != getattr(before, name):
                 raise ConfigError(f"a change of '{name}' needs a restart of the router")

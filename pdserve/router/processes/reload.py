@@ -25,6 +25,7 @@ def take_over(before: RouterConfig, load: Callable[[], RouterConfig], fleet: Fle
     """
     try:
         config = load()
+        config.check_workers()
         joined, left = fleet.members.sync("config", listed_workers(config))
     except PdserveError as error:
         logger.error("the configuration is not changed: %s", error)  # noqa: TRY400 - one line

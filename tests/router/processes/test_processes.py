@@ -296,7 +296,7 @@ async def test_one_process_alone_takes_over_workers_keys_and_tenants_and_nothing
             )
 
         def change(content: str) -> None:
-            """At once: a file that is written in place is empty for a moment, and so it has no workers."""
+            """At once: a file that is written in place is empty for a moment."""
             new = tmp_path / "new.toml"
             new.write_text(content)
             new.replace(file)
@@ -313,6 +313,8 @@ async def test_one_process_alone_takes_over_workers_keys_and_tenants_and_nothing
         await router.said(f"joined: decode {second.id}; left: decode {first.id}".encode())
         change(f'decode = ["{first.url}"\n')  # no TOML: nothing changes
         await router.said(b"the configuration is not changed")
+        change("")
+        await router.said(b"the configuration is not changed: no workers")
         keys.write_text("nonsense")
         router.process.send_signal(signal.SIGHUP)
         await router.said(b"the configuration is not changed")
