@@ -27,7 +27,8 @@ CHANGES: Final = (
 KEY_OPTION: Final = "--api-key"
 PEERS: Final = ("mooncake-transfer-engine-non-cuda", "redis", "sglang-router", "smg", "vllm-router")
 SITE: Final = "lib/python*/site-packages"
-PACKAGES: Final = ("sglang", "torch", "ucxx-cu13", "numpy", *PEERS)
+LOADERS: Final = ("fastsafetensors", "runai-model-streamer")
+PACKAGES: Final = ("sglang", "torch", "ucxx-cu13", "numpy", *PEERS, *LOADERS)
 
 
 def provenance(packages: Sequence[str] = PACKAGES) -> dict[str, Any]:

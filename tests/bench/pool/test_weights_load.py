@@ -10,7 +10,7 @@ import pytest
 from docs.generate.benchmarks import pool as page
 from docs.generate.benchmarks.results import Run
 from pdserve.bench.pool.weights_load import measure as module
-from pdserve.bench.pool.weights_load.loading_process import Loaded
+from pdserve.bench.pool.weights_load.loading_process import Loaded, LoadJob
 from pdserve.bench.stores import BenchError
 from pdserve.engine.demo.model import make_demo_model
 from tests.support.bench.commands import assert_refused, bench, results
@@ -53,6 +53,27 @@ def test_other_tensors_are_no_result(model: Path, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(module, "_load", load)
     with pytest.raises(BenchError, match="different tensors"):
         module.measure(model, ["cached"], 2, "1GiB", tmp_path, lambda _: None)
+
+
+def test_a_loader_of_others_that_does_not_run_here_is_left_out_with_the_reason(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken, said = ["fastsafetensors"], []
+
+    def load(job: LoadJob, *_: object) -> Loaded:
+        if job.loader in broken:
+            raise BenchError(f"{job.loader} found no GPU library")
+        return Loaded(seconds=1.0, first_s=0.1, size_bytes=10, digest="one")
+
+    monkeypatch.setattr(module, "_load", load)
+    monkeypatch.setattr(module, "is_installed", lambda _: True)
+    (first := tmp_path / "first").mkdir()
+    rows, _ = module.measure(model, ["disk"], 2, "1GiB", first, said.append)
+    assert [row.loader for row in rows] == ["auto", "runai_streamer"]
+    assert any("fastsafetensors found no GPU library" in line for line in said)
+    broken.append("auto")
+    with pytest.raises(BenchError, match="auto found no GPU library"):
+        module.measure(model, ["disk"], 2, "1GiB", tmp_path, said.append)
 
 
 def test_a_source_that_is_none_is_refused(model: Path) -> None:

@@ -100,9 +100,15 @@ def measure(
                 say(f"{source}, {loader}: {rounds} loads of {size / 1e9:.2f} GB")
                 job = LoadJob(loader=loader, model_path=path, size_bytes=size)
                 loads = []
-                for _ in range(rounds):
-                    loads.append(_load(job, environment, before, directory))
-                    meter.measure(disk=source in _OF_DISKS)
+                try:
+                    for _ in range(rounds):
+                        loads.append(_load(job, environment, before, directory))
+                        meter.measure(disk=source in _OF_DISKS)
+                except BenchError as error:
+                    if loader in (POOL, "auto"):
+                        raise
+                    say(f"{source}, {loader}: not measured, it does not run here: {error}")
+                    continue
                 found.append((source, loader, loads))
     if len({one.digest for _, _, loads in found for one in loads}) > 1:
         raise BenchError("two loads gave different tensors: nothing of this is worth a figure")
