@@ -130,8 +130,12 @@ def weights_load() -> str:
             *(line["source"], line["loader"], f"{line['seconds']:.2f}", f"{line['first_s']:.3f}"),
             f"{line['gbps']:.2f}",
             *(
-                f"{line['gbps'] / limits[name]:.2f}" if limits[name] else "-"
-                for name in ("memcpy_gbps", "memcpy_fresh_gbps", "disk_gbps")
+                f"{line['gbps'] / limit:.2f}" if limit else "-"
+                for limit in (
+                    limits["memcpy_gbps"],
+                    limits["memcpy_fresh_gbps"],
+                    line.get("disk_gbps") or limits["disk_gbps"],
+                )
             ),
             f"{plain / line['seconds']:.1f} ×" if plain else "-",
         )

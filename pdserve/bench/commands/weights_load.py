@@ -65,7 +65,11 @@ def _shown(figures: list[LoadFigures], limits: Limits) -> list[Table | str]:
             *(one.source, one.loader, f"{one.seconds:.2f}", f"{one.first_s:.3f}", f"{one.gbps:.2f}"),
             *(
                 f"{one.gbps / limit:.2f}"
-                for limit in (limits.memcpy_gbps, limits.memcpy_fresh_gbps, limits.disk_gbps)
+                for limit in (
+                    limits.memcpy_gbps,
+                    limits.memcpy_fresh_gbps,
+                    one.disk_gbps or limits.disk_gbps,
+                )
             ),
             f"{plain / one.seconds:.1f}" if plain else "-",
         )

@@ -41,6 +41,8 @@ from pdserve.up.places.process import dies_with_parent
 SOURCES: Final = ("disk", "cached", "memory", "tcp", "nodes", "ssd", "object")
 MODEL: Final = ModelName("bench")
 TIER: Final = "tier"
+BUCKET: Final = "bucket"
+"""A directory that stands for one."""
 LOAD_TIMEOUT_S: Final = 600.0
 STORE_TIMEOUT_S: Final = 300.0
 BLOCK_BYTES: Final = 8 << 20
@@ -60,6 +62,8 @@ class LoadFigures(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     first_s: float
     gbps: float
+    disk_gbps: float | None
+    """Direct reads of the model's files, between these loads; None: not measured for this source."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +93,7 @@ def measure(
     size = sum(tensor_bytes(file) for file in files)
     if not size:
         raise BenchError(f"{model} has no *.safetensors files: `pdserve model demo --size medium` makes some")
-    found: list[tuple[str, str, list[Loaded]]] = []
+    found: list[tuple[str, str, list[Loaded], list[float]]] = []
     meter = _Meter(files)
     for source in sources:
         place = directory / source
@@ -99,23 +103,23 @@ def measure(
             for loader in _loaders(source, say):
                 say(f"{source}, {loader}: {rounds} loads of {size / 1e9:.2f} GB")
                 job = LoadJob(loader=loader, model_path=path, size_bytes=size)
-                loads = []
+                loads, disk = [], []
                 try:
                     for _ in range(rounds):
                         loads.append(_load(job, environment, before, directory))
-                        meter.measure(disk=source in _OF_DISKS)
+                        disk += meter.measure(disk=source in _OF_DISKS)
                 except BenchError as error:
                     if loader in (POOL, "auto"):
                         raise
                     say(f"{source}, {loader}: not measured, it does not run here: {error}")
                     continue
-                found.append((source, loader, loads))
-    if len({one.digest for _, _, loads in found for one in loads}) > 1:
+                found.append((source, loader, loads, disk))
+    if len({one.digest for _, _, loads, _ in found for one in loads}) > 1:
         raise BenchError("two loads gave different tensors: nothing of this is worth a figure")
     return [_figures(*one) for one in found], meter.limits()
 
 
-def _figures(source: str, loader: str, loads: Sequence[Loaded]) -> LoadFigures:
+def _figures(source: str, loader: str, loads: Sequence[Loaded], disk: Sequence[float]) -> LoadFigures:
     seconds = statistics.median(one.seconds for one in loads)
     return LoadFigures(
         source=source,
@@ -125,6 +129,7 @@ def _figures(source: str, loader: str, loads: Sequence[Loaded]) -> LoadFigures:
         seconds=round(seconds, 3),
         first_s=round(statistics.median(one.first_s for one in loads), 3),
         gbps=round(loads[0].size_bytes / seconds / 1e9, 3),
+        disk_gbps=round(statistics.median(disk), 3) if disk else None,
     )
 
 
@@ -159,7 +164,12 @@ def _source(
         environment: dict[str, str] = {}
         tell_children(config, environment)
         spool = place / TIER if source == "object" else None
-        before = (lambda: reboot(nodes[0], spool)) if tiers else (lambda: None)
+
+        def before() -> None:
+            if tiers:
+                reboot(nodes[0], spool)
+                drop_cached([file for file in (place / BUCKET).rglob("*") if file.is_file()])
+
         yield f"pdserve://{config.cluster}/{MODEL}", environment, before
         for node in nodes:
             node.stop()
@@ -177,7 +187,7 @@ def _tiers(source: str, place: Path, capacity: str, object_url: str) -> list[dic
     }
     if source == "object":
         tier["options"] = {
-            "url": object_url or f"file://{place}/bucket",
+            "url": object_url or f"file://{place / BUCKET}",
             "flush_s": 1.0,
             "spool_bytes": capacity,
         }
@@ -264,12 +274,13 @@ class _Meter:
         self._fresh: list[float] = []
         self._disk: list[float] = []
 
-    def measure(self, *, disk: bool) -> None:
-        """Raises BenchError where the disk takes no direct reads."""
+    def measure(self, *, disk: bool) -> list[float]:
+        """What the disk made, if it was asked for. Raises BenchError where the disk takes no direct reads."""
         self._memcpy.append(memcpy_gbps())
         self._fresh.append(memcpy_gbps(fresh=True))
         if disk or not self._disk:
             self._disk.append(disk_gbps(self._files))
+        return self._disk[-1:] if disk else []
 
     def limits(self) -> Limits:
         """After the last load."""
