@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import socket
 import ssl
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from pdserve.bench.processes import free_ports
 from pdserve.settings.toml_text import to_toml
 from pdserve.tls.contexts import Certificates
 from tests.support.certificates import Authority
@@ -118,12 +118,6 @@ class Site:
             assert alive, log
             assert "Traceback" not in log
             assert TOKEN not in log
-
-
-def free_ports(count: int) -> tuple[int, ...]:
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.create_server((LOOP, 0))) for _ in range(count)]
-        return tuple(int(one.getsockname()[1]) for one in sockets)
 
 
 @pytest.fixture(scope="module")

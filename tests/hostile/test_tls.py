@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from pdserve.bench.processes import free_ports
 from pdserve.errors import PoolError, PoolRefused, PoolUnavailable
 from pdserve.kvpool.node.node import PoolNode
 from pdserve.kvpool.node.serving import connection as serving_connection
@@ -33,15 +34,10 @@ def authority(tmp_path: Path) -> Authority:
     return Authority(tmp_path / "ca")
 
 
-def free_port() -> int:
-    with socket.create_server((LOOP, 0)) as sock:
-        return int(sock.getsockname()[1])
-
-
 @contextlib.asynccontextmanager
 async def secured(tmp_path: Path, name: str, tls: TlsConfig, **options: Any) -> AsyncIterator[PoolNode]:
     """A node that listens at TCP with these certificates."""
-    listen = [f"tcp:{LOOP}:{free_port()}"]
+    listen = [f"tcp:{LOOP}:{free_ports(1)[0]}"]
     async with running(tmp_path, name, listen=listen, tls=tls, **options) as node:
         yield node
 

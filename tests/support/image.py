@@ -20,6 +20,7 @@ from tests.support.e2e.cluster import Process
 ROOT: Final = Path(__file__).parents[2]
 BASE: Final = "localhost/base"
 SUITE: Final = "bookworm"
+RUN: Final = ("run", "--isolation", "chroot")
 STEP_TIMEOUT_S: Final = 3000
 END_TIMEOUT_S: Final = 120
 AUTHORITIES: Final = Path("/usr/local/share/ca-certificates")
@@ -65,25 +66,30 @@ class Builder:
 
     def run(self, tag: str, *command: str) -> str:
         """What a command prints in a container of the image, as the image's user."""
-        container = self._buildah("from", "--pull-never", tag).strip()
-        try:
-            return self._buildah("run", "--isolation", "chroot", container, "--", *command)
-        finally:
-            self._buildah("rm", container)
+        with self._container(tag) as container:
+            return self._buildah(*RUN, container, "--", *command)
 
     @contextmanager
     def running(self, tag: str, log: Path, volumes: Mapping[Path, str], *command: str) -> Iterator[Process]:
         """A command that runs in a container of the image, as the image's user, on this machine's network.
         `volumes`: places in the container, which cannot write there, by directories of this machine.
         """
-        container = self._buildah("from", "--pull-never", tag).strip()
         mounts = [f"--volume={source}:{place}:ro" for source, place in volumes.items()]
-        run = ["buildah", *self._options, "run", "--isolation", "chroot", *mounts, container, "--"]
-        process = Process(tag, [*run, *command], log)
+        with self._container(tag) as container:
+            run = ["buildah", *self._options, *RUN, *mounts, container, "--", *command]
+            process = Process(tag, run, log)
+            try:
+                yield process.start()
+            finally:
+                process.stop()
+
+    @contextmanager
+    def _container(self, tag: str) -> Iterator[str]:
+        """The name of a new container of the image, for the block."""
+        container = self._buildah("from", "--pull-never", tag).strip()
         try:
-            yield process.start()
+            yield container
         finally:
-            process.stop()
             self._buildah("rm", container)
 
     @staticmethod

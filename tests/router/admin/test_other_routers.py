@@ -6,13 +6,14 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 import pytest
 
+from pdserve.bench.processes import free_ports
 from pdserve.discovery.workers import WorkerEtcdConfig
 from pdserve.router.admin.app import AdminApp
 from pdserve.router.admin.live_feed import LiveFeed
@@ -70,12 +71,6 @@ async def place(config: RouterConfig, port: int) -> AsyncIterator[Place]:
             server.should_exit = server.force_exit = True
             await serving
             listening.close()
-
-
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        bound = [stack.enter_context(bind("127.0.0.1", 0)) for _ in range(count)]
-        return [int(one.getsockname()[1]) for one in bound]
 
 
 @asynccontextmanager

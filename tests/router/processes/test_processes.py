@@ -6,12 +6,12 @@ import asyncio
 import json
 import os
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pdserve.bench.processes import free_ports
 from pdserve.router.tenants.api_keys import key_line
 from tests.support.router.harness import Connection, Response
 from tests.support.router.mock_worker import (
@@ -49,17 +49,11 @@ def exists(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-        return port
-
-
 class Site:
     """The files of a router with API keys, and its admin API."""
 
     def __init__(self, directory: Path, decode: list[MockWorker]) -> None:
-        self.admin_port = free_port()
+        [self.admin_port] = free_ports(1)
         self.file, self.keys = directory / "router.toml", directory / "keys"
         self._decode = decode
         self.keys.write_text(key_line("alice", ALICE))

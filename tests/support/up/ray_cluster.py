@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.bench.processes import free_ports
 from tests.support.up.cluster import wait_until
-from tests.support.up.slurm_cluster import free_ports
 
 TIMEOUT_S = 120.0
 PORTS = (

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.bench.processes import free_ports
+
 TIMEOUT_S = 60.0
 CONF = """
 ClusterName=test
@@ -173,12 +175,3 @@ def _until(holds, servers: SlurmServers) -> None:  # type: ignore[no-untyped-def
         assert servers.run, servers.logs()
         assert time.monotonic() < deadline, servers.logs()
         time.sleep(0.1)
-
-
-def free_ports(count: int) -> list[int]:
-    """On which nothing listens now."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports

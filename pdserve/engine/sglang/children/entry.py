@@ -93,7 +93,6 @@ def install() -> None:
     from sglang.srt.entrypoints import engine
 
     _claim_ports()
-
     engine.run_data_parallel_controller_process = run_data_parallel_controller_process
     engine.run_scheduler_process_with_init_pipe = run_scheduler_process_with_init_pipe
 

@@ -30,7 +30,7 @@ PLACES: Final = (
 
 LOOPBACK: Final = "127.0.0.1"
 BACKLOG: Final = 2048  # as torch has
-_MARK: Final = "_pdserve_is_local"
+_MARK: Final = "_pdserve_is_ours"
 _ATTEMPTS: Final = 64  # as SGLang has
 
 

@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 
+from pdserve.bench.processes import free_ports
 from pdserve.engine.sglang.children import local_store
 
 RANKS = """
@@ -28,14 +29,9 @@ print(sorted({one.ip for one in found}), store.get("a").decode(), again.get("a")
 """
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return int(sock.getsockname()[1])
-
-
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
 def test_a_claimed_port_is_taken_for_all_but_the_store(address: str) -> None:
-    claim = local_store.claimed(port := free_port())
+    claim = local_store.claimed(port := free_ports(1)[0])
     assert claim is not None
     with claim:
         assert local_store.claimed(port) is None
@@ -47,7 +43,7 @@ def test_a_claimed_port_is_taken_for_all_but_the_store(address: str) -> None:
             store.settimeout(10)
             store.accept()[0].close()
             assert local_store._listen(port) is None
-    assert local_store.claimed(free_port()) is not None
+    assert local_store.claimed(free_ports(1)[0]) is not None
 
 
 def test_ports_that_sglang_chooses_are_claimed_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +54,7 @@ def test_ports_that_sglang_chooses_are_claimed_once_each(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "sglang.srt.server_args", server_args)
     monkeypatch.setitem(sys.modules, "sglang.srt.managers.data_parallel_controller", controller)
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        free, other = free_port(), free_port()
+        free, other = free_ports(2)
         offered = iter([taken.getsockname()[1], free, free, other, other])
         server_args.get_free_port_below_ephemeral = lambda: next(offered)  # type: ignore[attr-defined]
         controller.bind_port = lambda port: socket.create_server(("", port))  # type: ignore[attr-defined]
@@ -76,7 +72,7 @@ def test_ports_that_sglang_chooses_are_claimed_once_each(monkeypatch: pytest.Mon
 
 def test_a_process_group_of_one_host_listens_on_loopback() -> None:
     """As SGLang makes it, by a rendezvous at a TCP address; torch alone listens on all interfaces."""
-    claim = local_store.claimed(port := free_port())
+    claim = local_store.claimed(port := free_ports(1)[0])
     assert claim is not None
     with claim:
         done = subprocess.run(
