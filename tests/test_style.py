@@ -12,9 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "pdserve").rglob("*.py"))
-MAX_MODULE_LINES = 500
+MAX_MODULE_LINES = 600
 MAX_FUNCTION_LINES = 70
-MAX_MODULES_IN_A_FOLDER = 15
 TESTS_OF_NO_PACKAGE = {"contracts", "docs", "e2e", "hostile", "netns", "support"}
 """Folders of tests/ that mirror no package: contracts of several implementations, whole clusters, helpers."""
 
@@ -56,7 +55,7 @@ def findings(check) -> list[str]:  # type: ignore[no-untyped-def]
     return [f"{path.relative_to(ROOT)}:{found}" for path in SOURCES for found in check(path.read_text())]
 
 
-def test_modules_are_at_most_500_lines() -> None:
+def test_modules_are_at_most_600_lines() -> None:
     long = {
         str(path.relative_to(ROOT)): n
         for path in SOURCES
@@ -75,11 +74,6 @@ def test_broad_excepts_say_why() -> None:
 
 def packages() -> Iterator[Path]:
     return (path.parent for path in SOURCES if path.name == "__init__.py")
-
-
-def test_a_folder_has_at_most_15_modules() -> None:
-    counts = {str(folder.relative_to(ROOT)): len(list(folder.glob("[!_]*.py"))) for folder in packages()}
-    assert {name: n for name, n in counts.items() if n > MAX_MODULES_IN_A_FOLDER} == {}
 
 
 def test_each_package_says_what_belongs_there() -> None:

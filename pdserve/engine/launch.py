@@ -20,7 +20,7 @@ from pdserve.engine.handoff import DirectConfig, check_direct, prepare_direct
 from pdserve.engine.http.guard import Starting
 from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.model_dir import check_address, check_model_dir, fingerprint_of
-from pdserve.engine.sglang import prepare, selfcheck
+from pdserve.engine.sglang import models, prepare, selfcheck
 from pdserve.engine.sglang.engine import Engine
 from pdserve.engine.sglang.server import clients, is_own, serve, until_stopped
 from pdserve.engine.sglang.server_args import (
@@ -217,14 +217,15 @@ def prepare_process(config: EngineConfig) -> Device:
             "--nnodes: ranks on several hosts talk without a token, and whoever reaches their ports owns the "
             "worker: set engine.trusted_network = true if nobody else does"
         )
-    check_model_dir(config.model_path)
+    architectures = check_model_dir(config.model_path)
     check_address(config.host, config.port)
     selfcheck.sglang_version()
     device = choose_device(config.device)
     server_argv(config, "agg", device, {})  # refuses what no role can have, before anything slow
     prepare.choose(device, several_hosts=several_hosts)
+    models.choose(architectures)
     with prepare.without_gc():
-        selfcheck.check(device)
+        selfcheck.check_start(device)
         prepare.load_plugins()
     return device
 

@@ -16,22 +16,22 @@ from pdserve.pages import model_fingerprint
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 
 
-def check_model_dir(model_path: str) -> None:
-    """Raises StartupError unless `model_path` is a Hugging Face model directory with configuration and
-    weights, or names a model of a pool that has them.
+def check_model_dir(model_path: str) -> list[str]:
+    """The model's architectures. Raises StartupError unless `model_path` is a Hugging Face model directory
+    with configuration and weights, or names a model of a pool that has them.
     """
     if is_pool_url(model_path):
-        _check_config(pool_model(model_path).directory / "config.json", model_path)
-        return
+        return _check_config(pool_model(model_path).directory / "config.json", model_path)
     path = Path(model_path)
     if not path.exists():
         raise StartupError(
             f"model path {model_path} does not exist: give a local Hugging Face model directory, "
             "or make one with 'pdserve model demo'"
         )
-    _check_config(path / "config.json", model_path)
+    architectures = _check_config(path / "config.json", model_path)
     if not any(next(path.glob(pattern), None) for pattern in _WEIGHTS):
         raise StartupError(f"model path {model_path} has no weights ({', '.join(_WEIGHTS)})")
+    return architectures
 
 
 def pool_model(model_path: str) -> PoolModel:
@@ -59,7 +59,7 @@ def fingerprint_of(model_path: str) -> str:
     raise StartupError(f"{model_path} was pushed from a directory without a config.json or weights")
 
 
-def _check_config(config: Path, model_path: str) -> None:
+def _check_config(config: Path, model_path: str) -> list[str]:
     if not config.is_file():
         raise StartupError(
             f"model path {model_path} is no Hugging Face model directory: it has no config.json"
@@ -70,6 +70,7 @@ def _check_config(config: Path, model_path: str) -> None:
         raise StartupError(f"{config} cannot be read: {error}") from error
     if not architectures:
         raise StartupError(f"{config} names no model architecture: is this a Hugging Face model directory?")
+    return [str(name) for name in architectures]
 
 
 def check_address(host: str, port: int) -> None:

@@ -11,6 +11,8 @@ import os
 import warnings
 from collections.abc import Iterator
 
+import setproctitle
+
 from pdserve.engine.device import (
     ENGINE_ENV,
     IDLE_THREADS_ENV,
@@ -27,6 +29,7 @@ def choose(device: Device, *, several_hosts: bool = False) -> None:
     """Record the device for this process and its children, and prepare this process for importing SGLang.
     `several_hosts`: the ranks of the worker are not all on this one.
     """
+    setproctitle.getproctitle()  # it finds the place of the title only while the environment is as it began
     os.environ[ENGINE_ENV] = device
     if several_hosts:
         os.environ[SEVERAL_HOSTS_ENV] = "1"
@@ -78,8 +81,10 @@ def without_gc() -> Iterator[None]:
 def before_sglang() -> None:
     """On CPU, install the `sgl_kernel` stand-in; elsewhere, or in no pdserve worker, do nothing."""
     if is_on_cpu():
+        from pdserve.engine.sglang import quick_imports
         from pdserve.engine.sglang.cpu import stand_in
 
+        quick_imports.install()
         stand_in.install()
         # What has no CPU version says so once per process while SGLang is imported; here that is no news.
         warnings.filterwarnings("ignore", category=UserWarning, module=r"sglang\.")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 from array import array
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -22,6 +23,7 @@ from pdserve.sglang_places import missing_places, places
 logger = logging.getLogger(__name__)
 
 TESTED_SGLANG = "0.5.23"
+SELF_CHECK_ENV: Final = "PDSERVE_SELF_CHECK"
 
 
 MODULES: Final = (
@@ -44,12 +46,19 @@ HASHES: Final = (
 )
 
 
+def check_start(device: Device) -> None:
+    """What a start checks. The tests check the whole of the pinned version, and `pdserve doctor` can do it again;
+    an SGLang of another version is checked here, as any is with SELF_CHECK_ENV set. Raises StartupError.
+    """
+    if os.environ.get(SELF_CHECK_ENV) or not _is_tested():
+        check(device)
+
+
 def check(device: Device) -> None:
     """Check the installed SGLang, and on CPU put the hooks in place and try them.
 
     Raises StartupError naming everything that does not fit. Imports SGLang: call it after `prepare.choose`.
     """
-    _check_version()
     problems = list(missing())
     if device == "cpu":
         from pdserve.engine.sglang.cpu import hooks
@@ -77,10 +86,11 @@ def sglang_version() -> str:
         ) from error
 
 
-def _check_version() -> None:
+def _is_tested() -> bool:
     found = sglang_version()
     if found != TESTED_SGLANG:
         logger.warning("SGLang %s is installed; pdserve is tested with %s", found, TESTED_SGLANG)
+    return found == TESTED_SGLANG
 
 
 def missing() -> Iterator[str]:

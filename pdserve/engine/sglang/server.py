@@ -20,6 +20,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ from typing import Any, Final
 from pdserve.capacity.memory import GB
 from pdserve.capacity.plan import release_s
 from pdserve.engine.drain import Client, Drain
+from pdserve.engine.sglang import prepare
 from pdserve.engine.sglang.engine import Engine
 from pdserve.engine.sglang.server_args import ranks_here
 from pdserve.engine.sglang.tls import serving
@@ -42,6 +44,7 @@ _ABORT_S = 1.0  # for aborted requests to be answered
 _RELEASE_S = 2.0  # for schedulers to release what they hold
 _STOP_S = 6.0  # beyond the drain, after which the process ends without asking again
 _POLL_S = 0.05
+_LISTEN_S = 1.0  # to connect to this very process
 
 PLACES: Final = (
     *places(
@@ -100,13 +103,15 @@ def serve(
     a first generation has gone through. Raises StartupError when SGLang does not start or one of its
     processes dies.
     """
+    from sglang.srt.entrypoints import engine as engine_module
     from sglang.srt.entrypoints import http_server
     from sglang.srt.entrypoints.engine import init_tokenizer_manager
     from sglang.srt.utils import kill_process_tree
 
-    from pdserve.engine.sglang.children import entry
+    from pdserve.engine.sglang.children import entry, forked
 
     entry.install()
+    forked.install(engine_module, server_args)
     engine.app = http_server.app
     configure_app(http_server.app)
     held_s = release_s(server_args.hicache_size * GB * ranks_here(server_args))
@@ -129,6 +134,7 @@ def serve(
                 run_scheduler_process_func=entry.run_scheduler_process,
                 run_detokenizer_process_func=entry.run_detokenizer_process,
                 launch_callback=on_ready,
+                **_warmup(engine),
             )
     except (RuntimeError, ValueError, AssertionError) as error:  # what SGLang raises for what it cannot run
         raise StartupError(f"SGLang did not start: {_first_line(error)}") from error
@@ -138,6 +144,25 @@ def serve(
             kill_process_tree(os.getpid(), include_parent=False, wait_timeout=_RELEASE_S + held_s)
     if ending.failed:
         raise StartupError("SGLang ended: one of its processes failed, its last words are above")
+
+
+def _warmup(engine: Engine) -> dict[str, Any]:
+    """SGLang's own on a GPU, where the first requests compile and warm kernels. A CPU gains nothing by it."""
+    if not prepare.is_on_cpu():
+        return {}
+
+    def wait_until_listening(server_args: Any) -> bool:
+        from sglang.srt.managers.tokenizer_manager import ServerStatus
+
+        while True:
+            with contextlib.suppress(OSError):
+                socket.create_connection((server_args.host, server_args.port), _LISTEN_S).close()
+                break
+            time.sleep(_POLL_S)
+        engine.tokenizer_manager.server_status = ServerStatus.Up
+        return True
+
+    return {"execute_warmup_func": wait_until_listening}
 
 
 def clients() -> set[Client]:

@@ -20,6 +20,7 @@ import httpx
 
 from pdserve.up.claims import AUTOMATIC_PORTS, is_free
 from pdserve.up.places.sessions import session_members
+from tests.support.e2e import warm
 from tests.support.left_behind import reaper
 
 START_TIMEOUT_S = 600.0  # four at a time on a machine that has more to do
@@ -76,7 +77,13 @@ class Process:
     argv: list[str]
     log: Path
     env: dict[str, str] = field(default_factory=dict)
-    popen: subprocess.Popen[bytes] | None = None
+    popen: subprocess.Popen[bytes] | warm.WarmProcess | None = None
+
+    def start_warm(self, words: list[str]) -> Process:
+        """By a warm server, as the command with these words."""
+        self.popen = warm.WarmProcess(warm.server("1"), words, str(self.log), self.env)
+        reaper().watch(self.popen.pid)
+        return self
 
     def start(self) -> Process:
         with self.log.open("ab") as log:
@@ -254,10 +261,13 @@ class Worker:
         }
         path = self.directory / f"{self.name}.toml"
         path.write_text(to_toml(config))
-        argv = pdserve(self.role, "--config", str(path))
-        self.process = Process(
-            self.name, argv, self.directory / f"{self.name}.log", {"OMP_NUM_THREADS": "1", **self.env}
-        ).start()
+        words = [self.role, "--config", str(path)]
+        log, env = self.directory / f"{self.name}.log", {"OMP_NUM_THREADS": "1", **self.env}
+        self.process = Process(self.name, pdserve(*words), log, env)
+        if os.environ.get("PDSERVE_TEST_COLD"):
+            self.process.start()
+        else:
+            self.process.start_warm(words)
         return self
 
     def wait_ready(self) -> Worker:
