@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from importlib.util import find_spec
 from typing import Annotated, Any
 
 import msgspec
@@ -83,9 +84,7 @@ class Tracer:
             from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError as error:
-            raise ConfigError(
-                f"tracing.endpoint is set, but {error.name} is missing; pip install '.[otel]' in the checkout"
-            ) from None
+            raise ConfigError(_missing(error.name)) from None
         logging.getLogger("opentelemetry").setLevel(logging.ERROR)
         self._provider = TracerProvider(
             sampler=ParentBasedTraceIdRatio(config.sample_ratio),
@@ -122,6 +121,18 @@ class Tracer:
     def close(self) -> None:
         """Tell what is left. Blocks for at most a few times EXPORT_TIMEOUT_S."""
         self._provider.shutdown()
+
+
+def check_tracing(config: Tracing) -> None:
+    """Raises ConfigError where OpenTelemetry is missing. Imports nothing and starts no thread, as a Tracer
+    does.
+    """
+    if config.endpoint and find_spec("opentelemetry") is None:
+        raise ConfigError(_missing("opentelemetry"))
+
+
+def _missing(name: str | None) -> str:
+    return f"tracing.endpoint is set, but {name} is missing; pip install '.[otel]' in the checkout"
 
 
 def open_tracer(config: Tracing, service: str) -> Tracer | None:

@@ -20,6 +20,7 @@ import psutil
 from pdserve.bench.peers.ucx_perftest import libucx_root, ucx_perftest_gbps
 from pdserve.bench.stores import BenchError
 from pdserve.doctor.facts import Machine
+from pdserve.engine.device import computes_bfloat16
 from pdserve.errors import StartupError
 from pdserve.kvpool.transports.ucx import UcxLibrary, ucx_options
 
@@ -52,16 +53,11 @@ def gather(sglang_tested: str, *, measure: bool = True) -> Machine:
         has_gpu=Path("/dev/nvidia0").exists(),
         numa_nodes=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))),
         has_numactl=shutil.which("numactl") is not None,
-        has_bfloat16=has_bfloat16(Path("/proc/cpuinfo").read_text()),
+        has_bfloat16=computes_bfloat16(Path("/proc/cpuinfo").read_text()),
         copy_gbps=_copy_gbps() if measure else 0.0,
         ucx_gbps=ucx_gbps,
         ucx_trouble=ucx_trouble,
     )
-
-
-def has_bfloat16(cpuinfo: str) -> bool:
-    """Whether /proc/cpuinfo names instructions for bfloat16, Intel's, AMD's or Arm's."""
-    return re.search(r"^(flags|Features)\s*:.*\b(avx512_bf16|amx_bf16|bf16)\b", cpuinfo, re.M) is not None
 
 
 def _limit(value: int) -> int:

@@ -34,7 +34,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = "auto"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        Meta(description="Data type of weights and activations."),
+        Meta(
+            description="Data type of weights and activations; auto: the model's own, but float32 where a "
+            "processor without bfloat16 instructions computes it. Workers that share pages need the same one."
+        ),
     ] = "auto"
     kv_cache_dtype: Annotated[
         str,

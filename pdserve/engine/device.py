@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 from collections.abc import Sequence
-from typing import Literal
+from pathlib import Path
+from typing import Final, Literal
 
 from pdserve.errors import StartupError
 
 Device = Literal["cpu", "cuda"]
+_CPUINFO: Final = Path("/proc/cpuinfo")
 
 # Set by a worker before it imports SGLang, and inherited by its children. The SGLang plugin reads it.
 ENGINE_ENV = "PDSERVE_ENGINE_DEVICE"
@@ -75,6 +78,20 @@ def detect_device() -> Device:
             "or use engine.device cpu"
         )
     return "cpu"
+
+
+def computes_bfloat16(cpuinfo: str) -> bool:
+    """Whether /proc/cpuinfo names instructions for bfloat16: Intel's, AMD's or Arm's."""
+    return re.search(r"^(flags|Features)\s*:.*\b(avx512_bf16|amx_bf16|bf16)\b", cpuinfo, re.M) is not None
+
+
+def choose_dtype(wanted: str, device: Device) -> str:
+    """The data type of weights and activations for the configured `wanted`: float32 for "auto" where a
+    processor without bfloat16 computes the model, since it would take six times as long in bfloat16.
+    """
+    if wanted != "auto" or device != "cpu" or computes_bfloat16(_CPUINFO.read_text()):
+        return wanted
+    return "float32"
 
 
 def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> Device:

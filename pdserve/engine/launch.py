@@ -14,15 +14,15 @@ from pdserve.capacity.tables import node_count
 from pdserve.discovery.workers import Registration
 from pdserve.engine.args import Role, Storage, extra_config, needed, served_model_name, server_argv
 from pdserve.engine.config import EngineConfig
-from pdserve.engine.device import Device, choose_device
+from pdserve.engine.device import Device, choose_device, choose_dtype
 from pdserve.engine.drain import Drain
 from pdserve.engine.handoff import DirectConfig, check_direct, prepare_direct
-from pdserve.engine.http.guard import Starting
 from pdserve.engine.http.timing import WorkerMetrics
-from pdserve.engine.model_dir import check_address, check_model_dir, fingerprint_of
+from pdserve.engine.model_dir import bind_address, check_model_dir, fingerprint_of
+from pdserve.engine.progress import START, show_start
 from pdserve.engine.sglang import models, prepare, selfcheck
 from pdserve.engine.sglang.engine import Engine
-from pdserve.engine.sglang.server import clients, is_own, serve, until_stopped
+from pdserve.engine.sglang.server import clients, serve, until_stopped
 from pdserve.engine.sglang.server_args import (
     check_drafts,
     check_host_memory,
@@ -52,7 +52,7 @@ from pdserve.kvpool.weights.place import tell_children
 from pdserve.pages import KvGeometry
 from pdserve.tls.contexts import Certificates
 from pdserve.tokens import reveal, secret_of
-from pdserve.tracing import Tracer, open_tracer
+from pdserve.tracing import check_tracing, open_tracer
 
 if TYPE_CHECKING:
     from pdserve.engine.sglang.geometry import KvIdentity  # imports SGLang
@@ -76,11 +76,16 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
     metrics_token = secret_of(
         "metrics_token", config.metrics_token, config.metrics_token_file, "PDSERVE_METRICS_TOKEN", os.environ
     )
-    Certificates(config.tls)  # refuses files that cannot be used, before anything slow
+    certificates = Certificates(config.tls)  # refuses files that cannot be used, before anything slow
+    check_tracing(config.tracing)
     url = advertised(config)
-    with until_stopped():
+    with until_stopped(), contextlib.ExitStack() as owned:
         config = located(config)
-        device = prepare_process(config.engine)
+        bound = bind_address(config.engine.host, config.engine.port)
+        for one in bound:
+            owned.callback(one.close)
+        engine_config, device = prepare_process(config.engine)
+        config = replace(config, engine=engine_config)
         direct = prepared_direct(config, role, device)
         # SGLang may be imported from here on
         from pdserve.engine.sglang.geometry import longest_tokens
@@ -92,9 +97,10 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
         reached = config.pool if config.storage == "pool" else PoolClientConfig()
         pool = open_async_client(reached, namespace, identity.geometry.as_dict())
 
-        tracer = open_tracer(config.tracing, f"pdserve-{role}")
-        starting, drain = Starting(is_own), Drain(config.stop_grace_s, config.stop_notice_s, clients)
+        drain = Drain(config.stop_grace_s, config.stop_notice_s, clients)
         metrics, shelf = WorkerMetrics(), _shelf(config, pool)
+        if shelf is not None:
+            owned.callback(shelf.close)
         engine = Engine(drain, metrics, config.exact_turns, shelf)
 
         longest = longest_tokens(found) if _stages(config) else 0
@@ -103,23 +109,21 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
             return pool_storage(config.pool, namespace, geometry, longest)
 
         def configure(app: Any) -> None:
+            tracer = open_tracer(config.tracing, f"pdserve-{role}")
+            if tracer is not None:
+                owned.callback(tracer.close)
             weights = _weights(config, engine, pool, identity.geometry, storage_of)
-            worker = Worker(role, config, identity, engine, pool, drain, metrics, tracer, starting, weights)
-            install(app, worker, parts(worker), token, metrics_token, starting)
+            worker = Worker(role, config, identity, engine, pool, drain, metrics, tracer, weights)
+            install(app, worker, parts(worker), token, metrics_token)
 
         storage = _storage_of(config, storage_of(namespace, identity.geometry))
         server_args = parse_args(server_argv(config.engine, role, device, storage, config.tls, direct))
-        logger.info("worker %s of %s, namespace %s", role, served_model_name(config.engine), namespace)
+        START.info("loading %s, whose pages are in namespace %s", served_model_name(config.engine), namespace)
         if not token:
             logger.warning("insecure, no cluster_token: every client generates, users of this host control")
         set_environment(config.pool)
-        with _registered(config, role, url, token) as register, _closing(tracer), _closing(shelf):
-
-            def on_ready() -> None:
-                starting.end()
-                register()
-
-            serve(server_args, drain, engine, config.tls, configure_app=configure, on_ready=on_ready)
+        register = owned.enter_context(_registered(config, role, url, token))
+        serve(server_args, drain, engine, certificates, bound, configure_app=configure, on_ready=register)
     return 0
 
 
@@ -205,8 +209,9 @@ def advertised(config: WorkerConfig) -> str:
     return config.advertise or f"{scheme}://{host}:{engine.port}"
 
 
-def prepare_process(config: EngineConfig) -> Device:
-    """Check everything that can be checked before SGLang starts, and prepare this process to import it.
+def prepare_process(config: EngineConfig) -> tuple[EngineConfig, Device]:
+    """Check everything that can be checked before SGLang starts, and prepare this process to import it. The
+    settings with what "auto" is on this machine, and the device.
 
     Raises ConfigError for settings that cannot work; StartupError for the model path, the address, the
     accelerator, or an SGLang that does not fit.
@@ -218,16 +223,20 @@ def prepare_process(config: EngineConfig) -> Device:
             "worker: set engine.trusted_network = true if nobody else does"
         )
     architectures = check_model_dir(config.model_path)
-    check_address(config.host, config.port)
-    selfcheck.sglang_version()
+    show_start()
+    START.info("importing SGLang %s", selfcheck.sglang_version())
     device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, device)
+    if dtype != config.dtype:
+        START.info('engine.dtype = "auto": %s, since this processor computes no bfloat16', dtype)
+        config = replace(config, dtype=dtype)
     server_argv(config, "agg", device, {})  # refuses what no role can have, before anything slow
     prepare.choose(device, several_hosts=several_hosts)
     models.choose(architectures)
     with prepare.without_gc():
         selfcheck.check_start(device)
         prepare.load_plugins()
-    return device
+    return config, device
 
 
 def _storage_of(config: WorkerConfig, pool_storage: dict[str, Any]) -> Storage:
@@ -300,12 +309,3 @@ def _registered(config: WorkerConfig, role: Role, url: str, token: str) -> Itera
         yield registration.start
     finally:
         registration.stop()
-
-
-@contextlib.contextmanager
-def _closing(owned: Tracer | Shelf | None) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        if owned is not None:
-            owned.close()

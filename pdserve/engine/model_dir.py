@@ -6,6 +6,7 @@ import errno
 import json
 import socket
 from pathlib import Path
+from typing import Any
 
 from pdserve.engine.fingerprint_cache import kept_fingerprint
 from pdserve.errors import PoolError, StartupError, WeightsError
@@ -73,23 +74,38 @@ def _check_config(config: Path, model_path: str) -> list[str]:
     return [str(name) for name in architectures]
 
 
-def check_address(host: str, port: int) -> None:
-    """Raises StartupError when the address cannot be listened on now. Another process may still take it
-    later.
+def bind_address(host: str, port: int) -> list[socket.socket]:
+    """Sockets bound to all addresses that `host` names; the caller closes them. No other process can take
+    the port until they listen, which the caller allows by setting SO_REUSEADDR again: without it listen()
+    fails beside connections of an earlier process that are still in TIME_WAIT. Raises StartupError.
     """
     try:
-        family, kind, _, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as error:
         raise StartupError(f"cannot listen on {host}: {error.strerror}; set engine.host") from error
-    with socket.socket(family, kind) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(address)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise StartupError(
-                    f"port {port} on {host} is in use: stop what listens there or set engine.port"
-                ) from error
-            raise StartupError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    bound: list[socket.socket] = []
+    try:
+        for family, kind, _, _, address in found:
+            bound.append(_bind(socket.socket(family, kind), address))
+    except OSError as error:
+        for one in bound:
+            one.close()
+        if error.errno == errno.EADDRINUSE:
+            raise StartupError(
+                f"port {port} on {host} is in use: stop what listens there or set engine.port"
+            ) from error
+        raise StartupError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    return bound
+
+
+def _bind(made: socket.socket, address: Any) -> socket.socket:
+    try:
+        if made.family == socket.AF_INET6:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(address)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+    except OSError:
+        made.close()
+        raise
+    return made

@@ -27,7 +27,7 @@ from pdserve.engine.config import EngineConfig
 from pdserve.engine.drain import Drain
 from pdserve.engine.handoff import DirectConfig
 from pdserve.engine.http.cache_salt import CacheSalt
-from pdserve.engine.http.guard import Draining, Guard, Starting, close_cors
+from pdserve.engine.http.guard import Draining, Guard, close_cors
 from pdserve.engine.http.meeting_room import MeetingRoom
 from pdserve.engine.http.request import HttpRequest, RequestTracking
 from pdserve.engine.http.request_spans import Traced
@@ -168,14 +168,8 @@ class Worker:
     drain: Drain
     metrics: WorkerMetrics
     tracer: Tracer | None = None
-    starting: Starting | None = None
     weights: Weights | None = None
     """None: they cannot be replaced with this storage."""
-
-    @property
-    def is_up(self) -> bool:
-        """Requests are served: SGLang is up, and those of others are let in."""
-        return self.engine.is_up and (self.starting is None or self.starting.is_over)
 
     @property
     def bootstrap_port(self) -> int | None:
@@ -224,9 +218,7 @@ def check_namespace(pool: PoolClientConfig, namespace: str, identity: KvIdentity
     asyncio.run(check())
 
 
-def install(
-    app: Any, worker: Worker, parts: RoleParts, token: str, metrics_token: str, starting: Starting
-) -> None:
+def install(app: Any, worker: Worker, parts: RoleParts, token: str, metrics_token: str) -> None:
     """Add middleware and routes to SGLang's FastAPI app, before it serves. `token`: the cluster's; empty:
     none.
     """
@@ -241,7 +233,9 @@ def install(
     app.add_middleware(CacheSalt)
     app.add_middleware(MeetingRoom)
     close_cors(app)
-    app.add_middleware(Guard, token=token, starting=starting, metrics_token=metrics_token)
+    app.add_middleware(
+        Guard, token=token, has_started=lambda: worker.engine.has_started, metrics_token=metrics_token
+    )
     app.include_router(_info_router(worker))
     if worker.weights is not None:
         app.include_router(routes(worker.weights))
@@ -288,7 +282,7 @@ def _info_router(worker: Worker) -> APIRouter:
 
 async def _readiness(worker: Worker) -> dict[str, Any]:
     reachable = [error is None for error in (await worker.pool.check()).values()]
-    is_up = worker.is_up
+    is_up = worker.engine.is_up
     load = worker.engine.load() if is_up else None
     stops = (
         worker.drain.is_draining or not worker.engine.door.is_open

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from pdserve.engine.args import Role, server_argv
 from pdserve.engine.launch import (
     checked_args,
@@ -38,7 +40,8 @@ def prepare(config: WorkerConfig, role: Role) -> Embedded:
     the pool as its storage. Raises ConfigError, StartupError.
     """
     config = located(config)
-    device = prepare_process(config.engine)
+    engine_config, device = prepare_process(config.engine)
+    config = replace(config, engine=engine_config)
     direct = prepared_direct(config, role, device)
     from pdserve.engine.sglang.storage import pool_storage
 

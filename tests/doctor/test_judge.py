@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from pdserve.doctor import judge
 from pdserve.doctor.cluster import declined_fetches
 from pdserve.doctor.facts import ArenaRoom, Finding, Machine, PoolNode, Probe, Turn, Worker
-from pdserve.doctor.machine import has_bfloat16
 
 MACHINE = Machine(
     open_files=100_000,
@@ -134,19 +133,6 @@ def test_a_processor_without_bfloat16_gets_a_hint_and_no_warning() -> None:
     assert troubles(slow) == []
     assert any("float32" in finding.says for finding in slow)
     assert not any("float32" in finding.says for finding in judge.machine(MACHINE))
-
-
-@pytest.mark.parametrize(
-    ("line", "has"),
-    [
-        ("flags\t\t: fpu avx2 avx512f avx512_bf16 amx_tile", True),
-        ("flags\t\t: fpu avx2 avx512f avx512vl", False),
-        ("Features\t: fp asimd i8mm bf16 dgh", True),
-        ("bugs\t\t: bf16", False),
-    ],
-)
-def test_bfloat16_is_known_by_the_processors_flags(line: str, has: bool) -> None:
-    assert has_bfloat16(f"processor\t: 0\n{line}\nbogomips : 1\n") is has
 
 
 def test_the_transport_that_will_be_used_is_named() -> None:

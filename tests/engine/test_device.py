@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from pdserve.engine import device
@@ -72,3 +74,33 @@ def test_one_rank_on_a_cpu_has_all_cores() -> None:
     # SGLang counts ranks of other hosts, too, and refuses more than this one has NUMA nodes
     alone_here = device.cpu_ranks_env(1, [0, 1], several_hosts=True)
     assert alone_here == {"SGLANG_CPU_OMP_THREADS_BIND": "0,1", "OMP_NUM_THREADS": "2"}
+
+
+@pytest.mark.parametrize(
+    ("line", "has"),
+    [
+        ("flags\t\t: fpu avx2 avx512f avx512_bf16 amx_tile", True),
+        ("flags\t\t: fpu avx2 avx512f avx512vl", False),
+        ("Features\t: fp asimd i8mm bf16 dgh", True),
+        ("bugs\t\t: bf16", False),
+    ],
+)
+def test_bfloat16_is_known_by_the_processors_flags(line: str, has: bool) -> None:
+    assert device.computes_bfloat16(f"processor\t: 0\n{line}\nbogomips : 1\n") is has
+
+
+@pytest.mark.parametrize(
+    ("wanted", "on", "flags", "chosen"),
+    [
+        ("auto", "cpu", "avx2", "float32"),
+        ("auto", "cpu", "avx512_bf16", "auto"),
+        ("auto", "cuda", "avx2", "auto"),
+        ("bfloat16", "cpu", "avx2", "bfloat16"),
+    ],
+)
+def test_auto_is_float32_where_a_processor_without_bfloat16_computes(
+    wanted: str, on: device.Device, flags: str, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpuinfo").write_text(f"flags\t\t: fpu {flags}\n")
+    monkeypatch.setattr(device, "_CPUINFO", tmp_path / "cpuinfo")
+    assert device.choose_dtype(wanted, on) == chosen

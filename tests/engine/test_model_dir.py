@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.engine.model_dir import check_address, check_model_dir
+from pdserve.engine.model_dir import bind_address, check_model_dir
 from pdserve.errors import StartupError
 
 
@@ -45,10 +45,33 @@ def test_port_in_use_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(StartupError, match=f"port {port} on 127.0.0.1 is in use"):
-            check_address("127.0.0.1", port)
-    check_address("127.0.0.1", port)
+            bind_address("127.0.0.1", port)
+
+
+def test_a_bound_port_is_nobody_elses_before_it_listens() -> None:
+    [bound] = bind_address("127.0.0.1", 0)
+    with bound:
+        port = bound.getsockname()[1]
+        with pytest.raises(StartupError, match="is in use"):
+            bind_address("127.0.0.1", port)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
+
+
+def test_a_port_with_old_connections_is_bound_and_listens() -> None:
+    """What ended a moment ago leaves connections in TIME_WAIT."""
+    with socket.create_server(("127.0.0.1", 0)) as before:
+        port = before.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            accepted, _ = before.accept()
+            accepted.close()  # this side closes first, so the port keeps the connection
+            assert client.recv(1) == b""
+    [bound] = bind_address("127.0.0.1", port)
+    with bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.listen()
 
 
 def test_foreign_address_is_refused() -> None:
     with pytest.raises(StartupError, match=r"cannot listen on 192\.0\.2\.1"):
-        check_address("192.0.2.1", 30000)
+        bind_address("192.0.2.1", 30000)

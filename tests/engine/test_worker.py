@@ -11,7 +11,6 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from pdserve.engine.drain import Drain
-from pdserve.engine.http.guard import Starting
 from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.sglang.engine import Engine
 from pdserve.engine.worker import Worker, _info_router
@@ -68,9 +67,7 @@ class Pool:
         return self._nodes
 
 
-def ask(
-    path: str, made: Any, pool: Pool | None = None, *, drains: bool = False, started: bool = True
-) -> tuple[int, Any]:
+def ask(path: str, made: Any, pool: Pool | None = None, *, drains: bool = False) -> tuple[int, Any]:
     """A worker's answer where SGLang has made this tokenizer manager."""
     drain = Drain(30.0, 3.0, set)
     if drains:
@@ -79,14 +76,11 @@ def ask(
     engine.tokenizer_manager = made
     long_texts: Any = SimpleNamespace(bound=SimpleNamespace(longest_token_bytes=0, text_shrink=1))
     engine._long_texts = long_texts
-    starting = Starting(lambda client: False)
-    if started:
-        starting.end()
     identity: Any = SimpleNamespace(geometry=GEOMETRY, rank_suffixes=[b""], parts=[], pairs=False)
     config: Any = SimpleNamespace(engine=SimpleNamespace(model_path="m"), handoff="pool")
     reached: Any = pool or Pool({"a": None})
     metrics = WorkerMetrics()
-    worker = Worker("agg", config, identity, engine, reached, drain, metrics, starting=starting)
+    worker = Worker("agg", config, identity, engine, reached, drain, metrics)
     app = FastAPI()
     app.include_router(_info_router(worker))
     answer = TestClient(app).get(path)
@@ -130,12 +124,6 @@ def test_readiness_is_sglangs_the_pools_and_the_drains(
     assert (answered, (body["ready"], body["draining"], body["pool"])) == (status, said)
     assert body["load"] is None
     assert "reason" not in body
-
-
-def test_a_worker_that_lets_nobody_in_yet_is_not_ready() -> None:
-    """SGLang says that it is up a moment before its first generation ends; a router would ask too early."""
-    status, said = ask("/pd/ready", manager(), started=False)
-    assert (status, said["ready"]) == (503, False)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ With `metrics_token` metrics are for who shows it, or the cluster's token.
 
 A worker without a token starts only with `insecure`: other users of its host could control it. The router
 sends the token as `Authorization: Bearer TOKEN`. The lists name the open routes, so a route that a next
-SGLang adds is closed. SGLang asks its own server for a first generation while it starts: until it is ready,
-this process itself is let in without the token, and nobody else. No route answers pages of other origins
+SGLang adds is closed. Until the worker is ready, nobody is let in. No route answers pages of other origins
 (CORS): a browser holds no token.
 """
 
@@ -26,7 +25,7 @@ from typing import Any
 
 from starlette.middleware.cors import CORSMiddleware
 
-from pdserve.engine.drain import Client, Drain
+from pdserve.engine.drain import Drain
 from pdserve.engine.http.connection import AsgiApp, Receive, Scope, Send, refuse, stopping
 from pdserve.errors import RequestError
 from pdserve.tokens import bearer, digest, same
@@ -44,27 +43,19 @@ SERVING_PREFIXES = ("/v1/", "/pd/")
 """Routes that a worker without a token serves to all: those that a router and an OpenAI client use."""
 
 
-class Starting:
-    """Whether SGLang is still starting. `is_own`: whether a client is this process."""
-
-    def __init__(self, is_own: Callable[[Client], bool]) -> None:
-        self.is_over = False
-        self.is_own = is_own
-
-    def end(self) -> None:
-        """SGLang has had its first generation."""
-        self.is_over = True
-
-
 class Guard:
     """ASGI middleware; the outermost one."""
 
-    def __init__(self, app: AsgiApp, token: str, starting: Starting, metrics_token: str = "") -> None:
-        """`metrics_token`: opens the metrics, as the cluster's does; empty: they are open."""
+    def __init__(
+        self, app: AsgiApp, token: str, has_started: Callable[[], bool], metrics_token: str = ""
+    ) -> None:
+        """`has_started`: the worker has been ready. `metrics_token`: opens the metrics, as the cluster's
+        does; empty: they are open.
+        """
         self._app = app
         self._digest = digest(token)
         self._metrics_digest = digest(metrics_token)
-        self._starting = starting
+        self._has_started = has_started
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or (refusal := self._refusal(scope)) is None:
@@ -76,26 +67,24 @@ class Guard:
         path = scope["path"]
         if path in OPEN_PATHS:
             return self._metrics_refusal(scope) if path in METRICS_PATHS else None
-        if not self._starting.is_over and (client := scope.get("client")) and self._starting.is_own(client):
-            return None
-        if not self._digest:
-            if not self._starting.is_over:
-                return RequestError(503, "this worker starts", type_="server_error", code="worker_starting")
-            if path in SERVING_PATHS or path.startswith(SERVING_PREFIXES) or _is_this_host(scope):
-                return None
+        if self._digest and not same(_shown(scope), self._digest):
             return RequestError(
-                403,
-                f"{path} is for this host alone: a worker with cluster_token lets in who has the token",
-                type_="permission_error",
-                code="no_cluster_token",
+                401,
+                "a worker asks for the cluster's token: "
+                "send `Authorization: Bearer TOKEN`, or ask the router",
+                type_="authentication_error",
+                code="invalid_cluster_token",
             )
-        if same(_shown(scope), self._digest):
+        if not self._has_started():
+            return RequestError(503, "this worker starts", type_="server_error", code="worker_starting")
+        is_serving = path in SERVING_PATHS or path.startswith(SERVING_PREFIXES)
+        if self._digest or is_serving or _is_this_host(scope):
             return None
         return RequestError(
-            401,
-            "a worker asks for the cluster's token: send `Authorization: Bearer TOKEN`, or ask the router",
-            type_="authentication_error",
-            code="invalid_cluster_token",
+            403,
+            f"{path} is for this host alone: a worker with cluster_token lets in who has the token",
+            type_="permission_error",
+            code="no_cluster_token",
         )
 
     def _metrics_refusal(self, scope: Scope) -> RequestError | None:

@@ -65,6 +65,8 @@ class Engine:
     ) -> None:
         """`exact`: give earlier answers the tokens that they were made of. `shelf`: these in the pool."""
         self.app: Any = None
+        self.has_started = False
+        """The first generation has gone through."""
         self.tokenizer_manager: Any = None
         self.turns: SglangTurns | None = None
         """None until there is a tokenizer manager, and where prompts stay as they are."""
@@ -78,7 +80,7 @@ class Engine:
         self._host_socket = ""
 
     def on_listening(self, host_socket: str) -> None:
-        """The server listens on this Unix socket, too."""
+        """The server listens, and on this Unix socket too; empty: on none."""
         self._host_socket = host_socket
 
     def begin(self, tokenizer_manager: Any) -> None:
@@ -89,7 +91,6 @@ class Engine:
         watch(
             tokenizer_manager,
             metrics=self._metrics,
-            is_starting=lambda: self._status == "Starting",
             is_stopping=lambda: self._drain.is_closed,
             door=self.door,
             turns=self.turns,
@@ -116,13 +117,9 @@ class Engine:
 
     @property
     def is_up(self) -> bool:
-        """SGLang serves."""
-        return self._status == "Up"
-
-    @property
-    def _status(self) -> str:
+        """SGLang serves, and has not called itself unhealthy since."""
         manager = self.tokenizer_manager
-        return "" if manager is None else str(manager.server_status.value)
+        return manager is not None and str(manager.server_status.value) == "Up"
 
     def facts(self) -> dict[str, Any]:
         """What `/pd/info` says of the model and of how this SGLang reads prompts."""

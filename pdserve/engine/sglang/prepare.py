@@ -23,6 +23,7 @@ from pdserve.engine.device import (
     Device,
     cpu_ranks_env,
 )
+from pdserve.engine.progress import leave_out_no_news
 
 
 def choose(device: Device, *, several_hosts: bool = False) -> None:
@@ -86,6 +87,7 @@ def before_sglang() -> None:
 
         quick_imports.install()
         stand_in.install()
+        leave_out_no_news()
         # What has no CPU version says so once per process while SGLang is imported; here that is no news.
         warnings.filterwarnings("ignore", category=UserWarning, module=r"sglang\.")
         # nor is that there is no CUDA, or that there are more ranks than NUMA nodes

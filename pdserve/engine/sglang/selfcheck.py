@@ -13,7 +13,7 @@ import logging
 import os
 from array import array
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Final
 
 from pdserve.engine.device import Device
@@ -34,6 +34,7 @@ MODULES: Final = (
     *("prompts.exact_turns", "prompts.long_texts"),
     *("server", "server_args", "storage", "tls", "tokenizer_manager", "trials.device_pages"),
     "trials.weight_loaders",
+    "warm_up",
 )
 """The modules of this package that lean on SGLang; each declares its `PLACES`."""
 HASHES: Final = (
@@ -47,11 +48,28 @@ HASHES: Final = (
 
 
 def check_start(device: Device) -> None:
-    """What a start checks. The tests check the whole of the pinned version, and `pdserve doctor` can do it again;
-    an SGLang of another version is checked here, as any is with SELF_CHECK_ENV set. Raises StartupError.
+    """What a start checks. The tests check the whole of the pinned version, and `pdserve doctor` can do it
+    again; an SGLang of another version is checked here, as any is with SELF_CHECK_ENV set. Raises
+    StartupError.
     """
+    _check_torch()
     if os.environ.get(SELF_CHECK_ENV) or not _is_tested():
         check(device)
+
+
+def _check_torch() -> None:
+    """SGLang's native code reads torch's objects: with another torch it reads wrong types, and the
+    scheduler dies at its first prompt.
+    """
+    pin = next((one for one in requires("sglang") or () if one.startswith("torch==")), "").removeprefix(
+        "torch=="
+    )
+    found = version("torch")
+    if pin and found.partition("+")[0] != pin:
+        raise StartupError(
+            f"torch {found} is installed, but SGLang {sglang_version()} needs another: "
+            f"pip install torch=={pin}"
+        )
 
 
 def check(device: Device) -> None:

@@ -2,7 +2,7 @@
 
     with until_stopped():
         engine = Engine(drain, metrics)
-        serve(parse_args(argv), drain, engine, tls, configure_app=add_our_routes)    # until SIGTERM or Ctrl-C
+        serve(parse_args(argv), drain, engine, certificates, bound, ...)  # until SIGTERM or Ctrl-C
 
 The end: the worker drains (drain.py), unless one of SGLang's processes has failed. Then requests that still
 run are aborted. The schedulers release their resources: a storage backend closes its connections. The HTTP
@@ -30,13 +30,13 @@ from typing import Any, Final
 from pdserve.capacity.memory import GB
 from pdserve.capacity.plan import release_s
 from pdserve.engine.drain import Client, Drain
-from pdserve.engine.sglang import prepare
 from pdserve.engine.sglang.engine import Engine
 from pdserve.engine.sglang.server_args import ranks_here
 from pdserve.engine.sglang.tls import serving
+from pdserve.engine.sglang.warm_up import WarmUp
 from pdserve.errors import StartupError
 from pdserve.sglang_places import places
-from pdserve.tls.contexts import Certificates, TlsConfig
+from pdserve.tls.contexts import Certificates
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +44,11 @@ _ABORT_S = 1.0  # for aborted requests to be answered
 _RELEASE_S = 2.0  # for schedulers to release what they hold
 _STOP_S = 6.0  # beyond the drain, after which the process ends without asking again
 _POLL_S = 0.05
-_LISTEN_S = 1.0  # to connect to this very process
 
 PLACES: Final = (
     *places(
         "sglang.srt.entrypoints.http_server",
-        "launch_server(server_args, launch_callback, init_tokenizer_manager_func)",
+        "launch_server(server_args, init_tokenizer_manager_func)",
         "launch_server(run_scheduler_process_func, run_detokenizer_process_func)",
         "app.add_middleware",
         "app.state",
@@ -91,7 +90,8 @@ def serve(
     server_args: Any,
     drain: Drain,
     engine: Engine,
-    tls: TlsConfig,
+    certificates: Certificates,
+    bound: list[socket.socket],
     *,
     configure_app: Callable[[Any], None],
     on_ready: Callable[[], None],
@@ -99,9 +99,10 @@ def serve(
     """Run SGLang's server until it is stopped; this process must have been prepared (`prepare.choose`).
     With `--node-rank` over 0 there is no server: this host's ranks follow those of the first host.
 
-    `configure_app` gets SGLang's FastAPI app before it serves. `on_ready` is called, in another thread, once
-    a first generation has gone through. Raises StartupError when SGLang does not start or one of its
-    processes dies.
+    `bound`: where it listens (`bind_address`). `configure_app` gets SGLang's FastAPI app when SGLang's
+    processes run and before the server does; it may start threads, which nothing before it may
+    (children/forked.py). `on_ready` is called, in another thread, once a first generation has gone through.
+    Raises StartupError when SGLang does not start or one of its processes dies.
     """
     from sglang.srt.entrypoints import engine as engine_module
     from sglang.srt.entrypoints import http_server
@@ -111,9 +112,11 @@ def serve(
     from pdserve.engine.sglang.children import entry, forked
 
     entry.install()
-    forked.install(engine_module, server_args)
+    forked.install(engine_module, server_args, bound)
+    if server_args.node_rank:
+        for one in bound:
+            one.close()
     engine.app = http_server.app
-    configure_app(http_server.app)
     held_s = release_s(server_args.hicache_size * GB * ranks_here(server_args))
     ending = _Ending(drain, held_s)
     drain.add(lambda: ending.unfinished)
@@ -124,17 +127,27 @@ def serve(
         manager, templates = init_tokenizer_manager(*args, **kwargs)
         manager.signal_handler_class = ending.handler_class()
         engine.begin(manager)
+        configure_app(http_server.app)
         return manager, templates
 
+    def on_warm() -> None:
+        engine.has_started = True
+        on_ready()
+
+    warm_up = WarmUp(lambda: ending.is_under_way, on_warm)
+
+    def on_listening(host_socket: str) -> None:
+        engine.on_listening(host_socket)
+        warm_up.listening()
+
     try:
-        with serving(http_server, tls, Certificates(tls), engine.on_listening):
+        with serving(http_server, certificates, bound, on_listening):
             http_server.launch_server(
                 server_args,
                 init_tokenizer_manager_func=init_manager,
                 run_scheduler_process_func=entry.run_scheduler_process,
                 run_detokenizer_process_func=entry.run_detokenizer_process,
-                launch_callback=on_ready,
-                **_warmup(engine),
+                execute_warmup_func=lambda _args: warm_up.run(engine.tokenizer_manager),
             )
     except (RuntimeError, ValueError, AssertionError) as error:  # what SGLang raises for what it cannot run
         raise StartupError(f"SGLang did not start: {_first_line(error)}") from error
@@ -146,45 +159,12 @@ def serve(
         raise StartupError("SGLang ended: one of its processes failed, its last words are above")
 
 
-def _warmup(engine: Engine) -> dict[str, Any]:
-    """SGLang's own on a GPU, where the first requests compile and warm kernels. A CPU gains nothing by it."""
-    if not prepare.is_on_cpu():
-        return {}
-
-    def wait_until_listening(server_args: Any) -> bool:
-        from sglang.srt.managers.tokenizer_manager import ServerStatus
-
-        while True:
-            with contextlib.suppress(OSError):
-                socket.create_connection((server_args.host, server_args.port), _LISTEN_S).close()
-                break
-            time.sleep(_POLL_S)
-        engine.tokenizer_manager.server_status = ServerStatus.Up
-        return True
-
-    return {"execute_warmup_func": wait_until_listening}
-
-
 def clients() -> set[Client]:
     """The clients that hold a connection to this process."""
     import psutil
 
     found = psutil.Process().net_connections("tcp")
     return {(c.raddr.ip, c.raddr.port) for c in found if c.raddr and c.status == psutil.CONN_ESTABLISHED}
-
-
-def is_own(client: Client) -> bool:
-    """Whether the connection of a client of this process's server begins in this process too."""
-    import psutil
-
-    wanted = (_plain_ip(client[0]), client[1])
-    found = psutil.Process().net_connections("tcp")
-    return any(c.raddr and (_plain_ip(c.laddr.ip), c.laddr.port) == wanted for c in found)
-
-
-def _plain_ip(address: str) -> str:
-    """A server on `::` sees IPv4 addresses mapped."""
-    return address.removeprefix("::ffff:")
 
 
 def _child_failed(signum: int, _frame: FrameType | None) -> None:
@@ -232,6 +212,11 @@ class _Ending:
     def unfinished(self) -> int:
         """The number of requests that SGLang has."""
         return len(self._manager.rid_to_state)
+
+    @property
+    def is_under_way(self) -> bool:
+        """The end has begun."""
+        return self._task is not None
 
     def begin(self, manager: Any) -> None:
         """Start the end, in the event loop; again ends the drain at once."""

@@ -44,7 +44,7 @@ def parse_args(argv: list[str]) -> Any:
 
     said = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with _root_logger_kept(), contextlib.redirect_stderr(said):
             return prepare_server_args(argv)
     except SystemExit as error:
         line = (said.getvalue().strip().splitlines() or ["no reason given"])[-1]
@@ -53,6 +53,20 @@ def parse_args(argv: list[str]) -> Any:
         ) from error
     except ValueError as error:
         raise ConfigError(f"SGLang does not accept these flags: {error}") from error
+
+
+@contextlib.contextmanager
+def _root_logger_kept() -> Iterator[None]:
+    """SGLang configures logging while it parses: its handler would write into the text that is read from
+    here, and what this process logs until SGLang starts would be lost.
+    """
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
 
 
 def resolved(server_args: Any) -> Any:

@@ -48,8 +48,10 @@ from pdserve.errors import RequestError
 from pdserve.pages import namespace_seed, page_hashes
 from pdserve.sglang_places import places
 
-_ROOM = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
-_SET_BY_SGLANG = ("rid", "lora_id", "mm_hashes", "positional_embed_overrides", *_ROOM)
+_SET_BY_SGLANG = (
+    *("rid", "lora_id", "mm_hashes", "positional_embed_overrides"),
+    *("bootstrap_host", "bootstrap_port", "bootstrap_room"),
+)
 
 PLACES: Final = (
     *places(
@@ -133,16 +135,14 @@ def watch(
     manager: Any,
     *,
     metrics: WorkerMetrics | None = None,
-    is_starting: Callable[[], bool] = lambda: False,
     is_stopping: Callable[[], bool] = lambda: False,
     door: Door | None = None,
     turns: SglangTurns | None = None,
 ) -> None:
-    """Wrap the methods of SGLang's `manager`; once. `is_starting`: requests are SGLang's own warm-up.
-    `is_stopping`: this server's end aborts what runs. `door`: what all requests pass first. `turns`: gives
-    prompts the tokens that they had before.
+    """Wrap the methods of SGLang's `manager`; once. `is_stopping`: this server's end aborts what runs.
+    `door`: what all requests pass first. `turns`: gives prompts the tokens that they had before.
     """
-    wrap = _Wrap(manager, metrics, is_starting, is_stopping, door or Door(), turns)
+    wrap = _Wrap(manager, metrics, is_stopping, door or Door(), turns)
     manager.generate_request = wrap.generate_request
     manager._init_req_state = wrap.init_req_state
     manager._create_tokenized_object = wrap.create_tokenized
@@ -156,14 +156,12 @@ class _Wrap:
         self,
         manager: Any,
         metrics: WorkerMetrics | None,
-        is_starting: Callable[[], bool],
         is_stopping: Callable[[], bool],
         door: Door,
         turns: SglangTurns | None,
     ) -> None:
         self._manager = manager
         self._metrics = metrics
-        self._is_starting = is_starting
         self._is_stopping = is_stopping
         self._door = door
         self._turns = turns
@@ -202,7 +200,7 @@ class _Wrap:
     async def _noted(self, obj: Any, request: Any, http: HttpRequest | None) -> AsyncGenerator[Any, None]:
         if http is not None or (request is not None and request.scope["path"] == EMBEDDINGS):
             kept = ("rid",) if http is not None and http.path == RESPONSES else ()
-            _disown(obj, (*kept, *_ROOM) if self._is_starting() else kept)
+            _disown(obj, kept)
         if (salt := salt_of_request()) is not None and hasattr(obj, "cache_salt"):
             obj.cache_salt = salt
         if (room := room_of_request()) is not None and hasattr(obj, "bootstrap_room"):
@@ -331,8 +329,7 @@ def _disown(obj: Any, kept: Sequence[str] = ()) -> None:
     `x-request-id`. The other fields change what a page's key stands for (pages under another's name), have
     the worker connect to an address, or end the scheduler when they are no tensors.
 
-    `kept`: the id of a stored response, by which SGLang cancels it, and which the router has chosen; the room
-    of SGLang's own warm-up.
+    `kept`: the id of a stored response, by which SGLang cancels it, and which the router has chosen.
     """
     for name in _SET_BY_SGLANG:
         if hasattr(obj, name) and name not in kept:

@@ -9,6 +9,7 @@ import inspect
 import linecache
 import textwrap
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -214,12 +215,25 @@ def test_a_module_of_sglang_that_is_gone_is_named() -> None:
     assert line == "sglang.srt.gone.x: No module named 'sglang.srt.gone'"
 
 
-def test_another_sglang_version_is_only_warned_of(
+def test_another_sglang_version_is_warned_of_and_checked_whole(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(selfcheck, "version", lambda _name: "9.9.9")
-    selfcheck._check_version()
+    checked: list[str] = []
+    monkeypatch.setattr(selfcheck, "check", checked.append)
+    selfcheck.check_start("cpu")
+    assert checked == [], "the pinned SGLang is checked by the tests"
+    found = {"sglang": "9.9.9", "torch": metadata.version("torch")}
+    monkeypatch.setattr(selfcheck, "version", found.__getitem__)
+    selfcheck.check_start("cpu")
     assert "SGLang 9.9.9 is installed; pdserve is tested with" in caplog.text
+    assert checked == ["cpu"]
+
+
+def test_a_torch_that_sglang_was_not_built_for_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen with torch 2.9 below SGLang 0.5.23: its tree core read wrong types at the first prompt."""
+    monkeypatch.setattr(selfcheck, "version", {"sglang": "0.5.23", "torch": "1.2.3+cpu"}.__getitem__)
+    with pytest.raises(StartupError, match=r"torch 1\.2\.3\+cpu is installed, but SGLang 0\.5\.23 needs"):
+        selfcheck.check_start("cpu")
 
 
 def test_a_constant_of_sglang_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

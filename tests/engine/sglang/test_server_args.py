@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -217,3 +219,13 @@ def test_what_sglang_refuses_is_said_in_its_own_words(engine: EngineConfig, word
 def test_a_model_without_configuration_is_refused(engine: EngineConfig, tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         resolve(replace(engine, model_path=str(tmp_path)))
+
+
+def test_what_is_logged_after_parsing_reaches_the_log(
+    logs_as_before: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SGLang configures logging while it parses, with a handler that writes where nobody reads."""
+    logging.basicConfig(level="WARNING", stream=sys.stderr, force=True)
+    parse_args(["--model-path", "/none", "--log-level", "error"])
+    logging.getLogger("pdserve.engine.launch").warning("insecure, no cluster_token")
+    assert "insecure, no cluster_token" in capsys.readouterr().err

@@ -142,13 +142,6 @@ def test_where_a_worker_connects_is_not_the_clients_to_say() -> None:
     assert rooms == [(None, None, None), ("10.0.0.5", 8998, 7)]
 
 
-def test_sglangs_own_warm_up_keeps_its_room() -> None:
-    """Until the worker is ready nobody else is served."""
-    asked = GenerateReqInput(text="a", bootstrap_host="2.2.2.2", bootstrap_room=0)
-    served(asking(asked), is_starting=lambda: True)
-    assert (asked.bootstrap_host, asked.bootstrap_room) == ("2.2.2.2", 0)
-
-
 def ids_outside_a_tracked_request(*asked: tuple[Any, str | None]) -> list[str]:
     """SGLang's ids for these requests, each from a route of this path (None: from no route)."""
     manager = Manager()

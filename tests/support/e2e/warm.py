@@ -3,7 +3,7 @@
     python -m tests.support.e2e.warm SOCKET        # then WarmProcess(SOCKET, ["agg", "--config", ...], log)
 
 A forked worker calls `pdserve.cli.main` with its words, as `python -m pdserve` does, in a session of its own.
-What libraries read from the environment while they load must be the same in all workers of a server: see `FIXED`.
+What libraries read from the environment while they load must be the same in all workers of a server: `FIXED`.
 """
 
 from __future__ import annotations

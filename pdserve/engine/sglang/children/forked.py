@@ -1,11 +1,12 @@
 """SGLang's scheduler and detokenizer are forked from this process on a CPU, where SGLang would spawn them.
 
-A spawned child imports torch and all of SGLang again, which takes 15 s of a core. A forked child has the modules
-already and shares their memory. Children are spawned on a GPU, where this process may have a CUDA context, and
-with data parallelism, whose controller starts ranks from its own threads.
+A spawned child imports torch and all of SGLang again, which takes 15 s of a core. A forked child has the
+modules already and shares their memory. Children are spawned on a GPU, where this process may have a CUDA
+context, and with data parallelism, whose controller starts ranks from its own threads.
 
-A fork copies only the calling thread, so no other thread may run here: a lock that it holds would stay locked in
-the child. For the same reason nothing may have computed with OpenMP in this process: its threads would be missing.
+A fork copies only the calling thread, so no other thread may run here: a lock that it holds would stay locked
+in the child. For the same reason nothing may have computed with OpenMP in this process: the child would wait
+for threads that it does not have.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -32,8 +34,10 @@ logger = logging.getLogger(__name__)
 _TASKS: Final = Path("/proc/self/task")
 
 
-def install(engine: Any, server_args: Any) -> None:
-    """Have SGLang's module of launches (`sglang.srt.entrypoints.engine`) fork, where that works."""
+def install(engine: Any, server_args: Any, bound: list[socket.socket]) -> None:
+    """Have SGLang's module of launches (`sglang.srt.entrypoints.engine`) fork, where that works. `bound`: the
+    sockets of this process's server, which children close.
+    """
     if not prepare.is_on_cpu() or server_args.dp_size > 1 or server_args.tokenizer_worker_num > 1:
         return
     if more := _other_threads():
@@ -43,7 +47,7 @@ def install(engine: Any, server_args: Any) -> None:
     context = multiprocessing.get_context("fork")
 
     def process(target: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        return context.Process(target=_enter, args=(target, args, kwargs or {}))
+        return context.Process(target=_enter, args=(bound, target, args, kwargs or {}))
 
     _share_tokenizers()
     engine.mp = SimpleNamespace(Process=process, Pipe=context.Pipe, set_start_method=lambda *_, **__: None)
@@ -67,8 +71,10 @@ def _share_tokenizers() -> None:
             names["get_tokenizer"] = get_tokenizer
 
 
-def _enter(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _enter(bound: list[socket.socket], target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """In the child: what a spawned one begins and ends with."""
+    for one in bound:
+        one.close()
     gc.freeze()  # the parent's objects stay where they are: a collection would copy their pages
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     atexit._clear()  # the parent's
@@ -84,8 +90,8 @@ def _own(arg: Any) -> Any:
 
 
 def _other_threads() -> list[str]:
-    """Names of threads besides this one. OpenBLAS (of numpy and scipy) ends its idle threads at a fork, so one
-    child is forked and thrown away (20 ms) before they are counted.
+    """Names of threads besides this one. OpenBLAS (of numpy and scipy) ends its idle threads at a fork, so
+    one child is forked and thrown away (20 ms) before they are counted.
     """
     if not (child := os.fork()):
         os._exit(0)
