@@ -118,6 +118,8 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
 
         storage = _storage_of(config, storage_of(namespace, identity.geometry))
         server_args = parse_args(server_argv(config.engine, role, device, storage, config.tls, direct))
+        if server_args.node_rank:  # the first host's worker serves
+            owned.close()
         START.info("loading %s, whose pages are in namespace %s", served_model_name(config.engine), namespace)
         if not token:
             logger.warning("insecure, no cluster_token: every client generates, users of this host control")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import socket
 import subprocess
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,25 @@ from tests.support.e2e.cluster import PoolNode, free_port, pdserve, to_toml
 from tests.support.e2e.site import engine_settings
 
 pytestmark = pytest.mark.timeout(300)
+STEPS = (
+    f"importing SGLang {metadata.version('sglang')}",
+    "float32, since this processor computes no bfloat16",
+    "] pool node pool0 cannot be used, its pages are recomputed",
+)
 OPEN: dict[str, Any] = {"storage": "none", "insecure": True}
 
 
 def run(tmp_path: Path, command: list[str], config: dict[str, Any]) -> tuple[int, str]:
-    """Exit status and what was printed, which must be one line."""
+    """Exit status and the error, which must be one line, behind the steps of a worker's start and warnings of
+    the pool's client.
+    """
     path = tmp_path / "config.toml"
     path.write_text(to_toml(config))
     done = subprocess.run(
         pdserve(*command, "--config", str(path)), capture_output=True, text=True, timeout=280, check=False
     )
-    said = (done.stdout + done.stderr).strip()
+    printed = (done.stdout + done.stderr).strip()
+    said = "\n".join(line for line in printed.splitlines() if not any(step in line for step in STEPS))
     assert done.returncode != 0, said
     assert len(said.splitlines()) == 1, said
     assert "Traceback" not in said

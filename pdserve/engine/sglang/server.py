@@ -113,9 +113,6 @@ def serve(
 
     entry.install()
     forked.install(engine_module, server_args, bound)
-    if server_args.node_rank:
-        for one in bound:
-            one.close()
     engine.app = http_server.app
     held_s = release_s(server_args.hicache_size * GB * ranks_here(server_args))
     ending = _Ending(drain, held_s)
@@ -150,7 +147,8 @@ def serve(
                 execute_warmup_func=lambda _args: warm_up.run(engine.tokenizer_manager),
             )
     except (RuntimeError, ValueError, AssertionError) as error:  # what SGLang raises for what it cannot run
-        raise StartupError(f"SGLang did not start: {_first_line(error)}") from error
+        what = "ended" if engine.has_started else "did not start"
+        raise StartupError(f"SGLang {what}: {_first_line(error)}") from error
     finally:
         ending.over()
         with contextlib.suppress(RuntimeError):  # a child that cannot be reaped in time

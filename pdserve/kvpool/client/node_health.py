@@ -207,7 +207,7 @@ class NodeHealth:
             self.state = NodeState.RESTARTING
             self._restart_until_s = now_s + self._restart_wait_s
             return [DropIdle(), Log(logging.INFO, f"restarts: {event.error}"), Try(now_s)]
-        text = f"is down, its pages are recomputed: {event.error}"
+        text = f"cannot be used, its pages are recomputed: {event.error}"
         retry = self._go_down(now_s, absent=event.cause is Cause.ABSENT)
         return [DropIdle(), Log(logging.WARNING, text), retry]
 

@@ -55,8 +55,9 @@ if __name__ == "__main__":
 
 @pytest.mark.long
 def test_a_forked_scheduler_has_its_title_and_its_own_end(tmp_path: Path) -> None:
-    """The end of a worker finds its schedulers by their titles: without them it would not wait until they have
-    released what they hold. Beside a running thread nothing is forked: a lock it holds would stay locked.
+    """The end of a worker finds its schedulers by their titles: without them it would not wait until they
+    have released what they hold. Beside a running thread nothing is forked: a lock it holds would stay
+    locked.
     """
     script = tmp_path / "script.py"
     script.write_text(CODE)
