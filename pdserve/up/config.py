@@ -53,8 +53,13 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         ),
     ] = False
     start_parallelism: Annotated[
-        int, Meta(ge=1, description="Processes that may be starting at the same time.")
-    ] = 2
+        int,
+        Meta(
+            ge=0,
+            description="Processes that may be starting at the same time. 0: on each host as many as this "
+            "one has processors, and workers with GPUs of their own all at once.",
+        ),
+    ] = 0
     start_timeout_s: Annotated[
         float,
         Meta(

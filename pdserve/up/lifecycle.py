@@ -12,7 +12,7 @@ A process goes through these phases:
                                                          ENDED ◄──may not┘
 
 - A stage begins once every process of the stage before has been ready. At most `start_parallelism` processes
-  are STARTING.
+  are STARTING, or as many as their hosts have processors and GPUs for.
 - A process that ends before it was ever ready stops the cluster. Later it is restarted as restart.py says.
 - SIGUSR1 restarts the processes host by host, those of a host in the order of their start, each once the
   one before is ready again. Pool nodes are upgraded instead. The first that does not come back ends this.
@@ -105,7 +105,9 @@ class _Process:
 class Lifecycle:
     """Decides for all processes of one plan, once."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, processors: int = 2) -> None:
+        """`processors`: of a host of the cluster."""
+        self._processors = processors
         self._settings = plan.settings
         self._stages = [[_Process(spec) for spec in stage] for stage in plan.stages]
         self._processes = {process.spec.name: process for stage in self._stages for process in stage}
@@ -197,13 +199,23 @@ class Lifecycle:
         self._queue.append(process)
 
     def _fill_slots(self, now_s: float) -> None:
-        starting = sum(process.phase is Phase.STARTING for process in self._processes.values())
-        while self._queue and starting < self._settings.start_parallelism:
-            process = self._queue.popleft()
+        waiting, self._queue = self._queue, deque()
+        for process in waiting:
+            if not self._has_slot(process.spec):
+                self._queue.append(process)
+                continue
             self._enter(process, Phase.STARTING, now_s, self._start_timeout_s(process.spec))
             self._say(f"starting {process.spec.name}")
             self._actions.append(Start(process.spec.name, again=process.was_ready))
-            starting += 1
+
+    def _has_slot(self, spec: ProcessSpec) -> bool:
+        starting = [one.spec for one in self._processes.values() if one.phase is Phase.STARTING]
+        if limit := self._settings.start_parallelism:
+            return len(starting) < limit
+        if spec.has_gpus:
+            return True
+        beside = sum(one.host == spec.host and not one.has_gpus for one in starting)
+        return beside < self._processors
 
     def _start_timeout_s(self, spec: ProcessSpec) -> float:
         return spec.start_timeout_s or self._settings.start_timeout_s

@@ -18,7 +18,7 @@ from itertools import chain, product
 from pathlib import Path
 from typing import Any, Final, get_args
 
-from pdserve.capacity.tables import AUTO
+from pdserve.capacity.tables import AUTO, VISIBLE
 from pdserve.errors import ConfigError
 from pdserve.up.config import WORKER_ROLES, ClusterFile, ClusterSettings, Restart, Role, Table, merge
 from pdserve.up.foreign.vllm import VllmRole, environment, lmcache_argv, server_of, vllm_argv
@@ -95,6 +95,11 @@ class ProcessSpec:
     """Name of the host that runs it; empty: this one."""
     upgrade: Command | None = None
     """What lets it go on as the version that is installed now; None: it is started again instead."""
+
+    @property
+    def has_gpus(self) -> bool:
+        """It computes on GPUs that no other process of the cluster has."""
+        return self.needs.gpus > 0 or bool(self.env.get(VISIBLE))
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class Supervisor:
         self._specs = {spec.name: spec for spec in plan.processes}
         self._console = console
         self._place = place
-        self._lifecycle = Lifecycle(plan)
+        self._lifecycle = Lifecycle(plan, os.cpu_count() or 1)
         self._events: asyncio.Queue[events.Event] = asyncio.Queue()
         """Short: a few events for each process."""
         self._children: dict[str, Running] = {}

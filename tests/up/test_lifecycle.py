@@ -252,6 +252,21 @@ TestAnyWorld = AnyWorld.TestCase
 TestAnyWorld.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
+def test_by_default_each_host_starts_as_many_as_it_has_processors() -> None:
+    world = World(plan_of(decode=3, start_parallelism=0))
+    world.ready("pool0")
+    assert world.alive == ["pool0", "prefill0", "decode0"]
+    world.ready("prefill0")
+    assert world.alive == ["pool0", "prefill0", "decode0", "decode1"]
+
+
+def test_workers_with_gpus_of_their_own_start_at_once() -> None:
+    gpu = {"env": {"CUDA_VISIBLE_DEVICES": "0"}}
+    world = World(plan_of({"prefill": gpu, "decode": gpu}, decode=5, start_parallelism=0))
+    world.ready("pool0")
+    assert len(world.alive) == 1 + 6
+
+
 def names(actions: list[ev.Action], kind: type[Any]) -> list[str]:
     return [action.name for action in actions if isinstance(action, kind)]
 
