@@ -119,7 +119,12 @@ def doctor(
     probe: Annotated[
         bool, typer.Option(help="Send two small prompts for each model through the cluster.")
     ] = True,
-    measure: Annotated[bool, typer.Option(help="Measure bandwidths, for about a second.")] = True,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            help="Measure bandwidths and check all of SGLang that pdserve leans on; 15 to 30 seconds."
+        ),
+    ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="JSON for programs.")] = False,
     plan_file: PlanFile = None,
     machine_file: MachineFile = None,

@@ -29,6 +29,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     sglang: str = ""
     """Version; empty: not installed."""
     sglang_tested: str = ""
+    sglang_misfit: str = ""
+    """What pdserve needs of it and does not find; empty: nothing, or not checked."""
     transports: tuple[str, ...] = ()
     """UCX's, of this machine: tcp, rc_verbs, cuda_ipc, gdr_copy, sysv, ..."""
     ucx_error: str = ""

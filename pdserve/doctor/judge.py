@@ -45,6 +45,8 @@ def machine(facts: Machine, arenas: Sequence[ArenaRoom] = ()) -> Iterator[Findin
 def _sglang(facts: Machine) -> Finding:
     if not facts.sglang:
         return _finding("sglang", "fail", "SGLang is not installed", "run launch/setup.sh, or pip install .")
+    if facts.sglang_misfit:
+        return _finding("sglang", "fail", facts.sglang_misfit, f"install sglang=={facts.sglang_tested}")
     if facts.sglang != facts.sglang_tested:
         change = f"install sglang=={facts.sglang_tested}"
         return _finding(

@@ -9,6 +9,7 @@ import resource
 import shutil
 import statistics
 import subprocess
+import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -28,6 +29,7 @@ COPY_BYTES: Final = 32 * 1024 * 1024
 UCX_PAGE_BYTES: Final = 1024 * 1024
 UCX_MOVE_BYTES: Final = 2 * 10**8
 UCX_INFO_TIMEOUT_S: Final = 30.0
+SELF_CHECK_TIMEOUT_S: Final = 180.0
 
 
 def gather(sglang_tested: str, *, measure: bool = True) -> Machine:
@@ -47,6 +49,7 @@ def gather(sglang_tested: str, *, measure: bool = True) -> Machine:
         memory_bytes=psutil.virtual_memory().total,
         sglang=sglang,
         sglang_tested=sglang_tested,
+        sglang_misfit=_misfit() if measure and sglang else "",
         transports=transports,
         ucx_error=ucx_error,
         has_infiniband=infiniband.is_dir() and any(infiniband.iterdir()),
@@ -58,6 +61,18 @@ def gather(sglang_tested: str, *, measure: bool = True) -> Machine:
         ucx_gbps=ucx_gbps,
         ucx_trouble=ucx_trouble,
     )
+
+
+def _misfit() -> str:
+    """What pdserve relies on and the installed SGLang has not, or does otherwise; empty: nothing."""
+    words = [sys.executable, "-m", "pdserve.engine.sglang.selfcheck"]
+    try:
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=SELF_CHECK_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"its check did not end within {SELF_CHECK_TIMEOUT_S:.0f} s"
+    return (done.stderr.strip().splitlines() or ["no reason given"])[-1] if done.returncode else ""
 
 
 def _limit(value: int) -> int:

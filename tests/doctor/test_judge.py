@@ -118,6 +118,12 @@ def test_arenas_need_room_where_they_will_be(change: dict[str, Any], levels: lis
     assert troubles(judge.machine(MACHINE, [ROOM, replace(ROOM, **change)])) == found
 
 
+def test_an_sglang_that_lacks_what_pdserve_needs_does_not_work() -> None:
+    found = [*judge.machine(replace(MACHINE, sglang_misfit="sglang.srt.x: gone"))]
+    assert troubles(found) == [("fail", "sglang")]
+    assert any("sglang.srt.x: gone" in finding.says for finding in found)
+
+
 def test_the_huge_pages_that_lack_are_counted() -> None:
     room = ArenaRoom(nodes=("a",), place="huge pages of 1024 MiB", page_bytes=1 << 30, free_bytes=1 << 30)
     (lacks,) = [

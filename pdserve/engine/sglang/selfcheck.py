@@ -1,8 +1,9 @@
-"""Start-up self-check: SGLang still has every place that pdserve leans on, and our replacements compute the
-right results.
+"""The self-check: SGLang still has every place that pdserve leans on, and our replacements compute the right
+results.
 
 SGLang only logs what a plugin raises. A hook that silently missed its place would serve wrong answers, or
-kill a thread later. So a worker checks before it starts anything, and stops with one line that names what
+kill a thread later. The tests check the whole of the pinned version, and `pdserve doctor` can do it again. A
+worker checks an SGLang of another version before it starts anything, and stops with one line that names what
 does not fit.
 """
 
@@ -10,21 +11,20 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
+import sys
 from array import array
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Final
 
-from pdserve.engine.device import Device
+from pdserve.engine.device import Device, choose_device
+from pdserve.engine.sglang import prepare
 from pdserve.errors import StartupError
 from pdserve.sglang_places import missing_places, places
 
 logger = logging.getLogger(__name__)
 
 TESTED_SGLANG = "0.5.23"
-SELF_CHECK_ENV: Final = "PDSERVE_SELF_CHECK"
-
 
 MODULES: Final = (
     *("answers", "children.declined_fetches", "children.detached", "children.entry", "children.kept_prompts"),
@@ -48,12 +48,11 @@ HASHES: Final = (
 
 
 def check_start(device: Device) -> None:
-    """What a start checks. The tests check the whole of the pinned version, and `pdserve doctor` can do it
-    again; an SGLang of another version is checked here, as any is with SELF_CHECK_ENV set. Raises
-    StartupError.
+    """What each start checks: torch's version, and the whole of SGLang where it is not the tested version.
+    Raises StartupError.
     """
     _check_torch()
-    if os.environ.get(SELF_CHECK_ENV) or not _is_tested():
+    if not _is_tested():
         check(device)
 
 
@@ -178,3 +177,19 @@ def page_hashes_agree() -> bool:
         if theirs != [digest.hex() for digest in page_hashes(tokens, 16, seed, pairs=pairs)]:
             return False
     return True
+
+
+def main() -> None:
+    """Check the whole of the installed SGLang for this machine's device; a line on stderr and status 1 if
+    it does not fit. In a process of its own: `python -m pdserve.engine.sglang.selfcheck`.
+    """
+    device = choose_device("auto")
+    prepare.choose(device)
+    try:
+        check(device)
+    except StartupError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()
