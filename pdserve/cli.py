@@ -16,15 +16,19 @@ from typing import Annotated, Final, NamedTuple, NoReturn
 import typer
 
 from pdserve import __version__
-from pdserve.errors import ConfigError, PdserveError, StartupError
+from pdserve.errors import ConfigError, PdserveError
+from pdserve.extras import how_to_install, is_installed
 from pdserve.printable import printable
 
 
 class SubCommand(NamedTuple):
-    """Where a sub-command lives (`module:attribute`, a `typer.Typer`) and what it does."""
+    """Where a sub-command lives (`module:attribute`, a `typer.Typer`), what it does, and the extra of
+    pyproject.toml that it does not run without.
+    """
 
     target: str
     help: str
+    extra: str = ""
 
 
 SUB_COMMANDS: Mapping[str, SubCommand] = {
@@ -32,12 +36,16 @@ SUB_COMMANDS: Mapping[str, SubCommand] = {
     "scale": SubCommand("pdserve.up.scale.cli:app", "Start or end workers of a running cluster."),
     "router": SubCommand("pdserve.router.cli:command", "Run the router: OpenAI's API before the workers."),
     "key": SubCommand("pdserve.router.tenants.key_cli:app", "Make an API key of a tenant."),
-    "cert": SubCommand("pdserve.tls.cli:app", "Make certificates for TLS between the parts."),
-    "prefill": SubCommand("pdserve.prefill.cli:command", "Run a prefill worker."),
-    "decode": SubCommand("pdserve.decode.cli:command", "Run a decode worker."),
-    "agg": SubCommand("pdserve.decode.cli:agg_command", "Run an aggregated worker: both roles in one."),
+    "cert": SubCommand("pdserve.tls.cli:app", "Make certificates for TLS between the parts.", "encryption"),
+    "prefill": SubCommand("pdserve.prefill.cli:command", "Run a prefill worker.", "sglang"),
+    "decode": SubCommand("pdserve.decode.cli:command", "Run a decode worker.", "sglang"),
+    "agg": SubCommand(
+        "pdserve.decode.cli:agg_command", "Run an aggregated worker: both roles in one.", "sglang"
+    ),
     "elastic": SubCommand(
-        "pdserve.decode.cli:elastic_command", "Run an elastic worker: prefill or decode, request by request."
+        "pdserve.decode.cli:elastic_command",
+        "Run an elastic worker: prefill or decode, request by request.",
+        "sglang",
     ),
     "dynamo": SubCommand(
         "pdserve.integrations.dynamo.cli:app", "Run a worker of NVIDIA Dynamo with its pages in the pool."
@@ -46,13 +54,13 @@ SUB_COMMANDS: Mapping[str, SubCommand] = {
     "weights": SubCommand("pdserve.kvpool.weights.cli:app", "Store models' weights in the pool."),
     "top": SubCommand("pdserve.router.admin.top_cli:app", "Show what a cluster does, in the terminal."),
     "doctor": SubCommand("pdserve.doctor.cli:app", "Check this machine or a cluster; say what to change."),
-    "render": SubCommand("pdserve.render.cli:app", "Write a cluster file as files for Kubernetes."),
+    "render": SubCommand("pdserve.render.cli:app", "Write a cluster file as files for Kubernetes.", "render"),
     "plan": SubCommand("pdserve.sizing.cli:app", "Say how many workers a load needs; starts nothing."),
     "trial": SubCommand(
         "pdserve.sizing.trial_cli:app", "Serve a load with real workers here, beside what `plan` says."
     ),
-    "model": SubCommand("pdserve.engine.demo.cli:app", "Make the demo model."),
-    "bench": SubCommand("pdserve.bench.cli:app", "Measure serving and the pool."),
+    "model": SubCommand("pdserve.engine.demo.cli:app", "Make the demo model.", "sglang"),
+    "bench": SubCommand("pdserve.bench.cli:app", "Measure serving and the pool.", "bench"),
 }
 
 IN_A_HURRY: Final[Mapping[tuple[str, ...], str]] = {("pool", "serve"): "pdserve.kvpool.node.cli:command"}
@@ -73,17 +81,20 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         lines = f"pdserve {name}: error: {error}".split("\n")  # of a log, where a process did not start
         print("\n".join(map(printable, lines)), file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
+    except ModuleNotFoundError as error:
+        extra = SUB_COMMANDS[name].extra if name in SUB_COMMANDS else ""
+        if not extra or is_installed(extra):
+            raise
+        print(f"pdserve {name}: error: {error}: {how_to_install(extra)}", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
 
 
 def load(target: str) -> typer.Typer:
-    """The Typer app that an import string names. Raises StartupError where the module is not to be had."""
+    """The Typer app that an import string names."""
     module_name, _, attribute = target.partition(":")
-    try:
-        found = getattr(importlib.import_module(module_name), attribute)
-    except ModuleNotFoundError as error:
-        raise StartupError(f"{error}: pdserve is not installed whole here; run launch/setup.sh") from error
+    found = getattr(importlib.import_module(module_name), attribute)
     if not isinstance(found, typer.Typer):
         raise TypeError(f"{target} is not a typer.Typer but {type(found).__name__}")
     return found

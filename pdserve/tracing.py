@@ -13,14 +13,13 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from importlib.util import find_spec
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from pdserve import __version__
-from pdserve.errors import ConfigError
+from pdserve.extras import how_to_install, is_installed, needed_by
 
 EXPORT_TIMEOUT_S = 5.0
 """For one batch; at the end of the process, for what is left."""
@@ -28,7 +27,7 @@ PASSED_ON = (b"traceparent", b"tracestate")
 
 
 class Tracing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Traces of requests for an OpenTelemetry collector. Needs `pip install '.[otel]'` in the checkout."""
+    """Traces of requests for an OpenTelemetry collector. Needs `pip install 'pdserve[otel]'`."""
 
     endpoint: Annotated[
         str,
@@ -75,7 +74,7 @@ class Tracer:
 
     def __init__(self, config: Tracing, service: str, exporter: Any = None) -> None:
         """`exporter` takes the spans in place of the configured collector, at once (tests)."""
-        try:
+        with needed_by("tracing.endpoint", "otel"):
             from opentelemetry import trace
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
@@ -83,8 +82,6 @@ class Tracer:
             from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
             from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-        except ImportError as error:
-            raise ConfigError(_missing(error.name)) from None
         logging.getLogger("opentelemetry").setLevel(logging.ERROR)
         self._provider = TracerProvider(
             sampler=ParentBasedTraceIdRatio(config.sample_ratio),
@@ -127,12 +124,8 @@ def check_tracing(config: Tracing) -> None:
     """Raises ConfigError where OpenTelemetry is missing. Imports nothing and starts no thread, as a Tracer
     does.
     """
-    if config.endpoint and find_spec("opentelemetry") is None:
-        raise ConfigError(_missing("opentelemetry"))
-
-
-def _missing(name: str | None) -> str:
-    return f"tracing.endpoint is set, but {name} is missing; pip install '.[otel]' in the checkout"
+    if config.endpoint and not is_installed("otel"):
+        raise ConfigError(f"tracing.endpoint needs OpenTelemetry: {how_to_install('otel')}")
 
 
 def open_tracer(config: Tracing, service: str) -> Tracer | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -69,7 +70,7 @@ def this_machine(environment: Mapping[str, str], *, nvml: Any = None, sys: Path 
     return Machine(
         memory_bytes=limit_bytes(),
         shm_bytes=shm.f_blocks * shm.f_frsize,
-        gpus=_gpus(nvml or importlib.import_module("pynvml"), environment.get(VISIBLE), sys),
+        gpus=_gpus(nvml or _nvml(), environment.get(VISIBLE), sys),
         nics=tuple(
             Nic(name=path.name, numa_node=_numa_node(path / "device"))
             for path in sorted(sys.glob("class/infiniband/*"))
@@ -102,8 +103,17 @@ def _weight_bytes(model_path: Path) -> int:
         ) from None
 
 
+def _nvml() -> Any:
+    """SGLang brings it. Without SGLang nothing here uses a GPU."""
+    with contextlib.suppress(ImportError):
+        return importlib.import_module("pynvml")
+    return None
+
+
 def _gpus(nvml: Any, visible: str | None, sys: Path) -> tuple[Gpu, ...]:
     """In NVML's order, that of PCI addresses."""
+    if nvml is None:
+        return ()
     try:
         nvml.nvmlInit()
     except nvml.NVMLError:  # no driver: no GPU

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
 Level = Literal["ok", "warn", "fail"]
+NO_UCX: Final = "UCX is not installed"
 
 
 class Finding(msgspec.Struct, frozen=True):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
-from pdserve.doctor.facts import ArenaRoom, Finding, Level, Machine, PoolNode, Probe, Turn, Worker
+from pdserve.doctor.facts import NO_UCX, ArenaRoom, Finding, Level, Machine, PoolNode, Probe, Turn, Worker
+from pdserve.extras import how_to_install
 
 MIN_OPEN_FILES: Final = 4096
 GOOD_OPEN_FILES: Final = 16_384
@@ -44,7 +45,8 @@ def machine(facts: Machine, arenas: Sequence[ArenaRoom] = ()) -> Iterator[Findin
 
 def _sglang(facts: Machine) -> Finding:
     if not facts.sglang:
-        return _finding("sglang", "fail", "SGLang is not installed", "run launch/setup.sh, or pip install .")
+        says = "SGLang is not installed: no workers run here"
+        return _finding("sglang", "warn", says, how_to_install("sglang"))
     if facts.sglang_misfit:
         return _finding("sglang", "fail", facts.sglang_misfit, f"install sglang=={facts.sglang_tested}")
     if facts.sglang != facts.sglang_tested:
@@ -103,8 +105,8 @@ def _arena(room: ArenaRoom) -> Finding:
 def ucx(facts: Machine) -> Finding:
     """What is there, which will be used, and how fast a quick test found it."""
     if facts.ucx_error:
-        change = "install ucxx-cu13; without it only pool nodes on the worker's own host can be used"
-        return _finding("UCX", "fail", facts.ucx_error, change)
+        change = f"{how_to_install('ucx')}; without it pages go between hosts by TCP"
+        return _finding("UCX", "warn" if facts.ucx_error == NO_UCX else "fail", facts.ucx_error, change)
     kinds = {"RDMA": RDMA, "GPU-direct": GPU_DIRECT, "shared memory": SHARED_MEMORY, "TCP": ("tcp",)}
     there = [kind for kind, names in kinds.items() if any(name in facts.transports for name in names)]
     used = "RDMA" if "RDMA" in there else "TCP"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import resource
@@ -20,9 +19,10 @@ import psutil
 
 from pdserve.bench.peers.ucx_perftest import libucx_root, ucx_perftest_gbps
 from pdserve.bench.stores import BenchError
-from pdserve.doctor.facts import Machine
+from pdserve.doctor.facts import NO_UCX, Machine
 from pdserve.engine.device import computes_bfloat16
 from pdserve.errors import StartupError
+from pdserve.extras import is_installed
 from pdserve.kvpool.transports.ucx import UcxLibrary, ucx_options
 
 COPY_BYTES: Final = 32 * 1024 * 1024
@@ -81,8 +81,8 @@ def _limit(value: int) -> int:
 
 def _transports() -> tuple[tuple[str, ...], str]:
     """(UCX's transports by `ucx_info -d`, why there are none)"""
-    if importlib.util.find_spec("ucxx") is None:
-        return (), "ucxx is not installed"
+    if not is_installed("ucx"):
+        return (), NO_UCX
     try:
         UcxLibrary()
         root = libucx_root()

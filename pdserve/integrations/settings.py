@@ -4,7 +4,6 @@ processes.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +16,6 @@ from msgspec.structs import replace
 from pdserve.errors import ConfigError, StartupError
 from pdserve.kvpool.client.config import PoolClientConfig, with_pool_secrets
 from pdserve.kvpool.client.locate import locate_pool
-from pdserve.kvpool.protocol.address import is_remote
 from pdserve.logs import TEXT_FORMAT, TextFormatter
 from pdserve.pages import model_fingerprint
 from pdserve.settings.config_file import build_config
@@ -50,9 +48,6 @@ def read_settings(
     if not (pool.nodes or pool.etcd.endpoints):
         raise ConfigError(f"{source}: give pool.nodes or pool.etcd: where the pool's nodes are")
     pool = locate_pool(pool)
-    has_ucx = importlib.util.find_spec("ucxx") is not None
-    if pool.data_path == "auto" and not has_ucx and any(is_remote(ref.address) for ref in pool.nodes):
-        pool = replace(pool, data_path="tcp")  # a node may choose UCX for who leaves the choice to it
     return replace(settings, pool=pool)
 
 

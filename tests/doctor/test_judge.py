@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from pdserve.doctor import judge
 from pdserve.doctor.cluster import declined_fetches
-from pdserve.doctor.facts import ArenaRoom, Finding, Machine, PoolNode, Probe, Turn, Worker
+from pdserve.doctor.facts import NO_UCX, ArenaRoom, Finding, Machine, PoolNode, Probe, Turn, Worker
 
 MACHINE = Machine(
     open_files=100_000,
@@ -83,12 +83,13 @@ def test_nothing_is_said_of_what_is_well() -> None:
 @pytest.mark.parametrize(
     ("change", "level", "check"),
     [
-        ({"sglang": ""}, "fail", "sglang"),
+        ({"sglang": ""}, "warn", "sglang"),
         ({"sglang": "0.6"}, "warn", "sglang"),
         ({"open_files": 1024}, "fail", "open files"),
         ({"open_files": 8192}, "warn", "open files"),
         ({"shm_bytes": 1 << 40}, "warn", "/dev/shm"),
         ({"transports": (), "ucx_error": "no ucxx"}, "fail", "UCX"),
+        ({"transports": (), "ucx_error": NO_UCX}, "warn", "UCX"),
         ({"transports": ("self", "sysv")}, "fail", "UCX"),
         ({"has_infiniband": True}, "warn", "UCX"),
         ({"has_gpu": True}, "warn", "UCX"),

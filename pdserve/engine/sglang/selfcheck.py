@@ -20,6 +20,7 @@ from typing import Final
 from pdserve.engine.device import Device, choose_device
 from pdserve.engine.sglang import prepare
 from pdserve.errors import StartupError
+from pdserve.extras import how_to_install
 from pdserve.sglang_places import missing_places, places
 
 logger = logging.getLogger(__name__)
@@ -98,8 +99,8 @@ def sglang_version() -> str:
         return version("sglang")
     except PackageNotFoundError as error:
         raise StartupError(
-            f"SGLang is not installed: pip install sglang=={TESTED_SGLANG} (see launch/requirements-cpu.txt "
-            "for machines without a GPU)"
+            f"SGLang is not installed: {how_to_install('sglang')}, or launch/setup.sh in a checkout, which "
+            "leaves out what needs a GPU where there is none"
         ) from error
 
 

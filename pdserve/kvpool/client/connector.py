@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 
-from pdserve.errors import StartupError
+from pdserve.errors import ConfigError, StartupError
+from pdserve.extras import how_to_install, is_installed
 from pdserve.kvpool.client.config import PoolClientConfig
 from pdserve.kvpool.protocol.address import is_remote
 from pdserve.kvpool.transports.base import Connection
-from pdserve.kvpool.transports.control import ControlChannel, make_hello
-from pdserve.kvpool.transports.data_path import open_data_path
+from pdserve.kvpool.transports.control import make_hello
+from pdserve.kvpool.transports.data_path import connect_channel, open_data_path
 from pdserve.kvpool.transports.session import OnView
 from pdserve.kvpool.transports.shm import host_id
 from pdserve.tls.contexts import Certificates
@@ -23,11 +24,14 @@ class ConfiguredConnector:
     """
 
     def __init__(self, config: PoolClientConfig, name: str, *, populate: bool = True) -> None:
+        """Raises ConfigError: what the configured path needs is not installed."""
         self._config = config
         self._name = name
         self._populate = populate
         self._host_id = host_id()
         self._certificates = Certificates(config.tls)
+        if config.data_path == "ucx" and not is_installed("ucx"):
+            raise ConfigError(f'pool.data_path = "ucx" needs a library: {how_to_install("ucx")}')
         if _takes_ucx(config):  # load now: an operation's time-out may be shorter than the loading
             _load_ucx()
 
@@ -37,7 +41,7 @@ class ConfiguredConnector:
         views = on_view is not None
         hello = make_hello(self._name, self._host_id, config.data_path, config.token, views=views)
         tls = self._certificates.client_context
-        channel = ControlChannel.connect(address, hello, deadline_s, on_view, tls)
+        channel = connect_channel(address, hello, deadline_s, on_view, tls)
         return open_data_path(
             channel,
             ucx=config.ucx,
@@ -52,6 +56,8 @@ def _takes_ucx(config: PoolClientConfig) -> bool:
     """Whether this client will probably use UCX, before any node has answered."""
     if config.data_path != "auto":
         return config.data_path == "ucx"
+    if not is_installed("ucx"):
+        return False
     if config.tls.as_client:  # a node with TLS gives TCP to whom it gives no memory
         return False
     return any(is_remote(ref.address) for ref in config.nodes)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 from pdserve.errors import ConfigError
+from pdserve.extras import how_to_install, is_installed
 from pdserve.guesses import Guesses
 from pdserve.kvpool.core.events import Connected
 from pdserve.kvpool.core.namespace_admin import Rules
@@ -198,6 +199,8 @@ class Admission:
         ucx = self._config.ucx
         if not ucx.enabled:
             return f"has UCX off, which client {hello.client} needs"
+        if not is_installed("ucx"):
+            return f"has no UCX, which client {hello.client} needs: {how_to_install('ucx')} there"
         if not _is_local(address) and not ucx.trusted_network:
             return (
                 f"offers no UCX to other hosts, like that of client {hello.client}: where everyone who "

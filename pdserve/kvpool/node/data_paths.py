@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from pdserve.errors import PdserveError
+from pdserve.extras import is_installed
 from pdserve.kvpool.core.events import CancelTransfers, Event, StartReceive, StartSend, TransferDone
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.node.tcp.server import TcpServer
@@ -57,7 +58,7 @@ class DataPaths:
         remote = any(is_remote(address) for address in self._config.listen)
         if self._config.tcp.enabled and (remote or self._config.tcp.port):
             self._start_tcp()
-        if self._config.ucx.enabled:
+        if self._config.ucx.enabled and is_installed("ucx"):
             self.ucx.prepare(at_once=(remote and self._config.ucx.trusted_network) or ucx_was_used)
 
     async def open(self, connection: int, hello: Hello, path: DataPathName) -> DataPathInfo | Fault:

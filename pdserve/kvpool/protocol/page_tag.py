@@ -26,12 +26,7 @@ import hmac
 from collections.abc import Sequence
 from typing import Final
 
-from cryptography.hazmat.primitives.ciphers import Cipher
-from cryptography.hazmat.primitives.ciphers.algorithms import AES
-from cryptography.hazmat.primitives.ciphers.modes import GCM
-from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-
+from pdserve.extras import needed_by
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
 
 TAG_BYTES: Final = 16
@@ -43,17 +38,24 @@ class PageTags:
     """Tags of one namespace's pages. Thread-safe."""
 
     def __init__(self, page_key: str, namespace: str) -> None:
+        """Raises ConfigError: the package `cryptography` is missing, which only a page key needs."""
+        with needed_by("a page key", "encryption"):
+            from cryptography.hazmat.primitives.ciphers import Cipher
+            from cryptography.hazmat.primitives.ciphers.algorithms import AES
+            from cryptography.hazmat.primitives.ciphers.modes import GCM
+            from cryptography.hazmat.primitives.hashes import SHA256
+            from cryptography.hazmat.primitives.kdf.hkdf import HKDF
         keys = HKDF(SHA256(), length=64, salt=None, info=_LABEL + namespace.encode()).derive(
             page_key.encode()
         )
-        self._aes = AES(keys[:32])
+        self._gmac = Cipher(AES(keys[:32]), GCM(_NONCE))
         self._mac_key = keys[32:]
 
     def tag(self, key: bytes, segments: Sequence[Bytes1D]) -> bytes:
         """The tag of a page: its key, and its bytes in order, however they are cut into segments. Large
         segments are hashed without the interpreter lock.
         """
-        ghash = Cipher(self._aes, GCM(_NONCE)).encryptor()
+        ghash = self._gmac.encryptor()
         for segment in segments:
             ghash.authenticate_additional_data(segment.data)
         ghash.finalize()

@@ -27,7 +27,6 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar, Final
 
 import msgspec
@@ -35,11 +34,11 @@ import numpy as np
 from msgspec import Meta
 
 from pdserve.errors import ConfigError, PoolError, PoolUnavailable
+from pdserve.extras import how_to_install, is_installed, needed_by
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
 from pdserve.kvpool.stores.base import StoreSettings, read_options
 
 KIND: Final = "mooncake"
-HOW_TO_INSTALL: Final = "Mooncake's client is not installed: pip install 'pdserve[mooncake]'"
 BUFFER_BYTES: Final = 16 << 20  # Mooncake's default; the calls used here need none
 STAGING_BYTES: Final = 4 << 20
 """For pages outside of registered memory: records of answers, of 16 KiB each."""
@@ -80,8 +79,8 @@ class MooncakeStore:
     def check_options(settings: StoreSettings) -> None:
         """Raises ConfigError: bad options, or Mooncake is not installed."""
         read_options(settings, KIND, MooncakeOptions)
-        if find_spec("mooncake") is None:
-            raise ConfigError(HOW_TO_INSTALL)
+        if not is_installed("mooncake"):
+            raise ConfigError(f"Mooncake's client is not installed: {how_to_install('mooncake')}")
 
     def __init__(self, settings: StoreSettings) -> None:
         """Raises ConfigError, PoolUnavailable."""
@@ -188,10 +187,8 @@ def join(options: MooncakeOptions, segment_bytes: int = 0) -> Any:
     """
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)  # read when the library is loaded
-    try:
+    with needed_by('pool.engine = "mooncake"', "mooncake"):
         library = importlib.import_module("mooncake.store")
-    except ImportError as error:
-        raise ConfigError(f"{HOW_TO_INSTALL} ({error})") from error
     store = library.MooncakeDistributedStore()
     settings = {
         "local_hostname": options.hostname,

@@ -35,6 +35,7 @@ from typing import Any, Final
 import numpy as np
 
 from pdserve.errors import PoolUnavailable, StartupError
+from pdserve.extras import how_to_install
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
 
 logger = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ class UcxLibrary:
             self.array: Any = importlib.import_module("ucxx._lib.arr").Array
         except (ImportError, OSError) as error:
             raise StartupError(
-                f"UCX data path: cannot load ucxx ({error}); install ucxx-cu13, or set data_path to shm"
+                f"UCX data path: cannot load ucxx ({error}): {how_to_install('ucx')}, or set data_path to tcp"
             ) from error
 
     def context(self, options: Mapping[str, str]) -> Any:

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from pdserve.errors import ConfigError
+from pdserve.extras import needed_by
 from pdserve.router.config.redis import RedisSettings
 from pdserve.tokens import given_secret
 
@@ -16,16 +17,12 @@ def connect(settings: RedisSettings, timeout_s: float) -> tuple[Any, tuple[type[
     """(client, exceptions that it raises). Nothing is sent yet. `timeout_s`: of one exchange. Raises
     ConfigError.
     """
-    try:
+    with needed_by("redis.url", "redis"):
         from redis.asyncio import BlockingConnectionPool, Redis
         from redis.asyncio.connection import parse_url
         from redis.asyncio.retry import Retry
         from redis.backoff import NoBackoff
         from redis.exceptions import RedisError
-    except ImportError:
-        raise ConfigError(
-            "redis.url is set, but the package 'redis' is missing; pip install '.[redis]' in the checkout"
-        ) from None
     password = given_secret(
         "redis.password", settings.password, settings.password_file, "PDSERVE_REDIS_PASSWORD", os.environ
     )

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, Final, Protocol
 
+from pdserve.extras import needed_by
 from pdserve.kvpool.core.events import PagesMoved, PlacesVoid
 from pdserve.kvpool.core.state import NodeState
 from pdserve.kvpool.namespaces.catalog import Namespaces
@@ -178,8 +179,9 @@ def _page_tokens(geometry: dict[str, str]) -> int:
 
 
 def open_feed(config: EventsConfig, loop: asyncio.AbstractEventLoop, state: NodeState) -> EventFeed:
-    """Listen for subscribers. Raises StartupError."""
-    from pdserve.kvpool.node.events.publisher import Publisher  # ZeroMQ takes time to load
+    """Listen for subscribers. Raises StartupError; ConfigError: pyzmq is missing."""
+    with needed_by("events.address", "events"):
+        from pdserve.kvpool.node.events.publisher import Publisher  # ZeroMQ takes time to load
 
     publisher = Publisher(config, time.time_ns() // 1000)
     feed = EventFeed(config, loop, state, state.administration.guarded, publisher)

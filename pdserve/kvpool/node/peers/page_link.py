@@ -19,8 +19,8 @@ from pdserve.kvpool.protocol.cluster_messages import EndReplicas, ListOwned, Own
 from pdserve.kvpool.protocol.frames import expected
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
 from pdserve.kvpool.transports.base import CORRUPT, OK, Connection
-from pdserve.kvpool.transports.control import ControlChannel, make_hello
-from pdserve.kvpool.transports.data_path import open_data_path
+from pdserve.kvpool.transports.control import make_hello
+from pdserve.kvpool.transports.data_path import connect_channel, open_data_path
 from pdserve.kvpool.transports.shm import host_id
 from pdserve.tls.contexts import Certificates
 
@@ -148,7 +148,7 @@ class PeerLink:
         hello = make_hello(f"node {config.name}", host_id(), "auto", config.cluster.token)
         hello = msgspec.structs.replace(hello, node=config.name)
         tls = self._certificates.client_context
-        channel = ControlChannel.connect(self.address, hello, deadline_s, tls=tls)
+        channel = connect_channel(self.address, hello, deadline_s, tls=tls)
         if channel.welcome.node != self.peer:
             channel.close()
             raise PoolRefused(f"at {self.address} is pool node {channel.welcome.node}, not {self.peer}")

@@ -29,16 +29,16 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from pdserve.errors import ConfigError
+from pdserve.extras import needed_by
 from pdserve.kvpool.tiers.base import TierPage
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 AES_GCM: Final = 1  # number of the cipher in a record
 SECRET_BYTES: Final = 32
@@ -69,13 +69,17 @@ class PageCipher:
     """Encrypts the pages of all namespaces. Thread-safe."""
 
     def __init__(self, entries: Sequence[SecretEntry]) -> None:
-        """Raises ValueError."""
+        """Raises ValueError; ConfigError: the package `cryptography` is missing."""
+        with needed_by("encryption of pages in a tier", "encryption"):
+            from cryptography.exceptions import InvalidTag
+            from cryptography.hazmat.primitives.ciphers.aead import AESGCM
         if not 0 < len(entries) <= MAX_SECRETS:
             raise ValueError(f"the file must have 1 to {MAX_SECRETS} keys")
         self._entries = [(_secret(entry.secret), entry.namespaces) for entry in entries]
         self._ids = [
             hmac.digest(secret, _LABEL + b"id", "sha256")[:KEY_ID_BYTES] for secret, _ in self._entries
         ]
+        self._cipher, self._wrong_tag = AESGCM, InvalidTag
         self._namespace_key = lru_cache(4096)(self._derive)
 
     def covers(self, namespace: str) -> bool:
@@ -101,7 +105,7 @@ class PageCipher:
             return self._aead(number, namespace, random).decrypt(
                 random[12:], sealed, _named(page, compressor)
             )
-        except InvalidTag:
+        except self._wrong_tag:
             return None
 
     def _number(self, namespace: str) -> int:
@@ -112,9 +116,12 @@ class PageCipher:
 
     def _aead(self, number: int, namespace: str, random: bytes) -> AESGCM:
         key = hmac.digest(self._namespace_key(number, namespace), random[:12], "sha256")
-        return AESGCM(key)
+        return self._cipher(key)
 
     def _derive(self, number: int, namespace: str) -> bytes:
+        from cryptography.hazmat.primitives.hashes import SHA256
+        from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
         secret = self._entries[number][0]
         return HKDF(SHA256(), SECRET_BYTES, salt=None, info=_LABEL + namespace.encode()).derive(secret)
 

@@ -8,7 +8,11 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
-import zstandard
+
+from pdserve.extras import needed_by
+
+with needed_by('compression = "zstd"', "zstd"):
+    import zstandard
 
 LEVEL: Final = 1  # more takes much longer and gains little on KV
 MAX_ITEM_BYTES: Final = 8

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from pdserve.errors import ConfigError
+from pdserve.extras import needed_by
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -122,10 +123,8 @@ class _Translated:
 
 
 def _open(url: str, settings: Mapping[str, str], timeout_s: float, *, anonymous: bool) -> ObjectStore:
-    try:
+    with needed_by("a tier in an object store", "object"):
         from obstore.store import from_url
-    except ImportError as error:
-        raise ConfigError(f"the tier needs obstore ({error}): pip install 'pdserve[object]'") from None
     if not url.startswith(SCHEMES):
         raise ConfigError(f"options.url must begin with one of {', '.join(SCHEMES)}, found '{url}'")
     if anonymous and not url.startswith(AMAZON):
