@@ -36,7 +36,7 @@ only=${only:-$(IFS=,; echo "${usual[*]}")}
 # float32: processors without bfloat16 instructions compute it almost three times as fast
 flags=("$@")
 [ $# -gt 0 ] || flags=(--dtype float32)
-. "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+. "$(dirname "${BASH_SOURCE[0]}")/setup.sh" bench
 cd "$root"
 unset PYTHONDONTWRITEBYTECODE # or every process would compile pdserve
 out=${out:-pdserve/bench/results}

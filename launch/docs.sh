@@ -18,7 +18,7 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
-. "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+. "$(dirname "${BASH_SOURCE[0]}")/setup.sh" docs
 cd "$root"
 export NO_MKDOCS_2_WARNING=1 # the theme's note on another generator
 if [ "$what" = write ]; then python -m docs.generate --write; fi

@@ -13,7 +13,9 @@
 set -euo pipefail
 usage() { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"; }
 case ${1:-} in --help | -h) usage && exit ;; esac
-. "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+extra=serve
+if [ "${1:-}" = --test ]; then extra=test; fi
+. "$(dirname "${BASH_SOURCE[0]}")/setup.sh" "$extra"
 mode=agg model= port=8000 workers=2 run=$root/logs/dynamo arena= capacity=2GiB version=1.6.1
 START_S=600 # two engines on a busy machine
 case ${1:-} in agg | disagg | --set-up | --test) mode=$1 && shift ;; esac

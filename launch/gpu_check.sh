@@ -15,7 +15,7 @@ if [ -n "${PDSERVE_PYTHON:-}" ]; then
   root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
   python=$PDSERVE_PYTHON
 else
-  . "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+  . "$(dirname "${BASH_SOURCE[0]}")/setup.sh" serve
   python=$venv/bin/python
 fi
 cd "$root"

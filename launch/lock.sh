@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Pins what setup.sh installs, or lists what it has installed.
+# Pins what setup.sh installs, or lists what it has installed. `uv lock` would do the first, but uv.lock holds the
+# address of each file in an index, and no such address stands in this repository.
 #
 #   launch/lock.sh [--upgrade]   write launch/constraints.txt anew: its versions are kept while they fit, or are the newest
 #   launch/lock.sh --sbom FILE   write a CycloneDX list (JSON) of what is installed in .venv, with versions and licences
@@ -17,7 +18,7 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
-. "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+. "$(dirname "${BASH_SOURCE[0]}")/setup.sh" serve release
 cd "$root"
 if [ -n "$sbom" ]; then
   exec cyclonedx-py environment --output-reproducible --pyproject pyproject.toml --output-file "$sbom" "$venv/bin/python"
@@ -26,7 +27,7 @@ made=$(mktemp)
 trap 'rm -f "$made"' EXIT
 cp launch/constraints.txt "$made" # uv keeps the versions that its output file has
 uv pip compile --quiet "${upgrade[@]}" --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
-  --no-annotate --no-header --overrides <(echo "$left_out") --all-extras launch/requirements-cpu.txt pyproject.toml \
+  --no-annotate --no-header --all-extras pyproject.toml \
   -o "$made" >/dev/null
 {
   echo '# Written by launch/lock.sh, which says why some packages have no hashes.'

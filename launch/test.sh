@@ -8,7 +8,7 @@ set -euo pipefail
 case ${1:-} in
   --help | -h) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"; exit ;;
 esac
-. "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+. "$(dirname "${BASH_SOURCE[0]}")/setup.sh" test
 cd "$root"
 command -v redis-server >/dev/null || need "redis-server, which the pool is measured against," redis-server
 command -v tc >/dev/null || need "tc, which breaks the networks of tests/netns," iproute2

@@ -10,7 +10,7 @@ for argument in "$@"; do
     --) break ;;
   esac
 done
-. "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+. "$(dirname "${BASH_SOURCE[0]}")/setup.sh" serve
 defaults=()
 if [ -z "${config_given:-}" ]; then
   defaults+=(--run-dir "$root/logs/$cluster")

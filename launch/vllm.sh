@@ -13,7 +13,7 @@ VLLM=0.32.0 LMCACHE=0.5.6 TORCH=2.13.0
 own_root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 set_up_vllm() {
-  . "$own_root/launch/setup.sh"
+  . "$own_root/launch/setup.sh" "$1"
   local stamp uv override
   cd "$root"
   stamp="$root $(cat pyproject.toml launch/vllm.sh | sha256sum)"
@@ -39,14 +39,14 @@ set_up_vllm() {
 }
 
 case ${1:-} in
-  --set-up) (set_up_vllm) && exit ;;
+  --set-up) (set_up_vllm serve) && exit ;;
   --test)
-    (set_up_vllm)
+    (set_up_vllm test)
     cd "$own_root"
     .venv-vllm/bin/python -m pytest tests/integrations
     exec .venv/bin/python -m pytest tests/e2e/test_vllm.py
     ;;
   --help | -h) ;;
-  *) (set_up_vllm) ;;
+  *) (set_up_vllm serve) ;;
 esac
 . "$own_root/launch/up.sh" vllm "$@"

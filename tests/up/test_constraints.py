@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import requires
 from itertools import chain
 from pathlib import Path
 
@@ -40,10 +41,14 @@ def pinned() -> dict[str, list[tuple[Requirement, int]]]:
 
 
 def wanted() -> list[Requirement]:
-    """What pyproject.toml and requirements-cpu.txt name."""
+    """What pyproject.toml names, less its own extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
-    lines += (LAUNCH / "requirements-cpu.txt").read_text().splitlines()
+    return [one for one in map(Requirement, lines) if one.name != "pdserve"]
+
+
+def without_cuda() -> list[Requirement]:
+    lines = (LAUNCH / "without-cuda.txt").read_text().splitlines()
     return [Requirement(words) for line in lines if (words := line.partition("#")[0].strip())]
 
 
@@ -90,16 +95,25 @@ def test_the_list_of_what_is_installed_names_every_package_and_no_place(tmp_path
     assert str(Path.home()) not in text
 
 
+def test_what_is_left_out_without_a_gpu_is_what_sglang_asks_for() -> None:
+    asked = {name_of(Requirement(line)) for line in requires("sglang") or ()}
+    assert {name_of(one) for one in without_cuda()} <= asked
+    assert not any(one.marker is None or one.marker.evaluate() for one in without_cuda())
+
+
+def test_what_is_left_out_without_a_gpu_is_no_dependency_of_ours() -> None:
+    assert {name_of(one) for one in without_cuda()}.isdisjoint(map(name_of, wanted()))
+
+
 @pytest.mark.parametrize("kind", ["gpu", "cpu"])
-def test_the_pins_resolve(kind: str, tmp_path: Path) -> None:
+def test_the_pins_resolve(kind: str) -> None:
     """As setup.sh installs them: with a GPU all of SGLang's dependencies, without one the light set."""
-    light = tmp_path / "light.txt"
-    light.write_text("\n".join(str(one) for one in wanted() if one.name != "sglang"))
-    asked = [str(light)] if kind == "cpu" else ["--all-extras", "pyproject.toml"]
+    light = ["--overrides", str(LAUNCH / "without-cuda.txt")] if kind == "cpu" else []
     done = subprocess.run(
         [
             *(str(Path(sys.executable).with_name("uv")), "pip", "compile", "--quiet", "--universal"),
-            *("--python-version", "3.11", "--no-annotate", "--no-header", *asked),
+            *("--python-version", "3.11", "--no-annotate", "--no-header", *light),
+            *("--all-extras", "pyproject.toml"),
             *("--constraints", str(CONSTRAINTS)),
         ],
         cwd=ROOT,

@@ -18,7 +18,10 @@ echo "$*" >>"$ASKED"
 for last; do :; done
 if [ "$1" = venv ]; then
   rm -rf "$last"
-  mkdir -p "$last/bin" && ln -s "$PYTHON" "$last/bin/python"
+  mkdir -p "$last/bin"
+  own='[ "$1" != -m ] || { shift; echo "$@" >>"$ASKED"; exit; }'
+  printf '#!/bin/bash\\n%s\\nexec "$PYTHON" "$@"\\n' "$own" >"$last/bin/python"
+  chmod +x "$last/bin/python"
 fi
 {more}
 """
@@ -31,7 +34,7 @@ class Checkout:
         self.root, self.tools, self.asked = root, tools, tools / "asked"
         self.venv = root / ".venv"
         (root / "launch").mkdir(parents=True)
-        for name in ("setup.sh", "requirements-cpu.txt", "constraints.txt"):
+        for name in ("setup.sh", "without-cuda.txt", "constraints.txt"):
             shutil.copy(LAUNCH / name, root / "launch")
         shutil.copy(LAUNCH.parent / "pyproject.toml", root)
         program(tools / "uv", UV.replace("{more}", more))
@@ -39,38 +42,50 @@ class Checkout:
         program(tools / "python3", f'exec {sys.executable} "$@"')
         program(tools / "nvidia-smi", "exit 1")
 
-    def start(self) -> subprocess.Popen[str]:
+    def start(self, *extras: str) -> subprocess.Popen[str]:
         path = f"{self.tools}:/usr/bin:/bin"
         variables = {"PATH": path, "ASKED": str(self.asked), "PYTHON": sys.executable}
         return subprocess.Popen(
-            [str(self.root / "launch/setup.sh")],
+            [str(self.root / "launch/setup.sh"), *extras],
             env=os.environ | variables,
             stderr=subprocess.PIPE,
             text=True,
         )
 
-    def set_up(self) -> tuple[int, list[str]]:
-        """Exit status, and what was asked of `uv`: `venv` where .venv was made anew."""
+    def set_up(self, *extras: str) -> tuple[int, list[str]]:
+        """Exit status, and what was done: `venv` where .venv was made anew."""
         self.asked.unlink(missing_ok=True)
-        process = self.start()
+        process = self.start(*extras)
         process.communicate(timeout=60)
         return process.returncode, self.words()
 
-    def words(self) -> list[str]:
+    def lines(self) -> list[str]:
         asked = self.asked.read_text().splitlines() if self.asked.exists() else []
-        return [line.split()[0] for line in asked if "--dry-run" not in line]
+        return [line for line in asked if "--dry-run" not in line]
+
+    def words(self) -> list[str]:
+        return [line.split()[0] for line in self.lines()]
+
+    def installed(self) -> set[str]:
+        """What the last installation was asked for."""
+        [line] = [line for line in self.lines() if line.startswith("pip")]
+        return set(line.split())
+
+
+INSTALLED = ["pip", "pdserve.engine.first_import"]
+"""Over what is there, and what a worker imports is compiled."""
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Checkout:
     made = Checkout(tmp_path / "one", tmp_path / "bin")
-    assert made.set_up() == (0, ["venv", "pip", "pip", "pip"])
+    assert made.set_up() == (0, ["venv", *INSTALLED])
     return made
 
 
 def change_requirements(checkout: Checkout) -> None:
-    with (checkout.root / "launch/requirements-cpu.txt").open("a") as file:
-        file.write("another\n")
+    with (checkout.root / "launch/without-cuda.txt").open("a") as file:
+        file.write("another ; sys_platform == 'none'\n")
 
 
 def test_nothing_is_done_where_nothing_has_changed(checkout: Checkout) -> None:
@@ -79,8 +94,31 @@ def test_nothing_is_done_where_nothing_has_changed(checkout: Checkout) -> None:
 
 def test_a_changed_requirement_is_installed_over_what_runs_there(checkout: Checkout) -> None:
     change_requirements(checkout)
-    assert checkout.set_up() == (0, ["pip", "pip", "pip"])
+    assert checkout.set_up() == (0, INSTALLED)
     assert checkout.set_up() == (0, [])
+
+
+def test_serving_is_what_is_installed_where_nothing_else_is_asked_for(checkout: Checkout) -> None:
+    extras = {word for word in checkout.installed() if word.startswith("--extra=")}
+    assert extras == {"--extra=serve"}
+
+
+def test_what_tests_need_is_added_to_what_serving_needs(checkout: Checkout) -> None:
+    assert checkout.set_up("test") == (0, INSTALLED)
+    assert {"--extra=serve", "--extra=test"} <= checkout.installed()
+    assert checkout.set_up() == (0, [])
+    change_requirements(checkout)
+    assert checkout.set_up() == (0, INSTALLED)
+    assert {"--extra=serve", "--extra=test"} <= checkout.installed()
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_requirements_of_gpus_are_left_out_where_there_is_none(has_gpu: bool, tmp_path: Path) -> None:
+    checkout = Checkout(tmp_path / "one", tmp_path / "bin")
+    program(checkout.tools / "nvidia-smi", f"exit {int(not has_gpu)}")
+    program(checkout.tools / "g++", "cat >/dev/null")
+    assert checkout.set_up()[0] == 0
+    assert ("launch/without-cuda.txt" in checkout.installed()) is not has_gpu
 
 
 def test_a_failed_installation_is_tried_again_over_what_runs_there(checkout: Checkout) -> None:
@@ -90,7 +128,7 @@ def test_a_failed_installation_is_tried_again_over_what_runs_there(checkout: Che
     uv.write_text(works + "exit 1\n")
     assert checkout.set_up()[0] != 0
     uv.write_text(works)
-    assert checkout.set_up() == (0, ["pip", "pip", "pip"])
+    assert checkout.set_up() == (0, INSTALLED)
 
 
 def test_an_index_out_of_reach_is_noticed_where_torch_is_installed_already(tmp_path: Path) -> None:
@@ -98,14 +136,13 @@ def test_an_index_out_of_reach_is_noticed_where_torch_is_installed_already(tmp_p
     unreachable = 'case "$*" in *--dry-run*--reinstall*--refresh*) exit 1 ;; esac'
     checkout = Checkout(tmp_path / "one", tmp_path / "bin", unreachable)
     assert checkout.set_up()[0] == 0
-    installed = [line for line in checkout.asked.read_text().splitlines() if "--dry-run" not in line]
-    assert not [line for line in installed if "--torch-backend" in line]
+    assert not [word for word in checkout.installed() if "--torch-backend" in word]
 
 
 def test_a_copied_checkout_gets_an_environment_of_its_own(checkout: Checkout, tmp_path: Path) -> None:
     other = Checkout(tmp_path / "two", checkout.tools)
     shutil.copytree(checkout.venv, other.venv, symlinks=True)
-    assert other.set_up() == (0, ["venv", "pip", "pip", "pip"])
+    assert other.set_up() == (0, ["venv", *INSTALLED])
 
 
 def test_another_checkouts_environment_that_is_linked_here_is_left_alone(
@@ -113,7 +150,7 @@ def test_another_checkouts_environment_that_is_linked_here_is_left_alone(
 ) -> None:
     other = Checkout(tmp_path / "two", checkout.tools)
     other.venv.symlink_to(checkout.venv)
-    assert other.set_up() == (0, ["venv", "pip", "pip", "pip"])
+    assert other.set_up() == (0, ["venv", *INSTALLED])
     assert not other.venv.is_symlink()
     assert checkout.set_up() == (0, [])
 
@@ -133,7 +170,7 @@ def test_two_set_ups_at_once_are_one_after_the_other(tmp_path: Path) -> None:
         first.communicate(timeout=60)
         second.communicate(timeout=60)
     assert (first.returncode, second.returncode) == (0, 0)
-    assert checkout.words() == ["venv", "pip", "pip", "pip"]
+    assert checkout.words() == ["venv", *INSTALLED]
 
 
 def test_what_lies_where_only_root_looks_is_found(checkout: Checkout) -> None:
