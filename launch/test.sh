@@ -10,15 +10,7 @@ case ${1:-} in
 esac
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh" test
 cd "$root"
-command -v redis-server >/dev/null || need "redis-server, which the pool is measured against," redis-server
-command -v tc >/dev/null || need "tc, which breaks the networks of tests/netns," iproute2
-command -v etcd >/dev/null || need "etcd, by which nodes find each other," etcd-server
-command -v nft >/dev/null || need "nftables, which breaks them too," nftables
-command -v sshd >/dev/null || need "sshd, by which clusters over several hosts are started," openssh-server
-command -v prometheus >/dev/null || need "Prometheus, which the dashboards are checked with," prometheus
-command -v chromium >/dev/null || need "Chromium, which the live page is looked at with," chromium
-command -v cc >/dev/null || need "a C compiler, which a test of broken connects needs," gcc
-[[ $(ldconfig -p) = *libibverbs.so.1* ]] || need "libibverbs, without which Mooncake does not run," libibverbs1
+python -m tests.support.debian "$@"
 unset PYTHONDONTWRITEBYTECODE # or hundreds of processes would each compile pdserve
 selection=()
 if [ "${1:-}" = --fast ]; then

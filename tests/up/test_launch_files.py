@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
@@ -133,38 +132,6 @@ def test_script_help_needs_no_set_up(script: str, tmp_path: Path) -> None:
 def test_scripts_are_valid_bash() -> None:
     for script in LAUNCH.glob("*.sh"):
         subprocess.run(["bash", "-n", str(script)], check=True)
-
-
-@pytest.mark.parametrize("known", ["libibverbs.so.1", "libc.so.6"])
-def test_tests_ask_for_the_library_that_mooncakes_wheel_does_not_bring(known: str, tmp_path: Path) -> None:
-    program(tmp_path / "launch/setup.sh", f'root={tmp_path}; need() {{ echo "needs ${{*: -1}}"; }}')
-    shutil.copy(LAUNCH / "test.sh", tmp_path / "launch")
-    tools = (
-        "redis-server",
-        "tc",
-        "nft",
-        "etcd",
-        "sshd",
-        "prometheus",
-        "chromium",
-        "cc",
-        "ruff",
-        "mypy",
-        "python",
-    )
-    for tool in tools:
-        program(tmp_path / "bin" / tool, "")
-    program(tmp_path / "bin/ldconfig", f"echo '{known} (libc6,x86-64) => /lib/{known}'")
-    said = subprocess.run(
-        [str(tmp_path / "launch/test.sh"), "x"],
-        env={**os.environ, "PATH": f"{tmp_path}/bin:/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    needs = [line for line in said.stdout.splitlines() if line.startswith("needs")]
-    assert needs == ([] if known == "libibverbs.so.1" else ["needs libibverbs1"])
 
 
 NAMES = ("compare-large", "compare-small", "overlap", "sweep", "weights")
