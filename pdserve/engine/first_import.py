@@ -2,8 +2,8 @@
 
     python -m pdserve.engine.first_import
 
-Two workers that start at once would both compile SGLang. To compile all that is installed takes longer: a worker
-imports a sixth of it.
+Two workers that start at once would both compile SGLang. To compile all that is installed takes several times
+as long: a worker imports a quarter of it.
 """
 
 from __future__ import annotations
