@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from pdserve import __version__
+from pdserve.errors import ConfigError
 from pdserve.extras import how_to_install, is_installed, needed_by
 
 EXPORT_TIMEOUT_S = 5.0
