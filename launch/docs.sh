@@ -18,7 +18,9 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
-. "$(dirname "${BASH_SOURCE[0]}")/setup.sh" docs
+extras=(docs)
+if [ "$what" = write ]; then extras+=(serve); fi # they tell what workers take, too
+. "$(dirname "${BASH_SOURCE[0]}")/setup.sh" "${extras[@]}"
 cd "$root"
 export NO_MKDOCS_2_WARNING=1 # the theme's note on another generator
 if [ "$what" = write ]; then python -m docs.generate --write; fi

@@ -28,7 +28,7 @@ from pdserve.tracing import Tracer, Tracing
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OPTIONAL = (
-    *("torch", "sglang", "transformers", "setproctitle", "pynvml", "yaml", "zmq"),
+    *("torch", "sglang", "transformers", "tokenizers", "setproctitle", "pynvml", "yaml", "zmq"),
     *("cryptography", "zstandard", "ucxx", "obstore", "redis", "opentelemetry.sdk", "mooncake", "matplotlib"),
 )
 CORE = ("router", "up", "scale", "key", "pool", "weights", "top", "doctor", "plan", "dynamo")
@@ -61,13 +61,15 @@ def test_doctor_says_how_to_add_ucx() -> None:
 @pytest.mark.parametrize(
     ("words", "extra"),
     [
-        (("agg", "--engine.model-path", "m"), "sglang"),
+        (("model", "demo", "--size", "tiny", "--out", "{tmp}/m"), "sglang"),
         (("cert", "--help"), "encryption"),
         (("render",), "render"),
     ],
 )
-def test_a_command_that_needs_an_extra_names_it_in_one_line(words: tuple[str, ...], extra: str) -> None:
-    done = without_extras(*words)
+def test_a_command_that_needs_an_extra_names_it_in_one_line(
+    words: tuple[str, ...], extra: str, tmp_path: Path
+) -> None:
+    done = without_extras(*(word.format(tmp=tmp_path) for word in words))
     assert done.returncode == 1
     assert done.stderr.endswith(f": pip install 'pdserve[{extra}]'\n")
     assert done.stderr.count("\n") == 1

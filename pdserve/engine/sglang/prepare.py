@@ -11,8 +11,6 @@ import os
 import warnings
 from collections.abc import Iterator
 
-import setproctitle
-
 from pdserve.engine.device import (
     ENGINE_ENV,
     IDLE_THREADS_ENV,
@@ -30,6 +28,8 @@ def choose(device: Device, *, several_hosts: bool = False) -> None:
     """Record the device for this process and its children, and prepare this process for importing SGLang.
     `several_hosts`: the ranks of the worker are not all on this one.
     """
+    import setproctitle  # SGLang brings it: doctor runs without
+
     setproctitle.getproctitle()  # it finds the place of the title only while the environment is as it began
     os.environ[ENGINE_ENV] = device
     if several_hosts:
