@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Pins what setup.sh installs, or lists what it has installed. `uv lock` would do the first, but uv.lock holds the
-# address of each file in an index, and no such address stands in this repository.
+# Pins what setup.sh installs, or lists what it has installed. The pins are `uv pip compile`'s, not `uv lock`'s: uv.lock
+# holds the address of each file in an index, of which this repository has none, and its overrides would leave out
+# SGLang's requirements for CUDA on machines with a GPU, too. setup.sh leaves them out as it installs.
 #
 #   launch/lock.sh [--upgrade]   write launch/constraints.txt anew: its versions are kept while they fit, or are the newest
 #   launch/lock.sh --sbom FILE   write a CycloneDX list (JSON) of what is installed in .venv, with versions and licences

@@ -75,6 +75,14 @@ def test_other_hosts_get_tcp_by_themselves_where_the_network_is_not_trusted(trus
     assert path_of(FAR, "tcp", trusted_network=trusted) == "tcp"
 
 
+def test_a_node_without_ucx_gives_tcp_and_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdserve.kvpool.node.admission.is_installed", lambda extra: False)
+    assert path_of(FAR, "auto", trusted_network=True) == "tcp"
+    refused = path_of(FAR, "ucx", trusted_network=True)
+    assert isinstance(refused, m.Fault)
+    assert "pip install 'pdserve[ucx]'" in refused.message
+
+
 def test_pages_of_clients_that_come_by_tls_go_by_tls_unless_they_ask_for_ucx() -> None:
     tls = TlsConfig(certificate=Path("/c"), key=Path("/k"), ca=Path("/a"))
     assert path_of(FAR, "auto", trusted_network=True, tls=tls) == "tcp"
