@@ -63,10 +63,14 @@ _TURNS: Final = """\
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
 """
-_NO_THINKING: Final = """\
+_THINKS: Final = """\
     {%- if enable_thinking is defined and enable_thinking is false %}
         {{- '<think>\\n\\n</think>\\n\\n' }}
     {%- endif %}
+"""
+# SGLang knows the form of tool calls by a condition that a template which cannot think does not need
+_DOES_NOT_THINK: Final = """\
+    {#- Nothing if enable_thinking is defined and enable_thinking is false -#}
 """
 
 
@@ -74,11 +78,11 @@ def chat_template(default_system: str, thinks: bool) -> str:
     """Prints every role, `developer` and `root` as `system`, and content as a string or as a list of parts.
     Tools, their calls and results have the form that SGLang's `qwen` parser reads.
 
-    `default_system`: what a conversation without a system message begins with; empty: nothing. `thinks`: the
-    template knows `enable_thinking`.
+    `default_system`: what a conversation without a system message begins with; empty: nothing. `thinks`:
+    with `enable_thinking` false the answer begins after a thought of no words.
     """
     system = "{%- set default_system = " + json.dumps(default_system) + " %}\n"
-    return system + _TURNS + (_NO_THINKING if thinks else "") + "{%- endif %}\n"
+    return system + _TURNS + (_THINKS if thinks else _DOES_NOT_THINK) + "{%- endif %}\n"
 
 
 CHAT_TEMPLATE: Final = chat_template("", thinks=True)

@@ -68,11 +68,13 @@ def _unpack(requirement: str, directory: str) -> None:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise StartupError(f"cannot download {requirement}: not done within {_LIMIT_S:.0f} s") from None
+        raise StartupError(f"cannot download {requirement}: it takes more than {_LIMIT_S:.0f} s") from None
     if done.returncode:
         said = [line.strip(" \t×╰─▶├│") for line in done.stderr.splitlines()]
         reason = next((line for line in reversed(said) if line), f"exit status {done.returncode}")
-        raise StartupError(f"cannot download {requirement}: {reason}")
+        raise StartupError(
+            f"cannot download {requirement} ({reason}): check the network and the package index"
+        )
 
 
 def _installer() -> list[str]:

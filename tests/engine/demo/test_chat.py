@@ -101,6 +101,14 @@ def test_tools_follow_the_system_message(template: str, first: list[dict[str, An
     assert text.count("<|im_start|>system") == 1
 
 
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, POLITE])
+def test_sglang_knows_the_form_of_tool_calls(template: str) -> None:
+    from sglang.srt.parser.template_detection import detect_reasoning_pattern, detect_tool_call_parser
+
+    _, toggle = detect_reasoning_pattern(template)
+    assert detect_tool_call_parser(template, None, toggle) == "qwen"
+
+
 def test_a_model_that_thinks_is_asked_not_to() -> None:
     assert render([HI], enable_thinking=False).endswith(f"{ANSWER}<think>\n\n</think>\n\n")
     assert render([HI], POLITE, enable_thinking=False) == render([HI], POLITE)

