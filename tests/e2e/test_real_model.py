@@ -136,7 +136,7 @@ def test_a_conversation_of_two_turns_is_right_and_comes_from_the_pool(real: Real
 def test_answers_to_a_long_text_equal_plain_sglang(real: Real) -> None:
     """Prompts that end within the text, on, just below and just above the bounds of pages."""
     text = real.tokenizer.encode((ROOT / "README.md").read_text(), add_special_tokens=False)
-    prompts = [text[:length] for length in (63, 64, 65, 321, 1000)]
+    prompts = [text[:length] for length in (63, 64, 65, 450)]
     expected = ask_cold(real.plain, prompts)
     responses = [generate(real.router, prompt) for prompt in prompts]
     answers = [Answer.of(response.json()) for response in responses]

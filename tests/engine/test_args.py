@@ -58,8 +58,13 @@ def test_cpu_bounds_what_sglang_would_size_by_gpu() -> None:
 
 
 LLAMA = {
-    **{"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 30, "num_attention_heads": 9},
-    **{"num_key_value_heads": 3, "head_dim": 64, "max_position_embeddings": 8192, "dtype": "bfloat16"},
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "dtype": "bfloat16",
 }
 """A token's keys and values have 11,520 numbers."""
 
