@@ -4,7 +4,7 @@
 #   launch/disagg.sh [--model PATH] [--port N] [--prefill-workers N] [--decode-workers N] [--config FILE]
 #                    [--run-dir DIR] [-- SGLANG_FLAGS]
 #
-# Sets everything up first (virtual environment, demo model). Without --model a demo model with random weights is
-# made and served. --config takes the place of launch/disagg.toml. Ctrl-C stops every process.
+# Sets everything up first (virtual environment, demo model). Without --model SmolLM2-135M is downloaded and
+# served. --config takes the place of launch/disagg.toml. Ctrl-C stops every process.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/up.sh" disagg "$@"

@@ -6,8 +6,7 @@
 #   launch/vllm.sh --test         run the tests of the LMCache adapter over the real LMCache, and those with real vLLM
 #
 # Sets everything up first: .venv as ever, and .venv-vllm with vLLM, LMCache and pdserve, about 6 GB without a GPU. Without
-# --model a demo model with random weights is made and served. --config takes the place of launch/vllm.toml. Ctrl-C stops
-# every process.
+# --model SmolLM2-135M is downloaded and served. --config takes the place of launch/vllm.toml. Ctrl-C stops every process.
 set -euo pipefail
 VLLM=0.32.0 LMCACHE=0.5.6 TORCH=2.13.0
 own_root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -21,7 +21,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from msgspec.structs import replace
+
+from pdserve.capacity.facts import WorkerNeed
 from pdserve.capacity.memory import HOST_RATIO
+from pdserve.capacity.model import model_facts, token_bytes
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.device import Device
 from pdserve.engine.handoff import DirectConfig, direct_argv
@@ -36,6 +40,7 @@ HiCache.
 """
 
 _CPU_MAX_TOTAL_TOKENS = 40_000
+_CPU_MAX_KV_BYTES = 10**9  # HiCache takes twice as much again: two workers and a pool node fit into 16 GB
 # SGLang takes this share of the memory that is free at its start. Its tokens bound the KV cache anyway;
 # a small share would only make a start fail when a neighbour takes memory meanwhile.
 _CPU_MEM_FRACTION = 0.9
@@ -159,6 +164,19 @@ def served_model_name(config: EngineConfig) -> str:
     if is_pool_url(config.model_path):
         return parse_url(config.model_path).model.name  # of all revisions: clients need not know which it is
     return Path(config.model_path).resolve().name
+
+
+def cpu_total_tokens(config: EngineConfig, model: Mapping[str, Any]) -> int:
+    """`max_total_tokens` on a CPU where it is not set. `model`: the object in config.json."""
+    try:
+        facts = model_facts(config.model_path, model, 0)
+    except ConfigError:
+        return _CPU_MAX_TOTAL_TOKENS  # of an unknown kind: SGLang will say what is wrong with it
+    if config.dtype != "auto":
+        facts = replace(facts, dtype_bytes=4 if config.dtype == "float32" else 2)
+    each = token_bytes(facts, WorkerNeed(name="", role="agg", kv_cache_dtype=config.kv_cache_dtype))
+    fitting = _CPU_MAX_KV_BYTES // max(1, each) // config.page_size * config.page_size
+    return min(_CPU_MAX_TOTAL_TOKENS, max(config.page_size, fitting))
 
 
 def _sizes(config: EngineConfig, device: Device) -> list[str]:

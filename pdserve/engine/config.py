@@ -56,7 +56,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_total_tokens: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(
-            description="Tokens in the device's KV cache; none: as mem_fraction allows, on CPU up to 40,000.",
+            description="Tokens in the device's KV cache; none: as mem_fraction allows, on CPU "
+            "as many as fit into 1 GB, up to 40,000.",
         ),
     ] = None
     mem_fraction: Annotated[

@@ -12,7 +12,15 @@ from msgspec.structs import replace
 
 from pdserve.capacity.tables import node_count
 from pdserve.discovery.workers import Registration
-from pdserve.engine.args import Role, Storage, extra_config, needed, served_model_name, server_argv
+from pdserve.engine.args import (
+    Role,
+    Storage,
+    cpu_total_tokens,
+    extra_config,
+    needed,
+    served_model_name,
+    server_argv,
+)
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.device import Device, choose_device, choose_dtype
 from pdserve.engine.drain import Drain
@@ -224,7 +232,7 @@ def prepare_process(config: EngineConfig) -> tuple[EngineConfig, Device]:
             "--nnodes: ranks on several hosts talk without a token, and whoever reaches their ports owns the "
             "worker: set engine.trusted_network = true if nobody else does"
         )
-    architectures = check_model_dir(config.model_path)
+    model = check_model_dir(config.model_path)
     show_start()
     START.info("importing SGLang %s", selfcheck.sglang_version())
     device = choose_device(config.device)
@@ -232,9 +240,11 @@ def prepare_process(config: EngineConfig) -> tuple[EngineConfig, Device]:
     if dtype != config.dtype:
         START.info('engine.dtype = "auto": %s, since this processor computes no bfloat16', dtype)
         config = replace(config, dtype=dtype)
+    if device == "cpu" and config.max_total_tokens is None:
+        config = replace(config, max_total_tokens=cpu_total_tokens(config, model))
     server_argv(config, "agg", device, {})  # refuses what no role can have, before anything slow
     prepare.choose(device, several_hosts=several_hosts)
-    models.choose(architectures)
+    models.choose([str(name) for name in model["architectures"]])
     with prepare.without_gc():
         selfcheck.check_start(device)
         prepare.load_plugins()

@@ -17,22 +17,24 @@ from pdserve.pages import model_fingerprint
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 
 
-def check_model_dir(model_path: str) -> list[str]:
-    """The model's architectures. Raises StartupError unless `model_path` is a Hugging Face model directory
-    with configuration and weights, or names a model of a pool that has them.
+def check_model_dir(model_path: str) -> dict[str, Any]:
+    """The object in the model's config.json, with its `architectures`.
+
+    Raises StartupError unless `model_path` is a Hugging Face model directory with configuration and weights,
+    or names a model of a pool that has them.
     """
     if is_pool_url(model_path):
-        return _check_config(pool_model(model_path).directory / "config.json", model_path)
+        return _read_config(pool_model(model_path).directory / "config.json", model_path)
     path = Path(model_path)
     if not path.exists():
         raise StartupError(
             f"model path {model_path} does not exist: give a local Hugging Face model directory, "
             "or make one with 'pdserve model demo'"
         )
-    architectures = _check_config(path / "config.json", model_path)
+    config = _read_config(path / "config.json", model_path)
     if not any(next(path.glob(pattern), None) for pattern in _WEIGHTS):
         raise StartupError(f"model path {model_path} has no weights ({', '.join(_WEIGHTS)})")
-    return architectures
+    return config
 
 
 def pool_model(model_path: str) -> PoolModel:
@@ -60,18 +62,19 @@ def fingerprint_of(model_path: str) -> str:
     raise StartupError(f"{model_path} was pushed from a directory without a config.json or weights")
 
 
-def _check_config(config: Path, model_path: str) -> list[str]:
+def _read_config(config: Path, model_path: str) -> dict[str, Any]:
     if not config.is_file():
         raise StartupError(
             f"model path {model_path} is no Hugging Face model directory: it has no config.json"
         )
     try:
-        architectures = json.loads(config.read_text(encoding="utf-8")).get("architectures")
+        found: dict[str, Any] = json.loads(config.read_text(encoding="utf-8"))
+        architectures = found.get("architectures")
     except (OSError, ValueError, AttributeError) as error:
         raise StartupError(f"{config} cannot be read: {error}") from error
     if not architectures:
         raise StartupError(f"{config} names no model architecture: is this a Hugging Face model directory?")
-    return [str(name) for name in architectures]
+    return found
 
 
 def bind_address(host: str, port: int) -> list[socket.socket]:

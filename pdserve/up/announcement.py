@@ -18,7 +18,8 @@ def announcement(plan: Plan, model: str, environment: Mapping[str, str]) -> list
     url = plan.router_url
     router = plan.routers[0]
     keys = router.config.get("access", {}).get("keys_file") or {**environment, **router.env}.get(API_KEYS)
-    body = {"model": model, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32}
+    question = {"role": "user", "content": "What is the capital of France?"}
+    body = {"model": model, "messages": [question], "max_tokens": 32}
     words = [
         "curl",
         *(["-k"] if url.startswith("https:") else []),  # the certificate names another host

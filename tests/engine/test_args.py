@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 
-from pdserve.engine.args import served_model_name, server_argv
+from pdserve.engine.args import cpu_total_tokens, served_model_name, server_argv
 from pdserve.engine.config import EngineConfig
 from pdserve.errors import ConfigError
 from pdserve.tls.contexts import TlsConfig
@@ -55,6 +55,34 @@ def test_cpu_bounds_what_sglang_would_size_by_gpu() -> None:
     assert value(argv, "--attention-backend") == "torch_native"
     assert value(argv, "--max-total-tokens") == "40000"
     assert "--sleep-on-idle" in argv
+
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "max_position_embeddings": 8192,
+    "dtype": "bfloat16",
+}
+"""A token's keys and values have 11,520 numbers."""
+
+
+@pytest.mark.parametrize(
+    ("fields", "model", "tokens"),
+    [
+        ({}, LLAMA, 40_000),
+        ({"dtype": "float32"}, LLAMA, 21_696),  # 10**9 / 46,080 in whole pages
+        ({"dtype": "float32", "kv_cache_dtype": "bf16"}, LLAMA, 40_000),
+        ({}, LLAMA | {"num_hidden_layers": 10**6}, 64),
+        ({}, {"architectures": ["Unknown"]}, 40_000),
+    ],
+)
+def test_on_a_cpu_the_kv_cache_takes_a_gigabyte_at_most(
+    fields: dict[str, Any], model: dict[str, Any], tokens: int
+) -> None:
+    assert cpu_total_tokens(config(**fields), model) == tokens
 
 
 def test_gpu_is_left_to_sglang() -> None:

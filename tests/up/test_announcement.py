@@ -11,7 +11,8 @@ from pdserve.up.announcement import announcement
 from pdserve.up.config import ClusterFile
 from pdserve.up.plan import make_plan
 
-BODY = '{"model": "m", "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32}'
+QUESTION = '{"role": "user", "content": "What is the capital of France?"}'
+BODY = f'{{"model": "m", "messages": [{QUESTION}], "max_tokens": 32}}'
 KEY = "-H 'Authorization: Bearer YOUR_KEY' "
 
 

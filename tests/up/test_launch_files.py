@@ -129,6 +129,62 @@ def test_script_help_needs_no_set_up(script: str, tmp_path: Path) -> None:
     assert shown.stderr == ""
 
 
+class DemoScript:
+    """launch/disagg.sh in a checkout of its own, set up already, with `pdserve` replaced by lines of bash."""
+
+    def __init__(self, root: Path, program: str) -> None:
+        self.root, self.asked = root, root / "asked"
+        for directory in (root / "launch", root / ".venv/bin"):
+            directory.mkdir(parents=True)
+        for script in ("disagg.sh", "up.sh"):
+            shutil.copy(LAUNCH / script, root / "launch")
+        say = "say() { printf 'setup: %s\\n' \"$*\" >&2; }"
+        (root / "launch/setup.sh").write_text(f"root={root} venv={root}/.venv\n{say}\n")
+        path = root / ".venv/bin/pdserve"
+        path.write_text(f'#!/bin/bash\nprintf "%s\\n" "$*" >>{self.asked}\n{program}\n')
+        path.chmod(0o755)
+
+    def run(self, *words: str) -> tuple[list[str], list[str]]:
+        """What it asked of `pdserve`, with paths in the checkout, and what it said."""
+        done = subprocess.run(
+            [str(self.root / "launch/disagg.sh"), *words],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
+        return self.asked.read_text().replace(f"{self.root}/", "").splitlines(), done.stderr.splitlines()
+
+
+UP = "up launch/disagg.toml --run-dir logs/disagg --model models/"
+
+
+def test_a_script_downloads_the_demo_model_once(tmp_path: Path) -> None:
+    script = DemoScript(tmp_path, '[ "$1" = up ] || { mkdir -p "${@: -1}" && touch "${@: -1}/config.json"; }')
+    asked, said = script.run("--port", "8001")
+    assert asked == ["model demo --out models/smollm2-135m", f"{UP}smollm2-135m --port 8001"]
+    assert [line.split(",")[0] for line in said] == ["setup: making the demo model"]
+    asked, said = script.run()
+    assert (asked[2:], said) == ([f"{UP}smollm2-135m"], [])
+
+
+def test_a_script_without_a_network_says_in_one_line_that_it_serves_a_random_model(tmp_path: Path) -> None:
+    refused = "echo 'pdserve model: error: cannot download it' >&2; exit 1"
+    script = DemoScript(
+        tmp_path, f'if [ "$*" = "model demo --out {tmp_path}/models/smollm2-135m" ]; then {refused}; fi'
+    )
+    asked, said = script.run()
+    assert asked[1:] == ["model demo --size small --out models/demo-small", f"{UP}demo-small"]
+    assert said[1:] == [
+        "setup: cannot download it; serving a model with random weights in its place, demo-small"
+    ]
+
+
+def test_a_script_with_another_model_makes_none(tmp_path: Path) -> None:
+    asked, said = DemoScript(tmp_path, "").run("--model", "m")
+    assert (asked, said) == (["up launch/disagg.toml --run-dir logs/disagg --model m"], [])
+
+
 def test_scripts_are_valid_bash() -> None:
     for script in LAUNCH.glob("*.sh"):
         subprocess.run(["bash", "-n", str(script)], check=True)

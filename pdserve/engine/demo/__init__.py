@@ -1,4 +1,5 @@
-"""The demo model: a small Qwen3 with random weights and a tokenizer of its own, for trials and tests.
+"""Demo models: SmolLM2, which answers in words, and small Qwen3s with random weights for tests and
+benchmarks.
 
 May import: errors and settings.
 """

@@ -17,30 +17,19 @@ four layers see the last tokens only.
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import json
 import math
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, Final
 
-from pdserve.engine.demo.tokenizer import (
-    END_OF_TEXT,
-    MARK_TOKENS,
-    SPECIAL_TOKENS,
-    TURN_END,
-    tokenizer_config,
-    train_tokenizer,
-)
-from pdserve.errors import ConfigError, StartupError
+from pdserve.engine.demo.chat import CHAT_TEMPLATE, END_OF_TEXT, TURN_END, tokenizer_config
+from pdserve.engine.demo.directory import write_json, write_whole
+from pdserve.engine.demo.tokenizer import MARK_TOKENS, SPECIAL_TOKENS, train_tokenizer
+from pdserve.errors import ConfigError
 
-_STAMP = "pdserve_demo.json"
-_FORMAT = 4  # raise when any file this module writes changes
+_FORMAT = 5  # raise when any file this module writes changes
 _QK_NORM = 2.0  # attention scores have deviation _QK_NORM**2: sharp, yet stable in bfloat16
 _EMBEDDING_STD = 0.3  # small beside the layers' outputs, so the last token alone does not decide the next
 _OUTPUT_STD = 2.0  # of the logits
@@ -136,90 +125,29 @@ def make_demo_model(size: str, out_dir: Path, seed: int = 0, window_tokens: int 
     geometry = SIZES.get(size)
     if geometry is None:
         raise ConfigError(f"unknown demo model size {size!r}: choose one of {', '.join(SIZES)}")
-    out_dir = out_dir.expanduser().resolve()
     stamp: dict[str, Any] = {"format": _FORMAT, "size": size, "seed": seed}
     if window_tokens is not None:
         stamp["window_tokens"] = window_tokens
-    if not _holds(out_dir, stamp):
-        if not _may_replace(out_dir, stamp):
-            raise ConfigError(
-                f"{out_dir} exists and is not the {size} demo model of seed {seed}: "
-                "choose another --out or remove it"
-            )
-        try:
-            created = _write_whole(geometry, out_dir, seed, stamp)
-        except OSError as error:
-            raise StartupError(f"cannot write the demo model to {out_dir}: {error}") from error
-    else:
-        created = False
-    weights = out_dir / "model.safetensors"
-    return DemoModel(out_dir, created, _parameter_count(geometry), weights.stat().st_size)
 
-
-def _holds(directory: Path, stamp: dict[str, Any]) -> bool:
-    try:
-        found = json.loads((directory / _STAMP).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return bool(found == stamp)
-
-
-def _may_replace(out_dir: Path, stamp: dict[str, Any]) -> bool:
-    """Nothing is there, or an empty directory, or the same model made by another version of this module."""
-    if not out_dir.exists():
-        return True
-    if not out_dir.is_dir():
-        return False
-    try:
-        found = json.loads((out_dir / _STAMP).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return not any(out_dir.iterdir())
-    return bool({**found, "format": _FORMAT} == stamp)
-
-
-def _write_whole(geometry: DemoSize, out_dir: Path, seed: int, stamp: dict[str, Any]) -> bool:
-    """Write into a sibling directory and rename it; False when another process did the same first."""
-    out_dir.parent.mkdir(parents=True, exist_ok=True)
-    with _scratch_directory(out_dir) as scratch:
-        biases = _write_tokenizer(geometry, scratch)
+    def write_files(directory: Path) -> None:
+        biases = _write_tokenizer(geometry, directory)
         config = _model_config(geometry)
-        if (window_tokens := stamp.get("window_tokens")) is not None:
+        if window_tokens is not None:
             config = with_windows(config, window_tokens, [*islice(cycle(_LAYER_KINDS), geometry.layers)])
-        _write_json(scratch / "config.json", config)
-        _write_json(scratch / "generation_config.json", {"eos_token_id": _special_ids(), "do_sample": False})
-        _write_weights(geometry, biases, scratch / "model.safetensors", seed)
-        _write_json(scratch / _STAMP, stamp)
-        scratch.chmod(0o755)
-        if (out_dir / _STAMP).exists() and not _holds(out_dir, stamp):
-            with _scratch_directory(out_dir) as old:
-                out_dir.rename(old)  # another version's model: out of the way first
-        try:
-            scratch.rename(out_dir)
-        except OSError as error:
-            if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and _holds(out_dir, stamp):
-                return False
-            raise
-    return True
+        write_json(directory / "config.json", config)
+        write_json(directory / "generation_config.json", {"eos_token_id": _special_ids(), "do_sample": False})
+        _write_weights(geometry, biases, directory / "model.safetensors", seed)
 
-
-@contextlib.contextmanager
-def _scratch_directory(out_dir: Path) -> Iterator[Path]:
-    scratch = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", dir=out_dir.parent))
-    try:
-        yield scratch
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)  # gone already after the rename
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    path, created = write_whole(out_dir, stamp, f"the {size} demo model of seed {seed}", write_files)
+    weights = path / "model.safetensors"
+    return DemoModel(path, created, _parameter_count(geometry), weights.stat().st_size)
 
 
 def _write_tokenizer(geometry: DemoSize, directory: Path) -> list[float]:
     """Train and save the tokenizer; returns each token id's output bias."""
     tokenizer = train_tokenizer(geometry.vocab_size, geometry.tokenizer_text_bytes)
     tokenizer.save(str(directory / "tokenizer.json"))
-    _write_json(directory / "tokenizer_config.json", tokenizer_config(geometry.context_length))
+    write_json(directory / "tokenizer_config.json", tokenizer_config(geometry.context_length, CHAT_TEMPLATE))
     biases = [_BIAS_NEVER] * geometry.vocab_size
     for text, token in tokenizer.get_vocab(with_added_tokens=True).items():
         if text == TURN_END:

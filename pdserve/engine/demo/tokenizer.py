@@ -1,4 +1,4 @@
-"""The demo model's tokenizer and chat template, made from text found on this machine.
+"""The demo model's tokenizer, made from text found on this machine.
 
 Byte-level BPE (every byte is a token, so any text round-trips), trained on the paragraphs below and on the
 sources of Python's standard library, read in name order. The result is the same each time for one Python
@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-END_OF_TEXT = "<|endoftext|>"
-TURN_START = "<|im_start|>"
-TURN_END = "<|im_end|>"
+from pdserve.engine.demo.chat import END_OF_TEXT, TURN_END, TURN_START
+
 SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
 # Marks that SGLang's qwen tool-call and reasoning parsers look for; ordinary text to a client, so not
 # special.
@@ -47,55 +46,6 @@ exhaustiva lluvia. 敏捷的棕色狐狸跳过了懒狗。
 {"name": "get_weather", "arguments": {"city": "Paris", "unit": "celsius", "days": 3}}
 {"role": "user", "content": "Hello!"}
 {"type": "object", "properties": {"answer": {"type": "string"}}, "required": []}
-"""
-
-CHAT_TEMPLATE = """\
-{%- if tools %}
-    {{- '<|im_start|>system\\n' }}
-    {%- if messages[0].role == 'system' %}
-        {{- messages[0].content + '\\n\\n' }}
-    {%- endif %}
-    {{- '# Tools\\n\\nYou may call one or more functions to assist with the user query.\\n\\n' }}
-    {{- 'You are provided with function signatures within <tools></tools> XML tags:\\n<tools>' }}
-    {%- for tool in tools %}
-        {{- '\\n' }}
-        {{- tool | tojson }}
-    {%- endfor %}
-    {{- '\\n</tools>\\n\\nFor each function call, return a json object with function name and arguments ' }}
-    {{- 'within <tool_call></tool_call> XML tags:\\n<tool_call>\\n{"name": <function-name>, ' }}
-    {{- '"arguments": <args-json-object>}\\n</tool_call><|im_end|>\\n' }}
-{%- elif messages[0].role == 'system' %}
-    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {%- set content = message.content if message.content is string else '' %}
-    {%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
-        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
-    {%- elif message.role == 'assistant' %}
-        {{- '<|im_start|>assistant\\n' + content }}
-        {%- for call in message.tool_calls or [] %}
-            {%- set function = call.function if call.function else call %}
-            {{- '\\n<tool_call>\\n{"name": "' + function.name + '", "arguments": ' }}
-            {{- function.arguments if function.arguments is string else function.arguments | tojson }}
-            {{- '}\\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>\\n' }}
-    {%- elif message.role == 'tool' %}
-        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}
-            {{- '<|im_start|>user' }}
-        {%- endif %}
-        {{- '\\n<tool_response>\\n' + content + '\\n</tool_response>' }}
-        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}
-            {{- '<|im_end|>\\n' }}
-        {%- endif %}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}
-        {{- '<think>\\n\\n</think>\\n\\n' }}
-    {%- endif %}
-{%- endif %}
 """
 
 
@@ -147,15 +97,3 @@ def train_tokenizer(vocab_size: int, text_limit_bytes: int) -> Any:
     tokenizer.train_from_iterator(training_texts(text_limit_bytes), trainer)
     tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in MARK_TOKENS])
     return tokenizer
-
-
-def tokenizer_config(context_length: int) -> dict[str, Any]:
-    """What `tokenizer_config.json` holds beside the tokenizer itself."""
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": context_length,
-        "eos_token": TURN_END,
-        "pad_token": END_OF_TEXT,
-        "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
-    }

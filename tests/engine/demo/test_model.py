@@ -5,14 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
-import jinja2
 import pytest
 from tokenizers import Tokenizer
 
 from pdserve.engine.demo.model import FULL, SIZES, SLIDING, DemoModel, make_demo_model
-from pdserve.engine.demo.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS
+from pdserve.engine.demo.tokenizer import SPECIAL_TOKENS
 from pdserve.errors import ConfigError
 
 
@@ -100,44 +98,3 @@ def test_special_tokens_have_the_configured_ids(tiny: DemoModel) -> None:
     assert [tokenizer.token_to_id(token) for token in SPECIAL_TOKENS] == [0, 1, 2]
     assert config["eos_token_id"] == tokenizer.token_to_id("<|im_end|>")
     assert tokenizer.get_vocab_size() <= config["vocab_size"]
-
-
-def render(messages: list[dict[str, Any]], **values: Any) -> str:
-    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)  # as transformers sets it up
-    environment.filters["tojson"] = json.dumps
-    return environment.from_string(CHAT_TEMPLATE).render(
-        messages=messages, add_generation_prompt=True, **values
-    )
-
-
-def test_template_renders_a_plain_conversation() -> None:
-    messages = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "Hello"},
-        {"role": "user", "content": "Bye"},
-    ]
-    assert render(messages) == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
-        "<|im_start|>assistant\nHello<|im_end|>\n<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n"
-    )
-
-
-def test_a_longer_conversation_begins_with_the_shorter_one() -> None:
-    first = [{"role": "user", "content": "Hi"}]
-    second = [*first, {"role": "assistant", "content": "Hello"}, {"role": "user", "content": "Bye"}]
-    assert render(second).startswith(render(first))
-
-
-def test_template_renders_tools_calls_and_results() -> None:
-    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    messages = [
-        {"role": "user", "content": "1+1?"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "content": "2"},
-        {"role": "tool", "content": "two"},
-    ]
-    text = render(messages, tools=[{"type": "function", "function": {"name": "add"}}])
-    assert '<tools>\n{"type": "function", "function": {"name": "add"}}\n</tools>' in text
-    assert '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>' in text
-    assert "<tool_response>\n2\n</tool_response>\n<tool_response>\ntwo\n</tool_response><|im_end|>" in text

@@ -15,7 +15,7 @@ from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 from sglang.srt.managers.io_struct import GenerateReqInput
 from transformers import PreTrainedTokenizerFast
 
-from pdserve.engine.demo.tokenizer import CHAT_TEMPLATE, END_OF_TEXT, TURN_END
+from pdserve.engine.demo.chat import CHAT_TEMPLATE, END_OF_TEXT, TURN_END
 from pdserve.engine.http.meeting_room import Room, enter_room
 from pdserve.engine.http.request import HttpRequest
 from pdserve.engine.sglang.prompt import FOR_THE_POOL

@@ -10,7 +10,7 @@ from functools import cache
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.engine.demo.tokenizer import TURN_END
+from pdserve.engine.demo.chat import TURN_END
 from pdserve.engine.turns.segments import Prompt, StopTokens, cut, scope_of
 from tests.support.engine.turns import OPENING, decode, encode, end, said, tokenizer
 

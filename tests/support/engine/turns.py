@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from pdserve.engine.demo.tokenizer import TURN_END, train_tokenizer
+from pdserve.engine.demo.chat import TURN_END
+from pdserve.engine.demo.tokenizer import train_tokenizer
 from pdserve.engine.turns.exact import Asked, ExactTurns
 from pdserve.engine.turns.memory import Memory
 from pdserve.engine.turns.segments import StopTokens

@@ -180,8 +180,22 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         ATTENTION_BACKEND,
         "TorchNativeAttnBackend._run_sdpa_forward_decode",
-        ("req_to_token", "req_pool_indices", "seq_lens", "sliding_window_size"),
-        attention.from_slots_of_windows,
+        (
+            "query",
+            "output",
+            "k_cache",
+            "v_cache",
+            "req_to_token",
+            "req_pool_indices",
+            "seq_lens",
+            "encoder_lens",
+            "scaling",
+            "enable_gqa",
+            "causal",
+            "is_cross_attn",
+            "sliding_window_size",
+        ),
+        lambda original: attention.from_slots_of_windows(attention.decode_in_groups(original)),
     ),
 )
 KERNELS_OF_DRAFTS: dict[str, dict[str, Callable[..., None]]] = {

@@ -109,9 +109,31 @@ def test_attention_that_is_not_causal_is_left_to_sglang() -> None:
     def original(*_args: object, **kwargs: object) -> torch.Tensor:
         return torch.tensor([float(bool(kwargs["is_cross_attn"]))])
 
-    run = attention.extend_new_queries_only(original)
     nothing = torch.empty(0)
-    assert run(None, *[nothing] * 9, is_cross_attn=True).item() == 1.0
+    for attend, tensors in ((attention.extend_new_queries_only, 9), (attention.decode_in_groups, 7)):
+        assert attend(original)(None, *[nothing] * tensors, is_cross_attn=True).item() == 1.0
+
+
+@pytest.mark.parametrize("window", [None, -1, 0, 3, 100])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("value_dim", [8, 6])
+def test_a_decoded_token_equals_the_last_of_an_extended_prompt(
+    window: int | None, kv_heads: int, value_dim: int
+) -> None:
+    heads, dim, totals = 4, 8, [1, 12, 7]
+    keys, values = torch.randn(40, kv_heads, dim), torch.randn(40, kv_heads, value_dim)
+    table = torch.stack([torch.randperm(40)[:12] for _ in range(5)])
+    query, requests = torch.randn(len(totals), heads, dim), torch.tensor([4, 0, 2])
+    lengths = torch.tensor(totals)
+    options = {"scaling": 0.3, "enable_gqa": True, "sliding_window_size": window}
+    shared = (keys, values, table, requests, lengths)
+    decoded, extended = (torch.empty(len(totals), heads, value_dim) for _ in range(2))
+    one = torch.ones_like(lengths)
+    run = attention.decode_in_groups(lambda *_args, **_kwargs: torch.empty(0))
+    run(None, query, decoded, *shared, **options)
+    run = attention.extend_new_queries_only(lambda *_args, **_kwargs: torch.empty(0))
+    run(None, query, extended, *shared, lengths - one, one, causal=True, **options)
+    assert torch.allclose(decoded, extended, atol=1e-6)
 
 
 class KeyOf:
