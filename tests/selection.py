@@ -1,0 +1,76 @@
+"""Which tests a run takes.
+
+The default run leaves out the tests that are marked `extended` and those of the folders below. They run under
+`launch/test.sh --all`, when the command line names their file, when their own file changed, and when a file
+changed that RISKS names: then those of the paths that stand beside it.
+
+A file has changed where it differs from the commit at which this branch left `main`, uncommitted work included.
+Continuous integration tests `main` itself, from which nothing differs: it runs the default selection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+EXTENDED_FOLDERS = ("tests/bench", "tests/netns", "tests/render", "tests/sizing")
+"""Measuring code, networks that need root, images and containers: every test in them is extended."""
+
+_MODELS = ("tests/e2e", "tests/engine")
+_NODES = ("tests/contracts", "tests/hostile", "tests/kvpool")
+RISKS: dict[str, tuple[str, ...]] = {
+    "pdserve/capacity/model.py": _MODELS,
+    "pdserve/engine": _MODELS,  # SGLang's private names, page names, prompts, turns
+    "pdserve/integrations": ("tests/integrations", "tests/e2e"),
+    "pdserve/kvpool/hicache": (*_MODELS, "tests/kvpool/hicache"),
+    "pdserve/kvpool/mover": (*_MODELS, "tests/kvpool/mover"),
+    "pdserve/kvpool/node/tcp": (*_NODES, "tests/netns"),
+    "pdserve/kvpool/node/ucx": (*_NODES, "tests/netns"),
+    "pdserve/kvpool/node/upgrade": ("tests/kvpool/node/upgrade",),
+    "pdserve/kvpool/protocol": (*_NODES, "tests/e2e"),
+    "pdserve/kvpool/transports": (*_NODES, "tests/netns"),
+    "pdserve/pages.py": (*_MODELS, *_NODES),
+    "pdserve/render": ("tests/render",),
+    "pdserve/router/processes": ("tests/router/processes",),
+    "pdserve/up/places": ("tests/contracts", "tests/up"),
+    "Containerfile": ("tests/up/test_image.py",),
+    "launch/constraints.txt": ("tests/up/test_constraints.py",),
+    "launch/requirements-cpu.txt": ("tests/up/test_constraints.py",),
+    "pyproject.toml": ("tests/up/test_constraints.py",),
+}
+"""A changed file or folder, and the paths whose extended tests run then."""
+
+BOUNDS_S: dict[str, float] = {}
+"""Seconds that the tests of a folder may take in the default run on two cores. More is a warning."""
+
+
+def is_within(path: str, folder: str) -> bool:
+    """Whether a path is this folder or file, or lies in it."""
+    return path == folder or path.startswith(f"{folder}/")
+
+
+def at_risk(changed: Iterable[str]) -> dict[str, str]:
+    """Paths whose extended tests run, and a changed file that is why. Paths are relative to the checkout."""
+    return dict(sorted(_at_risk(changed)))
+
+
+def _at_risk(changed: Iterable[str]) -> Iterator[tuple[str, str]]:
+    for path in sorted(changed, reverse=True):
+        if path.startswith("tests/") and path.rpartition("/")[2].startswith("test_"):
+            yield path, path
+        for risk, tests in RISKS.items():
+            if is_within(path, risk):
+                yield from ((test, path) for test in tests)
+
+
+def is_extended(path: str, is_marked: bool) -> bool:
+    return is_marked or any(is_within(path, folder) for folder in EXTENDED_FOLDERS)
+
+
+def is_taken(path: str, wanted: Iterable[str]) -> bool:
+    """Whether an extended test in the file `path` runs where those of the paths `wanted` do."""
+    return any(is_within(path, folder) for folder in wanted)
+
+
+def over_their_bounds(taken_s: dict[str, float]) -> dict[str, float]:
+    """The bounds of folders that took longer."""
+    return {folder: bound for folder, bound in BOUNDS_S.items() if taken_s.get(folder, 0.0) > bound}
