@@ -75,6 +75,7 @@ def test_everything_that_is_wanted_is_pinned(python: str) -> None:
     assert "uv" in pins
 
 
+@pytest.mark.extended
 def test_the_list_of_what_is_installed_names_every_package_and_no_place(tmp_path: Path) -> None:
     """As `launch/lock.sh --sbom` makes it."""
     [command] = re.findall(r"exec (cyclonedx-py .*)", (LAUNCH / "lock.sh").read_text())
@@ -90,6 +91,7 @@ def test_the_list_of_what_is_installed_names_every_package_and_no_place(tmp_path
     assert str(Path.home()) not in text
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", ["gpu", "cpu"])
 def test_the_pins_resolve(kind: str, tmp_path: Path) -> None:
     """As setup.sh installs them: with a GPU all of SGLang's dependencies, without one the light set."""
