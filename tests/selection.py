@@ -19,7 +19,10 @@ _MODELS = ("tests/e2e", "tests/engine")
 _NODES = ("tests/contracts", "tests/hostile", "tests/kvpool")
 RISKS: dict[str, tuple[str, ...]] = {
     "pdserve/capacity/model.py": _MODELS,
-    "pdserve/engine": _MODELS,  # SGLang's private names, page names, prompts, turns
+    "pdserve/engine/page_names.py": _MODELS,
+    "pdserve/engine/prompt_identity.py": _MODELS,
+    "pdserve/engine/sglang": _MODELS,
+    "pdserve/engine/turns": _MODELS,
     "pdserve/integrations": ("tests/integrations", "tests/e2e"),
     "pdserve/kvpool/hicache": (*_MODELS, "tests/kvpool/hicache"),
     "pdserve/kvpool/mover": (*_MODELS, "tests/kvpool/mover"),
