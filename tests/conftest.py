@@ -14,7 +14,7 @@ from hypothesis import settings
 
 pytest_plugins = ["pytester", "tests.support.suite.chosen", "tests.support.suite.timing"]
 
-HANGS_S = 30
+HANGS_S = 60
 """How long an asynchronous test may take that has no `timeout` mark."""
 
 # how long an example takes says more about what else the machine does than about the code; what lands is

@@ -11,7 +11,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import pytest
 from redis.asyncio import Redis
 
@@ -24,7 +23,7 @@ from pdserve.router.processes.agreement_channel import shared_limits
 from pdserve.router.sessions.redis_client import connect
 from pdserve.router.tenants.api_keys import key_line
 from pdserve.router.tenants.tenant import TenantState
-from tests.support.router.harness import CHAT, FAST, Harness, routed
+from tests.support.router.harness import CHAT, PATIENT, Harness, routed
 from tests.support.router.mock_worker import ANSWER, Gate, MockWorker, Received, Wire, workers
 from tests.support.router.redis_server import RedisServer, redis_server
 from tests.support.router.slow_redis import slow_redis
@@ -34,8 +33,6 @@ BY_ALICE = {"authorization": f"Bearer {ALICE}"}
 CHANNEL = "pdserve:limits"
 STAYS_S, SOON_AWAY_S = 60.0, 1.0
 """How long a Redis may be silent: longer than this machine is ever busy, or no longer than a test waits."""
-PATIENT = msgspec.structs.replace(FAST, first_byte_s=60.0, whole_answer_s=60.0, total_s=120.0)
-"""Requests are held at the worker for as long as a test looks at them."""
 
 
 @pytest.fixture
