@@ -1,11 +1,11 @@
 """Which tests a run takes.
 
 The default run leaves out the tests that are marked `extended` and those of the folders below. They run under
-`launch/test.sh --all`, when the command line names their file, when their own file changed, and when a file
-changed that RISKS names: then those of the paths that stand beside it.
+`launch/test.sh --all`, when the command line names their file, and when a file changed that RISKS names: then those
+of the paths that stand beside it.
 
-A file has changed where it differs from the commit at which this branch left `main`, uncommitted work included.
-Continuous integration tests `main` itself, from which nothing differs: it runs the default selection.
+A file has changed where it differs from the commit at which this branch left `main`, committed or not. Continuous
+integration tests `main` itself, from which nothing differs: it runs the default selection.
 """
 
 from __future__ import annotations
@@ -30,9 +30,12 @@ RISKS: dict[str, tuple[str, ...]] = {
     "pdserve/kvpool/node/ucx": (*_NODES, "tests/netns"),
     "pdserve/kvpool/node/upgrade": ("tests/kvpool/node/upgrade",),
     "pdserve/kvpool/protocol": (*_NODES, "tests/e2e"),
+    "pdserve/kvpool/node/peers": ("tests/kvpool/node/peers", "tests/netns"),
     "pdserve/kvpool/transports": (*_NODES, "tests/netns"),
+    "pdserve/kvpool/weights": ("tests/kvpool/weights",),
     "pdserve/pages.py": (*_MODELS, *_NODES),
     "pdserve/render": ("tests/render",),
+    "pdserve/router/dispatch": ("tests/router/dispatch",),
     "pdserve/router/processes": ("tests/router/processes",),
     "pdserve/up/places": ("tests/contracts", "tests/up"),
     "Containerfile": ("tests/up/test_image.py",),
@@ -58,8 +61,6 @@ def at_risk(changed: Iterable[str]) -> dict[str, str]:
 
 def _at_risk(changed: Iterable[str]) -> Iterator[tuple[str, str]]:
     for path in sorted(changed, reverse=True):
-        if path.startswith("tests/") and path.rpartition("/")[2].startswith("test_"):
-            yield path, path
         for risk, tests in RISKS.items():
             if is_within(path, risk):
                 yield from ((test, path) for test in tests)

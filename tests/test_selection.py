@@ -37,8 +37,6 @@ def test_every_path_of_the_tables_is_there() -> None:
         ("pdserve/pages.py", "tests/kvpool/test_x.py", True),
         ("pdserve/pages.pyi", "tests/kvpool/test_x.py", False),
         ("docs/index.md", "tests/docs/test_pages.py", False),
-        ("tests/bench/pool/test_quiet.py", "tests/bench/pool/test_quiet.py", True),
-        ("tests/bench/pool/test_quiet.py", "tests/bench/pool/test_restart.py", False),
         ("tests/support/e2e/warm.py", "tests/e2e/test_mooncake.py", False),
     ],
 )

@@ -170,6 +170,7 @@ async def test_schemathesis_finds_nothing_wrong_with_the_document(tmp_path: Path
         assert decodes[0].answered > 10, report  # type: ignore[attr-defined]
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(120)
 async def test_a_document_that_is_wrong_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check above can fail: here the document forgets that a model may be unknown."""

@@ -134,6 +134,7 @@ async def test_a_router_without_workers_says_so_in_one_line() -> None:
     assert "no workers" in said
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(60)
 async def test_a_child_whose_workers_do_not_fit_ends_the_router() -> None:
     prefill, decode = MockWorker("prefill"), MockWorker("decode", page_size=64)

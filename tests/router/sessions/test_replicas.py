@@ -17,6 +17,7 @@ from pdserve.router.placement.request_facts import RequestFacts
 from pdserve.router.sessions.keys import named
 from tests.support.router.harness import PATIENT, routed
 from tests.support.router.mock_worker import MockWorker, workers
+from tests.support.suite.extended import extended
 
 SESSIONS, WORKERS = 10_000, 7
 CONFIG = RouterConfig(prefill_policy="affinity", min_prefill_tokens=256)
@@ -54,7 +55,7 @@ class Replica:
 @pytest.mark.parametrize(
     ("in_flight", "most_moves"),
     [
-        (7, 0),  # no worker can have more than the 8 requests that are never called overload
+        extended(7, 0),  # no worker can have more than the 8 requests that are never called overload
         (20, 150),  # four turns in a thousand find their worker with three times the mean, and move
     ],
 )

@@ -214,7 +214,7 @@ async def served(server: uvicorn.Server) -> AsyncIterator[int]:
 
 @asynccontextmanager
 async def routed(config: RouterConfig, tracer: Tracer | None = None) -> AsyncIterator[Harness]:
-    """A router with this configuration on a free port. Its probes are patient, unless the test says how they are."""
+    """A router with this configuration on a free port. Its probes are patient unless it says more of them."""
     if config.probe == Probe():
         config = msgspec.structs.replace(config, probe=Probe(timeout_s=60.0))
     async with (

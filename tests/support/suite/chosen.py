@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.selection import EXTENDED_FOLDERS, at_risk, is_extended, is_taken, is_within
+from tests.support.suite.extended import VARIABLE
 
 _wanted = pytest.StashKey[dict[str, str]]()
 _left_out = pytest.StashKey[Counter[str]]()
@@ -50,6 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[_wanted] = given["wanted"]
     elif config.getoption("--all"):
         config.stash[_wanted] = {"tests": "--all"}
+        os.environ[VARIABLE] = "1"  # also for the processes that run tests
     else:
         changed = set() if "CI" in os.environ else changed_files(config.rootpath)
         named = named_paths(config.args, config.rootpath, config.invocation_params.dir)

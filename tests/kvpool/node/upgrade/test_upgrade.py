@@ -41,6 +41,7 @@ from tests.support.kvpool.connectors import connect
 from tests.support.kvpool.moving_nodes import Nodes
 from tests.support.kvpool.node_model import key
 from tests.support.kvpool.pools import KIB, ProcessPool, arena_dir, remove_arena, remove_arena_dir
+from tests.support.suite.extended import extended
 
 pytestmark = pytest.mark.long
 
@@ -143,7 +144,9 @@ class Load:
             self._read(mine)
 
 
-@pytest.mark.parametrize(("data_path", "upgrades"), [("shm", 2), ("ucx", 1), ("tcp", 2)])
+@pytest.mark.parametrize(
+    ("data_path", "upgrades"), [("shm", 2), ("tcp", 1), extended("ucx", 1), extended("tcp", 2)]
+)
 def test_upgrades_under_load_fail_no_operation_and_lose_no_page(
     make_node: Callable[..., ProcessPool], data_path: str, upgrades: int
 ) -> None:
@@ -171,7 +174,7 @@ def test_upgrades_under_load_fail_no_operation_and_lose_no_page(
     node.close()
 
 
-@pytest.mark.parametrize(("data_path", "upgrades"), [("shm", 2), ("ucx", 1)])
+@pytest.mark.parametrize(("data_path", "upgrades"), [("shm", 2), extended("ucx", 1)])
 def test_sighup_upgrades_a_node_under_load_as_often_as_it_comes(
     make_node: Callable[..., ProcessPool], data_path: str, upgrades: int
 ) -> None:
@@ -244,6 +247,7 @@ def hung_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 HARDLY_WAITS_FOR_TIERS = "from pdserve.kvpool.node.tiers import node_tiers; node_tiers.STOP_TIMEOUT_S = 0.2"
 
 
+@pytest.mark.extended
 def test_a_node_with_a_tier_that_hangs_is_upgraded_all_the_same(
     make_node: Callable[..., ProcessPool],
     tmp_path: Path,
@@ -631,6 +635,7 @@ main(sys.argv[1:])
 """
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("moment", [WHILE_ITS_LOOP_CLOSES, BEFORE_THE_NEXT_PROGRAM])
 def test_a_node_that_is_told_to_stop_when_it_no_longer_serves_stops_afterwards(
     make_node: Callable[..., ProcessPool], monkeypatch: pytest.MonkeyPatch, moment: str
@@ -669,6 +674,7 @@ def test_a_new_version_that_would_not_start_leaves_the_node_as_it_is(
     node.close()
 
 
+@pytest.mark.extended
 def test_a_node_that_starts_fresh_and_leaves_nothing_keeps_its_pages_over_an_upgrade(
     make_node: Callable[..., ProcessPool],
 ) -> None:
