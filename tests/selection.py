@@ -1,11 +1,11 @@
 """Which tests a run takes.
 
 The default run leaves out the tests that are marked `extended` and those of the folders below. They run under
-`launch/test.sh --all`, when the command line names their file, and when a file changed that RISKS names: then those
-of the paths that stand beside it.
+`launch/test.sh --all`, when the command line names their file, and when a file changed that RISKS names: then
+those of the paths that stand beside it.
 
-A file has changed where it differs from the commit at which this branch left `main`, committed or not. Continuous
-integration tests `main` itself, from which nothing differs: it runs the default selection.
+A file has changed where it differs from the commit at which this branch left `main`, committed or not.
+Continuous integration tests `main` itself, from which nothing differs: it runs the default selection.
 """
 
 from __future__ import annotations

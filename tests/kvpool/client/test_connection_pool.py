@@ -155,9 +155,13 @@ def test_a_node_that_came_back_is_found_whatever_went_wrong_meanwhile(
     node: Node, make: MakeLink, error: Exception
 ) -> None:
     link = make()
-    with pytest.raises(PoolTimeout), link.acquire(soon()):
+
+    def late(_: OpenConnection) -> None:
         node.error = error  # from the first try on
         raise PoolTimeout("late")
+
+    with pytest.raises(PoolTimeout):
+        link.use(soon(), late)
     until(lambda: node.attempts >= 3)
     node.error = None
     until(lambda: link.up)
