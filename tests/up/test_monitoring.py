@@ -83,6 +83,12 @@ def test_the_check_finds_what_is_not_there(expression: str, missing: set[str]) -
     assert unknown(expression, listed()) == missing
 
 
+def test_every_query_names_metrics_and_labels_that_are_listed() -> None:
+    live = listed()
+    assert len(live) > 50
+    assert {(board, panel): missing for board, panel, e in queries() if (missing := unknown(e, live))} == {}
+
+
 @pytest.mark.extended
 def test_every_query_parses(tmp_path: Path) -> None:
     rules = [{"record": f"q{i}", "expr": expression} for i, (_, _, expression) in enumerate(queries())]
