@@ -29,6 +29,11 @@ def test_every_path_of_the_tables_is_there() -> None:
     assert sorted(path for path in {*named, *selection.BOUNDS_S} if not (ROOT / path).exists()) == []
 
 
+def test_the_fast_folders_may_take_nine_minutes_of_two_processes_in_all() -> None:
+    fast_s = sum(bound for folder, bound in selection.BOUNDS_S.items() if folder != "tests/e2e")
+    assert fast_s <= 2 * 9 * 60
+
+
 @pytest.mark.parametrize(
     ("changed", "path", "runs"),
     [
@@ -45,7 +50,7 @@ def test_a_change_brings_the_extended_tests_that_stand_beside_it(changed: str, p
 
 
 def test_tests_are_extended_by_their_mark_or_their_folder() -> None:
-    assert is_extended("tests/netns/test_hosts.py", is_marked=False)
+    assert is_extended("tests/bench/pool/test_quiet.py", is_marked=False)
     assert is_extended("tests/up/test_plan.py", is_marked=True)
     assert not is_extended("tests/up/test_plan.py", is_marked=False)
 

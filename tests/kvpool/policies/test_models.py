@@ -356,4 +356,4 @@ class GhostMachine(RuleBasedStateMachine):
 
 
 TestGhosts = GhostMachine.TestCase
-TestGhosts.settings = settings(max_examples=30, stateful_step_count=60, deadline=None)
+TestGhosts.settings = settings(max_examples=examples(60), stateful_step_count=60, deadline=None)

@@ -13,7 +13,6 @@ import torch
 
 from pdserve.engine.sglang.cpu import attention, copies, hashing, hooks, operators, streams
 from pdserve.pages import page_hashes
-from tests.support.suite.extended import extended
 
 
 def slots(pages: list[int], page_size: int) -> torch.Tensor:
@@ -223,9 +222,8 @@ stand_in.install()
     assert "must be installed before sglang.srt" in run_python(code).stderr
 
 
-@pytest.mark.parametrize(
-    "environment", [{}, extended({"PDSERVE_ENGINE_DEVICE": "cuda"})], ids=["no worker", "a GPU"]
-)
+@pytest.mark.extended
+@pytest.mark.parametrize("environment", [{}, {"PDSERVE_ENGINE_DEVICE": "cuda"}], ids=["no worker", "a GPU"])
 def test_plugin_replaces_nothing_of_a_cpu_outside_a_worker_on_one(environment: dict[str, str]) -> None:
     code = """
 import sys
