@@ -58,8 +58,8 @@ BOUNDS_S: dict[str, float] = {
     "tests/router": 200,
     "tests/up": 80,
 }
-"""Seconds that the tests of a folder may take in the default run on two cores. More is a warning: others may use
-the machine. Those that start no SGLang run two at a time, in nine minutes: a test holds their sum.
+"""Seconds that the tests of a folder may take in the default run on two cores. More is a warning: others may
+use the machine. Those that start no SGLang run two at a time, in nine minutes: a test holds their sum.
 """
 
 
