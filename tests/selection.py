@@ -41,7 +41,6 @@ RISKS: dict[str, tuple[str, ...]] = {
     "pdserve/up/places": ("tests/contracts", "tests/up"),
     "Containerfile": ("tests/up/test_image.py",),
     "launch/constraints.txt": ("tests/up/test_constraints.py",),
-    "launch/requirements-cpu.txt": ("tests/up/test_constraints.py",),
     "pyproject.toml": ("tests/up/test_constraints.py",),
 }
 """A changed file or folder, and the paths whose extended tests run then."""
