@@ -1,4 +1,4 @@
-"""The whole suite: examples of property tests, order of the tests, time of each folder."""
+"""The whole suite: which tests run, their order, examples of property tests, time of each folder."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import asyncio
 import inspect
 import logging
 import os
-from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import uvloop
 from hypothesis import settings
 
-HANGS_S = 30
+pytest_plugins = ["pytester", "tests.support.suite.chosen", "tests.support.suite.timing"]
+
+HANGS_S = 60
 """How long an asynchronous test may take that has no `timeout` mark."""
 
 # how long an example takes says more about what else the machine does than about the code; what lands is
@@ -56,20 +56,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return "cluster" in getattr(item, "fixturenames", ()), is_long != several
 
     items.sort(key=place)
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """How long the tests of each folder took, set-up and teardown included. A folder's time holds that of the
-    folders within it.
-    """
-    seconds: Counter[Path] = Counter()
-    for reports in terminalreporter.stats.values():
-        for report in reports:
-            if isinstance(report, pytest.TestReport):
-                seconds.update(
-                    dict.fromkeys(list(Path(report.nodeid.partition("::")[0]).parents)[:-1], report.duration)
-                )
-    if seconds:
-        terminalreporter.section("seconds of each folder")
-        for folder, taken_s in sorted(seconds.items()):
-            terminalreporter.line(f"{taken_s:8.1f} {folder}")

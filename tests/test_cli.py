@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from pdserve.cli import SUB_COMMANDS, load
+from tests.support.command import pdserve_here
 
 
 def pdserve(*words: str) -> subprocess.CompletedProcess[str]:
@@ -49,27 +50,27 @@ def test_the_router_imports_no_numpy() -> None:
 
 @pytest.mark.parametrize("name", SUB_COMMANDS)
 def test_every_sub_command_has_help(name: str) -> None:
-    shown = pdserve(name, "--help")
+    shown = pdserve_here(name, "--help")
     assert shown.returncode == 0, shown.stderr
     assert f"Usage: pdserve {name} " in shown.stdout
 
 
 def test_no_words_show_the_help() -> None:
-    assert "Commands:" in pdserve().stdout
+    assert "Commands:" in pdserve_here().stdout
 
 
 def test_version() -> None:
-    assert pdserve("--version").stdout.startswith("pdserve 0.")
+    assert pdserve_here("--version").stdout.startswith("pdserve 0.")
 
 
 def test_an_unknown_sub_command_is_a_usage_error() -> None:
-    shown = pdserve("rooter")
+    shown = pdserve_here("rooter")
     assert shown.returncode == 2
     assert "No such command 'rooter'" in shown.stderr
 
 
 def test_a_configuration_error_is_one_line_and_status_2() -> None:
-    shown = pdserve("up", "no-such-file.toml")
+    shown = pdserve_here("up", "no-such-file.toml")
     assert (shown.returncode, shown.stdout) == (2, "")
     assert shown.stderr == "pdserve up: error: no-such-file.toml: no such configuration file\n"
 

@@ -54,7 +54,12 @@ class Where(NamedTuple):
     hosts: int
 
 
-@pytest.fixture(scope="module", params=["local", "hosts", "slurm", "ray", "docs/examples/place.py"])
+EXTENDED = [
+    pytest.param(name, marks=pytest.mark.extended) for name in ("slurm", "ray", "docs/examples/place.py")
+]
+
+
+@pytest.fixture(scope="module", params=["local", "hosts", *EXTENDED])
 def where(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Where]:
     if request.param == "local":
         yield Where("local", {}, 1)

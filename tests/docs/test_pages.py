@@ -96,6 +96,7 @@ def test_files_that_pages_name_are_there() -> None:
     assert {name for name in named if not (ROOT / name).exists()} == set()
 
 
+@pytest.mark.extended
 def test_the_site_has_no_lost_links(site: Path) -> None:
     pages = {path: Html(path.read_text()) for path in site.rglob("*.html") if path.name != "404.html"}
     assert len(pages) == len([page for page in PAGES if page.is_relative_to(DOCS)])
@@ -113,6 +114,7 @@ def test_the_site_has_no_lost_links(site: Path) -> None:
     assert lost == []
 
 
+@pytest.mark.extended
 def test_the_site_loads_nothing_from_other_hosts(site: Path) -> None:
     loaded = {found for path in site.rglob("*.html") for found in Html(path.read_text()).loaded}
     assert loaded
@@ -121,6 +123,7 @@ def test_the_site_loads_nothing_from_other_hosts(site: Path) -> None:
     assert re.findall(r"@import|url\(['\"]?https?:", styles) == []
 
 
+@pytest.mark.extended
 def test_a_broken_link_fails_the_build(tmp_path: Path) -> None:
     shutil.copy(ROOT / "mkdocs.yml", tmp_path)
     shutil.copytree(DOCS, tmp_path / "docs")

@@ -32,7 +32,7 @@ from tests.support.kvpool.local_node import LocalNode
 from tests.support.kvpool.nodes import small_config
 from tests.support.kvpool.pools import arena_dir, remove_arena
 from tests.support.router import mock_worker as mock
-from tests.support.router.harness import FAST, before, disagg, routed
+from tests.support.router.harness import PATIENT, before, disagg, routed
 from tests.support.router.mock_worker import REPORT, MockWorker, Received, Wire
 from tests.support.router.vllm_worker import VllmWorker
 
@@ -148,7 +148,7 @@ async def test_each_model_that_generates_is_probed_with_pages_of_its_own_size(no
             prefill=tuple(worker.url for worker in prefills),
             decode=tuple(worker.url for worker in decodes),
             agg=(vectors.url,),
-            deadlines=FAST,
+            deadlines=PATIENT,
         )
         async with routed(config) as harness:
             for worker in (*prefills, *decodes, vectors):

@@ -30,8 +30,9 @@ from tests.support.kvpool.connectors import connect
 from tests.support.kvpool.nodes import get, keys, open_namespace, put, raw_socket, small_config, soon
 from tests.support.kvpool.odd_messages import message_of
 from tests.support.kvpool.pools import ProcessPool
+from tests.support.suite.extended import examples
 
-EXAMPLES = int(os.environ.get("PDSERVE_FUZZ_EXAMPLES", "250"))
+EXAMPLES = int(os.environ.get("PDSERVE_FUZZ_EXAMPLES", examples(250)))
 MIB = 1 << 20
 ADMIN_TOKEN = "the-token-of-this-pools-operator"
 READ_TOKEN = "the-token-of-a-reader-of-pages"

@@ -19,6 +19,7 @@ from pdserve.kvpool.transports.control import make_hello
 from tests.support.kvpool.connectors import connect
 from tests.support.kvpool.nodes import get, keys, open_namespace, put, raw_socket, small_config, soon
 from tests.support.kvpool.pools import ProcessPool
+from tests.support.suite.extended import extended
 
 ADMIN_TOKEN = "the-token-of-this-pools-operator"
 MAX_CONNECTIONS = 32
@@ -133,7 +134,7 @@ def sent_before_nobody_reads(sock: socket.socket, data: memoryview) -> int:
     return sent_bytes
 
 
-@pytest.mark.parametrize("token", ["", ADMIN_TOKEN])
+@pytest.mark.parametrize("token", ["", extended(ADMIN_TOKEN)])
 def test_who_reads_no_answers_gets_no_more_of_them_until_it_does(pool: ProcessPool, token: str) -> None:
     """60 strangers held 360 MB of answers to Status."""
     first = 1 << 16  # numbers whose frames are alike in length

@@ -58,7 +58,7 @@ class Seen:
 
     def _look(self) -> None:
         while True:
-            over = self._over.wait(0.01)
+            over = self._over.wait(0.05)
             for entry in Path("/proc").iterdir():
                 if entry.name.isdigit():
                     try:

@@ -55,7 +55,7 @@ def test_what_strangers_say_reaches_no_page_and_takes_no_memory(
     namespace, some = open_namespace(honest, "honest"), keys(8, 1)
     before_bytes = psutil.Process(pool.pid).memory_info().rss
     strangers = []
-    for said in SAID * 100:
+    for said in SAID * 25:
         sock = socket.create_connection(("127.0.0.1", port_of(honest)), 10)
         strangers.append(sock)
         sock.settimeout(10)

@@ -24,7 +24,7 @@ from pdserve.router.upstream.worker_tls import WorkerTls
 from pdserve.tls import contexts
 from pdserve.tls.contexts import Certificates, TlsConfig
 from tests.support.certificates import Authority
-from tests.support.router.harness import FAST, Harness, before, routed
+from tests.support.router.harness import PATIENT, Harness, before, routed
 from tests.support.router.mock_worker import MockWorker, Received, Wire, workers
 
 OFTEN = Probe(interval_s=0.05)
@@ -45,7 +45,7 @@ def secured(tls: TlsConfig, role: str = "decode") -> MockWorker:
 @contextlib.asynccontextmanager
 async def router_of(worker: MockWorker, tls: TlsConfig) -> AsyncIterator[Harness]:
     """A router before a decode worker, which may not answer."""
-    config = RouterConfig(decode=(worker.url,), deadlines=FAST, probe=OFTEN, tls=tls)
+    config = RouterConfig(decode=(worker.url,), deadlines=PATIENT, probe=OFTEN, tls=tls)
     async with routed(config) as harness:
         yield harness
 
@@ -162,12 +162,12 @@ async def test_who_joins_with_the_other_scheme_is_not_connected_to(
     caplog.set_level(logging.WARNING)
     plain, tls = MockWorker("decode"), secured(authority.host())
     async with workers(plain, tls):
-        async with routed(RouterConfig(deadlines=FAST, probe=OFTEN, tls=authority.client())) as harness:
+        async with routed(RouterConfig(deadlines=PATIENT, probe=OFTEN, tls=authority.client())) as harness:
             harness.router.fleet.members.join(plain.url, "decode")
             await harness.until(lambda: "tls.ca asks for https" in caplog.text)
             with pytest.raises(UpstreamError, match=r"its URL is http, and tls\.ca asks for https"):
                 await post(harness.router.upstream, Worker("decode", plain.url))
-        async with routed(RouterConfig(deadlines=FAST, probe=OFTEN)) as harness:
+        async with routed(RouterConfig(deadlines=PATIENT, probe=OFTEN)) as harness:
             harness.router.fleet.members.join(tls.url, "decode")
             await harness.until(lambda: "https needs tls.ca" in caplog.text)
             with pytest.raises(UpstreamError, match=r"https needs tls\.ca"):
@@ -234,7 +234,7 @@ async def test_renewed_certificates_are_used_by_requests_and_probes(
 
 
 async def test_a_worker_that_moves_to_https_joins_anew(authority: Authority) -> None:
-    async with routed(RouterConfig(agg=("http://127.0.0.1:9",), deadlines=FAST)) as harness:
+    async with routed(RouterConfig(agg=("http://127.0.0.1:9",), deadlines=PATIENT)) as harness:
         members = harness.router.fleet.members
         joined, left = members.sync("config", {"https://127.0.0.1:9": "agg"})
         assert [worker.url for worker in joined] == ["https://127.0.0.1:9"]

@@ -55,6 +55,7 @@ def break_it(field: Field, fault: str) -> None:
         field.network.drop_to(fault)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("fault", ["unplugged", "near", "far"])
 def test_a_network_that_fails_costs_misses_and_comes_back(field: Field, fault: str) -> None:
     """`fault`: the cable is out, or every packet to one of the two is lost and the others arrive."""
@@ -83,6 +84,7 @@ def test_a_network_that_fails_costs_misses_and_comes_back(field: Field, fault: s
     assert_nothing_is_held(field.node)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("busy", [True, False])
 def test_a_client_host_that_vanishes_leaves_nothing_behind(field: Field, busy: bool) -> None:
     if busy:

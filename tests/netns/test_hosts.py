@@ -87,6 +87,7 @@ def test_a_power_cut_ends_all_of_it_and_it_comes_back_with_empty_memory(hosts: M
     assert ask(hosts, "two", "-c", "import os; print(os.listdir('/dev/shm'))") == "[]\n"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("way", "far"), [("tcp", "TcpConnection"), ("ucx", "UcxConnection"), ("tls", "TcpConnection")]
 )

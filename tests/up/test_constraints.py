@@ -80,6 +80,7 @@ def test_everything_that_is_wanted_is_pinned(python: str) -> None:
     assert "uv" in pins
 
 
+@pytest.mark.extended
 def test_the_list_of_what_is_installed_names_every_package_and_no_place(tmp_path: Path) -> None:
     """As `launch/lock.sh --sbom` makes it."""
     [command] = re.findall(r"exec (cyclonedx-py .*)", (LAUNCH / "lock.sh").read_text())
@@ -105,6 +106,7 @@ def test_what_is_left_out_without_a_gpu_is_no_dependency_of_ours() -> None:
     assert {name_of(one) for one in without_cuda()}.isdisjoint(map(name_of, wanted()))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", ["gpu", "cpu"])
 def test_the_pins_resolve(kind: str) -> None:
     """As setup.sh installs them: with a GPU all of SGLang's dependencies, without one the light set."""

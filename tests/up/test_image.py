@@ -67,6 +67,7 @@ def asks_for(engine: str) -> pytest.MarkDecorator:
     )
 
 
+@pytest.mark.extended
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @asks_for("none")
@@ -88,6 +89,7 @@ def test_an_image_without_an_engine_runs_routers_and_pool_nodes_as_a_user_who_is
     assert "'pip'" not in packages or "'uv'" not in packages
 
 
+@pytest.mark.extended
 @pytest.mark.long
 @pytest.mark.timeout(5400)
 @asks_for("cpu")

@@ -16,6 +16,7 @@ from pdserve.up.config import ClusterFile, ClusterSettings
 from pdserve.up.lifecycle import Lifecycle, describe_status
 from pdserve.up.plan import Plan, make_plan
 from pdserve.up.site import Site
+from tests.support.suite.extended import examples
 
 NAMES = ("pool0", "prefill0", "decode0", "router")
 RESTARTED = NAMES[1:]
@@ -249,7 +250,7 @@ class AnyWorld(RuleBasedStateMachine):
 
 
 TestAnyWorld = AnyWorld.TestCase
-TestAnyWorld.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestAnyWorld.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
 
 
 def test_by_default_each_host_starts_as_many_as_it_has_processors() -> None:

@@ -83,6 +83,13 @@ def test_the_check_finds_what_is_not_there(expression: str, missing: set[str]) -
     assert unknown(expression, listed()) == missing
 
 
+def test_every_query_names_metrics_and_labels_that_are_listed() -> None:
+    live = listed()
+    assert len(live) > 50
+    assert {(board, panel): missing for board, panel, e in queries() if (missing := unknown(e, live))} == {}
+
+
+@pytest.mark.extended
 def test_every_query_parses(tmp_path: Path) -> None:
     rules = [{"record": f"q{i}", "expr": expression} for i, (_, _, expression) in enumerate(queries())]
     assert len(rules) > 50
@@ -167,6 +174,7 @@ def monitoring(tmp_path: Path) -> Iterator[Callable[[], Api]]:
         assert script.wait(30) == 0
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(200)
 async def test_every_query_finds_its_metrics_and_labels_in_a_live_prometheus(
     tmp_path: Path, monitoring: Callable[[], Api]

@@ -83,7 +83,10 @@ def page() -> str:
 def all_seen(tests: Path) -> Iterator[Seen]:
     """What the markers of all tests say, in the order of files. Raises ValueError."""
     for path in sorted(tests.rglob("test_*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        if MARKER not in text:
+            continue
+        tree = ast.parse(text)
         is_end_to_end = any(_name(node) == "pytest.mark.e2e" for node in ast.walk(tree))
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and _name(node.func) == f"pytest.mark.{MARKER}":

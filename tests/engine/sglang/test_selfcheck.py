@@ -62,6 +62,7 @@ def holders(place: Place) -> tuple[list[Any], str]:
     return [one for one in (owner, *classes) if last in vars(one)], last
 
 
+@pytest.mark.extended
 def test_each_place_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for place in all_places():
         if place.attribute.endswith("__init__"):  # every class has one
@@ -114,6 +115,7 @@ def wanted_names() -> list[tuple[Place, str, str]]:
     return [(place, kind, name) for place in all_places() for kind in kinds for name in getattr(place, kind)]
 
 
+@pytest.mark.extended
 def test_each_name_that_is_another_is_named(monkeypatch: pytest.MonkeyPatch, renamed: Rename) -> None:
     for place, kind, name in wanted_names():
         owners, last = holders(place)

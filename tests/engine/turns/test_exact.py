@@ -13,6 +13,7 @@ from pdserve.engine.demo.chat import CHAT_TEMPLATE, TURN_END
 from pdserve.engine.turns.exact import Asked
 from pdserve.engine.turns.shelf import LateError
 from tests.support.engine.turns import OPENING, Records, Worker, asked, decode, encode, end, letters, said
+from tests.support.suite.extended import examples
 
 FIRST = said("user", "Hi") + OPENING
 SECOND = FIRST + "Hello there" + TURN_END + "\n" + said("user", "Go on") + OPENING
@@ -115,7 +116,7 @@ async def test_a_record_that_was_lost_between_two_workers_costs_a_miss() -> None
     assert decoder.outcomes == ["lost"]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.integers(0, 2**70))
 def test_whatever_a_header_says_the_text_stays(wanted: int) -> None:
     async def run() -> None:
@@ -126,7 +127,7 @@ def test_whatever_a_header_says_the_text_stays(wanted: int) -> None:
     asyncio.run(run())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.integers(-5, 700), max_size=40) | st.just(letters("Hello thera")))
 def test_whatever_the_pool_gives_the_text_stays(false: list[int]) -> None:
     """A false record can only cost a miss."""
@@ -153,7 +154,7 @@ OWN = {
 """The same words, of other tokens for each tenant."""
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(TENANTS), st.integers(0, 1), st.booleans()), max_size=12))
 def test_tenants_are_never_mixed(requests: list[tuple[str, int, bool]]) -> None:
     """Tenants who say the same to the same workers: each gets its own tokens or the text's, in any order."""

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pdserve.engine.demo.chat import TURN_END
 from pdserve.engine.turns.segments import Prompt, StopTokens, cut, scope_of
 from tests.support.engine.turns import OPENING, decode, encode, end, said, tokenizer
+from tests.support.suite.extended import examples
 
 SCOPE = scope_of("t", None, None, "tenant/a")
 
@@ -44,7 +45,7 @@ def test_a_prompt_has_the_tokens_it_was_cut_from() -> None:
     assert len(prompt.keys) == 2
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(answers, answers)
 def test_the_next_turn_has_the_very_tokens_that_the_model_had(first: list[int], second: list[int]) -> None:
     text = said("user", "Hi") + OPENING
@@ -75,7 +76,7 @@ def test_without_recorded_tokens_the_next_turn_often_has_others() -> None:
     assert encode(decode(answer)) != answer
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.data())
 def test_whoever_has_another_scope_finds_nothing(data: st.DataObject) -> None:
     """Tenants, salts, extra keys, adapters and tokenizers; fields do not run into each other."""
@@ -93,7 +94,7 @@ def test_whoever_has_another_scope_finds_nothing(data: st.DataObject) -> None:
         assert not set(keys) & set(others)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.text("ab<|>im_end\n", max_size=8), min_size=1, max_size=5), st.data())
 def test_a_key_stands_for_the_whole_conversation(messages: list[str], data: st.DataObject) -> None:
     """One other character anywhere before it makes another key; what comes behind it does not."""

@@ -155,8 +155,13 @@ def test_a_node_that_came_back_is_found_whatever_went_wrong_meanwhile(
     node: Node, make: MakeLink, error: Exception
 ) -> None:
     link = make()
-    fail(link, PoolTimeout("late"))
-    node.error = error
+
+    def late(_: OpenConnection) -> None:
+        node.error = error  # from the first try on
+        raise PoolTimeout("late")
+
+    with pytest.raises(PoolTimeout):
+        link.use(soon(), late)
     until(lambda: node.attempts >= 3)
     node.error = None
     until(lambda: link.up)
@@ -370,16 +375,17 @@ def test_an_announced_restart_is_waited_for_by_all_operations_whatever_their_tim
 ) -> None:
     link = make(limit=4, retry_after_s=NEVER_S)
     operation = restarting(node, link)
-    deadlines = [within(timeout_s, restart_wait_s=SOON_S) for _ in range(4)]
+    _, *others = deadlines = [within(SOON_S), *(within(timeout_s, restart_wait_s=SOON_S) for _ in range(3))]
     found: list[int] = []
     threads = [
         threading.Thread(target=lambda d=deadline: found.append(link.use(d, operation)))  # type: ignore[misc]
         for deadline in deadlines
     ]
-    for thread in threads:
-        thread.start()
+    threads[0].start()
     until(lambda: node.attempts >= 3)  # refused, with the same word
-    until(lambda: timeout_s == SOON_S or all(time.monotonic() > d.at_s - SOON_S for d in deadlines))
+    for thread in threads[1:]:
+        thread.start()
+    until(lambda: timeout_s == SOON_S or all(time.monotonic() > d.at_s - SOON_S for d in others))
     assert found == []
     assert not link.up
     assert link.reachable

@@ -35,6 +35,7 @@ from pdserve.kvpool.client.node_health import (
     TrySucceeded,
     cause_of,
 )
+from tests.support.suite.extended import examples
 
 RETRY_S, RESTART_S = 0.5, 3.0
 ERROR = PoolTimeout("late")
@@ -158,7 +159,7 @@ STEPS = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.lists(st.tuples(STEPS, st.floats(0, 1)), max_size=40))
 def test_after_any_history_one_try_is_open_at_most_and_no_node_is_forgotten(
     steps: list[tuple[tuple[str, Cause | None, int], float]],

@@ -39,6 +39,7 @@ from pdserve.kvpool.protocol.cluster_messages import (
 from pdserve.kvpool.protocol.frames import HEADER_BYTES, decode_reply, encode_frame
 from tests.support.kvpool.node_model import Node, answers
 from tests.support.kvpool.odd_messages import INTS, message_of
+from tests.support.suite.extended import examples
 
 WEIGHTS = st.sampled_from([-1, 0, 1, 2, 9000, MAX_WEIGHT_SUM, 1 << 40])
 NAMES = st.sampled_from(["a", "b", "me", "", "a b", "x" * 65, "\0", "..", "é"])
@@ -86,7 +87,7 @@ def as_received(state: ClusterState) -> ClusterState | None:
 
 
 @given(st.lists(st.one_of(STATES, FIELDS), min_size=1, max_size=4))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_nothing_that_a_peer_can_say_makes_a_node_raise_or_believe_nonsense(said: list[ClusterState]) -> None:
     me, node = cluster(), Node()
     client = node.connect()
@@ -130,7 +131,7 @@ def test_nothing_that_a_peer_can_say_makes_a_node_raise_or_believe_nonsense(said
 
 
 @given(message_of(PutNamespace), st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_what_a_client_may_put_every_other_node_takes(request: PutNamespace, peer: bool) -> None:
     node = Node()
     actions = node.send(node.connect(peer=peer), request)

@@ -27,6 +27,7 @@ from pdserve.kvpool.protocol.cluster_messages import (
     NamespaceRecord,
     NamespaceSettings,
 )
+from tests.support.suite.extended import examples
 
 NAMES = ("a", "b", "c", "d")
 small = st.integers(0, 3)
@@ -66,7 +67,7 @@ states = st.builds(
 
 
 @given(states, states, states)
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_merging_forms_a_semilattice(a: ClusterState, b: ClusterState, c: ClusterState) -> None:
     assert merge(a, b) == merge(b, a)
     assert merge(merge(a, b), c) == merge(a, merge(b, c))
@@ -389,7 +390,7 @@ steps = st.tuples(st.integers(0, 5), st.sampled_from("abc"), st.sampled_from("ab
 
 
 @given(st.lists(steps, max_size=40))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_whatever_happens_nodes_that_talk_end_up_with_one_view_of_all(
     happened: list[tuple[int, str, str]],
 ) -> None:
@@ -518,7 +519,7 @@ aging_steps = st.tuples(
 
 
 @given(st.lists(aging_steps, max_size=40))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_nodes_that_forget_end_up_with_one_view_and_no_epoch_ever_falls(
     happened: list[tuple[int, str, str]],
 ) -> None:
@@ -552,7 +553,7 @@ aged = st.builds(
 
 
 @given(aged, aged, aged)
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_what_two_states_forgot_is_forgotten_by_both_and_no_epoch_falls(
     a: ClusterState, b: ClusterState, c: ClusterState
 ) -> None:

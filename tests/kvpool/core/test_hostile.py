@@ -19,6 +19,7 @@ from pdserve.kvpool.protocol.frames import HEADER_BYTES, decode_request, encode_
 from tests.support.kvpool.node_model import KIB, Node, key
 from tests.support.kvpool.odd_messages import INTS, KEYS, message_of
 from tests.support.kvpool.served import Served
+from tests.support.suite.extended import examples
 
 REQUESTS = [kind for kind in get_args(m.Request) if kind is not m.Hello]
 PATHS: tuple[m.DataPathName, ...] = ("shm", "ucx", "none")
@@ -117,7 +118,7 @@ AIMED_OR_NOT = st.sampled_from([OF_PAGES, ANY_REQUEST, LARGE]).flatmap(lambda so
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), AIMED_OR_NOT, st.booleans()), min_size=1, max_size=12))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_nothing_that_a_client_can_say_harms_the_node_or_the_others(
     attack: list[tuple[int, m.Request, bool]],
 ) -> None:

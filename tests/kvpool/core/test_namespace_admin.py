@@ -26,6 +26,7 @@ from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord, NamespaceS
 from pdserve.kvpool.protocol.messages import ADMIN, ALL, READ, WRITE
 from pdserve.tokens import digest
 from tests.support.kvpool.node_model import KIB, Node, answers, commit, key, opened
+from tests.support.suite.extended import examples
 
 GUARDED = NamespaceSettings(read_token=digest("r"), write_token=digest("w"), admin_token=digest("a"))
 WITH_DEFAULT_WRITE = Rules(admin_token=digest("root"), defaults=NamespaceSettings(write_token=digest("w")))
@@ -552,7 +553,7 @@ OPERATIONS = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 1), OPERATIONS), max_size=25))
 def test_two_nodes_agree_once_they_have_talked_and_keep_no_page_of_an_older_generation(
     steps: list[tuple[int, tuple[object, ...]]],

@@ -9,9 +9,10 @@ from hypothesis import settings
 from pdserve.kvpool.protocol.slot_table import TableLayout
 from tests.support.kvpool.client_machine import Clients
 from tests.support.kvpool.node_model import KIB, Node, key
+from tests.support.suite.extended import examples
 
 TestClients = Clients.TestCase
-TestClients.settings = settings(max_examples=70, stateful_step_count=60, deadline=None)
+TestClients.settings = settings(max_examples=examples(140), stateful_step_count=60, deadline=None)
 
 
 def test_memory_per_page_is_bounded() -> None:

@@ -32,6 +32,7 @@ from tests.support.kvpool.faulty import keys
 from tests.support.kvpool.host_pool import LAYERS, PAGE_TOKENS, HostPool, indices
 from tests.support.kvpool.nodes import small_config
 from tests.support.kvpool.pools import ProcessPool, arena_dir, running_node
+from tests.support.suite.extended import extended
 from tests.support.up.cluster import wait_until
 
 GEOMETRY = {"test": "mover"}
@@ -279,8 +280,9 @@ def test_pauses_grow_with_failures_in_a_row_and_are_bounded() -> None:
     assert pauses.after(1.0) == 0.2
 
 
+@pytest.mark.parametrize("turns", [4, extended(12)])
 def test_nothing_reads_or_writes_the_host_pool_after_a_call_that_ended_early(
-    rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
+    rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch, turns: int
 ) -> None:
     """Movers are paused and killed at random moments of reads; host pages stay as they are afterwards."""
     monkeypatch.setattr(supervisor, "MAX_PAUSE_S", 0.0)
@@ -291,7 +293,7 @@ def test_nothing_reads_or_writes_the_host_pool_after_a_call_that_ended_early(
     assert all(one.access.put(KV, names(100), indices(sources)).done)
     kept = one.host.kv.copy()
     failed = 0
-    for turn in range(12):
+    for turn in range(turns):
         wait_until(lambda: one.mover.pid is not None, "a mover runs")
         process, action = one.process, ("suspend", "kill")[turn % 2]
         delay_s = float(rng.uniform(0, 0.004))
@@ -315,4 +317,4 @@ def test_nothing_reads_or_writes_the_host_pool_after_a_call_that_ended_early(
         one.host.kv[:] = kept
         wait_until(lambda: one.mover.pid is not None, "a mover runs")
         assert np.array_equal(one.host.kv, kept)
-    assert failed == 12
+    assert failed == turns

@@ -18,6 +18,7 @@ from pdserve.kvpool.policies.ghosts import Ghosts
 from pdserve.kvpool.policies.lfu import Lfu
 from pdserve.kvpool.policies.linked_list import NONE
 from pdserve.kvpool.policies.ttl import Ttl
+from tests.support.suite.extended import examples
 
 SLOTS = 12
 TTL_S = 5.0
@@ -178,7 +179,7 @@ def came_of_first(model: Model) -> float:
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_the_order_of_eviction_is_the_models(name: str, data: st.DataObject) -> None:
     """A small cache in use: pages come and are read, the best victim goes when all slots are taken (or
@@ -355,4 +356,4 @@ class GhostMachine(RuleBasedStateMachine):
 
 
 TestGhosts = GhostMachine.TestCase
-TestGhosts.settings = settings(max_examples=30, stateful_step_count=60, deadline=None)
+TestGhosts.settings = settings(max_examples=examples(60), stateful_step_count=60, deadline=None)

@@ -22,6 +22,7 @@ from pdserve.kvpool.transports.session import (
     make_hello,
 )
 from pdserve.tokens import digest
+from tests.support.suite.extended import examples
 
 HELLO = make_hello("test", "host", "auto", views=True)
 TOKEN = "the token of this pool"
@@ -97,7 +98,7 @@ def kinds(words: Sequence[str]) -> list[str]:
     return [word.partition("(")[0].partition(":")[0] for word in words]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.booleans(), st.lists(MESSAGES, max_size=12), st.data())
 def test_any_splitting_of_what_a_node_says_gives_the_same_events_and_they_are_the_table_s(
     welcomes: bool, later: list[m.Reply], data: st.DataObject
@@ -115,7 +116,7 @@ def test_any_splitting_of_what_a_node_says_gives_the_same_events_and_they_are_th
     assert whole.greeted == cut.greeted == (kinds(events)[:1] == ["Greeted"])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.booleans(), st.binary(min_size=1, max_size=200))
 @example(True, b"HTTP/1.1 400 Bad Request\r\n\r\n")
 @example(True, (5).to_bytes(4, "little") + b"\x95" * 5)

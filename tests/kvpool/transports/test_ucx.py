@@ -33,6 +33,7 @@ from pdserve.kvpool.transports.base import OK
 from pdserve.kvpool.transports.ucx import CLOSE_WAIT_S, UcxLibrary, UcxLink, ucx_options
 from pdserve.kvpool.transports.ucx_client import UcxConnection, gathers
 from tests.support.kvpool.connectors import connect
+from tests.support.suite.extended import extended
 
 MIB = 1 << 20
 BIG_BYTES = 192 * MIB  # long enough under way to be interrupted
@@ -254,7 +255,7 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("line", [b"reserved\n", b"written\n"])
+@pytest.mark.parametrize("line", [b"reserved\n", extended(b"written\n")])
 def test_killed_client_fails_its_transfers(node: Node, line: bytes) -> None:
     client = subprocess.Popen(
         [sys.executable, "-c", CLIENT, node.address, str(BIG_BYTES)],

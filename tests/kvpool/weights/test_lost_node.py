@@ -19,6 +19,7 @@ from pdserve.kvpool.weights.streaming import Filled, stream, weight_files
 from tests.support.kvpool.models import MIB, ROOMY, store_of, tensors_in, tensors_of, write_model
 from tests.support.kvpool.nodes import StartProcess
 from tests.support.kvpool.pools import ProcessPool
+from tests.support.suite.extended import extended
 
 MODEL, OTHER = ModelName("demo", "1"), ModelName("demo", "2")
 SIZES = 5 * MIB, 6 * MIB, 7 * MIB
@@ -123,7 +124,11 @@ Moment = Callable[[Rig, pytest.MonkeyPatch, Event], Iterator[Filled]]
 
 @pytest.mark.parametrize(
     ("moment", "ends"),
-    [(after_the_first, Rig.kill), (before_a_page_is_shown, Rig.kill), (after_the_first, Rig.stop)],
+    [
+        (before_a_page_is_shown, Rig.kill),
+        extended(after_the_first, Rig.kill),
+        extended(after_the_first, Rig.stop),
+    ],
 )
 def test_what_is_shown_outlives_the_node_and_the_load_ends_with_an_error_that_names_it(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, moment: Moment, ends: Callable[[Rig], None]
@@ -135,7 +140,7 @@ def test_what_is_shown_outlives_the_node_and_the_load_ends_with_an_error_that_na
 
 
 @pytest.mark.parametrize(
-    ("moment", "renew"), [(after_the_first, Rig.restart), (before_a_page_is_shown, Rig.upgrade)]
+    ("moment", "renew"), [extended(after_the_first, Rig.restart), (before_a_page_is_shown, Rig.upgrade)]
 )
 def test_a_load_goes_on_with_the_node_that_takes_over_the_memory(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, moment: Moment, renew: Callable[[Rig], None]
@@ -161,8 +166,8 @@ def test_a_node_that_starts_on_new_memory_leaves_the_old_as_it_was(
 @pytest.mark.parametrize(
     ("moment", "renew"),
     [
-        (after_the_first, Rig.upgrade),
-        (before_a_page_is_shown, Rig.restart),
+        extended(after_the_first, Rig.upgrade),
+        extended(before_a_page_is_shown, Rig.restart),
         (before_a_page_is_shown, lambda rig: None),
     ],
     ids=["upgraded", "restarted", "same"],

@@ -25,6 +25,7 @@ from pdserve.kvpool.weights.streaming import stream, weight_files
 from tests.support.kvpool.local_node import LocalNode
 from tests.support.kvpool.models import MIB, ROOMY, store_of, tensors_in, tensors_of, write_model
 from tests.support.kvpool.nodes import Start
+from tests.support.suite.extended import extended
 
 MODEL, OTHER = ModelName("demo", "1"), ModelName("demo", "2")
 TENSORS = tensors_of(5 * MIB, 6 * MIB, 7 * MIB)
@@ -91,7 +92,7 @@ def test_a_caller_that_keeps_all_tensors_has_them_whatever_becomes_of_the_model(
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-@pytest.mark.parametrize("later", [0, 1, 2])
+@pytest.mark.parametrize("later", [0, extended(1), extended(2)])
 def test_pages_that_were_taken_away_while_they_were_used_end_the_load(
     store: WeightStore, tmp_path: Path, keeps: bool, later: int
 ) -> None:

@@ -37,6 +37,7 @@ from tests.support.kvpool.models import (
     write_model,
 )
 from tests.support.kvpool.nodes import Start
+from tests.support.suite.extended import extended
 
 BASE, TUNED = ModelName("demo", "1"), ModelName("demo", "2")
 TENSORS = tensors_of(5 * MIB, 1 * MIB, 300_000, 9 * MIB + 17)
@@ -307,7 +308,8 @@ def damage(node: LocalNode, store: WeightStore, path: str, place: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "place"), [("model.safetensors", -1), ("model.safetensors", 0), ("tokenizer.json", 0)]
+    ("path", "place"),
+    [("model.safetensors", -1), extended("model.safetensors", 0), extended("tokenizer.json", 0)],
 )
 def test_a_damaged_page_is_named_and_never_given_out(
     store: WeightStore, model: Path, node: LocalNode, path: str, place: int, tmp_path: Path

@@ -26,7 +26,7 @@ from pdserve.router.server.listening import bind
 from pdserve.router.server.uvicorn_server import make_server
 from tests.support.command import Done, pdserve_here
 from tests.support.kvpool.etcd_server import EtcdServer
-from tests.support.router.harness import FAST, Harness, routed
+from tests.support.router.harness import PATIENT, Harness, routed
 from tests.support.router.live_page import KEY
 from tests.support.router.mock_worker import MockWorker, workers
 
@@ -80,7 +80,9 @@ async def places(count: int, **more: Any) -> AsyncIterator[tuple[list[Place], Mo
     urls = tuple(f"http://127.0.0.1:{port}/" for port in ports)
     worker = MockWorker("agg")
     async with workers(worker), AsyncExitStack() as stack:
-        config = RouterConfig(agg=(worker.url,), deadlines=FAST, admin=Admin(key=KEY, routers=urls), **more)
+        config = RouterConfig(
+            agg=(worker.url,), deadlines=PATIENT, admin=Admin(key=KEY, routers=urls), **more
+        )
         yield [await stack.enter_async_context(place(config, port)) for port in ports], worker
 
 
@@ -193,7 +195,7 @@ async def test_routers_find_each_other_in_etcd_and_top_finds_them(tmp_path: Path
         made = []
         for port in ports:
             admin = Admin(key=KEY, advertise=f"http://127.0.0.1:{port}")
-            config = RouterConfig(agg=(worker.url,), deadlines=FAST, admin=admin, etcd=settings)
+            config = RouterConfig(agg=(worker.url,), deadlines=PATIENT, admin=admin, etcd=settings)
             made.append(await stack.enter_async_context(place(config, port)))
         for one in made:
             await one.frame(lambda frame: len(frame.routers) == 2)

@@ -17,7 +17,7 @@ from pdserve.router.config.router import Admin, RouterConfig
 from pdserve.router.config.tenants import Access, Admission, Tenant
 from pdserve.router.tenants.api_keys import key_line
 from tests.support.router import mock_worker as mock
-from tests.support.router.harness import CHAT, FAST, Connection, Harness, disagg, routed
+from tests.support.router.harness import CHAT, PATIENT, Connection, Harness, disagg, routed
 from tests.support.router.mock_worker import (
     ANSWER,
     EVENTS,
@@ -172,7 +172,7 @@ async def test_a_stream_without_usage_is_charged_the_tokens_of_its_marks(access:
         b'data: {"choices":[{"delta":{"content":"one two"}}]}\n\n: pd 7 0 11 12 13\n\n'
         b"data: [DONE]\n\n: pd 7 3\n\n"
     )
-    deadlines = msgspec.structs.replace(FAST, between_chunks_s=0.2)  # the worker keeps the connection open
+    deadlines = msgspec.structs.replace(PATIENT, between_chunks_s=0.2)  # the worker keeps the connection open
     async with disagg(prefill=0, access=access, deadlines=deadlines) as (harness, _, [decode]):
         decode.script(CHAT, marked)
         assert (await harness.chat(by(ALICE), stream=True)).status == 200
@@ -286,7 +286,7 @@ CHARGES = {
 @pytest.mark.parametrize("name", CHARGES)
 async def test_a_tenant_is_charged_what_was_computed_or_may_have_been(access: Access, name: str) -> None:
     charge = CHARGES[name]
-    deadlines = msgspec.structs.replace(FAST, **{charge.deadline: 0.2}) if charge.deadline else FAST
+    deadlines = msgspec.structs.replace(PATIENT, **{charge.deadline: 0.2}) if charge.deadline else PATIENT
     async with disagg(prefill=charge.prefill, access=access, deadlines=deadlines) as (harness, _, [decode]):
         decode.script(charge.path, charge.script)
         body = {"model": "m", "messages": []} | charge.body

@@ -21,8 +21,6 @@ from pdserve.router.api.openapi import complete
 from tests.support.router.harness import Harness, disagg
 from tests.support.router.mock_worker import ANSWER, EVENTS, REPORT, MockWorker, Received, Wire, stream
 
-pytestmark = pytest.mark.long
-
 SEED = 20261121
 PHASES = "examples,fuzzing,stateful"
 HOOKS = '''
@@ -156,6 +154,25 @@ async def checked(harness: Harness, hooks: Path, *words: str) -> tuple[int, str]
     return running.returncode or 0, said.decode()
 
 
+async def test_every_path_of_the_document_answers_with_a_status_that_it_names() -> None:
+    async with disagg(make=CheckingWorker) as (harness, prefills, decodes):
+        document = (await harness.get("/openapi.json")).json()
+        for worker in (*prefills, *decodes):
+            assert isinstance(worker, CheckingWorker)
+            worker.learn(document)
+        assert set(ENDPOINTS) <= set(document["paths"])
+        for path, operations in document["paths"].items():
+            for method, operation in operations.items():
+                target = path.replace("{model}", "m")
+                if method == "post":
+                    response = await harness.post(target, {"model": "m"}, {})
+                else:
+                    response = await harness.get(target)
+                assert str(response.status) in operation["responses"], (method, path, response.body)
+
+
+@pytest.mark.extended
+@pytest.mark.long
 @pytest.mark.timeout(280)
 async def test_schemathesis_finds_nothing_wrong_with_the_document(tmp_path: Path) -> None:
     hooks = tmp_path / "api_hooks.py"
@@ -170,6 +187,8 @@ async def test_schemathesis_finds_nothing_wrong_with_the_document(tmp_path: Path
         assert decodes[0].answered > 10, report  # type: ignore[attr-defined]
 
 
+@pytest.mark.extended
+@pytest.mark.long
 @pytest.mark.timeout(120)
 async def test_a_document_that_is_wrong_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check above can fail: here the document forgets that a model may be unknown."""

@@ -16,7 +16,7 @@ from pdserve.router.app.realtime import BYTES_PER_TOKEN
 from pdserve.router.config.tenants import Access, Tenant
 from pdserve.router.tenants.api_keys import key_line
 from pdserve.router.tenants.cache_salt import SALT_HEADER
-from tests.support.router.harness import FAST, Connection, Harness, Response, before
+from tests.support.router.harness import PATIENT, Connection, Harness, Response, before
 from tests.support.router.mock_worker import MockWorker, Received
 
 REALTIME = "/v1/realtime"
@@ -130,7 +130,7 @@ async def test_the_worker_is_let_go_when_the_client_leaves() -> None:
 async def test_a_worker_that_takes_no_websocket_is_an_error_and_gets_nothing_more() -> None:
     for head in (b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n", b"HTTP/1.1 101", b""):
         worker = Hearing(head)
-        async with hearing(worker, deadlines=replace(FAST, first_byte_s=0.05)) as harness:
+        async with hearing(worker, deadlines=replace(PATIENT, first_byte_s=0.05)) as harness:
             client, said = await asked(harness)
             assert said.status == 502
             client.writer.write(b"POST /flush_cache HTTP/1.1\r\n\r\n")
@@ -231,7 +231,7 @@ async def test_what_is_no_websocket_here_is_answered_as_ever() -> None:
 
 async def test_a_session_has_an_end() -> None:
     worker = Hearing()
-    async with hearing(worker, deadlines=replace(FAST, total_s=0.05)) as harness:
+    async with hearing(worker, deadlines=replace(PATIENT, total_s=0.05)) as harness:
         client, head = await asked(harness)
         assert head.status == 101
         assert await client.reader.read() == b""
@@ -239,7 +239,7 @@ async def test_a_session_has_an_end() -> None:
 
 async def test_a_client_that_reads_nothing_is_cut_off() -> None:
     worker = Hearing()
-    async with hearing(worker, deadlines=replace(FAST, client_read_s=0.05)) as harness:
+    async with hearing(worker, deadlines=replace(PATIENT, client_read_s=0.05)) as harness:
         client, _ = await asked(harness)
         client.reader._transport.pause_reading()  # type: ignore[attr-defined]
         for _ in range(400):
@@ -286,9 +286,9 @@ async def test_metrics_tell_by_model_what_sessions_are_open_and_how_they_ended()
 
 @pytest.mark.parametrize("by", ["client", "client-closing", "worker", "deadline", "slow", "router"])
 async def test_metrics_tell_who_ended_a_session(by: str) -> None:
-    deadlines = {"deadline": replace(FAST, total_s=0.05), "slow": replace(FAST, client_read_s=0.05)}
+    deadlines = {"deadline": replace(PATIENT, total_s=0.05), "slow": replace(PATIENT, client_read_s=0.05)}
     worker = Hearing()
-    async with hearing(worker, deadlines=deadlines.get(by, FAST)) as harness:
+    async with hearing(worker, deadlines=deadlines.get(by, PATIENT)) as harness:
         client, _ = await asked(harness)
         if by == "client":
             client.leave()
@@ -309,7 +309,7 @@ async def test_metrics_tell_who_ended_a_session(by: str) -> None:
 
 
 async def test_a_session_that_is_refused_counts_as_a_request_alone() -> None:
-    async with hearing(Hearing(b""), deadlines=replace(FAST, first_byte_s=0.05)) as harness:
+    async with hearing(Hearing(b""), deadlines=replace(PATIENT, first_byte_s=0.05)) as harness:
         await asked(harness)
         await asked(harness, f"{REALTIME}?model=nobody")
         assert harness.stats.requests == {(REALTIME, "502"): 1, (REALTIME, "404"): 1}

@@ -14,7 +14,7 @@ from pdserve.router.app.lifespan import open_router
 from pdserve.router.config.limits import Probe
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.health_check import FirstRound
-from tests.support.router.harness import CHAT, FAST, Harness, disagg, routed
+from tests.support.router.harness import CHAT, PATIENT, Harness, disagg, routed
 from tests.support.router.mock_worker import (
     ANSWER,
     Gate,
@@ -103,7 +103,7 @@ async def test_workers_may_come_after_the_router() -> None:
     decode = MockWorker("decode")
     await decode.start()
     await decode.stop()
-    async with routed(RouterConfig(decode=(decode.url,), deadlines=FAST, probe=OFTEN)) as harness:
+    async with routed(RouterConfig(decode=(decode.url,), deadlines=PATIENT, probe=OFTEN)) as harness:
         response = await harness.chat()
         assert response.status == 503
         assert response.headers["retry-after"]

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from pdserve.router.config.limits import Deadlines
-from tests.support.router.harness import CHAT, FAST, Harness, before, chat_body
+from tests.support.router.harness import CHAT, PATIENT, Harness, before, chat_body
 from tests.support.router.mock_worker import (
     ANSWER,
     DONE,
@@ -45,7 +45,7 @@ async def pair(
     prefill = MockWorker("prefill", handoff="direct", bootstrap_port=PORT)
     decode, other = MockWorker("decode", handoff="direct"), MockWorker("decode")
     made = (prefill, decode, other) if fallback else (prefill, decode)
-    limits: Deadlines = msgspec.structs.replace(FAST, **deadlines)
+    limits: Deadlines = msgspec.structs.replace(PATIENT, **deadlines)
     async with before(*made, deadlines=limits, handoff="direct") as harness:
         yield harness, prefill, decode, other
 

@@ -10,7 +10,7 @@ import pytest
 from pdserve.router.config.limits import Limits
 from pdserve.router.config.router import RouterConfig, Session
 from tests.support.router import mock_worker as mock
-from tests.support.router.harness import CHAT, FAST, chat_body, disagg, routed
+from tests.support.router.harness import CHAT, PATIENT, chat_body, disagg, routed
 from tests.support.router.mock_worker import ANSWER, EVENTS, REPORT, STREAM, Gate, MockWorker, Script, answer
 
 
@@ -195,7 +195,7 @@ async def test_other_methods_are_refused() -> None:
 
 async def test_aggregated_workers_get_the_request_alone() -> None:
     agg = MockWorker("agg")
-    async with mock.workers(agg), routed(RouterConfig(agg=(agg.url,), deadlines=FAST)) as harness:
+    async with mock.workers(agg), routed(RouterConfig(agg=(agg.url,), deadlines=PATIENT)) as harness:
         response = await harness.chat(stream=True)
         assert response.body == STREAM
         assert response.headers["x-pdserve-plan"] == "decode=least-loaded, prefill=agg"

@@ -8,7 +8,7 @@ from typing import Any
 
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.config.slo import ServiceLevel
-from tests.support.router.harness import CHAT, FAST, Harness, routed
+from tests.support.router.harness import CHAT, PATIENT, Harness, routed
 from tests.support.router.mock_worker import Gate, MockWorker, hang, workers
 
 QUICK = ServiceLevel(window_s=0.05, dwell_s=0.0)
@@ -18,7 +18,7 @@ QUICK = ServiceLevel(window_s=0.05, dwell_s=0.0)
 async def elastic(count: int = 2, **config: Any) -> AsyncIterator[tuple[Harness, list[MockWorker]]]:
     made = [MockWorker("elastic") for _ in range(count)]
     async with workers(*made):
-        settings = {"elastic": tuple(one.url for one in made), "deadlines": FAST, "slo": QUICK}
+        settings = {"elastic": tuple(one.url for one in made), "deadlines": PATIENT, "slo": QUICK}
         settings |= {"min_prefill_tokens": 0} | config
         async with routed(RouterConfig(**settings)) as harness:
             yield harness, made

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from pdserve.router.config.limits import Limits
-from tests.support.router.harness import FAST, Harness, disagg
+from tests.support.router.harness import PATIENT, Harness, disagg
 from tests.support.router.mock_worker import (
     ANSWER,
     REPORT,
@@ -37,7 +37,7 @@ async def hedged(
     **config: Limits,
 ) -> AsyncIterator[tuple[Harness, MockWorker, MockWorker, MockWorker]]:
     """A router with two prefill workers, as the first request meets them, and a decode worker."""
-    deadlines = msgspec.structs.replace(FAST, hedge_prefill_s=hedge_s, prefill_s=prefill_s)
+    deadlines = msgspec.structs.replace(PATIENT, hedge_prefill_s=hedge_s, prefill_s=prefill_s)
     async with disagg(prefill=2, deadlines=deadlines, **config) as (harness, prefills, [decode]):
         prefills.reverse()  # the first request goes to the second of two equals
         prefills[0].script(PREFILL, first)

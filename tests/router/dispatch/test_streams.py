@@ -93,6 +93,7 @@ def many_files() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.extended
 @pytest.mark.usefixtures("many_files")
 @pytest.mark.timeout(240)
 async def test_a_thousand_streams_again_and_again_leave_memory_and_descriptors_as_they_were(

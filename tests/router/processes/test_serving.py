@@ -16,6 +16,7 @@ from tests.support.command import pdserve_here
 from tests.support.router.harness import chat_body
 from tests.support.router.mock_worker import ANSWER, EVENTS, Gate, MockWorker, stream, workers
 from tests.support.router.process import CHAT, RouterProcess, until
+from tests.support.suite.extended import extended
 
 
 def lingering(seconds: float) -> str:
@@ -134,6 +135,7 @@ async def test_a_router_without_workers_says_so_in_one_line() -> None:
     assert "no workers" in said
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(60)
 async def test_a_child_whose_workers_do_not_fit_ends_the_router() -> None:
     prefill, decode = MockWorker("prefill"), MockWorker("decode", page_size=64)
@@ -171,7 +173,7 @@ async def test_a_router_raises_its_limit_of_open_files_to_what_it_may_have() -> 
         await router.ended()
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, extended(2)])
 @pytest.mark.timeout(60)
 async def test_a_router_says_that_it_stops_before_it_refuses_connections(processes: int) -> None:
     decode = MockWorker("decode")

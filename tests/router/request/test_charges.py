@@ -27,6 +27,7 @@ from tests.support.router.counting_worker import (
     tokenized,
 )
 from tests.support.router.harness import Harness, disagg
+from tests.support.suite.extended import examples
 
 KEY = "k" * 40
 HEADERS = {"authorization": f"Bearer {KEY}"}
@@ -135,7 +136,7 @@ def test_the_charge_of_any_mix_equals_what_sglang_counts(
         opened = disagg(prefill=prefill, make=CountingWorker, tenants=tenants)
         harness, _, _ = runner.run(opened.__aenter__())
 
-        @settings(max_examples=150, deadline=None, derandomize=True, database=None)
+        @settings(max_examples=examples(150), deadline=None, derandomize=True, database=None)
         @given(st.lists(requests(), min_size=1, max_size=4))
         def check(mix: list[tuple[str, dict[str, Any]]]) -> None:
             expected = tuple(map(sum, zip(*(counts_of(path, body) for path, body in mix), strict=True)))

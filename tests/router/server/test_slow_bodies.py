@@ -13,7 +13,7 @@ import pytest
 
 from pdserve.router.config.limits import Limits
 from pdserve.router.server import connection
-from tests.support.router.harness import FAST, Connection, Harness, chat_body, disagg
+from tests.support.router.harness import PATIENT, Connection, Harness, chat_body, disagg
 from tests.support.router.mock_worker import ANSWER, EVENTS, Gate, MockWorker, Received, Wire, hang
 
 CHAT = "/v1/chat/completions"
@@ -25,7 +25,7 @@ DROP_S = 0.02
 @asynccontextmanager
 async def strict(head_s: float = 0.3, body_s: float = 0.3) -> AsyncIterator[tuple[Harness, MockWorker]]:
     """A router that gives its clients little time, and its worker."""
-    deadlines = msgspec.structs.replace(FAST, head_s=head_s, body_s=body_s, total_s=120.0)
+    deadlines = msgspec.structs.replace(PATIENT, head_s=head_s, body_s=body_s, total_s=120.0)
     async with disagg(prefill=0, deadlines=deadlines, client_keepalive_s=1.0) as (harness, _, [worker]):
         yield harness, worker
 
@@ -113,7 +113,7 @@ async def test_a_head_without_end_during_an_answer_ends_the_connection_and_is_no
 
 async def test_bodies_of_all_requests_together_are_bounded_and_given_back() -> None:
     limits = Limits(held_body_bytes=64 * 1024)
-    async with disagg(prefill=0, deadlines=FAST, limits=limits) as (harness, _, [worker]):
+    async with disagg(prefill=0, deadlines=PATIENT, limits=limits) as (harness, _, [worker]):
         gate = Gate()
         worker.script(CHAT, hang(gate))
         messages = [{"role": "user", "content": "x" * 40 * 1024}]

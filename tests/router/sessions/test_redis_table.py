@@ -17,7 +17,7 @@ from pdserve.router.metrics.stats import Stats
 from pdserve.router.sessions.keys import SessionKey, named
 from pdserve.router.sessions.redis_table import MAX_BATCH, SharedSessions
 from pdserve.router.sessions.table import SessionEntry
-from tests.support.router.harness import CHAT, FAST, Harness, routed
+from tests.support.router.harness import CHAT, PATIENT, Harness, routed
 from tests.support.router.mock_worker import MockWorker, answered_with, workers
 from tests.support.router.redis_server import redis_server
 from tests.support.router.slow_redis import slow_redis
@@ -81,7 +81,7 @@ async def routers(
     async with workers(*decodes):
         urls = tuple(worker.url for worker in decodes)
         session = Session(ttl_s=100.0, sources=("header:x-session-id", "messages"))
-        config = RouterConfig(decode=urls, deadlines=FAST, session=session, redis=settings(url, **more))
+        config = RouterConfig(decode=urls, deadlines=PATIENT, session=session, redis=settings(url, **more))
         await ready(probe)
         async with routed(config) as first, routed(config) as second:
             yield probe, decodes, first, second

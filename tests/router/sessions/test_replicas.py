@@ -15,8 +15,9 @@ from pdserve.router.fleet.worker import Worker, WorkerInfo
 from pdserve.router.placement.placer import Placer
 from pdserve.router.placement.request_facts import RequestFacts
 from pdserve.router.sessions.keys import named
-from tests.support.router.harness import FAST, routed
+from tests.support.router.harness import PATIENT, routed
 from tests.support.router.mock_worker import MockWorker, workers
+from tests.support.suite.extended import extended
 
 SESSIONS, WORKERS = 10_000, 7
 CONFIG = RouterConfig(prefill_policy="affinity", min_prefill_tokens=256)
@@ -54,7 +55,7 @@ class Replica:
 @pytest.mark.parametrize(
     ("in_flight", "most_moves"),
     [
-        (7, 0),  # no worker can have more than the 8 requests that are never called overload
+        extended(7, 0),  # no worker can have more than the 8 requests that are never called overload
         (20, 150),  # four turns in a thousand find their worker with three times the mean, and move
     ],
 )
@@ -84,8 +85,8 @@ async def test_two_routers_and_a_restarted_one_agree_over_real_connections() -> 
     async with workers(*decodes):
         urls = tuple(worker.url for worker in decodes)
         session = Session(sources=("cookie:sid",))
-        here = RouterConfig(decode=urls, deadlines=FAST, session=session)
-        there = RouterConfig(decode=urls[::-1], deadlines=FAST, session=session)
+        here = RouterConfig(decode=urls, deadlines=PATIENT, session=session)
+        there = RouterConfig(decode=urls[::-1], deadlines=PATIENT, session=session)
         homes: dict[str, str] = {}
         async with routed(there) as second:
             for config in (here, here):  # the second time: the first router, restarted

@@ -19,6 +19,8 @@ class SlowRedis:
         """Of each answer."""
         self.alter: Callable[[bytes], bytes] = lambda data: data
         """What becomes of an answer."""
+        self.answers = 0
+        self.connections = 0
         self.writers: set[asyncio.StreamWriter] = set()
 
     def cut(self) -> None:
@@ -34,6 +36,7 @@ class SlowRedis:
                 if is_answer and self.delay_s:
                     await asyncio.sleep(self.delay_s)  # the slowness that is tested, not a wait for something
                 writer.write(self.alter(data) if is_answer else data)
+                self.answers += is_answer
                 await writer.drain()
         except OSError:
             pass
@@ -53,6 +56,7 @@ async def slow_redis(directory: Path, behind: str) -> AsyncIterator[SlowRedis]:
         except OSError:
             writer.close()
             return
+        between.connections += 1
         ends = {writer, there[1]}
         between.writers |= ends
         try:

@@ -13,7 +13,7 @@ import pytest
 from tests.support.up.cluster import running, wait_until
 from tests.support.up.ray_cluster import ray_cluster, ray_node
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.long]
+pytestmark = [pytest.mark.timeout(400), pytest.mark.long, pytest.mark.extended]
 
 FILE = """
 [cluster]

@@ -17,7 +17,7 @@ from pdserve.up.places.slurm import SlurmPlace
 from tests.support.up.cluster import RUN, STAND_INS, processes_that_mention, wait_until
 from tests.support.up.slurm_cluster import SlurmServers, slurm_servers
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.long]
+pytestmark = [pytest.mark.timeout(180), pytest.mark.long, pytest.mark.extended]
 
 IMPATIENT = f"""
 from pdserve.up.places import remote

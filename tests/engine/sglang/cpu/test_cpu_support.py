@@ -244,6 +244,7 @@ stand_in.install()
     assert "must be installed before sglang.srt" in run_python(code).stderr
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("environment", [{}, {"PDSERVE_ENGINE_DEVICE": "cuda"}], ids=["no worker", "a GPU"])
 def test_plugin_replaces_nothing_of_a_cpu_outside_a_worker_on_one(environment: dict[str, str]) -> None:
     code = """

@@ -29,6 +29,7 @@ from pdserve.kvpool.tiers.base import (
 )
 from tests.support.kvpool.node_model import KIB, key
 from tests.support.kvpool.tier_rig import DIRECTORY, Rig
+from tests.support.suite.extended import examples
 
 TIMEOUT_S = 1.0
 KEYS = st.lists(st.integers(0, 30), min_size=1, max_size=6)
@@ -279,4 +280,4 @@ def test_a_rule_that_fails_half_way_is_what_is_reported() -> None:
 
 
 TestClients = Clients.TestCase
-TestClients.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestClients.settings = settings(max_examples=examples(120), stateful_step_count=60, deadline=None)

@@ -183,6 +183,7 @@ def test_an_etcd_that_asks_for_certificates_gets_ours(tmp_path: Path, certificat
         server.kill()
 
 
+@pytest.mark.extended
 def test_etcd_with_tls_and_passwords(tmp_path: Path, certificate: tuple[Path, Path]) -> None:
     server = EtcdServer(tmp_path, certificate)
     try:
@@ -215,6 +216,7 @@ def test_etcd_with_tls_and_passwords(tmp_path: Path, certificate: tuple[Path, Pa
         server.kill()
 
 
+@pytest.mark.extended
 def test_whoever_is_known_to_etcd_stays_so_when_its_users_are_changed(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("nobody knows")
     jwt = f"jwt,sign-method=HS512,priv-key={tmp_path}/key,ttl=10m"

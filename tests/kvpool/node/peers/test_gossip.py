@@ -126,6 +126,7 @@ def start_alone(processes: Processes, name: str, peers: str, extra: str = "") ->
     return processes.nodes[name]
 
 
+@pytest.mark.extended
 def test_a_node_that_is_upgraded_stays_in_all_views_and_a_seed_never_stands_alone(
     processes: Processes,
 ) -> None:
@@ -147,6 +148,7 @@ def test_a_node_that_is_upgraded_stays_in_all_views_and_a_seed_never_stands_alon
         node.close()
 
 
+@pytest.mark.extended
 def test_a_node_that_was_drained_before_its_upgrade_does_not_come_back_into_the_ring(
     processes: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:

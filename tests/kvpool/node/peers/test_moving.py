@@ -36,6 +36,7 @@ from tests.support.kvpool.moving_nodes import (
     some_keys,
     wait_for,
 )
+from tests.support.suite.extended import extended
 
 
 @pytest.fixture
@@ -168,7 +169,7 @@ def test_pages_that_are_on_ssd_only_move_to_a_node_that_joins_and_from_one_that_
     check_all_there({second: len(keys)})
 
 
-@pytest.mark.parametrize("write", ["all", "cold"])
+@pytest.mark.parametrize("write", [extended("all"), "cold"])
 def test_a_node_with_little_memory_pulls_no_faster_than_its_tier_writes(
     nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Literal["all", "cold"]
 ) -> None:

@@ -19,6 +19,7 @@ from pdserve.kvpool.protocol.cluster_messages import ACTIVE, DEAD
 from pdserve.kvpool.protocol.messages import StatusReport
 from tests.support.command import pdserve_here
 from tests.support.kvpool.moving_nodes import PAGE_BYTES, page_of, some_keys
+from tests.support.suite.extended import extended
 
 DEADLINE_S = 30.0
 BATCH = 32
@@ -188,7 +189,7 @@ def test_a_node_joins_and_another_drains_under_load(pool: Pool) -> None:
     client.close()
 
 
-@pytest.mark.parametrize("victim", ["n0", "n3"])
+@pytest.mark.parametrize("victim", ["n0", extended("n3")])
 def test_killed_in_the_middle_of_a_move_nothing_hangs(pool: Pool, victim: str) -> None:
     pool.start("n0", "n1", "n2")
     pool.settled("n0", "n1", "n2")
@@ -215,6 +216,7 @@ def test_killed_in_the_middle_of_a_move_nothing_hangs(pool: Pool, victim: str) -
     client.close()
 
 
+@pytest.mark.extended
 def test_a_source_that_is_paused_in_the_middle_costs_only_time(pool: Pool) -> None:
     pool.start("n0", "n1")
     pool.settled("n0", "n1")

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.kvpool.node.serving.fair_queue import BURST_S, KEY_COST_BYTES, MAX_QUEUED_S, Bucket, FairQueue
+from tests.support.suite.extended import examples
 
 KIB = 1024
 
@@ -25,7 +26,7 @@ WEIGHTS = st.lists(st.sampled_from([0.5, 1.0, 2.0, 3.0, 8.0]), min_size=2, max_s
 SIZES = st.lists(st.tuples(st.integers(1, 32), st.integers(0, 1 << 20)), min_size=1, max_size=8)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(WEIGHTS, st.data())
 def test_backlogged_namespaces_get_service_in_proportion_to_their_weights(
     weights: list[float], data: st.DataObject
@@ -57,7 +58,7 @@ def test_backlogged_namespaces_get_service_in_proportion_to_their_weights(
                 assert abs(served[a] / weights[a] - served[b] / weights[b]) <= bound * (1 + 1e-9)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.floats(1.0, 1000.0),
     st.floats(1e3, 1e7),
@@ -90,7 +91,7 @@ def test_a_namespace_never_exceeds_its_rate_by_more_than_the_burst_or_one_reques
                 assert total <= allowed * (1 + 1e-9) + 1e-6
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 64), st.integers(0, 1 << 20)), max_size=40))
 def test_all_that_was_put_is_served_in_the_order_of_its_namespace(asked: list[tuple[int, int, int]]) -> None:
     queue = queue_of(f1=(1.0, 0.0, 0.0), f2=(5.0, 50.0, 0.0), f3=(0.1, 0.0, 1e6))

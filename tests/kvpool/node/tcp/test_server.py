@@ -15,6 +15,7 @@ from pdserve.kvpool.node.tcp import door, server
 from pdserve.kvpool.transports.tcp.stream import HEADER, TICKET_BYTES, WITHDRAWN
 from tests.support.kvpool.clients import until
 from tests.support.kvpool.tcp_server import Peer, RunningServer, dial, running
+from tests.support.suite.extended import examples
 
 KIB = 1024
 MIB = 1 << 20
@@ -177,7 +178,7 @@ def attacked() -> Iterator[RunningServer]:
         yield server
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     said=st.binary(max_size=64),
     claimed=st.integers(0, 2 * KIB),

@@ -119,6 +119,7 @@ def test_a_lost_nodes_pages_are_read_by_the_others(store: ObjectServer, tmp_path
         until(lambda: hits(pool) == COUNT, "the other node does not find them")
 
 
+@pytest.mark.extended
 def test_a_dropped_namespace_comes_back_empty_and_leaves_the_bucket(
     store: ObjectServer, tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.slot_table import TableLayout
 from pdserve.kvpool.testing.inproc import InprocNode
 from tests.support.kvpool.tier_tools import KIB, key
+from tests.support.suite.extended import examples
 
 LENGTH = 4 * KIB
 WAIT_S = 20.0
@@ -220,4 +221,4 @@ class Restarts(RuleBasedStateMachine):
 
 
 TestRestarts = Restarts.TestCase
-TestRestarts.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+TestRestarts.settings = settings(max_examples=examples(50), stateful_step_count=20, deadline=None)

@@ -20,6 +20,7 @@ from pdserve.kvpool.tiers.ssd.segment_format import (
     read_index,
 )
 from tests.support.kvpool.tier_tools import contents, key, page
+from tests.support.suite.extended import examples
 
 NONCE = 0x1234_5678_9ABC_DEF0
 HEADER = SegmentHeader(7, NONCE)
@@ -134,7 +135,7 @@ DAMAGE = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 13_000), max_size=5),
     sealed=st.booleans(),
@@ -163,7 +164,7 @@ def test_whatever_the_damage_no_page_is_made_up(
     assert found is None or set(found[0]) <= set(plain(records))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.binary(max_size=3 * BLOCK_BYTES))
 def test_random_bytes_are_no_segment(data: bytes) -> None:
     assert index(data) is None

@@ -1,0 +1,93 @@
+"""Which tests a run takes.
+
+The default run leaves out the tests that are marked `extended` and those of the folders below. They run under
+`launch/test.sh --all`, when the command line names their file, and when a file changed that RISKS names: then
+those of the paths that stand beside it.
+
+A file has changed where it differs from the commit at which this branch left `main`, committed or not.
+Continuous integration tests `main` itself, from which nothing differs: it runs the default selection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+EXTENDED_FOLDERS = ("tests/bench", "tests/render", "tests/sizing")
+"""Measuring code, images and containers: every test in them is extended."""
+
+_MODELS = ("tests/e2e", "tests/engine")
+_NODES = ("tests/contracts", "tests/hostile", "tests/kvpool")
+RISKS: dict[str, tuple[str, ...]] = {
+    "pdserve/capacity/model.py": _MODELS,
+    "pdserve/engine/page_names.py": _MODELS,
+    "pdserve/engine/prompt_identity.py": _MODELS,
+    "pdserve/engine/sglang": _MODELS,
+    "pdserve/engine/turns": _MODELS,
+    "pdserve/integrations": ("tests/integrations", "tests/e2e"),
+    "pdserve/kvpool/hicache": (*_MODELS, "tests/kvpool/hicache"),
+    "pdserve/kvpool/mover": (*_MODELS, "tests/kvpool/mover"),
+    "pdserve/kvpool/node/tcp": (*_NODES, "tests/netns"),
+    "pdserve/kvpool/node/ucx": (*_NODES, "tests/netns"),
+    "pdserve/kvpool/node/upgrade": ("tests/kvpool/node/upgrade",),
+    "pdserve/kvpool/protocol": (*_NODES, "tests/e2e"),
+    "pdserve/kvpool/node/peers": ("tests/kvpool/node/peers", "tests/netns"),
+    "pdserve/kvpool/transports": (*_NODES, "tests/netns"),
+    "pdserve/kvpool/weights": ("tests/kvpool/weights",),
+    "pdserve/pages.py": (*_MODELS, *_NODES),
+    "pdserve/render": ("tests/render",),
+    "pdserve/router/api": ("tests/router/api",),
+    "pdserve/router/dispatch": ("tests/router/dispatch",),
+    "pdserve/router/processes": ("tests/router/processes",),
+    "pdserve/up/places": ("tests/contracts", "tests/up"),
+    "Containerfile": ("tests/up/test_image.py",),
+    "launch/constraints.txt": ("tests/up/test_constraints.py",),
+    "pyproject.toml": ("tests/up/test_constraints.py",),
+}
+"""A changed file or folder, and the paths whose extended tests run then."""
+
+BOUNDS_S: dict[str, float] = {
+    "tests/contracts": 110,
+    "tests/docs": 25,
+    "tests/doctor": 25,
+    "tests/e2e": 600,
+    "tests/engine": 80,
+    "tests/hostile": 80,
+    "tests/integrations": 15,
+    "tests/kvpool": 440,
+    "tests/router": 200,
+    "tests/up": 80,
+}
+"""Seconds that the tests of a folder may take in the default run on two cores. More is a warning: others may
+use the machine. Those that start no SGLang run two at a time, in nine minutes: a test holds their sum.
+"""
+
+
+def is_within(path: str, folder: str) -> bool:
+    """Whether a path is this folder or file, or lies in it."""
+    return path == folder or path.startswith(f"{folder}/")
+
+
+def at_risk(changed: Iterable[str]) -> dict[str, str]:
+    """Paths whose extended tests run, and a changed file that is why. Paths are relative to the checkout."""
+    return dict(sorted(_at_risk(changed)))
+
+
+def _at_risk(changed: Iterable[str]) -> Iterator[tuple[str, str]]:
+    for path in sorted(changed, reverse=True):
+        for risk, tests in RISKS.items():
+            if is_within(path, risk):
+                yield from ((test, path) for test in tests)
+
+
+def is_extended(path: str, is_marked: bool) -> bool:
+    return is_marked or any(is_within(path, folder) for folder in EXTENDED_FOLDERS)
+
+
+def is_taken(path: str, wanted: Iterable[str]) -> bool:
+    """Whether an extended test in the file `path` runs where those of the paths `wanted` do."""
+    return any(is_within(path, folder) for folder in wanted)
+
+
+def over_their_bounds(taken_s: dict[str, float]) -> dict[str, float]:
+    """The bounds of folders that took longer."""
+    return {folder: bound for folder, bound in BOUNDS_S.items() if taken_s.get(folder, 0.0) > bound}
