@@ -165,6 +165,7 @@ def check(router: Router) -> None:
     assert seen <= after[1] - before[1] <= 400
 
 
+@pytest.mark.extended
 def test_an_aggregated_worker_and_its_router_count_alike(agg_worker: Worker, run_dir: Path) -> None:
     router = Router(run_dir, agg=[agg_worker], name="router-charges")
     try:

@@ -35,7 +35,7 @@ from tests.support.netns.lab import lab
 from tests.support.netns.program import Program
 from tests.support.netns.visitor import ATTACKS
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), pytest.mark.usefixtures("site")]
 STORED = 24
 NOBODY = "65534"
 MOST_GROWTH = 1.2
@@ -144,6 +144,7 @@ def bearing_it(cluster: GuardedCluster, attacker: Program) -> Iterator[None]:
     assert_unharmed(cluster)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", ATTACKS)
 def test_bytes_of_strangers_to_every_port_harm_nobody(
     cluster: GuardedCluster, stranger: Program, kind: str
@@ -154,6 +155,7 @@ def test_bytes_of_strangers_to_every_port_harm_nobody(
             cluster.tried.add((attacks.STRANGER, kind, PLACES[port]))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("at_once", [8, 2000])
 def test_who_reads_no_answers_harms_nobody(cluster: GuardedCluster, stranger: Program, at_once: int) -> None:
     kinds = {CONTROL: "pool", WORKER: "worker", ROUTER: "router"}
@@ -164,6 +166,7 @@ def test_who_reads_no_answers_harms_nobody(cluster: GuardedCluster, stranger: Pr
             cluster.tried.add((attacks.STRANGER, attacks.DEAF, place))
 
 
+@pytest.mark.extended
 def test_a_tenant_that_reads_no_streams_and_a_reader_that_reads_no_pages_harm_nobody(
     cluster: GuardedCluster, stranger: Program
 ) -> None:
@@ -206,6 +209,7 @@ def test_a_token_of_one_namespace_reaches_no_page_of_another(
     assert_unharmed(cluster)
 
 
+@pytest.mark.extended
 def test_workers_token_and_admin_token_open_what_they_are_for(
     cluster: GuardedCluster, stranger: Program
 ) -> None:
@@ -214,6 +218,7 @@ def test_workers_token_and_admin_token_open_what_they_are_for(
         assert stranger.do("say", port=POOL_PORTS[0], token=token) == {"refused": ""}
 
 
+@pytest.mark.extended
 def test_a_token_to_read_reads_and_does_nothing_else(cluster: GuardedCluster, stranger: Program) -> None:
     for port in POOL_PORTS:
         said = stranger.do("overstep", port=port, namespace="alpha", token=ALPHA_READER)
@@ -225,6 +230,7 @@ def test_a_token_to_read_reads_and_does_nothing_else(cluster: GuardedCluster, st
     assert_unharmed(cluster)
 
 
+@pytest.mark.extended
 def test_what_was_heard_of_a_handshake_opens_nothing(cluster: GuardedCluster, stranger: Program) -> None:
     for port in POOL_PORTS:
         said = stranger.do("replay", port=port, token=ALPHA)["said"]
@@ -232,6 +238,7 @@ def test_what_was_heard_of_a_handshake_opens_nothing(cluster: GuardedCluster, st
         cluster.tried |= {(attacks.STRANGER, attacks.REPLAY, place) for place in (CONTROL, PAGES)}
 
 
+@pytest.mark.extended
 def test_nobody_passes_for_a_node_of_the_pool(cluster: GuardedCluster, stranger: Program) -> None:
     for port in POOL_PORTS:
         for token in ("", ALPHA, "a token that nobody gave out"):
@@ -268,6 +275,7 @@ def test_another_user_of_the_host_finds_no_secret_in_proc(cluster: GuardedCluste
     cluster.tried.add((attacks.USER, attacks.PROC, HOST))
 
 
+@pytest.mark.extended
 def test_another_user_of_the_host_harms_nobody_at_loopback(cluster: GuardedCluster, nobody: Program) -> None:
     loopback = [port for port, (host, _) in cluster.listening().items() if host.startswith("127.")]
     for kind in attacks.LOOPBACK:
@@ -279,6 +287,7 @@ def test_another_user_of_the_host_harms_nobody_at_loopback(cluster: GuardedClust
     until(cluster.answers, cluster.alive, 60.0)
 
 
+@pytest.mark.extended
 def test_who_tries_many_tokens_is_told_nothing_more_and_locks_nobody_out(
     cluster: GuardedCluster, stranger: Program
 ) -> None:
@@ -306,6 +315,7 @@ def test_who_tries_many_tokens_is_told_nothing_more_and_locks_nobody_out(
     assert_unharmed(cluster)
 
 
+@pytest.mark.extended
 def test_the_table_in_the_documents_counts_what_was_tried(cluster: GuardedCluster) -> None:
     """Last. tests/docs holds that the documents show it."""
     assert cluster.tried == attacks.pairs()

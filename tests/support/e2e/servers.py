@@ -1,25 +1,30 @@
-"""The SGLang servers of a run: at most four at a time, each started before the first test that needs it.
+"""The SGLang servers of a run, each started before the first test that needs it.
 
-A server's start keeps a core busy for most of a minute. So while tests run, servers of later tests start, two
-at a time. A test that kills its server leaves it dead: it is started again for the next test that needs it.
+While tests run, servers of later tests start, two at a time, as many as the machine's memory holds. A test
+that kills its server leaves it dead: it is started again for the next test that needs it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import psutil
 
 from tests.support.e2e.cluster import START_TIMEOUT_S, Worker, http_ok
 
-LIMIT = 4  # two to three gigabytes each
 STARTING = 2  # cores of a small machine
+BYTES_EACH = 3 << 29  # of the machine: with the arenas of pool nodes, tests, and what else runs
+LIMIT = max(4, min(16, psutil.virtual_memory().total // BYTES_EACH))
 
 
 class Servers:
     """By name. `use` is called before each test."""
 
-    def __init__(self, workers: Mapping[str, Worker]) -> None:
+    def __init__(self, workers: Mapping[str, Worker], can_start: Callable[[], bool]) -> None:
+        """`can_start`: whether to start one takes little time now."""
         self.workers = workers
+        self._can_start = can_start
         self._starting: set[str] = set()
 
     def use(self, wanted: Iterable[str], later: Sequence[Iterable[str]]) -> None:
@@ -39,6 +44,8 @@ class Servers:
         """Stop what is not needed and start what is. Returns whether all that is wanted is ready."""
         self._starting -= {name for name in self._starting if self._has_started(name)}
         running = {name for name, worker in self.workers.items() if worker.is_running}
+        if not self._can_start():
+            return not wanted
         missing = [name for name in order if name not in running]
         for name in running - {*order} if missing else ():
             self._stop(name)
