@@ -86,6 +86,12 @@ def site(request: pytest.FixtureRequest, model: Path, run_dir: Path) -> Iterator
 
 
 @pytest.fixture(scope="session")
+def warm_server(site: Site) -> None:
+    """Is up: what a test starts by itself starts at once."""
+    warm.server()
+
+
+@pytest.fixture(scope="session")
 def agg_worker(site: Site) -> Worker:
     """Pages of float32 in the pool, over mapped memory, page_first_direct."""
     return site.servers.workers["agg"]

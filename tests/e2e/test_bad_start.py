@@ -87,6 +87,7 @@ def test_an_unknown_key_is_named_with_the_nearest_valid_one(tmp_path: Path) -> N
 
 
 @pytest.mark.e2e
+@pytest.mark.usefixtures("warm_server")
 def test_workers_that_differ_in_page_size_cannot_share_a_namespace(tmp_path: Path, model: Path) -> None:
     pool = PoolNode(tmp_path).start()
     try:

@@ -32,6 +32,7 @@ WORKER_EVENTS: Final = "agg.events"
 PAGE_KEY: Final = "of-the-workers-of-this-run-alone"
 PULL_AHEAD: Final = {"pull_ahead_tokens": 2 * CHUNK_TOKENS}
 NEEDS: Final = {
+    "warm_server": (),
     "ucx_worker": ("ucx",),
     "plain_worker": ("plain",),
     "agg_worker": ("agg",),
