@@ -1,21 +1,22 @@
 """The SGLang servers of a run, each started before the first test that needs it.
 
 While tests run, servers of later tests start, two at a time, as many as the machine's memory holds. A test
-that kills its server leaves it dead: it is started again for the next test that needs it.
+that kills its server leaves it dead: it is started again for the next test that needs it. One that fails to
+start fails the tests that need it, and no other.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import psutil
 
 from tests.support.e2e.cluster import START_TIMEOUT_S, Worker, http_ok
 
 STARTING = 2  # cores of a small machine
-BYTES_EACH = 3 << 29  # of the machine: with the arenas of pool nodes, tests, and what else runs
-LIMIT = max(4, min(16, psutil.virtual_memory().total // BYTES_EACH))
+LEAST = 4  # a test may need so many at once
+FREE_BYTES = 13 << 30  # SGLang does not start where it would leave less than 10 GB; a server takes 0.6 to 1.4
 
 
 class Servers:
@@ -26,6 +27,7 @@ class Servers:
         self.workers = workers
         self._can_start = can_start
         self._starting: set[str] = set()
+        self._failed: set[str] = set()
 
     def use(self, wanted: Iterable[str], later: Sequence[Iterable[str]]) -> None:
         """Return when the wanted servers are ready. `later`: what following tests need, in their order."""
@@ -42,30 +44,42 @@ class Servers:
 
     def _advance(self, order: Sequence[str], wanted: Sequence[str]) -> bool:
         """Stop what is not needed and start what is. Returns whether all that is wanted is ready."""
-        self._starting -= {name for name in self._starting if self._has_started(name)}
-        running = {name for name, worker in self.workers.items() if worker.is_running}
         if not self._can_start():
             return not wanted
+        self._starting -= {name for name in self._starting if self._has_started(name, name in wanted)}
+        running = {name for name, worker in self.workers.items() if worker.is_running}
         missing = [name for name in order if name not in running]
         for name in running - {*order} if missing else ():
             self._stop(name)
             running.remove(name)
         for name in missing:
-            if len(running) == LIMIT and name in wanted:  # make room: the one that is needed last goes
-                last = max(running - {*wanted}, key=order.index)
+            if name in wanted and not _has_room(running) and (others := running - {*wanted}):
+                last = max(others, key=order.index)  # makes room: it is needed last
                 self._stop(last)
                 running.remove(last)
-            if len(running) < LIMIT and len(self._starting) < STARTING:
+            elif name not in wanted and (name in self._failed or not _has_room(running)):
+                continue
+            if len(self._starting) < STARTING:
+                self._failed.discard(name)
                 self.workers[name].start()
                 self._starting.add(name)
                 running.add(name)
         return running.difference(self._starting).issuperset(wanted)
 
-    def _has_started(self, name: str) -> bool:
+    def _has_started(self, name: str, is_wanted: bool) -> bool:
+        """Or has failed. Raises AssertionError with its last words when it is wanted."""
         worker = self.workers[name]
-        worker.assert_running()
+        if is_wanted:
+            worker.assert_running()
+        elif not worker.is_running:
+            self._failed.add(name)
+            return True
         return http_ok(f"{worker.url}/pd/ready")
 
     def _stop(self, name: str) -> None:
         self._starting.discard(name)
         self.workers[name].end()
+
+
+def _has_room(running: Collection[str]) -> bool:
+    return len(running) < LEAST or psutil.virtual_memory().available > FREE_BYTES
