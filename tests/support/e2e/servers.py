@@ -53,17 +53,18 @@ class Servers:
             self._stop(name)
             running.remove(name)
         for name in missing:
+            if len(self._starting) == STARTING:
+                break
             if name in wanted and not _has_room(running) and (others := running - {*wanted}):
                 last = max(others, key=order.index)  # makes room: it is needed last
                 self._stop(last)
                 running.remove(last)
             elif name not in wanted and (name in self._failed or not _has_room(running)):
                 continue
-            if len(self._starting) < STARTING:
-                self._failed.discard(name)
-                self.workers[name].start()
-                self._starting.add(name)
-                running.add(name)
+            self._failed.discard(name)
+            self.workers[name].start()
+            self._starting.add(name)
+            running.add(name)
         return running.difference(self._starting).issuperset(wanted)
 
     def _has_started(self, name: str, is_wanted: bool) -> bool:
