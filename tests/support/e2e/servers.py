@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 
@@ -39,8 +40,9 @@ class Servers:
             time.sleep(0.1)
 
     def stop(self) -> None:
-        for name in self.workers:
-            self._stop(name)
+        with ThreadPoolExecutor(len(self.workers)) as threads:
+            for _ in threads.map(self._stop, self.workers):
+                pass
 
     def _advance(self, order: Sequence[str], wanted: Sequence[str]) -> bool:
         """Stop what is not needed and start what is. Returns whether all that is wanted is ready."""
