@@ -22,7 +22,7 @@ from tests.support.e2e.site import Cluster
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 CHAT, COMPLETIONS, GENERATE, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/generate", "/tokenize"
-REQUESTS = 30
+REQUESTS = 18
 NEW_TOKENS = 8
 SETTLED_S = 20.0
 
