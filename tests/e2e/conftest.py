@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from pdserve.engine.demo.model import make_demo_model
+from tests.support.e2e import warm
 from tests.support.e2e.cluster import Worker
+from tests.support.e2e.prompts import ALL_LENGTHS, LENGTHS
 from tests.support.e2e.site import NEEDS, Cluster, Direct, Reference, Site, place
 
 HERE = Path(__file__).parent
@@ -67,16 +69,26 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def site(request: pytest.FixtureRequest, model: Path, run_dir: Path) -> Iterator[Site]:
-    """Pool nodes, etcd, and the servers of the first test that needs some."""
-    site = Site.of(run_dir, model)
+    """Pool nodes, etcd, and the servers of the first test that needs some. While a test runs that asks for
+    this alone, servers of later tests start.
+    """
+    warm.begin()
+    lengths = ALL_LENGTHS if request.config.getoption("--all", False) else LENGTHS
+    fixtures = {name for item in request.session.items for name in fixtures_of(item)}
+    site = Site.of(run_dir, model, lengths, fixtures)
     try:
-        for pool in site.pools.values():
-            pool.start()
+        site.start()
         use(site, request.session.stash[CURRENT])
         request.session.stash[SITE] = site
         yield site
     finally:
         site.stop()
+
+
+@pytest.fixture(scope="session")
+def warm_server(site: Site) -> None:
+    """Is up: what a test starts by itself starts at once."""
+    warm.server()
 
 
 @pytest.fixture(scope="session")
@@ -101,12 +113,6 @@ def elastic_workers(site: Site) -> list[Worker]:
 def ucx_worker(site: Site) -> Worker:
     """Pages of bfloat16 on two pool nodes, over UCX, layer_first."""
     return site.servers.workers["ucx"]
-
-
-@pytest.fixture(scope="session")
-def file_worker(site: Site) -> Worker:
-    """Pages of float32 in SGLang's own file backend, layer_first."""
-    return site.servers.workers["file"]
 
 
 @pytest.fixture(scope="session")

@@ -57,7 +57,8 @@ def test_answers_equal_plain_sglang_cold_warm_and_from_the_pool(agg: Agg, refere
         (len(prompt) - 1) // PAGE * PAGE for prompt in reference.second_prompts
     ]
     # what an earlier prompt of this round brought to the device is found there, all the rest in the pool
-    assert sum((meta["cached_tokens_details"] or {}).get("storage", 0) for meta in metas) > 15_000
+    from_pool = sum((meta["cached_tokens_details"] or {}).get("storage", 0) for meta in metas)
+    assert from_pool > 0.6 * sum(meta["cached_tokens"] for meta in metas)
 
 
 def test_answers_stay_equal_while_page_movers_are_killed_and_paused(agg: Agg, reference: Reference) -> None:

@@ -1,4 +1,6 @@
-"""What cannot start says why in one line, and exits non-zero. No test here loads a model."""
+"""What cannot start says why in one line, and exits non-zero, by the real commands but for one. No test here
+loads a model.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.e2e.cluster import PoolNode, free_port, pdserve, to_toml
+from tests.support.e2e.cluster import START_TIMEOUT_S, PoolNode, Worker, free_port, pdserve, to_toml
 from tests.support.e2e.site import engine_settings
 
 pytestmark = pytest.mark.timeout(300)
@@ -32,12 +34,16 @@ def run(tmp_path: Path, command: list[str], config: dict[str, Any]) -> tuple[int
     done = subprocess.run(
         pdserve(*command, "--config", str(path)), capture_output=True, text=True, timeout=280, check=False
     )
-    printed = (done.stdout + done.stderr).strip()
-    said = "\n".join(line for line in printed.splitlines() if not any(step in line for step in STEPS))
-    assert done.returncode != 0, said
+    return done.returncode, the_line(done.returncode, done.stdout + done.stderr)
+
+
+def the_line(status: int, printed: str) -> str:
+    """What a failed start says, beside its steps."""
+    said = "\n".join(line for line in printed.strip().splitlines() if not any(step in line for step in STEPS))
+    assert status != 0, said
     assert len(said.splitlines()) == 1, said
     assert "Traceback" not in said
-    return done.returncode, said
+    return said
 
 
 def test_a_model_path_that_does_not_exist(tmp_path: Path) -> None:
@@ -80,12 +86,13 @@ def test_an_unknown_key_is_named_with_the_nearest_valid_one(tmp_path: Path) -> N
     assert "engine.model_path" in said
 
 
+@pytest.mark.e2e
+@pytest.mark.usefixtures("warm_server")
 def test_workers_that_differ_in_page_size_cannot_share_a_namespace(tmp_path: Path, model: Path) -> None:
     pool = PoolNode(tmp_path).start()
     try:
         shared = {"nodes": [pool.ref], "namespace": "shared"}
-        engine = engine_settings(model, port=free_port())
-        settings = {"insecure": True, "engine": engine, "pool": shared}
+        worker = Worker("decode", "differs", tmp_path, engine_settings(model), shared)
         # the first worker opens the namespace, as its start-up check does
         from pdserve.kvpool.client.client import PoolClient
         from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
@@ -95,7 +102,10 @@ def test_workers_that_differ_in_page_size_cannot_share_a_namespace(tmp_path: Pat
         client = PoolClient(PoolClientConfig(nodes=nodes), "shared", {**info, "page_size": "32"})
         assert client.check() == {pool.name: None}
         client.close()
-        _, said = run(tmp_path, ["decode"], settings)
+        process = worker.start().process
+        assert process is not None
+        assert process.popen is not None
+        said = the_line(process.popen.wait(START_TIMEOUT_S), process.log.read_text())
         assert "page_size" in said
         assert "32" in said
         assert "64" in said

@@ -5,14 +5,13 @@ pages come from the pool whenever the device has none. Further tests of this pai
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
-from tests.support.e2e.cluster import Router, Worker, eventually
+from tests.support.e2e.cluster import Worker
 from tests.support.e2e.prompts import NEW_TOKENS, Answer, differences, token_ids
-from tests.support.e2e.routed import found, generate, say, wanted_hits
-from tests.support.e2e.site import CHUNK_TOKENS, PULL_AHEAD, STAGED, Cluster, Reference
+from tests.support.e2e.routed import pull_ahead, say, wanted_hits
+from tests.support.e2e.site import CHUNK_TOKENS, STAGED, Cluster, Reference
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
@@ -58,31 +57,12 @@ def test_a_worker_that_was_killed_answers_from_the_pool(cluster: Cluster, refere
     assert found_tokens == [wanted_hits(prompt) for prompt in prompts]
 
 
-def test_pages_that_are_pulled_ahead_are_on_the_device_when_the_request_comes(
-    cluster: Cluster, run_dir: Path
-) -> None:
+def test_pages_that_are_pulled_ahead_are_on_the_device_when_the_request_comes(cluster: Cluster) -> None:
     """And the answers are those of the worker that computed them."""
-    router = Router(
-        run_dir,
-        prefill=[cluster.prefill[0]],
-        decode=[cluster.decode[1]],
-        name="router-pull",
-        extra=PULL_AHEAD,
-    )
-    prompts = iter([token_ids(8000 + i, 3000) for i in range(10)])
-
-    def pulled() -> bool:
-        prompt = next(prompts)
-        response = generate(router, prompt)
-        where = found(response)
-        assert sum(where.values()) == wanted_hits(prompt)
-        computed = cluster.prefill[0].generate(prompt, NEW_TOKENS)
-        assert differences([Answer.of(computed)], [Answer.of(response.json())], say([prompt])) == []
-        assert not where.get("host")
-        return where.get("device", 0) >= CHUNK_TOKENS
-
-    try:
-        router.start()
-        eventually(pulled, "a chunk is pulled ahead", 120.0)
-    finally:
-        router.stop()
+    prompt, prefill, decode = token_ids(8000, 3000), cluster.prefill[0], cluster.decode[1]
+    body = pull_ahead(prefill, decode, prompt)
+    assert body["meta_info"]["cached_tokens_details"]["device"] >= CHUNK_TOKENS
+    assert body["meta_info"]["cached_tokens"] == wanted_hits(prompt)
+    assert not body["meta_info"]["cached_tokens_details"].get("host")
+    computed = prefill.generate(prompt, NEW_TOKENS)
+    assert differences([Answer.of(computed)], [Answer.of(body)], say([prompt])) == []

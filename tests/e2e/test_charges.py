@@ -22,7 +22,7 @@ from tests.support.e2e.site import Cluster
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 CHAT, COMPLETIONS, GENERATE, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/generate", "/tokenize"
-REQUESTS = 30
+REQUESTS = 18
 NEW_TOKENS = 8
 SETTLED_S = 20.0
 
@@ -165,6 +165,7 @@ def check(router: Router) -> None:
     assert seen <= after[1] - before[1] <= 400
 
 
+@pytest.mark.extended
 def test_an_aggregated_worker_and_its_router_count_alike(agg_worker: Worker, run_dir: Path) -> None:
     router = Router(run_dir, agg=[agg_worker], name="router-charges")
     try:

@@ -18,7 +18,7 @@ from tests.support.e2e.prompts import NEW_TOKENS, PAGE, Answer, differences, tok
 from tests.support.e2e.routed import found, generate, say, wanted_hits
 from tests.support.e2e.site import Direct, Reference
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.extended, pytest.mark.timeout(600)]
 DIRECT = "handoff=direct(configured)"
 STREAMS = 64
 

@@ -19,10 +19,10 @@ from pdserve.pages import DRAFT, KV, page_hashes, part_suffix, pool_key
 from tests.support.e2e.arena import drop_page
 from tests.support.e2e.cluster import PoolNode, Router, Worker, eventually, http
 from tests.support.e2e.prompts import NEW_TOKENS, PAGE, Answer, differences, token_ids
-from tests.support.e2e.routed import found, generate, say, wanted_hits
+from tests.support.e2e.routed import found, generate, own_tokens, pull_ahead, say, wanted_hits
 from tests.support.e2e.site import CHUNK_TOKENS, PULL_AHEAD, Reference, Site
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.e2e, pytest.mark.extended, pytest.mark.timeout(1200)]
 
 LONG = 40
 LENGTHS = (64, 65, 66, 129, 130, 131, 500, 700)
@@ -132,12 +132,7 @@ def test_turn_two_finds_what_turn_one_drafted(drafts: Drafting) -> None:
 
 
 def test_long_prompts_of_drafts_are_pulled_ahead(drafts: Drafting) -> None:
-    prompts = iter([token_ids(8740 + i, 3000) for i in range(10)])
-
-    def pulled() -> bool:
-        prompt = next(prompts)
-        where = found(generate(drafts.router, prompt))
-        assert sum(where.values()) == wanted_hits(prompt)
-        return where.get("host", 0) + where.get("device", 0) >= CHUNK_TOKENS
-
-    eventually(pulled, "a chunk is pulled ahead", 120.0)
+    prompt = token_ids(8740, 3000)
+    body = pull_ahead(drafts.prefill, drafts.decode, prompt)
+    assert own_tokens(body) >= CHUNK_TOKENS
+    assert body["meta_info"]["cached_tokens"] == wanted_hits(prompt)

@@ -17,6 +17,7 @@ from tests.support.e2e.prompts import PAGE, token_ids
 
 pytestmark = [
     pytest.mark.e2e,
+    pytest.mark.extended,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(not PYTHON.exists(), reason="Dynamo is not installed: run launch/dynamo.sh --set-up"),
 ]

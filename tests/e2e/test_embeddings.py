@@ -14,7 +14,7 @@ from tests.support.e2e.cluster import PoolNode, Router, Worker, eventually, http
 from tests.support.e2e.prompts import PAGE, token_ids
 from tests.support.e2e.site import Site
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.e2e, pytest.mark.extended, pytest.mark.timeout(1200)]
 
 TOKENS = 700
 STORED = TOKENS // PAGE

@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.e2e.cluster import Worker, http
-from tests.support.e2e.site import engine_settings
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 IDS = [300, 301, 302, 303]
 CHAT = {"model": "demo-tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 LOGPROB = {"return_logprob": True}
-
-
-@pytest.fixture(scope="module")
-def worker(model: Path, run_dir: Path) -> Iterator[Worker]:
-    worker = Worker("agg", "bounds", run_dir, engine_settings(model), settings={"storage": "none"})
-    try:
-        yield worker.start().wait_ready()
-    finally:
-        worker.stop()
 
 
 def native(sampling: dict[str, Any], **more: Any) -> tuple[str, dict[str, Any]]:
@@ -38,7 +26,7 @@ def native(sampling: dict[str, Any], **more: Any) -> tuple[str, dict[str, Any]]:
         (native({"top_k": 2**31}), 200),
         (native({"stop_token_ids": [10**9], "min_new_tokens": 1}), 200),
         (("/v1/chat/completions", {**CHAT, "stop_token_ids": [-5], "min_tokens": 1}), 200),
-        (native({"min_new_tokens": 2**40, "max_new_tokens": None}), 200),
+        (native({"min_new_tokens": 2**40, "max_new_tokens": None}, input_ids=IDS * 1020), 200),
         (native({}, **LOGPROB, top_logprobs_num=10**6), 400),
         (("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 10**6}), 400),
         (native({}, input_ids=[-1, 5]), 400),
@@ -47,21 +35,21 @@ def native(sampling: dict[str, Any], **more: Any) -> tuple[str, dict[str, Any]]:
         (native({"regex": "a{64}", "max_new_tokens": 64, "stop_regex": "(a|a)*b"}), 400),
         (native({"stop_regex": "(["}), 400),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:200],
 )
 def test_a_worker_outlives_its_request(
-    worker: Worker, request_: tuple[str, dict[str, Any]], status: int
+    plain_worker: Worker, request_: tuple[str, dict[str, Any]], status: int
 ) -> None:
     path, body = request_
-    answer = http.post(f"{worker.url}{path}", json=body, timeout=60.0)
+    answer = http.post(f"{plain_worker.url}{path}", json=body, timeout=60.0)
     assert answer.status_code == status, answer.text
-    assert len(worker.generate(IDS, 2)["output_ids"]) == 2
+    assert len(plain_worker.generate(IDS, 2)["output_ids"]) == 2
 
 
-def test_a_worker_outlives_the_marks_of_a_worker_that_lies(worker: Worker) -> None:
+def test_a_worker_outlives_the_marks_of_a_worker_that_lies(plain_worker: Worker) -> None:
     _, body = native({}, stream=True)
     so_far = {"characters": 0, "token_ids": [10**6]}
     text = f"{json.dumps(so_far)}\n{json.dumps(body)}"
-    answer = http.post(f"{worker.url}/pd/continue?endpoint=/generate", content=text, timeout=60.0)
+    answer = http.post(f"{plain_worker.url}/pd/continue?endpoint=/generate", content=text, timeout=60.0)
     assert answer.status_code == 400
-    assert len(worker.generate(IDS, 2)["output_ids"]) == 2
+    assert len(plain_worker.generate(IDS, 2)["output_ids"]) == 2

@@ -176,6 +176,7 @@ def test_tenants_find_no_tokens_of_each_other(agg_worker: Worker) -> None:
     assert outcomes(agg_worker).get("spliced", 0) == before.get("spliced", 0) + 1
 
 
+@pytest.mark.extended
 def test_an_answer_that_the_client_changed_is_encoded(agg_worker: Worker) -> None:
     chat = Conversation("Changed")
     chat.ask(agg_worker)
@@ -206,6 +207,7 @@ def test_prefill_and_decode_workers_use_the_same_tokens(cluster: Cluster) -> Non
     assert sum(found(answer).values()) >= (last.prompt_tokens - 1) // PAGE * PAGE
 
 
+@pytest.mark.extended
 def test_a_conversation_goes_on_at_another_router_as_it_was(cluster: Cluster, run_dir: Path) -> None:
     """By the same workers, though the first router had moved it, and from the very tokens."""
     with redis_server(run_dir) as redis, ExitStack() as stack:

@@ -35,7 +35,7 @@ from tests.support.netns.lab import lab
 from tests.support.netns.program import Program
 from tests.support.netns.visitor import ATTACKS
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600), pytest.mark.usefixtures("site")]
 STORED = 24
 NOBODY = "65534"
 MOST_GROWTH = 1.2
@@ -56,7 +56,7 @@ CONTROL_ROUTES = (
 
 
 @pytest.fixture(scope="module")
-def cluster(model: Path) -> Iterator[GuardedCluster]:
+def guarded(model: Path) -> Iterator[GuardedCluster]:
     """Its directory is one that every user can list: what stands in it must hold by itself."""
     with lab("far", "near") as network, tempfile.TemporaryDirectory(prefix="pdserve-hostile-") as directory:
         made = GuardedCluster(network, Path(directory), model)
@@ -77,9 +77,9 @@ def cluster(model: Path) -> Iterator[GuardedCluster]:
 
 
 @pytest.fixture(scope="module")
-def stranger(cluster: GuardedCluster) -> Iterator[Program]:
+def stranger(guarded: GuardedCluster) -> Iterator[Program]:
     """On another host."""
-    visitor = Program(cluster.network, "near", cluster.directory / "stranger.log", "-m", MODULE, cluster.host)
+    visitor = Program(guarded.network, "near", guarded.directory / "stranger.log", "-m", MODULE, guarded.host)
     yield visitor
     visitor.close()
 
@@ -94,32 +94,32 @@ PLACES = {
 
 
 @pytest.fixture(scope="module")
-def nobody(cluster: GuardedCluster) -> Iterator[Program]:
+def nobody(guarded: GuardedCluster) -> Iterator[Program]:
     """Another user of the cluster's host."""
     command = ("-m", MODULE, "127.0.0.1", NOBODY)
-    visitor = Program(cluster.network, "far", cluster.directory / "nobody.log", *command)
+    visitor = Program(guarded.network, "far", guarded.directory / "nobody.log", *command)
     yield visitor
     visitor.close()
 
 
-def assert_unharmed(cluster: GuardedCluster) -> None:
+def assert_unharmed(guarded: GuardedCluster) -> None:
     """All processes run, an honest client gets its answer and every page, and no page is lost count of."""
-    assert cluster.alive() == ["pool0", "pool1", "worker", "router"]
-    assert cluster.answers()
+    assert guarded.alive() == ["pool0", "pool1", "worker", "router"]
+    assert guarded.answers()
     for namespace, token in (("alpha", ALPHA), ("beta", BETA)):
         wanted = {"port": POOL_PORTS[1], "namespace": namespace, "token": token, "count": STORED}
-        assert cluster.client.do("check", **wanted)["read"] == STORED
+        assert guarded.client.do("check", **wanted)["read"] == STORED
     for number in (0, 1):
-        report = cluster.status(number)
+        report = guarded.status(number)
         parts = report.free_bytes, report.used_bytes, report.reserved_bytes, report.quarantined_bytes
         assert sum(parts) == report.capacity_bytes
 
 
 def test_other_hosts_reach_what_the_documents_say_and_nothing_else(
-    cluster: GuardedCluster, stranger: Program
+    guarded: GuardedCluster, stranger: Program
 ) -> None:
     """A port that somebody adds, and forgets to tell of, fails here."""
-    listening = cluster.listening()
+    listening = guarded.listening()
     assert set(OPEN) <= set(listening)
     reached = stranger.do("reach", ports=sorted(listening))["open"]
     assert {port: listening[port] for port in reached if port not in OPEN} == {}
@@ -127,58 +127,61 @@ def test_other_hosts_reach_what_the_documents_say_and_nothing_else(
 
 
 @contextlib.contextmanager
-def bearing_it(cluster: GuardedCluster, attacker: Program) -> Iterator[None]:
+def bearing_it(guarded: GuardedCluster, attacker: Program) -> Iterator[None]:
     """While the attack goes on, and after it: all is unharmed, and no process has grown."""
-    before = cluster.memory_bytes()
+    before = guarded.memory_bytes()
     yield
     try:
-        assert_unharmed(cluster)
+        assert_unharmed(guarded)
         grown = {
             name: size / before[name]
-            for name, size in cluster.memory_bytes().items()
+            for name, size in guarded.memory_bytes().items()
             if size > MOST_GROWTH * before[name]
         }
         assert grown == {}
     finally:
         attacker.do("let_go")
-    assert_unharmed(cluster)
+    assert_unharmed(guarded)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", ATTACKS)
 def test_bytes_of_strangers_to_every_port_harm_nobody(
-    cluster: GuardedCluster, stranger: Program, kind: str
+    guarded: GuardedCluster, stranger: Program, kind: str
 ) -> None:
-    with bearing_it(cluster, stranger):
+    with bearing_it(guarded, stranger):
         for port in OPEN:
             stranger.do("attack", port=port, kind=kind)
-            cluster.tried.add((attacks.STRANGER, kind, PLACES[port]))
+            guarded.tried.add((attacks.STRANGER, kind, PLACES[port]))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("at_once", [8, 2000])
-def test_who_reads_no_answers_harms_nobody(cluster: GuardedCluster, stranger: Program, at_once: int) -> None:
+def test_who_reads_no_answers_harms_nobody(guarded: GuardedCluster, stranger: Program, at_once: int) -> None:
     kinds = {CONTROL: "pool", WORKER: "worker", ROUTER: "router"}
-    with bearing_it(cluster, stranger):
+    with bearing_it(guarded, stranger):
         for port in (*POOL_PORTS, WORKER_PORT, ROUTER_PORT):
             place = PLACES[port]
             stranger.do("be_deaf", port=port, kind=kinds[place], at_once=at_once)
-            cluster.tried.add((attacks.STRANGER, attacks.DEAF, place))
+            guarded.tried.add((attacks.STRANGER, attacks.DEAF, place))
 
 
+@pytest.mark.extended
 def test_a_tenant_that_reads_no_streams_and_a_reader_that_reads_no_pages_harm_nobody(
-    cluster: GuardedCluster, stranger: Program
+    guarded: GuardedCluster, stranger: Program
 ) -> None:
-    with bearing_it(cluster, stranger):
-        stranger.do("be_deaf", port=ROUTER_PORT, kind="stream", at_once=1, key=cluster.api_key, connections=6)
-        cluster.tried.add((attacks.TENANT, attacks.DEAF_STREAM, ROUTER))
+    with bearing_it(guarded, stranger):
+        stranger.do("be_deaf", port=ROUTER_PORT, kind="stream", at_once=1, key=guarded.api_key, connections=6)
+        guarded.tried.add((attacks.TENANT, attacks.DEAF_STREAM, ROUTER))
         for port in POOL_PORTS:
             deaf = {"namespace": "alpha", "token": ALPHA_READER, "connections": 4}
             assert stranger.do("be_deaf_to_pages", port=port, **deaf)["asked"] > 0
-            cluster.tried.add((attacks.READER, attacks.DEAF_PAGES, PAGES))
+            guarded.tried.add((attacks.READER, attacks.DEAF_PAGES, PAGES))
 
 
-def test_no_token_and_wrong_tokens_open_nothing(cluster: GuardedCluster, stranger: Program) -> None:
+def test_no_token_and_wrong_tokens_open_nothing(guarded: GuardedCluster, stranger: Program) -> None:
     for attack in (attacks.NO_TOKEN, attacks.WRONG_TOKEN):
-        cluster.tried |= {(attacks.STRANGER, attack, place) for place in (CONTROL, WORKER, ROUTER)}
+        guarded.tried |= {(attacks.STRANGER, attack, place) for place in (CONTROL, WORKER, ROUTER)}
     for port in POOL_PORTS:
         assert stranger.do("say", port=port, token="a token that nobody gave out")["refused"]
         said = stranger.do("steal", port=port, token="", victim="alpha", own="beta")["said"]
@@ -196,91 +199,97 @@ def test_no_token_and_wrong_tokens_open_nothing(cluster: GuardedCluster, strange
 
 @pytest.mark.parametrize(("token", "victim", "own"), [(BETA, "alpha", "beta"), (ALPHA, "beta", "alpha")])
 def test_a_token_of_one_namespace_reaches_no_page_of_another(
-    cluster: GuardedCluster, stranger: Program, token: str, victim: str, own: str
+    guarded: GuardedCluster, stranger: Program, token: str, victim: str, own: str
 ) -> None:
     for port in POOL_PORTS:
         said = stranger.do("steal", port=port, token=token, victim=victim, own=own)["said"]
         assert not [one for one in said if one.isupper()], said
         assert "opened its own" in said  # so that it is not refused for another reason
-        cluster.tried.add((attacks.WRITER, attacks.STEAL, CONTROL))
-    assert_unharmed(cluster)
+        guarded.tried.add((attacks.WRITER, attacks.STEAL, CONTROL))
+    assert_unharmed(guarded)
 
 
+@pytest.mark.extended
 def test_workers_token_and_admin_token_open_what_they_are_for(
-    cluster: GuardedCluster, stranger: Program
+    guarded: GuardedCluster, stranger: Program
 ) -> None:
     """The refusals above are not those of a node that refuses all."""
     for token in (READERS, ADMIN, ALPHA):
         assert stranger.do("say", port=POOL_PORTS[0], token=token) == {"refused": ""}
 
 
-def test_a_token_to_read_reads_and_does_nothing_else(cluster: GuardedCluster, stranger: Program) -> None:
+@pytest.mark.extended
+def test_a_token_to_read_reads_and_does_nothing_else(guarded: GuardedCluster, stranger: Program) -> None:
     for port in POOL_PORTS:
         said = stranger.do("overstep", port=port, namespace="alpha", token=ALPHA_READER)
         assert said == {"done": [], "stored": 0, "read": 8}
-        cluster.tried |= {(attacks.READER, attacks.WRITE, place) for place in (CONTROL, PAGES)}
+        guarded.tried |= {(attacks.READER, attacks.WRITE, place) for place in (CONTROL, PAGES)}
         unasked = stranger.do("send_unasked", port=port, token=ALPHA_READER)["said"]
         assert set(unasked) <= {"0 bytes"}, "the connection is closed"
-        cluster.tried.add((attacks.READER, attacks.UNASKED, PAGES))
-    assert_unharmed(cluster)
+        guarded.tried.add((attacks.READER, attacks.UNASKED, PAGES))
+    assert_unharmed(guarded)
 
 
-def test_what_was_heard_of_a_handshake_opens_nothing(cluster: GuardedCluster, stranger: Program) -> None:
+@pytest.mark.extended
+def test_what_was_heard_of_a_handshake_opens_nothing(guarded: GuardedCluster, stranger: Program) -> None:
     for port in POOL_PORTS:
         said = stranger.do("replay", port=port, token=ALPHA)["said"]
         assert said in (["Challenge", "Fault"], ["Challenge", "Fault", "0 bytes"])
-        cluster.tried |= {(attacks.STRANGER, attacks.REPLAY, place) for place in (CONTROL, PAGES)}
+        guarded.tried |= {(attacks.STRANGER, attacks.REPLAY, place) for place in (CONTROL, PAGES)}
 
 
-def test_nobody_passes_for_a_node_of_the_pool(cluster: GuardedCluster, stranger: Program) -> None:
+@pytest.mark.extended
+def test_nobody_passes_for_a_node_of_the_pool(guarded: GuardedCluster, stranger: Program) -> None:
     for port in POOL_PORTS:
         for token in ("", ALPHA, "a token that nobody gave out"):
             said = stranger.do("pass_for_a_node", port=port, token=token)["said"]
             assert set(said) <= {"Fault", "Challenge"}, said
-        cluster.tried.add((attacks.STRANGER, attacks.FALSE_NODE, CONTROL))
-    assert_unharmed(cluster)
+        guarded.tried.add((attacks.STRANGER, attacks.FALSE_NODE, CONTROL))
+    assert_unharmed(guarded)
 
 
 def test_another_user_of_the_host_opens_no_file_and_no_socket(
-    cluster: GuardedCluster, nobody: Program
+    guarded: GuardedCluster, nobody: Program
 ) -> None:
-    places = [str(cluster.directory), f"/dev/shm/pdserve-hostile-{cluster.directory.name}"]
+    places = [str(guarded.directory), f"/dev/shm/pdserve-hostile-{guarded.directory.name}"]
     said = nobody.do("files", places=places)
     assert [path for path in said["looked_at"] if path.endswith(".sock")]
     harmless = (".log", "keys")  # logs hold no secret; keys are digests
     assert [path for path in said["opened"] if not path.endswith(harmless)] == []
-    held = cluster.open_files()
+    held = guarded.open_files()
     assert [path for path in held if path.startswith("/dev/shm/")]
     opened = nobody.do("open_files", paths=held)["opened"]
     assert [path for path in opened if not path.endswith(harmless)] == []
     sockets = nobody.do("unix_sockets")
-    assert str(cluster.socket(0)) in sockets["looked_at"]
+    assert str(guarded.socket(0)) in sockets["looked_at"]
     # a worker's HTTP port by another name, and guarded as that is: by the cluster's token
     assert [path for path in sockets["opened"] if not path.startswith("@pdserve-http-")] == []
-    cluster.tried.add((attacks.USER, attacks.FILES, HOST))
+    guarded.tried.add((attacks.USER, attacks.FILES, HOST))
 
 
-def test_another_user_of_the_host_finds_no_secret_in_proc(cluster: GuardedCluster, nobody: Program) -> None:
+def test_another_user_of_the_host_finds_no_secret_in_proc(guarded: GuardedCluster, nobody: Program) -> None:
     """One is in an environment. What everybody sees is found: so the search works."""
-    said = nobody.do("processes", pids=cluster.pids(), words=[*SECRETS, cluster.api_key, "pdserve"])
+    said = nobody.do("processes", pids=guarded.pids(), words=[*SECRETS, guarded.api_key, "pdserve"])
     assert {tuple(one) for one in said["found"]} == {("cmdline", "pdserve")}
     assert {"environ", "mem", "fd", "maps"} <= set(said["refused"])
-    cluster.tried.add((attacks.USER, attacks.PROC, HOST))
+    guarded.tried.add((attacks.USER, attacks.PROC, HOST))
 
 
-def test_another_user_of_the_host_harms_nobody_at_loopback(cluster: GuardedCluster, nobody: Program) -> None:
-    loopback = [port for port, (host, _) in cluster.listening().items() if host.startswith("127.")]
+@pytest.mark.extended
+def test_another_user_of_the_host_harms_nobody_at_loopback(guarded: GuardedCluster, nobody: Program) -> None:
+    loopback = [port for port, (host, _) in guarded.listening().items() if host.startswith("127.")]
     for kind in attacks.LOOPBACK:
         for port in loopback:
             nobody.do("attack", port=port, kind=kind, connections=8)
-        assert_unharmed(cluster)
+        assert_unharmed(guarded)
         nobody.do("let_go")
-        cluster.tried.add((attacks.USER, kind, HOST))
-    until(cluster.answers, cluster.alive, 60.0)
+        guarded.tried.add((attacks.USER, kind, HOST))
+    until(guarded.answers, guarded.alive, 60.0)
 
 
+@pytest.mark.extended
 def test_who_tries_many_tokens_is_told_nothing_more_and_locks_nobody_out(
-    cluster: GuardedCluster, stranger: Program
+    guarded: GuardedCluster, stranger: Program
 ) -> None:
     """Late: his address is bound by it for a minute."""
     for port in POOL_PORTS:
@@ -291,23 +300,24 @@ def test_who_tries_many_tokens_is_told_nothing_more_and_locks_nobody_out(
         assert stranger.do("say", port=port, token=ALPHA) == {"refused": ""}, (
             "it was proved from there before"
         )
-        assert cluster.client.do("say", port=port, token=GAMMA) == {"refused": ""}, "from another address"
-        cluster.tried.add((attacks.STRANGER, attacks.GUESSES, CONTROL))
+        assert guarded.client.do("say", port=port, token=GAMMA) == {"refused": ""}, "from another address"
+        guarded.tried.add((attacks.STRANGER, attacks.GUESSES, CONTROL))
 
     def status(key: str) -> int:
         asked = stranger.do("request", port=ROUTER_PORT, method="GET", path="/v1/models", key=key, body={})
         return int(asked["status"])
 
-    assert status(cluster.api_key) == 200
+    assert status(guarded.api_key) == 200
     assert {status(f"guess-number-{number}-of-many") for number in range(100)} == {401, 429}
-    assert status(cluster.api_key) == 200, "it was right from there before"
-    assert cluster.answers(), "another address is not bound"
-    cluster.tried.add((attacks.STRANGER, attacks.GUESSES, ROUTER))
-    assert_unharmed(cluster)
+    assert status(guarded.api_key) == 200, "it was right from there before"
+    assert guarded.answers(), "another address is not bound"
+    guarded.tried.add((attacks.STRANGER, attacks.GUESSES, ROUTER))
+    assert_unharmed(guarded)
 
 
-def test_the_table_in_the_documents_counts_what_was_tried(cluster: GuardedCluster) -> None:
+@pytest.mark.extended
+def test_the_table_in_the_documents_counts_what_was_tried(guarded: GuardedCluster) -> None:
     """Last. tests/docs holds that the documents show it."""
-    assert cluster.tried == attacks.pairs()
+    assert guarded.tried == attacks.pairs()
     reached = Counter(PLACES[port] for port in OPEN)
     assert reached == attacks.PORTS

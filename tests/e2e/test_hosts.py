@@ -18,7 +18,7 @@ from tests.support.e2e.cluster import Process
 from tests.support.netns.lab import ROOT, cannot, python_at
 from tests.support.up.scripts import LAUNCH
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.e2e, pytest.mark.extended, pytest.mark.timeout(1200)]
 
 HOSTS = ("a", "b", "c", "desk")
 STOP_TIMEOUT_S = 120.0

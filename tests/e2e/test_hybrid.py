@@ -1,5 +1,5 @@
-"""A model with sliding windows: prefill → pool → decode gives the answers of plain SGLang, and no part of a
-page that is missing or corrupt is ever used.
+"""A model with sliding windows: prefill → pool → decode gives the answers of a worker that computes all,
+and no part of a page that is missing or corrupt is ever used.
 
 SGLang keeps the layers with a window in a host pool of their own, and stores the last pages of a window only.
 Here a window has 128 tokens, which are two pages.
@@ -19,14 +19,14 @@ from pdserve.kvpool.protocol.page_tag import TAG_BYTES
 from pdserve.pages import page_hashes, part_suffix, pool_key
 from tests.support.e2e.arena import drop_page, flip, page_offset
 from tests.support.e2e.cluster import PoolNode, Router, Worker, eventually, http
-from tests.support.e2e.hybrid_model import LAYERS, make_hybrid_model
+from tests.support.e2e.hybrid_model import LAYERS
 from tests.support.e2e.prompts import NEW_TOKENS, PAGE, Answer, differences, second_turn, token_ids
-from tests.support.e2e.routed import found, generate, say, wanted_hits
-from tests.support.e2e.site import CHUNK_TOKENS, PAGE_KEY, PULL_AHEAD, ask_all, ask_cold, engine_settings
+from tests.support.e2e.routed import found, generate, own_tokens, pull_ahead, say, wanted_hits
+from tests.support.e2e.site import CHUNK_TOKENS, NEEDS, PULL_AHEAD, Site, ask_all, ask_cold
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
-LENGTHS = (1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 257, 320, 448, 512, 513, 577, 704, 1000, 2100)
+LENGTHS = (1, 63, 65, 127, 128, 129, 192, 193, 257, 448, 512, 513, 577, 1000, 2100)
 PROMPTS = [token_ids(300 + i, length) for i, length in enumerate(LENGTHS)]
 SEGMENTS = [LAYERS.count(SLIDING) * 2 * 32 * PAGE * 4] * 2
 """Of the part of a page that layers with a window have: keys and values in float32."""
@@ -37,13 +37,12 @@ IN_WINDOW = TOKENS // PAGE - 2
 
 @dataclass
 class Hybrid:
-    """One disaggregated pair and its pool node, and what plain SGLang answers."""
+    """One disaggregated pair and its pool node, and what a worker answers that computes all."""
 
     pool: PoolNode
     prefill: Worker
     decode: Worker
     router: Router
-    plain: Worker
     first: list[Answer]
     second_prompts: list[list[int]]
     second: list[Answer]
@@ -69,46 +68,29 @@ class Hybrid:
 
 
 @pytest.fixture(scope="module")
-def hybrid(model: Path, run_dir: Path) -> Iterator[Hybrid]:
-    directory = make_hybrid_model(model, run_dir / "hybrid")
-    exact = engine_settings(directory, max_total_tokens=12_000)
-    chunked = engine_settings(
-        directory, max_total_tokens=12_000, extra_args=["--chunked-prefill-size", str(CHUNK_TOKENS)]
-    )
-    pool = PoolNode(run_dir, "hybridpool")
-    pages = {"nodes": [pool.ref], "page_key": PAGE_KEY}
-    plain = Worker("agg", "hybrid-plain", run_dir, exact, settings={"storage": "none"})
-    prefill = Worker("prefill", "hybrid-prefill", run_dir, chunked, pages)
-    stepwise = {"pull_step_tokens": CHUNK_TOKENS}
-    decode = Worker("decode", "hybrid-decode", run_dir, exact, pages, stepwise)
+def hybrid(site: Site, run_dir: Path) -> Iterator[Hybrid]:
+    pool = site.pools["hybridpool"]
+    prefill, decode = (site.servers.workers[name] for name in NEEDS["hybrid"])
     router = Router(run_dir, [prefill], [decode], name="hybrid-router", extra=PULL_AHEAD)
-    workers = [plain, prefill, decode]
+    first = ask_cold(decode, PROMPTS)
+    turns = [second_turn(p, a, i) for i, (p, a) in enumerate(zip(PROMPTS, first, strict=True))]
     try:
-        pool.start()
-        for worker in workers:
-            worker.start()
-        plain.wait_ready()
-        first = ask_cold(plain, PROMPTS)
-        turns = [second_turn(p, a, i) for i, (p, a) in enumerate(zip(PROMPTS, first, strict=True))]
-        second = ask_cold(plain, turns)
-        prefill.wait_ready()
-        decode.wait_ready()
         router.start()
-        yield Hybrid(pool, prefill, decode, router, plain, first, turns, second)
+        yield Hybrid(pool, prefill, decode, router, first, turns, ask_cold(decode, turns))
     finally:
-        for process in (router, *workers, pool):
-            process.stop()
+        router.stop()
 
 
 @pytest.mark.model_support("sliding windows", "disaggregated")
 @pytest.mark.model_support("sliding windows", "pool")
-def test_disaggregated_answers_equal_plain_sglang_and_come_from_the_pool(hybrid: Hybrid) -> None:
+def test_disaggregated_answers_equal_cold_ones_and_come_from_the_pool(hybrid: Hybrid) -> None:
     answers, cached = hybrid.ask(PROMPTS)
     assert differences(hybrid.first, answers, say(PROMPTS)) == []
     assert cached == [wanted_hits(prompt) for prompt in PROMPTS]
 
 
-def test_second_turns_equal_plain_sglang(hybrid: Hybrid) -> None:
+@pytest.mark.extended
+def test_second_turns_equal_cold_ones(hybrid: Hybrid) -> None:
     answers, _ = hybrid.ask(hybrid.second_prompts)
     assert differences(hybrid.second, answers, say(hybrid.second_prompts)) == []
 
@@ -127,6 +109,7 @@ def test_a_restarted_worker_answers_from_the_pool(hybrid: Hybrid) -> None:
     eventually(lambda: not hybrid.router.lacks, "the router has its workers", 60.0)
 
 
+@pytest.mark.extended
 def test_turn_two_on_another_worker_finds_turn_one(hybrid: Hybrid) -> None:
     prompt, request_id = token_ids(41, 500), "hybrid-turn"
     first = generate(hybrid.router, prompt, 150, **{"x-request-id": request_id})
@@ -139,9 +122,10 @@ def test_turn_two_on_another_worker_finds_turn_one(hybrid: Hybrid) -> None:
     hybrid.prefill.flush()
     body = hybrid.prefill.generate(second, NEW_TOKENS)
     assert body["meta_info"]["cached_tokens"] == (len(conversation) - 1) // PAGE * PAGE
-    assert differences(ask_cold(hybrid.plain, [second]), [Answer.of(body)], str) == []
+    assert differences(ask_cold(hybrid.decode, [second]), [Answer.of(body)], str) == []
 
 
+@pytest.mark.extended
 def test_prefill_reports_pages_whose_parts_are_all_in_the_pool(hybrid: Hybrid) -> None:
     prompt = token_ids(43, TOKENS)
     url = f"{hybrid.prefill.url}/pd/prefill?endpoint=/v1/completions"
@@ -155,7 +139,7 @@ def test_prefill_reports_pages_whose_parts_are_all_in_the_pool(hybrid: Hybrid) -
 
 def test_without_a_part_of_its_window_the_prompt_is_restored_up_to_an_earlier_one(hybrid: Hybrid) -> None:
     prompt = token_ids(44, TOKENS)
-    expected = ask_cold(hybrid.plain, [prompt])
+    expected = ask_cold(hybrid.decode, [prompt])
     generate(hybrid.router, prompt)
     hybrid.with_window_part(prompt, IN_WINDOW, drop_page)
     for cached in (IN_WINDOW * PAGE, wanted_hits(prompt)):  # what was computed is stored again
@@ -166,9 +150,10 @@ def test_without_a_part_of_its_window_the_prompt_is_restored_up_to_an_earlier_on
         eventually(lambda: hybrid.has_window_part(prompt, IN_WINDOW), "it is stored again", 5.0)
 
 
+@pytest.mark.extended
 def test_a_corrupt_part_is_a_miss_and_the_answer_is_right(hybrid: Hybrid) -> None:
     prompt = token_ids(45, TOKENS)
-    expected = ask_cold(hybrid.plain, [prompt])
+    expected = ask_cold(hybrid.decode, [prompt])
     generate(hybrid.router, prompt)
     offset = hybrid.with_window_part(prompt, IN_WINDOW, page_offset)
     flip(hybrid.pool.directory / "arena" / hybrid.pool.name / "arena", offset + 1000, 1)
@@ -178,15 +163,14 @@ def test_a_corrupt_part_is_a_miss_and_the_answer_is_right(hybrid: Hybrid) -> Non
     assert body["meta_info"]["cached_tokens"] == 0  # SGLang drops all that it fetched with the part
 
 
+@pytest.mark.extended
 def test_long_prompts_are_pulled_ahead_with_their_windows(hybrid: Hybrid) -> None:
-    prompts = iter([token_ids(460 + i, 3000) for i in range(10)])
-
-    def pulled() -> bool:
-        prompt = next(prompts)
-        response = generate(hybrid.router, prompt)
-        where = found(response)
-        assert differences(ask_cold(hybrid.plain, [prompt]), [Answer.of(response.json())], str) == []
-        assert sum(where.values()) == wanted_hits(prompt)
-        return where.get("host", 0) + where.get("device", 0) >= CHUNK_TOKENS
-
-    eventually(pulled, "a chunk is pulled ahead", 120.0)
+    prompt = token_ids(460, 3000)
+    body = pull_ahead(hybrid.prefill, hybrid.decode, prompt)
+    assert own_tokens(body) >= CHUNK_TOKENS
+    assert body["meta_info"]["cached_tokens"] == wanted_hits(prompt)
+    assert differences(ask_cold(hybrid.decode, [prompt]), [Answer.of(body)], str) == []
+    other = token_ids(461, 3000)
+    response = generate(hybrid.router, other)
+    assert sum(found(response).values()) == wanted_hits(other)
+    assert differences(ask_cold(hybrid.decode, [other]), [Answer.of(response.json())], str) == []

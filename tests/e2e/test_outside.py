@@ -67,6 +67,7 @@ def test_a_worker_registers_itself_once_it_is_ready(site: Site, agg_worker: Work
     assert answer.headers["x-pdserve-decode"] == f"127.0.0.1:{agg_worker.port}"
 
 
+@pytest.mark.extended
 def test_sglangs_own_load_generator_runs_against_the_router(
     router: Router, model: Path, tmp_path: Path
 ) -> None:

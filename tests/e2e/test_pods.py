@@ -18,7 +18,7 @@ from tests.support.e2e.prompts import PAGE
 from tests.support.kubernetes.pods import NODE, Pod, Said
 from tests.support.kubernetes.stage import Stage, secret, staged, until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.extended, pytest.mark.timeout(600)]
 
 FILE: Final = """
 [cluster]

@@ -18,7 +18,7 @@ from tests.support.e2e.cluster import PoolNode, Worker, eventually
 from tests.support.e2e.prompts import differences
 from tests.support.e2e.site import Reference, ask_all, engine_settings
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.extended, pytest.mark.timeout(600)]
 MODEL = ModelName("demo-weights", "1")
 PROMPTS = 24
 

@@ -30,6 +30,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 SEGMENTS = [4 * 1 * 32 * PAGE * 4] * 2
 """Bytes of a rank's page, keys and values: 4 layers, 1 of 2 KV heads, 32 numbers of 4 bytes."""
+OTHER_FAULTS = ((0, "deleted"), (0, "corrupt"), (1, "deleted"))
 LACKING = 3
 """The first page that a rank lacks, in tests of pages that are not there."""
 
@@ -90,8 +91,9 @@ def test_answers_of_two_ranks_equal_plain_sglang_and_come_from_the_pool(
     assert [sum(found(response).values()) for response in responses] == [*map(wanted_hits, turns)]
 
 
+@pytest.mark.extended
 def test_one_rank_reads_what_two_ranks_stored(ranks: Pair, reference: Reference) -> None:
-    prompts, expected = reference.prompts[44:52:3], reference.first[44:52:3]
+    prompts, expected = reference.prompts[::6], reference.first[::6]
     for prompt in prompts:
         generate(ranks.router, prompt)
     bodies = [ranks.one.generate(prompt, NEW_TOKENS) for prompt in prompts]
@@ -101,7 +103,7 @@ def test_one_rank_reads_what_two_ranks_stored(ranks: Pair, reference: Reference)
 
 @pytest.mark.model_support("multi-head attention", "unequal TP")
 def test_two_ranks_decode_what_one_rank_prefilled(ranks: Pair, reference: Reference, run_dir: Path) -> None:
-    prompts, expected = reference.prompts[20:44:3], reference.first[20:44:3]
+    prompts, expected = reference.prompts[2::3], reference.first[2::3]
     router = Router(run_dir, prefill=[ranks.one], decode=[ranks.decode], name="router-unequal")
     try:
         router.start()
@@ -113,12 +115,17 @@ def test_two_ranks_decode_what_one_rank_prefilled(ranks: Pair, reference: Refere
     assert [found(response).get("pool") for response in responses] == [*map(wanted_hits, prompts)]
 
 
-@pytest.mark.parametrize("fault", ["deleted", "corrupt"])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("rank", "fault"),
+    [
+        (1, "corrupt"),
+        *(pytest.param(*case, marks=pytest.mark.extended) for case in OTHER_FAULTS),
+    ],
+)
 def test_a_page_that_one_rank_lacks_is_computed_by_all(
-    ranks: Pair, reference: Reference, fault: str, rank: int
+    ranks: Pair, reference: Reference, rank: int, fault: str
 ) -> None:
-    prompt, expected = reference.prompts[50], reference.first[50]
+    prompt, expected = reference.longest(under=3000)
     generate(ranks.router, prompt)
     key = pool_key(page_hashes(prompt, PAGE)[LACKING], b"tp%d/2" % rank)
     if fault == "deleted":
@@ -152,10 +159,11 @@ def test_a_prompt_is_handed_over_once_its_last_rank_has_stored_it(ranks: Pair) -
     assert body["meta_info"]["cached_tokens"] == PAGE
 
 
+@pytest.mark.extended
 def test_a_rank_that_cannot_reach_its_pages_in_time_has_all_compute_them(
     ranks: Pair, reference: Reference
 ) -> None:
-    prompt, expected = reference.prompts[44], reference.first[44]
+    prompt, expected = reference.longest(under=1000)
     generate(ranks.router, prompt)
     ranks.decode.flush()
     mover_of(ranks.decode, 1).send_signal(signal.SIGSTOP)  # it is killed when its time is over
@@ -164,6 +172,7 @@ def test_a_rank_that_cannot_reach_its_pages_in_time_has_all_compute_them(
     assert body["meta_info"]["cached_tokens"] == 0
 
 
+@pytest.mark.extended
 def test_a_rank_that_fails_at_its_start_ends_the_cluster_with_its_error(model: Path, tmp_path: Path) -> None:
     """Rank 1 alone fails: a user has named the cores of one rank. Rank 0 would wait for it for hours."""
     worker = {"engine": {"model_path": model, "extra_args": ["--tp-size", "2"]}, "storage": "none"}

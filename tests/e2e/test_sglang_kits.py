@@ -12,7 +12,7 @@ from tests.support.e2e.cluster import Router, Worker
 from tests.support.e2e.site import NEEDS, Site
 from tests.support.sglang_kits import PASSED, outcomes
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.e2e, pytest.mark.extended, pytest.mark.timeout(1200)]
 
 LIMIT_S = 400.0
 

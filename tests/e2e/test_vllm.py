@@ -35,6 +35,7 @@ from tests.support.router.harness import routed
 
 pytestmark = [
     pytest.mark.e2e,
+    pytest.mark.extended,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(
         not PYTHON.exists(),

@@ -22,7 +22,7 @@ from tests.support.e2e.prompts import Answer, differences, token_ids
 from tests.support.e2e.routed import all_computed, found, generate, say, wanted_hits
 from tests.support.e2e.site import ask_cold, engine_settings
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.e2e, pytest.mark.extended, pytest.mark.timeout(1200)]
 
 KEY = "administrators-key-of-these-tests"
 LENGTHS = (65, 200, 640, 1001)

@@ -89,17 +89,19 @@ def test_asked_to_end_it_finishes_what_it_has_and_publishes_its_pages(agg_worker
     page_offset(site.pools["aggpool"], info["namespace"], info["kv_geometry"], pages[-1], SEGMENTS)
 
 
-def test_asked_twice_it_ends_at_once(file_worker: Worker) -> None:
+def test_asked_twice_it_ends_at_once(elastic_workers: list[Worker]) -> None:
+    worker = elastic_workers[0]
+
     def stop(process: psutil.Process) -> None:
         process.terminate()
-        eventually(lambda: readiness(file_worker)["draining"], "it says that it stops", 10.0, 0.01)
+        eventually(lambda: readiness(worker)["draining"], "it says that it stops", 10.0, 0.01)
         process.terminate()
 
-    status, rest = ends(file_worker, 3900, stop)  # its stop_grace_s is minutes
+    status, rest = ends(worker, 3900, stop)  # its stop_grace_s is minutes
     assert status == 0
     assert "data: [DONE]" not in rest
 
 
-def test_killed_it_leaves_no_process(ucx_worker: Worker) -> None:
-    status, _ = ends(ucx_worker, 3900, lambda process: process.send_signal(signal.SIGKILL))
+def test_killed_it_leaves_no_process(elastic_workers: list[Worker]) -> None:
+    status, _ = ends(elastic_workers[1], 3900, lambda process: process.send_signal(signal.SIGKILL))
     assert status == -signal.SIGKILL

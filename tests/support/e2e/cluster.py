@@ -23,7 +23,7 @@ from pdserve.up.places.sessions import session_members
 from tests.support.e2e import warm
 from tests.support.left_behind import reaper
 
-START_TIMEOUT_S = 600.0  # four at a time on a machine that has more to do
+START_TIMEOUT_S = 600.0  # a machine may have more to do
 STOP_TIMEOUT_S = 20.0
 
 # One for all: a new client reads the certificates of the web's authorities, 50 ms of a core, and tests ask
@@ -80,8 +80,8 @@ class Process:
     popen: subprocess.Popen[bytes] | warm.WarmProcess | None = None
 
     def start_warm(self, words: list[str]) -> Process:
-        """By a warm server, as the command with these words."""
-        self.popen = warm.WarmProcess(warm.server("1"), words, str(self.log), self.env)
+        """By the warm server, as the command with these words."""
+        self.popen = warm.WarmProcess(warm.server(), words, str(self.log), self.env)
         reaper().watch(self.popen.pid)
         return self
 
@@ -185,6 +185,10 @@ class PoolNode:
         return self.directory / "arena" / self.name / "arena"
 
     def start(self) -> PoolNode:
+        return self.begin().wait_ready()
+
+    def begin(self) -> PoolNode:
+        """Start without waiting; see `wait_ready`."""
         config = {
             "name": self.name,
             "listen": [self.address],
@@ -198,7 +202,11 @@ class PoolNode:
         self.process = Process(
             self.name, pdserve("pool", "serve", "--config", str(path)), self.directory / f"{self.name}.log"
         ).start()
-        self.process.wait_ready(lambda: self._answers(), 120.0)
+        return self
+
+    def wait_ready(self) -> PoolNode:
+        assert self.process is not None
+        self.process.wait_ready(self._answers, 120.0)
         return self
 
     def _answers(self) -> bool:
@@ -241,7 +249,8 @@ class Worker:
     engine: dict[str, Any]
     pool: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
-    env: dict[str, str] = field(default_factory=dict)
+    is_cold: bool = False
+    """Started by its own command, as users start it, and not by the warm server."""
     port: int = field(default_factory=free_port)
     process: Process | None = None
 
@@ -262,9 +271,9 @@ class Worker:
         path = self.directory / f"{self.name}.toml"
         path.write_text(to_toml(config))
         words = [self.role, "--config", str(path)]
-        log, env = self.directory / f"{self.name}.log", {"OMP_NUM_THREADS": "1", **self.env}
+        log, env = self.directory / f"{self.name}.log", {"OMP_NUM_THREADS": warm.THREADS}
         self.process = Process(self.name, pdserve(*words), log, env)
-        if os.environ.get("PDSERVE_TEST_COLD"):
+        if self.is_cold:
             self.process.start()
         else:
             self.process.start_warm(words)

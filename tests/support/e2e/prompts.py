@@ -11,59 +11,17 @@ PAGE = 64
 LOGPROB_TOLERANCE = 1e-2
 NEW_TOKENS = 6
 
-# 1 to 3,000 tokens; on, just below and just above page boundaries; and sizes in between.
-LENGTHS = (
-    *(
-        1,
-        2,
-        7,
-        33,
-        63,
-        64,
-        65,
-        66,
-        100,
-        127,
-        128,
-        129,
-        150,
-        191,
-        192,
-        193,
-        200,
-        255,
-        256,
-        257,
-        300,
-        319,
-        320,
-        321,
-    ),
-    *(
-        350,
-        383,
-        384,
-        385,
-        400,
-        447,
-        448,
-        450,
-        500,
-        511,
-        512,
-        513,
-        600,
-        639,
-        640,
-        641,
-        700,
-        767,
-        768,
-        800,
-        900,
-    ),
-    *(1000, 1024, 1025, 1500, 1999, 2048, 3000),
+LENGTHS = (1, 63, 64, 65, 66, 127, 128, 129, 192, 257, 511, 512, 513, 640, 1025, 1999, 2048, 3000)
+"""Tokens: on, just below and just above the bounds of pages and of chunks, and sizes in between."""
+
+# fmt: off
+ALL_LENGTHS = (
+    1, 2, 7, 33, 63, 64, 65, 66, 100, 127, 128, 129, 150, 191, 192, 193, 200, 255, 256, 257, 300, 319, 320,
+    321, 350, 383, 384, 385, 400, 447, 448, 450, 500, 511, 512, 513, 600, 639, 640, 641, 700, 767, 768, 800,
+    900, 1000, 1024, 1025, 1500, 1999, 2048, 3000,
 )
+"""Of a run of all tests: more bounds of pages."""
+# fmt: on
 
 
 @dataclass(frozen=True)
@@ -86,11 +44,11 @@ def token_ids(seed: int, length: int, vocabulary: int = 500) -> list[int]:
     return [source.randrange(10, vocabulary) for _ in range(length)]
 
 
-def first_turns() -> list[list[int]]:
-    """One prompt per length; several share their first pages with others, as conversations do."""
+def first_turns(lengths: Sequence[int]) -> list[list[int]]:
+    """One prompt per length; every third begins as the others of these, as conversations do."""
     shared = token_ids(1, 3000)
     return [
-        (shared if i % 3 == 0 else token_ids(100 + i, length))[:length] for i, length in enumerate(LENGTHS)
+        (shared if i % 3 == 0 else token_ids(100 + i, length))[:length] for i, length in enumerate(lengths)
     ]
 
 

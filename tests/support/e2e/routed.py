@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import httpx
 
-from tests.support.e2e.cluster import Router, http
+from tests.support.e2e.cluster import Router, Worker, http
 from tests.support.e2e.prompts import NEW_TOKENS, PAGE
+from tests.support.e2e.site import CHUNK_TOKENS
 
 
 def generate(router: Router, prompt: list[int], tokens: int = NEW_TOKENS, **headers: str) -> httpx.Response:
@@ -35,3 +37,22 @@ def wanted_hits(prompt: list[int]) -> int:
 def all_computed(prompt: list[int]) -> str:
     """What a prefill worker says of a prompt of which it found nothing."""
     return f"device=0, host=0, pool=0, ssd=0, computed={len(prompt)}"
+
+
+def pull_ahead(prefill: Worker, decode: Worker, prompt: list[int]) -> dict[str, Any]:
+    """One worker stores a prompt, the other pulls it ahead, as the router asks them to. The second's answer.
+
+    The router asks both at once, so there it is a matter of time how much is pulled ahead.
+    """
+    body = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1}}
+    for worker, route in ((prefill, "prefill"), (decode, "pull")):
+        done = http.post(f"{worker.url}/pd/{route}?endpoint=/generate", json=body, timeout=120.0)
+        assert done.status_code == 200, done.text
+    assert done.json()["pulled_tokens"] >= CHUNK_TOKENS
+    return decode.generate(prompt, NEW_TOKENS)
+
+
+def own_tokens(body: dict[str, Any]) -> int:
+    """Prompt tokens that the worker found in its own memory."""
+    details = body["meta_info"]["cached_tokens_details"] or {}
+    return int(details.get("device", 0) + details.get("host", 0))

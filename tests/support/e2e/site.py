@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -10,8 +11,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from pdserve.bench.peers.mooncake import is_installed, mooncake_servers
+from tests.support.e2e import warm
 from tests.support.e2e.cluster import PoolNode, Router, Worker, eventually, free_port
 from tests.support.e2e.draft_model import make_mtp_model
+from tests.support.e2e.hybrid_model import make_hybrid_model
 from tests.support.e2e.latent_model import make_latent_model
 from tests.support.e2e.prompts import NEW_TOKENS, Answer, first_turns, second_turn
 from tests.support.e2e.servers import Servers
@@ -20,17 +23,16 @@ from tests.support.kvpool.etcd_server import EtcdServer
 CHUNK_TOKENS: Final = 512
 STAGED: Final = {
     "hicache_host_memory_mode": "buffer_only",
-    "max_total_tokens": 12_000,
-    "hicache_size_gb": 0,
-    "hicache_ratio": 0.4,
+    "max_total_tokens": 6_000,
+    "hicache_ratio": 0.8,
 }
-"""Host memory is for 4,800 tokens, requests have up to 4,096, and the prompts of `first_turns` 20,000."""
+"""Host memory is for 4,800 tokens, requests have up to 4,096, and the prompts of `first_turns` 11,000."""
 POOL_EVENTS: Final = "aggpool.events"  # sockets in the run directory
 WORKER_EVENTS: Final = "agg.events"
 PAGE_KEY: Final = "of-the-workers-of-this-run-alone"
 PULL_AHEAD: Final = {"pull_ahead_tokens": 2 * CHUNK_TOKENS}
 NEEDS: Final = {
-    "file_worker": ("file",),
+    "warm_server": (),
     "ucx_worker": ("ucx",),
     "plain_worker": ("plain",),
     "agg_worker": ("agg",),
@@ -42,6 +44,7 @@ NEEDS: Final = {
     "beside_plain": ("plain", "agg", "prefill0", "decode0"),
     "cluster": ("prefill0", "decode0", "prefill1", "decode1"),
     "elastic_workers": ("elastic0", "elastic1"),
+    "hybrid": ("hybrid-prefill", "hybrid-decode"),
     "direct": ("sender", "receiver", "decode0"),
     **({"on_mooncake": ("mooncake-prefill", "mooncake-decode")} if is_installed() else {}),
 }
@@ -64,7 +67,6 @@ def engine_settings(model: Path, **more: Any) -> dict[str, Any]:
         "page_size": 64,
         "context_length": 4096,
         "max_total_tokens": 40000,
-        "hicache_size_gb": 1,
         **more,
     }
 
@@ -79,12 +81,17 @@ class Reference:
     second: list[Answer]
 
     @classmethod
-    def of(cls, plain: Worker) -> Reference:
-        """Computed cold: SGLang's cache is emptied before every prompt."""
-        prompts = first_turns()
+    def of(cls, plain: Worker, lengths: Sequence[int]) -> Reference:
+        """Of prompts of these lengths, each computed whole."""
+        prompts = first_turns(lengths)
         first = ask_cold(plain, prompts)
         second_prompts = [second_turn(p, a, i) for i, (p, a) in enumerate(zip(prompts, first, strict=True))]
         return cls(prompts, first, second_prompts, ask_cold(plain, second_prompts))
+
+    def longest(self, under: int) -> tuple[list[int], Answer]:
+        """The longest prompt of fewer tokens, and its answer."""
+        pairs = zip(self.prompts, self.first, strict=True)
+        return max((pair for pair in pairs if len(pair[0]) < under), key=lambda pair: len(pair[0]))
 
 
 def ask_all(worker: Worker, prompts: list[list[int]]) -> list[Answer]:
@@ -93,11 +100,12 @@ def ask_all(worker: Worker, prompts: list[list[int]]) -> list[Answer]:
 
 
 def ask_cold(worker: Worker, prompts: list[list[int]]) -> list[Answer]:
-    """The same, each computed whole."""
+    """The same, each computed whole: it has a salt that no page was stored with."""
     answers = []
     for prompt in prompts:
-        worker.flush()
-        answers.append(Answer.of(worker.generate(prompt, NEW_TOKENS)))
+        body = worker.generate(prompt, NEW_TOKENS, cache_salt=uuid.uuid4().hex)
+        assert body["meta_info"]["cached_tokens"] == 0
+        answers.append(Answer.of(body))
     return answers
 
 
@@ -169,6 +177,8 @@ class Site:
     pools: dict[str, PoolNode]
     etcd: EtcdServer
     servers: Servers
+    lengths: Sequence[int]
+    """Of the reference's prompts, in tokens."""
     routers: dict[str, list[Router]] = field(default_factory=dict)
     """By the fixture that started them."""
     reference: Reference | None = None
@@ -182,7 +192,7 @@ class Site:
         following = [self._needed(one) for one in later]
         if "reference" in fixtures and self.reference is None:
             self.servers.use(["plain"], [self._needed(fixtures), *following])
-            self.reference = Reference.of(self.servers.workers["plain"])
+            self.reference = Reference.of(self.servers.workers["plain"], self.lengths)
             following = [self._needed(one) for one in later]
         self.servers.use(self._needed(fixtures), following)
         for router in [router for one in fixtures for router in self.routers.get(one, ())]:
@@ -194,25 +204,23 @@ class Site:
         return [*plain, *(name for one, names in NEEDS.items() if one in fixtures for name in names)]
 
     @classmethod
-    def of(cls, run_dir: Path, model: Path) -> Site:
-        peers = [f"unix:{run_dir}/ucxpool{i}.sock" for i in range(2)]
-        ssd = {"kind": "ssd", "path": run_dir / "ssd", "capacity_bytes": "512MiB", "write": "all"}
-        events = {"address": f"ipc://{run_dir}/{POOL_EVENTS}"}
-        pools = {
-            "pool0": PoolNode(run_dir),
-            "aggpool": PoolNode(run_dir, "aggpool", extra={"tiers": [ssd], "events": events}),
-            **{
-                name: PoolNode(run_dir, name, "128MiB", extra={"cluster": {"peers": peers}})
-                for name in ("ucxpool0", "ucxpool1")
-            },
-        }
+    def of(cls, run_dir: Path, model: Path, lengths: Sequence[int], fixtures: Collection[str]) -> Site:
+        """`fixtures`: those of all tests of the run. What none of them needs is not started."""
+        pools = _pools(run_dir, fixtures)
         etcd = EtcdServer(run_dir)
         running, master = ExitStack(), ""
-        if is_installed():
+        if "on_mooncake" in fixtures and is_installed():
             master = running.enter_context(mooncake_servers(512 << 20, run_dir))
         workers = _workers(run_dir, model, pools, etcd, master)
-        servers = Servers({worker.name: worker for worker in workers})
-        return cls(pools, etcd, servers, running=running)
+        servers = Servers({worker.name: worker for worker in workers}, warm.is_up)
+        return cls(pools, etcd, servers, lengths, running=running)
+
+    def start(self) -> None:
+        """Start the pool nodes. Servers start as tests need them."""
+        for pool in self.pools.values():
+            pool.begin()
+        for pool in self.pools.values():
+            pool.wait_ready()
 
     def stop(self) -> None:
         self.servers.stop()
@@ -220,6 +228,19 @@ class Site:
             pool.stop()
         self.etcd.kill()
         self.running.close()
+
+
+def _pools(run_dir: Path, fixtures: Collection[str]) -> dict[str, PoolNode]:
+    ssd = {"kind": "ssd", "path": run_dir / "ssd", "capacity_bytes": "512MiB", "write": "all"}
+    events = {"address": f"ipc://{run_dir}/{POOL_EVENTS}"}
+    pools = [PoolNode(run_dir), PoolNode(run_dir, "aggpool", extra={"tiers": [ssd], "events": events})]
+    if "hybrid" in fixtures:
+        pools.append(PoolNode(run_dir, "hybridpool"))
+    if "ucx_worker" in fixtures:
+        peers = [f"unix:{run_dir}/ucxpool{i}.sock" for i in range(2)]
+        extra = {"cluster": {"peers": peers}}
+        pools += [PoolNode(run_dir, f"ucxpool{i}", "128MiB", extra=extra) for i in range(2)]
+    return {pool.name: pool for pool in pools}
 
 
 def _workers(
@@ -237,8 +258,6 @@ def _workers(
     few = engine_settings(model, max_running_requests=8)
     staged = engine_settings(model, **STAGED)
     bytes_of_two = engine_settings(model, dtype="bfloat16", layout="layer_first")
-    file = engine_settings(model, layout="layer_first")
-    pages = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(run_dir / "pages")}
     registered = {"etcd": {"endpoints": [etcd.url]}}
     two_ranks = engine_settings(model, page_pieces=2, extra_args=["--tp-size", "2"])
     latent = engine_settings(latent_model, extra_args=["--tp-size", "2"])
@@ -251,11 +270,12 @@ def _workers(
     )
     patient = {"publish_timeout_s": 30.0}
     plain = {"storage": "none", "exact_turns": {"enabled": False}}
-    to_file = {"storage": "file", "stop_grace_s": 600.0}
+    lasting = {"stop_grace_s": 600.0}
     unhurried = {"exact_turns": {"lookup_s": 2.0}}  # on a busy machine
     stepwise = {"pull_step_tokens": CHUNK_TOKENS, **unhurried}
     shm = {"nodes": [pools["aggpool"].ref], "checksum": False}
-    ucx = {"nodes": [pools[f"ucxpool{i}"].ref for i in range(2)], "data_path": "ucx", "checksum": False}
+    ucx_nodes = [pool.ref for name, pool in pools.items() if name.startswith("ucxpool")]
+    ucx = {"nodes": ucx_nodes, "data_path": "ucx", "checksum": False}
     disaggregated = {"nodes": [pools["pool0"].ref], "retry_after_s": 0.2, "page_key": PAGE_KEY}
     of_ranks = {"nodes": [pools["pool0"].ref], "put_timeout_s": 30.0, "restart_wait_s": 0.0}
     plainly = {"nodes": [pools["pool0"].ref]}
@@ -265,7 +285,6 @@ def _workers(
         Worker("agg", "plain", run_dir, exact, settings=plain),
         Worker("agg", "agg", run_dir, observed, shm, registered),
         Worker("agg", "ucx", run_dir, bytes_of_two, ucx),
-        Worker("agg", "file", run_dir, file, settings=to_file, env=pages),
         Worker("prefill", "ranks-prefill", run_dir, two_ranks, of_ranks, patient),
         Worker("decode", "ranks-decode", run_dir, two_ranks, of_ranks),
         Worker("prefill", "ranks-one", run_dir, engine_settings(model, page_pieces=2), of_ranks, patient),
@@ -279,11 +298,25 @@ def _workers(
         Worker("prefill", "prefill1", run_dir, staged, disaggregated, unhurried),
         Worker("decode", "decode0", run_dir, exact, disaggregated, stepwise),
         Worker("decode", "decode1", run_dir, staged, disaggregated, stepwise),
-        *(Worker("elastic", f"elastic{i}", run_dir, few, disaggregated) for i in range(2)),
+        *(Worker("elastic", f"elastic{i}", run_dir, few, disaggregated, lasting) for i in range(2)),
+        *_hybrid(run_dir, make_hybrid_model(model, run_dir / "hybrid"), pools),
         Worker("prefill", "sender", run_dir, chunked, disaggregated, direct),
         Worker("decode", "receiver", run_dir, exact, disaggregated, direct),
         Worker("prefill", "mooncake-prefill", run_dir, exact, mooncake, unhurried),
         Worker("decode", "mooncake-decode", run_dir, exact, mooncake, unhurried),
+    ]
+
+
+def _hybrid(run_dir: Path, model: Path, pools: dict[str, PoolNode]) -> list[Worker]:
+    whole = engine_settings(model, max_total_tokens=12_000)
+    chunked = {**whole, "extra_args": ["--chunked-prefill-size", str(CHUNK_TOKENS)]}
+    pages = {
+        "nodes": [pool.ref for pool in pools.values() if pool.name == "hybridpool"],
+        "page_key": PAGE_KEY,
+    }
+    return [
+        Worker("prefill", "hybrid-prefill", run_dir, chunked, pages),
+        Worker("decode", "hybrid-decode", run_dir, whole, pages, {"pull_step_tokens": CHUNK_TOKENS}),
     ]
 
 

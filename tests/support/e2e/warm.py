@@ -15,6 +15,7 @@ import gc
 import importlib
 import json
 import os
+import re
 import selectors
 import signal
 import socket
@@ -23,9 +24,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+THREADS: Final = "1"
+"""OMP_NUM_THREADS of the warm server and its workers."""
 FIXED: Final = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "TORCHDYNAMO_DISABLE", "PYTHONPATH")
 LOADED: Final = (
     *("sglang.srt.entrypoints.http_server", "sglang.srt.managers.scheduler", "sglang.srt.models.registry"),
@@ -84,9 +88,21 @@ class WarmProcess:
         return self.returncode
 
 
+@dataclass(frozen=True)
+class _Server:
+    process: subprocess.Popen[bytes]
+    socket: Path
+    log: Path
+
+    @property
+    def is_up(self) -> bool:
+        assert self.process.poll() is None, self.log.read_text()
+        return self.socket.exists()
+
+
 @functools.cache
-def server(threads: str) -> str:
-    """The socket of a running warm server, which ends with this process. `threads`: its OMP_NUM_THREADS."""
+def begin() -> _Server:
+    """Start the warm server of this process, which ends with it."""
     directory = Path(tempfile.mkdtemp(prefix="pdserve-warm-"))
     path, log = directory / "socket", directory / "log"
     with log.open("ab") as file:
@@ -95,13 +111,31 @@ def server(threads: str) -> str:
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
-            env={**os.environ, "OMP_NUM_THREADS": threads},
+            env={**os.environ, "OMP_NUM_THREADS": THREADS},
         )
     atexit.register(process.kill)
-    while not path.exists():
-        assert process.poll() is None, log.read_text()
+    return _Server(process, path, log)
+
+
+def is_up() -> bool:
+    """Whether workers start at once. If not, the warm server still imports, which takes ten seconds or so."""
+    return begin().is_up
+
+
+def server() -> str:
+    """The socket of the warm server, once it is up."""
+    started = begin()
+    while not started.is_up:
         time.sleep(0.1)
-    return str(path)
+    return str(started.socket)
+
+
+def import_s() -> float:
+    """Processor seconds that the warm server took to import torch, SGLang and pdserve."""
+    server()
+    found = re.search(r"([0-9.]+) s of a core", begin().log.read_text())
+    assert found is not None
+    return float(found[1])
 
 
 def load() -> None:
@@ -122,8 +156,9 @@ def serve(path: str) -> list[str]:
     """Fork workers until the server is killed. Returns in a worker: its words."""
     selector = selectors.DefaultSelector()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(path)
+    listener.bind(f"{path}.not-yet")
     listener.listen()
+    Path(f"{path}.not-yet").rename(path)
     selector.register(listener, selectors.EVENT_READ)
     while True:
         for key, _ in selector.select():

@@ -24,7 +24,7 @@ from tests.support.netns.program import Program
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 
-START_TIMEOUT_S: Final = 180.0
+START_TIMEOUT_S: Final = 600.0  # a machine may have more to do
 ADMIN: Final = "operators-token-of-this-pool"
 MEMBER: Final = "nodes-token-of-this-pool"
 READERS: Final = "workers-token-of-this-pool"
