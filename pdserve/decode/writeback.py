@@ -22,6 +22,7 @@ from typing import Final
 import msgspec
 
 from pdserve.decode.keeping import Keeping
+from pdserve.engine.http.endpoints import PREFILL
 from pdserve.engine.http.request import HttpRequest
 from pdserve.engine.page_names import PageNames, RequestPages, committed_pages
 from pdserve.kvpool.mover.polled_client import AsyncPageClient
@@ -87,7 +88,12 @@ class WriteBack:
         """A last page of the request that ended last has come."""
 
     def follow(self, request: HttpRequest) -> None:
-        """Start to follow a request. Called before SGLang sees it, so its next turn always finds it."""
+        """Start to follow a request. Called before SGLang sees it, so its next turn always finds it.
+
+        A prefill is not followed: `/pd/prefill` waits for its pages and counts missed tokens itself.
+        """
+        if request.path == PREFILL:
+            return
         earlier = self._followed.pop(request.request_id, None)
         if earlier is not None:
             earlier.task.cancel()

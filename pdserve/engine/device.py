@@ -28,7 +28,10 @@ IDLE_THREADS_ENV = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
 _CORES_OF_RANKS = "SGLANG_CPU_OMP_THREADS_BIND"
 
 # What ranks of one host say to each other stays on it. What a user sets stays.
-ONE_HOST_ENV = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
+ONE_HOST_ENV = {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
+# The same for NCCL, of a worker with several ranks. A single rank uses NCCL only in a group that a trainer
+# forms with it (`init_weights_update_group`), and trainers may be on other hosts.
+ONE_HOST_RANKS_ENV = {"NCCL_SOCKET_IFNAME": "lo"}
 
 # Set by a worker whose ranks are on several hosts, and inherited by its children.
 SEVERAL_HOSTS_ENV = "PDSERVE_SEVERAL_HOSTS"

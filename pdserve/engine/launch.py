@@ -280,7 +280,7 @@ def identified(config: WorkerConfig, found: Any) -> tuple[KvIdentity, str]:
 
     if config.storage != "none":
         check_cached(found)
-    prepare.share_cores(ranks_here(found))
+    prepare.prepare_ranks(ranks_here(found))
     identity = kv_identity(found, reveal(config.pool.page_key), config.engine.page_pieces)
     namespace = config.pool.namespace or identity.geometry.namespace(served_model_name(config.engine))
     if config.storage == "pool" and config.pool.engine == OWN_ENGINE:

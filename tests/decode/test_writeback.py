@@ -81,6 +81,18 @@ async def test_settled_waits_for_what_is_stored_beside_the_pages() -> None:
     await write_back.close()
 
 
+async def test_a_prefill_that_waits_for_its_pages_itself_is_not_followed_a_second_time() -> None:
+    """An elastic worker serves `/pd/prefill` as well, which asks the pool and counts what it misses."""
+    pool, asked = ScriptedPool(), answered_request("a", list(range(8)), [9])
+    pool.committed.set()
+    asked.path = "/pd/prefill"
+    write_back = make(pool)
+    write_back.follow(asked)
+    assert not (await write_back.settled("a", 5.0)).known
+    assert (pool.asked, write_back.unsettled()) == ([], 0)
+    await write_back.close()
+
+
 async def test_a_request_still_being_answered_is_known_and_not_settled() -> None:
     write_back = make(ScriptedPool())
     write_back.follow(HttpRequest("a", "/generate"))

@@ -32,6 +32,22 @@ def test_ranks_of_one_host_alone_are_told_to_talk_over_loopback(
 
 
 @pytest.mark.parametrize(
+    ("ranks", "several_hosts", "told"), [(1, False, False), (2, False, True), (2, True, False)]
+)
+def test_a_single_rank_can_join_the_nccl_group_of_a_trainer_on_another_host(
+    ranks: int, several_hosts: bool, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(prepare, "before_sglang", lambda: None)
+    prepare.choose("cuda", several_hosts=several_hosts)
+    prepare.prepare_ranks(ranks)
+    assert (os.environ.get("NCCL_SOCKET_IFNAME") == "lo") is told
+    os.environ["NCCL_SOCKET_IFNAME"] = "eth1"
+    prepare.prepare_ranks(2)
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "eth1"
+
+
+@pytest.mark.parametrize(
     ("words", "nodes"),
     [
         ([], 1),

@@ -12,7 +12,8 @@ two differ:
   the count of that request.
 
 The router sends the earlier count, prompt by prompt: `x-pdserve-prefilled: DEVICE/HOST/POOL, ...`. The counts
-are replaced where SGLang makes the answer, so usage, `meta_info` and the details agree in every form of it.
+are replaced in what SGLang's engine yields to its API, so usage, `meta_info` and the details agree in every
+form of the answer. SGLang's own metrics keep the counts of this worker.
 
 The answer's header `x-pdserve-cached: device=D, host=H, pool=P, ssd=S, computed=C` has the counts of this
 worker itself. `pool` is a pool node's memory, `ssd` a tier below it. The router learns from it where the
@@ -61,18 +62,25 @@ class Reuse:
         """
         self._numbers[rid] = len(self._numbers)
 
-    def found(self, rid: str, own: Found, prompt_tokens: int) -> Found | None:
-        """An SGLang request found `own` of its prompt. Returns the count to tell instead, if any."""
-        number = self._numbers.get(rid)
-        if number is None:
+    def note(self, rid: str, own: Found, prompt_tokens: int) -> None:
+        """An SGLang request found `own` of its prompt; the first one of each prompt counts."""
+        if (prompt := self._prompt_of(rid)) is not None:
+            self._own.setdefault(prompt, (own, prompt_tokens))
+
+    def told(self, rid: str) -> Found | None:
+        """The count to tell of an SGLang request instead of its own, if any."""
+        prompt = self._prompt_of(rid)
+        if prompt is None:
             return None
-        prompt = number
-        if self._choices > 1 and number >= self._prompts:
-            prompt = (number - self._prompts) // self._choices
-        first, _ = self._own.setdefault(prompt, (own, prompt_tokens))
         if prompt < len(self._told):
             return self._told[prompt]
-        return first if self._choices > 1 else None
+        return self._own[prompt][0] if self._choices > 1 and prompt in self._own else None
+
+    def _prompt_of(self, rid: str) -> int | None:
+        number = self._numbers.get(rid)
+        if number is None or self._choices == 1 or number < self._prompts:
+            return number
+        return (number - self._prompts) // self._choices
 
     def own(self) -> dict[str, tuple[int, int]]:
         """For each prompt that this worker was the first to look for: tokens found, and tokens of the prompt,

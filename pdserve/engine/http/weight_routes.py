@@ -11,6 +11,7 @@ pages' keys, so no other worker would find its pages.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import MutableMapping
 from typing import Any, Final, Protocol
@@ -185,8 +186,9 @@ def _for_sglang(body: bytes, model_path: str) -> bytes:
 def _replay(body: bytes) -> Receive:
     """The body once, then a connection that stays: SGLang must not stop half-way where its caller leaves."""
     messages = [{"type": "http.request", "body": body, "more_body": False}]
+    stays: asyncio.Future[MutableMapping[str, Any]] = asyncio.get_running_loop().create_future()
 
     async def receive() -> MutableMapping[str, Any]:
-        return messages.pop() if messages else {"type": "http.disconnect"}
+        return messages.pop() if messages else await stays
 
     return receive

@@ -41,24 +41,30 @@ def found_of(cached_tokens: int, details: Mapping[str, Any] | None) -> Found:
     return Found(details.get("device") or 0, details.get("host") or 0, storage - ssd, ssd)
 
 
-def replace_counts(output: Any, reuse_of: Callable[[str], Reuse | None]) -> None:
-    """Replace the counts of cached tokens in a batch of the scheduler's output by what the clients are told.
-    `reuse_of`: by SGLang's request id.
+def note_counts(output: Any, reuse_of: Callable[[str], Reuse | None]) -> None:
+    """Record what each request of a batch of the scheduler's output found cached. The batch stays as it is:
+    SGLang's own metrics and traces count from it. `reuse_of`: by SGLang's request id.
     """
     counts, details = getattr(output, "cached_tokens", None), getattr(output, "cached_tokens_details", None)
     if not counts:
         return
     for i, rid in enumerate(output.rids):
-        reuse = reuse_of(rid)
-        if reuse is None:
-            continue
-        own = found_of(counts[i], details[i] if details else None)
-        told = reuse.found(rid, own, output.prompt_tokens[i])
+        if (reuse := reuse_of(rid)) is not None:
+            reuse.note(rid, found_of(counts[i], details[i] if details else None), output.prompt_tokens[i])
+
+
+def tell_counts(answers: Sequence[Any], reuse: Reuse) -> None:
+    """Replace the counts of cached tokens in what SGLang yields to one HTTP request by what its client is
+    told. To do it twice changes nothing.
+    """
+    for answer in answers:
+        meta = answer.get("meta_info") or {}
+        told = reuse.told(meta.get("id", "")) if "cached_tokens" in meta else None
         if told is None:
             continue
-        counts[i] = sum(told)
-        if details:
-            details[i] = _details(told, details[i] or {})
+        meta["cached_tokens"] = sum(told)
+        if "cached_tokens_details" in meta:
+            meta["cached_tokens_details"] = _details(told, meta["cached_tokens_details"] or {})
 
 
 def _details(told: Found, given: dict[str, Any]) -> dict[str, Any]:

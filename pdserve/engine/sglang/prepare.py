@@ -16,6 +16,7 @@ from pdserve.engine.device import (
     IDLE_THREADS_ENV,
     NO_COMPILER_ENV,
     ONE_HOST_ENV,
+    ONE_HOST_RANKS_ENV,
     SEVERAL_HOSTS_ENV,
     SGLANG_CPU_ENV,
     Device,
@@ -46,8 +47,13 @@ def choose(device: Device, *, several_hosts: bool = False) -> None:
     before_sglang()
 
 
-def share_cores(ranks: int) -> None:
-    """On CPU, divide this process's cores between its ranks: scheduler processes that are not started yet."""
+def prepare_ranks(ranks: int) -> None:
+    """Prepare the environment of this host's ranks, scheduler processes that are not started yet: several
+    that are all on this host stay on loopback, and on CPU they divide this process's cores.
+    """
+    if ranks > 1 and not has_several_hosts():
+        for name, value in ONE_HOST_RANKS_ENV.items():
+            os.environ.setdefault(name, value)
     if is_on_cpu():
         cores = sorted(os.sched_getaffinity(0))
         for name, value in cpu_ranks_env(ranks, cores, several_hosts=has_several_hosts()).items():

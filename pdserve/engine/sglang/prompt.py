@@ -160,7 +160,7 @@ async def named_tokens(
     if request.contains_mm_input() or request.lora_path or request.input_embeds is not None:
         return []
     if turns is not None:
-        await turns.begin(request, None)
+        await turns.begin(request, None, is_counted=False)
     ids = request.input_ids
     if ids is None and isinstance(request.text, str):
         ids, _ = await tokenizer_manager._tokenize_texts(request.text)

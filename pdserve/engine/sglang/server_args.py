@@ -22,6 +22,7 @@ STORED_DRAFTS: Final = ("EAGLE", "EAGLE3", "STANDALONE", "NGRAM")
 """Values of --speculative-algorithm. NEXTN is SGLang's other name of EAGLE."""
 _SECRET = frozenset({"api_key", "admin_api_key"})
 _SHOWN_CHARACTERS = 60
+_MISSING: Final = object()
 
 PLACES: Final = (
     *places(
@@ -173,9 +174,14 @@ def check_needs(found: Any, own: Any, needed: Mapping[str, str]) -> None:
     must agree, with the reason. Raises ConfigError that names the first that does not.
     """
     for field, reason in needed.items():
-        value, need = getattr(found, field), getattr(own, field)
+        flag = "--" + field.replace("_", "-")
+        value, need = getattr(found, field, _MISSING), getattr(own, field, _MISSING)
+        if value is _MISSING or need is _MISSING:
+            raise ConfigError(
+                f"SGLang has no {flag}, by which a worker sees that {reason}: "
+                "install the SGLang that this pdserve is made for (launch/setup.sh)"
+            )
         if value != need:
-            flag = "--" + field.replace("_", "-")
             raise ConfigError(
                 f"SGLang's {flag} would be {_shown(field, value)}, but a worker needs "
                 f"{_shown(field, need)}: {reason}"

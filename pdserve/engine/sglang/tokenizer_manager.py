@@ -4,7 +4,8 @@ Six methods are wrapped, each once:
 
     generate_request     it waits while weights are replaced; what a client may not set is taken out; earlier
                          answers get their tokens (`exact_turns.py`); aborts, the first token and finished
-                         answers are noted; a stream is marked (`continuation.py`)
+                         answers are noted; counts of cached tokens are replaced; a stream is marked
+                         (`continuation.py`)
     _init_req_state      a request state (`ReqState`) was made for an SGLang request id
     _create_tokenized_object  it is as the scheduler gets it: what would end the scheduler is refused
     _send_*_request      its prompt's token ids, extra key and salt are final, and it goes to the scheduler
@@ -39,7 +40,7 @@ from pdserve.engine.http.meeting_room import room_of_request
 from pdserve.engine.http.request import HttpRequest, current_request
 from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.page_names import HASHED_AT_ONCE_TOKENS
-from pdserve.engine.sglang.answers import first_token, is_aborted, replace_counts
+from pdserve.engine.sglang.answers import first_token, is_aborted, note_counts, tell_counts
 from pdserve.engine.sglang.children.embedding_salts import salted
 from pdserve.engine.sglang.continuation import Continuation, extend_prompt, marked
 from pdserve.engine.sglang.prompts.exact_turns import SglangTurns
@@ -86,8 +87,10 @@ PLACES: Final = (
     *places("sglang.srt.managers.mm_utils", "pad_mm_tokens(input_ids, mm_inputs)"),
     *places(
         "sglang.srt.managers.schedule_batch",
-        "MultimodalProcessorOutput(mm_items, padded_input_ids)",
-        "MultimodalDataItem(pad_value)",
+        "MultimodalProcessorOutput(mm_items, padded_input_ids, im_token_id, im_start_id, im_end_id)",
+        "MultimodalProcessorOutput(audio_token_id, audio_start_id, audio_end_id, video_token_id)",
+        "MultimodalDataItem(pad_value, modality, offsets, hash)",
+        "MultimodalDataItem.set_hash(hash_value)",
     ),
     *places(
         "sglang.srt.managers.scheduler",
@@ -228,6 +231,7 @@ class _Wrap:
             return
         if self._is_stopping() and any(map(is_aborted, answers)):
             http.stop()
+        tell_counts(answers, http.reuse)
         if http.first is None:
             http.first = first_token(answers)
             if self._metrics is not None:
@@ -270,7 +274,7 @@ class _Wrap:
         self._manager.abort_request(rid=rid)
 
     async def handle_batch_output(self, output: Any) -> None:
-        replace_counts(output, self._reuse_of)
+        note_counts(output, self._reuse_of)
         await self._handle(output)
 
     def sending(
@@ -386,8 +390,8 @@ def token_ids(tokenized: Any, *, media_is_named: bool) -> list[int] | None:
 
 
 def names_media(tokenizer_manager: Any) -> bool:
-    """Whether the model replaces ids in the way that most models do. Others need the model itself for it,
-    which this process has not.
+    """Whether the model replaces the ids of media as most models do (`pad_mm_tokens`), seen by trying it on a
+    small prompt. Others need the model itself for it, which this process has not.
     """
     processor = tokenizer_manager.mm_processor
     if processor is None:
@@ -395,4 +399,41 @@ def names_media(tokenizer_manager: Any) -> bool:
     wanted = (tokenizer_manager.model_config.hf_config.architectures or [""])[0]
     model = next((one for one in processor.models if one.__name__ == wanted), None)
     pad = getattr(model, "pad_input_ids", None)
-    return pad is not None and pad.__code__.co_names == ("pad_mm_tokens",)
+    return pad is not None and _pads_as_usual(pad)
+
+
+def _pads_as_usual(pad: Callable[[Any, Any, Any], Any]) -> bool:
+    from sglang.srt.managers.mm_utils import pad_mm_tokens
+
+    ids, media = _sample_with_media()
+    usual = list(pad_mm_tokens(ids, media))
+    try:
+        return list(pad(object(), ids, media)) == usual
+    # boundary: the model's own code, which is without its model here
+    except Exception:
+        return False
+
+
+def _sample_with_media() -> tuple[array[int], Any]:
+    """A prompt with two images, a sound and a film between words, as SGLang's processors give it."""
+    from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalProcessorOutput
+
+    ids, items = array("q", [1]), []
+    tokens = {Modality.IMAGE: 101, Modality.AUDIO: 102, Modality.VIDEO: 103}
+    for number, modality in enumerate((Modality.IMAGE, Modality.IMAGE, Modality.AUDIO, Modality.VIDEO), 1):
+        start = len(ids) + 2
+        ids.extend([110, 2, *[tokens[modality]] * 3, 111, 3])
+        item = MultimodalDataItem(modality=modality, offsets=[(start, start + 2)], hash=number)
+        item.set_hash(number)
+        items.append(item)
+    media = MultimodalProcessorOutput(
+        mm_items=items,
+        im_token_id=101,
+        im_start_id=110,
+        im_end_id=111,
+        audio_token_id=102,
+        audio_start_id=110,
+        audio_end_id=111,
+        video_token_id=103,
+    )
+    return ids, media

@@ -87,9 +87,11 @@ class ExactTurns:
         self._records = records
         self._count = count
 
-    async def prompt(self, asked: Asked, wanted: int | None = None) -> Turn | None:
+    async def prompt(
+        self, asked: Asked, wanted: int | None = None, *, is_counted: bool = True
+    ) -> Turn | None:
         """The tokens for a prompt. `wanted`: the segments for which another worker took recorded tokens.
-        None: the prompt cannot be cut, so it stays as it is and its answer is not recorded.
+        `is_counted`: it is computed now. None: the prompt cannot be cut, so it stays as it is and its answer is not recorded.
         """
         scope = scope_of(self._tokenizer.fingerprint, asked.adapter, asked.extra_key, asked.cache_salt)
         tokens = self._tokenizer.stop_tokens
@@ -100,7 +102,8 @@ class ExactTurns:
         turn = None if prompt is None else Turn(prompt, list(asked.ids))
         if turn is not None and asked.answers:
             turn = await self._spliced(turn, asked, wanted)
-        if asked.answers and (outcome := "not_cut" if turn is None else turn.outcome):
+        outcome = "not_cut" if turn is None else turn.outcome
+        if is_counted and asked.answers and outcome:
             self._count(outcome)
         return turn
 

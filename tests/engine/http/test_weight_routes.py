@@ -77,6 +77,29 @@ def test_an_update_from_disk_holds_and_releases_the_worker() -> None:
     assert weights.steps == ["check /new", "hold True", "replacing /new", "replaced True", "release"]
 
 
+async def test_an_update_goes_on_when_its_caller_leaves() -> None:
+    """SGLang hears of no client that has left: half-replaced weights would be of no model."""
+    left = [{"type": "http.request", "body": b'{"model_path": "/new"}', "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        return left.pop() if left else {"type": "http.disconnect"}
+
+    async def app(_scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        listening = asyncio.ensure_future(receive())
+        await asyncio.sleep(0)
+        assert not listening.done()
+        listening.cancel()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    async def send(message: Any) -> None: ...
+
+    weights = Weights()
+    await WeightRoutes(app, weights)({"type": "http", "path": FROM_DISK}, receive, send)
+    assert weights.steps[-2:] == ["replaced True", "release"]
+
+
 def test_an_update_that_fails_is_released_too_and_its_answer_is_sglangs() -> None:
     weights = Weights()
     assert ask(FROM_DISK, weights, status=400)[0] == 400

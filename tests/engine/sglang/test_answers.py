@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from pdserve.engine.http.cache_report import Found, Reuse
 from pdserve.engine.http.timing import FirstToken
-from pdserve.engine.sglang.answers import clipped, first_token, is_aborted, replace_counts
+from pdserve.engine.sglang.answers import clipped, first_token, is_aborted, note_counts, tell_counts
 
 
 @dataclass
@@ -26,15 +27,26 @@ def details(device: int, host: int, storage: int) -> dict[str, Any]:
     return {"device": device, "host": host, "storage": storage, "storage_backend": "Pool"}
 
 
+def meta_of(output: Output, i: int) -> dict[str, Any]:
+    """The `meta_info` that SGLang makes of one request's output."""
+    meta: dict[str, Any] = {"id": output.rids[i], "cached_tokens": output.cached_tokens[i]}
+    if output.cached_tokens_details:
+        meta["cached_tokens_details"] = output.cached_tokens_details[i]
+    return meta
+
+
 def out(reuse: Reuse, rid: str, found: tuple[int, int, int]) -> tuple[int, dict[str, Any] | None]:
-    """(cached tokens, details) of a prompt of 2,000 tokens as SGLang says them after it was told better."""
+    """(cached tokens, details) of a prompt of 2,000 tokens as its client is told them."""
     output = Output(["other", rid], [9, 2000], [1, sum(found)], [None, details(*found)])
-    replace_counts(output, {rid: reuse}.get)
-    assert (output.cached_tokens[0], output.cached_tokens_details) == (
-        1,
-        [None, output.cached_tokens_details[1]],
-    )  # type: ignore[index]
-    return output.cached_tokens[1], output.cached_tokens_details[1]  # type: ignore[index]
+    before = copy.deepcopy(output)
+    note_counts(output, {rid: reuse}.get)
+    answers = [{"meta_info": meta_of(output, 0)}, {"meta_info": meta_of(output, 1)}]
+    tell_counts(answers, reuse)
+    tell_counts(answers, reuse)
+    assert output == before, "SGLang's own metrics count these"
+    assert answers[0]["meta_info"] == meta_of(output, 0)
+    told = answers[1]["meta_info"]
+    return told["cached_tokens"], told["cached_tokens_details"]
 
 
 def test_after_a_prefill_stage_the_client_is_told_what_that_stage_found() -> None:
@@ -51,15 +63,19 @@ def test_what_the_pool_had_on_ssd_is_told_apart_here_and_is_storage_in_sglangs_w
     reuse.sent("a")
     given = details(64, 0, 640) | {"ssd": 128}
     output = Output(["a"], [800], [704], [dict(given)])
-    replace_counts(output, {"a": reuse}.get)
-    assert (output.cached_tokens, output.cached_tokens_details) == ([704], [given])
+    note_counts(output, {"a": reuse}.get)
+    meta = meta_of(output, 0)
+    tell_counts([{"meta_info": meta}], reuse)
+    assert meta == meta_of(output, 0)
     assert Found(64, 0, 512, 128).by_memory == (64, 0, 640)
     assert reuse.headers() == [(b"x-pdserve-cached", b"device=64, host=0, pool=512, ssd=128, computed=96")]
     told = Reuse([Found(0, 0, 64)])
     told.begin(1, 1)
     told.sent("a")
-    replace_counts(output, {"a": told}.get)
-    assert output.cached_tokens_details == [details(0, 0, 64)], "prefill found nothing of this on SSD"
+    note_counts(output, {"a": told}.get)
+    tell_counts([{"meta_info": meta}], told)
+    assert meta["cached_tokens_details"] == details(0, 0, 64), "prefill found nothing of this on SSD"
+    assert output.cached_tokens_details == [given]
 
 
 def test_without_one_sglangs_own_count_stands() -> None:
@@ -99,18 +115,21 @@ def test_every_prompt_of_a_batch_has_its_own_count() -> None:
 
 def test_requests_that_nobody_follows_are_left_alone() -> None:
     output = Output(["a"], [9], [5], None)
-    replace_counts(output, {}.get)
-    replace_counts(output, {"a": Reuse([Found(1)])}.get)  # it was never sent to the scheduler
-    assert output == Output(["a"], [9], [5], None)
-    embedded = Output(["a"], [9], [], None)
-    replace_counts(embedded, {"a": Reuse([Found(1)])}.get)
+    note_counts(output, {}.get)
+    unsent = Reuse([Found(1)])  # it was never sent to the scheduler
+    note_counts(output, {"a": unsent}.get)
+    answers: list[dict[str, Any]] = [{"meta_info": {"id": "a", "cached_tokens": 5}}, {"text": "no meta"}]
+    tell_counts(answers, unsent)
+    assert answers == [{"meta_info": {"id": "a", "cached_tokens": 5}}, {"text": "no meta"}]
+    note_counts(Output(["a"], [9], [], None), {"a": unsent}.get)
+    assert unsent.headers() == []
 
 
 def test_a_count_without_details_is_of_the_device() -> None:
     reuse = Reuse([])
     reuse.begin(1, 1)
     reuse.sent("a")
-    replace_counts(Output(["a"], [9], [5], None), {"a": reuse}.get)
+    note_counts(Output(["a"], [9], [5], None), {"a": reuse}.get)
     assert reuse.headers() == [(b"x-pdserve-cached", b"device=5, host=0, pool=0, ssd=0, computed=4")]
 
 

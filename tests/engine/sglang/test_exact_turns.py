@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from pdserve.engine.demo.chat import CHAT_TEMPLATE, END_OF_TEXT, TURN_END
 from pdserve.engine.http.meeting_room import Room, enter_room
 from pdserve.engine.http.request import HttpRequest
-from pdserve.engine.sglang.prompt import FOR_THE_POOL
+from pdserve.engine.sglang.prompt import FOR_THE_POOL, named_tokens
 from pdserve.engine.sglang.prompts import exact_turns
 from pdserve.engine.sglang.prompts.exact_turns import Rendered, SglangTurns, tokenizer_of
 from pdserve.engine.turns.exact import ExactTurns
@@ -118,6 +118,17 @@ async def test_a_chat_keeps_its_text_and_the_next_one_its_tokens(serving: Servin
     assert second.input_ids != plain
     assert decode(second.input_ids) == decode(plain)
     assert type(second.input_ids) is list
+    assert outcomes == ["spliced"]
+
+
+async def test_a_prompt_that_is_only_looked_up_gets_its_tokens_and_is_no_turn(serving: Serving) -> None:
+    """A chat that is pulled ahead, or whose pages are looked up, was or will be computed and counted once."""
+    turns, outcomes = turns_of(serving.tokenizer_manager)
+    had = await answered(turns, asked(serving, CHAT[:1]), letters("Hello"))
+    tokens = await named_tokens(serving.tokenizer_manager, asked(serving, CHAT), turns)
+    assert tokens[: len(had)] == had
+    assert outcomes == []
+    await turns.begin(asked(serving, CHAT), None)
     assert outcomes == ["spliced"]
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from array import array
 from types import SimpleNamespace
 from typing import Any
 
-from sglang.srt.managers.mm_utils import pad_mm_tokens
+from sglang.srt.managers.mm_utils import pad_mm_token_pairs, pad_mm_tokens
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalProcessorOutput
 
 from pdserve.engine.sglang.tokenizer_manager import names_media, token_ids
@@ -47,6 +48,14 @@ def test_pages_of_an_image_without_a_hash_have_no_names() -> None:
     assert token_ids(SimpleNamespace(input_ids=None, mm_inputs=None), media_is_named=True) is None
 
 
+def logged(method: Any) -> Any:
+    @functools.wraps(method)
+    def call(*args: Any) -> Any:
+        return method(*args)
+
+    return call
+
+
 def test_media_of_models_that_replace_ids_by_themselves_have_no_names() -> None:
     class Usual:
         def pad_input_ids(self, input_ids: Any, mm_inputs: Any) -> Any:
@@ -60,9 +69,26 @@ def test_media_of_models_that_replace_ids_by_themselves_have_no_names() -> None:
         config = SimpleNamespace(hf_config=SimpleNamespace(architectures=[architecture]))
         return SimpleNamespace(mm_processor=processor, model_config=config)
 
-    processor = SimpleNamespace(models=[Usual, Own])
-    assert names_media(manager("Usual", processor))
-    assert not any(names_media(manager(name, processor)) for name in ("Own", "Another"))
+    class OwnAlways:
+        def pad_input_ids(self, input_ids: Any, mm_inputs: Any) -> Any:
+            return self.vision_tower.pad_input_ids(input_ids, mm_inputs)  # type: ignore[attr-defined]
+
+    class Wrapped:
+        @logged
+        def pad_input_ids(self, input_ids: Any, mm_inputs: Any) -> Any:
+            if mm_inputs and mm_inputs.mm_items:
+                return pad_mm_tokens(input_ids, mm_inputs)
+            return input_ids
+
+    class Pairs:
+        def pad_input_ids(self, input_ids: Any, mm_inputs: Any) -> Any:
+            return pad_mm_token_pairs(
+                input_ids, mm_inputs, data_token_pairs=[(mm_inputs.im_start_id, mm_inputs.im_end_id)]
+            )
+
+    processor = SimpleNamespace(models=[Usual, Wrapped, Own, OwnAlways, Pairs])
+    assert all(names_media(manager(name, processor)) for name in ("Usual", "Wrapped"))
+    assert not any(names_media(manager(name, processor)) for name in ("Own", "OwnAlways", "Pairs", "Another"))
     assert not names_media(manager("Usual"))
 
 

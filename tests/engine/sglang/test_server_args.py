@@ -86,6 +86,18 @@ def test_an_argument_that_breaks_the_hand_off_is_named_in_one_line(
     assert "secret" not in str(refused.value)
 
 
+def test_an_argument_that_another_sglang_does_not_have_is_named_in_one_line() -> None:
+    found = SimpleNamespace(page_size=64)
+    with pytest.raises(ConfigError) as refused:
+        check_needs(
+            found, found, {"page_size": "x", "hicache_write_policy": "pages would not reach the pool"}
+        )
+    assert str(refused.value) == (
+        "SGLang has no --hicache-write-policy, by which a worker sees that pages would not reach the pool: "
+        "install the SGLang that this pdserve is made for (launch/setup.sh)"
+    )
+
+
 def test_host_memory_that_only_stages_pages_is_for_ranks_that_act_at_the_same_step(
     engine: EngineConfig,
 ) -> None:

@@ -74,7 +74,7 @@ async def test_requests_of_two_connections_do_not_mix() -> None:
     }
 
 
-def test_what_was_found_cached_is_told_in_the_head_and_what_prefill_found_in_the_answer() -> None:
+def test_what_was_found_cached_is_told_in_the_head_and_to_sglangs_own_metrics() -> None:
     """SGLang sends a stream's head before it knows anything: it waits for the first piece of the body."""
 
     async def app(manager: Manager, client: Client, receive: Any, send: Any) -> None:
@@ -92,7 +92,7 @@ def test_what_was_found_cached_is_told_in_the_head_and_what_prefill_found_in_the
         await send({"type": "http.response.body", "body": b"x"})
 
     manager, _, sent = served(app, scope=scope_of("/generate", (b"x-pdserve-prefilled", b"3/0/0")))
-    assert manager.told == [3]
+    assert manager.told == [64], "SGLang's own metrics count what this worker found"
     cached = (b"x-pdserve-cached", b"device=0, host=0, pool=64, ssd=0, computed=1")
     assert sent[0]["headers"] == [(b"a", b"b"), cached]
     assert sent[1]["body"] == b"x"
@@ -232,9 +232,10 @@ class TwoPrompts(Manager):
                 rids=obj.rid, prompt_tokens=[100, 100], cached_tokens=[64, 64], cached_tokens_details=details
             )
         )
+        meta = {**META, "id": "a", "cached_tokens": 64, "cached_tokens_details": details[0]}
         try:
-            yield {"text": "a", "meta_info": META}
-            yield {"text": "ab", "meta_info": {**META, "queue_time": 9.0}}
+            yield {"text": "a", "meta_info": dict(meta)}
+            yield {"text": "ab", "meta_info": {**meta, "queue_time": 9.0}}
         finally:
             self.closed += 1
 
@@ -265,6 +266,19 @@ def test_the_head_says_what_the_first_step_said_and_a_reader_that_leaves_ends_th
     [family] = metrics._tokens.collect()
     tokens = {s.labels["tier"]: s.value for s in family.samples if s.name.endswith("_total")}
     assert tokens == {"device": 128, "host": 0, "pool": 0, "ssd": 0, "computed": 72}
+
+
+def test_every_step_of_an_answer_has_the_count_that_the_prefill_worker_found() -> None:
+    contents: list[Any] = []
+
+    async def app(manager: Manager, client: Client, receive: Any, send: Any) -> None:
+        contents.extend([content async for content in manager.generate_request(SimpleNamespace(rid=None))])
+
+    served(app, TwoPrompts(), scope_of("/generate", (b"x-pdserve-prefilled", b"3/2/1, 0/0/0")))
+    metas = [content["meta_info"] for content in contents]
+    assert [(meta["cached_tokens"], meta["cached_tokens_details"]) for meta in metas] == [
+        (6, {"device": 3, "host": 2, "storage": 1})
+    ] * 2
 
 
 def test_a_conversation_lacks_the_last_token_which_was_never_fed_back() -> None:

@@ -122,22 +122,22 @@ class SglangTurns:
         self._turns = turns
         self._count = count
 
-    async def begin(self, asked: Any, http: HttpRequest | None) -> Turn | None:
+    async def begin(self, asked: Any, http: HttpRequest | None, *, is_counted: bool = True) -> Turn | None:
         """Give a request to SGLang the tokens that its prompt had before. None: its answer is not recorded.
-        Never raises: without recorded tokens the request is what it was.
+        Never raises: without recorded tokens the request is what it was. `is_counted`: it is computed now,
+        and not only looked up.
         """
         ids = getattr(asked, "input_ids", None)
         if not isinstance(ids, Rendered):
             return None
         room = room_of_request()
         if room is not None and room.number != POOL_ROOM:
-            if ids.answers:
+            if ids.answers and is_counted:
                 self._count("direct")
             return None
         try:
-            turn = await self._turns.prompt(
-                self._asked(asked, ids), None if http is None else http.turns_wanted
-            )
+            wanted = None if http is None else http.turns_wanted
+            turn = await self._turns.prompt(self._asked(asked, ids), wanted, is_counted=is_counted)
         # boundary: the tokenizer is the model's own code, and a chat is served without recorded tokens too
         except Exception:
             logger.exception("a prompt is encoded from its text: recorded tokens could not be put in")
