@@ -8,7 +8,9 @@ config -> SGLang's arguments -> identity of its pages -> namespace, checked agai
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -245,6 +247,11 @@ def install(app: Any, worker: Worker, parts: RoleParts, token: str, metrics_toke
 
 def _info_router(worker: Worker) -> APIRouter:
     router = APIRouter()
+    key = secrets.token_bytes(32)
+
+    def info_tag() -> str:
+        """Another one when `/pd/info` says another namespace; to who lacks the key it tells nothing of it."""
+        return hashlib.blake2s(worker.pool.namespace.encode(), key=key).hexdigest()
 
     async def info() -> Response:
         return JSONResponse(
@@ -255,6 +262,7 @@ def _info_router(worker: Worker) -> APIRouter:
                 **worker.engine.facts(),
                 "model_path": str(worker.config.engine.model_path),
                 "page_size": worker.names.page_size,
+                "info_tag": info_tag(),
                 "namespace": worker.pool.namespace,
                 "kv_geometry": worker.pool.geometry,
                 "takes_salt_header": True,
@@ -265,7 +273,7 @@ def _info_router(worker: Worker) -> APIRouter:
 
     async def ready(request: Request) -> Response:
         try:
-            said = await _readiness(worker)
+            said = await _readiness(worker) | {"info_tag": info_tag()}
         # boundary: a prober is told the reason, whatever SGLang or the pool raises
         except Exception as error:
             logger.exception("readiness cannot be told")
@@ -292,6 +300,5 @@ async def _readiness(worker: Worker) -> dict[str, Any]:
         "ready": is_up and not stops,
         "draining": stops,
         "pool": pool,
-        "namespace": worker.pool.namespace,
         "load": load,
     }

@@ -69,6 +69,12 @@ class Pool:
 
 def ask(path: str, made: Any, pool: Pool | None = None, *, drains: bool = False) -> tuple[int, Any]:
     """A worker's answer where SGLang has made this tokenizer manager."""
+    app, _ = app_of(made, pool or Pool({"a": None}), drains=drains)
+    answer = TestClient(app).get(path)
+    return answer.status_code, answer.json()
+
+
+def app_of(made: Any, pool: Pool, *, drains: bool = False) -> tuple[FastAPI, Pool]:
     drain = Drain(30.0, 3.0, set)
     if drains:
         drain.begin(0.0)
@@ -78,13 +84,12 @@ def ask(path: str, made: Any, pool: Pool | None = None, *, drains: bool = False)
     engine._long_texts = long_texts
     identity: Any = SimpleNamespace(geometry=GEOMETRY, rank_suffixes=[b""], parts=[], pairs=False)
     config: Any = SimpleNamespace(engine=SimpleNamespace(model_path="m"), handoff="pool")
-    reached: Any = pool or Pool({"a": None})
+    reached: Any = pool
     metrics = WorkerMetrics()
     worker = Worker("agg", config, identity, engine, reached, drain, metrics)
     app = FastAPI()
     app.include_router(_info_router(worker))
-    answer = TestClient(app).get(path)
-    return answer.status_code, answer.json()
+    return app, pool
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -124,6 +129,20 @@ def test_readiness_is_sglangs_the_pools_and_the_drains(
     assert (answered, (body["ready"], body["draining"], body["pool"])) == (status, said)
     assert body["load"] is None
     assert "reason" not in body
+
+
+def test_readiness_which_everybody_may_ask_names_no_namespace_but_says_when_it_is_another() -> None:
+    """The namespace names the model and its files; `/pd/info` is for who has the token."""
+    app, pool = app_of(manager(), Pool({"a": None}))
+    client = TestClient(app)
+    said, info = client.get("/pd/ready").json(), client.get("/pd/info").json()
+    assert "namespace" not in said
+    assert info["namespace"] == "ns"
+    assert said["info_tag"] == info["info_tag"]
+    pool.namespace = "another"
+    assert client.get("/pd/ready").json()["info_tag"] != said["info_tag"]
+    other = TestClient(app_of(manager(), Pool({"a": None}))[0]).get("/pd/ready").json()
+    assert other["info_tag"] != said["info_tag"], "of the same namespace, so that no one can try names"
 
 
 @pytest.mark.parametrize(

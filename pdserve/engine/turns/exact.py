@@ -91,7 +91,8 @@ class ExactTurns:
         self, asked: Asked, wanted: int | None = None, *, is_counted: bool = True
     ) -> Turn | None:
         """The tokens for a prompt. `wanted`: the segments for which another worker took recorded tokens.
-        `is_counted`: it is computed now. None: the prompt cannot be cut, so it stays as it is and its answer is not recorded.
+        `is_counted`: it is computed now. None: the prompt cannot be cut, so it stays as it is and its
+        answer is not recorded.
         """
         scope = scope_of(self._tokenizer.fingerprint, asked.adapter, asked.extra_key, asked.cache_salt)
         tokens = self._tokenizer.stop_tokens

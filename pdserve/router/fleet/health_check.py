@@ -58,8 +58,8 @@ class _Ready(msgspec.Struct):
     load: WorkerLoad | None = None
     pool: str = "down"
     draining: bool = False
-    namespace: str = ""
-    """Of its present weights; empty: it does not say."""
+    info_tag: str = ""
+    """Another one when its `/pd/info` has changed; empty: it does not say."""
 
 
 _ready_decoder = msgspec.json.Decoder(_Ready)
@@ -193,7 +193,7 @@ class Prober:
                 self._lost(worker, self._fleet.on_probe_not_ready(worker), "is not ready")
                 return None
             self._fleet.on_load(worker, said.load, pool_up=said.pool == "up")
-            is_new = worker.info is not None and said.namespace not in ("", worker.info.namespace)
+            is_new = worker.info is not None and said.info_tag not in ("", worker.info.info_tag)
             if not worker.ready or worker.stopping or worker.refused or asks_info or is_new:
                 return await self._ask_info(worker)
         except UpstreamError as error:  # the other scheme

@@ -31,6 +31,8 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     model: str
     context_length: Number = 0
     page_size: Number = 0
+    info_tag: str = ""
+    """Of this answer; `/pd/ready` says another one when it has changed. Empty: the worker does not say."""
     namespace: str = ""
     kv_geometry: dict[str, Any] = {}
     model_path: str = ""

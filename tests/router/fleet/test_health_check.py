@@ -57,6 +57,20 @@ async def test_a_fault_of_this_machine_says_nothing_of_the_workers(
         await prober.close()
 
 
+async def test_a_worker_whose_info_has_changed_is_asked_for_it_at_the_next_probe() -> None:
+    async with disagg(probe=NEVER) as (harness, prefill, _):
+        fleet = harness.router.fleet
+        prober, [worker, _] = Prober(NEVER, fleet, harness.router.upstream, harness.stats), fleet.workers
+        prefill[0].info |= {"sglang_version": "0.5.24"}
+        await prober.probe(worker, asks_info=False)
+        assert worker.info is not None
+        assert worker.info.sglang_version == "0.5.23", "a worker that says nothing of it is asked seldom"
+        prefill[0].info |= {"info_tag": "b"}
+        await prober.probe(worker, asks_info=False)
+        assert (worker.info.sglang_version, worker.info.info_tag) == ("0.5.24", "b")
+        await prober.close()
+
+
 async def test_a_name_without_an_address_downs_its_worker_only_after_several_probes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -261,6 +261,7 @@ class MockWorker:
         if request.path == "/pd/ready":
             ready = self.ready and not self.draining
             said = {"ready": ready, "draining": self.draining, "pool": "up", "load": self.load}
+            said["info_tag"] = self.info.get("info_tag", "")
             await wire.json(200 if ready else 503, said)
         elif request.path == "/pd/info":
             await wire.json(200, self.info)
