@@ -5,13 +5,14 @@ How duties change is held by tests/router/placement/elastic and by its scenarios
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.support.e2e.cluster import Router, Worker
+from tests.support.e2e.cluster import Router, Worker, http
 from tests.support.e2e.prompts import NEW_TOKENS, Answer, differences
 from tests.support.e2e.routed import found, generate, say, wanted_hits
 from tests.support.e2e.site import Reference, Site
@@ -69,6 +70,22 @@ def test_answers_equal_plain_sglang_and_one_worker_prefills_for_the_other(
     )
     prefill, decode = roles_of(router, prompts[-1])
     assert {prefill, decode} == {f"127.0.0.1:{worker.port}" for worker in elastic.workers}
+
+
+def test_a_missed_prompt_is_counted_once_at_the_worker_that_prefilled_it(elastic: Elastic) -> None:
+    """Each worker serves both roles: its prefill counts, and its following of requests does not again."""
+    before, told = sum(map(_missed, elastic.workers)), 0
+    for first in range(3):  # when the last is answered, the earlier ones are followed to their end
+        response = generate(elastic.router, [first + 7, *range(100, 800)], 1)
+        assert response.headers.get("x-pdserve-prefill"), "it was not prefilled"
+        told += int(response.headers["x-pdserve-miss"].partition("never_stored=")[2].partition(";")[0])
+    assert told == 3 * 640
+    assert sum(map(_missed, elastic.workers)) - before == told
+
+
+def _missed(worker: Worker) -> float:
+    text = http.get(f"{worker.url}/metrics").text
+    return sum(map(float, re.findall(r"^pdserve_worker_missed_tokens_total{[^}]*} (\S+)$", text, re.M)))
 
 
 def _long(prompts: list[list[int]], answers: list[Answer]) -> tuple[list[list[int]], list[Answer]]:
