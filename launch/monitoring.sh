@@ -36,7 +36,7 @@ data=$(realpath "$data")
 
 {
   printf 'global:\n  scrape_interval: 5s\nscrape_configs:\n'
-  for job in router worker pool; do
+  for job in router worker pool lmcache; do
     printf '  - job_name: %s\n    honor_labels: true\n    file_sd_configs:\n      - refresh_interval: 5s\n        files:\n' "$job"
     printf '          - "%s/prometheus-targets.json"\n' "${run_dirs[@]}"
     printf '    relabel_configs:\n      - {source_labels: [job], regex: %s, action: keep}\n' "$job"

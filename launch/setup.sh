@@ -14,7 +14,7 @@ PATH=$PATH:/usr/sbin:/sbin # where Debian has ldconfig and tc, and only root loo
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 fail() { say "error: $*" && exit 1; }
-has_gpu() { [ -e /dev/nvidia0 ] || nvidia-smi -L >/dev/null 2>&1; }
+has_gpu() { compgen -G '/dev/nvidia[0-9]*' >/dev/null || nvidia-smi -L >/dev/null 2>&1; }
 
 need() { # NAME PACKAGE...: install Debian packages, or say how
   if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then

@@ -6,6 +6,8 @@ admin-guide/cgroup-v2.rst, admin-guide/cgroup-v1/memory.rst, filesystems/proc.rs
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
@@ -25,13 +27,18 @@ class Mount(NamedTuple):
 
 def mounts(text: str | None = None) -> list[Mount]:
     """All mounts of this process. Later ones cover earlier ones."""
-    text = Path("/proc/self/mounts").read_text() if text is None else text
+    if text is None:
+        text = os.fsdecode(Path("/proc/self/mounts").read_bytes())
     found = []
     for line in text.splitlines():
         _, path, fstype, options, *_ = line.split(" ")
-        unescaped = path.encode().decode("unicode_escape")  # spaces are \040
-        found.append(Mount(fstype, Path(unescaped), frozenset(options.split(","))))
+        found.append(Mount(fstype, Path(_unescaped(path)), frozenset(options.split(","))))
     return found
+
+
+def _unescaped(path: str) -> str:
+    """The kernel writes space, tab, line feed and backslash as octal numbers, and no other byte."""
+    return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), path)
 
 
 def mount_of(path: Path) -> Mount:
@@ -61,8 +68,8 @@ def limit_bytes(proc: Path = Path("/proc")) -> int:
 
 def _in_cgroups(proc: Path, look_v2: Look, look_v1: Look) -> Iterator[int]:
     try:
-        groups = (proc / "self" / "cgroup").read_text().splitlines()
-        mounted = mounts((proc / "self" / "mounts").read_text())
+        groups = os.fsdecode((proc / "self" / "cgroup").read_bytes()).splitlines()
+        mounted = mounts(os.fsdecode((proc / "self" / "mounts").read_bytes()))
     except OSError:
         return  # a kernel without cgroups
     for line in groups:

@@ -78,6 +78,11 @@ def this_machine(environment: Mapping[str, str], *, nvml: Any = None, sys: Path 
     )
 
 
+def has_nvidia_gpu(dev: Path = Path("/dev")) -> bool:
+    """Whether a device of an NVIDIA GPU is here, whatever its number: a container may have one of many."""
+    return any(dev.glob("nvidia[0-9]*"))
+
+
 def read_model(model_path: Path) -> Model:
     """Facts of a model directory. Raises ConfigError."""
     try:

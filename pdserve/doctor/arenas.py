@@ -10,8 +10,9 @@ from msgspec.structs import replace
 
 from pdserve.capacity.available import mount_of
 from pdserve.doctor.facts import ArenaRoom
-from pdserve.errors import StartupError
+from pdserve.errors import ConfigError, StartupError
 from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.memory.auto_capacity import with_capacity
 from pdserve.kvpool.node.memory.placement import free_huge_pages
 
 
@@ -22,7 +23,8 @@ def gather(pools: Iterable[PoolNodeConfig]) -> list[ArenaRoom]:
         directory, page_bytes = pool.arena_dir / pool.name, pool.placement.huge_page_bytes
         try:
             there = _existing(pool.placement.home(directory))
-        except StartupError as error:
+            capacity = with_capacity(pool).capacity
+        except (StartupError, ConfigError) as error:
             rooms["none", len(rooms)] = ArenaRoom(nodes=(pool.name,), error=str(error))
             continue
         device = there.stat().st_dev
@@ -30,7 +32,7 @@ def gather(pools: Iterable[PoolNodeConfig]) -> list[ArenaRoom]:
         if place not in rooms:
             rooms[place] = _room(there, page_bytes)
         room = rooms[place]
-        more_bytes = max(0, pool.capacity - _held_bytes(directory / "arena", device))
+        more_bytes = max(0, capacity - _held_bytes(directory / "arena", device))
         rooms[place] = replace(
             room, nodes=(*room.nodes, pool.name), needed_bytes=room.needed_bytes + more_bytes
         )

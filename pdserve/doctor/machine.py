@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-import psutil
 
 from pdserve.bench.peers.ucx_perftest import libucx_root, ucx_perftest_gbps
 from pdserve.bench.stores import BenchError
+from pdserve.capacity.available import limit_bytes
+from pdserve.capacity.gather import has_nvidia_gpu
 from pdserve.doctor.facts import NO_UCX, Machine
 from pdserve.engine.device import computes_bfloat16
 from pdserve.errors import StartupError
@@ -46,14 +47,14 @@ def gather(sglang_tested: str, *, measure: bool = True) -> Machine:
         open_files=_limit(resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
         shm_bytes=shm.f_blocks * shm.f_frsize,
         shm_free_bytes=shm.f_bavail * shm.f_frsize,
-        memory_bytes=psutil.virtual_memory().total,
+        memory_bytes=limit_bytes(),
         sglang=sglang,
         sglang_tested=sglang_tested,
         sglang_misfit=_misfit() if measure and sglang else "",
         transports=transports,
         ucx_error=ucx_error,
         has_infiniband=infiniband.is_dir() and any(infiniband.iterdir()),
-        has_gpu=Path("/dev/nvidia0").exists(),
+        has_gpu=has_nvidia_gpu(),
         numa_nodes=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))),
         has_numactl=shutil.which("numactl") is not None,
         has_bfloat16=computes_bfloat16(Path("/proc/cpuinfo").read_text()),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Literal
 
+from pdserve.capacity.gather import has_nvidia_gpu
 from pdserve.errors import StartupError
 
 Device = Literal["cpu", "cuda"]
@@ -75,7 +75,7 @@ def detect_device() -> Device:
             f"the accelerator here is {other.type!r}, which pdserve does not support: "
             "use CUDA or engine.device cpu"
         )
-    if torch.version.cuda is not None and os.path.exists("/dev/nvidia0"):  # noqa: PTH110  a device node
+    if torch.version.cuda is not None and has_nvidia_gpu():
         raise StartupError(
             "an NVIDIA GPU is present but torch cannot use it: check the driver with nvidia-smi, "
             "or use engine.device cpu"

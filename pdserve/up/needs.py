@@ -1,6 +1,7 @@
 """What a process asks of the place that runs it: processors, memory, GPUs, and on which hosts. Pure.
 
-On this host `hosts` is checked, and `gpus` chooses GPUs. Other places take all of it into account.
+On this host `hosts` is checked, and `gpus` chooses GPUs. Other places take all of it into account; by `ssh`
+GPUs are named.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         ),
     ] = {}
     gpus: Annotated[int, Meta(ge=0, description="Set by `gpus` of a worker's table.")] = 0
+    gpu_numbers: Annotated[
+        tuple[Annotated[int, Meta(ge=0)], ...], Meta(description="Set by `gpus` where it is a list.")
+    ] = ()
 
     @property
     def memory_bytes(self) -> int:
@@ -46,13 +50,14 @@ NOTHING: Final = Needs()
 
 def read_needs(where: str, place: object, gpus: object) -> Needs:
     """`place` and `gpus` of a table. Raises ConfigError. GPUs given by number count as many as there are."""
-    if not isinstance(place, Mapping) or "gpus" in place:
+    if not isinstance(place, Mapping) or {"gpus", "gpu_numbers"} & place.keys():
         raise ConfigError(f"'{where}.place' must be a table with cpus, memory, hosts and labels")
-    count: Any = len(gpus) if isinstance(gpus, list) else gpus or 0
+    numbers: Any = gpus if isinstance(gpus, list) else []
+    count: Any = len(numbers) or gpus or 0
     try:
         if isinstance(count, bool):
             raise ValueError("gpus must be a number or a list of numbers")
-        needs = msgspec.convert({**place, "gpus": count}, Needs)
+        needs = msgspec.convert({**place, "gpus": count, "gpu_numbers": numbers}, Needs)
         if needs.memory_bytes < 0:
             raise ValueError("memory must not be negative")
     except (msgspec.ValidationError, ValueError) as error:

@@ -18,7 +18,7 @@ from itertools import chain, product
 from pathlib import Path
 from typing import Any, Final, get_args
 
-from pdserve.capacity.tables import AUTO, VISIBLE
+from pdserve.capacity.tables import VISIBLE
 from pdserve.errors import ConfigError
 from pdserve.up.config import WORKER_ROLES, ClusterFile, ClusterSettings, Restart, Role, Table, merge
 from pdserve.up.foreign.vllm import VllmRole, environment, lmcache_argv, server_of, vllm_argv
@@ -33,7 +33,6 @@ MEMORY: Final = Path("/dev/shm")
 that clusters of one host are not in each other's way, and one started again finds its own.
 """
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-SMALL_POOL: Final = "2GiB"
 VLLM_PYTHON: Final = ".venv-vllm/bin/python"
 READY_PATHS: Final[Mapping[Role, str]] = {"router": "/ready", "vllm": "/health", "lmcache": "/healthcheck"}
 SOCKET_PATH_MAX_BYTES: Final = 107  # sun_path is 108 bytes on Linux, the last one a zero
@@ -353,8 +352,6 @@ def _wire_pool_node(draft: _Draft, arena_dir: Path, run_dir: Path, site: Site | 
     """Fill in a pool node's addresses; returns how clients find it."""
     draft.config["name"] = draft.name
     draft.config.setdefault("arena_dir", str(arena_dir))
-    if draft.config.get("capacity_bytes") == AUTO:  # no GPU, whose host memory would be divided
-        draft.config["capacity_bytes"] = SMALL_POOL
     socket_path = run_dir / f"{draft.name}.sock"
     is_automatic = "listen" not in draft.config
     if is_automatic:

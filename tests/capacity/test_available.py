@@ -78,6 +78,7 @@ def test_mounts_are_read_and_the_nearest_is_found() -> None:
     text = "a / ext4 rw 0 0\nnone /mnt/with\\040space hugetlbfs rw,pagesize=2M 0 0\n"
     assert mounts(text)[1].path == Path("/mnt/with space")
     assert mounts(text)[1].options == {"rw", "pagesize=2M"}
+    assert mounts("a /mnt/\u00fc\\040\\134\\011x tmpfs rw 0 0\n")[0].path == Path("/mnt/\u00fc \\\tx")
     assert mount_of(Path("/dev/shm")).fstype == "tmpfs"
     assert mount_of(Path("/proc/self")).fstype == "proc"
 

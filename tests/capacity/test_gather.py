@@ -7,9 +7,18 @@ from pathlib import Path
 import pytest
 
 from pdserve.capacity.facts import Gpu, Nic
-from pdserve.capacity.gather import read_machine, this_machine
+from pdserve.capacity.gather import has_nvidia_gpu, read_machine, this_machine
 from pdserve.errors import ConfigError, StartupError
 from tests.support.capacity.nvml import StandInNvml
+
+
+@pytest.mark.parametrize(
+    ("names", "is_there"), [(["nvidia3"], True), (["nvidiactl", "nvidia-uvm"], False), ([], False)]
+)
+def test_a_gpu_of_any_number_is_one(tmp_path: Path, names: list[str], is_there: bool) -> None:
+    for name in names:
+        (tmp_path / name).touch()
+    assert has_nvidia_gpu(tmp_path) is is_there
 
 
 @pytest.fixture

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from pdserve.doctor import arenas
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 
@@ -51,3 +53,8 @@ def test_huge_pages_without_a_place_are_an_error_of_that_node_alone(tmp_path: Pa
     wrong, room = arenas.gather([huge, node("a", tmp_path)])
     assert (wrong.nodes, room.nodes, room.needed_bytes) == (("h",), ("a",), 64 << 20)
     assert "hugetlbfs" in wrong.error
+
+
+def test_a_node_that_decides_its_capacity_itself_is_asked_what_it_would_take(tmp_path: Path) -> None:
+    [room] = arenas.gather([replace(node("a", tmp_path), capacity_bytes="auto")])
+    assert 0 < room.needed_bytes <= room.free_bytes

@@ -14,6 +14,7 @@ import pytest
 import typer
 from msgspec import Meta
 
+from docs.generate.benchmarks.results import kind_of
 from pdserve.bench.cli import app as bench_app
 from pdserve.bench.commands.load_options import loads_of
 from pdserve.errors import ConfigError
@@ -233,7 +234,11 @@ class BenchScript:
         return process.returncode, said, asked
 
     def kept(self) -> list[str]:
-        return [path.name.rpartition("-20")[0] for path in sorted(self.results.glob("*.jsonl"))]
+        return [kind_of(path.name) for path in sorted(self.results.glob("*.jsonl"))]
+
+
+def test_the_kind_of_a_run_is_its_name_before_the_date_whatever_the_day() -> None:
+    assert [kind_of(f"weights-load-2026-12-{day}.jsonl") for day in ("19", "20")] == ["weights-load"] * 2
 
 
 MEASURES = 'printf \'{"commit": "%s"}\\n%s\\n\' "$(git rev-parse --short HEAD)" "$2"'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,8 @@ def test_needs_are_read_and_reach_no_process() -> None:
     assert agg.needs == Needs(cpus=4, memory="2GiB", hosts=["a"], labels={"x": "y"}, gpus=2)
     assert agg.needs.memory_bytes == 2 << 30
     assert {"place", "gpus"} & agg.config.keys() == set()
-    assert [one.needs.gpus for one in demands(ClusterFile(agg=[{"gpus": [1, 2, 3]}]))] == [3, 0]
+    worker, router = demands(ClusterFile(agg=[{"gpus": [1, 2, 3]}]))
+    assert (worker.needs.gpus, worker.needs.gpu_numbers, router.needs.gpus) == (3, (1, 2, 3), 0)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +65,8 @@ def test_needs_are_read_and_reach_no_process() -> None:
     [
         ({"place": 7}, "must be a table"),
         ({"place": {"gpus": 1}}, "must be a table"),
+        ({"place": {"gpu_numbers": [1]}}, "must be a table"),
+        ({"gpus": [0, -1]}, "gpus"),
         ({"place": {"cpu": 1}}, "cpu"),
         ({"place": {"memory": "much"}}, "'much' is not a size"),
         ({"gpus": "two"}, "gpus"),
@@ -152,6 +156,20 @@ def test_pool_nodes_and_workers_are_spread_and_the_router_is_beside_the_supervis
 def test_workers_go_where_gpus_are_free_and_where_they_may() -> None:
     wanted = [demand("agg0", gpus=6), demand("agg1", gpus=4, hosts=["b"]), demand("agg2", gpus=4)]
     assert spread(wanted, {"a": 8, "b": 8}, "a") == {"agg0": "a", "agg1": "b", "agg2": "b"}
+
+
+def named(name: str, *numbers: int, hosts: Sequence[str] = ()) -> Demand:
+    role: Any = name.rstrip("0123456789")
+    return Demand(name, role, Needs(gpus=len(numbers), gpu_numbers=numbers, hosts=[*hosts]))
+
+
+def test_gpus_that_are_named_are_given_once_on_each_host() -> None:
+    wanted = [named("agg0", 0, 1), named("agg1", 2, 3, hosts=["a"]), named("agg2", 0), named("agg3", 4, 5)]
+    found = spread(wanted, {"a": 99, "b": 99}, "a", by_number=True)
+    assert found == {"agg0": "a", "agg1": "a", "agg2": "b", "agg3": "b"}
+    with pytest.raises(StartupError, match="agg4: GPU 0 is given to another worker on each of a, b"):
+        spread([*wanted, named("agg4", 0)], {"a": 99, "b": 99}, "a", by_number=True)
+    assert spread([*wanted, named("agg4", 0)], {"a": 99, "b": 99}, "a")["agg4"] == "b"
 
 
 @pytest.mark.parametrize(

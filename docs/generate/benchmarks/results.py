@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +38,12 @@ def runs(kind: str, results: Path = RESULTS) -> list[Run]:
 
 def kinds(results: Path = RESULTS) -> list[str]:
     """The kinds of which runs are kept."""
-    return sorted({path.name.rpartition("-20")[0] for path in results.glob("*.jsonl")})
+    return sorted({kind_of(path.name) for path in results.glob("*.jsonl")})
+
+
+def kind_of(name: str) -> str:
+    """The kind of a file of results: its name up to the date."""
+    return re.sub(r"-\d{4}-\d{2}-\d{2}.*", "", name)
 
 
 def alike(kind: str, results: Path = RESULTS) -> Run | None:

@@ -16,6 +16,7 @@ import uvloop
 
 from pdserve.kvpool.node.admission import check_open, rules_of
 from pdserve.kvpool.node.config.node import PoolNodeConfig, with_secrets
+from pdserve.kvpool.node.memory.auto_capacity import with_capacity
 from pdserve.kvpool.node.node import PoolNode
 from pdserve.kvpool.node.serving.places import max_greeting
 from pdserve.kvpool.node.upgrade.door import check_start, received_door
@@ -37,7 +38,7 @@ def run_node(config: PoolNodeConfig) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     for address in config.listen:
         parse_address(address)
-    config = with_secrets(config, os.environ)
+    config = with_capacity(with_secrets(config, os.environ))
     missing = check_open(config, rules_of(config))
     door = received_door()
     if door is not None:

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from pdserve.capacity.tables import AUTO, node_count, worker_need
 from pdserve.errors import ConfigError
 from pdserve.up.config import WORKER_ROLES, ClusterFile, Role, Table, merge
-from pdserve.up.plan import SMALL_POOL, Plan, ProcessSpec, make_plan
+from pdserve.up.plan import Plan, ProcessSpec, make_plan
 from pdserve.up.site import Site
 
 NAME: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?")
@@ -178,7 +178,7 @@ def _prepared(role: Role, table: Table) -> Table:
         "tcp": {**table.get("tcp", {}), "port": PAGES_PORT},
     }
     if table.get("capacity_bytes", AUTO) == AUTO:
-        fixed["capacity_bytes"] = SMALL_POOL
+        fixed["capacity_bytes"] = "2GiB"
     if table.get("huge_pages", "off") in ("2MiB", "1GiB"):
         fixed["huge_pages_dir"] = f"{HUGE_DIR}/pdserve"
     if tiers := table.get("tiers"):

@@ -19,10 +19,12 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from pdserve.capacity.tables import VISIBLE
 from pdserve.errors import StartupError
 from pdserve.up.claims import is_ours
 from pdserve.up.config import ClusterSettings
 from pdserve.up.console import Console
+from pdserve.up.needs import Needs
 from pdserve.up.places.orphan_reaper import OrphanReaper
 from pdserve.up.places.remote import AGENT, Remote, order_for
 from pdserve.up.places.spread import spread
@@ -54,13 +56,19 @@ class HostsPlace:
         return None
 
     def assign(self, demands: Sequence[Demand]) -> Mapping[str, str]:
-        """Over the hosts; GPUs are not counted. Raises StartupError."""
+        """Over the hosts; workers get the GPUs that they name. Raises StartupError."""
         addresses = addresses_of(self._settings.hosts)
         if not addresses:
             raise StartupError('--on hosts: there are none: give cluster.hosts = ["NAME", "NAME=ADDRESS"]')
         own = next((name for name, address in addresses.items() if is_ours(address)), next(iter(addresses)))
+        for one in demands:
+            if one.needs.gpus and not one.needs.gpu_numbers:
+                raise StartupError(
+                    f"{one.name}: --on hosts does not know which GPUs are free on its hosts: name them, as "
+                    f"in gpus = {list(range(one.needs.gpus))}"
+                )
         gpus = dict.fromkeys(addresses, sum(one.needs.gpus for one in demands))
-        self._names = spread(demands, gpus, own, self._names)
+        self._names = spread(demands, gpus, own, self._names, by_number=True)
         return {process: addresses[name] for process, name in self._names.items()}
 
     async def start(self, spec: ProcessSpec, console: Console, *, again: bool) -> Remote:
@@ -68,6 +76,7 @@ class HostsPlace:
         if self._reaper is None:
             self._reaper = OrphanReaper()
         ours = {name: value for name, value in self._environ.items() if name.startswith(OUR_VARIABLES)}
+        ours |= visible_gpus(spec.needs, spec.env)
         order = order_for(spec, grace_s(spec, self._settings), again=again, environment=ours)
         shell = self._environ.get(SHELL_VARIABLE) or self._settings.remote_shell or SHELL
         words = [*shlex.split(shell), self._names[spec.name], shlex.join(AGENT)]
@@ -80,6 +89,13 @@ class HostsPlace:
         """The reaper has nothing more to do."""
         if self._reaper is not None:
             self._reaper.close()
+
+
+def visible_gpus(needs: Needs, env: Mapping[str, str]) -> dict[str, str]:
+    """The variables by which a worker sees the GPUs that its table names, unless `env` of it sets one."""
+    if not needs.gpu_numbers or VISIBLE in env:
+        return {}
+    return {VISIBLE: ",".join(map(str, needs.gpu_numbers)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 def addresses_of(hosts: Sequence[str]) -> dict[str, str]:

@@ -14,7 +14,8 @@ import pytest
 
 from pdserve.errors import StartupError
 from pdserve.up.config import ClusterSettings
-from pdserve.up.places.hosts import HostsPlace, addresses_of
+from pdserve.up.needs import Needs
+from pdserve.up.places.hosts import HostsPlace, addresses_of, visible_gpus
 from pdserve.up.places.remote import AGENT
 from pdserve.up.places.remote_process import KILL, SIGNALLED, Order
 from pdserve.up.site import Demand
@@ -176,6 +177,20 @@ def test_hosts_have_names_and_addresses() -> None:
 
 def test_a_cluster_without_hosts_is_refused() -> None:
     place = HostsPlace(os.environ)
+    assert place.submit([], ClusterSettings(hosts=["a"])) is None
+    with pytest.raises(StartupError) as refused:
+        place.assign([Demand("agg0", "agg", Needs(gpus=2))])
+    assert str(refused.value) == (
+        "agg0: --on hosts does not know which GPUs are free on its hosts: name them, as in gpus = [0, 1]"
+    )
+    assert place.assign([Demand("agg0", "agg", Needs(gpus=2, gpu_numbers=(4, 5)))]) == {"agg0": "a"}
     assert place.submit([], ClusterSettings()) is None
     with pytest.raises(StartupError, match=r"give cluster\.hosts"):
         place.assign([Demand("router", "router")])
+
+
+def test_a_worker_sees_the_gpus_that_its_table_names_and_what_its_table_sets_stays() -> None:
+    two = Needs(gpus=2, gpu_numbers=(4, 5))
+    assert visible_gpus(two, {}) == {"CUDA_VISIBLE_DEVICES": "4,5", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    assert visible_gpus(two, {"CUDA_VISIBLE_DEVICES": "GPU-1"}) == {}
+    assert visible_gpus(Needs(), {}) == {}

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
+from pdserve.capacity.tables import AUTO
 from pdserve.errors import ConfigError
 from pdserve.kvpool.node.config.cluster import ClusterConfig, MovingConfig, ReplicasConfig
 from pdserve.kvpool.node.config.events import EventsConfig
@@ -142,7 +143,12 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Meta(min_length=1, description="Control addresses: `unix:/path` or `tcp:host:port`, any number."),
     ] = msgspec.field(default_factory=lambda: ["tcp:127.0.0.1:7700"])
     capacity_bytes: Annotated[
-        int | str, Meta(description="Memory for pages, in bytes or like `4GiB`; allocated at the start.")
+        int | str,
+        Meta(
+            description="Memory for pages, in bytes or like `4GiB`; allocated at the start. `auto`: a "
+            "quarter of the memory of its host or container, at most three quarters of what `arena_dir` has "
+            "free, and at most 2 GiB on a host without a GPU; a node that starts again keeps its size."
+        ),
     ] = "1GiB"
     slab_bytes: Annotated[
         int | str,
@@ -311,6 +317,15 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def __post_init__(self) -> None:
         if self.metrics and not re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^:\s]+):\d{1,5}", self.metrics):
             raise ValueError(f"metrics must be host:port or empty, found {self.metrics!r}")
+        if not self.is_auto:
+            self._check_sizes()
+        if len({tier.path for tier in self.tiers}) != len(self.tiers):
+            raise ValueError("tiers must have different paths")
+        self._check_cluster()
+        if len({namespace.name for namespace in self.namespaces}) != len(self.namespaces):
+            raise ValueError("namespaces must have different names")
+
+    def _check_sizes(self) -> None:
         capacity = parse_bytes(self.capacity_bytes)
         if min(capacity, parse_bytes(self.slab_bytes), self.min_slot) <= 0:
             raise ValueError("capacity_bytes, slab_bytes and min_slot_bytes must be positive")
@@ -329,11 +344,6 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             )
         if self.slab > MAX_SLAB_BYTES:
             raise ValueError(f"slab_bytes must be at most {MAX_SLAB_BYTES >> 30}GiB")
-        if len({tier.path for tier in self.tiers}) != len(self.tiers):
-            raise ValueError("tiers must have different paths")
-        self._check_cluster()
-        if len({namespace.name for namespace in self.namespaces}) != len(self.namespaces):
-            raise ValueError("namespaces must have different names")
 
     def _check_cluster(self) -> None:
         cluster = self.cluster
@@ -378,6 +388,13 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             hugetlbfs=self.huge_pages_dir,
             numa_node=self.numa_node,
         )
+
+    @property
+    def is_auto(self) -> bool:
+        """The node decides its capacity when it starts (`memory/auto_capacity.py`); until then it has no
+        `capacity` and no `slab`.
+        """
+        return self.capacity_bytes == AUTO
 
     @property
     def capacity(self) -> int:
