@@ -239,9 +239,9 @@ class _Draft:
     """Free ones; those that it had in an earlier plan come first."""
     automatic_ports: tuple[int, ...] = ()
 
-    def free_port(self, asked: Sequence[int] = ()) -> int:
-        """One that is not among those `asked` for."""
-        port = next(port for port in self.ports if port not in asked)
+    def free_port(self) -> int:
+        """One that no other process has, and none asks for."""
+        port = next(self.ports)
         self.automatic_ports += (port,)
         return port
 
@@ -296,8 +296,24 @@ def _draft(file: ClusterFile, role: Role, where: str, name: str, table: Table) -
 
 def _offer_ports(drafts: list[_Draft], ports: Iterator[int], before: Plan | None) -> None:
     kept = {spec.name: spec.automatic_ports for spec in before.processes} if before else {}
+    asked = {port for draft in drafts for port in _ports_in(draft.config)}
+    offered = (port for port in ports if port not in asked)
     for draft in drafts:
-        draft.ports = chain(kept.get(draft.name, ()), ports)
+        draft.ports = chain(kept.get(draft.name, ()), offered)
+
+
+def _ports_in(value: object, key: str = "") -> Iterator[int]:
+    """Every port that a table names, alone or behind an address."""
+    if isinstance(value, Mapping):
+        for name, one in value.items():
+            yield from _ports_in(one, name)
+    elif isinstance(value, list):
+        for one in value:
+            yield from _ports_in(one, key)
+    elif isinstance(value, int) and (key == "port" or key.endswith("_port")):
+        yield value
+    elif isinstance(value, str) and (found := re.search(r":(\d{1,5})/?$", value)):
+        yield int(found[1])
 
 
 def _assign_ports(drafts: list[_Draft], default_host: str, site: Site | None) -> None:
@@ -307,7 +323,6 @@ def _assign_ports(drafts: list[_Draft], default_host: str, site: Site | None) ->
     homes = {id(draft): _home(draft) for draft in drafts if draft.role != "pool"}
     chosen = [(draft, port) for draft in drafts if (port := homes.get(id(draft), {}).get("port"))]
     _refuse_repeats("port", (f"{port} on {draft.host}" if draft.host else port for draft, port in chosen))
-    asked = [port for _, port in chosen]
     for draft in drafts:
         if (home := homes.get(id(draft))) is None:
             continue
@@ -315,22 +330,22 @@ def _assign_ports(drafts: list[_Draft], default_host: str, site: Site | None) ->
         host = home.setdefault("host", ALL_INTERFACES if is_far else default_host)
         is_chosen = bool(home.get("port"))
         if not is_chosen:
-            home["port"] = draft.free_port(asked)
+            home["port"] = draft.free_port()
         draft.listening = (Listening(host, home["port"], is_chosen),)
         if draft.role == "lmcache":
             is_chosen = bool(home.get("http_port"))
-            home["http_port"] = home.get("http_port") or draft.free_port(asked)
+            home["http_port"] = home.get("http_port") or draft.free_port()
             draft.listening += (Listening(host, home["http_port"], is_chosen),)
         if draft.role == "prefill" and draft.config.get("handoff") == "direct":
-            draft.listening += (_bootstrap(draft, host, asked),)
+            draft.listening += (_bootstrap(draft, host),)
 
 
-def _bootstrap(draft: _Draft, host: str, asked: Sequence[int]) -> Listening:
+def _bootstrap(draft: _Draft, host: str) -> Listening:
     """Where decode workers find a prefill worker that hands over directly."""
     direct = _sub_table(draft, "direct")
     chosen = "bootstrap_port" in direct
     if not chosen:
-        direct["bootstrap_port"] = draft.free_port(asked)
+        direct["bootstrap_port"] = draft.free_port()
     port = direct["bootstrap_port"]
     if isinstance(port, bool) or not isinstance(port, int):
         raise ConfigError(f"'{draft.table}.direct.bootstrap_port' must be a number, found {port!r}")

@@ -36,6 +36,21 @@ def configs(plan: Plan) -> dict[str, Table]:
     return {spec.name: spec.config for spec in plan.processes}
 
 
+def test_no_automatic_port_is_one_that_the_file_asks_for_anywhere() -> None:
+    """Pool nodes, metrics and the admin port draw theirs as well; the process that was promised it would not
+    find it free.
+    """
+    file = ClusterFile(
+        router={"port": 20_000, "admin": {"tls": {}}},
+        pool=[{"tcp": {"port": 20_001}}, {"listen": ["tcp:127.0.0.1:20002"]}, {"metrics": "[::1]:20003"}],
+        prefill=[{"handoff": "direct", "direct": {"bootstrap_port": 20_004}}],
+        decode=[{"engine": {"port": 20_005}}],
+    )
+    drawn = {port for spec in plan_of(file, admin_key="k").processes for port in spec.automatic_ports}
+    assert len(drawn) >= 4
+    assert min(drawn) == 20_006
+
+
 def test_elastic_workers_are_run_and_listed_by_their_role() -> None:
     plan = plan_of(ClusterFile(pool=[{}], elastic=[{}, {}], prefill=[{}]))
     specs = {spec.name: spec for spec in plan.processes}
