@@ -8,6 +8,7 @@ used, else 1.
 from __future__ import annotations
 
 import importlib
+import io
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -69,6 +70,7 @@ IN_A_HURRY: Final[Mapping[tuple[str, ...], str]] = {("pool", "serve"): "pdserve.
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run `pdserve` with these arguments (the process's own by default) and exit."""
+    escape_what_the_terminal_lacks()
     words = list(sys.argv[1:] if arguments is None else arguments)
     name = words[0] if words else ""
     try:
@@ -89,6 +91,12 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
+
+
+def escape_what_the_terminal_lacks() -> None:
+    """Have standard output show letters that its encoding lacks as escapes, as standard error does."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def load(target: str) -> typer.Typer:

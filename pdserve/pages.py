@@ -266,7 +266,7 @@ def _fingerprint(model_path: Path, kind: str, config_name: str) -> str:
     config_path = model_path / config_name
     if not config_path.is_file():
         raise StartupError(f"{model_path} is no {kind} directory: {config_name} is missing")
-    config = json.loads(config_path.read_text())
+    config = json.loads(config_path.read_text(encoding="utf-8"))
     for volatile in ("_name_or_path", "transformers_version"):
         config.pop(volatile, None)
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())

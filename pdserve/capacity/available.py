@@ -51,7 +51,7 @@ def mount_of(path: Path) -> Mount:
 def available_bytes(proc: Path = Path("/proc")) -> int:
     """Bytes that can be allocated now without swapping out used memory."""
     machine = UNLIMITED
-    for line in (proc / "meminfo").read_text().splitlines():
+    for line in (proc / "meminfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("MemAvailable:"):
             machine = int(line.split()[1]) * 1024
     return min(machine, *_in_cgroups(proc, _left_v2, _left_v1), UNLIMITED)
@@ -60,7 +60,7 @@ def available_bytes(proc: Path = Path("/proc")) -> int:
 def limit_bytes(proc: Path = Path("/proc")) -> int:
     """Bytes that this machine or container has, used or not."""
     machine = UNLIMITED
-    for line in (proc / "meminfo").read_text().splitlines():
+    for line in (proc / "meminfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("MemTotal:"):
             machine = int(line.split()[1]) * 1024
     return min(machine, *_in_cgroups(proc, _limit_v2, _limit_v1), UNLIMITED)
@@ -112,7 +112,7 @@ def _limit_v1(directory: Path) -> int | None:
 def _limit_of(directory: Path, limit_name: str) -> int | None:
     """None: no limit in this group."""
     try:
-        limit = (directory / limit_name).read_text().strip()
+        limit = (directory / limit_name).read_text(encoding="utf-8").strip()
     except OSError:
         return None
     return None if limit == "max" else int(limit)
@@ -123,8 +123,8 @@ def _left_of(directory: Path, limit_name: str, usage_name: str, cache_name: str)
     if (limit := _limit_of(directory, limit_name)) is None:
         return None
     try:
-        usage = int((directory / usage_name).read_text())
-        stat = (directory / "memory.stat").read_text().splitlines()
+        usage = int((directory / usage_name).read_text(encoding="utf-8"))
+        stat = (directory / "memory.stat").read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
     cached = sum(int(line.removeprefix(cache_name)) for line in stat if line.startswith(cache_name))

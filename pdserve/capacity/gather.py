@@ -86,7 +86,7 @@ def has_nvidia_gpu(dev: Path = Path("/dev")) -> bool:
 def read_model(model_path: Path) -> Model:
     """Facts of a model directory. Raises ConfigError."""
     try:
-        config = json.loads((model_path / "config.json").read_text())
+        config = json.loads((model_path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{model_path}: its config.json cannot be read: {error}") from None
     if not isinstance(config, dict):
@@ -100,7 +100,7 @@ def _weight_bytes(model_path: Path) -> int:
         if paths := list(model_path.glob(pattern)):
             return sum(path.stat().st_size for path in paths)
     try:
-        index = json.loads((model_path / "model.safetensors.index.json").read_text())
+        index = json.loads((model_path / "model.safetensors.index.json").read_text(encoding="utf-8"))
         return int(index["metadata"]["total_size"])
     except (OSError, ValueError, KeyError, TypeError):
         raise ConfigError(
@@ -170,7 +170,7 @@ def _gpu(nvml: Any, index: int, handle: Any, sys: Path) -> Gpu:
 
 def _numa_node(device: Path) -> int | None:
     try:
-        node = int((device / "numa_node").read_text())
+        node = int((device / "numa_node").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return None if node < 0 else node

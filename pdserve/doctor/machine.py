@@ -57,7 +57,7 @@ def gather(sglang_tested: str, *, measure: bool = True) -> Machine:
         has_gpu=has_nvidia_gpu(),
         numa_nodes=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))),
         has_numactl=shutil.which("numactl") is not None,
-        has_bfloat16=computes_bfloat16(Path("/proc/cpuinfo").read_text()),
+        has_bfloat16=computes_bfloat16(Path("/proc/cpuinfo").read_text(encoding="utf-8")),
         copy_gbps=_copy_gbps() if measure else 0.0,
         ucx_gbps=ucx_gbps,
         ucx_trouble=ucx_trouble,

@@ -92,7 +92,7 @@ def choose_dtype(wanted: str, device: Device) -> str:
     """The data type of weights and activations for the configured `wanted`: float32 for "auto" where a
     processor without bfloat16 computes the model, since it would take six times as long in bfloat16.
     """
-    if wanted != "auto" or device != "cpu" or computes_bfloat16(_CPUINFO.read_text()):
+    if wanted != "auto" or device != "cpu" or computes_bfloat16(_CPUINFO.read_text(encoding="utf-8")):
         return wanted
     return "float32"
 

@@ -15,6 +15,8 @@ from pdserve.kvpool.weights.names import is_pool_url
 from pdserve.pages import model_fingerprint
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
+NOT_HERE = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT})
+"""Of an address that this machine does not have: /etc/hosts names ::1 also where IPv6 is turned off."""
 
 
 def check_model_dir(model_path: str) -> dict[str, Any]:
@@ -78,18 +80,27 @@ def _read_config(config: Path, model_path: str) -> dict[str, Any]:
 
 
 def bind_address(host: str, port: int) -> list[socket.socket]:
-    """Sockets bound to all addresses that `host` names; the caller closes them. No other process can take
-    the port until they listen, which the caller allows by setting SO_REUSEADDR again: without it listen()
-    fails beside connections of an earlier process that are still in TIME_WAIT. Raises StartupError.
+    """Sockets bound to all addresses that `host` names and this machine has; the caller closes them. No
+    other process can take the port until they listen, which the caller allows by setting SO_REUSEADDR
+    again: without it listen() fails beside connections of an earlier process that are still in TIME_WAIT.
+    Raises StartupError.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as error:
         raise StartupError(f"cannot listen on {host}: {error.strerror}; set engine.host") from error
     bound: list[socket.socket] = []
+    lacking: OSError | None = None
     try:
         for family, kind, _, _, address in found:
-            bound.append(_bind(socket.socket(family, kind), address))
+            try:
+                bound.append(_bind(socket.socket(family, kind), address))
+            except OSError as error:
+                if error.errno not in NOT_HERE:
+                    raise
+                lacking = error
+        if not bound and lacking is not None:
+            raise lacking
     except OSError as error:
         for one in bound:
             one.close()

@@ -28,20 +28,33 @@ SUPERVISOR_LOCK: Final = "lock"
 def is_free(host: str, port: int) -> bool:
     """Whether a server could listen on the port now. Raises StartupError when the host is not one of ours."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
         raise StartupError(f"cannot listen on host '{host}': {error.strerror}") from None
-    with socket.socket(family, kind, protocol) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: TIME_WAIT is no obstacle
+    lacking: OSError | None = None
+    for family, kind, protocol, _, address in found:
         try:
-            probe.bind(address)
+            with socket.socket(family, kind, protocol) as probe:
+                # as servers do: TIME_WAIT is no obstacle
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+                return True
         except PermissionError:
             raise StartupError(f"port {port} needs privileges: give one above 1023") from None
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 return False
-            raise StartupError(f"cannot listen on {host}:{port}: {error.strerror}") from None
-    return True
+            lacking = error  # another address of the name may be one of ours
+    raise StartupError(f"cannot listen on {host}:{port}: {lacking.strerror if lacking else 'no address'}")
+
+
+def has_ipv6_alone(host: str) -> bool:
+    """Whether other hosts reach it by IPv6 only. A name that cannot be resolved here has not."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except socket.gaierror:
+        return False
+    return bool(found) and all(family == socket.AF_INET6 for family, *_ in found)
 
 
 def is_ours(host: str) -> bool:
@@ -76,10 +89,19 @@ def check_ports(plan: Plan) -> None:
 
 
 def run_directory(path: Path) -> Path:
-    """The absolute path for `claimed`. Its last component stays a link if it is one, which `claimed` refuses:
-    in /tmp another user could have made it, to have us write where he may not.
+    """The absolute path for `claimed`. Raises StartupError for a name that is no text. Its last component
+    stays a link if it is one, which `claimed` refuses: in /tmp another user could have made it, to have us
+    write where he may not.
     """
-    return path.parent.resolve() / path.name
+    found = path.parent.resolve() / path.name
+    try:
+        str(found).encode()
+    except UnicodeEncodeError:
+        raise StartupError(
+            f"{os.fsencode(found)!r}: its name is not UTF-8, and cannot stand in a configuration: choose "
+            "another run_dir"
+        ) from None
+    return found
 
 
 def make_run_directory(run_dir: Path) -> None:
@@ -95,7 +117,7 @@ def claimed(run_dir: Path) -> Iterator[None]:
     """Make the run directory and hold it for this process alone. Raises StartupError."""
     make_run_directory(run_dir)
     try:
-        lock = (run_dir / SUPERVISOR_LOCK).open("a+")
+        lock = (run_dir / SUPERVISOR_LOCK).open("a+", encoding="utf-8")
     except OSError as error:
         raise _unusable(run_dir, error) from None
     with lock:

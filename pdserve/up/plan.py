@@ -24,7 +24,7 @@ from pdserve.up.config import WORKER_ROLES, ClusterFile, ClusterSettings, Restar
 from pdserve.up.foreign.vllm import VllmRole, environment, lmcache_argv, server_of, vllm_argv
 from pdserve.up.needs import NOTHING, Needs, read_needs
 from pdserve.up.renewal.command import Command, pool_upgrade
-from pdserve.up.site import ALL_INTERFACES, Demand, Site, as_seen_from, open_pool_node, open_worker
+from pdserve.up.site import Demand, Site, as_seen_from, bracketed, open_pool_node, open_worker
 
 METRICS_HOST: Final = "127.0.0.1"
 """Where pool nodes serve metrics that their tables say nothing of, each on a port of its own."""
@@ -327,7 +327,7 @@ def _assign_ports(drafts: list[_Draft], default_host: str, site: Site | None) ->
         if (home := homes.get(id(draft))) is None:
             continue
         is_far = site is not None and (draft.role != "router" or draft.name in site.far)
-        host = home.setdefault("host", ALL_INTERFACES if is_far else default_host)
+        host = home.setdefault("host", site.all_interfaces(draft.name) if site and is_far else default_host)
         is_chosen = bool(home.get("port"))
         if not is_chosen:
             home["port"] = draft.free_port()
@@ -376,7 +376,9 @@ def _wire_pool_node(draft: _Draft, arena_dir: Path, run_dir: Path, site: Site | 
                 f"give a shorter cluster.run_dir, or {draft.table}.listen"
             )
         own = [f"unix:{socket_path}"]
-        draft.config["listen"] = own if site is None else [f"tcp:{ALL_INTERFACES}:{draft.free_port()}", *own]
+        if site is not None:
+            own = [f"tcp:{bracketed(site.all_interfaces(draft.name))}:{draft.free_port()}", *own]
+        draft.config["listen"] = own
     listen = draft.config["listen"]
     if not isinstance(listen, list) or not listen or not all(isinstance(address, str) for address in listen):
         raise ConfigError(f"'{draft.table}.listen' must be a list of addresses, found {listen!r}")

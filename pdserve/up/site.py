@@ -15,6 +15,7 @@ from pdserve.up.config import Role, Table
 from pdserve.up.needs import NOTHING, Needs
 
 ALL_INTERFACES: Final = "0.0.0.0"
+ALL_IPV6: Final = "::"
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,12 @@ class Site:
     """Of workers, to read and write pages."""
     far: frozenset[str] = frozenset()
     """Processes that run on other hosts than the supervisor."""
+    ipv6: frozenset[str] = frozenset()
+    """Hosts that are reached by IPv6 only."""
+
+    def all_interfaces(self, name: str) -> str:
+        """Where this process listens for other hosts."""
+        return ALL_IPV6 if self.hosts[name] in self.ipv6 else ALL_INTERFACES
 
 
 def open_pool_node(config: Table, site: Site, port: int) -> str:
@@ -47,7 +54,7 @@ def open_pool_node(config: Table, site: Site, port: int) -> str:
         _give(cluster, "token", site.node_token)
         _give(config, "admin_token", site.node_token)
         _give(_table(config, "namespace_defaults"), "read_token", site.page_token)
-    return str(cluster.setdefault("advertise", f"tcp:{_bracketed(site.hosts[config['name']])}:{port}"))
+    return str(cluster.setdefault("advertise", f"tcp:{bracketed(site.hosts[config['name']])}:{port}"))
 
 
 def open_worker(config: Table, site: Site, url: str) -> None:
@@ -79,5 +86,5 @@ def _table(config: Table, key: str) -> dict[str, Any]:
     return found
 
 
-def _bracketed(host: str) -> str:
+def bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host

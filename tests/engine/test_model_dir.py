@@ -10,6 +10,7 @@ import pytest
 
 from pdserve.engine.model_dir import bind_address, check_model_dir
 from pdserve.errors import StartupError
+from tests.support.addresses import names_of
 
 
 def test_missing_path_is_named(tmp_path: Path) -> None:
@@ -70,6 +71,19 @@ def test_a_port_with_old_connections_is_bound_and_listens() -> None:
     with bound:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.listen()
+
+
+def test_an_address_that_this_machine_does_not_have_is_no_obstacle_beside_one_that_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Containers without IPv6 have `::1 localhost` in /etc/hosts all the same."""
+    monkeypatch.setattr(socket, "getaddrinfo", names_of("2001:db8::1", "127.0.0.1"))
+    [bound] = bind_address("localhost", 0)
+    with bound:
+        assert bound.getsockname()[0] == "127.0.0.1"
+    monkeypatch.setattr(socket, "getaddrinfo", names_of("2001:db8::1", "192.0.2.1"))
+    with pytest.raises(StartupError, match="cannot listen on localhost:0: Cannot assign requested address"):
+        bind_address("localhost", 0)
 
 
 def test_foreign_address_is_refused() -> None:

@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 
-from pdserve.up.claims import free_ports, is_free
+from pdserve.errors import StartupError
+from pdserve.up.claims import free_ports, is_free, run_directory
 from pdserve.up.config import ClusterSettings
 from pdserve.up.console import MAX_WAITING_BYTES, Console
 from pdserve.up.places.process import LineSplitter, write_private
 from pdserve.up.places.sessions import session_members
 from pdserve.up.restart import restart_delay_s
+from tests.support.addresses import names_of
 
 SETTINGS = ClusterSettings(max_restarts=3, restart_window_s=100, restart_backoff_s=2.0)
 
@@ -146,3 +148,21 @@ def test_what_the_terminal_cannot_show_is_replaced() -> None:
         console.log("a", "caf\u00e9")
         console.close()
         assert reader.readline() == "a  | caf?\n"
+
+
+def test_a_port_is_free_where_a_server_could_have_it_whatever_else_the_name_stands_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", names_of("2001:db8::1", "127.0.0.1"))
+    assert is_free("localhost", 0)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert not is_free("localhost", taken.getsockname()[1])
+    monkeypatch.setattr(socket, "getaddrinfo", names_of("2001:db8::1"))
+    with pytest.raises(StartupError, match="cannot listen on localhost:1024: Cannot assign"):
+        is_free("localhost", 1024)
+
+
+def test_a_run_directory_whose_name_is_no_text_is_refused_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match="is not UTF-8") as refused:
+        run_directory(tmp_path / os.fsdecode(b"a\xff"))
+    assert str(refused.value).isascii()

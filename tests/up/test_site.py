@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 import pytest
 
 from pdserve.errors import ConfigError, StartupError
+from pdserve.up.claims import has_ipv6_alone
 from pdserve.up.config import ClusterFile, read_cluster_file
 from pdserve.up.needs import Needs
 from pdserve.up.places.spread import spread
 from pdserve.up.plan import ConnectReady, HttpReady, Plan, demands, make_plan
 from pdserve.up.site import Demand, Site
+from tests.support.addresses import names_of
 
 RUN = Path("/run/x")
 HOSTS = {"pool0": "a", "pool1": "b", "prefill0": "a", "decode0": "b", "router": "a"}
@@ -218,3 +221,29 @@ def test_routers_are_beside_the_supervisor_first_and_on_a_host_each() -> None:
 def test_a_cluster_without_a_router_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'router\.count' must be 1 or more"):
         read(tmp_path, "[router]\ncount = 0\n[[agg]]\n")
+
+
+def test_on_hosts_that_have_ipv6_alone_everything_listens_there() -> None:
+    hosts = {"pool0": "fd00::1", "agg0": "fd00::2", "router": "fd00::1"}
+    site = Site(hosts, far=frozenset({"agg0"}), ipv6=frozenset(hosts.values()))
+    plan = make_plan(
+        ClusterFile(pool=[{}], agg=[{}]),
+        program=("pdserve",), run_dir=RUN, uid=7, ports=count(20_000), site=site,
+    )  # fmt: skip
+    found = {spec.name: spec for spec in plan.processes}
+    assert found["pool0"].config["listen"][0] == "tcp:[::]:20002"
+    assert found["pool0"].config["cluster"]["advertise"] == "tcp:[fd00::1]:20002"
+    assert found["agg0"].config["engine"]["host"] == "::"
+    assert found["agg0"].config["advertise"] == "http://[fd00::2]:20000"
+    assert found["router"].config["agg"] == ["http://[fd00::2]:20000"]
+
+
+@pytest.mark.parametrize(
+    ("addresses", "alone"),
+    [(["fd00::5"], True), (["fd00::5", "192.0.2.1"], False), (["192.0.2.1"], False)],
+)
+def test_a_host_has_ipv6_alone_if_its_name_has_no_other_address(
+    addresses: list[str], alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", names_of(*addresses))
+    assert has_ipv6_alone("host-a") is alone

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import http.client
+import json
 import os
 import resource
 import signal
@@ -15,10 +16,18 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from pdserve.up.places.sessions import session_members
-from tests.support.up.cluster import TIMEOUT_S, Cluster, processes_that_mention, running, wait_until
+from tests.support.up.cluster import (
+    REAL_BUT_WORKERS,
+    TIMEOUT_S,
+    Cluster,
+    processes_that_mention,
+    running,
+    wait_until,
+)
 
 DISAGG = """
 [cluster]
@@ -298,3 +307,44 @@ def test_the_hang_up_of_its_terminal_stops_the_cluster(tmp_path: Path) -> None:
         os.close(terminal)
         assert cluster.process.wait(TIMEOUT_S) == 0
         assert not processes_that_mention(str(tmp_path))
+
+
+ODD_NAME = 'M\u00f6del "x" \u30e2\u30c7\u30eb \\'
+DEAD_PROXY = "http://127.0.0.1:9"
+ODD = """
+[cluster]
+name = "odd"
+host = "{host}"
+[router]
+insecure = true
+[[pool]]
+capacity_bytes = "32MiB"
+metrics = "{pool_host}:0"
+keep = false
+[[agg]]
+engine.served_model_name = {name}
+engine.model_path = {name}
+"""
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_proxies_the_locale_odd_names_and_ipv6_change_nothing(tmp_path: Path, host: str) -> None:
+    """A real pool node and router; of the two families of addresses only one is used."""
+    home = tmp_path / f"L\u00e4ufe {ODD_NAME}"
+    home.mkdir()
+    bracketed = f"[{host}]" if ":" in host else host
+    toml = ODD.format(host=host, pool_host=bracketed, name=json.dumps(ODD_NAME))
+    proxies = dict.fromkeys(("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "https_proxy"), DEAD_PROXY)
+    proxies |= {"ALL_PROXY": "socks5h://127.0.0.1:9", "all_proxy": "socks5h://127.0.0.1:9", "NO_PROXY": "x"}
+    environ = {**proxies, "LC_ALL": "C"}
+    with running(home, toml, program=REAL_BUT_WORKERS, variables=environ) as cluster:
+        said = cluster.wait_for(r"odd is ready at (http://\S+?)(,|;|:? |$)")
+        url = said[1]
+        assert url.startswith(f"http://{bracketed}:")
+        with httpx.Client(trust_env=False) as client:
+            listed = client.get(f"{url}/v1/models").json()["data"]
+            assert [one["id"] for one in listed] == [ODD_NAME]
+            asked = {"model": ODD_NAME, "messages": [{"role": "user", "content": "\u00fc"}]}
+            assert client.post(f"{url}/v1/chat/completions", json=asked).status_code == 200
+        cluster.process.send_signal(signal.SIGINT)
+        assert cluster.finish() == 0

@@ -210,4 +210,6 @@ def _priorities(server_args: Any) -> str:
 def _template(named: str | None) -> str | None:
     """What SGLang was told to use: a file's text, wherever it lies, or the name of one of its own."""
     path = Path(named) if named else None
-    return path.read_text(errors="replace") if path is not None and path.is_file() else named
+    return (
+        path.read_text(errors="replace", encoding="utf-8") if path is not None and path.is_file() else named
+    )

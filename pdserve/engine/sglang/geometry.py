@@ -226,7 +226,7 @@ def _quantization(config: Any, model_path: Path) -> dict[str, Any]:
         declared: dict[str, Any] = spec.config
         return declared
     written = model_path / "hf_quant_config.json"
-    found: dict[str, Any] = json.loads(written.read_text()) if written.is_file() else {}
+    found: dict[str, Any] = json.loads(written.read_text(encoding="utf-8")) if written.is_file() else {}
     nested: dict[str, Any] = found.get("quantization", found)
     return nested
 

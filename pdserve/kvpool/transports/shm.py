@@ -214,6 +214,6 @@ def host_id() -> str:
 
     Two containers on one machine are two hosts, since neither sees the other's /dev/shm.
     """
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     spaces = [Path(f"/proc/self/ns/{name}").readlink().name for name in ("mnt", "ipc")]
     return ":".join([boot, *spaces])

@@ -86,7 +86,8 @@ def key_line(tenant: str, key: str) -> str:
 def append_line(file: Path, line: str) -> None:
     """Append a line to a keys file. A new file gets mode 0600. Raises ConfigError."""
     try:
-        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a") as keys:
+        fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        with os.fdopen(fd, "a", encoding="utf-8") as keys:
             keys.write(line)
     except OSError as error:
         raise ConfigError(f"{file}: cannot be written: {error.strerror}") from None

@@ -18,7 +18,7 @@ import msgspec
 from pdserve.capacity.facts import Fit
 from pdserve.capacity.gather import read_model, this_machine
 from pdserve.errors import ConfigError, StartupError
-from pdserve.up.claims import free_ports, is_ours, make_run_directory, run_directory
+from pdserve.up.claims import free_ports, has_ipv6_alone, is_ours, make_run_directory, run_directory
 from pdserve.up.config import ClusterFile, WorkerRole, resized
 from pdserve.up.fitting import fitted, pinned
 from pdserve.up.places.base import Place
@@ -129,4 +129,5 @@ def pool_tokens(run_dir: Path) -> PoolTokens:
 
 def _site(hosts: Mapping[str, str], tokens: PoolTokens) -> Site:
     far = frozenset(name for name, host in hosts.items() if not is_ours(host))
-    return Site(hosts, tokens.node, tokens.page, far)
+    ipv6 = frozenset(host for host in set(hosts.values()) if has_ipv6_alone(host))
+    return Site(hosts, tokens.node, tokens.page, far, ipv6)

@@ -111,7 +111,7 @@ def read_answer(run_dir: Path, id_: str) -> Answer | None:
 def asking(run_dir: Path) -> Iterator[None]:
     """Be the only one that asks. Raises StartupError: another does, or no cluster runs from here."""
     try:
-        owner = (run_dir / SUPERVISOR_LOCK).read_text().strip()
+        owner = (run_dir / SUPERVISOR_LOCK).read_text(encoding="utf-8").strip()
         lock = (run_dir / LOCK).open("a")
     except OSError as error:
         raise StartupError(f"{run_dir}: no cluster runs from here: {error.strerror}") from None

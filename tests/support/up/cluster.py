@@ -21,6 +21,7 @@ from tests.support.left_behind import reaper
 STAND_IN = Path(__file__).with_name("stand_in.py")
 STAND_INS = ("-S", str(STAND_IN))
 REAL_NODES = (str(STAND_IN.with_name("real_nodes.py")),)
+REAL_BUT_WORKERS = ("-m", "tests.support.up.real_but_workers")
 """What Python runs in pdserve's place."""
 TIMEOUT_S = 90.0
 
@@ -120,7 +121,7 @@ def running(
     environment; `PYTHON` among them runs it. Killed at the end if need be.
     """
     journal, file, run_dir = tmp_path / "journal", tmp_path / "cluster.toml", tmp_path / "run"
-    file.write_text(toml.replace("JOURNAL", str(journal)))
+    file.write_text(toml.replace("JOURNAL", json.dumps(str(journal))[1:-1]), encoding="utf-8")
     process = subprocess.Popen(
         [
             (variables or {}).get("PYTHON", sys.executable),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import tomllib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,7 +18,8 @@ from tests.support.router.mock_worker import ANSWER, MockWorker
 
 def serve(config: dict[str, Any]) -> None:
     """Answer as a worker does that has the token of its configuration."""
-    info = json.dumps(MockWorker("agg").info).encode()
+    home = config["engine"]
+    info = json.dumps(MockWorker("agg", home.get("served_model_name", "m")).info).encode()
     ready = json.dumps({"ready": True, "draining": False, "pool": "up", "load": None}).encode()
 
     class Handler(BaseHTTPRequestHandler):
@@ -38,8 +40,10 @@ def serve(config: dict[str, Any]) -> None:
             self.end_headers()
             self.wfile.write(body)
 
-    home = config["engine"]
-    ThreadingHTTPServer((home["host"], home["port"]), Handler).serve_forever()
+    class Server(ThreadingHTTPServer):
+        address_family = socket.AF_INET6 if ":" in home["host"] else socket.AF_INET
+
+    Server((home["host"], home["port"]), Handler).serve_forever()
 
 
 if __name__ == "__main__":

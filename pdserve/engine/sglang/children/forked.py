@@ -98,4 +98,4 @@ def _other_threads() -> list[str]:
     os.waitpid(child, 0)
     own = str(os.getpid())
     tasks = [task for task in _TASKS.iterdir() if task.name != own]
-    return [(task / "comm").read_text().strip() for task in tasks]
+    return [(task / "comm").read_text(encoding="utf-8").strip() for task in tasks]

@@ -33,7 +33,7 @@ def _module_of(name: str) -> str:
     assert spec.origin is not None
     word = re.compile(rf"\b{re.escape(name)}\b")
     files = sorted(Path(spec.origin).parent.glob("srt/models/*.py"))
-    found = [file.stem for file in files if _names(file.read_text(), name, word)]
+    found = [file.stem for file in files if _names(file.read_text(encoding="utf-8"), name, word)]
     return f"sglang.srt.models.{found[0]}:{name}" if len(found) == 1 else ""
 
 

@@ -336,7 +336,7 @@ def _map(path: Path, size: int) -> mmap.mmap:
 def _replace(path: Path, text: str) -> None:
     temporary = path.with_suffix(".new")
     try:
-        temporary.write_text(text)
+        temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
     except OSError:
         with contextlib.suppress(OSError):

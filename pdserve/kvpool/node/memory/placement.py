@@ -164,7 +164,7 @@ def _huge_page_pool(page_bytes: int, numa_node: int | None) -> Path:
 def numa_nodes() -> list[int]:
     """The online NUMA nodes of this machine. Empty: the kernel has no NUMA support."""
     try:
-        text = (_SYS / "devices/system/node/online").read_text().strip()
+        text = (_SYS / "devices/system/node/online").read_text(encoding="utf-8").strip()
     except OSError:
         return []
     nodes: list[int] = []
@@ -256,13 +256,13 @@ def _address(memory: mmap.mmap) -> int:
 
 def _free_on_node(node: int) -> int:
     """Free bytes of the NUMA node, including inactive cached file contents."""
-    text = (_SYS / f"devices/system/node/node{node}/meminfo").read_text()
+    text = (_SYS / f"devices/system/node/node{node}/meminfo").read_text(encoding="utf-8")
     found = dict(re.findall(r"(MemFree|Inactive\(file\)):\s+(\d+) kB", text))
     return 1024 * sum(int(value) for value in found.values())
 
 
 def _number(path: Path) -> int:
     try:
-        return int(path.read_text())
+        return int(path.read_text(encoding="utf-8"))
     except OSError:
         return 0
