@@ -11,8 +11,8 @@ from msgspec.structs import replace
 from pdserve.capacity.available import mount_of
 from pdserve.doctor.facts import ArenaRoom
 from pdserve.errors import ConfigError, StartupError
+from pdserve.kvpool.node.auto_capacity import with_capacity
 from pdserve.kvpool.node.config.node import PoolNodeConfig
-from pdserve.kvpool.node.memory.auto_capacity import with_capacity
 from pdserve.kvpool.node.memory.placement import free_huge_pages
 
 
