@@ -19,7 +19,7 @@ from pdserve.kvpool.namespaces.validation import check_settings
 from pdserve.kvpool.node.config.namespaces import settings_of, token_digest
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.node.serving.places import Places
-from pdserve.kvpool.protocol.address import is_loopback, is_remote
+from pdserve.kvpool.protocol.address import is_ipv6, is_loopback, is_remote
 from pdserve.kvpool.protocol.cluster_messages import View
 from pdserve.kvpool.protocol.handshake import NONCE_BYTES, Challenged, key_id
 from pdserve.kvpool.protocol.messages import (
@@ -201,6 +201,11 @@ class Admission:
             return f"has UCX off, which client {hello.client} needs"
         if not is_installed("ucx"):
             return f"has no UCX, which client {hello.client} needs: {how_to_install('ucx')} there"
+        if is_ipv6(address):
+            return (
+                f"has no UCX over IPv6, by which client {hello.client} came, since UCXX listens on IPv4 "
+                "only: give the node an IPv4 address, or the client data_path = 'tcp'"
+            )
         if not _is_local(address) and not ucx.trusted_network:
             return (
                 f"offers no UCX to other hosts, like that of client {hello.client}: where everyone who "

@@ -44,6 +44,17 @@ def is_remote(address: str) -> bool:
     return isinstance(parsed, TcpAddress) and not is_loopback(parsed.host)
 
 
+def is_ipv6(host: str) -> bool:
+    """Whether this is an IPv6 address, and not that of a client that came by IPv4. `host`: a name or an
+    address.
+    """
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is None
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this host reaches it. `host`: a name or an address."""
     try:

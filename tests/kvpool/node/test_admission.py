@@ -46,12 +46,21 @@ def path_of(
     return admission.choose_path(1, address, make_hello("w", "elsewhere", data_path, token))
 
 
-@pytest.mark.parametrize("address", [HERE, LOOPBACK, "::1", "::ffff:127.0.0.1"])
+@pytest.mark.parametrize("address", [HERE, LOOPBACK, "::ffff:127.0.0.1"])
 def test_clients_of_this_host_may_use_ucx(address: str) -> None:
     assert path_of(address) == "ucx"
 
 
-@pytest.mark.parametrize("address", [FAR, "2001:db8::1", "::ffff:192.0.2.9", "unknown"])
+@pytest.mark.parametrize("address", ["::1", "2001:db8::1"])
+def test_clients_that_come_by_ipv6_get_tcp_since_ucxx_listens_on_ipv4_alone(address: str) -> None:
+    assert path_of(address, "auto", trusted_network=True) == "tcp"
+    refused = path_of(address, trusted_network=True)
+    assert isinstance(refused, m.Fault)
+    assert "over IPv6" in refused.message
+    assert "data_path = 'tcp'" in refused.message
+
+
+@pytest.mark.parametrize("address", [FAR, "::ffff:192.0.2.9", "unknown"])
 def test_clients_of_other_hosts_may_use_ucx_in_a_trusted_network_only(address: str) -> None:
     refused = path_of(address)
     assert isinstance(refused, m.Fault)

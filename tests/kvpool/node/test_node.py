@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import os
+import random
 import re
 import resource
 import signal
@@ -28,6 +29,7 @@ from pdserve.kvpool.client.config import PoolClientConfig
 from pdserve.kvpool.client.connector import ConfiguredConnector
 from pdserve.kvpool.core.events import LOCAL, AssignSlab, CommitRows, ReserveRows, SaveNamespaces
 from pdserve.kvpool.namespaces.catalog import Namespaces
+from pdserve.kvpool.node.config.node import UcxConfig
 from pdserve.kvpool.node.memory.arena import Arena
 from pdserve.kvpool.node.node import PoolNode
 from pdserve.kvpool.node.serving import connection as connection_module
@@ -41,7 +43,9 @@ from pdserve.kvpool.transports import page_residency
 from pdserve.kvpool.transports.base import Connection
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
 from pdserve.kvpool.transports.ucx import UcxLibrary
+from pdserve.up.claims import free_ports
 from tests.support.command import pdserve_here
+from tests.support.kvpool.connectors import connect
 from tests.support.kvpool.nodes import (
     PAGE_BYTES,
     Start,
@@ -631,3 +635,28 @@ def test_sigterm_ends_it_at_once_with_clients_connected(start_process: StartProc
     assert not pool.arena_path.exists()  # keep is false in these tests
     with pytest.raises(PoolError):
         connection.call(m.Ping(1), soon())
+
+
+async def test_a_node_is_reached_by_ipv6_alone_and_by_a_name_of_any_letters(tmp_path: Path) -> None:
+    """UCXX listens on IPv4 only, so a client that may choose gets TCP also where UCX is allowed."""
+    name = 'Mödel "x" モデル@0123'
+    port = next(free_ports("::1", random.Random()))
+    listen = [f"unix:{tmp_path}/n.sock", f"tcp:[::1]:{port}"]
+
+    def used(path: m.DataPathChoice) -> tuple[list[bytes], list[bytes]]:
+        connection = connect(f"tcp:[::1]:{port}", soon(), path)
+        try:
+            space, wanted = open_namespace(connection, name), keys(3, seed=len(path))
+            return put(connection, space, wanted), get(connection, space, wanted)
+        finally:
+            connection.close()
+
+    ucx = UcxConfig(trusted_network=True)
+    async with serving(tmp_path, listen=listen, ucx=ucx, insecure=True) as node:
+        for path in ("shm", "tcp"):
+            wanted = keys(3, seed=len(path))
+            assert await asyncio.to_thread(used, path) == (wanted, wanted)
+        with pytest.raises(PoolRefused, match="no UCX over IPv6"):
+            await asyncio.to_thread(used, "ucx")
+        status = await asyncio.to_thread(fetch_status, node.config.listen[0], soon())
+        assert name in [space.name for space in status.namespaces]
