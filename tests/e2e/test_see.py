@@ -55,6 +55,14 @@ def test_a_stream_says_where_its_first_token_spent_its_time(cluster: Cluster) ->
 
 def test_workers_show_all_their_metrics_and_no_other(cluster: Cluster) -> None:
     check_stream(cluster.pairs[0], "metrics of test_see")
+    turns = [
+        ("user", "Hello " * 100),
+        ("assistant", "Hi"),
+        ("user", "And now?"),
+    ]  # an earlier answer is counted
+    chat = {"messages": [{"role": role, "content": text} for role, text in turns], "max_tokens": 1}
+    url = f"{cluster.pairs[0].url}/v1/chat/completions"
+    assert http.post(url, json={"model": "demo-tiny", **chat}).status_code == 200
     check_metrics(cluster.prefill[0], cluster.decode[0])
 
 
