@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from fastapi import APIRouter, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from msgspec import Meta
 
@@ -30,6 +31,7 @@ from pdserve.engine.drain import Drain
 from pdserve.engine.handoff import DirectConfig
 from pdserve.engine.http.cache_salt import CacheSalt
 from pdserve.engine.http.guard import Draining, Guard, close_cors
+from pdserve.engine.http.judged import Judged, validation_error
 from pdserve.engine.http.meeting_room import MeetingRoom
 from pdserve.engine.http.request import HttpRequest, RequestTracking
 from pdserve.engine.http.request_spans import Traced
@@ -224,6 +226,8 @@ def install(app: Any, worker: Worker, parts: RoleParts, token: str, metrics_toke
     """Add middleware and routes to SGLang's FastAPI app, before it serves. `token`: the cluster's; empty:
     none.
     """
+    app.exception_handlers[RequestValidationError] = _invalid
+    app.add_middleware(Judged, contract=lambda: worker.engine.contract)
     if worker.config.storage != "none":
         app.add_middleware(WeightRoutes, weights=worker.weights)
     app.add_middleware(Continuing)
@@ -243,6 +247,12 @@ def install(app: Any, worker: Worker, parts: RoleParts, token: str, metrics_toke
         app.include_router(routes(worker.weights))
     for router in parts.routers:
         app.include_router(router)
+
+
+def _invalid(_request: Request, error: Exception) -> JSONResponse:
+    """For bodies that the contract lets pass and SGLang's own models refuse."""
+    told = validation_error(error.errors() if isinstance(error, RequestValidationError) else [])
+    return JSONResponse(told.body(), status_code=told.status)
 
 
 def _info_router(worker: Worker) -> APIRouter:

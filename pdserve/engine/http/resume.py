@@ -54,7 +54,7 @@ async def _unwrap(scope: Scope, receive: Receive) -> tuple[Scope, Receive, SoFar
     """The request as the client sent it, and what it has of the answer. Raises RequestError."""
     endpoint = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("endpoint", [""])[0]
     check_endpoint(endpoint)
-    line, _, body = (await _whole_body(receive)).partition(b"\n")
+    line, _, body = (await whole_body(receive)).partition(b"\n")
     try:
         so_far = msgspec.json.decode(line, type=SoFar)
     except msgspec.MsgspecError as error:
@@ -71,7 +71,8 @@ async def _unwrap(scope: Scope, receive: Receive) -> tuple[Scope, Receive, SoFar
     return {**scope, **path}, replay, so_far
 
 
-async def _whole_body(receive: Receive) -> bytes:
+async def whole_body(receive: Receive) -> bytes:
+    """A request's body. Raises RequestError where it is too large, or its client left."""
     parts: list[bytes] = []
     size, more = 0, True
     while more:

@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from pdserve.engine.contract.endpoints import Contract
 from pdserve.engine.drain import Drain
 from pdserve.engine.http.held import Door
 from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.prompt_identity import chat_template_fingerprint, tokenizer_fingerprint
+from pdserve.engine.sglang.abilities import contract_of
 from pdserve.engine.sglang.prompts import exact_turns, long_texts
 from pdserve.engine.sglang.prompts.exact_turns import SglangTurns, tokenizer_of
 from pdserve.engine.sglang.tokenizer_manager import names_media, watch
@@ -67,6 +69,8 @@ class Engine:
         self.app: Any = None
         self.has_started = False
         """The first generation has gone through."""
+        self.contract: Contract | None = None
+        """What bodies of requests may hold; None until there is a tokenizer manager."""
         self.tokenizer_manager: Any = None
         self.turns: SglangTurns | None = None
         """None until there is a tokenizer manager, and where prompts stay as they are."""
@@ -87,6 +91,7 @@ class Engine:
         """SGLang has made its tokenizer manager: follow its requests from now on."""
         self.tokenizer_manager = tokenizer_manager
         self._name = tokenizer_manager.served_model_name
+        self.contract = contract_of(tokenizer_manager)
         self.turns = self._make_turns()
         watch(
             tokenizer_manager,

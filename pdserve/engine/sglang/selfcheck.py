@@ -28,7 +28,14 @@ logger = logging.getLogger(__name__)
 TESTED_SGLANG = "0.5.23"
 
 MODULES: Final = (
-    *("answers", "children.declined_fetches", "children.detached", "children.entry", "children.kept_prompts"),
+    *(
+        "abilities",
+        "answers",
+        "children.declined_fetches",
+        "children.detached",
+        "children.entry",
+        "children.kept_prompts",
+    ),
     *("children.embedded", "children.embedding_salts", "children.local_store", "children.object_layout"),
     *("children.pulls", "children.ssd_tokens"),
     *("continuation", "drafts", "engine", "geometry", "pool_weights", "prompt"),

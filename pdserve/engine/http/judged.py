@@ -1,0 +1,183 @@
+"""ASGI middleware that holds each body against the contract (`pdserve.engine.contract`) before SGLang sees
+it, and gives errors the form of the API that was asked.
+
+It stands inside of `RequestTracking`, so a record says whether anything went to the scheduler. What fails
+before that is the fault of the request, whatever SGLang calls it: a 400, whose text tells nothing of the
+server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any, Final
+from urllib.parse import parse_qs
+
+import msgspec
+
+from pdserve.engine.contract.endpoints import CHAT, Contract
+from pdserve.engine.http.connection import AsgiApp, Receive, Scope, Send
+from pdserve.engine.http.endpoints import PREFILL
+from pdserve.engine.http.request import current_request
+from pdserve.engine.http.resume import whole_body
+from pdserve.errors import RequestError
+
+logger = logging.getLogger(__name__)
+
+IGNORED_HEADER: Final = b"x-pdserve-ignored"
+"""Members of the body that have no effect here, separated by commas."""
+MAX_ERROR_BYTES: Final = 65_536
+_OF_A_BODY: Final = (b"content-length", b"content-type")
+_NAME: Final = re.compile(r"[\w.-]{1,64}", re.ASCII)
+_LEAK: Final = re.compile(
+    r'File "|\.py\b|line \d+|Traceback|0x[0-9a-f]{6,}|<class |object at |sglang|pydantic|\[type=|'
+    r"(?:TypeError|AttributeError|KeyError|IndexError|NoneType|AssertionError)"
+)
+_ANTHROPIC_TYPES: Final = {
+
+        400: "invalid_request_error",
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error"
+    ,
+    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
+}
+
+
+class Judged:
+    """See the module's docstring. `contract` is asked for at each request: None until the engine is there."""
+
+    def __init__(self, app: AsgiApp, contract: Callable[[], Contract | None]) -> None:
+        self._app = app
+        self._contract = contract
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        contract = self._contract() if scope["type"] == "http" and scope["method"] == "POST" else None
+        endpoint = _endpoint(scope) if contract is not None else ""
+        if contract is None or not contract.knows(endpoint):
+            await self._app(scope, receive, send)
+            return
+        try:
+            body = await whole_body(receive)
+            judgement = contract.judge(endpoint, body)
+        except RequestError as error:
+            await _answer(send, endpoint, error)
+            return
+        headers = [pair for pair in scope["headers"] if pair[0] not in (b"content-length", b"content-type")]
+        headers.append((b"content-length", b"%d" % len(judgement.body)))
+        headers.append((b"content-type", b"application/json"))
+        answer = _Answer(send, endpoint, judgement.ignored)
+        await self._app({**scope, "headers": headers}, _replayed(judgement.body, receive), answer.send)
+
+
+def _endpoint(scope: Scope) -> str:
+    path = str(scope["path"])
+    if path != PREFILL:
+        return path
+    found: str = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("endpoint", [CHAT])[0]
+    return found
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    rest = asyncio.Queue[MutableMapping[str, Any]](1)
+    rest.put_nowait({"type": "http.request", "body": body, "more_body": False})
+
+    async def replay() -> MutableMapping[str, Any]:
+        return await receive() if rest.empty() else rest.get_nowait()
+
+    return replay
+
+
+class _Answer:
+    """The way back: tells what was ignored, and holds errors until they are whole, to rewrite them."""
+
+    def __init__(self, send: Send, endpoint: str, ignored: Sequence[str]) -> None:
+        self._send = send
+        self._endpoint = endpoint
+        names = [name if _NAME.fullmatch(name) else "?" for name in ignored]
+        self._more = [(IGNORED_HEADER, ", ".join(names).encode())] if names else []
+        self._status = 200
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._error = bytearray()
+
+    async def send(self, message: MutableMapping[str, Any]) -> None:
+        """For the app."""
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            if self._status < 400:
+                await self._send({**message, "headers": [*message.get("headers", ()), *self._more]})
+            else:
+                self._headers = [pair for pair in message.get("headers", ()) if pair[0] not in _OF_A_BODY]
+            return
+        if self._status < 400:
+            await self._send(message)
+            return
+        self._error += message.get("body", b"")[: MAX_ERROR_BYTES - len(self._error)]
+        if not message.get("more_body", False):
+            await _answer(self._send, self._endpoint, self._told(), self._headers)
+
+    def _told(self) -> RequestError:
+        text, param, code = _words(bytes(self._error))
+        record, status = current_request(), self._status
+        if status == 500 and record is not None and not any(one.was_sent for one in record.requests.values()):
+            logger.warning("request %s cannot be read by SGLang: %s", record.request_id, text)
+            status, text = 400, "The request has a part that this model cannot be asked with."
+        elif _LEAK.search(text):
+            logger.warning("an answer of status %d, whose text is not told: %s", status, text)
+            text = "The request is not valid." if status < 500 else "The server failed."
+        return RequestError(status, text, type_=_type(status), param=param, code=code)
+
+
+def _words(body: bytes) -> tuple[str, str | None, str | None]:
+    """(message, field, code) of an error in whatever form."""
+    try:
+        said = msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        return body.decode("utf-8", "replace")[:500] or "no reason given", None, None
+    error = said.get("error", said) if isinstance(said, dict) else said
+    if not isinstance(error, dict):
+        return str(error)[:500], None, None
+    message = error.get("message") or error.get("detail") or "no reason given"
+    param, code = error.get("param"), error.get("code")
+    return (
+        str(message)[:2000],
+        param if isinstance(param, str) else None,
+        code if isinstance(code, str) else None,
+    )
+
+
+def _type(status: int) -> str:
+    return "invalid_request_error" if status < 500 else "server_error"
+
+
+def error_body(endpoint: str, error: RequestError) -> bytes:
+    """The error in Anthropic's form where its API was asked, else in OpenAI's."""
+    if endpoint.startswith("/v1/messages"):
+        kind = _ANTHROPIC_TYPES.get(
+            error.status, "invalid_request_error" if error.status < 500 else "api_error"
+        )
+        return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": str(error)}})
+    return msgspec.json.encode(error.body())
+
+
+async def _answer(
+    send: Send, endpoint: str, error: RequestError, headers: Sequence[tuple[bytes, bytes]] = ()
+) -> None:
+    body = error_body(endpoint, error)
+    own = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": error.status, "headers": [*headers, *own]})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def validation_error(errors: Sequence[Any]) -> RequestError:
+    """Of a framework's list of errors (`loc`, `msg`): the first field that is wrong, in words."""
+    for error in errors:
+        where = ".".join(
+            str(part) for part in error.get("loc", ()) if part != "body" and "[" not in str(part)
+        )
+        why = str(error.get("msg", "")).removeprefix("Value error, ")
+        if where and not _LEAK.search(where + why):
+            return RequestError(400, f"{where[:200]}: {why[:300]}", param=where[:200], code="invalid_value")
+    return RequestError(400, "The request is not valid.", code="invalid_value")

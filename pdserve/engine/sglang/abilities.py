@@ -1,0 +1,69 @@
+"""What this worker's SGLang can be asked: the contract of its request bodies, from its own models and
+template.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any, Final
+
+from pdserve.engine.contract.conversations import Abilities
+from pdserve.engine.contract.endpoints import CHAT, COMPLETIONS, COUNT_TOKENS, MESSAGES, RESPONSES, Contract
+from pdserve.sglang_places import places
+
+PLACES: Final = (
+    *places("sglang.srt.entrypoints.openai.protocol", "ChatCompletionRequest"),
+    *places("sglang.srt.entrypoints.openai.protocol", "CompletionRequest"),
+    *places("sglang.srt.entrypoints.openai.protocol", "ResponsesRequest"),
+    *places("sglang.srt.entrypoints.anthropic.protocol", "AnthropicMessagesRequest"),
+    *places("sglang.srt.entrypoints.anthropic.protocol", "AnthropicCountTokensRequest"),
+    *places("sglang.srt.sampling.sampling_params", "SamplingParams(temperature, max_new_tokens, stop)"),
+    *places("sglang.srt.managers.tokenizer_manager", "TokenizerManager.__init__ sets server_args"),
+    *places("sglang.srt.server_args", "ServerArgs(reasoning_parser)"),
+)
+_ALSO_READ: Final = frozenset({"reasoning"})
+"""Members that SGLang's models take before they look at their fields."""
+_MARK: Final = "a text that no template has: 6d1f"
+
+
+def contract_of(manager: Any) -> Contract:
+    """The contract of the worker whose tokenizer manager this is."""
+    from sglang.srt.entrypoints.anthropic.protocol import (
+        AnthropicCountTokensRequest,
+        AnthropicMessagesRequest,
+    )
+    from sglang.srt.entrypoints.openai.protocol import (
+        ChatCompletionRequest,
+        CompletionRequest,
+        ResponsesRequest,
+    )
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    models: dict[str, Any] = {
+        CHAT: ChatCompletionRequest,
+        COMPLETIONS: CompletionRequest,
+        MESSAGES: AnthropicMessagesRequest,
+        COUNT_TOKENS: AnthropicCountTokensRequest,
+        RESPONSES: ResponsesRequest,
+    }
+    abilities = Abilities(
+        prints_role=functools.cache(lambda role: _prints(manager.tokenizer, role)),
+        takes_media=bool(manager.model_config.is_multimodal),
+        has_reasoning_parser=bool(manager.server_args.reasoning_parser),
+    )
+    known = {path: frozenset(model.model_fields) | _ALSO_READ for path, model in models.items()}
+    return Contract(abilities, known, frozenset(inspect.signature(SamplingParams).parameters))
+
+
+def _prints(tokenizer: Any, role: str) -> bool:
+    """Whether the chat template shows a message of this role. A tokenizer without a template leaves
+    messages to SGLang's own encoders, which know their roles.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return True
+    messages = [{"role": role, "content": _MARK}, {"role": "user", "content": "a"}]
+    try:
+        return _MARK in tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception:  # boundary: a template of strangers, which refuses a role by any exception
+        return False
