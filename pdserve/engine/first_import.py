@@ -9,6 +9,7 @@ as long: a worker imports a quarter of it.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Final
 
 from pdserve.extras import is_installed
@@ -31,6 +32,7 @@ def main() -> None:
         importlib.import_module(name)
     if not is_installed("sglang"):
         return
+    print("setup: importing SGLang once, which compiles it", file=sys.stderr, flush=True)
     from pdserve.engine.device import detect_device
     from pdserve.engine.sglang import prepare
 
