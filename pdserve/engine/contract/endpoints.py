@@ -202,7 +202,7 @@ def _include(name: str, value: Any) -> Any:
 
 
 def _service_tier(name: str, value: Any) -> Any:
-    return text(MAX_MODEL)(name, value) if value in SERVICE_TIERS else IGNORED
+    return value if text(MAX_MODEL)(name, value) in SERVICE_TIERS else IGNORED
 
 
 def _logprobs(name: str, value: Any) -> Any:

@@ -36,13 +36,13 @@ _LEAK: Final = re.compile(
     r"(?:TypeError|AttributeError|KeyError|IndexError|NoneType|AssertionError)"
 )
 _ANTHROPIC_TYPES: Final = {
-
-        400: "invalid_request_error",
-        401: "authentication_error",
-        403: "permission_error",
-        404: "not_found_error"
-    ,
-    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
 }
 
 
