@@ -84,7 +84,7 @@ def test_files_of_models_are_read_alike_in_every_locale(tmp_path: Path, environ:
 from pdserve.engine.model_dir import check_model_dir
 from pdserve.pages import model_fingerprint
 from pathlib import Path
-print(check_model_dir({str(tmp_path)!r}), model_fingerprint(Path({str(tmp_path)!r}))[:8])
+print(ascii(check_model_dir({str(tmp_path)!r})), model_fingerprint(Path({str(tmp_path)!r}))[:8])
 """
     assert run(code, **environ) == run(code, LC_ALL="C.UTF-8")
 
