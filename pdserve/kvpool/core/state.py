@@ -89,6 +89,8 @@ from pdserve.kvpool.protocol.slot_table import RESERVED
 
 MAX_U64: Final = (1 << 64) - 1
 NO_RULES: Final = Rules()
+READ_ONLY: Final = frozenset((m.Exists, m.Ping, m.Status, ListNamespaces, ListPages, ListOwned))
+ADMINISTRATION: Final = frozenset((m.OpenNamespace, m.DropNamespace, PutNamespace, ReplaceNamespace))
 
 
 class NodeState:
@@ -117,6 +119,7 @@ class NodeState:
         self.recovered = {"recovered_pages": 0, "dropped_rows": 0}
         self.discarded = 0
         self.sessions: dict[int, Session] = {}
+        self._judging: int | None = None  # the registry's changes when the request that is judged came
         self.store = store
         self._limits = limits
         tags, tiering = Tags(incarnation, FIRST_TAG), tiering or TieringLimits()
@@ -139,6 +142,15 @@ class NodeState:
         sizes, gone, changed = (store.slots.capacity_bytes, store.slots.slab_bytes), self._gone, self._changed
         self.administration = Administration(name, *sizes, self.namespaces, rules, gone, changed)
 
+    @property
+    def unchanged(self) -> bool:
+        """After an exception out of `handle`: whether the event had changed nothing of the state yet, so that
+        it may be served on. True while a request is judged or only read for; a change of namespaces is
+        judged to its end before the registry takes it.
+        """
+        judged = self._judging
+        return judged is not None and self.namespaces.registry.changes == judged
+
     def restore(self, contents: TableContents, now_s: float) -> None:
         """Take over the pages of an earlier incarnation; before the first event."""
         restore(self.store, contents, now_s)
@@ -150,9 +162,12 @@ class NodeState:
         """Process the event. Returns the actions, in order."""
         out: list[Action] = []
         self.store.now_s = now_s
+        self._judging = None
         match event:
             case Received():
+                self._judging = self.namespaces.registry.changes
                 self._received(event, now_s, out)
+                self._judging = None
             case Tick():
                 self._tick(now_s, out)
             case TransferDone():
@@ -221,6 +236,8 @@ class NodeState:
 
     def _serve(self, session: Session, message: m.Request, now_s: float, out: list[Action]) -> None:
         """Carry out a request that the client may make, and answer it."""
+        if type(message) not in READ_ONLY and type(message) not in ADMINISTRATION:
+            self._judging = None
         match message:
             case m.Get():
                 self.reads.get(session, message, now_s, out)
@@ -230,6 +247,7 @@ class NodeState:
             case m.Exists():
                 out.append(Answer(session.connection, self._lookups.answer(message, now_s)))
                 if message.keep_s or message.move:
+                    self._judging = None
                     may_write = bool(self.administration.rights(session, message.namespace) & m.WRITE)
                     self._expect(self.kept.ask(message, now_s, out, may_write=may_write))
             case m.Reserve():

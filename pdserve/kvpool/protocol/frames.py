@@ -55,9 +55,14 @@ HEADER_BYTES = 4
 
 
 def encode_frame(message: Request | Reply) -> bytes:
-    """The message as one frame. Raises FrameError if it would exceed MAX_FRAME_BYTES."""
+    """The message as one frame. Raises FrameError if it would exceed MAX_FRAME_BYTES, or has a number or a
+    text that msgpack cannot carry.
+    """
     buffer = bytearray(HEADER_BYTES)
-    _encoder.encode_into(message, buffer, HEADER_BYTES)
+    try:
+        _encoder.encode_into(message, buffer, HEADER_BYTES)
+    except (msgspec.MsgspecError, OverflowError, UnicodeEncodeError) as error:
+        raise FrameError(f"{type(message).__name__} cannot be encoded: {error}") from error
     body_bytes = len(buffer) - HEADER_BYTES
     if body_bytes > MAX_FRAME_BYTES:
         raise FrameError(f"message of {body_bytes} bytes exceeds the frame limit of {MAX_FRAME_BYTES}")
