@@ -127,7 +127,8 @@ class NodeState:
         self.sharding = Sharding(name, store, limits.replication, self.tiers)
         self.waits = Waits(store, limits.max_waiters, limits.max_waited_keys, self.tiers.has, self._may_read)
         self.reads = Reads(store, limits, tags, self.tiers, self.sharding)
-        self.writes = Writes(store, limits, tags, self._written, self.tiers.has if tiers else no_tier)
+        in_tier = self.tiers.has if tiers else no_tier
+        self.writes = Writes(store, limits, tags, self._written, in_tier, self.tiers.give_way)
         self.kept = KeptPages(store, self.tiers, limits.max_kept_bytes)
         self._listing = PageListing(store, self.sharding, self.tiers)
         self._lookups = Lookups(store, self.tiers)
