@@ -38,6 +38,8 @@ from pdserve.kvpool.protocol.messages import (
 )
 from pdserve.printable import printable
 
+NAMES: Final = ("name", "old", "new", "node")
+MAX_NAME_CHARS: Final = 1024  # of a name in a request: those of namespaces have 512 at most
 MAX_TAG: Final = (1 << 63) - 1  # of a page; its segments' follow
 R = TypeVar("R", bound=Message)
 
@@ -116,6 +118,9 @@ def _check_bounds(message: Request) -> None:
     request_id: int = getattr(message, "id", 0)
     if request_id < 0:
         raise FrameError(f"a request's id of {request_id}, it must not be negative")
+    for field in NAMES:
+        if len(getattr(message, field, "")) > MAX_NAME_CHARS:
+            raise FrameError(f"a {field} longer than {MAX_NAME_CHARS} characters")
     keys: list[bytes] = getattr(message, "keys", [])
     if len(keys) > MAX_KEYS:
         raise FrameError(f"{len(keys)} keys in one message, at most {MAX_KEYS} are allowed")
