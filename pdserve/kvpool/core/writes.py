@@ -105,9 +105,7 @@ class Writes:
                 grants.append(_PRESENT)
             elif in_tier(request.namespace, key):
                 grants.append(_PRESENT)
-            elif key in wanted:
-                grants.append(_BUSY)
-            elif key in writing and not self._gives_way(request.namespace, key, out):
+            elif key in wanted or (key in writing and not self._gives_way(request.namespace, key, out)):
                 grants.append(_BUSY)
             elif key in refused:
                 grants.append(refused[key])

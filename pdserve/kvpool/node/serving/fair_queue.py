@@ -20,7 +20,8 @@ The cost of a request is KEY_COST_BYTES for each key and one for each byte asked
 a key, by the time in which memory moves so many bytes.
 
 Queues are bounded, in requests and in keys, for each flow and in keys for all flows: `put` says when one is
-full, and its clients must then wait to be read from. What has waited for `MAX_QUEUED_S` is given up (`expired`): its client has done so before.
+full, and its clients must then wait to be read from. What has waited for `MAX_QUEUED_S` is given up
+(`expired`): its client has done so before.
 """
 
 from __future__ import annotations
