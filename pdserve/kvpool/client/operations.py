@@ -313,8 +313,8 @@ def clear(opened: OpenConnection, deadline_s: float) -> int:
 def remove(opened: OpenConnection, keys: Sequence[bytes], deadline_s: float) -> int:
     """Drop these pages on this node. Returns how many there were. Raises PoolError."""
     count = 0
-    for start in range(0, len(keys), m.MAX_KEYS):
-        part = list(keys[start : start + m.MAX_KEYS])
+    for start in range(0, len(keys), m.MAX_PAGES):
+        part = list(keys[start : start + m.MAX_PAGES])
         discard = m.Discard(opened.next_id(), opened.namespace, part, [])
         count += expect(opened, discard, m.Done, deadline_s).count
     return count

@@ -52,7 +52,7 @@ from pdserve.kvpool.core.namespace_admin import Administration, AdminRequest, Ru
 from pdserve.kvpool.core.page_listing import PageListing
 from pdserve.kvpool.core.page_places import PlaceChanges
 from pdserve.kvpool.core.reads import Reads
-from pdserve.kvpool.core.sessions import Limits, Session, Tags
+from pdserve.kvpool.core.sessions import Due, Limits, Session, Tags
 from pdserve.kvpool.core.sharding.coordinator import Sharding
 from pdserve.kvpool.core.startup_hold import StartupHold
 from pdserve.kvpool.core.status_report import report
@@ -119,6 +119,7 @@ class NodeState:
         self.recovered = {"recovered_pages": 0, "dropped_rows": 0}
         self.discarded = 0
         self.sessions: dict[int, Session] = {}
+        self._due = Due()
         self._judging: int | None = None  # the registry's changes when the request that is judged came
         self.store = store
         self._limits = limits
@@ -189,7 +190,6 @@ class NodeState:
                     self._answer_held(self._startup_hold.end(), now_s, out)
                     self.sharding.ownership.tiers_ready(now_s)
                     self._expect(self.sharding.next_deadline_s)
-                self._expect(now_s + self._limits.lease_s)
             case NamespacesSaved():
                 self._durable.saved(event, out)
             case ViewChanged():
@@ -242,7 +242,7 @@ class NodeState:
         match message:
             case m.Get():
                 self.reads.get(session, message, now_s, out)
-                self._expect(session.next_deadline_s())
+                self._expect(self._due.expect(session))
             case m.Release():
                 self.reads.release(session, message, out)
             case m.Exists():
@@ -259,7 +259,7 @@ class NodeState:
                 self.writes.abort(session, message, out)
             case m.Wait():
                 self.waits.begin(session, message, now_s, out)
-                self._expect(session.next_deadline_s())
+                self._expect(self._due.expect(session))
             case m.Discard():
                 self._discard(session, message, out)
             case m.Clear():
@@ -321,11 +321,12 @@ class NodeState:
 
     def _tick(self, now_s: float, out: list[Action]) -> None:
         self._answer_held(self._startup_hold.due(now_s), now_s, out)
-        for session in self.sessions.values():
+        for session in self._due.take(self.sessions, now_s):
             self.waits.expire(session, now_s, out)
             self.tiers.expire(session, now_s, out)
             self.reads.expire(session, now_s, out)
             self.writes.expire(session, now_s, out)
+            self._due.expect(session)
         self.writes.end_quarantine(now_s, out)
         self._durable.expire(now_s, out)
         self.sharding.tick(now_s, out)
@@ -410,7 +411,7 @@ class NodeState:
         refused = self.sharding.refusals(session, request, slot_bytes)
         reserved = self.writes.reserve(session, request, now_s, out, refused)
         self.sharding.reserved(session, request, reserved, slot_bytes, now_s)
-        self._expect(min(now_s + self._limits.reservation_lease_s, self.sharding.next_deadline_s))
+        self._expect(min(self._due.expect(session), self.sharding.next_deadline_s))
 
     def _commit(self, session: Session, request: m.Commit, now_s: float, out: list[Action]) -> None:
         same_length = len(request.slots) == len(request.sequences) == len(request.checksums)
@@ -444,7 +445,9 @@ class NodeState:
         self.waits.committed(namespace, key, self.sessions, now_s, out)
 
     def _pin(self, session: Session, slot: int, request: m.Get, now_s: float, out: list[Action]) -> m.Pin:
-        return self.reads.hit(session, slot, request, now_s, out)
+        pin = self.reads.hit(session, slot, request, now_s, out)
+        self._expect(self._due.expect(session))
+        return pin
 
     def _discard(self, session: Session, request: m.Discard, out: list[Action]) -> None:
         if not request.sequences:
@@ -492,9 +495,8 @@ class NodeState:
         self.next_deadline_s = min(self.next_deadline_s, deadline_s)
 
     def _find_next_deadline(self) -> None:
-        deadlines_s = [session.next_deadline_s() for session in self.sessions.values()]
         self.next_deadline_s = min(
-            *deadlines_s,
+            self._due.next_deadline_s,
             self.writes.next_quarantine_end_s(),
             self._durable.next_deadline_s,
             self.sharding.next_deadline_s,
@@ -514,6 +516,7 @@ class NodeState:
         reserved += self.tiers.reserved_slots()
         assert sorted(reserved) == self.store.slots_in_state(RESERVED)
         for session in self.sessions.values():
+            assert session.due_s <= session.next_deadline_s()
             held = [*session.reservations.values(), *session.quarantined.values()]
             assert session.reserved_bytes == sum(reservation.slot_bytes for reservation in held)
             assert session.reserved_bytes <= self._limits.max_reserved_bytes
