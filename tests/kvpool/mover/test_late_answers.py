@@ -1,4 +1,4 @@
-"""Calls in flight never exchange their answers, however late these come: over a mover that is a thread here."""
+"""Calls in flight never exchange their answers, however late these come. The mover is a thread here."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TheirLane(Lane):
 
 
 class ScriptedMover:
-    """In place of `subprocess.Popen`: answers each `Exists` with what its keys say, and one whose first key is
+    """In place of `subprocess.Popen`: answers each `Exists` with its last key, and one whose first key is
     LATE once it may.
     """
 
