@@ -55,6 +55,7 @@ from pdserve.kvpool.protocol.kv_events import Blocks, Told
 from pdserve.kvpool.tiers.base import CORRUPT, GONE, LOADED, REFUSED, STORED
 from pdserve.tokens import digest
 from tests.support.kvpool.node_model import KIB, Node, key
+from tests.support.suite.extended import examples
 
 KINDS = [part for kind in get_args(m.Request) for part in (get_args(kind) or (kind,))]
 KEYS = [key(n) for n in range(12)]
@@ -78,7 +79,7 @@ NUMBERS = [
     "auto",
 ]
 LENGTHS = [1, 4 * KIB, 4 * KIB, 4 * KIB, 8 * KIB, 64 * KIB, 1 << 40, 0, -1]
-SEEDS = max(40, int(os.environ.get("PDSERVE_FUZZ_EXAMPLES", "0")) // 100)  # 400 messages each
+SEEDS = max(examples(80), int(os.environ.get("PDSERVE_FUZZ_EXAMPLES", "0")) // 100)  # 400 messages each
 RARE = (m.Clear, m.DropNamespace, m.Hello, m.Proof, GetView, Gossip, ProbePeer, PullPages, Drain, Upgrade)
 SETTINGS = [name for name in NamespaceSettings.__struct_fields__ if not name.endswith("_token")]
 PATHS: tuple[m.DataPathName, ...] = ("shm", "ucx", "tcp", "none")
