@@ -120,7 +120,7 @@ def given_secret(name: str, text: str, file: Path | None, variable: str, environ
     """
     if text and file is not None:
         raise ConfigError(f"{name} and {name}_file are both set: keep one")
-    return reveal(text) or (read_token(file) if file is not None else environ.get(variable, ""))
+    return reveal(text) or (read_token(file) if file is not None else environ.get(variable, "").strip())
 
 
 def secret_of(name: str, text: str, file: Path | None, variable: str, environ: Mapping[str, str]) -> str:

@@ -37,7 +37,7 @@ from pdserve.kvpool.protocol.cluster_messages import (
 )
 from pdserve.kvpool.protocol.messages import Done, DropNamespace, NamespaceStatus
 from pdserve.sizes import parse_bytes
-from pdserve.tokens import digest_of_setting, is_digest
+from pdserve.tokens import MIN_CHARS, digest_of_setting, is_digest
 
 POLL_S: Final = 0.05
 
@@ -293,7 +293,12 @@ def _tokens(*given: str | None) -> dict[str, str]:
         option = name.replace("_", "-")
         if text and not text.startswith(("@", "sha256:")):
             raise ConfigError(f"--{option}: every user of this host sees command lines: give it as @FILE")
-        found[name] = digest_of_setting(chosen_token(Path(text[1:])) if text.startswith("@") else text)
+        token = chosen_token(Path(text[1:])) if text.startswith("@") else text
+        if text.startswith("@") and 0 < len(token) < MIN_CHARS and not token.startswith("sha256:"):
+            raise ConfigError(
+                f"--{option}: a token has {MIN_CHARS} characters or more; `pdserve key` makes one"
+            )
+        found[name] = digest_of_setting(token)
         if text and not is_digest(found[name]):
             raise ConfigError(
                 f"--{option}: the file is empty, or after sha256: come no 64 hexadecimal digits"

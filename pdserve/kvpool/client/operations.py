@@ -19,7 +19,7 @@ from pdserve.kvpool.client.connection_pool import OpenConnection
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.frames import expected
 from pdserve.kvpool.protocol.messages import ADMIN, WRITE
-from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
+from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers, aligned
 from pdserve.kvpool.protocol.page_tag import TAG_BYTES, PageTags
 from pdserve.kvpool.protocol.slot_table import Filling
 from pdserve.kvpool.transports.base import CORRUPT, OK, ShowsPages
@@ -280,7 +280,7 @@ def discard(opened: OpenConnection, keys: list[bytes], page_bytes: int, deadline
     if held:
         slots, sequences = [pin.slot for pin in pins], [pin.sequence for pin in pins]
         # over a network the node has begun to send them
-        opened.connection.read_pages(pins, [[np.empty(page_bytes, np.uint8)] for _ in held], deadline_s)
+        opened.connection.read_pages(pins, [[aligned(page_bytes)] for _ in held], deadline_s)
         opened.connection.post(m.Release(slots, sequences))
         request = m.Discard(opened.next_id(), opened.namespace, [keys[i] for i in held], sequences)
         expect(opened, request, m.Done, deadline_s)
@@ -313,8 +313,8 @@ def clear(opened: OpenConnection, deadline_s: float) -> int:
 def remove(opened: OpenConnection, keys: Sequence[bytes], deadline_s: float) -> int:
     """Drop these pages on this node. Returns how many there were. Raises PoolError."""
     count = 0
-    for start in range(0, len(keys), m.MAX_KEYS):
-        part = list(keys[start : start + m.MAX_KEYS])
+    for start in range(0, len(keys), m.MAX_PAGES):
+        part = list(keys[start : start + m.MAX_PAGES])
         discard = m.Discard(opened.next_id(), opened.namespace, part, [])
         count += expect(opened, discard, m.Done, deadline_s).count
     return count

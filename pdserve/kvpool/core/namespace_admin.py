@@ -3,7 +3,8 @@
     opened by a worker    A new name gets a record with the node's default settings; its first worker decides
                           the geometry. A dropped name comes back with its settings. Where the node has an
                           admin token, only its holder does that, or a holder of the name's write token.
-    put                   An administrator creates or changes it. A replaced name comes back.
+    put                   An administrator creates or changes it. A replaced name comes back. Its own
+                          administrator changes its tokens; its limits are the node's administrator's.
     replaced              `new` takes over the settings of `old`, unless it has its own. `old` is dropped;
                           clients that open it are told its replacement.
     dropped               No lookup finds its pages from this call on. Generation and version grow.
@@ -16,9 +17,10 @@ Each change is saved, carried out, published to the other nodes, and only then a
 from __future__ import annotations
 
 import difflib
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, assert_never
+from typing import Any, Final, TypeAlias, assert_never
 
 import msgspec
 
@@ -45,6 +47,8 @@ from pdserve.kvpool.protocol.cluster_messages import (
 from pdserve.kvpool.protocol.handshake import key_id
 from pdserve.tokens import same
 
+NEAR_NAMES: Final = 8  # looked at for a name that was mistyped
+NEAR_CHARS: Final = 64  # of each
 OnGone: TypeAlias = Callable[[int, list[Action]], int]
 OnSettings: TypeAlias = Callable[[int, NamespaceSettings], None]
 AdminRequest: TypeAlias = m.OpenNamespace | m.DropNamespace | PutNamespace | ReplaceNamespace | ListNamespaces
@@ -85,8 +89,8 @@ class Administration:
         self._rules = rules
         self._on_gone = on_gone
         self._on_settings = on_settings
-        self._known_tokens: dict[bytes, str] = {}  # digests by key id
-        self._known_revision = -1  # of the namespaces, when `_known_tokens` was made
+        self._opens = _Opens([], [])
+        self._opens_at = -1  # the registry's changes, when `_opens` was made
         self._configure()
         for namespace in namespaces:
             self._settings_changed(namespace)
@@ -118,13 +122,9 @@ class Administration:
 
     def may_write(self, session: Session) -> bool:
         """Whether the client may write to any namespace: one that there is, or a new one."""
-        if self._is_super(session):
+        if self._is_super(session) or self._may_make(session, self._rules.defaults):
             return True
-        if self._may_make(session, self._rules.defaults):
-            return True
-        return any(
-            access.rights_of(session.token, record.settings) & m.WRITE for record in self.namespaces.registry
-        )
+        return self._tokens().may_write(session.token)
 
     def refusal(self, session: Session, message: m.Request) -> m.Fault | None:
         """Why the client may not make this request; None when it may. Requests that give a namespace's name
@@ -154,12 +154,15 @@ class Administration:
 
     def token_digest(self, named: bytes) -> str:
         """The digest of the token with this key id, if it is the node's or any namespace's; else empty."""
-        if self._known_revision != self.namespaces.revision:
-            settings = [self._rules.defaults, *(record.settings for record in self.namespaces.registry)]
-            digests = {self._rules.admin_token, *(guard for one in settings for guard in access.guards(one))}
-            self._known_tokens = {key_id(digest): digest for digest in digests if digest}
-            self._known_revision = self.namespaces.revision
-        return self._known_tokens.get(named, "")
+        return self._tokens().by_key_id.get(named, "")
+
+    def _tokens(self) -> _Opens:
+        """What the namespaces' tokens open. Made anew after a change, not for each client that asks."""
+        registry = self.namespaces.registry
+        if self._opens_at != registry.changes:
+            digests = {self._rules.admin_token, *access.guards(self._rules.defaults)}
+            self._opens, self._opens_at = _Opens(registry, digests), registry.changes
+        return self._opens
 
     def _is_super(self, session: Session) -> bool:
         return session.peer or same(session.token, self._rules.admin_token)
@@ -288,6 +291,8 @@ class Administration:
         if known.dropped and not self._is_operator(session):
             self.namespaces.registry.check_spare(known)
         settings = _with_kept_tokens(request.settings, known.settings)
+        if _without_tokens(settings) != _without_tokens(known.settings):
+            self._require_operator(session, f"changing the limits of namespace '{known.name}'", request.id)
         check_settings(settings, self._capacity_bytes, tokens_allowed=bool(self._rules.admin_token))
         self._change(_changed(known, settings=settings, dropped=False, replaced_by=""), out)
         return m.Done(request.id)
@@ -328,14 +333,17 @@ class Administration:
 
     def _list(self, session: Session, request: ListNamespaces) -> NamespaceList:
         """All for the node's administrator; for others those that they administer by a token."""
-        every = self._is_operator(session)
-        shown = [
-            msgspec.structs.replace(record, settings=access.redacted(record.settings))
-            for record in sorted(self.namespaces.registry, key=lambda record: record.name)
-            if every or _administers(session, record)
-        ]
-        if not shown:
+        registry = self.namespaces.registry
+        if self._is_operator(session):
+            found = sorted(registry, key=lambda record: record.name)
+        else:
+            names = self._tokens().administered.get(session.token, [])
+            found = [record for name in sorted(names) if (record := registry.get(name)) is not None]
+        if not found:
             self._require_operator(session, "the list of namespaces", request.id)
+        shown = [
+            msgspec.structs.replace(record, settings=access.redacted(record.settings)) for record in found
+        ]
         return NamespaceList(request.id, shown)
 
     def _known(self, name: str) -> NamespaceRecord:
@@ -343,8 +351,8 @@ class Administration:
         found = self.namespaces.registry.get(name)
         if found is not None:
             return found
-        near = difflib.get_close_matches(name, [record.name for record in self.namespaces.registry], n=1)
-        hint = f": did you mean '{near[0]}'?" if near else ""
+        near = nearest(name, [record.name for record in self.namespaces.registry])
+        hint = f": did you mean '{near}'?" if near else ""
         raise NamespaceError("unknown_namespace", f"no namespace is named '{name}'{hint}")
 
     # --- changes
@@ -422,11 +430,40 @@ class Administration:
         out.append(SaveNamespaces(self.namespaces.dump(), self.namespaces.revision))
 
 
-def _administers(session: Session, record: NamespaceRecord) -> bool:
-    """Whether the session administers the namespace by a token, not because it is open to all."""
-    return access.is_guarded(record.settings) and bool(
-        access.rights_of(session.token, record.settings) & m.ADMIN
-    )
+class _Opens:
+    """What tokens open, by their digests. `others`: digests that belong to no namespace."""
+
+    def __init__(self, records: Iterable[NamespaceRecord], others: Iterable[str]) -> None:
+        self.administered: dict[str, list[str]] = {}  # the namespaces that a token administers
+        self._writers: set[str] = set()
+        self._open = False  # a namespace may be written to without a token
+        digests = set(others)
+        for record in records:
+            guards = _, write, admin = access.guards(record.settings)
+            digests.update(guards)
+            self._writers.update((write, admin))
+            self._open = self._open or not write
+            if admin:
+                self.administered.setdefault(admin, []).append(record.name)
+        self.by_key_id = {key_id(digest): digest for digest in digests if digest}
+
+    def may_write(self, token: str) -> bool:
+        """Whether the holder of this token may write to any namespace."""
+        return self._open or (bool(token) and token in self._writers)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name that is most like this one, or an empty string. Bounded: it looks at the `NEAR_NAMES`
+    before and after it in order, which have the longest beginnings in common, and at `NEAR_CHARS` of each.
+    """
+    ordered = sorted(known)
+    at = bisect_left(ordered, name)
+    heads = {other[:NEAR_CHARS]: other for other in ordered[max(0, at - NEAR_NAMES) : at + NEAR_NAMES]}
+    return next((heads[head] for head in difflib.get_close_matches(name[:NEAR_CHARS], heads, n=1)), "")
+
+
+def _without_tokens(settings: NamespaceSettings) -> NamespaceSettings:
+    return msgspec.structs.replace(settings, **dict.fromkeys(access.TOKENS, ""))
 
 
 def _changed(record: NamespaceRecord, **fields: Any) -> NamespaceRecord:

@@ -6,7 +6,9 @@ entry of each table is the next to expire.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from typing import Final
 
 from msgspec import Struct
@@ -122,6 +124,7 @@ class Session:
     pinned_bytes: int = 0  # in bytes of slots
     transfers: dict[int, int] = field(default_factory=dict)  # tag under way (UCX, TCP) -> its messages
     messages: int = 0  # of all transfers under way
+    due_s: float = float("inf")  # when `Due` looks at it again
 
     @property
     def mapped(self) -> bool:
@@ -150,6 +153,42 @@ class Session:
         if self.gets:
             deadlines.append(next(iter(self.gets.values())).deadline_s)
         return min(deadlines, default=float("inf"))
+
+
+class Due:
+    """The sessions by when something of theirs ends: a tick looks at those alone whose time has come.
+
+    A session is looked at no later than its first deadline; where its leases were renewed since, for nothing.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[
+            tuple[float, int]
+        ] = []  # when, connection; void where it is not the session's `due_s`
+
+    def expect(self, session: Session) -> float:
+        """The session's deadlines have changed. When it is due."""
+        due_s = session.next_deadline_s()
+        if due_s < session.due_s:
+            session.due_s = due_s
+            heappush(self._heap, (due_s, session.connection))
+        return session.due_s
+
+    def take(self, sessions: Mapping[int, Session], now_s: float) -> list[Session]:
+        """Those that are due, each once, in the order of their connections; `expect` each again."""
+        due = {}
+        while self._heap and self._heap[0][0] <= now_s:
+            due_s, connection = heappop(self._heap)
+            session = sessions.get(connection)
+            if session is not None and session.due_s == due_s:
+                session.due_s = float("inf")
+                due[connection] = session
+        return [due[connection] for connection in sorted(due)]
+
+    @property
+    def next_deadline_s(self) -> float:
+        """When one is due; infinite when none is."""
+        return self._heap[0][0] if self._heap else float("inf")
 
 
 class Tags:

@@ -52,7 +52,7 @@ from pdserve.kvpool.core.namespace_admin import Administration, AdminRequest, Ru
 from pdserve.kvpool.core.page_listing import PageListing
 from pdserve.kvpool.core.page_places import PlaceChanges
 from pdserve.kvpool.core.reads import Reads
-from pdserve.kvpool.core.sessions import Limits, Session, Tags
+from pdserve.kvpool.core.sessions import Due, Limits, Session, Tags
 from pdserve.kvpool.core.sharding.coordinator import Sharding
 from pdserve.kvpool.core.startup_hold import StartupHold
 from pdserve.kvpool.core.status_report import report
@@ -89,6 +89,8 @@ from pdserve.kvpool.protocol.slot_table import RESERVED
 
 MAX_U64: Final = (1 << 64) - 1
 NO_RULES: Final = Rules()
+READ_ONLY: Final = frozenset((m.Exists, m.Ping, m.Status, ListNamespaces, ListPages, ListOwned))
+ADMINISTRATION: Final = frozenset((m.OpenNamespace, m.DropNamespace, PutNamespace, ReplaceNamespace))
 
 
 class NodeState:
@@ -117,6 +119,8 @@ class NodeState:
         self.recovered = {"recovered_pages": 0, "dropped_rows": 0}
         self.discarded = 0
         self.sessions: dict[int, Session] = {}
+        self._due = Due()
+        self._judging: int | None = None  # the registry's changes when the request that is judged came
         self.store = store
         self._limits = limits
         tags, tiering = Tags(incarnation, FIRST_TAG), tiering or TieringLimits()
@@ -124,7 +128,8 @@ class NodeState:
         self.sharding = Sharding(name, store, limits.replication, self.tiers)
         self.waits = Waits(store, limits.max_waiters, limits.max_waited_keys, self.tiers.has, self._may_read)
         self.reads = Reads(store, limits, tags, self.tiers, self.sharding)
-        self.writes = Writes(store, limits, tags, self._written, self.tiers.has if tiers else no_tier)
+        in_tier = self.tiers.has if tiers else no_tier
+        self.writes = Writes(store, limits, tags, self._written, in_tier, self.tiers.give_way)
         self.kept = KeptPages(store, self.tiers, limits.max_kept_bytes)
         self._listing = PageListing(store, self.sharding, self.tiers)
         self._lookups = Lookups(store, self.tiers)
@@ -139,6 +144,15 @@ class NodeState:
         sizes, gone, changed = (store.slots.capacity_bytes, store.slots.slab_bytes), self._gone, self._changed
         self.administration = Administration(name, *sizes, self.namespaces, rules, gone, changed)
 
+    @property
+    def unchanged(self) -> bool:
+        """After an exception out of `handle`: whether the event had changed nothing of the state yet, so that
+        it may be served on. True while a request is judged or only read for; a change of namespaces is
+        judged to its end before the registry takes it.
+        """
+        judged = self._judging
+        return judged is not None and self.namespaces.registry.changes == judged
+
     def restore(self, contents: TableContents, now_s: float) -> None:
         """Take over the pages of an earlier incarnation; before the first event."""
         restore(self.store, contents, now_s)
@@ -150,9 +164,12 @@ class NodeState:
         """Process the event. Returns the actions, in order."""
         out: list[Action] = []
         self.store.now_s = now_s
+        self._judging = None
         match event:
             case Received():
+                self._judging = self.namespaces.registry.changes
                 self._received(event, now_s, out)
+                self._judging = None
             case Tick():
                 self._tick(now_s, out)
             case TransferDone():
@@ -173,7 +190,6 @@ class NodeState:
                     self._answer_held(self._startup_hold.end(), now_s, out)
                     self.sharding.ownership.tiers_ready(now_s)
                     self._expect(self.sharding.next_deadline_s)
-                self._expect(now_s + self._limits.lease_s)
             case NamespacesSaved():
                 self._durable.saved(event, out)
             case ViewChanged():
@@ -221,15 +237,18 @@ class NodeState:
 
     def _serve(self, session: Session, message: m.Request, now_s: float, out: list[Action]) -> None:
         """Carry out a request that the client may make, and answer it."""
+        if type(message) not in READ_ONLY and type(message) not in ADMINISTRATION:
+            self._judging = None
         match message:
             case m.Get():
                 self.reads.get(session, message, now_s, out)
-                self._expect(session.next_deadline_s())
+                self._expect(self._due.expect(session))
             case m.Release():
                 self.reads.release(session, message, out)
             case m.Exists():
                 out.append(Answer(session.connection, self._lookups.answer(message, now_s)))
                 if message.keep_s or message.move:
+                    self._judging = None
                     may_write = bool(self.administration.rights(session, message.namespace) & m.WRITE)
                     self._expect(self.kept.ask(message, now_s, out, may_write=may_write))
             case m.Reserve():
@@ -240,7 +259,7 @@ class NodeState:
                 self.writes.abort(session, message, out)
             case m.Wait():
                 self.waits.begin(session, message, now_s, out)
-                self._expect(session.next_deadline_s())
+                self._expect(self._due.expect(session))
             case m.Discard():
                 self._discard(session, message, out)
             case m.Clear():
@@ -302,11 +321,12 @@ class NodeState:
 
     def _tick(self, now_s: float, out: list[Action]) -> None:
         self._answer_held(self._startup_hold.due(now_s), now_s, out)
-        for session in self.sessions.values():
+        for session in self._due.take(self.sessions, now_s):
             self.waits.expire(session, now_s, out)
             self.tiers.expire(session, now_s, out)
             self.reads.expire(session, now_s, out)
             self.writes.expire(session, now_s, out)
+            self._due.expect(session)
         self.writes.end_quarantine(now_s, out)
         self._durable.expire(now_s, out)
         self.sharding.tick(now_s, out)
@@ -391,7 +411,7 @@ class NodeState:
         refused = self.sharding.refusals(session, request, slot_bytes)
         reserved = self.writes.reserve(session, request, now_s, out, refused)
         self.sharding.reserved(session, request, reserved, slot_bytes, now_s)
-        self._expect(min(now_s + self._limits.reservation_lease_s, self.sharding.next_deadline_s))
+        self._expect(min(self._due.expect(session), self.sharding.next_deadline_s))
 
     def _commit(self, session: Session, request: m.Commit, now_s: float, out: list[Action]) -> None:
         same_length = len(request.slots) == len(request.sequences) == len(request.checksums)
@@ -425,7 +445,9 @@ class NodeState:
         self.waits.committed(namespace, key, self.sessions, now_s, out)
 
     def _pin(self, session: Session, slot: int, request: m.Get, now_s: float, out: list[Action]) -> m.Pin:
-        return self.reads.hit(session, slot, request, now_s, out)
+        pin = self.reads.hit(session, slot, request, now_s, out)
+        self._expect(self._due.expect(session))
+        return pin
 
     def _discard(self, session: Session, request: m.Discard, out: list[Action]) -> None:
         if not request.sequences:
@@ -473,9 +495,8 @@ class NodeState:
         self.next_deadline_s = min(self.next_deadline_s, deadline_s)
 
     def _find_next_deadline(self) -> None:
-        deadlines_s = [session.next_deadline_s() for session in self.sessions.values()]
         self.next_deadline_s = min(
-            *deadlines_s,
+            self._due.next_deadline_s,
             self.writes.next_quarantine_end_s(),
             self._durable.next_deadline_s,
             self.sharding.next_deadline_s,
@@ -495,6 +516,7 @@ class NodeState:
         reserved += self.tiers.reserved_slots()
         assert sorted(reserved) == self.store.slots_in_state(RESERVED)
         for session in self.sessions.values():
+            assert session.due_s <= session.next_deadline_s()
             held = [*session.reservations.values(), *session.quarantined.values()]
             assert session.reserved_bytes == sum(reservation.slot_bytes for reservation in held)
             assert session.reserved_bytes <= self._limits.max_reserved_bytes

@@ -46,9 +46,15 @@ def no_tier(namespace: int, key: bytes) -> bool:
     return False
 
 
+def no_load(namespace: int, key: bytes, out: list[Action]) -> bool:
+    """For a node without tiers."""
+    return False
+
+
 class Writes:
     """Reservations of all sessions. `on_commit(slots, now_s, out)` is called when pages became readable.
-    `in_tier(namespace, key)` says whether a tier has a page: then nobody needs to write it.
+    `in_tier(namespace, key)` says whether a tier can give a page: then nobody needs to write it.
+    `gives_way(namespace, key, out)` ends a load of the page that is late, and says whether there was one.
     """
 
     def __init__(
@@ -58,12 +64,14 @@ class Writes:
         tags: Tags,
         on_commit: Callable[[list[int], float, list[Action]], None],
         in_tier: Callable[[int, bytes], bool] = no_tier,
+        gives_way: Callable[[int, bytes, list[Action]], bool] = no_load,
     ) -> None:
         self._store = store
         self._limits = limits
         self._tags = tags
         self._on_commit = on_commit
         self._in_tier = in_tier
+        self._gives_way = gives_way
         self._receives: dict[int, Reservation] = {}  # by tag
         self._timed: deque[tuple[float, int]] = deque()  # (until, slot) in quarantine, without a session
         self.commits = 0
@@ -97,7 +105,7 @@ class Writes:
                 grants.append(_PRESENT)
             elif in_tier(request.namespace, key):
                 grants.append(_PRESENT)
-            elif key in writing or key in wanted:
+            elif key in wanted or (key in writing and not self._gives_way(request.namespace, key, out)):
                 grants.append(_BUSY)
             elif key in refused:
                 grants.append(refused[key])

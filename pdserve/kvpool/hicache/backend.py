@@ -313,12 +313,13 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             return Moved([False] * len(keys))
 
     def _complain(self, what: str, error: Exception) -> None:
-        if isinstance(error, PoolUnavailable):  # the page mover failed, which its supervisor has said
-            logger.debug("pool %s: %s", what, error)
-            return
         now_s = time.monotonic()
-        if now_s - self._warned_at_s >= WARN_EVERY_S:
-            self._warned_at_s = now_s
+        if now_s - self._warned_at_s < WARN_EVERY_S:
+            return
+        self._warned_at_s = now_s
+        if isinstance(error, PoolUnavailable):  # the page mover is busy, starts again, or failed at this call
+            logger.warning("pool %s: %s; treated as a miss", what, error)
+        else:
             text = "pool %s failed inside pdserve (a bug; treated as a miss): %s"
             logger.error(text, what, error, exc_info=error)
 

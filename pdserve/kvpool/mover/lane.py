@@ -14,7 +14,7 @@ import struct
 import time
 from typing import Final
 
-from pdserve.kvpool.mover.messages import LENGTH, MAX_FRAME_BYTES
+from pdserve.kvpool.mover.messages import HEADER, MAX_FRAME_BYTES
 
 RECEIVE_BYTES: Final = 64 * 1024  # an answer of a batch is smaller
 BUFFER_BYTES: Final = 1024 * 1024  # asked for; the kernel may give less
@@ -29,6 +29,7 @@ class Lane:
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
+        self.number = 0  # of the call whose frame was received last
         self._limits: dict[int, float] = {}  # by option: the time-out that is set
         sock.setblocking(True)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
@@ -42,8 +43,10 @@ class Lane:
     def call(self, frame: bytes, timeout_s: float) -> memoryview:
         """Send a frame and wait for the answer's body.
 
-        Raises TimeoutError at the deadline, ConnectionError when the other end is closed.
+        Raises TimeoutError at the deadline, ConnectionError when the other end is closed, ValueError for what
+        is no answer to this call.
         """
+        _, number = HEADER.unpack_from(frame)
         deadline_s = time.monotonic() + timeout_s
         sent = _send(self.socket.fileno(), frame, len(frame), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         if sent < len(frame):  # a long frame, or an error, which this names
@@ -52,7 +55,10 @@ class Lane:
                 self.socket.sendall(memoryview(frame)[max(0, sent) :])
             except BlockingIOError as error:
                 raise TimeoutError("it takes no requests") from error
-        return self.receive(deadline_s)
+        answer = self.receive(deadline_s)
+        if self.number != number:
+            raise ValueError(f"the answer to call {self.number} where that to call {number} was expected")
+        return answer
 
     def send(self, frame: bytes) -> None:
         """Send a frame, however long that takes. Raises OSError."""
@@ -61,7 +67,7 @@ class Lane:
     def receive(self, deadline_s: float | None = None) -> memoryview:
         """The body of the next frame. Raises as `call`; ValueError for what is no frame."""
         received = b""
-        wanted = LENGTH.size
+        wanted = HEADER.size
         while len(received) < wanted:
             if deadline_s is not None:
                 self._limit(socket.SO_RCVTIMEO, deadline_s)
@@ -72,14 +78,14 @@ class Lane:
             if not data:
                 raise ConnectionError("it has ended")
             received += data
-            if wanted == LENGTH.size and len(received) >= wanted:
-                [length] = LENGTH.unpack_from(received)
+            if wanted == HEADER.size and len(received) >= wanted:
+                length, self.number = HEADER.unpack_from(received)
                 if length > MAX_FRAME_BYTES:
                     raise ValueError(f"a frame of {length} bytes")
                 wanted += length
         if len(received) > wanted:
             raise ValueError("two frames where one was expected")
-        return memoryview(received)[LENGTH.size :]
+        return memoryview(received)[HEADER.size :]
 
     def close(self) -> None:
         """Close this end. Idempotent."""

@@ -1,4 +1,6 @@
-"""Messages between a scheduler and its page mover, as frames: length, then msgpack. Pure.
+"""Messages between a scheduler and its page mover, as frames: length, number of the call, then msgpack. Pure.
+
+The answer has the number of its call, so that a late one is never taken for another call's.
 
 Both ends are of one installation, and the socket pair has no other user. A mover that starts after an
 upgrade of the files on disk may be of another version: it refuses the `Start` message then.
@@ -13,8 +15,8 @@ import msgspec
 
 from pdserve.kvpool.mover.host_pages import HostPart
 
-VERSION: Final = 4
-LENGTH: Final = struct.Struct("<I")
+VERSION: Final = 5
+HEADER: Final = struct.Struct("<IQ")  # length of the body, number of the call
 MAX_FRAME_BYTES: Final = 64 * 1024 * 1024
 
 
@@ -88,10 +90,10 @@ _calls = msgspec.msgpack.Decoder(Call)
 _answers = msgspec.msgpack.Decoder(Answer)
 
 
-def encode(message: Start | Call | Answer) -> bytes:
-    """The frame of a message."""
+def encode(message: Start | Call | Answer, number: int = 0) -> bytes:
+    """The frame of a call with this number, or of the answer to it."""
     body = _encoder.encode(message)
-    return LENGTH.pack(len(body)) + body
+    return HEADER.pack(len(body), number) + body
 
 
 def decode_start(body: bytes | memoryview) -> Start:

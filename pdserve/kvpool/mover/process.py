@@ -63,7 +63,8 @@ class Mover:
         """Answer the calls of a lane until the scheduler closes it."""
         try:
             while True:
-                lane.send(encode(self._answer(decode_call(lane.receive()))))
+                answer = self._answer(decode_call(lane.receive()))
+                lane.send(encode(answer, lane.number))
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             logger.debug("a lane of the page mover ended: %s", error)
         finally:

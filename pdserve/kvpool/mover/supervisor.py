@@ -8,6 +8,7 @@ failure in a row.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import subprocess
@@ -64,6 +65,7 @@ class MoverProcess:
         given = [sock.fileno() for sock in theirs]
         given += [fd for part in first.parts.values() for fd, _ in part.pages.memory]
         self._idle = [lane for lane, _ in pairs]  # taken and given back by single steps of the interpreter
+        self._numbers = itertools.count(1)  # of calls
         self._ended = False
         self.started_s = time.monotonic()
         try:
@@ -91,12 +93,19 @@ class MoverProcess:
             lane = self._idle.pop()
         except IndexError:
             raise PoolUnavailable("all lanes to the page mover are busy") from None
+        whole = False
         try:
-            return decode_answer(lane.call(encode(call), timeout_s))
+            answer = decode_answer(lane.call(encode(call, next(self._numbers)), timeout_s))
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             raise MoverBroken(f"the page mover failed: {error}") from error
+        else:
+            whole = True
+            return answer
         finally:
-            self._idle.append(lane)
+            if whole:
+                self._idle.append(lane)
+            else:  # its answer may come late, and would be the next call's
+                lane.close()
             if self._ended:
                 self._close_lanes()
 

@@ -6,6 +6,10 @@ right below it. So no right is more open than a right that it includes: with a w
 reads, and a client with the token writes and administers. A namespace without tokens is open to all. On a
 node with an `admin_token` only its holder makes one: a stranger would take a worker's name, or fill the list.
 
+The right to administer is to clear, drop and replace a namespace, and to change its tokens. Its limits
+(quota, rates, weight, policy, copies, media) are of a node that others use too: changing them needs the
+node's right.
+
 The node's `admin_token` allows operations on the node and on all namespaces. Without one, operations on the
 node are open, and no namespace can have tokens: any client could pass for a node of the pool, and nodes read
 everything. Nodes show the `cluster_token` to each other.

@@ -18,7 +18,8 @@ disk that comes back years later. A namespace keeps its space through restarts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 import msgspec
@@ -30,6 +31,23 @@ from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord, NamespaceS
 _ERA_SHIFT: Final = 32
 _ERA_MASK: Final = (1 << 32) - 1
 SEQUENCES: Final = 1 << 40  # that one start may give out: 100,000 pages a second for 127 days
+
+# a geometry is text of a client: a number in it counts only if it has few digits, all of them ASCII
+_ITEM_BITS: Final = re.compile(r"(?:bfloat|float|uint|int)(8|16|32|64|128)(?![0-9])")
+_PAGE_TOKENS: Final = re.compile(r"[0-9]{1,9}")
+
+
+def item_bytes(geometry: Mapping[str, str]) -> int:
+    """Bytes of one number of the KV, 1 to 16; 1 if the geometry does not say."""
+    name = geometry.get("kv_dtype", "")
+    found = _ITEM_BITS.match(geometry.get("dtype", "") if name in ("", "auto") else name)
+    return int(found[1]) // 8 if found else 1
+
+
+def page_tokens(geometry: Mapping[str, str]) -> int:
+    """Tokens of one page; 0 if the geometry does not say."""
+    said = geometry.get("page_size", "")
+    return int(said) if _PAGE_TOKENS.fullmatch(said) else 0
 
 
 class Namespace(msgspec.Struct, frozen=True):

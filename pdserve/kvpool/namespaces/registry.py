@@ -130,6 +130,7 @@ class Registry:
     """Records by name."""
 
     def __init__(self, records: Iterable[NamespaceRecord] = (), floors: Floors | None = None) -> None:
+        self.changes = 0  # made so far
         self.floors: Floors = floors or []
         self._records: dict[str, NamespaceRecord] = {}
         self._encoded_bytes = 0
@@ -164,6 +165,7 @@ class Registry:
 
     def forget(self, name: str) -> None:
         """Remove a record: a floor was raised over it."""
+        self.changes += 1
         known = self._records.pop(name, None)
         if known is not None:
             self._encoded_bytes -= len(_encoder.encode(known))
@@ -193,6 +195,7 @@ class Registry:
             )
 
     def _put(self, record: NamespaceRecord) -> None:
+        self.changes += 1
         known = self._records.get(record.name)
         if known is not None:
             self._encoded_bytes -= len(_encoder.encode(known))

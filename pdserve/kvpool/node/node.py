@@ -13,9 +13,11 @@ import logging
 import os
 import secrets
 import ssl
+import traceback
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -125,6 +127,7 @@ class PoolNode:
             Upgrade: self.upgrader.begin,
         }
         self.sockets = 0  # all
+        self.requests_failed = 0  # met a bug, and cost their clients their connections
         self._last_connection = 0
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at_s = 0.0
@@ -262,7 +265,8 @@ class PoolNode:
     # --- events and actions
 
     def feed(self, event: Event) -> None:
-        """Decide and act. An error in that is a bug: what it left half done may not be served, so the node
+        """Decide and act. An error in that is a bug. Where a request of one client met it before anything
+        changed, that client loses its connection. Else what it left half done may not be served, so the node
         stops at once. What the slot table says is right at every instant, so the next start has the pages.
         """
         if self._stopped:
@@ -273,12 +277,32 @@ class PoolNode:
                 acts[type(action)](action)
             if self._timer is None or self.state.next_deadline_s < self._timer_at_s:
                 self._schedule()
-        except Exception as error:  # boundary: of the decisions; ends the process
-            self._fail(event, error)
+        except Exception as error:  # boundary: of the decisions; ends a connection or the process
+            client = self.connections.get(event.connection) if isinstance(event, Received) else None
+            if client is not None and isinstance(event, Received) and self.state.unchanged:
+                self._give_up(client, event.message, error)
+            else:
+                self._fail(event, error)
 
     def _feed_from_thread(self, event: Event) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the node has ended
             self._loop.call_soon_threadsafe(self.feed, event)
+
+    def _give_up(self, client: ClientConnection, message: Request, error: Exception) -> None:
+        """A client's request met a bug, and changed nothing: the client is closed, the node serves on."""
+        self.requests_failed += 1
+        what, where = type(message).__name__, traceback.extract_tb(error.__traceback__)[-1]
+        logger.error(
+            "node %s: %s of connection %d met an unexpected error, %.200r at %s:%d: closing that connection, "
+            "all others are served on; report this line",
+            self.name,
+            what,
+            client.number,
+            error,
+            Path(where.filename).name,
+            where.lineno or 0,
+        )
+        client.close(f"its {what} met an unexpected error")
 
     def _fail(self, event: Event, error: Exception) -> None:
         message = (
@@ -437,6 +461,12 @@ class PoolNode:
 
     def received(self, connection: ClientConnection, message: Request) -> None:
         """A request of a client that shook hands."""
+        try:
+            self._serve(connection, message)
+        except Exception as error:  # boundary: of one client's request; `feed` has those that change pages
+            self._give_up(connection, message, error)
+
+    def _serve(self, connection: ClientConnection, message: Request) -> None:
         route = self._routes.get(type(message))
         if not self.upgrader.admits(message):
             return
@@ -456,6 +486,7 @@ class PoolNode:
     def _report(self, request_id: int, asker: Session | None = None) -> StatusReport:
         report = self.state.status(request_id, self._loop.time(), asker)
         counters = {**report.counters, **self._moved(), **self.serving.counters()}
+        counters["requests_failed"] = self.requests_failed
         report = replace(report, counters=counters)
         return self.gossip.with_members(report)
 

@@ -14,6 +14,7 @@ from pdserve.errors import FrameError, PoolRefused, RequestRefused
 from pdserve.kvpool.protocol.base import KEY_BYTES, Message
 from pdserve.kvpool.protocol.base import NodeAddress as NodeAddress
 from pdserve.kvpool.protocol.cluster_messages import (
+    EndReplicas,
     ListOwned,
     ListPages,
     PullPages,
@@ -38,6 +39,8 @@ from pdserve.kvpool.protocol.messages import (
 )
 from pdserve.printable import printable
 
+NAMES: Final = ("name", "old", "new", "node")
+MAX_NAME_CHARS: Final = 1024  # of a name in a request: those of namespaces have 512 at most
 MAX_TAG: Final = (1 << 63) - 1  # of a page; its segments' follow
 R = TypeVar("R", bound=Message)
 
@@ -55,9 +58,14 @@ HEADER_BYTES = 4
 
 
 def encode_frame(message: Request | Reply) -> bytes:
-    """The message as one frame. Raises FrameError if it would exceed MAX_FRAME_BYTES."""
+    """The message as one frame. Raises FrameError if it would exceed MAX_FRAME_BYTES, or has a number or a
+    text that msgpack cannot carry.
+    """
     buffer = bytearray(HEADER_BYTES)
-    _encoder.encode_into(message, buffer, HEADER_BYTES)
+    try:
+        _encoder.encode_into(message, buffer, HEADER_BYTES)
+    except (msgspec.MsgspecError, OverflowError, UnicodeEncodeError) as error:
+        raise FrameError(f"{type(message).__name__} cannot be encoded: {error}") from error
     body_bytes = len(buffer) - HEADER_BYTES
     if body_bytes > MAX_FRAME_BYTES:
         raise FrameError(f"message of {body_bytes} bytes exceeds the frame limit of {MAX_FRAME_BYTES}")
@@ -111,6 +119,9 @@ def _check_bounds(message: Request) -> None:
     request_id: int = getattr(message, "id", 0)
     if request_id < 0:
         raise FrameError(f"a request's id of {request_id}, it must not be negative")
+    for field in NAMES:
+        if len(getattr(message, field, "")) > MAX_NAME_CHARS:
+            raise FrameError(f"a {field} longer than {MAX_NAME_CHARS} characters")
     keys: list[bytes] = getattr(message, "keys", [])
     if len(keys) > MAX_KEYS:
         raise FrameError(f"{len(keys)} keys in one message, at most {MAX_KEYS} are allowed")
@@ -134,14 +145,20 @@ def _check_bounds(message: Request) -> None:
     elif isinstance(message, Abort | Release):
         if len(message.slots) != len(message.sequences):
             raise FrameError("abort or release: slots and sequences differ in length")
+        if isinstance(message, Abort):
+            _check_pages(message, len(slots), MAX_PAGES)
     elif isinstance(message, ListOwned | ListPages):
         if not 1 <= message.limit <= MAX_KEYS:
             raise FrameError(f"a limit of {message.limit}, allowed are 1 to {MAX_KEYS}")
     elif isinstance(message, PullPages):
         if min(message.lengths, default=1) <= 0:
             raise FrameError("pull: lengths must be positive")
-    elif isinstance(message, Discard) and len(message.sequences) not in (0, len(message.keys)):
-        raise FrameError("discard: keys and sequences differ in length")
+    elif isinstance(message, Discard):
+        if len(message.sequences) not in (0, len(message.keys)):
+            raise FrameError("discard: keys and sequences differ in length")
+        _check_pages(message, len(keys), MAX_PAGES)
+    elif isinstance(message, EndReplicas):
+        _check_pages(message, len(keys), MAX_PAGES)
 
 
 def _check_pages(message: Request, pages: int, allowed: int) -> None:

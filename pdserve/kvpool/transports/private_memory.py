@@ -43,10 +43,12 @@ class Region:
 
     def show(self, file: int, offset: int, start: int, size_bytes: int) -> None:
         """[start, start + size_bytes) shows the file's bytes from `offset` on, all in whole blocks. `file`: a
-        descriptor. Raises OSError; then nothing has changed.
+        descriptor. Raises OSError and ValueError; then nothing has changed.
         """
-        assert start >= 0
-        assert start + size_bytes <= self.size_bytes
+        end = start + size_bytes
+        blocks = start % BLOCK_BYTES == 0 == size_bytes % BLOCK_BYTES
+        if not 0 <= start < end <= self.size_bytes or not blocks:  # else other memory would be mapped over
+            raise ValueError(f"[{start}, {end}) are no whole blocks of a region of {self.size_bytes} bytes")
         place = self.address + start
         if _libc().mmap(place, size_bytes, _WRITABLE, _PRIVATE | _MAP_FIXED, file, offset) == _FAILED:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

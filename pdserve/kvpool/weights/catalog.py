@@ -6,12 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from pdserve.errors import PoolError, PoolRefused, WeightsError
 from pdserve.kvpool.admin.ls import pages
 from pdserve.kvpool.admin.node_client import TIMEOUT_S, NodeClient, in_parallel
 from pdserve.kvpool.protocol.messages import Done, DropNamespace, NodeAddress
+from pdserve.kvpool.protocol.page_bytes import aligned
 from pdserve.kvpool.weights.manifest import FileEntry, Manifest, Piece
 from pdserve.kvpool.weights.names import ModelName
 from pdserve.kvpool.weights.place import ask_pool
@@ -157,7 +156,7 @@ def warm(store: WeightStore, model: ModelName, progress: Callable[[int, int], No
     reader, done = store.reader(model), 0
     for file in manifest.files:
         for batch in _batches(file):
-            buffers = [np.empty(piece.length, np.uint8) for piece in batch]
+            buffers = [aligned(piece.length) for piece in batch]
             reader.read(file.path, batch, buffers)
             done += sum(piece.length for piece in batch)
             progress(done, manifest.size_bytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import os
 import shutil
 import tempfile
@@ -12,9 +13,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
 from pdserve.errors import WeightsError
+from pdserve.kvpool.protocol.page_bytes import aligned
 from pdserve.kvpool.weights.manifest import FileEntry, Manifest
 from pdserve.kvpool.weights.pieces import is_named
 from pdserve.kvpool.weights.reading import PageReader
@@ -62,7 +62,7 @@ def _write(reader: PageReader, file: FileEntry, target: Path) -> None:
         with os.fdopen(descriptor, "wb") as out:
             for batch in batches(placed):
                 first, pieces = batch[0][0], [piece for _, piece in batch]
-                data = np.empty(sum(piece.length for piece in pieces), np.uint8)
+                data = aligned(sum(piece.length for piece in pieces))
                 into = [data[at - first : at - first + piece.length] for at, piece in batch]
                 reader.read(file.path, pieces, into)
                 for piece, found in zip(pieces, into, strict=True):
@@ -90,7 +90,7 @@ def shared_directory(environ: MutableMapping[str, str] = os.environ) -> Path:
         private_directory(base)
         for name in _left_behind(base):
             shutil.rmtree(base / name, ignore_errors=True)
-        made = Path(tempfile.mkdtemp(prefix=f"weights-{os.getpid()}-", dir=base))
+        made = _locked_directory(base)
     except OSError as error:
         raise WeightsError(
             f"no place for a model's small files: {error.strerror or error}; set TMPDIR"
@@ -106,9 +106,25 @@ def shared_directory(environ: MutableMapping[str, str] = os.environ) -> Path:
     return made
 
 
+def _locked_directory(base: Path) -> Path:
+    """A new directory, locked until this process and its forked children have ended. It has its name once it
+    is locked: from then on others look at it.
+    """
+    made = Path(tempfile.mkdtemp(prefix=f"new-weights-{os.getpid()}-", dir=base))
+    descriptor = os.open(made, os.O_RDONLY | os.O_DIRECTORY)  # open until the process ends
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return made.rename(base / made.name.removeprefix("new-"))
+
+
 def _left_behind(base: Path) -> Iterator[str]:
-    """Directories of processes that ended without removing them."""
+    """Directories of processes that ended without removing them: nobody holds their lock. Process ids say
+    nothing: another container may share the directory and count its own.
+    """
     for path in base.glob("weights-*-*"):
-        owner = path.name.split("-")[1]
-        if owner.isdecimal() and not Path(f"/proc/{owner}").exists():
-            yield path.name
+        with contextlib.suppress(OSError):  # somebody holds it, or it is gone
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                yield path.name
+            finally:
+                os.close(descriptor)

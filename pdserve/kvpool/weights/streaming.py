@@ -20,10 +20,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Final, NamedTuple, TypeAlias
 
-import numpy as np
-
 from pdserve.errors import WeightsError
-from pdserve.kvpool.protocol.page_bytes import Bytes1D
+from pdserve.kvpool.protocol.page_bytes import Bytes1D, aligned
 from pdserve.kvpool.weights.manifest import FileEntry, Manifest
 from pdserve.kvpool.weights.reading import PageReader
 from pdserve.kvpool.weights.span_memory import Buffers, LentSpan, PlacedPiece, can_lend, show_pages
@@ -104,7 +102,7 @@ def read_bytes(reader: PageReader, file: FileEntry, size_bytes: int | None = Non
             break
         pieces.append(piece)
         ends += piece.length
-    data = np.empty(ends, np.uint8)
+    data = aligned(ends)
     into, start = [], 0
     for piece in pieces:
         into.append(data[start : start + piece.length])

@@ -26,7 +26,7 @@ from tests.support.kvpool.nodes import Start
 from tests.support.kvpool.pools import ProcessPool, arena_dir
 
 PAGE_BYTES = 24 * 1024
-ROOT = "root-token"
+ROOT, NEW = "root-token", "the-new-token-to-read"
 
 
 def soon(seconds: float = 10.0) -> float:
@@ -206,11 +206,12 @@ def test_the_command_line_makes_changes_and_lists_namespaces(guarded: LocalNode,
     text = ns("list", address, token=ROOT).stdout
     assert "tenant" in text
     assert "read write admin" in text
-    (tmp_path / "new").write_text("new-token\n")
-    ns("set", address, "tenant", "--weight", "2", "--read-token", f"@{tmp_path}/new", token="a")
+    (tmp_path / "new").write_text(f"{NEW}\n")
+    ns("set", address, "tenant", "--read-token", f"@{tmp_path}/new", token="a")
+    ns("set", address, "tenant", "--weight", "2", token=ROOT)
     [shown] = [json.loads(line) for line in ns("list", address, "--json", token="a").stdout.splitlines()]
     assert (shown["settings"]["weight"], shown["settings"]["quota_bytes"]) == (2.0, 1 << 20)
-    for token in ("a", "new-token"):  # who may only read does not open it first
+    for token in ("a", NEW):  # who may only read does not open it first
         reader = client(guarded, "tenant", token)
         assert list(reader.check().values()) == [None]
         reader.close()

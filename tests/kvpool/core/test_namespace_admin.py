@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -15,7 +17,7 @@ from pdserve.kvpool.core.events import (
     RecordsLearned,
     SaveNamespaces,
 )
-from pdserve.kvpool.core.namespace_admin import Rules
+from pdserve.kvpool.core.namespace_admin import Rules, nearest
 from pdserve.kvpool.namespaces import registry
 from pdserve.kvpool.namespaces.access import KEPT
 from pdserve.kvpool.namespaces.catalog import Namespaces
@@ -26,6 +28,7 @@ from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord, NamespaceS
 from pdserve.kvpool.protocol.messages import ADMIN, ALL, READ, WRITE
 from pdserve.tokens import digest
 from tests.support.kvpool.node_model import KIB, Node, answers, commit, key, opened
+from tests.support.kvpool.profiled import calls_of
 from tests.support.suite.extended import examples
 
 GUARDED = NamespaceSettings(read_token=digest("r"), write_token=digest("w"), admin_token=digest("a"))
@@ -457,6 +460,27 @@ def test_a_namespaces_administrator_takes_no_new_name_by_a_switch() -> None:
     node.ask(holder, c.ReplaceNamespace(2, "ns", "next"), m.Done)
 
 
+@pytest.mark.parametrize(
+    "limits",
+    [{"weight": 1e6}, {"quota_bytes": 0}, {"policy": "keep"}, {"copies": 16}, {"operations_s": 0.0}],
+)
+def test_a_tenant_lifts_no_limits_of_its_own_where_the_node_has_an_administrator(
+    limits: dict[str, Any],
+) -> None:
+    tokens = {"read_token": digest("r"), "write_token": digest("w")}
+    bounded = NamespaceSettings(quota_bytes=64 * KIB, operations_s=5.0, **tokens)
+    node = Node(rules=Rules(admin_token=digest("root"), named={"ns": bounded}))
+    tenant, root = node.connect(token="w"), node.connect(token="root")
+    wanted = msgspec.structs.replace(bounded, **limits)
+    said = fault(node, tenant, c.PutNamespace(1, "ns", wanted))
+    assert "access_denied" in said
+    assert "limits of namespace 'ns'" in said
+    assert record(node, "ns").settings == bounded
+    rotated = msgspec.structs.replace(bounded, write_token=digest("new"))
+    assert isinstance(reply(node, tenant, c.PutNamespace(2, "ns", rotated)), m.Done)
+    assert isinstance(reply(node, root, c.PutNamespace(3, "ns", wanted)), m.Done)
+
+
 def test_strangers_are_told_no_names_that_are_like_theirs() -> None:
     node = guarded_node()
     for token in ("", "r"):
@@ -585,3 +609,30 @@ def test_two_nodes_agree_once_they_have_talked_and_keep_no_page_of_an_older_gene
             assert not found_record.dropped
             assert namespace.generation == found_record.generation
             assert found_record.geometry in ({}, namespace.geometry)
+
+
+def with_namespaces(count: int) -> Node:
+    node = guarded_node()
+    learn(node, *(NamespaceRecord(f"n{n}", 1, 0, {}, GUARDED) for n in range(count)))
+    return node
+
+
+@pytest.mark.parametrize("token", ["", "r", "x"])
+def test_the_work_for_who_may_see_nothing_does_not_grow_with_what_there_is(token: str) -> None:
+    calls = []
+    for count in (4, 400):
+        node = with_namespaces(count)
+        session = node.state.sessions[node.connect(token=token)]
+        node.state.administration.may_write(session)  # after a change it counts once
+        handle = node.state.administration.handle
+        requests = (c.ListNamespaces(1), c.ListNamespaces(2))
+        calls.append(calls_of(lambda: [handle(session, one, []) for one in requests]))  # noqa: B023
+        calls[-1] += calls_of(lambda: node.state.administration.may_write(session))  # noqa: B023
+    assert calls[1] <= calls[0] + 10
+
+
+def test_a_long_name_is_not_compared_with_all_others_to_its_end() -> None:
+    known = [f"model-{n}@{'r' * 500}" for n in range(1000)]
+    assert calls_of(lambda: nearest("model-7@" + "s" * 500, known)) < 3_000
+    assert nearest("modle@1", ["other", "model@1", "model@2000"]) == "model@1"
+    assert nearest("x", known) == ""

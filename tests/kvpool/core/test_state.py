@@ -10,16 +10,19 @@ from pdserve.kvpool.core.events import (
     CancelTransfers,
     Close,
     CommitRows,
+    Connected,
     FreeRows,
     Received,
     ReserveRows,
     SaveNamespaces,
     StartReceive,
     StartSend,
+    Tick,
     TransferDone,
 )
 from pdserve.kvpool.protocol import messages as m
 from tests.support.kvpool.node_model import KIB, Node, answers, commit, key, opened, statuses
+from tests.support.kvpool.profiled import calls_of
 
 HIT, MISS = m.HIT, m.MISS
 GRANTED, PRESENT, BUSY, FULL, TOO_LARGE = m.GRANTED, m.PRESENT, m.BUSY, m.FULL, m.TOO_LARGE
@@ -396,4 +399,34 @@ def test_a_pin_without_a_data_path_ends_with_its_lease() -> None:
     node.pass_time(29.0)
     assert node.status().pins == 1
     node.pass_time(1.0)
+    assert node.status().pins == 0
+
+
+def test_a_tick_costs_nothing_for_connections_of_which_nothing_ends() -> None:
+    calls = []
+    for connections in (10, 1000):
+        node, client, ns = opened()
+        node.put(client, ns, 1)
+        for number in range(connections):
+            node.state.handle(Connected(1000 + number, "shm", "idle", 1), node.now_s)
+        node.get(client, ns, 1)
+        calls.append(calls_of(lambda: node.state.handle(Tick(), node.now_s + 0.5)))  # noqa: B023
+    assert calls[1] <= calls[0] + 10
+
+
+def test_leases_of_many_connections_end_in_time_each() -> None:
+    node, client, ns = opened(lease_s=10.0)
+    node.put(client, ns, 1)
+    readers = [node.connect() for _ in range(5)]
+    for reader in readers:
+        node.get(reader, ns, 1)
+        node.pass_time(1.0)
+    assert node.status().pins == 5
+    for left in (4, 3, 2):
+        node.pass_time(node.state.next_deadline_s - node.now_s)
+        assert node.status().pins == left
+    node.get(readers[3], ns, 1)  # it is renewed, and looked at when it would have ended
+    node.pass_time(1.0)
+    assert node.status().pins == 3
+    node.pass_time(10.0)
     assert node.status().pins == 0

@@ -228,6 +228,22 @@ def test_nothing_raises_and_every_list_is_whole(pool: Pool, step: str, error: Ex
     assert made.batch_exists(names(3)) == 0
 
 
+def test_calls_that_a_mover_did_not_carry_out_are_said_now_and_then(
+    pool: Pool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = backend(pool, HostPool("page_first"))
+
+    def fail(*_: object) -> None:
+        raise PoolUnavailable("all lanes to the page mover are busy")
+
+    monkeypatch.setattr(page_access.InProcess, "get", fail)
+    for _ in range(3):
+        assert made.batch_get_v1(names(1), indices([0])) == [False]
+    [line] = [record for record in caplog.records if "lanes" in record.getMessage()]
+    assert (line.levelname, line.exc_info) == ("WARNING", None)
+    made.close()
+
+
 def test_counts_that_cannot_be_published_cost_no_page(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     made = backend(pool, HostPool("page_first"))
 

@@ -7,11 +7,11 @@ import threading
 import pytest
 
 from pdserve.kvpool.mover.lane import Lane
-from pdserve.kvpool.mover.messages import LENGTH, MAX_FRAME_BYTES
+from pdserve.kvpool.mover.messages import HEADER, MAX_FRAME_BYTES
 
 
-def frame(body: bytes) -> bytes:
-    return LENGTH.pack(len(body)) + body
+def frame(body: bytes, number: int = 7) -> bytes:
+    return HEADER.pack(len(body), number) + body
 
 
 @pytest.fixture
@@ -55,8 +55,14 @@ def test_a_closed_end_is_noticed(lanes: tuple[Lane, Lane]) -> None:
         lanes[0].call(frame(b"hello"), 5.0)
 
 
-@pytest.mark.parametrize("answer", [LENGTH.pack(MAX_FRAME_BYTES + 1), frame(b"one") + frame(b"two")])
+@pytest.mark.parametrize("answer", [HEADER.pack(MAX_FRAME_BYTES + 1, 7), frame(b"one") + frame(b"two")])
 def test_what_is_no_answer_is_refused(lanes: tuple[Lane, Lane], answer: bytes) -> None:
     lanes[1].send(answer)
     with pytest.raises(ValueError, match="frame"):
         lanes[0].call(frame(b"hello"), 5.0)
+
+
+def test_the_answer_to_another_call_is_refused(lanes: tuple[Lane, Lane]) -> None:
+    lanes[1].send(frame(b"late", number=6))
+    with pytest.raises(ValueError, match="answer to call 6"):
+        lanes[0].call(frame(b"hello", number=7), 5.0)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from pdserve.errors import FrameError
-from pdserve.kvpool.namespaces.catalog import SEQUENCES, Namespaces
+from pdserve.kvpool.namespaces.catalog import SEQUENCES, Namespaces, item_bytes, page_tokens
 from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord, NamespaceSettings
 
 
@@ -102,3 +102,22 @@ def test_pages_of_an_older_generation_do_not_come_back_with_the_file() -> None:
 
 def test_dropping_what_is_not_there_is_nothing() -> None:
     assert Namespaces().drop("x") is None
+
+
+@pytest.mark.parametrize(
+    ("geometry", "item", "tokens"),
+    [
+        ({"dtype": "bfloat16", "page_size": "64"}, 2, 64),
+        ({"dtype": "float32", "kv_dtype": "auto"}, 4, 0),
+        ({"dtype": "float32", "kv_dtype": "float8_e4m3fn"}, 1, 0),
+        ({"dtype": "float" + "9" * 5000, "page_size": "9" * 5000}, 1, 0),
+        ({"dtype": "int" + "9" * 20, "page_size": "9" * 25}, 1, 0),
+        ({"dtype": "float160", "page_size": "٣٣"}, 1, 0),
+        ({"dtype": "float0", "page_size": "-1"}, 1, 0),
+    ],
+)
+def test_a_number_in_a_geometry_counts_only_where_it_can_be_one(
+    geometry: dict[str, str], item: int, tokens: int
+) -> None:
+    assert item_bytes(geometry) == item
+    assert page_tokens(geometry) == tokens

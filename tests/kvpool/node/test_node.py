@@ -268,6 +268,38 @@ async def test_an_unexpected_error_stops_the_node_and_the_next_start_has_its_pag
         assert set(await of_namespace(node, get, written + unlucky)) == set(written)
 
 
+FAILING = {
+    "lookup": ("pdserve.kvpool.core.lookups.Lookups.answer", m.Exists(7, 1, keys(1, 9))),
+    "namespace": ("pdserve.kvpool.core.namespace_admin.check_record", m.OpenNamespace(7, "b", {})),
+    "status": ("pdserve.kvpool.core.state.report", m.Status(7)),
+}
+
+
+@pytest.mark.parametrize("what", FAILING)
+async def test_an_error_before_anything_changed_costs_one_client_its_connection_and_not_the_node(
+    what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise OverflowError("a bug")
+
+    written, (target, message) = keys(6, 1), FAILING[what]
+    async with serving(tmp_path) as node:
+        assert await of_namespace(node, put, written) == written
+        reader, writer = await say_hello(node.config, "none")
+        assert isinstance(await reply_of(reader), m.Welcome)
+        with monkeypatch.context() as patched:
+            patched.setattr(target, broken)
+            writer.write(encode_frame(message))
+            assert await asyncio.wait_for(reader.read(), 20) == b"", "the connection ends"
+        writer.close()
+        assert await of_namespace(node, get, written) == written
+        status = await asyncio.to_thread(fetch_status, node.config.listen[0], soon())
+        assert status.counters["requests_failed"] == 1
+    [line] = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert "OverflowError" in line.getMessage()
+    assert "\n" not in line.getMessage()
+
+
 # --- what keeps it from starting
 
 

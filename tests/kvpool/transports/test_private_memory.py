@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 
@@ -64,3 +66,38 @@ def test_a_file_that_cannot_be_shown_leaves_the_region_as_it_was(file: int) -> N
     with pytest.raises(OSError, match="Invalid argument"):
         region.show(file, 100, 0, BLOCK_BYTES)
     assert not region.array().any()
+
+
+@pytest.mark.parametrize(
+    ("start", "size"),
+    [
+        (-BLOCK_BYTES, BLOCK_BYTES),
+        (BLOCK_BYTES, 2 * BLOCK_BYTES),
+        (2 * BLOCK_BYTES, BLOCK_BYTES),
+        (0, 0),
+        (0, -BLOCK_BYTES),
+        (1, BLOCK_BYTES),
+        (0, BLOCK_BYTES - 1),
+    ],
+)
+def test_nothing_is_mapped_over_memory_beside_the_region(file: int, start: int, size: int) -> None:
+    region = Region(2 * BLOCK_BYTES)
+    with pytest.raises(ValueError, match="whole blocks"):
+        region.show(file, 0, start, size)
+
+
+def test_bounds_of_the_region_hold_in_an_optimised_interpreter() -> None:
+    script = """
+import os
+from pdserve.kvpool.transports.private_memory import BLOCK_BYTES, Region
+file = os.memfd_create("x")
+os.ftruncate(file, BLOCK_BYTES)
+try:
+    Region(BLOCK_BYTES).show(file, 0, BLOCK_BYTES, BLOCK_BYTES)
+except ValueError:
+    print("refused")
+"""
+    done = subprocess.run(
+        [sys.executable, "-O", "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "refused\n"

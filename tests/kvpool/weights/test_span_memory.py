@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,14 @@ import numpy as np
 import pytest
 
 from pdserve.errors import WeightsError
+from pdserve.kvpool.protocol.page_bytes import aligned
 from pdserve.kvpool.transports.private_memory import BLOCK_BYTES
 from pdserve.kvpool.weights import catalog, reading, streaming
 from pdserve.kvpool.weights.manifest import Piece
 from pdserve.kvpool.weights.names import ModelName
 from pdserve.kvpool.weights.pieces import digest_of
 from pdserve.kvpool.weights.push import push
-from pdserve.kvpool.weights.span_memory import LentSpan, can_lend
+from pdserve.kvpool.weights.span_memory import Buffers, LentSpan, can_lend
 from pdserve.kvpool.weights.store import WeightStore
 from pdserve.kvpool.weights.streaming import stream, weight_files
 from tests.support.kvpool.local_node import LocalNode
@@ -196,3 +198,34 @@ def test_only_pages_that_lie_in_a_file_as_in_memory_are_shown() -> None:
     assert not can_lend(101, [(100, whole)])
     assert not can_lend(0, [(0, Piece(b"", b"", 5000, 5000))])
     assert not can_lend(0, [])
+
+
+def test_a_buffer_that_comes_back_while_another_is_taken_holds_up_nobody() -> None:
+    """Arrays in cycles are freed whenever the collector runs, also inside `take`."""
+    buffers, taken = Buffers(), threading.Event()
+
+    def take_while_the_collector_runs() -> None:
+        before = gc.get_threshold()
+        try:
+            for n in range(100):
+                gc.disable()
+                cycle: list[Any] = [buffers.take(1000)]
+                cycle.append(cycle)
+                del cycle
+                gc.set_threshold(1 + n % 25)
+                gc.enable()
+                buffers.take(1000)
+                gc.set_threshold(*before)
+        finally:
+            gc.set_threshold(*before)
+            gc.enable()
+        taken.set()
+
+    threading.Thread(target=take_while_the_collector_runs, daemon=True).start()
+    assert taken.wait(20.0)
+
+
+def test_buffers_begin_where_a_page_of_memory_does() -> None:
+    buffers = Buffers()
+    assert [buffers.take(size).ctypes.data % 4096 for size in (1, 1000, 5 * MIB)] == [0, 0, 0]
+    assert aligned(0).size == 0

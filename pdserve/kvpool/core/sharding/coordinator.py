@@ -96,7 +96,9 @@ class Sharding:
         """Keys that may not be reserved on this node, and the answer for each."""
         if request.replica and session.peer:
             is_hot = request.namespace not in self.replication.copies
-            return self.replicas.refusals(request.keys, slot_bytes) if slot_bytes and is_hot else _NONE
+            if not slot_bytes or not is_hot:
+                return _NONE
+            return self.replicas.refusals(request.namespace, request.keys, slot_bytes)
         if self.ownership.alone or session.peer or not request.keys:
             return _NONE
         ours = self.ownership.ours(request.keys)

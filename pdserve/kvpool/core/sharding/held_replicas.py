@@ -68,10 +68,13 @@ class Replicas:
         """The number of replicas of one namespace."""
         return self._by_namespace[namespace]
 
-    def refusals(self, keys: Sequence[bytes], slot_bytes: int) -> dict[bytes, Grant]:
-        """The `keys` of hot pages for which there is no room, if all others are granted."""
+    def refusals(self, namespace: int, keys: Sequence[bytes], slot_bytes: int) -> dict[bytes, Grant]:
+        """The `keys` of hot pages for which there is no room, if all others are granted. Pages that are here
+        already need none.
+        """
         room = max(0, self._max_bytes - self._hot_bytes) // slot_bytes
-        return dict.fromkeys(keys[room:], _FULL)
+        new = [key for key in dict.fromkeys(keys) if self._store.find(namespace, key) == NONE]
+        return dict.fromkeys(new[room:], _FULL)
 
     def reserved(
         self,

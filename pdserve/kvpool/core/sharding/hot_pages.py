@@ -27,6 +27,7 @@ from pdserve.kvpool.core.events import Action, AskReplicas, EndReplicasAt, Repli
 from pdserve.kvpool.core.sessions import ReplicationLimits
 from pdserve.kvpool.core.sharding.heat import Heat
 from pdserve.kvpool.core.store.page_store import PageStore
+from pdserve.kvpool.protocol.messages import MAX_PAGES
 from pdserve.kvpool.protocol.slot_table import COMMITTED
 
 COOL_SHARE = 0.5  # of `hot_reads_s`: below it a page is hot no more
@@ -133,7 +134,7 @@ class Replication:
             for node in page.held:
                 ends[node, page.namespace].append(page.key)
         for (node, namespace), keys in ends.items():
-            parts = (keys[start : start + ASKED_PAGES] for start in range(0, len(keys), ASKED_PAGES))
+            parts = (keys[start : start + MAX_PAGES] for start in range(0, len(keys), MAX_PAGES))
             out.extend(EndReplicasAt(node, namespace, part) for part in parts)
 
     def _is_wanted(self, page: _Page, heat: Heat | None, holders: int) -> bool:

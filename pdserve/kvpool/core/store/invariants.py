@@ -30,6 +30,9 @@ def check(store: PageStore) -> None:
     _check_index(store, taken)
     for slot in store.held:
         assert store.states[slot] in (COMMITTED, DOOMED)
+    for slot in store.aside:
+        assert slot in store.held
+        assert store.states[slot] == COMMITTED
     assert all(slot in store.held for slot in taken if store.states[slot] == DOOMED)
     store.slab_use.check()
     for pages in store.index:
@@ -71,7 +74,8 @@ def _check_index(store: PageStore, taken: list[int]) -> None:
 
 def _check_orders(store: PageStore, pages: NamespacePages) -> None:
     committed = sorted(pages.committed.values())
-    assert sorted(slot for order in pages.orders.values() for slot in order.victims()) == committed
+    ordered = [slot for order in pages.orders.values() for slot in order.victims()]
+    assert sorted([*ordered, *store.aside.intersection(committed)]) == committed
     for slot_bytes, order in pages.orders.items():
         assert all(store.slots.slot_bytes(slot) == slot_bytes for slot in order.victims())
     if pages.expiry is not None:

@@ -157,6 +157,8 @@ class PageStore(SlotStates):
     def touch(self, pages: NamespacePages, slot_bytes: int, slots: list[int], now_s: float) -> None:
         """Pages of one namespace and class were read."""
         on_hit = pages.orders[slot_bytes].on_hit
+        for slot in self.aside.intersection(slots) if self.aside else ():
+            self.put_back(slot)
         for slot in slots:
             on_hit(slot, now_s)
         self.uses = self.slab_use.use(slots, self.facts.last_use, self.uses)
@@ -164,8 +166,8 @@ class PageStore(SlotStates):
     def demote(self, slots: Sequence[int]) -> None:
         """These committed pages are to be evicted before others, the last one first."""
         for slot in slots:
-            pages = self.index.namespace(self.facts.namespace[slot])
-            pages.orders[self.slots.slot_bytes(slot)].on_demote(slot)
+            order = self.put_back(slot) if slot in self.aside else self._order_of(slot)
+            order.on_demote(slot)
             self.facts.last_use[slot] = 0
 
     # --- dropping
@@ -247,6 +249,7 @@ class PageStore(SlotStates):
 
     def reorder(self, pages: NamespacePages, by_use: npt.NDArray[np.int64]) -> None:
         """Make the namespace's orders anew. `by_use`: its committed pages, the least recently used first."""
+        self.aside.difference_update(pages.committed.values() if self.aside else ())
         reorder(pages, by_use, self.facts, self.slots, self.links)
         self._count_kept()
         if pages.expiry is not None:

@@ -14,12 +14,13 @@ A namespace at its quota evicts its own pages first, and gets no slot beyond the
 Pages that are kept (policy "keep") are never evicted, and their slabs are not emptied.
 
 A request may harm others only so far: it drops `MAX_DROPS` pages and a slab at most (its `DropBudget`). After
-that it finds no more room, and the client is told that the node is full.
+that it finds no more room, and the client is told that the node is full. It also passes `MAX_SKIPPED` held
+pages at most; those that it passed are in no later request's way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Final
@@ -29,16 +30,19 @@ from pdserve.kvpool.core.store.index import NONE, NamespacePages
 from pdserve.kvpool.core.store.lazy_free import CHUNK_SLOTS
 from pdserve.kvpool.core.store.slot_states import SlotStates
 from pdserve.kvpool.core.store.victims import best_victims
+from pdserve.kvpool.policies.base import EvictionPolicy
 from pdserve.kvpool.protocol.slot_table import COMMITTED, FREE, QUARANTINED, RESERVED, SWEEPING
 
 MAX_DROPS: Final = 4096
+MAX_SKIPPED: Final = 2048  # held pages: about 2 ms
 
 
 @dataclass(slots=True)
 class DropBudget:
-    """How many more pages one request may drop to make room."""
+    """How many more pages one request may drop to make room, and how many held ones it may pass."""
 
     left: int
+    skips: int = MAX_SKIPPED
 
 
 class Room:
@@ -89,7 +93,7 @@ class Room:
         while pages.slot_bytes > quota_bytes and budget.left > 0 and not pages.is_kept:
             # never more than needed, should all be of the largest class
             count = -(-(pages.slot_bytes - quota_bytes) // max(pages.orders, default=1))
-            victims = best_victims(pages.orders.values(), states.facts, states.held, min(count, budget.left))
+            victims = self._victims(pages.orders.values(), min(count, budget.left), budget)
             if not victims:
                 return False
             victims += self._kin(victims, budget)
@@ -102,7 +106,7 @@ class Room:
         or where it emptied a colder slab of another class instead.
         """
         states = self._states
-        victims = best_victims(states.index.orders(slot_bytes), states.facts, states.held, count)
+        victims = self._victims(states.index.orders(slot_bytes), count, budget)
         if states.slab_use.other_classes(slot_bytes) and budget.left >= self._slots.slots_per_slab:
             slab, use = states.slab_use.coldest(slot_bytes, self._is_idle)
             if slab != NONE:
@@ -116,6 +120,18 @@ class Room:
             states.unlink(victim, "capacity").slot_bytes -= slot_bytes
         states.drop(kin, out, "capacity")
         return victims
+
+    def _victims(self, orders: Iterable[EvictionPolicy], count: int, budget: DropBudget) -> list[int]:
+        """See `best_victims`."""
+
+        def skip(held: list[int]) -> bool:
+            if budget.skips <= 0:
+                return False
+            budget.skips -= len(held)
+            self._states.set_aside(held)
+            return True
+
+        return best_victims(orders, self._states.facts, self._states.held, count, skip)
 
     def _kin(self, victims: Sequence[int], budget: DropBudget) -> list[int]:
         """What is evicted with them. Parts beyond the budget stay until they are victims themselves."""

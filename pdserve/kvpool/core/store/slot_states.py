@@ -16,6 +16,9 @@
 Only COMMITTED pages are found by key. `held` counts the readers of a slot. A held slot is neither evicted nor
 freed. In bytes of slots, free + used + reserved + quarantined = capacity. "Used" is COMMITTED and DOOMED;
 "free" includes SWEEPING, unassigned slabs and slab tails. `invariants.check` recounts all of it.
+
+A held page that the search for victims meets leaves its order of eviction (`aside`) until its last reader has
+let go, so that no later search passes it again. Then it is the first of its order, as it was before.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from pdserve.kvpool.core.store.removed_pages import RemovedPages
 from pdserve.kvpool.core.store.residue import Residue
 from pdserve.kvpool.core.store.slab_recency import SlabUse
 from pdserve.kvpool.core.store.slot_allocator import SlotAllocator
-from pdserve.kvpool.policies.base import Links
+from pdserve.kvpool.policies.base import EvictionPolicy, Links
 from pdserve.kvpool.protocol.slot_table import COMMITTED, DOOMED, FREE, SWEEPING, SlotState
 
 REASON_NUMBERS: Final = {reason: number for number, reason in enumerate(REASONS)}
@@ -50,6 +53,7 @@ class SlotStates:
         self.states = bytearray(slots.slots)
         self.bytes_in_state = [slots.capacity_bytes] + [0] * (len(SlotState) - 1)
         self.held: dict[int, int] = {}  # slot -> readers
+        self.aside: set[int] = set()  # held COMMITTED slots that are in no order of eviction meanwhile
         self.kept = array("I", bytes(4 * slots.slabs))  # by slab: committed pages that are never evicted
         self.slab_use = SlabUse(slots)
         self.residue = Residue(slots)
@@ -113,6 +117,24 @@ class SlotStates:
         del self.held[slot]
         if self.states[slot] == DOOMED:
             self.free([slot], out)
+        elif slot in self.aside:
+            self.put_back(slot).on_demote(slot)
+
+    def set_aside(self, slots: Sequence[int]) -> None:
+        """Take held COMMITTED pages out of their orders of eviction until they are let go, or read."""
+        for slot in slots:
+            self._order_of(slot).on_remove(slot)
+        self.aside.update(slots)
+
+    def put_back(self, slot: int) -> EvictionPolicy:
+        """Undo `set_aside`; the page is the newest of its order then."""
+        self.aside.discard(slot)
+        order = self._order_of(slot)
+        order.on_insert(slot, self.key_of(slot), self.facts.committed_s[slot])
+        return order
+
+    def _order_of(self, slot: int) -> EvictionPolicy:
+        return self.index.namespace(self.facts.namespace[slot]).orders[self.slots.slot_bytes(slot)]
 
     # --- steps
 
@@ -149,10 +171,14 @@ class SlotStates:
         if pages.is_kept:
             self.kept[self.slots.slab_of(slot)] -= 1
         order = pages.orders[self.slots.slot_bytes(slot)]
+        is_aside = slot in self.aside
+        self.aside.discard(slot)
         if reason in ("ttl", "dropped"):
-            order.on_remove(slot)
+            if not is_aside:
+                order.on_remove(slot)
         else:
-            order.on_evict(slot, key)
+            if not is_aside:
+                order.on_evict(slot, key)
             self.evictions += 1
             if self.on_evict is not None:
                 self.on_evict(slot)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from heapq import merge
 from itertools import islice
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,22 +14,33 @@ from pdserve.kvpool.core.store.index import Facts, NamespacePages
 from pdserve.kvpool.core.store.slot_allocator import SlotAllocator
 from pdserve.kvpool.policies.base import EvictionPolicy, Links
 
-MAX_SKIPPED: Final = 1024  # held pages skipped in search of victims
-
 
 def best_victims(
-    orders: Iterable[EvictionPolicy], facts: Facts, holds: Collection[int], count: int
+    orders: Iterable[EvictionPolicy],
+    facts: Facts,
+    holds: Collection[int],
+    count: int,
+    skip: Callable[[list[int]], bool],
 ) -> list[int]:
     """Up to `count` slots that nobody holds. Each is the least recently used among the best victims of all
-    orders.
+    orders. `skip` takes held slots that come before them out of their order, and says whether to look on.
     """
-    each = []
-    for order in orders:
-        near = islice(order.victims(), MAX_SKIPPED + count)
-        each.append(list(islice((victim for victim in near if victim not in holds), count)))
+    each = [_free_of(order, holds, count, skip) for order in orders]
     if len(each) == 1:
         return each[0]
     return list(islice(merge(*each, key=facts.last_use.__getitem__), count))
+
+
+def _free_of(
+    order: EvictionPolicy, holds: Collection[int], count: int, skip: Callable[[list[int]], bool]
+) -> list[int]:
+    while True:
+        near = list(islice(order.victims(), count))
+        held = [slot for slot in near if slot in holds]
+        if not held:
+            return near
+        if not skip(held):
+            return [slot for slot in near if slot not in holds]
 
 
 def coldest(index: Iterable[NamespacePages], pages: int) -> Iterator[int]:

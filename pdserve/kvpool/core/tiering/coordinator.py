@@ -51,7 +51,7 @@ class Tiers:
     # --- looking
 
     def has(self, namespace: int, key: bytes) -> bool:
-        """Whether a tier has the page."""
+        """Whether a tier can give the page."""
         return self.any and self._index.has(namespace, key)
 
     def follow(self, on_change: Callable[[int, bytes | None], None]) -> None:
@@ -101,6 +101,10 @@ class Tiers:
     ) -> bool:
         """Load pages that a tier has, out of those at the indices `missing`. True if the Get waits."""
         return self.any and self._promotions.begin(session, request, pins, missing, now_s, out)
+
+    def give_way(self, namespace: int, key: bytes, out: list[Action]) -> bool:
+        """Whether a load of the page is under way that is late, and is void from now on: see `Promotions`."""
+        return self.any and self._promotions.give_way(namespace, key, out)
 
     def load_ahead(self, namespace: int, keys: Sequence[bytes], out: list[Action]) -> None:
         """See `Promotions.ahead`."""

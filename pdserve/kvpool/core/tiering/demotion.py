@@ -109,7 +109,8 @@ class Demotions:
 
         New pages may then evict waiting ones.
         """
-        waiting = bool(self._at_once or self._scan) and not self._tiers[0].backoff.failures
+        first = self._tiers[0]
+        waiting = bool(self._at_once or self._scan) and not (first.backoff.failures or first.stalled)
         return waiting and self._above_watermark()
 
     @property
@@ -147,7 +148,8 @@ class Demotions:
 
     def pump(self, now_s: float, out: list[Action]) -> None:
         """Start as many stores as the bounds permit."""
-        if not self._tiers or not self._tiers[0].ready or now_s < self._tiers[0].backoff.retry_at_s:
+        first = self._tiers[0] if self._tiers else None
+        if first is None or not first.ready or first.stalled or now_s < first.backoff.retry_at_s:
             self._commits = self._committed_bytes = 0
             return
         if self._unsaved and not self._at_once and now_s >= self._unsaved_at_s:

@@ -6,9 +6,11 @@
       -> PagesLoaded: the slot is committed and pinned for every waiting Get, or given back
 
 One load serves all Gets of its key. A Get is answered once: when all its loads have ended, or at its
-deadline. At the deadline its unfinished loads are misses, and become late: later Gets do not wait for them. A
-late page is promoted nevertheless. A load is void if its namespace was dropped or cleared: its slot stays in
-quarantine until the thread reports that it has stopped writing.
+deadline. At the deadline its unfinished loads are misses, and become late: later Gets do not wait for them,
+and the tier counts as not having the page (tier_index.py). A late page is promoted nevertheless, unless a
+writer stores the page anew, or another tier has it: the load is void then, as it is if its namespace was
+dropped or cleared. The slot of a void load stays in quarantine until the thread reports that it has stopped
+writing.
 
 A hint (`ahead`) begins loads that no Get waits for. All loads under way have a bound in bytes, and a hint
 uses `AHEAD_SHARE` of it at most: so Gets find the rest free, and wait for few loads before their own.
@@ -44,7 +46,7 @@ class Load:
     sequence: int
     tier: int
     void: bool = False
-    late: bool = False  # it missed the deadline of a Get: no other Get waits for it
+    late: bool = False  # it missed the deadline of a Get: no other Get waits for it, the tier has lost it
     waiting: dict[PendingGet, list[int]] = field(default_factory=dict)  # -> indices of the page in the Get
 
 
@@ -124,17 +126,20 @@ class Promotions:
         out: list[Action],
     ) -> Load | None:
         load = self._by_name.get((namespace, key))
-        if load is not None:
-            return load if load.name.length_bytes == length_bytes and not load.late else None
+        if load is not None and not load.late:
+            return load if load.name.length_bytes == length_bytes else None
         tier, found_bytes = self._index.find(namespace, key)
         if tier == NONE or found_bytes != length_bytes:
             return None
+        self.give_way(namespace, key, out)
         slot_bytes = self._store.slots.class_of(length_bytes)
         pages = self._store.index.namespace(namespace)
         if slot_bytes is None or key in pages.writing or key in pages.committed:
             return None
         if self._load_bytes and self._load_bytes + slot_bytes > self._limits.load_bytes:
             self.refused += 1
+            if self._index.tiers[tier].late:  # they may stay for ever: what is left cannot be read either
+                self._index.stall(tier)
             return None
         slots = self._store.take(pages, [key], length_bytes, slot_bytes, out, budget)
         if not slots:
@@ -162,9 +167,14 @@ class Promotions:
         out: list[Action],
     ) -> None:
         """A tier's thread has finished writing into these slots."""
+        self._index.answered(event.tier)
         for slot, status, checksum in zip(event.slots, event.statuses, event.checksums, strict=True):
             load = self._loads[slot]
+            if load.late and status == LOADED:
+                self._index.late_loaded(load.tier, load.name)
             if load.void:
+                if load.late and status != LOADED and self._is_current(load):
+                    self._index.forget(load.namespace, [load.name.key], out, only=load.tier)
                 self._end(load)
                 self._store.give_back([slot], out)
             elif status == LOADED:
@@ -189,6 +199,10 @@ class Promotions:
         self._end(load)
         self._store.give_back([load.slot], out)
         self._resolve(load, NONE, now_s, out)
+
+    def _is_current(self, load: Load) -> bool:
+        """Whether the load's namespace still has the space in which the page is."""
+        return self._index.namespace_of(load.name.space) == load.namespace
 
     def _end(self, load: Load) -> None:
         del self._loads[load.slot]
@@ -221,7 +235,9 @@ class Promotions:
         for get in [get for get in session.gets.values() if get.deadline_s <= now_s]:
             self.late += get.missing
             for load in self._left(get):
-                load.late = True
+                if not load.late:
+                    load.late = True
+                    self._index.late(load.tier, load.name)
             self._answer(get, out)
 
     def disconnected(self, session: Session) -> None:
@@ -238,11 +254,25 @@ class Promotions:
     def clear(self, namespace: int, out: list[Action]) -> None:
         """Void the loads in progress for the namespace."""
         for load in list(self._loads.values()):
-            if load.namespace == namespace and not load.void:
-                load.void = True
-                del self._by_name[namespace, load.name.key]
-                self._store.quarantine(load.slot)
-                self._resolve(load, NONE, 0.0, out)
+            if load.namespace != namespace:
+                continue
+            load.late = False  # the tier forgets the page
+            if not load.void:
+                self._void(load, out)
+
+    def give_way(self, namespace: int, key: bytes, out: list[Action]) -> bool:
+        """Void a late load of the page: it is stored anew, or read from elsewhere. False if there is none."""
+        load = self._by_name.get((namespace, key))
+        if load is None or not load.late:
+            return False
+        self._void(load, out)
+        return True
+
+    def _void(self, load: Load, out: list[Action]) -> None:
+        load.void = True
+        del self._by_name[load.namespace, load.name.key]
+        self._store.quarantine(load.slot)
+        self._resolve(load, NONE, 0.0, out)
 
     # --- status, conservation
 

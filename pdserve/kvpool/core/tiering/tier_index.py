@@ -3,6 +3,10 @@
 It is made from the tiers' reports. It may list a page that the tier has lost; reading it is a miss. A page
 counts only in the current space of its namespace (namespaces/catalog.py). After a clear or drop, reports
 about the old space are ignored.
+
+A tier may hang: a mount whose server is gone answers nothing, for hours. A page whose load is late is taken
+out of the tier's index, and comes back with the load's end. `LATE_LOADS` of them in a row stall the tier:
+until a load of it ends it counts as having nothing, and nothing is stored in it.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from pdserve.kvpool.tiers.base import PageName
 
 Write: TypeAlias = Literal["cold", "all"]
 _NO_SPACE: Final = -1
+LATE_LOADS: Final = 8  # none of whose tier ended in between
 
 
 class TierSpec(msgspec.Struct, frozen=True):
@@ -55,6 +60,9 @@ class TierIndex:
     used_bytes: int = 0  # as the tier last reported
     largest_bytes: int = 1 << 62  # the tier refused pages of this length
     backoff: Backoff = field(default_factory=Backoff)
+    late: int = 0  # loads that became late since the last one ended
+    stalled: bool = False
+    stalls: int = 0
     stored: int = 0
     store_failed: int = 0
     gone: int = 0
@@ -93,8 +101,13 @@ class TierIndex:
             capacity_bytes=self.spec.capacity_bytes,
             used_bytes=self.used_bytes,
             pages=len(self),
-            writable=not self.backoff.failures,
-            counters={"stored": self.stored, "store_failed": self.store_failed, "gone": self.gone},
+            writable=not (self.backoff.failures or self.stalled),
+            counters={
+                "stored": self.stored,
+                "store_failed": self.store_failed,
+                "gone": self.gone,
+                "stalls": self.stalls,
+            },
         )
 
     def __len__(self) -> int:
@@ -116,16 +129,17 @@ class TierIndexes:
         return all(tier.ready for tier in self.tiers)
 
     def find(self, namespace: int, key: bytes, above: int = -1) -> tuple[int, int]:
-        """(number, length) of the first tier below tier `above` that has the page, or (NONE, 0)."""
+        """(number, length) of the first tier below tier `above` that can give the page, or (NONE, 0)."""
         space = self._spaces.get(namespace, _NO_SPACE)
         for number in range(above + 1, len(self.tiers)):
-            pages = self.tiers[number].pages.get(space)
-            if pages is not None and key in pages:
+            tier = self.tiers[number]
+            pages = tier.pages.get(space)
+            if pages is not None and key in pages and not tier.stalled:
                 return number, pages[key]
         return NONE, 0
 
     def has(self, namespace: int, key: bytes) -> bool:
-        """Whether any tier has the page."""
+        """Whether any tier can give the page."""
         return self.find(namespace, key)[0] != NONE
 
     def space_of(self, namespace: int) -> int:
@@ -144,7 +158,7 @@ class TierIndexes:
     def keys(self, namespace: int, *, own: bool = False) -> list[bytes]:
         """The keys of the namespace's pages in any tier, each once. `own`: without those of shared tiers."""
         space = self._spaces.get(namespace, _NO_SPACE)
-        tiers = [tier for tier in self.tiers if not (own and tier.spec.shared)]
+        tiers = [tier for tier in self.tiers if not (tier.stalled or (own and tier.spec.shared))]
         # without a step of Python per page, where one tier has them all: 10 million are copied in the loop
         held = [pages for tier in tiers if (pages := tier.pages.get(space))]
         return list(held[0]) if len(held) == 1 else list(dict.fromkeys(chain.from_iterable(held)))
@@ -174,6 +188,39 @@ class TierIndexes:
         self._on_change = on_change
         for tier in self.tiers:
             tier.changed = changed
+
+    def late(self, number: int, page: PageName) -> None:
+        """A load of the page from the tier is late: the tier may hang."""
+        tier = self.tiers[number]
+        tier.remove(page.space, page.key)
+        tier.late += 1
+        if tier.late >= LATE_LOADS:
+            self.stall(number)
+
+    def stall(self, number: int) -> None:
+        """The tier counts as having nothing from now on."""
+        tier = self.tiers[number]
+        if not tier.stalled:
+            tier.stalled, tier.stalls = True, tier.stalls + 1
+            self._all_changed(tier)
+
+    def answered(self, number: int) -> None:
+        """A load from the tier ended, well or not: it does not hang."""
+        tier = self.tiers[number]
+        tier.late = 0
+        if tier.stalled:
+            tier.stalled = False
+            self._all_changed(tier)
+
+    def late_loaded(self, number: int, page: PageName) -> None:
+        """The tier gave the page after all."""
+        if page.space in self._namespaces:
+            self.tiers[number].add(page.space, page.key, page.length_bytes)
+
+    def _all_changed(self, tier: TierIndex) -> None:
+        for space, pages in tier.pages.items() if self._on_change is not None else ():
+            if pages and space in self._namespaces and self._on_change is not None:
+                self._on_change(self._namespaces[space], None)
 
     def set_space(self, namespace: int, space: int | None, out: list[Action]) -> int:
         """Set the namespace's current space; None: it is gone.

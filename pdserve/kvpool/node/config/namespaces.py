@@ -11,7 +11,7 @@ from msgspec import Meta
 from pdserve.errors import ConfigError
 from pdserve.kvpool.protocol.cluster_messages import Media, NamespaceSettings
 from pdserve.sizes import parse_bytes
-from pdserve.tokens import Secret, digest_of_setting, is_digest, read_token
+from pdserve.tokens import MIN_CHARS, Secret, digest_of_setting, is_digest, read_token
 
 
 class NamespaceDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -124,6 +124,8 @@ def token_digest(name: str, token: str, file: Path | None) -> str:
         raise ConfigError(f"{name} and {name}_file are both set: keep one")
     if file is not None:
         token = read_token(file)
+    if 0 < len(token) < MIN_CHARS and not token.startswith("sha256:"):
+        raise ConfigError(f"{name} must be {MIN_CHARS} characters or more; `pdserve key` makes one")
     found = digest_of_setting(token)
     if found and not is_digest(found):
         raise ConfigError(f"{name}: after `sha256:` must come 64 hexadecimal digits")

@@ -427,7 +427,7 @@ def with_secrets(config: PoolNodeConfig, environ: Mapping[str, str]) -> PoolNode
     as they are. Raises ConfigError.
     """
     cluster, admin = config.cluster, ("admin_token", config.admin_token, config.admin_token_file)
-    token = given_secret(
+    token = secret_of(
         "cluster.token", cluster.token, cluster.token_file, "PDSERVE_POOL_CLUSTER_TOKEN", environ
     )
     metrics = ("metrics_token", config.metrics_token, config.metrics_token_file, "PDSERVE_METRICS_TOKEN")

@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol
 from pdserve.extras import needed_by
 from pdserve.kvpool.core.events import PagesMoved, PlacesVoid
 from pdserve.kvpool.core.state import NodeState
-from pdserve.kvpool.namespaces.catalog import Namespaces
+from pdserve.kvpool.namespaces.catalog import Namespaces, page_tokens
 from pdserve.kvpool.node.config.events import EventsConfig
 from pdserve.kvpool.protocol.cluster_messages import PageEntry
 from pdserve.kvpool.protocol.kv_events import FORMATS, Told
@@ -111,8 +111,8 @@ class EventFeed:
         if not self._is_told(namespace):
             return
         known = self._state.namespaces[namespace]
-        name, page_tokens = known.name, _page_tokens(known.geometry)
-        self._pending += [Told(name, page_tokens, key, _kind(place)) for key, place in pages]
+        name, tokens = known.name, page_tokens(known.geometry)
+        self._pending += [Told(name, tokens, key, _kind(place)) for key, place in pages]
         if len(self._pending) >= BATCH_PAGES:
             self._flush()
         elif self._flushing is None and self._pending:
@@ -162,8 +162,8 @@ class EventFeed:
             while self._is_told(number):
                 entries, cursor = self._state.list_pages(number, cursor, LISTED_PAGES)
                 known = self._state.namespaces[number]
-                name, page_tokens = known.name, _page_tokens(known.geometry)
-                yield [Told(name, page_tokens, entry.key, _kind(entry.place)) for entry in entries]
+                name, tokens = known.name, page_tokens(known.geometry)
+                yield [Told(name, tokens, entry.key, _kind(entry.place)) for entry in entries]
                 if not cursor:
                     break
 
@@ -171,11 +171,6 @@ class EventFeed:
 def _kind(place: str) -> str:
     """Of a tier: its name has its path too, which subscribers need not know."""
     return place.partition(":")[0]
-
-
-def _page_tokens(geometry: dict[str, str]) -> int:
-    said = geometry.get("page_size", "")
-    return int(said) if said.isdecimal() else 0
 
 
 def open_feed(config: EventsConfig, loop: asyncio.AbstractEventLoop, state: NodeState) -> EventFeed:

@@ -31,6 +31,7 @@ _NODE_COUNTERS: Final = {
     "pulls_failed": "pulls_failed",
     "requests_held_back": "requests_held_back",
     "requests_overloaded": "requests_overloaded",
+    "requests_failed": "requests_failed",
 }
 _NODE_GAUGES: Final = {
     "tail_bytes": "tail_bytes",

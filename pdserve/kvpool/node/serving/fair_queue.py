@@ -19,8 +19,9 @@ takes the largest finish tag, so no flow pays later for time that no other flow 
 The cost of a request is KEY_COST_BYTES for each key and one for each byte asked for: what the node spends on
 a key, by the time in which memory moves so many bytes.
 
-Queues are bounded: `put` says when a flow's is full, and its clients must then wait to be read from. What has
-waited for `MAX_QUEUED_S` is given up (`expired`): its client has done so before.
+Queues are bounded, in requests and in keys, for each flow and in keys for all flows: `put` says when one is
+full, and its clients must then wait to be read from. What has waited for `MAX_QUEUED_S` is given up
+(`expired`): its client has done so before.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ T = TypeVar("T")
 BURST_S: Final = 1.0
 KEY_COST_BYTES: Final = 64 * 1024  # 6 us of a node's time for a key, at 10 GB/s
 MAX_QUEUED: Final = 256  # requests of one flow; then its clients are not read from
+MAX_QUEUED_KEYS: Final = 16_384  # of one flow; a key takes about 70 bytes
+MAX_QUEUED_KEYS_OF_ALL: Final = 262_144
 MAX_TAG: Final = 1e12
 INFINITE: Final = float("inf")
 MAX_QUEUED_S: Final = 5.0  # the clients' own time-out for a batch
@@ -99,7 +102,7 @@ class Queued(Generic[T]):
 class Flow(Generic[T]):
     """One namespace's requests that wait, and what it may have."""
 
-    __slots__ = ("bytes", "entry", "finish", "number", "operations", "queue", "weight")
+    __slots__ = ("bytes", "entry", "finish", "keys", "number", "operations", "queue", "weight")
 
     def __init__(self, number: int, now_s: float) -> None:
         self.number = number
@@ -108,6 +111,7 @@ class Flow(Generic[T]):
         self.bytes = Bucket(0.0, now_s)
         self.finish = 0.0  # tag of its last request, and the start tag of its next while that is ready
         self.queue: deque[Queued[T]] = deque()
+        self.keys = 0  # of the requests in the queue
         self.entry = 0  # which entry of a heap is the flow's; 0: none
 
     @property
@@ -128,8 +132,16 @@ class FairQueue(Generic[T]):
     passed over.
     """
 
-    def __init__(self, max_queued: int = MAX_QUEUED) -> None:
+    def __init__(
+        self,
+        max_queued: int = MAX_QUEUED,
+        max_keys: int = MAX_QUEUED_KEYS,
+        max_keys_of_all: int = MAX_QUEUED_KEYS_OF_ALL,
+    ) -> None:
         self.waiting = 0  # requests
+        self.waiting_keys = 0
+        self._max_keys = max_keys
+        self._max_keys_of_all = max_keys_of_all
         self.held_back = 0  # requests that had to wait for their flow's rate, ever
         self._max_queued = max_queued
         self._flows: dict[int, Flow[T]] = {}
@@ -191,15 +203,19 @@ class FairQueue(Generic[T]):
         """
         flow = self._flow(number, now_s)
         flow.queue.append(Queued(item, number, keys, size_bytes, now_s))
-        self.waiting += 1
+        self._count(flow, 1, keys)
         if len(flow.queue) == 1:
             self._activate(flow, now_s)
-        return len(flow.queue) < self._max_queued
+        has_room = len(flow.queue) < self._max_queued and flow.keys < self._max_keys
+        return has_room and self.waiting_keys < self._max_keys_of_all
 
     def has_room(self, number: int) -> bool:
         """Whether clients of the flow may be read from again."""
         flow = self._flows.get(number)
-        return flow is None or len(flow.queue) <= self._max_queued // 2
+        if flow is None or not flow.queue:
+            return True
+        has_room = len(flow.queue) <= self._max_queued // 2 and flow.keys <= self._max_keys // 2
+        return has_room and self.waiting_keys <= self._max_keys_of_all // 2
 
     def charge(self, number: int, keys: int) -> None:
         """A request that does not wait was served: it counts towards the flow's share."""
@@ -251,7 +267,7 @@ class FairQueue(Generic[T]):
         for flow in self._flows.values():
             while flow.queue and flow.queue[0].since_s <= until_s:
                 gone.append(flow.queue.popleft())
-        self.waiting -= len(gone)
+                self._count(flow, -1, -gone[-1].keys)
         return gone
 
     def remove(self, unwanted: Callable[[T], bool]) -> list[Queued[T]]:
@@ -262,10 +278,15 @@ class FairQueue(Generic[T]):
             if removed:
                 flow.queue = deque(queued for queued in flow.queue if not unwanted(queued.item))
                 gone += removed
-        self.waiting -= len(gone)
+                self._count(flow, -len(removed), -sum(queued.keys for queued in removed))
         return gone
 
     # --- inside
+
+    def _count(self, flow: Flow[T], requests: int, keys: int) -> None:
+        self.waiting += requests
+        self.waiting_keys += keys
+        flow.keys += keys
 
     def _flow(self, number: int, now_s: float) -> Flow[T]:
         flow = self._flows.get(number)
@@ -288,7 +309,7 @@ class FairQueue(Generic[T]):
 
     def _serve(self, flow: Flow[T], now_s: float) -> Queued[T]:
         queued = flow.queue.popleft()
-        self.waiting -= 1
+        self._count(flow, -1, -queued.keys)
         flow.entry = 0
         flow.take(queued.keys, queued.size_bytes)
         self._virtual = flow.finish
@@ -312,6 +333,7 @@ class FairQueue(Generic[T]):
     def check(self) -> None:
         """Assert that every waiting request will be served. For tests."""
         assert self.waiting == sum(len(flow.queue) for flow in self._flows.values())
+        assert self.waiting_keys == sum(flow.keys for flow in self._flows.values())
         entries = {-entry for _, entry, _ in self.ready} | {entry for _, entry, _ in self._held}
         for flow in self._flows.values():
             assert not flow.queue or flow.entry in entries

@@ -9,8 +9,9 @@ protocol bounds it (MAX_PAGES, MAX_BATCH_BYTES), and one that is larger than a t
 
 Some requests never wait: those that free something or end what was granted (Commit, Abort, Release, Discard),
 those that the node lives by (Ping, messages between nodes), and rare ones (opening, status, administration).
-They are bounded by what was granted, or by `FRAMES_A_TURN` of each connection. After a large commit its
-connection is read from again in the next turn.
+They are bounded by what was granted, or by `FRAMES_A_TURN` of each connection, and those that free or end
+something are charged to their namespace. After a large one its connection is read from again in the next
+turn.
 
 When a namespace's queue is full, the connection whose request filled it is not read from until half of the
 queue is gone: TCP tells the client's sends to wait. A request that waited too long is answered with a Fault
@@ -92,8 +93,8 @@ class Serving:
     def received(self, client: Client, message: m.Request) -> None:
         """A request of a client."""
         if type(message) not in QUEUEABLE:
-            if isinstance(message, m.Commit):
-                self._commit(client, message)
+            if isinstance(message, m.Commit | m.Abort | m.Discard | m.Release):
+                self._end(client, message)
             else:
                 self._feed(Received(client.number, message))
             return
@@ -181,11 +182,16 @@ class Serving:
             client.pause()
         self._arm()
 
-    def _commit(self, client: Client, commit: m.Commit) -> None:
-        self._feed(Received(client.number, commit))
-        if self._queue.ready:
-            self._charge(commit)
-        if len(commit.slots) > TURN_KEYS:
+    def _end(self, client: Client, message: m.Commit | m.Abort | m.Discard | m.Release) -> None:
+        """Serve what ends or frees something: at once, and for the flow's account. After a large one its
+        connection is read from again in the next turn.
+        """
+        flow = self._flow_of(message) if self._queue.ready else None
+        self._feed(Received(client.number, message))
+        pages = len(message.keys if isinstance(message, m.Discard) else message.slots)
+        if flow is not None:
+            self._queue.charge(flow, pages)
+        if pages > TURN_KEYS:
             client.pause()
             client.resume()
 
@@ -267,11 +273,13 @@ class Serving:
             if number not in known and number != PEERS:
                 queue.forget(number, now_s)
 
-    def _charge(self, commit: m.Commit) -> None:
-        """A commit never waits, and counts all the same."""
-        if commit.slots and 0 <= commit.slots[0] < self._state.store.slots.slots:
-            flow = self._state.store.facts.namespace[commit.slots[0]]
-            self._queue.charge(flow, len(commit.slots))
+    def _flow_of(self, message: m.Commit | m.Abort | m.Discard | m.Release) -> int | None:
+        """The flow that pays for what does not wait; None where there is none."""
+        if isinstance(message, m.Discard):
+            return message.namespace
+        if message.slots and 0 <= message.slots[0] < self._state.store.slots.slots:
+            return self._state.store.facts.namespace[message.slots[0]]
+        return None
 
     def _keys_of(self, message: Queueable) -> int:
         """What serving it costs, in keys: those it has, and more for slots that may have to be wiped."""

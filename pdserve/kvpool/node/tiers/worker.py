@@ -207,6 +207,7 @@ class TierWorker:
     def _put(self, pages: Sequence[TierPage], data: Sequence[PageMemory]) -> PutResult:
         try:
             result = self.tier.put(pages, data)
+            _check_length(result.statuses, pages)
         except Exception as error:  # boundary: each store must be reported
             logger.exception("%s: put", self._where)
             result = PutResult([WRITE_FAILED] * len(pages), repr(error))
@@ -299,6 +300,7 @@ class TierWorker:
         names = [_name(one.page) for one in pages]
         try:
             results = self.tier.read(names, [self._slot(one) for one in pages])
+            _check_length(results, pages)
         except Exception:  # boundary: each load must be reported
             logger.exception("%s: read", self._where)
             results = [ReadResult(READ_FAILED)] * len(pages)
@@ -317,6 +319,12 @@ class TierWorker:
             job()
         except Exception:  # boundary: a tier's mistake must not end its thread
             logger.exception("%s", self._where)
+
+
+def _check_length(answers: Sequence[object], pages: Sequence[object]) -> None:
+    """Raises TypeError: the node takes the answers for those of the pages, one by one."""
+    if len(answers) != len(pages):
+        raise TypeError(f"the tier gave {len(answers)} answers for {len(pages)} pages")
 
 
 def _nothing() -> None:

@@ -361,6 +361,14 @@ def test_replicas_take_no_more_than_their_share() -> None:
     assert statuses(replica(node, 2000)) == [m.GRANTED]
 
 
+def test_pages_that_are_there_take_nothing_of_the_room_for_new_replicas() -> None:
+    node = holder()
+    room = node.state.store.slots.capacity_bytes // 4 // (4 * KIB)
+    replica(node, *range(1000, 1000 + room - 2))
+    renewed_and_new = replica(node, *range(1000, 1004), 2000, 2001, 2002)
+    assert statuses(renewed_and_new) == [m.PRESENT] * 4 + [m.GRANTED] * 2 + [m.FULL]
+
+
 # --- replicas given
 
 

@@ -11,7 +11,7 @@ from pdserve.kvpool.core.events import (
     StorePages,
 )
 from pdserve.kvpool.core.startup_hold import MAX_HELD
-from pdserve.kvpool.core.tiering.tier_index import TierSpec
+from pdserve.kvpool.core.tiering.tier_index import LATE_LOADS, TierSpec
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import NamespaceSettings, ReplaceNamespace
 from pdserve.kvpool.tiers.base import (
@@ -22,7 +22,7 @@ from pdserve.kvpool.tiers.base import (
     WRITE_FAILED,
     TierPage,
 )
-from tests.support.kvpool.node_model import KIB, answers, key
+from tests.support.kvpool.node_model import KIB, answers, commit, key, statuses
 from tests.support.kvpool.tier_rig import DIRECTORY, SSD, Rig
 
 
@@ -92,6 +92,80 @@ def test_a_late_page_is_a_miss_and_comes_up_all_the_same() -> None:
     assert rig.counter("promotions_late") == 1
     assert rig.replies(rig.load()) == []
     assert rig.ask(1) == [[m.HIT]]
+
+
+def test_what_a_tier_that_hangs_cannot_give_is_not_said_to_be_there_and_can_be_stored_again() -> None:
+    rig = Rig(promotion_timeout_s=1.0)
+    rig.sink(1, 2)
+    assert rig.ask(1) == []
+    wait = m.Wait(rig.node.next_id(), rig.ns, [key(1)], 5.0)
+    assert rig.replies(rig.node.pass_time(1.1)) == [[m.MISS]]
+    assert rig.node.exists(rig.c, rig.ns, 1, 2) == [0, 1]
+    assert answers(rig.node.send(rig.c, wait), rig.c) == [], "it is waited for"
+    again = rig.node.reserve(rig.c, rig.ns, 1)
+    assert statuses(again) == [m.GRANTED]
+    rig.contents[again[0].slot] = (rig.node.state.namespaces[rig.ns].tier_space, key(1))
+    told = answers(rig.node.send(rig.c, commit(rig.node.next_id(), *again)), rig.c)
+    assert told[0] == m.Present(wait.id, b"\x01")
+    assert rig.ask(1) == [[m.HIT]]
+    rig.load()  # the tier is back: what it read goes to nobody
+    assert rig.ask(1) == [[m.HIT]]
+    rig.drain()
+    assert rig.node.exists(rig.c, rig.ns, 1) == [1]
+
+
+def test_a_late_page_that_another_tier_has_too_is_read_from_there() -> None:
+    rig = Rig(SSD, DIRECTORY, promotion_timeout_s=1.0)
+    rig.sink(1)
+    page = rig.disks[0][rig.node.state.namespaces[rig.ns].tier_space, key(1)]
+    rig.disks[1][page.space, page.key] = page
+    rig.node.do(PagesFound(1, (page,), 0))
+    assert rig.ask(1) == []
+    rig.node.pass_time(1.1)
+    assert rig.node.exists(rig.c, rig.ns, 1) == [1]
+    assert rig.ask(1) == []
+    assert [load.tier for load in rig.loads] == [0, 1]
+    assert rig.replies(rig.load(1)) == [[m.HIT]]
+    rig.load(0)
+
+
+def test_a_tier_that_is_late_again_and_again_has_nothing_until_it_answers() -> None:
+    rig = Rig(promotion_timeout_s=1.0)
+    there = list(range(LATE_LOADS + 3))
+    rig.sink(*there)
+    for k in there[:LATE_LOADS]:
+        assert rig.ask(k) == []
+    rig.node.pass_time(1.1)
+    [tier] = rig.node.status().tiers
+    assert (tier.writable, tier.counters["stalls"]) == (False, 1)
+    assert rig.node.exists(rig.c, rig.ns, *there) == [0] * len(there)
+    assert rig.ask(there[-1]) == [[m.MISS]], "at once"
+    assert rig.put(there[-1]) == [m.GRANTED]
+    rig.load()
+    assert rig.node.exists(rig.c, rig.ns, *there[LATE_LOADS:]) == [1] * len(there[LATE_LOADS:])
+    [tier] = rig.node.status().tiers
+    assert tier.writable
+
+
+def test_a_tier_whose_late_loads_leave_no_room_for_others_has_nothing_until_it_answers() -> None:
+    rig = Rig(promotion_timeout_s=1.0, load_bytes=8 * KIB)
+    rig.sink(1, 2, 3)
+    assert rig.ask(1, 2) == []
+    rig.node.pass_time(1.1)
+    assert rig.ask(3) == [[m.MISS]]
+    assert rig.node.exists(rig.c, rig.ns, 3) == [0]
+    assert rig.put(3) == [m.GRANTED]
+
+
+def test_a_late_page_that_turns_out_damaged_is_forgotten_by_the_tier_too() -> None:
+    rig = Rig(promotion_timeout_s=1.0)
+    rig.sink(1)
+    rig.ask(1)
+    rig.node.pass_time(1.1)
+    assert statuses(rig.node.reserve(rig.c, rig.ns, 1)) == [m.GRANTED]
+    rig.load(status=CORRUPT)
+    rig.drain()
+    assert not [k for _, k in rig.disks[0] if k == key(1)]
 
 
 def test_a_page_that_one_read_waited_for_in_vain_delays_no_other() -> None:

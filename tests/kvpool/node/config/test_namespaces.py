@@ -9,11 +9,12 @@ import pytest
 
 from pdserve.errors import ConfigError
 from pdserve.kvpool.node.admission import rules_of
-from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.config.node import PoolNodeConfig, with_secrets
 from pdserve.settings.config_file import load_config
-from pdserve.tokens import digest
+from pdserve.tokens import digest, reveal
 
-SIZES = {"capacity_bytes": "1GiB", "admin_token": "root"}
+ROOT, WRITER, KEEPER = "the-nodes-admin-token", "a-token-to-write", "a-token-to-administer"
+SIZES = {"capacity_bytes": "1GiB", "admin_token": ROOT}
 
 
 def load(tmp_path: Path, text: str, **overrides: Any) -> PoolNodeConfig:
@@ -23,7 +24,7 @@ def load(tmp_path: Path, text: str, **overrides: Any) -> PoolNodeConfig:
 
 
 def test_a_file_with_namespaces_becomes_rules(tmp_path: Path) -> None:
-    (tmp_path / "write").write_text("w\n")
+    (tmp_path / "write").write_text(f"{WRITER}\n")
     text = f"""
         [namespace_defaults]
         quota_bytes = "512MiB"
@@ -38,15 +39,16 @@ def test_a_file_with_namespaces_becomes_rules(tmp_path: Path) -> None:
         weight = 3.0
         read_token = "sha256:{digest("r")}"
         write_token_file = "{tmp_path}/write"
-        admin_token = "a"
+        admin_token = "{KEEPER}"
     """
     rules = rules_of(load(tmp_path, text))
-    assert rules.admin_token == digest("root")
+    assert rules.admin_token == digest(ROOT)
     assert rules.defaults.quota_bytes == 512 << 20
     found = rules.named["model@1"]
     assert (found.media, found.policy, found.ttl_s, found.weight) == ("dram", "lfu", 60.0, 3.0)
     assert (found.quota_bytes, found.operations_s, found.bytes_s) == (256 << 20, 100.0, 2e9)
-    assert (found.read_token, found.write_token, found.admin_token) == tuple(map(digest, "rwa"))
+    tokens = (found.read_token, found.write_token, found.admin_token)
+    assert tokens == (digest("r"), digest(WRITER), digest(KEEPER))
 
 
 @pytest.mark.parametrize(
@@ -59,6 +61,7 @@ def test_a_file_with_namespaces_becomes_rules(tmp_path: Path) -> None:
         ("weight = 0.0", "weight"),
         ('media = "tape"', "media"),
         ('read_token = "sha256:12"', "64 hexadecimal digits"),
+        ('read_token = "fifteen-letters"', "read_token must be 16 characters or more"),
         ('read_token_file = "/nowhere/t"', "/nowhere/t cannot be read"),
         ('read_token = "x"\nread_token_file = "/nowhere/t"', "keep one"),
         ('quota = "1GiB"', "quota"),
@@ -73,10 +76,35 @@ def test_what_cannot_be_is_said_in_one_line(tmp_path: Path, table: str, words: s
 
 def test_tokens_of_namespaces_need_an_administrator_of_the_node(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no admin_token"):
-        rules_of(load(tmp_path, '[[namespaces]]\nname = "a"\nread_token = "x"', admin_token=""))
+        rules_of(
+            load(tmp_path, '[[namespaces]]\nname = "a"\nread_token = "a-token-to-read-it"', admin_token="")
+        )
 
 
 def test_an_empty_token_file_is_no_token(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("\n")
     with pytest.raises(ConfigError, match="is empty"):
         rules_of(load(tmp_path, "", admin_token="", admin_token_file=str(tmp_path / "empty")))
+
+
+@pytest.mark.parametrize("given", ["a", "fifteen-letters"])
+def test_a_token_that_could_be_guessed_is_refused_wherever_it_is_given(given: str, tmp_path: Path) -> None:
+    (tmp_path / "short").write_text(f"{given}\n")
+    file = str(tmp_path / "short")
+    for options in ({"admin_token": given}, {"admin_token": "", "admin_token_file": file}):
+        with pytest.raises(ConfigError, match="admin_token must be 16 characters or more"):
+            rules_of(load(tmp_path, "", **options))
+    with pytest.raises(ConfigError, match="admin_token must be 16 characters or more"):
+        rules_of(with_secrets(load(tmp_path, "", admin_token=""), {"PDSERVE_POOL_ADMIN_TOKEN": given}))
+    for options in ({"cluster": {"token": given}}, {"cluster": {"token_file": file}}):
+        with pytest.raises(ConfigError, match=r"cluster\.token must be 16 characters or more"):
+            with_secrets(load(tmp_path, "", **options), {})
+    with pytest.raises(ConfigError, match=r"cluster\.token must be 16 characters or more"):
+        with_secrets(load(tmp_path, ""), {"PDSERVE_POOL_CLUSTER_TOKEN": given})
+
+
+def test_a_token_in_the_environment_ends_before_the_line_does(tmp_path: Path) -> None:
+    """As that of a file does: a secret of Kubernetes often has the end of its line."""
+    environ = {"PDSERVE_POOL_ADMIN_TOKEN": f"{ROOT}\n", "PDSERVE_POOL_CLUSTER_TOKEN": f" {KEEPER}\r\n"}
+    config = with_secrets(load(tmp_path, "", admin_token=""), environ)
+    assert (reveal(config.admin_token), reveal(config.cluster.token)) == (ROOT, KEEPER)

@@ -216,3 +216,22 @@ def test_bytes_given_back_can_be_taken_again() -> None:
     assert bucket.ready_at_s(100.0, 0.0) <= 0.0 < bucket.ready_at_s(100.0, 0.0) + 1
     bucket.take(300.0)  # one request larger than the bucket
     assert bucket.ready_at_s(1000.0, 0.0) == pytest.approx(3.0)
+
+
+def test_what_waits_is_bounded_in_keys_of_a_flow_and_of_all() -> None:
+    queue: FairQueue[object] = FairQueue(256, max_keys=100, max_keys_of_all=150)
+    assert queue.put(1, None, 60, 0, 0.0)
+    assert not queue.put(1, None, 60, 0, 0.0), "the flow has more keys than may wait"
+    assert not queue.put(2, None, 40, 0, 0.0), "all flows have"
+    assert not queue.has_room(1)
+    assert not queue.has_room(2)
+    assert queue.has_room(3), "it has nothing that will be served and make room"
+    served = [queue.next(0.0) for _ in range(3)]
+    assert all(served)
+    assert queue.waiting_keys == 0
+    for end in (lambda: queue.remove(lambda _: True), lambda: queue.expired(MAX_QUEUED_S + 1)):
+        queue.put(1, None, 60, 0, 0.0)
+        assert len(end()) == 1
+        queue.check()
+        assert queue.waiting_keys == 0
+        assert queue.has_room(1)

@@ -112,6 +112,24 @@ def test_after_a_large_commit_its_client_is_read_from_in_the_next_turn(slots: in
     assert not a.paused
 
 
+@pytest.mark.parametrize("kind", [m.Abort, m.Release, m.Discard])
+def test_what_frees_many_pages_is_charged_and_its_client_read_from_in_the_next_turn(kind: type) -> None:
+    served = Served(MANY_SLABS)
+    (a, a_ns), (b, b_ns) = served.client("a"), served.client("b")
+    keys = [key(n) for n in range(m.MAX_PAGES)]
+    slots = [one.slot for one in served.node.reserve(a.number, a_ns, *range(m.MAX_PAGES))]
+    for _ in range(6):  # both wait
+        served.ask(a, a_ns)
+        served.ask(b, b_ns)
+    before = list(served.order)
+    freed = m.Discard(9, a_ns, keys, []) if kind is m.Discard else kind(slots, [0] * len(slots))
+    served.serving.received(a, freed)
+    assert (a.pauses, a.paused) == (1, False)
+    served.loop.turns()
+    after = [number for number in served.order[len(before) + 1 :] if number in (a.number, b.number)]
+    assert after.index(a.number) >= after.count(b.number) - 1, "b goes first: a has had its share"
+
+
 def test_over_its_rate_a_namespace_waits_and_its_neighbour_does_not() -> None:
     served = Served(a=NamespaceSettings(operations_s=32.0))
     a, a_ns = served.client("a")

@@ -10,9 +10,18 @@ from typing import TypeVar
 
 import pytest
 
-from pdserve.kvpool.core.events import Event, PagesFound
+from pdserve.kvpool.core.events import (
+    Event,
+    LoadPages,
+    PagesFound,
+    PagesLoaded,
+    PagesStored,
+    SlotPage,
+    StorePages,
+)
 from pdserve.kvpool.node.tiers.worker import SPILL_BYTES, SPILL_PIECE_BYTES, TierWorker
 from pdserve.kvpool.tiers.base import (
+    READ_FAILED,
     WRITE_FAILED,
     PageMemory,
     PageName,
@@ -32,16 +41,21 @@ class Disk(MemoryTier):
 
     full = False
     broken = False
+    short = False  # it answers for one page less than it was asked for
     puts = 0
 
     def put(self, pages: Sequence[TierPage], data: Sequence[PageMemory]) -> PutResult:
         self.puts += 1
-        return PutResult([WRITE_FAILED] * len(pages), "full") if self.full else super().put(pages, data)
+        if self.full:
+            return PutResult([WRITE_FAILED] * len(pages), "full")
+        done = super().put(pages, data)
+        return PutResult(done.statuses[:-1]) if self.short else done
 
     def read(self, names: Sequence[PageName], into: Sequence[PageMemory]) -> list[ReadResult]:
         if self.broken:
             raise RuntimeError("broken")
-        return super().read(names, into)
+        found = super().read(names, into)
+        return found[:-1] if self.short else found
 
 
 class Pair:
@@ -117,3 +131,20 @@ def test_pages_that_could_not_be_read_take_no_room_on_their_way_down(pair: Pair)
     pair.above.broken = False
     pair.leave(1)
     assert [one.key for one in pair.found().pages] == [name(1).key]
+
+
+def test_a_tier_that_answers_for_another_number_of_pages_has_failed_for_those_of_that_call(
+    pair: Pair,
+) -> None:
+    """A plug-in's mistake: the node would take answers for those of other pages."""
+    pages = tuple(SlotPage(slot, 0, page(20 + slot)[0]) for slot in (0, 1))
+    pair.below.short = True
+    pair.worker.store(StorePages(1, pages))
+    stored = pair.events.get(timeout=WAIT_S)
+    assert isinstance(stored, PagesStored)
+    assert (stored.slots, stored.statuses) == ((0, 1), (WRITE_FAILED, WRITE_FAILED))
+    pair.worker.load(LoadPages(1, pages))
+    loaded = pair.events.get(timeout=WAIT_S)
+    assert isinstance(loaded, PagesLoaded)
+    assert (loaded.slots, loaded.statuses) == ((0, 1), (READ_FAILED, READ_FAILED))
+    assert len(loaded.checksums) == 2
