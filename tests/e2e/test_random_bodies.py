@@ -1,0 +1,114 @@
+"""Random bodies at a real cluster: none is answered by a 5xx, ends a worker, or is felt by an honest client.
+
+The first 200 run by default; `PDSERVE_RANDOM_BODIES` says another number, as at night, and another seed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+import httpx
+import pytest
+
+from tests.support.e2e.cluster import Router, Worker, http
+from tests.support.e2e.random_bodies import Asked, random_body
+from tests.support.e2e.site import Cluster
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(7200)]
+
+SEED: Final = int(os.environ.get("PDSERVE_RANDOM_SEED", "1"))
+COUNT: Final = int(os.environ.get("PDSERVE_RANDOM_BODIES", "200"))
+AT_A_TIME: Final = 4
+MODEL: Final = "demo-tiny"
+
+
+def ask(url: str, asked: Asked) -> str:
+    """What was wrong with the answer; empty: nothing."""
+    headers = {"content-type": "application/json"}
+    try:
+        answer = http.post(f"{url}{asked.path}", content=asked.body, headers=headers, timeout=120.0)
+    except httpx.HTTPError as error:
+        return f"{type(error).__name__} {error}"
+    if answer.status_code >= 500:
+        return f"{answer.status_code} {answer.text[:300]}"
+    if answer.status_code >= 400 and not is_error(answer.content):
+        return f"{answer.status_code} without an error's form: {answer.text[:300]}"
+    wrong = [
+        line for line in answer.text.splitlines() if line.startswith("data:") and '"server_error"' in line
+    ]
+    return wrong[0][:300] if wrong else ""
+
+
+def is_error(body: bytes) -> bool:
+    said = json.loads(body)
+    return (
+        isinstance(said, dict) and isinstance(said.get("error"), dict) and bool(said["error"].get("message"))
+    )
+
+
+class Honest:
+    """A client that asks the same small thing again and again in a thread; how long each answer took."""
+
+    def __init__(self, router: Router) -> None:
+        self._url = f"{router.url}/v1/completions"
+        self._body = {"model": MODEL, "prompt": [7] * 70, "max_tokens": 4, "temperature": 0}
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.seconds: list[float] = []
+        self.wrong: list[str] = []
+        self.texts: set[str] = set()
+
+    def __enter__(self) -> Honest:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            began_s = time.monotonic()
+            answer = http.post(self._url, json=self._body, timeout=120.0)
+            self.seconds.append(time.monotonic() - began_s)
+            if answer.status_code != 200:
+                self.wrong.append(answer.text[:200])
+            else:
+                self.texts.add(answer.json()["choices"][0]["text"])
+
+
+def lives(workers: list[Worker]) -> list[tuple[int, bool]]:
+    """Which processes the workers are."""
+    found: list[tuple[int, bool]] = []
+    for worker in workers:
+        assert worker.process is not None
+        assert worker.process.popen is not None
+        found.append((worker.process.popen.pid, worker.is_running))
+    return found
+
+
+def test_random_bodies_end_nothing_and_are_felt_by_nobody(cluster: Cluster) -> None:
+    """Through the router, and each tenth straight at a worker: its own door is the same."""
+    before = lives(cluster.workers)
+
+    def one(number: int) -> str:
+        url = cluster.decode[0].url if number % 10 == 0 else cluster.router.url
+        asked = random_body(SEED, number, MODEL)
+        wrong = ask(url, asked)
+        return f"body {number} of seed {SEED}: {wrong}; {asked.told}" if wrong else ""
+
+    with Honest(cluster.router) as honest, ThreadPoolExecutor(AT_A_TIME) as threads:
+        wrong = [said for said in threads.map(one, range(COUNT)) if said]
+    assert wrong == []
+    assert honest.wrong == []
+    assert len(honest.texts) == 1, "it has one answer, whatever others ask"
+    assert lives(cluster.workers) == before
+    ready: dict[str, Any] = http.get(f"{cluster.router.url}/ready").json()
+    assert all(worker["ready"] for worker in ready["workers"]), ready
+    print(f"honest client: {len(honest.seconds)} answers, median {statistics.median(honest.seconds):.3f} s")
