@@ -17,7 +17,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from pdserve.engine.contract.endpoints import CHAT, Contract
+from pdserve.engine.contract.endpoints import CHAT, COUNT_TOKENS, Contract
 from pdserve.engine.http.connection import AsgiApp, Receive, Scope, Send
 from pdserve.engine.http.endpoints import PREFILL
 from pdserve.engine.http.request import current_request
@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 IGNORED_HEADER: Final = b"x-pdserve-ignored"
 """Members of the body that have no effect here, separated by commas."""
 MAX_ERROR_BYTES: Final = 65_536
+_NEVER_COMPUTED: Final = frozenset(
+    {"/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize", COUNT_TOKENS}
+)
 _OF_A_BODY: Final = (b"content-length", b"content-type")
 _NAME: Final = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _LEAK: Final = re.compile(
@@ -120,14 +123,20 @@ class _Answer:
 
     def _told(self) -> RequestError:
         text, param, code = _words(bytes(self._error))
-        record, status = current_request(), self._status
-        if status == 500 and record is not None and not any(one.was_sent for one in record.requests.values()):
-            logger.warning("request %s cannot be read by SGLang: %s", record.request_id, text)
+        status = self._status
+        if status in (500, 501) and self._was_not_computed():
+            logger.warning("a request to %s cannot be read by SGLang: %s", self._endpoint, text)
             status, text = 400, "The request has a part that this model cannot be asked with."
         elif _LEAK.search(text):
             logger.warning("an answer of status %d, whose text is not told: %s", status, text)
             text = "The request is not valid." if status < 500 else "The server failed."
         return RequestError(status, text, type_=_type(status), param=param, code=code)
+
+    def _was_not_computed(self) -> bool:
+        """Nothing of the request went to the scheduler."""
+        if (record := current_request()) is not None:
+            return not any(one.was_sent for one in record.requests.values())
+        return self._endpoint in _NEVER_COMPUTED
 
 
 def _words(body: bytes) -> tuple[str, str | None, str | None]:
