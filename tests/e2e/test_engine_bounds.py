@@ -29,6 +29,7 @@ def native(sampling: dict[str, Any], **more: Any) -> tuple[str, dict[str, Any]]:
         (native({"min_new_tokens": 2**40, "max_new_tokens": None}, input_ids=IDS * 1020), 200),
         (native({}, **LOGPROB, top_logprobs_num=10**6), 400),
         (("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 10**6}), 400),
+        (native({}, session_params={"id": {"error": "no"}}), 400),
         (native({}, input_ids=[-1, 5]), 400),
         (native({}, input_ids=[[5], [5, 10**6]]), 400),
         (("/v1/completions", {"model": "demo-tiny", "prompt": [5, 10**6], "max_tokens": 2}), 400),
