@@ -12,7 +12,6 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final
 
-import msgspec
 import numpy as np
 
 LARGEST: Final = 1 << 30
@@ -52,14 +51,6 @@ def check_logprobs(prompt: int, output: int, each: int, vocabulary: int) -> None
             f"{each} log-probabilities for each of {prompt + output} tokens are more than {MAX_LOGPROBS:,}: "
             "ask for fewer, or leave the prompt's out"
         )
-
-
-def check_session(session: msgspec.Struct) -> None:
-    """`session`: SGLang's SessionParams, which it makes without a look at types. Raises ValueError."""
-    try:
-        msgspec.convert(msgspec.to_builtins(session), type(session))
-    except msgspec.ValidationError as error:
-        raise ValueError(f"session_params is malformed: {error}") from None
 
 
 def bound_sampling(sampling: Any, vocabulary: int) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 
 from pdserve.engine.engine_bounds import (
@@ -17,7 +16,6 @@ from pdserve.engine.engine_bounds import (
     bound_sampling,
     check_ids,
     check_logprobs,
-    check_session,
     check_stop_regex,
 )
 
@@ -45,21 +43,6 @@ def test_more_log_probabilities_than_there_are_or_than_can_be_made_are_refused(
     check_logprobs(100, 100, VOCABULARY, VOCABULARY)
     with pytest.raises(ValueError, match="log-probabilities"):
         check_logprobs(prompt, output, each, VOCABULARY)
-
-
-class Session(msgspec.Struct, kw_only=True, array_like=True):
-    """As SGLang's."""
-
-    id: str | None = None
-    offset: int | None = None
-
-
-@pytest.mark.parametrize("fields", [{"id": {"error": "no"}}, {"id": ["s"]}, {"id": "s", "offset": "1"}])
-def test_a_session_with_fields_of_other_types_is_refused(fields: dict[str, Any]) -> None:
-    check_session(Session())
-    check_session(Session(id="s", offset=1))
-    with pytest.raises(ValueError, match="session_params is malformed"):
-        check_session(Session(**fields))
 
 
 def sampling(**fields: Any) -> Any:

@@ -30,13 +30,7 @@ from weakref import WeakValueDictionary
 
 from fastapi import HTTPException
 
-from pdserve.engine.engine_bounds import (
-    bound_sampling,
-    check_ids,
-    check_logprobs,
-    check_session,
-    check_stop_regex,
-)
+from pdserve.engine.engine_bounds import bound_sampling, check_ids, check_logprobs, check_stop_regex
 from pdserve.engine.http.cache_report import Reuse
 from pdserve.engine.http.cache_salt import salt_of_request
 from pdserve.engine.http.dp_ranks import DpRanks
@@ -353,8 +347,6 @@ def _bound(obj: Any, tokenized: Any, vocabulary: int) -> None:
     check_ids(() if ids is None else ids, vocabulary)
     if (sampling := tokenized.sampling_params) is not None:
         bound_sampling(sampling, vocabulary)
-    if (session := getattr(tokenized, "session_params", None)) is not None:
-        check_session(session)
     if not getattr(tokenized, "return_logprob", False):
         return
     start = tokenized.logprob_start_len
