@@ -245,9 +245,20 @@ MAX_TEXT: Final = 1 << 30
 _STREAM_OPTIONS: Final = fields(
     {"include_usage": boolean, "continuous_usage_stats": boolean, "include_obfuscation": boolean}
 )
+_SESSION: Final = fields(
+    {
+        "id": text(4096),
+        "rid": text(4096),
+        "offset": integer(-LARGEST, LARGEST),
+        "replace": boolean,
+        "drop_previous_output": boolean,
+    },
+    is_closed=True,
+)
+"""SGLang looks at no type: an id that is an object ends the scheduler."""
 _ENGINE: Final[Mapping[str, Rule]] = {
     "priority": integer(-(1 << 31), (1 << 31) - 1),
-    "session_params": an_object(4096),
+    "session_params": _SESSION,
     "custom_logit_processor": one_of(text(1 << 20), list_of(text(1 << 20), MAX_INPUTS), what="a string"),
     "return_hidden_states": one_of(boolean, choice("last"), what="true or false"),
     "return_routed_experts": boolean,

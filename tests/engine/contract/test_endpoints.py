@@ -106,6 +106,14 @@ def test_what_would_reach_the_sampler_out_of_bounds_is_refused_everywhere(field:
     assert refusal(GENERATE, sampling_params=[{}, {inner: value}]).startswith(f"sampling_params[1].{inner}")
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, GENERATE])
+@pytest.mark.parametrize("value", ["s", {"id": {"a": 1}}, {"offset": "1"}, {"replace": 1}, {"other": 1}])
+def test_a_session_with_fields_of_other_types_is_refused(path: str, value: Any) -> None:
+    whole = {"id": "s", "rid": None, "offset": 3, "replace": True, "drop_previous_output": False}
+    judged(path, session_params=whole)
+    assert refusal(path, session_params=value).startswith("session_params")
+
+
 @pytest.mark.parametrize(
     "body", [b'{"messages":[{"role":"user","content":"x"}],"temperature":1e999}', b"{", b"[]"]
 )
