@@ -30,8 +30,8 @@ handed over whole (`upgrade`). Any other offer is passed over, as RFC 9110 (7.8)
 parsed again without the offer.
 
 A client may shut its sending half behind a whole request, and still gets its answer. Whether it has left
-altogether is asked by sending it something (`half_closed`). Over TLS, and in HTTP/1.0, which has nothing to
-ask by, the end of what a client sends is its leaving.
+altogether is asked by sending it something (`half_closed`). Over TLS, in HTTP/1.0, and within an application's
+own streams, where it cannot be asked, the end of what a client sends is its leaving.
 
 When the server stops, a request may be on its way. So an idle connection stays for `LINGER_S`, and a request
 that comes meanwhile is answered with `Connection: close`. The same holds for a connection whose answer has
@@ -352,12 +352,12 @@ class ClientConnection(asyncio.Protocol):
             or not is_tcp(self.transport)
         ):
             return False
-        assert self._cycle is not None
-        if not self._cycle.response_started:
-            self._cycle.keep_alive = False
         if self._half_closed is None:
+            if not running.ask_client():
+                return False
             self._half_closed = HalfClosed(self.transport, self.loop)
-            running.ask_client()
+        if self._cycle is not None and not self._cycle.response_started:
+            self._cycle.keep_alive = False
         return True
 
     @property

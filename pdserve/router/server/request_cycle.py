@@ -125,12 +125,17 @@ class RequestCycle:
         if self._on_gone is not None:
             self._on_gone()
 
-    def ask_client(self) -> None:
-        """Send something that changes no answer, so that the end of a client that has left says so."""
+    def ask_client(self) -> bool:
+        """Send something that changes no answer, so that the end of a client that has left says so. False:
+        nothing can be sent within this answer.
+        """
         if not self.response_started:
             self.wire.transport.write(_CONTINUE)
         elif self._on_asked is not None:
             self._on_asked()
+        else:
+            return False
+        return True
 
     def _wake(self) -> None:
         """There is something new for who waits in `read`."""
