@@ -30,8 +30,8 @@ handed over whole (`upgrade`). Any other offer is passed over, as RFC 9110 (7.8)
 parsed again without the offer.
 
 A client may shut its sending half behind a whole request, and still gets its answer. Whether it has left
-altogether is asked by sending it something (`half_closed`). Over TLS, in HTTP/1.0, and within an application's
-own streams, where it cannot be asked, the end of what a client sends is its leaving.
+altogether is asked by sending it something (`half_closed`). Where it cannot be asked, over TLS, in HTTP/1.0
+and within an application's own streams, the end of what a client sends is its leaving.
 
 When the server stops, a request may be on its way. So an idle connection stays for `LINGER_S`, and a request
 that comes meanwhile is answered with `Connection: close`. The same holds for a connection whose answer has
