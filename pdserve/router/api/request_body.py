@@ -100,7 +100,8 @@ _PROMPT = re.compile(rb'\s*+(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"|\[[^\[\]]*+\])\s*+,?'
 """One prompt of a list: text, or token ids. Possessive: otherwise each escape of a text takes memory."""
 _TOKEN_IDS = re.compile(rb"[\[\s]+\d")
 _NOTHING = re.compile(rb'null|""|\[\s*\]')
-_MEDIA = re.compile(rb'(?<!\\)"(?:image_url|video_url|audio_url|input_audio|input_image)"\s*:')
+_MEDIA = re.compile(rb'"(?:[iva](?:mage|ideo|udio)_url|input_(?:audio|image))"\s*:')
+"""In a text the second quote would be written with a backslash."""
 _PROMPTS = re.compile(rb"\s*\[\s*[\[\"]")
 _OBJECTS = re.compile(rb"\s*\[\s*\{")
 _HALF = re.compile(
@@ -181,10 +182,7 @@ def has_media(view: RequestView) -> bool:
 
 
 def _names_media(json: msgspec.Raw) -> bool:
-    if not json:
-        return False
-    text = bytes(json)  # a search for bytes is many times as fast as the pattern
-    return (b'_url"' in text or b'"input_' in text) and _MEDIA.search(text) is not None
+    return bool(json) and _MEDIA.search(json) is not None
 
 
 def estimate_prompt_tokens(prompt_json: bytes) -> int:
