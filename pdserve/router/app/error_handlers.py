@@ -41,15 +41,20 @@ def add_error_handlers(app: fastapi.FastAPI, more_paths: Iterable[str] = ()) -> 
             said = not_found(request.scope["method"], path, known)
             if meant := ENDPOINTS.get(similar(path, known) or ""):
                 form = meant.errors
+        headers = dict(error.headers or {})
+        if headers.get("Allow") == "GET":
+            headers["Allow"] = "GET, HEAD"  # see `server.application`
         body = error_body(error.status_code, said, form=form)
-        return Response(body, error.status_code, error.headers, media_type=JSON.decode())
+        return Response(body, error.status_code, headers, media_type=JSON.decode())
 
     async def on_refused(request: fastapi.Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
         return refused(error)
 
     async def on_invalid(request: fastapi.Request, error: Exception) -> Response:
-        return Response(error_body(400, str(error)), 400, media_type=JSON.decode())
+        assert isinstance(error, RequestValidationError)
+        said = "; ".join(f"{'.'.join(map(str, one['loc'][1:]))}: {one['msg']}" for one in error.errors())
+        return Response(error_body(400, said), 400, media_type=JSON.decode())
 
     app.add_exception_handler(HTTPException, on_http)
     app.add_exception_handler(RequestError, on_refused)

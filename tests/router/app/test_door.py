@@ -117,8 +117,8 @@ async def test_head_says_what_get_says_without_a_body_and_the_connection_stays()
 async def test_a_method_that_is_not_there_is_refused_with_those_that_are(method: str) -> None:
     async with disagg() as (harness, _, _):
         client = await harness.connect()
-        for path, allowed in ((CHAT, "POST"), (CHAT + "?a=b", "POST"), ("/v1/models", "GET")):
-            if (method, allowed) in (("HEAD", "GET"), ("GET", "GET")):
+        for path, allowed in ((CHAT, "POST"), (CHAT + "?a=b", "POST"), ("/v1/models", "GET, HEAD")):
+            if method in allowed:
                 continue
             await client.send(path, b"", method=method)
             answer = await (client.head() if method == "HEAD" else client.response())
