@@ -23,7 +23,7 @@ _ZSTD_INPUT_BYTES: Final = 256
 """Given to zstd at a time: it has no bound for its output, and makes up to 128 KiB of 4 bytes."""
 _ZSTD_WINDOW_BYTES: Final = 8 * 1024 * 1024
 _HAS_ZSTD: Final = find_spec("zstandard") is not None
-"""A router may be installed without it."""
+"""The extra `zstd` of pyproject.toml, without which a body so coded is refused as one of any other coding."""
 
 
 class CodedBody:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import importlib.util
+import runpy
 import tracemalloc
 import zlib
 from collections.abc import Callable
@@ -11,6 +13,7 @@ import pytest
 import zstandard
 
 from pdserve.errors import RequestError
+from pdserve.router.api import content_coding
 from pdserve.router.api.content_coding import MAX_CODINGS, MAX_MEMBERS, PIECE_BYTES, CodedBody
 
 BODY = b'{"messages": [{"role": "user", "content": "%b"}]}' % (b"some words \xc3\xa9 " * 20_000)
@@ -127,3 +130,15 @@ def test_a_window_beyond_eight_mebibytes_is_refused() -> None:
     coder = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
     data = coder.compress(BODY) + coder.flush()
     assert "zstd" in refusal(400, data, b"zstd")
+
+
+def test_where_its_library_is_not_installed_zstd_is_refused_by_its_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    without = runpy.run_path(content_coding.__file__)["CodedBody"]
+    with pytest.raises(
+        RequestError, match="'zstd' is not supported; send the body plain, or as gzip, deflate"
+    ):
+        without([b"zstd"], LIMIT)
+    assert b"".join(without([b"gzip"], LIMIT).feed(gzip.compress(b"{}"))) == b"{}"
