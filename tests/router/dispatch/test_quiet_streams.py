@@ -13,7 +13,7 @@ import pytest
 
 from pdserve.router.config.limits import Limits
 from pdserve.router.request import answer as answers
-from tests.support.router.harness import CHAT, FAST, Connection, Harness, disagg
+from tests.support.router.harness import CHAT, PATIENT, Connection, Harness, disagg
 from tests.support.router.mock_worker import (
     ANSWER,
     DONE,
@@ -222,7 +222,7 @@ async def test_when_no_worker_is_left_the_stream_says_so() -> None:
 
 @pytest.mark.usefixtures("impatient")
 async def test_a_deadline_after_the_head_is_told_in_the_stream() -> None:
-    soon = msgspec.structs.replace(FAST, first_byte_s=0.3)
+    soon = msgspec.structs.replace(PATIENT, first_byte_s=0.3)
     async with disagg(prefill=0, deadlines=soon) as (harness, _, [decode]):
         decode.script(CHAT, hang())
         whole = await (await asked(harness)).response()
