@@ -10,7 +10,7 @@ import pytest
 from docs.examples.endpoint import CLASSIFY
 from docs.examples.placement import MORE_REQUESTS, OwnHostFirst
 from docs.generate.product import ROOT
-from pdserve.router.api.endpoints import ENDPOINTS
+from pdserve.router.api.endpoints import ENDPOINTS, Endpoint
 from pdserve.router.fleet.worker import Worker
 from pdserve.router.placement.policies import Ask, PolicySettings, make_policy
 from pdserve.settings import plugins
@@ -63,3 +63,12 @@ def test_the_endpoint_example_is_served_and_documented(monkeypatch: pytest.Monke
             assert CLASSIFY.path in (await harness.get("/openapi.json")).json()["paths"]
 
     run(main())
+
+
+def test_the_page_on_endpoints_tells_every_field_of_a_row() -> None:
+    page = (ROOT / "docs" / "extending" / "endpoint.md").read_text()
+    assert [name for name in Endpoint.__struct_fields__ if f"`{name}`" not in page] == []
+
+
+def test_who_follows_the_example_keeps_tenants_caches_apart() -> None:
+    assert CLASSIFY.salt == ENDPOINTS[CLASSIFY.path].salt != ""

@@ -253,19 +253,19 @@ def _add_worker_routes(app: fastapi.FastAPI, router: Router, others: OtherRouter
 
 
 def _add_weight_routes(app: fastapi.FastAPI, weights: Weights) -> None:
-    @app.post("/models/{model}/update_weights_from_disk")
+    @app.post("/models/{model:path}/update_weights_from_disk")
     async def update(model: str, request: fastapi.Request) -> dict[str, Any]:
         """New weights for all workers of a model. The body is SGLang's; `timeout_s` bounds the wait for
         running requests. Fails with 409 if nothing was changed, with 502 if a worker did not take them.
         """
         return await weights.update_from_disk(model, await request.body())
 
-    @app.post("/models/{model}/weights/hold")
+    @app.post("/models/{model:path}/weights/hold")
     async def hold(model: str, request: fastapi.Request) -> dict[str, Any]:
         """Hold all workers of a model: SGLang's routes of the workers may then replace their weights."""
         return await weights.hold(model, await request.body())
 
-    @app.post("/models/{model}/weights/release")
+    @app.post("/models/{model:path}/weights/release")
     async def release(model: str) -> dict[str, Any]:
         """Let the held workers of a model serve again, with a new namespace if weights were replaced."""
         return await weights.release(model)
@@ -275,7 +275,7 @@ def _add_weight_routes(app: fastapi.FastAPI, weights: Weights) -> None:
 
 
 def _add_step(app: fastapi.FastAPI, weights: Weights, name: str) -> None:
-    @app.post(f"/models/{{model}}/{name}")
+    @app.post(f"/models/{{model:path}}/{name}")
     async def step(model: str, request: fastapi.Request) -> dict[str, Any]:
         """A step of an update that a trainer sends, to all held workers of a model: one body for all, or
         `{"workers": {"HOST:PORT": {...}}}`, for each its own.

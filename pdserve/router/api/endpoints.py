@@ -225,6 +225,7 @@ _ROWS: Final = (
         prompt_fields=("input",),
         preamble_fields=("instructions",),
         usage=usage_under("input_tokens", "output_tokens"),
+        errors="responses",
         streams=True,
         salt="body",
         stored_as="request_id",

@@ -2,6 +2,7 @@
 
     OpenAI      {"error": {"message", "type", "param", "code"}}
     Anthropic   {"type": "error", "error": {"type", "message"}}
+    Responses   as OpenAI; within a stream {"type": "error", "code", "message", "param", "sequence_number"}
 
 SGLang 0.5.23 answers `{"object":"error","message","type","param","code":<status>}`, or in one of the forms
 above, and FastAPI answers `{"detail": ...}`. All become the form of the endpoint, with the message kept.
@@ -16,9 +17,10 @@ from typing import Any, Final, Literal
 import msgspec
 
 from pdserve.errors import RequestError
+from pdserve.router.api.content_coding import TAKEN
 from pdserve.router.api.request_body import UNREADABLE
 
-ErrorForm = Literal["openai", "anthropic"]
+ErrorForm = Literal["openai", "anthropic", "responses"]
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -81,13 +83,32 @@ def error_headers(error: RequestError) -> list[tuple[bytes, bytes]]:
     """What the head of the answer says more: when to try again, or that a key is needed."""
     if error.status == 401:
         return [(b"www-authenticate", b"Bearer")]
+    if error.status == 415:
+        return [(b"accept-encoding", TAKEN.encode())]
     return [(b"retry-after", b"%d" % error.retry_after_s)] if error.status in RETRY_STATUSES else []
 
 
 def error_event(status: int, message: str, code: str | None = None, form: ErrorForm = "openai") -> bytes:
     """The server-sent event that ends a broken stream."""
-    name = b"event: error\n" if form == "anthropic" else b""
-    return b"%bdata: %b\n\n" % (name, error_body(status, message, code=code, form=form))
+    return as_event(error_body(status, message, code=code, form=form), form)
+
+
+def as_event(body: bytes, form: ErrorForm) -> bytes:
+    """The server-sent event that says what `body`, an error in this form, says as a whole answer."""
+    if form == "openai":
+        return b"data: %b\n\n" % body
+    if form == "responses":
+        said = msgspec.json.decode(body)["error"]
+        flat = {name: said[name] for name in ("code", "message", "param")}
+        body = msgspec.json.encode({"type": "error", **flat, "sequence_number": 0})
+    return b"event: error\ndata: %b\n\n" % body
+
+
+def refused_stream(body: bytes, form: ErrorForm) -> bytes:
+    """The events that answer a request whose stream has a head already, and nothing else: the error, and what
+    ends a stream of this API.
+    """
+    return as_event(body, form) + (b"data: [DONE]\n\n" if form == "openai" else b"")
 
 
 def convert_error(status: int, body: bytes, form: ErrorForm = "openai") -> bytes:

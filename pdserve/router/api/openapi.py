@@ -125,6 +125,7 @@ _ERRORS = {
     404: "There is no such model, or nothing of this id.",
     408: "The body did not come in time.",
     413: "The body is too large.",
+    415: "The body is in a content coding that is not taken; see `Accept-Encoding`.",
     422: "The worker finds the request not valid.",
     429: "The tenant is over a limit, or the server is busy; see `Retry-After`.",
     500: "A fault inside the server.",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 import msgspec
@@ -63,6 +63,8 @@ class RequestView(msgspec.Struct, gc=False):
         return _EMPTY
 
 
+BOM = b"\xef\xbb\xbf"
+"""Some clients put it before JSON. RFC 8259 allows to pass it over; msgspec and workers do not."""
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What decoding raises for bytes that are not JSON, of another form, or nested too deeply."""
 T = TypeVar("T")
@@ -78,6 +80,7 @@ class _Session(msgspec.Struct, gc=False):
 
 
 MAX_COUNT = 1e9
+_SPACE = b" \t\r\n"
 
 
 class _Object(msgspec.Struct, gc=False):
@@ -97,9 +100,13 @@ _PROMPT = re.compile(rb'\s*+(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"|\[[^\[\]]*+\])\s*+,?'
 """One prompt of a list: text, or token ids. Possessive: otherwise each escape of a text takes memory."""
 _TOKEN_IDS = re.compile(rb"[\[\s]+\d")
 _NOTHING = re.compile(rb'null|""|\[\s*\]')
-_MEDIA = re.compile(rb'(?<!\\)"(?:image_url|video_url|audio_url|input_audio|input_image)"\s*:')
+_MEDIA = re.compile(rb'"(?:[iva](?:mage|ideo|udio)_url|input_(?:audio|image))"\s*:')
+"""In a text the second quote would be written with a backslash."""
 _PROMPTS = re.compile(rb"\s*\[\s*[\[\"]")
 _OBJECTS = re.compile(rb"\s*\[\s*\{")
+_HALF = re.compile(
+    rb"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|[c-fC-F]..(?<!\\u[dD][89abAB]..\\u[dD]...))", re.DOTALL
+)
 _FIELD = re.compile(r" - at `\$\.(?P<field>[A-Za-z_]+)[^`]*`$")
 
 
@@ -121,7 +128,10 @@ def decode_view(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
             400, f"Invalid value for '{match['field']}': {what}.", param=match["field"]
         ) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError(400, f"The request body is not valid JSON: {error}.") from None
+        hint = ""
+        if _HALF.search(body):
+            hint = " It seems to have a half of a surrogate pair, as a text has that was cut inside an emoji."
+        raise RequestError(400, f"The request body is not valid JSON: {error}.{hint}") from None
     except RecursionError:
         raise RequestError(400, "The request body is nested too deeply.") from None
 
@@ -141,9 +151,19 @@ def with_member(body: bytes, name: str, value: object) -> bytes:
     """The JSON object `body` with a member added at its end. Of a name that comes twice the last one counts,
     for the router's parser and the workers'.
     """
-    inside = body.rstrip(b" \t\r\n")[:-1]
-    comma = b"" if inside.rstrip(b" \t\r\n").endswith(b"{") else b","
-    return b"%b%b%b:%b}" % (inside, comma, msgspec.json.encode(name), msgspec.json.encode(value))
+    return with_members(body, {name: value})
+
+
+def with_members(body: bytes, members: Mapping[str, object]) -> bytes:
+    """As `with_member`, for several: the body is copied once."""
+    end = len(body) - 1
+    while body[end] in _SPACE:
+        end -= 1
+    last = end - 1
+    while body[last] in _SPACE:
+        last -= 1
+    comma = b"" if body[last] == ord("{") else b","
+    return b"".join((memoryview(body)[:end], comma, memoryview(msgspec.json.encode(members))[1:]))
 
 
 def bytes_per_token(prompt_json: bytes) -> int:
@@ -162,10 +182,7 @@ def has_media(view: RequestView) -> bool:
 
 
 def _names_media(json: msgspec.Raw) -> bool:
-    if not json:
-        return False
-    text = bytes(json)  # a search for bytes is many times as fast as the pattern
-    return (b'_url"' in text or b'"input_' in text) and _MEDIA.search(text) is not None
+    return bool(json) and _MEDIA.search(json) is not None
 
 
 def estimate_prompt_tokens(prompt_json: bytes) -> int:

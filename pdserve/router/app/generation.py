@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections import defaultdict
 from typing import Final
 
@@ -14,11 +15,14 @@ from pdserve.errors import RequestError
 from pdserve.logs import served_request
 from pdserve.router.admission.gate import Gate
 from pdserve.router.api.about_prompt import asks_about_prompt
+from pdserve.router.api.content_coding import CodedBody
 from pdserve.router.api.endpoints import ENDPOINTS, Endpoint
 from pdserve.router.api.errors import NoWorkerError, error_headers, error_of
 from pdserve.router.api.form_body import TRUE, read_form
 from pdserve.router.api.held_ids import RESPONSE, SESSION, find_holder
+from pdserve.router.api.paths import fold
 from pdserve.router.api.request_body import (
+    BOM,
     RequestView,
     count_candidates,
     count_choices,
@@ -60,6 +64,7 @@ logger = logging.getLogger(__name__)
 
 BODY_BYTES_S = 4096
 """A body that comes at this rate and faster is not too slow."""
+DECODED_AT_ONCE_BYTES = 256 * 1024
 DRAIN_S = 5.0
 """How long the rest of a refused body is read, so that the client, still sending, gets to see the answer."""
 
@@ -105,9 +110,14 @@ class GenerationHandler:
         self._loop = asyncio.get_running_loop()
         self._turns: defaultdict[str, int] = defaultdict(int)
 
+    def find(self, path: str) -> str | None:
+        """The endpoint that a target's path means, see `api.paths`."""
+        folded = fold(path)
+        return folded if folded in ENDPOINTS else None
+
     async def serve(self, client: Client) -> None:
         """One request. Never raises: whatever happens is answered, or ends with the connection."""
-        now_s = self._loop.time()
+        now_s = time.monotonic()
         call = Call(client, now_s, now_s + self._body_s)
         served_request.set(call.request_id)
         if self._tracer is not None:
@@ -134,13 +144,14 @@ class GenerationHandler:
         finally:
             self._deadlines.discard(call)
             self._held_bytes -= call.held_bytes
-            account(call, self._stats, self._loop.time(), self._level)
+            now_s = time.monotonic()
+            account(call, self._stats, now_s, self._level)
             if self._logs_access:
-                log_access(call, self._loop.time())
+                log_access(call, now_s)
             if self.decisions.maxlen:
-                self.decisions.append(decision_of(call, self._loop.time()))
+                self.decisions.append(decision_of(call, now_s))
             if call.trace is not None:
-                spans.end(call, self._loop.time())
+                spans.end(call, now_s)
 
     async def _serve(self, call: Call, client: Client) -> None:
         try:
@@ -155,11 +166,11 @@ class GenerationHandler:
             return
         call.phase = "plan"
         call.deadline_s = call.started_s + self._total_s
-        client.watch(call.on_client_gone)
+        client.watch(call.on_client_gone, call.answer.keep_alive)
         try:
             self._understand(call, body)
             ticket = await self._gate.enter(call)
-            call.planned_s = self._loop.time()
+            call.planned_s = time.monotonic()
             try:
                 await self._dispatcher.serve(call)
             finally:
@@ -171,7 +182,7 @@ class GenerationHandler:
 
     def _understand(self, call: Call, body: bytes) -> None:
         """Fill in what planning needs. Raises RequestError."""
-        call.body = body
+        call.body = body = body if call.endpoint.is_form else body.removeprefix(BOM)
         has_keys = self._gate.tenants.has_keys
         view = self._view(call, has_keys=has_keys)
         call.streams = view.stream is True
@@ -361,6 +372,9 @@ class GenerationHandler:
         length = call.headers.get(b"content-length", b"0")
         if length.isdigit() and int(length.lstrip(b"0")[:20] or b"0") > limit:  # int() has a bound
             raise _too_large(limit)
+        coded = None
+        if b"content-encoding" in call.headers:
+            coded = CodedBody((said for name, said in client.headers if name == b"content-encoding"), limit)
         parts: list[bytes] = []
         size = 0
         while (piece := await client.read()) is not None:
@@ -368,17 +382,39 @@ class GenerationHandler:
             size += len(part)
             if size > limit:
                 raise _too_large(limit)
-            call.held_bytes = size
-            self._held_bytes += len(part)
-            if self._held_bytes > self._held_limit_bytes:
-                raise RequestError(503, "The router holds too many large requests.", code="router_busy")
-            if not more and not parts:
-                return part
-            parts.append(part)
+            if coded is not None:
+                await self._decode(call, coded, part, parts)
+                if not more:
+                    coded.end()
+            else:
+                self._hold(call, len(part))
+                if not more and not parts:
+                    return part
+                parts.append(part)
             if not more:
                 return b"".join(parts)
             call.deadline_s = call.started_s + min(self._total_s, self._body_s + size / BODY_BYTES_S)
         return None
+
+    async def _decode(self, call: Call, coded: CodedBody, data: bytes, parts: list[bytes]) -> None:
+        """Add what `data` stands for to `parts`. Others have their turns meanwhile: it may be a thousand
+        times as long. Raises RequestError.
+        """
+        unyielded = 0
+        for decoded in coded.feed(data):
+            self._hold(call, len(decoded))
+            parts.append(decoded)
+            unyielded += len(decoded)
+            if unyielded >= DECODED_AT_ONCE_BYTES:
+                unyielded = 0
+                await asyncio.sleep(0)
+
+    def _hold(self, call: Call, size: int) -> None:
+        """Count bytes of a body that are held. Raises RequestError (503) where all together are too many."""
+        call.held_bytes += size
+        self._held_bytes += size
+        if self._held_bytes > self._held_limit_bytes:
+            raise RequestError(503, "The router holds too many large requests.", code="router_busy")
 
     async def _refuse_body(self, call: Call, client: Client, error: RequestError) -> None:
         """Answer while the client still sends: take in, bounded, what it sends until it reads, then close."""

@@ -1,4 +1,7 @@
-"""The router's ASGI application: generation past FastAPI, ordinary routes by FastAPI, API keys for both."""
+"""The router's ASGI application: the ordinary routes by FastAPI, behind API keys and CORS.
+
+`ENDPOINTS` do not come here: the server hands them to `GenerationHandler`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from fastapi.responses import Response
 from pdserve.errors import RequestError
 from pdserve.logs import served_request
 from pdserve.router.admission.gate import Gate
-from pdserve.router.api.endpoints import ENDPOINTS
+from pdserve.router.api.paths import fold
 from pdserve.router.app.collector import collect
 from pdserve.router.app.error_handlers import refused
 from pdserve.router.app.generation import GenerationHandler
@@ -26,13 +29,14 @@ from pdserve.router.metrics.decisions import Decision, Decisions
 from pdserve.router.metrics.snapshot import Snapshot
 from pdserve.router.metrics.stats import Stats
 from pdserve.router.request.call import request_id
-from pdserve.router.server.asgi import Asgi, AsgiClient, Message, Receive, Scope, Send, address_of
+from pdserve.router.server.asgi import Asgi, Message, Receive, Scope, Send, address_of
 from pdserve.router.server.cors import Cors
 from pdserve.router.upstream.client import Upstream
 from pdserve.tracing import Tracer
 
 OPEN_PATHS = frozenset(("/health", "/ready", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"))
 """Ordinary routes that need no API key where others do."""
+MODELS_PATH = "/v1/models"
 
 
 ADMIN_PATHS = frozenset(("/metrics", "/get_server_info", "/server_info"))
@@ -66,7 +70,6 @@ class Router:
             config, fleet, gate, dispatcher, upstream.deadlines, stats, tracer, self._cors
         )
         self.realtime = Realtime(config, fleet, gate, upstream, stats)
-        self._generation_paths = frozenset(ENDPOINTS)
         self.metrics: Callable[[], Awaitable[Snapshot]] = self._metrics
         """Those of all of the router's processes together. Raises RequestError when there is no sum."""
         self.decisions: Callable[[], Awaitable[list[Decision]]] = self._decisions
@@ -79,9 +82,10 @@ class Router:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        if scope["type"] == "http" and scope["path"] in self._generation_paths:
-            await self.generation.serve(AsgiClient(scope, receive, send))
-        elif scope["type"] == "http":
+        if scope["type"] == "http":
+            path = fold(scope["path"])
+            if path in OPEN_PATHS or path.startswith(MODELS_PATH):
+                scope = {**scope, "path": path}
             await self._serve_ordinary(scope, receive, send)
         else:
             await self._app(scope, receive, send)

@@ -10,6 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from pdserve import __version__
 from pdserve.errors import RequestError
+from pdserve.router.api.endpoints import ENDPOINTS
 from pdserve.router.api.openapi import complete
 from pdserve.router.app.error_handlers import add_error_handlers
 from pdserve.router.app.router import Router
@@ -20,9 +21,12 @@ from pdserve.router.metrics.exposition import exposition
 def make_app(router: Router) -> fastapi.FastAPI:
     """The FastAPI application of everything but `api.endpoints.ENDPOINTS`."""
     app = fastapi.FastAPI(
-        title="pdserve", version=__version__, summary="One OpenAI endpoint before many SGLang workers."
+        title="pdserve",
+        version=__version__,
+        summary="One OpenAI endpoint before many SGLang workers.",
+        redirect_slashes=False,  # a redirect would lead to whatever host the client named
     )
-    add_error_handlers(app)
+    add_error_handlers(app, ENDPOINTS)
     _publish(app, router)
 
     @app.get("/v1/models", tags=["OpenAI"])

@@ -19,10 +19,11 @@ from fastapi.responses import Response
 
 from pdserve.errors import RequestError
 from pdserve.kvpool.protocol.messages import MAX_KEEP_S
+from pdserve.router.api.content_coding import CodedBody
 from pdserve.router.api.errors import NoWorkerError, TooManyError, convert_error
 from pdserve.router.api.held_ids import RESPONSE, SESSION, find_holder, new_id
 from pdserve.router.api.openapi import error_answer
-from pdserve.router.api.request_body import UNREADABLE, parse_request, with_member
+from pdserve.router.api.request_body import BOM, UNREADABLE, parse_request, with_member
 from pdserve.router.app.router import ADMIN_PATHS, Router
 from pdserve.router.fleet.worker import Worker
 from pdserve.router.request.answer import JSON
@@ -248,12 +249,15 @@ def _operator(router: Router, request: fastapi.Request) -> TenantState:
 
 async def _body(request: fastapi.Request) -> bytes:
     """A small JSON object. Raises RequestError."""
-    body = b""
+    body, size = b"", 0
+    coded = CodedBody(map(str.encode, request.headers.getlist("content-encoding")), MAX_BODY_BYTES)
     async for piece in request.stream():
-        body += piece
-        if len(body) > MAX_BODY_BYTES:
+        size += len(piece)
+        if size > MAX_BODY_BYTES:
             raise RequestError(413, f"The request body is larger than {MAX_BODY_BYTES} bytes.")
-    return body
+        body += b"".join(coded.feed(piece))
+    coded.end()
+    return body.removeprefix(BOM)
 
 
 def _decoded(body: bytes, type_: type[T]) -> T:

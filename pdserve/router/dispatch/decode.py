@@ -10,7 +10,7 @@ from pdserve.router.api.held_ids import RESPONSE, new_id
 from pdserve.router.api.request_body import with_member
 from pdserve.router.config.limits import Deadlines
 from pdserve.router.config.router import RouterConfig
-from pdserve.router.dispatch.job import Claim, Job, cached_before_header
+from pdserve.router.dispatch.job import Claim, Job, cached_before_header, header_words
 from pdserve.router.dispatch.relay import is_event_stream, relay_events, relay_whole
 from pdserve.router.dispatch.stream_marks import MARKS_HEADER, MARKS_REQUEST, StreamMarks
 from pdserve.router.dispatch.worker_request import (
@@ -71,7 +71,7 @@ class DecodeStage:
         else:
             limit_s = deadlines.first_byte_s if call.streams else deadlines.whole_answer_s
         end_s = self._loop.time() + limit_s
-        answer.plan_words = ", ".join(job.words).encode("ascii", "replace")
+        answer.plan_words = header_words(job.words)
         response = None
         try:
             target, headers, body = self._request(call, job, worker, resumes=resumes)
@@ -143,9 +143,10 @@ class DecodeStage:
                 if call.answer.meter is not None:
                     call.answer.meter.marked_tokens = marks.token_count
                     call.answer.meter.used = marks.used
-        elif call.answer.is_started:
-            raise UpstreamError("protocol", "the rest of a stream is no stream")
+        elif call.answer.is_started or call.answer.is_early:
+            raise UpstreamError("protocol", "the answer, or the rest of it, is no stream")
         else:
+            call.answer.stop_awaiting()
             await relay_whole(call, response, left_s, between_s)
             if job.suspects:
                 self._workers.on_answered(job)

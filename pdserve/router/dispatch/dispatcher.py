@@ -20,6 +20,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Container
 
 import msgspec
@@ -29,7 +30,7 @@ from pdserve.router.api.errors import NoWorkerError, error_type
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.dispatch.decode import DecodeStage
 from pdserve.router.dispatch.direct import DirectStage, Outcome
-from pdserve.router.dispatch.job import Claim, Job
+from pdserve.router.dispatch.job import Claim, Job, header_words
 from pdserve.router.dispatch.prefill import PrefillStage
 from pdserve.router.dispatch.resume import may_resume
 from pdserve.router.dispatch.retry_budget import RetryBudget
@@ -64,6 +65,7 @@ class Dispatcher:
         self._fleet = fleet
         self._stats = stats
         self._shared = shared
+        self._deadlines = upstream.deadlines
         self._loop = asyncio.get_running_loop()
         self._budget = RetryBudget(config.limits.retry_ratio, config.limits.retries_per_s, self._loop.time())
         self.placer = placer = Placer(config, fleet)
@@ -87,6 +89,10 @@ class Dispatcher:
             plan = await self._levels.admit(call, plan, lambda: self._try_plan(call, last))
         job = Job(plan)
         self._budget.on_request()
+        if call.streams and call.endpoint.streams:
+            call.answer.plan_words = header_words(job.words)
+            call.answer.await_events()
+            self._deadlines.add(call.answer)
         try:
             if job.plan.handoff == "direct":
                 await self._directly(call, job, last)
@@ -94,6 +100,8 @@ class Dispatcher:
                 await self._by_pool(call, job)
         except WorkerAnswerError as answer:  # the prefill worker finds the request at fault
             await call.answer.send_worker_error(answer.status, answer.body)
+        finally:
+            self._deadlines.discard(call.answer)
 
     async def last_turn(self, session: SessionKey) -> SessionEntry | None:
         """The session's last turn, as this router or those that share the table with it know it. Of the same
@@ -159,7 +167,7 @@ class Dispatcher:
             if plan.settle is not None:
                 job.words.append(await self._settle.run(call, plan.settle))
             call.phase = "decode"
-            call.asked_s = self._loop.time()
+            call.asked_s = time.monotonic()
             return await self._direct.run(call, job, prefill, claim)
         finally:
             sender.release()
@@ -182,7 +190,7 @@ class Dispatcher:
                 prefill.release()
                 prefill = None
             call.phase = "decode"
-            call.asked_s = self._loop.time()
+            call.asked_s = time.monotonic()
             failure = await self._decode.attempt(call, job, decode)
         finally:
             decode.release()

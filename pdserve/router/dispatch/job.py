@@ -98,6 +98,14 @@ class Claim:
         self._fleet.on_released(self.worker)
 
 
+def header_words(words: list[str]) -> bytes:
+    """The plan's words as a header's value. Those of an added policy may hold anything."""
+    said = ", ".join(words)
+    if not said.isprintable():
+        said = "".join(character if character.isprintable() else "?" for character in said)
+    return said.encode("ascii", "replace")
+
+
 def cached_before_header(cached_by_prompt: list[tuple[int, int, int]]) -> bytes:
     """The header line that tells a decode worker what each prompt had cached (device, host, pool) before an
     earlier worker computed it. Empty for more than MAX_PROMPTS_TOLD prompts.

@@ -1,7 +1,7 @@
 """The body that has a worker without `/pd/prefill` compute a prompt: the client's, for an answer of one
 token. Pure.
 
-Members are appended, and of a name that comes twice the last one counts (see `with_member`). So templates,
+Members are appended, and of a name that comes twice the last one counts (see `with_members`). So templates,
 tools and media make the same prompt as in the client's request.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from pdserve.router.api.endpoints import Endpoint
-from pdserve.router.api.request_body import with_member
+from pdserve.router.api.request_body import with_members
 
 _OF_OPENAI: Final[dict[str, Any]] = {
     "stream": False,
@@ -33,6 +33,4 @@ engine has it.
 
 def one_token_body(endpoint: Endpoint, body: bytes) -> bytes:
     """`body`: a JSON object."""
-    for name, value in _BY_PATH[endpoint.path].items():
-        body = with_member(body, name, value)
-    return body
+    return with_members(body, _BY_PATH[endpoint.path])

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from typing import Annotated, Final
 
 import msgspec
@@ -127,7 +128,7 @@ class PrefillStage:
         WorkerAnswerError when the request itself is at fault.
         """
         call.phase = "prefill"
-        begun_s = self._loop.time()
+        begun_s = time.monotonic()
         is_long = 0 < self._pull_ahead_tokens <= job.plan.uncached_tokens
         if is_long and job.plan.decode.lacks("pull"):
             is_long = False
@@ -141,7 +142,7 @@ class PrefillStage:
         finally:
             if pulling is not None:
                 pulling.cancel()  # hangs up
-        spent_s, parts_s = self._loop.time() - begun_s, call.parts_s
+        spent_s, parts_s = time.monotonic() - begun_s, call.parts_s
         if "publish" in parts_s:  # the worker reports it; it cannot be longer than what was measured here
             parts_s["publish"] = min(parts_s["publish"], spent_s)
         parts_s["prefill"] = spent_s - parts_s.get("publish", 0.0)

@@ -10,10 +10,11 @@ handles a slow client and the stream's end.
 
 from __future__ import annotations
 
-import asyncio
+import time
 
 from pdserve.router.dispatch.stream_marks import StreamMarks
 from pdserve.router.request import timing
+from pdserve.router.request.answer import STREAM_HEADERS
 from pdserve.router.request.call import Call
 from pdserve.router.upstream.response import Response
 
@@ -37,6 +38,7 @@ _OWN_HEADERS = frozenset(
     )
 )
 """Headers that belong to one connection or that the router sets itself."""
+_OF_STREAMS = frozenset(name for name, _ in STREAM_HEADERS)
 
 
 def is_event_stream(exchange: Response) -> bool:
@@ -125,9 +127,9 @@ async def relay_events(
 
 def _start_stream(call: Call, response: Response) -> None:
     """The first event is here: send the head, with the parts of the time until now."""
-    now_s = asyncio.get_running_loop().time()
+    now_s = time.monotonic()
     timing.finish(call.parts_s, call.asked_s, timing.pull_s(response.headers), call.started_s, now_s)
-    headers = passed_headers(response)
-    headers.append((timing.TIMING_HEADER, timing.timing(call.parts_s)))
+    headers = [pair for pair in passed_headers(response) if pair[0] not in _OF_STREAMS]
+    headers += (*STREAM_HEADERS, (timing.TIMING_HEADER, timing.timing(call.parts_s)))
     call.answer.start(response.status, headers, None)
     call.phase = "stream"

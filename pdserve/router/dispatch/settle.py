@@ -5,7 +5,7 @@ It never fails a call: pages that are missing then are computed again.
 
 from __future__ import annotations
 
-import asyncio
+import time
 
 import msgspec
 
@@ -35,7 +35,6 @@ class SettleStage:
         self._wait_s = wait_s
         self._workers = workers
         self._stats = stats
-        self._loop = asyncio.get_running_loop()
 
     async def run(self, call: Call, settle: Settle) -> str:
         """Wait, bounded. Returns the outcome as a word of the plan."""
@@ -44,7 +43,7 @@ class SettleStage:
         if settle.worker.lacks("settled"):
             return "settle=absent"
         call.phase = "settle"
-        begun_s = self._loop.time()
+        begun_s = time.monotonic()
         question = msgspec.json.encode({"request_id": settle.request_id, "timeout_s": self._wait_s})
         try:
             answer = await self._workers.post(
@@ -55,5 +54,5 @@ class SettleStage:
         except FAILURES as error:
             outcome = outcome_of(error)
         self._stats.settle[outcome] += 1
-        call.parts_s["settle"] = self._loop.time() - begun_s
+        call.parts_s["settle"] = time.monotonic() - begun_s
         return f"settle={outcome}"

@@ -38,7 +38,7 @@ METRICS: Final = (
         "time_to_first_byte_seconds",
         "histogram",
         ("route",),
-        "Time from a request's arrival to the first byte of its answer.",
+        "Time from a request's arrival to the first byte of its answer; of a stream, to its first event.",
     ),
     _one(
         "first_token_seconds",

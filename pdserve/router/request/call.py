@@ -66,6 +66,9 @@ class Call:
         self.endpoint = ENDPOINTS[client.path]
         self.headers = dict(client.headers)
         self.started_s = now_s
+        """When the request came. This and the other times are time.monotonic()'s: uvloop's clock, on which
+        deadlines are, counts whole milliseconds and stands still in a callback.
+        """
         self.deadline_s = deadline_s
         self.task = client.task
         self.request_id = request_id(self.headers.get(b"x-request-id", b""))
@@ -117,9 +120,10 @@ class Call:
         self.upstream_headers = self._headers_for_workers()
 
     def _headers_for_workers(self) -> bytes:
-        content_type = self.headers.get(b"content-type", JSON)
-        if content_type != JSON and not _FIELD_VALUE.fullmatch(content_type):
-            content_type = JSON
+        content_type = JSON  # whatever the client says of its JSON, or does not say
+        if self.endpoint.is_form:
+            given = self.headers.get(b"content-type", JSON)
+            content_type = given if _FIELD_VALUE.fullmatch(given) else JSON
         lines = b"content-type: %b\r\nx-request-id: %b\r\n" % (content_type, self.worker_request_id)
         for name in PASSED_ON:
             value = self.headers.get(name)

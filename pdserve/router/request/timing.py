@@ -32,7 +32,7 @@ def finish(
     """Complete `parts_s` when the first token has come. `asked_s`: when the decode worker was asked.
     `started_s`: when the request arrived. No report of a worker makes a part negative.
     """
-    waited_s = max(0.0, now_s - asked_s)  # uvloop's clock counts whole milliseconds
+    waited_s = max(0.0, now_s - asked_s)
     if pulled_s > 0:
         pulled_s = parts_s["pull"] = min(pulled_s, waited_s)
     parts_s["decode"] = waited_s - pulled_s

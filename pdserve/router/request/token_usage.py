@@ -111,6 +111,7 @@ class Meter:
                 prompt = max(prompt, known)
             return prompt or known, output
         self._read(self._said)
+        self._said = b""  # who asks again gets the same without reading it again
         output = sum(self._outputs.values()) if self._outputs else self.marked_tokens or self.events
         if self.prompt_tokens is not None:
             return self.prompt_tokens, output

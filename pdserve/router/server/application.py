@@ -48,7 +48,7 @@ def _scope_of(client: RequestCycle) -> Scope:
         "type": "http",
         "asgi": _VERSIONS,
         "http_version": client.version,
-        "method": client.method,
+        "method": "GET" if client.method == "HEAD" else client.method,  # `send` leaves the body out
         "scheme": wire.scheme,
         "path": unquote(path.decode("ascii")),
         "raw_path": path,

@@ -62,8 +62,10 @@ class Client(Protocol):
         """Send a piece of the answer's body, not the last, without a task's help."""
         ...
 
-    def watch(self, on_gone: Callable[[], None]) -> None:
-        """Call `on_gone` when the client goes away, now if it has, until `unwatch`."""
+    def watch(self, on_gone: Callable[[], None], on_asked: Callable[[], None] | None = None) -> None:
+        """Until `unwatch`, call `on_gone` when the client goes away, now if it has. `on_asked` is called when
+        an answer has begun and the client sends no more: what is sent then tells whether it still reads.
+        """
         ...
 
     def unwatch(self) -> None:

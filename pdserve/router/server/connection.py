@@ -25,7 +25,13 @@ that still sends gets to read its answer.
 In every state, a client that takes nothing for `client_read_s` of what waits to be sent is cut off.
 
 A head that asks for another protocol, of a target that `upgrades` takes, ends HTTP on its connection: it is
-handed over whole (`upgrade`). The answer to others that ask so ends the connection.
+handed over whole (`upgrade`). Any other offer is passed over, as RFC 9110 (7.8) allows: Java's client offers
+`h2c` with the first request of each connection. llhttp reads no body behind such a head, so the head is
+parsed again without the offer.
+
+A client may shut its sending half behind a whole request, and still gets its answer. Whether it has left
+altogether is asked by sending it something (`half_closed`). Where it cannot be asked, over TLS, in HTTP/1.0
+and within an application's own streams, the end of what a client sends is its leaving.
 
 When the server stops, a request may be on its way. So an idle connection stays for `LINGER_S`, and a request
 that comes meanwhile is answered with `Connection: close`. The same holds for a connection whose answer has
@@ -48,6 +54,7 @@ import httptools
 
 from pdserve.router.server.connections import Connections
 from pdserve.router.server.flow import Flow
+from pdserve.router.server.half_closed import HalfClosed, is_tcp
 from pdserve.router.server.request_cycle import RequestCycle
 from pdserve.router.server.upgrade import Upgraded
 
@@ -64,6 +71,8 @@ _CLOSING: Final = b"content-length: 0\r\nconnection: close\r\n\r\n"
 _TOO_LONG: Final = b"HTTP/1.1 431 Request Header Fields Too Large\r\n" + _CLOSING
 _TOO_LATE: Final = b"HTTP/1.1 408 Request Timeout\r\n" + _CLOSING
 _NOT_HTTP: Final = b"HTTP/1.1 400 Bad Request\r\n" + _CLOSING
+_OFFER: Final = frozenset((b"upgrade", b"http2-settings"))
+"""Headers, and words of `connection`, that offer another protocol."""
 
 State = Literal["idle", "head", "answering", "rest", "closing", "gone"]
 
@@ -75,6 +84,8 @@ class ClientConnection(asyncio.Protocol):
         "_cycle",
         "_deadline_s",
         "_expects_continue",
+        "_half_closed",
+        "_has_offer",
         "_head_bytes",
         "_headers",
         "_is_upgraded",
@@ -103,9 +114,7 @@ class ClientConnection(asyncio.Protocol):
         self.loop = loop
         self.tasks: set[asyncio.Task[Any]] = shared.tasks
         self.client: tuple[str, int] | None = None
-        self._parser: Any = httptools.HttpRequestParser(self)
-        # a client may send more behind its last request: that one is answered nevertheless
-        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self._parser: Any = self._new_parser()
         self._target = b""
         self._headers: list[tuple[bytes, bytes]] = []
         self._expects_continue = False
@@ -131,6 +140,16 @@ class ClientConnection(asyncio.Protocol):
         self._unread_bytes = 0
         """What waited to be sent when that timer was set."""
         self._is_upgraded = False
+        self._has_offer = False
+        """The head that is complete offers another protocol, and is to be parsed again without it."""
+        self._half_closed: HalfClosed | None = None
+        """The client sends no more, and gets the answers to what it has sent."""
+
+    def _new_parser(self) -> Any:
+        parser = httptools.HttpRequestParser(self)
+        # a client may send more behind its last request: that one is answered nevertheless
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        return parser
 
     # --- the state
 
@@ -243,6 +262,8 @@ class ClientConnection(asyncio.Protocol):
         """The connection is over."""
         if self._timer is not None:
             self._timer.cancel()
+        if self._half_closed is not None:
+            self._half_closed.stop()
         self._forget_unread()
         self.shared.crowd.left(self)
         self.shared.connections.discard(self)
@@ -272,14 +293,12 @@ class ClientConnection(asyncio.Protocol):
             self._sending = "head"
         self._head_bytes += len(data)
         try:
-            self._parser.feed_data(data)
+            self._feed(data)
         except httptools.HttpParserError as error:
             self.shared.log.warning("not HTTP", "a client sent what is no HTTP request: %s", error)
             self._refuse(_NOT_HTTP)
-        except httptools.HttpParserUpgrade as upgrade:
-            if self._is_upgraded:
-                self._hand_over(data[upgrade.args[0] :])
-                return
+        if self._is_upgraded:
+            return
         if self._pipeline and self._is_far_ahead and not self.transport.is_closing():
             self.flow.pause_reading()
         if self._sending == "head" and (
@@ -288,6 +307,58 @@ class ClientConnection(asyncio.Protocol):
             self._refuse(_TOO_LONG)
             self._headers = []
         self._update()
+
+    def _feed(self, data: bytes) -> None:
+        """Parse `data`. Raises HttpParserError."""
+        while True:
+            try:
+                self._parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                rest = data[upgrade.args[0] :]
+            if self._is_upgraded:
+                self._hand_over(rest)
+            if not self._has_offer:
+                return
+            data = self._head_without_offer() + rest
+
+    def _head_without_offer(self) -> bytes:
+        """The head that was parsed last, for a new parser: the old one has no more to do with HTTP."""
+        self._has_offer = False
+        lines = [b"%b %b HTTP/%b\r\n" % (self._parser.get_method(), self._target, self._version)]
+        for name, value in self._headers:
+            if name == b"connection":
+                words = (word.strip() for word in value.split(b","))
+                value = b", ".join(word for word in words if word.lower() not in _OFFER)
+            if name not in _OFFER and (value or name != b"connection"):
+                lines.append(b"%b: %b\r\n" % (name, value))
+        self._parser = self._new_parser()
+        return b"".join((*lines, b"\r\n"))
+
+    @property
+    def _version(self) -> bytes:
+        version: str = self._parser.get_http_version()
+        return version.encode("ascii")
+
+    def eof_received(self) -> bool:
+        """The client sends no more. True: the connection stays, for the answers to whole requests."""
+        running = self._running
+        if (
+            running is None
+            or not self.is_answering
+            or self._sending != "idle"
+            or self.is_closing
+            or running.version == "1.0"
+            or not is_tcp(self.transport)
+        ):
+            return False
+        if self._half_closed is None:
+            if not running.ask_client():
+                return False
+            self._half_closed = HalfClosed(self.transport, self.loop)
+        if self._cycle is not None and not self._cycle.response_started:
+            self._cycle.keep_alive = False
+        return True
 
     @property
     def _is_far_ahead(self) -> bool:
@@ -341,6 +412,10 @@ class ClientConnection(asyncio.Protocol):
             return
         if self._pipeline:
             self._begin(self._pipeline.popleft())
+        elif self._half_closed is not None:
+            self.transport.close()
+            self._watch_unread()
+            return
         if self.flow.read_paused:
             self.resume_reading()
         self._update()
@@ -376,17 +451,19 @@ class ClientConnection(asyncio.Protocol):
         if len(self._headers) > MAX_HEADERS or len(self._pipeline) >= MAX_PIPELINED:
             self._refuse(_TOO_LONG)
             return
-        if self._parser.should_upgrade() and self._takes_upgrade():
-            self._is_upgraded = True
+        parser, shared, target = self._parser, self.shared, self._target
+        method, version = parser.get_method(), parser.get_http_version()
+        if parser.should_upgrade():
+            self._is_upgraded = self._takes_upgrade()
+            self._has_offer = not self._is_upgraded and method != b"CONNECT"
+            if method == b"CONNECT":
+                self._refuse(_NOT_HTTP)
             return
         self._sending = "rest"
-        parser, shared, target = self._parser, self.shared, self._target
-        method, version, upgrades = parser.get_method(), parser.get_http_version(), parser.should_upgrade()
         path = shared.targets.get(target)
-        if path is None or method != b"POST" or version != "1.1" or upgrades:
-            httptools.parse_url(target)  # raises for what is none: 400
-            path = None
-        keep_alive = version == "1.1" and parser.should_keep_alive() and not upgrades
+        if path is None:
+            path = shared.find(httptools.parse_url(target).path)  # raises for what is no URL: 400
+        keep_alive = version == "1.1" and parser.should_keep_alive()
         before = self._cycle
         self._cycle = cycle = RequestCycle(
             self,
@@ -429,7 +506,7 @@ class ClientConnection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         """The request is complete. What comes next is another head, and not counted with this one."""
-        if self.is_closing or self._is_upgraded:
+        if self.is_closing or self._is_upgraded or self._has_offer:
             return
         if self._cycle is not None and self._sending == "rest":
             self._cycle.receive_end()

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Final, Protocol
+from urllib.parse import unquote
 
 from uvicorn.server import ServerState
 
@@ -36,7 +37,11 @@ class DirectHandler(Protocol):
 
     @property
     def targets(self) -> Mapping[bytes, str]:
-        """Path by request target."""
+        """Path by request target, as nearly all clients write it."""
+        ...
+
+    def find(self, path: str) -> str | None:
+        """The path that is meant by a target's `path`, of another spelling. None: not of this handler."""
         ...
 
     async def serve(self, client: RequestCycle) -> None:
@@ -71,6 +76,7 @@ class Connections(ServerState):
         self.serve_directly: Final[Callable[[RequestCycle], Coroutine[Any, Any, None]]] = (
             _nobody if direct is None else direct.serve
         )
+        self._direct = direct
         self.upgrades: Final = upgrades
         self.keep_alive_s: Final = keep_alive_s
         self.head_s: Final = head_s
@@ -81,6 +87,12 @@ class Connections(ServerState):
         """All connections."""
         self._default_lines = b""
         self._lined = self.default_headers
+
+    def find(self, path: bytes | None) -> str | None:
+        """The path that `serve_directly` gets for a target with this one; None: the application's."""
+        if self._direct is None or path is None:
+            return None
+        return self._direct.find(unquote(path.decode("ascii")))
 
     @property
     def default_lines(self) -> bytes:

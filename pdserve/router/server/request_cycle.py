@@ -27,6 +27,7 @@ class RequestCycle:
     __slots__ = (
         "_head",
         "_is_chunked",
+        "_on_asked",
         "_on_gone",
         "_serve",
         "_waiter",
@@ -68,6 +69,7 @@ class RequestCycle:
         self._is_chunked = False
         self._waiter: asyncio.Future[None] | None = None
         self._on_gone: Callable[[], None] | None = None
+        self._on_asked: Callable[[], None] | None = None
         self.method = method
         self.target = target
         self.path = path
@@ -122,6 +124,18 @@ class RequestCycle:
             self._wake()
         if self._on_gone is not None:
             self._on_gone()
+
+    def ask_client(self) -> bool:
+        """Send something that changes no answer, so that the end of a client that has left says so. False:
+        nothing can be sent within this answer.
+        """
+        if not self.response_started:
+            self.wire.transport.write(_CONTINUE)
+        elif self._on_asked is not None:
+            self._on_asked()
+        else:
+            return False
+        return True
 
     def _wake(self) -> None:
         """There is something new for who waits in `read`."""
@@ -180,7 +194,7 @@ class RequestCycle:
             await wire.flow.drain()
         if self.disconnected or self.response_complete or wire.is_closing:
             return
-        data = self._framed(body)
+        data = self._framed(b"" if self.method == "HEAD" else body)
         if self._is_chunked and not more:
             data += _LAST_CHUNK
         wire.transport.write(data)
@@ -215,9 +229,9 @@ class RequestCycle:
             return head + body
         return b"%b%x\r\n%b\r\n" % (head, len(body), body) if body else head
 
-    def watch(self, on_gone: Callable[[], None]) -> None:
-        """Call it when the client has left."""
-        self._on_gone = on_gone
+    def watch(self, on_gone: Callable[[], None], on_asked: Callable[[], None] | None = None) -> None:
+        """See `client.Client`."""
+        self._on_gone, self._on_asked = on_gone, on_asked
         if self.wire.flow.read_paused:  # for a large body, which was read
             self.wire.resume_reading()
         if self.disconnected:
@@ -225,4 +239,4 @@ class RequestCycle:
 
     def unwatch(self) -> None:
         """The request is over."""
-        self._on_gone = None
+        self._on_gone = self._on_asked = None

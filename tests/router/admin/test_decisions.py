@@ -17,12 +17,16 @@ KEY = "administrators-key-of-this-test"
 ADMIN = Admin(key=KEY, port=0, decisions=4)
 
 
-async def decisions(harness: Harness, **query: Any) -> list[dict[str, Any]]:
+async def asked(harness: Harness, **query: Any) -> httpx.Response:
     app = AdminApp(harness.router, OtherRouters(harness.router.config))
     transport = httpx.ASGITransport(app)  # type: ignore[arg-type]
     headers = {"authorization": f"Bearer {KEY}"}
     async with httpx.AsyncClient(transport=transport, base_url="http://admin", headers=headers) as client:
-        response = await client.get("/decisions", params=query)
+        return await client.get("/decisions", params=query)
+
+
+async def decisions(harness: Harness, **query: Any) -> list[dict[str, Any]]:
+    response = await asked(harness, **query)
     assert response.status_code == 200, response.text
     found: list[dict[str, Any]] = response.json()["decisions"]
     return found
@@ -74,3 +78,12 @@ async def test_without_an_admin_api_nothing_is_kept() -> None:
         await harness.chat()
         await harness.settle()
         assert await decisions(harness) == []
+
+
+async def test_a_query_that_is_not_valid_is_refused_by_its_name_and_tells_nothing_of_the_server() -> None:
+    async with disagg(admin=ADMIN) as (harness, _, _):
+        refused = await asked(harness, limit="x")
+        message = refused.json()["error"]["message"]
+        assert refused.status_code == 400
+        assert message.startswith("limit: ")
+        assert all(word not in message for word in ("File", ".py", "line", "{"))

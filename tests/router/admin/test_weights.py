@@ -25,6 +25,7 @@ HOLD, UPDATE, RELEASE, DROP = (
     "/weights/release",
     "/weights/drop",
 )
+STEPS_OF_TRAINERS = f"/{sorted(STEPS)[0]}"
 UPDATED = {"success": True, "message": "done"}
 BODY = {"model_path": "/new", "weight_version": "7", "timeout_s": 5}
 
@@ -55,9 +56,14 @@ def bodies(worker: MockWorker, path: str) -> Iterator[Any]:
 
 
 @asynccontextmanager
-async def admin() -> AsyncIterator[tuple[Harness, MockWorker, MockWorker, httpx.AsyncClient]]:
+async def admin(
+    model: str = "m",
+) -> AsyncIterator[tuple[Harness, MockWorker, MockWorker, httpx.AsyncClient]]:
+    def make(role: str) -> MockWorker:
+        return MockWorker(role, model)
+
     often = Probe(interval_s=0.02, timeout_s=0.5)
-    async with disagg(admin=Admin(key=KEY), probe=often) as (harness, [prefill], [decode]):
+    async with disagg(make=make, admin=Admin(key=KEY), probe=often) as (harness, [prefill], [decode]):
         app = AdminApp(harness.router, OtherRouters(harness.router.config))
         transport = httpx.ASGITransport(app)  # type: ignore[arg-type]
         headers = {"authorization": f"Bearer {KEY}"}
@@ -230,3 +236,19 @@ async def test_a_worker_that_says_no_number_of_dropped_pages_has_dropped_none() 
         says(decode, DROP, 200, {"dropped_pages": "many"})
         done = await client.post(f"/models/{model_of(harness)}{UPDATE}", json=BODY)
         assert (done.status_code, done.json()["dropped_pages"]) == (200, 5)
+
+
+@pytest.mark.parametrize("model", ["Qwen/Qwen3-8B", "a/b/c", "weights/hold"])
+@pytest.mark.parametrize("slash", ["/", "%2F"])
+async def test_a_model_whose_name_has_slashes_is_addressed_by_it(model: str, slash: str) -> None:
+    async with admin(model) as (_, prefill, decode, client):
+        path = f"/models/{model.replace('/', slash)}"
+        for worker in (prefill, decode):
+            says(worker, HOLD, 200, {"held": True})
+            says(worker, STEPS_OF_TRAINERS, 200, UPDATED)
+            says(worker, RELEASE, 200, {"held": False, "earlier_namespaces": []})
+        for target in (HOLD, STEPS_OF_TRAINERS, RELEASE):
+            assert (await client.post(path + target, json={})).status_code == 200
+        assert steps(prefill) == steps(decode) == [HOLD, STEPS_OF_TRAINERS, RELEASE]
+        unknown = await client.post(f"{path}/x{UPDATE}", json=BODY)
+        assert (unknown.status_code, f"{model}/x" in unknown.json()["error"]["message"]) == (404, True)

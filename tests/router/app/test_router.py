@@ -71,12 +71,6 @@ async def test_the_documentation_names_every_route() -> None:
         assert (await harness.get("/docs")).status == 200
 
 
-async def test_the_fastapi_application_alone_serves_the_hot_routes_too() -> None:
-    async with disagg() as (harness, _, _):
-        harness.router._hot_paths = frozenset()
-        assert (await harness.chat()).body == ANSWER
-
-
 async def test_readiness_follows_the_workers() -> None:
     async with disagg(probe=OFTEN) as (harness, [prefill], [decode]):
         state = (await harness.get("/ready")).json()

@@ -126,3 +126,12 @@ async def test_every_metric_of_the_list_is_on_a_live_router_and_no_other() -> No
         text = (await harness.get("/metrics")).body.decode()
         shown = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.M))
         assert shown == {one.full_name: one.kind for one in METRICS}
+
+
+async def test_times_are_finer_than_a_millisecond() -> None:
+    """uvloop's clock counts whole ones, and stands still while a callback runs."""
+    async with disagg() as (harness, _, _):
+        said = [(await streamed(harness))["server-timing"] for _ in range(10)]
+        spent_ms = [float(number) for line in said for number in re.findall(r"dur=([\d.]+)", line)]
+        assert any(number % 1.0 for number in spent_ms)
+        assert all("decode;dur=0.0" not in line for line in said)

@@ -29,6 +29,13 @@ def test_a_stream_that_says_its_usage_is_believed() -> None:
     assert meter.total(streamed=True) == (30, 12)
 
 
+def test_who_asks_twice_is_told_the_same() -> None:
+    meter = Meter(5, choices=2)
+    for choice in (0, 1):
+        meter.count(b'data: {"choices":[{"index":%d}],%b}\n\n' % (choice, USAGE))
+    assert meter.total(streamed=True) == meter.total(streamed=True) == (30, 24)
+
+
 def test_a_stream_that_does_not_is_counted_by_its_events() -> None:
     meter = Meter(5)
     meter.prompt_tokens = 7

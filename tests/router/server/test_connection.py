@@ -87,7 +87,8 @@ class Client:
         self.begun_s = loop.time()
         self.loop = loop
         self.cycles: list[RequestCycle] = []
-        direct: Any = SimpleNamespace(targets={b"/direct": "/direct"}, serve=self.serve)
+        find = {"/direct": "/direct"}.get
+        direct: Any = SimpleNamespace(targets={b"/direct": "/direct"}, find=find, serve=self.serve)
         self.state = state or Connections(
             self.ordinary, direct, keep_alive_s=KEEP_ALIVE_S, head_s=HEAD_S, client_read_s=READ_S
         )
@@ -403,16 +404,18 @@ async def test_ordinary_and_direct_requests_take_their_turns() -> None:
     [
         b"GET /direct HTTP/1.1\r\nhost: t\r\n\r\n",
         b"POST /direct?q HTTP/1.1\r\nhost: t\r\ncontent-length: 0\r\n\r\n",
+        b"POST http://t/%64irect HTTP/1.1\r\nhost: t\r\ncontent-length: 0\r\n\r\n",
         b"POST /direct HTTP/1.0\r\ncontent-length: 0\r\n\r\n",
         b"POST /direct HTTP/1.1\r\nhost: t\r\nconnection: upgrade\r\nupgrade: x\r\ncontent-length: 0\r\n\r\n",
     ],
 )
 @virtually
-async def test_what_is_not_plain_goes_to_the_application(data: bytes) -> None:
+async def test_what_is_meant_for_the_direct_handler_gets_there_however_it_is_written(data: bytes) -> None:
     client = Client()
     await client.send(data)
-    assert client.cycles == []
-    assert client.statuses == [200]
+    [cycle] = client.cycles
+    assert (cycle.path, cycle.version) == ("/direct", "1.0" if b"1.0" in data else "1.1")
+    assert client.statuses == []
 
 
 @virtually
@@ -480,3 +483,43 @@ async def test_the_end_of_an_answer_that_a_client_does_not_take_is_not_kept_for_
     await asyncio.sleep(KEEP_ALIVE_S + READ_S + 1.0)
     assert client.transport.was_aborted
     assert client.transport.was_lost
+
+
+OFFER = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"
+"""What Java's client says on each new connection."""
+
+
+@pytest.mark.parametrize("step", [1, 50, 10_000])
+@virtually
+async def test_an_offer_of_another_protocol_is_passed_over_and_the_connection_kept(step: int) -> None:
+    client = Client()
+    offering = HEAD.removesuffix(b"\r\n") + OFFER + b"\r\nhello"
+    data = offering + ORDINARY.removesuffix(b"\r\n") + OFFER + b"\r\n" + offering
+    for at in range(0, len(data), step):
+        await client.send(data[at : at + step])
+    for _ in range(2):
+        [*_, cycle] = client.cycles
+        assert cycle.body == b"hello"
+        names = [name for name, _ in cycle.headers]
+        assert names == [b"host", b"content-length"]
+        await client.answer()
+    assert client.statuses == [200, 200, 200]
+    assert b"connection: close" not in client.transport.sent
+    assert not client.transport.is_closing()
+
+
+@virtually
+async def test_what_else_the_client_says_of_its_connection_counts_beside_an_offer() -> None:
+    client = Client()
+    await client.send(HEAD.removesuffix(b"\r\n") + b"connection: upgrade, close\r\nupgrade: h2c\r\n\r\nhello")
+    await client.answer()
+    assert b"connection: close" in client.transport.sent
+    assert client.transport.is_closing()
+
+
+@virtually
+async def test_a_tunnel_is_not_opened() -> None:
+    client = Client()
+    await client.send(b"CONNECT example.com:443 HTTP/1.1\r\nhost: example.com:443\r\n\r\n\x16\x03\x01")
+    assert client.statuses == [400]
+    assert client.cycles == []

@@ -1,6 +1,5 @@
-"""The hot routes' own way past ASGI does what the way by ASGI does: each test holds both to the same.
-
-A target with a query takes the way by ASGI.
+"""Requests of the hot routes on a connection: each test holds a target with a query to the same as one
+without.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from tests.support.router.harness import chat_body, disagg
 from tests.support.router.mock_worker import ANSWER, EVENTS, Gate, stream
 
 CHAT = "/v1/chat/completions"
-WAYS = pytest.mark.parametrize("target", [CHAT, CHAT + "?by=asgi"])
+TARGETS = pytest.mark.parametrize("target", [CHAT, CHAT + "?api-version=1"])
 BODY = json.dumps(chat_body()).encode()
 
 
@@ -25,8 +24,8 @@ def request(target: str, *lines: str, body: bytes = BODY, version: str = "1.1") 
     return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 
 
-@WAYS
-async def test_pipelined_requests_are_answered_in_order_whatever_way_each_takes(target: str) -> None:
+@TARGETS
+async def test_pipelined_requests_are_answered_in_order(target: str) -> None:
     async with disagg() as (harness, _, [worker]):
         gate = Gate()
         worker.script(CHAT, stream(EVENTS, gate, 1))
@@ -43,7 +42,7 @@ async def test_pipelined_requests_are_answered_in_order_whatever_way_each_takes(
         assert (await client.response()).body == ANSWER
 
 
-@WAYS
+@TARGETS
 async def test_a_client_that_asks_is_told_to_go_on(target: str) -> None:
     async with disagg() as (harness, _, [worker]):
         client = await harness.connect()
@@ -55,7 +54,7 @@ async def test_a_client_that_asks_is_told_to_go_on(target: str) -> None:
         assert worker.got(CHAT)[0].body == BODY
 
 
-@WAYS
+@TARGETS
 @pytest.mark.parametrize("coding", ["length", "chunked"])
 async def test_a_long_body_in_pieces_reaches_the_worker_as_it_is(target: str, coding: str) -> None:
     long = json.dumps(chat_body(user="u" * 400_000)).encode()
@@ -76,7 +75,7 @@ async def test_a_long_body_in_pieces_reaches_the_worker_as_it_is(target: str, co
         assert worker.got(CHAT)[0].body == long
 
 
-@WAYS
+@TARGETS
 async def test_a_trailer_changes_no_header(target: str) -> None:
     """A proxy that takes headers away may let trailers through."""
     body = json.dumps(chat_body()).encode()
@@ -93,7 +92,7 @@ async def test_a_trailer_changes_no_header(target: str) -> None:
         assert [request.headers["x-request-id"] for request in worker.got(CHAT)] == ["mine"] * 2
 
 
-@WAYS
+@TARGETS
 @pytest.mark.parametrize(("lines", "version"), [(["connection: close"], "1.1"), ([], "1.0")])
 async def test_the_connection_ends_with_the_answer_where_the_client_wants_that(
     target: str, lines: list[str], version: str

@@ -1,0 +1,241 @@
+"""Requests as clients, proxies and monitors write them: codings, methods, paths, content types, odd text."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+
+import pytest
+import zstandard
+
+from pdserve.router.api.endpoints import ENDPOINTS
+from pdserve.router.config.limits import Limits
+from tests.support.router.harness import CHAT, Harness, chat_body, disagg
+from tests.support.router.mock_worker import ANSWER, MockWorker
+
+BODY = json.dumps(chat_body(user="u" * 3000)).encode()
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+SOMETHING = {
+    "model": "m",
+    "messages": [{"role": "user", "content": "hi"}],
+    "prompt": "hi",
+    "input": "hi",
+    "text": "hi",
+    "query": "hi",
+    "documents": ["hi"],
+    "items": ["hi"],
+    "label_token_ids": [1],
+    "tokens": [1],
+    "max_tokens": 1,
+}
+"""A body for any endpoint."""
+
+
+# --- content codings
+
+
+@pytest.mark.parametrize(
+    ("coding", "data"),
+    [
+        ("gzip", gzip.compress(BODY)),
+        ("deflate", zlib.compress(BODY)),
+        ("zstd", zstandard.compress(BODY)),
+        ("gzip, zstd", zstandard.compress(gzip.compress(BODY))),
+        ("identity", BODY),
+    ],
+    ids=["gzip", "deflate", "zstd", "two", "identity"],
+)
+async def test_workers_get_a_coded_body_decoded(coding: str, data: bytes) -> None:
+    async with disagg() as (harness, [prefill], [decode]):
+        answer = await harness.post(CHAT, data, {"content-encoding": coding})
+        assert answer.body == ANSWER
+        for request in (*prefill.requests, *decode.requests):
+            assert request.body == BODY
+            assert request.headers["content-length"] == str(len(BODY))
+            assert "content-encoding" not in request.headers
+
+
+async def test_a_coded_body_in_chunks_is_decoded_too() -> None:
+    data = gzip.compress(BODY)
+    async with disagg(prefill=0) as (harness, _, [decode]):
+        client = await harness.connect()
+        lines = (
+            f"POST {CHAT} HTTP/1.1\r\nhost: t\r\ncontent-encoding: gzip\r\ntransfer-encoding: chunked\r\n\r\n"
+        )
+        pieces = [data[at : at + 20] for at in range(0, len(data), 20)]
+        chunks = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
+        client.writer.write(lines.encode() + chunks + b"0\r\n\r\n")
+        assert (await client.response()).body == ANSWER
+        assert decode.requests[0].body == BODY
+
+
+async def test_an_unknown_coding_is_refused_by_its_name_in_the_apis_own_form() -> None:
+    async with disagg() as (harness, [prefill], [decode]):
+        for path in (CHAT, MESSAGES):
+            answer = await harness.post(path, BODY, {"content-encoding": "snappy-ish"})
+            assert answer.status == 415
+            assert "gzip" in answer.headers["accept-encoding"]
+            assert ("type" in answer.json()) == (path == MESSAGES)
+            assert "snappy-ish" in answer.json()["error"]["message"]
+        assert prefill.requests == decode.requests == []
+
+
+async def test_a_bomb_is_refused_within_the_bound_of_bodies_and_what_was_held_is_let_go() -> None:
+    bomb = gzip.compress(b" " * (64 << 20))
+    async with disagg(limits=Limits(body_bytes=1 << 20, held_body_bytes=2 << 20)) as (harness, _, _):
+        for _ in range(4):
+            assert (await harness.post(CHAT, bomb, {"content-encoding": "gzip"})).status == 413
+        assert (await harness.post(CHAT, gzip.compress(BODY), {"content-encoding": "gzip"})).status == 200
+
+
+async def test_an_ordinary_route_decodes_its_body_too() -> None:
+    async with disagg() as (harness, _, _):
+        asked, named = gzip.compress(b'{"ttl_s": 1}'), {"x-session-id": "s"}
+        answer = await harness.post("/v1/kv/hints", asked, named | {"content-encoding": "gzip"})
+        assert answer.json() == {"known": False, "parts": 0}
+        refused = await harness.post("/v1/kv/hints", asked, {"content-encoding": "br"})
+        assert (refused.status, "br" in refused.error["message"]) == (415, True)
+
+
+# --- methods
+
+
+async def test_head_says_what_get_says_without_a_body_and_the_connection_stays() -> None:
+    async with disagg() as (harness, _, _):
+        client = await harness.connect()
+        for path in ("/health", "/ready", "/metrics", "/v1/models", "/v1/models/m", "/v1/models/x", "/docs"):
+            await client.send(path, b"", method="HEAD")
+            head = await client.head()
+            await client.send(path, b"", method="GET")
+            whole = await client.response()
+            assert (path, head.status) == (path, whole.status)
+            assert head.headers["content-type"] == whole.headers["content-type"]
+
+
+@pytest.mark.parametrize("method", ["HEAD", "GET", "PUT", "DELETE"])
+async def test_a_method_that_is_not_there_is_refused_with_those_that_are(method: str) -> None:
+    async with disagg() as (harness, _, _):
+        client = await harness.connect()
+        for path, allowed in ((CHAT, "POST"), (CHAT + "?a=b", "POST"), ("/v1/models", "GET, HEAD")):
+            if method in allowed:
+                continue
+            await client.send(path, b"", method=method)
+            answer = await (client.head() if method == "HEAD" else client.response())
+            assert (answer.status, answer.headers["allow"]) == (405, allowed)
+            if method != "HEAD":
+                assert "message" in answer.error
+
+
+# --- paths
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/chat/completions/", "//v1/chat/completions", "/v1//chat/completions", "/v1/chat/%63ompletions"],
+)
+async def test_slashes_too_many_change_nothing(path: str) -> None:
+    async with disagg() as (harness, _, [decode]):
+        assert (await harness.post(path, chat_body())).body == ANSWER
+        assert decode.requests[0].path == CHAT
+        assert harness.stats.requests == {(CHAT, "200"): 1}
+        assert (await harness.get("/v1/models/")).json() == (await harness.get("/v1/models")).json()
+        assert (await harness.get("//health")).status == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "meant"),
+    [
+        ("POST", "/chat/completions", CHAT),
+        ("POST", "/v1/v1/chat/completions", CHAT),
+        ("POST", "/openai/v1/chat/completions", CHAT),
+        ("POST", "/completions", "/v1/completions"),
+        ("POST", "/v1/v1/messages?beta=true", MESSAGES),
+        ("POST", "/messages/count_tokens", "/v1/messages/count_tokens"),
+        ("POST", "/v1/generate", "/generate"),
+        ("GET", "/models", "/v1/models"),
+        ("GET", "/v1/v1/models", "/v1/models"),
+        ("GET", "/v1/health", "/health"),
+        ("GET", "/metrics/", "/metrics"),
+    ],
+)
+async def test_a_path_that_is_nearly_right_is_answered_with_the_right_one(
+    method: str, path: str, meant: str
+) -> None:
+    async with disagg() as (harness, _, _):
+        client = await harness.connect()
+        await client.send(path, b"{}", method=method)
+        answer = await client.response()
+        assert answer.status == 404
+        said = answer.json()
+        assert said["error"]["message"].endswith(f"; did you mean {meant}?")
+        assert said["error"]["message"].startswith(f"{method} {path.partition('?')[0]}: ")
+        assert ("type" in said) == meant.startswith(MESSAGES), "the API's own form"
+
+
+async def test_a_path_that_is_like_none_is_said_to_be_none() -> None:
+    async with disagg() as (harness, _, _):
+        for path in ("/", "/nothing", "/v1", "/v1/", "/" + "x" * 5000):
+            answer = await harness.get(path)
+            assert answer.status == 404
+            assert "did you mean" not in answer.error["message"]
+            assert len(answer.error["message"]) < 300
+
+
+# --- content types and text
+
+
+JSON_PATHS = [path for path, row in ENDPOINTS.items() if not (row.is_form or row.hint)]
+
+
+async def everywhere(harness: Harness, body: bytes) -> dict[str, int]:
+    """The status of this body at each endpoint that takes JSON."""
+    return {path: (await harness.post(path, body)).status for path in JSON_PATHS}
+
+
+class AnyWorker(MockWorker):
+    """Has embeddings too."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__(role, tasks=["generate", "embed"])
+
+
+@pytest.mark.parametrize(
+    "content_type",
+    [None, "", "text/plain", "application/x-www-form-urlencoded", "application/json; charset=x"],
+)
+async def test_json_is_json_whatever_its_content_type_is_said_to_be(content_type: str | None) -> None:
+    body = json.dumps(SOMETHING).encode()
+    async with disagg(prefill=0, make=AnyWorker) as (harness, _, [worker]):
+        for path in JSON_PATHS:
+            client = await harness.connect()
+            line = "" if content_type is None else f"content-type: {content_type}\r\n"
+            head = f"POST {path} HTTP/1.1\r\nhost: t\r\n{line}content-length: {len(body)}\r\n\r\n"
+            client.writer.write(head.encode() + body)
+            assert (path, (await client.response()).status) == (path, 200)
+        assert {request.headers["content-type"] for request in worker.requests} == {"application/json"}
+
+
+async def test_a_byte_order_mark_before_json_is_passed_over() -> None:
+    body = json.dumps(SOMETHING).encode()
+    async with disagg(prefill=0, make=AnyWorker) as (harness, _, [worker]):
+        statuses = await everywhere(harness, b"\xef\xbb\xbf" + body)
+        assert set(statuses.values()) == {200}, statuses
+        assert all(request.body.startswith(b"{") for request in worker.requests)
+
+
+@pytest.mark.parametrize("half", [r"\ud83d", r"\udc00", r"\ud83d\ud83d", r"a\ud83d\\ud83d"])
+async def test_half_of_a_surrogate_pair_is_the_clients_fault_and_is_named(half: str) -> None:
+    body = json.dumps(SOMETHING).replace('"hi"', f'"hi {half} and more text"').encode()
+    async with disagg(prefill=0, make=AnyWorker) as (harness, _, [worker]):
+        statuses = await everywhere(harness, body)
+        assert set(statuses.values()) == {400}, statuses
+        assert "surrogate" in (await harness.post(CHAT, body)).error["message"]
+        assert worker.requests == []
+
+
+async def test_whole_surrogate_pairs_and_backslashes_reach_the_worker() -> None:
+    body = json.dumps(SOMETHING).replace('"hi"', r'"\ud83d\ude00 \\ud83d"').encode()
+    async with disagg(prefill=0) as (harness, _, [worker]):
+        assert (await harness.post(CHAT, body)).status == 200
+        assert worker.requests[0].body == body
