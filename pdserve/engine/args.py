@@ -40,7 +40,7 @@ HiCache.
 """
 
 _CPU_MAX_TOTAL_TOKENS = 40_000
-_CPU_MAX_KV_BYTES = 512 * 2**20  # HiCache takes twice as much again: two workers and a pool node fit into 8 GB
+_CPU_MAX_KV_BYTES = 512 * 2**20  # HiCache takes twice as much again: two workers and a node fit into 8 GB
 # SGLang takes this share of the memory that is free at its start. Its tokens bound the KV cache anyway;
 # a small share would only make a start fail when a neighbour takes memory meanwhile.
 _CPU_MEM_FRACTION = 0.9
