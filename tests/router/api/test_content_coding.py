@@ -57,6 +57,7 @@ def decoded(data: bytes, *codings: bytes, limit: int = LIMIT, step: int = 10_000
         ((b"zstd",), CODERS[b"zstd"](BODY[:100]) + CODERS[b"zstd"](BODY[100:])),
         ((b"gzip",), gzip.compress(b"")),
     ],
+    ids=map(str, range(12)),  # bytes would name them: compressed ones hold the time
 )
 def test_a_body_comes_out_as_it_was_however_it_arrives(
     codings: tuple[bytes, ...], data: bytes, step: int
