@@ -73,6 +73,14 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             description="Streams: time until the decode worker's first byte; after it, the answer is 504.",
         ),
     ] = 300.0
+    early_head_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Streams: time until the answer's head is sent though no event has come yet. Then an "
+            "error is an event of the stream, and the head lacks what is known later.",
+        ),
+    ] = 2.5
     whole_answer_s: Annotated[
         float,
         Meta(

@@ -62,6 +62,7 @@ class Dispatcher:
     ) -> None:
         self._decode_attempts = config.limits.decode_attempts
         self._continue = config.continue_streams
+        self._early_head_s = config.deadlines.early_head_s
         self._fleet = fleet
         self._stats = stats
         self._shared = shared
@@ -91,7 +92,7 @@ class Dispatcher:
         self._budget.on_request()
         if call.streams and call.endpoint.streams:
             call.answer.plan_words = header_words(job.words)
-            call.answer.await_events()
+            call.answer.await_events(self._early_head_s)
             self._deadlines.add(call.answer)
         try:
             if job.plan.handoff == "direct":

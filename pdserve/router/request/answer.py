@@ -1,12 +1,12 @@
 """The answer of one call on its way to the client: head, body, errors, and how much of it was sent.
 
     nothing sent --start--> started --write(more=False)--> complete
-    nothing sent --HEAD_GRACE_S--> early --start--> started
+    nothing sent --early_head_s--> early --start--> started
 
-A client that has asked for a stream, and proxies on its way, wait for a head and for bytes. So the head of a
-stream that has not begun after `HEAD_GRACE_S` goes out early, and while nothing comes a comment follows each
-`KEEP_ALIVE_S`. An early head promises nothing but a stream: another worker can still be tried, and what else
-would be an answer of its own, like a worker's 400, becomes an event.
+A client that has asked for a stream, and proxies on its way, wait for a head and for bytes. So the head of
+a stream that has not begun after `deadlines.early_head_s` goes out early, and while nothing comes a comment
+follows each `KEEP_ALIVE_S`. An early head promises nothing but a stream: another worker can still be tried,
+and what else would be an answer of its own, like a worker's 400, becomes an event.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ from pdserve.router.tenants.tenant import TenantState
 JSON = b"application/json"
 PLAN_HEADER = b"x-pdserve-plan"
 PREFILL_HEADER = b"x-pdserve-prefill"
-HEAD_GRACE_S = 2.5
-"""How long a stream's head waits for the first event, whose worker and times it then tells."""
 KEEP_ALIVE_S = 12.0
 """Proxies give up after 60 s without a byte, some after 15 s."""
 KEEP_ALIVE: Final = b": keep-alive\n\n"
@@ -146,11 +144,11 @@ class Answer:
             headers += self._insides()
         self.client.start(status, headers, length, closes=closes)
 
-    def await_events(self) -> None:
-        """A stream is to come: from now on the client does not wait long for a byte. The owner has it watched
-        by `Deadlines`.
+    def await_events(self, early_head_s: float) -> None:
+        """A stream is to come: its head goes out after `early_head_s`, without waiting for an event. The
+        owner has it watched by `Deadlines`.
         """
-        self.deadline_s = self._time() + HEAD_GRACE_S
+        self.deadline_s = self._time() + early_head_s
 
     def stop_awaiting(self) -> None:
         """What comes is no stream."""

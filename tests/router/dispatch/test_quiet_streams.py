@@ -28,6 +28,7 @@ from tests.support.router.mock_worker import (
 )
 from tests.support.router.streams import FIRST, REST, WHOLE, marked
 
+IMPATIENT = msgspec.structs.replace(PATIENT, early_head_s=0.05)
 COMMENT = b": keep-alive\n\n"
 EARLY_S = 0.05
 MESSAGES, RESPONSES, COMPLETIONS = "/v1/messages", "/v1/responses", "/v1/completions"
@@ -36,7 +37,6 @@ MESSAGES, RESPONSES, COMPLETIONS = "/v1/messages", "/v1/responses", "/v1/complet
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients wait for nothing longer than a moment."""
-    monkeypatch.setattr(answers, "HEAD_GRACE_S", EARLY_S)
     monkeypatch.setattr(answers, "KEEP_ALIVE_S", EARLY_S)
 
 
@@ -94,7 +94,7 @@ async def quiet(harness: Harness) -> None:
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("at", ["prefill", "decode"])
 async def test_a_head_goes_out_before_the_first_event_and_comments_follow(at: str) -> None:
-    async with disagg() as (harness, [prefill], [decode]):
+    async with disagg(deadlines=IMPATIENT) as (harness, [prefill], [decode]):
         gate = Gate()
         if at == "prefill":
             prefill.script("/pd/prefill", held(gate, 500, {}))
@@ -146,7 +146,7 @@ async def test_a_refusal_after_the_head_is_an_event_in_the_apis_own_form(path: s
     said = {
         "error": {"message": "n is too large", "type": "invalid_request_error", "param": "n", "code": None}
     }
-    async with disagg(prefill=0) as (harness, _, [decode]):
+    async with disagg(deadlines=IMPATIENT, prefill=0) as (harness, _, [decode]):
         gate = Gate()
         decode.script(path, held(gate, 400, said))
         client = await asked(harness, path)
@@ -174,7 +174,7 @@ async def test_a_refusal_after_the_head_is_an_event_in_the_apis_own_form(path: s
 
 @pytest.mark.usefixtures("impatient")
 async def test_the_prefill_workers_refusal_is_told_too() -> None:
-    async with disagg() as (harness, [prefill], [decode]):
+    async with disagg(deadlines=IMPATIENT) as (harness, [prefill], [decode]):
         gate = Gate()
         prefill.script("/pd/prefill", held(gate, 400, {"error": {"message": "too long"}}))
         client = await asked(harness)
@@ -190,7 +190,7 @@ async def test_the_prefill_workers_refusal_is_told_too() -> None:
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("trouble", ["closed", "status-500"])
 async def test_another_worker_answers_after_an_early_head_as_before_it(trouble: str) -> None:
-    async with disagg(prefill=0, decode=2) as (harness, _, decodes):
+    async with disagg(deadlines=IMPATIENT, prefill=0, decode=2) as (harness, _, decodes):
         gate = Gate()
         for worker in decodes:
             worker.script(CHAT, hang(gate) if trouble == "closed" else held(gate, 500, {}))
@@ -208,7 +208,11 @@ async def test_another_worker_answers_after_an_early_head_as_before_it(trouble: 
 
 @pytest.mark.usefixtures("impatient")
 async def test_when_no_worker_is_left_the_stream_says_so() -> None:
-    async with disagg(prefill=0, limits=Limits(decode_attempts=1)) as (harness, _, [decode]):
+    async with disagg(deadlines=IMPATIENT, prefill=0, limits=Limits(decode_attempts=1)) as (
+        harness,
+        _,
+        [decode],
+    ):
         gate = Gate()
         decode.script(CHAT, hang(gate))
         client = await asked(harness)
@@ -222,7 +226,7 @@ async def test_when_no_worker_is_left_the_stream_says_so() -> None:
 
 @pytest.mark.usefixtures("impatient")
 async def test_a_deadline_after_the_head_is_told_in_the_stream() -> None:
-    soon = msgspec.structs.replace(PATIENT, first_byte_s=0.3)
+    soon = msgspec.structs.replace(IMPATIENT, first_byte_s=0.3)
     async with disagg(prefill=0, deadlines=soon) as (harness, _, [decode]):
         decode.script(CHAT, hang())
         whole = await (await asked(harness)).response()
@@ -234,7 +238,7 @@ async def test_a_deadline_after_the_head_is_told_in_the_stream() -> None:
 
 @pytest.mark.usefixtures("impatient")
 async def test_a_whole_answer_to_a_stream_that_has_its_head_is_a_fault_and_not_passed_on() -> None:
-    async with disagg(prefill=0) as (harness, _, [decode]):
+    async with disagg(deadlines=IMPATIENT, prefill=0) as (harness, _, [decode]):
         gate = Gate()
         decode.script(CHAT, held(gate, 200, {"text": "whole"}))
         client = await asked(harness)
@@ -254,7 +258,7 @@ async def test_a_worker_that_answers_whole_in_time_is_passed_on_though_its_body_
         await gate.passed()
         await wire.raw(ANSWER)
 
-    async with disagg(prefill=0) as (harness, _, [decode]):
+    async with disagg(deadlines=IMPATIENT, prefill=0) as (harness, _, [decode]):
         decode.script(CHAT, script)
         client = await asked(harness)
         await gate.reached.wait()
@@ -268,7 +272,7 @@ async def test_a_worker_that_answers_whole_in_time_is_passed_on_though_its_body_
 @pytest.mark.usefixtures("impatient")
 async def test_a_stream_that_pauses_has_comments_between_its_events_only() -> None:
     cut = b'data: {"text": "' + b"x" * (1024 * 1024)
-    async with disagg(prefill=0) as (harness, _, [decode]):
+    async with disagg(deadlines=IMPATIENT, prefill=0) as (harness, _, [decode]):
         gates = Gate(), Gate()
 
         async def script(wire: Wire, request: Received) -> None:
@@ -297,7 +301,7 @@ async def test_a_stream_that_pauses_has_comments_between_its_events_only() -> No
 
 @pytest.mark.usefixtures("impatient")
 async def test_a_stream_with_comments_is_continued_by_another_worker_where_it_was_lost() -> None:
-    async with disagg(prefill=0, decode=2) as (harness, _, decodes):
+    async with disagg(deadlines=IMPATIENT, prefill=0, decode=2) as (harness, _, decodes):
         gate = Gate()
         for worker in decodes:
             worker.script(CHAT, marked(*FIRST, gate=gate, cut=True))
@@ -311,7 +315,7 @@ async def test_a_stream_with_comments_is_continued_by_another_worker_where_it_wa
 
 @pytest.mark.usefixtures("impatient")
 async def test_who_wants_no_stream_gets_a_status_and_no_comment() -> None:
-    async with disagg(prefill=0) as (harness, _, [decode]):
+    async with disagg(deadlines=IMPATIENT, prefill=0) as (harness, _, [decode]):
         gate = Gate()
         decode.script(CHAT, held(gate, 400, {"error": {"message": "no"}}))
         client = await harness.asking()
@@ -323,7 +327,7 @@ async def test_who_wants_no_stream_gets_a_status_and_no_comment() -> None:
 
 @pytest.mark.usefixtures("impatient")
 async def test_who_leaves_a_stream_that_has_only_its_head_ends_it_at_the_worker() -> None:
-    async with disagg(prefill=0) as (harness, _, [decode]):
+    async with disagg(deadlines=IMPATIENT, prefill=0) as (harness, _, [decode]):
         decode.script(CHAT, hang())
         client = await asked(harness)
         await client.head()

@@ -29,6 +29,7 @@ PATIENT = Deadlines(
     prefill_s=60.0,
     publish_s=0.0,
     first_byte_s=60.0,
+    early_head_s=60.0,
     whole_answer_s=60.0,
     between_chunks_s=60.0,
     total_s=120.0,
