@@ -107,6 +107,6 @@ def answered(reuse: Reuse) -> HttpRequest:
     """A prompt of 17 tokens, of which 8 were found."""
     reuse.begin(1, 1)
     reuse.sent("r")
-    reuse.found("r", Found(device=8), 17)
+    reuse.note("r", Found(device=8), 17)
     made: Any = HttpRequest("id", "/generate", started_s=time.monotonic(), reuse=reuse)
     return made
