@@ -49,6 +49,7 @@ def test_a_secret_comes_from_text_or_file_or_environment(tmp_path: Path) -> None
     assert given_secret("t", Secret("a"), None, "X", {"X": "b"}) == "a"
     assert given_secret("t", "", file, "X", {"X": "b"}) == TEXT
     assert given_secret("t", "", None, "X", {"X": "b"}) == "b"
+    assert given_secret("t", "", None, "X", {"X": "b\r\n"}) == "b", "as in a file"
     assert given_secret("t", "", None, "X", {}) == ""
     with pytest.raises(ConfigError, match="t and t_file are both set"):
         given_secret("t", "a", file, "X", {})
@@ -60,9 +61,10 @@ def test_the_secrets_of_pool_and_etcd_come_from_files_and_environment(tmp_path: 
     table: dict[str, Any] = {"admin_token_file": str(file), "cluster": {"token_file": str(file)}}
     node = with_secrets(build_config(PoolNodeConfig, table, source="f"), {})
     assert (reveal(node.admin_token), reveal(node.cluster.token)) == (TEXT, TEXT)
-    variables = {"PDSERVE_POOL_ADMIN_TOKEN": "a", "PDSERVE_POOL_CLUSTER_TOKEN": "c"}
+    admin, cluster = "a-token-of-operators", "a-token-of-the-nodes"
+    variables = {"PDSERVE_POOL_ADMIN_TOKEN": admin, "PDSERVE_POOL_CLUSTER_TOKEN": cluster}
     node = with_secrets(PoolNodeConfig(), variables)
-    assert (reveal(node.admin_token), reveal(node.cluster.token)) == ("a", "c")
+    assert (reveal(node.admin_token), reveal(node.cluster.token)) == (admin, cluster)
     assert TEXT not in str(with_secrets(build_config(PoolNodeConfig, table, source="f"), {}))
 
     assert reveal(with_pool_secrets(PoolClientConfig(token_file=file), {}).token) == TEXT

@@ -172,7 +172,7 @@ def use(at: dict[str, str], directory: Path) -> list[str]:
         assert done == status, text
         said.append(text)
     for secret in (READ, WRITE, WRONG):
-        done, text = pool("ns set", at["pool"], "n", "--weight", "3", token=secret)
+        done, text = pool("ns list", at["pool"], token=secret)
         assert (done == 0) == (secret == WRITE), text
         said.append(text)
     return said

@@ -84,8 +84,7 @@ def ask(mover: MoverProcess, *keys: str, timeout_s: float = 20.0) -> Any:
 def test_the_late_answer_of_one_call_is_not_that_of_the_next(mover: MoverProcess) -> None:
     with pytest.raises(MoverBroken):
         ask(mover, LATE, "first", timeout_s=0.05)
-    mover_may_answer = ScriptedMover.may_answer
-    mover_may_answer.set()
+    ScriptedMover.may_answer.set()
     assert ScriptedMover.answered.acquire(timeout=20.0), "the late answer is on its way"
     for n in range(2 * LANES):
         assert ask(mover, f"{n}").mask == f"{n}".encode()

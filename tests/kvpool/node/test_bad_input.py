@@ -293,7 +293,7 @@ def test_what_others_reserved_pinned_or_named_cannot_be_taken_from_them(
         for first in range(0, len(every), m.MAX_PAGES):
             some = slice(first, first + m.MAX_PAGES)
             connection.call(m.Commit(1, every[some], sequences[some], sequences[some]), soon())
-        connection.post(m.Abort(every, sequences))
+            connection.post(m.Abort(every[some], sequences[some]))
         connection.post(m.Release(every, sequences))
         connection.post(m.Abort([-1, 2**40], [sequence] * 2))
     client.goes_on()
