@@ -1,8 +1,21 @@
-"""A node with two tiers through clears, drops, kills and reboots: pages said to be gone never come back."""
+"""A node with two tiers through clears, drops, kills and reboots: pages said to be gone never come back.
+
+What the node promises, and what this model holds it to:
+
+- Pages that were cleared or dropped are not found again by this start of the node, killed or not.
+- `Done` says that the list of namespaces in the first tier has the change. No later start that has this tier
+  finds the pages again. `not_durable` says that a reboot may bring them back.
+- A start that has not written its list yet promises nothing for later ones: an older list still counts then.
+  Whether the list was written before a crash depends on timing, so the model looks at the disk of the crash,
+  but only while the node has promised nothing: after `Done` the list has to be there.
+- A tier that was away does not hear of what is voided meanwhile. If it comes back without the tier that has
+  the newer list, its own list counts.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import tempfile
 import time
@@ -12,7 +25,7 @@ from pathlib import Path
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from pdserve.kvpool.core.sessions import Limits
 from pdserve.kvpool.node.config.node import PoolNodeConfig, TierConfig
@@ -26,21 +39,32 @@ LENGTH = 4 * KIB
 WAIT_S = 20.0
 NAMES = ["a", "b"]
 KEYS = range(6)
+KINDS: list[tuple[str, dict[str, int | str | bool]]] = [
+    ("ssd", {"segment_bytes": 64 * KIB}),
+    ("directory", {}),
+]
 
 
-def copy_if_there(source: str, target: str) -> None:
-    """The node goes on while its files are copied."""
+def copy_what_is_there(source: Path, target: Path) -> None:
+    """Copy a folder whose files come and go meanwhile."""
     with contextlib.suppress(FileNotFoundError):
-        shutil.copyfile(source, target)
+        entries = list(os.scandir(source))
+        target.mkdir(mode=0o700, parents=True)
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                copy_what_is_there(Path(entry.path), target / entry.name)
+            else:
+                with contextlib.suppress(FileNotFoundError):
+                    shutil.copyfile(entry.path, target / entry.name)
 
 
 class Restarts(RuleBasedStateMachine):
-    """Each page says how often its namespace had been voided when it was written: its age.
+    """Each page says how many times pages had been voided when it was written: its age.
 
-    `ages`: those that a page of the namespace may have. `stored`: keys that must be found after a reboot.
-    `lists`: of each tier that may keep a list of namespaces, the boot that wrote it last, and the ages by it.
-    A tier that was away does not hear of what is voided meanwhile: when it comes back without the tier that
-    has the newer list, its own list counts.
+    `spaces`: a number for each namespace, another one after each clear and drop. `ages`: those that a page
+    may have, by space. `stored`: keys that must be found after a reboot. `durable`: the spaces in the list
+    that this boot has written, None before it has. `lists`: for each tier that may keep a list, the boot that
+    wrote it and its spaces. `obstructed`: tiers that cannot write a list.
     """
 
     def __init__(self) -> None:
@@ -49,12 +73,15 @@ class Restarts(RuleBasedStateMachine):
         self.directory = self.root / "0"
         self.copies = 0
         self.age = 0
-        self.ages: dict[str, set[int]] = {name: {0} for name in NAMES}
+        self.last_space = 0
+        self.ages: dict[int, set[int]] = {}
+        self.spaces = {name: self.new_space() for name in NAMES}
         self.written: dict[str, set[int]] = {name: set() for name in NAMES}
         self.stored: dict[str, set[int]] = {name: set() for name in NAMES}
-        self.listed = True  # the list of namespaces can be written
+        self.obstructed: set[int] = set()
         self.boots = 0
-        self.lists: dict[int, tuple[int, dict[str, set[int]]]] = {}
+        self.durable: dict[str, int] | None = None
+        self.lists: dict[int, tuple[int, dict[str, int]]] = {}
 
     @initialize()
     def start(self) -> None:
@@ -63,17 +90,17 @@ class Restarts(RuleBasedStateMachine):
     def boot(self, tiers: tuple[int, ...]) -> None:
         """A node whose memory is new."""
         self.boots += 1
-        kinds = [("ssd", {"segment_bytes": 64 * KIB}), ("directory", {})]
         self.tiers = tiers
+        self.durable, self.earlier_list = None, self.list_on_disk()
         self.config = PoolNodeConfig(
             promotion_timeout_s=WAIT_S,
             tiers=[
                 TierConfig(
-                    kind=kinds[n][0],
-                    path=self.directory / kinds[n][0],
+                    kind=KINDS[n][0],
+                    path=self.folder(n),
                     capacity_bytes=KIB * KIB,
                     write="all" if n == tiers[0] else "cold",
-                    options=kinds[n][1],  # type: ignore[arg-type]
+                    options=KINDS[n][1],
                 )
                 for n in tiers
             ],
@@ -86,6 +113,24 @@ class Restarts(RuleBasedStateMachine):
         self.connection = self.node.connect("test")
         self.until(lambda: self.node.state.tiers.ready)
         self.numbers = {name: self.open(name) for name in NAMES}
+
+    def folder(self, tier: int) -> Path:
+        return self.directory / KINDS[tier][0]
+
+    def list_on_disk(self) -> bytes:
+        """What the first tier keeps; each list that is written differs from all before."""
+        path = self.folder(self.tiers[0]) / "namespaces.json"
+        return path.read_bytes() if path.exists() else b""
+
+    @property
+    def listed(self) -> bool:
+        """The list of namespaces can be written."""
+        return self.tiers[0] not in self.obstructed
+
+    def new_space(self) -> int:
+        self.last_space += 1
+        self.ages[self.last_space] = set()
+        return self.last_space
 
     def ask(self, request: m.Request) -> m.Reply:
         return self.node.call(self.connection, request, time.monotonic() + WAIT_S)
@@ -119,9 +164,9 @@ class Restarts(RuleBasedStateMachine):
         for k, grant in mine:
             self.node.memory[grant.offset : grant.offset + LENGTH] = self.bytes_of(name, k, self.age)
         if mine:
+            self.ages[self.spaces[name]].add(self.age)
             slots, sequences = [g.slot for _, g in mine], [g.sequence for _, g in mine]
             assert isinstance(self.ask(m.Commit(self.id(), slots, sequences, [0] * len(slots))), m.Committed)
-        self.ages[name].add(self.age)
         self.written[name] |= keys
 
     @rule()
@@ -142,6 +187,7 @@ class Restarts(RuleBasedStateMachine):
         obstacle went may still fail; then the client asks again, as it is told.
         """
         self.until(lambda: isinstance(self.ask(m.DropNamespace(self.id(), "none")), m.Done))
+        self.durable = dict(self.spaces)
 
     @rule(name=st.sampled_from(NAMES), drop=st.booleans())
     def void(self, name: str, drop: bool) -> None:
@@ -149,17 +195,22 @@ class Restarts(RuleBasedStateMachine):
         reply = self.ask(request)
         self.age += 1
         self.stored[name], self.written[name] = set(), set()
+        self.spaces[name] = self.new_space()
         if isinstance(reply, m.Done):
-            self.ages[name] = set()
+            assert self.listed
+            self.durable = dict(self.spaces)
         else:
             assert isinstance(reply, m.Fault)
-            assert (reply.code, self.listed) == ("not_durable", False)
+            assert reply.code == "not_durable"
+            if self.listed:  # a slow disk is no fault of the node; later it has to be durable
+                assert "did not answer" in reply.message
+                self.until_durable()
         if drop:
             self.numbers[name] = self.open(name)
 
     @rule()
     def read(self) -> None:
-        """Whatever is found is of an age that counts; what is in memory or was settled is found."""
+        """What is found was written to the namespace's space; what is in memory or was settled is found."""
         for name, number in self.numbers.items():
             reply = self.ask(m.Get(self.id(), number, [key(k) for k in KEYS], [LENGTH]))
             assert isinstance(reply, m.Got)
@@ -168,7 +219,8 @@ class Restarts(RuleBasedStateMachine):
                     assert k not in self.stored[name] | self.written[name]
                     continue
                 found = self.node.memory[pin.offset : pin.offset + LENGTH]
-                assert any((found == self.bytes_of(name, k, age)).all() for age in self.ages[name])
+                ages = self.ages[self.spaces[name]]
+                assert any((found == self.bytes_of(name, k, age)).all() for age in ages)
                 self.node.post(self.connection, m.Release([pin.slot], [pin.sequence]))
 
     # --- what happens to the node
@@ -183,36 +235,45 @@ class Restarts(RuleBasedStateMachine):
     def reboot(self, tiers: tuple[int, ...], crash: bool) -> None:
         """The memory is lost, the configuration may be another. `crash`: nothing was written in the end."""
         if crash:
-            self.copies += 1
-            before, self.directory = self.directory, self.root / str(self.copies)
-            shutil.copytree(before, self.directory, copy_function=copy_if_there)
+            self.crash()
         self.node.close()
+        if self.listed and not crash:
+            self.durable = dict(self.spaces)
+            for tier in self.tiers[1:]:
+                self.lists.pop(tier, None)  # it was removed
+        if self.durable is not None:
+            self.lists[self.tiers[0]] = self.boots, self.durable
         if self.tiers[0] != tiers[0]:
             self.stored = {name: set() for name in NAMES}
         self.written = {name: set(keys) for name, keys in self.stored.items()}
-        self.lists[self.tiers[0]] = self.boots, self.ages
-        if self.listed and not crash:
-            for tier in self.tiers[1:]:
-                self.lists.pop(tier, None)  # it was removed
-        newest = max(
-            (self.lists[tier] for tier in tiers if tier in self.lists), key=lambda of: of[0], default=None
-        )
-        self.ages = {name: set(newest[1][name]) if newest else set() for name in NAMES}
+        found = [self.lists[tier] for tier in tiers if tier in self.lists]
+        _, newest = max(found, key=lambda of: of[0], default=(0, {}))
+        self.spaces = {name: newest[name] if name in newest else self.new_space() for name in NAMES}
         self.boot(tiers)
         self.read()
 
-    @precondition(lambda self: self.tiers == (0, 1))
+    def crash(self) -> None:
+        """The first tier is copied last: what it has written by then may have been removed from others."""
+        self.copies += 1
+        before, self.directory = self.directory, self.root / str(self.copies)
+        for tier in sorted(range(len(KINDS)), key=lambda tier: tier == self.tiers[0]):
+            copy_what_is_there(before / KINDS[tier][0], self.folder(tier))
+        if self.durable is None and self.list_on_disk() != self.earlier_list:
+            self.durable = dict(self.spaces)
+
     @rule()
     def obstruct(self) -> None:
-        """The list cannot be written, or can again."""
-        obstacle = self.directory / "ssd" / "namespaces.new"
+        """The list cannot be written to the first tier, or can again."""
+        tier = self.tiers[0]
+        obstacle = self.folder(tier) / "namespaces.new"
         if self.listed:
             self.until_durable()  # nothing is being written
             obstacle.mkdir()
+            self.obstructed.add(tier)
         else:
             obstacle.rmdir()
+            self.obstructed.remove(tier)
             self.until_durable()
-        self.listed = not self.listed
 
     def teardown(self) -> None:
         if hasattr(self, "node"):
