@@ -328,9 +328,11 @@ engine.model_path = {name}
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_proxies_the_locale_odd_names_and_ipv6_change_nothing(tmp_path: Path, host: str) -> None:
+def test_proxies_the_locale_odd_names_and_ipv6_change_nothing(
+    tmp_path_factory: pytest.TempPathFactory, host: str
+) -> None:
     """A real pool node and router; of the two families of addresses only one is used."""
-    home = tmp_path / f"L\u00e4ufe {ODD_NAME}"
+    home = tmp_path_factory.mktemp("odd") / f"L\u00e4ufe {ODD_NAME}"
     home.mkdir()
     bracketed = f"[{host}]" if ":" in host else host
     toml = ODD.format(host=host, pool_host=bracketed, name=json.dumps(ODD_NAME))
