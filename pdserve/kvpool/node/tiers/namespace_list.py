@@ -4,10 +4,10 @@ The first tier keeps the list. Another tier may have an older list, if it was th
 is removed once the first tier has the newest one: an old list would make voided pages valid again. Of several
 waiting lists only the newest is written. A failed write is tried again after a pause.
 
-A node serves before its first list is written. If it ends before that, the next start uses the older lists, as
-if this start had not been. No promise is broken: a clear or drop is answered `Done` only after a list that has
-it was written (core/durable_answers.py). A tier that is away meanwhile keeps its older list, which counts again
-if the tier comes back without the one that has the newer list.
+A node serves before its first list is written. If it ends before that, the next start uses the older lists,
+as if this start had not been. No promise is broken: a clear or drop is answered `Done` only after a list
+that has it was written (core/durable_answers.py). A tier that is away meanwhile keeps its older list, which
+counts again if the tier comes back without the one that has the newer list.
 """
 
 from __future__ import annotations
