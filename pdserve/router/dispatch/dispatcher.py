@@ -175,7 +175,7 @@ class Dispatcher:
                 await self._retry(call, job, outcome.lost, outcome.failure)
                 return
             lost[outcome.lost] = outcome.lost.probes_ready
-            job.attempts += 1
+            job.pairs += 1
             await self._suspects.check(call)
             try:
                 job.plan = await self._next_plan(call, job, last, lost, end_s)
@@ -204,10 +204,10 @@ class Dispatcher:
                 refusal = error
                 return None
 
-        found = await self._wait.until(plan, end_s if job.attempts < self._decode_attempts else 0.0)
+        found = await self._wait.until(plan, end_s if job.pairs < self._decode_attempts else 0.0)
         if found is None:
             raise refusal
-        if found.handoff == "direct" and job.attempts >= self._decode_attempts:
+        if found.handoff == "direct" and job.pairs >= self._decode_attempts:
             raise NoWorkerError("Several pairs of workers failed this request; try again shortly.")
         return found
 

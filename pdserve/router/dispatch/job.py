@@ -24,6 +24,7 @@ class Job:
         "cached_before",
         "is_prompt_counted",
         "marks",
+        "pairs",
         "plan",
         "retry_until_s",
         "room_line",
@@ -41,6 +42,8 @@ class Job:
         """Of the answer, if it is a stream of events."""
         self.attempts = 0
         """Decode workers that got the request and failed."""
+        self.pairs = 0
+        """Pairs of workers that failed it by the direct way."""
         self.tried: dict[str, int] = {}
         """Ids of the decode workers that failed, and what `Worker.probes_ready` was then."""
         self.retry_until_s = math.inf

@@ -70,6 +70,7 @@ LEFT_S: dict[Phase, float] = {"settle": 1000, "prefill": 2000, "decode": 3000, "
 WHOLE_S = 6000.0
 """The same in the decode phase of an answer that is no stream."""
 DEADLINES = Deadlines(
+    wait_for_worker_s=0.0,
     settle_s=LEFT_S["settle"],
     prefill_s=LEFT_S["prefill"],
     publish_s=0.0,
