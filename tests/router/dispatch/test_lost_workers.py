@@ -260,12 +260,18 @@ async def test_a_stream_that_can_be_continued_waits_for_the_only_workers_return(
 # --- poison
 
 
+@pytest.mark.parametrize("has_idle_connections", [True, False])
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
-async def test_a_request_that_ended_two_workers_reaches_no_third(path: str) -> None:
+async def test_a_request_that_ended_two_workers_reaches_no_third(
+    path: str, has_idle_connections: bool
+) -> None:
     body = chat_body(**says("poison"), stream=True, max_tokens=5)
     async with fleet(3, started=3) as (harness, workers):
         for worker in workers:
-            worker.script(path, *(dies_of("poison", worker, stream(EVENTS)) for _ in range(4)))
+            worker.script(path, *(dies_of("poison", worker, stream(EVENTS)) for _ in range(12)))
+        if has_idle_connections:  # one that breaks may also have been stale
+            await asyncio.gather(*(harness.post(path, body | says("good")) for _ in range(9)))
+            assert all(worker.got(path) for worker in workers)
         await harness.post(path, body)
         refused = await harness.post(path, body)
         assert refused.status == 400
@@ -274,7 +280,8 @@ async def test_a_request_that_ended_two_workers_reaches_no_third(path: str) -> N
         assert error.get("code", "poisoned_request") == "poisoned_request"
         assert error["type"] == "invalid_request_error"
         assert harness.stats.poisoned == 1
-        assert sorted(len(worker.got(path)) for worker in workers) == [0, 1, 1]
+        reached = [[b"poison" in request.body for request in worker.got(path)] for worker in workers]
+        assert sorted(sum(poison) for poison in reached) == [0, 1, 1]
         assert (await harness.post(path, body | says("good"))).status == 200
 
 
