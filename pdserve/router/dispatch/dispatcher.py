@@ -7,8 +7,11 @@
 | prefill | the request's own fault (400, 413, 422) | the client gets that answer |
 | prefill | anything else | the decode worker computes the prompt; counted against the worker's circuit
   unless the request may be at fault: a 500 counts once another worker has answered |
-| decode, nothing sent yet | no connection, broken answer, 5xx | another decode worker, else 502, 503 or the
+| decode, nothing sent yet | no connection, broken answer, 5xx | another decode worker, else 502 or the
   worker's error |
+| decode, no other worker | no connection, a lost one, 503 | the next one that comes or comes back, within
+  `wait_for_worker_s`, else 503 |
+| any | the request has ended two workers | 400, see `suspicion` |
 | decode, nothing sent yet | too late | 504 |
 | decode, stream begun | anything | another decode worker continues the stream where `resume` allows it, else
   an error event ends the stream |

@@ -14,7 +14,7 @@ import pytest
 from pdserve.router.config.limits import Limits, Probe
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.config.tenants import Admission
-from tests.support.router.harness import CHAT, FAST, Connection, Harness, chat_body, routed
+from tests.support.router.harness import CHAT, FAST, Connection, Harness, chat_body, disagg, routed
 from tests.support.router.mock_worker import (
     ANSWER,
     EVENTS,
@@ -144,6 +144,25 @@ async def test_an_expected_model_is_held_beside_others_until_its_worker_joins() 
             assert len(late.got(CHAT)) == 1
         finally:
             await late.stop()
+
+
+@pytest.mark.parametrize(("knows_salts", "status"), [(True, 200), (False, 503)])
+async def test_what_a_held_tenant_may_have_is_read_of_the_workers_that_came(
+    monkeypatch: pytest.MonkeyPatch, knows_salts: bool, status: int
+) -> None:
+    monkeypatch.setenv("PDSERVE_API_KEYS", f"acme={'k' * 20}")
+    async with fleet() as (harness, [worker]):
+        worker.info |= {"tasks": ["embed"], "takes_salt_header": knows_salts}
+        said = {"data": [], "usage": {"prompt_tokens": 2, "total_tokens": 2}}
+        worker.script("/v1/embeddings", answer(200, said))
+        client = await harness.connect()
+        body = json.dumps({"model": "m", "input": "a"}).encode()
+        await client.send("/v1/embeddings", body, {"authorization": f"Bearer {'k' * 20}"})
+        await until_held(harness, 1)
+        await worker.start(worker.port)
+        assert (await client.response()).status == status  # else tenants would share a cache
+        assert len(worker.got("/v1/embeddings")) == knows_salts
+        assert harness.router.gate.tenants.all[0].running == 0
 
 
 async def test_a_held_request_is_refused_when_its_time_is_over() -> None:
@@ -283,6 +302,16 @@ async def test_a_request_that_ended_two_workers_reaches_no_third(
         reached = [[b"poison" in request.body for request in worker.got(path)] for worker in workers]
         assert sorted(sum(poison) for poison in reached) == [0, 1, 1]
         assert (await harness.post(path, body | says("good"))).status == 200
+
+
+async def test_a_request_that_ended_a_prefill_worker_and_a_decode_worker_reaches_no_other() -> None:
+    async with disagg(1, 2, **waits(10.0)) as (harness, [prefill], decodes):
+        prefill.script("/pd/prefill", dies_of("poison", prefill, hang()))
+        for decode in decodes:
+            decode.script(CHAT, dies_of("poison", decode, stream(EVENTS)))
+        refused = await harness.chat(**says("poison"))
+        assert (refused.status, refused.error["code"]) == (400, "poisoned_request")
+        assert sorted(len(decode.got(CHAT)) for decode in decodes) == [0, 1]
 
 
 async def test_of_those_that_die_with_poison_only_the_poison_is_refused() -> None:
