@@ -14,7 +14,7 @@ import pytest
 from pdserve.router.config.limits import Limits, Probe
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.config.tenants import Admission
-from tests.support.router.harness import CHAT, FAST, Connection, Harness, chat_body, disagg, routed
+from tests.support.router.harness import CHAT, PATIENT, Connection, Harness, chat_body, disagg, routed
 from tests.support.router.mock_worker import (
     ANSWER,
     EVENTS,
@@ -35,7 +35,7 @@ OFTEN = Probe(interval_s=0.02, timeout_s=0.5)
 
 def waits(seconds: float) -> dict[str, Any]:
     """Settings of a router that holds requests for so long."""
-    return {"deadlines": msgspec.structs.replace(FAST, wait_for_worker_s=seconds), "probe": OFTEN}
+    return {"deadlines": msgspec.structs.replace(PATIENT, wait_for_worker_s=seconds), "probe": OFTEN}
 
 
 @asynccontextmanager
