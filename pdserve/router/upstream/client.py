@@ -63,7 +63,7 @@ class Upstream:
         pool = self._pools.get(worker.url) or self.pool(worker)
         head = b"%b %b%b%d\r\n%b\r\n" % (method, target.encode("ascii"), pool.lines, len(body), headers)
         connection = pool.take_idle(self._loop.time())
-        stale: UpstreamError | None = None
+        stale = ""
         while True:
             if connection is None:
                 connection = await self._connect(pool, connect_s, stale)
@@ -80,7 +80,7 @@ class Upstream:
                 if not (may_be_stale and is_stale):
                     raise
                 self.counts.stale += 1
-                connection, stale = None, error
+                connection, stale = None, str(error)
                 continue
             except BaseException:  # cancelled: the client has gone
                 if response is not None:
@@ -89,15 +89,15 @@ class Upstream:
             return response
 
     @staticmethod
-    async def _connect(pool: WorkerPool, connect_s: float, stale: UpstreamError | None) -> Connection:
-        """A new connection. `stale`: how an idle one failed that had taken the request. If the port is closed
-        now, the worker may have ended by the request, so that error is raised, and not `connect`.
+    async def _connect(pool: WorkerPool, connect_s: float, stale: str) -> Connection:
+        """A new connection. `stale`: how an idle one ended that had taken the request; empty: there was none.
+        If the port is closed now, the worker may have ended by the request: that is `closed`, not `connect`.
         """
         try:
             return await pool.connect(connect_s)
         except UpstreamError as error:
-            if stale is not None and error.kind == "connect":
-                raise stale from None
+            if stale and error.kind == "connect":
+                raise UpstreamError("closed", stale) from None
             raise
 
     async def open_stream(
