@@ -28,12 +28,12 @@ POISON: Final = (
 class Attempt:
     """One attempt of a call at a worker. `end` it on every path."""
 
-    __slots__ = ("_flight", "_suspects", "_turn")
+    __slots__ = ("_flight", "_has_turn", "_suspects")
 
-    def __init__(self, suspects: Suspects, flight: Flight, turn: asyncio.Lock | None) -> None:
+    def __init__(self, suspects: Suspects, flight: Flight, *, has_turn: bool) -> None:
         self._suspects = suspects
         self._flight = flight
-        self._turn = turn
+        self._has_turn = has_turn
 
     def on_first_byte(self) -> None:
         """The worker has begun to answer: it has survived the request's prefill and first token."""
@@ -55,9 +55,9 @@ class Attempt:
         self._pass_turn()
 
     def _pass_turn(self) -> None:
-        if self._turn is not None:
-            self._turn.release()
-            self._turn = None
+        if self._has_turn:
+            self._has_turn = False
+            self._suspects.pass_turn()
 
 
 class Suspects:
@@ -69,15 +69,17 @@ class Suspects:
         self._stats = stats
         self._wait = wait
         self._turn = asyncio.Lock()
+        self._alone: Call | None = None
+        """The suspect that has the turn. At a direct hand-off it has attempts at two workers."""
         self._loop = asyncio.get_running_loop()
         fleet.watchers.insert(0, self._judge)  # before those who wait for the verdict
 
     async def begin(self, call: Call, worker: Worker) -> Attempt:
         """Begin an attempt, alone among suspects if the call is one."""
-        path, body, turn = call.endpoint.path, call.body, None
-        if self.suspicion.is_active and self.suspicion.is_notable(path, body):
-            turn = await self._alone()
-        return Attempt(self, self.suspicion.begin(worker, path, body), turn)
+        path, body, has_turn = call.endpoint.path, call.body, False
+        if self.suspicion.is_active and self._alone is not call and self.suspicion.is_notable(path, body):
+            has_turn = await self._take_turn(call)
+        return Attempt(self, self.suspicion.begin(worker, path, body), has_turn=has_turn)
 
     async def check(self, call: Call) -> None:
         """Raises RequestError (400) if the call has ended two workers."""
@@ -97,13 +99,19 @@ class Suspects:
         self._stats.poisoned += is_poison
         return is_poison
 
-    async def _alone(self) -> asyncio.Lock | None:
+    async def _take_turn(self, call: Call) -> bool:
         try:
             async with asyncio.timeout(ALONE_S):
                 await self._turn.acquire()
         except TimeoutError:
-            return None
-        return self._turn
+            return False
+        self._alone = call
+        return True
+
+    def pass_turn(self) -> None:
+        """The suspect that has the turn needs it no longer."""
+        self._alone = None
+        self._turn.release()
 
     def on_lost(self, flight: Flight) -> None:
         """The connection to the flight's worker is lost."""
