@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Container
+from collections.abc import Container, Iterable
 
 import msgspec
 
@@ -294,9 +294,13 @@ class Dispatcher:
             await call.answer.break_off(400, POISON, "poisoned_request")
             return None
         await self._suspects.check(call)
-        worker = self._alternate(call, job, failed)
+        worker = self._alternate(call, job, failed, job.tried)
         if worker is None and waits:
-            worker = await self._wait.until(lambda: self._alternate(call, job, failed), job.retry_until_s)
+
+            def find() -> Worker | None:
+                return self._alternate(call, job, failed, self._still_lost(job))
+
+            worker = await self._wait.until(find, job.retry_until_s)
             if worker is None and not is_started:
                 raise NoWorkerError(
                     "The worker was lost, and no other became ready in time; try again shortly."
@@ -309,12 +313,19 @@ class Dispatcher:
             counts[outcome] += 1
         return worker
 
-    def _alternate(self, call: Call, job: Job, failed: Worker) -> Worker | None:
-        """A decode worker that is ready, and has not failed the call since it last said so."""
+    def _still_lost(self, job: Job) -> list[str]:
+        """The workers that failed the call and have not said since that they are ready."""
+        members = self._fleet.by_id
+        return [
+            id_ for id_, seen in job.tried.items() if id_ in members and members[id_].probes_ready <= seen
+        ]
+
+    def _alternate(self, call: Call, job: Job, failed: Worker, tried: Iterable[str]) -> Worker | None:
+        """A decode worker that can try next, not one of `tried`."""
         candidates = self._fleet.snapshot(call.model, self._loop.time()).decode
         if call.answer.is_started:
             candidates = self._successors(call, job, failed, candidates)
-        return choose_alternate((w for w in candidates if w.probes_ready > job.tried.get(w.id, -1)), ())
+        return choose_alternate(candidates, tried)
 
     def _successors(
         self, call: Call, job: Job, failed: Worker, candidates: tuple[Worker, ...]

@@ -117,6 +117,9 @@ class Suspects:
         """The connection to the flight's worker is lost."""
         self.suspicion.on_lost(flight)
         self._judge()
+        worker = self._fleet.by_id.get(flight.worker.id)
+        if self.suspicion.is_open(flight) and worker is not None and self._fleet.on_doubt is not None:
+            self._fleet.on_doubt(worker)
 
     def _judge(self) -> None:
         if self.suspicion.is_active:

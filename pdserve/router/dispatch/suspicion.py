@@ -152,6 +152,10 @@ class Suspicion:
         blamed = [flight for flight in flights if self.is_active and self._total(flight.digest)]
         return [flight for flight in blamed if flight.is_young] or young or blamed or list(flights)
 
+    def is_open(self, flight: Flight) -> bool:
+        """Probes are to tell whether the flight's worker is dead."""
+        return flight.incarnation in self._open
+
     def judge(self, members: Mapping[str, Peer], now_s: float) -> None:
         """Look which lost connections were deaths. `members`: the workers of the fleet, by id."""
         for incarnation, death in list(self._open.items()):

@@ -96,6 +96,8 @@ class Fleet:
         self.watchers: list[Callable[[], None]] = []
         """Called after each event that can make a worker eligible, or shows that one is lost: a probe that
         says ready or finds a worker gone, a join, a leave, the end of a drain."""
+        self.on_doubt: Callable[[Worker], None] | None = None
+        """Has a worker probed at once, whose connection was lost."""
         self._text_limits: dict[str, TextLimit] = {}
         self.longest_context: dict[str, int] = {}
         """Model → tokens of a request that its workers take at most, as they say; 0: unknown."""

@@ -276,6 +276,17 @@ async def test_a_stream_that_can_be_continued_waits_for_the_only_workers_return(
         assert (await client.response()).body == STREAM
 
 
+async def test_a_lost_connection_has_the_worker_probed_at_once() -> None:
+    async with fleet(3, started=3, probe=Probe(interval_s=3600.0)) as (harness, workers):
+        for worker in workers:
+            worker.script(CHAT, dies_of("hi", worker, stream(EVENTS)))
+        assert (await harness.chat()).status == 502
+        members = harness.router.fleet.by_id
+        await harness.until(lambda: sum(members[worker.id].ready for worker in workers) == 1)
+        refused = await harness.chat()
+        assert refused.error["code"] == "poisoned_request"
+
+
 # --- poison
 
 
