@@ -19,8 +19,8 @@ from pdserve.router.api.errors import NoWorkerError, TooManyError
 from pdserve.router.config.aliases import base_of
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.aliases import Aliases
-from pdserve.router.fleet.models import Models
-from pdserve.router.fleet.registry import Fleet
+from pdserve.router.fleet.models import ANY, Models
+from pdserve.router.fleet.registry import UNKNOWN_SLOTS, Fleet
 from pdserve.router.metrics.stats import Histogram
 from pdserve.router.request.call import Call
 from pdserve.router.request.token_usage import Meter
@@ -45,6 +45,8 @@ class Gate:
         """Raises ConfigError for keys or tenants that cannot be used."""
         self._fleet = fleet
         self._models = Models(config.models, config.default_model)
+        self._worker_wait_s = config.deadlines.wait_for_worker_s
+        fleet.watchers.append(self._fill_waiting)
         self._loop = asyncio.get_running_loop()
         self.aliases = Aliases()
         self._admission = config.admission
@@ -139,38 +141,91 @@ class Gate:
             requested = self.choose_model(alias, "")
         return self._models.find(requested, self._fleet.tasks)
 
-    async def enter(self, call: Call) -> Ticket:
-        """Wait until the call may run. Each call that entered must `leave`. Raises RequestError: 429 if its
-        tenant is over a limit or it waits too long, 503 if no worker is ready.
+    async def hold(self, call: Call, requested: str | None) -> Ticket | None:
+        """Where the model that a request means has no worker that is ready, wait for one. Returns the slot
+        that it has then, for `enter` or `release`; None where there is a worker. So nothing that depends on
+        the workers is read from the request before.
+
+        Raises RequestError: 404 for an unknown model, 503 if no worker comes in time, 429 if those that wait
+        are too many.
+        """
+        name = self._awaited(requested)
+        if name == ANY:
+            self.release(await self._hold(call, name))
+            name = self._awaited(requested)
+        return None if self._slots(name, self._loop.time()) else await self._hold(call, name)
+
+    def release(self, ticket: Ticket) -> None:
+        """A slot is not used after all."""
+        self._wake(self.queue.leave(ticket, self._loop.time()))
+
+    async def enter(self, call: Call, held: Ticket | None = None) -> Ticket:
+        """Wait until the call may run. Each call that entered must `leave`. `held`: its slot, if it has one
+        from `hold`. Raises RequestError: 429 if its tenant is over a limit or it waits too long, 503 if its
+        model has no worker for too long.
         """
         tenant, model, now_s = call.tenant, call.model, self._loop.time()
-        slots = self._slots(model, now_s)
-        if not slots:
-            raise NoWorkerError("No worker is ready to serve this model; try again shortly.")
         estimate = call.facts.charged_tokens
-        tenant.take(estimate, now_s, call.facts.answers)
-        settings, urgency = self._admission, call.facts.urgency
-        head_start_s = settings.head_start_s(urgency) if urgency else 0.0
-        ticket = Ticket(tenant, model, now_s, now_s + settings.queue_s, head_start_s)
-        changed = self.queue.arrive(ticket, slots, now_s)
+        try:
+            tenant.take(estimate, now_s, call.facts.answers)
+        except BaseException:
+            if held is not None:
+                self.release(held)
+            raise
+        ticket = held
+        if held is None or held.lane != model:
+            if held is not None:
+                self.release(held)
+            settings, urgency = self._admission, call.facts.urgency
+            head_start_s = settings.head_start_s(urgency) if urgency else 0.0
+            left_s = self._worker_wait_s - call.outage_s
+            ticket = Ticket(tenant, model, now_s, now_s + settings.queue_s, head_start_s, left_s)
+            try:
+                await self._get_slot(call, ticket)
+            except BaseException:  # refused, or the client left
+                tenant.settle(estimate, 0, 0, self._loop.time())
+                raise
+        assert ticket is not None
+        tenant.use.requests += 1
+        call.answer.meter = Meter(estimate, call.endpoint.usage, call.facts.choices, call.facts.prompts)
+        return ticket
+
+    def _awaited(self, requested: str | None) -> str:
+        served = self._fleet.tasks
+        if requested is not None and requested in served:
+            return requested
+        of_aliases = [m for models in self.aliases.models.values() for m in models]
+        return self._models.awaited(requested, served, {*self._fleet.known, *of_aliases})
+
+    async def _hold(self, call: Call, name: str) -> Ticket:
+        now_s = self._loop.time()
+        left_s = self._worker_wait_s - call.outage_s
+        if left_s <= 0:
+            raise NoWorkerError("No worker is ready to serve this model; try again shortly.")
+        ticket = Ticket(call.tenant, name, now_s, now_s + self._admission.queue_s, 0.0, left_s)
+        try:
+            await self._get_slot(call, ticket)
+        finally:
+            call.outage_s += self._loop.time() - now_s
+        return ticket
+
+    async def _get_slot(self, call: Call, ticket: Ticket) -> None:
+        """Wait for the ticket's slot. Raises RequestError as `enter`; the ticket is over then."""
+        now_s = self._loop.time()
+        changed = self.queue.arrive(ticket, self._slots(ticket.lane, now_s), now_s)
         if self._waiters:
             self._wake(changed)
         try:
             if ticket.state is State.WAITING:
                 call.phase = "queue"
                 await self._wait(ticket)
-                call.parts_s["queue"] = self._loop.time() - now_s
+                waited_s = self._loop.time() - now_s
+                call.parts_s["queue"] = call.parts_s.get("queue", 0.0) + waited_s
             if ticket.state is State.REFUSED:
-                tenant.use.refused += 1
                 self._refuse(ticket)
         except BaseException:  # refused, or the client left
-            now_s = self._loop.time()
-            tenant.settle(estimate, 0, 0, now_s)
-            self._wake(self.queue.leave(ticket, now_s))
+            self.release(ticket)
             raise
-        tenant.use.requests += 1
-        call.answer.meter = Meter(estimate, call.endpoint.usage, call.facts.choices, call.facts.prompts)
-        return ticket
 
     def leave(self, call: Call, ticket: Ticket) -> None:
         """A call that entered is over: charge what it used, and let a waiting call run."""
@@ -196,6 +251,10 @@ class Gate:
             prompt, output = 0, 0  # refused, or failed, before any worker said that it computed the prompt
         tenant.settle(meter.charged_tokens, prompt, output, now_s)
 
+    def _fill_waiting(self) -> None:
+        if self._waiters:
+            self.fill()
+
     def fill(self) -> None:
         """Let waiting calls run where there are more workers now, or a tenant has a larger share."""
         now_s = self._loop.time()
@@ -209,6 +268,8 @@ class Gate:
             self._timer = None
 
     def _slots(self, model: str, now_s: float) -> int:
+        if model == ANY:
+            return UNKNOWN_SLOTS if self._fleet.tasks else 0
         snapshot = self._fleet.snapshot(model, now_s)
         workers = len(snapshot.decode) + len(snapshot.direct_decode)
         return self._admission.running_per_worker * workers or snapshot.slots
@@ -225,6 +286,10 @@ class Gate:
 
     def _refuse(self, ticket: Ticket) -> None:
         waited_s = self._loop.time() - ticket.arrived_s
+        if ticket.is_without_worker:
+            self._log.warning("worker", "a request was refused: no worker came in %.1f s", waited_s)
+            raise NoWorkerError("No worker became ready to serve this model in time; try again shortly.")
+        ticket.tenant.use.refused += 1
         self._log.warning(
             ticket.tenant.name,
             "tenant %s: a request was refused after %.1f s in the queue; %d wait",

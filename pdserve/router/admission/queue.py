@@ -14,6 +14,8 @@ workers together; placement decides which worker gets how many. Within a lane:
   tenant with most waiting requests for its weight loses the last one of its queue, which may be the request
   that just came. A tenant that floods the queue cannot keep the others out of it.
 - A request that still waits at its deadline is refused.
+- A lane without slots has no worker that is ready. Its requests wait for one in the same order. That time has
+  a limit of its own, `worker_wait_s`, and puts off the deadline.
 
 Each ticket is in one state. Every method returns the tickets that it changed to RUNNING or REFUSED, for the
 caller to wake.
@@ -26,6 +28,7 @@ caller to wake.
 from __future__ import annotations
 
 import enum
+import math
 from bisect import insort_right
 from operator import attrgetter
 
@@ -49,10 +52,28 @@ class State(enum.Enum):
 class Ticket:
     """One request's place."""
 
-    __slots__ = ("arrived_s", "counts_from_s", "deadline_s", "lane", "number", "started_s", "state", "tenant")
+    __slots__ = (
+        "arrived_s",
+        "counts_from_s",
+        "deadline_s",
+        "is_without_worker",
+        "lane",
+        "number",
+        "outage_before_s",
+        "started_s",
+        "state",
+        "tenant",
+        "worker_wait_s",
+    )
 
     def __init__(
-        self, tenant: TenantState, lane: str, now_s: float, deadline_s: float, head_start_s: float = 0.0
+        self,
+        tenant: TenantState,
+        lane: str,
+        now_s: float,
+        deadline_s: float,
+        head_start_s: float = 0.0,
+        worker_wait_s: float = math.inf,
     ) -> None:
         self.tenant = tenant
         self.lane = lane
@@ -60,7 +81,13 @@ class Ticket:
         self.counts_from_s = now_s - head_start_s
         """Its place among those of its tenant."""
         self.deadline_s = deadline_s
-        """A ticket that still waits then is refused."""
+        """A ticket that still waits then is refused; later by the time for which its lane had no slots."""
+        self.worker_wait_s = worker_wait_s
+        """A ticket is refused when its lane has had no slots for so long while it waited."""
+        self.outage_before_s = 0.0
+        """`_Lane.outage_s` when it came."""
+        self.is_without_worker = False
+        """It was refused in a lane without slots."""
         self.started_s = 0.0
         self.state = State.NEW
         self.number = 0
@@ -72,10 +99,24 @@ class Ticket:
 class _Lane:
     """The slots of one model. Tenants have an entry while they run or wait there."""
 
-    __slots__ = ("queues", "running", "running_of", "service_s", "slots", "turn", "turn_of", "waiting")
+    __slots__ = (
+        "outage_since_s",
+        "past_outages_s",
+        "queues",
+        "running",
+        "running_of",
+        "service_s",
+        "slots",
+        "turn",
+        "turn_of",
+        "waiting",
+    )
 
     def __init__(self) -> None:
         self.slots = 0
+        self.outage_since_s = math.nan
+        """Since when there are no slots; not a number while there are some."""
+        self.past_outages_s = 0.0
         self.running = 0
         self.running_of: dict[TenantState, int] = {}
         self.queues: dict[TenantState, list[Ticket]] = {}
@@ -86,6 +127,29 @@ class _Lane:
         """The highest turn that was taken."""
         self.turn_of: dict[TenantState, float] = {}
         """A tenant's next turn. A tenant that was away does not catch up."""
+
+    def resize(self, slots: int, now_s: float) -> None:
+        """The number of slots is now this one."""
+        if slots and not math.isnan(self.outage_since_s):
+            self.past_outages_s += now_s - self.outage_since_s
+            self.outage_since_s = math.nan
+        elif not slots and math.isnan(self.outage_since_s):
+            self.outage_since_s = now_s
+        self.slots = slots
+
+    def outage_s(self, now_s: float) -> float:
+        """The time without slots, added up. Only its growth while a ticket waits has a meaning."""
+        if math.isnan(self.outage_since_s):
+            return self.past_outages_s
+        return self.past_outages_s + now_s - self.outage_since_s
+
+    def late(self, now_s: float) -> list[Ticket]:
+        """The tickets whose time is over."""
+        outage_s = self.outage_s(now_s)
+        waiting = [ticket for queue in self.queues.values() for ticket in queue]
+        if self.slots:
+            return [t for t in waiting if t.deadline_s + outage_s - t.outage_before_s <= now_s]
+        return [t for t in waiting if outage_s - t.outage_before_s >= t.worker_wait_s]
 
     def next(self) -> Ticket | None:
         """The ticket that gets a free slot; None if no tenant may run more."""
@@ -125,7 +189,8 @@ class FairQueue:
         lane = self._lanes.get(ticket.lane)
         if lane is None:
             lane = self._lanes[ticket.lane] = _Lane()
-        lane.slots = slots
+        lane.resize(slots, now_s)
+        ticket.outage_before_s = lane.outage_s(now_s)
         tenant = ticket.tenant
         if lane.running < slots and tenant.is_free and tenant not in lane.queues:
             self._start(lane, ticket, now_s)
@@ -134,7 +199,7 @@ class FairQueue:
         if lane.waiting >= self.queue_length:
             changed = self._make_room(lane, ticket)
             if not changed:
-                ticket.state = State.REFUSED
+                ticket.state, ticket.is_without_worker = State.REFUSED, not slots
                 return [ticket]
         ticket.state = State.WAITING
         _put(lane.queues.setdefault(tenant, []), ticket)
@@ -178,18 +243,12 @@ class FairQueue:
         lane = self._lanes.get(name)
         if lane is None:
             return []
-        lane.slots = slots
+        lane.resize(slots, now_s)
         return self._fill(lane, now_s)
 
     def expire(self, now_s: float) -> list[Ticket]:
-        """Refuse the tickets that wait past their deadlines."""
-        late = [
-            ticket
-            for lane in self._lanes.values()
-            for queue in lane.queues.values()
-            for ticket in queue
-            if ticket.deadline_s <= now_s
-        ]
+        """Refuse the tickets that wait past their deadlines, or too long for a worker."""
+        late = [ticket for lane in self._lanes.values() if lane.queues for ticket in lane.late(now_s)]
         for ticket in late:
             self._refuse(ticket)
         return late
@@ -251,8 +310,9 @@ class FairQueue:
         return [last]
 
     def _refuse(self, ticket: Ticket) -> None:
-        self._take_out(self._lanes[ticket.lane], ticket)
-        ticket.state = State.REFUSED
+        lane = self._lanes[ticket.lane]
+        self._take_out(lane, ticket)
+        ticket.state, ticket.is_without_worker = State.REFUSED, not lane.slots
 
     def _take_out(self, lane: _Lane, ticket: Ticket) -> None:
         queue = lane.queues[ticket.tenant]

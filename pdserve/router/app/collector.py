@@ -41,6 +41,7 @@ def collect(
         "decode_retries": _keyed(stats.decode_retries),
         "streams_continued": _keyed(stats.continued),
         "retries_refused": stats.retries_refused,
+        "poisoned_requests": stats.poisoned,
         "prefill_hedges": stats.hedges,
         "prompt_tokens": stats.prompt_tokens,
         "prompt_cached_tokens": _keyed(stats.cached_tokens),

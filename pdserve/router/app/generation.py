@@ -7,7 +7,7 @@ import logging
 import random
 import time
 from collections import defaultdict
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -67,6 +67,14 @@ BODY_BYTES_S = 4096
 DECODED_AT_ONCE_BYTES = 256 * 1024
 DRAIN_S = 5.0
 """How long the rest of a refused body is read, so that the client, still sending, gets to see the answer."""
+
+
+class _Asked(NamedTuple):
+    """What a request asks for."""
+
+    view: RequestView
+    session: SessionKey | None
+    alias: str | None
 
 
 class GenerationHandler:
@@ -168,8 +176,15 @@ class GenerationHandler:
         call.deadline_s = call.started_s + self._total_s
         client.watch(call.on_client_gone, call.answer.keep_alive)
         try:
-            self._understand(call, body)
-            ticket = await self._gate.enter(call)
+            asked = self._read(call, body)
+            held = await self._gate.hold(call, asked.view.model)
+            try:
+                self._understand(call, asked)
+            except BaseException:
+                if held is not None:
+                    self._gate.release(held)
+                raise
+            ticket = await self._gate.enter(call, held)
             call.planned_s = time.monotonic()
             try:
                 await self._dispatcher.serve(call)
@@ -180,16 +195,22 @@ class GenerationHandler:
         finally:
             client.unwatch()
 
-    def _understand(self, call: Call, body: bytes) -> None:
-        """Fill in what planning needs. Raises RequestError."""
+    def _read(self, call: Call, body: bytes) -> _Asked:
+        """Read what does not depend on workers, and put a model in place of an alias. Raises RequestError."""
         call.body = body = body if call.endpoint.is_form else body.removeprefix(BOM)
-        has_keys = self._gate.tenants.has_keys
-        view = self._view(call, has_keys=has_keys)
+        view = self._view(call, has_keys=self._gate.tenants.has_keys)
         call.streams = view.stream is True
         session = find_session_key(self._sources, call.header, view, body)
         alias = self._gate.aliases.named(view.model)
         if alias is not None:
             self._choose_model(call, view, alias, session)
+        return _Asked(view, session, alias)
+
+    def _understand(self, call: Call, asked: _Asked) -> None:
+        """Fill in what planning needs, of the workers that there are now. Raises RequestError."""
+        view, session, alias = asked
+        body = call.body
+        has_keys = self._gate.tenants.has_keys
         call.model = model = self._gate.model_of(call, view.model)
         self._turns[model] += 1
         scope = view.model or model

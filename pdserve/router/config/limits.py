@@ -49,6 +49,15 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         float,
         Meta(ge=0, description="Time added to prefill_s for publishing the prompt's pages."),
     ] = 5.0
+    wait_for_worker_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Longest wait of a request while its model has no worker that is ready: at a "
+            "restart, a scale from nothing, or after the last worker was lost; after it, the answer is 503. "
+            "It does not count for admission.queue_s. 0: no wait.",
+        ),
+    ] = 30.0
     direct_s: Annotated[
         float,
         Meta(

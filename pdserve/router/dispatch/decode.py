@@ -13,6 +13,7 @@ from pdserve.router.config.router import RouterConfig
 from pdserve.router.dispatch.job import Claim, Job, cached_before_header, header_words
 from pdserve.router.dispatch.relay import is_event_stream, relay_events, relay_whole
 from pdserve.router.dispatch.stream_marks import MARKS_HEADER, MARKS_REQUEST, StreamMarks
+from pdserve.router.dispatch.suspects import Attempt, Suspects
 from pdserve.router.dispatch.worker_request import (
     MAX_ERROR_BYTES,
     Failure,
@@ -47,6 +48,7 @@ class DecodeStage:
         stats: Stats,
         placer: Placer,
         shared: SharedSessions | None,
+        suspects: Suspects,
     ) -> None:
         self._deadlines: Deadlines = config.deadlines
         self._asks_marks = config.continue_streams != "never"
@@ -56,6 +58,7 @@ class DecodeStage:
         self._stats = stats
         self._placer = placer
         self._shared = shared
+        self._suspects = suspects
         self._loop = asyncio.get_running_loop()
 
     async def attempt(self, call: Call, job: Job, claim: Claim) -> Failure | None:
@@ -70,6 +73,7 @@ class DecodeStage:
             limit_s = deadlines.between_chunks_s
         else:
             limit_s = deadlines.first_byte_s if call.streams else deadlines.whole_answer_s
+        attempt = await self._suspects.begin(call, worker)
         end_s = self._loop.time() + limit_s
         answer.plan_words = header_words(job.words)
         response = None
@@ -84,9 +88,10 @@ class DecodeStage:
             if response.status >= 400:
                 await self._refused(call, response, left_s)
             else:
-                await self._answered(call, job, claim, response, left_s)
+                await self._answered(call, job, claim, response, left_s, attempt)
         except (UpstreamError, WorkerAnswerError) as error:
             answer.decode_id = b""
+            attempt.on_failure(error)
             is_long = not call.streams and outcome_of(error) == "timeout"  # no sign of a worker's fault
             consequence = "another worker is tried, if there is one"
             self._workers.on_failure(job, worker, error, consequence, is_blamed=not is_long)
@@ -94,7 +99,9 @@ class DecodeStage:
         finally:
             if response is not None:
                 response.release()
+            attempt.end()
         self._fleet.on_success(worker)
+        attempt.on_answered()
         return None
 
     def _request(self, call: Call, job: Job, worker: Worker, *, resumes: bool) -> tuple[str, bytes, bytes]:
@@ -117,7 +124,9 @@ class DecodeStage:
             raise WorkerAnswerError(response.status, body)
         await call.answer.send_worker_error(response.status, body)
 
-    async def _answered(self, call: Call, job: Job, claim: Claim, response: Response, left_s: float) -> None:
+    async def _answered(
+        self, call: Call, job: Job, claim: Claim, response: Response, left_s: float, attempt: Attempt
+    ) -> None:
         """The worker has begun to answer: note it, and relay the answer to its end."""
         worker, between_s = claim.worker, self._deadlines.between_chunks_s
         tokens = {} if job.is_prompt_counted and job.cached_before else cached_tokens(response.headers)
@@ -133,6 +142,7 @@ class DecodeStage:
             marks = job.marks = job.marks or StreamMarks()
             marks.begin(any(name == MARKS_HEADER for name, _ in response.headers))
             first = await response.read_some(left_s)
+            attempt.on_first_byte()
             if claim.trial:
                 self._fleet.on_trial_answering(worker, claim.trial, self._loop.time())
             if job.suspects:

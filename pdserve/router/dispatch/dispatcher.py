@@ -7,8 +7,11 @@
 | prefill | the request's own fault (400, 413, 422) | the client gets that answer |
 | prefill | anything else | the decode worker computes the prompt; counted against the worker's circuit
   unless the request may be at fault: a 500 counts once another worker has answered |
-| decode, nothing sent yet | no connection, broken answer, 5xx | another decode worker, else 502, 503 or the
+| decode, nothing sent yet | no connection, broken answer, 5xx | another decode worker, else 502 or the
   worker's error |
+| decode, no other worker | no connection, a lost one, 503 | the next one that comes or comes back, within
+  `wait_for_worker_s`, else 503 |
+| any | the request has ended two workers | 400, see `suspicion` |
 | decode, nothing sent yet | too late | 504 |
 | decode, stream begun | anything | another decode worker continues the stream where `resume` allows it, else
   an error event ends the stream |
@@ -21,7 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Container
+from collections.abc import Container, Iterable
 
 import msgspec
 
@@ -36,7 +39,15 @@ from pdserve.router.dispatch.resume import may_resume
 from pdserve.router.dispatch.retry_budget import RetryBudget
 from pdserve.router.dispatch.service_level import ServiceLevels
 from pdserve.router.dispatch.settle import SettleStage
-from pdserve.router.dispatch.worker_request import Failure, WorkerAnswerError, WorkerRequests, outcome_of
+from pdserve.router.dispatch.suspects import POISON, Suspects
+from pdserve.router.dispatch.worker_request import (
+    Failure,
+    WorkerAnswerError,
+    WorkerRequests,
+    may_come_back,
+    outcome_of,
+)
+from pdserve.router.dispatch.worker_wait import WorkerWait
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.fleet.worker import Worker
 from pdserve.router.metrics.stats import Stats
@@ -71,21 +82,24 @@ class Dispatcher:
         self._budget = RetryBudget(config.limits.retry_ratio, config.limits.retries_per_s, self._loop.time())
         self.placer = placer = Placer(config, fleet)
         self._levels = ServiceLevels(config, stats) if config.slo.is_set else None
+        self._worker_wait_s = config.deadlines.wait_for_worker_s
+        self._wait = WorkerWait(fleet)
+        self._suspects = suspects = Suspects(fleet, stats, self._wait)
         workers = WorkerRequests(fleet, upstream, config.deadlines.connect_s)
         self._settle = SettleStage(config.deadlines.settle_s, workers, stats)
-        self._prefill = PrefillStage(config, fleet, workers, stats, placer, self._budget)
-        self._decode = DecodeStage(config, fleet, upstream, workers, stats, placer, shared)
+        self._prefill = PrefillStage(config, fleet, workers, stats, placer, self._budget, suspects)
+        self._decode = DecodeStage(config, fleet, upstream, workers, stats, placer, shared, suspects)
         self._direct = DirectStage(config.deadlines, workers, self._prefill, self._decode, stats)
 
     async def serve(self, call: Call) -> None:
         """Answer the call. Raises RequestError with nothing sent. On cancellation all load is released."""
-        session, now_s = call.facts.session, self._loop.time()
-        last = None
+        session, last = call.facts.session, None
         if session is not None and self._shared is None:
-            last = self.placer.sessions.get(session, now_s)
+            last = self.placer.sessions.get(session, self._loop.time())
         elif session is not None:
-            last, now_s = await self.last_turn(session), self._loop.time()
-        plan = self._plan(call, last, now_s)
+            last = await self.last_turn(session)
+        await self._suspects.check(call)
+        plan = await self._first_plan(call, last)
         if self._levels is not None:
             plan = await self._levels.admit(call, plan, lambda: self._try_plan(call, last))
         job = Job(plan)
@@ -112,6 +126,24 @@ class Dispatcher:
         found = None if self._shared is None else await self._shared.get(session)
         return found if found is not None and (last is None or found.is_after(last)) else last
 
+    async def _first_plan(self, call: Call, last: SessionEntry | None) -> Plan:
+        """The plan; if the last worker has gone since the call was let in, that of the next one that comes.
+        Raises NoWorkerError.
+        """
+        end_s = self._loop.time() + self._worker_wait_s - call.outage_s
+        while True:
+            try:
+                return self._plan(call, last, self._loop.time())
+            except NoWorkerError:
+                if self._has_worker(call) or not await self._wait.until(
+                    lambda: self._has_worker(call), end_s
+                ):
+                    raise
+
+    def _has_worker(self, call: Call) -> bool | None:
+        snapshot = self._fleet.snapshot(call.model, self._loop.time())
+        return bool(snapshot.decode or snapshot.direct_decode) or None
+
     def _plan(self, call: Call, last: SessionEntry | None, now_s: float, lost: Container[str] = ()) -> Plan:
         """The plan of a call. `lost`: workers of the direct way that failed it. Raises NoWorkerError."""
         snapshot = self._fleet.snapshot(call.model, now_s)
@@ -134,7 +166,8 @@ class Dispatcher:
         """Have a pair of workers answer. If one of them is lost first, the pool is the way, or another pair.
         Raises as `serve`, and WorkerAnswerError.
         """
-        lost: list[str] = []
+        lost: dict[Worker, int] = {}
+        end_s = self._loop.time() + self._worker_wait_s - call.outage_s
         while (plan := job.plan).handoff == "direct":
             assert plan.prefill is not None
             outcome = await self._pair(call, job, plan.prefill)
@@ -144,11 +177,11 @@ class Dispatcher:
             if call.answer.is_started and outcome.failure is not None:
                 await self._retry(call, job, outcome.lost, outcome.failure)
                 return
-            lost.append(outcome.lost.id)
+            lost[outcome.lost] = outcome.lost.probes_ready
+            job.pairs += 1
+            await self._suspects.check(call)
             try:
-                job.plan = self._plan(call, last, self._loop.time(), lost)
-                if job.plan.handoff == "direct" and len(lost) >= self._decode_attempts:
-                    raise NoWorkerError("Several pairs of workers failed this request; try again shortly.")
+                job.plan = await self._next_plan(call, job, last, lost, end_s)
             except NoWorkerError:
                 if outcome.failure is None:
                     raise
@@ -156,6 +189,30 @@ class Dispatcher:
                 return
             job.words += job.plan.reasons
         await self._by_pool(call, job)
+
+    async def _next_plan(
+        self, call: Call, job: Job, last: SessionEntry | None, lost: dict[Worker, int], end_s: float
+    ) -> Plan:
+        """A plan without the workers that failed the direct way and have not said since that they are ready;
+        until `end_s` it waits for a worker. `lost`: what their `probes_ready` was. Raises NoWorkerError.
+        """
+        refusal = NoWorkerError("No worker is ready to serve this model; try again shortly.")
+
+        def plan() -> Plan | None:
+            nonlocal refusal
+            gone = [worker.id for worker, probes_ready in lost.items() if worker.probes_ready <= probes_ready]
+            try:
+                return self._plan(call, last, self._loop.time(), gone)
+            except NoWorkerError as error:
+                refusal = error
+                return None
+
+        found = await self._wait.until(plan, end_s if job.pairs < self._decode_attempts else 0.0)
+        if found is None:
+            raise refusal
+        if found.handoff == "direct" and job.pairs >= self._decode_attempts:
+            raise NoWorkerError("Several pairs of workers failed this request; try again shortly.")
+        return found
 
     async def _pair(self, call: Call, job: Job, prefill: Worker) -> Outcome:
         """One try of the direct way."""
@@ -202,7 +259,7 @@ class Dispatcher:
 
     async def _retry(self, call: Call, job: Job, failed: Worker, failure: Failure) -> None:
         """A worker has failed: have the next ones answer, or tell the client."""
-        while (worker := self._next_worker(call, job, failed, failure)) is not None:
+        while (worker := await self._next_worker(call, job, failed, failure)) is not None:
             job.words.append("retried")
             self._stats.on_placed("decode", "retry")
             claim = Claim(self._fleet, worker, self._loop.time())
@@ -215,26 +272,60 @@ class Dispatcher:
             failed, failure = worker, again
         await self._give_up(call, failed, failure)
 
-    def _next_worker(self, call: Call, job: Job, failed: Worker, failure: Failure) -> Worker | None:
-        """The decode worker that tries next, of those ready now; None: the call has failed."""
-        job.tried.append(failed.id)
-        is_started, outcome = call.answer.is_started, outcome_of(failure)
+    async def _next_worker(self, call: Call, job: Job, failed: Worker, failure: Failure) -> Worker | None:
+        """The decode worker that tries next; None: the call has failed. Where none is ready that has not
+        failed it, wait for one that comes, or comes back. Raises RequestError for poison, and NoWorkerError
+        after the wait, with nothing sent.
+        """
+        now_s, is_started, outcome = self._loop.time(), call.answer.is_started, outcome_of(failure)
+        job.tried[failed.id] = failed.probes_ready
+        job.retry_until_s = min(job.retry_until_s, now_s + self._worker_wait_s - call.outage_s)
         is_late = outcome == "timeout" and not is_started
-        if is_late or call.facts.holder or len(job.tried) >= self._decode_attempts:
+        if is_late or call.facts.holder:
             return None
-        now_s = self._loop.time()
-        candidates = self._fleet.snapshot(call.model, now_s).decode
-        if is_started:
-            candidates = self._successors(call, job, failed, candidates)
-        worker = choose_alternate(candidates, job.tried)
-        if worker is None:
+        waits = may_come_back(failure) and now_s < job.retry_until_s
+        if is_started and not self._successors(call, job, failed, (failed,)):
+            waits = False
+        if not (waits and outcome == "connect"):  # else no worker has got the request
+            job.attempts += 1
+        if job.attempts >= self._decode_attempts:
             return None
-        if not self._budget.take(now_s):
+        if is_started and await self._suspects.is_poison(call):
+            await call.answer.break_off(400, POISON, "poisoned_request")
+            return None
+        await self._suspects.check(call)
+        worker = self._alternate(call, job, failed, job.tried)
+        if worker is None and waits:
+
+            def find() -> Worker | None:
+                return self._alternate(call, job, failed, self._still_lost(job))
+
+            worker = await self._wait.until(find, job.retry_until_s)
+            if worker is None and not is_started:
+                raise NoWorkerError(
+                    "The worker was lost, and no other became ready in time; try again shortly."
+                )
+        elif worker is not None and not self._budget.take(now_s):
             self._stats.retries_refused += 1
             return None
-        counts = self._stats.continued if is_started else self._stats.decode_retries
-        counts[outcome] += 1
+        if worker is not None:
+            counts = self._stats.continued if is_started else self._stats.decode_retries
+            counts[outcome] += 1
         return worker
+
+    def _still_lost(self, job: Job) -> list[str]:
+        """The workers that failed the call and have not said since that they are ready."""
+        members = self._fleet.by_id
+        return [
+            id_ for id_, seen in job.tried.items() if id_ in members and members[id_].probes_ready <= seen
+        ]
+
+    def _alternate(self, call: Call, job: Job, failed: Worker, tried: Iterable[str]) -> Worker | None:
+        """A decode worker that can try next, not one of `tried`."""
+        candidates = self._fleet.snapshot(call.model, self._loop.time()).decode
+        if call.answer.is_started:
+            candidates = self._successors(call, job, failed, candidates)
+        return choose_alternate(candidates, tried)
 
     def _successors(
         self, call: Call, job: Job, failed: Worker, candidates: tuple[Worker, ...]

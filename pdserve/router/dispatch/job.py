@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from pdserve.router.dispatch.stream_marks import StreamMarks
@@ -19,10 +20,13 @@ class Job:
     """One call on its way through the stages."""
 
     __slots__ = (
+        "attempts",
         "cached_before",
         "is_prompt_counted",
         "marks",
+        "pairs",
         "plan",
+        "retry_until_s",
         "room_line",
         "suspects",
         "tried",
@@ -36,8 +40,14 @@ class Job:
         """What decided, and what became of each stage: for the log and `x-pdserve-plan`."""
         self.marks: StreamMarks | None = None
         """Of the answer, if it is a stream of events."""
-        self.tried: list[str] = []
-        """Ids of the decode workers that failed."""
+        self.attempts = 0
+        """Decode workers that got the request and failed."""
+        self.pairs = 0
+        """Pairs of workers that failed it by the direct way."""
+        self.tried: dict[str, int] = {}
+        """Ids of the decode workers that failed, and what `Worker.probes_ready` was then."""
+        self.retry_until_s = math.inf
+        """Until then the call may wait for a worker. Set at the first failure."""
         self.suspects: list[Worker] = []
         """Workers that answered with an error that may be theirs or the request's: see `WorkerRequests`."""
         self.cached_before = b""

@@ -28,6 +28,7 @@ from pdserve.router.config.router import RouterConfig
 from pdserve.router.dispatch.job import Claim, Job, cached_before_header, turns_header
 from pdserve.router.dispatch.one_token import one_token_body
 from pdserve.router.dispatch.retry_budget import RetryBudget
+from pdserve.router.dispatch.suspects import Suspects
 from pdserve.router.dispatch.worker_request import FAILURES, WorkerAnswerError, WorkerRequests, outcome_of
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.fleet.worker import Count, Worker
@@ -112,6 +113,7 @@ class PrefillStage:
         stats: Stats,
         placer: Placer,
         budget: RetryBudget,
+        suspects: Suspects,
     ) -> None:
         self._hedge_s = config.deadlines.hedge_prefill_s
         self._limit_s = config.deadlines.prefill_s + config.deadlines.publish_s
@@ -121,6 +123,7 @@ class PrefillStage:
         self._stats = stats
         self._placer = placer
         self._budget = budget
+        self._suspects = suspects
         self._loop = asyncio.get_running_loop()
 
     async def run(self, call: Call, job: Job, worker: Worker) -> str:
@@ -194,6 +197,7 @@ class PrefillStage:
         is_plain = worker.lacks("prefill")
         target = call.endpoint.path if is_plain else f"/pd/prefill?endpoint={call.endpoint.path}"
         body = one_token_body(call.endpoint, call.body) if is_plain else call.body
+        attempt = await self._suspects.begin(call, worker)
         try:
             answer = await self._workers.post(call, worker, target, body, limit_s, job.room_line)
             report = None if is_plain else _decoder.decode(answer)
@@ -202,12 +206,15 @@ class PrefillStage:
                 self._stats.prefill["client-error"] += 1
                 self._fleet.on_success(worker)
                 raise
+            attempt.on_failure(error)
             outcome = outcome_of(error)
             self._stats.prefill[outcome] += 1
             is_direct = job.plan.handoff == "direct"
             consequence = "another way is taken" if is_direct else "the decode worker computes the prompt"
             self._workers.on_failure(job, worker, error, consequence)
             return outcome
+        finally:
+            attempt.end()
         self._fleet.on_success(worker)
         if report is None:
             self._note_plain(call, job, worker)

@@ -53,6 +53,18 @@ def is_workers_fault(error: BaseException) -> bool:
     return not (isinstance(error, UpstreamError) and error.kind == "busy")
 
 
+def may_be_death(error: BaseException) -> bool:
+    """The connection ended as it does when the worker's process ends."""
+    return isinstance(error, UpstreamError) and error.kind in ("closed", "cut", "down")
+
+
+def may_come_back(error: BaseException) -> bool:
+    """The worker may be at its end or at its start: once a probe finds it ready, it can be asked again."""
+    if isinstance(error, WorkerAnswerError):
+        return error.status == 503
+    return may_be_death(error) or (isinstance(error, UpstreamError) and error.kind == "connect")
+
+
 class WorkerRequests:
     """Requests to workers beside the client's own."""
 

@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 INFO_EVERY = 10
 """Every tenth probe asks a ready worker for `/pd/info` again: it may have restarted between two probes."""
+LOOKS = 2
+"""Probes of a worker whose connection was lost: a process may close its port a moment after it."""
+LOOK_AGAIN_S = 0.05
 _info_decoder = msgspec.json.Decoder(WorkerInfo)
 
 
@@ -107,6 +110,9 @@ class Prober:
             transport=transport or RenewedTransport(self._tls),
             headers={"authorization": f"Bearer {token}"} if token else None,
         )
+        self._looking: dict[Worker, asyncio.Task[None]] = {}
+        """Workers whose connection was lost, until it is known whether they are there."""
+        fleet.on_doubt = self._look_soon
         self._probed: set[Worker] = set()
         """Workers that have a probing task of `run`."""
         self._said: dict[str, str] = {}
@@ -114,6 +120,10 @@ class Prober:
 
     async def close(self) -> None:
         """Close the probes' connections."""
+        looking = list(self._looking.values())
+        for task in looking:
+            task.cancel()
+        await asyncio.gather(*looking, return_exceptions=True)
         await self._client.aclose()
 
     async def first_round(self, first: FirstRound) -> None:
@@ -161,6 +171,17 @@ class Prober:
             if self._fleet.by_id.get(worker.id) is not worker:
                 break
         self._probed.discard(worker)
+
+    def _look_soon(self, worker: Worker) -> None:
+        """Probe the worker now, and not when it is due: it may be dead."""
+        if worker not in self._looking:
+            self._looking[worker] = asyncio.create_task(self._look(worker))
+            self._looking[worker].add_done_callback(lambda _: self._looking.pop(worker))
+
+    async def _look(self, worker: Worker) -> None:
+        for number in range(LOOKS):
+            await asyncio.sleep(number * LOOK_AGAIN_S)
+            await self.probe(worker, asks_info=False)
 
     async def _get(self, url: str) -> httpx.Response:
         async with asyncio.timeout(self._config.timeout_s):  # httpx's own timeout bounds only a single read

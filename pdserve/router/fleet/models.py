@@ -7,7 +7,7 @@ is refused. A request for an expected model that no worker serves yet gets a 503
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from pdserve.errors import RequestError
 from pdserve.router.api.endpoints import Endpoint
@@ -15,6 +15,8 @@ from pdserve.router.api.errors import NoWorkerError
 
 DEFAULT_MODEL = "default"
 """SGLang's name for the model that it serves, as in the examples of its documentation."""
+ANY = ""
+"""The name of no model: while no worker has said what it serves, a request waits for any of them."""
 MAX_ADAPTER_CHARS = 256
 """Session keys begin with the name that the client wrote, adapter included. So the name is bounded."""
 
@@ -55,6 +57,34 @@ class Models:
         """The served model of this name. Raises as `resolve`."""
         return requested if requested and requested in served else self._named(requested, served)
 
+    def awaited(
+        self, requested: str | None, served: Mapping[str, frozenset[str]], known: Collection[str]
+    ) -> str:
+        """The model whose workers a request needs, also while it has none: a served one; one of `known`,
+        which were served before or have an alias; or an expected one. ANY: no worker has said yet what it
+        serves. Raises RequestError as `resolve`, and NoWorkerError for no model.
+        """
+        missing: RequestError | None = None
+        try:
+            return self.find(requested, served)
+        except NoWorkerError:
+            pass
+        except RequestError as error:
+            if error.code != "model_not_found":
+                raise
+            missing = error
+        name = self._default if not requested or requested == DEFAULT_MODEL else requested
+        if not name:
+            return ANY
+        for one in (name, name.partition(":")[0]):
+            if one in known or one in self._wanted:
+                return one
+        if missing is None and name == self._default:
+            return name
+        if missing is None and not known:
+            return ANY
+        raise missing or self._unknown(name, known)
+
     def _named(self, requested: str | None, served: Mapping[str, frozenset[str]]) -> str:
         if requested is None or requested in ("", DEFAULT_MODEL):
             return self._unnamed(served)
@@ -67,7 +97,11 @@ class Models:
             return base
         if not served or requested in self._wanted or base in self._wanted:
             raise NoWorkerError("No worker of this model has joined yet; try again shortly.")
-        raise RequestError(
+        raise self._unknown(requested, served)
+
+    @staticmethod
+    def _unknown(requested: str, served: Collection[str]) -> RequestError:
+        return RequestError(
             404,
             f"The model {requested[:200]!r} does not exist; this server serves {_names(served)}.",
             code="model_not_found",
@@ -86,5 +120,5 @@ class Models:
         return next(iter(served))
 
 
-def _names(models: Sequence[str] | Mapping[str, object]) -> str:
+def _names(models: Collection[str]) -> str:
     return ", ".join(repr(name) for name in models)

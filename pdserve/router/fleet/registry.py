@@ -11,7 +11,7 @@ the client better than a 503. Prefill workers are not, since a decode worker doe
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Final
 
 import msgspec
@@ -31,6 +31,8 @@ from pdserve.router.fleet.worker import BOTH, ROLES, Role, Worker, WorkerInfo, W
 
 SLOTS_PER_RUNNING: Final = 2
 """So a worker always has a request to go on with, while others are prefilled or answered."""
+MAX_KNOWN_MODELS: Final = 256
+"""Models that are remembered after their workers have left; the newest ones."""
 UNKNOWN_SLOTS: Final = 4096
 """Of a worker that does not say how many requests it computes at a time: more than any engine does."""
 SIGNS: Final = {"none": 0, "high_first": 1, "low_first": -1}
@@ -88,6 +90,14 @@ class Fleet:
         self._snapshots: dict[str, Snapshot] = {}
         self.tasks: dict[str, frozenset[str]] = {}
         """Model → tasks of its workers. Unhealthy workers count, refused workers do not."""
+        self.known: dict[str, None] = {}
+        """Models that some worker serves or has served since the start; the one that was seen last is last.
+        """
+        self.watchers: list[Callable[[], None]] = []
+        """Called after each event that can make a worker eligible, or shows that one is lost: a probe that
+        says ready or finds a worker gone, a join, a leave, the end of a drain."""
+        self.on_doubt: Callable[[Worker], None] | None = None
+        """Has a worker probed at once, whose connection was lost."""
         self._text_limits: dict[str, TextLimit] = {}
         self.longest_context: dict[str, int] = {}
         """Model → tokens of a request that its workers take at most, as they say; 0: unknown."""
@@ -132,7 +142,17 @@ class Fleet:
         self.priority_signs = {
             m: frozenset(SIGNS[info.priorities] for info in joined if info.model == m) - {0} for m in models
         }
+        for model in self.tasks:
+            self.known.pop(model, None)
+            self.known[model] = None
+        while len(self.known) > MAX_KNOWN_MODELS:
+            del self.known[next(iter(self.known))]
         self._snapshots.clear()
+        self._tell()
+
+    def _tell(self) -> None:
+        for watcher in self.watchers:
+            watcher()
 
     # --- questions
 
@@ -269,9 +289,12 @@ class Fleet:
     def on_probe_ready(self, worker: Worker) -> bool:
         """A probe said ready. True if the worker was not ready before."""
         worker.probe_failures = 0
+        worker.probes_ready += 1
         if self._set_stopping(worker, False):  # it had announced its end, so this is a new process
             self._set_ready(worker, False)
-        return self._set_ready(worker, True)
+        is_new = self._set_ready(worker, True)
+        self._tell()
+        return is_new
 
     def on_probe_stopping(self, worker: Worker) -> bool:
         """The worker reported that it stops: it gets no new request and finishes its own.
@@ -279,7 +302,9 @@ class Fleet:
         True if it had not reported this before.
         """
         worker.probe_failures = 0
-        return self._set_stopping(worker, True)
+        is_new = self._set_stopping(worker, True)
+        self._tell()
+        return is_new
 
     def on_probe_not_ready(self, worker: Worker) -> bool:
         """The worker reported not ready, or its port is closed. True if it was ready before."""
@@ -316,6 +341,8 @@ class Fleet:
             worker.incarnation = f"{worker.id}#{self._next_incarnation}"
             self._next_incarnation += 1
         self._snapshots.clear()
+        if not ready:
+            self._tell()
         return True
 
 

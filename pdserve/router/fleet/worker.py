@@ -118,6 +118,7 @@ class Worker:
         "port",
         "prefilling",
         "probe_failures",
+        "probes_ready",
         "queued_elsewhere",
         "queued_here",
         "ready",
@@ -163,6 +164,8 @@ class Worker:
         self.info: WorkerInfo | None = None
         self.refused: str | None = None
         self.probe_failures = 0
+        self.probes_ready = 0
+        """Probes that said ready, so far. One more than before: the worker was there after that."""
         self.circuit = CircuitBreaker()
 
     def __repr__(self) -> str:

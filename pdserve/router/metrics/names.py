@@ -155,6 +155,9 @@ METRICS: Final = (
     _one("decode_retries", "counter", ("reason",), "Requests tried on another worker, by reason."),
     _one("streams_continued", "counter", ("reason",), "Streams continued by another worker, by reason."),
     _one("retries_refused", "counter", (), "Retries refused by the retry budget."),
+    _one(
+        "poisoned_requests", "counter", (), "Requests refused with 400 because they have ended two workers."
+    ),
     _one("prefill_hedges", "counter", (), "Prefill requests sent to a second worker."),
     _one("prompt_tokens", "counter", (), "Prompt tokens of requests to prefill workers."),
     _one(

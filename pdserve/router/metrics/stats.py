@@ -88,6 +88,7 @@ class Stats:
         self.stream_errors: defaultdict[str, int] = defaultdict(int)
         self.continued: defaultdict[str, int] = defaultdict(int)
         self.retries_refused = 0
+        self.poisoned = 0
         self.limits_apart = 0
         """1: tenants' limits are to be shared over Redis, which is away."""
         self.sessions_apart = 0

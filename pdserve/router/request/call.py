@@ -48,6 +48,7 @@ class Call:
         "held_bytes",
         "keep_line",
         "model",
+        "outage_s",
         "parts_s",
         "phase",
         "planned_s",
@@ -92,6 +93,8 @@ class Call:
         self.phase: Phase = "body"
         self.end: End | None = None
         self.trace: Trace | None = None
+        self.outage_s = 0.0
+        """How long it has waited because its model had no worker."""
         self.planned_s = 0.0
         """When the call was let in, and planning began."""
         self.asked_s = 0.0

@@ -10,6 +10,7 @@ import asyncio
 
 from pdserve.router.config.limits import Limits
 from pdserve.router.deadlines import Deadlines
+from pdserve.router.upstream.connection import Connection
 from pdserve.router.upstream.pool import ConnectionCounts, Peer, WorkerPool
 from pdserve.router.upstream.response import Response, UpstreamError
 from pdserve.router.upstream.worker_tls import WorkerTls
@@ -62,9 +63,10 @@ class Upstream:
         pool = self._pools.get(worker.url) or self.pool(worker)
         head = b"%b %b%b%d\r\n%b\r\n" % (method, target.encode("ascii"), pool.lines, len(body), headers)
         connection = pool.take_idle(self._loop.time())
+        stale = ""
         while True:
             if connection is None:
-                connection = await pool.connect(connect_s)
+                connection = await self._connect(pool, connect_s, stale)
             may_be_stale = connection.used
             response = None
             try:
@@ -78,13 +80,25 @@ class Upstream:
                 if not (may_be_stale and is_stale):
                     raise
                 self.counts.stale += 1
-                connection = None
+                connection, stale = None, str(error)
                 continue
             except BaseException:  # cancelled: the client has gone
                 if response is not None:
                     response.release()
                 raise
             return response
+
+    @staticmethod
+    async def _connect(pool: WorkerPool, connect_s: float, stale: str) -> Connection:
+        """A new connection. `stale`: how an idle one ended that had taken the request; empty: there was none.
+        If the port is closed now, the worker may have ended by the request: that is `closed`, not `connect`.
+        """
+        try:
+            return await pool.connect(connect_s)
+        except UpstreamError as error:
+            if stale and error.kind == "connect":
+                raise UpstreamError("closed", stale) from None
+            raise
 
     async def open_stream(
         self, worker: Peer, target: bytes, headers: bytes, connect_s: float

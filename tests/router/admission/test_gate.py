@@ -445,7 +445,7 @@ async def test_a_worker_that_asks_for_the_token_joins_a_router_that_has_it() -> 
     worker.token = "cluster-token-cluster-token"
     async with mock.workers(worker):
         for token, status in ((worker.token, 200), ("", 503)):
-            config = RouterConfig(decode=(worker.url,), access=Access(cluster_token=token))
+            config = RouterConfig(decode=(worker.url,), access=Access(cluster_token=token), deadlines=PATIENT)
             async with routed(config) as harness:
                 assert (await harness.chat()).status == status
 

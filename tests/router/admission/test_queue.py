@@ -85,6 +85,8 @@ class Watched:
         self.queue = FairQueue(queue_length)
         self.tenants = [tenant(f"t{i}", concurrency=n, weight=1.0 + i) for i, n in enumerate(limits)]
         self.slots = {"m": 2, "n": 1}
+        self.resized = {lane: [(0.0, slots)] for lane, slots in self.slots.items()}
+        """When each lane got how many slots."""
         self.states: dict[Ticket, State] = {}
         """In the order of arrival."""
 
@@ -126,7 +128,7 @@ class Watched:
         assert ticket is self.in_order(ticket.lane, ticket.tenant)[-1]
 
     def arrive(self, number: int, lane: str, now_s: float, head_start_s: float) -> None:
-        ticket = Ticket(self.tenants[number], lane, now_s, now_s + 6.0, head_start_s)
+        ticket = Ticket(self.tenants[number], lane, now_s, now_s + 6.0, head_start_s, worker_wait_s=2.0)
         self.states[ticket] = State.WAITING
         self.follow(self.queue.arrive(ticket, self.slots[lane], now_s))
 
@@ -137,13 +139,27 @@ class Watched:
             self.follow(self.queue.leave(ticket, now_s))
 
     def expire(self, now_s: float) -> None:
-        late = [one for one in self.those(State.WAITING) if one.deadline_s <= now_s]
+        late = [one for one in self.those(State.WAITING) if self.is_late(one, now_s)]
         assert set(self.queue.expire(now_s)) == set(late)
+        assert [one.is_without_worker for one in late] == [not self.slots[one.lane] for one in late]
         self.states |= dict.fromkeys(late, State.REFUSED)
         self.follow([])
 
+    def is_late(self, ticket: Ticket, now_s: float) -> bool:
+        """The time without slots has its own limit, and does not count for the other one."""
+        spans = zip(self.resized[ticket.lane], [*self.resized[ticket.lane][1:], (now_s, 0)], strict=True)
+        outages = [
+            max(0.0, end_s - max(begin_s, ticket.arrived_s))
+            for (begin_s, slots), (end_s, _) in spans
+            if not slots
+        ]
+        if self.slots[ticket.lane]:
+            return now_s - ticket.arrived_s - sum(outages) >= 6.0
+        return sum(outages) >= 2.0
+
     def resize(self, lane: str, slots: int, now_s: float) -> None:
         self.slots[lane] = slots
+        self.resized[lane].append((now_s, slots))
         self.follow(self.queue.resize(lane, slots, now_s))
 
     def follow(self, changed: list[Ticket]) -> None:
@@ -180,6 +196,42 @@ def test_whatever_happens_slots_and_refusals_go_where_the_rules_say(seed: int) -
     while watched.queue.waiting or watched.those(State.RUNNING):
         watched.leave(0, now_s)
     assert watched.those(State.WAITING) == []
+
+
+def test_a_lane_without_slots_holds_requests_for_their_own_time_and_starts_them_in_order() -> None:
+    admission, a, b = FairQueue(3), tenant("a"), tenant("b")
+    first = Ticket(a, "m", 0.0, 2.0, worker_wait_s=10.0)
+    assert admission.arrive(first, 0, 0.0) == []
+    second = Ticket(b, "m", 8.0, 10.0, worker_wait_s=10.0)
+    admission.arrive(second, 0, 8.0)
+    assert admission.expire(9.9) == []
+    assert admission.resize("m", 1, 9.9) == [first]
+    assert admission.expire(11.8) == []  # of its two seconds it has waited 1.9 beside a worker
+    assert admission.expire(11.95) == [second]
+    assert not second.is_without_worker
+
+
+def test_who_waits_too_long_for_a_worker_is_told_apart_from_who_waits_too_long_for_a_slot() -> None:
+    admission, a = FairQueue(3), tenant("a")
+    held = Ticket(a, "m", 0.0, 30.0, worker_wait_s=10.0)
+    admission.arrive(held, 0, 0.0)
+    assert admission.expire(10.0) == [held]
+    assert held.is_without_worker
+    running = come(admission, a, 1, 11.0)
+    late = Ticket(a, "m", 11.0, 12.0, worker_wait_s=10.0)
+    admission.arrive(late, 1, 11.0)
+    assert admission.expire(12.0) == [late]
+    assert not late.is_without_worker
+    admission.leave(running, 12.0)
+
+
+def test_so_many_may_be_held_as_may_wait() -> None:
+    admission, a = FairQueue(2), tenant("a")
+    tickets = [Ticket(a, "m", 0.0, 30.0, worker_wait_s=10.0) for _ in range(3)]
+    for ticket in tickets:
+        admission.arrive(ticket, 0, 0.0)
+    assert [ticket.state for ticket in tickets] == [State.WAITING, State.WAITING, State.REFUSED]
+    assert tickets[2].is_without_worker
 
 
 @given(

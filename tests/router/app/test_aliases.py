@@ -103,7 +103,7 @@ async def test_aliases_are_listed_and_take_the_shortest_context_of_their_models(
         assert (await harness.get(f"/v1/models/{ALIAS}")).json() == cards[ALIAS]
         reweigh(harness, unknown=1)
         assert (await harness.get(f"/v1/models/{ALIAS}")).status == 404
-        assert await ask(harness, "s") == 404
+        assert await ask(harness, "s") == 503  # it is known by the alias, and may come
 
 
 async def test_other_names_go_to_their_models_as_ever() -> None:

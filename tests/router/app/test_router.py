@@ -256,7 +256,10 @@ async def test_a_worker_that_does_not_describe_itself_is_not_used(
 ) -> None:
     decode = MockWorker("decode")
     decode.script("/pd/info", said)  # type: ignore[arg-type]
-    async with workers(decode), routed(RouterConfig(decode=(decode.url,), probe=ONCE)) as harness:
+    async with (
+        workers(decode),
+        routed(RouterConfig(decode=(decode.url,), probe=ONCE, deadlines=PATIENT)) as harness,
+    ):
         assert (await harness.chat()).status == 503
     assert "is it a pdserve worker?" in caplog.text
 

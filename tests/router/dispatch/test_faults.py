@@ -70,6 +70,7 @@ LEFT_S: dict[Phase, float] = {"settle": 1000, "prefill": 2000, "decode": 3000, "
 WHOLE_S = 6000.0
 """The same in the decode phase of an answer that is no stream."""
 DEADLINES = Deadlines(
+    wait_for_worker_s=0.0,
     settle_s=LEFT_S["settle"],
     prefill_s=LEFT_S["prefill"],
     publish_s=0.0,
@@ -325,6 +326,8 @@ class Stage:
             worker.disconnected = 0
             known = fleet.by_id[worker.id]
             fleet.on_success(known)
+            for _ in range(2):  # so the connections that it lost were no death
+                fleet.on_probe_ready(known)
             known.elsewhere = 100 if name == "second" else 0
         for counter in COUNTERS:
             getattr(stats, counter).clear()
@@ -448,6 +451,7 @@ async def stage(decode: int = 1, **config: Any) -> AsyncIterator[Stage]:
         "decode_policy": "least_loaded",
     } | config
     async with disagg(decode=decode, **settings) as (harness, (prefill,), decodes):
+        harness.router.fleet.on_doubt = None  # the stage alone says what probes find
         yield Stage(harness, prefill, *decodes)
 
 

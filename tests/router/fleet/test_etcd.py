@@ -20,7 +20,7 @@ from pdserve.router.config.limits import Probe
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.config.tenants import Access
 from tests.support.kvpool.etcd_server import EtcdServer
-from tests.support.router.harness import Harness, routed
+from tests.support.router.harness import PATIENT, Harness, routed
 from tests.support.router.mock_worker import ANSWER, MockWorker, workers
 
 WAIT_S = 20.0  # 2 s, for a machine that has more to do
@@ -40,7 +40,7 @@ def settings(etcd: EtcdServer, lease_s: int = 2) -> WorkerEtcdConfig:
 @asynccontextmanager
 async def watching(etcd: EtcdServer, lease_s: int = 2, **more: Any) -> AsyncIterator[Harness]:
     """A router that knows of no worker but by etcd."""
-    more = {"min_prefill_tokens": 0} | more  # short prompts, too, have both stages
+    more = {"min_prefill_tokens": 0, "deadlines": PATIENT} | more  # short prompts, too, have both stages
     config = RouterConfig(etcd=settings(etcd, lease_s), probe=Probe(interval_s=0.1), **more)
     async with routed(config) as harness:
         yield harness

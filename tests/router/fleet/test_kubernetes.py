@@ -15,7 +15,7 @@ from pdserve.router.config.limits import Probe
 from pdserve.router.config.router import RouterConfig
 from pdserve.settings.config_file import build_config
 from tests.support.kubernetes.api_server import ApiServer, api_server, pod, settings
-from tests.support.router.harness import Harness, routed
+from tests.support.router.harness import PATIENT, Harness, routed
 from tests.support.router.mock_worker import ANSWER, MockWorker, workers
 
 WAIT_S = 20.0
@@ -25,7 +25,10 @@ WAIT_S = 20.0
 async def watching(server: ApiServer, directory: Path) -> AsyncIterator[Harness]:
     """A router that knows of no worker but by its pod."""
     config = RouterConfig(
-        kubernetes=settings(server, directory), probe=Probe(interval_s=0.1), min_prefill_tokens=0
+        kubernetes=settings(server, directory),
+        probe=Probe(interval_s=0.1),
+        min_prefill_tokens=0,
+        deadlines=PATIENT,
     )
     async with routed(config) as harness:
         yield harness

@@ -33,6 +33,7 @@ PATIENT = Deadlines(
     whole_answer_s=60.0,
     between_chunks_s=60.0,
     total_s=120.0,
+    wait_for_worker_s=0.0,  # tests that want a wait say so
 )
 """Of tests that are not about deadlines: the machine may be busy with others."""
 

@@ -1,0 +1,205 @@
+"""Which requests end workers: blame for the deaths of workers, and the verdict on a request. Pure.
+
+Some requests end the worker that computes them (an engine's bug). Tried again elsewhere, by the router or by
+its client, such a request would end one worker after the other. Others that were in flight there must not be
+taken for it. The rules:
+
+- A *death* is a lost connection to a worker that a probe then finds gone (`judge`). A worker that announced
+  its end, was drained or has left the fleet did not die; neither did one that says ready twice more.
+- A death is one unit of blame, shared equally by its candidates. Candidates are the attempts in flight at
+  that worker which can have caused it: an engine fails on what is new to it. So those without a first byte
+  that have blame from another death; else those without a first byte; else those with blame; else all.
+- A request whose blame is more than 1 is poison. One death cannot do that: it takes two, and at one of them
+  the request was nearly alone. Among 16 streams that two workers lose, nobody is poison.
+- To tell them apart, requests with a notable share are sent to workers one at a time, until the first byte
+  (`Suspects` does that): the next death then has one candidate.
+- A request that is answered is innocent, and its blame is forgotten. So equal requests are no poison.
+- Blame ends after `WINDOW_S`; the `MAX_BLAMED` newest requests are remembered.
+
+A request is known by a hash of its path and body. It is computed when a worker dies, and for requests that
+come while there is any blame.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Final, Literal, Protocol
+
+import xxhash
+
+WINDOW_S: Final = 600.0
+MAX_BLAMED: Final = 1024
+"""Requests with blame, and deaths that were judged: the newest ones."""
+NOTABLE_SHARE: Final = 1 / 32
+"""Requests with so much blame go one at a time. Of larger crowds each would wait too long for the others."""
+_ALIVE_PROBES: Final = 2
+"""One that says ready can have been under way when the connection was lost."""
+
+Verdict = Literal["innocent", "undecided", "poison"]
+
+
+class Peer(Protocol):
+    """What is asked of a worker."""
+
+    id: str
+    incarnation: str
+    ready: bool
+    probes_ready: int
+
+    @property
+    def draining(self) -> bool:
+        """It was told to end, or has announced it."""
+        ...
+
+
+class Flight:
+    """One attempt of a request at a worker, from `Suspicion.begin` to `Suspicion.end`."""
+
+    __slots__ = ("_body", "_digest", "_path", "_seed", "incarnation", "is_young", "worker")
+
+    def __init__(self, worker: Peer, path: str, body: bytes, seed: int) -> None:
+        self.worker = worker
+        self.incarnation = worker.incarnation
+        self.is_young = True
+        """The worker has sent no byte of an answer."""
+        self._path = path
+        self._body = body
+        self._seed = seed
+        self._digest = b""
+
+    @property
+    def digest(self) -> bytes:
+        """The request's hash."""
+        if not self._digest:
+            self._digest = digest_of(self._path, self._body, self._seed)
+        return self._digest
+
+
+def digest_of(path: str, body: bytes, seed: int) -> bytes:
+    """The hash of a request. `seed`: the process' own, so that nobody can prepare two with the same hash."""
+    hashed = xxhash.xxh3_128(path.encode(), seed=seed)
+    hashed.update(body)
+    return hashed.digest()
+
+
+class _Death:
+    """A lost connection, until it is known what it means."""
+
+    __slots__ = ("blamed", "probes_ready", "share", "worker")
+
+    def __init__(self, worker: Peer, blamed: set[bytes], share: float) -> None:
+        self.worker = worker
+        self.probes_ready = worker.probes_ready
+        self.blamed = blamed
+        self.share = share
+
+
+class Suspicion:
+    """All blame of one router process."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._flights: defaultdict[str, set[Flight]] = defaultdict(set)
+        """By the worker's incarnation."""
+        self._open: dict[str, _Death] = {}
+        """Deaths that are not judged yet, by incarnation."""
+        self._judged: dict[str, None] = {}
+        """Incarnations whose death was judged, the newest last."""
+        self._blame: dict[bytes, dict[str, tuple[float, float]]] = {}
+        """Request → incarnation → (share, when it was judged); the newest request last."""
+
+    @property
+    def is_active(self) -> bool:
+        """Some request has blame."""
+        return bool(self._open or self._blame)
+
+    def begin(self, worker: Peer, path: str, body: bytes) -> Flight:
+        """The request is sent to the worker now."""
+        flight = Flight(worker, path, body, self._seed)
+        self._flights[flight.incarnation].add(flight)
+        return flight
+
+    def end(self, flight: Flight) -> None:
+        """The attempt is over. Called once."""
+        flights = self._flights[flight.incarnation]
+        flights.discard(flight)
+        if not flights:
+            del self._flights[flight.incarnation]
+
+    def on_answered(self, flight: Flight) -> None:
+        """The worker has answered the request to its end."""
+        if self.is_active:
+            self._blame.pop(flight.digest, None)
+            for death in self._open.values():
+                death.blamed.discard(flight.digest)
+
+    def on_lost(self, flight: Flight) -> None:
+        """The connection ended before the answer did. Called before `end`."""
+        incarnation = flight.incarnation
+        if incarnation in self._open or incarnation in self._judged:
+            return
+        if flight.worker.draining:
+            self._note_judged(incarnation)
+            return
+        candidates = self._candidates(self._flights[incarnation])
+        blamed = {each.digest for each in candidates}
+        self._open[incarnation] = _Death(flight.worker, blamed, 1 / max(1, len(candidates)))
+
+    def _candidates(self, flights: set[Flight]) -> list[Flight]:
+        """Of the attempts at a worker that died those that can have caused it."""
+        young = [flight for flight in flights if flight.is_young]
+        blamed = [flight for flight in flights if self.is_active and self._total(flight.digest)]
+        return [flight for flight in blamed if flight.is_young] or young or blamed or list(flights)
+
+    def is_open(self, flight: Flight) -> bool:
+        """Probes are to tell whether the flight's worker is dead."""
+        return flight.incarnation in self._open
+
+    def judge(self, members: Mapping[str, Peer], now_s: float) -> None:
+        """Look which lost connections were deaths. `members`: the workers of the fleet, by id."""
+        for incarnation, death in list(self._open.items()):
+            worker = death.worker
+            has_ended = worker.draining or members.get(worker.id) is not worker
+            is_dead = not has_ended and not (worker.ready and worker.incarnation == incarnation)
+            if not (has_ended or is_dead or worker.probes_ready >= death.probes_ready + _ALIVE_PROBES):
+                continue
+            del self._open[incarnation]
+            if has_ended or is_dead:
+                self._note_judged(incarnation)
+            if is_dead:
+                for digest in death.blamed:
+                    shares = self._blame.pop(digest, {})
+                    self._blame[digest] = shares | {incarnation: (death.share, now_s)}
+        self._forget(now_s)
+
+    def _note_judged(self, incarnation: str) -> None:
+        self._judged[incarnation] = None
+        if len(self._judged) > MAX_BLAMED:
+            del self._judged[next(iter(self._judged))]
+
+    def _forget(self, now_s: float) -> None:
+        while len(self._blame) > MAX_BLAMED:
+            del self._blame[next(iter(self._blame))]
+        for digest, shares in list(self._blame.items()):
+            if all(at_s + WINDOW_S <= now_s for _, at_s in shares.values()):
+                del self._blame[digest]
+
+    def verdict(self, path: str, body: bytes, now_s: float) -> Verdict:
+        """What is known of a request. undecided: that depends on a death that is not judged yet."""
+        digest = digest_of(path, body, self._seed)
+        shares = self._blame.get(digest, {})
+        judged = sum(share for share, at_s in shares.values() if at_s + WINDOW_S > now_s)
+        if judged > 1:
+            return "poison"
+        return "undecided" if judged + self._unjudged(digest) > 1 else "innocent"
+
+    def is_notable(self, path: str, body: bytes) -> bool:
+        """The request's blame is so much that it should be alone among those with blame."""
+        return self.is_active and self._total(digest_of(path, body, self._seed)) >= NOTABLE_SHARE
+
+    def _total(self, digest: bytes) -> float:
+        return self._unjudged(digest) + sum(share for share, _ in self._blame.get(digest, {}).values())
+
+    def _unjudged(self, digest: bytes) -> float:
+        return sum(death.share for death in self._open.values() if digest in death.blamed)
