@@ -189,7 +189,13 @@ class Restarts(RuleBasedStateMachine):
         obstacle went may still fail; then the client asks again, as it is told.
         """
         self.until(lambda: isinstance(self.ask(m.DropNamespace(self.id(), "none")), m.Done))
+        self.is_durable()
+
+    def is_durable(self) -> None:
+        """The first tier has the newest list, and older ones were removed from the others."""
         self.durable = dict(self.spaces)
+        for tier in self.tiers[1:]:
+            self.lists.pop(tier, None)
 
     @rule(name=st.sampled_from(NAMES), drop=st.booleans())
     def void(self, name: str, drop: bool) -> None:
@@ -200,7 +206,7 @@ class Restarts(RuleBasedStateMachine):
         self.spaces[name] = self.new_space()
         if isinstance(reply, m.Done):
             assert self.listed
-            self.durable = dict(self.spaces)
+            self.is_durable()
         else:
             assert isinstance(reply, m.Fault)
             assert reply.code == "not_durable"
@@ -240,9 +246,7 @@ class Restarts(RuleBasedStateMachine):
             self.crash()
         self.node.close()
         if self.listed and not crash:
-            self.durable = dict(self.spaces)
-            for tier in self.tiers[1:]:
-                self.lists.pop(tier, None)  # it was removed
+            self.is_durable()
         if self.durable is not None:
             self.lists[self.tiers[0]] = self.boots, self.durable
         if self.tiers[0] != tiers[0]:
@@ -285,3 +289,38 @@ class Restarts(RuleBasedStateMachine):
 
 TestRestarts = Restarts.TestCase
 TestRestarts.settings = settings(max_examples=examples(50), stateful_step_count=20, deadline=None)
+
+
+def walk(*steps: Callable[[Restarts], None]) -> None:
+    """These rules in this order, with a read at the end."""
+    model = Restarts()
+    try:
+        model.start()
+        for step in steps:
+            step(model)
+        model.read()
+    finally:
+        model.teardown()
+
+
+def test_start_that_wrote_no_list_leaves_the_older_list_of_its_tier_in_force() -> None:
+    walk(
+        lambda model: model.put("a", {1, 2}),
+        lambda model: model.settle(),
+        lambda model: model.obstruct(),
+        lambda model: model.reboot((1,), crash=False),
+        lambda model: model.void("a", drop=False),
+        lambda model: model.reboot((0, 1), crash=False),
+        lambda model: model.reboot((0,), crash=False),
+    )
+
+
+def test_list_of_a_tier_that_is_no_longer_the_first_does_not_bring_pages_back() -> None:
+    walk(
+        lambda model: model.reboot((1,), crash=False),
+        lambda model: model.put("a", {1, 2}),
+        lambda model: model.settle(),
+        lambda model: model.reboot((0, 1), crash=False),
+        lambda model: model.void("a", drop=False),
+        lambda model: model.reboot((1,), crash=True),
+    )
