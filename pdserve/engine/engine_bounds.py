@@ -18,6 +18,7 @@ LARGEST: Final = 1 << 30
 """SGLang's own number for "all tokens"; the scheduler keeps such numbers in 32 bits."""
 MAX_LOGPROBS: Final = 10_000_000
 """Of a request: each is two Python objects, and the scheduler stands still while it makes a prompt's."""
+GRAMMARS: Final = ("json_schema", "regex", "ebnf", "structural_tag")
 STOP_WINDOW: Final = 128
 """A stop_regex is searched in so many of the last tokens."""
 MAX_WAYS: Final = 512
@@ -54,7 +55,15 @@ def check_logprobs(prompt: int, output: int, each: int, vocabulary: int) -> None
 
 
 def bound_sampling(sampling: Any, vocabulary: int) -> None:
-    """`sampling`: SGLang's SamplingParams. Raises ValueError."""
+    """`sampling`: SGLang's SamplingParams. Raises ValueError.
+
+    A grammar that is over allows the end alone, which a minimum of tokens forbids: then no token is left, the
+    probabilities are no numbers, and the scheduler ends. Tools that must be called are a grammar too.
+    """
+    if sampling.min_new_tokens and any(getattr(sampling, name, None) for name in GRAMMARS):
+        raise ValueError(
+            "min_tokens cannot be combined with a schema, a grammar, or tools that must be called."
+        )
     sampling.top_k = min(sampling.top_k, LARGEST)
     sampling.min_new_tokens = min(sampling.min_new_tokens, LARGEST)
     if sampling.stop_regex_strs:

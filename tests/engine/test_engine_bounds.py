@@ -98,3 +98,12 @@ def test_a_malformed_pattern_is_refused(pattern: Any) -> None:
 )
 def test_usual_patterns_are_taken(pattern: Any) -> None:
     check_stop_regex(pattern)
+
+
+@pytest.mark.parametrize("grammar", ["json_schema", "regex", "ebnf", "structural_tag"])
+def test_a_grammar_that_may_be_over_before_the_least_tokens_is_refused(grammar: str) -> None:
+    """Seen: SGLang's sampler had no token left to choose, and the scheduler ended for everybody."""
+    with pytest.raises(ValueError, match="min_tokens cannot be combined"):
+        bound_sampling(sampling(min_new_tokens=20, **{grammar: "a"}), VOCABULARY)
+    bound_sampling(sampling(min_new_tokens=0, **{grammar: "a"}), VOCABULARY)
+    bound_sampling(sampling(min_new_tokens=20), VOCABULARY)

@@ -220,6 +220,8 @@ def _check_limits(body: dict[str, Any]) -> None:
         grammars.append("response_format")
     if len(grammars) > 1:
         raise refused(grammars[1], f"cannot be combined with {grammars[0]}")
+    if least and grammars:
+        raise refused("min_tokens", f"cannot be combined with {grammars[0]}, which may be over sooner")
     if body.get("echo") and body.get("stream") and body.get("logprobs") is not None:
         raise refused("echo", "with logprobs cannot be streamed")
 

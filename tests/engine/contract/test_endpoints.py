@@ -177,6 +177,14 @@ def test_a_malformed_response_format_is_named(value: Any) -> None:
     assert refusal(CHAT, response_format=value).startswith("response_format")
 
 
+@pytest.mark.parametrize(
+    "grammar", [{"regex": "a"}, {"ebnf": "a"}, {"response_format": {"type": "json_object"}}]
+)
+def test_a_grammar_may_be_over_before_the_least_tokens(grammar: dict[str, Any]) -> None:
+    assert refusal(CHAT, min_tokens=2, **grammar) == "min_tokens"
+    assert judged(CHAT, min_tokens=0, **grammar)["min_tokens"] == 0
+
+
 def nested(levels: int) -> Any:
     schema: Any = {"type": "string"}
     for _ in range(levels):
