@@ -97,11 +97,8 @@ def _printed_role(name: str, role: str, abilities: Abilities) -> str:
 
 
 def _content(name: str, value: Any, abilities: Abilities) -> Any:
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise refused(name, f"must be a string or a list of parts, not {kind(value)}")
-    return list_of(lambda member, part: _part(member, part, abilities), MAX_PARTS)(name, value)
+    parts = list_of(lambda member, part: _part(member, part, abilities), MAX_PARTS)
+    return _text_or(parts, "parts")(name, value)
 
 
 def _part(name: str, value: Any, abilities: Abilities) -> Any:
@@ -210,6 +207,19 @@ def tool_choice(name: str, value: Any) -> Any:
     )
 
 
+def _text_or(members: Rule, what: str) -> Rule:
+    """A string as it is, or a list by the rule `members` of `what`."""
+
+    def rule(name: str, value: Any) -> Any:
+        if isinstance(value, str):
+            return value
+        if not isinstance(value, list):
+            raise refused(name, f"must be a string or a list of {what}, not {kind(value)}")
+        return members(name, value)
+
+    return rule
+
+
 # --- Anthropic's
 
 
@@ -249,14 +259,7 @@ def blocks(abilities: Abilities) -> Rule:
         size(value, name)
         return value
 
-    def rule(name: str, value: Any) -> Any:
-        if isinstance(value, str):
-            return value
-        if not isinstance(value, list):
-            raise refused(name, f"must be a string or a list of content blocks, not {kind(value)}")
-        return list_of(block, MAX_PARTS)(name, value)
-
-    return rule
+    return _text_or(list_of(block, MAX_PARTS), "content blocks")
 
 
 def anthropic_tools(name: str, value: Any) -> Any:
@@ -325,14 +328,7 @@ def response_input(abilities: Abilities) -> Rule:
         size(value, name)
         return value
 
-    def rule(name: str, value: Any) -> Any:
-        if isinstance(value, str):
-            return value
-        if not isinstance(value, list):
-            raise refused(name, f"must be a string or a list of items, not {kind(value)}")
-        return list_of(item, MAX_MESSAGES)(name, value)
-
-    return rule
+    return _text_or(list_of(item, MAX_MESSAGES), "items")
 
 
 def _output_text(name: str, output: dict[str, Any]) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Final
 
+from pdserve.engine.contract.endpoints import CHAT as CHAT
+from pdserve.engine.contract.endpoints import COMPLETIONS as COMPLETIONS
+from pdserve.engine.contract.endpoints import GENERATE as GENERATE
+from pdserve.engine.contract.endpoints import MESSAGES as MESSAGES
+from pdserve.engine.contract.endpoints import RESPONSES as RESPONSES
 from pdserve.errors import RequestError
 
-CHAT: Final = "/v1/chat/completions"
-COMPLETIONS: Final = "/v1/completions"
-GENERATE: Final = "/generate"
-MESSAGES: Final = "/v1/messages"
-RESPONSES: Final = "/v1/responses"
 SCORE: Final = "/v1/score"
 RERANK: Final = "/v1/rerank"
 EMBEDDINGS: Final = "/v1/embeddings"
