@@ -19,6 +19,13 @@ LARGEST: Final = 1 << 30
 MAX_LOGPROBS: Final = 10_000_000
 """Of a request: each is two Python objects, and the scheduler stands still while it makes a prompt's."""
 GRAMMARS: Final = ("json_schema", "regex", "ebnf", "structural_tag")
+TEXTS: Final = {
+    "lora_name": "lora_path",
+    "extra_key": "extra_key",
+    "cache_salt": "cache_salt",
+    "custom_logit_processor": "custom_logit_processor",
+}
+"""Fields of a request at the scheduler, by the names that clients give them."""
 STOP_WINDOW: Final = 128
 """A stop_regex is searched in so many of the last tokens."""
 MAX_WAYS: Final = 512
@@ -52,6 +59,16 @@ def check_logprobs(prompt: int, output: int, each: int, vocabulary: int) -> None
             f"{each} log-probabilities for each of {prompt + output} tokens are more than {MAX_LOGPROBS:,}: "
             "ask for fewer, or leave the prompt's out"
         )
+
+
+def check_texts(tokenized: Any) -> None:
+    """`tokenized`: one request as the scheduler gets it. Raises ValueError where a field that SGLang takes
+    as a list, one for each prompt, is still a list: the scheduler would trip over it.
+    """
+    for name, asked in TEXTS.items():
+        value = getattr(tokenized, name, None)
+        if value is not None and not isinstance(value, str):
+            raise ValueError(f"{asked} must be a string where there is one prompt.")
 
 
 def bound_sampling(sampling: Any, vocabulary: int) -> None:

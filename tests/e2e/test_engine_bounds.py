@@ -28,6 +28,8 @@ def native(sampling: dict[str, Any], **more: Any) -> tuple[str, dict[str, Any]]:
         (native({"stop_token_ids": [10**9], "min_new_tokens": 1}), 200),
         (("/v1/chat/completions", {**CHAT, "stop_token_ids": [-5], "min_tokens": 1}), 200),
         (native({"min_new_tokens": 2**40, "max_new_tokens": None}), 400),
+        (("/v1/chat/completions", {**CHAT, "lora_path": ["", "x"]}), 400),
+        (native({}, lora_path=["x"]), 400),
         (native({"regex": "a", "min_new_tokens": 20, "max_new_tokens": 24}), 400),
         (native({"temperature": 1.0, "top_p": 0.9, "regex": "a", "ignore_eos": True}), 200),
         (native({}, **LOGPROB, top_logprobs_num=10**6), 400),

@@ -17,6 +17,7 @@ from pdserve.engine.engine_bounds import (
     check_ids,
     check_logprobs,
     check_stop_regex,
+    check_texts,
 )
 
 VOCABULARY = 4096
@@ -107,3 +108,14 @@ def test_a_grammar_that_may_be_over_before_the_least_tokens_is_refused(grammar: 
         bound_sampling(sampling(min_new_tokens=20, **{grammar: "a"}), VOCABULARY)
     bound_sampling(sampling(min_new_tokens=0, **{grammar: "a"}), VOCABULARY)
     bound_sampling(sampling(min_new_tokens=20), VOCABULARY)
+
+
+@pytest.mark.parametrize(
+    ("field", "said"), [("lora_name", "lora_path"), ("extra_key", "extra_key"), ("cache_salt", "cache_salt")]
+)
+def test_a_list_where_there_is_one_prompt_is_refused(field: str, said: str) -> None:
+    """Seen: a list of adapters for one prompt ended the scheduler for everybody."""
+    with pytest.raises(ValueError, match=f"{said} must be a string"):
+        check_texts(SimpleNamespace(**{field: ["a"]}))
+    check_texts(SimpleNamespace(**{field: "a"}))
+    check_texts(SimpleNamespace(**{field: None}))

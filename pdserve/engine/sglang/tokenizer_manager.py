@@ -30,7 +30,13 @@ from weakref import WeakValueDictionary
 
 from fastapi import HTTPException
 
-from pdserve.engine.engine_bounds import bound_sampling, check_ids, check_logprobs, check_stop_regex
+from pdserve.engine.engine_bounds import (
+    bound_sampling,
+    check_ids,
+    check_logprobs,
+    check_stop_regex,
+    check_texts,
+)
 from pdserve.engine.http.cache_report import Reuse
 from pdserve.engine.http.cache_salt import salt_of_request
 from pdserve.engine.http.dp_ranks import DpRanks
@@ -342,6 +348,7 @@ def _disown(obj: Any, kept: Sequence[str] = ()) -> None:
 
 def _bound(obj: Any, tokenized: Any, vocabulary: int) -> None:
     """Raises ValueError for what would end the scheduler."""
+    check_texts(tokenized)
     # the tokens of media are SGLang's own, and may have ids beyond the vocabulary
     ids = tokenized.input_ids if tokenized.mm_inputs is None else obj.input_ids
     check_ids(() if ids is None else ids, vocabulary)
