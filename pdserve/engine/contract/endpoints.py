@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from pdserve.engine.contract import conversations as talk
-from pdserve.engine.contract.conversations import IGNORED, Abilities
+from pdserve.engine.contract.conversations import IGNORED, MAX_TEXT, Abilities
 from pdserve.engine.contract.grammars import json_schema, response_format
 from pdserve.engine.contract.sampling import LARGEST, OPENAI, SAMPLING_PARAMS, stop
 from pdserve.engine.contract.values import (
@@ -242,7 +242,6 @@ def _sampling(names: frozenset[str]) -> Rule:
 
 
 MAX_MODEL: Final = 1024
-MAX_TEXT: Final = 1 << 30
 
 _STREAM_OPTIONS: Final = fields(
     {"include_usage": boolean, "continuous_usage_stats": boolean, "include_obfuscation": boolean}

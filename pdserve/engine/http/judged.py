@@ -8,7 +8,6 @@ server.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 from collections.abc import Callable, MutableMapping, Sequence
@@ -21,7 +20,7 @@ from pdserve.engine.contract.endpoints import CHAT, COUNT_TOKENS, Contract
 from pdserve.engine.http.connection import AsgiApp, Receive, Scope, Send
 from pdserve.engine.http.endpoints import PREFILL
 from pdserve.engine.http.request import current_request
-from pdserve.engine.http.resume import whole_body
+from pdserve.engine.http.resume import replayed, whole_body
 from pdserve.errors import RequestError
 
 logger = logging.getLogger(__name__)
@@ -72,7 +71,7 @@ class Judged:
         headers.append((b"content-length", b"%d" % len(judgement.body)))
         headers.append((b"content-type", b"application/json"))
         answer = _Answer(send, endpoint, judgement.ignored)
-        await self._app({**scope, "headers": headers}, _replayed(judgement.body, receive), answer.send)
+        await self._app({**scope, "headers": headers}, replayed(judgement.body, receive), answer.send)
 
 
 def _endpoint(scope: Scope) -> str:
@@ -81,16 +80,6 @@ def _endpoint(scope: Scope) -> str:
         return path
     found: str = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("endpoint", [CHAT])[0]
     return found
-
-
-def _replayed(body: bytes, receive: Receive) -> Receive:
-    rest = asyncio.Queue[MutableMapping[str, Any]](1)
-    rest.put_nowait({"type": "http.request", "body": body, "more_body": False})
-
-    async def replay() -> MutableMapping[str, Any]:
-        return await receive() if rest.empty() else rest.get_nowait()
-
-    return replay
 
 
 class _Answer:

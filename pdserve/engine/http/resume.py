@@ -61,14 +61,19 @@ async def _unwrap(scope: Scope, receive: Receive) -> tuple[Scope, Receive, SoFar
         raise RequestError(400, f"The first line of the body: {error}") from None
     headers = [pair for pair in scope["headers"] if pair[0] != b"content-length"]
     headers.append((b"content-length", b"%d" % len(body)))
+    path = {"path": endpoint, "raw_path": endpoint.encode(), "query_string": b"", "headers": headers}
+    return {**scope, **path}, replayed(body, receive), so_far
+
+
+def replayed(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that gives the body whole, and then what the server's gives."""
     rest = asyncio.Queue[MutableMapping[str, Any]](1)
     rest.put_nowait({"type": "http.request", "body": body, "more_body": False})
 
     async def replay() -> MutableMapping[str, Any]:
         return await receive() if rest.empty() else rest.get_nowait()
 
-    path = {"path": endpoint, "raw_path": endpoint.encode(), "query_string": b"", "headers": headers}
-    return {**scope, **path}, replay, so_far
+    return replay
 
 
 async def whole_body(receive: Receive) -> bytes:
