@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(7200)]
 
 SEED: Final = int(os.environ.get("PDSERVE_RANDOM_SEED", "1"))
 COUNT: Final = int(os.environ.get("PDSERVE_RANDOM_BODIES", "200"))
-AT_A_TIME: Final = 4
+AT_A_TIME: Final = int(os.environ.get("PDSERVE_RANDOM_AT_A_TIME", "4"))
 MODEL: Final = "demo-tiny"
 ENOUGH: Final = 5
 """Wrong answers, after which nothing more is asked."""
@@ -109,6 +109,8 @@ def test_random_bodies_end_nothing_and_are_felt_by_nobody(cluster: Cluster) -> N
         if said := ask(url, asked):
             wrong.append(f"body {number} of seed {SEED}: {said}; {asked.told}")
 
+    with Honest(cluster.router) as alone:
+        time.sleep(COUNT / 400)
     with Honest(cluster.router) as honest, ThreadPoolExecutor(AT_A_TIME) as threads:
         list(threads.map(one, range(COUNT)))
     logs = [worker.process.tail(10) for worker in cluster.workers if wrong and worker.process is not None]
@@ -118,4 +120,11 @@ def test_random_bodies_end_nothing_and_are_felt_by_nobody(cluster: Cluster) -> N
     assert lives(cluster.workers) == before
     ready: dict[str, Any] = http.get(f"{cluster.router.url}/ready").json()
     assert all(worker["ready"] for worker in ready["workers"]), ready
-    print(f"honest client: {len(honest.seconds)} answers, median {statistics.median(honest.seconds):.3f} s")
+    print(f"honest client alone: {told(alone.seconds)}; beside: {told(honest.seconds)}")
+
+
+def told(seconds: list[float]) -> str:
+    """Median and p99."""
+    ordered = sorted(seconds)
+    p99 = ordered[int(0.99 * len(ordered))]
+    return f"{len(ordered)} answers, median {statistics.median(ordered):.3f} s, p99 {p99:.3f} s"
