@@ -55,7 +55,6 @@ SUB_COMMANDS: Mapping[str, SubCommand] = {
     "weights": SubCommand("pdserve.kvpool.weights.cli:app", "Store models' weights in the pool."),
     "top": SubCommand("pdserve.router.admin.top_cli:app", "Show what a cluster does, in the terminal."),
     "doctor": SubCommand("pdserve.doctor.cli:app", "Check this machine or a cluster; say what to change."),
-    "render": SubCommand("pdserve.render.cli:app", "Write a cluster file as files for Kubernetes.", "render"),
     "model": SubCommand("pdserve.engine.demo.cli:app", "Make the demo model.", "sglang"),
 }
 

@@ -38,7 +38,7 @@ def test_the_fast_folders_may_take_nine_minutes_of_two_processes_in_all() -> Non
     ("changed", "path", "runs"),
     [
         ("pdserve/kvpool/hicache/backend.py", "tests/e2e/test_mooncake.py", True),
-        ("pdserve/kvpool/hicache/backend.py", "tests/render/test_containers.py", False),
+        ("pdserve/kvpool/hicache/backend.py", "tests/router/test_x.py", False),
         ("pdserve/pages.py", "tests/kvpool/test_x.py", True),
         ("pdserve/pages.pyi", "tests/kvpool/test_x.py", False),
         ("docs/index.md", "tests/docs/test_pages.py", False),
