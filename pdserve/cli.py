@@ -37,7 +37,6 @@ SUB_COMMANDS: Mapping[str, SubCommand] = {
     "scale": SubCommand("pdserve.up.scale.cli:app", "Start or end workers of a running cluster."),
     "router": SubCommand("pdserve.router.cli:command", "Run the router: OpenAI's API before the workers."),
     "key": SubCommand("pdserve.router.tenants.key_cli:app", "Make an API key of a tenant."),
-    "cert": SubCommand("pdserve.tls.cli:app", "Make certificates for TLS between the parts.", "encryption"),
     "prefill": SubCommand("pdserve.prefill.cli:command", "Run a prefill worker.", "sglang"),
     "decode": SubCommand("pdserve.decode.cli:command", "Run a decode worker.", "sglang"),
     "agg": SubCommand(

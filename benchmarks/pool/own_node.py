@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
@@ -13,7 +14,6 @@ from benchmarks.node_processes import NodeProcess, client_of, pool_of
 from benchmarks.stores import BenchError
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.protocol.messages import DataPathChoice
-from pdserve.tls.authority import make_authority, make_host_certificate
 from pdserve.tls.contexts import TlsConfig
 
 TIMEOUTS: Final = {"connect_timeout_s": 10.0, "get_timeout_s": 60.0, "put_timeout_s": 60.0}
@@ -54,9 +54,10 @@ def bench_node(capacity: str, slab_bytes: int) -> Iterator[Connect]:
 
 def certificates_in(place: Path) -> TlsConfig:
     """Of a new authority, for this host."""
-    ca = make_authority(place, lifetime_days=1)
-    certificate, key = make_host_certificate(place, ["127.0.0.1"], lifetime_days=1)
-    return TlsConfig(certificate=certificate, key=key, ca=ca)
+    script = Path(__file__).parents[2] / "launch" / "make_certs.sh"
+    for words in (["ca", place], ["host", place, "127.0.0.1"]):
+        subprocess.run([script, *words], check=True, stdout=subprocess.DEVNULL)
+    return TlsConfig(certificate=place / "127.0.0.1.pem", key=place / "127.0.0.1.key", ca=place / "ca.pem")
 
 
 def tls_lines(tls: TlsConfig) -> dict[str, Any]:

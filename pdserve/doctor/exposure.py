@@ -81,7 +81,7 @@ def pool_node(config: PoolNodeConfig) -> Iterator[Finding]:
         yield Finding(CHECK, "fail", says, "give each a file, or insecure = true")
     if not config.tls.as_server:
         says = f"{who}: without tls, pages and prompts can be read and changed on the wire"
-        yield _warn(says, "`pdserve cert` makes certificates for its tls table")
+        yield _warn(says, "launch/make_certs.sh makes certificates for its tls table")
     host = config.metrics.rpartition(":")[0].strip("[]")
     if config.metrics and not is_loopback(host) and not (config.metrics_token or config.metrics_token_file):
         says = f"{who}: its metrics at {config.metrics} tell every host of namespaces and clients"

@@ -93,7 +93,7 @@ async def test_a_worker_that_cannot_be_verified_gets_no_request(
     tls = {
         "other authority": lambda: Authority(tmp_path / "other").host(),
         "other name": lambda: authority.host("elsewhere.example", "10.9.9.9"),
-        "expired": lambda: authority.host(days=-0.001),
+        "expired": lambda: authority.host(ended=True),
     }[fault]()
     assert "certificate verify failed" in await refusal(secured(tls), authority.client(), caplog)
 

@@ -74,7 +74,7 @@ def test_a_server_of_another_authority_is_not_believed(authority: Authority, tmp
 
 
 def test_an_expired_certificate_is_not_believed(authority: Authority) -> None:
-    server = Certificates(authority.host(days=-0.001))
+    server = Certificates(authority.host(ended=True))
     assert "expired" in meet(server, Certificates(authority.client()))
 
 
