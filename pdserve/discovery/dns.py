@@ -98,9 +98,10 @@ class DnsWatch:
             self._changed(found)
 
     async def run(self) -> None:
-        """Look the names up again and again, until cancelled."""
+        """Look the names up again and again, until cancelled; at once if `look` has not ended before."""
         while True:
-            await asyncio.sleep(LOOKUP_S)
+            if self._told is not None:
+                await asyncio.sleep(LOOKUP_S)
             await self.look()
 
     def close(self) -> None:
