@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol, TypeVar
 import msgspec
 
 from benchmarks.stores import BenchError
-from pdserve.tokens import decode_secret, reveal_secret
+from pdserve.security.tokens import decode_secret, reveal_secret
 from pdserve.up.places.process import dies_with_parent
 
 C = TypeVar("C")

@@ -19,7 +19,7 @@ import typer
 from pdserve import __version__
 from pdserve.errors import ConfigError, PdserveError
 from pdserve.extras import how_to_install, is_installed
-from pdserve.printable import printable
+from pdserve.security.log_text import printable
 
 
 class SubCommand(NamedTuple):

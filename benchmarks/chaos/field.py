@@ -28,7 +28,7 @@ from benchmarks.processes import Child, client, free_ports
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.cluster.ring import Ring
 from pdserve.kvpool.protocol.base import NodeAddress
-from pdserve.tokens import Secret
+from pdserve.security.tokens import Secret
 
 ADMIN_TOKEN: Final = "chaos may do everything"
 CLUSTER_TOKEN: Final = "chaos is one pool"

@@ -23,9 +23,9 @@ from benchmarks.stores import BenchError
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.router.tenants.api_keys import key_line
+from pdserve.security.tls import TlsConfig
+from pdserve.security.tokens import Secret
 from pdserve.settings.toml_text import to_toml
-from pdserve.tls.contexts import TlsConfig
-from pdserve.tokens import Secret
 
 PAGES: Final = 256
 HONEST: Final = "the-secret-of-the-honest-client"

@@ -14,7 +14,7 @@ from benchmarks.node_processes import NodeProcess, client_of, pool_of
 from benchmarks.stores import BenchError
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.protocol.messages import DataPathChoice
-from pdserve.tls.contexts import TlsConfig
+from pdserve.security.tls import TlsConfig
 
 TIMEOUTS: Final = {"connect_timeout_s": 10.0, "get_timeout_s": 60.0, "put_timeout_s": 60.0}
 

@@ -22,7 +22,7 @@ from benchmarks.pool.own_node import certificates_in, tls_lines
 from benchmarks.processes import free_ports
 from pdserve.kvpool.admin.node_client import NodeClient
 from pdserve.kvpool.protocol.messages import Done, Ping
-from pdserve.tls.contexts import Certificates, TlsConfig
+from pdserve.security.tls import Certificates, TlsConfig
 
 ROUNDS: Final = 10
 CONNECTS: Final = 20  # in each round

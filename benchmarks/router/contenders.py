@@ -19,8 +19,8 @@ from benchmarks.router.load import PATH
 from benchmarks.router.mock import MODEL
 from benchmarks.router.native.instruments import Instruments
 from pdserve.discovery.host_socket import new_name
+from pdserve.security.tls import TlsConfig
 from pdserve.settings.toml_text import to_toml
-from pdserve.tls.contexts import TlsConfig
 
 OURS: Final = "pdserve"
 OURS_TLS: Final = "pdserve-tls"

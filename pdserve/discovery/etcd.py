@@ -32,7 +32,7 @@ import msgspec
 
 from pdserve.discovery.config import EtcdConfig
 from pdserve.errors import ConfigError, PoolError, PoolRefused, PoolUnavailable
-from pdserve.tokens import given_secret
+from pdserve.security.tokens import given_secret
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -17,7 +17,7 @@ from pdserve.engine.worker import WorkerConfig
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.protocol.address import is_loopback, is_remote
 from pdserve.router.config.router import RouterConfig
-from pdserve.tokens import MIN_CHARS, reveal
+from pdserve.security.tokens import MIN_CHARS, reveal
 
 CHECK: Final = "security"
 

@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from benchmarks.processes import free_ports
+from pdserve.security.tls import Certificates
 from pdserve.settings.toml_text import to_toml
-from pdserve.tls.contexts import Certificates
 from tests.support.certificates import Authority
 from tests.support.kvpool.connectors import connect
 from tests.support.kvpool.nodes import get, keys, open_namespace, put, soon

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pdserve.tls import contexts
 
 from pdserve.router.config.limits import Limits, Probe
 from pdserve.router.config.router import RouterConfig
@@ -21,8 +22,7 @@ from pdserve.router.fleet.worker import Worker
 from pdserve.router.upstream.client import Upstream
 from pdserve.router.upstream.response import UpstreamError
 from pdserve.router.upstream.worker_tls import WorkerTls
-from pdserve.tls import contexts
-from pdserve.tls.contexts import Certificates, TlsConfig
+from pdserve.security.tls import Certificates, TlsConfig
 from tests.support.certificates import Authority
 from tests.support.router.harness import PATIENT, Harness, before, routed
 from tests.support.router.mock_worker import MockWorker, Received, Wire, workers

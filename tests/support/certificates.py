@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 
-from pdserve.tls.contexts import TlsConfig
+from pdserve.security.tls import TlsConfig
 
 MAKE_CERTS = Path(__file__).parents[2] / "launch" / "make_certs.sh"
 

@@ -21,7 +21,7 @@ from pdserve.kvpool.client.connector import connector_for
 from pdserve.kvpool.protocol.base import KEY_BYTES
 from pdserve.kvpool.protocol.frames import expected
 from pdserve.kvpool.protocol.messages import GRANTED, DataPathChoice, Opened, OpenNamespace, Reserve, Reserved
-from pdserve.tokens import Secret
+from pdserve.security.tokens import Secret
 
 READY: Final = "ready"
 LEFT_OUT: Final = "left out: "

@@ -35,7 +35,7 @@ from pdserve.kvpool.protocol.cluster_messages import (
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
 from pdserve.kvpool.transports.shm import host_id
-from pdserve.tokens import digest
+from pdserve.security.tokens import digest
 
 GONE_WITHIN_S: Final = 1.0  # R5
 READ_AFTER_DROP_S: Final = 2.5

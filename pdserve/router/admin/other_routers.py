@@ -27,7 +27,7 @@ from pdserve.router.config.router import RouterConfig
 from pdserve.router.metrics.snapshot import Snapshot
 from pdserve.router.metrics.stats import BUCKETS_S
 from pdserve.router.tenants.api_keys import admin_key, cluster_token
-from pdserve.tls.contexts import Certificates
+from pdserve.security.tls import Certificates
 
 logger = logging.getLogger(__name__)
 

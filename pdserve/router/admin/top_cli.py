@@ -24,7 +24,6 @@ from pdserve.discovery.etcd import EtcdMembership
 from pdserve.discovery.workers import ROUTERS
 from pdserve.errors import ConfigError, PdserveError, PoolError
 from pdserve.kvpool.admin.tables import make_console, make_table, rate, share, size
-from pdserve.printable import printable
 from pdserve.router.admin.live_frames import (
     Frame,
     NodeView,
@@ -35,8 +34,9 @@ from pdserve.router.admin.live_frames import (
     WorkerView,
 )
 from pdserve.router.metrics.names import PARTS, TIERS
-from pdserve.tls.contexts import Certificates, TlsConfig
-from pdserve.tokens import Secret, read_token, secret_of
+from pdserve.security.log_text import printable
+from pdserve.security.tls import Certificates, TlsConfig
+from pdserve.security.tokens import Secret, read_token, secret_of
 
 TIMEOUT_S: Final = 15.0  # longest time without a frame; a frame arrives every two seconds
 BAR_CELLS: Final = 60

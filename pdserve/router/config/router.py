@@ -18,7 +18,7 @@ from pdserve.router.config.placement import PlacementSettings, Session
 from pdserve.router.config.redis import RedisSettings
 from pdserve.router.config.slo import ServiceLevel
 from pdserve.router.config.tenants import SHARED, Access, Admin, Admission, Tenant, TenantLimits
-from pdserve.tls.contexts import TlsConfig
+from pdserve.security.tls import TlsConfig
 from pdserve.tracing import Tracing
 
 Mode = Literal["disagg", "agg"]

@@ -254,7 +254,7 @@ class ClientConnection(asyncio.Protocol):
         self.shared.connections.add(self)  # type: ignore[arg-type]  # of which uvicorn uses `shutdown`
         self._enter("idle")
         address = self.client[0] if self.client else ""
-        goes = self.shared.crowd.came(self, address, lambda one: not one.is_busy)
+        goes = self.shared.connection_limit.came(self, address, lambda one: not one.is_busy)
         if goes is not None:
             goes.transport.abort()
 
@@ -265,7 +265,7 @@ class ClientConnection(asyncio.Protocol):
         if self._half_closed is not None:
             self._half_closed.stop()
         self._forget_unread()
-        self.shared.crowd.left(self)
+        self.shared.connection_limit.left(self)
         self.shared.connections.discard(self)
         self._enter("gone")
         if self._running is not None:
@@ -494,7 +494,7 @@ class ClientConnection(asyncio.Protocol):
         self._forget_unread()
         self.shared.connections.discard(self)
         client = Upgraded(self.transport, self._target, self._headers, self.client[0] if self.client else "")
-        client.adopt(rest, partial(self.shared.crowd.left, self))
+        client.adopt(rest, partial(self.shared.connection_limit.left, self))
         task = self.loop.create_task(self.shared.upgrades.serve(client))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)

@@ -11,14 +11,14 @@ from typing import Any
 
 import httpx
 import pytest
+from pdserve.tls import contexts
 from sglang.srt.entrypoints import http_server
 
 from pdserve.discovery.host_socket import connect_here, is_of_port
 from pdserve.engine.http.bounded_heads import BoundedHeads
 from pdserve.engine.model_dir import bind_address
 from pdserve.engine.sglang.tls import serving
-from pdserve.tls import contexts
-from pdserve.tls.contexts import Certificates, TlsConfig
+from pdserve.security.tls import Certificates, TlsConfig
 from tests.support.certificates import Authority
 
 TIMEOUT_S = 10.0

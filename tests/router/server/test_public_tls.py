@@ -7,12 +7,12 @@ import ssl
 from pathlib import Path
 
 import pytest
+from pdserve.tls import contexts
 
 from pdserve.errors import ConfigError
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.config.tenants import Access
 from pdserve.router.server.uvicorn_server import make_server, public_tls
-from pdserve.tls import contexts
 from tests.support.certificates import Authority
 from tests.support.router.harness import served
 

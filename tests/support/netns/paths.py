@@ -17,7 +17,7 @@ from pdserve.errors import PoolError
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.client.connector import connector_for
-from pdserve.tls.contexts import TlsConfig
+from pdserve.security.tls import TlsConfig
 
 SEED = 5
 WITHIN_S = 30.0

@@ -9,8 +9,8 @@ import msgspec
 from msgspec import Meta
 
 from pdserve.discovery.config import EtcdConfig
+from pdserve.security.tokens import Secret
 from pdserve.sizes import parse_bytes
-from pdserve.tokens import Secret
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

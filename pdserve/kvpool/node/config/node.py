@@ -23,9 +23,9 @@ from pdserve.kvpool.node.memory.slab_size import SLOT_ALIGN_BYTES as SLOT_ALIGN_
 from pdserve.kvpool.protocol.address import LOOPBACK_DEVICE, TcpAddress, parse_address
 from pdserve.kvpool.protocol.messages import MAX_SEGMENTS
 from pdserve.logs import LogFormat, LogLevel
+from pdserve.security.tls import TlsConfig
+from pdserve.security.tokens import Secret, given_secret, secret_of
 from pdserve.sizes import parse_bytes as parse_bytes
-from pdserve.tls.contexts import TlsConfig
-from pdserve.tokens import Secret, given_secret, secret_of
 
 
 class UcxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -49,7 +49,7 @@ from pdserve.kvpool.protocol.cluster_messages import (
     View,
 )
 from pdserve.kvpool.transports.control import make_hello
-from pdserve.tls.contexts import Certificates
+from pdserve.security.tls import Certificates
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ MAX_ADDRESSES: Final = 4096
 MAX_PROVED: Final = 8192
 
 
-class Guesses:
+class FailedLogins:
     """Failures by address, and tokens that were proved from each."""
 
     def __init__(self, trusted: Iterable[str] = ()) -> None:

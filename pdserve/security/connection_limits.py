@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Crowd(Generic[T]):
+class ConnectionLimit(Generic[T]):
     """At most `most` connections; each is a key."""
 
     def __init__(self, most: float) -> None:

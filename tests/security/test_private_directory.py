@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pdserve import private_directory as module
-from pdserve.private_directory import private_directory
+from pdserve.security import private_directory as module
+from pdserve.security.private_directory import private_directory
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives directories to another user")

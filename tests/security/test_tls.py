@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from pdserve.tls import contexts
 
 from pdserve.errors import ConfigError
-from pdserve.tls import contexts
-from pdserve.tls.contexts import Certificates, TlsConfig
+from pdserve.security.tls import Certificates, TlsConfig
 from tests.support.certificates import Authority
 
 

@@ -19,9 +19,9 @@ from pdserve.kvpool.client.config import PoolClientConfig, with_pool_secrets
 from pdserve.kvpool.hicache.backend import BackendSettings
 from pdserve.kvpool.node.config.node import PoolNodeConfig, with_secrets
 from pdserve.pages import KvGeometry
+from pdserve.security.tls import TlsConfig
+from pdserve.security.tokens import Secret, decode_secret, given_secret, reveal
 from pdserve.settings.config_file import build_config, load_config
-from pdserve.tls.contexts import TlsConfig
-from pdserve.tokens import Secret, decode_secret, given_secret, reveal
 from tests.support.command import pdserve_here
 
 TEXT = "canary-of-this-test"
