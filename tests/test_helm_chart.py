@@ -1,4 +1,4 @@
-"""The Helm chart: objects that Kubernetes' schemas take, whose containers get configurations that pdserve takes,
+"""The Helm chart: objects that Kubernetes takes, whose containers get configurations that pdserve takes,
 that hold no secret, and that an autoscaler, two releases and other values leave whole.
 """
 

@@ -34,7 +34,7 @@ _OPEN_TO_OTHERS: Final = 0o007
 
 
 class TlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Files of certificates, in PEM. `launch/make_certs.sh` makes some. They are read again when they change."""
+    """Files of certificates, in PEM (`launch/make_certs.sh` makes some). They are read again when changed."""
 
     certificate: Annotated[
         Path | None, Meta(description="Certificate of this process, followed by those that vouch for it.")

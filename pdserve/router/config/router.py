@@ -34,8 +34,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     prefill: Annotated[
         tuple[str, ...],
         Meta(
-            description="Base URLs of the prefill workers, `http://HOST:PORT`. `dns+http://NAME:PORT`: at all "
-            "addresses that DNS gives the name, looked up every 5 s; so in the other lists."
+            description="Base URLs of the prefill workers, `http://HOST:PORT`. In all lists, "
+            "`dns+http://NAME:PORT` stands for all addresses of the name, looked up every 5 s."
         ),
     ] = ()
     decode: Annotated[tuple[str, ...], Meta(description="Base URLs of the decode workers.")] = ()
