@@ -71,7 +71,8 @@ OPEN: Final[dict[str, Any]] = {
     "router": {"config": {"insecure": True, "etcd": {"endpoints": ["http://etcd:2379"]}}},
     "networkPolicy": {"enabled": False},
 }
-ALL: Final = {"plain": PLAIN, "full": FULL, "mutual TLS": MUTUAL, "open": OPEN}
+AGG: Final[dict[str, Any]] = {**PLAIN, "workers": {"prefill": None, "decode": None, "agg": {"gpus": 1}}}
+ALL: Final = {"plain": PLAIN, "agg": AGG, "full": FULL, "mutual TLS": MUTUAL, "open": OPEN}
 Object = dict[str, Any]
 
 

@@ -160,7 +160,7 @@ def _etcd(who: str, config: EtcdConfig) -> Iterator[Finding]:
 def _is_plain(url: str) -> bool:
     """Whether somebody on the wire can read what goes there."""
     parts = urlsplit(url)
-    return parts.scheme == "http" and not is_loopback(parts.hostname or "")
+    return parts.scheme in ("http", "dns+http") and not is_loopback(parts.hostname or "")
 
 
 def _warn(says: str, change: str) -> Finding:
