@@ -186,7 +186,7 @@ def test_pdserve_takes_commands_and_configurations_and_their_secrets_are_mounted
         }
         assert {mount["name"] for mount in container["volumeMounts"]} <= {*volumes, *claims}
         (text,) = objects["ConfigMap", volumes["config"]["configMap"]["name"]]["data"].values()
-        named = set(re.findall(r"/etc/pdserve/secrets/([^\"]+)", f"{text}{container}")) - {""}
+        named = set(re.findall(r"/etc/pdserve/secrets/([-._A-Za-z0-9]+)", f"{text}{container}"))
         mounted = {item["key"] for items in find(volumes.get("secrets"), "items") for item in items}
         assert named == mounted
 
