@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pdserve.tls import contexts
 
 from pdserve.router.config.limits import Limits, Probe
 from pdserve.router.config.router import RouterConfig
@@ -221,7 +220,7 @@ async def test_renewed_certificates_are_used_by_requests_and_probes(
     authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A new authority: requests and probes of a running router believe its workers."""
-    monkeypatch.setattr(contexts, "LOOK_S", 0.0)
+    monkeypatch.setattr("pdserve.security.tls.LOOK_S", 0.0)
     new = Authority(tmp_path / "new")
     trusted = tmp_path / "trusted.pem"
     trusted.write_bytes(authority.ca.read_bytes())

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from pdserve.tls import contexts
 
 from pdserve.errors import ConfigError
 from pdserve.security.tls import Certificates, TlsConfig
@@ -24,7 +23,7 @@ def authority(tmp_path: Path) -> Authority:
 
 @pytest.fixture(autouse=True)
 def looks_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contexts, "LOOK_S", 0.0)
+    monkeypatch.setattr("pdserve.security.tls.LOOK_S", 0.0)
 
 
 def meet(server: Certificates, client: Certificates, name: str = "localhost") -> str:
