@@ -81,7 +81,6 @@ class OtherRouters:
                 config.etcd.cluster,
                 member_of("router", admin.advertise, "admin.advertise"),
                 self._follow,
-                lambda _: None,
                 kind=ROUTERS,
                 secret=cluster_token(config.access),
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import os
 import ssl
@@ -20,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pdserve.discovery.config import EtcdConfig
-from pdserve.discovery.etcd import EtcdMembership
+from pdserve.discovery.etcd import discover
 from pdserve.discovery.workers import ROUTERS
 from pdserve.errors import ConfigError, PdserveError, PoolError
 from pdserve.kvpool.admin.tables import make_console, make_table, rate, share, size
@@ -117,22 +116,13 @@ def found_in_etcd(endpoints: list[str], cluster: str) -> list[str]:
     """Admin URLs of the routers that have a key there. Raises NoRouter, ConfigError."""
     config = EtcdConfig(endpoints=endpoints)
     token = secret_of("PDSERVE_CLUSTER_TOKEN", Secret(""), None, "PDSERVE_CLUSTER_TOKEN", os.environ)
-
-    async def ask() -> list[str]:
-        ignore: Callable[[object], None] = lambda _: None  # noqa: E731
-        members = EtcdMembership(config, cluster, None, ignore, ignore, kind=ROUTERS, secret=token)
-        try:
-            return [member.address for member in await members.nodes()]
-        finally:
-            await members.close()
-
     try:
-        found = asyncio.run(ask())
+        members = discover(config, cluster, kind=ROUTERS, secret=token)
     except PoolError as error:
         raise NoRouter(f"etcd does not tell of routers: {error}") from None
-    if not found:
+    if not members:
         raise NoRouter(f"etcd has no router of cluster {cluster!r}: routers with admin.advertise are there")
-    return found
+    return [member.address for member in members]
 
 
 def frames_of_any(urls: list[str], key: str, tls: ssl.SSLContext | None = None) -> Iterator[Frame]:
