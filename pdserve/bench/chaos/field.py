@@ -30,8 +30,8 @@ from pdserve.kvpool.cluster.ring import Ring
 from pdserve.kvpool.protocol.base import NodeAddress
 from pdserve.tokens import Secret
 
-ADMIN_TOKEN: Final = "chaos may do everything"
-CLUSTER_TOKEN: Final = "chaos is one pool"
+ADMIN_TOKEN: Final = "chaos-may-do-everything"
+CLUSTER_TOKEN: Final = "chaos-is-one-pool"
 SEGMENT_BYTES: Final = 2 << 20
 TIER_SHARE: Final = 2  # times the memory: nothing leaves it unless a fault wants it so
 DISK_MORE_BYTES: Final = 16 << 20

@@ -25,8 +25,8 @@ from pdserve.bench.dice import Dice
 from pdserve.bench.processes import read_config, run_threads, stop_at_sigterm
 from pdserve.kvpool.client.config import PoolClientConfig
 
-READ_TOKEN: Final = "chaos may read pages"
-WRITE_TOKEN: Final = "chaos may write pages"
+READ_TOKEN: Final = "chaos-may-read-pages"
+WRITE_TOKEN: Final = "chaos-may-write-pages"
 RECENT: Final = 200  # half of the reads of owned pages go to the latest
 WAIT_S: Final = 0.3
 POLL_S: Final = 0.1
