@@ -4,7 +4,7 @@
 #   launch/bench.sh [--out DIR] [--model PATH] [--only NAME,...] [--resume] [-- SGLANG_FLAGS]
 #
 # Sets everything up first, and makes the demo model where no other is given. The raw lines go to DIR
-# (pdserve/bench/results), pictures and logs to logs/bench; `launch/docs.sh --write` makes the tables of them.
+# (benchmarks/results), pictures and logs to logs/bench; `launch/docs.sh --write` makes the tables of them.
 # What fails does not stop the others; it is named at the end, and the exit status is 1. --only: some of compare-small,
 # compare-large, weights, sweep, overlap, or of those that are measured where they are named: compare-rate,
 # compare-once-tight, compare-once-roomy, compare-windows, gaps (12, 5, 5, 6 and 7 minutes), compare-mooncake, compare-dynamo,
@@ -39,7 +39,7 @@ flags=("$@")
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh" bench
 cd "$root"
 unset PYTHONDONTWRITEBYTECODE # or every process would compile pdserve
-out=${out:-pdserve/bench/results}
+out=${out:-benchmarks/results}
 pictures=logs/bench # relative: what is kept names no path of this machine
 mkdir -p "$out" "$pictures"
 if [ -z "$model" ]; then
@@ -79,7 +79,7 @@ measure() {
     failed+=("$name (no time left; --only $name measures it)")
     return 0
   fi
-  printf '\n== pdserve bench %s\n' "$*" >&2
+  printf '\n== python -m benchmarks %s\n' "$*" >&2
   timeout --kill-after=90 "$left" "$venv/bin/pdserve" bench "$1" --json "${plot[@]}" "${@:2}" \
     --model "$model" -- "${flags[@]}" >"$lines" &
   child=$!

@@ -23,4 +23,4 @@ case " $* " in
   *" --model"*) ;;
   *) [ -f models/demo-small/config.json ] || "$python" -m pdserve model demo --size small --out models/demo-small ;;
 esac
-exec "$python" -m pdserve bench gpu-check "$@"
+exec "$python" -m python -m benchmarks gpu-check "$@"

@@ -56,12 +56,7 @@ SUB_COMMANDS: Mapping[str, SubCommand] = {
     "top": SubCommand("pdserve.router.admin.top_cli:app", "Show what a cluster does, in the terminal."),
     "doctor": SubCommand("pdserve.doctor.cli:app", "Check this machine or a cluster; say what to change."),
     "render": SubCommand("pdserve.render.cli:app", "Write a cluster file as files for Kubernetes.", "render"),
-    "plan": SubCommand("pdserve.sizing.cli:app", "Say how many workers a load needs; starts nothing."),
-    "trial": SubCommand(
-        "pdserve.sizing.trial_cli:app", "Serve a load with real workers here, beside what `plan` says."
-    ),
     "model": SubCommand("pdserve.engine.demo.cli:app", "Make the demo model.", "sglang"),
-    "bench": SubCommand("pdserve.bench.cli:app", "Measure serving and the pool.", "bench"),
 }
 
 IN_A_HURRY: Final[Mapping[tuple[str, ...], str]] = {("pool", "serve"): "pdserve.kvpool.node.cli:command"}

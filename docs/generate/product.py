@@ -9,17 +9,17 @@ from typing import Any, Final, NamedTuple, cast, get_args
 
 import typer
 
-import pdserve.bench
-from pdserve.bench.hostile.run import MEMORY_GOAL as HOSTILE_MEMORY
-from pdserve.bench.hostile.run import P99_GOAL as HOSTILE_P99
-from pdserve.bench.hosts.figures import HostsFigures
-from pdserve.bench.pool.quiet import GOAL as QUIET_GOAL
-from pdserve.bench.serving.parts import Weights
-from pdserve.bench.serving.report.goals import Row as GoalRow
-from pdserve.bench.serving.report.goals import goal_rows, times
-from pdserve.bench.serving.report.weights_report import text as weights_text
-from pdserve.bench.serving.summary import Measured, Summary, summaries
-from pdserve.bench.serving.sweep import Tried, best
+import benchmarks
+from benchmarks.hostile.run import MEMORY_GOAL as HOSTILE_MEMORY
+from benchmarks.hostile.run import P99_GOAL as HOSTILE_P99
+from benchmarks.hosts.figures import HostsFigures
+from benchmarks.pool.quiet import GOAL as QUIET_GOAL
+from benchmarks.serving.parts import Weights
+from benchmarks.serving.report.goals import Row as GoalRow
+from benchmarks.serving.report.goals import goal_rows, times
+from benchmarks.serving.report.weights_report import text as weights_text
+from benchmarks.serving.summary import Measured, Summary, summaries
+from benchmarks.serving.sweep import Tried, best
 from pdserve.cli import SUB_COMMANDS, load
 from pdserve.engine.metric_names import METRICS as WORKER_METRICS
 from pdserve.engine.worker import WorkerConfig
@@ -75,7 +75,7 @@ __all__ = [
 ]
 
 ROOT: Final = Path(__file__).parents[2]
-RESULTS: Final = Path(pdserve.bench.__file__).parent / "results"
+RESULTS: Final = Path(benchmarks.__file__).parent / "results"
 
 
 class Configured(NamedTuple):

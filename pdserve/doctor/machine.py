@@ -16,8 +16,8 @@ from typing import Final
 
 import numpy as np
 
-from pdserve.bench.peers.ucx_perftest import libucx_root, ucx_perftest_gbps
-from pdserve.bench.stores import BenchError
+from benchmarks.peers.ucx_perftest import libucx_root, ucx_perftest_gbps
+from benchmarks.stores import BenchError
 from pdserve.capacity.available import limit_bytes
 from pdserve.capacity.gather import has_nvidia_gpu
 from pdserve.doctor.facts import NO_UCX, Machine

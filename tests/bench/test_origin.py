@@ -1,4 +1,4 @@
-"""The origin that every command of `pdserve bench` prints before its results."""
+"""The origin that every command of `python -m benchmarks` prints before its results."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.bench import commands, origin
-from pdserve.bench.cli import POOL, SERVING
+from benchmarks import commands, origin
+from benchmarks.cli import POOL, SERVING
 from tests.support.bench.commands import bench_here, results
 
 GIT = ("git", "-c", "user.name=a", "-c", "user.email=a@b")
@@ -19,7 +19,7 @@ def test_results_are_preceded_by_where_they_come_from(tmp_path: Path) -> None:
     (row,) = results(bench_here(*words, "--json"))
     assert row["page_bytes"] == 1 << 20
     first, *table = bench_here(*words).stdout.splitlines()
-    assert first.startswith(f"pdserve bench tier {tmp_path} --pages 1MiB")
+    assert first.startswith(f"python -m benchmarks tier {tmp_path} --pages 1MiB")
     assert "(commit " in first
     assert any("plain write" in line for line in table)
 
@@ -42,7 +42,7 @@ def test_no_command_prints_past_the_output_that_begins_with_the_origin() -> None
 
 
 @pytest.mark.parametrize(
-    ("file", "counts"), [("docs/a.md", ""), ("README.md", ""), ("pdserve/bench/results/x", ""), ("a.py", "+")]
+    ("file", "counts"), [("docs/a.md", ""), ("README.md", ""), ("benchmarks/results/x", ""), ("a.py", "+")]
 )
 def test_documents_and_results_that_changed_leave_the_commit_as_it_is(
     file: str, counts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -60,5 +60,7 @@ def test_documents_and_results_that_changed_leave_the_commit_as_it_is(
 
 
 def test_an_origin_in_words_names_command_commit_and_date() -> None:
-    words = origin.in_words({"command": "pdserve bench pool", "commit": "", "date": "2026-01-02T03:04:05Z"})
-    assert words == "pdserve bench pool (commit unknown, 2026-01-02T03:04:05Z)"
+    words = origin.in_words(
+        {"command": "python -m benchmarks pool", "commit": "", "date": "2026-01-02T03:04:05Z"}
+    )
+    assert words == "python -m benchmarks pool (commit unknown, 2026-01-02T03:04:05Z)"

@@ -14,7 +14,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from pdserve.bench.peers.mooncake import is_installed
+from benchmarks.peers.mooncake import is_installed
 from pdserve.errors import PageMismatch, PoolError
 from pdserve.kvpool.mover.polled_client import PolledClient
 from pdserve.kvpool.protocol.page_bytes import Bytes1D

@@ -145,7 +145,7 @@ def test_measured_figures_stand_under_benchmarks_only(page: Path) -> None:
 def test_every_page_of_benchmarks_says_where_its_figures_come_from() -> None:
     for page in BENCHMARKS.glob("*.md"):
         text = page.read_text()
-        assert "Raw lines: `pdserve/bench/results/" in text or "| raw lines |" in text, page.name
+        assert "Raw lines: `benchmarks/results/" in text or "| raw lines |" in text, page.name
 
 
 def test_a_block_is_replaced_between_its_markers_only() -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.bench.hosts.machines import Machines, machines
-from pdserve.bench.stores import BenchError
+from benchmarks.hosts.machines import Machines, machines
+from benchmarks.stores import BenchError
 from pdserve.router.request.cache_report import parse_cached
 from pdserve.up.places.hosts import SHELL_VARIABLE
 from tests.support.e2e.cluster import Process

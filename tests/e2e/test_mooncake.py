@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pdserve.bench.peers.mooncake import is_installed
+from benchmarks.peers.mooncake import is_installed
 from tests.support.e2e.cluster import Router, Worker, eventually, http
 from tests.support.e2e.prompts import NEW_TOKENS, PAGE, Answer, differences, token_ids
 from tests.support.e2e.routed import found, generate, say, wanted_hits

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from pdserve.bench.processes import free_ports
+from benchmarks.processes import free_ports
 from pdserve.settings.toml_text import to_toml
 from pdserve.tls.contexts import Certificates
 from tests.support.certificates import Authority

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.bench.processes import free_ports
+from benchmarks.processes import free_ports
 from pdserve.errors import PoolError, PoolRefused, PoolUnavailable
 from pdserve.kvpool.node.node import PoolNode
 from pdserve.kvpool.node.serving import connection as serving_connection

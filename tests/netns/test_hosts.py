@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.bench.hosts.machines import Machines, machines
-from pdserve.bench.stores import BenchError
+from benchmarks.hosts.machines import Machines, machines
+from benchmarks.stores import BenchError
 from tests.support.certificates import Authority
 from tests.support.netns.field import until
 from tests.support.netns.lab import ROOT, cannot, python_at

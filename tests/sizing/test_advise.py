@@ -7,13 +7,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pdserve.bench.serving.parts import Sample
+from benchmarks.serving.parts import Sample
+from benchmarks.simulate.advise import KINDS, Adviser
+from benchmarks.simulate.load import read_load, turning
+from benchmarks.simulate.rates import Given, Rates, combine, read_samples
+from benchmarks.simulate.size import Setting, Size
 from pdserve.errors import ConfigError
 from pdserve.router.config.slo import ServiceLevel
-from pdserve.sizing.advise import KINDS, Adviser
-from pdserve.sizing.load import read_load, turning
-from pdserve.sizing.rates import Given, Rates, combine, read_samples
-from pdserve.sizing.size import Setting, Size
 
 RATES = Rates(
     prefill_ms_per_token=0.1, step_ms=10.0, step_ms_per_request=0.5, pool_ms_per_token=0.005, hop_ms=10.0

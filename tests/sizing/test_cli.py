@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.simulate.cli import app, parse_level
 from pdserve.errors import ConfigError
-from pdserve.sizing.cli import app, parse_level
 
 RATES = [
     "--prefill-tokens-s",

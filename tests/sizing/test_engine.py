@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.sizing.engine import BlockCache, Engine
-from pdserve.sizing.rates import Rates
+from benchmarks.simulate.engine import BlockCache, Engine
+from benchmarks.simulate.rates import Rates
 
 RATES = Rates(prefill_ms_per_token=0.1, step_ms=10.0, step_ms_per_request=1.0)
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.bench.dice import Dice
+from benchmarks.dice import Dice
+from benchmarks.simulate.load import Request, make_request, turning
+from benchmarks.simulate.rates import Rates
+from benchmarks.simulate.simulate import Simulation, simulate
+from benchmarks.simulate.size import Setting, Size
 from pdserve.router.config.slo import ServiceLevel
-from pdserve.sizing.load import Request, make_request, turning
-from pdserve.sizing.rates import Rates
-from pdserve.sizing.simulate import Simulation, simulate
-from pdserve.sizing.size import Setting, Size
 
 RATES = Rates(
     prefill_ms_per_token=0.1, step_ms=10.0, step_ms_per_request=1.0, pool_ms_per_token=0.01, hop_ms=5.0

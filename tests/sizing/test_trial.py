@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from pdserve.bench.serving.load.plan import Load
-from pdserve.bench.serving.load.records import Record
-from pdserve.bench.stores import BenchError
+from benchmarks.serving.load.plan import Load
+from benchmarks.serving.load.records import Record
+from benchmarks.simulate.calibrate import measure_hop, measure_rates
+from benchmarks.simulate.outcome import judge
+from benchmarks.simulate.rates import Rates
+from benchmarks.simulate.real import NEVER_MS, Compared, Trial, rows, served
+from benchmarks.simulate.size import Size
+from benchmarks.stores import BenchError
 from pdserve.router.config.slo import ServiceLevel
-from pdserve.sizing.calibrate import measure_hop, measure_rates
-from pdserve.sizing.outcome import judge
-from pdserve.sizing.rates import Rates
-from pdserve.sizing.real import NEVER_MS, Compared, Trial, rows, served
-from pdserve.sizing.size import Size
 
 RATES = Rates(prefill_ms_per_token=2.0, step_ms=60.0, step_ms_per_request=15.0)
 
@@ -86,7 +86,7 @@ def test_a_row_has_the_means_of_its_rounds() -> None:
 
 
 def _one_ask() -> Load:
-    from pdserve.sizing.calibrate import _asks
+    from benchmarks.simulate.calibrate import _asks
 
     return _asks(9, 64, 4, count=1)
 

@@ -14,9 +14,9 @@ import pytest
 import typer
 from msgspec import Meta
 
+from benchmarks.cli import app as bench_app
+from benchmarks.commands.load_options import loads_of
 from docs.generate.benchmarks.results import kind_of
-from pdserve.bench.cli import app as bench_app
-from pdserve.bench.commands.load_options import loads_of
 from pdserve.errors import ConfigError
 from pdserve.up.cli import SCHEMAS, check_tables
 from pdserve.up.config import ClusterFile, read_cluster_file
@@ -199,7 +199,7 @@ class BenchScript:
 
     def __init__(self, root: Path, program: str) -> None:
         self.root, self.asked = root, root / "asked"
-        self.results = root / "pdserve/bench/results"
+        self.results = root / "benchmarks/results"
         for directory in (root / "launch", root / ".venv/bin", root / "models/demo-small"):
             directory.mkdir(parents=True)
         (root / "models/demo-small/config.json").touch()

@@ -1,1 +1,1 @@
-"""Blocks of `docs/benchmarks` and of README.md, rendered from the raw lines in `pdserve/bench/results`."""
+"""Blocks of `docs/benchmarks` and of README.md, rendered from the raw lines in `benchmarks/results`."""

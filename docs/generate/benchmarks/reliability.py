@@ -66,7 +66,7 @@ def host_events() -> str:
     ]
     dates = " and ".join(sorted({run.origin["date"][:10] for run, _ in newest.values()}))
     commits = ", ".join(dict.fromkeys(run.origin["commit"] for run, _ in newest.values()))
-    said = f"`pdserve bench hosts`, {dates}, {commits}; the newest run of each:\n\n"
+    said = f"`python -m benchmarks hosts`, {dates}, {commits}; the newest run of each:\n\n"
     return said + table(columns, rows)
 
 

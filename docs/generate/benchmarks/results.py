@@ -86,7 +86,7 @@ def origin(run: Run) -> str:
         f"- Date and commit: {one['date'][:10] if 'T' in one['date'] else one['date']}, {one['commit']}",
         f"- Machine: {one.get('machine') or 'not kept'}",
         *([f"- Versions: {versions}{''.join(others)}"] if versions else []),
-        f"- Raw lines: {', '.join(f'`pdserve/bench/results/{name}`' for name in run.files)}",
+        f"- Raw lines: {', '.join(f'`benchmarks/results/{name}`' for name in run.files)}",
     ]
     return "\n".join(lines) + "\n"
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from benchmarks.scale.figure import KINDS
+from benchmarks.scale.pool import WORKERS_PER_NODE
 from docs.generate.benchmarks.results import NO_RUN, origin, runs
 from docs.generate.markdown import table
-from pdserve.bench.scale.figure import KINDS
-from pdserve.bench.scale.pool import WORKERS_PER_NODE
 
 
 def figures() -> str:

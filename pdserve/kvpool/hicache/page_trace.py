@@ -1,6 +1,6 @@
 """When a worker's pages moved: a line of JSON in a file for each of SGLang's calls to the storage backend.
 
-For `pdserve bench weights`; off unless PDSERVE_PAGE_TRACE names a file. Times are of `time.time()`, which
+For `python -m benchmarks weights`; off unless PDSERVE_PAGE_TRACE names a file. Times are of `time.time()`, which
 processes of one host share. These are not spans of `pdserve.tracing`: SGLang's storage threads, in the
 scheduler's process, know no request that a span could belong to, and have no exporter.
 """

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from pdserve.bench.chaos import run
-from pdserve.bench.chaos.faults import abandon, perform, timing
-from pdserve.bench.chaos.field import Field, Settings
-from pdserve.bench.chaos.pages import SHAPES
-from pdserve.bench.chaos.plan import Fault, Kind, Plan
-from pdserve.bench.chaos.records import Ended, Lost, Upgraded, read_lines
-from pdserve.bench.chaos.run import Outcome, Replay, figures_table
-from pdserve.bench.stores import BenchError
+from benchmarks.chaos import run
+from benchmarks.chaos.faults import abandon, perform, timing
+from benchmarks.chaos.field import Field, Settings
+from benchmarks.chaos.pages import SHAPES
+from benchmarks.chaos.plan import Fault, Kind, Plan
+from benchmarks.chaos.records import Ended, Lost, Upgraded, read_lines
+from benchmarks.chaos.run import Outcome, Replay, figures_table
+from benchmarks.stores import BenchError
 from pdserve.errors import PoolRefused, PoolUnavailable
 from pdserve.kvpool.protocol.messages import (
     FULL,

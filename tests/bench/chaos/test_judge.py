@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from pdserve.bench.chaos import pages as p
-from pdserve.bench.chaos.judge.judge import Row, judge, starved_s
-from pdserve.bench.chaos.records import (
+from benchmarks.chaos import pages as p
+from benchmarks.chaos.judge.judge import Row, judge, starved_s
+from benchmarks.chaos.records import (
     Abandoned,
     Acted,
     Asked,

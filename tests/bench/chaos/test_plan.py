@@ -1,4 +1,4 @@
-"""The pure parts of `pdserve bench chaos`: dice, plans, pages."""
+"""The pure parts of `python -m benchmarks chaos`: dice, plans, pages."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.bench.chaos import pages as p
-from pdserve.bench.chaos.plan import DISTURBING, KINDS, LAST_CALM_S, Plan, make_plan
-from pdserve.bench.dice import Dice
+from benchmarks.chaos import pages as p
+from benchmarks.chaos.plan import DISTURBING, KINDS, LAST_CALM_S, Plan, make_plan
+from benchmarks.dice import Dice
 
 
 def test_dice_throw_the_same_on_every_machine() -> None:

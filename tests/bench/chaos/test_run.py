@@ -1,4 +1,4 @@
-"""`pdserve bench chaos`, end to end: real nodes, real clients, real faults."""
+"""`python -m benchmarks chaos`, end to end: real nodes, real clients, real faults."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdserve.bench.chaos.field import Settings, save
-from pdserve.bench.chaos.plan import FIRST_AT_S, Fault, Plan
-from pdserve.bench.chaos.run import Replay, load_replay
+from benchmarks.chaos.field import Settings, save
+from benchmarks.chaos.plan import FIRST_AT_S, Fault, Plan
+from benchmarks.chaos.run import Replay, load_replay
 from tests.support.bench.commands import bench_here, results
 
 SEED = "34"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.bench.gpu_check.answers import Answer, difference
-from pdserve.bench.gpu_check.checks import (
+from benchmarks.gpu_check.answers import Answer, difference
+from benchmarks.gpu_check.checks import (
     GROUPS,
     NO_GPU,
     Check,
@@ -16,7 +16,7 @@ from pdserve.bench.gpu_check.checks import (
     missing,
     not_here,
 )
-from pdserve.bench.gpu_check.report import markdown
+from benchmarks.gpu_check.report import markdown
 
 GROUP = Group("g", 1.0, (Check("a", "is a"), Check("b", "is b", needs_gpu=False), Check("c", "is c")))
 ANSWER = Answer([5, 6, 7], [-0.1, -1.0, -2.0], [(9, -3.0), (8, -1.05), (4, -9.0)], {})

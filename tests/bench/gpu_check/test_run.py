@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.bench.gpu_check import run
-from pdserve.bench.gpu_check.checks import NO_GPU, Check, Group, Result
-from pdserve.bench.gpu_check.place import Place
+from benchmarks.gpu_check import run
+from benchmarks.gpu_check.checks import NO_GPU, Check, Group, Result
+from benchmarks.gpu_check.place import Place
 from tests.support.up.scripts import LAUNCH
 
 pytestmark = pytest.mark.long

@@ -1,11 +1,11 @@
-"""`pdserve bench hostile`, short."""
+"""`python -m benchmarks hostile`, short."""
 
 from __future__ import annotations
 
 import pytest
 
-from pdserve.bench.hostile.attacks import ATTACKS
-from pdserve.bench.hostile.run import NOBODY
+from benchmarks.hostile.attacks import ATTACKS
+from benchmarks.hostile.run import NOBODY
 from tests.support.bench.commands import bench, results
 
 pytestmark = pytest.mark.long

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pdserve.bench.hosts.figures import HostsFigures, figures_of
-from pdserve.bench.hosts.talk import Turn
+from benchmarks.hosts.figures import HostsFigures, figures_of
+from benchmarks.hosts.talk import Turn
 
 
 def turn(sent_s: float, **more: Any) -> Turn:

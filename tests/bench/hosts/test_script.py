@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdserve.bench.hosts.script import PAGE_WORDS, answer_tokens, page_keys, text_of, words_of
+from benchmarks.hosts.script import PAGE_WORDS, answer_tokens, page_keys, text_of, words_of
 
 
 def test_a_turn_begins_with_the_pages_of_the_one_before() -> None:

@@ -1,4 +1,4 @@
-"""`pdserve bench pool --beside`: both ways, alone and beside a busy thread."""
+"""`python -m benchmarks pool --beside`: both ways, alone and beside a busy thread."""
 
 from __future__ import annotations
 

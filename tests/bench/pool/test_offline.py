@@ -1,4 +1,4 @@
-"""`pdserve bench policies` and `pdserve bench index`."""
+"""`python -m benchmarks policies` and `python -m benchmarks index`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.bench.pool import index
-from pdserve.bench.pool.policies import Cache, replay
-from pdserve.bench.pool.traces import GENERATED, Request, multi_turn, read_trace, scanning, skewed
-from pdserve.bench.stores import BenchError
+from benchmarks.pool import index
+from benchmarks.pool.policies import Cache, replay
+from benchmarks.pool.traces import GENERATED, Request, multi_turn, read_trace, scanning, skewed
+from benchmarks.stores import BenchError
 from pdserve.errors import ConfigError
 from tests.support.bench.commands import assert_refused, bench, bench_here, results
 
@@ -94,7 +94,7 @@ def test_policies_prints_a_table_and_one_json_object_per_figure(tmp_path: Path) 
     ]
     assert [row["hit_rate"] for row in rows] == [0.0, 0.75, 0.0, 0.75]
     table = bench_here("policies", *options).stdout
-    assert table.startswith("pdserve bench policies --no-generated")
+    assert table.startswith("python -m benchmarks policies --no-generated")
     assert "(commit " in table.splitlines()[0]
     assert "my trace" in table
     assert "75.0" in table

@@ -1,4 +1,4 @@
-"""`pdserve bench quiet` and `pdserve bench hot`: short runs; a busy machine's figures are not judged."""
+"""`python -m benchmarks quiet` and `python -m benchmarks hot`: short runs; a busy machine's figures are not judged."""
 
 from __future__ import annotations
 

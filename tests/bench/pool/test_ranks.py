@@ -1,4 +1,4 @@
-"""`pdserve bench pool --ranks`: processes with movers, at the same time."""
+"""`python -m benchmarks pool --ranks`: processes with movers, at the same time."""
 
 from __future__ import annotations
 

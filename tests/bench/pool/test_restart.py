@@ -1,4 +1,4 @@
-"""`pdserve bench restart`: what fails it, and a short run; a busy machine's times are not judged."""
+"""`python -m benchmarks restart`: what fails it, and a short run; a busy machine's times are not judged."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from pdserve.bench.pool.restart import FIRST_HIT_WITHIN_S, PAGE_BYTES, Restarts, read_sample
+from benchmarks.pool.restart import FIRST_HIT_WITHIN_S, PAGE_BYTES, Restarts, read_sample
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.protocol.base import KEY_BYTES
 from tests.support.bench.commands import bench_here, results

@@ -1,4 +1,4 @@
-"""`pdserve bench pool --control`, short."""
+"""`python -m benchmarks pool --control`, short."""
 
 from __future__ import annotations
 

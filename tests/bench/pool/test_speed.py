@@ -1,4 +1,4 @@
-"""`pdserve bench pool`, end to end and in parts."""
+"""`python -m benchmarks pool`, end to end and in parts."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.bench.peers.sockets import WAYS, sockets_gbps
-from pdserve.bench.peers.ucx_perftest import read_perftest
-from pdserve.bench.plot import pool_bars
-from pdserve.bench.pool.speed import PeerFigures, PoolFigures, Workload, _Contender, _figures
-from pdserve.bench.stores import BenchError, PoolStore
+from benchmarks.peers.sockets import WAYS, sockets_gbps
+from benchmarks.peers.ucx_perftest import read_perftest
+from benchmarks.plot import pool_bars
+from benchmarks.pool.speed import PeerFigures, PoolFigures, Workload, _Contender, _figures
+from benchmarks.stores import BenchError, PoolStore
 from tests.support.bench.commands import assert_refused, bench, bench_here, results
 
 SHORT = ("--seconds", "0", "--batch", "4", "--capacity", "64MiB")
@@ -78,7 +78,7 @@ def test_table_names_what_it_shows() -> None:
     one = ("--pages", "64KiB", "--path", "shm,ucx,tcp,tcp-tls", "--checksum", "on")
     done = bench_here("pool", *SHORT, *one)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("pdserve bench pool --seconds 0")
+    assert done.stdout.startswith("python -m benchmarks pool --seconds 0")
     assert "(commit " in done.stdout.splitlines()[0]
     assert "get/copy" in done.stdout
     first, *more = (line.split() for line in done.stdout.splitlines() if " 64 KiB " in line)

@@ -1,4 +1,4 @@
-"""`pdserve bench tier` measures and leaves nothing behind."""
+"""`python -m benchmarks tier` measures and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.bench.pool.tier import measure_tier
+from benchmarks.pool.tier import measure_tier
 from pdserve.errors import PdserveError
 
 MIB = 1 << 20

@@ -1,4 +1,4 @@
-"""`pdserve bench weights-load` on a model of this run."""
+"""`python -m benchmarks weights-load` on a model of this run."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.pool.weights_load import measure as module
+from benchmarks.pool.weights_load.loading_process import Loaded, LoadJob
+from benchmarks.stores import BenchError
 from docs.generate.benchmarks import pool as page
 from docs.generate.benchmarks.results import Run
-from pdserve.bench.pool.weights_load import measure as module
-from pdserve.bench.pool.weights_load.loading_process import Loaded, LoadJob
-from pdserve.bench.stores import BenchError
 from pdserve.engine.demo.model import make_demo_model
 from tests.support.bench.commands import assert_refused, bench, results
 

@@ -1,4 +1,4 @@
-"""`pdserve bench router`, end to end and in parts."""
+"""`python -m benchmarks router`, end to end and in parts."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pdserve.bench.router import measure
-from pdserve.bench.router.contenders import Server
-from pdserve.bench.router.idle import how_many, idle_kb
-from pdserve.bench.router.load import Load, Loaded, make_requests, run_load
-from pdserve.bench.router.measure import Turn, rows_of, split_cores
-from pdserve.bench.router.mock import Mock, answers
-from pdserve.bench.stores import BenchError
+from benchmarks.router import measure
+from benchmarks.router.contenders import Server
+from benchmarks.router.idle import how_many, idle_kb
+from benchmarks.router.load import Load, Loaded, make_requests, run_load
+from benchmarks.router.measure import Turn, rows_of, split_cores
+from benchmarks.router.mock import Mock, answers
+from benchmarks.stores import BenchError
 from tests.support.bench.commands import assert_refused, bench_here, results
 
 pytestmark = pytest.mark.long

@@ -11,11 +11,11 @@ import httpx
 import psutil
 import pytest
 
-from pdserve.bench.router.contenders import mock_worker
-from pdserve.bench.router.load import PATH, Load, Loaded, run_load
-from pdserve.bench.router.mock import MODEL
-from pdserve.bench.router.native.instruments import Instruments, build
-from pdserve.bench.stores import BenchError
+from benchmarks.router.contenders import mock_worker
+from benchmarks.router.load import PATH, Load, Loaded, run_load
+from benchmarks.router.mock import MODEL
+from benchmarks.router.native.instruments import Instruments, build
+from benchmarks.stores import BenchError
 from pdserve.discovery.host_socket import connect_here
 
 STREAMS = Load(streams=4, seconds=0.3, chunks=5, interval_us=2000, ramp_s=0.002)

@@ -1,10 +1,10 @@
-"""`pdserve bench scale`: its figures are of the real messages and code, and all of them have a meaning."""
+"""`python -m benchmarks scale`: its figures are of the real messages and code, and all of them have a meaning."""
 
 from __future__ import annotations
 
-from pdserve.bench.scale.figure import KINDS
-from pdserve.bench.scale.pool import calm_state, node, pool_figures
-from pdserve.bench.scale.router import router_figures
+from benchmarks.scale.figure import KINDS
+from benchmarks.scale.pool import calm_state, node, pool_figures
+from benchmarks.scale.router import router_figures
 from pdserve.kvpool.cluster.membership import Cluster
 
 

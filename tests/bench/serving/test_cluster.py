@@ -13,17 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.bench.node_processes import memory_dir
-from pdserve.bench.serving import cluster
-from pdserve.bench.serving.cluster import PREFIX, workplace
+from benchmarks.node_processes import memory_dir
+from benchmarks.serving import cluster
+from benchmarks.serving.cluster import PREFIX, workplace
 
 # a cluster whose worker never becomes ready
 BENCHMARK = """
 import sys, tempfile
 from pathlib import Path
 import msgspec
-from pdserve.bench.processes import stopped_cleanly
-from pdserve.bench.serving import cluster, contenders
+from benchmarks.processes import stopped_cleanly
+from benchmarks.serving import cluster, contenders
 def contender(*given):
     chosen = contenders.contender(*given)
     tables = {**chosen.tables, "agg": [{"env": {"PYTHONPATH": sys.argv[2]}}]}
@@ -99,7 +99,7 @@ def test_a_stopped_or_killed_benchmark_leaves_no_process_and_no_directory(
 PEER = """
 import sys, time
 from pathlib import Path
-from pdserve.bench.processes import server
+from benchmarks.processes import server
 with server("peer", ["sleep", "600"], Path(sys.argv[1]), lambda: True) as process:
     print(process.pid, flush=True)
     time.sleep(600)

@@ -1,4 +1,4 @@
-"""`pdserve bench compare`: the clusters it starts, the order of its rounds, what it makes of them."""
+"""`python -m benchmarks compare`: the clusters it starts, the order of its rounds, what it makes of them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from docs.generate.benchmarks import serving as pages
-from docs.generate.benchmarks.results import NO_RUN
-from pdserve.bench.commands.load_options import loads_of
-from pdserve.bench.serving.cluster import launched, workplace
-from pdserve.bench.serving.compare import compare
-from pdserve.bench.serving.contenders import (
+from benchmarks.commands.load_options import loads_of
+from benchmarks.serving.cluster import launched, workplace
+from benchmarks.serving.compare import compare
+from benchmarks.serving.contenders import (
     NAMES,
     ON_MOONCAKE,
     OURS,
@@ -27,11 +25,13 @@ from pdserve.bench.serving.contenders import (
     contender,
     device_tokens,
 )
-from pdserve.bench.serving.figures import Outcome
-from pdserve.bench.serving.load.plan import Shape, first_turn_tokens, make_load, total_tokens
-from pdserve.bench.serving.report.tables import summaries_table
-from pdserve.bench.serving.summary import Measured, of, ratio, summaries
-from pdserve.bench.stores import BenchError
+from benchmarks.serving.figures import Outcome
+from benchmarks.serving.load.plan import Shape, first_turn_tokens, make_load, total_tokens
+from benchmarks.serving.report.tables import summaries_table
+from benchmarks.serving.summary import Measured, of, ratio, summaries
+from benchmarks.stores import BenchError
+from docs.generate.benchmarks import serving as pages
+from docs.generate.benchmarks.results import NO_RUN
 from pdserve.errors import ConfigError
 from tests.support.bench.scripted import ScriptedServer
 from tests.support.bench.serving import checked_plan, serving
@@ -324,7 +324,7 @@ def test_a_load_that_cannot_be_read_is_named(text: str) -> None:
 def test_the_documents_show_what_was_kept(compared: tuple[Launcher, list[Measured]], tmp_path: Path) -> None:
     _, measured = compared
     origin = {
-        "command": "pdserve bench compare",
+        "command": "python -m benchmarks compare",
         "date": "2026-01-02",
         "commit": "abc",
         "machine": "two cores",

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from pdserve.bench.serving import cluster
-from pdserve.bench.serving.cluster import environments_of, launched
-from pdserve.bench.serving.contenders import NAMES, Setting
-from pdserve.bench.serving.foreign import DYNAMO, FOREIGN, GIB, VLLM, dynamo_argv, vllm_contender
-from pdserve.bench.stores import BenchError
+from benchmarks.serving import cluster
+from benchmarks.serving.cluster import environments_of, launched
+from benchmarks.serving.contenders import NAMES, Setting
+from benchmarks.serving.foreign import DYNAMO, FOREIGN, GIB, VLLM, dynamo_argv, vllm_contender
+from benchmarks.stores import BenchError
 from pdserve.up.plan import Plan
 from tests.support.bench.serving import checked_plan
 

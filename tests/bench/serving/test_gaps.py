@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.bench.serving.gaps import (
+from benchmarks.serving.gaps import (
     CONVERSATIONS,
     STARTS,
     GapSample,
@@ -12,9 +12,9 @@ from pdserve.bench.serving.gaps import (
     _misplaced,
     figures,
 )
-from pdserve.bench.serving.load.client import Heard
-from pdserve.bench.serving.load.records import Cached
-from pdserve.bench.stores import BenchError
+from benchmarks.serving.load.client import Heard
+from benchmarks.serving.load.records import Cached
+from benchmarks.stores import BenchError
 
 
 def sample(beside: str, gaps_ms: list[float], contender: str = "agg") -> GapSample:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from pdserve.bench.serving.report.goals import Row, goal_rows
-from pdserve.bench.serving.summary import Round, Summary
+from benchmarks.serving.report.goals import Row, goal_rows
+from benchmarks.serving.summary import Round, Summary
 
 
 def summary(contender: str, **more: Any) -> Summary:

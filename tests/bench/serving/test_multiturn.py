@@ -1,4 +1,4 @@
-"""`pdserve bench multiturn` against scripted servers: what is sent, when, and what is made of the answers."""
+"""`python -m benchmarks multiturn` against scripted servers: what is sent, when, and what is made of the answers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from pdserve.bench.origin import without_keys
-from pdserve.bench.serving.figures import outcome_of
-from pdserve.bench.serving.load.client import END_TIMEOUT_S
-from pdserve.bench.serving.load.plan import Shape, make_load
-from pdserve.bench.serving.load.records import Cached, Run
-from pdserve.bench.serving.load.run import Server, run_load
-from pdserve.bench.stores import BenchError
+from benchmarks.origin import without_keys
+from benchmarks.serving.figures import outcome_of
+from benchmarks.serving.load.client import END_TIMEOUT_S
+from benchmarks.serving.load.plan import Shape, make_load
+from benchmarks.serving.load.records import Cached, Run
+from benchmarks.serving.load.run import Server, run_load
+from benchmarks.stores import BenchError
 from tests.support.bench.commands import bench_here
 from tests.support.bench.scripted import ScriptedServer, answer_events, event
 from tests.support.bench.serving import serving

@@ -1,4 +1,4 @@
-"""The pure parts of `pdserve bench multiturn`: loads, prompts, figures."""
+"""The pure parts of `python -m benchmarks multiturn`: loads, prompts, figures."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.bench.serving.figures import figures_of, outcome_of, quantiles_ms
-from pdserve.bench.serving.load.plan import PRESETS, Load, Shape, Span, make_load, replay_load
-from pdserve.bench.serving.load.records import Cached
-from pdserve.bench.serving.load.words import ChatTalk, IdTalk, ids_of, words_of
+from benchmarks.serving.figures import figures_of, outcome_of, quantiles_ms
+from benchmarks.serving.load.plan import PRESETS, Load, Shape, Span, make_load, replay_load
+from benchmarks.serving.load.records import Cached
+from benchmarks.serving.load.words import ChatTalk, IdTalk, ids_of, words_of
 from tests.support.bench.serving import record, run
 
 shapes = st.builds(

@@ -1,4 +1,4 @@
-"""`pdserve bench sweep`: the search for the highest rate that holds."""
+"""`python -m benchmarks sweep`: the search for the highest rate that holds."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.bench.serving.figures import outcome_of
-from pdserve.bench.serving.load.plan import Shape
-from pdserve.bench.serving.load.run import Server
-from pdserve.bench.serving.sweep import (
+from benchmarks.serving.figures import outcome_of
+from benchmarks.serving.load.plan import Shape
+from benchmarks.serving.load.run import Server
+from benchmarks.serving.sweep import (
     LONGEST_S,
     MAX_DOUBLINGS,
     MIN_ASKS,
@@ -22,7 +22,7 @@ from pdserve.bench.serving.sweep import (
     shape_for,
     sweep,
 )
-from pdserve.bench.stores import BenchError
+from benchmarks.stores import BenchError
 from tests.support.bench.scripted import ScriptedServer
 from tests.support.bench.serving import record, run, serving
 from tests.support.router import mock_worker as mock

@@ -1,4 +1,4 @@
-"""`pdserve bench weights`: the parts of first-token time, and the pages that moved meanwhile."""
+"""`python -m benchmarks weights`: the parts of first-token time, and the pages that moved meanwhile."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.bench.serving.contenders import Setting, contender, trace_path
-from pdserve.bench.serving.parts import (
+from benchmarks.serving.contenders import Setting, contender, trace_path
+from benchmarks.serving.parts import (
     Interval,
     Sample,
     bars,
@@ -20,7 +20,7 @@ from pdserve.bench.serving.parts import (
     shared_ms,
     weigh,
 )
-from pdserve.bench.serving.report.weights_report import plot_weights, text
+from benchmarks.serving.report.weights_report import plot_weights, text
 from pdserve.engine.worker import WorkerConfig
 from pdserve.kvpool.hicache.page_trace import VARIABLE, PageSpan, PageTrace
 from pdserve.router.config.router import RouterConfig

@@ -1,4 +1,4 @@
-"""`pdserve bench soak`: what counts as growth, and a short run."""
+"""`python -m benchmarks soak`: what counts as growth, and a short run."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.bench.soak import drift as drift_module
-from pdserve.bench.soak.drift import Drift, drift
-from pdserve.bench.soak.run import Sample, Soaked, watched
-from pdserve.bench.stores import BenchError
+from benchmarks.soak import drift as drift_module
+from benchmarks.soak.drift import Drift, drift
+from benchmarks.soak.run import Sample, Soaked, watched
+from benchmarks.stores import BenchError
 from tests.support.bench.commands import bench_here, results
 
 TIMES_S = [float(second) for second in range(100)]

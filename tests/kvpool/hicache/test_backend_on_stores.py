@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
-from pdserve.bench.peers.mooncake import is_installed, mooncake_servers
+from benchmarks.peers.mooncake import is_installed, mooncake_servers
 from pdserve.errors import StartupError
 from pdserve.kvpool.client.config import PoolClientConfig
 from pdserve.kvpool.hicache.backend import PdserveHiCache

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from pdserve.bench.processes import free_ports
+from benchmarks.processes import free_ports
 from pdserve.discovery.workers import WorkerEtcdConfig
 from pdserve.router.admin.app import AdminApp
 from pdserve.router.admin.live_feed import LiveFeed

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pdserve.bench.router.contenders import mock_worker
-from pdserve.bench.router.load import Load, run_load
+from benchmarks.router.contenders import mock_worker
+from benchmarks.router.load import Load, run_load
 from pdserve.router.config.limits import Probe
 from tests.support.router.harness import chat_body, disagg
 from tests.support.router.mock_worker import EVENTS, STREAM, Gate, answer, close, hang, stream

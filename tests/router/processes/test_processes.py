@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.bench.processes import free_ports
+from benchmarks.processes import free_ports
 from pdserve.router.request.answer import KEEP_ALIVE
 from pdserve.router.tenants.api_keys import key_line
 from tests.support.router.harness import Connection, Response

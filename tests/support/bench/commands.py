@@ -1,4 +1,4 @@
-"""Runs commands of `pdserve bench`, in a process of their own or in this one."""
+"""Runs commands of `python -m benchmarks`, in a process of their own or in this one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def results(done: Done) -> list[dict[str, Any]]:
     assert done.stdout, done.stderr
     origin, *rows = map(json.loads, done.stdout.splitlines())
     assert origin.keys() >= ORIGIN
-    assert origin["command"].startswith("pdserve bench ")
+    assert origin["command"].startswith("python -m benchmarks ")
     assert rows, done.stderr
     return rows
 

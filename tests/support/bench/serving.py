@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pdserve.bench.serving.contenders import Contender
-from pdserve.bench.serving.load.records import Record, Run
+from benchmarks.serving.contenders import Contender
+from benchmarks.serving.load.records import Record, Run
 from pdserve.settings.toml_text import to_toml
 from pdserve.up.cli import SCHEMAS, check_tables
 from pdserve.up.config import read_cluster_file

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from pdserve.bench.serving.foreign import DYNAMO_PORTS
+from benchmarks.serving.foreign import DYNAMO_PORTS
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.up.claims import is_free

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from pdserve.bench.peers.mooncake import is_installed, mooncake_servers
+from benchmarks.peers.mooncake import is_installed, mooncake_servers
 from tests.support.e2e import warm
 from tests.support.e2e.cluster import PoolNode, Router, Worker, eventually, free_port
 from tests.support.e2e.draft_model import make_mtp_model

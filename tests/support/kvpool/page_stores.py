@@ -14,10 +14,10 @@ from typing import Protocol
 import numpy as np
 import pytest
 
+from benchmarks.peers.mooncake import mooncake_servers
+from benchmarks.processes import free_ports
 from docs.examples.store import DirectoryStore
 from docs.generate.product import ROOT
-from pdserve.bench.peers.mooncake import mooncake_servers
-from pdserve.bench.processes import free_ports
 from pdserve.errors import PoolError, PoolUnavailable
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pdserve.bench.chaos import pages as p
+from benchmarks.chaos import pages as p
 from pdserve.kvpool.admin.node_client import NodeClient
 from pdserve.kvpool.protocol.messages import StatusReport
 from tests.support.netns.lab import Lab, last_lines

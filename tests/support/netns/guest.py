@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from pdserve.bench.chaos import pages as p
+from benchmarks.chaos import pages as p
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 

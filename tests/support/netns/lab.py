@@ -15,8 +15,8 @@ from typing import Final, NoReturn, TypeVar
 
 import pytest
 
-from pdserve.bench.hosts.machines import Machines
-from pdserve.bench.hosts.network import Network
+from benchmarks.hosts.machines import Machines
+from benchmarks.hosts.network import Network
 
 REQUIRED = "PDSERVE_NETNS"  # "required": what cannot be made is a failure, not a skip
 ROOT: Final = Path(__file__).parents[3]

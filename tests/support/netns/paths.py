@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pdserve.bench.chaos import pages as p
+from benchmarks.chaos import pages as p
 from pdserve.errors import PoolError
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.bench.processes import free_ports
+from benchmarks.processes import free_ports
 
 TIMEOUT_S = 60.0
 CONF = """

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from pdserve.bench.processes import free_ports
+from benchmarks.processes import free_ports
 from pdserve.engine.sglang.children import local_store
 
 RANKS = """

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pdserve.bench.node_processes import NodeProcess
+from benchmarks.node_processes import NodeProcess
 from pdserve.errors import PoolError
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef

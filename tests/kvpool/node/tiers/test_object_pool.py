@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pdserve.bench.node_processes import NodeProcess, client_of, pool_of
-from pdserve.bench.object_server import ObjectServer, object_server
+from benchmarks.node_processes import NodeProcess, client_of, pool_of
+from benchmarks.object_server import ObjectServer, object_server
 from pdserve.kvpool.client.client import PoolClient
 from tests.support.kvpool.object_tiers import BUCKET, CREDENTIALS, moto_bucket
 from tests.support.kvpool.tier_tools import KIB, contents, key

@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from pdserve.bench.object_server import Mode, ObjectServer, object_server
+from benchmarks.object_server import Mode, ObjectServer, object_server
 from pdserve.errors import ConfigError
 from pdserve.kvpool.tiers.base import CORRUPT, GONE, LOADED, READ_FAILED, STORED, WRITE_FAILED, SpaceFacts
 from pdserve.kvpool.tiers.object.remote import RemoteSegment, load_segment

@@ -1,0 +1,273 @@
+"""A load, served by simulated workers that the router's own placement chooses. Pure: no clock, no chance but
+the seed's.
+
+The fleet, the placer with its policies and its beliefs, and the counts of load (`Claim`) are those of the
+router. What workers have cached is the simulation's own, so the router can be wrong about it, unless it is
+told (`Setting.knows_places`). Answers' tokens are in no block of a trace, so a next turn computes them again.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import msgspec
+
+from benchmarks.dice import Dice
+from benchmarks.simulate.engine import BlockCache, Engine
+from benchmarks.simulate.load import BLOCK_TOKENS, Request
+from benchmarks.simulate.outcome import Outcome, Served, judge
+from benchmarks.simulate.size import Setting, Size
+from pdserve.router.api.endpoints import ENDPOINTS
+from pdserve.router.config.placement import PlacementSettings
+from pdserve.router.dispatch.job import Claim
+from pdserve.router.fleet.registry import Fleet
+from pdserve.router.fleet.worker import Worker, WorkerInfo, WorkerLoad
+from pdserve.router.placement.placer import Placer
+from pdserve.router.placement.planner import Plan
+from pdserve.router.placement.prefix_index import Beliefs, Cached, Places, Prefix, PrefixTable
+from pdserve.router.placement.request_facts import RequestFacts
+from pdserve.router.sessions.table import SessionEntry
+
+MODEL: Final = "simulated"
+TAIL_TOKENS: Final = 32
+"""Tokens of a handed-over prompt that the answering worker computes: half a page."""
+
+
+class Job(msgspec.Struct):
+    """One request on its way."""
+
+    number: int
+    request: Request
+    facts: RequestFacts
+    plan: Plan
+    claim: Claim
+    prefill: Claim | None = None
+    cached_tokens: int = 0
+    own_tokens: int = 0
+    """Of these, those that the computing worker had itself."""
+    anywhere_tokens: int = 0
+    """What the worker would have found that had most, or the pool."""
+    first_s: float = 0.0
+    turn: SessionEntry | None = None
+
+
+class _Site(msgspec.Struct):
+    """A worker, its engine and its own cache."""
+
+    worker: Worker
+    engine: Engine[Job]
+    cache: BlockCache
+    look_s: float = float("inf")
+    """When it is looked at next. Other events for it are out of date."""
+
+
+class _TruePlaces(Places):
+    """Where a prompt's prefix is, in place of what is believed."""
+
+    __slots__ = ("_find",)
+
+    def __init__(self, settings: PlacementSettings, find: Callable[[Worker], Cached]) -> None:
+        super().__init__(Beliefs(settings), {}, None)
+        self._find = find
+
+    def cached(self, worker: Worker) -> Cached:
+        """What the worker finds."""
+        return self._find(worker)
+
+
+class _TruePrefixes(PrefixTable):
+    """Tells where the prefix of the prompt is that arrives."""
+
+    def __init__(self, settings: PlacementSettings, find: Callable[[Worker], Cached]) -> None:
+        super().__init__(settings)
+        self._true = _TruePlaces(settings, find)
+
+    def places(self, prefix: Prefix, now_s: float) -> Places:
+        """Of the prompt that arrives."""
+        return self._true
+
+
+class Simulation:
+    """One run."""
+
+    def __init__(self, load: Sequence[Request], size: Size, setting: Setting) -> None:
+        config = setting.router(size)
+        self._load, self._size, self._setting = load, size, setting
+        self._config = config
+        self._fleet = Fleet.from_config(config)
+        for worker in self._fleet.workers:
+            self._fleet.on_info(worker, WorkerInfo(worker.role, MODEL))
+            self._fleet.on_load(worker, WorkerLoad(max_running_requests=setting.max_running), pool_up=True)
+            self._fleet.on_probe_ready(worker)
+        self._placer = Placer(config, self._fleet)
+        self._sites = {
+            worker.id: _Site(
+                worker, Engine(setting.rates, setting.max_running), BlockCache(setting.worker_blocks)
+            )
+            for worker in self._fleet.workers
+        }
+        self._pool = BlockCache(setting.pool_blocks)
+        self._arriving = load[0]
+        if setting.knows_places:
+            self._placer.prefixes = _TruePrefixes(config.placement, self._cached)
+        self._dice = Dice("plan", setting.seed)
+        self._events: list[tuple[float, int, str, Job | _Site | int]] = []
+        self._numbers = itertools.count()
+        self._served: dict[int, Served] = {}
+        self._now_s = 0.0
+
+    def run(self) -> Outcome:
+        """Serve the whole load, which is in the order of arrival and not empty."""
+        for number, request in enumerate(self._load):
+            self._at(request.at_s, "arrive", number)
+        while self._events:
+            self._now_s, _, what, of = heapq.heappop(self._events)
+            if what == "arrive":
+                assert isinstance(of, int)
+                self._arrive(of)
+            elif what == "hand-over":
+                assert isinstance(of, Job)
+                self._answer(of, TAIL_TOKENS)
+            elif what == "read":
+                assert isinstance(of, Job)
+                self._compute(of)
+            else:
+                assert isinstance(of, _Site)
+                if of.look_s == self._now_s:
+                    of.look_s = float("inf")
+                    self._look(of)
+        arrivals_s = self._load[-1].at_s - self._load[0].at_s
+        wall_s = self._now_s - self._load[0].at_s
+        return judge(
+            self._size,
+            [self._served[number] for number in range(len(self._load))],
+            self._config.slo,
+            arrivals_s=arrivals_s,
+            wall_s=wall_s,
+            duty_changes=sum(self._placer.elastic.changes().values()),
+            busy=self._busy(wall_s),
+        )
+
+    # --- a request's way
+
+    def _arrive(self, number: int) -> None:
+        request, now_s = self._load[number], self._now_s
+        self._arriving = request
+        facts = RequestFacts(
+            ENDPOINTS["/v1/completions"],
+            prompt_tokens_estimate=request.prompt_tokens,
+            turn=number,
+            draw=self._dice.below(1 << 32),
+            prefix=request.prefix,
+        )
+        plan = self._placer.plan(facts, self._fleet.snapshot(MODEL, now_s), None, now_s)
+        claim = Claim(self._fleet, plan.decode, now_s, 0 if plan.prefill else plan.uncached_tokens)
+        job = Job(number, request, facts, plan, claim)
+        if plan.prefill is not None:
+            job.prefill = Claim(self._fleet, plan.prefill, now_s, plan.uncached_tokens, prefills=True)
+        found = self._cached(plan.prefill or plan.decode)
+        job.own_tokens, job.cached_tokens = int(found.device), int(found.total)
+        job.anywhere_tokens = max(int(self._cached(worker).total) for worker in self._fleet.workers)
+        self._at(now_s + found.pool * self._setting.rates.pool_ms_per_token / 1e3, "read", job)
+
+    def _compute(self, job: Job) -> None:
+        """What the pool has of the prompt is read: the rest is computed."""
+        uncached = max(1, job.request.prompt_tokens - job.cached_tokens)
+        if job.prefill is None:
+            self._answer(job, uncached)
+            return
+        site = self._sites[job.prefill.worker.id]
+        self._look(site)
+        site.engine.submit(job, self._compute_s(uncached), -1)
+        self._await(site)
+
+    def _answer(self, job: Job, tokens: int) -> None:
+        """The answering worker computes `tokens` of the prompt, then the answer."""
+        site = self._sites[job.claim.worker.id]
+        self._look(site)
+        site.engine.submit(job, self._compute_s(tokens), job.request.output_tokens - 1)
+        self._await(site)
+
+    def _look(self, site: _Site) -> None:
+        """Bring a worker to the present."""
+        computed, answered = site.engine.advance(self._now_s)
+        for job in computed:
+            self._on_computed(job, site)
+        for job in answered:
+            self._on_answered(job, site)
+        self._await(site)
+
+    def _on_computed(self, job: Job, site: _Site) -> None:
+        request, now_s, rates = job.request, self._now_s, self._setting.rates
+        site.cache.add(request.blocks)
+        self._pool.add(request.blocks)
+        if job.prefill is None or site.worker is not job.prefill.worker:
+            job.claim.on_computed()
+            job.first_s = now_s
+            job.turn = self._placer.on_answering(job.facts, job.plan, site.worker, str(job.number), now_s)
+            return
+        job.prefill.release()
+        cached = {"device": job.own_tokens, "pool": job.cached_tokens - job.own_tokens}
+        self._placer.on_prefilled(job.facts, job.plan, site.worker, cached, 1, 0, now_s)
+        there = self._sites[job.claim.worker.id].cache.found(request.blocks) * BLOCK_TOKENS
+        moved_ms = max(0, request.prompt_tokens - there) * rates.pool_ms_per_token
+        self._at(now_s + (rates.hop_ms + moved_ms) / 1e3, "hand-over", job)
+
+    def _on_answered(self, job: Job, site: _Site) -> None:
+        request, now_s = job.request, self._now_s
+        job.claim.release()
+        self._placer.on_answered(
+            job.facts,
+            job.plan,
+            site.worker,
+            job.turn,
+            request.output_tokens,
+            None if job.prefill is not None else (job.own_tokens, job.cached_tokens - job.own_tokens),
+            now_s,
+        )
+        more = request.output_tokens - 1
+        self._served[job.number] = Served(
+            ttft_ms=1e3 * (job.first_s - request.at_s),
+            itl_ms=1e3 * (now_s - job.first_s) / more if more else 0.0,
+            cached_tokens=job.cached_tokens,
+            anywhere_tokens=job.anywhere_tokens,
+            prompt_tokens=request.prompt_tokens,
+        )
+
+    # --- the rest
+
+    def _cached(self, worker: Worker) -> Cached:
+        """What a worker finds of the prompt that arrives. It computes one token at least."""
+        blocks, most = self._arriving.blocks, self._arriving.prompt_tokens - 1
+        own = min(most, self._sites[worker.id].cache.found(blocks) * BLOCK_TOKENS)
+        pool = min(most, self._pool.found(blocks) * BLOCK_TOKENS)
+        return Cached(device=own, pool=max(0, pool - own))
+
+    def _compute_s(self, tokens: int) -> float:
+        return tokens * self._setting.rates.prefill_ms_per_token / 1e3
+
+    def _at(self, when_s: float, what: str, of: Job | _Site | int) -> None:
+        heapq.heappush(self._events, (when_s, next(self._numbers), what, of))
+
+    def _await(self, site: _Site) -> None:
+        look_s = max(site.engine.next_s(), self._now_s)
+        if look_s not in (site.look_s, float("inf")):
+            site.look_s = look_s
+            self._at(look_s, "look", site)
+
+    def _busy(self, wall_s: float) -> dict[str, float]:
+        """Share of the time in which workers computed prompts, by role."""
+        found: dict[str, list[float]] = {}
+        for site in self._sites.values():
+            found.setdefault(site.worker.role, []).append(site.engine.busy_s)
+        return {
+            role: round(sum(busy) / len(busy) / wall_s, 4) if wall_s else 0.0 for role, busy in found.items()
+        }
+
+
+def simulate(load: Sequence[Request], size: Size, setting: Setting) -> Outcome:
+    """What workers of this `size` make of a load. The same arguments give the same outcome."""
+    return Simulation(load, size, setting).run()
