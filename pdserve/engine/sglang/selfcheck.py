@@ -40,8 +40,7 @@ MODULES: Final = (
     *("children.pulls", "children.ssd_tokens", "children.stop_strings"),
     *("continuation", "drafts", "engine", "geometry", "pool_weights", "prompt"),
     *("prompts.exact_turns", "prompts.long_texts"),
-    *("server", "server_args", "storage", "text_offsets", "tls", "tokenizer_manager", "trials.device_pages"),
-    "trials.weight_loaders",
+    *("server", "server_args", "storage", "text_offsets", "tls", "tokenizer_manager"),
     "warm_up",
 )
 """The modules of this package that lean on SGLang; each declares its `PLACES`."""
