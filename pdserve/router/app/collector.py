@@ -27,9 +27,6 @@ def collect(
     values: dict[str, Mapping[Labels, float] | float] = {
         "requests": stats.requests,
         "requests_in_flight": stats.in_flight,
-        "realtime_sessions_open": _keyed(stats.realtime_open),
-        "realtime_sessions": stats.realtime_sessions,
-        "realtime_messages": stats.realtime_messages,
         "turn_tokens": stats.turn_tokens,
         "client_aborts": _keyed(stats.client_aborts),
         "stream_errors": _keyed(stats.stream_errors),
@@ -68,7 +65,6 @@ def collect(
         "model_request_seconds": _keyed(stats.model_request),
         "model_first_token_seconds": _keyed(stats.model_first_token),
         "model_inter_token_seconds": _keyed(stats.model_inter_token),
-        "realtime_session_seconds": _keyed(stats.realtime_seconds),
         "queue_wait_seconds": {(): gate.queue_wait},
     }
     return Snapshot(

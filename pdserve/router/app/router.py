@@ -19,7 +19,6 @@ from pdserve.router.api.paths import fold
 from pdserve.router.app.collector import collect
 from pdserve.router.app.error_handlers import refused
 from pdserve.router.app.generation import GenerationHandler
-from pdserve.router.app.realtime import Realtime
 from pdserve.router.config.aliases import base_of
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.dispatch.dispatcher import Dispatcher
@@ -69,7 +68,6 @@ class Router:
         self.generation = GenerationHandler(
             config, fleet, gate, dispatcher, upstream.deadlines, stats, tracer, self._cors
         )
-        self.realtime = Realtime(config, fleet, gate, upstream, stats)
         self.metrics: Callable[[], Awaitable[Snapshot]] = self._metrics
         """Those of all of the router's processes together. Raises RequestError when there is no sum."""
         self.decisions: Callable[[], Awaitable[list[Decision]]] = self._decisions

@@ -30,8 +30,7 @@ METRICS: Final = (
         "requests",
         "counter",
         ("route", "status"),
-        "Answered requests, and sessions of `/v1/realtime` that are over (101). `aborted`: the client "
-        "disconnected before the answer.",
+        "Answered requests. `aborted`: the client disconnected before the answer.",
     ),
     _one("requests_in_flight", "gauge", (), "Requests being answered."),
     _one(
@@ -67,27 +66,6 @@ METRICS: Final = (
         "histogram",
         ("model",),
         "Streams: mean time between two tokens, one observation for each stream.",
-    ),
-    _one("realtime_sessions_open", "gauge", ("model",), "Sessions of `/v1/realtime` that are open."),
-    _one(
-        "realtime_sessions",
-        "counter",
-        ("model", "ended_by"),
-        "Sessions of `/v1/realtime` that are over. client, worker: that end closed it, or left; slow: one of "
-        "them took nothing for its time; deadline: the session's time was up; router: it stopped. Sessions "
-        "that were refused count in `requests` only.",
-    ),
-    _one(
-        "realtime_session_seconds",
-        "histogram",
-        ("model",),
-        "Time from a session's opening to its end. Only sessions that are over count.",
-    ),
-    _one(
-        "realtime_messages",
-        "counter",
-        ("model", "sender"),
-        "Messages in sessions of `/v1/realtime`, by who sent them: client, worker.",
     ),
     _one(
         "turn_tokens",

@@ -61,13 +61,6 @@ class Stats:
         self.model_request: defaultdict[str, Histogram] = defaultdict(Histogram)
         self.model_first_token: defaultdict[str, Histogram] = defaultdict(Histogram)
         self.model_inter_token: defaultdict[str, Histogram] = defaultdict(Histogram)
-        self.realtime_open: defaultdict[str, int] = defaultdict(int)
-        """Sessions of `/v1/realtime` by model."""
-        self.realtime_sessions: defaultdict[Labels, int] = defaultdict(int)
-        """Those that are over, by (model, who ended it)."""
-        self.realtime_seconds: defaultdict[str, Histogram] = defaultdict(Histogram)
-        self.realtime_messages: defaultdict[Labels, int] = defaultdict(int)
-        """By (model, who sent it)."""
         self.turn_tokens: defaultdict[Labels, int] = defaultdict(int)
         """Prompt tokens by (turn, tier)."""
         self.placements: dict[Labels, int] = {}

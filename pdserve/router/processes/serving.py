@@ -132,9 +132,7 @@ async def _server(
     most_files = raise_open_files()
     async with open_router(config, first=first) as router, shared_limits(router):
         most = math.inf if most_files is None else most_files // 2  # the rest is for workers
-        server = make_server(
-            router, config, public_tls(config.access), router.generation, most, router.realtime
-        )
+        server = make_server(router, config, public_tls(config.access), router.generation, most)
         loop.add_signal_handler(signal.SIGINT, server.handle_exit, signal.SIGINT, None)
         loop.add_signal_handler(signal.SIGTERM, _stop, router, server, notice_s)
         gc.freeze()  # what was made until now stays: the collector need not look at it again

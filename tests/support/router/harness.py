@@ -221,7 +221,7 @@ async def routed(config: RouterConfig, tracer: Tracer | None = None) -> AsyncIte
         config = msgspec.structs.replace(config, probe=Probe(timeout_s=60.0))
     async with (
         open_router(config, tracer) as router,
-        served(make_server(router, config, direct=router.generation, upgrades=router.realtime)) as port,
+        served(make_server(router, config, direct=router.generation)) as port,
     ):
         harness = Harness(router, port)
         yield harness
