@@ -35,14 +35,13 @@ from pdserve.router.api.request_body import (
     with_member,
 )
 from pdserve.router.api.text_length import check_texts
-from pdserve.router.app.accounting import account, decision_of, log_access
+from pdserve.router.app.accounting import account, log_access
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.config.tenants import SHARED
 from pdserve.router.deadlines import Deadlines
 from pdserve.router.dispatch.dispatcher import Dispatcher
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.fleet.text_limits import LARGEST_BODY_BYTES
-from pdserve.router.metrics.decisions import Decisions
 from pdserve.router.metrics.stats import Stats
 from pdserve.router.placement.prefix_index import prefix_of
 from pdserve.router.placement.request_facts import RequestFacts
@@ -104,9 +103,6 @@ class GenerationHandler:
         self._sources = parse_sources(config.session.sources)
         self._shows_load = config.access.show_load
         self._logs_access = config.access_log
-        kept = config.admin.decisions if config.admin.port is not None else 0
-        self.decisions: Final = Decisions(maxlen=kept)
-        """The newest requests."""
         self.retained: Final = Retained()
         self._level = config.slo
         self._limits = config.limits
@@ -156,8 +152,6 @@ class GenerationHandler:
             account(call, self._stats, now_s, self._level)
             if self._logs_access:
                 log_access(call, now_s)
-            if self.decisions.maxlen:
-                self.decisions.append(decision_of(call, now_s))
             if call.trace is not None:
                 spans.end(call, now_s)
 

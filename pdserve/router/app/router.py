@@ -24,7 +24,6 @@ from pdserve.router.config.router import RouterConfig
 from pdserve.router.dispatch.dispatcher import Dispatcher
 from pdserve.router.fleet.abilities import WITHOUT
 from pdserve.router.fleet.registry import Fleet
-from pdserve.router.metrics.decisions import Decision, Decisions
 from pdserve.router.metrics.snapshot import Snapshot
 from pdserve.router.metrics.stats import Stats
 from pdserve.router.request.call import request_id
@@ -70,8 +69,6 @@ class Router:
         )
         self.metrics: Callable[[], Awaitable[Snapshot]] = self._metrics
         """Those of all of the router's processes together. Raises RequestError when there is no sum."""
-        self.decisions: Callable[[], Awaitable[list[Decision]]] = self._decisions
-        """The newest requests, of all processes. Raises RequestError as `metrics`."""
         self.told_reload: Callable[[], None] | None = None
         """Is told of `reload_all`, to tell the router's other processes."""
         self.is_stopping = False
@@ -133,14 +130,6 @@ class Router:
 
     async def _metrics(self) -> Snapshot:
         return self.own_metrics()
-
-    @property
-    def own_decisions(self) -> Decisions:
-        """The newest requests of this process."""
-        return self.generation.decisions
-
-    async def _decisions(self) -> list[Decision]:
-        return list(self.own_decisions)
 
     def readiness(self) -> dict[str, Any]:
         """Whether this process can answer requests, and by whom; `in_flight` is what it has there itself."""

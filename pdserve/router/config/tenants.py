@@ -165,29 +165,6 @@ class Admin(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         Meta(description="Key of the admin API, required if it has a port; also from PDSERVE_ADMIN_KEY."),
     ] = Secret("")
     key_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = None
-    decisions: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=10_000,
-            description="Newest requests of each process that `GET /decisions` tells about, with what "
-            "decided where they went. 0: none.",
-        ),
-    ] = 512
-    routers: Annotated[
-        tuple[str, ...],
-        Meta(
-            description="Admin URLs of the cluster's routers. The live page and `pdserve top` then show all "
-            "of them, whichever is asked. All have the same key."
-        ),
-    ] = ()
-    advertise: Annotated[
-        str,
-        Meta(
-            description="URL at which other routers reach this admin port. With etcd it is written there, "
-            "and routers find each other."
-        ),
-    ] = ""
     pool: Annotated[
         tuple[str, ...],
         Meta(
@@ -199,7 +176,7 @@ class Admin(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         TlsConfig,
         Meta(
             description="Certificate of the admin port; with it `https` only. With `client_ca` "
-            "clients must show one too. `ca`: who signed the certificates of other routers' admin ports."
+            "clients must show one too."
         ),
     ] = TlsConfig()
 

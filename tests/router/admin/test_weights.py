@@ -11,7 +11,6 @@ import httpx
 import pytest
 
 from pdserve.router.admin.app import AdminApp
-from pdserve.router.admin.other_routers import OtherRouters
 from pdserve.router.admin.weights import STEPS
 from pdserve.router.config.limits import Probe
 from pdserve.router.config.router import Admin
@@ -64,7 +63,7 @@ async def admin(
 
     often = Probe(interval_s=0.02, timeout_s=0.5)
     async with disagg(make=make, admin=Admin(key=KEY), probe=often) as (harness, [prefill], [decode]):
-        app = AdminApp(harness.router, OtherRouters(harness.router.config))
+        app = AdminApp(harness.router)
         transport = httpx.ASGITransport(app)  # type: ignore[arg-type]
         headers = {"authorization": f"Bearer {KEY}"}
         async with httpx.AsyncClient(transport=transport, base_url="http://admin", headers=headers) as client:
