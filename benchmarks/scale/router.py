@@ -30,7 +30,7 @@ from pdserve.router.fleet.registry import Fleet
 from pdserve.router.fleet.worker import Role, Worker, WorkerInfo, WorkerLoad
 from pdserve.router.metrics.stats import Stats
 from pdserve.router.placement.placer import Placer
-from pdserve.router.placement.prefix_index import MAX_PLACES, Prefix, PrefixTable
+from pdserve.router.placement.prefix_index import CAPACITY_BLOCKS, MAX_PLACES, Prefix, PrefixTable
 from pdserve.router.placement.request_facts import RequestFacts
 from pdserve.router.upstream.client import Upstream
 
@@ -71,12 +71,11 @@ def router_figures(workers: int) -> Iterator[Figure]:
 
 def prefix_bytes(workers: int) -> int:
     """Memory of a full table whose blocks have been at as many workers as one remembers: the worst case."""
-    settings = RouterConfig().placement
-    table = PrefixTable(settings)
+    table = PrefixTable()
     places = [Worker(role(i), url(i)) for i in range(min(workers, MAX_PLACES))]
     process = psutil.Process()
     before = process.memory_info().rss
-    for first in range(0, settings.capacity_blocks, PROMPT_BLOCKS):
+    for first in range(0, CAPACITY_BLOCKS, PROMPT_BLOCKS):
         prefix = Prefix(tuple((first + i) * 0x9E37_79B9_7F4A_7C15 % (1 << 64) for i in range(PROMPT_BLOCKS)))
         for seen, worker in enumerate(places):
             table.record(prefix, worker, SEEN_S + seen, in_pool=True)

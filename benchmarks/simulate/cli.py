@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
@@ -64,9 +64,6 @@ KvBytes: TypeAlias = Annotated[
 Goal: TypeAlias = Annotated[
     float, typer.Option(min=0, max=1, help="Share of requests to be within the level.")
 ]
-HalfLives: TypeAlias = Annotated[
-    Literal["learned", "fixed"], typer.Option(help="As the router's placement.half_lives.")
-]
 KnowsPlaces: TypeAlias = Annotated[
     bool,
     typer.Option(
@@ -106,7 +103,6 @@ def plan(
     goal: Goal = 0.9,
     max_workers: MaxWorkers = 64,
     workers: Workers = None,
-    half_lives: HalfLives = "learned",
     knows_places: KnowsPlaces = False,
     seed: Annotated[int, typer.Option(help="Seed of what is left to chance.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Results as JSON lines.")] = False,
@@ -137,7 +133,6 @@ def plan(
         max_running=max_running,
         worker_blocks=worker_tokens // loads.BLOCK_TOKENS,
         pool_blocks=None if pool_tokens is None else pool_tokens // loads.BLOCK_TOKENS,
-        half_lives=half_lives,
         knows_places=knows_places,
         seed=seed,
     )

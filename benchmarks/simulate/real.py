@@ -83,9 +83,8 @@ class Trial:
     def router(self, rates: Rates) -> dict[str, Any]:
         """The options that the simulation's router has, too."""
         level = {name: value for name in ("ttft_ms", "itl_ms") if (value := getattr(self._level, name))}
-        steps = {"step_ms": rates.step_ms, "step_ms_per_request": rates.step_ms_per_request}
         return {
-            "slo": {**level, **steps},
+            "slo": level,
             "placement": {"prefill_ms_per_token": rates.prefill_ms_per_token},
             "prefill_policy": POLICY,
             "decode_policy": POLICY,

@@ -21,13 +21,12 @@ from benchmarks.simulate.load import BLOCK_TOKENS, Request
 from benchmarks.simulate.outcome import Outcome, Served, judge
 from benchmarks.simulate.size import Setting, Size
 from pdserve.router.api.endpoints import ENDPOINTS
-from pdserve.router.config.placement import PlacementSettings
 from pdserve.router.dispatch.job import Claim
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.fleet.worker import Worker, WorkerInfo, WorkerLoad
 from pdserve.router.placement.placer import Placer
 from pdserve.router.placement.planner import Plan
-from pdserve.router.placement.prefix_index import Beliefs, Cached, Places, Prefix, PrefixTable
+from pdserve.router.placement.prefix_index import Cached, Places, Prefix, PrefixTable
 from pdserve.router.placement.request_facts import RequestFacts
 from pdserve.router.sessions.table import SessionEntry
 
@@ -69,8 +68,8 @@ class _TruePlaces(Places):
 
     __slots__ = ("_find",)
 
-    def __init__(self, settings: PlacementSettings, find: Callable[[Worker], Cached]) -> None:
-        super().__init__(Beliefs(settings), {}, None)
+    def __init__(self, find: Callable[[Worker], Cached]) -> None:
+        super().__init__({}, None)
         self._find = find
 
     def cached(self, worker: Worker) -> Cached:
@@ -81,9 +80,9 @@ class _TruePlaces(Places):
 class _TruePrefixes(PrefixTable):
     """Tells where the prefix of the prompt is that arrives."""
 
-    def __init__(self, settings: PlacementSettings, find: Callable[[Worker], Cached]) -> None:
-        super().__init__(settings)
-        self._true = _TruePlaces(settings, find)
+    def __init__(self, find: Callable[[Worker], Cached]) -> None:
+        super().__init__()
+        self._true = _TruePlaces(find)
 
     def places(self, prefix: Prefix, now_s: float) -> Places:
         """Of the prompt that arrives."""
@@ -112,7 +111,7 @@ class Simulation:
         self._pool = BlockCache(setting.pool_blocks)
         self._arriving = load[0]
         if setting.knows_places:
-            self._placer.prefixes = _TruePrefixes(config.placement, self._cached)
+            self._placer.prefixes = _TruePrefixes(self._cached)
         self._dice = Dice("plan", setting.seed)
         self._events: list[tuple[float, int, str, Job | _Site | int]] = []
         self._numbers = itertools.count()
@@ -210,8 +209,7 @@ class Simulation:
             job.turn = self._placer.on_answering(job.facts, job.plan, site.worker, str(job.number), now_s)
             return
         job.prefill.release()
-        cached = {"device": job.own_tokens, "pool": job.cached_tokens - job.own_tokens}
-        self._placer.on_prefilled(job.facts, job.plan, site.worker, cached, 1, 0, now_s)
+        self._placer.on_prefilled(job.facts, site.worker, 1, 0, now_s)
         there = self._sites[job.claim.worker.id].cache.found(request.blocks) * BLOCK_TOKENS
         moved_ms = max(0, request.prompt_tokens - there) * rates.pool_ms_per_token
         self._at(now_s + (rates.hop_ms + moved_ms) / 1e3, "hand-over", job)
@@ -219,15 +217,7 @@ class Simulation:
     def _on_answered(self, job: Job, site: _Site) -> None:
         request, now_s = job.request, self._now_s
         job.claim.release()
-        self._placer.on_answered(
-            job.facts,
-            job.plan,
-            site.worker,
-            job.turn,
-            request.output_tokens,
-            None if job.prefill is not None else (job.own_tokens, job.cached_tokens - job.own_tokens),
-            now_s,
-        )
+        self._placer.on_answered(job.facts, job.turn, request.output_tokens, now_s)
         more = request.output_tokens - 1
         self._served[job.number] = Served(
             ttft_ms=1e3 * (job.first_s - request.at_s),

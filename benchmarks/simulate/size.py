@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
 from benchmarks.simulate.rates import Rates
@@ -41,7 +39,6 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks of 512 tokens in a worker's own memory."""
     pool_blocks: int | None = None
     """In the pool; None: no bound."""
-    half_lives: Literal["learned", "fixed"] = "learned"
     knows_places: bool = False
     """The router knows what workers and the pool have of each prompt, in place of what it believes."""
     min_prefill_tokens: int = 0
@@ -55,7 +52,6 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         placement: dict[str, object] = {
             "prefill_ms_per_token": rates.prefill_ms_per_token,
             "pool_ms_per_token": rates.pool_ms_per_token,
-            "half_lives": self.half_lives,
         }
         counts: dict[Role, int] = {
             "prefill": size.prefill,
@@ -74,7 +70,5 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
             prefill_policy=POLICY,
             decode_policy=POLICY,
             placement=msgspec.structs.replace(base.placement, **placement),
-            slo=msgspec.structs.replace(
-                self.level, step_ms=rates.step_ms, step_ms_per_request=rates.step_ms_per_request
-            ),
+            slo=self.level,
         )

@@ -11,6 +11,5 @@ CLASSIFY = Endpoint(
     response_schema="ClassifyResponse",
     task="embed",  # the model must be one that computes whole inputs
     prompt_fields=("input",),
-    text_fields=("input",),
     salt="header",  # else tenants would share the KV cache of this endpoint
 )

@@ -6,9 +6,6 @@ DELETE /workers/HOST:PORT          remove a worker; it finishes its requests
 POST   /workers/HOST:PORT/drain    give a worker no new requests
 POST   /workers/HOST:PORT/undrain  give it new requests again
 POST   /models/M/update_weights_from_disk   new weights for all workers of model M
-POST   /models/M/weights/hold      stop them, and let their requests end, for updates in steps
-POST   /models/M/STEP              a route of SGLang's at all held workers: `weights.STEPS`
-POST   /models/M/weights/release   let them serve again
 GET    /tenants                    limits and use of each tenant
 POST   /reload                     read the API keys again (SIGHUP: the configuration too)
 GET    /metrics                    Prometheus metrics
@@ -32,7 +29,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pdserve import __version__
 from pdserve.errors import ConfigError, RequestError
 from pdserve.router.admin.live import BASIC, LiveFeed, add_live_page, is_of_live_page, password_as_bearer
-from pdserve.router.admin.weights import STEPS, Weights
+from pdserve.router.admin.weights import Weights
 from pdserve.router.api.request_body import UNREADABLE
 from pdserve.router.app.error_handlers import add_error_handlers, refused
 from pdserve.router.app.router import Router
@@ -43,8 +40,6 @@ from pdserve.router.metrics.snapshot import Snapshot
 from pdserve.router.server.asgi import Receive, Scope, Send, address_of
 
 MAX_BODY_BYTES = 64 * 1024
-MAX_TENSORS_BYTES = 16 * 1024 * 1024
-"""Of a step with weights: SGLang's handles of them, a few hundred bytes for each."""
 IN_FLIGHT = "worker_requests_in_flight"
 _STATUS = {"unknown_worker": 404, "bad_url": 400, "other_role": 409}
 
@@ -88,9 +83,8 @@ class AdminApp:
         except RequestError as error:
             return error
         length = headers.get(b"content-length", b"0")
-        most = MAX_TENSORS_BYTES if scope["path"].rpartition("/")[2] in STEPS else MAX_BODY_BYTES
-        if b"transfer-encoding" in headers or not length.isdigit() or int(length) > most:
-            return RequestError(413, f"A body has at most {most} bytes, and says how many.")
+        if b"transfer-encoding" in headers or not length.isdigit() or int(length) > MAX_BODY_BYTES:
+            return RequestError(413, f"A body has at most {MAX_BODY_BYTES} bytes, and says how many.")
         return None
 
 
@@ -234,28 +228,6 @@ def _add_weight_routes(app: fastapi.FastAPI, weights: Weights) -> None:
         running requests. Fails with 409 if nothing was changed, with 502 if a worker did not take them.
         """
         return await weights.update_from_disk(model, await request.body())
-
-    @app.post("/models/{model:path}/weights/hold")
-    async def hold(model: str, request: fastapi.Request) -> dict[str, Any]:
-        """Hold all workers of a model: SGLang's routes of the workers may then replace their weights."""
-        return await weights.hold(model, await request.body())
-
-    @app.post("/models/{model:path}/weights/release")
-    async def release(model: str) -> dict[str, Any]:
-        """Let the held workers of a model serve again, with a new namespace if weights were replaced."""
-        return await weights.release(model)
-
-    for name in STEPS:
-        _add_step(app, weights, name)
-
-
-def _add_step(app: fastapi.FastAPI, weights: Weights, name: str) -> None:
-    @app.post(f"/models/{{model:path}}/{name}")
-    async def step(model: str, request: fastapi.Request) -> dict[str, Any]:
-        """A step of an update that a trainer sends, to all held workers of a model: one body for all, or
-        `{"workers": {"HOST:PORT": {...}}}`, for each its own.
-        """
-        return await weights.step(model, name, await request.body())
 
 
 def _of_fleet(error: FleetError) -> RequestError:

@@ -77,8 +77,6 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Body members, all of them fields of `RequestView`. SGLang (0.5.23) takes the prompt from the first one
     that is given, and ignores the members of other endpoints.
     """
-    text_fields: tuple[str, ...] = ()
-    """Those of `prompt_fields` whose text a worker tokenizes whole, and refuses if it is too long."""
     preamble_fields: tuple[str, ...] = ()
     """Members whose text stands before the prompt."""
     charged_fields: tuple[str, ...] = ()
@@ -172,7 +170,6 @@ _ROWS: Final = (
         response_schema="CompletionResponse",
         task="generate",
         prompt_fields=("prompt",),
-        text_fields=("prompt",),
         streams=True,
         salt="body",
         is_resumable=True,
@@ -186,7 +183,6 @@ _ROWS: Final = (
         response_schema="EmbeddingResponse",
         task="embed",
         prompt_fields=("input",),
-        text_fields=("input",),
         salt="header",
         takes_priority=True,
     ),
@@ -197,7 +193,6 @@ _ROWS: Final = (
         response_schema="Generated",
         task="generate",
         prompt_fields=("text", "input_ids"),
-        text_fields=("text",),
         sampling_field="sampling_params",
         streams=True,
         salt="body",
@@ -239,7 +234,6 @@ _ROWS: Final = (
         response_schema="ClassifyResponse",
         task="embed",
         prompt_fields=("input",),
-        text_fields=("input",),
         salt="header",
         takes_priority=True,
     ),

@@ -67,14 +67,6 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             "prompts.",
         ),
     ] = 10.0
-    hedge_prefill_s: Annotated[
-        float,
-        Meta(
-            ge=0,
-            description="After this time a prefill request is also sent to a second worker, and the first "
-            "answer wins; 0: never.",
-        ),
-    ] = 0.0
     first_byte_s: Annotated[
         float,
         Meta(
@@ -170,15 +162,13 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = 2
     retry_ratio: Annotated[
         float,
-        Meta(
-            ge=0, le=1, description="Budget of retries and hedges per request, in addition to retries_per_s."
-        ),
+        Meta(ge=0, le=1, description="Budget of retries per request, in addition to retries_per_s."),
     ] = 0.2
     retries_per_s: Annotated[
         float,
         Meta(
             ge=0,
-            description="Budget of retries and hedges per second, independent of the number of requests.",
+            description="Budget of retries per second, independent of the number of requests.",
         ),
     ] = 10.0
 

@@ -67,7 +67,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class PlacementSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Weights of the cost function, and how long a prefix is thought to stay where it was."""
+    """Weights of the cost function."""
 
     prefill_ms_per_token: Annotated[
         float,
@@ -99,32 +99,6 @@ class PlacementSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             "goes through the pool.",
         ),
     ] = 4096
-    device_half_life_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            description="Estimated time until half of a prefix is evicted from a worker's device memory.",
-        ),
-    ] = 120.0
-    host_half_life_s: Annotated[
-        float,
-        Meta(
-            gt=0, description="Estimated time until half of a prefix is evicted from a worker's host memory."
-        ),
-    ] = 900.0
-    pool_half_life_s: Annotated[
-        float, Meta(gt=0, description="Estimated time until half of a prefix is evicted from the pool.")
-    ] = 7200.0
-    half_lives: Annotated[
-        Literal["learned", "fixed"],
-        Meta(
-            description="learned: the half-lives follow what workers report that they found, of each worker "
-            "and of the pool; they begin as configured; fixed: they stay so."
-        ),
-    ] = "learned"
-    capacity_blocks: Annotated[
-        int, Meta(ge=1, description="Number of blocks of prompt text (1 KiB and more) in the prefix table.")
-    ] = 50_000
     queue_share: Annotated[
         float,
         Meta(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -47,14 +47,6 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ge=0.01, le=100, description="Share of a full router, relative to the weights of other tenants."
         ),
     ] = 1.0
-    on_slo_miss: Annotated[
-        Literal["mark", "queue", "refuse"],
-        Meta(
-            description="What becomes of a request that others make later than [slo] allows. mark: it is "
-            "served, with the header `x-pdserve-slo`; queue: it waits until the level can be kept, at most "
-            "admission.queue_s; refuse: 429."
-        ),
-    ] = "mark"
     cache: Annotated[
         str,
         Meta(

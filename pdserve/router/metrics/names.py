@@ -88,19 +88,6 @@ METRICS: Final = (
         "none-ready, session-worker-gone, agg; here: an elastic worker does both.",
     ),
     _one(
-        "alias_requests",
-        "counter",
-        ("alias", "model"),
-        "Requests for an alias, by the model that they got.",
-    ),
-    _one(
-        "slo_requests",
-        "counter",
-        ("tenant", "action"),
-        "Requests where there is a service level, by what was expected of them. met; mark: expected late, "
-        "and served; queue: held until the level can be kept; refuse: answered 429, also after the wait.",
-    ),
-    _one(
         "slo_streams",
         "counter",
         ("model", "outcome"),
@@ -136,7 +123,6 @@ METRICS: Final = (
     _one(
         "poisoned_requests", "counter", (), "Requests refused with 400 because they have ended two workers."
     ),
-    _one("prefill_hedges", "counter", (), "Prefill requests sent to a second worker."),
     _one("prompt_tokens", "counter", (), "Prompt tokens of requests to prefill workers."),
     _one(
         "prompt_cached_tokens",

@@ -65,10 +65,6 @@ class Stats:
         """Prompt tokens by (turn, tier)."""
         self.placements: dict[Labels, int] = {}
         """By (role, reason)."""
-        self.aliases: defaultdict[Labels, int] = defaultdict(int)
-        """Requests by (alias, the model that they got)."""
-        self.slo: defaultdict[Labels, int] = defaultdict(int)
-        """Requests with a service level, by (tenant, what became of them)."""
         self.slo_streams: defaultdict[Labels, int] = defaultdict(int)
         """Streams by (model, what they kept)."""
         self.prefill: defaultdict[str, int] = defaultdict(int)
@@ -86,7 +82,6 @@ class Stats:
         """1: tenants' limits are to be shared over Redis, which is away."""
         self.sessions_apart = 0
         """1: sessions are to be shared in Redis, whose last answer was none."""
-        self.hedges = 0
         self.joins_refused = 0
         self.task_failures: defaultdict[str, int] = defaultdict(int)
         """By the background task that failed and began again: probes, discovery."""
