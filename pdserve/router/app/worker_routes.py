@@ -11,7 +11,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Final, TypeVar
 
 import fastapi
 import msgspec
@@ -22,7 +22,6 @@ from pdserve.kvpool.protocol.messages import MAX_KEEP_S
 from pdserve.router.api.content_coding import CodedBody
 from pdserve.router.api.errors import NoWorkerError, TooManyError, convert_error
 from pdserve.router.api.held_ids import find_holder
-from pdserve.router.api.openapi import error_answer
 from pdserve.router.api.request_body import BOM, UNREADABLE, parse_request
 from pdserve.router.app.router import ADMIN_PATHS, Router
 from pdserve.router.fleet.worker import Worker
@@ -38,20 +37,7 @@ MAX_ANSWER_BYTES: Final = 16 * 1024 * 1024
 MAX_BODY_BYTES: Final = 64 * 1024
 MAX_AT_ONCE: Final = 8
 """Of one tenant, in one process of the router."""
-_ERRORS: Final[dict[int | str, dict[str, Any]]] = {
-    status: error_answer(status) for status in (400, 401, 404, 429, 500, 502, 503, 504)
-}
-_SAID: Final[dict[int | str, dict[str, Any]]] = {
-    **_ERRORS,
-    200: {"description": "As SGLang answers.", "content": {"application/json": {"schema": {}}}},
-}
 _LINES: Final = b"content-type: application/json\r\n"
-
-
-def _takes(**members: dict[str, Any]) -> dict[str, Any]:
-    """A route's body in the document: a JSON object with the members, the first of them required."""
-    schema = {"type": "object", "properties": members, "required": [next(iter(members))]}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 class _Hint(msgspec.Struct):
@@ -77,18 +63,16 @@ def add_worker_routes(app: fastapi.FastAPI, router: Router) -> None:
         return await pass_on(_tenant(router, request), worker, "GET", request.url.path)
 
     for path in ("/health_generate", "/get_model_info", "/model_info", "/get_server_info", "/server_info"):
-        app.get(path, tags=["SGLang"], operation_id=path[1:], response_class=Response, responses=_SAID)(
-            from_any
-        )
+        app.get(path, tags=["SGLang"], operation_id=path[1:], response_class=Response)(from_any)
 
-    @app.get("/v1/responses/{response_id}", tags=["OpenAI"], response_class=Response, responses=_SAID)
+    @app.get("/v1/responses/{response_id}", tags=["OpenAI"], response_class=Response)
     async def get_response(response_id: str, request: fastapi.Request) -> Response:
         """A stored response, from the worker that has it."""
         tenant = _tenant(router, request)
         worker = _holder(router, tenant, response_id)
         return await pass_on(tenant, worker, "GET", f"/v1/responses/{response_id}")
 
-    @app.post("/v1/responses/{response_id}/cancel", tags=["OpenAI"], response_class=Response, responses=_SAID)
+    @app.post("/v1/responses/{response_id}/cancel", tags=["OpenAI"], response_class=Response)
     async def cancel_response(response_id: str, request: fastapi.Request) -> Response:
         """End a response that is computed in the background."""
         tenant = _tenant(router, request)
@@ -99,17 +83,7 @@ def add_worker_routes(app: fastapi.FastAPI, router: Router) -> None:
 def _add_hint_route(app: fastapi.FastAPI, router: Router, turns: _Turns) -> None:
     sources = parse_sources(router.config.session.sources)
 
-    @app.post(
-        "/v1/kv/hints",
-        tags=["operations"],
-        response_class=Response,
-        responses={**_SAID, 413: error_answer(413)},
-        openapi_extra=_takes(
-            ttl_s={"type": "integer", "minimum": 0, "maximum": MAX_KEEP_S},
-            model={"type": ["string", "null"]},
-            user={"type": ["string", "null"]},
-        ),
-    )
+    @app.post("/v1/kv/hints", tags=["operations"], response_class=Response)
     async def hint(request: fastapi.Request) -> Response:
         """Have a session's pages kept in the pool for `ttl_s`, or no longer. The session is named as in its
         requests. `parts`: of its pages, those that are there; `known`: its worker remembers them.
