@@ -91,7 +91,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(
             ge=0,
             description="A prompt with fewer uncached tokens (estimated) skips the prefill stage; 0: none "
-            "skips it. Adapts to queues, see placement.queue_share.",
+            "skips it. It adapts to the workers' queues.",
         ),
     ] = 256
     pull_ahead_tokens: Annotated[

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
@@ -173,6 +173,10 @@ class Admin(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ] = TlsConfig()
 
 
+PRIORITY_STEP_S: Final = 1.0
+"""A request of a priority counts as if it had waited so much longer for each step above 0."""
+
+
 class Admission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How many requests are answered at a time, and how many may wait."""
 
@@ -196,19 +200,10 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     queue_s: Annotated[
         float, Meta(ge=0, description="Longest wait of a request; after it, the answer is 429.")
     ] = 30.0
-    priority_step_s: Annotated[
-        float,
-        Meta(
-            ge=0,
-            description="A request of a priority counts as if it had waited so much longer for each step "
-            "above 0, or shorter below; at most a quarter of queue_s. 0: the queue does not look at "
-            "priorities.",
-        ),
-    ] = 1.0
 
     def head_start_s(self, urgency: int) -> float:
         """What the urgency of a request counts for in the queue. All of them lie within half of `queue_s`, so
         nobody's urgent requests keep back another one until its end.
         """
         bound_s = self.queue_s / 4
-        return max(-bound_s, min(bound_s, urgency * self.priority_step_s))
+        return max(-bound_s, min(bound_s, urgency * PRIORITY_STEP_S))

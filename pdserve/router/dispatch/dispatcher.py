@@ -31,6 +31,7 @@ import msgspec
 from pdserve.errors import RequestError
 from pdserve.router.api.errors import NoWorkerError, error_type
 from pdserve.router.config.router import RouterConfig
+from pdserve.router.dispatch import retry_budget
 from pdserve.router.dispatch.decode import DecodeStage
 from pdserve.router.dispatch.direct import DirectStage, Outcome
 from pdserve.router.dispatch.job import Claim, Job, header_words
@@ -78,7 +79,7 @@ class Dispatcher:
         self._shared = shared
         self._deadlines = upstream.deadlines
         self._loop = asyncio.get_running_loop()
-        self._budget = RetryBudget(config.limits.retry_ratio, config.limits.retries_per_s, self._loop.time())
+        self._budget = RetryBudget(retry_budget.RATIO, retry_budget.MIN_PER_S, self._loop.time())
         self.placer = placer = Placer(config, fleet)
         self._worker_wait_s = config.deadlines.wait_for_worker_s
         self._wait = WorkerWait(fleet)

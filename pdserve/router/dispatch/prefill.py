@@ -108,7 +108,7 @@ class PrefillStage:
         placer: Placer,
         suspects: Suspects,
     ) -> None:
-        self._limit_s = config.deadlines.prefill_s + config.deadlines.publish_s
+        self._limit_s = config.deadlines.prefill_s
         self._pull_ahead_tokens = config.pull_ahead_tokens
         self._fleet = fleet
         self._workers = workers

@@ -31,17 +31,15 @@ class Placer:
         self.prefixes = PrefixTable()
         self._planner = Planner(
             prefill_policy=make_policy(
-                config.prefill_policy, PolicySettings(config.session.prefill, config.placement)
+                config.prefill_policy, PolicySettings(config.session, config.placement)
             ),
-            decode_policy=make_policy(
-                config.decode_policy, PolicySettings(config.session.decode, config.placement)
-            ),
+            decode_policy=make_policy(config.decode_policy, PolicySettings(config.session, config.placement)),
             prefill_endpoints=frozenset(config.prefill_endpoints),
             min_prefill_tokens=config.min_prefill_tokens,
             weights=config.placement,
             handoff=config.handoff,
         )
-        self._is_hard = config.session.decode.mode == "hard"
+        self._is_hard = config.session.mode == "hard"
         self.elastic = ElasticRoles(config.placement, config.slo, config.processes)
         self.needs_prefix = self._planner.needs_places or config.slo.is_set or bool(config.elastic)
         """Whether planning uses `RequestFacts.prefix`, or what is expected of requests does."""

@@ -27,7 +27,6 @@ PATIENT = Deadlines(
     connect_s=30.0,
     settle_s=1.0,
     prefill_s=60.0,
-    publish_s=0.0,
     first_byte_s=60.0,
     early_head_s=60.0,
     whole_answer_s=60.0,
