@@ -53,7 +53,7 @@ PROGRAMS: Final = (
         "etcd-server",
         (
             *("tests/kvpool/node/peers/test_etcd.py", "tests/kvpool/client/test_locate.py", "tests/e2e"),
-            *("tests/router/admin/test_other_routers.py", "tests/router/fleet/test_etcd.py"),
+            "tests/router/fleet/test_etcd.py",
         ),
         service="etcd",
     ),

@@ -1,19 +1,28 @@
-"""Samples of the routers and the pool, as frames for the viewers of the live page.
+"""The live page on the admin port: its files, and samples of router and pool as frames for its viewers.
 
 A sample costs a few milliseconds. The interval is `WATCHED_S` while the page has viewers, else `QUIET_S`, so
 the page shows a history when it is opened. A slow viewer misses frames.
+
+A browser cannot open a page with `Authorization: Bearer`. So these routes also accept the admin key as the
+password of HTTP Basic. Only these routes do, because they only read: a browser also sends a stored password
+with requests that another site causes (CSRF), and the other admin routes change things.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import fastapi
 import msgspec
+from fastapi.responses import RedirectResponse, Response, StreamingResponse
 
 from pdserve.errors import PdserveError
 from pdserve.kvpool.admin.sampling import Nodes, Rates, Row
@@ -22,13 +31,10 @@ from pdserve.router.admin.live_frames import (
     Frame,
     Point,
     Problem,
-    RouterView,
     frame_of,
     point_of,
-    router_view,
 )
-from pdserve.router.admin.other_routers import Figures, OtherRouters, Silent
-from pdserve.router.metrics.snapshot import Snapshot, add_up
+from pdserve.router.metrics.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from pdserve.router.app.router import Router
@@ -41,6 +47,20 @@ POOL_TIMEOUT_S: Final = 1.0
 MAX_POINTS: Final = 300
 MAX_PROBLEMS: Final = 50
 MAX_LISTENERS: Final = 32
+
+BASIC: Final = 'Basic realm="pdserve: any name, and the admin key as password", charset="UTF-8"'
+PAGE: Final = Path(__file__).parent / "static"
+FILES: Final = {
+    "": ("page.html", "text/html; charset=utf-8"),
+    "page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "page.css": ("page.css", "text/css; charset=utf-8"),
+}
+HEADERS: Final = {
+    "cache-control": "no-cache",
+    "content-security-policy": "default-src 'self'; img-src data:; frame-ancestors 'none'",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
 
 
 class Problems(logging.Handler):
@@ -62,14 +82,13 @@ class Problems(logging.Handler):
 class LiveFeed:
     """Makes frames while `run` runs, and sends them to viewers."""
 
-    def __init__(self, router: Router, others: OtherRouters, interval_s: float = WATCHED_S) -> None:
+    def __init__(self, router: Router, interval_s: float = WATCHED_S) -> None:
         self._router = router
-        self._others = others
         self._interval_s = interval_s
         pool = router.config.admin.pool
         self._pool = Nodes(pool, "", POOL_TIMEOUT_S) if pool else None
-        self._before: dict[str, Snapshot] = {}
-        """Each router's last sample."""
+        self._before: Snapshot | None = None
+        """The last sample."""
         self._before_s = 0.0
         self._problems = Problems()
         self.points: deque[Point] = deque(maxlen=MAX_POINTS)
@@ -102,30 +121,16 @@ class LiveFeed:
         finally:
             root.removeHandler(self._problems)
 
-    async def figures(self) -> Figures:
-        """What this router tells the others. Raises RequestError when there is no sum."""
-        return Figures(
-            self._others.router, self._others.name, await self._router.metrics(), list(self._problems.kept)
-        )
-
     async def _sample(self) -> None:
-        own, others = await asyncio.gather(self.figures(), self._others.ask())
+        metrics = await self._router.metrics()
         now_s, at_s = time.monotonic(), time.time()
         rows = await asyncio.to_thread(self._rows, self._pool) if self._pool is not None else []
-        seen = [own, *(one for one in others if isinstance(one, Figures))]
         seconds = max(now_s - (self._before_s or now_s), 1e-3)
-        # of a router that was not seen before, or not in between, nothing is known to have grown
-        before = {one.router: self._before.get(one.router, one.metrics) for one in seen}
-        self._before, self._before_s = {one.router: one.metrics for one in seen}, now_s
-        metrics = add_up(one.metrics for one in seen)
-        point = point_of(add_up(before.values()), metrics, seconds, at_s)
-        routers: list[RouterView] = []
-        if others:
-            routers = [router_view(one.name, before[one.router], one.metrics, seconds) for one in seen]
-            routers += [RouterView(one.name, one.error) for one in others if isinstance(one, Silent)]
+        point = point_of(self._before or metrics, metrics, seconds, at_s)
+        self._before, self._before_s = metrics, now_s
         self.points.append(point)
         self.frame = frame_of(
-            point, seconds, metrics, self._router.fleet.workers, rows, _problems(own, seen[1:]), routers
+            point, seconds, metrics, self._router.fleet.workers, rows, list(self._problems.kept)
         )
         async with self._changed:
             self._number += 1
@@ -159,13 +164,52 @@ class LiveFeed:
         return self._number
 
 
-def _problems(own: Figures, others: Sequence[Figures]) -> list[Problem]:
-    """Those of all routers, the newest first."""
-    found = list(own.problems)
-    for other in others:
-        found += [msgspec.structs.replace(one, router=other.name) for one in other.problems[:MAX_PROBLEMS]]
-    return sorted(found, key=lambda one: -one.at_s)[:MAX_PROBLEMS]
-
-
 def _event(name: str, value: object) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(value))
+
+
+def is_of_live_page(path: str) -> bool:
+    """Whether `path` belongs to the live page."""
+    return path == "/" or path == "/live" or path.startswith("/live/")
+
+
+def password_as_bearer(headers: dict[bytes, bytes]) -> None:
+    """Replace a HTTP Basic `authorization` in `headers` by a bearer token: its password."""
+    scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+    if scheme.lower() == b"basic":
+        try:
+            password = base64.b64decode(given.strip(), validate=True).partition(b":")[2]
+        except binascii.Error:
+            password = b""
+        headers[b"authorization"] = b"Bearer " + password
+
+
+def add_live_page(app: fastapi.FastAPI, feed: LiveFeed) -> None:
+    """Add the page's routes to `app`."""
+    files = {name: ((PAGE / file).read_bytes(), kind) for name, (file, kind) in FILES.items()}
+
+    @app.get("/", include_in_schema=False)
+    @app.get("/live", include_in_schema=False)
+    async def to_page() -> Response:
+        return RedirectResponse("/live/")
+
+    @app.get("/live/events", response_class=StreamingResponse)
+    async def events() -> Response:
+        """Server-sent events: `history`, then a `frame` every two seconds."""
+        if feed.listeners >= MAX_LISTENERS:
+            return Response("too many look at this page", 503)
+        return StreamingResponse(feed.events(), media_type="text/event-stream", headers=HEADERS)
+
+    @app.get("/live/frame")
+    async def frame() -> Response:
+        """The newest frame as JSON. 503 before the first sample."""
+        if feed.frame is None:
+            return Response("nothing was sampled yet", 503)
+        return Response(msgspec.json.encode(feed.frame), media_type="application/json", headers=HEADERS)
+
+    @app.get("/live/{name:path}", include_in_schema=False)
+    async def file(name: str) -> Response:
+        if name not in files:
+            return Response("there is no such page", 404)
+        content, kind = files[name]
+        return Response(content, media_type=kind, headers=HEADERS)
