@@ -15,7 +15,6 @@ _LIBRARIES: Final = {
     "ucx": "ucxx",
     "encryption": "cryptography",
     "mooncake": "mooncake",
-    "render": "yaml",
     "bench": "matplotlib",
     "otel": "opentelemetry.sdk",
 }

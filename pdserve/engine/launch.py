@@ -58,8 +58,8 @@ from pdserve.kvpool.stores.registry import check_engine
 from pdserve.kvpool.weights.names import is_pool_url
 from pdserve.kvpool.weights.place import tell_children
 from pdserve.pages import KvGeometry
-from pdserve.tls.contexts import Certificates
-from pdserve.tokens import reveal, secret_of
+from pdserve.security.tls import Certificates
+from pdserve.security.tokens import reveal, secret_of
 from pdserve.tracing import check_tracing, open_tracer
 
 if TYPE_CHECKING:

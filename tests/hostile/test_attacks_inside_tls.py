@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
+from pdserve.security.tls import Certificates
 from pdserve.settings.toml_text import to_toml
-from pdserve.tls.contexts import Certificates
 from tests.support.certificates import Authority
 from tests.support.kvpool.connectors import connect
 from tests.support.kvpool.nodes import get, keys, open_namespace, put, soon

@@ -30,7 +30,7 @@ from pdserve.kvpool.client.topology import PoolLinks, SharedViews
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.page_tag import TAG_BYTES
 from pdserve.kvpool.transports.base import Connector
-from pdserve.tokens import reveal
+from pdserve.security.tokens import reveal
 
 logger = logging.getLogger(__name__)
 

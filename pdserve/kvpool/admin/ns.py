@@ -36,8 +36,8 @@ from pdserve.kvpool.protocol.cluster_messages import (
     ReplaceNamespace,
 )
 from pdserve.kvpool.protocol.messages import Done, DropNamespace, NamespaceStatus
+from pdserve.security.tokens import MIN_CHARS, digest_of_setting, is_digest
 from pdserve.sizes import parse_bytes
-from pdserve.tokens import MIN_CHARS, digest_of_setting, is_digest
 
 POLL_S: Final = 0.05
 

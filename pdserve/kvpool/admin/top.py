@@ -17,7 +17,7 @@ from rich.table import Table
 from pdserve.kvpool.admin.node_client import Asking, asks
 from pdserve.kvpool.admin.sampling import Nodes, Rates, Row, add, busiest
 from pdserve.kvpool.admin.tables import as_json, make_console, make_table, rate, share, size
-from pdserve.printable import printable
+from pdserve.security.log_text import printable
 
 
 @asks

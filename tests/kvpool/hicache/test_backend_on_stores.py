@@ -15,7 +15,7 @@ from pdserve.errors import StartupError
 from pdserve.kvpool.client.config import PoolClientConfig
 from pdserve.kvpool.hicache.backend import PdserveHiCache
 from pdserve.pages import KvGeometry
-from pdserve.tokens import reveal
+from pdserve.security.tokens import reveal
 from tests.support.kvpool.faulty import keys
 from tests.support.kvpool.host_pool import PAGE_TOKENS, HostPool, indices
 from tests.support.kvpool.page_stores import MIB, install

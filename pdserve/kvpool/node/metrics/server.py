@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector
 from pdserve.errors import StartupError
 from pdserve.kvpool.node.metrics.families import Labeller, NodeSnapshot, families
 from pdserve.kvpool.node.metrics.meter import LoopLag
-from pdserve.tokens import bearer, digest, same
+from pdserve.security.tokens import bearer, digest, same
 
 SNAPSHOT_TIMEOUT_S: Final = 2.0  # for the event loop to give one
 HTTP_TIMEOUT_S: Final = 10.0  # for a scraper to say what it wants
