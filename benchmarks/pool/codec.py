@@ -18,9 +18,8 @@ import numpy as np
 
 from benchmarks.stores import BenchError
 from pdserve.kvpool.tiers.base import LOADED, PageMemory, SpaceFacts, TierPage
-from pdserve.kvpool.tiers.codecs.base import StoredPage
-from pdserve.kvpool.tiers.codecs.encryption import PageCipher, SecretEntry
-from pdserve.kvpool.tiers.codecs.page_codec import PageCodec
+from pdserve.kvpool.tiers.encryption import PageCipher, SecretEntry
+from pdserve.kvpool.tiers.page_codec import PageCodec, StoredPage
 from pdserve.kvpool.tiers.ssd.segment_format import BLOCK_BYTES, read_index
 
 MADE_PAGES: Final = 16
@@ -67,7 +66,10 @@ def measure_codec(
 ) -> CodecFigures:
     """Medians over rounds. Raises BenchError, ConfigError."""
     cipher = PageCipher([SecretEntry("5e" * 32)]) if encrypted else None
-    codec, facts = PageCodec(compression, cipher), SpaceFacts("bench", "0" * 32, item_bytes)
+    codec, facts = (
+        PageCodec(compressed=bool(compression), cipher=cipher),
+        SpaceFacts("bench", "0" * 32, item_bytes),
+    )
     names = [TierPage(1, n.to_bytes(32, "little"), len(page), 0, 1) for n, page in enumerate(pages)]
     into = [np.zeros(len(page), np.uint8) for page in pages]
     store_s, load_s = [], []

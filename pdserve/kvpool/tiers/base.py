@@ -202,19 +202,6 @@ class Tier(Protocol):
 
 
 @runtime_checkable
-class NumberedTier(Protocol):
-    """A tier that may hold pages of format version 1, stored under the number of their namespace."""
-
-    def adopt_numbers(self, spaces: Mapping[int, int]) -> str:
-        """Assign pages stored under a number to a space. Pages of other numbers are void.
-
-        It is called before `scan` if the tier's list of namespaces has version 1, and again if a crash came
-        before the list was replaced. Returns "" or an error text; after an error all these pages are void.
-        """
-        ...
-
-
-@runtime_checkable
 class SharedTier(Protocol):
     """A tier whose pages all nodes of a pool share, so each node indexes all of them.
 

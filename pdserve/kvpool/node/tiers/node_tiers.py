@@ -30,7 +30,7 @@ from pdserve.kvpool.node.config.node import PoolNodeConfig, TierConfig
 from pdserve.kvpool.node.tiers.namespace_list import NamespaceListWriter
 from pdserve.kvpool.node.tiers.worker import TierWorker
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
-from pdserve.kvpool.tiers.base import NumberedTier, SharedTier, SpaceFacts, TierSettings
+from pdserve.kvpool.tiers.base import SharedTier, SpaceFacts, TierSettings
 from pdserve.kvpool.tiers.registry import open_tier
 
 logger = logging.getLogger(__name__)
@@ -73,18 +73,13 @@ class NodeTiers:
         self._list_writer = NamespaceListWriter(config.name, tiers, self._post) if tiers else None
 
     def _take_over(self, namespaces: Namespaces, *, fresh: bool) -> Namespaces:
-        """Merge the stored list of namespaces with the node's, and assign version 1 numbers to spaces."""
+        """Merge the stored list of namespaces with the node's."""
         node = self._config.name
         found = take_over(namespaces, [worker.tier.namespaces() for worker in self._workers])
         for problem in found.problems:
             logger.warning("node %s: tiers: pages are dropped: %s", node, problem)
         for number in found.namespaces.numbers if fresh else ():
             found.namespaces.void_tiers(number)
-        for worker, spaces in zip(self._workers, found.numbers, strict=True):
-            if spaces is not None and isinstance(worker.tier, NumberedTier):
-                problem = worker.tier.adopt_numbers({} if fresh else spaces)
-                if problem:
-                    logger.warning("node %s: tiers: pages are dropped: %s", node, problem)
         return found.namespaces
 
     def _claim(self, config: TierConfig, memory: Bytes1D, until_s: float) -> TierWorker | None:

@@ -203,7 +203,7 @@ class BucketSync:
                 self._inventory.doom(one)
             return
         self._inventory.uploaded(one)
-        remote = RemoteSegment(one, SegmentHeader(file.number, file.nonce, file.version))
+        remote = RemoteSegment(one, SegmentHeader(file.number, file.nonce))
         if not self._index.replace(file, remote) or self._inventory.is_void(one):
             self._index.discard(one.number)
             self._inventory.doom(one)

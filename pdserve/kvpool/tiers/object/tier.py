@@ -52,9 +52,6 @@ from pdserve.kvpool.tiers.base import (
     TierPage,
     TierSettings,
 )
-from pdserve.kvpool.tiers.codecs.base import StoredPage
-from pdserve.kvpool.tiers.codecs.encryption import OVERHEAD_BYTES
-from pdserve.kvpool.tiers.codecs.page_codec import CodecOptions, make_codec
 from pdserve.kvpool.tiers.durable_files import (
     claim_directory,
     load_json,
@@ -63,6 +60,7 @@ from pdserve.kvpool.tiers.durable_files import (
     save_text,
     write_durably,
 )
+from pdserve.kvpool.tiers.encryption import OVERHEAD_BYTES
 from pdserve.kvpool.tiers.object.bucket import Bucket, NoSuchObject, StoreError
 from pdserve.kvpool.tiers.object.inventory import Inventory
 from pdserve.kvpool.tiers.object.names import SegmentObject, shared_space
@@ -70,16 +68,14 @@ from pdserve.kvpool.tiers.object.open_spaces import OpenSpaces
 from pdserve.kvpool.tiers.object.remote import RemoteSegment, read_pages
 from pdserve.kvpool.tiers.object.spool import Spool, no_space
 from pdserve.kvpool.tiers.object.sync import BucketSync, Index
-from pdserve.kvpool.tiers.ssd.segment import MAX_BATCH_PAGES
+from pdserve.kvpool.tiers.page_codec import CodecOptions, StoredPage, make_codec
 from pdserve.kvpool.tiers.ssd.segment_file import SegmentFile
 from pdserve.kvpool.tiers.ssd.segment_format import (
     BLOCK_BYTES,
-    CODED_VERSION,
-    FORMAT_VERSION,
     footer_blocks,
     record_blocks,
 )
-from pdserve.kvpool.tiers.ssd.segment_index import SegmentIndex
+from pdserve.kvpool.tiers.ssd.segment_index import MAX_BATCH_PAGES, SegmentIndex
 from pdserve.kvpool.tiers.ssd.tier import MAX_PAGE_BYTES, SCAN_BATCH_PAGES, segment_bytes_of
 from pdserve.sizes import parse_bytes
 
@@ -143,8 +139,7 @@ class ObjectTier:
             options.refresh_s,
             self._report_unread,
         )
-        version = FORMAT_VERSION if self._codec.plain else CODED_VERSION
-        self._spool = Spool(self._path, self._segment_bytes, version, self._inventory, self._sync.upload)
+        self._spool = Spool(self._path, self._segment_bytes, self._inventory, self._sync.upload)
         self._reading = Backoff()
         self._unread_lock = threading.Lock()
         self._unread: dict[PageName, None] = {}  # not read for a failure of the store
@@ -188,7 +183,7 @@ class ObjectTier:
     def _adopt(self, path: Path) -> list[TierPage]:
         """Take in a segment of the spool that an earlier process left."""
         try:
-            segment = SegmentFile.open(path, direct=False, space_of=lambda *_: 0)
+            segment = SegmentFile.open(path, direct=False)
         except OSError as error:
             logger.warning("node %s: %s: left alone", self._settings.node, error.strerror)
             return []

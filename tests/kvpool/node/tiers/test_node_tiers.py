@@ -26,7 +26,7 @@ MIB = KIB * KIB
 
 
 class Rig:
-    """A node of 4 MiB (64 pages) over an SSD tier of 32 MiB, and a directory of 32 MiB below."""
+    """A node of 4 MiB (64 pages) over two SSD tiers of 32 MiB each."""
 
     def __init__(self, directory: Path, write: Literal["cold", "all"] = "cold") -> None:
         self.directory = directory
@@ -48,7 +48,12 @@ class Rig:
                     write=write,
                     options={"segment_bytes": "2MiB"},
                 ),
-                TierConfig(kind="directory", path=directory / "far", capacity_bytes=32 * MIB),
+                TierConfig(
+                    kind="ssd",
+                    path=directory / "far",
+                    capacity_bytes=32 * MIB,
+                    options={"segment_bytes": "2MiB"},
+                ),
             ],
         )
         self.pool = self.start()

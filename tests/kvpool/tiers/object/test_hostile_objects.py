@@ -12,6 +12,7 @@ import xxhash
 from benchmarks.object_server import ObjectServer, object_server
 from pdserve.kvpool.tiers.base import CORRUPT, GONE, LOADED, READ_FAILED, STORED, TierPage
 from pdserve.kvpool.tiers.object.names import SegmentObject, parse_object
+from pdserve.kvpool.tiers.page_codec import ZSTD
 from pdserve.kvpool.tiers.ssd.segment_format import (
     BLOCK_BYTES,
     MAX_NUMBER,
@@ -181,10 +182,9 @@ def test_an_object_that_became_shorter_is_a_miss(
 def test_a_stored_length_beyond_the_segment_is_not_believed(
     store: ObjectServer, make: Callable[[str], Node]
 ) -> None:
-    """Version 3: the bytes that are stored are other than the page's."""
-    record = Record(1, TierPage(1, key(0), LENGTH, 0, 1), 0, (1 << 31) - 1, b"zstd", 0)
-    footer = encode_footer([record], 9, 1, 3)
-    content = encode_segment_header(SegmentHeader(5, 1, 3)) + bytes(8 * BLOCK_BYTES) + footer
+    record = Record(1, TierPage(1, key(0), LENGTH, 0, 1), 0, (1 << 31) - 1, ZSTD, 0)
+    footer = encode_footer([record], 9, 1)
+    content = encode_segment_header(SegmentHeader(5, 1)) + bytes(8 * BLOCK_BYTES) + footer
     store.objects[f"{BUCKET}/{SegmentObject(MINE, 5, 1, len(content)).name}"] = content
     assert make("reader").open() == []
 

@@ -313,7 +313,7 @@ def test_an_upload_that_was_done_before_a_kill_is_not_done_twice(
         ({"url": "ftp://bucket"}, "must begin with one of"),
         ({"spool_bytes": "1KiB"}, "spool_bytes must be between"),
         ({"spool_bytes": "much"}, "spool_bytes"),
-        ({"compression": "none-such"}, "there is no codec 'none-such'"),
+        ({"compression": "none-such"}, "Invalid enum value 'none-such'"),
         ({"keys": "/nowhere/keys.toml"}, "cannot read the keys"),
         ({"secret_access_key": "mine"}, "secret_access_key"),
     ],
