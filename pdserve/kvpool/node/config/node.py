@@ -89,7 +89,7 @@ class TcpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A storage tier below memory."""
 
-    kind: Annotated[str, Meta(description="`ssd`, `directory`, `object`, or another kind that is installed.")]
+    kind: Annotated[str, Meta(description="`ssd`, `object`, or another kind that is installed.")]
     path: Annotated[
         Path,
         Meta(
@@ -300,10 +300,6 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     metrics_token_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = (
         None
     )
-    metrics_namespaces: Annotated[
-        int,
-        Meta(ge=0, description="Number of namespaces with their own metrics; the others share `(other)`."),
-    ] = 100
     log_format: Annotated[
         LogFormat, Meta(description="text: lines for people; json: one object per line with the same facts.")
     ] = "text"
