@@ -6,6 +6,7 @@ import contextlib
 import time
 from typing import Annotated
 
+import click
 import typer
 from rich.table import Table
 
@@ -32,7 +33,7 @@ def status(
         show(asking)
     while watch:
         if not asking.json:
-            typer.clear()
+            click.clear()
         with contextlib.suppress(typer.Exit):
             show(asking)
         time.sleep(watch)

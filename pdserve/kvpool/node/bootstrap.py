@@ -29,7 +29,6 @@ def take_memory(config: PoolNodeConfig, incarnation: int, lock_fd: int | None) -
         fresh=config.fresh and lock_fd is None,
         placement=config.placement,
         lock_fd=lock_fd,
-        checks_parents=not config.trusted_parents,
     )
     try:
         tiers = NodeTiers(config, arena.memory, arena.namespaces, takes_over=lock_fd is not None)

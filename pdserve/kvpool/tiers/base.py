@@ -140,8 +140,6 @@ class TierSettings:
     facts: Callable[[int], SpaceFacts | None] = _no_facts
     found: Callable[[Sequence[TierPage]], None] = _ignore
     lost: Callable[[Sequence[PageName]], None] = _ignore
-    checks_parents: bool = True
-    """As in `private_directory`."""
 
 
 class Tier(Protocol):

@@ -170,13 +170,6 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     arena_dir: Annotated[
         Path, Meta(description="Directory in memory (tmpfs, hugetlbfs) for the arena and its slot table.")
     ] = Path("/dev/shm/pdserve")
-    trusted_parents: Annotated[
-        bool,
-        Meta(
-            description="Do not check who may write to the directories above arena_dir and those of tiers: "
-            "in a container, where volumes are writable by all, no other user reaches them."
-        ),
-    ] = False
     huge_pages: Annotated[
         Literal["off", "advise", "2MiB", "1GiB"],
         Meta(

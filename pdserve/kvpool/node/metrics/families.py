@@ -147,8 +147,7 @@ def _histograms(snapshot: NodeSnapshot) -> Iterator[Metric]:
     family = HistogramMetricFamily(PREFIX + latency.name, latency.says, labels=latency.labels)
     sums: dict[Labels, Series] = {}
     for (operation, number), series in snapshot.series.items():
-        labels = (_name_of(snapshot, number), operation)
-        sums.setdefault(labels, Series()).add(series)
+        sums.setdefault((_name_of(snapshot, number), operation), Series()).add(series)
     for labels, series in sums.items():
         family.add_metric(labels, _cumulative(series), series.sum_s)
     yield family

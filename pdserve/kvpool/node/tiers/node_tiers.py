@@ -101,7 +101,6 @@ class NodeTiers:
             facts=self._facts.get,
             found=lambda pages: self._workers[number].found(pages),
             lost=lambda names: self._workers[number].lost(names),
-            checks_parents=not self._config.trusted_parents,
         )
         tier = open_tier(config.kind, settings)
         takes_all = config.write == "all"
