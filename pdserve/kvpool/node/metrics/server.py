@@ -48,7 +48,9 @@ class MetricsServer:
         loop = asyncio.get_running_loop()
         try:
             [(*_, where), *_] = await loop.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-            self._server = await asyncio.start_server(self._accept, str(where[0]), int(port), limit=MAX_HEAD_BYTES)
+            self._server = await asyncio.start_server(
+                self._accept, str(where[0]), int(port), limit=MAX_HEAD_BYTES
+            )
         except OSError as error:
             raise StartupError(
                 f"metrics cannot be served at {address}: {error.strerror or error}: choose another address, "

@@ -39,6 +39,7 @@ STOP_TIMEOUT_S: Final = 5.0
 CLAIM_TIMEOUT_S: Final = 3.0  # wait until the earlier node has released all tiers
 CLAIM_POLL_S: Final = 0.02
 LOAD_SHARE: Final = 0.25  # most of the arena that loads from tiers may fill at a time
+WATERMARK: Final = 0.8  # used share of memory above which cold pages are written to a tier
 MAX_GONE: Final = 1024  # spaces whose facts are kept for a while
 
 
@@ -126,7 +127,7 @@ class NodeTiers:
     def limits(self) -> TieringLimits:
         """For NodeState."""
         return TieringLimits(
-            watermark=self._config.tier_watermark,
+            watermark=WATERMARK,
             load_bytes=int(self._config.capacity * LOAD_SHARE),
             promotion_timeout_s=self._config.promotion_timeout_s,
         )

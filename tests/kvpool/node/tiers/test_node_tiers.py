@@ -37,8 +37,7 @@ class Rig:
             capacity_bytes=4 * MIB,
             slab_bytes=MIB,
             min_slot_bytes=64 * KIB,
-            max_reserved_share=1.0,
-            tier_watermark=0.5,
+            max_client_share=1.0,
             promotion_timeout_s=5.0,
             tiers=[
                 TierConfig(
@@ -127,11 +126,11 @@ def drop_namespace(rig: Rig, name: str) -> None:
 
 
 def fill(rig: Rig, client: PoolClient, pages: int) -> None:
-    """Put pages no faster than the tier writes them: at most 40 of all that were filled are not stored."""
+    """Put pages no faster than the tier writes them: at most 56 of all that were filled are not stored."""
     for first in range(0, pages, 16):
         put(client, range(first, first + 16))
         rig.filled += 16
-        rig.until_stored(rig.filled - 40)
+        rig.until_stored(rig.filled - 56)
 
 
 def flip_bits(rig: Rig, numbers: range) -> int:
