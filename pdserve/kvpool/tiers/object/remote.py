@@ -9,7 +9,7 @@ import numpy as np
 
 from pdserve.kvpool.tiers.base import PageMemory, padded
 from pdserve.kvpool.tiers.object.bucket import Bucket
-from pdserve.kvpool.tiers.object.names import SegmentObject
+from pdserve.kvpool.tiers.object.inventory import SegmentObject
 from pdserve.kvpool.tiers.page_codec import StoredPage
 from pdserve.kvpool.tiers.ssd.segment_format import BLOCK_BYTES, SegmentHeader, read_sealed, record_blocks
 from pdserve.kvpool.tiers.ssd.segment_index import Segment

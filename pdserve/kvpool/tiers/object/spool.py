@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from pdserve.kvpool.tiers.object.inventory import Inventory
-from pdserve.kvpool.tiers.object.names import NUMBER_RANDOM_BITS, SegmentObject, new_number
+from pdserve.kvpool.tiers.object.inventory import NUMBER_RANDOM_BITS, Inventory, SegmentObject, new_number
 from pdserve.kvpool.tiers.page_codec import StoredPage
 from pdserve.kvpool.tiers.ssd.segment_file import SegmentFile, segment_name
 from pdserve.kvpool.tiers.ssd.segment_format import BLOCK_BYTES, SegmentHeader

@@ -30,7 +30,7 @@ _AT_A_TIME: Final = 4096  # pages forgotten in one critical section
 
 
 class Segment:
-    """`live`: the index refers to the record. `users`: number of readers, under the index's lock. A doomed
+    """`live`: the index refers to the record. `pins`: number of readers, under the index's lock. A removed
     segment is closed when its last reader ends.
     """
 
@@ -39,8 +39,8 @@ class Segment:
         self.nonce = header.nonce
         self.file_bytes = 0
         self.end_block = 1  # block of the next record
-        self.users = 0
-        self.doomed = False
+        self.pins = 0
+        self.removed = False
         self.keys: list[bytes] = []
         self.live_bytes = 0
         self.read_bytes = 0
@@ -185,9 +185,9 @@ class SegmentIndex(Generic[AnySegment]):
             length = self.segments[place >> _ORDINAL_BITS].length(place & _ORDINAL_MASK)
         return length == name.length_bytes
 
-    def take(self, names: Sequence[PageName]) -> list[tuple[int, int, int, AnySegment]]:
+    def pin(self, names: Sequence[PageName]) -> list[tuple[int, int, int, AnySegment]]:
         """Find pages: (segment's number, ordinal, position in `names`, segment), in the order of the device.
-        The caller must call `let_go` for each result.
+        The caller must call `unpin` for each result.
         """
         found = []
         with self._lock:
@@ -197,13 +197,13 @@ class SegmentIndex(Generic[AnySegment]):
                     continue
                 segment, ordinal = self.segments[place >> _ORDINAL_BITS], place & _ORDINAL_MASK
                 if segment.length(ordinal) == name.length_bytes:
-                    segment.users += 1
+                    segment.pins += 1
                     found.append((segment.number, ordinal, at, segment))
         found.sort(key=lambda entry: entry[:2])
         return found
 
-    def let_go(self, segment: AnySegment, ordinal: int, *, was_read: bool) -> None:
-        """Undo `take`."""
+    def unpin(self, segment: AnySegment, ordinal: int, *, was_read: bool) -> None:
+        """Undo `pin`."""
         with self._lock:
             current = self.segments.get(segment.number)  # another object after `replace`
             if was_read and current is not None:
@@ -303,11 +303,11 @@ class SegmentIndex(Generic[AnySegment]):
             self.segments[place >> _ORDINAL_BITS].set_dead(place & _ORDINAL_MASK)
 
     def _close(self, segment: AnySegment) -> None:
-        segment.doomed = True
-        segment.users += 1
+        segment.removed = True
+        segment.pins += 1
         self._release(segment)
 
     def _release(self, segment: AnySegment) -> None:
-        segment.users -= 1
-        if segment.doomed and not segment.users:
+        segment.pins -= 1
+        if segment.removed and not segment.pins:
             segment.close()

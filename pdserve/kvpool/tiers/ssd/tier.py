@@ -271,11 +271,11 @@ class SegmentTier:
     def read(self, names: Sequence[PageName], into: Sequence[PageMemory]) -> list[ReadResult]:
         """See `Tier`. Pages are read in the order of the device."""
         results = [ReadResult(GONE)] * len(names)
-        for _, ordinal, place, segment in self._index.take(names):
+        for _, ordinal, place, segment in self._index.pin(names):
             try:
                 results[place] = self._read_one(segment, ordinal, names[place], into[place])
             finally:
-                self._index.let_go(segment, ordinal, was_read=results[place].status == LOADED)
+                self._index.unpin(segment, ordinal, was_read=results[place].status == LOADED)
         return results
 
     def _read_one(self, segment: SegmentFile, ordinal: int, name: PageName, into: PageMemory) -> ReadResult:

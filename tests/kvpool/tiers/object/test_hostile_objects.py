@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.object_server import ObjectServer, object_server
 from pdserve.kvpool.tiers.base import CORRUPT, GONE, LOADED, READ_FAILED, STORED, TierPage
-from pdserve.kvpool.tiers.object.names import SegmentObject, parse_object
+from pdserve.kvpool.tiers.object.inventory import SegmentObject, parse_object
 from pdserve.kvpool.tiers.page_codec import ZSTD
 from pdserve.kvpool.tiers.ssd.segment_format import (
     BLOCK_BYTES,
