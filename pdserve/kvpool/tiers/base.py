@@ -33,6 +33,7 @@ node's configuration. tests/contracts/test_tier_contract.py holds every tier to 
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +65,14 @@ Option: TypeAlias = str | int | float | bool
 def padded(length_bytes: int) -> int:
     """The length rounded up to whole blocks."""
     return -(-length_bytes // TIER_ALIGN_BYTES) * TIER_ALIGN_BYTES
+
+
+def page_memories(lengths: Sequence[int]) -> list[PageMemory]:
+    """Aligned memory for pages of these lengths, one mapping for all."""
+    sizes = [padded(length) for length in lengths]
+    whole = np.frombuffer(mmap.mmap(-1, sum(sizes)), np.uint8)
+    ends = np.cumsum(sizes).tolist()
+    return [whole[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
 class PageName(msgspec.Struct, frozen=True, gc=False):

@@ -28,7 +28,6 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Final
 
-import numpy as np
 from msgspec import Meta
 
 from pdserve.errors import ConfigError, StartupError
@@ -46,7 +45,7 @@ from pdserve.kvpool.tiers.base import (
     ReadResult,
     TierPage,
     TierSettings,
-    padded,
+    page_memories,
 )
 from pdserve.kvpool.tiers.durable_files import (
     NotOurs,
@@ -339,7 +338,7 @@ class SegmentTier:
             PageName(segment.space(ordinal), segment.keys[ordinal], segment.length(ordinal))
             for ordinal in chosen
         ]
-        memory = _page_memories([name.length_bytes for name in names])
+        memory = page_memories([name.length_bytes for name in names])
         stored = [
             self._encode(result.page, data)
             for result, data in zip(self.read(names, memory), memory, strict=True)
@@ -450,11 +449,3 @@ def _file_bytes(path: Path) -> int:
 def _usual_segment_bytes(capacity_bytes: int) -> int:
     """Bytes per segment: a few hundred files, so all can be open; at least 64 MiB if eight of them fit."""
     return min(max(capacity_bytes // 256, 64 << 20), 16 << 30, capacity_bytes // 8)
-
-
-def _page_memories(lengths: Sequence[int]) -> list[PageMemory]:
-    """Aligned memory for pages of these lengths."""
-    sizes = [padded(length) for length in lengths]
-    whole = np.frombuffer(mmap.mmap(-1, sum(sizes)), np.uint8)
-    ends = np.cumsum(sizes).tolist()
-    return [whole[end - size : end] for size, end in zip(sizes, ends, strict=True)]
