@@ -41,7 +41,7 @@ class Program(NamedTuple):
 
 _NETWORKS: Final = (
     *("tests/netns", "tests/e2e/test_hosts.py", "tests/e2e/test_hostile.py"),
-    *("tests/hostile/test_attacks_inside_tls.py", "tests/docs/test_attacks.py"),
+    "tests/docs/test_attacks.py",
 )
 PROGRAMS: Final = (
     Program(

@@ -146,7 +146,7 @@ class PoolKind:
             arena_dir=arena_dir(),
             capacity_bytes="16MiB",
             slab_bytes="1MiB",
-            max_reserved_share=1.0,
+            max_client_share=1.0,
             quarantine_s=0.2,
         )
         self._node = ProcessPool(self._config, directory, "shm")

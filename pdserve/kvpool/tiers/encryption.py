@@ -10,7 +10,7 @@ A nonce must never be used twice with a key. 24 random bytes for each page need 
 survive a restart, and copies of a disk or a machine draw other bytes. (AES-GCM's own 12 bytes are too few for
 random ones: after 2^32 pages of one key they may repeat. XAES-256-GCM of C2SP derives keys in this way.)
 
-The tag covers what names the page: space, key, length, the writer's checksum and the compressor. So a stored
+The tag covers what names the page: space, key, length, the writer's checksum and the compression. So a stored
 page cannot be given out under another name, not even one of the same namespace. The namespace is in the key.
 
 A secret encrypts the namespaces that match its patterns; of several the first in the file. All are tried for
@@ -49,7 +49,7 @@ RANDOM_BYTES: Final = 24
 TAG_BYTES: Final = 16
 OVERHEAD_BYTES: Final = KEY_ID_BYTES + RANDOM_BYTES + TAG_BYTES
 _LABEL: Final = b"pdserve stored page 1\0"
-_NAMED = struct.Struct("<Q32sQQ8s")  # space, key, length, checksum, compressor
+_NAMED = struct.Struct("<Q32sQQQ")  # space, key, length, checksum, compression
 
 
 class SecretEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -86,14 +86,14 @@ class PageCipher:
         """Whether pages of the namespace are encrypted."""
         return self._number(namespace) >= 0
 
-    def seal(self, namespace: str, page: TierPage, compressor: bytes, data: memoryview | bytes) -> bytes:
+    def seal(self, namespace: str, page: TierPage, compression: int, data: memoryview | bytes) -> bytes:
         """The stored bytes of a page of a namespace that is covered."""
         number = self._number(namespace)
         random = os.urandom(RANDOM_BYTES)
-        sealed = self._aead(number, namespace, random).encrypt(random[12:], data, _named(page, compressor))
+        sealed = self._aead(number, namespace, random).encrypt(random[12:], data, _named(page, compression))
         return self._ids[number] + random + sealed
 
-    def open(self, namespace: str, page: TierPage, compressor: bytes, stored: memoryview) -> bytes | None:
+    def open(self, namespace: str, page: TierPage, compression: int, stored: memoryview) -> bytes | None:
         """What was sealed under this name; None: it was not, or its key is not in the file."""
         key_id = bytes(stored[:KEY_ID_BYTES])
         random = bytes(stored[KEY_ID_BYTES : KEY_ID_BYTES + RANDOM_BYTES])
@@ -103,7 +103,7 @@ class PageCipher:
         sealed = stored[KEY_ID_BYTES + RANDOM_BYTES :]
         try:
             return self._aead(number, namespace, random).decrypt(
-                random[12:], sealed, _named(page, compressor)
+                random[12:], sealed, _named(page, compression)
             )
         except self._wrong_tag:
             return None
@@ -151,6 +151,6 @@ def _secret(text: str) -> bytes:
     return secret
 
 
-def _named(page: TierPage, compressor: bytes) -> bytes:
-    named = _NAMED.pack(page.space, page.key, page.length_bytes, page.checksum, compressor)
+def _named(page: TierPage, compression: int) -> bytes:
+    named = _NAMED.pack(page.space, page.key, page.length_bytes, page.checksum, compression)
     return _LABEL + named
