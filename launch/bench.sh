@@ -7,7 +7,7 @@
 # (benchmarks/results), pictures and logs to logs/bench; `launch/docs.sh --write` makes the tables of them.
 # What fails does not stop the others; it is named at the end, and the exit status is 1. --only: some of compare-small,
 # compare-large, weights, sweep, overlap, or of those that are measured where they are named: compare-rate,
-# compare-once-tight, compare-once-roomy, compare-windows, gaps (12, 5, 5, 6 and 7 minutes), compare-mooncake, compare-dynamo,
+# compare-once-tight, compare-once-roomy, compare-windows, gaps (12, 5, 5, 6 and 7 minutes), compare-dynamo,
 # compare-vllm (10, 10 and 14; the latter need what launch/dynamo.sh and launch/vllm.sh install).
 # --resume: not what was measured today at this commit. Flags: --dtype float32 if none.
 set -euo pipefail
@@ -24,7 +24,7 @@ while [ $# -gt 0 ]; do
   esac
 done
 usual=(compare-small compare-large weights sweep overlap)
-names=("${usual[@]}" compare-rate compare-once-tight compare-once-roomy compare-windows gaps compare-mooncake compare-dynamo
+names=("${usual[@]}" compare-rate compare-once-tight compare-once-roomy compare-windows gaps compare-dynamo
   compare-vllm)
 for name in ${only//,/ }; do
   case " ${names[*]} " in
@@ -133,8 +133,6 @@ case ",$only," in *,compare-windows,*)
   ;;
 esac
 # Another store below the workers; another front, and another engine, on the pool.
-measure compare-mooncake 10 compare --sizes small --load "$documents" --concurrency 1 --repeat 3 --minutes 10 --silence 60 \
-  --pool-capacity 1GiB --against agg,agg-mooncake,disagg,disagg-mooncake
 measure compare-dynamo 10 compare --sizes small --load "$documents" --concurrency 1 --repeat 3 --minutes 10 --silence 60 \
   --pool-capacity 1GiB --against agg,dynamo,disagg,dynamo-disagg
 measure compare-vllm 14 compare --sizes small --load "$documents" --concurrency 1 --repeat 3 --minutes 14 --silence 60 \

@@ -29,8 +29,7 @@ Against = Annotated[
     typer.Option(
         help="Contenders, separated by commas; ratios are over the first. Empty: plain, file, "
         "mooncake (if installed), agg, disagg. Also possible: agg-once (no pages in host memory, and "
-        "the pool larger by as much), disagg-direct, agg-mooncake and disagg-mooncake (Mooncake Store in "
-        "place of the pool node), agg-two and elastic (two workers), dead (agg with a "
+        "the pool larger by as much), disagg-direct, agg-two and elastic (two workers), dead (agg with a "
         "killed pool, R13); dynamo and dynamo-disagg; vllm, and with LMCache vllm-cpu, vllm-disk and "
         "vllm-pool."
     ),

@@ -7,8 +7,10 @@ calls.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,11 +19,11 @@ from typing import Any, Final
 
 from benchmarks.processes import accepts, free_ports, server
 from benchmarks.stores import BenchError, PageStore
-from pdserve.errors import PdserveError
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
-from pdserve.kvpool.stores.mooncake import QUIET, MooncakeOptions, join
 
-HOW_TO_INSTALL = "pip install '.[mooncake]' in the checkout (the wheel mooncake-transfer-engine-non-cuda)"
+HOW_TO_INSTALL = "pip install '.[bench]' in the checkout (the wheel mooncake-transfer-engine-non-cuda)"
+BUFFER_BYTES: Final = 16 << 20  # Mooncake's default; the calls used here need none
+QUIET: Final = {"MC_LOG_LEVEL": "ERROR", "GLOG_minloglevel": "2", "GLOG_logtostderr": "1"}  # no files of logs
 # Runs as a process: joins its memory to the store, says so, and stays until its standard input ends.
 STORE_PROGRAM: Final = (
     "import sys\n"
@@ -130,7 +132,27 @@ def mooncake_servers(
 
 def joined(address: str, segment_bytes: int) -> Any:
     """A process of the store that brings `segment_bytes` of memory. Raises BenchError."""
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)  # read when the library is loaded
     try:
-        return join(MooncakeOptions(master=address), segment_bytes)
-    except PdserveError as error:
-        raise BenchError(str(error)) from error
+        store = importlib.import_module("mooncake.store").MooncakeDistributedStore()
+    except ImportError as error:
+        raise BenchError(f"mooncake cannot be loaded ({error}): {HOW_TO_INSTALL}") from error
+    settings = {
+        "local_hostname": "127.0.0.1",
+        "metadata_server": "P2PHANDSHAKE",
+        "global_segment_size": str(segment_bytes),
+        "local_buffer_size": str(BUFFER_BYTES),
+        "protocol": "tcp",
+        "rdma_devices": "",
+        "master_server_addr": address,
+    }
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        code = store.setup(settings)
+    finally:
+        # Mooncake ends a process on SIGTERM by a thread of its own, and blocks the signal in this one for it
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    if code != 0:
+        raise BenchError(f"mooncake cannot join the store of {address} (error {code})")
+    return store

@@ -10,7 +10,6 @@ disaggregated. Pure.
 | `agg-once` | as `agg`, but host memory keeps no pages; what this frees is given to the pool |
 | `disagg` | one prefill and one decode worker on a pool node, behind the router |
 | `disagg-direct` | the same, with the direct hand-off, of Mooncake over TCP on CPU |
-| `agg-mooncake`, `disagg-mooncake` | as `agg` and `disagg`, with Mooncake Store in place of the pool node |
 | `agg-two` | two aggregated workers on a pool node, behind the router |
 | `elastic` | two elastic workers on a pool node, behind the router |
 | `dead` | as `agg`, asked directly; its pool node was killed before the first ask |
@@ -35,11 +34,10 @@ PAGE_TRACE: Final = "PDSERVE_PAGE_TRACE"  # kvpool/hicache/page_trace.py
 DEAD: Final = "dead"
 ONCE: Final = "agg-once"
 ON_POOL: Final = ("agg", ONCE, "disagg", "disagg-direct", "agg-two", "elastic")
-ON_MOONCAKE: Final = ("agg-mooncake", "disagg-mooncake")
-OURS: Final = (*ON_POOL, *ON_MOONCAKE)
-NEED_MOONCAKE: Final = ("mooncake", *ON_MOONCAKE)
+OURS: Final = ON_POOL
+NEED_MOONCAKE: Final = ("mooncake",)
 NAMES: Final = ("plain", "file", "mooncake", *OURS, DEAD)
-ASKED_FOR: Final = (ONCE, "disagg-direct", *ON_MOONCAKE, "agg-two", "elastic", DEAD)
+ASKED_FOR: Final = (ONCE, "disagg-direct", "agg-two", "elastic", DEAD)
 """Compared only where they are named."""
 _ONCE_RATIO: Final = 1.2  # room for a long fetch beside a long write
 _ON_THEIR_WAY: Final = {"hicache_host_memory_mode": "buffer_only", "hicache_ratio": _ONCE_RATIO}
@@ -120,14 +118,10 @@ def contender(
         DEAD: {"agg": [alone]},
         "disagg": {"prefill": [{}], "decode": [{}]},
         "disagg-direct": {"prefill": [_DIRECT], "decode": [_DIRECT]},
-        "agg-mooncake": {"agg": [{}]},
-        "disagg-mooncake": {"prefill": [{}], "decode": [{}]},
         "agg-two": {"agg": [{}, {}]},
         "elastic": {"elastic": [{}, {}]},
     }
     own = roles[name]
-    if name in ON_MOONCAKE:
-        worker["pool"] = {"engine": "mooncake", "options": {"master": mooncake_master}}
     if name in (*ON_POOL, DEAD):
         arena = {"arena_dir": f"{setting.arena_directory}/{name}", "keep": False}
         if setting.trace_pages:

@@ -75,11 +75,7 @@ PROGRAMS: Final = (
     Program(
         "libibverbs.so.1",  # Mooncake's wheel does not bring it
         "libibverbs1",
-        (
-            "tests/contracts/test_store_contract.py",
-            "tests/kvpool/hicache/test_backend_on_stores.py",
-            "tests/e2e",
-        ),
+        ("tests/e2e",),
         extended=("tests/bench",),
     ),
     Program("promtool", "prometheus", extended=("tests/up/test_monitoring.py",), service="prometheus"),

@@ -23,8 +23,6 @@ CONTENDER_COLOURS = {
     "agg-once": "#9fd3c7",
     "disagg": "#1f5fa8",
     "disagg-direct": "#123a68",
-    "agg-mooncake": "#e8b27a",
-    "disagg-mooncake": "#a8601a",
     "agg-two": "#8fb98a",
     "elastic": "#3d7a4e",
     "dead": "#303030",

@@ -197,17 +197,6 @@ class PoolClient:
         self._tally.add(pages_read=count, bytes_read=count * size_bytes)
         return shown
 
-    def expected_read_s(self, keys: Sequence[bytes]) -> float:
-        """How long it should take to read these pages, by the speed seen of late. 0: unknown."""
-        links = self._links.links
-        jobs = self._plan_reads(keys, self._links.rings, self.page_bytes)
-        sizes = {node: len(places) * self.page_bytes for node, places in jobs.items() if node in links}
-        return max((links[node].speed.time_s(size) for node, size in sizes.items()), default=0.0)
-
-    def left_to_compute(self, pages: int) -> None:
-        """Count pages that are there, and that the worker computes again all the same."""
-        self._tally.add(pages_left=pages)
-
     def wait(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
         """Block until all keys are committed, for at most `timeout_s`. Returns whether each key is.
 

@@ -55,7 +55,6 @@ class ClientCounters:
     )
     pages_replica: int = 0  # reads served by a replica of a hot page
     pages_ssd: int = 0  # reads that the node loaded from a tier (SSD, directory)
-    pages_left: int = 0  # there, but sooner computed than read
     pages_shared: int = 0  # reads copied from another client of this host, which had read the page
     bytes_read: int = 0
     bytes_written: int = 0

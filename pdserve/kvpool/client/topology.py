@@ -13,8 +13,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from pdserve.errors import ConfigError, PoolError, PoolTimeout, PoolUnavailable
-from pdserve.kvpool.client.config import OWN_ENGINE, PoolClientConfig
+from pdserve.errors import PoolError, PoolTimeout, PoolUnavailable
+from pdserve.kvpool.client.config import PoolClientConfig
 from pdserve.kvpool.client.connection_pool import NodeLink, OpenConnection
 from pdserve.kvpool.client.deadline import Deadline
 from pdserve.kvpool.client.routing import Rings, ViewBook
@@ -29,11 +29,7 @@ class SharedViews:
     """A `ViewBook` that several threads, or two clients of one process, write to."""
 
     def __init__(self, config: PoolClientConfig) -> None:
-        """Raises ConfigError if the nodes form no valid ring, or another engine holds the pages."""
-        if config.engine != OWN_ENGINE:
-            raise ConfigError(
-                f'pool.engine = "{config.engine}": this needs pool nodes, only workers do without'
-            )
+        """Raises ConfigError if the nodes form no valid ring."""
         self._book = ViewBook([NodeAddress(ref.node, ref.address, ref.weight) for ref in config.nodes])
         self._lock = threading.Lock()
         self._listeners: list[Callable[[], None]] = []

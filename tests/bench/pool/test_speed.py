@@ -43,7 +43,7 @@ def test_each_size_and_checksum_is_a_line_with_its_peers_measured_in_the_same_ro
 
 
 @pytest.mark.parametrize(
-    ("missing", "extra"), [("mooncake", "mooncake"), ("redis", "bench"), ("matplotlib", "bench")]
+    ("missing", "extra"), [("mooncake", "bench"), ("redis", "bench"), ("matplotlib", "bench")]
 )
 def test_what_is_not_installed_is_named_with_how_to_install_it(
     missing: str, extra: str, monkeypatch: pytest.MonkeyPatch

@@ -18,7 +18,6 @@ from benchmarks.serving.cluster import launched, workplace
 from benchmarks.serving.compare import compare
 from benchmarks.serving.contenders import (
     NAMES,
-    ON_MOONCAKE,
     OURS,
     Setting,
     cache_tokens,
@@ -48,8 +47,6 @@ PROCESSES = {
     "agg-once": ["pool0", "agg0", "router"],
     "disagg": ["pool0", "prefill0", "decode0", "router"],
     "disagg-direct": ["pool0", "prefill0", "decode0", "router"],
-    "agg-mooncake": ["agg0", "router"],
-    "disagg-mooncake": ["prefill0", "decode0", "router"],
     "agg-two": ["pool0", "agg0", "agg1", "router"],
     "elastic": ["pool0", "elastic0", "elastic1", "router"],
     "dead": ["pool0", "agg0", "router"],
@@ -74,13 +71,6 @@ def test_a_contenders_cluster_is_valid_for_every_process(name: str, tmp_path: Pa
     listening = {place.port: spec.role for spec in plan.processes for place in spec.listening}
     assert listening[asked] == ("router" if name in OURS else "agg")
     assert listening[chosen.router_port] == "router"
-
-
-@pytest.mark.parametrize("name", ON_MOONCAKE)
-def test_workers_on_mooncake_have_its_master_and_no_pool_node(name: str) -> None:
-    tables = contender(name, SETTING, 9000, 9001, "127.0.0.1:7").tables
-    assert tables["worker"]["pool"] == {"engine": "mooncake", "options": {"master": "127.0.0.1:7"}}
-    assert "pool" not in tables
 
 
 def test_what_host_memory_does_not_take_is_given_to_the_pool() -> None:
