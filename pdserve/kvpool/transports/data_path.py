@@ -13,7 +13,6 @@ from pdserve.extras import is_installed
 from pdserve.kvpool.protocol.messages import Hello
 from pdserve.kvpool.transports.base import Connection
 from pdserve.kvpool.transports.control import ControlChannel
-from pdserve.kvpool.transports.pinning import PinningConnection
 from pdserve.kvpool.transports.session import OnView
 from pdserve.kvpool.transports.shm import ShmConnection
 from pdserve.kvpool.transports.tcp.client import TcpConnection
@@ -58,8 +57,6 @@ def open_data_path(
         return ShmConnection.open(channel, checksum, deadline_s, populate)
     if channel.welcome.data_path == "tcp":
         return TcpConnection.open(channel, checksum, deadline_s, tls, channel.server_name)
-    if channel.welcome.data_path == "none":
-        return PinningConnection(channel)
     # imported only if used: loading UCX costs a second and 170 MB
     from pdserve.kvpool.transports.ucx_client import UcxConnection
 
