@@ -303,7 +303,6 @@ def make_workers(
             "data_path": line.data_path,
             "checksum": line.checksum and settings.checksum,
             "restart_wait_s": RESTART_WAIT_S,
-            "connections_per_node": 1,
             "token": Secret(WRITE_TOKEN),
         }
         config = WorkerConfig(

@@ -26,7 +26,6 @@ NAMESPACE: Final = "soak"
 GEOMETRY: Final = {"soak": "1"}
 THREADS: Final = 2
 BATCH: Final = 8
-WAIT_S: Final = 0.02
 HOLD_POLL_S: Final = 0.002
 POISON: Final = 0xEE
 
@@ -123,10 +122,8 @@ class SoakThread:
             for ok, key, page in zip(got, keys, self._memory, strict=True):
                 self._mine[WRONG] += ok and not np.array_equal(page, p.content(key, page.nbytes))
             self._mine[PAGES_READ] += sum(got)
-        elif kind < 7:
-            client.exists(keys)
         else:
-            client.wait(keys, WAIT_S)
+            client.exists(keys)
 
 
 def main(config_path: str) -> None:

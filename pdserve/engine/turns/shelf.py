@@ -102,7 +102,9 @@ class Shelf:
             if client is not None:
                 client.close()
             config = _own_config(pages.config, self._lookup_s)
-            client = self._client = PoolClient(config, pages.namespace, pages.geometry, name=_NAME)
+            client = self._client = PoolClient(
+                config, pages.namespace, pages.geometry, name=_NAME, connections=_READERS + _WRITERS
+            )
         return client
 
 
@@ -134,7 +136,6 @@ def _own_config(config: PoolClientConfig, lookup_s: float) -> PoolClientConfig:
         exists_timeout_s=lookup_s,
         get_timeout_s=lookup_s,
         restart_wait_s=0.0,
-        connections_per_node=_READERS + _WRITERS,
     )
 
 

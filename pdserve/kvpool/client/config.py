@@ -97,12 +97,6 @@ class PoolClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     restart_wait_s: Annotated[
         float, Meta(ge=0, description="Additional time of an operation while a node is being upgraded.")
     ] = 3.0
-    connections_per_node: Annotated[
-        int, Meta(ge=1, description="Concurrent operations per node and process.")
-    ] = 4
-    ucx: Annotated[
-        dict[str, str], Meta(description="UCX settings without their UCX_ prefix, e.g. TLS, NET_DEVICES")
-    ] = {}
 
     def __post_init__(self) -> None:
         if self.tls.certificate is not None and self.tls.ca is None:

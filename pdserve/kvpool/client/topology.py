@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import Final
 
 from pdserve.errors import PoolError, PoolTimeout, PoolUnavailable
 from pdserve.kvpool.client.config import PoolClientConfig
@@ -23,6 +24,9 @@ from pdserve.kvpool.protocol.messages import NodeAddress, Welcome
 from pdserve.kvpool.transports.base import Connection, Connector
 
 logger = logging.getLogger(__name__)
+
+CONNECTIONS: Final = 4
+"""Operations of one client on one node at a time."""
 
 
 class SharedViews:
@@ -75,6 +79,7 @@ class PoolLinks:
         connector: Connector,
         views: SharedViews,
         page_bytes: int = 0,
+        connections: int = CONNECTIONS,
     ) -> None:
         self._config = config
         self._namespace = namespace
@@ -82,6 +87,7 @@ class PoolLinks:
         self._connector = connector
         self._views = views
         self._page_bytes = page_bytes
+        self._connections = connections
         self._seeds = {ref.node: ref.address for ref in config.nodes}
         self._lock = threading.Lock()
         self._asking = threading.Lock()  # held by the one thread that asks for views
@@ -144,7 +150,7 @@ class PoolLinks:
             namespace=self._namespace,
             geometry=self._geometry,
             page_bytes=self._page_bytes,
-            limit=config.connections_per_node,
+            limit=self._connections,
             connect_timeout_s=config.connect_timeout_s,
             retry_after_s=config.retry_after_s,
             restart_wait_s=config.restart_wait_s,

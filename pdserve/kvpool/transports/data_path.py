@@ -40,7 +40,7 @@ def connect_channel(
 def open_data_path(
     channel: ControlChannel,
     *,
-    ucx: Mapping[str, str],
+    ucx: Mapping[str, str] | None = None,
     checksum: bool,
     deadline_s: float,
     tls: ssl.SSLContext | None = None,
@@ -48,8 +48,8 @@ def open_data_path(
 ) -> Connection:
     """A connection on the path that the node chose. It takes over the channel, also when this raises.
 
-    `ucx`: UCX settings without their UCX_ prefix. `tls`: what goes over TCP must be
-    encrypted. `populate`: mapped memory is made present at once.
+    `ucx`: UCX settings without their UCX_ prefix, which win over the environment. `tls`: what goes over TCP
+    must be encrypted. `populate`: mapped memory is made present at once.
 
     Raises PoolRefused, PoolUnavailable, PoolTimeout.
     """
@@ -60,4 +60,4 @@ def open_data_path(
     # imported only if used: loading UCX costs a second and 170 MB
     from pdserve.kvpool.transports.ucx_client import UcxConnection
 
-    return UcxConnection.open(channel, ucx, checksum, deadline_s)
+    return UcxConnection.open(channel, ucx or {}, checksum, deadline_s)

@@ -26,7 +26,7 @@ from pdserve.kvpool.testing.inproc import InprocConnector
 from pdserve.kvpool.transports.async_control import AsyncControl
 from pdserve.kvpool.transports.session import make_hello
 from tests.support.kvpool.clients import SOON_S, config_of, doors_of
-from tests.support.kvpool.door import UPGRADING, Door, Manner
+from tests.support.kvpool.door import UPGRADING, Door, DoorConnector, Manner
 from tests.support.kvpool.faulty import key
 from tests.support.kvpool.faulty import put as put_pages
 
@@ -267,6 +267,29 @@ async def test_a_view_that_comes_with_the_greeting_is_not_lost(door: Door) -> No
         door.tell(View(0, 4, [m.NodeAddress("n0", door.address)]))
         await until(lambda: client.rings.epoch == 4)
         assert client._links.keys() == {"n0"}, "a node that left is not tried any more"
+
+
+async def test_a_wait_looks_at_the_earlier_owner_first_and_follows_its_pages(tmp_path: Path) -> None:
+    doors, wanted = doors_of(tmp_path, 3), [key(n) for n in range(60)]
+    addresses = [m.NodeAddress(door.node.name, door.address) for door in doors]
+    config = config_of(doors, exists_timeout_s=SOON_S, connect_timeout_s=SOON_S)
+    for door in doors:
+        door.node.view = View(0, 2, addresses[:2])
+    writer = PoolClient(config, "ns", {}, connector=DoorConnector(doors))
+    await asyncio.to_thread(put_pages, writer, wanted)
+    for door in doors:
+        door.tell(View(0, 3, addresses, addresses[:2]))
+    client = AsyncPoolClient(config, "ns", {})
+    await client.exists(wanted[:1])
+    assert await client.wait(wanted, 5.0) == [True] * 60
+    later = [key(n) for n in range(60, 120)]
+    waiting = asyncio.create_task(client.wait(later, SOON_S))
+    await asyncio.to_thread(put_pages, writer, later)
+    assert await waiting == [True] * 60
+    client.close()
+    writer.close()
+    for door in doors:
+        door.close()
 
 
 async def test_what_hangs_up_a_connection_reaches_all_its_calls_and_its_owner(door: Door) -> None:

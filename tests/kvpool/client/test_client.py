@@ -271,7 +271,7 @@ def test_whatever_step_times_out_the_answer_has_full_length(pool: Pool, step: st
 
 def test_close_ends_operations_under_way_with_misses(pool: Pool) -> None:
     """Also those whose parts wait for a thread: they must end, not be forgotten."""
-    client = pool.client(connections_per_node=1)
+    client = pool.client(connections=1)
     wanted = keys(COUNT)
     put(client, wanted)
     reading, go_on = threading.Barrier(4), threading.Event()
@@ -365,23 +365,3 @@ def test_a_node_with_slabs_smaller_than_a_page_and_its_tag_is_refused(
     with closing(PoolClient(config, "ns", {}, connector=pool.connector, page_bytes=page_bytes)) as client:
         errors = client.check().values()
     assert all(error is None if fits else isinstance(error, PoolRefused) for error in errors)
-
-
-def test_a_node_of_an_older_version_that_names_no_largest_page_is_taken(pool: Pool) -> None:
-    pool.connector.answer = lambda node, request: (
-        m.Opened(1, 1) if isinstance(request, m.OpenNamespace) else None
-    )
-    with closing(PoolClient(pool.config(), "ns", {}, connector=pool.connector, page_bytes=1 << 40)) as client:
-        assert not any(client.check().values())
-
-
-@pytest.mark.parametrize("page_key", ["", "a key"])
-def test_pages_are_dropped_by_key_at_their_owners(pool: Pool, page_key: str) -> None:
-    client = pool.client(page_key=Secret(page_key))
-    wanted = keys(COUNT)
-    put(client, wanted)
-    dropped = client.discard([*wanted[:COUNT:2], key(COUNT)], PAGE_BYTES)
-    assert dropped == [True] * (COUNT // 2) + [False]
-    assert client.exists(wanted) == [False, True] * (COUNT // 2)
-    assert client.discard(wanted[1:2], PAGE_BYTES + 1) == [False]  # a page of another length is another one
-    assert put(client, wanted) == [True] * COUNT
