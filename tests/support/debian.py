@@ -71,7 +71,6 @@ PROGRAMS: Final = (
         service="redis-server",
     ),
     Program("chromium", "chromium", ("tests/router/admin/test_live_page.py",)),
-    Program("cc", "gcc", ("tests/kvpool/transports/test_ucx.py",)),
     Program(
         "libibverbs.so.1",  # Mooncake's wheel does not bring it
         "libibverbs1",

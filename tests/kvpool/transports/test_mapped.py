@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -103,13 +100,3 @@ def test_a_users_own_tunables_stay() -> None:
     assert streaming_copies.environment({"A": "b"}) == {"A": "b", variable: f"{tunable}=0x8000"}
     assert streaming_copies.environment({variable: "x=1"})[variable] == f"x=1:{tunable}=0x8000"
     assert streaming_copies.environment({variable: f"{tunable}=9"})[variable] == f"{tunable}=9"
-
-
-def test_glibc_knows_the_tunable() -> None:
-    name = os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in os.confstr_names else None
-    if name is None or sys.platform != "linux" or os.uname().machine != "x86_64":
-        pytest.skip("tunables are of glibc on x86-64")
-    loader = "/lib64/ld-linux-x86-64.so.2"
-    env = streaming_copies.environment({})
-    listed = subprocess.run([loader, "--list-tunables"], env=env, capture_output=True, text=True, timeout=60)
-    assert f"{streaming_copies.TUNABLE}: 0x8000" in listed.stdout
