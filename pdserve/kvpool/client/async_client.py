@@ -178,8 +178,8 @@ class AsyncPoolClient:
 
     async def keep(self, keys: Sequence[bytes], keep_s: float) -> int:
         """Have those pages that are in memory at the nodes that own them kept for `keep_s` from now on;
-        below 0: no longer. Returns how many of the keys are there. A node that cannot be reached, is older,
-        or has too many keeps none: nothing rests on it.
+        below 0: no longer. Returns how many of the keys are there. A node that cannot be reached, or
+        keeps too many, keeps none: nothing rests on it.
         """
         return await self._hint(keys, keep_s=keep_s)
 
