@@ -106,7 +106,7 @@ def test_who_configures_a_feature_without_its_library_is_told_what_to_install(
 def test_every_extra_that_is_named_is_one() -> None:
     sources = "".join(path.read_text() for path in (ROOT / "pdserve").rglob("*.py"))
     named = set(re.findall(r"""(?:needed_by\(.*, |how_to_install\(|is_installed\()["'](\w+)["']""", sources))
-    assert named >= {"sglang", "ucx", "encryption", "zstd", "events", "object", "redis", "otel", "mooncake"}
+    assert named >= {"sglang", "ucx", "encryption", "zstd", "events", "object", "redis", "otel"}
     assert named <= set(PROJECT["optional-dependencies"])
 
 

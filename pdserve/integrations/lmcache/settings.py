@@ -1,6 +1,4 @@
-"""What the operator says to an integration, and what is read of a model. Both run in other people's
-processes.
-"""
+"""The adapter's parameters, and what it reads of a model: it runs in LMCache's process."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ MAX_LABEL_CHARS: Final = 64
 
 
 class IntegrationSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The parameters of LMCache's adapter and of vLLM's tier."""
+    """`adapter_params` in LMCache's `--l2-adapter`."""
 
     pool: Annotated[PoolClientConfig, Meta(description="How the pool is reached, as at a worker.")]
     revision: Annotated[

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from pdserve.integrations.dynamo.runtime_data import shared_cache
+from pdserve.integrations.dynamo.worker import shared_cache
 from pdserve.kvpool.protocol.kv_events import object_key
 from pdserve.pages import KvGeometry, page_hashes
 

@@ -9,8 +9,8 @@ from contextlib import suppress
 
 import pytest
 
-from pdserve.integrations import task_lane
-from pdserve.integrations.task_lane import TaskLane
+from pdserve.integrations.lmcache import task_lane
+from pdserve.integrations.lmcache.task_lane import TaskLane
 from tests.support.kvpool.clients import until
 
 
