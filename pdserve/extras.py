@@ -14,7 +14,6 @@ _LIBRARIES: Final = {
     "sglang": "sglang",
     "ucx": "ucxx",
     "encryption": "cryptography",
-    "mooncake": "mooncake",
     "bench": "matplotlib",
     "otel": "opentelemetry.sdk",
 }

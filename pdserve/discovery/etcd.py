@@ -110,24 +110,25 @@ class _Token(msgspec.Struct, frozen=True):
     token: str
 
 
-def discover(config: EtcdConfig, cluster: str, *, kind: str = NODES, secret: str = "") -> list[EtcdMember]:
-    """The members that etcd knows of now, by name. Blocks for at most `timeout_s` per endpoint, also where an
-    event loop runs. Clients of a pool give no secret: with a token they let each node prove itself.
+def discover(config: EtcdConfig, cluster: str) -> list[EtcdMember]:
+    """The nodes of a pool that etcd knows of now, by name. For clients; blocks for at most `timeout_s` per
+    endpoint, also where an event loop runs. Signatures are not looked at: they are for nodes, and a client
+    with a token lets each node prove itself.
 
     Raises PoolUnavailable: no endpoint answers; PoolRefused: etcd says no; ConfigError: no certificates.
     """
     with ThreadPoolExecutor(1) as executor:
-        return executor.submit(lambda: asyncio.run(_discover(config, cluster, kind, secret))).result()
+        return executor.submit(lambda: asyncio.run(_discover(config, cluster))).result()
 
 
-async def _discover(config: EtcdConfig, cluster: str, kind: str, secret: str) -> list[EtcdMember]:
-    membership = EtcdMembership(config, cluster, None, lambda _: None, kind=kind, secret=secret)
+async def _discover(config: EtcdConfig, cluster: str) -> list[EtcdMember]:
+    membership = EtcdMembership(config, cluster, None, lambda _: None)
     try:
         kvs, _ = await membership._list()
-        found, _ = _members(kvs, membership._prefix, secret)  # what is no member is logged by those who stay
+        found, _ = _members(kvs, membership._prefix, "")  # what is no member is logged by those who stay
         return found
     except PoolUnavailable as error:
-        raise PoolUnavailable(f"etcd cannot be asked for {kind}: {error}") from error
+        raise PoolUnavailable(f"etcd cannot be asked for the pool's nodes: {error}") from error
     finally:
         await membership.close()
 

@@ -121,9 +121,7 @@ def doctor(
     ] = True,
     measure: Annotated[
         bool,
-        typer.Option(
-            help="Measure bandwidths and check all of SGLang that pdserve leans on; 15 to 30 seconds."
-        ),
+        typer.Option(help="Check all of SGLang that pdserve leans on; 15 to 30 seconds."),
     ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="JSON for programs.")] = False,
     plan_file: PlanFile = None,

@@ -44,7 +44,6 @@ class ConfiguredConnector:
         channel = connect_channel(address, hello, deadline_s, on_view, tls)
         return open_data_path(
             channel,
-            ucx=config.ucx,
             checksum=config.checksum,
             deadline_s=deadline_s,
             tls=tls,

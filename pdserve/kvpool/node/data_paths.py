@@ -46,7 +46,6 @@ class DataPaths:
             lost,
             hosts=_hosts(config.listen),
             port=config.tcp.port,
-            advertised=config.tcp.host,
             tls=lambda: certificates.server_context,
             stall_timeout_s=config.lease_s,
         )

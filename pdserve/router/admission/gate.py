@@ -15,10 +15,8 @@ from pdserve.errors import RequestError
 from pdserve.logs import ThrottledLog
 from pdserve.router.admission.queue import FairQueue, State, Ticket
 from pdserve.router.api.errors import NoWorkerError, TooManyError
-from pdserve.router.config.aliases import base_of
 from pdserve.router.config.router import RouterConfig
-from pdserve.router.fleet.aliases import Aliases
-from pdserve.router.fleet.models import ANY, Models
+from pdserve.router.fleet.models import ANY, DEFAULT_MODEL, Models
 from pdserve.router.fleet.registry import UNKNOWN_SLOTS, Fleet
 from pdserve.router.metrics.stats import Histogram
 from pdserve.router.request.call import Call
@@ -48,7 +46,9 @@ class Gate:
         self._worker_wait_s = config.deadlines.wait_for_worker_s
         fleet.watchers.append(self._fill_waiting)
         self._loop = asyncio.get_running_loop()
-        self.aliases = Aliases()
+        self.aliases: dict[str, str] = {}
+        """Names for clients → the models, or BASE:ADAPTER, that they stand for."""
+        self._default = config.default_model
         self._admission = config.admission
         self._waiters: dict[Ticket, asyncio.Future[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -72,7 +72,7 @@ class Gate:
         check_open(config, keys)
         self.tenants.configure(keys, config.tenants, config.tenant_defaults, self._loop.time())
         self._admission = config.admission
-        self.aliases = Aliases(config.aliases, config.default_model)
+        self.aliases = config.aliases
         self.queue.queue_length = config.admission.queue_length
 
     def authenticate(self, headers: dict[bytes, bytes], address: str) -> TenantState:
@@ -124,22 +124,14 @@ class Gate:
         """The served model that a call means. Raises RequestError, NoWorkerError as `Models.resolve`."""
         return self._models.resolve(requested, call.endpoint, self._fleet.tasks)
 
-    def choose_model(self, alias: str, key: str, last: str = "", *, is_held: bool = False) -> str:
-        """The model that an alias means for the conversation of this key, see `Aliases.choose`. `is_held`:
-        only workers of `last` can go on with it.
-        """
-        now_s, served = self._loop.time(), self._fleet.tasks
-        bases = {m: m if m in served else base_of(m) for m in self.aliases.models[alias]}
-        if is_held:
-            return next((m for m, base in bases.items() if base == last), last)
-        ready = {m: base for m, base in bases.items() if base in served and self._slots(base, now_s)}
-        return self.aliases.choose(alias, key, ready, last)
+    def named(self, requested: str | None) -> str | None:
+        """`requested`, or the model for which it stands if it is an alias."""
+        name = self._default if requested in (None, "", DEFAULT_MODEL) else requested
+        return self.aliases.get(name or "", requested)
 
     def served_model(self, requested: str | None) -> str:
         """The served model of this name. Raises RequestError, NoWorkerError as `Models.find`."""
-        if (alias := self.aliases.named(requested)) is not None:
-            requested = self.choose_model(alias, "")
-        return self._models.find(requested, self._fleet.tasks)
+        return self._models.find(self.named(requested), self._fleet.tasks)
 
     async def hold(self, call: Call, requested: str | None) -> Ticket | None:
         """Where the model that a request means has no worker that is ready, wait for one. Returns the slot
@@ -194,8 +186,7 @@ class Gate:
         served = self._fleet.tasks
         if requested is not None and requested in served:
             return requested
-        of_aliases = [m for models in self.aliases.models.values() for m in models]
-        return self._models.awaited(requested, served, {*self._fleet.known, *of_aliases})
+        return self._models.awaited(requested, served, {*self._fleet.known, *self.aliases.values()})
 
     async def _hold(self, call: Call, name: str) -> Ticket:
         now_s = self._loop.time()

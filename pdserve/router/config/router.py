@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
@@ -12,7 +12,6 @@ from pdserve.discovery.workers import WorkerEtcdConfig
 from pdserve.errors import ConfigError
 from pdserve.router.api.endpoints import PREFILLABLE, PrefillPath
 from pdserve.router.config.addresses import check_pool_address, is_https, parse_base_url
-from pdserve.router.config.aliases import Alias, check_aliases
 from pdserve.router.config.limits import Deadlines, Limits, Probe
 from pdserve.router.config.placement import PlacementSettings, Session
 from pdserve.router.config.redis import RedisSettings
@@ -22,6 +21,12 @@ from pdserve.security.tls import TlsConfig
 from pdserve.tracing import Tracing
 
 Mode = Literal["disagg", "agg"]
+MAX_ALIAS_CHARS: Final = 256
+
+
+def base_of(model: str) -> str:
+    """The model that workers serve under a name, without its adapter."""
+    return model.partition(":")[0]
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,7 +95,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(
             ge=0,
             description="A prompt with fewer uncached tokens (estimated) skips the prefill stage; 0: none "
-            "skips it. Adapts to queues, see placement.queue_share.",
+            "skips it. It adapts to the workers' queues.",
         ),
     ] = 256
     pull_ahead_tokens: Annotated[
@@ -171,7 +176,10 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tenant_defaults: TenantLimits = TenantLimits()
     tenants: tuple[Tenant, ...] = ()
     redis: RedisSettings = RedisSettings()
-    aliases: tuple[Alias, ...] = ()
+    aliases: Annotated[
+        dict[str, str],
+        Meta(description="Names for clients, each with the model, or BASE:ADAPTER, that it stands for."),
+    ] = {}
     admin: Admin = Admin()
     etcd: WorkerEtcdConfig = WorkerEtcdConfig()
     tracing: Tracing = Tracing()
@@ -190,8 +198,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(f"no tenant can be called {SHARED!r}: it names the shared cache namespace")
         for address in self.admin.pool:
             check_pool_address(address)
-        check_aliases(self.aliases, self.models)
-        known = (*self.models, *(alias.name for alias in self.aliases))
+        self._check_aliases()
+        known = (*self.models, *self.aliases)
         if self.models and self.default_model and self.default_model not in known:
             raise ValueError(f"default_model {self.default_model!r} is none of 'models', and no alias")
         if (self.access.tls_cert_file is None) != (self.access.tls_key_file is None):
@@ -211,6 +219,15 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 "no workers: list 'decode' (and 'prefill') workers, or 'agg' or 'elastic' ones, or set "
                 "etcd.endpoints"
             )
+
+    def _check_aliases(self) -> None:
+        for alias, model in self.aliases.items():
+            if not 0 < len(alias) <= MAX_ALIAS_CHARS:
+                raise ValueError(f"alias {alias[:40]!r}: a name has from 1 to {MAX_ALIAS_CHARS} characters")
+            if model in self.aliases:
+                raise ValueError(f"alias {alias} stands for {model}, which is an alias itself")
+            if not model or (self.models and not {model, base_of(model)} & set(self.models)):
+                raise ValueError(f"alias {alias} stands for {model!r}, which is none of 'models'")
 
     def _check_tls(self, urls: list[str]) -> None:
         if self.tls.certificate is not None and self.tls.ca is None:

@@ -55,9 +55,6 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     """It waits for the pages of prompts with media, too."""
     adapters: tuple[str, ...] = ()
     """Names of the LoRA adapters that it started with."""
-    longest_token_bytes: Number = 0
-    """UTF-8 bytes of text that one token can stand for (see `TextBound`). 0: there is no bound."""
-    text_shrink: Number = 1
     takes_salt_header: bool = False
     """`x-pdserve-cache-salt` keeps caches apart there, at endpoints where SGLang takes no salt."""
     priorities: Literal["none", "high_first", "low_first"] = "none"

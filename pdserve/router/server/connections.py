@@ -15,7 +15,6 @@ from pdserve.logs import ThrottledLog
 from pdserve.router.server.application import Application
 from pdserve.router.server.asgi import Asgi
 from pdserve.router.server.request_cycle import RequestCycle
-from pdserve.router.server.upgrade import UpgradeHandler
 from pdserve.security.connection_limits import ConnectionLimit
 
 logger = logging.getLogger(__name__)
@@ -27,7 +26,7 @@ class Connected(Protocol):
     transport: asyncio.Transport
 
     @property
-    def is_busy(self) -> bool:
+    def is_answering(self) -> bool:
         """It must not go now."""
         ...
 
@@ -65,10 +64,9 @@ class Connections(ServerState):
         head_s: float,
         client_read_s: float,
         most: float = math.inf,
-        upgrades: UpgradeHandler | None = None,
     ) -> None:
         """`direct` gets the requests for its targets, the application all others. `most` connections: beyond
-        it, those are closed that wait for no answer. `upgrades` gets those that are no HTTP any more.
+        it, those are closed that wait for no answer.
         """
         super().__init__()
         self.application: Final = Application(application)
@@ -77,7 +75,6 @@ class Connections(ServerState):
             _nobody if direct is None else direct.serve
         )
         self._direct = direct
-        self.upgrades: Final = upgrades
         self.keep_alive_s: Final = keep_alive_s
         self.head_s: Final = head_s
         self.client_read_s: Final = client_read_s

@@ -176,7 +176,6 @@ def test_a_node_without_ucx_says_so() -> None:
         (UcxConfig(), {"NET_DEVICES": "lo"}),
         (UcxConfig(trusted_network=True), {}),
         (UcxConfig(trusted_network=True, devices="mlx5_0:1"), {"NET_DEVICES": "mlx5_0:1"}),
-        (UcxConfig(data_ports="7900-8900"), {"NET_DEVICES": "lo", "TCP_PORT_RANGE": "7900-8900"}),
         (UcxConfig(options={"NET_DEVICES": "eth9"}), {"NET_DEVICES": "eth9"}),
     ],
 )
