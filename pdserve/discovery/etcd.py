@@ -1,14 +1,14 @@
-"""Discovery through etcd: nodes find each other, clients find nodes, routers find workers (workers.py).
+"""Discovery through etcd: pool nodes find seeds, clients find nodes, routers find workers (workers.py).
 
-Each member keeps a key `<prefix>/<cluster>/<kind>/<name>` with its address, under a lease that it renews. It
-watches the keys of the others. etcd only helps to find members and to doubt them. The pool's nodes decide
-among themselves which of them are alive (kvpool/cluster). So while etcd is down, or after it lost its data,
-the pool goes on with what it knows, and the members write their keys again.
+Each member keeps a key `<prefix>/<cluster>/<kind>/<name>` with its address, under a lease that it renews, and
+watches the keys of the others. etcd only names members. Pool nodes decide among themselves which of them are
+alive (kvpool/cluster), and routers probe workers. So while etcd is down, or after it lost its data, all go on
+with the members they know, and the members write their keys again.
 
 Whoever may write to etcd could name any address, and its readers would send tokens and prompts there. So
-members with a common secret sign their entries, and pass over entries without their signature. The signature
-covers the whole key, so an entry is good for one name and role. An old entry stays good: an address that
-belonged to a member must not be given to strangers.
+members with a common secret sign their entries, and entries without their signature are passed over. The
+signature covers the whole key, so an entry is good for one name and role. An old entry stays good: an address
+that belonged to a member must not be given to strangers.
 
 This speaks etcd's JSON gateway (https://etcd.io/docs/v3.4/dev-guide/api_grpc_gateway/): keys and values in
 base64, 64-bit numbers as strings, a watch as one line of JSON per answer.

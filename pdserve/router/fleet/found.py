@@ -1,31 +1,17 @@
-"""Workers that a source outside names: DNS or etcd. The fleet's members of this source
-are kept equal to them. The source only names workers; their probes decide whether they are used.
+"""Workers that DNS or etcd names. The fleet's members of this source are kept equal to them. The source only
+names workers; their probes decide whether they are used.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import Protocol
 
 from pdserve.router.fleet.membership import FleetError
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.fleet.worker import ROLES, Role, Source, Worker
 
 logger = logging.getLogger(__name__)
-
-
-class Discovery(Protocol):
-    """Keeps the fleet equal to what a source names."""
-
-    async def first(self) -> None:
-        """Read all once. If the source does not answer, log a warning."""
-
-    async def run(self) -> None:
-        """Follow the source until cancelled. Can be called again after a failure."""
-
-    async def close(self) -> None:
-        """Close connections; after `run` was cancelled."""
 
 
 class FoundWorkers:
