@@ -46,8 +46,8 @@ class ConnectionLimit(Generic[T]):
         return goes
 
     def left(self, one: T) -> str:
-        """Count a connection no more: it was closed, or its client authenticated. Returns its address; empty if
-        it was not counted.
+        """Count a connection no more: it was closed, or its client authenticated. Returns its address, or ""
+        for one that was not counted.
         """
         address = self._address_of.pop(one, None)
         if address is None:

@@ -1,8 +1,8 @@
-"""A throttle of failed logins by client address: tokens at a pool node, API keys at a router. Pure; time is an
-input.
+"""A throttle of failed logins by client address: tokens at a pool node, API keys at a router. Pure;
+time is an input.
 
-An unknown token, or a wrong proof of one, is a failure of its address. After `BURST` failures, tokens from this
-address are refused unseen, right or wrong: otherwise the answer would tell an attacker a hit from a miss.
+An unknown token, or a wrong proof of one, is a failure of its address. After `BURST` failures, tokens from
+this address are refused unseen, right or wrong: otherwise the answer would tell an attacker hits from misses.
 `FORGIVEN_S` failures are forgotten each second.
 
 Clients that share an address with an attacker are not locked out: a token that was proved from that address
