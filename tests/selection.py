@@ -18,7 +18,7 @@ EXTENDED_FOLDERS = ("tests/bench", "tests/render", "tests/sizing")
 _MODELS = ("tests/e2e", "tests/engine")
 _NODES = ("tests/contracts", "tests/hostile", "tests/kvpool")
 RISKS: dict[str, tuple[str, ...]] = {
-    "pdserve/capacity/model.py": _MODELS,
+    "pdserve/engine/kv_bytes.py": _MODELS,
     "pdserve/engine/page_names.py": _MODELS,
     "pdserve/engine/prompt_identity.py": _MODELS,
     "pdserve/engine/sglang": _MODELS,

@@ -121,16 +121,12 @@ def _contenders(against: str) -> list[str]:
 
 def _kv_token_bytes(model: Path, flags: list[str]) -> int:
     """What a token takes in the device's KV cache, with the number type that the flags name."""
-    from msgspec.structs import replace
+    import json
 
-    from pdserve.capacity.facts import WorkerNeed
-    from pdserve.capacity.gather import read_model
-    from pdserve.capacity.model import token_bytes
+    from pdserve.engine.kv_bytes import token_bytes
 
-    facts = read_model(model)
-    if "float32" in flags:
-        facts = replace(facts, dtype_bytes=4)
-    return token_bytes(facts, WorkerNeed(name="worker", role="agg"))
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    return token_bytes(config, "float32" if "float32" in flags else "auto")
 
 
 def _keep(measured: list[Measured], output: Output, one: Measured) -> None:

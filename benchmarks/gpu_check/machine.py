@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 from benchmarks.gpu_check.place import Place, Skipped
-from pdserve.capacity.gather import this_machine
-from pdserve.capacity.memory import GB, GIB
+from pdserve.resources.machine import this_machine
+from pdserve.resources.memory import GB, GIB
 
 _PACKAGES = ("torch", "sglang", "sglang-kernel", "sgl-kernel", "flashinfer-python", "triton", "ucxx-cu13")
 

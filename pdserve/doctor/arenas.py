@@ -8,12 +8,12 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from pdserve.capacity.available import mount_of
 from pdserve.doctor.facts import ArenaRoom
 from pdserve.errors import ConfigError, StartupError
 from pdserve.kvpool.node.auto_capacity import with_capacity
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.node.memory.placement import free_huge_pages
+from pdserve.resources.memory import mount_of
 
 
 def gather(pools: Iterable[PoolNodeConfig]) -> list[ArenaRoom]:

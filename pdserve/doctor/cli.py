@@ -17,8 +17,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from pdserve.capacity.gather import read_machine, read_model, this_machine
-from pdserve.doctor import arenas, cluster, exposure, judge, live_probe, lmcache, machine, planned
+from pdserve.doctor import arenas, cluster, exposure, judge, live_probe, lmcache, machine
 from pdserve.doctor.asking import Asker, NoAnswer
 from pdserve.doctor.facts import Finding
 from pdserve.engine.sglang.selfcheck import TESTED_SGLANG
@@ -29,30 +28,10 @@ from pdserve.settings.config_file import build_config, read_toml
 from pdserve.tls.contexts import Certificates, TlsConfig
 from pdserve.tokens import given_secret
 from pdserve.up.config import WORKER_ROLES, read_cluster_file
-from pdserve.up.fitting import fitted
 from pdserve.up.plan import Plan, make_plan
 
 READY_TIMEOUT_S = 5.0
 MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "red")}
-
-PlanFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--plan", metavar="FILE", help="Cluster file: which GPUs and how much memory would each process get?"
-    ),
-]
-MachineFile = Annotated[
-    Path | None,
-    typer.Option("--machine", metavar="FILE", help="With --plan: the machine, described in TOML or JSON."),
-]
-ModelPath = Annotated[
-    str | None,
-    typer.Option("--model", metavar="PATH", help="With --plan: model directory, as for `pdserve up`."),
-]
-Flags = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[-- SGLANG_FLAGS]", help="With --plan: flags for SGLang.", show_default=False),
-]
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -126,20 +105,11 @@ def doctor(
         ),
     ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="JSON for programs.")] = False,
-    plan_file: PlanFile = None,
-    machine_file: MachineFile = None,
-    model: ModelPath = None,
-    extra: Flags = None,
 ) -> None:
     """Check this machine, and the cluster that --config or --router names; say what to change.
 
     Exit status: 0 nothing to change, 1 warnings, 2 something does not work.
     """
-    if plan_file is not None:
-        here = this_machine(os.environ) if machine_file is None else read_machine(machine_file)
-        _show(planned.findings(plan_file, model, extra or (), here), as_json)
-    if machine_file is not None or model is not None or extra:
-        raise ConfigError("--machine, --model and SGLang's flags go with --plan FILE")
     key = given_secret("--key", "", key_file, "PDSERVE_API_KEY", os.environ)
     token = given_secret("--token", "", token_file, "PDSERVE_CLUSTER_TOKEN", os.environ)
     plan = None if config is None else _plan(config, run_dir)
@@ -211,7 +181,7 @@ def _findings(
 
 def _plan(config: Path, run_dir: Path | None) -> Plan:
     """The plan that `pdserve up` makes of this file; automatic ports are not the real ones."""
-    file, _ = fitted(read_cluster_file(config, {}, {}), (), this_machine(os.environ), read_model)
+    file = read_cluster_file(config, {}, {})
     folder = (run_dir or file.cluster.run_dir).resolve()
     return make_plan(file, program=("pdserve",), run_dir=folder, uid=os.getuid(), ports=itertools.count(1))
 

@@ -18,13 +18,13 @@ import numpy as np
 
 from benchmarks.peers.ucx_perftest import libucx_root, ucx_perftest_gbps
 from benchmarks.stores import BenchError
-from pdserve.capacity.available import limit_bytes
-from pdserve.capacity.gather import has_nvidia_gpu
 from pdserve.doctor.facts import NO_UCX, Machine
 from pdserve.engine.device import computes_bfloat16
 from pdserve.errors import StartupError
 from pdserve.extras import is_installed
 from pdserve.kvpool.transports.ucx import UcxLibrary, ucx_options
+from pdserve.resources.machine import has_nvidia_gpu
+from pdserve.resources.memory import limit_bytes
 
 COPY_BYTES: Final = 32 * 1024 * 1024
 UCX_PAGE_BYTES: Final = 1024 * 1024

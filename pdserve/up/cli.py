@@ -13,16 +13,18 @@ from typing import Annotated, Any, TypeAlias
 
 import typer
 
-from pdserve.capacity.report import lines
-from pdserve.capacity.tables import node_count
-from pdserve.errors import ConfigError, StartupError
+from pdserve.errors import ConfigError
+from pdserve.resources.gpus import described, node_count
+from pdserve.resources.machine import Machine, read_machine
+from pdserve.resources.memory import GB, host_pool_gb
 from pdserve.settings.command_line import ExtraArgs
 from pdserve.settings.config_file import build_config
 from pdserve.up.claims import check_ports, claimed
 from pdserve.up.config import WORKER_ROLES, Role, WorkerRole, read_cluster_file
 from pdserve.up.console import Console
+from pdserve.up.gpus import Given
 from pdserve.up.places.base import Place, open_place
-from pdserve.up.plan import Plan
+from pdserve.up.plan import ConnectReady, Plan
 from pdserve.up.scale.planner import Planner
 from pdserve.up.supervisor import Supervisor
 
@@ -89,12 +91,22 @@ def up(
             help="Who runs the processes: local (this host), hosts (over ssh), slurm, ray, or your own.",
         ),
     ] = LOCAL,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Say what would be started, where and on which GPUs; start nothing."),
+    ] = False,
+    machine: Annotated[
+        Path | None,
+        typer.Option("--machine", metavar="FILE", help="With --dry-run: another machine, described in TOML."),
+    ] = None,
     extra: ExtraArgs = None,
 ) -> None:
     """Start a cluster, wait until each process is ready, and supervise it until Ctrl-C.
 
     Pool nodes start first, then the workers, then the router; flags win over FILE.
     """
+    if machine is not None and not dry_run:
+        raise ConfigError("--machine goes with --dry-run")
     file = config or file
     overrides = {
         "worker.engine.model_path": model,
@@ -114,18 +126,50 @@ def up(
     if (line := place.submit([*PROGRAM, *sys.argv[1:]], cluster.cluster)) is not None:
         typer.echo(line)
         return
-    planner = Planner(cluster, place, source=str(file), program=PROGRAM, extra_args=extra or ())
+    planner = Planner(
+        cluster,
+        place,
+        source=str(file),
+        program=PROGRAM,
+        extra_args=extra or (),
+        machine=None if machine is None else read_machine(machine),
+    )
     plan = planner.plan()
     check_tables(plan, str(file), SCHEMAS)
     for spec in plan.processes:
         if spec.role in WORKER_ROLES and node_count(spec.config["engine"].get("extra_args", ())) > 1:
             raise ConfigError(f"'{spec.table}': --nnodes: only Kubernetes runs a worker on several hosts")
-    if planner.fit is not None:
-        for line in lines(planner.fit):
+    for line in resource_lines(planner.machine, planner.gpus):
+        typer.echo(line)
+    if dry_run:
+        place.close()
+        for line in process_lines(plan):
             typer.echo(line)
-        if wrong := [note for note in planner.fit.notes if note.level == "fail"]:
-            raise StartupError(str(wrong[0]))
+        return
     raise typer.Exit(run_plan(plan, place, planner.scaled))
+
+
+def resource_lines(machine: Machine, gpus: Given) -> list[str]:
+    """What workers on this host get of it, for people; none where they run on CPUs."""
+    if not gpus:
+        return []
+    share_gb = host_pool_gb(machine.memory_bytes, [gpu.memory_bytes for gpu in machine.gpus])
+    return [
+        *(described(machine, name, numbers) for name, numbers in gpus.items()),
+        f"host memory: {machine.memory_bytes / GB:,.0f} GB, of which each rank takes {share_gb:,} GB "
+        "unless engine.hicache_size_gb says otherwise",
+    ]
+
+
+def process_lines(plan: Plan) -> list[str]:
+    """The processes in the order of their start: name, host, where it listens."""
+    found = []
+    for spec in plan.processes:
+        listens = [f"{place.host}:{place.port}" for place in spec.listening]
+        if isinstance(spec.ready, ConnectReady):
+            listens = listens or [spec.ready.address]
+        found.append(f"{spec.name}: {spec.role} on {spec.host or 'this host'}, at {', '.join(listens)}")
+    return found
 
 
 def check_tables(plan: Plan, source: str, schemas: Mapping[Role, str]) -> None:

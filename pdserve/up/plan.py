@@ -13,13 +13,14 @@ import copy
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, product
 from pathlib import Path
 from typing import Any, Final, get_args
 
-from pdserve.capacity.tables import VISIBLE
 from pdserve.errors import ConfigError
+from pdserve.resources.gpus import gpu_count
+from pdserve.resources.machine import VISIBLE
 from pdserve.up.config import WORKER_ROLES, ClusterFile, ClusterSettings, Restart, Role, Table, merge
 from pdserve.up.foreign.vllm import VllmRole, environment, lmcache_argv, server_of, vllm_argv
 from pdserve.up.needs import NOTHING, Needs, read_needs
@@ -35,6 +36,12 @@ that clusters of one host are not in each other's way, and one started again fin
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 VLLM_PYTHON: Final = ".venv-vllm/bin/python"
 READY_PATHS: Final[Mapping[Role, str]] = {"router": "/ready", "vllm": "/health", "lmcache": "/healthcheck"}
+GPU_START_TIMEOUT_S: Final = 1800.0
+"""Longest start of a worker on GPUs where the file says nothing: weights come from a slow network disk, and
+host memory is pinned page by page.
+"""
+GPU_RELEASE_S: Final = 120.0
+"""What such a worker may take beyond its grace to give its pinned memory back."""
 SOCKET_PATH_MAX_BYTES: Final = 107  # sun_path is 108 bytes on Linux, the last one a zero
 
 
@@ -90,6 +97,8 @@ class ProcessSpec:
     release_s: float = 0.0
     """What it may take beyond its grace to give its memory back."""
     needs: Needs = NOTHING
+    gpu_count: int = 0
+    """GPUs that its ranks compute on where its host has any; 0: none."""
     host: str = ""
     """Name of the host that runs it; empty: this one."""
     upgrade: Command | None = None
@@ -137,6 +146,16 @@ class Plan:
 def demands(file: ClusterFile) -> list[Demand]:
     """The processes of a cluster file, for a place with several hosts. Raises ConfigError."""
     return [Demand(draft.name, draft.role, draft.needs) for draft in _drafts(file)]
+
+
+def on_gpus(spec: ProcessSpec, settings: ClusterSettings) -> ProcessSpec:
+    """A worker with the times that GPUs need, where the file gives none."""
+    is_default = settings.start_timeout_s == ClusterSettings().start_timeout_s
+    return replace(
+        spec,
+        start_timeout_s=spec.start_timeout_s or (GPU_START_TIMEOUT_S if is_default else None),
+        release_s=spec.release_s or GPU_RELEASE_S,
+    )
 
 
 def grace_s(spec: ProcessSpec, settings: ClusterSettings) -> float:
@@ -212,7 +231,11 @@ def make_plan(
     stages = (pool, servers, [*engines, *workers], routers)
     return Plan(
         settings=file.cluster,
-        stages=tuple(tuple(_spec(draft, program, run_dir) for draft in stage) for stage in stages if stage),
+        stages=tuple(
+            tuple(_spec(draft, program, run_dir, file.cluster) for draft in stage)
+            for stage in stages
+            if stage
+        ),
         router_url=_url(routers[0]),
     )
 
@@ -440,7 +463,7 @@ def _listening(draft: _Draft, address: str, *, chosen: bool) -> Listening:
     return Listening(host.strip("[]"), int(port), chosen)
 
 
-def _spec(draft: _Draft, program: Sequence[str], run_dir: Path) -> ProcessSpec:
+def _spec(draft: _Draft, program: Sequence[str], run_dir: Path, settings: ClusterSettings) -> ProcessSpec:
     config_path = run_dir / f"{draft.name}.toml"
     command = ("pool", "serve") if draft.role == "pool" else (draft.role,)
     argv = draft.argv or (*program, *command, "--config", str(config_path))
@@ -455,7 +478,7 @@ def _spec(draft: _Draft, program: Sequence[str], run_dir: Path) -> ProcessSpec:
         own = (str(tls["certificate"]), str(tls.get("key"))) if tls.get("client_ca") else None
         place = draft.listening[1] if draft.role == "lmcache" else draft.listening[0]  # its HTTP port
         ready = HttpReady(_url(draft, place) + path, own)
-    return ProcessSpec(
+    spec = ProcessSpec(
         name=draft.name,
         role=draft.role,
         table=draft.table,
@@ -471,9 +494,29 @@ def _spec(draft: _Draft, program: Sequence[str], run_dir: Path) -> ProcessSpec:
         start_timeout_s=draft.start_timeout_s,
         release_s=draft.release_s,
         needs=draft.needs,
+        gpu_count=_gpu_count(draft),
         host=draft.host,
         upgrade=upgrade,
     )
+    return on_gpus(spec, settings) if draft.host and spec.gpu_count else spec
+
+
+def _gpu_count(draft: _Draft) -> int:
+    """Raises ConfigError where its table asks for others than its flags need."""
+    if draft.role not in WORKER_ROLES:
+        return 0
+    engine = _sub_table(draft, "engine")
+    try:
+        count = gpu_count(
+            [str(word) for word in _list(draft, engine, "extra_args")], engine.get("device", "auto")
+        )
+    except ConfigError as error:
+        raise ConfigError(f"'{draft.table}': {error}") from None
+    if draft.needs.gpus and not count:
+        raise ConfigError(f"'{draft.table}.gpus': it runs on the CPU")
+    if draft.needs.gpus not in (0, count):
+        raise ConfigError(f"'{draft.table}.gpus' is {draft.needs.gpus}, and its flags need {count}")
+    return count
 
 
 def _sub_table(draft: _Draft, key: str) -> Table:

@@ -54,7 +54,8 @@ def test_a_count_that_is_none_is_refused(tmp_path: Path, wrong: str) -> None:
 
 def test_needs_are_read_and_reach_no_process() -> None:
     place = {"cpus": 4, "memory": "2GiB", "hosts": ["a"], "labels": {"x": "y"}}
-    plan = plan_of(ClusterFile(agg=[{"place": place, "gpus": 2}]), {"agg0": "a", "router": "a"})
+    table = {"place": place, "gpus": 2, "engine": {"extra_args": ["--tp-size=2"]}}
+    plan = plan_of(ClusterFile(agg=[table]), {"agg0": "a", "router": "a"})
     agg = plan.processes[0]
     assert agg.needs == Needs(cpus=4, memory="2GiB", hosts=["a"], labels={"x": "y"}, gpus=2)
     assert agg.needs.memory_bytes == 2 << 30

@@ -15,8 +15,8 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from pdserve.capacity.tables import AUTO, node_count, worker_need
 from pdserve.errors import ConfigError
+from pdserve.resources.gpus import gpu_count, node_count
 from pdserve.up.config import WORKER_ROLES, ClusterFile, Role, Table, merge
 from pdserve.up.plan import Plan, ProcessSpec, make_plan
 from pdserve.up.site import Site
@@ -151,13 +151,13 @@ def _alike(
 def _gpus(group: str, role: Role, table: Table, extra_args: list[str]) -> int:
     if role not in WORKER_ROLES:
         return 0
-    found = worker_need(group, role, group, table, extra_args)
     words = {word.partition("=")[0] for word in _words(table, extra_args)}
     if "--nnodes" in words and not table.get("engine", {}).get("trusted_network"):
         raise ConfigError(f"{group}: --nnodes needs engine.trusted_network = true: docs/security.md says why")
     if named := words & {"--node-rank", "--dist-init-addr"}:
         raise ConfigError(f"{group}: {min(named)} is given by Kubernetes: give --nnodes alone")
-    return 0 if found is None else found[0].ranks
+    engine = table.get("engine", {})
+    return gpu_count(_words(table, extra_args), engine.get("device", "auto"))
 
 
 def _words(table: Table, extra_args: list[str]) -> list[str]:
@@ -177,7 +177,7 @@ def _prepared(role: Role, table: Table) -> Table:
         "trusted_parents": True,
         "tcp": {**table.get("tcp", {}), "port": PAGES_PORT},
     }
-    if table.get("capacity_bytes", AUTO) == AUTO:
+    if table.get("capacity_bytes", "auto") == "auto":
         fixed["capacity_bytes"] = "2GiB"
     if table.get("huge_pages", "off") in ("2MiB", "1GiB"):
         fixed["huge_pages_dir"] = f"{HUGE_DIR}/pdserve"

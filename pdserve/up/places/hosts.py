@@ -19,8 +19,8 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from pdserve.capacity.tables import VISIBLE
 from pdserve.errors import StartupError
+from pdserve.resources.machine import VISIBLE
 from pdserve.up.claims import is_ours
 from pdserve.up.config import ClusterSettings
 from pdserve.up.console import Console

@@ -15,12 +15,11 @@ from typing import Final
 
 import msgspec
 
-from pdserve.capacity.facts import Fit
-from pdserve.capacity.gather import read_model, this_machine
 from pdserve.errors import ConfigError, StartupError
+from pdserve.resources.machine import Machine, this_machine
 from pdserve.up.claims import free_ports, has_ipv6_alone, is_ours, make_run_directory, run_directory
 from pdserve.up.config import ClusterFile, WorkerRole, resized
-from pdserve.up.fitting import fitted, pinned
+from pdserve.up.gpus import Given, with_gpus
 from pdserve.up.places.base import Place
 from pdserve.up.places.process import write_private
 from pdserve.up.plan import Plan, demands, make_plan
@@ -49,19 +48,20 @@ class Planner:
         program: Sequence[str],
         extra_args: Sequence[str] = (),
         environ: Mapping[str, str] = os.environ,
+        machine: Machine | None = None,
     ) -> None:
-        """`source`: the file's name, for messages. `extra_args`: words for SGLang in every worker."""
+        """`source`: the file's name, for messages. `extra_args`: flags for SGLang in every worker. `machine`:
+        this one where it is None.
+        """
         self._source = source
         self._place = place
         self._program = program
         self._extra_args = extra_args
-        self._environ = environ
         self._file = file
         """As it was read, with the numbers of workers of now."""
-        self._fitted = file
-        """What was made of it for this machine."""
-        self.fit: Fit | None = None
-        """What processes get of this machine; None: it has no GPUs, or is not asked."""
+        self.machine: Final = machine or this_machine(environ)
+        self.gpus: Given = {}
+        """Of workers on this host; empty: it has none, or others run them."""
         self._plan: Plan | None = None
         self._ports: Final = free_ports(file.cluster.host, random.SystemRandom())
         self._cluster_token: Final = environ.get("PDSERVE_CLUSTER_TOKEN") or secrets.token_urlsafe(32)
@@ -69,7 +69,7 @@ class Planner:
 
     def plan(self) -> Plan:
         """The first plan. Raises ConfigError, StartupError."""
-        self._fitted, self.fit, self._plan = self._made(self._file)
+        self._plan, self.gpus = self._made(self._file)
         return self._plan
 
     def scaled(self, counts: Mapping[WorkerRole, int]) -> Plan:
@@ -79,22 +79,17 @@ class Planner:
         file = resized(self._file, counts, self._source)
         if self._plan is None:
             raise StartupError("there is no plan yet")
-        given, fit, plan = self._made(pinned(file, self._fitted) if self.fit is not None else file)
+        plan, gpus = self._made(file)
         now = {spec.name: spec for spec in plan.processes}
         for spec in self._plan.processes:
             has_moved = now.get(spec.name, spec).host != spec.host
             if spec.role != "router" and now.get(spec.name, spec) != spec and not has_moved:
                 raise ConfigError(f"{spec.name} would have to be started again with another configuration")
-        if fit is not None and (wrong := [note for note in fit.notes if note.level == "fail"]):
-            raise StartupError(str(wrong[0]))
-        self._file, self._fitted, self.fit, self._plan = file, given, fit, plan
+        self._file, self.gpus, self._plan = file, gpus, plan
         return plan
 
-    def _made(self, file: ClusterFile) -> tuple[ClusterFile, Fit | None, Plan]:
+    def _made(self, file: ClusterFile) -> tuple[Plan, Given]:
         hosts = self._place.assign(demands(file))
-        fit = None
-        if hosts is None:
-            file, fit = fitted(file, self._extra_args, this_machine(self._environ), read_model)
         run_dir = run_directory(Path(file.cluster.run_dir))
         plan = make_plan(
             file,
@@ -108,7 +103,7 @@ class Planner:
             site=None if hosts is None else _site(hosts, pool_tokens(run_dir)),
             before=self._plan,
         )
-        return file, fit, plan
+        return with_gpus(plan, self.machine, self.gpus) if hosts is None else (plan, {})
 
 
 def pool_tokens(run_dir: Path) -> PoolTokens:

@@ -11,7 +11,6 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from pdserve.capacity.tables import AUTO
 from pdserve.errors import ConfigError
 from pdserve.kvpool.node.config.cluster import ClusterConfig, MovingConfig, ReplicasConfig
 from pdserve.kvpool.node.config.events import EventsConfig
@@ -394,7 +393,7 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """The node decides its capacity when it starts (`node/auto_capacity.py`); until then it has no
         `capacity` and no `slab`.
         """
-        return self.capacity_bytes == AUTO
+        return self.capacity_bytes == "auto"
 
     @property
     def capacity(self) -> int:
