@@ -1,4 +1,4 @@
-"""`pdserve up FILE --on hosts`, with scripted workers: `python -m benchmarks.hosts.supervise FILE`."""
+"""`pdserve up FILE --on ssh`, with scripted workers: `python -m benchmarks.hosts.supervise FILE`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ PROGRAM: Final = (sys.executable, "-m", "benchmarks.hosts.program")
 def main(file: Path) -> int:
     """Until SIGTERM; gives the exit status."""
     cluster = read_cluster_file(file, {}, {})
-    place = open_place("hosts", os.environ)
-    place.submit([], cluster.cluster)
+    place = open_place("ssh", os.environ, cluster.cluster)
     planner = Planner(cluster, place, source=str(file), program=PROGRAM)
     return run_plan(planner.plan(), place, planner.scaled)
 

@@ -25,7 +25,6 @@ from typing import Any, Final
 
 from benchmarks.serving.contenders import RESERVED, Contender, Setting
 from pdserve.sizes import parse_bytes
-from pdserve.up.foreign.vllm import ALONE
 
 DYNAMO: Final = {"dynamo": "agg", "dynamo-disagg": "disagg"}
 """Names, and what launch/dynamo.sh calls them."""
@@ -47,6 +46,7 @@ VLLM_ENV: Final = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_API_KEY": "",  # asked directly, it asks for no token
 }
+ALONE: Final = "none"
 HALF_FREE: Final = ("--eviction-trigger-watermark", "0.5", "--eviction-ratio", "0.5")
 """By its defaults a fifth is free, and a prompt that is longer is never stored."""
 

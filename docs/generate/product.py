@@ -36,8 +36,8 @@ from pdserve.router.app.routes import make_app
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.metrics.names import METRICS as ROUTER_METRICS
 from pdserve.settings.config_file import Option, options
+from pdserve.up.command import CommandConfig
 from pdserve.up.config import ClusterSettings
-from pdserve.up.foreign.vllm import LmcacheConfig, VllmConfig
 
 __all__ = [
     "CONFIGURED",
@@ -106,8 +106,7 @@ CONFIGURED: Final = (
         DynamoConfig,
         ("pdserve dynamo agg", "pdserve dynamo prefill", "pdserve dynamo decode"),
     ),
-    Configured("vLLM worker: `[[vllm]]`", "vllm", VllmConfig, ("pdserve up",), False),
-    Configured("LMCache server: `[[lmcache]]`", "lmcache", LmcacheConfig, ("pdserve up",), False),
+    Configured("Another program: `[[command]]`", "command", CommandConfig, ("pdserve up",), False),
 )
 
 METRICS: Final[dict[str, tuple[Definition, ...]]] = {

@@ -32,35 +32,14 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     sglang_tested: str = ""
     sglang_misfit: str = ""
     """What pdserve needs of it and does not find; empty: nothing, or not checked."""
-    transports: tuple[str, ...] = ()
-    """UCX's, of this machine: tcp, rc_verbs, cuda_ipc, gdr_copy, sysv, ..."""
     ucx_error: str = ""
+    """Why UCX cannot be used; empty: it can."""
     has_infiniband: bool = False
     has_gpu: bool = False
     numa_nodes: int = 1
     has_numactl: bool = True
     has_bfloat16: bool = True
     """The processor has instructions that compute it."""
-    copy_gbps: float = 0.0
-    """Plain copy in memory, 10^9 bytes/s."""
-    ucx_gbps: float = 0.0
-    """UCX over this machine's loopback with pdserve's settings; 0: not measured."""
-    ucx_trouble: str = ""
-    """Why it was to be measured and could not be."""
-
-
-class ArenaRoom(msgspec.Struct, frozen=True, kw_only=True):
-    """What pool nodes that are to run here, and do not yet, take of one place."""
-
-    nodes: tuple[str, ...] = ()
-    place: str = ""
-    page_bytes: int = 0
-    """Of huge pages; 0: the place is a file system."""
-    free_bytes: int = 0
-    needed_bytes: int = 0
-    """Beyond what their earlier arenas hold there."""
-    error: str = ""
-    """Why they have no place at all."""
 
 
 class Worker(msgspec.Struct, frozen=True, kw_only=True):

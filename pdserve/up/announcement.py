@@ -16,8 +16,9 @@ API_KEYS: Final = "PDSERVE_API_KEYS"
 def announcement(plan: Plan, model: str, environment: Mapping[str, str]) -> list[str]:
     """Lines for the console. `environment` is the supervisor's, which the router inherits."""
     url = plan.router_url
-    router = plan.routers[0]
-    keys = router.config.get("access", {}).get("keys_file") or {**environment, **router.env}.get(API_KEYS)
+    router = plan.routers[0] if plan.routers else None
+    access = router.config.get("access", {}) if router else {}
+    keys = access.get("keys_file") or {**environment, **(router.env if router else {})}.get(API_KEYS)
     question = {"role": "user", "content": "What is the capital of France?"}
     body = {"model": model, "messages": [question], "max_tokens": 32}
     words = [
@@ -28,6 +29,6 @@ def announcement(plan: Plan, model: str, environment: Mapping[str, str]) -> list
         *("-H", "'Content-Type: application/json'", "-d", shlex.quote(json.dumps(body))),
     ]
     lines = [f"{plan.settings.name} is ready at {url} (Ctrl-C stops it). Try:", f"  {' '.join(words)}"]
-    if plan.live_page:
+    if router is not None and plan.live_page:
         lines.append(f"live page: {plan.live_page}, its password is [admin] key in {router.config_path}")
     return lines

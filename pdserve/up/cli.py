@@ -33,8 +33,6 @@ PROGRAM = (sys.executable, "-m", "pdserve")
 
 SCHEMAS: Mapping[Role, str] = {
     "pool": "pdserve.kvpool.node.config.node:PoolNodeConfig",
-    "lmcache": "pdserve.up.foreign.vllm:LmcacheConfig",
-    "vllm": "pdserve.up.foreign.vllm:VllmConfig",
     "prefill": "pdserve.engine.worker:WorkerConfig",
     "decode": "pdserve.engine.worker:WorkerConfig",
     "agg": "pdserve.engine.worker:WorkerConfig",
@@ -54,6 +52,25 @@ AggCount: TypeAlias = Annotated[
 ]
 ElasticCount: TypeAlias = Annotated[
     int | None, typer.Option("--elastic", metavar="N", help="Number of elastic workers.")
+]
+
+Hosts: TypeAlias = Annotated[
+    str | None, typer.Option(metavar="NAME,...", help="Hosts for --on ssh (cluster.hosts).")
+]
+On: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        metavar="PLACE",
+        help="Where processes run: local (this host), ssh (cluster.hosts), slurm (a job's hosts), ray.",
+    ),
+]
+DryRun: TypeAlias = Annotated[
+    bool,
+    typer.Option("--dry-run", help="Say what would be started, where and on which GPUs; start nothing."),
+]
+MachineFile: TypeAlias = Annotated[
+    Path | None,
+    typer.Option("--machine", metavar="FILE", help="With --dry-run: another machine, described in TOML."),
 ]
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -81,29 +98,16 @@ def up(
     run_dir: Annotated[
         Path | None, typer.Option(help="Directory of logs and sockets (cluster.run_dir).")
     ] = None,
-    hosts: Annotated[
-        str | None, typer.Option(metavar="NAME,...", help="Hosts for --on hosts (cluster.hosts).")
-    ] = None,
-    on: Annotated[
-        str,
-        typer.Option(
-            metavar="PLACE",
-            help="Who runs the processes: local (this host), hosts (over ssh), slurm, ray, or your own.",
-        ),
-    ] = LOCAL,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Say what would be started, where and on which GPUs; start nothing."),
-    ] = False,
-    machine: Annotated[
-        Path | None,
-        typer.Option("--machine", metavar="FILE", help="With --dry-run: another machine, described in TOML."),
-    ] = None,
+    hosts: Hosts = None,
+    on: On = LOCAL,
+    dry_run: DryRun = False,
+    machine: MachineFile = None,
     extra: ExtraArgs = None,
 ) -> None:
     """Start a cluster, wait until each process is ready, and supervise it until Ctrl-C.
 
-    Pool nodes start first, then the workers, then the router; flags win over FILE.
+    Pool nodes start first, then the workers, then the router; flags win over FILE. A running cluster is
+    asked by `pdserve up scale`, `pdserve up restart` and `pdserve up status`.
     """
     if machine is not None and not dry_run:
         raise ConfigError("--machine goes with --dry-run")
@@ -122,10 +126,7 @@ def up(
         "elastic": elastic,
     }
     cluster = read_cluster_file(file, overrides, counts)
-    place = open_place(on, os.environ)
-    if (line := place.submit([*PROGRAM, *sys.argv[1:]], cluster.cluster)) is not None:
-        typer.echo(line)
-        return
+    place = open_place(on, os.environ, cluster.cluster)
     planner = Planner(
         cluster,
         place,
@@ -136,9 +137,7 @@ def up(
     )
     plan = planner.plan()
     check_tables(plan, str(file), SCHEMAS)
-    for spec in plan.processes:
-        if spec.role in WORKER_ROLES and node_count(spec.config["engine"].get("extra_args", ())) > 1:
-            raise ConfigError(f"'{spec.table}': --nnodes: only Kubernetes runs a worker on several hosts")
+    _refuse_several_hosts(plan)
     for line in resource_lines(planner.machine, planner.gpus):
         typer.echo(line)
     if dry_run:
@@ -147,6 +146,12 @@ def up(
             typer.echo(line)
         return
     raise typer.Exit(run_plan(plan, place, planner.scaled))
+
+
+def _refuse_several_hosts(plan: Plan) -> None:
+    for spec in plan.processes:
+        if spec.role in WORKER_ROLES and node_count(spec.config["engine"].get("extra_args", ())) > 1:
+            raise ConfigError(f"'{spec.table}': --nnodes: only Kubernetes runs a worker on several hosts")
 
 
 def resource_lines(machine: Machine, gpus: Given) -> list[str]:
@@ -175,6 +180,8 @@ def process_lines(plan: Plan) -> list[str]:
 def check_tables(plan: Plan, source: str, schemas: Mapping[Role, str]) -> None:
     """Check each process's configuration against its struct. Raises ConfigError: file, table, key."""
     for spec in plan.processes:
+        if spec.role not in schemas:  # a command: its own program checks it
+            continue
         module, _, name = schemas[spec.role].partition(":")
         type_: type[Any] = getattr(importlib.import_module(module), name)
         build_config(type_, spec.config, source=f"{source}: [{spec.table}]")

@@ -29,10 +29,7 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ] = []
     labels: Annotated[
         dict[str, str],
-        Meta(
-            description="Labels that its host must have, in Kubernetes and Ray. In Slurm give slurm_options "
-            "a --constraint."
-        ),
+        Meta(description="Labels that its host must have, in Kubernetes."),
     ] = {}
     gpus: Annotated[int, Meta(ge=0, description="Set by `gpus` of a worker's table.")] = 0
     gpu_numbers: Annotated[

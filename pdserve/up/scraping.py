@@ -14,7 +14,7 @@ TARGETS_FILE: Final = "prometheus-targets.json"
 
 
 def targets(plan: Plan) -> list[dict[str, object]]:
-    """One entry for each process that has metrics; labels `job` (router, worker, pool, lmcache) and
+    """One entry for each process that has metrics; labels `job` (router, worker, pool, command) and
     `process`.
     """
     found: list[dict[str, object]] = []
@@ -22,7 +22,7 @@ def targets(plan: Plan) -> list[dict[str, object]]:
         place = _place(spec)
         if place is not None:
             scheme, address = place
-            job = spec.role if spec.role in ("pool", "router", "lmcache") else "worker"
+            job = spec.role if spec.role in ("pool", "router", "command") else "worker"
             labels = {"job": job, "process": spec.name}
             if scheme != "http":
                 labels["__scheme__"] = scheme

@@ -1,12 +1,12 @@
 """Every place does what `pdserve.up.places.base` says: the supervisor over stand-ins, by the real thing.
 
-Slurm, Ray and sshd are not installed everywhere. Where one is missing, its tests are skipped, with its name.
+Ray and sshd are not installed everywhere. Where one is missing, its tests are skipped, with its name. Slurm's
+commands are stand-ins, which run a step on this host.
 """
 
 from __future__ import annotations
 
 import http.client
-import os
 import signal
 import subprocess
 import sys
@@ -20,7 +20,7 @@ import pytest
 
 from tests.support.up.cluster import Cluster, processes_that_mention, running, wait_until
 from tests.support.up.ray_cluster import ray_cluster
-from tests.support.up.slurm_cluster import slurm_cluster
+from tests.support.up.slurm_commands import slurm_commands
 from tests.support.up.ssh_hosts import ssh_hosts
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.long]
@@ -54,32 +54,17 @@ class Where(NamedTuple):
     hosts: int
 
 
-EXTENDED = [
-    pytest.param(name, marks=pytest.mark.extended) for name in ("slurm", "ray", "docs/examples/place.py")
-]
+EXTENDED = [pytest.param(name, marks=pytest.mark.extended) for name in ("slurm", "ray")]
 
 
-@pytest.fixture(scope="module", params=["local", "hosts", *EXTENDED])
+@pytest.fixture(scope="module", params=["local", "ssh", *EXTENDED])
 def where(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Where]:
     if request.param == "local":
         yield Where("local", {}, 1)
         return
-    if request.param.startswith("docs/"):
-        yield Where("under", example_package(tmp_path_factory.mktemp("package")), 1)
-        return
-    starts = {"hosts": ssh_hosts, "slurm": slurm_cluster, "ray": ray_cluster}
+    starts = {"ssh": ssh_hosts, "slurm": slurm_commands, "ray": ray_cluster}
     with starts[request.param](tmp_path_factory.mktemp(request.param)) as variables:
         yield Where(request.param, variables, 2)
-
-
-def example_package(directory: Path) -> dict[str, str]:
-    """Installed as far as entry points go."""
-    folder = directory / "under-1.dist-info"
-    folder.mkdir()
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: under\nVersion: 1\n")
-    (folder / "entry_points.txt").write_text("[pdserve.up.places]\nunder = docs.examples.place:UnderPlace\n")
-    found = [str(directory), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    return {"PYTHONPATH": os.pathsep.join(filter(None, found))}
 
 
 def ask(cluster: Cluster, name: str, path: str) -> None:
@@ -115,9 +100,7 @@ def test_stages_start_in_order_and_stop_in_reverse(where: Where, tmp_path: Path)
 
 
 class TestOneCluster:
-    """Tests that leave it as ready as it was. It ends before the next one begins: in an allocation of Slurm
-    there is one of a name.
-    """
+    """Tests that leave it as ready as it was."""
 
     @pytest.fixture(scope="class")
     def shared(self, where: Where, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
@@ -199,7 +182,7 @@ def test_what_ignores_the_request_is_killed_with_its_children(where: Where, tmp_
 
 def scale(cluster: Cluster, where: Where, *numbers: str) -> str:
     python = where.variables.get("PYTHON", sys.executable)
-    words = ["scale", str(cluster.run_dir.parent / "cluster.toml"), *numbers]
+    words = ["up", "scale", str(cluster.run_dir.parent / "cluster.toml"), *numbers]
     done = subprocess.run(
         [python, "-m", "pdserve", *words, "--run-dir", str(cluster.run_dir)],
         capture_output=True, text=True, timeout=180, check=False,

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from pdserve.doctor import judge
 from pdserve.doctor.cluster import declined_fetches
-from pdserve.doctor.facts import NO_UCX, ArenaRoom, Finding, Machine, PoolNode, Probe, Turn, Worker
+from pdserve.doctor.facts import NO_UCX, Finding, Machine, PoolNode, Probe, Turn, Worker
 
 MACHINE = Machine(
     open_files=100_000,
@@ -18,11 +18,7 @@ MACHINE = Machine(
     memory_bytes=128 << 30,
     sglang="0.5.23",
     sglang_tested="0.5.23",
-    transports=("tcp", "self", "sysv", "posix", "cma"),
-    copy_gbps=5.0,
-    ucx_gbps=3.0,
 )
-ROOM = ArenaRoom(nodes=("a", "b"), place="/dev/shm", free_bytes=60 << 30, needed_bytes=50 << 30)
 GEOMETRY = {
     "model": "aa",
     "kv_dtype": "bfloat16",
@@ -68,7 +64,7 @@ def troubles(findings: Any) -> list[tuple[str, str]]:
 
 def test_nothing_is_said_of_what_is_well() -> None:
     findings = [
-        *judge.machine(MACHINE, [ROOM]),
+        *judge.machine(MACHINE),
         *judge.workers([WORKER, PREFILL]),
         *judge.pool([NODE]),
         *judge.probe(PROBE),
@@ -88,51 +84,23 @@ def test_nothing_is_said_of_what_is_well() -> None:
         ({"open_files": 1024}, "fail", "open files"),
         ({"open_files": 8192}, "warn", "open files"),
         ({"shm_bytes": 1 << 40}, "warn", "/dev/shm"),
-        ({"transports": (), "ucx_error": "no ucxx"}, "fail", "UCX"),
-        ({"transports": (), "ucx_error": NO_UCX}, "warn", "UCX"),
-        ({"transports": ("self", "sysv")}, "fail", "UCX"),
-        ({"has_infiniband": True}, "warn", "UCX"),
-        ({"has_gpu": True}, "warn", "UCX"),
+        ({"ucx_error": "no ucxx"}, "fail", "UCX"),
+        ({"ucx_error": NO_UCX}, "warn", "UCX"),
         (
-            {"has_gpu": True, "transports": ("tcp", "cuda_ipc"), "numa_nodes": 2, "has_numactl": False},
+            {"has_gpu": True, "numa_nodes": 2, "has_numactl": False},
             "warn",
             "NUMA",
         ),
-        ({"ucx_gbps": 0.0, "ucx_trouble": "no such device"}, "fail", "UCX"),
     ],
 )
 def test_a_machines_fault_is_found(change: dict[str, Any], level: str, check: str) -> None:
-    assert troubles(judge.machine(replace(MACHINE, **change), [ROOM])) == [(level, check)]
-
-
-@pytest.mark.parametrize(
-    ("change", "levels"),
-    [
-        ({}, []),
-        ({"needed_bytes": (60 << 30) + 1}, ["fail"]),
-        ({"error": "no hugetlbfs is mounted"}, ["fail"]),
-        ({"place": "huge pages of 2 MiB", "page_bytes": 1 << 21}, []),
-    ],
-)
-def test_arenas_need_room_where_they_will_be(change: dict[str, Any], levels: list[str]) -> None:
-    found = [(level, "arena") for level in levels]
-    assert troubles(judge.machine(MACHINE, [ROOM, replace(ROOM, **change)])) == found
+    assert troubles(judge.machine(replace(MACHINE, **change))) == [(level, check)]
 
 
 def test_an_sglang_that_lacks_what_pdserve_needs_does_not_work() -> None:
     found = [*judge.machine(replace(MACHINE, sglang_misfit="sglang.srt.x: gone"))]
     assert troubles(found) == [("fail", "sglang")]
     assert any("sglang.srt.x: gone" in finding.says for finding in found)
-
-
-def test_the_huge_pages_that_lack_are_counted() -> None:
-    room = ArenaRoom(nodes=("a",), place="huge pages of 1024 MiB", page_bytes=1 << 30, free_bytes=1 << 30)
-    (lacks,) = [
-        one
-        for one in judge.machine(MACHINE, [replace(room, needed_bytes=(3 << 30) - 1)])
-        if one.level == "fail"
-    ]
-    assert "reserve 2 pages more" in lacks.change
 
 
 def test_a_processor_without_bfloat16_gets_a_hint_and_no_warning() -> None:
@@ -142,14 +110,11 @@ def test_a_processor_without_bfloat16_gets_a_hint_and_no_warning() -> None:
     assert not any("float32" in finding.says for finding in judge.machine(MACHINE))
 
 
-def test_the_transport_that_will_be_used_is_named() -> None:
-    assert "between hosts: TCP (3.00 GB/s" in judge.ucx(MACHINE).says
-    fast = judge.ucx(
-        replace(MACHINE, transports=("tcp", "rc_mlx5", "gdr_copy"), has_infiniband=True, has_gpu=True)
-    )
-    assert fast.level == "ok"
-    assert "found RDMA, GPU-direct, TCP" in fast.says
-    assert "between hosts: RDMA" in fast.says
+def test_the_network_that_will_be_used_is_named() -> None:
+    (tcp,) = [one for one in judge.machine(MACHINE) if one.check == "UCX"]
+    (rdma,) = [one for one in judge.machine(replace(MACHINE, has_infiniband=True)) if one.check == "UCX"]
+    assert "over TCP" in tcp.says
+    assert "over RDMA" in rdma.says
 
 
 @pytest.mark.parametrize(

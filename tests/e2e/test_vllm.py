@@ -1,6 +1,6 @@
-"""Real vLLM workers and LMCache servers on a real pool, behind the router. launch/vllm.sh --test runs these.
+"""Real vLLM workers and LMCache servers on a real pool, behind the router.
 
-They take some minutes, and an environment of their own: where launch/vllm.sh has not made it, they are
+They take some minutes, and an environment of their own: where it was not made as docs/vllm.md says, they are
 skipped.
 """
 
@@ -39,7 +39,7 @@ pytestmark = [
     pytest.mark.timeout(1800),
     pytest.mark.skipif(
         not PYTHON.exists(),
-        reason=f"no vLLM at {PYTHON}: `launch/vllm.sh --test` installs and tests it; "
+        reason=f"no vLLM at {PYTHON}: docs/vllm.md says how to make it; "
         "PDSERVE_VLLM_PYTHON names another Python with vLLM and LMCache",
     ),
 ]

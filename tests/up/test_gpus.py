@@ -107,7 +107,7 @@ def scaled_from_one(run_dir: Path) -> Planner:
     file = ClusterFile(cluster=ClusterSettings(run_dir=run_dir), pool=[{}], prefill=[{}], decode=[{}])
     made = Planner(
         file,
-        LocalPlace({}),
+        LocalPlace({}, ClusterSettings()),
         source="x",
         program=("x",),
         extra_args=("--tp-size", "2"),

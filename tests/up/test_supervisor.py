@@ -143,7 +143,7 @@ def test_a_death_is_seen_at_once_though_the_dead_ones_child_lives_and_holds_its_
         assert not session_members(first)
 
 
-def test_sigusr1_renews_every_process_in_order_and_what_dies_later_is_restarted_on_its_port(
+def test_a_rolling_restart_takes_every_process_in_order_and_what_dies_later_is_restarted_on_its_port(
     tmp_path: Path,
 ) -> None:
     def ignore_hang_up() -> None:
@@ -154,7 +154,7 @@ def test_sigusr1_renews_every_process_in_order_and_what_dies_later_is_restarted_
         cluster.wait_for(r"stand-in is ready at")
         before, known = cluster.started(), len(cluster.journal())
         cluster.process.send_signal(signal.SIGHUP)  # stops nothing
-        cluster.process.send_signal(signal.SIGUSR1)
+        cluster.ask_to_restart()
         cluster.wait_for(r"all processes have been restarted")
         notes = [(e["role"], e["what"]) for e in cluster.journal()[known:] if e["what"] != "ready"]
         started = [("prefill", "start"), ("decode", "start"), ("router", "start")]
@@ -181,14 +181,14 @@ def test_sigusr1_renews_every_process_in_order_and_what_dies_later_is_restarted_
         assert cluster.finish() == 0
 
 
-def test_a_pool_node_that_cannot_be_upgraded_ends_the_renewal_and_the_rest_goes_on(tmp_path: Path) -> None:
+def test_a_pool_node_that_cannot_be_upgraded_ends_the_restart_and_the_rest_goes_on(tmp_path: Path) -> None:
     wrong = tmp_path / "wrong"
     wrong.write_text("pool0 is not upgraded: the new version would not start\n")
     toml = DISAGG.replace("[[pool]]", f'[[pool]]\nupgrades_when = "{wrong}"')
     with running(tmp_path, toml) as cluster:
         cluster.wait_for(r"stand-in is ready at")
         before = cluster.started()
-        cluster.process.send_signal(signal.SIGUSR1)
+        cluster.ask_to_restart()
         cluster.wait_for(r"error: pool0: pool0 is not upgraded: the new version would not start$")
         cluster.wait_for(r"error: the restart of all processes ends here; .*: prefill0, decode0, router$")
         assert cluster.started() == before
@@ -202,7 +202,7 @@ def test_nothing_is_restarted_while_a_pool_node_is_upgraded_and_a_stop_waits_for
     with running(tmp_path, toml) as cluster:
         cluster.wait_for(r"stand-in is ready at")
         before = cluster.started()
-        cluster.process.send_signal(signal.SIGUSR1)
+        cluster.ask_to_restart()
         cluster.wait_for(r"upgrading pool0")
         cluster.wait_for_note("pool", "upgrade")
         cluster.process.send_signal(signal.SIGTERM)

@@ -77,8 +77,8 @@ def make_cluster(file: ClusterFile, extra_args: list[str]) -> Cluster:
     name = file.cluster.name
     if not NAME.fullmatch(name):
         raise ConfigError(f"cluster.name must be a name for Kubernetes (a-z, 0-9, -), found {name!r}")
-    if file.vllm or file.lmcache:
-        raise ConfigError("servers of vLLM and LMCache are not written for Kubernetes yet")
+    if file.command:
+        raise ConfigError("commands are not written for Kubernetes")
     named: dict[str, tuple[Role, list[Table]]] = {}
     for role in GROUPED:
         tables = file.pool if role == "pool" else [merge(file.worker, table) for table in getattr(file, role)]

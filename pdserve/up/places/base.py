@@ -13,28 +13,29 @@ out:
   the place itself ended it, minus the signal's number.
 - When the supervisor dies, the place ends all of its processes.
 
-A place is found by the entry point group `pdserve.up.places`; the entry point's name is what `--on` says.
-tests/contracts/test_place_contract.py holds every place to the above.
+`KINDS` lists the places. tests/contracts/test_place_contract.py holds each of them to the above.
 """
 
 from __future__ import annotations
 
+import importlib
 import signal
 from collections.abc import Mapping, Sequence
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
-from pdserve.errors import StartupError
-from pdserve.settings.plugins import load
+from pdserve.errors import ConfigError
 from pdserve.up.config import ClusterSettings
 from pdserve.up.console import Console
 from pdserve.up.plan import ProcessSpec
 from pdserve.up.site import Demand
 
-GROUP: Final = "pdserve.up.places"
-
-
-class HostLost(StartupError):
-    """The host of a process is gone for good. A worker may be assigned to another one."""
+KINDS: Final[Mapping[str, str]] = {
+    "local": "pdserve.up.places.local:LocalPlace",
+    "ssh": "pdserve.up.places.hosts:SshPlace",
+    "slurm": "pdserve.up.places.slurm:SlurmPlace",
+    "ray": "pdserve.up.places.ray:RayPlace",
+}
+"""What `--on` may say. Imported when it is chosen: Ray takes seconds, and is not installed everywhere."""
 
 
 class Running(Protocol):
@@ -64,49 +65,35 @@ class Running(Protocol):
 
 
 class Place(Protocol):
-    """Runs processes. `Kind(environ)` opens it; it raises StartupError where it cannot be used."""
-
-    stop_signals: Sequence[signal.Signals]
-    """Besides SIGINT, SIGTERM and SIGHUP: what the place sends the supervisor to take the machines away."""
-
-    def submit(self, words: Sequence[str], settings: ClusterSettings) -> str | None:
-        """Where the supervisor itself has to be started by the place's engine: have it run `words`, and give
-        a line for the user. None: go on in this process. Raises StartupError.
-        """
+    """Runs processes. `open_place` opens it."""
 
     def assign(self, demands: Sequence[Demand]) -> Mapping[str, str] | None:
         """The host of each process, by name; None: this host, by loopback. Raises StartupError.
 
         Asked again, in another thread, when a running cluster is scaled: with all processes that there are to
-        be. Those named before keep their hosts, but for workers whose host is lost. What others hold is given
-        back once they have ended.
+        be. Those named before keep their hosts.
         """
 
     async def start(self, spec: ProcessSpec, console: Console, *, again: bool) -> Running:
-        """Start the process; its log is written anew, or with `again` continued. Raises StartupError, which
-        may be HostLost.
-        """
-
-    def taken_away(self) -> None:
-        """One of `stop_signals` came, and all processes have ended since: have the cluster started again,
-        where the place's engine does not do so by itself. Not called where there are no such signals. Raises
-        StartupError.
-        """
+        """Start the process; its log is written anew, or with `again` continued. Raises StartupError."""
 
     def close(self) -> None:
         """After the last process has finished."""
 
 
-class PlaceKind(Protocol):
-    """What an entry point names."""
-
-    def __call__(self, environ: Mapping[str, str]) -> Place:
-        """Open the place. Raises StartupError."""
-
-
-def open_place(name: str, environ: Mapping[str, str]) -> Place:
+def open_place(name: str, environ: Mapping[str, str], settings: ClusterSettings) -> Place:
     """The place of this name. Raises ConfigError: there is none, or what it needs is not installed;
     StartupError: it cannot be used here.
     """
-    kind: PlaceKind = load(GROUP, name, "--on", "place")
-    return kind(environ)
+    if name not in KINDS:
+        raise ConfigError(f"--on {name}: no such place; it is one of {', '.join(KINDS)}")
+    module, _, kind = KINDS[name].partition(":")
+    try:
+        opened: Place = _kind(module, kind)(environ, settings)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"--on {name}: {error.name} is not installed") from None
+    return opened
+
+
+def _kind(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import socket
 from collections.abc import Mapping, Sequence
 
@@ -18,14 +17,8 @@ from pdserve.up.site import Demand
 class LocalPlace:
     """See base.Place."""
 
-    stop_signals: Sequence[signal.Signals] = ()
-
-    def __init__(self, environ: Mapping[str, str]) -> None:
+    def __init__(self, environ: Mapping[str, str], settings: ClusterSettings) -> None:
         self._reaper: OrphanReaper | None = None
-
-    def submit(self, words: Sequence[str], settings: ClusterSettings) -> str | None:
-        """None: the supervisor runs here."""
-        return None
 
     def assign(self, demands: Sequence[Demand]) -> Mapping[str, str] | None:
         """None: all on this host. Raises StartupError where a process may not run on it."""
@@ -41,9 +34,6 @@ class LocalPlace:
         if self._reaper is None:
             self._reaper = OrphanReaper()
         return await Child.start(spec, self._reaper, console, again=again)
-
-    def taken_away(self) -> None:
-        """No engine takes it away."""
 
     def close(self) -> None:
         """The reaper has nothing more to do."""

@@ -18,6 +18,7 @@ from typing import Final, Self
 import msgspec
 
 from pdserve.errors import StartupError
+from pdserve.resources.machine import VISIBLE
 from pdserve.settings.command_line import RESTARTED
 from pdserve.settings.toml_text import to_toml
 from pdserve.up.console import Console
@@ -48,6 +49,9 @@ def order_for(
             config=to_toml(spec.config),
             grace_s=grace_s,
             patience_s=PATIENCE_S,
+            gpu_count=0 if VISIBLE in spec.env else spec.gpu_count,
+            gpu_numbers=list(spec.needs.gpu_numbers),
+            needs_gpus=spec.needs.gpus > 0,
         )
     )
 

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -33,6 +33,8 @@ import msgspec
 
 from pdserve.errors import StartupError
 from pdserve.private_directory import private_directory
+from pdserve.resources.gpus import choose, visible
+from pdserve.resources.machine import Machine, this_machine
 from pdserve.up.places.process import dies_with_parent, write_private
 from pdserve.up.places.sessions import end_sessions, kill_session
 
@@ -53,6 +55,12 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """Time between SIGTERM and SIGKILL where the supervisor is lost."""
     patience_s: float
     """It is lost when it has said nothing for so long."""
+    gpu_count: int = 0
+    """GPUs that it computes on where this host has any."""
+    gpu_numbers: list[int] = []
+    """Which ones; empty: any that are free."""
+    needs_gpus: bool = False
+    """It cannot do without."""
 
 
 def main() -> int:
@@ -81,32 +89,84 @@ def _started(order: Order) -> tuple[subprocess.Popen[bytes], int]:
     """The process, leader of a session, and its lock. Raises StartupError, OSError."""
     config = Path(order.config_path)
     private_directory(config.parent, checks_parents=False)
-    lock = _lock(config.with_suffix(f".{os.uname().nodename}.lock"), order.grace_s + order.patience_s)
+    wait_s = order.grace_s + order.patience_s
+    lock = _lock(config.with_suffix(f".{os.uname().nodename}.lock"), wait_s)
     _write(config, order.config)
+    gpus, gpu_locks = _claimed_gpus(order, wait_s)
     process = subprocess.Popen(
         dies_with_parent(order.argv),
         stdin=subprocess.DEVNULL,
-        env={**os.environ, **order.environment},
+        env={**os.environ, **order.environment, **gpus},
         start_new_session=True,
-        pass_fds=[lock],  # held until the process has ended, even if this one is killed before
+        pass_fds=[lock, *gpu_locks],  # held until it has ended, even if this one is killed before
     )
+    for one in gpu_locks:
+        os.close(one)
     return process, lock
+
+
+def _claimed_gpus(order: Order, wait_s: float) -> tuple[dict[str, str], list[int]]:
+    """(the variables by which the process sees its GPUs, their locks). Raises StartupError."""
+    here = this_machine(os.environ) if order.gpu_count else None
+    if here is None or not here.gpus:
+        if order.needs_gpus and order.gpu_count:
+            raise StartupError("this host has no GPU")
+        return {}, []
+    numbers = order.gpu_numbers or None
+    folder = Path(f"/dev/shm/pdserve-{os.getuid()}/gpus")
+    taken, locks = claim_gpus(here, order.gpu_count, numbers, folder, wait_s)
+    return visible(taken), locks
+
+
+def claim_gpus(
+    here: Machine, count: int, numbers: Sequence[int] | None, folder: Path, wait_s: float
+) -> tuple[tuple[int, ...], list[int]]:
+    """(GPUs that no other process of this user holds, the descriptors of their locks in `folder`). `numbers`:
+    those and no others. Waits for an earlier process to release its own. Raises StartupError, OSError.
+    """
+    private_directory(folder)
+    deadline = time.monotonic() + wait_s
+    wanted = [gpu for gpu in here.gpus if numbers is None or gpu.index in numbers]
+    while True:
+        with (folder / "choosing").open("w") as choosing:  # one at a time
+            fcntl.flock(choosing, fcntl.LOCK_EX)
+            free = {
+                gpu.index: lock for gpu in wanted if (lock := _try_lock(folder / f"{gpu.index}")) is not None
+            }
+            chosen: tuple[int, ...] = ()
+            if len(free) >= count:
+                chosen = choose(count, [gpu for gpu in wanted if gpu.index in free])
+            for index in free.keys() - set(chosen):
+                os.close(free[index])
+        if chosen:
+            return chosen, [free[index] for index in chosen]
+        if time.monotonic() > deadline:
+            which = "" if numbers is None else f" of {', '.join(map(str, numbers))}"
+            raise StartupError(f"{count} GPUs{which} are needed here, and {len(free)} are free")
+        time.sleep(LOCK_POLL_S)
+
+
+def _try_lock(path: Path) -> int | None:
+    """A descriptor of the locked file; None: another holds it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
 
 
 def _lock(path: Path, wait_s: float) -> int:
     """A descriptor of the locked file. Waits for an earlier process of this name to end. Raises
     StartupError.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     deadline = time.monotonic() + wait_s
-    while True:
-        with suppress(BlockingIOError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return descriptor
+    while (descriptor := _try_lock(path)) is None:
         if time.monotonic() > deadline:
-            os.close(descriptor)
             raise StartupError(f"{path}: another supervisor's process of this name runs here: stop it")
         time.sleep(LOCK_POLL_S)
+    return descriptor
 
 
 def _obey(process: subprocess.Popen[bytes], order: Order, end: Callable[[], None]) -> None:

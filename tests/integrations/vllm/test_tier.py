@@ -17,7 +17,7 @@ from tests.support.kvpool.clients import until
 from tests.support.kvpool.local_node import LocalNode
 
 pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here (see launch/vllm.sh)"
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here (see docs/vllm.md)"
 )
 CHUNK_BYTES = 24 * 1024
 ROWS = 8

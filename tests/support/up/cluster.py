@@ -12,10 +12,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from pdserve.errors import StartupError
+from pdserve.up.control import Request, ask
 from tests.support.left_behind import reaper
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
@@ -36,8 +38,7 @@ from pdserve.up.scale.planner import Planner
 file, run_dir, on, *program = sys.argv[1:]
 cluster = read_cluster_file(Path(file), {"cluster.run_dir": run_dir}, {})
 try:
-    place = open_place(on, os.environ)
-    assert place.submit([], cluster.cluster) is None
+    place = open_place(on, os.environ, cluster.cluster)
     planner = Planner(cluster, place, source=file, program=(sys.executable, *program))
     sys.exit(run_plan(planner.plan(), place, planner.scaled))
 except PdserveError as error:
@@ -76,6 +77,11 @@ class Cluster:
             if match := re.search(pattern, line):
                 return match
 
+    def ask_to_restart(self) -> None:
+        """By the control socket; the answer is not waited for."""
+        request = Request("restart")
+        threading.Thread(target=lambda: _ask(self.run_dir, request), daemon=True).start()
+
     def finish(self) -> int:
         """Wait for the end; the rest of the output goes to `lines`."""
         status = self.process.wait(TIMEOUT_S)
@@ -104,6 +110,11 @@ class Cluster:
     @property
     def url(self) -> str:
         return next(m[1] for line in self.lines if (m := re.search(r"ready at (http://\S+)", line)))
+
+
+def _ask(run_dir: Path, request: Request) -> None:
+    with suppress(StartupError):  # the cluster may stop before
+        ask(run_dir, request, TIMEOUT_S)
 
 
 @contextmanager

@@ -8,16 +8,17 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from pdserve.errors import StartupError
+from pdserve.resources.machine import Gpu, Machine
 from pdserve.up.config import ClusterSettings
-from pdserve.up.needs import Needs
-from pdserve.up.places.hosts import HostsPlace, addresses_of, visible_gpus
+from pdserve.up.places.hosts import SshPlace, addresses_of
 from pdserve.up.places.remote import AGENT
-from pdserve.up.places.remote_process import KILL, SIGNALLED, Order
+from pdserve.up.places.remote_process import KILL, SIGNALLED, Order, claim_gpus
 from pdserve.up.site import Demand
 
 ROOT = Path(__file__).parents[3]
@@ -39,6 +40,7 @@ class Agent:
         patience_s: float = 60.0,
         name: str = "one",
         at_once: Sequence[bytes] = (),
+        **gpus: Any,
     ) -> None:
         order = Order(
             argv=[sys.executable, "-c", code],
@@ -47,6 +49,7 @@ class Agent:
             config="a = 1\n",
             grace_s=grace_s,
             patience_s=patience_s,
+            **gpus,
         )
         self.process = subprocess.Popen(
             AGENT,
@@ -176,21 +179,31 @@ def test_hosts_have_names_and_addresses() -> None:
 
 
 def test_a_cluster_without_hosts_is_refused() -> None:
-    place = HostsPlace(os.environ)
-    assert place.submit([], ClusterSettings(hosts=["a"])) is None
-    with pytest.raises(StartupError) as refused:
-        place.assign([Demand("agg0", "agg", Needs(gpus=2))])
-    assert str(refused.value) == (
-        "agg0: --on hosts does not know which GPUs are free on its hosts: name them, as in gpus = [0, 1]"
-    )
-    assert place.assign([Demand("agg0", "agg", Needs(gpus=2, gpu_numbers=(4, 5)))]) == {"agg0": "a"}
-    assert place.submit([], ClusterSettings()) is None
     with pytest.raises(StartupError, match=r"give cluster\.hosts"):
-        place.assign([Demand("router", "router")])
+        SshPlace(os.environ, ClusterSettings()).assign([Demand("router", "router")])
 
 
-def test_a_worker_sees_the_gpus_that_its_table_names_and_what_its_table_sets_stays() -> None:
-    two = Needs(gpus=2, gpu_numbers=(4, 5))
-    assert visible_gpus(two, {}) == {"CUDA_VISIBLE_DEVICES": "4,5", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    assert visible_gpus(two, {"CUDA_VISIBLE_DEVICES": "GPU-1"}) == {}
-    assert visible_gpus(Needs(), {}) == {}
+FOUR = Machine(
+    memory_bytes=1, shm_bytes=1, gpus=tuple(Gpu(index=i, memory_bytes=1, numa_node=i // 2) for i in range(4))
+)
+
+
+def test_workers_of_a_host_get_gpus_of_their_own_until_they_end(tmp_path: Path) -> None:
+    first, locks = claim_gpus(FOUR, 2, None, tmp_path, 0.0)
+    second, _ = claim_gpus(FOUR, 1, [3], tmp_path, 0.0)
+    assert (first, second) == ((0, 1), (3,))
+    with pytest.raises(StartupError, match="2 GPUs are needed here, and 1 are free"):
+        claim_gpus(FOUR, 2, None, tmp_path, 0.0)
+    with pytest.raises(StartupError, match="1 GPUs of 3 are needed here, and 0 are free"):
+        claim_gpus(FOUR, 1, [3], tmp_path, 0.0)
+    for lock in locks:
+        os.close(lock)
+    assert claim_gpus(FOUR, 3, None, tmp_path, 0.0)[0] == (0, 1, 2)
+
+
+def test_a_process_that_needs_gpus_is_not_started_on_a_host_without(tmp_path: Path) -> None:
+    with Agent(tmp_path, "pass", gpu_count=1, needs_gpus=True) as agent:
+        assert agent.line() == b"cannot be started here: this host has no GPU\n"
+        assert agent.status() == 1
+    with Agent(tmp_path, "print('on the CPU')", gpu_count=1) as agent:
+        assert agent.line() == b"on the CPU\n"

@@ -1,17 +1,15 @@
-"""Nodes and actors of Ray that are lost. The contract of places has the rest."""
+"""An actor of Ray that is lost. The contract of places has the rest."""
 
 from __future__ import annotations
 
-import os
 import signal
-import tomllib
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.support.up.cluster import running, wait_until
-from tests.support.up.ray_cluster import ray_cluster, ray_node
+from tests.support.up.ray_cluster import ray_cluster
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.long, pytest.mark.extended]
 
@@ -21,32 +19,15 @@ name = "stand-in"
 restart_backoff_s = 0.05
 [router]
 [[agg]]
-count = 6
+engine = { behave = "parent", journal = "JOURNAL" }
 """
-
-
-def test_workers_of_a_lost_node_start_again_on_others(tmp_path: Path) -> None:
-    with (
-        ray_cluster(tmp_path) as variables,
-        ray_node(variables["RAY_ADDRESS"], tmp_path) as node,
-        running(tmp_path, FILE, on="ray", variables=variables) as cluster,
-    ):
-        cluster.wait_for("stand-in is ready at")
-        before = tomllib.loads((cluster.run_dir / "router.toml").read_text())["agg"]
-        os.killpg(node.pid, signal.SIGKILL)
-        cluster.wait_for(r"moving (\w+(, )?)+ to another host: done")
-        after = tomllib.loads((cluster.run_dir / "router.toml").read_text())["agg"]
-        assert len(after) == len(before) == 6
-        cluster.process.send_signal(signal.SIGTERM)
-        assert cluster.finish() == 0
 
 
 def test_a_worker_whose_actor_is_killed_ends_and_starts_again(tmp_path: Path) -> None:
     """As Ray's memory monitor does. The first worker and its child ignore SIGTERM."""
-    file = FILE.replace("count = 6", 'engine = { behave = "parent", journal = "JOURNAL" }')
     with (
         ray_cluster(tmp_path) as variables,
-        running(tmp_path, file, on="ray", variables=variables) as cluster,
+        running(tmp_path, FILE, on="ray", variables=variables) as cluster,
     ):
         cluster.wait_for("stand-in is ready at")
         worker = psutil.Process(cluster.started()["agg"])

@@ -1,5 +1,11 @@
-# Sourced by agg.sh and disagg.sh with the name of the cluster and the user's arguments: set up, make the demo model
-# where no other is asked for, and hand over to `pdserve up`.
+#!/usr/bin/env bash
+# Serve a model on this machine with the cluster that launch/NAME.toml describes, or a file of your own.
+#
+#   launch/serve.sh NAME [--model PATH] [--port N] [--config FILE] [--run-dir DIR] [OPTIONS OF pdserve up] [-- SGLANG_FLAGS]
+#
+# NAME: disagg, agg, elastic, hosts, vllm, dynamo. Sets everything up first (virtual environment, demo model). Without
+# --model SmolLM2-135M is downloaded and served. --config takes the place of launch/NAME.toml. Ctrl-C stops every process.
+set -euo pipefail
 
 # Sets model. Without a network it is one with random weights.
 make_demo_model() {
@@ -14,8 +20,6 @@ make_demo_model() {
   [ -f "$model/config.json" ] || "$venv/bin/pdserve" model demo --size small --out "$model" >/dev/null
 }
 
-cluster=$1
-shift
 for argument in "$@"; do
   case $argument in
     --help | -h) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"; exit ;;
@@ -24,6 +28,8 @@ for argument in "$@"; do
     --) break ;;
   esac
 done
+cluster=${1:?a name like disagg: see --help}
+shift
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh" serve
 defaults=()
 if [ -z "${config_given:-}" ]; then

@@ -1,10 +1,9 @@
-"""Real pool nodes, upgraded by SIGUSR1 under a client that reads. The fault: new versions load slowly."""
+"""Real pool nodes, upgraded by a rolling restart under a client that reads. New versions load slowly."""
 
 from __future__ import annotations
 
 import os
 import re
-import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -84,7 +83,7 @@ def test_one_node_after_the_other_is_upgraded_and_no_page_is_missed(tmp_path: Pa
         cluster.wait_for(r"renewed is ready at")
         reader = Reader(cluster)
         with reader.reading():
-            cluster.process.send_signal(signal.SIGUSR1)
+            cluster.ask_to_restart()
             cluster.wait_for(r"all processes have been restarted")
         steps = [
             (match[1], match[2])

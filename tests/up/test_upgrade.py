@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from pdserve.up.renewal import run
-from pdserve.up.renewal.command import Command, pool_upgrade
+from pdserve.up import upgrade
+from pdserve.up.upgrade import Command, pool_upgrade
 
 
 def test_a_nodes_token_goes_into_the_environment_and_its_files_stay_files() -> None:
@@ -39,14 +39,14 @@ def test_a_nodes_token_goes_into_the_environment_and_its_files_stay_files() -> N
 )
 def test_the_last_line_of_a_command_that_fails_is_what_went_wrong(code: str, problem: str) -> None:
     words = (sys.executable, "-S", "-c", f"import os, sys; {code}")
-    assert asyncio.run(run.problem_of(Command(words, {"PDSERVE_POOL_TOKEN": "s"}))) == problem
+    assert asyncio.run(upgrade.problem_of(Command(words, {"PDSERVE_POOL_TOKEN": "s"}))) == problem
 
 
 def test_a_command_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "MOST_S", 0.2)
+    monkeypatch.setattr(upgrade, "MOST_S", 0.2)
     words = (sys.executable, "-S", "-c", "import time; time.sleep(600)")
-    assert asyncio.run(run.problem_of(Command(words))) == "its upgrade was not done within 0 s"
+    assert asyncio.run(upgrade.problem_of(Command(words))) == "its upgrade was not done within 0 s"
 
 
 def test_a_program_that_is_not_there_is_said() -> None:
-    assert asyncio.run(run.problem_of(Command(("/nowhere",)))) == "/nowhere: No such file or directory"
+    assert asyncio.run(upgrade.problem_of(Command(("/nowhere",)))) == "/nowhere: No such file or directory"
