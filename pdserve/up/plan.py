@@ -442,7 +442,7 @@ def _wire_command(draft: _Draft, drafts: Sequence[_Draft], shared: Mapping[str, 
             "url": _url(one),
             "config": f"{shared['run_dir']}/{draft.name}.toml",
         }
-        return (values | shared)[name]
+        return {**values, **shared}[name]
 
     draft.env = {
         key: filled(value, lambda name, of: shared["token"] if name == "token" else find(name, of))
