@@ -519,7 +519,7 @@ def _spec(draft: _Draft, program: Sequence[str], run_dir: Path, settings: Cluste
         host=draft.host,
         upgrade=upgrade,
     )
-    return on_gpus(spec, settings) if draft.host and spec.gpu_count else spec
+    return on_gpus(spec, settings) if draft.needs.gpus else spec
 
 
 def _gpu_count(draft: _Draft) -> int:
