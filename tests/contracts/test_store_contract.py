@@ -14,7 +14,6 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from benchmarks.peers.mooncake import is_installed
 from pdserve.errors import PageMismatch, PoolError
 from pdserve.kvpool.mover.polled_client import PolledClient
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
@@ -22,6 +21,7 @@ from pdserve.kvpool.stores.client import PageClient, StoreClient
 from tests.support.kvpool.clients import SOON_S, until
 from tests.support.kvpool.page_stores import GEOMETRY, KINDS, Kind, StoreKind
 from tests.support.kvpool.pools import KIB
+from tests.support.mooncake import is_installed
 
 K, V = 12 * KIB, 4 * KIB
 NO_MOONCAKE = (

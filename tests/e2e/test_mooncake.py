@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.peers.mooncake import is_installed
 from tests.support.e2e.cluster import Router, Worker, eventually, http
 from tests.support.e2e.prompts import NEW_TOKENS, PAGE, Answer, differences, token_ids
 from tests.support.e2e.routed import found, generate, say, wanted_hits
 from tests.support.e2e.site import NEEDS, Reference, Site, ask_all
+from tests.support.mooncake import is_installed
 
 pytestmark = [
     pytest.mark.e2e,

@@ -17,13 +17,13 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.processes import free_ports
 from pdserve.settings.toml_text import to_toml
 from pdserve.tls.contexts import Certificates
 from tests.support.certificates import Authority
 from tests.support.kvpool.connectors import connect
 from tests.support.kvpool.nodes import get, keys, open_namespace, put, soon
 from tests.support.netns.visitor import ATTACKS, Visitor
+from tests.support.processes import free_ports
 
 TOKEN = "the-token-of-this-pools-operator"
 LOOP = "127.0.0.1"

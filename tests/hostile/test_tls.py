@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.processes import free_ports
 from pdserve.errors import PoolError, PoolRefused, PoolUnavailable
 from pdserve.kvpool.node.node import PoolNode
 from pdserve.kvpool.node.serving import connection as serving_connection
@@ -24,6 +23,7 @@ from tests.support.certificates import Authority
 from tests.support.kvpool.clustered import ring, running, until
 from tests.support.kvpool.connectors import connect
 from tests.support.kvpool.nodes import get, keys, open_namespace, page_of, put, soon
+from tests.support.processes import free_ports
 
 LOOP = "127.0.0.1"
 TOKEN = "a-token-that-must-not-be-seen-by-others"

@@ -189,7 +189,7 @@ def test_no_secret_is_written(tmp_path: Path) -> None:
     ("more", "keys", "said"),
     [
         ("", "", "keys_file"),
-        ('\n[[vllm]]\nmodel = "m"\n', 'access = { keys_file = "keys" }', "vLLM"),
+        ('\n[[command]]\nargv = ["x"]\n', 'access = { keys_file = "keys" }', "commands"),
     ],
 )
 def test_what_cannot_be_written_is_refused(tmp_path: Path, more: str, keys: str, said: str) -> None:

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 
-from benchmarks.peers.mooncake import is_installed, mooncake_servers
 from pdserve.errors import StartupError
 from pdserve.kvpool.client.config import PoolClientConfig
 from pdserve.kvpool.hicache.backend import PdserveHiCache
@@ -20,6 +19,7 @@ from pdserve.tokens import reveal
 from tests.support.kvpool.faulty import keys
 from tests.support.kvpool.host_pool import PAGE_TOKENS, HostPool, indices
 from tests.support.kvpool.page_stores import MIB, install
+from tests.support.mooncake import is_installed, mooncake_servers
 
 GEOMETRY = KvGeometry(
     model="m",

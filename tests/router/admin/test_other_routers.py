@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from benchmarks.processes import free_ports
 from pdserve.discovery.workers import WorkerEtcdConfig
 from pdserve.router.admin.app import AdminApp
 from pdserve.router.admin.live_feed import LiveFeed
@@ -26,6 +25,7 @@ from pdserve.router.server.listening import bind
 from pdserve.router.server.uvicorn_server import make_server
 from tests.support.command import Done, pdserve_here
 from tests.support.kvpool.etcd_server import EtcdServer
+from tests.support.processes import free_ports
 from tests.support.router.harness import PATIENT, Harness, routed
 from tests.support.router.live_page import KEY
 from tests.support.router.mock_worker import MockWorker, workers

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.peers.mooncake import is_installed, mooncake_servers
 from tests.support.e2e import warm
 from tests.support.e2e.cluster import PoolNode, Router, Worker, eventually, free_port
 from tests.support.e2e.draft_model import make_mtp_model
@@ -19,6 +18,7 @@ from tests.support.e2e.latent_model import make_latent_model
 from tests.support.e2e.prompts import NEW_TOKENS, Answer, first_turns, second_turn
 from tests.support.e2e.servers import Servers
 from tests.support.kvpool.etcd_server import EtcdServer
+from tests.support.mooncake import is_installed, mooncake_servers
 
 CHUNK_TOKENS: Final = 512
 STAGED: Final = {

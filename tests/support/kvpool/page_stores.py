@@ -14,8 +14,6 @@ from typing import Protocol
 import numpy as np
 import pytest
 
-from benchmarks.peers.mooncake import mooncake_servers
-from benchmarks.processes import free_ports
 from docs.examples.store import DirectoryStore
 from docs.generate.product import ROOT
 from pdserve.errors import PoolError, PoolUnavailable
@@ -28,6 +26,8 @@ from pdserve.kvpool.stores.client import PageClient, StoreClient
 from pdserve.kvpool.stores.mooncake import MooncakeStore
 from pdserve.kvpool.stores.registry import GROUP
 from tests.support.kvpool.pools import KIB, ProcessPool, arena_dir, remove_arena, remove_arena_dir
+from tests.support.mooncake import mooncake_servers
+from tests.support.processes import free_ports
 
 MIB = KIB * KIB
 GEOMETRY = {"page_size": "64"}

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from benchmarks.object_server import ObjectServer, object_server
 from pdserve.kvpool.tiers.base import CORRUPT, GONE, LOADED, READ_FAILED, STORED, TierPage
 from pdserve.kvpool.tiers.object.names import SegmentObject, parse_object
 from pdserve.kvpool.tiers.ssd.segment_format import (
@@ -22,6 +21,7 @@ from pdserve.kvpool.tiers.ssd.segment_format import (
     encode_segment_header,
 )
 from tests.support.kvpool.false_segments import footers
+from tests.support.kvpool.object_server import ObjectServer, object_server
 from tests.support.kvpool.object_tiers import BUCKET, CREDENTIALS, LENGTH, Node
 from tests.support.kvpool.tier_tools import key
 
