@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.cli import TWO_WORDS, SUB_COMMANDS
+from pdserve.cli import SUB_COMMANDS, TWO_WORDS
 from pdserve.errors import ConfigError
 from pdserve.extras import is_installed
 from pdserve.kvpool.client.config import PoolClientConfig
