@@ -1,7 +1,7 @@
 """NVIDIA Dynamo's frontend, KV router and real SGLang workers over a pool node.
 
-They take some minutes, and an environment of their own: where it was not made as docs/dynamo.md says, they
-are skipped.
+They take some minutes, and an environment of their own: without it they are skipped
+(docs/other-engines.md).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.e2e,
     pytest.mark.extended,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(not PYTHON.exists(), reason="Dynamo is not installed: see docs/dynamo.md"),
+    pytest.mark.skipif(not PYTHON.exists(), reason="Dynamo is not installed: see docs/other-engines.md"),
 ]
 SOON_S = 60.0
 

@@ -1,7 +1,7 @@
 """Real vLLM workers and LMCache servers on a real pool, behind the router.
 
-They take some minutes, and an environment of their own: where it was not made as docs/vllm.md says, they are
-skipped.
+They take some minutes, and an environment of their own: without it they are skipped
+(docs/other-engines.md).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.config.tenants import Access
-from pdserve.tokens import Secret
+from pdserve.security.tokens import Secret
 from tests.support.e2e.vllm import (
     AUTHORIZED,
     PYTHON,
@@ -39,7 +39,7 @@ pytestmark = [
     pytest.mark.timeout(1800),
     pytest.mark.skipif(
         not PYTHON.exists(),
-        reason=f"no vLLM at {PYTHON}: docs/vllm.md says how to make it; "
+        reason=f"no vLLM at {PYTHON}: docs/other-engines.md says how to make it; "
         "PDSERVE_VLLM_PYTHON names another Python with vLLM and LMCache",
     ),
 ]

@@ -34,8 +34,8 @@ from pdserve.engine.sglang.tls import serving
 from pdserve.engine.sglang.warm_up import WarmUp
 from pdserve.errors import StartupError
 from pdserve.resources.memory import GB, release_s
+from pdserve.security.tls import Certificates
 from pdserve.sglang_places import places
-from pdserve.tls.contexts import Certificates
 
 logger = logging.getLogger(__name__)
 

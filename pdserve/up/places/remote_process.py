@@ -32,9 +32,9 @@ from typing import Final
 import msgspec
 
 from pdserve.errors import StartupError
-from pdserve.private_directory import private_directory
 from pdserve.resources.gpus import choose, visible
 from pdserve.resources.machine import Machine, this_machine
+from pdserve.security.private_directory import private_directory
 from pdserve.up.places.process import dies_with_parent, write_private
 from pdserve.up.places.sessions import end_sessions, kill_session
 

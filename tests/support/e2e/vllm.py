@@ -1,4 +1,4 @@
-"""Real vLLM and LMCache, in an environment of their own (docs/vllm.md), run by `pdserve up`."""
+"""Real vLLM and LMCache, in an environment of their own (docs/other-engines.md), run by `pdserve up`."""
 
 from __future__ import annotations
 

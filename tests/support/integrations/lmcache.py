@@ -1,7 +1,7 @@
 """LMCache's side of the L2 adapter: its own classes where LMCache is installed, else stand-ins for what we
 use.
 
-LMCache has an environment of its own (docs/vllm.md), where the same tests run over the real classes.
+LMCache has an environment of its own (docs/other-engines.md), where the same tests run over the real classes.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def importable() -> Iterator[None]:
     contents: dict[str, dict[str, Any]] = {
         "lmcache.lmcache_native": {"Bitmap": StandInBitmap},
         f"{base}.internal_api": {"L2StoreResult": StandInResult},
-        f"{base}.l2_adapters.base": {"AdapterUsage": StandInUsage, "L2AdapterInterface": StandInAdapter},
+        f"{base}.l2_adapters.base": {"L2AdapterInterface": StandInAdapter},
     }
     packages = ("lmcache", "lmcache.v1", base, f"{base}.l2_adapters")
     made = {name: types.ModuleType(name) for name in (*packages, *contents)}

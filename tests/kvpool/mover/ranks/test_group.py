@@ -110,15 +110,6 @@ def test_a_follower_waits_while_the_leader_reads(pair: tuple[Rank, Rank]) -> Non
     assert all(np.array_equal(source[0], target[0]) for target in targets)
 
 
-def test_a_page_whose_place_was_given_away_is_not_taken(pair: tuple[Rank, Rank]) -> None:
-    leader, follower = pair
-    wanted, source = keys(1), leader.page(0, seed=3)
-    leader.reads.end(wanted, [source], [proof_of(source)])
-    wait_until(lambda: follower.knows(wanted[0]) is not State.UNKNOWN, "the follower heard it")
-    source[1][-1] ^= 1
-    assert follower.reads.take(wanted, [follower.page(0)], soon()) == [None]
-
-
 def test_a_page_without_a_checksum_is_read_by_each_rank(pair: tuple[Rank, Rank]) -> None:
     leader, follower = pair
     wanted, source = keys(1), leader.page(0, seed=3)
@@ -166,11 +157,6 @@ def test_the_end_of_the_leader_ends_a_wait_for_it(pair: tuple[Rank, Rank]) -> No
     wait_until(lambda: len(leader.group._followers) == 2, "it follows again")
     leader.reads.begin(keys(1))  # the end of the first socket is found
     assert len(leader.group._followers) == 1
-
-
-def test_the_leader_itself_takes_nothing_and_waits_for_nobody(pair: tuple[Rank, Rank]) -> None:
-    leader, _ = pair
-    assert leader.reads.take(keys(1), [leader.page(0)], soon(1000.0)) == [None]
 
 
 def test_a_follower_that_takes_no_messages_is_dropped(pair: tuple[Rank, Rank], name: str) -> None:
