@@ -37,7 +37,7 @@ RISKS: dict[str, tuple[str, ...]] = {
     "pdserve/router/api": ("tests/router/api",),
     "pdserve/router/dispatch": ("tests/router/dispatch",),
     "pdserve/router/processes": ("tests/router/processes",),
-    "pdserve/up/places": ("tests/contracts", "tests/up"),
+    "pdserve/up/launchers": ("tests/contracts", "tests/up"),
     "Containerfile": ("tests/up/test_image.py",),
     "launch/constraints.txt": ("tests/up/test_constraints.py",),
     "pyproject.toml": ("tests/up/test_constraints.py",),

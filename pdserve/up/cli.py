@@ -19,13 +19,13 @@ from pdserve.resources.machine import Machine, read_machine
 from pdserve.resources.memory import GB, host_pool_gb
 from pdserve.settings.command_line import ExtraArgs
 from pdserve.settings.config_file import build_config
-from pdserve.up.claims import check_ports, claimed
 from pdserve.up.config import WORKER_ROLES, Role, WorkerRole, read_cluster_file
 from pdserve.up.console import Console
 from pdserve.up.gpus import Given
-from pdserve.up.places.base import Place, open_place
+from pdserve.up.launchers.base import Launcher, open_launcher
+from pdserve.up.locks import check_ports, claimed
 from pdserve.up.plan import ConnectReady, Plan
-from pdserve.up.scale.planner import Planner
+from pdserve.up.planner import Planner
 from pdserve.up.supervisor import Supervisor
 
 LOCAL = "local"
@@ -126,10 +126,10 @@ def up(
         "elastic": elastic,
     }
     cluster = read_cluster_file(file, overrides, counts)
-    place = open_place(on, os.environ, cluster.cluster)
+    launcher = open_launcher(on, os.environ, cluster.cluster)
     planner = Planner(
         cluster,
-        place,
+        launcher,
         source=str(file),
         program=PROGRAM,
         extra_args=extra or (),
@@ -141,11 +141,11 @@ def up(
     for line in resource_lines(planner.machine, planner.gpus):
         typer.echo(line)
     if dry_run:
-        place.close()
+        launcher.close()
         for line in process_lines(plan):
             typer.echo(line)
         return
-    raise typer.Exit(run_plan(plan, place, planner.scaled))
+    raise typer.Exit(run_plan(plan, launcher, planner.scaled))
 
 
 def _refuse_several_hosts(plan: Plan) -> None:
@@ -187,7 +187,7 @@ def check_tables(plan: Plan, source: str, schemas: Mapping[Role, str]) -> None:
         build_config(type_, spec.config, source=f"{source}: [{spec.table}]")
 
 
-def run_plan(plan: Plan, place: Place, scaled: Callable[[Mapping[WorkerRole, int]], Plan]) -> int:
+def run_plan(plan: Plan, launcher: Launcher, scaled: Callable[[Mapping[WorkerRole, int]], Plan]) -> int:
     """Run a plan in the foreground until it is stopped; gives the exit status. `scaled`: the plan with other
     numbers of workers.
     """
@@ -197,4 +197,4 @@ def run_plan(plan: Plan, place: Place, scaled: Callable[[Mapping[WorkerRole, int
         claimed(plan.run_dir),
         closing(Console(sys.stdout, names, echo_logs=plan.settings.echo_logs)) as console,
     ):
-        return asyncio.run(Supervisor(plan, console, place, scaled).run())
+        return asyncio.run(Supervisor(plan, console, launcher, scaled).run())

@@ -1,6 +1,6 @@
 """Which GPUs of this host each worker of a plan computes on. Pure.
 
-Other hosts' launchers choose there (places/remote_process.py), by the same rules.
+Other hosts' launchers choose there (launchers/agent.py), by the same rules.
 """
 
 from __future__ import annotations

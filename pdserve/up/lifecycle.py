@@ -13,7 +13,8 @@ A process goes through these phases:
 
 - A stage begins once every process of the stage before has been ready. At most `start_parallelism` processes
   are STARTING, or as many as their hosts have processors and GPUs for.
-- A process that ends before it was ever ready stops the cluster. Later it is restarted as restart.py says.
+- A process that ends before it was ever ready stops the cluster. Later it is restarted as `restart_delay_s`
+  says.
 - A rolling restart takes the processes host by host, those of a host in the order of their start, each once
   the one before is ready again. Pool nodes are upgraded instead. The first that does not come back ends it.
 - Scaling starts new workers and tells others to end. Routers learn first which ones leave, and of new ones
@@ -33,7 +34,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final, assert_never
 
-from pdserve.up.config import WORKER_ROLES
+from pdserve.up.config import WORKER_ROLES, ClusterSettings, Restart
 from pdserve.up.events import (
     Action,
     Announce,
@@ -58,9 +59,10 @@ from pdserve.up.events import (
     Upgraded,
 )
 from pdserve.up.plan import Plan, ProcessSpec, grace_s
-from pdserve.up.restart import restart_delay_s
 
 PROGRESS_INTERVAL_S: Final = 5.0
+MAX_BACKOFF_S: Final = 30.0
+MAX_DOUBLINGS: Final = 30  # a power of more would some day be no float
 
 
 class Phase(Enum):
@@ -530,3 +532,19 @@ def describe_status(status: int) -> str:
         return f"was killed by {signal.Signals(-status).name}"
     except ValueError:
         return f"was killed by signal {-status}"
+
+
+def restart_delay_s(
+    restart: Restart, status: int, restarts_s: Sequence[float], now_s: float, settings: ClusterSettings
+) -> float | None:
+    """Seconds to wait before starting a process again that ended with `status`, or None: give up.
+
+    `restarts_s` holds the times of its earlier restarts. A process that ends by itself with status 0 did not
+    fail, so `on-failure` leaves it ended.
+    """
+    if restart == "never" or status == 0:
+        return None
+    recent = sum(1 for at_s in restarts_s if now_s - at_s < settings.restart_window_s)
+    if recent >= settings.max_restarts:
+        return None
+    return min(settings.restart_backoff_s * 2.0 ** min(recent, MAX_DOUBLINGS), MAX_BACKOFF_S)

@@ -25,8 +25,17 @@ from pdserve.resources.machine import VISIBLE
 from pdserve.settings.config_file import build_config
 from pdserve.up.command import CommandConfig, filled, filled_table
 from pdserve.up.config import WORKER_ROLES, ClusterFile, ClusterSettings, Restart, Role, Table, merge
-from pdserve.up.needs import NOTHING, Needs, read_needs
-from pdserve.up.site import Demand, Site, as_seen_from, bracketed, open_pool_node, open_worker
+from pdserve.up.hosts import (
+    NOTHING,
+    Demand,
+    Needs,
+    Site,
+    as_seen_from,
+    bracketed,
+    open_pool_node,
+    open_worker,
+    read_needs,
+)
 from pdserve.up.upgrade import Command, pool_upgrade
 
 METRICS_HOST: Final = "127.0.0.1"

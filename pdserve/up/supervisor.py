@@ -18,16 +18,15 @@ from typing import Final, assert_never
 from pdserve.errors import PdserveError, StartupError
 from pdserve.settings.toml_text import to_toml
 from pdserve.up import events
-from pdserve.up.announcement import announcement
+from pdserve.up.announcement import TARGETS_FILE, announcement, targets
 from pdserve.up.config import WorkerRole
 from pdserve.up.console import Console
 from pdserve.up.control import Answer, Request, served
+from pdserve.up.launchers.base import Launcher, Running
+from pdserve.up.launchers.process import write_private
 from pdserve.up.lifecycle import Lifecycle
-from pdserve.up.places.base import Place, Running
-from pdserve.up.places.process import write_private
 from pdserve.up.plan import Plan
 from pdserve.up.readiness import is_ready, served_model
-from pdserve.up.scraping import TARGETS_FILE, targets
 from pdserve.up.upgrade import problem_of
 
 PROBE_INTERVAL_S: Final = 0.2
@@ -41,15 +40,15 @@ class Supervisor:
         self,
         plan: Plan,
         console: Console,
-        place: Place,
+        launcher: Launcher,
         scaled: Callable[[Mapping[WorkerRole, int]], Plan],
     ) -> None:
-        """`scaled`: the plan with other numbers of workers; it may wait for the place, in a thread."""
+        """`scaled`: the plan with other numbers of workers; it may wait for the launcher, in a thread."""
         self._plan = plan
         self._scaled = scaled
         self._specs = {spec.name: spec for spec in plan.processes}
         self._console = console
-        self._place = place
+        self._launcher = launcher
         self._lifecycle = Lifecycle(plan, os.cpu_count() or 1)
         self._events: asyncio.Queue[events.Event] = asyncio.Queue()
         """Short: a few events for each process."""
@@ -81,7 +80,7 @@ class Supervisor:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            self._place.close()
+            self._launcher.close()
             for number in STOP_SIGNALS:
                 loop.remove_signal_handler(number)
 
@@ -147,7 +146,7 @@ class Supervisor:
 
     async def _start(self, name: str, *, again: bool) -> None:
         try:
-            child = await self._place.start(self._specs[name], self._console, again=again)
+            child = await self._launcher.start(self._specs[name], self._console, again=again)
         except StartupError as error:
             self._events.put_nowait(events.Ended(name, status=1, problem=str(error)))
             return

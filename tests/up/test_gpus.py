@@ -13,9 +13,9 @@ from pdserve.resources.machine import Machine, read_machine
 from pdserve.up import cli
 from pdserve.up.config import ClusterFile, ClusterSettings
 from pdserve.up.gpus import with_gpus
-from pdserve.up.places.local import LocalPlace
+from pdserve.up.launchers.local import LocalLauncher
 from pdserve.up.plan import GPU_START_TIMEOUT_S, Plan, make_plan
-from pdserve.up.scale.planner import Planner
+from pdserve.up.planner import Planner
 from tests.support.up.scripts import LAUNCH
 
 MACHINES = Path(__file__).parents[1] / "resources" / "machines"
@@ -107,7 +107,7 @@ def scaled_from_one(run_dir: Path) -> Planner:
     file = ClusterFile(cluster=ClusterSettings(run_dir=run_dir), pool=[{}], prefill=[{}], decode=[{}])
     made = Planner(
         file,
-        LocalPlace({}, ClusterSettings()),
+        LocalLauncher({}, ClusterSettings()),
         source="x",
         program=("x",),
         extra_args=("--tp-size", "2"),

@@ -14,9 +14,9 @@ from msgspec import Meta
 from pdserve.errors import ConfigError
 from pdserve.up.cli import SCHEMAS, check_tables
 from pdserve.up.config import ClusterFile, read_cluster_file
-from pdserve.up.places.hosts import SshPlace
+from pdserve.up.hosts import Site
+from pdserve.up.launchers.ssh import SshLauncher
 from pdserve.up.plan import demands, make_plan
-from pdserve.up.site import Site
 from tests.support.command import pdserve_here
 from tests.support.up.scripts import LAUNCH
 
@@ -50,7 +50,7 @@ def test_cluster_files_are_valid_for_every_process(name: str, processes: list[st
 def test_the_file_for_several_hosts_is_valid_and_spreads_what_it_lists() -> None:
     path = LAUNCH / "hosts.toml"
     file = read_cluster_file(path, {}, {})
-    hosts = SshPlace({}, file.cluster).assign(demands(file))
+    hosts = SshLauncher({}, file.cluster).assign(demands(file))
     assert hosts == {
         "pool0": "a", "pool1": "b", "pool2": "c", "prefill0": "a", "decode0": "b", "decode1": "c",
         "router0": "a", "router1": "b",

@@ -13,9 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from pdserve.up import events as ev
 from pdserve.up.config import ClusterFile, ClusterSettings
+from pdserve.up.hosts import Site
 from pdserve.up.lifecycle import Lifecycle, describe_status
 from pdserve.up.plan import Plan, make_plan
-from pdserve.up.site import Site
 from tests.support.suite.extended import examples
 
 NAMES = ("pool0", "prefill0", "decode0", "router")

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pdserve.up.places.sessions import session_members
+from pdserve.up.launchers.sessions import session_members
 from tests.support.up.cluster import (
     REAL_BUT_WORKERS,
     TIMEOUT_S,

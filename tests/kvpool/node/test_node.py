@@ -43,7 +43,7 @@ from pdserve.kvpool.transports import page_residency
 from pdserve.kvpool.transports.base import Connection
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
 from pdserve.kvpool.transports.ucx import UcxLibrary
-from pdserve.up.claims import free_ports
+from pdserve.up.locks import free_ports
 from tests.support.command import pdserve_here
 from tests.support.kvpool.connectors import connect
 from tests.support.kvpool.nodes import (

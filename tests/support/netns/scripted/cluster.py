@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from pdserve.up.places.hosts import SHELL_VARIABLE
+from pdserve.up.launchers.ssh import SHELL_VARIABLE
 from tests.support.netns.machines import Machines, machines
 from tests.support.netns.scripted.talk import TalkConfig
 from tests.support.netns.scripted.worker import MODEL

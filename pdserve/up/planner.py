@@ -17,13 +17,13 @@ import msgspec
 
 from pdserve.errors import ConfigError, StartupError
 from pdserve.resources.machine import Machine, this_machine
-from pdserve.up.claims import free_ports, has_ipv6_alone, is_ours, make_run_directory, run_directory
 from pdserve.up.config import ClusterFile, WorkerRole, resized
 from pdserve.up.gpus import Given, with_gpus
-from pdserve.up.places.base import Place
-from pdserve.up.places.process import write_private
+from pdserve.up.hosts import Site
+from pdserve.up.launchers.base import Launcher
+from pdserve.up.launchers.process import write_private
+from pdserve.up.locks import free_ports, has_ipv6_alone, is_ours, make_run_directory, run_directory
 from pdserve.up.plan import Plan, demands, make_plan
-from pdserve.up.site import Site
 
 TOKENS_FILE: Final = "pool-tokens.json"
 """In the run directory, for its owner alone."""
@@ -37,12 +37,12 @@ class PoolTokens(msgspec.Struct, frozen=True):
 
 
 class Planner:
-    """Makes the plans of one cluster on one place."""
+    """Makes the plans of one cluster on one launcher."""
 
     def __init__(
         self,
         file: ClusterFile,
-        place: Place,
+        launcher: Launcher,
         *,
         source: str,
         program: Sequence[str],
@@ -54,7 +54,7 @@ class Planner:
         this one where it is None.
         """
         self._source = source
-        self._place = place
+        self._launcher = launcher
         self._program = program
         self._extra_args = extra_args
         self._file = file
@@ -74,7 +74,7 @@ class Planner:
 
     def scaled(self, counts: Mapping[WorkerRole, int]) -> Plan:
         """The plan with other numbers of workers. Raises ConfigError, StartupError, and changes nothing then,
-        but that the place may hold room for the new workers until it is asked again.
+        but that the launcher may hold room for the new workers until it is asked again.
         """
         file = resized(self._file, counts, self._source)
         if self._plan is None:
@@ -89,7 +89,7 @@ class Planner:
         return plan
 
     def _made(self, file: ClusterFile) -> tuple[Plan, Given]:
-        hosts = self._place.assign(demands(file))
+        hosts = self._launcher.assign(demands(file))
         run_dir = run_directory(Path(file.cluster.run_dir))
         plan = make_plan(
             file,

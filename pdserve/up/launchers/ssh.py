@@ -1,4 +1,4 @@
-"""Hosts by `ssh`: remote_process.py starts each process there; output and status come back by its connection.
+"""Hosts by `ssh`: agent.py starts each process there; output and status come back by its connection.
 
 `cluster.hosts` lists the hosts as `NAME` or `NAME=ADDRESS`: how the remote shell calls one, and how the other
 hosts reach it. pdserve is at the same path on all of them; the run directory is each one's own. What of our
@@ -19,14 +19,13 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from pdserve.errors import StartupError
-from pdserve.up.claims import is_ours
 from pdserve.up.config import ClusterSettings
 from pdserve.up.console import Console
-from pdserve.up.places.orphan_reaper import OrphanReaper
-from pdserve.up.places.remote import AGENT, Remote, order_for
-from pdserve.up.places.spread import spread
+from pdserve.up.hosts import Demand, spread
+from pdserve.up.launchers.remote import AGENT, Remote, order_for
+from pdserve.up.launchers.sessions import OrphanReaper
+from pdserve.up.locks import is_ours
 from pdserve.up.plan import ProcessSpec, grace_s
-from pdserve.up.site import Demand
 
 SHELL: Final = (
     "ssh -T -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10 -o ServerAliveCountMax=6"
@@ -35,8 +34,8 @@ SHELL_VARIABLE: Final = "PDSERVE_REMOTE_SHELL"
 OUR_VARIABLES: Final = "PDSERVE_"
 
 
-class SshPlace:
-    """See base.Place."""
+class SshLauncher:
+    """See base.Launcher."""
 
     def __init__(self, environ: Mapping[str, str], settings: ClusterSettings) -> None:
         self._environ = environ

@@ -16,10 +16,10 @@ import pytest
 from pdserve.errors import StartupError
 from pdserve.resources.machine import Gpu, Machine
 from pdserve.up.config import ClusterSettings
-from pdserve.up.places.hosts import SshPlace, addresses_of
-from pdserve.up.places.remote import AGENT
-from pdserve.up.places.remote_process import KILL, SIGNALLED, Order, claim_gpus
-from pdserve.up.site import Demand
+from pdserve.up.hosts import Demand
+from pdserve.up.launchers.agent import KILL, SIGNALLED, Order, claim_gpus
+from pdserve.up.launchers.remote import AGENT
+from pdserve.up.launchers.ssh import SshLauncher, addresses_of
 
 ROOT = Path(__file__).parents[3]
 TIMEOUT_S = 30
@@ -180,7 +180,7 @@ def test_hosts_have_names_and_addresses() -> None:
 
 def test_a_cluster_without_hosts_is_refused() -> None:
     with pytest.raises(StartupError, match=r"give cluster\.hosts"):
-        SshPlace(os.environ, ClusterSettings()).assign([Demand("router", "router")])
+        SshLauncher(os.environ, ClusterSettings()).assign([Demand("router", "router")])
 
 
 FOUR = Machine(

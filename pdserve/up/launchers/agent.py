@@ -10,7 +10,7 @@ supervisor that comes back finds the host free, at the latest so much later. Mea
 process of a name runs once on a host. Hosts may have the run directory in common, so its name has the
 host's: one that was lost for good locks nobody out.
 
-Run as `python -m pdserve.up.places.remote_process`.
+Run as `python -m pdserve.up.launchers.agent`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from pdserve.errors import StartupError
 from pdserve.resources.gpus import choose, visible
 from pdserve.resources.machine import Machine, this_machine
 from pdserve.security.private_directory import private_directory
-from pdserve.up.places.process import dies_with_parent, write_private
-from pdserve.up.places.sessions import end_sessions, kill_session
+from pdserve.up.launchers.process import dies_with_parent, write_private
+from pdserve.up.launchers.sessions import end_sessions, kill_session
 
 KILL: Final = b"kill"
 LOCK_POLL_S: Final = 0.05

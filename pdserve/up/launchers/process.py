@@ -18,8 +18,7 @@ from typing import Final, Self
 from pdserve.errors import StartupError
 from pdserve.settings.command_line import RESTARTED
 from pdserve.up.console import Console
-from pdserve.up.places.orphan_reaper import OrphanReaper
-from pdserve.up.places.sessions import kill_session
+from pdserve.up.launchers.sessions import OrphanReaper, kill_session
 from pdserve.up.plan import ProcessSpec
 
 TAIL_LINES: Final = 20

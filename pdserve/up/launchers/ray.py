@@ -1,9 +1,9 @@
 """Ray: the supervisor is the driver, and each process has an actor that runs it (ray_host.py).
 
 Processes are spread over Ray's nodes before any of them starts, since they must know each other's addresses.
-Each actor then reserves the processors, GPUs and memory of its process on its node. The actors get the
-configuration with their start, so hosts need no common directory. Output comes to the driver: to the console
-and to the run directory here.
+Each actor then reserves the GPUs of its process on its node. The actors get the configuration with their
+start, so hosts need no common directory. Output comes to the driver: to the console and to the run directory
+here.
 
 - A process that ends is started again by the supervisor's own rules, on its node. So they are the same
   everywhere, and Ray restarts no actor by itself.
@@ -30,14 +30,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from pdserve.errors import StartupError
 from pdserve.up.config import ClusterSettings
 from pdserve.up.console import Console
-from pdserve.up.places import ray_host
-from pdserve.up.places.orphan_reaper import GRACE_S
-from pdserve.up.places.process import TAIL_LINES, LineSplitter
-from pdserve.up.places.remote import AGENT, exit_status, order_for
-from pdserve.up.places.remote_process import KILL
-from pdserve.up.places.spread import spread
+from pdserve.up.hosts import Demand, spread
+from pdserve.up.launchers import ray_host
+from pdserve.up.launchers.agent import KILL
+from pdserve.up.launchers.process import TAIL_LINES, LineSplitter
+from pdserve.up.launchers.remote import AGENT, exit_status, order_for
+from pdserve.up.launchers.sessions import GRACE_S
 from pdserve.up.plan import ProcessSpec
-from pdserve.up.site import Demand
 
 START_TIMEOUT_S: Final = 60.0
 ASK_S: Final = 2.0
@@ -46,7 +45,7 @@ LOST: Final = -int(signal.SIGKILL)
 """Status of a process whose actor or node is gone."""
 NODE_NAMES: Final = ("NodeName", "NodeManagerHostname", "NodeManagerAddress")
 LITTLE_CPU: Final = 0.01
-"""Processors of a process that says no number: it is placed, and takes what is there."""
+"""Processors of a process: it is placed, and takes what is there."""
 
 
 class Actor:
@@ -121,8 +120,8 @@ class Actor:
             self._console.log(self.spec.name, line)
 
 
-class RayPlace:
-    """See base.Place."""
+class RayLauncher:
+    """See base.Launcher."""
 
     def __init__(self, environ: Mapping[str, str], settings: ClusterSettings) -> None:
         try:
@@ -158,9 +157,8 @@ class RayPlace:
             max_restarts=0,
             max_concurrency=8,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-            num_cpus=spec.needs.cpus or LITTLE_CPU,
+            num_cpus=LITTLE_CPU,
             num_gpus=spec.gpu_count if there["Resources"].get("GPU") else 0,
-            memory=spec.needs.memory_bytes or None,
         )
         order = order_for(spec, GRACE_S, again=again)
         return Actor(spec, kind.remote(AGENT, order, str(Path.cwd())), log, console)

@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from pdserve.errors import StartupError
 from pdserve.up.config import ClusterSettings
 from pdserve.up.console import Console
-from pdserve.up.places.orphan_reaper import OrphanReaper
-from pdserve.up.places.process import Child
+from pdserve.up.hosts import Demand
+from pdserve.up.launchers.process import Child
+from pdserve.up.launchers.sessions import OrphanReaper
 from pdserve.up.plan import ProcessSpec
-from pdserve.up.site import Demand
 
 
-class LocalPlace:
-    """See base.Place."""
+class LocalLauncher:
+    """See base.Launcher."""
 
     def __init__(self, environ: Mapping[str, str], settings: ClusterSettings) -> None:
         self._reaper: OrphanReaper | None = None

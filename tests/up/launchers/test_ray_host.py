@@ -14,9 +14,9 @@ import msgspec
 import psutil
 import pytest
 
-from pdserve.up.places.ray_host import ProcessHost
-from pdserve.up.places.remote import AGENT
-from pdserve.up.places.remote_process import KILL, SIGNALLED, Order
+from pdserve.up.launchers.agent import KILL, SIGNALLED, Order
+from pdserve.up.launchers.ray_host import ProcessHost
+from pdserve.up.launchers.remote import AGENT
 from tests.support.up.cluster import processes_that_mention, wait_until
 
 ROOT = Path(__file__).parents[3]
@@ -29,7 +29,7 @@ STUBBORN = f"{HOLDS_ON.format('process')}\nimport subprocess, sys\n" + (
 )
 ACTOR = """
 import sys
-from pdserve.up.places.ray_host import ProcessHost
+from pdserve.up.launchers.ray_host import ProcessHost
 host = ProcessHost(sys.argv[2:], sys.argv[1].encode(), ".")
 print("started", flush=True)
 while True:

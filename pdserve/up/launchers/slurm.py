@@ -1,10 +1,10 @@
-"""Slurm: the hosts of a job, where `srun` takes the place of `ssh`.
+"""Slurm: the hosts of a job, where `srun` takes the launcher of `ssh`.
 
 launch/slurm.sbatch is the job's script. It runs `pdserve up FILE --on slurm` on the job's first host, and
 requeues the job when its time is up or it is preempted. Every host of the job sees pdserve and the model at
 the same paths.
 
-Signals go to the processes by remote_process.py, as on other hosts: `srun` that gets SIGTERM kills its task
+Signals go to the processes by agent.py, as on other hosts: `srun` that gets SIGTERM kills its task
 instead of asking it to end. `srun` that is killed, or whose host is lost, leaves its task behind, which ends
 by itself then.
 """
@@ -18,15 +18,15 @@ from typing import Final
 
 from pdserve.errors import StartupError
 from pdserve.up.config import ClusterSettings
-from pdserve.up.places.hosts import SshPlace
+from pdserve.up.launchers.ssh import SshLauncher
 
 COMMAND_TIMEOUT_S: Final = 30.0
-# steps share the job's processors and GPUs: remote_process.py chooses the GPUs of each worker among the job's
+# steps share the job's processors and GPUs: agent.py chooses the GPUs of each worker among the job's
 STEP: Final = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--unbuffered", "--export=ALL")
 
 
-class SlurmPlace(SshPlace):
-    """See base.Place."""
+class SlurmLauncher(SshLauncher):
+    """See base.Launcher."""
 
     def __init__(self, environ: Mapping[str, str], settings: ClusterSettings) -> None:
         super().__init__(environ, settings)

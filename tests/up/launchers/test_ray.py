@@ -1,4 +1,4 @@
-"""An actor of Ray that is lost. The contract of places has the rest."""
+"""An actor of Ray that is lost. The contract of launchers has the rest."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""What runs on a Ray node for one process: an actor of Ray that has remote_process.py run it.
+"""What runs on a Ray node for one process: an actor of Ray that has agent.py run it.
 
 It imports nothing but the standard library, so Ray's workers need no pdserve in their own environment. The
 process itself is run by the Python that the supervisor names, which is there at the same path.
 
 The actor may be killed at any time, as by Ray when memory is short. All that it starts hangs on the pipe to
-remote_process.py, which ends the process when the pipe ends. Ray kills the children of an actor with it, so
-remote_process.py is a grandchild.
+agent.py, which ends the process when the pipe ends. Ray kills the children of an actor with it, so
+agent.py is a grandchild.
 """
 
 from __future__ import annotations

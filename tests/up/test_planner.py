@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.errors import StartupError
-from pdserve.up.scale.planner import TOKENS_FILE, pool_tokens
+from pdserve.up.planner import TOKENS_FILE, pool_tokens
 
 
 def test_a_cluster_that_is_started_again_has_the_tokens_of_its_last_start(tmp_path: Path) -> None:

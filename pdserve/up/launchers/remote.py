@@ -1,6 +1,6 @@
 """A process that something else starts and connects us to: a remote shell, Slurm's srun, an actor of Ray.
 
-That runs remote_process.py, which gets its order by standard input, and gives output and status back.
+That runs agent.py, which gets its order by standard input, and gives output and status back.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from pdserve.resources.machine import VISIBLE
 from pdserve.settings.command_line import RESTARTED
 from pdserve.settings.toml_text import to_toml
 from pdserve.up.console import Console
-from pdserve.up.places.orphan_reaper import OrphanReaper
-from pdserve.up.places.process import Child
-from pdserve.up.places.remote_process import KILL, SIGNALLED, Order
+from pdserve.up.launchers.agent import KILL, SIGNALLED, Order
+from pdserve.up.launchers.process import Child
+from pdserve.up.launchers.sessions import OrphanReaper
 from pdserve.up.plan import ProcessSpec
 
-AGENT: Final = (sys.executable, "-m", "pdserve.up.places.remote_process")
+AGENT: Final = (sys.executable, "-m", "pdserve.up.launchers.agent")
 PATIENCE_S: Final = 60.0
 BEAT_S: Final = 10.0
 """How often the supervisor says that it is there."""
@@ -57,7 +57,7 @@ def order_for(
 
 
 def exit_status(status: int) -> int:
-    """The process's own, or minus a signal, by that of remote_process.py."""
+    """The process's own, or minus a signal, by that of agent.py."""
     return SIGNALLED - status if status > SIGNALLED else status
 
 

@@ -1,19 +1,19 @@
-"""The `Place` contract: starts one process, and tells of its end.
+"""The `Launcher` contract: starts one process, and tells of its end.
 
-The supervisor decides when what is started, restarted and stopped (lifecycle.py). A place only carries that
-out:
+The supervisor decides when what is started, restarted and stopped (lifecycle.py). A launcher only carries
+that out:
 
 - `assign` says on which host each process will run; None: all on this one. It raises StartupError for what
-  the place has no room for.
-- `start` runs a process with its configuration file, which every host of the place can read.
+  the launcher has no room for.
+- `start` runs a process with its configuration file, which its host can read.
 - SIGTERM asks a process to finish its work and end: the drain of workers, nodes and routers. `kill` ends it
   and its children at once, whatever it does.
 - Every line of output reaches the process's log, the console and `last_lines`.
 - `finish` returns once nothing of the process is left. Its status is the process's own; where a signal or
-  the place itself ended it, minus the signal's number.
-- When the supervisor dies, the place ends all of its processes.
+  the launcher itself ended it, minus the signal's number.
+- When the supervisor dies, the launcher ends all of its processes.
 
-`KINDS` lists the places. tests/contracts/test_place_contract.py holds each of them to the above.
+`KINDS` lists the launchers. tests/contracts/test_launcher_contract.py holds each of them to the above.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from typing import Any, Final, Protocol
 from pdserve.errors import ConfigError
 from pdserve.up.config import ClusterSettings
 from pdserve.up.console import Console
+from pdserve.up.hosts import Demand
 from pdserve.up.plan import ProcessSpec
-from pdserve.up.site import Demand
 
 KINDS: Final[Mapping[str, str]] = {
-    "local": "pdserve.up.places.local:LocalPlace",
-    "ssh": "pdserve.up.places.hosts:SshPlace",
-    "slurm": "pdserve.up.places.slurm:SlurmPlace",
-    "ray": "pdserve.up.places.ray:RayPlace",
+    "local": "pdserve.up.launchers.local:LocalLauncher",
+    "ssh": "pdserve.up.launchers.ssh:SshLauncher",
+    "slurm": "pdserve.up.launchers.slurm:SlurmLauncher",
+    "ray": "pdserve.up.launchers.ray:RayLauncher",
 }
 """What `--on` may say. Imported when it is chosen: Ray takes seconds, and is not installed everywhere."""
 
 
 class Running(Protocol):
-    """A process that a place runs. Whoever started it must `kill` and `finish` it."""
+    """A process that a launcher runs. Whoever started it must `kill` and `finish` it."""
 
     spec: ProcessSpec
 
@@ -64,8 +64,8 @@ class Running(Protocol):
         """The last lines of its output, a few."""
 
 
-class Place(Protocol):
-    """Runs processes. `open_place` opens it."""
+class Launcher(Protocol):
+    """Runs processes. `open_launcher` opens it."""
 
     def assign(self, demands: Sequence[Demand]) -> Mapping[str, str] | None:
         """The host of each process, by name; None: this host, by loopback. Raises StartupError.
@@ -81,15 +81,15 @@ class Place(Protocol):
         """After the last process has finished."""
 
 
-def open_place(name: str, environ: Mapping[str, str], settings: ClusterSettings) -> Place:
-    """The place of this name. Raises ConfigError: there is none, or what it needs is not installed;
+def open_launcher(name: str, environ: Mapping[str, str], settings: ClusterSettings) -> Launcher:
+    """The launcher of this name. Raises ConfigError: there is none, or what it needs is not installed;
     StartupError: it cannot be used here.
     """
     if name not in KINDS:
-        raise ConfigError(f"--on {name}: no such place; it is one of {', '.join(KINDS)}")
+        raise ConfigError(f"--on {name}: no such launcher; it is one of {', '.join(KINDS)}")
     module, _, kind = KINDS[name].partition(":")
     try:
-        opened: Place = _kind(module, kind)(environ, settings)
+        opened: Launcher = _kind(module, kind)(environ, settings)
     except ModuleNotFoundError as error:
         raise ConfigError(f"--on {name}: {error.name} is not installed") from None
     return opened
