@@ -210,7 +210,7 @@ def _target(
     plan: Plan | None, router: str, token: str, named: tuple[str, ...], ca_file: Path | None
 ) -> Target | None:
     """Where the cluster is: by the configuration that `pdserve up` wrote, or by what the router says."""
-    if plan is not None:
+    if plan is not None and plan.routers:
         spec = plan.routers[0]
         if not spec.config_path.is_file():
             known = plan.router_url if spec.listening[0].chosen else ""  # else the port is not the real one

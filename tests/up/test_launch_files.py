@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 from typing import Annotated
@@ -18,7 +20,9 @@ from pdserve.up.hosts import Site
 from pdserve.up.launchers.ssh import SshLauncher
 from pdserve.up.plan import demands, make_plan
 from tests.support.command import pdserve_here
-from tests.support.up.scripts import LAUNCH
+from tests.support.up.cluster import wait_until
+from tests.support.up.scripts import LAUNCH, program
+from tests.support.up.slurm_commands import slurm_commands
 
 
 @pytest.mark.parametrize(
@@ -166,3 +170,20 @@ def test_a_script_with_another_model_makes_none(tmp_path: Path) -> None:
 def test_scripts_are_valid_bash() -> None:
     for script in LAUNCH.glob("*.sh"):
         subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+def test_a_job_of_slurm_that_is_taken_away_drains_and_is_requeued(tmp_path: Path) -> None:
+    with slurm_commands(tmp_path) as variables:
+        program(
+            tmp_path / "pdserve",
+            f"trap 'exit 3' TERM; echo \"$*\" >{tmp_path}/asked; while :; do sleep 0.05; done",
+        )
+        job = subprocess.Popen(
+            ["bash", str(LAUNCH / "slurm.sbatch"), "cluster.toml", "--port", "8001"],
+            env=os.environ | variables | {"PDSERVE": str(tmp_path / "pdserve")},
+        )
+        wait_until((tmp_path / "asked").exists, "the cluster has begun")
+        job.send_signal(signal.SIGUSR2)
+        assert job.wait(60) == 3
+    assert (tmp_path / "asked").read_text() == "up cluster.toml --port 8001 --on slurm\n"
+    assert (tmp_path / "requeued").read_text() == "7\n"
