@@ -8,7 +8,8 @@ fitting.py and plan.py fill in.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args
 
@@ -183,6 +184,20 @@ def merge(defaults: Mapping[str, Any], table: Mapping[str, Any]) -> Table:
             merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
         )
     return merged
+
+
+def ports_in(value: object, key: str = "") -> Iterator[int]:
+    """Every port that a table names, alone or behind an address."""
+    if isinstance(value, Mapping):
+        for name, one in value.items():
+            yield from ports_in(one, name)
+    elif isinstance(value, list):
+        for one in value:
+            yield from ports_in(one, key)
+    elif isinstance(value, int) and (key == "port" or key.endswith("_port")):
+        yield value
+    elif isinstance(value, str) and (found := re.search(r":(\d{1,5})/?$", value)):
+        yield int(found[1])
 
 
 def _based(path: Path, table: Table) -> Table:

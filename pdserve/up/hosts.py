@@ -105,6 +105,18 @@ def as_seen_from(nodes: list[Table], sockets: Mapping[str, str], site: Site, nam
     ]
 
 
+def share_token(token: str, workers: Sequence[Table], doors: Sequence[Table]) -> None:
+    """Give the token to all of a cluster, or to none where the file gives one to any. For a worker "" is one
+    too: no token; in the routers' `access` it is what launch/router.toml has for its default.
+    """
+    keys = ("cluster_token", "cluster_token_file")
+    if any(key in worker for worker in workers for key in keys):
+        return
+    if not doors or not any(map(doors[0].get, keys)):
+        for table in (*workers, *doors):
+            table["cluster_token"] = token
+
+
 def _give(table: Table, key: str, secret: str) -> None:
     """A secret where the file has none, neither as text nor in a file."""
     if not table.get(key) and not table.get(f"{key}_file"):

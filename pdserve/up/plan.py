@@ -24,7 +24,16 @@ from pdserve.resources.gpus import gpu_count
 from pdserve.resources.machine import VISIBLE
 from pdserve.settings.config_file import build_config
 from pdserve.up.command import CommandConfig, filled, filled_table
-from pdserve.up.config import WORKER_ROLES, ClusterFile, ClusterSettings, Restart, Role, Table, merge
+from pdserve.up.config import (
+    WORKER_ROLES,
+    ClusterFile,
+    ClusterSettings,
+    Restart,
+    Role,
+    Table,
+    merge,
+    ports_in,
+)
 from pdserve.up.hosts import (
     NOTHING,
     Demand,
@@ -35,6 +44,7 @@ from pdserve.up.hosts import (
     open_pool_node,
     open_worker,
     read_needs,
+    share_token,
 )
 from pdserve.up.upgrade import Command, pool_upgrade
 
@@ -216,7 +226,7 @@ def make_plan(
         _administer(router, [node["address"] for node in nodes], admin_key)
     if cluster_token:
         doors = [_sub_table(router, "access") for router in routers]
-        _share_token(cluster_token, [draft.config for draft in workers], doors)
+        share_token(cluster_token, [draft.config for draft in workers], doors)
     commands = [draft for draft in drafts if draft.role == "command"]
     access = _sub_table(routers[0], "access") if routers and commands else {"cluster_token": cluster_token}
     shared = {
@@ -323,24 +333,10 @@ def _draft(file: ClusterFile, role: Role, where: str, name: str, table: Table) -
 
 def _offer_ports(drafts: list[_Draft], ports: Iterator[int], before: Plan | None) -> None:
     kept = {spec.name: spec.automatic_ports for spec in before.processes} if before else {}
-    asked = {port for draft in drafts for port in _ports_in(draft.config)}
+    asked = {port for draft in drafts for port in ports_in(draft.config)}
     offered = (port for port in ports if port not in asked)
     for draft in drafts:
         draft.ports = chain(kept.get(draft.name, ()), offered)
-
-
-def _ports_in(value: object, key: str = "") -> Iterator[int]:
-    """Every port that a table names, alone or behind an address."""
-    if isinstance(value, Mapping):
-        for name, one in value.items():
-            yield from _ports_in(one, name)
-    elif isinstance(value, list):
-        for one in value:
-            yield from _ports_in(one, key)
-    elif isinstance(value, int) and (key == "port" or key.endswith("_port")):
-        yield value
-    elif isinstance(value, str) and (found := re.search(r":(\d{1,5})/?$", value)):
-        yield int(found[1])
 
 
 def _assign_ports(drafts: list[_Draft], default_host: str, site: Site | None) -> None:
@@ -461,18 +457,6 @@ def _wire_command(draft: _Draft, drafts: Sequence[_Draft], shared: Mapping[str, 
     draft.ready = filled(given.ready.replace("{host}", bracketed(_reached(draft))), find)
     draft.listed, draft.stage = given.role, given.stage
     draft.config = filled_table(given.config, find)
-
-
-def _share_token(token: str, workers: Sequence[Table], doors: Sequence[Table]) -> None:
-    """Give the token to all of a cluster, or to none where the file gives one to any. For a worker "" is one
-    too: no token; in the routers' `access` it is what launch/router.toml has for its default.
-    """
-    keys = ("cluster_token", "cluster_token_file")
-    if any(key in worker for worker in workers for key in keys):
-        return
-    if not doors or not any(map(doors[0].get, keys)):
-        for table in (*workers, *doors):
-            table["cluster_token"] = token
 
 
 def _administer(router: _Draft, pool: Sequence[str], key: str) -> None:
