@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple, get_args
 
 import typer
 
-from pdserve.cli import SUB_COMMANDS, load
+from pdserve.cli import SUB_COMMANDS, TWO_WORDS, load
 from pdserve.engine.metric_names import METRICS as WORKER_METRICS
 from pdserve.engine.worker import WorkerConfig
 from pdserve.integrations.dynamo.config import DynamoConfig
@@ -100,3 +100,6 @@ def commands() -> Iterator[tuple[str, Any]]:
     """Each sub-command's words and its click command; a command of commands has `.commands`."""
     for name, sub in SUB_COMMANDS.items():
         yield f"pdserve {name}", typer.main.get_command(load(sub.target))
+        for words, target in TWO_WORDS.items():
+            if words[0] == name == "up":
+                yield f"pdserve {' '.join(words)}", typer.main.get_command(load(target))
