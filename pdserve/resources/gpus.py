@@ -96,13 +96,11 @@ def visible(numbers: Sequence[int]) -> dict[str, str]:
 
 
 def described(machine: Machine, name: str, numbers: Sequence[int]) -> str:
-    """Which GPUs a worker gets, and what lies near them, in a line for people."""
+    """Which GPUs a worker gets, in a line for people."""
     taken = [gpu for gpu in machine.gpus if gpu.index in numbers]
     nodes = sorted({gpu.numa_node for gpu in taken if gpu.numa_node is not None})
-    nics = [nic.name for nic in machine.nics if nic.numa_node in nodes]
     where = f", NUMA node{'s' * (len(nodes) > 1)} {_list(nodes)}" if nodes else ""
-    near = f", near {_list(nics)}" if nics else ""
-    return f"{name}: GPU{'s' * (len(numbers) > 1)} {_list(numbers)} ({taken[0].name}{where}{near})"
+    return f"{name}: GPU{'s' * (len(numbers) > 1)} {_list(numbers)} ({taken[0].name}{where})"
 
 
 def _named(

@@ -30,13 +30,6 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     numa_node: int | None = None
 
 
-class Nic(msgspec.Struct, frozen=True, kw_only=True):
-    """One RDMA device."""
-
-    name: str
-    numa_node: int | None = None
-
-
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """One host."""
 
@@ -45,7 +38,6 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     shm_bytes: int
     """Size of /dev/shm."""
     gpus: tuple[Gpu, ...] = ()
-    nics: tuple[Nic, ...] = ()
 
 
 class GpuKind(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -63,7 +55,6 @@ class MachineFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     memory: int | str
     shm: Annotated[int | str | None, Meta(description="Size of /dev/shm; none: half the memory.")] = None
     gpus: list[GpuKind] = []
-    nics: list[Nic] = []
 
 
 def read_machine(path: Path) -> Machine:
@@ -80,7 +71,7 @@ def read_machine(path: Path) -> Machine:
             gpus.append(gpu)
     memory = _size(path, file.memory)
     shm = memory // 2 if file.shm is None else _size(path, file.shm)
-    return Machine(memory_bytes=memory, shm_bytes=shm, gpus=tuple(gpus), nics=tuple(file.nics))
+    return Machine(memory_bytes=memory, shm_bytes=shm, gpus=tuple(gpus))
 
 
 def this_machine(environment: Mapping[str, str], *, nvml: Any = None, sys: Path = Path("/sys")) -> Machine:
@@ -93,10 +84,6 @@ def this_machine(environment: Mapping[str, str], *, nvml: Any = None, sys: Path 
         memory_bytes=limit_bytes(),
         shm_bytes=shm.f_blocks * shm.f_frsize,
         gpus=_gpus(nvml or _nvml(), environment.get(VISIBLE), sys),
-        nics=tuple(
-            Nic(name=path.name, numa_node=_numa_node(path / "device"))
-            for path in sorted(sys.glob("class/infiniband/*"))
-        ),
     )
 
 

@@ -98,17 +98,10 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     hosts: Annotated[
         list[str],
         Meta(
-            description="Hosts for `--on ssh`, as `NAME` or `NAME=ADDRESS`: how `remote_shell` calls one, "
+            description="Hosts for `--on ssh`, as `NAME` or `NAME=ADDRESS`: how ssh calls one, "
             "and how the others reach it."
         ),
     ] = []
-    remote_shell: Annotated[
-        str,
-        Meta(
-            description="For `--on ssh`: called as ssh is, with a host's name and one string that a shell "
-            "there runs; empty: ssh. PDSERVE_REMOTE_SHELL wins."
-        ),
-    ] = ""
     echo_logs: Annotated[
         bool, Meta(description="Show the processes' logs on the console too, not only in run_dir.")
     ] = True

@@ -8,13 +8,12 @@ from hypothesis import strategies as st
 
 from pdserve.errors import ConfigError
 from pdserve.resources.gpus import GpuRequest, assign, described, gpu_count
-from pdserve.resources.machine import Gpu, Machine, Nic
+from pdserve.resources.machine import Gpu, Machine
 
 
 def machine(*nodes: int | None) -> Machine:
     gpus = tuple(Gpu(index=i, memory_bytes=1, name="H100", numa_node=node) for i, node in enumerate(nodes))
-    nics = (Nic(name="mlx5_0", numa_node=0),)
-    return Machine(memory_bytes=1, shm_bytes=1, gpus=gpus, nics=nics)
+    return Machine(memory_bytes=1, shm_bytes=1, gpus=gpus)
 
 
 @pytest.mark.parametrize(
@@ -65,9 +64,9 @@ def test_named_gpus_are_taken_first() -> None:
     assert found == {"a": (2,), "b": (0, 1)}
 
 
-def test_a_line_says_what_lies_near() -> None:
+def test_a_line_says_which_gpus_and_where() -> None:
     here = machine(0, 0, 1)
-    assert described(here, "a", (0, 1)) == "a: GPUs 0, 1 (H100, NUMA node 0, near mlx5_0)"
+    assert described(here, "a", (0, 1)) == "a: GPUs 0, 1 (H100, NUMA node 0)"
     assert described(here, "b", (2,)) == "b: GPU 2 (H100, NUMA node 1)"
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.errors import ConfigError, StartupError
-from pdserve.resources.machine import Gpu, Nic, has_nvidia_gpu, read_machine, this_machine
+from pdserve.resources.machine import Gpu, has_nvidia_gpu, read_machine, this_machine
 from tests.support.resources.nvml import StandInNvml
 
 
@@ -26,19 +26,15 @@ def sys_dir(tmp_path: Path) -> Path:
         device = tmp_path / "bus/pci/devices" / address
         device.mkdir(parents=True)
         (device / "numa_node").write_text(node)
-    nic = tmp_path / "class/infiniband/mlx5_0/device"
-    nic.mkdir(parents=True)
-    (nic / "numa_node").write_text("1\n")
     return tmp_path
 
 
-def test_gpus_and_nics_come_with_their_numa_nodes(sys_dir: Path) -> None:
+def test_gpus_come_with_their_numa_nodes(sys_dir: Path) -> None:
     nvml = StandInNvml(2)
     found = this_machine({}, nvml=nvml, sys=sys_dir)
     gpu = Gpu(index=0, memory_bytes=80 << 30, name="NVIDIA H100", numa_node=1)
     assert found.gpus[0] == gpu
     assert [one.numa_node for one in found.gpus] == [1, None]
-    assert found.nics == (Nic(name="mlx5_0", numa_node=1),)
     assert found.memory_bytes > 0
     assert nvml.open == 0
 

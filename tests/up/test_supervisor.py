@@ -94,18 +94,6 @@ def test_a_cluster_starts_finds_its_addresses_is_announced_and_stops_at_ctrl_c(t
         assert not processes_that_mention(str(tmp_path))
 
 
-def test_a_process_that_ignores_sigterm_is_killed_after_the_grace_with_its_children(tmp_path: Path) -> None:
-    toml = DISAGG.replace("stop_grace_s = 5", "stop_grace_s = 0.3")
-    toml = toml.replace("[[prefill]]", '[[prefill]]\nengine.behave = "stubborn"')
-    toml = toml.replace("[[decode]]", '[[decode]]\nengine.behave = "parent"')
-    with running(tmp_path, toml) as cluster:
-        cluster.wait_for(r"stand-in is ready at")
-        assert len(session_members(cluster.started()["decode"])) == 2
-        cluster.process.send_signal(signal.SIGINT)
-        assert cluster.finish() == 0
-        assert not alive_sessions(cluster)
-
-
 def test_kill_9_of_the_supervisor_leaves_no_process(tmp_path: Path) -> None:
     toml = DISAGG.replace("[[prefill]]", '[[prefill]]\nengine.behave = "stubborn"')
     toml = toml.replace("[[decode]]", '[[decode]]\nengine.behave = "parent"')
@@ -115,20 +103,6 @@ def test_kill_9_of_the_supervisor_leaves_no_process(tmp_path: Path) -> None:
         cluster.process.wait()
         wait_until(lambda: not alive_sessions(cluster), "the reaper ends every session")
         wait_until(lambda: not processes_that_mention(str(tmp_path)), "nothing is left")
-
-
-def test_a_process_that_dies_at_start_is_reported_with_its_last_lines_and_stops_the_rest(
-    tmp_path: Path,
-) -> None:
-    toml = DISAGG.replace("[[decode]]", '[[decode]]\nengine.behave = "die_at_start"')
-    with running(tmp_path, toml) as cluster:
-        assert cluster.finish() == 1
-        text = "\n".join(cluster.lines)
-        assert "error: decode0 exited with status 3 before it was ready; its whole log: " in text
-        shown = [line.split("|     ")[1] for line in cluster.lines if "|     line" in line]
-        assert shown == [f"line {i}" for i in range(10, 30)]
-        assert not any("starting router" in line for line in cluster.lines)
-        assert not processes_that_mention(str(tmp_path))
 
 
 def test_a_death_is_seen_at_once_though_the_dead_ones_child_lives_and_holds_its_output(

@@ -5,7 +5,7 @@ hosts reach it. pdserve is at the same path on all of them; the run directory is
 environment begins with PDSERVE_ goes along.
 
 - A remote shell is called as `ssh` is: with the name of a host and one string, which a shell there runs.
-  `cluster.remote_shell`, or PDSERVE_REMOTE_SHELL, names another.
+  PDSERVE_REMOTE_SHELL names another.
 - The supervisor may run on one of the hosts or beside them. It must reach them by their addresses.
 - A process stays where it was put. While its host is lost it fails to start again, as often as
   `cluster.max_restarts` says.
@@ -57,7 +57,7 @@ class SshLauncher:
 
     def shell(self, host: str) -> list[str]:
         """The words of a remote shell on this host, which one string for a shell there follows."""
-        words = self._environ.get(SHELL_VARIABLE) or self._settings.remote_shell or SHELL
+        words = self._environ.get(SHELL_VARIABLE) or SHELL
         return [*shlex.split(words), host]
 
     def assign(self, demands: Sequence[Demand]) -> Mapping[str, str]:
