@@ -38,8 +38,6 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     has_gpu: bool = False
     numa_nodes: int = 1
     has_numactl: bool = True
-    has_bfloat16: bool = True
-    """The processor has instructions that compute it."""
 
 
 class Worker(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,8 +83,6 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     """Of that memory, where it was set in bytes."""
     keeps_host_pages: bool = True
     """False: pages are in host memory only on their way (`buffer_only`)."""
-    declined_fetches: int = 0
-    """Fetches put off or given up since its start, as host memory had no room for their pages."""
     radix_cache: bool = True
     pool_nodes: tuple[str, ...] = ()
     """Control addresses."""

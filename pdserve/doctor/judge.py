@@ -32,7 +32,6 @@ def _finding(check: str, level: Level, says: str, change: str = "") -> Finding:
 def machine(facts: Machine) -> Iterator[Finding]:
     """What this machine has and lacks."""
     yield _sglang(facts)
-    yield _processor(facts)
     yield from _numa(facts)
     yield _open_files(facts.open_files)
     yield _shm(facts)
@@ -51,16 +50,6 @@ def _sglang(facts: Machine) -> Finding:
             "sglang", "warn", f"SGLang {facts.sglang}; pdserve is tested with {facts.sglang_tested}", change
         )
     return _finding("sglang", "ok", f"SGLang {facts.sglang}")
-
-
-def _processor(facts: Machine) -> Finding:
-    """A hint, no fault: a processor without bfloat16 computes in float32, in twice the memory."""
-    if facts.has_gpu:
-        return _finding("processor", "ok", "a GPU is there")
-    if facts.has_bfloat16:
-        return _finding("processor", "ok", "no GPU; the processor computes bfloat16 itself")
-    says = "no GPU, and no bfloat16 in the processor: engine.dtype = 'auto' computes in float32"
-    return _finding("processor", "ok", says)
 
 
 def _numa(facts: Machine) -> Iterator[Finding]:
@@ -129,7 +118,6 @@ def workers(found: Sequence[Worker]) -> Iterator[Finding]:
         if not worker.busy:
             yield from _hand_off(worker)
             yield from _host_pool(worker)
-        yield from _declined(worker)
     for worker in answered:
         if abs(worker.clock_ahead_s) > MAX_CLOCK_S:
             says = f"{worker.url}: its clock is {worker.clock_ahead_s:+.1f} s off ours"
@@ -242,16 +230,6 @@ def _host_pool(worker: Worker) -> Iterator[Finding]:
         yield _finding("host pool", "warn", f"{says}; the device's has {worker.device_tokens:,}", change)
     else:
         yield _finding("host pool", "ok", says)
-
-
-def _declined(worker: Worker) -> Iterator[Finding]:
-    if worker.declined_fetches:
-        says = (
-            f"{worker.url}: {worker.declined_fetches:,} fetches from the pool had to wait or were given up: "
-            "half of host memory was on its way"
-        )
-        change = "raise engine.hicache_size_gb or hicache_ratio, where prompts are computed again by it"
-        yield _finding("host pool", "warn", says, change)
 
 
 def pool(nodes: Sequence[PoolNode]) -> Iterator[Finding]:

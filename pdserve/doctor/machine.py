@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Final
 
 from pdserve.doctor.facts import NO_UCX, Machine
-from pdserve.engine.device import computes_bfloat16
 from pdserve.errors import StartupError
 from pdserve.extras import is_installed
 from pdserve.kvpool.transports.ucx import UcxLibrary
@@ -43,7 +42,6 @@ def gather(sglang_tested: str, *, self_check: bool = True) -> Machine:
         has_gpu=has_nvidia_gpu(),
         numa_nodes=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))),
         has_numactl=shutil.which("numactl") is not None,
-        has_bfloat16=computes_bfloat16(Path("/proc/cpuinfo").read_text(encoding="utf-8")),
     )
 
 

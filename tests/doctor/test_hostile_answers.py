@@ -203,15 +203,6 @@ async def test_a_server_that_is_no_vllm_after_all_is_named_and_no_more(cards: An
     assert list(judge.workers([worker]))
 
 
-@pytest.mark.parametrize("count", ["inf", "nan", "-1", "1e400", "x" * 9999])
-async def test_a_count_that_is_none_is_nothing(count: str) -> None:
-    line = f'pdserve_worker_fetches_declined_total{{a="b"}} {count}\n'.encode()
-    answers = {"pd_ready": READY, "pd_info": INFO, "get_server_info": {}, "metrics": line}
-    async with answering(by_path(**answers)) as (url, _):
-        (worker,) = await asyncio.to_thread(cluster.gather_workers, [Member(url)], "")
-    assert (worker.error, worker.declined_fetches) == ("", 0)
-
-
 @pytest.mark.parametrize("date", ["", "x", "Mon, 99 Jan 99999 00:00:00 GMT"])
 def test_a_date_that_is_none_says_nothing_of_a_clock(date: str) -> None:
     assert cluster._ahead_s(date, 0.0) == 0.0

@@ -8,7 +8,6 @@ import pytest
 from msgspec.structs import replace
 
 from pdserve.doctor import judge
-from pdserve.doctor.cluster import declined_fetches
 from pdserve.doctor.facts import NO_UCX, Finding, Machine, PoolNode, Probe, Turn, Worker
 
 MACHINE = Machine(
@@ -103,13 +102,6 @@ def test_an_sglang_that_lacks_what_pdserve_needs_does_not_work() -> None:
     assert any("sglang.srt.x: gone" in finding.says for finding in found)
 
 
-def test_a_processor_without_bfloat16_gets_a_hint_and_no_warning() -> None:
-    slow = [*judge.machine(replace(MACHINE, has_bfloat16=False))]
-    assert troubles(slow) == []
-    assert any("float32" in finding.says for finding in slow)
-    assert not any("float32" in finding.says for finding in judge.machine(MACHINE))
-
-
 def test_the_network_that_will_be_used_is_named() -> None:
     (tcp,) = [one for one in judge.machine(MACHINE) if one.check == "UCX"]
     (rdma,) = [one for one in judge.machine(replace(MACHINE, has_infiniband=True)) if one.check == "UCX"]
@@ -141,7 +133,6 @@ def test_the_network_that_will_be_used_is_named() -> None:
         ({"write_policy": "write_back"}, "fail", "write policy"),
         ({"host_tokens": 4000}, "fail", "host pool"),
         ({"host_tokens": 20_000}, "warn", "host pool"),
-        ({"declined_fetches": 3}, "warn", "host pool"),
         ({"host_tokens": 4000, "keeps_host_pages": False}, "fail", "host pool"),
         ({"clock_ahead_s": -7.0}, "warn", "clock"),
         ({"ready": False, "draining": True}, "warn", "worker"),
@@ -154,13 +145,6 @@ def test_one_workers_fault_is_found(change: dict[str, Any], level: str, check: s
         found.remove(("warn", "prefetch"))
     assert found == [(level, check)]
     assert judge.status([Finding(check, level, "")]) == {"warn": 1, "fail": 2}[level]  # type: ignore[arg-type]
-
-
-def test_fetches_that_were_declined_are_read_from_a_workers_metrics() -> None:
-    name = "pdserve_worker_fetches_declined_total"
-    lines = [f"# TYPE {name} counter", f'{name}{{reason="a"}} 2.0', f'{name}{{reason="b"}} 1.0']
-    assert declined_fetches("\n".join([*lines, 'pdserve_worker_prompt_tokens_total{tier="pool"} 9.0'])) == 3
-    assert declined_fetches("not found") == 0
 
 
 def test_host_memory_that_keeps_no_pages_is_for_one_request_at_least() -> None:
