@@ -195,6 +195,6 @@ def run_plan(plan: Plan, launcher: Launcher, scaled: Callable[[Mapping[WorkerRol
     names = [spec.name for spec in plan.processes]
     with (
         claimed(plan.run_dir),
-        closing(Console(sys.stdout, names, echo_logs=plan.settings.echo_logs)) as console,
+        closing(Console(sys.stdout, names)) as console,
     ):
         return asyncio.run(Supervisor(plan, console, launcher, scaled).run())

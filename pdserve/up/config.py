@@ -102,9 +102,6 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             "and how the others reach it."
         ),
     ] = []
-    echo_logs: Annotated[
-        bool, Meta(description="Show the processes' logs on the console too, not only in run_dir.")
-    ] = True
 
 
 class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
