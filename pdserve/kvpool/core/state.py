@@ -138,8 +138,6 @@ class NodeState:
         self._startup_hold = StartupHold(started_s, tiering.promotion_timeout_s, tiers=bool(tiers))
         # namespaces: last, since those that exist are announced to the store at once
         self.namespaces = namespaces or Namespaces()
-        for namespace in self.namespaces:
-            store.index.namespace(namespace.number).space = namespace.row_space
         self._durable = DurableAnswers(name, self.namespaces, tiers=bool(tiers))
         sizes, gone, changed = (store.slots.capacity_bytes, store.slots.slab_bytes), self._gone, self._changed
         self.administration = Administration(name, *sizes, self.namespaces, rules, gone, changed)
@@ -359,9 +357,9 @@ class NodeState:
     def _clear(self, session: Session, request: m.Clear, now_s: float, out: list[Action]) -> None:
         for other in self.sessions.values():  # a slot reserved before the clear may hold old bytes
             self.writes.drop_namespace(other, request.namespace, out)
-        row_space = self.namespaces.clear(request.namespace)
-        count = self.tiers.clear(request.namespace, self.namespaces[request.namespace].tier_space, out)
-        count += self.store.clear(request.namespace, row_space, out)
+        space = self.namespaces.clear(request.namespace)
+        count = self.tiers.clear(request.namespace, space, out)
+        count += self.store.clear(request.namespace, space, out)
         out.append(SaveNamespaces(self.namespaces.dump(), self.namespaces.revision))
         self._answer_durably(session, m.Done(request.id, count), now_s, out)
 
@@ -378,7 +376,7 @@ class NodeState:
             self.writes.drop_namespace(session, number, out)
             self.waits.drop_namespace(session, number, out)
         count = self.tiers.clear(number, None, out)
-        count += self.store.clear(number, number, out)
+        count += self.store.clear(number, 0, out)
         self.store.forget(number)
         self.sharding.configure(number, 1)
         return count
@@ -389,15 +387,15 @@ class NodeState:
     def _changed(self, number: int, settings: NamespaceSettings) -> None:
         """The namespace was opened, or its settings changed."""
         namespace = self.namespaces[number]
-        self.tiers.configured(number, namespace.tier_space, facts_of(namespace))
+        self.store.index.namespace(number).space = namespace.space
+        self.tiers.configured(number, namespace.space, facts_of(namespace))
         if namespace.geometry.get("parts"):
             self.store.relate(number)
         self.sharding.configure(number, settings.copies)
         ttl_s, quota_bytes, policy = settings.ttl_s or None, settings.quota_bytes or None, settings.policy
         try:
             self.store.configure_namespace(number, policy=policy, ttl_s=ttl_s, quota_bytes=quota_bytes)
-        except ConfigError:  # a newer node's policy: keep its bounds, use our own order
-            ttl_s = ttl_s if ttl_s is not None and ttl_s > 0 else None
+        except ConfigError:  # another node's plug-in, which is not installed here: keep the bounds
             self.store.configure_namespace(number, ttl_s=ttl_s, quota_bytes=quota_bytes)
 
     def _settings(self, namespace: int) -> NamespaceSettings | None:

@@ -34,9 +34,9 @@ def take_memory(config: PoolNodeConfig, incarnation: int, lock_fd: int | None) -
     try:
         tiers = NodeTiers(config, arena.memory, arena.namespaces, takes_over=lock_fd is not None)
     except PdserveError:
-        arena.close(keep=arena.contents is not None)
+        arena.close(keep=arena.kept)
         raise
-    arena.namespaces = tiers.namespaces  # others, after a reboot
+    arena.recover(tiers.namespaces)
     return arena, tiers
 
 

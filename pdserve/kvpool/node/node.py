@@ -162,7 +162,7 @@ class PoolNode:
         inherited = self._inherited
         lock_fd = None if inherited is None else inherited.lock_fd
         self.arena, self._tiers = take_memory(self.config, self.incarnation, lock_fd)
-        ending.callback(self._close_arena, fresh=self.arena.contents is None)
+        ending.callback(self._close_arena, fresh=not self.arena.kept)
         ending.callback(self._tiers.stop)
 
     def _close_arena(self, *, fresh: bool) -> None:

@@ -11,8 +11,6 @@ from typing import Final, Literal, TypeAlias
 from pdserve.kvpool.protocol.base import Message, NodeAddress
 
 Media: TypeAlias = Literal["dram", "ssd", "dram+ssd"]
-"""What this version knows; a record of a newer node may have another, which counts as `dram+ssd`."""
-
 # Status of a Member
 ACTIVE: Final = 0  # owns its part of the ring
 LEAVING: Final = 1  # owns nothing any more; other nodes pull its pages
@@ -28,7 +26,7 @@ class NamespaceSettings(Message, tag=96, frozen=True):
     Tokens are SHA-256 hex digests of the tokens that clients send.
     """
 
-    media: str = "dram+ssd"  # a Media, or one of a newer version
+    media: Media = "dram+ssd"
     policy: str = "lru"
     ttl_s: float = 0.0
     quota_bytes: int = 0

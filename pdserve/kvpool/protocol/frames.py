@@ -164,10 +164,7 @@ def _check_bounds(message: Request) -> None:
 def _check_pages(message: Request, pages: int, allowed: int) -> None:
     if pages > allowed:
         what = type(message).__name__
-        raise FrameError(
-            f"{what} of {pages} pages in one message, {allowed} of this size are allowed: this client is "
-            "older than the node, upgrade it"
-        )
+        raise FrameError(f"{what} of {pages} pages in one message, {allowed} of this size are allowed")
 
 
 class FrameBuffer:

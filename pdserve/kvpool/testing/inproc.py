@@ -118,8 +118,8 @@ class InprocNode:
         with self._changed:
             rows = self.layout.table_rows(self.table)
             classes = self.layout.slab_class(self.table)
-            contents = scan(self.layout, classes, rows, self._namespaces.numbers_of_spaces)
             self._start(self._namespaces.dump())
+            contents = scan(self.layout, classes, rows, self._namespaces.numbers_of_spaces)
             self.state.restore(contents, time.monotonic())
             self.stopped = self.paused = False
             self._changed.notify_all()

@@ -536,17 +536,6 @@ def test_who_may_only_read_does_not_decide_the_geometry_of_a_namespace() -> None
     node.open(node.connect(token="r"), "ns", layout="right")
 
 
-def test_media_of_a_newer_node_are_learned_and_cannot_be_set_here() -> None:
-    node = Node()
-    newer = NamespaceRecord("ns", 7, 1, {"layout": "a"}, NamespaceSettings(media="dram+cxl"))
-    state = msgspec.msgpack.encode(c.ClusterState("pool", [], [newer]))
-    learn(node, *msgspec.msgpack.decode(state, type=c.ClusterState).namespaces)
-    assert record(node, "ns").settings.media == "dram+cxl"
-    stranger = node.connect()
-    node.put(stranger, node.open(stranger, "ns", layout="a"), 1)
-    assert "media is 'tape'" in fault(node, stranger, c.PutNamespace(9, "b", NamespaceSettings(media="tape")))
-
-
 def test_a_protected_name_stays_protected_after_its_drop() -> None:
     node = guarded_node()
     drop(node, node.connect(token="a"), "ns")

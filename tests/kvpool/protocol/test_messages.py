@@ -1,4 +1,4 @@
-"""The wire, pinned: a change here breaks running clients and nodes of other versions."""
+"""The wire, pinned: a change here breaks running clients and nodes."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_more_pages_than_allowed_are_refused(kind: type, page_bytes: int, pages:
 
     assert m.pages_a_message(page_bytes) == pages
     assert decode_request(encode_frame(request(pages))[4:])
-    with pytest.raises(FrameError, match=f"{kind.__name__} of {pages + 1} pages .* upgrade it"):
+    with pytest.raises(FrameError, match=f"{kind.__name__} of {pages + 1} pages "):
         decode_request(encode_frame(request(pages + 1))[4:])
 
 

@@ -1,4 +1,4 @@
-"""Every message of the protocol and its bytes. A change here breaks running peers of other versions."""
+"""Every message of the protocol and its bytes. A change here breaks running peers."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ GOLDEN: list[tuple[Struct, str]] = [
             "host",
             "shm",
             30.0,
-            m.ArenaInfo("/a", 16, "/t", 8, "/s"),
+            m.ArenaInfo("/s", 16, 8),
             None,
             3,
             [m.NodeAddress("n0", "unix:/s", 2)],
         ),
-        "390000009d0201a26e3009a4686f7374a373686dcb403e000000000000965ba22f6110a22f7408a22f73c00391945aa26e"
-        "30a7756e69783a2f730290c0",
+        "330000009d0201a26e3009a4686f7374a373686dcb403e000000000000945ba22f731008c00391945aa26e30a7756e6978"
+        "3a2f730290c0",
     ),
     (
         m.Welcome(1, "n0", 9, "host", "ucx", 30.0, None, m.UcxInfo("h", 5, 6)),

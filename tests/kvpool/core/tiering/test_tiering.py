@@ -104,7 +104,7 @@ def test_what_a_tier_that_hangs_cannot_give_is_not_said_to_be_there_and_can_be_s
     assert answers(rig.node.send(rig.c, wait), rig.c) == [], "it is waited for"
     again = rig.node.reserve(rig.c, rig.ns, 1)
     assert statuses(again) == [m.GRANTED]
-    rig.contents[again[0].slot] = (rig.node.state.namespaces[rig.ns].tier_space, key(1))
+    rig.contents[again[0].slot] = (rig.space, key(1))
     told = answers(rig.node.send(rig.c, commit(rig.node.next_id(), *again)), rig.c)
     assert told[0] == m.Present(wait.id, b"\x01")
     assert rig.ask(1) == [[m.HIT]]
@@ -117,7 +117,7 @@ def test_what_a_tier_that_hangs_cannot_give_is_not_said_to_be_there_and_can_be_s
 def test_a_late_page_that_another_tier_has_too_is_read_from_there() -> None:
     rig = Rig(SSD, DIRECTORY, promotion_timeout_s=1.0)
     rig.sink(1)
-    page = rig.disks[0][rig.node.state.namespaces[rig.ns].tier_space, key(1)]
+    page = rig.disks[0][rig.space, key(1)]
     rig.disks[1][page.space, page.key] = page
     rig.node.do(PagesFound(1, (page,), 0))
     assert rig.ask(1) == []
@@ -194,7 +194,7 @@ def test_a_corrupt_page_is_a_miss_and_forgotten() -> None:
         assert rig.replies(rig.load(status=status)) == [[m.MISS]]
         assert rig.node.exists(rig.c, rig.ns, 1) == [0]
         rig.drain()
-        assert (rig.ns, key(1)) not in rig.disks[0]
+        assert (rig.space, key(1)) not in rig.disks[0]
         assert rig.put(1) == [m.GRANTED]
 
 
@@ -335,7 +335,7 @@ def test_a_tier_that_cannot_be_written_for_days_is_tried_every_minute() -> None:
 
 def test_a_tier_that_cannot_write_what_comes_down_to_it_says_so_until_it_can() -> None:
     rig = Rig(SSD, DIRECTORY)
-    page = TierPage(rig.ns, key(1), 4 * KIB, 0, rig.node.state.store.next_sequence)
+    page = TierPage(rig.space, key(1), 4 * KIB, 0, rig.node.state.store.next_sequence)
     rig.node.do(PagesFound(1, (), 0, failed=3))
     [above, below] = rig.node.status().tiers
     assert (above.writable, below.writable, below.counters["store_failed"]) == (True, False, 3)
@@ -409,8 +409,8 @@ def test_pages_found_at_a_start_come_up_and_end_waits() -> None:
     rig = Rig()
     request = m.Wait(5, rig.ns, [key(1)], 10.0)
     assert answers(rig.node.send(rig.c, request), rig.c) == []
-    page = TierPage(rig.ns, key(1), 4 * KIB, 7, 0)
-    rig.disks[0][rig.ns, key(1)] = page
+    page = TierPage(rig.space, key(1), 4 * KIB, 7, 0)
+    rig.disks[0][rig.space, key(1)] = page
     assert answers(rig.node.do(PagesFound(0, (page,), 0)), rig.c) == [m.Present(5, b"\1")]
     rig.ask(1)
     assert rig.replies(rig.load()) == [[m.HIT]]
@@ -420,7 +420,7 @@ def test_other_nodes_can_ask_for_pages_in_tiers() -> None:
     rig = Rig(SSD, DIRECTORY)
     tiers = rig.node.state.tiers
     rig.sink(1, 2)
-    page = rig.disks[0][rig.ns, key(1)]
+    page = rig.disks[0][rig.space, key(1)]
     rig.node.do(PagesFound(1, (page,), 0))
     assert tiers.ready
     assert tiers.namespaces() == [rig.ns]
@@ -432,7 +432,7 @@ def test_other_nodes_can_ask_for_pages_in_tiers() -> None:
     rig.follow(out)
     rig.drain()
     assert rig.node.exists(rig.c, rig.ns, 1, 2) == [0, 1]
-    assert (rig.ns, key(1)) not in rig.disks[0]
+    assert (rig.space, key(1)) not in rig.disks[0]
 
 
 def exists(rig: Rig, request_id: int, *keys: int) -> list[Action]:
@@ -440,7 +440,7 @@ def exists(rig: Rig, request_id: int, *keys: int) -> list[Action]:
 
 
 def found(rig: Rig, *keys: int, last: bool = False) -> list[Action]:
-    pages = tuple(TierPage(rig.ns, key(k), 4 * KIB, 0, 1) for k in keys)
+    pages = tuple(TierPage(rig.space, key(k), 4 * KIB, 0, 1) for k in keys)
     rig.disks[0] |= {(page.space, page.key): page for page in pages}
     return rig.node.do(PagesFound(0, pages, 0, last=last))
 
