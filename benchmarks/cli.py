@@ -9,7 +9,7 @@ from benchmarks.commands.endurance import chaos, hosts, soak
 from benchmarks.commands.gaps import gaps
 from benchmarks.commands.gpu_check import gpu_check
 from benchmarks.commands.multiturn import multiturn
-from benchmarks.commands.nodes import hostile, hot, quiet, restart
+from benchmarks.commands.nodes import hostile, quiet, restart
 from benchmarks.commands.offline import index, policies, scale
 from benchmarks.commands.pool import codec, pool, tier
 from benchmarks.commands.router import router
@@ -34,7 +34,6 @@ POOL = (
     index,
     quiet,
     hostile,
-    hot,
     restart,
     scale,
     soak,

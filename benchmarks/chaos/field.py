@@ -46,7 +46,6 @@ BUCKET_OPTIONS: Final = {
     "read_timeout_s": 0.3,
     "timeout_s": 1.0,
 }
-REPLICAS: Final = {"hot_reads_s": 10.0, "half_life_s": 2.0, "max_share": 0.2}
 TIMEOUTS: Final = {
     "connect_timeout_s": 3.0,
     "exists_timeout_s": 1.0,
@@ -259,7 +258,6 @@ def _node_settings(settings: Settings) -> dict[str, Any]:
         "reservation_lease_s": settings.lease_s,
         "quarantine_s": settings.lease_s,
         "keep": False,
-        "replicas": REPLICAS,
         "admin_token": ADMIN_TOKEN,
         "cluster": {"token": CLUSTER_TOKEN},
         "namespaces": [{"name": NAMESPACE, "read_token": READ_TOKEN, "write_token": WRITE_TOKEN}],

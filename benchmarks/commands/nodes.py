@@ -1,4 +1,4 @@
-"""`python -m benchmarks quiet`, `hostile`, `hot` and `restart`: how nodes share their time, and are back."""
+"""`python -m benchmarks quiet`, `hostile` and `restart`: how nodes share their time, and are back."""
 
 from __future__ import annotations
 
@@ -105,49 +105,6 @@ def hostile(
     goals = f"p99 at most {P99_GOAL}, memory at most {MEMORY_GOAL}, none missed, no crash"
     shown = table(f"Beside {connections} hostile connections", columns, lines, left=columns[:3])
     output.show(shown, f"goals: {goals}: {verdict}", width=140)
-
-
-def hot(
-    replicas: Annotated[
-        str, typer.Option(help="Numbers of replicas, one run each, separated by commas.")
-    ] = "0,2",
-    path: options.DataPath = "ucx",
-    nodes: options.Nodes = 3,
-    readers: Annotated[int, typer.Option(min=1, help="Reader processes.")] = 4,
-    pages: Annotated[int, typer.Option(min=1, help="Pages of the prefix; all have the same owner.")] = 8,
-    page: Annotated[str, typer.Option(help="Size of a page.")] = "256KiB",
-    warm_up: Annotated[float, typer.Option(min=0, help="Seconds of reading before the measurement.")] = 5.0,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Seconds of the measurement.")] = 10.0,
-    as_json: options.AsJson = False,
-) -> None:
-    """Many readers of one hot prefix: the busiest node's share of reads, and throughput, by replicas."""
-    from benchmarks.pool.hot_pages import HotSettings
-    from benchmarks.pool.hot_pages import hot as run
-    from benchmarks.tables import table
-    from pdserve.sizes import parse_bytes
-
-    (chosen,) = options.choices("path", path, options.PATHS)
-    copies = [int(word) for word in options.choices("replicas", replicas, tuple(map(str, range(16))))]
-    page_bytes = parse_bytes(page)
-    output = Output(as_json)
-    rows = []
-    for count in copies:
-        settings = HotSettings(
-            replicas=count,
-            path=chosen,
-            nodes=nodes,
-            readers=readers,
-            prefix_pages=pages,
-            page_bytes=page_bytes,
-        )
-        with workplace() as directory:
-            outcome = run(settings, warm_up, seconds, directory)
-        output.row(outcome)
-        reads = " ".join(f"{number:,}" for number in outcome.reads.values())
-        rates = (f"{outcome.pages_s:,.0f}", f"{outcome.gbps:.2f}", str(outcome.missed))
-        rows.append((str(count), f"{outcome.busiest_share:.0%}", reads, *rates))
-    columns = ("replicas", "busiest node's share", "reads by node", "pages/s", "GB/s", "missed")
-    output.show(table("One hot prefix", columns, rows))
 
 
 def restart(

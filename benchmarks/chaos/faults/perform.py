@@ -19,7 +19,6 @@ from benchmarks.chaos.faults.abandon import LEFT_OUT, READY
 from benchmarks.chaos.faults.bucket import bucket
 from benchmarks.chaos.faults.damage import fill_disk, flip, reboot
 from benchmarks.chaos.faults.direct import PREFLIGHT_S, ask, pages_on
-from benchmarks.chaos.faults.hot_pages import Hot
 from benchmarks.chaos.faults.movers import lose_mover
 from benchmarks.chaos.faults.outcome import LeftOut, recorded
 from benchmarks.chaos.faults.tenants import drop, intrude, pressure, quota
@@ -63,20 +62,14 @@ def lose(field: Field, fault: Fault) -> None:
     node = field.nodes[fault.node]
     others = [other for other in field.nodes if other is not node]
     had = pages_on(node)
-    hot = Hot(field, node, fault.draw)
-    try:
-        hot.heat()
-        with disturbance(field, "kill", node.name):
-            at_s = time.monotonic()
-            field.killed(node)
-            node.kill()
-            after_s = until_all(others, lambda report: status_of(report, node.name) != ACTIVE)
-            field.note(Noticed(at_s, node.name, after_s))
-            hot.read(at_s)
-            field.stop.wait(fault.for_s)
-            start_again(field, node, had)
-    finally:
-        hot.close()
+    with disturbance(field, "kill", node.name):
+        at_s = time.monotonic()
+        field.killed(node)
+        node.kill()
+        after_s = until_all(others, lambda report: status_of(report, node.name) != ACTIVE)
+        field.note(Noticed(at_s, node.name, after_s))
+        field.stop.wait(fault.for_s)
+        start_again(field, node, had)
 
 
 def upgrade(field: Field, fault: Fault) -> None:

@@ -125,9 +125,9 @@ class NodeState:
         self._limits = limits
         tags, tiering = Tags(incarnation, FIRST_TAG), tiering or TieringLimits()
         self.tiers = Tiers(store, tiers, tiering, self._settings, self._pin, self._readable, self._found)
-        self.sharding = Sharding(name, store, limits.replication, self.tiers)
+        self.sharding = Sharding(name, store, limits.copy_lease_s, self.tiers)
         self.waits = Waits(store, limits.max_waiters, limits.max_waited_keys, self.tiers.has, self._may_read)
-        self.reads = Reads(store, limits, tags, self.tiers, self.sharding)
+        self.reads = Reads(store, limits, tags, self.tiers)
         in_tier = self.tiers.has if tiers else no_tier
         self.writes = Writes(store, limits, tags, self._written, in_tier, self.tiers.give_way)
         self.kept = KeptPages(store, self.tiers, limits.max_kept_bytes)
@@ -406,7 +406,7 @@ class NodeState:
 
     def _reserve(self, session: Session, request: m.Reserve, now_s: float, out: list[Action]) -> None:
         slot_bytes = self.store.slots.class_of(sum(request.segment_bytes))
-        refused = self.sharding.refusals(session, request, slot_bytes)
+        refused = self.sharding.refusals(session, request)
         reserved = self.writes.reserve(session, request, now_s, out, refused)
         self.sharding.reserved(session, request, reserved, slot_bytes, now_s)
         self._expect(min(self._due.expect(session), self.sharding.next_deadline_s))

@@ -7,7 +7,7 @@ import time
 from pdserve.errors import PdserveError
 from pdserve.kvpool.core.events import SaveNamespaces
 from pdserve.kvpool.core.namespace_admin import Rules
-from pdserve.kvpool.core.sessions import Limits, ReplicationLimits
+from pdserve.kvpool.core.sessions import Limits
 from pdserve.kvpool.core.state import NodeState
 from pdserve.kvpool.core.store.page_store import PageStore
 from pdserve.kvpool.core.store.slot_allocator import SlotAllocator
@@ -73,13 +73,6 @@ def _limits_of(config: PoolNodeConfig) -> Limits:
         quarantine_s=config.quarantine_s,
         max_waiters=config.max_waiters,
         max_reserved_bytes=max(config.slab, int(config.capacity * config.max_reserved_share)),
-        replication=ReplicationLimits(
-            max_replicas=config.replicas.max_replicas,
-            hot_reads_s=config.replicas.hot_reads_s,
-            half_life_s=config.replicas.half_life_s,
-            lease_s=config.replicas.lease_s,
-            max_share=config.replicas.max_share,
-        ),
         max_pinned_bytes=max(config.slab, int(config.capacity * config.max_pinned_share)),
         max_kept_bytes=int(config.capacity * config.max_kept_share),
         max_messages=config.max_messages,

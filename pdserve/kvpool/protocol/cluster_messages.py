@@ -168,7 +168,6 @@ class PageEntry(Message, tag=101, frozen=True):
     place: str
     pins: int = 0
     replica: bool = False
-    heat: float = 0.0
 
 
 class PageList(Message, tag=36, frozen=True):
@@ -259,7 +258,7 @@ class PullPages(Message, tag=45, frozen=True):
 
 
 class EndReplicas(Message, tag=46, frozen=True):
-    """These pages are not hot any more: drop the replicas. Answered with Done."""
+    """These pages are to have no copies any more: drop the replicas. Answered with Done."""
 
     id: int
     namespace: int

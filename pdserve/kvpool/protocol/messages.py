@@ -253,7 +253,7 @@ class Reserve(Message, tag=14, frozen=True):
     namespace: int
     keys: list[bytes]
     segment_bytes: list[int]
-    replica: bool = False  # a copy of a hot page that another node owns
+    replica: bool = False  # a copy of a page that another node owns
 
 
 class Grant(Message, tag=93, frozen=True):
@@ -322,7 +322,6 @@ class Pin(Message, tag=94, frozen=True):
     checksum: int = 0
     sequence: int = 0
     tag: int = 0
-    replicas: int = 0  # how many nodes after the owner on the ring hold the page too
 
 
 class Got(Message, tag=20, frozen=True):

@@ -1,4 +1,4 @@
-"""`python -m benchmarks quiet` and `python -m benchmarks hot`: short runs; a busy machine's figures are not judged."""
+"""`python -m benchmarks quiet`: short runs; a busy machine's figures are not judged."""
 
 from __future__ import annotations
 
@@ -34,13 +34,3 @@ def test_a_model_load_is_a_loud_neighbour_too() -> None:
     assert (outcome["loud"], outcome["limit_bytes_s"]) == ("weights", 0.0)
     assert (alone["loud_bytes_s"], alone["missed"], beside["missed"]) == (0, 0, 0)
     assert min(elsewhere["loud_bytes_s"], beside["loud_bytes_s"]) > 4 << 20
-
-
-def test_without_replicas_one_node_serves_a_hot_prefix_and_with_them_others_do_too() -> None:
-    words = ("hot", "--json", "--nodes", "2", "--readers", "2", "--path", "shm")
-    (alone,) = results(bench_here(*words, "--replicas", "0", "--warm-up", "0.1", "--seconds", "0.3"))
-    (copied,) = results(bench_here(*words, "--replicas", "1", "--warm-up", "3", "--seconds", "0.5"))
-    assert (alone["replicas"], copied["replicas"]) == (0, 1)
-    assert alone["busiest_share"] == 1.0
-    assert copied["busiest_share"] < 0.7
-    assert alone["missed"] == copied["missed"] == 0

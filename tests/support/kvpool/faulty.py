@@ -94,7 +94,7 @@ class Pool:
         return PoolClientConfig(nodes=refs, **{"retry_after_s": 0.01, **options})  # type: ignore[arg-type]
 
     def client(self, namespace: str = "ns", **options: Any) -> PoolClient:
-        client = PoolClient(self.config(**options), namespace, {}, connector=self.connector, seed=7)
+        client = PoolClient(self.config(**options), namespace, {}, connector=self.connector)
         self._clients.append(client)
         return client
 

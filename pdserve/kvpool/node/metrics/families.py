@@ -40,7 +40,6 @@ _NODE_GAUGES: Final = {
     "recovered_pages": "recovered_pages",
     "dropped_rows": "dropped_rows",
     "replica_bytes": "replica_bytes",
-    "hot_pages": "hot_pages",
     "pages_to_move": "pages_to_move",
     "moving": "moving",
     "requests_waiting": "requests_waiting",

@@ -82,7 +82,7 @@ class ClientsOfMany(Clients):
         assert sorted(told) == sorted(k for k in wanted if self.ring.owner(k).node == f"n{node}")
 
     @rule(seconds=TIMES, ok=st.booleans())
-    def hot(self, seconds: float, ok: bool) -> None:
+    def copies(self, seconds: float, ok: bool) -> None:
         for ask in self.pass_time(seconds):
             if isinstance(ask, AskReplicas):
                 self.node.do(ReplicasMade(ask.node, ask.namespace, ask.keys, [ok] * len(ask.keys)))
