@@ -54,7 +54,6 @@ from pdserve.kvpool.core.page_places import PlaceChanges
 from pdserve.kvpool.core.reads import Reads
 from pdserve.kvpool.core.sessions import Due, Limits, Session, Tags
 from pdserve.kvpool.core.sharding.coordinator import Sharding
-from pdserve.kvpool.core.startup_hold import StartupHold
 from pdserve.kvpool.core.status_report import report
 from pdserve.kvpool.core.store.index import NONE
 from pdserve.kvpool.core.store.invariants import check
@@ -134,8 +133,6 @@ class NodeState:
         self._listing = PageListing(store, self.sharding, self.tiers)
         self._lookups = Lookups(store, self.tiers)
         self._places = PlaceChanges(store, self.tiers) if follows_places else None
-        # answers that wait
-        self._startup_hold = StartupHold(started_s, tiering.promotion_timeout_s, tiers=bool(tiers))
         # namespaces: last, since those that exist are announced to the store at once
         self.namespaces = namespaces or Namespaces()
         self._durable = DurableAnswers(name, self.namespaces, tiers=bool(tiers))
@@ -185,7 +182,6 @@ class NodeState:
                 was_ready = self.tiers.ready
                 self.tiers.handle(event, now_s, out)
                 if self.tiers.ready and not was_ready:
-                    self._answer_held(self._startup_hold.end(), now_s, out)
                     self.sharding.ownership.tiers_ready(now_s)
                     self._expect(self.sharding.next_deadline_s)
             case NamespacesSaved():
@@ -209,8 +205,7 @@ class NodeState:
 
     # --- requests
 
-    def _received(self, event: Received, now_s: float, out: list[Action], *, held: bool = False) -> None:
-        """`held`: the request has waited for the tiers already."""
+    def _received(self, event: Received, now_s: float, out: list[Action]) -> None:
         session, message = self.sessions.get(event.connection), event.message
         if session is None:
             return  # the connection was closed while this was in its buffer
@@ -223,8 +218,6 @@ class NodeState:
             fault = self._namespace_fault(namespace, message)
             if fault is not None:
                 out.append(Answer(event.connection, fault))
-                return
-            if self._startup_hold.open and not held and self._waits_for_tiers(event, session, now_s):
                 return
             self.store.index.namespace(namespace).operations += 1
             if session.data_path == "none" and isinstance(message, m.Reserve):
@@ -290,22 +283,6 @@ class NodeState:
         text = f"node {self.name} has no namespace number {namespace}: it was dropped; open it again"
         return m.Fault(getattr(message, "id", 0), "unknown_namespace", text)
 
-    def _waits_for_tiers(self, event: Received, session: Session, now_s: float) -> bool:
-        """Whether the request is held: it asks for a page that a tier may turn out to have."""
-        request = event.message
-        if session.peer or not isinstance(request, m.Exists | m.Get):
-            return False
-        find, has = self.store.index.namespace(request.namespace).lookup(now_s), self.tiers.has
-        known = all(find(key) is not None or has(request.namespace, key) for key in request.keys)
-        if known or not self._startup_hold.hold(event, now_s):
-            return False
-        self._expect(self._startup_hold.next_deadline_s)
-        return True
-
-    def _answer_held(self, events: list[Received], now_s: float, out: list[Action]) -> None:
-        for event in events:
-            self._received(event, now_s, out, held=True)
-
     def refusal(self, connection: int, message: m.Request) -> m.Fault | None:
         """Why the client may not ask another part of the node for this; None when it may."""
         session = self.sessions.get(connection)
@@ -318,7 +295,6 @@ class NodeState:
     # --- time and connections
 
     def _tick(self, now_s: float, out: list[Action]) -> None:
-        self._answer_held(self._startup_hold.due(now_s), now_s, out)
         for session in self._due.take(self.sessions, now_s):
             self.waits.expire(session, now_s, out)
             self.tiers.expire(session, now_s, out)
@@ -337,7 +313,6 @@ class NodeState:
         session = self.sessions.pop(event.connection, None)
         if session is None:
             return
-        self._startup_hold.gone(event.connection)
         self._listing.gone(event.connection)
         self.waits.disconnected(session)
         self.tiers.disconnected(session)
@@ -501,7 +476,6 @@ class NodeState:
             self.store.next_work_s,
             self.kept.next_deadline_s,
             self.tiers.next_deadline_s,
-            self._startup_hold.next_deadline_s,
         )
 
     def check(self) -> None:

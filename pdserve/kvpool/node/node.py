@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
@@ -86,6 +86,9 @@ if TYPE_CHECKING:
     from pdserve.kvpool.node.metrics.families import NodeSnapshot
 
 logger = logging.getLogger(__name__)
+
+WARM_UP_POLLS: Final = 100  # half a second
+WARM_UP_POLL_S: Final = 0.005
 
 
 class PoolNode:
@@ -204,15 +207,25 @@ class PoolNode:
         ending.push_async_callback(self._leave_pool)
         ending.callback(self.upgrader.close)
         await self.gossip.join()
+        self._tiers.start(self._feed_from_thread)
+        await self._warm_up()
         await self._listeners.open(self.config.listen, self._accept)
         self._served = True
-        self._tiers.start(self._feed_from_thread)
         self.gossip.start()
         ucx_was_used = False
         if self._inherited is not None:
             ucx_was_used = self._inherited.ucx
             self.upgrader.on_serving(self._inherited)
         self.data_paths.prepare(ucx_was_used=ucx_was_used)
+
+    async def _warm_up(self) -> None:
+        """Wait for the tiers to report their pages, but not long: clients should not miss what is there, and
+        a tier that takes minutes must not keep them from what is in memory.
+        """
+        for _ in range(WARM_UP_POLLS):
+            if self.state.tiers.ready:
+                return
+            await asyncio.sleep(WARM_UP_POLL_S)
 
     async def _leave_pool(self) -> None:
         self._stopped = True
