@@ -180,9 +180,7 @@ class Admission:
             return "ucx"
         if hello.data_path in ("auto", "tcp") and not no_tcp:
             return "tcp"
-        if hello.data_path in ("auto", "ucx", "tcp"):
-            return Fault(0, "data_path", f"node {name} {no_tcp if hello.data_path == 'tcp' else no_ucx}")
-        return Fault(0, "data_path", f"{hello.data_path} does not go over a socket")
+        return Fault(0, "data_path", f"node {name} {no_tcp if hello.data_path == 'tcp' else no_ucx}")
 
     def _no_ucx(self, address: str, hello: Hello) -> str:
         """Why this client gets no UCX; empty if it gets it.

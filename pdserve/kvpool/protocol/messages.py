@@ -54,8 +54,8 @@ def pages_a_message(page_bytes: int) -> int:
 
 
 # "none": a connection that moves no pages; it asks (exists, wait, status) and pins, but may not reserve
-DataPathName: TypeAlias = Literal["shm", "ucx", "tcp", "inproc", "none"]
-DataPathChoice: TypeAlias = Literal["auto", "shm", "ucx", "tcp", "inproc", "none"]
+DataPathName: TypeAlias = Literal["shm", "ucx", "tcp", "none"]
+DataPathChoice: TypeAlias = Literal["auto", "shm", "ucx", "tcp", "none"]
 
 # Status of one key in `Reserved`
 GRANTED = 0  # the slot is the client's to fill
@@ -148,7 +148,7 @@ class TcpInfo(Message, tag=102, frozen=True):
 
 class Welcome(Message, tag=2, frozen=True):
     """The node's answer to Hello. `incarnation` changes at every start of the node. `data_path` is the path
-    that the node chose: it decides whether `arena`, `ucx` or `tcp` is set (none of them for inproc and none).
+    that the node chose: it decides whether `arena`, `ucx` or `tcp` is set (none of them for none).
     """
 
     version: int

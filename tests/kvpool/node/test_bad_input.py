@@ -148,7 +148,7 @@ ENDS_WITH_A_WORD = {
         encode_frame(m.Hello(99, "new", 1, "h")),
         "speaks version 1 of the pool protocol, client new version 99",
     ),
-    "a data path there is not": (encode_frame(make_hello("x", "", "inproc")), "does not go over a socket"),
+    "a data path there is not": (encode_frame(m.Hello(1, "x", 1, "h", "pigeon")), "not a pool request"),  # type: ignore[arg-type]
     "garbage after hello": (HELLO + b"\xff" * 50, "does not speak"),
     "hello twice": (HELLO + HELLO, None),
     "a key too short": (HELLO + frame(b"\x94\x0c\x01\x01\x91\xc4\x05hello"), "a key of 5 bytes"),

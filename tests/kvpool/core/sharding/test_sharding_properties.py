@@ -26,7 +26,7 @@ class ClientsOfMany(Clients):
         super().start()
         self.epoch = 0
         self.ring = Ring([])
-        self.node.do(Connected(LOCAL, "inproc", "this node", 0, peer=True))
+        self.node.do(Connected(LOCAL, "shm", "this node", 0, peer=True))
         self.node.do(Connected(99, "none", "n1", 0, peer=True))
 
     @rule(nodes=st.sets(st.integers(0, 3), min_size=1), stable=st.booleans(), same=st.booleans())

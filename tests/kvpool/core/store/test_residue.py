@@ -17,7 +17,7 @@ from pdserve.kvpool.core.store.residue import Residue
 from pdserve.kvpool.core.store.slot_allocator import SlotAllocator
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.slot_table import TableLayout
-from pdserve.kvpool.testing.inproc import InprocNode
+from tests.support.kvpool.inproc import InprocNode
 from tests.support.kvpool.node_model import KIB, Node, key, opened
 
 SLAB_BYTES = 68 * KIB  # with slots of 8 KiB and more: every class leaves a tail

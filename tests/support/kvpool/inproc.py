@@ -143,7 +143,7 @@ class InprocNode:
                 raise PoolUnavailable(f"pool node {self.name} cannot be reached")
             self._last_connection += 1
             self._replies[self._last_connection] = {}
-            self._feed(Connected(self._last_connection, "inproc", client, 0))
+            self._feed(Connected(self._last_connection, "shm", client, 0))
             return self._last_connection
 
     def post(self, connection: int, message: Request) -> None:
@@ -248,7 +248,7 @@ class InprocConnection:
             node.name,
             node.incarnation,
             "",
-            "inproc",
+            "shm",
             node.limits.lease_s,
             epoch=view.epoch,
             nodes=view.nodes,
