@@ -38,7 +38,6 @@ from pdserve.kvpool.core.events import (
     PagesLoaded,
     PagesStored,
     Received,
-    RecordsForgotten,
     RecordsLearned,
     ReplicasMade,
     SaveNamespaces,
@@ -87,6 +86,7 @@ from pdserve.kvpool.protocol.cluster_messages import (
 from pdserve.kvpool.protocol.slot_table import RESERVED
 
 MAX_U64: Final = (1 << 64) - 1
+SAVE_S: Final = 24 * 3600.0  # between saves of the list of namespaces: they tell how long a node was away
 NO_RULES: Final = Rules()
 READ_ONLY: Final = frozenset((m.Exists, m.Ping, m.Status, ListNamespaces, ListPages, ListOwned))
 ADMINISTRATION: Final = frozenset((m.OpenNamespace, m.DropNamespace, PutNamespace, ReplaceNamespace))
@@ -110,7 +110,9 @@ class NodeState:
         tiers: Sequence[TierSpec] = (),
         tiering: TieringLimits | None = None,
         follows_places: bool = False,
+        started_ms: int = 0,
     ) -> None:
+        """`started_ms`: the clock's millisecond at `started_s`."""
         self.name = name
         self.incarnation = incarnation
         self.started_s = started_s
@@ -135,6 +137,8 @@ class NodeState:
         self._places = PlaceChanges(store, self.tiers) if follows_places else None
         # namespaces: last, since those that exist are announced to the store at once
         self.namespaces = namespaces or Namespaces()
+        self._started_ms = self.namespaces.registry.now_ms = started_ms
+        self._save_at_s = started_s + SAVE_S
         self._durable = DurableAnswers(name, self.namespaces, tiers=bool(tiers))
         sizes, gone, changed = (store.slots.capacity_bytes, store.slots.slab_bytes), self._gone, self._changed
         self.administration = Administration(name, *sizes, self.namespaces, rules, gone, changed)
@@ -159,6 +163,7 @@ class NodeState:
         """Process the event. Returns the actions, in order."""
         out: list[Action] = []
         self.store.now_s = now_s
+        self.namespaces.registry.now_ms = self._started_ms + int((now_s - self.started_s) * 1000)
         self._judging = None
         match event:
             case Received():
@@ -193,8 +198,6 @@ class NodeState:
                 self.sharding.replicas_made(event, now_s)
             case RecordsLearned():
                 self.administration.learn(event.records, out)
-            case RecordsForgotten():
-                self.administration.forget(event.names, event.floors, out)
             case _:
                 assert_never(event)
         self.tiers.pump(now_s, out)
@@ -290,7 +293,7 @@ class NodeState:
 
     def may_not(self, session: Session, message: m.Request) -> bool:
         """Whether `handle` would refuse this because a right is missing."""
-        return self.administration.lacks_right(session, message)
+        return not self.administration.authorized(session, message)
 
     # --- time and connections
 
@@ -303,6 +306,9 @@ class NodeState:
             self._due.expect(session)
         self.writes.end_quarantine(now_s, out)
         self._durable.expire(now_s, out)
+        if now_s >= self._save_at_s:
+            self._save_at_s = now_s + SAVE_S
+            out.append(SaveNamespaces(self.namespaces.dump(), self.namespaces.revision))
         self.sharding.tick(now_s, out)
         self.store.tick(now_s, out)
         self.kept.tick(now_s)
@@ -476,6 +482,7 @@ class NodeState:
             self.store.next_work_s,
             self.kept.next_deadline_s,
             self.tiers.next_deadline_s,
+            self._save_at_s,
         )
 
     def check(self) -> None:

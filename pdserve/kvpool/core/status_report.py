@@ -2,45 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from pdserve.kvpool.core.events import LOCAL
-from pdserve.kvpool.core.kept_pages import KeptPages
-from pdserve.kvpool.core.namespace_admin import Administration
-from pdserve.kvpool.core.reads import Reads
 from pdserve.kvpool.core.sessions import Session
-from pdserve.kvpool.core.sharding.coordinator import Sharding
-from pdserve.kvpool.core.store.page_store import PageStore
-from pdserve.kvpool.core.tiering.coordinator import Tiers
-from pdserve.kvpool.core.waits import Waits
-from pdserve.kvpool.core.writes import Writes
 from pdserve.kvpool.namespaces import access
-from pdserve.kvpool.namespaces.catalog import Namespaces
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.slot_table import COMMITTED, DOOMED, QUARANTINED, RESERVED, SWEEPING
 
-
-class Reported(Protocol):
-    """The attributes of NodeState that a report reads."""
-
-    name: str
-    incarnation: int
-    started_s: float
-    store: PageStore
-    sessions: dict[int, Session]
-    namespaces: Namespaces
-    administration: Administration
-    tiers: Tiers
-    kept: KeptPages
-    waits: Waits
-    reads: Reads
-    writes: Writes
-    sharding: Sharding
-    recovered: dict[str, int]
-    discarded: int
+if TYPE_CHECKING:
+    from pdserve.kvpool.core.state import NodeState
 
 
-def report(state: Reported, request_id: int, now_s: float, session: Session | None = None) -> m.StatusReport:
+def report(state: NodeState, request_id: int, now_s: float, session: Session | None = None) -> m.StatusReport:
     """The report, without namespaces that the session may not read. No session: all namespaces."""
     store = state.store
     shown = [
@@ -70,7 +44,7 @@ def report(state: Reported, request_id: int, now_s: float, session: Session | No
     )
 
 
-def _namespace(state: Reported, number: int) -> m.NamespaceStatus:
+def _namespace(state: NodeState, number: int) -> m.NamespaceStatus:
     namespace = state.namespaces[number]
     pages = state.store.index.namespace(number)
     tier_pages, tier_bytes = state.tiers.held(number)
@@ -99,7 +73,7 @@ def _namespace(state: Reported, number: int) -> m.NamespaceStatus:
     )
 
 
-def _counters(state: Reported) -> dict[str, int]:
+def _counters(state: NodeState) -> dict[str, int]:
     return {
         "commits": state.writes.commits,
         "commits_refused": state.writes.commits_refused,

@@ -23,7 +23,7 @@ from typing import Final
 import msgspec
 
 from pdserve.errors import FrameError
-from pdserve.kvpool.namespaces.registry import Registry
+from pdserve.kvpool.namespaces.registry import FORGET_MS, Registry
 from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord, NamespaceSettings
 
 SEQUENCES: Final = 1 << 40  # that one start may give out: 100,000 pages a second for 127 days
@@ -69,7 +69,6 @@ class NamespaceFile(msgspec.Struct, frozen=True):
     namespaces: list[Namespace]
     records: list[NamespaceRecord]
     configured: dict[str, NamespaceSettings]
-    floors: list[tuple[int, int]] = []  # registry.py
 
 
 class Namespaces:
@@ -101,7 +100,7 @@ class Namespaces:
         found = cls(incarnation)
         found.lineage, found.revision = stored.lineage, stored.revision
         found.sequences_end = stored.sequences_end
-        found.registry = Registry(stored.records, stored.floors)
+        found.registry = Registry(stored.records)
         found.configured = dict(stored.configured)
         for namespace in stored.namespaces:
             known = found.registry.get(namespace.name)
@@ -110,8 +109,10 @@ class Namespaces:
         return found
 
     def dump(self) -> str:
-        """JSON of everything that must outlive the process. Each dump is a new revision."""
-        self.revision += 1
+        """JSON of everything that must outlive the process. Each dump is a new revision, which also tells
+        when it was made, in microseconds.
+        """
+        self.revision = max(self.revision + 1, 1000 * self.registry.now_ms)
         file = NamespaceFile(
             self.lineage,
             self.revision,
@@ -119,7 +120,6 @@ class Namespaces:
             [msgspec.structs.replace(namespace, number=0) for namespace in self],
             list(self.registry),
             self.configured,
-            self.registry.floors,
         )
         return msgspec.json.encode(file).decode()
 
@@ -149,6 +149,13 @@ class Namespaces:
         namespace = msgspec.structs.replace(self._by_number[number], space=self._new_space())
         self._by_name[namespace.name] = self._by_number[number] = namespace
         return namespace.space
+
+    def forget(self) -> None:
+        """Keep only the records of protected names, and no pages."""
+        self.registry.forget_unprotected()
+        self.configured.clear()
+        self._by_name.clear()
+        self._by_number.clear()
 
     def begin_sequences(self, now_us: int) -> int:
         """The first sequence of a start: above those of every earlier one, also when the clock was set back
@@ -190,12 +197,15 @@ class Namespaces:
         return int.from_bytes(hashlib.blake2b(seed, digest_size=8).digest(), "little")
 
 
-def take_over(memory: Namespaces, saved: Sequence[str | None]) -> tuple[Namespaces, list[str]]:
+def take_over(
+    memory: Namespaces, saved: Sequence[str | None], now_us: int = 0
+) -> tuple[Namespaces, list[str]]:
     """The newest list of namespaces, and what is wrong with the others, in words.
 
     `memory`: as it was left with the memory. `saved`: the list of each tier, None where it keeps none. Where
     memory has a list, that of a tier counts only if it has the same history and is newer: the memory was full
-    when its own was to be saved. Where memory has none, as after a reboot, the newest of all counts.
+    when its own was to be saved. Where memory has none, as after a reboot, the newest of all counts. From a
+    list that is older at `now_us` than tombstones are kept, only protected names are taken.
     """
     lists, problems = [memory], []
     for text in saved:
@@ -208,4 +218,6 @@ def take_over(memory: Namespaces, saved: Sequence[str | None]) -> tuple[Namespac
             lists.append(found)
     chosen = max(lists, key=lambda found: found.revision)
     chosen.sequences_end = max(found.sequences_end for found in lists)
+    if chosen.revision and now_us - chosen.revision > 1000 * FORGET_MS:
+        chosen.forget()
     return chosen, problems

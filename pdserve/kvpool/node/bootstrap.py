@@ -14,6 +14,7 @@ from pdserve.kvpool.core.store.slot_allocator import SlotAllocator
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.node.memory.arena import Arena
 from pdserve.kvpool.node.tiers.node_tiers import NodeTiers
+from pdserve.kvpool.node.timers import clock_ms
 from pdserve.kvpool.protocol.slot_table import TableLayout
 
 
@@ -56,6 +57,7 @@ def make_state(
         tiers.specs,
         tiers.limits,
         follows_places=bool(config.events.address),
+        started_ms=clock_ms(),
     )
     arena.save_namespaces(SaveNamespaces(arena.namespaces.dump()))
     if arena.contents is not None:

@@ -37,7 +37,6 @@ from pdserve.kvpool.core.events import (
     FreeRows,
     PublishNamespace,
     Received,
-    RecordsForgotten,
     RecordsLearned,
     ReserveRows,
     SaveNamespaces,
@@ -46,7 +45,6 @@ from pdserve.kvpool.core.events import (
     Tick,
 )
 from pdserve.kvpool.core.sessions import Session
-from pdserve.kvpool.namespaces.registry import Floors
 from pdserve.kvpool.node.admission import Admission, rules_of
 from pdserve.kvpool.node.bootstrap import make_state, take_memory
 from pdserve.kvpool.node.config.node import PoolNodeConfig
@@ -347,16 +345,9 @@ class PoolNode:
         }
 
     def _tell_namespaces(self) -> None:
-        """What this node knows of them; and hear of what the others know."""
-        registry = self.arena.namespaces.registry
-        self.gossip.apply(self.gossip.cluster.raise_floors(registry.floors))
-        for record in registry:
-            self.gossip.publish(record)
-        self.gossip.on_forgotten.append(self._forgot)
+        """Share what this node knows of them, and hear of what the others know."""
+        self.gossip.cluster.registry = self.arena.namespaces.registry
         self.gossip.on_namespaces.append(self._learned)
-
-    def _forgot(self, names: list[str], floors: Floors) -> None:
-        self.feed(RecordsForgotten(names, floors))
 
     def _learned(self, records: list[NamespaceRecord]) -> None:
         self.feed(RecordsLearned(records))

@@ -78,8 +78,7 @@ class Member(Message, tag=98, frozen=True):
 
 class ClusterState(Message, tag=99, frozen=True):
     """All that a node knows of the pool. `stable` is the last ring for which every owner had settled. Members
-    older than `horizon` are forgotten; their versions are in `folded`. `floors` are those of forgotten
-    namespaces (namespaces/registry.py).
+    older than `horizon` are forgotten; their versions are in `folded`.
     """
 
     cluster: str
@@ -89,7 +88,6 @@ class ClusterState(Message, tag=99, frozen=True):
     stable: list[NodeAddress] = []
     horizon: int = 0
     folded: int = 0
-    floors: list[tuple[int, int]] = []
 
 
 class TierStatus(Message, tag=100, frozen=True):

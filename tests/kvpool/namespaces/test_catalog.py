@@ -6,6 +6,7 @@ import pytest
 
 from pdserve.errors import FrameError
 from pdserve.kvpool.namespaces.catalog import SEQUENCES, Namespaces, item_bytes, page_tokens, take_over
+from pdserve.kvpool.namespaces.registry import FORGET_MS
 from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord, NamespaceSettings
 
 
@@ -99,6 +100,21 @@ def test_where_memorys_list_was_not_saved_the_newer_one_of_a_tier_counts() -> No
     assert spaces(taken) == spaces(made)
     again = Namespaces.load(taken.dump(), 3)
     assert again.revision > made.revision
+
+
+def test_a_node_that_was_away_for_longer_than_tombstones_last_takes_protected_names_only() -> None:
+    """It may have missed that they were dropped; what is dropped must not come back."""
+    made = of("a")
+    made.configured = {"a": NamespaceSettings()}
+    opened(made, NamespaceRecord("guarded", 1, 1, {}, NamespaceSettings(read_token="ab" * 32)))
+    made.registry.now_ms = 1_000_000
+    saved_us = 1000 * made.registry.now_ms
+    text = made.dump()
+    for late_us, known in ((0, {"a", "guarded"}), (1, {"guarded"})):
+        now_us = saved_us + 1000 * FORGET_MS + late_us
+        taken, _ = take_over(Namespaces.load(text), [None], now_us)
+        assert {record.name for record in taken.registry} == known
+        assert bool(taken.configured) == bool(spaces(taken)) == ("a" in known)
 
 
 def test_no_sequence_is_given_out_that_memory_or_a_tier_may_have_seen() -> None:

@@ -12,9 +12,8 @@ from typing import Final
 from pdserve.kvpool.core.events import Action, ReplicasMade, ViewChanged
 from pdserve.kvpool.core.sessions import Session
 from pdserve.kvpool.core.sharding.copies import Copies
-from pdserve.kvpool.core.sharding.ownership import Ownership
+from pdserve.kvpool.core.sharding.ownership import Ownership, TierPages
 from pdserve.kvpool.core.sharding.replicas import Replicas
-from pdserve.kvpool.core.sharding.tier_pages import NoTiers, TierPages
 from pdserve.kvpool.core.store.page_store import PageStore
 from pdserve.kvpool.protocol.cluster_messages import EndReplicas, ListOwned, Owned
 from pdserve.kvpool.protocol.messages import MOVED, Done, Fault, Grant, Reserve, Reserved
@@ -27,10 +26,7 @@ _NONE: Final[dict[bytes, Grant]] = {}
 class Sharding:
     """`copy_lease_s`: of a replica, in s."""
 
-    def __init__(
-        self, name: str, store: PageStore, copy_lease_s: float, pages: TierPages | None = None
-    ) -> None:
-        tiers = pages or NoTiers()
+    def __init__(self, name: str, store: PageStore, copy_lease_s: float, tiers: TierPages) -> None:
         self.ownership = Ownership(name, store, tiers)
         self.copies = Copies(store, copy_lease_s)
         self.replicas = Replicas(store, copy_lease_s, lambda keys: self.ownership.ours(keys).tolist(), tiers)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pdserve.kvpool.core.events import Action
-from pdserve.kvpool.core.sharding.tier_pages import TierPages
+from pdserve.kvpool.core.sharding.ownership import TierPages
 from pdserve.kvpool.core.store.index import NONE
 from pdserve.kvpool.core.store.page_store import PageStore
 from pdserve.kvpool.protocol.messages import GRANTED, PRESENT, Grant

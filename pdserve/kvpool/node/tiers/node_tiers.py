@@ -75,7 +75,7 @@ class NodeTiers:
         """The newest list of namespaces: the memory's, or that of a tier."""
         node = self._config.name
         lists = [worker.tier.namespaces() for worker in self._workers]
-        found, problems = take_over(namespaces, lists)
+        found, problems = take_over(namespaces, lists, time.time_ns() // 1000)
         for problem in problems:
             logger.warning("node %s: tiers: pages are dropped: %s", node, problem)
         for number in found.numbers if fresh else ():

@@ -38,7 +38,7 @@ def owned_by(ring: Ring, name: str) -> list[int]:
 def node_of_three(*, stable: bool = False, **limits: object) -> Node:
     """n0 with all pages, as if it had been alone until the two others came."""
     node = Node(slabs=8, **limits)  # type: ignore[arg-type]
-    node.do(Connected(LOCAL, "inproc", "this node", 0, peer=True))
+    node.do(Connected(LOCAL, "shm", "this node", 0, peer=True))
     client = node.connect()
     node.put(client, node.open(client), *ALL)
     node.do(ViewChanged(ring_of(3, 5), stable))
@@ -46,7 +46,7 @@ def node_of_three(*, stable: bool = False, **limits: object) -> Node:
 
 
 def peer(node: Node) -> int:
-    node.do(Connected(99, "inproc", "n1", 1, peer=True))
+    node.do(Connected(99, "shm", "n1", 1, peer=True))
     return 99
 
 
@@ -192,7 +192,7 @@ def node_with_tiers(*, stable: bool = False) -> tuple[Node, FakeTiers]:
 def test_a_new_owner_is_told_of_pages_in_tiers_too(
     limit: int, looked_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdserve.kvpool.core.sharding.owned_listing.MAX_LOOKED_AT", looked_at)
+    monkeypatch.setattr("pdserve.kvpool.core.sharding.ownership.MAX_LOOKED_AT", looked_at)
     node, _ = node_with_tiers()
     parts = list_owned(node, peer(node), "n1", limit=limit)
     told = {k: length for part in parts for k, length in zip(part.keys, part.lengths, strict=True)}
@@ -206,7 +206,7 @@ def test_a_new_owner_is_told_of_pages_in_tiers_too(
 def test_however_many_ask_at_once_each_is_told_of_all_that_tiers_still_have(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pdserve.kvpool.core.sharding.owned_listing.MAX_LOOKED_AT", 7)
+    monkeypatch.setattr("pdserve.kvpool.core.sharding.ownership.MAX_LOOKED_AT", 7)
     node, tiers = node_with_tiers()
     names = [f"n{n}" for n in range(1, 31)]
     ring = Ring([m.NodeAddress(name, f"unix:/{name}") for name in ("n0", *names)], 6)
@@ -228,7 +228,7 @@ def test_however_many_ask_at_once_each_is_told_of_all_that_tiers_still_have(
 def test_who_comes_with_a_place_in_a_list_that_is_not_there_is_told_to_go_through_it_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pdserve.kvpool.core.sharding.owned_listing.MAX_LOOKED_AT", 50)
+    monkeypatch.setattr("pdserve.kvpool.core.sharding.ownership.MAX_LOOKED_AT", 50)
     node, _ = node_with_tiers()
     slots, asker = node.state.store.slots.slots, peer(node)
     for name in ("n1", "n2"):
@@ -239,7 +239,7 @@ def test_who_comes_with_a_place_in_a_list_that_is_not_there_is_told_to_go_throug
 
 
 def test_a_page_that_rises_into_memory_meanwhile_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.kvpool.core.sharding.owned_listing.MAX_LOOKED_AT", 20)
+    monkeypatch.setattr("pdserve.kvpool.core.sharding.ownership.MAX_LOOKED_AT", 20)
     node, tiers = node_with_tiers()
     asker, slots = peer(node), node.state.store.slots.slots
     theirs = [n for n in range(60, 160) if ring_of(3, 5).owner(key(n)).node == "n1"]
