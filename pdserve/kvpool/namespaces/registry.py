@@ -137,8 +137,8 @@ class Registry:
     # --- changes of this node
 
     def fresh(self, name: str, settings: NamespaceSettings) -> NamespaceRecord:
-        """The first record of an unknown name. Its generation is above those of a namespace of this name whose
-        tombstone was forgotten: its pages may still be in a bucket.
+        """The first record of an unknown name. Its generation is above those of a namespace of this name
+        whose tombstone was forgotten: its pages may still be in a bucket.
         """
         return NamespaceRecord(name, 0, max(1, self.now_ms // DAY_MS * DROPS_A_DAY), {}, settings)
 

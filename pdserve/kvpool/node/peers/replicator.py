@@ -1,6 +1,6 @@
 """Replicas of pages: asks other nodes to hold them, and makes those that other nodes ask for.
 
-Lives in the node's event loop; `core.sharding.hot_pages` decides which pages get replicas where.
+Lives in the node's event loop; `core.sharding.copies` decides which pages get replicas where.
 """
 
 from __future__ import annotations

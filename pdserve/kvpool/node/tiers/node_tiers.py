@@ -38,6 +38,7 @@ STOP_TIMEOUT_S: Final = 5.0
 CLAIM_TIMEOUT_S: Final = 3.0  # wait until the earlier node has released all tiers
 CLAIM_POLL_S: Final = 0.02
 LOAD_SHARE: Final = 0.25  # most of the arena that loads from tiers may fill at a time
+WATERMARK: Final = 0.8  # used share of memory above which cold pages are written to a tier
 MAX_GONE: Final = 1024  # spaces whose facts are kept for a while
 
 
@@ -101,7 +102,6 @@ class NodeTiers:
             facts=self._facts.get,
             found=lambda pages: self._workers[number].found(pages),
             lost=lambda names: self._workers[number].lost(names),
-            checks_parents=not self._config.trusted_parents,
         )
         tier = open_tier(config.kind, settings)
         takes_all = config.write == "all"
@@ -127,7 +127,7 @@ class NodeTiers:
     def limits(self) -> TieringLimits:
         """For NodeState."""
         return TieringLimits(
-            watermark=self._config.tier_watermark,
+            watermark=WATERMARK,
             load_bytes=int(self._config.capacity * LOAD_SHARE),
             promotion_timeout_s=self._config.promotion_timeout_s,
         )
