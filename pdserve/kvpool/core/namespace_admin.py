@@ -252,7 +252,7 @@ class Administration:
             raise Denied(access.denied_open(request.name, request.id))
         generation = request.generation if session.peer else 0  # only nodes know generations
         record = known or registry.fresh(request.name, settings)
-        if known is None and generation > record.generation:
+        if known is None and generation:
             record = msgspec.structs.replace(record, generation=generation)
         local = self.namespaces.find(record.name)
         if generation and (record.dropped or record.generation != generation):
