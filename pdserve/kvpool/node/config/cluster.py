@@ -80,9 +80,6 @@ class MovingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     batch_bytes: Annotated[int | str, Meta(description="Bytes requested at a time, at least one page.")] = (
         "8MiB"
     )
-    max_peers: Annotated[
-        int, Meta(ge=1, le=64, description="Number of nodes to pull from at the same time.")
-    ] = 4
     timeout_s: Annotated[
         float,
         Meta(gt=0, description="Longest time of one request to another node; more for a large batch."),
