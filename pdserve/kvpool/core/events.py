@@ -263,14 +263,6 @@ class AskReplicas(msgspec.Struct, frozen=True):
     lengths: Sequence[int]
 
 
-class EndReplicasAt(msgspec.Struct, frozen=True):
-    """Tell the node to drop these replicas."""
-
-    node: str
-    namespace: int
-    keys: Sequence[bytes]
-
-
 class SlotPage(msgspec.Struct, frozen=True, gc=False):
     """A page, and its slot at byte `offset` of the arena."""
 
@@ -340,7 +332,6 @@ Action: TypeAlias = (
     | StartReceive
     | CancelTransfers
     | AskReplicas
-    | EndReplicasAt
     | StorePages
     | LoadPages
     | ForgetPages

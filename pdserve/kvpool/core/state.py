@@ -68,7 +68,6 @@ from pdserve.kvpool.namespaces.catalog import Namespaces
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import (
     Drain,
-    EndReplicas,
     GetView,
     Gossip,
     ListNamespaces,
@@ -264,8 +263,6 @@ class NodeState:
                 self._administer(session, message, now_s, out)
             case ListOwned():
                 out.append(Answer(session.connection, self.sharding.list_owned(message)))
-            case EndReplicas():
-                out.append(Answer(session.connection, self.sharding.end_replicas(message, out)))
             case m.Ping():
                 out.append(Answer(session.connection, m.Done(message.id)))
             case m.Status():

@@ -24,7 +24,6 @@ import msgspec
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import (
     Drain,
-    EndReplicas,
     Gossip,
     ListOwned,
     ListPages,
@@ -56,7 +55,6 @@ NEEDED: Final[dict[type, tuple[Scope, int]]] = {
     ProbePeer: ("pool", ADMIN),
     ListOwned: ("pool", ADMIN),
     PullPages: ("pool", ADMIN),
-    EndReplicas: ("pool", ADMIN),
 }
 """The right that a request needs, and where: in the namespace whose number it has, as the node's
 administrator, or as a node of this pool. Others need none, or are judged by the name that they give.

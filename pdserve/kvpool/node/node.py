@@ -32,7 +32,6 @@ from pdserve.kvpool.core.events import (
     Close,
     CommitRows,
     Disconnected,
-    EndReplicasAt,
     Event,
     FreeRows,
     PublishNamespace,
@@ -371,7 +370,6 @@ class PoolNode:
         self._routes |= {**self.rebalancer.routes(), PullPages: self.replicator.pull}
         self._acts |= {
             AskReplicas: self.replicator.ask_replicas,
-            EndReplicasAt: self.replicator.end_replicas,
         }
         self.rebalancer.start()
 

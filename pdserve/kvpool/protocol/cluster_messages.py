@@ -255,14 +255,6 @@ class PullPages(Message, tag=45, frozen=True):
     lengths: list[int] = []
 
 
-class EndReplicas(Message, tag=46, frozen=True):
-    """These pages are to have no copies any more: drop the replicas. Answered with Done."""
-
-    id: int
-    namespace: int
-    keys: list[bytes]
-
-
 ClusterRequest: TypeAlias = (
     GetView
     | PutNamespace
@@ -275,6 +267,5 @@ ClusterRequest: TypeAlias = (
     | ProbePeer
     | ListOwned
     | PullPages
-    | EndReplicas
 )
 ClusterReply: TypeAlias = View | NamespaceList | PageList | Gossiped | Owned

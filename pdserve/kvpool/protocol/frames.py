@@ -14,7 +14,6 @@ from pdserve.errors import FrameError, PoolRefused, RequestRefused
 from pdserve.kvpool.protocol.base import KEY_BYTES, Message
 from pdserve.kvpool.protocol.base import NodeAddress as NodeAddress
 from pdserve.kvpool.protocol.cluster_messages import (
-    EndReplicas,
     ListOwned,
     ListPages,
     PullPages,
@@ -156,8 +155,6 @@ def _check_bounds(message: Request) -> None:
     elif isinstance(message, Discard):
         if len(message.sequences) not in (0, len(message.keys)):
             raise FrameError("discard: keys and sequences differ in length")
-        _check_pages(message, len(keys), MAX_PAGES)
-    elif isinstance(message, EndReplicas):
         _check_pages(message, len(keys), MAX_PAGES)
 
 

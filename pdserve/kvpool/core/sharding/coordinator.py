@@ -15,8 +15,8 @@ from pdserve.kvpool.core.sharding.copies import Copies
 from pdserve.kvpool.core.sharding.ownership import Ownership, TierPages
 from pdserve.kvpool.core.sharding.replicas import Replicas
 from pdserve.kvpool.core.store.page_store import PageStore
-from pdserve.kvpool.protocol.cluster_messages import EndReplicas, ListOwned, Owned
-from pdserve.kvpool.protocol.messages import MOVED, Done, Fault, Grant, Reserve, Reserved
+from pdserve.kvpool.protocol.cluster_messages import ListOwned, Owned
+from pdserve.kvpool.protocol.messages import MOVED, Fault, Grant, Reserve, Reserved
 
 ADVANCE_S: Final = 1.0  # between two looks at copies and at the leases of replicas
 _MOVED: Final = Grant(MOVED)
@@ -93,9 +93,6 @@ class Sharding:
 
     def list_owned(self, request: ListOwned) -> Owned | Fault:
         return self.ownership.list_owned(request)
-
-    def end_replicas(self, request: EndReplicas, out: list[Action]) -> Done:
-        return Done(request.id, self.replicas.end(request.namespace, request.keys, out))
 
     def replicas_made(self, event: ReplicasMade, now_s: float) -> None:
         self.copies.made(event, now_s)

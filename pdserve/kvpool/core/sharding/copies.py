@@ -1,8 +1,8 @@
 """Copies of this node's pages on other nodes: the owner's side. Pure.
 
 All pages of a namespace with `copies` above 1 have copies ("replicas") on the next `copies - 1` nodes of the
-ring after their owner, for as long as they are there. The node asks again in time, which renews the replicas'
-leases. They end with the page, and when this node owns it no more.
+ring after their owner. The node asks again in time, which renews the replicas' leases, for as long as it has
+and owns the page. After that they end with their leases.
 
 The first successor is the next owner when this node leaves. So a page with a replica survives its node.
 """
@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from pdserve.kvpool.cluster.ring import Ring
-from pdserve.kvpool.core.events import Action, AskReplicas, EndReplicasAt, ReplicasMade
+from pdserve.kvpool.core.events import Action, AskReplicas, ReplicasMade
 from pdserve.kvpool.core.store.page_store import PageStore
-from pdserve.kvpool.protocol.messages import MAX_PAGES
 from pdserve.kvpool.protocol.slot_table import COMMITTED
 
 MAX_COPIED_PAGES: Final = 32_768  # per node: about 400 bytes for each
@@ -62,10 +61,10 @@ class Copies:
             self.copies.pop(namespace, None)
 
     def advance(self, ring: Ring, mine: int, now_s: float, out: list[Action]) -> None:
-        """About once a second: find pages that are to have replicas, end those of others, renew the rest.
+        """About once a second: find pages that are to have replicas, and renew those that have.
         `mine` is this node's number in the ring.
         """
-        self._end(out)
+        self._forget()
         if 0 <= mine < len(ring.nodes):
             self._find(ring, ring.nodes[mine].node)
         self._renew(now_s, out)
@@ -93,17 +92,11 @@ class Copies:
         self._foreign.discard(slot)
         self._pages.pop(slot, None)
 
-    def _end(self, out: list[Action]) -> None:
-        ends: dict[tuple[str, int], list[bytes]] = defaultdict(list)
+    def _forget(self) -> None:
+        """Pages that are gone, or whose namespace is to have other copies now."""
         for page in list(self._pages.values()):
-            if self._is_there(page) and self.copies.get(page.namespace) == page.copies:
-                continue
-            self.filled(page.slot)
-            for node in page.held:
-                ends[node, page.namespace].append(page.key)
-        for (node, namespace), keys in ends.items():
-            parts = (keys[start : start + MAX_PAGES] for start in range(0, len(keys), MAX_PAGES))
-            out.extend(EndReplicasAt(node, namespace, part) for part in parts)
+            if not self._is_there(page) or self.copies.get(page.namespace) != page.copies:
+                self.filled(page.slot)
 
     def _find(self, ring: Ring, mine: str) -> None:
         looked_at = 0

@@ -1,9 +1,8 @@
 """Replicas on this node: copies of other nodes' pages. Pure.
 
 A replica is an ordinary committed page with a lease. Its owner renews the lease while the page is to have
-copies. A replica is dropped when its lease ends, or when its owner ends it. If this node owns the page by
-then, the replica becomes the page. Like any page that is written, replicas may evict the node's coldest
-pages.
+copies. A replica is dropped when its lease ends. If this node owns the page by then, the replica becomes the
+page. Like any page that is written, replicas may evict the node's coldest pages.
 
 Slots are not watched: an entry is valid while its slot holds the filling (sequence) that it names.
 """
@@ -16,7 +15,6 @@ from dataclasses import dataclass
 
 from pdserve.kvpool.core.events import Action
 from pdserve.kvpool.core.sharding.ownership import TierPages
-from pdserve.kvpool.core.store.index import NONE
 from pdserve.kvpool.core.store.page_store import PageStore
 from pdserve.kvpool.protocol.messages import GRANTED, PRESENT, Grant
 from pdserve.kvpool.protocol.slot_table import COMMITTED, RESERVED
@@ -80,11 +78,6 @@ class Replicas:
                 replica = self._slots.get(self._store.find(namespace, key))
                 if replica is not None:
                     replica.until_s = until_s
-
-    def end(self, namespace: int, keys: Sequence[bytes], out: list[Action]) -> int:
-        """The owner ends these replicas; the number of those that existed."""
-        slots = {self._store.find(namespace, key) for key in keys}
-        return self._drop([slot for slot in slots if slot != NONE and slot in self], out)
 
     def expire(self, now_s: float, out: list[Action]) -> None:
         """Drop replicas whose lease has ended; forget entries whose page is gone."""

@@ -13,14 +13,13 @@ from pdserve.kvpool.core.events import (
     Action,
     AskReplicas,
     Connected,
-    EndReplicasAt,
     ReplicasMade,
     ViewChanged,
 )
 from pdserve.kvpool.core.sharding.coordinator import Sharding
 from pdserve.kvpool.protocol import messages as m
-from pdserve.kvpool.protocol.cluster_messages import EndReplicas, ListOwned, Owned
-from tests.support.kvpool.node_model import KIB, Node, answers, key, statuses
+from pdserve.kvpool.protocol.cluster_messages import ListOwned, Owned
+from tests.support.kvpool.node_model import KIB, Node, key, statuses
 
 NAMES = ("n0", "n1", "n2")
 NODES = [m.NodeAddress(name, f"unix:/{name}") for name in NAMES]
@@ -288,7 +287,7 @@ def test_a_replica_that_sank_ends_in_its_tier_too() -> None:
         node.pass_time(0.01)
     replica(node, FOREIGN[0])
     tiers.pages[1][key(FOREIGN[0])] = 4 * KIB
-    node.send(peer(node), EndReplicas(5, 1, [key(FOREIGN[0])]))
+    node.pass_time(11.0)  # its lease ends
     assert key(FOREIGN[0]) not in tiers.pages[1]
 
 
@@ -326,15 +325,6 @@ def test_a_replica_stays_while_its_owner_renews_it_and_then_goes() -> None:
     node.pass_time(11.0)
     assert node.exists(client, 1, *FOREIGN[:4]) == [0] * 4
     assert node.status().counters["replica_bytes"] == 0
-
-
-def test_the_owner_ends_replicas_and_only_those() -> None:
-    node = holder()
-    mine = owned_by(ring_of(3, 5), "n0")[0]
-    replica(node, *FOREIGN[:2])
-    request = EndReplicas(5, 1, [key(FOREIGN[0]), key(mine), key(999)])
-    assert answers(node.send(peer(node), request), 99) == [m.Done(5, 1)]
-    assert node.exists(99, 1, *FOREIGN[:2], mine) == [0, 1, 1]
 
 
 def test_a_replica_of_a_page_whose_owner_died_is_the_page() -> None:
@@ -481,11 +471,10 @@ def test_copies_end_with_the_page_and_with_the_setting() -> None:
     node, mine = copied()
     answer_all(node, list(asked(node)))
     node.ask(node.connect(), m.Discard(node.next_id(), 1, [key(mine[0])], []), m.Done)
-    ends = [action for action in node.pass_time(1.0) if isinstance(action, EndReplicasAt)]
-    assert [end.keys for end in ends] == [[key(mine[0])]]
+    renewed = {k for _ in range(40) for ask in asked(node) for k in ask.keys}
+    assert renewed == {key(n) for n in mine[1:]}
     node.state.sharding.configure(1, 1)
-    ends = [action for action in node.pass_time(1.0) if isinstance(action, EndReplicasAt)]
-    assert {k for end in ends for k in end.keys} == {key(n) for n in mine[1:]}
+    assert not any(asked(node) for _ in range(60))
 
 
 def test_many_new_copies_are_asked_for_bit_by_bit(monkeypatch: pytest.MonkeyPatch) -> None:

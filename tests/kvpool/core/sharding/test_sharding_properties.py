@@ -9,7 +9,7 @@ from hypothesis.stateful import initialize, rule
 from pdserve.kvpool.cluster.ring import Ring
 from pdserve.kvpool.core.events import LOCAL, AskReplicas, Connected, ReplicasMade, ViewChanged
 from pdserve.kvpool.protocol import messages as m
-from pdserve.kvpool.protocol.cluster_messages import EndReplicas, ListOwned, Owned
+from pdserve.kvpool.protocol.cluster_messages import ListOwned, Owned
 from tests.support.kvpool.client_machine import KEYS, TIMES, Clients, Page
 from tests.support.kvpool.node_model import KIB, answers, commit, key
 
@@ -59,10 +59,6 @@ class ClientsOfMany(Clients):
             self.act(self.node.send(LOCAL, commit(5, *granted)))
         elif granted:
             self.node.abort(LOCAL, *granted)
-
-    @rule(ns=st.integers(0, 1), keys=KEYS)
-    def end_replicas(self, ns: int, keys: list[int]) -> None:
-        self.node.send(99, EndReplicas(6, self.namespaces[ns], [key(k) for k in keys]))
 
     @rule(ns=st.integers(0, 1), node=st.integers(0, 3), limit=st.integers(1, 3))
     def list_owned(self, ns: int, node: int, limit: int) -> None:
