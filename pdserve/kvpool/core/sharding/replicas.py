@@ -1,10 +1,8 @@
 """Replicas on this node: copies of other nodes' pages. Pure.
 
 A replica is an ordinary committed page with a lease. Its owner renews the lease while the page is to have
-replicas. A replica is dropped when its lease ends, or when its owner ends it. If this node owns the page by
-then, the replica becomes the page. Replicas of hot pages take at most `max_bytes`; those of namespaces with
-`copies` take what they need, as pages do. Like any page that is written, they may evict the node's coldest
-pages.
+copies. A replica is dropped when its lease ends. If this node owns the page by then, the replica becomes the
+page. Like any page that is written, replicas may evict the node's coldest pages.
 
 Slots are not watched: an entry is valid while its slot holds the filling (sequence) that it names.
 """
@@ -16,14 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pdserve.kvpool.core.events import Action
-from pdserve.kvpool.core.sharding.hot_pages import COPY_LEASES
-from pdserve.kvpool.core.sharding.tier_pages import TierPages
-from pdserve.kvpool.core.store.index import NONE
+from pdserve.kvpool.core.sharding.ownership import TierPages
 from pdserve.kvpool.core.store.page_store import PageStore
-from pdserve.kvpool.protocol.messages import FULL, GRANTED, PRESENT, Grant
+from pdserve.kvpool.protocol.messages import GRANTED, PRESENT, Grant
 from pdserve.kvpool.protocol.slot_table import COMMITTED, RESERVED
-
-_FULL = Grant(FULL)
 
 
 @dataclass(slots=True)
@@ -32,7 +26,6 @@ class _Replica:
     sequence: int
     slot_bytes: int
     until_s: float
-    is_hot: bool
 
 
 class Replicas:
@@ -41,20 +34,17 @@ class Replicas:
     def __init__(
         self,
         store: PageStore,
-        max_bytes: int,
         lease_s: float,
         is_ours: Callable[[Sequence[bytes]], Sequence[bool]],
         tiers: TierPages,
     ) -> None:
         self._store = store
-        self._max_bytes = max_bytes
         self._lease_s = lease_s
         self._is_ours = is_ours
         self._tiers = tiers
         self._slots: dict[int, _Replica] = {}
         self._by_namespace: Counter[int] = Counter()
         self.slot_bytes = 0  # of all entries; an entry whose page is gone counts until `expire`
-        self._hot_bytes = 0  # of those that `max_bytes` is for
         self.expired = 0
 
     def __len__(self) -> int:
@@ -68,14 +58,6 @@ class Replicas:
         """The number of replicas of one namespace."""
         return self._by_namespace[namespace]
 
-    def refusals(self, namespace: int, keys: Sequence[bytes], slot_bytes: int) -> dict[bytes, Grant]:
-        """The `keys` of hot pages for which there is no room, if all others are granted. Pages that are here
-        already need none.
-        """
-        room = max(0, self._max_bytes - self._hot_bytes) // slot_bytes
-        new = [key for key in dict.fromkeys(keys) if self._store.find(namespace, key) == NONE]
-        return dict.fromkeys(new[room:], _FULL)
-
     def reserved(
         self,
         namespace: int,
@@ -83,29 +65,19 @@ class Replicas:
         grants: Sequence[Grant],
         slot_bytes: int,
         now_s: float,
-        *,
-        is_hot: bool = True,
     ) -> None:
-        """An owner asked for replicas of `keys`: new ones begin, existing ones are renewed. `is_hot` false:
-        the namespace has copies.
-        """
-        until_s = now_s + self._lease_s * (1 if is_hot else COPY_LEASES)
+        """An owner asked for replicas of `keys`: new ones begin, existing ones are renewed."""
+        until_s = now_s + self._lease_s
         for key, grant in zip(keys, grants, strict=True):
             if grant.status == GRANTED:
                 self._forget(grant.slot)
-                self._slots[grant.slot] = _Replica(namespace, grant.sequence, slot_bytes, until_s, is_hot)
+                self._slots[grant.slot] = _Replica(namespace, grant.sequence, slot_bytes, until_s)
                 self.slot_bytes += slot_bytes
-                self._hot_bytes += slot_bytes * is_hot
                 self._by_namespace[namespace] += 1
             elif grant.status == PRESENT:
                 replica = self._slots.get(self._store.find(namespace, key))
                 if replica is not None:
                     replica.until_s = until_s
-
-    def end(self, namespace: int, keys: Sequence[bytes], out: list[Action]) -> int:
-        """The owner ends these replicas; the number of those that existed."""
-        slots = {self._store.find(namespace, key) for key in keys}
-        return self._drop([slot for slot in slots if slot != NONE and slot in self], out)
 
     def expire(self, now_s: float, out: list[Action]) -> None:
         """Drop replicas whose lease has ended; forget entries whose page is gone."""
@@ -146,7 +118,6 @@ class Replicas:
         replica = self._slots.pop(slot, None)
         if replica is not None:
             self.slot_bytes -= replica.slot_bytes
-            self._hot_bytes -= replica.slot_bytes * replica.is_hot
             self._by_namespace[replica.namespace] -= 1
             if not self._by_namespace[replica.namespace]:
                 del self._by_namespace[replica.namespace]
@@ -154,6 +125,4 @@ class Replicas:
     def check(self) -> None:
         """For tests."""
         assert self.slot_bytes == sum(replica.slot_bytes for replica in self._slots.values())
-        hot = [replica for replica in self._slots.values() if replica.is_hot]
-        assert self._hot_bytes == sum(replica.slot_bytes for replica in hot) <= self._max_bytes
         assert self._by_namespace == Counter(replica.namespace for replica in self._slots.values())

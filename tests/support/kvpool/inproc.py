@@ -118,8 +118,8 @@ class InprocNode:
         with self._changed:
             rows = self.layout.table_rows(self.table)
             classes = self.layout.slab_class(self.table)
-            contents = scan(self.layout, classes, rows, self._namespaces.numbers_of_spaces)
             self._start(self._namespaces.dump())
+            contents = scan(self.layout, classes, rows, self._namespaces.numbers_of_spaces)
             self.state.restore(contents, time.monotonic())
             self.stopped = self.paused = False
             self._changed.notify_all()
@@ -143,7 +143,7 @@ class InprocNode:
                 raise PoolUnavailable(f"pool node {self.name} cannot be reached")
             self._last_connection += 1
             self._replies[self._last_connection] = {}
-            self._feed(Connected(self._last_connection, "inproc", client, 0))
+            self._feed(Connected(self._last_connection, "shm", client, 0))
             return self._last_connection
 
     def post(self, connection: int, message: Request) -> None:
@@ -248,7 +248,7 @@ class InprocConnection:
             node.name,
             node.incarnation,
             "",
-            "inproc",
+            "shm",
             node.limits.lease_s,
             epoch=view.epoch,
             nodes=view.nodes,
