@@ -28,10 +28,10 @@ from pdserve.tracing import Tracer, Tracing
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OPTIONAL = (
-    *("torch", "sglang", "transformers", "tokenizers", "setproctitle", "pynvml", "yaml", "zmq"),
+    *("torch", "sglang", "transformers", "tokenizers", "setproctitle", "pynvml", "zmq"),
     *("cryptography", "zstandard", "ucxx", "obstore", "redis", "opentelemetry.sdk", "mooncake", "matplotlib"),
 )
-CORE = ("router", "up", "scale", "key", "pool", "weights", "top", "doctor", "plan", "dynamo")
+CORE = ("router", "up", "scale", "key", "pool", "weights", "top", "doctor", "dynamo")
 WITHOUT = f"import sys; sys.modules |= dict.fromkeys({OPTIONAL}); "
 
 
@@ -62,8 +62,6 @@ def test_doctor_says_how_to_add_ucx() -> None:
     ("words", "extra"),
     [
         (("model", "demo", "--size", "tiny", "--out", "{tmp}/m"), "sglang"),
-        (("cert", "--help"), "encryption"),
-        (("render",), "render"),
     ],
 )
 def test_a_command_that_needs_an_extra_names_it_in_one_line(
@@ -108,7 +106,7 @@ def test_who_configures_a_feature_without_its_library_is_told_what_to_install(
 def test_every_extra_that_is_named_is_one() -> None:
     sources = "".join(path.read_text() for path in (ROOT / "pdserve").rglob("*.py"))
     named = set(re.findall(r"""(?:needed_by\(.*, |how_to_install\(|is_installed\()["'](\w+)["']""", sources))
-    assert named >= {"sglang", "ucx", "encryption", "zstd", "events", "object", "redis", "otel", "mooncake"}
+    assert named >= {"sglang", "ucx", "encryption", "zstd", "events", "object", "redis", "otel"}
     assert named <= set(PROJECT["optional-dependencies"])
 
 

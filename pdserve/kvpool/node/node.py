@@ -80,7 +80,7 @@ from pdserve.kvpool.protocol.messages import (
     Welcome,
 )
 from pdserve.logs import ThrottledLog
-from pdserve.tls.contexts import Certificates
+from pdserve.security.tls import Certificates
 
 if TYPE_CHECKING:
     from pdserve.kvpool.node.metrics.families import NodeSnapshot

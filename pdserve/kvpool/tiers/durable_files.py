@@ -14,7 +14,7 @@ import msgspec
 
 from pdserve.errors import ConfigError, StartupError
 from pdserve.kvpool.tiers.base import TierSettings
-from pdserve.private_directory import private_directory
+from pdserve.security.private_directory import private_directory
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import ClusterState, Gossip, NamespaceSettings, PutNamespace
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
 from pdserve.kvpool.transports.shm import host_id
-from pdserve.tokens import digest
+from pdserve.security.tokens import digest
 from tests.support.command import Done, pdserve_here
 from tests.support.kvpool.clustered import HANGS_S, QUIET, Locals, Processes
 from tests.support.kvpool.local_node import LocalNode

@@ -9,7 +9,6 @@ import msgspec
 import pytest
 
 from pdserve.errors import ConfigError
-from pdserve.guesses import BURST
 from pdserve.kvpool.node.admission import Admission, check_open, rules_of
 from pdserve.kvpool.node.config.cluster import ClusterConfig
 from pdserve.kvpool.node.config.namespaces import NamespaceConfig, NamespaceDefaults
@@ -19,9 +18,10 @@ from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import View
 from pdserve.kvpool.protocol.handshake import NONCE_BYTES, key_id, without_token
 from pdserve.kvpool.transports.session import make_hello
+from pdserve.security.failed_logins import BURST
+from pdserve.security.tls import TlsConfig
+from pdserve.security.tokens import digest
 from pdserve.settings.config_file import load_config
-from pdserve.tls.contexts import TlsConfig
-from pdserve.tokens import digest
 
 TOKEN = "the-token-of-the-operator"
 PLAIN, TCP = TlsConfig(), TcpConfig()

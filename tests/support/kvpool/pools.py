@@ -24,9 +24,9 @@ from pdserve.kvpool.protocol.messages import DataPathChoice
 from pdserve.kvpool.protocol.slot_table import TableLayout
 from pdserve.kvpool.testing.inproc import InprocConnector, InprocNode
 from pdserve.kvpool.transports.base import Connection
+from pdserve.security.tls import Certificates
+from pdserve.security.tokens import reveal
 from pdserve.settings.toml_text import to_toml
-from pdserve.tls.contexts import Certificates
-from pdserve.tokens import reveal
 from tests.support.kvpool.connectors import connect
 
 KIB = 1024

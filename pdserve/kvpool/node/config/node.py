@@ -12,6 +12,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from pdserve.capacity.tables import AUTO
+from pdserve.discovery.dns import is_dns_name, parse_dns_name
 from pdserve.errors import ConfigError
 from pdserve.kvpool.node.config.cluster import ClusterConfig, MovingConfig, ReplicasConfig
 from pdserve.kvpool.node.config.events import EventsConfig
@@ -21,9 +22,9 @@ from pdserve.kvpool.node.memory.slab_size import MAX_SLAB_BYTES, slab_for
 from pdserve.kvpool.node.memory.slab_size import SLOT_ALIGN_BYTES as SLOT_ALIGN_BYTES
 from pdserve.kvpool.protocol.address import LOOPBACK_DEVICE, TcpAddress, parse_address
 from pdserve.logs import LogFormat, LogLevel
+from pdserve.security.tls import TlsConfig
+from pdserve.security.tokens import Secret, given_secret, secret_of
 from pdserve.sizes import parse_bytes as parse_bytes
-from pdserve.tls.contexts import TlsConfig
-from pdserve.tokens import Secret, given_secret, secret_of
 
 
 class UcxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -292,12 +293,18 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def _check_cluster(self) -> None:
         cluster = self.cluster
         try:
-            for address in (self.address, *cluster.peers):
+            names = [address for address in cluster.peers if is_dns_name(address)]
+            for address in names:
+                parse_dns_name(address, "tcp")
+            for address in {self.address, *cluster.peers}.difference(names):
                 parse_address(address)
-        except ConfigError as error:
+        except (ConfigError, ValueError) as error:
             raise ValueError(f"cluster: {error}") from error
-        if cluster.membership == "etcd" and not cluster.etcd.endpoints:
-            raise ValueError('cluster.etcd.endpoints is needed for cluster.membership = "etcd"')
+        if names and self.tls.as_client:
+            raise ValueError(
+                f"cluster.peers: {names[0]}: DNS gives addresses, and certificates name hosts: with tls.ca "
+                "list the nodes by their names, as tcp:HOST:PORT"
+            )
         if self.tls.as_server and not self.tls.as_client:
             raise ValueError(
                 "tls.ca is needed beside tls.certificate: without it, the node speaks to others in clear"
@@ -310,7 +317,7 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     @property
     def alone(self) -> bool:
         """Whether the node looks for no others by itself; others may find it all the same."""
-        return self.cluster.membership == "static" and not self.cluster.peers
+        return not (self.cluster.peers or self.cluster.etcd.endpoints)
 
     @property
     def address(self) -> str:

@@ -36,7 +36,7 @@ from pdserve.kvpool.node.memory.slab_size import wastes
 from pdserve.kvpool.protocol.messages import ArenaInfo
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
 from pdserve.kvpool.protocol.slot_table import FREE, TABLE_MAGIC, TABLE_VERSION, RowWriter, TableLayout
-from pdserve.private_directory import private_directory
+from pdserve.security.private_directory import private_directory
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from pdserve.errors import StartupError
 from pdserve.kvpool.node.metrics.families import NodeSnapshot, families
 from pdserve.kvpool.node.metrics.meter import LoopLag
-from pdserve.tokens import bearer, digest, same
+from pdserve.security.tokens import bearer, digest, same
 
 HTTP_TIMEOUT_S: Final = 10.0  # for a scraper to send its request, and to read the answer
 MAX_HEAD_BYTES: Final = 16 << 10

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.object_server import ObjectServer, object_server
 from pdserve.kvpool.tiers.base import CORRUPT, GONE, LOADED, READ_FAILED, STORED, TierPage
 from pdserve.kvpool.tiers.object.inventory import SegmentObject, parse_object
 from pdserve.kvpool.tiers.page_codec import ZSTD
@@ -20,6 +19,7 @@ from pdserve.kvpool.tiers.ssd.segment_format import (
     encode_footer,
     encode_segment_header,
 )
+from tests.support.kvpool.object_server import ObjectServer, object_server
 from tests.support.kvpool.object_tiers import BUCKET, CREDENTIALS, LENGTH, Node
 from tests.support.kvpool.tier_tools import key
 

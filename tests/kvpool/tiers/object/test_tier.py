@@ -8,10 +8,10 @@ from typing import get_args
 
 import pytest
 
-from benchmarks.object_server import Mode, ObjectServer, object_server
 from pdserve.errors import ConfigError
 from pdserve.kvpool.tiers.base import CORRUPT, GONE, LOADED, READ_FAILED, STORED, WRITE_FAILED, SpaceFacts
 from pdserve.kvpool.tiers.object.remote import RemoteSegment, load_segment
+from tests.support.kvpool.object_server import Mode, ObjectServer, object_server
 from tests.support.kvpool.object_tiers import (
     BUCKET,
     CREDENTIALS,
