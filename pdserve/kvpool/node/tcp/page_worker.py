@@ -1,9 +1,9 @@
 """A thread that moves the pages of one client over its data connection.
 
     loop's thread     give(StartSend | StartReceive | CancelTransfers)      stop()
-    mover's thread    run(stream), from the first page to the last          tell([TransferDone, ...])
+    worker's thread    run(stream), from the first page to the last          tell([TransferDone, ...])
 
-The mover's thread alone touches slots. It reports a transfer when it has taken the slot's memory out of its
+The worker's thread alone touches slots. It reports a transfer when it has taken the slot's memory out of its
 own reach, so nothing writes into a slot or reads it after its TransferDone:
 
 | when a transfer is cancelled | then |
@@ -39,7 +39,7 @@ LATE_TAGS: Final = 4096  # cancelled receives whose pages may still come, per co
 UNTOLD: Final = 32  # ends of transfers that are reported together, while there is more to move
 
 
-class PageMover:
+class PageWorker:
     """The transfers of one connection."""
 
     def __init__(
@@ -49,7 +49,7 @@ class PageMover:
         stall_timeout_s: float,
         tell: Callable[[list[TransferDone]], None],
     ) -> None:
-        """`tell` is called from the mover's thread. Raises OSError if there is no descriptor left."""
+        """`tell` is called from the worker's thread. Raises OSError if there is no descriptor left."""
         self._connection = connection
         self._arena = arena
         self._stall_timeout_s = stall_timeout_s
@@ -70,7 +70,7 @@ class PageMover:
     # -- the loop's thread
 
     def give(self, action: Action) -> bool:
-        """Carry the action out. False: the mover has ended, and does nothing."""
+        """Carry the action out. False: the worker has ended, and does nothing."""
         with self._lock:
             if self._ended:
                 return False
@@ -86,7 +86,7 @@ class PageMover:
                 self._signal()
 
     def discard(self) -> None:
-        """Free what a mover holds that never ran. Idempotent."""
+        """Free what a worker holds that never ran. Idempotent."""
         self._close()
 
     def _signal(self) -> None:
@@ -94,7 +94,7 @@ class PageMover:
             self._woken = True
             os.eventfd_write(self._wake, 1)
 
-    # -- the mover's thread
+    # -- the worker's thread
 
     def run(self, stream: PageStream) -> str:
         """Greet the client, then move pages until the connection ends. Returns the reason. Closes the stream,

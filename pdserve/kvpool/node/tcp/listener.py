@@ -7,8 +7,8 @@ A stranger can open sockets, and knows no ticket:
   at once, and honest clients stand behind him in the kernel's queue.
 - A socket has `GREETING_TIMEOUT_S` for its TLS handshake and its ticket, whatever it sends. Nothing else is
   read of it before.
-- At most `MAX_UNCLAIMED` sockets are in this state. For one more, the oldest of the address that has most of
-  them is closed. A client shows its ticket within a round trip.
+- At most `MAX_WITHOUT_TICKET` sockets are in this state. For one more, the oldest of the address that has
+  most of them is closed. A client shows its ticket within a round trip.
 
 A thread shakes hands with each socket, because TLS costs a millisecond of CPU time. It then moves the
 connection's pages (`Claim`), so a connection has one thread from its beginning to its end.
@@ -32,7 +32,7 @@ from pdserve.security.connection_limits import ConnectionLimit
 logger = logging.getLogger(__name__)
 
 GREETING_TIMEOUT_S: Final = 5.0
-MAX_UNCLAIMED: Final = 64
+MAX_WITHOUT_TICKET: Final = 64
 MAX_HELD: Final = 1024
 HELD_BYTES: Final = 4096
 """What the kernel keeps of what a held socket sends: as little as it can."""
@@ -46,7 +46,7 @@ Claim: TypeAlias = Callable[[bytes], Callable[[PageStream], None] | None]
 """What to do with the stream of this ticket; None: nobody has it. Called by threads."""
 
 
-class Door:
+class DataListener:
     """Listening sockets and the sockets without a ticket. Its methods are called on the loop's thread."""
 
     def __init__(
@@ -57,8 +57,8 @@ class Door:
         self._expects = expects
         self._tls = tls
         self._listening: list[socket.socket] = []
-        self._unclaimed: ConnectionLimit[socket.socket] = ConnectionLimit(MAX_UNCLAIMED)
-        self._lock = threading.Lock()  # of `_unclaimed`
+        self._without_ticket: ConnectionLimit[socket.socket] = ConnectionLimit(MAX_WITHOUT_TICKET)
+        self._lock = threading.Lock()  # of `_without_ticket`
         self._held: ConnectionLimit[socket.socket] = ConnectionLimit(MAX_HELD)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._threads: set[threading.Thread] = set()
@@ -74,7 +74,7 @@ class Door:
         return chosen
 
     def close(self, deadline_s: float) -> None:
-        """Let nobody in any more, and wait for all threads, whose movers must have been stopped."""
+        """Let nobody in any more, and wait for all threads, whose workers must have been stopped."""
         for sock in self._listening:
             asyncio.get_running_loop().remove_reader(sock.fileno())
             sock.close()
@@ -82,7 +82,7 @@ class Door:
         for sock in list(self._held):
             self._drop(sock)
         with self._lock:
-            for sock in self._unclaimed:
+            for sock in self._without_ticket:
                 _end(sock)
         for thread in list(self._threads):
             thread.join(max(0.0, deadline_s - time.monotonic()))
@@ -135,7 +135,7 @@ class Door:
                 target=self._serve, args=(sock, address), name="pdserve-tcp", daemon=True
             )
             with self._lock:
-                if (oldest := self._unclaimed.came(sock, address)) is not None:
+                if (oldest := self._without_ticket.came(sock, address)) is not None:
                     _end(oldest)
             thread.start()
             self._threads.add(thread)
@@ -143,7 +143,7 @@ class Door:
         except (OSError, ValueError, RuntimeError) as error:
             logger.warning("a data connection cannot be served: %s", error)
             with self._lock:
-                self._unclaimed.left(sock)
+                self._without_ticket.left(sock)
             sock.close()
 
     # -- threads
@@ -156,7 +156,7 @@ class Door:
             logger.debug("a data connection did not show a ticket: %s", error)
             ticket = b""
         with self._lock:
-            self._unclaimed.left(sock)
+            self._without_ticket.left(sock)
         move = self._claim(ticket) if ticket else None
         if move is not None:
             move(PageStream(sock))
