@@ -123,8 +123,8 @@ class Namespaces:
 
     def client(self, namespace: Namespace) -> PoolClient:
         """The client for objects of this namespace. The first call for a model whose files are on this
-        machine reads them to take a fingerprint. Raises PoolUnavailable: there are too many namespaces, or we are closed;
-        StartupError: the files cannot be read.
+        machine reads them to take a fingerprint. Raises PoolUnavailable: there are too many namespaces, or
+        we are closed; StartupError: the files cannot be read.
         """
         found = self._clients.get(namespace)
         if found is not None:
