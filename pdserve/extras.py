@@ -14,7 +14,6 @@ _LIBRARIES: Final = {
     "sglang": "sglang",
     "ucx": "ucxx",
     "encryption": "cryptography",
-    "render": "yaml",
     "bench": "matplotlib",
     "otel": "opentelemetry.sdk",
 }

@@ -56,8 +56,8 @@ from pdserve.kvpool.client.locate import locate_pool
 from pdserve.kvpool.weights.names import is_pool_url
 from pdserve.kvpool.weights.place import tell_children
 from pdserve.pages import KvGeometry
-from pdserve.tls.contexts import Certificates
-from pdserve.tokens import reveal, secret_of
+from pdserve.security.tls import Certificates
+from pdserve.security.tokens import reveal, secret_of
 from pdserve.tracing import check_tracing, open_tracer
 
 if TYPE_CHECKING:

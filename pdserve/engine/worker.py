@@ -45,8 +45,8 @@ from pdserve.engine.weights import Weights, routes
 from pdserve.errors import PoolRefused, StartupError
 from pdserve.kvpool.client.async_client import AsyncPoolClient
 from pdserve.kvpool.client.config import PoolClientConfig
-from pdserve.tls.contexts import TlsConfig
-from pdserve.tokens import Secret
+from pdserve.security.tls import TlsConfig
+from pdserve.security.tokens import Secret
 from pdserve.tracing import Tracer, Tracing
 
 if TYPE_CHECKING:

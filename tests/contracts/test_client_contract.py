@@ -46,7 +46,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPool]:
         arena_dir=arena_dir(),
         capacity_bytes="16MiB",
         slab_bytes="1MiB",
-        max_reserved_share=1.0,
+        max_client_share=1.0,
         quarantine_s=0.2,
     )
     pool = ProcessPool(config, tmp_path_factory.mktemp("clients"), "shm")

@@ -40,12 +40,8 @@ class Program(NamedTuple):
 
 
 _NETWORKS: Final = (
-    *("tests/netns", "tests/e2e/test_hosts.py", "tests/e2e/test_hostile.py", "tests/e2e/test_pods.py"),
-    *(
-        "tests/hostile/test_attacks_inside_tls.py",
-        "tests/docs/test_attacks.py",
-        "tests/render/test_containers.py",
-    ),
+    *("tests/netns", "tests/e2e/test_hosts.py", "tests/e2e/test_hostile.py"),
+    "tests/docs/test_attacks.py",
 )
 PROGRAMS: Final = (
     Program(
@@ -53,7 +49,7 @@ PROGRAMS: Final = (
         "etcd-server",
         (
             *("tests/kvpool/node/peers/test_etcd.py", "tests/kvpool/client/test_locate.py", "tests/e2e"),
-            *("tests/router/admin/test_other_routers.py", "tests/router/fleet/test_etcd.py"),
+            "tests/router/fleet/test_etcd.py",
         ),
         service="etcd",
     ),

@@ -27,8 +27,8 @@ from pdserve.kvpool.client.topology import SharedViews
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.transports.async_control import AsyncControl
 from pdserve.kvpool.transports.session import make_hello
-from pdserve.printable import printable
-from pdserve.tls.contexts import Certificates
+from pdserve.security.log_text import printable
+from pdserve.security.tls import Certificates
 from pdserve.tracing import timed
 
 logger = logging.getLogger(__name__)

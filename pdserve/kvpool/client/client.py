@@ -46,7 +46,7 @@ from pdserve.kvpool.protocol.page_tag import TAG_BYTES, PageTags
 from pdserve.kvpool.protocol.slot_table import Filling
 from pdserve.kvpool.transports.base import Connector
 from pdserve.kvpool.transports.private_memory import Stretch
-from pdserve.tokens import reveal
+from pdserve.security.tokens import reveal
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

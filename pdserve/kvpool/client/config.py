@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from pdserve.discovery.config import EtcdConfig
 from pdserve.kvpool.protocol.messages import DataPathChoice
-from pdserve.tls.contexts import TlsConfig
-from pdserve.tokens import Secret, given_secret, secret_of
+from pdserve.security.tls import TlsConfig
+from pdserve.security.tokens import Secret, given_secret, secret_of
 
 POOL_TOKEN_VARIABLE = "PDSERVE_HICACHE_POOL_TOKEN"
 """How a worker hands `pool.token` to SGLang's processes, whose arguments are logged."""

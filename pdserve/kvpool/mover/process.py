@@ -43,7 +43,7 @@ from pdserve.kvpool.mover.messages import (
 )
 from pdserve.kvpool.mover.ranks.group import PartReads, RankGroup
 from pdserve.logs import configure_logs
-from pdserve.tokens import decode_secret
+from pdserve.security.tokens import decode_secret
 
 logger = logging.getLogger(__name__)
 

@@ -52,8 +52,8 @@ from pdserve.kvpool.protocol.messages import (
     Request,
     Welcome,
 )
-from pdserve.printable import printable
-from pdserve.tokens import reveal
+from pdserve.security.log_text import printable
+from pdserve.security.tokens import reveal
 
 _UNPROVED: Final = (
     "pool node {address} does not prove that it knows our token: give the node the token, or leave "

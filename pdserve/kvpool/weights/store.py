@@ -50,7 +50,7 @@ from pdserve.kvpool.weights.names import ModelName, parse_model
 from pdserve.kvpool.weights.pieces import cut_bytes
 from pdserve.kvpool.weights.place import ask_pool
 from pdserve.kvpool.weights.reading import PageReader
-from pdserve.tokens import reveal
+from pdserve.security.tokens import reveal
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from pdserve.kvpool.cluster.ring import Ring
 from pdserve.kvpool.core.durable_answers import SAVE_TIMEOUT_S
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.page_bytes import PageBuffers
-from pdserve.tokens import Secret
+from pdserve.security.tokens import Secret
 from tests.support.kvpool.clients import SOON_S, until
 from tests.support.kvpool.faulty import PAGE_BYTES, Pool, empty_page, get, key, keys, page_of, put
 

@@ -26,7 +26,7 @@ from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.hicache import backend as hicache_backend
 from pdserve.kvpool.hicache import lookup, page_access
 from pdserve.pages import KvGeometry
-from pdserve.tokens import reveal
+from pdserve.security.tokens import reveal
 from tests.support.kvpool import host_pool
 from tests.support.kvpool.faulty import Pool, keys
 from tests.support.kvpool.host_pool import HOST_PAGES, LAYERS, PAGE_TOKENS, HostPool, indices
