@@ -2,7 +2,7 @@
 
 LMCache names an object by the hash chain of its tokens, the model, the rank, the object group and the salt.
 It does not say what the bytes are: two servers that use one model name may hold other weights, types or
-chunk sizes. So model, revision, number of ranks, group and layout decide the namespace (`Space`), and the
+chunk sizes. So model, revision, number of ranks, group and layout decide the `Namespace`, and the
 rest decides the key in it (`pool_key`).
 """
 
@@ -23,8 +23,8 @@ from pdserve.kvpool.client.client import PoolClient
 logger = logging.getLogger(__name__)
 
 VERSION: Final = "1"  # raise it when the meaning of an object's bytes or of its key changes in our own code
-MAX_SPACES: Final = 64
-"""A server has a few models, of a few groups each. Each space has threads and connections of its own."""
+MAX_NAMESPACES: Final = 64
+"""A server has a few models, of a few groups each. Each namespace has threads and connections of its own."""
 
 
 class ObjectKey(Protocol):
@@ -58,7 +58,7 @@ class Layout(NamedTuple):
     size_bytes: int
 
 
-class Space(NamedTuple):
+class Namespace(NamedTuple):
     """Objects whose bytes mean the same. Each is a page of the pool."""
 
     owner: Owner
@@ -86,61 +86,61 @@ def pool_key(key: ObjectKey) -> bytes:
     return digest.digest()
 
 
-def geometry(space: Space, identity: str, revision: str) -> dict[str, str]:
+def geometry(namespace: Namespace, identity: str, revision: str) -> dict[str, str]:
     """Everything but rank, salt and tokens that decides the bytes of an object."""
     return {
         "engine": "lmcache",
         "model": identity,
         "revision": revision,
-        "world_size": str(space.owner.world_size),
-        "group": str(space.owner.group),
-        "layout": space.layout.text,
+        "world_size": str(namespace.owner.world_size),
+        "group": str(namespace.owner.group),
+        "layout": namespace.layout.text,
         "version": VERSION,
     }
 
 
-def namespace(space: Space, given: str, geometry: dict[str, str]) -> str:
+def pool_name(namespace: Namespace, given: str, geometry: dict[str, str]) -> str:
     """Its name in the pool. `given`: the operator's, who then says what may share it; further groups of a
     model have one each. Empty: a readable label and the geometry's hash.
     """
     if given:
-        return f"{given}.g{space.owner.group}" if space.owner.group else given
+        return f"{given}.g{namespace.owner.group}" if namespace.owner.group else given
     text = json.dumps(geometry, sort_keys=True).encode()
-    return f"lmcache-{model_label(space.owner.model)}@{hashlib.sha256(text).hexdigest()[:12]}"
+    return f"lmcache-{model_label(namespace.owner.model)}@{hashlib.sha256(text).hexdigest()[:12]}"
 
 
-class Spaces:
-    """The pool clients of one LMCache server: one for each `Space`, made when one of its objects is first
+class Namespaces:
+    """The pool clients of one LMCache server: one for each `Namespace`, made when one of its objects is first
     met. Thread-safe.
     """
 
     def __init__(self, settings: IntegrationSettings) -> None:
         self._settings = settings
         self._lock = threading.Lock()
-        self._clients: dict[Space, PoolClient] = {}
+        self._clients: dict[Namespace, PoolClient] = {}
         self._identities: dict[str, str] = {}
         self._closed = False
 
-    def client(self, space: Space) -> PoolClient:
-        """The client for objects of this space. The first call for a model whose files are on this machine
-        reads them to take a fingerprint. Raises PoolUnavailable: there are too many spaces, or we are closed;
-        StartupError: the files cannot be read.
+    def client(self, namespace: Namespace) -> PoolClient:
+        """The client for objects of this namespace. The first call for a model whose files are on this
+        machine reads them to take a fingerprint. Raises PoolUnavailable: there are too many namespaces, or
+        we are closed; StartupError: the files cannot be read.
         """
-        found = self._clients.get(space)
+        found = self._clients.get(namespace)
         if found is not None:
             return found
         with self._lock:
-            if space not in self._clients:
-                self._clients = {**self._clients, space: self._make(space)}
-            return self._clients[space]
+            if namespace not in self._clients:
+                self._clients = {**self._clients, namespace: self._make(namespace)}
+            return self._clients[namespace]
 
-    def known(self, owner: Owner) -> list[Space]:
-        """The spaces of an owner's objects that were met so far."""
-        return [space for space in self._clients if space.owner == owner]
+    def known(self, owner: Owner) -> list[Namespace]:
+        """The namespaces of an owner's objects that were met so far."""
+        return [namespace for namespace in self._clients if namespace.owner == owner]
 
     @property
     def clients(self) -> list[PoolClient]:
-        """The clients of all spaces."""
+        """The clients of all namespaces."""
         return list(self._clients.values())
 
     @property
@@ -155,20 +155,20 @@ class Spaces:
         for client in self.clients:
             client.close()
 
-    def _make(self, space: Space) -> PoolClient:
+    def _make(self, namespace: Namespace) -> PoolClient:
         if self._closed:
             raise PoolUnavailable("the adapter is closed")
-        if len(self._clients) >= MAX_SPACES:
+        if len(self._clients) >= MAX_NAMESPACES:
             raise PoolUnavailable(
-                f"objects of more than {MAX_SPACES} models, groups or layouts in one server"
+                f"objects of more than {MAX_NAMESPACES} models, groups or layouts in one server"
             )
-        pool, model = self._settings.pool, space.owner.model
+        pool, model = self._settings.pool, namespace.owner.model
         if model not in self._identities:
             self._identities[model] = model_identity(model)
-        fields = geometry(space, self._identities[model], self._settings.revision)
-        name = namespace(space, pool.namespace, fields)
-        client = PoolClient(pool, name, fields, name="lmcache", page_bytes=space.layout.size_bytes)
-        logger.info("objects of %s (%s) are in namespace %s of the pool", model, space.layout.text, name)
+        fields = geometry(namespace, self._identities[model], self._settings.revision)
+        name = pool_name(namespace, pool.namespace, fields)
+        client = PoolClient(pool, name, fields, name="lmcache", page_bytes=namespace.layout.size_bytes)
+        logger.info("objects of %s (%s) are in namespace %s of the pool", model, namespace.layout.text, name)
         for node, error in client.check().items():
             if isinstance(error, PoolRefused):
                 logger.error("pool node %s refuses us, its pages are missed: %s", node, error)

@@ -2,7 +2,7 @@
 done.
 
 Every task is answered once: by what it returned, or by its `otherwise` where it was not run. It is not run if
-too many wait, if it has waited for too long, or if the lane is closed. So a pool that is slow costs misses.
+too many wait, if it has waited for too long, or if the queue is closed. So a pool that is slow costs misses.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Task(NamedTuple, Generic[R]):
     submitted_s: float
 
 
-class TaskLane(Generic[R]):
+class TaskQueue(Generic[R]):
     """Thread-safe."""
 
     def __init__(
@@ -51,7 +51,7 @@ class TaskLane(Generic[R]):
         self._thread.start()
 
     def submit(self, run: Callable[[], R], otherwise: Callable[[], R]) -> int:
-        """The task's number. `run` is called on the lane's thread, or `otherwise` is, on any. A result of
+        """The task's number. `run` is called on the queue's thread, or `otherwise` is, on any. A result of
         None is not kept.
         """
         with self._changed:
