@@ -1,8 +1,8 @@
 """Which tests a run takes.
 
-The default run leaves out the tests that are marked `extended` and those of the folders below. They run under
-`launch/test.sh --all`, when the command line names their file, and when a file changed that RISKS names: then
-those of the paths that stand beside it.
+The default run leaves out the tests that are marked `extended`. They run under `launch/test.sh --all`, when
+the command line names their file, and when a file changed that RISKS names: then those of the paths that
+stand beside it.
 
 A file has changed where it differs from the commit at which this branch left `main`, committed or not.
 Continuous integration tests `main` itself, from which nothing differs: it runs the default selection.
@@ -11,9 +11,6 @@ Continuous integration tests `main` itself, from which nothing differs: it runs 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-
-EXTENDED_FOLDERS = ("tests/render",)
-"""Containers: every test in them is extended."""
 
 _MODELS = ("tests/e2e", "tests/engine")
 _NODES = ("tests/contracts", "tests/hostile", "tests/kvpool")
@@ -76,10 +73,6 @@ def _at_risk(changed: Iterable[str]) -> Iterator[tuple[str, str]]:
         for risk, tests in RISKS.items():
             if is_within(path, risk):
                 yield from ((test, path) for test in tests)
-
-
-def is_extended(path: str, is_marked: bool) -> bool:
-    return is_marked or any(is_within(path, folder) for folder in EXTENDED_FOLDERS)
 
 
 def is_taken(path: str, wanted: Iterable[str]) -> bool:
