@@ -31,7 +31,7 @@ OPTIONAL = (
     *("torch", "sglang", "transformers", "tokenizers", "setproctitle", "pynvml", "yaml", "zmq"),
     *("cryptography", "zstandard", "ucxx", "obstore", "redis", "opentelemetry.sdk", "mooncake", "matplotlib"),
 )
-CORE = ("router", "up", "scale", "key", "pool", "weights", "top", "doctor", "plan", "dynamo")
+CORE = ("router", "up", "scale", "key", "pool", "weights", "top", "doctor", "dynamo")
 WITHOUT = f"import sys; sys.modules |= dict.fromkeys({OPTIONAL}); "
 
 

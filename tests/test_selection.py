@@ -50,7 +50,7 @@ def test_a_change_brings_the_extended_tests_that_stand_beside_it(changed: str, p
 
 
 def test_tests_are_extended_by_their_mark_or_their_folder() -> None:
-    assert is_extended("tests/bench/pool/test_quiet.py", is_marked=False)
+    assert is_extended("tests/render/test_helm.py", is_marked=False)
     assert is_extended("tests/up/test_plan.py", is_marked=True)
     assert not is_extended("tests/up/test_plan.py", is_marked=False)
 

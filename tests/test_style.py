@@ -14,8 +14,19 @@ ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "pdserve").rglob("*.py"))
 MAX_MODULE_LINES = 600
 MAX_FUNCTION_LINES = 70
-TESTS_OF_NO_PACKAGE = {"contracts", "docs", "e2e", "hostile", "netns", "support"}
-"""Folders of tests/ that mirror no package: contracts of several implementations, whole clusters, helpers."""
+TESTS_OF_NO_PACKAGE = {
+    "benchmarks",
+    "chaos",
+    "contracts",
+    "docs",
+    "e2e",
+    "gpu",
+    "hostile",
+    "netns",
+    "support",
+}
+"""Folders of tests/ that mirror no package: contracts of several implementations, whole clusters,
+what is beside the product, helpers."""
 
 MAYBE_BROAD = re.compile(r"\bexcept\b[^\n]*\b(?:Base)?Exception\b|\bexcept\s*:|\bexcept \($", re.MULTILINE)
 BOUNDARY = re.compile(r"#.*\bboundary\b.*: \w+")

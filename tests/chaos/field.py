@@ -27,8 +27,8 @@ from tests.support.kvpool import made_pages as p
 from tests.support.kvpool.node_processes import NodeProcess, await_settled, client_of, pool_of
 from tests.support.processes import Child, client, free_ports
 
-ADMIN_TOKEN: Final = "chaos may do everything"
-CLUSTER_TOKEN: Final = "chaos is one pool"
+ADMIN_TOKEN: Final = "chaos-may-do-everything"
+CLUSTER_TOKEN: Final = "chaos-is-one-pool"
 CAPACITY_BYTES: Final = 128 << 20  # of each node
 SEGMENT_BYTES: Final = 2 << 20
 TIER_SHARE: Final = 2  # times the memory: nothing leaves the tier

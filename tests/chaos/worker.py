@@ -26,7 +26,7 @@ from tests.chaos.records import Asked, Starved, to_line
 from tests.support.kvpool import made_pages as p
 from tests.support.processes import read_config, run_threads, stop_at_sigterm
 
-WRITE_TOKEN: Final = "chaos may write pages"
+WRITE_TOKEN: Final = "chaos-may-write-pages"
 RECENT: Final = 200  # half of the reads of owned pages go to the latest
 WAIT_S: Final = 0.3
 POLL_S: Final = 0.1

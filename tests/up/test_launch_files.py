@@ -109,7 +109,7 @@ def test_a_worker_on_several_hosts_is_for_kubernetes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "script",
-    ["disagg.sh", "agg.sh", "hosts.sh", "vllm.sh", "dynamo.sh", "test.sh", "bench.sh", "docs.sh", "lock.sh"],
+    ["disagg.sh", "agg.sh", "hosts.sh", "vllm.sh", "dynamo.sh", "test.sh", "docs.sh", "lock.sh"],
 )
 def test_script_help_needs_no_set_up(script: str, tmp_path: Path) -> None:
     shown = subprocess.run(
