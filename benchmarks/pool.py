@@ -49,8 +49,8 @@ from pdserve.kvpool.protocol.base import KEY_BYTES
 from pdserve.kvpool.protocol.messages import DataPathChoice, Done, Ping
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
 from pdserve.kvpool.transports.ucx import ucx_options
+from pdserve.security.tls import Certificates, TlsConfig
 from pdserve.sizes import parse_bytes
-from pdserve.tls.contexts import Certificates, TlsConfig
 from tests.support.certificates import Authority
 from tests.support.kvpool.node_processes import NodeProcess, client_of, pool_of
 from tests.support.processes import Child, HarnessError, clients, free_ports

@@ -34,7 +34,6 @@ RISKS: dict[str, tuple[str, ...]] = {
     "pdserve/kvpool/transports": (*_NODES, "tests/netns"),
     "pdserve/kvpool/weights": ("tests/kvpool/weights",),
     "pdserve/pages.py": (*_MODELS, *_NODES),
-    "pdserve/render": ("tests/render",),
     "pdserve/router/api": ("tests/router/api",),
     "pdserve/router/dispatch": ("tests/router/dispatch",),
     "pdserve/router/processes": ("tests/router/processes",),

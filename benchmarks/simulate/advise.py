@@ -14,8 +14,7 @@ import msgspec
 
 from benchmarks.simulate.model import BLOCK_TOKENS, Request, Setting, Size
 from benchmarks.simulate.simulate import Outcome, simulate
-from pdserve.router.placement.elastic.demand import Load
-from pdserve.router.placement.elastic.wanted import wanted
+from pdserve.router.placement.elastic import Load, wanted
 
 Kind = Literal["disagg", "elastic", "agg"]
 KINDS: Final[tuple[Kind, ...]] = ("disagg", "elastic", "agg")

@@ -233,7 +233,5 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
             prefill_policy=POLICY,
             decode_policy=POLICY,
             placement=msgspec.structs.replace(base.placement, **placement),
-            slo=msgspec.structs.replace(
-                self.level, step_ms=rates.step_ms, step_ms_per_request=rates.step_ms_per_request
-            ),
+            slo=self.level,
         )

@@ -274,8 +274,7 @@ class Simulation:
             job.turn = self._placer.on_answering(job.facts, job.plan, site.worker, str(job.number), now_s)
             return
         job.prefill.release()
-        cached = {"device": job.own_tokens, "pool": job.cached_tokens - job.own_tokens}
-        self._placer.on_prefilled(job.facts, job.plan, site.worker, cached, 1, 0, now_s)
+        self._placer.on_prefilled(job.facts, site.worker, 1, 0, now_s)
         there = self._sites[job.claim.worker.id].cache.found(request.blocks) * BLOCK_TOKENS
         moved_ms = max(0, request.prompt_tokens - there) * rates.pool_ms_per_token
         self._at(now_s + (rates.hop_ms + moved_ms) / 1e3, "hand-over", job)
@@ -283,15 +282,7 @@ class Simulation:
     def _on_answered(self, job: Job, site: _Site) -> None:
         request, now_s = job.request, self._now_s
         job.claim.release()
-        self._placer.on_answered(
-            job.facts,
-            job.plan,
-            site.worker,
-            job.turn,
-            request.output_tokens,
-            None if job.prefill is not None else (job.own_tokens, job.cached_tokens - job.own_tokens),
-            now_s,
-        )
+        self._placer.on_answered(job.facts, job.turn, request.output_tokens, now_s)
         more = request.output_tokens - 1
         self._served[job.number] = Served(
             ttft_ms=1e3 * (job.first_s - request.at_s),

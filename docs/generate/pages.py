@@ -8,14 +8,13 @@ from typing import Final
 
 from docs.generate.markdown import with_block
 from docs.generate.product import ROOT
-from docs.generate.reference import api, cli, formats, metrics, models, options
+from docs.generate.reference import cli, formats, metrics, models, options
 
 NOTE: Final = "\n<!-- Written by `launch/docs.sh --write`: do not edit. -->\n"
 WHOLE: Final[Mapping[str, Callable[[], str]]] = {
     "docs/reference/options.md": options.page,
     "docs/reference/metrics.md": metrics.page,
     "docs/reference/cli.md": cli.page,
-    "docs/reference/api.md": api.page,
     "docs/reference/models.md": models.page,
 }
 BLOCKS: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = {

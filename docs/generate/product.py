@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Final, NamedTuple, cast, get_args
+from typing import Any, Final, NamedTuple, get_args
 
 import typer
 
@@ -21,7 +20,6 @@ from pdserve.kvpool.protocol.slot_table import ROW_DTYPE, TABLE_VERSION
 from pdserve.kvpool.tiers.ssd.segment_format import ENTRY_DTYPE as SEGMENT_ENTRY_DTYPE
 from pdserve.kvpool.tiers.ssd.segment_format import FORMAT_VERSION as SEGMENT_VERSION
 from pdserve.metric import Definition
-from pdserve.router.app.routes import make_app
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.metrics.names import METRICS as ROUTER_METRICS
 from pdserve.settings.config_file import Option, options
@@ -44,7 +42,6 @@ __all__ = [
     "Definition",
     "Option",
     "commands",
-    "openapi_document",
     "options_of",
 ]
 
@@ -104,11 +101,3 @@ def commands() -> Iterator[tuple[str, Any]]:
     """Each sub-command's words and its click command; a command of commands has `.commands`."""
     for name, sub in SUB_COMMANDS.items():
         yield f"pdserve {name}", typer.main.get_command(load(sub.target))
-
-
-def openapi_document() -> dict[str, Any]:
-    """The document that the router publishes as `/openapi.json`."""
-    # the routes ask the router only when they are called, the document asks for its configuration
-    nobody = cast(Any, SimpleNamespace(config=RouterConfig()))
-    document: dict[str, Any] = make_app(nobody).openapi()
-    return document

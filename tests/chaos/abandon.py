@@ -18,7 +18,7 @@ from pdserve.kvpool.client.connector import connector_for
 from pdserve.kvpool.protocol.base import KEY_BYTES
 from pdserve.kvpool.protocol.frames import expected
 from pdserve.kvpool.protocol.messages import GRANTED, DataPathChoice, Opened, OpenNamespace, Reserve, Reserved
-from pdserve.tokens import Secret
+from pdserve.security.tokens import Secret
 from tests.chaos.field import ADMIN_TOKEN
 from tests.chaos.moving import GEOMETRY
 from tests.support.kvpool.made_pages import SHAPES

@@ -17,7 +17,7 @@ import numpy as np
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.cluster.ring import Ring
 from pdserve.kvpool.protocol.base import NodeAddress
-from pdserve.tokens import Secret
+from pdserve.security.tokens import Secret
 from tests.chaos.moving import NAMESPACE
 from tests.chaos.plan import Plan
 from tests.chaos.proxy import Relay, relays

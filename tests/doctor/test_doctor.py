@@ -21,8 +21,8 @@ from pdserve.doctor.facts import PoolNode
 from pdserve.engine.prompt_identity import chat_template_fingerprint, tokenizer_fingerprint
 from pdserve.errors import ConfigError
 from pdserve.router.config.router import RouterConfig
+from pdserve.security.tls import Certificates
 from pdserve.settings import toml_text
-from pdserve.tls.contexts import Certificates
 from tests.support.certificate import certificate
 from tests.support.certificates import Authority
 from tests.support.command import pdserve_here

@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol, TypeVar
 import msgspec
 
 from pdserve.errors import PdserveError
-from pdserve.tokens import decode_secret, reveal_secret
+from pdserve.security.tokens import decode_secret, reveal_secret
 
 C = TypeVar("C")
 

@@ -52,7 +52,7 @@ from pdserve.kvpool.hicache.page_access import HostPool, PageAccess, open_access
 from pdserve.kvpool.hicache.ssd_pages import came_from_ssd
 from pdserve.kvpool.mover.chain_client import Moved
 from pdserve.pages import DRAFT, KV, STATES, KvGeometry, part_suffix, piece_suffixes
-from pdserve.tokens import Secret, decode_secret
+from pdserve.security.tokens import Secret, decode_secret
 
 logger = logging.getLogger(__name__)
 

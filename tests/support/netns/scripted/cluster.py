@@ -62,7 +62,6 @@ place.hosts = ["a", "b", "c"]
 capacity_bytes = "128MiB"
 slab_bytes = "4MiB"
 ucx.trusted_network = {ucx}
-cluster.membership = "etcd"
 cluster.ping_timeout_s = 3.0
 cluster.etcd.endpoints = ["{etcd}"]
 
