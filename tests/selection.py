@@ -42,6 +42,7 @@ RISKS: dict[str, tuple[str, ...]] = {
 """A changed file or folder, and the paths whose extended tests run then."""
 
 BOUNDS_S: dict[str, float] = {
+    "tests/chaos": 25,
     "tests/contracts": 110,
     "tests/docs": 25,
     "tests/doctor": 25,
