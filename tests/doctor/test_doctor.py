@@ -23,8 +23,7 @@ from pdserve.errors import ConfigError
 from pdserve.router.config.router import RouterConfig
 from pdserve.security.tls import Certificates
 from pdserve.settings import toml_text
-from tests.support.certificate import certificate
-from tests.support.certificates import Authority
+from tests.support.certificates import Authority, certificate
 from tests.support.command import pdserve_here
 from tests.support.e2e.cluster import free_port, to_toml
 from tests.support.kvpool.clustered import running

@@ -18,7 +18,7 @@ from pdserve.errors import ConfigError, PoolError, PoolUnavailable
 from pdserve.kvpool.node.node import PoolNode
 from pdserve.kvpool.node.peers.joining import Before
 from pdserve.kvpool.protocol.cluster_messages import ACTIVE
-from tests.support.certificate import certificate as self_signed
+from tests.support.certificates import certificate as self_signed
 from tests.support.kvpool.clustered import config_of, ring, running, until
 from tests.support.kvpool.etcd_server import EtcdServer, in_etcd, settings
 
