@@ -49,15 +49,6 @@ def test_a_change_brings_the_extended_tests_that_stand_beside_it(changed: str, p
     assert is_taken(path, at_risk({changed, "README.md"})) == runs
 
 
-<<<<<<< HEAD
-=======
-def test_tests_are_extended_by_their_mark_or_their_folder() -> None:
-    assert is_extended("tests/render/test_helm.py", is_marked=False)
-    assert is_extended("tests/up/test_plan.py", is_marked=True)
-    assert not is_extended("tests/up/test_plan.py", is_marked=False)
-
-
->>>>>>> w/bench
 def test_a_folder_over_its_bound_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "BOUNDS_S", {"tests/up": 10.0, "tests/security": 10.0, "tests/docs": 10.0})
     assert over_their_bounds({"tests/up": 11.0, "tests/security": 9.0}) == {"tests/up": 10.0}

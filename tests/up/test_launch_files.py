@@ -96,11 +96,7 @@ def test_a_worker_on_several_hosts_is_for_kubernetes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "script",
-<<<<<<< HEAD
     ["serve.sh", "disagg.sh", "agg.sh", "test.sh", "docs.sh"],
-=======
-    ["disagg.sh", "agg.sh", "hosts.sh", "vllm.sh", "dynamo.sh", "test.sh", "docs.sh", "lock.sh"],
->>>>>>> w/bench
 )
 def test_script_help_needs_no_set_up(script: str, tmp_path: Path) -> None:
     shown = subprocess.run(
