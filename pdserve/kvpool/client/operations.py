@@ -50,10 +50,8 @@ class ClientCounters:
     pages_lost: int = 0  # reads whose lease ended during the copy
     pages_corrupt: int = 0  # reads whose checksum did not match
     pages_forged: int = 0  # reads whose checksum matched, but not the tag made with the page key
-    pages_fallback: int = (
-        0  # reads served by another node than the first one, while pages moved or replicas ended
-    )
-    pages_ssd: int = 0  # reads that the node loaded from a tier (SSD, directory)
+    pages_fallback: int = 0  # reads served by another node than the first one, while pages moved
+    pages_ssd: int = 0  # reads that the node loaded from a tier (SSD, object store)
     pages_shared: int = 0  # reads copied from another client of this host, which had read the page
     bytes_read: int = 0
     bytes_written: int = 0
