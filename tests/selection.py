@@ -1,6 +1,6 @@
 """Which tests a run takes.
 
-The default run leaves out the tests that are marked `extended` and those of the folders below. They run under
+The default run leaves out the tests that are marked `extended`. They run under
 `launch/test.sh --all`, when the command line names their file, and when a file changed that RISKS names: then
 those of the paths that stand beside it.
 
@@ -11,9 +11,6 @@ Continuous integration tests `main` itself, from which nothing differs: it runs 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-
-EXTENDED_FOLDERS = ("tests/render",)
-"""Containers: every test in them is extended."""
 
 _MODELS = ("tests/e2e", "tests/engine")
 _NODES = ("tests/contracts", "tests/hostile", "tests/kvpool")
@@ -45,7 +42,7 @@ RISKS: dict[str, tuple[str, ...]] = {
 """A changed file or folder, and the paths whose extended tests run then."""
 
 BOUNDS_S: dict[str, float] = {
-    "tests/chaos": 25,
+    "tests/chaos": 40,
     "tests/contracts": 110,
     "tests/docs": 25,
     "tests/doctor": 25,
@@ -53,7 +50,7 @@ BOUNDS_S: dict[str, float] = {
     "tests/engine": 80,
     "tests/hostile": 80,
     "tests/integrations": 15,
-    "tests/kvpool": 440,
+    "tests/kvpool": 425,
     "tests/router": 200,
     "tests/up": 80,
 }
@@ -77,10 +74,6 @@ def _at_risk(changed: Iterable[str]) -> Iterator[tuple[str, str]]:
         for risk, tests in RISKS.items():
             if is_within(path, risk):
                 yield from ((test, path) for test in tests)
-
-
-def is_extended(path: str, is_marked: bool) -> bool:
-    return is_marked or any(is_within(path, folder) for folder in EXTENDED_FOLDERS)
 
 
 def is_taken(path: str, wanted: Iterable[str]) -> bool:
