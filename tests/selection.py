@@ -1,8 +1,8 @@
 """Which tests a run takes.
 
-The default run leaves out the tests that are marked `extended`. They run under
-`launch/test.sh --all`, when the command line names their file, and when a file changed that RISKS names: then
-those of the paths that stand beside it.
+The default run leaves out the tests that are marked `extended`. They run under `launch/test.sh --all`, when
+the command line names their file, and when a file changed that RISKS names: then those of the paths that
+stand beside it.
 
 A file has changed where it differs from the commit at which this branch left `main`, committed or not.
 Continuous integration tests `main` itself, from which nothing differs: it runs the default selection.
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 _MODELS = ("tests/e2e", "tests/engine")
 _NODES = ("tests/contracts", "tests/hostile", "tests/kvpool")
 RISKS: dict[str, tuple[str, ...]] = {
-    "pdserve/capacity/model.py": _MODELS,
+    "pdserve/engine/kv_bytes.py": _MODELS,
     "pdserve/engine/page_names.py": _MODELS,
     "pdserve/engine/prompt_identity.py": _MODELS,
     "pdserve/engine/sglang": _MODELS,
@@ -34,7 +34,7 @@ RISKS: dict[str, tuple[str, ...]] = {
     "pdserve/router/api": ("tests/router/api",),
     "pdserve/router/dispatch": ("tests/router/dispatch",),
     "pdserve/router/processes": ("tests/router/processes",),
-    "pdserve/up/places": ("tests/contracts", "tests/up"),
+    "pdserve/up/launchers": ("tests/contracts", "tests/up"),
     "Containerfile": ("tests/up/test_image.py",),
     "launch/constraints.txt": ("tests/up/test_constraints.py",),
     "pyproject.toml": ("tests/up/test_constraints.py",),

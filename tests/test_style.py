@@ -17,16 +17,15 @@ MAX_FUNCTION_LINES = 70
 TESTS_OF_NO_PACKAGE = {
     "benchmarks",
     "chaos",
+    "gpu",
     "contracts",
     "docs",
     "e2e",
-    "gpu",
     "hostile",
     "netns",
     "support",
 }
-"""Folders of tests/ that mirror no package: contracts of several implementations, whole clusters,
-what is beside the product, helpers."""
+"""Folders of tests/ that mirror no package: contracts of several implementations, whole clusters, helpers."""
 
 MAYBE_BROAD = re.compile(r"\bexcept\b[^\n]*\b(?:Base)?Exception\b|\bexcept\s*:|\bexcept \($", re.MULTILINE)
 BOUNDARY = re.compile(r"#.*\bboundary\b.*: \w+")

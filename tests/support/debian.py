@@ -72,7 +72,7 @@ PROGRAMS: Final = (
         ("tests/e2e",),
     ),
     Program("promtool", "prometheus", extended=("tests/up/test_monitoring.py",), service="prometheus"),
-    Program("sshd", "openssh-server", extended=("tests/contracts/test_place_contract.py",), service="ssh"),
+    Program("sshd", "openssh-server", extended=("tests/contracts/test_launcher_contract.py",), service="ssh"),
     Program("ip", "iproute2", extended=_NETWORKS),
     Program("nft", "nftables", extended=_NETWORKS),
 )

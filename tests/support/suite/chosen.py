@@ -30,7 +30,7 @@ def changed_files(root: Path) -> set[str]:
 
 
 def named_paths(words: list[str], root: Path, directory: Path) -> dict[str, str]:
-    """Files of tests, and folders that hold extended tests only, that the command line names."""
+    """Files of tests that the command line names."""
     found = {}
     for word in words:
         path = (directory / word.partition("::")[0]).resolve()
@@ -95,7 +95,4 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if left := config.stash[_left_out]:
         terminalreporter.section(f"{left.total()} extended tests left out: launch/test.sh --all runs them")
-        folders: Counter[str] = Counter()
-        for path, count in left.items():
-            folders[path] += count
-        terminalreporter.line(", ".join(f"{path} {count}" for path, count in sorted(folders.items())))
+        terminalreporter.line(", ".join(f"{path} {count}" for path, count in sorted(left.items())))
