@@ -42,7 +42,7 @@ RISKS: dict[str, tuple[str, ...]] = {
 """A changed file or folder, and the paths whose extended tests run then."""
 
 BOUNDS_S: dict[str, float] = {
-    "tests/chaos": 25,
+    "tests/chaos": 40,
     "tests/contracts": 110,
     "tests/docs": 25,
     "tests/doctor": 25,
@@ -50,7 +50,7 @@ BOUNDS_S: dict[str, float] = {
     "tests/engine": 80,
     "tests/hostile": 80,
     "tests/integrations": 15,
-    "tests/kvpool": 440,
+    "tests/kvpool": 425,
     "tests/router": 200,
     "tests/up": 80,
 }
