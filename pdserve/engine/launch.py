@@ -16,7 +16,6 @@ from pdserve.engine.args import (
     Role,
     Storage,
     cpu_total_tokens,
-    extra_config,
     needed,
     served_model_name,
     server_argv,
@@ -26,7 +25,7 @@ from pdserve.engine.device import Device, choose_device, choose_dtype
 from pdserve.engine.drain import Drain
 from pdserve.engine.handoff import DirectConfig, check_direct, prepare_direct
 from pdserve.engine.http.timing import WorkerMetrics
-from pdserve.engine.model_dir import bind_address, check_model_dir, fingerprint_of
+from pdserve.engine.model_dir import bind_address, check_model_dir
 from pdserve.engine.progress import START, show_start
 from pdserve.engine.sglang import models, prepare, selfcheck
 from pdserve.engine.sglang.engine import Engine
@@ -42,7 +41,6 @@ from pdserve.engine.sglang.server_args import (
     resolved,
 )
 from pdserve.engine.turns.shelf import Shelf
-from pdserve.engine.weights import Weights
 from pdserve.engine.worker import RoleParts, Worker, WorkerConfig, check_namespace, install
 from pdserve.errors import ConfigError
 from pdserve.kvpool.client.config import (
@@ -57,7 +55,6 @@ from pdserve.kvpool.mover.polled_client import AsyncPageClient, open_async_clien
 from pdserve.kvpool.stores.registry import check_engine
 from pdserve.kvpool.weights.names import is_pool_url
 from pdserve.kvpool.weights.place import tell_children
-from pdserve.pages import KvGeometry
 from pdserve.tls.contexts import Certificates
 from pdserve.tokens import reveal, secret_of
 from pdserve.tracing import check_tracing, open_tracer
@@ -113,18 +110,14 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
 
         longest = longest_tokens(found) if _stages(config) else 0
 
-        def storage_of(namespace: str, geometry: KvGeometry) -> dict[str, Any]:
-            return pool_storage(config.pool, namespace, geometry, longest)
-
         def configure(app: Any) -> None:
             tracer = open_tracer(config.tracing, f"pdserve-{role}")
             if tracer is not None:
                 owned.callback(tracer.close)
-            weights = _weights(config, engine, pool, identity.geometry, storage_of)
-            worker = Worker(role, config, identity, engine, pool, drain, metrics, tracer, weights)
+            worker = Worker(role, config, identity, engine, pool, drain, metrics, tracer)
             install(app, worker, parts(worker), token, metrics_token)
 
-        storage = _storage_of(config, storage_of(namespace, identity.geometry))
+        storage = _storage_of(config, pool_storage(config.pool, namespace, identity.geometry, longest))
         server_args = parse_args(server_argv(config.engine, role, device, storage, config.tls, direct))
         if server_args.node_rank:  # the first host's worker serves
             owned.close()
@@ -144,7 +137,7 @@ def located(config: WorkerConfig) -> WorkerConfig:
         return config
     if config.storage == "pool" or from_pool:
         config = replace(config, pool=locate_pool(with_pool_secrets(config.pool, os.environ)))
-        tell_children(config.pool, os.environ)  # of a later model, too, that replaces the first
+        tell_children(config.pool, os.environ)
     return config
 
 
@@ -160,26 +153,6 @@ def _shelf(config: WorkerConfig, pool: AsyncPageClient) -> Shelf | None:
     if config.storage != "pool" or not config.exact_turns.enabled:
         return None
     return Shelf(pool, config.exact_turns.lookup_s)
-
-
-def _weights(
-    config: WorkerConfig,
-    engine: Engine,
-    pool: AsyncPageClient,
-    geometry: KvGeometry,
-    storage_of: Callable[[str, KvGeometry], dict[str, Any]],
-) -> Weights | None:
-    """None where they cannot be replaced: another storage has no namespaces."""
-    if config.storage != "pool":
-        return None
-    return Weights(
-        engine,
-        pool,
-        geometry,
-        name=config.pool.namespace or served_model_name(config.engine),
-        storage_of=lambda *pages: extra_config(config.engine, storage_of(*pages)),
-        fingerprint=fingerprint_of,
-    )
 
 
 def _check_storage(config: WorkerConfig) -> None:

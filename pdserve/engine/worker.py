@@ -8,7 +8,6 @@ config -> SGLang's arguments -> identity of its pages -> namespace, checked agai
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import secrets
 import time
@@ -30,6 +29,7 @@ from pdserve.engine.config import EngineConfig
 from pdserve.engine.drain import Drain
 from pdserve.engine.handoff import DirectConfig
 from pdserve.engine.http.cache_salt import CacheSalt
+from pdserve.engine.http.fixed_weights import FixedWeights
 from pdserve.engine.http.guard import Draining, Guard, close_cors
 from pdserve.engine.http.judged import Judged, validation_error
 from pdserve.engine.http.meeting_room import MeetingRoom
@@ -37,11 +37,9 @@ from pdserve.engine.http.request import HttpRequest, RequestTracking
 from pdserve.engine.http.request_spans import Traced
 from pdserve.engine.http.resume import Continuing
 from pdserve.engine.http.timing import WorkerMetrics
-from pdserve.engine.http.weight_routes import WeightRoutes
 from pdserve.engine.page_names import PageNames
 from pdserve.engine.sglang.engine import Engine
 from pdserve.engine.turns.config import ExactTurnsConfig
-from pdserve.engine.weights import Weights, routes
 from pdserve.errors import PoolRefused, StartupError
 from pdserve.kvpool.client.config import PoolClientConfig
 from pdserve.kvpool.mover.polled_client import AsyncPageClient, open_async_client
@@ -165,15 +163,11 @@ class Worker:
     role: Role
     config: WorkerConfig
     identity: KvIdentity
-    """Of the weights that it started with."""
     engine: Engine
     pool: AsyncPageClient
-    """Knows the namespace and geometry of the present weights."""
     drain: Drain
     metrics: WorkerMetrics
     tracer: Tracer | None = None
-    weights: Weights | None = None
-    """None: they cannot be replaced with this storage."""
 
     @property
     def bootstrap_port(self) -> int | None:
@@ -229,7 +223,7 @@ def install(app: Any, worker: Worker, parts: RoleParts, token: str, metrics_toke
     app.exception_handlers[RequestValidationError] = _invalid
     app.add_middleware(Judged, contract=lambda: worker.engine.contract)
     if worker.config.storage != "none":
-        app.add_middleware(WeightRoutes, weights=worker.weights)
+        app.add_middleware(FixedWeights)
     app.add_middleware(Continuing)
     if worker.tracer is not None:
         app.add_middleware(Traced, tracer=worker.tracer, role=worker.role)
@@ -243,8 +237,6 @@ def install(app: Any, worker: Worker, parts: RoleParts, token: str, metrics_toke
         Guard, token=token, has_started=lambda: worker.engine.has_started, metrics_token=metrics_token
     )
     app.include_router(_info_router(worker))
-    if worker.weights is not None:
-        app.include_router(routes(worker.weights))
     for router in parts.routers:
         app.include_router(router)
 
@@ -257,11 +249,7 @@ def _invalid(_request: Request, error: Exception) -> JSONResponse:
 
 def _info_router(worker: Worker) -> APIRouter:
     router = APIRouter()
-    key = secrets.token_bytes(32)
-
-    def info_tag() -> str:
-        """Another one when `/pd/info` says another namespace; to who lacks the key it tells nothing of it."""
-        return hashlib.blake2s(worker.pool.namespace.encode(), key=key).hexdigest()
+    info_tag = secrets.token_hex(16)  # of this process: a router that sees another one asks /pd/info again
 
     async def info() -> Response:
         return JSONResponse(
@@ -272,7 +260,7 @@ def _info_router(worker: Worker) -> APIRouter:
                 **worker.engine.facts(),
                 "model_path": str(worker.config.engine.model_path),
                 "page_size": worker.names.page_size,
-                "info_tag": info_tag(),
+                "info_tag": info_tag,
                 "namespace": worker.pool.namespace,
                 "kv_geometry": worker.pool.geometry,
                 "takes_salt_header": True,
@@ -283,7 +271,7 @@ def _info_router(worker: Worker) -> APIRouter:
 
     async def ready(request: Request) -> Response:
         try:
-            said = await _readiness(worker) | {"info_tag": info_tag()}
+            said = await _readiness(worker) | {"info_tag": info_tag}
         # boundary: a prober is told the reason, whatever SGLang or the pool raises
         except Exception as error:
             logger.exception("readiness cannot be told")
@@ -302,9 +290,8 @@ async def _readiness(worker: Worker) -> dict[str, Any]:
     reachable = [error is None for error in (await worker.pool.check()).values()]
     is_up = worker.engine.is_up
     load = worker.engine.load() if is_up else None
-    stops = (
-        worker.drain.is_draining or not worker.engine.door.is_open
-    )  # no wait from here until the answer: who hears it has been told
+    # no wait from here until the answer: who hears it has been told
+    stops = worker.drain.is_draining
     pool = "up" if reachable and all(reachable) else "down"
     return {
         "ready": is_up and not stops,

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from pdserve.engine.contract.endpoints import Contract
 from pdserve.engine.drain import Drain
-from pdserve.engine.http.held import Door
 from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.prompt_identity import chat_template_fingerprint, tokenizer_fingerprint
 from pdserve.engine.sglang.abilities import contract_of
@@ -29,13 +26,7 @@ PLACES: Final = (
         "TokenizerManager.init_model_config sets model_config, served_model_name, is_generation",
         "TokenizerManager.init_running_status sets server_status",
         "TokenizerManager.init_ipc_channels sets load_snapshot_reader",
-        "TokenizerManager.init_running_status sets rid_to_state",
         "TokenizerManager.init_lora sets lora_ref_cache",
-        "TokenizerManager.abort_request(abort_all)",
-        "TokenizerManager.flush_cache(timeout_s)",
-        "TokenizerManager.detach_hicache_storage(self)",
-        "TokenizerManager.attach_hicache_storage(hicache_storage_backend)",
-        "TokenizerManager.attach_hicache_storage(hicache_storage_backend_extra_config_json)",
         "ServerStatus.Up",
         "ServerStatus.Starting",
     ),
@@ -76,11 +67,9 @@ class Engine:
         """None until there is a tokenizer manager, and where prompts stay as they are."""
         self._exact = exact
         self._shelf = shelf
-        self.door = Door()
         self._long_texts: long_texts.LongTexts | None = None
         self._drain = drain
         self._metrics = metrics
-        self._name = ""
         self._host_socket = ""
 
     def on_listening(self, host_socket: str) -> None:
@@ -90,14 +79,12 @@ class Engine:
     def begin(self, tokenizer_manager: Any) -> None:
         """SGLang has made its tokenizer manager: follow its requests from now on."""
         self.tokenizer_manager = tokenizer_manager
-        self._name = tokenizer_manager.served_model_name
         self.contract = contract_of(tokenizer_manager)
         self.turns = self._make_turns()
         watch(
             tokenizer_manager,
             metrics=self._metrics,
             is_stopping=lambda: self._drain.is_closed,
-            door=self.door,
             turns=self.turns,
         )
         self._long_texts = long_texts.LongTexts(tokenizer_manager)
@@ -149,37 +136,6 @@ class Engine:
             "host_socket": self._host_socket,
         }
 
-    # -- while weights are replaced (`engine/weights.py`); each returns why it did not work, empty if it did
-
-    @property
-    def unfinished(self) -> int:
-        """The number of requests that SGLang has."""
-        return len(self.tokenizer_manager.rid_to_state)
-
-    def abort_all(self) -> None:
-        """End what runs."""
-        self.tokenizer_manager.abort_request(abort_all=True)
-
-    async def flush(self) -> str:
-        """Empty SGLang's caches on device and host. It does so only when nothing runs."""
-        return _why(await self.tokenizer_manager.flush_cache(), "it is not idle")
-
-    async def detach_storage(self) -> str:
-        """End SGLang's storage backends. It does so only when nothing runs and no page is on its way."""
-        return _why(await self.tokenizer_manager.detach_hicache_storage(), "it is not idle")
-
-    async def attach_storage(self, extra_config: Mapping[str, Any]) -> str:
-        """Start a storage backend on each rank, with this extra config."""
-        said = await self.tokenizer_manager.attach_hicache_storage(
-            hicache_storage_backend="dynamic",
-            hicache_storage_backend_extra_config_json=json.dumps(extra_config),
-        )
-        return _why(said, "it does not say why")
-
-    def keep_name(self) -> None:
-        """SGLang names the model after the directory of its new weights; clients know it by its old name."""
-        self.tokenizer_manager.served_model_name = self._name
-
     def load(self) -> dict[str, int] | None:
         """Requests running and waiting, the uncached prompt tokens of those that wait, the KV memory that is
         free or can be freed, in tokens, and how many requests run at most; summed over data-parallel ranks.
@@ -198,11 +154,6 @@ class Engine:
             "free_kv_tokens": sum(max(0, one.max_total_num_tokens - one.num_used_tokens) for one in ranks),
             "max_running_requests": sum(one.max_running_requests for one in ranks),
         }
-
-
-def _why(outcome: Any, otherwise: str) -> str:
-    """Of one of SGLang's outcomes that have `success` and `message`."""
-    return "" if outcome.success else str(outcome.message or otherwise)
 
 
 def _priorities(server_args: Any) -> str:

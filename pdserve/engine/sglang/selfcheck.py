@@ -32,7 +32,6 @@ MODULES: Final = (
         "abilities",
         "answers",
         "children.declined_fetches",
-        "children.detached",
         "children.entry",
         "children.kept_prompts",
     ),

@@ -2,10 +2,9 @@
 
 Six methods are wrapped, each once:
 
-    generate_request     it waits while weights are replaced; what a client may not set is taken out; earlier
-                         answers get their tokens (`exact_turns.py`); aborts, the first token and finished
-                         answers are noted; counts of cached tokens are replaced; a stream is marked
-                         (`continuation.py`)
+    generate_request     what a client may not set is taken out; earlier answers get their tokens
+                         (`exact_turns.py`); aborts, the first token and finished answers are noted; counts of
+                         cached tokens are replaced; a stream is marked (`continuation.py`)
     _init_req_state      a request state (`ReqState`) was made for an SGLang request id
     _create_tokenized_object  it is as the scheduler gets it: what would end the scheduler is refused
     _send_*_request      its prompt's token ids, extra key and salt are final, and it goes to the scheduler
@@ -41,7 +40,6 @@ from pdserve.engine.http.cache_report import Reuse
 from pdserve.engine.http.cache_salt import salt_of_request
 from pdserve.engine.http.dp_ranks import DpRanks
 from pdserve.engine.http.endpoints import EMBEDDINGS, PREFILL, RESPONSES
-from pdserve.engine.http.held import Door
 from pdserve.engine.http.meeting_room import room_of_request
 from pdserve.engine.http.request import HttpRequest, current_request
 from pdserve.engine.http.timing import WorkerMetrics
@@ -145,13 +143,12 @@ def watch(
     *,
     metrics: WorkerMetrics | None = None,
     is_stopping: Callable[[], bool] = lambda: False,
-    door: Door | None = None,
     turns: SglangTurns | None = None,
 ) -> None:
     """Wrap the methods of SGLang's `manager`; once. `is_stopping`: this server's end aborts what runs.
-    `door`: what all requests pass first. `turns`: gives prompts the tokens that they had before.
+    `turns`: gives prompts the tokens that they had before.
     """
-    wrap = _Wrap(manager, metrics, is_stopping, door or Door(), turns)
+    wrap = _Wrap(manager, metrics, is_stopping, turns)
     manager.generate_request = wrap.generate_request
     manager._init_req_state = wrap.init_req_state
     manager._create_tokenized_object = wrap.create_tokenized
@@ -166,13 +163,11 @@ class _Wrap:
         manager: Any,
         metrics: WorkerMetrics | None,
         is_stopping: Callable[[], bool],
-        door: Door,
         turns: SglangTurns | None,
     ) -> None:
         self._manager = manager
         self._metrics = metrics
         self._is_stopping = is_stopping
-        self._door = door
         self._turns = turns
         self._generate = manager.generate_request
         self._init = manager._init_req_state
@@ -214,10 +209,6 @@ class _Wrap:
             obj.cache_salt = salt
         if (room := room_of_request()) is not None and hasattr(obj, "bootstrap_room"):
             obj.bootstrap_host, obj.bootstrap_port, obj.bootstrap_room = room
-        try:
-            await self._door.passed()
-        except RequestError as error:
-            raise HTTPException(error.status, str(error)) from error
         turn = None if self._turns is None else await self._turns.begin(obj, http)
         try:
             async with contextlib.aclosing(self._generate(obj, request)) as contents:

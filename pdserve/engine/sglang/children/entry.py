@@ -107,7 +107,6 @@ def _claim_ports() -> None:
 def _change_scheduler() -> None:
     from pdserve.engine.sglang.children import (
         declined_fetches,
-        detached,
         embedding_salts,
         kept_prompts,
         local_store,
@@ -122,7 +121,6 @@ def _change_scheduler() -> None:
     pulls.install()
     ssd_tokens.install()
     declined_fetches.install()
-    detached.install()
     embedding_salts.install()
     object_layout.install()
     if prepare.is_on_cpu():
