@@ -52,13 +52,11 @@ def _packages(place: Place) -> str:
     return f"torch {torch.__version__}, CUDA {torch.version.cuda}, {torch.cuda.get_device_name()}"
 
 
-def _self_check(place: Place) -> str:
-    from pdserve.engine.sglang import prepare, selfcheck
+def _self_check(_place: Place) -> str:
+    from pdserve.engine.sglang import selfcheck
 
-    prepare.choose(place.device)
-    with prepare.without_gc():
-        selfcheck.check(place.device)
-    return f"SGLang {selfcheck.sglang_version()}, tested with {selfcheck.TESTED_SGLANG}"
+    selfcheck.check()
+    return f"SGLang {selfcheck.TESTED_SGLANG}"
 
 
 def _version(package: str) -> str:

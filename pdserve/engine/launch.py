@@ -207,7 +207,8 @@ def prepare_process(config: EngineConfig) -> tuple[EngineConfig, Device]:
         )
     model = check_model_dir(config.model_path)
     show_start()
-    START.info("importing SGLang %s", selfcheck.sglang_version())
+    selfcheck.check()
+    START.info("importing SGLang %s", selfcheck.TESTED_SGLANG)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     if dtype != config.dtype:
@@ -219,7 +220,6 @@ def prepare_process(config: EngineConfig) -> tuple[EngineConfig, Device]:
     prepare.choose(device, several_hosts=several_hosts)
     models.choose([str(name) for name in model["architectures"]])
     with prepare.without_gc():
-        selfcheck.check_start(device)
         prepare.load_plugins()
     return config, device
 

@@ -114,7 +114,7 @@ class Prefill:
         return {
             "prompt_tokens": outcome.prompt_tokens,
             "cached": Found(*map(sum, zip(*outcome.found, strict=True)))._asdict(),
-            "cached_by_prompt": [found.by_memory for found in outcome.found],
+            "cached_by_prompt": outcome.found,
             "missed": header_of(misses),
             "published_pages": published,
             "missing_pages": len(pages) - published + self._names.unnamed(record, outcome.prompt_tokens),

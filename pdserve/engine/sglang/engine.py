@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from pdserve.engine.contract.endpoints import Contract
 from pdserve.engine.drain import Drain
@@ -17,33 +17,6 @@ from pdserve.engine.turns.config import ExactTurnsConfig
 from pdserve.engine.turns.exact import ExactTurns
 from pdserve.engine.turns.memory import Memory
 from pdserve.engine.turns.shelf import Shelf
-from pdserve.sglang_places import places
-
-PLACES: Final = (
-    *places(
-        "sglang.srt.managers.tokenizer_manager",
-        "TokenizerManager.__init__ sets server_args",
-        "TokenizerManager.init_model_config sets model_config, served_model_name, is_generation",
-        "TokenizerManager.init_running_status sets server_status",
-        "TokenizerManager.init_ipc_channels sets load_snapshot_reader",
-        "TokenizerManager.init_lora sets lora_ref_cache",
-        "ServerStatus.Up",
-        "ServerStatus.Starting",
-    ),
-    *places(
-        "sglang.srt.managers.load_snapshot",
-        "create_load_snapshot_reader uses ShmLoadSnapshotReader",
-        "ShmLoadSnapshotReader.read_all(self)",
-        "LoadSnapshot(num_running_reqs, num_waiting_reqs, num_waiting_uncached_tokens)",
-        "LoadSnapshot(num_used_tokens, max_total_num_tokens, max_running_requests)",
-    ),
-    *places("sglang.srt.configs.model_config", "ModelConfig.__init__ sets is_multimodal"),
-    *places(
-        "sglang.srt.server_args",
-        "ServerArgs(chat_template, enable_deterministic_inference, dp_size)",
-        "ServerArgs(enable_priority_scheduling, schedule_low_priority_values_first)",
-    ),
-)
 
 
 class Engine:

@@ -21,7 +21,6 @@ from pdserve.errors import PoolError, StartupError, WeightsError
 from pdserve.kvpool.weights.model import PoolModel
 from pdserve.kvpool.weights.names import is_pool_url
 from pdserve.kvpool.weights.tensors import ITEM_BYTES, TensorPlace
-from pdserve.sglang_places import places
 
 _USERS: Final = (
     "sglang.srt.connector",
@@ -32,23 +31,6 @@ _USERS: Final = (
 """Modules that have the function under the name of `_MAKER`."""
 _MAKER: Final = "create_remote_connector"
 
-PLACES: Final = (
-    *places("sglang.srt.connector", f"{_MAKER}(url, device)", "get_connector_type uses BaseFileConnector"),
-    *places("sglang.srt.connector.base_connector", "BaseFileConnector.__del__ uses close"),
-    *places(
-        "sglang.srt.model_loader.loader",
-        f"RemoteModelLoader.load_model uses {_MAKER}, _load_model_from_remote_fs",
-        "RemoteModelLoader._get_weights_iterator_fs uses weight_iterator",
-        _MAKER,
-    ),
-    *places("sglang.srt.utils.hf_transformers.config", _MAKER),
-    *places("sglang.srt.utils.hf_transformers.tokenizer", _MAKER),
-    *places(
-        "sglang.srt.configs.model_config",
-        f"ModelConfig._maybe_pull_model_tokenizer_from_remote uses {_MAKER}, pull_files, get_local_dir",
-    ),
-    *places("sglang.srt.utils.common", "is_remote_url(url)", "parse_connector_type(url)"),
-)
 
 _DTYPES: Final = {
     "BOOL": torch.bool,

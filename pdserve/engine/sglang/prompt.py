@@ -31,37 +31,6 @@ from pdserve.engine.sglang.children.kept_prompts import POOL_ROOM
 from pdserve.engine.sglang.children.pulls import PULL_ID
 from pdserve.engine.sglang.prompts.exact_turns import SglangTurns
 from pdserve.errors import RequestError
-from pdserve.sglang_places import places
-
-PLACES: Final = (
-    *places("sglang.srt.entrypoints.api_contract", "generate_contract_error(body)"),
-    *places(
-        "sglang.srt.entrypoints.openai.serving_chat",
-        "OpenAIServingChat._convert_to_internal_request(request, raw_request)",
-        "OpenAIServingChat._validate_request(request)",
-    ),
-    *places(
-        "sglang.srt.entrypoints.openai.serving_completions",
-        "OpenAIServingCompletion._convert_to_internal_request(request, raw_request)",
-        "OpenAIServingCompletion._validate_request(request)",
-    ),
-    *places(
-        "sglang.srt.entrypoints.http_server",
-        "lifespan uses openai_serving_chat, openai_serving_completion, anthropic_serving",
-    ),
-    *places(
-        "sglang.srt.entrypoints.anthropic.serving",
-        "AnthropicServing._convert_to_chat_completion_request(anthropic_request)",
-        "AnthropicServing.__init__ sets openai_serving_chat",
-    ),
-    *places(
-        "sglang.srt.managers.io_struct",
-        "GenerateReqInput(text, input_ids, input_embeds, sampling_params, rid, stream, return_logprob)",
-        "GenerateReqInput(extra_key, cache_salt, lora_path)",
-        "GenerateReqInput.contains_mm_input(self)",
-    ),
-    *places("sglang.srt.managers.tokenizer_manager", "TokenizerManager._tokenize_texts(texts)"),
-)
 
 # Sampling parameters that could end or constrain the single token, or make more than one sequence of it.
 _GENERATION_ONLY = (

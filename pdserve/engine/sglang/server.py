@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, Final
+from typing import Any
 
 from pdserve.capacity.memory import GB
 from pdserve.capacity.plan import release_s
@@ -35,7 +35,6 @@ from pdserve.engine.sglang.server_args import ranks_here
 from pdserve.engine.sglang.tls import serving
 from pdserve.engine.sglang.warm_up import WarmUp
 from pdserve.errors import StartupError
-from pdserve.sglang_places import places
 from pdserve.tls.contexts import Certificates
 
 logger = logging.getLogger(__name__)
@@ -44,29 +43,6 @@ _ABORT_S = 1.0  # for aborted requests to be answered
 _RELEASE_S = 2.0  # for schedulers to release what they hold
 _STOP_S = 6.0  # beyond the drain, after which the process ends without asking again
 _POLL_S = 0.05
-
-PLACES: Final = (
-    *places(
-        "sglang.srt.entrypoints.http_server",
-        "launch_server(server_args, init_tokenizer_manager_func)",
-        "launch_server(run_scheduler_process_func, run_detokenizer_process_func)",
-        "app.add_middleware",
-        "app.state",
-    ),
-    *places("sglang.srt.entrypoints.engine", "init_tokenizer_manager(server_args, port_args)"),
-    *places("sglang.srt.utils", "kill_process_tree(parent_pid, include_parent)"),
-    *places("sglang.srt.utils.watchdog", "SubprocessWatchdog.stop(self)"),
-    *places("sglang.srt.managers.io_struct", "ShutdownReq"),
-    *places(
-        "sglang.srt.managers.tokenizer_manager",
-        "TokenizerManager.auto_create_handle_loop uses signal_handler_class",
-        "TokenizerManager.auto_create_handle_loop uses sigterm_handler, running_phase_sigquit_handler",
-        "TokenizerManager.init_running_status sets rid_to_state, _subprocess_watchdog",
-        "TokenizerManager.set_server_stop_hook sets _server_stop_hook",
-        "TokenizerManager._dispatch_to_scheduler(obj)",
-        "TokenizerManager.abort_request(abort_all)",
-    ),
-)
 
 
 @contextlib.contextmanager

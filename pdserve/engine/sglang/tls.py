@@ -19,7 +19,7 @@ import socket
 import ssl
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
-from typing import Any, Final
+from typing import Any
 
 import uvicorn
 
@@ -27,14 +27,7 @@ from pdserve.crowd import Crowd
 from pdserve.discovery.host_socket import BACKLOG, listen_here, new_name
 from pdserve.engine.http.bounded_heads import BoundedHeads
 from pdserve.open_files import raise_open_files
-from pdserve.sglang_places import places
 from pdserve.tls.contexts import Certificates
-
-PLACES: Final = places(
-    "sglang.srt.entrypoints.http_server",
-    "_setup_and_run_http_server uses uvicorn, Server, Config",
-)
-
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from array import array
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any
 from weakref import WeakValueDictionary
 
 from fastapi import HTTPException
@@ -51,56 +51,10 @@ from pdserve.engine.sglang.prompts.exact_turns import SglangTurns
 from pdserve.engine.turns.exact import Turn
 from pdserve.errors import RequestError
 from pdserve.pages import namespace_seed, page_hashes
-from pdserve.sglang_places import places
 
 _SET_BY_SGLANG = (
     *("rid", "lora_id", "mm_hashes", "positional_embed_overrides"),
     *("bootstrap_host", "bootstrap_port", "bootstrap_room"),
-)
-
-PLACES: Final = (
-    *places(
-        "sglang.srt.managers.tokenizer_manager",
-        "TokenizerManager.generate_request(obj, request)",
-        "TokenizerManager._init_req_state(obj, request) uses rid_to_state",
-        "TokenizerManager._create_tokenized_object(obj) uses sampling_params, verify",
-        "TokenizerManager._tokenize_one_request uses _create_tokenized_object",
-        "TokenizerManager._batch_tokenize_and_process uses _create_tokenized_object",
-        "TokenizerManager._send_one_request(tokenized_obj)",
-        "TokenizerManager._send_batch_request(tokenized_objs)",
-        "TokenizerManager._handle_batch_output(recv_obj)",
-        "TokenizerManager.abort_request(rid)",
-        "TokenizerManager.init_running_status sets rid_to_state",
-        "TokenizerManager.__init__ sets elastic_worker_count",
-        "TokenizerManager.init_tokenizer_and_processor sets mm_processor",
-        "TokenizerManager._tokenize_one_request uses SGLANG_MM_PRECOMPUTE_HASH, set_pad_values",
-        "ReqState(finished, output_ids, obj, dispatched, abort_sent)",
-    ),
-    *places(
-        "sglang.srt.managers.io_struct",
-        f"GenerateReqInput({', '.join(_SET_BY_SGLANG)}, cache_salt)",
-        "TokenizedGenerateReqInput(rid, input_ids, mm_inputs, extra_key, lora_id, cache_salt)",
-        "TokenizedGenerateReqInput(sampling_params, return_logprob, logprob_start_len, top_logprobs_num)",
-        "TokenizedGenerateReqInput(token_ids_logprob, routed_dp_rank, bootstrap_room)",
-    ),
-    *places(
-        "sglang.srt.sampling.sampling_params",
-        "SamplingParams(top_k, min_new_tokens, max_new_tokens, stop_token_ids, stop_regex)",
-        "SamplingParams(stop_regex_strs, stop_regex_max_len)",
-    ),
-    *places("sglang.srt.managers.mm_utils", "pad_mm_tokens(input_ids, mm_inputs)"),
-    *places(
-        "sglang.srt.managers.schedule_batch",
-        "MultimodalProcessorOutput(mm_items, padded_input_ids, im_token_id, im_start_id, im_end_id)",
-        "MultimodalProcessorOutput(audio_token_id, audio_start_id, audio_end_id, video_token_id)",
-        "MultimodalDataItem(pad_value, modality, offsets, hash)",
-        "MultimodalDataItem.set_hash(hash_value)",
-    ),
-    *places(
-        "sglang.srt.managers.scheduler",
-        "Scheduler._try_apply_padded_mm_input_ids(recv_req, req, image_inputs) uses padded_input_ids",
-        "Scheduler._handle_generate_request uses _try_apply_padded_mm_input_ids, pad_input_ids_func",
-    ),
 )
 
 

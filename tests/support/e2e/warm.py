@@ -39,7 +39,7 @@ LOADED: Final = (
         "pdserve.prefill.worker",
         "pdserve.engine.sglang.storage",
     ),
-    "pdserve.engine.sglang.geometry",
+    *("pdserve.engine.sglang.geometry", "tests.support.e2e.cpu_drafts"),
 )
 _MESSAGE_BYTES: Final = 1 << 20
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any
 
 from pdserve.engine.http.meeting_room import room_of_request
 from pdserve.engine.http.request import HttpRequest
@@ -21,29 +21,8 @@ from pdserve.engine.prompt_identity import tokenizer_fingerprint
 from pdserve.engine.sglang.children.kept_prompts import POOL_ROOM
 from pdserve.engine.turns.exact import Asked, ExactTurns, Turn
 from pdserve.engine.turns.segments import StopTokens
-from pdserve.sglang_places import places
 
 logger = logging.getLogger(__name__)
-
-PLACES: Final = (
-    *places("sglang.srt.configs.model_config", "ModelConfig.__init__ sets hf_eos_token_id, is_multimodal"),
-    *places(
-        "sglang.srt.managers.tokenizer_manager",
-        "TokenizerManager.init_tokenizer_and_processor sets tokenizer",
-        "TokenizerManager.init_model_config sets context_len, num_reserved_tokens",
-    ),
-    *places(
-        "sglang.srt.managers.io_struct",
-        "GenerateReqInput(input_ids, sampling_params, extra_key, cache_salt, lora_path)",
-    ),
-    *places(
-        "sglang.srt.entrypoints.openai.serving_chat",
-        "parallel_prompt_encode(tokenizer, text, encode_kwargs)",
-        "OpenAIServingChat._render_and_encode_chat_template uses parallel_prompt_encode",
-        "OpenAIServingChat._convert_to_internal_request(request, raw_request)",
-    ),
-    *places("sglang.srt.entrypoints.openai.protocol", "ChatCompletionRequest(messages)"),
-)
 
 
 class Rendered(list[int]):

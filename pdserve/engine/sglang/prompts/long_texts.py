@@ -26,41 +26,10 @@ import msgspec
 from fastapi.responses import Response
 
 from pdserve.engine.token_bytes import text_bound
-from pdserve.sglang_places import places
 from pdserve.text_bound import NO_BOUND, TextBound
 
 logger = logging.getLogger(__name__)
 
-PLACES: Final = (
-    *places(
-        "sglang.srt.managers.tokenizer_manager",
-        "TokenizerManager._tokenize_texts(texts, is_cross_encoder)",
-        "TokenizerManager._validate_one_request(obj, input_ids)",
-        "TokenizerManager.__init__ sets allow_auto_truncate",
-        "TokenizerManager.init_tokenizer_and_processor sets tokenizer, mm_processor",
-        "TokenizerManager.init_tokenizer_and_processor sets async_dynamic_batch_tokenizer",
-        "TokenizerManager.init_model_config sets context_len, num_reserved_tokens",
-    ),
-    *places(
-        "sglang.srt.entrypoints.openai.serving_tokenize",
-        "OpenAIServingTokenize._handle_non_streaming_request(adapted_request, request, raw_request)",
-    ),
-    *places(
-        "sglang.srt.entrypoints.openai.serving_chat",
-        "parallel_prompt_encode(tokenizer, text, encode_kwargs)",
-        "OpenAIServingChat._render_and_encode_chat_template uses parallel_prompt_encode",
-        "OpenAIServingChat._convert_to_internal_request(request, raw_request)",
-    ),
-    *places(
-        "sglang.srt.entrypoints.anthropic.serving",
-        "AnthropicServing._convert_to_chat_completion_request(anthropic_request)",
-        "AnthropicServing._handle_non_streaming(chat_request, anthropic_request, raw_request)",
-        "AnthropicServing._handle_non_streaming uses _convert_to_internal_request",
-        "AnthropicServing._handle_streaming(chat_request, anthropic_request, raw_request)",
-        "AnthropicServing._handle_streaming uses _convert_to_internal_request",
-        "AnthropicServing.handle_count_tokens(request, raw_request)",
-    ),
-)
 SHORT_CHARS: Final = 4096
 """About 2 ms of tokenizing; a change of threads takes a twentieth of it."""
 HUGE_CHARS: Final = 256 * 1024

@@ -17,29 +17,12 @@ from pdserve.errors import StartupError
 from pdserve.kvpool.client.config import PoolClientConfig
 from pdserve.kvpool.hicache.page_access import ByMover, HostPool, PageAccess, open_access
 from pdserve.pages import KV
-from pdserve.sglang_places import places
 
 PAGE_TOKENS: Final = 64
 LAYERS, HEADS, HEAD_DIM = 4, 2, 128
 DEVICE_PAGES, HOST_PAGES = 12, 24
 USED: Final = (7, 2, 3, 9, 5)
 """Pages of the device, in this order. The others stay as they are."""
-
-PLACES: Final = (
-    *places(
-        "sglang.srt.mem_cache.memory_pool",
-        "MHATokenToKVPool(size, page_size, dtype, head_num, head_dim, layer_num, device)",
-        "MHATokenToKVPool(enable_memory_saver)",
-        "MHATokenToKVPool._mha_buffer_info(self)",
-    ),
-    *places(
-        "sglang.srt.mem_cache.pool_host.mha",
-        "MHATokenToKVPoolHost(buffer_info, host_to_device_ratio, host_size, page_size, layout, pin_memory)",
-        "MHATokenToKVPoolHost(device, allocator_type, device_capacity_tokens, start_layer, end_layer)",
-        "MHATokenToKVPoolHost.backup_from_device_all_layer(device_pool, host_indices, device_indices)",
-        "MHATokenToKVPoolHost.load_to_device_per_layer(device_pool, host_indices, device_indices, layer_id)",
-    ),
-)
 
 
 class DevicePages:

@@ -9,21 +9,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from pdserve.errors import StartupError
-from pdserve.sglang_places import places
 
 _MODULE: Final = "sglang.srt.model_loader.weight_utils"
 LOADERS: Final = {"auto": "", "fastsafetensors": "fastsafetensors", "runai_streamer": "runai_model_streamer"}
 """Values of --load-format, each with the package that it needs beside SGLang."""
-
-PLACES: Final = (
-    *places(
-        _MODULE,
-        "buffered_multi_thread_safetensors_weights_iterator(hf_weights_files, max_workers)",
-        "fastsafetensors_weights_iterator(hf_weights_files)",
-        "runai_safetensors_weights_iterator(hf_weights_files)",
-    ),
-    *places("sglang.srt.model_loader.loader", "DefaultModelLoader.DEFAULT_NUM_THREADS"),
-)
 
 
 def is_installed(loader: str) -> bool:
