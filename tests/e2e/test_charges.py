@@ -176,21 +176,3 @@ def test_an_aggregated_worker_and_its_router_count_alike(agg_worker: Worker, run
 
 def test_a_disaggregated_pair_and_its_router_count_alike(cluster: Cluster) -> None:
     check(cluster.pairs[1])
-
-
-def test_a_text_that_cannot_fit_is_refused_by_the_router(agg_worker: Worker, run_dir: Path) -> None:
-    """A real worker says its bound, and takes what the router lets pass."""
-    router = Router(run_dir, agg=[agg_worker], name="router-fits")
-    try:
-        router.start()
-        info = http.get(f"{agg_worker.url}/pd/info").json()
-        longest = info["longest_token_bytes"]
-        assert longest > 0
-        prompt = "x" * (longest * info["context_length"])
-        refused = http.post(router.url + COMPLETIONS, json={"model": "demo-tiny", "prompt": prompt})
-        assert refused.status_code == 400
-        assert "Send a shorter text." in refused.json()["error"]["message"]
-        asked = {"model": "demo-tiny", "prompt": " page" * 1000, "max_tokens": 1}
-        assert http.post(router.url + COMPLETIONS, json=asked, timeout=120.0).status_code == 200
-    finally:
-        router.stop()

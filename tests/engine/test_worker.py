@@ -79,8 +79,6 @@ def app_of(made: Any, pool: Pool, *, drains: bool = False) -> FastAPI:
         drain.begin(0.0)
     engine = Engine(drain, WorkerMetrics())
     engine.tokenizer_manager = made
-    long_texts: Any = SimpleNamespace(bound=SimpleNamespace(longest_token_bytes=0, text_shrink=1))
-    engine._long_texts = long_texts
     identity: Any = SimpleNamespace(geometry=GEOMETRY, rank_suffixes=[b""], parts=[], pairs=False)
     config: Any = SimpleNamespace(engine=SimpleNamespace(model_path="m"), handoff="pool")
     reached: Any = pool

@@ -10,9 +10,8 @@ from pdserve.engine.drain import Drain
 from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.prompt_identity import chat_template_fingerprint, tokenizer_fingerprint
 from pdserve.engine.sglang.abilities import contract_of
-from pdserve.engine.sglang.prompts import exact_turns, long_texts
-from pdserve.engine.sglang.prompts.exact_turns import SglangTurns, tokenizer_of
-from pdserve.engine.sglang.tokenizer_manager import names_media, watch
+from pdserve.engine.sglang.exact_turns import SglangTurns, tokenizer_of
+from pdserve.engine.sglang.tokenizer_manager import names_media
 from pdserve.engine.turns.config import ExactTurnsConfig
 from pdserve.engine.turns.exact import ExactTurns
 from pdserve.engine.turns.memory import Memory
@@ -40,7 +39,6 @@ class Engine:
         """None until there is a tokenizer manager, and where prompts stay as they are."""
         self._exact = exact
         self._shelf = shelf
-        self._long_texts: long_texts.LongTexts | None = None
         self._drain = drain
         self._metrics = metrics
         self._host_socket = ""
@@ -50,26 +48,17 @@ class Engine:
         self._host_socket = host_socket
 
     def begin(self, tokenizer_manager: Any) -> None:
-        """SGLang has made its tokenizer manager: follow its requests from now on."""
+        """SGLang has made its tokenizer manager (`manager_class`): follow its requests from now on."""
         self.tokenizer_manager = tokenizer_manager
         self.contract = contract_of(tokenizer_manager)
         self.turns = self._make_turns()
-        watch(
-            tokenizer_manager,
-            metrics=self._metrics,
-            is_stopping=lambda: self._drain.is_closed,
-            turns=self.turns,
-        )
-        self._long_texts = long_texts.LongTexts(tokenizer_manager)
-        self._long_texts.measure()
-        long_texts.install(self._long_texts)
+        tokenizer_manager.track(self._metrics, lambda: self._drain.is_closed, self.turns)
 
     def _make_turns(self) -> SglangTurns | None:
         manager, exact, count = self.tokenizer_manager, self._exact, self._metrics.count_turn
         tokenizer = tokenizer_of(manager) if exact is not None and exact.enabled else None
         if exact is None or tokenizer is None:
             return None
-        exact_turns.install()
         if self._shelf is not None:
             self._shelf.warm()
         turns = ExactTurns(tokenizer, Memory(exact.memory_bytes), self._shelf, count)
@@ -89,8 +78,6 @@ class Engine:
     def facts(self) -> dict[str, Any]:
         """What `/pd/info` says of the model and of how this SGLang reads prompts."""
         manager = self.tokenizer_manager
-        assert self._long_texts is not None
-        bound = self._long_texts.bound
         named = _template(manager.server_args.chat_template)
         return {
             "model": manager.served_model_name,
@@ -102,8 +89,6 @@ class Engine:
             "is_multimodal": bool(manager.model_config.is_multimodal),
             "names_media": names_media(manager),
             "adapters": sorted(manager.lora_ref_cache),
-            "longest_token_bytes": bound.longest_token_bytes,
-            "text_shrink": bound.text_shrink,
             "exact_turns": "off" if self.turns is None else "on",
             "priorities": _priorities(manager.server_args),
             "host_socket": self._host_socket,

@@ -29,7 +29,7 @@ from pdserve.engine.http.meeting_room import Room
 from pdserve.engine.sglang.answers import found_of
 from pdserve.engine.sglang.children.kept_prompts import POOL_ROOM
 from pdserve.engine.sglang.children.pulls import PULL_ID
-from pdserve.engine.sglang.prompts.exact_turns import SglangTurns
+from pdserve.engine.sglang.exact_turns import SglangTurns
 from pdserve.errors import RequestError
 
 # Sampling parameters that could end or constrain the single token, or make more than one sequence of it.

@@ -33,6 +33,7 @@ from pdserve.engine.drain import Client, Drain
 from pdserve.engine.sglang.engine import Engine
 from pdserve.engine.sglang.server_args import ranks_here
 from pdserve.engine.sglang.tls import serving
+from pdserve.engine.sglang.tokenizer_manager import manager_class
 from pdserve.engine.sglang.warm_up import WarmUp
 from pdserve.errors import StartupError
 from pdserve.tls.contexts import Certificates
@@ -97,7 +98,7 @@ def serve(
     def init_manager(*args: Any, **kwargs: Any) -> Any:
         # By now the children run, and SGLang's own handler, which kills this process outright, is in place.
         signal.signal(signal.SIGQUIT, _child_failed)
-        manager, templates = init_tokenizer_manager(*args, **kwargs)
+        manager, templates = init_tokenizer_manager(*args, **kwargs, TokenizerManagerClass=manager_class())
         manager.signal_handler_class = ending.handler_class()
         engine.begin(manager)
         configure_app(http_server.app)

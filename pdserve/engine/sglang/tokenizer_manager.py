@@ -1,10 +1,9 @@
-"""The one wrap of SGLang's TokenizerManager: what its requests are, what they found, and their end.
-
-Six methods are wrapped, each once:
+"""SGLang's TokenizerManager as a worker runs it: what its requests are, what they found, and their end.
 
     generate_request     what a client may not set is taken out; earlier answers get their tokens
                          (`exact_turns.py`); aborts, the first token and finished answers are noted; counts of
                          cached tokens are replaced; a stream is marked (`continuation.py`)
+    _tokenize_texts      long texts are tokenized in a thread
     _init_req_state      a request state (`ReqState`) was made for an SGLang request id
     _create_tokenized_object  it is as the scheduler gets it: what would end the scheduler is refused
     _send_*_request      its prompt's token ids, extra key and salt are final, and it goes to the scheduler
@@ -20,11 +19,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from array import array
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, Final
 from weakref import WeakValueDictionary
 
 from fastapi import HTTPException
@@ -47,12 +47,15 @@ from pdserve.engine.page_names import HASHED_AT_ONCE_TOKENS
 from pdserve.engine.sglang.answers import first_token, is_aborted, note_counts, tell_counts
 from pdserve.engine.sglang.children.embedding_salts import salted
 from pdserve.engine.sglang.continuation import Continuation, extend_prompt, marked
-from pdserve.engine.sglang.prompts.exact_turns import SglangTurns
+from pdserve.engine.sglang.exact_turns import SglangTurns, chat_class
 from pdserve.engine.turns.exact import Turn
 from pdserve.errors import RequestError
 from pdserve.pages import namespace_seed, page_hashes
 
-_SET_BY_SGLANG = (
+SHORT_CHARS: Final = 4096
+"""About 2 ms of tokenizing; a change of threads takes a twentieth of it."""
+_TEXT_THREADS: Final = 2
+_SET_BY_SGLANG: Final = (
     *("rid", "lora_id", "mm_hashes", "positional_embed_overrides"),
     *("bootstrap_host", "bootstrap_port", "bootstrap_room"),
 )
@@ -92,53 +95,48 @@ class SglangRequest:
         self.tell_abort(self.rid)
 
 
-def watch(
-    manager: Any,
-    *,
-    metrics: WorkerMetrics | None = None,
-    is_stopping: Callable[[], bool] = lambda: False,
-    turns: SglangTurns | None = None,
-) -> None:
-    """Wrap the methods of SGLang's `manager`; once. `is_stopping`: this server's end aborts what runs.
-    `turns`: gives prompts the tokens that they had before.
-    """
-    wrap = _Wrap(manager, metrics, is_stopping, turns)
-    manager.generate_request = wrap.generate_request
-    manager._init_req_state = wrap.init_req_state
-    manager._create_tokenized_object = wrap.create_tokenized
-    manager._send_one_request = wrap.sending(manager._send_one_request, lambda one: [one])
-    manager._send_batch_request = wrap.sending(manager._send_batch_request, list)
-    manager._handle_batch_output = wrap.handle_batch_output
+class TrackedRequests:
+    """Mixed into SGLang's TokenizerManager, before it; see the module's docstring. Used in its event loop."""
 
+    tokenizer: Any
+    mm_processor: Any
+    model_config: Any
+    server_args: Any
+    rid_to_state: dict[str, Any]
+    elastic_worker_count: int
+    incremental_streaming_output: bool
+    async_dynamic_batch_tokenizer: Any
 
-class _Wrap:
-    def __init__(
+    def track(
         self,
-        manager: Any,
-        metrics: WorkerMetrics | None,
-        is_stopping: Callable[[], bool],
-        turns: SglangTurns | None,
+        metrics: WorkerMetrics | None = None,
+        is_stopping: Callable[[], bool] = lambda: False,
+        turns: SglangTurns | None = None,
     ) -> None:
-        self._manager = manager
+        """Begin, once SGLang has made this object. `is_stopping`: this server's end aborts what runs.
+        `turns`: gives prompts the tokens that they had before.
+        """
         self._metrics = metrics
         self._is_stopping = is_stopping
         self._turns = turns
-        self._generate = manager.generate_request
-        self._init = manager._init_req_state
-        self._handle = manager._handle_batch_output
-        self._create = manager._create_tokenized_object
-        self._media_is_named = names_media(manager)
-        ranks = int(manager.elastic_worker_count)
+        self._media_is_named = names_media(self)
+        ranks = int(self.elastic_worker_count)
         self._dp_ranks = DpRanks(ranks) if ranks > 1 else None
+        self._texts = ThreadPoolExecutor(_TEXT_THREADS, "tokenize")
         self._made: WeakValueDictionary[str, SglangRequest] = WeakValueDictionary()
         """By SGLang's request id, as long as the HTTP request's record holds them."""
+
+    @property
+    def serving_chat_class(self) -> type[Any]:
+        """For SGLang."""
+        return chat_class()
 
     def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
         http = current_request()
         contents = self._noted(obj, request, http)
         if http is None or http.stream is None or not getattr(obj, "stream", False):
             return contents
-        wanted = obj.return_prompt_token_ids or self._manager.incremental_streaming_output
+        wanted = obj.return_prompt_token_ids or self.incremental_streaming_output
         return marked(
             contents,
             http.stream,
@@ -146,6 +144,15 @@ class _Wrap:
             token_ids_are_wanted=wanted,
             choices=lambda: getattr(obj, "parallel_sample_num", 1) or 1,
         )
+
+    async def _tokenize_texts(self, texts: Any, is_cross_encoder: bool = False) -> Any:
+        """SGLang tokenizes in its event loop, and no stream goes on meanwhile. Here long texts are tokenized
+        in a thread; tokenizers in Rust let other threads run.
+        """
+        tokenized = super()._tokenize_texts(texts, is_cross_encoder)  # type: ignore[misc]
+        if self.async_dynamic_batch_tokenizer is not None or _chars(texts) <= SHORT_CHARS:
+            return await tokenized
+        return await asyncio.get_running_loop().run_in_executor(self._texts, _finished, tokenized)
 
     def _reuse_of(self, rid: str) -> Reuse | None:
         made = self._made.get(rid)
@@ -165,7 +172,8 @@ class _Wrap:
             obj.bootstrap_host, obj.bootstrap_port, obj.bootstrap_room = room
         turn = None if self._turns is None else await self._turns.begin(obj, http)
         try:
-            async with contextlib.aclosing(self._generate(obj, request)) as contents:
+            generated = super().generate_request(obj, request)  # type: ignore[misc]
+            async with contextlib.aclosing(generated) as contents:
                 async for content in contents:
                     answers = content if isinstance(content, list) else [content]
                     self._note(http, answers)
@@ -198,60 +206,59 @@ class _Wrap:
             if meta.get("finish_reason"):
                 await self._turns.end(turn, http, made.input_ids, list(made.state.output_ids))
 
-    def init_req_state(self, obj: Any, request: Any = None) -> Any:
-        result = self._init(obj, request)
+    def _init_req_state(self, obj: Any, request: Any = None) -> Any:
+        result = super()._init_req_state(obj, request)  # type: ignore[misc]
         http = current_request()
         if http is not None:
             if not http.requests:
                 http.reuse.begin(getattr(obj, "batch_size", 1), getattr(obj, "parallel_sample_num", 1))
             for rid in [obj.rid] if isinstance(obj.rid, str) else obj.rid:
-                made = SglangRequest(
-                    rid, self._manager.rid_to_state[rid], reuse=http.reuse, tell_abort=self._abort
-                )
+                made = SglangRequest(rid, self.rid_to_state[rid], reuse=http.reuse, tell_abort=self._abort)
                 http.requests[rid] = self._made[rid] = made
         return result
 
-    def create_tokenized(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
+    def _create_tokenized_object(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Raises ValueError for what would end the scheduler."""
         sampling = obj.sampling_params
         check_stop_regex(sampling.get("stop_regex") if isinstance(sampling, dict) else None)
-        tokenized = self._create(obj, *args, **kwargs)
-        _bound(obj, tokenized, self._manager.model_config.vocab_size)
+        tokenized = super()._create_tokenized_object(obj, *args, **kwargs)  # type: ignore[misc]
+        _bound(obj, tokenized, self.model_config.vocab_size)
         if not hasattr(tokenized, "cache_salt"):  # to be embedded
             tokenized.lora_name = salted(tokenized.lora_name, salt_of_request())
         return tokenized
 
     def _abort(self, rid: str) -> None:
-        self._manager.abort_request(rid=rid)
+        self.abort_request(rid=rid)  # type: ignore[attr-defined]
 
-    async def handle_batch_output(self, output: Any) -> None:
+    async def _handle_batch_output(self, output: Any) -> None:
         note_counts(output, self._reuse_of)
-        await self._handle(output)
+        await super()._handle_batch_output(output)  # type: ignore[misc]
 
-    def sending(
-        self, send: Callable[[Any], Any], tokenized: Callable[[Any], list[Any]]
-    ) -> Callable[[Any], Any]:
-        """For a method that sends requests to the scheduler. `tokenized`: the requests in its argument."""
+    async def _send_one_request(self, tokenized: Any) -> Any:
+        made = await self._prepared([tokenized])
+        result = await super()._send_one_request(tokenized)  # type: ignore[misc]
+        _abort_left(made)
+        return result
 
-        async def send_request(argument: Any) -> Any:
-            http = current_request()
-            if http is None:
-                return await send(argument)
-            pairs = [(made, one) for one in tokenized(argument) if (made := self._made.get(one.rid))]
-            for made, one in pairs:
-                self._extend(http, made, one)
-                _name(made, one, token_ids(one, media_is_named=self._media_is_named))
-                if self._dp_ranks is not None:
-                    await self._place(self._dp_ranks, made, one)
-                http.reuse.sent(one.rid)
-            result = await send(argument)
-            if http.left.is_set():
-                http.is_cut_short = True
-                for made, _ in pairs:
-                    made.abort()
-            return result
+    async def _send_batch_request(self, tokenized: Any) -> Any:
+        made = await self._prepared(list(tokenized))
+        result = await super()._send_batch_request(tokenized)  # type: ignore[misc]
+        _abort_left(made)
+        return result
 
-        return send_request
+    async def _prepared(self, tokenized: list[Any]) -> list[SglangRequest]:
+        """The records of requests that go to the scheduler next."""
+        http = current_request()
+        if http is None:
+            return []
+        pairs = [(made, one) for one in tokenized if (made := self._made.get(one.rid))]
+        for made, one in pairs:
+            self._extend(http, made, one)
+            _name(made, one, token_ids(one, media_is_named=self._media_is_named))
+            if self._dp_ranks is not None:
+                await self._place(self._dp_ranks, made, one)
+            http.reuse.sent(one.rid)
+        return [made for made, _ in pairs]
 
     async def _place(self, ranks: DpRanks, made: SglangRequest, tokenized: Any) -> None:
         """Choose the data parallel rank of a request, unless a client or a direct hand-off has chosen it."""
@@ -259,7 +266,7 @@ class _Wrap:
         if made.input_ids is None or asked != (None, None):
             return
         seed = namespace_seed(made.extra_key, made.cache_salt)
-        hashed = partial(page_hashes, made.input_ids, self._manager.server_args.page_size, seed)
+        hashed = functools.partial(page_hashes, made.input_ids, self.server_args.page_size, seed)
         is_long = len(made.input_ids) > HASHED_AT_ONCE_TOKENS
         chain = await asyncio.to_thread(hashed) if is_long else hashed()
         running = [0] * ranks.count
@@ -272,10 +279,44 @@ class _Wrap:
         if http.stream is None or http.stream.so_far is None:
             return
         try:
-            made.continuation = extend_prompt(tokenized, http.stream.so_far, self._manager)
+            made.continuation = extend_prompt(tokenized, http.stream.so_far, self)
         except ValueError as error:
             http.stream.refuse(RequestError(400, str(error)))
             raise
+
+
+@functools.cache
+def manager_class() -> type[Any]:
+    """For SGLang's parameter `TokenizerManagerClass`. Imports SGLang."""
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+    return type("PdserveTokenizerManager", (TrackedRequests, TokenizerManager), {})
+
+
+def _abort_left(made: list[SglangRequest]) -> None:
+    """Where the client has left while its requests went to the scheduler, these are aborted."""
+    http = current_request()
+    if http is not None and http.left.is_set():
+        http.is_cut_short = True
+        for one in made:
+            one.abort()
+
+
+def _chars(texts: Any) -> int:
+    """Of a text, a list of texts, or one of pairs of them."""
+    if isinstance(texts, str):
+        return len(texts)
+    return sum(len(text) if isinstance(text, str) else sum(map(len, text)) for text in texts or ())
+
+
+def _finished(work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a coroutine that waits for nothing."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        return end.value
+    work.close()
+    raise RuntimeError("tokenizing waits for something: it cannot be done in a thread")
 
 
 def _disown(obj: Any, kept: Sequence[str] = ()) -> None:

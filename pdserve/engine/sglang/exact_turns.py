@@ -11,6 +11,7 @@ chose, and the KV of other tokens would be wrong.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,27 +43,29 @@ class Rendered(list[int]):
         return rendered
 
 
-def install() -> None:
-    """Have SGLang's chats keep the text of their prompts. Before `long_texts.install`, which wraps the same
-    functions for threads of its own.
+@functools.cache
+def chat_class() -> type[Any]:
+    """SGLang's serving of chats, whose prompts keep their text (`TokenizerManager.serving_chat_class`).
+    Imports SGLang.
     """
     from sglang.srt.entrypoints.openai import serving_chat
-    from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 
-    encode, convert = serving_chat.parallel_prompt_encode, OpenAIServingChat._convert_to_internal_request
+    encode = serving_chat.parallel_prompt_encode
 
     def encode_kept(tokenizer: Any, text: Any, encode_kwargs: Any = None) -> Any:
         return Rendered.of(encode(tokenizer, text, encode_kwargs), text)
 
-    def convert_counted(self: Any, chat: Any, raw_request: Any = None) -> Any:
-        converted, asked = convert(self, chat, raw_request)
-        ids = getattr(converted, "input_ids", None)
-        if isinstance(ids, Rendered):
-            ids.answers = sum(getattr(message, "role", "") == "assistant" for message in chat.messages)
-        return converted, asked
-
     serving_chat.parallel_prompt_encode = encode_kept
-    OpenAIServingChat._convert_to_internal_request = convert_counted
+
+    class Chat(serving_chat.OpenAIServingChat):  # type: ignore[misc]  # SGLang ships no types
+        def _convert_to_internal_request(self, request: Any, raw_request: Any = None) -> Any:
+            converted, asked = super()._convert_to_internal_request(request, raw_request)
+            ids = getattr(converted, "input_ids", None)
+            if isinstance(ids, Rendered):
+                ids.answers = sum(getattr(message, "role", "") == "assistant" for message in request.messages)
+            return converted, asked
+
+    return Chat
 
 
 class ModelTokenizer:
