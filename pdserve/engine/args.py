@@ -26,14 +26,13 @@ from msgspec.structs import replace
 from pdserve.capacity.facts import WorkerNeed
 from pdserve.capacity.memory import HOST_RATIO
 from pdserve.capacity.model import model_facts, token_bytes
-from pdserve.engine.config import EngineConfig
+from pdserve.engine.config import EngineConfig, Role
 from pdserve.engine.device import Device
 from pdserve.engine.handoff import DirectConfig, direct_argv
 from pdserve.errors import ConfigError
 from pdserve.kvpool.weights.names import is_pool_url, parse_url
 from pdserve.tls.contexts import TlsConfig
 
-Role = Literal["prefill", "decode", "agg", "elastic"]
 Storage = Mapping[str, Any] | Literal["file", "mooncake"] | None
 """Extra config of the `dynamic` storage backend; a backend of SGLang's own; or None, plain SGLang without
 HiCache.

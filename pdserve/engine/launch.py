@@ -1,4 +1,4 @@
-"""The start of a worker: checks, identity of its pages, SGLang's server with the role's routes."""
+"""The start of a worker: checks, identity of its pages, SGLang's server with the worker's routes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from msgspec.structs import replace
 from pdserve.capacity.tables import node_count
 from pdserve.discovery.workers import Registration
 from pdserve.engine.args import (
-    Role,
     Storage,
     cpu_total_tokens,
     needed,
     served_model_name,
     server_argv,
 )
-from pdserve.engine.config import EngineConfig
+from pdserve.engine.config import EngineConfig, Role
 from pdserve.engine.device import Device, choose_device, choose_dtype
 from pdserve.engine.drain import Drain
 from pdserve.engine.handoff import DirectConfig, check_direct, prepare_direct
@@ -41,7 +40,7 @@ from pdserve.engine.sglang.server_args import (
     resolved,
 )
 from pdserve.engine.turns.shelf import Shelf
-from pdserve.engine.worker import RoleParts, Worker, WorkerConfig, check_namespace, install
+from pdserve.engine.worker import Worker, WorkerConfig, WorkerRoutes, check_namespace, install
 from pdserve.errors import ConfigError
 from pdserve.kvpool.client.config import (
     OWN_ENGINE,
@@ -68,7 +67,7 @@ MEDIA_HASHES: Final = "SGLANG_MM_PRECOMPUTE_HASH"
 """SGLang hashes images in this process, not in the scheduler, so that their pages can be named here."""
 
 
-def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleParts]) -> int:
+def run_worker(config: WorkerConfig, role: Role, routes: Callable[[Worker], WorkerRoutes]) -> int:
     """Serve until SIGTERM or Ctrl-C; the exit status.
 
     Raises ConfigError or StartupError, each one line, before SGLang loads the model where possible.
@@ -115,7 +114,7 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
             if tracer is not None:
                 owned.callback(tracer.close)
             worker = Worker(role, config, identity, engine, pool, drain, metrics, tracer)
-            install(app, worker, parts(worker), token, metrics_token)
+            install(app, worker, routes(worker), token, metrics_token)
 
         storage = _storage_of(config, pool_storage(config.pool, namespace, identity.geometry, longest))
         server_args = parse_args(server_argv(config.engine, role, device, storage, config.tls, direct))

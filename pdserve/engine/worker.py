@@ -1,8 +1,8 @@
-"""A worker process: SGLang's own HTTP server with our routes, its pages in the pool. What all roles share.
+"""A worker process: SGLang's own HTTP server with our routes, its pages in the pool.
 
 config -> SGLang's arguments -> identity of its pages -> namespace, checked against the pool
-       -> SGLang's server in this process, with `/pd/info`, `/pd/ready`, request tracking and the role's
-       routes
+       -> SGLang's server in this process, with `/pd/info`, `/pd/ready`, request tracking and the
+       routes of both roles
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -25,7 +25,7 @@ from msgspec import Meta
 
 from pdserve import __version__
 from pdserve.discovery.workers import WorkerEtcdConfig
-from pdserve.engine.config import EngineConfig
+from pdserve.engine.config import EngineConfig, Role
 from pdserve.engine.drain import Drain
 from pdserve.engine.handoff import DirectConfig
 from pdserve.engine.http.cache_salt import CacheSalt
@@ -54,8 +54,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Role: TypeAlias = Literal["prefill", "decode", "agg", "elastic"]
-
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A prefill, decode or aggregated worker."""
@@ -80,11 +78,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     exact_turns: Annotated[ExactTurnsConfig, Meta(description="Earlier answers in a chat's prompt.")] = (
         ExactTurnsConfig()
     )
-    publish_timeout_s: Annotated[
-        float, Meta(gt=0, description="Longest wait of a prefill until its pages are committed in the pool.")
-    ] = 10.0
-    settle_timeout_s: Annotated[
-        float, Meta(gt=0, description="Longest wait for a request's pages after its answer.")
+    commit_timeout_s: Annotated[
+        float, Meta(gt=0, description="Longest wait until a request's pages are committed in the pool.")
     ] = 10.0
     pull_step_tokens: Annotated[
         int,
@@ -94,9 +89,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "prefilled; see the router's pull_ahead_tokens.",
         ),
     ] = 2048
-    followed_requests: Annotated[
-        int, Meta(ge=1, description="Number of requests whose write-back is tracked for /pd/settled.")
-    ] = 4096
     etcd: Annotated[
         WorkerEtcdConfig, Meta(description="Where the worker registers, for routers to find it.")
     ] = WorkerEtcdConfig()
@@ -172,8 +164,12 @@ class Worker:
     @property
     def bootstrap_port(self) -> int | None:
         """Where decode workers find this prefill worker's ranks; None: it hands over by the pool alone."""
-        config = self.config
-        return config.direct.bootstrap_port if config.handoff == "direct" and self.role == "prefill" else None
+        return self.config.direct.bootstrap_port if self.is_prefill_sender else None
+
+    @property
+    def is_prefill_sender(self) -> bool:
+        """Its SGLang is in the prefill mode of a direct hand-off."""
+        return self.config.handoff == "direct" and self.role == "prefill"
 
     @property
     def names(self) -> PageNames:
@@ -184,9 +180,9 @@ class Worker:
 
 
 @dataclass(frozen=True)
-class RoleParts:
-    """What a role adds: its routes, who is told of each generating request before SGLang is, and how many
-    requests have pages that are on their way to the pool.
+class WorkerRoutes:
+    """The routes of a worker, who is told of each generating request before SGLang is, and how many requests
+    have pages that are on their way to the pool.
     """
 
     routers: list[APIRouter]
@@ -216,7 +212,7 @@ def check_namespace(pool: PoolClientConfig, namespace: str, identity: KvIdentity
     asyncio.run(check())
 
 
-def install(app: Any, worker: Worker, parts: RoleParts, token: str, metrics_token: str) -> None:
+def install(app: Any, worker: Worker, routes: WorkerRoutes, token: str, metrics_token: str) -> None:
     """Add middleware and routes to SGLang's FastAPI app, before it serves. `token`: the cluster's; empty:
     none.
     """
@@ -227,8 +223,8 @@ def install(app: Any, worker: Worker, parts: RoleParts, token: str, metrics_toke
     app.add_middleware(Continuing)
     if worker.tracer is not None:
         app.add_middleware(Traced, tracer=worker.tracer, role=worker.role)
-    app.add_middleware(RequestTracking, on_start=parts.on_start)
-    worker.drain.add(parts.unpublished)
+    app.add_middleware(RequestTracking, on_start=routes.on_start)
+    worker.drain.add(routes.unpublished)
     app.add_middleware(Draining, drain=worker.drain)
     app.add_middleware(CacheSalt)
     app.add_middleware(MeetingRoom)
@@ -237,7 +233,7 @@ def install(app: Any, worker: Worker, parts: RoleParts, token: str, metrics_toke
         Guard, token=token, has_started=lambda: worker.engine.has_started, metrics_token=metrics_token
     )
     app.include_router(_info_router(worker))
-    for router in parts.routers:
+    for router in routes.routers:
         app.include_router(router)
 
 

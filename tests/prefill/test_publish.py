@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from pdserve.engine.commits import MOMENT_S, Commits
 from pdserve.engine.http.cache_report import Found
 from pdserve.engine.http.meeting_room import Room, enter_room, room_of_request
 from pdserve.engine.http.request import current_request
@@ -21,9 +22,10 @@ from pdserve.engine.sglang.tokenizer_manager import SglangRequest
 from pdserve.kvpool.protocol.messages import Fate
 from pdserve.pages import page_hashes
 from pdserve.prefill import routes
+from pdserve.prefill.missed_pages import MissedPages
 from tests.support.engine.manager import Client, State, scope_of, serve
 
-PAGE, TIMEOUT_S, GRACE_S = 4, 60.0, routes.FOUND_GRACE_S
+PAGE, TIMEOUT_S, GRACE_S = 4, 60.0, MOMENT_S
 PROMPT = list(range(16))
 PAGES = page_hashes(PROMPT, PAGE)
 NAMES = PageNames(PAGE, [b""])
@@ -59,12 +61,14 @@ class Pool:
 
 def route(pool: Pool, hands_over: bool = False) -> routes.Prefill:
     engine = SimpleNamespace(app_state=None, tokenizer_manager=None)
+    metrics = WorkerMetrics()
+    missed: Any = MissedPages(pool, metrics)  # type: ignore[arg-type]
     return routes.Prefill(
         engine,
-        pool,  # type: ignore[arg-type]
         names=NAMES,
-        publish_timeout_s=TIMEOUT_S,
-        metrics=WorkerMetrics(),
+        commits=Commits(pool, TIMEOUT_S),
+        missed=missed,
+        metrics=metrics,
         hands_over=hands_over,
     )
 

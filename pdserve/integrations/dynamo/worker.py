@@ -17,7 +17,7 @@ import logging
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
-from pdserve.engine.args import Role
+from pdserve.engine.config import Role
 from pdserve.engine.sglang.children import entry  # before SGLang, in the children too
 from pdserve.engine.worker import WorkerConfig
 from pdserve.errors import ConfigError, StartupError

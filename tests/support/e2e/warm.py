@@ -35,8 +35,8 @@ LOADED: Final = (
     *("sglang.srt.entrypoints.http_server", "sglang.srt.managers.scheduler", "sglang.srt.models.registry"),
     *(
         "pdserve.engine.launch",
-        "pdserve.decode.worker",
-        "pdserve.prefill.worker",
+        "pdserve.decode.settle",
+        "pdserve.prefill.routes",
         "pdserve.engine.sglang.storage",
     ),
     *("pdserve.engine.sglang.geometry", "tests.support.e2e.cpu_drafts"),
