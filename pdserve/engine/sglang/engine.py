@@ -41,11 +41,6 @@ class Engine:
         self._shelf = shelf
         self._drain = drain
         self._metrics = metrics
-        self._host_socket = ""
-
-    def on_listening(self, host_socket: str) -> None:
-        """The server listens, and on this Unix socket too; empty: on none."""
-        self._host_socket = host_socket
 
     def begin(self, tokenizer_manager: Any) -> None:
         """SGLang has made its tokenizer manager (`manager_class`): follow its requests from now on."""
@@ -91,7 +86,6 @@ class Engine:
             "adapters": sorted(manager.lora_ref_cache),
             "exact_turns": "off" if self.turns is None else "on",
             "priorities": _priorities(manager.server_args),
-            "host_socket": self._host_socket,
         }
 
     def load(self) -> dict[str, int] | None:

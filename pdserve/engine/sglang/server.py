@@ -110,12 +110,8 @@ def serve(
 
     warm_up = WarmUp(lambda: ending.is_under_way, on_warm)
 
-    def on_listening(host_socket: str) -> None:
-        engine.on_listening(host_socket)
-        warm_up.listening()
-
     try:
-        with serving(http_server, certificates, bound, on_listening):
+        with serving(http_server, certificates, bound, warm_up.listening):
             http_server.launch_server(
                 server_args,
                 init_tokenizer_manager_func=init_manager,
