@@ -29,11 +29,10 @@ from weakref import WeakValueDictionary
 
 from fastapi import HTTPException
 
-from pdserve.engine.engine_bounds import (
+from pdserve.engine.contract.scheduler_limits import (
     bound_sampling,
     check_ids,
     check_logprobs,
-    check_stop_regex,
     check_texts,
 )
 from pdserve.engine.http.cache_report import Reuse
@@ -219,8 +218,6 @@ class TrackedRequests:
 
     def _create_tokenized_object(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Raises ValueError for what would end the scheduler."""
-        sampling = obj.sampling_params
-        check_stop_regex(sampling.get("stop_regex") if isinstance(sampling, dict) else None)
         tokenized = super()._create_tokenized_object(obj, *args, **kwargs)  # type: ignore[misc]
         _bound(obj, tokenized, self.model_config.vocab_size)
         if not hasattr(tokenized, "cache_salt"):  # to be embedded
