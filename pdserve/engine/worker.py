@@ -28,12 +28,11 @@ from pdserve.discovery.workers import WorkerEtcdConfig
 from pdserve.engine.config import EngineConfig, Role
 from pdserve.engine.drain import Drain
 from pdserve.engine.handoff import DirectConfig
-from pdserve.engine.http.cache_salt import CacheSalt
 from pdserve.engine.http.fixed_weights import FixedWeights
 from pdserve.engine.http.guard import Draining, Guard, close_cors
 from pdserve.engine.http.judged import Judged, validation_error
-from pdserve.engine.http.meeting_room import MeetingRoom
 from pdserve.engine.http.request import HttpRequest, RequestTracking
+from pdserve.engine.http.request_context import RequestContext
 from pdserve.engine.http.request_spans import Traced
 from pdserve.engine.http.resume import Continuing
 from pdserve.engine.http.timing import WorkerMetrics
@@ -226,8 +225,7 @@ def install(app: Any, worker: Worker, routes: WorkerRoutes, token: str, metrics_
     app.add_middleware(RequestTracking, on_start=routes.on_start)
     worker.drain.add(routes.unpublished)
     app.add_middleware(Draining, drain=worker.drain)
-    app.add_middleware(CacheSalt)
-    app.add_middleware(MeetingRoom)
+    app.add_middleware(RequestContext)
     close_cors(app)
     app.add_middleware(
         Guard, token=token, has_started=lambda: worker.engine.has_started, metrics_token=metrics_token

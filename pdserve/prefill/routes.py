@@ -21,8 +21,8 @@ from fastapi.responses import JSONResponse, Response
 from pdserve.engine.commits import Commits
 from pdserve.engine.http.cache_report import Found
 from pdserve.engine.http.endpoints import CHAT
-from pdserve.engine.http.meeting_room import enter_room, room_of_request
 from pdserve.engine.http.request import HttpRequest, current_request
+from pdserve.engine.http.request_context import bootstrap_of_request, set_bootstrap
 from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.page_names import PageNames, RequestPages
 from pdserve.engine.sglang.prompt import FOR_THE_POOL, prefill_request, run_prefill
@@ -66,9 +66,9 @@ class Prefill:
         """Body: the client's body for `endpoint`, byte for byte. With the header of a room it is a direct
         hand-off.
         """
-        is_direct = room_of_request() is not None
+        is_direct = bootstrap_of_request() is not None
         if self._hands_over and not is_direct:
-            enter_room(FOR_THE_POOL)
+            set_bootstrap(FOR_THE_POOL)
         try:
             return JSONResponse(await self._run(request, endpoint, is_direct=is_direct))
         except RequestError as error:

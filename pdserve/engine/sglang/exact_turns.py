@@ -16,8 +16,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pdserve.engine.http.meeting_room import room_of_request
 from pdserve.engine.http.request import HttpRequest
+from pdserve.engine.http.request_context import bootstrap_of_request
 from pdserve.engine.prompt_identity import tokenizer_fingerprint
 from pdserve.engine.sglang.children.kept_prompts import POOL_ROOM
 from pdserve.engine.turns.exact import Asked, ExactTurns, Turn
@@ -112,8 +112,8 @@ class SglangTurns:
         ids = getattr(asked, "input_ids", None)
         if not isinstance(ids, Rendered):
             return None
-        room = room_of_request()
-        if room is not None and room.number != POOL_ROOM:
+        room = bootstrap_of_request()
+        if room is not None and room.room != POOL_ROOM:
             if ids.answers and is_counted:
                 self._count("direct")
             return None

@@ -23,9 +23,8 @@ from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, Comple
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from pdserve.engine.http.cache_report import Found
-from pdserve.engine.http.cache_salt import salt_of_request
 from pdserve.engine.http.endpoints import COMPLETIONS, GENERATE, MESSAGES, check_endpoint
-from pdserve.engine.http.meeting_room import Room
+from pdserve.engine.http.request_context import Bootstrap, salt_of_request
 from pdserve.engine.sglang.answers import found_of
 from pdserve.engine.sglang.children.kept_prompts import POOL_ROOM
 from pdserve.engine.sglang.children.pulls import PULL_ID
@@ -46,7 +45,7 @@ _GENERATION_ONLY = (
     "logit_bias",
 )
 
-FOR_THE_POOL: Final = Room(FAKE_BOOTSTRAP_HOST, None, POOL_ROOM)
+FOR_THE_POOL: Final = Bootstrap(FAKE_BOOTSTRAP_HOST, None, POOL_ROOM)
 """Of prefills that SGLang's prefill mode sends to nobody. Its ordinary mode would keep no pages of them."""
 
 _native_body: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(GenerateReqInput)

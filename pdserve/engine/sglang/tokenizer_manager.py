@@ -36,11 +36,10 @@ from pdserve.engine.contract.scheduler_limits import (
     check_texts,
 )
 from pdserve.engine.http.cache_report import Reuse
-from pdserve.engine.http.cache_salt import salt_of_request
 from pdserve.engine.http.dp_ranks import DpRanks
 from pdserve.engine.http.endpoints import EMBEDDINGS, PREFILL, RESPONSES
-from pdserve.engine.http.meeting_room import room_of_request
 from pdserve.engine.http.request import HttpRequest, current_request
+from pdserve.engine.http.request_context import bootstrap_of_request, salt_of_request
 from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.page_names import HASHED_AT_ONCE_TOKENS
 from pdserve.engine.sglang.answers import first_token, is_aborted, note_counts, tell_counts
@@ -167,7 +166,7 @@ class TrackedRequests:
             _disown(obj, kept)
         if (salt := salt_of_request()) is not None and hasattr(obj, "cache_salt"):
             obj.cache_salt = salt
-        if (room := room_of_request()) is not None and hasattr(obj, "bootstrap_room"):
+        if (room := bootstrap_of_request()) is not None and hasattr(obj, "bootstrap_room"):
             obj.bootstrap_host, obj.bootstrap_port, obj.bootstrap_room = room
         turn = None if self._turns is None else await self._turns.begin(obj, http)
         try:

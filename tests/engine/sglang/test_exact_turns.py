@@ -16,8 +16,8 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from transformers import PreTrainedTokenizerFast
 
 from pdserve.engine.demo.chat import CHAT_TEMPLATE, END_OF_TEXT, TURN_END
-from pdserve.engine.http.meeting_room import Room, enter_room
 from pdserve.engine.http.request import HttpRequest
+from pdserve.engine.http.request_context import Bootstrap, set_bootstrap
 from pdserve.engine.sglang.exact_turns import Rendered, SglangTurns, chat_class, tokenizer_of
 from pdserve.engine.sglang.prompt import FOR_THE_POOL, named_tokens
 from pdserve.engine.sglang.tokenizer_manager import TrackedRequests
@@ -148,12 +148,12 @@ async def test_what_sglang_made_otherwise_is_left_alone(serving: Any, ids: Any) 
 async def test_a_direct_hand_off_is_left_alone_and_a_prefill_for_the_pool_is_not(serving: Any) -> None:
     turns, outcomes = turns_of(serving.tokenizer_manager)
     await answered(turns, asked(serving, CHAT[:1]), letters("Hello"))
-    for room, outcome in ((Room("10.0.0.5", 8998, 7), "direct"), (FOR_THE_POOL, "spliced")):
+    for room, outcome in ((Bootstrap("10.0.0.5", 8998, 7), "direct"), (FOR_THE_POOL, "spliced")):
         request = asked(serving, CHAT)
         plain = list(request.input_ids)
 
-        def begun(request: Any = request, room: Room = room) -> Any:
-            enter_room(room)
+        def begun(request: Any = request, room: Bootstrap = room) -> Any:
+            set_bootstrap(room)
             return asyncio.ensure_future(turns.begin(request, None))
 
         await contextvars.copy_context().run(begun)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 
-from pdserve.engine.http.meeting_room import Room, enter_room
 from pdserve.engine.http.request import HttpRequest
+from pdserve.engine.http.request_context import Bootstrap, set_bootstrap
 from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.sglang.tokenizer_manager import SHORT_CHARS, TrackedRequests
 from tests.support.engine.manager import Client, Manager, Scripted, State, Tokenized, scope_of, serve, served
@@ -137,7 +137,9 @@ def test_where_a_worker_connects_is_not_the_clients_to_say() -> None:
     theirs = {"bootstrap_host": "198.51.100.7", "bootstrap_port": 1, "bootstrap_room": 5}
     asked = [GenerateReqInput(text="a", **theirs) for _ in range(2)]
     served(asking(asked[0]))
-    contextvars.copy_context().run(lambda: (enter_room(Room("10.0.0.5", 8998, 7)), served(asking(asked[1]))))
+    contextvars.copy_context().run(
+        lambda: (set_bootstrap(Bootstrap("10.0.0.5", 8998, 7)), served(asking(asked[1])))
+    )
     rooms = [(one.bootstrap_host, one.bootstrap_port, one.bootstrap_room) for one in asked]
     assert rooms == [(None, None, None), ("10.0.0.5", 8998, 7)]
 
