@@ -33,6 +33,8 @@ def routes_of(worker: Worker) -> WorkerRoutes:
     """The routes of both roles, and the following of every request until its pages are committed. Imports
     SGLang: only once the process is prepared for it.
     """
+    from pdserve.decode.hints import Hints
+    from pdserve.decode.keeping import Keeping
     from pdserve.decode.lookup import Lookup
     from pdserve.decode.pull_ahead import PullAhead
     from pdserve.decode.settle import WriteBack
@@ -42,7 +44,8 @@ def routes_of(worker: Worker) -> WorkerRoutes:
 
     config, engine, pool, names = worker.config, worker.engine, worker.pool, worker.names
     missed, commits = MissedPages(pool, worker.metrics), Commits(pool, config.commit_timeout_s)
-    write_back = WriteBack(commits, missed, names=names, timeout_s=config.commit_timeout_s)
+    keeping = Keeping(pool)
+    write_back = WriteBack(commits, missed, names=names, timeout_s=config.commit_timeout_s, keeping=keeping)
     prefill = Prefill(
         engine,
         names=names,
@@ -52,7 +55,9 @@ def routes_of(worker: Worker) -> WorkerRoutes:
         hands_over=worker.is_prefill_sender,
     )
     pull_ahead = PullAhead(engine, pool, names=names, step_tokens=config.pull_step_tokens)
-    routes = (prefill, write_back, pull_ahead, Lookup(engine, pool, names=names))
+    lookup = Lookup(engine, pool, names=names)
+    hints = Hints(engine, pool, lookup, names=names)
+    routes = (prefill, write_back, pull_ahead, keeping, lookup, hints)
     return WorkerRoutes([one.router() for one in routes], write_back.follow, write_back.unsettled)
 
 

@@ -7,10 +7,7 @@ from pdserve.router.api.endpoints import Endpoint
 CLASSIFY = Endpoint(
     path="/v1/classify",
     summary="Classification, of models that make it",
-    request_schema="ClassifyRequest",
-    response_schema="ClassifyResponse",
     task="embed",  # the model must be one that computes whole inputs
     prompt_fields=("input",),
-    text_fields=("input",),
     salt="header",  # else tenants would share the KV cache of this endpoint
 )

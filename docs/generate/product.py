@@ -4,22 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, Final, NamedTuple, cast, get_args
+from typing import Any, Final, NamedTuple, get_args
 
 import typer
 
-import benchmarks
-from benchmarks.hostile.run import MEMORY_GOAL as HOSTILE_MEMORY
-from benchmarks.hostile.run import P99_GOAL as HOSTILE_P99
-from benchmarks.hosts.figures import HostsFigures
-from benchmarks.pool.quiet import GOAL as QUIET_GOAL
-from benchmarks.serving.parts import Weights
-from benchmarks.serving.report.goals import Row as GoalRow
-from benchmarks.serving.report.goals import goal_rows, times
-from benchmarks.serving.report.weights_report import text as weights_text
-from benchmarks.serving.summary import Measured, Summary, summaries
-from benchmarks.serving.sweep import Tried, best
 from pdserve.cli import SUB_COMMANDS, load
 from pdserve.engine.metric_names import METRICS as WORKER_METRICS
 from pdserve.engine.worker import WorkerConfig
@@ -32,7 +20,6 @@ from pdserve.kvpool.protocol.slot_table import ROW_DTYPE, TABLE_VERSION
 from pdserve.kvpool.tiers.ssd.segment_format import ENTRY_DTYPE as SEGMENT_ENTRY_DTYPE
 from pdserve.kvpool.tiers.ssd.segment_format import FORMAT_VERSION as SEGMENT_VERSION
 from pdserve.metric import Definition
-from pdserve.router.app.routes import make_app
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.metrics.names import METRICS as ROUTER_METRICS
 from pdserve.settings.config_file import Option, options
@@ -41,15 +28,11 @@ from pdserve.up.foreign.vllm import LmcacheConfig, VllmConfig
 
 __all__ = [
     "CONFIGURED",
-    "HOSTILE_MEMORY",
-    "HOSTILE_P99",
     "LISTED",
     "METRICS",
     "PROTOCOL_VERSION",
-    "QUIET_GOAL",
     "REPLIES",
     "REQUESTS",
-    "RESULTS",
     "ROOT",
     "ROW_DTYPE",
     "SEGMENT_ENTRY_DTYPE",
@@ -57,25 +40,12 @@ __all__ = [
     "TABLE_VERSION",
     "Configured",
     "Definition",
-    "GoalRow",
-    "HostsFigures",
-    "Measured",
     "Option",
-    "Summary",
-    "Tried",
-    "Weights",
-    "best",
     "commands",
-    "goal_rows",
-    "openapi_document",
     "options_of",
-    "summaries",
-    "times",
-    "weights_text",
 ]
 
 ROOT: Final = Path(__file__).parents[2]
-RESULTS: Final = Path(benchmarks.__file__).parent / "results"
 
 
 class Configured(NamedTuple):
@@ -131,11 +101,3 @@ def commands() -> Iterator[tuple[str, Any]]:
     """Each sub-command's words and its click command; a command of commands has `.commands`."""
     for name, sub in SUB_COMMANDS.items():
         yield f"pdserve {name}", typer.main.get_command(load(sub.target))
-
-
-def openapi_document() -> dict[str, Any]:
-    """The document that the router publishes as `/openapi.json`."""
-    # the routes ask the router only when they are called, the document asks for its configuration
-    nobody = cast(Any, SimpleNamespace(config=RouterConfig()))
-    document: dict[str, Any] = make_app(nobody).openapi()
-    return document

@@ -23,6 +23,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from msgspec import Meta
 
+from pdserve.decode.keeping import Keeping
 from pdserve.engine.commits import Commits
 from pdserve.engine.http.endpoints import PREFILL
 from pdserve.engine.http.request import HttpRequest
@@ -84,7 +85,9 @@ class WriteBack:
         names: PageNames,
         timeout_s: float,
         limit: int = MAX_FOLLOWED,
+        keeping: Keeping | None = None,
     ) -> None:
+        self._keeping = keeping
         self._commits = commits
         self._missed = missed
         self._names = names
@@ -172,6 +175,8 @@ class WriteBack:
             # the pool since it was stored. Nobody stores it again now, so it is not waited for.
             settled = await self._count(pages)
             await missed
+            if self._keeping is not None and followed.request.keep_s:
+                self._keeping.begin(followed.request.request_id, pages, followed.request.keep_s)
             return settled
         finally:
             missed.cancel()

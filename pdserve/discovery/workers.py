@@ -1,6 +1,5 @@
 """Workers in etcd: each keeps a key `<prefix>/<cluster>/workers/<role>/<host:port>` with its URL, under a
-lease that it renews; routers watch them (pdserve/router/fleet/etcd.py). Routers keep such keys of their admin
-ports under `routers`, and find each other by them.
+lease that it renews; routers watch them (pdserve/router/fleet/etcd.py).
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from pdserve.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 WORKERS = "workers"
-ROUTERS = "routers"
 
 
 class WorkerEtcdConfig(EtcdConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -38,18 +36,11 @@ class WorkerEtcdConfig(EtcdConfig, frozen=True, kw_only=True, forbid_unknown_fie
 
 def worker_key(role: str, url: str) -> EtcdMember:
     """What a worker writes. Raises ConfigError for a URL that no router could use."""
-    return member_of(role, url, "advertise")
-
-
-def member_of(role: str, url: str, option: str) -> EtcdMember:
-    """What a process writes that others reach at `url`, which the configuration names as `option`. Raises
-    ConfigError for one that they could not use.
-    """
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
-        raise ConfigError(f"{option}: {url!r} is not of the form http://HOST:PORT or https://HOST:PORT")
+        raise ConfigError(f"advertise: {url!r} is not of the form http://HOST:PORT or https://HOST:PORT")
     if parts.hostname in ("0.0.0.0", "::"):
-        raise ConfigError(f"{option} is needed: {url} is no address that a router can connect to")
+        raise ConfigError(f"advertise is needed: {url} is no address that a router can connect to")
     return EtcdMember(f"{role}/{parts.netloc}", url, 1)
 
 

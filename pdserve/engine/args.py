@@ -31,7 +31,7 @@ from pdserve.engine.device import Device
 from pdserve.engine.handoff import DirectConfig, direct_argv
 from pdserve.errors import ConfigError
 from pdserve.kvpool.weights.names import is_pool_url, parse_url
-from pdserve.tls.contexts import TlsConfig
+from pdserve.security.tls import TlsConfig
 
 Storage = Mapping[str, Any] | Literal["file", "mooncake"] | None
 """Extra config of the `dynamic` storage backend; a backend of SGLang's own; or None, plain SGLang without

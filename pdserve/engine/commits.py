@@ -16,7 +16,7 @@ MOMENT_S: Final = 0.5
 
 
 class WaitingPool(Pool, Protocol):
-    """What is asked here of an `AsyncPageClient`."""
+    """What is asked here of an `AsyncPoolClient`."""
 
     async def wait(self, keys: list[bytes], timeout_s: float) -> list[bool]: ...
 

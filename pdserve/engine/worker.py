@@ -40,10 +40,10 @@ from pdserve.engine.page_names import PageNames
 from pdserve.engine.sglang.engine import Engine
 from pdserve.engine.turns.config import ExactTurnsConfig
 from pdserve.errors import PoolRefused, StartupError
+from pdserve.kvpool.client.async_client import AsyncPoolClient
 from pdserve.kvpool.client.config import PoolClientConfig
-from pdserve.kvpool.mover.polled_client import AsyncPageClient, open_async_client
-from pdserve.tls.contexts import TlsConfig
-from pdserve.tokens import Secret
+from pdserve.security.tls import TlsConfig
+from pdserve.security.tokens import Secret
 from pdserve.tracing import Tracer, Tracing
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class Worker:
     config: WorkerConfig
     identity: KvIdentity
     engine: Engine
-    pool: AsyncPageClient
+    pool: AsyncPoolClient
     drain: Drain
     metrics: WorkerMetrics
     tracer: Tracer | None = None
@@ -197,7 +197,7 @@ def check_namespace(pool: PoolClientConfig, namespace: str, identity: KvIdentity
     """
 
     async def check() -> None:
-        client = open_async_client(pool, namespace, identity.geometry.as_dict())
+        client = AsyncPoolClient(pool, namespace, identity.geometry.as_dict())
         try:
             outcome = await client.check()
         finally:

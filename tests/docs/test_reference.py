@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from docs.generate.product import CONFIGURED, LISTED, ROOT, commands, openapi_document, options_of
+from docs.generate.product import CONFIGURED, LISTED, ROOT, commands, options_of
 
 REFERENCE = ROOT / "docs" / "reference"
 OF_CONFIGURATION = {command: one for one in CONFIGURED if one.has_flags for command in one.commands}
@@ -54,11 +54,3 @@ def test_every_option_is_listed() -> None:
 
 def test_every_metric_is_listed() -> None:
     assert [one.full_name for one in LISTED if f"| `{one.full_name}` |" not in page("metrics")] == []
-
-
-def test_every_endpoint_and_schema_is_listed() -> None:
-    document = openapi_document()
-    text = page("api")
-    for path, operations in document["paths"].items():
-        assert all(f"### `{method.upper()} {path}`" in text for method in operations)
-    assert all(f"### {name} {{" in text for name in document["components"]["schemas"])

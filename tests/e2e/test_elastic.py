@@ -21,10 +21,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 QUICK = {
     "min_prefill_tokens": 0,
-    "slo": {"window_s": 2.0, "dwell_s": 0.05},
     "placement": {"prefill_ms_per_token": 1.0},
 }
-"""Duties follow the load within seconds. A token takes a millisecond, as it does on slow cores."""
+"""A token takes a millisecond, as it does on slow cores."""
 LEAST_TOKENS = 600
 """Of the prompts that are compared: while they come, prompts are most of the load."""
 

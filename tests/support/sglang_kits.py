@@ -33,7 +33,6 @@ KITS: Final = {
     "matched_stop_kit": "MatchedStopMixin",
     "regex_constrained_kit": "RegexConstrainedMixin",
     "spec_server_kits": "SpecLogprobKit",
-    "streaming_session_kit": "StreamingSessionKitMixin",
 }
 """Modules of `sglang.test.kits`, and their classes."""
 LEFT_OUT: Final = {

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from pdserve.crowd import Crowd
+from pdserve.security.connection_limits import ConnectionLimit
 
 MAX_HEAD_BYTES: Final = 64 * 1024  # as the router has
 MAX_HEADERS: Final = 256
@@ -25,13 +25,15 @@ _TOO_LONG: Final = (
 
 class BoundedHeads(HttpToolsProtocol):
     """Answers a head that is too long with 431, and closes a connection whose head is too slow, or that sends
-    too many requests at once. Beyond the bound of `crowd`, connections go that wait for no answer.
+    too many requests at once. Beyond the bound of `connection_limit`, connections go that wait for no answer.
     """
 
-    def __init__(self, *args: Any, crowd: Crowd[BoundedHeads] | None = None, **kwargs: Any) -> None:
-        """`crowd`: all connections of the server."""
+    def __init__(
+        self, *args: Any, connection_limit: ConnectionLimit[BoundedHeads] | None = None, **kwargs: Any
+    ) -> None:
+        """`connection_limit`: all connections of the server."""
         super().__init__(*args, **kwargs)
-        self._crowd = Crowd(math.inf) if crowd is None else crowd
+        self._connection_limit = ConnectionLimit(math.inf) if connection_limit is None else connection_limit
         self._head_bytes = 0  # received since the last head ended, or -1 while a body comes
         self._timer: asyncio.TimerHandle | None = None
 
@@ -39,14 +41,14 @@ class BoundedHeads(HttpToolsProtocol):
         """A client has connected."""
         super().connection_made(transport)
         self._limit_time()
-        goes = self._crowd.came(self, self.client[0] if self.client else "", BoundedHeads._is_idle)
+        goes = self._connection_limit.came(self, self.client[0] if self.client else "", BoundedHeads._is_idle)
         if goes is not None:
             goes.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone."""
         self._unlimit_time()
-        self._crowd.left(self)
+        self._connection_limit.left(self)
         super().connection_lost(exc)
 
     def _is_idle(self) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,8 @@ from pdserve.engine.http.timing import TIMING_HEADER, FirstToken
 logger = logging.getLogger(__name__)
 
 REQUEST_ID_HEADER = b"x-request-id"
+KEEP_HEADER = b"x-pdserve-keep"
+"""For how long the pool is to keep the pages of the conversation, in whole seconds."""
 TURNS_HEADER = b"x-pdserve-turns"
 """Which segments of the prompt the prefill worker gave recorded tokens (`engine/turns`): a bit for each, as a
 hexadecimal number."""
@@ -78,6 +81,8 @@ class HttpRequest:
     """The segments that get recorded tokens, a bit for each, as another worker has chosen. None: none has."""
     turns_taken: int = 0
     """Those that got some here."""
+    keep_s: int = 0
+    """For how long the pool is to keep its pages; 0: as ever."""
     side_writes: list[asyncio.Future[bool]] = field(default_factory=list)
     """What is stored in the pool beside its pages."""
 
@@ -135,6 +140,7 @@ class RequestTracking:
             scope["path"],
             found,
             turns_wanted=_turns(_header(scope, TURNS_HEADER)),
+            keep_s=_seconds(_header(scope, KEEP_HEADER)),
         )
         if self._on_start is not None:
             self._on_start(request)
@@ -161,6 +167,11 @@ class RequestTracking:
 
 def _request_id(scope: Scope) -> str:
     return _header(scope, REQUEST_ID_HEADER).decode("latin-1")[:256] or uuid.uuid4().hex
+
+
+def _seconds(said: bytes) -> int:
+    """A whole number of at most six digits; 0 for anything else: a hint is no reason to refuse a request."""
+    return int(said) if re.fullmatch(rb"[0-9]{1,6}", said) else 0
 
 
 def _turns(value: bytes) -> int | None:

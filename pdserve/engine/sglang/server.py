@@ -36,7 +36,7 @@ from pdserve.engine.sglang.tls import serving
 from pdserve.engine.sglang.tokenizer_manager import manager_class
 from pdserve.engine.sglang.warm_up import WarmUp
 from pdserve.errors import StartupError
-from pdserve.tls.contexts import Certificates
+from pdserve.security.tls import Certificates
 
 logger = logging.getLogger(__name__)
 

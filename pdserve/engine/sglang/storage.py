@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from pdserve.kvpool.client.config import PoolClientConfig
 from pdserve.pages import KvGeometry
-from pdserve.tokens import withhold_secret
+from pdserve.security.tokens import withhold_secret
 
 HUGE_PAGES_ENV: Final = "SGLANG_HUGEPAGE_SIZE"
 

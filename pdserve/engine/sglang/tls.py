@@ -18,10 +18,10 @@ from typing import Any
 
 import uvicorn
 
-from pdserve.crowd import Crowd
 from pdserve.engine.http.bounded_heads import BoundedHeads
 from pdserve.open_files import raise_open_files
-from pdserve.tls.contexts import Certificates
+from pdserve.security.connection_limits import ConnectionLimit
+from pdserve.security.tls import Certificates
 
 
 class _Server(uvicorn.Server):
@@ -68,8 +68,10 @@ def _configured(
 ) -> SimpleNamespace:
     """uvicorn's module, whose servers have bounded heads and use `context` if there is one."""
     files = raise_open_files()  # half of them for SGLang and the pool
-    crowd: Crowd[BoundedHeads] = Crowd(math.inf if files is None else files // 2)
-    more: dict[str, Any] = {"http": functools.partial(BoundedHeads, crowd=crowd)}
+    connection_limit: ConnectionLimit[BoundedHeads] = ConnectionLimit(
+        math.inf if files is None else files // 2
+    )
+    more: dict[str, Any] = {"http": functools.partial(BoundedHeads, connection_limit=connection_limit)}
     if context is not None:
         more["ssl_context_factory"] = lambda _config, _default: context
     ours = {

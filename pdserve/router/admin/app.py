@@ -6,26 +6,20 @@ DELETE /workers/HOST:PORT          remove a worker; it finishes its requests
 POST   /workers/HOST:PORT/drain    give a worker no new requests
 POST   /workers/HOST:PORT/undrain  give it new requests again
 POST   /models/M/update_weights_from_disk   new weights for all workers of model M
-POST   /models/M/weights/hold      stop them, and let their requests end, for updates in steps
-POST   /models/M/STEP              a route of SGLang's at all held workers: `weights.STEPS`
-POST   /models/M/weights/release   let them serve again
 GET    /tenants                    limits and use of each tenant
-GET    /decisions                  newest requests: who was chosen, and why; ?request_id=ID, ?limit=N
 POST   /reload                     read the API keys again (SIGHUP: the configuration too)
 GET    /metrics                    Prometheus metrics
 GET    /live/                      the live page; a browser asks for the key as a password
 GET    /live/events                the frames of the live page, as server-sent events
-GET    /figures                    what another router asks for: all metrics, and the newest warnings
 GET    /health                     state of this process; needs no key
 
-Figures of workers and tenants are sums over all processes of all routers that this one knows. If one of them
-does not answer, they are null, or the answer is an error.
+Figures of workers and tenants are sums over all processes of this router. If one of them does not answer,
+they are null, or the answer is an error.
 """
 
 from __future__ import annotations
 
-import asyncio
-from typing import Annotated, Any
+from typing import Any
 
 import fastapi
 import msgspec
@@ -34,24 +28,18 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from pdserve import __version__
 from pdserve.errors import ConfigError, RequestError
-from pdserve.router.admin.live_feed import LiveFeed
-from pdserve.router.admin.live_page import BASIC, add_live_page, is_of_live_page, password_as_bearer
-from pdserve.router.admin.other_routers import CONTENT_TYPE, FIGURES, Figures, OtherRouters, encode
-from pdserve.router.admin.weights import STEPS, Weights
+from pdserve.router.admin.live import BASIC, LiveFeed, add_live_page, is_of_live_page, password_as_bearer
+from pdserve.router.admin.weights import Weights
 from pdserve.router.api.request_body import UNREADABLE
 from pdserve.router.app.error_handlers import add_error_handlers, refused
 from pdserve.router.app.router import Router
 from pdserve.router.fleet.membership import FleetError
 from pdserve.router.fleet.worker import Role, Worker
-from pdserve.router.metrics.decisions import newest
 from pdserve.router.metrics.exposition import exposition
-from pdserve.router.metrics.snapshot import Snapshot, add_up
+from pdserve.router.metrics.snapshot import Snapshot
 from pdserve.router.server.asgi import Receive, Scope, Send, address_of
 
 MAX_BODY_BYTES = 64 * 1024
-MAX_DECISIONS = 10_000
-MAX_TENSORS_BYTES = 16 * 1024 * 1024
-"""Of a step with weights: SGLang's handles of them, a few hundred bytes for each."""
 IN_FLIGHT = "worker_requests_in_flight"
 _STATUS = {"unknown_worker": 404, "bad_url": 400, "other_role": 409}
 
@@ -66,11 +54,10 @@ class Joining(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class AdminApp:
     """ASGI application: checks the key and the size of the body, then calls FastAPI."""
 
-    def __init__(self, router: Router, others: OtherRouters, feed: LiveFeed | None = None) -> None:
+    def __init__(self, router: Router, feed: LiveFeed | None = None) -> None:
         self._router = router
-        self._app = _make_app(router, others)
+        self._app = _make_app(router)
         if feed is not None:
-            _add_figures(self._app, feed)
             add_live_page(self._app, feed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -96,24 +83,23 @@ class AdminApp:
         except RequestError as error:
             return error
         length = headers.get(b"content-length", b"0")
-        most = MAX_TENSORS_BYTES if scope["path"].rpartition("/")[2] in STEPS else MAX_BODY_BYTES
-        if b"transfer-encoding" in headers or not length.isdigit() or int(length) > most:
-            return RequestError(413, f"A body has at most {most} bytes, and says how many.")
+        if b"transfer-encoding" in headers or not length.isdigit() or int(length) > MAX_BODY_BYTES:
+            return RequestError(413, f"A body has at most {MAX_BODY_BYTES} bytes, and says how many.")
         return None
 
 
-def _make_app(router: Router, others: OtherRouters) -> fastapi.FastAPI:
+def _make_app(router: Router) -> fastapi.FastAPI:
     app = fastapi.FastAPI(title="pdserve router, administration", version=__version__)
     add_error_handlers(app)
-    _add_worker_routes(app, router, others)
+    _add_worker_routes(app, router)
     _add_weight_routes(app, Weights(router))
 
     @app.get("/tenants")
     async def tenants() -> dict[str, Any]:
-        """Limits of tenants, and their use at all routers since each one's start."""
-        totals = await _totals(router, others)
+        """Limits of tenants, and their use since the router's start."""
+        totals = await _totals(router)
         if totals is None:
-            raise RequestError(503, "Not every process of the routers says what tenants use; ask again.")
+            raise RequestError(503, "Not every process of the router says what tenants use; ask again.")
         return {
             "tenants": [
                 {
@@ -128,14 +114,6 @@ def _make_app(router: Router, others: OtherRouters) -> fastapi.FastAPI:
                 for tenant in router.gate.tenants.all
             ]
         }
-
-    @app.get("/decisions")
-    async def decisions(
-        request_id: str = "", limit: Annotated[int, fastapi.Query(ge=1, le=MAX_DECISIONS)] = 50
-    ) -> dict[str, Any]:
-        """The newest requests of all processes, the newest first: who was chosen, and why."""
-        found = newest(await router.decisions(), limit, request_id.encode("utf-8", "replace"))
-        return {"decisions": [one.told() for one in found]}
 
     @app.post("/reload")
     async def reload() -> Response:
@@ -159,26 +137,17 @@ def _make_app(router: Router, others: OtherRouters) -> fastapi.FastAPI:
     return app
 
 
-async def _totals(router: Router, others: OtherRouters) -> Snapshot | None:
-    """The metrics of all routers, added up. None if a router or a process does not answer in time."""
+async def _totals(router: Router) -> Snapshot | None:
+    """The metrics of all processes, added up. None if one of them does not answer in time."""
     try:
-        own, told = await asyncio.gather(router.metrics(), others.ask())
+        totals = await router.metrics()
     except RequestError:
         return None
-    figures = [one.metrics for one in told if isinstance(one, Figures)]
-    totals = add_up((own, *figures))
-    return totals if totals.is_whole and len(figures) == len(told) else None
-
-
-def _add_figures(app: fastapi.FastAPI, feed: LiveFeed) -> None:
-    @app.get(FIGURES, response_class=Response)
-    async def figures() -> Response:
-        """All metrics of this router and its newest warnings, in MessagePack, for the other routers."""
-        return Response(encode(await feed.figures()), media_type=CONTENT_TYPE)
+    return totals if totals.is_whole else None
 
 
 def _use_of(tenant: str, totals: Snapshot) -> dict[str, Any]:
-    """The tenant's requests now, and its use since the routers' start."""
+    """The tenant's requests now, and its use since the router's start."""
     return {
         "running": totals.value("tenant_running", tenant),
         "waiting": totals.value("tenant_waiting", tenant),
@@ -191,17 +160,17 @@ def _use_of(tenant: str, totals: Snapshot) -> dict[str, Any]:
     }
 
 
-def _add_worker_routes(app: fastapi.FastAPI, router: Router, others: OtherRouters) -> None:
+def _add_worker_routes(app: fastapi.FastAPI, router: Router) -> None:
     fleet = router.fleet
 
     async def in_flight(worker: Worker) -> int | None:
-        totals = await _totals(router, others)
+        totals = await _totals(router)
         return None if totals is None else totals.value(IN_FLIGHT, worker.id, worker.role)
 
     @app.get("/workers")
     async def workers() -> dict[str, Any]:
         """All workers. `in_flight` is null if a router process does not report its requests."""
-        totals = await _totals(router, others)
+        totals = await _totals(router)
         listed = [
             {
                 **said,
@@ -259,28 +228,6 @@ def _add_weight_routes(app: fastapi.FastAPI, weights: Weights) -> None:
         running requests. Fails with 409 if nothing was changed, with 502 if a worker did not take them.
         """
         return await weights.update_from_disk(model, await request.body())
-
-    @app.post("/models/{model:path}/weights/hold")
-    async def hold(model: str, request: fastapi.Request) -> dict[str, Any]:
-        """Hold all workers of a model: SGLang's routes of the workers may then replace their weights."""
-        return await weights.hold(model, await request.body())
-
-    @app.post("/models/{model:path}/weights/release")
-    async def release(model: str) -> dict[str, Any]:
-        """Let the held workers of a model serve again, with a new namespace if weights were replaced."""
-        return await weights.release(model)
-
-    for name in STEPS:
-        _add_step(app, weights, name)
-
-
-def _add_step(app: fastapi.FastAPI, weights: Weights, name: str) -> None:
-    @app.post(f"/models/{{model:path}}/{name}")
-    async def step(model: str, request: fastapi.Request) -> dict[str, Any]:
-        """A step of an update that a trainer sends, to all held workers of a model: one body for all, or
-        `{"workers": {"HOST:PORT": {...}}}`, for each its own.
-        """
-        return await weights.step(model, name, await request.body())
 
 
 def _of_fleet(error: FleetError) -> RequestError:

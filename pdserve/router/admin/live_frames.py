@@ -84,32 +84,17 @@ class SpaceView(msgspec.Struct, frozen=True):
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """A warning or error of a router's log."""
+    """A warning or error of the router's log."""
 
     at_s: float
     level: str
     text: str
     count: int = 1
     """Number of equal lines in a row. `at_s` is the time of the last."""
-    router: str = ""
-    """Empty: the router that was asked."""
-
-
-class RouterView(msgspec.Struct, frozen=True):
-    """One router, all its processes together. `error`: the reason why it did not answer."""
-
-    name: str
-    error: str = ""
-    requests_s: float = 0.0
-    in_flight: int = 0
-    waiting: int = 0
-    sessions: int = 0
-    apart: str = ""
-    """What it should share over Redis, and does not now: limits, sessions."""
 
 
 class Frame(msgspec.Struct, frozen=True):
-    """The state of routers and pool at one moment. Figures are sums over the routers that answered."""
+    """The state of router and pool at one moment. Figures are sums over the router's processes."""
 
     point: Point
     seconds: float
@@ -120,8 +105,6 @@ class Frame(msgspec.Struct, frozen=True):
     namespaces: list[SpaceView]
     problems: list[Problem]
     """The newest first."""
-    routers: list[RouterView] = []
-    """The one that was asked first. Empty: it knows no other."""
 
 
 def point_of(before: Snapshot, now: Snapshot, seconds: float, at_s: float) -> Point:
@@ -179,20 +162,6 @@ def quantile(histogram: Histogram, share: float) -> float | None:
     return low if wanted else None
 
 
-def router_view(name: str, before: Snapshot, now: Snapshot, seconds: float) -> RouterView:
-    """One router that answered, by two of its snapshots."""
-    apart = [what for what in ("limits", "sessions") if now.value(f"{what}_apart")]
-    return RouterView(
-        name,
-        "",
-        sum(_growth(before, now, "requests", "status").values()) / seconds,
-        now.total("requests_in_flight"),
-        now.total("tenant_waiting"),
-        now.total("sessions"),
-        ", ".join(apart),
-    )
-
-
 def frame_of(
     point: Point,
     seconds: float,
@@ -200,7 +169,6 @@ def frame_of(
     workers: Iterable[Worker],
     rows: Sequence[Row],
     problems: Iterable[Problem],
-    routers: Sequence[RouterView] = (),
 ) -> Frame:
     """The frame of one moment. `rows`: a sample of the pool's nodes."""
     return Frame(
@@ -212,7 +180,6 @@ def frame_of(
         [_node(row) for row in rows],
         _namespaces(rows),
         list(problems),
-        list(routers),
     )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import os
 import ssl
 import time
@@ -19,24 +17,20 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pdserve.discovery.config import EtcdConfig
-from pdserve.discovery.etcd import EtcdMembership
-from pdserve.discovery.workers import ROUTERS
-from pdserve.errors import ConfigError, PdserveError, PoolError
+from pdserve.errors import ConfigError, PdserveError
 from pdserve.kvpool.admin.tables import make_console, make_table, rate, share, size
-from pdserve.printable import printable
 from pdserve.router.admin.live_frames import (
     Frame,
     NodeView,
     Point,
     Problem,
-    RouterView,
     SpaceView,
     WorkerView,
 )
 from pdserve.router.metrics.names import PARTS, TIERS
-from pdserve.tls.contexts import Certificates, TlsConfig
-from pdserve.tokens import Secret, read_token, secret_of
+from pdserve.security.log_text import printable
+from pdserve.security.tls import Certificates, TlsConfig
+from pdserve.security.tokens import read_token
 
 TIMEOUT_S: Final = 15.0  # longest time without a frame; a frame arrives every two seconds
 BAR_CELLS: Final = 60
@@ -63,17 +57,7 @@ class NoRouter(PdserveError):
 
 @app.command()
 def top(
-    urls: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[URL]...",
-            help="A router's admin port; of several the first that answers. Default: http://127.0.0.1:8001.",
-        ),
-    ] = None,
-    etcd: Annotated[
-        list[str] | None, typer.Option("--etcd", help="Find routers by this etcd instead; may be repeated.")
-    ] = None,
-    cluster: Annotated[str, typer.Option("--cluster", help="etcd.cluster of the routers.")] = "pool",
+    url: Annotated[str, typer.Argument(help="The router's admin port.")] = "http://127.0.0.1:8001",
     key_file: Annotated[
         Path | None,
         typer.Option("--key-file", help="File with the admin key; it may be in PDSERVE_ADMIN_KEY too."),
@@ -89,17 +73,13 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print one frame and exit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print frames as JSON, one per line.")] = False,
 ) -> None:
-    """Show routers, workers, requests, caches, pool and errors of a cluster, until Ctrl-C.
-
-    Routers found in etcd must have signed with PDSERVE_CLUSTER_TOKEN, where that is set.
-    """
+    """Show workers, requests, caches, pool and errors of a router's cluster, until Ctrl-C."""
     secret = read_token(key_file) if key_file else os.environ.get("PDSERVE_ADMIN_KEY", "").strip()
     if not secret:
         raise ConfigError("the admin key is needed: --key-file, or PDSERVE_ADMIN_KEY")
     console = make_console()
     tls = Certificates(TlsConfig(ca=tls_ca, certificate=tls_certificate, key=tls_key)).client_context
-    places = found_in_etcd(etcd, cluster) if etcd else urls or ["http://127.0.0.1:8001"]
-    seen = frames_of_any([url.rstrip("/") for url in places], secret, tls)
+    seen = frames(url.rstrip("/"), secret, tls)
     if once or as_json or not console.is_terminal:
         for frame in seen:
             if as_json:
@@ -111,44 +91,6 @@ def top(
     with Live(console=console, screen=True, auto_refresh=False) as live:
         for frame in seen:
             live.update(view(frame), refresh=True)
-
-
-def found_in_etcd(endpoints: list[str], cluster: str) -> list[str]:
-    """Admin URLs of the routers that have a key there. Raises NoRouter, ConfigError."""
-    config = EtcdConfig(endpoints=endpoints)
-    token = secret_of("PDSERVE_CLUSTER_TOKEN", Secret(""), None, "PDSERVE_CLUSTER_TOKEN", os.environ)
-
-    async def ask() -> list[str]:
-        ignore: Callable[[object], None] = lambda _: None  # noqa: E731
-        members = EtcdMembership(config, cluster, None, ignore, ignore, kind=ROUTERS, secret=token)
-        try:
-            return [member.address for member in await members.nodes()]
-        finally:
-            await members.close()
-
-    try:
-        found = asyncio.run(ask())
-    except PoolError as error:
-        raise NoRouter(f"etcd does not tell of routers: {error}") from None
-    if not found:
-        raise NoRouter(f"etcd has no router of cluster {cluster!r}: routers with admin.advertise are there")
-    return found
-
-
-def frames_of_any(urls: list[str], key: str, tls: ssl.SSLContext | None = None) -> Iterator[Frame]:
-    """The frames of the first router that answers. When it ends, the next one goes on. Raises NoRouter when
-    none of them does.
-    """
-    failed = 0
-    for url in itertools.cycle(urls):
-        try:
-            for frame in frames(url, key, tls):
-                failed = 0
-                yield frame
-        except NoRouter:
-            failed += 1
-            if failed >= len(urls):
-                raise
 
 
 def frames(url: str, key: str, tls: ssl.SSLContext | None = None) -> Iterator[Frame]:
@@ -189,7 +131,6 @@ def view(frame: Frame) -> Group:
     parts += _bar("first token", frame.point.parts_s, PARTS, lambda spent_s: f"{1e3 * spent_s:,.1f} ms")
     total = sum(frame.point.tokens_s.values())
     parts += _bar("prompt tokens", frame.point.tokens_s, TIERS, lambda tokens: share(tokens, total))
-    parts += [_routers(frame.routers)] if frame.routers else []
     parts += [_workers(frame.workers)]
     parts += [Text(printable(f"{one.id}: {one.says}"), "red") for one in frame.workers if one.says]
     parts += [_nodes(frame.nodes)] if frame.nodes else []
@@ -225,17 +166,6 @@ def _bar(
             bar.append("█" * max(1, round(BAR_CELLS * values[key] / total)), COLOURS[key])
             legend.append("█ ", COLOURS[key]).append(f"{NAMES.get(key, key)} {text(values[key])}  ")
     return [bar, legend, Text()]
-
-
-def _routers(routers: Iterable[RouterView]) -> Table:
-    table = make_table("routers", "router", "requests/s", "in flight", "waiting", "sessions", "apart")
-    for one in routers:
-        if one.error:
-            table.add_row(Text(printable(f"{one.name}: {one.error}"), "red"), *["-"] * 5)
-            continue
-        counts = (f"{one.in_flight:,}", f"{one.waiting:,}", f"{one.sessions:,}")
-        table.add_row(printable(one.name), rate(one.requests_s), *counts, Text(one.apart or "-", "yellow"))
-    return table
 
 
 def _workers(workers: Iterable[WorkerView]) -> Table:
@@ -294,5 +224,4 @@ def _problem(problem: Problem) -> Text:
     again = f" ({problem.count} times)" if problem.count > 1 else ""
     at = time.strftime("%H:%M:%S ", time.localtime(problem.at_s))
     level = Text(at).append(problem.level, COLOURS.get(problem.level, ""))
-    where = f"{problem.router}: " if problem.router else ""
-    return level.append(printable(f" {where}{problem.text}{again}"))
+    return level.append(printable(f" {problem.text}{again}"))

@@ -31,27 +31,10 @@ from pdserve.router.upstream.response import UpstreamError
 
 T = TypeVar("T")
 FROM_DISK: Final = "/update_weights_from_disk"
-STEPS: Final = (
-    "begin_weight_update",
-    "update_weights_from_tensor",
-    "update_weights_from_distributed",
-    "end_weight_update",
-    "init_weights_update_group",
-    "destroy_weights_update_group",
-)
-"""Routes of SGLang's workers by which a trainer sends weights. The router passes them on to held workers."""
-STEP_S: Final = 600.0
 SLACK_S: Final = 120.0
-"""Beyond a step's own time: SGLang empties its caches, attaches storage, drops pages."""
+"""Beyond the time that was asked for: SGLang empties its caches, attaches storage, drops pages."""
 MAX_ANSWER_BYTES: Final = 1 << 20
 _HEADERS: Final = b"content-type: application/json\r\n"
-
-
-class HoldBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of `POST /models/MODEL/weights/hold`."""
-
-    abort_all_requests: bool = False
-    timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 120.0
 
 
 class UpdateBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,76 +68,16 @@ class Weights:
     def __init__(self, router: Router) -> None:
         self._router = router
         self._lock = asyncio.Lock()
-        self._held: dict[str, list[Worker]] = {}
-        """By model: the workers that `hold` drained, to be undrained by `release`."""
-        self._failed: dict[str, dict[str, dict[str, Any]]] = {}
-        """By held model and worker: a step that it did not do. The others have other weights than it."""
 
     async def update_from_disk(self, model: str, body: bytes) -> dict[str, Any]:
         """What each worker said. Raises RequestError: 404, 409 where nothing was changed, 502 where a worker
         did not take the weights.
         """
         asked = _decoded(body, UpdateBody)
-        held = HoldBody(abort_all_requests=asked.abort_all_requests, timeout_s=asked.timeout_s)
         async with self._alone(), self._drained(model) as workers:
-            await self._hold_all(workers, held)
+            await self._hold_all(workers, asked)
             said = await self._all(workers, FROM_DISK, _without_ours(body), asked.update_timeout_s)
             return await self._release_all(workers, said, asked.drop_old)
-
-    async def hold(self, model: str, body: bytes) -> dict[str, Any]:
-        """For updates that the trainer sends to the workers itself. Raises RequestError 404, 409."""
-        asked = _decoded(body, HoldBody)
-        async with self._alone():
-            if model in self._held:
-                raise RequestError(409, f"The workers of {model!r} are held already.", code="held")
-            workers = self._workers(model)
-            drained = self._drain(workers)
-            try:
-                await self._hold_all(workers, asked)
-            except BaseException:
-                self._undrain(drained)
-                raise
-            self._held[model] = drained
-            return {"held": [worker.id for worker in workers]}
-
-    async def release(self, model: str) -> dict[str, Any]:
-        """End of `hold`. Raises RequestError 404, 409, 502."""
-        async with self._alone():
-            if model not in self._held:
-                raise RequestError(
-                    409, f"The workers of {model!r} are not held by this router.", code="not_held"
-                )
-            workers = self._workers(model)
-            failed = self._failed.pop(model, {})
-            try:
-                return await self._release_all(workers, failed, drop_old=True, alike=not failed)
-            finally:
-                self._undrain(self._held.pop(model))
-
-    async def step(self, model: str, name: str, body: bytes) -> dict[str, Any]:
-        """One of SGLang's routes (`STEPS`) at all held workers, at the same time: what each said.
-
-        `body`: SGLang's, for all; or `{"workers": {ID: BODY}}`, for each its own. Raises RequestError: 400,
-        404, 409 where they are not held, 502 where a worker did not do it.
-        """
-        async with self._alone():
-            if model not in self._held:
-                told = (
-                    f"/{name} is for held workers: POST /models/{model}/weights/hold before, "
-                    f"/models/{model}/weights/release after it, or take {FROM_DISK} alone."
-                )
-                raise RequestError(409, told, code="not_held")
-            workers = self._workers(model)
-            bodies = _bodies(body, [worker.id for worker in workers])
-            answers = await asyncio.gather(
-                *(self._post(one, f"/{name}", bodies[one.id], STEP_S) for one in workers)
-            )
-            said = {worker.id: answer for worker, answer in zip(workers, answers, strict=True)}
-            if wrong := _wrong(said):
-                self._failed.setdefault(model, {}).update({one: said[one] for one in wrong})
-                told = f"Workers did not do it: {_listed(wrong)}. Release them, and update them all again."
-                raise RequestError(502, told, type_="server_error", code="not_updated")
-            return {"workers": said}
 
     @asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
@@ -174,8 +97,6 @@ class Weights:
 
     @asynccontextmanager
     async def _drained(self, model: str) -> AsyncIterator[list[Worker]]:
-        if model in self._held:
-            raise RequestError(409, f"The workers of {model!r} are held: release them first.", code="held")
         workers = self._workers(model)
         drained = self._drain(workers)
         try:
@@ -194,7 +115,7 @@ class Weights:
             if self._router.fleet.by_id.get(worker.id) is worker:
                 self._router.fleet.members.drain(worker.id, False)
 
-    async def _hold_all(self, workers: Sequence[Worker], asked: HoldBody) -> None:
+    async def _hold_all(self, workers: Sequence[Worker], asked: UpdateBody) -> None:
         body = msgspec.json.encode({"abort": asked.abort_all_requests, "timeout_s": asked.timeout_s})
         said = await self._all(workers, "/weights/hold", body, asked.timeout_s)
         if wrong := _wrong(said):
@@ -203,17 +124,10 @@ class Weights:
             raise RequestError(409, f"Nothing was changed: {_listed(wrong)}", code="not_held")
 
     async def _release_all(
-        self,
-        workers: Sequence[Worker],
-        said: dict[str, dict[str, Any]],
-        drop_old: bool,
-        *,
-        alike: bool = True,
+        self, workers: Sequence[Worker], said: dict[str, dict[str, Any]], drop_old: bool
     ) -> dict[str, Any]:
-        """`said`: by worker, what it said of the update. `alike`: all have the same weights, or know that
-        they have not. Else each gets a namespace of its own.
-        """
-        body = msgspec.json.encode({"id": uuid.uuid4().hex if alike else ""})
+        """`said`: by worker, what it said of the update."""
+        body = msgspec.json.encode({"id": uuid.uuid4().hex})
         released = await self._all(workers, "/weights/release", body, 0.0)
         for worker in workers:  # its namespace is another one, and its memory is empty: a probe asks it anew
             self._router.fleet.on_probe_not_ready(worker)
@@ -276,17 +190,6 @@ def _taken(said: dict[str, Any], type_: type[T]) -> T | None:
         return msgspec.convert(said, type_)
     except msgspec.ValidationError:
         return None
-
-
-def _bodies(body: bytes, workers: Sequence[str]) -> dict[str, bytes]:
-    """By worker. Raises RequestError 400: a body for each leaves one out, or names another."""
-    asked: dict[str, msgspec.Raw] = _decoded(body, dict[str, msgspec.Raw])
-    if "workers" not in asked:
-        return dict.fromkeys(workers, body or b"{}")
-    each: dict[str, msgspec.Raw] = _decoded(bytes(asked["workers"]), dict[str, msgspec.Raw])
-    if each.keys() != set(workers):
-        raise RequestError(400, f"'workers' must have a body for each of {', '.join(workers)}.")
-    return {worker: bytes(own) for worker, own in each.items()}
 
 
 def _without_ours(body: bytes) -> bytes:

@@ -12,14 +12,11 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from pdserve.errors import RequestError
-from pdserve.guesses import Guesses
 from pdserve.logs import ThrottledLog
 from pdserve.router.admission.queue import FairQueue, State, Ticket
 from pdserve.router.api.errors import NoWorkerError, TooManyError
-from pdserve.router.config.aliases import base_of
 from pdserve.router.config.router import RouterConfig
-from pdserve.router.fleet.aliases import Aliases
-from pdserve.router.fleet.models import ANY, Models
+from pdserve.router.fleet.models import ANY, DEFAULT_MODEL, Models
 from pdserve.router.fleet.registry import UNKNOWN_SLOTS, Fleet
 from pdserve.router.metrics.stats import Histogram
 from pdserve.router.request.call import Call
@@ -27,7 +24,8 @@ from pdserve.router.request.token_usage import Meter
 from pdserve.router.tenants.api_keys import admin_key, check_open, load_keys
 from pdserve.router.tenants.registry import Tenants
 from pdserve.router.tenants.tenant import TenantState
-from pdserve.tokens import bearer, digest, same
+from pdserve.security.failed_logins import FailedLogins
+from pdserve.security.tokens import bearer, digest, same
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -48,7 +46,9 @@ class Gate:
         self._worker_wait_s = config.deadlines.wait_for_worker_s
         fleet.watchers.append(self._fill_waiting)
         self._loop = asyncio.get_running_loop()
-        self.aliases = Aliases()
+        self.aliases: dict[str, str] = {}
+        """Names for clients → the models, or BASE:ADAPTER, that they stand for."""
+        self._default = config.default_model
         self._admission = config.admission
         self._waiters: dict[Ticket, asyncio.Future[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -60,7 +60,7 @@ class Gate:
         """Requests refused because their key is unknown or missing."""
         self.unread_keys = 0
         """Requests refused because their address has sent too many wrong keys."""
-        self._guesses = Guesses(config.access.proxies)
+        self._failed_logins = FailedLogins(config.access.proxies)
         self._admin_key = digest(admin_key(config.admin))
         self.configure(config)
 
@@ -72,7 +72,7 @@ class Gate:
         check_open(config, keys)
         self.tenants.configure(keys, config.tenants, config.tenant_defaults, self._loop.time())
         self._admission = config.admission
-        self.aliases = Aliases(config.aliases, config.default_model)
+        self.aliases = config.aliases
         self.queue.queue_length = config.admission.queue_length
 
     def authenticate(self, headers: dict[bytes, bytes], address: str) -> TenantState:
@@ -100,16 +100,16 @@ class Gate:
             return None
         shown, now_s = digest(key), self._loop.time()
         key_id = shown.encode()
-        if not self._guesses.may_try(address, key_id, now_s):
+        if not self._failed_logins.may_try(address, key_id, now_s):
             self.unread_keys += 1
             self._log.warning("guesses", "keys from %s are not looked at: too many there were wrong", address)
-            wait_s = self._guesses.wait_s(address, now_s)
+            wait_s = self._failed_logins.wait_s(address, now_s)
             raise TooManyError("Your address has sent too many wrong keys.", wait_s, "too_many_wrong_keys")
         found = find(shown)
         if found:
-            self._guesses.proved(address, key_id)
+            self._failed_logins.proved(address, key_id)
         else:
-            self._guesses.failed(address, now_s)
+            self._failed_logins.failed(address, now_s)
         return found
 
     def _unknown(self, key: str) -> RequestError:
@@ -124,22 +124,14 @@ class Gate:
         """The served model that a call means. Raises RequestError, NoWorkerError as `Models.resolve`."""
         return self._models.resolve(requested, call.endpoint, self._fleet.tasks)
 
-    def choose_model(self, alias: str, key: str, last: str = "", *, is_held: bool = False) -> str:
-        """The model that an alias means for the conversation of this key, see `Aliases.choose`. `is_held`:
-        only workers of `last` can go on with it.
-        """
-        now_s, served = self._loop.time(), self._fleet.tasks
-        bases = {m: m if m in served else base_of(m) for m in self.aliases.models[alias]}
-        if is_held:
-            return next((m for m, base in bases.items() if base == last), last)
-        ready = {m: base for m, base in bases.items() if base in served and self._slots(base, now_s)}
-        return self.aliases.choose(alias, key, ready, last)
+    def named(self, requested: str | None) -> str | None:
+        """`requested`, or the model for which it stands if it is an alias."""
+        name = self._default if requested in (None, "", DEFAULT_MODEL) else requested
+        return self.aliases.get(name or "", requested)
 
     def served_model(self, requested: str | None) -> str:
         """The served model of this name. Raises RequestError, NoWorkerError as `Models.find`."""
-        if (alias := self.aliases.named(requested)) is not None:
-            requested = self.choose_model(alias, "")
-        return self._models.find(requested, self._fleet.tasks)
+        return self._models.find(self.named(requested), self._fleet.tasks)
 
     async def hold(self, call: Call, requested: str | None) -> Ticket | None:
         """Where the model that a request means has no worker that is ready, wait for one. Returns the slot
@@ -194,8 +186,7 @@ class Gate:
         served = self._fleet.tasks
         if requested is not None and requested in served:
             return requested
-        of_aliases = [m for models in self.aliases.models.values() for m in models]
-        return self._models.awaited(requested, served, {*self._fleet.known, *of_aliases})
+        return self._models.awaited(requested, served, {*self._fleet.known, *self.aliases.values()})
 
     async def _hold(self, call: Call, name: str) -> Ticket:
         now_s = self._loop.time()

@@ -67,8 +67,6 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     path: str
     summary: str
-    request_schema: str
-    response_schema: str
     task: Task | None = None
     """What a model must be able to do. `any`: the worker says whether it can. None: every model can, and the
     request computes no prompt.
@@ -77,8 +75,6 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Body members, all of them fields of `RequestView`. SGLang (0.5.23) takes the prompt from the first one
     that is given, and ignores the members of other endpoints.
     """
-    text_fields: tuple[str, ...] = ()
-    """Those of `prompt_fields` whose text a worker tokenizes whole, and refuses if it is too long."""
     preamble_fields: tuple[str, ...] = ()
     """Members whose text stands before the prompt."""
     charged_fields: tuple[str, ...] = ()
@@ -116,22 +112,16 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 _TOKENIZE: Final = Endpoint(
     path="/tokenize",
     summary="Text to token ids",
-    request_schema="TokenizeRequest",
-    response_schema="TokenizeResponse",
     charged_fields=("prompt", "messages"),
     usage=_TOKENIZED,
 )
 _DETOKENIZE: Final = Endpoint(
     path="/detokenize",
     summary="Token ids to text",
-    request_schema="DetokenizeRequest",
-    response_schema="DetokenizeResponse",
 )
 _MESSAGES: Final = Endpoint(
     path="/v1/messages",
     summary="Anthropic's chat",
-    request_schema="AnthropicMessagesRequest",
-    response_schema="AnthropicMessagesResponse",
     task="generate",
     prompt_fields=("messages",),
     preamble_fields=("system",),
@@ -145,8 +135,6 @@ _MESSAGES: Final = Endpoint(
 _LOOKUP: Final = Endpoint(
     path="/v1/kv/lookup",
     summary="How much of a prompt the KV pool has",
-    request_schema="KvLookup",
-    response_schema="KvFound",
     charged_fields=("prompt", "text", "input_ids", "messages"),
     usage=_LOOKED_UP,
     salt="header",
@@ -155,8 +143,6 @@ _ROWS: Final = (
     Endpoint(
         path="/v1/chat/completions",
         summary="Chat",
-        request_schema="ChatCompletionRequest",
-        response_schema="ChatCompletionResponse",
         task="generate",
         prompt_fields=("input_ids", "messages"),
         streams=True,
@@ -168,11 +154,8 @@ _ROWS: Final = (
     Endpoint(
         path="/v1/completions",
         summary="Completion",
-        request_schema="CompletionRequest",
-        response_schema="CompletionResponse",
         task="generate",
         prompt_fields=("prompt",),
-        text_fields=("prompt",),
         streams=True,
         salt="body",
         is_resumable=True,
@@ -182,22 +165,16 @@ _ROWS: Final = (
     Endpoint(
         path="/v1/embeddings",
         summary="Embeddings, of models that make them",
-        request_schema="EmbeddingRequest",
-        response_schema="EmbeddingResponse",
         task="embed",
         prompt_fields=("input",),
-        text_fields=("input",),
         salt="header",
         takes_priority=True,
     ),
     Endpoint(
         path="/generate",
         summary="SGLang's own completion",
-        request_schema="GenerateReqInput",
-        response_schema="Generated",
         task="generate",
         prompt_fields=("text", "input_ids"),
-        text_fields=("text",),
         sampling_field="sampling_params",
         streams=True,
         salt="body",
@@ -209,8 +186,6 @@ _ROWS: Final = (
     Endpoint(
         path="/v1/messages/count_tokens",
         summary="Tokens of Anthropic's chat",
-        request_schema="AnthropicCountTokensRequest",
-        response_schema="AnthropicCountTokensResponse",
         charged_fields=("messages",),
         preamble_fields=("system",),
         usage=_COUNTED,
@@ -219,8 +194,6 @@ _ROWS: Final = (
     Endpoint(
         path="/v1/responses",
         summary="OpenAI's responses",
-        request_schema="ResponsesRequest",
-        response_schema="ResponsesResponse",
         task="generate",
         prompt_fields=("input",),
         preamble_fields=("instructions",),
@@ -235,19 +208,14 @@ _ROWS: Final = (
     Endpoint(
         path="/v1/classify",
         summary="Classification, of models that make it",
-        request_schema="ClassifyRequest",
-        response_schema="ClassifyResponse",
         task="embed",
         prompt_fields=("input",),
-        text_fields=("input",),
         salt="header",
         takes_priority=True,
     ),
     Endpoint(
         path="/v1/rerank",
         summary="Documents in order of their relevance",
-        request_schema="V1RerankReqInput",
-        response_schema="Reranked",
         task="any",
         prompt_fields=("documents",),
         salt="header",
@@ -255,8 +223,6 @@ _ROWS: Final = (
     Endpoint(
         path="/v1/score",
         summary="Probabilities of label tokens after each item",
-        request_schema="ScoringRequest",
-        response_schema="ScoringResponse",
         task="any",
         prompt_fields=("items",),
         salt="header",
@@ -266,23 +232,17 @@ _ROWS: Final = (
         _LOOKUP,
         path="/v1/kv/prefetch",
         summary="Bring a prompt's KV up, for a turn that will come",
-        request_schema="KvPrefetch",
-        response_schema="KvPrefetched",
         hint="prefetch",
     ),
     replace(
         _LOOKUP,
         path="/v1/kv/demote",
         summary="Let a prompt's KV go before that of others",
-        request_schema="KvLookup",
-        response_schema="KvDemoted",
         hint="demote",
     ),
     Endpoint(
         path="/v1/audio/transcriptions",
         summary="What is said in a sound, of models that hear",
-        request_schema="TranscriptionForm",
-        response_schema="TranscriptionResponse",
         task="any",
         prompt_fields=("audio_data",),
         streams=True,

@@ -1,6 +1,6 @@
-"""Ids of what a worker holds in its own memory: stored responses and open sessions.
+"""Ids of responses that a worker stores in its own memory.
 
-Only the worker that made such a thing can go on with it. So the router chooses the id, and any router can
+Only the worker that made one can go on with it. So the router chooses the id, and any router can
 read the worker from it:
 
     resp_ WORKER TENANT RANDOM         12, 8 and 24 hexadecimal digits
@@ -17,23 +17,22 @@ import secrets
 from collections.abc import Iterable
 from typing import Final
 
-RESPONSE: Final = "resp_"
-SESSION: Final = "session_"
+_PREFIX: Final = "resp_"
 _WORKER_DIGITS: Final = 12
 _TENANT_DIGITS: Final = 8
 _RANDOM_DIGITS: Final = 24
 _DIGITS: Final = re.compile(f"[0-9a-f]{{{_WORKER_DIGITS + _TENANT_DIGITS + _RANDOM_DIGITS}}}")
 
 
-def new_id(prefix: str, worker_id: str, tenant: str) -> str:
-    """An id of something that the worker will hold for the tenant. `prefix`: `RESPONSE` or `SESSION`."""
+def new_id(worker_id: str, tenant: str) -> str:
+    """An id of a response that the worker will store for the tenant."""
     random = secrets.token_hex(_RANDOM_DIGITS // 2)
-    return prefix + _digits(worker_id, _WORKER_DIGITS) + _digits(tenant, _TENANT_DIGITS) + random
+    return _PREFIX + _digits(worker_id, _WORKER_DIGITS) + _digits(tenant, _TENANT_DIGITS) + random
 
 
-def find_holder(id_: str, prefix: str, worker_ids: Iterable[str], tenant: str) -> str | None:
+def find_holder(id_: str, worker_ids: Iterable[str], tenant: str) -> str | None:
     """The id of the worker that holds it. None: it is no such id, another tenant's, or its worker left."""
-    digits = id_.removeprefix(prefix)
+    digits = id_.removeprefix(_PREFIX)
     if digits == id_ or not _DIGITS.fullmatch(digits):
         return None
     if digits[_WORKER_DIGITS:][:_TENANT_DIGITS] != _digits(tenant, _TENANT_DIGITS):

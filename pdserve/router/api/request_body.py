@@ -49,7 +49,6 @@ class RequestView(msgspec.Struct, gc=False):
     n: msgspec.Raw = _EMPTY
     best_of: msgspec.Raw = _EMPTY
     sampling_params: msgspec.Raw = _EMPTY
-    session_params: msgspec.Raw = _EMPTY
     priority: msgspec.Raw = _EMPTY
 
     def prompt_json(self, fields: Iterable[str]) -> msgspec.Raw:
@@ -75,10 +74,6 @@ class _Sampling(msgspec.Struct, gc=False):
     n: msgspec.Raw = _EMPTY
 
 
-class _Session(msgspec.Struct, gc=False):
-    id: str | None = None
-
-
 MAX_COUNT = 1e9
 _SPACE = b" \t\r\n"
 
@@ -88,7 +83,6 @@ class _Object(msgspec.Struct, gc=False):
 
 
 _objects_decoder = msgspec.json.Decoder(list[_Object])
-_session_decoder = msgspec.json.Decoder(_Session | None)
 _sampling_decoder = msgspec.json.Decoder(_Sampling | list[_Sampling | None] | None)
 MAX_MEDIA = 1000
 MAX_MEMBERS = 20_000
@@ -134,17 +128,6 @@ def decode_view(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
         raise RequestError(400, f"The request body is not valid JSON: {error}.{hint}") from None
     except RecursionError:
         raise RequestError(400, "The request body is nested too deeply.") from None
-
-
-def session_of(view: RequestView) -> str | None:
-    """The id of the worker's session that the request goes on with, if any."""
-    if not view.session_params:
-        return None
-    try:
-        session = _session_decoder.decode(view.session_params)
-    except UNREADABLE:
-        return None  # the worker refuses it
-    return None if session is None else session.id
 
 
 def with_member(body: bytes, name: str, value: object) -> bytes:

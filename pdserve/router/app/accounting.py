@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import time
 from typing import Any, Final
 
 from pdserve.router.config.slo import ServiceLevel
-from pdserve.router.metrics.decisions import Decision
 from pdserve.router.metrics.stats import Stats
 from pdserve.router.request.call import Call
 
@@ -37,27 +35,6 @@ def account(call: Call, stats: Stats, now_s: float, level: ServiceLevel = NO_LEV
                 stats.model_inter_token[call.model].observe(between_s)
             if level.is_set:
                 stats.slo_streams[call.model, level.kept(1e3 * first_s, 1e3 * between_s)] += 1
-
-
-def decision_of(call: Call, now_s: float) -> Decision:
-    """What is kept of the request for administrators."""
-    answer = call.answer
-    return Decision(
-        time.time(),
-        call.request_id,
-        call.endpoint.path,
-        answer.status,
-        "" if answer.tenant is None else answer.tenant.name,
-        call.model,
-        call.phase,
-        call.end or "",
-        call.facts.urgency,
-        now_s - call.started_s,
-        answer.started_s - call.started_s if answer.is_started else 0.0,
-        answer.plan_words,
-        answer.worker_headers,
-        call.parts_s,
-    )
 
 
 def log_access(call: Call, now_s: float) -> None:

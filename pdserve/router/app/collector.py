@@ -13,7 +13,7 @@ from pdserve.router.admission.metrics import gate_metrics
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.metrics.snapshot import Snapshot
 from pdserve.router.metrics.stats import Histogram, Stats
-from pdserve.router.placement.elastic.roles import ElasticRoles
+from pdserve.router.placement.elastic import ElasticRoles
 from pdserve.router.placement.placer import Placer
 from pdserve.router.upstream.client import Upstream
 
@@ -27,9 +27,6 @@ def collect(
     values: dict[str, Mapping[Labels, float] | float] = {
         "requests": stats.requests,
         "requests_in_flight": stats.in_flight,
-        "realtime_sessions_open": _keyed(stats.realtime_open),
-        "realtime_sessions": stats.realtime_sessions,
-        "realtime_messages": stats.realtime_messages,
         "turn_tokens": stats.turn_tokens,
         "client_aborts": _keyed(stats.client_aborts),
         "stream_errors": _keyed(stats.stream_errors),
@@ -42,7 +39,6 @@ def collect(
         "streams_continued": _keyed(stats.continued),
         "retries_refused": stats.retries_refused,
         "poisoned_requests": stats.poisoned,
-        "prefill_hedges": stats.hedges,
         "prompt_tokens": stats.prompt_tokens,
         "prompt_cached_tokens": _keyed(stats.cached_tokens),
         "prefill_missing_pages": stats.missing_pages,
@@ -50,10 +46,8 @@ def collect(
         "joins_refused": stats.joins_refused,
         "task_failures": _keyed(stats.task_failures),
         "sessions": len(placer.sessions),
-        "alias_requests": stats.aliases,
         "limits_apart": stats.limits_apart,
         "sessions_apart": stats.sessions_apart,
-        "slo_requests": stats.slo,
         "slo_streams": stats.slo_streams,
         **_of_elastic(fleet, placer.elastic, now_s),
         "upstream_connections": _keyed(msgspec.structs.asdict(upstream.counts)),
@@ -68,7 +62,6 @@ def collect(
         "model_request_seconds": _keyed(stats.model_request),
         "model_first_token_seconds": _keyed(stats.model_first_token),
         "model_inter_token_seconds": _keyed(stats.model_inter_token),
-        "realtime_session_seconds": _keyed(stats.realtime_seconds),
         "queue_wait_seconds": {(): gate.queue_wait},
     }
     return Snapshot(

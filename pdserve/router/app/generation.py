@@ -7,7 +7,7 @@ import logging
 import random
 import time
 from collections import defaultdict
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
@@ -19,7 +19,7 @@ from pdserve.router.api.content_coding import CodedBody
 from pdserve.router.api.endpoints import ENDPOINTS, Endpoint
 from pdserve.router.api.errors import NoWorkerError, error_headers, error_of
 from pdserve.router.api.form_body import TRUE, read_form
-from pdserve.router.api.held_ids import RESPONSE, SESSION, find_holder
+from pdserve.router.api.held_ids import find_holder
 from pdserve.router.api.paths import fold
 from pdserve.router.api.request_body import (
     BOM,
@@ -31,18 +31,15 @@ from pdserve.router.api.request_body import (
     has_media,
     has_several_prompts,
     parse_request,
-    session_of,
     with_member,
 )
-from pdserve.router.api.text_length import check_texts
-from pdserve.router.app.accounting import account, decision_of, log_access
+from pdserve.router.app.accounting import account, log_access
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.config.tenants import SHARED
 from pdserve.router.deadlines import Deadlines
 from pdserve.router.dispatch.dispatcher import Dispatcher
+from pdserve.router.fleet.body_limit import LARGEST_BODY_BYTES
 from pdserve.router.fleet.registry import Fleet
-from pdserve.router.fleet.text_limits import LARGEST_BODY_BYTES
-from pdserve.router.metrics.decisions import Decisions
 from pdserve.router.metrics.stats import Stats
 from pdserve.router.placement.prefix_index import prefix_of
 from pdserve.router.placement.request_facts import RequestFacts
@@ -52,7 +49,7 @@ from pdserve.router.request.call import Call
 from pdserve.router.server.client import Client
 from pdserve.router.server.cors import Cors
 from pdserve.router.server.uvicorn_server import LAST_WORD_S
-from pdserve.router.sessions.keys import SessionKey, find_session_key, message_links, parse_sources
+from pdserve.router.sessions.keys import find_session_key, parse_sources
 from pdserve.router.tenants.cache_salt import isolated, salt_line
 from pdserve.router.tenants.engine_fields import check_fields, empty_tenant_request, parse_tenant_request
 from pdserve.router.tenants.media import check_media
@@ -67,14 +64,6 @@ BODY_BYTES_S = 4096
 DECODED_AT_ONCE_BYTES = 256 * 1024
 DRAIN_S = 5.0
 """How long the rest of a refused body is read, so that the client, still sending, gets to see the answer."""
-
-
-class _Asked(NamedTuple):
-    """What a request asks for."""
-
-    view: RequestView
-    session: SessionKey | None
-    alias: str | None
 
 
 class GenerationHandler:
@@ -104,9 +93,6 @@ class GenerationHandler:
         self._sources = parse_sources(config.session.sources)
         self._shows_load = config.access.show_load
         self._logs_access = config.access_log
-        kept = config.admin.decisions if config.admin.port is not None else 0
-        self.decisions: Final = Decisions(maxlen=kept)
-        """The newest requests."""
         self.retained: Final = Retained()
         self._level = config.slo
         self._limits = config.limits
@@ -156,8 +142,6 @@ class GenerationHandler:
             account(call, self._stats, now_s, self._level)
             if self._logs_access:
                 log_access(call, now_s)
-            if self.decisions.maxlen:
-                self.decisions.append(decision_of(call, now_s))
             if call.trace is not None:
                 spans.end(call, now_s)
 
@@ -176,10 +160,10 @@ class GenerationHandler:
         call.deadline_s = call.started_s + self._total_s
         client.watch(call.on_client_gone, call.answer.keep_alive)
         try:
-            asked = self._read(call, body)
-            held = await self._gate.hold(call, asked.view.model)
+            view = self._read(call, body)
+            held = await self._gate.hold(call, view.model)
             try:
-                self._understand(call, asked)
+                self._understand(call, view)
             except BaseException:
                 if held is not None:
                     self._gate.release(held)
@@ -195,27 +179,28 @@ class GenerationHandler:
         finally:
             client.unwatch()
 
-    def _read(self, call: Call, body: bytes) -> _Asked:
+    def _read(self, call: Call, body: bytes) -> RequestView:
         """Read what does not depend on workers, and put a model in place of an alias. Raises RequestError."""
         call.body = body = body if call.endpoint.is_form else body.removeprefix(BOM)
         view = self._view(call, has_keys=self._gate.tenants.has_keys)
         call.streams = view.stream is True
-        session = find_session_key(self._sources, call.header, view, body)
-        alias = self._gate.aliases.named(view.model)
-        if alias is not None:
-            self._choose_model(call, view, alias, session)
-        return _Asked(view, session, alias)
+        model = self._gate.named(view.model)
+        if model != view.model:
+            view.model = model
+            if not call.endpoint.is_form:
+                call.body = with_member(body, "model", model)
+        return view
 
-    def _understand(self, call: Call, asked: _Asked) -> None:
+    def _understand(self, call: Call, view: RequestView) -> None:
         """Fill in what planning needs, of the workers that there are now. Raises RequestError."""
-        view, session, alias = asked
         body = call.body
+        session = find_session_key(self._sources, call.header, view, body)
         has_keys = self._gate.tenants.has_keys
         call.model = model = self._gate.model_of(call, view.model)
         self._turns[model] += 1
         scope = view.model or model
         if session is not None:
-            session = session.of_model(alias or scope)
+            session = session.of_model(scope)
         if has_keys:  # tenants share neither caches nor sessions, nor see others' load
             limits = call.tenant.limits
             if not limits.controls_engine:
@@ -235,9 +220,6 @@ class GenerationHandler:
         prompts = candidates = choices = 1
         if computes:
             prompts, candidates, choices = self._counts(view, endpoint, prompt, several=several)
-        if endpoint.text_fields:
-            limit = self._fleet.text_limit(model)
-            check_texts(view, endpoint, limit.tokens, limit.bound)
         before = 0
         for name in endpoint.preamble_fields:
             before += estimate_prompt_tokens(getattr(view, name))
@@ -263,7 +245,7 @@ class GenerationHandler:
             answers=prompts * candidates,
             choices=choices,
             urgency=self._urgency(call, view),
-            holder=self._holder(call, view) if endpoint.continues or view.session_params else "",
+            holder=self._holder(call, view) if endpoint.continues else "",
             turn=self._turns[model],
             draw=random.getrandbits(32),
             prefix=prefix_of(view, prompt, scope) if self._needs_prefix and computes else None,
@@ -296,47 +278,15 @@ class GenerationHandler:
         view.model, view.stream = fields.get("model"), fields.get("stream", "").strip().lower() in TRUE
         return view
 
-    def _choose_model(self, call: Call, view: RequestView, alias: str, session: SessionKey | None) -> None:
-        """Replace the alias by a model, in `view` and in the body: that of the conversation's last turn if
-        it is known, else one by weight.
-        """
-        holder = self._holder(call, view)
-        worker = self._fleet.by_id.get(holder or self._last_worker(call, alias, session))
-        last = worker.info.model if worker is not None and worker.info is not None else ""
-        if session is not None:
-            key = session.name
-        else:
-            links = message_links(view.messages or view.input)
-            key = links[0] if links else f"{random.getrandbits(64):x}"
-        key = f"{call.tenant.name}/{key}"
-        view.model = self._gate.choose_model(alias, key, last, is_held=bool(holder and last))
-        if not call.endpoint.is_form:
-            call.body = with_member(call.body, "model", view.model)
-        self._stats.aliases[alias, view.model] += 1
-
-    def _last_worker(self, call: Call, alias: str, session: SessionKey | None) -> str:
-        """The worker that answered the conversation's last turn; empty if this router does not know."""
-        if session is None:
-            return ""
-        session = session.of_model(alias)
-        if self._gate.tenants.has_keys:
-            session = session.within(call.tenant.name)
-        turn = self._dispatcher.placer.sessions.get(session, self._loop.time())
-        return "" if turn is None else turn.decode_id
-
     def _holder(self, call: Call, view: RequestView) -> str:
         """The worker that holds what the request continues. Raises RequestError (404) if nobody does."""
         name = call.endpoint.continues
-        id_: str | None = getattr(view, name) if name else None
-        kind, what = RESPONSE, "Response"
-        if not id_:
-            id_ = session_of(view)
-            kind, what, name = SESSION, "Session", "session_params"
+        id_: str | None = getattr(view, name)
         if not id_:
             return ""
-        holder = find_holder(id_, kind, self._fleet.by_id, call.tenant.name)
+        holder = find_holder(id_, self._fleet.by_id, call.tenant.name)
         if holder is None:
-            raise RequestError(404, f"{what} with id {id_[:200]!r} not found.", param=name)
+            raise RequestError(404, f"Response with id {id_[:200]!r} not found.", param=name)
         return holder
 
     def _urgency(self, call: Call, view: RequestView) -> int:

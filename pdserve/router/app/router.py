@@ -19,13 +19,10 @@ from pdserve.router.api.paths import fold
 from pdserve.router.app.collector import collect
 from pdserve.router.app.error_handlers import refused
 from pdserve.router.app.generation import GenerationHandler
-from pdserve.router.app.realtime import Realtime
-from pdserve.router.config.aliases import base_of
-from pdserve.router.config.router import RouterConfig
+from pdserve.router.config.router import RouterConfig, base_of
 from pdserve.router.dispatch.dispatcher import Dispatcher
 from pdserve.router.fleet.abilities import WITHOUT
 from pdserve.router.fleet.registry import Fleet
-from pdserve.router.metrics.decisions import Decision, Decisions
 from pdserve.router.metrics.snapshot import Snapshot
 from pdserve.router.metrics.stats import Stats
 from pdserve.router.request.call import request_id
@@ -69,11 +66,8 @@ class Router:
         self.generation = GenerationHandler(
             config, fleet, gate, dispatcher, upstream.deadlines, stats, tracer, self._cors
         )
-        self.realtime = Realtime(config, fleet, gate, upstream, stats)
         self.metrics: Callable[[], Awaitable[Snapshot]] = self._metrics
         """Those of all of the router's processes together. Raises RequestError when there is no sum."""
-        self.decisions: Callable[[], Awaitable[list[Decision]]] = self._decisions
-        """The newest requests, of all processes. Raises RequestError as `metrics`."""
         self.told_reload: Callable[[], None] | None = None
         """Is told of `reload_all`, to tell the router's other processes."""
         self.is_stopping = False
@@ -136,14 +130,6 @@ class Router:
     async def _metrics(self) -> Snapshot:
         return self.own_metrics()
 
-    @property
-    def own_decisions(self) -> Decisions:
-        """The newest requests of this process."""
-        return self.generation.decisions
-
-    async def _decisions(self) -> list[Decision]:
-        return list(self.own_decisions)
-
     def readiness(self) -> dict[str, Any]:
         """Whether this process can answer requests, and by whom; `in_flight` is what it has there itself."""
         workers = self.fleet.workers
@@ -199,16 +185,16 @@ class Router:
         """OpenAI's model objects by id, with SGLang's `max_model_len`: models, their adapters, aliases."""
         cards, served = {}, self.fleet.tasks
         for model in served:
-            cards[model] = self._card([model], model, None)
+            cards[model] = self._card(model, model, None)
             for adapter in self.fleet.adapters.get(model, ()):
-                cards[f"{model}:{adapter}"] = self._card([model], f"{model}:{adapter}", model)
-        for alias, models in self.gate.aliases.models.items():
-            bases = [model if model in served else base_of(model) for model in models]
-            if any(base in served for base in bases):
-                cards[alias] = self._card(bases, alias, None)
+                cards[f"{model}:{adapter}"] = self._card(model, f"{model}:{adapter}", model)
+        for alias, model in self.gate.aliases.items():
+            base = model if model in served else base_of(model)
+            if base in served:
+                cards[alias] = self._card(base, alias, None)
         return cards
 
-    def _card(self, models: list[str], id_: str, parent: str | None) -> dict[str, Any]:
+    def _card(self, model: str, id_: str, parent: str | None) -> dict[str, Any]:
         return {
             "id": id_,
             "object": "model",
@@ -216,5 +202,5 @@ class Router:
             "owned_by": "pdserve",
             "root": id_,
             "parent": parent,
-            "max_model_len": min(filter(None, map(self.fleet.context_length, models)), default=0),
+            "max_model_len": self.fleet.context_length(model),
         }

@@ -27,7 +27,7 @@ def make_app(router: Router) -> fastapi.FastAPI:
         redirect_slashes=False,  # a redirect would lead to whatever host the client named
     )
     add_error_handlers(app, ENDPOINTS)
-    _publish(app, router)
+    _publish(app)
 
     @app.get("/v1/models", tags=["OpenAI"])
     async def list_models() -> dict[str, Any]:
@@ -57,10 +57,7 @@ def make_app(router: Router) -> fastapi.FastAPI:
             del state["workers"], state["models"]
         return JSONResponse(state, 200 if state["ready"] else 503)
 
-    text: dict[int | str, dict[str, Any]]
-    text = {200: {"description": "In Prometheus' text form.", "content": {"text/plain": {}}}}
-
-    @app.get("/metrics", tags=["operations"], response_class=Response, responses=text)
+    @app.get("/metrics", tags=["operations"], response_class=Response)
     async def metrics() -> Response:
         """Prometheus metrics."""
         return Response(exposition(await router.metrics()), media_type=CONTENT_TYPE_LATEST)
@@ -69,13 +66,13 @@ def make_app(router: Router) -> fastapi.FastAPI:
     return app
 
 
-def _publish(app: fastapi.FastAPI, router: Router) -> None:
+def _publish(app: fastapi.FastAPI) -> None:
     """The OpenAPI document: FastAPI's, completed; made when it is first asked for."""
     of_fastapi = app.openapi
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = complete(of_fastapi(), router.config.limits.choices)
+            app.openapi_schema = complete(of_fastapi())
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's own way to extend it

@@ -1,4 +1,4 @@
-"""Ordinary routes that one worker answers: what SGLang says of itself, stored responses, open sessions.
+"""Ordinary routes that one worker answers: what SGLang says of itself, stored responses.
 
 None of them is on the way of a token, so their answers are read whole. They wait in no queue. So each counts
 as a request of its tenant, and a tenant has a few of them at once: else one could take all connections to the
@@ -11,7 +11,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Final, TypeVar
 
 import fastapi
 import msgspec
@@ -21,9 +21,8 @@ from pdserve.errors import RequestError
 from pdserve.kvpool.protocol.messages import MAX_KEEP_S
 from pdserve.router.api.content_coding import CodedBody
 from pdserve.router.api.errors import NoWorkerError, TooManyError, convert_error
-from pdserve.router.api.held_ids import RESPONSE, SESSION, find_holder, new_id
-from pdserve.router.api.openapi import error_answer
-from pdserve.router.api.request_body import BOM, UNREADABLE, parse_request, with_member
+from pdserve.router.api.held_ids import find_holder
+from pdserve.router.api.request_body import BOM, UNREADABLE, parse_request
 from pdserve.router.app.router import ADMIN_PATHS, Router
 from pdserve.router.fleet.worker import Worker
 from pdserve.router.request.answer import JSON
@@ -38,34 +37,7 @@ MAX_ANSWER_BYTES: Final = 16 * 1024 * 1024
 MAX_BODY_BYTES: Final = 64 * 1024
 MAX_AT_ONCE: Final = 8
 """Of one tenant, in one process of the router."""
-_ERRORS: Final[dict[int | str, dict[str, Any]]] = {
-    status: error_answer(status) for status in (400, 401, 404, 429, 500, 502, 503, 504)
-}
-_SAID: Final[dict[int | str, dict[str, Any]]] = {
-    **_ERRORS,
-    200: {"description": "As SGLang answers.", "content": {"application/json": {"schema": {}}}},
-}
-_OPERATOR: Final = {**_SAID, 403: error_answer(403), 413: error_answer(413)}
 _LINES: Final = b"content-type: application/json\r\n"
-
-
-def _takes(**members: dict[str, Any]) -> dict[str, Any]:
-    """A route's body in the document: a JSON object with the members, the first of them required."""
-    schema = {"type": "object", "properties": members, "required": [next(iter(members))]}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
-
-class _Opened(msgspec.Struct):
-    """What SGLang takes to open a session."""
-
-    capacity_of_str_len: Annotated[int, msgspec.Meta(ge=1)]
-    streaming: bool | None = None
-    timeout: float | None = None
-    session_id: str | None = None
-
-
-class _Closed(msgspec.Struct):
-    session_id: str
 
 
 class _Hint(msgspec.Struct):
@@ -91,73 +63,27 @@ def add_worker_routes(app: fastapi.FastAPI, router: Router) -> None:
         return await pass_on(_tenant(router, request), worker, "GET", request.url.path)
 
     for path in ("/health_generate", "/get_model_info", "/model_info", "/get_server_info", "/server_info"):
-        app.get(path, tags=["SGLang"], operation_id=path[1:], response_class=Response, responses=_SAID)(
-            from_any
-        )
+        app.get(path, tags=["SGLang"], operation_id=path[1:], response_class=Response)(from_any)
 
-    @app.get("/v1/responses/{response_id}", tags=["OpenAI"], response_class=Response, responses=_SAID)
+    @app.get("/v1/responses/{response_id}", tags=["OpenAI"], response_class=Response)
     async def get_response(response_id: str, request: fastapi.Request) -> Response:
         """A stored response, from the worker that has it."""
         tenant = _tenant(router, request)
-        worker = _holder(router, tenant, response_id, RESPONSE)
+        worker = _holder(router, tenant, response_id)
         return await pass_on(tenant, worker, "GET", f"/v1/responses/{response_id}")
 
-    @app.post("/v1/responses/{response_id}/cancel", tags=["OpenAI"], response_class=Response, responses=_SAID)
+    @app.post("/v1/responses/{response_id}/cancel", tags=["OpenAI"], response_class=Response)
     async def cancel_response(response_id: str, request: fastapi.Request) -> Response:
         """End a response that is computed in the background."""
         tenant = _tenant(router, request)
-        worker = _holder(router, tenant, response_id, RESPONSE)
+        worker = _holder(router, tenant, response_id)
         return await pass_on(tenant, worker, "POST", f"/v1/responses/{response_id}/cancel")
-
-    @app.post(
-        "/open_session",
-        tags=["SGLang"],
-        response_class=Response,
-        responses=_OPERATOR,
-        openapi_extra=_takes(
-            capacity_of_str_len={"type": "integer", "minimum": 1},
-            streaming={"type": ["boolean", "null"]},
-            timeout={"type": ["number", "null"]},
-        ),
-    )
-    async def open_session(request: fastapi.Request) -> Response:
-        """Open a session at one worker. The answer is the session's id, which names the worker."""
-        tenant, body = _operator(router, request), await _body(request)
-        if _decoded(body, _Opened).session_id is not None:
-            raise RequestError(400, "The router chooses the session's id: leave it out.", param="session_id")
-        worker = _least_loaded(router, request.query_params.get("model"))
-        named = with_member(body, "session_id", new_id(SESSION, worker.id, tenant.name))
-        return await pass_on(tenant, worker, "POST", "/open_session", named)
-
-    @app.post(
-        "/close_session",
-        tags=["SGLang"],
-        response_class=Response,
-        responses=_OPERATOR,
-        openapi_extra=_takes(session_id={"type": "string"}),
-    )
-    async def close_session(request: fastapi.Request) -> Response:
-        """Close a session."""
-        tenant = _operator(router, request)
-        body = await _body(request)
-        worker = _holder(router, tenant, _decoded(body, _Closed).session_id, SESSION)
-        return await pass_on(tenant, worker, "POST", "/close_session", body)
 
 
 def _add_hint_route(app: fastapi.FastAPI, router: Router, turns: _Turns) -> None:
     sources = parse_sources(router.config.session.sources)
 
-    @app.post(
-        "/v1/kv/hints",
-        tags=["operations"],
-        response_class=Response,
-        responses={**_SAID, 413: error_answer(413)},
-        openapi_extra=_takes(
-            ttl_s={"type": "integer", "minimum": 0, "maximum": MAX_KEEP_S},
-            model={"type": ["string", "null"]},
-            user={"type": ["string", "null"]},
-        ),
-    )
+    @app.post("/v1/kv/hints", tags=["operations"], response_class=Response)
     async def hint(request: fastapi.Request) -> Response:
         """Have a session's pages kept in the pool for `ttl_s`, or no longer. The session is named as in its
         requests. `parts`: of its pages, those that are there; `known`: its worker remembers them.
@@ -168,8 +94,7 @@ def _add_hint_route(app: fastapi.FastAPI, router: Router, turns: _Turns) -> None
         key = find_session_key(sources, request.headers.get, view, body)
         if key is None:
             raise RequestError(404, "No session is named: by the header x-session-id, for example.")
-        alias = router.gate.aliases.named(view.model)
-        key = key.of_model(alias or view.model or router.gate.served_model(None))
+        key = key.of_model(router.gate.named(view.model) or router.gate.served_model(None))
         if router.gate.tenants.has_keys:
             key = key.within(tenant.name)
         turn = await router.dispatcher.last_turn(key)
@@ -226,25 +151,16 @@ class _Turns:
             self._running[tenant.name] -= 1
 
 
-def _holder(router: Router, tenant: TenantState, id_: str, prefix: str) -> Worker:
+def _holder(router: Router, tenant: TenantState, id_: str) -> Worker:
     """The worker that holds what the tenant asks for. Raises RequestError (404)."""
-    worker_id = find_holder(id_, prefix, router.fleet.by_id, tenant.name)
+    worker_id = find_holder(id_, router.fleet.by_id, tenant.name)
     if worker_id is None:
-        what = "Response" if prefix == RESPONSE else "Session"
-        raise RequestError(404, f"{what} with id {id_[:200]!r} not found.")
+        raise RequestError(404, f"Response with id {id_[:200]!r} not found.")
     return router.fleet.by_id[worker_id]
 
 
 def _tenant(router: Router, request: fastapi.Request) -> TenantState:
     return router.gate.authenticate(dict(request.headers.raw), address_of(request.scope))
-
-
-def _operator(router: Router, request: fastapi.Request) -> TenantState:
-    """The client, who may hold memory of a worker. Raises RequestError (403)."""
-    tenant = _tenant(router, request)
-    if router.gate.tenants.has_keys and not tenant.limits.controls_engine:
-        raise RequestError(403, "Sessions are for tenants with controls_engine.", type_="permission_error")
-    return tenant
 
 
 async def _body(request: fastapi.Request) -> bytes:

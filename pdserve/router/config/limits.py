@@ -42,13 +42,10 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         float,
         Meta(
             gt=0,
-            description="Time of the prefill computation; after it, the decode worker computes the prompt.",
+            description="Time to compute the prompt and publish its pages; after it, the decode worker "
+            "computes the prompt.",
         ),
     ] = 120.0
-    publish_s: Annotated[
-        float,
-        Meta(ge=0, description="Time added to prefill_s for publishing the prompt's pages."),
-    ] = 5.0
     wait_for_worker_s: Annotated[
         float,
         Meta(
@@ -67,14 +64,6 @@ class Deadlines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             "prompts.",
         ),
     ] = 10.0
-    hedge_prefill_s: Annotated[
-        float,
-        Meta(
-            ge=0,
-            description="After this time a prefill request is also sent to a second worker, and the first "
-            "answer wins; 0: never.",
-        ),
-    ] = 0.0
     first_byte_s: Annotated[
         float,
         Meta(
@@ -157,9 +146,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "answer is 503.",
         ),
     ] = 4096
-    idle_connections: Annotated[
-        int, Meta(ge=0, description="Most idle keep-alive connections to one worker.")
-    ] = 256
     decode_attempts: Annotated[
         int,
         Meta(
@@ -168,19 +154,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "stream.",
         ),
     ] = 2
-    retry_ratio: Annotated[
-        float,
-        Meta(
-            ge=0, le=1, description="Budget of retries and hedges per request, in addition to retries_per_s."
-        ),
-    ] = 0.2
-    retries_per_s: Annotated[
-        float,
-        Meta(
-            ge=0,
-            description="Budget of retries and hedges per second, independent of the number of requests.",
-        ),
-    ] = 10.0
 
 
 class Probe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -8,9 +8,28 @@ import msgspec
 from msgspec import Meta
 
 
-class Stickiness(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How closely sessions keep to their worker in one pool of workers."""
+class Session(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where a request's session key comes from, and how closely a session keeps to its workers."""
 
+    sources: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Sources of the session key, in order of preference: `header:NAME`, "
+            "`cookie:NAME`, `user` (the body's field), `user:messages` (each conversation of that user), "
+            "`body:PATH` (dotted path into the body), `messages` (hash chain of the messages after the "
+            "system prompt)."
+        ),
+    ] = ("header:x-session-id", "header:x-user-id", "user:messages")
+    ttl_s: Annotated[
+        float, Meta(gt=0, description="A session without a request for this long is forgotten.")
+    ] = 3600.0
+    capacity: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Number of sessions in the session table; the least recently seen is dropped first.",
+        ),
+    ] = 100_000
     mode: Annotated[
         Literal["soft", "hard"],
         Meta(
@@ -40,34 +59,8 @@ class Stickiness(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     ] = "least_loaded"
 
 
-class Session(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a request's session key comes from, and how closely a session keeps to its workers."""
-
-    sources: Annotated[
-        tuple[str, ...],
-        Meta(
-            description="Sources of the session key, in order of preference: `header:NAME`, "
-            "`cookie:NAME`, `user` (the body's field), `user:messages` (each conversation of that user), "
-            "`body:PATH` (dotted path into the body), `messages` (hash chain of the messages after the "
-            "system prompt)."
-        ),
-    ] = ("header:x-session-id", "header:x-user-id", "user:messages")
-    ttl_s: Annotated[
-        float, Meta(gt=0, description="A session without a request for this long is forgotten.")
-    ] = 3600.0
-    capacity: Annotated[
-        int,
-        Meta(
-            ge=1,
-            description="Number of sessions in the session table; the least recently seen is dropped first.",
-        ),
-    ] = 100_000
-    prefill: Stickiness = Stickiness()
-    decode: Stickiness = Stickiness()
-
-
 class PlacementSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Weights of the cost function, and how long a prefix is thought to stay where it was."""
+    """Weights of the cost function."""
 
     prefill_ms_per_token: Annotated[
         float,
@@ -88,9 +81,6 @@ class PlacementSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     missing_kv_ms_per_token: Annotated[
         float, Meta(ge=0, description="Cost of each prompt token for which the worker has no free KV memory.")
     ] = 0.2
-    leave_ms: Annotated[
-        float, Meta(ge=0, description="Cost of another worker than that of the session's last turn.")
-    ] = 0.0
     pool_from_tokens: Annotated[
         int,
         Meta(
@@ -99,40 +89,3 @@ class PlacementSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             "goes through the pool.",
         ),
     ] = 4096
-    device_half_life_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            description="Estimated time until half of a prefix is evicted from a worker's device memory.",
-        ),
-    ] = 120.0
-    host_half_life_s: Annotated[
-        float,
-        Meta(
-            gt=0, description="Estimated time until half of a prefix is evicted from a worker's host memory."
-        ),
-    ] = 900.0
-    pool_half_life_s: Annotated[
-        float, Meta(gt=0, description="Estimated time until half of a prefix is evicted from the pool.")
-    ] = 7200.0
-    half_lives: Annotated[
-        Literal["learned", "fixed"],
-        Meta(
-            description="learned: the half-lives follow what workers report that they found, of each worker "
-            "and of the pool; they begin as configured; fixed: they stay so."
-        ),
-    ] = "learned"
-    capacity_blocks: Annotated[
-        int, Meta(ge=1, description="Number of blocks of prompt text (1 KiB and more) in the prefix table.")
-    ] = 50_000
-    queue_share: Annotated[
-        float,
-        Meta(
-            ge=0,
-            description="Adapts min_prefill_tokens: this times (tokens queued at the prefill worker - "
-            "tokens queued at the decode worker) is added to it.",
-        ),
-    ] = 0.5
-    max_direct_tokens: Annotated[
-        int, Meta(ge=0, description="Upper bound of min_prefill_tokens after queue_share has been added.")
-    ] = 8192

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
 
-from pdserve.discovery.config import KubernetesConfig
+from pdserve.discovery.dns import is_dns_name, parse_dns_name
 from pdserve.discovery.workers import WorkerEtcdConfig
 from pdserve.errors import ConfigError
 from pdserve.router.api.endpoints import PREFILLABLE, PrefillPath
 from pdserve.router.config.addresses import check_pool_address, is_https, parse_base_url
-from pdserve.router.config.aliases import Alias, check_aliases
 from pdserve.router.config.limits import Deadlines, Limits, Probe
 from pdserve.router.config.placement import PlacementSettings, Session
 from pdserve.router.config.redis import RedisSettings
 from pdserve.router.config.slo import ServiceLevel
 from pdserve.router.config.tenants import SHARED, Access, Admin, Admission, Tenant, TenantLimits
-from pdserve.tls.contexts import TlsConfig
+from pdserve.security.tls import TlsConfig
 from pdserve.tracing import Tracing
 
 Mode = Literal["disagg", "agg"]
+MAX_ALIAS_CHARS: Final = 256
+
+
+def base_of(model: str) -> str:
+    """The model that workers serve under a name, without its adapter."""
+    return model.partition(":")[0]
 
 
 class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -32,7 +37,11 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int, Meta(ge=0, le=65535, description="Port to listen on; 0 takes a free one and prints it.")
     ] = 8000
     prefill: Annotated[
-        tuple[str, ...], Meta(description="Base URLs of the prefill workers, `http://HOST:PORT`.")
+        tuple[str, ...],
+        Meta(
+            description="Base URLs of the prefill workers, `http://HOST:PORT`. In all lists, "
+            "`dns+http://NAME:PORT` stands for all addresses of the name, looked up every 5 s."
+        ),
     ] = ()
     decode: Annotated[tuple[str, ...], Meta(description="Base URLs of the decode workers.")] = ()
     agg: Annotated[
@@ -86,7 +95,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Meta(
             ge=0,
             description="A prompt with fewer uncached tokens (estimated) skips the prefill stage; 0: none "
-            "skips it. Adapts to queues, see placement.queue_share.",
+            "skips it. It adapts to the workers' queues.",
         ),
     ] = 256
     pull_ahead_tokens: Annotated[
@@ -167,34 +176,36 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tenant_defaults: TenantLimits = TenantLimits()
     tenants: tuple[Tenant, ...] = ()
     redis: RedisSettings = RedisSettings()
-    aliases: tuple[Alias, ...] = ()
+    aliases: Annotated[
+        dict[str, str],
+        Meta(description="Names for clients, each with the model, or BASE:ADAPTER, that it stands for."),
+    ] = {}
     admin: Admin = Admin()
     etcd: WorkerEtcdConfig = WorkerEtcdConfig()
-    kubernetes: KubernetesConfig = KubernetesConfig()
     tracing: Tracing = Tracing()
 
     def __post_init__(self) -> None:
         """Raises ValueError for what no field alone can tell; the loader adds the file's name."""
-        urls = [*self.prefill, *self.decode, *self.agg, *self.elastic]
-        for url in urls:
-            parse_base_url(url)
-        seen = [parse_base_url(url) for url in urls]
-        for url, place in zip(urls, seen, strict=True):
-            if seen.count(place) > 1:
+        listed = [*self.prefill, *self.decode, *self.agg, *self.elastic]
+        seen = [
+            parse_dns_name(url, "http")[1:] if is_dns_name(url) else parse_base_url(url) for url in listed
+        ]
+        for url, host_and_port in zip(listed, seen, strict=True):
+            if seen.count(host_and_port) > 1:
                 raise ValueError(f"worker {url} is listed twice")
-        self._check_tls(urls)
+        self._check_tls(listed)
         if any(tenant.name == SHARED for tenant in self.tenants):
             raise ValueError(f"no tenant can be called {SHARED!r}: it names the shared cache namespace")
         for address in self.admin.pool:
             check_pool_address(address)
-        check_aliases(self.aliases, self.models)
-        known = (*self.models, *(alias.name for alias in self.aliases))
+        self._check_aliases()
+        known = (*self.models, *self.aliases)
         if self.models and self.default_model and self.default_model not in known:
             raise ValueError(f"default_model {self.default_model!r} is none of 'models', and no alias")
         if (self.access.tls_cert_file is None) != (self.access.tls_key_file is None):
             raise ValueError("access.tls_cert_file and access.tls_key_file go together: set both, or none")
-        if self.etcd.endpoints and self.kubernetes.selector:
-            raise ValueError("etcd.endpoints and kubernetes.selector both name workers: keep one")
+        if self.etcd.endpoints and self._has_dns_names:
+            raise ValueError("etcd.endpoints and dns+http:// both name workers: keep one")
         if self.prefill and not (self.decode or self.elastic) and not self.has_discovery:
             raise ValueError(
                 "'prefill' lists workers but 'decode' is empty; list a decode worker, or use 'agg'"
@@ -206,8 +217,17 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if not (listed or self.has_discovery) and self.admin.port is None:
             raise ConfigError(
                 "no workers: list 'decode' (and 'prefill') workers, or 'agg' or 'elastic' ones, or set "
-                "etcd.endpoints or kubernetes.selector"
+                "etcd.endpoints"
             )
+
+    def _check_aliases(self) -> None:
+        for alias, model in self.aliases.items():
+            if not 0 < len(alias) <= MAX_ALIAS_CHARS:
+                raise ValueError(f"alias {alias[:40]!r}: a name has from 1 to {MAX_ALIAS_CHARS} characters")
+            if model in self.aliases:
+                raise ValueError(f"alias {alias} stands for {model}, which is an alias itself")
+            if not model or (self.models and not {model, base_of(model)} & set(self.models)):
+                raise ValueError(f"alias {alias} stands for {model!r}, which is none of 'models'")
 
     def _check_tls(self, urls: list[str]) -> None:
         if self.tls.certificate is not None and self.tls.ca is None:
@@ -216,6 +236,11 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 "access.tls_cert_file"
             )
         for url in urls:
+            if is_dns_name(url) and self.tls.ca is not None:
+                raise ValueError(
+                    f"worker {url}: DNS gives addresses, and certificates name hosts: with tls.ca list the "
+                    "workers by their names, as https://HOST:PORT, or use etcd"
+                )
             if is_https(url) and self.tls.ca is None:
                 raise ValueError(f"worker {url} needs tls.ca: who signed the certificates of workers")
             if not is_https(url) and self.tls.ca is not None:
@@ -223,8 +248,12 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def has_discovery(self) -> bool:
-        """Whether workers are found in etcd or by their pods."""
-        return bool(self.etcd.endpoints or self.kubernetes.selector)
+        """Whether workers are found in etcd or by DNS."""
+        return bool(self.etcd.endpoints) or self._has_dns_names
+
+    @property
+    def _has_dns_names(self) -> bool:
+        return any(map(is_dns_name, (*self.prefill, *self.decode, *self.agg, *self.elastic)))
 
     @property
     def mode(self) -> Mode:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
 
-from pdserve.tls.contexts import TlsConfig
-from pdserve.tokens import Secret
+from pdserve.security.tls import TlsConfig
+from pdserve.security.tokens import Secret
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 SHARED = "shared"
@@ -47,14 +47,6 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ge=0.01, le=100, description="Share of a full router, relative to the weights of other tenants."
         ),
     ] = 1.0
-    on_slo_miss: Annotated[
-        Literal["mark", "queue", "refuse"],
-        Meta(
-            description="What becomes of a request that others make later than [slo] allows. mark: it is "
-            "served, with the header `x-pdserve-slo`; queue: it waits until the level can be kept, at most "
-            "admission.queue_s; refuse: 429."
-        ),
-    ] = "mark"
     cache: Annotated[
         str,
         Meta(
@@ -165,29 +157,6 @@ class Admin(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         Meta(description="Key of the admin API, required if it has a port; also from PDSERVE_ADMIN_KEY."),
     ] = Secret("")
     key_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = None
-    decisions: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=10_000,
-            description="Newest requests of each process that `GET /decisions` tells about, with what "
-            "decided where they went. 0: none.",
-        ),
-    ] = 512
-    routers: Annotated[
-        tuple[str, ...],
-        Meta(
-            description="Admin URLs of the cluster's routers. The live page and `pdserve top` then show all "
-            "of them, whichever is asked. All have the same key."
-        ),
-    ] = ()
-    advertise: Annotated[
-        str,
-        Meta(
-            description="URL at which other routers reach this admin port. With etcd it is written there, "
-            "and routers find each other."
-        ),
-    ] = ""
     pool: Annotated[
         tuple[str, ...],
         Meta(
@@ -199,9 +168,13 @@ class Admin(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         TlsConfig,
         Meta(
             description="Certificate of the admin port; with it `https` only. With `client_ca` "
-            "clients must show one too. `ca`: who signed the certificates of other routers' admin ports."
+            "clients must show one too."
         ),
     ] = TlsConfig()
+
+
+PRIORITY_STEP_S: Final = 1.0
+"""A request of a priority counts as if it had waited so much longer for each step above 0."""
 
 
 class Admission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -227,19 +200,10 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     queue_s: Annotated[
         float, Meta(ge=0, description="Longest wait of a request; after it, the answer is 429.")
     ] = 30.0
-    priority_step_s: Annotated[
-        float,
-        Meta(
-            ge=0,
-            description="A request of a priority counts as if it had waited so much longer for each step "
-            "above 0, or shorter below; at most a quarter of queue_s. 0: the queue does not look at "
-            "priorities.",
-        ),
-    ] = 1.0
 
     def head_start_s(self, urgency: int) -> float:
         """What the urgency of a request counts for in the queue. All of them lie within half of `queue_s`, so
         nobody's urgent requests keep back another one until its end.
         """
         bound_s = self.queue_s / 4
-        return max(-bound_s, min(bound_s, urgency * self.priority_step_s))
+        return max(-bound_s, min(bound_s, urgency * PRIORITY_STEP_S))

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Mapping
 
-from pdserve.router.api.held_ids import RESPONSE, new_id
+from pdserve.router.api.held_ids import new_id
 from pdserve.router.api.request_body import with_member
 from pdserve.router.config.limits import Deadlines
 from pdserve.router.config.router import RouterConfig
@@ -26,7 +26,7 @@ from pdserve.router.fleet.worker import Worker
 from pdserve.router.metrics.names import CACHES
 from pdserve.router.metrics.stats import Stats
 from pdserve.router.placement.placer import Placer
-from pdserve.router.request.cache_report import cached_tokens, found_tokens
+from pdserve.router.request.cache_report import cached_tokens
 from pdserve.router.request.call import Call
 from pdserve.router.sessions.redis_table import SharedSessions
 from pdserve.router.sessions.table import SessionEntry
@@ -108,7 +108,7 @@ class DecodeStage:
         """(target, header lines, body): the call, or what the worker needs to continue it."""
         target, body = call.endpoint.path, call.body
         if call.endpoint.stored_as:
-            body = with_member(body, call.endpoint.stored_as, new_id(RESPONSE, worker.id, call.tenant.name))
+            body = with_member(body, call.endpoint.stored_as, new_id(worker.id, call.tenant.name))
         headers = call.upstream_headers + job.cached_before + job.turns_line + job.room_line
         if self._asks_marks and call.endpoint.is_resumable:
             headers += MARKS_REQUEST
@@ -160,7 +160,7 @@ class DecodeStage:
             await relay_whole(call, response, left_s, between_s)
             if job.suspects:
                 self._workers.on_answered(job)
-        turn = self._note_answered(call, job, claim, turn, response)
+        turn = self._note_answered(call, job, turn)
         if self._shared is not None:
             self._share(self._shared, call, turn)
 
@@ -173,18 +173,12 @@ class DecodeStage:
         if "computed" in tokens and meter is not None and not call.facts.has_several_prompts:
             meter.prompt_tokens = sum(tokens.values())
 
-    def _note_answered(
-        self, call: Call, job: Job, claim: Claim, turn: SessionEntry | None, response: Response
-    ) -> SessionEntry | None:
-        tokens, found = 0, None
+    def _note_answered(self, call: Call, job: Job, turn: SessionEntry | None) -> SessionEntry | None:
+        tokens = 0
         if job.plan.places is not None:
             meter = call.answer.meter
             tokens = 0 if meter is None else meter.total(call.answer.is_stream)[1]
-            if job.plan.handoff == "pool":  # else the worker tells what the prefill worker found
-                found = found_tokens(response.headers)
-        return self._placer.on_answered(
-            call.facts, job.plan, claim.worker, turn, tokens, found, self._loop.time()
-        )
+        return self._placer.on_answered(call.facts, turn, tokens, self._loop.time())
 
     @staticmethod
     def _share(shared: SharedSessions, call: Call, turn: SessionEntry | None) -> None:

@@ -31,13 +31,13 @@ import msgspec
 from pdserve.errors import RequestError
 from pdserve.router.api.errors import NoWorkerError, error_type
 from pdserve.router.config.router import RouterConfig
+from pdserve.router.dispatch import retry_budget
 from pdserve.router.dispatch.decode import DecodeStage
 from pdserve.router.dispatch.direct import DirectStage, Outcome
 from pdserve.router.dispatch.job import Claim, Job, header_words
 from pdserve.router.dispatch.prefill import PrefillStage
 from pdserve.router.dispatch.resume import may_resume
 from pdserve.router.dispatch.retry_budget import RetryBudget
-from pdserve.router.dispatch.service_level import ServiceLevels
 from pdserve.router.dispatch.settle import SettleStage
 from pdserve.router.dispatch.suspects import POISON, Suspects
 from pdserve.router.dispatch.worker_request import (
@@ -79,15 +79,14 @@ class Dispatcher:
         self._shared = shared
         self._deadlines = upstream.deadlines
         self._loop = asyncio.get_running_loop()
-        self._budget = RetryBudget(config.limits.retry_ratio, config.limits.retries_per_s, self._loop.time())
+        self._budget = RetryBudget(retry_budget.RATIO, retry_budget.MIN_PER_S, self._loop.time())
         self.placer = placer = Placer(config, fleet)
-        self._levels = ServiceLevels(config, stats) if config.slo.is_set else None
         self._worker_wait_s = config.deadlines.wait_for_worker_s
         self._wait = WorkerWait(fleet)
         self._suspects = suspects = Suspects(fleet, stats, self._wait)
         workers = WorkerRequests(fleet, upstream, config.deadlines.connect_s)
         self._settle = SettleStage(config.deadlines.settle_s, workers, stats)
-        self._prefill = PrefillStage(config, fleet, workers, stats, placer, self._budget, suspects)
+        self._prefill = PrefillStage(config, fleet, workers, stats, placer, suspects)
         self._decode = DecodeStage(config, fleet, upstream, workers, stats, placer, shared, suspects)
         self._direct = DirectStage(config.deadlines, workers, self._prefill, self._decode, stats)
 
@@ -100,8 +99,6 @@ class Dispatcher:
             last = await self.last_turn(session)
         await self._suspects.check(call)
         plan = await self._first_plan(call, last)
-        if self._levels is not None:
-            plan = await self._levels.admit(call, plan, lambda: self._try_plan(call, last))
         job = Job(plan)
         self._budget.on_request()
         if call.streams and call.endpoint.streams:
@@ -155,12 +152,6 @@ class Dispatcher:
         for role, reason in plan.causes:
             self._stats.on_placed(role, reason)
         return plan
-
-    def _try_plan(self, call: Call, last: SessionEntry | None) -> Plan:
-        """The plan as it would be now, counted nowhere. Raises NoWorkerError."""
-        now_s = self._loop.time()
-        snapshot = self._fleet.snapshot(call.model, now_s)
-        return self.placer.plan(call.facts, snapshot, last, now_s, is_trial=True)
 
     async def _directly(self, call: Call, job: Job, last: SessionEntry | None) -> None:
         """Have a pair of workers answer. If one of them is lost first, the pool is the way, or another pair.

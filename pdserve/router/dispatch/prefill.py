@@ -3,10 +3,6 @@
 It fails a call only when the prefill worker says that the request itself is at fault. After any other failure
 the decode worker computes the prompt.
 
-Hedging (`hedge_prefill_s`): a second worker is asked when the first one has not answered in time and the
-retry budget allows it. The first good outcome counts, and the other request is cut. Off by default, since
-some prompts are computed twice.
-
 A worker without `/pd/prefill` is asked for an answer of one token instead, and the rest of its answer is
 dropped. Its pages get to the decode worker by whatever cache the two share.
 
@@ -25,9 +21,8 @@ import msgspec
 from msgspec import Meta
 
 from pdserve.router.config.router import RouterConfig
-from pdserve.router.dispatch.job import Claim, Job, cached_before_header, turns_header
+from pdserve.router.dispatch.job import Job, cached_before_header, turns_header
 from pdserve.router.dispatch.one_token import one_token_body
-from pdserve.router.dispatch.retry_budget import RetryBudget
 from pdserve.router.dispatch.suspects import Suspects
 from pdserve.router.dispatch.worker_request import FAILURES, WorkerAnswerError, WorkerRequests, outcome_of
 from pdserve.router.fleet.registry import Fleet
@@ -35,7 +30,6 @@ from pdserve.router.fleet.worker import Count, Worker
 from pdserve.router.metrics.names import CACHES
 from pdserve.router.metrics.stats import Stats
 from pdserve.router.placement.placer import Placer
-from pdserve.router.placement.planner import choose_alternate
 from pdserve.router.request.answer import PREFILL_HEADER
 from pdserve.router.request.cache_report import MISS_HEADER, PREFILL_CACHED_HEADER, cached_words
 from pdserve.router.request.call import Call
@@ -112,17 +106,14 @@ class PrefillStage:
         workers: WorkerRequests,
         stats: Stats,
         placer: Placer,
-        budget: RetryBudget,
         suspects: Suspects,
     ) -> None:
-        self._hedge_s = config.deadlines.hedge_prefill_s
-        self._limit_s = config.deadlines.prefill_s + config.deadlines.publish_s
+        self._limit_s = config.deadlines.prefill_s
         self._pull_ahead_tokens = config.pull_ahead_tokens
         self._fleet = fleet
         self._workers = workers
         self._stats = stats
         self._placer = placer
-        self._budget = budget
         self._suspects = suspects
         self._loop = asyncio.get_running_loop()
 
@@ -138,10 +129,7 @@ class PrefillStage:
             job.words.append("pull=absent")
         pulling = self._loop.create_task(self._pull_ahead(call, job.plan.decode)) if is_long else None
         try:
-            if self._hedge_s > 0:
-                outcome = await self._hedged(call, job, worker)
-            else:
-                outcome = await self.ask(call, job, worker, self._limit_s)
+            outcome = await self.ask(call, job, worker, self._limit_s)
         finally:
             if pulling is not None:
                 pulling.cancel()  # hangs up
@@ -161,36 +149,6 @@ class PrefillStage:
             outcome = outcome_of(error)
         finally:
             self._stats.pull_ahead[outcome] += 1
-
-    async def _hedged(self, call: Call, job: Job, worker: Worker) -> str:
-        """The better of two outcomes. The second worker is chosen when the first one is late."""
-        asked = [self._loop.create_task(self.ask(call, job, worker, self._limit_s))]
-        try:
-            done, running = await asyncio.wait(asked, timeout=self._hedge_s)
-            now_s = self._loop.time()
-            candidates = () if done else self._fleet.snapshot(call.model, now_s).prefill
-            other = choose_alternate(candidates, (worker.id,))
-            if other is None or not self._budget.take(now_s):
-                return await asked[0]
-            self._stats.hedges += 1
-            asked.append(self._loop.create_task(self._ask_other(call, job, other)))
-            running.add(asked[1])
-            outcome = ""
-            while running and outcome not in GOOD:
-                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                outcome = min((task.result() for task in done), key=lambda word: word not in GOOD)
-            return outcome
-        finally:
-            for task in asked:
-                task.cancel()
-            await asyncio.gather(*asked, return_exceptions=True)
-
-    async def _ask_other(self, call: Call, job: Job, worker: Worker) -> str:
-        claim = Claim(self._fleet, worker, self._loop.time(), prefills=True)
-        try:
-            return await self.ask(call, job, worker, self._limit_s)
-        finally:
-            claim.release()
 
     async def ask(self, call: Call, job: Job, worker: Worker, limit_s: float) -> str:
         """The outcome at one worker, in one word. Raises WorkerAnswerError as `run`."""
@@ -229,20 +187,14 @@ class PrefillStage:
         """A worker that answers a request for one token has the prompt in its memory, and tells no more of
         it.
         """
-        self._placer.on_prefilled(call.facts, job.plan, worker, {}, 0, 0, self._loop.time())
+        self._placer.on_prefilled(call.facts, worker, 0, 0, self._loop.time())
         call.answer.prefill_headers = [(PREFILL_HEADER, worker.id_header)]
 
     def _note(self, call: Call, job: Job, worker: Worker, report: PrefillReport) -> None:
         """Tell placement, the decode worker, the client and the metrics what the prefill worker reports."""
         tokens, stats = report.by_tier, self._stats
         self._placer.on_prefilled(
-            call.facts,
-            job.plan,
-            worker,
-            {} if report.cached is None else tokens,
-            report.published_pages,
-            report.missing_pages,
-            self._loop.time(),
+            call.facts, worker, report.published_pages, report.missing_pages, self._loop.time()
         )
         job.cached_before = cached_before_header(report.cached_by_prompt)
         job.count_prompt(stats, tokens)

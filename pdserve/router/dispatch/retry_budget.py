@@ -7,6 +7,8 @@ added load stays near `ratio`. Source: retry budgets of Finagle, https://twitter
 
 from __future__ import annotations
 
+RATIO = 0.2
+MIN_PER_S = 10.0
 KEPT_S = 10.0
 KEPT_REQUESTS = 100
 

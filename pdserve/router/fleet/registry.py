@@ -16,17 +16,12 @@ from typing import Final
 
 import msgspec
 
+from pdserve.discovery.dns import is_dns_name
 from pdserve.router.config.router import Mode, RouterConfig
+from pdserve.router.fleet.body_limit import LARGEST_BODY_BYTES, body_limit_bytes
 from pdserve.router.fleet.compatibility import find_mismatch
 from pdserve.router.fleet.membership import Membership
 from pdserve.router.fleet.models import Models
-from pdserve.router.fleet.text_limits import (
-    LARGEST_BODY_BYTES,
-    NO_LIMIT,
-    TextLimit,
-    body_limit_bytes,
-    text_limit,
-)
 from pdserve.router.fleet.worker import BOTH, ROLES, Role, Worker, WorkerInfo, WorkerLoad
 
 SLOTS_PER_RUNNING: Final = 2
@@ -98,7 +93,6 @@ class Fleet:
         says ready or finds a worker gone, a join, a leave, the end of a drain."""
         self.on_doubt: Callable[[Worker], None] | None = None
         """Has a worker probed at once, whose connection was lost."""
-        self._text_limits: dict[str, TextLimit] = {}
         self.longest_context: dict[str, int] = {}
         """Model → tokens of a request that its workers take at most, as they say; 0: unknown."""
         self.has_direct = False
@@ -128,7 +122,6 @@ class Fleet:
     def _facts_changed(self) -> None:
         joined = [w.info for w in self.workers if w.info and not w.refused]
         models = {info.model for info in joined}
-        self._text_limits = {m: text_limit([info for info in joined if info.model == m]) for m in models}
         self.longest_context = {
             m: max(0, *(info.context_length for info in joined if info.model == m)) for m in models
         }
@@ -183,10 +176,6 @@ class Fleet:
         if found is None or now_s >= found.valid_until_s:
             found = self._snapshots[model] = self._take_snapshot(model, now_s)
         return found
-
-    def text_limit(self, model: str) -> TextLimit:
-        """What no worker of `model` takes."""
-        return self._text_limits.get(model, NO_LIMIT)
 
     def takes_salt_header(self, model: str) -> bool:
         """Every worker of `model` keeps caches apart by the header with the salt."""
@@ -347,11 +336,11 @@ class Fleet:
 
 
 def listed_workers(config: RouterConfig) -> dict[str, Role]:
-    """The workers that the configuration lists: base URL → role."""
+    """The workers that the configuration lists: base URL → role. Names for DNS are left out."""
     lists: tuple[tuple[Role, tuple[str, ...]], ...] = (
         ("prefill", config.prefill),
         ("decode", config.decode),
         ("agg", config.agg),
         ("elastic", config.elastic),
     )
-    return {url: role for role, urls in lists for url in urls}
+    return {url: role for role, urls in lists for url in urls if not is_dns_name(url)}

@@ -15,9 +15,9 @@ Role = Literal["prefill", "decode", "agg", "elastic"]
 ROLES: tuple[Role, ...] = ("prefill", "decode", "agg", "elastic")
 BOTH: tuple[Role, ...] = ("agg", "elastic")
 """Roles of workers that serve prefill and decode."""
-Source = Literal["config", "admin", "etcd", "kubernetes"]
+Source = Literal["config", "admin", "dns", "etcd"]
 """The origin of a worker's membership."""
-DISCOVERED: frozenset[Source] = frozenset({"etcd", "kubernetes"})
+DISCOVERED: frozenset[Source] = frozenset({"dns", "etcd"})
 """Sources that name workers by themselves. A router has at most one of them."""
 Number = Annotated[int, msgspec.Meta(ge=-(10**12), le=10**12)]
 """What a worker says. JSON's numbers have no end, and beyond a float's range costs cannot be compared."""
@@ -55,9 +55,6 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     """It waits for the pages of prompts with media, too."""
     adapters: tuple[str, ...] = ()
     """Names of the LoRA adapters that it started with."""
-    longest_token_bytes: Number = 0
-    """UTF-8 bytes of text that one token can stand for (see `TextBound`). 0: there is no bound."""
-    text_shrink: Number = 1
     takes_salt_header: bool = False
     """`x-pdserve-cache-salt` keeps caches apart there, at endpoints where SGLang takes no salt."""
     priorities: Literal["none", "high_first", "low_first"] = "none"

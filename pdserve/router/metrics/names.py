@@ -30,8 +30,7 @@ METRICS: Final = (
         "requests",
         "counter",
         ("route", "status"),
-        "Answered requests, and sessions of `/v1/realtime` that are over (101). `aborted`: the client "
-        "disconnected before the answer.",
+        "Answered requests. `aborted`: the client disconnected before the answer.",
     ),
     _one("requests_in_flight", "gauge", (), "Requests being answered."),
     _one(
@@ -68,27 +67,6 @@ METRICS: Final = (
         ("model",),
         "Streams: mean time between two tokens, one observation for each stream.",
     ),
-    _one("realtime_sessions_open", "gauge", ("model",), "Sessions of `/v1/realtime` that are open."),
-    _one(
-        "realtime_sessions",
-        "counter",
-        ("model", "ended_by"),
-        "Sessions of `/v1/realtime` that are over. client, worker: that end closed it, or left; slow: one of "
-        "them took nothing for its time; deadline: the session's time was up; router: it stopped. Sessions "
-        "that were refused count in `requests` only.",
-    ),
-    _one(
-        "realtime_session_seconds",
-        "histogram",
-        ("model",),
-        "Time from a session's opening to its end. Only sessions that are over count.",
-    ),
-    _one(
-        "realtime_messages",
-        "counter",
-        ("model", "sender"),
-        "Messages in sessions of `/v1/realtime`, by who sent them: client, worker.",
-    ),
     _one(
         "turn_tokens",
         "counter",
@@ -108,19 +86,6 @@ METRICS: Final = (
         "has of the prompt; cache-aware, load-aware, power-of-two, least-loaded, round-robin: load, or the "
         "turn, alone; retry: another had failed. Why there is no prefill: direct, media, no-stage, "
         "none-ready, session-worker-gone, agg; here: an elastic worker does both.",
-    ),
-    _one(
-        "alias_requests",
-        "counter",
-        ("alias", "model"),
-        "Requests for an alias, by the model that they got.",
-    ),
-    _one(
-        "slo_requests",
-        "counter",
-        ("tenant", "action"),
-        "Requests where there is a service level, by what was expected of them. met; mark: expected late, "
-        "and served; queue: held until the level can be kept; refuse: answered 429, also after the wait.",
     ),
     _one(
         "slo_streams",
@@ -158,7 +123,6 @@ METRICS: Final = (
     _one(
         "poisoned_requests", "counter", (), "Requests refused with 400 because they have ended two workers."
     ),
-    _one("prefill_hedges", "counter", (), "Prefill requests sent to a second worker."),
     _one("prompt_tokens", "counter", (), "Prompt tokens of requests to prefill workers."),
     _one(
         "prompt_cached_tokens",

@@ -8,7 +8,6 @@ from typing import Final
 import msgspec
 
 from pdserve.metric import Labels, by_name
-from pdserve.router.metrics.decisions import Decision
 from pdserve.router.metrics.names import METRICS
 from pdserve.router.metrics.stats import Histogram
 
@@ -25,8 +24,6 @@ class Snapshot(msgspec.Struct):
     values: dict[str, dict[Labels, float]] = {}
     """Counters and gauges."""
     histograms: dict[str, dict[Labels, Histogram]] = {}
-    decisions: list[Decision] = []
-    """The newest requests, where they were asked for."""
 
     def value(self, name: str, *labels: str) -> int:
         """A counter or gauge that counts whole things; 0 where there is none."""
@@ -55,7 +52,6 @@ def add_up(snapshots: Iterable[Snapshot]) -> Snapshot:
             added = total.histograms.setdefault(name, {})
             for labels, histogram in histograms.items():
                 added[labels] = added.get(labels, Histogram()) + histogram
-        total.decisions += one.decisions
     return total
 
 

@@ -61,21 +61,10 @@ class Stats:
         self.model_request: defaultdict[str, Histogram] = defaultdict(Histogram)
         self.model_first_token: defaultdict[str, Histogram] = defaultdict(Histogram)
         self.model_inter_token: defaultdict[str, Histogram] = defaultdict(Histogram)
-        self.realtime_open: defaultdict[str, int] = defaultdict(int)
-        """Sessions of `/v1/realtime` by model."""
-        self.realtime_sessions: defaultdict[Labels, int] = defaultdict(int)
-        """Those that are over, by (model, who ended it)."""
-        self.realtime_seconds: defaultdict[str, Histogram] = defaultdict(Histogram)
-        self.realtime_messages: defaultdict[Labels, int] = defaultdict(int)
-        """By (model, who sent it)."""
         self.turn_tokens: defaultdict[Labels, int] = defaultdict(int)
         """Prompt tokens by (turn, tier)."""
         self.placements: dict[Labels, int] = {}
         """By (role, reason)."""
-        self.aliases: defaultdict[Labels, int] = defaultdict(int)
-        """Requests by (alias, the model that they got)."""
-        self.slo: defaultdict[Labels, int] = defaultdict(int)
-        """Requests with a service level, by (tenant, what became of them)."""
         self.slo_streams: defaultdict[Labels, int] = defaultdict(int)
         """Streams by (model, what they kept)."""
         self.prefill: defaultdict[str, int] = defaultdict(int)
@@ -93,7 +82,6 @@ class Stats:
         """1: tenants' limits are to be shared over Redis, which is away."""
         self.sessions_apart = 0
         """1: sessions are to be shared in Redis, whose last answer was none."""
-        self.hedges = 0
         self.joins_refused = 0
         self.task_failures: defaultdict[str, int] = defaultdict(int)
         """By the background task that failed and began again: probes, discovery."""

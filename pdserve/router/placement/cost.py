@@ -5,7 +5,6 @@
             + pool_ms_per_token       * tokens in the pool
             + running_ms_per_request  * requests at the worker
             + missing_kv_ms_per_token * tokens for which the worker has no free KV memory
-            + leave_ms                  unless the session's last turn was there
 
 The cost is roughly the time to the first token, plus the delay of other requests at the worker. Tokens in
 device memory cost nothing. The weights are in the configuration (`[placement]`). Good values come from
@@ -19,10 +18,8 @@ from pdserve.router.fleet.worker import Worker
 from pdserve.router.placement.prefix_index import Cached
 
 
-def cost_ms(
-    weights: PlacementSettings, worker: Worker, prompt_tokens: int, cached: Cached, *, leaves: bool = False
-) -> float:
-    """The cost in ms of `prompt_tokens` at `worker`. `leaves`: the session's last turn was elsewhere."""
+def cost_ms(weights: PlacementSettings, worker: Worker, prompt_tokens: int, cached: Cached) -> float:
+    """The cost in ms of `prompt_tokens` at `worker`."""
     uncached = max(0.0, prompt_tokens - cached.device - cached.host - cached.pool)
     cost = weights.prefill_ms_per_token * (worker.queued_tokens + uncached)
     cost += weights.host_ms_per_token * cached.host + weights.pool_ms_per_token * cached.pool
@@ -30,7 +27,7 @@ def cost_ms(
     if worker.free_kv_tokens is not None:
         missing = prompt_tokens - cached.device - worker.free_kv_tokens
         cost += weights.missing_kv_ms_per_token * max(0.0, missing)
-    return cost + weights.leave_ms if leaves else cost
+    return cost
 
 
 def cost_words(total_ms: float, worker: Worker, prompt_tokens: int, cached: Cached) -> str:

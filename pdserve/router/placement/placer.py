@@ -8,14 +8,12 @@ once, and not after a failure:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import msgspec
 
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.registry import Fleet, Snapshot
 from pdserve.router.fleet.worker import Worker
-from pdserve.router.placement.elastic.roles import ElasticRoles
+from pdserve.router.placement.elastic import ElasticRoles
 from pdserve.router.placement.handoff import HandoffChoice
 from pdserve.router.placement.planner import Plan, Planner
 from pdserve.router.placement.policies import PolicySettings, make_policy
@@ -25,25 +23,23 @@ from pdserve.router.sessions.table import SessionEntry, SessionTable
 
 
 class Placer:
-    """Plans requests, and learns from their outcome."""
+    """Plans requests, and remembers where they went."""
 
     def __init__(self, config: RouterConfig, fleet: Fleet) -> None:
         self._fleet = fleet
         self.sessions = SessionTable(config.session.capacity, config.session.ttl_s)
-        self.prefixes = PrefixTable(config.placement)
+        self.prefixes = PrefixTable()
         self._planner = Planner(
             prefill_policy=make_policy(
-                config.prefill_policy, PolicySettings(config.session.prefill, config.placement)
+                config.prefill_policy, PolicySettings(config.session, config.placement)
             ),
-            decode_policy=make_policy(
-                config.decode_policy, PolicySettings(config.session.decode, config.placement)
-            ),
+            decode_policy=make_policy(config.decode_policy, PolicySettings(config.session, config.placement)),
             prefill_endpoints=frozenset(config.prefill_endpoints),
             min_prefill_tokens=config.min_prefill_tokens,
             weights=config.placement,
             handoff=config.handoff,
         )
-        self._is_hard = config.session.decode.mode == "hard"
+        self._is_hard = config.session.mode == "hard"
         self.elastic = ElasticRoles(config.placement, config.slo, config.processes)
         self.needs_prefix = self._planner.needs_places or config.slo.is_set or bool(config.elastic)
         """Whether planning uses `RequestFacts.prefix`, or what is expected of requests does."""
@@ -55,12 +51,8 @@ class Placer:
         last: SessionEntry | None,
         now_s: float,
         wanted: HandoffChoice | None = None,
-        *,
-        is_trial: bool = False,
     ) -> Plan:
-        """The plan of one request; `wanted` as in `Planner.plan`. `is_trial`: the request was counted
-        already. Raises NoWorkerError.
-        """
+        """The plan of one request; `wanted` as in `Planner.plan`. Raises NoWorkerError."""
         places = None
         if facts.prefix is not None:
             places = self.prefixes.places(facts.prefix, now_s)
@@ -69,33 +61,26 @@ class Placer:
                 places.add(worker, last.tokens, now_s - last.seen_s)
         tokens = facts.prompt_tokens_estimate
         keeps = last.decode_id if last is not None and self._is_hard else ""
-        narrowed = self.elastic.narrow(snapshot, tokens, places, now_s, keeps)
+        narrowed = self.elastic.narrow(snapshot, now_s, keeps)
         plan = self._planner.plan(facts, narrowed, last, places, wanted)
-        if tokens and not facts.holder and not is_trial:
+        if tokens and not facts.holder:
             self.elastic.on_planned(snapshot, plan.uncached_tokens, now_s)
         return plan
 
     def on_prefilled(
         self,
         facts: RequestFacts,
-        plan: Plan,
         worker: Worker,
-        cached: Mapping[str, int],
         published_pages: int,
         missing_pages: int,
         now_s: float,
     ) -> None:
-        """The prefill stage is complete: the worker's memory holds the prompt.
-
-        Its pages are in the pool unless some are missing. `cached`: tokens that the worker found, by place
-        (device, host, pool).
+        """The prefill stage is complete: the worker's memory holds the prompt. Its pages are in the pool
+        unless some are missing.
         """
         if facts.prefix is not None:
             in_pool = published_pages > 0 and not missing_pages
             self.prefixes.record(facts.prefix, worker, now_s, in_pool=in_pool)
-            if plan.places is not None and cached:
-                own = cached.get("device", 0) + cached.get("host", 0)
-                plan.places.learn(worker, own, cached.get("pool", 0) + cached.get("ssd", 0))
 
     def on_answering(
         self, facts: RequestFacts, plan: Plan, worker: Worker, request_id: str, now_s: float
@@ -122,21 +107,13 @@ class Placer:
     def on_answered(
         self,
         facts: RequestFacts,
-        plan: Plan,
-        worker: Worker,
         turn: SessionEntry | None,
         answer_tokens: int,
-        found: tuple[int, int] | None,
         now_s: float,
     ) -> SessionEntry | None:
-        """The answer is complete: the worker's memory also holds its `answer_tokens`.
-
-        `found`: tokens of the prompt that the worker had before, and that it read from the pool; None: it did
-        not report them. Returns the updated last turn of the session, or None if a later turn has begun.
+        """The answer is complete: the worker's memory also holds its `answer_tokens`. Returns the session's
+        updated last turn, or None if a later turn has begun.
         """
-        if plan.places is not None and found is not None:
-            own, pool = found
-            plan.places.learn(worker, own, pool if plan.prefill is None else None)
         key = facts.session
         if key is None or turn is None or self.sessions.get(key, now_s) is not turn:
             return None

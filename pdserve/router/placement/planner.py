@@ -38,6 +38,10 @@ from pdserve.router.sessions.table import SessionEntry
 
 RETRY_AFTER_S = 1
 """`retry-after` of a 503, in seconds. Workers are probed about every second."""
+QUEUE_SHARE = 0.5
+"""Of the tokens by which the prefill worker's queue is longer: what is added to `min_prefill_tokens`."""
+MAX_DIRECT_TOKENS = 8192
+"""Upper bound of the sum."""
 
 
 class Settle(msgspec.Struct, frozen=True, gc=False):
@@ -199,7 +203,7 @@ class Planner(msgspec.Struct, frozen=True):
         if choice.worker is decode:
             return None, "here", "here"
         if self.min_prefill_tokens and not facts.has_media:  # how many tokens an image has is not known here
-            threshold = direct_threshold(self.min_prefill_tokens, self.weights, choice.worker, decode)
+            threshold = direct_threshold(self.min_prefill_tokens, choice.worker, decode)
             uncached = _uncached(facts, decode, places)
             if uncached < threshold:
                 return None, f"direct(uncached={uncached}<{threshold})", "direct"
@@ -221,14 +225,14 @@ def _plan_at_holder(facts: RequestFacts, snapshot: Snapshot) -> Plan:
     return Plan(worker, reasons=("decode=holder", "prefill=holder"), causes=(("decode", "holder"),))
 
 
-def direct_threshold(least: int, weights: PlacementSettings, prefill: Worker, decode: Worker) -> int:
+def direct_threshold(least: int, prefill: Worker, decode: Worker) -> int:
     """Least number of uncached tokens with which a prompt goes through the prefill stage.
 
     It is `least` if both queues are equally long. It grows with the prefill worker's queue, up to
-    `max_direct_tokens`, and falls with the decode worker's queue.
+    `MAX_DIRECT_TOKENS`, and falls with the decode worker's queue.
     """
     longer = prefill.queued_tokens - decode.queued_tokens
-    return max(0, min(int(least + weights.queue_share * longer), max(least, weights.max_direct_tokens)))
+    return max(0, min(int(least + QUEUE_SHARE * longer), max(least, MAX_DIRECT_TOKENS)))
 
 
 def _settle(

@@ -11,14 +11,7 @@ Blocks have 1 KiB at the beginning of a prompt and grow with the distance from i
 hundreds of blocks. Other inputs of page keys (model, tools, cache salt) are hashed first.
 
 For every block the table holds the last time at each worker and in the pool. Caches evict: after a half-life
-half of the prompts are estimated to be evicted. Workers report the tokens that they found, which corrects
-both parts of the estimate:
-
-- The half-life, of each worker and of the pool (`half_lives = "learned"`). A prompt of age a was there, or it
-  was not. The logarithm of the half-life moves by `LIFE_GAIN` times (was there - 2^(-a / half-life)), so it
-  comes to rest where as many prompts are found as expected.
-- `trust`, the running mean of found / estimated tokens where a prompt was there: the estimate of tokens by
-  bytes is coarse. One number per worker.
+half of the prompts are estimated to be evicted.
 
 A restarted worker is a new incarnation without any blocks.
 
@@ -28,7 +21,6 @@ the known blocks of a prompt are always its first ones.
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Iterator
 
@@ -36,7 +28,6 @@ import msgspec
 import xxhash
 
 from pdserve.router.api.request_body import RequestView, bytes_per_token
-from pdserve.router.config.placement import PlacementSettings
 from pdserve.router.fleet.worker import Worker
 
 FIRST_BLOCK_BYTES = 1024
@@ -45,15 +36,14 @@ BLOCKS_PER_SIZE = 64
 MAX_BLOCKS = 576
 MAX_PLACES = 64
 """Number of workers stored for a block, the most recent ones."""
-MAX_TRUSTED = 1024
-TRUST_GAIN = 0.1
-"""Weight of one answer in a worker's `trust`."""
-LIFE_GAIN = 0.2
-"""Largest part by which one answer changes a half-life."""
-LIVES_S = 1.0, 30 * 86400.0
-"""Bounds of a half-life."""
-MIN_TRUST_TOKENS = 256
-"""Answers with fewer expected tokens teach nothing: the estimate of tokens is too coarse."""
+CAPACITY_BLOCKS = 50_000
+"""Of all prompts together."""
+DEVICE_HALF_LIFE_S = 120.0
+"""Estimated time until half of a prefix is evicted from a worker's device memory."""
+HOST_HALF_LIFE_S = 900.0
+"""The same of its host memory."""
+POOL_HALF_LIFE_S = 7200.0
+"""The same of the pool."""
 
 
 class Prefix(msgspec.Struct, frozen=True, gc=False):
@@ -121,10 +111,9 @@ class _Block(msgspec.Struct):
 class PrefixTable:
     """At most `capacity_blocks` blocks of prompts, with their places."""
 
-    def __init__(self, settings: PlacementSettings) -> None:
-        self._settings = settings
+    def __init__(self, capacity_blocks: int = CAPACITY_BLOCKS) -> None:
+        self._capacity_blocks = capacity_blocks
         self._blocks: OrderedDict[int, _Block] = OrderedDict()
-        self._beliefs = Beliefs(settings)
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -142,7 +131,7 @@ class PrefixTable:
                 _renew(block.seen_s, worker.incarnation, now_s, MAX_PLACES)
             if in_pool:
                 block.pool_s = now_s
-        while len(blocks) > self._settings.capacity_blocks:
+        while len(blocks) > self._capacity_blocks:
             blocks.popitem(last=False)
 
     def places(self, prefix: Prefix, now_s: float) -> Places:
@@ -158,86 +147,23 @@ class PrefixTable:
                     workers[incarnation] = prefix.tokens(i + 1), now_s - seen_s
             if pool is None and block.pool_s is not None:
                 pool = prefix.tokens(i + 1), now_s - block.pool_s
-        return Places(self._beliefs, workers, pool)
-
-
-class Beliefs:
-    """What has been learned of workers, by incarnation, and of the pool."""
-
-    def __init__(self, settings: PlacementSettings) -> None:
-        self._learns = settings.half_lives == "learned"
-        self._first_s = max(settings.host_half_life_s, settings.device_half_life_s)
-        self._device_share = settings.device_half_life_s / self._first_s
-        self._lives_s: dict[str, float] = {}
-        self._trust: dict[str, float] = {}
-        self.pool_life_s = settings.pool_half_life_s
-
-    def trust(self, incarnation: str) -> float:
-        """Found tokens for each estimated one."""
-        return self._trust.get(incarnation, 1.0)
-
-    def lives_s(self, incarnation: str) -> tuple[float, float]:
-        """Half-lives in a worker's own memory, and in the part of it that is the device's."""
-        life_s = self._lives_s.get(incarnation, self._first_s)
-        return life_s, life_s * self._device_share
-
-    def learn_worker(self, incarnation: str, tokens: int, age_s: float, found_tokens: int) -> None:
-        """A worker found `found_tokens` of `tokens` that were estimated before any eviction."""
-        if tokens < MIN_TRUST_TOKENS:
-            return
-        trust = self.trust(incarnation)
-        is_there = _is_there(found_tokens, tokens * trust)
-        if is_there or not self._learns:
-            trust += TRUST_GAIN * (min(1.0, found_tokens / tokens) - trust)
-            _renew(self._trust, incarnation, trust, MAX_TRUSTED)
-        if self._learns:
-            life_s = _corrected(self.lives_s(incarnation)[0], age_s, is_there=is_there)
-            _renew(self._lives_s, incarnation, life_s, MAX_TRUSTED)
-
-    def learn_pool(self, tokens: float, age_s: float, found_tokens: int) -> None:
-        """The same of the pool."""
-        if self._learns and tokens >= MIN_TRUST_TOKENS:
-            is_there = _is_there(found_tokens, tokens)
-            self.pool_life_s = _corrected(self.pool_life_s, age_s, is_there=is_there)
+        return Places(workers, pool)
 
 
 class Places:
     """The estimated places of one prompt's prefix: incarnation → (tokens, age in s), and the pool."""
 
-    __slots__ = ("_beliefs", "_pool", "_workers")
+    __slots__ = ("_pool", "_workers")
 
-    def __init__(
-        self,
-        beliefs: Beliefs,
-        workers: dict[str, tuple[int, float]],
-        pool: tuple[int, float] | None,
-    ) -> None:
-        self._beliefs = beliefs
+    def __init__(self, workers: dict[str, tuple[int, float]], pool: tuple[int, float] | None) -> None:
         self._workers = workers
         self._pool = pool
-
-    def learn(self, worker: Worker, found_tokens: int, pool_tokens: int | None) -> None:
-        """`worker` found so many tokens in its own memory. `pool_tokens`: of the rest in the pool, as it was
-        when this was estimated; None: it does not say.
-        """
-        known = self._workers.get(worker.incarnation)
-        if known is not None:
-            self._beliefs.learn_worker(worker.incarnation, *known, found_tokens)
-        if self._pool is not None and pool_tokens is not None:
-            tokens, age_s = self._pool
-            trust = self._beliefs.trust(worker.incarnation)
-            self._beliefs.learn_pool(tokens * trust - found_tokens, age_s, pool_tokens)
 
     def add(self, worker: Worker, tokens: int, age_s: float) -> None:
         """Add tokens that the blocks do not cover: the answer to the session's last turn."""
         known = self._workers.get(worker.incarnation)
         if known is None or known[0] < tokens:
             self._workers[worker.incarnation] = tokens, age_s
-
-    def believed(self, worker: Worker) -> float:
-        """Estimated tokens in the worker's own memory, from their age alone, without `trust`."""
-        tokens, age_s = self._workers.get(worker.incarnation, (0, 0.0))
-        return tokens * _left(age_s, self._beliefs.lives_s(worker.incarnation)[0])
 
     def cached(self, worker: Worker) -> Cached:
         """Estimated tokens that the worker finds in its device memory, its host memory and the pool.
@@ -251,12 +177,10 @@ class Places:
         found = self._workers.get(worker.incarnation)
         if found is not None:
             tokens, age_s = found
-            life_s, device_s = self._beliefs.lives_s(worker.incarnation)
-            most = tokens * self._beliefs.trust(worker.incarnation)
-            own, device = most * _left(age_s, life_s), most * _left(age_s, device_s)
+            own, device = tokens * _left(age_s, HOST_HALF_LIFE_S), tokens * _left(age_s, DEVICE_HALF_LIFE_S)
         if self._pool is not None:
             tokens, age_s = self._pool
-            pool = max(0.0, tokens - own) * _left(age_s, self._beliefs.pool_life_s)
+            pool = max(0.0, tokens - own) * _left(age_s, POOL_HALF_LIFE_S)
         return Cached(device, own - device, pool)
 
 
@@ -266,17 +190,6 @@ def _renew(values: dict[str, float], key: str, value: float, limit: int) -> None
     values[key] = value
     if len(values) > limit:
         del values[next(iter(values))]
-
-
-def _is_there(found_tokens: float, expected_tokens: float) -> bool:
-    """A prompt of which half is found counts as found: its last pages are evicted first."""
-    return found_tokens >= expected_tokens / 2
-
-
-def _corrected(life_s: float, age_s: float, *, is_there: bool) -> float:
-    """A half-life after one more prompt of this age."""
-    life_s *= math.exp(LIFE_GAIN * (is_there - _left(age_s, life_s)))
-    return min(max(life_s, LIVES_S[0]), LIVES_S[1])
 
 
 def _left(age_s: float, half_life_s: float) -> float:

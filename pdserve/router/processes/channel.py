@@ -78,13 +78,13 @@ class Channel(Generic[Incoming]):
         elif not self._writer.is_closing():
             self._writer.write(data)
 
-    async def collect(self, timeout_s: float, *, decisions: bool = False) -> Snapshot:
-        """Metrics from the other end, with the newest requests if asked. Raises ChannelClosed."""
+    async def collect(self, timeout_s: float) -> Snapshot:
+        """Metrics from the other end. Raises ChannelClosed."""
         if self._is_over:
             raise ChannelClosed("the process is gone")
         number = next(self._numbers)
         asked = self._asked[number] = asyncio.get_running_loop().create_future()
-        self.send(Collect(number, decisions))
+        self.send(Collect(number))
         try:
             return await asyncio.wait_for(asked, timeout_s)
         except TimeoutError:

@@ -75,11 +75,11 @@ class Child:
         if not self.is_ready.is_set():
             raise StartupError("a router process did not start; its last words are above")
 
-    async def ask_metrics(self, *, decisions: bool = False) -> bool:
+    async def ask_metrics(self) -> bool:
         """Renew `metrics`, if it serves. False if it does not answer in time: `metrics` stays as it was."""
         if self.is_ready.is_set() and not self.has_left:
             try:
-                self.metrics = await self.channel.collect(COLLECT_TIMEOUT_S, decisions=decisions)
+                self.metrics = await self.channel.collect(COLLECT_TIMEOUT_S)
             except ChannelClosed:
                 return self.has_left
         return True

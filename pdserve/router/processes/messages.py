@@ -17,8 +17,6 @@ class Collect(msgspec.Struct, tag="collect", frozen=True):
     """Asks a child for its metrics, or the parent for those of all children."""
 
     number: int
-    decisions: bool = False
-    """With the newest requests (`Snapshot.decisions`)."""
 
 
 class Collected(msgspec.Struct, tag="collected", frozen=True):

@@ -234,9 +234,7 @@ class Parent:
             other.channel.send(message)
 
     async def _collect(self, child: Child, asked: Collect) -> None:
-        answered = await asyncio.gather(
-            *(other.ask_metrics(decisions=asked.decisions) for other in self._live)
-        )
+        answered = await asyncio.gather(*(other.ask_metrics() for other in self._live))
         silent = Snapshot({"processes_silent": {(): answered.count(False)}})
         known = (self._ended_metrics, *(other.metrics for other in self._live), silent)  # all of one moment
         child.channel.send(Collected(asked.number, add_up(known)))

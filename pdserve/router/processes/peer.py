@@ -12,7 +12,6 @@ import uvicorn
 from pdserve.errors import ConfigError, RequestError
 from pdserve.router.app.router import Router
 from pdserve.router.fleet.changes import FleetChange
-from pdserve.router.metrics.decisions import Decision
 from pdserve.router.metrics.snapshot import Snapshot
 from pdserve.router.processes.channel import FROM_PARENT, SUM_TIMEOUT_S, Channel, ChannelClosed
 from pdserve.router.processes.messages import (
@@ -52,7 +51,6 @@ class Peer:
         """Until the parent is gone; then the server stops."""
         sock.setblocking(False)
         self._router.metrics = self._metrics_of_all
-        self._router.decisions = self._decisions_of_all
         self._router.fleet.members.told = lambda act, worker, role: self._channel.send(
             FleetChange(act, worker, role)
         )
@@ -90,15 +88,9 @@ class Peer:
             self._refused = refused
             self._channel.send(Refused(refused))
 
-    async def _decisions_of_all(self) -> list[Decision]:
-        return (await self._of_all(decisions=True)).decisions
-
     async def _metrics_of_all(self) -> Snapshot:
-        return await self._of_all()
-
-    async def _of_all(self, *, decisions: bool = False) -> Snapshot:
         try:
-            return await self._channel.collect(SUM_TIMEOUT_S, decisions=decisions)
+            return await self._channel.collect(SUM_TIMEOUT_S)
         except ChannelClosed as error:  # this process's alone would look as if the counters had fallen
             raise RequestError(503, f"The router's metrics cannot be added up now: {error}.") from None
 
@@ -106,10 +98,7 @@ class Peer:
         match message:
             case Collect():
                 self._report_refused()  # before the metrics that show it
-                own = self._router.own_metrics()
-                if message.decisions:
-                    own.decisions = list(self._router.own_decisions)
-                self._channel.send(Collected(message.number, own))
+                self._channel.send(Collected(message.number, self._router.own_metrics()))
             case FleetChange():
                 message.follow(self._router.fleet)
             case NewShares() if self._limits is not None:

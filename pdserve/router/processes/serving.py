@@ -19,8 +19,7 @@ from pdserve.errors import ConfigError, PdserveError
 from pdserve.logs import configure_logs
 from pdserve.open_files import raise_open_files
 from pdserve.router.admin.app import AdminApp
-from pdserve.router.admin.live_feed import LiveFeed
-from pdserve.router.admin.other_routers import OtherRouters
+from pdserve.router.admin.live import LiveFeed
 from pdserve.router.app.lifespan import open_router
 from pdserve.router.app.router import Router
 from pdserve.router.config.router import RouterConfig
@@ -30,8 +29,8 @@ from pdserve.router.processes.peer import Peer
 from pdserve.router.processes.reload import stamp, take_over, watch_file
 from pdserve.router.server.listening import bind
 from pdserve.router.server.uvicorn_server import make_server, public_tls, serve_until_stopped
+from pdserve.security.tls import Certificates
 from pdserve.settings.command_line import ConfigSource
-from pdserve.tls.contexts import Certificates
 
 logger = logging.getLogger(__name__)
 
@@ -132,9 +131,7 @@ async def _server(
     most_files = raise_open_files()
     async with open_router(config, first=first) as router, shared_limits(router):
         most = math.inf if most_files is None else most_files // 2  # the rest is for workers
-        server = make_server(
-            router, config, public_tls(config.access), router.generation, most, router.realtime
-        )
+        server = make_server(router, config, public_tls(config.access), router.generation, most)
         loop.add_signal_handler(signal.SIGINT, server.handle_exit, signal.SIGINT, None)
         loop.add_signal_handler(signal.SIGTERM, _stop, router, server, notice_s)
         gc.freeze()  # what was made until now stays: the collector need not look at it again
@@ -153,10 +150,9 @@ async def administered(
         yield
         return
     with given or bind(config.admin.host, config.admin.port) as listening:
-        others = OtherRouters(config)
-        feed = LiveFeed(router, others)
+        feed = LiveFeed(router)
         tls = Certificates(config.admin.tls).lasting_server_context()
-        server = make_server(AdminApp(router, others, feed), config, tls)
+        server = make_server(AdminApp(router, feed), config, tls)
         logger.info("admin API on port %d of %s", listening.getsockname()[1], config.admin.host)
         serving = asyncio.create_task(server.serve(sockets=[listening]), name="router-admin")
         feeding = asyncio.create_task(feed.run(), name="router-live")
@@ -164,7 +160,6 @@ async def administered(
             yield
         finally:
             feeding.cancel()
-            await others.close()
             server.should_exit = server.force_exit = True
             await serving
 

@@ -40,13 +40,3 @@ def parse_cached(header: str) -> dict[str, int]:
 def cached_words(tokens: Mapping[str, int]) -> bytes:
     """The header's value for `tokens` of all `TIERS`, in their order."""
     return _WORDS % tuple(tokens.values())
-
-
-def found_tokens(headers: Iterable[tuple[bytes, bytes]]) -> tuple[int, int] | None:
-    """Prompt tokens that the worker found in its device and host memory, and in the pool. None: it does not
-    say.
-    """
-    found = cached_tokens(headers)
-    if "device" not in found or "host" not in found:
-        return None
-    return found["device"] + found["host"], found.get("pool", 0) + found.get("ssd", 0)

@@ -24,10 +24,9 @@ that still sends gets to read its answer.
 
 In every state, a client that takes nothing for `client_read_s` of what waits to be sent is cut off.
 
-A head that asks for another protocol, of a target that `upgrades` takes, ends HTTP on its connection: it is
-handed over whole (`upgrade`). Any other offer is passed over, as RFC 9110 (7.8) allows: Java's client offers
-`h2c` with the first request of each connection. llhttp reads no body behind such a head, so the head is
-parsed again without the offer.
+An offer of another protocol is passed over, as RFC 9110 (7.8) allows: Java's client offers `h2c` with the
+first request of each connection. llhttp reads no body behind such a head, so the head is parsed again without
+the offer.
 
 A client may shut its sending half behind a whole request, and still gets its answer. Whether it has left
 altogether is asked by sending it something (`half_closed`). Where it cannot be asked, over TLS, in HTTP/1.0
@@ -47,7 +46,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from functools import partial
 from typing import Any, Final, Literal, cast
 
 import httptools
@@ -56,7 +54,6 @@ from pdserve.router.server.connections import Connections
 from pdserve.router.server.flow import Flow
 from pdserve.router.server.half_closed import HalfClosed, is_tcp
 from pdserve.router.server.request_cycle import RequestCycle
-from pdserve.router.server.upgrade import Upgraded
 
 MAX_HEAD_BYTES = 64 * 1024
 """Longest request line and headers; httptools has no bound of its own."""
@@ -88,7 +85,6 @@ class ClientConnection(asyncio.Protocol):
         "_has_offer",
         "_head_bytes",
         "_headers",
-        "_is_upgraded",
         "_parser",
         "_pipeline",
         "_running",
@@ -139,7 +135,6 @@ class ClientConnection(asyncio.Protocol):
         """Runs while the client is behind with its reading."""
         self._unread_bytes = 0
         """What waited to be sent when that timer was set."""
-        self._is_upgraded = False
         self._has_offer = False
         """The head that is complete offers another protocol, and is to be parsed again without it."""
         self._half_closed: HalfClosed | None = None
@@ -157,11 +152,6 @@ class ClientConnection(asyncio.Protocol):
     def is_answering(self) -> bool:
         """A request waits for its answer, or for its end."""
         return self._cycle is not None and not self._cycle.response_complete
-
-    @property
-    def is_busy(self) -> bool:
-        """It must not go, even to make room."""
-        return self.is_answering or self._is_upgraded
 
     def _update(self) -> None:
         """Take the state that `_cycle` and `_sending` say."""
@@ -254,7 +244,7 @@ class ClientConnection(asyncio.Protocol):
         self.shared.connections.add(self)  # type: ignore[arg-type]  # of which uvicorn uses `shutdown`
         self._enter("idle")
         address = self.client[0] if self.client else ""
-        goes = self.shared.crowd.came(self, address, lambda one: not one.is_busy)
+        goes = self.shared.connection_limit.came(self, address, lambda one: not one.is_answering)
         if goes is not None:
             goes.transport.abort()
 
@@ -265,7 +255,7 @@ class ClientConnection(asyncio.Protocol):
         if self._half_closed is not None:
             self._half_closed.stop()
         self._forget_unread()
-        self.shared.crowd.left(self)
+        self.shared.connection_limit.left(self)
         self.shared.connections.discard(self)
         self._enter("gone")
         if self._running is not None:
@@ -297,8 +287,6 @@ class ClientConnection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self.shared.log.warning("not HTTP", "a client sent what is no HTTP request: %s", error)
             self._refuse(_NOT_HTTP)
-        if self._is_upgraded:
-            return
         if self._pipeline and self._is_far_ahead and not self.transport.is_closing():
             self.flow.pause_reading()
         if self._sending == "head" and (
@@ -316,8 +304,6 @@ class ClientConnection(asyncio.Protocol):
                 return
             except httptools.HttpParserUpgrade as upgrade:
                 rest = data[upgrade.args[0] :]
-            if self._is_upgraded:
-                self._hand_over(rest)
             if not self._has_offer:
                 return
             data = self._head_without_offer() + rest
@@ -454,8 +440,7 @@ class ClientConnection(asyncio.Protocol):
         parser, shared, target = self._parser, self.shared, self._target
         method, version = parser.get_method(), parser.get_http_version()
         if parser.should_upgrade():
-            self._is_upgraded = self._takes_upgrade()
-            self._has_offer = not self._is_upgraded and method != b"CONNECT"
+            self._has_offer = method != b"CONNECT"
             if method == b"CONNECT":
                 self._refuse(_NOT_HTTP)
             return
@@ -481,24 +466,6 @@ class ClientConnection(asyncio.Protocol):
         else:  # pipelined: its turn comes
             self._pipeline.append(cycle)
 
-    def _takes_upgrade(self) -> bool:
-        handler = self.shared.upgrades
-        is_first = not self.is_answering and self._parser.get_method() == b"GET"
-        return handler is not None and is_first and handler.takes(self._target)
-
-    def _hand_over(self, rest: bytes) -> None:
-        """This connection is no HTTP any more. `rest`: what was read behind the head."""
-        assert self.shared.upgrades is not None
-        if self._timer is not None:
-            self._timer.cancel()
-        self._forget_unread()
-        self.shared.connections.discard(self)
-        client = Upgraded(self.transport, self._target, self._headers, self.client[0] if self.client else "")
-        client.adopt(rest, partial(self.shared.crowd.left, self))
-        task = self.loop.create_task(self.shared.upgrades.serve(client))
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
-
     def on_body(self, body: bytes) -> None:
         """A part of the body."""
         if self._cycle is not None and self._sending == "rest" and not self.is_closing:
@@ -506,7 +473,7 @@ class ClientConnection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         """The request is complete. What comes next is another head, and not counted with this one."""
-        if self.is_closing or self._is_upgraded or self._has_offer:
+        if self.is_closing or self._has_offer:
             return
         if self._cycle is not None and self._sending == "rest":
             self._cycle.receive_end()

@@ -11,23 +11,22 @@ from urllib.parse import unquote
 
 from uvicorn.server import ServerState
 
-from pdserve.crowd import Crowd
 from pdserve.logs import ThrottledLog
 from pdserve.router.server.application import Application
 from pdserve.router.server.asgi import Asgi
 from pdserve.router.server.request_cycle import RequestCycle
-from pdserve.router.server.upgrade import UpgradeHandler
+from pdserve.security.connection_limits import ConnectionLimit
 
 logger = logging.getLogger(__name__)
 
 
 class Connected(Protocol):
-    """A connection, as the crowd has it."""
+    """A connection, as the connection limit sees it."""
 
     transport: asyncio.Transport
 
     @property
-    def is_busy(self) -> bool:
+    def is_answering(self) -> bool:
         """It must not go now."""
         ...
 
@@ -65,10 +64,9 @@ class Connections(ServerState):
         head_s: float,
         client_read_s: float,
         most: float = math.inf,
-        upgrades: UpgradeHandler | None = None,
     ) -> None:
         """`direct` gets the requests for its targets, the application all others. `most` connections: beyond
-        it, those are closed that wait for no answer. `upgrades` gets those that are no HTTP any more.
+        it, those are closed that wait for no answer.
         """
         super().__init__()
         self.application: Final = Application(application)
@@ -77,13 +75,12 @@ class Connections(ServerState):
             _nobody if direct is None else direct.serve
         )
         self._direct = direct
-        self.upgrades: Final = upgrades
         self.keep_alive_s: Final = keep_alive_s
         self.head_s: Final = head_s
         self.client_read_s: Final = client_read_s
         self.is_stopping = False
         self.log: Final = ThrottledLog(logger)
-        self.crowd: Final[Crowd[Connected]] = Crowd(most)
+        self.connection_limit: Final[ConnectionLimit[Connected]] = ConnectionLimit(most)
         """All connections."""
         self._default_lines = b""
         self._lined = self.default_headers

@@ -18,8 +18,7 @@ from pdserve.router.server.asgi import Asgi
 from pdserve.router.server.connection import ClientConnection
 from pdserve.router.server.connections import Connections, DirectHandler
 from pdserve.router.server.listening import BACKLOG
-from pdserve.router.server.upgrade import UpgradeHandler
-from pdserve.tls.contexts import Certificates, TlsConfig
+from pdserve.security.tls import Certificates, TlsConfig
 
 LAST_WORD_S = 1.0
 """How long a client that must be cut off is given to take the error."""
@@ -51,11 +50,9 @@ def make_server(
     tls: ssl.SSLContext | None = None,
     direct: DirectHandler | None = None,
     most_connections: float = math.inf,
-    upgrades: UpgradeHandler | None = None,
 ) -> uvicorn.Server:
     """A server for this router: no access log, headers of our own only. `direct` gets its requests past ASGI.
-    `most_connections`: beyond it, those are closed that wait for no answer. `upgrades` gets the connections
-    that are no HTTP any more.
+    `most_connections`: beyond it, those are closed that wait for no answer.
     """
     connections = Connections(
         application,
@@ -64,7 +61,6 @@ def make_server(
         head_s=config.deadlines.head_s,
         client_read_s=config.deadlines.client_read_s,
         most=most_connections,
-        upgrades=upgrades,
     )
 
     def connection(*, _loop: asyncio.AbstractEventLoop | None, **_of_uvicorn: object) -> ClientConnection:

@@ -100,24 +100,6 @@ class Upstream:
                 raise UpstreamError("closed", stale) from None
             raise
 
-    async def open_stream(
-        self, worker: Peer, target: bytes, headers: bytes, connect_s: float
-    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A connection of its own, on which a GET of `target` was sent. The caller closes it. Raises
-        UpstreamError `connect`.
-        """
-        context = self._tls.context(worker)
-        try:
-            async with asyncio.timeout(connect_s):
-                reader, writer = await asyncio.open_connection(worker.host, worker.port, ssl=context)
-        except (TimeoutError, OSError) as error:
-            self.counts.failed += 1
-            raise UpstreamError("connect", f"worker {worker.id}: {error}") from None
-        self.counts.opened += 1
-        lines = b"host: %b\r\n%b%b" % (worker.id_header, self._authorization, headers)
-        writer.write(b"GET %b HTTP/1.1\r\n%b\r\n" % (target, lines))
-        return reader, writer
-
     def cut_worker(self, worker: Peer) -> None:
         """Fail all requests in flight to `worker`, which is known to be dead."""
         self.pool(worker).cut_all()

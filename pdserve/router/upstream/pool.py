@@ -18,6 +18,8 @@ from pdserve.router.upstream.connection import Connection, ConnectionOwner
 from pdserve.router.upstream.response import UpstreamError
 from pdserve.router.upstream.worker_tls import WorkerTls
 
+MAX_IDLE = 256
+"""Idle keep-alive connections to one worker."""
 IDLE_S = 4.0
 LAST_WORD_S = 1.0
 """A peer's time to answer the end of TLS."""
@@ -153,7 +155,7 @@ class WorkerPool(ConnectionOwner):
 
     def keep(self, connection: Connection) -> None:
         """Keep the connection for another request, or close it if enough are idle."""
-        if len(self._idle) >= self._limits.idle_connections:
+        if len(self._idle) >= MAX_IDLE:
             self._discard(connection)
             return
         connection.idle_since_s = self._loop.time()

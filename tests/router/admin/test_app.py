@@ -11,7 +11,6 @@ import pytest
 
 from pdserve.errors import ConfigError
 from pdserve.router.admin.app import AdminApp
-from pdserve.router.admin.other_routers import OtherRouters
 from pdserve.router.app.lifespan import open_router
 from pdserve.router.config.limits import Probe
 from pdserve.router.config.router import Admin, RouterConfig
@@ -27,7 +26,7 @@ ALICE, BOB = "alice-" + "a" * 20, "bob-" + "b" * 20
 
 
 def client_of(harness: Harness, key: str = KEY) -> httpx.AsyncClient:
-    app = AdminApp(harness.router, OtherRouters(harness.router.config))
+    app = AdminApp(harness.router)
     transport = httpx.ASGITransport(app)  # type: ignore[arg-type]
     headers = {"authorization": f"Bearer {key}"} if key else {}
     return httpx.AsyncClient(transport=transport, base_url="http://admin", headers=headers)
@@ -39,7 +38,6 @@ ROUTES = [
     ("DELETE", "/workers/x:1"),
     ("POST", "/workers/x:1/drain"),
     ("GET", "/tenants"),
-    ("GET", "/decisions"),
     ("POST", "/reload"),
     ("GET", "/metrics"),
     ("GET", "/docs"),

@@ -17,9 +17,7 @@ from playwright.sync_api import Page, expect, sync_playwright
 
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
-from pdserve.router.admin.live_feed import LiveFeed
-from pdserve.router.admin.live_page import password_as_bearer
-from pdserve.router.admin.other_routers import OtherRouters
+from pdserve.router.admin.live import LiveFeed, password_as_bearer
 from pdserve.router.config.router import Admin
 from tests.support.e2e.cluster import PoolNode
 from tests.support.router.harness import disagg
@@ -162,7 +160,7 @@ async def test_nobody_sees_the_page_without_the_key() -> None:
 
 async def test_a_listener_that_leaves_is_forgotten() -> None:
     async with disagg(admin=Admin(key=KEY)) as (harness, _, _):
-        feed = LiveFeed(harness.router, OtherRouters(harness.router.config), 0.05)
+        feed = LiveFeed(harness.router, 0.05)
         feeding = asyncio.create_task(feed.run())
         events = feed.events()
         assert (await anext(events)).startswith(b"event: history\n")

@@ -11,8 +11,6 @@ import httpx
 import pytest
 
 from pdserve.router.admin.app import AdminApp
-from pdserve.router.admin.other_routers import OtherRouters
-from pdserve.router.admin.weights import STEPS
 from pdserve.router.config.limits import Probe
 from pdserve.router.config.router import Admin
 from tests.support.router.harness import Harness, disagg
@@ -25,7 +23,6 @@ HOLD, UPDATE, RELEASE, DROP = (
     "/weights/release",
     "/weights/drop",
 )
-STEPS_OF_TRAINERS = f"/{sorted(STEPS)[0]}"
 UPDATED = {"success": True, "message": "done"}
 BODY = {"model_path": "/new", "weight_version": "7", "timeout_s": 5}
 
@@ -64,7 +61,7 @@ async def admin(
 
     often = Probe(interval_s=0.02, timeout_s=0.5)
     async with disagg(make=make, admin=Admin(key=KEY), probe=often) as (harness, [prefill], [decode]):
-        app = AdminApp(harness.router, OtherRouters(harness.router.config))
+        app = AdminApp(harness.router)
         transport = httpx.ASGITransport(app)  # type: ignore[arg-type]
         headers = {"authorization": f"Bearer {KEY}"}
         async with httpx.AsyncClient(transport=transport, base_url="http://admin", headers=headers) as client:
@@ -137,72 +134,6 @@ async def test_a_worker_that_does_not_take_the_weights_is_named_and_old_pages_st
         assert not any(one.drained for one in harness.router.fleet.workers)
 
 
-async def test_a_trainer_updates_held_workers_itself() -> None:
-    async with admin() as (harness, prefill, decode, client):
-        willing(prefill)
-        willing(decode)
-        path = f"/models/{model_of(harness)}/weights"
-        assert (await client.post(f"{path}/release")).status_code == 409
-        held = await client.post(f"{path}/hold", json={"abort_all_requests": True})
-        assert held.json() == {"held": [prefill.id, decode.id]}
-        assert list(bodies(decode, HOLD)) == [{"abort": True, "timeout_s": 120.0}]
-        assert all(one.drained for one in harness.router.fleet.workers)
-        assert (await client.post(f"{path}/hold")).status_code == 409
-        assert (await client.post(f"/models/{model_of(harness)}{UPDATE}", json=BODY)).status_code == 409
-        assert (await client.post(f"{path}/release")).json()["dropped_pages"] == 10
-        await served(harness)
-
-
-async def test_a_trainers_steps_go_to_all_held_workers_and_a_body_for_each_to_its_own() -> None:
-    async with admin() as (harness, prefill, decode, client):
-        path = f"/models/{model_of(harness)}"
-        for worker in (prefill, decode):
-            willing(worker)
-            for step in STEPS:
-                says(worker, f"/{step}", 200, UPDATED)
-        for step in STEPS:
-            refused = await client.post(f"{path}/{step}", json={})
-            assert refused.status_code == 409
-            assert f"POST {path}/weights/hold before" in refused.json()["error"]["message"]
-        await client.post(f"{path}/weights/hold")
-        tensors = {"serialized_named_tensors": ["x" * 100_000], "weight_version": "8"}
-        done = await client.post(f"{path}/update_weights_from_tensor", json=tensors)
-        assert done.json() == {"workers": {prefill.id: UPDATED, decode.id: UPDATED}}
-        each = {prefill.id: {"rank_offset": 1}, decode.id: {"rank_offset": 2}}
-        assert (
-            await client.post(f"{path}/init_weights_update_group", json={"workers": each})
-        ).status_code == 200
-        for worker in (prefill, decode):
-            assert list(bodies(worker, "/update_weights_from_tensor")) == [tensors]
-            assert list(bodies(worker, "/init_weights_update_group")) == [each[worker.id]]
-        del each[decode.id]
-        for wrong in ({"workers": each}, {"workers": 5}, [1]):
-            refused = await client.post(f"{path}/end_weight_update", json=wrong)
-            assert refused.status_code == 400
-        assert (await client.post(f"{path}/weights/release")).json()["dropped_pages"] == 10
-        [one], [other] = bodies(prefill, RELEASE), bodies(decode, RELEASE)
-        assert one == other != {"id": ""}
-
-
-async def test_workers_of_which_one_missed_a_step_share_no_pages() -> None:
-    """The one that failed may not know that there was a step: it was not reached."""
-    async with admin() as (harness, prefill, decode, client):
-        willing(prefill)
-        willing(decode)
-        says(prefill, "/update_weights_from_tensor", 200, UPDATED)
-        says(decode, "/update_weights_from_tensor", 503, {"message": "busy"})
-        path = f"/models/{model_of(harness)}"
-        await client.post(f"{path}/weights/hold")
-        failed = await client.post(f"{path}/update_weights_from_tensor", json={})
-        assert failed.status_code == 502
-        assert f"{decode.id}: status 503: busy" in failed.json()["error"]["message"]
-        released = await client.post(f"{path}/weights/release")
-        assert released.status_code == 502
-        assert f"{decode.id}: status 503: busy" in released.json()["error"]["message"]
-        assert [*bodies(prefill, RELEASE), *bodies(decode, RELEASE)] == [{"id": ""}] * 2
-        assert DROP not in [*steps(prefill), *steps(decode)]
-
-
 @pytest.mark.parametrize(("model", "body", "status"), [("nobody", BODY, 404), ("", {}, 400), ("", [1], 400)])
 async def test_what_cannot_be_meant_is_refused(model: str, body: Any, status: int) -> None:
     async with admin() as (harness, prefill, _, client):
@@ -244,11 +175,8 @@ async def test_a_model_whose_name_has_slashes_is_addressed_by_it(model: str, sla
     async with admin(model) as (_, prefill, decode, client):
         path = f"/models/{model.replace('/', slash)}"
         for worker in (prefill, decode):
-            says(worker, HOLD, 200, {"held": True})
-            says(worker, STEPS_OF_TRAINERS, 200, UPDATED)
-            says(worker, RELEASE, 200, {"held": False, "earlier_namespaces": []})
-        for target in (HOLD, STEPS_OF_TRAINERS, RELEASE):
-            assert (await client.post(path + target, json={})).status_code == 200
-        assert steps(prefill) == steps(decode) == [HOLD, STEPS_OF_TRAINERS, RELEASE]
+            willing(worker, earlier=())
+        assert (await client.post(path + UPDATE, json=BODY)).status_code == 200
+        assert steps(prefill) == steps(decode) == [HOLD, UPDATE, RELEASE]
         unknown = await client.post(f"{path}/x{UPDATE}", json=BODY)
         assert (unknown.status_code, f"{model}/x" in unknown.json()["error"]["message"]) == (404, True)

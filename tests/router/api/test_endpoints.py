@@ -19,8 +19,6 @@ PATH = "/v1/answers"
 ROW = Endpoint(
     path=PATH,
     summary="Answers",
-    request_schema="CompletionRequest",
-    response_schema="CompletionResponse",
     task="generate",
     prompt_fields=("input",),
     sampling_field="sampling",
@@ -94,7 +92,6 @@ def test_rows_agree_with_the_request_that_is_read_and_with_the_configuration() -
         assert path == row.path
         assert bool(row.prompt_fields) == (row.task is not None)
         assert set(row.prompt_fields) <= set(RequestView.__struct_fields__)
-        assert set(row.text_fields) <= set(row.prompt_fields)
         assert not row.is_resumable or row.streams
         config = msgspec.json.encode({"agg": ["http://a:1"], "prefill_endpoints": [path]})
         if row.is_prefillable:

@@ -5,33 +5,30 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.router.api.held_ids import RESPONSE, SESSION, find_holder, new_id
+from pdserve.router.api.held_ids import find_holder, new_id
 
 WORKERS = tuple(f"10.0.0.{i}:8000" for i in range(50))
 
 
 def test_an_id_leads_to_its_worker_at_every_router() -> None:
     for worker in WORKERS:
-        for prefix in (RESPONSE, SESSION):
-            id_ = new_id(prefix, worker, "acme")
-            assert find_holder(id_, prefix, WORKERS, "acme") == worker
+        assert find_holder(new_id(worker, "acme"), WORKERS, "acme") == worker
 
 
 def test_nobody_finds_what_another_tenant_holds_or_what_left_with_its_worker() -> None:
-    id_ = new_id(RESPONSE, WORKERS[3], "acme")
-    assert find_holder(id_, RESPONSE, WORKERS, "beta") is None
-    assert find_holder(id_, SESSION, WORKERS, "acme") is None
-    assert find_holder(id_, RESPONSE, WORKERS[4:], "acme") is None
+    id_ = new_id(WORKERS[3], "acme")
+    assert find_holder(id_, WORKERS, "beta") is None
+    assert find_holder(id_, WORKERS[4:], "acme") is None
 
 
 def test_two_ids_of_one_worker_differ_and_none_is_the_beginning_of_another() -> None:
     """SGLang ends every request whose id begins with the one that it is told."""
-    ids = [new_id(RESPONSE, WORKERS[0], "acme") for _ in range(100)]
+    ids = [new_id(WORKERS[0], "acme") for _ in range(100)]
     assert len(set(ids)) == 100
     assert {len(one) for one in ids} == {len(ids[0])}
 
 
 @given(st.text())
 def test_any_text_may_be_asked_for(text: str) -> None:
-    for given_id in (text, RESPONSE + text):
-        assert find_holder(given_id, RESPONSE, WORKERS, "acme") is None
+    for given_id in (text, "resp_" + text):
+        assert find_holder(given_id, WORKERS, "acme") is None

@@ -2,125 +2,66 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
+import pytest
 
-from pdserve.router.config.aliases import Alias
+from pdserve.errors import ConfigError
+from pdserve.router.config.router import RouterConfig
+from pdserve.settings.config_file import load_config
 from tests.support.router.harness import CHAT, Harness, before
 from tests.support.router.mock_worker import MockWorker
 
-ALIAS = "latest"
-
 
 @asynccontextmanager
-async def canary(**models: float) -> AsyncIterator[tuple[Harness, MockWorker, MockWorker]]:
-    """A router with an alias before a worker of `old` and one of `new`."""
-    old, new = (
-        MockWorker("decode", "old"),
-        MockWorker("decode", "new", context_length=2048, namespace="of-new"),
-    )
-    aliases = (Alias(name=ALIAS, models=models),)
-    async with before(old, new, aliases=aliases) as harness:
+async def two_models(**config: Any) -> AsyncIterator[tuple[Harness, MockWorker, MockWorker]]:
+    """A router before a worker of `old` and one of `new`."""
+    old = MockWorker("decode", "old")
+    new = MockWorker("decode", "new", context_length=2048, namespace="of-new", adapters=["legal"])
+    async with before(old, new, **config) as harness:
         yield harness, old, new
 
 
-def reweigh(harness: Harness, **models: float) -> None:
-    aliases = (Alias(name=ALIAS, models=models),)
-    harness.router.config = msgspec.structs.replace(harness.router.config, aliases=aliases)
-    harness.router.reload()
+def models_asked(worker: MockWorker) -> list[str]:
+    return [request.json()["model"] for request in worker.got(CHAT)]
 
 
-def leave(harness: Harness, worker: MockWorker) -> None:
-    """The worker is not ready, and the router knows."""
-    worker.ready = False
-    harness.router.fleet.on_probe_not_ready(harness.router.fleet.by_id[worker.id])
-
-
-async def ask(harness: Harness, session: str, **more: object) -> int:
-    headers = {"x-session-id": session} if session else {}
-    return (await harness.chat(headers, model=ALIAS, **more)).status
-
-
-def models_asked(*workers: MockWorker) -> list[list[str]]:
-    return [[json.loads(request.body)["model"] for request in worker.got(CHAT)] for worker in workers]
-
-
-async def test_workers_and_metrics_see_the_model_that_was_chosen() -> None:
-    async with canary(new=1) as (harness, old, new):
-        assert await ask(harness, "s") == 200
-        assert models_asked(old, new) == [[], ["new"]]
+async def test_workers_answers_and_metrics_see_the_model_behind_an_alias() -> None:
+    async with two_models(aliases={"latest": "new", "law": "new:legal"}) as (harness, old, new):
+        for name in ("latest", "law", "old"):
+            assert (await harness.chat(model=name)).status == 200
+        assert (models_asked(old), models_asked(new)) == (["old"], ["new", "new:legal"])
         metrics = (await harness.get("/metrics")).body.decode()
-        assert f'pdserve_router_alias_requests_total{{alias="{ALIAS}",model="new"}} 1.0' in metrics
-        assert 'pdserve_router_model_request_seconds_count{model="new"} 1.0' in metrics
-        assert f'model="{ALIAS}"' not in metrics
-
-
-async def test_a_conversation_keeps_its_model_when_weights_change_and_new_ones_follow_them() -> None:
-    async with canary(old=1) as (harness, old, new):
-        for number in range(4):
-            assert await ask(harness, f"early-{number}") == 200
-        reweigh(harness, old=0.001, new=1000)
-        for number in range(4):
-            assert await ask(harness, f"early-{number}") == 200
-            assert await ask(harness, f"late-{number}") == 200
-        assert models_asked(old, new) == [["old"] * 8, ["new"] * 4]
-        reweigh(harness, old=0, new=1)
-        assert await ask(harness, "early-0") == 200
-        assert len(new.got(CHAT)) == 5
-
-
-async def test_without_a_session_key_the_first_message_tells_the_conversation() -> None:
-    async with canary(old=1, new=1) as (harness, old, new):
-        for number in range(12):
-            first = {"role": "user", "content": f"question {number}"}
-            for turn in range(3):
-                said = [{"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}] * turn
-                assert await ask(harness, "", messages=[first, *said]) == 200
-        firsts = [{r.json()["messages"][0]["content"] for r in worker.got(CHAT)} for worker in (old, new)]
-        assert not firsts[0] & firsts[1]
-        assert len(firsts[0]) + len(firsts[1]) == 12
-        assert all(firsts)
-
-
-async def test_a_model_whose_workers_are_away_leaves_its_conversations_to_the_others() -> None:
-    async with canary(old=0.001, new=1000) as (harness, old, new):
-        assert await ask(harness, "s") == 200
-        leave(harness, new)
-        assert await ask(harness, "s") == 200
-        assert models_asked(old, new) == [["old"], ["new"]]
-        leave(harness, old)
-        assert await ask(harness, "s") == 503
-
-
-async def test_aliases_are_listed_and_take_the_shortest_context_of_their_models() -> None:
-    async with canary(old=1, new=1, unknown=1) as (harness, _, _):
+        assert 'pdserve_router_model_request_seconds_count{model="new"} 2.0' in metrics
+        assert 'model="latest"' not in metrics
         cards = {card["id"]: card for card in (await harness.get("/v1/models")).json()["data"]}
-        assert set(cards) == {"old", "new", ALIAS}
-        assert cards[ALIAS]["max_model_len"] == 2048
-        assert (await harness.get(f"/v1/models/{ALIAS}")).json() == cards[ALIAS]
-        reweigh(harness, unknown=1)
-        assert (await harness.get(f"/v1/models/{ALIAS}")).status == 404
-        assert await ask(harness, "s") == 503  # it is known by the alias, and may come
+        assert cards["latest"]["max_model_len"] == 2048
+        assert (await harness.get("/v1/models/law")).status == 200
 
 
-async def test_other_names_go_to_their_models_as_ever() -> None:
-    async with canary(old=1) as (harness, old, new):
-        assert (await harness.chat(model="new")).status == 200
-        assert (await harness.chat(model="old")).status == 200
-        assert (await harness.chat(model="none")).status == 404
-        assert [len(worker.got(CHAT)) for worker in (old, new)] == [1, 1]
+async def test_an_alias_changes_without_a_restart_and_may_be_the_default() -> None:
+    async with two_models(aliases={"latest": "old"}, default_model="latest") as (harness, old, new):
+        assert (await harness.chat(model="")).status == 200
+        router = harness.router
+        router.config = msgspec.structs.replace(router.config, aliases={"latest": "new"})
+        router.reload()
+        assert (await harness.chat(model="latest")).status == 200
+        assert (models_asked(old), models_asked(new)) == (["old"], ["new"])
 
 
-async def test_a_stored_response_goes_on_with_its_model_whatever_the_weights() -> None:
-    async with canary(old=1) as (harness, old, _):
-        stored = await harness.post("/v1/responses", {"model": ALIAS, "input": "hi"})
-        assert stored.status == 200
-        [request] = old.got("/v1/responses")
-        id_ = request.json()["request_id"]
-        reweigh(harness, new=1)
-        again = {"model": ALIAS, "input": "more", "previous_response_id": id_}
-        assert (await harness.post("/v1/responses", again)).status == 200
-        assert [request.json()["model"] for request in old.got("/v1/responses")] == ["old", "old"]
+@pytest.mark.parametrize(
+    ("aliases", "said"),
+    [
+        ({"x": ""}, "none of 'models'"),
+        ({"x": "c"}, "none of 'models'"),
+        ({"": "a"}, "characters"),
+        ({"x" * 257: "a"}, "characters"),
+        ({"x": "y", "y": "a"}, "is an alias itself"),
+    ],
+)
+def test_aliases_that_cannot_be_meant_are_refused(aliases: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config(RouterConfig, None, {"models": ["a", "b"], "aliases": aliases})

@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.errors import ConfigError, StartupError
 from pdserve.logs import configure_logs
+from pdserve.router.api.endpoints import ENDPOINTS
 from pdserve.router.app.lifespan import open_router
 from pdserve.router.config.limits import Probe
 from pdserve.router.config.router import RouterConfig
@@ -66,8 +67,15 @@ async def test_models_are_listed_and_what_is_not_there_is_refused_in_openais_for
 async def test_the_documentation_names_every_route() -> None:
     async with disagg() as (harness, _, _):
         paths = (await harness.get("/openapi.json")).json()["paths"]
-        wanted = {CHAT, "/v1/completions", "/v1/models", "/health", "/ready", "/metrics", "/generate"}
-        assert wanted <= set(paths)
+        assert set(ENDPOINTS) <= set(paths)
+        for path, operations in paths.items():
+            for method in operations:
+                target = path.replace("{model}", "m").replace("{response_id}", "x")
+                said = await (
+                    harness.get(target) if method == "get" else harness.post(target, {"model": "m"})
+                )
+                assert said.status not in (405, 500), (method, path)
+        assert {"/v1/models", "/health", "/ready", "/metrics", "/v1/kv/hints"} <= set(paths)
         assert (await harness.get("/docs")).status == 200
 
 

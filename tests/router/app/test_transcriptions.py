@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI, BadRequestError, NotFoundError
 
-from pdserve.router.config.aliases import Alias
 from pdserve.router.config.limits import Limits
 from pdserve.router.config.tenants import Access, Tenant
 from pdserve.router.tenants.api_keys import key_line
@@ -78,7 +77,7 @@ async def test_a_stream_comes_as_a_stream() -> None:
 
 
 async def test_the_models_of_forms_are_checked_and_aliases_are_known() -> None:
-    async with hearing(aliases=(Alias(name="ears", models={"whisper": 1}),)) as (_, worker, client):
+    async with hearing(aliases={"ears": "whisper"}) as (_, worker, client):
         assert (await client.audio.transcriptions.create(file=("a", SOUND), model="ears")).text == "hello"
         with pytest.raises(NotFoundError):
             await client.audio.transcriptions.create(file=("a", SOUND), model="nobody")

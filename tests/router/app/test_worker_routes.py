@@ -100,27 +100,6 @@ async def test_tenants_neither_read_nor_continue_each_others_responses(
         assert len(worker.requests) == asked
 
 
-async def test_a_session_opens_at_one_worker_and_goes_on_there() -> None:
-    async with disagg(decode=4) as (harness, _, decodes):
-        assert (await harness.post("/open_session", {"capacity_of_str_len": 100})).status == 200
-        ((id_, worker),) = [(g.json()["session_id"], w) for w in decodes for g in w.got("/open_session")]
-        for _ in range(6):
-            body = {"text": "word", "session_params": {"id": id_}}
-            assert (await harness.post(GENERATE, body)).status == 200
-        assert len(worker.got(GENERATE)) == 6
-        assert (await harness.post("/close_session", {"session_id": id_})).status == 200
-        assert worker.got("/close_session")
-        assert (await harness.post("/close_session", {"session_id": "other"})).status == 404
-        assert (await harness.post(GENERATE, {"text": "a", "session_params": {"id": "x"}})).status == 404
-
-
-async def test_only_tenants_that_control_the_engine_open_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with two_tenants(monkeypatch) as (harness, decodes):
-        assert (await harness.post("/open_session", {"capacity_of_str_len": 100}, by(BOB))).status == 403
-        assert not any(one.got("/open_session") for one in decodes)
-        assert (await harness.post("/open_session", {"capacity_of_str_len": 100}, by(ALICE))).status == 200
-
-
 async def test_what_sglang_says_of_itself_comes_from_a_worker() -> None:
     async with disagg() as (harness, _, (decode,)):
         decode.script(INFO, answer(200, {"model_path": "/m"}), answer(500, {"detail": "boom"}))

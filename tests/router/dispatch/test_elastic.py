@@ -6,19 +6,25 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
+
 from pdserve.router.config.router import RouterConfig
-from pdserve.router.config.slo import ServiceLevel
 from tests.support.router.harness import CHAT, PATIENT, Harness, routed
 from tests.support.router.mock_worker import Gate, MockWorker, hang, workers
 
-QUICK = ServiceLevel(window_s=0.05, dwell_s=0.0)
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Duties follow the load at once."""
+    monkeypatch.setattr("pdserve.router.placement.elastic.WINDOW_S", 0.05)
+    monkeypatch.setattr("pdserve.router.placement.elastic.DWELL_S", 0.0)
 
 
 @asynccontextmanager
 async def elastic(count: int = 2, **config: Any) -> AsyncIterator[tuple[Harness, list[MockWorker]]]:
     made = [MockWorker("elastic") for _ in range(count)]
     async with workers(*made):
-        settings = {"elastic": tuple(one.url for one in made), "deadlines": PATIENT, "slo": QUICK}
+        settings = {"elastic": tuple(one.url for one in made), "deadlines": PATIENT}
         settings |= {"min_prefill_tokens": 0} | config
         async with routed(RouterConfig(**settings)) as harness:
             yield harness, made

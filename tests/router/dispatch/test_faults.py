@@ -13,10 +13,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+from unittest.mock import patch
 
 import pytest
 
-from pdserve.router.config.limits import Deadlines, Limits, Probe
+from pdserve.router.config.limits import Deadlines, Probe
 from pdserve.router.request.call import Call
 from pdserve.router.upstream.response import Response as WorkerResponse
 from tests.support.router.harness import Connection, Harness, chat_body, disagg
@@ -73,7 +74,6 @@ DEADLINES = Deadlines(
     wait_for_worker_s=0.0,
     settle_s=LEFT_S["settle"],
     prefill_s=LEFT_S["prefill"],
-    publish_s=0.0,
     first_byte_s=LEFT_S["decode"],
     whole_answer_s=WHOLE_S,
     between_chunks_s=LEFT_S["stream"],
@@ -443,19 +443,24 @@ async def take(client: Connection, seen: Seen, until: bytes | None = None) -> No
 
 
 @asynccontextmanager
-async def stage(decode: int = 1, **config: Any) -> AsyncIterator[Stage]:
+async def stage(decode: int = 1, *, is_paid: bool = True, **config: Any) -> AsyncIterator[Stage]:
+    """`is_paid`: retries have a budget."""
     settings = {
         "deadlines": DEADLINES,
-        "limits": Limits(idle_connections=0, retries_per_s=1000.0),  # a used connection is replaced once
         "probe": Probe(interval_s=3600.0, circuit_failures=1000),
         "decode_policy": "least_loaded",
     } | config
-    async with disagg(decode=decode, **settings) as (harness, (prefill,), decodes):
-        harness.router.fleet.on_doubt = None  # the stage alone says what probes find
-        yield Stage(harness, prefill, *decodes)
+    ratio, per_s = (0.2, 1000.0) if is_paid else (0.0, 0.0)
+    with (
+        patch("pdserve.router.upstream.pool.MAX_IDLE", 0),  # a used connection is replaced once
+        patch("pdserve.router.dispatch.retry_budget.RATIO", ratio),
+        patch("pdserve.router.dispatch.retry_budget.MIN_PER_S", per_s),
+    ):
+        async with disagg(decode=decode, **settings) as (harness, (prefill,), decodes):
+            harness.router.fleet.on_doubt = None  # the stage alone says what probes find
+            yield Stage(harness, prefill, *decodes)
 
 
-UNPAID = Limits(idle_connections=0, retry_ratio=0.0, retries_per_s=0.0)
 TABLES: dict[str, tuple[Phase, Others, tuple[Kind, ...]]] = {
     "settle": ("settle", "none", ("whole", "greedy")),
     "prefill": ("prefill", "none", ("whole", "greedy")),
@@ -476,7 +481,7 @@ TABLES: dict[str, tuple[Phase, Others, tuple[Kind, ...]]] = {
 async def test_every_fault_has_the_outcome_of_the_oracle(table: str) -> None:
     phase, others, kinds = TABLES[table]
     config: dict[str, Any] = {"pull_ahead_tokens": 500} if phase == "pull" else {}
-    config |= {"limits": UNPAID} if others == "unpaid" else {}
+    config["is_paid"] = others != "unpaid"
     async with stage(1 if others == "none" else 2, **config) as played:
         for kind in kinds:
             for fault in FAULTS[phase]:

@@ -12,12 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.router.contenders import mock_worker
-from benchmarks.router.load import Load, run_load
 from pdserve.router.config.limits import Probe
 from tests.support.router.harness import chat_body, disagg
 from tests.support.router.mock_worker import EVENTS, STREAM, Gate, answer, close, hang, stream
 from tests.support.router.process import RouterProcess
+from tests.support.router.raw_load import Load, mock_worker, run_load
 
 CHAT = "/v1/chat/completions"
 COUNT = 200
@@ -100,7 +99,6 @@ async def test_a_thousand_streams_again_and_again_leave_memory_and_descriptors_a
     tmp_path: Path,
 ) -> None:
     options = [f"--{name}-s=120" for name in ("deadlines.connect", "deadlines.prefill", "probe.timeout")]
-    options.append("--limits.idle-connections=0")  # each connection closes with its request
     load = Load(streams=MANY, seconds=0.5, chunks=3, interval_us=500_000, ramp_s=1.5, warm_up_s=0.5)
     with mock_worker("prefill", tmp_path) as prefill, mock_worker("decode", tmp_path) as decode:
         urls = [f"http://127.0.0.1:{worker.port}" for worker in (prefill, decode)]

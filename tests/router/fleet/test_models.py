@@ -9,7 +9,6 @@ import pytest
 from pdserve.errors import RequestError
 from pdserve.router.api.endpoints import ENDPOINTS
 from pdserve.router.config.limits import Probe
-from pdserve.router.config.placement import Stickiness
 from pdserve.router.config.router import Session
 from pdserve.router.config.tenants import Admission
 from pdserve.router.fleet.models import MAX_ADAPTER_CHARS, Models
@@ -146,7 +145,7 @@ async def test_equals_take_turns_within_each_model() -> None:
 
 async def test_a_session_key_of_one_model_says_nothing_of_another() -> None:
     first, second = group("a", decodes=1), group("b", decodes=1)
-    stay = Session(decode=Stickiness(when_gone="refuse", mode="hard"))
+    stay = Session(when_gone="refuse", mode="hard")
     async with before(*first, *second, session=stay) as harness:
         for _ in range(2):
             for model, own in (("a", first), ("b", second)):

@@ -14,7 +14,6 @@ WEIGHTS = PlacementSettings(
     host_ms_per_token=0.25,
     running_ms_per_request=10.0,
     missing_kv_ms_per_token=2.0,
-    leave_ms=7.0,
 )
 
 
@@ -32,8 +31,8 @@ def worker(queued: int = 0, requests: int = 0, elsewhere: int = 0, free: int | N
 def test_the_cost_is_the_sum_of_its_parts() -> None:
     cached = Cached(device=100, host=40, pool=20)
     at = worker(queued=5, requests=1, elsewhere=2, free=50)
-    cost = cost_ms(WEIGHTS, at, 300, cached, leaves=True)
-    assert cost == 1.0 * (5 + 140) + 0.25 * 40 + 0.5 * 20 + 10.0 * 3 + 2.0 * (200 - 50) + 7.0
+    cost = cost_ms(WEIGHTS, at, 300, cached)
+    assert cost == 1.0 * (5 + 140) + 0.25 * 40 + 0.5 * 20 + 10.0 * 3 + 2.0 * (200 - 50)
     assert cost_words(cost, at, 300, cached) == f"{cost:.1f}ms uncached=140 queued=5 requests=3"
 
 

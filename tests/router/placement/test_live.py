@@ -8,11 +8,10 @@ import json
 import pytest
 
 from pdserve.router.config.limits import Probe
-from pdserve.router.config.router import RouterConfig
 from pdserve.router.config.tenants import Tenant
 from pdserve.router.metrics.stats import MAX_PLACEMENTS, Stats
 from tests.support.router.harness import Harness, disagg
-from tests.support.router.mock_worker import Gate, answer, answered_with, hang
+from tests.support.router.mock_worker import Gate, answer, hang
 
 ALICE, BOB = "alice-" + "a" * 20, "bob-" + "b" * 20
 LONG = "word " * 1000
@@ -91,20 +90,6 @@ async def test_prompts_that_wait_are_counted_and_not_forgotten() -> None:
             await harness.chat(messages=conversation(LONG))
         await harness.settle()
         assert [worker.queued_tokens for worker in harness.router.fleet.workers] == [0, 0]
-
-
-async def test_what_a_decode_worker_found_corrects_what_is_believed_of_it() -> None:
-    async with disagg(decode_policy="cache_aware") as (harness, _, [decode]):
-        lives_s = harness.router.dispatcher.placer.prefixes._beliefs._lives_s
-        worker = harness.router.fleet.by_id[decode.id]
-        decode.script("/v1/chat/completions", answered_with(""), answered_with(""))  # it does not say
-        for _ in range(2):
-            await harness.chat(messages=conversation(LONG * 2))
-        assert worker.incarnation not in lives_s
-        found = "x-pdserve-cached: device=0, host=0, pool=2000\r\n"  # in its own memory nothing
-        decode.script("/v1/chat/completions", answered_with(found))
-        await harness.chat(messages=conversation(LONG * 2))
-        assert lives_s[worker.incarnation] < RouterConfig().placement.host_half_life_s
 
 
 def placements(harness: Harness, role: str) -> dict[str, int]:

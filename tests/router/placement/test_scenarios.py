@@ -8,9 +8,8 @@
     > down | up | drain | leave WORKER
     > wait SECONDS
     > turn [SESSION] prompt=abc ...  a request; each letter is a block of 256 tokens, prompts with the same
-                                     first letters begin alike. answer=TOKENS; found=TOKENS: so many were in
-                                     the prefill worker's memory; unpublished: its pages are not in the pool;
-                                     held: the request goes on
+                                     first letters begin alike. answer=TOKENS; unpublished: the prefill
+                                     worker's pages are not in the pool; held: the request goes on
     > long COUNT every=SECONDS       so many requests with prompts of 16,384 tokens, one after another
 
 Changed on purpose? `python -m tests.router.placement.test_scenarios` writes the files anew.
@@ -107,7 +106,7 @@ class Scenario:
     def wait(self, seconds: str) -> None:
         self.now_s += float(seconds)
 
-    def turn(self, *words: str, prompt: str = "", answer: str = "0", found: str = "") -> str:
+    def turn(self, *words: str, prompt: str = "", answer: str = "0") -> str:
         self.turns += 1
         session = next((word for word in words if word not in ("held", "unpublished")), None)
         digests = [xxhash.xxh3_64_intdigest(prompt[: i + 1].encode()) for i in range(len(prompt))]
@@ -124,7 +123,7 @@ class Scenario:
             plan = self.placer.plan(facts, self.fleet.snapshot("m", self.now_s), last, self.now_s)
         except NoWorkerError as error:
             return f"503: {error}"
-        self._carry_out(facts, plan, int(answer), found, words)
+        self._carry_out(facts, plan, int(answer), words)
         return describe(plan)
 
     def long(self, count: str, every: str) -> str:
@@ -136,18 +135,15 @@ class Scenario:
             self.wait(every)
         return f"{changes} changes of duty"
 
-    def _carry_out(
-        self, facts: RequestFacts, plan: Plan, answer: int, found: str, words: tuple[str, ...]
-    ) -> None:
+    def _carry_out(self, facts: RequestFacts, plan: Plan, answer: int, words: tuple[str, ...]) -> None:
         if plan.prefill is not None:
-            cached = {"device": int(found)} if found else {}
             missing = 1 if "unpublished" in words else 0
-            self.placer.on_prefilled(facts, plan, plan.prefill, cached, 1, missing, self.now_s)
+            self.placer.on_prefilled(facts, plan.prefill, 1, missing, self.now_s)
         begun = self.placer.on_answering(facts, plan, plan.decode, f"r{self.turns}", self.now_s)
         if "held" in words:
             self.fleet.on_selected(plan.decode, self.now_s)
             return
-        self.placer.on_answered(facts, plan, plan.decode, begun, answer, None, self.now_s)
+        self.placer.on_answered(facts, begun, answer, self.now_s)
 
 
 def describe(plan: Plan) -> str:

@@ -155,7 +155,7 @@ class StandIn(Child):
     def own_metrics(self) -> Snapshot:
         return Snapshot({"requests": {("/", "200"): self.requests}, "requests_in_flight": {(): 1}})
 
-    async def collect(self, timeout_s: float, *, decisions: bool = False) -> Snapshot:
+    async def collect(self, timeout_s: float) -> Snapshot:
         if self.over.is_set():
             raise ChannelClosed("gone")
         if self.world.is_hit(0.2):

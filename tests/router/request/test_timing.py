@@ -68,13 +68,6 @@ def test_nonsense_of_a_worker_counts_nothing(said: bytes) -> None:
     )
 
 
-def test_a_worker_says_what_it_found_in_its_own_memory_and_in_the_pool() -> None:
-    found = (b"x-pdserve-cached", b"device=64, host=32, pool=1000")
-    assert cache_report.found_tokens([(b"date", b"x"), found]) == (96, 1000)
-    assert cache_report.found_tokens([(b"x-pdserve-cached", b"much")]) is None
-    assert cache_report.found_tokens([]) is None
-
-
 def test_turns_have_few_labels() -> None:
     assert [turn_label(turn) for turn in (0, 1, 2, 3, 4, 7, 8, 15, 16, 9999)] == [
         *("none", "1", "2", "3", "4-7", "4-7", "8-15", "8-15", "16+", "16+")

@@ -62,9 +62,9 @@ def test_the_body_counts_before_the_header() -> None:
 
 
 def test_the_head_start_is_a_quarter_of_the_longest_wait_at_most() -> None:
-    admission = Admission(queue_s=20.0, priority_step_s=0.5)
-    starts = [admission.head_start_s(urgency) for urgency in (-(2**63), -1, 0, 1, 10, 11, 2**63)]
-    assert starts == [-5.0, -0.5, 0.0, 0.5, 5.0, 5.0, 5.0]
+    admission = Admission(queue_s=20.0)
+    starts = [admission.head_start_s(urgency) for urgency in (-(2**63), -1, 0, 1, 5, 6, 2**63)]
+    assert starts == [-5.0, -1.0, 0.0, 1.0, 5.0, 5.0, 5.0]
 
 
 # --- through a router

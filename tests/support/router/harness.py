@@ -27,7 +27,6 @@ PATIENT = Deadlines(
     connect_s=30.0,
     settle_s=1.0,
     prefill_s=60.0,
-    publish_s=0.0,
     first_byte_s=60.0,
     early_head_s=60.0,
     whole_answer_s=60.0,
@@ -221,7 +220,7 @@ async def routed(config: RouterConfig, tracer: Tracer | None = None) -> AsyncIte
         config = msgspec.structs.replace(config, probe=Probe(timeout_s=60.0))
     async with (
         open_router(config, tracer) as router,
-        served(make_server(router, config, direct=router.generation, upgrades=router.realtime)) as port,
+        served(make_server(router, config, direct=router.generation)) as port,
     ):
         harness = Harness(router, port)
         yield harness

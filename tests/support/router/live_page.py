@@ -7,10 +7,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from pdserve.router.admin.app import AdminApp
-from pdserve.router.admin.live_feed import LiveFeed
-from pdserve.router.admin.other_routers import OtherRouters
+from pdserve.router.admin.live import LiveFeed
 from pdserve.router.server.uvicorn_server import make_server
-from pdserve.tls.contexts import Certificates
+from pdserve.security.tls import Certificates
 from tests.support.router.harness import Harness, served
 
 KEY = "administrators-key-of-this-test"
@@ -21,13 +20,11 @@ CACHED = "x-pdserve-cached: device=10, host=5, pool=100, computed=7\r\n"
 async def shown(harness: Harness, interval_s: float = 0.2) -> AsyncIterator[str]:
     """The admin port of a router; its URL."""
     config = harness.router.config
-    others = OtherRouters(config)
-    feed = LiveFeed(harness.router, others, interval_s)
+    feed = LiveFeed(harness.router, interval_s)
     tls = Certificates(config.admin.tls).lasting_server_context()
-    async with served(make_server(AdminApp(harness.router, others, feed), config, tls)) as port:
+    async with served(make_server(AdminApp(harness.router, feed), config, tls)) as port:
         feeding = asyncio.create_task(feed.run())
         try:
             yield f"{'http' if tls is None else 'https'}://127.0.0.1:{port}"
         finally:
             feeding.cancel()
-            await others.close()

@@ -86,6 +86,7 @@ def _change_scheduler() -> None:
         kept_prompts,
         local_store,
         pulls,
+        stop_strings,
     )
 
     kept_prompts.install()
@@ -94,6 +95,7 @@ def _change_scheduler() -> None:
     pulls.install()
     declined_fetches.install()
     embedding_salts.install()
+    stop_strings.install()
     if prepare.is_on_cpu():
         from pdserve.engine.sglang.cpu import hooks
 

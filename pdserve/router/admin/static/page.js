@@ -1,4 +1,4 @@
-// The live page. What it shows comes as server-sent events (pdserve/router/live.py says what is in them); everything
+// The live page. What it shows comes as server-sent events (pdserve/router/admin/live_frames.py says what is in them); everything
 // that is a name or a message goes in as text, never as markup.
 "use strict";
 
@@ -183,14 +183,10 @@ const spaceRow = (space) => [
   cell(space.name), space.quota_bytes ? filled(space.slot_bytes, space.quota_bytes, percent(space.slot_bytes / space.quota_bytes)) : cell("no quota"),
   number(count(space.pages)), number(size(space.page_bytes)), number(percent(space.hit_rate)), number(count(space.evictions)), number(rate(space.evictions_s)),
 ];
-const routerRow = (router) => router.error ? longRow(`${router.name}: ${router.error}`) : [
-  cell(router.name), number(rate(router.requests_s)), number(count(router.in_flight)), number(count(router.waiting)),
-  number(count(router.sessions)), cell(router.apart || "-"),
-];
 const problemRow = (problem) => {
   const made = element("li");
   const again = problem.count > 1 ? ` (${count(problem.count)} times)` : "";
-  made.append(element("time", new Date(1000 * problem.at_s).toLocaleTimeString()), element("span", problem.level, problem.level), ` ${problem.router ? `${problem.router}: ` : ""}${problem.text}${again}`);
+  made.append(element("time", new Date(1000 * problem.at_s).toLocaleTimeString()), element("span", problem.level, problem.level), ` ${problem.text}${again}`);
   return made;
 };
 
@@ -202,7 +198,7 @@ function state(text, isBad) {
 }
 
 function showFrame(frame) {
-  const { point, workers, nodes, routers } = frame;
+  const { point, workers, nodes } = frame;
   points = [...points, point].slice(-MAX_POINTS);
   $("requests").textContent = rate(point.requests_s);
   $("in-flight").textContent = count(point.in_flight);
@@ -210,14 +206,12 @@ function showFrame(frame) {
   $("sessions").textContent = count(frame.sessions);
   $("first-byte").textContent = point.first_byte_p50_s === null ? "-" : `${duration(point.first_byte_p50_s)} / ${duration(point.first_byte_p90_s)}`;
   showPoints();
-  $("routers-section").hidden = !routers.length;
-  showTable("routers", routers.map(routerRow), "none");
   showTable("workers", workers.flatMap(workerRows), "no worker");
   showTable("nodes", nodes.map(nodeRow), "the router knows no pool node: admin.pool is empty");
   showTable("namespaces", frame.namespaces.map(spaceRow), "none");
   $("problems").replaceChildren(...(frame.problems.length ? frame.problems.map(problemRow) : [element("li", "none")]));
-  const away = workers.filter((worker) => worker.state !== "ready" && worker.state !== "draining").length + [...nodes, ...routers].filter((part) => part.error).length;
-  const parts = workers.length + nodes.length + routers.length;
+  const away = workers.filter((worker) => worker.state !== "ready" && worker.state !== "draining").length + nodes.filter((node) => node.error).length;
+  const parts = workers.length + nodes.length;
   state(away ? `${away} of ${parts} parts are not well` : `all ${parts} parts are up`, away > 0);
   heard = Date.now();
 }

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import xxhash
 
 from pdserve.router.api.errors import NoWorkerError
-from pdserve.router.config.placement import Stickiness
+from pdserve.router.config.placement import Session
 from pdserve.router.fleet.worker import Worker
 from pdserve.router.placement.policies.base import Ask, Choice, Policy
 
@@ -25,7 +25,7 @@ from pdserve.router.placement.policies.base import Ask, Choice, Policy
 class Affinity:
     """Sends a session to one worker. `fallback` places requests without a session."""
 
-    def __init__(self, stickiness: Stickiness, fallback: Policy) -> None:
+    def __init__(self, stickiness: Session, fallback: Policy) -> None:
         self._stickiness = stickiness
         self._fallback = fallback
         self.needs_places = fallback.needs_places

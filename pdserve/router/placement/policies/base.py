@@ -17,7 +17,7 @@ from typing import Protocol
 
 import msgspec
 
-from pdserve.router.config.placement import PlacementSettings, Stickiness
+from pdserve.router.config.placement import PlacementSettings, Session
 from pdserve.router.fleet.worker import Worker
 from pdserve.router.placement.prefix_index import Places
 
@@ -66,5 +66,5 @@ class Policy(Protocol):
 class PolicySettings(msgspec.Struct, frozen=True):
     """The settings that an entry point gets to make a policy."""
 
-    stickiness: Stickiness = Stickiness()
+    stickiness: Session = Session()
     weights: PlacementSettings = PlacementSettings()

@@ -22,13 +22,12 @@ class CacheAware:
 
     def choose(self, ask: Ask, workers: Sequence[Worker]) -> Choice:
         """The worker with the lowest cost. Equal workers alternate."""
-        count, last_id, weights = len(workers), ask.last_id, self._weights
+        count, weights = len(workers), self._weights
         best, best_cached, least_ms = workers[0], NOTHING, math.inf
         for i in range(ask.turn, ask.turn + count):
             worker = workers[i % count]
             cached = self._cached(ask, worker)
-            leaves = last_id is not None and last_id != worker.id
-            total_ms = cost_ms(weights, worker, ask.prompt_tokens, cached, leaves=leaves)
+            total_ms = cost_ms(weights, worker, ask.prompt_tokens, cached)
             if total_ms < least_ms:
                 best, best_cached, least_ms = worker, cached, total_ms
         cause = "" if best_cached is NOTHING else "prefix"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from benchmarks.processes import free_ports
+from tests.support.processes import free_ports
 
 RANKS = """
 import os, sys

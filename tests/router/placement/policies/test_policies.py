@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pdserve.errors import ConfigError
 from pdserve.router.api.errors import NoWorkerError
-from pdserve.router.config.placement import Stickiness
+from pdserve.router.config.placement import Session
 from pdserve.router.fleet.worker import Worker
 from pdserve.router.placement.policies import POLICY_NAMES, Ask, Choice, Policy, PolicySettings, make_policy
 from pdserve.router.placement.policies.affinity import Affinity, rendezvous_order
@@ -29,7 +29,7 @@ def ask(session: str | None = None, last: str | None = None, **more: int) -> Ask
 
 
 def policy(name: str, **stickiness: object) -> Policy:
-    return make_policy(name, PolicySettings(Stickiness(**stickiness)))  # type: ignore[arg-type]
+    return make_policy(name, PolicySettings(Session(**stickiness)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", POLICY_NAMES)
