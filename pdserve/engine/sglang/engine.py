@@ -15,7 +15,7 @@ from pdserve.engine.sglang.exact_turns import SglangTurns, tokenizer_of
 from pdserve.engine.sglang.tokenizer_manager import names_media
 from pdserve.engine.turns.config import ExactTurnsConfig
 from pdserve.engine.turns.exact import ExactTurns
-from pdserve.engine.turns.memory import Memory
+from pdserve.engine.turns.memory import MEMORY_BYTES, Memory
 from pdserve.engine.turns.shelf import Shelf
 
 
@@ -58,7 +58,7 @@ class Engine:
             return None
         if self._shelf is not None:
             self._shelf.warm()
-        turns = ExactTurns(tokenizer, Memory(exact.memory_bytes), self._shelf, count)
+        turns = ExactTurns(tokenizer, Memory(MEMORY_BYTES), self._shelf, count)
         return SglangTurns(manager, turns, count)
 
     @property
