@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from array import array
 from importlib import metadata
 
 import pytest
 
 from pdserve.engine.sglang import selfcheck
 from pdserve.errors import StartupError
-from pdserve.pages import namespace_seed, page_hashes
 from tests.support.sglang_symbols import TABLE, misfits
 
 
@@ -50,18 +48,3 @@ def test_another_version_ends_the_start(
     with pytest.raises(StartupError) as refused:
         selfcheck.check()
     assert str(refused.value).startswith(said)
-
-
-@pytest.mark.parametrize(
-    ("extra_key", "cache_salt", "pairs"),
-    [(None, None, False), ("tenant", "sält", False), (None, None, True)],
-)
-def test_page_hashes_are_sglangs(extra_key: str | None, cache_salt: str | None, pairs: bool) -> None:
-    from sglang.srt.mem_cache import utils
-    from sglang.srt.mem_cache.radix_cache import RadixKey
-
-    tokens = [(7919 * i) % 150_000 for i in range(3 * 16 + pairs)]
-    key = RadixKey(array("q", tokens), is_bigram=pairs)
-    theirs = utils.get_hash_str(key, utils.storage_namespace_seed(extra_key, cache_salt), page_size=16)
-    seed = namespace_seed(extra_key, cache_salt)
-    assert theirs == [digest.hex() for digest in page_hashes(tokens, 16, seed, pairs=pairs)]

@@ -86,7 +86,7 @@ class Asked:
     """What SGLang's routes make of a body."""
 
     rid = None
-    return_prompt_token_ids = False
+    return_prompt_token_ids = return_logprob = False
 
     def __init__(self, stream: bool) -> None:
         self.stream = stream
