@@ -48,7 +48,7 @@ SERVER = {
 
 async def doctor(*words: str, **environment: str) -> tuple[int, str]:
     """(exit status, what it said)"""
-    done = await asyncio.to_thread(pdserve_here, "doctor", "--no-measure", *words, **environment)
+    done = await asyncio.to_thread(pdserve_here, "doctor", "--no-self-check", *words, **environment)
     return done.returncode, done.stdout
 
 

@@ -27,8 +27,6 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from pdserve.capacity.memory import GB
-from pdserve.capacity.plan import release_s
 from pdserve.engine.drain import Client, Drain
 from pdserve.engine.sglang.engine import Engine
 from pdserve.engine.sglang.server_args import ranks_here
@@ -36,6 +34,7 @@ from pdserve.engine.sglang.tls import serving
 from pdserve.engine.sglang.tokenizer_manager import manager_class
 from pdserve.engine.sglang.warm_up import WarmUp
 from pdserve.errors import StartupError
+from pdserve.resources.memory import GB, release_s
 from pdserve.security.tls import Certificates
 
 logger = logging.getLogger(__name__)

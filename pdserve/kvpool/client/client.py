@@ -13,8 +13,6 @@ unstored (writes), and are counted. Every call ends within its configured time-o
 from __future__ import annotations
 
 import logging
-import random
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
@@ -36,7 +34,6 @@ from pdserve.kvpool.client.operations import (
     PagesRead,
     Tally,
 )
-from pdserve.kvpool.client.reads.replica_hints import HotPages, Reads
 from pdserve.kvpool.client.reads.shared import SharedReads, read_shared
 from pdserve.kvpool.client.routing import Rings, Search
 from pdserve.kvpool.client.topology import CONNECTIONS, PoolLinks, SharedViews
@@ -63,15 +60,13 @@ class PoolClient:
         *,
         connector: Connector | None = None,
         name: str = "client",
-        seed: int | None = None,
         page_bytes: int = 0,
         connections: int = CONNECTIONS,
     ) -> None:
         """Connects lazily. Raises ConfigError if the nodes form no valid ring.
 
-        `connector` replaces the configured transport (for tests). `seed`: of the random spread of reads of
-        hot pages. `page_bytes`: nodes that can never hold pages of this size are refused; 0: unknown.
-        `connections`: operations at a time on each node.
+        `connector` replaces the configured transport (for tests). `page_bytes`: nodes that can never hold
+        pages of this size are refused; 0: unknown. `connections`: operations at a time on each node.
         """
         self.config = config
         self.namespace = namespace
@@ -86,8 +81,6 @@ class PoolClient:
             config, namespace, geometry, connector, SharedViews(config), page_bytes, connections
         )
         self._runner = BatchRunner(self._links, self._tally, connections, nodes=len(config.nodes))
-        self._hot = HotPages(random.Random(seed))
-        self._lock = threading.Lock()  # guards `_hot`
 
     @property
     def counters(self) -> ClientCounters:
@@ -123,29 +116,27 @@ class PoolClient:
         """
         page_bytes = check_pages(keys, pages)
         deadline = self._within(self.config.get_timeout_s)
-        replicas: dict[int, int] = {}
+        own: set[int] = set()  # pages that this client read from a node itself
 
         def part(opened: OpenConnection, places: list[int]) -> list[bool]:
             chosen = [keys[i] for i in places], [pages[i] for i in places]
             read = self._read(opened, *chosen, deadline.at_s, share)
-            found = zip(places, read.found, read.replicas, strict=True)
-            replicas.update((place, count) for place, hit, count in found if hit and count is not None)
+            found = zip(places, read.found, read.own, strict=True)
+            own.update(place for place, hit, by_us in found if hit and by_us)
             return read.found
 
         batch = Batch(keys, [False] * len(keys), deadline, part, page_bytes=page_bytes)
         rings = self._links.rings
-        self._runner.run(self._plan_reads(keys, rings, page_bytes), batch)
+        self._runner.run(rings.split(keys), batch)
         first_asked = list(batch.asked)
         self._search_on(batch, rings)
-        self._remember(rings, Reads(keys, batch.result, first_asked, batch.asked, replicas))
         read = [i for i, found in enumerate(batch.result) if found]
-        own = sum(i in replicas for i in read)
         self._tally.add(
             pages_read=len(read),
-            pages_shared=len(read) - own,
+            pages_shared=len(read) - len(own),
             pages_missed=len(keys) - len(read),
             pages_fallback=sum(first_asked[i] != batch.asked[i] for i in read),
-            bytes_read=own * page_bytes,
+            bytes_read=len(own) * page_bytes,
         )
         return batch.result
 
@@ -187,7 +178,7 @@ class PoolClient:
 
         size_bytes = into[0].size_bytes if into else 0
         rings, links = self._links.rings, self._links.links
-        jobs = self._plan_reads(keys, rings, size_bytes)
+        jobs = rings.split(keys)
         near = {node: places for node, places in jobs.items() if node in links and not links[node].streams}
         self._runner.run(near, Batch(keys, shown, deadline, part))
         count = len(keys) - shown.count(None)
@@ -300,22 +291,6 @@ class PoolClient:
         """`jobs` without nodes that are down: a second request is not worth a wait."""
         links = self._links.links
         return {node: places for node, places in jobs.items() if node in links and links[node].reachable}
-
-    def _plan_reads(self, keys: Sequence[bytes], rings: Rings, page_bytes: int) -> dict[str, list[int]]:
-        """The indices of keys by node: the key's owner, or for a hot page the less loaded of two holders."""
-        owners = rings.split(keys)
-        if not len(self._hot) or len(rings.ring.nodes) < 2:
-            return owners
-        load_bytes = {name: link.outstanding_bytes for name, link in self._links.links.items() if link.up}
-        with self._lock:
-            return self._hot.spread(keys, owners, rings.ring, load_bytes, page_bytes, time.monotonic())
-
-    def _remember(self, rings: Rings, reads: Reads) -> None:
-        """Update the hints about hot pages from a batch of reads."""
-        if any(reads.replicas.values()) or len(self._hot):
-            with self._lock:
-                served = self._hot.learn(reads, rings.split(reads.keys), time.monotonic())
-            self._tally.add(pages_replica=served)
 
     def _each_node(
         self,

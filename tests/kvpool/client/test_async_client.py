@@ -22,13 +22,13 @@ from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import View
-from pdserve.kvpool.testing.inproc import InprocConnector
 from pdserve.kvpool.transports.async_control import AsyncControl
 from pdserve.kvpool.transports.session import make_hello
 from tests.support.kvpool.clients import SOON_S, config_of, doors_of
 from tests.support.kvpool.door import UPGRADING, Door, DoorConnector, Manner
 from tests.support.kvpool.faulty import key
 from tests.support.kvpool.faulty import put as put_pages
+from tests.support.kvpool.inproc import InprocConnector
 
 pytestmark = pytest.mark.timeout(60)
 MAX_WAITERS = 8

@@ -56,7 +56,7 @@ def read_shared(
         for key, page, proof in zip(keys, pages, share.take(keys, pages, deadline_s), strict=True)
     ]
     left = [i for i, proof in enumerate(proofs) if proof is None]
-    replicas: list[int | None] = [None] * len(keys)
+    by_us = [False] * len(keys)
     if left:
         own_keys, own_pages = [keys[i] for i in left], [pages[i] for i in left]
         own: list[Proof | None] = [None] * len(left)
@@ -66,9 +66,9 @@ def read_shared(
             own = read.proofs
         finally:
             share.end(own_keys, own_pages, own)
-        for i, proof, copies in zip(left, read.proofs, read.replicas, strict=True):
-            proofs[i], replicas[i] = proof, copies
-    return PagesRead(proofs, replicas)
+        for i, proof in zip(left, read.proofs, strict=True):
+            proofs[i], by_us[i] = proof, True
+    return PagesRead(proofs, by_us)
 
 
 def _is_right(tags: PageTags | None, key: bytes, page: PageBuffers, proof: Proof) -> bool:
