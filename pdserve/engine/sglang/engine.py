@@ -9,7 +9,7 @@ from pdserve.engine.contract.endpoints import Contract
 from pdserve.engine.drain import Drain
 from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.prompt_identity import chat_template_fingerprint, tokenizer_fingerprint
-from pdserve.engine.sglang import text_offsets
+from pdserve.engine.sglang import long_texts, text_offsets
 from pdserve.engine.sglang.abilities import contract_of
 from pdserve.engine.sglang.exact_turns import SglangTurns, tokenizer_of
 from pdserve.engine.sglang.tokenizer_manager import names_media
@@ -49,6 +49,7 @@ class Engine:
         self.contract = contract_of(tokenizer_manager)
         self.turns = self._make_turns()
         tokenizer_manager.track(self._metrics, lambda: self._drain.is_closed, self.turns)
+        long_texts.install(tokenizer_manager.text_threads)
         text_offsets.install()
 
     def _make_turns(self) -> SglangTurns | None:

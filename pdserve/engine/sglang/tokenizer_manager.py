@@ -21,8 +21,7 @@ import asyncio
 import contextlib
 import functools
 from array import array
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 from weakref import WeakValueDictionary
@@ -46,14 +45,12 @@ from pdserve.engine.sglang.answers import first_token, is_aborted, note_counts, 
 from pdserve.engine.sglang.children.embedding_salts import salted
 from pdserve.engine.sglang.continuation import Continuation, extend_prompt, marked
 from pdserve.engine.sglang.exact_turns import SglangTurns, chat_class
+from pdserve.engine.sglang.long_texts import SHORT_CHARS, TextThreads, chars
 from pdserve.engine.sglang.text_offsets import locate
 from pdserve.engine.turns.exact import Turn
 from pdserve.errors import RequestError
 from pdserve.pages import namespace_seed, page_hashes
 
-SHORT_CHARS: Final = 4096
-"""About 2 ms of tokenizing; a change of threads takes a twentieth of it."""
-_TEXT_THREADS: Final = 2
 _SET_BY_SGLANG: Final = (
     *("rid", "lora_id", "mm_hashes", "positional_embed_overrides"),
     *("bootstrap_host", "bootstrap_port", "bootstrap_room"),
@@ -121,7 +118,7 @@ class TrackedRequests:
         self._media_is_named = names_media(self)
         ranks = int(self.elastic_worker_count)
         self._dp_ranks = DpRanks(ranks) if ranks > 1 else None
-        self._texts = ThreadPoolExecutor(_TEXT_THREADS, "tokenize")
+        self.text_threads = TextThreads()
         self._made: WeakValueDictionary[str, SglangRequest] = WeakValueDictionary()
         """By SGLang's request id, as long as the HTTP request's record holds them."""
 
@@ -150,10 +147,11 @@ class TrackedRequests:
         """SGLang tokenizes in its event loop, and no stream goes on meanwhile. Here long texts are tokenized
         in a thread; tokenizers in Rust let other threads run.
         """
-        tokenized = super()._tokenize_texts(texts, is_cross_encoder)  # type: ignore[misc]
-        if self.async_dynamic_batch_tokenizer is not None or _chars(texts) <= SHORT_CHARS:
-            return await tokenized
-        return await asyncio.get_running_loop().run_in_executor(self._texts, _finished, tokenized)
+        tokenize = functools.partial(super()._tokenize_texts, texts, is_cross_encoder)  # type: ignore[misc]
+        size_chars = chars(texts)
+        if self.async_dynamic_batch_tokenizer is not None or size_chars <= SHORT_CHARS:
+            return await tokenize()
+        return await self.text_threads.finish(tokenize, size_chars)
 
     def _reuse_of(self, rid: str) -> Reuse | None:
         made = self._made.get(rid)
@@ -303,23 +301,6 @@ def _abort_left(made: list[SglangRequest]) -> None:
         http.is_cut_short = True
         for one in made:
             one.abort()
-
-
-def _chars(texts: Any) -> int:
-    """Of a text, a list of texts, or one of pairs of them."""
-    if isinstance(texts, str):
-        return len(texts)
-    return sum(len(text) if isinstance(text, str) else sum(map(len, text)) for text in texts or ())
-
-
-def _finished(work: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine that waits for nothing."""
-    try:
-        work.send(None)
-    except StopIteration as end:
-        return end.value
-    work.close()
-    raise RuntimeError("tokenizing waits for something: it cannot be done in a thread")
 
 
 def _disown(obj: Any, kept: Sequence[str] = ()) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import threading
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 from pdserve.engine.http.request import HttpRequest
 from pdserve.engine.http.request_context import Bootstrap, set_bootstrap
 from pdserve.engine.http.timing import WorkerMetrics
-from pdserve.engine.sglang.tokenizer_manager import SHORT_CHARS, TrackedRequests
+from pdserve.engine.sglang.tokenizer_manager import TrackedRequests
 from tests.support.engine.manager import Client, Manager, Scripted, State, Tokenized, scope_of, serve, served
 
 META = {
@@ -339,24 +338,3 @@ def test_a_conversation_stays_at_its_data_parallel_rank(monkeypatch: pytest.Monk
     served(app)
     ranks = [one.routed_dp_rank for one in (first, other, second, chosen, direct)]
     assert ranks == [0, 1, 0, 1, None]
-
-
-async def test_the_loop_goes_on_while_a_long_text_is_tokenized() -> None:
-    entered, go_on = threading.Event(), threading.Event()
-
-    class Slow(Scripted):
-        async_dynamic_batch_tokenizer = None
-
-        async def _tokenize_texts(self, texts: str, is_cross_encoder: bool = False) -> Any:
-            entered.set()
-            assert go_on.wait(30)
-            return [1] * len(texts), None
-
-    manager = type("Manager", (TrackedRequests, Slow), {})()
-    manager.track()
-    work = asyncio.create_task(manager._tokenize_texts("x" * (SHORT_CHARS + 1)))
-    assert await asyncio.to_thread(entered.wait, 10), "the loop does not go on"
-    assert not work.done()
-    go_on.set()
-    ids, _ = await work
-    assert len(ids) == SHORT_CHARS + 1
