@@ -79,7 +79,7 @@ class Stats:
         self.retries_refused = 0
         self.poisoned = 0
         self.limits_apart = 0
-        """1: tenants' limits are to be shared over Redis, which is away."""
+        """1: tenants' limits are to be shared, and the other processes are not heard."""
         self.sessions_apart = 0
         """1: sessions are to be shared in Redis, whose last answer was none."""
         self.joins_refused = 0

@@ -1,4 +1,4 @@
-"""What the processes of several routers tell each other of tenants, and what each does without. Pure.
+"""What the processes of one or several routers tell each other of tenants, and what each does without. Pure.
 
 All of them hear one channel. `shared_rates` says what is charged by it, `shared_places` who may run how many
 requests. Here is who is there, and whether the channel works:

@@ -1,4 +1,6 @@
-"""The channel of `agreement`: publish and subscribe in Redis, beside all requests."""
+"""The channels of `agreement`, beside all requests: the parent of one router's processes (see `peer`), and
+publish and subscribe in Redis for those of several routers.
+"""
 
 from __future__ import annotations
 
@@ -12,55 +14,84 @@ from typing import Final
 from pdserve.router.app.router import Router
 from pdserve.router.config.redis import RedisSettings
 from pdserve.router.processes.agreement import Agreement
-from pdserve.router.processes.shared_limits import REPORT_S
 from pdserve.router.sessions.redis_client import connect
 
 logger = logging.getLogger(__name__)
 
+REPORT_S: Final = 0.1
+"""Between two looks whether there is something to tell."""
 NAME_BYTES: Final = 12
 CLOSE_S: Final = 1.0
 
 
-class AgreementChannel:
-    """Tells and hears. The constructor raises ConfigError; later failures only put off the next try."""
+class TenantLimits:
+    """One process's agreement, and what follows from it for the process."""
 
-    def __init__(self, router: Router, settings: RedisSettings) -> None:
+    def __init__(self, router: Router, *, away_s: float, processes: int) -> None:
+        """`processes`: the fewest that shares are made of where nobody is heard."""
         self._stats = router.stats
         self._gate = router.gate
-        self._settings = settings
-        self._channel = f"{settings.prefix}limits"
         self._loop = asyncio.get_running_loop()
-        self._redis, self._errors = connect(settings, settings.away_s)
         self.agreement = Agreement(
             router.gate.tenants,
             router.gate.queue.held_back,
             secrets.token_hex(NAME_BYTES),
-            away_s=settings.away_s,
-            processes=settings.processes,
+            away_s=away_s,
+            processes=processes,
             now_s=self._loop.time(),
         )
+
+    def news(self) -> bytes | None:
+        """The message that is to be told now, if any. Whether it arrived shows when it is heard."""
+        now_s = self._loop.time()
+        if self.agreement.tick(now_s):
+            self._note()
+        return self.agreement.message(now_s)
+
+    def hear(self, data: object) -> None:
+        """A message of any process came, this one's too."""
+        if self.agreement.hear(data, self._loop.time()):
+            self._gate.fill()
+
+    def _note(self) -> None:
+        self._stats.limits_apart = int(self.agreement.is_away)
+        if self.agreement.is_away:
+            logger.warning(
+                "other processes are not heard; this one holds %.0f %% of the tenants' limits until they are",
+                100 * self.agreement.share,
+            )
+        else:
+            logger.info("the tenants' limits are shared again")
+        self._gate.fill()
+
+
+class RedisChannel:
+    """Tells and hears. The constructor raises ConfigError; later failures only put off the next try."""
+
+    def __init__(self, router: Router, settings: RedisSettings) -> None:
+        self._stats = router.stats
+        self._settings = settings
+        self._channel = f"{settings.prefix}limits"
+        self._loop = asyncio.get_running_loop()
+        self._redis, self._errors = connect(settings, settings.away_s)
+        self.limits = TenantLimits(router, away_s=settings.away_s, processes=settings.processes)
 
     async def hear(self) -> None:
         """Until the connection fails, or is silent: this process itself speaks every half second."""
         async with self._redis.pubsub(ignore_subscribe_messages=True) as channel:
             async with asyncio.timeout(self._settings.away_s):
                 await channel.subscribe(self._channel)
-            self.agreement.listen()
+            self.limits.agreement.listen()
             heard_s = self._loop.time()
             while self._loop.time() - heard_s < 2 * self._settings.away_s:
                 message = await channel.get_message(timeout=self._settings.away_s)
                 if message is not None:
                     heard_s = self._loop.time()
-                    if self.agreement.hear(message.get("data"), heard_s):
-                        self._gate.fill()
+                    self.limits.hear(message.get("data"))
 
     async def tell(self) -> None:
-        """What is to be told now. Whether it arrived shows when it is heard."""
-        now_s = self._loop.time()
-        if self.agreement.tick(now_s):
-            self._note()
-        data = self.agreement.message(now_s)
-        if data is not None:
+        """What is to be told now."""
+        if (data := self.limits.news()) is not None:
             async with asyncio.timeout(self._settings.away_s / 2):
                 await self._redis.publish(self._channel, data)
 
@@ -82,32 +113,21 @@ class AgreementChannel:
             async with asyncio.timeout(CLOSE_S):
                 await self._redis.aclose()
 
-    def _note(self) -> None:
-        self._stats.limits_apart = int(self.agreement.is_away)
-        if self.agreement.is_away:
-            logger.warning(
-                "Redis does not answer; this process holds %.0f %% of the tenants' limits until it does",
-                100 * self.agreement.share,
-            )
-        else:
-            logger.info("the tenants' limits are shared again")
-        self._gate.fill()
-
 
 @contextlib.asynccontextmanager
 async def shared_limits(router: Router) -> AsyncIterator[Agreement | None]:
-    """Tenants' limits are shared as the configuration says, as long as the block runs. None: they are not.
+    """Tenants' limits are shared over Redis, if it is configured, while the block runs. None: it is not.
     Raises ConfigError.
     """
     settings = router.config.redis
     if not settings.shares_limits:
         yield None
         return
-    channel = AgreementChannel(router, settings)
+    channel = RedisChannel(router, settings)
     steps = channel.tell, channel.hear
     tasks = [asyncio.create_task(channel.keep(step), name="router-limits") for step in steps]
     try:
-        yield channel.agreement
+        yield channel.limits.agreement
     finally:
         await _end(tasks)
         await channel.close()

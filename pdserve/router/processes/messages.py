@@ -6,7 +6,6 @@ import msgspec
 
 from pdserve.router.fleet.changes import FleetChange
 from pdserve.router.metrics.snapshot import Snapshot
-from pdserve.router.processes.shared_limits import Report, Share
 
 
 class Ready(msgspec.Struct, tag="ready", frozen=True):
@@ -46,17 +45,13 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     workers: frozenset[str]
 
 
-class Reports(msgspec.Struct, tag="reports", frozen=True):
-    """Tenants whose use has changed in the child."""
+class LimitsTold(msgspec.Struct, tag="limits", frozen=True):
+    """What a process tells all others of tenants' limits (`agreement`). The parent passes it on to all, its
+    sender too, in one order.
+    """
 
-    tenants: dict[str, Report]
-
-
-class NewShares(msgspec.Struct, tag="shares", frozen=True):
-    """Tenants whose share of the child has changed."""
-
-    tenants: dict[str, Share]
+    data: bytes
 
 
-FromChild = Ready | Collect | Last | FleetChange | Refused | Reload | Reports
-FromParent = Collect | FleetChange | Reload | NewShares | Stopping
+FromChild = Ready | Collect | Last | FleetChange | Refused | Reload | LimitsTold
+FromParent = Collect | FleetChange | Reload | LimitsTold | Stopping

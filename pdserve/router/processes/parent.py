@@ -11,7 +11,7 @@ The old child finishes the requests that it has.
 - SIGTERM, SIGINT: every child finishes what it has within `stop_grace_s`.
 - Metrics: a child that is asked asks the parent, which asks all children and adds up. The sum includes the
   counters of ended children and the number of silent children. The admin API reports from this sum.
-- Limits of tenants hold over all children, see `shared_limits`.
+- Limits of tenants hold over all children, see `agreement`.
 - Changes of the fleet by the admin API of one child are sent to the others. A child that starts later begins
   with them. A reload of the API keys is sent, too.
 
@@ -41,15 +41,13 @@ from pdserve.router.processes.messages import (
     FromChild,
     FromParent,
     Last,
-    NewShares,
+    LimitsTold,
     Ready,
     Refused,
     Reload,
-    Reports,
     Stopping,
 )
 from pdserve.router.processes.reload import stamp, watch_file
-from pdserve.router.processes.shared_limits import Divider, Shares
 from pdserve.router.server.listening import bind
 from pdserve.settings.command_line import ConfigSource
 
@@ -81,7 +79,6 @@ class Parent:
         """Also the children that start or stop."""
         self._ended_metrics = Snapshot()
         """Counters of ended children."""
-        self._divider = Divider()
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopped = asyncio.Event()
         self._is_stopping = False
@@ -135,7 +132,6 @@ class Parent:
         admin = self._admin if place == 0 else None
         child = Child(setup, self._sockets[place], admin, self._on_message, first)
         self._live.add(child)
-        child.serving.add_done_callback(lambda _: self._send_shares(self._divider.on_end(child.number)))
         child.ended.add_done_callback(lambda _: self._ended(child))
         return child
 
@@ -206,8 +202,9 @@ class Parent:
                 self._later(self._collect(child, message))
             case Last():
                 child.metrics, child.has_left = message.metrics, True
-            case Reports():
-                self._send_shares(self._divider.on_reports(child.number, message.tenants))
+            case LimitsTold():
+                for each in self._live:
+                    each.channel.send(message)
             case FleetChange():
                 for setup in filter(None, (self._setup, self._coming)):
                     setup.changes.note(message)
@@ -223,11 +220,6 @@ class Parent:
     def _ended(self, child: Child) -> None:
         self._live.discard(child)
         self._ended_metrics = add_up((self._ended_metrics, left_behind(child.metrics)))
-
-    def _send_shares(self, shares: Shares) -> None:
-        for child in self._live:
-            if child.number in shares:
-                child.channel.send(NewShares(shares[child.number]))
 
     def _send_others(self, child: Child, message: FromParent) -> None:
         for other in self._live - {child}:

@@ -1,9 +1,9 @@
-"""Concurrency of tenants over the processes of several routers. Pure.
+"""Concurrency of tenants over the processes of one or several routers. Pure.
 
 A tenant's limit is a number of *places*. Each process holds some of them, and runs no more of the tenant's
-requests than it holds. All processes hear all messages in one order, their own ones too (Redis gives each
-subscriber that order). So all of them come to the same count of who holds what, and nobody decides for
-others:
+requests than it holds. All processes hear all messages in one order, their own ones too: Redis, or the parent
+of one router's processes, gives each that order. So all of them come to the same count of who holds what, and
+nobody decides for others:
 
 - A process may give up places by itself. It tells what it still holds.
 - A process that wants more tells how many. It gets them when it hears its own message: as many as nobody
@@ -12,7 +12,7 @@ others:
   message of the same sender, counts for nothing (`agreement` drops it).
 
 Whether to give up or to want places is decided by each for itself, by max-min fairness over what runs and
-waits everywhere (`shared_limits.split`). Places that nobody needs are spread evenly, so that a new request
+waits everywhere (`split`). Places that nobody needs are spread evenly, so that a new request
 need not wait. A place that cannot be divided goes to the process that has waited longest for its turn.
 
 - A process that has just begun to listen does not know yet what others hold. It wants nothing until each
@@ -26,14 +26,15 @@ need not wait. A place that cannot be divided goes to the process that has waite
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
-from pdserve.router.processes.shared_limits import split
 from pdserve.router.tenants.registry import Tenants
 from pdserve.router.tenants.tenant import TenantState
 
+P = TypeVar("P")
+"""What processes are known by."""
 MAX_PLACES: Final = 1_000_000
 MAX_TURN: Final = 1 << 53
 
@@ -204,3 +205,25 @@ class SharedPlaces:
         held = max(running, granted)
         wanted = max(held, min(fair, limit - others))
         return Place(limit, held, wanted, running, waiting)
+
+
+def split(limit: int, demands: Mapping[P, int]) -> dict[P, int]:
+    """`limit` divided by max-min fairness over `demands`, and what no process needs, evenly. Adds up to
+    `limit`. The first in `demands` gets what cannot be divided.
+    """
+    needed = _max_min(limit, demands)
+    spare = limit - sum(needed.values())
+    evenly = _max_min(spare, dict.fromkeys(demands, spare))
+    return {process: needed[process] + evenly[process] for process in demands}
+
+
+def _max_min(amount: int, demands: Mapping[P, int]) -> dict[P, int]:
+    """Nobody gets more than its demand, and nobody less than another but to its own demand or by 1."""
+    given, left = dict.fromkeys(demands, 0), amount
+    while left and (short := [process for process in demands if given[process] < demands[process]]):
+        each = max(1, left // len(short))
+        for process in short:
+            more = min(each, demands[process] - given[process], left)
+            given[process] += more
+            left -= more
+    return given

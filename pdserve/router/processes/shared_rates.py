@@ -1,6 +1,6 @@
-"""Rates of tenants over the processes of several routers: what they tell each other. Pure.
+"""Rates of tenants over the processes of one or several routers: what they tell each other. Pure.
 
-Every process has whole token buckets for a tenant, as in `shared_limits`. What it charges it tells the
+Every process has whole token buckets for a tenant. What it charges it tells the
 others, and each charges that too. So together they are one bucket, and no request waits. An overshoot is that
 of the time until the others hear, and is deducted later.
 

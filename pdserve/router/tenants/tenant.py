@@ -26,7 +26,6 @@ class TenantState:
     """A tenant as the router knows it."""
 
     __slots__ = (
-        "grant_number",
         "granted",
         "limits",
         "name",
@@ -48,8 +47,7 @@ class TenantState:
         self.waiting = 0
         """Requests in the queue. The fair queue counts them."""
         self.granted = granted
-        """Its share of concurrency in this process (`shared_limits` or `shared_places`). None: all of it."""
-        self.grant_number = 0
+        """Its share of concurrency in this process (`shared_places`). None: all of it."""
         self.share = 1.0
         """Of its rates, in this process (`processes.agreement`)."""
         self.spent_requests = 0.0

@@ -272,7 +272,7 @@ async def test_that_redis_is_away_is_said_once_and_that_it_is_back_once(
     caplog.set_level(logging.INFO, logger="pdserve")
 
     def said() -> tuple[int, int]:
-        words = "Redis does not answer", "are shared again"
+        words = "processes are not heard", "are shared again"
         away, back = (sum(word in record.getMessage() for record in caplog.records) for word in words)
         return away, back
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pdserve.router.config.tenants import Tenant, TenantLimits
 from pdserve.router.processes.agreement import SETTLE_S, SILENT_S, Agreement, Told
-from pdserve.router.processes.shared_places import MAX_PLACES, MAX_TURN, Place
+from pdserve.router.processes.shared_places import MAX_PLACES, MAX_TURN, Place, split
 from pdserve.router.tenants.registry import Tenants
 
 NAME, TICK_S = "t", 0.1
@@ -316,3 +316,17 @@ def test_however_late_messages_come_the_limit_holds_and_all_are_served(
         cluster.step()
         assert cluster.running <= limit
     raise AssertionError("requests wait for ever")
+
+
+@given(st.integers(0, 100), st.dictionaries(st.integers(0, 20), st.integers(0, 200), min_size=1))
+def test_the_limit_is_divided_whole_and_fairly(limit: int, demands: dict[int, int]) -> None:
+    given_ = split(limit, demands)
+    assert sum(given_.values()) == limit
+    short = [process for process in demands if given_[process] < demands[process]]
+    for process in short:  # nobody who wants more has less than another, but for what cannot be divided
+        assert given_[process] >= max(given_.values()) - 1
+    if sum(demands.values()) <= limit:
+        assert not short
+    elif limit:
+        most = max(given_.values())
+        assert sorted(short, key=lambda one: given_[one] < most) == short  # the odd ones to the first
