@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Serve a model by NVIDIA Dynamo on this machine: its frontend with the KV router, SGLang workers, and a pool node that
-# keeps the workers' pages. See docs/dynamo.md.
+# keeps the workers' pages. See docs/other-engines.md.
 #
 #   launch/dynamo.sh [agg|disagg] [--model PATH] [--port N] [--workers N] [--run-dir DIR] [--arena-dir DIR]
 #                    [--pool-capacity SIZE] [-- SGLANG_FLAGS]

@@ -19,7 +19,7 @@ import typer
 from pdserve import __version__
 from pdserve.errors import ConfigError, PdserveError
 from pdserve.extras import how_to_install, is_installed
-from pdserve.printable import printable
+from pdserve.security.log_text import printable
 
 
 class SubCommand(NamedTuple):
@@ -37,7 +37,6 @@ SUB_COMMANDS: Mapping[str, SubCommand] = {
     "scale": SubCommand("pdserve.up.scale.cli:app", "Start or end workers of a running cluster."),
     "router": SubCommand("pdserve.router.cli:command", "Run the router: OpenAI's API before the workers."),
     "key": SubCommand("pdserve.router.tenants.key_cli:app", "Make an API key of a tenant."),
-    "cert": SubCommand("pdserve.tls.cli:app", "Make certificates for TLS between the parts.", "encryption"),
     "prefill": SubCommand("pdserve.prefill.cli:command", "Run a prefill worker.", "sglang"),
     "decode": SubCommand("pdserve.decode.cli:command", "Run a decode worker.", "sglang"),
     "agg": SubCommand(
@@ -55,7 +54,6 @@ SUB_COMMANDS: Mapping[str, SubCommand] = {
     "weights": SubCommand("pdserve.kvpool.weights.cli:app", "Store models' weights in the pool."),
     "top": SubCommand("pdserve.router.admin.top_cli:app", "Show what a cluster does, in the terminal."),
     "doctor": SubCommand("pdserve.doctor.cli:app", "Check this machine or a cluster; say what to change."),
-    "render": SubCommand("pdserve.render.cli:app", "Write a cluster file as files for Kubernetes.", "render"),
     "model": SubCommand("pdserve.engine.demo.cli:app", "Make the demo model.", "sglang"),
 }
 

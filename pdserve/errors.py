@@ -60,10 +60,6 @@ class RequestError(PdserveError):
         return {"error": fields}
 
 
-class DiscoveryError(PdserveError):
-    """Who is there could not be learnt; whoever asked goes on with what he knows."""
-
-
 class PoolError(PdserveError):
     """A pool operation did not happen; the caller treats it as a miss."""
 

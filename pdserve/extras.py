@@ -14,8 +14,6 @@ _LIBRARIES: Final = {
     "sglang": "sglang",
     "ucx": "ucxx",
     "encryption": "cryptography",
-    "mooncake": "mooncake",
-    "render": "yaml",
     "bench": "matplotlib",
     "otel": "opentelemetry.sdk",
 }

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-EXTENDED_FOLDERS = ("tests/bench", "tests/render", "tests/sizing")
-"""Measuring code, images and containers: every test in them is extended."""
+EXTENDED_FOLDERS = ("tests/render",)
+"""Containers: every test in them is extended."""
 
 _MODELS = ("tests/e2e", "tests/engine")
 _NODES = ("tests/contracts", "tests/hostile", "tests/kvpool")
@@ -34,7 +34,6 @@ RISKS: dict[str, tuple[str, ...]] = {
     "pdserve/kvpool/transports": (*_NODES, "tests/netns"),
     "pdserve/kvpool/weights": ("tests/kvpool/weights",),
     "pdserve/pages.py": (*_MODELS, *_NODES),
-    "pdserve/render": ("tests/render",),
     "pdserve/router/api": ("tests/router/api",),
     "pdserve/router/dispatch": ("tests/router/dispatch",),
     "pdserve/router/processes": ("tests/router/processes",),

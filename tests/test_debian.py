@@ -37,7 +37,7 @@ def test_a_whole_run_needs_what_its_tests_would_skip_without() -> None:
 @pytest.mark.parametrize(
     ("words", "found"),
     [
-        (("tests/tls",), set()),
+        (("tests/security",), set()),
         (("tests/kvpool/node/peers", "-k", "x"), {"etcd-server"}),
         (("tests/router/fleet/test_etcd.py::test_x",), {"etcd-server"}),
         (("tests/e2e/test_exact_turns.py",), {"etcd-server", "redis-server", "libibverbs1"}),
@@ -67,11 +67,13 @@ def test_the_table_names_every_test_that_starts_the_program(name: str) -> None:
 def test_a_missing_package_is_named_in_one_line_and_not_installed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tests.support.debian.PROGRAMS", (Program("no-such", "its-package", ("tests/tls",)),))
-    assert main(["tests/tls"], {}) == 1
+    monkeypatch.setattr(
+        "tests.support.debian.PROGRAMS", (Program("no-such", "its-package", ("tests/security",)),)
+    )
+    assert main(["tests/security"], {}) == 1
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert "--install tests/tls'" in said
+    assert "--install tests/security'" in said
     assert "sudo apt-get install its-package" in said
     assert main(["tests/up"], {}) == 0
 
@@ -99,5 +101,5 @@ def test_a_policy_that_is_there_stays(tmp_path: Path) -> None:
 
 
 def test_it_needs_no_package_of_python() -> None:
-    command = [sys.executable, "-S", "-m", "tests.support.debian", "tests/tls"]
+    command = [sys.executable, "-S", "-m", "tests.support.debian", "tests/security"]
     assert subprocess.run(command, cwd=ROOT, check=False).returncode == 0

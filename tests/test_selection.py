@@ -38,7 +38,7 @@ def test_the_fast_folders_may_take_nine_minutes_of_two_processes_in_all() -> Non
     ("changed", "path", "runs"),
     [
         ("pdserve/kvpool/hicache/backend.py", "tests/e2e/test_mooncake.py", True),
-        ("pdserve/kvpool/hicache/backend.py", "tests/render/test_containers.py", False),
+        ("pdserve/kvpool/hicache/backend.py", "tests/router/test_x.py", False),
         ("pdserve/pages.py", "tests/kvpool/test_x.py", True),
         ("pdserve/pages.pyi", "tests/kvpool/test_x.py", False),
         ("docs/index.md", "tests/docs/test_pages.py", False),
@@ -56,8 +56,8 @@ def test_tests_are_extended_by_their_mark_or_their_folder() -> None:
 
 
 def test_a_folder_over_its_bound_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "BOUNDS_S", {"tests/up": 10.0, "tests/tls": 10.0, "tests/docs": 10.0})
-    assert over_their_bounds({"tests/up": 11.0, "tests/tls": 9.0}) == {"tests/up": 10.0}
+    monkeypatch.setattr(selection, "BOUNDS_S", {"tests/up": 10.0, "tests/security": 10.0, "tests/docs": 10.0})
+    assert over_their_bounds({"tests/up": 11.0, "tests/security": 9.0}) == {"tests/up": 10.0}
 
 
 def test_what_a_branch_changed_is_found_with_what_is_not_committed(tmp_path: Path) -> None:

@@ -12,10 +12,8 @@ from typing import Final, Literal
 
 import msgspec
 
-from benchmarks.simulate.load import BLOCK_TOKENS, Request
-from benchmarks.simulate.outcome import Outcome
-from benchmarks.simulate.simulate import simulate
-from benchmarks.simulate.size import Setting, Size
+from benchmarks.simulate.model import BLOCK_TOKENS, Request, Setting, Size
+from benchmarks.simulate.simulate import Outcome, simulate
 from pdserve.router.placement.elastic import Load, wanted
 
 Kind = Literal["disagg", "elastic", "agg"]

@@ -14,7 +14,7 @@ import heapq
 from collections import OrderedDict, deque
 from typing import Generic, TypeVar
 
-from benchmarks.simulate.rates import Rates
+from benchmarks.simulate.model import Rates
 
 T = TypeVar("T")
 

@@ -2,37 +2,130 @@
 the seed's.
 
 The fleet, the placer with its policies and its beliefs, and the counts of load (`Claim`) are those of the
-router. What workers have cached is the simulation's own, so the router can be wrong about it, unless it is
-told (`Setting.knows_places`). Answers' tokens are in no block of a trace, so a next turn computes them again.
+router. What workers have cached is the simulation's own, so the router can be wrong about it. Answers' tokens
+are in no block of a trace, so a next turn computes them again.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Final
 
 import msgspec
 
-from benchmarks.dice import Dice
 from benchmarks.simulate.engine import BlockCache, Engine
-from benchmarks.simulate.load import BLOCK_TOKENS, Request
-from benchmarks.simulate.outcome import Outcome, Served, judge
-from benchmarks.simulate.size import Setting, Size
+from benchmarks.simulate.model import BLOCK_TOKENS, Request, Setting, Size
 from pdserve.router.api.endpoints import ENDPOINTS
+from pdserve.router.config.slo import ServiceLevel
 from pdserve.router.dispatch.job import Claim
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.fleet.worker import Worker, WorkerInfo, WorkerLoad
 from pdserve.router.placement.placer import Placer
 from pdserve.router.placement.planner import Plan
-from pdserve.router.placement.prefix_index import Cached, Places, Prefix, PrefixTable
+from pdserve.router.placement.prefix_index import Cached
 from pdserve.router.placement.request_facts import RequestFacts
 from pdserve.router.sessions.table import SessionEntry
 
+PARTS: Final = 4
+"""Parts of the load, by arrival, of which the share in time is told."""
 MODEL: Final = "simulated"
 TAIL_TOKENS: Final = 32
 """Tokens of a handed-over prompt that the answering worker computes: half a page."""
+
+
+class Served(msgspec.Struct, frozen=True, gc=False):
+    """One request, in ms and tokens."""
+
+    ttft_ms: float
+    itl_ms: float
+    """Mean time between its tokens; 0 for an answer of one token."""
+    cached_tokens: int
+    anywhere_tokens: int
+    """What the worker would have found that had most of the prompt, or the pool."""
+    prompt_tokens: int
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one size of the fleet."""
+
+    size: Size
+    requests: int
+    wall_s: float
+    """From the first arrival to the last token."""
+    in_time: float
+    """Share of the requests within the service level."""
+    in_time_by_part: tuple[float, ...]
+    """The same for each quarter of the requests, in the order of their arrival."""
+    goodput_s: float
+    """Requests within the service level, for each second of arrivals."""
+    late: float
+    """Share of the requests whose first token came too late."""
+    slow: float
+    """Share of the requests whose tokens came too slowly."""
+    ttft_ms: dict[str, float]
+    itl_ms: dict[str, float]
+    cached: float
+    """Share of prompt tokens that were not computed."""
+    computed_twice: float
+    """Share of prompt tokens that were computed though another worker had them."""
+    duty_changes: int
+    busy: dict[str, float]
+    """By role: share of the time in which its workers computed prompts."""
+
+
+def judge(
+    size: Size,
+    served: Sequence[Served],
+    level: ServiceLevel,
+    *,
+    arrivals_s: float,
+    wall_s: float,
+    duty_changes: int,
+    busy: dict[str, float],
+) -> Outcome:
+    """The outcome of at least one request, in the order of arrival. `arrivals_s`: time of all arrivals."""
+    kept = [level.kept(one.ttft_ms, one.itl_ms) for one in served]
+    good = [word == "met" for word in kept]
+    count = len(served)
+    edges = [count * part // PARTS for part in range(PARTS + 1)]
+    parts = tuple(_share(good[low:high]) for low, high in pairwise(edges) if high > low)
+    prompt_tokens = sum(one.prompt_tokens for one in served)
+    return Outcome(
+        size=size,
+        requests=count,
+        wall_s=round(wall_s, 3),
+        in_time=_share(good),
+        in_time_by_part=parts,
+        goodput_s=round(sum(good) / arrivals_s, 4) if arrivals_s > 0 else 0.0,
+        late=_share([word in ("ttft", "both") for word in kept]),
+        slow=_share([word in ("itl", "both") for word in kept]),
+        ttft_ms=_percentiles([one.ttft_ms for one in served]),
+        itl_ms=_percentiles([one.itl_ms for one in served if one.itl_ms]),
+        cached=round(sum(one.cached_tokens for one in served) / prompt_tokens, 4),
+        computed_twice=round(
+            sum(one.anywhere_tokens - one.cached_tokens for one in served) / prompt_tokens, 4
+        ),
+        duty_changes=duty_changes,
+        busy=busy,
+    )
+
+
+def _share(words: Sequence[bool]) -> float:
+    return round(sum(words) / len(words), 4)
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    if not ordered:
+        return {}
+    return {
+        f"p{percent}": round(ordered[min(len(ordered) - 1, len(ordered) * percent // 100)], 2)
+        for percent in (50, 90, 99)
+    }
 
 
 class Job(msgspec.Struct):
@@ -63,32 +156,6 @@ class _Site(msgspec.Struct):
     """When it is looked at next. Other events for it are out of date."""
 
 
-class _TruePlaces(Places):
-    """Where a prompt's prefix is, in place of what is believed."""
-
-    __slots__ = ("_find",)
-
-    def __init__(self, find: Callable[[Worker], Cached]) -> None:
-        super().__init__({}, None)
-        self._find = find
-
-    def cached(self, worker: Worker) -> Cached:
-        """What the worker finds."""
-        return self._find(worker)
-
-
-class _TruePrefixes(PrefixTable):
-    """Tells where the prefix of the prompt is that arrives."""
-
-    def __init__(self, find: Callable[[Worker], Cached]) -> None:
-        super().__init__()
-        self._true = _TruePlaces(find)
-
-    def places(self, prefix: Prefix, now_s: float) -> Places:
-        """Of the prompt that arrives."""
-        return self._true
-
-
 class Simulation:
     """One run."""
 
@@ -110,9 +177,7 @@ class Simulation:
         }
         self._pool = BlockCache(setting.pool_blocks)
         self._arriving = load[0]
-        if setting.knows_places:
-            self._placer.prefixes = _TruePrefixes(self._cached)
-        self._dice = Dice("plan", setting.seed)
+        self._draw = random.Random(setting.seed)
         self._events: list[tuple[float, int, str, Job | _Site | int]] = []
         self._numbers = itertools.count()
         self._served: dict[int, Served] = {}
@@ -159,7 +224,7 @@ class Simulation:
             ENDPOINTS["/v1/completions"],
             prompt_tokens_estimate=request.prompt_tokens,
             turn=number,
-            draw=self._dice.below(1 << 32),
+            draw=self._draw.getrandbits(32),
             prefix=request.prefix,
         )
         plan = self._placer.plan(facts, self._fleet.snapshot(MODEL, now_s), None, now_s)

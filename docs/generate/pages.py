@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from docs.generate.benchmarks import policies, pool, reliability, router, scale, serving, summary
 from docs.generate.markdown import with_block
 from docs.generate.product import ROOT
 from docs.generate.reference import cli, formats, metrics, models, options
@@ -19,45 +18,9 @@ WHOLE: Final[Mapping[str, Callable[[], str]]] = {
     "docs/reference/models.md": models.page,
 }
 BLOCKS: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = {
-    "README.md": {"results": summary.readme_results},
     "docs/internals/pool-protocol.md": {"messages": formats.messages},
     "docs/internals/slot-table.md": {"rows": formats.slot_rows},
     "docs/internals/tier-format.md": {"entries": formats.segment_entries},
-    "docs/benchmarks/index.md": {"results": summary.readme_results, "kept": summary.kept_runs},
-    "docs/benchmarks/pool.md": {
-        "pool": pool.speed,
-        "pool-goals": pool.goals,
-        "control": pool.control,
-        "beside": pool.beside,
-        "ranks": pool.ranks,
-        "weights-load": pool.weights_load,
-        "codec": pool.codec,
-    },
-    "docs/benchmarks/serving.md": {
-        "goals": serving.goals,
-        "compared": serving.compared,
-        "sweep": serving.swept,
-        "weights": lambda: serving.parts("weights"),
-        "gaps": serving.gaps,
-        "trial": serving.trial,
-        "overlap": lambda: serving.parts("overlap"),
-    },
-    "docs/benchmarks/router.md": {
-        "router": router.beside_others,
-        "router-tls": router.tls,
-        "router-unix": router.unix,
-        "router-redis": router.redis,
-        "router-others": router.other_loads,
-        "router-goals": router.goals,
-    },
-    "docs/benchmarks/reliability.md": {
-        "quiet": reliability.quiet,
-        "hostile": reliability.hostile,
-        "hosts": reliability.hosts,
-    },
-    "docs/failures.md": {"host-events": reliability.host_events},
-    "docs/benchmarks/policies.md": {"policies": policies.hit_rates},
-    "docs/benchmarks/scale.md": {"scale": scale.figures},
 }
 
 

@@ -8,17 +8,6 @@ from typing import Any, Final, NamedTuple, get_args
 
 import typer
 
-import benchmarks
-from benchmarks.hostile.run import MEMORY_GOAL as HOSTILE_MEMORY
-from benchmarks.hostile.run import P99_GOAL as HOSTILE_P99
-from benchmarks.hosts.figures import HostsFigures
-from benchmarks.pool.quiet import GOAL as QUIET_GOAL
-from benchmarks.serving.parts import Weights
-from benchmarks.serving.report.goals import Row as GoalRow
-from benchmarks.serving.report.goals import goal_rows, times
-from benchmarks.serving.report.weights_report import text as weights_text
-from benchmarks.serving.summary import Measured, Summary, summaries
-from benchmarks.serving.sweep import Tried, best
 from pdserve.cli import SUB_COMMANDS, load
 from pdserve.engine.metric_names import METRICS as WORKER_METRICS
 from pdserve.engine.worker import WorkerConfig
@@ -39,15 +28,11 @@ from pdserve.up.foreign.vllm import LmcacheConfig, VllmConfig
 
 __all__ = [
     "CONFIGURED",
-    "HOSTILE_MEMORY",
-    "HOSTILE_P99",
     "LISTED",
     "METRICS",
     "PROTOCOL_VERSION",
-    "QUIET_GOAL",
     "REPLIES",
     "REQUESTS",
-    "RESULTS",
     "ROOT",
     "ROW_DTYPE",
     "SEGMENT_ENTRY_DTYPE",
@@ -55,24 +40,12 @@ __all__ = [
     "TABLE_VERSION",
     "Configured",
     "Definition",
-    "GoalRow",
-    "HostsFigures",
-    "Measured",
     "Option",
-    "Summary",
-    "Tried",
-    "Weights",
-    "best",
     "commands",
-    "goal_rows",
     "options_of",
-    "summaries",
-    "times",
-    "weights_text",
 ]
 
 ROOT: Final = Path(__file__).parents[2]
-RESULTS: Final = Path(benchmarks.__file__).parent / "results"
 
 
 class Configured(NamedTuple):

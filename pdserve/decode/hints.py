@@ -20,8 +20,7 @@ from pdserve.decode.lookup import Asked, Lookup, Prompt, decoded
 from pdserve.engine.page_names import PageNames
 from pdserve.engine.sglang.prompt import fetch_pages
 from pdserve.errors import RequestError
-from pdserve.kvpool.client.async_client import MEMORY
-from pdserve.kvpool.mover.polled_client import AsyncPageClient
+from pdserve.kvpool.client.async_client import MEMORY, AsyncPoolClient
 
 PREFETCH: Final = "/v1/kv/prefetch"
 DEMOTE: Final = "/v1/kv/demote"
@@ -57,7 +56,7 @@ class Demoted(msgspec.Struct, kw_only=True):
 class Hints:
     """The routes. `engine` gives SGLang's tokenizer manager at request time."""
 
-    def __init__(self, engine: Any, pool: AsyncPageClient, lookup: Lookup, *, names: PageNames) -> None:
+    def __init__(self, engine: Any, pool: AsyncPoolClient, lookup: Lookup, *, names: PageNames) -> None:
         self._engine = engine
         self._pool = pool
         self._lookup = lookup

@@ -21,7 +21,7 @@ from msgspec import Meta
 
 from pdserve.engine.page_names import RequestPages
 from pdserve.errors import PoolError, RequestError
-from pdserve.kvpool.mover.polled_client import AsyncPageClient
+from pdserve.kvpool.client.async_client import AsyncPoolClient
 from pdserve.kvpool.protocol.messages import MAX_KEEP_S
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
 class Keeping:
     """Lives in the worker's event loop."""
 
-    def __init__(self, pool: AsyncPageClient) -> None:
+    def __init__(self, pool: AsyncPoolClient) -> None:
         self._pool = pool
         self._known: OrderedDict[str, RequestPages] = OrderedDict()
         """By request id, the newest at the end."""

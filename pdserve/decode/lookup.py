@@ -21,8 +21,7 @@ from pdserve.engine.http.endpoints import CHAT, COMPLETIONS, GENERATE
 from pdserve.engine.page_names import PageNames, RequestPages
 from pdserve.engine.sglang.prompt import named_tokens, prefill_request
 from pdserve.errors import RequestError
-from pdserve.kvpool.client.async_client import MEMORY, Place
-from pdserve.kvpool.mover.polled_client import AsyncPageClient
+from pdserve.kvpool.client.async_client import MEMORY, AsyncPoolClient, Place
 from pdserve.pages import namespace_seed, page_hashes, pool_key
 
 T = TypeVar("T")
@@ -95,7 +94,7 @@ class Prompt(NamedTuple):
 class Lookup:
     """The route. `engine` gives SGLang's app state and tokenizer manager at request time."""
 
-    def __init__(self, engine: Any, pool: AsyncPageClient, *, names: PageNames) -> None:
+    def __init__(self, engine: Any, pool: AsyncPoolClient, *, names: PageNames) -> None:
         self._engine = engine
         self._pool = pool
         self._names = names

@@ -26,7 +26,7 @@ from pdserve.engine.http.endpoints import CHAT
 from pdserve.engine.page_names import PageNames, Prefix
 from pdserve.engine.sglang.prompt import fetch_pages, prefill_request, prompt_tokens
 from pdserve.errors import RequestError
-from pdserve.kvpool.mover.polled_client import AsyncPageClient
+from pdserve.kvpool.client.async_client import AsyncPoolClient
 
 LIMIT_S: Final = 600.0
 """For one prompt, where the router neither hangs up nor ends."""
@@ -45,7 +45,7 @@ class PullAhead:
     `step_tokens` is rounded down to whole pages, one at least.
     """
 
-    def __init__(self, engine: Any, pool: AsyncPageClient, *, names: PageNames, step_tokens: int) -> None:
+    def __init__(self, engine: Any, pool: AsyncPoolClient, *, names: PageNames, step_tokens: int) -> None:
         self._engine = engine
         self._pool = pool
         self._names = names

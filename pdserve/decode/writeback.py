@@ -25,7 +25,7 @@ from pdserve.decode.keeping import Keeping
 from pdserve.engine.http.endpoints import PREFILL
 from pdserve.engine.http.request import HttpRequest
 from pdserve.engine.page_names import PageNames, RequestPages, committed_pages
-from pdserve.kvpool.mover.polled_client import AsyncPageClient
+from pdserve.kvpool.client.async_client import AsyncPoolClient
 from pdserve.prefill.missed_pages import MissedPages
 
 MOMENT_S: Final = 0.5
@@ -69,7 +69,7 @@ class WriteBack:
 
     def __init__(
         self,
-        pool: AsyncPageClient,
+        pool: AsyncPoolClient,
         missed: MissedPages,
         *,
         names: PageNames,

@@ -25,6 +25,7 @@ import logging
 import os
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
 import httpx
@@ -32,7 +33,7 @@ import msgspec
 
 from pdserve.discovery.config import EtcdConfig
 from pdserve.errors import ConfigError, PoolError, PoolRefused, PoolUnavailable
-from pdserve.tokens import given_secret
+from pdserve.security.tokens import given_secret
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -111,27 +112,23 @@ class _Token(msgspec.Struct, frozen=True):
 
 def discover(config: EtcdConfig, cluster: str) -> list[EtcdMember]:
     """The nodes of a pool that etcd knows of now, by name. For clients; blocks for at most `timeout_s` per
-    endpoint.
+    endpoint, also where an event loop runs. Signatures are not looked at: they are for nodes, and a client
+    with a token lets each node prove it.
 
     Raises PoolUnavailable: no endpoint answers; PoolRefused: etcd says no; ConfigError: no certificates.
     """
-    body = _range_body(_prefix(config, cluster, NODES))
-    problem = "cluster.etcd.endpoints is empty"
-    with httpx.Client(timeout=config.timeout_s, verify=_verify(config), trust_env=False) as client:
-        for endpoint in config.endpoints:
-            base = f"{endpoint.rstrip('/')}/v3"
-            try:
-                headers = {}
-                if config.username:
-                    answer = client.post(f"{base}/auth/authenticate", json=_credentials(config))
-                    headers = {"Authorization": _decoded(answer, _Token).token}
-                answer = client.post(f"{base}/kv/range", json=body, headers=headers)
-                # without their signatures, which are for nodes: a client with a token lets each node prove it
-                found, _ = _members(_decoded(answer, _Range).kvs, _prefix(config, cluster, NODES), "")
-                return found
-            except (httpx.HTTPError, httpx.InvalidURL, PoolUnavailable) as error:
-                problem = f"{endpoint}: {_words(error)}"
-    raise PoolUnavailable(f"etcd cannot be asked for the pool's nodes: {problem}")
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(lambda: asyncio.run(_discover(config, cluster))).result()
+
+
+async def _discover(config: EtcdConfig, cluster: str) -> list[EtcdMember]:
+    membership = EtcdMembership(config, cluster, None, lambda _: None, lambda _: None)
+    try:
+        return await membership.nodes()
+    except PoolUnavailable as error:
+        raise PoolUnavailable(f"etcd cannot be asked for the pool's nodes: {error}") from error
+    finally:
+        await membership.close()
 
 
 class EtcdMembership:
@@ -293,7 +290,7 @@ class EtcdMembership:
 
     async def _ask(self, path: str, body: Mapping[str, Any], type_: type[T]) -> T:
         """Ask the endpoints in turn, the last good one first. Raises PoolError."""
-        problem = ""
+        problem = "no endpoints are given"
         for _ in self._config.endpoints:
             try:
                 async with asyncio.timeout(self._config.timeout_s):
@@ -347,10 +344,6 @@ class EtcdMembership:
 
 def _prefix(config: EtcdConfig, cluster: str, kind: str) -> str:
     return f"{config.prefix.rstrip('/')}/{cluster}/{kind}/"
-
-
-def _range_body(prefix: str) -> dict[str, str]:
-    return {**_range(prefix), "limit": str(MAX_NODES)}
 
 
 def _range(prefix: str) -> dict[str, str]:

@@ -24,10 +24,10 @@ from pdserve.doctor.facts import Finding
 from pdserve.engine.sglang.selfcheck import TESTED_SGLANG
 from pdserve.errors import ConfigError
 from pdserve.kvpool.node.config.node import PoolNodeConfig
-from pdserve.printable import printable
+from pdserve.security.log_text import printable
+from pdserve.security.tls import Certificates, TlsConfig
+from pdserve.security.tokens import given_secret
 from pdserve.settings.config_file import build_config, read_toml
-from pdserve.tls.contexts import Certificates, TlsConfig
-from pdserve.tokens import given_secret
 from pdserve.up.config import WORKER_ROLES, read_cluster_file
 from pdserve.up.fitting import fitted
 from pdserve.up.plan import Plan, make_plan
@@ -121,9 +121,7 @@ def doctor(
     ] = True,
     measure: Annotated[
         bool,
-        typer.Option(
-            help="Measure bandwidths and check all of SGLang that pdserve leans on; 15 to 30 seconds."
-        ),
+        typer.Option(help="Check all of SGLang that pdserve leans on; 15 to 30 seconds."),
     ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="JSON for programs.")] = False,
     plan_file: PlanFile = None,

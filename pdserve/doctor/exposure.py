@@ -17,7 +17,7 @@ from pdserve.engine.worker import WorkerConfig
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.protocol.address import is_loopback, is_remote
 from pdserve.router.config.router import RouterConfig
-from pdserve.tokens import MIN_CHARS, reveal
+from pdserve.security.tokens import MIN_CHARS, reveal
 
 CHECK: Final = "security"
 
@@ -81,7 +81,7 @@ def pool_node(config: PoolNodeConfig) -> Iterator[Finding]:
         yield Finding(CHECK, "fail", says, "give each a file, or insecure = true")
     if not config.tls.as_server:
         says = f"{who}: without tls, pages and prompts can be read and changed on the wire"
-        yield _warn(says, "`pdserve cert` makes certificates for its tls table")
+        yield _warn(says, "launch/make_certs.sh makes certificates for its tls table")
     host = config.metrics.rpartition(":")[0].strip("[]")
     if config.metrics and not is_loopback(host) and not (config.metrics_token or config.metrics_token_file):
         says = f"{who}: its metrics at {config.metrics} tell every host of namespaces and clients"
@@ -160,7 +160,7 @@ def _etcd(who: str, config: EtcdConfig) -> Iterator[Finding]:
 def _is_plain(url: str) -> bool:
     """Whether somebody on the wire can read what goes there."""
     parts = urlsplit(url)
-    return parts.scheme == "http" and not is_loopback(parts.hostname or "")
+    return parts.scheme in ("http", "dns+http") and not is_loopback(parts.hostname or "")
 
 
 def _warn(says: str, change: str) -> Finding:

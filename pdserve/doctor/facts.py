@@ -41,12 +41,6 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     has_numactl: bool = True
     has_bfloat16: bool = True
     """The processor has instructions that compute it."""
-    copy_gbps: float = 0.0
-    """Plain copy in memory, 10^9 bytes/s."""
-    ucx_gbps: float = 0.0
-    """UCX over this machine's loopback with pdserve's settings; 0: not measured."""
-    ucx_trouble: str = ""
-    """Why it was to be measured and could not be."""
 
 
 class ArenaRoom(msgspec.Struct, frozen=True, kw_only=True):

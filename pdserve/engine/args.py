@@ -31,7 +31,7 @@ from pdserve.engine.device import Device
 from pdserve.engine.handoff import DirectConfig, direct_argv
 from pdserve.errors import ConfigError
 from pdserve.kvpool.weights.names import is_pool_url, parse_url
-from pdserve.tls.contexts import TlsConfig
+from pdserve.security.tls import TlsConfig
 
 Role = Literal["prefill", "decode", "agg", "elastic"]
 Storage = Mapping[str, Any] | Literal["file", "mooncake"] | None

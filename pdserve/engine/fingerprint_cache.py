@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from pdserve.private_directory import private_directory
+from pdserve.security.private_directory import private_directory
 
 logger = logging.getLogger(__name__)
 

@@ -45,21 +45,19 @@ from pdserve.engine.turns.shelf import Shelf
 from pdserve.engine.weights import Weights
 from pdserve.engine.worker import RoleParts, Worker, WorkerConfig, check_namespace, install
 from pdserve.errors import ConfigError
+from pdserve.kvpool.client.async_client import AsyncPoolClient
 from pdserve.kvpool.client.config import (
-    OWN_ENGINE,
     PAGE_KEY_VARIABLE,
     POOL_TOKEN_VARIABLE,
     PoolClientConfig,
     with_pool_secrets,
 )
 from pdserve.kvpool.client.locate import locate_pool
-from pdserve.kvpool.mover.polled_client import AsyncPageClient, open_async_client
-from pdserve.kvpool.stores.registry import check_engine
 from pdserve.kvpool.weights.names import is_pool_url
 from pdserve.kvpool.weights.place import tell_children
 from pdserve.pages import KvGeometry
-from pdserve.tls.contexts import Certificates
-from pdserve.tokens import reveal, secret_of
+from pdserve.security.tls import Certificates
+from pdserve.security.tokens import reveal, secret_of
 from pdserve.tracing import check_tracing, open_tracer
 
 if TYPE_CHECKING:
@@ -103,7 +101,7 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
         identity, namespace = identified(config, found)
         # without the pool as storage no page ever gets there: nobody may wait for one
         reached = config.pool if config.storage == "pool" else PoolClientConfig()
-        pool = open_async_client(reached, namespace, identity.geometry.as_dict())
+        pool = AsyncPoolClient(reached, namespace, identity.geometry.as_dict())
 
         drain = Drain(config.stop_grace_s, config.stop_notice_s, clients)
         metrics, shelf = WorkerMetrics(), _shelf(config, pool)
@@ -140,8 +138,6 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
 def located(config: WorkerConfig) -> WorkerConfig:
     """With the nodes and secrets of the pool, where nodes are needed. Raises ConfigError, StartupError."""
     from_pool = is_pool_url(config.engine.model_path)
-    if config.pool.engine != OWN_ENGINE:
-        return config
     if config.storage == "pool" or from_pool:
         config = replace(config, pool=locate_pool(with_pool_secrets(config.pool, os.environ)))
         tell_children(config.pool, os.environ)  # of a later model, too, that replaces the first
@@ -155,7 +151,7 @@ def set_environment(pool: PoolClientConfig) -> None:
     os.environ.setdefault(MEDIA_HASHES, "1")
 
 
-def _shelf(config: WorkerConfig, pool: AsyncPageClient) -> Shelf | None:
+def _shelf(config: WorkerConfig, pool: AsyncPoolClient) -> Shelf | None:
     """The tokens of answers in the pool, beside its pages."""
     if config.storage != "pool" or not config.exact_turns.enabled:
         return None
@@ -165,7 +161,7 @@ def _shelf(config: WorkerConfig, pool: AsyncPageClient) -> Shelf | None:
 def _weights(
     config: WorkerConfig,
     engine: Engine,
-    pool: AsyncPageClient,
+    pool: AsyncPoolClient,
     geometry: KvGeometry,
     storage_of: Callable[[str, KvGeometry], dict[str, Any]],
 ) -> Weights | None:
@@ -185,10 +181,7 @@ def _weights(
 def _check_storage(config: WorkerConfig) -> None:
     """Raises ConfigError for a storage that cannot work."""
     pool = config.pool
-    if config.storage == "pool" and pool.engine != OWN_ENGINE:
-        if lacks := check_engine(pool):
-            logger.warning("the store %s has no %s (docs/stores.md)", pool.engine, "; ".join(lacks))
-    elif config.storage == "pool" and not (pool.nodes or pool.etcd.endpoints):
+    if config.storage == "pool" and not (pool.nodes or pool.etcd.endpoints):
         raise ConfigError(
             "pool.nodes is empty: list the nodes of the pool, or set pool.etcd.endpoints to find them, "
             'or storage = "none" to do without'
@@ -283,7 +276,7 @@ def identified(config: WorkerConfig, found: Any) -> tuple[KvIdentity, str]:
     prepare.prepare_ranks(ranks_here(found))
     identity = kv_identity(found, reveal(config.pool.page_key), config.engine.page_pieces)
     namespace = config.pool.namespace or identity.geometry.namespace(served_model_name(config.engine))
-    if config.storage == "pool" and config.pool.engine == OWN_ENGINE:
+    if config.storage == "pool":
         check_namespace(config.pool, namespace, identity)
     return identity, namespace
 

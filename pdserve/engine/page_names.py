@@ -246,7 +246,7 @@ def page_keys(
 
 
 class Pool(Protocol):
-    """What is asked here of an `AsyncPageClient`."""
+    """What is asked here of an `AsyncPoolClient`."""
 
     async def exists(self, keys: Sequence[bytes]) -> list[bool]: ...
 

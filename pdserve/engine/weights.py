@@ -35,8 +35,8 @@ from msgspec.structs import replace
 
 from pdserve.engine.http.held import Door
 from pdserve.errors import ConfigError, RequestError, StartupError
-from pdserve.kvpool.mover.beside import open_beside
-from pdserve.kvpool.mover.polled_client import AsyncPageClient
+from pdserve.kvpool.client.async_client import AsyncPoolClient
+from pdserve.kvpool.client.client import PoolClient
 from pdserve.pages import KvGeometry
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class Weights:
     def __init__(
         self,
         engine: Engine,
-        pool: AsyncPageClient,
+        pool: AsyncPoolClient,
         geometry: KvGeometry,
         *,
         name: str,
@@ -258,10 +258,8 @@ class Weights:
         return ""
 
 
-def _clear(pool: AsyncPageClient, namespace: str, geometry: KvGeometry) -> int:
-    with contextlib.closing(
-        open_beside(pool.config, namespace, geometry.as_dict(), name="weights")
-    ) as client:
+def _clear(pool: AsyncPoolClient, namespace: str, geometry: KvGeometry) -> int:
+    with contextlib.closing(PoolClient(pool.config, namespace, geometry.as_dict(), name="weights")) as client:
         return client.clear()
 
 

@@ -43,10 +43,10 @@ from pdserve.engine.sglang.engine import Engine
 from pdserve.engine.turns.config import ExactTurnsConfig
 from pdserve.engine.weights import Weights, routes
 from pdserve.errors import PoolRefused, StartupError
+from pdserve.kvpool.client.async_client import AsyncPoolClient
 from pdserve.kvpool.client.config import PoolClientConfig
-from pdserve.kvpool.mover.polled_client import AsyncPageClient, open_async_client
-from pdserve.tls.contexts import TlsConfig
-from pdserve.tokens import Secret
+from pdserve.security.tls import TlsConfig
+from pdserve.security.tokens import Secret
 from pdserve.tracing import Tracer, Tracing
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class Worker:
     identity: KvIdentity
     """Of the weights that it started with."""
     engine: Engine
-    pool: AsyncPageClient
+    pool: AsyncPoolClient
     """Knows the namespace and geometry of the present weights."""
     drain: Drain
     metrics: WorkerMetrics
@@ -208,7 +208,7 @@ def check_namespace(pool: PoolClientConfig, namespace: str, identity: KvIdentity
     """
 
     async def check() -> None:
-        client = open_async_client(pool, namespace, identity.geometry.as_dict())
+        client = AsyncPoolClient(pool, namespace, identity.geometry.as_dict())
         try:
             outcome = await client.check()
         finally:

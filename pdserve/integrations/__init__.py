@@ -1,5 +1,4 @@
-"""Other people's software on pdserve's pool. It runs in their process, and imports what pdserve has not.
+"""Other serving stacks on pdserve's pool, in their own processes: LMCache's server, NVIDIA Dynamo's workers.
 
-Here are workers of NVIDIA Dynamo, which are SGLang's. `lmcache` and `vllm` have a folder each, and import the
-pool's client, and what that imports.
+`lmcache` imports the pool's client only, because LMCache's environment has no SGLang.
 """

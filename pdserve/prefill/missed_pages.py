@@ -25,7 +25,7 @@ from typing import Final, NamedTuple
 from pdserve.engine.http.request import HttpRequest
 from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.page_names import RequestPages
-from pdserve.kvpool.mover.polled_client import AsyncPageClient
+from pdserve.kvpool.client.async_client import AsyncPoolClient
 from pdserve.kvpool.protocol.messages import MAX_FATES, Fate
 
 REASONS: Final = {
@@ -76,7 +76,7 @@ def header_of(misses: list[Miss]) -> str:
 class MissedPages:
     """Asks the pool, and counts. Lives in the worker's event loop."""
 
-    def __init__(self, pool: AsyncPageClient, metrics: WorkerMetrics) -> None:
+    def __init__(self, pool: AsyncPoolClient, metrics: WorkerMetrics) -> None:
         self._pool = pool
         self._metrics = metrics
 

@@ -26,7 +26,7 @@ from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.page_names import PageNames, RequestPages, committed_pages
 from pdserve.engine.sglang.prompt import FOR_THE_POOL, prefill_request, run_prefill
 from pdserve.errors import RequestError
-from pdserve.kvpool.mover.polled_client import AsyncPageClient
+from pdserve.kvpool.client.async_client import AsyncPoolClient
 from pdserve.prefill.missed_pages import MissedPages, header_of
 from pdserve.tracing import timed
 
@@ -43,7 +43,7 @@ class Prefill:
     def __init__(
         self,
         engine: Any,
-        pool: AsyncPageClient,
+        pool: AsyncPoolClient,
         *,
         names: PageNames,
         publish_timeout_s: float,

@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from pdserve.errors import ConfigError
-from pdserve.tokens import Secret, decode_secret
+from pdserve.security.tokens import Secret, decode_secret
 
 T = TypeVar("T")
 

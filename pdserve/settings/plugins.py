@@ -1,4 +1,4 @@
-"""What this and other packages add to pdserve by entry points: tiers, stores, codecs, places, policies."""
+"""What this and other packages add to pdserve by entry points: tiers, stores, places, policies."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from pdserve.errors import StartupError
-from pdserve.private_directory import private_directory
+from pdserve.security.private_directory import private_directory
 from pdserve.up.plan import Plan
 
 AUTOMATIC_PORTS: Final = range(10_000, 22_000)

@@ -61,7 +61,7 @@ def open_worker(config: Table, site: Site, url: str) -> None:
     """Let a worker be reached from other hosts at `url`, and reach the pool."""
     config.setdefault("advertise", url)
     pool = _table(config, "pool")
-    if site.page_token and pool.get("engine", "pdserve") == "pdserve":  # other stores know no token
+    if site.page_token:
         _give(pool, "token", site.page_token)
 
 

@@ -41,7 +41,7 @@ def make_pool(transport: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
             "capacity_bytes": 16 * KIB * KIB,
             "slab_bytes": 4 * KIB * KIB,
             "min_slot_bytes": 4 * KIB,
-            "max_reserved_share": 1.0,
+            "max_client_share": 1.0,
         }
         name = f"n{next(_numbers)}"
         if transport == "tcp-tls":

@@ -15,7 +15,6 @@ import pytest
 
 from pdserve.errors import PoolError, PoolRefused
 from pdserve.kvpool.client import async_client as async_client_module
-from pdserve.kvpool.client import client as client_module
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.node.config.node import PoolNodeConfig
@@ -30,7 +29,6 @@ class Client(Protocol):
     """Either client, called from an ordinary thread."""
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]: ...
-    def wait(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]: ...
     def check(self) -> dict[str, PoolError | None]: ...
     def close(self) -> None: ...
 
@@ -48,7 +46,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPool]:
         arena_dir=arena_dir(),
         capacity_bytes="16MiB",
         slab_bytes="1MiB",
-        max_reserved_share=1.0,
+        max_client_share=1.0,
         quarantine_s=0.2,
     )
     pool = ProcessPool(config, tmp_path_factory.mktemp("clients"), "shm")
@@ -95,7 +93,7 @@ def test_what_was_put_is_there_and_has_its_bytes(client: Client, writer: PoolCli
     assert client.exists(keys(1, 2)) == [False, False]
     assert writer.put(keys(1, 2), pages(1, 2)) == [True, True]
     assert writer.put(keys(2, 3), pages(2, 3)) == [True, True]
-    assert client.exists(keys(3, 4, 1)) == client.wait(keys(3, 4, 1), 0.0) == [True, False, True]
+    assert client.exists(keys(3, 4, 1)) == [True, False, True]
     read = pages(0, 0, 0, 0)
     assert writer.get(keys(1, 4, 2, 3), read) == [True, False, True, True]
     assert [int(page[0][-1]) for page in read] == [1, 0, 2, 3]
@@ -104,11 +102,12 @@ def test_what_was_put_is_there_and_has_its_bytes(client: Client, writer: PoolCli
     assert client.exists(keys(1, 2, 3)) == [False] * 3
 
 
+@pytest.mark.parametrize("kind", ["async"])
 def test_a_wait_ends_with_the_page_or_the_time_and_outlasts_its_slices(
     client: Client, writer: PoolClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (client_module, async_client_module):
-        monkeypatch.setattr(module, "WAIT_SLICE_S", 0.05)
+    assert isinstance(client, Blocking)
+    monkeypatch.setattr(async_client_module, "WAIT_SLICE_S", 0.05)
     started_s = time.monotonic()
     assert client.wait(keys(1), 0.12) == [False]
     assert time.monotonic() - started_s >= 0.12
@@ -165,4 +164,4 @@ def test_a_node_that_was_killed_and_started_again_is_found_and_lost_nothing(
 
 def test_a_closed_client_answers_with_misses(client: Client) -> None:
     client.shut() if isinstance(client, Blocking) else client.close()
-    assert client.exists(keys(1)) == client.wait(keys(1), 5.0) == [False]
+    assert client.exists(keys(1)) == [False]

@@ -32,7 +32,6 @@ from pdserve.kvpool.tiers.base import (
     TierPage,
     TierSettings,
 )
-from pdserve.kvpool.tiers.directory import DirectoryTier
 from pdserve.kvpool.tiers.ssd.segment_format import BLOCK_BYTES, read_index
 from pdserve.kvpool.tiers.ssd.tier import SegmentTier
 from tests.support.kvpool.object_tiers import DirectoryObjectTier
@@ -113,7 +112,6 @@ class CodedKind(ObjectKind):
 
 KINDS = {
     "memory": MemoryKind(MemoryTier),
-    "directory": Kind(DirectoryTier),
     "the documents' example": Kind(SqliteTier),
     "ssd": Kind(SegmentTier, segment_bytes=256 * KIB),
     "ssd, buffered": Kind(SegmentTier, segment_bytes=256 * KIB, direct=False),

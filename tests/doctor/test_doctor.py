@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from pdserve.doctor import cluster, judge, live_probe, machine
+from pdserve.doctor import cluster, judge, live_probe
 from pdserve.doctor.cli import _plan, _pool_tls
 from pdserve.doctor.cluster import Member
 from pdserve.doctor.facts import PoolNode
 from pdserve.engine.prompt_identity import chat_template_fingerprint, tokenizer_fingerprint
 from pdserve.errors import ConfigError
 from pdserve.router.config.router import RouterConfig
+from pdserve.security.tls import Certificates
 from pdserve.settings import toml_text
-from pdserve.tls.contexts import Certificates
 from tests.support.certificate import certificate
 from tests.support.certificates import Authority
 from tests.support.command import pdserve_here
@@ -281,13 +281,6 @@ async def test_a_busy_workers_clock_is_right_and_its_silence_no_fault() -> None:
         assert (one.clock_ahead_s, one.busy, one.write_policy) == (0.0, False, "write_through")
         (other,) = await asyncio.to_thread(ask, [Member(silent.url)], "")
         assert (other.error, other.busy, other.role) == ("", True, "decode")
-
-
-def test_a_measurement_of_ucx_that_fails_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UCX_NET_DEVICES", "nonsense")
-    gbps, trouble = machine.measured_ucx()
-    assert gbps == 0.0
-    assert "ucx_perftest" in trouble
 
 
 def test_what_workers_say_becomes_facts() -> None:

@@ -95,6 +95,7 @@ def test_of_a_closed_configuration_nothing_is_said(role: str, text: str, tmp_pat
             "the admin API listens at 10.0.0.1",
         ),
         ("router", 'agg = ["http://10.0.0.7:8100"]', "the cluster token go to http://10.0.0.7:8100"),
+        ("router", 'agg = ["dns+http://agg:8100"]', "the cluster token go to dns+http://agg:8100"),
         ("agg", WORKER + "insecure = true", "users of its host control SGLang"),
         ("agg", WORKER.replace(', tls = { ca = "/a" }', ""), "go to pool node a without encryption"),
     ],

@@ -246,7 +246,7 @@ async def test_nothing_that_is_said_acts_on_the_terminal() -> None:
 
 
 def test_a_finding_is_shown_in_one_line() -> None:
-    from pdserve.printable import MAX_CHARS, printable
+    from pdserve.security.log_text import MAX_CHARS, printable
 
     assert printable("a\r\nb\x00\ud800") == "a\\r\\nb\\x00\\ud800"
     assert len(printable("x" * 10**6)) <= MAX_CHARS + 3

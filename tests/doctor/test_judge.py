@@ -19,8 +19,6 @@ MACHINE = Machine(
     sglang="0.5.23",
     sglang_tested="0.5.23",
     transports=("tcp", "self", "sysv", "posix", "cma"),
-    copy_gbps=5.0,
-    ucx_gbps=3.0,
 )
 ROOM = ArenaRoom(nodes=("a", "b"), place="/dev/shm", free_bytes=60 << 30, needed_bytes=50 << 30)
 GEOMETRY = {
@@ -98,7 +96,6 @@ def test_nothing_is_said_of_what_is_well() -> None:
             "warn",
             "NUMA",
         ),
-        ({"ucx_gbps": 0.0, "ucx_trouble": "no such device"}, "fail", "UCX"),
     ],
 )
 def test_a_machines_fault_is_found(change: dict[str, Any], level: str, check: str) -> None:
@@ -143,7 +140,7 @@ def test_a_processor_without_bfloat16_gets_a_hint_and_no_warning() -> None:
 
 
 def test_the_transport_that_will_be_used_is_named() -> None:
-    assert "between hosts: TCP (3.00 GB/s" in judge.ucx(MACHINE).says
+    assert judge.ucx(MACHINE).says.endswith("between hosts: TCP")
     fast = judge.ucx(
         replace(MACHINE, transports=("tcp", "rc_mlx5", "gdr_copy"), has_infiniband=True, has_gpu=True)
     )

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.hosts.machines import Machines, machines
-from benchmarks.stores import BenchError
 from pdserve.router.request.cache_report import parse_cached
 from pdserve.up.places.hosts import SHELL_VARIABLE
 from tests.support.e2e.cluster import Process
 from tests.support.netns.lab import ROOT, cannot, python_at
+from tests.support.netns.machines import Machines, machines
+from tests.support.processes import HarnessError
 from tests.support.up.scripts import LAUNCH
 
 pytestmark = [pytest.mark.e2e, pytest.mark.extended, pytest.mark.timeout(1200)]
@@ -74,7 +74,7 @@ def test_a_conversation_goes_over_two_routers_and_its_pages_from_host_to_host(
             assert supervisor.popen is not None
             supervisor.popen.terminate()
             assert supervisor.popen.wait(STOP_TIMEOUT_S) == 0, supervisor.tail()
-    except BenchError as error:
+    except HarnessError as error:
         cannot(error)
     log = (tmp_path / "up.log").read_text()
     stopped = re.findall(r"\| (\S+) has stopped", log)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks multiturn` against a real worker: what it counts is what SGLang says."""
+"""`benchmarks.multiturn` against a real worker: what it counts is what SGLang says."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import shutil
 
 import pytest
 
-from benchmarks.serving.figures import outcome_of
-from benchmarks.serving.load.plan import Shape, make_load
-from benchmarks.serving.load.run import Server, run_load
+from benchmarks.lib.figures import outcome_of
+from benchmarks.lib.load import Shape, make_load
+from benchmarks.lib.run import Server, run_load
 from tests.support.e2e.cluster import Worker, eventually, http
 from tests.support.e2e.prompts import PAGE
 from tests.support.e2e.site import Site

@@ -19,7 +19,7 @@ import pytest
 
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.config.tenants import Access
-from pdserve.tokens import Secret
+from pdserve.security.tokens import Secret
 from tests.support.e2e.vllm import (
     AUTHORIZED,
     PYTHON,

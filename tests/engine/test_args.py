@@ -11,7 +11,7 @@ import pytest
 from pdserve.engine.args import cpu_total_tokens, served_model_name, server_argv
 from pdserve.engine.config import EngineConfig
 from pdserve.errors import ConfigError
-from pdserve.tls.contexts import TlsConfig
+from pdserve.security.tls import TlsConfig
 
 POOL = {"backend_name": "pdserve", "module_path": "m", "class_name": "C", "interface_v1": 1}
 

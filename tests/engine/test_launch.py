@@ -11,7 +11,7 @@ from pdserve.engine.config import EngineConfig
 from pdserve.engine.launch import advertised, run_worker
 from pdserve.engine.worker import WorkerConfig
 from pdserve.errors import ConfigError
-from pdserve.tls.contexts import TlsConfig
+from pdserve.security.tls import TlsConfig
 
 TLS = TlsConfig(certificate=Path("/none.pem"), key=Path("/none.key"))
 

@@ -16,6 +16,7 @@ from pdserve.kvpool.node.bootstrap import take_memory
 from pdserve.kvpool.node.config.node import TierConfig
 from pdserve.kvpool.node.serving.listeners import listen
 from pdserve.up.claims import claimed, run_directory
+from tests.support.kvpool.mounts import mounted
 from tests.support.kvpool.nodes import small_config, start_fails
 
 NOBODY = 65534
@@ -53,9 +54,8 @@ def test_no_arena_is_made_there(place: Path) -> None:
     assert not (place / "cluster").exists()
 
 
-@pytest.mark.parametrize("kind", ["ssd", "directory"])
-def test_no_tier_is_made_there(place: Path, tmp_path: Path, kind: str) -> None:
-    tier = TierConfig(kind=kind, path=place / "pages", capacity_bytes="64MiB")
+def test_no_tier_is_made_there(place: Path, tmp_path: Path) -> None:
+    tier = TierConfig(kind="ssd", path=place / "pages", capacity_bytes="64MiB")
     line = start_fails(arena_dir=tmp_path / "arena", tiers=[tier])
     assert f"user {NOBODY}" in line
     assert not (place / "pages").exists()
@@ -96,24 +96,19 @@ def test_an_arena_that_others_could_replace_is_not_used(tmp_path: Path) -> None:
     assert not small_config(arena_dir=tmp_path / "open" / "arena").arena_dir.exists()
 
 
-def test_a_volume_that_all_may_write_to_is_used_where_the_configuration_trusts_it(tmp_path: Path) -> None:
-    """Kubernetes makes volumes with mode 0777. Whatever lies in them must still be this user's own."""
-    volume = tmp_path / "volume"
-    volume.mkdir()
-    volume.chmod(0o777)
-    line = start_fails(arena_dir=volume / "arena")
-    assert "can be written by other users" in line
-    theirs = volume / "arena" / "second"
-    theirs.mkdir(parents=True)
-    os.chown(theirs, NOBODY, NOBODY)
-    assert f"user {NOBODY}" in start_fails(arena_dir=volume / "arena", trusted_parents=True)
-    theirs.rmdir()
-    tier = TierConfig(kind="ssd", path=volume / "tier" / "pages", capacity_bytes="64MiB")
-    config = small_config(arena_dir=volume / "arena", trusted_parents=True, tiers=[tier])
-    arena, tiers = take_memory(config, 1, None)
-    try:
-        assert (volume / "arena").exists()
-        assert (tier.path.stat().st_mode & 0o777) == 0o700
-    finally:
-        tiers.stop()
-        arena.close(keep=False)
+def test_a_volume_that_all_may_write_to_is_used(tmp_path: Path) -> None:
+    """Kubernetes mounts volumes with mode 0777. Whatever lies in them must still be this user's own."""
+    with mounted(tmp_path / "volume", "tmpfs", "size=64m,mode=777") as volume:
+        theirs = volume / "arena" / "second"
+        theirs.mkdir(parents=True)
+        os.chown(theirs, NOBODY, NOBODY)
+        assert f"user {NOBODY}" in start_fails(arena_dir=volume / "arena")
+        theirs.rmdir()
+        tier = TierConfig(kind="ssd", path=volume / "tier" / "pages", capacity_bytes="32MiB")
+        arena, tiers = take_memory(small_config(arena_dir=volume / "arena", tiers=[tier]), 1, None)
+        try:
+            assert (volume / "arena").exists()
+            assert (tier.path.stat().st_mode & 0o777) == 0o700
+        finally:
+            tiers.stop()
+            arena.close(keep=False)

@@ -13,7 +13,7 @@ from pdserve.errors import PoolRefused
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.frames import FrameBuffer, decode_request, encode_frame
 from pdserve.kvpool.protocol.handshake import NONCE_BYTES, Challenged
-from pdserve.tokens import digest
+from pdserve.security.tokens import digest
 from tests.support.kvpool.connectors import connect
 from tests.support.kvpool.nodes import soon
 

@@ -14,7 +14,7 @@ from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.node.config.node import SLOT_ALIGN_BYTES
 from pdserve.kvpool.protocol.base import KEY_BYTES
 from pdserve.kvpool.protocol.page_tag import TAG_BYTES
-from pdserve.tokens import Secret
+from pdserve.security.tokens import Secret
 from tests.support.kvpool.faulty import PAGE_BYTES, empty_page, get, keys, page_of, put
 from tests.support.kvpool.nodes import small_config
 from tests.support.kvpool.pools import ProcessPool, arena_dir, running_node

@@ -78,14 +78,6 @@ def answer_of(sock: socket.socket) -> bytes:
     return said
 
 
-@pytest.mark.parametrize("claimed", [m.MAX_HELLO_BYTES + 1, m.MAX_FRAME_BYTES])
-def test_a_first_frame_longer_than_a_hello_is_refused_by_its_length(pool: ProcessPool, claimed: int) -> None:
-    with raw_socket(pool) as sock:
-        sock.settimeout(10)
-        sock.sendall(claimed.to_bytes(4, "little") + b"\x00" * 100)
-        assert b"bad_frame" in answer_of(sock)
-
-
 def test_half_frames_of_strangers_take_no_memory(pool: ProcessPool) -> None:
     before = rss_bytes(pool)
     half = m.MAX_HELLO_BYTES.to_bytes(4, "little") + b"\x00" * (m.MAX_HELLO_BYTES - 1)
@@ -194,11 +186,6 @@ def test_a_stranger_that_was_refused_keeps_its_place_until_it_leaves_or_its_time
         stays.sendall(b"x" * 100)
         with contextlib.suppress(ConnectionResetError):
             assert stays.recv(1) == b"", "its time to shake hands has ended"
-
-
-def test_who_names_a_token_that_is_none_of_the_pools_is_told_so(pool: ProcessPool) -> None:
-    with pytest.raises(PoolError, match="does not know the token"):
-        connect(pool.address, soon(), "shm", token="a-token-that-nobody-gave-out")
 
 
 def test_strangers_do_not_fill_the_log(pool: ProcessPool) -> None:

@@ -164,7 +164,7 @@ def use(at: dict[str, str], directory: Path) -> list[str]:
     for status, word, words in (
         (0, "status", ("--json",)),
         (0, "ns list", ("--json",)),
-        (0, "ns set", ("n", "--weight", "2")),
+        (0, "ns set", ("n", "weight=2")),
         (0, "upgrade", ()),
         (0, "ns list", ()),
     ):

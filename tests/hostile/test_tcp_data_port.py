@@ -10,12 +10,9 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from pdserve.errors import PoolError
-from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.transports.base import Connection
-from pdserve.kvpool.transports.tcp.stream import HEADER, TICKET_BYTES
 from tests.support.kvpool.connectors import connect
-from tests.support.kvpool.nodes import PAGE_BYTES, get, keys, open_namespace, put, small_config, soon
+from tests.support.kvpool.nodes import get, keys, open_namespace, put, small_config
 from tests.support.kvpool.pools import ProcessPool
 
 ADMIN_TOKEN = "the-token-of-this-pools-operator"
@@ -80,34 +77,3 @@ def test_clients_get_in_while_strangers_fill_the_port(pool: ProcessPool, honest:
         connection.close()
     for sock in strangers:
         sock.close()
-
-
-def test_a_client_that_writes_over_the_end_of_its_slot_is_ended_and_touches_no_other_page(
-    pool: ProcessPool, honest: Connection
-) -> None:
-    namespace, some = open_namespace(honest, "honest"), keys(4, 7)
-    assert put(honest, namespace, some) == some
-    liar = connect(pool.address, time.monotonic() + 10, "tcp", token=ADMIN_TOKEN)
-    theirs, [name] = open_namespace(liar, "theirs"), keys(1, 8)
-    reserved = liar.call(m.Reserve(2, theirs, [name], [PAGE_BYTES]), soon())
-    assert isinstance(reserved, m.Reserved)
-    stream = liar._stream  # type: ignore[attr-defined]
-    assert stream.send([memoryview(HEADER.pack(reserved.grants[0].tag, 8 * MIB) + bytes(MIB))])
-    with pytest.raises(PoolError):
-        liar.call(m.Wait(3, theirs, [name], 10.0), soon())
-    liar.close()
-    assert get(honest, namespace, some) == some
-    exists = honest.call(m.Exists(9, open_namespace(honest, "theirs"), [name]), soon())
-    assert exists == m.Present(9, b"\0")
-
-
-def test_another_clients_ticket_cannot_be_used_again(pool: ProcessPool, honest: Connection) -> None:
-    info = honest.welcome.tcp
-    assert info is not None
-    assert len(info.ticket) == TICKET_BYTES
-    with socket.create_connection(("127.0.0.1", info.port), 10) as thief:
-        thief.settimeout(10)
-        with contextlib.suppress(ConnectionError):
-            thief.sendall(info.ticket)
-            assert thief.recv(1) == b""
-    open_namespace(honest, "honest")

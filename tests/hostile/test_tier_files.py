@@ -6,14 +6,13 @@ Who puts them there is a process of our user, or a disk that comes from elsewher
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from pdserve.errors import StartupError
-from pdserve.kvpool.tiers.base import CORRUPT, GONE, LOADED, STORED, PageName, Tier, TierPage, TierSettings
-from pdserve.kvpool.tiers.directory import DirectoryTier
+from pdserve.kvpool.tiers.base import GONE, LOADED, STORED, PageName, TierPage, TierSettings
 from pdserve.kvpool.tiers.durable_files import MAX_TEXT_BYTES, save_text
 from pdserve.kvpool.tiers.ssd.segment_file import segment_name
 from pdserve.kvpool.tiers.ssd.segment_format import (
@@ -35,16 +34,15 @@ SEGMENT = 256 * KIB
 LENGTH = 12 * KIB
 COUNT = 5
 MINE = b"what is mine, and no tier's"
-PLACES: dict[str, Callable[[TierSettings], Tier]] = {"ssd": SegmentTier, "directory": DirectoryTier}
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
 
 
 class Place:
     """A tier, opened as often as wanted. It holds `COUNT` pages of space 1."""
 
-    def __init__(self, kind: str, path: Path) -> None:
-        self.kind, self.path = kind, path
-        self.tier: Tier | None = None
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.tier: SegmentTier | None = None
         self.open()
         pages, data = zip(*(page(n, LENGTH) for n in range(COUNT)), strict=True)
         assert self.tier is not None
@@ -53,8 +51,8 @@ class Place:
 
     def open(self, capacity: int = 16 * SEGMENT) -> list[TierPage]:
         """The pages that are found."""
-        options = {"segment_bytes": SEGMENT} if self.kind == "ssd" else {}
-        self.tier = PLACES[self.kind](TierSettings("n0", self.path, capacity, options, lambda _: None))
+        options = {"segment_bytes": SEGMENT}
+        self.tier = SegmentTier(TierSettings("n0", self.path, capacity, options, lambda _: None))
         return [one for batch in self.tier.scan([1]) for one in batch]
 
     def close(self) -> None:
@@ -74,28 +72,13 @@ class Place:
 
     @property
     def file(self) -> Path:
-        """The segment, or the file of page 0."""
-        (found,) = self.path.rglob("*.seg" if self.kind == "ssd" else key(0).hex())
+        (found,) = self.path.glob("*.seg")
         return found
 
 
-@pytest.fixture(params=PLACES)
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    made = Place(request.param, tmp_path / "tier")
-    yield made
-    made.close()
-
-
 @pytest.fixture
-def ssd(tmp_path: Path) -> Iterator[Place]:
-    made = Place("ssd", tmp_path / "tier")
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> Iterator[Place]:
-    made = Place("directory", tmp_path / "tier")
+def place(tmp_path: Path) -> Iterator[Place]:
+    made = Place(tmp_path / "tier")
     yield made
     made.close()
 
@@ -111,36 +94,32 @@ def mine(tmp_path: Path) -> Path:
 # --- links, pipes, and files of others
 
 
-def test_a_link_in_place_of_a_page_or_segment_is_not_followed(place: Place, tmp_path: Path) -> None:
+def test_a_link_in_place_of_a_segment_is_not_followed(place: Place, tmp_path: Path) -> None:
     """Its target is a right one, and of this user."""
     moved = place.file.rename(tmp_path / place.file.name)
-    place_of_it = (
-        place.path if place.kind == "ssd" else place.path / "pages" / f"s{1:016x}" / f"{key(0)[0]:02x}"
-    )
     before = moved.read_bytes()
-    (place_of_it / moved.name).symlink_to(moved)
-    lost = COUNT if place.kind == "ssd" else 1
-    assert len(place.open()) == COUNT - lost
-    assert place.read() == [GONE] * lost + [LOADED] * (COUNT - lost)
+    (place.path / moved.name).symlink_to(moved)
+    assert place.open() == []
+    assert place.read() == [GONE] * COUNT
     assert place.put(0) == STORED
     assert place.read(name(0, LENGTH)) == [LOADED]
     assert moved.read_bytes() == before
 
 
-def test_a_link_is_not_sealed_as_a_segment(ssd: Place, tmp_path: Path) -> None:
+def test_a_link_is_not_sealed_as_a_segment(place: Place, tmp_path: Path) -> None:
     """It may lead to the segment that another node is writing."""
     other = tmp_path / segment_name(7)
     other.write_bytes(encode_segment_header(SegmentHeader(7, 1)) + bytes(SEGMENT - BLOCK_BYTES))
-    (ssd.path / other.name).symlink_to(other)
-    assert len(ssd.open()) == COUNT
+    (place.path / other.name).symlink_to(other)
+    assert len(place.open()) == COUNT
     assert other.stat().st_size == SEGMENT
 
 
-def test_a_link_that_leads_nowhere_and_a_folder_do_not_end_the_start(ssd: Place) -> None:
-    (ssd.path / segment_name(8)).symlink_to(ssd.path / "nowhere")
-    (ssd.path / segment_name(9)).mkdir()
-    assert len(ssd.open()) == COUNT
-    assert [ssd.put(n) for n in range(20, 40)] == [STORED] * 20
+def test_a_link_that_leads_nowhere_and_a_folder_do_not_end_the_start(place: Place) -> None:
+    (place.path / segment_name(8)).symlink_to(place.path / "nowhere")
+    (place.path / segment_name(9)).mkdir()
+    assert len(place.open()) == COUNT
+    assert [place.put(n) for n in range(20, 40)] == [STORED] * 20
 
 
 def test_a_pipe_in_place_of_a_file_is_not_waited_for(place: Place) -> None:
@@ -148,31 +127,24 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(place: Place) -> None:
     file.unlink()
     os.mkfifo(file)
     os.mkfifo(place.path / "namespaces.json")
-    assert len(place.open()) == (0 if place.kind == "ssd" else COUNT - 1)
+    assert place.open() == []
     assert place.tier is not None
     assert place.tier.namespaces() is None
     assert place.read(name(0, LENGTH)) == [GONE]
 
 
-def test_a_pipe_that_comes_in_place_of_a_page_later_is_not_waited_for(directory: Place) -> None:
-    directory.open()
-    directory.file.unlink()
-    os.mkfifo(directory.path / "pages" / f"s{1:016x}" / f"{key(0)[0]:02x}" / key(0).hex())
-    assert directory.read(name(0, LENGTH)) == [CORRUPT]
-
-
 @as_root
-def test_a_segment_of_another_user_is_not_read(ssd: Place) -> None:
-    os.chown(ssd.file, NOBODY, NOBODY)
-    assert ssd.open() == []
-    assert ssd.read() == [GONE] * COUNT
-    assert ssd.put(9) == STORED
+def test_a_segment_of_another_user_is_not_read(place: Place) -> None:
+    os.chown(place.file, NOBODY, NOBODY)
+    assert place.open() == []
+    assert place.read() == [GONE] * COUNT
+    assert place.put(9) == STORED
 
 
-def test_a_segment_that_others_may_write_to_is_not_read(ssd: Place) -> None:
-    ssd.file.chmod(0o666)
-    assert ssd.open() == []
-    assert ssd.put(9) == STORED
+def test_a_segment_that_others_may_write_to_is_not_read(place: Place) -> None:
+    place.file.chmod(0o666)
+    assert place.open() == []
+    assert place.put(9) == STORED
 
 
 @pytest.mark.parametrize("small", ["lock", "namespaces.new"])
@@ -210,93 +182,39 @@ def test_words_in_the_lock_do_not_reach_the_terminal(place: Place) -> None:
     place.open()
     (place.path / "lock").write_text("\x1b[2J 1\n")
     with pytest.raises(StartupError, match="in use by the process unknown"):
-        PLACES[place.kind](TierSettings("n1", place.path, 16 * SEGMENT, {}, lambda _: None))
-
-
-@pytest.mark.parametrize("inner", ["", "s{space}", "s{space}/00"])
-def test_a_link_in_place_of_a_folder_costs_no_file_elsewhere(
-    directory: Place, mine: Path, inner: str
-) -> None:
-    """The tier removes what is no page from its folders, and all of dropped ones."""
-    link = directory.path / "pages" / inner.format(space=f"{1:016x}")
-    if link.exists():
-        link.rename(directory.path.parent / "away")
-    link.symlink_to(mine.parent)
-    if not inner:
-        with pytest.raises(StartupError, match="symbolic link"):
-            directory.open()
-    else:
-        directory.open()
-        assert directory.tier is not None
-        directory.tier.forget_space(1)
-        while directory.tier.maintain():
-            pass
-    assert mine.read_bytes() == MINE
-
-
-def test_a_link_in_place_of_the_trash_costs_no_file_elsewhere(directory: Place, mine: Path) -> None:
-    (directory.path / "trash").rmdir()
-    (directory.path / "trash").symlink_to(mine.parent)
-    with pytest.raises(StartupError, match="symbolic link"):
-        directory.open()
-    assert mine.read_bytes() == MINE
+        SegmentTier(TierSettings("n1", place.path, 16 * SEGMENT, {}, lambda _: None))
 
 
 # --- what the files say
 
 
-def test_a_page_under_the_name_of_another_is_not_given_out(directory: Place) -> None:
-    shards = directory.path / "pages" / f"s{1:016x}"
-    theirs = shards / f"{key(1)[0]:02x}" / key(1).hex()
-    theirs.write_bytes(directory.file.read_bytes())
-    assert len(directory.open()) == COUNT
-    assert directory.read() == [LOADED, CORRUPT, *[LOADED] * (COUNT - 2)]
-
-
-def test_a_page_in_the_wrong_folder_is_removed(directory: Place) -> None:
-    """It could not be read there, nor forgotten, and its bytes would count for ever."""
-    folder = directory.path / "pages" / f"s{1:016x}" / f"{key(0)[0] ^ 1:02x}"
-    folder.mkdir(exist_ok=True)
-    (folder / key(0).hex()).write_bytes(directory.file.read_bytes())
-    assert len(directory.open()) == COUNT
-    assert not (folder / key(0).hex()).exists()
-
-
-def test_a_page_longer_than_any_is_removed(directory: Place) -> None:
-    with directory.file.open("r+b") as file:
-        file.truncate(1 << 40)
-    assert len(directory.open()) == COUNT - 1
-    assert directory.tier is not None
-    assert directory.tier.used_bytes < 1 << 30
-
-
-def test_a_segment_in_place_of_another_is_removed(ssd: Place) -> None:
-    copied = ssd.file.read_bytes()
-    (ssd.path / segment_name(5)).write_bytes(copied)
-    assert len(ssd.open()) == COUNT
-    assert ssd.read() == [LOADED] * COUNT
-    assert ssd.tier is not None
-    assert ssd.tier.used_bytes == len(copied)
+def test_a_segment_in_place_of_another_is_removed(place: Place) -> None:
+    copied = place.file.read_bytes()
+    (place.path / segment_name(5)).write_bytes(copied)
+    assert len(place.open()) == COUNT
+    assert place.read() == [LOADED] * COUNT
+    assert place.tier is not None
+    assert place.tier.used_bytes == len(copied)
 
 
 @pytest.mark.parametrize("number", [(1 << 64) - 1, 1 << 63, (1 << 63) - 1])
-def test_a_segment_with_the_last_number_ends_no_writing(ssd: Place, number: int) -> None:
+def test_a_segment_with_the_last_number_ends_no_writing(place: Place, number: int) -> None:
     """A number that no next one fits behind ended each write, and left a file of each."""
     header = encode_segment_header(SegmentHeader(number, 1))
-    (ssd.path / segment_name(number)).write_bytes(header)
-    (ssd.path / f"{number}9.seg").write_bytes(header)
-    ssd.open()
-    assert [ssd.put(n) for n in range(20, 40)] == [STORED] * 20
-    assert ssd.tier is not None
-    assert ssd.tier.used_bytes == sum(file.stat().st_size for file in ssd.path.glob("*.seg"))
+    (place.path / segment_name(number)).write_bytes(header)
+    (place.path / f"{number}9.seg").write_bytes(header)
+    place.open()
+    assert [place.put(n) for n in range(20, 40)] == [STORED] * 20
+    assert place.tier is not None
+    assert place.tier.used_bytes == sum(file.stat().st_size for file in place.path.glob("*.seg"))
 
 
-def test_a_segment_longer_than_any_is_removed_unread(ssd: Place) -> None:
-    path = ssd.path / segment_name(5)
+def test_a_segment_longer_than_any_is_removed_unread(place: Place) -> None:
+    path = place.path / segment_name(5)
     path.write_bytes(encode_segment_header(SegmentHeader(5, 1)))
     with path.open("r+b") as file:
         file.truncate(MAX_SEGMENT_BYTES + BLOCK_BYTES)
-    assert len(ssd.open()) == COUNT
+    assert len(place.open()) == COUNT
     assert not path.exists()
 
 

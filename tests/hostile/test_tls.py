@@ -12,18 +12,18 @@ from typing import Any
 
 import pytest
 
-from benchmarks.processes import free_ports
 from pdserve.errors import PoolError, PoolRefused, PoolUnavailable
 from pdserve.kvpool.node.node import PoolNode
 from pdserve.kvpool.node.serving import connection as serving_connection
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.transports.async_control import AsyncControl
 from pdserve.kvpool.transports.control import make_hello
-from pdserve.tls.contexts import Certificates, TlsConfig
+from pdserve.security.tls import Certificates, TlsConfig
 from tests.support.certificates import Authority
 from tests.support.kvpool.clustered import ring, running, until
 from tests.support.kvpool.connectors import connect
 from tests.support.kvpool.nodes import get, keys, open_namespace, page_of, put, soon
+from tests.support.processes import free_ports
 
 LOOP = "127.0.0.1"
 TOKEN = "a-token-that-must-not-be-seen-by-others"
@@ -119,7 +119,7 @@ async def test_a_node_under_another_name_is_refused(tmp_path: Path, authority: A
 async def test_a_certificate_is_renewed_while_the_node_serves(
     tmp_path: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdserve.tls.contexts.LOOK_S", 0.0)
+    monkeypatch.setattr("pdserve.security.tls.LOOK_S", 0.0)
     certificate, key = authority.files("of-before", LOOP)
     files = TlsConfig(certificate=certificate, key=key, ca=authority.ca)
     async with secured(tmp_path, "a", files) as node:

@@ -21,8 +21,7 @@ from pdserve.router.fleet.worker import Worker
 from pdserve.router.upstream.client import Upstream
 from pdserve.router.upstream.response import UpstreamError
 from pdserve.router.upstream.worker_tls import WorkerTls
-from pdserve.tls import contexts
-from pdserve.tls.contexts import Certificates, TlsConfig
+from pdserve.security.tls import Certificates, TlsConfig
 from tests.support.certificates import Authority
 from tests.support.router.harness import PATIENT, Harness, before, routed
 from tests.support.router.mock_worker import MockWorker, Received, Wire, workers
@@ -93,7 +92,7 @@ async def test_a_worker_that_cannot_be_verified_gets_no_request(
     tls = {
         "other authority": lambda: Authority(tmp_path / "other").host(),
         "other name": lambda: authority.host("elsewhere.example", "10.9.9.9"),
-        "expired": lambda: authority.host(days=-0.001),
+        "expired": lambda: authority.host(ended=True),
     }[fault]()
     assert "certificate verify failed" in await refusal(secured(tls), authority.client(), caplog)
 
@@ -221,7 +220,7 @@ async def test_renewed_certificates_are_used_by_requests_and_probes(
     authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A new authority: requests and probes of a running router believe its workers."""
-    monkeypatch.setattr(contexts, "LOOK_S", 0.0)
+    monkeypatch.setattr("pdserve.security.tls.LOOK_S", 0.0)
     new = Authority(tmp_path / "new")
     trusted = tmp_path / "trusted.pem"
     trusted.write_bytes(authority.ca.read_bytes())

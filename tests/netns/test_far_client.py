@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from benchmarks.chaos.pages import segments_of
+from tests.support.kvpool.made_pages import segments_of
 from tests.support.netns.field import assert_nothing_is_held, until
 from tests.support.netns.guest import TIMEOUT_S, TRAFFIC_PAGES
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.hosts.machines import Machines, machines
-from benchmarks.stores import BenchError
 from tests.support.certificates import Authority
 from tests.support.netns.field import until
 from tests.support.netns.lab import ROOT, cannot, python_at
+from tests.support.netns.machines import Machines, machines
 from tests.support.netns.paths import BYTES
+from tests.support.processes import HarnessError
 
 TIMEOUT_S = 60.0
 MOST_PROCESSES = 4
@@ -39,7 +39,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machines]:
             ("one", "two", "desk"), directory, directory / "own", {"two": "export OF=two\n"}
         ) as made:
             yield made
-    except BenchError as error:
+    except HarnessError as error:
         cannot(error)
 
 

@@ -1,11 +1,19 @@
-"""Certificates of an authority that `pdserve cert` makes, for tests of TLS."""
+"""Certificates of an authority that `launch/make_certs.sh` makes, for tests of TLS."""
 
 from __future__ import annotations
 
+import subprocess
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from pdserve.tls.authority import make_authority, make_host_certificate
-from pdserve.tls.contexts import TlsConfig
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric.ec import EllipticCurvePrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
+
+from pdserve.security.tls import TlsConfig
+
+MAKE_CERTS = Path(__file__).parents[2] / "launch" / "make_certs.sh"
 
 
 class Authority:
@@ -13,17 +21,42 @@ class Authority:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.ca = make_authority(directory, 1)
+        self.ca = directory / "ca.pem"
+        subprocess.run([MAKE_CERTS, "ca", directory], check=True, stdout=subprocess.DEVNULL)
 
-    def files(self, *names: str, days: float = 1) -> tuple[Path, Path]:
+    def files(self, *names: str) -> tuple[Path, Path]:
         """Certificate and key of a host."""
-        return make_host_certificate(self.directory, names, days)
+        subprocess.run([MAKE_CERTS, "host", self.directory, *names], check=True, stdout=subprocess.DEVNULL)
+        stem = names[0].replace(":", "_")
+        return self.directory / f"{stem}.pem", self.directory / f"{stem}.key"
 
-    def host(self, *names: str, mutual: bool = False, days: float = 1) -> TlsConfig:
-        """What a part on a host with these names has; loopback if none is given."""
-        certificate, key = self.files(*(names or ("127.0.0.1", "localhost")), days=days)
+    def host(self, *names: str, mutual: bool = False, ended: bool = False) -> TlsConfig:
+        """What a part on a host with these names has; loopback if none is given. `ended`: a minute ago."""
+        certificate, key = self.files(*(names or ("127.0.0.1", "localhost")))
+        if ended:
+            end(certificate, self.directory / "ca.key")
         return TlsConfig(certificate=certificate, key=key, ca=self.ca, client_ca=self.ca if mutual else None)
 
     def client(self) -> TlsConfig:
         """What a part has that has no certificate of its own."""
         return TlsConfig(ca=self.ca)
+
+
+def end(certificate: Path, signing_key: Path) -> None:
+    """Sign a certificate again, with an end in the past."""
+    made = x509.load_pem_x509_certificate(certificate.read_bytes())
+    key = load_pem_private_key(signing_key.read_bytes(), None)
+    assert isinstance(key, EllipticCurvePrivateKey)
+    now = datetime.now(UTC)
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(made.subject)
+        .issuer_name(made.issuer)
+        .public_key(made.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(hours=1))
+        .not_valid_after(now - timedelta(minutes=1))
+    )
+    for extension in made.extensions:
+        builder = builder.add_extension(extension.value, extension.critical)
+    certificate.write_bytes(builder.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM))

@@ -125,12 +125,6 @@ def test_pool_nodes_of_several_hosts_get_tokens_unless_the_file_has_some() -> No
     assert found["agg0"]["pool"]["token"] == "p" * 20
 
 
-def test_workers_on_another_store_get_no_token_of_pool_nodes() -> None:
-    pool = {"engine": "mooncake", "options": {"master": "m:1"}}
-    plan = plan_of(ClusterFile(agg=[{"pool": pool}]), {"agg0": "b", "router": "a"}, page_token="p" * 20)
-    assert configs(plan)["agg0"]["pool"] == {**pool, "nodes": []}
-
-
 def test_one_port_on_two_hosts_is_fine_and_on_one_host_is_not() -> None:
     file = ClusterFile(agg=[{"engine": {"port": 1}}, {"engine": {"port": 1}}])
     plan_of(file, {"agg0": "a", "agg1": "b", "router": "a"})

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from pdserve.crowd import Crowd
+from pdserve.security.connection_limits import ConnectionLimit
 
 MAX_HEAD_BYTES: Final = 64 * 1024  # as the router has
 MAX_HEADERS: Final = 256
@@ -26,13 +26,15 @@ _TOO_LONG: Final = (
 
 class BoundedHeads(HttpToolsProtocol):
     """Answers a head that is too long with 431, and closes a connection whose head is too slow, or that sends
-    too many requests at once. Beyond the bound of `crowd`, connections go that wait for no answer.
+    too many requests at once. Beyond the bound of `connection_limit`, connections go that wait for no answer.
     """
 
-    def __init__(self, *args: Any, crowd: Crowd[BoundedHeads] | None = None, **kwargs: Any) -> None:
-        """`crowd`: all connections of the server."""
+    def __init__(
+        self, *args: Any, connection_limit: ConnectionLimit[BoundedHeads] | None = None, **kwargs: Any
+    ) -> None:
+        """`connection_limit`: all connections of the server."""
         super().__init__(*args, **kwargs)
-        self._crowd = Crowd(math.inf) if crowd is None else crowd
+        self._connection_limit = ConnectionLimit(math.inf) if connection_limit is None else connection_limit
         self._head_bytes = 0  # received since the last head ended, or -1 while a body comes
         self._timer: asyncio.TimerHandle | None = None
 
@@ -42,14 +44,14 @@ class BoundedHeads(HttpToolsProtocol):
         if (sock := transport.get_extra_info("socket")) is not None and sock.family == socket.AF_UNIX:
             self.server = ("", None)  # uvicorn knows no abstract names; ASGI has no port there
         self._limit_time()
-        goes = self._crowd.came(self, self.client[0] if self.client else "", BoundedHeads._is_idle)
+        goes = self._connection_limit.came(self, self.client[0] if self.client else "", BoundedHeads._is_idle)
         if goes is not None:
             goes.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone."""
         self._unlimit_time()
-        self._crowd.left(self)
+        self._connection_limit.left(self)
         super().connection_lost(exc)
 
     def _is_idle(self) -> bool:

@@ -28,7 +28,7 @@ from starlette.middleware.cors import CORSMiddleware
 from pdserve.engine.drain import Drain
 from pdserve.engine.http.connection import AsgiApp, Receive, Scope, Send, refuse, stopping
 from pdserve.errors import RequestError
-from pdserve.tokens import bearer, digest, same
+from pdserve.security.tokens import bearer, digest, same
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/metrics/", "/pd/ready"})
 """For probes and Prometheus, whatever the configuration."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any, Final
 
 from pdserve.engine.http.cache_report import Found, Reuse
@@ -107,3 +108,17 @@ def first_token(answers: Sequence[Mapping[str, Any]]) -> FirstToken:
 def is_aborted(answer: Mapping[str, Any]) -> bool:
     """SGLang ended this request before its time."""
     return ((answer.get("meta_info") or {}).get("finish_reason") or {}).get("type") == "abort"
+
+
+async def under_one_id(contents: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    """The steps of a stream of several choices or prompts, each of which is a request of its own to SGLang,
+    under the id of the first: OpenAI's API gives all chunks of a stream one id.
+    """
+    first = ""
+    async with aclosing(contents):
+        async for content in contents:
+            meta = content.get("meta_info") or {}
+            first = first or meta.get("id", "")
+            if meta.get("id", first) != first:
+                content = {**content, "meta_info": {**meta, "id": first}}
+            yield content

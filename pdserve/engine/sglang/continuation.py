@@ -17,7 +17,7 @@ are decoded behind the prompt's last five tokens, whose text is then cut off.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Final
@@ -171,7 +171,7 @@ async def marked(
     *,
     token_ids_are_wanted: bool,
     choices: Callable[[], int] = lambda: 1,
-) -> AsyncIterator[Any]:
+) -> AsyncGenerator[Any, None]:
     """What the engine yields, as its caller may see it. A step's events are marked when the caller comes for
     the next step. `choices`: answers to each prompt, once the engine yields.
 

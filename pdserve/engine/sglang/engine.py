@@ -12,6 +12,7 @@ from pdserve.engine.drain import Drain
 from pdserve.engine.http.held import Door
 from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.prompt_identity import chat_template_fingerprint, tokenizer_fingerprint
+from pdserve.engine.sglang import text_offsets
 from pdserve.engine.sglang.abilities import contract_of
 from pdserve.engine.sglang.prompts import exact_turns, long_texts
 from pdserve.engine.sglang.prompts.exact_turns import SglangTurns, tokenizer_of
@@ -103,6 +104,7 @@ class Engine:
         self._long_texts = long_texts.LongTexts(tokenizer_manager)
         self._long_texts.measure()
         long_texts.install(self._long_texts)
+        text_offsets.install()
 
     def _make_turns(self) -> SglangTurns | None:
         manager, exact, count = self.tokenizer_manager, self._exact, self._metrics.count_turn

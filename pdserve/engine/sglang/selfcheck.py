@@ -37,11 +37,10 @@ MODULES: Final = (
         "children.kept_prompts",
     ),
     *("children.embedded", "children.embedding_salts", "children.local_store", "children.object_layout"),
-    *("children.pulls", "children.ssd_tokens"),
+    *("children.pulls", "children.ssd_tokens", "children.stop_strings"),
     *("continuation", "drafts", "engine", "geometry", "pool_weights", "prompt"),
     *("prompts.exact_turns", "prompts.long_texts"),
-    *("server", "server_args", "storage", "tls", "tokenizer_manager", "trials.device_pages"),
-    "trials.weight_loaders",
+    *("server", "server_args", "storage", "text_offsets", "tls", "tokenizer_manager"),
     "warm_up",
 )
 """The modules of this package that lean on SGLang; each declares its `PLACES`."""

@@ -35,8 +35,8 @@ from pdserve.engine.sglang.server_args import ranks_here
 from pdserve.engine.sglang.tls import serving
 from pdserve.engine.sglang.warm_up import WarmUp
 from pdserve.errors import StartupError
+from pdserve.security.tls import Certificates
 from pdserve.sglang_places import places
-from pdserve.tls.contexts import Certificates
 
 logger = logging.getLogger(__name__)
 

@@ -33,8 +33,8 @@ from pdserve.engine.sglang.children.ssd_tokens import SsdTokens
 from pdserve.kvpool.client.config import PoolClientConfig
 from pdserve.kvpool.hicache.ssd_pages import came_from_ssd
 from pdserve.pages import KvGeometry
+from pdserve.security.tokens import withhold_secret
 from pdserve.sglang_places import places
-from pdserve.tokens import withhold_secret
 
 HUGE_PAGES_ENV: Final = "SGLANG_HUGEPAGE_SIZE"
 

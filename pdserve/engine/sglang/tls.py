@@ -23,12 +23,12 @@ from typing import Any, Final
 
 import uvicorn
 
-from pdserve.crowd import Crowd
 from pdserve.discovery.host_socket import BACKLOG, listen_here, new_name
 from pdserve.engine.http.bounded_heads import BoundedHeads
 from pdserve.open_files import raise_open_files
+from pdserve.security.connection_limits import ConnectionLimit
+from pdserve.security.tls import Certificates
 from pdserve.sglang_places import places
-from pdserve.tls.contexts import Certificates
 
 PLACES: Final = places(
     "sglang.srt.entrypoints.http_server",
@@ -105,8 +105,10 @@ def _configured(
 ) -> SimpleNamespace:
     """uvicorn's module, whose servers have bounded heads and use `context` if there is one."""
     files = raise_open_files()  # half of them for SGLang and the pool
-    crowd: Crowd[BoundedHeads] = Crowd(math.inf if files is None else files // 2)
-    more: dict[str, Any] = {"http": functools.partial(BoundedHeads, crowd=crowd)}
+    connection_limit: ConnectionLimit[BoundedHeads] = ConnectionLimit(
+        math.inf if files is None else files // 2
+    )
+    more: dict[str, Any] = {"http": functools.partial(BoundedHeads, connection_limit=connection_limit)}
     if context is not None:
         more["ssl_context_factory"] = lambda _config, _default: context
     ours = {

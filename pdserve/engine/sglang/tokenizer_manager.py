@@ -40,16 +40,17 @@ from pdserve.engine.engine_bounds import (
 from pdserve.engine.http.cache_report import Reuse
 from pdserve.engine.http.cache_salt import salt_of_request
 from pdserve.engine.http.dp_ranks import DpRanks
-from pdserve.engine.http.endpoints import EMBEDDINGS, PREFILL, RESPONSES
+from pdserve.engine.http.endpoints import COMPLETIONS, EMBEDDINGS, GENERATE, PREFILL, RESPONSES
 from pdserve.engine.http.held import Door
 from pdserve.engine.http.meeting_room import room_of_request
 from pdserve.engine.http.request import HttpRequest, current_request
 from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.page_names import HASHED_AT_ONCE_TOKENS
-from pdserve.engine.sglang.answers import first_token, is_aborted, note_counts, tell_counts
+from pdserve.engine.sglang.answers import first_token, is_aborted, note_counts, tell_counts, under_one_id
 from pdserve.engine.sglang.children.embedding_salts import salted
 from pdserve.engine.sglang.continuation import Continuation, extend_prompt, marked
 from pdserve.engine.sglang.prompts.exact_turns import SglangTurns
+from pdserve.engine.sglang.text_offsets import locate
 from pdserve.engine.turns.exact import Turn
 from pdserve.errors import RequestError
 from pdserve.pages import namespace_seed, page_hashes
@@ -187,16 +188,18 @@ class _Wrap:
     def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
         http = current_request()
         contents = self._noted(obj, request, http)
-        if http is None or http.stream is None or not getattr(obj, "stream", False):
+        if http is None or not getattr(obj, "stream", False):
             return contents
-        wanted = obj.return_prompt_token_ids or self._manager.incremental_streaming_output
-        return marked(
-            contents,
-            http.stream,
-            self._continuation_of,
-            token_ids_are_wanted=wanted,
-            choices=lambda: getattr(obj, "parallel_sample_num", 1) or 1,
-        )
+        if http.stream is not None:
+            wanted = obj.return_prompt_token_ids or self._manager.incremental_streaming_output
+            contents = marked(
+                contents,
+                http.stream,
+                self._continuation_of,
+                token_ids_are_wanted=wanted,
+                choices=lambda: getattr(obj, "parallel_sample_num", 1) or 1,
+            )
+        return contents if http.path == GENERATE else under_one_id(contents)
 
     def _reuse_of(self, rid: str) -> Reuse | None:
         made = self._made.get(rid)
@@ -219,11 +222,15 @@ class _Wrap:
         except RequestError as error:
             raise HTTPException(error.status, str(error)) from error
         turn = None if self._turns is None else await self._turns.begin(obj, http)
+        has_offsets = http is not None and http.path == COMPLETIONS and obj.return_logprob
+        is_echoed = has_offsets and obj.logprob_start_len == 0
         try:
             async with contextlib.aclosing(self._generate(obj, request)) as contents:
                 async for content in contents:
                     answers = content if isinstance(content, list) else [content]
                     self._note(http, answers)
+                    for answer in answers if has_offsets else ():
+                        locate(answer["meta_info"], self._manager.tokenizer, is_echoed=is_echoed)
                     if turn is not None and http is not None and http.path != PREFILL:
                         await self._record(turn, http, answers)
                     yield content

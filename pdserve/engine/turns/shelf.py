@@ -16,10 +16,9 @@ import numpy as np
 from msgspec.structs import replace
 
 from pdserve.engine.turns import record
+from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig
-from pdserve.kvpool.mover.beside import open_beside
 from pdserve.kvpool.protocol.address import is_remote
-from pdserve.kvpool.stores.client import PageClient
 
 T = TypeVar("T")
 
@@ -37,7 +36,7 @@ class LateError(Exception):
 
 
 class Namespace(Protocol):
-    """Where the worker's pages are at present; an `AsyncPageClient`."""
+    """Where the worker's pages are at present; an `AsyncPoolClient`."""
 
     config: PoolClientConfig
     namespace: str
@@ -53,7 +52,7 @@ class Shelf:
         self._lookup_s = lookup_s
         self._readers = _Threads(_READERS)
         self._writers = _Threads(_WRITERS)
-        self._client: PageClient | None = None
+        self._client: PoolClient | None = None
         self._closed = False
 
     def warm(self) -> None:
@@ -90,21 +89,21 @@ class Shelf:
         self._readers.end()
         self._writers.end()
 
-    def _submit(self, threads: _Threads, work: Callable[[PageClient], T]) -> Future[T] | None:
+    def _submit(self, threads: _Threads, work: Callable[[PoolClient], T]) -> Future[T] | None:
         if self._closed:
             return None
         client = self._present_client()
         return threads.submit(lambda: work(client))
 
-    def _present_client(self) -> PageClient:
+    def _present_client(self) -> PoolClient:
         """The client of the pages' namespace, which is another one once weights were replaced."""
         pages, client = self._pages, self._client
         if client is None or client.namespace != pages.namespace:
             if client is not None:
                 client.close()
             config = _own_config(pages.config, self._lookup_s)
-            client = self._client = open_beside(
-                config, pages.namespace, pages.geometry, name=_NAME, page_bytes=record.PAGE_BYTES
+            client = self._client = PoolClient(
+                config, pages.namespace, pages.geometry, name=_NAME, connections=_READERS + _WRITERS
             )
         return client
 
@@ -137,11 +136,10 @@ def _own_config(config: PoolClientConfig, lookup_s: float) -> PoolClientConfig:
         exists_timeout_s=lookup_s,
         get_timeout_s=lookup_s,
         restart_wait_s=0.0,
-        connections_per_node=_READERS + _WRITERS,
     )
 
 
-def _read(client: PageClient, keys: Sequence[bytes]) -> dict[bytes, list[int]]:
+def _read(client: PoolClient, keys: Sequence[bytes]) -> dict[bytes, list[int]]:
     firsts = [np.empty(record.PAGE_BYTES, np.uint8) for _ in keys]
     there = client.get(keys, [[page] for page in firsts])
     first = {key: page for key, page, found in zip(keys, firsts, there, strict=True) if found}
@@ -161,6 +159,6 @@ def _read(client: PageClient, keys: Sequence[bytes]) -> dict[bytes, list[int]]:
     }
 
 
-def _write(client: PageClient, key: bytes, ids: Sequence[int]) -> bool:
+def _write(client: PoolClient, key: bytes, ids: Sequence[int]) -> bool:
     pages = record.to_pages(ids)
     return all(client.put(record.page_keys(key, len(pages)), [[page] for page in pages]))

@@ -15,10 +15,36 @@ from pdserve.kvpool.client.config import PoolClientConfig
 ALL_INTERFACES: Final = ("*", "0.0.0.0", "::")
 
 
+class DynamoEngine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """SGLang below Dynamo: what decides the pages of the pool. All else are SGLang's own flags."""
+
+    model_path: Annotated[str, Meta(min_length=1, description="Hugging Face model directory.")]
+    served_model_name: Annotated[
+        str, Meta(description="Name of the model for clients; empty: the directory's name.")
+    ] = ""
+    port: Annotated[
+        int, Meta(ge=1, le=65535, description="SGLang's --port; Dynamo serves nothing there.")
+    ] = 30000
+    page_size: Annotated[
+        int, Meta(ge=1, description="Tokens per KV page; the same on all workers of a pool.")
+    ] = 64
+    page_pieces: Annotated[
+        int, Meta(ge=0, description="As at pdserve's own workers: the largest --tp-size of those that share.")
+    ] = 0
+    hicache_size_gb: Annotated[
+        int, Meta(ge=0, description="Host memory for KV of each rank in GB; 0: twice the device's.")
+    ] = 0
+    extra_args: Annotated[list[str], Meta(description="Flags passed to SGLang unchanged.")] = []
+
+    def as_engine(self) -> EngineConfig:
+        """The engine of a worker of pdserve with the same pages."""
+        return EngineConfig(**msgspec.structs.asdict(self))
+
+
 class DynamoConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A worker of NVIDIA Dynamo with its pages in the pool."""
 
-    engine: Annotated[EngineConfig, Meta(description="SGLang; Dynamo serves no port of it.")]
+    engine: Annotated[DynamoEngine, Meta(description="SGLang.")]
     pool: Annotated[PoolClientConfig, Meta(description="The KV page pool.")] = PoolClientConfig()
     direct: Annotated[DirectConfig, Meta(description="SGLang's transfer from prefill to decode workers.")] = (
         DirectConfig()
@@ -41,6 +67,6 @@ class DynamoConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def kv_events_host(self) -> str:
-        """The one address at which `kv_events` are heard; empty: at all of this host, or nowhere."""
+        """The one address at which `kv_events` are heard; empty: all addresses of this host, or none."""
         host = urlsplit(self.kv_events).hostname or ""
         return "" if host in ALL_INTERFACES else host

@@ -17,14 +17,23 @@ import logging
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
-from pdserve.engine.args import Role
+from msgspec.structs import replace
+
+from pdserve.engine.args import Role, server_argv
+from pdserve.engine.launch import (
+    checked_args,
+    identified,
+    located,
+    prepare_process,
+    prepared_direct,
+    set_environment,
+)
 from pdserve.engine.sglang.children import entry  # before SGLang, in the children too
 from pdserve.engine.worker import WorkerConfig
 from pdserve.errors import ConfigError, StartupError
 from pdserve.integrations.dynamo.config import DynamoConfig
-from pdserve.integrations.dynamo.runtime_data import shared_cache
-from pdserve.integrations.embedded import prepare
-from pdserve.kvpool.hicache.object_layout import no_layout
+from pdserve.kvpool.hicache.object_layout import no_layout, object_layout
+from pdserve.pages import KvGeometry
 
 logger = logging.getLogger(__name__)
 
@@ -36,17 +45,31 @@ def run(config: DynamoConfig, role: Role) -> int:
     _check_dynamo()
     if not (config.pool.nodes or config.pool.etcd.endpoints):
         raise ConfigError("pool.nodes is empty: list the nodes of the pool")
-    prepared = prepare(_as_worker(config, role), role)
-    shared = shared_cache(
-        prepared.namespace, prepared.geometry, pairs=prepared.pairs, events=config.pool_events
-    )
-    if config.pool_events and shared is None:
-        logger.warning("Dynamo's router will not know the pool's pages: %s", no_layout(prepared.geometry))
+    argv, shared = _prepare(_as_worker(config, role), role, config.pool_events)
     from pdserve.engine.sglang.children import embedded
 
     embedded.install(run_scheduler_process)
-    _serve([*prepared.argv, *_events(config.kv_events)], shared, config.kv_events_host)
+    _serve([*argv, *_events(config.kv_events)], shared, config.kv_events_host)
     return 0
+
+
+def _prepare(config: WorkerConfig, role: Role, events: str) -> tuple[list[str], dict[str, Any] | None]:
+    """Prepare this process, which has not imported SGLang yet, as that of a worker of pdserve. Returns
+    SGLang's arguments, and what Dynamo's router is told of the pool. Raises ConfigError, StartupError.
+    """
+    config = located(config)
+    engine, device = prepare_process(config.engine)
+    config = replace(config, engine=engine)
+    direct = prepared_direct(config, role, device)
+    from pdserve.engine.sglang.storage import pool_storage
+
+    identity, namespace = identified(config, checked_args(config, role, device))
+    storage = pool_storage(config.pool, namespace, identity.geometry)
+    set_environment(config.pool)
+    shared = shared_cache(namespace, identity.geometry, pairs=identity.pairs, events=events)
+    if events and shared is None:
+        logger.warning("Dynamo's router will not know the pool's pages: %s", no_layout(identity.geometry))
+    return server_argv(config.engine, role, device, storage, config.tls, direct), shared
 
 
 def run_scheduler_process(*args: Any, **kwargs: Any) -> Any:
@@ -59,7 +82,7 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> Any:
 
 def _as_worker(config: DynamoConfig, role: Role) -> WorkerConfig:
     return WorkerConfig(
-        engine=config.engine,
+        engine=config.engine.as_engine(),
         pool=config.pool,
         direct=config.direct,
         handoff="pool" if role == "agg" else "direct",
@@ -95,3 +118,33 @@ def _check_dynamo() -> None:
         ) from None
     if found != TESTED_DYNAMO:
         logger.warning("Dynamo %s is installed; pdserve is tested with %s", found, TESTED_DYNAMO)
+
+
+def shared_cache(namespace: str, geometry: KvGeometry, *, pairs: bool, events: str) -> dict[str, Any] | None:
+    """What a worker tells Dynamo's KV router of the pool: its runtime data `sglang_hicache_mooncake`. None:
+    the router cannot name the pool's pages. `events`: where it hears of them. Pure.
+
+    The router (1.6.1, `lib/llm/src/kv_router/shared_cache.rs`) knows one kind of shared cache: Mooncake below
+    SGLang's HiCache. From a prompt's tokens and the layout that workers report, it computes the names of
+    objects, and looks them up among those that an event stream announced. It asks no Mooncake server. So the
+    pool's nodes publish such events (`events.format = "objects"`), and workers report a layout that gives the
+    same names.
+    """
+    if not events or no_layout(geometry):
+        return None
+    layout = object_layout(namespace, geometry)["hicache_object_layout"]
+    return {
+        "backend": "mooncake",
+        "page_size": int(geometry.page_size),
+        "tp_size": 1,
+        "pp_size": 1,
+        # one object `PREFIX_PAGE__k` for each page, which 1.6.1 knows of models with latent attention only
+        "is_mla_model": True,
+        "is_eagle": pairs,
+        "tp_lcm_size": None,
+        "should_split_heads": False,
+        "extra_backend_tag": None,
+        "key_prefix": namespace,
+        "kv_events_endpoint": events,
+        "hicache_object_layout": layout,  # later versions read the names there
+    }

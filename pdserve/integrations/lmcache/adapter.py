@@ -11,8 +11,8 @@ Objects are addresses in LMCache's own memory (L1). So pages go between it and t
 the network, with no copy of ours.
 
 The pool never makes a request wait for long or fail: a node that is away, late or wrong costs misses.
-Checksums are the pool's (`PoolClient.get`). Objects that were found are held until they are unlocked
-(`PageHolds`). A page that is gone nevertheless is a miss, which LMCache computes.
+Checksums are the pool's (`PoolClient.get`). Nothing is locked in the pool: an object that was found and is
+evicted before its load is a miss, which LMCache computes.
 """
 
 from __future__ import annotations
@@ -29,14 +29,12 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from lmcache.lmcache_native import Bitmap
 from lmcache.v1.distributed.internal_api import L2StoreResult
-from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInterface
+from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 
 from pdserve.errors import PdserveError
-from pdserve.integrations.lmcache.names import ObjectKey, Space, layout_of, owner_of, pool_key
-from pdserve.integrations.lmcache.spaces import Spaces
-from pdserve.integrations.lmcache.usage import UsageWatch
-from pdserve.integrations.settings import log_to_stderr, read_settings
-from pdserve.integrations.task_lane import TaskLane
+from pdserve.integrations.lmcache.settings import log_to_stderr, read_settings
+from pdserve.integrations.lmcache.spaces import ObjectKey, Space, Spaces, layout_of, owner_of, pool_key
+from pdserve.integrations.lmcache.task_lane import TaskLane
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
 from pdserve.logs import ThrottledLog
@@ -61,12 +59,10 @@ class PdserveL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache's types ar
         pool = settings.pool
         self._slowest_s = max(pool.get_timeout_s, pool.put_timeout_s) + pool.restart_wait_s
         self._spaces = Spaces(settings)
-        self._usage = UsageWatch(self._spaces)
         self._log = ThrottledLog(logger)
         self._stores: TaskLane[Any] = TaskLane("store", pool.put_timeout_s)
         self._lookups: TaskLane[Any] = TaskLane("lookup", pool.exists_timeout_s)
         self._loads: TaskLane[Any] = TaskLane("load", pool.get_timeout_s)
-        self._unlocks: TaskLane[None] = TaskLane("unlock", pool.exists_timeout_s)
 
     # -- descriptors: readable when a task of the kind is done
 
@@ -100,8 +96,7 @@ class PdserveL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache's types ar
         return self._lookups.pop(task_id)
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
-        """Not waited for. What is not unlocked here ends with its lease."""
-        self._unlocks.submit(partial(self._unlock, keys), lambda: None)
+        """Nothing to do: a look-up locks nothing."""
 
     # -- load
 
@@ -117,10 +112,11 @@ class PdserveL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache's types ar
         """Drop the objects, of every layout that was met in this server. Raises PdserveError."""
         spaces = self._places(keys, lambda place: self._spaces.known(owner_of(keys[place])))
         for space, places in spaces.items():
-            client = self._spaces.pages(space).client
-            chosen = [keys[place] for place in places]
-            dropped = client.discard([pool_key(key) for key in chosen], space.layout.size_bytes)
-            gone = [key for key, was_there in zip(chosen, dropped, strict=True) if was_there]
+            client = self._spaces.client(space)
+            names = [pool_key(keys[place]) for place in places]
+            there = client.exists(names)
+            client.remove([name for name, is_there in zip(names, there, strict=True) if is_there])
+            gone = [keys[place] for place, was_there in zip(places, there, strict=True) if was_there]
             self._notify_keys_deleted(gone, [space.layout.size_bytes] * len(gone))
 
     def list_l2_keys(
@@ -128,12 +124,6 @@ class PdserveL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache's types ar
     ) -> Any:
         """Raises NotImplementedError: the pool keeps digests of LMCache's names."""
         raise NotImplementedError("the pool keeps digests of names: `pdserve pool ls` lists its pages")
-
-    def get_usage(self) -> Any:
-        """Bytes of our namespaces in the pool, and the pool's capacity, not older than some seconds."""
-        used_bytes, capacity_bytes = self._usage.latest()
-        by_salt = super().get_usage().bytes_by_cache_salt  # what this server stored, as LMCache counts it
-        return AdapterUsage(used_bytes, capacity_bytes, by_salt)
 
     def report_status(self) -> dict[str, Any]:
         clients = self._spaces.clients
@@ -152,9 +142,8 @@ class PdserveL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache's types ar
     def close(self) -> None:
         """End all tasks; those that are not done are misses. Afterwards nothing touches LMCache's memory."""
         self._spaces.close()
-        for lane in (self._lookups, self._loads, self._stores, self._unlocks):
+        for lane in (self._lookups, self._loads, self._stores):
             lane.close(self._slowest_s + CLOSE_SLACK_S)
-        self._usage.close()
 
     # -- the tasks, each on the thread of its lane
 
@@ -179,24 +168,11 @@ class PdserveL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache's types ar
         found: set[int] = set()
         for space, places in self._places(keys, spaces_of).items():
             with self._missed():
-                found.update(self._lock(space, keys, places))
+                there = self._spaces.client(space).exists([pool_key(keys[place]) for place in places])
+                found.update(place for place, is_there in zip(places, there, strict=True) if is_there)
         if found:
             self._notify_keys_accessed([keys[place] for place in sorted(found)])
         return _bitmap(len(keys), found)
-
-    def _lock(self, space: Space, keys: Sequence[ObjectKey], places: Sequence[int]) -> list[int]:
-        """The places of objects that the pool has. They are held."""
-        pages = self._spaces.pages(space)
-        there = pages.client.exists([pool_key(keys[place]) for place in places])
-        found = [place for place, is_there in zip(places, there, strict=True) if is_there]
-        pages.holds.hold([pool_key(keys[place]) for place in found])
-        return found
-
-    def _unlock(self, keys: Sequence[ObjectKey]) -> None:
-        for space, places in self._places(
-            keys, lambda place: self._spaces.known(owner_of(keys[place]))
-        ).items():
-            self._spaces.pages(space).holds.let_go([pool_key(keys[place]) for place in places])
 
     def _moved(self, move: Move, keys: Sequence[ObjectKey], objects: Sequence[Any]) -> list[int]:
         """The places of the objects that were moved."""
@@ -207,7 +183,7 @@ class PdserveL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache's types ar
             names = [pool_key(keys[place]) for place in places]
             memory: list[PageBuffers] = [[_view(objects[place])] for place in places]
             with self._missed():
-                done = move(self._spaces.pages(space).client, names, memory)
+                done = move(self._spaces.client(space), names, memory)
                 moved += [place for place, is_done in zip(places, done, strict=True) if is_done]
         return moved
 

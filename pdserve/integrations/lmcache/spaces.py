@@ -1,61 +1,147 @@
-"""The pool's clients of one LMCache server: one for each `Space`, made when an object of it is first met."""
+"""The names of LMCache's objects in the pool, and one pool client for each kind of objects.
+
+LMCache names an object by the hash chain of its tokens, the model, the rank, the object group and the salt.
+It does not say what the bytes are: two servers that use one model name may hold other weights, types or
+chunk sizes. So model, revision, number of ranks, group and layout decide the namespace (`Space`), and the
+rest decides the key in it (`pool_key`).
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import math
 import threading
-from typing import Final, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple, Protocol
 
 from pdserve.errors import PoolRefused, PoolUnavailable
-from pdserve.integrations.lmcache.names import Owner, Space, geometry, namespace
-from pdserve.integrations.lmcache.page_holds import PageHolds
-from pdserve.integrations.settings import IntegrationSettings, model_identity
+from pdserve.integrations.lmcache.settings import IntegrationSettings, model_identity, model_label
 from pdserve.kvpool.client.client import PoolClient
 
 logger = logging.getLogger(__name__)
 
+VERSION: Final = "1"  # raise it when the meaning of an object's bytes or of its key changes in our own code
 MAX_SPACES: Final = 64
 """A server has a few models, of a few groups each. Each space has threads and connections of its own."""
 
 
-class Pages(NamedTuple):
-    """One space in the pool."""
+class ObjectKey(Protocol):
+    """LMCache's, as far as it is read here."""
 
-    client: PoolClient
-    holds: PageHolds
+    @property
+    def chunk_hash(self) -> bytes: ...
+    @property
+    def model_name(self) -> str: ...
+    @property
+    def kv_rank(self) -> int: ...
+    @property
+    def object_group_id(self) -> int: ...
+    @property
+    def cache_salt(self) -> str: ...
+
+
+class Owner(NamedTuple):
+    """Whose objects: of one model, number of ranks and object group."""
+
+    model: str
+    world_size: int
+    group: int
+
+
+class Layout(NamedTuple):
+    """What an object's bytes are."""
+
+    text: str
+    """The parts, as in `float16[2,4,64,128]`."""
+    size_bytes: int
+
+
+class Space(NamedTuple):
+    """Objects whose bytes mean the same. Each is a page of the pool."""
+
+    owner: Owner
+    layout: Layout
+
+
+def owner_of(key: ObjectKey) -> Owner:
+    """LMCache packs the number of ranks into `kv_rank` (`ObjectKey.ComputeKVRank`)."""
+    return Owner(key.model_name, key.kv_rank >> 24 & 0xFF, key.object_group_id)
+
+
+def layout_of(dtypes: Sequence[Any], shapes: Sequence[Sequence[int]]) -> Layout:
+    """The layout of objects with these parts. `dtypes`: torch's."""
+    parts = list(zip(dtypes, shapes, strict=True))
+    words = [f"{str(dtype).removeprefix('torch.')}[{','.join(map(str, shape))}]" for dtype, shape in parts]
+    return Layout(" ".join(words), sum(dtype.itemsize * math.prod(shape) for dtype, shape in parts))
+
+
+def pool_key(key: ObjectKey) -> bytes:
+    """The 32-byte key of an object in its namespace."""
+    salt = key.cache_salt.encode()
+    rank = (key.kv_rank & (1 << 64) - 1).to_bytes(8, "little")
+    digest = hashlib.sha256(b"pdserve-lmcache-v1" + rank + len(salt).to_bytes(8, "little") + salt)
+    digest.update(key.chunk_hash)
+    return digest.digest()
+
+
+def geometry(space: Space, identity: str, revision: str) -> dict[str, str]:
+    """Everything but rank, salt and tokens that decides the bytes of an object."""
+    return {
+        "engine": "lmcache",
+        "model": identity,
+        "revision": revision,
+        "world_size": str(space.owner.world_size),
+        "group": str(space.owner.group),
+        "layout": space.layout.text,
+        "version": VERSION,
+    }
+
+
+def namespace(space: Space, given: str, geometry: dict[str, str]) -> str:
+    """Its name in the pool. `given`: the operator's, who then says what may share it; further groups of a
+    model have one each. Empty: a readable label and the geometry's hash.
+    """
+    if given:
+        return f"{given}.g{space.owner.group}" if space.owner.group else given
+    text = json.dumps(geometry, sort_keys=True).encode()
+    return f"lmcache-{model_label(space.owner.model)}@{hashlib.sha256(text).hexdigest()[:12]}"
 
 
 class Spaces:
-    """Thread-safe."""
+    """The pool clients of one LMCache server: one for each `Space`, made when one of its objects is first
+    met. Thread-safe.
+    """
 
     def __init__(self, settings: IntegrationSettings) -> None:
         self._settings = settings
         self._lock = threading.Lock()
-        self._pages: dict[Space, Pages] = {}
+        self._clients: dict[Space, PoolClient] = {}
         self._identities: dict[str, str] = {}
         self._closed = False
 
-    def pages(self, space: Space) -> Pages:
-        """The pages of a space. The first one of a model with files on this machine takes a fingerprint of
-        them. Raises PoolUnavailable: there are too many, or we are closed; StartupError: the files cannot be
-        read.
+    def client(self, space: Space) -> PoolClient:
+        """The client for objects of this space. The first call for a model whose files are on this machine
+        reads them to take a fingerprint. Raises PoolUnavailable: there are too many spaces, or we are closed;
+        StartupError: the files cannot be read.
         """
-        found = self._pages.get(space)
+        found = self._clients.get(space)
         if found is not None:
             return found
         with self._lock:
-            if space not in self._pages:
-                self._pages = {**self._pages, space: self._make(space)}
-            return self._pages[space]
+            if space not in self._clients:
+                self._clients = {**self._clients, space: self._make(space)}
+            return self._clients[space]
 
     def known(self, owner: Owner) -> list[Space]:
         """The spaces of an owner's objects that were met so far."""
-        return [space for space in self._pages if space.owner == owner]
+        return [space for space in self._clients if space.owner == owner]
 
     @property
     def clients(self) -> list[PoolClient]:
-        """Those of all spaces."""
-        return [pages.client for pages in self._pages.values()]
+        """The clients of all spaces."""
+        return list(self._clients.values())
 
     @property
     def nodes_up(self) -> int:
@@ -66,15 +152,13 @@ class Spaces:
         """Operations in progress end with misses. Idempotent."""
         with self._lock:
             self._closed = True
-            found = list(self._pages.values())
-        for pages in found:
-            pages.client.close()
-            pages.holds.close()
+        for client in self.clients:
+            client.close()
 
-    def _make(self, space: Space) -> Pages:
+    def _make(self, space: Space) -> PoolClient:
         if self._closed:
             raise PoolUnavailable("the adapter is closed")
-        if len(self._pages) >= MAX_SPACES:
+        if len(self._clients) >= MAX_SPACES:
             raise PoolUnavailable(
                 f"objects of more than {MAX_SPACES} models, groups or layouts in one server"
             )
@@ -83,12 +167,11 @@ class Spaces:
             self._identities[model] = model_identity(model)
         fields = geometry(space, self._identities[model], self._settings.revision)
         name = namespace(space, pool.namespace, fields)
-        page_bytes = space.layout.size_bytes
-        client = PoolClient(pool, name, fields, name="lmcache", page_bytes=page_bytes)
+        client = PoolClient(pool, name, fields, name="lmcache", page_bytes=space.layout.size_bytes)
         logger.info("objects of %s (%s) are in namespace %s of the pool", model, space.layout.text, name)
         for node, error in client.check().items():
             if isinstance(error, PoolRefused):
                 logger.error("pool node %s refuses us, its pages are missed: %s", node, error)
             elif error is not None:
                 logger.warning("pool node %s cannot be reached, its pages are missed: %s", node, error)
-        return Pages(client, PageHolds(pool, name, fields, page_bytes))
+        return client

@@ -1,4 +1,4 @@
-"""`pdserve pool`: run a node, look at the nodes there are, manage them. A module in `commands/` each."""
+"""`pdserve pool`: run a node, look at the nodes there are, manage them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pdserve.kvpool.admin import ns
 from pdserve.kvpool.admin.drain import drain
 from pdserve.kvpool.admin.ls import ls
 from pdserve.kvpool.admin.status import status
-from pdserve.kvpool.admin.top import top
 from pdserve.kvpool.admin.upgrade import upgrade
 from pdserve.kvpool.node import cli
 
@@ -27,7 +26,6 @@ app.registered_commands.append(_serve)
 
 app.command("status")(status)
 app.command("ls")(ls)
-app.command("top")(top)
 app.command("drain")(drain)
 app.add_typer(ns.app, name="ns")
 app.command("upgrade")(upgrade)

@@ -21,7 +21,7 @@ from pdserve.kvpool.protocol.cluster_messages import LEFT, MAX_MEMBERS
 from pdserve.kvpool.protocol.frames import expected
 from pdserve.kvpool.protocol.messages import NodeAddress, Reply, Request, Status, StatusReport
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
-from pdserve.tls.contexts import Certificates, TlsConfig
+from pdserve.security.tls import Certificates, TlsConfig
 
 R = TypeVar("R", bound=Reply)
 T = TypeVar("T")

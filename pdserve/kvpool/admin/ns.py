@@ -4,29 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any, Final, TypeAlias
 
+import msgspec
 import typer
 from msgspec.structs import asdict, replace
 
 from pdserve.errors import ConfigError, PoolError, PoolRefused
-from pdserve.kvpool.admin.node_client import (
-    TIMEOUT_S,
-    Address,
-    Asking,
-    NodeClient,
-    Timeout,
-    TlsCa,
-    TlsCertificate,
-    TlsKey,
-    TokenFile,
-    asks,
-    chosen_tls,
-    chosen_token,
-)
+from pdserve.kvpool.admin.node_client import Asking, NodeClient, asks
 from pdserve.kvpool.admin.tables import as_json, complain, make_console, make_table, rate, size
 from pdserve.kvpool.namespaces.access import TOKENS
+from pdserve.kvpool.node.config.namespaces import NamespaceConfig, settings_of
 from pdserve.kvpool.protocol.cluster_messages import (
     ListNamespaces,
     NamespaceList,
@@ -36,45 +24,19 @@ from pdserve.kvpool.protocol.cluster_messages import (
     ReplaceNamespace,
 )
 from pdserve.kvpool.protocol.messages import Done, DropNamespace, NamespaceStatus
-from pdserve.sizes import parse_bytes
-from pdserve.tokens import MIN_CHARS, digest_of_setting, is_digest
+from pdserve.settings.config_file import build_config, options, parse_value
 
 POLL_S: Final = 0.05
 
 Name: TypeAlias = Annotated[str, typer.Argument(help="Name of the namespace.")]
-Media: TypeAlias = Annotated[
-    str | None, typer.Option(metavar="dram|ssd|dram+ssd", help="Media of its pages.")
+Settings: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="SETTING=VALUE",
+        help="As in [[namespaces]] of a node's configuration: quota_bytes=4GiB, copies=2, "
+        "read_token_file=/path; an empty value removes a token.",
+    ),
 ]
-Policy: TypeAlias = Annotated[str | None, typer.Option(help="Order of eviction.")]
-Ttl: TypeAlias = Annotated[
-    float | None,
-    typer.Option("--ttl", metavar="SECONDS", help="Lifetime of a page after its write; 0: unlimited."),
-]
-Quota: TypeAlias = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="Most memory on each node, like 4GiB; 0: no limit.")
-]
-TierQuota: TypeAlias = Annotated[
-    str | None,
-    typer.Option(metavar="SIZE", help="Most bytes in the tiers on each node, like 4GiB; 0: no limit."),
-]
-Operations: TypeAlias = Annotated[
-    float | None, typer.Option(metavar="PER_S", help="Keys requested per second on each node; 0: no limit.")
-]
-Bytes: TypeAlias = Annotated[
-    str | None, typer.Option("--bytes", metavar="SIZE", help="Bytes per second on each node; 0: no limit.")
-]
-Weight: TypeAlias = Annotated[float | None, typer.Option(help="Share of a busy node.")]
-Copies: TypeAlias = Annotated[int | None, typer.Option(help="Nodes that hold each page.")]
-ReadToken: TypeAlias = Annotated[
-    str | None, typer.Option(help='Token required to read: @FILE or sha256:DIGEST; "" removes it.')
-]
-WriteToken: TypeAlias = Annotated[
-    str | None, typer.Option(help="Token required to write; it permits reading too.")
-]
-AdminToken: TypeAlias = Annotated[
-    str | None, typer.Option(help="Token required to change, clear and drop the namespace.")
-]
-Command: TypeAlias = Callable[..., None]
 
 app = typer.Typer(
     add_completion=False,
@@ -122,40 +84,31 @@ def list_(
     make_console().print(table if records else "no namespaces")
 
 
-def _settings_command(start_from: Callable[[str, NamespaceRecord | None], NamespaceSettings]) -> Command:
-    """A command that puts a namespace with the settings given over those of `start_from`, which is given the
-    name and what is known of it, and may refuse.
-    """
+@app.command()
+@asks
+def create(asking: Asking, name: Name, settings: Settings = None) -> None:
+    """Make a namespace, or bring a dropped or replaced one back, empty."""
+    _put(asking, name, settings or [], _create)
 
-    def command(
-        address: Address,
-        name: Name,
-        media: Media = None,
-        policy: Policy = None,
-        ttl: Ttl = None,
-        quota: Quota = None,
-        tier_quota: TierQuota = None,
-        operations: Operations = None,
-        bytes_: Bytes = None,
-        weight: Weight = None,
-        copies: Copies = None,
-        read_token: ReadToken = None,
-        write_token: WriteToken = None,
-        admin_token: AdminToken = None,
-        token_file: TokenFile = None,
-        timeout: Timeout = TIMEOUT_S,
-        tls_ca: TlsCa = None,
-        tls_certificate: TlsCertificate = None,
-        tls_key: TlsKey = None,
-    ) -> None:
-        given = _given(media, policy, ttl, quota, tier_quota, operations, bytes_, weight, copies)
-        given |= _tokens(read_token, write_token, admin_token)
-        tls = chosen_tls(tls_ca, tls_certificate, tls_key)
-        with NodeClient(address, chosen_token(token_file), timeout, tls) as node:
-            settings = replace(start_from(name, _find(node, name)), **given)
-            node.ask(lambda i: PutNamespace(i, name, settings), Done)
 
-    return command
+@app.command("set")
+@asks
+def set_(asking: Asking, name: Name, settings: Settings = None) -> None:
+    """Change what is given, and leave the rest."""
+    _put(asking, name, settings or [], _change)
+
+
+def _put(
+    asking: Asking,
+    name: str,
+    words: list[str],
+    start_from: Callable[[str, NamespaceRecord | None], NamespaceSettings],
+) -> None:
+    """Put a namespace with the given settings over those of `start_from`, which may refuse."""
+    given = _given(name, words)
+    with asking.node() as node:
+        settings = replace(start_from(name, _find(node, name)), **given)
+        node.ask(lambda i: PutNamespace(i, name, settings), Done)
 
 
 def _create(name: str, known: NamespaceRecord | None) -> NamespaceSettings:
@@ -168,12 +121,6 @@ def _change(name: str, known: NamespaceRecord | None) -> NamespaceSettings:
     if known is None or known.dropped:
         raise PoolRefused(f"no namespace '{name}' is there: `pdserve pool ns create` makes it")
     return known.settings
-
-
-app.command("create", help="Make a namespace, or bring a dropped or replaced one back, empty.")(
-    _settings_command(_create)
-)
-app.command("set", help="Change what is given, and leave the rest.")(_settings_command(_change))
 
 
 @app.command()
@@ -194,9 +141,9 @@ def drop(
     _tell(asking, known, {"dropped": name, "pages": pages})
 
 
-@app.command()
+@app.command("replace")
 @asks
-def switch(
+def replace_(
     asking: Asking,
     old: Annotated[str, typer.Argument(help="The revision to drop permanently.")],
     new: Annotated[str, typer.Argument(help="The revision that replaces it and takes over its settings.")],
@@ -254,56 +201,27 @@ def _behind(asking: Asking, before: NamespaceRecord) -> dict[str, str]:
     return {name: reason for name, (_, reason) in late.items()}
 
 
-def _given(
-    media: str | None,
-    policy: str | None,
-    ttl_s: float | None,
-    quota: str | None,
-    tier_quota: str | None,
-    operations_s: float | None,
-    bytes_: str | None,
-    weight: float | None,
-    copies: int | None,
-) -> dict[str, Any]:
-    """The settings that were given. Raises ConfigError."""
-    if media not in (None, "dram", "ssd", "dram+ssd"):
-        raise ConfigError(f"--media: {media!r} is none of dram, ssd, dram+ssd")
-    sizes = {"quota_bytes": quota, "tier_quota_bytes": tier_quota, "bytes_s": bytes_}
-    try:
-        parsed = {name: parse_bytes(text) for name, text in sizes.items() if text is not None}
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    plain = {
-        "media": media,
-        "policy": policy,
-        "ttl_s": ttl_s,
-        "operations_s": operations_s,
-        "weight": weight,
-        "copies": copies,
-    }
-    return parsed | {name: value for name, value in plain.items() if value is not None}
-
-
-def _tokens(*given: str | None) -> dict[str, str]:
-    """Digests of the tokens that were given. Raises ConfigError."""
-    found = {}
-    for name, text in zip(TOKENS, given, strict=True):
-        if text is None:
-            continue
-        option = name.replace("_", "-")
-        if text and not text.startswith(("@", "sha256:")):
-            raise ConfigError(f"--{option}: every user of this host sees command lines: give it as @FILE")
-        token = chosen_token(Path(text[1:])) if text.startswith("@") else text
-        if text.startswith("@") and 0 < len(token) < MIN_CHARS and not token.startswith("sha256:"):
+def _given(name: str, words: list[str]) -> dict[str, Any]:
+    """The settings that were given, as the nodes know them. Raises ConfigError."""
+    known = {option.key: option for option in options(NamespaceConfig)}
+    values: dict[str, Any] = {"name": name}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or key == "name":
+            raise ConfigError(f"{word!r} is no SETTING=VALUE")
+        if key in TOKENS and text and not text.startswith("sha256:"):
             raise ConfigError(
-                f"--{option}: a token has {MIN_CHARS} characters or more; `pdserve key` makes one"
+                f"{key}: every user of this host sees command lines: give it as {key}_file=FILE, or by its "
+                "digest"
             )
-        found[name] = digest_of_setting(token)
-        if text and not is_digest(found[name]):
-            raise ConfigError(
-                f"--{option}: the file is empty, or after sha256: come no 64 hexadecimal digits"
-            )
-    return found
+        try:
+            is_text = key in TOKENS or key not in known
+            values[key] = text if is_text else parse_value(known[key].annotation, text)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{key}: {error}") from None
+    found = settings_of(build_config(NamespaceConfig, values, source="settings"))
+    names = {key.removesuffix("_file") for key in values} - {"name"}
+    return {key: getattr(found, key) for key in names}
 
 
 def _row(record: NamespaceRecord, here: NamespaceStatus | None) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""pdserve.kvpool.admin.sampling."""
+"""What nodes do in a second: the growth of their counters between two samples. For the router's live page."""
 
 from __future__ import annotations
 

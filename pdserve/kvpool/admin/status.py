@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from typing import Annotated
 
+import click
 import typer
 from rich.table import Table
 
@@ -20,11 +23,23 @@ STATUS_NAMES = {ACTIVE: "active", LEAVING: "leaving", LEFT: "left", DEAD: "dead"
 def status(
     asking: Asking,
     everyone: Annotated[bool, typer.Option("--all", help="Show every node that this one knows.")] = False,
+    watch: Annotated[
+        float, typer.Option("--watch", metavar="SECONDS", min=0, help="Show it again each time; 0: once.")
+    ] = 0.0,
 ) -> None:
     """Say how a node is: memory, pages, namespaces, tiers, members."""
-    if everyone:
-        _status_of_all(asking)
-        return
+    show = _status_of_all if everyone else _status_of_one
+    if not watch:
+        show(asking)
+    while watch:
+        if not asking.json:
+            click.clear()
+        with contextlib.suppress(typer.Exit):
+            show(asking)
+        time.sleep(watch)
+
+
+def _status_of_one(asking: Asking) -> None:
     with asking.node() as node:
         report = node.status()
     if asking.json:

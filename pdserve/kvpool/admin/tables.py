@@ -11,7 +11,7 @@ from rich import box
 from rich.console import Console, JustifyMethod
 from rich.table import Table
 
-from pdserve.printable import printable
+from pdserve.security.log_text import printable
 
 MAX_ROWS: Final = 4096  # a pool has at most 1,024 nodes and 4,096 namespaces
 

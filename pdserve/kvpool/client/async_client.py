@@ -20,7 +20,6 @@ from typing import Final, NamedTuple, TypeAlias
 
 from pdserve.errors import PoolError, PoolTimeout, PoolUnavailable
 from pdserve.kvpool.client.async_link import AsyncNodeLink
-from pdserve.kvpool.client.client import WAIT_PAUSE_S, WAIT_SLICE_S
 from pdserve.kvpool.client.config import PoolClientConfig
 from pdserve.kvpool.client.deadline import Deadline
 from pdserve.kvpool.client.routing import Rings, Search
@@ -28,13 +27,17 @@ from pdserve.kvpool.client.topology import SharedViews
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.transports.async_control import AsyncControl
 from pdserve.kvpool.transports.session import make_hello
-from pdserve.printable import printable
-from pdserve.tls.contexts import Certificates
+from pdserve.security.log_text import printable
+from pdserve.security.tls import Certificates
 from pdserve.tracing import timed
 
 logger = logging.getLogger(__name__)
 MakeQuestion: TypeAlias = Callable[[int, int, list[bytes]], m.Exists | m.Wait]
 Note: TypeAlias = Callable[[str, Sequence[int], m.Present], None]
+WAIT_SLICE_S: Final = 1.0
+"""A wait is divided into requests of this length. So it follows moving pages, and an abandoned wait ends soon
+at the node."""
+WAIT_PAUSE_S: Final = 0.001
 WAITERS_RETRY_S: Final = 0.05
 LOAD_PAUSE_S: Final = 0.02
 """Between two questions for pages that are being loaded."""
@@ -175,8 +178,8 @@ class AsyncPoolClient:
 
     async def keep(self, keys: Sequence[bytes], keep_s: float) -> int:
         """Have those pages that are in memory at the nodes that own them kept for `keep_s` from now on;
-        below 0: no longer. Returns how many of the keys are there. A node that cannot be reached, is older,
-        or has too many keeps none: nothing rests on it.
+        below 0: no longer. Returns how many of the keys are there. A node that cannot be reached, or
+        keeps too many, keeps none: nothing rests on it.
         """
         return await self._hint(keys, keep_s=keep_s)
 

@@ -78,10 +78,10 @@ class Batch(Generic[T]):
 class BatchRunner:
     """The threads of one client. Thread-safe."""
 
-    def __init__(self, links: PoolLinks, tally: Tally, connections_per_node: int, nodes: int) -> None:
+    def __init__(self, links: PoolLinks, tally: Tally, connections: int, nodes: int) -> None:
         self._links = links
         self._tally = tally
-        self._connections_per_node = connections_per_node
+        self._connections = connections
         self._lock = threading.Lock()
         self._closed = False
         self._nodes = 0  # number of nodes for which there are threads
@@ -162,7 +162,7 @@ class BatchRunner:
 
     def _make_threads(self, nodes: int) -> ThreadPoolExecutor:
         self._nodes = nodes
-        workers = max(1, nodes * self._connections_per_node)
+        workers = max(1, nodes * self._connections)
         return ThreadPoolExecutor(workers, thread_name_prefix="pdserve-pool")
 
     def _add_threads(self) -> None:

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Final, TypeVar
+from typing import TypeVar
 
 from pdserve.errors import PageMismatch, PoolError
 from pdserve.kvpool.client import operations
@@ -39,22 +39,17 @@ from pdserve.kvpool.client.operations import (
 from pdserve.kvpool.client.reads.replica_hints import HotPages, Reads
 from pdserve.kvpool.client.reads.shared import SharedReads, read_shared
 from pdserve.kvpool.client.routing import Rings, Search
-from pdserve.kvpool.client.topology import PoolLinks, SharedViews
+from pdserve.kvpool.client.topology import CONNECTIONS, PoolLinks, SharedViews
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.page_bytes import PageBuffers
 from pdserve.kvpool.protocol.page_tag import TAG_BYTES, PageTags
 from pdserve.kvpool.protocol.slot_table import Filling
 from pdserve.kvpool.transports.base import Connector
 from pdserve.kvpool.transports.private_memory import Stretch
-from pdserve.tokens import reveal
+from pdserve.security.tokens import reveal
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-WAIT_SLICE_S: Final = 1.0
-"""A wait is divided into requests of this length. So it follows moving pages, and an abandoned wait ends soon
-at the node."""
-WAIT_PAUSE_S: Final = 0.001
 
 
 class PoolClient:
@@ -70,11 +65,13 @@ class PoolClient:
         name: str = "client",
         seed: int | None = None,
         page_bytes: int = 0,
+        connections: int = CONNECTIONS,
     ) -> None:
         """Connects lazily. Raises ConfigError if the nodes form no valid ring.
 
         `connector` replaces the configured transport (for tests). `seed`: of the random spread of reads of
         hot pages. `page_bytes`: nodes that can never hold pages of this size are refused; 0: unknown.
+        `connections`: operations at a time on each node.
         """
         self.config = config
         self.namespace = namespace
@@ -85,10 +82,10 @@ class PoolClient:
         self._tags = PageTags(key, namespace) if key else None
         if page_bytes and key:
             page_bytes += TAG_BYTES
-        self._links = PoolLinks(config, namespace, geometry, connector, SharedViews(config), page_bytes)
-        self._runner = BatchRunner(
-            self._links, self._tally, config.connections_per_node, nodes=len(config.nodes)
+        self._links = PoolLinks(
+            config, namespace, geometry, connector, SharedViews(config), page_bytes, connections
         )
+        self._runner = BatchRunner(self._links, self._tally, connections, nodes=len(config.nodes))
         self._hot = HotPages(random.Random(seed))
         self._lock = threading.Lock()  # guards `_hot`
 
@@ -197,35 +194,6 @@ class PoolClient:
         self._tally.add(pages_read=count, bytes_read=count * size_bytes)
         return shown
 
-    def expected_read_s(self, keys: Sequence[bytes]) -> float:
-        """How long it should take to read these pages, by the speed seen of late. 0: unknown."""
-        links = self._links.links
-        jobs = self._plan_reads(keys, self._links.rings, self.page_bytes)
-        sizes = {node: len(places) * self.page_bytes for node, places in jobs.items() if node in links}
-        return max((links[node].speed.time_s(size) for node, size in sizes.items()), default=0.0)
-
-    def left_to_compute(self, pages: int) -> None:
-        """Count pages that are there, and that the worker computes again all the same."""
-        self._tally.add(pages_left=pages)
-
-    def wait(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
-        """Block until all keys are committed, for at most `timeout_s`. Returns whether each key is.
-
-        Keys of nodes that are down are not waited for.
-        """
-        deadline_s = time.monotonic() + timeout_s
-        result = [False] * len(keys)
-        missing = list(range(len(keys)))
-        while True:
-            left = [keys[i] for i in missing]
-            slice_s = min(WAIT_SLICE_S, operations.remaining_s(deadline_s))
-            for place, found in zip(missing, self._wait_slice(left, slice_s), strict=True):
-                result[place] = found
-            missing = self._answerable(keys, [i for i in missing if not result[i]])
-            if not missing or time.monotonic() >= deadline_s:
-                return result
-            time.sleep(WAIT_PAUSE_S)  # avoids a busy loop if a node answers at once
-
     # -- writing
 
     def put(self, keys: Sequence[bytes], pages: Sequence[PageBuffers]) -> list[bool]:
@@ -262,20 +230,6 @@ class PoolClient:
         if FULL in batch.result:
             self._tally.add(pages_refused=batch.result.count(FULL))
         return [became == STORED for became in batch.result]
-
-    def discard(self, keys: Sequence[bytes], page_bytes: int) -> list[bool]:
-        """Drop pages of this length at their owners. Returns which were there, and are gone. Copies elsewhere
-        (of hot pages, of pages that move) stay until they are evicted.
-        """
-        deadline = self._within(self.config.get_timeout_s)
-        size_bytes = page_bytes + (TAG_BYTES if self._tags is not None else 0)
-
-        def part(opened: OpenConnection, places: list[int]) -> list[bool]:
-            return operations.discard(opened, [keys[i] for i in places], size_bytes, deadline.at_s)
-
-        batch = Batch(keys, [False] * len(keys), deadline, part, page_bytes=size_bytes)
-        self._runner.run(self._links.rings.split(keys), batch)
-        return batch.result
 
     def clear(self) -> int:
         """Drop every page of the namespace on every reachable node. Returns their number."""
@@ -320,35 +274,6 @@ class PoolClient:
 
     def _within(self, timeout_s: float) -> Deadline:
         return Deadline(time.monotonic() + timeout_s, self.config.restart_wait_s)
-
-    def _wait_slice(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
-        """Wait for one slice at the owners for keys that the earlier owners do not have."""
-        until_s = time.monotonic() + timeout_s
-        # the node answers at `until_s`; the reply gets a short time more to arrive
-        deadline = Deadline(until_s + self.config.exists_timeout_s)
-
-        def look(opened: OpenConnection, places: list[int]) -> list[bool]:
-            return operations.exists(opened, [keys[i] for i in places], deadline.at_s)
-
-        def part(opened: OpenConnection, places: list[int]) -> list[bool]:
-            chosen = [keys[i] for i in places]
-            return operations.wait(opened, chosen, operations.remaining_s(until_s), deadline.at_s)
-
-        rings = self._links.rings
-        result = [False] * len(keys)
-        self._runner.run(self._reachable(rings.earlier(keys)), Batch(keys, result, deadline, look))
-        waiting = {
-            node: left
-            for node, places in rings.split(keys).items()
-            if (left := [place for place in places if not result[place]])
-        }
-        self._runner.run(waiting, Batch(keys, result, deadline, part))
-        return result
-
-    def _answerable(self, keys: Sequence[bytes], missing: list[int]) -> list[int]:
-        """The indices in `missing` whose owner can report a later commit."""
-        owned = self._reachable(self._links.rings.split([keys[i] for i in missing]))
-        return sorted(missing[i] for places in owned.values() for i in places)
 
     def _read(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -12,15 +12,13 @@ from msgspec.structs import replace
 
 from pdserve.discovery.config import EtcdConfig
 from pdserve.kvpool.protocol.messages import DataPathChoice
-from pdserve.tls.contexts import TlsConfig
-from pdserve.tokens import Secret, given_secret, secret_of
+from pdserve.security.tls import TlsConfig
+from pdserve.security.tokens import Secret, given_secret, secret_of
 
 POOL_TOKEN_VARIABLE = "PDSERVE_HICACHE_POOL_TOKEN"
 """How a worker hands `pool.token` to SGLang's processes, whose arguments are logged."""
 PAGE_KEY_VARIABLE = "PDSERVE_HICACHE_PAGE_KEY"
 """The same for `pool.page_key`."""
-OWN_ENGINE: Final = "pdserve"
-"""`pool.engine` where pages are in pool nodes."""
 
 
 class PoolNodeRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,18 +41,6 @@ class PoolClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     etcd: Annotated[
         EtcdConfig, Meta(description="where to look the nodes up instead, once, when the worker starts")
     ] = EtcdConfig()
-    engine: Annotated[
-        str,
-        Meta(
-            min_length=1,
-            description="What holds the pages. pdserve: pool nodes; mooncake: Mooncake Store; or a store of "
-            "another package (docs/stores.md).",
-        ),
-    ] = OWN_ENGINE
-    options: Annotated[
-        dict[str, str | int | float | bool],
-        Meta(description="Options of another engine than pdserve, e.g. `master` of mooncake."),
-    ] = {}
     cluster: Annotated[str, Meta(min_length=1, description="Name of the pool in etcd.")] = "pool"
     etcd_wait_s: Annotated[
         float, Meta(ge=0, description="Longest wait of a worker until the first pool node is in etcd.")
@@ -94,14 +80,6 @@ class PoolClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             "Python neither slows them nor waits for them."
         ),
     ] = True
-    compute_tokens_s: Annotated[
-        float,
-        Meta(
-            ge=0,
-            description="Workers only: prompt tokens that the worker computes in a second. Pages that would "
-            "come more slowly, by the speed seen of late, are computed again. 0: pages are always read.",
-        ),
-    ] = 0.0
     connect_timeout_s: Annotated[
         float, Meta(gt=0, description="Longest time of a connect, including the handshake.")
     ] = 1.0
@@ -119,12 +97,6 @@ class PoolClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     restart_wait_s: Annotated[
         float, Meta(ge=0, description="Additional time of an operation while a node is being upgraded.")
     ] = 3.0
-    connections_per_node: Annotated[
-        int, Meta(ge=1, description="Concurrent operations per node and process.")
-    ] = 4
-    ucx: Annotated[
-        dict[str, str], Meta(description="UCX settings without their UCX_ prefix, e.g. TLS, NET_DEVICES")
-    ] = {}
 
     def __post_init__(self) -> None:
         if self.tls.certificate is not None and self.tls.ca is None:

@@ -13,7 +13,7 @@ from pdserve.kvpool.transports.control import make_hello
 from pdserve.kvpool.transports.data_path import connect_channel, open_data_path
 from pdserve.kvpool.transports.session import OnView
 from pdserve.kvpool.transports.shm import host_id
-from pdserve.tls.contexts import Certificates
+from pdserve.security.tls import Certificates
 
 
 class ConfiguredConnector:
@@ -44,7 +44,6 @@ class ConfiguredConnector:
         channel = connect_channel(address, hello, deadline_s, on_view, tls)
         return open_data_path(
             channel,
-            ucx=config.ucx,
             checksum=config.checksum,
             deadline_s=deadline_s,
             tls=tls,

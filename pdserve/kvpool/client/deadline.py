@@ -50,7 +50,3 @@ class Speed:
     def allows(self, size_bytes: int, left_s: float) -> bool:
         """Whether a piece would be done in `left_s`, with some reserve. Without experience it is tried."""
         return size_bytes < LEAST_BYTES or RESERVE * size_bytes <= self._bytes_s * left_s or not self._bytes_s
-
-    def time_s(self, size_bytes: int) -> float:
-        """How long so many bytes take; 0 without experience."""
-        return size_bytes / self._bytes_s if self._bytes_s else 0.0

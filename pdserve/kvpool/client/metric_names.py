@@ -15,9 +15,9 @@ CLIENT_METRICS: Final = (
         "counter",
         ("result",),
         "KV pages by what became of them: read, missed, written, present (another had written it), refused "
-        "(no room), lost, corrupt, forged (the tag was made without the page key), left (there, but sooner "
-        "computed than read), and of those read: fallback, replica, ssd (a node brought them up from a tier "
-        "below its memory), shared (copied from another rank of the host, which had read them).",
+        "(no room), lost, corrupt, forged (the tag was made without the page key), and of those read: "
+        "fallback, replica, ssd (a node brought them up from a tier below its memory), shared (copied from "
+        "another rank of the host, which had read them).",
         CLIENT_PREFIX,
     ),
     Definition(

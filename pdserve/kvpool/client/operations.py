@@ -19,7 +19,7 @@ from pdserve.kvpool.client.connection_pool import OpenConnection
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.frames import expected
 from pdserve.kvpool.protocol.messages import ADMIN, WRITE
-from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers, aligned
+from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
 from pdserve.kvpool.protocol.page_tag import TAG_BYTES, PageTags
 from pdserve.kvpool.protocol.slot_table import Filling
 from pdserve.kvpool.transports.base import CORRUPT, OK, ShowsPages
@@ -55,7 +55,6 @@ class ClientCounters:
     )
     pages_replica: int = 0  # reads served by a replica of a hot page
     pages_ssd: int = 0  # reads that the node loaded from a tier (SSD, directory)
-    pages_left: int = 0  # there, but sooner computed than read
     pages_shared: int = 0  # reads copied from another client of this host, which had read the page
     bytes_read: int = 0
     bytes_written: int = 0
@@ -104,12 +103,6 @@ def expect(opened: OpenConnection, request: m.Request, kind: type[R], deadline_s
 def exists(opened: OpenConnection, keys: list[bytes], deadline_s: float) -> list[bool]:
     """For each key: whether it is committed on this node. Raises PoolError."""
     request = m.Exists(opened.next_id(), opened.namespace, keys)
-    return _mask(opened, expect(opened, request, m.Present, deadline_s), keys)
-
-
-def wait(opened: OpenConnection, keys: list[bytes], timeout_s: float, deadline_s: float) -> list[bool]:
-    """Wait until all keys are committed, for at most `timeout_s`. Returns which are. Raises PoolError."""
-    request = m.Wait(opened.next_id(), opened.namespace, keys, timeout_s)
     return _mask(opened, expect(opened, request, m.Present, deadline_s), keys)
 
 
@@ -265,27 +258,6 @@ def _forged(
     for i in forged:
         result[i] = False
     return forged
-
-
-def discard(opened: OpenConnection, keys: list[bytes], page_bytes: int, deadline_s: float) -> list[bool]:
-    """Drop pages of this length, tags included. Returns which were there. A page is named by what fills its
-    slot now, which only a read tells. Raises PoolError.
-    """
-    if not opened.rights & WRITE:
-        raise PoolRefused(f"pool node {opened.node}: our token may not drop pages")
-    got = expect(opened, m.Get(opened.next_id(), opened.namespace, keys, [page_bytes]), m.Got, deadline_s)
-    _check_length(opened, got.pins, keys)
-    held = [i for i, pin in enumerate(got.pins) if pin.status == m.HIT]
-    pins = [got.pins[i] for i in held]
-    if held:
-        slots, sequences = [pin.slot for pin in pins], [pin.sequence for pin in pins]
-        # over a network the node has begun to send them
-        opened.connection.read_pages(pins, [[aligned(page_bytes)] for _ in held], deadline_s)
-        opened.connection.post(m.Release(slots, sequences))
-        request = m.Discard(opened.next_id(), opened.namespace, [keys[i] for i in held], sequences)
-        expect(opened, request, m.Done, deadline_s)
-    there = set(held)
-    return [i in there for i in range(len(keys))]
 
 
 def ping(opened: OpenConnection, deadline_s: float) -> None:

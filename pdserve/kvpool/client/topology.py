@@ -12,9 +12,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import Final
 
-from pdserve.errors import ConfigError, PoolError, PoolTimeout, PoolUnavailable
-from pdserve.kvpool.client.config import OWN_ENGINE, PoolClientConfig
+from pdserve.errors import PoolError, PoolTimeout, PoolUnavailable
+from pdserve.kvpool.client.config import PoolClientConfig
 from pdserve.kvpool.client.connection_pool import NodeLink, OpenConnection
 from pdserve.kvpool.client.deadline import Deadline
 from pdserve.kvpool.client.routing import Rings, ViewBook
@@ -24,16 +25,15 @@ from pdserve.kvpool.transports.base import Connection, Connector
 
 logger = logging.getLogger(__name__)
 
+CONNECTIONS: Final = 4
+"""Operations of one client on one node at a time."""
+
 
 class SharedViews:
     """A `ViewBook` that several threads, or two clients of one process, write to."""
 
     def __init__(self, config: PoolClientConfig) -> None:
-        """Raises ConfigError if the nodes form no valid ring, or another engine holds the pages."""
-        if config.engine != OWN_ENGINE:
-            raise ConfigError(
-                f'pool.engine = "{config.engine}": this needs pool nodes, only workers do without'
-            )
+        """Raises ConfigError if the nodes form no valid ring."""
         self._book = ViewBook([NodeAddress(ref.node, ref.address, ref.weight) for ref in config.nodes])
         self._lock = threading.Lock()
         self._listeners: list[Callable[[], None]] = []
@@ -79,6 +79,7 @@ class PoolLinks:
         connector: Connector,
         views: SharedViews,
         page_bytes: int = 0,
+        connections: int = CONNECTIONS,
     ) -> None:
         self._config = config
         self._namespace = namespace
@@ -86,6 +87,7 @@ class PoolLinks:
         self._connector = connector
         self._views = views
         self._page_bytes = page_bytes
+        self._connections = connections
         self._seeds = {ref.node: ref.address for ref in config.nodes}
         self._lock = threading.Lock()
         self._asking = threading.Lock()  # held by the one thread that asks for views
@@ -148,7 +150,7 @@ class PoolLinks:
             namespace=self._namespace,
             geometry=self._geometry,
             page_bytes=self._page_bytes,
-            limit=config.connections_per_node,
+            limit=self._connections,
             connect_timeout_s=config.connect_timeout_s,
             retry_after_s=config.retry_after_s,
             restart_wait_s=config.restart_wait_s,

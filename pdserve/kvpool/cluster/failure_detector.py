@@ -102,18 +102,11 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Suspected:
-    """There is reason to doubt that the node is alive: its lease in etcd ended, for example."""
-
-    node: str
-
-
-@dataclass(frozen=True)
 class Tick:
     pass
 
 
-Event: TypeAlias = Known | PingEnded | Heard | Upgrading | Asked | Suspected | Tick
+Event: TypeAlias = Known | PingEnded | Heard | Upgrading | Asked | Tick
 
 # --- actions
 
@@ -203,8 +196,6 @@ class Detector:
                 self._upgrading(event, now_s)
             case Asked():
                 self._asked(event, now_s, out)
-            case Suspected():
-                self._suspected(event, now_s, out)
             case Tick():
                 self._tick(now_s, out)
             case _:
@@ -261,14 +252,6 @@ class Detector:
         else:
             watched.asked.discard(event.helper)
             self._look(now_s, out)
-
-    def _suspected(self, event: Suspected, now_s: float, out: list[Action]) -> None:
-        watched = self._watched.get(event.node)
-        if watched is not None:
-            watched.next_ping_s = now_s
-            self._look(now_s, out)
-        elif event.node in self._alive:
-            out.append(Sync(event.node))
 
     def _tick(self, now_s: float, out: list[Action]) -> None:
         self._look(now_s, out)

@@ -45,7 +45,7 @@ from pdserve.kvpool.protocol.cluster_messages import (
     ReplaceNamespace,
 )
 from pdserve.kvpool.protocol.handshake import key_id
-from pdserve.tokens import same
+from pdserve.security.tokens import same
 
 NEAR_NAMES: Final = 8  # looked at for a name that was mistyped
 NEAR_CHARS: Final = 64  # of each

@@ -49,11 +49,10 @@ from pdserve.kvpool.client.config import PAGE_KEY_VARIABLE, POOL_TOKEN_VARIABLE,
 from pdserve.kvpool.hicache.lookup import leading_pages, lookup_result, window_pages
 from pdserve.kvpool.hicache.object_layout import object_layout
 from pdserve.kvpool.hicache.page_access import HostPool, PageAccess, open_access, page_bytes
-from pdserve.kvpool.hicache.page_trace import PageTrace
 from pdserve.kvpool.hicache.ssd_pages import came_from_ssd
 from pdserve.kvpool.mover.chain_client import Moved
 from pdserve.pages import DRAFT, KV, STATES, KvGeometry, part_suffix, piece_suffixes
-from pdserve.tokens import Secret, decode_secret
+from pdserve.security.tokens import Secret, decode_secret
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +87,6 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         self._pools: dict[str, HostPool] = {}  # by part
         self._pages: PageAccess | None = None  # once all parts are registered
         self._is_registered = False  # all parts but those of draft models
-        self._trace = PageTrace(os.environ)
         self._warned_at_s = 0.0
 
     # -- start and end
@@ -167,9 +165,8 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """How many pages of the chain, from its start, the pool has. Never raises."""
         try:
-            with self._trace.span("exists", len(keys)):
-                [present] = self._opened.present(keys, [KV])
-                return leading_pages(present)
+            [present] = self._opened.present(keys, [KV])
+            return leading_pages(present)
         except Exception as error:  # boundary: an exception would kill SGLang's query thread for good
             self._complain("lookup", error)
             return 0
@@ -201,8 +198,7 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         """
         try:
             windows = {KV: 0, **{str(one.name): window_pages(one) for one in pool_transfers or []}}
-            with self._trace.span("exists", len(keys) * len(windows)):
-                present = self._opened.present(keys, list(windows))
+            present = self._opened.present(keys, list(windows))
             return lookup_result(windows, present)
         except Exception as error:  # boundary: an exception would kill SGLang's query thread for good
             self._complain("lookup", error)
@@ -305,9 +301,8 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         self, what: Literal["get", "put"], part: str, keys: list[str], host_indices: torch.Tensor
     ) -> Moved:
         try:
-            with self._trace.span(what, len(keys)):
-                pages = self._opened
-                return (pages.put if what == "put" else pages.get)(part, keys, host_indices)
+            pages = self._opened
+            return (pages.put if what == "put" else pages.get)(part, keys, host_indices)
         except Exception as error:  # boundary: an exception would kill one of SGLang's threads for good
             self._complain(f"{what} of {part} pages", error)
             return Moved([False] * len(keys))

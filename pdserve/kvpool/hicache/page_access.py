@@ -16,9 +16,9 @@ from typing import Any, Final, Protocol, TypeVar
 import numpy as np
 import torch
 
-from pdserve.errors import PageMismatch, PoolError, PoolUnavailable, StartupError
+from pdserve.errors import PageMismatch, PoolError, PoolUnavailable
 from pdserve.kvpool.client.client import PoolClient
-from pdserve.kvpool.client.config import OWN_ENGINE, PoolClientConfig
+from pdserve.kvpool.client.config import PoolClientConfig
 from pdserve.kvpool.mover.chain_client import ChainClient, Moved
 from pdserve.kvpool.mover.client import MoverClient
 from pdserve.kvpool.mover.client_metrics import ClientMetrics
@@ -85,17 +85,13 @@ def open_access(
             mover = MoverClient(config, namespace, geometry, parts, name=name, ranks=ranks)
             logger.info("page mover %s moves the pages of %s", mover.pid, name)
             return ByMover(mover, {part: host.pages.page_tokens for part, host in parts.items()})
-        text = "SGLang's host pool cannot be shared with another process: its scheduler moves pages itself"
-        if config.engine != OWN_ENGINE:
-            raise StartupError(
-                "SGLang's host pool cannot be shared with another process, so a call of the store "
-                f"{config.engine} that hangs could not be ended: use pool nodes here"
-            )
-        logger.warning(text)
+        logger.warning(
+            "SGLang's host pool cannot be shared with another process: its scheduler moves pages itself"
+        )
     largest = max(page_bytes(host.pool) // len(host.suffixes) for host in pools.values())
     client = PoolClient(config, namespace, geometry, name=name, page_bytes=largest)
     suffixes = {part: host.suffixes for part, host in pools.items()}
-    chains = ChainClient(client, suffixes, int(geometry.get("page_size", "0")))
+    chains = ChainClient(client, suffixes)
     return InProcess(chains, {part: host.pool for part, host in pools.items()})
 
 

@@ -8,17 +8,15 @@ when all of its pieces are.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
 from pdserve.errors import PageMismatch, PoolError
+from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.reads.shared import SharedReads
 from pdserve.kvpool.mover.client_metrics import ClientMetrics
-from pdserve.kvpool.mover.read_or_compute import ReadOrCompute
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
-from pdserve.kvpool.stores.client import PageClient
 from pdserve.pages import KV, pool_key
 
 
@@ -37,44 +35,25 @@ class ChainClient:
 
     def __init__(
         self,
-        client: PageClient,
+        client: PoolClient,
         suffixes: Mapping[str, Sequence[bytes]],
-        page_tokens: int = 0,
         shares: Mapping[str, SharedReads] | None = None,
     ) -> None:
-        """`page_tokens`: of a page of KV; 0: pages are always read. `shares`: by part, the other ranks of
-        this host that read the same pages.
-        """
+        """`shares`: by part, the other ranks of this host that read the same pages."""
         self.client = client
         self._suffixes = suffixes
         self._shares = shares or {}
-        compute_tokens_s = client.config.compute_tokens_s if page_tokens else 0.0
-        self._rule = ReadOrCompute(compute_tokens_s, page_tokens) if compute_tokens_s else None
         self._metrics = ClientMetrics()
 
     def present(self, keys: Sequence[str], parts: Sequence[str] = (KV,)) -> list[list[bool]]:
-        """For each part and each page: whether the pool has it, and reading is worth it. One question to the
-        pool for all.
-        """
+        """For each part and each page: whether the pool has it. One question to the pool for all."""
         names = [self._names(keys, part) for part in parts]
         found = iter(self.client.exists([name for ours in names for name in ours]))
         present = [
             self._whole(list(islice(found, len(ours))), part) for part, ours in zip(parts, names, strict=True)
         ]
-        if self._rule is not None and KV in parts:
-            place = parts.index(KV)
-            if not self._is_worth_reading(self._rule, names[place], present[place]):
-                present = [[False] * len(mask) for mask in present]
         self._publish()
         return present
-
-    def _is_worth_reading(self, rule: ReadOrCompute, names: Sequence[bytes], present: Sequence[bool]) -> bool:
-        pages = next((place for place, there in enumerate(present) if not there), len(present))
-        read_s = self.client.expected_read_s(names[: pages * len(self._suffixes[KV])]) if pages else 0.0
-        if rule.reads(pages, read_s, time.monotonic()):
-            return True
-        self.client.left_to_compute(pages)
-        return False
 
     def get(self, keys: Sequence[str], pages: Sequence[PageBuffers], part: str = KV) -> Moved:
         """As `PoolClient.get`. Raises PageMismatch."""

@@ -14,7 +14,7 @@ from pdserve.kvpool.mover.host_pages import HostPart
 from pdserve.kvpool.mover.messages import VERSION, Call, Check, Checked, Clear, Done, Exists, Move, Start
 from pdserve.kvpool.mover.supervisor import MoverSupervisor
 from pdserve.pages import KV
-from pdserve.tokens import reveal_secret
+from pdserve.security.tokens import reveal_secret
 
 GRACE_S = 1.0  # the mover's own client gives up in time; this is for its answer
 

@@ -19,7 +19,8 @@ from typing import Final
 import msgspec
 
 from pdserve.errors import PdserveError, PoolError, PoolRefused
-from pdserve.kvpool.client.config import OWN_ENGINE, PoolClientConfig
+from pdserve.kvpool.client.client import PoolClient
+from pdserve.kvpool.client.config import PoolClientConfig
 from pdserve.kvpool.mover.chain_client import ChainClient
 from pdserve.kvpool.mover.host_pages import MappedHostPages
 from pdserve.kvpool.mover.lane import Lane
@@ -41,9 +42,8 @@ from pdserve.kvpool.mover.messages import (
     encode,
 )
 from pdserve.kvpool.mover.ranks.group import PartReads, RankGroup
-from pdserve.kvpool.stores.client import open_client
 from pdserve.logs import configure_logs
-from pdserve.tokens import decode_secret
+from pdserve.security.tokens import decode_secret
 
 logger = logging.getLogger(__name__)
 
@@ -125,16 +125,9 @@ def _begin(start: Start) -> None:
     largest = max(part.pages.page_bytes // len(part.suffixes) for part in parts.values())
     suffixes = {name: part.suffixes for name, part in parts.items()}
     hosts = {name: MappedHostPages(part.pages) for name, part in parts.items()}
-    client = open_client(
-        config,
-        start.namespace,
-        start.geometry,
-        name=start.name,
-        page_bytes=largest,
-        memory=[region for host in hosts.values() for region in host.regions],
-    )
-    shares = _join(start, hosts) if start.ranks and config.engine == OWN_ENGINE else {}
-    chains = ChainClient(client, suffixes, int(start.geometry.get("page_size", "0")), shares)
+    client = PoolClient(config, start.namespace, start.geometry, name=start.name, page_bytes=largest)
+    shares = _join(start, hosts) if start.ranks else {}
+    chains = ChainClient(client, suffixes, shares)
     mover = Mover(chains, hosts)
     for fd in start.lanes:
         lane = Lane(socket.socket(fileno=fd))

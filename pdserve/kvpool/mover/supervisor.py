@@ -24,7 +24,7 @@ import msgspec
 from pdserve.errors import PoolUnavailable, StartupError
 from pdserve.kvpool.mover.lane import Lane
 from pdserve.kvpool.mover.messages import Answer, Call, Failed, Start, Started, decode_answer, encode
-from pdserve.kvpool.transports.streaming_copies import environment
+from pdserve.kvpool.transports.mapped import streaming_environment
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class MoverProcess:
                 [sys.executable, "-m", "pdserve.kvpool.mover", str(life.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=given,
-                env=environment(os.environ),
+                env=streaming_environment(os.environ),
             )
         except OSError as error:
             self._close_lanes()

@@ -34,7 +34,7 @@ from pdserve.kvpool.protocol.cluster_messages import (
     Upgrade,
 )
 from pdserve.kvpool.protocol.messages import ADMIN, READ, WRITE
-from pdserve.tokens import same
+from pdserve.security.tokens import same
 
 RIGHTS: Final = {READ: "read", WRITE: "write", ADMIN: "admin"}
 

@@ -5,29 +5,22 @@ memory has none, the newest of the tiers' lists counts. Pages of a tier count wh
 
 The list with the memory may be the older one: the memory was full when it was to be saved. It still counts,
 since the rows of the slot table are its, but pages in tiers count only where the tier's list agrees.
-
-Pages that were stored before records carried spaces name their namespace by its number. Such a page counts
-where the list that was saved with it gives that number to the same name, geometry, generation and rows as the
-node's list does now; then it gets the space of that namespace.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
 from pdserve.errors import FrameError
-from pdserve.kvpool.namespaces.catalog import Namespace, Namespaces
+from pdserve.kvpool.namespaces.catalog import Namespaces
 
 
 class TakenOver(msgspec.Struct, frozen=True):
-    """`numbers`: for each tier, the space by the number of a namespace, for records that carry numbers; None
-    for a tier that has none. `problems`: in words.
-    """
+    """`problems`: in words."""
 
     namespaces: Namespaces
-    numbers: list[Mapping[int, int] | None]
     problems: list[str]
 
 
@@ -51,24 +44,4 @@ def take_over(memory: Namespaces, saved: Sequence[str | None]) -> TakenOver:
     for found in [memory, *lists]:
         chosen.never_below(found.next_number, found.sequences_end)
     chosen.revision = max(found.revision for found in [chosen, *newer])
-    return TakenOver(
-        chosen,
-        [
-            _same_namespaces(found, chosen) if text is not None and not found.revision else None
-            for text, found in zip(saved, lists, strict=True)
-        ],
-        problems,
-    )
-
-
-def _same_namespaces(before: Namespaces, now: Namespaces) -> dict[int, int]:
-    """The space of each namespace that both lists have, by its number."""
-    return {
-        namespace.number: now[namespace.number].tier_space
-        for namespace in before
-        if namespace.number in now and _identity(now[namespace.number]) == _identity(namespace)
-    }
-
-
-def _identity(namespace: Namespace) -> tuple[str, dict[str, str], int, int]:
-    return namespace.name, namespace.geometry, namespace.generation, namespace.row_space
+    return TakenOver(chosen, problems)

@@ -10,7 +10,7 @@ from pdserve.kvpool.namespaces.access import TOKENS
 from pdserve.kvpool.namespaces.registry import MAX_NAME_CHARS, NamespaceError, check_geometry, check_name
 from pdserve.kvpool.policies import check_policy
 from pdserve.kvpool.protocol.cluster_messages import Media, NamespaceRecord, NamespaceSettings
-from pdserve.tokens import is_digest
+from pdserve.security.tokens import is_digest
 
 MAX_WEIGHT = 1e6
 MIN_WEIGHT = 1e-3

@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 from pdserve.errors import ConfigError
 from pdserve.extras import how_to_install, is_installed
-from pdserve.guesses import Guesses
 from pdserve.kvpool.core.events import Connected
 from pdserve.kvpool.core.namespace_admin import Rules
 from pdserve.kvpool.namespaces.access import guards
@@ -33,7 +32,8 @@ from pdserve.kvpool.protocol.messages import (
     Welcome,
 )
 from pdserve.kvpool.transports.shm import host_id
-from pdserve.tokens import digest, same
+from pdserve.security.failed_logins import FailedLogins
+from pdserve.security.tokens import digest, same
 
 
 def rules_of(config: PoolNodeConfig) -> Rules:
@@ -101,13 +101,13 @@ class Admission:
         self._view = view
         self._clock = clock
         # these two may read the node's memory anyhow
-        self._guesses = Guesses({"uid 0", f"uid {os.getuid()}"})
+        self._failed_logins = FailedLogins({"uid 0", f"uid {os.getuid()}"})
 
     def challenge(self, address: str, hello: Hello) -> Challenged | Fault:
         """For a client that names a token. A fault if the token is none of the pool's. `address`: see
         `choose_path`.
         """
-        if not self._guesses.may_try(address, hello.key_id, self._clock()):
+        if not self._failed_logins.may_try(address, hello.key_id, self._clock()):
             return self._too_many_guesses(address)
         found = ""
         if hello.node and self._config.cluster.token:
@@ -116,12 +116,12 @@ class Admission:
         found = found or self._token_digest(hello.key_id)
         if found:
             return Challenged(hello, found, self._config.name, secrets.token_bytes(NONCE_BYTES))
-        self._guesses.failed(address, self._clock())
+        self._failed_logins.failed(address, self._clock())
         return self._other_cluster(hello) if hello.node else self._unknown_token(hello)
 
     def wrong_proof(self, address: str) -> None:
         """A client of this address did not prove the token that it has named."""
-        self._guesses.failed(address, self._clock())
+        self._failed_logins.failed(address, self._clock())
 
     def _too_many_guesses(self, address: str) -> Fault:
         message = (
@@ -185,10 +185,10 @@ class Admission:
 
     def _may_show(self, address: str, hello: Hello) -> bool:
         """Whether to look at the token of a client that names none and sends it, as earlier versions do."""
-        if not self._guesses.may_try(address, key_id(digest(hello.token)), self._clock()):
+        if not self._failed_logins.may_try(address, key_id(digest(hello.token)), self._clock()):
             return False
         if self._rules.admin_token and not self.shown_token(hello):
-            self._guesses.failed(address, self._clock())
+            self._failed_logins.failed(address, self._clock())
         return True
 
     def _no_ucx(self, address: str, hello: Hello) -> str:
@@ -245,7 +245,7 @@ class Admission:
     def connected(self, number: int, address: str, hello: Hello, path: DataPathName) -> Connected:
         """The event that a client has shaken hands. `address`: see `choose_path`."""
         if shown := self.shown_token(hello):
-            self._guesses.proved(address, key_id(shown))
+            self._failed_logins.proved(address, key_id(shown))
         peer = is_peer(hello, self._config, self._rules)
         return Connected(number, path, hello.client, hello.pid, peer, digest(hello.token))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Final
 
 from pdserve.errors import PdserveError
 from pdserve.kvpool.core.events import SaveNamespaces
@@ -15,6 +16,9 @@ from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.node.memory.arena import Arena
 from pdserve.kvpool.node.tiers.node_tiers import NodeTiers
 from pdserve.kvpool.protocol.slot_table import TableLayout
+
+KEPT_SHARE: Final = 0.25  # of the capacity that all clients together may want kept
+MAX_MESSAGES: Final = 65_536  # in flight for a connection: segments over UCX, pages over TCP
 
 
 def take_memory(config: PoolNodeConfig, incarnation: int, lock_fd: int | None) -> tuple[Arena, NodeTiers]:
@@ -29,7 +33,6 @@ def take_memory(config: PoolNodeConfig, incarnation: int, lock_fd: int | None) -
         fresh=config.fresh and lock_fd is None,
         placement=config.placement,
         lock_fd=lock_fd,
-        checks_parents=not config.trusted_parents,
     )
     try:
         tiers = NodeTiers(config, arena.memory, arena.namespaces, takes_over=lock_fd is not None)
@@ -67,12 +70,12 @@ def make_state(
 
 def _limits_of(config: PoolNodeConfig) -> Limits:
     """Those of NodeState."""
+    of_client = max(config.slab, int(config.capacity * config.max_client_share))
     return Limits(
         lease_s=config.lease_s,
         reservation_lease_s=config.reservation_lease_s,
         quarantine_s=config.quarantine_s,
-        max_waiters=config.max_waiters,
-        max_reserved_bytes=max(config.slab, int(config.capacity * config.max_reserved_share)),
+        max_reserved_bytes=of_client,
         replication=ReplicationLimits(
             max_replicas=config.replicas.max_replicas,
             hot_reads_s=config.replicas.hot_reads_s,
@@ -80,7 +83,7 @@ def _limits_of(config: PoolNodeConfig) -> Limits:
             lease_s=config.replicas.lease_s,
             max_share=config.replicas.max_share,
         ),
-        max_pinned_bytes=max(config.slab, int(config.capacity * config.max_pinned_share)),
-        max_kept_bytes=int(config.capacity * config.max_kept_share),
-        max_messages=config.max_messages,
+        max_pinned_bytes=of_client,
+        max_kept_bytes=int(config.capacity * KEPT_SHARE),
+        max_messages=MAX_MESSAGES,
     )

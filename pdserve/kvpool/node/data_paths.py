@@ -16,7 +16,7 @@ from pdserve.kvpool.node.ucx.data_path import UcxPath
 from pdserve.kvpool.protocol.address import TcpAddress, is_remote, parse_address
 from pdserve.kvpool.protocol.messages import DataPathName, Fault, Hello, TcpInfo, UcxInfo
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
-from pdserve.tls.contexts import Certificates
+from pdserve.security.tls import Certificates
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,6 @@ class DataPaths:
             lost,
             hosts=_hosts(config.listen),
             port=config.tcp.port,
-            advertised=config.tcp.host,
             tls=lambda: certificates.server_context,
             stall_timeout_s=config.lease_s,
         )

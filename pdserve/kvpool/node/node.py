@@ -80,7 +80,7 @@ from pdserve.kvpool.protocol.messages import (
     Welcome,
 )
 from pdserve.logs import ThrottledLog
-from pdserve.tls.contexts import Certificates
+from pdserve.security.tls import Certificates
 
 if TYPE_CHECKING:
     from pdserve.kvpool.node.metrics.families import NodeSnapshot
@@ -412,16 +412,10 @@ class PoolNode:
             return
         # loading takes a tenth of a second of a processor, and clients are served meanwhile
         module = await asyncio.to_thread(import_module, "pdserve.kvpool.node.metrics.server")
-        server = module.MetricsServer(
-            config.metrics,
-            self._loop,
-            self._snapshot,
-            self._lag,
-            config.metrics_namespaces,
-            config.metrics_token,
-        )
+        server = module.MetricsServer(self._snapshot, self._lag, config.metrics_token)
+        url = await server.start(config.metrics)
         ending.callback(server.close)
-        logger.info("node %s: metrics at %s", self.name, server.url)
+        logger.info("node %s: metrics at %s", self.name, url)
 
     def _snapshot(self) -> NodeSnapshot:
         from pdserve.kvpool.node.metrics.families import NodeSnapshot

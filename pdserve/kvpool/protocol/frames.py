@@ -37,7 +37,7 @@ from pdserve.kvpool.protocol.messages import (
     Reserved,
     pages_a_message,
 )
-from pdserve.printable import printable
+from pdserve.security.log_text import printable
 
 NAMES: Final = ("name", "old", "new", "node")
 MAX_NAME_CHARS: Final = 1024  # of a name in a request: those of namespaces have 512 at most

@@ -31,7 +31,7 @@ import msgspec
 
 from pdserve.errors import PoolRefused
 from pdserve.kvpool.protocol.messages import Challenge, Hello, Proof
-from pdserve.tokens import digest, same
+from pdserve.security.tokens import digest, same
 
 NONCE_BYTES: Final = 32
 KEY_ID_BYTES: Final = 16

@@ -25,7 +25,6 @@ EventFormat: TypeAlias = Literal["blocks", "objects"]
 MEDIUM: Final = "EXTERNAL"  # SGLang's word for a pool that workers share
 OBJECT_SUFFIX: Final = "__k"
 TENANT: Final = "default"
-END_OF_REPLAY: Final = (-1).to_bytes(8, "big", signed=True)
 SEQUENCE_BYTES: Final = 8
 
 

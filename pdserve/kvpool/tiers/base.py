@@ -33,6 +33,7 @@ node's configuration. tests/contracts/test_tier_contract.py holds every tier to 
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +65,14 @@ Option: TypeAlias = str | int | float | bool
 def padded(length_bytes: int) -> int:
     """The length rounded up to whole blocks."""
     return -(-length_bytes // TIER_ALIGN_BYTES) * TIER_ALIGN_BYTES
+
+
+def page_memories(lengths: Sequence[int]) -> list[PageMemory]:
+    """Aligned memory for pages of these lengths, one mapping for all."""
+    sizes = [padded(length) for length in lengths]
+    whole = np.frombuffer(mmap.mmap(-1, sum(sizes)), np.uint8)
+    ends = np.cumsum(sizes).tolist()
+    return [whole[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
 class PageName(msgspec.Struct, frozen=True, gc=False):
@@ -140,8 +149,6 @@ class TierSettings:
     facts: Callable[[int], SpaceFacts | None] = _no_facts
     found: Callable[[Sequence[TierPage]], None] = _ignore
     lost: Callable[[Sequence[PageName]], None] = _ignore
-    checks_parents: bool = True
-    """As in `private_directory`."""
 
 
 class Tier(Protocol):
@@ -198,19 +205,6 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Idempotent."""
-        ...
-
-
-@runtime_checkable
-class NumberedTier(Protocol):
-    """A tier that may hold pages of format version 1, stored under the number of their namespace."""
-
-    def adopt_numbers(self, spaces: Mapping[int, int]) -> str:
-        """Assign pages stored under a number to a space. Pages of other numbers are void.
-
-        It is called before `scan` if the tier's list of namespaces has version 1, and again if a crash came
-        before the list was replaced. Returns "" or an error text; after an error all these pages are void.
-        """
         ...
 
 

@@ -14,7 +14,7 @@ import msgspec
 
 from pdserve.errors import ConfigError, StartupError
 from pdserve.kvpool.tiers.base import TierSettings
-from pdserve.private_directory import private_directory
+from pdserve.security.private_directory import private_directory
 
 logger = logging.getLogger(__name__)
 
@@ -77,9 +77,8 @@ def open_new(path: Path) -> int:
         return os.open(path, flags, 0o600)
 
 
-def claim_directory(settings: TierSettings, *folders: str) -> int:
-    """Make the directory and these folders in it if they are missing, check that they are writable by this
-    user alone and no links, and lock the directory.
+def claim_directory(settings: TierSettings) -> int:
+    """Make the directory if it is missing, check that it is this user's own, and lock it.
 
     Returns the file descriptor of the lock.
 
@@ -87,9 +86,7 @@ def claim_directory(settings: TierSettings, *folders: str) -> int:
     """
     path, node = settings.path, settings.node
     try:
-        private_directory(path, checks_parents=settings.checks_parents)
-        for folder in (path / name for name in folders):
-            private_directory(folder, checks_parents=settings.checks_parents)
+        private_directory(path)
         fd = open_own(path / "lock", os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise StartupError(

@@ -13,7 +13,6 @@ from pdserve.extras import is_installed
 from pdserve.kvpool.protocol.messages import Hello
 from pdserve.kvpool.transports.base import Connection
 from pdserve.kvpool.transports.control import ControlChannel
-from pdserve.kvpool.transports.pinning import PinningConnection
 from pdserve.kvpool.transports.session import OnView
 from pdserve.kvpool.transports.shm import ShmConnection
 from pdserve.kvpool.transports.tcp.client import TcpConnection
@@ -41,7 +40,7 @@ def connect_channel(
 def open_data_path(
     channel: ControlChannel,
     *,
-    ucx: Mapping[str, str],
+    ucx: Mapping[str, str] | None = None,
     checksum: bool,
     deadline_s: float,
     tls: ssl.SSLContext | None = None,
@@ -49,8 +48,8 @@ def open_data_path(
 ) -> Connection:
     """A connection on the path that the node chose. It takes over the channel, also when this raises.
 
-    `ucx`: UCX settings without their UCX_ prefix. `tls`: what goes over TCP must be
-    encrypted. `populate`: mapped memory is made present at once.
+    `ucx`: UCX settings without their UCX_ prefix, which win over the environment. `tls`: what goes over TCP
+    must be encrypted. `populate`: mapped memory is made present at once.
 
     Raises PoolRefused, PoolUnavailable, PoolTimeout.
     """
@@ -58,9 +57,7 @@ def open_data_path(
         return ShmConnection.open(channel, checksum, deadline_s, populate)
     if channel.welcome.data_path == "tcp":
         return TcpConnection.open(channel, checksum, deadline_s, tls, channel.server_name)
-    if channel.welcome.data_path == "none":
-        return PinningConnection(channel)
     # imported only if used: loading UCX costs a second and 170 MB
     from pdserve.kvpool.transports.ucx_client import UcxConnection
 
-    return UcxConnection.open(channel, ucx, checksum, deadline_s)
+    return UcxConnection.open(channel, ucx or {}, checksum, deadline_s)

@@ -2,16 +2,22 @@
 
 Bytes are copied and hashed in pieces that fit the CPU's cache, so a checksum needs no second read from
 memory. A read hashes its copy and then checks the slot table: a slot that was refilled meanwhile is LOST.
-Where copies stream past the cache (streaming_copies.py), a write hashes each piece before its copy, which
-then reads from the cache. A read copies large pieces: its hash has to read them from memory again.
-NumPy releases the GIL during a copy, xxhash during a hash.
+Where copies use non-temporal stores, a write hashes each piece before its copy, which then reads from the
+cache. A read copies large pieces: its hash has to read them from memory again. NumPy releases the GIL during
+a copy, xxhash during a hash.
+
+An ordinary copy moves three bytes over the memory bus for each byte copied, because the CPU fetches each line
+of the target before it overwrites it. Non-temporal stores go past the cache and do not fetch. glibc's memcpy,
+and so NumPy's copies, uses them above a size that GLIBC_TUNABLES sets when a process starts (glibc manual,
+"Hardware Capability Tunables"). Measured on one EPYC core with pages of 8 MiB: a write with its checksum was
+1.2 times as fast, a read 1.05 times. Other C libraries ignore the variable.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -21,11 +27,13 @@ from pdserve.kvpool.protocol.messages import Grant, Pin
 from pdserve.kvpool.protocol.page_bytes import NO_CHECKSUM, Bytes1D, PageBuffers, finish, start
 from pdserve.kvpool.protocol.slot_table import RowReader
 from pdserve.kvpool.transports.base import CORRUPT, LOST, OK, PageOutcome
-from pdserve.kvpool.transports.streaming_copies import are_on
 
 PIECE_BYTES: Final = 256 * 1024  # piece and copy take half of a second-level cache of 1 MiB
 STREAMED_WRITE_BYTES: Final = 1024 * 1024
 STREAMED_READ_BYTES: Final = 8 * 1024 * 1024
+VARIABLE: Final = "GLIBC_TUNABLES"
+TUNABLE: Final = "glibc.cpu.x86_non_temporal_threshold"
+STREAMED_LEAST_BYTES: Final = 32 * 1024
 
 
 class MappedPages:
@@ -35,9 +43,9 @@ class MappedPages:
         self._memory = memory
         self._rows = rows
         self._checksum = checksum
-        self._streams = streams = are_on(os.environ)
-        self._write_bytes = STREAMED_WRITE_BYTES if streams else PIECE_BYTES
-        self._read_bytes = STREAMED_READ_BYTES if streams else PIECE_BYTES
+        self._streams = streamed = streams(os.environ)
+        self._write_bytes = STREAMED_WRITE_BYTES if streamed else PIECE_BYTES
+        self._read_bytes = STREAMED_READ_BYTES if streamed else PIECE_BYTES
 
     def write(self, grants: Sequence[Grant], pages: Sequence[PageBuffers], deadline_s: float) -> list[int]:
         """`Connection.write_pages`. Raises PoolTimeout; PoolUnavailable if a slot is outside the arena."""
@@ -112,3 +120,16 @@ class MappedPages:
 def _check_time(deadline_s: float) -> None:
     if time.monotonic() >= deadline_s:
         raise PoolTimeout("the deadline passed while pages were copied")
+
+
+def streaming_environment(base: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that shall copy with non-temporal stores. What the user has set stays."""
+    tunables = base.get(VARIABLE, "")
+    if TUNABLE in tunables:
+        return dict(base)
+    return {**base, VARIABLE: ":".join(filter(None, [tunables, f"{TUNABLE}={STREAMED_LEAST_BYTES:#x}"]))}
+
+
+def streams(environ: Mapping[str, str]) -> bool:
+    """Whether the process with this environment copies pages with non-temporal stores."""
+    return TUNABLE in environ.get(VARIABLE, "")

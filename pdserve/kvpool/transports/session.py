@@ -52,12 +52,12 @@ from pdserve.kvpool.protocol.messages import (
     Request,
     Welcome,
 )
-from pdserve.printable import printable
-from pdserve.tokens import reveal
+from pdserve.security.log_text import printable
+from pdserve.security.tokens import reveal
 
 _UNPROVED: Final = (
-    "pool node {address} does not prove that it knows our token: it has no tokens, or is older than this "
-    "version; give it the token or upgrade it, or leave the token out here"
+    "pool node {address} does not prove that it knows our token: give the node the token, or leave "
+    "it out here"
 )
 NO_REPLY: Final = (Abort, Release)
 RESTARTING: Final = frozenset({"upgrading", "stopping"})  # Fault codes of a node that restarts soon

@@ -127,11 +127,6 @@ class Mapping:
         info = welcome.arena
         if info is None:
             raise PoolRefused(f"pool node {welcome.node} offers no memory to map")
-        if not info.socket_path:
-            raise PoolRefused(
-                f"pool node {welcome.node} is of an older version, which names files instead of giving "
-                "descriptors: upgrade it"
-            )
         name = (welcome.incarnation, info)
         with cls._shared_lock:
             found = cls._shared.get(name)

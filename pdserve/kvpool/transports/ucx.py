@@ -22,6 +22,7 @@ takes half a second.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import importlib.util
@@ -130,13 +131,20 @@ def _load_ucs() -> None:
 
     An `import` would hold the GIL meanwhile, a foreign call does not. Errors show up in the later import.
     """
+    with contextlib.suppress(StartupError):
+        path = libucx_root() / "lib" / "libucs.so"
+        dlopen = ctypes.CDLL(None).dlopen
+        dlopen.argtypes, dlopen.restype = [ctypes.c_char_p, ctypes.c_int], ctypes.c_void_p
+        dlopen(os.fsencode(path), os.RTLD_NOW | os.RTLD_LOCAL)
+
+
+def libucx_root() -> Path:
+    """Where the package of UCX's programs (bin/) and libraries (lib/) lies. Raises StartupError."""
     found = importlib.util.find_spec("libucx")
     for folder in (found.submodule_search_locations or []) if found else []:
-        path = Path(folder) / "lib" / "libucs.so"
-        if path.is_file():
-            dlopen = ctypes.CDLL(None).dlopen
-            dlopen.argtypes, dlopen.restype = [ctypes.c_char_p, ctypes.c_int], ctypes.c_void_p
-            dlopen(os.fsencode(path), os.RTLD_NOW | os.RTLD_LOCAL)
+        if (Path(folder) / "lib" / "libucs.so").is_file():
+            return Path(folder)
+    raise StartupError(f"UCX's libraries are not installed: {how_to_install('ucx')}")
 
 
 class Operation:

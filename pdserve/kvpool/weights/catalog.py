@@ -16,8 +16,8 @@ from pdserve.kvpool.weights.names import ModelName
 from pdserve.kvpool.weights.place import ask_pool
 from pdserve.kvpool.weights.store import WeightStore, missing_of
 from pdserve.kvpool.weights.streaming import BATCH_BYTES
-from pdserve.tls.contexts import Certificates
-from pdserve.tokens import reveal
+from pdserve.security.tls import Certificates
+from pdserve.security.tokens import reveal
 
 
 @dataclass(frozen=True)

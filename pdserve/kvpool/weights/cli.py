@@ -32,7 +32,7 @@ from pdserve.kvpool.weights.names import parse_model
 from pdserve.kvpool.weights.place import pool_at
 from pdserve.kvpool.weights.push import push as push_directory
 from pdserve.kvpool.weights.store import NAMESPACE, WeightStore
-from pdserve.tokens import Secret
+from pdserve.security.tokens import Secret
 
 Pool: TypeAlias = Annotated[
     str,

@@ -19,7 +19,7 @@ from pdserve.kvpool.weights.manifest import FileEntry, Manifest
 from pdserve.kvpool.weights.pieces import is_named
 from pdserve.kvpool.weights.reading import PageReader
 from pdserve.kvpool.weights.streaming import batches
-from pdserve.private_directory import private_directory
+from pdserve.security.private_directory import private_directory
 
 WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 """Files that are not needed beside a stream of tensors."""

@@ -23,8 +23,8 @@ from pdserve.kvpool.client.config import (
     with_pool_secrets,
 )
 from pdserve.kvpool.weights.names import ModelUrl
-from pdserve.tls.contexts import Certificates, TlsConfig
-from pdserve.tokens import Secret, decode_secret, reveal, withhold_secret
+from pdserve.security.tls import Certificates, TlsConfig
+from pdserve.security.tokens import Secret, decode_secret, reveal, withhold_secret
 
 POOL_VARIABLE: Final = "PDSERVE_WEIGHTS_POOL"
 """The worker's PoolClientConfig in JSON, with its nodes and without secrets."""

@@ -32,7 +32,7 @@ from pdserve.kvpool.weights.manifest import (
 )
 from pdserve.kvpool.weights.names import ModelName
 from pdserve.kvpool.weights.pieces import digest_of, padded, piece_of, root_of
-from pdserve.kvpool.weights.store import WRITTEN_S, Revision, WeightStore, missing_of
+from pdserve.kvpool.weights.store import Revision, WeightStore, await_written, missing_of
 from pdserve.kvpool.weights.streaming import SUFFIX
 from pdserve.kvpool.weights.tensors import LENGTH_BYTES, BadHeader, header_bytes, parse_header
 from pdserve.pages import model_fingerprint
@@ -81,7 +81,7 @@ def push(
             if not lacking:
                 break
             written = _write(store, directory, manifest, lacking, progress)
-            store.content.wait(written, WRITTEN_S)
+            await_written(store.content, list(written))
             written_pages += len(written)
             written_bytes += sum(pieces[key].stored for key in written)
         if lacking := set(missing_of(store.content, list(pieces))):

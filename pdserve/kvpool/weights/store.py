@@ -13,6 +13,7 @@ nodes keep that in mind, and a node that was away does not bring it back. Both n
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from typing import Final, Literal, TypeAlias
 
@@ -49,7 +50,7 @@ from pdserve.kvpool.weights.names import ModelName, parse_model
 from pdserve.kvpool.weights.pieces import cut_bytes
 from pdserve.kvpool.weights.place import ask_pool
 from pdserve.kvpool.weights.reading import PageReader
-from pdserve.tokens import reveal
+from pdserve.security.tokens import reveal
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ WRITE_PATIENCE: Final = {**PATIENCE, "put_timeout_s": 60.0}
 """A model is not worth less because a node is busy: no token of a client waits for it."""
 WRITTEN_S: Final = 30.0
 """For another client that writes the same page at the same time."""
+POLL_S: Final = 0.02
 First: TypeAlias = Literal["plan", "whole"]
 
 
@@ -223,7 +225,7 @@ class Revision:
             full = self._client.counters.pages_refused
             why = "the pool is full" if full else "a node did not take a page"
             raise WeightsError(f"{self._model} was not stored: {why}: free memory, and push it again")
-        self._client.wait([key], WRITTEN_S)
+        await_written(self._client, [key])
 
     def close(self) -> None:
         self._client.close()
@@ -242,6 +244,17 @@ def _open_on_all(client: PoolClient) -> None:
     refused = [error for error in errors if isinstance(error, PoolRefused)]
     if refused or len(errors) == len(outcome):
         raise (refused or errors)[0]
+
+
+def await_written(client: PoolClient, keys: Sequence[bytes]) -> None:
+    """Wait until these pages are there, which another push may be writing: for at most WRITTEN_S, and only
+    while every node is up.
+    """
+    until_s = time.monotonic() + WRITTEN_S
+    while not all(client.exists(keys)) and time.monotonic() < until_s:
+        if client.nodes_up < len(client.rings.addresses):
+            return
+        time.sleep(POLL_S)
 
 
 def missing_of(client: PoolClient, keys: Sequence[bytes]) -> list[bytes]:

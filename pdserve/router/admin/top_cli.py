@@ -19,7 +19,6 @@ from rich.text import Text
 
 from pdserve.errors import ConfigError, PdserveError
 from pdserve.kvpool.admin.tables import make_console, make_table, rate, share, size
-from pdserve.printable import printable
 from pdserve.router.admin.live_frames import (
     Frame,
     NodeView,
@@ -29,8 +28,9 @@ from pdserve.router.admin.live_frames import (
     WorkerView,
 )
 from pdserve.router.metrics.names import PARTS, TIERS
-from pdserve.tls.contexts import Certificates, TlsConfig
-from pdserve.tokens import read_token
+from pdserve.security.log_text import printable
+from pdserve.security.tls import Certificates, TlsConfig
+from pdserve.security.tokens import read_token
 
 TIMEOUT_S: Final = 15.0  # longest time without a frame; a frame arrives every two seconds
 BAR_CELLS: Final = 60

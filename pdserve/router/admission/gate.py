@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from pdserve.errors import RequestError
-from pdserve.guesses import Guesses
 from pdserve.logs import ThrottledLog
 from pdserve.router.admission.queue import FairQueue, State, Ticket
 from pdserve.router.api.errors import NoWorkerError, TooManyError
@@ -25,7 +24,8 @@ from pdserve.router.request.token_usage import Meter
 from pdserve.router.tenants.api_keys import admin_key, check_open, load_keys
 from pdserve.router.tenants.registry import Tenants
 from pdserve.router.tenants.tenant import TenantState
-from pdserve.tokens import bearer, digest, same
+from pdserve.security.failed_logins import FailedLogins
+from pdserve.security.tokens import bearer, digest, same
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Gate:
         """Requests refused because their key is unknown or missing."""
         self.unread_keys = 0
         """Requests refused because their address has sent too many wrong keys."""
-        self._guesses = Guesses(config.access.proxies)
+        self._failed_logins = FailedLogins(config.access.proxies)
         self._admin_key = digest(admin_key(config.admin))
         self.configure(config)
 
@@ -100,16 +100,16 @@ class Gate:
             return None
         shown, now_s = digest(key), self._loop.time()
         key_id = shown.encode()
-        if not self._guesses.may_try(address, key_id, now_s):
+        if not self._failed_logins.may_try(address, key_id, now_s):
             self.unread_keys += 1
             self._log.warning("guesses", "keys from %s are not looked at: too many there were wrong", address)
-            wait_s = self._guesses.wait_s(address, now_s)
+            wait_s = self._failed_logins.wait_s(address, now_s)
             raise TooManyError("Your address has sent too many wrong keys.", wait_s, "too_many_wrong_keys")
         found = find(shown)
         if found:
-            self._guesses.proved(address, key_id)
+            self._failed_logins.proved(address, key_id)
         else:
-            self._guesses.failed(address, now_s)
+            self._failed_logins.failed(address, now_s)
         return found
 
     def _unknown(self, key: str) -> RequestError:

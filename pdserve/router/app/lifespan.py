@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from pdserve.discovery.pods import Scheme
 from pdserve.router.admission.gate import Gate
 from pdserve.router.app.router import Router
 from pdserve.router.app.routes import make_app
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.dispatch.dispatcher import Dispatcher
+from pdserve.router.fleet.dns import DnsDiscovery, dns_names
 from pdserve.router.fleet.etcd import EtcdDiscovery
 from pdserve.router.fleet.found import Discovery
 from pdserve.router.fleet.health_check import STRICT, FirstRound, Prober
-from pdserve.router.fleet.kubernetes import PodDiscovery
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.metrics.stats import Stats
 from pdserve.router.sessions.redis_table import SharedSessions
@@ -76,9 +74,8 @@ async def open_router(
 
 def _discovery(config: RouterConfig, fleet: Fleet, token: str) -> Discovery | None:
     """Who names workers besides the configuration; None: nobody. Raises ConfigError."""
-    if config.kubernetes.selector:
-        scheme: Scheme = "https" if config.tls.ca else "http"
-        return PodDiscovery(config.kubernetes, fleet, os.environ, scheme)
+    if names := dns_names(config):
+        return DnsDiscovery(names, fleet)
     return EtcdDiscovery(config.etcd, fleet, token) if config.etcd.endpoints else None
 
 

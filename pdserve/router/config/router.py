@@ -7,7 +7,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from pdserve.discovery.config import KubernetesConfig
+from pdserve.discovery.dns import is_dns_name, parse_dns_name
 from pdserve.discovery.workers import WorkerEtcdConfig
 from pdserve.errors import ConfigError
 from pdserve.router.api.endpoints import PREFILLABLE, PrefillPath
@@ -17,7 +17,7 @@ from pdserve.router.config.placement import PlacementSettings, Session
 from pdserve.router.config.redis import RedisSettings
 from pdserve.router.config.slo import ServiceLevel
 from pdserve.router.config.tenants import SHARED, Access, Admin, Admission, Tenant, TenantLimits
-from pdserve.tls.contexts import TlsConfig
+from pdserve.security.tls import TlsConfig
 from pdserve.tracing import Tracing
 
 Mode = Literal["disagg", "agg"]
@@ -37,7 +37,11 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int, Meta(ge=0, le=65535, description="Port to listen on; 0 takes a free one and prints it.")
     ] = 8000
     prefill: Annotated[
-        tuple[str, ...], Meta(description="Base URLs of the prefill workers, `http://HOST:PORT`.")
+        tuple[str, ...],
+        Meta(
+            description="Base URLs of the prefill workers, `http://HOST:PORT`. In all lists, "
+            "`dns+http://NAME:PORT` stands for all addresses of the name, looked up every 5 s."
+        ),
     ] = ()
     decode: Annotated[tuple[str, ...], Meta(description="Base URLs of the decode workers.")] = ()
     agg: Annotated[
@@ -178,19 +182,18 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ] = {}
     admin: Admin = Admin()
     etcd: WorkerEtcdConfig = WorkerEtcdConfig()
-    kubernetes: KubernetesConfig = KubernetesConfig()
     tracing: Tracing = Tracing()
 
     def __post_init__(self) -> None:
         """Raises ValueError for what no field alone can tell; the loader adds the file's name."""
-        urls = [*self.prefill, *self.decode, *self.agg, *self.elastic]
-        for url in urls:
-            parse_base_url(url)
-        seen = [parse_base_url(url) for url in urls]
-        for url, place in zip(urls, seen, strict=True):
-            if seen.count(place) > 1:
+        listed = [*self.prefill, *self.decode, *self.agg, *self.elastic]
+        seen = [
+            parse_dns_name(url, "http")[1:] if is_dns_name(url) else parse_base_url(url) for url in listed
+        ]
+        for url, host_and_port in zip(listed, seen, strict=True):
+            if seen.count(host_and_port) > 1:
                 raise ValueError(f"worker {url} is listed twice")
-        self._check_tls(urls)
+        self._check_tls(listed)
         if any(tenant.name == SHARED for tenant in self.tenants):
             raise ValueError(f"no tenant can be called {SHARED!r}: it names the shared cache namespace")
         for address in self.admin.pool:
@@ -201,8 +204,8 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(f"default_model {self.default_model!r} is none of 'models', and no alias")
         if (self.access.tls_cert_file is None) != (self.access.tls_key_file is None):
             raise ValueError("access.tls_cert_file and access.tls_key_file go together: set both, or none")
-        if self.etcd.endpoints and self.kubernetes.selector:
-            raise ValueError("etcd.endpoints and kubernetes.selector both name workers: keep one")
+        if self.etcd.endpoints and self._has_dns_names:
+            raise ValueError("etcd.endpoints and dns+http:// both name workers: keep one")
         if self.prefill and not (self.decode or self.elastic) and not self.has_discovery:
             raise ValueError(
                 "'prefill' lists workers but 'decode' is empty; list a decode worker, or use 'agg'"
@@ -214,7 +217,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if not (listed or self.has_discovery) and self.admin.port is None:
             raise ConfigError(
                 "no workers: list 'decode' (and 'prefill') workers, or 'agg' or 'elastic' ones, or set "
-                "etcd.endpoints or kubernetes.selector"
+                "etcd.endpoints"
             )
 
     def _check_aliases(self) -> None:
@@ -233,6 +236,11 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 "access.tls_cert_file"
             )
         for url in urls:
+            if is_dns_name(url) and self.tls.ca is not None:
+                raise ValueError(
+                    f"worker {url}: DNS gives addresses, and certificates name hosts: with tls.ca list the "
+                    "workers by their names, as https://HOST:PORT, or use etcd"
+                )
             if is_https(url) and self.tls.ca is None:
                 raise ValueError(f"worker {url} needs tls.ca: who signed the certificates of workers")
             if not is_https(url) and self.tls.ca is not None:
@@ -240,8 +248,12 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def has_discovery(self) -> bool:
-        """Whether workers are found in etcd or by their pods."""
-        return bool(self.etcd.endpoints or self.kubernetes.selector)
+        """Whether workers are found in etcd or by DNS."""
+        return bool(self.etcd.endpoints) or self._has_dns_names
+
+    @property
+    def _has_dns_names(self) -> bool:
+        return any(map(is_dns_name, (*self.prefill, *self.decode, *self.agg, *self.elastic)))
 
     @property
     def mode(self) -> Mode:

@@ -8,8 +8,8 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from pdserve.tls.contexts import TlsConfig
-from pdserve.tokens import Secret
+from pdserve.security.tls import TlsConfig
+from pdserve.security.tokens import Secret
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 SHARED = "shared"

@@ -1,4 +1,4 @@
-"""Workers that a source outside names: etcd, or the API of Kubernetes. The fleet's members of this source
+"""Workers that a source outside names: DNS or etcd. The fleet's members of this source
 are kept equal to them. The source only names workers; their probes decide whether they are used.
 """
 

@@ -1,7 +1,7 @@
 """The members of the fleet, and the sources that named them. Pure.
 
 Workers join and leave at run time. Each is named by one or more sources: the configuration, the admin API,
-a discovery (etcd or Kubernetes). A worker that leaves is removed from the table at once, and finishes its
+a discovery (DNS or etcd). A worker that leaves is removed from the table at once, and finishes its
 requests.
 """
 

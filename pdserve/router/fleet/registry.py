@@ -16,6 +16,7 @@ from typing import Final
 
 import msgspec
 
+from pdserve.discovery.dns import is_dns_name
 from pdserve.router.config.router import Mode, RouterConfig
 from pdserve.router.fleet.body_limit import LARGEST_BODY_BYTES, body_limit_bytes
 from pdserve.router.fleet.compatibility import find_mismatch
@@ -335,11 +336,11 @@ class Fleet:
 
 
 def listed_workers(config: RouterConfig) -> dict[str, Role]:
-    """The workers that the configuration lists: base URL → role."""
+    """The workers that the configuration lists: base URL → role. Names for DNS are left out."""
     lists: tuple[tuple[Role, tuple[str, ...]], ...] = (
         ("prefill", config.prefill),
         ("decode", config.decode),
         ("agg", config.agg),
         ("elastic", config.elastic),
     )
-    return {url: role for role, urls in lists for url in urls}
+    return {url: role for role, urls in lists for url in urls if not is_dns_name(url)}

@@ -15,9 +15,9 @@ Role = Literal["prefill", "decode", "agg", "elastic"]
 ROLES: tuple[Role, ...] = ("prefill", "decode", "agg", "elastic")
 BOTH: tuple[Role, ...] = ("agg", "elastic")
 """Roles of workers that serve prefill and decode."""
-Source = Literal["config", "admin", "etcd", "kubernetes"]
+Source = Literal["config", "admin", "dns", "etcd"]
 """The origin of a worker's membership."""
-DISCOVERED: frozenset[Source] = frozenset({"etcd", "kubernetes"})
+DISCOVERED: frozenset[Source] = frozenset({"dns", "etcd"})
 """Sources that name workers by themselves. A router has at most one of them."""
 Number = Annotated[int, msgspec.Meta(ge=-(10**12), le=10**12)]
 """What a worker says. JSON's numbers have no end, and beyond a float's range costs cannot be compared."""

@@ -29,8 +29,8 @@ from pdserve.router.processes.peer import Peer
 from pdserve.router.processes.reload import stamp, take_over, watch_file
 from pdserve.router.server.listening import bind
 from pdserve.router.server.uvicorn_server import make_server, public_tls, serve_until_stopped
+from pdserve.security.tls import Certificates
 from pdserve.settings.command_line import ConfigSource
-from pdserve.tls.contexts import Certificates
 
 logger = logging.getLogger(__name__)
 

@@ -244,7 +244,7 @@ class ClientConnection(asyncio.Protocol):
         self.shared.connections.add(self)  # type: ignore[arg-type]  # of which uvicorn uses `shutdown`
         self._enter("idle")
         address = self.client[0] if self.client else ""
-        goes = self.shared.crowd.came(self, address, lambda one: not one.is_answering)
+        goes = self.shared.connection_limit.came(self, address, lambda one: not one.is_answering)
         if goes is not None:
             goes.transport.abort()
 
@@ -255,7 +255,7 @@ class ClientConnection(asyncio.Protocol):
         if self._half_closed is not None:
             self._half_closed.stop()
         self._forget_unread()
-        self.shared.crowd.left(self)
+        self.shared.connection_limit.left(self)
         self.shared.connections.discard(self)
         self._enter("gone")
         if self._running is not None:

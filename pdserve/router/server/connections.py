@@ -11,17 +11,17 @@ from urllib.parse import unquote
 
 from uvicorn.server import ServerState
 
-from pdserve.crowd import Crowd
 from pdserve.logs import ThrottledLog
 from pdserve.router.server.application import Application
 from pdserve.router.server.asgi import Asgi
 from pdserve.router.server.request_cycle import RequestCycle
+from pdserve.security.connection_limits import ConnectionLimit
 
 logger = logging.getLogger(__name__)
 
 
 class Connected(Protocol):
-    """A connection, as the crowd has it."""
+    """A connection, as the connection limit sees it."""
 
     transport: asyncio.Transport
 
@@ -80,7 +80,7 @@ class Connections(ServerState):
         self.client_read_s: Final = client_read_s
         self.is_stopping = False
         self.log: Final = ThrottledLog(logger)
-        self.crowd: Final[Crowd[Connected]] = Crowd(most)
+        self.connection_limit: Final[ConnectionLimit[Connected]] = ConnectionLimit(most)
         """All connections."""
         self._default_lines = b""
         self._lined = self.default_headers

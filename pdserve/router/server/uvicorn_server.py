@@ -18,7 +18,7 @@ from pdserve.router.server.asgi import Asgi
 from pdserve.router.server.connection import ClientConnection
 from pdserve.router.server.connections import Connections, DirectHandler
 from pdserve.router.server.listening import BACKLOG
-from pdserve.tls.contexts import Certificates, TlsConfig
+from pdserve.security.tls import Certificates, TlsConfig
 
 LAST_WORD_S = 1.0
 """How long a client that must be cut off is given to take the error."""

@@ -8,7 +8,7 @@ from typing import Any
 from pdserve.errors import ConfigError
 from pdserve.extras import needed_by
 from pdserve.router.config.redis import RedisSettings
-from pdserve.tokens import given_secret
+from pdserve.security.tokens import given_secret
 
 CONNECTIONS = 16
 

@@ -15,7 +15,7 @@ from pdserve.errors import ConfigError
 from pdserve.kvpool.protocol.address import is_loopback
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.config.tenants import NAME_PATTERN, SHARED, Access, Admin
-from pdserve.tokens import MIN_CHARS, digest, digest_of_setting, is_digest, secret_of
+from pdserve.security.tokens import MIN_CHARS, digest, digest_of_setting, is_digest, secret_of
 
 KEYS_VARIABLE = "PDSERVE_API_KEYS"
 CLUSTER_VARIABLE = "PDSERVE_CLUSTER_TOKEN"

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pdserve.errors import ConfigError
 from pdserve.router.config.tenants import Tenant, TenantLimits
 from pdserve.router.tenants.tenant import TenantState
-from pdserve.tokens import same
+from pdserve.security.tokens import same
 
 ANONYMOUS = "anonymous"
 """The one tenant of a router without keys."""

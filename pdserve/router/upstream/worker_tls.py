@@ -11,7 +11,7 @@ from typing import Final, Protocol
 import httpx
 
 from pdserve.router.upstream.response import UpstreamError
-from pdserve.tls.contexts import Certificates, TlsConfig
+from pdserve.security.tls import Certificates, TlsConfig
 
 ASKS_FOR_CERTIFICATE: Final = "does it ask for a certificate (tls.client_ca)?"
 """Said where a connection with TLS ends before any answer. In TLS 1.3 a client learns of its refusal so."""

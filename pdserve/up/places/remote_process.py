@@ -32,7 +32,7 @@ from typing import Final
 import msgspec
 
 from pdserve.errors import StartupError
-from pdserve.private_directory import private_directory
+from pdserve.security.private_directory import private_directory
 from pdserve.up.places.process import dies_with_parent, write_private
 from pdserve.up.places.sessions import end_sessions, kill_session
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import uvicorn
 
-from pdserve.crowd import Crowd
 from pdserve.engine.http import bounded_heads
 from pdserve.engine.http.bounded_heads import MAX_HEAD_BYTES, MAX_HEADERS, MAX_PIPELINED, BoundedHeads
+from pdserve.security.connection_limits import ConnectionLimit
 
 HEAD = b"GET / HTTP/1.1\r\nhost: t\r\n"
 
@@ -107,12 +107,12 @@ def test_ordinary_requests_and_long_bodies_are_served() -> None:
 def test_beyond_the_bound_connections_go_that_wait_for_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stranger who opens as many sockets as the worker may have keeps no router out."""
     monkeypatch.setattr(bounded_heads, "HEAD_S", 1000.0)
-    crowd: Crowd[BoundedHeads] = Crowd(8)
+    connection_limit: ConnectionLimit[BoundedHeads] = ConnectionLimit(8)
 
     async def run() -> bytes:
-        async with serving(functools.partial(BoundedHeads, crowd=crowd)) as port:
+        async with serving(functools.partial(BoundedHeads, connection_limit=connection_limit)) as port:
             strangers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
-            await until(lambda: len(crowd) == 8)
+            await until(lambda: len(connection_limit) == 8)
             said = await answer(port, HEAD + b"connection: close\r\n\r\n")
             for reader, writer in strangers[:12]:
                 async with asyncio.timeout(10):

@@ -17,8 +17,7 @@ from pdserve.discovery.host_socket import connect_here, is_of_port
 from pdserve.engine.http.bounded_heads import BoundedHeads
 from pdserve.engine.model_dir import bind_address
 from pdserve.engine.sglang.tls import serving
-from pdserve.tls import contexts
-from pdserve.tls.contexts import Certificates, TlsConfig
+from pdserve.security.tls import Certificates, TlsConfig
 from tests.support.certificates import Authority
 
 TIMEOUT_S = 10.0
@@ -138,7 +137,7 @@ def test_a_worker_without_a_unix_socket_serves_by_tcp(
 def test_a_running_worker_uses_renewed_certificates_and_authorities(
     authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(contexts, "LOOK_S", 0.0)
+    monkeypatch.setattr("pdserve.security.tls.LOOK_S", 0.0)
     tls, new = authority.host(mutual=True), Authority(tmp_path / "new")
     files = [tmp_path / name for name in ("c.pem", "c.key", "ca.pem")]
 

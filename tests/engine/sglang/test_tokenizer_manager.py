@@ -240,6 +240,31 @@ class TwoPrompts(Manager):
             self.closed += 1
 
 
+class TwoChoices(TwoPrompts):
+    """A stream of two choices: SGLang makes each a request of its own."""
+
+    async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
+        obj.rid = ["a", "b"]
+        self._init_req_state(obj)
+        for index, rid in enumerate(obj.rid * 2):
+            yield {"text": rid, "index": index % 2, "meta_info": {**META, "id": rid}}
+
+
+@pytest.mark.parametrize(
+    ("path", "ids"), [("/v1/chat/completions", ["a"] * 4), ("/generate", ["a", "b"] * 2)]
+)
+def test_all_choices_of_a_stream_have_one_id_but_in_sglangs_own_api(path: str, ids: list[str]) -> None:
+    contents: list[Any] = []
+
+    async def app(manager: Manager, client: Client, receive: Any, send: Any) -> None:
+        asked = SimpleNamespace(rid=None, stream=True, return_prompt_token_ids=False)
+        contents.extend([content async for content in manager.generate_request(asked)])
+
+    served(app, TwoChoices(), scope_of(path))
+    assert [content["meta_info"]["id"] for content in contents] == ids
+    assert [content["text"] for content in contents] == ["a", "b"] * 2
+
+
 @pytest.mark.parametrize("steps", [1, 2])
 def test_the_head_says_what_the_first_step_said_and_a_reader_that_leaves_ends_the_engines_request(
     steps: int,

@@ -16,7 +16,7 @@ import pytest
 from pdserve.engine.turns import record
 from pdserve.engine.turns.shelf import LateError, Shelf
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
-from pdserve.tokens import Secret
+from pdserve.security.tokens import Secret
 from tests.support.engine.turns import OPENING, SmallTokenizer, Worker, asked, end, letters, said
 from tests.support.kvpool.local_node import LocalNode
 from tests.support.kvpool.nodes import small_config

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.engine.config import EngineConfig
-from pdserve.integrations.dynamo.config import DynamoConfig
+from pdserve.integrations.dynamo.config import DynamoConfig, DynamoEngine
 
 
 @pytest.mark.parametrize(
@@ -20,5 +19,5 @@ from pdserve.integrations.dynamo.config import DynamoConfig
     ],
 )
 def test_events_are_heard_where_they_are_published(address: str, host: str) -> None:
-    config = DynamoConfig(engine=EngineConfig(model_path="m"), kv_events=address)
+    config = DynamoConfig(engine=DynamoEngine(model_path="m"), kv_events=address)
     assert config.kv_events_host == host

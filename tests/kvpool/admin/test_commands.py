@@ -1,4 +1,4 @@
-"""`pdserve pool status|ls|top|drain` against real nodes, and against nodes that say what a test lets them."""
+"""`pdserve pool status|ls|drain` against real nodes, and against nodes that say what a test lets them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from msgspec.structs import replace
 
 from pdserve.errors import PoolError
 from pdserve.kvpool.admin import drain as drain_module
-from pdserve.kvpool.admin import top
 from pdserve.kvpool.admin.node_client import Asking, NodeClient
+from pdserve.kvpool.admin.sampling import Nodes as Sampled
 from pdserve.kvpool.admin.sampling import Rates, add, rates
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import ACTIVE, DEAD, LEAVING, LEFT, Drain, Member, Upgrade
 from tests.support.command import Done, pdserve_here
 from tests.support.kvpool.local_node import LocalNode
-from tests.support.kvpool.nodes import Start, get, keys, open_namespace, put, soon
+from tests.support.kvpool.nodes import Start, keys, open_namespace, put, soon
 from tests.support.kvpool.scripted_node import TOKEN, ScriptedNode
 
 
@@ -56,7 +56,7 @@ def run(*words: str, status: int = 0, **environment: str) -> Done:
 
 def test_all_addresses_are_asked_and_one_that_is_dead_hides_no_other(two_nodes: Nodes) -> None:
     first, second = (node.address for node in two_nodes)
-    seen = top.Nodes(["unix:/nowhere", first, second], "", 20.0)
+    seen = Sampled(["unix:/nowhere", first, second], "", 20.0)
     for _ in range(2):
         found = {row.node.node: not row.error for row in seen.sample()}
         assert found == {"a": True, "b": True, "unix:/nowhere": False}
@@ -87,7 +87,7 @@ def test_addresses_where_nobody_answers_are_waited_for_together(tmp_path: Path) 
     for thread in threads:
         thread.start()
     with pytest.raises(PoolError):
-        top.Nodes(addresses, "", 20.0).sample()
+        Sampled(addresses, "", 20.0).sample()
     for thread in threads:
         thread.join(30)
     assert not together.broken
@@ -128,35 +128,6 @@ def test_ls_lists_pages_of_one_node_and_of_all(two_nodes: Nodes) -> None:
         connection.close()
 
 
-def test_top_shows_what_happens_between_two_samples(two_nodes: Nodes) -> None:
-    connection = two_nodes[0].connect()
-    ns = open_namespace(connection, "busy")
-    some = keys(4, 9)
-    put(connection, ns, some)
-    stop = threading.Event()
-
-    def work() -> None:
-        while not stop.is_set():
-            get(connection, ns, some)
-
-    worker = threading.Thread(target=work)
-    worker.start()
-    try:
-        found = json.loads(run("top", "--once", "--json", "--interval", "0.2", two_nodes.seed).stdout)
-    finally:
-        stop.set()
-        worker.join(10)
-    [space] = found["namespaces"]
-    assert space["name"] == "busy"
-    assert space["hit_rate"] == 1.0
-    # a get of four pages is one operation
-    assert space["read_bytes_s"] == pytest.approx(space["operations_s"] * 4 * 24576, rel=0.02)
-    assert [node["name"] for node in found["nodes"]] == ["a", "b"]
-    assert found["nodes"][1]["operations_s"] == 0
-    assert "busiest namespaces" in run("top", "--once", "--interval", "0.05", two_nodes[0].address).stdout
-    connection.close()
-
-
 def test_rates_are_growth_over_time_and_never_negative() -> None:
     before = m.NamespaceStatus(
         "n", 1, 1, {}, hits=10, misses=5, counters={"operations": 100, "read_bytes": 7}
@@ -177,7 +148,6 @@ def test_rates_are_growth_over_time_and_never_negative() -> None:
         (("status", "unix:/nowhere"), "cannot be reached"),
         (("status", "--all", "unix:/nowhere"), "cannot be reached"),
         (("ls", "unix:/nowhere", "x"), "cannot be reached"),
-        (("top", "--once", "unix:/nowhere"), "cannot be reached"),
         (("drain", "unix:/nowhere"), "cannot be reached"),
         (("status", "--token-file", "/nowhere", "unix:/x"), "--token-file /nowhere: cannot be read"),
         (("status", "host:1"), 'is not "unix:/path"'),

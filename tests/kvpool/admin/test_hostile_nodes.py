@@ -93,7 +93,6 @@ def scripted(tmp_path: Path) -> Iterator[Callable[[Answer], str]]:
         ("status",),
         ("status", "--all"),
         ("ls", EVIL),
-        ("top", "--once", "--interval", "0.05"),
         ("ns", "list"),
         ("ns", "drop", EVIL),
         ("ns", "switch", "a", "b"),

@@ -18,7 +18,7 @@ from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import ClusterState, Gossip, NamespaceSettings, PutNamespace
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
 from pdserve.kvpool.transports.shm import host_id
-from pdserve.tokens import digest
+from pdserve.security.tokens import digest
 from tests.support.command import Done, pdserve_here
 from tests.support.kvpool.clustered import HANGS_S, QUIET, Locals, Processes
 from tests.support.kvpool.local_node import LocalNode
@@ -64,9 +64,9 @@ def guarded(start: Start) -> LocalNode:
     """A node with an administrator and a namespace with tokens, r, w and a."""
     node = start(name="guarded", admin_token=f"sha256:{digest(ROOT)}")
     ns(
-        *("create", node.address, "tenant", "--quota", "1MiB"),
-        *("--read-token", f"sha256:{digest('r')}", "--write-token", f"sha256:{digest('w')}"),
-        *("--admin-token", f"sha256:{digest('a')}"),
+        *("create", node.address, "tenant", "quota_bytes=1MiB"),
+        *(f"read_token=sha256:{digest('r')}", f"write_token=sha256:{digest('w')}"),
+        *(f"admin_token=sha256:{digest('a')}",),
         token=ROOT,
     )
     return node
@@ -185,12 +185,12 @@ def test_a_node_that_was_away_when_a_namespace_was_dropped_does_not_serve_it(poo
     reader[0].close()
 
 
-def test_a_switch_tells_workers_of_the_old_revision_what_replaced_it(pool: Locals) -> None:
+def test_a_replacement_tells_workers_of_the_old_revision_what_replaced_it(pool: Locals) -> None:
     pool.start("a", "b")
     pool.until("ab")
     a, b = pool.nodes["a"].address, pool.nodes["b"].address
-    ns("create", a, "model@1", "--weight", "3")
-    assert json.loads(ns("switch", a, "model@1", "model@2", "--json").stdout)["nodes_behind"] == []
+    ns("create", a, "model@1", "weight=3")
+    assert json.loads(ns("replace", a, "model@1", "model@2", "--json").stdout)["nodes_behind"] == []
     old = client(pool.nodes["b"], "model@1")
     [error] = old.check().values()
     assert isinstance(error, PoolRefused)
@@ -207,8 +207,8 @@ def test_the_command_line_makes_changes_and_lists_namespaces(guarded: LocalNode,
     assert "tenant" in text
     assert "read write admin" in text
     (tmp_path / "new").write_text(f"{NEW}\n")
-    ns("set", address, "tenant", "--read-token", f"@{tmp_path}/new", token="a")
-    ns("set", address, "tenant", "--weight", "2", token=ROOT)
+    ns("set", address, "tenant", f"read_token_file={tmp_path}/new", token="a")
+    ns("set", address, "tenant", "weight=2", token=ROOT)
     [shown] = [json.loads(line) for line in ns("list", address, "--json", token="a").stdout.splitlines()]
     assert (shown["settings"]["weight"], shown["settings"]["quota_bytes"]) == (2.0, 1 << 20)
     for token in ("a", NEW):  # who may only read does not open it first
@@ -219,16 +219,18 @@ def test_the_command_line_makes_changes_and_lists_namespaces(guarded: LocalNode,
         (("list", address), "admin token"),
         (("create", address, "tenant"), "is there already"),
         (("set", address, "none"), "pool ns create"),
-        (("set", address, "tenant", "--quota", "9TiB"), "cannot be larger"),
-        (("set", address, "tenant", "--policy", "lrv"), "lru"),
+        (("set", address, "tenant", "quota_bytes=9TiB"), "cannot be larger"),
+        (("set", address, "tenant", "policy=lrv"), "lru"),
         (("drop", address, "none"), "no namespace 'none'"),
     ]:
         token = "" if words[0] == "list" else ROOT
         line = ns(*words, token=token, status=1).stderr
         assert said in line
         assert len(line.splitlines()) == 1
-    assert "not a size" in ns("set", address, "tenant", "--quota", "lots", token=ROOT, status=2).stderr
-    assert "--media" in ns("set", address, "tenant", "--media", "tape", token=ROOT, status=2).stderr
+    assert "not a size" in ns("set", address, "tenant", "quota_bytes=lots", token=ROOT, status=2).stderr
+    for word, said in [("media=tape", "media"), ("quota=1", "quota_bytes"), ("weight", "SETTING=VALUE")]:
+        assert said in ns("set", address, "tenant", word, token=ROOT, status=2).stderr
+    assert NEW not in ns("set", address, "tenant", f"read_token={NEW}", token=ROOT, status=2).stderr
 
 
 def test_a_namespace_may_be_dropped_again(guarded: LocalNode) -> None:

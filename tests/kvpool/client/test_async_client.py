@@ -26,7 +26,7 @@ from pdserve.kvpool.testing.inproc import InprocConnector
 from pdserve.kvpool.transports.async_control import AsyncControl
 from pdserve.kvpool.transports.session import make_hello
 from tests.support.kvpool.clients import SOON_S, config_of, doors_of
-from tests.support.kvpool.door import UPGRADING, Door, Manner
+from tests.support.kvpool.door import UPGRADING, Door, DoorConnector, Manner
 from tests.support.kvpool.faulty import key
 from tests.support.kvpool.faulty import put as put_pages
 
@@ -129,7 +129,7 @@ async def test_waits_given_up_do_not_keep_others_from_theirs(door: Door) -> None
         assert door.greeted == 1
 
 
-async def test_the_fates_of_pages_are_told_and_of_a_dead_node_nothing(door: Door) -> None:
+async def test_fates_and_places_of_pages_are_told_and_of_a_dead_node_nothing(door: Door) -> None:
     with client_of(door) as client:
         await asyncio.to_thread(put, door, 1)
         there, never = await client.fates([key(1), key(2)])
@@ -137,8 +137,11 @@ async def test_the_fates_of_pages_are_told_and_of_a_dead_node_nothing(door: Door
         assert there.stored_ago_s is not None
         assert never == m.Fate()
         assert await client.fates([]) == []
+        [here, nowhere] = await client.places([key(1), key(2)])
+        assert (here, nowhere) == (Place("n0", "dram"), None)
         door.kill()
         assert await client.fates([key(1)]) == [None]
+        assert await client.places([key(1)]) == [None]
 
 
 async def test_more_keys_than_a_message_holds(door: Door) -> None:
@@ -269,6 +272,29 @@ async def test_a_view_that_comes_with_the_greeting_is_not_lost(door: Door) -> No
         assert client._links.keys() == {"n0"}, "a node that left is not tried any more"
 
 
+async def test_a_wait_looks_at_the_earlier_owner_first_and_follows_its_pages(tmp_path: Path) -> None:
+    doors, wanted = doors_of(tmp_path, 3), [key(n) for n in range(60)]
+    addresses = [m.NodeAddress(door.node.name, door.address) for door in doors]
+    config = config_of(doors, exists_timeout_s=SOON_S, connect_timeout_s=SOON_S)
+    for door in doors:
+        door.node.view = View(0, 2, addresses[:2])
+    writer = PoolClient(config, "ns", {}, connector=DoorConnector(doors))
+    await asyncio.to_thread(put_pages, writer, wanted)
+    for door in doors:
+        door.tell(View(0, 3, addresses, addresses[:2]))
+    client = AsyncPoolClient(config, "ns", {})
+    await client.exists(wanted[:1])
+    assert await client.wait(wanted, 5.0) == [True] * 60
+    later = [key(n) for n in range(60, 120)]
+    waiting = asyncio.create_task(client.wait(later, SOON_S))
+    await asyncio.to_thread(put_pages, writer, later)
+    assert await waiting == [True] * 60
+    client.close()
+    writer.close()
+    for door in doors:
+        door.close()
+
+
 async def test_what_hangs_up_a_connection_reaches_all_its_calls_and_its_owner(door: Door) -> None:
     control = await AsyncControl.connect(door.address, make_hello("test", "", "none"), "ns", {})
     told: list[m.Fault] = []
@@ -284,29 +310,6 @@ async def test_what_hangs_up_a_connection_reaches_all_its_calls_and_its_owner(do
     assert told == [UPGRADING]
     with pytest.raises(PoolRestarting):
         await control.call(m.Ping)
-
-
-async def test_one_refused_request_does_not_take_the_node_from_all_others(door: Door) -> None:
-    with client_of(door, retry_after_s=600.0) as client:
-        put(door, 1)
-        assert await client.exists([key(1)]) == [True]
-        link = client._links["n0"]
-        link.refused(m.Fault(2, "overloaded", "too much"))
-        assert link._alive() is not None
-        link.refused(m.Fault(3, "unknown_namespace", "it was dropped"))
-        assert link._alive() is None, "the next connection has the namespace's new number"
-        assert await client.exists([key(1)]) == [True]
-
-
-async def test_where_pages_are_is_told_and_of_a_dead_node_nothing(door: Door) -> None:
-    with client_of(door) as client:
-        await asyncio.to_thread(put, door, 1)
-        [there, never] = await client.places([key(1), key(2)])
-        assert there is not None
-        assert there.tier == "dram"
-        assert never is None
-        door.kill()
-        assert await client.places([key(1)]) == [None]
 
 
 class Rising(AsyncPoolClient):
@@ -332,11 +335,4 @@ async def test_pages_are_brought_up_part_by_part_the_first_ones_first() -> None:
     keys = [key(n) for n in range(310)]
     assert await pool.raise_pages(keys, 60.0) == 300
     assert max(pool.asked) == m.MAX_KEPT_KEYS
-    pool.close()
-
-
-async def test_pages_that_do_not_come_up_are_waited_for_until_the_deadline() -> None:
-    pool = Rising(in_tier=3, at_once=0)
-    assert await pool.raise_pages([key(0), key(1)], 0.0) == 0
-    assert pool.asked == [2]
     pool.close()

@@ -69,7 +69,7 @@ def test_a_batch_larger_than_what_a_node_grants_at_a_time_is_stored_whole(
 
 def test_pages_are_visible_before_the_batch_is_done(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "PIECE_BYTES", 4 * PAGE_BYTES)
-    client, other = pool.client(connections_per_node=1), pool.client()
+    client, other = pool.client(connections=1), pool.client()
     seen: list[int] = []
 
     def look(node: str, step: str) -> None:
@@ -83,7 +83,7 @@ def test_pages_are_visible_before_the_batch_is_done(pool: Pool, monkeypatch: pyt
 
 def test_a_piece_that_fails_costs_its_own_pages_only(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "PIECE_BYTES", 4 * PAGE_BYTES)
-    client = pool.client(connections_per_node=1)
+    client = pool.client(connections=1)
     writes: list[str] = []
 
     def fail(node: str, step: str) -> None:
@@ -99,7 +99,7 @@ def test_a_piece_that_fails_costs_its_own_pages_only(pool: Pool, monkeypatch: py
 
 def test_pieces_are_moved_side_by_side(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "PIECE_BYTES", 4 * PAGE_BYTES)
-    client = pool.client(connections_per_node=2)
+    client = pool.client(connections=2)
     together = threading.Barrier(2, timeout=30)
 
     def meet(node: str, step: str) -> None:

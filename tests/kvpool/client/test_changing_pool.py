@@ -13,11 +13,9 @@ from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.protocol.cluster_messages import Drain
 from pdserve.kvpool.protocol.messages import Done
-from tests.support.kvpool.clients import Blocking
 from tests.support.kvpool.clustered import Processes
 from tests.support.kvpool.faulty import keys
-from tests.support.kvpool.nodes import small_config
-from tests.support.kvpool.pools import KIB, ProcessPool, remove_arena
+from tests.support.kvpool.pools import KIB
 
 PAGE_BYTES = 16 * KIB
 COUNT = 200
@@ -93,34 +91,3 @@ def test_a_client_of_one_seed_follows_a_join_a_drain_and_a_death(processes: Proc
         reader.join(SOON_S)
     assert client.exists(keys(COUNT)) == [True] * COUNT
     client.close()
-
-
-def test_clients_of_a_pool_that_was_started_anew_with_fewer_nodes_and_less_memory_follow(
-    processes: Processes,
-) -> None:
-    processes.start("a", "b")
-    processes.until("ab")
-    refs = [PoolNodeRef(node=name, address=node.address) for name, node in processes.nodes.items()]
-    config, wanted = PoolClientConfig(nodes=refs), keys(COUNT)
-    client, other = PoolClient(config, "ns", {"page_size": "64"}), Blocking(config, "ns", {"page_size": "64"})
-
-    def put() -> list[bool]:
-        return client.put(wanted, [page_of(key) for key in wanted])
-
-    until(lambda: all(put()))
-    assert all(other.exists(wanted))
-    for node in processes.nodes.values():
-        node.kill()
-    remove_arena(processes.nodes.pop("a").config)
-    cluster = processes.nodes["b"].config.cluster
-    smaller = small_config(name="b", capacity_bytes="8MiB", cluster=cluster)
-    processes.nodes["b"] = ProcessPool(smaller, processes.directory, "shm")
-    until(lambda: all(put()))
-    until(lambda: all(other.exists(wanted)))
-    pages = [[np.zeros(PAGE_BYTES, np.uint8)] for _ in wanted]
-    assert client.get(wanted, pages) == [True] * COUNT
-    for key, page in zip(wanted, pages, strict=True):
-        assert np.array_equal(page[0], page_of(key)[0])
-    assert client.counters.pages_lost == client.counters.pages_corrupt == 0
-    client.close()
-    other.close()

@@ -235,23 +235,6 @@ def test_nodes_without_membership_are_a_pool_that_shrinks_to_the_last_and_grows_
     assert get(client, keys(COUNT)) == [True] * COUNT
 
 
-def test_a_wait_looks_at_the_earlier_owner_first_and_follows_its_pages(pool: Pool) -> None:
-    pool.tell(pool.view(2, [0, 1]))
-    writer = pool.client(seeds=[0, 1])
-    put(writer, keys(COUNT))
-    pool.tell(pool.view(3, [0, 1, 2], previous=[0, 1]))
-    client = pool.client()
-    client.exists(keys(1))
-    assert client.wait(keys(COUNT), 5.0) == [True] * COUNT
-    found: list[list[bool]] = []
-    later = keys(2 * COUNT)[COUNT:]
-    waiter = threading.Thread(target=lambda: found.append(client.wait(later, SOON_S)))
-    waiter.start()
-    put(writer, later)
-    waiter.join(SOON_S)
-    assert found == [[True] * COUNT]
-
-
 # --- hot pages
 
 

@@ -17,9 +17,8 @@ from pdserve.kvpool.client.connection_pool import OpenConnection
 from pdserve.kvpool.cluster.ring import Ring
 from pdserve.kvpool.core.durable_answers import SAVE_TIMEOUT_S
 from pdserve.kvpool.protocol import messages as m
-from pdserve.kvpool.protocol.cluster_messages import GetView
 from pdserve.kvpool.protocol.page_bytes import PageBuffers
-from pdserve.tokens import Secret
+from pdserve.security.tokens import Secret
 from tests.support.kvpool.clients import SOON_S, until
 from tests.support.kvpool.faulty import PAGE_BYTES, Pool, empty_page, get, key, keys, page_of, put
 
@@ -114,16 +113,6 @@ def test_a_corrupt_page_is_a_miss_once_and_gone_afterwards(pool: Pool) -> None:
     assert get(client, wanted) == [True] * 5
 
 
-def lose(kind: type) -> Callable[[str, m.Request], None]:
-    """The node answers no request of this kind."""
-
-    def answer(node: str, request: m.Request) -> None:
-        if isinstance(request, kind):
-            raise PoolTimeout("lost")
-
-    return answer
-
-
 def test_pages_that_were_read_stay_read_when_the_node_goes_while_it_is_told_so(pool: Pool) -> None:
     client = pool.client(retry_after_s=60.0)
     wanted = keys(COUNT)
@@ -137,39 +126,6 @@ def test_pages_that_were_read_stay_read_when_the_node_goes_while_it_is_told_so(p
     assert get(client, wanted) == [True] * COUNT
     pool.connector.before = lambda node, step: None
     assert client.exists(wanted) == [True] * COUNT
-
-
-def test_a_corrupt_page_that_cannot_be_reported_costs_the_others_nothing(pool: Pool) -> None:
-    client = pool.client(retry_after_s=60.0)
-    wanted = keys(COUNT)
-    put(client, wanted)
-    node = next(node for node in pool.nodes if node.name == owners(pool, wanted)[2])
-    node.memory[node.state.store.slots.offset(node.state.store.find(1, wanted[2]))] ^= 1
-    pool.connector.answer = lose(m.Discard)
-    assert get(client, wanted) == [True] * 2 + [False] + [True] * (COUNT - 3)
-    assert client.exists(wanted) == [True] * COUNT
-
-
-def test_pages_that_were_stored_stay_so_when_the_view_that_others_need_is_not_told(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client = pool.client(retry_after_s=60.0)
-    wanted = keys(COUNT)
-    for node in pool.nodes:
-        refused = {wanted[0]: m.Grant(m.MOVED)}
-        monkeypatch.setattr(node.state.sharding, "refusals", lambda *_, refused=refused: refused)
-    pool.connector.answer = lose(GetView)
-    assert put(client, wanted) == [False] + [True] * (COUNT - 1)
-
-
-def test_a_page_whose_lease_ended_while_it_was_copied_is_a_miss(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client = pool.client()
-    put(client, keys(1))
-    monkeypatch.setattr("pdserve.kvpool.transports.mapped.RowReader.still_holds", lambda *_: False)
-    assert get(client, keys(1)) == [False]
-    assert (client.counters.pages_lost, client.counters.pages_corrupt) == (1, 0)
 
 
 def no_thread_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +227,7 @@ def test_whatever_step_times_out_the_answer_has_full_length(pool: Pool, step: st
 
 def test_close_ends_operations_under_way_with_misses(pool: Pool) -> None:
     """Also those whose parts wait for a thread: they must end, not be forgotten."""
-    client = pool.client(connections_per_node=1)
+    client = pool.client(connections=1)
     wanted = keys(COUNT)
     put(client, wanted)
     reading, go_on = threading.Barrier(4), threading.Event()
@@ -329,31 +285,6 @@ def test_nodes_are_cleared_and_checked_side_by_side_with_the_time_that_they_may_
     assert set(client.check().values()) == {None}
 
 
-def test_a_node_that_is_overloaded_for_one_request_serves_the_next(pool: Pool) -> None:
-    client = pool.client(retry_after_s=60.0)
-    put(client, keys(COUNT))
-    pool.connector.answer = lambda node, request: (
-        m.Fault(request.id, "overloaded", "too much") if isinstance(request, m.Exists) else None
-    )
-    assert client.exists(keys(COUNT)) == [False] * COUNT
-    pool.connector.answer = lambda node, request: None
-    assert client.nodes_up == len(pool.nodes)
-    assert client.exists(keys(COUNT)) == [True] * COUNT
-
-
-def test_clear_while_others_read_and_write_empties_only_our_namespace(pool: Pool) -> None:
-    client, other = pool.client(), pool.client("other")
-    wanted = keys(COUNT)
-    put(client, wanted)
-    put(other, wanted)
-    writer, written = in_thread(lambda: put(client, [key(n) for n in range(1000, 1100)]))
-    assert client.clear() >= COUNT
-    writer.join(SOON_S)
-    assert len(written[0]) == 100
-    assert client.exists(wanted) == [False] * COUNT
-    assert get(other, wanted) == [True] * COUNT
-
-
 @pytest.mark.parametrize(
     ("beyond_bytes", "page_key", "fits"), [(0, "", True), (1, "", False), (0, "k" * 32, False)]
 )
@@ -365,23 +296,3 @@ def test_a_node_with_slabs_smaller_than_a_page_and_its_tag_is_refused(
     with closing(PoolClient(config, "ns", {}, connector=pool.connector, page_bytes=page_bytes)) as client:
         errors = client.check().values()
     assert all(error is None if fits else isinstance(error, PoolRefused) for error in errors)
-
-
-def test_a_node_of_an_older_version_that_names_no_largest_page_is_taken(pool: Pool) -> None:
-    pool.connector.answer = lambda node, request: (
-        m.Opened(1, 1) if isinstance(request, m.OpenNamespace) else None
-    )
-    with closing(PoolClient(pool.config(), "ns", {}, connector=pool.connector, page_bytes=1 << 40)) as client:
-        assert not any(client.check().values())
-
-
-@pytest.mark.parametrize("page_key", ["", "a key"])
-def test_pages_are_dropped_by_key_at_their_owners(pool: Pool, page_key: str) -> None:
-    client = pool.client(page_key=Secret(page_key))
-    wanted = keys(COUNT)
-    put(client, wanted)
-    dropped = client.discard([*wanted[:COUNT:2], key(COUNT)], PAGE_BYTES)
-    assert dropped == [True] * (COUNT // 2) + [False]
-    assert client.exists(wanted) == [False, True] * (COUNT // 2)
-    assert client.discard(wanted[1:2], PAGE_BYTES + 1) == [False]  # a page of another length is another one
-    assert put(client, wanted) == [True] * COUNT

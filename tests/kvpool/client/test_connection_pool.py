@@ -168,24 +168,6 @@ def test_a_node_that_came_back_is_found_whatever_went_wrong_meanwhile(
     link.check(soon())
 
 
-def test_connections_of_before_a_failure_are_neither_reused_nor_held_against_the_node(
-    node: Node, make: MakeLink
-) -> None:
-    link = make(limit=3)
-
-    def late() -> None:
-        with link.acquire(soon()):
-            with link.acquire(soon()):
-                fail(link, PoolUnavailable("gone"))
-                until(lambda: link.up)
-            raise PoolTimeout("late")
-
-    with pytest.raises(PoolTimeout):
-        late()
-    assert link.up
-    assert [connection.closed for connection in node.made[:3]] == [True] * 3
-
-
 def test_at_most_limit_operations_run_and_others_wait_for_their_deadline_only(
     node: Node, make: MakeLink
 ) -> None:
@@ -197,39 +179,6 @@ def test_at_most_limit_operations_run_and_others_wait_for_their_deadline_only(
     with pytest.raises(PoolTimeout, match="no time was left"):
         link.check(within(-1.0))
     assert link.up  # neither a full link nor a late caller is a failed node
-    assert node.attempts == 1
-
-
-def test_who_waited_for_a_connection_of_a_node_that_failed_does_not_try_it(
-    node: Node, make: MakeLink
-) -> None:
-    link = make(limit=1, retry_after_s=NEVER_S)
-    waiting = threading.Event()
-    acquire = link._free.acquire
-    outcome: list[str] = []
-
-    def told(*given: Any, **options: Any) -> bool:
-        waiting.set()
-        return acquire(*given, **options)
-
-    def wait() -> None:
-        with pytest.raises(PoolUnavailable) as caught:
-            link.check(soon())
-        outcome.append(str(caught.value))
-
-    waiter = threading.Thread(target=wait)
-
-    def work() -> None:
-        with link.acquire(soon()):
-            link._free.acquire = told  # type: ignore[method-assign]
-            waiter.start()
-            assert waiting.wait(SOON_S)
-            raise PoolTimeout("late")
-
-    with pytest.raises(PoolTimeout):
-        work()
-    waiter.join(SOON_S)
-    assert outcome == ["pool node n is down"]
     assert node.attempts == 1
 
 
@@ -273,13 +222,6 @@ def test_one_refused_request_does_not_take_the_node_from_all_others(
     link.check(soon())
     assert len(node.made) == (1 if code == "overloaded" else 2)  # the second has the namespace's new number
     assert node.made[0].closed == (code != "overloaded")
-
-
-def test_any_exception_inside_an_operation_closes_its_connection_only(node: Node, make: MakeLink) -> None:
-    link = make()
-    fail(link, ValueError("bug"))
-    assert node.made[0].closed
-    assert link.up
 
 
 def test_a_connection_opened_while_the_link_closes_is_closed(node: Node, make: MakeLink) -> None:

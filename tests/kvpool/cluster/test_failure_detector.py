@@ -55,11 +55,11 @@ def test_two_refusals_in_a_row_make_a_suspect_at_once() -> None:
 
 def test_a_refusal_between_answers_is_nothing() -> None:
     it = detector(a=1)
-    for now_s in (0.01, 0.02, 0.03):
+    for now_s in (0.01, 5.01, 10.01):
         assert it.handle(d.PingEnded("a", "refused"), now_s) == [d.Ping("a")]
         assert it.handle(d.PingEnded("a", "answered"), now_s) == []
         it.handle(d.Known({"a": 1}, {}), now_s)
-        assert it.handle(d.Suspected("a"), now_s) == [d.Ping("a")]
+        assert d.Ping("a") in it.handle(d.Tick(), now_s + 4.9)
 
 
 def test_a_member_that_announced_its_silence_is_excused_for_a_while() -> None:
@@ -122,13 +122,6 @@ def test_a_node_that_was_paused_blames_nobody_for_its_own_silence() -> None:
     assert it.handle(d.Tick(), 5.0) == [d.Ping("a"), d.Sync("a")]
     it = detector(a=1)
     assert it.handle(d.PingEnded("a", "silent"), 5.0) == [d.Ping("a")]
-
-
-def test_doubt_from_outside_is_settled_by_a_ping_at_once() -> None:
-    it = detector(a=1)
-    it.handle(d.PingEnded("a", "answered"), 0.01)
-    assert it.handle(d.Suspected("a"), 0.05) == [d.Ping("a")]
-    assert it.handle(d.Suspected("nobody"), 0.05) == []
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 9, 30])

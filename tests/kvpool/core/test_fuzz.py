@@ -53,7 +53,7 @@ from pdserve.kvpool.protocol.cluster_messages import (
 from pdserve.kvpool.protocol.frames import HEADER_BYTES, decode_request, encode_frame
 from pdserve.kvpool.protocol.kv_events import Blocks, Told
 from pdserve.kvpool.tiers.base import CORRUPT, GONE, LOADED, REFUSED, STORED
-from pdserve.tokens import digest
+from pdserve.security.tokens import digest
 from tests.support.kvpool.node_model import KIB, Node, key
 from tests.support.suite.extended import examples
 

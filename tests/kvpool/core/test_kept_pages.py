@@ -11,7 +11,7 @@ from pdserve.kvpool.core.kept_pages import TOUCH_S, TOUCHED_AT_ONCE
 from pdserve.kvpool.core.namespace_admin import Rules
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import NamespaceSettings
-from pdserve.tokens import digest
+from pdserve.security.tokens import digest
 from tests.support.kvpool.node_model import KIB, Node, key
 
 SLOTS = 64

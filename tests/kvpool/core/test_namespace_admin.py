@@ -26,7 +26,7 @@ from pdserve.kvpool.protocol import cluster_messages as c
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord, NamespaceSettings
 from pdserve.kvpool.protocol.messages import ADMIN, ALL, READ, WRITE
-from pdserve.tokens import digest
+from pdserve.security.tokens import digest
 from tests.support.kvpool.node_model import KIB, Node, answers, commit, key, opened
 from tests.support.kvpool.profiled import calls_of
 from tests.support.suite.extended import examples

@@ -25,12 +25,11 @@ from pdserve.errors import PoolUnavailable, StartupError
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.hicache import backend as hicache_backend
 from pdserve.kvpool.hicache import lookup, page_access
-from pdserve.kvpool.node.config.node import SLOT_ALIGN_BYTES
 from pdserve.pages import KvGeometry
-from pdserve.tokens import reveal
+from pdserve.security.tokens import reveal
 from tests.support.kvpool import host_pool
 from tests.support.kvpool.faulty import Pool, keys
-from tests.support.kvpool.host_pool import HOST_PAGES, LAYERS, PAGE_TOKENS, TOKEN_BYTES, HostPool, indices
+from tests.support.kvpool.host_pool import HOST_PAGES, LAYERS, PAGE_TOKENS, HostPool, indices
 
 
 def geometry(**changed: str) -> KvGeometry:
@@ -241,19 +240,6 @@ def test_calls_that_a_mover_did_not_carry_out_are_said_now_and_then(
         assert made.batch_get_v1(names(1), indices([0])) == [False]
     [line] = [record for record in caplog.records if "lanes" in record.getMessage()]
     assert (line.levelname, line.exc_info) == ("WARNING", None)
-    made.close()
-
-
-def test_counts_that_cannot_be_published_cost_no_page(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = backend(pool, HostPool("page_first"))
-
-    def publish(counters: object) -> None:
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(made._pages._chains._metrics, "publish", publish)
-    assert made.batch_set_v1(names(3), indices([0, 1, 2])) == [True] * 3
-    assert made.batch_get_v1(names(3), indices([4, 5, 6])) == [True] * 3
-    assert made.batch_exists(names(3)) == 3
     made.close()
 
 
@@ -526,7 +512,3 @@ def test_a_lookup_answers_what_sglangs_own_file_backend_does(
     assert found.restorable_prefix_pages == expected.restorable_prefix_pages
     if expected.restorable_prefix_pages:  # it stops counting where nothing is left
         assert found.extra_pool_hit_pages == expected.extra_pool_hit_pages
-
-
-def test_the_host_pages_here_fit_a_slot() -> None:
-    assert 2 * LAYERS * PAGE_TOKENS * TOKEN_BYTES <= SLOT_ALIGN_BYTES

@@ -27,9 +27,8 @@ from pdserve.kvpool.mover.client import MoverClient
 from pdserve.kvpool.mover.host_pages import HostPart
 from pdserve.kvpool.mover.supervisor import MAX_PAUSE_S, Pauses
 from pdserve.pages import KV
-from tests.support.kvpool import host_pool
 from tests.support.kvpool.faulty import keys
-from tests.support.kvpool.host_pool import LAYERS, PAGE_TOKENS, HostPool, indices
+from tests.support.kvpool.host_pool import PAGE_TOKENS, HostPool, indices
 from tests.support.kvpool.nodes import small_config
 from tests.support.kvpool.pools import ProcessPool, arena_dir, running_node
 from tests.support.suite.extended import extended
@@ -128,19 +127,6 @@ def test_a_host_pool_that_cannot_be_shared_keeps_all_in_the_scheduler() -> None:
     own = HostPool("page_first")
     assert host_parts({KV: AccessPool(shared, b""), "swa": AccessPool(own, b"")}) is None
     os.close(shared.fd)
-
-
-def test_a_node_whose_slabs_are_smaller_than_a_page_is_refused(
-    rank: Callable[..., Rank], node: ProcessPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name, slab = node.config.name, node.config.slab
-    monkeypatch.setattr(host_pool, "HOST_PAGES", 3)
-    monkeypatch.setattr(host_pool, "TOKEN_BYTES", slab // (2 * LAYERS * PAGE_TOKENS))
-    assert rank().mover.check() == {name: None}
-    monkeypatch.setattr(host_pool, "TOKEN_BYTES", slab // (2 * LAYERS * PAGE_TOKENS) + 1)
-    error = rank().mover.check()[name]
-    assert isinstance(error, PoolRefused)
-    assert f"takes pages of {slab:,} bytes at most" in str(error)
 
 
 def test_a_mover_that_was_killed_costs_a_batch_and_starts_again(rank: Callable[..., Rank]) -> None:

@@ -7,7 +7,7 @@ import pytest
 from pdserve.kvpool.namespaces.access import KEPT, guards, redacted, rights_of
 from pdserve.kvpool.protocol.cluster_messages import NamespaceSettings
 from pdserve.kvpool.protocol.messages import ALL, READ, WRITE
-from pdserve.tokens import digest, digest_of_setting, is_digest, same
+from pdserve.security.tokens import digest, digest_of_setting, is_digest, same
 
 R, W, A = digest("r"), digest("w"), digest("a")
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from itertools import permutations
 
-import msgspec
-import pytest
-
 from pdserve.kvpool.namespaces.catalog import SEQUENCES, Namespaces
 from pdserve.kvpool.namespaces.takeover import take_over
 from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord
@@ -21,17 +18,6 @@ def of(*names: str, incarnation: int = 1, **geometry: str) -> Namespaces:
     return made
 
 
-def before_eras(made: Namespaces) -> str:
-    """The list as it was written before there were eras."""
-    file = msgspec.json.decode(made.dump())
-    del file["revision"], file["lineage"]
-    for namespace in file["namespaces"]:
-        del namespace["era"]
-        if namespace["space"] == namespace["number"]:
-            namespace["space"] = 0
-    return msgspec.json.encode(file).decode()
-
-
 def test_a_reboot_takes_the_newest_list_and_its_spaces() -> None:
     made = of("a")
     older = made.dump()
@@ -40,7 +26,7 @@ def test_a_reboot_takes_the_newest_list_and_its_spaces() -> None:
     for saved in permutations([older, newer, None]):
         taken = take_over(Namespaces(2), saved)
         assert taken.namespaces.tier_spaces == made.tier_spaces
-        assert (taken.numbers, taken.problems) == ([None] * 3, [])
+        assert taken.problems == []
         assert taken.namespaces.revision >= made.revision
 
 
@@ -85,29 +71,6 @@ def test_where_memorys_list_was_not_saved_pages_in_tiers_count_as_far_as_the_tie
     again = Namespaces.load(taken.namespaces.dump(), 3)
     assert again.tier_spaces == taken.namespaces.tier_spaces
     assert again.revision > made.revision
-
-
-@pytest.mark.parametrize("change", ["nothing", "name", "geometry", "clear"])
-def test_a_number_in_a_tier_of_before_counts_where_it_means_the_same_namespace(change: str) -> None:
-    memory = of("a", "c" if change == "name" else "b", **({"g": "2"} if change == "geometry" else {}))
-    if change == "clear":
-        memory.clear(2)
-    for memory_list in (memory.dump(), before_eras(memory)):
-        taken = take_over(Namespaces.load(memory_list, 7), [before_eras(of("a", "b")), None])
-        now = taken.namespaces
-        same = {"nothing": {1, 2}, "geometry": set[int]()}.get(change, {1})
-        assert taken.numbers == [{number: now[number].tier_space for number in same}, None]
-
-
-def test_the_spaces_of_a_list_without_eras_get_the_era_of_this_start() -> None:
-    text = before_eras(of("a", "b"))
-    taken = take_over(Namespaces(9), [text])
-    assert taken.namespaces.tier_spaces == {9 << 32 | 1, 9 << 32 | 2}
-    assert taken.numbers == [{1: 9 << 32 | 1, 2: 9 << 32 | 2}]
-    assert take_over(Namespaces(10), [taken.namespaces.dump()]).namespaces.tier_spaces == {
-        9 << 32 | 1,
-        9 << 32 | 2,
-    }
 
 
 def test_no_number_and_no_sequence_is_given_out_that_memory_or_a_tier_may_have_seen() -> None:

@@ -9,7 +9,6 @@ import msgspec
 import pytest
 
 from pdserve.errors import ConfigError
-from pdserve.guesses import BURST
 from pdserve.kvpool.node.admission import Admission, check_open, rules_of
 from pdserve.kvpool.node.config.cluster import ClusterConfig
 from pdserve.kvpool.node.config.namespaces import NamespaceConfig, NamespaceDefaults
@@ -19,9 +18,10 @@ from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import View
 from pdserve.kvpool.protocol.handshake import NONCE_BYTES, key_id, without_token
 from pdserve.kvpool.transports.session import make_hello
+from pdserve.security.failed_logins import BURST
+from pdserve.security.tls import TlsConfig
+from pdserve.security.tokens import digest
 from pdserve.settings.config_file import load_config
-from pdserve.tls.contexts import TlsConfig
-from pdserve.tokens import digest
 
 TOKEN = "the-token-of-the-operator"
 PLAIN, TCP = TlsConfig(), TcpConfig()
@@ -176,7 +176,6 @@ def test_a_node_without_ucx_says_so() -> None:
         (UcxConfig(), {"NET_DEVICES": "lo"}),
         (UcxConfig(trusted_network=True), {}),
         (UcxConfig(trusted_network=True, devices="mlx5_0:1"), {"NET_DEVICES": "mlx5_0:1"}),
-        (UcxConfig(data_ports="7900-8900"), {"NET_DEVICES": "lo", "TCP_PORT_RANGE": "7900-8900"}),
         (UcxConfig(options={"NET_DEVICES": "eth9"}), {"NET_DEVICES": "eth9"}),
     ],
 )

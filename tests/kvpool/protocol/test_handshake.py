@@ -13,7 +13,7 @@ from pdserve.errors import PoolRefused
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.frames import encode_frame
 from pdserve.kvpool.protocol.handshake import NONCE_BYTES, Challenged, key_id, prove, without_token
-from pdserve.tokens import digest
+from pdserve.security.tokens import digest
 
 TOKENS = st.text(min_size=1, max_size=200).filter(lambda text: not text.endswith("\0"))
 

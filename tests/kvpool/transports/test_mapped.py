@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -13,7 +10,7 @@ import pytest
 from pdserve.errors import PoolUnavailable
 from pdserve.kvpool.protocol.messages import GRANTED, HIT, Grant, Pin
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, checksum_page
-from pdserve.kvpool.transports import streaming_copies
+from pdserve.kvpool.transports import mapped
 from pdserve.kvpool.transports.base import CORRUPT, LOST, OK
 from pdserve.kvpool.transports.mapped import STREAMED_READ_BYTES, STREAMED_WRITE_BYTES, MappedPages
 
@@ -35,9 +32,9 @@ class Rows:
 def arena(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Bytes1D, Rows, MappedPages]:
-    monkeypatch.delenv(streaming_copies.VARIABLE, raising=False)
+    monkeypatch.delenv(mapped.VARIABLE, raising=False)
     if request.param:
-        monkeypatch.setenv(*streaming_copies.environment({}).popitem())
+        monkeypatch.setenv(*mapped.streaming_environment({}).popitem())
     memory, rows = np.zeros(STREAMED_READ_BYTES * 2, np.uint8), Rows()
     return memory, rows, MappedPages(memory, rows, checksum=True)  # type: ignore[arg-type]
 
@@ -99,17 +96,7 @@ def test_a_slot_outside_the_arena_is_not_touched(arena: tuple[Bytes1D, Rows, Map
 
 
 def test_a_users_own_tunables_stay() -> None:
-    variable, tunable = streaming_copies.VARIABLE, streaming_copies.TUNABLE
-    assert streaming_copies.environment({"A": "b"}) == {"A": "b", variable: f"{tunable}=0x8000"}
-    assert streaming_copies.environment({variable: "x=1"})[variable] == f"x=1:{tunable}=0x8000"
-    assert streaming_copies.environment({variable: f"{tunable}=9"})[variable] == f"{tunable}=9"
-
-
-def test_glibc_knows_the_tunable() -> None:
-    name = os.confstr("CS_GNU_LIBC_VERSION") if "CS_GNU_LIBC_VERSION" in os.confstr_names else None
-    if name is None or sys.platform != "linux" or os.uname().machine != "x86_64":
-        pytest.skip("tunables are of glibc on x86-64")
-    loader = "/lib64/ld-linux-x86-64.so.2"
-    env = streaming_copies.environment({})
-    listed = subprocess.run([loader, "--list-tunables"], env=env, capture_output=True, text=True, timeout=60)
-    assert f"{streaming_copies.TUNABLE}: 0x8000" in listed.stdout
+    variable, tunable = mapped.VARIABLE, mapped.TUNABLE
+    assert mapped.streaming_environment({"A": "b"}) == {"A": "b", variable: f"{tunable}=0x8000"}
+    assert mapped.streaming_environment({variable: "x=1"})[variable] == f"x=1:{tunable}=0x8000"
+    assert mapped.streaming_environment({variable: f"{tunable}=9"})[variable] == f"{tunable}=9"

@@ -21,7 +21,7 @@ from pdserve.kvpool.transports.session import (
     Proving,
     make_hello,
 )
-from pdserve.tokens import digest
+from pdserve.security.tokens import digest
 from tests.support.suite.extended import examples
 
 HELLO = make_hello("test", "host", "auto", views=True)

@@ -21,7 +21,7 @@ from pdserve.kvpool.transports.base import CORRUPT, LOST, OK
 from pdserve.kvpool.transports.control import ControlChannel
 from pdserve.kvpool.transports.tcp.client import TcpConnection
 from pdserve.kvpool.transports.tcp.stream import GREETED_TAG, HEADER, TICKET_BYTES, WITHDRAWN
-from pdserve.tls.contexts import Certificates
+from pdserve.security.tls import Certificates
 from tests.support.certificates import Authority
 from tests.support.kvpool.tcp_server import RunningServer, running
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -30,8 +28,8 @@ from pdserve.kvpool.protocol.base import KEY_BYTES
 from pdserve.kvpool.protocol.page_bytes import PageBuffers
 from pdserve.kvpool.transports import ucx_client
 from pdserve.kvpool.transports.base import OK
-from pdserve.kvpool.transports.ucx import CLOSE_WAIT_S, UcxLibrary, UcxLink, ucx_options
-from pdserve.kvpool.transports.ucx_client import UcxConnection, gathers
+from pdserve.kvpool.transports.ucx import UcxLibrary, UcxLink
+from pdserve.kvpool.transports.ucx_client import UcxConnection
 from tests.support.kvpool.connectors import connect
 from tests.support.suite.extended import extended
 
@@ -159,21 +157,11 @@ def pin(connection: UcxConnection, keys: list[bytes], segment_bytes: list[int]) 
     return pins
 
 
-def test_small_segments_are_gathered_large_ones_are_not() -> None:
-    assert gathers([4096] * 56)
-    assert not gathers([4096])
-    assert not gathers([MIB, MIB])
-
-
 # UCX may move bytes by eager messages, by pipelined rendezvous, or by writing into the receiver's memory
-PROTOCOLS = {
-    "eager": {},
-    "rendezvous": {"UCX_RNDV_THRESH": "8k"},
-    "rendezvous put": {"UCX_RNDV_THRESH": "8k", "UCX_RNDV_SCHEME": "put_zcopy"},
-}
+RENDEZVOUS = [{"UCX_RNDV_THRESH": "8k"}, {"UCX_RNDV_THRESH": "8k", "UCX_RNDV_SCHEME": "put_zcopy"}]
 
 
-@pytest.mark.parametrize("environment", PROTOCOLS.values(), ids=PROTOCOLS.keys())
+@pytest.mark.parametrize("environment", [{}, *map(extended, RENDEZVOUS)], ids=["eager", "copied", "put"])
 def test_nothing_lands_in_the_buffers_after_a_read_timed_out(
     start_node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
 ) -> None:
@@ -215,29 +203,6 @@ def test_nothing_lands_in_the_buffers_after_a_read_timed_out(
     assert np.count_nonzero(buffer) == arrived
 
 
-def test_write_to_a_stopped_node_ends_at_its_deadline(node: Node) -> None:
-    connection = node.connect()
-    grants = reserve(connection, [key(1)], [BIG_BYTES])
-    page = np.ones(BIG_BYTES, np.uint8)
-    node.process.send_signal(signal.SIGSTOP)
-    with pytest.raises(PoolTimeout):
-        connection.write_pages(grants, [(page,)], soon(0.3))
-    with pytest.raises(PoolUnavailable):
-        connection.call(m.Status(9), soon())
-    node.process.send_signal(signal.SIGCONT)
-    node.wait_for("receive_failed", 1)
-
-
-def test_killed_node_is_noticed_before_any_deadline(start_node: Callable[..., Node]) -> None:
-    node = start_node()
-    connection = node.connect()
-    grants = reserve(connection, [key(1)], [BIG_BYTES])
-    page = np.ones(BIG_BYTES, np.uint8)
-    threading.Timer(0.01, node.process.kill).start()
-    with pytest.raises(PoolUnavailable):
-        commit(connection, grants, connection.write_pages(grants, [(page,)], soon()))
-
-
 CLIENT = """
 import sys, time, numpy as np
 from pdserve.kvpool.protocol import messages as m
@@ -274,78 +239,6 @@ def test_killed_client_fails_its_transfers(node: Node, line: bytes) -> None:
 
 # `connect` of the node, loaded before libc's. It stops the client, so that it cannot accept, kills it as soon
 # as its kernel has answered, and returns when the reset is there.
-KILL_ON_CONNECT = """
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <errno.h>
-#include <poll.h>
-#include <signal.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <sys/socket.h>
-#include <unistd.h>
-
-int connect(int fd, const struct sockaddr *address, socklen_t length) {
-    int (*next)(int, const struct sockaddr *, socklen_t) = dlsym(RTLD_NEXT, "connect");
-    FILE *file = address->sa_family == AF_INET ? fopen(getenv("VICTIM_FILE"), "r") : NULL;
-    int pid = 0, result, error;
-    char stat[32] = "/proc/self/stat", state = 0;
-    if (file != NULL) {
-        if (fscanf(file, "%d", &pid) != 1) abort();
-        fclose(file);
-        unlink(getenv("VICTIM_FILE"));
-        snprintf(stat, sizeof stat, "/proc/%d/stat", pid);
-        kill(pid, SIGSTOP);
-        while (state != 'T') {
-            file = fopen(stat, "r");
-            if (file == NULL || fscanf(file, "%*d %*s %c", &state) != 1) abort();
-            fclose(file);
-        }
-    }
-    result = next(fd, address, length);
-    error = errno;
-    if (pid != 0) {
-        struct pollfd reset = {fd, POLLRDHUP, 0};
-        kill(pid, SIGKILL);
-        poll(&reset, 1, 5000);
-    }
-    errno = error;
-    return result;
-}
-"""
-GREETER = """
-import sys, time
-from pdserve.kvpool.client.config import PoolClientConfig
-from pdserve.kvpool.client.connector import ConfiguredConnector
-connector = ConfiguredConnector(PoolClientConfig(data_path="ucx"), "victim")
-sys.stdin.readline()
-connector.connect(sys.argv[1], time.monotonic() + 20)
-"""
-
-
-def test_client_killed_while_the_node_connects_to_it_leaves_the_node_alive(
-    start_node: Callable[..., Node], tmp_path: Path
-) -> None:
-    library, victim_file = tmp_path / "connect.so", tmp_path / "victim"
-    compile_it = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library), "-ldl"]
-    subprocess.run(compile_it, input=KILL_ON_CONNECT, text=True, check=True)
-    node = start_node(
-        LD_PRELOAD=str(library),
-        VICTIM_FILE=str(victim_file),
-        UCX_TCP_PORT_RANGE="10000-20000",  # lower than any client's: then it is the node that connects
-    )
-    for _ in range(2):
-        command = [sys.executable, "-c", GREETER, node.address]
-        client = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
-        victim_file.write_text(str(client.pid))
-        client.communicate("go\n", timeout=120)
-        assert client.returncode == -signal.SIGKILL, "the node was to connect to the client"
-        connection = node.connect()
-        assert put(connection, [key(client.pid)], [random_page([MIB], 1)]) == b"\1"
-        connection.close()
-    assert node.process.poll() is None
-
-
 def test_aborted_reservations_end_and_the_connection_goes_on(node: Node) -> None:
     connection = node.connect()
     grants = reserve(connection, [key(i) for i in range(50)], [MIB, MIB])
@@ -391,24 +284,6 @@ def test_messages_that_nobody_asked_for_end_their_connection(node: Node) -> None
     other.close()
 
 
-def test_giving_up_a_page_that_is_being_sent_leaves_the_connection_alone(node: Node) -> None:
-    connection = node.connect()
-    [grant] = reserve(connection, [key(1)], [BIG_BYTES])
-    link = connection._link
-    sending = link.send(np.zeros(BIG_BYTES, np.uint8), grant.tag)
-    for _ in range(20):  # some of it, so that the node cannot cancel its receive any more
-        link.progress()
-    connection.post(m.Abort([grant.slot], [grant.sequence]))
-    with pytest.raises(subprocess.TimeoutExpired):
-        node.process.wait(0.7)  # the client has no time to go on; the node looks at it every 0.25 s
-    while not sending.completed:
-        link.progress()
-    page = random_page([MIB], 3)
-    assert put(connection, [key(100)], [page]) == b"\1"
-    assert node.counters()["receive_failed"] == 1
-    connection.close()
-
-
 def test_page_longer_than_its_slot_ends_the_connection_not_the_node(node: Node) -> None:
     connection = node.connect()
     grants = reserve(connection, [key(1), key(2)], [MIB])
@@ -434,37 +309,6 @@ def test_stranger_at_the_listener_is_turned_away(node: Node) -> None:
     assert put(connection, [key(1)], [random_page([4096], 1)]) == b"\1"
     stranger.destroy(operations)
     connection.close()
-
-
-def test_idle_node_and_client_use_no_cpu(node: Node) -> None:
-    connection = node.connect()
-    put(connection, [key(1)], [random_page([MIB], 1)])
-    process = psutil.Process(node.process.pid)
-    before = process.cpu_times()
-    with pytest.raises(subprocess.TimeoutExpired):
-        node.process.wait(1.0)
-    after = process.cpu_times()
-    assert after.user + after.system - before.user - before.system < 0.05
-    connection.close()
-
-
-def test_clients_that_never_greeted_cost_the_node_no_time_when_they_go() -> None:
-    """Those that ran out of time while they connected, of a node that was busy: it must not get busier."""
-    clients = range(10)
-
-    async def leave() -> float:
-        server = UcxServer(np.zeros(4096, np.uint8), lambda event: None, lambda *lost: None)
-        await server.start()
-        for number in clients:
-            await server.open(number)
-        began_s = time.process_time()
-        for number in clients:
-            server.close(number)
-        took_s = time.process_time() - began_s
-        server.stop()
-        return took_s
-
-    assert asyncio.run(leave()) < len(clients) * CLOSE_WAIT_S / 2
 
 
 class SlowLink:
@@ -609,18 +453,6 @@ async def test_a_connection_that_ends_as_a_send_begins_is_left_alone_from_then_o
     assert (done, lost) == ([False, False], [0])
 
 
-def test_destroy_ends_the_worker_itself() -> None:
-    library = UcxLibrary()
-    link = UcxLink(library, library.context({}))
-    link.listen(0)
-    descriptor = link.epoll_fd
-    select.select([descriptor], [], [], 0)
-    link.destroy([link.receive_greeting(np.zeros(8, np.uint8))])
-    with pytest.raises(OSError):
-        os.fstat(descriptor)
-    link.destroy([])
-
-
 def test_options_reach_ucx() -> None:
     """Several rails, say; of both ends: each makes its contexts here."""
     options = {"MAX_EAGER_RAILS": "2", "MAX_RNDV_RAILS": "3", "NET_DEVICES": "lo"}
@@ -638,38 +470,10 @@ def test_an_option_that_ucx_does_not_take_is_named_in_one_line(wrong: dict[str, 
     assert len(text.splitlines()) == 1
 
 
-def test_options_prefer_configuration_then_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("UCX_TLS", raising=False)
-    assert "tcp" in ucx_options({})["TLS"].split(",")
-    monkeypatch.setenv("UCX_TLS", "rc,self")
-    assert "TLS" not in ucx_options({})
-    assert ucx_options({"TLS": "tcp"})["TLS"] == "tcp"
-
-
 def test_importing_the_transport_loads_no_ucx() -> None:
     code = "import sys, pdserve.kvpool.transports.ucx_client, pdserve.kvpool.node.ucx.server as s; "
     code += "sys.exit('ucxx' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_a_node_of_its_own_host_alone_has_the_library_before_a_client_asks_for_it() -> None:
-    code = """
-import asyncio, sys, numpy as np
-from pdserve.kvpool.node.ucx import data_path
-from pdserve.kvpool.node.config.node import PoolNodeConfig
-data_path.LIBRARY_AFTER_S = 0.0
-async def run():
-    path = data_path.UcxPath(PoolNodeConfig(), np.zeros(4096, np.uint8), print, print)
-    path.prepare(at_once=False)
-    assert "ucxx" not in sys.modules
-    async with asyncio.timeout(60):
-        while "ucxx._lib.arr" not in sys.modules:
-            await asyncio.sleep(0.01)
-    assert path.server is None
-    path.stop()
-asyncio.run(run())
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_a_client_loads_ucx_when_it_is_made_and_only_if_a_node_may_be_elsewhere() -> None:

@@ -132,7 +132,7 @@ async def test_a_renewed_certificate_of_the_admin_port_is_shown_without_a_restar
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its authority is renewed too: both for itself and for the clients that it lets in."""
-    monkeypatch.setattr("pdserve.tls.contexts.LOOK_S", 0.0)
+    monkeypatch.setattr("pdserve.security.tls.LOOK_S", 0.0)
     older, newer = Authority(tmp_path / "older"), Authority(tmp_path / "newer")
     files = older.host(mutual=True)
     admin = Admin(key=KEY, tls=replace(files, ca=None))

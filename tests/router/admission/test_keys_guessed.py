@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.guesses import BURST
 from pdserve.router.config.tenants import Access
 from pdserve.router.tenants.api_keys import key_line
+from pdserve.security.failed_logins import BURST
 from tests.support.router.harness import Harness, Response, disagg
 from tests.support.router.mock_worker import ANSWER
 
@@ -22,7 +22,7 @@ FORGIVEN_S = 1e-3
 @pytest.fixture(autouse=True)
 def forgives_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     """However slow this machine is, nothing is forgiven within a test."""
-    monkeypatch.setattr("pdserve.guesses.FORGIVEN_S", FORGIVEN_S)
+    monkeypatch.setattr("pdserve.security.failed_logins.FORGIVEN_S", FORGIVEN_S)
 
 
 def access(tmp_path: Path, *proxies: str) -> Access:

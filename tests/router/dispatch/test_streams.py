@@ -12,12 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.router.contenders import mock_worker
-from benchmarks.router.load import Load, run_load
 from pdserve.router.config.limits import Probe
 from tests.support.router.harness import chat_body, disagg
 from tests.support.router.mock_worker import EVENTS, STREAM, Gate, answer, close, hang, stream
 from tests.support.router.process import RouterProcess
+from tests.support.router.raw_load import Load, mock_worker, run_load
 
 CHAT = "/v1/chat/completions"
 COUNT = 200

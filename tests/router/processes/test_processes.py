@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.processes import free_ports
 from pdserve.router.request.answer import KEEP_ALIVE
 from pdserve.router.tenants.api_keys import key_line
+from tests.support.processes import free_ports
 from tests.support.router.harness import Connection, Response
 from tests.support.router.mock_worker import (
     ANSWER,

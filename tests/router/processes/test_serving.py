@@ -31,7 +31,7 @@ def lingering(seconds: float) -> str:
 async def test_a_router_that_stops_ends_its_streams_and_answers_once_more_on_each_connection() -> None:
     decode = MockWorker("decode")
     async with workers(decode):
-        router = await RouterProcess.start("--decode", decode.url, program=lingering(3.0))
+        router = await RouterProcess.start("--decode", decode.url, program=lingering(8.0))
         await router.listening()
         gate = Gate()
         decode.script(CHAT, stream(EVENTS, gate, gate_after=1))

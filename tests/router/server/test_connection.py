@@ -379,7 +379,7 @@ async def test_beyond_the_bound_the_oldest_connection_goes_that_waits_for_no_ans
     """A stranger who opened as many sockets as the router may have kept all clients out."""
     busy = Client()
     await busy.send(REQUEST)
-    busy.state.crowd.most = 3
+    busy.state.connection_limit.most = 3
     idle = [Client(state=busy.state) for _ in range(4)]
     assert [client.transport.was_aborted for client in idle] == [True, True, False, False]
     await busy.answer()

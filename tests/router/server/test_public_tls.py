@@ -12,7 +12,6 @@ from pdserve.errors import ConfigError
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.config.tenants import Access
 from pdserve.router.server.uvicorn_server import make_server, public_tls
-from pdserve.tls import contexts
 from tests.support.certificates import Authority
 from tests.support.router.harness import served
 
@@ -30,7 +29,7 @@ async def shown(port: int, ca: Path, newest: ssl.TLSVersion) -> bytes:
 async def test_a_renewed_certificate_is_shown_to_the_next_client(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(contexts, "LOOK_S", 0.0)
+    monkeypatch.setattr("pdserve.security.tls.LOOK_S", 0.0)
     authority = Authority(tmp_path)
     certificate, key = authority.files("127.0.0.1")
     access = Access(tls_cert_file=certificate, tls_key_file=key)

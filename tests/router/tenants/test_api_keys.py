@@ -11,7 +11,7 @@ from pdserve.errors import ConfigError
 from pdserve.router.config.tenants import Access
 from pdserve.router.tenants.api_keys import load_keys
 from pdserve.router.tenants.key_cli import app
-from pdserve.tokens import digest
+from pdserve.security.tokens import digest
 
 
 def test_a_new_key_is_printed_once_and_kept_as_its_digest(tmp_path: Path) -> None:

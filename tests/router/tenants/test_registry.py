@@ -12,7 +12,7 @@ from pdserve.router.config.tenants import Tenant, TenantLimits
 from pdserve.router.tenants.registry import ANONYMOUS, Tenants
 from pdserve.router.tenants.tenant import TenantState
 from pdserve.router.tenants.token_bucket import TokenBucket
-from pdserve.tokens import digest
+from pdserve.security.tokens import digest
 
 
 def state(**limits: float) -> TenantState:

@@ -10,7 +10,7 @@ import pytest
 from pdserve.discovery.host_socket import new_name
 from pdserve.router.config.tenants import Access
 from pdserve.router.fleet.worker import Worker, WorkerInfo
-from pdserve.tokens import Secret
+from pdserve.security.tokens import Secret
 from tests.support.router.harness import CHAT, before, chat_body
 from tests.support.router.mock_worker import EVENTS, MockWorker
 

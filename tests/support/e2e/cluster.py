@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -18,10 +17,11 @@ from typing import Any
 
 import httpx
 
-from pdserve.up.claims import AUTOMATIC_PORTS, is_free
+from pdserve.up.claims import is_free
 from pdserve.up.places.sessions import session_members
 from tests.support.e2e import warm
 from tests.support.left_behind import reaper
+from tests.support.processes import free_ports
 
 START_TIMEOUT_S = 600.0  # a machine may have more to do
 STOP_TIMEOUT_S = 20.0
@@ -34,12 +34,8 @@ http = httpx.Client(
 
 
 def free_port() -> int:
-    """A TCP port that is free, in the range of `pdserve up`: a worker takes half a minute until it listens,
-    and no outgoing connection takes one of those meanwhile.
-    """
-    while not is_free("127.0.0.1", port := random.choice(AUTOMATIC_PORTS)):
-        pass
-    return port
+    """A TCP port of the loopback address that nobody listens on now."""
+    return free_ports(1)[0]
 
 
 def eventually(condition: Callable[[], bool], what: str, timeout_s: float, poll_s: float = 0.05) -> None:

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.serving.foreign import DYNAMO_PORTS
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.up.claims import is_free
 from tests.support.e2e.cluster import Process, free_port, http
 
+DYNAMO_PORTS: Final = (0, 100, 101, 200, 201, 300, 301)
+"""Ports that launch/dynamo.sh listens on, from the one it is given."""
 ROOT: Final = Path(__file__).parents[3]
 PYTHON: Final = ROOT / ".venv-dynamo/bin/python"
 """The interpreter with Dynamo; where there is none, the tests that need it are skipped."""

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Collection, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.peers.mooncake import is_installed, mooncake_servers
 from tests.support.e2e import warm
 from tests.support.e2e.cluster import PoolNode, Router, Worker, eventually, free_port
 from tests.support.e2e.draft_model import make_mtp_model
@@ -46,7 +44,6 @@ NEEDS: Final = {
     "elastic_workers": ("elastic0", "elastic1"),
     "hybrid": ("hybrid-prefill", "hybrid-decode"),
     "direct": ("sender", "receiver", "decode0"),
-    **({"on_mooncake": ("mooncake-prefill", "mooncake-decode")} if is_installed() else {}),
 }
 """The servers that a test needs which asks for one of these fixtures. Tests that need none come first, then
 those of each line: so most servers start once.
@@ -182,8 +179,6 @@ class Site:
     routers: dict[str, list[Router]] = field(default_factory=dict)
     """By the fixture that started them."""
     reference: Reference | None = None
-    running: ExitStack = field(default_factory=ExitStack)
-    """Mooncake's processes."""
 
     def use(self, fixtures: Collection[str], later: Sequence[Collection[str]]) -> None:
         """Before a test that asks for these fixtures: what it needs is ready, the reference computed.
@@ -208,12 +203,9 @@ class Site:
         """`fixtures`: those of all tests of the run. What none of them needs is not started."""
         pools = _pools(run_dir, fixtures)
         etcd = EtcdServer(run_dir)
-        running, master = ExitStack(), ""
-        if "on_mooncake" in fixtures and is_installed():
-            master = running.enter_context(mooncake_servers(512 << 20, run_dir))
-        workers = _workers(run_dir, model, pools, etcd, master)
+        workers = _workers(run_dir, model, pools, etcd)
         servers = Servers({worker.name: worker for worker in workers}, warm.is_up)
-        return cls(pools, etcd, servers, lengths, running=running)
+        return cls(pools, etcd, servers, lengths)
 
     def start(self) -> None:
         """Start the pool nodes. Servers start as tests need them."""
@@ -227,7 +219,6 @@ class Site:
         for pool in self.pools.values():
             pool.stop()
         self.etcd.kill()
-        self.running.close()
 
 
 def _pools(run_dir: Path, fixtures: Collection[str]) -> dict[str, PoolNode]:
@@ -243,9 +234,7 @@ def _pools(run_dir: Path, fixtures: Collection[str]) -> dict[str, PoolNode]:
     return {pool.name: pool for pool in pools}
 
 
-def _workers(
-    run_dir: Path, model: Path, pools: dict[str, PoolNode], etcd: EtcdServer, mooncake_master: str
-) -> list[Worker]:
+def _workers(run_dir: Path, model: Path, pools: dict[str, PoolNode], etcd: EtcdServer) -> list[Worker]:
     latent_model = make_latent_model(model, run_dir / "demo-latent")
     exact = engine_settings(model)
     direct = {
@@ -279,7 +268,6 @@ def _workers(
     disaggregated = {"nodes": [pools["pool0"].ref], "retry_after_s": 0.2, "page_key": PAGE_KEY}
     of_ranks = {"nodes": [pools["pool0"].ref], "put_timeout_s": 30.0, "restart_wait_s": 0.0}
     plainly = {"nodes": [pools["pool0"].ref]}
-    mooncake = {"engine": "mooncake", "options": {"master": mooncake_master}}
     as_remote = {**of_ranks, "data_path": "tcp"}
     return [
         Worker("agg", "plain", run_dir, exact, settings=plain),
@@ -302,8 +290,6 @@ def _workers(
         *_hybrid(run_dir, make_hybrid_model(model, run_dir / "hybrid"), pools),
         Worker("prefill", "sender", run_dir, chunked, disaggregated, direct),
         Worker("decode", "receiver", run_dir, exact, disaggregated, direct),
-        Worker("prefill", "mooncake-prefill", run_dir, exact, mooncake, unhurried),
-        Worker("decode", "mooncake-decode", run_dir, exact, mooncake, unhurried),
     ]
 
 

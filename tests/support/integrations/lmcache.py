@@ -122,7 +122,7 @@ def importable() -> Iterator[None]:
     contents: dict[str, dict[str, Any]] = {
         "lmcache.lmcache_native": {"Bitmap": StandInBitmap},
         f"{base}.internal_api": {"L2StoreResult": StandInResult},
-        f"{base}.l2_adapters.base": {"AdapterUsage": StandInUsage, "L2AdapterInterface": StandInAdapter},
+        f"{base}.l2_adapters.base": {"L2AdapterInterface": StandInAdapter},
     }
     packages = ("lmcache", "lmcache.v1", base, f"{base}.l2_adapters")
     made = {name: types.ModuleType(name) for name in (*packages, *contents)}

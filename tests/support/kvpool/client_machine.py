@@ -21,7 +21,7 @@ from pdserve.kvpool.policies import POLICIES
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import NamespaceSettings, PutNamespace
 from pdserve.kvpool.protocol.slot_table import COMMITTED, DOOMED, FREE, SWEEPING
-from pdserve.tokens import digest
+from pdserve.security.tokens import digest
 from tests.support.kvpool.node_model import KIB, Node, answers, commit, key
 
 NUMBERS = range(12)

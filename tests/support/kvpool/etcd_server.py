@@ -142,4 +142,4 @@ def settings(etcd: EtcdServer, **options: Any) -> EtcdConfig:
 
 def in_etcd(etcd: EtcdServer, **options: Any) -> dict[str, Any]:
     """Of a node's [cluster]."""
-    return {"cluster": {"membership": "etcd", "etcd": settings(etcd), **options}}
+    return {"cluster": {"etcd": settings(etcd), **options}}

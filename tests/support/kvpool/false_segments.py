@@ -9,7 +9,13 @@ import numpy as np
 import xxhash
 
 from pdserve.kvpool.tiers.base import TierPage
-from pdserve.kvpool.tiers.ssd.segment_format import BLOCK_BYTES, ENTRY_DTYPE, Record, encode_footer
+from pdserve.kvpool.tiers.ssd.segment_format import (
+    BLOCK_BYTES,
+    ENTRY_DTYPE,
+    FORMAT_VERSION,
+    Record,
+    encode_footer,
+)
 from tests.support.kvpool.tier_tools import key
 
 
@@ -32,7 +38,13 @@ def footers() -> Iterator[tuple[str, bytes]]:
     body["block"] = 1
     text = body.tobytes() + bytes(BLOCK_BYTES - body.nbytes)
     trailer = struct.pack(
-        "<QQQQQQ", int.from_bytes(b"PDVEnd01", "little"), 2, 1, 1, 9, xxhash.xxh3_64_intdigest(text)
+        "<QQQQQQ",
+        int.from_bytes(b"PDVEnd01", "little"),
+        FORMAT_VERSION,
+        1,
+        1,
+        9,
+        xxhash.xxh3_64_intdigest(text),
     )
     guard = struct.pack("<Q", xxhash.xxh3_64_intdigest(trailer))
     yield "a length that overflows", text + (trailer + guard).ljust(BLOCK_BYTES, b"\0")

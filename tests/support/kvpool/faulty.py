@@ -94,7 +94,9 @@ class Pool:
         return PoolClientConfig(nodes=refs, **{"retry_after_s": 0.01, **options})  # type: ignore[arg-type]
 
     def client(self, namespace: str = "ns", **options: Any) -> PoolClient:
-        client = PoolClient(self.config(**options), namespace, {}, connector=self.connector, seed=7)
+        limit = {"connections": options.pop("connections")} if "connections" in options else {}
+        config = self.config(**options)
+        client = PoolClient(config, namespace, {}, connector=self.connector, seed=7, **limit)
         self._clients.append(client)
         return client
 

@@ -24,7 +24,7 @@ from pdserve.kvpool.core.store.slot_allocator import SlotAllocator
 from pdserve.kvpool.core.tiering.tier_index import TieringLimits, TierSpec
 from pdserve.kvpool.namespaces.catalog import Namespaces
 from pdserve.kvpool.protocol import messages as m
-from pdserve.tokens import digest
+from pdserve.security.tokens import digest
 
 KIB = 1024
 R = TypeVar("R")

@@ -24,9 +24,9 @@ from pdserve.kvpool.protocol.messages import DataPathChoice
 from pdserve.kvpool.protocol.slot_table import TableLayout
 from pdserve.kvpool.testing.inproc import InprocConnector, InprocNode
 from pdserve.kvpool.transports.base import Connection
+from pdserve.security.tls import Certificates
+from pdserve.security.tokens import reveal
 from pdserve.settings.toml_text import to_toml
-from pdserve.tls.contexts import Certificates
-from pdserve.tokens import reveal
 from tests.support.kvpool.connectors import connect
 
 KIB = 1024
@@ -67,7 +67,6 @@ class InprocPool:
             lease_s=config.lease_s,
             reservation_lease_s=config.reservation_lease_s,
             quarantine_s=config.quarantine_s,
-            max_waiters=config.max_waiters,
         )
         layout = TableLayout(config.capacity, config.slab, config.min_slot)
         self.node = InprocNode(config.name, layout, limits, config)
@@ -121,11 +120,10 @@ class ProcessPool:
             f"capacity_bytes = {config.capacity}\nslab_bytes = {config.slab}\nkeep = false\n"
             f"min_slot_bytes = {config.min_slot}\nlease_s = {config.lease_s}\n"
             f"reservation_lease_s = {config.reservation_lease_s}\nquarantine_s = {config.quarantine_s}\n"
-            f"max_waiters = {config.max_waiters}\nmax_reserved_share = {config.max_reserved_share}\n"
-            f"max_pinned_share = {config.max_pinned_share}\n"
+            f"max_client_share = {config.max_client_share}\n"
             f'admin_token = "{reveal(config.admin_token)}"\n'
             f"promotion_timeout_s = {config.promotion_timeout_s}\n"
-            f"tier_watermark = {config.tier_watermark}\n{_tls_lines(config)}{extra}{_tier_tables(config)}"
+            f"{_tls_lines(config)}{extra}{_tier_tables(config)}"
         )
         if config.cluster != ClusterConfig():
             with self._file.open("a") as file:

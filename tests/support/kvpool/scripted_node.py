@@ -10,7 +10,7 @@ from pathlib import Path
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.frames import FrameBuffer, decode_request, encode_frame
 from pdserve.kvpool.protocol.handshake import NONCE_BYTES, Challenged
-from pdserve.tokens import digest
+from pdserve.security.tokens import digest
 
 TOKEN = "the operator's token"
 

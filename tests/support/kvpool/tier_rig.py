@@ -30,7 +30,7 @@ from pdserve.kvpool.tiers.base import (
 from tests.support.kvpool.node_model import KIB, Node, answers, key, statuses
 
 SSD = TierSpec("ssd:/a", "ssd", 1 << 30)
-DIRECTORY = TierSpec("directory:/b", "directory", 1 << 30)
+FAR = TierSpec("far:/b", "far", 1 << 30)
 JUNK = (-1, b"")
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.chaos import pages as p
 from pdserve.kvpool.admin.node_client import NodeClient
 from pdserve.kvpool.protocol.messages import StatusReport
+from tests.support.kvpool import made_pages as p
 from tests.support.netns.lab import Lab, last_lines
 from tests.support.netns.program import Program
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.chaos import pages as p
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
+from tests.support.kvpool import made_pages as p
 
 SEED = 5
 TIMEOUT_S = 2.0

@@ -15,8 +15,8 @@ from typing import Final, NoReturn, TypeVar
 
 import pytest
 
-from benchmarks.hosts.machines import Machines
-from benchmarks.hosts.network import Network
+from tests.support.netns.machines import Machines
+from tests.support.netns.network import Network
 
 REQUIRED = "PDSERVE_NETNS"  # "required": what cannot be made is a failure, not a skip
 ROOT: Final = Path(__file__).parents[3]

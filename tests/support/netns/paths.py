@@ -12,12 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.chaos import pages as p
 from pdserve.errors import PoolError
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.client.connector import connector_for
-from pdserve.tls.contexts import TlsConfig
+from pdserve.security.tls import TlsConfig
+from tests.support.kvpool import made_pages as p
 
 SEED = 5
 WITHIN_S = 30.0

@@ -28,7 +28,7 @@ from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
-from pdserve.tokens import Secret
+from pdserve.security.tokens import Secret
 from tests.support.kvpool.faulty import PAGE_BYTES, get, keys, put
 from tests.support.netns.program import obey
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pdserve.router.admin.app import AdminApp
 from pdserve.router.admin.live import LiveFeed
 from pdserve.router.server.uvicorn_server import make_server
-from pdserve.tls.contexts import Certificates
+from pdserve.security.tls import Certificates
 from tests.support.router.harness import Harness, served
 
 KEY = "administrators-key-of-this-test"

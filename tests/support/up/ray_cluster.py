@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.processes import free_ports
+from tests.support.processes import free_ports
 from tests.support.up.cluster import wait_until
 
 TIMEOUT_S = 120.0

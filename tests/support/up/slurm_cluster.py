@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.processes import free_ports
+from tests.support.processes import free_ports
 
 TIMEOUT_S = 60.0
 CONF = """

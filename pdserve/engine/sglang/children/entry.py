@@ -114,6 +114,7 @@ def _change_scheduler() -> None:
         object_layout,
         pulls,
         ssd_tokens,
+        stop_strings,
     )
 
     kept_prompts.install()
@@ -125,6 +126,7 @@ def _change_scheduler() -> None:
     detached.install()
     embedding_salts.install()
     object_layout.install()
+    stop_strings.install()
     if prepare.is_on_cpu():
         from pdserve.engine.sglang.cpu import hooks
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from pdserve.discovery.config import EtcdConfig
+from pdserve.security.tokens import Secret
 from pdserve.sizes import parse_bytes
-from pdserve.tokens import Secret
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -23,17 +23,17 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             description="Name of the pool; a node of another pool is refused.",
         ),
     ] = "pool"
-    membership: Annotated[
-        Literal["static", "etcd"], Meta(description="How a node finds other nodes at its start.")
-    ] = "static"
     peers: Annotated[
         list[str],
         Meta(
             description="Addresses of other nodes; its own address may be among them. One node that "
-            "answers is enough: it names the others."
+            "answers is enough: it names the others. `dns+tcp:NAME:PORT`: all addresses that DNS gives the "
+            "name, looked up every 5 s."
         ),
     ] = []
-    etcd: Annotated[EtcdConfig, Meta(description='For membership = "etcd".')] = EtcdConfig()
+    etcd: Annotated[
+        EtcdConfig, Meta(description="Where nodes keep their addresses for clients, and find each other.")
+    ] = EtcdConfig()
     advertise: Annotated[
         str,
         Meta(description="Address of this node for clients and other nodes; empty: the first of `listen`."),

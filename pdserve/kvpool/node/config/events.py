@@ -23,10 +23,6 @@ class EventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "empty: no events. Whoever reaches it reads them, without a token."
         ),
     ] = ""
-    replay_address: Annotated[
-        str,
-        Meta(description="ZeroMQ address at which subscribers ask for batches that they lost; empty: none."),
-    ] = ""
     format: Annotated[
         EventFormat,
         Meta(
@@ -48,26 +44,10 @@ class EventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "were served, if he guesses them."
         ),
     ] = False
-    queue_batches: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=100_000,
-            description="Batches that wait for a slow subscriber, of up to 256 pages. It loses those beyond "
-            "them, and sees a gap in their numbers.",
-        ),
-    ] = 1024
-    replay_batches: Annotated[
-        int,
-        Meta(ge=1, le=100_000, description="Batches that are kept for `replay_address`, of 64 MiB at most."),
-    ] = 4096
 
     def __post_init__(self) -> None:
-        for name, address in (("address", self.address), ("replay_address", self.replay_address)):
-            if address:
-                _check(f"events.{name}", address, self.trusted_network)
-        if self.replay_address and not self.address:
-            raise ValueError("events.replay_address is of no use without events.address")
+        if self.address:
+            _check("events.address", self.address, self.trusted_network)
 
 
 def _check(name: str, address: str, trusted: bool) -> None:

@@ -10,8 +10,8 @@ from msgspec import Meta
 
 from pdserve.errors import ConfigError
 from pdserve.kvpool.protocol.cluster_messages import Media, NamespaceSettings
+from pdserve.security.tokens import MIN_CHARS, Secret, digest_of_setting, is_digest, read_token
 from pdserve.sizes import parse_bytes
-from pdserve.tokens import MIN_CHARS, Secret, digest_of_setting, is_digest, read_token
 
 
 class NamespaceDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -12,6 +12,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from pdserve.capacity.tables import AUTO
+from pdserve.discovery.dns import is_dns_name, parse_dns_name
 from pdserve.errors import ConfigError
 from pdserve.kvpool.node.config.cluster import ClusterConfig, MovingConfig, ReplicasConfig
 from pdserve.kvpool.node.config.events import EventsConfig
@@ -20,11 +21,10 @@ from pdserve.kvpool.node.memory.placement import Placement
 from pdserve.kvpool.node.memory.slab_size import MAX_SLAB_BYTES, slab_for
 from pdserve.kvpool.node.memory.slab_size import SLOT_ALIGN_BYTES as SLOT_ALIGN_BYTES
 from pdserve.kvpool.protocol.address import LOOPBACK_DEVICE, TcpAddress, parse_address
-from pdserve.kvpool.protocol.messages import MAX_SEGMENTS
 from pdserve.logs import LogFormat, LogLevel
+from pdserve.security.tls import TlsConfig
+from pdserve.security.tokens import Secret, given_secret, secret_of
 from pdserve.sizes import parse_bytes as parse_bytes
-from pdserve.tls.contexts import TlsConfig
-from pdserve.tokens import Secret, given_secret, secret_of
 
 
 class UcxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,17 +45,6 @@ class UcxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             "Empty: loopback unless the network is trusted, else all."
         ),
     ] = ""
-    data_ports: Annotated[
-        str,
-        Meta(
-            pattern=r"^(\d{1,5}-\d{1,5})?$",
-            description="Ports for UCX's own TCP connections, like `7900-8900`; empty: any free ports.",
-        ),
-    ] = ""
-    host: Annotated[
-        str,
-        Meta(description="Address for UCX connections; empty: the address to which the client connected."),
-    ] = ""
     port: Annotated[
         int,
         Meta(ge=0, le=65535, description="First of 64 ports for UCX, one per connection; 0: any free ports."),
@@ -68,18 +57,13 @@ class UcxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def settings(self) -> dict[str, str]:
         """UCX settings for the node: the options, and what follows from the other fields."""
         devices = self.devices or ("" if self.trusted_network else LOOPBACK_DEVICE)
-        chosen = {"NET_DEVICES": devices, "TCP_PORT_RANGE": self.data_ports}
-        return {**{name: value for name, value in chosen.items() if value}, **self.options}
+        return {**({"NET_DEVICES": devices} if devices else {}), **self.options}
 
 
 class TcpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The data path to clients on other hosts where the network is not trusted, or has no UCX."""
 
     enabled: Annotated[bool, Meta(description="Offer TCP to clients that cannot map the arena.")] = True
-    host: Annotated[
-        str,
-        Meta(description="Address for data connections; empty: the address to which the client connected."),
-    ] = ""
     port: Annotated[
         int,
         Meta(ge=0, le=65535, description="Port for the data connections of all clients; 0: any free port."),
@@ -89,7 +73,7 @@ class TcpConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A storage tier below memory."""
 
-    kind: Annotated[str, Meta(description="`ssd`, `directory`, `object`, or another kind that is installed.")]
+    kind: Annotated[str, Meta(description="`ssd`, `object`, or another kind that is installed.")]
     path: Annotated[
         Path,
         Meta(
@@ -170,13 +154,6 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     arena_dir: Annotated[
         Path, Meta(description="Directory in memory (tmpfs, hugetlbfs) for the arena and its slot table.")
     ] = Path("/dev/shm/pdserve")
-    trusted_parents: Annotated[
-        bool,
-        Meta(
-            description="Do not check who may write to the directories above arena_dir and those of tiers: "
-            "in a container, where volumes are writable by all, no other user reaches them."
-        ),
-    ] = False
     huge_pages: Annotated[
         Literal["off", "advise", "2MiB", "1GiB"],
         Meta(
@@ -210,46 +187,18 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_connections: Annotated[
         int, Meta(ge=1, description="Most open connections; with `admin_token` clients of one token get 3/4.")
     ] = 1024
-    max_waiters: Annotated[int, Meta(ge=1, description="Most open `wait` requests per connection.")] = 256
-    max_reserved_share: Annotated[
-        float,
-        Meta(
-            gt=0, le=1, description="Most of the capacity that one connection may have reserved, as a share."
-        ),
-    ] = 0.25
-    max_pinned_share: Annotated[
+    max_client_share: Annotated[
         float,
         Meta(
             gt=0,
             le=1,
-            description="Most of the capacity that one connection may have pinned, as a share; beyond it, "
-            "its reads miss.",
+            description="Most of the capacity that one connection may have reserved, and that it may have "
+            "pinned, as a share; beyond it, writes are refused and reads miss.",
         ),
     ] = 0.5
-    max_kept_share: Annotated[
-        float,
-        Meta(
-            ge=0,
-            le=1,
-            description="Most of the capacity that clients may want kept, all of them together, as a "
-            "share; pages beyond it are evicted as ever.",
-        ),
-    ] = 0.25
-    max_messages: Annotated[
-        int,
-        Meta(
-            ge=MAX_SEGMENTS,
-            description="Most messages in flight per connection: segments over UCX, pages over TCP; beyond "
-            "it, reads miss and writes are refused.",
-        ),
-    ] = 65536
     tiers: Annotated[
         list[TierConfig], Meta(description="Storage below memory, the fastest first; empty: memory only.")
     ] = []
-    tier_watermark: Annotated[
-        float,
-        Meta(ge=0, le=1, description="Used share of memory above which cold pages are written to a tier."),
-    ] = 0.8
     promotion_timeout_s: Annotated[
         float, Meta(gt=0, description="Longest wait of a read for pages that are loaded from a tier.")
     ] = 1.0
@@ -300,10 +249,6 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     metrics_token_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = (
         None
     )
-    metrics_namespaces: Annotated[
-        int,
-        Meta(ge=0, description="Number of namespaces with their own metrics; the others share `(other)`."),
-    ] = 100
     log_format: Annotated[
         LogFormat, Meta(description="text: lines for people; json: one object per line with the same facts.")
     ] = "text"
@@ -348,12 +293,18 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def _check_cluster(self) -> None:
         cluster = self.cluster
         try:
-            for address in (self.address, *cluster.peers):
+            names = [address for address in cluster.peers if is_dns_name(address)]
+            for address in names:
+                parse_dns_name(address, "tcp")
+            for address in {self.address, *cluster.peers}.difference(names):
                 parse_address(address)
-        except ConfigError as error:
+        except (ConfigError, ValueError) as error:
             raise ValueError(f"cluster: {error}") from error
-        if cluster.membership == "etcd" and not cluster.etcd.endpoints:
-            raise ValueError('cluster.etcd.endpoints is needed for cluster.membership = "etcd"')
+        if names and self.tls.as_client:
+            raise ValueError(
+                f"cluster.peers: {names[0]}: DNS gives addresses, and certificates name hosts: with tls.ca "
+                "list the nodes by their names, as tcp:HOST:PORT"
+            )
         if self.tls.as_server and not self.tls.as_client:
             raise ValueError(
                 "tls.ca is needed beside tls.certificate: without it, the node speaks to others in clear"
@@ -366,7 +317,7 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     @property
     def alone(self) -> bool:
         """Whether the node looks for no others by itself; others may find it all the same."""
-        return self.cluster.membership == "static" and not self.cluster.peers
+        return not (self.cluster.peers or self.cluster.etcd.endpoints)
 
     @property
     def address(self) -> str:

@@ -45,9 +45,6 @@ class State(Protocol):
 class Sink(Protocol):
     """What is asked of a `Publisher`."""
 
-    @property
-    def is_busy(self) -> bool: ...
-
     def send(self, payload: bytes) -> None: ...
     def skip(self) -> None: ...
     def step(self) -> bool: ...
@@ -144,8 +141,8 @@ class EventFeed:
             self._wanted, self._listing = False, self._pages()
         if self._listing is not None:
             self._list_some(self._listing, now_s)
-        is_busy = self._listing is not None or self._sink.is_busy
-        self._timer = self._loop.call_later(BUSY_TICK_S if is_busy else TICK_S, self._tick)
+        pause_s = TICK_S if self._listing is None else BUSY_TICK_S
+        self._timer = self._loop.call_later(pause_s, self._tick)
 
     def _list_some(self, listing: Iterator[list[Told]], now_s: float) -> None:
         pages = next(listing, None)

@@ -36,7 +36,7 @@ from pdserve.kvpool.node.memory.slab_size import wastes
 from pdserve.kvpool.protocol.messages import ArenaInfo
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
 from pdserve.kvpool.protocol.slot_table import FREE, TABLE_MAGIC, TABLE_VERSION, RowWriter, TableLayout
-from pdserve.private_directory import private_directory
+from pdserve.security.private_directory import private_directory
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +57,8 @@ class Arena:
         fresh: bool,
         placement: Placement = Placement(),  # noqa: B008 (frozen)
         lock_fd: int | None = None,
-        checks_parents: bool = True,
     ) -> None:
-        """`lock_fd`: the lock that this process's earlier program held already. `checks_parents`: as
-        in `private_directory`.
+        """`lock_fd`: the lock that this process's earlier program held already.
 
         Raises StartupError if the directory cannot be used or is in use, or the arena does not fit in memory.
         """
@@ -69,9 +67,8 @@ class Arena:
         self._warned_of_waste = False
         self.directory = directory
         self._placement = placement
-        self._checks_parents = checks_parents
         self._home = home = placement.home(directory)
-        self._lock_fd = _lock(name, directory, lock_fd, checks_parents)
+        self._lock_fd = _lock(name, directory, lock_fd)
         try:
             kept = not fresh and self._reusable(home)
             if not kept:
@@ -211,7 +208,7 @@ class Arena:
         if not self._placement.huge_page_bytes:
             needed += self.layout.table_bytes
         if home != arena:
-            _make_private(home.parent, self._checks_parents)
+            _make_private(home.parent)
         self._placement.check_fits(self._name, home, needed, replaced)
         _unlink_arena(arena)
         for path in old:
@@ -291,14 +288,14 @@ def why_not_reusable(directory: Path, home: Path, layout: TableLayout) -> str:
     return ""
 
 
-def _lock(name: str, directory: Path, held_fd: int | None, checks_parents: bool) -> int:
+def _lock(name: str, directory: Path, held_fd: int | None) -> int:
     if held_fd is not None:
         with contextlib.suppress(OSError):
             if os.path.samestat(os.fstat(held_fd), (directory / "lock").stat()):
                 return held_fd
         os.close(held_fd)  # of another directory: the configuration has changed
     try:
-        _make_private(directory, checks_parents)
+        _make_private(directory)
         fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise StartupError(
@@ -319,9 +316,9 @@ def _lock(name: str, directory: Path, held_fd: int | None, checks_parents: bool)
     return fd
 
 
-def _make_private(directory: Path, checks_parents: bool) -> None:
+def _make_private(directory: Path) -> None:
     """Raises OSError if other users could read the pages or replace our files."""
-    private_directory(directory, checks_parents=checks_parents)
+    private_directory(directory)
     directory.chmod(0o700)
 
 

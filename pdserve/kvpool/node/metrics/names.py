@@ -13,12 +13,6 @@ PREFIX: Final = "pdserve_pool_"
 
 _OF_NAMESPACE = ("namespace",)
 METRICS: Final = (
-    Definition(
-        "responding",
-        "gauge",
-        (),
-        "1: the node's event loop answered in time. 0: it did not, and all other metrics are absent.",
-    ),
     Definition("node_info", "gauge", ("node",), "1; names the node."),
     Definition("uptime_seconds", "gauge", (), "Time since the start of this process."),
     Definition(
@@ -45,7 +39,7 @@ METRICS: Final = (
         "found_pages",
         "counter",
         ("namespace", "place"),
-        "Hits by place of the page: dram, or below (a tier: SSD, directory) and loaded to memory.",
+        "Hits by place of the page: dram, or below (a tier) and loaded to memory.",
     ),
     Definition("written_bytes", "counter", _OF_NAMESPACE, "Bytes of committed pages."),
     Definition("written_pages", "counter", _OF_NAMESPACE, "Committed pages."),

@@ -10,7 +10,7 @@ from functools import partial
 from pdserve.errors import PoolRefused, PoolTimeout, PoolUnavailable
 from pdserve.kvpool.protocol.messages import Fault, Hello, Reply, Request, Welcome
 from pdserve.kvpool.transports.async_control import AsyncControl
-from pdserve.tls.contexts import Certificates
+from pdserve.security.tls import Certificates
 
 
 @dataclass

@@ -49,7 +49,7 @@ from pdserve.kvpool.protocol.cluster_messages import (
     View,
 )
 from pdserve.kvpool.transports.control import make_hello
-from pdserve.tls.contexts import Certificates
+from pdserve.security.tls import Certificates
 
 logger = logging.getLogger(__name__)
 
@@ -108,9 +108,7 @@ class Gossiper:
         self.anti_entropy = AntiEntropy(
             self.cluster, self.links, self.timing.ping_timeout_s, self.apply, self._spawn
         )
-        self.joining = Joining(
-            config, self.cluster, self.links, self.apply, self._spawn_sync, self.doubt, fail, before
-        )
+        self.joining = Joining(config, self.cluster, self.links, self.apply, self._spawn_sync, fail, before)
         self._configured = {namespace.name for namespace in config.namespaces}
         self._tasks: set[asyncio.Task[None]] = set()
         self._detector: d.Detector | None = None  # set by `start`
@@ -144,10 +142,6 @@ class Gossiper:
         """Tell all nodes of a namespace's new record."""
         self.apply(self.cluster.publish(record))
 
-    def doubt(self, node: str) -> None:
-        """There is reason to look whether the node lives."""
-        self._feed(d.Suspected(node))
-
     async def call(self, node: str, make: Callable[[int], m.Request], timeout_s: float) -> m.Reply:
         """A request to another member. Raises PoolError."""
         member = self.cluster.members.get(node)
@@ -177,8 +171,8 @@ class Gossiper:
             self._spawn_sync(address)
         self.anti_entropy.tell_all({})
         self._spawn(self._run(), vital=True)
-        if self.config.cluster.membership == "etcd":
-            self._spawn(self.joining.follow_etcd(), vital=True)
+        for follow in self.joining.follow():
+            self._spawn(follow, vital=True)
 
     async def stop(self, *, leaving: bool = True) -> None:
         """End all of it; tell the others first, if so configured and this node is `leaving`. Else its key
@@ -198,10 +192,9 @@ class Gossiper:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.links.close()
-        if self.joining.etcd is not None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(STOP_TIMEOUT_S):
-                    await self.joining.etcd.close(keeps_key=not leaving)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_TIMEOUT_S):
+                await self.joining.close(keeps_key=not leaving)
 
     # --- what changed
 

@@ -1,4 +1,4 @@
-"""How a node finds the others: the configured peers, and etcd; and that no two nodes have one name.
+"""How a node finds the others: configured addresses, DNS names and etcd; and that no two nodes have one name.
 
 A node asks these addresses (*seeds*) before it listens; one answer is enough, and no answer is no error.
 While it runs it asks again where no living member is known. Two nodes with one name find out when they hear
@@ -8,11 +8,13 @@ of each other: at its start a node gives way, later the node with the larger inc
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from pdserve.discovery.dns import DnsName, DnsWatch, host_port, is_dns_name, parse_dns_name
 from pdserve.errors import FrameError, PdserveError, PoolError, PoolRefused, StartupError
 from pdserve.kvpool.cluster.membership import Cluster, Update
 from pdserve.kvpool.node.config.node import PoolNodeConfig
@@ -46,8 +48,8 @@ class Before:
 
 
 class Joining:
-    """The seeds of one node. `apply` takes what was learnt, `sync` exchanges states with an address, `doubt`
-    takes the name of a node that etcd lost, `fail` ends the node. `before`: set after an upgrade.
+    """The seeds of one node. `apply` takes what was learnt, `sync` exchanges states with an address, `fail`
+    ends the node. `before`: set after an upgrade.
     """
 
     def __init__(
@@ -57,7 +59,6 @@ class Joining:
         links: PeerControls,
         apply: Callable[[Update], None],
         sync: Callable[[str], None],
-        doubt: Callable[[str], None],
         fail: Callable[[PdserveError], None],
         before: Before | None,
     ) -> None:
@@ -69,12 +70,16 @@ class Joining:
         self._links = links
         self._apply = apply
         self._sync = sync
-        self._doubt = doubt
         self._fail = fail
         self._before = before
         self._here = {config.address, *config.listen}
-        self._peers = [address for address in config.cluster.peers if address not in self._here]
-        self.seeds: dict[str, str] = dict.fromkeys(self._peers, "")  # address -> name, once known
+        listed = [a for a in config.cluster.peers if a not in self._here and not is_dns_name(a)]
+        self._named = {"config": dict.fromkeys(listed, "")}
+        """By source: address to name, where the source says one."""
+        self.seeds = dict(self._named["config"])
+        """Of all sources: address to name, once known."""
+        names = [parse_dns_name(a, "tcp") for a in config.cluster.peers if is_dns_name(a)]
+        self._dns = DnsWatch(names, self._found_by_dns) if names else None
         self._round = 0
         self.rivalry = False  # another node with this name is being looked for
 
@@ -90,19 +95,36 @@ class Joining:
             logger.warning("node %s: no peer answers, it starts alone and tries again", self._name)
 
     async def _look_up(self) -> None:
-        """Ask etcd for the other nodes, where it keeps the membership."""
+        """Ask DNS and etcd for the other nodes, where they are configured."""
         config = self._config.cluster
-        if config.membership != "etcd":
+        with contextlib.suppress(TimeoutError):  # the watch goes on with the same lookup
+            async with asyncio.timeout(config.join_timeout_s):
+                if self._dns is not None:
+                    await self._dns.look()
+        if not config.etcd.endpoints:
             return
         self.etcd = self._open_etcd()
         try:
             async with asyncio.timeout(config.join_timeout_s):
-                self.found(await self.etcd.nodes())
+                self._found_in_etcd(await self.etcd.nodes())
         except (PoolError, TimeoutError) as error:
             logger.warning("node %s: etcd does not tell of other nodes yet: %s", self._name, error)
 
-    async def follow_etcd(self) -> None:
-        """Keep this node's key there, and look for others, until cancelled."""
+    def follow(self) -> list[Coroutine[Any, Any, None]]:
+        """What runs while the node does: it looks for other nodes, and keeps this node's key in etcd."""
+        following = [] if self._dns is None else [self._dns.run()]
+        return [*following, self._follow_etcd()] if self._config.cluster.etcd.endpoints else following
+
+    async def close(self, *, keeps_key: bool) -> None:
+        """Take this node's key out of etcd, or leave it there for the next program; after `follow` was
+        cancelled.
+        """
+        if self._dns is not None:
+            self._dns.close()
+        if self.etcd is not None:
+            await self.etcd.close(keeps_key=keeps_key)
+
+    async def _follow_etcd(self) -> None:
         if self.etcd is None:
             self.etcd = await asyncio.to_thread(self._open_etcd)
         await self.etcd.run()
@@ -113,12 +135,26 @@ class Joining:
 
         config = self._config.cluster
         own = EtcdMember(self._name, self._config.address, self._config.weight)
-        return EtcdMembership(config.etcd, config.name, own, self.found, self._doubt, secret=config.token)
+        return EtcdMembership(
+            config.etcd, config.name, own, self._found_in_etcd, lambda _: None, secret=config.token
+        )
 
-    def found(self, nodes: list[EtcdMember]) -> None:
-        """etcd names these nodes: the unknown ones are asked at once."""
-        named = {node.address: node.node for node in nodes if node.address not in self._here}
-        self.seeds = {address: self.seeds.get(address, "") for address in self._peers} | named
+    def _found_in_etcd(self, nodes: list[EtcdMember]) -> None:
+        self._found("etcd", {node.address: node.node for node in nodes})
+
+    def _found_by_dns(self, found: Mapping[DnsName, Sequence[str]]) -> None:
+        addresses = [
+            f"tcp:{host_port(address, name.port)}" for name, some in found.items() for address in some
+        ]
+        self._found("dns", dict.fromkeys(addresses, ""))
+
+    def _found(self, source: str, named: dict[str, str]) -> None:
+        """A source names these nodes, by address, and no others: the unknown ones are asked at once."""
+        self._named[source] = {a: name for a, name in named.items() if a not in self._here}
+        known = self.seeds
+        self.seeds = {
+            a: name or known.get(a, "") for some in self._named.values() for a, name in some.items()
+        }
         if self.started:
             self.look_for_seeds()
 

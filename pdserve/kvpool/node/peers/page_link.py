@@ -22,7 +22,7 @@ from pdserve.kvpool.transports.base import CORRUPT, OK, Connection
 from pdserve.kvpool.transports.control import make_hello
 from pdserve.kvpool.transports.data_path import connect_channel, open_data_path
 from pdserve.kvpool.transports.shm import host_id
-from pdserve.tls.contexts import Certificates
+from pdserve.security.tls import Certificates
 
 R = TypeVar("R", bound=m.Reply)
 

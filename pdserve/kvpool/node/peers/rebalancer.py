@@ -244,7 +244,7 @@ class Rebalancer:
 
 
 def _limits(config: PoolNodeConfig) -> MigrationLimits:
-    reserved = int(config.capacity * config.max_reserved_share)
+    reserved = int(config.capacity * config.max_client_share)
     return MigrationLimits(
         bytes_s=float(parse_bytes(config.moving.bytes_s)),
         # all batches under way must not use up what our own session may reserve

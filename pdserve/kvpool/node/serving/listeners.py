@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pdserve.errors import StartupError
 from pdserve.kvpool.protocol.address import TcpAddress, UnixAddress, parse_address
-from pdserve.private_directory import private_directory
+from pdserve.security.private_directory import private_directory
 
 BACKLOG = 4096  # Linux's own bound; a client that finds a Unix socket's full is refused at once
 UNIX_PATH_BYTES = 107  # sun_path, less its end

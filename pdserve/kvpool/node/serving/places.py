@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Final
 
-from pdserve.crowd import Crowd
+from pdserve.security.connection_limits import ConnectionLimit
 
 MIN_GREETING: Final = 64
 """So many may shake hands at a time even where `max_connections` is less."""
@@ -38,7 +38,7 @@ class Places:
 
     def __init__(self, max_connections: int) -> None:
         self._max_connections = max_connections
-        self._greeting: Crowd[int] = Crowd(max_greeting(max_connections))
+        self._greeting: ConnectionLimit[int] = ConnectionLimit(max_greeting(max_connections))
         self._clients: dict[int, tuple[str, str]] = {}
         """Address, and digest of the token that the client has shown; by number."""
         self._half_frame_bytes: dict[int, int] = {}

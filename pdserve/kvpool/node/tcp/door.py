@@ -26,8 +26,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
-from pdserve.crowd import Crowd
 from pdserve.kvpool.transports.tcp.stream import TICKET_BYTES, PageStream
+from pdserve.security.connection_limits import ConnectionLimit
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +57,9 @@ class Door:
         self._expects = expects
         self._tls = tls
         self._listening: list[socket.socket] = []
-        self._unclaimed: Crowd[socket.socket] = Crowd(MAX_UNCLAIMED)
+        self._unclaimed: ConnectionLimit[socket.socket] = ConnectionLimit(MAX_UNCLAIMED)
         self._lock = threading.Lock()  # of `_unclaimed`
-        self._held: Crowd[socket.socket] = Crowd(MAX_HELD)
+        self._held: ConnectionLimit[socket.socket] = ConnectionLimit(MAX_HELD)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._threads: set[threading.Thread] = set()
 

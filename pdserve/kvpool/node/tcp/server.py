@@ -57,7 +57,6 @@ class TcpServer:
         *,
         hosts: Sequence[str],
         port: int = 0,
-        advertised: str = "",
         tls: Callable[[], ssl.SSLContext | None] = lambda: None,
         stall_timeout_s: float = 30.0,
     ) -> None:
@@ -66,7 +65,6 @@ class TcpServer:
         - `on_done`: called once per StartSend and StartReceive, from the loop and never within `perform`.
         - `on_lost(connection, reason)`: the data connection ended; the control connection should be closed.
         - `hosts`, `port`: where to listen (port 0: any).
-        - `advertised`: address for clients (empty: the address to which they connected).
         - `tls`: called for each connection; pages are encrypted by it, if there is one.
         - `stall_timeout_s`: a send, or the rest of a cancelled page, that takes longer ends its connection.
         """
@@ -75,7 +73,6 @@ class TcpServer:
         self._on_lost = on_lost
         self._hosts = hosts
         self._port = port
-        self._advertised = advertised
         self._tls = tls
         self._stall_timeout_s = stall_timeout_s
         self._peers: dict[int, _Peer] = {}
@@ -115,7 +112,7 @@ class TcpServer:
         with self._lock:
             self._tickets[ticket] = peer
         self._loop.call_later(GREETING_TIMEOUT_S, self._expire, ticket)
-        return TcpInfo(self._advertised, self._port, ticket, self._tls() is not None)
+        return TcpInfo("", self._port, ticket, self._tls() is not None)
 
     def close(self, connection: int) -> None:
         """End the transfers of a client that disconnected or will be disconnected. Idempotent."""

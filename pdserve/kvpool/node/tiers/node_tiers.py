@@ -30,7 +30,7 @@ from pdserve.kvpool.node.config.node import PoolNodeConfig, TierConfig
 from pdserve.kvpool.node.tiers.namespace_list import NamespaceListWriter
 from pdserve.kvpool.node.tiers.worker import TierWorker
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
-from pdserve.kvpool.tiers.base import NumberedTier, SharedTier, SpaceFacts, TierSettings
+from pdserve.kvpool.tiers.base import SharedTier, SpaceFacts, TierSettings
 from pdserve.kvpool.tiers.registry import open_tier
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ STOP_TIMEOUT_S: Final = 5.0
 CLAIM_TIMEOUT_S: Final = 3.0  # wait until the earlier node has released all tiers
 CLAIM_POLL_S: Final = 0.02
 LOAD_SHARE: Final = 0.25  # most of the arena that loads from tiers may fill at a time
+WATERMARK: Final = 0.8  # used share of memory above which cold pages are written to a tier
 MAX_GONE: Final = 1024  # spaces whose facts are kept for a while
 
 
@@ -73,18 +74,13 @@ class NodeTiers:
         self._list_writer = NamespaceListWriter(config.name, tiers, self._post) if tiers else None
 
     def _take_over(self, namespaces: Namespaces, *, fresh: bool) -> Namespaces:
-        """Merge the stored list of namespaces with the node's, and assign version 1 numbers to spaces."""
+        """Merge the stored list of namespaces with the node's."""
         node = self._config.name
         found = take_over(namespaces, [worker.tier.namespaces() for worker in self._workers])
         for problem in found.problems:
             logger.warning("node %s: tiers: pages are dropped: %s", node, problem)
         for number in found.namespaces.numbers if fresh else ():
             found.namespaces.void_tiers(number)
-        for worker, spaces in zip(self._workers, found.numbers, strict=True):
-            if spaces is not None and isinstance(worker.tier, NumberedTier):
-                problem = worker.tier.adopt_numbers({} if fresh else spaces)
-                if problem:
-                    logger.warning("node %s: tiers: pages are dropped: %s", node, problem)
         return found.namespaces
 
     def _claim(self, config: TierConfig, memory: Bytes1D, until_s: float) -> TierWorker | None:
@@ -106,7 +102,6 @@ class NodeTiers:
             facts=self._facts.get,
             found=lambda pages: self._workers[number].found(pages),
             lost=lambda names: self._workers[number].lost(names),
-            checks_parents=not self._config.trusted_parents,
         )
         tier = open_tier(config.kind, settings)
         takes_all = config.write == "all"
@@ -132,7 +127,7 @@ class NodeTiers:
     def limits(self) -> TieringLimits:
         """For NodeState."""
         return TieringLimits(
-            watermark=self._config.tier_watermark,
+            watermark=WATERMARK,
             load_bytes=int(self._config.capacity * LOAD_SHARE),
             promotion_timeout_s=self._config.promotion_timeout_s,
         )

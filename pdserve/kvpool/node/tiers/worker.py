@@ -10,14 +10,11 @@ A tier must not raise. If it does, only the pages of that call are lost.
 from __future__ import annotations
 
 import logging
-import mmap
 import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Final
-
-import numpy as np
 
 from pdserve.kvpool.core.events import (
     Event,
@@ -47,6 +44,7 @@ from pdserve.kvpool.tiers.base import (
     Tier,
     TierPage,
     padded,
+    page_memories,
 )
 
 logger = logging.getLogger(__name__)
@@ -198,7 +196,7 @@ class TierWorker:
         size = sum(padded(page.length_bytes) for page, _ in wanted)
         if not wanted or not self.take_in(size):
             return
-        copies = _page_memory([_name(page) for page, _ in wanted])
+        copies = page_memories([page.length_bytes for page, _ in wanted])
         for (page, source), to in zip(wanted, copies, strict=True):
             to[: page.length_bytes] = source[: page.length_bytes]
         found = [(page, to) for (page, _), to in zip(wanted, copies, strict=True)]
@@ -247,7 +245,7 @@ class TierWorker:
     def _spill(self, below: TierWorker, names: list[PageName], size: int) -> None:
         found: list[tuple[TierPage, PageMemory]] = []
         try:
-            memory = _page_memory(names)
+            memory = page_memories([name.length_bytes for name in names])
             for result, data in zip(self.tier.read(names, memory), memory, strict=True):
                 if result.page is not None:
                     found.append((result.page, data))
@@ -341,13 +339,6 @@ def _pieces(pages: Sequence[SlotPage]) -> list[list[SlotPage]]:
         pieces[-1].append(page)
         size += page.page.length_bytes
     return pieces
-
-
-def _page_memory(names: Sequence[PageName]) -> list[PageMemory]:
-    sizes = [padded(name.length_bytes) for name in names]
-    whole = np.frombuffer(mmap.mmap(-1, sum(sizes)), np.uint8)
-    ends = np.cumsum(sizes).tolist()
-    return [whole[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
 def _name(page: TierPage) -> PageName:

@@ -103,7 +103,6 @@ class UcxPath:
             self._memory,
             self._feed,
             self._lost,
-            host=ucx.host,
             port=ucx.port,
             options=ucx.settings,
             stall_timeout_s=self._config.lease_s,

@@ -110,7 +110,6 @@ class UcxServer:
         on_done: Callable[[TransferDone], None],
         on_lost: Callable[[int, str], None],
         *,
-        host: str = "",
         port: int = 0,
         options: Mapping[str, str] | None = None,
         stall_timeout_s: float = 30.0,
@@ -119,14 +118,12 @@ class UcxServer:
 
         - `on_done`: called once per StartSend and StartReceive, from the loop and never within `perform`.
         - `on_lost(connection, reason)`: the UCX connection failed; the control connection should be closed.
-        - `host`: address for clients (empty: the address to which they connected).
         - `port`: first of the ports to listen on (0: any).
         - `stall_timeout_s`: a send, or a cancelled receive, that takes longer ends its connection.
         """
         self._arena = arena
         self._on_done = on_done
         self._on_lost = on_lost
-        self._host = host
         self._port = port
         self._options = dict(options or {})
         self._stall_timeout_s = stall_timeout_s
@@ -177,7 +174,7 @@ class UcxServer:
         self._peers[connection] = peer
         self._loop.add_reader(link.epoll_fd, self._readable, peer)
         self._ask_turn(peer)
-        return UcxInfo(host=self._host, port=port, connection=peer.number)
+        return UcxInfo(host="", port=port, connection=peer.number)
 
     def _make_link(self) -> tuple[UcxLink, int]:
         """A worker and its listening port. It has its own context: two threads may not share one in UCXX."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import unquote, urlsplit
 
 from pdserve.errors import ConfigError
 from pdserve.extras import needed_by
@@ -131,7 +132,7 @@ def _open(url: str, settings: Mapping[str, str], timeout_s: float, *, anonymous:
         raise ConfigError(f"options.anonymous is for s3:// only: leave it out for {url}")
     config: dict[str, Any] = {}
     if url.startswith("file://"):
-        config["mkdir"] = True
+        _make_folder(url)
     else:
         connect_s = min(CONNECT_TIMEOUT_S, timeout_s)
         timeouts = {"timeout": _seconds(timeout_s), "connect_timeout": _seconds(connect_s)}
@@ -147,6 +148,15 @@ def _open(url: str, settings: Mapping[str, str], timeout_s: float, *, anonymous:
         return from_url(url, **config)
     except Exception as error:  # boundary: the library's own errors, of many kinds, are about the options
         raise ConfigError(f"options.url {url}: {_first_line(error)}") from None
+
+
+def _make_folder(url: str) -> None:
+    """The folder of a mount is for this user alone; one that is there stays as it is. Raises ConfigError."""
+    folder = Path(unquote(urlsplit(url).path))
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"options.url {url}: {error.strerror}") from None
 
 
 def _named(url: str, settings: Mapping[str, str]) -> dict[str, str]:

@@ -1,4 +1,11 @@
-"""What is in the bucket and in the spool, as far as this node knows. Pure, but for a lock.
+"""Names of objects, and what is in bucket and spool as far as this node knows. Pure, but for a lock.
+
+    pages/<namespace>/<number>-<nonce>.seg    a sealed segment; all of its pages are of one namespace
+
+`namespace` is `SpaceFacts.shared`, 32 hexadecimal digits. Number and nonce are those of the segment's header,
+16 hexadecimal digits each. A number is the time of the segment's beginning and some random bits, so names
+sort by age, and nodes need not agree on numbers. The records of a segment have a space that all nodes know:
+the first 16 digits of the namespace as a number.
 
 The capacity is that of the bucket's prefix: all nodes of a pool count all segments in it, and whoever needs
 room removes the oldest, whoever wrote it. Two nodes that need room at a time choose the same one, and
@@ -10,26 +17,72 @@ A segment that is to be removed does not count any more; it is removed before an
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Sequence
 from typing import Final
 
-from pdserve.kvpool.tiers.object.names import SegmentObject
+import msgspec
 
-MAX_VOIDS: Final = 4096  # namespaces that were dropped or cleared; the oldest are forgotten
+from pdserve.kvpool.tiers.ssd.segment_format import BLOCK_BYTES, MAX_NUMBER, MAX_SEGMENT_BYTES
+
+MAX_TOMBSTONES: Final = 4096  # namespaces that were dropped or cleared; the oldest are forgotten
+PREFIX: Final = "pages/"
+NUMBER_RANDOM_BITS: Final = 20
+MIN_SEGMENT_BYTES: Final = 5 * BLOCK_BYTES  # header, a record of two blocks, footer, trailer
+_NAME: Final = re.compile(r"pages/([0-9a-f]{32})/([0-9a-f]{16})-([0-9a-f]{16})\.seg")
+
+
+class SegmentObject(msgspec.Struct, frozen=True, gc=False):
+    """A segment in the bucket, as a listing shows it."""
+
+    namespace: str
+    number: int
+    nonce: int
+    size_bytes: int
+
+    @property
+    def name(self) -> str:
+        return f"{PREFIX}{self.namespace}/{self.number:016x}-{self.nonce:016x}.seg"
+
+    @property
+    def space(self) -> int:
+        """The space of its records."""
+        return shared_space(self.namespace)
+
+
+def parse_object(name: str, size_bytes: int) -> SegmentObject | None:
+    """None: the object has not the name and size of a segment."""
+    found = _NAME.fullmatch(name)
+    if found is None or not MIN_SEGMENT_BYTES <= size_bytes <= MAX_SEGMENT_BYTES or size_bytes % BLOCK_BYTES:
+        return None
+    number = int(found[2], 16)
+    if number >= MAX_NUMBER:
+        return None
+    return SegmentObject(found[1], number, int(found[3], 16), size_bytes)
+
+
+def shared_space(namespace: str) -> int:
+    """The space of a namespace's pages at all nodes."""
+    return int(namespace[:16], 16)
+
+
+def new_number(now_s: float, random: int, last: int) -> int:
+    """A number for a segment that begins now, above `last`. `random`: NUMBER_RANDOM_BITS bits."""
+    return max(int(now_s * 1000) << NUMBER_RANDOM_BITS | random, last + 1)
 
 
 class Inventory:
-    """Thread-safe. `voids`: by namespace, the number up to which its segments are void."""
+    """Thread-safe. `tombstones`: by namespace, the number up to which its segments are void."""
 
-    def __init__(self, voids: dict[str, int]) -> None:
+    def __init__(self, tombstones: dict[str, int]) -> None:
         self._lock = threading.Lock()
         self._objects: dict[str, SegmentObject] = {}  # by name
         self._absent: set[str] = set()  # names that the last listing had not
-        self._doomed: dict[str, SegmentObject] = {}
+        self._to_remove: dict[str, SegmentObject] = {}
         self._object_bytes = 0
         self._spool_bytes = 0
-        self.voids = voids
+        self.tombstones = tombstones
 
     @property
     def used_bytes(self) -> int:
@@ -63,48 +116,40 @@ class Inventory:
 
     # --- what is to be removed
 
-    def doom(self, one: SegmentObject) -> None:
+    def remove_soon(self, one: SegmentObject) -> None:
         """Remove it soon."""
         with self._lock:
-            self._doom(one)
-
-    def doom_oldest(self) -> SegmentObject | None:
-        """Remove the oldest segment soon. None: there is none."""
-        with self._lock:
-            oldest = min(self._objects.values(), key=lambda one: (one.number, one.name), default=None)
-            if oldest is not None:
-                self._doom(oldest)
-        return oldest
+            self._remove_soon(one)
 
     def oldest(self) -> SegmentObject | None:
         with self._lock:
             return min(self._objects.values(), key=lambda one: (one.number, one.name), default=None)
 
-    def void(self, namespace: str, number: int) -> list[SegmentObject]:
+    def add_tombstone(self, namespace: str, number: int) -> list[SegmentObject]:
         """Segments of the namespace up to this number are void for ever. Returns those that there are."""
         with self._lock:
-            self.voids.pop(namespace, None)
-            self.voids[namespace] = number
-            while len(self.voids) > MAX_VOIDS:
-                del self.voids[next(iter(self.voids))]
+            self.tombstones.pop(namespace, None)
+            self.tombstones[namespace] = number
+            while len(self.tombstones) > MAX_TOMBSTONES:
+                del self.tombstones[next(iter(self.tombstones))]
             found = [one for one in self._objects.values() if one.namespace == namespace]
             gone = [one for one in found if one.number <= number]
             for one in gone:
-                self._doom(one)
+                self._remove_soon(one)
         return gone
 
-    def is_void(self, one: SegmentObject) -> bool:
-        return one.number <= self.voids.get(one.namespace, -1)
+    def is_dropped(self, one: SegmentObject) -> bool:
+        return one.number <= self.tombstones.get(one.namespace, -1)
 
-    def doomed(self, most: int) -> list[SegmentObject]:
+    def to_remove(self, most: int) -> list[SegmentObject]:
         with self._lock:
-            return list(self._doomed.values())[:most]
+            return list(self._to_remove.values())[:most]
 
     def removed(self, gone: Sequence[SegmentObject]) -> None:
         """They are not in the bucket any more."""
         with self._lock:
             for one in gone:
-                self._doomed.pop(one.name, None)
+                self._to_remove.pop(one.name, None)
 
     # --- listings
 
@@ -116,10 +161,10 @@ class Inventory:
         with self._lock:
             names = {one.name for one in found}
             for one in found:
-                if one.name not in self._doomed and one.name not in self._objects:
+                if one.name not in self._to_remove and one.name not in self._objects:
                     self._add(one)
-                    if self.is_void(one):
-                        self._doom(one)
+                    if self.is_dropped(one):
+                        self._remove_soon(one)
             missing = self._objects.keys() - names
             lost = [self._objects[name] for name in missing & self._absent]
             for one in lost:
@@ -136,6 +181,6 @@ class Inventory:
         if self._objects.pop(one.name, None) is not None:
             self._object_bytes -= one.size_bytes
 
-    def _doom(self, one: SegmentObject) -> None:
+    def _remove_soon(self, one: SegmentObject) -> None:
         self._drop(one)
-        self._doomed[one.name] = one
+        self._to_remove[one.name] = one

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from msgspec.structs import replace
 
 from pdserve.kvpool.tiers.base import PageName, SpaceFacts, TierPage
-from pdserve.kvpool.tiers.object.names import shared_space
+from pdserve.kvpool.tiers.object.inventory import shared_space
 
 NO_SPACE = -1
 

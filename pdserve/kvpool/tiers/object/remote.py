@@ -8,11 +8,11 @@ from typing import Final
 import numpy as np
 
 from pdserve.kvpool.tiers.base import PageMemory, padded
-from pdserve.kvpool.tiers.codecs.base import StoredPage
 from pdserve.kvpool.tiers.object.bucket import Bucket
-from pdserve.kvpool.tiers.object.names import SegmentObject
-from pdserve.kvpool.tiers.ssd.segment import Segment
+from pdserve.kvpool.tiers.object.inventory import SegmentObject
+from pdserve.kvpool.tiers.page_codec import StoredPage
 from pdserve.kvpool.tiers.ssd.segment_format import BLOCK_BYTES, SegmentHeader, read_sealed, record_blocks
+from pdserve.kvpool.tiers.ssd.segment_index import Segment
 
 TAIL_BYTES: Final = 256 << 10  # read for the index: footers of up to 3,500 records
 RUN_BYTES: Final = 8 << 20  # most bytes of one request, but at least one page
@@ -47,7 +47,7 @@ def load_segment(bucket: Bucket, one: SegmentObject) -> RemoteSegment | None:
     found = read_sealed(read, one.size_bytes)
     if found is None or (found.header.number, found.header.nonce) != (one.number, one.nonce):
         return None
-    if found.header.version == 1 or any(record.page.space != one.space for record in found.records):
+    if any(record.page.space != one.space for record in found.records):
         return None
     segment = RemoteSegment(one, found.header)
     for record in found.records:

@@ -16,12 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from pdserve.kvpool.tiers.codecs.base import StoredPage
-from pdserve.kvpool.tiers.object.inventory import Inventory
-from pdserve.kvpool.tiers.object.names import NUMBER_RANDOM_BITS, SegmentObject, new_number
-from pdserve.kvpool.tiers.ssd.segment import MAX_BATCH_PAGES
+from pdserve.kvpool.tiers.object.inventory import NUMBER_RANDOM_BITS, Inventory, SegmentObject, new_number
+from pdserve.kvpool.tiers.page_codec import StoredPage
 from pdserve.kvpool.tiers.ssd.segment_file import SegmentFile, segment_name
 from pdserve.kvpool.tiers.ssd.segment_format import BLOCK_BYTES, SegmentHeader
+from pdserve.kvpool.tiers.ssd.segment_index import MAX_BATCH_PAGES
 
 SYNC_INTERVAL_S: Final = 1.0
 
@@ -33,13 +32,11 @@ class Spool:
         self,
         path: Path,
         segment_bytes: int,
-        version: int,
         inventory: Inventory,
         sealed: Callable[[SegmentFile, SegmentObject], None],
     ) -> None:
         self._path = path
         self._segment_bytes = segment_bytes
-        self._version = version
         self._inventory = inventory
         self._sealed = sealed
         self._open: dict[str, tuple[SegmentFile, float]] = {}  # by namespace: segment, and its beginning
@@ -71,7 +68,7 @@ class Spool:
         """Begin a segment in place of the one that is being written. Raises OSError."""
         self.end(namespace)
         number = self.next_number()
-        header = SegmentHeader(number, secrets.randbits(64), self._version)
+        header = SegmentHeader(number, secrets.randbits(64))
         path = self._path / segment_name(number)
         segment = SegmentFile.create(path, header, self._segment_bytes, direct=False)
         self._inventory.spool(segment.file_bytes)

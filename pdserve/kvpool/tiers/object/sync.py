@@ -27,8 +27,7 @@ from pdserve.kvpool.tiers.backoff import Backoff
 from pdserve.kvpool.tiers.base import TierPage, TierSettings
 from pdserve.kvpool.tiers.durable_files import open_own
 from pdserve.kvpool.tiers.object.bucket import Bucket, NoSuchObject, StoreError
-from pdserve.kvpool.tiers.object.inventory import Inventory
-from pdserve.kvpool.tiers.object.names import PREFIX, SegmentObject, parse_object
+from pdserve.kvpool.tiers.object.inventory import PREFIX, Inventory, SegmentObject, parse_object
 from pdserve.kvpool.tiers.object.open_spaces import OpenSpaces
 from pdserve.kvpool.tiers.object.remote import RemoteSegment, load_segment
 from pdserve.kvpool.tiers.ssd.segment_file import SegmentFile
@@ -155,7 +154,7 @@ class BucketSync:
 
     @property
     def _has_writes(self) -> bool:
-        return bool(self._uploads or self._inventory.doomed(1))
+        return bool(self._uploads or self._inventory.to_remove(1))
 
     def _due(self) -> bool:
         now_s = time.monotonic()
@@ -187,9 +186,9 @@ class BucketSync:
     # --- writing
 
     def _write_some(self) -> None:
-        while doomed := self._inventory.doomed(REMOVED_AT_A_TIME):
-            self._bucket.remove([one.name for one in doomed])
-            self._inventory.removed(doomed)
+        while some := self._inventory.to_remove(REMOVED_AT_A_TIME):
+            self._bucket.remove([one.name for one in some])
+            self._inventory.removed(some)
         with self._changed:
             queued = self._uploads[0] if self._uploads else None
         if queued is not None:
@@ -200,13 +199,13 @@ class BucketSync:
             self._bucket.write(one.name, _content(file.path))
         if self._stopping or not self.cancel(one.number):
             if not self._stopping:  # it became void meanwhile
-                self._inventory.doom(one)
+                self._inventory.remove_soon(one)
             return
         self._inventory.uploaded(one)
-        remote = RemoteSegment(one, SegmentHeader(file.number, file.nonce, file.version))
-        if not self._index.replace(file, remote) or self._inventory.is_void(one):
+        remote = RemoteSegment(one, SegmentHeader(file.number, file.nonce))
+        if not self._index.replace(file, remote) or self._inventory.is_dropped(one):
             self._index.discard(one.number)
-            self._inventory.doom(one)
+            self._inventory.remove_soon(one)
         file.remove()
 
     # --- listing

@@ -9,11 +9,11 @@ reads their footers. So after a restart of all nodes every page is found again, 
 names and other shares of the ring. About 400 bytes of memory per page in the bucket.
 
 Who removes what (inventory.py): room is made by removing the oldest segments, whoever wrote them. A dropped
-or cleared namespace is removed by every node that learns of it; `voids.json` keeps it void at this node while
-the bucket is away. A page is forgotten by a node in its own index alone. Nobody rewrites or moves an object.
-So the worst that two nodes do to each other is a miss.
+or cleared namespace is removed by every node that learns of it; `tombstones.json` keeps its segments void at
+this node while the bucket is away. A page is forgotten by a node in its own index alone. Nobody rewrites or
+moves an object. So the worst that two nodes do to each other is a miss.
 
-    <path>/lock, <number>.seg, voids.json, namespaces.json (in the first tier, as in the SSD tier)
+    <path>/lock, <number>.seg, tombstones.json, namespaces.json (in the first tier, as in the SSD tier)
 
 While reads fail, further ones fail at once for a moment, so no reader waits for a bucket that is away. Pages
 that could not be read meanwhile are reported as found again after the next complete listing.
@@ -52,9 +52,6 @@ from pdserve.kvpool.tiers.base import (
     TierPage,
     TierSettings,
 )
-from pdserve.kvpool.tiers.codecs.base import StoredPage
-from pdserve.kvpool.tiers.codecs.encryption import OVERHEAD_BYTES
-from pdserve.kvpool.tiers.codecs.page_codec import CodecOptions, make_codec
 from pdserve.kvpool.tiers.durable_files import (
     claim_directory,
     load_json,
@@ -63,23 +60,21 @@ from pdserve.kvpool.tiers.durable_files import (
     save_text,
     write_durably,
 )
+from pdserve.kvpool.tiers.encryption import OVERHEAD_BYTES
 from pdserve.kvpool.tiers.object.bucket import Bucket, NoSuchObject, StoreError
-from pdserve.kvpool.tiers.object.inventory import Inventory
-from pdserve.kvpool.tiers.object.names import SegmentObject, shared_space
+from pdserve.kvpool.tiers.object.inventory import Inventory, SegmentObject, shared_space
 from pdserve.kvpool.tiers.object.open_spaces import OpenSpaces
 from pdserve.kvpool.tiers.object.remote import RemoteSegment, read_pages
 from pdserve.kvpool.tiers.object.spool import Spool, no_space
 from pdserve.kvpool.tiers.object.sync import BucketSync, Index
-from pdserve.kvpool.tiers.ssd.segment import MAX_BATCH_PAGES
+from pdserve.kvpool.tiers.page_codec import CodecOptions, StoredPage, make_codec
 from pdserve.kvpool.tiers.ssd.segment_file import SegmentFile
 from pdserve.kvpool.tiers.ssd.segment_format import (
     BLOCK_BYTES,
-    CODED_VERSION,
-    FORMAT_VERSION,
     footer_blocks,
     record_blocks,
 )
-from pdserve.kvpool.tiers.ssd.segment_index import SegmentIndex
+from pdserve.kvpool.tiers.ssd.segment_index import MAX_BATCH_PAGES, SegmentIndex
 from pdserve.kvpool.tiers.ssd.tier import MAX_PAGE_BYTES, SCAN_BATCH_PAGES, segment_bytes_of
 from pdserve.sizes import parse_bytes
 
@@ -135,7 +130,7 @@ class ObjectTier:
         except ConfigError:
             os.close(self._lock_fd)
             raise
-        self._inventory = Inventory(load_json(self._path / "voids.json", dict[str, int], {}) or {})
+        self._inventory = Inventory(load_json(self._path / "tombstones.json", dict[str, int], {}) or {})
         self._index: Index = SegmentIndex()
         self._spaces = OpenSpaces(settings.facts)
         self._sync = BucketSync(
@@ -143,8 +138,7 @@ class ObjectTier:
             options.refresh_s,
             self._report_unread,
         )
-        version = FORMAT_VERSION if self._codec.plain else CODED_VERSION
-        self._spool = Spool(self._path, self._segment_bytes, version, self._inventory, self._sync.upload)
+        self._spool = Spool(self._path, self._segment_bytes, self._inventory, self._sync.upload)
         self._reading = Backoff()
         self._unread_lock = threading.Lock()
         self._unread: dict[PageName, None] = {}  # not read for a failure of the store
@@ -188,13 +182,17 @@ class ObjectTier:
     def _adopt(self, path: Path) -> list[TierPage]:
         """Take in a segment of the spool that an earlier process left."""
         try:
-            segment = SegmentFile.open(path, direct=False, space_of=lambda *_: 0)
+            segment = SegmentFile.open(path, direct=False)
         except OSError as error:
             logger.warning("node %s: %s: left alone", self._settings.node, error.strerror)
             return []
         pages = segment.take_pages() if segment is not None else []
         namespace = self._spaces.namespace_of(pages[0].space) if pages else None
-        if segment is None or namespace is None or segment.number <= self._inventory.voids.get(namespace, -1):
+        if (
+            segment is None
+            or namespace is None
+            or segment.number <= self._inventory.tombstones.get(namespace, -1)
+        ):
             if segment is not None:
                 segment.close()
             path.unlink(missing_ok=True)
@@ -288,7 +286,7 @@ class ObjectTier:
             for first in range(0, len(leaving), SCAN_BATCH_PAGES):
                 self._settings.leaving(leaving[first : first + SCAN_BATCH_PAGES])
             self._index.discard(oldest.number)
-        self._inventory.doom(oldest)
+        self._inventory.remove_soon(oldest)
         self._sync.wake()
         return True
 
@@ -297,7 +295,7 @@ class ObjectTier:
     def read(self, names: Sequence[PageName], into: Sequence[PageMemory]) -> list[ReadResult]:
         """See `Tier`. Pages that lie side by side in an object come with one request."""
         results = [ReadResult(GONE)] * len(names)
-        taken = self._index.take([self._spaces.shared_name(name) for name in names])
+        taken = self._index.pin([self._spaces.shared_name(name) for name in names])
         try:
             for _, group in itertools.groupby(taken, key=lambda one: id(one[3])):
                 some = list(group)
@@ -312,7 +310,7 @@ class ObjectTier:
                     results[place] = result
         finally:
             for _, ordinal, place, segment in taken:
-                self._index.let_go(segment, ordinal, was_read=results[place].status == LOADED)
+                self._index.unpin(segment, ordinal, was_read=results[place].status == LOADED)
         return results
 
     def _read_segment(
@@ -396,9 +394,9 @@ class ObjectTier:
         if namespace is None:
             return
         shared = shared_space(namespace)
-        gone = self._inventory.void(namespace, self._spool.next_number())
+        gone = self._inventory.add_tombstone(namespace, self._spool.next_number())
         problem = write_durably(
-            self._path / "voids.json", msgspec.json.encode(self._inventory.voids).decode()
+            self._path / "tombstones.json", msgspec.json.encode(self._inventory.tombstones).decode()
         )
         if problem:
             logger.warning(

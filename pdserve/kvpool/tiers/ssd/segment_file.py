@@ -12,18 +12,15 @@ import fcntl
 import mmap
 import os
 import threading
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final
 
 import numpy as np
-from msgspec.structs import replace
 
 from pdserve.kvpool.tiers.base import PageMemory, TierPage, padded
-from pdserve.kvpool.tiers.codecs.base import StoredPage
 from pdserve.kvpool.tiers.durable_files import open_own
-from pdserve.kvpool.tiers.ssd.segment import Segment
+from pdserve.kvpool.tiers.page_codec import StoredPage
 from pdserve.kvpool.tiers.ssd.segment_format import (
     BLOCK_BYTES,
     MAX_SEGMENT_BYTES,
@@ -36,10 +33,9 @@ from pdserve.kvpool.tiers.ssd.segment_format import (
     read_index,
     record_blocks,
 )
+from pdserve.kvpool.tiers.ssd.segment_index import Segment
 
 SCAN_CHUNK_BYTES: Final = 1 << 20
-SpaceOf: TypeAlias = Callable[[int, int, int], int]
-"""(number, segment, sequence) -> the space of a record of version 1."""
 _scratch = threading.local()
 
 
@@ -83,11 +79,11 @@ class SegmentFile(Segment):
         return segment
 
     @classmethod
-    def open(cls, path: Path, *, direct: bool, space_of: SpaceOf) -> SegmentFile | None:
+    def open(cls, path: Path, *, direct: bool) -> SegmentFile | None:
         """Open an existing file with its records. None: it is not a segment of this name.
 
-        `space_of`: the space of a record of version 1. Raises OSError, also if read errors hide whether the
-        file is a segment; NotOurs where the file is not to be touched.
+        Raises OSError, also if read errors hide whether the file is a segment; NotOurs where the file is not
+        to be touched.
         """
         fd = open_own(path, os.O_RDONLY)
         try:
@@ -112,11 +108,6 @@ class SegmentFile(Segment):
         segment.file_bytes = file_bytes
         for record in found.records:
             segment._append(record)
-        if segment.version == 1:
-            of_records = [
-                space_of(one.page.space, segment.number, one.page.sequence) for one in found.records
-            ]
-            segment._spaces = array("Q", of_records)
         segment.sealed = found.sealed
         return segment
 
@@ -125,10 +116,7 @@ class SegmentFile(Segment):
         records = self._records
         if self.sealed:
             self._records = []
-        pages = [record.page for record in records]
-        if self.version != 1:
-            return pages
-        return [replace(page, space=space) for page, space in zip(pages, self._spaces, strict=True)]
+        return [record.page for record in records]
 
     # --- writing
 
@@ -152,7 +140,7 @@ class SegmentFile(Segment):
         at = self.end_block
         for place, one in enumerate(stored):
             encode_record_header(
-                blocks, place * BLOCK_BYTES, self.nonce, at, one.page, one.digest, self.version, one.coding
+                blocks, place * BLOCK_BYTES, self.nonce, at, one.page, one.digest, one.coding
             )
             buffers.append(blocks[place * BLOCK_BYTES : (place + 1) * BLOCK_BYTES])
             buffers.append(one.data[: padded(one.size_bytes)])
@@ -166,7 +154,7 @@ class SegmentFile(Segment):
 
     def seal(self) -> None:
         """Write the footer and free the unused rest of the file. Raises OSError; then it stays unsealed."""
-        body = _aligned(encode_footer(self._records, self.end_block, self.nonce, self.version))
+        body = _aligned(encode_footer(self._records, self.end_block, self.nonce))
         _write(self._fd, [body], self.end_block * BLOCK_BYTES)
         end = self.end_block * BLOCK_BYTES + len(body)
         os.ftruncate(self._fd, end)

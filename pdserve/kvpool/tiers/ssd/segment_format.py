@@ -9,21 +9,16 @@ A segment is a file of 4 KiB blocks, written once from start to end and never ch
                         checksum of the footer, nonce, guard
 
 All numbers are little-endian. A record's header has space, key, length, the writer's checksum (0: none), the
-digest of the stored bytes, sequence, and its own block number. A guard is XXH3-64 of all bytes before it in
-its block. These include the segment's random nonce and the block's own number, so neither a block of an older
-file nor a page that imitates a header is taken for one. A digest is XXH3-64 of the page's `length_bytes`
-bytes, or the writer's checksum if there is one.
+digest of the stored bytes, sequence, its own block number, and for a page that is stored compressed or
+encrypted the number of stored bytes, the compression and the cipher (tiers/page_codec.py); these are 0 for a
+page that is stored as it is. A guard is XXH3-64 of all bytes before it in its block. These include the
+segment's random nonce and the block's own number, so neither a block of an older file nor a page that
+imitates a header is taken for one. A digest is XXH3-64 of the stored bytes, or the writer's checksum if there
+is one and the page is stored as it is.
 
 Opening a sealed segment reads its trailer and footer. If either is damaged, or the segment is not sealed (its
 writer died), the records are read one by one. A block without a valid header is skipped, so damage costs only
 its own record. A record whose bytes do not match its digest is left out, for example a torn last record.
-
-Version 3 is for pages that are compressed or encrypted: a record has in addition the number of stored bytes,
-the name of the compressor and the number of the cipher (codecs/). An entry has the number of stored bytes. It
-counts in blocks and digest in place of the length of the page. Tiers without either write version 2.
-
-Version 1 differs in one field: records and entries have the number of a namespace instead of its space
-(numbered_pages.py). It is still read. Unsealed segments of version 1 get a footer of version 1.
 """
 
 from __future__ import annotations
@@ -38,12 +33,10 @@ import xxhash
 
 from pdserve.kvpool.protocol.page_bytes import finish, start
 from pdserve.kvpool.tiers.base import TIER_ALIGN_BYTES, PageMemory, TierPage, padded
-from pdserve.kvpool.tiers.codecs.base import AS_IT_IS, Coding, StoredPage
+from pdserve.kvpool.tiers.page_codec import AS_IT_IS, Coding, StoredPage
 
 BLOCK_BYTES: Final = TIER_ALIGN_BYTES
-FORMAT_VERSION: Final = 2
-CODED_VERSION: Final = 3  # with pages that are not stored as they are
-VERSIONS: Final = (1, 2, 3)
+FORMAT_VERSION: Final = 1
 MAX_PAGE_BYTES: Final = 2 << 30
 MAX_SEGMENT_BYTES: Final = 64 << 30
 MAX_NUMBER: Final = 1 << 63  # of a file from elsewhere; those that the tier counts itself stay far below
@@ -54,9 +47,9 @@ _RECORD_MAGIC: Final = int.from_bytes(b"PDVRec01", "little")
 _TRAILER_MAGIC: Final = int.from_bytes(b"PDVEnd01", "little")
 
 _SEGMENT = struct.Struct("<QQQQ")  # magic, version, number, nonce
-_RECORD = struct.Struct("<QQQQ32sQQQQQ")  # magic, version, nonce, block, key, space, length, checksum,
-#                                           digest, sequence
-_CODED_RECORD = struct.Struct("<QQQQ32sQQQQQQ8sQ")  # and stored bytes, compressor, cipher
+_RECORD = struct.Struct("<QQQQ32sQQQQQQQQ")
+# magic, version, nonce, block, key, space, length, checksum, digest, sequence, stored bytes, compression,
+# cipher
 _TRAILER = struct.Struct("<QQQQQQ")  # magic, version, nonce, count, first block and checksum of the footer
 _GUARD = struct.Struct("<Q")
 
@@ -64,11 +57,11 @@ ENTRY_DTYPE: Final = np.dtype(
     [
         ("key", "V32"),
         ("block", "<u4"),
-        ("number", "<u4"),  # of version 1; the stored bytes in version 3
+        ("stored_bytes", "<u4"),  # 0: stored as it is
         ("length_bytes", "<u8"),
         ("checksum", "<u8"),
         ("sequence", "<u8"),
-        ("space", "<u8"),  # since version 2
+        ("space", "<u8"),
     ]
 )
 
@@ -78,17 +71,17 @@ ReadAt: TypeAlias = Callable[[int, int], Bytes]
 
 
 class Record(msgspec.Struct, frozen=True, gc=False):
-    """A page and the first block of its record. In version 1 `page.space` is the number of a namespace.
+    """A page and the first block of its record.
 
-    `digest` is 0 if the record was read from a footer; then compressor and cipher are unset too.
-    `stored_bytes`: 0 if the page is stored as it is. `compressor`: its name, or empty. `cipher`: 0 for none.
+    `digest` is 0 if the record was read from a footer; then compression and cipher are unset too.
+    `stored_bytes`: 0 if the page is stored as it is.
     """
 
     block: int
     page: TierPage
     digest: int = 0
     stored_bytes: int = 0
-    compressor: bytes = b""
+    compression: int = 0
     cipher: int = 0
 
     @property
@@ -102,7 +95,7 @@ class Record(msgspec.Struct, frozen=True, gc=False):
 
     def stored(self, data: PageMemory) -> StoredPage:
         """With the bytes that were found behind the header."""
-        return StoredPage(self.page, data, self.digest, (self.stored_bytes, self.compressor, self.cipher))
+        return StoredPage(self.page, data, self.digest, (self.stored_bytes, self.compression, self.cipher))
 
 
 class SegmentHeader(msgspec.Struct, frozen=True):
@@ -110,7 +103,6 @@ class SegmentHeader(msgspec.Struct, frozen=True):
 
     number: int
     nonce: int
-    version: int = FORMAT_VERSION
 
 
 class SegmentContents(msgspec.Struct, frozen=True):
@@ -144,17 +136,17 @@ def footer_blocks(count: int) -> int:
 
 def encode_segment_header(header: SegmentHeader) -> bytes:
     """The header as one block."""
-    return _block(_SEGMENT.pack(_SEGMENT_MAGIC, header.version, header.number, header.nonce))
+    return _block(_SEGMENT.pack(_SEGMENT_MAGIC, FORMAT_VERSION, header.number, header.nonce))
 
 
 def decode_segment_header(block: Bytes) -> SegmentHeader | None:
-    """The header, or None if the block is not the header of a segment of a known version."""
+    """The header, or None if the block is not the header of a segment of this version."""
     if not _guarded(block, _SEGMENT):
         return None
     magic, version, number, nonce = _SEGMENT.unpack_from(block)
-    if magic != _SEGMENT_MAGIC or version not in VERSIONS or number >= MAX_NUMBER:
+    if (magic, version) != (_SEGMENT_MAGIC, FORMAT_VERSION) or number >= MAX_NUMBER:
         return None
-    return SegmentHeader(number, nonce, version)
+    return SegmentHeader(number, nonce)
 
 
 def encode_record_header(
@@ -164,62 +156,48 @@ def encode_record_header(
     block: int,
     page: TierPage,
     digest: int,
-    version: int = FORMAT_VERSION,
     coding: Coding = AS_IT_IS,
 ) -> None:
-    """Write a record's header into `buffer` at `at`; the rest of its block must be zero or old headers'.
-
-    `coding`: stored bytes, compressor and cipher, of version 3.
-    """
-    layout = _layout(version)
-    fields: list[int | bytes] = [_RECORD_MAGIC, version, nonce, block, page.key, page.space]
-    fields += [page.length_bytes, page.checksum, digest, page.sequence]
-    fields += coding if version == CODED_VERSION else ()
-    layout.pack_into(buffer, at, *fields)
-    guard = xxhash.xxh3_64_intdigest(memoryview(buffer)[at : at + layout.size])
-    _GUARD.pack_into(buffer, at + layout.size, guard)
+    """Write a record's header into `buffer` at `at`; the rest of its block must be zero or old headers'."""
+    fields = (page.key, page.space, page.length_bytes, page.checksum, digest, page.sequence)
+    _RECORD.pack_into(buffer, at, _RECORD_MAGIC, FORMAT_VERSION, nonce, block, *fields, *coding)
+    guard = xxhash.xxh3_64_intdigest(memoryview(buffer)[at : at + _RECORD.size])
+    _GUARD.pack_into(buffer, at + _RECORD.size, guard)
 
 
-def decode_record_header(
-    block_bytes: Bytes, nonce: int, block: int, version: int = FORMAT_VERSION
-) -> Record | None:
-    """The record of this version that starts at this block, or None."""
-    layout = _layout(version)
-    if not _guarded(block_bytes, layout):
+def decode_record_header(block_bytes: Bytes, nonce: int, block: int) -> Record | None:
+    """The record that starts at this block, or None."""
+    if not _guarded(block_bytes, _RECORD):
         return None
-    magic, found, of_segment, at, key, space, length, checksum, digest, sequence, *coded = layout.unpack_from(
-        block_bytes
+    *head, key, space, length, checksum, digest, sequence, stored_bytes, compression, cipher = (
+        _RECORD.unpack_from(block_bytes)
     )
-    if (magic, found, of_segment, at) != (_RECORD_MAGIC, version, nonce, block):
+    if head != [_RECORD_MAGIC, FORMAT_VERSION, nonce, block]:
         return None
-    stored_bytes, compressor, cipher = coded or AS_IT_IS
     if not 0 < length <= MAX_PAGE_BYTES or stored_bytes > MAX_PAGE_BYTES:
         return None
-    if bool(stored_bytes) != bool(compressor.rstrip(b"\0") or cipher):
+    if bool(stored_bytes) != bool(compression or cipher):
         return None
     page = TierPage(space, key, length, checksum, sequence)
-    return Record(block, page, digest, stored_bytes, compressor.rstrip(b"\0"), cipher)
+    return Record(block, page, digest, stored_bytes, compression, cipher)
 
 
-def encode_footer(
-    records: Sequence[Record], first_block: int, nonce: int, version: int = FORMAT_VERSION
-) -> bytes:
+def encode_footer(records: Sequence[Record], first_block: int, nonce: int) -> bytes:
     """Footer and trailer, whole blocks, to be written at `first_block`."""
     entries = np.zeros(len(records), ENTRY_DTYPE)
     if records:
         pages = [record.page for record in records]
         entries["key"] = np.frombuffer(b"".join(page.key for page in pages), "V32")
         entries["block"] = [record.block for record in records]
-        entries[_name_field(version)] = np.array([page.space for page in pages], "<u8")
+        entries["space"] = np.array([page.space for page in pages], "<u8")
         entries["length_bytes"] = [page.length_bytes for page in pages]
         entries["checksum"] = np.array([page.checksum for page in pages], "<u8")
         entries["sequence"] = np.array([page.sequence for page in pages], "<u8")
-        if version == CODED_VERSION:
-            entries["number"] = [record.stored_bytes for record in records]
+        entries["stored_bytes"] = [record.stored_bytes for record in records]
     body = entries.tobytes()
     body += bytes(padded(len(body)) - len(body))
     digest = xxhash.xxh3_64_intdigest(body)
-    trailer = _TRAILER.pack(_TRAILER_MAGIC, version, nonce, len(records), first_block, digest)
+    trailer = _TRAILER.pack(_TRAILER_MAGIC, FORMAT_VERSION, nonce, len(records), first_block, digest)
     return body + _block(trailer)
 
 
@@ -228,23 +206,21 @@ def decode_trailer(block_bytes: Bytes, segment: SegmentHeader, block: int) -> Fo
     if not _guarded(block_bytes, _TRAILER):
         return None
     magic, version, of_segment, count, first_block, digest = _TRAILER.unpack_from(block_bytes)
-    if (magic, version, of_segment) != (_TRAILER_MAGIC, segment.version, segment.nonce):
+    if (magic, version, of_segment) != (_TRAILER_MAGIC, FORMAT_VERSION, segment.nonce):
         return None
     if first_block < 1 + 2 * count or first_block + footer_blocks(count) != block + 1:
         return None  # a record has two blocks at least
     return Footer(count, first_block, digest)
 
 
-def decode_footer(body: Bytes, footer: Footer, version: int = FORMAT_VERSION) -> list[Record] | None:
+def decode_footer(body: Bytes, footer: Footer) -> list[Record] | None:
     """The records in order, or None if the footer is damaged. `body`: its blocks without the trailer."""
     if xxhash.xxh3_64_intdigest(body) != footer.digest:
         return None
     if len(body) < footer.count * ENTRY_DTYPE.itemsize:
         return None
     entries = np.frombuffer(body, ENTRY_DTYPE, footer.count)
-    lengths, starts, stored = entries["length_bytes"], entries["block"], np.zeros(footer.count, "<u8")
-    if version == CODED_VERSION:
-        stored = entries["number"].astype("<u8")
+    lengths, starts, stored = entries["length_bytes"], entries["block"], entries["stored_bytes"].astype("<u8")
     if (lengths < 1).any() or (lengths > MAX_PAGE_BYTES).any() or (stored > MAX_PAGE_BYTES).any():
         return None
     sizes = np.where(stored > 0, stored, lengths)
@@ -252,8 +228,7 @@ def decode_footer(body: Bytes, footer: Footer, version: int = FORMAT_VERSION) ->
     if (starts[:1] < 1).any() or (starts[1:] < ends[:-1]).any() or (ends > footer.first_block).any():
         return None  # two records share bytes, or one lies outside
     columns = (
-        entries[name].tolist()
-        for name in ("block", _name_field(version), "key", "length_bytes", "checksum", "sequence")
+        entries[name].tolist() for name in ("block", "space", "key", "length_bytes", "checksum", "sequence")
     )
     return [
         Record(block, TierPage(*rest), 0, size)
@@ -293,7 +268,7 @@ def _read_footer(read: ReadAt, file_bytes: int, header: SegmentHeader) -> list[R
     if footer is None:
         return None
     size = (last - footer.first_block) * BLOCK_BYTES
-    return decode_footer(read(footer.first_block * BLOCK_BYTES, size), footer, header.version)
+    return decode_footer(read(footer.first_block * BLOCK_BYTES, size), footer)
 
 
 def scan_records(read: ReadAt, file_bytes: int, segment: SegmentHeader) -> Iterator[Record]:
@@ -302,7 +277,7 @@ def scan_records(read: ReadAt, file_bytes: int, segment: SegmentHeader) -> Itera
     block = 1
     while block < blocks:
         head = read(block * BLOCK_BYTES, BLOCK_BYTES)
-        record = decode_record_header(head, segment.nonce, block, segment.version)
+        record = decode_record_header(head, segment.nonce, block)
         if record is None:
             block = _next_candidate(read, block + 1, blocks)
             continue
@@ -341,16 +316,6 @@ def _next_candidate(read: ReadAt, block: int, blocks: int) -> int:
             return block + int(found[0])
         block += whole
     return blocks
-
-
-def _layout(version: int) -> struct.Struct:
-    """Of a record's header."""
-    return _CODED_RECORD if version == CODED_VERSION else _RECORD
-
-
-def _name_field(version: int) -> str:
-    """The footer's column with the page's owner: the number or space of its namespace."""
-    return "number" if version == 1 else "space"
 
 
 def _block(head: bytes) -> bytes:

@@ -1,22 +1,135 @@
-"""The index of tiers with segments: the place of each page, and the live records of each segment.
+"""The records of a segment, wherever its bytes are, and the index of a tier: the place of each page. No I/O.
 
-A place is a segment's number and an ordinal, packed into one integer. One lock protects the index; no thread
-holds it during I/O.
+A record's columns are indexed by its ordinal, which is its position in the segment. A place is a segment's
+number and an ordinal, packed into one integer. One lock protects the index; no thread holds it during I/O.
 """
 
 from __future__ import annotations
 
 import threading
+from array import array
 from collections.abc import Sequence
 from typing import Final, Generic, TypeVar
 
 from pdserve.kvpool.tiers.base import PageName
 from pdserve.kvpool.tiers.ssd.compaction import SegmentFacts
-from pdserve.kvpool.tiers.ssd.segment import MAX_BATCH_PAGES, Segment
+from pdserve.kvpool.tiers.ssd.segment_format import (
+    BLOCK_BYTES,
+    Bytes,
+    Record,
+    SegmentHeader,
+    decode_record_header,
+    record_blocks,
+)
 
+MAX_BATCH_PAGES: Final = 256  # per write; a page needs two buffers, and pwritev takes 1,024
+_LIVE, _READ = 1, 2
 _ORDINAL_BITS: Final = 32
 _ORDINAL_MASK: Final = (1 << _ORDINAL_BITS) - 1
 _AT_A_TIME: Final = 4096  # pages forgotten in one critical section
+
+
+class Segment:
+    """`live`: the index refers to the record. `pins`: number of readers, under the index's lock. A removed
+    segment is closed when its last reader ends.
+    """
+
+    def __init__(self, header: SegmentHeader) -> None:
+        self.number = header.number
+        self.nonce = header.nonce
+        self.file_bytes = 0
+        self.end_block = 1  # block of the next record
+        self.pins = 0
+        self.removed = False
+        self.keys: list[bytes] = []
+        self.live_bytes = 0
+        self.read_bytes = 0
+        self._blocks = array("I")
+        self._spaces = array("Q")
+        self._lengths = array("I")
+        self._stored = array("I")  # bytes; 0: the page is stored as it is
+        self._flags = bytearray()
+
+    def add(self, record: Record) -> None:
+        """The next record. It is not live yet."""
+        page = record.page
+        self.keys.append(page.key)
+        self._blocks.append(record.block)
+        self._spaces.append(page.space)
+        self._lengths.append(page.length_bytes)
+        self._stored.append(record.stored_bytes)
+        self._flags.append(0)
+        self.end_block = max(self.end_block, record.end_block)
+
+    def take_over(self, other: Segment) -> None:
+        """Become the segment that has these records, with what is live."""
+        self.keys, self._blocks, self._spaces = other.keys, other._blocks, other._spaces
+        self._lengths, self._stored, self._flags = other._lengths, other._stored, other._flags
+        self.end_block, self.live_bytes, self.read_bytes = other.end_block, other.live_bytes, other.read_bytes
+
+    def record_in(self, head: Bytes, ordinal: int) -> Record | None:
+        """The record of this header block, or None if it is not the one at `ordinal`."""
+        record = decode_record_header(head, self.nonce, self.block(ordinal))
+        if record is None or record.size_bytes != self.size(ordinal):
+            return None
+        if (record.page.key, record.page.length_bytes) != (self.keys[ordinal], self.length(ordinal)):
+            return None
+        return record if record.page.space == self.space(ordinal) else None
+
+    def close(self) -> None:
+        """The last reader has ended."""
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def block(self, ordinal: int) -> int:
+        """The first block of the record."""
+        return self._blocks[ordinal]
+
+    def space(self, ordinal: int) -> int:
+        return self._spaces[ordinal]
+
+    def length(self, ordinal: int) -> int:
+        """Bytes of the page."""
+        return self._lengths[ordinal]
+
+    def size(self, ordinal: int) -> int:
+        """Stored bytes of the page."""
+        return self._stored[ordinal] or self._lengths[ordinal]
+
+    def as_it_is(self, ordinal: int) -> bool:
+        """Whether the page is stored as it is in memory."""
+        return not self._stored[ordinal]
+
+    def record_bytes(self, ordinal: int) -> int:
+        """Bytes of the whole record, in blocks."""
+        return record_blocks(self.size(ordinal)) * BLOCK_BYTES
+
+    def set_live(self, ordinal: int) -> None:
+        assert not self._flags[ordinal] & _LIVE
+        self._flags[ordinal] |= _LIVE
+        self.live_bytes += self.record_bytes(ordinal)
+
+    def set_dead(self, ordinal: int) -> None:
+        flags = self._flags[ordinal]
+        assert flags & _LIVE
+        size = self.record_bytes(ordinal)
+        self.live_bytes -= size
+        self.read_bytes -= size if flags & _READ else 0
+        self._flags[ordinal] = 0
+
+    def set_read(self, ordinal: int) -> None:
+        if self._flags[ordinal] == _LIVE:
+            self._flags[ordinal] |= _READ
+            self.read_bytes += self.record_bytes(ordinal)
+
+    def is_live(self, ordinal: int) -> bool:
+        return bool(self._flags[ordinal] & _LIVE)
+
+    def was_read(self, ordinal: int) -> bool:
+        return bool(self._flags[ordinal] & _READ)
+
+
 AnySegment = TypeVar("AnySegment", bound=Segment)
 
 
@@ -72,9 +185,9 @@ class SegmentIndex(Generic[AnySegment]):
             length = self.segments[place >> _ORDINAL_BITS].length(place & _ORDINAL_MASK)
         return length == name.length_bytes
 
-    def take(self, names: Sequence[PageName]) -> list[tuple[int, int, int, AnySegment]]:
+    def pin(self, names: Sequence[PageName]) -> list[tuple[int, int, int, AnySegment]]:
         """Find pages: (segment's number, ordinal, position in `names`, segment), in the order of the device.
-        The caller must call `let_go` for each result.
+        The caller must call `unpin` for each result.
         """
         found = []
         with self._lock:
@@ -84,13 +197,13 @@ class SegmentIndex(Generic[AnySegment]):
                     continue
                 segment, ordinal = self.segments[place >> _ORDINAL_BITS], place & _ORDINAL_MASK
                 if segment.length(ordinal) == name.length_bytes:
-                    segment.users += 1
+                    segment.pins += 1
                     found.append((segment.number, ordinal, at, segment))
         found.sort(key=lambda entry: entry[:2])
         return found
 
-    def let_go(self, segment: AnySegment, ordinal: int, *, was_read: bool) -> None:
-        """Undo `take`."""
+    def unpin(self, segment: AnySegment, ordinal: int, *, was_read: bool) -> None:
+        """Undo `pin`."""
         with self._lock:
             current = self.segments.get(segment.number)  # another object after `replace`
             if was_read and current is not None:
@@ -190,11 +303,11 @@ class SegmentIndex(Generic[AnySegment]):
             self.segments[place >> _ORDINAL_BITS].set_dead(place & _ORDINAL_MASK)
 
     def _close(self, segment: AnySegment) -> None:
-        segment.doomed = True
-        segment.users += 1
+        segment.removed = True
+        segment.pins += 1
         self._release(segment)
 
     def _release(self, segment: AnySegment) -> None:
-        segment.users -= 1
-        if segment.doomed and not segment.users:
+        segment.pins -= 1
+        if segment.removed and not segment.pins:
             segment.close()

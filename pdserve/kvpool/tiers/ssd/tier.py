@@ -3,7 +3,6 @@
     <path>/lock               locked by the node that uses the directory
            00000042.seg       segment_format.py; the segment with the largest number is being written
            namespaces.json    in the first tier: the node's list of namespaces, for a start after a reboot
-           version1.json      while there are pages of format version 1: numbered_pages.py
 
 The index (segment_index.py) is in memory, about 200 bytes per page. A start reads it from the segments'
 footers, newest segment last, so the newest of several records of a page counts. A reader keeps the file of
@@ -25,11 +24,10 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Final
 
-import numpy as np
 from msgspec import Meta
 
 from pdserve.errors import ConfigError, StartupError
@@ -47,11 +45,8 @@ from pdserve.kvpool.tiers.base import (
     ReadResult,
     TierPage,
     TierSettings,
-    padded,
+    page_memories,
 )
-from pdserve.kvpool.tiers.codecs.base import StoredPage
-from pdserve.kvpool.tiers.codecs.encryption import OVERHEAD_BYTES
-from pdserve.kvpool.tiers.codecs.page_codec import CodecOptions, make_codec
 from pdserve.kvpool.tiers.durable_files import (
     NotOurs,
     claim_directory,
@@ -59,21 +54,19 @@ from pdserve.kvpool.tiers.durable_files import (
     read_text,
     save_text,
 )
+from pdserve.kvpool.tiers.encryption import OVERHEAD_BYTES
+from pdserve.kvpool.tiers.page_codec import CodecOptions, StoredPage, make_codec
 from pdserve.kvpool.tiers.ssd.compaction import Compact, Drop, Plan, make_room
-from pdserve.kvpool.tiers.ssd.numbered_pages import NumberedPages
-from pdserve.kvpool.tiers.ssd.segment import MAX_BATCH_PAGES
 from pdserve.kvpool.tiers.ssd.segment_file import SegmentFile, segment_name
 from pdserve.kvpool.tiers.ssd.segment_format import (
     BLOCK_BYTES,
-    CODED_VERSION,
-    FORMAT_VERSION,
     MAX_NUMBER,
     MAX_SEGMENT_BYTES,
     SegmentHeader,
     footer_blocks,
     record_blocks,
 )
-from pdserve.kvpool.tiers.ssd.segment_index import SegmentIndex
+from pdserve.kvpool.tiers.ssd.segment_index import MAX_BATCH_PAGES, SegmentIndex
 from pdserve.sizes import parse_bytes
 
 logger = logging.getLogger(__name__)
@@ -110,12 +103,10 @@ class SegmentTier:
         self._segment_bytes = segment_bytes_of(settings, "ssd", options.segment_bytes)
         self._direct = options.direct
         self._codec = make_codec(settings, "ssd", options)
-        self._version = FORMAT_VERSION if self._codec.plain else CODED_VERSION
         self._lock_fd = claim_directory(settings)
         self._index: SegmentIndex[SegmentFile] = SegmentIndex()
         self._current: SegmentFile | None = None
         self._used_bytes = sum(map(_file_bytes, self._files()))
-        self._numbered = NumberedPages(self._path)
         self._last_number = max(map(_number, self._files()), default=0)
         self._headers = mmap.mmap(-1, MAX_BATCH_PAGES * BLOCK_BYTES)
         self._moving: tuple[Plan, int, int] | None = None  # plan in progress, next ordinal, moved bytes
@@ -139,36 +130,27 @@ class SegmentTier:
 
     # --- starting
 
-    def adopt_numbers(self, spaces: Mapping[int, int]) -> str:
-        """See `NumberedTier`."""
-        return self._numbered.adopt(spaces)
-
     def scan(self, known: Collection[int]) -> Iterator[list[TierPage]]:
         """See `Tier`. Footers are small: a million pages are 72 MB to read."""
         known = set(known)
-        any_numbered = False
         for path in self._files():
             try:
-                segment = SegmentFile.open(path, direct=self._direct, space_of=self._numbered.space)
+                segment = SegmentFile.open(path, direct=self._direct)
             except NotOurs as error:
                 self._used_bytes -= _file_bytes(path)
                 logger.warning("node %s: %s: left alone", self._settings.node, error.strerror)
                 continue
             except OSError as error:
                 logger.warning("node %s: %s: %s: left alone", self._settings.node, path, error.strerror)
-                any_numbered = True  # for all that is known
                 continue
             if segment is None:
                 self._used_bytes -= _file_bytes(path)
                 logger.warning("node %s: %s is no segment and is removed", self._settings.node, path)
                 path.unlink(missing_ok=True)
                 continue
-            any_numbered |= segment.version == 1
             pages = self._adopt(segment, known)
             for first in range(0, len(pages), SCAN_BATCH_PAGES):
                 yield pages[first : first + SCAN_BATCH_PAGES]
-        if not any_numbered:
-            self._numbered.end()
 
     def _adopt(self, segment: SegmentFile, known: set[int]) -> list[TierPage]:
         """Index the pages of known spaces in a found segment. Returns these pages."""
@@ -255,7 +237,7 @@ class SegmentTier:
                     raise OSError(errno.ENOSPC, "there is no room and nothing to drop")
             number = self._last_number + 1
             path = self._path / segment_name(number)
-            header = SegmentHeader(number, secrets.randbits(64), self._version)
+            header = SegmentHeader(number, secrets.randbits(64))
             segment = SegmentFile.create(path, header, self._segment_bytes, direct=self._direct)
             if self._direct and not segment.direct:
                 self._direct = False
@@ -288,11 +270,11 @@ class SegmentTier:
     def read(self, names: Sequence[PageName], into: Sequence[PageMemory]) -> list[ReadResult]:
         """See `Tier`. Pages are read in the order of the device."""
         results = [ReadResult(GONE)] * len(names)
-        for _, ordinal, place, segment in self._index.take(names):
+        for _, ordinal, place, segment in self._index.pin(names):
             try:
                 results[place] = self._read_one(segment, ordinal, names[place], into[place])
             finally:
-                self._index.let_go(segment, ordinal, was_read=results[place].status == LOADED)
+                self._index.unpin(segment, ordinal, was_read=results[place].status == LOADED)
         return results
 
     def _read_one(self, segment: SegmentFile, ordinal: int, name: PageName, into: PageMemory) -> ReadResult:
@@ -356,7 +338,7 @@ class SegmentTier:
             PageName(segment.space(ordinal), segment.keys[ordinal], segment.length(ordinal))
             for ordinal in chosen
         ]
-        memory = _page_memories([name.length_bytes for name in names])
+        memory = page_memories([name.length_bytes for name in names])
         stored = [
             self._encode(result.page, data)
             for result, data in zip(self.read(names, memory), memory, strict=True)
@@ -467,11 +449,3 @@ def _file_bytes(path: Path) -> int:
 def _usual_segment_bytes(capacity_bytes: int) -> int:
     """Bytes per segment: a few hundred files, so all can be open; at least 64 MiB if eight of them fit."""
     return min(max(capacity_bytes // 256, 64 << 20), 16 << 30, capacity_bytes // 8)
-
-
-def _page_memories(lengths: Sequence[int]) -> list[PageMemory]:
-    """Aligned memory for pages of these lengths."""
-    sizes = [padded(length) for length in lengths]
-    whole = np.frombuffer(mmap.mmap(-1, sum(sizes)), np.uint8)
-    ends = np.cumsum(sizes).tolist()
-    return [whole[end - size : end] for size, end in zip(sizes, ends, strict=True)]

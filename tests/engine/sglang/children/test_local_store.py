@@ -9,8 +9,8 @@ from types import ModuleType
 
 import pytest
 
-from benchmarks.processes import free_ports
 from pdserve.engine.sglang.children import local_store
+from tests.support.processes import free_ports
 
 RANKS = """
 import os, sys

@@ -23,7 +23,7 @@ from pdserve.kvpool.tiers.base import (
     TierPage,
 )
 from tests.support.kvpool.node_model import KIB, answers, commit, key, statuses
-from tests.support.kvpool.tier_rig import DIRECTORY, SSD, Rig
+from tests.support.kvpool.tier_rig import FAR, SSD, Rig
 
 
 def test_cold_pages_are_stored_and_then_evicted_for_nothing() -> None:
@@ -115,7 +115,7 @@ def test_what_a_tier_that_hangs_cannot_give_is_not_said_to_be_there_and_can_be_s
 
 
 def test_a_late_page_that_another_tier_has_too_is_read_from_there() -> None:
-    rig = Rig(SSD, DIRECTORY, promotion_timeout_s=1.0)
+    rig = Rig(SSD, FAR, promotion_timeout_s=1.0)
     rig.sink(1)
     page = rig.disks[0][rig.node.state.namespaces[rig.ns].tier_space, key(1)]
     rig.disks[1][page.space, page.key] = page
@@ -225,7 +225,7 @@ VOIDING = {
 
 @pytest.mark.parametrize("how", sorted(VOIDING))
 def test_pages_are_said_to_be_gone_once_the_list_that_says_so_is_durable(how: str) -> None:
-    rig = Rig(SSD, DIRECTORY)
+    rig = Rig(SSD, FAR)
     rig.sink(1, 2)
     before = len(rig.saves)
     assert answers(rig.node.send(rig.c, VOIDING[how](rig)), rig.c) == []
@@ -242,7 +242,7 @@ def test_pages_are_said_to_be_gone_once_the_list_that_says_so_is_durable(how: st
 @pytest.mark.parametrize("why", ["failed", "late"])
 @pytest.mark.parametrize("how", sorted(VOIDING))
 def test_what_could_not_be_made_durable_is_an_error_until_it_is(how: str, why: str) -> None:
-    rig = Rig(SSD, DIRECTORY)
+    rig = Rig(SSD, FAR)
     rig.sink(1)
     request = VOIDING[how](rig)
     for _ in range(2):
@@ -334,7 +334,7 @@ def test_a_tier_that_cannot_be_written_for_days_is_tried_every_minute() -> None:
 
 
 def test_a_tier_that_cannot_write_what_comes_down_to_it_says_so_until_it_can() -> None:
-    rig = Rig(SSD, DIRECTORY)
+    rig = Rig(SSD, FAR)
     page = TierPage(rig.ns, key(1), 4 * KIB, 0, rig.node.state.store.next_sequence)
     rig.node.do(PagesFound(1, (), 0, failed=3))
     [above, below] = rig.node.status().tiers
@@ -417,7 +417,7 @@ def test_pages_found_at_a_start_come_up_and_end_waits() -> None:
 
 
 def test_other_nodes_can_ask_for_pages_in_tiers() -> None:
-    rig = Rig(SSD, DIRECTORY)
+    rig = Rig(SSD, FAR)
     tiers = rig.node.state.tiers
     rig.sink(1, 2)
     page = rig.disks[0][rig.ns, key(1)]

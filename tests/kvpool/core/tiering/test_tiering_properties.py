@@ -28,7 +28,7 @@ from pdserve.kvpool.tiers.base import (
     PageName,
 )
 from tests.support.kvpool.node_model import KIB, key
-from tests.support.kvpool.tier_rig import DIRECTORY, Rig
+from tests.support.kvpool.tier_rig import FAR, Rig
 from tests.support.suite.extended import examples
 
 TIMEOUT_S = 1.0
@@ -48,7 +48,7 @@ class Clients(RuleBasedStateMachine):
         self.excused: set[bytes] = set()  # may be in memory only, whatever the policy
         first = TierSpec("ssd:/a", "ssd", 1 << 30, write)  # type: ignore[arg-type]
         bounds = {"load_bytes": 24 * KIB, "promotion_timeout_s": TIMEOUT_S}
-        self.rig = Rig(first, DIRECTORY, store_pages=store_pages, **bounds)
+        self.rig = Rig(first, FAR, store_pages=store_pages, **bounds)
         self.node = self.rig.node
         self.connections = [self.rig.c, self.node.connect("ucx"), self.node.connect()]
         self.pins: list[tuple[int, m.Pin, tuple[int, bytes]]] = []

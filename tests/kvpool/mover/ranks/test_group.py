@@ -20,6 +20,7 @@ from pdserve.kvpool.mover.ranks import follower as follower_module
 from pdserve.kvpool.mover.ranks import group as group_module
 from pdserve.kvpool.mover.ranks.board import State
 from pdserve.kvpool.mover.ranks.group import PartReads, RankGroup
+from pdserve.kvpool.mover.ranks.messages import Place
 from pdserve.kvpool.protocol.page_bytes import NO_CHECKSUM, PageBuffers, checksum_page
 from tests.support.kvpool.faulty import keys
 from tests.support.up.cluster import wait_until
@@ -109,15 +110,6 @@ def test_a_follower_waits_while_the_leader_reads(pair: tuple[Rank, Rank]) -> Non
     assert all(np.array_equal(source[0], target[0]) for target in targets)
 
 
-def test_a_page_whose_place_was_given_away_is_not_taken(pair: tuple[Rank, Rank]) -> None:
-    leader, follower = pair
-    wanted, source = keys(1), leader.page(0, seed=3)
-    leader.reads.end(wanted, [source], [proof_of(source)])
-    wait_until(lambda: follower.knows(wanted[0]) is not State.UNKNOWN, "the follower heard it")
-    source[1][-1] ^= 1
-    assert follower.reads.take(wanted, [follower.page(0)], soon()) == [None]
-
-
 def test_a_page_without_a_checksum_is_read_by_each_rank(pair: tuple[Rank, Rank]) -> None:
     leader, follower = pair
     wanted, source = keys(1), leader.page(0, seed=3)
@@ -167,11 +159,6 @@ def test_the_end_of_the_leader_ends_a_wait_for_it(pair: tuple[Rank, Rank]) -> No
     assert len(leader.group._followers) == 1
 
 
-def test_the_leader_itself_takes_nothing_and_waits_for_nobody(pair: tuple[Rank, Rank]) -> None:
-    leader, _ = pair
-    assert leader.reads.take(keys(1), [leader.page(0)], soon(1000.0)) == [None]
-
-
 def test_a_follower_that_takes_no_messages_is_dropped(pair: tuple[Rank, Rank], name: str) -> None:
     leader, follower = pair
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as deaf:
@@ -210,7 +197,7 @@ def test_another_user_neither_follows_nor_leads(
 
 
 def test_many_threads_take_while_the_leader_reads(pair: tuple[Rank, Rank]) -> None:
-    """Each gets right bytes, though the leader's pages change all the time."""
+    """What is taken is right, though the leader changes its pages; once they rest, all are taken."""
     leader, follower = pair
     stop = threading.Event()
     pages = {key: leader.page(n, seed=n) for n, key in enumerate(keys(4))}
@@ -224,6 +211,7 @@ def test_many_threads_take_while_the_leader_reads(pair: tuple[Rank, Rank]) -> No
                 page[0][7] ^= 1
 
     def take(number: int) -> int:
+        """How many pages were taken."""
         taken = 0
         for key in keys(4) * 20:
             target = follower.page(10 + number)
@@ -236,7 +224,14 @@ def test_many_threads_take_while_the_leader_reads(pair: tuple[Rank, Rank]) -> No
     changing = threading.Thread(target=change)
     changing.start()
     with ThreadPoolExecutor(4) as threads:
-        taken = list(threads.map(take, range(4)))
-    stop.set()
-    changing.join()
-    assert sum(taken) > 0
+        list(threads.map(take, range(4)))  # how many are caught between two changes is chance
+        stop.set()
+        changing.join()
+
+        def told() -> bool:
+            """One that heard too slowly was let go, and joins again: what was said meanwhile is lost."""
+            leader.reads.end(keys(4), list(pages.values()), list(proofs.values()))
+            return all(isinstance(follower.knows(key), Place) for key in keys(4))
+
+        wait_until(told, "it heard of all of them")
+        assert list(threads.map(take, range(4))) == [80, 80, 80, 80]

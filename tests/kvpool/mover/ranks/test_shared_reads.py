@@ -20,7 +20,7 @@ from pdserve.kvpool.mover.client import MoverClient
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.messages import DataPathChoice
 from pdserve.pages import KV
-from pdserve.tokens import Secret
+from pdserve.security.tokens import Secret
 from tests.support.kvpool import host_pool
 from tests.support.kvpool.faulty import key
 from tests.support.kvpool.host_pool import PAGE_TOKENS, indices

@@ -10,8 +10,8 @@ import pytest
 from pdserve.errors import ConfigError
 from pdserve.kvpool.node.admission import rules_of
 from pdserve.kvpool.node.config.node import PoolNodeConfig, with_secrets
+from pdserve.security.tokens import digest, reveal
 from pdserve.settings.config_file import load_config
-from pdserve.tokens import digest, reveal
 
 ROOT, WRITER, KEEPER = "the-nodes-admin-token", "a-token-to-write", "a-token-to-administer"
 SIZES = {"capacity_bytes": "1GiB", "admin_token": ROOT}

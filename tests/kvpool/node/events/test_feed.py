@@ -44,7 +44,6 @@ class Sink:
     def __init__(self) -> None:
         self.sent: list[Any] = []
         self.subscribed = False
-        self.is_busy = False
 
     def send(self, payload: bytes) -> None:
         self.sent += msgspec.msgpack.decode(payload)[1]

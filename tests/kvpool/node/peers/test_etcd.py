@@ -17,9 +17,9 @@ from pdserve.discovery.etcd import EtcdMember, EtcdMembership, discover
 from pdserve.errors import ConfigError, PoolError, PoolUnavailable
 from pdserve.kvpool.node.node import PoolNode
 from pdserve.kvpool.node.peers.joining import Before
-from pdserve.kvpool.protocol.cluster_messages import ACTIVE, DEAD
+from pdserve.kvpool.protocol.cluster_messages import ACTIVE
 from tests.support.certificate import certificate as self_signed
-from tests.support.kvpool.clustered import QUIET, config_of, ring, running, status_of, until
+from tests.support.kvpool.clustered import config_of, ring, running, until
 from tests.support.kvpool.etcd_server import EtcdServer, in_etcd, settings
 
 
@@ -59,7 +59,7 @@ def test_nodes_find_each_other_and_clients_find_them_and_who_stops_is_gone(
     tmp_path: Path, etcd: EtcdServer
 ) -> None:
     """By their own word: leases of a minute do not end on a busy machine."""
-    where = {"cluster": {"membership": "etcd", "etcd": settings(etcd, lease_s=60)}}
+    where = {"cluster": {"etcd": settings(etcd, lease_s=60)}}
 
     async def run() -> None:
         async with running(tmp_path, "a", **where) as a:
@@ -82,7 +82,7 @@ def test_nodes_find_each_other_and_clients_find_them_and_who_stops_is_gone(
 def test_a_node_that_is_upgraded_leaves_its_key_for_the_next_program(
     tmp_path: Path, etcd: EtcdServer, keeps_key: bool
 ) -> None:
-    """The others would doubt a node whose key went."""
+    """Clients that start meanwhile find it."""
 
     async def run() -> None:
         own = EtcdMember("a", "tcp:a:7700")
@@ -100,7 +100,7 @@ def test_a_node_that_is_upgraded_leaves_its_key_for_the_next_program(
 def test_a_node_that_is_upgraded_serves_without_waiting_for_etcd(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         silent = EtcdConfig(endpoints=[f"http://127.0.0.1:{mute.getsockname()[1]}"], timeout_s=600.0)
-        cluster = {"membership": "etcd", "etcd": silent, "join_timeout_s": 600.0}
+        cluster = {"etcd": silent, "join_timeout_s": 600.0}
 
         async def run() -> None:
             async with running(tmp_path, "b") as b:
@@ -112,18 +112,6 @@ def test_a_node_that_is_upgraded_serves_without_waiting_for_etcd(tmp_path: Path)
                 await serving
 
         asyncio.run(run())
-
-
-async def test_a_lost_lease_is_a_doubt_that_a_probe_settles(tmp_path: Path, etcd: EtcdServer) -> None:
-    """With no ping of their own within the test, what etcd says is what makes them look."""
-    async with running(tmp_path, "a", **in_etcd(etcd, **QUIET)) as a:
-        async with running(tmp_path, "b", **in_etcd(etcd, **QUIET)) as b:
-            await until(lambda: ring(a) == ring(b) == "ab")
-            await until(lambda: names(etcd) == ["a", "b"])
-            delete(etcd, "/pdserve/pool/nodes/b")
-            await until(lambda: names(etcd) == ["a", "b"])  # it writes its key anew
-            assert ring(a) == "ab"
-        await until(lambda: status_of(a, "b") == DEAD)
 
 
 async def test_the_pool_goes_on_while_etcd_is_away_and_is_there_again_after_it(
@@ -144,7 +132,7 @@ async def test_the_pool_goes_on_while_etcd_is_away_and_is_there_again_after_it(
 
 async def test_an_etcd_that_hangs_keeps_nobody_waiting(tmp_path: Path, etcd: EtcdServer) -> None:
     short = settings(etcd, timeout_s=0.5)
-    options = {"cluster": {"membership": "etcd", "etcd": short}}
+    options = {"cluster": {"etcd": short}}
     async with running(tmp_path, "a", **options) as a:
         await until(lambda: names(etcd) == ["a"])
         etcd.pause()
@@ -160,7 +148,7 @@ async def test_another_endpoint_is_asked_where_one_is_away(tmp_path: Path, etcd:
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         away = f"http://127.0.0.1:{nobody.getsockname()[1]}"
     two = msgspec.structs.replace(settings(etcd), endpoints=[away, etcd.url])
-    async with running(tmp_path, "a", cluster={"membership": "etcd", "etcd": two}):
+    async with running(tmp_path, "a", cluster={"etcd": two}):
         await until(lambda: names(etcd) == ["a"])
         assert [node.node for node in discover(two, "pool")] == ["a"]
 
@@ -203,7 +191,7 @@ def test_etcd_with_tls_and_passwords(tmp_path: Path, certificate: tuple[Path, Pa
             assert "secret" not in str(error.value)
 
         async def run() -> None:
-            cluster = {"cluster": {"membership": "etcd", "etcd": good}}
+            cluster = {"cluster": {"etcd": good}}
             async with running(tmp_path, "a", **cluster) as a:
                 async with running(tmp_path, "b", **cluster) as b:
                     await until(lambda: ring(a) == ring(b) == "ab")
@@ -230,7 +218,7 @@ def test_whoever_is_known_to_etcd_stays_so_when_its_users_are_changed(tmp_path: 
         root = server.post("auth/authenticate", {"name": "root", "password": "secret"})["token"]
 
         async def run() -> None:
-            cluster = {"cluster": {"membership": "etcd", "etcd": good}}
+            cluster = {"cluster": {"etcd": good}}
             async with running(tmp_path, "a", **cluster) as a:
                 await until(lambda: found_by(good) == ["a"])
                 membership = a.gossip.joining.etcd
@@ -265,7 +253,7 @@ async def test_a_slash_at_the_end_of_an_endpoint_and_one_that_sends_elsewhere_do
     server = await asyncio.start_server(redirect, "127.0.0.1", 0)
     proxy = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     two = msgspec.structs.replace(settings(etcd), endpoints=[proxy, etcd.url + "/"])
-    async with running(tmp_path, "a", cluster={"membership": "etcd", "etcd": two}):
+    async with running(tmp_path, "a", cluster={"etcd": two}):
         await until(lambda: names(etcd) == ["a"])
         assert await asyncio.to_thread(found_by, two) == ["a"]
     server.close()

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.node_processes import NodeProcess
 from pdserve.errors import PoolError
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
@@ -19,6 +18,7 @@ from pdserve.kvpool.protocol.cluster_messages import ACTIVE, DEAD
 from pdserve.kvpool.protocol.messages import StatusReport
 from tests.support.command import pdserve_here
 from tests.support.kvpool.moving_nodes import PAGE_BYTES, page_of, some_keys
+from tests.support.kvpool.node_processes import NodeProcess
 from tests.support.suite.extended import extended
 
 DEADLINE_S = 30.0

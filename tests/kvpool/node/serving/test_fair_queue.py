@@ -162,18 +162,6 @@ def test_a_full_queue_says_so_and_has_room_again_when_half_is_gone() -> None:
     assert queue.has_room(1)
 
 
-def test_requests_of_a_client_that_went_are_forgotten() -> None:
-    queue = queue_of(f1=(1.0, 0.0, 0.0), f2=(1.0, 0.0, 0.0))
-    for place in range(10):
-        queue.put(1 + place % 2, "gone" if place % 2 else "here", 1, 0, 0.0)
-    queue.remove(lambda item: item == "gone")
-    queue.check()
-    assert queue.waiting == 5
-    while (queued := queue.next(0.0)) is not None:
-        assert queued.item == "here"
-    assert not queue.ready
-
-
 def test_what_has_waited_as_long_as_any_client_waits_is_given_up() -> None:
     queue = queue_of(f1=(1.0, 1.0, 0.0))
     assert queue.admit(1, 1, 0, 0.0)
@@ -183,17 +171,6 @@ def test_what_has_waited_as_long_as_any_client_waits_is_given_up() -> None:
     assert [queued.item for queued in queue.expired(MAX_QUEUED_S + 0.15)] == [0, 1]
     queue.check()
     assert queue.waiting == 8
-
-
-def test_other_settings_count_for_what_waits_already() -> None:
-    queue = queue_of(f1=(1.0, 1.0, 0.0))
-    assert queue.admit(1, 1, 0, 0.0)
-    queue.put(1, None, 1, 0, 0.0)
-    assert queue.next(0.1) is None
-    queue.configure(1, weight=1.0, operations_s=0.0, bytes_s=0.0, now_s=0.1)
-    assert queue.next(0.1) is not None
-    queue.forget(1, 0.1)
-    assert queue.numbers == []
 
 
 def test_what_does_not_wait_counts_towards_the_share() -> None:

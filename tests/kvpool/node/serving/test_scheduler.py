@@ -22,14 +22,6 @@ from tests.support.kvpool.node_model import KIB, Node, key
 from tests.support.kvpool.served import KEYS, Client, Served
 
 
-def test_requests_are_served_at_once_while_nothing_waits() -> None:
-    served = Served()
-    a, ns = served.client("a")
-    for place in range(5):
-        served.ask(a, ns, KEYS[:1])
-        assert len(a.sent) == place + 1
-
-
 def test_a_turn_serves_so_much_and_a_quiet_neighbour_comes_next() -> None:
     served = Served()
     loud, loud_ns = served.client("loud")
@@ -46,20 +38,6 @@ def test_a_turn_serves_so_much_and_a_quiet_neighbour_comes_next() -> None:
         before = len(served.order)
         served.loop.turn()
         assert before < len(served.order) <= before + TURN_KEYS // len(KEYS)
-
-
-def test_a_busy_node_is_shared_by_weight() -> None:
-    served = Served(a=NamespaceSettings(weight=3.0), b=NamespaceSettings(weight=1.0))
-    a, a_ns = served.client("a")
-    b, b_ns = served.client("b")
-    for _ in range(100):
-        served.ask(a, a_ns)
-        served.ask(b, b_ns)
-    at_once = len(served.order)
-    for _ in range(10):
-        served.loop.turn()
-    order = served.order[at_once:]
-    assert order.count(a.number) == pytest.approx(3 * order.count(b.number), abs=3)
 
 
 # --- large requests
@@ -128,26 +106,6 @@ def test_what_frees_many_pages_is_charged_and_its_client_read_from_in_the_next_t
     served.loop.turns()
     after = [number for number in served.order[len(before) + 1 :] if number in (a.number, b.number)]
     assert after.index(a.number) >= after.count(b.number) - 1, "b goes first: a has had its share"
-
-
-def test_over_its_rate_a_namespace_waits_and_its_neighbour_does_not() -> None:
-    served = Served(a=NamespaceSettings(operations_s=32.0))
-    a, a_ns = served.client("a")
-    b, b_ns = served.client("b")
-    for _ in range(4):
-        served.ask(a, a_ns)
-        served.loop.turn()
-    assert len(a.sent) == 2
-    served.ask(b, b_ns)
-    assert len(b.sent) == 1
-    served.loop.turn()
-    served.loop.pass_time(0.49)
-    assert len(a.sent) == 2
-    served.loop.pass_time(0.02)
-    assert len(a.sent) == 3
-    served.loop.pass_time(0.5)
-    assert len(a.sent) == 4
-    assert served.serving.counters()["requests_waiting"] == 0
 
 
 def test_what_waits_for_its_rate_is_not_looked_at_before_the_loops_clock_has_moved() -> None:
@@ -229,20 +187,6 @@ def test_what_waits_too_long_is_answered_and_its_client_read_from_again() -> Non
     assert len(faults) > MAX_QUEUED - 10
     assert faults[0].code == "overloaded"
     assert "namespace 'a'" in faults[0].message
-
-
-def test_requests_of_a_client_that_went_are_not_served() -> None:
-    served = Served(a=NamespaceSettings(operations_s=16.0))
-    a, ns = served.client("a")
-    other, _ = served.client("a")
-    served.ask(a, ns)
-    for _ in range(5):
-        served.ask(a, ns, KEYS[:1])
-    served.ask(other, ns, KEYS[:1])
-    served.serving.gone(a.number)
-    del served.clients[a.number]
-    served.loop.pass_time(2.0)
-    assert served.order[1:] == [other.number]
 
 
 def test_what_frees_or_ends_something_never_waits() -> None:

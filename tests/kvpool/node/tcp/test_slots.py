@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.tls.contexts import Certificates, TlsConfig
+from pdserve.security.tls import Certificates, TlsConfig
 from tests.support.certificates import Authority
 from tests.support.kvpool.tcp_server import REUSED, Peer, RunningServer, running
 

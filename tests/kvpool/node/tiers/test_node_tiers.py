@@ -26,7 +26,7 @@ MIB = KIB * KIB
 
 
 class Rig:
-    """A node of 4 MiB (64 pages) over an SSD tier of 32 MiB, and a directory of 32 MiB below."""
+    """A node of 4 MiB (64 pages) over two SSD tiers of 32 MiB each."""
 
     def __init__(self, directory: Path, write: Literal["cold", "all"] = "cold") -> None:
         self.directory = directory
@@ -37,8 +37,7 @@ class Rig:
             capacity_bytes=4 * MIB,
             slab_bytes=MIB,
             min_slot_bytes=64 * KIB,
-            max_reserved_share=1.0,
-            tier_watermark=0.5,
+            max_client_share=1.0,
             promotion_timeout_s=5.0,
             tiers=[
                 TierConfig(
@@ -48,7 +47,12 @@ class Rig:
                     write=write,
                     options={"segment_bytes": "2MiB"},
                 ),
-                TierConfig(kind="directory", path=directory / "far", capacity_bytes=32 * MIB),
+                TierConfig(
+                    kind="ssd",
+                    path=directory / "far",
+                    capacity_bytes=32 * MIB,
+                    options={"segment_bytes": "2MiB"},
+                ),
             ],
         )
         self.pool = self.start()
@@ -122,11 +126,11 @@ def drop_namespace(rig: Rig, name: str) -> None:
 
 
 def fill(rig: Rig, client: PoolClient, pages: int) -> None:
-    """Put pages no faster than the tier writes them: at most 40 of all that were filled are not stored."""
+    """Put pages no faster than the tier writes them: at most 56 of all that were filled are not stored."""
     for first in range(0, pages, 16):
         put(client, range(first, first + 16))
         rig.filled += 16
-        rig.until_stored(rig.filled - 40)
+        rig.until_stored(rig.filled - 56)
 
 
 def flip_bits(rig: Rig, numbers: range) -> int:

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.node_processes import NodeProcess, client_of, pool_of
-from benchmarks.object_server import ObjectServer, object_server
 from pdserve.kvpool.client.client import PoolClient
+from tests.support.kvpool.node_processes import NodeProcess, client_of, pool_of
+from tests.support.kvpool.object_server import ObjectServer, object_server
 from tests.support.kvpool.object_tiers import BUCKET, CREDENTIALS, moto_bucket
 from tests.support.kvpool.tier_tools import KIB, contents, key
 

@@ -39,10 +39,7 @@ LENGTH = 4 * KIB
 WAIT_S = 20.0
 NAMES = ["a", "b"]
 KEYS = range(6)
-KINDS: list[tuple[str, dict[str, int | str | bool]]] = [
-    ("ssd", {"segment_bytes": 64 * KIB}),
-    ("directory", {}),
-]
+FOLDERS = ["near", "far"]
 
 
 def copy_what_is_there(source: Path, target: Path) -> None:
@@ -96,11 +93,11 @@ class Restarts(RuleBasedStateMachine):
             promotion_timeout_s=WAIT_S,
             tiers=[
                 TierConfig(
-                    kind=KINDS[n][0],
+                    kind="ssd",
                     path=self.folder(n),
                     capacity_bytes=KIB * KIB,
                     write="all" if n == tiers[0] else "cold",
-                    options=KINDS[n][1],
+                    options={"segment_bytes": 64 * KIB},
                 )
                 for n in tiers
             ],
@@ -115,7 +112,7 @@ class Restarts(RuleBasedStateMachine):
         self.numbers = {name: self.open(name) for name in NAMES}
 
     def folder(self, tier: int) -> Path:
-        return self.directory / KINDS[tier][0]
+        return self.directory / FOLDERS[tier]
 
     def list_on_disk(self) -> bytes:
         """What the first tier keeps; each list that is written differs from all before."""
@@ -178,7 +175,7 @@ class Restarts(RuleBasedStateMachine):
         self.until(lambda: all(want[name] <= set(tiers.keys(n)) for name, n in self.numbers.items()))
         if self.listed:
             self.until_durable()
-            first = f"{KINDS[self.tiers[0]][0]}:{self.folder(self.tiers[0])}"
+            first = f"ssd:{self.folder(self.tiers[0])}"
             self.stored = {
                 name: {k for k in self.written[name] if tiers.place(n, key(k))[0] == first}
                 for name, n in self.numbers.items()
@@ -262,8 +259,8 @@ class Restarts(RuleBasedStateMachine):
         """The first tier is copied last: what it has written by then may have been removed from others."""
         self.copies += 1
         before, self.directory = self.directory, self.root / str(self.copies)
-        for tier in sorted(range(len(KINDS)), key=lambda tier: tier == self.tiers[0]):
-            copy_what_is_there(before / KINDS[tier][0], self.folder(tier))
+        for tier in sorted(range(len(FOLDERS)), key=lambda tier: tier == self.tiers[0]):
+            copy_what_is_there(before / FOLDERS[tier], self.folder(tier))
         if self.durable is None and self.list_on_disk() != self.earlier_list:
             self.durable = dict(self.spaces)
 

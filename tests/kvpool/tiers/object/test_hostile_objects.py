@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import xxhash
 
-from benchmarks.object_server import ObjectServer, object_server
 from pdserve.kvpool.tiers.base import CORRUPT, GONE, LOADED, READ_FAILED, STORED, TierPage
-from pdserve.kvpool.tiers.object.names import SegmentObject, parse_object
+from pdserve.kvpool.tiers.object.inventory import SegmentObject, parse_object
+from pdserve.kvpool.tiers.page_codec import ZSTD
 from pdserve.kvpool.tiers.ssd.segment_format import (
     BLOCK_BYTES,
     MAX_NUMBER,
@@ -21,7 +19,7 @@ from pdserve.kvpool.tiers.ssd.segment_format import (
     encode_footer,
     encode_segment_header,
 )
-from tests.support.kvpool.false_segments import footers
+from tests.support.kvpool.object_server import ObjectServer, object_server
 from tests.support.kvpool.object_tiers import BUCKET, CREDENTIALS, LENGTH, Node
 from tests.support.kvpool.tier_tools import key
 
@@ -121,17 +119,6 @@ def test_an_object_of_an_impossible_size_is_no_segment(size: int) -> None:
     assert parse_object(SegmentObject(MINE, 1, 1, size).name, size) is None
 
 
-@pytest.mark.parametrize(("what", "footer"), list(footers()))
-def test_a_footer_that_says_what_cannot_be_is_not_believed(
-    store: ObjectServer, make: Callable[[str], Node], what: str, footer: bytes
-) -> None:
-    content = encode_segment_header(SegmentHeader(5, 1)) + bytes(8 * BLOCK_BYTES) + footer
-    store.objects[f"{BUCKET}/{SegmentObject(MINE, 5, 1, len(content)).name}"] = content
-    node = make("reader")
-    assert node.open() == []
-    assert node.put(1) == [STORED]
-
-
 def test_a_footer_of_records_that_are_not_there_gives_misses(
     store: ObjectServer, make: Callable[[str], Node]
 ) -> None:
@@ -157,7 +144,7 @@ def test_two_records_whose_places_are_exchanged_are_misses(
     assert node.read(*range(COUNT)) == [CORRUPT, CORRUPT, *[LOADED] * (COUNT - 2)]
 
 
-@pytest.mark.parametrize("at", range(0, 96, 5))
+@pytest.mark.parametrize("at", [0, 20, 45, 70, 95])
 def test_a_wrong_byte_anywhere_is_a_miss(
     store: ObjectServer, make: Callable[[str], Node], name: str, at: int
 ) -> None:
@@ -181,15 +168,8 @@ def test_an_object_that_became_shorter_is_a_miss(
 def test_a_stored_length_beyond_the_segment_is_not_believed(
     store: ObjectServer, make: Callable[[str], Node]
 ) -> None:
-    """Version 3: the bytes that are stored are other than the page's."""
-    record = Record(1, TierPage(1, key(0), LENGTH, 0, 1), 0, (1 << 31) - 1, b"zstd", 0)
-    footer = encode_footer([record], 9, 1, 3)
-    content = encode_segment_header(SegmentHeader(5, 1, 3)) + bytes(8 * BLOCK_BYTES) + footer
+    record = Record(1, TierPage(1, key(0), LENGTH, 0, 1), 0, (1 << 31) - 1, ZSTD, 0)
+    footer = encode_footer([record], 9, 1)
+    content = encode_segment_header(SegmentHeader(5, 1)) + bytes(8 * BLOCK_BYTES) + footer
     store.objects[f"{BUCKET}/{SegmentObject(MINE, 5, 1, len(content)).name}"] = content
     assert make("reader").open() == []
-
-
-def test_guards_are_no_secret() -> None:
-    """What the tests above rely on."""
-    head = encode_segment_header(SegmentHeader(5, 1))
-    assert struct.unpack_from("<Q", head, 32) == (xxhash.xxh3_64_intdigest(head[:32]),)

@@ -8,10 +8,10 @@ from typing import get_args
 
 import pytest
 
-from benchmarks.object_server import Mode, ObjectServer, object_server
 from pdserve.errors import ConfigError
 from pdserve.kvpool.tiers.base import CORRUPT, GONE, LOADED, READ_FAILED, STORED, WRITE_FAILED, SpaceFacts
 from pdserve.kvpool.tiers.object.remote import RemoteSegment, load_segment
+from tests.support.kvpool.object_server import Mode, ObjectServer, object_server
 from tests.support.kvpool.object_tiers import (
     BUCKET,
     CREDENTIALS,
@@ -111,7 +111,7 @@ def test_a_segment_that_another_node_removed_is_a_miss_and_its_pages_are_reporte
     one.until_uploaded()
     two.open()
     one.tier.forget_space(1)
-    one.until(lambda: not one.tier._inventory.doomed(1))
+    one.until(lambda: not one.tier._inventory.to_remove(1))
     assert two.read(*range(5)) == [GONE] * 5
     two.tier._sync.wake(refresh=True)
     two.until(lambda: two.tier._sync._refresh_at_s > 0)
@@ -151,7 +151,7 @@ def test_a_dropped_namespace_leaves_the_bucket_also_where_others_wrote_it(moto: 
         node.until_uploaded()
     one.until_found(4, 5, 6)
     one.tier.forget_space(1)
-    one.until(lambda: not one.tier._inventory.doomed(1))
+    one.until(lambda: not one.tier._inventory.to_remove(1))
     three = nodes("three", moto)
     assert {found.space for found in three.open(known=(1, 2))} == {2}
     assert one.put(8) == [STORED], "on its way while the namespace was dropped"
@@ -182,7 +182,7 @@ def test_a_namespace_dropped_while_a_segment_of_it_is_taken_in_leaves_no_page_in
 
     monkeypatch.setattr(tier._index, "add_segment", add_and_drop)
     assert tier._sync._take_in(found, segment) == []
-    assert tier._index.take([shared]) == []
+    assert tier._index.pin([shared]) == []
 
 
 # --- a bucket that misbehaves
@@ -313,7 +313,7 @@ def test_an_upload_that_was_done_before_a_kill_is_not_done_twice(
         ({"url": "ftp://bucket"}, "must begin with one of"),
         ({"spool_bytes": "1KiB"}, "spool_bytes must be between"),
         ({"spool_bytes": "much"}, "spool_bytes"),
-        ({"compression": "none-such"}, "there is no codec 'none-such'"),
+        ({"compression": "none-such"}, "Invalid enum value 'none-such'"),
         ({"keys": "/nowhere/keys.toml"}, "cannot read the keys"),
         ({"secret_access_key": "mine"}, "secret_access_key"),
     ],

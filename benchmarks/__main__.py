@@ -1,6 +1,0 @@
-"""`python -m benchmarks`."""
-
-from benchmarks.cli import app
-
-if __name__ == "__main__":
-    app()

@@ -1,0 +1,313 @@
+"""The same conversations on several servers, which take turns: plain SGLang, SGLang with file storage or
+Mooncake, and pdserve. Contenders are cluster files in benchmarks/contenders, or others by their path.
+
+All are started on this machine, one after the other. In each round every load goes to each of them, and every
+round begins with another. Rounds have texts of their own, so their first turns find nothing cached. A
+contender that is not being asked takes about 2 % of a core meanwhile. The script fails if a server could not
+be measured or a request failed; it shows the other results nevertheless.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Annotated, Any, Final, Literal
+
+import typer
+from msgspec.structs import replace
+
+from benchmarks.lib.cluster import (
+    DEMO_MODEL,
+    ExtraArgs,
+    ModelOption,
+    PoolCapacityOption,
+    launched,
+    settings_of,
+)
+from benchmarks.lib.figures import Measured, Summary, outcome_of, summaries
+from benchmarks.lib.load import Load, Shape, first_turn_tokens, make_load, total_tokens
+from benchmarks.lib.report import (
+    FormatOption,
+    OutOption,
+    Output,
+    Table,
+    choices,
+    fail_with,
+    ms,
+    say,
+    script,
+    times,
+)
+from benchmarks.lib.run import Say, Server, run_load
+from benchmarks.multiturn import Preset, Scale, Seed, Silence, load_title, remarks, shape_of
+from pdserve.errors import ConfigError
+from tests.support.mooncake import is_installed
+from tests.support.processes import HarnessError
+
+PAGE_SIZE: Final = 64
+Size = Literal["small", "large"]
+SHARES: Final[dict[Size, float]] = {"small": 0.3, "large": 1.1}
+"""The device's KV cache over what all sessions have at their end: they do not fit, they do."""
+WARM_UP_SEED: Final = 1 << 40
+SEEDS_OF_A_LOAD: Final = 1 << 32  # loads have texts of their own, as rounds have
+
+Launch = Callable[[str, Size], AbstractContextManager[str]]
+"""(contender, size of the device's cache) to the URL of its cluster."""
+
+
+def main(
+    against: Annotated[
+        str,
+        typer.Option(
+            help="Contenders, separated by commas; ratios are over the first. Empty: plain, file, mooncake "
+            "if it is installed, agg, disagg."
+        ),
+    ] = "",
+    sizes: Annotated[
+        str, typer.Option(help="Device KV caches: small (sessions do not fit), large (they fit).")
+    ] = "small,large",
+    repeat: Annotated[int, typer.Option(min=1, help="Rounds; results are medians over them.")] = 3,
+    minutes: Annotated[
+        float, typer.Option(min=0, help="No round that would end later is begun; 0: no limit.")
+    ] = 0.0,
+    load: Annotated[
+        list[str] | None, typer.Option(help="PRESET,scale=S,users=N,rounds=N in place of --preset; several.")
+    ] = None,
+    preset: Preset = "eic",
+    scale: Scale = 0.1,
+    seed: Seed = 1,
+    concurrency: Annotated[
+        int, typer.Option(min=0, help="Closed loop: requests at a time; 0: each user's.")
+    ] = 2,
+    rate: Annotated[float | None, typer.Option(min=1e-6, help="Open loop: requests per second.")] = None,
+    model: ModelOption = DEMO_MODEL,
+    pool_capacity: PoolCapacityOption = "2GiB",
+    silence: Silence = 300.0,
+    out: OutOption = None,
+    format: FormatOption = "text",
+    extra: ExtraArgs = None,
+) -> None:
+    usual = ["plain", "file", *(["mooncake"] if is_installed() else []), "agg", "disagg"]
+    contenders, chosen = against.split(",") if against else usual, choices("sizes", sizes, tuple(SHARES))
+    loads = loads_of(load or [preset], scale, rate)
+    tokens = {size: cache_tokens(list(loads.values()), SHARES[size], concurrency) for size in chosen}
+    output = Output(
+        format, load="; ".join(loads), model=model.name, seed=seed, against=contenders, device_tokens=tokens
+    )
+    _warn_of_loads_that_fit(loads, tokens)
+    measured: list[Measured] = []
+
+    def keep(one: Measured) -> None:
+        measured.append(one)
+        output.row(one)
+        for line in remarks(one.outcome):
+            say(f"{one.contender}, {one.size}: {line}")
+
+    with settings_of(
+        model, min(tokens.values()), extra, out, page_size=PAGE_SIZE, pool_capacity=pool_capacity
+    ) as settings:
+        problems = compare(
+            *(contenders, chosen, repeat, loads, seed),
+            lambda name, size: launched(name, replace(settings, device_tokens=tokens[size])),
+            *(keep, say),
+            concurrency=concurrency,
+            silence_s=silence,
+            rate_s=rate,
+            limit_s=60 * minutes,
+        )
+    found = summaries(measured, contenders[0])
+    for summary in found:
+        output.row(summary)
+    for title in dict.fromkeys(summary.load for summary in found):
+        output.show(summaries_table([one for one in found if one.load == title], f"{title}, {model.name}"))
+    fail_with(problems)
+
+
+def compare(
+    contenders: Sequence[str],
+    sizes: Sequence[Size],
+    rounds: int,
+    loads: Mapping[str, Shape],
+    seed: int,
+    launch: Launch,
+    keep: Callable[[Measured], None],
+    say: Say,
+    *,
+    concurrency: int,
+    silence_s: float,
+    rate_s: float | None = None,
+    limit_s: float = 0.0,
+) -> list[str]:
+    """Measure; `keep` gets each contender's run as it ends. Each size has its share of `limit_s` (0: no
+    limit): after the first, no round of a load begins that would end later, if it takes as long as the one
+    before. A contender that does not start, or no longer answers, is left out. Returns what went wrong, a
+    line each.
+    """
+    began_s, problems = time.monotonic(), list[str]()
+    for number, size in enumerate(sizes):
+        end_s = began_s + limit_s * (number + 1) / len(sizes) if limit_s else math.inf
+        running = _Running(
+            loads, seed, keep, say, concurrency=concurrency, silence_s=silence_s, rate_s=rate_s
+        )
+        with ExitStack() as stack:
+            for name in contenders:
+                say(f"{size} device cache: starting {name}")
+                try:
+                    running.add(name, stack.enter_context(launch(name, size)))
+                except HarnessError as error:
+                    running.problems.append(f"{name}, {size}: {error}")
+                    say(f"left out: {error}")
+            running.run(size, rounds, end_s)
+        problems += running.problems
+    return problems
+
+
+class _Running:
+    """The contenders that run, taking turns."""
+
+    def __init__(
+        self,
+        loads: Mapping[str, Shape],
+        seed: int,
+        keep: Callable[[Measured], None],
+        say: Say,
+        *,
+        concurrency: int,
+        silence_s: float,
+        rate_s: float | None,
+    ) -> None:
+        self.problems: list[str] = []
+        self._loads = loads
+        self._seed = seed
+        self._keep = keep
+        self._say = say
+        self._concurrency = concurrency
+        self._silence_s = silence_s
+        self._rate_s = rate_s
+        self._servers: dict[str, Server] = {}
+
+    def add(self, name: str, url: str) -> None:
+        """One that has started. Raises HarnessError where it cannot be reached."""
+        server = Server(url, silence_s=self._silence_s)
+        warm_up(server, max(self._loads.values(), key=lambda shape: make_load(shape, 0).longest_tokens))
+        self._servers[name] = server
+
+    def run(self, size: Size, rounds: int, end_s: float) -> None:
+        took_s = dict.fromkeys(self._loads, 0.0)
+        for number in range(rounds):
+            for place, (name, shape) in enumerate(self._loads.items()):
+                began_s = time.monotonic()
+                if number and began_s + took_s[name] > end_s:
+                    self._say(f"{number} of {rounds} rounds of {name}: another would take too long")
+                    continue
+                seed = self._seed + place * SEEDS_OF_A_LOAD + number
+                self._round(size, number, name, make_load(shape, seed, self._rate_s))
+                took_s[name] = time.monotonic() - began_s
+
+    def _round(self, size: Size, number: int, name: str, load: Load) -> None:
+        order = list(self._servers)
+        first = number % max(1, len(order))
+        for contender in (*order[first:], *order[:first]):
+            self._say(
+                f"{size} device cache, round {number + 1}: {contender}: {name}: {len(load.requests)} requests"
+            )
+            server, lockstep = self._servers[contender], self._rate_s is None
+            try:
+                run = run_load(server, load, self._say, concurrency=self._concurrency, lockstep=lockstep)
+            except HarnessError as error:
+                self._leave_out(contender, f"{name}, {size}, {contender}: {error}")
+                continue
+            outcome = outcome_of(run)
+            self._keep(Measured(load=name, size=size, contender=contender, round=number, outcome=outcome))
+            if failed := outcome.all.failed:
+                self.problems.append(
+                    f"{name}, {size}, {contender}: {failed} of {outcome.all.requests} requests failed"
+                )
+                if failed == outcome.all.requests:
+                    self._leave_out(contender, f"{contender} answers nothing")
+
+    def _leave_out(self, contender: str, why: str) -> None:
+        del self._servers[contender]
+        self.problems.append(why)
+        self._say(f"left out from here on: {why}")
+
+
+def warm_up(server: Server, shape: Shape) -> None:
+    """One conversation of two turns, of the load's lengths, so that a server's first work is not measured.
+    Raises HarnessError where it cannot be reached.
+    """
+    short = replace(shape, users=1, rounds=min(2, shape.rounds), output_tokens=min(8, shape.output_tokens))
+    run_load(server, make_load(short, WARM_UP_SEED), lambda line: None, tag="warm-up")
+
+
+def loads_of(texts: Sequence[str], scale: float, rate_s: float | None = None) -> dict[str, Shape]:
+    """Loads by title, of `PRESET,scale=0.1,users=4,rounds=3`. Raises ConfigError."""
+    found = {}
+    for text in texts:
+        name, *settings = text.split(",")
+        own: dict[str, Any] = {}
+        its_scale = scale
+        for setting in settings:
+            key, _, value = setting.partition("=")
+            try:
+                if key == "scale" and (number := float(value)) > 0:
+                    its_scale = number
+                elif key in ("users", "rounds") and (count := int(value)) > 0:
+                    own[key] = count
+                else:
+                    raise ValueError
+            except ValueError:
+                raise ConfigError(f"--load {text}: '{setting}' is not scale=S, users=N or rounds=N") from None
+        shape = shape_of(name, its_scale, own)
+        found[load_title(name, its_scale, shape, rate_s)] = shape
+    return found
+
+
+def cache_tokens(shapes: Sequence[Shape], share: float, concurrency: int, page_size: int = PAGE_SIZE) -> int:
+    """The device's KV cache for all these loads, in whole pages: below 1, `share` is of the smallest, so that
+    none fits, else of the largest; with room for `concurrency` of the longest sessions (0: of all), and a
+    tenth more, in any case.
+    """
+    loads = [make_load(shape, 0) for shape in shapes]
+    total = (min if share < 1 else max)(map(total_tokens, loads))
+    longest = max(load.longest_tokens * (concurrency or len(load.sessions)) for load in loads)
+    wanted = max(int(share * total), int(1.1 * longest)) + page_size
+    return -(-wanted // page_size) * page_size
+
+
+def _warn_of_loads_that_fit(loads: Mapping[str, Shape], tokens: Mapping[Size, int]) -> None:
+    for title, shape in loads.items():
+        held = first_turn_tokens(make_load(shape, 0))
+        if shape.keeps_history and shape.rounds > 1 and held <= tokens.get("small", 0):
+            say(
+                f"WARNING: {title}: the small device cache of {tokens['small']:,} tokens holds all {held:,} "
+                "of the first turn: take more users"
+            )
+
+
+def summaries_table(found: Sequence[Summary], title: str) -> Table:
+    """Medians of the contenders, and how they compare with the first."""
+    columns = (
+        *("device cache", "contender", "first token, turn 1, ms", "over", "from turn 2", "over", "p99"),
+        *("inter-token", "prompt tokens/s from turn 2", "over", "cached", "could be", "failed"),
+    )
+    rows = [
+        (
+            *(one.size, one.contender, ms(one.first_turn_ms), times(one.over["first_turn_ms"])),
+            *(ms(one.later_turns_ms), times(one.over["later_turns_ms"]), ms(one.later_p99_ms)),
+            *(ms(one.inter_token_ms), ms(one.prompt_tokens_s), times(one.over["prompt_tokens_s"])),
+            *(_percent(one.cached_share), _percent(one.reusable_share), str(one.failed or "-")),
+        )
+        for one in found
+    ]
+    return Table(title, columns, rows, left=columns[:2])
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
+
+
+if __name__ == "__main__":
+    script(main, __doc__)

@@ -1,0 +1,1 @@
+"""What several benchmarks share: loads, their client and figures, clusters that are started, printing."""

@@ -1,0 +1,410 @@
+"""A load of conversations on a server of OpenAI's API: which requests are sent, when, and with which text.
+Pure but for reading traces.
+
+A session is one user's conversation; its requests come one after the other. A request brings new tokens;
+where the session keeps its history, its prompt is everything before it (prompts and answers) followed by
+these. Tokens are named by spans: `length` tokens of source number `source`. Equal sources are equal texts, so
+prompts share what their spans share. An `IdSession` makes token ids of spans, a `ChatSession` words.
+
+| loop | when a request is sent |
+|---|---|
+| open | at its planned time, or when the previous answer comes, if that is later; its latency counts from the
+  planned time all the same: a server that falls behind cannot slow down the load |
+| closed | when the previous answer is there, at most `concurrency` at a time |
+
+In the open loop requests arrive as a Poisson process: the users' first turns in a random order, then all
+second turns in another, and so on, at exponential gaps whose mean is exactly 1 / rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, Protocol, TypeAlias
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from msgspec.structs import replace
+
+from pdserve.errors import ConfigError
+
+BLOCK_TOKENS: Final = 512  # of a request trace
+SHARED_SOURCE: Final = 0  # the system prompt of all users
+_TRACE_SOURCES: Final = 1 << 32  # blocks of a trace: far from the sources of sessions
+
+
+class Span(msgspec.Struct, frozen=True):
+    """The first `length` tokens of a source."""
+
+    source: int
+    length: int
+
+
+class Request(msgspec.Struct, frozen=True):
+    """One request. `turn` counts from 1; `at_s` is None in the closed loop. `reusable_tokens`: what a cache
+    that forgets nothing would have of the prompt.
+    """
+
+    session: int
+    turn: int
+    at_s: float | None
+    spans: tuple[Span, ...]
+    output_tokens: int
+    prompt_tokens: int
+    reusable_tokens: int = 0
+
+
+class Load(msgspec.Struct, frozen=True):
+    """`sessions[i]`: the requests of session i in order. `keeps_history`: prompts repeat all before them."""
+
+    sessions: tuple[tuple[Request, ...], ...]
+    keeps_history: bool
+    seed: int
+
+    @property
+    def requests(self) -> list[Request]:
+        """All of them, in the order they are due."""
+        every = [request for session in self.sessions for request in session]
+        return sorted(every, key=lambda request: (request.at_s or 0.0, request.turn, request.session))
+
+    @property
+    def longest_tokens(self) -> int:
+        """The longest prompt with its answer."""
+        return max(request.prompt_tokens + request.output_tokens for request in self.requests)
+
+
+class Shape(msgspec.Struct, frozen=True, kw_only=True):
+    """A load of conversations. All lengths in tokens."""
+
+    users: Annotated[int, Meta(ge=1)]
+    rounds: Annotated[int, Meta(ge=1)]
+    system_tokens: Annotated[int, Meta(ge=0)] = 0
+    """One system prompt that all users share."""
+    history_tokens: Annotated[int, Meta(ge=0)] = 0
+    """What a user's first turn brings besides: a document, a past."""
+    turn_tokens: Annotated[int, Meta(ge=1)]
+    """New in every turn."""
+    output_tokens: Annotated[int, Meta(ge=1)]
+    keeps_history: bool = True
+    spread: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    """Each length but the system prompt's is drawn from 1 - spread to 1 + spread times what is given."""
+
+    def scaled(self, factor: float) -> Shape:
+        """All lengths times `factor`, at least one token where there was one."""
+        names = ("system_tokens", "history_tokens", "turn_tokens", "output_tokens")
+        return replace(self, **{name: _scaled(getattr(self, name), factor) for name in names})
+
+
+PRESETS: Final[dict[str, Shape]] = {
+    "eic": Shape(users=8, rounds=5, turn_tokens=8192, output_tokens=200),
+    "long-input-short-output": Shape(
+        users=15, rounds=20, system_tokens=1000, history_tokens=20_000, turn_tokens=32, output_tokens=100
+    ),
+    "shared-prefix": Shape(users=32, rounds=1, system_tokens=4096, turn_tokens=128, output_tokens=64),
+    "no-reuse": Shape(users=8, rounds=4, turn_tokens=4096, output_tokens=64, keeps_history=False),
+}
+
+
+def make_load(shape: Shape, seed: int, rate_s: float | None = None) -> Load:
+    """The requests of a shape; `rate_s`: requests per second in the open loop, None is the closed one."""
+    rng = np.random.default_rng(seed)
+    drawn = _lengths(shape, rng)
+    due_s = _arrivals(shape, rng, rate_s)
+    sessions = []
+    for user in range(shape.users):
+        requests: list[Request] = []
+        before = 0  # tokens of the conversation so far, the last answer included
+        for round_ in range(shape.rounds):
+            turn_tokens, output_tokens = drawn[user][round_]
+            spans = []
+            if round_ == 0 or not shape.keeps_history:
+                spans.append(Span(SHARED_SOURCE, shape.system_tokens))
+            if round_ == 0:
+                spans.append(Span(_source(shape, user, 0), _history(shape, drawn[user])))
+            spans.append(Span(_source(shape, user, round_ + 1), turn_tokens))
+            spans = [span for span in spans if span.length]
+            prompt = before + sum(span.length for span in spans)
+            at_s = None if due_s is None else due_s[round_][user]
+            requests.append(Request(user, round_ + 1, at_s, tuple(spans), output_tokens, prompt, before))
+            before = prompt + output_tokens if shape.keeps_history else 0
+        sessions.append(tuple(requests))
+    return _with_shared(Load(tuple(sessions), shape.keeps_history, seed), shape.system_tokens)
+
+
+def total_tokens(load: Load) -> int:
+    """What all sessions have at their end: what a cache must hold to miss nothing."""
+    return sum(session[-1].prompt_tokens + session[-1].output_tokens for session in load.sessions)
+
+
+def first_turn_tokens(load: Load) -> int:
+    """What all sessions have after their first turn; a smaller cache has lost each when it comes again."""
+    return sum(session[0].prompt_tokens + session[0].output_tokens for session in load.sessions)
+
+
+def replay_load(
+    requests: Iterable[tuple[float, int, int, Sequence[int]]], *, scale: float, speed: float, seed: int
+) -> Load:
+    """The requests of a trace: (seconds, input length, output length, ids of blocks of 512 tokens), lengths
+    times `scale`, time divided by `speed`. Each is a session of its own: a trace repeats history by its
+    blocks.
+    """
+    block = _scaled(BLOCK_TOKENS, scale)
+    seen: set[int] = set()
+    sessions = []
+    for number, (at_s, input_length, output_length, blocks) in enumerate(requests):
+        left, spans, reusable, known = _scaled(input_length, scale), [], 0, True
+        for id_ in blocks:
+            if left <= 0:
+                break
+            spans.append(Span(_TRACE_SOURCES + id_, min(block, left)))
+            known = known and id_ in seen
+            reusable += spans[-1].length if known else 0
+            left -= block
+        seen.update(blocks)
+        prompt = sum(span.length for span in spans)
+        output = max(1, _scaled(output_length, scale))
+        sessions.append((Request(number, 1, at_s / speed, tuple(spans), output, prompt, reusable),))
+    return Load(tuple(sessions), False, seed)
+
+
+def _lengths(shape: Shape, rng: np.random.Generator) -> list[list[tuple[int, int]]]:
+    """(new tokens, answer) by user and round."""
+    factors = rng.uniform(1 - shape.spread, 1 + shape.spread, (shape.users, shape.rounds, 2))
+    given = np.array([shape.turn_tokens, shape.output_tokens])
+    lengths = np.maximum(1, np.rint(factors * given)).astype(int).tolist()
+    return [[(turn, output) for turn, output in rounds] for rounds in lengths]
+
+
+def _history(shape: Shape, drawn: Sequence[tuple[int, int]]) -> int:
+    """A user's history varies as its first turn does."""
+    return round(shape.history_tokens * drawn[0][0] / shape.turn_tokens) if shape.history_tokens else 0
+
+
+def _arrivals(shape: Shape, rng: np.random.Generator, rate_s: float | None) -> list[list[float]] | None:
+    """When, by round and user."""
+    if rate_s is None:
+        return None
+    gaps = rng.exponential(1 / rate_s, (shape.rounds, shape.users))
+    times = np.cumsum(gaps).reshape(gaps.shape)
+    times *= gaps.size / rate_s / times[-1, -1]  # few requests too come at the rate that was asked for
+    return [rng.permutation(times[round_]).tolist() for round_ in range(shape.rounds)]
+
+
+def _source(shape: Shape, user: int, part: int) -> int:
+    return 1 + user * (shape.rounds + 1) + part
+
+
+def _with_shared(load: Load, system_tokens: int) -> Load:
+    """What the system prompt adds to `reusable_tokens`: all but the first request find it there."""
+    if not system_tokens:
+        return load
+    first = load.requests[0]
+
+    def shared(request: Request) -> Request:
+        finds = request.reusable_tokens < system_tokens and request is not first
+        return replace(request, reusable_tokens=system_tokens) if finds else request
+
+    return replace(load, sessions=tuple(tuple(map(shared, session)) for session in load.sessions))
+
+
+def _scaled(tokens: int, factor: float) -> int:
+    return max(1, round(tokens * factor)) if tokens else 0
+
+
+# --- traces
+
+
+class TraceLine(msgspec.Struct, frozen=True):
+    """A request of a trace in the format of Mooncake's FAST'25 release. Lengths in tokens."""
+
+    timestamp: float  # milliseconds
+    hash_ids: list[int]
+    input_length: int = 0
+    output_length: int = 0
+
+
+def trace_lines(path: Path) -> list[TraceLine]:
+    """A trace: one JSON object a line. Raises ConfigError."""
+    found: list[TraceLine] = []
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"--trace {path}: {error.strerror or error}") from error
+    for number, text in enumerate(lines, 1):
+        try:
+            found.append(msgspec.json.decode(text, type=TraceLine))
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--trace {path}, line {number}: {error}") from error
+    if not found:
+        raise ConfigError(f"--trace {path}: it has no lines")
+    return found
+
+
+# --- texts
+
+Api: TypeAlias = Literal["completions", "chat"]
+
+LOWEST_ID: Final = 300  # bytes and special tokens lie below, in the vocabularies we know
+HIGHEST_ID: Final = 4000  # every vocabulary reaches this far
+_ANSWERS: Final = 1 << 48  # sources of made-up answers
+
+WORDS: Final = (
+    *("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child"),
+    *("world", "school", "state", "family", "student", "group", "country", "problem", "hand", "part"),
+    *("place", "case", "week", "company", "system", "program", "question", "work", "government", "number"),
+    *("night", "point", "home", "water", "room", "mother", "area", "money", "story", "fact"),
+    *("month", "lot", "right", "study", "book", "eye", "job", "word", "business", "issue"),
+    *("side", "kind", "head", "house", "service", "friend", "father", "power", "hour", "game"),
+    *("line", "end", "member", "law", "car", "city", "community", "name"),
+)
+
+
+class Answered(Protocol):
+    """What is needed of an answer to go on from it."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+
+class Session(Protocol):
+    """One session's conversation."""
+
+    def prompt(self, request: Request) -> dict[str, Any]:
+        """The part of the body that holds the prompt."""
+        ...
+
+    def receive(self, request: Request, answer: Answered | None) -> None:
+        """The answer, or None where there was none: one of the planned length is made up, so that the load
+        stays what it was planned to be.
+        """
+        ...
+
+
+class IdSession:
+    """Prompts of token ids. An answer's ids are those the server says (`return_token_ids`; `nvext` is how
+    Dynamo is asked), made up where it says none.
+    """
+
+    def __init__(self, seed: int, keeps_history: bool) -> None:
+        self._seed = seed
+        self._keeps_history = keeps_history
+        self._ids: list[int] = []
+
+    def prompt(self, request: Request) -> dict[str, Any]:
+        if not self._keeps_history:
+            self._ids = []
+        for span in request.spans:
+            self._ids += ids_of(self._seed, span)
+        said = {"extra_fields": ["completion_token_ids"]}
+        return {"prompt": self._ids, "return_token_ids": True, "nvext": said}
+
+    def receive(self, request: Request, answer: Answered | None) -> None:
+        said = list(answer.token_ids) if answer is not None else []
+        self._ids += said or ids_of(self._seed, _made_up(request))
+
+
+class ChatSession:
+    """Prompts of words. `words_per_token`: how many words the server's tokenizer needs for one."""
+
+    def __init__(self, seed: int, keeps_history: bool, words_per_token: float) -> None:
+        self._seed = seed
+        self._keeps_history = keeps_history
+        self._words_per_token = words_per_token
+        self._messages: list[dict[str, str]] = []
+
+    def prompt(self, request: Request) -> dict[str, Any]:
+        if not self._keeps_history:
+            self._messages = []
+        *before, new = [words_of(self._seed, span, self._words_per_token) for span in request.spans]
+        if before and not self._messages:
+            self._messages.append({"role": "system", "content": " ".join(before)})
+        self._messages.append({"role": "user", "content": new})
+        return {"messages": self._messages}
+
+    def receive(self, request: Request, answer: Answered | None) -> None:
+        said = answer.text if answer is not None else ""
+        said = said or words_of(self._seed, _made_up(request), self._words_per_token)
+        self._messages.append({"role": "assistant", "content": said})
+
+
+def ids_of(seed: int, span: Span) -> list[int]:
+    """The span's token ids; a shorter span of the same source is a beginning of it."""
+    rng = np.random.default_rng((seed, span.source))
+    ids: list[int] = rng.integers(LOWEST_ID, HIGHEST_ID, span.length).tolist()
+    return ids
+
+
+def words_of(seed: int, span: Span, words_per_token: float) -> str:
+    """The span as words, about as many tokens as it has."""
+    count = max(1, round(span.length * words_per_token))
+    rng = np.random.default_rng((seed, span.source))
+    return " ".join(WORDS[place] for place in rng.integers(0, len(WORDS), count).tolist())
+
+
+def _made_up(request: Request) -> Span:
+    return Span(_ANSWERS + request.session * 1_000_000 + request.turn, request.output_tokens)
+
+
+# --- what came back
+
+
+class Cached(msgspec.Struct, frozen=True):
+    """Prompt tokens found cached: in all, and by place where the server tells (SGLang does). `ssd`: of those
+    in storage, what the pool had below its memory (pdserve says).
+    """
+
+    total: int = 0
+    device: int | None = None
+    host: int | None = None
+    storage: int | None = None
+    ssd: int | None = None
+
+    @property
+    def dram(self) -> int | None:
+        """In storage, and not on SSD as far as is known."""
+        return None if self.storage is None else self.storage - (self.ssd or 0)
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """One request and its answer. Times in s since the run began: `planned_s`, from which its latency counts;
+    `due_s`, when the answer before it was there too; `sent_s`; the first token; the end. `asked_tokens`: the
+    answer's planned length.
+    """
+
+    session: int
+    turn: int
+    planned_s: float
+    due_s: float
+    sent_s: float
+    first_s: float | None
+    done_s: float
+    prompt_tokens: int
+    output_tokens: int
+    asked_tokens: int = 0
+    reusable_tokens: int = 0
+    cached: Cached = Cached()
+    gaps_s: list[float] = []
+    error: str = ""
+    detail: str = ""
+    server_timing: str = ""
+
+    @property
+    def first_token_s(self) -> float | None:
+        return None if self.first_s is None or self.error else self.first_s - self.planned_s
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    """`began_at_s`: by `time.time()`; `client_cpu`: of a core; `lags_s`: how late the client's event loop
+    came to what was due.
+    """
+
+    model: str
+    records: list[Record]
+    wall_s: float
+    began_at_s: float = 0.0
+    client_cpu: float
+    lags_s: list[float]
+    open_loop: bool

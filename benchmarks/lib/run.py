@@ -1,0 +1,241 @@
+"""Sends a load to a server and keeps what came back of each request."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from benchmarks.lib.client import ServerClient
+from benchmarks.lib.load import (
+    Api,
+    ChatSession,
+    IdSession,
+    Load,
+    Record,
+    Request,
+    Run,
+    Session,
+    Span,
+    words_of,
+)
+from tests.support.processes import HarnessError
+
+PROGRESS_EVERY_S: Final = 5.0
+LAG_EVERY_S: Final = 0.02
+_PROBE_WORDS: Final = (64, 320)
+_PROBE_SOURCE: Final = 1 << 50
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Server:
+    """What to load: a base URL and how to speak to it. `model`: empty takes the first one served."""
+
+    url: str
+    api: Api = "completions"
+    model: str = ""
+    api_key: str = ""
+    silence_s: float = 120.0
+
+
+def run_load(
+    server: Server,
+    load: Load,
+    say: Say,
+    *,
+    concurrency: int = 0,
+    lockstep: bool = False,
+    tag: str = "",
+    watch: Callable[[Record], None] | None = None,
+) -> Run:
+    """Send it all, in the closed loop at most `concurrency` requests at a time (0: all users at once), with
+    `lockstep` each round once the one before is answered. `tag` tells the sessions of several runs apart;
+    `watch` sees each record as it comes.
+    Raises HarnessError where the server cannot be reached, or has too short a context.
+    """
+    return asyncio.run(_Loading(server, load, say, concurrency, lockstep, tag, watch).run())
+
+
+def _client(server: Server) -> ServerClient:
+    return ServerClient(
+        server.url.rstrip("/"), api_key=server.api_key, api=server.api, silence_s=server.silence_s
+    )
+
+
+class _Loading:
+    """One run."""
+
+    def __init__(
+        self,
+        server: Server,
+        load: Load,
+        say: Say,
+        concurrency: int,
+        lockstep: bool,
+        tag: str,
+        watch: Callable[[Record], None] | None,
+    ) -> None:
+        self._server = server
+        self._load = load
+        self._say = say
+        self._slots = asyncio.Semaphore(concurrency or len(load.sessions))
+        self._lockstep = lockstep
+        self._tag = tag or str(load.seed)
+        self._watch = watch
+        self._records: list[Record] = []
+        self._running = 0
+        self._lags_s: list[float] = []
+        self._words_per_token = 1.0
+
+    async def run(self) -> Run:
+        server = self._server
+        self._client = _client(server)
+        try:
+            self._model, context = await self._client.model()
+            self._model = server.model or self._model
+            if context is not None and self._load.longest_tokens > context:
+                raise HarnessError(
+                    f"the longest prompt with its answer has {self._load.longest_tokens:,} tokens, the "
+                    f"server's context {context:,}: take a smaller --scale, fewer rounds, or --max-tokens"
+                )
+            if server.api == "chat":
+                self._words_per_token = await self._measured_words()
+            return await self._measured()
+        finally:
+            await self._client.aclose()
+
+    async def _measured(self) -> Run:
+        watching = [asyncio.create_task(self._progress()), asyncio.create_task(self._watch_lag())]
+        sessions = [self._new_session() for _ in self._load.sessions]
+        began_at_s, cpu_s = time.time(), time.process_time()
+        self._began_s = time.monotonic()
+        try:
+            if self._lockstep:
+                for round_ in range(max(map(len, self._load.sessions))):
+                    due = [
+                        (session, requests[round_])
+                        for session, requests in zip(sessions, self._load.sessions, strict=True)
+                        if round_ < len(requests)
+                    ]
+                    await asyncio.gather(
+                        *(self._request(session, request, time.monotonic()) for session, request in due)
+                    )
+            else:
+                pairs = zip(sessions, self._load.sessions, strict=True)
+                await asyncio.gather(*(self._session(session, requests) for session, requests in pairs))
+        finally:
+            for task in watching:
+                task.cancel()
+            await asyncio.gather(*watching, return_exceptions=True)
+        wall_s = time.monotonic() - self._began_s
+        records = sorted(self._records, key=lambda record: (record.turn, record.session))
+        return Run(
+            model=self._model,
+            records=records,
+            wall_s=wall_s,
+            client_cpu=(time.process_time() - cpu_s) / wall_s,
+            lags_s=self._lags_s,
+            began_at_s=began_at_s,
+            open_loop=any(request.at_s is not None for request in self._load.requests),
+        )
+
+    def _new_session(self) -> Session:
+        seed, history = self._load.seed, self._load.keeps_history
+        if self._server.api == "chat":
+            return ChatSession(seed, history, self._words_per_token)
+        return IdSession(seed, history)
+
+    async def _session(self, session: Session, requests: tuple[Request, ...]) -> None:
+        ready_s = self._began_s
+        for request in requests:
+            ready_s = await self._request(session, request, ready_s)
+
+    async def _request(self, session: Session, request: Request, ready_s: float) -> float:
+        """Send one request when it is due; when its answer was there. `ready_s`: when the one before was."""
+        if request.at_s is not None:
+            planned_s = self._began_s + request.at_s
+            await asyncio.sleep(max(0.0, planned_s - time.monotonic()))
+            return await self._send(session, request, planned_s, max(planned_s, ready_s))
+        async with self._slots:
+            now_s = time.monotonic()
+            return await self._send(session, request, now_s, now_s)
+
+    async def _send(self, session: Session, request: Request, planned_s: float, due_s: float) -> float:
+        """`due_s`: when it could have been sent, had this client no delay of its own."""
+        name = f"bench-{self._tag}-{request.session}"
+        body = {**session.prompt(request), **self._settings(request.output_tokens)}
+        self._running += 1
+        response = await self._client.request(body, {"x-session-id": name, "x-user-id": name})
+        self._running -= 1
+        session.receive(request, None if response.error else response)
+        zero_s = self._began_s
+        record = Record(
+            session=request.session,
+            turn=request.turn,
+            planned_s=planned_s - zero_s,
+            due_s=due_s - zero_s,
+            sent_s=response.sent_s - zero_s,
+            first_s=None if response.first_s is None else response.first_s - zero_s,
+            done_s=response.done_s - zero_s,
+            prompt_tokens=response.prompt_tokens or request.prompt_tokens,
+            output_tokens=response.output_tokens,
+            asked_tokens=request.output_tokens,
+            reusable_tokens=request.reusable_tokens,
+            cached=response.cached,
+            gaps_s=response.gaps_s,
+            error=response.error,
+            detail=response.detail,
+            server_timing=response.server_timing,
+        )
+        self._records.append(record)
+        if self._watch is not None:
+            self._watch(record)
+        return response.done_s
+
+    def _settings(self, output_tokens: int) -> dict[str, Any]:
+        return {
+            "model": self._model,
+            "max_tokens": output_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "return_cached_tokens_details": True,
+        }
+
+    async def _measured_words(self) -> float:
+        """Words of ours in one token of the server's: two prompts, so that the template does not count."""
+        tokens = []
+        for count in _PROBE_WORDS:
+            text = words_of(self._load.seed, Span(_PROBE_SOURCE, count), 1.0)
+            body = {"messages": [{"role": "user", "content": text}], **self._settings(1)}
+            response = await self._client.request(body, {})
+            if response.error:
+                raise HarnessError(f"{self._server.url}: {response.error}: {response.detail}")
+            tokens.append(response.prompt_tokens)
+        if tokens[1] <= tokens[0]:
+            raise HarnessError(
+                f"{self._server.url} does not say how many tokens a prompt has: --api completions"
+            )
+        return (_PROBE_WORDS[1] - _PROBE_WORDS[0]) / (tokens[1] - tokens[0])
+
+    async def _progress(self) -> None:
+        total = len(self._load.requests)
+        while True:
+            await asyncio.sleep(PROGRESS_EVERY_S)
+            failed = sum(bool(record.error) for record in self._records)
+            self._say(
+                f"{time.monotonic() - self._began_s:5.0f} s: {len(self._records)} of {total} answered, "
+                f"{self._running} under way, {failed} failed"
+            )
+
+    async def _watch_lag(self) -> None:
+        """How late this process comes to what is due."""
+        while True:
+            due_s = time.monotonic() + LAG_EVERY_S
+            await asyncio.sleep(LAG_EVERY_S)
+            self._lags_s.append(time.monotonic() - due_s)

@@ -1,0 +1,589 @@
+"""How fast a pool node moves pages on this machine: put and get, against a plain memory copy in the same run,
+and against Mooncake Store and `ucx_perftest` where they are asked for (`--peer`).
+
+One client process, one pool node. A round is, one after the other: a NumPy copy of a batch (memcpy), then for
+each store, in an order that turns from round to round, a put of a batch under new keys and a get of a batch
+that was put a while ago. Figures are medians over rounds, so whatever else the machine does hits all alike.
+Batches take turns among buffers and pages that are together larger than a CPU's cache.
+
+`--procs 1,4` measures instead so many processes at once, each with a page mover, as the ranks of a worker.
+`--control` measures instead the round trip of the smallest control message, and a connect with its handshake.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import ssl
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+import typer
+
+from benchmarks import pool_process as r
+from benchmarks.lib.report import (
+    FormatOption,
+    Output,
+    Table,
+    choices,
+    numbers,
+    page_sizes,
+    script,
+    size_name,
+    workplace,
+)
+from benchmarks.peers import PageStore, PoolStore, mooncake_store, ucx_perftest_gbps
+from pdserve.errors import ConfigError
+from pdserve.kvpool.admin.node_client import NodeClient
+from pdserve.kvpool.client.client import PoolClient
+from pdserve.kvpool.protocol.base import KEY_BYTES
+from pdserve.kvpool.protocol.messages import DataPathChoice, Done, Ping
+from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
+from pdserve.kvpool.transports.ucx import ucx_options
+from pdserve.security.tls import Certificates, TlsConfig
+from pdserve.sizes import parse_bytes
+from tests.support.certificates import Authority
+from tests.support.kvpool.node_processes import NodeProcess, client_of, pool_of
+from tests.support.processes import Child, HarnessError, clients, free_ports
+
+BenchPath: TypeAlias = Literal["shm", "ucx", "tcp", "tcp-tls"]
+PATHS: Final[tuple[BenchPath, ...]] = ("shm", "ucx", "tcp", "tcp-tls")
+PEERS: Final = (
+    "mooncake",
+    "ucx_perftest",
+    "ucx_perftest_tuned",
+)  # with UCX's settings for TCP, and with ours
+ON_OFF: Final = ("on", "off")
+ROTATE_BYTES: Final = 256 * 1024 * 1024  # touched before one is touched again
+MAX_SETS: Final = 128
+MIN_ROUNDS: Final = 5
+WARM_UP_ROUNDS: Final = 3
+SINGLE_GETS: Final = 1000
+PROCS_WARM_UP_ROUNDS: Final = 1
+CONTROL_ROUNDS: Final = 10
+CONNECTS: Final = 20  # in each round
+WITHIN_S: Final = 120.0
+POLL_S: Final = 0.001
+TIMEOUTS: Final = {"connect_timeout_s": 10.0, "get_timeout_s": 60.0, "put_timeout_s": 60.0}
+
+PageSets: TypeAlias = list[list[PageBuffers]]
+Connect: TypeAlias = Callable[[BenchPath, bool], AbstractContextManager[PoolClient]]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What to measure with one client. `capacity_bytes`: of the pool; what is got must be there."""
+
+    path: BenchPath
+    checksum: bool
+    page_bytes: int
+    batch_pages: int
+    seconds: float
+    capacity_bytes: int
+
+    @property
+    def batch_bytes(self) -> int:
+        return self.page_bytes * self.batch_pages
+
+    @property
+    def cells(self) -> tuple[str, str, str]:
+        """Path, checksums and page of a row."""
+        return self.path, ON_OFF[not self.checksum], size_name(self.page_bytes)
+
+
+def main(
+    pages: Annotated[str, typer.Option(help="Page sizes, separated by commas.")] = "64KiB,1MiB,4MiB",
+    path: Annotated[str, typer.Option(help=f"Data paths: {', '.join(PATHS)}.")] = "shm,ucx,tcp,tcp-tls",
+    checksum: Annotated[str, typer.Option(help="With checksums (on) or without (off).")] = "on,off",
+    batch: Annotated[int, typer.Option(min=1, help="Pages per put and get.")] = 32,
+    seconds: Annotated[
+        float, typer.Option(min=0, help="Least time per line of the table, in seconds.")
+    ] = 3.0,
+    capacity: Annotated[str, typer.Option(help="Memory of the pool node; 4 batches must fit.")] = "1GiB",
+    peer: Annotated[
+        list[str] | None, typer.Option(help=f"Measure beside it, each given once: {', '.join(PEERS)}.")
+    ] = None,
+    procs: Annotated[
+        str, typer.Option(help="Instead: so many processes at once, each with a page mover: 1,4.")
+    ] = "",
+    total: Annotated[str, typer.Option(help="With --procs: bytes of all their pages together.")] = "1GiB",
+    rounds: Annotated[int, typer.Option(min=1, help="With --procs: rounds; results are medians.")] = 3,
+    control: Annotated[
+        bool, typer.Option("--control", help="Instead: control messages and connects.")
+    ] = False,
+    format: FormatOption = "text",
+) -> None:
+    sizes, capacity_bytes = page_sizes(pages), parse_bytes(capacity)
+    peers = choices("peer", ",".join(peer), PEERS) if peer else []
+    if capacity_bytes < 4 * batch * max(sizes):
+        raise ConfigError(f"--capacity {capacity} holds no 4 batches of {batch} pages of {max(sizes)} bytes")
+    each = itertools.product(choices("path", path, PATHS), choices("checksum", checksum, ON_OFF), sizes)
+    workloads = [
+        Workload(name, word == "on", size, batch, seconds, capacity_bytes) for name, word, size in each
+    ]
+    output = Output(format)
+    if control:
+        _control(output, seconds)
+    elif procs:
+        _procs(output, workloads, numbers("procs", procs), parse_bytes(total), rounds)
+    else:
+        _speed(output, workloads, peers)
+
+
+@contextmanager
+def bench_node(workloads: Sequence[Workload]) -> Iterator[Connect]:
+    """A node for these workloads, and one more with certificates, each started when it is first needed;
+    yields `connect(path, checksum)`, where "tcp-tls" is TCP with TLS. Raises HarnessError.
+    """
+    largest = max(workload.page_bytes for workload in workloads)
+    settings = {
+        "capacity_bytes": workloads[0].capacity_bytes,
+        "slab_bytes": max(16 << 20, largest),
+        "keep": False,
+    }
+    with workplace() as directory, ExitStack() as stack:
+
+        @cache
+        def certificates() -> TlsConfig:
+            return Authority(directory).host("127.0.0.1")
+
+        @cache
+        def started(with_tls: bool) -> NodeProcess:
+            tls = _tls_table(certificates()) if with_tls else {}
+            (node,) = stack.enter_context(
+                pool_of(1, _made(directory / f"node{with_tls}"), {**settings, **tls})
+            )
+            stack.callback(node.stop)
+            return node
+
+        @contextmanager
+        def connect(path: BenchPath, checksum: bool) -> Iterator[PoolClient]:
+            node, with_tls = started(path == "tcp-tls"), path == "tcp-tls"
+            tls: dict[str, Any] = {"tls": certificates()} if with_tls else {}
+            data_path: DataPathChoice = "tcp" if path == "tcp-tls" else path
+            config = client_of([node], data_path, checksum=checksum, **tls, **TIMEOUTS)
+            with closing(PoolClient(config, "bench", {"bench": "1"}, name="bench")) as client:
+                if (problem := client.check()[node.name]) is not None:
+                    raise HarnessError(str(problem)) from problem
+                yield client
+                client.clear()
+
+        yield connect
+
+
+def _made(directory: Path) -> Path:
+    directory.mkdir(exist_ok=True)
+    return directory
+
+
+def _tls_table(tls: TlsConfig) -> dict[str, Any]:
+    return {"tls": {"certificate": str(tls.certificate), "key": str(tls.key), "ca": str(tls.ca)}}
+
+
+# --- one client: put and get
+
+
+class PoolFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of results. Rates in 10^9 bytes per second, medians; latencies of getting a single page.
+    `peers`: (get, put) of another store in the same rounds.
+    """
+
+    path: str
+    checksum: bool
+    page_bytes: int
+    batch_pages: int
+    rounds: int
+    memcpy_gbps: float
+    get_gbps: float
+    put_gbps: float
+    get_over_memcpy: float
+    put_over_memcpy: float
+    single_get_p50_us: float
+    single_get_p99_us: float
+    peers: dict[str, tuple[float, float]] = {}
+
+
+def _speed(output: Output, workloads: Sequence[Workload], peers: Sequence[str]) -> None:
+    rows: list[tuple[Workload, PoolFigures]] = []
+    perftest = {"ucx_perftest": {"TLS": "tcp"}, "ucx_perftest_tuned": ucx_options({})}
+    for name in (name for name in peers if name in perftest):
+        for size in dict.fromkeys(workload.page_bytes for workload in workloads):
+            gbps = ucx_perftest_gbps(size, perftest[name])
+            output.row({"peer": name, "page_bytes": size, "gbps": gbps})
+            output.show(f"{name}, {size_name(size)}: {gbps:.2f} GB/s")
+    beside = mooncake_store(workloads[0].capacity_bytes) if "mooncake" in peers else nullcontext()
+    with beside as store, bench_node(workloads) as connect:
+        stores = {} if store is None else {"mooncake": store}
+        for workload in workloads:
+            with connect(workload.path, workload.checksum) as client:
+                rows.append((workload, measure(PoolStore(client), workload, stores)))
+            output.row(rows[-1][1])
+    columns = ("path", "sum", "page", "copy", "get", "put", "get/copy", "put/copy", "get one, p50 µs", "p99")
+    lines = [
+        (
+            *workload.cells,
+            *(f"{gbps:.2f}" for gbps in (row.memcpy_gbps, row.get_gbps, row.put_gbps)),
+            *(f"{over:.2f}" for over in (row.get_over_memcpy, row.put_over_memcpy)),
+            *(f"{us:.0f}" for us in (row.single_get_p50_us, row.single_get_p99_us)),
+        )
+        for workload, row in rows
+    ]
+    output.show(
+        Table("Pool on this machine, GB/s, and over a memory copy", columns, lines, left=("path", "sum"))
+    )
+    lines = [
+        (
+            *(*workload.cells, peer, f"{get:.2f}", f"{put:.2f}"),
+            *(f"{row.get_gbps / get:.1f} ×", f"{row.put_gbps / put:.1f} ×"),
+        )
+        for workload, row in rows
+        for peer, (get, put) in row.peers.items()
+    ]
+    if lines:
+        columns = ("path", "sum", "page", "peer", "get", "put", "pool get", "pool put")
+        output.show(
+            Table(
+                "Beside it in the same rounds, GB/s, and the pool over it", columns, lines, left=columns[:4]
+            )
+        )
+
+
+@dataclass
+class _Store:
+    """A store in the measurement: what it holds, oldest first, and how long its operations took, in s."""
+
+    store: PageStore
+    stored: deque[list[bytes]] = field(default_factory=deque)
+    read: list[bytes] = field(default_factory=list)  # the batch that was got last
+    put_s: list[float] = field(default_factory=list)
+    get_s: list[float] = field(default_factory=list)
+
+    def round(self, pages: list[PageBuffers], copies: list[PageBuffers], pattern: Bytes1D, lag: int) -> None:
+        """One put, and once `lag` batches are behind it one get: what was put just now is still in the
+        cache.
+        """
+        keys = [os.urandom(KEY_BYTES) for _ in pages]
+        for key, page in zip(keys, pages, strict=True):
+            page[0][:KEY_BYTES] = np.frombuffer(key, np.uint8)  # no two pages alike
+        self.put_s.append(_timed(self.store.put, keys, pages))
+        self.stored.append(keys)
+        if len(self.stored) > lag:
+            self.read = self.stored.popleft()
+            self.get_s.append(_timed(self.store.get, self.read, copies))
+            _verify(self.read, copies, pattern, whole=len(self.get_s) <= WARM_UP_ROUNDS)
+            self.store.forget(self.read)
+
+    def gbps(self, batch_bytes: int) -> tuple[float, float]:
+        """Get and put."""
+        return _gbps(self.get_s, batch_bytes), _gbps(self.put_s, batch_bytes)
+
+
+def measure(pool: PageStore, workload: Workload, peers: Mapping[str, PageStore] | None = None) -> PoolFigures:
+    """Run the workload. Raises HarnessError if a store did not keep or return what it was given."""
+    pattern = np.random.default_rng(0).integers(0, 256, workload.page_bytes, np.uint8)
+    source_blocks, source_sets = _page_sets(workload, pattern)
+    target_blocks, target_sets = _page_sets(workload, pattern)
+    sources, targets = itertools.cycle(source_sets), itertools.cycle(target_sets)
+    ours = _Store(pool)
+    beside = {name: _Store(store) for name, store in (peers or {}).items()}
+    contenders = [ours, *beside.values()]
+    copy_s: list[float] = []
+    lag = min(len(source_sets) // 2, workload.capacity_bytes // workload.batch_bytes // 4)
+    with ExitStack() as lent:
+        for contender in contenders:
+            lent.enter_context(contender.store.lend([*source_blocks, *target_blocks]))
+        until = time.perf_counter() + workload.seconds
+        while len(ours.get_s) < MIN_ROUNDS + WARM_UP_ROUNDS or time.perf_counter() < until:
+            copy_s.append(_timed(_copy, next(sources), next(targets)))
+            for contender in contenders:
+                contender.round(next(sources), next(targets), pattern, lag)
+            contenders.append(contenders.pop(0))
+        copies = next(targets)
+        singles = sorted(_timed(pool.get, ours.read[:1], copies[:1]) for _ in range(SINGLE_GETS))
+        for contender in contenders:
+            for keys in contender.stored:
+                contender.store.forget(keys)
+    return _figures(workload, copy_s, ours, beside, singles)
+
+
+def _figures(
+    workload: Workload,
+    copy_s: list[float],
+    ours: _Store,
+    beside: Mapping[str, _Store],
+    singles: list[float],
+) -> PoolFigures:
+    batch_bytes = workload.batch_bytes
+    memcpy = _gbps(copy_s, batch_bytes)
+    get, put = ours.gbps(batch_bytes)
+    others = {}
+    for name, contender in beside.items():
+        its_get, its_put = contender.gbps(batch_bytes)
+        others[name] = round(its_get, 3), round(its_put, 3)
+    return PoolFigures(
+        path=workload.path,
+        checksum=workload.checksum,
+        page_bytes=workload.page_bytes,
+        batch_pages=workload.batch_pages,
+        rounds=len(ours.get_s) - WARM_UP_ROUNDS,
+        memcpy_gbps=round(memcpy, 3),
+        get_gbps=round(get, 3),
+        put_gbps=round(put, 3),
+        get_over_memcpy=round(get / memcpy, 3),
+        put_over_memcpy=round(put / memcpy, 3),
+        single_get_p50_us=round(singles[len(singles) // 2] * 1e6, 1),
+        single_get_p99_us=round(singles[len(singles) * 99 // 100] * 1e6, 1),
+        peers=others,
+    )
+
+
+def _gbps(times_s: list[float], batch_bytes: int) -> float:
+    return batch_bytes / statistics.median(times_s[WARM_UP_ROUNDS:]) / 1e9
+
+
+def _page_sets(workload: Workload, pattern: Bytes1D) -> tuple[list[Bytes1D], PageSets]:
+    """Batches of pages of one segment each, in memory that was touched: one block for each batch, and its
+    pages.
+    """
+    count = min(MAX_SETS, max(2, -(-ROTATE_BYTES // workload.batch_bytes)))
+    blocks = [np.tile(pattern, workload.batch_pages) for _ in range(count)]
+    size = workload.page_bytes
+    return blocks, [
+        [(block[start : start + size],) for start in range(0, block.nbytes, size)] for block in blocks
+    ]
+
+
+def _timed(work: Callable[..., None], *arguments: object) -> float:
+    began = time.perf_counter()
+    work(*arguments)
+    return time.perf_counter() - began
+
+
+def _verify(keys: list[bytes], pages: list[PageBuffers], pattern: Bytes1D, *, whole: bool) -> None:
+    """`whole` reads every byte; else only the keys, so that the next measurement does not begin with a cache
+    that this emptied.
+    """
+    for key, (page,) in zip(keys, pages, strict=True):
+        right = page[:KEY_BYTES].tobytes() == key
+        if not right or (whole and not np.array_equal(page[KEY_BYTES:], pattern[KEY_BYTES:])):
+            raise HarnessError("the pool returned other bytes than were put")
+
+
+def _copy(pages: list[PageBuffers], targets: list[PageBuffers]) -> None:
+    for page, target in zip(pages, targets, strict=True):
+        np.copyto(target[0], page[0])
+
+
+# --- control messages
+
+
+def _control(output: Output, seconds: float) -> None:
+    with workplace() as directory:
+        rows = list(round_trips(seconds, directory))
+    for row in rows:
+        output.row(row)
+    columns = ("path", "messages", "p50 µs", "p99 µs", "over TCP", "connects", "connect µs")
+    lines = [
+        (
+            *(row.path, f"{row.messages:,}", f"{row.p50_us:.0f}", f"{row.p99_us:.0f}"),
+            *(f"{row.over_tcp:.2f} ×", str(row.connects), f"{row.connect_p50_us:.0f}"),
+        )
+        for row in rows
+    ]
+    output.show(Table("A control message and back", columns, lines, left=("path",)))
+
+
+class RoundTrip(msgspec.Struct, frozen=True, kw_only=True):
+    """One way. `over_tcp`: its median over that of TCP without TLS."""
+
+    path: str
+    messages: int
+    p50_us: float
+    p99_us: float
+    over_tcp: float
+    connects: int
+    connect_p50_us: float
+
+
+class _Way(NamedTuple):
+    address: str
+    tls: ssl.SSLContext | None
+    messages_s: list[float]
+    connects_s: list[float]
+
+
+def round_trips(seconds: float, directory: Path) -> Iterator[RoundTrip]:
+    """Each way for about so many seconds. Raises HarnessError."""
+    tls = Authority(directory).host("127.0.0.1")
+    plain_port, tls_port = free_ports(2)
+    settings = {"capacity_bytes": 64 << 20, "slab_bytes": 4 << 20, "keep": False}
+    with (
+        pool_of(1, _made(directory / "plain"), settings, [plain_port]) as (plain,),
+        pool_of(1, _made(directory / "tls"), {**settings, **_tls_table(tls)}, [tls_port]),
+    ):
+        context = Certificates(TlsConfig(ca=tls.ca)).client_context
+        ways = {
+            "unix": _Way(plain.address, None, [], []),
+            "tcp": _Way(f"tcp:127.0.0.1:{plain_port}", None, [], []),
+            "tcp-tls": _Way(f"tcp:127.0.0.1:{tls_port}", context, [], []),
+        }
+        for _ in range(CONTROL_ROUNDS):
+            for way in ways.values():
+                _measure_way(way, seconds / CONTROL_ROUNDS)
+    by_tcp = statistics.median(ways["tcp"].messages_s)
+    for path, way in ways.items():
+        p50, p99 = (float(np.percentile(way.messages_s, share)) for share in (50, 99))
+        yield RoundTrip(
+            path=path,
+            messages=len(way.messages_s),
+            p50_us=round(p50 * 1e6, 1),
+            p99_us=round(p99 * 1e6, 1),
+            over_tcp=round(p50 / by_tcp, 3),
+            connects=len(way.connects_s),
+            connect_p50_us=round(statistics.median(way.connects_s) * 1e6, 1),
+        )
+
+
+def _measure_way(way: _Way, seconds: float) -> None:
+    """One round."""
+    for _ in range(CONNECTS):
+        began_s = time.perf_counter()
+        client = NodeClient(way.address, tls=way.tls)
+        way.connects_s.append(time.perf_counter() - began_s)
+        client.close()
+    with closing(NodeClient(way.address, tls=way.tls)) as client:
+        until_s = time.perf_counter() + seconds
+        while not way.messages_s or time.perf_counter() < until_s:
+            began_s = time.perf_counter()
+            client.ask(Ping, Done)
+            way.messages_s.append(time.perf_counter() - began_s)
+
+
+# --- several processes at once, each with a page mover, as the ranks of a worker
+
+
+class ProcsFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """So many processes at once. Rates in 10^9 bytes per second, in sum over them."""
+
+    path: str
+    checksum: bool
+    page_bytes: int
+    batch_pages: int
+    total_bytes: int
+    procs: int
+    rounds: int
+    memcpy_gbps: float
+    get_gbps: float
+    put_gbps: float
+    get_over_memcpy: float
+    put_over_memcpy: float
+
+
+def _procs(
+    output: Output, workloads: Sequence[Workload], counts: Sequence[int], total: int, rounds: int
+) -> None:
+    lines = []
+    with bench_node(workloads) as connect:
+        for workload, count in itertools.product(workloads, counts):
+            with connect(workload.path, workload.checksum) as client:
+                row = measure_procs(client, workload, count, total, rounds)
+            output.row(row)
+            rates = (row.memcpy_gbps, row.get_gbps, row.put_gbps, row.get_over_memcpy, row.put_over_memcpy)
+            lines.append((*workload.cells, str(count), *(f"{rate:.2f}" for rate in rates)))
+    columns = ("path", "sum", "page", "processes", "copy", "get", "put", "get/copy", "put/copy")
+    output.show(
+        Table("Processes at once, each with a page mover, GB/s in sum", columns, lines, left=("path", "sum"))
+    )
+
+
+def measure_procs(
+    client: PoolClient, workload: Workload, procs: int, total_bytes: int, rounds: int
+) -> ProcsFigures:
+    """`total_bytes`: of all pages. Raises HarnessError, also where a page was not moved."""
+    pages = total_bytes // workload.page_bytes // procs // workload.batch_pages * workload.batch_pages
+    if not pages:
+        raise HarnessError(
+            f"{procs} processes have no batch of {workload.batch_pages} pages each in {total_bytes} bytes"
+        )
+    with workplace() as directory:
+        board = r.new_rows(directory / "board", 1 + procs)
+        configs = [
+            r.ProcessConfig(
+                name=f"process{rank}",
+                client=client.config,
+                board=str(directory / "board"),
+                row=1 + rank,
+                page_bytes=workload.page_bytes,
+                batch_pages=workload.batch_pages,
+                pages=pages,
+            )
+            for rank in range(procs)
+        ]
+        with clients(configs, directory, r.__name__) as running:
+            times_s = _rounds(client, board, running, rounds)
+    moved = pages * procs * workload.page_bytes
+    copy, put, get = (moved / statistics.median(times_s[what]) / 1e9 for what in r.WORKS)
+    return ProcsFigures(
+        path=workload.path,
+        checksum=workload.checksum,
+        page_bytes=workload.page_bytes,
+        batch_pages=workload.batch_pages,
+        total_bytes=moved,
+        procs=procs,
+        rounds=rounds,
+        memcpy_gbps=round(copy, 3),
+        get_gbps=round(get, 3),
+        put_gbps=round(put, 3),
+        get_over_memcpy=round(get / copy, 3),
+        put_over_memcpy=round(put / copy, 3),
+    )
+
+
+def _rounds(
+    client: PoolClient, board: r.Rows, running: dict[str, Child], rounds: int
+) -> dict[r.Work, list[float]]:
+    """How long each work took in each round."""
+    times_s: dict[r.Work, list[float]] = {what: [] for what in r.WORKS}
+    _await(board, running, 1)  # they are ready
+    number = 1
+    for turn in range(PROCS_WARM_UP_ROUNDS + rounds):
+        client.clear()
+        for place, what in enumerate(r.WORKS):
+            number += 1
+            board[0, r.WORK] = place
+            board[0, r.NUMBER] = number
+            _await(board, running, number)
+            if missed := int(board[1:, r.MISSED].sum()):
+                raise HarnessError(
+                    f"{what}: {missed} pages were not moved; the pool's capacity may be too small"
+                )
+            if turn >= PROCS_WARM_UP_ROUNDS:
+                began_ns, ended_ns = board[1:, r.BEGAN_NS].min(), board[1:, r.ENDED_NS].max()
+                times_s[what].append(float(ended_ns - began_ns) / 1e9)
+    return times_s
+
+
+def _await(board: r.Rows, running: dict[str, Child], number: int) -> None:
+    """Wait until all processes have done the work of this number."""
+    deadline = time.monotonic() + WITHIN_S
+    while (board[1:, r.NUMBER] < number).any():
+        for name, child in running.items():
+            if not child.runs:
+                last = child.log().strip().splitlines()[-1:] or ["it said nothing"]
+                raise HarnessError(f"{name} died: {last[0]}")
+        if time.monotonic() > deadline:
+            raise HarnessError(f"the processes did not move their pages within {WITHIN_S:.0f} s")
+        time.sleep(POLL_S)
+
+
+if __name__ == "__main__":
+    script(main, __doc__)

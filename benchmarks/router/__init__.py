@@ -1,4 +1,0 @@
-"""What a router costs: mock workers, a load of many connections, and routers beside each other.
-
-May import: the top modules of bench.
-"""

@@ -1,4 +1,0 @@
-"""Load on a server of OpenAI's API: what is sent when, and what came back.
-
-May import: nothing else of `bench.serving`.
-"""

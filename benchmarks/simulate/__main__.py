@@ -1,0 +1,212 @@
+"""How many workers of which role and how much pool a load needs, and what each step more brings.
+
+A simulation of the router's own decisions; nothing is started. Its shares of requests in time were up to 8
+points too high beside real workers: take it to compare sizes, not as a promise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from msgspec.structs import asdict
+
+from benchmarks.lib.report import FormatOption, Output, Table, script
+from benchmarks.simulate import model
+from benchmarks.simulate.advise import KINDS, Advice, Adviser
+from benchmarks.simulate.model import BLOCK_TOKENS, Given, Request, Setting, Size, combine, read_samples
+from benchmarks.simulate.simulate import Outcome
+from pdserve.errors import ConfigError
+from pdserve.router.config.slo import ServiceLevel
+from pdserve.settings.config_file import build_config
+
+COLUMNS = (
+    "workers",
+    "in time",
+    "more",
+    "goodput/s",
+    "ttft p50",
+    "p90",
+    "itl p50",
+    "p90",
+    "cached",
+    "prefill busy",
+)
+
+
+def main(
+    slo: Annotated[
+        str, typer.Option(metavar="ttft_ms=MS,itl_ms=MS", help="The service level; one may be left out.")
+    ],
+    trace: Annotated[Path | None, typer.Option(help="The load: JSON lines in Mooncake's format.")] = None,
+    turning: Annotated[
+        bool,
+        typer.Option(
+            "--turning", help="In place of --trace: a load that turns from long prompts to long answers."
+        ),
+    ] = False,
+    rate: Annotated[float, typer.Option(min=1e-3, help="Requests a second of --turning.")] = 4.0,
+    requests: Annotated[
+        int, typer.Option(min=1, help="Number of requests, the first ones of a trace.")
+    ] = 3000,
+    speed: Annotated[float, typer.Option(min=1e-6, help="Factor of the trace's speed.")] = 1.0,
+    measured: Annotated[
+        Path | None, typer.Option(help="Raw lines of benchmarks.ttft: measured rates.")
+    ] = None,
+    prefill_tokens_s: Annotated[
+        float | None, typer.Option(min=1e-3, help="Prompt tokens a worker computes a second.")
+    ] = None,
+    pool_tokens_s: Annotated[
+        float | None, typer.Option(min=1e-3, help="Tokens a worker reads from the pool a second.")
+    ] = None,
+    hop_ms: Annotated[
+        float | None, typer.Option(min=0, help="Time of a hand-over beside reading, in ms.")
+    ] = None,
+    step_ms: Annotated[float | None, typer.Option(min=0, help="A decode step for nobody, in ms.")] = None,
+    step_ms_per_request: Annotated[
+        float | None, typer.Option(min=0, help="What each request adds to it, in ms.")
+    ] = None,
+    max_running: Annotated[int, typer.Option(min=1, help="Requests that a worker computes at a time.")] = 128,
+    worker_tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens whose KV a worker keeps itself.")
+    ] = 500_000,
+    pool_tokens: Annotated[
+        int | None, typer.Option(min=0, help="Tokens whose KV the pool keeps; without it, all.")
+    ] = None,
+    goal: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of requests to be within the level.")
+    ] = 0.9,
+    max_workers: Annotated[int, typer.Option(min=2, help="Largest number of workers that is tried.")] = 64,
+    workers: Annotated[
+        int | None, typer.Option(min=2, help="Only compare so many workers in different roles.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of what is left to chance.")] = 1,
+    format: FormatOption = "text",
+) -> None:
+    given = Given(
+        prefill_tokens_s=prefill_tokens_s,
+        pool_tokens_s=pool_tokens_s,
+        hop_ms=hop_ms,
+        step_ms=step_ms,
+        step_ms_per_request=step_ms_per_request,
+    )
+    setting = Setting(
+        rates=combine(given, [] if measured is None else read_samples(measured)),
+        level=parse_level(slo),
+        max_running=max_running,
+        worker_blocks=worker_tokens // BLOCK_TOKENS,
+        pool_blocks=None if pool_tokens is None else pool_tokens // BLOCK_TOKENS,
+        seed=seed,
+    )
+    if (trace is None) is not turning:
+        raise ConfigError("which load? Give --trace FILE or --turning, one of them")
+    load = model.turning(seed, requests, rate) if trace is None else model.read_load(trace, requests, speed)
+    rates, level = asdict(setting.rates), asdict(setting.level)
+    output = Output(format, seed=seed, load=str(trace or "turning"), rates=rates, level=level)
+    output.show(summary(load, setting))
+    adviser = Adviser(load, setting)
+    if workers is not None:
+        _compare(output, adviser, workers)
+    else:
+        _advise(output, adviser, goal, max_workers)
+
+
+def parse_level(text: str) -> ServiceLevel:
+    """`ttft_ms=2000,itl_ms=50` as a service level. Raises ConfigError."""
+    found = {}
+    for part in text.split(","):
+        name, _, number = part.partition("=")
+        try:
+            found[name.strip()] = float(number)
+        except ValueError:
+            raise ConfigError(f"--slo {text}: {part!r} is not of the form ttft_ms=MS or itl_ms=MS") from None
+    level = build_config(ServiceLevel, found, source="--slo")
+    if not level.is_set or not found.keys() <= {"ttft_ms", "itl_ms"}:
+        raise ConfigError(f"--slo {text}: give ttft_ms, itl_ms, or both")
+    return level
+
+
+def _compare(output: Output, adviser: Adviser, workers: int) -> None:
+    """So many workers in different roles."""
+    outcomes = adviser.compared(workers)
+    for one in outcomes:
+        output.row(one, what="compared")
+    output.show(compared(outcomes))
+
+
+def _advise(output: Output, adviser: Adviser, goal: float, max_workers: int) -> None:
+    """The least workers of each kind, the kinds beside each other, and sizes of the pool."""
+    counts = {}
+    for kind in KINDS:
+        advice = adviser.advise(kind, goal, max_workers)
+        counts[kind] = advice.chosen.size.total
+        output.row(advice, what="advice")
+        output.show(advised(advice, goal))
+    _compare(output, adviser, max(2, counts["elastic"]))
+    rows = []
+    for blocks, one in adviser.pools(Size(elastic=counts["elastic"])):
+        output.row(one, what="pool", pool_tokens=blocks * BLOCK_TOKENS)
+        shares = (f"{share:.1%}" for share in (one.in_time, one.cached, one.computed_twice))
+        rows.append((f"{blocks * BLOCK_TOKENS:,}", *shares, f"{one.goodput_s:.2f}"))
+    output.show(Table("Pool", ("tokens", "in time", "cached", "computed twice", "goodput/s"), rows))
+
+
+def summary(load: Sequence[Request], setting: Setting) -> str:
+    """The load in a line."""
+    seconds = max(1e-3, load[-1].at_s - load[0].at_s)
+    prompts, answers = (sum(getattr(one, f"{what}_tokens") for one in load) for what in ("prompt", "output"))
+    rates = setting.rates
+    return (
+        f"{len(load):,} requests in {seconds:,.0f} s: {len(load) / seconds:.2f} requests/s, prompts of "
+        f"{prompts / len(load):,.0f} tokens and answers of {answers / len(load):,.0f} on average. "
+        f"A worker computes {1e3 / rates.prefill_ms_per_token:,.0f} prompt tokens/s, and has a step of "
+        f"{rates.step_ms:g} ms and {rates.step_ms_per_request:g} ms for each request."
+    )
+
+
+def advised(advice: Advice, goal: float) -> Table:
+    """The steps around the smallest number of workers."""
+    found = str(advice.chosen.size)
+    title = (
+        f"{advice.kind}: {found} is the least with {goal:.0%} in time"
+        if advice.reached
+        else f"{advice.kind}: {goal:.0%} in time is not reached; best {found} at {advice.chosen.in_time:.1%}"
+    )
+    return Table(title, COLUMNS, list(_rows(advice.steps)), left=("workers",))
+
+
+def _rows(steps: Sequence[Outcome]) -> Iterator[Sequence[str]]:
+    before: Outcome | None = None
+    for one in steps:
+        yield (
+            *(str(one.size), f"{one.in_time:.1%}"),
+            "" if before is None else f"{100 * (one.in_time - before.in_time):+.1f}",
+            f"{one.goodput_s:.2f}",
+            *(f"{one.ttft_ms.get(p, 0.0):,.0f}" for p in ("p50", "p90")),
+            *(f"{one.itl_ms.get(p, 0.0):.1f}" for p in ("p50", "p90")),
+            f"{one.cached:.0%}",
+            ", ".join(f"{share:.0%}" for role, share in one.busy.items() if role != "decode"),
+        )
+        before = one
+
+
+def compared(outcomes: Sequence[Outcome]) -> Table:
+    """The same number of workers in different roles; parts are quarters of the load."""
+    parts = tuple(f"part {number}" for number in range(1, 5))
+    columns = ("workers", "in time", *parts, "goodput/s", "late", "slow", "computed twice", "changes")
+    rows = [
+        (
+            *(str(one.size), f"{one.in_time:.1%}"),
+            *(f"{part:.0%}" for part in (*one.in_time_by_part, 0, 0, 0, 0)[:4]),
+            *(f"{one.goodput_s:.2f}", f"{one.late:.1%}", f"{one.slow:.1%}", f"{one.computed_twice:.1%}"),
+            str(one.duty_changes),
+        )
+        for one in outcomes
+    ]
+    return Table(f"{outcomes[0].size.total} workers", columns, rows, left=("workers",))
+
+
+if __name__ == "__main__":
+    script(main, __doc__)

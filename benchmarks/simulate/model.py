@@ -1,0 +1,237 @@
+"""What a simulation is about: the requests of a load, the rates of workers and pool, and how many workers
+there are. Pure but for reading files.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from statistics import median
+from typing import Final
+
+import msgspec
+import xxhash
+
+from benchmarks.lib.load import trace_lines
+from benchmarks.ttft import Sample
+from pdserve.errors import ConfigError
+from pdserve.router.config.router import RouterConfig
+from pdserve.router.config.slo import ServiceLevel
+from pdserve.router.fleet.worker import Role
+from pdserve.router.placement.prefix_index import BLOCK_ENDS, Prefix
+
+BLOCK_TOKENS: Final = 512
+"""Tokens that one of a trace's `hash_ids` stands for."""
+POLICY = "cache_aware"
+
+
+class Request(msgspec.Struct, frozen=True, gc=False):
+    """One request. Lengths in tokens."""
+
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...]
+    """Numbers of its prompt's blocks, of BLOCK_TOKENS tokens each. Equal ones begin alike."""
+    prefix: Prefix
+    """The same as the router's table sees them."""
+
+
+def make_request(at_s: float, prompt_tokens: int, output_tokens: int, blocks: tuple[int, ...]) -> Request:
+    """A request with at least one token each way."""
+    prompt_tokens, output_tokens = max(1, prompt_tokens), max(1, output_tokens)
+    return Request(at_s, prompt_tokens, output_tokens, blocks, _prefix(prompt_tokens, blocks))
+
+
+def read_load(path: Path, requests: int, speed: float) -> list[Request]:
+    """The first so many requests of a trace (0: all), `speed` times as fast. Raises ConfigError."""
+    lines = trace_lines(path)
+    lines = sorted(lines[:requests] if requests else lines, key=lambda line: line.timestamp)
+    if any(line.input_length <= 0 for line in lines):
+        raise ConfigError(f"--trace {path}: a line without input_length")
+    start_ms = lines[0].timestamp
+    return [
+        make_request(
+            (line.timestamp - start_ms) / 1e3 / speed,
+            line.input_length,
+            line.output_length,
+            tuple(line.hash_ids),
+        )
+        for line in lines
+    ]
+
+
+def turning(seed: int, requests: int, rate_s: float) -> list[Request]:
+    """A load that turns from long prompts to long answers in the middle: Poisson arrivals, nothing shared.
+
+    First half: prompts of 2,000 to 8,000 tokens, answers of 20 to 100. Second half: prompts of 100 to 500
+    tokens, answers of 200 to 800. All lengths are uniform.
+    """
+    draw, at_s, next_block = random.Random(f"turning {seed}"), 0.0, 0
+    found = []
+    for number in range(requests):
+        at_s -= math.log(1.0 - draw.random()) / rate_s
+        is_first = number < requests // 2
+        prompt = round(draw.uniform(2_000, 8_000) if is_first else draw.uniform(100, 500))
+        answer = round(draw.uniform(20, 100) if is_first else draw.uniform(200, 800))
+        count = -(-prompt // BLOCK_TOKENS)
+        found.append(make_request(at_s, prompt, answer, tuple(range(next_block, next_block + count))))
+        next_block += count
+    return found
+
+
+def _prefix(prompt_tokens: int, blocks: tuple[int, ...]) -> Prefix:
+    """What the router would know of the prompt's text, with four bytes a token."""
+    tokens_per_byte = Prefix().tokens_per_byte
+    digests = []
+    for number, end_bytes in enumerate(BLOCK_ENDS):
+        end_tokens = int(end_bytes * tokens_per_byte)
+        index = (end_tokens - 1) // BLOCK_TOKENS
+        if end_tokens > prompt_tokens or index >= len(blocks):
+            break
+        digests.append(xxhash.xxh3_64_intdigest(b"%d/%d" % (blocks[index], number)))
+    return Prefix(tuple(digests), tokens_per_byte)
+
+
+# --- rates
+
+
+class Rates(msgspec.Struct, frozen=True, kw_only=True):
+    """The rates of one worker, and of the way to the pool and back."""
+
+    prefill_ms_per_token: float
+    step_ms: float
+    """A decode step for nobody; each request adds `step_ms_per_request`."""
+    step_ms_per_request: float
+    pool_ms_per_token: float = 0.0
+    hop_ms: float = 0.0
+    """What a hand-over takes, however long the prompt is: publishing, and the decode worker's first step."""
+
+
+class Given(msgspec.Struct, frozen=True, kw_only=True):
+    """Rates as a user says them; None: not said."""
+
+    prefill_tokens_s: float | None = None
+    pool_tokens_s: float | None = None
+    hop_ms: float | None = None
+    step_ms: float | None = None
+    step_ms_per_request: float | None = None
+
+
+def combine(given: Given, samples: list[Sample]) -> Rates:
+    """What is given goes over what was measured. Raises ConfigError where neither says a rate."""
+    prefill_ms = None if given.prefill_tokens_s is None else 1e3 / given.prefill_tokens_s
+    pool_ms = None if given.pool_tokens_s is None else 1e3 / given.pool_tokens_s
+    if prefill_ms is None:
+        prefill_ms = _median(
+            one.prefill.get("compute", 0.0) / (one.prompt_tokens - one.cached_tokens)
+            for one in samples
+            if one.prompt_tokens > one.cached_tokens
+        )
+    if pool_ms is None:
+        pool_ms = _median(one.decode.get("pull", 0.0) / one.prompt_tokens for one in samples)
+    hop_ms = given.hop_ms
+    if hop_ms is None:
+        hop_ms = _median(
+            one.router.get("publish", 0.0) + one.decode.get("queue", 0.0) + one.decode.get("compute", 0.0)
+            for one in samples
+        )
+    if not prefill_ms:
+        raise ConfigError("how fast is a prefill worker? Give --prefill-tokens-s, or --measured FILE")
+    if given.step_ms is None or given.step_ms_per_request is None:
+        raise ConfigError("how long is a decode step? Give --step-ms and --step-ms-per-request")
+    return Rates(
+        prefill_ms_per_token=prefill_ms,
+        step_ms=given.step_ms,
+        step_ms_per_request=given.step_ms_per_request,
+        pool_ms_per_token=pool_ms or 0.0,
+        hop_ms=hop_ms or 0.0,
+    )
+
+
+def read_samples(path: Path) -> list[Sample]:
+    """The samples in the raw lines of `python -m benchmarks.ttft --format json`; its other lines are passed
+    over. Raises ConfigError.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"--measured {path}: {error.strerror or error}") from error
+    found = []
+    for line in lines:
+        try:
+            found.append(msgspec.json.decode(line, type=Sample))
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            continue  # the origin, or the medians of a turn
+    if not found:
+        raise ConfigError(f"--measured {path}: it has no sample of `python -m benchmarks.ttft --format json`")
+    return found
+
+
+def _median(values: object) -> float | None:
+    found = list(values)  # type: ignore[call-overload]
+    return median(found) if found else None
+
+
+# --- sizes
+
+
+class Size(msgspec.Struct, frozen=True, kw_only=True):
+    """Workers of each role."""
+
+    prefill: int = 0
+    decode: int = 0
+    elastic: int = 0
+    agg: int = 0
+
+    @property
+    def total(self) -> int:
+        """All workers."""
+        return self.prefill + self.decode + self.elastic + self.agg
+
+    def __str__(self) -> str:
+        return " + ".join(f"{count} {role}" for role, count in msgspec.structs.asdict(self).items() if count)
+
+
+class Setting(msgspec.Struct, frozen=True, kw_only=True):
+    """What is the same for all sizes."""
+
+    rates: Rates
+    level: ServiceLevel
+    max_running: int = 128
+    worker_blocks: int = 1024
+    """Blocks of 512 tokens in a worker's own memory."""
+    pool_blocks: int | None = None
+    """In the pool; None: no bound."""
+    min_prefill_tokens: int = 0
+    """0: the sizes differ by where prompts are computed, so all prompts have the prefill stage."""
+    seed: int = 1
+
+    def router(self, size: Size) -> RouterConfig:
+        """The configuration of the router before workers of this size. It knows the rates as they are."""
+        base = RouterConfig()
+        rates = self.rates
+        placement: dict[str, object] = {
+            "prefill_ms_per_token": rates.prefill_ms_per_token,
+            "pool_ms_per_token": rates.pool_ms_per_token,
+        }
+        counts: dict[Role, int] = {
+            "prefill": size.prefill,
+            "decode": size.decode,
+            "agg": size.agg,
+            "elastic": size.elastic,
+        }
+        urls: dict[Role, tuple[str, ...]] = {
+            role: tuple(f"http://{role}{number}:1" for number in range(count))
+            for role, count in counts.items()
+        }
+        return msgspec.structs.replace(
+            base,
+            **urls,
+            min_prefill_tokens=self.min_prefill_tokens,
+            prefill_policy=POLICY,
+            decode_policy=POLICY,
+            placement=msgspec.structs.replace(base.placement, **placement),
+            slo=self.level,
+        )

@@ -1,0 +1,225 @@
+"""The simulation of a load: a worker by hand, whole runs, and the smallest fleet for a service level."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.simulate.advise import KINDS, Adviser
+from benchmarks.simulate.engine import BlockCache, Engine
+from benchmarks.simulate.model import (
+    Given,
+    Rates,
+    Request,
+    Setting,
+    Size,
+    combine,
+    make_request,
+    read_samples,
+    turning,
+)
+from benchmarks.simulate.simulate import simulate
+from benchmarks.ttft import Sample
+from pdserve.errors import ConfigError
+from pdserve.router.config.slo import ServiceLevel
+
+RATES = Rates(
+    prefill_ms_per_token=0.1, step_ms=10.0, step_ms_per_request=1.0, pool_ms_per_token=0.01, hop_ms=5.0
+)
+FAST_STEPS = msgspec.structs.replace(RATES, step_ms_per_request=0.1)
+SETTING = Setting(rates=RATES, level=ServiceLevel(ttft_ms=150.0, itl_ms=15.0))
+SIZES = (
+    Size(agg=1),
+    Size(agg=3),
+    Size(elastic=1),
+    Size(elastic=3),
+    Size(prefill=1, decode=1),
+    Size(prefill=2, decode=1, elastic=2),
+)
+TURNING = msgspec.structs.replace(
+    SETTING,
+    rates=msgspec.structs.replace(RATES, step_ms_per_request=0.5, pool_ms_per_token=0.005, hop_ms=10.0),
+    level=ServiceLevel(ttft_ms=2000.0, itl_ms=30.0),
+)
+
+
+def drained(engine: Engine[str]) -> list[tuple[str, str, float]]:
+    """(what, job, time in ms) until nothing is left to do."""
+    found = []
+    while (now_s := engine.next_s()) != float("inf"):
+        computed, answered = engine.advance(now_s)
+        found += [("computed", job, round(1e3 * now_s, 3)) for job in computed]
+        found += [("answered", job, round(1e3 * now_s, 3)) for job in answered]
+    return found
+
+
+def test_prompts_go_first_and_answers_stand_still_meanwhile() -> None:
+    engine: Engine[str] = Engine(RATES, 8)
+    engine.submit("a", 0.1, 10)
+    engine.submit("b", 0.1, 10)
+    assert drained(engine) == [
+        ("computed", "a", 100.0),
+        ("computed", "b", 200.0),
+        ("answered", "a", 320.0),  # 10 steps of 12 ms for two
+        ("answered", "b", 320.0),
+    ]
+
+
+def test_a_prompt_in_the_middle_of_an_answer_delays_it_by_its_time() -> None:
+    engine: Engine[str] = Engine(RATES, 8)
+    engine.submit("a", 0.1, 10)
+    assert engine.advance(0.1) == (["a"], [])
+    assert engine.advance(0.155) == ([], [])  # 5 tokens
+    engine.submit("b", 0.1, -1)
+    assert drained(engine) == [("computed", "b", 255.0), ("answered", "a", 310.0)]
+
+
+def test_a_cache_finds_first_blocks_and_drops_the_last_ones_first() -> None:
+    cache = BlockCache(3)
+    cache.add((1, 2, 3))
+    assert cache.found((1, 2, 9, 3)) == 2
+    cache.add((1, 4))
+    assert cache.found((1, 2, 3)) == 2
+    assert cache.found((1, 4)) == 2
+    assert BlockCache(0).found((1,)) == 0
+
+
+def request(at_s: float, *blocks: int, prompt: int = 1000, answer: int = 11) -> Request:
+    return make_request(at_s, prompt, answer, blocks or (int(at_s * 1e6), int(at_s * 1e6) + 1))
+
+
+def test_an_aggregated_worker_computes_and_answers() -> None:
+    found = simulate([request(0.0)], Size(agg=1), SETTING)
+    assert found.ttft_ms["p50"] == 100.0
+    assert found.itl_ms["p50"] == 11.0
+    assert found.in_time == 1.0
+    assert found.cached == 0.0
+
+
+def test_a_hand_over_takes_its_time_and_keeps_prompts_away_from_answers() -> None:
+    found = simulate([request(0.0)], Size(prefill=1, decode=1), SETTING)
+    assert found.ttft_ms["p50"] == pytest.approx(100 + 5 + 10 + 3.2)
+    two = [request(0.0), request(0.06)]
+    together = simulate(two, Size(agg=1), SETTING)
+    assert together.in_time == 0.5
+    assert together.slow == 0.5, "the second prompt stalls the first answer"
+    apart = simulate(two, Size(prefill=1, decode=1), SETTING)
+    assert apart.slow == 0.0
+
+
+def test_what_was_computed_is_found_by_the_worker_itself_and_through_the_pool() -> None:
+    twice = [request(0.0, 1, 2), request(10.0, 1, 2)]
+    assert simulate(twice, Size(agg=1), SETTING).cached == pytest.approx(999 / 2000, abs=1e-4)
+    only_pool = msgspec.structs.replace(SETTING, worker_blocks=0)
+    found = simulate(twice, Size(agg=1), only_pool)
+    assert found.cached == pytest.approx(999 / 2000, abs=1e-4)
+    nothing = msgspec.structs.replace(only_pool, pool_blocks=0)
+    assert simulate(twice, Size(agg=1), nothing).cached == 0.0
+
+
+LOADS = st.lists(
+    st.tuples(
+        st.floats(0, 0.5), st.integers(1, 6000), st.integers(1, 60), st.lists(st.integers(0, 40), max_size=12)
+    ),
+    min_size=1,
+    max_size=40,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(drawn=LOADS, size=st.sampled_from(SIZES), max_running=st.integers(1, 8))
+def test_every_request_is_served_and_no_load_stays_counted(
+    drawn: list[tuple[float, int, int, list[int]]], size: Size, max_running: int
+) -> None:
+    load, at_s = [], 0.0
+    for wait_s, prompt, answer, blocks in drawn:
+        at_s += wait_s
+        load.append(make_request(at_s, prompt, answer, tuple(blocks)))
+    setting = msgspec.structs.replace(SETTING, max_running=max_running, worker_blocks=8, pool_blocks=20)
+    found = simulate(load, size, setting)
+    assert found.requests == len(load)
+    assert 0 <= found.in_time <= 1
+    assert 0 <= found.cached < 1
+    assert len(found.in_time_by_part) <= 4
+    assert simulate(load, size, setting) == found, "the same arguments, the same outcome"
+
+
+def test_duties_do_not_flap_under_a_steady_load() -> None:
+    """Poisson arrivals, lengths at random: five minutes, in which 30 changes would be allowed."""
+    draw, at_s, load = random.Random("steady"), 0.0, []
+    for number in range(1200):
+        at_s -= math.log(1 - draw.uniform(0, 0.999)) / 4
+        prompt, answer = round(draw.uniform(200, 6000)), round(draw.uniform(50, 300))
+        load.append(make_request(at_s, prompt, answer, (number,)))
+    level = ServiceLevel(ttft_ms=2000.0, itl_ms=14.0)
+    found = simulate(load, Size(elastic=4), msgspec.structs.replace(SETTING, level=level, rates=FAST_STEPS))
+    assert 1 <= found.duty_changes <= 5
+
+
+@pytest.fixture(scope="module")
+def adviser() -> Adviser:
+    return Adviser(turning(2, 800, 4.0), TURNING)
+
+
+def test_the_advised_fleet_keeps_the_level_and_one_worker_less_does_not(adviser: Adviser) -> None:
+    for kind in KINDS:
+        advice = adviser.advise(kind, 0.9, 32)
+        assert advice.reached
+        assert advice.chosen.in_time >= 0.9
+        less = advice.chosen.size.total - 1
+        if less >= (2 if kind == "disagg" else 1):
+            assert adviser.best(kind, less).in_time < 0.9
+        assert advice.chosen in advice.steps
+        assert [one.size.total for one in advice.steps] == sorted({one.size.total for one in advice.steps})
+
+
+def test_elastic_roles_keep_more_of_a_load_that_turns_than_fixed_ones(adviser: Adviser) -> None:
+    fixed, elastic, aggregated = adviser.compared(4)
+    assert elastic.in_time > max(fixed.in_time, aggregated.in_time)
+    assert elastic.duty_changes <= 6
+
+
+def test_more_pool_never_finds_less(adviser: Adviser) -> None:
+    load = [
+        msgspec.structs.replace(one, blocks=(number % 7, number % 7 + 100))
+        for number, one in enumerate(adviser.load)
+    ]
+    setting = msgspec.structs.replace(TURNING, worker_blocks=0)
+    found = [one.cached for _, one in Adviser(load[:200], setting).pools(Size(elastic=2))]
+    assert found[0] == 0.0
+    assert found[-1] == max(found) > 0
+
+
+def test_rates_are_those_measured_unless_given(tmp_path: Path) -> None:
+    raw = tmp_path / "ttft.jsonl"
+    sample = Sample(
+        turn=1,
+        prompt_tokens=1000,
+        cached_tokens=200,
+        first_token_ms=1000.0,
+        router={"publish": 20.0},
+        prefill={"compute": 880.0},
+        decode={"queue": 1.0, "pull": 15.0, "compute": 29.0},
+    )
+    origin, medians = b'{"date": "x"}', b'{"turn": 1, "requests": 4}'
+    raw.write_bytes(b"\n".join([origin, msgspec.json.encode(sample), msgspec.json.encode(sample), medians]))
+    samples = read_samples(raw)
+    measured = combine(Given(step_ms=50.0, step_ms_per_request=1.0), samples)
+    assert measured.prefill_ms_per_token == pytest.approx(1.1)
+    assert measured.pool_ms_per_token == pytest.approx(0.015)
+    assert measured.hop_ms == pytest.approx(50)
+    given = combine(Given(prefill_tokens_s=500, hop_ms=3, step_ms=50.0, step_ms_per_request=1.0), samples)
+    assert (given.prefill_ms_per_token, given.hop_ms) == (2.0, 3)
+    with pytest.raises(ConfigError, match="--step-ms"):
+        combine(Given(prefill_tokens_s=1.0), [])
+    with pytest.raises(ConfigError, match="--prefill-tokens-s"):
+        combine(Given(step_ms=1.0, step_ms_per_request=0.0), [])
+    (tmp_path / "none.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError, match="no sample"):
+        read_samples(tmp_path / "none.jsonl")

@@ -1,0 +1,30 @@
+"""`pdserve up FILE --on hosts`, with scripted workers: `python -m tests.support.netns.scripted.supervise
+FILE`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Final
+
+from pdserve.up.cli import run_plan
+from pdserve.up.config import read_cluster_file
+from pdserve.up.places.base import open_place
+from pdserve.up.scale.planner import Planner
+
+PROGRAM: Final = (sys.executable, "-m", "tests.support.netns.scripted.program")
+
+
+def main(file: Path) -> int:
+    """Until SIGTERM; gives the exit status."""
+    cluster = read_cluster_file(file, {}, {})
+    place = open_place("hosts", os.environ)
+    place.submit([], cluster.cluster)
+    planner = Planner(cluster, place, source=str(file), program=PROGRAM)
+    return run_plan(planner.plan(), place, planner.scaled)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
