@@ -36,7 +36,7 @@ SUB_COMMANDS: Mapping[str, SubCommand] = {
     "up": SubCommand("pdserve.up.cli:app", "Start and supervise a whole cluster from one TOML file."),
     "scale": SubCommand("pdserve.up.scale.cli:app", "Start or end workers of a running cluster."),
     "router": SubCommand("pdserve.router.cli:command", "Run the router: OpenAI's API before the workers."),
-    "key": SubCommand("pdserve.router.tenants.key_cli:app", "Make an API key of a tenant."),
+    "key": SubCommand("pdserve.router.tenants.api_keys:app", "Make an API key of a tenant."),
     "prefill": SubCommand("pdserve.prefill.cli:command", "Run a prefill worker.", "sglang"),
     "decode": SubCommand("pdserve.decode.cli:command", "Run a decode worker.", "sglang"),
     "agg": SubCommand(

@@ -22,7 +22,7 @@ from docs.generate.product import LISTED
 from pdserve.engine.http.timing import FirstToken, WorkerMetrics
 from pdserve.kvpool.client.operations import ClientCounters
 from pdserve.kvpool.mover.client_metrics import ClientMetrics
-from pdserve.router.config.slo import ServiceLevel
+from pdserve.router.config.limits import ServiceLevel
 from pdserve.up.config import ClusterFile
 from pdserve.up.plan import make_plan
 from pdserve.up.scraping import TARGETS_FILE, targets

@@ -12,10 +12,13 @@ import uvicorn
 from pdserve.errors import ConfigError, RequestError
 from pdserve.router.app.router import Router
 from pdserve.router.fleet.changes import FleetChange
-from pdserve.router.metrics.snapshot import Snapshot
-from pdserve.router.processes.agreement_channel import REPORT_S, TenantLimits
-from pdserve.router.processes.channel import FROM_PARENT, SUM_TIMEOUT_S, Channel, ChannelClosed
-from pdserve.router.processes.messages import (
+from pdserve.router.metrics.stats import Snapshot
+from pdserve.router.processes.agreement import REPORT_S, TenantLimits
+from pdserve.router.processes.channel import (
+    FROM_PARENT,
+    SUM_TIMEOUT_S,
+    Channel,
+    ChannelClosed,
     Collect,
     Collected,
     FromParent,

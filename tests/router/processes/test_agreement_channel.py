@@ -15,12 +15,11 @@ import pytest
 from redis.asyncio import Redis
 
 from pdserve.errors import ConfigError
-from pdserve.router.config.redis import RedisSettings
+from pdserve.router.config.limits import RedisSettings
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.config.tenants import Access, Tenant
-from pdserve.router.processes.agreement import Agreement
-from pdserve.router.processes.agreement_channel import shared_limits
-from pdserve.router.sessions.redis_client import connect
+from pdserve.router.processes.agreement import Agreement, shared_limits
+from pdserve.router.sessions.table import connect
 from pdserve.router.tenants.api_keys import key_line
 from pdserve.router.tenants.tenant import TenantState
 from tests.support.router.harness import CHAT, PATIENT, Harness, routed

@@ -20,11 +20,10 @@ from pdserve.errors import ConfigError, StartupError
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.changes import FleetChange
 from pdserve.router.fleet.health_check import STRICT, FirstRound
-from pdserve.router.metrics.snapshot import Snapshot
+from pdserve.router.metrics.stats import Snapshot
 from pdserve.router.processes import parent as parent_module
-from pdserve.router.processes.channel import ChannelClosed
-from pdserve.router.processes.child import READY_TIMEOUT_S, Child, Setup
-from pdserve.router.processes.messages import (
+from pdserve.router.processes.channel import (
+    ChannelClosed,
     Collect,
     Collected,
     Last,
@@ -33,7 +32,7 @@ from pdserve.router.processes.messages import (
     Refused,
     Reload,
 )
-from pdserve.router.processes.parent import Parent
+from pdserve.router.processes.parent import READY_TIMEOUT_S, Child, Parent, Setup
 from tests.support.virtual_time import run_virtually
 
 PROCESSES = 3
