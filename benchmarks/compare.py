@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
 import typer
 from msgspec.structs import replace
@@ -27,7 +27,7 @@ from benchmarks.lib.cluster import (
     settings_of,
 )
 from benchmarks.lib.figures import Measured, Summary, outcome_of, summaries
-from benchmarks.lib.load import Load, Shape, first_turn_tokens, make_load, total_tokens
+from benchmarks.lib.load import Load, Shape, make_load, shapes_of, total_tokens
 from benchmarks.lib.report import (
     FormatOption,
     OutOption,
@@ -41,8 +41,7 @@ from benchmarks.lib.report import (
     times,
 )
 from benchmarks.lib.run import Say, Server, run_load
-from benchmarks.multiturn import Preset, Scale, Seed, Silence, load_title, remarks, shape_of
-from pdserve.errors import ConfigError
+from benchmarks.multiturn import LoadOption, Seed, Silence, remarks
 from tests.support.mooncake import is_installed
 from tests.support.processes import HarnessError
 
@@ -72,11 +71,7 @@ def main(
     minutes: Annotated[
         float, typer.Option(min=0, help="No round that would end later is begun; 0: no limit.")
     ] = 0.0,
-    load: Annotated[
-        list[str] | None, typer.Option(help="PRESET,scale=S,users=N,rounds=N in place of --preset; several.")
-    ] = None,
-    preset: Preset = "eic",
-    scale: Scale = 0.1,
+    load: LoadOption = None,
     seed: Seed = 1,
     concurrency: Annotated[
         int, typer.Option(min=0, help="Closed loop: requests at a time; 0: each user's.")
@@ -91,12 +86,11 @@ def main(
 ) -> None:
     usual = ["plain", "file", *(["mooncake"] if is_installed() else []), "agg", "disagg"]
     contenders, chosen = against.split(",") if against else usual, choices("sizes", sizes, tuple(SHARES))
-    loads = loads_of(load or [preset], scale, rate)
+    loads = shapes_of(load or ["eic,scale=0.1"])
     tokens = {size: cache_tokens(list(loads.values()), SHARES[size], concurrency) for size in chosen}
     output = Output(
         format, load="; ".join(loads), model=model.name, seed=seed, against=contenders, device_tokens=tokens
     )
-    _warn_of_loads_that_fit(loads, tokens)
     measured: list[Measured] = []
 
     def keep(one: Measured) -> None:
@@ -121,7 +115,9 @@ def main(
     for summary in found:
         output.row(summary)
     for title in dict.fromkeys(summary.load for summary in found):
-        output.show(summaries_table([one for one in found if one.load == title], f"{title}, {model.name}"))
+        at = f", {rate:g} requests/s" if rate else ""
+        its = [one for one in found if one.load == title]
+        output.show(summaries_table(its, f"{title}{at}, {model.name}"))
     fail_with(problems)
 
 
@@ -242,29 +238,6 @@ def warm_up(server: Server, shape: Shape) -> None:
     run_load(server, make_load(short, WARM_UP_SEED), lambda line: None, tag="warm-up")
 
 
-def loads_of(texts: Sequence[str], scale: float, rate_s: float | None = None) -> dict[str, Shape]:
-    """Loads by title, of `PRESET,scale=0.1,users=4,rounds=3`. Raises ConfigError."""
-    found = {}
-    for text in texts:
-        name, *settings = text.split(",")
-        own: dict[str, Any] = {}
-        its_scale = scale
-        for setting in settings:
-            key, _, value = setting.partition("=")
-            try:
-                if key == "scale" and (number := float(value)) > 0:
-                    its_scale = number
-                elif key in ("users", "rounds") and (count := int(value)) > 0:
-                    own[key] = count
-                else:
-                    raise ValueError
-            except ValueError:
-                raise ConfigError(f"--load {text}: '{setting}' is not scale=S, users=N or rounds=N") from None
-        shape = shape_of(name, its_scale, own)
-        found[load_title(name, its_scale, shape, rate_s)] = shape
-    return found
-
-
 def cache_tokens(shapes: Sequence[Shape], share: float, concurrency: int, page_size: int = PAGE_SIZE) -> int:
     """The device's KV cache for all these loads, in whole pages: below 1, `share` is of the smallest, so that
     none fits, else of the largest; with room for `concurrency` of the longest sessions (0: of all), and a
@@ -275,16 +248,6 @@ def cache_tokens(shapes: Sequence[Shape], share: float, concurrency: int, page_s
     longest = max(load.longest_tokens * (concurrency or len(load.sessions)) for load in loads)
     wanted = max(int(share * total), int(1.1 * longest)) + page_size
     return -(-wanted // page_size) * page_size
-
-
-def _warn_of_loads_that_fit(loads: Mapping[str, Shape], tokens: Mapping[Size, int]) -> None:
-    for title, shape in loads.items():
-        held = first_turn_tokens(make_load(shape, 0))
-        if shape.keeps_history and shape.rounds > 1 and held <= tokens.get("small", 0):
-            say(
-                f"WARNING: {title}: the small device cache of {tokens['small']:,} tokens holds all {held:,} "
-                "of the first turn: take more users"
-            )
 
 
 def summaries_table(found: Sequence[Summary], title: str) -> Table:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import typer
-from msgspec.structs import replace
 
 from benchmarks.lib.figures import Figures, Outcome, outcome_of
-from benchmarks.lib.load import PRESETS, Api, Load, Shape, make_load, replay_load, trace_lines
+from benchmarks.lib.load import PRESETS, Api, Load, make_load, replay_load, shapes_of, trace_lines
 from benchmarks.lib.report import FormatOption, Output, Table, ms, say, script
 from benchmarks.lib.run import Server, run_load
 from pdserve.errors import ConfigError
@@ -28,31 +27,19 @@ COLUMNS = (
 )
 PLACES = ("device", "host", "dram", "ssd")
 
-Preset = Annotated[str, typer.Option(help=f"A load by name: {', '.join(PRESETS)}.")]
-Scale = Annotated[float, typer.Option(min=1e-6, help="Factor of all lengths of the preset or trace.")]
+LoadOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--load", help=f"PRESET,scale=S,users=N,rounds=N, ...; several run in turn. {', '.join(PRESETS)}."
+    ),
+]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of lengths, texts and arrivals.")]
 Silence = Annotated[float, typer.Option(min=0.1, help="Longest silence of a server, in seconds.")]
 
 
 def main(
     url: Annotated[str, typer.Argument(help="Base URL of a server with OpenAI's API: http://HOST:PORT.")],
-    preset: Preset = "eic",
-    scale: Scale = 1.0,
-    users: Annotated[
-        int | None, typer.Option(min=1, help="Conversations; this and the next replace the preset's.")
-    ] = None,
-    rounds: Annotated[int | None, typer.Option(min=1, help="Turns of each conversation.")] = None,
-    system_tokens: Annotated[
-        int | None, typer.Option(min=0, help="Tokens of the common system prompt.")
-    ] = None,
-    history_tokens: Annotated[
-        int | None, typer.Option(min=0, help="Tokens that a user's first turn adds.")
-    ] = None,
-    turn_tokens: Annotated[int | None, typer.Option(min=1, help="New tokens of every turn.")] = None,
-    output_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of every answer.")] = None,
-    spread: Annotated[
-        float | None, typer.Option(min=0, max=0.99, help="Variation of lengths: 0.5 is ± 50 %.")
-    ] = None,
+    load: LoadOption = None,
     seed: Seed = 1,
     rate: Annotated[str, typer.Option(help="Open loop: requests/s, or several separated by commas.")] = "",
     concurrency: Annotated[
@@ -64,6 +51,7 @@ def main(
     trace: Annotated[
         Path | None, typer.Option(help="Replay this trace: JSON lines in Mooncake's format.")
     ] = None,
+    scale: Annotated[float, typer.Option(min=1e-6, help="Factor of the trace's lengths.")] = 1.0,
     requests: Annotated[int, typer.Option(min=1, help="Number of requests of the trace.")] = 100,
     speed: Annotated[float, typer.Option(min=1e-6, help="Factor of the trace's speed.")] = 1.0,
     max_tokens: Annotated[
@@ -89,28 +77,18 @@ def main(
         raise ConfigError("--lockstep is for the closed loop: leave out --rate and --trace")
     loads: dict[str, Load] = {}
     if trace is not None:
-        load = trace_load(trace, requests, scale, speed, max_tokens, seed)
-        loads[f"{trace.stem}, {len(load.sessions)} requests, scale {scale:g}, speed {speed:g}"] = load
+        replayed = trace_load(trace, requests, scale, speed, max_tokens, seed)
+        loads[f"{trace.stem}, {len(replayed.sessions)} requests, scale {scale:g}, speed {speed:g}"] = replayed
     else:
-        lengths = {
-            "system_tokens": system_tokens,
-            "history_tokens": history_tokens,
-            "turn_tokens": turn_tokens,
-        }
-        given = {
-            "users": users,
-            "rounds": rounds,
-            "output_tokens": output_tokens,
-            "spread": spread,
-            **lengths,
-        }
-        shape = shape_of(preset, scale, given)
-        loads = {load_title(preset, scale, shape, each): make_load(shape, seed, each) for each in rates}
+        for title, shape in shapes_of(load or ["eic"]).items():
+            for rate_s in rates:
+                loop = "" if rate_s is None else f", {rate_s:g} requests/s"
+                loads[title + loop] = make_load(shape, seed, rate_s)
     server = Server(url, api=api, model=model, api_key=api_key, silence_s=silence)
     output = Output(format, load="; ".join(loads), seed=seed)
     kept, answered = [], 0
-    for title, load in loads.items():
-        run = run_load(server, load, say, concurrency=concurrency, lockstep=lockstep)
+    for title, each in loads.items():
+        run = run_load(server, each, say, concurrency=concurrency, lockstep=lockstep)
         outcome = outcome_of(run)
         kept += run.records
         answered += outcome.all.requests - outcome.all.failed
@@ -131,19 +109,6 @@ def _rates(text: str) -> list[float | None]:
     if any(each is not None and each <= 0 for each in found):
         raise ConfigError(f"--rate {text}: a rate is above 0")
     return found
-
-
-def shape_of(preset: str, scale: float, given: dict[str, Any]) -> Shape:
-    """A preset, scaled, with what was given in place of its own (not scaled). Raises ConfigError."""
-    if preset not in PRESETS:
-        raise ConfigError(f"'{preset}' is no preset: {', '.join(PRESETS)}")
-    own = {name: value for name, value in given.items() if value is not None}
-    return replace(PRESETS[preset].scaled(scale), **own)
-
-
-def load_title(preset: str, scale: float, shape: Shape, rate_s: float | None = None) -> str:
-    title = f"{preset}, scale {scale:g}, {shape.users} users, {shape.rounds} rounds"
-    return title if rate_s is None else f"{title}, {rate_s:g} requests/s"
 
 
 def trace_load(path: Path, requests: int, scale: float, speed: float, max_tokens: int, seed: int) -> Load:

@@ -38,21 +38,6 @@ def skewed(seed: int, requests: int = 100_000, blocks: int = 60_000, exponent: f
     return [(n / 10, [block]) for n, block in enumerate(drawn)]
 
 
-def scanning(seed: int, requests: int = 100_000, blocks: int = 6_000, scan: int = 15_000) -> list[Request]:
-    """As `skewed`, on fewer blocks; and a third of all requests, in runs, walk through blocks that are asked
-    for once (a batch job reading documents).
-    """
-    rng = np.random.default_rng(seed)
-    drawn = _zipf(rng, requests, blocks, 0.9)
-    found: list[int] = []
-    next_new = blocks
-    while len(found) < requests:
-        found += drawn[len(found) : len(found) + 2 * scan]
-        found += range(next_new, next_new + scan)
-        next_new += scan
-    return [(n / 10, [block]) for n, block in enumerate(found[:requests])]
-
-
 def multi_turn(seed: int, sessions: int = 2_000) -> list[Request]:
     """Conversations: one of 20 system prompts, then turns that each repeat all before and add some blocks.
 
@@ -87,7 +72,6 @@ def multi_turn(seed: int, sessions: int = 2_000) -> list[Request]:
 
 GENERATED: Final[dict[str, Callable[[int], list[Request]]]] = {
     "skewed": skewed,
-    "scanning": scanning,
     "multi-turn": multi_turn,
 }
 

@@ -1,21 +1,18 @@
-"""How fast the SSD tier writes and reads, against plain direct I/O of the same sizes in the same run, and
-against fio.
+"""How fast the SSD tier writes and reads, against plain direct I/O of the same sizes in the same run.
 
 Per round and page size, one after the other: the tier stores pages in batches, is opened anew, and loads all
 of them in random order in several threads; then the same bytes go to one file in writes of a batch's size,
 and come back in reads of a page's size by as many threads. Figures are medians over rounds, so that what else
-the machine does hits both. fio, where it is installed, runs once per page size with the same sizes.
+the machine does hits both.
 """
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import random
 import shutil
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -45,7 +42,6 @@ from tests.support.processes import HarnessError
 Item = TypeVar("Item")
 BATCH_BYTES: Final = 16 << 20
 READ_BATCH_BYTES: Final = 4 << 20  # what one thread of a node loads at a time
-FIO_TIMEOUT_S: Final = 300.0
 
 
 def main(
@@ -56,24 +52,23 @@ def main(
     size: Annotated[str, typer.Option(help="Bytes written and read per round.")] = "1GiB",
     threads: Annotated[int, typer.Option(min=1, help="Number of reading threads.")] = 4,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; results are medians over them.")] = 3,
-    fio: Annotated[bool, typer.Option(help="Measure fio too, if it is installed.")] = True,
     format: FormatOption = "text",
 ) -> None:
     sizes, total_bytes = page_sizes(pages), parse_bytes(size)
     output = Output(format)
     rows = []
     for page_bytes in sizes:
-        row = measure_tier(path, page_bytes, total_bytes, threads, rounds, fio=fio)
+        row = measure_tier(path, page_bytes, total_bytes, threads, rounds)
         output.row(row)
-        writes = (row.put_gbps, row.plain_write_gbps, row.fio_write_gbps)
-        rates = (*writes, row.load_gbps, row.plain_read_gbps, row.fio_read_gbps)
+        writes = (row.put_gbps, row.plain_write_gbps)
+        rates = (*writes, row.load_gbps, row.plain_read_gbps)
         rows.append((size_name(page_bytes), *(f"{rate:.2f}" if rate else "-" for rate in rates)))
-    columns = ("page", "put", "plain write", "fio write", "load", "plain read", "fio read")
+    columns = ("page", "put", "plain write", "load", "plain read")
     output.show(Table("SSD tier, GB/s", columns, rows))
 
 
 class TierFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of results. Rates in 10^9 bytes per second; 0 for fio where it is missing."""
+    """One line of results. Rates in 10^9 bytes per second."""
 
     page_bytes: int
     total_bytes: int
@@ -83,12 +78,10 @@ class TierFigures(msgspec.Struct, frozen=True, kw_only=True):
     load_gbps: float
     plain_write_gbps: float
     plain_read_gbps: float
-    fio_write_gbps: float = 0.0
-    fio_read_gbps: float = 0.0
 
 
 def measure_tier(
-    directory: Path, page_bytes: int, total_bytes: int, threads: int, rounds: int, *, fio: bool
+    directory: Path, page_bytes: int, total_bytes: int, threads: int, rounds: int
 ) -> TierFigures:
     """Run the rounds in a directory of its own under `directory`, removed after. Raises HarnessError,
     StartupError.
@@ -103,7 +96,6 @@ def measure_tier(
             )
             for number in range(rounds)
         ]
-        beside = _fio_rates(where, page_bytes, total_bytes, threads) if fio else (0.0, 0.0)
     except OSError as error:
         raise HarnessError(f"cannot measure in {where}: {error.strerror or error}") from error
     finally:
@@ -118,8 +110,6 @@ def measure_tier(
         load_gbps=load,
         plain_write_gbps=write,
         plain_read_gbps=read,
-        fio_write_gbps=beside[0],
-        fio_read_gbps=beside[1],
     )
 
 
@@ -212,26 +202,6 @@ def _in_threads(
 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(run, range(threads)))
-
-
-def _fio_rates(where: Path, page_bytes: int, total_bytes: int, threads: int) -> tuple[float, float]:
-    if shutil.which("fio") is None:
-        return 0.0, 0.0
-    found = []
-    for rw, block, jobs in (("write", BATCH_BYTES, 1), ("randread", padded(page_bytes), threads)):
-        command = [
-            *("fio", "--name=pdserve", f"--filename={where}/fio", "--direct=1", "--ioengine=psync"),
-            *(f"--rw={rw}", f"--bs={block}", f"--size={total_bytes}", f"--numjobs={jobs}", "--thread"),
-            *(f"--io_size={total_bytes // jobs}", "--end_fsync=1", "--group_reporting"),
-            "--output-format=json",
-        ]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=FIO_TIMEOUT_S, check=True)
-            job = json.loads(done.stdout)["jobs"][0]
-        except (subprocess.SubprocessError, ValueError, LookupError) as error:
-            raise HarnessError(f"fio did not measure: {error}") from error
-        found.append(round(job["write" if rw == "write" else "read"]["bw_bytes"] / 1e9, 3))
-    return found[0], found[1]
 
 
 def _pages(page_bytes: int, count: int) -> list[PageMemory]:

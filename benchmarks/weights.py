@@ -38,7 +38,7 @@ from pdserve.kvpool.weights.tensors import LENGTH_BYTES, header_bytes, parse_hea
 from tests.support.kvpool.node_processes import NodeProcess, client_of, pool_of
 from tests.support.processes import HarnessError
 
-SOURCES: Final = ("disk", "cached", "memory", "tcp", "ssd")
+SOURCES: Final = ("disk", "memory", "tcp", "ssd")
 NAME: Final = ModelName("bench")
 LOAD_TIMEOUT_S: Final = 600.0
 STORE_TIMEOUT_S: Final = 300.0
@@ -147,9 +147,8 @@ def _source(
     source: str, model: Path, files: Sequence[Path], capacity: str, directory: Path
 ) -> Iterator[tuple[str, dict[str, str], Callable[[], None]]]:
     """(model path, environment, what is done before each load)."""
-    if source in ("disk", "cached"):
-        prepare = drop_cached if source == "disk" else read_through
-        yield str(model), {}, lambda: prepare(files)
+    if source == "disk":
+        yield str(model), {}, lambda: drop_cached(files)
         return
     place = directory / source
     place.mkdir()
@@ -262,14 +261,6 @@ def drop_cached(files: Sequence[Path]) -> None:
         with file.open("rb") as opened:
             os.fsync(opened.fileno())
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def read_through(files: Sequence[Path]) -> None:
-    """Get the files into the page cache."""
-    for file in files:
-        with file.open("rb", buffering=0) as opened:
-            while opened.read(BLOCK_BYTES):
-                pass
 
 
 def memcpy_gbps() -> float:

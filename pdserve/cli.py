@@ -34,7 +34,6 @@ class SubCommand(NamedTuple):
 
 SUB_COMMANDS: Mapping[str, SubCommand] = {
     "up": SubCommand("pdserve.up.cli:app", "Start and supervise a whole cluster from one TOML file."),
-    "scale": SubCommand("pdserve.up.scale.cli:app", "Start or end workers of a running cluster."),
     "router": SubCommand("pdserve.router.cli:command", "Run the router: OpenAI's API before the workers."),
     "key": SubCommand("pdserve.router.tenants.api_keys:app", "Make an API key of a tenant."),
     "prefill": SubCommand("pdserve.prefill.cli:command", "Run a prefill worker.", "sglang"),
@@ -57,8 +56,15 @@ SUB_COMMANDS: Mapping[str, SubCommand] = {
     "model": SubCommand("pdserve.engine.demo.cli:app", "Make the demo model.", "sglang"),
 }
 
-IN_A_HURRY: Final[Mapping[tuple[str, ...], str]] = {("pool", "serve"): "pdserve.kvpool.node.cli:command"}
-"""Words of a sub-command that are loaded without the rest of it."""
+TWO_WORDS: Final[Mapping[tuple[str, ...], str]] = {
+    ("pool", "serve"): "pdserve.kvpool.node.cli:command",
+    ("up", "scale"): "pdserve.up.control_cli:scale_app",
+    ("up", "restart"): "pdserve.up.control_cli:restart_app",
+    ("up", "status"): "pdserve.up.control_cli:status_app",
+}
+"""Sub-commands that are loaded by their first two words: a pool node starts faster without the rest of
+`pool`, and `up` takes a file in the second word's place.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -67,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     words = list(sys.argv[1:] if arguments is None else arguments)
     name = words[0] if words else ""
     try:
-        if target := IN_A_HURRY.get(tuple(words[:2])):
+        if target := TWO_WORDS.get(tuple(words[:2])):
             _run(load(target), words[2:], f"pdserve {' '.join(words[:2])}")
         if name in SUB_COMMANDS:
             _run(load(SUB_COMMANDS[name].target), words[1:], f"pdserve {name}")

@@ -1,8 +1,8 @@
 """Which tests a run takes.
 
-The default run leaves out the tests that are marked `extended` and those of the folders below. They run under
-`launch/test.sh --all`, when the command line names their file, and when a file changed that RISKS names: then
-those of the paths that stand beside it.
+The default run leaves out the tests that are marked `extended`. They run under `launch/test.sh --all`, when
+the command line names their file, and when a file changed that RISKS names: then those of the paths that
+stand beside it.
 
 A file has changed where it differs from the commit at which this branch left `main`, committed or not.
 Continuous integration tests `main` itself, from which nothing differs: it runs the default selection.
@@ -12,13 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-EXTENDED_FOLDERS = ("tests/render",)
-"""Containers: every test in them is extended."""
-
 _MODELS = ("tests/e2e", "tests/engine")
 _NODES = ("tests/contracts", "tests/hostile", "tests/kvpool")
 RISKS: dict[str, tuple[str, ...]] = {
-    "pdserve/capacity/model.py": _MODELS,
+    "pdserve/engine/kv_bytes.py": _MODELS,
     "pdserve/engine/page_names.py": _MODELS,
     "pdserve/engine/prompt_identity.py": _MODELS,
     "pdserve/engine/sglang": _MODELS,
@@ -37,7 +34,7 @@ RISKS: dict[str, tuple[str, ...]] = {
     "pdserve/router/api": ("tests/router/api",),
     "pdserve/router/dispatch": ("tests/router/dispatch",),
     "pdserve/router/processes": ("tests/router/processes",),
-    "pdserve/up/places": ("tests/contracts", "tests/up"),
+    "pdserve/up/launchers": ("tests/contracts", "tests/up"),
     "Containerfile": ("tests/up/test_image.py",),
     "launch/constraints.txt": ("tests/up/test_constraints.py",),
     "pyproject.toml": ("tests/up/test_constraints.py",),
@@ -45,6 +42,7 @@ RISKS: dict[str, tuple[str, ...]] = {
 """A changed file or folder, and the paths whose extended tests run then."""
 
 BOUNDS_S: dict[str, float] = {
+    "tests/chaos": 40,
     "tests/contracts": 110,
     "tests/docs": 25,
     "tests/doctor": 25,
@@ -52,7 +50,7 @@ BOUNDS_S: dict[str, float] = {
     "tests/engine": 80,
     "tests/hostile": 80,
     "tests/integrations": 15,
-    "tests/kvpool": 440,
+    "tests/kvpool": 425,
     "tests/router": 200,
     "tests/up": 80,
 }
@@ -76,10 +74,6 @@ def _at_risk(changed: Iterable[str]) -> Iterator[tuple[str, str]]:
         for risk, tests in RISKS.items():
             if is_within(path, risk):
                 yield from ((test, path) for test in tests)
-
-
-def is_extended(path: str, is_marked: bool) -> bool:
-    return is_marked or any(is_within(path, folder) for folder in EXTENDED_FOLDERS)
 
 
 def is_taken(path: str, wanted: Iterable[str]) -> bool:

@@ -42,7 +42,7 @@ def test_a_whole_run_needs_what_its_tests_would_skip_without() -> None:
         (("tests/router/fleet/test_etcd.py::test_x",), {"etcd-server"}),
         (("tests/e2e/test_exact_turns.py",), {"etcd-server", "redis-server", "libibverbs1"}),
         (("--fast", "tests/e2e"), set()),
-        (("tests/contracts/test_place_contract.py",), {"openssh-server"}),
+        (("tests/contracts/test_launcher_contract.py",), {"openssh-server"}),
     ],
 )
 def test_only_the_tests_that_are_named_are_asked_for(words: tuple[str, ...], found: set[str]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PARTS = [path for path in sorted((ROOT / "pdserve").iterdir()) if path.name != "bench"]
+PARTS = sorted((ROOT / "pdserve").iterdir())
 SOURCES = [
     file for part in PARTS for file in ([part] if part.suffix == ".py" else sorted(part.rglob("*.py")))
 ]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import selection
-from tests.selection import EXTENDED_FOLDERS, RISKS, at_risk, is_extended, is_taken, over_their_bounds
+from tests.selection import RISKS, at_risk, is_taken, over_their_bounds
 from tests.support.suite import timing
 from tests.support.suite.chosen import changed_files
 
@@ -25,7 +25,7 @@ def test_short(): pass
 
 
 def test_every_path_of_the_tables_is_there() -> None:
-    named = {*EXTENDED_FOLDERS, *RISKS, *(path for tests in RISKS.values() for path in tests)}
+    named = {*RISKS, *(path for tests in RISKS.values() for path in tests)}
     assert sorted(path for path in {*named, *selection.BOUNDS_S} if not (ROOT / path).exists()) == []
 
 
@@ -47,12 +47,6 @@ def test_the_fast_folders_may_take_nine_minutes_of_two_processes_in_all() -> Non
 )
 def test_a_change_brings_the_extended_tests_that_stand_beside_it(changed: str, path: str, runs: bool) -> None:
     assert is_taken(path, at_risk({changed, "README.md"})) == runs
-
-
-def test_tests_are_extended_by_their_mark_or_their_folder() -> None:
-    assert is_extended("tests/bench/pool/test_quiet.py", is_marked=False)
-    assert is_extended("tests/up/test_plan.py", is_marked=True)
-    assert not is_extended("tests/up/test_plan.py", is_marked=False)
 
 
 def test_a_folder_over_its_bound_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,7 @@ class Load(msgspec.Struct, frozen=True):
         return max(request.prompt_tokens + request.output_tokens for request in self.requests)
 
 
-class Shape(msgspec.Struct, frozen=True, kw_only=True):
+class Shape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A load of conversations. All lengths in tokens."""
 
     users: Annotated[int, Meta(ge=1)]
@@ -106,6 +106,32 @@ PRESETS: Final[dict[str, Shape]] = {
 }
 
 
+def shapes_of(texts: Sequence[str]) -> dict[str, Shape]:
+    """Loads by title, of `PRESET,scale=0.1,users=4,turn_tokens=32`: a preset, its lengths times `scale`, and
+    fields of Shape in place of its own. Raises ConfigError.
+    """
+    found = {}
+    for text in texts:
+        name, *settings = text.split(",")
+        if name not in PRESETS:
+            raise ConfigError(f"--load {text}: '{name}' is no preset: {', '.join(PRESETS)}")
+        own: dict[str, float] = {"scale": 1.0}
+        for setting in settings:
+            key, _, value = setting.partition("=")
+            try:
+                own[key] = float(value) if key in ("scale", "spread") else int(value)
+            except ValueError:
+                raise ConfigError(f"--load {text}: '{setting}' is not of the form users=4") from None
+        scale = own.pop("scale")
+        try:
+            shape = msgspec.convert({**msgspec.structs.asdict(PRESETS[name].scaled(scale)), **own}, Shape)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"--load {text}: {error}") from None
+        more = "".join(f", {key} {value:g}" for key, value in own.items() if key not in ("users", "rounds"))
+        found[f"{name}, scale {scale:g}, {shape.users} users, {shape.rounds} rounds{more}"] = shape
+    return found
+
+
 def make_load(shape: Shape, seed: int, rate_s: float | None = None) -> Load:
     """The requests of a shape; `rate_s`: requests per second in the open loop, None is the closed one."""
     rng = np.random.default_rng(seed)
@@ -135,11 +161,6 @@ def make_load(shape: Shape, seed: int, rate_s: float | None = None) -> Load:
 def total_tokens(load: Load) -> int:
     """What all sessions have at their end: what a cache must hold to miss nothing."""
     return sum(session[-1].prompt_tokens + session[-1].output_tokens for session in load.sessions)
-
-
-def first_turn_tokens(load: Load) -> int:
-    """What all sessions have after their first turn; a smaller cache has lost each when it comes again."""
-    return sum(session[0].prompt_tokens + session[0].output_tokens for session in load.sessions)
 
 
 def replay_load(

@@ -16,7 +16,7 @@ from msgspec.structs import asdict
 from benchmarks.lib.report import FormatOption, Output, Table, script
 from benchmarks.simulate import model
 from benchmarks.simulate.advise import KINDS, Advice, Adviser
-from benchmarks.simulate.model import BLOCK_TOKENS, Given, Request, Setting, Size, combine, read_samples
+from benchmarks.simulate.model import BLOCK_TOKENS, Rates, Request, Setting, Size
 from benchmarks.simulate.simulate import Outcome
 from pdserve.errors import ConfigError
 from pdserve.router.config.limits import ServiceLevel
@@ -40,6 +40,9 @@ def main(
     slo: Annotated[
         str, typer.Option(metavar="ttft_ms=MS,itl_ms=MS", help="The service level; one may be left out.")
     ],
+    prefill_tokens_s: Annotated[float, typer.Option(min=1, help="Prompt tokens a worker computes a second.")],
+    step_ms: Annotated[float, typer.Option(min=0, help="A decode step for nobody, in ms.")],
+    step_ms_per_request: Annotated[float, typer.Option(min=0, help="What each request adds to it, in ms.")],
     trace: Annotated[Path | None, typer.Option(help="The load: JSON lines in Mooncake's format.")] = None,
     turning: Annotated[
         bool,
@@ -52,22 +55,8 @@ def main(
         int, typer.Option(min=1, help="Number of requests, the first ones of a trace.")
     ] = 3000,
     speed: Annotated[float, typer.Option(min=1e-6, help="Factor of the trace's speed.")] = 1.0,
-    measured: Annotated[
-        Path | None, typer.Option(help="Raw lines of benchmarks.ttft: measured rates.")
-    ] = None,
-    prefill_tokens_s: Annotated[
-        float | None, typer.Option(min=1e-3, help="Prompt tokens a worker computes a second.")
-    ] = None,
-    pool_tokens_s: Annotated[
-        float | None, typer.Option(min=1e-3, help="Tokens a worker reads from the pool a second.")
-    ] = None,
-    hop_ms: Annotated[
-        float | None, typer.Option(min=0, help="Time of a hand-over beside reading, in ms.")
-    ] = None,
-    step_ms: Annotated[float | None, typer.Option(min=0, help="A decode step for nobody, in ms.")] = None,
-    step_ms_per_request: Annotated[
-        float | None, typer.Option(min=0, help="What each request adds to it, in ms.")
-    ] = None,
+    pool_tokens_s: Annotated[float, typer.Option(min=1, help="Tokens read from the pool a second.")] = 1e6,
+    hop_ms: Annotated[float, typer.Option(min=0, help="Time of a hand-over beside reading, in ms.")] = 0.0,
     max_running: Annotated[int, typer.Option(min=1, help="Requests that a worker computes at a time.")] = 128,
     worker_tokens: Annotated[
         int, typer.Option(min=0, help="Tokens whose KV a worker keeps itself.")
@@ -85,15 +74,14 @@ def main(
     seed: Annotated[int, typer.Option(help="Seed of what is left to chance.")] = 1,
     format: FormatOption = "text",
 ) -> None:
-    given = Given(
-        prefill_tokens_s=prefill_tokens_s,
-        pool_tokens_s=pool_tokens_s,
-        hop_ms=hop_ms,
-        step_ms=step_ms,
-        step_ms_per_request=step_ms_per_request,
-    )
     setting = Setting(
-        rates=combine(given, [] if measured is None else read_samples(measured)),
+        rates=Rates(
+            prefill_ms_per_token=1e3 / prefill_tokens_s,
+            step_ms=step_ms,
+            step_ms_per_request=step_ms_per_request,
+            pool_ms_per_token=1e3 / pool_tokens_s,
+            hop_ms=hop_ms,
+        ),
         level=parse_level(slo),
         max_running=max_running,
         worker_blocks=worker_tokens // BLOCK_TOKENS,

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple, get_args
 
 import typer
 
-from pdserve.cli import SUB_COMMANDS, load
+from pdserve.cli import SUB_COMMANDS, TWO_WORDS, load
 from pdserve.engine.metric_names import METRICS as WORKER_METRICS
 from pdserve.engine.worker import WorkerConfig
 from pdserve.integrations.dynamo.config import DynamoConfig
@@ -23,8 +23,8 @@ from pdserve.metric import Definition
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.metrics.names import METRICS as ROUTER_METRICS
 from pdserve.settings.config_file import Option, options
+from pdserve.up.command import CommandConfig
 from pdserve.up.config import ClusterSettings
-from pdserve.up.foreign.vllm import LmcacheConfig, VllmConfig
 
 __all__ = [
     "CONFIGURED",
@@ -76,8 +76,7 @@ CONFIGURED: Final = (
         DynamoConfig,
         ("pdserve dynamo agg", "pdserve dynamo prefill", "pdserve dynamo decode"),
     ),
-    Configured("vLLM worker: `[[vllm]]`", "vllm", VllmConfig, ("pdserve up",), False),
-    Configured("LMCache server: `[[lmcache]]`", "lmcache", LmcacheConfig, ("pdserve up",), False),
+    Configured("Another program: `[[command]]`", "command", CommandConfig, ("pdserve up",), False),
 )
 
 METRICS: Final[dict[str, tuple[Definition, ...]]] = {
@@ -101,3 +100,6 @@ def commands() -> Iterator[tuple[str, Any]]:
     """Each sub-command's words and its click command; a command of commands has `.commands`."""
     for name, sub in SUB_COMMANDS.items():
         yield f"pdserve {name}", typer.main.get_command(load(sub.target))
+        for words, target in TWO_WORDS.items():
+            if words[0] == name == "up":
+                yield f"pdserve {' '.join(words)}", typer.main.get_command(load(target))

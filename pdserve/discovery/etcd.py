@@ -1,14 +1,14 @@
-"""Discovery through etcd: nodes find each other, clients find nodes, routers find workers (workers.py).
+"""Discovery through etcd: pool nodes find seeds, clients find nodes, routers find workers (workers.py).
 
-Each member keeps a key `<prefix>/<cluster>/<kind>/<name>` with its address, under a lease that it renews. It
-watches the keys of the others. etcd only helps to find members and to doubt them. The pool's nodes decide
-among themselves which of them are alive (kvpool/cluster). So while etcd is down, or after it lost its data,
-the pool goes on with what it knows, and the members write their keys again.
+Each member keeps a key `<prefix>/<cluster>/<kind>/<name>` with its address, under a lease that it renews, and
+watches the keys of the others. etcd only names members. Pool nodes decide among themselves which of them are
+alive (kvpool/cluster), and routers probe workers. So while etcd is down, or after it lost its data, all go on
+with the members they know, and the members write their keys again.
 
 Whoever may write to etcd could name any address, and its readers would send tokens and prompts there. So
-members with a common secret sign their entries, and pass over entries without their signature. The signature
-covers the whole key, so an entry is good for one name and role. An old entry stays good: an address that
-belonged to a member must not be given to strangers.
+members with a common secret sign their entries, and entries without their signature are passed over. The
+signature covers the whole key, so an entry is good for one name and role. An old entry stays good: an address
+that belonged to a member must not be given to strangers.
 
 This speaks etcd's JSON gateway (https://etcd.io/docs/v3.4/dev-guide/api_grpc_gateway/): keys and values in
 base64, 64-bit numbers as strings, a watch as one line of JSON per answer.
@@ -113,7 +113,7 @@ class _Token(msgspec.Struct, frozen=True):
 def discover(config: EtcdConfig, cluster: str) -> list[EtcdMember]:
     """The nodes of a pool that etcd knows of now, by name. For clients; blocks for at most `timeout_s` per
     endpoint, also where an event loop runs. Signatures are not looked at: they are for nodes, and a client
-    with a token lets each node prove it.
+    with a token lets each node prove itself.
 
     Raises PoolUnavailable: no endpoint answers; PoolRefused: etcd says no; ConfigError: no certificates.
     """
@@ -122,9 +122,11 @@ def discover(config: EtcdConfig, cluster: str) -> list[EtcdMember]:
 
 
 async def _discover(config: EtcdConfig, cluster: str) -> list[EtcdMember]:
-    membership = EtcdMembership(config, cluster, None, lambda _: None, lambda _: None)
+    membership = EtcdMembership(config, cluster, None, lambda _: None)
     try:
-        return await membership.nodes()
+        kvs, _ = await membership._list()
+        found, _ = _members(kvs, membership._prefix, "")  # what is no member is logged by those who stay
+        return found
     except PoolUnavailable as error:
         raise PoolUnavailable(f"etcd cannot be asked for the pool's nodes: {error}") from error
     finally:
@@ -132,8 +134,8 @@ async def _discover(config: EtcdConfig, cluster: str) -> list[EtcdMember]:
 
 
 class EtcdMembership:
-    """A node's key, and the keys of the others, of which `found` and `gone` are told, in the loop. Without a
-    node of its own it watches only.
+    """A member's key, and the keys of the others, of which `found` is told, in the loop. Without a member of
+    its own it watches only.
     """
 
     def __init__(
@@ -142,26 +144,22 @@ class EtcdMembership:
         cluster: str,
         node: EtcdMember | None,
         found: Callable[[list[EtcdMember]], None],
-        gone: Callable[[str], None],
         *,
         kind: str = NODES,
-        missing: Callable[[str], None] | None = None,
         secret: str = "",
         alone: bool = False,
     ) -> None:
-        """`secret`: of all members; entries without its signature are passed over. `alone`: only the node's
+        """`secret`: of all members; entries without its signature are passed over. `alone`: only the member's
         own key is watched, because nobody here wants the others'.
 
-        `found` gets all nodes that have a key, after every change. `gone` gets a name whose key went.
-        `missing` (or `gone`) gets one whose key is not there any more when etcd is back after a failure.
+        `found` gets all members that have a key, after every change. A member whose key is missing when etcd
+        is back after a failure counts for the time of a lease and a little more, in which it writes it again.
         """
         self._config = config
         self._prefix = _prefix(config, cluster, kind)
         self._node = node
         self._who = f"{kind.removesuffix('s')} {node.node}" if node is not None else f"who watches {kind}"
         self._found = found
-        self._gone = gone
-        self._missing = missing or gone
         self._secret = secret
         self._watched = self._prefix + (node.node if alone and node is not None else "")
         self._passed_over: set[str] = set()  # names of entries that were logged
@@ -174,6 +172,8 @@ class EtcdMembership:
         self._lease = 0
         self._said = ""  # of what is wrong, until it is right again
         self._nodes: dict[str, EtcdMember] = {}
+        self._missing: dict[str, asyncio.TimerHandle] = {}
+        """Of `_nodes`, those whose keys a failure of etcd lost: each goes when its timer fires."""
 
     async def nodes(self) -> list[EtcdMember]:
         """The nodes that have a key now. Raises PoolError."""
@@ -196,6 +196,8 @@ class EtcdMembership:
         """Take the key away, after `run` was cancelled. `keeps_key`: leave it there until its lease ends, or
         it is written again.
         """
+        for timer in self._missing.values():
+            timer.cancel()
         if self._lease and not keeps_key:
             with contextlib.suppress(PoolError):
                 await self._ask("lease/revoke", {"ID": str(self._lease)}, msgspec.Raw)
@@ -207,15 +209,33 @@ class EtcdMembership:
             lease = None if self._node is None else await self._register(self._node)
             known, revision = await self._list()
             self._said = ""
-            before = self._nodes
-            self._nodes = {node.node: node for node in self._read(known)}
-            self._found(list(self._nodes.values()))
-            for name in before.keys() - self._nodes.keys():
-                self._missing(name)  # or etcd came back empty; a probe will tell
-            if self._node is not None and self._node.node not in self._nodes:
+            listed = self._read(known)
+            self._listed(listed)
+            if self._node is not None and self._node.node not in {node.node for node in listed}:
                 raise PoolUnavailable("somebody deleted this node's key")
             tasks.create_task(self._renew(lease, self._endpoint))
             tasks.create_task(self._watch(revision + 1))
+
+    def _listed(self, nodes: list[EtcdMember]) -> None:
+        """These are all that have a key, after the start or a failure."""
+        loop = asyncio.get_running_loop()
+        patience_s = self._config.lease_s + 2 * self._config.retry_s
+        for name in self._nodes.keys() - {node.node for node in nodes} - self._missing.keys():
+            self._missing[name] = loop.call_later(patience_s, self._drop, name)
+        self._put(nodes)
+
+    def _put(self, nodes: list[EtcdMember]) -> None:
+        for node in nodes:
+            if timer := self._missing.pop(node.node, None):
+                timer.cancel()
+            self._nodes[node.node] = node
+        self._found(list(self._nodes.values()))
+
+    def _drop(self, name: str) -> None:
+        if timer := self._missing.pop(name, None):
+            timer.cancel()
+        if self._nodes.pop(name, None) is not None:
+            self._found(list(self._nodes.values()))
 
     async def _list(self) -> tuple[list[_KeyValue], int]:
         """All keys, as of one revision, and which. Raises PoolError."""
@@ -268,16 +288,13 @@ class EtcdMembership:
         if event.type == "DELETE":
             if self._node is not None and name == self._node.node:
                 raise PoolUnavailable("somebody deleted this node's key")
-            if self._nodes.pop(name, None) is not None:
-                self._found(list(self._nodes.values()))
-                self._gone(name)
+            self._drop(name)
             return
         written = self._read([event.kv])
         if self._node is not None and name == self._node.node and written != [self._node]:
             raise PoolUnavailable("somebody overwrote this node's key")
-        for node in written:
-            self._nodes[node.node] = node
-            self._found(list(self._nodes.values()))
+        if written:
+            self._put(written)
 
     def _read(self, kvs: Iterable[_KeyValue]) -> list[EtcdMember]:
         """What others wrote under the prefix and is no member is passed over, with one line in the log."""
@@ -295,7 +312,7 @@ class EtcdMembership:
             try:
                 async with asyncio.timeout(self._config.timeout_s):
                     return await self._post(path, body, type_)
-            except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, PoolUnavailable) as error:
+            except (httpx.HTTPError, httpx.InvalidURL, OSError, PoolUnavailable) as error:  # TimeoutError too
                 problem = f"{self._url('')}: {_words(error)}"
                 self._endpoint += 1
                 self._token = ""
@@ -330,7 +347,7 @@ class EtcdMembership:
                 async for line in answer.aiter_lines():
                     if line:
                         yield line
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, OSError) as error:  # a refused certificate is an ssl.SSLError
             raise PoolUnavailable(f"etcd: {self._url('')}: {_words(error)}") from error
         raise PoolUnavailable("etcd ended the watch")
 

@@ -54,7 +54,6 @@ class Registration:
             config.cluster,
             worker_key(role, url),
             lambda _: None,
-            lambda _: None,
             kind=WORKERS,
             secret=cluster_token,
             alone=True,

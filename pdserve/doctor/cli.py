@@ -6,9 +6,9 @@ import itertools
 import os
 import random
 import ssl
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -17,8 +17,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from pdserve.capacity.gather import read_machine, read_model, this_machine
-from pdserve.doctor import arenas, cluster, exposure, judge, live_probe, lmcache, machine, planned
+from pdserve.doctor import cluster, exposure, judge, live_probe, machine
 from pdserve.doctor.asking import Asker, NoAnswer
 from pdserve.doctor.facts import Finding
 from pdserve.engine.sglang.selfcheck import TESTED_SGLANG
@@ -29,36 +28,16 @@ from pdserve.security.tls import Certificates, TlsConfig
 from pdserve.security.tokens import given_secret
 from pdserve.settings.config_file import build_config, read_toml
 from pdserve.up.config import WORKER_ROLES, read_cluster_file
-from pdserve.up.fitting import fitted
 from pdserve.up.plan import Plan, make_plan
 
 READY_TIMEOUT_S = 5.0
 MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "red")}
 
-PlanFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--plan", metavar="FILE", help="Cluster file: which GPUs and how much memory would each process get?"
-    ),
-]
-MachineFile = Annotated[
-    Path | None,
-    typer.Option("--machine", metavar="FILE", help="With --plan: the machine, described in TOML or JSON."),
-]
-ModelPath = Annotated[
-    str | None,
-    typer.Option("--model", metavar="PATH", help="With --plan: model directory, as for `pdserve up`."),
-]
-Flags = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[-- SGLANG_FLAGS]", help="With --plan: flags for SGLang.", show_default=False),
-]
-
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class Target:
     """Where a cluster is. `router_url`: empty where not known; `workers`: those that the operator named;
     `unwritten`: where its configuration should be, and is not.
     """
@@ -72,8 +51,6 @@ class Place:
     worker_trust: ssl.SSLContext | None = None
     """Of workers, and a certificate for those that ask for one."""
     pool_tls: ssl.SSLContext | None = None
-    lmcache: Mapping[str, str] = field(default_factory=dict)
-    """URLs by name."""
     unwritten: Path | None = None
 
 
@@ -107,44 +84,24 @@ def doctor(
         Path | None,
         typer.Option("--ca-file", help="CA certificates, to check the router's before it gets a key."),
     ] = None,
-    part: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--part",
-            metavar="ROLE=FILE",
-            help="Configuration of one part (pool, prefill, decode, agg, elastic, router): what does it "
-            "leave open to strangers? May be repeated.",
-        ),
-    ] = None,
     probe: Annotated[
         bool, typer.Option(help="Send two small prompts for each model through the cluster.")
     ] = True,
-    measure: Annotated[
-        bool,
-        typer.Option(help="Check all of SGLang that pdserve leans on; 15 to 30 seconds."),
+    self_check: Annotated[
+        bool, typer.Option(help="Check all of SGLang that pdserve leans on; 15 to 30 seconds.")
     ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="JSON for programs.")] = False,
-    plan_file: PlanFile = None,
-    machine_file: MachineFile = None,
-    model: ModelPath = None,
-    extra: Flags = None,
 ) -> None:
     """Check this machine, and the cluster that --config or --router names; say what to change.
 
     Exit status: 0 nothing to change, 1 warnings, 2 something does not work.
     """
-    if plan_file is not None:
-        here = this_machine(os.environ) if machine_file is None else read_machine(machine_file)
-        _show(planned.findings(plan_file, model, extra or (), here), as_json)
-    if machine_file is not None or model is not None or extra:
-        raise ConfigError("--machine, --model and SGLang's flags go with --plan FILE")
     key = given_secret("--key", "", key_file, "PDSERVE_API_KEY", os.environ)
     token = given_secret("--token", "", token_file, "PDSERVE_CLUSTER_TOKEN", os.environ)
     plan = None if config is None else _plan(config, run_dir)
     named = tuple(_checked(url.rstrip("/"), "--worker") for url in worker or ())
-    parts = [*_parts(plan), *map(_part, part or ())]
-    place = _place(plan, _checked(router.rstrip("/"), "--router"), token, named, ca_file)
-    _show(_findings(plan, parts, place, key, probe, measure), as_json)
+    target = _target(plan, _checked(router.rstrip("/"), "--router"), token, named, ca_file)
+    _show(_findings(_parts(plan), target, key, probe, self_check), as_json)
 
 
 def _show(found: Iterator[Finding], as_json: bool) -> NoReturn:
@@ -165,51 +122,48 @@ def _show(found: Iterator[Finding], as_json: bool) -> NoReturn:
 
 
 def _findings(
-    plan: Plan | None,
     parts: Sequence[exposure.Part],
-    place: Place | None,
+    target: Target | None,
     key: str,
     probe: bool,
-    measure: bool,
+    self_check: bool,
 ) -> Iterator[Finding]:
-    runs = place is not None and _answers(place)
-    rooms = [] if plan is None or runs else arenas.gather(_pools(plan))
-    yield from judge.machine(machine.gather(TESTED_SGLANG, measure=measure), rooms)
+    runs = target is not None and _answers(target)
+    yield from judge.machine(machine.gather(TESTED_SGLANG, self_check=self_check))
     yield from exposure.judge(parts)
-    if place is None:
+    if target is None:
         return
-    where = place.router_url or ", ".join(place.workers)
+    where = target.router_url or ", ".join(target.workers)
     silent = f"nothing answers at {where}" if where and not runs else ""
-    if place.unwritten is not None:
-        says = f"no cluster of this file has run in {place.unwritten}" + (f"; {silent}" if silent else "")
+    if target.unwritten is not None:
+        says = f"no cluster of this file has run in {target.unwritten}" + (f"; {silent}" if silent else "")
         yield Finding("cluster", "warn", says, "start it; if it runs, give --run-dir as it was given to `up`")
     elif silent:
         yield Finding("cluster", "warn", silent, "start it, then ask again")
     if not runs:
         return
-    listed, why_none = cluster.members(place.router_url) if place.router_url else ((), "")
+    listed, why_none = cluster.members(target.router_url) if target.router_url else ((), "")
     asked, token = listed, ""  # whoever answers there may name anybody
-    if place.workers:
+    if target.workers:
         known = {member.url: member for member in listed}
-        asked, token = tuple(known.get(url, cluster.Member(url)) for url in place.workers), place.token
+        asked, token = tuple(known.get(url, cluster.Member(url)) for url in target.workers), target.token
     if not asked:
         change = "start one, or see the router's log; --config FILE, with --run-dir, names them too"
         yield Finding("worker", "fail", f"no worker is known: {why_none}", change)
-    workers = cluster.gather_workers(asked, token, trust=place.worker_trust)
-    addresses = [*place.pool, *(address for worker in workers for address in worker.pool_nodes)]
-    nodes = cluster.gather_pool(addresses, place.pool_tls)
+    workers = cluster.gather_workers(asked, token, trust=target.worker_trust)
+    addresses = [*target.pool, *(address for worker in workers for address in worker.pool_nodes)]
+    nodes = cluster.gather_pool(addresses, target.pool_tls)
     yield from judge.workers([cluster.with_host_tokens(worker, nodes) for worker in workers])
     yield from judge.pool(nodes)
-    yield from lmcache.findings(place.lmcache)
-    for model, page_size in live_probe.page_sizes(workers).items() if probe and place.router_url else ():
+    for model, page_size in live_probe.page_sizes(workers).items() if probe and target.router_url else ():
         dice = random.SystemRandom()
-        found = live_probe.probe(place.router_url, model, page_size, key, dice, place.trust)
+        found = live_probe.probe(target.router_url, model, page_size, key, dice, target.trust)
         yield from judge.probe(found)
 
 
 def _plan(config: Path, run_dir: Path | None) -> Plan:
     """The plan that `pdserve up` makes of this file; automatic ports are not the real ones."""
-    file, _ = fitted(read_cluster_file(config, {}, {}), (), this_machine(os.environ), read_model)
+    file = read_cluster_file(config, {}, {})
     folder = (run_dir or file.cluster.run_dir).resolve()
     return make_plan(file, program=("pdserve",), run_dir=folder, uid=os.getuid(), ports=itertools.count(1))
 
@@ -222,14 +176,6 @@ def _parts(plan: Plan | None) -> list[exposure.Part]:
         for spec in processes
         if spec.role in exposure.KINDS
     ]
-
-
-def _part(given: str) -> exposure.Part:
-    """Raises ConfigError."""
-    role, _, file = given.partition("=")
-    if role not in exposure.KINDS or not file:
-        raise ConfigError(f"--part {given}: give it as ROLE=FILE, with a role of {', '.join(exposure.KINDS)}")
-    return build_config(exposure.KINDS[role], read_toml(Path(file)), source=file)
 
 
 def _pools(plan: Plan) -> list[PoolNodeConfig]:
@@ -246,16 +192,6 @@ def _pool_tls(plan: Plan) -> ssl.SSLContext | None:
     return next((context for context in contexts if context is not None), None)
 
 
-def _lmcache(plan: Plan) -> dict[str, str]:
-    """LMCache servers that `pdserve up` started on this host, by the configuration that it wrote."""
-    servers = {}
-    for spec in plan.processes:
-        if spec.role == "lmcache" and spec.config_path.is_file():
-            written = read_toml(spec.config_path)
-            servers[spec.name] = f"http://{written['host']}:{written['http_port']}"
-    return servers
-
-
 def _checked(given: str, option: str) -> str:
     """The URL that was given. Raises ConfigError."""
     if not given:
@@ -270,16 +206,16 @@ def _checked(given: str, option: str) -> str:
     return given
 
 
-def _place(
+def _target(
     plan: Plan | None, router: str, token: str, named: tuple[str, ...], ca_file: Path | None
-) -> Place | None:
+) -> Target | None:
     """Where the cluster is: by the configuration that `pdserve up` wrote, or by what the router says."""
-    if plan is not None:
+    if plan is not None and plan.routers:
         spec = plan.routers[0]
         if not spec.config_path.is_file():
             known = plan.router_url if spec.listening[0].chosen else ""  # else the port is not the real one
             unwritten, trust = spec.config_path.parent, cluster.trust_in(ca_file, None)
-            return Place(
+            return Target(
                 router_url=router or known, workers=named, token=token, trust=trust, unwritten=unwritten
             )
         written: dict[str, Any] = read_toml(spec.config_path)
@@ -289,7 +225,7 @@ def _place(
         own = access.get("tls_cert_file")
         tls = build_config(TlsConfig, written.get("tls", {}), source=f"{spec.config_path}: tls")
         workers = tuple(url for role in WORKER_ROLES for url in written.get(role, []))
-        return Place(
+        return Target(
             router_url=router or f"{'https' if own else 'http'}://{host}:{written['port']}",
             workers=(*named, *(url for url in workers if url not in named)),
             pool=tuple(written.get("admin", {}).get("pool", [])),
@@ -297,19 +233,18 @@ def _place(
             trust=cluster.trust_in(ca_file, Path(own) if own and not router else None),
             worker_trust=Certificates(tls).client_context,
             pool_tls=_pool_tls(plan),
-            lmcache=_lmcache(plan),
         )
     if not (router or named):
         return None
     trust = cluster.trust_in(ca_file, None)
-    return Place(router_url=router, workers=named, token=token, trust=trust, worker_trust=trust)
+    return Target(router_url=router, workers=named, token=token, trust=trust, worker_trust=trust)
 
 
-def _answers(place: Place) -> bool:
+def _answers(target: Target) -> bool:
     """Anything of it."""
-    health = [f"{place.router_url}/health"] if place.router_url else []
+    health = [f"{target.router_url}/health"] if target.router_url else []
     asker = Asker("")
-    for url in (*health, *(f"{worker}/pd/ready" for worker in place.workers)):
+    for url in (*health, *(f"{worker}/pd/ready" for worker in target.workers)):
         with suppress(NoAnswer):
             asker.get(url, READY_TIMEOUT_S)
             return True

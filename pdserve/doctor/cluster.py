@@ -4,7 +4,6 @@ believed to be of any form or size before it was checked.
 
 from __future__ import annotations
 
-import re
 import ssl
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -23,12 +22,10 @@ from pdserve.kvpool.admin.node_client import TIMEOUT_S, NodeClient, all_nodes, i
 from pdserve.kvpool.protocol.cluster_messages import DEAD, MAX_MEMBERS
 from pdserve.kvpool.protocol.messages import NodeAddress, StatusReport
 from pdserve.router.fleet.worker import foreign_info
-from pdserve.router.request.call import finite_number
 
 T = TypeVar("T")
 
 FULL: Final = 0.95  # of a quota
-_DECLINED: Final = re.compile(r"^pdserve_worker_fetches_declined_total\{.*\} (\S+)$", re.MULTILINE)
 ARGUMENTS_S: Final = 30.0  # for a step of SGLang's to end, a long prefill on a processor
 UNAUTHORIZED: Final = 401
 NOT_FOUND: Final = 404
@@ -199,9 +196,7 @@ def _worker(
                 clock_ahead_s=ahead_s,
             )
         info = _checked(answer).decoded(dict[str, Any])
-        found = worker_of(url, told, info, _arguments(asker, url, arguments_s), ahead_s)
-        metrics = asker.get(f"{url}/metrics/", timeout_s).body.decode("utf-8", "replace")
-        return msgspec.structs.replace(found, declined_fetches=declined_fetches(metrics))
+        return worker_of(url, told, info, _arguments(asker, url, arguments_s), ahead_s)
     except NoAnswer as error:
         if ready.ready:
             return Worker(url=url, error=f"does not answer as a pdserve worker does: {error}")
@@ -316,11 +311,6 @@ def _storage(said: str | dict[str, Any]) -> _Storage:
         return msgspec.json.decode(said, type=_Storage) if isinstance(said, str) else _taken(said, _Storage)
     except UNREADABLE as error:
         raise NoAnswer(f"the storage backend's extra config: {error}") from None
-
-
-def declined_fetches(metrics: str) -> int:
-    """Of a worker's `/metrics`; 0 where it has none."""
-    return sum(int(finite_number(count)) for count in _DECLINED.findall(metrics))
 
 
 def with_host_tokens(worker: Worker, nodes: Iterable[PoolNode]) -> Worker:

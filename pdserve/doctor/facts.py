@@ -32,29 +32,12 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     sglang_tested: str = ""
     sglang_misfit: str = ""
     """What pdserve needs of it and does not find; empty: nothing, or not checked."""
-    transports: tuple[str, ...] = ()
-    """UCX's, of this machine: tcp, rc_verbs, cuda_ipc, gdr_copy, sysv, ..."""
     ucx_error: str = ""
+    """Why UCX cannot be used; empty: it can."""
     has_infiniband: bool = False
     has_gpu: bool = False
     numa_nodes: int = 1
     has_numactl: bool = True
-    has_bfloat16: bool = True
-    """The processor has instructions that compute it."""
-
-
-class ArenaRoom(msgspec.Struct, frozen=True, kw_only=True):
-    """What pool nodes that are to run here, and do not yet, take of one place."""
-
-    nodes: tuple[str, ...] = ()
-    place: str = ""
-    page_bytes: int = 0
-    """Of huge pages; 0: the place is a file system."""
-    free_bytes: int = 0
-    needed_bytes: int = 0
-    """Beyond what their earlier arenas hold there."""
-    error: str = ""
-    """Why they have no place at all."""
 
 
 class Worker(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,8 +83,6 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     """Of that memory, where it was set in bytes."""
     keeps_host_pages: bool = True
     """False: pages are in host memory only on their way (`buffer_only`)."""
-    declined_fetches: int = 0
-    """Fetches put off or given up since its start, as host memory had no room for their pages."""
     radix_cache: bool = True
     pool_nodes: tuple[str, ...] = ()
     """Control addresses."""

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
-from pdserve.doctor.facts import NO_UCX, ArenaRoom, Finding, Level, Machine, PoolNode, Probe, Turn, Worker
+from pdserve.doctor.facts import NO_UCX, Finding, Level, Machine, PoolNode, Probe, Turn, Worker
 from pdserve.extras import how_to_install
 
 MIN_OPEN_FILES: Final = 4096
 GOOD_OPEN_FILES: Final = 16_384
 MAX_CLOCK_S: Final = 2.0
-RDMA: Final = ("rc_verbs", "rc_mlx5", "dc_mlx5", "ud_verbs", "ud_mlx5")
-GPU_DIRECT: Final = ("gdr_copy", "cuda_ipc")
-SHARED_MEMORY: Final = ("sysv", "posix", "cma", "xpmem", "knem")
 # Words of the router's plan.
 PREFILLED: Final = ("stage=ok", "stage=partial")
 NO_PREFILL_WORKER: Final = ("prefill=none-ready", "prefill=session-worker-gone")
@@ -32,15 +29,13 @@ def _finding(check: str, level: Level, says: str, change: str = "") -> Finding:
 # --- the machine
 
 
-def machine(facts: Machine, arenas: Sequence[ArenaRoom] = ()) -> Iterator[Finding]:
-    """`arenas`: of pool nodes that are to run here and do not yet."""
+def machine(facts: Machine) -> Iterator[Finding]:
+    """What this machine has and lacks."""
     yield _sglang(facts)
-    yield _processor(facts)
     yield from _numa(facts)
     yield _open_files(facts.open_files)
     yield _shm(facts)
-    yield from map(_arena, arenas)
-    yield ucx(facts)
+    yield _ucx(facts)
 
 
 def _sglang(facts: Machine) -> Finding:
@@ -55,16 +50,6 @@ def _sglang(facts: Machine) -> Finding:
             "sglang", "warn", f"SGLang {facts.sglang}; pdserve is tested with {facts.sglang_tested}", change
         )
     return _finding("sglang", "ok", f"SGLang {facts.sglang}")
-
-
-def _processor(facts: Machine) -> Finding:
-    """A hint, no fault: a processor without bfloat16 computes in float32, in twice the memory."""
-    if facts.has_gpu:
-        return _finding("processor", "ok", "a GPU is there")
-    if facts.has_bfloat16:
-        return _finding("processor", "ok", "no GPU; the processor computes bfloat16 itself")
-    says = "no GPU, and no bfloat16 in the processor: engine.dtype = 'auto' computes in float32"
-    return _finding("processor", "ok", says)
 
 
 def _numa(facts: Machine) -> Iterator[Finding]:
@@ -86,43 +71,13 @@ def _shm(facts: Machine) -> Finding:
     return _finding("/dev/shm", "ok", says)
 
 
-def _arena(room: ArenaRoom) -> Finding:
-    """Whether there is room for it."""
-    nodes = ", ".join(room.nodes)
-    if room.error:
-        return _finding("arena", "fail", f"{nodes}: {room.error}", "do so, or set huge_pages otherwise")
-    says = f"{nodes}: {_size(room.needed_bytes)} more in {room.place}, {_size(room.free_bytes)} are free"
-    if room.needed_bytes <= room.free_bytes:
-        return _finding("arena", "ok", says)
-    if room.page_bytes:
-        pages = -(-(room.needed_bytes - room.free_bytes) // room.page_bytes)
-        change = f"reserve {pages} pages more (vm.nr_hugepages), or set huge_pages otherwise"
-    else:
-        change = "enlarge it (mount -o remount,size=..., --shm-size), or lower capacity_bytes"
-    return _finding("arena", "fail", says, change)
-
-
-def ucx(facts: Machine) -> Finding:
-    """Which transports UCX has here, and which of them pages will take."""
+def _ucx(facts: Machine) -> Finding:
+    """What moves pages between hosts."""
     if facts.ucx_error:
         change = f"{how_to_install('ucx')}; without it pages go between hosts by TCP"
         return _finding("UCX", "warn" if facts.ucx_error == NO_UCX else "fail", facts.ucx_error, change)
-    kinds = {"RDMA": RDMA, "GPU-direct": GPU_DIRECT, "shared memory": SHARED_MEMORY, "TCP": ("tcp",)}
-    there = [kind for kind, names in kinds.items() if any(name in facts.transports for name in names)]
-    used = "RDMA" if "RDMA" in there else "TCP"
-    says = f"found {', '.join(there) or 'nothing'}; same host: mapped memory; between hosts: {used}"
-    if "TCP" not in there and "RDMA" not in there:
-        return _finding("UCX", "fail", says, "UCX sees no network: check UCX_TLS and UCX_NET_DEVICES")
-    if facts.has_infiniband and "RDMA" not in there:
-        change = (
-            "InfiniBand/RoCE is there but UCX cannot use it: install rdma-core, check UCX_TLS and memlock"
-        )
-        return _finding("UCX", "warn", says, change)
-    if facts.has_gpu and "GPU-direct" not in there:
-        return _finding(
-            "UCX", "warn", says, "a GPU is there, but not GPU-direct: install gdrcopy, nvidia-peermem"
-        )
-    return _finding("UCX", "ok", says)
+    network = "over RDMA devices of this host" if facts.has_infiniband else "over TCP: no RDMA device is here"
+    return _finding("UCX", "ok", f"it moves pages between hosts where ucx.trusted_network is set, {network}")
 
 
 # --- the cluster
@@ -163,7 +118,6 @@ def workers(found: Sequence[Worker]) -> Iterator[Finding]:
         if not worker.busy:
             yield from _hand_off(worker)
             yield from _host_pool(worker)
-        yield from _declined(worker)
     for worker in answered:
         if abs(worker.clock_ahead_s) > MAX_CLOCK_S:
             says = f"{worker.url}: its clock is {worker.clock_ahead_s:+.1f} s off ours"
@@ -276,16 +230,6 @@ def _host_pool(worker: Worker) -> Iterator[Finding]:
         yield _finding("host pool", "warn", f"{says}; the device's has {worker.device_tokens:,}", change)
     else:
         yield _finding("host pool", "ok", says)
-
-
-def _declined(worker: Worker) -> Iterator[Finding]:
-    if worker.declined_fetches:
-        says = (
-            f"{worker.url}: {worker.declined_fetches:,} fetches from the pool had to wait or were given up: "
-            "half of host memory was on its way"
-        )
-        change = "raise engine.hicache_size_gb or hicache_ratio, where prompts are computed again by it"
-        yield _finding("host pool", "warn", says, change)
 
 
 def pool(nodes: Sequence[PoolNode]) -> Iterator[Finding]:

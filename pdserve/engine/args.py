@@ -21,14 +21,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from msgspec.structs import replace
-
-from pdserve.capacity.facts import WorkerNeed
-from pdserve.capacity.memory import HOST_RATIO
-from pdserve.capacity.model import model_facts, token_bytes
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.device import Device
 from pdserve.engine.handoff import DirectConfig, direct_argv
+from pdserve.engine.kv_bytes import token_bytes
 from pdserve.errors import ConfigError
 from pdserve.kvpool.weights.names import is_pool_url, parse_url
 from pdserve.security.tls import TlsConfig
@@ -44,6 +40,7 @@ _CPU_MAX_KV_BYTES = 512 * 2**20  # HiCache takes twice as much again: two worker
 # SGLang takes this share of the memory that is free at its start. Its tokens bound the KV cache anyway;
 # a small share would only make a start fail when a neighbour takes memory meanwhile.
 _CPU_MEM_FRACTION = 0.9
+_HOST_RATIO = {"cache": 2.0, "buffer_only": 1.2}  # SGLang's own host pool as a multiple of the device's
 _CPU_MAX_RUNNING_REQUESTS = 128  # bounds the request-to-token table: this many rows of the context length
 
 _OURS = "pages would no longer reach the other workers"
@@ -169,12 +166,9 @@ def served_model_name(config: EngineConfig) -> str:
 def cpu_total_tokens(config: EngineConfig, model: Mapping[str, Any]) -> int:
     """`max_total_tokens` on a CPU where it is not set. `model`: the object in config.json."""
     try:
-        facts = model_facts(config.model_path, model, 0)
+        each = token_bytes(model, config.dtype, config.kv_cache_dtype)
     except ConfigError:
         return _CPU_MAX_TOTAL_TOKENS  # of an unknown kind: SGLang will say what is wrong with it
-    if config.dtype != "auto":
-        facts = replace(facts, dtype_bytes=4 if config.dtype == "float32" else 2)
-    each = token_bytes(facts, WorkerNeed(name="", role="agg", kv_cache_dtype=config.kv_cache_dtype))
     fitting = _CPU_MAX_KV_BYTES // max(1, each) // config.page_size * config.page_size
     return min(_CPU_MAX_TOTAL_TOKENS, max(config.page_size, fitting))
 
@@ -244,5 +238,5 @@ def _host_size(config: EngineConfig, device: Device) -> list[str]:
         return ["--hicache-size", str(config.hicache_size_gb)]
     if config.hicache_ratio is None and device != "cpu":
         return []  # an explicit ratio would switch off SGLang's own look at what the machine has
-    ratio = config.hicache_ratio or HOST_RATIO[config.hicache_host_memory_mode == "buffer_only"]
+    ratio = config.hicache_ratio or _HOST_RATIO[config.hicache_host_memory_mode]
     return ["--hicache-ratio", str(ratio)]

@@ -88,8 +88,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int,
         Meta(
             ge=0,
-            description="Size of the host's KV memory in GB (10^9 bytes), of each rank; 0: by hicache_ratio. "
-            "`pdserve up` chooses it on a machine with GPUs.",
+            description="Size of the host's KV memory in GB (10^9 bytes), of each rank; 0: by hicache_ratio, "
+            "or on GPUs the rank's share of half of the host's memory.",
         ),
     ] = 0
     layout: Annotated[

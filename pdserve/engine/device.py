@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Literal
 
-from pdserve.capacity.gather import has_nvidia_gpu
 from pdserve.errors import StartupError
+from pdserve.resources.machine import has_nvidia_gpu
 
 Device = Literal["cpu", "cuda"]
 _CPUINFO: Final = Path("/proc/cpuinfo")

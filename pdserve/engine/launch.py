@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
-from pdserve.capacity.tables import node_count
 from pdserve.discovery.workers import Registration
 from pdserve.engine.args import (
     Role,
@@ -56,6 +55,9 @@ from pdserve.kvpool.client.locate import locate_pool
 from pdserve.kvpool.weights.names import is_pool_url
 from pdserve.kvpool.weights.place import tell_children
 from pdserve.pages import KvGeometry
+from pdserve.resources.gpus import node_count
+from pdserve.resources.machine import this_machine
+from pdserve.resources.memory import host_pool_gb
 from pdserve.security.tls import Certificates
 from pdserve.security.tokens import reveal, secret_of
 from pdserve.tracing import check_tracing, open_tracer
@@ -235,6 +237,7 @@ def prepare_process(config: EngineConfig) -> tuple[EngineConfig, Device]:
         config = replace(config, dtype=dtype)
     if device == "cpu" and config.max_total_tokens is None:
         config = replace(config, max_total_tokens=cpu_total_tokens(config, model))
+    config = with_host_memory(config, device)
     server_argv(config, "agg", device, {})  # refuses what no role can have, before anything slow
     prepare.choose(device, several_hosts=several_hosts)
     models.choose([str(name) for name in model["architectures"]])
@@ -242,6 +245,18 @@ def prepare_process(config: EngineConfig) -> tuple[EngineConfig, Device]:
         selfcheck.check_start(device)
         prepare.load_plugins()
     return config, device
+
+
+def with_host_memory(config: EngineConfig, device: Device) -> EngineConfig:
+    """With the host memory of each rank, where nothing says how much: its share of this host's."""
+    flags = {word.partition("=")[0] for word in config.extra_args}
+    is_said = config.hicache_size_gb or config.hicache_ratio is not None
+    if device == "cpu" or is_said or flags & {"--hicache-size", "--hicache-ratio"}:
+        return config
+    here = this_machine({})  # GPUs that this worker does not see count: theirs take their shares too
+    share_gb = host_pool_gb(here.memory_bytes, [gpu.memory_bytes for gpu in here.gpus])
+    START.info("engine.hicache_size_gb: %d for each rank, its share of this host's memory", share_gb)
+    return replace(config, hicache_size_gb=share_gb)
 
 
 def _storage_of(config: WorkerConfig, pool_storage: dict[str, Any]) -> Storage:

@@ -1,7 +1,8 @@
-"""Connections of strangers that a port keeps, by address, and which one goes when there are too many. Pure.
+"""A bound on the connections of a port, fair between client addresses. Pure.
 
-A stranger opens connections as fast as the kernel makes them. So for one more than the bound, one goes of the
-address that has most: the oldest that may go. Clients of other addresses keep theirs.
+One client can open connections as fast as the kernel accepts them. So when there is one connection more than
+the bound, the oldest evictable connection of the address that has most of them is closed. Clients at other
+addresses keep theirs.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ T = TypeVar("T")
 
 
 class ConnectionLimit(Generic[T]):
-    """At most `most` connections; each is a key."""
+    """At most `most` connections, each of which is a hashable key."""
 
     def __init__(self, most: float) -> None:
         self.most = most
@@ -32,8 +33,8 @@ class ConnectionLimit(Generic[T]):
         return self._address_of.get(one, "")
 
     def came(self, one: T, address: str, may_go: Callable[[T], bool] = lambda _: True) -> T | None:
-        """A connection came. Which one to close for it, if any: it is not counted any more. It is the new one
-        itself where no other of its address `may_go`.
+        """Count a new connection. Returns the connection that the caller must close for it, which is counted
+        no more, or None. That is the new one itself where no other of the largest address `may_go`.
         """
         self._address_of[one] = address
         self._by_address.setdefault(address, {})[one] = None
@@ -45,7 +46,9 @@ class ConnectionLimit(Generic[T]):
         return goes
 
     def left(self, one: T) -> str:
-        """A connection is closed, or is no stranger's any more. Its address; empty if it is not here."""
+        """Count a connection no more: it was closed, or its client authenticated. Returns its address, or ""
+        for one that was not counted.
+        """
         address = self._address_of.pop(one, None)
         if address is None:
             return ""

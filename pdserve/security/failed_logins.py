@@ -1,12 +1,13 @@
-"""How many secrets one address may try: tokens at a pool node, keys at a router. Pure; time is an input.
+"""A throttle of failed logins by client address: tokens at a pool node, API keys at a router. Pure;
+time is an input.
 
-A token that nobody here knows, or a proof that is wrong, is a failure of its address. After `BURST` of
-them, tokens from this address are not looked at, whether they are right or not: else the answer would tell a
-guess from a hit. `FORGIVEN_S` failures are forgotten each second.
+An unknown token, or a wrong proof of one, is a failure of its address. After `BURST` failures, tokens from
+this address are refused unseen, right or wrong: otherwise the answer would tell an attacker hits from misses.
+`FORGIVEN_S` failures are forgotten each second.
 
-Clients that share the address with one who guesses are not locked out: a token that was proved from there
-before is looked at always. So only a client that is new at such an address waits, until the guessing ends.
-What this leaves open: who guesses from an address may try tokens without a bound that clients there use.
+Clients that share an address with an attacker are not locked out: a token that was proved from that address
+before is always checked. So only a client that is new at such an address waits until the attack ends. The
+remaining gap: an attacker may try without a bound those tokens that clients at his own address use.
 
 An address is an IP address (of IPv6 its first 64 bits, which one host has), or a user of this host.
 """
@@ -27,7 +28,7 @@ MAX_PROVED: Final = 8192
 
 
 class FailedLogins:
-    """Failures by address, and tokens that were proved from each."""
+    """Counts failures by address, and remembers which tokens were proved from each."""
 
     def __init__(self, trusted: Iterable[str] = ()) -> None:
         """`trusted`: addresses without a bound, such as users who may read the process' memory anyhow."""
@@ -37,7 +38,7 @@ class FailedLogins:
         self._proved: OrderedDict[tuple[str, bytes], None] = OrderedDict()
 
     def may_try(self, address: str, key_id: bytes, now_s: float) -> bool:
-        """Whether to look at the token of this key id."""
+        """Whether to check a token with this key id."""
         source = _source(address)
         return (
             _plain(address) in self._trusted
@@ -46,7 +47,7 @@ class FailedLogins:
         )
 
     def failed(self, address: str, now_s: float) -> None:
-        """The token is none of the pool's, or was not proved."""
+        """Count a failure: an unknown token, or a wrong proof."""
         source = _source(address)
         self._failures[source] = self._level(source, now_s) + 1, now_s
         self._failures.move_to_end(source)
@@ -62,7 +63,7 @@ class FailedLogins:
             self._proved.popitem(last=False)
 
     def wait_s(self, address: str, now_s: float) -> float:
-        """Until a token of this address is looked at again."""
+        """Seconds until tokens from this address are checked again."""
         return max(0.0, self._level(_source(address), now_s) - (BURST - 1)) / FORGIVEN_S
 
     def _level(self, source: str, now_s: float) -> float:
@@ -82,7 +83,7 @@ def _plain(address: str) -> str:
 
 @lru_cache(MAX_ADDRESSES)
 def _source(address: str) -> str:
-    """What is counted as one."""
+    """The unit that failures are counted by: an IPv4 address, a /64 network of IPv6, or a local user."""
     plain = _plain(address)
     if ":" not in plain:
         return plain

@@ -1,4 +1,4 @@
-"""Text of others on its way to a terminal or a log. Pure."""
+"""Sanitizes untrusted text for terminals and logs. Pure."""
 
 from __future__ import annotations
 

@@ -41,12 +41,14 @@ def config_command(
     help: str,
     extra_args_key: str | None = None,
     reloadable: bool = False,
+    check: Callable[[T], None] | None = None,
 ) -> typer.Typer:
     """A Typer app of one command that builds a `type_` from `--config` and flags and calls `run` with it.
 
     `run` may return an exit status. With `extra_args_key` (dotted key of a `list[str]` option) the words
     after `--` are appended to that option's list in the file; without it, words after the flags are refused.
-    `reloadable`: `run` gets a `ConfigSource` as its keyword argument `source`.
+    `reloadable`: `run` gets a `ConfigSource` as its keyword argument `source`. `check`: what `--check` calls
+    instead of `run`.
     """
     by_parameter = {
         option.key.replace(".", "__"): option
@@ -57,12 +59,16 @@ def config_command(
     def command(**given: Any) -> None:
         path: Path | None = given.pop("config")
         extra: list[str] = given.pop("extra", None) or []
+        only_check = check is not None and given.pop("check")
         overrides = {
             by_parameter[name].key: _parsed(by_parameter[name], value) for name, value in given.items()
         }
         if extra_args_key is not None and extra:
             overrides[extra_args_key] = _from_file(path, extra_args_key) + extra
         source = ConfigSource(path, lambda: load_config(type_, path, overrides))
+        if check is not None and only_check:
+            check(source.load())
+            return
         status = run(source.load(), source=source) if reloadable else run(source.load())
         if status:
             raise typer.Exit(status)
@@ -70,6 +76,8 @@ def config_command(
     parameters = [_config_parameter(), *(_parameter(name, option) for name, option in by_parameter.items())]
     if extra_args_key is not None:
         parameters.append(_extra_parameter())
+    if check is not None:
+        parameters.append(_check_parameter())
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in parameters}
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -101,6 +109,13 @@ def _extra_parameter() -> inspect.Parameter:
         ),
     ]
     return inspect.Parameter("extra", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _check_parameter() -> inspect.Parameter:
+    annotation = Annotated[
+        bool, typer.Option("--check", help="Say what would start, or why it would not, and end.")
+    ]
+    return inspect.Parameter("check", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=annotation)
 
 
 def _parameter(name: str, option: Option) -> inspect.Parameter:

@@ -13,17 +13,19 @@ from typing import Annotated, Any, TypeAlias
 
 import typer
 
-from pdserve.capacity.report import lines
-from pdserve.capacity.tables import node_count
-from pdserve.errors import ConfigError, StartupError
+from pdserve.errors import ConfigError
+from pdserve.resources.gpus import described, node_count
+from pdserve.resources.machine import Machine, read_machine
+from pdserve.resources.memory import GB, host_pool_gb
 from pdserve.settings.command_line import ExtraArgs
 from pdserve.settings.config_file import build_config
-from pdserve.up.claims import check_ports, claimed
 from pdserve.up.config import WORKER_ROLES, Role, WorkerRole, read_cluster_file
 from pdserve.up.console import Console
-from pdserve.up.places.base import Place, open_place
-from pdserve.up.plan import Plan
-from pdserve.up.scale.planner import Planner
+from pdserve.up.gpus import Given
+from pdserve.up.launchers.base import Launcher, open_launcher
+from pdserve.up.locks import check_ports, claimed
+from pdserve.up.plan import ConnectReady, Plan
+from pdserve.up.planner import Planner
 from pdserve.up.supervisor import Supervisor
 
 LOCAL = "local"
@@ -31,8 +33,6 @@ PROGRAM = (sys.executable, "-m", "pdserve")
 
 SCHEMAS: Mapping[Role, str] = {
     "pool": "pdserve.kvpool.node.config.node:PoolNodeConfig",
-    "lmcache": "pdserve.up.foreign.vllm:LmcacheConfig",
-    "vllm": "pdserve.up.foreign.vllm:VllmConfig",
     "prefill": "pdserve.engine.worker:WorkerConfig",
     "decode": "pdserve.engine.worker:WorkerConfig",
     "agg": "pdserve.engine.worker:WorkerConfig",
@@ -52,6 +52,25 @@ AggCount: TypeAlias = Annotated[
 ]
 ElasticCount: TypeAlias = Annotated[
     int | None, typer.Option("--elastic", metavar="N", help="Number of elastic workers.")
+]
+
+Hosts: TypeAlias = Annotated[
+    str | None, typer.Option(metavar="NAME,...", help="Hosts for --on ssh (cluster.hosts).")
+]
+On: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        metavar="PLACE",
+        help="Where processes run: local (this host), ssh (cluster.hosts), slurm (a job's hosts), ray.",
+    ),
+]
+DryRun: TypeAlias = Annotated[
+    bool,
+    typer.Option("--dry-run", help="Say what would be started, where and on which GPUs; start nothing."),
+]
+MachineFile: TypeAlias = Annotated[
+    Path | None,
+    typer.Option("--machine", metavar="FILE", help="With --dry-run: another machine, described in TOML."),
 ]
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -79,22 +98,19 @@ def up(
     run_dir: Annotated[
         Path | None, typer.Option(help="Directory of logs and sockets (cluster.run_dir).")
     ] = None,
-    hosts: Annotated[
-        str | None, typer.Option(metavar="NAME,...", help="Hosts for --on hosts (cluster.hosts).")
-    ] = None,
-    on: Annotated[
-        str,
-        typer.Option(
-            metavar="PLACE",
-            help="Who runs the processes: local (this host), hosts (over ssh), slurm, ray, or your own.",
-        ),
-    ] = LOCAL,
+    hosts: Hosts = None,
+    on: On = LOCAL,
+    dry_run: DryRun = False,
+    machine: MachineFile = None,
     extra: ExtraArgs = None,
 ) -> None:
     """Start a cluster, wait until each process is ready, and supervise it until Ctrl-C.
 
-    Pool nodes start first, then the workers, then the router; flags win over FILE.
+    Pool nodes start first, then the workers, then the router; flags win over FILE. A running cluster is
+    asked by `pdserve up scale`, `pdserve up restart` and `pdserve up status`.
     """
+    if machine is not None and not dry_run:
+        raise ConfigError("--machine goes with --dry-run")
     file = config or file
     overrides = {
         "worker.engine.model_path": model,
@@ -110,33 +126,68 @@ def up(
         "elastic": elastic,
     }
     cluster = read_cluster_file(file, overrides, counts)
-    place = open_place(on, os.environ)
-    if (line := place.submit([*PROGRAM, *sys.argv[1:]], cluster.cluster)) is not None:
-        typer.echo(line)
-        return
-    planner = Planner(cluster, place, source=str(file), program=PROGRAM, extra_args=extra or ())
+    launcher = open_launcher(on, os.environ, cluster.cluster)
+    planner = Planner(
+        cluster,
+        launcher,
+        source=str(file),
+        program=PROGRAM,
+        extra_args=extra or (),
+        machine=None if machine is None else read_machine(machine),
+    )
     plan = planner.plan()
     check_tables(plan, str(file), SCHEMAS)
+    _refuse_several_hosts(plan)
+    for line in resource_lines(planner.machine, planner.gpus):
+        typer.echo(line)
+    if dry_run:
+        launcher.close()
+        for line in process_lines(plan):
+            typer.echo(line)
+        return
+    raise typer.Exit(run_plan(plan, launcher, planner.scaled))
+
+
+def _refuse_several_hosts(plan: Plan) -> None:
     for spec in plan.processes:
         if spec.role in WORKER_ROLES and node_count(spec.config["engine"].get("extra_args", ())) > 1:
             raise ConfigError(f"'{spec.table}': --nnodes: only Kubernetes runs a worker on several hosts")
-    if planner.fit is not None:
-        for line in lines(planner.fit):
-            typer.echo(line)
-        if wrong := [note for note in planner.fit.notes if note.level == "fail"]:
-            raise StartupError(str(wrong[0]))
-    raise typer.Exit(run_plan(plan, place, planner.scaled))
+
+
+def resource_lines(machine: Machine, gpus: Given) -> list[str]:
+    """What workers on this host get of it, for people; none where they run on CPUs."""
+    if not gpus:
+        return []
+    share_gb = host_pool_gb(machine.memory_bytes, [gpu.memory_bytes for gpu in machine.gpus])
+    return [
+        *(described(machine, name, numbers) for name, numbers in gpus.items()),
+        f"host memory: {machine.memory_bytes / GB:,.0f} GB, of which each rank takes {share_gb:,} GB "
+        "unless engine.hicache_size_gb says otherwise",
+    ]
+
+
+def process_lines(plan: Plan) -> list[str]:
+    """The processes in the order of their start: name, host, where it listens."""
+    found = []
+    for spec in plan.processes:
+        listens = [f"{place.host}:{place.port}" for place in spec.listening]
+        if isinstance(spec.ready, ConnectReady):
+            listens = listens or [spec.ready.address]
+        found.append(f"{spec.name}: {spec.role} on {spec.host or 'this host'}, at {', '.join(listens)}")
+    return found
 
 
 def check_tables(plan: Plan, source: str, schemas: Mapping[Role, str]) -> None:
     """Check each process's configuration against its struct. Raises ConfigError: file, table, key."""
     for spec in plan.processes:
+        if spec.role not in schemas:  # a command: its own program checks it
+            continue
         module, _, name = schemas[spec.role].partition(":")
         type_: type[Any] = getattr(importlib.import_module(module), name)
         build_config(type_, spec.config, source=f"{source}: [{spec.table}]")
 
 
-def run_plan(plan: Plan, place: Place, scaled: Callable[[Mapping[WorkerRole, int]], Plan]) -> int:
+def run_plan(plan: Plan, launcher: Launcher, scaled: Callable[[Mapping[WorkerRole, int]], Plan]) -> int:
     """Run a plan in the foreground until it is stopped; gives the exit status. `scaled`: the plan with other
     numbers of workers.
     """
@@ -144,6 +195,6 @@ def run_plan(plan: Plan, place: Place, scaled: Callable[[Mapping[WorkerRole, int
     names = [spec.name for spec in plan.processes]
     with (
         claimed(plan.run_dir),
-        closing(Console(sys.stdout, names, echo_logs=plan.settings.echo_logs)) as console,
+        closing(Console(sys.stdout, names)) as console,
     ):
-        return asyncio.run(Supervisor(plan, console, place, scaled).run())
+        return asyncio.run(Supervisor(plan, console, launcher, scaled).run())

@@ -8,7 +8,8 @@ fitting.py and plan.py fill in.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args
 
@@ -18,7 +19,7 @@ from msgspec import Meta
 from pdserve.errors import ConfigError
 from pdserve.settings.config_file import load_config, read_toml
 
-Role = Literal["pool", "lmcache", "vllm", "prefill", "decode", "agg", "elastic", "router"]
+Role = Literal["pool", "command", "prefill", "decode", "agg", "elastic", "router"]
 """A process's role; also its table in the cluster file, and the sub-command that runs it if it is pdserve's.
 """
 
@@ -94,27 +95,13 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             description="Pause before the first restart; it doubles with each further restart, up to 30 s.",
         ),
     ] = 1.0
-    slurm_options: Annotated[
-        list[str],
-        Meta(description="Options of sbatch for `--on slurm`, like `--nodes=2` and `--gpus-per-node=8`."),
-    ] = []
     hosts: Annotated[
         list[str],
         Meta(
-            description="Hosts for `--on hosts`, as `NAME` or `NAME=ADDRESS`: how `remote_shell` calls one, "
+            description="Hosts for `--on ssh`, as `NAME` or `NAME=ADDRESS`: how ssh calls one, "
             "and how the others reach it."
         ),
     ] = []
-    remote_shell: Annotated[
-        str,
-        Meta(
-            description="For `--on hosts`: called as ssh is, with a host's name and one string that a shell "
-            "there runs; empty: ssh. PDSERVE_REMOTE_SHELL wins."
-        ),
-    ] = ""
-    echo_logs: Annotated[
-        bool, Meta(description="Show the processes' logs on the console too, not only in run_dir.")
-    ] = True
 
 
 class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -128,8 +115,9 @@ class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     decode: Annotated[list[Table], Meta(description="Decode workers.")] = []
     agg: Annotated[list[Table], Meta(description="Aggregated workers.")] = []
     elastic: Annotated[list[Table], Meta(description="Elastic workers.")] = []
-    lmcache: Annotated[list[Table], Meta(description="LMCache servers, for vLLM workers.")] = []
-    vllm: Annotated[list[Table], Meta(description="vLLM workers.")] = []
+    command: Annotated[
+        list[Table], Meta(description="Processes that are not pdserve's, by their command lines.")
+    ] = []
 
     @property
     def routers(self) -> list[Table]:
@@ -147,17 +135,16 @@ def read_cluster_file(
     last ones; None leaves the file's tables. Raises ConfigError.
     """
     file = load_config(ClusterFile, path, overrides)
-    if not _counted(path, "router", [file.router]):
-        raise ConfigError(f"{path}: 'router.count' must be 1 or more")
+    if not _counted(path, "router", [file.router]) and not file.command:
+        raise ConfigError(f"{path}: 'router.count' must be 1 or more, but beside [[command]]")
     lists = {
         role: [_based(path, table) for table in _counted(path, role, getattr(file, role))]
-        for role in ("pool", *WORKER_ROLES, "vllm")
+        for role in ("pool", "command", *WORKER_ROLES)
     }
     whole = msgspec.structs.replace(
         file,
         router=_based(path, file.router),
         worker=_based(path, file.worker),
-        lmcache=[_based(path, table) for table in file.lmcache],
         **lists,
     )
     return resized(whole, counts, str(path))
@@ -169,7 +156,7 @@ def resized(file: ClusterFile, counts: Mapping[WorkerRole, int | None], source: 
     for role, count in counts.items():
         if count is not None:
             tables[role] = _resized(tables[role], count)
-    if not any(tables.values()) and not file.vllm:
+    if not any(tables.values()) and not file.command:
         raise ConfigError(f"{source}: no worker: give [[prefill]] and [[decode]], or [[agg]], or [[elastic]]")
     if tables["prefill"] and not (tables["decode"] or tables["agg"] or tables["elastic"]):
         raise ConfigError(
@@ -187,6 +174,20 @@ def merge(defaults: Mapping[str, Any], table: Mapping[str, Any]) -> Table:
             merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
         )
     return merged
+
+
+def ports_in(value: object, key: str = "") -> Iterator[int]:
+    """Every port that a table names, alone or behind an address."""
+    if isinstance(value, Mapping):
+        for name, one in value.items():
+            yield from ports_in(one, name)
+    elif isinstance(value, list):
+        for one in value:
+            yield from ports_in(one, key)
+    elif isinstance(value, int) and (key == "port" or key.endswith("_port")):
+        yield value
+    elif isinstance(value, str) and (found := re.search(r":(\d{1,5})/?$", value)):
+        yield int(found[1])
 
 
 def _based(path: Path, table: Table) -> Table:

@@ -21,13 +21,12 @@ class Console:
     the disk is full) it is silent for good; supervision goes on. Whoever made it must `close` it.
     """
 
-    def __init__(self, stream: TextIO, names: list[str], *, echo_logs: bool = True) -> None:
+    def __init__(self, stream: TextIO, names: list[str]) -> None:
         stream.flush()
         # past the stream, whose lock a thread that hangs would hold at exit; the thread's own, since it may
         # hang for longer than the stream is open, and its number may be another file's by then
         self._file = os.dup(stream.fileno())
         self._encoding = stream.encoding
-        self._echo_logs = echo_logs
         self._width = max(map(len, [*names, SUPERVISOR]))
         self._colours = _wants_colour(stream, os.environ)
         self._number = {name: i for i, name in enumerate(dict.fromkeys(names))}
@@ -43,10 +42,9 @@ class Console:
 
     def log(self, name: str, line: str) -> None:
         """A line of a process's own output."""
-        if self._echo_logs:
-            number = self._number.setdefault(name, len(self._number))
-            colour = _COLOURS[number % len(_COLOURS)] if self._colours else None
-            self._put(self._shown(name, colour, line))
+        number = self._number.setdefault(name, len(self._number))
+        colour = _COLOURS[number % len(_COLOURS)] if self._colours else None
+        self._put(self._shown(name, colour, line))
 
     def say(self, text: str) -> None:
         """A line of the supervisor's."""

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import msgspec
+
 from pdserve.up.plan import Plan
 
 
@@ -27,8 +29,6 @@ class Ended:
     """Its last lines of output."""
     problem: str = ""
     """Why it could not even be started."""
-    host_lost: bool = False
-    """Its host is gone. A worker waits for another one: the next `ScaleAsked`."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Tick:
 
 
 @dataclass(frozen=True)
-class RenewAsked:
-    """SIGUSR1: restart every process."""
+class RestartAsked:
+    """Every process is to be restarted, one after the other. `Restarted` follows."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class ScaleAsked:
     """As it is to be. What is in both plans is the same, but for the router's list of workers."""
 
 
-Event: TypeAlias = BecameReady | Ended | Tick | RenewAsked | Upgraded | ScaleAsked | StopAsked
+Event: TypeAlias = BecameReady | Ended | Tick | RestartAsked | Upgraded | ScaleAsked | StopAsked
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,14 @@ class Scaled:
 
 
 @dataclass(frozen=True)
+class Restarted:
+    """What `RestartAsked` wanted is so, or cannot be."""
+
+    problem: str = ""
+    """Empty: it is so."""
+
+
+@dataclass(frozen=True)
 class Say:
     """A line for the console."""
 
@@ -140,4 +148,18 @@ class Exit:
     status: int
 
 
-Action: TypeAlias = Start | Terminate | Kill | Reload | Upgrade | Rewire | Scaled | Say | Announce | Exit
+Action: TypeAlias = (
+    Start | Terminate | Kill | Reload | Upgrade | Rewire | Scaled | Restarted | Say | Announce | Exit
+)
+
+
+class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One process of the cluster."""
+
+    name: str
+    role: str
+    host: str
+    """Empty: the supervisor's."""
+    phase: str
+    """As of lifecycle.py: starting, ready, backoff, ended, ..."""
+    restarts: int

@@ -8,14 +8,15 @@ A process goes through these phases:
                             │                 ▼                  ▼
                             ├──pause over── BACKOFF ◄──may be restarted──┤
                             │                                            │
-                            └──SIGUSR1 asked for its end─────────────────┤
+                            └──a rolling restart ended it────────────────┤
                                                          ENDED ◄──may not┘
 
 - A stage begins once every process of the stage before has been ready. At most `start_parallelism` processes
   are STARTING, or as many as their hosts have processors and GPUs for.
-- A process that ends before it was ever ready stops the cluster. Later it is restarted as restart.py says.
-- SIGUSR1 restarts the processes host by host, those of a host in the order of their start, each once the
-  one before is ready again. Pool nodes are upgraded instead. The first that does not come back ends this.
+- A process that ends before it was ever ready stops the cluster. Later it is restarted as `restart_delay_s`
+  says.
+- A rolling restart takes the processes host by host, those of a host in the order of their start, each once
+  the one before is ready again. Pool nodes are upgraded instead. The first that does not come back ends it.
 - Scaling starts new workers and tells others to end. Routers learn first which ones leave, and of new ones
   when they are ready. A new one that fails stays ended, and the others go on.
 - Stopping goes through the stages in reverse. A stage is told to end, and killed when its grace is over.
@@ -33,7 +34,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final, assert_never
 
-from pdserve.up.config import WORKER_ROLES
+from pdserve.up.config import WORKER_ROLES, ClusterSettings, Restart
 from pdserve.up.events import (
     Action,
     Announce,
@@ -42,8 +43,10 @@ from pdserve.up.events import (
     Event,
     Exit,
     Kill,
+    ProcessStatus,
     Reload,
-    RenewAsked,
+    RestartAsked,
+    Restarted,
     Rewire,
     Say,
     ScaleAsked,
@@ -56,9 +59,10 @@ from pdserve.up.events import (
     Upgraded,
 )
 from pdserve.up.plan import Plan, ProcessSpec, grace_s
-from pdserve.up.restart import restart_delay_s
 
 PROGRESS_INTERVAL_S: Final = 5.0
+MAX_BACKOFF_S: Final = 30.0
+MAX_DOUBLINGS: Final = 30  # a power of more would some day be no float
 
 
 class Phase(Enum):
@@ -87,8 +91,8 @@ class _Process:
     restarts_s: list[float] = field(default_factory=list)
     kill_at_s: float | None = None
     """It was asked to end, and has until then."""
-    renewing: bool = False
-    """SIGUSR1 asked for its end, which is no failure."""
+    is_restarting: bool = False
+    """The rolling restart asked for its end, which is no failure."""
     leaving: bool = False
     """It is not in the plan any more, and was asked to end."""
     is_behind: bool = False
@@ -115,11 +119,11 @@ class Lifecycle:
         """Index of the stage that is starting; the number of stages once all have been ready."""
         self._queue: deque[_Process] = deque()
         self._progress_at_s = 0.0
-        self._to_renew: deque[_Process] = deque()
-        self._renewed: _Process | None = None
-        """SIGUSR1 restarts it now."""
-        self._is_renewing = False
-        self._renew_asked = False
+        self._to_restart: deque[_Process] = deque()
+        self._restarting: _Process | None = None
+        """The one that the rolling restart has reached."""
+        self._is_rolling = False
+        self._restart_asked = False
         self._scale_to: Plan | None = None
         """Asked for; begins when nothing else is under way."""
         self._awaited: set[str] | None = None
@@ -140,6 +144,20 @@ class Lifecycle:
             times.append(self._progress_at_s)
         return min(times, default=None)
 
+    def status(self) -> tuple[ProcessStatus, ...]:
+        """Of all processes, in the order of their start."""
+        return tuple(
+            ProcessStatus(
+                name=one.spec.name,
+                role=one.spec.role,
+                host=one.spec.host,
+                phase=one.phase.name.lower(),
+                restarts=len(one.restarts_s),
+            )
+            for stage in self._stages
+            for one in stage
+        )
+
     def begin(self, now_s: float) -> list[Action]:
         """Start the first stage."""
         self._progress_at_s = now_s + PROGRESS_INTERVAL_S
@@ -155,13 +173,14 @@ class Lifecycle:
                 self._on_ended(self._processes[name], event, now_s)
             case Tick():
                 self._on_tick(now_s)
-            case RenewAsked():
-                self._renew_asked = True
+            case RestartAsked():
+                self._restart_asked = True
+                self._refuse_at_the_end()
             case Upgraded(name, problem):
                 self._on_upgraded(self._processes[name], problem)
             case ScaleAsked(plan):
                 self._scale_to = plan
-                self._refuse_scaling_at_the_end()
+                self._refuse_at_the_end()
             case StopAsked(by):
                 self._on_stop_asked(by, now_s)
             case _:
@@ -169,7 +188,7 @@ class Lifecycle:
         if self._exit_status is None:
             self._scale(now_s)
             self._fill_slots(now_s)
-            self._renew(now_s)
+            self._roll(now_s)
         return self._taken()
 
     def _taken(self) -> list[Action]:
@@ -234,8 +253,8 @@ class Lifecycle:
         process.was_ready = True
         if self._exit_status is not None:
             return
-        if process is self._renewed and not process.renewing:
-            self._renewed = None
+        if process is self._restarting and not process.is_restarting:
+            self._restarting = None
         if self._awaited is not None and not process.leaving:
             self._awaited.discard(process.spec.name)
         if process.is_behind:
@@ -255,8 +274,8 @@ class Lifecycle:
             self._stop_next(now_s)
         elif process.leaving:
             self._drop(process)
-        elif process.renewing:
-            process.renewing = False
+        elif process.is_restarting:
+            process.is_restarting = False
             self._enqueue(process, now_s)
         else:
             self._on_death(process, words, end, now_s)
@@ -269,28 +288,26 @@ class Lifecycle:
             self._fail(f"{words}; {log}", end.lines, now_s)
             return
         delay_s = restart_delay_s(spec.restart, end.status, process.restarts_s, now_s, self._settings)
-        if delay_s is not None and not is_new and not end.host_lost:
+        if delay_s is not None and not is_new:
             self._show_death(words, end.lines)
             self._say(f"restarting {spec.name} in {delay_s:.1f} s")
             self._enter(process, Phase.BACKOFF, now_s, delay_s)
             process.restarts_s.append(now_s)
-        elif not is_new and (self._settings.stop_on_loss or (spec.role == "router" and not self._is_routed)):
+        elif not is_new and (self._settings.stop_on_loss or not self._is_served):
             self._fail(f"{words} and is not restarted; {log}", end.lines, now_s)
         else:
             if end.status != 0:
                 self._show_death(words, end.lines)
-            moves = end.host_lost and spec.role in WORKER_ROLES
-            stays = "waits for another host" if moves else "stays ended"
-            self._say(f"{words} and {stays}; the others go on; {log}")
-            if process is self._renewed:
-                self._give_up_renewing()
+            self._say(f"{words} and stays ended; the others go on; {log}")
+            if process is self._restarting:
+                self._give_up_restarting(words)
             if self._awaited is not None and end.name in self._awaited:
                 self._awaited.discard(end.name)
                 self._scale_problem = f"{words}; {log}"
 
     @property
-    def _is_routed(self) -> bool:
-        """A router is there, or will be."""
+    def _is_served(self) -> bool:
+        """A router is there, or will be; or one of the last stage where there are no routers."""
         return any(one.phase is not Phase.ENDED for one in self._stages[-1])
 
     def _on_tick(self, now_s: float) -> None:
@@ -317,7 +334,7 @@ class Lifecycle:
     def _scale(self, now_s: float) -> None:
         """Begin what was asked for, if nothing else is under way; end it when all that it awaits is there."""
         if self._awaited is None and self._scale_to is not None:
-            if self._is_starting or self._is_renewing:
+            if self._is_starting or self._is_rolling:
                 return
             plan, self._scale_to = self._scale_to, None
             self._begin_scaling(plan, now_s)
@@ -326,10 +343,15 @@ class Lifecycle:
             self._rewire()
             self._actions.append(Scaled(self._scale_problem))
 
-    def _refuse_scaling_at_the_end(self) -> None:
-        if self._exit_status is not None and (self._scale_to is not None or self._awaited is not None):
+    def _refuse_at_the_end(self) -> None:
+        if self._exit_status is None:
+            return
+        if self._scale_to is not None or self._awaited is not None:
             self._scale_to = self._awaited = None
             self._actions.append(Scaled("the cluster stops"))
+        if self._restart_asked or self._is_rolling:
+            self._restart_asked = self._is_rolling = False
+            self._actions.append(Restarted("the cluster stops"))
 
     def _begin_scaling(self, plan: Plan, now_s: float) -> None:
         wanted = {spec.name for spec in plan.processes}
@@ -358,6 +380,8 @@ class Lifecycle:
     def _rewire(self) -> None:
         """Tell the routers which workers there are."""
         for router in self._stages[-1]:
+            if router.spec.role != "router":
+                continue
             self._actions.append(Rewire(router.spec.name))
             router.is_behind = router.phase is Phase.STARTING
             if router.phase is Phase.READY:
@@ -381,18 +405,18 @@ class Lifecycle:
         if self._awaited is not None:
             self._awaited.discard(name)
 
-    # --- SIGUSR1
+    # --- the rolling restart
 
-    def _renew(self, now_s: float) -> None:
+    def _roll(self, now_s: float) -> None:
         """Go on with the restart of all processes, as far as it can go now."""
-        if self._is_starting or self._renewed is not None or self._awaited is not None:
+        if self._is_starting or self._restarting is not None or self._awaited is not None:
             return
-        if not self._is_renewing and self._renew_asked:
-            self._is_renewing, self._renew_asked = True, False
-            self._to_renew.extend(_by_host(self._processes.values()))
-            self._say("SIGUSR1: restarting all processes, one after the other")
-        while self._to_renew:
-            process = self._to_renew.popleft()
+        if not self._is_rolling and self._restart_asked:
+            self._is_rolling, self._restart_asked = True, False
+            self._to_restart.extend(_by_host(self._processes.values()))
+            self._say("restarting all processes, one after the other")
+        while self._to_restart:
+            process = self._to_restart.popleft()
             name, goes_on = process.spec.name, process.spec.upgrade is not None
             replaces_itself = _replaces_itself(process.spec)
             if process.phase not in RUNNING:
@@ -402,35 +426,37 @@ class Lifecycle:
             if replaces_itself:
                 self._actions.append(Reload(name))
                 continue
-            self._renewed = process
+            self._restarting = process
             if goes_on:
                 self._say(f"upgrading {name}")
                 self._actions.append(Upgrade(name))
                 return
-            process.renewing = True
+            process.is_restarting = True
             self._terminate(process, now_s)
             return
-        if self._is_renewing:
-            self._is_renewing = False
+        if self._is_rolling:
+            self._is_rolling = False
             self._say("all processes have been restarted")
-            self._renew(now_s)
+            self._actions.append(Restarted())
+            self._roll(now_s)
 
     def _on_upgraded(self, process: _Process, problem: str) -> None:
-        if process is not self._renewed or self._exit_status is not None:
+        if process is not self._restarting or self._exit_status is not None:
             return  # it died meanwhile, and was started again; or all are stopping
         if problem:
             self._say(f"error: {process.spec.name}: {problem}")
-            self._give_up_renewing()
+            self._give_up_restarting(f"{process.spec.name}: {problem}")
         else:
             self._say(f"{process.spec.name} has been upgraded")
-            self._renewed = None
+            self._restarting = None
 
-    def _give_up_renewing(self) -> None:
+    def _give_up_restarting(self, why: str) -> None:
         """No other process shall be lost to what is installed now."""
-        left = ", ".join(process.spec.name for process in self._to_renew) or "none"
+        left = ", ".join(process.spec.name for process in self._to_restart) or "none"
         self._say(f"error: the restart of all processes ends here; not restarted: {left}")
-        self._renewed, self._is_renewing = None, False
-        self._to_renew.clear()
+        self._restarting, self._is_rolling = None, False
+        self._to_restart.clear()
+        self._actions.append(Restarted(f"{why}; not restarted: {left}"))
 
     def _terminate(self, process: _Process, now_s: float) -> None:
         process.kill_at_s = now_s + grace_s(process.spec, self._settings)
@@ -461,7 +487,7 @@ class Lifecycle:
 
     def _stop(self, status: int, now_s: float) -> None:
         self._exit_status = status
-        self._refuse_scaling_at_the_end()
+        self._refuse_at_the_end()
         for process in self._processes.values():
             process.until_s = None
             if process.phase not in RUNNING:
@@ -506,3 +532,19 @@ def describe_status(status: int) -> str:
         return f"was killed by {signal.Signals(-status).name}"
     except ValueError:
         return f"was killed by signal {-status}"
+
+
+def restart_delay_s(
+    restart: Restart, status: int, restarts_s: Sequence[float], now_s: float, settings: ClusterSettings
+) -> float | None:
+    """Seconds to wait before starting a process again that ended with `status`, or None: give up.
+
+    `restarts_s` holds the times of its earlier restarts. A process that ends by itself with status 0 did not
+    fail, so `on-failure` leaves it ended.
+    """
+    if restart == "never" or status == 0:
+        return None
+    recent = sum(1 for at_s in restarts_s if now_s - at_s < settings.restart_window_s)
+    if recent >= settings.max_restarts:
+        return None
+    return min(settings.restart_backoff_s * 2.0 ** min(recent, MAX_DOUBLINGS), MAX_BACKOFF_S)

@@ -2,29 +2,51 @@
 written.
 
 A plan is a sequence of stages; every process of a stage is ready before the next stage starts, and stages
-stop in reverse order: pool nodes, then LMCache servers, then workers, then the router. Addresses are wired
-here and only here: a worker's `[pool]` gets the pool nodes, the router gets the workers. What a file gives
-explicitly is kept.
+stop in reverse order: pool nodes, then commands by their stages, then workers, then the router. Addresses are
+wired here and only here: a worker's `[pool]` gets the pool nodes, the router gets the workers. What a file
+gives explicitly is kept.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, product
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Any, Final
 
-from pdserve.capacity.tables import VISIBLE
 from pdserve.errors import ConfigError
-from pdserve.up.config import WORKER_ROLES, ClusterFile, ClusterSettings, Restart, Role, Table, merge
-from pdserve.up.foreign.vllm import VllmRole, environment, lmcache_argv, server_of, vllm_argv
-from pdserve.up.needs import NOTHING, Needs, read_needs
-from pdserve.up.renewal.command import Command, pool_upgrade
-from pdserve.up.site import Demand, Site, as_seen_from, bracketed, open_pool_node, open_worker
+from pdserve.resources.gpus import gpu_count
+from pdserve.resources.machine import VISIBLE
+from pdserve.settings.config_file import build_config
+from pdserve.up.command import CommandConfig, filled, filled_table
+from pdserve.up.config import (
+    WORKER_ROLES,
+    ClusterFile,
+    ClusterSettings,
+    Restart,
+    Role,
+    Table,
+    merge,
+    ports_in,
+)
+from pdserve.up.hosts import (
+    NOTHING,
+    Demand,
+    Needs,
+    Site,
+    as_seen_from,
+    bracketed,
+    open_pool_node,
+    open_worker,
+    read_needs,
+    share_token,
+)
+from pdserve.up.upgrade import Command, pool_upgrade
 
 METRICS_HOST: Final = "127.0.0.1"
 """Where pool nodes serve metrics that their tables say nothing of, each on a port of its own."""
@@ -33,8 +55,12 @@ MEMORY: Final = Path("/dev/shm")
 that clusters of one host are not in each other's way, and one started again finds its own.
 """
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-VLLM_PYTHON: Final = ".venv-vllm/bin/python"
-READY_PATHS: Final[Mapping[Role, str]] = {"router": "/ready", "vllm": "/health", "lmcache": "/healthcheck"}
+GPU_START_TIMEOUT_S: Final = 1800.0
+"""Longest start of a worker on GPUs where the file says nothing: weights come from a slow network disk, and
+host memory is pinned page by page.
+"""
+GPU_RELEASE_S: Final = 120.0
+"""What such a worker may take beyond its grace to give its pinned memory back."""
 SOCKET_PATH_MAX_BYTES: Final = 107  # sun_path is 108 bytes on Linux, the last one a zero
 
 
@@ -90,6 +116,8 @@ class ProcessSpec:
     release_s: float = 0.0
     """What it may take beyond its grace to give its memory back."""
     needs: Needs = NOTHING
+    gpu_count: int = 0
+    """GPUs that its ranks compute on where its host has any; 0: none."""
     host: str = ""
     """Name of the host that runs it; empty: this one."""
     upgrade: Command | None = None
@@ -112,7 +140,7 @@ class Plan:
     @property
     def live_page(self) -> str:
         """URL of the router's live page; empty where it has none."""
-        admin = self.routers[0].config.get("admin") or {}
+        admin = (self.routers[0].config.get("admin") or {}) if self.routers else {}
         scheme = "https" if admin.get("tls", {}).get("certificate") else "http"
         return (
             f"{scheme}://{admin.get('host', METRICS_HOST)}:{admin['port']}/live/" if admin.get("port") else ""
@@ -120,13 +148,13 @@ class Plan:
 
     @property
     def routers(self) -> Sequence[ProcessSpec]:
-        """At least one; the first is that of `router_url`."""
-        return self.stages[-1]
+        """The first is that of `router_url`. None: commands serve clients themselves."""
+        return [spec for spec in self.stages[-1] if spec.role == "router"]
 
     @property
     def run_dir(self) -> Path:
         """Where its logs and configurations are."""
-        return self.routers[0].config_path.parent
+        return self.stages[0][0].config_path.parent
 
     @property
     def processes(self) -> list[ProcessSpec]:
@@ -137,6 +165,16 @@ class Plan:
 def demands(file: ClusterFile) -> list[Demand]:
     """The processes of a cluster file, for a place with several hosts. Raises ConfigError."""
     return [Demand(draft.name, draft.role, draft.needs) for draft in _drafts(file)]
+
+
+def on_gpus(spec: ProcessSpec, settings: ClusterSettings) -> ProcessSpec:
+    """A worker with the times that GPUs need, where the file gives none."""
+    is_default = settings.start_timeout_s == ClusterSettings().start_timeout_s
+    return replace(
+        spec,
+        start_timeout_s=spec.start_timeout_s or (GPU_START_TIMEOUT_S if is_default else None),
+        release_s=spec.release_s or GPU_RELEASE_S,
+    )
 
 
 def grace_s(spec: ProcessSpec, settings: ClusterSettings) -> float:
@@ -182,38 +220,37 @@ def make_plan(
             _sub_table(draft, "cluster").setdefault("peers", [node["address"] for node in nodes])
     workers = [draft for draft in drafts if draft.role in WORKER_ROLES]
     for draft in workers:
-        seen = nodes if site is None else as_seen_from(nodes, sockets, site, draft.name)
-        _sub_table(draft, "pool").setdefault("nodes", seen)
-        if site is not None:
-            open_worker(draft.config, site, _url(draft))
-        if extra_args:
-            engine = _sub_table(draft, "engine")
-            engine["extra_args"] = [*_list(draft, engine, "extra_args"), *extra_args]
+        _wire_worker(draft, nodes, sockets, site, extra_args)
     routers = [draft for draft in drafts if draft.role == "router"]
     for router in routers:
         _administer(router, [node["address"] for node in nodes], admin_key)
     if cluster_token:
         doors = [_sub_table(router, "access") for router in routers]
-        _share_token(cluster_token, [draft.config for draft in workers], doors)
-    servers = [draft for draft in drafts if draft.role == "lmcache"]
-    engines = [draft for draft in drafts if draft.role == "vllm"]
-    for draft in servers:
-        _sub_table(draft, "pool").setdefault("nodes", nodes)
-        draft.argv, draft.env = lmcache_argv(draft.config), {**environment(""), **draft.env}
-    for draft in engines:
-        _wire_vllm(draft, servers, routers)
-    for draft, router in product(workers, routers):
-        router.config[draft.role] = [*_list(router, router.config, draft.role), _url(draft)]
-    if any(map(_tls, workers)) and not _sub_table(routers[0], "tls").get("ca"):
-        raise ConfigError("'router.tls.ca' is needed: who signed the certificates of the workers")
+        share_token(cluster_token, [draft.config for draft in workers], doors)
+    commands = [draft for draft in drafts if draft.role == "command"]
+    access = _sub_table(routers[0], "access") if routers and commands else {"cluster_token": cluster_token}
+    shared = {
+        "pool": json.dumps(nodes),
+        "run_dir": str(run_dir),
+        "model": str(file.worker.get("engine", {}).get("model_path", "")),
+        "token": str(access.get("cluster_token", "")),
+    }
+    for draft in commands:
+        _wire_command(draft, drafts, shared)
+    _list_at_routers([*commands, *workers], routers)
     for draft in (*workers, *routers):  # they have to end on their own before the supervisor ends them
         own_s = max(0.0, file.cluster.stop_grace_s - STOP_SLACK_S[draft.role])
         draft.config.setdefault("stop_grace_s", own_s)
-    stages = (pool, servers, [*engines, *workers], routers)
+    by_stage = _by_stage(commands)
+    stages = (pool, *by_stage[:-1], [*by_stage[-1], *workers], routers)
     return Plan(
         settings=file.cluster,
-        stages=tuple(tuple(_spec(draft, program, run_dir) for draft in stage) for stage in stages if stage),
-        router_url=_url(routers[0]),
+        stages=tuple(
+            tuple(_spec(draft, program, run_dir, file.cluster) for draft in stage)
+            for stage in stages
+            if stage
+        ),
+        router_url=_url(routers[0] if routers else by_stage[-1][-1]),
     )
 
 
@@ -234,7 +271,11 @@ class _Draft:
     """Where it is reached; empty: on this host."""
     listening: tuple[Listening, ...] = ()
     argv: tuple[str, ...] = ()
-    """Of a process that is not pdserve's."""
+    """Of a process that is not pdserve's; so are the next two."""
+    ready: str = ""
+    stage: int = 0
+    listed: str = ""
+    """The router's list that it stands in."""
     ports: Iterator[int] = field(default_factory=lambda: iter(()))
     """Free ones; those that it had in an earlier plan come first."""
     automatic_ports: tuple[int, ...] = ()
@@ -250,18 +291,13 @@ def _drafts(file: ClusterFile) -> Iterator[_Draft]:
     """Every process of the file in start order, the routers last."""
     for i, table in enumerate(file.pool):
         yield _draft(file, "pool", f"pool[{i}]", f"pool{i}", table)
-    for i, table in enumerate(file.lmcache):
-        yield _draft(file, "lmcache", f"lmcache[{i}]", f"lmcache{i}", merge({"python": VLLM_PYTHON}, table))
-    model = file.worker.get("engine", {}).get("model_path")
-    given = {"python": VLLM_PYTHON} | ({"model_path": model} if model else {})
-    for i, table in enumerate(file.vllm):
-        yield _draft(file, "vllm", f"vllm[{i}]", f"vllm{i}", merge(given, table))
+    for i, table in enumerate(file.command):
+        yield _draft(file, "command", f"command[{i}]", f"command{i}", table)
     for role in WORKER_ROLES:
         for i, table in enumerate(getattr(file, role)):
             yield _draft(file, role, f"{role}[{i}]", f"{role}{i}", merge(file.worker, table))
-    names = [f"router{i}" for i in range(len(file.routers))] if len(file.routers) > 1 else ["router"]
-    for name, table in zip(names, file.routers, strict=True):
-        yield _draft(file, "router", "router", name, table)
+    for i, table in enumerate(file.routers):
+        yield _draft(file, "router", "router", f"router{i}" if len(file.routers) > 1 else "router", table)
 
 
 def _draft(file: ClusterFile, role: Role, where: str, name: str, table: Table) -> _Draft:
@@ -291,29 +327,16 @@ def _draft(file: ClusterFile, role: Role, where: str, name: str, table: Table) -
     if given["gpus"] is not None and role not in WORKER_ROLES:
         raise ConfigError(f"'{where}.gpus': only workers have GPUs")
     needs = read_needs(where, given.pop("place"), given.pop("gpus"))
-    return _Draft(role, where, config=config, needs=needs, **given)
+    listed = role if role in WORKER_ROLES else ""
+    return _Draft(role, where, config=config, needs=needs, listed=listed, **given)
 
 
 def _offer_ports(drafts: list[_Draft], ports: Iterator[int], before: Plan | None) -> None:
     kept = {spec.name: spec.automatic_ports for spec in before.processes} if before else {}
-    asked = {port for draft in drafts for port in _ports_in(draft.config)}
+    asked = {port for draft in drafts for port in ports_in(draft.config)}
     offered = (port for port in ports if port not in asked)
     for draft in drafts:
         draft.ports = chain(kept.get(draft.name, ()), offered)
-
-
-def _ports_in(value: object, key: str = "") -> Iterator[int]:
-    """Every port that a table names, alone or behind an address."""
-    if isinstance(value, Mapping):
-        for name, one in value.items():
-            yield from _ports_in(one, name)
-    elif isinstance(value, list):
-        for one in value:
-            yield from _ports_in(one, key)
-    elif isinstance(value, int) and (key == "port" or key.endswith("_port")):
-        yield value
-    elif isinstance(value, str) and (found := re.search(r":(\d{1,5})/?$", value)):
-        yield int(found[1])
 
 
 def _assign_ports(drafts: list[_Draft], default_host: str, site: Site | None) -> None:
@@ -332,10 +355,6 @@ def _assign_ports(drafts: list[_Draft], default_host: str, site: Site | None) ->
         if not is_chosen:
             home["port"] = draft.free_port()
         draft.listening = (Listening(host, home["port"], is_chosen),)
-        if draft.role == "lmcache":
-            is_chosen = bool(home.get("http_port"))
-            home["http_port"] = home.get("http_port") or draft.free_port()
-            draft.listening += (Listening(host, home["http_port"], is_chosen),)
         if draft.role == "prefill" and draft.config.get("handoff") == "direct":
             draft.listening += (_bootstrap(draft, host),)
 
@@ -391,35 +410,53 @@ def _wire_pool_node(draft: _Draft, arena_dir: Path, run_dir: Path, site: Site | 
     return {"node": draft.name, "address": open_pool_node(draft.config, site, draft.listening[0].port)}
 
 
-def _wire_vllm(draft: _Draft, servers: Sequence[_Draft], routers: Sequence[_Draft]) -> None:
-    """Fill in a vLLM worker's command line, and list it at the routers. It asks for their token."""
-    if "model_path" not in draft.config:
-        raise ConfigError(f"'{draft.table}.model_path' is needed, or worker.engine.model_path")
-    try:
-        server = server_of(draft.config, [(one.name, one.config) for one in servers])
-    except StopIteration:
-        wanted = draft.config.get("lmcache") or "one"
-        raise ConfigError(f"'{draft.table}' needs an LMCache server: give [[lmcache]] {wanted}") from None
-    token = _sub_table(routers[0], "access").get("cluster_token", "")
-    draft.argv = vllm_argv(draft.config, server)
-    draft.env = {**environment(token), **draft.env}
-    role = draft.config.get("role", "agg")
-    if role not in get_args(VllmRole):
-        raise ConfigError(
-            f"'{draft.table}.role' must be one of {', '.join(get_args(VllmRole))}, found {role!r}"
-        )
-    for router in routers:
-        router.config[role] = [*_list(router, router.config, role), _url(draft)]
+def _wire_worker(
+    draft: _Draft,
+    nodes: list[Table],
+    sockets: Mapping[str, str],
+    site: Site | None,
+    extra_args: Sequence[str],
+) -> None:
+    """Give a worker the pool, and the flags of the command line."""
+    seen = nodes if site is None else as_seen_from(nodes, sockets, site, draft.name)
+    _sub_table(draft, "pool").setdefault("nodes", seen)
+    if site is not None:
+        open_worker(draft.config, site, _url(draft))
+    if extra_args:
+        engine = _sub_table(draft, "engine")
+        engine["extra_args"] = [*_list(draft, engine, "extra_args"), *extra_args]
 
 
-def _share_token(token: str, workers: Sequence[Table], doors: Sequence[Table]) -> None:
-    """Give the token to all of a cluster, or to none where the file gives one to any. For a worker "" is one
-    too: no token; in the routers' `access` it is what launch/router.toml has for its default.
-    """
-    keys = ("cluster_token", "cluster_token_file")
-    if not any(key in worker for worker in workers for key in keys) and not any(map(doors[0].get, keys)):
-        for table in (*workers, *doors):
-            table["cluster_token"] = token
+def _wire_command(draft: _Draft, drafts: Sequence[_Draft], shared: Mapping[str, str]) -> None:
+    """Fill in a command's words, variables and file. `shared`: values that are the same for all of them."""
+    given = build_config(CommandConfig, draft.config, source=f"[{draft.table}]")
+    processes = {one.name: one for one in drafts if one.listening}
+    further: dict[str, int] = {}
+
+    def find(name: str, of: str) -> str:
+        if of and of not in processes:
+            raise ConfigError(f"'{draft.table}': no process {of!r} of this cluster listens")
+        one = processes[of] if of else draft
+        if name == "token":
+            raise ConfigError(f"'{draft.table}': {{token}} may stand in env alone: others read command lines")
+        if name.startswith("port") and name != "port":
+            return str(further.get(name) or further.setdefault(name, draft.free_port()))
+        values = {
+            "host": one.listening[0].host if one is draft else _reached(one),
+            "port": str(one.listening[0].port),
+            "url": _url(one),
+            "config": f"{shared['run_dir']}/{draft.name}.toml",
+        }
+        return {**values, **shared}[name]
+
+    draft.env = {
+        key: filled(value, lambda name, of: shared["token"] if name == "token" else find(name, of))
+        for key, value in draft.env.items()
+    }
+    draft.argv = tuple(filled(word, find) for word in given.argv)
+    draft.ready = filled(given.ready.replace("{host}", bracketed(_reached(draft))), find)
+    draft.listed, draft.stage = given.role, given.stage
+    draft.config = filled_table(given.config, find)
 
 
 def _administer(router: _Draft, pool: Sequence[str], key: str) -> None:
@@ -440,7 +477,7 @@ def _listening(draft: _Draft, address: str, *, chosen: bool) -> Listening:
     return Listening(host.strip("[]"), int(port), chosen)
 
 
-def _spec(draft: _Draft, program: Sequence[str], run_dir: Path) -> ProcessSpec:
+def _spec(draft: _Draft, program: Sequence[str], run_dir: Path, settings: ClusterSettings) -> ProcessSpec:
     config_path = run_dir / f"{draft.name}.toml"
     command = ("pool", "serve") if draft.role == "pool" else (draft.role,)
     argv = draft.argv or (*program, *command, "--config", str(config_path))
@@ -450,12 +487,12 @@ def _spec(draft: _Draft, program: Sequence[str], run_dir: Path) -> ProcessSpec:
         reached = draft.config["cluster"]["advertise"] if draft.host else draft.config["listen"][0]
         ready, upgrade = ConnectReady(reached), pool_upgrade(program, reached, draft.config)
     else:
-        path = READY_PATHS.get(draft.role, "/pd/ready")
+        path = "/ready" if draft.role == "router" else "/pd/ready"
         tls = _tls(draft)
         own = (str(tls["certificate"]), str(tls.get("key"))) if tls.get("client_ca") else None
-        place = draft.listening[1] if draft.role == "lmcache" else draft.listening[0]  # its HTTP port
-        ready = HttpReady(_url(draft, place) + path, own)
-    return ProcessSpec(
+        url = draft.ready or _url(draft) + path
+        ready = ConnectReady(url) if url.startswith("tcp:") else HttpReady(url, own)
+    spec = ProcessSpec(
         name=draft.name,
         role=draft.role,
         table=draft.table,
@@ -471,9 +508,44 @@ def _spec(draft: _Draft, program: Sequence[str], run_dir: Path) -> ProcessSpec:
         start_timeout_s=draft.start_timeout_s,
         release_s=draft.release_s,
         needs=draft.needs,
+        gpu_count=_gpu_count(draft),
         host=draft.host,
         upgrade=upgrade,
     )
+    return on_gpus(spec, settings) if draft.needs.gpus else spec
+
+
+def _gpu_count(draft: _Draft) -> int:
+    """Raises ConfigError where its table asks for others than its flags need."""
+    if draft.role not in WORKER_ROLES:
+        return 0
+    engine = _sub_table(draft, "engine")
+    try:
+        count = gpu_count(
+            [str(word) for word in _list(draft, engine, "extra_args")], engine.get("device", "auto")
+        )
+    except ConfigError as error:
+        raise ConfigError(f"'{draft.table}': {error}") from None
+    if draft.needs.gpus and not count:
+        raise ConfigError(f"'{draft.table}.gpus': it runs on the CPU")
+    if draft.needs.gpus not in (0, count):
+        raise ConfigError(f"'{draft.table}.gpus' is {draft.needs.gpus}, and its flags need {count}")
+    return count
+
+
+def _list_at_routers(served: Sequence[_Draft], routers: Sequence[_Draft]) -> None:
+    for draft, router in product(served, routers):
+        if draft.listed:
+            listed = _list(router, router.config, draft.listed)
+            router.config[draft.listed] = [*listed, _url(draft)]
+    if any(map(_tls, served)) and routers and not _sub_table(routers[0], "tls").get("ca"):
+        raise ConfigError("'router.tls.ca' is needed: who signed the certificates of the workers")
+
+
+def _by_stage(commands: Sequence[_Draft]) -> list[list[_Draft]]:
+    """At least one stage, which may be empty."""
+    numbers = sorted({draft.stage for draft in commands})
+    return [[draft for draft in commands if draft.stage == number] for number in numbers] or [[]]
 
 
 def _sub_table(draft: _Draft, key: str) -> Table:
@@ -490,14 +562,19 @@ def _list(draft: _Draft, table: Table, key: str) -> list[object]:
     return list(value)
 
 
-def _url(draft: _Draft, place: Listening | None = None) -> str:
-    place = place or draft.listening[0]
-    host = {"0.0.0.0": draft.host or "127.0.0.1", "::": draft.host or "::1"}.get(place.host, place.host)
+def _url(draft: _Draft) -> str:
+    host, port = _reached(draft), draft.listening[0].port
     access = draft.config.get("access")
     is_tls = _tls(draft) or (
         draft.role == "router" and isinstance(access, dict) and access.get("tls_cert_file")
     )
-    return f"{'https' if is_tls else 'http'}://{f'[{host}]' if ':' in host else host}:{place.port}"
+    return f"{'https' if is_tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def _reached(draft: _Draft) -> str:
+    """The host by which others reach it."""
+    host = draft.listening[0].host
+    return {"0.0.0.0": draft.host or "127.0.0.1", "::": draft.host or "::1"}.get(host, host)
 
 
 def _tls(draft: _Draft) -> Table:

@@ -18,21 +18,18 @@ from typing import Final, assert_never
 from pdserve.errors import PdserveError, StartupError
 from pdserve.settings.toml_text import to_toml
 from pdserve.up import events
-from pdserve.up.announcement import announcement
-from pdserve.up.config import WORKER_ROLES, WorkerRole
+from pdserve.up.announcement import TARGETS_FILE, announcement, targets
+from pdserve.up.config import WorkerRole
 from pdserve.up.console import Console
+from pdserve.up.control import Answer, Request, served
+from pdserve.up.launchers.base import Launcher, Running
+from pdserve.up.launchers.process import write_private
 from pdserve.up.lifecycle import Lifecycle
-from pdserve.up.places.base import HostLost, Place, Running
-from pdserve.up.places.process import write_private
 from pdserve.up.plan import Plan
 from pdserve.up.readiness import is_ready, served_model
-from pdserve.up.renewal.run import problem_of
-from pdserve.up.scale.requests import POLL_S, Mailbox
-from pdserve.up.scraping import TARGETS_FILE, targets
+from pdserve.up.upgrade import problem_of
 
 PROBE_INTERVAL_S: Final = 0.2
-MOVE_INTERVAL_S: Final = 30.0
-"""Between two tries to find another host for a worker."""
 STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -43,26 +40,24 @@ class Supervisor:
         self,
         plan: Plan,
         console: Console,
-        place: Place,
+        launcher: Launcher,
         scaled: Callable[[Mapping[WorkerRole, int]], Plan],
     ) -> None:
-        """`scaled`: the plan with other numbers of workers; it may wait for the place, in a thread."""
+        """`scaled`: the plan with other numbers of workers; it may wait for the launcher, in a thread."""
         self._plan = plan
         self._scaled = scaled
         self._specs = {spec.name: spec for spec in plan.processes}
         self._console = console
-        self._place = place
+        self._launcher = launcher
         self._lifecycle = Lifecycle(plan, os.cpu_count() or 1)
         self._events: asyncio.Queue[events.Event] = asyncio.Queue()
         """Short: a few events for each process."""
         self._children: dict[str, Running] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._taken_away = False
-        """The place has asked for the end."""
-        self._to_move: set[str] = set()
-        """Workers whose hosts are lost."""
-        self._scaling: asyncio.Future[str]
-        """The end of what `pdserve scale` asked last, and what went wrong."""
+        self._changing = asyncio.Lock()
+        """Held while workers are added or removed, or all is restarted: one request after the other."""
+        self._changed: asyncio.Future[str]
+        """The end of what was asked last, and what went wrong."""
 
     async def run(self) -> int:
         """Start, supervise until a signal or a failure, stop. Gives the exit status. Owns the signal handlers
@@ -71,33 +66,23 @@ class Supervisor:
         for spec in self._plan.processes:
             write_private(spec.config_path, to_toml(spec.config))
         self._write_targets()
-        mailbox = Mailbox(self._plan.run_dir)
         loop = asyncio.get_running_loop()
-        stop_signals = (*STOP_SIGNALS, *self._place.stop_signals)
-        for number in stop_signals:
+        for number in STOP_SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it
-                loop.add_signal_handler(number, self._on_stop_signal, number)
-        loop.add_signal_handler(signal.SIGUSR1, self._events.put_nowait, events.RenewAsked())
-        self._spawn(self._take_requests(mailbox))
+                stop = events.StopAsked(number.name)
+                loop.add_signal_handler(number, self._events.put_nowait, stop)
         try:
-            status = await self._supervise()
-            if self._taken_away:
-                self._place.taken_away()
-            return status
+            async with served(self._plan.run_dir, self._answer):
+                return await self._supervise()
         finally:
             for child in list(self._children.values()):  # none, unless this code has failed
                 await child.kill()
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            mailbox.close()
-            self._place.close()
-            for number in stop_signals:
+            self._launcher.close()
+            for number in STOP_SIGNALS:
                 loop.remove_signal_handler(number)
-
-    def _on_stop_signal(self, number: signal.Signals) -> None:
-        self._taken_away = self._taken_away or number in self._place.stop_signals
-        self._events.put_nowait(events.StopAsked(number.name))
 
     def _write_targets(self) -> None:
         write_private(self._plan.run_dir / TARGETS_FILE, json.dumps(targets(self._plan), indent=1))
@@ -139,8 +124,8 @@ class Supervisor:
                     self._spawn(self._children[name].kill())
             case events.Rewire(name):
                 self._rewire(name)
-            case events.Scaled(problem):
-                self._scaling.set_result(problem)
+            case events.Scaled(problem) | events.Restarted(problem):
+                self._changed.set_result(problem)
             case events.Say(text):
                 self._console.say(text)
             case events.Announce():
@@ -161,12 +146,9 @@ class Supervisor:
 
     async def _start(self, name: str, *, again: bool) -> None:
         try:
-            child = await self._place.start(self._specs[name], self._console, again=again)
+            child = await self._launcher.start(self._specs[name], self._console, again=again)
         except StartupError as error:
-            is_lost = isinstance(error, HostLost)
-            if is_lost and self._specs[name].role in WORKER_ROLES:
-                self._to_move.add(name)
-            self._events.put_nowait(events.Ended(name, status=1, problem=str(error), host_lost=is_lost))
+            self._events.put_nowait(events.Ended(name, status=1, problem=str(error)))
             return
         self._children[name] = child
         self._spawn(self._follow(child))
@@ -203,28 +185,19 @@ class Supervisor:
         if name in self._children:
             self._children[name].configure(config)
 
-    async def _take_requests(self, mailbox: Mailbox) -> None:
-        """One after the other: numbers of workers that `pdserve scale` asks for, and workers whose hosts are
-        lost.
-        """
-        move_at_s = 0.0
-        while True:
-            await asyncio.sleep(POLL_S)
-            if self._to_move and time.monotonic() >= move_at_s:
-                move_at_s = time.monotonic() + MOVE_INTERVAL_S
-                await self._say_scaling(f"moving {', '.join(sorted(self._to_move))} to another host", {})
-            request = await asyncio.to_thread(mailbox.take)
-            if request is not None:
-                wanted = " ".join(f"{role}={count}" for role, count in request.counts.items())
-                problem = await self._say_scaling(f"scale {wanted}", request.counts)
-                await asyncio.to_thread(mailbox.answer, "failed" if problem else "done", problem)
-
-    async def _say_scaling(self, what: str, counts: Mapping[WorkerRole, int]) -> str:
-        """Gives what is wrong; empty: it is so."""
-        self._console.say(what)
-        problem = await self._scale(counts)
-        self._console.say(f"error: {what}: {problem}" if problem else f"{what}: done")
-        return problem
+    async def _answer(self, request: Request) -> Answer:
+        """To who asks by the control socket, once what is wanted is so."""
+        if request.command == "status":
+            return Answer(processes=self._lifecycle.status())
+        async with self._changing:
+            if request.command == "restart":
+                return Answer(problem=await self._change(events.RestartAsked()))
+            wanted = " ".join(f"{role}={count}" for role, count in request.counts.items())
+            self._console.say(f"scale {wanted}")
+            problem = await self._scale(request.counts)
+            failed = f"error: scale {wanted}: {problem}"
+            self._console.say(failed if problem else f"scale {wanted}: done")
+            return Answer(problem=problem)
 
     async def _scale(self, counts: Mapping[WorkerRole, int]) -> str:
         """Gives what is wrong; empty: it is so."""
@@ -236,11 +209,14 @@ class Supervisor:
         except PdserveError as error:
             return str(error)
         self._plan = plan
-        self._to_move.clear()
         self._specs.update({spec.name: spec for spec in plan.processes})
-        self._scaling = asyncio.get_running_loop().create_future()
-        self._events.put_nowait(events.ScaleAsked(self._plan))
-        return await self._scaling
+        return await self._change(events.ScaleAsked(plan))
+
+    async def _change(self, event: events.ScaleAsked | events.RestartAsked) -> str:
+        """Have the lifecycle do this; gives what is wrong once it has ended, empty: it is so."""
+        self._changed = asyncio.get_running_loop().create_future()
+        self._events.put_nowait(event)
+        return await self._changed
 
     async def _announce(self) -> None:
         model = await served_model(self._plan.router_url)

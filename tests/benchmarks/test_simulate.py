@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -14,19 +13,14 @@ from hypothesis import strategies as st
 from benchmarks.simulate.advise import KINDS, Adviser
 from benchmarks.simulate.engine import BlockCache, Engine
 from benchmarks.simulate.model import (
-    Given,
     Rates,
     Request,
     Setting,
     Size,
-    combine,
     make_request,
-    read_samples,
     turning,
 )
 from benchmarks.simulate.simulate import simulate
-from benchmarks.ttft import Sample
-from pdserve.errors import ConfigError
 from pdserve.router.config.limits import ServiceLevel
 
 RATES = Rates(
@@ -194,32 +188,3 @@ def test_more_pool_never_finds_less(adviser: Adviser) -> None:
     found = [one.cached for _, one in Adviser(load[:200], setting).pools(Size(elastic=2))]
     assert found[0] == 0.0
     assert found[-1] == max(found) > 0
-
-
-def test_rates_are_those_measured_unless_given(tmp_path: Path) -> None:
-    raw = tmp_path / "ttft.jsonl"
-    sample = Sample(
-        turn=1,
-        prompt_tokens=1000,
-        cached_tokens=200,
-        first_token_ms=1000.0,
-        router={"publish": 20.0},
-        prefill={"compute": 880.0},
-        decode={"queue": 1.0, "pull": 15.0, "compute": 29.0},
-    )
-    origin, medians = b'{"date": "x"}', b'{"turn": 1, "requests": 4}'
-    raw.write_bytes(b"\n".join([origin, msgspec.json.encode(sample), msgspec.json.encode(sample), medians]))
-    samples = read_samples(raw)
-    measured = combine(Given(step_ms=50.0, step_ms_per_request=1.0), samples)
-    assert measured.prefill_ms_per_token == pytest.approx(1.1)
-    assert measured.pool_ms_per_token == pytest.approx(0.015)
-    assert measured.hop_ms == pytest.approx(50)
-    given = combine(Given(prefill_tokens_s=500, hop_ms=3, step_ms=50.0, step_ms_per_request=1.0), samples)
-    assert (given.prefill_ms_per_token, given.hop_ms) == (2.0, 3)
-    with pytest.raises(ConfigError, match="--step-ms"):
-        combine(Given(prefill_tokens_s=1.0), [])
-    with pytest.raises(ConfigError, match="--prefill-tokens-s"):
-        combine(Given(step_ms=1.0, step_ms_per_request=0.0), [])
-    (tmp_path / "none.jsonl").write_text("{}\n")
-    with pytest.raises(ConfigError, match="no sample"):
-        read_samples(tmp_path / "none.jsonl")

@@ -242,7 +242,6 @@ def _workers(plan: Plan, nodes: Sequence[PoolNodeRef], directory: Path) -> list[
             "data_path": line.data_path,
             "checksum": line.checksum,
             "restart_wait_s": RESTART_WAIT_S,
-            "connections_per_node": 1,
             "token": Secret(WRITE_TOKEN),
         }
         config = WorkerConfig(

@@ -125,7 +125,7 @@ def test_a_fault_that_showed_nothing_is_no_evidence(row: str, idle: Record) -> N
         ("R3", asked("confirmed", 20.0, [PAGE], [False])),
         ("R3", asked("confirmed", 20.0, MANY, [False, *[True] * 899])),
         ("R4", MISS),
-        ("R8/2", Restarted(6.0, "node0", 0.5, 100, 1.1, 16)),
+        ("R8/2", Restarted(6.0, "node0", 0.5, 100, 10.1, 16)),
         ("R8/2", Restarted(6.0, "node0", 0.5, 100, None, 1)),
         ("R9", asked("get", 25.0, [PAGE], [False])),
         ("R9", asked("get", 25.0, [PAGE], [False], up=False)),

@@ -23,8 +23,7 @@ from pdserve.errors import ConfigError
 from pdserve.router.config.router import RouterConfig
 from pdserve.security.tls import Certificates
 from pdserve.settings import toml_text
-from tests.support.certificate import certificate
-from tests.support.certificates import Authority
+from tests.support.certificates import Authority, certificate
 from tests.support.command import pdserve_here
 from tests.support.e2e.cluster import free_port, to_toml
 from tests.support.kvpool.clustered import running
@@ -48,7 +47,7 @@ SERVER = {
 
 async def doctor(*words: str, **environment: str) -> tuple[int, str]:
     """(exit status, what it said)"""
-    done = await asyncio.to_thread(pdserve_here, "doctor", "--no-measure", *words, **environment)
+    done = await asyncio.to_thread(pdserve_here, "doctor", "--no-self-check", *words, **environment)
     return done.returncode, done.stdout
 
 

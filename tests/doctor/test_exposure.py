@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from pdserve.doctor import exposure
 from pdserve.settings.config_file import build_config, read_toml
-from tests.support.command import pdserve_here
 
 FAR_NODE = """
 listen = ["tcp:10.0.0.5:7700"]
@@ -104,21 +102,3 @@ def test_what_is_open_is_said_in_one_line(role: str, text: str, says: str, tmp_p
     [found] = said_of(role, text, tmp_path)
     assert says in found
     assert "\n" not in found
-
-
-def test_the_command_judges_the_files_of_parts(tmp_path: Path) -> None:
-    (tmp_path / "node.toml").write_text(FAR_NODE)
-    (tmp_path / "router.toml").write_text(FAR_ROUTER + "insecure = true")
-    pool, router = (
-        f"{role}={tmp_path}/{name}.toml" for role, name in (("pool", "node"), ("router", "router"))
-    )
-    done = pdserve_here("doctor", "--no-measure", "--json", "--part", pool, "--part", router)
-    found = [one for one in msgspec.json.decode(done.stdout)["findings"] if one["check"] == "security"]
-    assert [one["level"] for one in found] == ["warn"]
-    assert "keys_file" in found[0]["change"]
-    closed = pdserve_here("doctor", "--no-measure", "--json", "--part", pool)
-    [one] = [one for one in msgspec.json.decode(closed.stdout)["findings"] if one["check"] == "security"]
-    assert one["level"] == "ok"
-    wrong = pdserve_here("doctor", "--part", f"node={tmp_path}/node.toml")
-    assert wrong.returncode == 2
-    assert "ROLE=FILE" in wrong.stderr

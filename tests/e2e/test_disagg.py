@@ -20,8 +20,6 @@ from tests.support.e2e.prompts import NEW_TOKENS, PAGE, Answer, differences, tok
 from tests.support.e2e.routed import found, generate, own_tokens, pull_ahead, say, wanted_hits
 from tests.support.e2e.site import CHUNK_TOKENS, Cluster, Reference, ask_all
 
-BY_UNIX = 'pdserve_router_upstream_connections_total{kind="unix"}'
-
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 
@@ -132,14 +130,6 @@ def test_clients_are_told_what_was_cached_before_prefill(cluster: Cluster) -> No
     first, again = (generate(cluster.pairs[0], token_ids(80, 500)).json()["meta_info"] for _ in range(2))
     assert (first["cached_tokens"], again["cached_tokens"]) == (0, wanted_hits(prompt))
     assert again["cached_tokens_details"]["device"] == wanted_hits(prompt)
-
-
-def test_a_router_of_the_same_host_reaches_its_workers_by_unix_sockets(cluster: Cluster) -> None:
-    router = cluster.pairs[0]
-    assert generate(router, token_ids(77, 20 * PAGE)).status_code == 200
-    counted = http.get(f"{router.url}/metrics").text.splitlines()
-    [by_unix] = [line for line in counted if line.startswith(BY_UNIX)]
-    assert float(by_unix.rsplit(" ", 1)[1]) >= 2, "prefill and decode"
 
 
 def test_prefill_reports_what_it_published(cluster: Cluster) -> None:

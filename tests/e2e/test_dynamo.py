@@ -1,7 +1,7 @@
 """NVIDIA Dynamo's frontend, KV router and real SGLang workers over a pool node.
 
-launch/dynamo.sh --test runs these. They take some minutes, and an environment of their own: where
-launch/dynamo.sh has not made it, they are skipped.
+They take some minutes, and an environment of their own: without it they are skipped
+(docs/other-engines.md).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.e2e,
     pytest.mark.extended,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(not PYTHON.exists(), reason="Dynamo is not installed: run launch/dynamo.sh --set-up"),
+    pytest.mark.skipif(not PYTHON.exists(), reason="Dynamo is not installed: see docs/other-engines.md"),
 ]
 SOON_S = 60.0
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.router.request.call import parse_cached
-from pdserve.up.places.hosts import SHELL_VARIABLE
+from pdserve.up.launchers.ssh import SHELL_VARIABLE
 from tests.support.e2e.cluster import Process
 from tests.support.netns.lab import ROOT, cannot, python_at
 from tests.support.netns.machines import Machines, machines
@@ -42,7 +42,7 @@ def cluster_file(directory: Path) -> tuple[Path, str]:
 
 def up(hosts: Machines, directory: Path, model: Path, file: Path) -> Process:
     named = ",".join(f"{host}={hosts.network.address(host)}" for host in HOSTS[:-1])
-    flags = ["--on", "hosts", "--hosts", named, "--model", str(model), "--run-dir", str(directory / "run")]
+    flags = ["--on", "ssh", "--hosts", named, "--model", str(model), "--run-dir", str(directory / "run")]
     command = python_at(hosts, HOSTS[-1], "-m", "pdserve", "up", str(file), *flags)
     log = directory / "up.log"
     started = Process("up", command, log, {SHELL_VARIABLE: str(hosts.shell)}).start()

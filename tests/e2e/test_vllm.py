@@ -1,7 +1,7 @@
-"""Real vLLM workers and LMCache servers on a real pool, behind the router. launch/vllm.sh --test runs these.
+"""Real vLLM workers and LMCache servers on a real pool, behind the router.
 
-They take some minutes, and an environment of their own: where launch/vllm.sh has not made it, they are
-skipped.
+They take some minutes, and an environment of their own: without it they are skipped
+(docs/other-engines.md).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ pytestmark = [
     pytest.mark.timeout(1800),
     pytest.mark.skipif(
         not PYTHON.exists(),
-        reason=f"no vLLM at {PYTHON}: `launch/vllm.sh --test` installs and tests it; "
+        reason=f"no vLLM at {PYTHON}: docs/other-engines.md says how to make it; "
         "PDSERVE_VLLM_PYTHON names another Python with vLLM and LMCache",
     ),
 ]

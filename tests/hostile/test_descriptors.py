@@ -112,20 +112,6 @@ def put_through(address: str) -> None:
         connection.write_pages([grant], [[np.full(8 * KIB, 7, np.uint8)]], soon())
 
 
-def test_a_false_node_that_names_a_file_does_not_get_it_overwritten(
-    tmp_path: Path, false_node: Callable[..., FalseNode]
-) -> None:
-    victim = tmp_path / "diary"
-    before = os.urandom(LAYOUT.arena_bytes)
-    victim.write_bytes(before)
-    table = table_file(tmp_path / "table")
-    arena = m.ArenaInfo(str(victim), LAYOUT.arena_bytes, str(table), LAYOUT.table_bytes)
-    node = false_node(arena, socket.socket.close)
-    with pytest.raises(PoolRefused, match="upgrade it"):
-        put_through(node.address)
-    assert victim.read_bytes() == before
-
-
 class Gives:
     """A descriptor socket that sends these files."""
 
@@ -142,9 +128,7 @@ class Gives:
 
 def info(directory: Path, **changes: int) -> m.ArenaInfo:
     sizes = {"arena_bytes": LAYOUT.arena_bytes, "table_bytes": LAYOUT.table_bytes} | changes
-    return m.ArenaInfo(
-        "/nowhere", sizes["arena_bytes"], "/nowhere", sizes["table_bytes"], f"{directory}/descriptors"
-    )
+    return m.ArenaInfo(f"{directory}/descriptors", sizes["arena_bytes"], sizes["table_bytes"])
 
 
 def arena_file(path: Path, size: int = LAYOUT.arena_bytes) -> Path:
@@ -238,7 +222,7 @@ def test_one_that_hangs_up_is_a_node_that_has_ended(
 def test_a_name_that_is_no_sockets_is_refused(
     tmp_path: Path, false_node: Callable[..., FalseNode], path: str
 ) -> None:
-    arena = m.ArenaInfo("/nowhere", LAYOUT.arena_bytes, "/nowhere", LAYOUT.table_bytes, path)
+    arena = m.ArenaInfo(path, LAYOUT.arena_bytes, LAYOUT.table_bytes)
     node = false_node(arena, socket.socket.close)
     with pytest.raises((PoolRefused, PoolUnavailable), match="cannot map its memory"):
         connect(node.address, soon())

@@ -15,7 +15,7 @@ from pdserve.errors import StartupError
 from pdserve.kvpool.node.bootstrap import take_memory
 from pdserve.kvpool.node.config.node import TierConfig
 from pdserve.kvpool.node.serving.listeners import listen
-from pdserve.up.claims import claimed, run_directory
+from pdserve.up.locks import claimed, run_directory
 from tests.support.kvpool.mounts import mounted
 from tests.support.kvpool.nodes import small_config, start_fails
 

@@ -207,14 +207,6 @@ async def test_a_body_without_length_that_ends_with_the_connection_is_cut_over_t
             upstream.close()
 
 
-async def test_with_tls_no_unix_socket_is_taken(authority: Authority) -> None:
-    worker = secured(authority.host())
-    worker.has_host_socket = True
-    async with workers(worker), router_of(worker, authority.client()) as harness:
-        assert (await harness.chat()).status == 200
-        assert worker.by_unix == 0
-
-
 async def test_renewed_certificates_are_used_by_requests_and_probes(
     authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""Certificates of an authority that `launch/make_certs.sh` makes, for tests of TLS."""
+"""Certificates for tests of TLS: of an authority that `launch/make_certs.sh` makes, and self-signed ones."""
 
 from __future__ import annotations
 
@@ -60,3 +60,12 @@ def end(certificate: Path, signing_key: Path) -> None:
     for extension in made.extensions:
         builder = builder.add_extension(extension.value, extension.critical)
     certificate.write_bytes(builder.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM))
+
+
+def certificate(directory: Path) -> tuple[Path, Path]:
+    """A self-signed certificate of 127.0.0.1, and its key."""
+    cert, key = directory / "cert.pem", directory / "key.pem"
+    words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=127.0.0.1"
+    command = ["openssl", *words.split(), "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*command, "-keyout", key, "-out", cert], check=True, capture_output=True)
+    return cert, key

@@ -63,7 +63,6 @@ PROGRAMS: Final = (
             ),
             "tests/e2e/test_exact_turns.py",
         ),
-        extended=("tests/bench",),
         service="redis-server",
     ),
     Program("chromium", "chromium", ("tests/router/admin/test_live_page.py",)),
@@ -71,10 +70,9 @@ PROGRAMS: Final = (
         "libibverbs.so.1",  # Mooncake's wheel does not bring it
         "libibverbs1",
         ("tests/e2e",),
-        extended=("tests/bench",),
     ),
     Program("promtool", "prometheus", extended=("tests/up/test_monitoring.py",), service="prometheus"),
-    Program("sshd", "openssh-server", extended=("tests/contracts/test_place_contract.py",), service="ssh"),
+    Program("sshd", "openssh-server", extended=("tests/contracts/test_launcher_contract.py",), service="ssh"),
     Program("ip", "iproute2", extended=_NETWORKS),
     Program("nft", "nftables", extended=_NETWORKS),
 )

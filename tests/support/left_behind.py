@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 
-from pdserve.up.places.orphan_reaper import OrphanReaper
+from pdserve.up.launchers.sessions import OrphanReaper
 
 
 @functools.cache

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 from typing import Annotated
@@ -14,11 +16,13 @@ from msgspec import Meta
 from pdserve.errors import ConfigError
 from pdserve.up.cli import SCHEMAS, check_tables
 from pdserve.up.config import ClusterFile, read_cluster_file
-from pdserve.up.places.hosts import HostsPlace
+from pdserve.up.hosts import Site
+from pdserve.up.launchers.ssh import SshLauncher
 from pdserve.up.plan import demands, make_plan
-from pdserve.up.site import Site
 from tests.support.command import pdserve_here
+from tests.support.up.cluster import wait_until
 from tests.support.up.scripts import LAUNCH, program
+from tests.support.up.slurm_commands import slurm_commands
 
 
 @pytest.mark.parametrize(
@@ -27,7 +31,8 @@ from tests.support.up.scripts import LAUNCH, program
         ("disagg", ["pool0", "prefill0", "decode0", "router"]),
         ("agg", ["pool0", "agg0", "router"]),
         ("elastic", ["pool0", "elastic0", "elastic1", "router"]),
-        ("vllm", ["pool0", "lmcache0", "vllm0", "vllm1", "router"]),
+        ("vllm", ["pool0", "lmcache", "prefill0", "decode0", "router"]),
+        ("dynamo", ["pool0", "worker-0", "worker-1", "frontend"]),
     ],
 )
 def test_cluster_files_are_valid_for_every_process(name: str, processes: list[str]) -> None:
@@ -42,15 +47,14 @@ def test_cluster_files_are_valid_for_every_process(name: str, processes: list[st
     check_tables(plan, str(path), SCHEMAS)
     assert [spec.name for spec in plan.processes] == processes
     assert plan.router_url == "http://127.0.0.1:8000"
-    assert plan.processes[-1].config["admin"]["pool"] == ["unix:/run/x/pool0.sock"]
+    for router in plan.routers:
+        assert router.config["admin"]["pool"] == ["unix:/run/x/pool0.sock"]
 
 
 def test_the_file_for_several_hosts_is_valid_and_spreads_what_it_lists() -> None:
     path = LAUNCH / "hosts.toml"
     file = read_cluster_file(path, {}, {})
-    place = HostsPlace({})
-    place.submit([], file.cluster)
-    hosts = place.assign(demands(file))
+    hosts = SshLauncher({}, file.cluster).assign(demands(file))
     assert hosts == {
         "pool0": "a", "pool1": "b", "pool2": "c", "prefill0": "a", "decode0": "b", "decode1": "c",
         "router0": "a", "router1": "b",
@@ -59,23 +63,6 @@ def test_the_file_for_several_hosts_is_valid_and_spreads_what_it_lists() -> None
     plan = make_plan(file, program=("p",), run_dir=Path("/run/x"), uid=0, ports=ports, site=site)
     check_tables(plan, str(path), SCHEMAS)
     assert plan.router_url == "http://a:8000"
-
-
-def test_the_script_for_several_hosts_hands_over_its_remote_shell(tmp_path: Path) -> None:
-    for directory in ("launch", "venv/bin"):
-        (tmp_path / directory).mkdir(parents=True)
-    for script in ("hosts.sh", "up.sh"):
-        shutil.copy(LAUNCH / script, tmp_path / "launch")
-    (tmp_path / "launch/setup.sh").write_text(f"root={tmp_path} venv={tmp_path}/venv\n")
-    program(tmp_path / "venv/bin/pdserve", 'echo "$PDSERVE_REMOTE_SHELL $*"')
-    words = ["--hosts", "a,b", "--remote-shell", "my ssh", "--model", "/m", "--", "--tp-size", "2"]
-    said = subprocess.run(
-        [tmp_path / "launch/hosts.sh", *words], capture_output=True, text=True, check=True, timeout=60
-    ).stdout
-    assert said == (
-        f"my ssh up {tmp_path}/launch/hosts.toml --run-dir {tmp_path}/logs/hosts --hosts a,b --model /m "
-        "--on hosts -- --tp-size 2\n"
-    )
 
 
 class Worker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -109,7 +96,7 @@ def test_a_worker_on_several_hosts_is_for_kubernetes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "script",
-    ["disagg.sh", "agg.sh", "hosts.sh", "vllm.sh", "dynamo.sh", "test.sh", "bench.sh", "docs.sh", "lock.sh"],
+    ["serve.sh", "disagg.sh", "agg.sh", "test.sh", "docs.sh"],
 )
 def test_script_help_needs_no_set_up(script: str, tmp_path: Path) -> None:
     shown = subprocess.run(
@@ -120,7 +107,7 @@ def test_script_help_needs_no_set_up(script: str, tmp_path: Path) -> None:
         check=True,
         cwd=tmp_path,
     )
-    assert f"launch/{script} [" in shown.stdout
+    assert f"launch/{script} " in shown.stdout or "launch/serve.sh NAME [" in shown.stdout
     assert shown.stderr == ""
 
 
@@ -131,7 +118,7 @@ class DemoScript:
         self.root, self.asked = root, root / "asked"
         for directory in (root / "launch", root / ".venv/bin"):
             directory.mkdir(parents=True)
-        for script in ("disagg.sh", "up.sh"):
+        for script in ("disagg.sh", "serve.sh"):
             shutil.copy(LAUNCH / script, root / "launch")
         say = "say() { printf 'setup: %s\\n' \"$*\" >&2; }"
         (root / "launch/setup.sh").write_text(f"root={root} venv={root}/.venv\n{say}\n")
@@ -183,3 +170,20 @@ def test_a_script_with_another_model_makes_none(tmp_path: Path) -> None:
 def test_scripts_are_valid_bash() -> None:
     for script in LAUNCH.glob("*.sh"):
         subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+def test_a_job_of_slurm_that_is_taken_away_drains_and_is_requeued(tmp_path: Path) -> None:
+    with slurm_commands(tmp_path) as variables:
+        program(
+            tmp_path / "pdserve",
+            f"trap 'exit 3' TERM; echo \"$*\" >{tmp_path}/asked; while :; do sleep 0.05; done",
+        )
+        job = subprocess.Popen(
+            ["bash", str(LAUNCH / "slurm.sbatch"), "cluster.toml", "--port", "8001"],
+            env=os.environ | variables | {"PDSERVE": str(tmp_path / "pdserve")},
+        )
+        wait_until((tmp_path / "asked").exists, "the cluster has begun")
+        job.send_signal(signal.SIGUSR2)
+        assert job.wait(60) == 3
+    assert (tmp_path / "asked").read_text() == "up cluster.toml --port 8001 --on slurm\n"
+    assert (tmp_path / "requeued").read_text() == "7\n"

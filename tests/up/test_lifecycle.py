@@ -13,14 +13,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from pdserve.up import events as ev
 from pdserve.up.config import ClusterFile, ClusterSettings
+from pdserve.up.hosts import Site
 from pdserve.up.lifecycle import Lifecycle, describe_status
 from pdserve.up.plan import Plan, make_plan
-from pdserve.up.site import Site
 from tests.support.suite.extended import examples
 
 NAMES = ("pool0", "prefill0", "decode0", "router")
 RESTARTED = NAMES[1:]
-"""By SIGUSR1; the pool node goes on by itself, with its pages."""
+"""When all is restarted; the pool node goes on by itself, with its pages."""
 STAGES = (("pool0",), ("prefill0", "decode0"), ("router",))
 
 
@@ -145,7 +145,7 @@ class AnyWorld(RuleBasedStateMachine):
         self.told: set[str] = set()
         self.upgrading: set[str] = set()
         self.stopped = False
-        self.scaling = False
+        self.scaling = self.restarting = False
         self.tables = tables
         self.settings = {
             "start_parallelism": parallelism,
@@ -165,6 +165,8 @@ class AnyWorld(RuleBasedStateMachine):
                 self.killed.discard(action.name)
             elif isinstance(action, ev.Scaled):
                 self.scaling = False
+            elif isinstance(action, ev.Restarted):
+                self.restarting = False
             elif isinstance(action, ev.Terminate):
                 self.told.add(action.name)
             elif isinstance(action, ev.Upgrade):
@@ -208,12 +210,13 @@ class AnyWorld(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.check(self.world.wait(seconds))
 
-    @precondition(lambda self: self.world.exit is None)
+    @precondition(lambda self: self.world.exit is None and not self.scaling and not self.restarting)
     @rule()
-    def sigusr1(self) -> None:
-        self.check(self.world.tell(ev.RenewAsked()))
+    def restart_all(self) -> None:
+        self.restarting = True
+        self.check(self.world.tell(ev.RestartAsked()))
 
-    @precondition(lambda self: self.world.exit is None and not self.scaling)
+    @precondition(lambda self: self.world.exit is None and not self.scaling and not self.restarting)
     @rule(decode=st.integers(1, 3))
     def scale(self, decode: int) -> None:
         self.scaling = True
@@ -230,7 +233,7 @@ class AnyWorld(RuleBasedStateMachine):
         assert len(set(self.world.alive) - self.is_ready) <= self.parallelism
 
     @invariant()
-    def at_most_one_is_renewed_at_a_time(self) -> None:
+    def at_most_one_is_restarted_at_a_time(self) -> None:
         if not self.stopped:
             told = (self.told | self.upgrading) & set(self.world.alive)
             assert len(told) <= 1 or not told & set(NAMES)
@@ -247,6 +250,7 @@ class AnyWorld(RuleBasedStateMachine):
         assert world.exit is not None
         assert world.alive == []
         assert not self.scaling, "who asked gets an answer"
+        assert not self.restarting, "who asked gets an answer"
 
 
 TestAnyWorld = AnyWorld.TestCase
@@ -422,26 +426,26 @@ def test_a_stop_while_starting_stops_what_has_started() -> None:
     assert world.exit == 0
 
 
-def renewing(plan: Plan) -> World:
-    """SIGUSR1 has come, and the pool node has been upgraded."""
+def restarting(plan: Plan) -> World:
+    """A restart was asked for, and the pool node has been upgraded."""
     world = World(plan).up()
-    world.tell(ev.RenewAsked())
+    world.tell(ev.RestartAsked())
     world.tell(ev.Upgraded("pool0"))
     return world
 
 
-def renewed(world: World, name: str) -> None:
+def restarted(world: World, name: str) -> None:
     """It ended as it was told to, was started again, and is ready."""
     assert names(world.end(name), ev.Start) == [name]
     world.ready(name)
 
 
 def test_sigusr1_restarts_each_process_once_the_one_before_is_ready() -> None:
-    world = renewing(plan_of())
+    world = restarting(plan_of())
     for name in RESTARTED:
         assert names(world.done, ev.Terminate)[-1] == name
-        renewed(world, name)
-    assert world.said[0] == "SIGUSR1: restarting all processes, one after the other"
+        restarted(world, name)
+    assert world.said[0] == "restarting all processes, one after the other"
     assert world.said[-1] == "all processes have been restarted"
     assert not any("error" in line for line in world.said)
     assert names(world.end("decode0", 4), ev.Start) == []  # a failure again
@@ -449,29 +453,33 @@ def test_sigusr1_restarts_each_process_once_the_one_before_is_ready() -> None:
 
 
 def test_sigusr1_restarts_one_host_after_the_other() -> None:
-    world = renewing(on_two_hosts())
+    world = restarting(on_two_hosts())
     for name in ("decode0", "router0", "prefill0", "router1"):
         assert names(world.done, ev.Terminate)[-1] == name
-        renewed(world, name)
+        restarted(world, name)
     assert world.said[-1] == "all processes have been restarted"
 
 
-def test_sigusr1_leaves_a_router_of_several_processes_to_itself() -> None:
-    world = renewing(plan_of({"router": {"processes": 2}}))
+def test_a_rolling_restart_leaves_a_router_of_several_processes_to_itself() -> None:
+    world = restarting(plan_of({"router": {"processes": 2}}))
     for name in RESTARTED[:-1]:
-        renewed(world, name)
-    assert world.done[-2:] == [ev.Reload("router"), ev.Say("all processes have been restarted")]
+        restarted(world, name)
+    assert world.done[-3:] == [
+        ev.Reload("router"),
+        ev.Say("all processes have been restarted"),
+        ev.Restarted(),
+    ]
 
 
-def test_a_renewed_process_that_does_not_end_is_killed_after_its_grace() -> None:
-    world = renewing(plan_of(stop_grace_s=5.0))
+def test_a_restarted_process_that_does_not_end_is_killed_after_its_grace() -> None:
+    world = restarting(plan_of(stop_grace_s=5.0))
     assert names(world.wait(5.0), ev.Kill) == ["prefill0"]
     assert names(world.end("prefill0", -9), ev.Start) == ["prefill0"]
 
 
-def test_a_renewed_process_that_dies_again_is_restarted_like_any_other_and_may_end_the_renewal() -> None:
-    world = renewing(plan_of(max_restarts=1))
-    renewed(world, "prefill0")
+def test_a_restarted_process_that_dies_again_is_restarted_like_any_other_and_may_end_the_restart() -> None:
+    world = restarting(plan_of(max_restarts=1))
+    restarted(world, "prefill0")
     world.end("decode0")
     world.end("decode0", 5)
     world.wait(1.0)
@@ -479,21 +487,21 @@ def test_a_renewed_process_that_dies_again_is_restarted_like_any_other_and_may_e
     assert world.said[-2].startswith("decode0 exited with status 5 before it was ready and stays ended")
     assert world.said[-1] == "error: the restart of all processes ends here; not restarted: router"
     assert names(world.done, ev.Terminate) == ["prefill0", "decode0"]
-    world.tell(ev.RenewAsked())  # of what is left
+    world.tell(ev.RestartAsked())  # of what is left
     assert names(world.done, ev.Upgrade) == ["pool0", "pool0"]
 
 
 def test_sigusr1_upgrades_a_pool_node_and_restarts_nothing_until_that_is_done() -> None:
     world = World(plan_of()).up()
-    assert world.tell(ev.RenewAsked())[1:] == [ev.Say("upgrading pool0"), ev.Upgrade("pool0")]
+    assert world.tell(ev.RestartAsked())[1:] == [ev.Say("upgrading pool0"), ev.Upgrade("pool0")]
     assert world.wait(100.0) == []
     actions = world.tell(ev.Upgraded("pool0"))
     assert actions == [ev.Say("pool0 has been upgraded"), ev.Terminate("prefill0")]
 
 
-def test_a_pool_node_that_cannot_be_upgraded_ends_the_renewal() -> None:
+def test_a_pool_node_that_cannot_be_upgraded_ends_the_restart() -> None:
     world = World(plan_of()).up()
-    world.tell(ev.RenewAsked())
+    world.tell(ev.RestartAsked())
     world.tell(ev.Upgraded("pool0", "pool0 is not upgraded: its new version would not start"))
     assert world.said[-2:] == [
         "error: pool0: pool0 is not upgraded: its new version would not start",
@@ -505,7 +513,7 @@ def test_a_pool_node_that_cannot_be_upgraded_ends_the_renewal() -> None:
 
 def test_a_pool_node_that_dies_while_it_is_upgraded_is_started_again_and_the_others_wait_for_it() -> None:
     world = World(plan_of()).up()
-    world.tell(ev.RenewAsked())
+    world.tell(ev.RestartAsked())
     world.end("pool0", 1)
     assert names(world.wait(1.0), ev.Start) == ["pool0"]
     assert names(world.done, ev.Terminate) == []
@@ -513,15 +521,15 @@ def test_a_pool_node_that_dies_while_it_is_upgraded_is_started_again_and_the_oth
     assert world.tell(ev.Upgraded("pool0", "it did not come back in time")) == []
 
 
-def test_a_process_that_is_ready_only_after_it_was_told_to_end_is_not_renewed_by_that() -> None:
+def test_a_process_that_is_ready_only_after_it_was_told_to_end_is_not_restarted_by_that() -> None:
     world = World(plan_of()).up()
     world.end("prefill0", 1)
     world.wait(1.0)
-    world.tell(ev.RenewAsked())
+    world.tell(ev.RestartAsked())
     world.tell(ev.Upgraded("pool0"))
     world.ready("prefill0")  # it was starting
     assert names(world.done, ev.Terminate) == ["prefill0"]
-    renewed(world, "prefill0")
+    restarted(world, "prefill0")
     assert names(world.done, ev.Terminate) == ["prefill0", "decode0"]
 
 
@@ -529,21 +537,21 @@ def test_a_pool_node_that_is_starting_is_the_new_version_already() -> None:
     world = World(plan_of()).up()
     world.end("pool0", 1)
     world.wait(1.0)
-    world.tell(ev.RenewAsked())
+    world.tell(ev.RestartAsked())
     assert names(world.done, ev.Upgrade) == []
     assert names(world.done, ev.Terminate) == ["prefill0"]
 
 
 def test_sigusr1_before_all_are_ready_is_done_afterwards_and_one_that_comes_meanwhile_too() -> None:
     world = World(plan_of())
-    world.tell(ev.RenewAsked())
+    world.tell(ev.RestartAsked())
     for stage in STAGES:
         world.ready(*stage)
     world.tell(ev.Upgraded("pool0"))
     assert names(world.done, ev.Terminate) == ["prefill0"]
-    world.tell(ev.RenewAsked())
+    world.tell(ev.RestartAsked())
     for name in RESTARTED:
-        renewed(world, name)
+        restarted(world, name)
     assert names(world.done, ev.Terminate) == list(RESTARTED)
     assert names(world.done, ev.Upgrade) == ["pool0", "pool0"]
 
@@ -601,24 +609,12 @@ def test_a_worker_that_stays_ended_is_started_by_the_next_scaling() -> None:
     assert world.scaled == [""]
 
 
-def test_a_worker_whose_host_is_lost_waits_for_another_and_a_pool_node_stays_ended() -> None:
-    world = World(plan_of()).up()
-    for name in ("decode0", "pool0"):
-        world.end(name, 1, problem=f"{name}: its node is lost", host_lost=True)
-    assert names(world.wait(100.0), ev.Start) == []
-    assert [text.partition(" and ")[2].partition(";")[0] for text in world.said if "others" in text] == [
-        "waits for another host",
-        "stays ended",
-    ]
-    assert names(world.scale(), ev.Start) == ["decode0"]
-
-
 def test_scaling_waits_until_all_have_started_or_been_restarted() -> None:
     world = World(plan_of())
     assert names(world.scale(decode=2), ev.Start) == []
     world.ready(*STAGES[0], *STAGES[1])
     assert names(world.tell(ev.BecameReady("router")), ev.Start) == ["decode1"]
-    world.tell(ev.RenewAsked())
+    world.tell(ev.RestartAsked())
     assert names(world.done, ev.Upgrade) == []
     assert names(world.tell(ev.BecameReady("decode1")), ev.Upgrade) == ["pool0"]
 

@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import re
-import shutil
 import subprocess
-import urllib.parse
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.registry import Collector
 
 from docs.generate.product import LISTED
-from pdserve.engine.http.timing import FirstToken, WorkerMetrics
-from pdserve.kvpool.client.operations import ClientCounters
-from pdserve.kvpool.mover.client_metrics import ClientMetrics
-from pdserve.router.config.limits import ServiceLevel
+from pdserve.up.announcement import TARGETS_FILE, targets
 from pdserve.up.config import ClusterFile
 from pdserve.up.plan import make_plan
-from pdserve.up.scraping import TARGETS_FILE, targets
-from tests.support.certificate import certificate
-from tests.support.e2e.cluster import PoolNode, free_port
-from tests.support.router.harness import disagg
-from tests.support.up.scripts import LAUNCH, program
+from tests.support.up.scripts import LAUNCH
 
 TARGET_LABELS = {"instance", "job", "process", "le"}
 GROUPED = re.compile(r"\b(?:by|without|on|ignoring) \(([^)]*)\)")
@@ -116,140 +101,6 @@ def test_a_clusters_targets_are_its_processes_with_metrics() -> None:
     ]
 
 
-def worker_registry() -> CollectorRegistry:
-    """What a worker adds to SGLang's metrics, counted by the same objects."""
-    worker, client = WorkerMetrics(), ClientMetrics()
-    worker.count(FirstToken({"queue": 0.1, "pull": 0.2, "compute": 0.3}), {"device": 1, "computed": 9})
-    client.publish(ClientCounters(pages_read=3, bytes_read=300))
-    with client.timed("read"):
-        pass
-
-    class All(Collector):
-        def collect(self) -> Iterator[Any]:
-            yield from worker._seconds.collect()
-            yield from worker._tokens.collect()
-            yield from client._registry.collect()
-
-    registry = CollectorRegistry()
-    registry.register(All())
-    return registry
-
-
-class Api:
-    """Prometheus' HTTP API."""
-
-    def __init__(self, port: int) -> None:
-        self._base = f"http://127.0.0.1:{port}/api/v1/"
-
-    def get(self, what: str, **asked: str) -> Any:
-        url = f"{self._base}{what}?{urllib.parse.urlencode(asked)}"
-        with urllib.request.urlopen(url, timeout=30) as answer:
-            return json.load(answer)["data"]
-
-    def all_up(self, count: int) -> bool:
-        try:
-            active = self.get("targets", state="active")["activeTargets"]
-        except OSError:
-            return False
-        return [one["health"] for one in active] == ["up"] * count
-
-
-@pytest.fixture
-def monitoring(tmp_path: Path) -> Iterator[Callable[[], Api]]:
-    """Starts the script, its Prometheus a quick one."""
-    started: list[subprocess.Popen[bytes]] = []
-
-    def start() -> Api:
-        quick = 'for word; do case $word in --config.file=*) sed -i "s/ 5s/ 200ms/" "${word#*=}"; esac; done'
-        program(tmp_path / "bin/prometheus", f'{quick}; exec {shutil.which("prometheus")} "$@"')
-        port = free_port()
-        words = ["--port", str(port), "--data", str(tmp_path / "data"), str(tmp_path)]
-        path = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
-        started.append(subprocess.Popen([str(LAUNCH / "monitoring.sh"), *words], env=os.environ | path))
-        return Api(port)
-
-    yield start
-    for script in started:
-        script.terminate()
-        assert script.wait(30) == 0
-
-
-@pytest.mark.extended
-@pytest.mark.timeout(200)
-async def test_every_query_finds_its_metrics_and_labels_in_a_live_prometheus(
-    tmp_path: Path, monitoring: Callable[[], Api]
-) -> None:
-    """One of the two routers speaks TLS; its certificate does not name the host that is scraped."""
-    pool_port = free_port()
-    pool = PoolNode(tmp_path, capacity="16MiB", extra={"metrics": f"127.0.0.1:{pool_port}"}).start()
-    cert, key = map(str, certificate(tmp_path))
-    worker, _ = start_http_server(0, "127.0.0.1", worker_registry())
-    secure, _ = start_http_server(0, "127.0.0.1", worker_registry(), certfile=cert, keyfile=key)
-    try:
-        async with disagg(slo=ServiceLevel(ttft_ms=1000.0)) as (harness, _, _):
-            await harness.chat(stream=True, user="u")
-            places = [("router", harness.port), ("worker", worker.server_port), ("pool", pool_port)]
-            found = [
-                {"targets": [f"127.0.0.1:{port}"], "labels": {"job": job, "process": job}}
-                for job, port in places
-            ]
-            labels = {"job": "router", "process": "secure", "__scheme__": "https"}
-            found.append({"targets": [f"localhost:{secure.server_port}"], "labels": labels})
-            (tmp_path / TARGETS_FILE).write_text(json.dumps(found))
-            api = monitoring()
-            while not await asyncio.to_thread(api.all_up, len(found)):  # noqa: ASYNC110 - no event
-                await asyncio.sleep(0.1)
-            await asyncio.to_thread(check, api)
-    finally:
-        worker.shutdown()
-        secure.shutdown()
-        pool.stop()
-
-
-def check(api: Api) -> None:
-    """Every query is answered, and names nothing that is not there."""
-    live = listed()
-    for metric in live:
-        labels = {label for series in api.get("series", **{"match[]": metric}) for label in series}
-        if labels:
-            live[metric] = labels - {"__name__"}
-    wrong = {(board, panel): missing for board, panel, e in queries() if (missing := unknown(e, live))}
-    assert wrong == {}
-    names = set(api.get("label/__name__/values"))
-    used = {metric for _, _, e in queries() for metric, _ in SELECTED.findall(e)}
-    quiet = {"pdserve_router_stream_errors_total", "pdserve_router_client_aborts_total"}
-    quiet |= {"pdserve_router_decode_retries_total", "pdserve_router_settle_total"}
-    quiet |= {"pdserve_pool_quota_bytes", "pdserve_router_queue_wait_seconds_bucket"}
-    of_spaces = {name for name in used if re.match(r"pdserve_pool_(?!client)", name)}
-    assert used - names - quiet - of_spaces == set()
-    assert "pdserve_pool_memory_bytes" in names
-    for _, _, expression in queries():
-        api.get("query", query=expression)
-
-
-def test_the_script_says_what_is_missing(tmp_path: Path) -> None:
-    for tool in ("bash", "dirname", "realpath"):
-        (tmp_path / tool).symlink_to(f"/usr/bin/{tool}")
-    said = subprocess.run(
-        [str(LAUNCH / "monitoring.sh")],
-        env={**os.environ, "PATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert said.returncode == 1
-    assert "apt-get install prometheus" in said.stderr
-
-
-def test_grafana_is_looked_for_where_only_root_looks(tmp_path: Path) -> None:
-    path = tmp_path / "bin/prometheus"
-    path.parent.mkdir()
-    path.write_text(f'#!/bin/sh\necho "$PATH" >{tmp_path}/path\n')
-    path.chmod(0o755)
-    subprocess.run(
-        [str(LAUNCH / "monitoring.sh"), "--data", str(tmp_path / "data")],
-        env={**os.environ, "PATH": f"{path.parent}:/usr/bin:/bin"},
-        capture_output=True,
-        timeout=60,
-    )
-    assert (tmp_path / "path").read_text().strip().endswith(":/usr/sbin:/sbin")
+def test_prometheus_finds_the_targets_of_every_cluster() -> None:
+    config = (LAUNCH / "grafana/prometheus.yml").read_text()
+    assert f"/logs/*/{TARGETS_FILE}" in config

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from pdserve.errors import StartupError
-from pdserve.up.claims import free_ports, is_free, run_directory
 from pdserve.up.config import ClusterSettings
 from pdserve.up.console import MAX_WAITING_BYTES, Console
-from pdserve.up.places.process import LineSplitter, write_private
-from pdserve.up.places.sessions import session_members
-from pdserve.up.restart import restart_delay_s
+from pdserve.up.launchers.process import LineSplitter, write_private
+from pdserve.up.launchers.sessions import session_members
+from pdserve.up.lifecycle import restart_delay_s
+from pdserve.up.locks import free_ports, is_free, run_directory
 from tests.support.addresses import names_of
 
 SETTINGS = ClusterSettings(max_restarts=3, restart_window_s=100, restart_backoff_s=2.0)

@@ -350,107 +350,80 @@ def test_a_bootstrap_port_that_is_no_number_is_refused() -> None:
         plan_of(ClusterFile(cluster=ClusterSettings(name="c"), prefill=[table]))
 
 
-def vllm_file(**more: Any) -> ClusterFile:
-    tables: dict[str, Any] = {
-        "worker": {"engine": {"model_path": "models/m"}},
-        "pool": [{}],
-        "lmcache": [{"chunk_size": 64}],
-        "vllm": [{"role": "prefill"}, {"role": "decode", "args": ["--x"], "env": {"A": "1"}}],
-    }
-    return ClusterFile(**(tables | more))
+def commands(*tables: dict[str, Any], **more: Any) -> ClusterFile:
+    return ClusterFile(**{"router": {"port": 8000}, "pool": [{}], "command": list(tables)} | more)
 
 
-def argument(argv: Sequence[str], name: str) -> str:
-    return argv[argv.index(name) + 1]
+CACHE = {
+    "name": "cache",
+    "argv": ["cache", "--port={port}", "--http={port2}", '{"pool": {"nodes": {pool}}}'],
+    "ready": "http://{host}:{port2}/healthcheck",
+}
+ENGINE = {
+    "name": "engine0",
+    "stage": 1,
+    "role": "decode",
+    "argv": ["engine", "--port", "{port}", "--cache", "tcp://{host:cache}:{port:cache}", "{other}"],
+    "env": {"KEY": "{token}"},
+}
 
 
-def test_vllm_workers_are_wired_to_their_lmcache_server_and_that_to_the_pool() -> None:
-    plan = plan_of(vllm_file(), cluster_token="secret")
+def test_commands_are_wired_to_each_other_the_pool_and_the_router() -> None:
+    plan = plan_of(commands(CACHE, ENGINE), cluster_token="secret")
     assert [[spec.name for spec in stage] for stage in plan.stages] == [
-        ["pool0"],
-        ["lmcache0"],
-        ["vllm0", "vllm1"],
-        ["router"],
-    ]
-    specs = {spec.name: spec for spec in plan.processes}
-    server, decode = specs["lmcache0"], specs["vllm1"]
-    adapter = json.loads(argument(server.argv, "--l2-adapter"))
-    assert adapter["adapter_params"]["pool"]["nodes"] == [
-        {"node": "pool0", "address": "unix:/run/x/pool0.sock"}
-    ]
-    assert (adapter["module_path"], adapter["class_name"]) == ("pdserve.integrations.lmcache", "PdserveL2")
-    assert argument(server.argv, "--chunk-size") == "64"
-    ports = [argument(server.argv, f"--{name}") for name in ("port", "http-port")]
-    assert len(set(ports)) == 2
-    assert server.ready == HttpReady(f"http://127.0.0.1:{ports[1]}/healthcheck")
-    transfer = json.loads(argument(decode.argv, "--kv-transfer-config"))["kv_connector_extra_config"]
-    assert transfer == {
-        "lmcache.mp.host": "tcp://127.0.0.1",
-        "lmcache.mp.port": int(ports[0]),
-        "lmcache.mp.save_decode_cache": True,
-    }
-    assert argument(decode.argv, "--model") == "models/m"
-    assert argument(decode.argv, "--served-model-name") == "m"
-    assert decode.argv[:3] == (".venv-vllm/bin/python", "-m", "vllm.entrypoints.openai.api_server")
-    assert decode.argv[-1] == "--x"
-    assert decode.ready == HttpReady(f"http://127.0.0.1:{argument(decode.argv, '--port')}/health")
-    assert decode.env["A"] == "1"
-    router = specs["router"].config
-    assert router["decode"] == [f"http://127.0.0.1:{argument(decode.argv, '--port')}"]
-    assert len(router["prefill"]) == 1
-
-
-def test_vllm_workers_ask_for_the_routers_token_and_no_command_line_shows_it() -> None:
-    plan = plan_of(vllm_file(), cluster_token="secret")
-    specs = {spec.name: spec for spec in plan.processes}
-    assert specs["router"].config["access"]["cluster_token"] == "secret"
-    assert specs["vllm0"].env["VLLM_API_KEY"] == "secret"
-    assert not any("secret" in word for spec in plan.processes for word in spec.argv)
-
-
-def test_a_vllm_worker_can_have_an_lmcache_server_of_its_own() -> None:
-    servers = [{"port": 7000}, {"port": 7001, "name": "second"}]
-    plan = plan_of(vllm_file(lmcache=servers, vllm=[{}, {"lmcache": "second"}]))
-    specs = {spec.name: spec for spec in plan.processes}
-    ports = [
-        json.loads(argument(specs[name].argv, "--kv-transfer-config"))["kv_connector_extra_config"][
-            "lmcache.mp.port"
-        ]
-        for name in ("vllm0", "vllm1")
-    ]
-    assert ports == [7000, 7001]
-    assert len(specs["router"].config["agg"]) == 2
-
-
-def test_an_lmcache_server_can_store_elsewhere_than_in_the_pool() -> None:
-    disk = ["--l2-adapter", '{"type": "fs", "base_path": "/x"}']
-    plan = plan_of(vllm_file(pool=[], lmcache=[{"storage": "none", "args": disk}]))
-    specs = {spec.name: spec for spec in plan.processes}
-    assert specs["lmcache0"].argv.count("--l2-adapter") == 1
-    assert argument(specs["lmcache0"].argv, "--l2-adapter") == disk[1]
+        ["pool0"], ["cache"], ["engine0"], ["router"],
+    ]  # fmt: skip
+    cache, engine, router = plan.processes[1:]
+    port, http_port = cache.automatic_ports
+    assert cache.argv[1:3] == (f"--port={port}", f"--http={http_port}")
+    nodes = json.loads(cache.argv[3])["pool"]["nodes"]
+    assert nodes == [{"node": "pool0", "address": "unix:/run/x/pool0.sock"}]
+    assert cache.ready == HttpReady(f"http://127.0.0.1:{http_port}/healthcheck")
+    own = engine.listening[0].port
+    assert engine.argv == ("engine", "--port", str(own), "--cache", f"tcp://127.0.0.1:{port}", "{other}")
+    assert engine.ready == HttpReady(f"http://127.0.0.1:{own}/health")
+    assert router.config["decode"] == [f"http://127.0.0.1:{own}"]
+    assert engine.env == {"KEY": "secret"}
     check_tables(plan, "c.toml", SCHEMAS)
 
 
-def test_a_vllm_worker_can_do_without_lmcache() -> None:
-    plan = plan_of(vllm_file(pool=[], lmcache=[], vllm=[{"lmcache": "none"}]))
-    specs = {spec.name: spec for spec in plan.processes}
-    assert "--kv-transfer-config" not in specs["vllm0"].argv
-    assert len(specs["router"].config["agg"]) == 1
+def test_a_command_has_a_file_of_its_own_and_may_be_ready_by_a_connection() -> None:
+    table = {
+        "argv": ["x", "--config", "{config}"],
+        "ready": "tcp:{host}:{port}",
+        "config": {"pool": {"nodes": "{pool}"}, "port": 7, "url": "{url:router}"},
+    }
+    command = plan_of(commands(table)).processes[1]
+    assert command.argv[2] == str(command.config_path) == "/run/x/command0.toml"
+    assert command.config == {
+        "pool": {"nodes": [{"node": "pool0", "address": "unix:/run/x/pool0.sock"}]},
+        "port": 7,
+        "url": "http://127.0.0.1:8000",
+    }
+    assert command.ready == ConnectReady(f"tcp:127.0.0.1:{command.listening[0].port}")
+
+
+def test_commands_that_serve_clients_themselves_need_no_router() -> None:
+    front = {"argv": ["front"], "port": 9000, "stage": 1}
+    plan = plan_of(commands(front, {"argv": ["x"]}, router={"count": 0}))
+    assert [spec.name for spec in plan.processes] == ["pool0", "command1", "command0"]
+    assert plan.routers == []
+    assert plan.router_url == "http://127.0.0.1:9000"
+    assert plan.live_page == ""
 
 
 @pytest.mark.parametrize(
-    ("more", "says"),
+    ("table", "says"),
     [
-        ({"lmcache": []}, "'vllm[0]' needs an LMCache server: give [[lmcache]]"),
-        ({"vllm": [{"lmcache": "x"}]}, "'vllm[0]' needs an LMCache server: give [[lmcache]] x"),
-        ({"worker": {}}, "'vllm[0].model_path' is needed, or worker.engine.model_path"),
-        (
-            {"vllm": [{"role": "elastic"}]},
-            "'vllm[0].role' must be one of prefill, decode, agg, found 'elastic'",
-        ),
+        ({}, "argv"),
+        ({"argv": ["x"], "rol": "agg"}, "unknown key 'rol' (did you mean 'role'?)"),
+        ({"argv": ["{url:nobody}"]}, "no process 'nobody' of this cluster listens"),
+        ({"argv": ["{token}"]}, "{token} may stand in env alone"),
+        ({"argv": ["{pool:pool0}"]}, "only host, port and url may be another process's"),
+        ({"argv": ["x"], "role": "elastic"}, "role"),
     ],
 )
-def test_a_vllm_table_that_cannot_work_is_refused(more: dict[str, Any], says: str) -> None:
+def test_a_command_that_cannot_work_is_refused(table: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        plan_of(vllm_file(**more))
+        plan_of(commands(table))
     assert says in str(caught.value)

@@ -16,7 +16,7 @@ import pytest
 
 from pdserve.up.plan import ConnectReady, HttpReady
 from pdserve.up.readiness import is_ready, served_model
-from tests.support.certificate import certificate
+from tests.support.certificates import certificate
 
 MODELS = {"data": [{"id": "a-model"}]}
 

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pdserve.up.places.sessions import session_members
+from pdserve.up.launchers.sessions import session_members
 from tests.support.up.cluster import (
     REAL_BUT_WORKERS,
     TIMEOUT_S,
@@ -94,18 +94,6 @@ def test_a_cluster_starts_finds_its_addresses_is_announced_and_stops_at_ctrl_c(t
         assert not processes_that_mention(str(tmp_path))
 
 
-def test_a_process_that_ignores_sigterm_is_killed_after_the_grace_with_its_children(tmp_path: Path) -> None:
-    toml = DISAGG.replace("stop_grace_s = 5", "stop_grace_s = 0.3")
-    toml = toml.replace("[[prefill]]", '[[prefill]]\nengine.behave = "stubborn"')
-    toml = toml.replace("[[decode]]", '[[decode]]\nengine.behave = "parent"')
-    with running(tmp_path, toml) as cluster:
-        cluster.wait_for(r"stand-in is ready at")
-        assert len(session_members(cluster.started()["decode"])) == 2
-        cluster.process.send_signal(signal.SIGINT)
-        assert cluster.finish() == 0
-        assert not alive_sessions(cluster)
-
-
 def test_kill_9_of_the_supervisor_leaves_no_process(tmp_path: Path) -> None:
     toml = DISAGG.replace("[[prefill]]", '[[prefill]]\nengine.behave = "stubborn"')
     toml = toml.replace("[[decode]]", '[[decode]]\nengine.behave = "parent"')
@@ -115,20 +103,6 @@ def test_kill_9_of_the_supervisor_leaves_no_process(tmp_path: Path) -> None:
         cluster.process.wait()
         wait_until(lambda: not alive_sessions(cluster), "the reaper ends every session")
         wait_until(lambda: not processes_that_mention(str(tmp_path)), "nothing is left")
-
-
-def test_a_process_that_dies_at_start_is_reported_with_its_last_lines_and_stops_the_rest(
-    tmp_path: Path,
-) -> None:
-    toml = DISAGG.replace("[[decode]]", '[[decode]]\nengine.behave = "die_at_start"')
-    with running(tmp_path, toml) as cluster:
-        assert cluster.finish() == 1
-        text = "\n".join(cluster.lines)
-        assert "error: decode0 exited with status 3 before it was ready; its whole log: " in text
-        shown = [line.split("|     ")[1] for line in cluster.lines if "|     line" in line]
-        assert shown == [f"line {i}" for i in range(10, 30)]
-        assert not any("starting router" in line for line in cluster.lines)
-        assert not processes_that_mention(str(tmp_path))
 
 
 def test_a_death_is_seen_at_once_though_the_dead_ones_child_lives_and_holds_its_output(
@@ -143,7 +117,7 @@ def test_a_death_is_seen_at_once_though_the_dead_ones_child_lives_and_holds_its_
         assert not session_members(first)
 
 
-def test_sigusr1_renews_every_process_in_order_and_what_dies_later_is_restarted_on_its_port(
+def test_a_rolling_restart_takes_every_process_in_order_and_what_dies_later_is_restarted_on_its_port(
     tmp_path: Path,
 ) -> None:
     def ignore_hang_up() -> None:
@@ -154,7 +128,7 @@ def test_sigusr1_renews_every_process_in_order_and_what_dies_later_is_restarted_
         cluster.wait_for(r"stand-in is ready at")
         before, known = cluster.started(), len(cluster.journal())
         cluster.process.send_signal(signal.SIGHUP)  # stops nothing
-        cluster.process.send_signal(signal.SIGUSR1)
+        cluster.ask_to_restart()
         cluster.wait_for(r"all processes have been restarted")
         notes = [(e["role"], e["what"]) for e in cluster.journal()[known:] if e["what"] != "ready"]
         started = [("prefill", "start"), ("decode", "start"), ("router", "start")]
@@ -181,14 +155,14 @@ def test_sigusr1_renews_every_process_in_order_and_what_dies_later_is_restarted_
         assert cluster.finish() == 0
 
 
-def test_a_pool_node_that_cannot_be_upgraded_ends_the_renewal_and_the_rest_goes_on(tmp_path: Path) -> None:
+def test_a_pool_node_that_cannot_be_upgraded_ends_the_restart_and_the_rest_goes_on(tmp_path: Path) -> None:
     wrong = tmp_path / "wrong"
     wrong.write_text("pool0 is not upgraded: the new version would not start\n")
     toml = DISAGG.replace("[[pool]]", f'[[pool]]\nupgrades_when = "{wrong}"')
     with running(tmp_path, toml) as cluster:
         cluster.wait_for(r"stand-in is ready at")
         before = cluster.started()
-        cluster.process.send_signal(signal.SIGUSR1)
+        cluster.ask_to_restart()
         cluster.wait_for(r"error: pool0: pool0 is not upgraded: the new version would not start$")
         cluster.wait_for(r"error: the restart of all processes ends here; .*: prefill0, decode0, router$")
         assert cluster.started() == before
@@ -202,7 +176,7 @@ def test_nothing_is_restarted_while_a_pool_node_is_upgraded_and_a_stop_waits_for
     with running(tmp_path, toml) as cluster:
         cluster.wait_for(r"stand-in is ready at")
         before = cluster.started()
-        cluster.process.send_signal(signal.SIGUSR1)
+        cluster.ask_to_restart()
         cluster.wait_for(r"upgrading pool0")
         cluster.wait_for_note("pool", "upgrade")
         cluster.process.send_signal(signal.SIGTERM)

@@ -8,7 +8,7 @@
 {{- if not $user.insecure -}}
 {{- $default = dict "admin_token_file" (printf "%s/pool-admin-token" $secrets) "cluster" (dict "token_file" (printf "%s/pool-cluster-token" $secrets)) "namespace_defaults" (dict "read_token_file" (printf "%s/pool-token" $secrets)) -}}
 {{- end -}}
-{{- $fixed := dict "listen" (list "tcp:0.0.0.0:7700") "metrics" "0.0.0.0:9100" "arena_dir" "/dev/shm/pdserve" "trusted_parents" true "tcp" (dict "port" 7701) -}}
+{{- $fixed := dict "listen" (list "tcp:0.0.0.0:7700") "metrics" "0.0.0.0:9100" "arena_dir" "/dev/shm/pdserve" "tcp" (dict "port" 7701) -}}
 {{- $_ := set $fixed "capacity_bytes" (printf "%dGiB" (int $values.capacityGiB)) -}}
 {{- $memory := printf "%dMi" (mul 1024 (add (int $values.capacityGiB) (int $values.overheadGiB))) -}}
 {{- $limits := dict "memory" $memory -}}

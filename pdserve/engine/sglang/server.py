@@ -27,14 +27,13 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Final
 
-from pdserve.capacity.memory import GB
-from pdserve.capacity.plan import release_s
 from pdserve.engine.drain import Client, Drain
 from pdserve.engine.sglang.engine import Engine
 from pdserve.engine.sglang.server_args import ranks_here
 from pdserve.engine.sglang.tls import serving
 from pdserve.engine.sglang.warm_up import WarmUp
 from pdserve.errors import StartupError
+from pdserve.resources.memory import GB, release_s
 from pdserve.security.tls import Certificates
 from pdserve.sglang_places import places
 

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from pdserve.capacity.model import WITH_SCALES
+from pdserve.engine.kv_bytes import WITH_SCALES
 from pdserve.errors import ConfigError
 from pdserve.sglang_places import places
 

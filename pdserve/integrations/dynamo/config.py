@@ -32,7 +32,7 @@ class DynamoEngine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         int, Meta(ge=0, description="As at pdserve's own workers: the largest --tp-size of those that share.")
     ] = 0
     hicache_size_gb: Annotated[
-        int, Meta(ge=0, description="Host memory for KV of each rank in GB; 0: twice the device's.")
+        int, Meta(ge=0, description="Host memory for KV of each rank in GB; 0: as at pdserve's own workers.")
     ] = 0
     extra_args: Annotated[list[str], Meta(description="Flags passed to SGLang unchanged.")] = []
 

@@ -114,7 +114,7 @@ def _check_dynamo() -> None:
         found = version("ai-dynamo")
     except PackageNotFoundError:
         raise StartupError(
-            "Dynamo is not installed here: run launch/dynamo.sh, which makes .venv-dynamo"
+            "Dynamo is not installed here: docs/other-engines.md says how to make .venv-dynamo"
         ) from None
     if found != TESTED_DYNAMO:
         logger.warning("Dynamo %s is installed; pdserve is tested with %s", found, TESTED_DYNAMO)

@@ -32,9 +32,16 @@ from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 
 from pdserve.errors import PdserveError
+from pdserve.integrations.lmcache.namespaces import (
+    Namespace,
+    Namespaces,
+    ObjectKey,
+    layout_of,
+    owner_of,
+    pool_key,
+)
 from pdserve.integrations.lmcache.settings import log_to_stderr, read_settings
-from pdserve.integrations.lmcache.spaces import ObjectKey, Space, Spaces, layout_of, owner_of, pool_key
-from pdserve.integrations.lmcache.task_lane import TaskLane
+from pdserve.integrations.lmcache.task_queue import TaskQueue
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
 from pdserve.logs import ThrottledLog
@@ -58,11 +65,11 @@ class PdserveL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache's types ar
         settings = read_settings(params, os.environ, source="adapter_params")
         pool = settings.pool
         self._slowest_s = max(pool.get_timeout_s, pool.put_timeout_s) + pool.restart_wait_s
-        self._spaces = Spaces(settings)
+        self._namespaces = Namespaces(settings)
         self._log = ThrottledLog(logger)
-        self._stores: TaskLane[Any] = TaskLane("store", pool.put_timeout_s)
-        self._lookups: TaskLane[Any] = TaskLane("lookup", pool.exists_timeout_s)
-        self._loads: TaskLane[Any] = TaskLane("load", pool.get_timeout_s)
+        self._stores: TaskQueue[Any] = TaskQueue("store", pool.put_timeout_s)
+        self._lookups: TaskQueue[Any] = TaskQueue("lookup", pool.exists_timeout_s)
+        self._loads: TaskQueue[Any] = TaskQueue("load", pool.get_timeout_s)
 
     # -- descriptors: readable when a task of the kind is done
 
@@ -110,14 +117,14 @@ class PdserveL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache's types ar
 
     def delete(self, keys: list[ObjectKey]) -> None:
         """Drop the objects, of every layout that was met in this server. Raises PdserveError."""
-        spaces = self._places(keys, lambda place: self._spaces.known(owner_of(keys[place])))
-        for space, places in spaces.items():
-            client = self._spaces.client(space)
-            names = [pool_key(keys[place]) for place in places]
+        namespaces = self._by_namespace(keys, lambda index: self._namespaces.known(owner_of(keys[index])))
+        for namespace, indices in namespaces.items():
+            client = self._namespaces.client(namespace)
+            names = [pool_key(keys[index]) for index in indices]
             there = client.exists(names)
             client.remove([name for name, is_there in zip(names, there, strict=True) if is_there])
-            gone = [keys[place] for place, was_there in zip(places, there, strict=True) if was_there]
-            self._notify_keys_deleted(gone, [space.layout.size_bytes] * len(gone))
+            gone = [keys[index] for index, was_there in zip(indices, there, strict=True) if was_there]
+            self._notify_keys_deleted(gone, [namespace.layout.size_bytes] * len(gone))
 
     def list_l2_keys(
         self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None
@@ -126,11 +133,11 @@ class PdserveL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache's types ar
         raise NotImplementedError("the pool keeps digests of names: `pdserve pool ls` lists its pages")
 
     def report_status(self) -> dict[str, Any]:
-        clients = self._spaces.clients
+        clients = self._namespaces.clients
         return {
-            "is_healthy": not clients or self._spaces.nodes_up > 0,
+            "is_healthy": not clients or self._namespaces.nodes_up > 0,
             "type": "pdserve",
-            "nodes_up": self._spaces.nodes_up,
+            "nodes_up": self._namespaces.nodes_up,
             "namespaces": {client.namespace: asdict(client.counters) for client in clients},
             "refused": {
                 "store": self._stores.refused,
@@ -141,17 +148,17 @@ class PdserveL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache's types ar
 
     def close(self) -> None:
         """End all tasks; those that are not done are misses. Afterwards nothing touches LMCache's memory."""
-        self._spaces.close()
-        for lane in (self._lookups, self._loads, self._stores):
-            lane.close(self._slowest_s + CLOSE_SLACK_S)
+        self._namespaces.close()
+        for queue in (self._lookups, self._loads, self._stores):
+            queue.close(self._slowest_s + CLOSE_SLACK_S)
 
-    # -- the tasks, each on the thread of its lane
+    # -- the tasks, each on the thread of its queue
 
     def _store(self, keys: Sequence[ObjectKey], objects: Sequence[Any]) -> Any:
         stored = self._moved(PoolClient.put, keys, objects)
-        sizes = [objects[place].get_size() for place in stored]
+        sizes = [objects[index].get_size() for index in stored]
         if stored:
-            self._notify_keys_stored([keys[place] for place in stored], sizes)
+            self._notify_keys_stored([keys[index] for index in stored], sizes)
         return L2StoreResult(len(stored) == len(keys), sum(sizes))
 
     def _load(self, keys: Sequence[ObjectKey], objects: Sequence[Any]) -> Any:
@@ -160,42 +167,44 @@ class PdserveL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache's types ar
     def _look_up(self, keys: Sequence[ObjectKey], descs: Mapping[int, Any]) -> Any:
         layouts = {group: layout_of(desc.dtypes, desc.shapes) for group, desc in descs.items()}
 
-        def spaces_of(place: int) -> list[Space]:
-            owner = owner_of(keys[place])
+        def namespaces_of(index: int) -> list[Namespace]:
+            owner = owner_of(keys[index])
             layout = layouts.get(owner.group)
-            return self._spaces.known(owner) if layout is None else [Space(owner, layout)]
+            return self._namespaces.known(owner) if layout is None else [Namespace(owner, layout)]
 
         found: set[int] = set()
-        for space, places in self._places(keys, spaces_of).items():
+        for namespace, indices in self._by_namespace(keys, namespaces_of).items():
             with self._missed():
-                there = self._spaces.client(space).exists([pool_key(keys[place]) for place in places])
-                found.update(place for place, is_there in zip(places, there, strict=True) if is_there)
+                there = self._namespaces.client(namespace).exists(
+                    [pool_key(keys[index]) for index in indices]
+                )
+                found.update(index for index, is_there in zip(indices, there, strict=True) if is_there)
         if found:
-            self._notify_keys_accessed([keys[place] for place in sorted(found)])
+            self._notify_keys_accessed([keys[index] for index in sorted(found)])
         return _bitmap(len(keys), found)
 
     def _moved(self, move: Move, keys: Sequence[ObjectKey], objects: Sequence[Any]) -> list[int]:
-        """The places of the objects that were moved."""
+        """The indices of the objects that were moved."""
         moved: list[int] = []
-        for space, places in self._places(
-            keys, lambda place: [_space_of(keys[place], objects[place])]
+        for namespace, indices in self._by_namespace(
+            keys, lambda index: [_namespace_of(keys[index], objects[index])]
         ).items():
-            names = [pool_key(keys[place]) for place in places]
-            memory: list[PageBuffers] = [[_view(objects[place])] for place in places]
+            names = [pool_key(keys[index]) for index in indices]
+            memory: list[PageBuffers] = [[_view(objects[index])] for index in indices]
             with self._missed():
-                done = move(self._spaces.client(space), names, memory)
-                moved += [place for place, is_done in zip(places, done, strict=True) if is_done]
+                done = move(self._namespaces.client(namespace), names, memory)
+                moved += [index for index, is_done in zip(indices, done, strict=True) if is_done]
         return moved
 
-    def _places(
-        self, keys: Sequence[ObjectKey], spaces_of: Callable[[int], Iterable[Space]]
-    ) -> dict[Space, list[int]]:
-        """The places in `keys` by space: nearly always one."""
-        places: dict[Space, list[int]] = defaultdict(list)
-        for place in range(len(keys)):
-            for space in spaces_of(place):
-                places[space].append(place)
-        return places
+    def _by_namespace(
+        self, keys: Sequence[ObjectKey], namespaces_of: Callable[[int], Iterable[Namespace]]
+    ) -> dict[Namespace, list[int]]:
+        """The indices in `keys` by namespace: nearly always one."""
+        indices: dict[Namespace, list[int]] = defaultdict(list)
+        for index in range(len(keys)):
+            for namespace in namespaces_of(index):
+                indices[namespace].append(index)
+        return indices
 
     @contextmanager
     def _missed(self) -> Iterator[None]:
@@ -206,10 +215,10 @@ class PdserveL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache's types ar
             self._log.warning(type(error).__name__, "objects are missed: %s", error)
 
 
-def _space_of(key: ObjectKey, obj: Any) -> Space:
+def _namespace_of(key: ObjectKey, obj: Any) -> Namespace:
     # an object of one part may say it in the singular only
     dtypes, shapes = obj.meta.dtypes or [obj.meta.dtype], obj.meta.shapes or [obj.meta.shape]
-    return Space(owner_of(key), layout_of(dtypes, shapes))
+    return Namespace(owner_of(key), layout_of(dtypes, shapes))
 
 
 def _view(obj: Any) -> Bytes1D:
@@ -217,8 +226,8 @@ def _view(obj: Any) -> Bytes1D:
     return np.frombuffer(memoryview(obj.byte_array).cast("B"), np.uint8)
 
 
-def _bitmap(length: int, places: Iterable[int]) -> Any:
+def _bitmap(length: int, indices: Iterable[int]) -> Any:
     bitmap = Bitmap(length)
-    for place in places:
-        bitmap.set(place)
+    for index in indices:
+        bitmap.set(index)
     return bitmap

@@ -74,17 +74,15 @@ def _show(
         return
     several = any(node.node for node in nodes)
     left = 2 if several else 1
-    headings = ["key", *(["node"] if several else []), "bytes", "place", "pins", "heat", "replica"]
+    headings = ["key", *(["node"] if several else []), "bytes", "place", "pins", "replica"]
     table = make_table(f"pages of {namespace}", *headings, left=left, most_rows=limit * len(nodes))
     for node, entries in by_node:
         for page in entries[:limit]:
             where = [node.node] if several else []
-            heat = f"{page.heat:.2g}" if page.heat else "-"
             cells = (
                 size(page.length_bytes),
                 page.place,
                 f"{page.pins:,}",
-                heat,
                 "yes" if page.replica else "-",
             )
             table.add_row(page.key.hex()[:32], *where, *cells)

@@ -85,9 +85,9 @@ class AsyncPoolClient:
         places: list[Place | None] = [None] * len(keys)
 
         def note(node: str, asked: Sequence[int], reply: m.Present) -> None:
-            for place, number in zip(asked, reply.places or reply.mask, strict=False):
+            for index, number in zip(asked, reply.places or reply.mask, strict=False):
                 if number != m.NOWHERE:
-                    places[place] = Place(node, _tier(reply, number))
+                    places[index] = Place(node, _tier(reply, number))
 
         def make(request_id: int, namespace: int, part: list[bytes]) -> m.Exists:
             return m.Exists(request_id, namespace, part, places=True, move=move)
@@ -125,8 +125,8 @@ class AsyncPoolClient:
         while True:
             left = [keys[i] for i in missing]
             slice_s = min(WAIT_SLICE_S, max(0.0, deadline - time.monotonic()))
-            for place, found in zip(missing, await self._wait_slice(left, slice_s), strict=True):
-                result[place] = found
+            for index, found in zip(missing, await self._wait_slice(left, slice_s), strict=True):
+                result[index] = found
             missing = self._answerable(keys, [i for i in missing if not result[i]])
             if not missing or time.monotonic() >= deadline or self._closed:
                 return result
@@ -140,16 +140,16 @@ class AsyncPoolClient:
         deadline = self._within(self.config.exists_timeout_s)
         result: list[m.Fate | None] = [None] * len(keys)
 
-        async def part(node: str, places: list[int]) -> None:
-            own = [keys[place] for place in places]
+        async def part(node: str, indices: list[int]) -> None:
+            own = [keys[index] for index in indices]
             try:
                 reply = await self._link(node).ask(lambda i, number: m.Exists(i, number, own, True), deadline)
             except PoolError as error:
                 logger.debug("pool node %s: %s", node, error)
                 return
             if isinstance(reply, m.Present) and len(reply.fates) == len(own):
-                for place, fate in zip(places, reply.fates, strict=True):
-                    result[place] = fate
+                for index, fate in zip(indices, reply.fates, strict=True):
+                    result[index] = fate
 
         await asyncio.gather(*starmap(part, self.rings.split(keys[: m.MAX_FATES]).items()))
         return result
@@ -248,8 +248,8 @@ class AsyncPoolClient:
             await self._ask(rings.earlier(keys), keys, result, asked, deadline, m.Exists)
         waiting = {
             node: left
-            for node, places in rings.split(keys).items()
-            if (left := [place for place in places if not result[place]])
+            for node, indices in rings.split(keys).items()
+            if (left := [index for index in indices if not result[index]])
         }
         return await self._ask(waiting, keys, result, asked, deadline, make)
 
@@ -260,7 +260,7 @@ class AsyncPoolClient:
             return node not in self._links or self._links[node].reachable
 
         owned = self.rings.split([keys[i] for i in missing])
-        return sorted(missing[i] for node, places in owned.items() if reachable(node) for i in places)
+        return sorted(missing[i] for node, indices in owned.items() if reachable(node) for i in indices)
 
     async def _ask(
         self,
@@ -277,23 +277,23 @@ class AsyncPoolClient:
         Store answers in `result`, the node's name in `asked`. `note` is called with each answer.
         """
 
-        async def part(node: str, places: list[int]) -> None:
-            for place in places:
-                asked[place] = node
+        async def part(node: str, indices: list[int]) -> None:
+            for index in indices:
+                asked[index] = node
             try:
-                reply = await self._present(node, [keys[i] for i in places], deadline, make)
+                reply = await self._present(node, [keys[i] for i in indices], deadline, make)
             except PoolError as error:
                 logger.debug("pool node %s: %s", node, error)
                 return
-            for place, byte in zip(places, reply.mask, strict=True):
-                result[place] = byte == 1
+            for index, byte in zip(indices, reply.mask, strict=True):
+                result[index] = byte == 1
             if note is not None:
-                note(node, places, reply)
+                note(node, indices, reply)
 
         pieces = [
-            part(node, places[start : start + m.MAX_KEYS])
-            for node, places in jobs.items()
-            for start in range(0, len(places), m.MAX_KEYS)
+            part(node, indices[start : start + m.MAX_KEYS])
+            for node, indices in jobs.items()
+            for start in range(0, len(indices), m.MAX_KEYS)
         ]
         await asyncio.gather(*pieces)
         return result
@@ -318,10 +318,7 @@ class AsyncPoolClient:
 
     def _addresses(self) -> dict[str, str]:
         """The address of each node: as configured, else as in the view."""
-        known = self.rings.addresses
-        if len(known) <= 1:
-            known = {**self._seeds, **known}  # a node alone cannot report when the others are back
-        return {node: self._seeds.get(node, address) for node, address in known.items()}
+        return {node: first for node, (first, *_) in self.rings.reachable_at(self._seeds).items()}
 
     def _link(self, node: str) -> AsyncNodeLink:
         """The link to a node. Raises PoolUnavailable if the node left or the client is closed."""

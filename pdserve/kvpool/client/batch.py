@@ -1,11 +1,11 @@
-"""A batch of keys, divided into pieces for nodes and threads. A node gets one or more pieces.
+"""A batch of keys, divided into chunks for nodes and threads. A node gets one or more chunks.
 
-The calling thread takes the first piece itself, and then each piece that no other thread has begun. So a
+The calling thread takes the first chunk itself, and then each chunk that no other thread has begun. So a
 batch makes progress without any other thread, and a small batch for one node needs no thread switch.
 
-Pages to move are divided by bytes: pieces are copied side by side over the node's connections, and each is
+Pages to move are divided by bytes: chunks are copied side by side over the node's connections, and each is
 committed by itself. So pages are visible early, a node grants little at a time, and a deadline costs the
-pieces that are left, not the batch. Late in its time, a batch begins no piece that would not be done by the
+chunks that are left, not the batch. Late in its time, a batch begins no chunk that would not be done by the
 deadline at the speed seen so far: a time-out in the middle would count against the node.
 """
 
@@ -31,12 +31,12 @@ from pdserve.kvpool.protocol.messages import MAX_KEYS, pages_a_message
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-PIECE_BYTES: Final = 16 * 1024 * 1024
-"""A piece of pages to move: some milliseconds of copying, much longer than the messages that it needs.
+CHUNK_BYTES: Final = 16 * 1024 * 1024
+"""A chunk of pages to move: some milliseconds of copying, much longer than the messages that it needs.
 
-Where pages come over a stream, a piece is as long as one message allows. One stream keeps a core busy with
-the kernel's copies, so two of them share what one had: 32 pages of 1 MiB in two pieces were read at 0.83
-times the speed of one piece over UCX, and 0.92 over TCP.
+Where pages come over a stream, a chunk is as long as one message allows. One stream keeps a core busy with
+the kernel's copies, so two of them share what one had: 32 pages of 1 MiB in two chunks were read at 0.83
+times the speed of one chunk over UCX, and 0.92 over TCP.
 """
 
 
@@ -48,7 +48,7 @@ class Batch(Generic[T]):
     result: list[T]
     deadline: Deadline
     part: Callable[[OpenConnection, list[int]], list[T]]
-    repeatable: bool = True  # a piece may be repeated after the node has answered part of it
+    repeatable: bool = True  # a chunk may be repeated after the node has answered part of it
     page_bytes: int = 0  # size of a page to move; 0: a question
     asked: list[str] = field(init=False)
     """For each key, the node that was asked last."""
@@ -58,21 +58,21 @@ class Batch(Generic[T]):
         self._half_s = (time.monotonic() + self.deadline.at_s) / 2
 
     def is_worth_a_try(self, link: NodeLink, size_bytes: int) -> bool:
-        """Whether a piece may be begun now. In the first half of the time it always may: the node may have
+        """Whether a chunk may be begun now. In the first half of the time it always may: the node may have
         become faster.
         """
         now_s = time.monotonic()
         return now_s < self._half_s or link.speed.allows(size_bytes, self.deadline.at_s - now_s)
 
-    def divide(self, places: list[int], *, streams: bool = False) -> list[list[int]]:
-        """The pieces for one node, alike in length and in the order of the keys. `streams`: its pages come
+    def divide(self, indices: list[int], *, streams: bool = False) -> list[list[int]]:
+        """The chunks for one node, alike in length and in the order of the keys. `streams`: its pages come
         over a stream.
         """
         most = pages_a_message(self.page_bytes) if self.page_bytes else MAX_KEYS
         if self.page_bytes and not streams:
-            most = max(1, min(most, PIECE_BYTES // self.page_bytes))
-        pieces = -(-len(places) // most)
-        return [places[len(places) * i // pieces : len(places) * (i + 1) // pieces] for i in range(pieces)]
+            most = max(1, min(most, CHUNK_BYTES // self.page_bytes))
+        chunks = -(-len(indices) // most)
+        return [indices[len(indices) * i // chunks : len(indices) * (i + 1) // chunks] for i in range(chunks)]
 
 
 class BatchRunner:
@@ -94,69 +94,69 @@ class BatchRunner:
         """
         links = self._links.links
         parts = [
-            (node, piece)
-            for node, places in jobs.items()
-            for piece in batch.divide(places, streams=node in links and links[node].streams)
+            (node, chunk)
+            for node, indices in jobs.items()
+            for chunk in batch.divide(indices, streams=node in links and links[node].streams)
         ]
         if len(parts) == 1:
             self._do(*parts[0], batch)
             return
-        self._run_all([_Piece(partial(self._do, node, places, batch)) for node, places in parts])
+        self._run_all([_Chunk(partial(self._do, node, indices, batch)) for node, indices in parts])
 
     def each(self, nodes: Sequence[str], work: Callable[[str], None]) -> None:
         """Call `work` for each node, side by side where there are threads. Its steps have deadlines."""
         if nodes:
-            self._run_all([_Piece(partial(work, node)) for node in nodes])
+            self._run_all([_Chunk(partial(work, node)) for node in nodes])
 
-    def _run_all(self, pieces: list[_Piece]) -> None:
-        # Every step of a piece has the deadline, so joining needs none. All pieces are joined on every path,
+    def _run_all(self, chunks: list[_Chunk]) -> None:
+        # Every step of a chunk has the deadline, so joining needs none. All chunks are joined on every path,
         # because one may be writing into the caller's buffers.
-        for piece in pieces[1:]:
-            self._submit(piece)
+        for chunk in chunks[1:]:
+            self._submit(chunk)
         try:
-            for piece in pieces:
-                piece.run()
+            for chunk in chunks:
+                chunk.run()
         finally:
-            for piece in pieces:
-                piece.join()
-        for piece in pieces:
-            piece.outcome.result()
+            for chunk in chunks:
+                chunk.join()
+        for chunk in chunks:
+            chunk.outcome.result()
 
     def close(self) -> None:
         """Close the threads. Batches in progress end with refused operations."""
         self._closed = True
         self._threads.shutdown(wait=False)  # not `cancel_futures`: `wait_all` would wait for them forever
 
-    def _do(self, node: str, places: list[int], batch: Batch[T]) -> None:
-        for place in places:
-            batch.asked[place] = node
+    def _do(self, node: str, indices: list[int], batch: Batch[T]) -> None:
+        for index in indices:
+            batch.asked[index] = node
         try:
             link = self._links.link(node)
-            size_bytes = batch.page_bytes * len(places)
+            size_bytes = batch.page_bytes * len(indices)
             if not batch.is_worth_a_try(link, size_bytes):
                 logger.debug("pool node %s: no time is left for %d bytes", node, size_bytes)
                 return
             with link.busy(size_bytes):
                 answers = link.use(
-                    batch.deadline, lambda opened: batch.part(opened, places), repeatable=batch.repeatable
+                    batch.deadline, lambda opened: batch.part(opened, indices), repeatable=batch.repeatable
                 )
         except PoolError as error:
             logger.debug("pool node %s: %s", node, error)
             self._tally.add(failures=1)
             return
-        for place, answer in zip(places, answers, strict=True):
-            batch.result[place] = answer
+        for index, answer in zip(indices, answers, strict=True):
+            batch.result[index] = answer
 
-    def _submit(self, piece: _Piece) -> None:
-        """Give the piece to a thread, if possible."""
+    def _submit(self, chunk: _Chunk) -> None:
+        """Give the chunk to a thread, if possible."""
         if len(self._links.links) > self._nodes:
             self._add_threads()
         while True:
             threads = self._threads
             try:
-                threads.submit(piece.run)
+                threads.submit(chunk.run)
                 return
-            except RuntimeError:  # no thread can be started, or the process ends; the piece may be queued
+            except RuntimeError:  # no thread can be started, or the process ends; the chunk may be queued
                 if threads is self._threads:
                     return
 
@@ -174,7 +174,7 @@ class BatchRunner:
                 old.shutdown(wait=False)
 
 
-class _Piece:
+class _Chunk:
     """A part of a batch. The first thread to take it runs it; after it was joined, no thread does."""
 
     def __init__(self, work: Callable[[], None]) -> None:

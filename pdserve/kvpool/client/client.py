@@ -1,9 +1,9 @@
-"""The synchronous pool client: batches of pages to and from all nodes. Thread-safe; used by SGLang's HiCache
-threads.
+"""The blocking pool client: it moves batches of pages to and from all nodes. Thread-safe. The page mover,
+SGLang's storage threads, LMCache's adapter and weights use it.
 
 A batch is divided by owner on the ring, and the parts run in parallel (batch.py). Missed keys are requested
-again from other nodes (routing.py): from the earlier owner while pages move, from the owner if a hot page's
-replica did not have it, from the new owner if a write went to the wrong node.
+again from other nodes (routing.py): from the earlier owner while pages move, from the new owner if a write
+went to the wrong node.
 
 Operations do not raise for faults of the pool. The keys of an absent, late or full node are misses (reads) or
 unstored (writes), and are counted. Every call ends within its configured time-out, or at most
@@ -13,8 +13,6 @@ unstored (writes), and are counted. Every call ends within its configured time-o
 from __future__ import annotations
 
 import logging
-import random
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
@@ -36,9 +34,8 @@ from pdserve.kvpool.client.operations import (
     PagesRead,
     Tally,
 )
-from pdserve.kvpool.client.reads.replica_hints import HotPages, Reads
-from pdserve.kvpool.client.reads.shared import SharedReads, read_shared
 from pdserve.kvpool.client.routing import Rings, Search
+from pdserve.kvpool.client.shared_reads import SharedReads, read_shared
 from pdserve.kvpool.client.topology import CONNECTIONS, PoolLinks, SharedViews
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.page_bytes import PageBuffers
@@ -63,15 +60,13 @@ class PoolClient:
         *,
         connector: Connector | None = None,
         name: str = "client",
-        seed: int | None = None,
         page_bytes: int = 0,
         connections: int = CONNECTIONS,
     ) -> None:
         """Connects lazily. Raises ConfigError if the nodes form no valid ring.
 
-        `connector` replaces the configured transport (for tests). `seed`: of the random spread of reads of
-        hot pages. `page_bytes`: nodes that can never hold pages of this size are refused; 0: unknown.
-        `connections`: operations at a time on each node.
+        `connector` replaces the configured transport (for tests). `page_bytes`: nodes that can never hold
+        pages of this size are refused; 0: unknown. `connections`: operations at a time on each node.
         """
         self.config = config
         self.namespace = namespace
@@ -86,8 +81,6 @@ class PoolClient:
             config, namespace, geometry, connector, SharedViews(config), page_bytes, connections
         )
         self._runner = BatchRunner(self._links, self._tally, connections, nodes=len(config.nodes))
-        self._hot = HotPages(random.Random(seed))
-        self._lock = threading.Lock()  # guards `_hot`
 
     @property
     def counters(self) -> ClientCounters:
@@ -100,8 +93,8 @@ class PoolClient:
         """For each key: whether it is committed, at its owner or its earlier owner."""
         deadline = self._within(self.config.exists_timeout_s)
 
-        def part(opened: OpenConnection, places: list[int]) -> list[bool]:
-            return operations.exists(opened, [keys[i] for i in places], deadline.at_s)
+        def part(opened: OpenConnection, indices: list[int]) -> list[bool]:
+            return operations.exists(opened, [keys[i] for i in indices], deadline.at_s)
 
         batch = Batch(keys, [False] * len(keys), deadline, part)
         rings = self._links.rings
@@ -123,29 +116,27 @@ class PoolClient:
         """
         page_bytes = check_pages(keys, pages)
         deadline = self._within(self.config.get_timeout_s)
-        replicas: dict[int, int] = {}
+        own: set[int] = set()  # pages that this client read from a node itself
 
-        def part(opened: OpenConnection, places: list[int]) -> list[bool]:
-            chosen = [keys[i] for i in places], [pages[i] for i in places]
+        def part(opened: OpenConnection, indices: list[int]) -> list[bool]:
+            chosen = [keys[i] for i in indices], [pages[i] for i in indices]
             read = self._read(opened, *chosen, deadline.at_s, share)
-            found = zip(places, read.found, read.replicas, strict=True)
-            replicas.update((place, count) for place, hit, count in found if hit and count is not None)
+            found = zip(indices, read.found, read.own, strict=True)
+            own.update(index for index, hit, by_us in found if hit and by_us)
             return read.found
 
         batch = Batch(keys, [False] * len(keys), deadline, part, page_bytes=page_bytes)
         rings = self._links.rings
-        self._runner.run(self._plan_reads(keys, rings, page_bytes), batch)
+        self._runner.run(rings.split(keys), batch)
         first_asked = list(batch.asked)
         self._search_on(batch, rings)
-        self._remember(rings, Reads(keys, batch.result, first_asked, batch.asked, replicas))
         read = [i for i, found in enumerate(batch.result) if found]
-        own = sum(i in replicas for i in read)
         self._tally.add(
             pages_read=len(read),
-            pages_shared=len(read) - own,
+            pages_shared=len(read) - len(own),
             pages_missed=len(keys) - len(read),
             pages_fallback=sum(first_asked[i] != batch.asked[i] for i in read),
-            bytes_read=own * page_bytes,
+            bytes_read=len(own) * page_bytes,
         )
         return batch.result
 
@@ -155,13 +146,13 @@ class PoolClient:
         """
         deadline = self._within(self.config.exists_timeout_s)
 
-        def part(opened: OpenConnection, places: list[int]) -> list[bool]:
-            return operations.raise_pages(opened, [keys[i] for i in places], deadline.at_s)
+        def part(opened: OpenConnection, indices: list[int]) -> list[bool]:
+            return operations.raise_pages(opened, [keys[i] for i in indices], deadline.at_s)
 
         jobs = self._reachable(self._links.rings.split(keys))
         for start in range(0, max(map(len, jobs.values()), default=0), m.MAX_KEPT_KEYS):
-            some = {node: places[start : start + m.MAX_KEPT_KEYS] for node, places in jobs.items()}
-            left = {node: places for node, places in some.items() if places}
+            some = {node: indices[start : start + m.MAX_KEPT_KEYS] for node, indices in jobs.items()}
+            left = {node: indices for node, indices in some.items() if indices}
             self._runner.run(left, Batch(keys, [False] * len(keys), deadline, part))
 
     @property
@@ -181,14 +172,14 @@ class PoolClient:
             return shown
         deadline = self._within(self.config.get_timeout_s)
 
-        def part(opened: OpenConnection, places: list[int]) -> list[Filling | None]:
-            chosen = [keys[i] for i in places], [into[i] for i in places]
+        def part(opened: OpenConnection, indices: list[int]) -> list[Filling | None]:
+            chosen = [keys[i] for i in indices], [into[i] for i in indices]
             return operations.show(opened, *chosen, deadline.at_s, self._tally)
 
         size_bytes = into[0].size_bytes if into else 0
         rings, links = self._links.rings, self._links.links
-        jobs = self._plan_reads(keys, rings, size_bytes)
-        near = {node: places for node, places in jobs.items() if node in links and not links[node].streams}
+        jobs = rings.split(keys)
+        near = {node: indices for node, indices in jobs.items() if node in links and not links[node].streams}
         self._runner.run(near, Batch(keys, shown, deadline, part))
         count = len(keys) - shown.count(None)
         self._tally.add(pages_read=count, bytes_read=count * size_bytes)
@@ -204,8 +195,8 @@ class PoolClient:
         page_bytes = check_pages(keys, pages)
         deadline = self._within(self.config.put_timeout_s)
 
-        def part(opened: OpenConnection, places: list[int]) -> list[int]:
-            chosen = [keys[i] for i in places], [pages[i] for i in places]
+        def part(opened: OpenConnection, indices: list[int]) -> list[int]:
+            chosen = [keys[i] for i in indices], [pages[i] for i in indices]
             stored = operations.write(opened, *chosen, deadline.at_s, self._tally, self._tags)
             if MOVED in stored:
                 with opened.best_effort():
@@ -218,13 +209,13 @@ class PoolClient:
             # a node grants only so much at a time; what was granted to the other pieces is committed now
             full = [i for i, became in enumerate(batch.result) if became == FULL]
             again = self._links.rings.split([keys[i] for i in full])
-            for node, places in again.items():
-                self._runner.run({node: [full[i] for i in places]}, batch)
+            for node, indices in again.items():
+                self._runner.run({node: [full[i] for i in indices]}, batch)
         if MOVED in batch.result:
             moved_to = {
                 node: moved
-                for node, places in self._links.rings.split(keys).items()
-                if (moved := [i for i in places if batch.result[i] == MOVED and batch.asked[i] != node])
+                for node, indices in self._links.rings.split(keys).items()
+                if (moved := [i for i in indices if batch.result[i] == MOVED and batch.asked[i] != node])
             }
             self._runner.run(moved_to, batch)
         if FULL in batch.result:
@@ -237,7 +228,7 @@ class PoolClient:
         return sum(self._each_node(operations.clear, timeout_s).values())
 
     def remove(self, keys: Sequence[bytes]) -> int:
-        """Drop pages that nobody wants any more on every reachable node, replicas too. Returns how many."""
+        """Drop pages that nobody wants any more on every reachable node, copies too. Returns how many."""
 
         def part(opened: OpenConnection, deadline_s: float) -> int:
             return operations.remove(opened, keys, deadline_s)
@@ -299,23 +290,7 @@ class PoolClient:
     def _reachable(self, jobs: Mapping[str, list[int]]) -> dict[str, list[int]]:
         """`jobs` without nodes that are down: a second request is not worth a wait."""
         links = self._links.links
-        return {node: places for node, places in jobs.items() if node in links and links[node].reachable}
-
-    def _plan_reads(self, keys: Sequence[bytes], rings: Rings, page_bytes: int) -> dict[str, list[int]]:
-        """The indices of keys by node: the key's owner, or for a hot page the less loaded of two holders."""
-        owners = rings.split(keys)
-        if not len(self._hot) or len(rings.ring.nodes) < 2:
-            return owners
-        load_bytes = {name: link.outstanding_bytes for name, link in self._links.links.items() if link.up}
-        with self._lock:
-            return self._hot.spread(keys, owners, rings.ring, load_bytes, page_bytes, time.monotonic())
-
-    def _remember(self, rings: Rings, reads: Reads) -> None:
-        """Update the hints about hot pages from a batch of reads."""
-        if any(reads.replicas.values()) or len(self._hot):
-            with self._lock:
-                served = self._hot.learn(reads, rings.split(reads.keys), time.monotonic())
-            self._tally.add(pages_replica=served)
+        return {node: indices for node, indices in jobs.items() if node in links and links[node].reachable}
 
     def _each_node(
         self,

@@ -121,7 +121,6 @@ class NodeLink:
         The background thread calls `on_lost(name)` repeatedly while the node is down.
         """
         self.name = name
-        self.outstanding_bytes = 0  # bytes of pages that are being moved
         self.speed = Speed()
         self.streams = False
         """The node's pages come over a socket or network device, as far as is known."""
@@ -219,16 +218,10 @@ class NodeLink:
 
     @contextmanager
     def busy(self, size_bytes: int) -> Iterator[None]:
-        """Context: `size_bytes` are being moved from or to the node."""
+        """Context: `size_bytes` are moved from or to the node; its speed is learnt."""
         started_s = time.monotonic()
-        with self._changed:
-            self.outstanding_bytes += size_bytes
-        try:
-            yield
-            self.speed.learn(size_bytes, time.monotonic() - started_s)
-        finally:
-            with self._changed:
-                self.outstanding_bytes -= size_bytes
+        yield
+        self.speed.learn(size_bytes, time.monotonic() - started_s)
 
     def check(self, deadline: Deadline) -> None:
         """Connect and open the namespace.

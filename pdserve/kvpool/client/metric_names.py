@@ -16,7 +16,7 @@ CLIENT_METRICS: Final = (
         ("result",),
         "KV pages by what became of them: read, missed, written, present (another had written it), refused "
         "(no room), lost, corrupt, forged (the tag was made without the page key), and of those read: "
-        "fallback, replica, ssd (a node brought them up from a tier below its memory), shared (copied from "
+        "fallback, ssd (a node brought them up from a tier below its memory), shared (copied from "
         "another rank of the host, which had read them).",
         CLIENT_PREFIX,
     ),

@@ -50,11 +50,8 @@ class ClientCounters:
     pages_lost: int = 0  # reads whose lease ended during the copy
     pages_corrupt: int = 0  # reads whose checksum did not match
     pages_forged: int = 0  # reads whose checksum matched, but not the tag made with the page key
-    pages_fallback: int = (
-        0  # reads served by another node than the first one, while pages moved or replicas ended
-    )
-    pages_replica: int = 0  # reads served by a replica of a hot page
-    pages_ssd: int = 0  # reads that the node loaded from a tier (SSD, directory)
+    pages_fallback: int = 0  # reads served by another node than the first one, while pages moved
+    pages_ssd: int = 0  # reads that the node loaded from a tier (SSD, object store)
     pages_shared: int = 0  # reads copied from another client of this host, which had read the page
     bytes_read: int = 0
     bytes_written: int = 0
@@ -69,10 +66,12 @@ class Proof(NamedTuple):
 
 
 class PagesRead(NamedTuple):
-    """For each page: its proof, None if it was not read; and how many replicas there are, where known."""
+    """For each page: its proof, None if it was not read; and whether this client read it from a node itself,
+    not from another client of its host.
+    """
 
     proofs: list[Proof | None]
-    replicas: Sequence[int | None]
+    own: list[bool]
 
     @property
     def found(self) -> list[bool]:
@@ -152,7 +151,7 @@ def read(
         Proof(pin.checksum, trailers[i].tobytes() if tags else b"") if result[i] else None
         for i, pin in enumerate(pins)
     ]
-    return PagesRead(proofs, [pin.replicas for pin in pins])
+    return PagesRead(proofs, [True] * len(proofs))
 
 
 def raise_pages(opened: OpenConnection, keys: list[bytes], deadline_s: float) -> list[bool]:

@@ -46,31 +46,43 @@ class Rings:
         nodes = [*(self.previous.nodes if self.previous else ()), *self.ring.nodes]
         return {node.node: node.address for node in nodes}
 
+    def reachable_at(self, seeds: Mapping[str, str]) -> dict[str, list[str]]:
+        """For each node that a client keeps a link to, its addresses in the order to try them: the configured
+        one (`seeds`), then that of the view. A node alone cannot report when others are back, so the seeds
+        stay then.
+        """
+        known = self.addresses
+        names = known if len(known) > 1 else {**seeds, **known}
+        return {
+            node: list(dict.fromkeys(table[node] for table in (seeds, known) if node in table))
+            for node in names
+        }
+
     def split(self, keys: Sequence[bytes]) -> dict[str, list[int]]:
         """The indices of `keys` by owner. Empty: there are no nodes."""
         return self.ring.split(keys) if self.ring.nodes else {}
 
     def others(
-        self, keys: Sequence[bytes], places: Sequence[int], asked: Mapping[int, Collection[str]]
+        self, keys: Sequence[bytes], indices: Sequence[int], asked: Mapping[int, Collection[str]]
     ) -> dict[str, list[int]]:
-        """The next node for each key at the indices `places`, as indices by node.
+        """The next node for each key at the indices `indices`, as indices by node.
 
         It is the owner or the previous owner, the first of the two that was not `asked`. Keys without such a
         node are left out.
         """
         found: dict[str, list[int]] = {}
-        left = list(places)
+        left = list(indices)
         for ring in (self.ring, self.previous):
             if ring is None or not ring.nodes or not left:
                 continue
-            owners = ring.split([keys[place] for place in left])
+            owners = ring.split([keys[index] for index in left])
             still = []
             for node, chosen in owners.items():
-                for place in (left[i] for i in chosen):
-                    if node in asked.get(place, ()):
-                        still.append(place)
+                for index in (left[i] for i in chosen):
+                    if node in asked.get(index, ()):
+                        still.append(index)
                     else:
-                        found.setdefault(node, []).append(place)
+                        found.setdefault(node, []).append(index)
             left = sorted(still)
         return {node: sorted(chosen) for node, chosen in found.items()}
 
@@ -78,7 +90,7 @@ class Rings:
         """The indices of keys that another node owned before, by that node."""
         if self.previous is None or not keys:
             return {}
-        owners = {place: (node,) for node, places in self.split(keys).items() for place in places}
+        owners = {index: (node,) for node, indices in self.split(keys).items() for index in indices}
         return self.others(keys, range(len(keys)), owners)
 
 
@@ -104,8 +116,8 @@ class Search:
             self._rings = rings
             self._asked.clear()
         else:
-            for place in missed:
-                self._asked.setdefault(place, set()).add(asked[place])
+            for index in missed:
+                self._asked.setdefault(index, set()).add(asked[index])
         return rings.others(self._keys, missed, self._asked)
 
 

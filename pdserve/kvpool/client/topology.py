@@ -132,9 +132,7 @@ class PoolLinks:
     def _follow(self) -> None:
         """Bring the links in line with the view."""
         with self._lock:
-            wanted = set(self.rings.addresses)
-            if len(wanted) == 1:
-                wanted |= self._seeds.keys()  # a node alone cannot report when the others are back
+            wanted = self.rings.reachable_at(self._seeds)
             before = self._links
             if not self._closed:
                 self._links = {node: before.get(node) or self._make_link(node) for node in wanted}
@@ -158,9 +156,7 @@ class PoolLinks:
         )
 
     def _connect(self, node: str, deadline: float) -> Connection:
-        """Connect to a node, at its configured address if it has one, else at that of the view."""
-        found = [self._seeds.get(node), self.rings.addresses.get(node)]
-        addresses = list(dict.fromkeys(address for address in found if address is not None))
+        addresses = self.rings.reachable_at(self._seeds).get(node, [])
         for address in addresses[:-1]:
             try:
                 return self._greeted(node, address, (time.monotonic() + deadline) / 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Container, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,7 +22,7 @@ from pdserve.kvpool.cluster.state import (
     owners_of,
     stamp,
 )
-from pdserve.kvpool.namespaces.registry import MAX_REGISTRY_BYTES, Dropped, Floors
+from pdserve.kvpool.namespaces.registry import MAX_LEARNED_BYTES, Registry
 from pdserve.kvpool.protocol.base import NodeAddress
 from pdserve.kvpool.protocol.cluster_messages import (
     ACTIVE,
@@ -40,7 +40,6 @@ MAX_GONE: Final = 256  # members that are dead or have left; beyond that they ar
 FORGET_MS: Final = 24 * 3600 * 1000
 FORGET_SOONER_MS: Final = 600 * 1000
 RENEWALS: Final = 4  # of a record in the time after which members are forgotten
-MAX_NAMESPACE_BYTES: Final = 2 * MAX_REGISTRY_BYTES  # encoded; several nodes may add some at once
 
 
 @dataclass(frozen=True)
@@ -48,21 +47,20 @@ class Update:
     """The effect of a change of the state."""
 
     members: tuple[Member, ...] = ()  # that changed, as they are now
-    namespaces: tuple[NamespaceRecord, ...] = ()
+    namespaces: tuple[NamespaceRecord, ...] = ()  # news, for whoever owns the registry to learn
     view: View | None = None  # the new one, if it changed
     own: bool = False  # this node made the change itself: it must tell the others
     rival: Member | None = None  # another process with this node's name
-    forgotten: tuple[str, ...] = ()  # namespaces
-    floors: Floors | None = None  # the new ones, if they changed
 
     def __bool__(self) -> bool:
-        return bool(self.members or self.namespaces or self.floors or self.view or self.own)
+        return bool(self.members or self.namespaces or self.view or self.own)
 
 
 class Cluster:
     """The state of the pool as one node knows it. Every change returns an Update.
 
     `first_version` is the clock's millisecond at the node's start. `status` is the one before an upgrade.
+    `registry`: the node's namespaces. They are only read here; `state` is without them.
     """
 
     def __init__(
@@ -72,10 +70,7 @@ class Cluster:
         self.name = node.node
         self.state = ClusterState(cluster, [me], [])
         self._members = {me.node: me}
-        self._namespaces: dict[str, NamespaceRecord] = {}
-        self._digests: dict[str, tuple[NamespaceRecord, bytes, int]] = {}  # and how long it is encoded
-        self._namespace_bytes = 0
-        self._dropped = Dropped(FORGET_MS, FORGET_SOONER_MS, MAX_GONE)
+        self.registry = Registry()
         self._look()
 
     # --- what is known
@@ -91,9 +86,14 @@ class Cluster:
         return self._members
 
     @property
-    def namespaces(self) -> dict[str, NamespaceRecord]:
-        """By name. Not to be changed."""
-        return self._namespaces
+    def whole(self) -> ClusterState:
+        """The state with all namespaces."""
+        return replace(self.state, namespaces=list(self.registry))
+
+    @property
+    def digest(self) -> bytes:
+        """Equal on nodes that know the same of members and namespaces."""
+        return _digest_of(self._encoded + self.registry.digest)
 
     @property
     def settled(self) -> bool:
@@ -118,18 +118,19 @@ class Cluster:
         merged = merge(self.state, other)
         if len(merged.members) > MAX_MEMBERS:
             raise FrameError(f"more than {MAX_MEMBERS} nodes were in the pool lately: give nodes fixed names")
-        if self._added_bytes(merged) + self._namespace_bytes > MAX_NAMESPACE_BYTES:
-            raise FrameError(f"namespaces of more than {MAX_NAMESPACE_BYTES >> 20} MiB")
+        news = self.registry.news(other.namespaces)
+        if self.registry.encoded_bytes + self.registry.added_bytes(news) > MAX_LEARNED_BYTES:
+            raise FrameError(f"namespaces of more than {MAX_LEARNED_BYTES >> 20} MiB")
         me = self.me
         claimed = next((member for member in merged.members if member.node == self.name), None)
         if claimed is None:  # this node was cut off for so long that it was forgotten
             claimed = replace(me, version=max(me.version, merged.horizon) + 1, renewed=0)
             members = sorted([*merged.members, claimed], key=lambda member: member.node)
-            return self._become(replace(merged, members=members))
+            return self._become(replace(merged, members=members), news)
         if member_order(claimed) != member_order(me) and me.status != LEFT:
             # another node has a wrong record of this one
             merged = _replaced(merged, replace(me, version=claimed.version + 1))
-        update = self._become(merged, own=False)
+        update = self._become(merged, news, own=False)
         if claimed.incarnation != me.incarnation and claimed.status in (ACTIVE, LEAVING):
             return dataclasses.replace(update, rival=claimed)
         return update
@@ -164,16 +165,14 @@ class Cluster:
             return Update()
         return self._become(_replaced(self.state, replace(self.me, settled=epoch)))
 
-    def tidy(self, now_ms: int, kept: Container[str] = ()) -> Update:
+    def tidy(self, now_ms: int) -> Update:
         """Forget members that went long ago. While there are any, renew this node's own record, so that other
-        nodes can forget them too. Forget tombstones after their grace period, except `kept`. To be called now
-        and then.
+        nodes can forget them too. To be called now and then.
         """
-        floors = self._dropped.due(self.state.namespaces, now_ms, kept)
-        state, me = self._above(floors) if floors else self.state, self.me
+        state, me = self.state, self.me
         gone = [member for member in state.members if member.status in (LEFT, DEAD)]
         if not gone or me.status not in (ACTIVE, LEAVING):
-            return Update() if state is self.state else self._become(state)
+            return Update()
         after_ms = FORGET_MS if len(gone) <= MAX_GONE else FORGET_SOONER_MS
         if now_ms - stamp(me) >= after_ms // RENEWALS:
             state = _replaced(state, replace(me, renewed=now_ms))
@@ -183,35 +182,23 @@ class Cluster:
             state = merge(state, ClusterState(state.cluster, [], [], horizon=horizon))
         return self._become(state)
 
-    def _above(self, floors: Floors) -> ClusterState:
-        return merge(self.state, ClusterState(self.state.cluster, [], [], floors=floors))
-
-    def raise_floors(self, floors: Floors) -> Update:
-        """Take in the floors that this node saved before its start."""
-        return self._become(self._above(floors))
-
-    def publish(self, record: NamespaceRecord) -> Update:
-        """Merge a record of this node. An older record than the known one changes nothing."""
-        return self._become(merge(self.state, ClusterState(self.state.cluster, [], [record])))
-
     # --- inside
 
-    def _become(self, state: ClusterState, *, own: bool = True) -> Update:
+    def _become(
+        self, state: ClusterState, news: Sequence[NamespaceRecord] = (), *, own: bool = True
+    ) -> Update:
         state = self._follow(state)
         if state == self.state:
-            return Update()
-        old_members, old_namespaces, old_view, old_me = self._members, self._namespaces, self.view, self.me
-        old_floors, self.state = self.state.floors, state
+            return Update(namespaces=tuple(news))
+        old_members, old_view, old_me = self._members, self.view, self.me
+        self.state = state
         self._members = {member.node: member for member in state.members}
-        self._namespaces = {record.name: record for record in state.namespaces}
         self._look()
         return Update(
             tuple(m for m in state.members if old_members.get(m.node) != m),
-            tuple(r for r in state.namespaces if old_namespaces.get(r.name) != r),
+            tuple(news),
             self.view if self.view != old_view else None,
             own or self.me != old_me,
-            forgotten=tuple(name for name in old_namespaces if name not in self._namespaces),
-            floors=state.floors if state.floors != old_floors else None,
         )
 
     def _follow(self, state: ClusterState) -> ClusterState:
@@ -237,35 +224,15 @@ class Cluster:
         return _owners(state) == _owners(self.state)
 
     def _look(self) -> None:
-        """Derive epoch, digest and view from the state."""
+        """Derive epoch and view from the state."""
         self.epoch = epoch_of(self.state)
-        self.digest = self._digest()
+        self._encoded = encoded(self.state)
         owners = owners_of(self._members.values())
         previous: list[NodeAddress] = []
         if not self.settled:
             up = {member.node: member for member in self.alive()}
             previous = [replace(n, address=up[n.node].address) for n in self.state.stable if n.node in up]
         self.view = View(0, self.epoch, owners, previous if previous != owners else [])
-
-    def _digest(self) -> bytes:
-        """Of the whole state. Namespaces are large and seldom change: their digests are kept."""
-        digests = {}
-        for record in self.state.namespaces:
-            known = self._digests.get(record.name)
-            if known is None or known[0] is not record:
-                text = encoded(record)
-                known = record, _digest_of(text), len(text)
-            digests[record.name] = known
-        self._digests = digests
-        self._namespace_bytes = sum(size for _, _, size in digests.values())
-        rest = encoded(replace(self.state, namespaces=[]))
-        return _digest_of(rest + b"".join(digest for _, digest, _ in digests.values()))
-
-    def _added_bytes(self, state: ClusterState) -> int:
-        """How many bytes longer its namespaces are than the known ones."""
-        new = [record for record in state.namespaces if self._namespaces.get(record.name) is not record]
-        old = [self._digests[record.name][2] for record in new if record.name in self._digests]
-        return sum(len(encoded(record)) for record in new) - sum(old)
 
 
 def _owners(state: ClusterState) -> list[Member]:

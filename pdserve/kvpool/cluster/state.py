@@ -44,8 +44,7 @@ Once all ACTIVE members have settled, their ring is the `stable` one. Until then
 ring's nodes as `previous`, where a page may still be. Members that are dead or have left are not in
 `previous`: nothing can be read from them, and the rest of a consistent-hash ring stays as it was.
 
-**Namespaces.** Their records are in the same state. namespaces/registry.py says how two records are joined,
-and how tombstones are forgotten.
+Nodes send the records of namespaces along with this state; namespaces/registry.py joins them.
 """
 
 from __future__ import annotations
@@ -59,8 +58,8 @@ from msgspec.structs import replace
 
 from pdserve.errors import FrameError
 from pdserve.kvpool.cluster.ring import MAX_WEIGHT_SUM
-from pdserve.kvpool.namespaces.registry import FLOORS, NamespaceError, above, highest, join
-from pdserve.kvpool.namespaces.validation import MAX_COUNT, check_record
+from pdserve.kvpool.namespaces.registry import NamespaceError
+from pdserve.kvpool.namespaces.validation import check_record
 from pdserve.kvpool.protocol.base import Message, NodeAddress
 from pdserve.kvpool.protocol.cluster_messages import (
     ACTIVE,
@@ -84,7 +83,7 @@ _encoder = msgspec.msgpack.Encoder(order="sorted")
 
 
 def merge(a: ClusterState, b: ClusterState) -> ClusterState:
-    """The state on which two nodes agree; lists ordered by name. Raises ValueError for two clusters."""
+    """The members on which two nodes agree, ordered by name. Raises ValueError for two clusters."""
     if a.cluster != b.cluster:
         raise ValueError(f"states of two clusters, '{a.cluster}' and '{b.cluster}'")
     members: dict[str, Member] = {}
@@ -94,24 +93,18 @@ def merge(a: ClusterState, b: ClusterState) -> ClusterState:
         members[member.node] = member if known is None else newer_member(known, member)
     for name in [name for name, member in members.items() if stamp(member) < horizon]:
         del members[name]
-    namespaces: dict[str, NamespaceRecord] = {}
-    for record in (*a.namespaces, *b.namespaces):
-        other = namespaces.get(record.name)
-        namespaces[record.name] = record if other in (None, record) else join(other, record)
     stable_epoch, stable = max(
         ((state.stable_epoch, state.stable) for state in (a, b)),
         key=lambda ring: (ring[0], encoded(ring[1])),
     )
-    floors = highest(a.floors, b.floors)
     return ClusterState(
         a.cluster,
         [members[name] for name in sorted(members)],
-        above((namespaces[name] for name in sorted(namespaces)), floors),
+        [],
         stable_epoch,
         stable,
         horizon,
         max(_folded(a, members), _folded(b, members)),
-        floors,
     )
 
 
@@ -202,10 +195,6 @@ def check_state(state: ClusterState, now_ms: int = MAX_VERSION) -> None:
         MAX_FOLDED, latest_ms * MAX_FORGOTTEN
     ):
         raise FrameError("an impossible horizon")
-    buckets = [bucket for bucket, _ in state.floors]
-    good = all(0 <= bucket < FLOORS and 0 < floor < MAX_COUNT // 2 for bucket, floor in state.floors)
-    if not good or buckets != sorted(set(buckets)):
-        raise FrameError("impossible floors of namespaces")
     for record in state.namespaces:
         try:
             check_record(record)

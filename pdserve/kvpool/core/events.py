@@ -1,6 +1,6 @@
 """Events and actions: the records that `NodeState.handle` takes and returns.
 
-The shell (node/node.py, or testing/inproc.py) turns sockets, timers and UCX completions into events. It hands
+The shell (node/node.py) turns sockets, timers and UCX completions into events. It hands
 each to `NodeState.handle(event, now_s)`, and carries out the returned actions strictly in order. The order is
 part of the contract: a row of the table is written before the reply that makes its page known, and a transfer
 starts before the reply that announces its tag.
@@ -96,13 +96,6 @@ class RecordsLearned(msgspec.Struct, frozen=True):
     records: list[NamespaceRecord]
 
 
-class RecordsForgotten(msgspec.Struct, frozen=True):
-    """Records of these namespaces are forgotten. `floors` are the new ones (namespaces/registry.py)."""
-
-    names: list[str]
-    floors: list[tuple[int, int]]
-
-
 class PagesFound(msgspec.Struct, frozen=True):
     """Pages are in a tier: they survived a restart there, or came from the tier above. `last`: the tier has
     reported all pages that survived. `failed`: how many pages from above it could not write.
@@ -160,7 +153,6 @@ Event: TypeAlias = (
     | ViewChanged
     | ReplicasMade
     | RecordsLearned
-    | RecordsForgotten
     | PagesFound
     | PagesStored
     | PagesGone
@@ -271,14 +263,6 @@ class AskReplicas(msgspec.Struct, frozen=True):
     lengths: Sequence[int]
 
 
-class EndReplicasAt(msgspec.Struct, frozen=True):
-    """Tell the node to drop these replicas."""
-
-    node: str
-    namespace: int
-    keys: Sequence[bytes]
-
-
 class SlotPage(msgspec.Struct, frozen=True, gc=False):
     """A page, and its slot at byte `offset` of the arena."""
 
@@ -348,7 +332,6 @@ Action: TypeAlias = (
     | StartReceive
     | CancelTransfers
     | AskReplicas
-    | EndReplicasAt
     | StorePages
     | LoadPages
     | ForgetPages

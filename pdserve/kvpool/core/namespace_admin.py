@@ -20,7 +20,7 @@ import difflib
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias, assert_never
+from typing import Final, TypeAlias, assert_never
 
 import msgspec
 
@@ -30,7 +30,6 @@ from pdserve.kvpool.namespaces import access
 from pdserve.kvpool.namespaces.catalog import Namespace, Namespaces
 from pdserve.kvpool.namespaces.registry import (
     MAX_NAMESPACES_PER_TOKEN,
-    Floors,
     NamespaceError,
     check_geometry,
 )
@@ -103,9 +102,10 @@ class Administration:
         for name, settings in self._rules.named.items():
             known = registry.get(name)
             if known is None:
-                registry.change(_changed(registry.fresh(name, settings)))
+                if before.get(name) != settings:  # else it was dropped long ago
+                    registry.change(registry.changed(registry.fresh(name, settings)))
             elif before.get(name, settings) != settings and known.settings != settings:
-                registry.change(_changed(known, settings=settings))
+                registry.change(registry.changed(known, settings=settings))
         self.namespaces.configured = dict(self._rules.named)
 
     # --- rights
@@ -130,27 +130,29 @@ class Administration:
         """Why the client may not make this request; None when it may. Requests that give a namespace's name
         instead of its number are judged by `handle`.
         """
-        kind, request_id = type(message), getattr(message, "id", 0)
-        fault = None
-        if kind in access.NEEDS:
-            if self.lacks_right(session, message):
-                number = getattr(message, "namespace", 0)
-                may_see = self.rights(session, number) & m.READ  # numbers can be tried, and names tell
-                name = f"'{self.namespaces[number].name}'" if may_see else f"number {number}"
-                fault = access.denied(name, access.NEEDS[kind], request_id)
-        elif kind in access.PEER_OPERATIONS:
-            if not session.peer:
-                fault = access.denied_peer(self._node, request_id)
-        elif kind in access.NODE_OPERATIONS and not self._is_operator(session):
-            fault = access.denied_here(self._node, kind.__name__, request_id)
-        self.denials += fault is not None
-        return fault
+        if self.authorized(session, message):
+            return None
+        self.denials += 1
+        request_id: int = getattr(message, "id", 0)
+        scope, right = access.NEEDED[type(message)]
+        if scope == "pool":
+            return access.denied_peer(self._node, request_id)
+        if scope == "node":
+            return access.denied_here(self._node, type(message).__name__, request_id)
+        number: int = getattr(message, "namespace", 0)
+        may_see = self.rights(session, number) & m.READ  # numbers can be tried, and names tell
+        name = f"'{self.namespaces[number].name}'" if may_see else f"number {number}"
+        return access.denied(name, right, request_id)
 
-    def lacks_right(self, session: Session, message: m.Request) -> bool:
-        """Whether the client lacks the right to do this in the request's namespace."""
-        need = access.NEEDS.get(type(message))
-        number = getattr(message, "namespace", 0)
-        return need is not None and not self.rights(session, number) & need
+    def authorized(self, session: Session, message: m.Request) -> bool:
+        """Whether the client has the right that the request needs."""
+        needed = access.NEEDED.get(type(message))
+        if needed is None:
+            return True
+        scope, right = needed
+        if scope == "namespace":
+            return bool(self.rights(session, getattr(message, "namespace", 0)) & right)
+        return session.peer if scope == "pool" else self._is_operator(session)
 
     def token_digest(self, named: bytes) -> str:
         """The digest of the token with this key id, if it is the node's or any namespace's; else empty."""
@@ -176,10 +178,6 @@ class Administration:
             return True
         return access.guards(settings)[1] != "" and bool(access.rights_of(session.token, settings) & m.WRITE)
 
-    def _may_decide(self, session: Session, record: NamespaceRecord) -> bool:
-        """Whether the client may decide the geometry of a namespace, for all later clients."""
-        return self._is_super(session) or bool(access.rights_of(session.token, record.settings) & m.WRITE)
-
     def _check_makes(self, session: Session, record: NamespaceRecord) -> None:
         """Raises NamespaceError: the holders of a token have as many as one may make."""
         if self._is_operator(session):
@@ -199,20 +197,18 @@ class Administration:
         """Whether the client has the right in a namespace with these settings."""
         return self._is_super(session) or bool(access.rights_of(session.token, settings) & right)
 
-    def _require_admin(self, session: Session, record: NamespaceRecord, request_id: int) -> None:
-        """Raises Denied."""
-        if not self._has(session, record.settings, m.ADMIN):
-            raise Denied(access.denied_change(record.name, request_id))
+    def _require_admin(
+        self, session: Session, name: str, record: NamespaceRecord | None, request_id: int
+    ) -> None:
+        """Raises Denied, the same whether there is a record of this name."""
+        may = self._is_operator(session) if record is None else self._has(session, record.settings, m.ADMIN)
+        if not may:
+            raise Denied(access.denied_change(name, request_id))
 
     def _require_operator(self, session: Session, what: str, request_id: int) -> None:
         """Raises Denied."""
         if not self._is_operator(session):
             raise Denied(access.denied_here(self._node, what, request_id))
-
-    def _require_operator_for(self, session: Session, name: str, request_id: int) -> None:
-        """Raises Denied, as for a name that is there."""
-        if not self._is_operator(session):
-            raise Denied(access.denied_change(name, request_id))
 
     # --- requests
 
@@ -256,7 +252,7 @@ class Administration:
             raise Denied(access.denied_open(request.name, request.id))
         generation = request.generation if session.peer else 0  # only nodes know generations
         record = known or registry.fresh(request.name, settings)
-        if known is None and generation > record.generation:
+        if known is None and generation:
             record = msgspec.structs.replace(record, generation=generation)
         local = self.namespaces.find(record.name)
         if generation and (record.dropped or record.generation != generation):
@@ -264,13 +260,13 @@ class Administration:
             raise NamespaceError("unknown_namespace", f"namespace '{record.name}' was dropped meanwhile")
         if is_new:
             self._check_makes(session, msgspec.structs.replace(record, geometry=dict(request.geometry)))
-        elif local is None and not record.geometry and not self._may_decide(session, record):
+        elif local is None and not record.geometry and not self._has(session, record.settings, m.WRITE):
             raise Denied(access.denied_first(record.name, request.id))
         if local is not None or record.geometry:
             geometry = record.geometry if local is None else local.geometry
             check_geometry(request.name, geometry, request.geometry)
         if is_new or request.geometry != record.geometry:
-            record = _changed(record, geometry=dict(request.geometry), dropped=False)
+            record = registry.changed(record, geometry=dict(request.geometry), dropped=False)
             check_record(record)
             registry.change(record)
             out.append(PublishNamespace(record))
@@ -282,27 +278,24 @@ class Administration:
         return m.Opened(request.id, local.number, rights, self._largest_page_bytes)
 
     def _put(self, session: Session, request: PutNamespace, out: list[Action]) -> m.Done:
-        known = self.namespaces.registry.get(request.name)
-        if known is None:
-            self._require_operator_for(session, request.name, request.id)
-            known = self.namespaces.registry.fresh(request.name, NamespaceSettings())
-        else:
-            self._require_admin(session, known, request.id)
+        registry = self.namespaces.registry
+        known = registry.get(request.name)
+        self._require_admin(session, request.name, known, request.id)
+        known = known or registry.fresh(request.name, NamespaceSettings())
         if known.dropped and not self._is_operator(session):
-            self.namespaces.registry.check_spare(known)
+            registry.check_spare(known)
         settings = _with_kept_tokens(request.settings, known.settings)
         if _without_tokens(settings) != _without_tokens(known.settings):
             self._require_operator(session, f"changing the limits of namespace '{known.name}'", request.id)
         check_settings(settings, self._capacity_bytes, tokens_allowed=bool(self._rules.admin_token))
-        self._change(_changed(known, settings=settings, dropped=False, replaced_by=""), out)
+        self._change(registry.changed(known, settings=settings, dropped=False, replaced_by=""), out)
         return m.Done(request.id)
 
     def _replace(self, session: Session, request: ReplaceNamespace, out: list[Action]) -> m.Done:
         registry = self.namespaces.registry
-        if registry.get(request.old) is None:  # others are not told of names that are like it
-            self._require_operator_for(session, request.old, request.id)
+        # first: others are not told of names that are like it
+        self._require_admin(session, request.old, registry.get(request.old), request.id)
         old, new = self._known(request.old), registry.get(request.new)
-        self._require_admin(session, old, request.id)
         if request.old == request.new:
             raise NamespaceError("bad_request", f"namespace '{request.old}' cannot replace itself")
         is_new = new is None
@@ -311,25 +304,22 @@ class Administration:
                 raise Denied(access.denied_change(request.new, request.id))
             new = registry.fresh(request.new, old.settings)
         else:
-            self._require_admin(session, new, request.id)
+            self._require_admin(session, new.name, new, request.id)
         if (is_new or new.dropped) and not self._is_operator(session):
             registry.check_spare(new)
         has_own = not is_new and new.settings not in (self._rules.defaults, NamespaceSettings())
         settings = new.settings if has_own else old.settings
         # `new` first: if it is refused, `old` must stay
         if is_new or new.dropped or new.settings != settings:
-            self._change(_changed(new, settings=settings, dropped=False, replaced_by=""), out)
-        return m.Done(request.id, self._change(_dropped(old, replaced_by=request.new), out))
+            self._change(registry.changed(new, settings=settings, dropped=False, replaced_by=""), out)
+        return m.Done(request.id, self._change(registry.dropped(old, request.new), out))
 
     def _drop(self, session: Session, request: m.DropNamespace, out: list[Action]) -> m.Done:
         known = self.namespaces.registry.get(request.name)
-        if known is None:
-            self._require_operator_for(session, request.name, request.id)
-        else:
-            self._require_admin(session, known, request.id)
+        self._require_admin(session, request.name, known, request.id)
         if known is None or known.dropped:
             return m.Done(request.id)
-        return m.Done(request.id, self._change(_dropped(known), out))
+        return m.Done(request.id, self._change(self.namespaces.registry.dropped(known), out))
 
     def _list(self, session: Session, request: ListNamespaces) -> NamespaceList:
         """All for the node's administrator; for others those that they administer by a token."""
@@ -363,28 +353,6 @@ class Administration:
         news = [joined for record in records if (joined := registry.learn(record)) is not None]
         if news:
             self._carry_out(news, out)
-
-    def forget(self, names: Iterable[str], floors: Floors, out: list[Action]) -> None:
-        """These were dropped long ago. If this node missed the drop, their pages go now. A namespace of the
-        node's configuration is created again.
-        """
-        registry = self.namespaces.registry
-        registry.floors = floors
-        known = [record for name in names if (record := registry.get(name)) is not None]
-        gone = []
-        for record in known:
-            registry.forget(record.name)
-            local = self.namespaces.find(record.name)
-            if local is not None:
-                gone.append(self._close(local))
-            settings = self._rules.named.get(record.name)
-            if settings is not None and not record.dropped:
-                again = _changed(registry.fresh(record.name, settings))
-                registry.change(again)
-                out.append(PublishNamespace(again))
-        self._save(out)  # first: after a crash from here on these pages do not come back
-        for number in gone:
-            self._on_gone(number, out)
 
     def _close(self, local: Namespace) -> int:
         """Close the namespace on this node; its number, whose pages are to be freed."""
@@ -464,15 +432,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def _without_tokens(settings: NamespaceSettings) -> NamespaceSettings:
     return msgspec.structs.replace(settings, **dict.fromkeys(access.TOKENS, ""))
-
-
-def _changed(record: NamespaceRecord, **fields: Any) -> NamespaceRecord:
-    return msgspec.structs.replace(record, version=record.version + 1, **fields)
-
-
-def _dropped(record: NamespaceRecord, replaced_by: str = "") -> NamespaceRecord:
-    generation = record.generation + 1
-    return _changed(record, generation=generation, geometry={}, dropped=True, replaced_by=replaced_by)
 
 
 def _with_kept_tokens(settings: NamespaceSettings, known: NamespaceSettings) -> NamespaceSettings:

@@ -85,8 +85,7 @@ class PageListing:
         return known
 
     def _entry(self, slot: int) -> PageEntry:
-        store, heat = self._store, self._sharding.heat
-        reads_s = 0.0 if heat is None else round(heat.reads_s(slot), 3)
+        store = self._store
         replica = slot in self._sharding.replicas
         length_bytes = store.facts.length_bytes[slot]
-        return PageEntry(store.key_of(slot), length_bytes, "dram", store.holds(slot), replica, reads_s)
+        return PageEntry(store.key_of(slot), length_bytes, "dram", store.holds(slot), replica)

@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from pdserve.kvpool.core.events import Action, Answer, CancelTransfers, StartSend
 from pdserve.kvpool.core.sessions import NO_TRANSFER, Limits, Session, Tags
 from pdserve.kvpool.core.sessions import Pin as PinLease
-from pdserve.kvpool.core.sharding.coordinator import Sharding
 from pdserve.kvpool.core.store.page_store import PageStore
 from pdserve.kvpool.core.tiering.coordinator import Tiers
 from pdserve.kvpool.protocol.messages import HIT, MISS, Get, Got, Pin, Release
@@ -27,18 +26,13 @@ _MISS = Pin(MISS)
 
 
 class Reads:
-    """Pins of all sessions. Pages that are not in memory are asked of `tiers`; `sharding` counts reads and
-    knows which other nodes hold a page.
-    """
+    """Pins of all sessions. Pages that are not in memory are asked of `tiers`."""
 
-    def __init__(
-        self, store: PageStore, limits: Limits, tags: Tags, tiers: Tiers, sharding: Sharding
-    ) -> None:
+    def __init__(self, store: PageStore, limits: Limits, tags: Tags, tiers: Tiers) -> None:
         self._store = store
         self._limits = limits
         self._tags = tags
         self._tiers = tiers
-        self._sharding = sharding
         self._sends: dict[int, int] = {}  # tag -> slot held
         self.leases_expired = 0
         self.sends_failed = 0
@@ -86,7 +80,7 @@ class Reads:
             return []
         store, leases, mapped, tag = self._store, session.pins, session.mapped, NO_TRANSFER
         checksum_of, sequence_of, offset_of = store.facts.checksum, store.facts.sequence, store.slots.offset
-        limits, segments, replicas = self._limits, len(request.segment_bytes), self._sharding.replica_counts
+        limits, segments = self._limits, len(request.segment_bytes)
         slot_bytes, deadline_s = store.slots.slot_bytes(slots[0]), now_s + limits.lease_s
         pins, read = [], []
         for slot in slots:
@@ -113,13 +107,12 @@ class Reads:
                 session.begin_transfer(tag, segments)
                 out.append(StartSend(session.connection, tag, offset, tuple(request.segment_bytes)))
             read.append(slot)
-            pins.append(Pin(HIT, slot, offset, checksum_of[slot], sequence, tag, replicas.get(slot, 0)))
+            pins.append(Pin(HIT, slot, offset, checksum_of[slot], sequence, tag))
         if read and session.reads:
             pages = store.index.namespace(request.namespace)
             pages.hits += len(read)
             pages.read_bytes += len(read) * sum(request.segment_bytes)
             store.touch(pages, slot_bytes, read, now_s)
-            self._sharding.read(read)
         return pins
 
     def release(self, session: Session, request: Release, out: list[Action]) -> None:

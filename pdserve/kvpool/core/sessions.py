@@ -20,17 +20,6 @@ NO_TRANSFER: Final = 0
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicationLimits:
-    """See PoolNodeConfig."""
-
-    max_replicas: int = 2
-    hot_reads_s: float = 20.0
-    half_life_s: float = 10.0
-    lease_s: float = 10.0
-    max_share: float = 0.1
-
-
-@dataclass(frozen=True, slots=True)
 class Limits:
     """The limits of a node's clients; see PoolNodeConfig."""
 
@@ -43,7 +32,7 @@ class Limits:
     max_pinned_bytes: int = 1 << 62  # per connection
     max_kept_bytes: int = 1 << 62  # of pages that clients want kept
     max_messages: int = 1 << 62  # segments under way per connection, UCX and TCP
-    replication: ReplicationLimits = ReplicationLimits()
+    copy_lease_s: float = 100.0  # of replicas; much longer than it takes to notice a lost node
 
 
 @dataclass(slots=True)

@@ -38,7 +38,6 @@ from pdserve.kvpool.core.events import (
     PagesLoaded,
     PagesStored,
     Received,
-    RecordsForgotten,
     RecordsLearned,
     ReplicasMade,
     SaveNamespaces,
@@ -54,8 +53,6 @@ from pdserve.kvpool.core.page_places import PlaceChanges
 from pdserve.kvpool.core.reads import Reads
 from pdserve.kvpool.core.sessions import Due, Limits, Session, Tags
 from pdserve.kvpool.core.sharding.coordinator import Sharding
-from pdserve.kvpool.core.startup_hold import StartupHold
-from pdserve.kvpool.core.status_report import report
 from pdserve.kvpool.core.store.index import NONE
 from pdserve.kvpool.core.store.invariants import check
 from pdserve.kvpool.core.store.page_store import PageStore
@@ -66,11 +63,11 @@ from pdserve.kvpool.core.tiering.space_facts import facts_of
 from pdserve.kvpool.core.tiering.tier_index import TieringLimits, TierSpec
 from pdserve.kvpool.core.waits import Waits
 from pdserve.kvpool.core.writes import Writes, no_tier
+from pdserve.kvpool.namespaces import access
 from pdserve.kvpool.namespaces.catalog import Namespaces
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import (
     Drain,
-    EndReplicas,
     GetView,
     Gossip,
     ListNamespaces,
@@ -85,9 +82,10 @@ from pdserve.kvpool.protocol.cluster_messages import (
     ReplaceNamespace,
     Upgrade,
 )
-from pdserve.kvpool.protocol.slot_table import RESERVED
+from pdserve.kvpool.protocol.slot_table import COMMITTED, DOOMED, QUARANTINED, RESERVED, SWEEPING
 
 MAX_U64: Final = (1 << 64) - 1
+SAVE_S: Final = 24 * 3600.0  # between saves of the list of namespaces: they tell how long a node was away
 NO_RULES: Final = Rules()
 READ_ONLY: Final = frozenset((m.Exists, m.Ping, m.Status, ListNamespaces, ListPages, ListOwned))
 ADMINISTRATION: Final = frozenset((m.OpenNamespace, m.DropNamespace, PutNamespace, ReplaceNamespace))
@@ -111,7 +109,9 @@ class NodeState:
         tiers: Sequence[TierSpec] = (),
         tiering: TieringLimits | None = None,
         follows_places: bool = False,
+        started_ms: int = 0,
     ) -> None:
+        """`started_ms`: the clock's millisecond at `started_s`."""
         self.name = name
         self.incarnation = incarnation
         self.started_s = started_s
@@ -125,21 +125,19 @@ class NodeState:
         self._limits = limits
         tags, tiering = Tags(incarnation, FIRST_TAG), tiering or TieringLimits()
         self.tiers = Tiers(store, tiers, tiering, self._settings, self._pin, self._readable, self._found)
-        self.sharding = Sharding(name, store, limits.replication, self.tiers)
+        self.sharding = Sharding(name, store, limits.copy_lease_s, self.tiers)
         self.waits = Waits(store, limits.max_waiters, limits.max_waited_keys, self.tiers.has, self._may_read)
-        self.reads = Reads(store, limits, tags, self.tiers, self.sharding)
+        self.reads = Reads(store, limits, tags, self.tiers)
         in_tier = self.tiers.has if tiers else no_tier
         self.writes = Writes(store, limits, tags, self._written, in_tier, self.tiers.give_way)
         self.kept = KeptPages(store, self.tiers, limits.max_kept_bytes)
         self._listing = PageListing(store, self.sharding, self.tiers)
         self._lookups = Lookups(store, self.tiers)
         self._places = PlaceChanges(store, self.tiers) if follows_places else None
-        # answers that wait
-        self._startup_hold = StartupHold(started_s, tiering.promotion_timeout_s, tiers=bool(tiers))
         # namespaces: last, since those that exist are announced to the store at once
         self.namespaces = namespaces or Namespaces()
-        for namespace in self.namespaces:
-            store.index.namespace(namespace.number).space = namespace.row_space
+        self._started_ms = self.namespaces.registry.now_ms = started_ms
+        self._save_at_s = started_s + SAVE_S
         self._durable = DurableAnswers(name, self.namespaces, tiers=bool(tiers))
         sizes, gone, changed = (store.slots.capacity_bytes, store.slots.slab_bytes), self._gone, self._changed
         self.administration = Administration(name, *sizes, self.namespaces, rules, gone, changed)
@@ -164,6 +162,7 @@ class NodeState:
         """Process the event. Returns the actions, in order."""
         out: list[Action] = []
         self.store.now_s = now_s
+        self.namespaces.registry.now_ms = self._started_ms + int((now_s - self.started_s) * 1000)
         self._judging = None
         match event:
             case Received():
@@ -187,7 +186,6 @@ class NodeState:
                 was_ready = self.tiers.ready
                 self.tiers.handle(event, now_s, out)
                 if self.tiers.ready and not was_ready:
-                    self._answer_held(self._startup_hold.end(), now_s, out)
                     self.sharding.ownership.tiers_ready(now_s)
                     self._expect(self.sharding.next_deadline_s)
             case NamespacesSaved():
@@ -199,8 +197,6 @@ class NodeState:
                 self.sharding.replicas_made(event, now_s)
             case RecordsLearned():
                 self.administration.learn(event.records, out)
-            case RecordsForgotten():
-                self.administration.forget(event.names, event.floors, out)
             case _:
                 assert_never(event)
         self.tiers.pump(now_s, out)
@@ -211,8 +207,7 @@ class NodeState:
 
     # --- requests
 
-    def _received(self, event: Received, now_s: float, out: list[Action], *, held: bool = False) -> None:
-        """`held`: the request has waited for the tiers already."""
+    def _received(self, event: Received, now_s: float, out: list[Action]) -> None:
         session, message = self.sessions.get(event.connection), event.message
         if session is None:
             return  # the connection was closed while this was in its buffer
@@ -225,8 +220,6 @@ class NodeState:
             fault = self._namespace_fault(namespace, message)
             if fault is not None:
                 out.append(Answer(event.connection, fault))
-                return
-            if self._startup_hold.open and not held and self._waits_for_tiers(event, session, now_s):
                 return
             self.store.index.namespace(namespace).operations += 1
             if session.data_path == "none" and isinstance(message, m.Reserve):
@@ -270,8 +263,6 @@ class NodeState:
                 self._administer(session, message, now_s, out)
             case ListOwned():
                 out.append(Answer(session.connection, self.sharding.list_owned(message)))
-            case EndReplicas():
-                out.append(Answer(session.connection, self.sharding.end_replicas(message, out)))
             case m.Ping():
                 out.append(Answer(session.connection, m.Done(message.id)))
             case m.Status():
@@ -292,22 +283,6 @@ class NodeState:
         text = f"node {self.name} has no namespace number {namespace}: it was dropped; open it again"
         return m.Fault(getattr(message, "id", 0), "unknown_namespace", text)
 
-    def _waits_for_tiers(self, event: Received, session: Session, now_s: float) -> bool:
-        """Whether the request is held: it asks for a page that a tier may turn out to have."""
-        request = event.message
-        if session.peer or not isinstance(request, m.Exists | m.Get):
-            return False
-        find, has = self.store.index.namespace(request.namespace).lookup(now_s), self.tiers.has
-        known = all(find(key) is not None or has(request.namespace, key) for key in request.keys)
-        if known or not self._startup_hold.hold(event, now_s):
-            return False
-        self._expect(self._startup_hold.next_deadline_s)
-        return True
-
-    def _answer_held(self, events: list[Received], now_s: float, out: list[Action]) -> None:
-        for event in events:
-            self._received(event, now_s, out, held=True)
-
     def refusal(self, connection: int, message: m.Request) -> m.Fault | None:
         """Why the client may not ask another part of the node for this; None when it may."""
         session = self.sessions.get(connection)
@@ -315,12 +290,11 @@ class NodeState:
 
     def may_not(self, session: Session, message: m.Request) -> bool:
         """Whether `handle` would refuse this because a right is missing."""
-        return self.administration.lacks_right(session, message)
+        return not self.administration.authorized(session, message)
 
     # --- time and connections
 
     def _tick(self, now_s: float, out: list[Action]) -> None:
-        self._answer_held(self._startup_hold.due(now_s), now_s, out)
         for session in self._due.take(self.sessions, now_s):
             self.waits.expire(session, now_s, out)
             self.tiers.expire(session, now_s, out)
@@ -329,6 +303,9 @@ class NodeState:
             self._due.expect(session)
         self.writes.end_quarantine(now_s, out)
         self._durable.expire(now_s, out)
+        if now_s >= self._save_at_s:
+            self._save_at_s = now_s + SAVE_S
+            out.append(SaveNamespaces(self.namespaces.dump(), self.namespaces.revision))
         self.sharding.tick(now_s, out)
         self.store.tick(now_s, out)
         self.kept.tick(now_s)
@@ -339,7 +316,6 @@ class NodeState:
         session = self.sessions.pop(event.connection, None)
         if session is None:
             return
-        self._startup_hold.gone(event.connection)
         self._listing.gone(event.connection)
         self.waits.disconnected(session)
         self.tiers.disconnected(session)
@@ -359,9 +335,9 @@ class NodeState:
     def _clear(self, session: Session, request: m.Clear, now_s: float, out: list[Action]) -> None:
         for other in self.sessions.values():  # a slot reserved before the clear may hold old bytes
             self.writes.drop_namespace(other, request.namespace, out)
-        row_space = self.namespaces.clear(request.namespace)
-        count = self.tiers.clear(request.namespace, self.namespaces[request.namespace].tier_space, out)
-        count += self.store.clear(request.namespace, row_space, out)
+        space = self.namespaces.clear(request.namespace)
+        count = self.tiers.clear(request.namespace, space, out)
+        count += self.store.clear(request.namespace, space, out)
         out.append(SaveNamespaces(self.namespaces.dump(), self.namespaces.revision))
         self._answer_durably(session, m.Done(request.id, count), now_s, out)
 
@@ -378,7 +354,7 @@ class NodeState:
             self.writes.drop_namespace(session, number, out)
             self.waits.drop_namespace(session, number, out)
         count = self.tiers.clear(number, None, out)
-        count += self.store.clear(number, number, out)
+        count += self.store.clear(number, 0, out)
         self.store.forget(number)
         self.sharding.configure(number, 1)
         return count
@@ -389,15 +365,15 @@ class NodeState:
     def _changed(self, number: int, settings: NamespaceSettings) -> None:
         """The namespace was opened, or its settings changed."""
         namespace = self.namespaces[number]
-        self.tiers.configured(number, namespace.tier_space, facts_of(namespace))
+        self.store.index.namespace(number).space = namespace.space
+        self.tiers.configured(number, namespace.space, facts_of(namespace))
         if namespace.geometry.get("parts"):
             self.store.relate(number)
         self.sharding.configure(number, settings.copies)
         ttl_s, quota_bytes, policy = settings.ttl_s or None, settings.quota_bytes or None, settings.policy
         try:
             self.store.configure_namespace(number, policy=policy, ttl_s=ttl_s, quota_bytes=quota_bytes)
-        except ConfigError:  # a newer node's policy: keep its bounds, use our own order
-            ttl_s = ttl_s if ttl_s is not None and ttl_s > 0 else None
+        except ConfigError:  # another node's plug-in, which is not installed here: keep the bounds
             self.store.configure_namespace(number, ttl_s=ttl_s, quota_bytes=quota_bytes)
 
     def _settings(self, namespace: int) -> NamespaceSettings | None:
@@ -408,7 +384,7 @@ class NodeState:
 
     def _reserve(self, session: Session, request: m.Reserve, now_s: float, out: list[Action]) -> None:
         slot_bytes = self.store.slots.class_of(sum(request.segment_bytes))
-        refused = self.sharding.refusals(session, request, slot_bytes)
+        refused = self.sharding.refusals(session, request)
         reserved = self.writes.reserve(session, request, now_s, out, refused)
         self.sharding.reserved(session, request, reserved, slot_bytes, now_s)
         self._expect(min(self._due.expect(session), self.sharding.next_deadline_s))
@@ -487,7 +463,7 @@ class NodeState:
 
     def status(self, request_id: int, now_s: float, session: Session | None = None) -> m.StatusReport:
         """The node's status. For a client, without the namespaces that it may not read."""
-        return report(self, request_id, now_s, session)
+        return _report(self, request_id, now_s, session)
 
     # --- deadlines
 
@@ -503,7 +479,7 @@ class NodeState:
             self.store.next_work_s,
             self.kept.next_deadline_s,
             self.tiers.next_deadline_s,
-            self._startup_hold.next_deadline_s,
+            self._save_at_s,
         )
 
     def check(self) -> None:
@@ -520,3 +496,87 @@ class NodeState:
             held = [*session.reservations.values(), *session.quarantined.values()]
             assert session.reserved_bytes == sum(reservation.slot_bytes for reservation in held)
             assert session.reserved_bytes <= self._limits.max_reserved_bytes
+
+
+def _report(
+    state: NodeState, request_id: int, now_s: float, session: Session | None = None
+) -> m.StatusReport:
+    """The report, without namespaces that the session may not read. No session: all namespaces."""
+    store = state.store
+    shown = [
+        number
+        for number in state.namespaces.numbers
+        if session is None or state.administration.rights(session, number) & m.READ
+    ]
+    in_state = store.bytes_in_state
+    return m.StatusReport(
+        id=request_id,
+        node=state.name,
+        incarnation=state.incarnation,
+        uptime_s=now_s - state.started_s,
+        capacity_bytes=store.slots.capacity_bytes,
+        free_bytes=store.free_bytes,
+        used_bytes=in_state[COMMITTED] + in_state[DOOMED],
+        reserved_bytes=in_state[RESERVED],
+        quarantined_bytes=in_state[QUARANTINED],
+        pages=len(store.index),
+        pins=sum(pin.count for session in state.sessions.values() for pin in session.pins.values()),
+        waiters=state.waits.open,
+        connections=len(state.sessions.keys() - {LOCAL}),
+        namespaces=[_namespace(state, number) for number in shown],
+        counters=_counters(state),
+        epoch=state.sharding.ownership.epoch,
+        tiers=state.tiers.status(),
+    )
+
+
+def _namespace(state: NodeState, number: int) -> m.NamespaceStatus:
+    namespace = state.namespaces[number]
+    pages = state.store.index.namespace(number)
+    tier_pages, tier_bytes = state.tiers.held(number)
+    return m.NamespaceStatus(
+        name=namespace.name,
+        pages=len(pages.committed),
+        page_bytes=pages.page_bytes,
+        geometry=namespace.geometry,
+        hits=pages.hits,
+        misses=pages.misses,
+        evictions=pages.evictions,
+        settings=access.redacted(state.namespaces.settings(number)),
+        generation=namespace.generation,
+        slot_bytes=pages.slot_bytes,
+        replicas=state.sharding.replicas.count(number),
+        tier_pages=tier_pages,
+        tier_bytes=tier_bytes,
+        counters={
+            "operations": pages.operations,
+            "hits_below": pages.tier_hits,
+            "read_bytes": pages.read_bytes,
+            "written_pages": pages.written,
+            "written_bytes": pages.written_bytes,
+            **{f"evicted_{reason}": count for reason, count in pages.gone.items()},
+        },
+    )
+
+
+def _counters(state: NodeState) -> dict[str, int]:
+    return {
+        "commits": state.writes.commits,
+        "commits_refused": state.writes.commits_refused,
+        "reservations_expired": state.writes.reservations_expired,
+        "reservations_full": state.writes.full,
+        "receives_failed": state.writes.receives_failed,
+        "sends_failed": state.reads.sends_failed,
+        "leases_expired": state.reads.leases_expired,
+        "pins_refused": state.reads.pins_refused,
+        "kept_refused": state.kept.refused,
+        "evictions": state.store.evictions,
+        "discarded": state.discarded,
+        "denied": state.administration.denials,
+        "tail_bytes": state.store.slots.tail_bytes,
+        "kept_bytes": state.kept.slot_bytes,
+        "sweeping_bytes": state.store.bytes_in_state[SWEEPING],
+        **state.recovered,
+        **state.sharding.counters(),
+        **state.tiers.counters(),
+    }

@@ -17,14 +17,13 @@ everything. Nodes show the `cluster_token` to each other.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
 import msgspec
 
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import (
     Drain,
-    EndReplicas,
     Gossip,
     ListOwned,
     ListPages,
@@ -41,16 +40,25 @@ RIGHTS: Final = {READ: "read", WRITE: "write", ADMIN: "admin"}
 TOKENS: Final = ("read_token", "write_token", "admin_token")
 KEPT: Final = "set"  # instead of a digest; in a list: there is a token; in a change: leave it as it is
 
-NEEDS: Final[dict[type, int]] = {  # the right that each request with a namespace's number needs
-    m.Exists: READ,
-    m.Wait: READ,
-    m.Get: READ,
-    m.Reserve: WRITE,
-    m.Discard: WRITE,
-    m.Clear: ADMIN,
+Scope: TypeAlias = Literal["namespace", "node", "pool"]
+NEEDED: Final[dict[type, tuple[Scope, int]]] = {
+    m.Exists: ("namespace", READ),
+    m.Wait: ("namespace", READ),
+    m.Get: ("namespace", READ),
+    m.Reserve: ("namespace", WRITE),
+    m.Discard: ("namespace", WRITE),
+    m.Clear: ("namespace", ADMIN),
+    Drain: ("node", ADMIN),
+    Upgrade: ("node", ADMIN),
+    ListPages: ("node", ADMIN),
+    Gossip: ("pool", ADMIN),
+    ProbePeer: ("pool", ADMIN),
+    ListOwned: ("pool", ADMIN),
+    PullPages: ("pool", ADMIN),
 }
-NODE_OPERATIONS: Final = (Drain, Upgrade, ListPages)
-PEER_OPERATIONS: Final = (Gossip, ProbePeer, ListOwned, PullPages, EndReplicas)
+"""The right that a request needs, and where: in the namespace whose number it has, as the node's
+administrator, or as a node of this pool. Others need none, or are judged by the name that they give.
+"""
 
 
 def guards(settings: NamespaceSettings) -> tuple[str, str, str]:

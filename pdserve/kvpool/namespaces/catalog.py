@@ -1,35 +1,31 @@
-"""The namespaces of a node: names, numbers, geometry. Pure; `dump` and `load` are its persistent form.
+"""The namespaces of a node: names, spaces, geometry. Pure; `dump` and `load` are their persistent form.
 
 A namespace says everything about its pages that their keys do not: model, revision, dtypes, page size,
 layout, geometry. Workers may share pages only when they agree on all of it. What all nodes know of namespaces
-is the `registry`. Here are the namespaces that have been opened on this node. Clients use the number of a
-namespace instead of its name. Its pages carry its space, in memory and in tiers. A page counts only while its
-space is the current one of a namespace. So a namespace is voided by giving it a new space, and no page is
-touched.
+is the `registry`. Here are the namespaces that have been opened on this node.
 
-A space is a number that was never used before, in two parts:
+Clients use the number of a namespace instead of its name, for as long as the process lives. Its pages carry
+its *space*, in rows of the slot table and in records of tiers: 64 random bits that no other namespace ever
+had. A page counts only while its space is the current one of a namespace. So a namespace is voided by giving
+it a new space, and no page is touched; and pages on a disk that comes back years later are void.
 
-    lower 32 bits    a counter, saved with the memory; rows of the slot table carry it
-    upper 32 bits    the era: random, another at each start of the node; records in tiers carry both parts
-
-The counter may begin again when the memory is lost. The era keeps the pages of before apart then, also on a
-disk that comes back years later. A namespace keeps its space through restarts.
+The list is kept twice: with the memory, and by the first tier, for a start after a reboot. `take_over`
+chooses between them.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 import msgspec
 
 from pdserve.errors import FrameError
-from pdserve.kvpool.namespaces.registry import Registry
+from pdserve.kvpool.namespaces.registry import FORGET_MS, Registry
 from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord, NamespaceSettings
 
-_ERA_SHIFT: Final = 32
-_ERA_MASK: Final = (1 << 32) - 1
 SEQUENCES: Final = 1 << 40  # that one start may give out: 100,000 pages a second for 127 days
 
 # a geometry is text of a client: a number in it counts only if it has few digits, all of them ASCII
@@ -50,54 +46,47 @@ def page_tokens(geometry: Mapping[str, str]) -> int:
     return int(said) if _PAGE_TOKENS.fullmatch(said) else 0
 
 
-class Namespace(msgspec.Struct, frozen=True):
-    """One namespace of this node, as persisted. `space` is the lower part of its space; 0 stands for the
-    number. `era` is the upper part; 0 in lists that were written before there were eras.
+class Namespace(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One namespace of this node. `generation`: of the registry's record whose pages these are. `number`: of
+    this process; not in the persistent form.
     """
 
-    number: int
     name: str
     geometry: dict[str, str]
-    generation: int = 1  # of the registry's record whose pages these are
-    space: int = 0
-    era: int = 0
-
-    @property
-    def row_space(self) -> int:
-        """The part of its space that its rows in the slot table carry, 32 bits."""
-        return self.space or self.number
-
-    @property
-    def tier_space(self) -> int:
-        """Its whole space, 64 bits."""
-        return self.era << _ERA_SHIFT | self.row_space
+    generation: int
+    space: int
+    number: int = 0
 
 
 class NamespaceFile(msgspec.Struct, frozen=True):
-    """The persistent form."""
+    """The persistent form. `lineage`: random, of the first list of this history. `revision`: larger than that
+    of every earlier list of the history. `sequences_end`: above all sequences given out so far.
+    """
 
-    next_number: int
+    lineage: int
+    revision: int
+    sequences_end: int
     namespaces: list[Namespace]
-    records: list[NamespaceRecord] = []
-    configured: dict[str, NamespaceSettings] = {}
-    floors: list[tuple[int, int]] = []  # registry.py
-    sequences_end: int = 0  # above all sequences given out so far
-    lineage: int = 0  # the era in which the list began; 0 with `revision`: written before there were eras
-    revision: int = 0  # of this list: larger than that of every list that was saved before
+    records: list[NamespaceRecord]
+    configured: dict[str, NamespaceSettings]
 
 
 class Namespaces:
-    """Names to numbers. `next_number`, `sequences_end` and `revision` only grow. `incarnation`: random, of
-    this start of the node; the era of its new spaces is made from it.
+    """Names to namespaces. `incarnation`: random, of this start of the node; new spaces are made from it.
+
+    `sequences_end` and `revision` only grow. `configured`: the namespaces of the configuration, as it had
+    them at the last start.
     """
 
     def __init__(self, incarnation: int = 0) -> None:
         self.registry = Registry()
-        self.era = self.lineage = incarnation & _ERA_MASK
+        self.lineage = incarnation
         self.revision = 0
-        self.configured: dict[str, NamespaceSettings] = {}  # as the configuration had them at the last start
+        self.configured: dict[str, NamespaceSettings] = {}
         self.sequences_end = 0
-        self._next_number = 1
+        self.incarnation = incarnation
+        self._spaces = 0  # made at this start
+        self._last_number = 0
         self._by_name: dict[str, Namespace] = {}
         self._by_number: dict[int, Namespace] = {}
 
@@ -109,49 +98,35 @@ class Namespaces:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise FrameError(f"not a list of namespaces: {error}") from error
         found = cls(incarnation)
-        found.lineage = stored.lineage or found.era
-        found.revision = stored.revision
-        found.registry = Registry(stored.records, stored.floors)
+        found.lineage, found.revision = stored.lineage, stored.revision
+        found.sequences_end = stored.sequences_end
+        found.registry = Registry(stored.records)
         found.configured = dict(stored.configured)
         for namespace in stored.namespaces:
             known = found.registry.get(namespace.name)
-            if known is None:  # written before there were records
-                found.registry.learn(
-                    NamespaceRecord(namespace.name, 1, namespace.generation, namespace.geometry)
-                )
-            elif known.dropped or known.generation > namespace.generation:
-                continue
-            found._add(namespace if namespace.era else msgspec.structs.replace(namespace, era=found.era))
-        numbers = (max(namespace.number, namespace.space) + 1 for namespace in stored.namespaces)
-        found._next_number = max([stored.next_number, *numbers])
-        found.sequences_end = stored.sequences_end
+            if known is not None and not known.dropped and known.generation <= namespace.generation:
+                found._add(namespace)
         return found
 
     def dump(self) -> str:
-        """JSON of everything that must outlive the process. Each dump is a new revision."""
-        self.revision += 1
+        """JSON of everything that must outlive the process. Each dump is a new revision, which also tells
+        when it was made, in microseconds.
+        """
+        self.revision = max(self.revision + 1, 1000 * self.registry.now_ms)
         file = NamespaceFile(
-            self._next_number,
-            list(self),
-            list(self.registry),
-            self.configured,
-            self.registry.floors,
-            self.sequences_end,
             self.lineage,
             self.revision,
+            self.sequences_end,
+            [msgspec.structs.replace(namespace, number=0) for namespace in self],
+            list(self.registry),
+            self.configured,
         )
         return msgspec.json.encode(file).decode()
 
     def add(self, record: NamespaceRecord) -> Namespace:
         """Open the namespace here; it was not."""
         assert record.name not in self._by_name
-        geometry = dict(record.geometry)
-        namespace = Namespace(
-            self._next_number, record.name, geometry, record.generation, self._next_number, self.era
-        )
-        self._next_number += 1
-        self._add(namespace)
-        return namespace
+        return self._add(Namespace(record.name, dict(record.geometry), record.generation, self._new_space()))
 
     def find(self, name: str) -> Namespace | None:
         return self._by_name.get(name)
@@ -170,27 +145,17 @@ class Namespaces:
         return record.settings
 
     def clear(self, number: int) -> int:
-        """Give the namespace a new space; the part that its rows carry."""
-        space = self._next_number
-        self._next_number += 1
-        self._add(msgspec.structs.replace(self._by_number[number], space=space, era=self.era))
-        return space
+        """Give the namespace a new space, which is returned: all its pages are void."""
+        namespace = msgspec.structs.replace(self._by_number[number], space=self._new_space())
+        self._by_name[namespace.name] = self._by_number[number] = namespace
+        return namespace.space
 
-    def void_tiers(self, number: int) -> None:
-        """Give the namespace a space that differs in its era alone: its rows count, its pages in tiers do
-        not. To be called before the first new space of this start.
-        """
-        self._add(msgspec.structs.replace(self._by_number[number], era=self.era))
-
-    @property
-    def next_number(self) -> int:
-        """The number of the next new namespace."""
-        return self._next_number
-
-    def never_below(self, number: int, sequence: int) -> None:
-        """Give out no number below this, and no sequence."""
-        self._next_number = max(self._next_number, number)
-        self.sequences_end = max(self.sequences_end, sequence)
+    def forget(self) -> None:
+        """Keep only the records of protected names, and no pages."""
+        self.registry.forget_unprotected()
+        self.configured.clear()
+        self._by_name.clear()
+        self._by_number.clear()
 
     def begin_sequences(self, now_us: int) -> int:
         """The first sequence of a start: above those of every earlier one, also when the clock was set back
@@ -217,14 +182,42 @@ class Namespaces:
 
     @property
     def numbers_of_spaces(self) -> dict[int, int]:
-        """The number of each namespace by the part of its space that its rows carry."""
-        return {namespace.row_space: number for number, namespace in self._by_number.items()}
+        """The number of each namespace by its space: pages of other spaces are void."""
+        return {namespace.space: number for number, namespace in self._by_number.items()}
 
-    @property
-    def tier_spaces(self) -> set[int]:
-        """The spaces whose records in tiers count."""
-        return {namespace.tier_space for namespace in self}
+    def _add(self, namespace: Namespace) -> Namespace:
+        self._last_number += 1
+        namespace = msgspec.structs.replace(namespace, number=self._last_number)
+        self._by_name[namespace.name] = self._by_number[namespace.number] = namespace
+        return namespace
 
-    def _add(self, namespace: Namespace) -> None:
-        self._by_name[namespace.name] = namespace
-        self._by_number[namespace.number] = namespace
+    def _new_space(self) -> int:
+        self._spaces += 1
+        seed = f"{self.incarnation} {self._spaces}".encode()
+        return int.from_bytes(hashlib.blake2b(seed, digest_size=8).digest(), "little")
+
+
+def take_over(
+    memory: Namespaces, saved: Sequence[str | None], now_us: int = 0
+) -> tuple[Namespaces, list[str]]:
+    """The newest list of namespaces, and what is wrong with the others, in words.
+
+    `memory`: as it was left with the memory. `saved`: the list of each tier, None where it keeps none. Where
+    memory has a list, that of a tier counts only if it has the same history and is newer: the memory was full
+    when its own was to be saved. Where memory has none, as after a reboot, the newest of all counts. From a
+    list that is older at `now_us` than tombstones are kept, only protected names are taken.
+    """
+    lists, problems = [memory], []
+    for text in saved:
+        try:
+            found = None if text is None else Namespaces.load(text, memory.incarnation)
+        except FrameError as error:
+            problems.append(str(error))
+            continue
+        if found is not None and (not memory.revision or found.lineage == memory.lineage):
+            lists.append(found)
+    chosen = max(lists, key=lambda found: found.revision)
+    chosen.sequences_end = max(found.sequences_end for found in lists)
+    if chosen.revision and now_us - chosen.revision > 1000 * FORGET_MS:
+        chosen.forget()
+    return chosen, problems

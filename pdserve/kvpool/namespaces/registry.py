@@ -4,26 +4,20 @@ Any node may change a record, and news may arrive in any order, twice, or late. 
 `join` is commutative, associative and idempotent (Shapiro et al., "Conflict-free Replicated Data Types",
 2011). Of two records of one name the larger (version, dropped, encoding) wins as a whole; only the generation
 is the larger of both. A drop raises the generation, and nothing lowers it. Pages of a smaller generation are
-void, even if another change of the namespace wins over the drop.
+void, even if another change of the namespace wins over the drop. A version is the clock's millisecond of the
+change, or the one after the version before where the clock is behind.
 
 **Tombstones.** The record of a dropped namespace stays, without its geometry: a node that was away must learn
-of the drop. It keeps its settings, so that a protected name does not become an unprotected one.
-
-**Forgetting.** Where every revision has a name of its own, tombstones would pile up. So a tombstone that is
-not protected goes after a grace period. A node that was away for longer still knows the namespace, and must
-not bring its pages back. Time alone cannot exclude this; a number can. Each name belongs to one of `FLOORS`
-buckets. A bucket has a floor, and a record exists only if its version is above its bucket's floor. To forget
-a tombstone, its floor is raised to its version (or generation, if larger); floors merge by maximum. A new
-name begins above its floor, in version and generation, so it is newer than all records before. Floors are not
-raised over existing namespaces. A namespace created by a node that has not seen the new floor yet is dropped
-when the two meet. Its clients open it again.
+of the drop. It keeps its settings, so that a protected name does not become an unprotected one. A tombstone
+that is not protected is forgotten after `FORGET_MS`, or when there are `MAX_TOMBSTONES` newer ones. A node
+that was away for longer brings nothing back: it starts without its namespaces (catalog.py).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container, Iterable, Iterator, Mapping
-from typing import Final, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Final
 
 import msgspec
 
@@ -31,15 +25,17 @@ from pdserve.errors import PoolRefused
 from pdserve.kvpool.namespaces.access import is_guarded
 from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord, NamespaceSettings
 
-Floors: TypeAlias = list[tuple[int, int]]  # bucket, version; by bucket
-
-FLOORS: Final = 4096
+DAY_MS: Final = 24 * 3600 * 1000
+FORGET_MS: Final = 30 * DAY_MS
+DROPS_A_DAY: Final = 1024  # of one name, on the average of the time that its tombstone is kept
+MAX_TOMBSTONES: Final = 4096  # that are not protected
 MAX_NAMESPACES = 1024  # without tombstones
 MAX_NAMESPACES_PER_TOKEN = MAX_NAMESPACES // 2  # made by workers; the rest is for other tokens
 OPERATORS_SHARE = 4  # one part in so many of namespaces and bytes is for the nodes' administrator
 MAX_NAME_CHARS = 512
 MAX_GEOMETRY_CHARS = 64 * 1024  # keys and values together
 MAX_REGISTRY_BYTES = 2 << 20  # of all records encoded: half a frame, in which nodes send them
+MAX_LEARNED_BYTES: Final = 2 * MAX_REGISTRY_BYTES  # the same with those of other nodes: several may add some
 
 _encoder = msgspec.msgpack.Encoder(order="deterministic")
 
@@ -59,82 +55,25 @@ def join(one: NamespaceRecord, other: NamespaceRecord) -> NamespaceRecord:
     return newer if newer.generation == generation else msgspec.structs.replace(newer, generation=generation)
 
 
-def bucket_of(name: str) -> int:
-    """The bucket of a name; the same in every process."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little") % FLOORS
-
-
-def highest(one: Floors, other: Floors) -> Floors:
-    """The floors on which two nodes agree."""
-    if one == other or not other:
-        return one
-    floors = dict(one)
-    for bucket, floor in other:
-        floors[bucket] = max(floor, floors.get(bucket, 0))
-    return sorted(floors.items())
-
-
-def above(records: Iterable[NamespaceRecord], floors: Floors) -> list[NamespaceRecord]:
-    """The records above their floors."""
-    if not floors:
-        return list(records)
-    floor_of = dict(floors)
-    return [record for record in records if record.version > floor_of.get(bucket_of(record.name), -1)]
-
-
-def floors_over(old: Iterable[NamespaceRecord], others: Iterable[NamespaceRecord]) -> Floors:
-    """The floors that forget the `old` records, without floors that would forget one of the `others`."""
-    floors: dict[int, int] = {}
-    for record in old:
-        bucket = bucket_of(record.name)
-        floors[bucket] = max(floors.get(bucket, 0), record.version, record.generation)
-    for record in others if floors else ():
-        if record.version <= floors.get(bucket_of(record.name), -1):
-            del floors[bucket_of(record.name)]
-    return sorted(floors.items())
-
-
-class Dropped:
-    """When this node learnt of each tombstone. The grace period is `forget_ms`, or `sooner_ms` when there are
-    more than `many` tombstones.
-    """
-
-    def __init__(self, forget_ms: int, sooner_ms: int, many: int) -> None:
-        self._forget_ms = forget_ms
-        self._sooner_ms = sooner_ms
-        self._many = many
-        self._since_ms: dict[tuple[str, int], int] = {}  # by name and version
-
-    def due(self, records: Iterable[NamespaceRecord], now_ms: int, kept: Container[str]) -> Floors:
-        """The floors to raise now. Names that are protected, or in `kept`, are not forgotten."""
-        dropped: list[NamespaceRecord] = []
-        others: list[NamespaceRecord] = []
-        old: list[NamespaceRecord] = []
-        for record in records:
-            forgettable = record.dropped and record.name not in kept and not is_guarded(record.settings)
-            (dropped if forgettable else others).append(record)
-        names = [(record.name, record.version) for record in dropped]
-        self._since_ms = {name: self._since_ms.get(name, now_ms) for name in names}
-        after_ms = self._forget_ms if len(dropped) <= self._many else self._sooner_ms
-        for record, name in zip(dropped, names, strict=True):
-            (old if now_ms - self._since_ms[name] >= after_ms else others).append(record)
-        return floors_over(old, others)
-
-
 def _order(record: NamespaceRecord) -> tuple[int, bool, bytes]:
     encoding = _encoder.encode(msgspec.structs.replace(record, generation=0))
     return record.version, record.dropped, encoding
 
 
 class Registry:
-    """Records by name."""
+    """Records by name. `now_ms`: the clock's millisecond, set by whoever handles an event. `changes`: made so
+    far.
+    """
 
-    def __init__(self, records: Iterable[NamespaceRecord] = (), floors: Floors | None = None) -> None:
-        self.changes = 0  # made so far
-        self.floors: Floors = floors or []
+    def __init__(self, records: Iterable[NamespaceRecord] = ()) -> None:
+        self.changes = 0
+        self.now_ms = 0
+        self.encoded_bytes = 0  # of all records
         self._records: dict[str, NamespaceRecord] = {}
-        self._encoded_bytes = 0
+        self._encoded: dict[str, tuple[int, bytes]] = {}  # length and digest of each
+        self._tombstones: set[tuple[int, str]] = set()  # versions and names of those not protected
         self._live = 0
+        self._digest = (-1, b"")  # and the changes when it was made
         for record in records:
             self.learn(record)
 
@@ -147,29 +86,70 @@ class Registry:
     def __len__(self) -> int:
         return len(self._records)
 
+    @property
+    def digest(self) -> bytes:
+        """Equal on nodes that have the same records."""
+        if self._digest[0] != self.changes:
+            texts = (digest for _, (_, digest) in sorted(self._encoded.items()))
+            self._digest = self.changes, hashlib.blake2b(b"".join(texts), digest_size=16).digest()
+        return self._digest[1]
+
+    # --- what other nodes know
+
+    def news(self, records: Iterable[NamespaceRecord]) -> list[NamespaceRecord]:
+        """Those that `learn` would change something for."""
+        return [record for record in records if self._joined(record) is not None]
+
+    def added_bytes(self, records: Iterable[NamespaceRecord]) -> int:
+        """By how much longer the encoded records would be with these."""
+        return sum(len(_encoder.encode(one)) - self._encoded.get(one.name, (0, b""))[0] for one in records)
+
     def learn(self, record: NamespaceRecord) -> NamespaceRecord | None:
         """Join a record of another node; the result if it is news, otherwise None."""
+        joined = self._joined(record)
+        if joined is not None:
+            self._put(joined)
+        return joined
+
+    def _joined(self, record: NamespaceRecord) -> NamespaceRecord | None:
         known = self._records.get(record.name)
         if known == record:
             return None  # nearly always
-        joined = record if known is None else join(known, record)
-        if joined == known:
-            return None
-        self._put(joined)
-        return joined
+        if known is None:
+            return None if self._is_forgotten(record) else record
+        joined = join(known, record)
+        return None if joined == known else joined
+
+    def expire(self, now_ms: int) -> None:
+        """Forget tombstones. Nodes forget alike: what one forgets, another does not bring back."""
+        self.now_ms = max(self.now_ms, now_ms)
+        for _, name in [one for one in self._tombstones if one[0] < self.now_ms - FORGET_MS]:
+            self._remove(name)
+
+    def _is_forgotten(self, record: NamespaceRecord) -> bool:
+        if not _is_tombstone(record):
+            return False
+        too_many = len(self._tombstones) >= MAX_TOMBSTONES
+        return record.version < self.now_ms - FORGET_MS or (
+            too_many and (record.version, record.name) < min(self._tombstones)
+        )
+
+    # --- changes of this node
 
     def fresh(self, name: str, settings: NamespaceSettings) -> NamespaceRecord:
-        """The first record of an unknown name. Its first change makes it newer than all forgotten records."""
-        floor = dict(self.floors).get(bucket_of(name), 0)
-        return NamespaceRecord(name, floor, floor + 1, {}, settings)
+        """The first record of an unknown name. Its generation is above those of a namespace of this name
+        whose tombstone was forgotten: its pages may still be in a bucket.
+        """
+        return NamespaceRecord(name, 0, max(1, self.now_ms // DAY_MS * DROPS_A_DAY), {}, settings)
 
-    def forget(self, name: str) -> None:
-        """Remove a record: a floor was raised over it."""
-        self.changes += 1
-        known = self._records.pop(name, None)
-        if known is not None:
-            self._encoded_bytes -= len(_encoder.encode(known))
-            self._live -= not known.dropped
+    def changed(self, record: NamespaceRecord, **fields: Any) -> NamespaceRecord:
+        """A newer record. It changes nothing yet."""
+        return msgspec.structs.replace(record, version=max(record.version + 1, self.now_ms), **fields)
+
+    def dropped(self, record: NamespaceRecord, replaced_by: str = "") -> NamespaceRecord:
+        """The tombstone of a record. It changes nothing yet."""
+        generation = record.generation + 1
+        return self.changed(record, generation=generation, geometry={}, dropped=True, replaced_by=replaced_by)
 
     def change(self, record: NamespaceRecord) -> None:
         """Make a change of this node. Raises NamespaceError when there is no room for another namespace."""
@@ -178,13 +158,19 @@ class Registry:
             self._check_room(record)
         self._put(record)
 
+    def forget_unprotected(self) -> None:
+        """This node was away for so long that it may have missed drops."""
+        for record in list(self):
+            if not is_guarded(record.settings):
+                self._remove(record.name)
+
     def check_spare(self, record: NamespaceRecord) -> None:
         """Whether one who is not the nodes' administrator may add this record. Raises NamespaceError.
 
         A namespace's administrator changes its tokens, and drops that are protected stay. So nothing else
         bounds what the holder of one token adds.
         """
-        size = self._encoded_bytes + len(_encoder.encode(record))
+        size = self.encoded_bytes + len(_encoder.encode(record))
         most = MAX_NAMESPACES - MAX_NAMESPACES // OPERATORS_SHARE
         most_bytes = MAX_REGISTRY_BYTES - MAX_REGISTRY_BYTES // OPERATORS_SHARE
         if self._live >= most or size > most_bytes:
@@ -195,14 +181,24 @@ class Registry:
             )
 
     def _put(self, record: NamespaceRecord) -> None:
-        self.changes += 1
-        known = self._records.get(record.name)
-        if known is not None:
-            self._encoded_bytes -= len(_encoder.encode(known))
-            self._live -= not known.dropped
-        self._encoded_bytes += len(_encoder.encode(record))
-        self._live += not record.dropped
+        self._remove(record.name)
+        text = _encoder.encode(record)
         self._records[record.name] = record
+        self._encoded[record.name] = len(text), hashlib.blake2b(text, digest_size=16).digest()
+        self.encoded_bytes += len(text)
+        self._live += not record.dropped
+        if _is_tombstone(record):
+            self._tombstones.add((record.version, record.name))
+            if len(self._tombstones) > MAX_TOMBSTONES:
+                self._remove(min(self._tombstones)[1])
+
+    def _remove(self, name: str) -> None:
+        self.changes += 1
+        known = self._records.pop(name, None)
+        if known is not None:
+            self.encoded_bytes -= self._encoded.pop(name)[0]
+            self._live -= not known.dropped
+            self._tombstones.discard((known.version, name))
 
     def _check_room(self, record: NamespaceRecord) -> None:
         if not record.dropped and self._live >= MAX_NAMESPACES:
@@ -210,12 +206,17 @@ class Registry:
                 "too_many_namespaces",
                 f"the pool holds {MAX_NAMESPACES} namespaces: drop one that is not used",
             )
-        if self._encoded_bytes + len(_encoder.encode(record)) > MAX_REGISTRY_BYTES:
+        if self.encoded_bytes + len(_encoder.encode(record)) > MAX_REGISTRY_BYTES:
             raise NamespaceError(
                 "too_many_namespaces",
                 f"all that the nodes know of namespaces takes {MAX_REGISTRY_BYTES >> 20} MiB: drop those "
                 "that are not used",
             )
+
+
+def _is_tombstone(record: NamespaceRecord) -> bool:
+    """Whether it is one that is forgotten in time."""
+    return record.dropped and not is_guarded(record.settings)
 
 
 def check_name(name: str) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import get_args
 
 from pdserve.errors import ConfigError
 from pdserve.kvpool.namespaces.access import TOKENS
 from pdserve.kvpool.namespaces.registry import MAX_NAME_CHARS, NamespaceError, check_geometry, check_name
 from pdserve.kvpool.policies import check_policy
-from pdserve.kvpool.protocol.cluster_messages import Media, NamespaceRecord, NamespaceSettings
+from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord, NamespaceSettings
 from pdserve.security.tokens import is_digest
 
 MAX_WEIGHT = 1e6
@@ -17,7 +16,6 @@ MIN_WEIGHT = 1e-3
 MAX_COPIES = 16
 MIN_RATE = 1e-3  # per second; below it a request would wait for ever
 MAX_POLICY_CHARS = 64
-MAX_MEDIA_CHARS = 64
 MAX_COUNT = 1 << 62  # above all versions and generations
 
 
@@ -48,8 +46,6 @@ def check_bounds(settings: NamespaceSettings) -> None:
         raise _bad(f"weight is {settings.weight}: it must be from {MIN_WEIGHT:g} to {MAX_WEIGHT:,.0f}")
     if len(settings.policy) > MAX_POLICY_CHARS:
         raise _bad(f"policy: a name has at most {MAX_POLICY_CHARS} characters")
-    if len(settings.media) > MAX_MEDIA_CHARS:
-        raise _bad(f"media: a name has at most {MAX_MEDIA_CHARS} characters")
     for name in TOKENS:
         token = getattr(settings, name)
         if token and not is_digest(token):
@@ -64,8 +60,6 @@ def check_settings(settings: NamespaceSettings, capacity_bytes: int, *, tokens_a
             "node, and cannot be larger than one (0: no limit)"
         )
     check_bounds(settings)
-    if settings.media not in get_args(Media):
-        raise _bad(f"media is '{settings.media}': it must be one of {', '.join(get_args(Media))}")
     _check_policy(settings)
     for name in TOKENS:
         if getattr(settings, name) and not tokens_allowed:

@@ -146,11 +146,12 @@ class Admission:
         if hello.version != PROTOCOL_VERSION:
             message = (
                 f"node {name} speaks version {PROTOCOL_VERSION} of the pool protocol, client "
-                f"{hello.client} version {hello.version}: upgrade the older one"
+                f"{hello.client} version {hello.version}: install the same version on both"
             )
             return Fault(0, "protocol_version", message)
-        if hello.token and not hello.key_id and not self._may_show(address, hello):
-            return self._too_many_guesses(address)
+        if hello.token and not hello.key_id:
+            self._failed_logins.failed(address, self._clock())
+            return self._unknown_token(hello)  # who sends a token in clear is not ours: it proves nothing
         if hello.node and not shows_token(hello, self._config):
             return self._other_cluster(hello)
         if not hello.node:
@@ -179,17 +180,7 @@ class Admission:
             return "ucx"
         if hello.data_path in ("auto", "tcp") and not no_tcp:
             return "tcp"
-        if hello.data_path in ("auto", "ucx", "tcp"):
-            return Fault(0, "data_path", f"node {name} {no_tcp if hello.data_path == 'tcp' else no_ucx}")
-        return Fault(0, "data_path", f"{hello.data_path} does not go over a socket")
-
-    def _may_show(self, address: str, hello: Hello) -> bool:
-        """Whether to look at the token of a client that names none and sends it, as earlier versions do."""
-        if not self._failed_logins.may_try(address, key_id(digest(hello.token)), self._clock()):
-            return False
-        if self._rules.admin_token and not self.shown_token(hello):
-            self._failed_logins.failed(address, self._clock())
-        return True
+        return Fault(0, "data_path", f"node {name} {no_tcp if hello.data_path == 'tcp' else no_ucx}")
 
     def _no_ucx(self, address: str, hello: Hello) -> str:
         """Why this client gets no UCX; empty if it gets it.

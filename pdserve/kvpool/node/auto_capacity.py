@@ -16,11 +16,11 @@ from typing import Final, Self
 
 from msgspec.structs import replace
 
-from pdserve.capacity.available import limit_bytes
-from pdserve.capacity.gather import has_nvidia_gpu
 from pdserve.errors import ConfigError, StartupError
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.node.memory.placement import free_huge_pages
+from pdserve.resources.machine import has_nvidia_gpu
+from pdserve.resources.memory import limit_bytes
 from pdserve.sizes import parse_bytes
 
 logger = logging.getLogger(__name__)

@@ -8,13 +8,14 @@ from typing import Final
 from pdserve.errors import PdserveError
 from pdserve.kvpool.core.events import SaveNamespaces
 from pdserve.kvpool.core.namespace_admin import Rules
-from pdserve.kvpool.core.sessions import Limits, ReplicationLimits
+from pdserve.kvpool.core.sessions import Limits
 from pdserve.kvpool.core.state import NodeState
 from pdserve.kvpool.core.store.page_store import PageStore
 from pdserve.kvpool.core.store.slot_allocator import SlotAllocator
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.node.memory.arena import Arena
 from pdserve.kvpool.node.tiers.node_tiers import NodeTiers
+from pdserve.kvpool.node.timers import clock_ms
 from pdserve.kvpool.protocol.slot_table import TableLayout
 
 KEPT_SHARE: Final = 0.25  # of the capacity that all clients together may want kept
@@ -37,9 +38,9 @@ def take_memory(config: PoolNodeConfig, incarnation: int, lock_fd: int | None) -
     try:
         tiers = NodeTiers(config, arena.memory, arena.namespaces, takes_over=lock_fd is not None)
     except PdserveError:
-        arena.close(keep=arena.contents is not None)
+        arena.close(keep=arena.kept)
         raise
-    arena.namespaces = tiers.namespaces  # others, after a reboot
+    arena.recover(tiers.namespaces)
     return arena, tiers
 
 
@@ -59,6 +60,7 @@ def make_state(
         tiers.specs,
         tiers.limits,
         follows_places=bool(config.events.address),
+        started_ms=clock_ms(),
     )
     arena.save_namespaces(SaveNamespaces(arena.namespaces.dump()))
     if arena.contents is not None:
@@ -76,13 +78,6 @@ def _limits_of(config: PoolNodeConfig) -> Limits:
         reservation_lease_s=config.reservation_lease_s,
         quarantine_s=config.quarantine_s,
         max_reserved_bytes=of_client,
-        replication=ReplicationLimits(
-            max_replicas=config.replicas.max_replicas,
-            hot_reads_s=config.replicas.hot_reads_s,
-            half_life_s=config.replicas.half_life_s,
-            lease_s=config.replicas.lease_s,
-            max_share=config.replicas.max_share,
-        ),
         max_pinned_bytes=of_client,
         max_kept_bytes=int(config.capacity * KEPT_SHARE),
         max_messages=MAX_MESSAGES,

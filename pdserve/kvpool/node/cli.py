@@ -4,6 +4,10 @@ of `pdserve pool` (tables, clients).
 
 from __future__ import annotations
 
+import sys
+
+import msgspec
+
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.logs import configure_logs
 from pdserve.settings.command_line import config_command
@@ -20,8 +24,15 @@ def _serve(config: PoolNodeConfig) -> None:
     run_node(config)
 
 
+def _check(config: PoolNodeConfig) -> None:
+    from pdserve.kvpool.node.process import check_node
+
+    sys.stdout.write(msgspec.json.encode(check_node(config)).decode() + "\n")
+
+
 command = config_command(
     PoolNodeConfig,
     _serve,
+    check=_check,
     help="Run a pool node until SIGTERM. Pages stay in memory for the next start.",
 )

@@ -22,7 +22,7 @@ class LocalSession:
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
         self._next_id = 0
         self._closed = False
-        feed(Connected(LOCAL, "inproc", "this node", 0, peer=True))
+        feed(Connected(LOCAL, "shm", "this node", 0, peer=True))
 
     async def call(self, make: Callable[[int], Request]) -> Reply:
         """The reply to `make(id)`; a Fault is returned. Raises PoolUnavailable when the node stops. The

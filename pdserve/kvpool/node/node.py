@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
@@ -32,12 +32,10 @@ from pdserve.kvpool.core.events import (
     Close,
     CommitRows,
     Disconnected,
-    EndReplicasAt,
     Event,
     FreeRows,
     PublishNamespace,
     Received,
-    RecordsForgotten,
     RecordsLearned,
     ReserveRows,
     SaveNamespaces,
@@ -46,7 +44,6 @@ from pdserve.kvpool.core.events import (
     Tick,
 )
 from pdserve.kvpool.core.sessions import Session
-from pdserve.kvpool.namespaces.registry import Floors
 from pdserve.kvpool.node.admission import Admission, rules_of
 from pdserve.kvpool.node.bootstrap import make_state, take_memory
 from pdserve.kvpool.node.config.node import PoolNodeConfig
@@ -86,6 +83,9 @@ if TYPE_CHECKING:
     from pdserve.kvpool.node.metrics.families import NodeSnapshot
 
 logger = logging.getLogger(__name__)
+
+WARM_UP_POLLS: Final = 100  # half a second
+WARM_UP_POLL_S: Final = 0.005
 
 
 class PoolNode:
@@ -162,7 +162,7 @@ class PoolNode:
         inherited = self._inherited
         lock_fd = None if inherited is None else inherited.lock_fd
         self.arena, self._tiers = take_memory(self.config, self.incarnation, lock_fd)
-        ending.callback(self._close_arena, fresh=self.arena.contents is None)
+        ending.callback(self._close_arena, fresh=not self.arena.kept)
         ending.callback(self._tiers.stop)
 
     def _close_arena(self, *, fresh: bool) -> None:
@@ -204,15 +204,25 @@ class PoolNode:
         ending.push_async_callback(self._leave_pool)
         ending.callback(self.upgrader.close)
         await self.gossip.join()
+        self._tiers.start(self._feed_from_thread)
+        await self._warm_up()
         await self._listeners.open(self.config.listen, self._accept)
         self._served = True
-        self._tiers.start(self._feed_from_thread)
         self.gossip.start()
         ucx_was_used = False
         if self._inherited is not None:
             ucx_was_used = self._inherited.ucx
             self.upgrader.on_serving(self._inherited)
         self.data_paths.prepare(ucx_was_used=ucx_was_used)
+
+    async def _warm_up(self) -> None:
+        """Wait for the tiers to report their pages, but not long: clients should not miss what is there, and
+        a tier that takes minutes must not keep them from what is in memory.
+        """
+        for _ in range(WARM_UP_POLLS):
+            if self.state.tiers.ready:
+                return
+            await asyncio.sleep(WARM_UP_POLL_S)
 
     async def _leave_pool(self) -> None:
         self._stopped = True
@@ -334,16 +344,9 @@ class PoolNode:
         }
 
     def _tell_namespaces(self) -> None:
-        """What this node knows of them; and hear of what the others know."""
-        registry = self.arena.namespaces.registry
-        self.gossip.apply(self.gossip.cluster.raise_floors(registry.floors))
-        for record in registry:
-            self.gossip.publish(record)
-        self.gossip.on_forgotten.append(self._forgot)
+        """Share what this node knows of them, and hear of what the others know."""
+        self.gossip.cluster.registry = self.arena.namespaces.registry
         self.gossip.on_namespaces.append(self._learned)
-
-    def _forgot(self, names: list[str], floors: Floors) -> None:
-        self.feed(RecordsForgotten(names, floors))
 
     def _learned(self, records: list[NamespaceRecord]) -> None:
         self.feed(RecordsLearned(records))
@@ -367,7 +370,6 @@ class PoolNode:
         self._routes |= {**self.rebalancer.routes(), PullPages: self.replicator.pull}
         self._acts |= {
             AskReplicas: self.replicator.ask_replicas,
-            EndReplicasAt: self.replicator.end_replicas,
         }
         self.rebalancer.start()
 

@@ -20,7 +20,6 @@ from pdserve.kvpool.node.auto_capacity import with_capacity
 from pdserve.kvpool.node.config.node import PoolNodeConfig, with_secrets
 from pdserve.kvpool.node.node import PoolNode
 from pdserve.kvpool.node.serving.places import max_greeting
-from pdserve.kvpool.node.upgrade.door import check_start, received_door
 from pdserve.kvpool.node.upgrade.handover import (
     ENDING,
     Handover,
@@ -28,25 +27,17 @@ from pdserve.kvpool.node.upgrade.handover import (
     received,
     replace_process,
 )
+from pdserve.kvpool.node.upgrade.upgrader import Start, check_start
 from pdserve.kvpool.protocol.address import parse_address
 from pdserve.open_files import raise_open_files
 
 
 def run_node(config: PoolNodeConfig) -> None:
-    """Run a node in this process until SIGTERM or SIGINT, or be the door keeper of one that is upgraded.
-    SIGHUP upgrades a node that serves. Raises StartupError, ConfigError.
+    """Run a node in this process until SIGTERM or SIGINT. SIGHUP upgrades a node that serves. Raises
+    StartupError, ConfigError.
     """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    for address in config.listen:
-        parse_address(address)
-    config = with_capacity(with_secrets(config, os.environ))
-    missing = check_open(config, rules_of(config))
-    door = received_door()
-    if door is not None:
-        start = check_start(config)
-        _load(config)
-        door.keep(start)
-        return
+    config, missing = _checked(config)
     if missing:
         logger.warning("node %s: insecure, other hosts reach it: no %s", config.name, ", no ".join(missing))
     allow_open_files(
@@ -61,6 +52,25 @@ def run_node(config: PoolNodeConfig) -> None:
     handover = uvloop.run(_run(config, inherited, end))
     if handover is not None:
         replace_process(handover)
+
+
+def check_node(config: PoolNodeConfig) -> Start:
+    """Which node would start on the pages that are in memory, with all of its modules loaded. Raises
+    UpgradeError, StartupError, ConfigError.
+    """
+    config, _ = _checked(config)
+    start = check_start(config)
+    if config.metrics:
+        import pdserve.kvpool.node.metrics.server  # noqa: F401
+    return start
+
+
+def _checked(config: PoolNodeConfig) -> tuple[PoolNodeConfig, list[str]]:
+    """The configuration with its secrets and its capacity, and the tokens that it lacks."""
+    for address in config.listen:
+        parse_address(address)
+    config = with_capacity(with_secrets(config, os.environ))
+    return config, check_open(config, rules_of(config))
 
 
 class _End:
@@ -93,12 +103,6 @@ class _End:
         self._stop = stop
         if self._told:
             stop()
-
-
-def _load(config: PoolNodeConfig) -> None:
-    """Load the modules that a node loads late."""
-    if config.metrics:
-        import pdserve.kvpool.node.metrics.server  # noqa: F401
 
 
 async def _run(config: PoolNodeConfig, inherited: Handover | None, end: _End) -> Handover | None:

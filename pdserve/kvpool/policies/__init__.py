@@ -12,9 +12,8 @@ from typing import Final
 from pdserve.errors import ConfigError
 from pdserve.kvpool.policies.arc import Arc
 from pdserve.kvpool.policies.base import EvictionPolicy, Links
-from pdserve.kvpool.policies.fifo import Fifo
 from pdserve.kvpool.policies.lfu import Lfu
-from pdserve.kvpool.policies.lru import Lru
+from pdserve.kvpool.policies.lru import Fifo, Lru
 from pdserve.kvpool.policies.ttl import Ttl
 
 _MAKERS: Final[dict[str, Callable[[Links], EvictionPolicy]]] = {

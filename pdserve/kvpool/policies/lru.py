@@ -1,4 +1,6 @@
-"""Least recently used: evict the page whose last read or write is the oldest."""
+"""Least recently used: evict the page whose last read or write is the oldest. First in, first out: evict the
+page that was committed first; being read does not help it.
+"""
 
 from __future__ import annotations
 
@@ -42,3 +44,10 @@ class Lru:
 
     def __len__(self) -> int:
         return len(self._order)
+
+
+class Fifo(Lru):
+    """An EvictionPolicy; a linked list in order of commit. No memory beside the links."""
+
+    def on_hit(self, slot: int, now_s: float) -> None:
+        pass

@@ -16,7 +16,7 @@ from heapq import merge
 import numpy as np
 
 from pdserve.kvpool.policies.base import NONE, Links, Slots, Times
-from pdserve.kvpool.policies.fifo import Fifo
+from pdserve.kvpool.policies.lru import Fifo
 
 
 class Ttl(Fifo):

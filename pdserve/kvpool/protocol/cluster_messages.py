@@ -11,8 +11,6 @@ from typing import Final, Literal, TypeAlias
 from pdserve.kvpool.protocol.base import Message, NodeAddress
 
 Media: TypeAlias = Literal["dram", "ssd", "dram+ssd"]
-"""What this version knows; a record of a newer node may have another, which counts as `dram+ssd`."""
-
 # Status of a Member
 ACTIVE: Final = 0  # owns its part of the ring
 LEAVING: Final = 1  # owns nothing any more; other nodes pull its pages
@@ -28,7 +26,7 @@ class NamespaceSettings(Message, tag=96, frozen=True):
     Tokens are SHA-256 hex digests of the tokens that clients send.
     """
 
-    media: str = "dram+ssd"  # a Media, or one of a newer version
+    media: Media = "dram+ssd"
     policy: str = "lru"
     ttl_s: float = 0.0
     quota_bytes: int = 0
@@ -80,8 +78,7 @@ class Member(Message, tag=98, frozen=True):
 
 class ClusterState(Message, tag=99, frozen=True):
     """All that a node knows of the pool. `stable` is the last ring for which every owner had settled. Members
-    older than `horizon` are forgotten; their versions are in `folded`. `floors` are those of forgotten
-    namespaces (namespaces/registry.py).
+    older than `horizon` are forgotten; their versions are in `folded`.
     """
 
     cluster: str
@@ -91,7 +88,6 @@ class ClusterState(Message, tag=99, frozen=True):
     stable: list[NodeAddress] = []
     horizon: int = 0
     folded: int = 0
-    floors: list[tuple[int, int]] = []
 
 
 class TierStatus(Message, tag=100, frozen=True):
@@ -170,7 +166,6 @@ class PageEntry(Message, tag=101, frozen=True):
     place: str
     pins: int = 0
     replica: bool = False
-    heat: float = 0.0
 
 
 class PageList(Message, tag=36, frozen=True):
@@ -260,14 +255,6 @@ class PullPages(Message, tag=45, frozen=True):
     lengths: list[int] = []
 
 
-class EndReplicas(Message, tag=46, frozen=True):
-    """These pages are not hot any more: drop the replicas. Answered with Done."""
-
-    id: int
-    namespace: int
-    keys: list[bytes]
-
-
 ClusterRequest: TypeAlias = (
     GetView
     | PutNamespace
@@ -280,6 +267,5 @@ ClusterRequest: TypeAlias = (
     | ProbePeer
     | ListOwned
     | PullPages
-    | EndReplicas
 )
 ClusterReply: TypeAlias = View | NamespaceList | PageList | Gossiped | Owned

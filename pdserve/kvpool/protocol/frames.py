@@ -14,7 +14,6 @@ from pdserve.errors import FrameError, PoolRefused, RequestRefused
 from pdserve.kvpool.protocol.base import KEY_BYTES, Message
 from pdserve.kvpool.protocol.base import NodeAddress as NodeAddress
 from pdserve.kvpool.protocol.cluster_messages import (
-    EndReplicas,
     ListOwned,
     ListPages,
     PullPages,
@@ -157,17 +156,12 @@ def _check_bounds(message: Request) -> None:
         if len(message.sequences) not in (0, len(message.keys)):
             raise FrameError("discard: keys and sequences differ in length")
         _check_pages(message, len(keys), MAX_PAGES)
-    elif isinstance(message, EndReplicas):
-        _check_pages(message, len(keys), MAX_PAGES)
 
 
 def _check_pages(message: Request, pages: int, allowed: int) -> None:
     if pages > allowed:
         what = type(message).__name__
-        raise FrameError(
-            f"{what} of {pages} pages in one message, {allowed} of this size are allowed: this client is "
-            "older than the node, upgrade it"
-        )
+        raise FrameError(f"{what} of {pages} pages in one message, {allowed} of this size are allowed")
 
 
 class FrameBuffer:

@@ -15,8 +15,8 @@ Writing a page: Reserve -> the client fills the slot -> Commit. Readers see comm
 Reading a page: Get pins it under a lease -> the client copies -> Release. A pinned page is not evicted.
 
 Compatibility: message numbers are never reused; fields are only ever appended, with defaults.
-`PROTOCOL_VERSION` changes only when an old peer could misread a new one; a node refuses other versions by
-name. tests/kvpool/protocol/test_messages.py pins the bytes of every message.
+`PROTOCOL_VERSION` changes only when a peer could misread another; a node refuses other versions by name.
+tests/kvpool/protocol/test_messages.py pins the bytes of every message.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 4 * 1024 * 1024  # 4,096 grants take ~200 KB; the rest is room for status reports
 MAX_HELLO_BYTES = 4096  # of a connection's first frame, before its sender has shown a token
 MAX_KEYS = 4096  # keys or slots per message; clients split longer batches
-MAX_PAGES: Final = 128  # of one Get, Reserve, Commit, Abort, Discard or EndReplicas: about 0.4 ms of a node
+MAX_PAGES: Final = 128  # of one Get, Reserve, Commit, Abort or Discard: about 0.4 ms of a node
 MAX_BATCH_BYTES: Final = 32 * 1024 * 1024  # of one Get or Reserve of several pages: about 4 ms to wipe
 MAX_FATES: Final = 64  # told in one answer
 NOWHERE: Final = 0  # a place in `Present`
@@ -54,8 +54,8 @@ def pages_a_message(page_bytes: int) -> int:
 
 
 # "none": a connection that moves no pages; it asks (exists, wait, status) and pins, but may not reserve
-DataPathName: TypeAlias = Literal["shm", "ucx", "tcp", "inproc", "none"]
-DataPathChoice: TypeAlias = Literal["auto", "shm", "ucx", "tcp", "inproc", "none"]
+DataPathName: TypeAlias = Literal["shm", "ucx", "tcp", "none"]
+DataPathChoice: TypeAlias = Literal["auto", "shm", "ucx", "tcp", "none"]
 
 # Status of one key in `Reserved`
 GRANTED = 0  # the slot is the client's to fill
@@ -78,7 +78,8 @@ ALL: Final = READ | WRITE | ADMIN
 
 class Hello(Message, tag=1, frozen=True):
     """First frame of a client. `host_id` names the machine (boot id): both sides see whether mapping can
-    work. `key_id` names the token that the client is going to prove (handshake.py); `token` stays empty then.
+    work. `key_id` names the token that the client is going to prove (handshake.py). `token` is never sent: a
+    client keeps it there before it sends the message, and the node after it was proved.
     """
 
     version: int
@@ -86,7 +87,7 @@ class Hello(Message, tag=1, frozen=True):
     pid: int
     host_id: str
     data_path: DataPathChoice = "auto"
-    token: str = ""  # older clients sent it
+    token: str = ""
     views: bool = False  # send a View whenever the ring changes
     node: str = ""  # the pool node that this client is, if it is one
     key_id: bytes = b""
@@ -112,14 +113,12 @@ class Proof(Message, tag=6, frozen=True):
 class ArenaInfo(Message, tag=91, frozen=True):
     """Where a client on the node's host gets its memory, to map it whole.
 
-    `socket_path`: of a Unix socket that gives descriptors of arena and table. Older clients opened the paths.
+    `socket_path`: of a Unix socket that gives descriptors of arena and table.
     """
 
-    arena_path: str
+    socket_path: str
     arena_bytes: int
-    table_path: str
     table_bytes: int
-    socket_path: str = ""
 
 
 class UcxInfo(Message, tag=92, frozen=True):
@@ -149,7 +148,7 @@ class TcpInfo(Message, tag=102, frozen=True):
 
 class Welcome(Message, tag=2, frozen=True):
     """The node's answer to Hello. `incarnation` changes at every start of the node. `data_path` is the path
-    that the node chose: it decides whether `arena`, `ucx` or `tcp` is set (none of them for inproc and none).
+    that the node chose: it decides whether `arena`, `ucx` or `tcp` is set (none of them for none).
     """
 
     version: int
@@ -197,7 +196,7 @@ class OpenNamespace(Message, tag=10, frozen=True):
 class Opened(Message, tag=11, frozen=True):
     """`namespace` is the number used in the messages below; it holds for this incarnation of the node.
     `rights`: what the client may do there, a sum of read 1, write 2, admin 4. `largest_page_bytes`: larger
-    pages never fit (0: an older node, which does not say).
+    pages never fit.
     """
 
     id: int
@@ -211,7 +210,7 @@ class Exists(Message, tag=12, frozen=True):
     those of the first MAX_KEPT_KEYS that are in memory here for so long, whatever was said before; below 0:
     no longer; 0: as before. `move`: UP has those of them loaded into memory that only a tier has; DOWN has
     those in memory evicted before others. `keep_s` and DOWN need the right to write, and are passed over
-    without. An older node does none of this.
+    without.
     """
 
     id: int
@@ -254,7 +253,7 @@ class Reserve(Message, tag=14, frozen=True):
     namespace: int
     keys: list[bytes]
     segment_bytes: list[int]
-    replica: bool = False  # a copy of a hot page that another node owns
+    replica: bool = False  # a copy of a page that another node owns
 
 
 class Grant(Message, tag=93, frozen=True):
@@ -323,7 +322,6 @@ class Pin(Message, tag=94, frozen=True):
     checksum: int = 0
     sequence: int = 0
     tag: int = 0
-    replicas: int = 0  # how many nodes after the owner on the ring hold the page too
 
 
 class Got(Message, tag=20, frozen=True):
@@ -355,8 +353,7 @@ class Wait(Message, tag=22, frozen=True):
 
 class Discard(Message, tag=23, frozen=True):
     """Drop these pages: a reader found them corrupt. Only a page with its sequence given here is dropped.
-    Without sequences: the pages are no longer wanted, whichever filling they are; an older node
-    ends the connection then. Answered with Done.
+    Without sequences: the pages are no longer wanted, whichever filling they are. Answered with Done.
     """
 
     id: int

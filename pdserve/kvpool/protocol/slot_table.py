@@ -9,7 +9,7 @@ The node is the only writer. There are two readers:
 Order of writes. On x86-64 other processes see the stores of one thread in program order; on other machines
 the row's `guard` covers the difference.
 
-    reserve    stores `state = RESERVED`, alone
+    reserve    stores `state = RESERVED`, then `space`
     commit     writes all other fields and `state = FREE`, then `state = COMMITTED` last
     free       stores `state = FREE`
 
@@ -33,7 +33,7 @@ _FEW_ROWS = 8  # below, a row at a time is faster
 Buffer: TypeAlias = memoryview | bytearray
 
 TABLE_MAGIC = 0x3162_6154_5644_4B50  # "PKDVTab1", little-endian
-TABLE_VERSION = 2
+TABLE_VERSION = 1
 
 
 class SlotState(IntEnum):
@@ -68,20 +68,21 @@ HEADER_DTYPE = np.dtype(
 ROW_DTYPE = np.dtype(
     [
         ("key", "<u8", (4,)),
-        ("namespace", "<u4"),
-        ("state", "<u4"),
+        ("space", "<u8"),  # of the page's namespace; namespaces/catalog.py
         ("length_bytes", "<u8"),
         ("checksum", "<u8"),
         ("sequence", "<u8"),
         ("committed_s", "<f8"),  # CLOCK_MONOTONIC: as long-lived as the memory that holds the table
         ("guard", "<u8"),
-        ("spare", "<u8", (2,)),
+        ("state", "<u8"),
+        ("spare", "<u8"),
     ]
 )
 
+_SPACE_WORD = 4
 _GUARDED_WORDS = 9  # of a row's 12: those before its guard
-_STATE_WORD = 4  # namespace in its lower half, state in its upper one; the guard leaves the state out
-_LOWER_HALF = 0xFFFF_FFFF
+_GUARD_WORD = 9
+_STATE_WORD = 10
 _MASK = (1 << 64) - 1
 _MIX_1, _MIX_2 = 0xBF58_476D_1CE4_E5B9, 0x94D0_49BB_1331_11EB  # of the SplitMix64 finaliser
 _SALTS = tuple((place * 0x9E37_79B9_7F4A_7C15) & _MASK for place in range(1, _GUARDED_WORDS + 1))
@@ -96,14 +97,13 @@ def row_words(rows: npt.NDArray[np.void]) -> Words:
 
 
 def guards_of(words: Words) -> Words:
-    """The guard of each row of `words`, shape [n, 9 or more]: a 64-bit mix of all fields of a committed row.
-    It detects torn and flipped rows.
+    """The guard of each row of `words`, shape [n, 9 or more]: a 64-bit mix of all fields of a committed row
+    but its state. It detects torn and flipped rows.
 
     Not cryptographic. Each word is salted by its place and goes through the SplitMix64 finaliser, which is
     one to one. A change of one word always changes the sum; a change of several does so almost surely.
     """
     mixed = words[:, :_GUARDED_WORDS].T.copy()  # a column of all rows after the other: quicker to add up
-    mixed[_STATE_WORD] &= _LOWER_HALF
     mixed += _SALT_WORDS
     mixed ^= mixed >> np.uint64(30)
     mixed *= np.uint64(_MIX_1)
@@ -115,9 +115,7 @@ def guards_of(words: Words) -> Words:
 
 
 def guard_of(words: Iterable[int]) -> int:
-    """`guards_of` for one row of nine words (the fifth is the namespace alone). Faster than NumPy for few
-    rows.
-    """
+    """`guards_of` for one row of nine words. Faster than NumPy for few rows."""
     guard = 0
     for word, salt in zip(words, _SALTS, strict=True):
         mixed = (word + salt) & _MASK
@@ -184,8 +182,8 @@ class TableLayout:
 class RowWriter:
     """Writes rows into a mapped table, in the order given above."""
 
-    _STATE = struct.Struct("<II")
-    _ROW = struct.Struct("<32sIIQQQdQ")  # as ROW_DTYPE, without what is spare
+    _STATE = struct.Struct("<Q")
+    _ROW = struct.Struct("<32sQQQQdQQ")  # as ROW_DTYPE, without what is spare
     _WORDS = struct.Struct("<9Q")
 
     def __init__(self, buffer: Buffer, layout: TableLayout) -> None:
@@ -194,19 +192,19 @@ class RowWriter:
         self._words = row_words(layout.table_rows(buffer))
 
     def reserve(self, slots: list[int], space: int) -> None:
-        """Mark rows RESERVED: one store each."""
-        self._words[slots, _STATE_WORD] = space | RESERVED << 32
+        """Mark rows RESERVED for pages of a space."""
+        self._words[slots, _STATE_WORD] = RESERVED
+        self._words[slots, _SPACE_WORD] = space
 
     def free(self, slots: list[int]) -> None:
         """Mark rows FREE."""
-        self._words[slots, _STATE_WORD] = FREE << 32
+        self._words[slots, _STATE_WORD] = FREE
 
     def free_all_but(self, spaces: Collection[int]) -> None:
         """Mark all COMMITTED rows FREE but those of these spaces."""
-        words = self._words[:, _STATE_WORD]
-        committed = words >> np.uint64(32) == COMMITTED
-        foreign = ~np.isin(words & np.uint64(_LOWER_HALF), np.array(list(spaces), np.uint64))
-        words[committed & foreign] = FREE << 32
+        states = self._words[:, _STATE_WORD]
+        foreign = ~np.isin(self._words[:, _SPACE_WORD], np.array(list(spaces), np.uint64))
+        states[(states == COMMITTED) & foreign] = FREE
 
     def commit(
         self,
@@ -224,16 +222,15 @@ class RowWriter:
                 self._commit_one(committed_s, *row)
             return
         words = np.zeros((len(slots), ROW_DTYPE.itemsize // 8), dtype=np.uint64)
-        words[:, :_STATE_WORD] = np.frombuffer(b"".join(keys), "<u8").reshape(-1, _STATE_WORD)
-        words[:, _STATE_WORD] = spaces  # and the state FREE
+        words[:, :_SPACE_WORD] = np.frombuffer(b"".join(keys), "<u8").reshape(-1, _SPACE_WORD)
+        words[:, _SPACE_WORD] = spaces
         words[:, 5] = lengths
         words[:, 6] = checksums
         words[:, 7] = sequences
         words[:, 8].view("<f8")[:] = committed_s
-        words[:, 9] = guards_of(words)
-        self._words[slots] = words
-        words[:, _STATE_WORD] |= np.uint64(COMMITTED << 32)
-        self._words[slots, _STATE_WORD] = words[:, _STATE_WORD]
+        words[:, _GUARD_WORD] = guards_of(words)
+        self._words[slots] = words  # with the state FREE
+        self._words[slots, _STATE_WORD] = COMMITTED
 
     def _commit_one(
         self,
@@ -246,34 +243,34 @@ class RowWriter:
         sequence: int,
     ) -> None:
         at = self._rows_at + slot * ROW_DTYPE.itemsize
-        row = (key, space, FREE, length_bytes, checksum, sequence, committed_s)
-        self._ROW.pack_into(self._buffer, at, *row, 0)
+        row = (key, space, length_bytes, checksum, sequence, committed_s)
+        self._ROW.pack_into(self._buffer, at, *row, 0, FREE)
         guard = guard_of(self._WORDS.unpack_from(self._buffer, at))
-        self._ROW.pack_into(self._buffer, at, *row, guard)
-        self._STATE.pack_into(self._buffer, at + 8 * _STATE_WORD, space, COMMITTED)
+        self._ROW.pack_into(self._buffer, at, *row, guard, FREE)
+        self._STATE.pack_into(self._buffer, at + 8 * _STATE_WORD, COMMITTED)
 
 
 class RowReader:
     """Reads rows of a table that another process writes."""
 
-    _STATE_AND_SEQUENCE = struct.Struct("<I16xQ")
-    _STATE_AT = 8 * _STATE_WORD + 4
+    _SEQUENCE_AND_STATE = struct.Struct("<Q16xQ")
+    _SEQUENCE_AT = 8 * 7
 
     def __init__(self, buffer: Buffer, layout: TableLayout) -> None:
         self.count = layout.rows
         self._buffer = buffer
-        self._at = layout.rows_at + self._STATE_AT
+        self._at = layout.rows_at + self._SEQUENCE_AT
 
     def still_holds(self, slot: int, sequence: int) -> bool:
         """Whether the slot holds this filling, committed. To be asked after copying the page's bytes."""
         at = self._at + slot * ROW_DTYPE.itemsize
-        state, found = self._STATE_AND_SEQUENCE.unpack_from(self._buffer, at)
+        found, state = self._SEQUENCE_AND_STATE.unpack_from(self._buffer, at)
         return bool(state == COMMITTED and found == sequence)
 
     def was_refilled(self, slot: int, sequence: int) -> bool:
         """Whether another page was committed in the slot since this filling."""
         at = self._at + slot * ROW_DTYPE.itemsize
-        return bool(self._STATE_AND_SEQUENCE.unpack_from(self._buffer, at)[1] != sequence)
+        return bool(self._SEQUENCE_AND_STATE.unpack_from(self._buffer, at)[0] != sequence)
 
 
 class Filling(NamedTuple):

@@ -1,6 +1,6 @@
 """The interface of transports on the client's side: a control channel to one node, and moving page bytes.
 
-Four implementations: `inproc` (a node in the same process; tests), `shm` (control over a socket, pages by
+Three implementations: `shm` (control over a socket, pages by
 copying from and to the node's mapped arena), `ucx` (control over a socket, pages as UCX tagged messages) and
 `tcp` (pages over a second socket, plain or TLS).
 All pass tests/contracts/test_transport_contract.py.

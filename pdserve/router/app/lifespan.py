@@ -14,7 +14,6 @@ from pdserve.router.config.router import RouterConfig
 from pdserve.router.dispatch.dispatcher import Dispatcher
 from pdserve.router.fleet.dns import DnsDiscovery, dns_names
 from pdserve.router.fleet.etcd import EtcdDiscovery
-from pdserve.router.fleet.found import Discovery
 from pdserve.router.fleet.health_check import STRICT, FirstRound, Prober
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.metrics.stats import Stats
@@ -72,7 +71,7 @@ async def open_router(
             await asyncio.to_thread(tracer.close)
 
 
-def _discovery(config: RouterConfig, fleet: Fleet, token: str) -> Discovery | None:
+def _discovery(config: RouterConfig, fleet: Fleet, token: str) -> DnsDiscovery | EtcdDiscovery | None:
     """Who names workers besides the configuration; None: nobody. Raises ConfigError."""
     if names := dns_names(config):
         return DnsDiscovery(names, fleet)

@@ -57,9 +57,8 @@ class DnsDiscovery:
         self._watch.close()
 
     def _changed(self, found: Mapping[DnsName, Sequence[str]]) -> None:
-        self._workers.clear()
-        for name, addresses in found.items():
-            for address in addresses:
-                where = host_port(address, name.port)
-                self._workers.put(f"{self._names[name]}/{where}", self._names[name], f"http://{where}")
-        self._workers.sync()
+        self._workers.follow(
+            (self._names[name], f"http://{host_port(address, name.port)}")
+            for name, addresses in found.items()
+            for address in addresses
+        )

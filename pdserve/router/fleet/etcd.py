@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 from pdserve.discovery.etcd import EtcdMember, EtcdMembership
@@ -29,17 +28,8 @@ class EtcdDiscovery:
         Raises ConfigError for a configuration that cannot be used.
         """
         self._workers = FoundWorkers("etcd", fleet)
-        self._patience_s = config.lease_s + 2 * config.retry_s
-        self._missing: dict[str, asyncio.TimerHandle] = {}
         self._membership = EtcdMembership(
-            config,
-            config.cluster,
-            None,
-            self._found,
-            self._gone,
-            kind=WORKERS,
-            missing=self._lose,
-            secret=cluster_token,
+            config, config.cluster, None, self._found, kind=WORKERS, secret=cluster_token
         )
 
     async def first(self) -> None:
@@ -55,22 +45,7 @@ class EtcdDiscovery:
 
     async def close(self) -> None:
         """Close the connections to etcd; after `run` was cancelled."""
-        for timer in self._missing.values():
-            timer.cancel()
         await self._membership.close()
 
-    def _found(self, nodes: list[EtcdMember]) -> None:
-        for node in nodes:
-            if timer := self._missing.pop(node.node, None):
-                timer.cancel()
-            self._workers.put(node.node, node.node.partition("/")[0], node.address)
-        self._workers.sync()
-
-    def _gone(self, key: str) -> None:
-        self._missing.pop(key, None)
-        self._workers.drop(key)
-        self._workers.sync()
-
-    def _lose(self, key: str) -> None:
-        loop = asyncio.get_running_loop()
-        self._missing[key] = loop.call_later(self._patience_s, self._gone, key)
+    def _found(self, members: list[EtcdMember]) -> None:
+        self._workers.follow((member.node.partition("/")[0], member.address) for member in members)

@@ -1,11 +1,11 @@
-"""Workers that a source outside names: DNS or etcd. The fleet's members of this source
-are kept equal to them. The source only names workers; their probes decide whether they are used.
+"""Workers that DNS or etcd names. The fleet's members of this source are kept equal to them. The source only
+names workers; their probes decide whether they are used.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Protocol
+from collections.abc import Iterable
 
 from pdserve.router.fleet.membership import FleetError
 from pdserve.router.fleet.registry import Fleet
@@ -14,46 +14,17 @@ from pdserve.router.fleet.worker import ROLES, Role, Source, Worker
 logger = logging.getLogger(__name__)
 
 
-class Discovery(Protocol):
-    """Keeps the fleet equal to what a source names."""
-
-    async def first(self) -> None:
-        """Read all once. If the source does not answer, log a warning."""
-
-    async def run(self) -> None:
-        """Follow the source until cancelled. Can be called again after a failure."""
-
-    async def close(self) -> None:
-        """Close connections; after `run` was cancelled."""
-
-
 class FoundWorkers:
-    """The workers of one source, by the source's own names."""
+    """The workers of one source."""
 
     def __init__(self, source: Source, fleet: Fleet) -> None:
         self._source = source
         self._fleet = fleet
-        self._urls: dict[str, tuple[str, Role]] = {}
         self._said: set[str] = set()
 
-    def put(self, name: str, role: str, url: str) -> None:
-        """The source names this worker. `sync` makes it a member."""
-        if role in ROLES:
-            self._urls[name] = (url, role)
-        else:
-            self._say(f"{name} is no worker")
-
-    def drop(self, name: str) -> None:
-        """The source names it no more."""
-        self._urls.pop(name, None)
-
-    def clear(self) -> None:
-        """Whatever the source named: all of it is put again."""
-        self._urls.clear()
-
-    def sync(self) -> None:
-        """Make the fleet's members of this source those that were put."""
-        joined, left = self._fleet.members.sync(self._source, self._usable())
+    def follow(self, named: Iterable[tuple[str, str]]) -> None:
+        """Make the fleet's members of this source those that it names now, by role and base URL."""
+        joined, left = self._fleet.members.sync(self._source, self._usable(named))
         for worker in joined:
             logger.info("%s worker %s: %s knows of it", worker.role, worker.id, self._source)
         for worker in left:
@@ -61,10 +32,13 @@ class FoundWorkers:
                 "%s worker %s has left: %s no longer knows of it", worker.role, worker.id, self._source
             )
 
-    def _usable(self) -> dict[str, Role]:
+    def _usable(self, named: Iterable[tuple[str, str]]) -> dict[str, Role]:
         """Base URL → role, without workers that the fleet would refuse. A bad name must not block others."""
         usable: dict[str, Role] = {}
-        for url, role in self._urls.values():
+        for role, url in named:
+            if role not in ROLES:
+                self._say(f"{url} is named as {role!r}, and no worker is that")
+                continue
             try:
                 worker = Worker(role, url)
                 self._fleet.members.check(self._source, worker)

@@ -26,7 +26,6 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
-from pdserve.discovery.host_socket import NAME_PATTERN, is_of_port
 from pdserve.router.config.addresses import is_https, parse_base_url
 
 Ability = Literal[
@@ -214,8 +213,6 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     """What computes there. Workers of two engines share no pages."""
     lacks: tuple[str, ...] = ()
     """What cannot be asked of it, of `abilities.WITHOUT`."""
-    host_socket: Annotated[str, msgspec.Meta(pattern=NAME_PATTERN)] = ""
-    """Its Unix socket, for routers of the same host (`pdserve.discovery.host_socket`). Empty: it has none."""
     plain_salts: bool = False
     """Its cache takes salts of letters and digits only (LMCache: no slash)."""
 
@@ -323,12 +320,6 @@ class Worker:
     def draining(self) -> bool:
         """The worker finishes its requests and gets no new one."""
         return self.drained or self.stopping
-
-    @property
-    def host_socket(self) -> str:
-        """Its Unix socket, which answers on its own host; empty: none is known, or a proxy is between."""
-        name = "" if self.info is None else self.info.host_socket
-        return name if is_of_port(name, self.port) else ""
 
     @property
     def is_direct(self) -> bool:

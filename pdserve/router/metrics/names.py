@@ -174,8 +174,7 @@ METRICS: Final = (
         "upstream_connections",
         "counter",
         ("kind",),
-        "Connections to workers, by kind: opened, unix (those of them by a Unix socket of the same host), "
-        "reused, stale (replaced), failed.",
+        "Connections to workers, by kind: opened, reused, stale (replaced), failed.",
     ),
     _one("upstream_connections_open", "gauge", (), "Open connections to workers."),
     _one("upstream_connections_idle", "gauge", (), "Open connections to workers that no request uses."),

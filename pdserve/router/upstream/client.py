@@ -26,7 +26,6 @@ from typing import Protocol
 
 import msgspec
 
-from pdserve.discovery.host_socket import connect_here
 from pdserve.router.config.limits import Limits
 from pdserve.router.deadlines import Deadlines
 from pdserve.router.upstream.connection import Connection, ConnectionOwner, Response, UpstreamError, WorkerTls
@@ -87,19 +86,11 @@ class Peer(Protocol):
     port: int
     is_tls: bool
 
-    @property
-    def host_socket(self) -> str:
-        """Its Unix socket, which answers on its own host; empty: none is known."""
-        ...
-
 
 class ConnectionCounts(msgspec.Struct):
-    """Counters for metrics: connections opened, those of them by a Unix socket, reused, found stale, and
-    failed to open.
-    """
+    """Counters for metrics: connections opened, reused, found stale, and failed to open."""
 
     opened: int = 0
-    unix: int = 0
     reused: int = 0
     stale: int = 0
     failed: int = 0
@@ -166,16 +157,14 @@ class WorkerPool(ConnectionOwner):
         self._connecting += 1
         try:
             async with asyncio.timeout(timeout_s):
-                connection = await self._connect_here() if context is None else None
-                if connection is None:
-                    _, connection = await self._loop.create_connection(
-                        lambda: Connection(self),
-                        self._worker.host,
-                        self._worker.port,
-                        ssl=context,
-                        ssl_handshake_timeout=timeout_s if context else None,
-                        ssl_shutdown_timeout=LAST_WORD_S if context else None,
-                    )
+                _, connection = await self._loop.create_connection(
+                    lambda: Connection(self),
+                    self._worker.host,
+                    self._worker.port,
+                    ssl=context,
+                    ssl_handshake_timeout=timeout_s if context else None,
+                    ssl_shutdown_timeout=LAST_WORD_S if context else None,
+                )
         except TimeoutError:
             self._counts.failed += 1
             what = f"worker {self._worker.id}: no connection in {timeout_s} s"
@@ -189,20 +178,6 @@ class WorkerPool(ConnectionOwner):
             self._connecting -= 1
         self._open.add(connection)
         self._counts.opened += 1
-        return connection
-
-    async def _connect_here(self) -> Connection | None:
-        """By the worker's Unix socket. None: it has none, or it is not on this host."""
-        name = self._worker.host_socket
-        connected = connect_here(name) if name else None
-        if connected is None:
-            return None
-        try:
-            _, connection = await self._loop.create_unix_connection(lambda: Connection(self), sock=connected)
-        except BaseException:
-            connected.close()
-            raise
-        self._counts.unix += 1
         return connection
 
     def keep(self, connection: Connection) -> None:

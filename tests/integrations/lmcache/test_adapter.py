@@ -24,7 +24,7 @@ from tests.support.integrations.lmcache import (
 from tests.support.kvpool.clients import until
 from tests.support.kvpool.local_node import LocalNode
 
-real_only = pytest.mark.skipif(not IS_REAL, reason="LMCache is not installed here (see launch/vllm.sh)")
+real_only = pytest.mark.skipif(not IS_REAL, reason="LMCache is missing (docs/other-engines.md)")
 
 
 def test_objects_of_one_server_are_found_and_loaded_by_another(open_adapter: Open) -> None:

@@ -95,7 +95,7 @@ def scripted(tmp_path: Path) -> Iterator[Callable[[Answer], str]]:
         ("ls", EVIL),
         ("ns", "list"),
         ("ns", "drop", EVIL),
-        ("ns", "switch", "a", "b"),
+        ("ns", "replace", "a", "b"),
         ("drain", "--deadline", "0.2"),
         ("upgrade", "--deadline", "0.2"),
     ],

@@ -22,13 +22,13 @@ from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import View
-from pdserve.kvpool.testing.inproc import InprocConnector
 from pdserve.kvpool.transports.async_control import AsyncControl
 from pdserve.kvpool.transports.session import make_hello
 from tests.support.kvpool.clients import SOON_S, config_of, doors_of
 from tests.support.kvpool.door import UPGRADING, Door, DoorConnector, Manner
 from tests.support.kvpool.faulty import key
 from tests.support.kvpool.faulty import put as put_pages
+from tests.support.kvpool.inproc import InprocConnector
 
 pytestmark = pytest.mark.timeout(60)
 MAX_WAITERS = 8
@@ -278,13 +278,15 @@ async def test_a_wait_looks_at_the_earlier_owner_first_and_follows_its_pages(tmp
     config = config_of(doors, exists_timeout_s=SOON_S, connect_timeout_s=SOON_S)
     for door in doors:
         door.node.view = View(0, 2, addresses[:2])
-    writer = PoolClient(config, "ns", {}, connector=DoorConnector(doors))
-    await asyncio.to_thread(put_pages, writer, wanted)
+    seeds = config_of(doors[:2], put_timeout_s=SOON_S, connect_timeout_s=SOON_S)
+    writer = PoolClient(seeds, "ns", {}, connector=DoorConnector(doors))
+    assert all(await asyncio.to_thread(put_pages, writer, wanted))
+    assert not len(doors[2].node.state.store.index)
     for door in doors:
         door.tell(View(0, 3, addresses, addresses[:2]))
     client = AsyncPoolClient(config, "ns", {})
     await client.exists(wanted[:1])
-    assert await client.wait(wanted, 5.0) == [True] * 60
+    assert await client.wait(wanted, SOON_S) == [True] * 60
     later = [key(n) for n in range(60, 120)]
     waiting = asyncio.create_task(client.wait(later, SOON_S))
     await asyncio.to_thread(put_pages, writer, later)

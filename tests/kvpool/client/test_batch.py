@@ -1,4 +1,4 @@
-"""A batch of pages in pieces: by bytes, in order, each stored by itself, and none too late."""
+"""A batch of pages in chunks: by bytes, in order, each stored by itself, and none too late."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pdserve.errors import PoolTimeout
 from pdserve.kvpool.client import batch as batches
-from pdserve.kvpool.client.batch import PIECE_BYTES, Batch
+from pdserve.kvpool.client.batch import CHUNK_BYTES, Batch
 from pdserve.kvpool.client.deadline import LEAST_BYTES, Deadline, Speed
 from pdserve.kvpool.protocol.messages import MAX_BATCH_BYTES, MAX_KEYS, MAX_PAGES
 from tests.support.kvpool.faulty import PAGE_BYTES, Pool, get, keys, put
@@ -38,27 +38,27 @@ def batch_of(count: int, page_bytes: int, timeout_s: float = 5.0) -> Batch[bool]
 
 
 @given(st.integers(1, 6000), st.sampled_from([0, 1, 4096, 1 << 20, 9 << 20, 64 << 20, 1 << 30]))
-def test_pieces_hold_every_key_in_order_and_no_piece_is_too_large(count: int, page_bytes: int) -> None:
-    pieces = batch_of(1, page_bytes).divide(list(range(count)))
-    assert [place for piece in pieces for place in piece] == list(range(count))
-    sizes = [len(piece) for piece in pieces]
+def test_chunks_hold_every_key_in_order_and_no_chunk_is_too_large(count: int, page_bytes: int) -> None:
+    chunks = batch_of(1, page_bytes).divide(list(range(count)))
+    assert [place for chunk in chunks for place in chunk] == list(range(count))
+    sizes = [len(chunk) for chunk in chunks]
     assert max(sizes) - min(sizes) <= 1
     assert max(sizes) <= (MAX_PAGES if page_bytes else MAX_KEYS)
     if page_bytes:
-        assert max(sizes) == 1 or max(sizes) * page_bytes <= min(PIECE_BYTES, MAX_BATCH_BYTES)
+        assert max(sizes) == 1 or max(sizes) * page_bytes <= min(CHUNK_BYTES, MAX_BATCH_BYTES)
 
 
 def test_pages_that_come_over_a_stream_are_asked_for_in_whole_messages() -> None:
     places = list(range(96))
-    assert [len(piece) for piece in batch_of(1, 1 << 20).divide(places)] == [16] * 6
-    assert [len(piece) for piece in batch_of(1, 1 << 20).divide(places, streams=True)] == [32] * 3
+    assert [len(chunk) for chunk in batch_of(1, 1 << 20).divide(places)] == [16] * 6
+    assert [len(chunk) for chunk in batch_of(1, 1 << 20).divide(places, streams=True)] == [32] * 3
 
 
 def test_a_batch_larger_than_what_a_node_grants_at_a_time_is_stored_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without pieces the end of the chain was refused, at every turn anew."""
-    monkeypatch.setattr(batches, "PIECE_BYTES", 4 * PAGE_BYTES)
+    """Without chunks the end of the chain was refused, at every turn anew."""
+    monkeypatch.setattr(batches, "CHUNK_BYTES", 4 * PAGE_BYTES)
     with Pool(nodes=1, max_reserved_bytes=64 * 1024) as pool:
         client = pool.client()
         count = 100  # the node has room for 128, and grants 8 at a time
@@ -68,7 +68,7 @@ def test_a_batch_larger_than_what_a_node_grants_at_a_time_is_stored_whole(
 
 
 def test_pages_are_visible_before_the_batch_is_done(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batches, "PIECE_BYTES", 4 * PAGE_BYTES)
+    monkeypatch.setattr(batches, "CHUNK_BYTES", 4 * PAGE_BYTES)
     client, other = pool.client(connections=1), pool.client()
     seen: list[int] = []
 
@@ -81,8 +81,8 @@ def test_pages_are_visible_before_the_batch_is_done(pool: Pool, monkeypatch: pyt
     assert seen == [0, 4, 8]
 
 
-def test_a_piece_that_fails_costs_its_own_pages_only(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batches, "PIECE_BYTES", 4 * PAGE_BYTES)
+def test_a_chunk_that_fails_costs_its_own_pages_only(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "CHUNK_BYTES", 4 * PAGE_BYTES)
     client = pool.client(connections=1)
     writes: list[str] = []
 
@@ -94,32 +94,32 @@ def test_a_piece_that_fails_costs_its_own_pages_only(pool: Pool, monkeypatch: py
 
     pool.connector.before = fail
     stored = put(client, keys(12))
-    assert sum(stored) == 4  # the pieces after it found the node down
+    assert sum(stored) == 4  # the chunks after it found the node down
 
 
-def test_pieces_are_moved_side_by_side(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batches, "PIECE_BYTES", 4 * PAGE_BYTES)
+def test_chunks_are_moved_side_by_side(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "CHUNK_BYTES", 4 * PAGE_BYTES)
     client = pool.client(connections=2)
     together = threading.Barrier(2, timeout=30)
 
     def meet(node: str, step: str) -> None:
         if step == "write_pages":
-            together.wait()  # broken, and so an error, if pieces came one after the other
+            together.wait()  # broken, and so an error, if chunks came one after the other
 
     pool.connector.before = meet
     assert put(client, keys(8)) == [True] * 8
 
 
-def test_a_piece_that_comes_too_late_is_not_begun() -> None:
+def test_a_chunk_that_comes_too_late_is_not_begun() -> None:
     link: Any = SimpleNamespace(speed=Speed())
     late = batch_of(1, 1 << 20, timeout_s=-0.001)
-    assert late.is_worth_a_try(link, PIECE_BYTES)  # nothing is known of the node
-    link.speed.learn(PIECE_BYTES, 0.01)
-    assert not late.is_worth_a_try(link, PIECE_BYTES)
-    assert batch_of(1, 1 << 20, timeout_s=3600.0).is_worth_a_try(link, PIECE_BYTES)
-    link.speed.learn(PIECE_BYTES, 1e6)  # ever so slow
+    assert late.is_worth_a_try(link, CHUNK_BYTES)  # nothing is known of the node
+    link.speed.learn(CHUNK_BYTES, 0.01)
+    assert not late.is_worth_a_try(link, CHUNK_BYTES)
+    assert batch_of(1, 1 << 20, timeout_s=3600.0).is_worth_a_try(link, CHUNK_BYTES)
+    link.speed.learn(CHUNK_BYTES, 1e6)  # ever so slow
     fresh = batch_of(1, 1 << 20, timeout_s=3600.0)
-    assert fresh.is_worth_a_try(link, PIECE_BYTES)  # it may be faster by now
+    assert fresh.is_worth_a_try(link, CHUNK_BYTES)  # it may be faster by now
 
 
 def test_the_speed_follows_what_is_seen() -> None:

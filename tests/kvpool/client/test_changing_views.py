@@ -1,21 +1,16 @@
-"""The synchronous client while the pool changes: nodes come and go, pages move, hot pages have replicas."""
+"""The synchronous client while the pool changes: nodes come and go, and pages move."""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
-import msgspec
 import pytest
 
-from pdserve.errors import PoolUnavailable
-from pdserve.kvpool.client.client import PoolClient
-from pdserve.kvpool.client.deadline import Deadline
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import GetView, View
 from tests.support.kvpool.clients import SOON_S, until
-from tests.support.kvpool.faulty import PAGE_BYTES, Pool, get, keys, put
+from tests.support.kvpool.faulty import Pool, get, keys, put
 
 COUNT = 60
 
@@ -233,104 +228,3 @@ def test_nodes_without_membership_are_a_pool_that_shrinks_to_the_last_and_grows_
     until(lambda: client.nodes_up == 3)
     until(lambda: len(client.rings.ring.nodes) == 3)
     assert get(client, keys(COUNT)) == [True] * COUNT
-
-
-# --- hot pages
-
-
-def hot(pool: Pool, replicas: int) -> tuple[PoolClient, list[str]]:
-    """A client of nodes that all hold `keys(COUNT)`, whose owners say so; and who was asked for pages."""
-    asked: list[str] = []
-    for i in range(3):
-        alone = pool.client(seeds=[i])
-        put(alone, keys(COUNT))
-        alone.close()
-    client = pool.client()
-
-    def answer(node: str, request: m.Request) -> m.Reply | None:
-        if isinstance(request, m.Get):
-            asked.extend([node] * len(request.keys))
-            it = next(one for one in pool.nodes if one.name == node)
-            reply = it.call(
-                max(it._replies), request, time.monotonic() + SOON_S
-            )  # on the client's connection
-            assert isinstance(reply, m.Got)
-            return m.Got(request.id, [msgspec.structs.replace(pin, replicas=replicas) for pin in reply.pins])
-        return None
-
-    pool.connector.answer = answer
-    return client, asked
-
-
-def test_reads_of_a_hot_page_spread_over_its_holders(pool: Pool) -> None:
-    client, asked = hot(pool, replicas=2)
-    one = keys(1)
-    owner = client.rings.ring.owner(one[0]).node
-    assert get(client, one) == [True]
-    assert asked == [owner]
-    for _ in range(90):
-        assert get(client, one) == [True]
-    assert all(asked.count(node) > 10 for node in ("n0", "n1", "n2"))
-    assert client.counters.pages_replica == 91 - asked.count(owner)
-
-
-def test_a_batch_of_hot_pages_is_divided_evenly(pool: Pool) -> None:
-    client, asked = hot(pool, replicas=2)
-    get(client, keys(COUNT))
-    del asked[:]
-    assert get(client, keys(COUNT)) == [True] * COUNT
-    assert all(COUNT // 6 < asked.count(node) < COUNT // 2 for node in ("n0", "n1", "n2"))
-
-
-def test_a_replica_that_is_gone_costs_no_page_and_is_forgotten(pool: Pool) -> None:
-    client, asked = hot(pool, replicas=2)
-    get(client, keys(COUNT))
-    owners = client.rings.split(keys(COUNT))
-    for node in pool.nodes:  # only the owners' pages remain
-        keep = {keys(COUNT)[i] for i in owners[node.name]}
-        slots = [node.state.store.find(1, k) for k in keys(COUNT) if k not in keep]
-        for slot in slots:
-            node.state.store.drop([slot], [])
-    del asked[:]
-    assert get(client, keys(COUNT)) == [True] * COUNT
-    spread = len(asked) - COUNT
-    assert spread > COUNT // 3
-    assert client.counters.pages_fallback == spread
-    assert client.counters.pages_replica == 0
-
-
-def test_a_page_whose_owner_says_that_the_heat_is_gone_is_read_there_again(pool: Pool) -> None:
-    client, asked = hot(pool, replicas=1)
-    one = keys(1)
-    owner = client.rings.ring.owner(one[0]).node
-    get(client, one)
-    pool.connector.answer = lambda node, request: None
-    while len(client._hot):
-        assert get(client, one) == [True]
-    del asked[:]
-    calls: list[str] = []
-    pool.connector.before = lambda node, step: calls.append(node) if step == "read_pages" else None
-    for _ in range(20):
-        assert get(client, one) == [True]
-    assert calls == [owner] * 20
-
-
-def test_a_replica_holder_that_is_down_is_not_asked(pool: Pool) -> None:
-    client, asked = hot(pool, replicas=2)
-    one = keys(1)
-    get(client, one)
-    owner = client.rings.ring.owner(one[0]).node
-    other = next(node for node in pool.nodes if node.name != owner)
-
-    def fail(node: str, step: str) -> None:
-        if node == other.name:
-            raise PoolUnavailable("as told")
-
-    pool.connector.before = fail
-    with pytest.raises(PoolUnavailable):
-        client._links.link(other.name).check(Deadline(time.monotonic() + 1))
-    del asked[:]
-    for _ in range(40):
-        assert get(client, one) == [True]
-    assert other.name not in asked
-    assert client.counters.bytes_read == 41 * PAGE_BYTES

@@ -40,7 +40,7 @@ class FaultyNodes(RuleBasedStateMachine):
         self.doors = doors_of(self.directory, NODES)
         config = config_of(self.doors, restart_wait_s=SOON_S, **PATIENT)
         connector = DoorConnector(self.doors)
-        self.sync = PoolClient(config, "ns", {}, connector=connector, seed=1)
+        self.sync = PoolClient(config, "ns", {}, connector=connector)
         self.asking = Blocking(config, "ns", {})
         self.clients = {"sync": self.sync, "async": self.asking}
         self.stored: set[int] = set()

@@ -34,7 +34,7 @@ class Scripted:
     """A connection that opens any namespace, or none."""
 
     def __init__(self, opens: bool = True) -> None:
-        self.welcome = m.Welcome(1, "n", 1, "h", "inproc", 1.0)
+        self.welcome = m.Welcome(1, "n", 1, "h", "shm", 1.0)
         self.closed = False
         self._opens = opens
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import random
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.kvpool.client.reads.replica_hints import HotPages, choose
 from pdserve.kvpool.client.routing import MAX_VIEWS, Rings, Search, ViewBook
 from pdserve.kvpool.cluster.ring import Ring
 from pdserve.kvpool.protocol.cluster_messages import View
@@ -210,45 +207,3 @@ def test_a_search_ends_however_fast_the_view_changes() -> None:
     search = Search(KEYS, Rings(1, Ring(nodes("a"))))
     asked = [len(search.further([0], ["a"] * len(KEYS), Rings(n, Ring(nodes("a"))))) for n in range(2, 30)]
     assert sum(asked) == MAX_VIEWS - 1
-
-
-# --- hot pages
-
-
-def test_a_hint_ends_by_itself_and_when_its_owner_says_so() -> None:
-    hot = HotPages(random.Random(7), hint_s=10.0)
-    hot.note(KEYS[0], 2, 0.0)
-    assert hot.replicas(KEYS[0], 9.9) == 2
-    assert hot.replicas(KEYS[0], 10.0) == 0
-    assert len(hot) == 0
-    hot.note(KEYS[1], 2, 0.0)
-    hot.note(KEYS[1], 0, 1.0)
-    hot.note(KEYS[2], 1, 1.0)
-    hot.forget(KEYS[2])
-    assert len(hot) == 0
-
-
-def test_hints_are_bounded_and_the_oldest_goes() -> None:
-    hot = HotPages(random.Random(7), max_hints=3)
-    for n in (0, 1, 2, 0, 3):
-        hot.note(KEYS[n], 1, 0.0)
-    assert [hot.replicas(KEYS[n], 1.0) for n in range(4)] == [1, 0, 1, 1]
-
-
-@given(st.floats(0, 1, exclude_max=True), st.floats(0, 1, exclude_max=True), st.integers(1, 5))
-def test_the_less_loaded_of_two_holders_is_chosen(first: float, second: float, count: int) -> None:
-    holders = [f"n{i}" for i in range(count)]
-    chosen = choose(holders, {f"n{i}": i * 100 for i in range(count)}, first, second)
-    one = int(first * count)
-    assert chosen in holders
-    assert int(chosen[1:]) <= one
-    if count > 1:
-        assert chosen != holders[-1]  # the busiest is never the better of two
-
-
-@pytest.mark.parametrize("count", [2, 3])
-def test_equal_holders_are_chosen_equally_often(count: int) -> None:
-    holders = [f"n{i}" for i in range(count)]
-    steps = [i / 60 for i in range(60)]
-    chosen = [choose(holders, {}, first, second) for first in steps for second in steps]
-    assert all(chosen.count(holder) == len(chosen) / count for holder in holders)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from pdserve.errors import FrameError
-from pdserve.kvpool.cluster.membership import MAX_NAMESPACE_BYTES, Cluster
+from pdserve.kvpool.cluster.membership import Cluster
 from pdserve.kvpool.cluster.ring import MAX_WEIGHT_SUM, Ring
 from pdserve.kvpool.cluster.state import (
     AHEAD_MS,
@@ -21,8 +21,8 @@ from pdserve.kvpool.cluster.state import (
     MAX_VERSION,
     encoded,
 )
-from pdserve.kvpool.core.events import PublishNamespace, RecordsForgotten, RecordsLearned
-from pdserve.kvpool.namespaces.registry import MAX_GEOMETRY_CHARS, bucket_of
+from pdserve.kvpool.core.events import PublishNamespace, RecordsLearned
+from pdserve.kvpool.namespaces.registry import MAX_GEOMETRY_CHARS, MAX_LEARNED_BYTES
 from pdserve.kvpool.node.serving.fair_queue import FairQueue
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.base import NodeAddress
@@ -66,8 +66,6 @@ FIELDS = st.one_of(
         message_of(NamespaceSettings),
     ),
     st.builds(lambda e, x: replace(GOOD, stable_epoch=e, stable=x), INTS, st.lists(NODES, max_size=4)),
-    st.builds(lambda x: replace(GOOD, floors=x), st.lists(st.tuples(INTS, INTS), max_size=2)),
-    st.builds(lambda x: replace(GOOD, floors=[(bucket_of("ns"), x)]), INTS),
 )
 
 
@@ -92,6 +90,7 @@ def test_nothing_that_a_peer_can_say_makes_a_node_raise_or_believe_nonsense(said
     me, node = cluster(), Node()
     client = node.connect()
     opened = node.open(client, "ns", g="1")
+    me.registry = node.state.namespaces.registry
     queue: FairQueue[Any] = FairQueue()
     for state in said:
         received, before = as_received(state), me.state
@@ -110,9 +109,7 @@ def test_nothing_that_a_peer_can_say_makes_a_node_raise_or_believe_nonsense(said
             assert member.node.isprintable()
             assert 0 < len(member.node) <= 64
         other = Cluster("pool", NodeAddress("other", "tcp:o:1"), 78, 100)
-        other.receive(me.state)  # what it believes, every other node does
-        if update.floors is not None:
-            node.do(RecordsForgotten(list(update.forgotten), update.floors))
+        other.receive(me.whole)  # what it believes, every other node does
         node.do(RecordsLearned(list(update.namespaces)))
         node.pass_time(1.0)
         for number in node.state.namespaces.numbers:
@@ -164,11 +161,12 @@ def test_namespaces_beyond_all_measure_are_refused_and_known_ones_may_change() -
     size = MAX_GEOMETRY_CHARS - 10
     records = [NamespaceRecord(f"n{i}", 1, 1, {"k": "v" * size}) for i in range(200)]
     half = ClusterState("pool", [], records[:50])
-    me.receive(half)
+    for record in me.receive(half).namespaces:
+        me.registry.learn(record)
     with pytest.raises(FrameError, match="MiB"):
         me.receive(replace(half, namespaces=records[50:]))
-    assert len(me.namespaces) == 50
-    assert sum(len(encoded(record)) for record in me.namespaces.values()) <= MAX_NAMESPACE_BYTES
+    assert len(me.registry) == 50
+    assert sum(len(encoded(record)) for record in me.registry) <= MAX_LEARNED_BYTES
     changed = replace(records[0], version=2, geometry={}, dropped=True)
     assert me.receive(ClusterState("pool", [], [changed])).namespaces == (changed,)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,10 +10,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from pdserve.errors import FrameError, PoolRefused
-from pdserve.kvpool.cluster.membership import FORGET_MS, Cluster, Update
+from pdserve.kvpool.cluster.membership import FORGET_MS, Cluster
 from pdserve.kvpool.cluster.ring import MAX_WEIGHT_SUM
 from pdserve.kvpool.cluster.state import check_state, epoch_of, merge, owners_of
-from pdserve.kvpool.namespaces.registry import Registry, bucket_of
 from pdserve.kvpool.protocol.base import NodeAddress
 from pdserve.kvpool.protocol.cluster_messages import (
     ACTIVE,
@@ -25,7 +23,6 @@ from pdserve.kvpool.protocol.cluster_messages import (
     ClusterState,
     Member,
     NamespaceRecord,
-    NamespaceSettings,
 )
 from tests.support.suite.extended import examples
 
@@ -41,14 +38,6 @@ members = st.builds(
     small,
     small,
 )
-records = st.builds(
-    NamespaceRecord,
-    st.sampled_from(["x", "y"]),
-    small,
-    small,
-    st.dictionaries(st.sampled_from("pq"), st.sampled_from("rs"), max_size=2),
-    dropped=st.booleans(),
-)
 rings = st.lists(st.builds(NodeAddress, st.sampled_from(NAMES), st.just("tcp:h:1")), max_size=2)
 
 
@@ -60,7 +49,7 @@ states = st.builds(
     ClusterState,
     st.just("pool"),
     st.lists(members, max_size=4).map(unique),
-    st.lists(records, max_size=2, unique_by=lambda r: r.name),
+    st.just([]),
     small,
     rings,
 )
@@ -98,7 +87,8 @@ def exchange(*clusters: Cluster) -> None:
             return
         for a in clusters:
             for b in clusters:
-                a.receive(b.state)
+                for record in a.receive(b.whole).namespaces:
+                    a.registry.learn(record)
     raise AssertionError("they do not agree")
 
 
@@ -221,86 +211,18 @@ def test_a_ring_that_was_left_and_came_back_is_settled_anew() -> None:
     assert c.me.settled < c.epoch
 
 
-def dropped(name: str, version: int = 2, **fields: Any) -> NamespaceRecord:
-    return NamespaceRecord(name, version, version, {}, dropped=True, **fields)
-
-
-def test_a_namespace_dropped_long_ago_is_forgotten_and_no_late_node_brings_it_back() -> None:
-    a, b, late = three()
-    live = NamespaceRecord("ns", 1, 1, {"model": "m"})
-    a.publish(live)
-    exchange(a, b, late)
-    a.publish(dropped("ns"))
-    a.publish(dropped("configured"))
-    guarded = dropped("guarded", settings=NamespaceSettings(read_token="ab" * 32))
-    a.publish(guarded)
-    exchange(a, b)
-    for now_ms in (0, FORGET_MS - 1):
-        assert not a.tidy(now_ms, {"configured"}).forgotten
-    assert a.tidy(FORGET_MS, {"configured"}).forgotten == ("ns",)
-    assert set(a.namespaces) == {"configured", "guarded"}
-    exchange(a, b)
-    assert "ns" not in b.namespaces
-    a.receive(late.state)  # it comes back, and still has it
-    assert "ns" not in a.namespaces
-    assert late.receive(a.state).forgotten == ("ns",)
-    exchange(a, b, late)
-    assert set(late.namespaces) == {"configured", "guarded"}
-    again = Registry([], a.state.floors).fresh("ns", NamespaceSettings())
-    assert (again.version, again.generation) == (2, 3), "its first change is above all that was"
-    b.publish(replace(again, version=3))
-    exchange(a, b, late)
-    assert late.namespaces["ns"].generation == 3
-    started = node("d")
-    assert not started.raise_floors([])
-    assert started.raise_floors(a.state.floors)
-    started.publish(live)
-    assert not started.namespaces
-
-
-def test_names_of_dropped_namespaces_do_not_pile_up() -> None:
-    a = node("a")
-    a.publish(NamespaceRecord("lives", 1, 1, {}))
-    for n in range(2000):
-        a.publish(dropped(f"revision-{n}"))
-        a.tidy(n * 10_000)
-        assert len(a.namespaces) < 400
-    assert "lives" in a.namespaces
-    check_state(a.state)
-
-
-def test_no_floor_is_raised_over_what_lives() -> None:
-    twin = next(name for name in map(str, range(100_000)) if bucket_of(name) == bucket_of("ns"))
-    a = node("a")
-    a.publish(dropped("ns"))
-    a.publish(NamespaceRecord(twin, 2, 1, {}))
-    for now_ms in (0, FORGET_MS):
-        assert not a.tidy(now_ms)
-    a.publish(NamespaceRecord(twin, 3, 1, {}))
-    assert a.tidy(FORGET_MS + 1).forgotten == ("ns",)
-    assert set(a.namespaces) == {twin}
-
-
-@pytest.mark.parametrize(
-    "floors", [[(5, 1), (5, 2)], [(6, 1), (5, 1)], [(-1, 1)], [(4096, 1)], [(1, 1 << 61)]]
-)
-def test_impossible_floors_are_refused(floors: list[tuple[int, int]]) -> None:
-    with pytest.raises(FrameError, match="floors"):
-        node("a").receive(ClusterState("pool", [Member("b", "tcp:h:1", 1, 1, 1)], [], floors=floors))
-
-
-def test_a_namespace_is_known_everywhere_and_the_newer_record_wins() -> None:
+def test_a_namespace_is_known_everywhere_and_old_news_of_it_are_none() -> None:
     a, b, c = three()
     record = NamespaceRecord("ns", 1, 1, {"model": "m"})
-    assert a.publish(record) == Update((), (record,), None, True)
-    assert not a.publish(record)
+    a.registry.learn(record)
     exchange(a, b, c)
-    assert c.namespaces == {"ns": record}
+    assert c.registry.get("ns") == record
     newer = replace(record, version=2, dropped=True)
     assert b.receive(ClusterState("pool", [], [newer])).namespaces == (newer,)
+    b.registry.learn(newer)
     assert not b.receive(ClusterState("pool", [], [record]))
     exchange(a, b, c)
-    assert a.namespaces == {"ns": newer}
+    assert a.registry.get("ns") == newer
     assert a.settled  # pages do not move for it
 
 
@@ -366,7 +288,7 @@ class Pool:
             self.clusters[x] = Cluster("pool", NodeAddress(x, f"tcp:{x}:2", 1), self.incarnation, 101)
             self.epochs[x] = 0
         elif what == 4:
-            one.publish(NamespaceRecord(y, ord(x), 1, {}))
+            one.registry.learn(NamespaceRecord(y, ord(x), 1, {}))
         elif what == 5 and x != "a":
             with contextlib.suppress(PoolRefused):  # the last node
                 one.leave()
@@ -541,14 +463,12 @@ def test_nodes_that_forget_end_up_with_one_view_and_no_epoch_ever_falls(
 
 
 aged = st.builds(
-    lambda state, horizon, folded, floors: merge(
-        replace(state, folded=folded),
-        ClusterState("pool", [], [], horizon=horizon, floors=sorted(floors.items())),
+    lambda state, horizon, folded: merge(
+        replace(state, folded=folded), ClusterState("pool", [], [], horizon=horizon)
     ),
     states,
     small,
     small,
-    st.dictionaries(st.sampled_from([bucket_of("x"), bucket_of("y")]), st.integers(1, 3)),
 )
 
 
@@ -562,8 +482,6 @@ def test_what_two_states_forgot_is_forgotten_by_both_and_no_epoch_falls(
     assert merge(both, a) == merge(both, b) == both
     assert epoch_of(both) >= max(epoch_of(a), epoch_of(b))
     assert all(stamp >= both.horizon for stamp in stamps(both))
-    floor_of = dict(both.floors)
-    assert all(r.version > floor_of.get(bucket_of(r.name), -1) for r in both.namespaces)
     left = {member.node for member in both.members}
     if any(member.status < LEFT and member.node not in left for member in a.members):
         assert epoch_of(both) > epoch_of(a), "the ring changed"

@@ -13,7 +13,6 @@ from pdserve.kvpool.core import namespace_admin
 from pdserve.kvpool.core.events import (
     Answer,
     PublishNamespace,
-    RecordsForgotten,
     RecordsLearned,
     SaveNamespaces,
 )
@@ -21,7 +20,6 @@ from pdserve.kvpool.core.namespace_admin import Rules, nearest
 from pdserve.kvpool.namespaces import registry
 from pdserve.kvpool.namespaces.access import KEPT
 from pdserve.kvpool.namespaces.catalog import Namespaces
-from pdserve.kvpool.namespaces.registry import bucket_of
 from pdserve.kvpool.protocol import cluster_messages as c
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord, NamespaceSettings
@@ -63,28 +61,6 @@ def drop(node: Node, connection: int, name: str) -> int:
 
 def learn(node: Node, *records: NamespaceRecord) -> None:
     node.do(RecordsLearned(list(records)))
-
-
-def test_a_forgotten_namespace_that_this_node_held_for_living_goes_with_its_pages() -> None:
-    rules = Rules(named={"configured": NamespaceSettings(weight=3.0)})
-    node = Node(rules=rules)
-    a = node.connect()
-    numbers = [node.open(a, name) for name in ("ns", "configured")]
-    for number in numbers:
-        node.put(a, number, 1)
-    floors = sorted((bucket_of(name), 7) for name in ("ns", "configured"))
-    actions = node.do(RecordsForgotten(["ns", "configured", "unknown"], floors))
-    assert node.status().pages == 0
-    again = NamespaceRecord("configured", 8, 8, {}, NamespaceSettings(weight=3.0))
-    assert PublishNamespace(again) in actions
-    assert node.state.namespaces.registry.get("ns") is None
-    peer = node.connect(peer=True)
-    assert "dropped meanwhile" in fault(node, peer, m.OpenNamespace(9, "ns", {}, 1))
-    new = node.open(a, "ns")
-    assert node.exists(a, new, 1) == [0]
-    assert (record(node, "ns").version, record(node, "ns").generation) == (8, 8)
-    loaded = Namespaces.load(node.state.namespaces.dump())
-    assert loaded.registry.floors == floors
 
 
 # --- making
@@ -534,17 +510,6 @@ def test_who_may_only_read_does_not_decide_the_geometry_of_a_namespace() -> None
     assert "access_denied" in fault(node, node.connect(token="r"), m.OpenNamespace(1, "ns", {"layout": "no"}))
     node.open(node.connect(token="w"), "ns", layout="right")
     node.open(node.connect(token="r"), "ns", layout="right")
-
-
-def test_media_of_a_newer_node_are_learned_and_cannot_be_set_here() -> None:
-    node = Node()
-    newer = NamespaceRecord("ns", 7, 1, {"layout": "a"}, NamespaceSettings(media="dram+cxl"))
-    state = msgspec.msgpack.encode(c.ClusterState("pool", [], [newer]))
-    learn(node, *msgspec.msgpack.decode(state, type=c.ClusterState).namespaces)
-    assert record(node, "ns").settings.media == "dram+cxl"
-    stranger = node.connect()
-    node.put(stranger, node.open(stranger, "ns", layout="a"), 1)
-    assert "media is 'tape'" in fault(node, stranger, c.PutNamespace(9, "b", NamespaceSettings(media="tape")))
 
 
 def test_a_protected_name_stays_protected_after_its_drop() -> None:

@@ -77,7 +77,14 @@ def test_lists_of_keys_go_with_their_listing_or_their_client() -> None:
     one, other = node.connect(), node.connect()
     ns = node.open(one, "a")
     node.open(other, "a")
-    node.do(PagesFound(0, tuple(TierPage(ns, key(k), 8 * KIB, 0, 1) for k in range(9)), 0, last=True))
+    node.do(
+        PagesFound(
+            0,
+            tuple(TierPage(node.state.namespaces[ns].space, key(k), 8 * KIB, 0, 1) for k in range(9)),
+            0,
+            last=True,
+        )
+    )
     kept = node.state._listing._tier_keys
     listed(node, one, "a", 4)
     assert not kept
@@ -114,7 +121,7 @@ def test_pages_in_a_tier_only_are_listed_with_their_place(
     ns = node.open(c, "a")
     if here:
         node.put(c, ns, *here)
-    pages = tuple(TierPage(ns, key(k), 8 * KIB, 0, 1) for k in below)
+    pages = tuple(TierPage(node.state.namespaces[ns].space, key(k), 8 * KIB, 0, 1) for k in below)
     node.do(PagesFound(0, pages, 0, last=True))
     found = {page.key: (page.place, page.length_bytes) for page in listed(node, c, "a", limit)}
     in_memory = {key(k): ("dram", 4 * KIB) for k in here}

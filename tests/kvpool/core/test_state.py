@@ -30,15 +30,16 @@ GRANTED, PRESENT, BUSY, FULL, TOO_LARGE = m.GRANTED, m.PRESENT, m.BUSY, m.FULL, 
 
 def test_rows_are_written_before_the_replies_that_tell_of_them() -> None:
     node, c, ns = opened()
+    space = node.state.namespaces[ns].space
     actions = node.send(c, m.Reserve(9, ns, [key(1)], [100, 200]))
     [grant] = answers(actions, c)[0].grants  # type: ignore[union-attr]
     assert actions == [
         AssignSlab(0, 4 * KIB),
-        ReserveRows([grant.slot], ns),
+        ReserveRows([grant.slot], space),
         Answer(c, m.Reserved(9, [grant])),
     ]
     assert node.send(c, commit(10, grant, checksum=5)) == [
-        CommitRows([grant.slot], [key(1)], [ns], [300], [5], [grant.sequence], node.now_s),
+        CommitRows([grant.slot], [key(1)], [space], [300], [5], [grant.sequence], node.now_s),
         Answer(c, m.Committed(10, b"\1")),
     ]
     cleared = node.send(c, m.Clear(11, ns))
@@ -69,7 +70,7 @@ def test_the_slot_of_an_evicted_page_is_reserved_as_it_is() -> None:
     actions = node.send(c, m.Reserve(9, ns, [key(3)], [100]))
     [grant] = answers(actions, c)[0].grants  # type: ignore[union-attr]
     assert (grant.slot, grant.sequence > old.sequence) == (old.slot, True)
-    assert actions[:-1] == [ReserveRows([grant.slot], ns)]
+    assert actions[:-1] == [ReserveRows([grant.slot], node.state.namespaces[ns].space)]
     assert node.exists(c, ns, 1, 2, 3) == [0, 1, 0]
     assert node.status().counters["evictions"] == node.status().namespaces[0].evictions == 1
 

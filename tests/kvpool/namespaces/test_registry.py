@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.kvpool.namespaces import registry as registry_module
 from pdserve.kvpool.namespaces.registry import (
+    FORGET_MS,
     MAX_GEOMETRY_CHARS,
     MAX_NAME_CHARS,
     MAX_NAMESPACES,
@@ -68,6 +71,53 @@ def test_only_news_is_reported() -> None:
     assert registry.learn(record) == record
     assert registry.learn(record) is None
     assert registry.learn(NamespaceRecord("a", 1, 1, {})) is None
+
+
+def dropped(name: str, version: int, **fields: Any) -> NamespaceRecord:
+    return NamespaceRecord(name, version, 2, {}, dropped=True, **fields)
+
+
+def test_tombstones_are_forgotten_in_time_and_not_learned_again_but_those_of_protected_names() -> None:
+    guarded = dropped("guarded", 5, settings=NamespaceSettings(read_token="ab" * 32))
+    registry = Registry([dropped("old", 5), dropped("new", 1000), guarded])
+    lives = NamespaceRecord("lives", 1, 1, {})
+    registry.learn(lives)
+    registry.expire(FORGET_MS + 6)
+    assert {record.name for record in registry} == {"new", "guarded", "lives"}
+    assert registry.learn(dropped("old", 5)) is None
+    assert Registry(registry).digest == registry.digest != Registry([lives]).digest
+
+
+def test_a_change_is_newer_than_all_before_whatever_the_clock_says() -> None:
+    registry = Registry([dropped("a", 1000)])
+    known = registry.get("a")
+    assert known is not None
+    assert registry.changed(known, dropped=False).version == 1001
+    registry.now_ms = 5000
+    assert registry.changed(known).version == 5000
+    assert registry.dropped(known).generation == 3
+
+
+def test_a_namespace_whose_tombstone_is_forgotten_has_a_generation_that_never_was() -> None:
+    registry = Registry()
+    registry.change(registry.changed(registry.fresh("a", NamespaceSettings())))
+    for _ in range(100):
+        known = registry.get("a")
+        assert known is not None
+        registry.change(registry.dropped(known))
+    last = registry.get("a")
+    assert last is not None
+    registry.expire(last.version + FORGET_MS + 1)
+    assert registry.get("a") is None
+    assert registry.fresh("a", NamespaceSettings()).generation > last.generation
+
+
+def test_tombstones_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry_module, "MAX_TOMBSTONES", 10)
+    tombstones = [dropped(f"revision-{n}", n) for n in range(50)]
+    one, other = Registry(tombstones), Registry(reversed(tombstones))
+    assert {record.version for record in one} == set(range(40, 50))
+    assert one.digest == other.digest
 
 
 def test_the_number_of_namespaces_is_bounded_and_dropped_ones_make_room() -> None:

@@ -143,7 +143,7 @@ ENDS_WITH_A_WORD = {
         encode_frame(m.Hello(99, "new", 1, "h")),
         "speaks version 1 of the pool protocol, client new version 99",
     ),
-    "a data path there is not": (encode_frame(make_hello("x", "", "inproc")), "does not go over a socket"),
+    "a data path there is not": (encode_frame(m.Hello(1, "x", 1, "h", "pigeon")), "not a pool request"),  # type: ignore[arg-type]
     "hello twice": (HELLO + HELLO, None),
     "too many keys": (
         HELLO + encode_frame(m.Exists(1, 1, [bytes(32)] * 5000)),

@@ -43,7 +43,7 @@ from pdserve.kvpool.transports import page_residency
 from pdserve.kvpool.transports.base import Connection
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
 from pdserve.kvpool.transports.ucx import UcxLibrary
-from pdserve.up.claims import free_ports
+from pdserve.up.locks import free_ports
 from tests.support.command import pdserve_here
 from tests.support.kvpool.connectors import connect
 from tests.support.kvpool.nodes import (
@@ -398,20 +398,24 @@ def test_pages_that_were_dropped_while_the_list_could_not_be_saved_do_not_come_b
     layout = TableLayout(1 << 20, 1 << 20, 1 << 13)
     arena = Arena("x", tmp_path / "x", layout, 1, fresh=False)
     spaces = Namespaces()
-    gone, other = (spaces.add(NamespaceRecord(name, 1, 1, {})).number for name in ("gone", "other"))
+    for record in (NamespaceRecord("gone", 1, 1, {}), NamespaceRecord("other", 1, 1, {})):
+        spaces.registry.learn(record)
+        spaces.add(record)
+    gone, other = spaces.numbers_of_spaces
     arena.save_namespaces(SaveNamespaces(spaces.dump()))
     arena.assign_slab(AssignSlab(0, 1 << 13))
     arena.reserve_rows(ReserveRows([0, 1, 2], gone))
     arena.commit_rows(CommitRows([0, 1], [bytes(32)] * 2, [gone, other], [4096] * 2, [7] * 2, [8, 9], 1.0))
     (tmp_path / "x" / "namespaces.new").mkdir()  # stands for a full tmpfs
     if how == "clear":
-        spaces.clear(gone)
+        spaces.clear(1)
     else:
         spaces.drop("gone")
     arena.save_namespaces(SaveNamespaces(spaces.dump()))
     arena.close(keep=True)  # as a crash leaves it
     (tmp_path / "x" / "namespaces.new").rmdir()
     again = Arena("x", tmp_path / "x", layout, 2, fresh=False)
+    again.recover(again.namespaces)
     assert again.contents is not None
     assert again.contents.slots.tolist() == [1]
     assert again.contents.quarantined == [2], "somebody may be writing there"

@@ -272,7 +272,7 @@ def test_a_node_that_hangs_up_for_a_moment_says_so_on_every_use(
 
 
 def test_a_node_that_lets_its_memory_go_before_it_is_mapped_says_so(peer_for: Callable[..., Peer]) -> None:
-    arena = m.ArenaInfo("/nowhere/arena", 1, "/nowhere/table", 1, "/nowhere/readers")
+    arena = m.ArenaInfo("/nowhere/readers", 1, 1)
 
     def script(peer: Peer) -> None:
         peer.request()

@@ -255,7 +255,6 @@ async def test_a_worker_watches_its_own_key_alone_and_writes_it_again(etcd: Etcd
         "pool",
         own,
         lambda found: seen.append({member.node for member in found}),
-        lambda _: None,
         kind=WORKERS,
         alone=True,
     )
@@ -287,7 +286,7 @@ async def test_a_list_has_all_of_ten_thousand_workers(etcd: EtcdServer) -> None:
             for url in urls[first : first + at_once]
         ]
         etcd.post("kv/txn", {"success": puts})
-    membership = EtcdMembership(settings(etcd), "pool", None, lambda _: None, lambda _: None, kind=WORKERS)
+    membership = EtcdMembership(settings(etcd), "pool", None, lambda _: None, kind=WORKERS)
     try:
         assert {member.address for member in await membership.nodes()} == set(urls)
     finally:

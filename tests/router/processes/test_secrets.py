@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.certificate import certificate
+from tests.support.certificates import certificate
 from tests.support.router.harness import Connection, chat_body, disagg
 from tests.support.router.mock_worker import MockWorker, answer, close, raw_answer, workers
 

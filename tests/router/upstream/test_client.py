@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import socket
 import struct
@@ -12,9 +11,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from pdserve.discovery.host_socket import new_name
 from pdserve.router.config.limits import Limits
-from pdserve.router.fleet.worker import Worker, WorkerInfo
+from pdserve.router.fleet.worker import Worker
 from pdserve.router.upstream import client as pool_module
 from pdserve.router.upstream.client import Upstream
 from pdserve.router.upstream.connection import HIGH_WATER_BYTES, MAX_HEAD_BYTES, Response, UpstreamError
@@ -296,57 +294,6 @@ async def test_a_refused_connection_is_said_to_be_that() -> None:
     async with client_of() as client:
         await client.mock.stop()
         assert await client.fails() == "connect"
-
-
-@asynccontextmanager
-async def beside(*, listens: bool = True) -> AsyncIterator[Client]:
-    """A client of a worker that says that it has a Unix socket."""
-    worker = MockWorker("decode")
-    worker.has_host_socket = listens
-    async with mock.workers(worker):
-        client = Client(worker, Limits())
-        name = worker.info.get("host_socket", new_name(worker.port))
-        client.worker.info = WorkerInfo("decode", "m", host_socket=name)
-        try:
-            yield client
-        finally:
-            client.upstream.close()
-
-
-async def test_a_worker_of_this_host_is_reached_by_its_unix_socket() -> None:
-    async with beside() as client:
-        client.mock.script("/x", FINE, FINE)
-        assert [await client.read(b"x" * (1 << 20)) for _ in range(2)] == [b"ok"] * 2
-        assert (client.mock.connections, client.mock.by_unix) == (1, 1)
-        counts = client.upstream.counts
-        assert (counts.opened, counts.unix, counts.reused) == (1, 1, 1)
-
-
-async def test_a_unix_socket_where_nobody_listens_is_passed_over() -> None:
-    async with beside(listens=False) as client:
-        client.mock.script("/x", FINE)
-        assert await client.read() == b"ok"
-        assert (client.mock.connections, client.mock.by_unix, client.upstream.counts.unix) == (1, 0, 0)
-
-
-async def test_a_unix_socket_of_another_user_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with beside() as client:
-        own = os.geteuid()
-        monkeypatch.setattr(os, "geteuid", lambda: own + 1)
-        client.mock.script("/x", FINE)
-        assert await client.read() == b"ok"
-        assert client.upstream.counts.unix == 0
-
-
-async def test_requests_go_on_by_tcp_when_a_unix_socket_is_gone() -> None:
-    async with beside() as client:
-        client.mock.script("/x", FINE, FINE)
-        assert await client.read() == b"ok"
-        await client.mock.stop()
-        client.mock.has_host_socket = False
-        await client.mock.start(client.mock.port)
-        assert await client.read() == b"ok"
-        assert (client.mock.connections, client.mock.by_unix) == (2, 1)
 
 
 async def test_connections_are_bounded() -> None:

@@ -17,8 +17,8 @@ from typing import Any
 
 import httpx
 
-from pdserve.up.claims import is_free
-from pdserve.up.places.sessions import session_members
+from pdserve.up.launchers.sessions import session_members
+from pdserve.up.locks import is_free
 from tests.support.e2e import warm
 from tests.support.left_behind import reaper
 from tests.support.processes import free_ports

@@ -1,8 +1,10 @@
-"""NVIDIA Dynamo over pdserve's pool, started by launch/dynamo.sh as a user does it, and asked."""
+"""NVIDIA Dynamo over pdserve's pool, started by `pdserve up` as a user does it, and asked."""
 
 from __future__ import annotations
 
 import re
+import sys
+import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -11,16 +13,14 @@ from typing import Any, Final
 
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
-from pdserve.up.claims import is_free
+from pdserve.settings.toml_text import to_toml
 from tests.support.e2e.cluster import Process, free_port, http
 
-DYNAMO_PORTS: Final = (0, 100, 101, 200, 201, 300, 301)
-"""Ports that launch/dynamo.sh listens on, from the one it is given."""
 ROOT: Final = Path(__file__).parents[3]
 PYTHON: Final = ROOT / ".venv-dynamo/bin/python"
 """The interpreter with Dynamo; where there is none, the tests that need it are skipped."""
 MODEL: Final = "demo-small"
-START_S: Final = 660.0  # as the script, and a little more
+START_S: Final = 660.0  # two engines on a busy machine
 FLAGS: Final = ["--dtype", "float32", "--max-total-tokens", "8192"]
 
 
@@ -66,10 +66,10 @@ class Dynamo:
 
     def pool_pages(self) -> int:
         """Pages in the pool node's memory."""
-        address = f"unix:{self.run_dir}/pool.sock"
-        config = PoolClientConfig(nodes=[PoolNodeRef(node="pool", address=address)])
+        address = f"unix:{self.run_dir}/pool0.sock"
+        config = PoolClientConfig(nodes=[PoolNodeRef(node="pool0", address=address)])
         with closing(PoolClient(config, "of-the-test", {})) as client:
-            return client.status()["pool"].pages
+            return client.status()["pool0"].pages
 
     def events_heard(self) -> int:
         """That workers stored blocks, as the router has heard."""
@@ -85,8 +85,8 @@ class Dynamo:
         return all(response.status_code == 200 for response in asked)
 
     def another_worker(self) -> Process:
-        """Started as the script starts those of `agg`, with nothing in its memory."""
-        words = ["--config", f"{self.run_dir}/worker.toml", "--engine.port", str(free_port())]
+        """Started as the file starts those of `agg`, with nothing in its memory."""
+        words = ["--config", f"{self.run_dir}/worker-0.toml", "--engine.port", str(free_port())]
         events = f"tcp://127.0.0.1:{free_port()}"
         argv = [str(PYTHON), "-m", "pdserve", "dynamo", "agg", *words, "--kv-events", events, "--", *FLAGS]
         environment = {
@@ -111,16 +111,37 @@ def _completion(body: dict[str, Any]) -> Completion:
 
 @contextmanager
 def dynamo(mode: str, model: Path, run_dir: Path) -> Iterator[Dynamo]:
-    """`mode`: of launch/dynamo.sh."""
-    ports = iter(free_port, 0)
-    port = next(port for port in ports if all(is_free("127.0.0.1", port + more) for more in DYNAMO_PORTS))
-    words = ["--port", str(port), "--model", str(model), "--run-dir", str(run_dir)]
-    arena = ["--arena-dir", str(run_dir / "arena"), "--pool-capacity", "512MiB"]
-    run_dir.mkdir()
-    argv = [str(ROOT / "launch/dynamo.sh"), mode, *words, *arena, "--", *FLAGS]
-    script = Process("dynamo.sh", argv, run_dir / "script.log").start()
+    """launch/dynamo.toml with ports of its own. `mode`: agg, or disagg with a worker of each role."""
+    port, events = free_port(), f"tcp://127.0.0.1:{free_port()}"
+    tables = tomllib.loads((ROOT / "launch/dynamo.toml").read_text())
+    tables["cluster"] |= {"run_dir": str(run_dir), "start_timeout_s": START_S}
+    tables["worker"]["engine"]["model_path"] = str(model)
+    arena = {"capacity_bytes": "512MiB", "arena_dir": str(run_dir / "arena")}
+    tables["pool"] = [arena | {"events": {"address": events, "format": "objects"}}]
+    worker, frontend = tables["command"]
+    frontend["port"] = port
+    worker["config"]["pool_events"] = events
+    worker["argv"] += ["--", *FLAGS]
+    if mode == "disagg":
+        # Mooncake listens on all interfaces, for everybody
+        worker["config"]["direct"] = {"trusted_network": True, "bootstrap_port": free_port()}
+        del worker["count"]
+        roles = ("prefill", "decode")
+        argv = worker["argv"]
+        workers = [
+            worker | {"name": role, "argv": [role if w == "agg" else w for w in argv]} for role in roles
+        ]
+        tables["command"] = [*workers, frontend]
+    for one in tables["command"]:
+        one["argv"] = [str(PYTHON), *one["argv"][1:]]
+    file = run_dir.with_suffix(".toml")
+    file.write_text(to_toml(tables))
+    argv = [sys.executable, "-m", "pdserve", "up", str(file)]
+    script = Process("dynamo", argv, run_dir.with_suffix(".log")).start()
     try:
-        script.wait_ready(lambda: "ready: http" in script.log.read_text(), START_S)
-        yield Dynamo(script, run_dir, port)
+        served = Dynamo(script, run_dir, port)
+        script.wait_ready(lambda: "is ready at http" in script.log.read_text(), START_S)
+        script.wait_ready(lambda: bool(served.workers()) and served.answers(served.workers()), START_S)
+        yield served
     finally:
         script.stop()

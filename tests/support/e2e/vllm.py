@@ -1,4 +1,4 @@
-"""Real vLLM and LMCache, in the environment that launch/vllm.sh makes, run by `pdserve up`."""
+"""Real vLLM and LMCache, in an environment of their own (docs/other-engines.md), run by `pdserve up`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -143,34 +144,34 @@ class VllmCluster:
         return (self.run_dir / f"{name}.log").read_text(errors="replace")
 
 
+def commands(ports: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Those of launch/vllm.toml, an LMCache server for each worker."""
+    server, prefill, decode = tomllib.loads((ROOT / "launch/vllm.toml").read_text())["command"]
+    servers = [server | {"name": name, "port": ports[name]} for name in ("lmcache0", "lmcache1")]
+    workers = []
+    for name, of, one in (("vllm0", "lmcache0", prefill), ("vllm1", "lmcache1", decode)):
+        words = [word.replace(":lmcache}", f":{of}}}") for word in one["argv"]]
+        words += ["--served-model-name", "m", *ARGUMENTS]
+        env = {**one["env"], **ENVIRONMENT}
+        workers.append(one | {"name": name, "port": ports[name], "argv": words, "env": env})
+    made = [*servers, *workers]
+    for one in made:
+        one["argv"] = [str(PYTHON), *one["argv"][1:]]
+    return made
+
+
 @contextmanager
 def vllm_cluster(model: Path, run_dir: Path) -> Iterator[VllmCluster]:
     """Started by `pdserve up`, as a user does it."""
     names = ("vllm0", "vllm1", "lmcache0", "lmcache1")
     ports = dict(zip((*names, "router"), (free_port() for _ in range(5)), strict=True))
-    given = {
-        "python": str(PYTHON),
-        "model_path": str(model),
-        "served_model_name": "m",
-        "args": ARGUMENTS,
-        "env": ENVIRONMENT,
-    }
-    server = {
-        "python": str(PYTHON),
-        "l1_size_gb": 0.25,
-        "chunk_size": 64,
-        "args": ["--supported-transfer-mode", "auto"],
-    }
     tables = {
         # two engines that start at once want more memory than they keep: one was killed for it
         "cluster": {"run_dir": str(run_dir), "start_timeout_s": START_S, "start_parallelism": 1},
         "router": {"port": ports["router"], "min_prefill_tokens": 0, "access": {"cluster_token": TOKEN}},
         "pool": [{"capacity_bytes": "512MiB", "restart": "never", "keep": False, "metrics": ""}],
-        "lmcache": [server | {"port": ports["lmcache0"]}, server | {"port": ports["lmcache1"]}],
-        "vllm": [
-            given | {"role": "prefill", "port": ports["vllm0"], "lmcache": "lmcache0"},
-            given | {"role": "decode", "port": ports["vllm1"], "lmcache": "lmcache1"},
-        ],
+        "worker": {"engine": {"model_path": str(model)}},
+        "command": commands(ports),
     }
     file = run_dir.with_suffix(".toml")
     file.write_text(to_toml(tables))

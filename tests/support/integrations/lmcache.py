@@ -1,7 +1,7 @@
 """LMCache's side of the L2 adapter: its own classes where LMCache is installed, else stand-ins for what we
 use.
 
-LMCache has an environment of its own (launch/vllm.sh), where the same tests run over the real classes.
+LMCache has an environment of its own (docs/other-engines.md), where the same tests run over the real classes.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class Clients(RuleBasedStateMachine):
         )
         self.root = self.node.connect("none", token="root")
         self.secret = self.node.open(self.root, "secret")
-        self.paths: list[m.DataPathName] = ["shm", "inproc", "ucx", "ucx"]
+        self.paths: list[m.DataPathName] = ["shm", "shm", "ucx", "ucx"]
         self.connections = [self.node.connect(path) for path in self.paths]
         self.namespaces = [self.node.open(self.root, name) for name in "ab"]
         self.settings = [NamespaceSettings(), NamespaceSettings()]

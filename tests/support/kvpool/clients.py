@@ -14,8 +14,8 @@ from pdserve.kvpool.client.async_client import AsyncPoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.core.sessions import Limits
 from pdserve.kvpool.protocol.slot_table import TableLayout
-from pdserve.kvpool.testing.inproc import InprocNode
 from tests.support.kvpool.door import Door
+from tests.support.kvpool.inproc import InprocNode
 
 KIB = 1024
 SOON_S = 20.0

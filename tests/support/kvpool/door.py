@@ -22,11 +22,11 @@ from pdserve.kvpool.protocol.cluster_messages import View
 from pdserve.kvpool.protocol.frames import FrameBuffer, decode_request, encode_frame
 from pdserve.kvpool.protocol.page_bytes import PageBuffers
 from pdserve.kvpool.protocol.slot_table import RowReader
-from pdserve.kvpool.testing.inproc import InprocNode
 from pdserve.kvpool.transports.base import PageOutcome
 from pdserve.kvpool.transports.control import ControlChannel
 from pdserve.kvpool.transports.mapped import MappedPages
 from pdserve.kvpool.transports.session import OnView, make_hello
+from tests.support.kvpool.inproc import InprocNode
 
 FOREVER_S = 600.0
 UPGRADING = m.Fault(0, "upgrading", "the node is being upgraded")
@@ -200,7 +200,7 @@ class DoorConnector:
 
 class DoorConnection:
     def __init__(self, channel: ControlChannel, node: InprocNode) -> None:
-        self.welcome = replace(channel.welcome, data_path="inproc")
+        self.welcome = replace(channel.welcome, data_path="shm")
         self.is_mapped = True
         self.call = channel.call
         self.post = channel.post

@@ -15,9 +15,9 @@ from pdserve.kvpool.protocol.cluster_messages import View
 from pdserve.kvpool.protocol.messages import Abort, Grant, NodeAddress, Pin, Release, Reply, Request, Welcome
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
 from pdserve.kvpool.protocol.slot_table import TableLayout
-from pdserve.kvpool.testing.inproc import InprocConnector, InprocNode
 from pdserve.kvpool.transports.base import Connection, PageOutcome
 from pdserve.kvpool.transports.session import OnView
+from tests.support.kvpool.inproc import InprocConnector, InprocNode
 
 KIB = 1024
 PAGE_BYTES = 6 * KIB
@@ -96,7 +96,7 @@ class Pool:
     def client(self, namespace: str = "ns", **options: Any) -> PoolClient:
         limit = {"connections": options.pop("connections")} if "connections" in options else {}
         config = self.config(**options)
-        client = PoolClient(config, namespace, {}, connector=self.connector, seed=7, **limit)
+        client = PoolClient(config, namespace, {}, connector=self.connector, **limit)
         self._clients.append(client)
         return client
 

@@ -92,7 +92,7 @@ class Nodes:
 
         def exchange() -> None:
             for _ in range(3):
-                states = [node.gossip.cluster.state for node in self.nodes.values()]
+                states = [node.gossip.cluster.whole for node in self.nodes.values()]
                 for node in self.nodes.values():
                     for state in states:
                         node.gossip.apply(node.gossip.cluster.receive(state))

@@ -22,12 +22,12 @@ from pdserve.kvpool.node.config.cluster import ClusterConfig
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.protocol.messages import DataPathChoice
 from pdserve.kvpool.protocol.slot_table import TableLayout
-from pdserve.kvpool.testing.inproc import InprocConnector, InprocNode
 from pdserve.kvpool.transports.base import Connection
 from pdserve.security.tls import Certificates
 from pdserve.security.tokens import reveal
 from pdserve.settings.toml_text import to_toml
 from tests.support.kvpool.connectors import connect
+from tests.support.kvpool.inproc import InprocConnector, InprocNode
 
 KIB = 1024
 START_TIMEOUT_S = 120.0

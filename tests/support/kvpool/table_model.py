@@ -6,6 +6,7 @@ import msgspec
 
 from pdserve.kvpool.core.events import AssignSlab, CommitRows, FreeRows, ReserveRows, SaveNamespaces
 from pdserve.kvpool.core.store.table_scan import TableContents, scan
+from pdserve.kvpool.namespaces.catalog import Namespaces
 from pdserve.kvpool.protocol.slot_table import RowWriter, TableLayout
 from tests.support.kvpool.node_model import KIB, Node
 
@@ -36,7 +37,17 @@ class Table:
                 self.namespaces = action.text
 
     def scan(self) -> TableContents:
-        return scan(LAYOUT, self.classes, self.rows, {1: 1})
+        return scan(LAYOUT, self.classes, self.rows, self.spaces)
+
+    @property
+    def spaces(self) -> dict[int, int]:
+        """The number of each namespace by its space."""
+        return Namespaces.load(self.namespaces).numbers_of_spaces if self.namespaces else {}
+
+    @property
+    def space(self) -> int:
+        """Of the first namespace."""
+        return min(self.spaces, key=self.spaces.__getitem__)
 
 
 def following_table(table: Table) -> Node:

@@ -60,6 +60,11 @@ class Rig:
         for tier in range(len(specs)) if ready else ():
             self.node.do(PagesFound(tier, (), 0, last=True))
 
+    @property
+    def space(self) -> int:
+        """Of its namespace."""
+        return self.node.state.namespaces[self.ns].space
+
     def follow(self, actions: list[Action]) -> None:
         for action in actions:
             if isinstance(action, StorePages | ForgetPages):
@@ -77,7 +82,7 @@ class Rig:
         grants = self.node.put(self.c, ns, *keys, length=length)
         for k, grant in zip(keys, grants, strict=True):
             if grant.status == m.GRANTED:
-                self.contents[grant.slot] = (self.node.state.namespaces[ns].tier_space, key(k))
+                self.contents[grant.slot] = (self.node.state.namespaces[ns].space, key(k))
         return statuses(grants)
 
     def write(self, tier: int = 0, status: int = STORED) -> None:

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
-
-from pdserve.discovery.host_socket import listen_here, new_name
 
 GEOMETRY = {"layers": 2, "kv_heads": 2, "head_dim": 64, "dtype": "float32", "layout": "page_first"}
 
@@ -167,8 +164,6 @@ class MockWorker:
         self.connections = 0
         self.scripts: dict[str, deque[Script]] = {}
         self._arrived = asyncio.Condition()
-        self.has_host_socket = False
-        self.by_unix = 0
         """Of `connections`, those by its Unix socket."""
         self._servers: list[asyncio.Server] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -197,9 +192,6 @@ class MockWorker:
     async def start(self, port: int = 0, host: str = "127.0.0.1") -> None:
         self._servers.append(await asyncio.start_server(self._serve, host, port, ssl=self.tls))
         self.port = self._servers[0].sockets[0].getsockname()[1]
-        if self.has_host_socket:
-            name = self.info["host_socket"] = new_name(self.port)
-            self._servers.append(await asyncio.start_unix_server(self._serve, sock=listen_here(name)))
 
     async def stop(self) -> None:
         """Close the listener and every connection, as a killed process would."""
@@ -220,7 +212,6 @@ class MockWorker:
         self._tasks.add(task)
         self.connections += 1
         number = self.connections
-        self.by_unix += writer.get_extra_info("socket").family == socket.AF_UNIX
         try:
             while (request := await _read(reader, number)) is not None:
                 if not request.path.startswith(("/pd/ready", "/pd/info")):

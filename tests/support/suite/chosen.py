@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.selection import EXTENDED_FOLDERS, at_risk, is_extended, is_taken, is_within
+from tests.selection import at_risk, is_taken
 from tests.support.suite.extended import VARIABLE
 
 _wanted = pytest.StashKey[dict[str, str]]()
@@ -30,13 +30,13 @@ def changed_files(root: Path) -> set[str]:
 
 
 def named_paths(words: list[str], root: Path, directory: Path) -> dict[str, str]:
-    """Files of tests, and folders that hold extended tests only, that the command line names."""
+    """Files of tests that the command line names."""
     found = {}
     for word in words:
         path = (directory / word.partition("::")[0]).resolve()
         if path.is_relative_to(root):
             name = str(path.relative_to(root))
-            if path.is_file() or any(is_within(name, folder) for folder in EXTENDED_FOLDERS):
+            if path.is_file():
                 found[name] = "the command line"
     return found
 
@@ -73,7 +73,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     wanted, taken, left = config.stash[_wanted], [], []
     for item in items:
         path = item.nodeid.partition("::")[0]
-        extended = is_extended(path, item.get_closest_marker("extended") is not None)
+        extended = item.get_closest_marker("extended") is not None
         (left if extended and not is_taken(path, wanted) else taken).append(item)
     items[:] = taken
     config.hook.pytest_deselected(items=left)
@@ -95,7 +95,4 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if left := config.stash[_left_out]:
         terminalreporter.section(f"{left.total()} extended tests left out: launch/test.sh --all runs them")
-        folders: Counter[str] = Counter()
-        for path, count in left.items():
-            folders[next((one for one in EXTENDED_FOLDERS if is_within(path, one)), path)] += count
-        terminalreporter.line(", ".join(f"{path} {count}" for path, count in sorted(folders.items())))
+        terminalreporter.line(", ".join(f"{path} {count}" for path, count in sorted(left.items())))

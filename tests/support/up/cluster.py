@@ -12,17 +12,19 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from pdserve.errors import StartupError
+from pdserve.up.control import Request, ask
 from tests.support.left_behind import reaper
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
 STAND_INS = ("-S", str(STAND_IN))
 REAL_NODES = (str(STAND_IN.with_name("real_nodes.py")),)
 REAL_BUT_WORKERS = ("-m", "tests.support.up.real_but_workers")
-"""What Python runs in pdserve's place."""
+"""What Python runs in pdserve's launcher."""
 TIMEOUT_S = 90.0
 
 RUN = """
@@ -31,15 +33,14 @@ from pathlib import Path
 from pdserve.errors import PdserveError
 from pdserve.up.cli import run_plan
 from pdserve.up.config import read_cluster_file
-from pdserve.up.places.base import open_place
-from pdserve.up.scale.planner import Planner
+from pdserve.up.launchers.base import open_launcher
+from pdserve.up.planner import Planner
 file, run_dir, on, *program = sys.argv[1:]
 cluster = read_cluster_file(Path(file), {"cluster.run_dir": run_dir}, {})
 try:
-    place = open_place(on, os.environ)
-    assert place.submit([], cluster.cluster) is None
-    planner = Planner(cluster, place, source=file, program=(sys.executable, *program))
-    sys.exit(run_plan(planner.plan(), place, planner.scaled))
+    launcher = open_launcher(on, os.environ, cluster.cluster)
+    planner = Planner(cluster, launcher, source=file, program=(sys.executable, *program))
+    sys.exit(run_plan(planner.plan(), launcher, planner.scaled))
 except PdserveError as error:
     print("REFUSED", error, flush=True)
     sys.exit(1)
@@ -76,6 +77,11 @@ class Cluster:
             if match := re.search(pattern, line):
                 return match
 
+    def ask_to_restart(self) -> None:
+        """By the control socket; the answer is not waited for."""
+        request = Request("restart")
+        threading.Thread(target=lambda: _ask(self.run_dir, request), daemon=True).start()
+
     def finish(self) -> int:
         """Wait for the end; the rest of the output goes to `lines`."""
         status = self.process.wait(TIMEOUT_S)
@@ -106,6 +112,11 @@ class Cluster:
         return next(m[1] for line in self.lines if (m := re.search(r"ready at (http://\S+)", line)))
 
 
+def _ask(run_dir: Path, request: Request) -> None:
+    with suppress(StartupError):  # the cluster may stop before
+        ask(run_dir, request, TIMEOUT_S)
+
+
 @contextmanager
 def running(
     tmp_path: Path,
@@ -117,7 +128,7 @@ def running(
     **popen: Any,
 ) -> Iterator[Cluster]:
     """A cluster file's supervisor; `JOURNAL` in the file is the stand-ins' journal. `popen`: how to start it
-    otherwise; there are no lines where its output goes elsewhere. `on`: the place, with `variables` in its
+    otherwise; there are no lines where its output goes elsewhere. `on`: the launcher, with `variables` in its
     environment; `PYTHON` among them runs it. Killed at the end if need be.
     """
     journal, file, run_dir = tmp_path / "journal", tmp_path / "cluster.toml", tmp_path / "run"

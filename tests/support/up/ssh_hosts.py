@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.up.places.hosts import SHELL, SHELL_VARIABLE
+from pdserve.up.launchers.ssh import SHELL, SHELL_VARIABLE
 
 TIMEOUT_S = 20.0
 SERVER = """
@@ -53,7 +53,7 @@ def ssh_hosts(directory: Path) -> Iterator[dict[str, str]]:
     sshd = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
     if sshd is None or os.geteuid() != 0:
         what = "it takes root" if sshd else "sshd is missing (apt-get install openssh-server)"
-        pytest.skip(f"sshd cannot be started, so --on hosts is NOT tested: {what}")
+        pytest.skip(f"sshd cannot be started, so --on ssh is NOT tested: {what}")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     for name in ("host-key", "key"):

@@ -23,7 +23,7 @@ Int64s = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.void]
 
 BLOCK_ROWS: Final = 4096  # scanned at a time: with all temporaries they fit the CPU's cache
-_FACTS: Final = ("namespace", "length_bytes", "checksum", "sequence", "committed_s")
+_FACTS: Final = ("space", "length_bytes", "checksum", "sequence", "committed_s")
 _KEY_DTYPE: Final = np.dtype(
     {"names": ["key"], "formats": ["V32"], "offsets": [0], "itemsize": ROW_DTYPE.itemsize}
 )
@@ -53,10 +53,10 @@ def scan(
     namespaces: Mapping[int, int],
 ) -> TableContents:
     """Read `rows` of shape [layout.rows] and `slab_class` of shape [layout.slabs]. `namespaces`: the number
-    of each namespace by its space, the number in its rows. Rows of other spaces are void.
+    of each namespace by the space in its rows. Rows of other spaces are void.
     """
     classes = _valid_classes(layout, slab_class)
-    known = np.array(sorted(namespaces), dtype=np.uint32)
+    known = np.array(sorted(namespaces), dtype=np.uint64)
     number_of = np.array([namespaces[space] for space in known.tolist()], dtype=np.uint32)
     blocks = [
         _scan_block(layout, classes, known, rows[first : first + BLOCK_ROWS], first)
@@ -79,15 +79,13 @@ def scan(
         slab_class=classes.tolist(),
         slots=slots,
         keys=keys,
-        namespaces=number_of[np.searchsorted(known, facts["namespace"])],
+        namespaces=number_of[np.searchsorted(known, facts["space"])],
         lengths=facts["length_bytes"],
         checksums=facts["checksum"],
         sequences=facts["sequence"],
         committed_s=facts["committed_s"],
         quarantined=quarantined.tolist(),
-        quarantined_namespaces=[
-            namespaces.get(space, 0) for space in rows["namespace"][quarantined].tolist()
-        ],
+        quarantined_namespaces=[namespaces.get(space, 0) for space in rows["space"][quarantined].tolist()],
         dropped=dropped.tolist(),
     )
 
@@ -106,7 +104,7 @@ class _Block(NamedTuple):
 
 
 def _scan_block(
-    layout: TableLayout, classes: Int64s, known: npt.NDArray[np.uint32], rows: Rows, first: int
+    layout: TableLayout, classes: Int64s, known: npt.NDArray[np.uint64], rows: Rows, first: int
 ) -> _Block:
     """`rows` begin at slot `first`; `known` are the spaces of existing namespaces."""
     state = rows["state"].copy()
@@ -121,7 +119,7 @@ def _scan_block(
     good = committed & fits & (length > 0)
     good &= np.maximum(rounded, layout.min_slot_bytes) == slot_bytes
     good &= rows["guard"] == guards_of(row_words(rows))
-    good &= np.isin(rows["namespace"], known)
+    good &= np.isin(rows["space"], known)
     unfinished = fits & ~committed & (state != FREE)
     return _Block(
         slots[good],
@@ -149,7 +147,7 @@ def _repeated(
     ordered = np.sort(words)
     if not (ordered[1:] == ordered[:-1]).any():
         return np.zeros(0, np.int64)
-    spaces = facts["namespace"].tolist()
+    spaces = facts["space"].tolist()
     by_age = np.argsort(facts["sequence"], kind="stable").tolist()
     newest = {(spaces[at], keys[at]): at for at in by_age}
     kept = np.fromiter(newest.values(), np.int64, len(newest))

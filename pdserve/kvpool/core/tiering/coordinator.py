@@ -111,7 +111,7 @@ class Tiers:
         if self.any:
             self._promotions.ahead(namespace, keys, out)
 
-    # for pages that other nodes own: implements tier_pages.TierPages
+    # for pages that other nodes own: implements ownership.TierPages
 
     @property
     def ready(self) -> bool:

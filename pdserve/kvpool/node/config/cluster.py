@@ -80,9 +80,6 @@ class MovingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     batch_bytes: Annotated[int | str, Meta(description="Bytes requested at a time, at least one page.")] = (
         "8MiB"
     )
-    max_peers: Annotated[
-        int, Meta(ge=1, le=64, description="Number of nodes to pull from at the same time.")
-    ] = 4
     timeout_s: Annotated[
         float,
         Meta(gt=0, description="Longest time of one request to another node; more for a large batch."),
@@ -96,27 +93,3 @@ class MovingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise ValueError(f"{name}: {error}") from None
             if size_bytes < 0:
                 raise ValueError(f"{name} must not be negative, it is {size_bytes}")
-
-
-class ReplicasConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Copies of pages that are read much, on the nodes that follow their owner on the ring."""
-
-    max_replicas: Annotated[
-        int,
-        Meta(ge=0, le=15, description="Number of copies of a hot page in addition to its owner's; 0: none."),
-    ] = 2
-    hot_reads_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            description="A page with more reads per second than this is hot, until its rate falls below "
-            "half of it.",
-        ),
-    ] = 20.0
-    half_life_s: Annotated[float, Meta(gt=0, description="Time after which a past read counts half.")] = 10.0
-    lease_s: Annotated[
-        float, Meta(gt=0, description="A copy that its owner has not renewed for this long is dropped.")
-    ] = 10.0
-    max_share: Annotated[
-        float, Meta(ge=0, le=1, description="Most of a node's memory that copies may take, as a share.")
-    ] = 0.1

@@ -11,10 +11,9 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from pdserve.capacity.tables import AUTO
 from pdserve.discovery.dns import is_dns_name, parse_dns_name
 from pdserve.errors import ConfigError
-from pdserve.kvpool.node.config.cluster import ClusterConfig, MovingConfig, ReplicasConfig
+from pdserve.kvpool.node.config.cluster import ClusterConfig, MovingConfig
 from pdserve.kvpool.node.config.events import EventsConfig
 from pdserve.kvpool.node.config.namespaces import NamespaceConfig, NamespaceDefaults
 from pdserve.kvpool.node.memory.placement import Placement
@@ -254,7 +253,6 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = "text"
     log_level: Annotated[LogLevel, Meta(description="Lowest level that is logged.")] = "info"
     moving: Annotated[MovingConfig, Meta(description="Pages that change their owner.")] = MovingConfig()
-    replicas: Annotated[ReplicasConfig, Meta(description="Copies of hot pages.")] = ReplicasConfig()
     stop_when_drained: Annotated[
         bool, Meta(description="End the process as soon as `pdserve pool drain` has moved its pages away.")
     ] = False
@@ -345,7 +343,7 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """The node decides its capacity when it starts (`node/auto_capacity.py`); until then it has no
         `capacity` and no `slab`.
         """
-        return self.capacity_bytes == AUTO
+        return self.capacity_bytes == "auto"
 
     @property
     def capacity(self) -> int:

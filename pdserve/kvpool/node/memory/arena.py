@@ -44,7 +44,8 @@ logger = logging.getLogger(__name__)
 class Arena:
     """One node's memory, opened and locked.
 
-    `contents`: the table's contents that an earlier node left; None at a fresh start.
+    `namespaces` is the list that an earlier node left. `kept`: there is memory of an earlier node; its pages
+    are in `contents` after `recover`.
     """
 
     def __init__(
@@ -70,8 +71,8 @@ class Arena:
         self._home = home = placement.home(directory)
         self._lock_fd = _lock(name, directory, lock_fd)
         try:
-            kept = not fresh and self._reusable(home)
-            if not kept:
+            self.kept = not fresh and self._reusable(home)
+            if not self.kept:
                 self._create_files(home)
             self._arena_map = _map(home, layout.arena_bytes)
             placement.apply(name, self._arena_map)
@@ -83,23 +84,18 @@ class Arena:
             self._give_up()
             raise
         self.memory: Bytes1D = np.frombuffer(self._arena_map, dtype=np.uint8)
-        table = memoryview(self._table_map)
+        self._table = table = memoryview(self._table_map)
         self._slab_class = layout.slab_class(table)
         self._rows = RowWriter(table, layout)
-        self.namespaces = Namespaces(incarnation)
-        self.contents = self._recover(table, incarnation) if kept else None
+        self.namespaces = self._saved_namespaces(incarnation) if self.kept else Namespaces(incarnation)
+        self.contents: TableContents | None = None
         self._write_header(table, incarnation)
 
     def info(self, *, may_write: bool) -> ArenaInfo:
         """With which a client maps the memory."""
         directory = self.directory.absolute()
-        return ArenaInfo(
-            str(directory / "arena"),
-            self.layout.arena_bytes,
-            str(directory / "table"),
-            self.layout.table_bytes,
-            str(directory / (WRITERS if may_write else READERS)),
-        )
+        socket_path = str(directory / (WRITERS if may_write else READERS))
+        return ArenaInfo(socket_path, self.layout.arena_bytes, self.layout.table_bytes)
 
     # the actions of NodeState that concern the memory
 
@@ -234,17 +230,23 @@ class Arena:
         finally:
             os.close(fd)
 
-    def _recover(self, table: memoryview, incarnation: int) -> TableContents:
-        started_s = time.monotonic()
+    def _saved_namespaces(self, incarnation: int) -> Namespaces:
         try:
-            text = (self.directory / "namespaces.json").read_bytes()
-            self.namespaces = Namespaces.load(text, incarnation)
+            return Namespaces.load((self.directory / "namespaces.json").read_bytes(), incarnation)
         except FileNotFoundError:
             pass  # the earlier node had none
         except FrameError as error:
-            logger.warning("node %s: dropping all pages: %s", self._name, error)
-        rows = self.layout.table_rows(table)
-        contents = scan(self.layout, self._slab_class, rows, self.namespaces.numbers_of_spaces)
+            logger.warning("node %s: %s: %s", self._name, self.directory, error)
+        return Namespaces(incarnation)
+
+    def recover(self, namespaces: Namespaces) -> None:
+        """Find the pages of these namespaces that an earlier node left, into `contents`. Only once."""
+        self.namespaces = namespaces
+        if not self.kept:
+            return
+        started_s = time.monotonic()
+        rows = self.layout.table_rows(self._table)
+        self.contents = contents = scan(self.layout, self._slab_class, rows, namespaces.numbers_of_spaces)
         rows["state"][contents.dropped] = FREE
         if len(contents.slots) or contents.dropped or contents.quarantined:
             logger.info(
@@ -255,7 +257,6 @@ class Arena:
                 len(contents.dropped),
                 len(contents.quarantined),
             )
-        return contents
 
     def _write_header(self, table: memoryview, incarnation: int) -> None:
         header = self.layout.header(table)

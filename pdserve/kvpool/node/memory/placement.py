@@ -29,8 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from pdserve.capacity.available import available_bytes, mount_of, mounts
 from pdserve.errors import StartupError
+from pdserve.resources.memory import available_bytes, mount_of, mounts
 
 GIB: Final = 1 << 30
 MIB: Final = 1 << 20

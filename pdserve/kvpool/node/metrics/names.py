@@ -53,7 +53,7 @@ METRICS: Final = (
         "Memory in slots, including reservations. The quota limits this figure.",
     ),
     Definition("quota_bytes", "gauge", _OF_NAMESPACE, "Quota of memory; absent if there is none."),
-    Definition("replicas", "gauge", _OF_NAMESPACE, "Replicas of hot pages of other nodes."),
+    Definition("replicas", "gauge", _OF_NAMESPACE, "Replicas of other nodes' pages."),
     Definition(
         "namespace_events", "counter", ("namespace", "event"), "Other events of a namespace, by kind."
     ),
@@ -103,12 +103,6 @@ METRICS: Final = (
         "gauge",
         (),
         "Pages that this node has still to pull, as far as it has learned of them.",
-    ),
-    Definition(
-        "hot_pages",
-        "gauge",
-        (),
-        "Pages of this node with replicas on other nodes, or with replicas in progress.",
     ),
     Definition("replica_bytes", "gauge", (), "Memory taken by replicas of other nodes' pages."),
     Definition("settled", "gauge", (), "1: this node has pulled everything that it owns."),

@@ -108,7 +108,7 @@ class AntiEntropy:
         for state in first:
             digest, welcome = await self._say(address, state, deadline_s, node)
         if digest != self._cluster.digest:
-            for state in parts(self._cluster.state, PART_BYTES):
+            for state in parts(self._cluster.whole, PART_BYTES):
                 await self._say(address, state, deadline_s, node)
         return welcome
 

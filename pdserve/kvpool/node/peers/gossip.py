@@ -28,7 +28,6 @@ from pdserve.errors import FrameError, NodeFailed, PdserveError, PoolRefused
 from pdserve.kvpool.cluster import failure_detector as d
 from pdserve.kvpool.cluster.membership import Cluster, Update
 from pdserve.kvpool.cluster.state import parts
-from pdserve.kvpool.namespaces.registry import Floors
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.node.peers.anti_entropy import PART_BYTES, AntiEntropy
 from pdserve.kvpool.node.peers.channels import PeerControls
@@ -99,7 +98,6 @@ class Gossiper:
         self.on_view: list[Callable[[View], None]] = []
         self.on_change: list[Callable[[], None]] = []  # any change of what is known of the members
         self.on_namespaces: list[Callable[[list[NamespaceRecord]], None]] = []
-        self.on_forgotten: list[Callable[[list[str], Floors], None]] = []  # names; all floors as they are now
         hello = make_hello(f"node {config.name}", "", "none", config.cluster.token)
         self.links = PeerControls(replace(hello, node=config.name), certificates)
         self.links.on_upgrading = lambda node: self._feed(d.Upgrading(node))
@@ -109,7 +107,6 @@ class Gossiper:
             self.cluster, self.links, self.timing.ping_timeout_s, self.apply, self._spawn
         )
         self.joining = Joining(config, self.cluster, self.links, self.apply, self._spawn_sync, fail, before)
-        self._configured = {namespace.name for namespace in config.namespaces}
         self._tasks: set[asyncio.Task[None]] = set()
         self._detector: d.Detector | None = None  # set by `start`
         self._probes = 0
@@ -140,7 +137,8 @@ class Gossiper:
 
     def publish(self, record: NamespaceRecord) -> None:
         """Tell all nodes of a namespace's new record."""
-        self.apply(self.cluster.publish(record))
+        if self._detector is not None:  # else they are told when this node starts
+            self.anti_entropy.tell_all({record.name: record})
 
     async def call(self, node: str, make: Callable[[int], m.Request], timeout_s: float) -> m.Reply:
         """A request to another member. Raises PoolError."""
@@ -204,9 +202,6 @@ class Gossiper:
             self._members_changed()
         if update.view is not None:
             self._view_changed()
-        if update.floors is not None:
-            for forget in self.on_forgotten:
-                forget(list(update.forgotten), update.floors)
         if update.namespaces:
             for told in self.on_namespaces:
                 told(list(update.namespaces))
@@ -270,7 +265,7 @@ class Gossiper:
         except FrameError as error:
             connection.send(m.Fault(request.id, "bad_state", str(error)))
             return
-        known, digest = self.cluster.state, self.cluster.digest
+        known, digest = self.cluster.whole, self.cluster.digest
         if request.digest == digest:
             connection.send(Gossiped(request.id, self.anti_entropy.nothing(), digest))
             return
@@ -324,7 +319,8 @@ class Gossiper:
                 continue
             next_sync_s = loop.time() + self.timing.sync_interval_s
             rounds += 1
-            self.apply(self.cluster.tidy(time.time_ns() // 1_000_000, self._configured))
+            self.cluster.registry.expire(clock_ms())
+            self.apply(self.cluster.tidy(time.time_ns() // 1_000_000))
             self.push_views()
             self.joining.look_for_seeds()
             if rounds % IDLE_ROUNDS == 0:

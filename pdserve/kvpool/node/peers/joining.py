@@ -135,9 +135,7 @@ class Joining:
 
         config = self._config.cluster
         own = EtcdMember(self._name, self._config.address, self._config.weight)
-        return EtcdMembership(
-            config.etcd, config.name, own, self._found_in_etcd, lambda _: None, secret=config.token
-        )
+        return EtcdMembership(config.etcd, config.name, own, self._found_in_etcd, secret=config.token)
 
     def _found_in_etcd(self, nodes: list[EtcdMember]) -> None:
         self._found("etcd", {node.address: node.node for node in nodes})

@@ -15,7 +15,7 @@ from pdserve.errors import PoolRefused, StaleView
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.base import KEY_BYTES
-from pdserve.kvpool.protocol.cluster_messages import EndReplicas, ListOwned, Owned, PullPages
+from pdserve.kvpool.protocol.cluster_messages import ListOwned, Owned, PullPages
 from pdserve.kvpool.protocol.frames import expected
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
 from pdserve.kvpool.transports.base import CORRUPT, OK, Connection
@@ -111,13 +111,6 @@ class PeerLink:
             return [True] * len(keys)
         mask = self._ask(m.Exists(self._id(), number, list(keys)), m.Present, deadline_s).mask
         return [byte == 1 for byte in mask]
-
-    def end_replicas(
-        self, space: tuple[str, Mapping[str, str], int], keys: Sequence[bytes], deadline_s: float
-    ) -> None:
-        """Tell the peer that these replicas are not wanted any more."""
-        number = self._open(space, deadline_s)
-        self._ask(EndReplicas(self._id(), number, list(keys)), m.Done, deadline_s)
 
     def close(self) -> None:
         """Idempotent. Not while a thread uses it."""

@@ -1,6 +1,6 @@
 """Moves pages to where the ring says that they belong: carries out what `cluster.rebalance_plan` decides.
 
-Lives in the node's event loop. The plan asks at most `max_peers` nodes at a time, by page_fetch.py. Pulled
+Lives in the node's event loop. The plan asks at most MAX_PEERS nodes at a time, by page_fetch.py. Pulled
 pages displace the coldest pages here, for DISPLACED_SHARE of the node at most. A pull waits, within reason,
 until those pages are written to a tier: no client waits for a pull.
 """
@@ -43,6 +43,7 @@ from pdserve.sizes import parse_bytes
 
 logger = logging.getLogger(__name__)
 
+MAX_PEERS: Final = 4  # asked at the same time
 LEFT_GRACE_S: Final = 1.0  # from having left until the process stops: the others are told meanwhile
 DISPLACED_SHARE: Final = 0.5  # of the capacity: pages here that pulled ones may displace, beside free space
 BEHIND_POLLS: Final = 500  # of a tier that cannot keep up, for each batch: 10 s
@@ -248,6 +249,6 @@ def _limits(config: PoolNodeConfig) -> MigrationLimits:
     return MigrationLimits(
         bytes_s=float(parse_bytes(config.moving.bytes_s)),
         # all batches under way must not use up what our own session may reserve
-        batch_bytes=min(parse_bytes(config.moving.batch_bytes), reserved // (2 * config.moving.max_peers)),
-        max_peers=config.moving.max_peers,
+        batch_bytes=min(parse_bytes(config.moving.batch_bytes), reserved // (2 * MAX_PEERS)),
+        max_peers=MAX_PEERS,
     )

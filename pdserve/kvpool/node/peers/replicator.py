@@ -1,6 +1,6 @@
 """Replicas of pages: asks other nodes to hold them, and makes those that other nodes ask for.
 
-Lives in the node's event loop; `core.sharding.hot_pages` decides which pages get replicas where.
+Lives in the node's event loop; `core.sharding.copies` decides which pages get replicas where.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Final
 
 from pdserve.errors import PdserveError, PoolRefused
-from pdserve.kvpool.core.events import AskReplicas, EndReplicasAt, Event, ReplicasMade
+from pdserve.kvpool.core.events import AskReplicas, Event, ReplicasMade
 from pdserve.kvpool.namespaces.catalog import Namespaces
 from pdserve.kvpool.node.loopback import LocalSession
 from pdserve.kvpool.node.peers.page_fetch import SLOWEST_BYTES_S, PageFetch, Space
@@ -46,10 +46,6 @@ class Replicator:
         """An action of NodeState."""
         self._pages.spawn(self._ask_replicas(action))
 
-    def end_replicas(self, action: EndReplicasAt) -> None:
-        """An action of NodeState."""
-        self._pages.spawn(self._end_replicas(action))
-
     async def _ask_replicas(self, action: AskReplicas) -> None:
         mask = [False] * len(action.keys)
         try:
@@ -64,17 +60,6 @@ class Replicator:
             logger.info("node %s: no replicas at %s: %s", self._name, action.node, error)
         finally:
             self._feed(ReplicasMade(action.node, action.namespace, action.keys, mask))
-
-    async def _end_replicas(self, action: EndReplicasAt) -> None:
-        try:
-            space = self._space(action.namespace)
-            await self._pages.ask(
-                action.node,
-                "replicas",
-                lambda link, deadline: link.end_replicas(space, action.keys, deadline),
-            )
-        except PdserveError as error:  # they end with their leases
-            logger.debug("node %s: replicas at %s: %s", self._name, action.node, error)
 
     def pull(self, connection: ClientConnection, request: PullPages) -> None:
         """Another node wants replicas of its pages here."""

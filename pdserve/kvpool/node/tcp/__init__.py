@@ -1,4 +1,4 @@
 """The node's end of the TCP data path. May import `core.events`, `transports` and the node's `config`.
 
-`mover` moves one connection's pages, `door` lets data connections in, `server` joins them for the node.
+`page_worker` moves one connection's pages, `listener` lets data connections in, `server` joins them.
 """

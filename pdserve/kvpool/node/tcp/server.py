@@ -4,8 +4,8 @@
                   perform(action)                                  on_done(TransferDone), on_lost(connection)
 
 It offers what UcxServer offers. A client's pages go over a data connection of its own, beside its control
-connection, and a thread of the node moves them (`mover.py`). The event loop only decides, so it is not slower
-for others while pages move; the kernel shares the processors and the network among the connections.
+connection, and a thread of the node moves them (`page_worker.py`). The event loop only decides, so it is not
+slower for others while pages move; the kernel shares processors and network among the connections.
 
 Every method is called on the loop's thread.
 """
@@ -25,8 +25,8 @@ from typing import Final
 
 from pdserve.errors import PoolUnavailable
 from pdserve.kvpool.core.events import CancelTransfers, StartReceive, StartSend, TransferDone
-from pdserve.kvpool.node.tcp.door import GREETING_TIMEOUT_S, Door
-from pdserve.kvpool.node.tcp.mover import PageMover
+from pdserve.kvpool.node.tcp.listener import GREETING_TIMEOUT_S, DataListener
+from pdserve.kvpool.node.tcp.page_worker import PageWorker
 from pdserve.kvpool.protocol.messages import TcpInfo
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
 from pdserve.kvpool.transports.page_residency import populate_in_background
@@ -40,9 +40,9 @@ STOP_TIMEOUT_S: Final = 5.0  # for the threads to let go of the memory: each is 
 class _Peer:
     """One client. `claimed`: its data connection has come."""
 
-    def __init__(self, connection: int, mover: PageMover) -> None:
+    def __init__(self, connection: int, worker: PageWorker) -> None:
         self.connection = connection
-        self.mover = mover
+        self.worker = worker
         self.claimed = False
 
 
@@ -78,14 +78,14 @@ class TcpServer:
         self._peers: dict[int, _Peer] = {}
         self._tickets: dict[bytes, _Peer] = {}
         self._lock = threading.Lock()  # of `_tickets` and of the peers' `claimed`
-        self._door = Door(self._claim, lambda: bool(self._tickets), tls)
+        self._listener = DataListener(self._claim, lambda: bool(self._tickets), tls)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped = False
 
     def start(self) -> None:
         """Listen. Raises OSError."""
         loop = asyncio.get_running_loop()
-        self._port = self._door.open(self._hosts, self._port)
+        self._port = self._listener.open(self._hosts, self._port)
         self._loop = loop
         populate_in_background(self._arena)
 
@@ -96,7 +96,7 @@ class TcpServer:
         self._stopped = True
         for connection in list(self._peers):
             self.close(connection)
-        self._door.close(time.monotonic() + STOP_TIMEOUT_S)
+        self._listener.close(time.monotonic() + STOP_TIMEOUT_S)
 
     def open(self, connection: int) -> TcpInfo:
         """Expect one client's data connection, after `start`. Raises PoolUnavailable (no descriptors)."""
@@ -104,10 +104,10 @@ class TcpServer:
         if self._stopped:
             raise PoolUnavailable("the node stops")
         try:
-            mover = PageMover(connection, self._arena.data, self._stall_timeout_s, self._tell)
+            worker = PageWorker(connection, self._arena.data, self._stall_timeout_s, self._tell)
         except OSError as error:
             raise PoolUnavailable(f"no data connection can be made: {error}") from error
-        peer = self._peers[connection] = _Peer(connection, mover)
+        peer = self._peers[connection] = _Peer(connection, worker)
         ticket = secrets.token_bytes(TICKET_BYTES)
         with self._lock:
             self._tickets[ticket] = peer
@@ -124,9 +124,9 @@ class TcpServer:
                 del self._tickets[ticket]
             claimed = peer.claimed
         if claimed:
-            peer.mover.stop()
+            peer.worker.stop()
         else:
-            peer.mover.discard()
+            peer.worker.discard()
 
     def perform(self, action: StartSend | StartReceive | CancelTransfers) -> None:
         """Carry out one action of NodeState."""
@@ -135,7 +135,7 @@ class TcpServer:
         if peer is not None and not peer.claimed:
             self._lose(peer, "a transfer before the data connection came")
             peer = None
-        if (peer is None or not peer.mover.give(action)) and not isinstance(action, CancelTransfers):
+        if (peer is None or not peer.worker.give(action)) and not isinstance(action, CancelTransfers):
             self._loop.call_soon(self._on_done, TransferDone(action.connection, action.tag, False))
 
     def _expire(self, ticket: bytes) -> None:
@@ -174,7 +174,7 @@ class TcpServer:
     def _move(self, peer: _Peer, stream: PageStream) -> None:
         reason = "its thread failed"
         try:
-            reason = peer.mover.run(stream)
+            reason = peer.worker.run(stream)
         finally:
             self._call(self._ended, peer, reason)
 

@@ -24,8 +24,7 @@ from pdserve.kvpool.core.events import (
 )
 from pdserve.kvpool.core.tiering.space_facts import facts_of
 from pdserve.kvpool.core.tiering.tier_index import TieringLimits, TierSpec
-from pdserve.kvpool.namespaces.catalog import Namespaces
-from pdserve.kvpool.namespaces.takeover import take_over
+from pdserve.kvpool.namespaces.catalog import Namespaces, take_over
 from pdserve.kvpool.node.config.node import PoolNodeConfig, TierConfig
 from pdserve.kvpool.node.tiers.namespace_list import NamespaceListWriter
 from pdserve.kvpool.node.tiers.worker import TierWorker
@@ -69,19 +68,20 @@ class NodeTiers:
         for above, below in zip(self._workers, self._workers[1:], strict=False):
             above.below = below
         self.namespaces = self._take_over(namespaces, fresh=config.fresh and not takes_over)
-        self._facts.update((one.tier_space, facts_of(one)) for one in self.namespaces)
+        self._facts.update((one.space, facts_of(one)) for one in self.namespaces)
         tiers = [worker.tier for worker in self._workers]
         self._list_writer = NamespaceListWriter(config.name, tiers, self._post) if tiers else None
 
     def _take_over(self, namespaces: Namespaces, *, fresh: bool) -> Namespaces:
-        """Merge the stored list of namespaces with the node's."""
+        """The newest list of namespaces: the memory's, or that of a tier."""
         node = self._config.name
-        found = take_over(namespaces, [worker.tier.namespaces() for worker in self._workers])
-        for problem in found.problems:
+        lists = [worker.tier.namespaces() for worker in self._workers]
+        found, problems = take_over(namespaces, lists, time.time_ns() // 1000)
+        for problem in problems:
             logger.warning("node %s: tiers: pages are dropped: %s", node, problem)
-        for number in found.namespaces.numbers if fresh else ():
-            found.namespaces.void_tiers(number)
-        return found.namespaces
+        for number in found.numbers if fresh else ():
+            found.clear(number)
+        return found
 
     def _claim(self, config: TierConfig, memory: Bytes1D, until_s: float) -> TierWorker | None:
         """Open the tier. None: it cannot be opened in time. Blocks."""
@@ -137,7 +137,7 @@ class NodeTiers:
         self._deliver = deliver
         if self._list_writer is not None:
             self._list_writer.start(self.namespaces.dump(), self.namespaces.revision)
-        spaces = self.namespaces.tier_spaces
+        spaces = set(self.namespaces.numbers_of_spaces)
         for worker, config in zip(self._workers, self._opened, strict=True):
             worker.start(spaces, config.threads)
 

@@ -1,25 +1,15 @@
 """How a node continues as another program in the same process (`pdserve pool upgrade`).
 
-    the process                          its child, a door keeper of the new version (door.py)
-    -----------------------------------  -----------------------------------------------------
-    serves                               loads itself, checks the start          -> "ready"
-    lets go of the memory        "go" -> tells every new client to wait
-    executes the new version
-    loads itself, takes over,
-    serves                    closes  -> ends
-
 The process stays, because a supervisor watches its id (`pdserve up`, systemd, a container's init). `exec`
 also keeps its parent, session, output and environment. The pages stay where they are, in files. The new
 program takes them over as after a crash.
 
-Clients that were connected are told to wait before the memory is let go, and connect again until the node
-serves. A client that connects for the first time meanwhile would wait for an answer as long as the program
-loads, which may be longer than its time to connect. The door keeper tells it to wait instead.
+Clients that were connected are told to wait before the memory is let go, and connect again. The listening
+sockets stay open, so a client that connects meanwhile waits in their queues until the new program accepts.
 
-If the child dies, new clients are not told to wait: nothing else changes. If the process dies, the child
-ends, and the pages stay for the next start. SIGTERM and SIGINT to the process are blocked until it serves
-again, and then end it. A thread blocks signals for itself only, and libraries have threads of their own (UCX,
-BLAS) that may take a signal all the same: process.py passes such a signal on.
+If the process dies, its pages stay for the next start. SIGTERM and SIGINT to the process are blocked until it
+serves again, and then end it. A thread blocks signals for itself only, and libraries have threads of their
+own (UCX, BLAS) that may take a signal all the same: process.py passes such a signal on.
 """
 
 from __future__ import annotations
@@ -29,15 +19,12 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Final, NoReturn
 
 import msgspec
 from msgspec.structs import replace
-
-from pdserve.errors import StartupError
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +41,6 @@ class Handover(msgspec.Struct, frozen=True, kw_only=True):
     lock_fd: int
     listening: dict[str, list[int]]  # descriptors by address
     since_s: float = 0.0
-    door_fd: int = -1  # the door keeper ends when this is closed
-    door_pid: int = 0
     ucx: bool = False
     status: int = 0
     peers: list[str] = []  # addresses of the other nodes
@@ -64,35 +49,21 @@ class Handover(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def fds(self) -> set[int]:
         """All descriptors."""
-        fds = {self.lock_fd, *(fd for fds in self.listening.values() for fd in fds)}
-        return fds | ({self.door_fd} if self.door_fd >= 0 else set())
+        return {self.lock_fd, *(fd for fds in self.listening.values() for fd in fds)}
 
     def close(self) -> None:
         """Close all descriptors: there will be no next program."""
         for fd in self.fds:
             os.close(fd)
 
-    def end_door(self) -> None:
-        """End the door keeper: the node serves."""
-        if self.door_fd >= 0:
-            os.close(self.door_fd)
-            threading.Thread(target=_reap, args=(self.door_pid,), daemon=True).start()
-
 
 def received() -> Handover | None:
-    """What the previous program of this process left; None after an ordinary start. Can be asked once.
-    Raises StartupError: the process that started this one upgrades in an older way.
-    """
+    """What the previous program of this process left; None after an ordinary start. Can be asked once."""
     text = os.environ.pop(ENVIRONMENT, "")
     try:
         handover = msgspec.json.decode(text, type=Handover) if text else None
     except msgspec.MsgspecError:
         return None
-    if handover is not None and handover.pid == os.getppid():
-        raise StartupError(
-            "the running version cannot be upgraded to this one in place: stop the node and start it again, "
-            "its pages stay in memory"
-        )
     if handover is None or handover.pid != os.getpid():
         return None
     for fd in handover.fds:
@@ -129,8 +100,3 @@ def command() -> list[str]:
 def gap_ms(since_s: float) -> float:
     """For how long nobody answered."""
     return (time.monotonic() - since_s) * 1000
-
-
-def _reap(pid: int) -> None:
-    with contextlib.suppress(ChildProcessError):
-        os.waitpid(pid, 0)

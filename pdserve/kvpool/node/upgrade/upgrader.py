@@ -1,8 +1,8 @@
 """Replacing a running node by its new version without a failed operation (`pdserve pool upgrade`, SIGHUP).
 
-    1. load        a child process of the new version runs the node's own command: the configuration is
-                   parsed, all modules are loaded, the memory can be taken over. Otherwise the node continues
-                   as it is, and says why.
+    1. check       a child process of the new version runs the node's own command with `--check`: the
+                   configuration is parsed, all modules are loaded, the memory can be taken over. Otherwise
+                   the node continues as it is, and says why.
     2. wait        clients with unfinished operations (reservations, transfers, pins) may show that they are
                    active, for QUIESCE_S at most. Everybody is served meanwhile. A client that was stopped, or
                    hangs, does not hold up the others.
@@ -17,15 +17,11 @@ After step 1 there is no way back: if the exec fails, the process ends and its p
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
-import socket
-import subprocess
 import time
+from asyncio.subprocess import PIPE
 from collections.abc import Callable, Mapping
-from tempfile import TemporaryFile
-from typing import IO, Final, Protocol
+from typing import Final, Protocol
 
 import msgspec
 from msgspec.structs import replace
@@ -33,20 +29,46 @@ from msgspec.structs import replace
 from pdserve.errors import NodeFailed, PdserveError
 from pdserve.kvpool.core.state import NodeState
 from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.memory.arena import why_not_reusable
 from pdserve.kvpool.node.serving.connection import ClientConnection, Connections
-from pdserve.kvpool.node.upgrade.door import WORD_BYTES, Start, UpgradeError, check_same, start_door, start_of
 from pdserve.kvpool.node.upgrade.handover import Handover, command, gap_ms, hold_signals
 from pdserve.kvpool.protocol.cluster_messages import Drain, Upgrade
-from pdserve.kvpool.protocol.frames import encode_frame
 from pdserve.kvpool.protocol.messages import Abort, Commit, Done, Fault, Release, Request
+from pdserve.kvpool.protocol.slot_table import TableLayout
 
 logger = logging.getLogger(__name__)
 
+CHECK: Final = "--check"
 LOAD_S: Final = 60.0  # for the new version to load
-ENDING_S: Final = 1.0
 QUIESCE_S: Final = 2.0
 POLL_S: Final = 0.002
 CONCLUDING: Final = (Commit, Abort, Release)  # they end what is unfinished
+
+
+class UpgradeError(PdserveError):
+    """The new version would not start; the node continues as it is."""
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True):
+    """Which node a configuration starts."""
+
+    name: str
+    arena_dir: str
+
+
+def start_of(config: PoolNodeConfig) -> Start:
+    """Which node a configuration starts."""
+    return Start(name=config.name, arena_dir=str(config.arena_dir.absolute()))
+
+
+def check_start(config: PoolNodeConfig) -> Start:
+    """Whether the node would start on the pages that there are. Raises UpgradeError, StartupError."""
+    directory = config.arena_dir / config.name
+    layout = TableLayout(config.capacity, config.slab, config.min_slot)
+    reason = why_not_reusable(directory, config.placement.home(directory), layout)
+    if reason:
+        raise UpgradeError(f"it cannot take over the pages in {directory}: {reason}")
+    return start_of(config)
 
 
 class Host(Protocol):
@@ -79,7 +101,6 @@ class Upgrader:
     def __init__(self, node: Host) -> None:
         self._node = node
         self._next: Handover | None = None  # for this process's next program
-        self._child: subprocess.Popen[bytes] | None = None
         self._task: asyncio.Task[None] | None = None
         self.goodbye_fault: Fault | None = None  # sent to all clients from now on; None: the node serves
         self.hands_over = False  # the node ends for the next program to take over
@@ -107,7 +128,6 @@ class Upgrader:
         name = self._node.config.name
         logger.critical("node %s: the upgrade ended by an unexpected error", name, exc_info=error)
         if self.goodbye_fault is None:
-            self._end_child()
             hold_signals(hold=False)
             return
         self._node.fail(
@@ -134,7 +154,8 @@ class Upgrader:
     async def _run(self, answer: Callable[[Done | Fault], object], request: int) -> None:
         name = self._node.config.name
         try:
-            await self._load()
+            await self._check()
+            self._next = self._make_handover()
         except UpgradeError as error:
             logger.warning("node %s is not upgraded: %s", name, error)
             answer(Fault(request, "upgrade_failed", f"node {name} is not upgraded: {error}"))
@@ -146,54 +167,40 @@ class Upgrader:
         await self._node.stop_moving()
         since_s = time.monotonic()
         await self._quiesce(silent)
-        assert self._next is not None
         self._next = replace(self._next, since_s=since_s)
         self.hands_over = True
         self._node.stop()
 
-    async def _load(self) -> None:
-        """Start the door keeper. Raises UpgradeError; then there is none."""
-        loop = asyncio.get_running_loop()
+    async def _check(self) -> None:
+        """Whether the installed version would start this node. Raises UpgradeError."""
         try:
-            with contextlib.ExitStack() as undo:
-                mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                undo.callback(mine.close)
-                with theirs, TemporaryFile() as errors:
-                    passed = self._node.make_handover()
-                    undo.callback(passed.close)
-                    undo.callback(self._end_child)
-                    self._child = start_door(passed, theirs.fileno(), errors)
-                    theirs.close()  # the end of the child is the end of its messages
-                    mine.setblocking(False)
-                    found = b""
-                    with contextlib.suppress(OSError):  # TimeoutError too
-                        async with asyncio.timeout(LOAD_S):
-                            found = await loop.sock_recv(mine, WORD_BYTES)
-                    if not found:
-                        raise UpgradeError(await self._why_not_loaded(errors))
-                check_same(msgspec.json.decode(found, type=Start), start_of(self._node.config))
-                undo.pop_all()
+            child = await asyncio.create_subprocess_exec(
+                *command(), CHECK, stdin=asyncio.subprocess.DEVNULL, stdout=PIPE, stderr=PIPE
+            )
         except OSError as error:
             raise UpgradeError(f"{command()[0]} cannot be run: {error.strerror}") from error
+        try:
+            async with asyncio.timeout(LOAD_S):
+                found, errors = await child.communicate()
+        except TimeoutError:
+            raise UpgradeError(f"the new version made no start within {LOAD_S:.0f} s") from None
+        finally:
+            if child.returncode is None:
+                child.kill()
+                await child.wait()
+        if child.returncode:
+            lines = errors.decode(errors="replace").strip().splitlines()
+            why = lines[-1] if lines else f"exit status {child.returncode}"
+            raise UpgradeError(f"the new version would not start: {why}")
+        try:
+            start = msgspec.json.decode(found, type=Start)
         except msgspec.MsgspecError as error:
             raise UpgradeError(f"its command starts no node of this kind: {error}") from error
-        self._next = replace(passed, door_fd=mine.detach(), door_pid=self._child.pid)
-
-    async def _why_not_loaded(self, errors: IO[bytes]) -> str:
-        assert self._child is not None
-        deadline_s = time.monotonic() + ENDING_S
-        while (status := self._child.poll()) is None:  # clients are served meanwhile
-            if time.monotonic() >= deadline_s:
-                return f"the new version made no start within {LOAD_S:.0f} s"
-            await asyncio.sleep(POLL_S)
-        errors.seek(0)
-        lines = errors.read().decode(errors="replace").strip().splitlines() or [f"exit status {status}"]
-        return f"the new version would not start: {lines[-1]}"
-
-    def _end_child(self) -> None:
-        if self._child is not None:
-            self._child.kill()
-            self._child.wait()
+        if start != start_of(self._node.config):
+            raise UpgradeError(
+                f"its command starts node {start.name} in {start.arena_dir} by now: put the configuration "
+                "right"
+            )
 
     def on_serving(self, inherited: Handover) -> None:
         """The node serves after an upgrade."""
@@ -202,7 +209,6 @@ class Upgrader:
             self._node.config.name,
             gap_ms(inherited.since_s),
         )
-        inherited.end_door()
 
     def close(self) -> None:
         """The node ends: an upgrade that has not come so far is given up."""
@@ -210,12 +216,16 @@ class Upgrader:
             self._task.cancel()
 
     def hand_over(self) -> Handover:
-        """What this process's next program gets. From now on the door keeper answers new clients."""
+        """What this process's next program gets."""
         assert self._next is not None
-        assert self.goodbye_fault is not None
-        with contextlib.suppress(OSError):  # it is dead: new clients wait for the next program
-            os.write(self._next.door_fd, encode_frame(self.goodbye_fault))
         return self._next
+
+    def _make_handover(self) -> Handover:
+        """Raises UpgradeError."""
+        try:
+            return self._node.make_handover()
+        except OSError as error:
+            raise UpgradeError(f"what the new version needs cannot be kept: {error.strerror}") from error
 
     async def _silent(self) -> dict[int, int]:
         """The clients with unfinished operations that send nothing more, and how many requests each made."""

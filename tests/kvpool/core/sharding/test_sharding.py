@@ -13,16 +13,13 @@ from pdserve.kvpool.core.events import (
     Action,
     AskReplicas,
     Connected,
-    EndReplicasAt,
-    Received,
     ReplicasMade,
     ViewChanged,
 )
-from pdserve.kvpool.core.sessions import ReplicationLimits
 from pdserve.kvpool.core.sharding.coordinator import Sharding
 from pdserve.kvpool.protocol import messages as m
-from pdserve.kvpool.protocol.cluster_messages import EndReplicas, ListOwned, Owned
-from tests.support.kvpool.node_model import KIB, Node, answers, key, statuses
+from pdserve.kvpool.protocol.cluster_messages import ListOwned, Owned
+from tests.support.kvpool.node_model import KIB, Node, key, statuses
 
 NAMES = ("n0", "n1", "n2")
 NODES = [m.NodeAddress(name, f"unix:/{name}") for name in NAMES]
@@ -40,7 +37,7 @@ def owned_by(ring: Ring, name: str) -> list[int]:
 def node_of_three(*, stable: bool = False, **limits: object) -> Node:
     """n0 with all pages, as if it had been alone until the two others came."""
     node = Node(slabs=8, **limits)  # type: ignore[arg-type]
-    node.do(Connected(LOCAL, "inproc", "this node", 0, peer=True))
+    node.do(Connected(LOCAL, "shm", "this node", 0, peer=True))
     client = node.connect()
     node.put(client, node.open(client), *ALL)
     node.do(ViewChanged(ring_of(3, 5), stable))
@@ -48,7 +45,7 @@ def node_of_three(*, stable: bool = False, **limits: object) -> Node:
 
 
 def peer(node: Node) -> int:
-    node.do(Connected(99, "inproc", "n1", 1, peer=True))
+    node.do(Connected(99, "shm", "n1", 1, peer=True))
     return 99
 
 
@@ -65,12 +62,11 @@ def list_owned(node: Node, connection: int, name: str, epoch: int = 5, limit: in
 # --- who may write what
 
 
-def test_alone_there_is_neither_refusal_nor_heat_nor_deadline() -> None:
+def test_alone_there_is_neither_refusal_nor_deadline() -> None:
     node = Node()
     client = node.connect()
     node.do(ViewChanged(ring_of(1, 3), True))
     assert set(statuses(node.reserve(client, node.open(client), *range(9)))) == {m.GRANTED}
-    assert node.state.sharding.heat is None
     assert node.state.sharding.next_deadline_s == float("inf")
 
 
@@ -105,7 +101,7 @@ def test_a_cursor_that_no_answer_named_lists_nothing(cursor: int) -> None:
     assert (owned.keys, owned.cursor) == ([], 0)
 
 
-def test_a_peer_that_fetches_pages_leaves_no_trace_in_the_hit_rate_and_heat() -> None:
+def test_a_peer_that_fetches_pages_leaves_no_trace_in_the_hit_rate() -> None:
     node = node_of_three()
     asker = peer(node)
     node.release(asker, *node.get(asker, 1, *ALL))
@@ -185,7 +181,7 @@ def node_with_tiers(*, stable: bool = False) -> tuple[Node, FakeTiers]:
     """n0 with ALL in memory, 40 to 60 of them and 60 to 160 in a tier."""
     node, tiers = node_of_three(), FakeTiers()
     tiers.pages = {1: {key(n): 100 + n for n in range(40, 160)}}
-    node.state.sharding = Sharding("n0", node.state.store, ReplicationLimits(), tiers)
+    node.state.sharding = Sharding("n0", node.state.store, 10.0, tiers)
     node.do(ViewChanged(ring_of(3, 5), stable))
     return node, tiers
 
@@ -195,7 +191,7 @@ def node_with_tiers(*, stable: bool = False) -> tuple[Node, FakeTiers]:
 def test_a_new_owner_is_told_of_pages_in_tiers_too(
     limit: int, looked_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pdserve.kvpool.core.sharding.owned_listing.MAX_LOOKED_AT", looked_at)
+    monkeypatch.setattr("pdserve.kvpool.core.sharding.ownership.MAX_LOOKED_AT", looked_at)
     node, _ = node_with_tiers()
     parts = list_owned(node, peer(node), "n1", limit=limit)
     told = {k: length for part in parts for k, length in zip(part.keys, part.lengths, strict=True)}
@@ -209,7 +205,7 @@ def test_a_new_owner_is_told_of_pages_in_tiers_too(
 def test_however_many_ask_at_once_each_is_told_of_all_that_tiers_still_have(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pdserve.kvpool.core.sharding.owned_listing.MAX_LOOKED_AT", 7)
+    monkeypatch.setattr("pdserve.kvpool.core.sharding.ownership.MAX_LOOKED_AT", 7)
     node, tiers = node_with_tiers()
     names = [f"n{n}" for n in range(1, 31)]
     ring = Ring([m.NodeAddress(name, f"unix:/{name}") for name in ("n0", *names)], 6)
@@ -231,7 +227,7 @@ def test_however_many_ask_at_once_each_is_told_of_all_that_tiers_still_have(
 def test_who_comes_with_a_place_in_a_list_that_is_not_there_is_told_to_go_through_it_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pdserve.kvpool.core.sharding.owned_listing.MAX_LOOKED_AT", 50)
+    monkeypatch.setattr("pdserve.kvpool.core.sharding.ownership.MAX_LOOKED_AT", 50)
     node, _ = node_with_tiers()
     slots, asker = node.state.store.slots.slots, peer(node)
     for name in ("n1", "n2"):
@@ -242,7 +238,7 @@ def test_who_comes_with_a_place_in_a_list_that_is_not_there_is_told_to_go_throug
 
 
 def test_a_page_that_rises_into_memory_meanwhile_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.kvpool.core.sharding.owned_listing.MAX_LOOKED_AT", 20)
+    monkeypatch.setattr("pdserve.kvpool.core.sharding.ownership.MAX_LOOKED_AT", 20)
     node, tiers = node_with_tiers()
     asker, slots = peer(node), node.state.store.slots.slots
     theirs = [n for n in range(60, 160) if ring_of(3, 5).owner(key(n)).node == "n1"]
@@ -291,7 +287,7 @@ def test_a_replica_that_sank_ends_in_its_tier_too() -> None:
         node.pass_time(0.01)
     replica(node, FOREIGN[0])
     tiers.pages[1][key(FOREIGN[0])] = 4 * KIB
-    node.send(peer(node), EndReplicas(5, 1, [key(FOREIGN[0])]))
+    node.pass_time(11.0)  # its lease ends
     assert key(FOREIGN[0]) not in tiers.pages[1]
 
 
@@ -308,8 +304,8 @@ def replica(node: Node, *keys: int, length: int = 4 * KIB) -> list[m.Grant]:
     return grants
 
 
-def holder(**limits: object) -> Node:
-    node = node_of_three(stable=True, replication=ReplicationLimits(lease_s=10.0, max_share=0.25, **limits))
+def holder() -> Node:
+    node = node_of_three(stable=True, copy_lease_s=10.0)
     node.pass_time(0.01)
     return node
 
@@ -331,15 +327,6 @@ def test_a_replica_stays_while_its_owner_renews_it_and_then_goes() -> None:
     assert node.status().counters["replica_bytes"] == 0
 
 
-def test_the_owner_ends_replicas_and_only_those() -> None:
-    node = holder()
-    mine = owned_by(ring_of(3, 5), "n0")[0]
-    replica(node, *FOREIGN[:2])
-    request = EndReplicas(5, 1, [key(FOREIGN[0]), key(mine), key(999)])
-    assert answers(node.send(peer(node), request), 99) == [m.Done(5, 1)]
-    assert node.exists(99, 1, *FOREIGN[:2], mine) == [0, 1, 1]
-
-
 def test_a_replica_of_a_page_whose_owner_died_is_the_page() -> None:
     node = holder()
     inherited = [n for n in FOREIGN if Ring([NODES[0], NODES[2]]).owner(key(n)).node == "n0"]
@@ -352,109 +339,10 @@ def test_a_replica_of_a_page_whose_owner_died_is_the_page() -> None:
     assert node.status().counters["replicas"] == 0
 
 
-def test_replicas_take_no_more_than_their_share() -> None:
-    node = holder()
-    room = node.state.store.slots.capacity_bytes // 4 // (4 * KIB)
-    grants = replica(node, *range(1000, 1000 + room + 10))
-    assert statuses(grants) == [m.GRANTED] * room + [m.FULL] * 10
-    node.pass_time(30.0)
-    assert statuses(replica(node, 2000)) == [m.GRANTED]
-
-
-def test_pages_that_are_there_take_nothing_of_the_room_for_new_replicas() -> None:
-    node = holder()
-    room = node.state.store.slots.capacity_bytes // 4 // (4 * KIB)
-    replica(node, *range(1000, 1000 + room - 2))
-    renewed_and_new = replica(node, *range(1000, 1004), 2000, 2001, 2002)
-    assert statuses(renewed_and_new) == [m.PRESENT] * 4 + [m.GRANTED] * 2 + [m.FULL]
-
-
-# --- replicas given
-
-
-def heat_up(node: Node, client: int, *keys: int, seconds: int = 10, reads_s: int = 100) -> list[object]:
-    """Read as the seconds go by; the actions about replicas."""
-    found = []
-    for _ in range(seconds):
-        for n in keys:
-            for _ in range(reads_s):
-                node.state.handle(Received(client, m.Get(node.next_id(), 1, [key(n)], [4 * KIB])), node.now_s)
-        actions = node.pass_time(1.0)
-        found += [action for action in actions if isinstance(action, AskReplicas | EndReplicasAt)]
-    return found
-
-
-def owner(**limits: object) -> tuple[Node, int, list[int]]:
-    node = node_of_three(
-        stable=True, replication=ReplicationLimits(hot_reads_s=20.0, half_life_s=5.0, **limits)
-    )
-    node.pass_time(0.01)
-    return node, node.connect(), owned_by(ring_of(3, 5), "n0")
-
-
-def test_a_hot_page_is_replicated_on_its_successors_and_readers_are_told() -> None:
-    node, client, mine = owner()
-    asks = heat_up(node, client, mine[0], seconds=3)
-    successors = [found.node for found in ring_of(3, 5).successors(key(mine[0]), 3)][1:]
-    assert asks[:2] == [AskReplicas(name, 1, [key(mine[0])], [4 * KIB]) for name in successors]
-    assert node.get(client, 1, mine[0])[0].replicas == 0
-    node.do(ReplicasMade(successors[1], 1, [key(mine[0])], [True]))
-    heat_up(node, client, seconds=1)
-    assert node.get(client, 1, mine[0])[0].replicas == 0, "the first successor must hold it first"
-    node.do(ReplicasMade(successors[0], 1, [key(mine[0])], [True]))
-    assert node.get(client, 1, mine[0])[0].replicas == 2
-    assert node.get(client, 1, mine[1])[0].replicas == 0
-
-
 def answer_all(node: Node, asks: list[object], ok: bool = True) -> None:
     for ask in asks:
         if isinstance(ask, AskReplicas):
             node.do(ReplicasMade(ask.node, ask.namespace, ask.keys, [ok] * len(ask.keys)))
-
-
-def test_replicas_are_renewed_while_hot_and_ended_when_cold() -> None:
-    node, client, mine = owner()
-    answer_all(node, heat_up(node, client, mine[0], seconds=2))
-    renewals = 0
-    for _ in range(10):
-        asks = heat_up(node, client, mine[0], seconds=1, reads_s=30)  # a third: the others are read elsewhere
-        renewals += sum(isinstance(ask, AskReplicas) for ask in asks)
-        assert not any(isinstance(ask, EndReplicasAt) for ask in asks)
-        answer_all(node, asks)
-    assert 2 * 2 <= renewals <= 2 * 4
-    assert node.get(client, 1, mine[0])[0].replicas == 2
-    ended = heat_up(node, client, seconds=30)
-    assert {end.node for end in ended if isinstance(end, EndReplicasAt)} == {"n1", "n2"}
-    assert node.get(client, 1, mine[0])[0].replicas == 0
-    assert node.status().counters["hot_pages"] == 0
-
-
-def test_a_successor_that_does_not_answer_is_not_asked_again_meanwhile() -> None:
-    node, client, mine = owner()
-    asks = heat_up(node, client, mine[0], seconds=20)
-    assert len(asks) == 2
-    answer_all(node, asks, ok=False)
-    assert node.get(client, 1, mine[0])[0].replicas == 0
-    assert len(heat_up(node, client, mine[0], seconds=5)) == 2
-
-
-def test_replicas_not_renewed_are_not_promised() -> None:
-    node, client, mine = owner(lease_s=10.0)
-    answer_all(node, heat_up(node, client, mine[0], seconds=2))
-    assert node.get(client, 1, mine[0])[0].replicas == 2
-    heat_up(node, client, mine[0], seconds=15)  # asked, never answered
-    assert node.get(client, 1, mine[0])[0].replicas == 0
-
-
-def test_a_new_ring_begins_anew() -> None:
-    node, client, mine = owner()
-    answer_all(node, heat_up(node, client, mine[0], seconds=2))
-    node.do(ViewChanged(ring_of(2, 6), True))
-    kept = ring_of(2, 6).owner(key(mine[0])).node == "n0"
-    assert kept
-    assert node.get(client, 1, mine[0])[0].replicas == 0
-    asks = heat_up(node, client, mine[0], seconds=2)
-    assert [ask.node for ask in asks if isinstance(ask, AskReplicas)] == ["n1"]
 
 
 def test_an_ordinary_client_may_not_reserve_what_another_node_owns() -> None:
@@ -534,17 +422,12 @@ def test_a_replica_that_comes_late_for_a_page_that_is_owned_here_by_now_stays() 
     assert node.status().counters["replicas"] == 0
 
 
-def test_a_cold_page_is_not_replicated() -> None:
-    node, client, mine = owner()
-    assert heat_up(node, client, mine[0], reads_s=10) == []
-
-
 # --- namespaces with copies
 
 
-def copied(copies: int = 2, **limits: object) -> tuple[Node, list[int]]:
+def copied(copies: int = 2) -> tuple[Node, list[int]]:
     """n0 with pages of a namespace with copies, all of them its own; and their keys."""
-    node = node_of_three(stable=True, replication=ReplicationLimits(lease_s=10.0, **limits))  # type: ignore[arg-type]
+    node = node_of_three(stable=True)
     for _ in range(10):
         node.pass_time(0.01)
     node.state.sharding.configure(1, copies)
@@ -555,9 +438,8 @@ def asked(node: Node, seconds: float = 1.0) -> list[AskReplicas]:
     return [action for action in node.pass_time(seconds) if isinstance(action, AskReplicas)]
 
 
-@pytest.mark.parametrize("max_replicas", [0, 2])
-def test_each_page_of_a_namespace_with_copies_is_asked_of_its_successor(max_replicas: int) -> None:
-    node, mine = copied(max_replicas=max_replicas)
+def test_each_page_of_a_namespace_with_copies_is_asked_of_its_successor() -> None:
+    node, mine = copied()
     found = {k: ask.node for ask in asked(node) for k in ask.keys}
     assert found == {key(n): ring_of(3, 5).successors(key(n), 2)[1].node for n in mine}
     assert asked(node) == [], "until they have answered"
@@ -566,7 +448,6 @@ def test_each_page_of_a_namespace_with_copies_is_asked_of_its_successor(max_repl
 def test_copies_are_renewed_and_a_new_page_gets_one() -> None:
     node, mine = copied()
     answer_all(node, list(asked(node)))
-    assert node.get(node.connect(), 1, mine[0])[0].replicas == 1
     for _ in range(20):
         assert asked(node) == []
     (new, *_) = [n for n in range(1000, 1100) if ring_of(3, 5).owner(key(n)).node == "n0"]
@@ -590,16 +471,15 @@ def test_copies_end_with_the_page_and_with_the_setting() -> None:
     node, mine = copied()
     answer_all(node, list(asked(node)))
     node.ask(node.connect(), m.Discard(node.next_id(), 1, [key(mine[0])], []), m.Done)
-    ends = [action for action in node.pass_time(1.0) if isinstance(action, EndReplicasAt)]
-    assert [end.keys for end in ends] == [[key(mine[0])]]
+    renewed = {k for _ in range(40) for ask in asked(node) for k in ask.keys}
+    assert renewed == {key(n) for n in mine[1:]}
     node.state.sharding.configure(1, 1)
-    ends = [action for action in node.pass_time(1.0) if isinstance(action, EndReplicasAt)]
-    assert {k for end in ends for k in end.keys} == {key(n) for n in mine[1:]}
+    assert not any(asked(node) for _ in range(60))
 
 
 def test_many_new_copies_are_asked_for_bit_by_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.kvpool.core.sharding.hot_pages.ASKED_BYTES", 5 * 4 * KIB)
-    monkeypatch.setattr("pdserve.kvpool.core.sharding.hot_pages.NEW_A_LOOK", 7)
+    monkeypatch.setattr("pdserve.kvpool.core.sharding.copies.ASKED_BYTES", 5 * 4 * KIB)
+    monkeypatch.setattr("pdserve.kvpool.core.sharding.copies.NEW_A_LOOK", 7)
     node, mine = copied()
     found: set[bytes] = set()
     for _ in range(60):
@@ -608,14 +488,3 @@ def test_many_new_copies_are_asked_for_bit_by_bit(monkeypatch: pytest.MonkeyPatc
         found |= {k for ask in asks for k in ask.keys}
         answer_all(node, list(asks))
     assert found == {key(n) for n in mine}
-
-
-def test_copies_held_for_others_have_no_bound_of_their_own_and_outlast_the_loss_of_their_owner() -> None:
-    node = holder()
-    node.state.sharding.configure(1, 2)
-    room = node.state.store.slots.capacity_bytes // 4 // (4 * KIB)
-    assert statuses(replica(node, *range(1000, 1000 + room + 10))) == [m.GRANTED] * (room + 10)
-    node.pass_time(90.0)  # nine leases of a hot page
-    assert node.status().counters["replicas"] == room + 10
-    node.pass_time(11.0)
-    assert node.status().counters["replicas"] == 0

@@ -9,7 +9,7 @@ from hypothesis.stateful import initialize, rule
 from pdserve.kvpool.cluster.ring import Ring
 from pdserve.kvpool.core.events import LOCAL, AskReplicas, Connected, ReplicasMade, ViewChanged
 from pdserve.kvpool.protocol import messages as m
-from pdserve.kvpool.protocol.cluster_messages import EndReplicas, ListOwned, Owned
+from pdserve.kvpool.protocol.cluster_messages import ListOwned, Owned
 from tests.support.kvpool.client_machine import KEYS, TIMES, Clients, Page
 from tests.support.kvpool.node_model import KIB, answers, commit, key
 
@@ -26,7 +26,7 @@ class ClientsOfMany(Clients):
         super().start()
         self.epoch = 0
         self.ring = Ring([])
-        self.node.do(Connected(LOCAL, "inproc", "this node", 0, peer=True))
+        self.node.do(Connected(LOCAL, "shm", "this node", 0, peer=True))
         self.node.do(Connected(99, "none", "n1", 0, peer=True))
 
     @rule(nodes=st.sets(st.integers(0, 3), min_size=1), stable=st.booleans(), same=st.booleans())
@@ -60,10 +60,6 @@ class ClientsOfMany(Clients):
         elif granted:
             self.node.abort(LOCAL, *granted)
 
-    @rule(ns=st.integers(0, 1), keys=KEYS)
-    def end_replicas(self, ns: int, keys: list[int]) -> None:
-        self.node.send(99, EndReplicas(6, self.namespaces[ns], [key(k) for k in keys]))
-
     @rule(ns=st.integers(0, 1), node=st.integers(0, 3), limit=st.integers(1, 3))
     def list_owned(self, ns: int, node: int, limit: int) -> None:
         if not self.epoch:
@@ -82,7 +78,7 @@ class ClientsOfMany(Clients):
         assert sorted(told) == sorted(k for k in wanted if self.ring.owner(k).node == f"n{node}")
 
     @rule(seconds=TIMES, ok=st.booleans())
-    def hot(self, seconds: float, ok: bool) -> None:
+    def copies(self, seconds: float, ok: bool) -> None:
         for ask in self.pass_time(seconds):
             if isinstance(ask, AskReplicas):
                 self.node.do(ReplicasMade(ask.node, ask.namespace, ask.keys, [ok] * len(ask.keys)))

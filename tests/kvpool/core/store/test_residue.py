@@ -17,7 +17,7 @@ from pdserve.kvpool.core.store.residue import Residue
 from pdserve.kvpool.core.store.slot_allocator import SlotAllocator
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.slot_table import TableLayout
-from pdserve.kvpool.testing.inproc import InprocNode
+from tests.support.kvpool.inproc import InprocNode
 from tests.support.kvpool.node_model import KIB, Node, key, opened
 
 SLAB_BYTES = 68 * KIB  # with slots of 8 KiB and more: every class leaves a tail
@@ -34,7 +34,7 @@ class Writers:
         limits = Limits(lease_s=1e6, reservation_lease_s=1e6, quarantine_s=0.0)
         self.node = InprocNode("n0", TableLayout(3 * SLAB_BYTES, SLAB_BYTES, 8 * KIB), limits)
         self.draw = random.Random(seed)
-        self.marks: dict[int, int] = {}  # of a namespace's number, the bytes that its writers write
+        self.marks: dict[str, int] = {}  # of a namespace, the bytes that its writers write
         self.restart(first=True)
 
     def restart(self, first: bool = False) -> None:
@@ -49,7 +49,7 @@ class Writers:
     def open(self, name: str) -> int:
         opened = self.ask(m.OpenNamespace(1, name, {}))
         assert isinstance(opened, m.Opened)
-        self.marks.setdefault(opened.namespace, len(self.marks) + 1)
+        self.marks.setdefault(name, self.draw.randint(1, 255))
         return opened.namespace
 
     def put(self, name: str) -> None:
@@ -60,8 +60,8 @@ class Writers:
         grants = [grant for grant in reserved.grants if grant.status == m.GRANTED]
         for grant in grants:
             slot = self.memory_of(grant)
-            assert set(np.unique(slot).tolist()) <= {0, self.marks[number]}, "another namespace's bytes"
-            slot[: draw.choice((0, 1, length, length))] = self.marks[number]
+            assert set(np.unique(slot).tolist()) <= {0, self.marks[name]}, "another namespace's bytes"
+            slot[: draw.choice((0, 1, length, length))] = self.marks[name]
         slots, sequences = [grant.slot for grant in grants], [grant.sequence for grant in grants]
         if draw.random() < 0.2:
             self.node.post(self.connection, m.Abort(slots, sequences))
@@ -80,6 +80,7 @@ class Writers:
             self.ask(m.Clear(4, self.numbers[name]))
         elif chance < 0.95:
             self.ask(m.DropNamespace(5, name))
+            del self.marks[name]
             self.numbers[name] = self.open(name)
         else:
             self.restart()

@@ -138,18 +138,18 @@ def test_a_commit_torn_at_any_store_is_no_page() -> None:
     _, table, _ = written_table(1)
     [before] = [bytes(table.buffer)]
     slot = 5
-    table.writer.reserve([slot], 1)
+    table.writer.reserve([slot], table.space)
     reserved = bytes(table.buffer)
     write(table, slot, key(9), 123, 77)
     committed = bytes(table.buffer)
     row = LAYOUT.rows_at + slot * ROW_DTYPE.itemsize
-    state_at = row + 36
+    state_at = row + 80
     # the state is stored last; the other words may have arrived in any prefix, the state not yet
     for length in range(0, ROW_DTYPE.itemsize + 1, 4):
         torn = bytearray(reserved)
         torn[row : row + length] = committed[row : row + length]
-        torn[state_at : state_at + 4] = reserved[state_at : state_at + 4]
-        contents = scan(LAYOUT, LAYOUT.slab_class(torn), LAYOUT.table_rows(torn), {1: 1})
+        torn[state_at : state_at + 8] = reserved[state_at : state_at + 8]
+        contents = scan(LAYOUT, LAYOUT.slab_class(torn), LAYOUT.table_rows(torn), table.spaces)
         assert contents.quarantined == [slot]
         assert contents.keys == [key(1)]
     assert len(before) == len(committed)
@@ -159,21 +159,21 @@ def test_a_slot_of_an_evicted_page_is_reserved_by_one_store_and_its_commit_torn_
     _, table, _ = written_table(1, 2)
     row = LAYOUT.rows_at
     committed = bytes(table.buffer)
-    table.writer.reserve([0], 1)
+    table.writer.reserve([0], table.space)
     reserved = bytes(table.buffer)
     changed = [at for at in range(len(committed)) if committed[at] != reserved[at]]
-    assert set(changed) <= set(range(row + 36, row + 40)), "only the state changes"
+    assert set(changed) <= set(range(row + 80, row + 88)), "only the state changes"
     write(table, 0, key(9), 123, 77)
     for length in range(0, ROW_DTYPE.itemsize + 1, 4):
         torn = bytearray(reserved)
         torn[row : row + length] = table.buffer[row : row + length]
-        torn[row + 36 : row + 40] = (FREE if length > 36 else RESERVED).to_bytes(4, "little")
-        contents = scan(LAYOUT, LAYOUT.slab_class(torn), LAYOUT.table_rows(torn), {1: 1})
+        torn[row + 80 : row + 88] = (FREE if length > 80 else RESERVED).to_bytes(8, "little")
+        contents = scan(LAYOUT, LAYOUT.slab_class(torn), LAYOUT.table_rows(torn), table.spaces)
         assert contents.keys == [key(2)]
 
 
 def write(table: Table, slot: int, k: bytes, checksum: int, sequence: int) -> None:
-    table.writer.commit([slot], [k], [1], [5 * KIB], [checksum], [sequence], 3.5)
+    table.writer.commit([slot], [k], [table.space], [5 * KIB], [checksum], [sequence], 3.5)
 
 
 def facts_of(contents: TableContents) -> set[tuple[object, ...]]:
@@ -220,7 +220,7 @@ def test_rows_written_one_by_one_and_in_a_batch_are_equal() -> None:
     few, many = Table(), Table()
     slots = rng.permutation(len(few.rows))[:40].tolist()
     keys = [rng.bytes(32) for _ in slots]
-    spaces, lengths = rng.integers(1, 1 << 32, 40).tolist(), rng.integers(1, 1 << 32, 40).tolist()
+    spaces, lengths = rng.integers(1, 1 << 63, 40).tolist(), rng.integers(1, 1 << 32, 40).tolist()
     checksums, sequences = (rng.integers(0, 1 << 64, 40, np.uint64).tolist() for _ in range(2))
     checksums[0], checksums[1] = (1 << 64) - 1, 0
     many.writer.commit(slots, keys, spaces, lengths, checksums, sequences, 12.75)
@@ -256,7 +256,6 @@ def test_a_guard_tells_any_change_of_a_row(data: st.DataObject) -> None:
     words = np.frombuffer(data.draw(st.binary(min_size=96, max_size=96)), "<u8").reshape(1, 12).copy()
     before = guards_of(words)[0]
     flips = data.draw(st.sets(st.integers(0, 9 * 64 - 1), min_size=1, max_size=6))
-    flips -= set(range(4 * 64 + 32, 5 * 64))  # the state is not guarded
     for bit in flips:
         words[0, bit // 64] ^= np.uint64(1 << bit % 64)
     assert (guards_of(words)[0] != before) == bool(flips)
@@ -278,7 +277,7 @@ def test_pages_are_taken_over_without_a_call_for_each() -> None:
     rng = np.random.default_rng(1)
     rows = np.zeros(pages, ROW_DTYPE)
     rows["key"] = rng.integers(0, 1 << 63, (pages, 4))
-    rows["namespace"], rows["length_bytes"], rows["state"] = 1, 4 * KIB, COMMITTED
+    rows["space"], rows["length_bytes"], rows["state"] = 1, 4 * KIB, COMMITTED
     rows["sequence"] = rng.permutation(pages)
     rows["guard"] = guards_of(row_words(rows))
     classes = np.full(layout.slabs, 4 * KIB, np.uint64)

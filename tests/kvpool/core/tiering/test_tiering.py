@@ -10,7 +10,6 @@ from pdserve.kvpool.core.events import (
     PagesFound,
     StorePages,
 )
-from pdserve.kvpool.core.startup_hold import MAX_HELD
 from pdserve.kvpool.core.tiering.tier_index import LATE_LOADS, TierSpec
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import NamespaceSettings, ReplaceNamespace
@@ -104,7 +103,7 @@ def test_what_a_tier_that_hangs_cannot_give_is_not_said_to_be_there_and_can_be_s
     assert answers(rig.node.send(rig.c, wait), rig.c) == [], "it is waited for"
     again = rig.node.reserve(rig.c, rig.ns, 1)
     assert statuses(again) == [m.GRANTED]
-    rig.contents[again[0].slot] = (rig.node.state.namespaces[rig.ns].tier_space, key(1))
+    rig.contents[again[0].slot] = (rig.space, key(1))
     told = answers(rig.node.send(rig.c, commit(rig.node.next_id(), *again)), rig.c)
     assert told[0] == m.Present(wait.id, b"\x01")
     assert rig.ask(1) == [[m.HIT]]
@@ -117,7 +116,7 @@ def test_what_a_tier_that_hangs_cannot_give_is_not_said_to_be_there_and_can_be_s
 def test_a_late_page_that_another_tier_has_too_is_read_from_there() -> None:
     rig = Rig(SSD, FAR, promotion_timeout_s=1.0)
     rig.sink(1)
-    page = rig.disks[0][rig.node.state.namespaces[rig.ns].tier_space, key(1)]
+    page = rig.disks[0][rig.space, key(1)]
     rig.disks[1][page.space, page.key] = page
     rig.node.do(PagesFound(1, (page,), 0))
     assert rig.ask(1) == []
@@ -194,7 +193,7 @@ def test_a_corrupt_page_is_a_miss_and_forgotten() -> None:
         assert rig.replies(rig.load(status=status)) == [[m.MISS]]
         assert rig.node.exists(rig.c, rig.ns, 1) == [0]
         rig.drain()
-        assert (rig.ns, key(1)) not in rig.disks[0]
+        assert (rig.space, key(1)) not in rig.disks[0]
         assert rig.put(1) == [m.GRANTED]
 
 
@@ -335,7 +334,7 @@ def test_a_tier_that_cannot_be_written_for_days_is_tried_every_minute() -> None:
 
 def test_a_tier_that_cannot_write_what_comes_down_to_it_says_so_until_it_can() -> None:
     rig = Rig(SSD, FAR)
-    page = TierPage(rig.ns, key(1), 4 * KIB, 0, rig.node.state.store.next_sequence)
+    page = TierPage(rig.space, key(1), 4 * KIB, 0, rig.node.state.store.next_sequence)
     rig.node.do(PagesFound(1, (), 0, failed=3))
     [above, below] = rig.node.status().tiers
     assert (above.writable, below.writable, below.counters["store_failed"]) == (True, False, 3)
@@ -409,8 +408,8 @@ def test_pages_found_at_a_start_come_up_and_end_waits() -> None:
     rig = Rig()
     request = m.Wait(5, rig.ns, [key(1)], 10.0)
     assert answers(rig.node.send(rig.c, request), rig.c) == []
-    page = TierPage(rig.ns, key(1), 4 * KIB, 7, 0)
-    rig.disks[0][rig.ns, key(1)] = page
+    page = TierPage(rig.space, key(1), 4 * KIB, 7, 0)
+    rig.disks[0][rig.space, key(1)] = page
     assert answers(rig.node.do(PagesFound(0, (page,), 0)), rig.c) == [m.Present(5, b"\1")]
     rig.ask(1)
     assert rig.replies(rig.load()) == [[m.HIT]]
@@ -420,7 +419,7 @@ def test_other_nodes_can_ask_for_pages_in_tiers() -> None:
     rig = Rig(SSD, FAR)
     tiers = rig.node.state.tiers
     rig.sink(1, 2)
-    page = rig.disks[0][rig.ns, key(1)]
+    page = rig.disks[0][rig.space, key(1)]
     rig.node.do(PagesFound(1, (page,), 0))
     assert tiers.ready
     assert tiers.namespaces() == [rig.ns]
@@ -432,68 +431,7 @@ def test_other_nodes_can_ask_for_pages_in_tiers() -> None:
     rig.follow(out)
     rig.drain()
     assert rig.node.exists(rig.c, rig.ns, 1, 2) == [0, 1]
-    assert (rig.ns, key(1)) not in rig.disks[0]
-
-
-def exists(rig: Rig, request_id: int, *keys: int) -> list[Action]:
-    return rig.node.send(rig.c, m.Exists(request_id, rig.ns, [key(k) for k in keys]))
-
-
-def found(rig: Rig, *keys: int, last: bool = False) -> list[Action]:
-    pages = tuple(TierPage(rig.ns, key(k), 4 * KIB, 0, 1) for k in keys)
-    rig.disks[0] |= {(page.space, page.key): page for page in pages}
-    return rig.node.do(PagesFound(0, pages, 0, last=last))
-
-
-def test_a_lookup_of_what_a_tier_may_have_waits_until_the_tiers_have_told_what_they_hold() -> None:
-    rig = Rig(ready=False)
-    rig.put(1)
-    assert answers(exists(rig, 1, 1), rig.c) == [m.Present(1, b"\1")]  # what is in memory is known
-    assert answers(exists(rig, 2, 1, 2, 3), rig.c) == []
-    assert answers(exists(rig, 3, 2), rig.c) == []
-    assert answers(found(rig, 2), rig.c) == []
-    assert answers(exists(rig, 4, 1, 2), rig.c) == [m.Present(4, b"\1\1")]
-    told = answers(found(rig, last=True), rig.c)
-    assert told == [m.Present(2, b"\1\1\0"), m.Present(3, b"\1")]
-    assert answers(exists(rig, 5, 3), rig.c) == [m.Present(5, b"\0")]
-
-
-def test_a_read_that_comes_before_the_tiers_have_told_gets_its_page_from_there() -> None:
-    rig = Rig(ready=False)
-    get = m.Get(1, rig.ns, [key(2), key(3)], [4 * KIB])
-    assert answers(rig.node.send(rig.c, get), rig.c) == []
-    assert answers(found(rig, 2, last=True), rig.c) == []
-    (got,) = answers(rig.load(), rig.c)
-    assert isinstance(got, m.Got)
-    assert [pin.status for pin in got.pins] == [m.HIT, m.MISS]
-
-
-def test_who_comes_before_the_tiers_have_told_waits_for_a_moment_only() -> None:
-    rig = Rig(ready=False, promotion_timeout_s=1.0)
-    exists(rig, 1, 2)
-    assert rig.node.state.next_deadline_s == rig.node.now_s + 0.5
-    assert answers(rig.node.pass_time(0.5), rig.c) == [m.Present(1, b"\0")]
-    rig.node.now_s += 2.5  # a tier that takes long
-    assert answers(exists(rig, 2, 2), rig.c) == [m.Present(2, b"\0")]
-
-
-def test_who_waits_for_the_tiers_to_tell_is_bounded_and_may_leave() -> None:
-    rig = Rig(ready=False)
-    for request_id in range(1, MAX_HELD + 1):
-        assert answers(exists(rig, request_id, 2), rig.c) == []
-    assert answers(exists(rig, MAX_HELD + 1, 2), rig.c) == [m.Present(MAX_HELD + 1, b"\0")]
-    rig.node.disconnect(rig.c)
-    rig.c = rig.node.connect()
-    rig.node.open(rig.c)
-    assert answers(exists(rig, 1, 2), rig.c) == []
-    assert answers(found(rig, 2, last=True), rig.c) == [m.Present(1, b"\1")]
-
-
-def test_nodes_that_move_pages_do_not_wait_for_the_tiers_to_tell() -> None:
-    rig = Rig(ready=False)
-    peer = rig.node.connect(peer=True)
-    asked = rig.node.send(peer, m.Exists(1, rig.ns, [key(2)]))
-    assert answers(asked, peer) == [m.Present(1, b"\0")]
+    assert (rig.space, key(1)) not in rig.disks[0]
 
 
 def hint(rig: Rig, *keys: int) -> bytes:

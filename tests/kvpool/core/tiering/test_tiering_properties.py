@@ -237,7 +237,7 @@ class Clients(RuleBasedStateMachine):
     def what_there_is_can_be_read(self) -> None:
         """Whatever happened before: a page in memory, or in any tier, comes when it is asked for."""
         state, ns = self.node.state, self.rig.ns
-        space = state.namespaces[ns].tier_space
+        space = state.namespaces[ns].space
         for k in range(31):
             first, second = [(space, key(k)) in disk for disk in self.rig.disks]
             if first and second:  # it has left the first, and the node will hear of it later

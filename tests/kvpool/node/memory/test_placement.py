@@ -98,7 +98,7 @@ def test_pages_of_the_other_kind_are_given_up_and_freed(tmp_path: Path, hugetlbf
     directory = tmp_path / "n"
     for at, kind in enumerate((Placement(), huge, huge, Placement())):
         arena = Arena("n", directory, layout, at + 1, fresh=False, placement=kind)
-        assert (arena.contents is not None) == (at == 2), "only a start with the same kind takes pages over"
+        assert arena.kept == (at == 2), "only a start with the same kind takes pages over"
         assert bool(list(hugetlbfs.glob("*/arena"))) == (kind is huge)
         arena.memory[:] = at
         arena.close(keep=True)
@@ -196,7 +196,7 @@ def test_an_arena_is_bound_to_its_numa_node(tmp_path: Path) -> None:
     assert f" bind:{node} " in line
     arena.close(keep=True)
     again = Arena("n", directory, layout, 2, fresh=False, placement=Placement(numa_node=node))
-    assert again.contents is not None
+    assert again.kept
     again.close(keep=False)
     arena_dir().rmdir()
 

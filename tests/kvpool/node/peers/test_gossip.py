@@ -340,14 +340,20 @@ async def test_a_node_that_stops_may_say_so(tmp_path: Path) -> None:
             await until(lambda: ring(a) == ring(b) == "ab")
 
 
+def publish(node: PoolNode, record: NamespaceRecord) -> None:
+    """As when a client of the node has changed it."""
+    node.arena.namespaces.registry.change(record)
+    node.gossip.publish(record)
+
+
 async def test_a_change_goes_to_all_at_once(tmp_path: Path) -> None:
     """None of these nodes would ask another by itself within the test."""
     async with contextlib.AsyncExitStack() as stack:
         starting = [running(tmp_path, n, peers="a", cluster=QUIET) for n in "abc"]
         a, b, c = [await stack.enter_async_context(one) for one in starting]
         await until(lambda: ring(a) == ring(b) == ring(c) == "abc")
-        b.gossip.publish(NamespaceRecord("ns", 1, 1, {}))
-        await until(lambda: "ns" in a.gossip.cluster.namespaces and "ns" in c.gossip.cluster.namespaces)
+        publish(b, NamespaceRecord("ns", 1, 1, {}))
+        await until(lambda: all(node.gossip.cluster.registry.get("ns") for node in (a, c)))
 
 
 async def test_a_clean_stop_is_a_loss_that_is_noticed_at_once(tmp_path: Path) -> None:
@@ -384,11 +390,11 @@ async def test_a_namespace_published_at_one_node_is_known_at_all_however_many(tm
         c.gossip.on_namespaces.append(heard.extend)
         geometry = {"layout": "x" * 20_000}
         for number in range(80):  # 1.6 MB: more than one message takes
-            b.gossip.publish(NamespaceRecord(f"ns{number}", 1, 1, geometry))
+            publish(b, NamespaceRecord(f"ns{number}", 1, 1, geometry))
         await until(lambda: len(heard) == 80)
         await until(lambda: len({n.gossip.cluster.digest for n in (a, b, c)}) == 1)
         async with running(tmp_path, "d", peers="a") as d:
-            await until(lambda: len(d.gossip.cluster.namespaces) == 80)
+            await until(lambda: len(d.gossip.cluster.registry) == 80)
 
 
 async def test_a_client_that_does_not_read_gets_the_newest_view_when_it_does(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def test_pages_that_a_tier_turns_out_not_to_have_take_no_bytes() -> None:
     rules = Rules(named={"a": NamespaceSettings(bytes_s=float(8 * page))})
     served = Served(node=Node(8, tiers=[TierSpec("s", "ssd", 1 << 30)], rules=rules))
     a, ns = served.client("a")
-    space = served.node.state.namespaces[ns].tier_space
+    space = served.node.state.namespaces[ns].space
     below = tuple(TierPage(space, each, page, 0, 1) for each in KEYS[:8])
     served.node.do(PagesFound(0, below, 0, last=True))
     served.get(a, ns, KEYS[:8])  # all that it may have in a second

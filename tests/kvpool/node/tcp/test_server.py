@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.kvpool.node.tcp import door, server
+from pdserve.kvpool.node.tcp import listener, server
 from pdserve.kvpool.transports.tcp.stream import HEADER, TICKET_BYTES, WITHDRAWN
 from tests.support.kvpool.clients import until
 from tests.support.kvpool.tcp_server import Peer, RunningServer, dial, running
@@ -65,7 +65,7 @@ def ends(sock: socket.socket) -> bool:
 def test_a_socket_that_comes_while_no_client_is_expected_is_not_served_and_ends_with_its_time(
     node: RunningServer, peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "GREETING_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(listener, "GREETING_TIMEOUT_S", 0.2)
     threads = data_threads()
     with socket.create_connection(peer.sock.getpeername()) as stranger:
         stranger.sendall(bytes(TICKET_BYTES))
@@ -78,13 +78,13 @@ def test_strangers_that_are_held_are_bounded_and_the_oldest_goes(
     node: RunningServer, peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that is closed comes back at once, and stands before honest clients in the kernel's queue."""
-    monkeypatch.setattr(door, "GREETING_TIMEOUT_S", 600.0)
-    node.server._door._held.most = 2
+    monkeypatch.setattr(listener, "GREETING_TIMEOUT_S", 600.0)
+    node.server._listener._held.most = 2
     strangers = [socket.create_connection(peer.sock.getpeername()) for _ in range(3)]
     for sock in strangers:
         sock.settimeout(5.0)
     assert ends(strangers[0])
-    until(lambda: len(node.server._door._held) == 2)
+    until(lambda: len(node.server._listener._held) == 2)
     assert works(node, peer)
     for sock in strangers:
         sock.close()
@@ -94,7 +94,7 @@ def test_strangers_that_are_held_are_bounded_and_the_oldest_goes(
 def test_a_wrong_ticket_ends_its_socket_and_the_right_one_is_still_good(
     node: RunningServer, shown: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "GREETING_TIMEOUT_S", 0.2)  # of a socket, not of the client
+    monkeypatch.setattr(listener, "GREETING_TIMEOUT_S", 0.2)  # of a socket, not of the client
     connection, info = node.expect_client()
     with dial(info) as stranger:
         if shown:
@@ -109,7 +109,7 @@ def test_a_wrong_ticket_ends_its_socket_and_the_right_one_is_still_good(
 
 
 def test_a_ticket_is_good_once(node: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "GREETING_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(listener, "GREETING_TIMEOUT_S", 0.2)
     _, info = node.expect_client()
     node.expect_client()  # else the node expects nobody any more
     with dial(info) as first, dial(info) as second:
@@ -123,7 +123,7 @@ def test_a_ticket_that_nobody_shows_ends_its_client_and_sockets_that_show_none(
     node: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "GREETING_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(door, "GREETING_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(listener, "GREETING_TIMEOUT_S", 0.2)
     connection, info = node.expect_client()
     with dial(info) as stranger:
         assert ends(stranger)
@@ -133,13 +133,13 @@ def test_a_ticket_that_nobody_shows_ends_its_client_and_sockets_that_show_none(
 def test_strangers_who_say_nothing_leave_room_for_a_client(
     node: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "GREETING_TIMEOUT_S", 600.0)  # none of them ends by its own time
+    monkeypatch.setattr(listener, "GREETING_TIMEOUT_S", 600.0)  # none of them ends by its own time
     _, info = node.expect_client()
-    strangers = [dial(info) for _ in range(2 * door.MAX_UNCLAIMED)]
+    strangers = [dial(info) for _ in range(2 * listener.MAX_WITHOUT_TICKET)]
     client = Peer(node)
     assert works(node, client)
     # The thread of a socket that was closed ends a moment later.
-    until(lambda: data_threads() <= door.MAX_UNCLAIMED + 1)
+    until(lambda: data_threads() <= listener.MAX_WITHOUT_TICKET + 1)
     for sock in (*strangers, client):
         sock.close()
 

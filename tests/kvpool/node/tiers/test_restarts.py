@@ -31,7 +31,7 @@ from pdserve.kvpool.core.sessions import Limits
 from pdserve.kvpool.node.config.node import PoolNodeConfig, TierConfig
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.slot_table import TableLayout
-from pdserve.kvpool.testing.inproc import InprocNode
+from tests.support.kvpool.inproc import InprocNode
 from tests.support.kvpool.tier_tools import KIB, key
 from tests.support.suite.extended import examples
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from pdserve.up.places.hosts import SHELL_VARIABLE
+from pdserve.up.launchers.ssh import SHELL_VARIABLE
 from tests.support.netns.machines import Machines, machines
 from tests.support.netns.scripted.talk import TalkConfig
 from tests.support.netns.scripted.worker import MODEL
@@ -30,7 +30,6 @@ ROUTER_PORT, ETCD_PORT = 8000, 2379
 START_TIMEOUT_S: Final = 120.0
 STOP_TIMEOUT_S: Final = 60.0
 UPGRADE_TIMEOUT_S: Final = 300.0
-UPGRADED: Final = "all processes have been restarted"
 FAKETIME: Final = tuple(Path(f"/usr/lib/{os.uname().machine}-linux-gnu/faketime").glob("libfaketime.so.1"))
 FILE: Final = """
 [cluster]
@@ -140,9 +139,11 @@ class HostsCluster:
 
     def upgrade(self) -> None:
         """Restart everything, one process after the other, host by host. Raises HarnessError."""
-        before = self.log().count(UPGRADED)
-        self._supervisor.process.send_signal(signal.SIGUSR1)
-        self._supervisor.await_true(lambda: self.log().count(UPGRADED) > before, UPGRADE_TIMEOUT_S, 0.1, 20)
+        words = (sys.executable, "-m", "pdserve", "up", "restart", str(self._directory / "cluster.toml"))
+        command = list(map(str, self.hosts.words(DESK, words)))
+        done = subprocess.run(command, capture_output=True, text=True, timeout=UPGRADE_TIMEOUT_S, check=False)
+        if done.returncode:
+            raise HarnessError(done.stderr)
 
     def stop(self) -> None:
         """Clients first. Raises HarnessError where the supervisor does not end well."""

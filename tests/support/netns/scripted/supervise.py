@@ -1,4 +1,4 @@
-"""`pdserve up FILE --on hosts`, with scripted workers: `python -m tests.support.netns.scripted.supervise
+"""`pdserve up FILE --on ssh`, with scripted workers: `python -m tests.support.netns.scripted.supervise
 FILE`.
 """
 
@@ -11,8 +11,8 @@ from typing import Final
 
 from pdserve.up.cli import run_plan
 from pdserve.up.config import read_cluster_file
-from pdserve.up.places.base import open_place
-from pdserve.up.scale.planner import Planner
+from pdserve.up.launchers.base import open_launcher
+from pdserve.up.planner import Planner
 
 PROGRAM: Final = (sys.executable, "-m", "tests.support.netns.scripted.program")
 
@@ -20,10 +20,9 @@ PROGRAM: Final = (sys.executable, "-m", "tests.support.netns.scripted.program")
 def main(file: Path) -> int:
     """Until SIGTERM; gives the exit status."""
     cluster = read_cluster_file(file, {}, {})
-    place = open_place("hosts", os.environ)
-    place.submit([], cluster.cluster)
-    planner = Planner(cluster, place, source=str(file), program=PROGRAM)
-    return run_plan(planner.plan(), place, planner.scaled)
+    launcher = open_launcher("ssh", os.environ, cluster.cluster)
+    planner = Planner(cluster, launcher, source=str(file), program=PROGRAM)
+    return run_plan(planner.plan(), launcher, planner.scaled)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,0 @@
-"""Where a read finds pages beside their owner: at replicas of hot pages, at other clients of the host.
-
-May import what the client may.
-"""

@@ -1,0 +1,128 @@
+"""The plan of a cluster, made again with other numbers of workers while the cluster runs.
+
+What is asked once and kept: the free ports that were found, the secrets, and what processes got of this
+machine. So a process that is in both plans is the same in both, but for the router, which lists the workers.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from pdserve.errors import ConfigError, StartupError
+from pdserve.resources.machine import Machine, this_machine
+from pdserve.up.config import ClusterFile, WorkerRole, resized
+from pdserve.up.gpus import Given, with_gpus
+from pdserve.up.hosts import Site
+from pdserve.up.launchers.base import Launcher
+from pdserve.up.launchers.process import write_private
+from pdserve.up.locks import free_ports, has_ipv6_alone, is_ours, make_run_directory, run_directory
+from pdserve.up.plan import Plan, demands, make_plan
+
+TOKENS_FILE: Final = "pool-tokens.json"
+"""In the run directory, for its owner alone."""
+
+
+class PoolTokens(msgspec.Struct, frozen=True):
+    """Secrets of a pool on several hosts. Its namespaces know them, and outlive the cluster in memory."""
+
+    node: str
+    page: str
+
+
+class Planner:
+    """Makes the plans of one cluster on one launcher."""
+
+    def __init__(
+        self,
+        file: ClusterFile,
+        launcher: Launcher,
+        *,
+        source: str,
+        program: Sequence[str],
+        extra_args: Sequence[str] = (),
+        environ: Mapping[str, str] = os.environ,
+        machine: Machine | None = None,
+    ) -> None:
+        """`source`: the file's name, for messages. `extra_args`: flags for SGLang in every worker. `machine`:
+        this one where it is None.
+        """
+        self._source = source
+        self._launcher = launcher
+        self._program = program
+        self._extra_args = extra_args
+        self._file = file
+        """As it was read, with the numbers of workers of now."""
+        self.machine: Final = machine or this_machine(environ)
+        self.gpus: Given = {}
+        """Of workers on this host; empty: it has none, or others run them."""
+        self._plan: Plan | None = None
+        self._ports: Final = free_ports(file.cluster.host, random.SystemRandom())
+        self._cluster_token: Final = environ.get("PDSERVE_CLUSTER_TOKEN") or secrets.token_urlsafe(32)
+        self._admin_key: Final = environ.get("PDSERVE_ADMIN_KEY") or secrets.token_urlsafe(32)
+
+    def plan(self) -> Plan:
+        """The first plan. Raises ConfigError, StartupError."""
+        self._plan, self.gpus = self._made(self._file)
+        return self._plan
+
+    def scaled(self, counts: Mapping[WorkerRole, int]) -> Plan:
+        """The plan with other numbers of workers. Raises ConfigError, StartupError, and changes nothing then,
+        but that the launcher may hold room for the new workers until it is asked again.
+        """
+        file = resized(self._file, counts, self._source)
+        if self._plan is None:
+            raise StartupError("there is no plan yet")
+        plan, gpus = self._made(file)
+        now = {spec.name: spec for spec in plan.processes}
+        for spec in self._plan.processes:
+            has_moved = now.get(spec.name, spec).host != spec.host
+            if spec.role != "router" and now.get(spec.name, spec) != spec and not has_moved:
+                raise ConfigError(f"{spec.name} would have to be started again with another configuration")
+        self._file, self.gpus, self._plan = file, gpus, plan
+        return plan
+
+    def _made(self, file: ClusterFile) -> tuple[Plan, Given]:
+        hosts = self._launcher.assign(demands(file))
+        run_dir = run_directory(Path(file.cluster.run_dir))
+        plan = make_plan(
+            file,
+            program=self._program,
+            run_dir=run_dir,
+            uid=os.getuid(),
+            ports=self._ports,
+            extra_args=self._extra_args,
+            cluster_token=self._cluster_token,
+            admin_key=self._admin_key,
+            site=None if hosts is None else _site(hosts, pool_tokens(run_dir)),
+            before=self._plan,
+        )
+        return with_gpus(plan, self.machine, self.gpus) if hosts is None else (plan, {})
+
+
+def pool_tokens(run_dir: Path) -> PoolTokens:
+    """Those of the cluster's last start, whose pages may be in its hosts' memory still, or new ones. Raises
+    StartupError.
+    """
+    make_run_directory(run_dir)  # checked first: a stranger's secrets would be known to him
+    file = run_dir / TOKENS_FILE
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=PoolTokens)
+    except (FileNotFoundError, msgspec.DecodeError):
+        made = PoolTokens(secrets.token_urlsafe(32), secrets.token_urlsafe(32))
+    except OSError as error:
+        raise StartupError(f"{file}: cannot be read: {error.strerror}") from None
+    write_private(file, msgspec.json.encode(made).decode())
+    return made
+
+
+def _site(hosts: Mapping[str, str], tokens: PoolTokens) -> Site:
+    far = frozenset(name for name, host in hosts.items() if not is_ours(host))
+    ipv6 = frozenset(host for host in set(hosts.values()) if has_ipv6_alone(host))
+    return Site(hosts, tokens.node, tokens.page, far, ipv6)

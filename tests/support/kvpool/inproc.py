@@ -1,0 +1,285 @@
+"""A node in the client's own process: NodeState on ordinary memory, no socket. For tests and as the
+reference.
+
+Everything that a real node decides, this one decides too, with the same code; what is missing is the shell.
+Its faults are switches: `paused` answers nothing, `stop` is the node's death, `restart` its next incarnation
+on the same memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from pdserve.errors import PoolRefused, PoolTimeout, PoolUnavailable
+from pdserve.kvpool.core.events import (
+    Answer,
+    AssignSlab,
+    CancelTransfers,
+    Close,
+    CommitRows,
+    Connected,
+    Disconnected,
+    Event,
+    FreeRows,
+    Received,
+    ReserveRows,
+    SaveNamespaces,
+    StartReceive,
+    StartSend,
+    Tick,
+)
+from pdserve.kvpool.core.sessions import Limits
+from pdserve.kvpool.core.state import NodeState
+from pdserve.kvpool.core.store.page_store import PageStore
+from pdserve.kvpool.core.store.slot_allocator import SlotAllocator
+from pdserve.kvpool.core.store.table_scan import scan
+from pdserve.kvpool.namespaces.catalog import Namespaces
+from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.tiers.node_tiers import NodeTiers
+from pdserve.kvpool.protocol.cluster_messages import GetView, View
+from pdserve.kvpool.protocol.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Grant,
+    Pin,
+    Release,
+    Reply,
+    Request,
+    Welcome,
+)
+from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
+from pdserve.kvpool.protocol.slot_table import RowReader, RowWriter, TableLayout
+from pdserve.kvpool.transports.base import PageOutcome
+from pdserve.kvpool.transports.mapped import MappedPages
+from pdserve.kvpool.transports.session import OnView
+
+
+class InprocNode:
+    """A node; thread-safe. `memory` is its arena, shape [layout.arena_bytes]. `tiers`: a configuration whose
+    tiers it is to have.
+    """
+
+    def __init__(
+        self, name: str, layout: TableLayout, limits: Limits, tiers: PoolNodeConfig | None = None
+    ) -> None:
+        self.name = name
+        self.layout = layout
+        self.limits = limits
+        # on a memory page, as tiers want it
+        self.memory: Bytes1D = np.frombuffer(mmap.mmap(-1, layout.arena_bytes), dtype=np.uint8)
+        self.table = bytearray(layout.table_bytes)
+        self.paused = False
+        self.stopped = False
+        self.view = View(0, 0, [])  # what its clients are told; a test sets another
+        self._changed = threading.Condition()
+        self._last_connection = 0
+        self._config = tiers or PoolNodeConfig()
+        self._tiers: NodeTiers | None = None
+        self._start("")
+
+    def _start(self, namespaces: str) -> None:
+        """`namespaces`: the list of the incarnation before; empty: there was none."""
+        self.incarnation = secrets.randbits(62) + 1
+        found = Namespaces(self.incarnation)
+        found = Namespaces.load(namespaces, self.incarnation) if namespaces else found
+        self._replies: dict[int, dict[int, Reply]] = {}
+        slots = SlotAllocator(self.layout.arena_bytes, self.layout.slab_bytes, self.layout.min_slot_bytes)
+        self._tiers = tiers = NodeTiers(self._config, self.memory, found)
+        self._namespaces = tiers.namespaces
+        store = PageStore(slots, self._namespaces.begin_sequences(time.time_ns() // 1000))
+        self._acts = tiers.acts()
+        self.state = NodeState(
+            self.name,
+            self.incarnation,
+            store,
+            self.limits,
+            time.monotonic(),
+            self._namespaces,
+            tiers=tiers.specs,
+            tiering=tiers.limits,
+        )
+        tiers.start(self._deliver)
+
+    def _deliver(self, event: Event) -> None:
+        with self._changed:
+            if not self.stopped:
+                self._feed(event)
+
+    def restart(self) -> None:
+        """Die without notice and come back on the same memory; every connection is broken."""
+        self.close()
+        with self._changed:
+            rows = self.layout.table_rows(self.table)
+            classes = self.layout.slab_class(self.table)
+            self._start(self._namespaces.dump())
+            contents = scan(self.layout, classes, rows, self._namespaces.numbers_of_spaces)
+            self.state.restore(contents, time.monotonic())
+            self.stopped = self.paused = False
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Die, and end all threads."""
+        self.stop()
+        if self._tiers is not None:
+            self._tiers.stop()
+
+    def stop(self) -> None:
+        """Die."""
+        with self._changed:
+            self.stopped = True
+            self._changed.notify_all()
+
+    def connect(self, client: str) -> int:
+        """Raises PoolUnavailable."""
+        with self._changed:
+            if self.stopped:
+                raise PoolUnavailable(f"pool node {self.name} cannot be reached")
+            self._last_connection += 1
+            self._replies[self._last_connection] = {}
+            self._feed(Connected(self._last_connection, "shm", client, 0))
+            return self._last_connection
+
+    def post(self, connection: int, message: Request) -> None:
+        """Deliver a message. Raises PoolUnavailable."""
+        with self._changed:
+            self._check(connection)
+            if not self.paused:
+                self._feed(Received(connection, message))
+
+    def call(self, connection: int, request: Request, deadline: float) -> Reply:
+        """Deliver a request and wait for its reply. Raises PoolUnavailable, PoolTimeout."""
+        request_id: int = getattr(request, "id", 0)
+        with self._changed:
+            self._check(connection)
+            if isinstance(request, GetView) and not self.paused:
+                return View(request.id, self.view.epoch, self.view.nodes, self.view.previous)
+            if not self.paused:
+                self._feed(Received(connection, request))
+                self._check(connection)
+            while request_id not in self._replies[connection]:
+                now_s = time.monotonic()
+                if now_s >= deadline:
+                    raise PoolTimeout(f"pool node {self.name} did not answer in time")
+                until_s = deadline if self.paused else min(deadline, self.state.next_deadline_s)
+                self._changed.wait(max(0.0, until_s - now_s))
+                self._check(connection)
+                if not self.paused:
+                    self._feed(Tick())
+            return self._replies[connection].pop(request_id)
+
+    def disconnect(self, connection: int) -> None:
+        """Idempotent."""
+        with self._changed:
+            if self._replies.pop(connection, None) is not None and not self.stopped:
+                self._feed(Disconnected(connection))
+
+    def _check(self, connection: int) -> None:
+        if self.stopped or connection not in self._replies:
+            raise PoolUnavailable(f"pool node {self.name} went away")
+
+    def _feed(self, event: Event) -> None:
+        now_s = time.monotonic()
+        if self.state.next_deadline_s <= now_s:
+            self._perform(Tick(), now_s)
+        self._perform(event, now_s)
+        self._changed.notify_all()
+
+    def _perform(self, event: Event, now_s: float) -> None:
+        rows = RowWriter(self.table, self.layout)
+        for action in self.state.handle(event, now_s):
+            if isinstance(action, Answer):
+                if action.connection in self._replies:
+                    self._replies[action.connection][getattr(action.message, "id", 0)] = action.message
+            elif isinstance(action, ReserveRows):
+                rows.reserve(action.slots, action.space)
+                for start, end in action.wipe:
+                    self.memory[start:end] = 0
+            elif isinstance(action, CommitRows):
+                rows.commit(*msgspec.structs.astuple(action))
+            elif isinstance(action, FreeRows):
+                rows.free(action.slots)
+            elif isinstance(action, AssignSlab):
+                self.layout.slab_class(self.table)[action.slab] = action.slot_bytes
+            elif isinstance(action, Close):
+                self._replies.pop(action.connection, None)
+            elif type(action) in self._acts:
+                self._acts[type(action)](action)
+            elif isinstance(action, SaveNamespaces) and self._tiers is not None:
+                self._tiers.save_namespaces(action)
+            else:
+                assert not isinstance(action, StartSend | StartReceive | CancelTransfers)
+
+
+class InprocConnector:
+    """Opens connections to nodes by address "inproc:NAME"."""
+
+    def __init__(self, nodes: Sequence[InprocNode], client: str = "inproc", *, checksum: bool = True) -> None:
+        self._nodes = {f"inproc:{node.name}": node for node in nodes}
+        self._client = client
+        self._checksum = checksum
+
+    def connect(self, address: str, deadline: float, on_view: OnView | None = None) -> InprocConnection:
+        """Raises PoolUnavailable, PoolRefused."""
+        node = self._nodes.get(address)
+        if node is None:
+            raise PoolRefused(f"there is no node at {address} in this process")
+        return InprocConnection(node, self._client, self._checksum, on_view)
+
+
+class InprocConnection:
+    """A `Connection` to a node in this process."""
+
+    def __init__(self, node: InprocNode, client: str, checksum: bool, on_view: OnView | None = None) -> None:
+        self._node = node
+        self._connection = node.connect(client)
+        self._pages = MappedPages(node.memory, RowReader(node.table, node.layout), checksum)
+        self._on_view = on_view
+        self._view = view = node.view
+        self.is_mapped = True
+        self.welcome = Welcome(
+            PROTOCOL_VERSION,
+            node.name,
+            node.incarnation,
+            "",
+            "shm",
+            node.limits.lease_s,
+            epoch=view.epoch,
+            nodes=view.nodes,
+            previous=view.previous,
+        )
+
+    def call(self, request: Request, deadline: float) -> Reply:
+        """See `Connection`."""
+        reply = self._node.call(self._connection, request, deadline)
+        if self._view is not self._node.view:
+            self._view = self._node.view
+            if self._on_view is not None:
+                self._on_view(self.welcome, self._view)
+        return reply
+
+    def post(self, message: Abort | Release) -> None:
+        """See `Connection`."""
+        self._node.post(self._connection, message)
+
+    def write_pages(
+        self, grants: Sequence[Grant], pages: Sequence[PageBuffers], deadline: float
+    ) -> list[int]:
+        """See `Connection`."""
+        return self._pages.write(grants, pages, deadline)
+
+    def read_pages(
+        self, pins: Sequence[Pin], pages: Sequence[PageBuffers], deadline: float
+    ) -> list[PageOutcome]:
+        """See `Connection`."""
+        return self._pages.read(pins, pages, deadline)
+
+    def close(self) -> None:
+        """See `Connection`."""
+        self._node.disconnect(self._connection)

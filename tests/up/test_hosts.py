@@ -1,0 +1,231 @@
+"""Plans for several hosts: counts, needs, names of hosts in place of loopback, tokens."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.errors import ConfigError, StartupError
+from pdserve.up.config import ClusterFile, read_cluster_file
+from pdserve.up.hosts import Demand, Needs, Site, spread
+from pdserve.up.locks import has_ipv6_alone
+from pdserve.up.plan import ConnectReady, HttpReady, Plan, demands, make_plan
+from tests.support.addresses import names_of
+
+RUN = Path("/run/x")
+HOSTS = {"pool0": "a", "pool1": "b", "prefill0": "a", "decode0": "b", "router": "a"}
+FILE = ClusterFile(pool=[{}, {}], prefill=[{}], decode=[{}])
+
+
+def plan_of(file: ClusterFile, hosts: dict[str, str], **tokens: str) -> Plan:
+    ports = count(20_000)
+    return make_plan(file, program=("p",), run_dir=RUN, uid=7, ports=ports, site=Site(hosts, **tokens))
+
+
+def configs(plan: Plan) -> dict[str, dict[str, Any]]:
+    return {spec.name: spec.config for spec in plan.processes}
+
+
+def read(tmp_path: Path, text: str) -> ClusterFile:
+    path = tmp_path / "cluster.toml"
+    path.write_text(text)
+    return read_cluster_file(path, {}, {})
+
+
+def test_a_count_repeats_a_table_and_numbers_its_name(tmp_path: Path) -> None:
+    text = '[[pool]]\ncount = 2\n[[decode]]\ncount = 2\nname = "big"\n[[decode]]\ncount = 0\n[[agg]]\n'
+    assert [one.name for one in demands(read(tmp_path, text))] == [
+        "pool0", "pool1", "big-0", "big-1", "agg0", "router",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", ["-1", "true", "'2'", "20000"])
+def test_a_count_that_is_none_is_refused(tmp_path: Path, wrong: str) -> None:
+    with pytest.raises(ConfigError, match=r"'agg\[0\]\.count' must be a number"):
+        read(tmp_path, f"[[agg]]\ncount = {wrong}\n")
+
+
+def test_needs_are_read_and_reach_no_process() -> None:
+    table = {"place": {"hosts": ["a"]}, "gpus": 2, "engine": {"extra_args": ["--tp-size=2"]}}
+    plan = plan_of(ClusterFile(agg=[table]), {"agg0": "a", "router": "a"})
+    agg = plan.processes[0]
+    assert agg.needs == Needs(hosts=["a"], gpus=2)
+    assert {"place", "gpus"} & agg.config.keys() == set()
+    worker, router = demands(ClusterFile(agg=[{"gpus": [1, 2, 3]}]))
+    assert (worker.needs.gpus, worker.needs.gpu_numbers, router.needs.gpus) == (3, (1, 2, 3), 0)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"place": 7}, "must be a table"),
+        ({"place": {"gpus": 1}}, "must be a table"),
+        ({"place": {"gpu_numbers": [1]}}, "must be a table"),
+        ({"gpus": [0, -1]}, "gpus"),
+        ({"place": {"cpu": 1}}, "cpu"),
+        ({"gpus": "two"}, "gpus"),
+        ({"gpus": True}, "gpus. must be a number"),
+        ({"gpus": -1}, "gpus"),
+    ],
+)
+def test_needs_that_are_none_are_refused(table: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        demands(ClusterFile(agg=[table]))
+
+
+def test_only_workers_have_gpus() -> None:
+    with pytest.raises(ConfigError, match=r"'pool\[0\].gpus': only workers have GPUs"):
+        demands(ClusterFile(pool=[{"gpus": 1}], agg=[{}]))
+
+
+def test_processes_of_several_hosts_find_each_other_by_the_names_of_hosts() -> None:
+    plan = plan_of(FILE, HOSTS)
+    found = configs(plan)
+    pool = {name: found[name]["cluster"]["advertise"] for name in ("pool0", "pool1")}
+    assert pool["pool0"].startswith("tcp:a:")
+    assert pool["pool1"].startswith("tcp:b:")
+    assert found["pool0"]["cluster"]["peers"] == list(pool.values())
+    port = pool["pool0"].rpartition(":")[2]
+    assert found["pool0"]["listen"] == [f"tcp:0.0.0.0:{port}", "unix:/run/x/pool0.sock"]
+    assert found["decode0"]["engine"]["host"] == "0.0.0.0"
+    assert found["router"]["decode"] == [found["decode0"]["advertise"]]
+    assert found["decode0"]["advertise"].startswith("http://b:")
+    assert found["router"]["host"] == "127.0.0.1"
+    ready = {spec.name: spec.ready for spec in plan.processes}
+    assert ready["pool1"] == ConnectReady(pool["pool1"])
+    assert ready["decode0"] == HttpReady(found["decode0"]["advertise"] + "/pd/ready")
+    assert [spec.host for spec in plan.processes] == ["a", "b", "a", "b", "a"]
+
+
+def test_a_worker_reaches_the_pool_node_of_its_own_host_by_its_socket() -> None:
+    found = configs(plan_of(FILE, HOSTS))
+    seen = {
+        name: [node["address"] for node in found[name]["pool"]["nodes"]] for name in ("prefill0", "decode0")
+    }
+    assert seen["prefill0"] == ["unix:/run/x/pool0.sock", found["pool1"]["cluster"]["advertise"]]
+    assert seen["decode0"] == [found["pool0"]["cluster"]["advertise"], "unix:/run/x/pool1.sock"]
+
+
+def test_pool_nodes_of_several_hosts_get_tokens_unless_the_file_has_some() -> None:
+    file = ClusterFile(pool=[{}, {"admin_token_file": "/x"}], agg=[{}])
+    hosts = {"pool0": "a", "pool1": "b", "agg0": "b", "router": "a"}
+    found = configs(plan_of(file, hosts, node_token="n" * 20, page_token="p" * 20))
+    assert found["pool0"]["admin_token"] == found["pool0"]["cluster"]["token"] == "n" * 20
+    assert found["pool0"]["namespace_defaults"] == {"read_token": "p" * 20}
+    assert "admin_token" not in found["pool1"]
+    assert found["agg0"]["pool"]["token"] == "p" * 20
+
+
+def test_one_port_on_two_hosts_is_fine_and_on_one_host_is_not() -> None:
+    file = ClusterFile(agg=[{"engine": {"port": 1}}, {"engine": {"port": 1}}])
+    plan_of(file, {"agg0": "a", "agg1": "b", "router": "a"})
+    with pytest.raises(ConfigError, match="port 1 on a is given to two"):
+        plan_of(file, {"agg0": "a", "agg1": "a", "router": "a"})
+
+
+def test_a_pool_node_without_an_address_for_others_is_refused() -> None:
+    file = ClusterFile(pool=[{"listen": ["unix:/x"]}], agg=[{}])
+    with pytest.raises(ConfigError, match=r"'pool\[0\].listen' needs an address tcp:HOST:PORT"):
+        plan_of(file, {"pool0": "a", "agg0": "b", "router": "a"})
+
+
+def demand(name: str, gpus: int = 0, hosts: list[str] | None = None) -> Demand:
+    role: Any = name.rstrip("0123456789")
+    return Demand(name, role, Needs(gpus=gpus, hosts=hosts or []))
+
+
+def test_pool_nodes_and_workers_are_spread_and_the_router_is_beside_the_supervisor() -> None:
+    wanted = [demand(name) for name in ("pool0", "pool1", "prefill0", "decode0", "router")]
+    assert spread(wanted, ["a", "b"], "b") == {
+        "pool0": "a", "pool1": "b", "prefill0": "a", "decode0": "b", "router": "b",
+    }  # fmt: skip
+
+
+def test_workers_are_spread_by_their_gpus_and_go_where_they_may() -> None:
+    wanted = [demand("agg0", gpus=6), demand("agg1", gpus=4, hosts=["b"]), demand("agg2", gpus=4)]
+    assert spread(wanted, ["a", "b"], "a") == {"agg0": "a", "agg1": "b", "agg2": "b"}
+
+
+def named(name: str, *numbers: int, hosts: Sequence[str] = ()) -> Demand:
+    role: Any = name.rstrip("0123456789")
+    return Demand(name, role, Needs(gpus=len(numbers), gpu_numbers=numbers, hosts=[*hosts]))
+
+
+def test_gpus_that_are_named_are_given_once_on_each_host() -> None:
+    wanted = [named("agg0", 0, 1), named("agg1", 2, 3, hosts=["a"]), named("agg2", 0), named("agg3", 4, 5)]
+    found = spread(wanted, ["a", "b"], "a")
+    assert found == {"agg0": "a", "agg1": "a", "agg2": "b", "agg3": "b"}
+    with pytest.raises(StartupError, match="agg4: GPU 0 is given to another worker on each of a, b"):
+        spread([*wanted, named("agg4", 0)], ["a", "b"], "a")
+
+
+def test_what_fits_nowhere_is_refused() -> None:
+    with pytest.raises(StartupError, match="no host fits"):
+        spread([demand("agg0", hosts=["c"])], ["a", "b"], "a")
+
+
+ROUTED = ClusterFile(pool=[{}], agg=[{}], router={"count": 2, "port": 8000})
+ROUTED_HOSTS = {"pool0": "a", "agg0": "b", "router0": "a", "router1": "b"}
+
+
+def test_each_of_several_routers_knows_all_workers_and_the_token_of_the_cluster() -> None:
+    ports, site = count(20_000), Site(ROUTED_HOSTS, far=frozenset({"agg0", "router1"}))
+    plan = make_plan(
+        ROUTED, program=("p",), run_dir=RUN, uid=7, ports=ports, cluster_token="t" * 20, site=site
+    )
+    found = configs(plan)
+    assert [spec.name for spec in plan.routers] == ["router0", "router1"]
+    for router in plan.routers:
+        assert router.config["agg"] == [found["agg0"]["advertise"]]
+        assert router.config["access"] == {"cluster_token": "t" * 20}
+    assert plan.router_url == "http://127.0.0.1:8000"
+    assert plan.routers[1].ready == HttpReady("http://b:8000/ready")  # it listens for others, here's does not
+
+
+def test_several_routers_of_one_host_and_port_are_refused() -> None:
+    with pytest.raises(ConfigError, match="port 8000 on a is given to two"):
+        plan_of(ROUTED, {**ROUTED_HOSTS, "router1": "a"})
+
+
+def test_routers_are_beside_the_supervisor_first_and_on_a_host_each() -> None:
+    hosts = ["a", "b", "c"]
+    three = [demand(f"router{i}") for i in range(3)]
+    assert spread(three, hosts, "b") == {"router0": "b", "router1": "a", "router2": "c"}
+    two = [demand(f"router{i}", hosts=["a", "c"]) for i in range(2)]
+    assert spread(two, hosts, "b") == {"router0": "a", "router1": "c"}
+
+
+def test_a_cluster_without_a_router_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"'router\.count' must be 1 or more, but beside"):
+        read(tmp_path, "[router]\ncount = 0\n[[agg]]\n")
+
+
+def test_on_hosts_that_have_ipv6_alone_everything_listens_there() -> None:
+    hosts = {"pool0": "fd00::1", "agg0": "fd00::2", "router": "fd00::1"}
+    site = Site(hosts, far=frozenset({"agg0"}), ipv6=frozenset(hosts.values()))
+    plan = make_plan(
+        ClusterFile(pool=[{}], agg=[{}]),
+        program=("pdserve",), run_dir=RUN, uid=7, ports=count(20_000), site=site,
+    )  # fmt: skip
+    found = {spec.name: spec for spec in plan.processes}
+    assert found["pool0"].config["listen"][0] == "tcp:[::]:20002"
+    assert found["pool0"].config["cluster"]["advertise"] == "tcp:[fd00::1]:20002"
+    assert found["agg0"].config["engine"]["host"] == "::"
+    assert found["agg0"].config["advertise"] == "http://[fd00::2]:20000"
+    assert found["router"].config["agg"] == ["http://[fd00::2]:20000"]
+
+
+@pytest.mark.parametrize(
+    ("addresses", "alone"),
+    [(["fd00::5"], True), (["fd00::5", "192.0.2.1"], False), (["192.0.2.1"], False)],
+)
+def test_a_host_has_ipv6_alone_if_its_name_has_no_other_address(
+    addresses: list[str], alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", names_of(*addresses))
+    assert has_ipv6_alone("host-a") is alone
