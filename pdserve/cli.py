@@ -36,13 +36,11 @@ SUB_COMMANDS: Mapping[str, SubCommand] = {
     "up": SubCommand("pdserve.up.cli:app", "Start and supervise a whole cluster from one TOML file."),
     "router": SubCommand("pdserve.router.cli:command", "Run the router: OpenAI's API before the workers."),
     "key": SubCommand("pdserve.router.tenants.api_keys:app", "Make an API key of a tenant."),
-    "prefill": SubCommand("pdserve.prefill.cli:command", "Run a prefill worker.", "sglang"),
-    "decode": SubCommand("pdserve.decode.cli:command", "Run a decode worker.", "sglang"),
-    "agg": SubCommand(
-        "pdserve.decode.cli:agg_command", "Run an aggregated worker: both roles in one.", "sglang"
-    ),
+    "prefill": SubCommand("pdserve.workers:prefill", "Run a prefill worker.", "sglang"),
+    "decode": SubCommand("pdserve.workers:decode", "Run a decode worker.", "sglang"),
+    "agg": SubCommand("pdserve.workers:agg", "Run an aggregated worker: both roles in one.", "sglang"),
     "elastic": SubCommand(
-        "pdserve.decode.cli:elastic_command",
+        "pdserve.workers:elastic",
         "Run an elastic worker: prefill or decode, request by request.",
         "sglang",
     ),

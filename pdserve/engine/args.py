@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pdserve.engine.config import EngineConfig
+from pdserve.engine.config import EngineConfig, Role
 from pdserve.engine.device import Device
 from pdserve.engine.handoff import DirectConfig, direct_argv
 from pdserve.engine.kv_bytes import token_bytes
@@ -29,7 +29,6 @@ from pdserve.errors import ConfigError
 from pdserve.kvpool.weights.names import is_pool_url, parse_url
 from pdserve.security.tls import TlsConfig
 
-Role = Literal["prefill", "decode", "agg", "elastic"]
 Storage = Mapping[str, Any] | Literal["file", "mooncake"] | None
 """Extra config of the `dynamic` storage backend; a backend of SGLang's own; or None, plain SGLang without
 HiCache.

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 Layout: TypeAlias = Literal["auto", "page_first_direct", "layer_first", "page_first", "page_head"]
+Role: TypeAlias = Literal["prefill", "decode", "agg", "elastic"]
 HostMemoryMode: TypeAlias = Literal["cache", "buffer_only"]
 
 

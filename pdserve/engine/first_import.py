@@ -21,7 +21,7 @@ CORE: Final = (
 ENGINE: Final = (
     *("sglang.srt.entrypoints.http_server", "sglang.srt.managers.scheduler", "sglang.srt.managers.tp_worker"),
     *("sglang.srt.managers.detokenizer_manager", "sglang.srt.models.llama", "sglang.srt.models.qwen3"),
-    *("pdserve.engine.launch", "pdserve.decode.worker", "pdserve.prefill.worker"),
+    *("pdserve.engine.launch", "pdserve.decode.settle", "pdserve.prefill.routes"),
     *("pdserve.engine.sglang.storage", "pdserve.engine.sglang.geometry", "pdserve.kvpool.hicache.backend"),
 )
 

@@ -17,10 +17,9 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from pdserve.engine.config import Role
 from pdserve.engine.device import Device
 from pdserve.errors import ConfigError, StartupError
-
-Role = Literal["prefill", "decode", "agg", "elastic"]
 
 CPU_ENV: Final = {
     "MC_FORCE_TCP": "1",

@@ -1,4 +1,4 @@
-"""The start of a worker: checks, identity of its pages, SGLang's server with the role's routes."""
+"""The start of a worker: checks, identity of its pages, SGLang's server with the worker's routes."""
 
 from __future__ import annotations
 
@@ -12,20 +12,18 @@ from msgspec.structs import replace
 
 from pdserve.discovery.workers import Registration
 from pdserve.engine.args import (
-    Role,
     Storage,
     cpu_total_tokens,
-    extra_config,
     needed,
     served_model_name,
     server_argv,
 )
-from pdserve.engine.config import EngineConfig
+from pdserve.engine.config import EngineConfig, Role
 from pdserve.engine.device import Device, choose_device, choose_dtype
 from pdserve.engine.drain import Drain
 from pdserve.engine.handoff import DirectConfig, check_direct, prepare_direct
 from pdserve.engine.http.timing import WorkerMetrics
-from pdserve.engine.model_dir import bind_address, check_model_dir, fingerprint_of
+from pdserve.engine.model_dir import bind_address, check_model_dir
 from pdserve.engine.progress import START, show_start
 from pdserve.engine.sglang import models, prepare, selfcheck
 from pdserve.engine.sglang.engine import Engine
@@ -41,8 +39,7 @@ from pdserve.engine.sglang.server_args import (
     resolved,
 )
 from pdserve.engine.turns.shelf import Shelf
-from pdserve.engine.weights import Weights
-from pdserve.engine.worker import RoleParts, Worker, WorkerConfig, check_namespace, install
+from pdserve.engine.worker import Worker, WorkerConfig, WorkerRoutes, check_namespace, install
 from pdserve.errors import ConfigError
 from pdserve.kvpool.client.async_client import AsyncPoolClient
 from pdserve.kvpool.client.config import (
@@ -54,7 +51,6 @@ from pdserve.kvpool.client.config import (
 from pdserve.kvpool.client.locate import locate_pool
 from pdserve.kvpool.weights.names import is_pool_url
 from pdserve.kvpool.weights.place import tell_children
-from pdserve.pages import KvGeometry
 from pdserve.resources.gpus import node_count
 from pdserve.resources.machine import this_machine
 from pdserve.resources.memory import host_pool_gb
@@ -71,7 +67,7 @@ MEDIA_HASHES: Final = "SGLANG_MM_PRECOMPUTE_HASH"
 """SGLang hashes images in this process, not in the scheduler, so that their pages can be named here."""
 
 
-def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleParts]) -> int:
+def run_worker(config: WorkerConfig, role: Role, routes: Callable[[Worker], WorkerRoutes]) -> int:
     """Serve until SIGTERM or Ctrl-C; the exit status.
 
     Raises ConfigError or StartupError, each one line, before SGLang loads the model where possible.
@@ -113,18 +109,14 @@ def run_worker(config: WorkerConfig, role: Role, parts: Callable[[Worker], RoleP
 
         longest = longest_tokens(found) if _stages(config) else 0
 
-        def storage_of(namespace: str, geometry: KvGeometry) -> dict[str, Any]:
-            return pool_storage(config.pool, namespace, geometry, longest)
-
         def configure(app: Any) -> None:
             tracer = open_tracer(config.tracing, f"pdserve-{role}")
             if tracer is not None:
                 owned.callback(tracer.close)
-            weights = _weights(config, engine, pool, identity.geometry, storage_of)
-            worker = Worker(role, config, identity, engine, pool, drain, metrics, tracer, weights)
-            install(app, worker, parts(worker), token, metrics_token)
+            worker = Worker(role, config, identity, engine, pool, drain, metrics, tracer)
+            install(app, worker, routes(worker), token, metrics_token)
 
-        storage = _storage_of(config, storage_of(namespace, identity.geometry))
+        storage = _storage_of(config, pool_storage(config.pool, namespace, identity.geometry, longest))
         server_args = parse_args(server_argv(config.engine, role, device, storage, config.tls, direct))
         if server_args.node_rank:  # the first host's worker serves
             owned.close()
@@ -142,7 +134,7 @@ def located(config: WorkerConfig) -> WorkerConfig:
     from_pool = is_pool_url(config.engine.model_path)
     if config.storage == "pool" or from_pool:
         config = replace(config, pool=locate_pool(with_pool_secrets(config.pool, os.environ)))
-        tell_children(config.pool, os.environ)  # of a later model, too, that replaces the first
+        tell_children(config.pool, os.environ)
     return config
 
 
@@ -158,26 +150,6 @@ def _shelf(config: WorkerConfig, pool: AsyncPoolClient) -> Shelf | None:
     if config.storage != "pool" or not config.exact_turns.enabled:
         return None
     return Shelf(pool, config.exact_turns.lookup_s)
-
-
-def _weights(
-    config: WorkerConfig,
-    engine: Engine,
-    pool: AsyncPoolClient,
-    geometry: KvGeometry,
-    storage_of: Callable[[str, KvGeometry], dict[str, Any]],
-) -> Weights | None:
-    """None where they cannot be replaced: another storage has no namespaces."""
-    if config.storage != "pool":
-        return None
-    return Weights(
-        engine,
-        pool,
-        geometry,
-        name=config.pool.namespace or served_model_name(config.engine),
-        storage_of=lambda *pages: extra_config(config.engine, storage_of(*pages)),
-        fingerprint=fingerprint_of,
-    )
 
 
 def _check_storage(config: WorkerConfig) -> None:
@@ -229,7 +201,8 @@ def prepare_process(config: EngineConfig) -> tuple[EngineConfig, Device]:
         )
     model = check_model_dir(config.model_path)
     show_start()
-    START.info("importing SGLang %s", selfcheck.sglang_version())
+    selfcheck.check()
+    START.info("importing SGLang %s", selfcheck.TESTED_SGLANG)
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     if dtype != config.dtype:
@@ -242,7 +215,6 @@ def prepare_process(config: EngineConfig) -> tuple[EngineConfig, Device]:
     prepare.choose(device, several_hosts=several_hosts)
     models.choose([str(name) for name in model["architectures"]])
     with prepare.without_gc():
-        selfcheck.check_start(device)
         prepare.load_plugins()
     return config, device
 

@@ -25,8 +25,7 @@ METRICS: Final = (
         "prompt_tokens",
         "counter",
         ("tier",),
-        "Prompt tokens by where they came from: device, host, pool (a node's memory), ssd (a tier below it), "
-        "computed.",
+        "Prompt tokens by where they came from: device, host, pool, computed.",
         PREFIX,
     ),
     Definition(

@@ -1,14 +1,13 @@
-"""A worker process: SGLang's own HTTP server with our routes, its pages in the pool. What all roles share.
+"""A worker process: SGLang's own HTTP server with our routes, its pages in the pool.
 
 config -> SGLang's arguments -> identity of its pages -> namespace, checked against the pool
-       -> SGLang's server in this process, with `/pd/info`, `/pd/ready`, request tracking and the role's
-       routes
+       -> SGLang's server in this process, with `/pd/info`, `/pd/ready`, request tracking and the
+       routes of both roles
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import secrets
 import time
@@ -16,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -26,22 +25,20 @@ from msgspec import Meta
 
 from pdserve import __version__
 from pdserve.discovery.workers import WorkerEtcdConfig
-from pdserve.engine.config import EngineConfig
+from pdserve.engine.config import EngineConfig, Role
 from pdserve.engine.drain import Drain
 from pdserve.engine.handoff import DirectConfig
-from pdserve.engine.http.cache_salt import CacheSalt
+from pdserve.engine.http.fixed_weights import FixedWeights
 from pdserve.engine.http.guard import Draining, Guard, close_cors
 from pdserve.engine.http.judged import Judged, validation_error
-from pdserve.engine.http.meeting_room import MeetingRoom
 from pdserve.engine.http.request import HttpRequest, RequestTracking
+from pdserve.engine.http.request_context import RequestContext
 from pdserve.engine.http.request_spans import Traced
 from pdserve.engine.http.resume import Continuing
 from pdserve.engine.http.timing import WorkerMetrics
-from pdserve.engine.http.weight_routes import WeightRoutes
 from pdserve.engine.page_names import PageNames
 from pdserve.engine.sglang.engine import Engine
 from pdserve.engine.turns.config import ExactTurnsConfig
-from pdserve.engine.weights import Weights, routes
 from pdserve.errors import PoolRefused, StartupError
 from pdserve.kvpool.client.async_client import AsyncPoolClient
 from pdserve.kvpool.client.config import PoolClientConfig
@@ -55,8 +52,6 @@ if TYPE_CHECKING:
     )
 
 logger = logging.getLogger(__name__)
-
-Role: TypeAlias = Literal["prefill", "decode", "agg", "elastic"]
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,11 +77,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     exact_turns: Annotated[ExactTurnsConfig, Meta(description="Earlier answers in a chat's prompt.")] = (
         ExactTurnsConfig()
     )
-    publish_timeout_s: Annotated[
-        float, Meta(gt=0, description="Longest wait of a prefill until its pages are committed in the pool.")
-    ] = 10.0
-    settle_timeout_s: Annotated[
-        float, Meta(gt=0, description="Longest wait for a request's pages after its answer.")
+    commit_timeout_s: Annotated[
+        float, Meta(gt=0, description="Longest wait until a request's pages are committed in the pool.")
     ] = 10.0
     pull_step_tokens: Annotated[
         int,
@@ -96,9 +88,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "prefilled; see the router's pull_ahead_tokens.",
         ),
     ] = 2048
-    followed_requests: Annotated[
-        int, Meta(ge=1, description="Number of requests whose write-back is tracked for /pd/settled.")
-    ] = 4096
     etcd: Annotated[
         WorkerEtcdConfig, Meta(description="Where the worker registers, for routers to find it.")
     ] = WorkerEtcdConfig()
@@ -165,21 +154,21 @@ class Worker:
     role: Role
     config: WorkerConfig
     identity: KvIdentity
-    """Of the weights that it started with."""
     engine: Engine
     pool: AsyncPoolClient
-    """Knows the namespace and geometry of the present weights."""
     drain: Drain
     metrics: WorkerMetrics
     tracer: Tracer | None = None
-    weights: Weights | None = None
-    """None: they cannot be replaced with this storage."""
 
     @property
     def bootstrap_port(self) -> int | None:
         """Where decode workers find this prefill worker's ranks; None: it hands over by the pool alone."""
-        config = self.config
-        return config.direct.bootstrap_port if config.handoff == "direct" and self.role == "prefill" else None
+        return self.config.direct.bootstrap_port if self.is_prefill_sender else None
+
+    @property
+    def is_prefill_sender(self) -> bool:
+        """Its SGLang is in the prefill mode of a direct hand-off."""
+        return self.config.handoff == "direct" and self.role == "prefill"
 
     @property
     def names(self) -> PageNames:
@@ -190,9 +179,9 @@ class Worker:
 
 
 @dataclass(frozen=True)
-class RoleParts:
-    """What a role adds: its routes, who is told of each generating request before SGLang is, and how many
-    requests have pages that are on their way to the pool.
+class WorkerRoutes:
+    """The routes of a worker, who is told of each generating request before SGLang is, and how many requests
+    have pages that are on their way to the pool.
     """
 
     routers: list[APIRouter]
@@ -222,30 +211,27 @@ def check_namespace(pool: PoolClientConfig, namespace: str, identity: KvIdentity
     asyncio.run(check())
 
 
-def install(app: Any, worker: Worker, parts: RoleParts, token: str, metrics_token: str) -> None:
+def install(app: Any, worker: Worker, routes: WorkerRoutes, token: str, metrics_token: str) -> None:
     """Add middleware and routes to SGLang's FastAPI app, before it serves. `token`: the cluster's; empty:
     none.
     """
     app.exception_handlers[RequestValidationError] = _invalid
     app.add_middleware(Judged, contract=lambda: worker.engine.contract)
     if worker.config.storage != "none":
-        app.add_middleware(WeightRoutes, weights=worker.weights)
+        app.add_middleware(FixedWeights)
     app.add_middleware(Continuing)
     if worker.tracer is not None:
         app.add_middleware(Traced, tracer=worker.tracer, role=worker.role)
-    app.add_middleware(RequestTracking, on_start=parts.on_start)
-    worker.drain.add(parts.unpublished)
+    app.add_middleware(RequestTracking, on_start=routes.on_start)
+    worker.drain.add(routes.unpublished)
     app.add_middleware(Draining, drain=worker.drain)
-    app.add_middleware(CacheSalt)
-    app.add_middleware(MeetingRoom)
+    app.add_middleware(RequestContext)
     close_cors(app)
     app.add_middleware(
         Guard, token=token, has_started=lambda: worker.engine.has_started, metrics_token=metrics_token
     )
     app.include_router(_info_router(worker))
-    if worker.weights is not None:
-        app.include_router(routes(worker.weights))
-    for router in parts.routers:
+    for router in routes.routers:
         app.include_router(router)
 
 
@@ -257,11 +243,7 @@ def _invalid(_request: Request, error: Exception) -> JSONResponse:
 
 def _info_router(worker: Worker) -> APIRouter:
     router = APIRouter()
-    key = secrets.token_bytes(32)
-
-    def info_tag() -> str:
-        """Another one when `/pd/info` says another namespace; to who lacks the key it tells nothing of it."""
-        return hashlib.blake2s(worker.pool.namespace.encode(), key=key).hexdigest()
+    info_tag = secrets.token_hex(16)  # of this process: a router that sees another one asks /pd/info again
 
     async def info() -> Response:
         return JSONResponse(
@@ -272,7 +254,7 @@ def _info_router(worker: Worker) -> APIRouter:
                 **worker.engine.facts(),
                 "model_path": str(worker.config.engine.model_path),
                 "page_size": worker.names.page_size,
-                "info_tag": info_tag(),
+                "info_tag": info_tag,
                 "namespace": worker.pool.namespace,
                 "kv_geometry": worker.pool.geometry,
                 "takes_salt_header": True,
@@ -283,7 +265,7 @@ def _info_router(worker: Worker) -> APIRouter:
 
     async def ready(request: Request) -> Response:
         try:
-            said = await _readiness(worker) | {"info_tag": info_tag()}
+            said = await _readiness(worker) | {"info_tag": info_tag}
         # boundary: a prober is told the reason, whatever SGLang or the pool raises
         except Exception as error:
             logger.exception("readiness cannot be told")
@@ -302,9 +284,8 @@ async def _readiness(worker: Worker) -> dict[str, Any]:
     reachable = [error is None for error in (await worker.pool.check()).values()]
     is_up = worker.engine.is_up
     load = worker.engine.load() if is_up else None
-    stops = (
-        worker.drain.is_draining or not worker.engine.door.is_open
-    )  # no wait from here until the answer: who hears it has been told
+    # no wait from here until the answer: who hears it has been told
+    stops = worker.drain.is_draining
     pool = "up" if reachable and all(reachable) else "down"
     return {
         "ready": is_up and not stops,

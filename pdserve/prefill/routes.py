@@ -2,7 +2,7 @@
 
 SGLang answers a prefill before it has even queued the copy of its pages. A decode worker that looked for them
 at once would find nothing. So the worker names the prompt's pages from SGLang's own token ids, and lets the
-pool report their commit. The wait is at most `publish_timeout_s`. Pages that are not committed by then are
+pool report their commit. The wait is at most `commit_timeout_s`. Pages that are not committed by then are
 reported as missing, and the decode worker computes them. Of a few models the pages of images can be named by
 the scheduler only: they are not waited for, and are reported as missing.
 """
@@ -18,21 +18,19 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
+from pdserve.engine.commits import Commits
 from pdserve.engine.http.cache_report import Found
 from pdserve.engine.http.endpoints import CHAT
-from pdserve.engine.http.meeting_room import enter_room, room_of_request
 from pdserve.engine.http.request import HttpRequest, current_request
+from pdserve.engine.http.request_context import bootstrap_of_request, set_bootstrap
 from pdserve.engine.http.timing import WorkerMetrics
-from pdserve.engine.page_names import PageNames, RequestPages, committed_pages
+from pdserve.engine.page_names import PageNames, RequestPages
 from pdserve.engine.sglang.prompt import FOR_THE_POOL, prefill_request, run_prefill
 from pdserve.errors import RequestError
-from pdserve.kvpool.client.async_client import AsyncPoolClient
 from pdserve.prefill.missed_pages import MissedPages, header_of
 from pdserve.tracing import timed
 
 logger = logging.getLogger(__name__)
-
-FOUND_GRACE_S = 1.0  # between a page's insertion into SGLang's cache and its commit; 0.1 s is usual
 
 
 class Prefill:
@@ -43,25 +41,20 @@ class Prefill:
     def __init__(
         self,
         engine: Any,
-        pool: AsyncPoolClient,
         *,
         names: PageNames,
-        publish_timeout_s: float,
+        commits: Commits,
+        missed: MissedPages,
         metrics: WorkerMetrics,
         hands_over: bool = False,
     ) -> None:
         """`hands_over`: SGLang is in its prefill mode, where each request must have a room."""
         self._engine = engine
-        self._pool = pool
         self._names = names
-        self._publish_timeout_s = publish_timeout_s
+        self._commits = commits
+        self._missed = missed
         self._metrics = metrics
-        self._missed = MissedPages(pool, metrics)
         self._hands_over = hands_over
-        self._publishing = True
-        """False after a prefill of which no last page arrived (the pool is full, or its slabs are too small).
-        The next ones wait a moment only, until a last page arrives again.
-        """
 
     def router(self) -> APIRouter:
         """The FastAPI router with the route."""
@@ -73,9 +66,9 @@ class Prefill:
         """Body: the client's body for `endpoint`, byte for byte. With the header of a room it is a direct
         hand-off.
         """
-        is_direct = room_of_request() is not None
+        is_direct = bootstrap_of_request() is not None
         if self._hands_over and not is_direct:
-            enter_room(FOR_THE_POOL)
+            set_bootstrap(FOR_THE_POOL)
         try:
             return JSONResponse(await self._run(request, endpoint, is_direct=is_direct))
         except RequestError as error:
@@ -114,7 +107,7 @@ class Prefill:
         return {
             "prompt_tokens": outcome.prompt_tokens,
             "cached": Found(*map(sum, zip(*outcome.found, strict=True)))._asdict(),
-            "cached_by_prompt": [found.by_memory for found in outcome.found],
+            "cached_by_prompt": outcome.found,
             "missed": header_of(misses),
             "published_pages": published,
             "missing_pages": len(pages) - published + self._names.unnamed(record, outcome.prompt_tokens),
@@ -124,21 +117,9 @@ class Prefill:
         }
 
     async def _published(self, pages: RequestPages, found: list[bytes]) -> int:
-        """Wait for the commit of the prompts' last pages; how many pages are committed then.
-
-        SGLang stores a page once. A last page that it `found` in its own cache is in the pool, or a moment
-        away; if not, the pool has lost it, nobody stores it again here, and waiting would only take time.
-        A page that only may have been found is not waited for longer: the decode worker computes it anyway.
-        """
-        maybe_found = set(found)
-        computed = [key for key in pages.ends() if key not in maybe_found]
-        if computed:
-            timeout_s = self._publish_timeout_s if self._publishing else FOUND_GRACE_S
-            committed = await self._pool.wait(computed, min(timeout_s, self._publish_timeout_s))
-            self._publishing = pages.arrived(committed)
-        if found:
-            await self._pool.wait(found, min(FOUND_GRACE_S, self._publish_timeout_s))
-        return await committed_pages(self._pool, pages)
+        """Wait for the commit of the prompts' last pages; how many pages are committed then."""
+        await self._commits.wait(pages, found, is_cut=True)
+        return await self._commits.count(pages)
 
     async def _unless_left(self, record: HttpRequest, published: Coroutine[None, None, int]) -> int:
         """The outcome, or 0 as soon as the client has left."""

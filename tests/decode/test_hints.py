@@ -13,7 +13,7 @@ from fastapi import Request
 from pdserve.decode import hints as module
 from pdserve.decode.hints import Hints
 from pdserve.decode.lookup import Lookup
-from pdserve.engine.http import cache_salt
+from pdserve.engine.http import request_context
 from pdserve.engine.page_names import PageNames
 from pdserve.pages import namespace_seed, page_hashes, pool_key
 from tests.support.engine.asked_prompts import MEMORY, PAGE, PROMPT, SSD, SUFFIXES, Engine, Pool
@@ -62,12 +62,12 @@ class Worker:
             return {"type": "http.request", "body": json.dumps(body).encode()}
 
         scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b""}
-        token = cache_salt._salt.set(salt)
+        token = request_context._salt.set(salt)
         try:
             route = self.hints.prefetch if path == module.PREFETCH else self.hints.demote
             answer = await route(Request(scope, receive))
         finally:
-            cache_salt._salt.reset(token)
+            request_context._salt.reset(token)
         return answer.status_code, json.loads(bytes(answer.body))
 
 

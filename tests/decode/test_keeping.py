@@ -14,7 +14,8 @@ from fastapi.testclient import TestClient
 
 from pdserve.decode import keeping
 from pdserve.decode.keeping import Keeping
-from pdserve.decode.writeback import WriteBack
+from pdserve.decode.settle import WriteBack
+from pdserve.engine.commits import Commits
 from pdserve.engine.http.request import HttpRequest, RequestTracking
 from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.page_names import PageNames
@@ -61,7 +62,7 @@ def request(name: str, tokens: int, keep_s: int) -> HttpRequest:
 async def followed(pool: Any, *requests: HttpRequest) -> Keeping:
     keeper = Keeping(pool)
     missed = MissedPages(pool, WorkerMetrics())
-    write_back = WriteBack(pool, missed, names=NAMES, timeout_s=5.0, limit=9, keeping=keeper)
+    write_back = WriteBack(Commits(pool, 5.0), missed, names=NAMES, timeout_s=5.0, limit=9, keeping=keeper)
     for one in requests:
         write_back.follow(one)
         await write_back.settled(one.request_id, 5.0)

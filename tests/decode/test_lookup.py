@@ -11,7 +11,7 @@ from fastapi import Request
 
 from pdserve.decode import lookup as module
 from pdserve.decode.lookup import Lookup
-from pdserve.engine.http import cache_salt
+from pdserve.engine.http import request_context
 from pdserve.engine.page_names import PageNames
 from pdserve.pages import PagePart, page_hashes, part_suffix, pool_key
 from tests.support.engine.asked_prompts import MEMORY, OTHER, PAGE, PROMPT, SSD, SUFFIXES, Engine, Pool
@@ -30,11 +30,11 @@ async def ask(
 
     route = Lookup(Engine(), pool, names=PageNames(PAGE, SUFFIXES, parts))  # type: ignore[arg-type]
     scope = {"type": "http", "method": "POST", "path": module.LOOKUP, "headers": [], "query_string": b""}
-    token = cache_salt._salt.set(salt)
+    token = request_context._salt.set(salt)
     try:
         answer = await route.lookup(Request(scope, receive))
     finally:
-        cache_salt._salt.reset(token)
+        request_context._salt.reset(token)
     return answer.status_code, json.loads(answer.body)
 
 

@@ -137,7 +137,7 @@ def test_prefill_reports_what_it_published(cluster: Cluster) -> None:
     url = f"{cluster.prefill[0].url}/pd/prefill?endpoint=/v1/completions"
     report = http.post(url, json={"model": "demo-tiny", "prompt": prompt, "max_tokens": 5}, timeout=60).json()
     assert report["prompt_tokens"] == 1000
-    assert report["cached"] == {"device": 0, "host": 0, "pool": 0, "ssd": 0}
+    assert report["cached"] == {"device": 0, "host": 0, "pool": 0}
     assert (report["published_pages"], report["missing_pages"]) == (1000 // PAGE, 0)
     assert report["missed"] == f"never_stored={999 // PAGE * PAGE}"
     assert report["prefill_ms"] > 0

@@ -12,7 +12,7 @@ import pytest
 import zmq
 from sglang.srt.disaggregation.kv_events import BlockStored, KVEventBatch
 
-from pdserve.kvpool.protocol.kv_events import block_hash, object_key
+from pdserve.kvpool.protocol.kv_events import block_hash
 from pdserve.pages import page_hashes
 from tests.support.e2e.cluster import Router, Worker, eventually, http
 from tests.support.e2e.prompts import PAGE, token_ids
@@ -99,14 +99,3 @@ def test_a_prompt_is_looked_up(router: Router, agg_worker: Worker) -> None:
     text = {"messages": [{"role": "user", "content": "How much of this does the pool have?"}]}
     assert ask(**text)["tokens"] == 0
     assert http.post(f"{router.url}{LOOKUP}", json={}).status_code == 400
-
-
-def test_sglang_tells_the_layout_of_the_pools_objects(agg_worker: Worker) -> None:
-    said = http.get(f"{agg_worker.url}/get_hicache_l3_cache_layout").json()
-    info = http.get(f"{agg_worker.url}/pd/info").json()
-    assert (said["enabled"], said["backend"], said["page_size"]) == (True, "pdserve", PAGE)
-    layout = said["hicache_object_layout"]
-    [page] = page_hashes(PROMPT[:PAGE], PAGE)
-    [suffix] = layout["pools"][0]["suffixes"]
-    name = f"{layout['key_prefix']}_{page.hex()}{suffix}"
-    assert name == object_key(info["namespace"], page)

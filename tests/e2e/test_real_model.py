@@ -78,7 +78,7 @@ def real(real_model: Path, run_dir: Path) -> Iterator[Real]:
     pool = PoolNode(run_dir, "realpool")
     pages = {"nodes": [pool.ref], "checksum": False}
     plain = Worker("agg", "real-plain", run_dir, engine, settings={"storage": "none"})
-    patient = {"publish_timeout_s": 30.0}  # pages of 3 MB, on a busy machine
+    patient = {"commit_timeout_s": 30.0}  # pages of 3 MB, on a busy machine
     prefill = Worker("prefill", "real-prefill", run_dir, engine, pages, patient)
     decode = Worker("decode", "real-decode", run_dir, engine, pages)
     router = Router(run_dir, [prefill], [decode], name="real-router")

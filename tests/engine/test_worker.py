@@ -69,19 +69,16 @@ class Pool:
 
 def ask(path: str, made: Any, pool: Pool | None = None, *, drains: bool = False) -> tuple[int, Any]:
     """A worker's answer where SGLang has made this tokenizer manager."""
-    app, _ = app_of(made, pool or Pool({"a": None}), drains=drains)
-    answer = TestClient(app).get(path)
+    answer = TestClient(app_of(made, pool or Pool({"a": None}), drains=drains)).get(path)
     return answer.status_code, answer.json()
 
 
-def app_of(made: Any, pool: Pool, *, drains: bool = False) -> tuple[FastAPI, Pool]:
+def app_of(made: Any, pool: Pool, *, drains: bool = False) -> FastAPI:
     drain = Drain(30.0, 3.0, set)
     if drains:
         drain.begin(0.0)
     engine = Engine(drain, WorkerMetrics())
     engine.tokenizer_manager = made
-    long_texts: Any = SimpleNamespace(bound=SimpleNamespace(longest_token_bytes=0, text_shrink=1))
-    engine._long_texts = long_texts
     identity: Any = SimpleNamespace(geometry=GEOMETRY, rank_suffixes=[b""], parts=[], pairs=False)
     config: Any = SimpleNamespace(engine=SimpleNamespace(model_path="m"), handoff="pool")
     reached: Any = pool
@@ -89,7 +86,7 @@ def app_of(made: Any, pool: Pool, *, drains: bool = False) -> tuple[FastAPI, Poo
     worker = Worker("agg", config, identity, engine, reached, drain, metrics)
     app = FastAPI()
     app.include_router(_info_router(worker))
-    return app, pool
+    return app
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -131,18 +128,15 @@ def test_readiness_is_sglangs_the_pools_and_the_drains(
     assert "reason" not in body
 
 
-def test_readiness_which_everybody_may_ask_names_no_namespace_but_says_when_it_is_another() -> None:
+def test_readiness_which_everybody_may_ask_names_no_namespace_but_says_when_the_process_is_another() -> None:
     """The namespace names the model and its files; `/pd/info` is for who has the token."""
-    app, pool = app_of(manager(), Pool({"a": None}))
-    client = TestClient(app)
+    client = TestClient(app_of(manager(), Pool({"a": None})))
     said, info = client.get("/pd/ready").json(), client.get("/pd/info").json()
     assert "namespace" not in said
     assert info["namespace"] == "ns"
     assert said["info_tag"] == info["info_tag"]
-    pool.namespace = "another"
-    assert client.get("/pd/ready").json()["info_tag"] != said["info_tag"]
-    other = TestClient(app_of(manager(), Pool({"a": None}))[0]).get("/pd/ready").json()
-    assert other["info_tag"] != said["info_tag"], "of the same namespace, so that no one can try names"
+    other = TestClient(app_of(manager(), Pool({"a": None}))).get("/pd/ready").json()
+    assert other["info_tag"] != said["info_tag"], "of another process, whatever its namespace"
 
 
 @pytest.mark.parametrize(

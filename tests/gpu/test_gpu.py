@@ -9,6 +9,7 @@ import random
 import re
 import subprocess
 import time
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -18,12 +19,14 @@ import pytest
 
 from benchmarks.peers import ucx_perftest_gbps
 from pdserve.engine.device import Device
+from pdserve.engine.sglang import selfcheck
 from pdserve.kvpool.transports.ucx import libucx_root, ucx_options
-from pdserve.pages import KV
+from pdserve.pages import KV, namespace_seed, page_hashes
 from tests.support.command import pdserve_here
 from tests.support.e2e.cluster import Process, pdserve, to_toml
 from tests.support.kvpool.node_processes import NodeProcess, client_of, memory_dir, pool_of
 from tests.support.processes import free_ports
+from tests.support.sglang_symbols import TABLE, misfits
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -50,10 +53,26 @@ def sglang_ready(device: Device) -> None:
         prepare.load_plugins()
 
 
-def test_the_installed_sglang_has_all_that_pdserve_leans_on(device: Device, sglang_ready: None) -> None:
-    from pdserve.engine.sglang import selfcheck
+def test_the_installed_sglang_has_all_that_pdserve_leans_on(sglang_ready: None) -> None:
+    selfcheck.check()
+    assert list(misfits(TABLE.read_text(encoding="utf-8"))) == []
 
-    selfcheck.check(device)
+
+@pytest.mark.parametrize(
+    ("extra_key", "cache_salt", "pairs"),
+    [(None, None, False), ("tenant", "sält", False), (None, None, True)],
+)
+def test_page_hashes_are_sglangs(
+    extra_key: str | None, cache_salt: str | None, pairs: bool, sglang_ready: None
+) -> None:
+    from sglang.srt.mem_cache import utils
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    tokens = [(7919 * i) % 150_000 for i in range(3 * 16 + pairs)]
+    key = RadixKey(array("q", tokens), is_bigram=pairs)
+    theirs = utils.get_hash_str(key, utils.storage_namespace_seed(extra_key, cache_salt), page_size=16)
+    seed = namespace_seed(extra_key, cache_salt)
+    assert theirs == [digest.hex() for digest in page_hashes(tokens, 16, seed, pairs=pairs)]
 
 
 @pytest.mark.parametrize(("layout", "io_backend"), COPIES)

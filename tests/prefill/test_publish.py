@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from pdserve.engine.commits import MOMENT_S, Commits
 from pdserve.engine.http.cache_report import Found
-from pdserve.engine.http.meeting_room import Room, enter_room, room_of_request
 from pdserve.engine.http.request import current_request
+from pdserve.engine.http.request_context import Bootstrap, bootstrap_of_request, set_bootstrap
 from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.page_names import PageNames, RequestPages
 from pdserve.engine.sglang.prompt import Prefilled
@@ -21,9 +22,10 @@ from pdserve.engine.sglang.tokenizer_manager import SglangRequest
 from pdserve.kvpool.protocol.messages import Fate
 from pdserve.pages import page_hashes
 from pdserve.prefill import routes
+from pdserve.prefill.missed_pages import MissedPages
 from tests.support.engine.manager import Client, State, scope_of, serve
 
-PAGE, TIMEOUT_S, GRACE_S = 4, 60.0, routes.FOUND_GRACE_S
+PAGE, TIMEOUT_S, GRACE_S = 4, 60.0, MOMENT_S
 PROMPT = list(range(16))
 PAGES = page_hashes(PROMPT, PAGE)
 NAMES = PageNames(PAGE, [b""])
@@ -59,12 +61,14 @@ class Pool:
 
 def route(pool: Pool, hands_over: bool = False) -> routes.Prefill:
     engine = SimpleNamespace(app_state=None, tokenizer_manager=None)
+    metrics = WorkerMetrics()
+    missed: Any = MissedPages(pool, metrics)  # type: ignore[arg-type]
     return routes.Prefill(
         engine,
-        pool,  # type: ignore[arg-type]
         names=NAMES,
-        publish_timeout_s=TIMEOUT_S,
-        metrics=WorkerMetrics(),
+        commits=Commits(pool, TIMEOUT_S),
+        missed=missed,
+        metrics=metrics,
         hands_over=hands_over,
     )
 
@@ -157,23 +161,23 @@ def test_when_nothing_arrives_only_the_first_prefill_waits_its_whole_time() -> N
 def test_a_direct_hand_off_waits_for_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """The decode worker has the prompt's KV when SGLang answers."""
     pool = Pool()
-    room = Room("10.0.0.5", 8998, 7)
-    contextvars.copy_context().run(lambda: (enter_room(room), published(pool, monkeypatch)))
+    room = Bootstrap("10.0.0.5", 8998, 7)
+    contextvars.copy_context().run(lambda: (set_bootstrap(room), published(pool, monkeypatch)))
     assert pool.waits == []
 
 
 @pytest.mark.parametrize(("hands_over", "room"), [(True, routes.FOR_THE_POOL), (False, None)])
 def test_a_prefill_for_the_pool_is_in_a_room_where_nobody_waits_if_sglang_needs_one(
-    monkeypatch: pytest.MonkeyPatch, hands_over: bool, room: Room | None
+    monkeypatch: pytest.MonkeyPatch, hands_over: bool, room: Bootstrap | None
 ) -> None:
     """In its ordinary mode SGLang keeps no page of a request of that room."""
-    rooms: list[Room | None] = []
+    rooms: list[Bootstrap | None] = []
     pool = Pool(PAGES)
     monkeypatch.setattr(pool, "exists", lambda keys: noted(rooms, keys))
     published(pool, monkeypatch, hands_over=hands_over)
     assert rooms[-1] == room
 
 
-async def noted(rooms: list[Room | None], keys: Sequence[bytes]) -> list[bool]:
-    rooms.append(room_of_request())
+async def noted(rooms: list[Bootstrap | None], keys: Sequence[bytes]) -> list[bool]:
+    rooms.append(bootstrap_of_request())
     return [True] * len(keys)

@@ -206,7 +206,7 @@ def _service_tier(name: str, value: Any) -> Any:
 
 
 def _logprobs(name: str, value: Any) -> Any:
-    """Of `/v1/completions`: how many. Of the engine's size: `engine_bounds`."""
+    """Of `/v1/completions`: how many. Of the engine's size: `scheduler_limits`."""
     return integer(0, 1 << 20)(name, value)
 
 

@@ -20,7 +20,6 @@ from pdserve.engine.contract.values import (
     kind,
     list_of,
     number,
-    one_of,
     refused,
     text,
 )
@@ -60,6 +59,13 @@ def stop(name: str, value: Any) -> Any:
     return value if len(found) == len(value) else found
 
 
+def stop_regex(name: str, value: Any) -> Any:
+    """SGLang's scheduler would search by it between two steps of all requests."""
+    if value:
+        raise refused(name, "is not supported: use stop")
+    return DROP
+
+
 def top_p(name: str, value: Any) -> Any:
     """0 leaves the likeliest token, as a share that SGLang accepts."""
     return number(0, 1)(name, value) or 1e-9
@@ -85,7 +91,7 @@ COMMON: Final[Mapping[str, Rule]] = {
     "logit_bias": logit_bias,
     "stop": stop,
     "stop_token_ids": list_of(integer(-(1 << 63), (1 << 63) - 1), MAX_STOP_TOKENS),
-    "stop_regex": one_of(text(4096), list_of(text(4096), MAX_STOPS), what="a string or a list of strings"),
+    "stop_regex": stop_regex,
     "n": integer(1, MAX_CHOICES),
     "ignore_eos": boolean,
     "skip_special_tokens": boolean,
@@ -108,7 +114,6 @@ SAMPLING_PARAMS: Final[Mapping[str, Rule]] = {
     "sampling_seed": integer(-(1 << 63), (1 << 63) - 1),
     "max_new_tokens": _tokens(0),
     "min_new_tokens": _tokens(0),
-    "stop_regex_max_len": _tokens(0),
     "beam_width": integer(1, MAX_CHOICES),
     "json_schema": json_schema,
     "structural_tag": structural_tag,

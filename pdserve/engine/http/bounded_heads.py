@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import socket
 from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -41,8 +40,6 @@ class BoundedHeads(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         """A client has connected."""
         super().connection_made(transport)
-        if (sock := transport.get_extra_info("socket")) is not None and sock.family == socket.AF_UNIX:
-            self.server = ("", None)  # uvicorn knows no abstract names; ASGI has no port there
         self._limit_time()
         goes = self._connection_limit.came(self, self.client[0] if self.client else "", BoundedHeads._is_idle)
         if goes is not None:

@@ -15,8 +15,8 @@ The router sends the earlier count, prompt by prompt: `x-pdserve-prefilled: DEVI
 are replaced in what SGLang's engine yields to its API, so usage, `meta_info` and the details agree in every
 form of the answer. SGLang's own metrics keep the counts of this worker.
 
-The answer's header `x-pdserve-cached: device=D, host=H, pool=P, ssd=S, computed=C` has the counts of this
-worker itself. `pool` is a pool node's memory, `ssd` a tier below it. The router learns from it where the
+The answer's header `x-pdserve-cached: device=D, host=H, pool=P, computed=C` has the counts of this
+worker itself. The router learns from it where the
 pages of prompts are.
 """
 
@@ -34,12 +34,6 @@ class Found(NamedTuple):
     device: int = 0
     host: int = 0
     pool: int = 0
-    ssd: int = 0
-
-    @property
-    def by_memory(self) -> tuple[int, int, int]:
-        """Device, host, and pool with its tiers."""
-        return self.device, self.host, self.pool + self.ssd
 
 
 class Reuse:

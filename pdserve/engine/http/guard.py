@@ -132,10 +132,10 @@ class Draining:
 
 
 def _is_this_host(scope: Scope) -> bool:
-    """The client's address is a loopback one, or the one it came to; or it came by a Unix socket."""
+    """The client's address is a loopback one, or the one it came to."""
     client, server = scope.get("client"), scope.get("server")
     if not client:
-        return server is not None and server[1] is None  # ASGI: a Unix socket has no port
+        return False
     try:
         address = ipaddress.ip_address(client[0])
     except ValueError:

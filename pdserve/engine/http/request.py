@@ -81,10 +81,10 @@ class HttpRequest:
     """The segments that get recorded tokens, a bit for each, as another worker has chosen. None: none has."""
     turns_taken: int = 0
     """Those that got some here."""
-    side_writes: list[asyncio.Future[bool]] = field(default_factory=list)
-    """What is stored in the pool beside its pages."""
     keep_s: int = 0
     """For how long the pool is to keep its pages; 0: as ever."""
+    side_writes: list[asyncio.Future[bool]] = field(default_factory=list)
+    """What is stored in the pool beside its pages."""
 
     def leave(self) -> None:
         """The client left. What runs is aborted now; the engine's side aborts the rest once it is sent."""

@@ -10,18 +10,7 @@ from typing import Any, Final
 
 from pdserve.engine.contract.conversations import Abilities
 from pdserve.engine.contract.endpoints import CHAT, COMPLETIONS, COUNT_TOKENS, MESSAGES, RESPONSES, Contract
-from pdserve.sglang_places import places
 
-PLACES: Final = (
-    *places("sglang.srt.entrypoints.openai.protocol", "ChatCompletionRequest"),
-    *places("sglang.srt.entrypoints.openai.protocol", "CompletionRequest"),
-    *places("sglang.srt.entrypoints.openai.protocol", "ResponsesRequest"),
-    *places("sglang.srt.entrypoints.anthropic.protocol", "AnthropicMessagesRequest"),
-    *places("sglang.srt.entrypoints.anthropic.protocol", "AnthropicCountTokensRequest"),
-    *places("sglang.srt.sampling.sampling_params", "SamplingParams(temperature, max_new_tokens, stop)"),
-    *places("sglang.srt.managers.tokenizer_manager", "TokenizerManager.__init__ sets server_args"),
-    *places("sglang.srt.server_args", "ServerArgs(reasoning_parser)"),
-)
 _ALSO_READ: Final = frozenset({"reasoning"})
 """Members that SGLang's models take before they look at their fields."""
 _MARK: Final = "a text that no template has: 6d1f"

@@ -4,42 +4,17 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, Final
+from typing import Any
 
 from pdserve.engine.http.cache_report import Found, Reuse
 from pdserve.engine.http.timing import FirstToken
-from pdserve.sglang_places import places
-
-SSD_DETAIL: Final = "ssd"
-"""Our key in `cached_tokens_details`: so many of its `storage` came from a tier below the pool's memory."""
-
-PLACES: Final = (
-    *places(
-        "sglang.srt.managers.tokenizer_manager",
-        "TokenizerManager._handle_batch_output uses convert_to_output_meta_info",
-        "TokenizerManager._handle_batch_output fills in id, finish_reason, text, output_ids, meta_info",
-        "TokenizerManager._handle_batch_output fills in prompt_tokens, completion_tokens, reasoning_tokens",
-        "TokenizerManager._handle_batch_output fills in cached_tokens, cached_tokens_details",
-    ),
-    *places(
-        "sglang.srt.observability.req_time_stats",
-        "SchedulerReqTimeStats.convert_to_output_meta_info fills in queue_time, storage_prefetch_wait",
-        "SchedulerReqTimeStats.convert_to_output_meta_info fills in forward_entry_time",
-        "SchedulerReqTimeStats.convert_to_output_meta_info fills in prefill_finished_time",
-    ),
-    *places(
-        "sglang.srt.managers.io_struct",
-        "BatchStrOutput(rids, prompt_tokens, cached_tokens, cached_tokens_details)",
-    ),
-)
 
 
 def found_of(cached_tokens: int, details: Mapping[str, Any] | None) -> Found:
     """From SGLang's count and its `cached_tokens_details`, which may be missing."""
     if not details:
         return Found(device=cached_tokens)
-    storage, ssd = details.get("storage") or 0, details.get(SSD_DETAIL) or 0
-    return Found(details.get("device") or 0, details.get("host") or 0, storage - ssd, ssd)
+    return Found(*(details.get(tier) or 0 for tier in ("device", "host", "storage")))
 
 
 def note_counts(output: Any, reuse_of: Callable[[str], Reuse | None]) -> None:
@@ -69,11 +44,9 @@ def tell_counts(answers: Sequence[Any], reuse: Reuse) -> None:
 
 
 def _details(told: Found, given: dict[str, Any]) -> dict[str, Any]:
-    device, host, storage = told.by_memory
-    said = {**given, "device": device, "host": host}
-    said.pop(SSD_DETAIL, None)
-    if storage or "storage" in given:
-        said["storage"] = storage
+    said = {**given, "device": told.device, "host": told.host}
+    if told.pool or "storage" in given:
+        said["storage"] = told.pool
     return said
 
 
@@ -86,8 +59,6 @@ def clipped(details: dict[str, Any], tokens: int) -> dict[str, Any]:
         if place in said:
             said[place] = min(said[place] or 0, left)
             left -= said[place]
-    if SSD_DETAIL in said:
-        said[SSD_DETAIL] = min(said[SSD_DETAIL] or 0, said.get("storage", 0))
     return said
 
 

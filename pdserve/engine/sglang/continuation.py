@@ -22,11 +22,10 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Final
 
-from pdserve.engine.engine_bounds import check_ids
+from pdserve.engine.contract.scheduler_limits import check_ids
 from pdserve.engine.http.marked_stream import MarkedStream, SoFar
 from pdserve.engine.sglang.answers import clipped
 from pdserve.errors import RequestError
-from pdserve.sglang_places import places
 
 DETOKENIZE_BEHIND: Final = 5  # tokens of the prompt: INIT_INCREMENTAL_DETOKENIZATION_OFFSET
 MAX_INCOMPLETE: Final = 8  # tokens that one character may be spread over, and more
@@ -37,24 +36,6 @@ _LOOKING_BACK = (
 )
 _SGLANGS_OWN = "__sglang_"
 _THINK_END = "__sglang_reasoning_end_token_ids"
-
-PLACES: Final = (
-    *places(
-        "sglang.srt.sampling.sampling_params",
-        f"SamplingParams({', '.join(_LOOKING_BACK)})",
-        "SamplingParams(max_new_tokens, min_new_tokens, custom_params, repetition_penalty)",
-        "SamplingParams(skip_special_tokens, spaces_between_special_tokens)",
-    ),
-    *places(
-        "sglang.srt.managers.io_struct",
-        "TokenizedGenerateReqInput(input_ids, mm_inputs, sampling_params, return_logprob, require_reasoning)",
-        "GenerateReqInput(return_prompt_token_ids)",
-    ),
-    *places(
-        "sglang.srt.managers.tokenizer_manager",
-        "TokenizerManager.init_tokenizer_and_processor sets tokenizer",
-    ),
-)
 
 
 @dataclass(frozen=True)

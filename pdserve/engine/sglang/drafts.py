@@ -23,29 +23,9 @@ from sglang.srt.configs.model_config import AttentionArch, ModelConfig
 from pdserve.engine.fingerprint_cache import kept_fingerprint
 from pdserve.errors import StartupError
 from pdserve.pages import model_fingerprint
-from pdserve.sglang_places import places
 
 WITHOUT_DRAFTS: Final = frozenset({None, "NGRAM"})
 _OF_PAIRS: Final = frozenset({"EAGLE", "EAGLE3"})  # SpeculativeAlgorithm.is_eagle
-
-PLACES: Final = (
-    *places(
-        "sglang.srt.server_args",
-        "ServerArgs(speculative_algorithm, speculative_draft_model_path, speculative_draft_kv_cache_dtype)",
-        "ServerArgs(enable_hierarchical_cache, tp_size, model_path)",
-    ),
-    *places(
-        "sglang.srt.configs.model_config",
-        "ModelConfig.from_server_args(server_args, model_path, is_draft_model)",
-        "ModelConfig._derive_model_shapes sets num_nextn_predict_layers",
-    ),
-    *places(
-        "sglang.srt.speculative.base_spec_worker",
-        "_can_pack_hicache_mtp uses num_nextn_predict_layers, is_eagle",
-        "BaseSpecWorker._build_hicache_draft_plan uses _can_pack_hicache_mtp",
-    ),
-    *places("sglang.srt.mem_cache.kv_cache_builder", "build_kv_cache uses is_eagle"),
-)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ from pdserve.pages import (
     all_rank_suffixes,
     part_suffix,
 )
-from pdserve.sglang_places import places
 
 logger = logging.getLogger(__name__)
 
@@ -55,24 +54,6 @@ _KV_DTYPES = {"bf16": "bfloat16", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "floa
 # Quantizations whose configuration in SGLang knows of FP8 KV, and so decides what "auto" is.
 _OF_MODELOPT = "modelopt"
 _OF_FP8 = ("fp8", "mxfp8")
-
-PLACES: Final = (
-    *places(
-        "sglang.srt.server_args",
-        "ServerArgs(model_path, page_size, kv_cache_dtype, hicache_mem_layout, load_format, lora_paths)",
-        "ServerArgs(tp_size, pp_size, dp_size, attn_dp_size, attn_cp_size, dcp_size, enable_dp_attention)",
-        f"ServerArgs(json_model_override_args, {', '.join(_VALUE_OPTIONS)})",
-    ),
-    *places("sglang.srt.model_loader.checkpoint_quantization", "resolve_checkpoint_quant_spec(hf_config)"),
-    *places(
-        "sglang.srt.configs.model_config",
-        "ModelConfig.from_server_args(server_args)",
-        "ModelConfig.get_total_num_kv_heads(self)",
-        "ModelConfig._derive_hybrid_model sets is_hybrid_swa, full_attention_layer_ids",
-        "ModelConfig.__init__ sets sliding_window_size, attention_chunk_size",
-    ),
-    *places("sglang.srt.server_args", "ServerArgs(disable_hybrid_swa_memory)"),
-)
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,6 @@ SGLang makes a connector for a model path with a scheme, and sets `--load-format
 no registry of schemes, so the function that makes connectors is replaced, wherever it was imported to. Ours
 is a file connector: it gives Hugging Face names and tensors, and the model's own loader cuts them for each
 rank.
-
-`/update_weights_from_disk` takes such a URL, too. SGLang lets only its loader of files replace weights, so
-its iterator of tensors is replaced for URLs of pools. The loader must be there by then: it is in schedulers.
 """
 
 from __future__ import annotations
@@ -24,7 +21,6 @@ from pdserve.errors import PoolError, StartupError, WeightsError
 from pdserve.kvpool.weights.model import PoolModel
 from pdserve.kvpool.weights.names import is_pool_url
 from pdserve.kvpool.weights.tensors import ITEM_BYTES, TensorPlace
-from pdserve.sglang_places import places
 
 _USERS: Final = (
     "sglang.srt.connector",
@@ -33,33 +29,8 @@ _USERS: Final = (
     "sglang.srt.utils.hf_transformers.tokenizer",
 )
 """Modules that have the function under the name of `_MAKER`."""
-_LOADER: Final = "sglang.srt.model_loader.loader"
-_ITERATOR: Final = "_get_weights_iterator"
 _MAKER: Final = "create_remote_connector"
 
-PLACES: Final = (
-    *places("sglang.srt.connector", f"{_MAKER}(url, device)", "get_connector_type uses BaseFileConnector"),
-    *places("sglang.srt.connector.base_connector", "BaseFileConnector.__del__ uses close"),
-    *places(
-        "sglang.srt.model_loader.loader",
-        f"RemoteModelLoader.load_model uses {_MAKER}, _load_model_from_remote_fs",
-        "RemoteModelLoader._get_weights_iterator_fs uses weight_iterator",
-        f"DefaultModelLoader.{_ITERATOR}(source)",
-        "DefaultModelLoader.Source(model_or_path, prefix)",
-        _MAKER,
-    ),
-    *places("sglang.srt.utils.hf_transformers.config", _MAKER),
-    *places("sglang.srt.utils.hf_transformers.tokenizer", _MAKER),
-    *places(
-        "sglang.srt.model_executor.model_runner_components.weight_updater",
-        f"WeightUpdater.update_weights_from_disk uses DefaultModelLoader, {_ITERATOR}",
-    ),
-    *places(
-        "sglang.srt.configs.model_config",
-        f"ModelConfig._maybe_pull_model_tokenizer_from_remote uses {_MAKER}, pull_files, get_local_dir",
-    ),
-    *places("sglang.srt.utils.common", "is_remote_url(url)", "parse_connector_type(url)"),
-)
 
 _DTYPES: Final = {
     "BOOL": torch.bool,
@@ -86,7 +57,6 @@ def install() -> None:
     """Let SGLang take URLs of pools as model paths, in this process. Imports a small part of SGLang."""
     from sglang.srt import connector
 
-    _take_in_updates()
     original = getattr(connector, _MAKER)
     if hasattr(original, "pdserve"):
         return
@@ -102,26 +72,6 @@ def install() -> None:
     for name in _USERS:
         if name in sys.modules:  # the others will import it from the first
             setattr(sys.modules[name], _MAKER, create)
-
-
-def _take_in_updates() -> None:
-    """Let the loader of files, where it is imported, read from pools."""
-    if (module := sys.modules.get(_LOADER)) is None:
-        return
-    loader = module.DefaultModelLoader
-    original = getattr(loader, _ITERATOR)
-    if hasattr(original, "pdserve"):
-        return
-
-    @functools.wraps(original)
-    def iterate(self: Any, source: Any, **more: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        if not is_pool_url(str(source.model_or_path)):
-            return original(self, source, **more)  # type: ignore[no-any-return]
-        model = pool_model(source.model_or_path)
-        return ((source.prefix + name, tensor) for name, tensor in tensors(model))
-
-    iterate.pdserve = True  # type: ignore[attr-defined]
-    setattr(loader, _ITERATOR, iterate)
 
 
 def tensors(model: PoolModel) -> Iterator[tuple[str, torch.Tensor]]:

@@ -23,45 +23,13 @@ from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, Comple
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from pdserve.engine.http.cache_report import Found
-from pdserve.engine.http.cache_salt import salt_of_request
 from pdserve.engine.http.endpoints import COMPLETIONS, GENERATE, MESSAGES, check_endpoint
-from pdserve.engine.http.meeting_room import Room
+from pdserve.engine.http.request_context import Bootstrap, salt_of_request
 from pdserve.engine.sglang.answers import found_of
 from pdserve.engine.sglang.children.kept_prompts import POOL_ROOM
 from pdserve.engine.sglang.children.pulls import PULL_ID
-from pdserve.engine.sglang.prompts.exact_turns import SglangTurns
+from pdserve.engine.sglang.exact_turns import SglangTurns
 from pdserve.errors import RequestError
-from pdserve.sglang_places import places
-
-PLACES: Final = (
-    *places("sglang.srt.entrypoints.api_contract", "generate_contract_error(body)"),
-    *places(
-        "sglang.srt.entrypoints.openai.serving_chat",
-        "OpenAIServingChat._convert_to_internal_request(request, raw_request)",
-        "OpenAIServingChat._validate_request(request)",
-    ),
-    *places(
-        "sglang.srt.entrypoints.openai.serving_completions",
-        "OpenAIServingCompletion._convert_to_internal_request(request, raw_request)",
-        "OpenAIServingCompletion._validate_request(request)",
-    ),
-    *places(
-        "sglang.srt.entrypoints.http_server",
-        "lifespan uses openai_serving_chat, openai_serving_completion, anthropic_serving",
-    ),
-    *places(
-        "sglang.srt.entrypoints.anthropic.serving",
-        "AnthropicServing._convert_to_chat_completion_request(anthropic_request)",
-        "AnthropicServing.__init__ sets openai_serving_chat",
-    ),
-    *places(
-        "sglang.srt.managers.io_struct",
-        "GenerateReqInput(text, input_ids, input_embeds, sampling_params, rid, stream, return_logprob)",
-        "GenerateReqInput(extra_key, cache_salt, lora_path)",
-        "GenerateReqInput.contains_mm_input(self)",
-    ),
-    *places("sglang.srt.managers.tokenizer_manager", "TokenizerManager._tokenize_texts(texts)"),
-)
 
 # Sampling parameters that could end or constrain the single token, or make more than one sequence of it.
 _GENERATION_ONLY = (
@@ -77,7 +45,7 @@ _GENERATION_ONLY = (
     "logit_bias",
 )
 
-FOR_THE_POOL: Final = Room(FAKE_BOOTSTRAP_HOST, None, POOL_ROOM)
+FOR_THE_POOL: Final = Bootstrap(FAKE_BOOTSTRAP_HOST, None, POOL_ROOM)
 """Of prefills that SGLang's prefill mode sends to nobody. Its ordinary mode would keep no pages of them."""
 
 _native_body: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(GenerateReqInput)

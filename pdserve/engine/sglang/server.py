@@ -25,17 +25,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, Final
+from typing import Any
 
 from pdserve.engine.drain import Client, Drain
 from pdserve.engine.sglang.engine import Engine
 from pdserve.engine.sglang.server_args import ranks_here
 from pdserve.engine.sglang.tls import serving
+from pdserve.engine.sglang.tokenizer_manager import manager_class
 from pdserve.engine.sglang.warm_up import WarmUp
 from pdserve.errors import StartupError
 from pdserve.resources.memory import GB, release_s
 from pdserve.security.tls import Certificates
-from pdserve.sglang_places import places
 
 logger = logging.getLogger(__name__)
 
@@ -43,29 +43,6 @@ _ABORT_S = 1.0  # for aborted requests to be answered
 _RELEASE_S = 2.0  # for schedulers to release what they hold
 _STOP_S = 6.0  # beyond the drain, after which the process ends without asking again
 _POLL_S = 0.05
-
-PLACES: Final = (
-    *places(
-        "sglang.srt.entrypoints.http_server",
-        "launch_server(server_args, init_tokenizer_manager_func)",
-        "launch_server(run_scheduler_process_func, run_detokenizer_process_func)",
-        "app.add_middleware",
-        "app.state",
-    ),
-    *places("sglang.srt.entrypoints.engine", "init_tokenizer_manager(server_args, port_args)"),
-    *places("sglang.srt.utils", "kill_process_tree(parent_pid, include_parent)"),
-    *places("sglang.srt.utils.watchdog", "SubprocessWatchdog.stop(self)"),
-    *places("sglang.srt.managers.io_struct", "ShutdownReq"),
-    *places(
-        "sglang.srt.managers.tokenizer_manager",
-        "TokenizerManager.auto_create_handle_loop uses signal_handler_class",
-        "TokenizerManager.auto_create_handle_loop uses sigterm_handler, running_phase_sigquit_handler",
-        "TokenizerManager.init_running_status sets rid_to_state, _subprocess_watchdog",
-        "TokenizerManager.set_server_stop_hook sets _server_stop_hook",
-        "TokenizerManager._dispatch_to_scheduler(obj)",
-        "TokenizerManager.abort_request(abort_all)",
-    ),
-)
 
 
 @contextlib.contextmanager
@@ -120,7 +97,7 @@ def serve(
     def init_manager(*args: Any, **kwargs: Any) -> Any:
         # By now the children run, and SGLang's own handler, which kills this process outright, is in place.
         signal.signal(signal.SIGQUIT, _child_failed)
-        manager, templates = init_tokenizer_manager(*args, **kwargs)
+        manager, templates = init_tokenizer_manager(*args, **kwargs, TokenizerManagerClass=manager_class())
         manager.signal_handler_class = ending.handler_class()
         engine.begin(manager)
         configure_app(http_server.app)
@@ -132,12 +109,8 @@ def serve(
 
     warm_up = WarmUp(lambda: ending.is_under_way, on_warm)
 
-    def on_listening(host_socket: str) -> None:
-        engine.on_listening(host_socket)
-        warm_up.listening()
-
     try:
-        with serving(http_server, certificates, bound, on_listening):
+        with serving(http_server, certificates, bound, warm_up.listening):
             http_server.launch_server(
                 server_args,
                 init_tokenizer_manager_func=init_manager,

@@ -16,24 +16,12 @@ from typing import Any, Final
 
 from pdserve.engine.kv_bytes import WITH_SCALES
 from pdserve.errors import ConfigError
-from pdserve.sglang_places import places
 
 STORED_DRAFTS: Final = ("EAGLE", "EAGLE3", "STANDALONE", "NGRAM")
 """Values of --speculative-algorithm. NEXTN is SGLang's other name of EAGLE."""
 _SECRET = frozenset({"api_key", "admin_api_key"})
 _SHOWN_CHARACTERS = 60
 _MISSING: Final = object()
-
-PLACES: Final = (
-    *places(
-        "sglang.srt.server_args",
-        "prepare_server_args(argv)",
-        "ServerArgs.resolve_once(self)",
-        "ServerArgs(tp_size, pp_size, dp_size, enable_dp_attention, speculative_algorithm)",
-        "ServerArgs(disaggregation_mode, hicache_host_memory_mode, device, nnodes, node_rank)",
-    ),
-    *places("sglang.srt.arg_groups.model_override_base", "resolved_view(server_args)"),
-)
 
 
 def parse_args(argv: list[str]) -> Any:

@@ -13,27 +13,11 @@ import re
 from collections.abc import Callable
 from typing import Any, Final
 
-from pdserve.sglang_places import places
-
 _MARK: Final = "__pdserve_text_offsets__"
 _BYTE: Final = re.compile(r"<0x([0-9A-F]{2})>")
 _SENTENCEPIECE_SPACE: Final = "\u2581"
 _CONTINUES: Final = range(0x80, 0xC0)
 """Bytes of UTF-8 that do not begin a character."""
-
-PLACES: Final = (
-    *places("sglang.srt.entrypoints.openai.utils", "token_id_to_bytes(tokenizer, token_id)"),
-    *places(
-        "sglang.srt.entrypoints.openai.serving_completions",
-        "to_openai_style_logprobs(input_token_logprobs, output_token_logprobs)",
-        "OpenAIServingCompletion._build_completion_response uses to_openai_style_logprobs",
-        "OpenAIServingCompletion._generate_completion_stream uses to_openai_style_logprobs",
-    ),
-    *places(
-        "sglang.srt.managers.tokenizer_manager",
-        "TokenizerManager.add_logprob_to_meta_info fills in output_token_logprobs, input_token_logprobs",
-    ),
-)
 
 
 class Located(tuple[Any, ...]):

@@ -1,11 +1,9 @@
-"""The one wrap of SGLang's TokenizerManager: what its requests are, what they found, and their end.
+"""SGLang's TokenizerManager as a worker runs it: what its requests are, what they found, and their end.
 
-Six methods are wrapped, each once:
-
-    generate_request     it waits while weights are replaced; what a client may not set is taken out; earlier
-                         answers get their tokens (`exact_turns.py`); aborts, the first token and finished
-                         answers are noted; counts of cached tokens are replaced; a stream is marked
-                         (`continuation.py`)
+    generate_request     what a client may not set is taken out; earlier answers get their tokens
+                         (`exact_turns.py`); aborts, the first token and finished answers are noted; counts of
+                         cached tokens are replaced; a stream is marked (`continuation.py`)
+    _tokenize_texts      long texts are tokenized in a thread
     _init_req_state      a request state (`ReqState`) was made for an SGLang request id
     _create_tokenized_object  it is as the scheduler gets it: what would end the scheduler is refused
     _send_*_request      its prompt's token ids, extra key and salt are final, and it goes to the scheduler
@@ -21,89 +19,44 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from array import array
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final
 from weakref import WeakValueDictionary
 
 from fastapi import HTTPException
 
-from pdserve.engine.engine_bounds import (
+from pdserve.engine.contract.scheduler_limits import (
     bound_sampling,
     check_ids,
     check_logprobs,
-    check_stop_regex,
     check_texts,
 )
 from pdserve.engine.http.cache_report import Reuse
-from pdserve.engine.http.cache_salt import salt_of_request
 from pdserve.engine.http.dp_ranks import DpRanks
 from pdserve.engine.http.endpoints import COMPLETIONS, EMBEDDINGS, GENERATE, PREFILL, RESPONSES
-from pdserve.engine.http.held import Door
-from pdserve.engine.http.meeting_room import room_of_request
 from pdserve.engine.http.request import HttpRequest, current_request
+from pdserve.engine.http.request_context import bootstrap_of_request, salt_of_request
 from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.page_names import HASHED_AT_ONCE_TOKENS
 from pdserve.engine.sglang.answers import first_token, is_aborted, note_counts, tell_counts, under_one_id
 from pdserve.engine.sglang.children.embedding_salts import salted
 from pdserve.engine.sglang.continuation import Continuation, extend_prompt, marked
-from pdserve.engine.sglang.prompts.exact_turns import SglangTurns
+from pdserve.engine.sglang.exact_turns import SglangTurns, chat_class
 from pdserve.engine.sglang.text_offsets import locate
 from pdserve.engine.turns.exact import Turn
 from pdserve.errors import RequestError
 from pdserve.pages import namespace_seed, page_hashes
-from pdserve.sglang_places import places
 
-_SET_BY_SGLANG = (
+SHORT_CHARS: Final = 4096
+"""About 2 ms of tokenizing; a change of threads takes a twentieth of it."""
+_TEXT_THREADS: Final = 2
+_SET_BY_SGLANG: Final = (
     *("rid", "lora_id", "mm_hashes", "positional_embed_overrides"),
     *("bootstrap_host", "bootstrap_port", "bootstrap_room"),
-)
-
-PLACES: Final = (
-    *places(
-        "sglang.srt.managers.tokenizer_manager",
-        "TokenizerManager.generate_request(obj, request)",
-        "TokenizerManager._init_req_state(obj, request) uses rid_to_state",
-        "TokenizerManager._create_tokenized_object(obj) uses sampling_params, verify",
-        "TokenizerManager._tokenize_one_request uses _create_tokenized_object",
-        "TokenizerManager._batch_tokenize_and_process uses _create_tokenized_object",
-        "TokenizerManager._send_one_request(tokenized_obj)",
-        "TokenizerManager._send_batch_request(tokenized_objs)",
-        "TokenizerManager._handle_batch_output(recv_obj)",
-        "TokenizerManager.abort_request(rid)",
-        "TokenizerManager.init_running_status sets rid_to_state",
-        "TokenizerManager.__init__ sets elastic_worker_count",
-        "TokenizerManager.init_tokenizer_and_processor sets mm_processor",
-        "TokenizerManager._tokenize_one_request uses SGLANG_MM_PRECOMPUTE_HASH, set_pad_values",
-        "ReqState(finished, output_ids, obj, dispatched, abort_sent)",
-    ),
-    *places(
-        "sglang.srt.managers.io_struct",
-        f"GenerateReqInput({', '.join(_SET_BY_SGLANG)}, cache_salt)",
-        "TokenizedGenerateReqInput(rid, input_ids, mm_inputs, extra_key, lora_id, cache_salt)",
-        "TokenizedGenerateReqInput(sampling_params, return_logprob, logprob_start_len, top_logprobs_num)",
-        "TokenizedGenerateReqInput(token_ids_logprob, routed_dp_rank, bootstrap_room)",
-    ),
-    *places(
-        "sglang.srt.sampling.sampling_params",
-        "SamplingParams(top_k, min_new_tokens, max_new_tokens, stop_token_ids, stop_regex)",
-        "SamplingParams(stop_regex_strs, stop_regex_max_len)",
-    ),
-    *places("sglang.srt.managers.mm_utils", "pad_mm_tokens(input_ids, mm_inputs)"),
-    *places(
-        "sglang.srt.managers.schedule_batch",
-        "MultimodalProcessorOutput(mm_items, padded_input_ids, im_token_id, im_start_id, im_end_id)",
-        "MultimodalProcessorOutput(audio_token_id, audio_start_id, audio_end_id, video_token_id)",
-        "MultimodalDataItem(pad_value, modality, offsets, hash)",
-        "MultimodalDataItem.set_hash(hash_value)",
-    ),
-    *places(
-        "sglang.srt.managers.scheduler",
-        "Scheduler._try_apply_padded_mm_input_ids(recv_req, req, image_inputs) uses padded_input_ids",
-        "Scheduler._handle_generate_request uses _try_apply_padded_mm_input_ids, pad_input_ids_func",
-    ),
 )
 
 
@@ -141,49 +94,41 @@ class SglangRequest:
         self.tell_abort(self.rid)
 
 
-def watch(
-    manager: Any,
-    *,
-    metrics: WorkerMetrics | None = None,
-    is_stopping: Callable[[], bool] = lambda: False,
-    door: Door | None = None,
-    turns: SglangTurns | None = None,
-) -> None:
-    """Wrap the methods of SGLang's `manager`; once. `is_stopping`: this server's end aborts what runs.
-    `door`: what all requests pass first. `turns`: gives prompts the tokens that they had before.
-    """
-    wrap = _Wrap(manager, metrics, is_stopping, door or Door(), turns)
-    manager.generate_request = wrap.generate_request
-    manager._init_req_state = wrap.init_req_state
-    manager._create_tokenized_object = wrap.create_tokenized
-    manager._send_one_request = wrap.sending(manager._send_one_request, lambda one: [one])
-    manager._send_batch_request = wrap.sending(manager._send_batch_request, list)
-    manager._handle_batch_output = wrap.handle_batch_output
+class TrackedRequests:
+    """Mixed into SGLang's TokenizerManager, before it; see the module's docstring. Used in its event loop."""
 
+    tokenizer: Any
+    mm_processor: Any
+    model_config: Any
+    server_args: Any
+    rid_to_state: dict[str, Any]
+    elastic_worker_count: int
+    incremental_streaming_output: bool
+    async_dynamic_batch_tokenizer: Any
 
-class _Wrap:
-    def __init__(
+    def track(
         self,
-        manager: Any,
-        metrics: WorkerMetrics | None,
-        is_stopping: Callable[[], bool],
-        door: Door,
-        turns: SglangTurns | None,
+        metrics: WorkerMetrics | None = None,
+        is_stopping: Callable[[], bool] = lambda: False,
+        turns: SglangTurns | None = None,
     ) -> None:
-        self._manager = manager
+        """Begin, once SGLang has made this object. `is_stopping`: this server's end aborts what runs.
+        `turns`: gives prompts the tokens that they had before.
+        """
         self._metrics = metrics
         self._is_stopping = is_stopping
-        self._door = door
         self._turns = turns
-        self._generate = manager.generate_request
-        self._init = manager._init_req_state
-        self._handle = manager._handle_batch_output
-        self._create = manager._create_tokenized_object
-        self._media_is_named = names_media(manager)
-        ranks = int(manager.elastic_worker_count)
+        self._media_is_named = names_media(self)
+        ranks = int(self.elastic_worker_count)
         self._dp_ranks = DpRanks(ranks) if ranks > 1 else None
+        self._texts = ThreadPoolExecutor(_TEXT_THREADS, "tokenize")
         self._made: WeakValueDictionary[str, SglangRequest] = WeakValueDictionary()
         """By SGLang's request id, as long as the HTTP request's record holds them."""
+
+    @property
+    def serving_chat_class(self) -> type[Any]:
+        """For SGLang."""
+        return chat_class()
 
     def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
         http = current_request()
@@ -191,7 +136,7 @@ class _Wrap:
         if http is None or not getattr(obj, "stream", False):
             return contents
         if http.stream is not None:
-            wanted = obj.return_prompt_token_ids or self._manager.incremental_streaming_output
+            wanted = obj.return_prompt_token_ids or self.incremental_streaming_output
             contents = marked(
                 contents,
                 http.stream,
@@ -200,6 +145,15 @@ class _Wrap:
                 choices=lambda: getattr(obj, "parallel_sample_num", 1) or 1,
             )
         return contents if http.path == GENERATE else under_one_id(contents)
+
+    async def _tokenize_texts(self, texts: Any, is_cross_encoder: bool = False) -> Any:
+        """SGLang tokenizes in its event loop, and no stream goes on meanwhile. Here long texts are tokenized
+        in a thread; tokenizers in Rust let other threads run.
+        """
+        tokenized = super()._tokenize_texts(texts, is_cross_encoder)  # type: ignore[misc]
+        if self.async_dynamic_batch_tokenizer is not None or _chars(texts) <= SHORT_CHARS:
+            return await tokenized
+        return await asyncio.get_running_loop().run_in_executor(self._texts, _finished, tokenized)
 
     def _reuse_of(self, rid: str) -> Reuse | None:
         made = self._made.get(rid)
@@ -215,22 +169,19 @@ class _Wrap:
             _disown(obj, kept)
         if (salt := salt_of_request()) is not None and hasattr(obj, "cache_salt"):
             obj.cache_salt = salt
-        if (room := room_of_request()) is not None and hasattr(obj, "bootstrap_room"):
+        if (room := bootstrap_of_request()) is not None and hasattr(obj, "bootstrap_room"):
             obj.bootstrap_host, obj.bootstrap_port, obj.bootstrap_room = room
-        try:
-            await self._door.passed()
-        except RequestError as error:
-            raise HTTPException(error.status, str(error)) from error
         turn = None if self._turns is None else await self._turns.begin(obj, http)
         has_offsets = http is not None and http.path == COMPLETIONS and obj.return_logprob
         is_echoed = has_offsets and obj.logprob_start_len == 0
         try:
-            async with contextlib.aclosing(self._generate(obj, request)) as contents:
+            generated = super().generate_request(obj, request)  # type: ignore[misc]
+            async with contextlib.aclosing(generated) as contents:
                 async for content in contents:
                     answers = content if isinstance(content, list) else [content]
                     self._note(http, answers)
                     for answer in answers if has_offsets else ():
-                        locate(answer["meta_info"], self._manager.tokenizer, is_echoed=is_echoed)
+                        locate(answer["meta_info"], self.tokenizer, is_echoed=is_echoed)
                     if turn is not None and http is not None and http.path != PREFILL:
                         await self._record(turn, http, answers)
                     yield content
@@ -260,60 +211,57 @@ class _Wrap:
             if meta.get("finish_reason"):
                 await self._turns.end(turn, http, made.input_ids, list(made.state.output_ids))
 
-    def init_req_state(self, obj: Any, request: Any = None) -> Any:
-        result = self._init(obj, request)
+    def _init_req_state(self, obj: Any, request: Any = None) -> Any:
+        result = super()._init_req_state(obj, request)  # type: ignore[misc]
         http = current_request()
         if http is not None:
             if not http.requests:
                 http.reuse.begin(getattr(obj, "batch_size", 1), getattr(obj, "parallel_sample_num", 1))
             for rid in [obj.rid] if isinstance(obj.rid, str) else obj.rid:
-                made = SglangRequest(
-                    rid, self._manager.rid_to_state[rid], reuse=http.reuse, tell_abort=self._abort
-                )
+                made = SglangRequest(rid, self.rid_to_state[rid], reuse=http.reuse, tell_abort=self._abort)
                 http.requests[rid] = self._made[rid] = made
         return result
 
-    def create_tokenized(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
+    def _create_tokenized_object(self, obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Raises ValueError for what would end the scheduler."""
-        sampling = obj.sampling_params
-        check_stop_regex(sampling.get("stop_regex") if isinstance(sampling, dict) else None)
-        tokenized = self._create(obj, *args, **kwargs)
-        _bound(obj, tokenized, self._manager.model_config.vocab_size)
+        tokenized = super()._create_tokenized_object(obj, *args, **kwargs)  # type: ignore[misc]
+        _bound(obj, tokenized, self.model_config.vocab_size)
         if not hasattr(tokenized, "cache_salt"):  # to be embedded
             tokenized.lora_name = salted(tokenized.lora_name, salt_of_request())
         return tokenized
 
     def _abort(self, rid: str) -> None:
-        self._manager.abort_request(rid=rid)
+        self.abort_request(rid=rid)  # type: ignore[attr-defined]
 
-    async def handle_batch_output(self, output: Any) -> None:
+    async def _handle_batch_output(self, output: Any) -> None:
         note_counts(output, self._reuse_of)
-        await self._handle(output)
+        await super()._handle_batch_output(output)  # type: ignore[misc]
 
-    def sending(
-        self, send: Callable[[Any], Any], tokenized: Callable[[Any], list[Any]]
-    ) -> Callable[[Any], Any]:
-        """For a method that sends requests to the scheduler. `tokenized`: the requests in its argument."""
+    async def _send_one_request(self, tokenized: Any) -> Any:
+        made = await self._prepared([tokenized])
+        result = await super()._send_one_request(tokenized)  # type: ignore[misc]
+        _abort_left(made)
+        return result
 
-        async def send_request(argument: Any) -> Any:
-            http = current_request()
-            if http is None:
-                return await send(argument)
-            pairs = [(made, one) for one in tokenized(argument) if (made := self._made.get(one.rid))]
-            for made, one in pairs:
-                self._extend(http, made, one)
-                _name(made, one, token_ids(one, media_is_named=self._media_is_named))
-                if self._dp_ranks is not None:
-                    await self._place(self._dp_ranks, made, one)
-                http.reuse.sent(one.rid)
-            result = await send(argument)
-            if http.left.is_set():
-                http.is_cut_short = True
-                for made, _ in pairs:
-                    made.abort()
-            return result
+    async def _send_batch_request(self, tokenized: Any) -> Any:
+        made = await self._prepared(list(tokenized))
+        result = await super()._send_batch_request(tokenized)  # type: ignore[misc]
+        _abort_left(made)
+        return result
 
-        return send_request
+    async def _prepared(self, tokenized: list[Any]) -> list[SglangRequest]:
+        """The records of requests that go to the scheduler next."""
+        http = current_request()
+        if http is None:
+            return []
+        pairs = [(made, one) for one in tokenized if (made := self._made.get(one.rid))]
+        for made, one in pairs:
+            self._extend(http, made, one)
+            _name(made, one, token_ids(one, media_is_named=self._media_is_named))
+            if self._dp_ranks is not None:
+                await self._place(self._dp_ranks, made, one)
+            http.reuse.sent(one.rid)
+        return [made for made, _ in pairs]
 
     async def _place(self, ranks: DpRanks, made: SglangRequest, tokenized: Any) -> None:
         """Choose the data parallel rank of a request, unless a client or a direct hand-off has chosen it."""
@@ -321,7 +269,7 @@ class _Wrap:
         if made.input_ids is None or asked != (None, None):
             return
         seed = namespace_seed(made.extra_key, made.cache_salt)
-        hashed = partial(page_hashes, made.input_ids, self._manager.server_args.page_size, seed)
+        hashed = functools.partial(page_hashes, made.input_ids, self.server_args.page_size, seed)
         is_long = len(made.input_ids) > HASHED_AT_ONCE_TOKENS
         chain = await asyncio.to_thread(hashed) if is_long else hashed()
         running = [0] * ranks.count
@@ -334,10 +282,44 @@ class _Wrap:
         if http.stream is None or http.stream.so_far is None:
             return
         try:
-            made.continuation = extend_prompt(tokenized, http.stream.so_far, self._manager)
+            made.continuation = extend_prompt(tokenized, http.stream.so_far, self)
         except ValueError as error:
             http.stream.refuse(RequestError(400, str(error)))
             raise
+
+
+@functools.cache
+def manager_class() -> type[Any]:
+    """For SGLang's parameter `TokenizerManagerClass`. Imports SGLang."""
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+    return type("PdserveTokenizerManager", (TrackedRequests, TokenizerManager), {})
+
+
+def _abort_left(made: list[SglangRequest]) -> None:
+    """Where the client has left while its requests went to the scheduler, these are aborted."""
+    http = current_request()
+    if http is not None and http.left.is_set():
+        http.is_cut_short = True
+        for one in made:
+            one.abort()
+
+
+def _chars(texts: Any) -> int:
+    """Of a text, a list of texts, or one of pairs of them."""
+    if isinstance(texts, str):
+        return len(texts)
+    return sum(len(text) if isinstance(text, str) else sum(map(len, text)) for text in texts or ())
+
+
+def _finished(work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a coroutine that waits for nothing."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        return end.value
+    work.close()
+    raise RuntimeError("tokenizing waits for something: it cannot be done in a thread")
 
 
 def _disown(obj: Any, kept: Sequence[str] = ()) -> None:

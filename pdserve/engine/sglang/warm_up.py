@@ -24,32 +24,12 @@ from concurrent.futures import Future
 from typing import Any, Final
 
 from pdserve.engine.progress import START
-from pdserve.sglang_places import places
 
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S: Final = 1800.0  # SGLang's own for a disaggregated warm-up: GPU kernels compile meanwhile
 _POLL_S: Final = 0.05
 _TOKENS: Final = (10, 11, 12, 13)
-
-PLACES: Final = (
-    *places("sglang.srt.entrypoints.http_server", "launch_server(execute_warmup_func)"),
-    *places("sglang.srt.entrypoints.http_server", "_wait_and_warmup(execute_warmup_func)"),
-    *places("sglang.srt.disaggregation.utils", "FAKE_BOOTSTRAP_HOST"),
-    *places(
-        "sglang.srt.managers.io_struct",
-        "GenerateReqInput(input_ids, sampling_params, routed_dp_rank)",
-        "GenerateReqInput(bootstrap_host, bootstrap_room)",
-        "EmbeddingReqInput(input_ids)",
-    ),
-    *places(
-        "sglang.srt.managers.tokenizer_manager",
-        "TokenizerManager.generate_request(obj, request)",
-        "TokenizerManager.freeze_gc(self)",
-        "TokenizerManager.init_running_status sets server_status",
-        "ServerStatus.Up",
-    ),
-)
 
 
 class WarmUp:

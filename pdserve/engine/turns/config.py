@@ -18,10 +18,6 @@ class ExactTurnsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             "their text is encoded anew, as plain SGLang does."
         ),
     ] = True
-    memory_bytes: Annotated[
-        int,
-        Meta(ge=0, description="Memory of this worker for the tokens of answers; others are in the pool."),
-    ] = 64 * 1024 * 1024
     lookup_s: Annotated[
         float,
         Meta(

@@ -7,6 +7,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final
 
+MEMORY_BYTES: Final = 64 * 1024 * 1024
+"""Of a worker; other records are in the pool."""
 ENTRY_BYTES: Final = 256
 """Of one record, beside its tokens."""
 

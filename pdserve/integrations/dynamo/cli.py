@@ -7,7 +7,7 @@ from typing import Final
 
 import typer
 
-from pdserve.engine.args import Role
+from pdserve.engine.config import Role
 from pdserve.integrations.dynamo.config import DynamoConfig
 from pdserve.settings.command_line import config_command
 

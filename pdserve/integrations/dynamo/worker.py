@@ -19,7 +19,8 @@ from typing import Any, Final
 
 from msgspec.structs import replace
 
-from pdserve.engine.args import Role, server_argv
+from pdserve.engine.args import server_argv
+from pdserve.engine.config import Role
 from pdserve.engine.launch import (
     checked_args,
     identified,

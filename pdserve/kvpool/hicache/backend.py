@@ -47,9 +47,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from pdserve.errors import ConfigError, PoolRefused, PoolUnavailable, StartupError
 from pdserve.kvpool.client.config import PAGE_KEY_VARIABLE, POOL_TOKEN_VARIABLE, PoolClientConfig
 from pdserve.kvpool.hicache.lookup import leading_pages, lookup_result, window_pages
-from pdserve.kvpool.hicache.object_layout import object_layout
 from pdserve.kvpool.hicache.page_access import HostPool, PageAccess, open_access, page_bytes
-from pdserve.kvpool.hicache.ssd_pages import came_from_ssd
 from pdserve.kvpool.mover.chain_client import Moved
 from pdserve.pages import DRAFT, KV, STATES, KvGeometry, part_suffix, piece_suffixes
 from pdserve.security.tokens import Secret, decode_secret
@@ -175,9 +173,7 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Fill the host pages of `keys`. `host_indices`: int64 [pages * page_size]. Never raises."""
-        read = self._move("get", KV, keys, host_indices)
-        came_from_ssd(read.from_ssd)
-        return read.done
+        return self._move("get", KV, keys, host_indices).done
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
@@ -215,12 +211,6 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
     ) -> dict[str, list[bool]]:
         """Store the host pages of the transfers' keys. Never raises."""
         return {name: self._move("put", name, *pages).done for name, pages in _by_part(transfers)}
-
-    # -- what others may know
-
-    def describe_l3_object_layout(self, **_: Any) -> dict[str, Any]:
-        """How others name our pages as objects. SGLang 0.5.23 asks by `children/object_layout.py`."""
-        return object_layout(self._settings.namespace, self._settings.geometry)
 
     # -- the namespace
 

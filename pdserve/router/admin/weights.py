@@ -1,24 +1,19 @@
 """New weights for all workers of a model, by the admin API.
 
     drain      no new requests go to these workers
-    hold       each lets what runs come to its end, and detaches the pool
-    update     each reads the new weights
-    release    each empties its caches, and serves again under a new namespace of the pool
-    drop       pages of the old weights leave the pool
+    update     each ends or aborts what runs, reads the new weights, and empties its caches
     undrain
 
-All workers are held before the first one is updated, and released after the last. So no request is prefilled
-with old weights and answered with new ones. Where one cannot be held, nothing is changed.
+For workers with `storage = "none"`: those with the pool refuse, since its pages are of their first weights.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
@@ -29,10 +24,9 @@ from pdserve.router.app.router import Router
 from pdserve.router.fleet.worker import Worker
 from pdserve.router.upstream.connection import UpstreamError
 
-T = TypeVar("T")
 FROM_DISK: Final = "/update_weights_from_disk"
 SLACK_S: Final = 120.0
-"""Beyond the time that was asked for: SGLang empties its caches, attaches storage, drops pages."""
+"""Beyond the time that was asked for: SGLang empties its caches."""
 MAX_ANSWER_BYTES: Final = 1 << 20
 _HEADERS: Final = b"content-type: application/json\r\n"
 
@@ -41,25 +35,8 @@ class UpdateBody(msgspec.Struct, frozen=True, kw_only=True):
     """What is read of the body of `update_weights_from_disk`; workers get all of it."""
 
     model_path: str
-    abort_all_requests: bool = False
-    timeout_s: Annotated[float, Meta(gt=0, le=3600)] = 120.0
-    """For running requests to end."""
     update_timeout_s: Annotated[float, Meta(gt=0, le=7200)] = 1800.0
     """For a worker to read the weights."""
-    drop_old: bool = True
-    """Drop the pages of the old weights."""
-
-
-class _Released(msgspec.Struct):
-    """A worker's answer to `/weights/release`."""
-
-    earlier_namespaces: Annotated[list[str], Meta(max_length=64)]
-
-
-class _Dropped(msgspec.Struct):
-    """A worker's answer to `/weights/drop`."""
-
-    dropped_pages: Annotated[int, Meta(ge=0, le=1 << 53)] = 0
 
 
 class Weights:
@@ -70,14 +47,16 @@ class Weights:
         self._lock = asyncio.Lock()
 
     async def update_from_disk(self, model: str, body: bytes) -> dict[str, Any]:
-        """What each worker said. Raises RequestError: 404, 409 where nothing was changed, 502 where a worker
+        """What each worker said. Raises RequestError: 404, 409 where it cannot begin, 502 where a worker
         did not take the weights.
         """
         asked = _decoded(body, UpdateBody)
         async with self._alone(), self._drained(model) as workers:
-            await self._hold_all(workers, asked)
             said = await self._all(workers, FROM_DISK, _without_ours(body), asked.update_timeout_s)
-            return await self._release_all(workers, said, asked.drop_old)
+            if wrong := _wrong(said):
+                told = f"Workers did not take the new weights: {_listed(wrong)}."
+                raise RequestError(502, told, type_="server_error", code="not_updated")
+            return {"updated": [worker.id for worker in workers], "workers": said}
 
     @asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
@@ -115,41 +94,6 @@ class Weights:
             if self._router.fleet.by_id.get(worker.id) is worker:
                 self._router.fleet.members.drain(worker.id, False)
 
-    async def _hold_all(self, workers: Sequence[Worker], asked: UpdateBody) -> None:
-        body = msgspec.json.encode({"abort": asked.abort_all_requests, "timeout_s": asked.timeout_s})
-        said = await self._all(workers, "/weights/hold", body, asked.timeout_s)
-        if wrong := _wrong(said):
-            held = [worker for worker in workers if worker.id not in wrong]
-            await self._all(held, "/weights/release", b"{}", 0.0)
-            raise RequestError(409, f"Nothing was changed: {_listed(wrong)}", code="not_held")
-
-    async def _release_all(
-        self, workers: Sequence[Worker], said: dict[str, dict[str, Any]], drop_old: bool
-    ) -> dict[str, Any]:
-        """`said`: by worker, what it said of the update."""
-        body = msgspec.json.encode({"id": uuid.uuid4().hex})
-        released = await self._all(workers, "/weights/release", body, 0.0)
-        for worker in workers:  # its namespace is another one, and its memory is empty: a probe asks it anew
-            self._router.fleet.on_probe_not_ready(worker)
-        wrong = _wrong(said) | _wrong(released)
-        answers = {one: _taken(answer, _Released) for one, answer in released.items() if one not in wrong}
-        wrong |= {
-            one: f"{one}: it answers as no worker does" for one, answer in answers.items() if not answer
-        }
-        dropped = 0
-        for worker in workers if not wrong and drop_old else ():
-            released_by = answers[worker.id]
-            for name in released_by.earlier_namespaces if released_by else ():
-                body = msgspec.json.encode({"namespace": name})
-                answer = (await self._all([worker], "/weights/drop", body, 0.0))[worker.id]
-                dropped += (_taken(answer, _Dropped) or _Dropped()).dropped_pages
-        if wrong:
-            told = (
-                f"Workers did not take the new weights: {_listed(wrong)}. Start them again, or update again."
-            )
-            raise RequestError(502, told, type_="server_error", code="not_updated")
-        return {"updated": [worker.id for worker in workers], "workers": said, "dropped_pages": dropped}
-
     async def _all(
         self, workers: Sequence[Worker], target: str, body: bytes, limit_s: float
     ) -> dict[str, dict[str, Any]]:
@@ -184,21 +128,13 @@ def _decoded(body: bytes, type_: Any) -> Any:
         raise RequestError(400, str(error)) from None
 
 
-def _taken(said: dict[str, Any], type_: type[T]) -> T | None:
-    """None: it has another form."""
-    try:
-        return msgspec.convert(said, type_)
-    except msgspec.ValidationError:
-        return None
-
-
 def _without_ours(body: bytes) -> bytes:
-    """SGLang's fields. Requests were ended, if so asked, before the workers were held."""
+    """SGLang's fields."""
     fields = {name: value for name, value in json.loads(body).items() if name not in _OURS}
     return msgspec.json.encode(fields)
 
 
-_OURS: Final = frozenset(("timeout_s", "update_timeout_s", "drop_old", "abort_all_requests"))
+_OURS: Final = frozenset(("update_timeout_s",))
 
 
 def _wrong(said: dict[str, dict[str, Any]]) -> dict[str, str]:

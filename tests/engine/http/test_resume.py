@@ -17,7 +17,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from pdserve.engine.http.request import RequestTracking
 from pdserve.engine.http.resume import Continuing
-from pdserve.engine.sglang.tokenizer_manager import watch
+from pdserve.engine.sglang.tokenizer_manager import TrackedRequests
 from pdserve.router.dispatch.stream_marks import StreamMarks
 
 VOCABULARY = 1 << 20
@@ -63,7 +63,7 @@ class Obj:
 
 
 @dataclass
-class Engine:
+class Scripted:
     """SGLang's tokenizer manager, a model that says `answer`, and a detokenizer as SGLang's. `step` tokens
     come at a time, as when the caller is slow.
     """
@@ -89,9 +89,6 @@ class Engine:
 
     rid_to_state: dict[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        watch(self)
-
     def _init_req_state(self, obj: Obj, request: Any = None) -> None:
         self.rid_to_state[obj.rid] = None
 
@@ -104,7 +101,10 @@ class Engine:
 
     async def _handle_batch_output(self, output: Any) -> None: ...
 
-    async def generate_request(self, obj: Obj, request: Any = None) -> AsyncGenerator[dict[str, Any], None]:
+    def generate_request(self, obj: Obj, request: Any = None) -> AsyncGenerator[dict[str, Any], None]:
+        return self.generated(obj)
+
+    async def generated(self, obj: Obj) -> AsyncGenerator[dict[str, Any], None]:
         obj.rid = self.rid
         self._init_req_state(obj)
         sampling = self._sampling(obj.max_new_tokens)
@@ -200,6 +200,12 @@ class Engine:
         assert cached == meta["cached_tokens"] < meta["prompt_tokens"]
         yield event(usage=[meta["prompt_tokens"], meta["completion_tokens"], thought])
         yield b"data: [DONE]\n\n"
+
+
+@dataclass
+class Engine(TrackedRequests, Scripted):
+    def __post_init__(self) -> None:
+        self.track()
 
 
 async def post(engine: Engine, path: str, body: bytes, marks: bool = True) -> tuple[int, list[bytes]]:
@@ -341,7 +347,7 @@ def test_a_stream_says_what_it_used_and_one_that_another_worker_ends_says_the_sa
 
 def test_several_choices_say_together_what_they_used_and_each_prompt_once() -> None:
     class Choices(Engine):
-        async def generate_request(self, obj: Obj, request: Any = None) -> AsyncGenerator[Any, None]:
+        async def generated(self, obj: Obj) -> AsyncGenerator[Any, None]:
             obj.parallel_sample_num = 2
             for index, output in [(0, 1), (1, 1), (2, 1), (0, 2), (3, 1), (3, 2)]:
                 meta = {"id": "a", "prompt_tokens": [10, 20][index // 2], "completion_tokens": output}
@@ -359,8 +365,8 @@ def test_several_choices_say_together_what_they_used_and_each_prompt_once() -> N
 
 def test_several_choices_are_passed_on_as_they_come() -> None:
     class Choices(Engine):
-        async def generate_request(self, obj: Obj, request: Any = None) -> AsyncGenerator[Any, None]:
-            async for content in super().generate_request(obj):
+        async def generated(self, obj: Obj) -> AsyncGenerator[Any, None]:
+            async for content in super().generated(obj):
                 yield {**content, "index": 0}
 
     _, pieces = asyncio.run(post(Choices(list(b"abc")), "/v1/chat/completions", b"{}"))
@@ -448,7 +454,7 @@ class Aborting(Engine):
 
     finish: dict[str, Any] = field(default_factory=dict)
 
-    async def generate_request(self, obj: Obj, request: Any = None) -> AsyncGenerator[dict[str, Any], None]:
+    async def generated(self, obj: Obj) -> AsyncGenerator[dict[str, Any], None]:
         obj.rid = self.rid
         self._init_req_state(obj)
         await self._send_one_request(Tokenized(obj.rid, array("q", PROMPT), self._sampling(None)))

@@ -54,28 +54,7 @@ def test_after_a_prefill_stage_the_client_is_told_what_that_stage_found() -> Non
     reuse.begin(1, 1)
     reuse.sent("a")
     assert out(reuse, "a", (0, 0, 1984)) == (64, details(0, 0, 64))
-    assert reuse.headers() == [(b"x-pdserve-cached", b"device=0, host=0, pool=1984, ssd=0, computed=16")]
-
-
-def test_what_the_pool_had_on_ssd_is_told_apart_here_and_is_storage_in_sglangs_words() -> None:
-    reuse = Reuse([])
-    reuse.begin(1, 1)
-    reuse.sent("a")
-    given = details(64, 0, 640) | {"ssd": 128}
-    output = Output(["a"], [800], [704], [dict(given)])
-    note_counts(output, {"a": reuse}.get)
-    meta = meta_of(output, 0)
-    tell_counts([{"meta_info": meta}], reuse)
-    assert meta == meta_of(output, 0)
-    assert Found(64, 0, 512, 128).by_memory == (64, 0, 640)
-    assert reuse.headers() == [(b"x-pdserve-cached", b"device=64, host=0, pool=512, ssd=128, computed=96")]
-    told = Reuse([Found(0, 0, 64)])
-    told.begin(1, 1)
-    told.sent("a")
-    note_counts(output, {"a": told}.get)
-    tell_counts([{"meta_info": meta}], told)
-    assert meta["cached_tokens_details"] == details(0, 0, 64), "prefill found nothing of this on SSD"
-    assert output.cached_tokens_details == [given]
+    assert reuse.headers() == [(b"x-pdserve-cached", b"device=0, host=0, pool=1984, computed=16")]
 
 
 def test_without_one_sglangs_own_count_stands() -> None:
@@ -84,7 +63,7 @@ def test_without_one_sglangs_own_count_stands() -> None:
     reuse.sent("a")
     assert reuse.headers() == []
     assert out(reuse, "a", (128, 64, 0)) == (192, details(128, 64, 0))
-    assert reuse.headers() == [(b"x-pdserve-cached", b"device=128, host=64, pool=0, ssd=0, computed=1808")]
+    assert reuse.headers() == [(b"x-pdserve-cached", b"device=128, host=64, pool=0, computed=1808")]
 
 
 @pytest.mark.parametrize(("told", "said"), [([], [64, 0]), ([Found(7), Found(9)], [7, 9])])
@@ -98,7 +77,7 @@ def test_choices_do_not_count_what_their_own_request_computed(told: list[Found],
         for choice in range(3):
             reuse.sent(f"p{prompt}c{choice}")
             assert out(reuse, f"p{prompt}c{choice}", (320, 0, 0))[0] == said[prompt]
-    assert reuse.by_tier() == {"device": 64, "host": 0, "pool": 0, "ssd": 0, "computed": 3936}
+    assert reuse.by_tier() == {"device": 64, "host": 0, "pool": 0, "computed": 3936}
 
 
 def test_every_prompt_of_a_batch_has_its_own_count() -> None:
@@ -108,9 +87,9 @@ def test_every_prompt_of_a_batch_has_its_own_count() -> None:
         reuse.sent(rid)
     assert reuse.by_tier() == {}
     assert out(reuse, "c", (50, 0, 0))[0] == 50
-    assert reuse.by_tier() == {"device": 50, "host": 0, "pool": 0, "ssd": 0, "computed": 1950}
+    assert reuse.by_tier() == {"device": 50, "host": 0, "pool": 0, "computed": 1950}
     assert [out(reuse, rid, (50, 0, 0))[0] for rid in ("a", "b")] == [1, 2]
-    assert reuse.by_tier() == {"device": 150, "host": 0, "pool": 0, "ssd": 0, "computed": 5850}
+    assert reuse.by_tier() == {"device": 150, "host": 0, "pool": 0, "computed": 5850}
 
 
 def test_requests_that_nobody_follows_are_left_alone() -> None:
@@ -130,14 +109,14 @@ def test_a_count_without_details_is_of_the_device() -> None:
     reuse.begin(1, 1)
     reuse.sent("a")
     note_counts(Output(["a"], [9], [5], None), {"a": reuse}.get)
-    assert reuse.headers() == [(b"x-pdserve-cached", b"device=5, host=0, pool=0, ssd=0, computed=4")]
+    assert reuse.headers() == [(b"x-pdserve-cached", b"device=5, host=0, pool=0, computed=4")]
 
 
 def test_details_are_cut_to_a_prompts_beginning() -> None:
-    details = {"device": 4, "host": 3, "storage": 8, "ssd": 6, "storage_backend": "pool"}
+    details = {"device": 4, "host": 3, "storage": 8, "storage_backend": "pool"}
     assert clipped(details, 99) == details
-    assert clipped(details, 9) == {**details, "storage": 2, "ssd": 2}
-    assert clipped(details, 5) == {**details, "host": 1, "storage": 0, "ssd": 0}
+    assert clipped(details, 9) == {**details, "storage": 2}
+    assert clipped(details, 5) == {**details, "host": 1, "storage": 0}
     assert clipped({"device": 4, "host": None}, 2) == {"device": 2, "host": 0}
 
 

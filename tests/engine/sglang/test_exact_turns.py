@@ -16,14 +16,14 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from transformers import PreTrainedTokenizerFast
 
 from pdserve.engine.demo.chat import CHAT_TEMPLATE, END_OF_TEXT, TURN_END
-from pdserve.engine.http.meeting_room import Room, enter_room
 from pdserve.engine.http.request import HttpRequest
+from pdserve.engine.http.request_context import Bootstrap, set_bootstrap
+from pdserve.engine.sglang.exact_turns import Rendered, SglangTurns, chat_class, tokenizer_of
 from pdserve.engine.sglang.prompt import FOR_THE_POOL, named_tokens
-from pdserve.engine.sglang.prompts import exact_turns
-from pdserve.engine.sglang.prompts.exact_turns import Rendered, SglangTurns, tokenizer_of
+from pdserve.engine.sglang.tokenizer_manager import TrackedRequests
 from pdserve.engine.turns.exact import ExactTurns
 from pdserve.engine.turns.memory import Memory
-from tests.support.engine.manager import Client, Manager, State, Tokenized, scope_of, served
+from tests.support.engine.manager import Client, Manager, Scripted, State, Tokenized, scope_of, served
 from tests.support.engine.turns import Records, decode, encode, end, letters, tokenizer
 
 QUESTION = {"role": "user", "content": "Hi"}
@@ -43,13 +43,17 @@ def manager_of(**more: Any) -> Any:
     )
 
 
-class Serving(OpenAIServingChat):
+class Rendering(OpenAIServingChat):  # type: ignore[misc]  # SGLang ships no types
     """SGLang's chats from the body to the tokens; what follows is left out."""
 
     def __init__(self, manager: Any) -> None:
         self.tokenizer_manager = manager
         self.template_manager = SimpleNamespace(python_chat_template=None)
         self._prompt_text_round_trip_is_lossy = False
+
+    def _convert_to_internal_request(self, request: Any, raw_request: Any = None) -> Any:
+        ids = self.rendered([message.model_dump() for message in request.messages])
+        return GenerateReqInput(input_ids=ids, sampling_params={}), request
 
     def rendered(self, messages: Sequence[dict[str, Any]]) -> Any:
         ids, _ = self._render_and_encode_chat_template(
@@ -63,22 +67,16 @@ class Serving(OpenAIServingChat):
 
 
 @pytest.fixture
-def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[Serving]:
-    """With the places installed, and taken back after the test."""
+def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """SGLang's chats with the text of their prompts kept, and without after the test."""
     monkeypatch.setattr(serving_chat, "parallel_prompt_encode", serving_chat.parallel_prompt_encode)
-    convert = OpenAIServingChat._convert_to_internal_request
-
-    def converted(self: Any, chat: Any, raw_request: Any = None) -> Any:
-        ids = self.rendered([message.model_dump() for message in chat.messages])
-        return GenerateReqInput(input_ids=ids, sampling_params={}), chat
-
-    monkeypatch.setattr(OpenAIServingChat, "_convert_to_internal_request", converted)
-    exact_turns.install()
-    yield Serving(manager_of())
-    monkeypatch.setattr(OpenAIServingChat, "_convert_to_internal_request", convert)
+    monkeypatch.setattr(serving_chat, "OpenAIServingChat", Rendering)
+    chat_class.cache_clear()
+    yield chat_class()(manager_of())
+    chat_class.cache_clear()
 
 
-def asked(serving: Serving, messages: Sequence[dict[str, Any]], **more: Any) -> Any:
+def asked(serving: Any, messages: Sequence[dict[str, Any]], **more: Any) -> Any:
     chat = ChatCompletionRequest(model="m", messages=list(messages))
     request, _ = serving._convert_to_internal_request(chat)
     for name, value in more.items():
@@ -104,7 +102,7 @@ async def answered(turns: SglangTurns, request: Any, answer: list[int]) -> list[
     return [*prompt, *answer, end()]
 
 
-async def test_a_chat_keeps_its_text_and_the_next_one_its_tokens(serving: Serving) -> None:
+async def test_a_chat_keeps_its_text_and_the_next_one_its_tokens(serving: Any) -> None:
     turns, outcomes = turns_of(serving.tokenizer_manager)
     first = asked(serving, CHAT[:1])
     assert isinstance(first.input_ids, Rendered)
@@ -121,7 +119,7 @@ async def test_a_chat_keeps_its_text_and_the_next_one_its_tokens(serving: Servin
     assert outcomes == ["spliced"]
 
 
-async def test_a_prompt_that_is_only_looked_up_gets_its_tokens_and_is_no_turn(serving: Serving) -> None:
+async def test_a_prompt_that_is_only_looked_up_gets_its_tokens_and_is_no_turn(serving: Any) -> None:
     """A chat that is pulled ahead, or whose pages are looked up, was or will be computed and counted once."""
     turns, outcomes = turns_of(serving.tokenizer_manager)
     had = await answered(turns, asked(serving, CHAT[:1]), letters("Hello"))
@@ -132,7 +130,7 @@ async def test_a_prompt_that_is_only_looked_up_gets_its_tokens_and_is_no_turn(se
     assert outcomes == ["spliced"]
 
 
-async def test_the_stop_tokens_of_model_and_tokenizer_count(serving: Serving) -> None:
+async def test_the_stop_tokens_of_model_and_tokenizer_count(serving: Any) -> None:
     made = tokenizer_of(manager_of())
     assert made is not None
     assert made.stop_tokens.texts == {end(): TURN_END, 0: END_OF_TEXT}
@@ -140,22 +138,22 @@ async def test_the_stop_tokens_of_model_and_tokenizer_count(serving: Serving) ->
 
 
 @pytest.mark.parametrize("ids", [[1, 2], None], ids=["tokens of the client", "a text"])
-async def test_what_sglang_made_otherwise_is_left_alone(serving: Serving, ids: Any) -> None:
+async def test_what_sglang_made_otherwise_is_left_alone(serving: Any, ids: Any) -> None:
     turns, outcomes = turns_of(serving.tokenizer_manager)
     request = GenerateReqInput(input_ids=ids, text=None if ids else "a", sampling_params={})
     assert await turns.begin(request, None) is None
     assert (request.input_ids, outcomes) == (ids, [])
 
 
-async def test_a_direct_hand_off_is_left_alone_and_a_prefill_for_the_pool_is_not(serving: Serving) -> None:
+async def test_a_direct_hand_off_is_left_alone_and_a_prefill_for_the_pool_is_not(serving: Any) -> None:
     turns, outcomes = turns_of(serving.tokenizer_manager)
     await answered(turns, asked(serving, CHAT[:1]), letters("Hello"))
-    for room, outcome in ((Room("10.0.0.5", 8998, 7), "direct"), (FOR_THE_POOL, "spliced")):
+    for room, outcome in ((Bootstrap("10.0.0.5", 8998, 7), "direct"), (FOR_THE_POOL, "spliced")):
         request = asked(serving, CHAT)
         plain = list(request.input_ids)
 
-        def begun(request: Any = request, room: Room = room) -> Any:
-            enter_room(room)
+        def begun(request: Any = request, room: Bootstrap = room) -> Any:
+            set_bootstrap(room)
             return asyncio.ensure_future(turns.begin(request, None))
 
         await contextvars.copy_context().run(begun)
@@ -164,7 +162,7 @@ async def test_a_direct_hand_off_is_left_alone_and_a_prefill_for_the_pool_is_not
 
 
 async def test_a_tokenizer_that_fails_costs_a_miss(
-    serving: Serving, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    serving: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     records = Records()
     turns, _ = turns_of(serving.tokenizer_manager, records)
@@ -187,7 +185,7 @@ async def test_a_tokenizer_that_fails_costs_a_miss(
     assert "could not be recorded" in caplog.text
 
 
-async def test_a_prompt_that_gets_too_long_by_recorded_tokens_is_encoded(serving: Serving) -> None:
+async def test_a_prompt_that_gets_too_long_by_recorded_tokens_is_encoded(serving: Any) -> None:
     turns, outcomes = turns_of(serving.tokenizer_manager)
     await answered(turns, asked(serving, CHAT[:1]), letters("Hello"))
     length = len(asked(serving, CHAT).input_ids)
@@ -197,7 +195,7 @@ async def test_a_prompt_that_gets_too_long_by_recorded_tokens_is_encoded(serving
     assert outcomes == ["too_long", "spliced"]
 
 
-class Chats(Manager):
+class ScriptedChats(Scripted):
     """A manager whose scheduler answers each prompt with `answer`, in one piece or token by token."""
 
     def __init__(self, answer: list[int], finish: str = "stop") -> None:
@@ -217,6 +215,10 @@ class Chats(Manager):
             yield {"text": "", "meta_info": {"id": obj.rid, "finish_reason": reason}}
 
 
+class Chats(TrackedRequests, ScriptedChats):
+    pass
+
+
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize(
     ("path", "finish", "outcome"),
@@ -228,7 +230,7 @@ class Chats(Manager):
     ],
 )
 def test_finished_answers_are_recorded(
-    serving: Serving, streams: bool, path: str, finish: str, outcome: str
+    serving: Any, streams: bool, path: str, finish: str, outcome: str
 ) -> None:
     turns, outcomes = turns_of(serving.tokenizer_manager)
 
@@ -241,7 +243,7 @@ def test_finished_answers_are_recorded(
     assert outcomes == [outcome]
 
 
-def test_the_choice_of_the_prefill_worker_is_told_and_taken(serving: Serving) -> None:
+def test_the_choice_of_the_prefill_worker_is_told_and_taken(serving: Any) -> None:
     """Not what the worker would choose itself."""
     turns, outcomes = turns_of(serving.tokenizer_manager)
     asyncio.run(answered(turns, asked(serving, CHAT[:1]), letters("Hello")))

@@ -126,20 +126,6 @@ def test_other_urls_go_where_they_went(told: None) -> None:
         connector("nothing://x/y")
 
 
-def test_the_loader_that_replaces_weights_reads_from_a_pool_what_was_in_the_directory(
-    told: None, demo: Path
-) -> None:
-    from sglang.srt.configs.load_config import LoadConfig
-    from sglang.srt.model_loader.loader import DefaultModelLoader
-
-    pool_weights.install()  # SGLang's loader is imported by now, as in a scheduler
-    files = DefaultModelLoader(LoadConfig(load_format="auto"))
-    found = dict(files._get_weights_iterator(DefaultModelLoader.Source(URL, None, "p.")))
-    wanted = load_file(demo / "model.safetensors")
-    assert found.keys() == {f"p.{name}" for name in wanted}
-    assert all(torch.equal(found[f"p.{name}"], tensor) for name, tensor in wanted.items())
-
-
 def test_a_worker_says_in_a_line_what_is_wrong_with_its_model(
     told: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

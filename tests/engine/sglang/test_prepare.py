@@ -25,7 +25,7 @@ def test_a_worker_imports_nothing_too_early() -> None:
     """SGLang and torch wait for the choice of a device, prometheus_client for SGLang's multi-process mode."""
     code = """
 import sys
-import pdserve.engine.launch, pdserve.engine.sglang.children.entry, pdserve.kvpool.hicache.ssd_pages
+import pdserve.engine.launch, pdserve.engine.sglang.children.entry
 print([name for name in ("sglang", "torch", "prometheus_client") if name in sys.modules])
 """
     done = subprocess.run(

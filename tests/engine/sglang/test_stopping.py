@@ -20,12 +20,12 @@ from starlette.routing import Route
 
 from pdserve.engine.http.request import RequestTracking
 from pdserve.engine.http.resume import Continuing
-from pdserve.engine.sglang.tokenizer_manager import watch
+from pdserve.engine.sglang.tokenizer_manager import TrackedRequests
 
 MARKS = {"x-pdserve-marks": "1"}
 
 
-class Manager:
+class Scripted:
     """A tokenizer manager whose requests are aborted after so many steps, as `abort_all` does it: without a
     status, or, of those that wait for their grammar, with one that is `raised` where nothing streams.
     """
@@ -78,11 +78,15 @@ class Manager:
         return content | ({"index": 0} if self._choices > 1 else {})
 
 
+class Manager(TrackedRequests, Scripted):
+    pass
+
+
 class Asked:
     """What SGLang's routes make of a body."""
 
     rid = None
-    return_prompt_token_ids = False
+    return_prompt_token_ids = return_logprob = False
 
     def __init__(self, stream: bool) -> None:
         self.stream = stream
@@ -107,7 +111,7 @@ def serving(manager: Manager) -> Any:
         except ValueError as error:
             return JSONResponse({"error": str(error)}, status_code=400)
 
-    watch(manager, is_stopping=lambda: manager.stops)
+    manager.track(is_stopping=lambda: manager.stops)
     return RequestTracking(
         Continuing(Starlette(routes=[Route("/v1/completions", complete, methods=["POST"])]))
     )

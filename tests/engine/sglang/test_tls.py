@@ -13,7 +13,6 @@ import httpx
 import pytest
 from sglang.srt.entrypoints import http_server
 
-from pdserve.discovery.host_socket import connect_here, is_of_port
 from pdserve.engine.http.bounded_heads import BoundedHeads
 from pdserve.engine.model_dir import bind_address
 from pdserve.engine.sglang.tls import serving
@@ -37,12 +36,12 @@ async def application(scope: Any, _receive: Any, send: Callable[[Any], Any]) -> 
 
 
 @contextmanager
-def worker(tls: TlsConfig, on_listening: Callable[[str], None] = lambda _name: None) -> Iterator[str]:
+def worker(tls: TlsConfig) -> Iterator[str]:
     """The server as SGLang makes it, in a thread; its URL."""
     started = threading.Event()
     [bound] = bind_address("127.0.0.1", 0)
     port = bound.getsockname()[1]
-    with serving(http_server, Certificates(tls), [bound], on_listening):
+    with serving(http_server, Certificates(tls), [bound]):
         names: Any = vars(http_server)
         files = (
             {}
@@ -95,43 +94,6 @@ def test_sglangs_module_is_as_before_afterwards() -> None:
         config = http_server.uvicorn.Config("app")
         assert (config.http.func, config.ssl_context_factory) == (BoundedHeads, None)
     assert http_server.uvicorn is before
-
-
-def test_without_tls_a_worker_answers_on_a_unix_socket_too_until_its_end() -> None:
-    names: list[str] = []
-    with worker(TlsConfig(), names.append) as url:
-        assert ask(url, TlsConfig()) == 200
-        assert is_of_port(names[0], int(url.rpartition(":")[2]))
-        connected = connect_here(names[0])
-        assert connected is not None
-        with connected:
-            connected.setblocking(True)
-            connected.settimeout(TIMEOUT_S)
-            connected.sendall(b"GET /where HTTP/1.1\r\nhost: test\r\n\r\n")
-            answered = connected.recv(65536)
-        assert answered.startswith(b"HTTP/1.1 200")
-        assert b"client: None, server: ('', None)" in answered
-    assert connect_here(names[0]) is None
-
-
-def test_with_tls_a_worker_has_no_unix_socket(authority: Authority) -> None:
-    names: list[str] = []
-    with worker(authority.host(mutual=True), names.append):
-        assert names == [""]
-
-
-def test_a_worker_without_a_unix_socket_serves_by_tcp(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def none_left(_name: str) -> None:
-        raise OSError("none left")
-
-    monkeypatch.setattr("pdserve.engine.sglang.tls.listen_here", none_left)
-    names: list[str] = []
-    with worker(TlsConfig(), names.append) as url:
-        assert ask(url, TlsConfig()) == 200
-    assert names == [""]
-    assert "none left" in caplog.text
 
 
 def test_a_running_worker_uses_renewed_certificates_and_authorities(

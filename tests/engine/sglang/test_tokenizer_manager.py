@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import threading
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +12,11 @@ from typing import Any
 import pytest
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 
-from pdserve.engine.http.meeting_room import Room, enter_room
 from pdserve.engine.http.request import HttpRequest
+from pdserve.engine.http.request_context import Bootstrap, set_bootstrap
 from pdserve.engine.http.timing import WorkerMetrics
-from pdserve.engine.sglang.tokenizer_manager import watch
-from tests.support.engine.manager import Client, Manager, State, Tokenized, scope_of, serve, served
+from pdserve.engine.sglang.tokenizer_manager import SHORT_CHARS, TrackedRequests
+from tests.support.engine.manager import Client, Manager, Scripted, State, Tokenized, scope_of, serve, served
 
 META = {
     "queue_time": 0.5,
@@ -56,7 +57,6 @@ def test_pages_are_named_as_the_scheduler_names_them_before_sglang_encodes_the_t
 
 async def test_requests_of_two_connections_do_not_mix() -> None:
     manager, records = Manager(), []
-    watch(manager)
     both = asyncio.Barrier(2)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -93,7 +93,7 @@ def test_what_was_found_cached_is_told_in_the_head_and_to_sglangs_own_metrics() 
 
     manager, _, sent = served(app, scope=scope_of("/generate", (b"x-pdserve-prefilled", b"3/0/0")))
     assert manager.told == [64], "SGLang's own metrics count what this worker found"
-    cached = (b"x-pdserve-cached", b"device=0, host=0, pool=64, ssd=0, computed=1")
+    cached = (b"x-pdserve-cached", b"device=0, host=0, pool=64, computed=1")
     assert sent[0]["headers"] == [(b"a", b"b"), cached]
     assert sent[1]["body"] == b"x"
 
@@ -137,7 +137,9 @@ def test_where_a_worker_connects_is_not_the_clients_to_say() -> None:
     theirs = {"bootstrap_host": "198.51.100.7", "bootstrap_port": 1, "bootstrap_room": 5}
     asked = [GenerateReqInput(text="a", **theirs) for _ in range(2)]
     served(asking(asked[0]))
-    contextvars.copy_context().run(lambda: (enter_room(Room("10.0.0.5", 8998, 7)), served(asking(asked[1]))))
+    contextvars.copy_context().run(
+        lambda: (set_bootstrap(Bootstrap("10.0.0.5", 8998, 7)), served(asking(asked[1])))
+    )
     rooms = [(one.bootstrap_host, one.bootstrap_port, one.bootstrap_room) for one in asked]
     assert rooms == [(None, None, None), ("10.0.0.5", 8998, 7)]
 
@@ -145,7 +147,6 @@ def test_where_a_worker_connects_is_not_the_clients_to_say() -> None:
 def ids_outside_a_tracked_request(*asked: tuple[Any, str | None]) -> list[str]:
     """SGLang's ids for these requests, each from a route of this path (None: from no route)."""
     manager = Manager()
-    watch(manager)
 
     async def run() -> None:
         for one, path in asked:
@@ -173,7 +174,6 @@ def created(ids: list[int] | None = None, mm_inputs: Any = None, **fields: Any) 
     asked = GenerateReqInput(input_ids=[5, 6], **fields)
     asked.normalize_batch_and_arguments()
     manager = Manager()
-    watch(manager)
     return manager._create_tokenized_object(asked, ids or [5, 6], mm_inputs)
 
 
@@ -209,14 +209,13 @@ def test_sampling_without_effect_reaches_the_scheduler_as_what_it_can_compute() 
 def test_sglangs_own_tokens_of_media_may_be_beyond_the_vocabulary_and_the_clients_may_not() -> None:
     created(ids=[5, 10**6], mm_inputs=object())
     manager = Manager()
-    watch(manager)
     asked = GenerateReqInput(input_ids=[5, 10**6])
     asked.normalize_batch_and_arguments()
     with pytest.raises(ValueError, match="vocabulary"):
         manager._create_tokenized_object(asked, [5], object())
 
 
-class TwoPrompts(Manager):
+class ScriptedTwoPrompts(Scripted):
     """Every request is answered in two steps, for two prompts of 100 tokens, of which 64 were cached."""
 
     closed = 0
@@ -240,7 +239,11 @@ class TwoPrompts(Manager):
             self.closed += 1
 
 
-class TwoChoices(TwoPrompts):
+class TwoPrompts(TrackedRequests, ScriptedTwoPrompts):
+    pass
+
+
+class ScriptedTwoChoices(ScriptedTwoPrompts):
     """A stream of two choices: SGLang makes each a request of its own."""
 
     async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
@@ -248,6 +251,10 @@ class TwoChoices(TwoPrompts):
         self._init_req_state(obj)
         for index, rid in enumerate(obj.rid * 2):
             yield {"text": rid, "index": index % 2, "meta_info": {**META, "id": rid}}
+
+
+class TwoChoices(TrackedRequests, ScriptedTwoChoices):
+    pass
 
 
 @pytest.mark.parametrize(
@@ -284,13 +291,13 @@ def test_the_head_says_what_the_first_step_said_and_a_reader_that_leaves_ends_th
     assert isinstance(request, HttpRequest)
     assert sent[0]["headers"] == [
         (b"a", b"b"),
-        (b"x-pdserve-cached", b"device=128, host=0, pool=0, ssd=0, computed=72"),
+        (b"x-pdserve-cached", b"device=128, host=0, pool=0, computed=72"),
         (b"server-timing", b"queue;dur=300.0, pull;dur=200.0, compute;dur=250.0"),
     ]
     assert [message.get("body") for message in sent[1:]] == [*[b"a", b"ab"][:steps], b""]
     [family] = metrics._tokens.collect()
     tokens = {s.labels["tier"]: s.value for s in family.samples if s.name.endswith("_total")}
-    assert tokens == {"device": 128, "host": 0, "pool": 0, "ssd": 0, "computed": 72}
+    assert tokens == {"device": 128, "host": 0, "pool": 0, "computed": 72}
 
 
 def test_every_step_of_an_answer_has_the_count_that_the_prefill_worker_found() -> None:
@@ -332,3 +339,24 @@ def test_a_conversation_stays_at_its_data_parallel_rank(monkeypatch: pytest.Monk
     served(app)
     ranks = [one.routed_dp_rank for one in (first, other, second, chosen, direct)]
     assert ranks == [0, 1, 0, 1, None]
+
+
+async def test_the_loop_goes_on_while_a_long_text_is_tokenized() -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    class Slow(Scripted):
+        async_dynamic_batch_tokenizer = None
+
+        async def _tokenize_texts(self, texts: str, is_cross_encoder: bool = False) -> Any:
+            entered.set()
+            assert go_on.wait(30)
+            return [1] * len(texts), None
+
+    manager = type("Manager", (TrackedRequests, Slow), {})()
+    manager.track()
+    work = asyncio.create_task(manager._tokenize_texts("x" * (SHORT_CHARS + 1)))
+    assert await asyncio.to_thread(entered.wait, 10), "the loop does not go on"
+    assert not work.done()
+    go_on.set()
+    ids, _ = await work
+    assert len(ids) == SHORT_CHARS + 1

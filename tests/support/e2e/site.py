@@ -257,7 +257,7 @@ def _workers(run_dir: Path, model: Path, pools: dict[str, PoolNode], etcd: EtcdS
     in_chunks = engine_settings(
         mtp, extra_args=[*_drafting("EAGLE", mtp), "--chunked-prefill-size", str(CHUNK_TOKENS)]
     )
-    patient = {"publish_timeout_s": 30.0}
+    patient = {"commit_timeout_s": 30.0}
     plain = {"storage": "none", "exact_turns": {"enabled": False}}
     lasting = {"stop_grace_s": 600.0}
     unhurried = {"exact_turns": {"lookup_s": 2.0}}  # on a busy machine

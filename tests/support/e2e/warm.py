@@ -35,11 +35,11 @@ LOADED: Final = (
     *("sglang.srt.entrypoints.http_server", "sglang.srt.managers.scheduler", "sglang.srt.models.registry"),
     *(
         "pdserve.engine.launch",
-        "pdserve.decode.worker",
-        "pdserve.prefill.worker",
+        "pdserve.decode.settle",
+        "pdserve.prefill.routes",
         "pdserve.engine.sglang.storage",
     ),
-    "pdserve.engine.sglang.geometry",
+    *("pdserve.engine.sglang.geometry", "tests.support.e2e.cpu_drafts"),
 )
 _MESSAGE_BYTES: Final = 1 << 20
 

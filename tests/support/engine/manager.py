@@ -12,7 +12,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from pdserve.engine.http.connection import AsgiApp
 from pdserve.engine.http.request import HttpRequest, RequestTracking
-from pdserve.engine.sglang.tokenizer_manager import watch
+from pdserve.engine.sglang.tokenizer_manager import TrackedRequests
 
 TIMEOUT_S = 30.0
 
@@ -45,8 +45,8 @@ class Tokenized:
     bootstrap_room: int | None = None
 
 
-class Manager:
-    """The part of SGLang's TokenizerManager that is wrapped. A request's prompt is one token."""
+class Scripted:
+    """The part of SGLang's TokenizerManager that is overridden. A request's prompt is one token."""
 
     incremental_streaming_output = False
     tokenizer: Any = None
@@ -83,7 +83,7 @@ class Manager:
 
     async def _send_batch_request(self, tokenized: list[Any]) -> None:
         for one in tokenized:
-            await Manager._send_one_request(self, one)
+            await Scripted._send_one_request(self, one)
 
     async def _handle_batch_output(self, output: Any) -> None:
         self.told = output.cached_tokens
@@ -97,6 +97,14 @@ class Manager:
 
     def abort_request(self, rid: str) -> None:
         self.aborted.append(rid)
+
+
+class Manager(TrackedRequests, Scripted):
+    """As a worker has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.track()
 
 
 class Client:
@@ -136,7 +144,7 @@ def served(
     record of the request, and what was sent.
     """
     manager = manager or Manager()
-    watch(manager, **watched)
+    manager.track(**watched)
     records: list[HttpRequest] = []
 
     async def run() -> list[Any]:

@@ -164,7 +164,6 @@ class MockWorker:
         self.connections = 0
         self.scripts: dict[str, deque[Script]] = {}
         self._arrived = asyncio.Condition()
-        """Of `connections`, those by its Unix socket."""
         self._servers: list[asyncio.Server] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self.port = 0

@@ -13,22 +13,12 @@ from typing import Any, Final
 
 from pdserve.engine.metric_names import METRICS
 from pdserve.metric import by_name
-from pdserve.sglang_places import places
 
 REASONS: Final[Mapping[str, str]] = {
     "declined_rate_limited": "others_under_way",
     "declined_host_oversize": "larger_than_host_memory",
 }
 """SGLang's counts, and what they are called here."""
-
-PLACES: Final = (
-    *places(
-        "sglang.srt.mem_cache.unified_radix_cache",
-        "UnifiedRadixCache.prefetch_outcome_stats_snapshot(self)",
-        "UnifiedRadixCache.check_hicache_events uses prefetch_outcome_stats_snapshot",
-        f"UnifiedRadixCache.__init__ fills in {', '.join(REASONS)}",
-    ),
-)
 
 
 class DeclinedFetches:

@@ -6,19 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 from pdserve.engine.sglang.children import entry
-from pdserve.sglang_places import places
-
-PLACES: Final = (
-    *places(
-        "sglang.srt.entrypoints.engine",
-        "Engine.run_scheduler_process_func",
-        "Engine.run_detokenizer_process_func",
-        "Engine.__init__ uses run_scheduler_process_func, run_detokenizer_process_func",
-    ),
-)
 
 
 def install(run_scheduler: Callable[..., Any] = entry.run_scheduler_process) -> None:

@@ -12,20 +12,8 @@ import json
 from collections.abc import Callable
 from typing import Any, Final
 
-from pdserve.sglang_places import places
-
 _MARK: Final = "__pdserve_embedding_salts__"
 _START: Final = "\0pdserve-salt:"  # no name of an adapter begins so; see `salted`
-
-PLACES: Final = (
-    *places("sglang.srt.managers.io_struct", "TokenizedEmbeddingReqInput(lora_name)"),
-    *places(
-        "sglang.srt.managers.scheduler",
-        "Scheduler._record_kv_event_lora_name(req, lora_name)",
-        "Scheduler._handle_embedding_request uses _record_kv_event_lora_name, lora_name",
-    ),
-    *places("sglang.srt.managers.schedule_batch", "Req.__init__ sets cache_salt"),
-)
 
 
 def salted(lora_name: str | None, salt: str | None) -> str | None:

@@ -16,20 +16,6 @@ from typing import Any, Final
 
 from pdserve.engine.sglang import prepare
 from pdserve.errors import StartupError
-from pdserve.sglang_places import places
-
-PLACES: Final = (
-    *places("sglang.srt.managers.scheduler", "run_scheduler_process"),
-    *places("sglang.srt.managers.detokenizer_manager", "run_detokenizer_process"),
-    *places("sglang.srt.managers.data_parallel_controller", "run_data_parallel_controller_process"),
-    *places(
-        "sglang.srt.entrypoints.engine",
-        "run_data_parallel_controller_process",
-        "run_scheduler_process_with_init_pipe",
-        "Engine._launch_scheduler_processes uses run_data_parallel_controller_process",
-        "Engine._launch_scheduler_processes uses run_scheduler_process_with_init_pipe",
-    ),
-)
 
 _TELLS_ERRORS: Final = ("sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler",)  # logs what it passes on
 _OURS: Final = f"{StartupError.__module__}.{StartupError.__qualname__}: "  # in the last line of a traceback
@@ -71,7 +57,6 @@ def run_data_parallel_controller_process(*args: Any, **kwargs: Any) -> None:
     """SGLang's function of this name with the same arguments, in a prepared process."""
     with prepare.without_gc():
         _enter_child()
-        _claim_ports()
         from sglang.srt.managers.data_parallel_controller import run_data_parallel_controller_process as run
 
     run(*args, **kwargs)
@@ -87,33 +72,20 @@ def run_scheduler_process_with_init_pipe(*args: Any, **kwargs: Any) -> None:
 
 
 def install() -> None:
-    """Have SGLang start the processes of data parallelism here too: it has no argument for them. The ports
-    that it chooses for them and for the scheduler are claimed.
-    """
+    """Have SGLang start the processes of data parallelism here too: it has no argument for them."""
     from sglang.srt.entrypoints import engine
 
-    _claim_ports()
     engine.run_data_parallel_controller_process = run_data_parallel_controller_process
     engine.run_scheduler_process_with_init_pipe = run_scheduler_process_with_init_pipe
-
-
-def _claim_ports() -> None:
-    if not prepare.has_several_hosts():
-        from pdserve.engine.sglang.children import local_store
-
-        local_store.claim_ports()
 
 
 def _change_scheduler() -> None:
     from pdserve.engine.sglang.children import (
         declined_fetches,
-        detached,
         embedding_salts,
         kept_prompts,
         local_store,
-        object_layout,
         pulls,
-        ssd_tokens,
         stop_strings,
     )
 
@@ -121,11 +93,8 @@ def _change_scheduler() -> None:
     if not prepare.has_several_hosts():
         local_store.install()
     pulls.install()
-    ssd_tokens.install()
     declined_fetches.install()
-    detached.install()
     embedding_salts.install()
-    object_layout.install()
     stop_strings.install()
     if prepare.is_on_cpu():
         from pdserve.engine.sglang.cpu import hooks

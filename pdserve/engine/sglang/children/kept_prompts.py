@@ -11,31 +11,10 @@ import functools
 from collections.abc import Callable
 from typing import Any, Final
 
-from pdserve.sglang_places import places
-
 POOL_ROOM: Final = 2**62
 """The rooms of two workers are below it. Several prompts of a request have it and those above it."""
 
 _MARK: Final = "__pdserve_kept_prompts__"
-
-PLACES: Final = (
-    *places("sglang.srt.disaggregation.utils", "FAKE_BOOTSTRAP_HOST"),
-    *places(
-        "sglang.srt.disaggregation.prefill",
-        "PrefillBootstrapQueue.create_sender(req, num_kv_heads)",
-        "PrefillBootstrapQueue.create_sender uses FAKE_BOOTSTRAP_HOST",
-    ),
-    *places(
-        "sglang.srt.managers.schedule_batch", "Req.__init__ sets bootstrap_room, skip_radix_cache_insert"
-    ),
-    # what engine/handoff.py sets in the environment
-    *places("sglang.srt.environ", "envs.SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"),
-    *places("sglang.srt.utils.network", "get_local_ip_auto fills in SGLANG_HOST_IP"),
-    *places(
-        "sglang.srt.distributed.device_communicators.mooncake_transfer_engine",
-        "MooncakeTransferEngine.__init__ fills in MC_FORCE_TCP",
-    ),
-)
 
 
 def install() -> None:

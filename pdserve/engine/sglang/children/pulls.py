@@ -25,29 +25,10 @@ import functools
 from collections.abc import Callable
 from typing import Any, Final
 
-from pdserve.sglang_places import places
-
 PULL_ID: Final = "pdserve-pull-"
 """The prefix of the ids of such requests."""
 
 _MARK: Final = "__pdserve_pulls__"
-
-PLACES: Final = (
-    *places(
-        "sglang.srt.managers.scheduler",
-        "Scheduler._process_hicache_events(self)",
-        "Scheduler.abort_request(recv_req)",
-    ),
-    *places("sglang.srt.managers.io_struct", "AbortReq(rid)"),
-    *places(
-        "sglang.srt.managers.schedule_batch", "Req.__init__ sets rid, cache_request_handle, origin_input_ids"
-    ),
-    *places(
-        "sglang.srt.mem_cache.unified_radix_cache",
-        "UnifiedRadixCache.has_ongoing_prefetch(handle)",
-        "UnifiedRadixCache.waiting_storage_span(request)",
-    ),
-)
 
 
 def install() -> None:

@@ -11,19 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, Final
 
-from pdserve.sglang_places import places
-
 _MARK: Final = "__pdserve_earliest_stop__"
-
-PLACES: Final = (
-    *places(
-        "sglang.srt.managers.schedule_batch",
-        "Req._check_str_based_finish(new_accepted_len) uses stop_strs, finished_reason, finished_len",
-        "Req._locate_str_stop_finished_len(new_accepted_len, stop_str)",
-        "Req.tail_str(new_accepted_len)",
-        "FINISH_MATCHED_STR(matched)",
-    ),
-)
 
 
 def install() -> None:

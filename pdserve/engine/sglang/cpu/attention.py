@@ -17,10 +17,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+
+Attend: TypeAlias = Callable[..., torch.Tensor]
+Tensors: TypeAlias = tuple[torch.Tensor, ...]
 
 
 def extend_mask(prefix_len: int, total_len: int, window: int | None) -> torch.Tensor | None:
@@ -40,161 +43,81 @@ def extend_mask(prefix_len: int, total_len: int, window: int | None) -> torch.Te
     return mask
 
 
-def extend_new_queries_only(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def extend_new_queries_only(original: Attend) -> Attend:
     """A `_run_sdpa_forward_extend` that computes new queries only; calls `original` for cross and encoder
-    attention.
+    attention. Its positional arguments:
 
     query, output: `[new tokens, heads, dim]`; k_cache, v_cache: `[slots, kv heads, dim]`; req_to_token:
-    `[requests, context]` slots; seq_lens, extend_prefix_lens, extend_seq_lens: `[requests]`.
+    `[requests, context]` slots; req_pool_indices, seq_lens, extend_prefix_lens, extend_seq_lens:
+    `[requests]`.
     """
-
-    def run(
-        self: Any,
-        query: torch.Tensor,
-        output: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        req_to_token: torch.Tensor,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        extend_prefix_lens: torch.Tensor,
-        extend_seq_lens: torch.Tensor,
-        encoder_lens: torch.Tensor | None = None,
-        scaling: float | None = None,
-        enable_gqa: bool = False,
-        causal: bool = False,
-        is_cross_attn: bool = False,
-        sliding_window_size: int | None = None,
-    ) -> torch.Tensor:
-        if encoder_lens is not None or is_cross_attn or not causal:
-            return original(
-                self,
-                query,
-                output,
-                k_cache,
-                v_cache,
-                req_to_token,
-                req_pool_indices,
-                seq_lens,
-                extend_prefix_lens,
-                extend_seq_lens,
-                encoder_lens,
-                scaling=scaling,
-                enable_gqa=enable_gqa,
-                causal=causal,
-                is_cross_attn=is_cross_attn,
-                sliding_window_size=sliding_window_size,
-            )
-        rows = query.movedim(0, 1)  # [heads, new tokens, dim]
-        start = 0
-        lengths = zip(seq_lens.tolist(), extend_prefix_lens.tolist(), extend_seq_lens.tolist(), strict=True)
-        for request, (total, prefix, new) in enumerate(lengths):
-            slots = req_to_token[req_pool_indices[request], :total]
-            keys, values = (
-                cache.index_select(0, slots).movedim(0, 1).to(rows.dtype)[None]
-                for cache in (k_cache, v_cache)
-            )
-            mask = extend_mask(prefix, total, sliding_window_size)
-            attended = scaled_dot_product_attention(
-                rows[None, :, start : start + new],
-                keys,
-                values,
-                attn_mask=mask,
-                is_causal=mask is None,
-                enable_gqa=enable_gqa,
-                scale=scaling,
-            )
-            output[start : start + new] = attended[0].movedim(1, 0)
-            start += new
-        return output
-
-    return run
+    return _replacing(original, _extend, tensors=9, needs_causal=True)
 
 
-def decode_in_groups(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def decode_in_groups(original: Attend) -> Attend:
     """A `_run_sdpa_forward_decode` of one query for each request; calls `original` for encoder attention.
 
-    query, output: `[requests, heads, dim]`; the rest as for `extend_new_queries_only`.
+    query, output: `[requests, heads, dim]`; the rest as for `extend_new_queries_only`, up to seq_lens.
     """
+    return _replacing(original, _decode, tensors=7, needs_causal=False)
 
-    def run(
-        self: Any,
-        query: torch.Tensor,
-        output: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        req_to_token: torch.Tensor,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        encoder_lens: torch.Tensor | None = None,
-        scaling: float | None = None,
-        enable_gqa: bool = False,
-        causal: bool = False,
-        is_cross_attn: bool = False,
-        sliding_window_size: int | None = None,
-    ) -> torch.Tensor:
-        if encoder_lens is not None or is_cross_attn:
-            return original(
-                self,
-                query,
-                output,
-                k_cache,
-                v_cache,
-                req_to_token,
-                req_pool_indices,
-                seq_lens,
-                encoder_lens,
-                scaling=scaling,
-                enable_gqa=enable_gqa,
-                causal=causal,
-                is_cross_attn=is_cross_attn,
-                sliding_window_size=sliding_window_size,
-            )
-        kv_heads = k_cache.shape[1]
-        # [requests, kv heads, heads of a group, dim]
-        rows, attended = (one.view(len(one), kv_heads, -1, one.shape[2]) for one in (query, output))
-        for i, (request, total) in enumerate(zip(req_pool_indices.tolist(), seq_lens.tolist(), strict=True)):
-            first = 0
-            if sliding_window_size is not None and sliding_window_size > -1:
-                first = max(0, total - 1 - sliding_window_size)
-            slots = req_to_token[request, first:total]
-            keys, values = (
-                cache.index_select(0, slots).transpose(0, 1)[None].to(rows.dtype)
-                for cache in (k_cache, v_cache)
-            )
-            attended[i] = scaled_dot_product_attention(rows[i : i + 1], keys, values, scale=scaling)[0]
-        return output
+
+def _replacing(original: Attend, attend: Attend, *, tensors: int, needs_causal: bool) -> Attend:
+    @functools.wraps(original)
+    def run(backend: Any, *args: Any, **options: Any) -> torch.Tensor:
+        encoder_lens = args[tensors] if len(args) > tensors else options.get("encoder_lens")
+        is_plain = encoder_lens is None and not options.get("is_cross_attn", False)
+        if not is_plain or (needs_causal and not options.get("causal", False)):
+            return original(backend, *args, **options)
+        window = options.get("sliding_window_size")
+        query, output, k_cache, v_cache, *rows = args[:tensors]
+        table, requests, lengths, *more = rows
+        if window is not None and getattr(backend, "use_sliding_window_kv_pool", False):
+            # slots of tokens before the window may have been given to others; the mask leaves them out
+            slots = table[requests, : int(lengths.max())]
+            table = backend.token_to_kv_pool.translate_loc_from_full_to_swa(slots)
+            requests = torch.arange(len(slots))
+        taken = (query, output, k_cache, v_cache, table, requests, lengths, *more)
+        return attend(taken, options.get("scaling"), window, enable_gqa=options.get("enable_gqa", False))
 
     return run
 
 
-def from_slots_of_windows(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Wrap `_run_sdpa_forward_extend` or `_run_sdpa_forward_decode`: layers with a window read their slots.
-
-    Slots of tokens before the window may have been given to others; the mask leaves them out.
-    """
-
-    @functools.wraps(run)
-    def translated(
-        self: Any,
-        query: torch.Tensor,
-        output: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        req_to_token: torch.Tensor,
-        req_pool_indices: torch.Tensor,
-        seq_lens: torch.Tensor,
-        *args: Any,
-        sliding_window_size: int | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        if sliding_window_size is not None and getattr(self, "use_sliding_window_kv_pool", False):
-            slots = req_to_token[req_pool_indices, : int(seq_lens.max())]
-            req_to_token = self.token_to_kv_pool.translate_loc_from_full_to_swa(slots)
-            req_pool_indices = torch.arange(len(slots))
-        rows = (req_to_token, req_pool_indices, seq_lens, *args)
-        return run(
-            self, query, output, k_cache, v_cache, *rows, sliding_window_size=sliding_window_size, **kwargs
+def _extend(tensors: Tensors, scaling: float | None, window: int | None, *, enable_gqa: bool) -> torch.Tensor:
+    query, output, k_cache, v_cache, table, requests, seq_lens, prefix_lens, new_lens = tensors
+    rows = query.movedim(0, 1)  # [heads, new tokens, dim]
+    start = 0
+    lengths = zip(seq_lens.tolist(), prefix_lens.tolist(), new_lens.tolist(), strict=True)
+    for request, (total, prefix, new) in enumerate(lengths):
+        slots = table[requests[request], :total]
+        keys, values = (
+            cache.index_select(0, slots).movedim(0, 1).to(rows.dtype)[None] for cache in (k_cache, v_cache)
         )
+        mask = extend_mask(prefix, total, window)
+        attended = scaled_dot_product_attention(
+            rows[None, :, start : start + new],
+            keys,
+            values,
+            attn_mask=mask,
+            is_causal=mask is None,
+            enable_gqa=enable_gqa,
+            scale=scaling,
+        )
+        output[start : start + new] = attended[0].movedim(1, 0)
+        start += new
+    return output
 
-    return translated
+
+def _decode(tensors: Tensors, scaling: float | None, window: int | None, *, enable_gqa: bool) -> torch.Tensor:
+    query, output, k_cache, v_cache, table, requests, seq_lens = tensors
+    kv_heads = k_cache.shape[1]
+    # [requests, kv heads, heads of a group, dim]
+    rows, attended = (one.view(len(one), kv_heads, -1, one.shape[2]) for one in (query, output))
+    for i, (request, total) in enumerate(zip(requests.tolist(), seq_lens.tolist(), strict=True)):
+        first = 0 if window is None or window < 0 else max(0, total - 1 - window)
+        slots = table[request, first:total]
+        keys, values = (
+            cache.index_select(0, slots).transpose(0, 1)[None].to(rows.dtype) for cache in (k_cache, v_cache)
+        )
+        attended[i] = scaled_dot_product_attention(rows[i : i + 1], keys, values, scale=scaling)[0]
+    return output

@@ -1,22 +1,17 @@
-"""Every place in SGLang that is changed on a machine without an accelerator, as one table.
-
-A hook names a module, an attribute in it and the parameters that SGLang calls it with; the start-up
-self-check reads the same table, so what is applied is what is checked.
-"""
+"""Every attribute of SGLang that is replaced on a machine without an accelerator, as one table."""
 
 from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from pdserve.engine.sglang.cpu import attention, copies, drafts, hashing, operators, streams, unpinned
+from pdserve.engine.sglang.cpu import attention, copies, hashing, operators, streams, unpinned
 
 HOST_POOL_BASE = "sglang.srt.mem_cache.pool_host.base"
 SENDER = "sglang.srt.disaggregation.mooncake.conn"
@@ -37,14 +32,12 @@ _MARK = "__pdserve_cpu__"
 class Hook:
     """One attribute of SGLang that is replaced.
 
-    `attribute` may be dotted (class and method). `parameters` are the names that must be among the original's
-    parameters; None where SGLang has no such attribute on CPU (imported only with CUDA) or it is no function.
-    `replace` maps the original (or None) to what takes its place.
+    `attribute` may be dotted (class and method). `replace` maps the original to what takes its place; the
+    original is None where SGLang imports it only with CUDA.
     """
 
     module: str
     attribute: str
-    parameters: tuple[str, ...] | None
     replace: Callable[[Any], Any]
 
     @property
@@ -141,107 +134,26 @@ COPIES = {
     "sglang.srt.mem_cache.pool_host.mla": DIRECT_COPIES,
 }
 HOOKS: tuple[Hook, ...] = (
-    *(Hook(pool, copy.__name__, None, _always(copy)) for pool, used in COPIES.items() for copy in used),
-    Hook(
-        HOST_POOL_BASE,
-        "HostKVCache.__init__",
-        ("dtype", "page_size", "layout", "pin_memory", "device", "allocator_type"),
-        _unpinned,
-    ),
-    Hook(HOST_POOL_BASE, "HICACHE_HOST_MEMORY_RESERVE_BYTES", None, lambda _: _HOST_MEMORY_RESERVE_BYTES),
-    Hook(
-        HASH_USER,
-        "get_native_hash",
-        ("token_ids", "prior_digest", "page_size"),
-        lambda _: hashing.get_native_hash,
-    ),
+    *(Hook(pool, copy.__name__, _always(copy)) for pool, used in COPIES.items() for copy in used),
+    Hook(HOST_POOL_BASE, "HostKVCache.__init__", _unpinned),
+    Hook(HOST_POOL_BASE, "HICACHE_HOST_MEMORY_RESERVE_BYTES", lambda _: _HOST_MEMORY_RESERVE_BYTES),
+    Hook(HASH_USER, "get_native_hash", lambda _: hashing.get_native_hash),
     Hook(
         ATTENTION_BACKEND,
         "TorchNativeAttnBackend._run_sdpa_forward_extend",
-        (
-            "query",
-            "output",
-            "k_cache",
-            "v_cache",
-            "req_to_token",
-            "req_pool_indices",
-            "seq_lens",
-            "extend_prefix_lens",
-            "extend_seq_lens",
-            "encoder_lens",
-            "scaling",
-            "enable_gqa",
-            "causal",
-            "is_cross_attn",
-            "sliding_window_size",
-        ),
-        lambda original: attention.from_slots_of_windows(attention.extend_new_queries_only(original)),
+        attention.extend_new_queries_only,
     ),
-    Hook(
-        ATTENTION_BACKEND,
-        "TorchNativeAttnBackend._run_sdpa_forward_decode",
-        (
-            "query",
-            "output",
-            "k_cache",
-            "v_cache",
-            "req_to_token",
-            "req_pool_indices",
-            "seq_lens",
-            "encoder_lens",
-            "scaling",
-            "enable_gqa",
-            "causal",
-            "is_cross_attn",
-            "sliding_window_size",
-        ),
-        lambda original: attention.from_slots_of_windows(attention.decode_in_groups(original)),
-    ),
+    Hook(ATTENTION_BACKEND, "TorchNativeAttnBackend._run_sdpa_forward_decode", attention.decode_in_groups),
 )
-KERNELS_OF_DRAFTS: dict[str, dict[str, Callable[..., None]]] = {
-    "sglang.kernels.ops.speculative.spec_tree": {
-        "sgl_build_tree_kernel_efficient_cpu": drafts.build_tree_kernel_efficient_cpu,
-        "sgl_verify_tree_greedy_cpu": drafts.verify_tree_greedy_cpu,
-    },
-    "sglang.kernels.ops.speculative.cache_locs": {
-        "assign_draft_cache_locs_contiguous_cpu": drafts.assign_draft_cache_locs_contiguous_cpu,
-        "assign_extend_cache_locs_cpu": drafts.assign_extend_cache_locs_cpu,
-    },
-    "sglang.kernels.ops.speculative.eagle": {
-        "fill_bonus_tokens_cpu": drafts.fill_bonus_tokens_cpu,
-        "fill_accept_out_cache_loc_cpu": drafts.fill_accept_out_cache_loc_cpu,
-    },
-    "sglang.kernels.ops.kvcache.cache_move": {
-        "copy_all_layer_kv_cache_cpu": drafts.copy_all_layer_kv_cache_cpu,
-    },
-    "sglang.srt.mem_cache.allocation": {"assign_req_to_token_pool_cpu": drafts.assign_req_to_token_pool_cpu},
-}
 SCHEDULER_HOOKS: tuple[Hook, ...] = (
-    *(
-        Hook(module, name, None, _always(kernel))
-        for module, kernels in KERNELS_OF_DRAFTS.items()
-        for name, kernel in kernels.items()
-    ),
-    Hook(
-        ATTENTION_BACKEND,
-        "TorchNativeAttnBackend.forward_extend",
-        ("q", "k", "v", "layer", "forward_batch"),
-        drafts.verifying,
-    ),
-    Hook(
-        "sglang.srt.speculative.draft_utils",
-        "DraftBackendFactory._create_backend",
-        ("backend_name", "backend_map"),
-        drafts.with_torch,
-    ),
-    Hook(SENDER, "MooncakeKVSender.supports_host_tensor_indices", None, lambda _: False),
-    Hook(LATENT_ATTENTION, "AttentionBackendRegistry.get_handler", ("backend_name",), _absorbed),
-    Hook(NCCL_LIBRARY, "NCCLLibrary.__init__", ("so_file",), _without_nccl),
-    Hook(SCHEDULER, "Scheduler.on_idle", ("self",), _resting),
-    Hook(SCHEDULER, "Scheduler.stash_chunked_request", ("self", "req"), _publishing),
-    Hook(LORA_BACKEND, "torch", None, unpinned.UnpinnedTorch),
-    Hook(LORA_LAYERS, "torch", None, unpinned.UnpinnedTorch),
-    Hook("torch", "Tensor.pin_memory", None, lambda _: unpinned.pin_memory),
+    Hook(SENDER, "MooncakeKVSender.supports_host_tensor_indices", lambda _: False),
+    Hook(LATENT_ATTENTION, "AttentionBackendRegistry.get_handler", _absorbed),
+    Hook(NCCL_LIBRARY, "NCCLLibrary.__init__", _without_nccl),
+    Hook(SCHEDULER, "Scheduler.on_idle", _resting),
+    Hook(SCHEDULER, "Scheduler.stash_chunked_request", _publishing),
+    Hook(LORA_BACKEND, "torch", unpinned.UnpinnedTorch),
+    Hook(LORA_LAYERS, "torch", unpinned.UnpinnedTorch),
+    Hook("torch", "Tensor.pin_memory", lambda _: unpinned.pin_memory),
 )
 """For the scheduler's process alone: others need not import it."""
 
@@ -249,8 +161,7 @@ SCHEDULER_HOOKS: tuple[Hook, ...] = (
 def apply(hooks: tuple[Hook, ...] = HOOKS) -> None:
     """Put these hooks in place in this process; again is a no-op.
 
-    Raises ImportError or AttributeError when SGLang lacks a place that the self-check should have named
-    before.
+    Raises ImportError or AttributeError when this SGLang lacks one.
     """
     operators.declare()
     setattr(torch.cpu, "Event", streams.Event)  # noqa: B010  a class is replaced, which types do not allow
@@ -266,40 +177,3 @@ def apply(hooks: tuple[Hook, ...] = HOOKS) -> None:
         elif original is None:
             raise AttributeError(f"{hook.name} (not there)")
         setattr(owner, last, replacement)
-
-
-def missing() -> Iterator[str]:
-    """Names of hooks whose place in the installed SGLang is gone or takes other parameters, one reason each.
-
-    Read before `apply`.
-    """
-    for hook in (*HOOKS, *SCHEDULER_HOOKS):
-        if hook.module == SENDER:  # imports prometheus_client, before SGLang has set up its mode: see `apply`
-            continue
-        try:
-            owner, last = hook.owner()
-        except (ImportError, AttributeError) as error:
-            yield f"{hook.name} ({error})"
-            continue
-        original = getattr(owner, last, None)
-        if original is None and not callable(hook.replace(None)):
-            yield f"{hook.name} (not there)"
-        if hook.parameters is None or getattr(original, _MARK, False):
-            continue
-        if original is None:
-            yield f"{hook.name} (not there)"
-            continue
-        unknown = set(hook.parameters) - set(inspect.signature(original).parameters)
-        if unknown:
-            yield f"{hook.name} (no parameter {', '.join(sorted(unknown))})"
-    yield from _unused_kernels()
-
-
-def _unused_kernels() -> Iterator[str]:
-    """Kernels have no original on CPU to compare with: SGLang's code must still call them by name."""
-    copied = {pool: {copy.__name__: copy for copy in used} for pool, used in COPIES.items()}
-    for module, called in {**copied, **KERNELS_OF_DRAFTS}.items():
-        source = inspect.getsource(importlib.import_module(module))
-        for name in called:
-            if f"{name}(" not in source:
-                yield f"{module}.{name} (no longer called)"

@@ -7,6 +7,8 @@ import itertools
 import subprocess
 import sys
 from array import array
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -134,6 +136,32 @@ def test_a_decoded_token_equals_the_last_of_an_extended_prompt(
     run = attention.extend_new_queries_only(lambda *_args, **_kwargs: torch.empty(0))
     run(None, query, extended, *shared, lengths - one, one, causal=True, **options)
     assert torch.allclose(decoded, extended, atol=1e-6)
+
+
+def test_layers_with_a_window_read_the_slots_of_their_own_pool() -> None:
+    heads, kv_heads, dim, window, totals = 4, 2, 8, 3, torch.tensor([6, 9])
+    keys, values, query = (
+        torch.randn(40, kv_heads, dim),
+        torch.randn(40, kv_heads, dim),
+        torch.randn(2, heads, dim),
+    )
+    own_slots, table = torch.randperm(40), torch.stack([torch.randperm(40)[:9] for _ in totals])
+    pool = SimpleNamespace(translate_loc_from_full_to_swa=lambda slots: own_slots[slots])
+    backend = SimpleNamespace(use_sliding_window_kv_pool=True, token_to_kv_pool=pool)
+    one = torch.ones_like(totals)
+    options = {"enable_gqa": True, "sliding_window_size": window, "causal": True}
+    extend = attention.extend_new_queries_only(lambda *_args, **_kwargs: torch.empty(0))
+    decode = attention.decode_in_groups(lambda *_args, **_kwargs: torch.empty(0))
+
+    def run(backend: Any, table: torch.Tensor) -> list[torch.Tensor]:
+        shared = (keys, values, table, torch.arange(2), totals)
+        return [
+            extend(backend, query, torch.empty_like(query), *shared, totals - one, one, **options),
+            decode(backend, query, torch.empty_like(query), *shared, **options),
+        ]
+
+    for found, wanted in zip(run(backend, table), run(None, own_slots[table]), strict=True):
+        assert torch.allclose(found, wanted, atol=1e-5)
 
 
 class KeyOf:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve.engine.sglang.cpu import drafts
+from tests.support.e2e import cpu_drafts as drafts
 
 TABLE = torch.tensor([[10, 11, 12, 13, 14, 15], [20, 21, 22, 23, 24, 25], [30, 31, 32, 33, 34, 35]])
 

@@ -1,5 +1,5 @@
 """What a request may ask of SGLang's scheduler. That these end it, or hold it up, is seen in
-tests/e2e/test_engine_bounds.py.
+tests/e2e/test_scheduler_limits.py.
 """
 
 from __future__ import annotations
@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 
-from pdserve.engine.engine_bounds import (
-    LARGEST,
+from pdserve.engine.contract.sampling import LARGEST
+from pdserve.engine.contract.scheduler_limits import (
     MAX_LOGPROBS,
-    STOP_WINDOW,
     bound_sampling,
     check_ids,
     check_logprobs,
-    check_stop_regex,
     check_texts,
 )
 
@@ -48,7 +46,7 @@ def test_more_log_probabilities_than_there_are_or_than_can_be_made_are_refused(
 
 def sampling(**fields: Any) -> Any:
     usual = {"top_k": 50, "min_new_tokens": 3, "stop_token_ids": None, "stop_regex_strs": []}
-    return SimpleNamespace(**usual | {"stop_regex_max_len": 0} | fields)
+    return SimpleNamespace(**usual | fields)
 
 
 def test_what_has_no_effect_is_taken_out_and_the_rest_is_kept() -> None:
@@ -56,49 +54,18 @@ def test_what_has_no_effect_is_taken_out_and_the_rest_is_kept() -> None:
         top_k=2**40,
         min_new_tokens=2**40,
         stop_token_ids={-1, 0, 7, VOCABULARY, 10**30},
-        stop_regex_strs=["a*"],
-        stop_regex_max_len=2**30,
     )
     bound_sampling(given, VOCABULARY)
     assert (given.top_k, given.min_new_tokens) == (LARGEST, LARGEST)
-    assert (given.stop_token_ids, given.stop_regex_max_len) == ({0, 7}, STOP_WINDOW)
+    assert given.stop_token_ids == {0, 7}
     usual = sampling(stop_token_ids={2})
     bound_sampling(usual, VOCABULARY)
     assert vars(usual) == vars(sampling(stop_token_ids={2}))
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    [
-        "(a|a)*b",
-        "(a+)+b",
-        "(a*)*",
-        "((a{0,9}){0,9}){0,9}b",
-        "(a|a)" * 40 + "b",
-        "(a?){60}a{60}",
-        "a*a*a*b",
-        "(?=(a+)+b)",
-        r"(a+)\1",
-        ["[a-z]*"] * 9,
-    ],
-)
-def test_a_pattern_whose_search_may_take_for_ever_is_refused(pattern: Any) -> None:
-    with pytest.raises(ValueError, match="too many ways"):
-        check_stop_regex(pattern)
-
-
-@pytest.mark.parametrize("pattern", ["([", "a{2,1}", "(" * 5000, [5]])
-def test_a_malformed_pattern_is_refused(pattern: Any) -> None:
-    with pytest.raises(ValueError, match="malformed"):
-        check_stop_regex(pattern)
-
-
-@pytest.mark.parametrize(
-    "pattern",
-    [None, [], "stop", r"</answer>\s*$", r"\n{2,}", r"\d{4}-\d{2}-\d{2}", "(yes|no)[.!]?", r"\bend\b", ".+;"],
-)
-def test_usual_patterns_are_taken(pattern: Any) -> None:
-    check_stop_regex(pattern)
+def test_a_pattern_to_stop_at_is_refused() -> None:
+    with pytest.raises(ValueError, match="stop_regex is not supported"):
+        bound_sampling(sampling(stop_regex_strs=["a*"]), VOCABULARY)
 
 
 @pytest.mark.parametrize("grammar", ["json_schema", "regex", "ebnf", "structural_tag"])

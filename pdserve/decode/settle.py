@@ -1,5 +1,5 @@
-"""When are a finished request's pages in the pool? Follows each request from its start to the commit of its
-last page.
+"""`POST /pd/settled`: whether a finished request's pages are in the pool, after a bounded wait. Follows each
+request from its start to the commit of its last page.
 
 SGLang stores prompt and output pages after it has answered, and does not report the end of it. The next turn
 of the conversation may arrive at once at another worker. So the worker that answered follows the pages: it
@@ -7,8 +7,7 @@ names them (the hash chain over prompt and output tokens) and lets the pool repo
 asks here.
 
 Bounds: at most `limit` requests are remembered, and the oldest is forgotten first. Each is followed for at
-most `timeout_s` after its answer. If the last page of a request never came (the pool is full, or refuses
-pages), questions wait only `MOMENT_S`, until the last page of some request comes again.
+most `timeout_s` after its answer (`commits.Commits`).
 """
 
 from __future__ import annotations
@@ -17,19 +16,30 @@ import asyncio
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from msgspec import Meta
 
 from pdserve.decode.keeping import Keeping
+from pdserve.engine.commits import Commits
 from pdserve.engine.http.endpoints import PREFILL
 from pdserve.engine.http.request import HttpRequest
-from pdserve.engine.page_names import PageNames, RequestPages, committed_pages
-from pdserve.kvpool.client.async_client import AsyncPoolClient
+from pdserve.engine.page_names import PageNames, RequestPages
+from pdserve.errors import RequestError
 from pdserve.prefill.missed_pages import MissedPages
 
-MOMENT_S: Final = 0.5
-"""Pages that come at all are usually there within 0.1 s."""
+MAX_WAIT_S: Final = 60.0
+MAX_FOLLOWED: Final = 4096
+
+
+class SettledQuestion(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of `/pd/settled`. `request_id` is the x-request-id of the earlier request."""
+
+    request_id: str
+    timeout_s: Annotated[float, Meta(ge=0, le=MAX_WAIT_S)] = 0.0
 
 
 class Settlement(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,23 +79,37 @@ class WriteBack:
 
     def __init__(
         self,
-        pool: AsyncPoolClient,
+        commits: Commits,
         missed: MissedPages,
         *,
         names: PageNames,
         timeout_s: float,
-        limit: int,
+        limit: int = MAX_FOLLOWED,
         keeping: Keeping | None = None,
     ) -> None:
-        self._pool = pool
         self._keeping = keeping
+        self._commits = commits
         self._missed = missed
         self._names = names
         self._timeout_s = timeout_s
         self._limit = limit
         self._followed: OrderedDict[str, _Followed] = OrderedDict()
-        self._publishing = True
-        """A last page of the request that ended last has come."""
+
+    def router(self) -> APIRouter:
+        """The FastAPI router with the route."""
+        router = APIRouter()
+        router.add_api_route("/pd/settled", self.answer, methods=["POST"], response_model=None)
+        return router
+
+    async def answer(self, request: Request) -> Response:
+        """Answer a `SettledQuestion` with a `Settlement`."""
+        try:
+            question = msgspec.json.decode(await request.body(), type=SettledQuestion)
+        except msgspec.MsgspecError as error:
+            refusal = RequestError(400, str(error))
+            return JSONResponse(refusal.body(), status_code=refusal.status)
+        settlement = await self.settled(question.request_id, question.timeout_s)
+        return Response(msgspec.json.encode(settlement), media_type="application/json")
 
     def follow(self, request: HttpRequest) -> None:
         """Start to follow a request. Called before SGLang sees it, so its next turn always finds it.
@@ -101,12 +125,11 @@ class WriteBack:
             _, oldest = self._followed.popitem(last=False)
             oldest.task.cancel()
         followed = self._followed[request.request_id] = _Followed(request)
-        followed.task = asyncio.create_task(self._commits(followed))
+        followed.task = asyncio.create_task(self._committed(followed))
 
     async def settled(self, request_id: str, timeout_s: float) -> Settlement:
         """Wait, at most `timeout_s`, until every full page of the request is committed."""
-        if not self._publishing:
-            timeout_s = min(timeout_s, MOMENT_S)
+        timeout_s = self._commits.limit_s(timeout_s)
         followed = self._followed.get(request_id)
         if followed is None:
             return Settlement(request_id=request_id, known=False)
@@ -133,7 +156,7 @@ class WriteBack:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _commits(self, followed: _Followed) -> _Pages:
+    async def _committed(self, followed: _Followed) -> _Pages:
         await followed.request.answered.wait()
         if followed.request.side_writes:
             await asyncio.wait(followed.request.side_writes, timeout=self._timeout_s)
@@ -147,7 +170,7 @@ class WriteBack:
             # Of a request cut short SGLang keeps what was computed; how much of it is not known, so there is
             # nothing to wait for.
             if not followed.request.is_cut_short:
-                self._publishing = pages.arrived(await self._pool.wait(pages.ends(), self._timeout_s))
+                await self._commits.wait(pages)
             # A page before the end may be missing all the same: found by SGLang in its own cache, and lost by
             # the pool since it was stored. Nobody stores it again now, so it is not waited for.
             settled = await self._count(pages)
@@ -160,7 +183,7 @@ class WriteBack:
             followed.pages = None
 
     async def _count(self, pages: RequestPages) -> _Pages:
-        return _Pages(await committed_pages(self._pool, pages), len(pages))
+        return _Pages(await self._commits.count(pages), len(pages))
 
 
 def _settlement(request_id: str, pages: _Pages, waited_ms: float) -> Settlement:

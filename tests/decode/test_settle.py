@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from pdserve.decode import writeback
-from pdserve.decode.writeback import WriteBack
+from pdserve.decode.settle import WriteBack
+from pdserve.engine import commits
+from pdserve.engine.commits import Commits
 from pdserve.engine.http.request import HttpRequest
 from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.page_names import PageNames
@@ -50,7 +51,8 @@ def answered_request(request_id: str, prompt: list[int], output: list[int]) -> H
 
 
 def make(pool: Any, limit: int = 10) -> WriteBack:
-    return WriteBack(pool, MissedPages(pool, WorkerMetrics()), names=NAMES, timeout_s=5.0, limit=limit)
+    missed = MissedPages(pool, WorkerMetrics())
+    return WriteBack(Commits(pool, 5.0), missed, names=NAMES, timeout_s=5.0, limit=limit)
 
 
 async def test_settled_waits_for_the_commit_of_prompt_and_output_pages() -> None:
@@ -147,7 +149,7 @@ async def test_a_request_without_full_pages_is_settled_once_answered() -> None:
 async def test_pages_that_never_come_are_waited_for_once_and_then_no_longer_than_a_moment_until_some_come(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(writeback, "MOMENT_S", 0.0)
+    monkeypatch.setattr(commits, "MOMENT_S", 0.0)
 
     class Pool:
         """Each wait ends as it is told."""

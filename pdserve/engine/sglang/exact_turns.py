@@ -11,39 +11,19 @@ chose, and the KV of other tokens would be wrong.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any
 
-from pdserve.engine.http.meeting_room import room_of_request
 from pdserve.engine.http.request import HttpRequest
+from pdserve.engine.http.request_context import bootstrap_of_request
 from pdserve.engine.prompt_identity import tokenizer_fingerprint
 from pdserve.engine.sglang.children.kept_prompts import POOL_ROOM
 from pdserve.engine.turns.exact import Asked, ExactTurns, Turn
 from pdserve.engine.turns.segments import StopTokens
-from pdserve.sglang_places import places
 
 logger = logging.getLogger(__name__)
-
-PLACES: Final = (
-    *places("sglang.srt.configs.model_config", "ModelConfig.__init__ sets hf_eos_token_id, is_multimodal"),
-    *places(
-        "sglang.srt.managers.tokenizer_manager",
-        "TokenizerManager.init_tokenizer_and_processor sets tokenizer",
-        "TokenizerManager.init_model_config sets context_len, num_reserved_tokens",
-    ),
-    *places(
-        "sglang.srt.managers.io_struct",
-        "GenerateReqInput(input_ids, sampling_params, extra_key, cache_salt, lora_path)",
-    ),
-    *places(
-        "sglang.srt.entrypoints.openai.serving_chat",
-        "parallel_prompt_encode(tokenizer, text, encode_kwargs)",
-        "OpenAIServingChat._render_and_encode_chat_template uses parallel_prompt_encode",
-        "OpenAIServingChat._convert_to_internal_request(request, raw_request)",
-    ),
-    *places("sglang.srt.entrypoints.openai.protocol", "ChatCompletionRequest(messages)"),
-)
 
 
 class Rendered(list[int]):
@@ -63,27 +43,29 @@ class Rendered(list[int]):
         return rendered
 
 
-def install() -> None:
-    """Have SGLang's chats keep the text of their prompts. Before `long_texts.install`, which wraps the same
-    functions for threads of its own.
+@functools.cache
+def chat_class() -> type[Any]:
+    """SGLang's serving of chats, whose prompts keep their text (`TokenizerManager.serving_chat_class`).
+    Imports SGLang.
     """
     from sglang.srt.entrypoints.openai import serving_chat
-    from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 
-    encode, convert = serving_chat.parallel_prompt_encode, OpenAIServingChat._convert_to_internal_request
+    encode = serving_chat.parallel_prompt_encode
 
     def encode_kept(tokenizer: Any, text: Any, encode_kwargs: Any = None) -> Any:
         return Rendered.of(encode(tokenizer, text, encode_kwargs), text)
 
-    def convert_counted(self: Any, chat: Any, raw_request: Any = None) -> Any:
-        converted, asked = convert(self, chat, raw_request)
-        ids = getattr(converted, "input_ids", None)
-        if isinstance(ids, Rendered):
-            ids.answers = sum(getattr(message, "role", "") == "assistant" for message in chat.messages)
-        return converted, asked
-
     serving_chat.parallel_prompt_encode = encode_kept
-    OpenAIServingChat._convert_to_internal_request = convert_counted
+
+    class Chat(serving_chat.OpenAIServingChat):  # type: ignore[misc]  # SGLang ships no types
+        def _convert_to_internal_request(self, request: Any, raw_request: Any = None) -> Any:
+            converted, asked = super()._convert_to_internal_request(request, raw_request)
+            ids = getattr(converted, "input_ids", None)
+            if isinstance(ids, Rendered):
+                ids.answers = sum(getattr(message, "role", "") == "assistant" for message in request.messages)
+            return converted, asked
+
+    return Chat
 
 
 class ModelTokenizer:
@@ -130,8 +112,8 @@ class SglangTurns:
         ids = getattr(asked, "input_ids", None)
         if not isinstance(ids, Rendered):
             return None
-        room = room_of_request()
-        if room is not None and room.number != POOL_ROOM:
+        room = bootstrap_of_request()
+        if room is not None and room.room != POOL_ROOM:
             if ids.answers and is_counted:
                 self._count("direct")
             return None

@@ -1,4 +1,4 @@
-"""The salt in a header, for endpoints whose bodies take none."""
+"""What a router says of a request in headers: its salt, and its direct hand-off."""
 
 from __future__ import annotations
 
@@ -7,13 +7,19 @@ from fastapi import FastAPI, WebSocket
 from fastapi.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 
-from pdserve.engine.http.cache_salt import CacheSalt, salt_of_request
+from pdserve.engine.http.request_context import (
+    Bootstrap,
+    RequestContext,
+    bootstrap_of_request,
+    salt_of_request,
+    set_bootstrap,
+)
 
 
 @pytest.fixture
 def client() -> TestClient:
     app = FastAPI()
-    app.add_middleware(CacheSalt)
+    app.add_middleware(RequestContext)
 
     @app.get("/salt")
     async def salt() -> str | None:
@@ -23,6 +29,15 @@ def client() -> TestClient:
     async def said(socket: WebSocket) -> None:
         await socket.accept()
         await socket.send_json(salt_of_request())
+
+    @app.get("/room")
+    async def room() -> Bootstrap | None:
+        return bootstrap_of_request()
+
+    @app.get("/enter")
+    async def enter() -> Bootstrap | None:
+        set_bootstrap(Bootstrap("h", None, 5))
+        return bootstrap_of_request()
 
     return TestClient(app)
 
@@ -48,3 +63,19 @@ def test_a_websocket_has_its_salt_and_none_is_let_in_with_what_is_no_salt(client
 def test_a_header_that_is_no_salt_is_refused(client: TestClient, value: str) -> None:
     """Without a salt, pages of two tenants would have one name."""
     assert client.get("/salt", headers={"x-pdserve-cache-salt": value}).status_code == 400
+
+
+def test_a_request_is_of_the_room_of_its_own_header_only(client: TestClient) -> None:
+    named = client.get("/room", headers={"x-pdserve-room": "::1 8998 4611686018427387903"})
+    assert named.json() == ["::1", 8998, 2**62 - 1]
+    assert client.get("/room").json() is None
+
+
+def test_a_room_that_a_request_enters_is_its_own(client: TestClient) -> None:
+    assert client.get("/enter").json() == ["h", None, 5]
+    assert client.get("/room").json() is None
+
+
+@pytest.mark.parametrize("value", ["", "10.0.0.5", "10.0.0.5 8998", "10.0.0.5 x 1", "a b c d", "10.0.0.5  1"])
+def test_a_header_that_is_no_room_is_refused(client: TestClient, value: str) -> None:
+    assert client.get("/room", headers={"x-pdserve-room": value}).status_code == 400

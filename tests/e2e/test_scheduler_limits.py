@@ -38,8 +38,7 @@ def native(sampling: dict[str, Any], **more: Any) -> tuple[str, dict[str, Any]]:
         (native({}, input_ids=[-1, 5]), 400),
         (native({}, input_ids=[[5], [5, 10**6]]), 400),
         (("/v1/completions", {"model": "demo-tiny", "prompt": [5, 10**6], "max_tokens": 2}), 400),
-        (native({"regex": "a{64}", "max_new_tokens": 64, "stop_regex": "(a|a)*b"}), 400),
-        (native({"stop_regex": "(["}), 400),
+        (native({"stop_regex": "(a|a)*b"}), 400),
     ],
     ids=str,
 )

@@ -1,4 +1,7 @@
-"""Speculative decoding on a CPU: SGLang's kernels for it, by torch, and torch's attention for draft models.
+"""Speculative decoding on a CPU, for tests: SGLang's kernels and attention of draft models, by torch.
+
+Importing it adds to the hooks of schedulers that start from this process (`cpu.hooks.SCHEDULER_HOOKS`); the
+warm server does. Users need a GPU, or a processor with AMX.
 
 SGLang 0.5.23 runs speculative decoding on a CPU with its AMX kernels only. What they compute is simple where
 each step drafts one token (`--speculative-eagle-topk 1`): SGLang itself refuses more with pages of more than
@@ -15,6 +18,8 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
+
+from pdserve.engine.sglang.cpu import hooks
 
 ATTENTION: Final = "torch_native"
 
@@ -218,3 +223,30 @@ def _step(native: type[Any], drafted: int) -> type[Any]:
             return super().forward_decode(q, k, v, layer, forward_batch, *args, **more)
 
     return Step
+
+
+KERNELS: Final[dict[str, dict[str, Callable[..., None]]]] = {
+    "sglang.kernels.ops.speculative.spec_tree": {
+        "sgl_build_tree_kernel_efficient_cpu": build_tree_kernel_efficient_cpu,
+        "sgl_verify_tree_greedy_cpu": verify_tree_greedy_cpu,
+    },
+    "sglang.kernels.ops.speculative.cache_locs": {
+        "assign_draft_cache_locs_contiguous_cpu": assign_draft_cache_locs_contiguous_cpu,
+        "assign_extend_cache_locs_cpu": assign_extend_cache_locs_cpu,
+    },
+    "sglang.kernels.ops.speculative.eagle": {
+        "fill_bonus_tokens_cpu": fill_bonus_tokens_cpu,
+        "fill_accept_out_cache_loc_cpu": fill_accept_out_cache_loc_cpu,
+    },
+    "sglang.kernels.ops.kvcache.cache_move": {"copy_all_layer_kv_cache_cpu": copy_all_layer_kv_cache_cpu},
+    "sglang.srt.mem_cache.allocation": {"assign_req_to_token_pool_cpu": assign_req_to_token_pool_cpu},
+}
+hooks.SCHEDULER_HOOKS += (
+    *(
+        hooks.Hook(module, name, lambda _original, kernel=kernel: kernel)
+        for module, kernels in KERNELS.items()
+        for name, kernel in kernels.items()
+    ),
+    hooks.Hook(hooks.ATTENTION_BACKEND, "TorchNativeAttnBackend.forward_extend", verifying),
+    hooks.Hook("sglang.srt.speculative.draft_utils", "DraftBackendFactory._create_backend", with_torch),
+)
