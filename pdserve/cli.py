@@ -35,7 +35,7 @@ class SubCommand(NamedTuple):
 SUB_COMMANDS: Mapping[str, SubCommand] = {
     "up": SubCommand("pdserve.up.cli:app", "Start and supervise a whole cluster from one TOML file."),
     "router": SubCommand("pdserve.router.cli:command", "Run the router: OpenAI's API before the workers."),
-    "key": SubCommand("pdserve.router.tenants.key_cli:app", "Make an API key of a tenant."),
+    "key": SubCommand("pdserve.router.tenants.api_keys:app", "Make an API key of a tenant."),
     "prefill": SubCommand("pdserve.workers:prefill", "Run a prefill worker.", "sglang"),
     "decode": SubCommand("pdserve.workers:decode", "Run a decode worker.", "sglang"),
     "agg": SubCommand("pdserve.workers:agg", "Run an aggregated worker: both roles in one.", "sglang"),

@@ -21,8 +21,8 @@ from pdserve.kvpool.node.events.feed import open_feed
 from pdserve.kvpool.protocol.page_tag import PageTags
 from pdserve.kvpool.tiers.encryption import PageCipher, SecretEntry
 from pdserve.kvpool.tiers.page_codec import PageCodec
-from pdserve.router.config.redis import RedisSettings
-from pdserve.router.sessions.redis_client import connect
+from pdserve.router.config.limits import RedisSettings
+from pdserve.router.sessions.table import connect
 from pdserve.tracing import Tracer, Tracing
 
 ROOT = Path(__file__).parents[1]

@@ -18,7 +18,7 @@ import httpx
 import msgspec
 
 from benchmarks.lib.load import Api, Cached
-from pdserve.router.request import cache_report
+from pdserve.router.request import call as router_call
 from tests.support.processes import HarnessError
 
 PATHS: Final[dict[Api, str]] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
@@ -27,8 +27,8 @@ END_TIMEOUT_S: Final = 1.0  # from an answer's last word to its end, which serve
 MAX_DETAIL: Final = 200  # characters of an error's text that are kept
 MAX_EVENT_BYTES: Final = 16 << 20
 NOT_CACHED: Final = Cached()
-CACHED_HEADER: Final = cache_report.CACHED_HEADER.decode()
-PREFILL_CACHED_HEADER: Final = cache_report.PREFILL_CACHED_HEADER.decode()
+CACHED_HEADER: Final = router_call.CACHED_HEADER.decode()
+PREFILL_CACHED_HEADER: Final = router_call.PREFILL_CACHED_HEADER.decode()
 
 
 @dataclass
@@ -269,7 +269,7 @@ def _note(event: _Event, response: Response) -> None:
 def _ssd_tokens(headers: Mapping[str, str]) -> int | None:
     """What the worker that computed the prompt had from SSD; None where nobody says."""
     said = headers.get(PREFILL_CACHED_HEADER) or headers.get(CACHED_HEADER)
-    return None if said is None else cache_report.parse_cached(said).get("ssd")
+    return None if said is None else router_call.parse_cached(said).get("ssd")
 
 
 def _message(error: Any) -> str:

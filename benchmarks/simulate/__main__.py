@@ -19,7 +19,7 @@ from benchmarks.simulate.advise import KINDS, Advice, Adviser
 from benchmarks.simulate.model import BLOCK_TOKENS, Rates, Request, Setting, Size
 from benchmarks.simulate.simulate import Outcome
 from pdserve.errors import ConfigError
-from pdserve.router.config.slo import ServiceLevel
+from pdserve.router.config.limits import ServiceLevel
 from pdserve.settings.config_file import build_config
 
 COLUMNS = (

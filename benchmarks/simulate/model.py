@@ -14,8 +14,8 @@ import xxhash
 
 from benchmarks.lib.load import trace_lines
 from pdserve.errors import ConfigError
+from pdserve.router.config.limits import ServiceLevel
 from pdserve.router.config.router import RouterConfig
-from pdserve.router.config.slo import ServiceLevel
 from pdserve.router.fleet.worker import Role
 from pdserve.router.placement.prefix_index import BLOCK_ENDS, Prefix
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pdserve.router.fleet.worker import Worker
-from pdserve.router.placement.policies.base import Ask, Choice, PolicySettings
+from pdserve.router.placement.policies import Ask, Choice, PolicySettings
 
 OWN_HOSTS = ("127.0.0.1", "localhost")
 MORE_REQUESTS = 4

@@ -21,7 +21,7 @@ from pdserve.errors import ConfigError, PoolError
 from pdserve.kvpool.admin.node_client import TIMEOUT_S, NodeClient, all_nodes, in_parallel
 from pdserve.kvpool.protocol.cluster_messages import DEAD, MAX_MEMBERS
 from pdserve.kvpool.protocol.messages import NodeAddress, StatusReport
-from pdserve.router.fleet.abilities import foreign_info
+from pdserve.router.fleet.worker import foreign_info
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ from benchmarks.simulate.model import (
     turning,
 )
 from benchmarks.simulate.simulate import simulate
-from pdserve.router.config.slo import ServiceLevel
+from pdserve.router.config.limits import ServiceLevel
 
 RATES = Rates(
     prefill_ms_per_token=0.1, step_ms=10.0, step_ms_per_request=1.0, pool_ms_per_token=0.01, hop_ms=5.0

@@ -19,8 +19,7 @@ from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.membership import FleetError
 from pdserve.router.fleet.worker import Worker
 from pdserve.router.upstream.client import Upstream
-from pdserve.router.upstream.response import UpstreamError
-from pdserve.router.upstream.worker_tls import WorkerTls
+from pdserve.router.upstream.connection import UpstreamError, WorkerTls
 from pdserve.security.tls import Certificates, TlsConfig
 from tests.support.certificates import Authority
 from tests.support.router.harness import PATIENT, Harness, before, routed

@@ -34,7 +34,7 @@ from pdserve.router.admin.live_frames import (
     frame_of,
     point_of,
 )
-from pdserve.router.metrics.snapshot import Snapshot
+from pdserve.router.metrics.stats import Snapshot
 
 if TYPE_CHECKING:
     from pdserve.router.app.router import Router

@@ -16,8 +16,7 @@ from pdserve.kvpool.protocol.messages import NamespaceStatus
 from pdserve.metric import Labels
 from pdserve.router.fleet.worker import Worker
 from pdserve.router.metrics.names import PARTS, TIERS
-from pdserve.router.metrics.snapshot import BY_NAME, Snapshot
-from pdserve.router.metrics.stats import BUCKETS_S, Histogram
+from pdserve.router.metrics.stats import BUCKETS_S, BY_NAME, Histogram, Snapshot
 
 MAX_NAMESPACES: Final = 20
 

@@ -22,7 +22,7 @@ from pdserve.errors import RequestError
 from pdserve.router.api.request_body import UNREADABLE
 from pdserve.router.app.router import Router
 from pdserve.router.fleet.worker import Worker
-from pdserve.router.upstream.response import UpstreamError
+from pdserve.router.upstream.connection import UpstreamError
 
 FROM_DISK: Final = "/update_weights_from_disk"
 SLACK_S: Final = 120.0

@@ -1,7 +1,11 @@
-"""The gate: whose request it is, whether it may run now, and what it has used when it is over.
+"""Admission: who may send a request, and when it may run.
+
+The gate: whose request it is, whether it may run now, and what it has used when it is over.
 
 `Tenants` and `FairQueue` decide. The gate has the clock, a future for each waiting request, and a timer that
 runs while requests wait.
+
+Metrics of tenants and of the queue.
 """
 
 from __future__ import annotations
@@ -13,17 +17,16 @@ from typing import TypeVar
 
 from pdserve.errors import RequestError
 from pdserve.logs import ThrottledLog
+from pdserve.metric import Labels
 from pdserve.router.admission.queue import FairQueue, State, Ticket
 from pdserve.router.api.errors import NoWorkerError, TooManyError
 from pdserve.router.config.router import RouterConfig
-from pdserve.router.fleet.models import ANY, DEFAULT_MODEL, Models
-from pdserve.router.fleet.registry import UNKNOWN_SLOTS, Fleet
+from pdserve.router.fleet.registry import ANY, DEFAULT_MODEL, UNKNOWN_SLOTS, Fleet, Models
 from pdserve.router.metrics.stats import Histogram
 from pdserve.router.request.call import Call
 from pdserve.router.request.token_usage import Meter
 from pdserve.router.tenants.api_keys import admin_key, check_open, load_keys
-from pdserve.router.tenants.registry import Tenants
-from pdserve.router.tenants.tenant import TenantState
+from pdserve.router.tenants.tenant import Tenants, TenantState
 from pdserve.security.failed_logins import FailedLogins
 from pdserve.security.tokens import bearer, digest, same
 
@@ -300,3 +303,23 @@ class Gate:
         self._wake(self.queue.expire(self._loop.time()))
         self.fill()
         self._timer = self._loop.call_later(TICK_S, self._tick) if self._waiters else None
+
+
+def gate_metrics(gate: Gate) -> dict[str, dict[Labels, int]]:
+    """Counters and gauges by name, then by labels. Tenants are as many as the keys file names."""
+    tenants = gate.tenants.all
+    requests: dict[Labels, int] = {}
+    tokens: dict[Labels, int] = {}
+    for tenant in tenants:
+        requests[tenant.name, "admitted"] = tenant.use.requests
+        requests[tenant.name, "refused"] = tenant.use.refused
+        tokens[tenant.name, "prompt"] = tenant.use.prompt_tokens
+        tokens[tenant.name, "output"] = tenant.use.output_tokens
+    return {
+        "tenant_requests": requests,
+        "tenant_tokens": tokens,
+        "tenant_running": {(tenant.name,): tenant.running for tenant in tenants},
+        "tenant_waiting": {(tenant.name,): tenant.waiting for tenant in tenants},
+        "unknown_keys": {(): gate.unknown_keys},
+        "unread_keys": {(): gate.unread_keys},
+    }

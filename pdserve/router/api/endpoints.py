@@ -1,12 +1,32 @@
-"""The endpoints that workers answer: one row each. A new endpoint is a new row here, and its tests.
+"""The endpoints that are passed on to workers, paths as clients write them, ids of stored responses.
+
+The endpoints that workers answer: one row each. A new endpoint is a new row here, and its tests.
 
 The rest of the router asks the row and compares no paths. `api/sglang_schemas.json` holds the schemas that a
 row names; tests/support/openapi.py makes that file.
+
+Paths as clients make them of a base URL: what they mean, and what they should have been. Pure.
+
+Slashes that stand twice or at the end change nothing: `/v1//chat/completions/` is served. A `/v1` that is
+missing or doubled is a mistake in a client's base URL, and the answer (404) names the path that was meant.
+
+Ids of responses that a worker stores in its own memory.
+
+Only the worker that made one can go on with it. So the router chooses the id, and any router can
+read the worker from it:
+
+    resp_ WORKER TENANT RANDOM         12, 8 and 24 hexadecimal digits
+
+WORKER and TENANT are digests of the worker's id and of the tenant's name. RANDOM cannot be guessed. An id is
+not found by another tenant, nor when its worker has left.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
+import secrets
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
@@ -263,3 +283,59 @@ if TYPE_CHECKING:
 else:
     PrefillPath = Literal[PREFILLABLE]
 """Type of a path in `prefill_endpoints`: the configuration accepts only those of `PREFILLABLE`."""
+
+
+_SLASHES = re.compile(r"/{2,}")
+MAX_SHOWN_CHARS = 200
+
+
+def fold(path: str) -> str:
+    """`path` with single slashes, and none at its end."""
+    return _SLASHES.sub("/", path).rstrip("/") or "/"
+
+
+def similar(path: str, known: Iterable[str]) -> str | None:
+    """The known path that `path` was probably meant to be: the same but for `/v1`, or with more before it."""
+    asked = _without_version(path)
+    found = [each for each in known if _without_version(each) == asked]
+    if not found:
+        found = [each for each in known if each.count("/") > 1 and asked.endswith(_without_version(each))]
+    return max(found, key=len, default=None)
+
+
+def not_found(method: str, path: str, known: Iterable[str]) -> str:
+    """What a client is told of a path that there is not."""
+    meant = similar(path, known)
+    return f"{method} {path[:MAX_SHOWN_CHARS]}: Not Found" + (f"; did you mean {meant}?" if meant else "")
+
+
+def _without_version(path: str) -> str:
+    return "".join(f"/{part}" for part in path.split("/") if part not in ("", "v1"))
+
+
+_PREFIX: Final = "resp_"
+_WORKER_DIGITS: Final = 12
+_TENANT_DIGITS: Final = 8
+_RANDOM_DIGITS: Final = 24
+_DIGITS: Final = re.compile(f"[0-9a-f]{{{_WORKER_DIGITS + _TENANT_DIGITS + _RANDOM_DIGITS}}}")
+
+
+def new_id(worker_id: str, tenant: str) -> str:
+    """An id of a response that the worker will store for the tenant."""
+    random = secrets.token_hex(_RANDOM_DIGITS // 2)
+    return _PREFIX + _digits(worker_id, _WORKER_DIGITS) + _digits(tenant, _TENANT_DIGITS) + random
+
+
+def find_holder(id_: str, worker_ids: Iterable[str], tenant: str) -> str | None:
+    """The id of the worker that holds it. None: it is no such id, another tenant's, or its worker left."""
+    digits = id_.removeprefix(_PREFIX)
+    if digits == id_ or not _DIGITS.fullmatch(digits):
+        return None
+    if digits[_WORKER_DIGITS:][:_TENANT_DIGITS] != _digits(tenant, _TENANT_DIGITS):
+        return None
+    worker = digits[:_WORKER_DIGITS]
+    return next((one for one in worker_ids if _digits(one, _WORKER_DIGITS) == worker), None)
+
+
+def _digits(name: str, count: int) -> str:
+    return hashlib.blake2b(name.encode(), digest_size=count // 2).hexdigest()

@@ -1,8 +1,21 @@
-"""What the router reads of a request body: only what planning needs.
+"""What the router reads of a request's body, JSON or a form.
+
+What the router reads of a request body: only what planning needs.
 
 `RequestView` decodes a few fields. msgspec checks the syntax of everything else and drops it; `messages` and
 `prompt` stay raw bytes. The worker gets the body byte for byte, so parameters that the router does not know
 work.
+
+Requests whose answers say more of a prompt than a worker knows that got the prompt's KV from another one.
+
+After a direct hand-off, SGLang's decode worker has the KV and the first token, and no more. Log-probabilities
+of prompt tokens, hidden states and the like stayed at the prefill worker. Prompts with media, and sessions
+that SGLang itself keeps, are left to workers that compute prompts as well: they were not tried.
+
+What the router reads of a form (multipart/form-data, RFC 7578): a few short fields. Pure.
+
+The worker gets the form byte for byte. Only `model` and `stream` are read, and they decide nothing but which
+model's workers are asked, and how long their answer may take. Files are stepped over, not copied.
 """
 
 from __future__ import annotations
@@ -10,7 +23,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -268,3 +281,85 @@ def _number(said: msgspec.Raw) -> int:
     except (*UNREADABLE, ValueError):
         return 1  # the worker refuses it
     return 1 if math.isnan(number) else max(1, int(min(number, MAX_COUNT)))
+
+
+_UNSET = msgspec.Raw(b"")
+_MEDIA_FIELDS = re.compile(rb'"(?:(?:image|video|audio)_url|input_audio|image|video|audio|source)"\s*:')
+"""A member of a message's part. In a text its quotes would be written with a backslash."""
+_OFF = frozenset((b"", b"null", b"false", b"-1", b"[]"))
+
+
+class _AboutPrompt(msgspec.Struct, gc=False):
+    """The fields of SGLang 0.5.23 that ask for it. They are off with a value of `_OFF`."""
+
+    messages: msgspec.Raw = _UNSET
+    echo: msgspec.Raw = _UNSET
+    logprob_start_len: msgspec.Raw = _UNSET
+    return_hidden_states: msgspec.Raw = _UNSET
+    return_routed_experts: msgspec.Raw = _UNSET
+    return_indexer_topk: msgspec.Raw = _UNSET
+    return_sampling_mask: msgspec.Raw = _UNSET
+    return_entropy: msgspec.Raw = _UNSET
+    session_id: msgspec.Raw = _UNSET
+    session_params: msgspec.Raw = _UNSET
+    input_embeds: msgspec.Raw = _UNSET
+    positional_embed_overrides: msgspec.Raw = _UNSET
+    image_data: msgspec.Raw = _UNSET
+    video_data: msgspec.Raw = _UNSET
+    audio_data: msgspec.Raw = _UNSET
+
+
+_about_decoder = msgspec.json.Decoder(_AboutPrompt)
+_FIELDS = _AboutPrompt.__struct_fields__[1:]
+
+
+def asks_about_prompt(body: bytes) -> bool:
+    """Whether the request needs a worker that computes its prompt."""
+    try:
+        view = _about_decoder.decode(body)
+    except UNREADABLE:
+        return True
+    if any(bytes(getattr(view, name)) not in _OFF for name in _FIELDS):
+        return True
+    return _MEDIA_FIELDS.search(view.messages) is not None
+
+
+MAX_PARTS: Final = 64
+MAX_HEAD_BYTES: Final = 4096
+MAX_FIELD_BYTES: Final = 1024
+_BOUNDARY: Final = re.compile(
+    rb'multipart/form-data\s*;(?:[^;]*;)*?\s*boundary=(?:"([^"\r\n]{1,70})"|([^\s";,]{1,70}))', re.IGNORECASE
+)
+_NAME: Final = re.compile(
+    rb'content-disposition\s*:\s*form-data\s*;(?:[^\r\n]*?;)?\s*name="([^"\r\n]*)"', re.IGNORECASE
+)
+_IS_FILE: Final = re.compile(rb"[;\s]filename\*?=", re.IGNORECASE)
+TRUE: Final = frozenset(("1", "true", "t", "yes", "y", "on"))
+"""What SGLang's form takes for true, in any case."""
+
+
+def read_form(body: bytes, content_type: bytes) -> dict[str, str]:
+    """The short text fields of a form; of a name that comes twice the last counts. Raises RequestError (400)
+    for what is no form, or has too many parts.
+    """
+    found = _BOUNDARY.match(content_type)
+    if found is None:
+        raise RequestError(400, "The body must be a form: multipart/form-data with a boundary.")
+    line = b"--" + (found[1] or found[2])
+    if not body.startswith(line):
+        raise RequestError(400, "The form does not begin with its boundary.")
+    fields: dict[str, str] = {}
+    at = len(line)
+    for _ in range(MAX_PARTS):
+        if body.startswith(b"--", at):
+            return fields
+        head_end = body.find(b"\r\n\r\n", at, at + MAX_HEAD_BYTES)
+        end = body.find(b"\r\n" + line, max(at, head_end))
+        if head_end < 0 or end < 0:
+            raise RequestError(400, "The form is cut short, or the head of a part is too long.")
+        head, value_at = body[at:head_end], head_end + 4
+        name = _NAME.search(head)
+        if name is not None and not _IS_FILE.search(head) and end - value_at <= MAX_FIELD_BYTES:
+            fields[name[1].decode("utf-8", "replace")] = body[value_at:end].decode("utf-8", "replace")
+        at = end + 2 + len(line)
+    raise RequestError(400, f"The form has more than {MAX_PARTS} parts.")

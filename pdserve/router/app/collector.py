@@ -8,11 +8,9 @@ from typing import TypeVar
 import msgspec
 
 from pdserve.metric import Labels
-from pdserve.router.admission.gate import Gate
-from pdserve.router.admission.metrics import gate_metrics
+from pdserve.router.admission.gate import Gate, gate_metrics
 from pdserve.router.fleet.registry import Fleet
-from pdserve.router.metrics.snapshot import Snapshot
-from pdserve.router.metrics.stats import Histogram, Stats
+from pdserve.router.metrics.stats import Histogram, Snapshot, Stats
 from pdserve.router.placement.elastic import ElasticRoles
 from pdserve.router.placement.placer import Placer
 from pdserve.router.upstream.client import Upstream

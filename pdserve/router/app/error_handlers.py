@@ -12,9 +12,8 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
 from pdserve.errors import RequestError
-from pdserve.router.api.endpoints import ENDPOINTS
+from pdserve.router.api.endpoints import ENDPOINTS, MAX_SHOWN_CHARS, not_found, similar
 from pdserve.router.api.errors import ErrorForm, error_body, error_headers, error_of
-from pdserve.router.api.paths import MAX_SHOWN_CHARS, not_found, similar
 from pdserve.router.request.answer import JSON
 
 OPENAI: Final[ErrorForm] = "openai"

@@ -1,4 +1,9 @@
-"""Generation endpoints: read the body, plan, dispatch, and account for every way it can end."""
+"""Generation endpoints: read the body, plan, dispatch, and account for every way it can end.
+
+What is noted of a request that is over: metrics, and a line in the access log.
+
+Generation endpoints: read the body, plan, dispatch, and account for every way it can end.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +12,21 @@ import logging
 import random
 import time
 from collections import defaultdict
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
 from pdserve.errors import RequestError
 from pdserve.logs import served_request
 from pdserve.router.admission.gate import Gate
-from pdserve.router.api.about_prompt import asks_about_prompt
 from pdserve.router.api.content_coding import CodedBody
-from pdserve.router.api.endpoints import ENDPOINTS, Endpoint
+from pdserve.router.api.endpoints import ENDPOINTS, Endpoint, find_holder, fold
 from pdserve.router.api.errors import NoWorkerError, error_headers, error_of
-from pdserve.router.api.form_body import TRUE, read_form
-from pdserve.router.api.held_ids import find_holder
-from pdserve.router.api.paths import fold
 from pdserve.router.api.request_body import (
     BOM,
+    TRUE,
     RequestView,
+    asks_about_prompt,
     count_candidates,
     count_choices,
     count_prompts,
@@ -31,31 +34,93 @@ from pdserve.router.api.request_body import (
     has_media,
     has_several_prompts,
     parse_request,
+    read_form,
     with_member,
 )
-from pdserve.router.app.accounting import account, log_access
+from pdserve.router.config.limits import ServiceLevel
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.config.tenants import SHARED
 from pdserve.router.deadlines import Deadlines
 from pdserve.router.dispatch.dispatcher import Dispatcher
-from pdserve.router.fleet.body_limit import LARGEST_BODY_BYTES
 from pdserve.router.fleet.registry import Fleet
+from pdserve.router.fleet.worker import LARGEST_BODY_BYTES
 from pdserve.router.metrics.stats import Stats
+from pdserve.router.placement.planner import RequestFacts
 from pdserve.router.placement.prefix_index import prefix_of
-from pdserve.router.placement.request_facts import RequestFacts
-from pdserve.router.request import spans
 from pdserve.router.request.answer import JSON
-from pdserve.router.request.call import Call
-from pdserve.router.server.client import Client
+from pdserve.router.request.call import Call, begin_trace, end_trace
 from pdserve.router.server.cors import Cors
+from pdserve.router.server.request_cycle import Client
 from pdserve.router.server.uvicorn_server import LAST_WORD_S
 from pdserve.router.sessions.keys import find_session_key, parse_sources
-from pdserve.router.tenants.cache_salt import isolated, salt_line
-from pdserve.router.tenants.engine_fields import check_fields, empty_tenant_request, parse_tenant_request
-from pdserve.router.tenants.media import check_media
-from pdserve.router.tenants.priority import PRIORITY_HEADER, priority_of
 from pdserve.router.tenants.retained import RETAIN_HEADER, RETAINED_HEADER, Retained, seconds_of
+from pdserve.router.tenants.rights import (
+    PRIORITY_HEADER,
+    check_fields,
+    check_media,
+    empty_tenant_request,
+    isolated,
+    parse_tenant_request,
+    priority_of,
+    salt_line,
+)
 from pdserve.tracing import Tracer
+
+NO_LEVEL: Final = ServiceLevel()
+ACCESS_LOG: Final = logging.getLogger("pdserve.router.access")
+
+
+def account(call: Call, stats: Stats, now_s: float, level: ServiceLevel = NO_LEVEL) -> None:
+    """Count the request."""
+    answer = call.answer
+    stats.in_flight -= 1
+    if not answer.is_started:
+        stats.requests[call.endpoint.path, "aborted"] += 1
+        return
+    stats.requests[call.endpoint.path, str(answer.status)] += 1
+    stats.first_byte[call.endpoint.path].observe(answer.started_s - call.started_s)
+    if answer.is_stream:
+        for part, spent_s in call.parts_s.items():
+            stats.first_token[part].observe(spent_s)
+    if answer.is_complete and answer.status < 400 and call.facts.endpoint.task is not None:
+        stats.model_request[call.model].observe(now_s - call.started_s)
+        if answer.is_stream:
+            first_s, between_s = answer.started_s - call.started_s, 0.0
+            stats.model_first_token[call.model].observe(first_s)
+            if (more := _tokens(call)[1] - 1) > 0:
+                between_s = (now_s - answer.started_s) / more
+                stats.model_inter_token[call.model].observe(between_s)
+            if level.is_set:
+                stats.slo_streams[call.model, level.kept(1e3 * first_s, 1e3 * between_s)] += 1
+
+
+def log_access(call: Call, now_s: float) -> None:
+    """Write the request's line. It holds no prompt, answer or key."""
+    answer = call.answer
+    prompt, output = _tokens(call)
+    said: dict[str, Any] = {
+        "route": call.endpoint.path,
+        "status": answer.status or "aborted",
+        "tenant": "" if answer.tenant is None else answer.tenant.name,
+        "model": call.model,
+        "stream": call.streams,
+        "seconds": round(now_s - call.started_s, 4),
+        "first_byte_s": round(answer.started_s - call.started_s, 4) if answer.is_started else None,
+        "prompt_tokens": prompt,
+        "output_tokens": output,
+        "plan": answer.plan_words.decode("ascii", "replace"),
+        **{name.decode(): value.decode() for name, value in answer.worker_headers},
+    }
+    if call.end is not None:
+        said["ended_by"] = call.end
+    ACCESS_LOG.info("request", extra=said)
+
+
+def _tokens(call: Call) -> tuple[int, int]:
+    """Of the prompts and of the answer, as far as they are known."""
+    meter = call.answer.meter
+    return (0, 0) if meter is None else meter.total(call.answer.is_stream)
+
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +180,7 @@ class GenerationHandler:
         call = Call(client, now_s, now_s + self._body_s)
         served_request.set(call.request_id)
         if self._tracer is not None:
-            spans.begin(self._tracer, call)
+            begin_trace(self._tracer, call)
         self._stats.in_flight += 1
         self._deadlines.add(call)
         try:
@@ -143,7 +208,7 @@ class GenerationHandler:
             if self._logs_access:
                 log_access(call, now_s)
             if call.trace is not None:
-                spans.end(call, now_s)
+                end_trace(call, now_s)
 
     async def _serve(self, call: Call, client: Client) -> None:
         try:

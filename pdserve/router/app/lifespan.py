@@ -17,10 +17,10 @@ from pdserve.router.fleet.etcd import EtcdDiscovery
 from pdserve.router.fleet.health_check import STRICT, FirstRound, Prober
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.metrics.stats import Stats
-from pdserve.router.sessions.redis_table import SharedSessions
+from pdserve.router.sessions.table import SharedSessions
 from pdserve.router.tenants.api_keys import cluster_token
 from pdserve.router.upstream.client import Upstream
-from pdserve.router.upstream.worker_tls import WorkerTls
+from pdserve.router.upstream.connection import WorkerTls
 from pdserve.tracing import Tracer, open_tracer
 
 logger = logging.getLogger(__name__)

@@ -15,16 +15,15 @@ from fastapi.responses import Response
 from pdserve.errors import RequestError
 from pdserve.logs import served_request
 from pdserve.router.admission.gate import Gate
-from pdserve.router.api.paths import fold
+from pdserve.router.api.endpoints import fold
 from pdserve.router.app.collector import collect
 from pdserve.router.app.error_handlers import refused
 from pdserve.router.app.generation import GenerationHandler
 from pdserve.router.config.router import RouterConfig, base_of
 from pdserve.router.dispatch.dispatcher import Dispatcher
-from pdserve.router.fleet.abilities import WITHOUT
 from pdserve.router.fleet.registry import Fleet
-from pdserve.router.metrics.snapshot import Snapshot
-from pdserve.router.metrics.stats import Stats
+from pdserve.router.fleet.worker import WITHOUT
+from pdserve.router.metrics.stats import Snapshot, Stats
 from pdserve.router.request.call import request_id
 from pdserve.router.server.asgi import Asgi, Message, Receive, Scope, Send, address_of
 from pdserve.router.server.cors import Cors

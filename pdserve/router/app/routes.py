@@ -1,21 +1,251 @@
-"""The ordinary routes: models, health, metrics, the API's documentation."""
+"""The ordinary routes: models, health, metrics, documentation, errors, and what one worker answers.
+
+The published OpenAPI document: FastAPI's own, and the endpoints that bypass FastAPI.
+
+Bodies and answers of these are free-form: the router passes them on, and what is in them is described by
+OpenAI, Anthropic and SGLang.
+
+Ordinary routes that one worker answers: what SGLang says of itself, stored responses.
+
+None of them is on the way of a token, so their answers are read whole. They wait in no queue. So each counts
+as a request of its tenant, and a tenant has a few of them at once: else one could take all connections to the
+workers.
+
+The ordinary routes: models, health, metrics, the API's documentation.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, Final, TypeVar
 
 import fastapi
+import msgspec
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from pdserve import __version__
 from pdserve.errors import RequestError
-from pdserve.router.api.endpoints import ENDPOINTS
-from pdserve.router.api.openapi import complete
+from pdserve.kvpool.protocol.messages import MAX_KEEP_S
+from pdserve.router.api.content_coding import CodedBody
+from pdserve.router.api.endpoints import ENDPOINTS, Endpoint, find_holder
+from pdserve.router.api.errors import (
+    NoWorkerError,
+    TooManyError,
+    convert_error,
+)
+from pdserve.router.api.request_body import BOM, UNREADABLE, parse_request
 from pdserve.router.app.error_handlers import add_error_handlers
-from pdserve.router.app.router import Router
-from pdserve.router.app.worker_routes import add_worker_routes
-from pdserve.router.metrics.exposition import exposition
+from pdserve.router.app.router import ADMIN_PATHS, Router
+from pdserve.router.fleet.worker import Worker
+from pdserve.router.metrics.stats import exposition
+from pdserve.router.request.answer import JSON
+from pdserve.router.server.asgi import address_of
+from pdserve.router.sessions.keys import find_session_key, parse_sources
+from pdserve.router.tenants.tenant import RATE_EXCEEDED, TenantState
+from pdserve.router.upstream.connection import UpstreamError
+
+
+def complete(document: dict[str, Any]) -> dict[str, Any]:
+    """FastAPI's `document`, with a path for each row of `ENDPOINTS`."""
+    for path, row in ENDPOINTS.items():
+        document["paths"][path] = {"post": _operation(path, row)}
+    return document
+
+
+def _operation(path: str, row: Endpoint) -> dict[str, Any]:
+    form = "multipart/form-data" if row.is_form else "application/json"
+    content: dict[str, Any] = {"application/json": {"schema": {}}}
+    if row.streams:
+        content["text/event-stream"] = {"schema": {}}
+    return {
+        "summary": f"{row.summary}.",
+        "operationId": path.strip("/").replace("/", "_"),
+        "requestBody": {"required": True, "content": {form: {"schema": {"type": "object"}}}},
+        "responses": {
+            "200": {"description": "The worker's answer.", "content": content},
+            "default": {"description": "An error in the form of the endpoint's own API."},
+        },
+    }
+
+
+T = TypeVar("T")
+LIMIT_S: Final = 20.0
+MAX_ANSWER_BYTES: Final = 16 * 1024 * 1024
+MAX_BODY_BYTES: Final = 64 * 1024
+MAX_AT_ONCE: Final = 8
+"""Of one tenant, in one process of the router."""
+_LINES: Final = b"content-type: application/json\r\n"
+
+
+class _Hint(msgspec.Struct):
+    ttl_s: Annotated[int, msgspec.Meta(ge=0, le=MAX_KEEP_S)]
+
+
+def add_worker_routes(app: fastapi.FastAPI, router: Router) -> None:
+    """Add the routes to the application."""
+    turns = _Turns()
+    _add_hint_route(app, router, turns)
+
+    async def pass_on(
+        tenant: TenantState, worker: Worker, method: str, target: str, body: bytes = b""
+    ) -> Response:
+        with turns.of(router, tenant):
+            return await _pass_on(router, worker, method, target, body)
+
+    async def from_any(request: fastapi.Request) -> Response:
+        """As a worker of the model says (`?model=NAME` where there are several)."""
+        worker = _least_loaded(router, request.query_params.get("model"), computes=False)
+        if request.url.path in ADMIN_PATHS:
+            return await _pass_on(router, worker, "GET", request.url.path)
+        return await pass_on(_tenant(router, request), worker, "GET", request.url.path)
+
+    for path in ("/health_generate", "/get_model_info", "/model_info", "/get_server_info", "/server_info"):
+        app.get(path, tags=["SGLang"], operation_id=path[1:], response_class=Response)(from_any)
+
+    @app.get("/v1/responses/{response_id}", tags=["OpenAI"], response_class=Response)
+    async def get_response(response_id: str, request: fastapi.Request) -> Response:
+        """A stored response, from the worker that has it."""
+        tenant = _tenant(router, request)
+        worker = _holder(router, tenant, response_id)
+        return await pass_on(tenant, worker, "GET", f"/v1/responses/{response_id}")
+
+    @app.post("/v1/responses/{response_id}/cancel", tags=["OpenAI"], response_class=Response)
+    async def cancel_response(response_id: str, request: fastapi.Request) -> Response:
+        """End a response that is computed in the background."""
+        tenant = _tenant(router, request)
+        worker = _holder(router, tenant, response_id)
+        return await pass_on(tenant, worker, "POST", f"/v1/responses/{response_id}/cancel")
+
+
+def _add_hint_route(app: fastapi.FastAPI, router: Router, turns: _Turns) -> None:
+    sources = parse_sources(router.config.session.sources)
+
+    @app.post("/v1/kv/hints", tags=["operations"], response_class=Response)
+    async def hint(request: fastapi.Request) -> Response:
+        """Have a session's pages kept in the pool for `ttl_s`, or no longer. The session is named as in its
+        requests. `parts`: of its pages, those that are there; `known`: its worker remembers them.
+        """
+        tenant, body = _tenant(router, request), await _body(request)
+        asked = _decoded(body, _Hint)
+        view = parse_request(body)
+        key = find_session_key(sources, request.headers.get, view, body)
+        if key is None:
+            raise RequestError(404, "No session is named: by the header x-session-id, for example.")
+        key = key.of_model(router.gate.named(view.model) or router.gate.served_model(None))
+        if router.gate.tenants.has_keys:
+            key = key.within(tenant.name)
+        turn = await router.dispatcher.last_turn(key)
+        worker = None if turn is None else router.fleet.by_id.get(turn.decode_id)
+        if turn is None or worker is None or worker.info is None:
+            return fastapi.responses.JSONResponse({"known": False, "parts": 0})
+        conversation = f"{worker.info.model}/{key.name}"
+        with turns.of(router, tenant):
+            _count_kept(router, tenant, conversation, turn.tokens, asked.ttl_s)
+            wish = msgspec.json.encode({"request_id": turn.request_id, "keep_s": asked.ttl_s})
+            return await _pass_on(router, worker, "POST", "/pd/keep", wish)
+
+
+def _count_kept(router: Router, tenant: TenantState, conversation: str, tokens: int, seconds: int) -> None:
+    """Raises TooManyError: the tenant has enough kept."""
+    retained = router.generation.retained
+    if not seconds:
+        retained.release(tenant, conversation)
+    elif not retained.take(tenant, conversation, tokens, seconds, asyncio.get_running_loop().time()):
+        raise TooManyError("You may not have more tokens kept (retain_tokens).", 60.0, RATE_EXCEEDED)
+
+
+def _least_loaded(router: Router, model: str | None, *, computes: bool = True) -> Worker:
+    """A decode or aggregated worker; `computes`: one that computes prompts. Raises NoWorkerError;
+    RequestError for an unknown model.
+    """
+    name = router.gate.served_model(model)
+    snapshot = router.fleet.snapshot(name, asyncio.get_running_loop().time())
+    workers = snapshot.decode or (() if computes else snapshot.direct_decode)
+    if not workers:
+        raise NoWorkerError("No worker is ready to serve this model; try again shortly.")
+    return min(workers, key=lambda worker: worker.load)
+
+
+class _Turns:
+    """How many of these requests run, by tenant."""
+
+    def __init__(self) -> None:
+        self._running: Counter[str] = Counter()
+
+    @contextmanager
+    def of(self, router: Router, tenant: TenantState) -> Iterator[None]:
+        """Count one of the tenant's. Raises TooManyError. Without API keys the operator is the only user."""
+        if not router.gate.tenants.has_keys:
+            yield
+            return
+        if self._running[tenant.name] >= MAX_AT_ONCE:
+            raise TooManyError(f"You may send {MAX_AT_ONCE} such requests at a time.", 1.0, RATE_EXCEEDED)
+        tenant.take(0, asyncio.get_running_loop().time())
+        self._running[tenant.name] += 1
+        try:
+            yield
+        finally:
+            self._running[tenant.name] -= 1
+
+
+def _holder(router: Router, tenant: TenantState, id_: str) -> Worker:
+    """The worker that holds what the tenant asks for. Raises RequestError (404)."""
+    worker_id = find_holder(id_, router.fleet.by_id, tenant.name)
+    if worker_id is None:
+        raise RequestError(404, f"Response with id {id_[:200]!r} not found.")
+    return router.fleet.by_id[worker_id]
+
+
+def _tenant(router: Router, request: fastapi.Request) -> TenantState:
+    return router.gate.authenticate(dict(request.headers.raw), address_of(request.scope))
+
+
+async def _body(request: fastapi.Request) -> bytes:
+    """A small JSON object. Raises RequestError."""
+    body, size = b"", 0
+    coded = CodedBody(map(str.encode, request.headers.getlist("content-encoding")), MAX_BODY_BYTES)
+    async for piece in request.stream():
+        size += len(piece)
+        if size > MAX_BODY_BYTES:
+            raise RequestError(413, f"The request body is larger than {MAX_BODY_BYTES} bytes.")
+        body += b"".join(coded.feed(piece))
+    coded.end()
+    return body.removeprefix(BOM)
+
+
+def _decoded(body: bytes, type_: type[T]) -> T:
+    """Raises RequestError (400)."""
+    try:
+        return msgspec.json.decode(body, type=type_)
+    except UNREADABLE as error:
+        raise RequestError(400, f"The body is not as it should be: {error}.") from None
+
+
+async def _pass_on(router: Router, worker: Worker, method: str, target: str, body: bytes = b"") -> Response:
+    """The worker's answer, within `LIMIT_S`. Raises RequestError where there is none."""
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            response = await router.upstream.ask(
+                worker, target, _LINES, body, method=method.encode(), connect_s=LIMIT_S, head_s=LIMIT_S
+            )
+            try:
+                said = await response.read_all(LIMIT_S, MAX_ANSWER_BYTES)
+            finally:
+                response.release()
+    except TimeoutError:
+        raise RequestError(504, "The worker did not answer in time.", type_="timeout_error") from None
+    except UpstreamError as error:
+        status = 504 if error.kind == "timeout" else 502
+        raise RequestError(
+            status, f"The worker did not answer ({error.kind}).", type_="server_error"
+        ) from None
+    if response.status >= 400:
+        said = convert_error(response.status, said)
+    return Response(said, response.status, media_type=JSON.decode())
 
 
 def make_app(router: Router) -> fastapi.FastAPI:

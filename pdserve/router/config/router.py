@@ -12,10 +12,8 @@ from pdserve.discovery.workers import WorkerEtcdConfig
 from pdserve.errors import ConfigError
 from pdserve.router.api.endpoints import PREFILLABLE, PrefillPath
 from pdserve.router.config.addresses import check_pool_address, is_https, parse_base_url
-from pdserve.router.config.limits import Deadlines, Limits, Probe
+from pdserve.router.config.limits import Deadlines, Limits, Probe, RedisSettings, ServiceLevel
 from pdserve.router.config.placement import PlacementSettings, Session
-from pdserve.router.config.redis import RedisSettings
-from pdserve.router.config.slo import ServiceLevel
 from pdserve.router.config.tenants import SHARED, Access, Admin, Admission, Tenant, TenantLimits
 from pdserve.security.tls import TlsConfig
 from pdserve.tracing import Tracing

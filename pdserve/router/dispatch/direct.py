@@ -21,13 +21,12 @@ from typing import NamedTuple
 
 from pdserve.router.config.limits import Deadlines
 from pdserve.router.dispatch.decode import DecodeStage
-from pdserve.router.dispatch.job import Claim, Job
+from pdserve.router.dispatch.job import Claim, Failure, Job, WorkerRequests, outcome_of
 from pdserve.router.dispatch.prefill import GOOD, PrefillStage
-from pdserve.router.dispatch.worker_request import Failure, WorkerRequests, outcome_of
 from pdserve.router.fleet.worker import Worker
 from pdserve.router.metrics.stats import Stats
 from pdserve.router.request.call import Call
-from pdserve.router.upstream.response import UpstreamError
+from pdserve.router.upstream.connection import UpstreamError
 
 ROOMS = 2**62
 """Taken by chance: routers that do not know each other take different ones. SGLang has 64 bits, signed."""

@@ -31,23 +31,23 @@ import msgspec
 from pdserve.errors import RequestError
 from pdserve.router.api.errors import NoWorkerError, error_type
 from pdserve.router.config.router import RouterConfig
-from pdserve.router.dispatch import retry_budget
 from pdserve.router.dispatch.decode import DecodeStage
 from pdserve.router.dispatch.direct import DirectStage, Outcome
-from pdserve.router.dispatch.job import Claim, Job, header_words
-from pdserve.router.dispatch.prefill import PrefillStage
-from pdserve.router.dispatch.resume import may_resume
-from pdserve.router.dispatch.retry_budget import RetryBudget
-from pdserve.router.dispatch.settle import SettleStage
-from pdserve.router.dispatch.suspects import POISON, Suspects
-from pdserve.router.dispatch.worker_request import (
+from pdserve.router.dispatch.job import (
+    Claim,
     Failure,
+    Job,
+    RetryBudget,
     WorkerAnswerError,
     WorkerRequests,
+    WorkerWait,
+    header_words,
     may_come_back,
     outcome_of,
 )
-from pdserve.router.dispatch.worker_wait import WorkerWait
+from pdserve.router.dispatch.prefill import PrefillStage, SettleStage
+from pdserve.router.dispatch.stream_marks import may_resume
+from pdserve.router.dispatch.suspicion import POISON, Suspects
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.fleet.worker import Worker
 from pdserve.router.metrics.stats import Stats
@@ -55,8 +55,7 @@ from pdserve.router.placement.placer import Placer
 from pdserve.router.placement.planner import Plan, choose_alternate
 from pdserve.router.request.call import Call
 from pdserve.router.sessions.keys import SessionKey
-from pdserve.router.sessions.redis_table import SharedSessions
-from pdserve.router.sessions.table import SessionEntry
+from pdserve.router.sessions.table import SessionEntry, SharedSessions
 from pdserve.router.upstream.client import Upstream
 
 
@@ -79,7 +78,7 @@ class Dispatcher:
         self._shared = shared
         self._deadlines = upstream.deadlines
         self._loop = asyncio.get_running_loop()
-        self._budget = RetryBudget(retry_budget.RATIO, retry_budget.MIN_PER_S, self._loop.time())
+        self._budget = RetryBudget(self._loop.time())
         self.placer = placer = Placer(config, fleet)
         self._worker_wait_s = config.deadlines.wait_for_worker_s
         self._wait = WorkerWait(fleet)

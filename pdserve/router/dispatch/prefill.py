@@ -1,4 +1,16 @@
-"""The prefill stage: a prefill worker computes the prompt and puts its pages into the pool.
+"""The stages before an answer: settle, and prefill.
+
+The body that has a worker without `/pd/prefill` compute a prompt: the client's, for an answer of one
+token. Pure.
+
+Members are appended, and of a name that comes twice the last one counts (see `with_members`). So templates,
+tools and media make the same prompt as in the client's request.
+
+The settle stage: wait until the pages of the session's last turn are in the pool.
+
+It never fails a call: pages that are missing then are computed again.
+
+The prefill stage: a prefill worker computes the prompt and puts its pages into the pool.
 
 It fails a call only when the prefill worker says that the request itself is at fault. After any other failure
 the decode worker computes the prompt.
@@ -15,24 +27,100 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
 
+from pdserve.router.api.endpoints import Endpoint
+from pdserve.router.api.request_body import with_members
 from pdserve.router.config.router import RouterConfig
-from pdserve.router.dispatch.job import Job, cached_before_header, turns_header
-from pdserve.router.dispatch.one_token import one_token_body
-from pdserve.router.dispatch.suspects import Suspects
-from pdserve.router.dispatch.worker_request import FAILURES, WorkerAnswerError, WorkerRequests, outcome_of
+from pdserve.router.dispatch.job import (
+    FAILURES,
+    Job,
+    WorkerAnswerError,
+    WorkerRequests,
+    cached_before_header,
+    outcome_of,
+    turns_header,
+)
+from pdserve.router.dispatch.suspicion import Suspects
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.fleet.worker import Count, Worker
 from pdserve.router.metrics.names import CACHES
 from pdserve.router.metrics.stats import Stats
 from pdserve.router.placement.placer import Placer
+from pdserve.router.placement.planner import Settle
 from pdserve.router.request.answer import PREFILL_HEADER
-from pdserve.router.request.cache_report import MISS_HEADER, PREFILL_CACHED_HEADER, cached_words
-from pdserve.router.request.call import Call
+from pdserve.router.request.call import MISS_HEADER, PREFILL_CACHED_HEADER, Call, cached_words
+
+_OF_OPENAI: Final[dict[str, Any]] = {
+    "stream": False,
+    "stream_options": None,
+    "n": 1,
+    "max_tokens": 1,
+    "max_completion_tokens": 1,
+    "min_tokens": 0,
+}
+_BY_PATH: Final[dict[str, dict[str, Any]]] = {
+    "/v1/chat/completions": _OF_OPENAI,
+    "/v1/completions": {name: value for name, value in _OF_OPENAI.items() if name != "max_completion_tokens"},
+    "/v1/messages": {"stream": False, "max_tokens": 1},
+    "/generate": {"stream": False},
+}
+"""For each endpoint with a prefill stage. SGLang's own has its parameters in a member of their own; no other
+engine has it.
+"""
+
+
+def one_token_body(endpoint: Endpoint, body: bytes) -> bytes:
+    """`body`: a JSON object."""
+    return with_members(body, _BY_PATH[endpoint.path])
+
+
+SLACK_S = 0.25
+"""Added to the time that the worker itself may wait."""
+
+
+class SettledReport(msgspec.Struct):
+    """A decode worker's answer to `/pd/settled`."""
+
+    known: bool
+    settled: bool
+
+
+_settled_decoder = msgspec.json.Decoder(SettledReport)
+
+
+class SettleStage:
+    """Asks the worker of the last turn."""
+
+    def __init__(self, wait_s: float, workers: WorkerRequests, stats: Stats) -> None:
+        self._wait_s = wait_s
+        self._workers = workers
+        self._stats = stats
+
+    async def run(self, call: Call, settle: Settle) -> str:
+        """Wait, bounded. Returns the outcome as a word of the plan."""
+        if self._wait_s <= 0:
+            return "settle=off"
+        if settle.worker.lacks("settled"):
+            return "settle=absent"
+        call.phase = "settle"
+        begun_s = time.monotonic()
+        question = msgspec.json.encode({"request_id": settle.request_id, "timeout_s": self._wait_s})
+        try:
+            answer = await self._workers.post(
+                call, settle.worker, "/pd/settled", question, self._wait_s + SLACK_S
+            )
+            report = _settled_decoder.decode(answer)
+            outcome = "unknown" if not report.known else "settled" if report.settled else "unsettled"
+        except FAILURES as error:
+            outcome = outcome_of(error)
+        self._stats.settle[outcome] += 1
+        call.parts_s["settle"] = time.monotonic() - begun_s
+        return f"settle={outcome}"
+
 
 CLIENT_FAULTS = frozenset((400, 413, 422))
 """Statuses of a prefill worker that end the call. Another one, like 404 or 429, may be this worker's trouble;

@@ -1,4 +1,6 @@
-"""What a stream has said so far, so that another worker can continue it.
+"""Checkpoints in streams, and which streams may be continued by them.
+
+What a stream has said so far, so that another worker can continue it.
 
 The router asks a worker for marks (`x-pdserve-marks: 1`). The worker then ends the events of each of its
 steps with a mark. A mark is a comment of the event stream, and the router takes it out again:
@@ -13,14 +15,20 @@ where it has no marks. The router takes that out too, and charges it.
 
 When the worker is lost, `POST /pd/continue` asks another worker for the rest, with the tokens so far before
 the client's own body (pdserve/engine/http/resume.py). The rest comes under the id and time of the first part.
+
+Whether another worker can continue a lost stream: where the tokens so far determine the rest. Pure.
 """
 
 from __future__ import annotations
 
 import re
 from array import array
+from typing import Any, Final, Literal
 
 import msgspec
+
+from pdserve.router.api.endpoints import Endpoint
+from pdserve.router.api.request_body import UNREADABLE
 
 MARKS_REQUEST = b"x-pdserve-marks: 1\r\n"
 MARKS_HEADER = b"x-pdserve-marks"
@@ -156,3 +164,67 @@ def split_events(data: bytes) -> tuple[bytes, bytes]:
     if end == 0 and len(data) > MAX_HELD_BYTES:
         return data, b""
     return data[:end], data[end:]
+
+
+Continue = Literal["deterministic", "always", "never"]
+
+_LOOKS_BACK: Final = (
+    *("regex", "ebnf", "json_schema", "structural_tag", "tools", "functions"),
+    *("top_logprobs", "return_logprob", "return_hidden_states"),
+    *(
+        "stop",
+        "stop_sequences",
+        "stop_regex",
+        "custom_logit_processor",
+        "custom_params",
+        "watermark",
+        "session_params",
+    ),
+    *("image_data", "video_data", "audio_data", "return_sampling_mask", "return_routed_experts"),
+    *("min_tokens", "min_new_tokens", "beam_width", "thinking_budget", "suffix", "echo"),
+    "output_config",
+)
+"""Parameters that make the rest depend on more than the tokens so far, unless they are empty."""
+_NEUTRAL: Final = {
+    "n": 1,
+    "best_of": 1,
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "repetition_penalty": 1,
+}
+"""Parameters of the same kind that are harmless at this value."""
+
+
+def may_resume(endpoint: Endpoint, body: bytes, which: Continue, *, seeds_count: bool) -> bool:
+    """Whether another worker, given the tokens so far, continues as the first one would have done.
+    `seeds_count`: the request's seed determines what both of them sample.
+
+    `deterministic`: sampling is greedy, or seeded where seeds count. `always`: sampled streams too; the rest
+    is then another draw from the same distribution.
+    """
+    if which == "never" or not endpoint.is_resumable:
+        return False
+    try:
+        asked: dict[str, Any] = msgspec.json.decode(body, type=dict[str, Any])
+    except UNREADABLE:
+        return False
+    sampling = asked.get(endpoint.sampling_field) if endpoint.sampling_field else asked
+    if not isinstance(sampling, dict) or _looks_back(asked) or _looks_back(sampling):
+        return False
+    if which == "always" or sampling.get("temperature") == 0 or sampling.get("top_k") == 1:
+        return True
+    return seeds_count and sampling.get("seed", sampling.get("sampling_seed")) is not None
+
+
+def _looks_back(asked: dict[str, Any]) -> bool:
+    """Some parameter makes the rest depend on more than the tokens so far."""
+    formatted, logprobs = asked.get("response_format") or {}, asked.get("logprobs")
+    is_text = isinstance(formatted, dict) and formatted.get("type", "text") == "text"
+    is_batch = isinstance(asked.get("text"), list)
+    return (
+        not is_text
+        or is_batch
+        or any(asked.get(name) for name in _LOOKS_BACK)
+        or any(asked.get(name) not in (None, value) for name, value in _NEUTRAL.items())
+        or (logprobs is not None and logprobs is not False)  # 0 asks for the chosen token's
+    )

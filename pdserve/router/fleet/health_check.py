@@ -20,16 +20,17 @@ import msgspec
 from pdserve.errors import StartupError
 from pdserve.router.api.request_body import UNREADABLE
 from pdserve.router.config.limits import Probe
-from pdserve.router.fleet.abilities import foreign_info
 from pdserve.router.fleet.changes import FleetChange
-from pdserve.router.fleet.compatibility import joining_order
-from pdserve.router.fleet.registry import Fleet
-from pdserve.router.fleet.worker import Worker, WorkerInfo, WorkerLoad
+from pdserve.router.fleet.registry import Fleet, joining_order
+from pdserve.router.fleet.worker import Worker, WorkerInfo, WorkerLoad, foreign_info
 from pdserve.router.metrics.stats import Stats
-from pdserve.router.upstream.client import Upstream
-from pdserve.router.upstream.connect_errors import is_own_fault, is_refused, os_errors
-from pdserve.router.upstream.response import UpstreamError
-from pdserve.router.upstream.worker_tls import ASKS_FOR_CERTIFICATE, RenewedTransport, WorkerTls
+from pdserve.router.upstream.client import Upstream, is_own_fault, is_refused, os_errors
+from pdserve.router.upstream.connection import (
+    ASKS_FOR_CERTIFICATE,
+    RenewedTransport,
+    UpstreamError,
+    WorkerTls,
+)
 
 logger = logging.getLogger(__name__)
 

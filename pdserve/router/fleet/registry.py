@@ -1,4 +1,17 @@
-"""The fleet: the health and load of each worker, and the workers eligible for new requests. Pure.
+"""The fleet: which models there are, which workers fit together, who is eligible.
+
+Whether workers fit together. Pure.
+
+Workers of one model exchange KV pages, so a page must mean the same at each of them. A worker whose pages
+differ is refused when it joins. It is compared again when it, or another worker, has changed.
+
+Which model a request means, and which models workers may serve. Pure.
+
+Workers say which model they serve. The workers of one model are a group with its own placement, sessions,
+prefix table and queue. The configuration can name the expected models (`models`): a worker of another model
+is refused. A request for an expected model that no worker serves yet gets a 503 instead of a 404.
+
+The fleet: the health and load of each worker, and the workers eligible for new requests. Pure.
 
 Method calls with `now_s` report probes and outcomes of requests. `snapshot` lists the eligible workers. A
 worker is eligible if its last probe said ready, it was not refused, it is not draining, and its circuit is
@@ -11,18 +24,196 @@ the client better than a 503. Prefill workers are not, since a decode worker doe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Final
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from typing import Any, Final
 
 import msgspec
 
 from pdserve.discovery.dns import is_dns_name
+from pdserve.errors import RequestError
+from pdserve.router.api.endpoints import Endpoint
+from pdserve.router.api.errors import NoWorkerError
 from pdserve.router.config.router import Mode, RouterConfig
-from pdserve.router.fleet.body_limit import LARGEST_BODY_BYTES, body_limit_bytes
-from pdserve.router.fleet.compatibility import find_mismatch
 from pdserve.router.fleet.membership import Membership
-from pdserve.router.fleet.models import Models
-from pdserve.router.fleet.worker import BOTH, ROLES, Role, Worker, WorkerInfo, WorkerLoad
+from pdserve.router.fleet.worker import (
+    BOTH,
+    LARGEST_BODY_BYTES,
+    ROLES,
+    Role,
+    Worker,
+    WorkerInfo,
+    WorkerLoad,
+    body_limit_bytes,
+)
+
+
+def find_mismatch(worker: Worker, others: Iterable[Worker]) -> str | None:
+    """Why `worker` cannot serve beside those of `others` that have joined: one line, or None if it can.
+
+    Workers with another tokenizer or chat template make other tokens of a prompt, so they would not find
+    each other's pages. A worker that no longer answers, or drains, keeps no other worker out: it is compared
+    again when it comes back.
+    """
+    info = worker.info
+    if info is None:
+        return None
+    if info.role not in (worker.role, *BOTH):
+        return f"worker {worker.id} is listed under '{worker.role}' but says its role is '{info.role}'"
+    for other in others:
+        is_away = other.stopping or (other.probe_failures and not other.ready)
+        if other is worker or other.info is None or other.refused or is_away:
+            continue
+        field = _differing_field(info, other.info)
+        if field is not None:
+            name, mine, theirs = field
+            return (
+                f"{worker.role} worker {worker.id} and {other.role} worker {other.id} differ in {name} "
+                f"({mine!r} and {theirs!r}) and cannot share KV pages; give them the same settings and files"
+            )
+    return None
+
+
+def joining_order(found: Sequence[tuple[Worker, WorkerInfo]], refused: Container[str]) -> list[Worker]:
+    """The order in which workers join that were found together. The first worker decides which others fit,
+    and which worker answered first is chance. So the workers whose ids are not in `refused` come first, then
+    those that fit most of the workers found, then the order given counts.
+    """
+    fitting = {
+        worker.id: sum(_differing_field(info, theirs) is None for _, theirs in found)
+        for worker, info in found
+    }
+    workers = [worker for worker, _ in found]
+    return sorted(workers, key=lambda worker: (worker.id in refused, -fitting[worker.id]))
+
+
+def _differing_field(mine: WorkerInfo, theirs: WorkerInfo) -> tuple[str, Any, Any] | None:
+    if mine.model != theirs.model and mine.namespace != theirs.namespace:
+        return None
+    for name in ("model", "engine", "tasks", "page_size"):
+        if getattr(mine, name) != getattr(theirs, name):
+            return name, getattr(mine, name), getattr(theirs, name)
+    for key in sorted(mine.kv_geometry.keys() | theirs.kv_geometry.keys()):
+        if mine.kv_geometry.get(key) != theirs.kv_geometry.get(key):
+            return f"kv_geometry.{key}", mine.kv_geometry.get(key), theirs.kv_geometry.get(key)
+    if mine.namespace != theirs.namespace:
+        return "namespace", mine.namespace, theirs.namespace
+    for name in ("tokenizer", "chat_template"):
+        ours, others = getattr(mine, name), getattr(theirs, name)
+        if ours and others and ours != others:
+            return name.replace("_", " "), ours, others
+    return None
+
+
+DEFAULT_MODEL = "default"
+"""SGLang's name for the model that it serves, as in the examples of its documentation."""
+ANY = ""
+"""The name of no model: while no worker has said what it serves, a request waits for any of them."""
+MAX_ADAPTER_CHARS = 256
+"""Session keys begin with the name that the client wrote, adapter included. So the name is bounded."""
+
+
+class Models:
+    """The models of one router."""
+
+    def __init__(self, wanted: Sequence[str] = (), default: str = "") -> None:
+        """`wanted`: the expected models; empty: any. `default`: the model of requests that name none."""
+        self._wanted = tuple(wanted)
+        self._default = default
+
+    def refusal(self, model: str) -> str | None:
+        """Why a worker of `model` is refused, or None."""
+        if not self._wanted or model in self._wanted:
+            return None
+        return f"serves {model!r}, which is none of the configured models ({_names(self._wanted)})"
+
+    def resolve(self, requested: str | None, endpoint: Endpoint, served: Mapping[str, frozenset[str]]) -> str:
+        """The served model that a request to `endpoint` means. `BASE:ADAPTER` names a LoRA adapter of BASE,
+        as in SGLang. `served`: what each model's workers can do.
+
+        Raises NoWorkerError for an expected model that no worker serves yet. Raises RequestError 404 for an
+        unknown model, and 400 when no model is named and several are served, when the model cannot do the
+        endpoint's task, and for an adapter's name that is too long.
+        """
+        model = self.find(requested, served)
+        if endpoint.task not in (None, "any") and endpoint.task not in served[model]:
+            raise RequestError(
+                400,
+                f"The model {model!r} cannot do {endpoint.path}.",
+                code="unsupported_endpoint",
+                param="model",
+            )
+        return model
+
+    def find(self, requested: str | None, served: Mapping[str, frozenset[str]]) -> str:
+        """The served model of this name. Raises as `resolve`."""
+        return requested if requested and requested in served else self._named(requested, served)
+
+    def awaited(
+        self, requested: str | None, served: Mapping[str, frozenset[str]], known: Collection[str]
+    ) -> str:
+        """The model whose workers a request needs, also while it has none: a served one; one of `known`,
+        which were served before or have an alias; or an expected one. ANY: no worker has said yet what it
+        serves. Raises RequestError as `resolve`, and NoWorkerError for no model.
+        """
+        missing: RequestError | None = None
+        try:
+            return self.find(requested, served)
+        except NoWorkerError:
+            pass
+        except RequestError as error:
+            if error.code != "model_not_found":
+                raise
+            missing = error
+        name = self._default if not requested or requested == DEFAULT_MODEL else requested
+        if not name:
+            return ANY
+        for one in (name, name.partition(":")[0]):
+            if one in known or one in self._wanted:
+                return one
+        if missing is None and name == self._default:
+            return name
+        if missing is None and not known:
+            return ANY
+        raise missing or self._unknown(name, known)
+
+    def _named(self, requested: str | None, served: Mapping[str, frozenset[str]]) -> str:
+        if requested is None or requested in ("", DEFAULT_MODEL):
+            return self._unnamed(served)
+        base, _, adapter = requested.partition(":")
+        if base in served:
+            if len(adapter) > MAX_ADAPTER_CHARS:
+                raise RequestError(
+                    400, f"An adapter's name has at most {MAX_ADAPTER_CHARS} characters.", param="model"
+                )
+            return base
+        if not served or requested in self._wanted or base in self._wanted:
+            raise NoWorkerError("No worker of this model has joined yet; try again shortly.")
+        raise self._unknown(requested, served)
+
+    @staticmethod
+    def _unknown(requested: str, served: Collection[str]) -> RequestError:
+        return RequestError(
+            404,
+            f"The model {requested[:200]!r} does not exist; this server serves {_names(served)}.",
+            code="model_not_found",
+            param="model",
+        )
+
+    def _unnamed(self, served: Mapping[str, frozenset[str]]) -> str:
+        if self._default in served:
+            return self._default
+        if not served or self._default:
+            raise NoWorkerError("No worker has joined yet; try again shortly.")
+        if len(served) > 1:
+            raise RequestError(
+                400, f"'model' is missing; this server serves {_names(served)}.", param="model"
+            )
+        return next(iter(served))
+
+
+def _names(models: Collection[str]) -> str:
+    return ", ".join(repr(name) for name in models)
+
 
 SLOTS_PER_RUNNING: Final = 2
 """So a worker always has a request to go on with, while others are prefilled or answered."""

@@ -1,14 +1,165 @@
-"""A worker as the router knows it: its own description, its load and its health. Pure."""
+"""A worker as the router knows it: its abilities, its description, its load, its circuit.
+
+What the router can ask of a worker beside answers. Pure.
+
+pdserve's workers have routes under `/pd/` for all of it. Another engine may have some of them, and says in
+its `/pd/info` which it `lacks`. A server without `/pd/info` is known by what it says of itself elsewhere
+(`foreign_info`). The stages of a request ask `Worker.lacks`, and compare no names of engines.
+
+The circuit breaker of one worker, fed by the outcome of requests. Pure.
+
+closed --(so many failures in a row)---> open until `retry_at_s`
+open   --(retry_at_s passed)-----------> half-open: the worker is eligible
+half-open --(selected)-----------------> open: this request is a trial, the others wait for it
+open   --(the trial's stream begins)---> half-open: the next request can be a trial, since a stream is long
+any    --(success: a whole answer)-----> closed
+
+How large a request's body can be, from what workers say of their model. Pure.
+
+A worker as the router knows it: its own description, its load and its health. Pure.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Collection
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
 from pdserve.router.config.addresses import is_https, parse_base_url
-from pdserve.router.fleet.abilities import WITHOUT, Ability, Foreign
-from pdserve.router.fleet.circuit_breaker import CircuitBreaker
+
+Ability = Literal[
+    "info", "load", "prefill", "settled", "pull", "continue", "cache_report", "weights", "salt_header"
+]
+
+WITHOUT: Final[dict[Ability, str]] = {
+    "info": "its model is as its /v1/models says, its role as the router's configuration does",
+    "load": "its load is what this router sends it",
+    "prefill": "a prompt is prefilled by a request for one token, and nobody waits for its pages in the pool",
+    "settled": "a session's next turn does not wait for the pages of the last one",
+    "pull": "no pages of long prompts are read ahead",
+    "continue": "a lost stream is not continued by another worker",
+    "cache_report": "no figures of what was cached, but those in the answer's own usage",
+    "weights": "its weights are not updated by the admin API",
+    "salt_header": "tenants cannot use the endpoints where the salt of their cache goes in a header",
+}
+"""What is so at a worker that lacks it, for people."""
+
+
+class _Card(msgspec.Struct):
+    id: str
+    owned_by: str = ""
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class _Cards(msgspec.Struct):
+    data: list[_Card]
+
+
+_cards_decoder = msgspec.json.Decoder(_Cards)
+
+
+class Foreign(msgspec.Struct, frozen=True):
+    """A server of another engine, as its `/v1/models` describes it."""
+
+    engine: str
+    model: str
+    context_length: int
+
+
+ENGINES: Final = frozenset({"vllm"})
+"""Values of `owned_by` of the engines whose servers are taken without routes under `/pd/`."""
+
+
+def foreign_info(answer: bytes) -> Foreign:
+    """From an answer to `GET /v1/models`. Raises ValueError, and what decoding raises: it is none of
+    `ENGINES`.
+    """
+    cards = _cards_decoder.decode(answer).data
+    card = next((card for card in cards if not card.parent), None)
+    if card is None:
+        raise ValueError("its /v1/models lists no model")
+    if card.owned_by not in ENGINES:
+        raise ValueError(f"its /v1/models says '{card.owned_by[:32]}'")
+    return Foreign(card.owned_by, card.id, max(0, min(card.max_model_len or 0, 10**12)))
+
+
+class CircuitBreaker:
+    """Closed, open or half-open."""
+
+    __slots__ = ("failures", "retry_at_s", "trial")
+
+    def __init__(self) -> None:
+        self.failures = 0
+        """Failed requests in a row."""
+        self.retry_at_s = 0.0
+        """0: closed. Otherwise open until this time, and half-open after it."""
+        self.trial = 0
+        """Number of the last trial. A failure raises it too."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Requests come and go as usual."""
+        return not self.retry_at_s
+
+    def lets_through(self, now_s: float) -> bool:
+        """The circuit is closed or half-open."""
+        return now_s >= self.retry_at_s
+
+    def on_selected(self, now_s: float, open_s: float) -> int:
+        """A request goes to the worker while the circuit is not closed. Returns the number of its trial."""
+        self.retry_at_s = now_s + open_s
+        self.trial += 1
+        return self.trial
+
+    def on_trial_answering(self, trial: int, now_s: float) -> bool:
+        """The stream of a trial has begun as it should. True if that makes the circuit half-open: not after a
+        newer failure, since a worker that breaks off its streams still begins one after the other.
+        """
+        if trial != self.trial or self.is_closed:
+            return False
+        self.retry_at_s = now_s
+        return True
+
+    def on_success(self) -> bool:
+        """A request was answered to its end. True if that changes anything."""
+        if not self.failures and not self.retry_at_s:
+            return False
+        self.failures, self.retry_at_s = 0, 0.0
+        return True
+
+    def on_failure(self, now_s: float, limit: int, open_s: float) -> bool:
+        """A request failed. True if that opens the closed circuit: it is the `limit`th in a row."""
+        self.failures += 1
+        if self.failures < limit:
+            return False
+        was_closed = self.is_closed
+        self.trial += 1
+        self.retry_at_s = now_s + open_s
+        return was_closed
+
+
+LARGEST_BODY_BYTES: Final = 32 * 1024 * 1024
+SMALLEST_BODY_BYTES: Final = 4 * 1024 * 1024
+"""Room for lists of prompts and for tools, however short the context."""
+BODY_BYTES_PER_TOKEN: Final = 64
+"""A token of text has about 4 bytes, its number up to 8. JSON's escapes take six times as many."""
+
+
+def body_limit_bytes(infos: Collection[WorkerInfo]) -> int:
+    """A bound on request bodies of all models that no usual request reaches. The largest for media, for lists
+    of texts to embed, and where a worker does not say.
+    """
+    return max(map(_body_limit_bytes, infos), default=LARGEST_BODY_BYTES)
+
+
+def _body_limit_bytes(info: WorkerInfo) -> int:
+    if info.is_multimodal is not False or "embed" in info.tasks or info.context_length <= 0:
+        return LARGEST_BODY_BYTES
+    needed_bytes = info.context_length * BODY_BYTES_PER_TOKEN
+    return min(max(needed_bytes, SMALLEST_BODY_BYTES), LARGEST_BODY_BYTES)
+
 
 Role = Literal["prefill", "decode", "agg", "elastic"]
 ROLES: tuple[Role, ...] = ("prefill", "decode", "agg", "elastic")

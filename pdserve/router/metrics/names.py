@@ -191,7 +191,7 @@ METRICS: Final = (
         "limits_apart",
         "gauge",
         (),
-        "Router processes that hold a share of the tenants' limits, since Redis is away.",
+        "Router processes that hold a share of the tenants' limits, since the others are not heard.",
     ),
     _one(
         "sessions_apart",

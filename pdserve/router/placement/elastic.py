@@ -38,8 +38,8 @@ from typing import Final
 
 import msgspec
 
+from pdserve.router.config.limits import ServiceLevel
 from pdserve.router.config.placement import PlacementSettings
-from pdserve.router.config.slo import ServiceLevel
 from pdserve.router.fleet.registry import Snapshot
 from pdserve.router.fleet.worker import Worker
 

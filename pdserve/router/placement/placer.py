@@ -14,11 +14,9 @@ from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.registry import Fleet, Snapshot
 from pdserve.router.fleet.worker import Worker
 from pdserve.router.placement.elastic import ElasticRoles
-from pdserve.router.placement.handoff import HandoffChoice
-from pdserve.router.placement.planner import Plan, Planner
+from pdserve.router.placement.planner import HandoffChoice, Plan, Planner, RequestFacts
 from pdserve.router.placement.policies import PolicySettings, make_policy
 from pdserve.router.placement.prefix_index import PrefixTable
-from pdserve.router.placement.request_facts import RequestFacts
 from pdserve.router.sessions.table import SessionEntry, SessionTable
 
 

@@ -1,4 +1,14 @@
-"""The plan of one request: a pure function of the request, the fleet and the session's last turn.
+"""The plan of one request: what it is made from, the way of its KV, and the workers.
+
+The facts of a request that its plan is made from.
+
+By which way a prompt's KV gets from the prefill worker to the decode worker: a pure choice.
+
+Decode workers are of one of two kinds, and say which (`/pd/info`). One kind computes prompts, and reads pages
+from the pool. The other takes the KV that a prefill worker sends it (`direct`), and computes no prompt. So
+the way decides which decode workers a request can have. Prefill workers of the direct kind serve both ways.
+
+The plan of one request: a pure function of the request, the fleet and the session's last turn.
 
 Rules, in order:
 1. Only workers of the request's model are eligible (see `models`).
@@ -22,19 +32,87 @@ Rules, in order:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from typing import Literal
 
 import msgspec
 
+from pdserve.router.api.endpoints import Endpoint
 from pdserve.router.api.errors import NoWorkerError
 from pdserve.router.config.placement import PlacementSettings
 from pdserve.router.fleet.registry import Snapshot
 from pdserve.router.fleet.worker import Worker
-from pdserve.router.placement.handoff import Handoff, HandoffChoice, choose_handoff
-from pdserve.router.placement.policies.base import Ask, Choice, Policy
-from pdserve.router.placement.prefix_index import Places
-from pdserve.router.placement.request_facts import RequestFacts
+from pdserve.router.placement.policies import Ask, Choice, Policy
+from pdserve.router.placement.prefix_index import Places, Prefix
+from pdserve.router.sessions.keys import SessionKey
 from pdserve.router.sessions.table import SessionEntry
+
+
+class RequestFacts(msgspec.Struct, frozen=True, gc=False):
+    """The facts of one request for planning."""
+
+    endpoint: Endpoint
+    model: str | None = None
+    session: SessionKey | None = None
+    prompt_tokens_estimate: int = 0
+    """0: the endpoint does not compute the prompt."""
+    prompts: int = 1
+    has_several_prompts: bool = False
+    """The prompt is a list of prompts, also of a single one."""
+    has_media: bool = False
+    """Pages of images, videos and sound cannot be named yet: nobody can wait for them."""
+    charged_tokens: int = 0
+    """What it costs its tenant until its real use is known."""
+    answers: int = 1
+    """What it counts for as requests: prompts times answers of each."""
+    choices: int = 1
+    """Answers to each prompt that the client gets."""
+    urgency: int = 0
+    """What its `priority` means for the queue: more is sooner."""
+    holder: str = ""
+    """Id of the worker that holds what the request continues, in its own memory. Empty: any worker can."""
+    can_be_direct: bool = True
+    """A decode worker can answer it that computed no token of the prompt (see `request_body`)."""
+    turn: int = 0
+    """Number of the request for its model at this router. Equally good workers alternate by it."""
+    draw: int = 0
+    """A random number of 32 bits."""
+    prefix: Prefix | None = None
+    """The prompt's blocks. None: no policy uses them, or the endpoint does not compute the prompt."""
+
+    @property
+    def is_turn(self) -> bool:
+        """The request is a turn of its session. Other requests, like tokenizing, fill no cache."""
+        return self.session is not None and self.endpoint.task == "generate"
+
+
+Handoff = Literal["pool", "direct"]
+HandoffChoice = Literal["auto", "pool", "direct"]
+
+
+def choose_handoff(
+    wanted: HandoffChoice,
+    possible: Collection[Handoff],
+    *,
+    home: Handoff | None,
+    reused_tokens: int,
+    pool_from_tokens: int,
+) -> tuple[Handoff, str]:
+    """The way, and why in one word. `possible` is not empty.
+
+    `home`: the way of the worker that answered the session's last turn, if it is eligible: it has most of the
+    prompt in its own memory. `reused_tokens`: estimated tokens of the prompt that some cache has.
+    """
+    if len(possible) == 1:
+        return next(iter(possible)), "only"
+    if wanted != "auto":
+        return wanted, "configured"
+    if home is not None:
+        return home, "session"
+    if reused_tokens >= pool_from_tokens:
+        return "pool", "reused"
+    return "direct", "new"
+
 
 RETRY_AFTER_S = 1
 """`retry-after` of a 503, in seconds. Workers are probed about every second."""

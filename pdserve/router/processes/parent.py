@@ -1,5 +1,9 @@
 """Several router processes behind one port: a parent that starts, replaces and stops its children.
 
+One child as its parent has it (see `parent`).
+
+Several router processes behind one port: a parent that starts, replaces and stops its children.
+
 Every child has its own listening socket on the port. With SO_REUSEPORT the kernel spreads connections over
 these sockets. The parent holds all sockets for as long as it lives, so replacing a child refuses and resets
 no connection: a successor starts on the same socket, and only when it serves is the old child told to stop.
@@ -11,7 +15,7 @@ The old child finishes the requests that it has.
 - SIGTERM, SIGINT: every child finishes what it has within `stop_grace_s`.
 - Metrics: a child that is asked asks the parent, which asks all children and adds up. The sum includes the
   counters of ended children and the number of silent children. The admin API reports from this sum.
-- Limits of tenants hold over all children, see `shared_limits`.
+- Limits of tenants hold over all children, see `agreement`.
 - Changes of the fleet by the admin API of one child are sent to the others. A child that starts later begins
   with them. A reload of the API keys is sent, too.
 
@@ -21,11 +25,14 @@ A child ends when its socket pair with the parent closes, so it never outlives i
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import multiprocessing
 import signal
 import socket
-from collections.abc import Coroutine
-from typing import assert_never
+from collections.abc import Callable, Coroutine
+from multiprocessing.context import SpawnProcess
+from typing import NamedTuple, assert_never
 
 from pdserve.errors import ConfigError, PdserveError, StartupError
 from pdserve.router.config.router import RouterConfig
@@ -33,27 +40,132 @@ from pdserve.router.fleet.changes import Changes, FleetChange
 from pdserve.router.fleet.health_check import FirstRound
 from pdserve.router.fleet.registry import listed_workers
 from pdserve.router.fleet.worker import Worker
-from pdserve.router.metrics.snapshot import Snapshot, add_up, left_behind
-from pdserve.router.processes.child import Child, Setup
-from pdserve.router.processes.messages import (
+from pdserve.router.metrics.stats import Snapshot, add_up, left_behind
+from pdserve.router.processes.channel import (
+    COLLECT_TIMEOUT_S,
+    FROM_CHILD,
+    Channel,
+    ChannelClosed,
     Collect,
     Collected,
     FromChild,
     FromParent,
     Last,
-    NewShares,
+    LimitsTold,
     Ready,
     Refused,
     Reload,
-    Reports,
     Stopping,
 )
-from pdserve.router.processes.reload import stamp, watch_file
-from pdserve.router.processes.shared_limits import Divider, Shares
-from pdserve.router.server.listening import bind
+from pdserve.router.processes.serving import run_child, stamp, watch_file
+from pdserve.router.server.uvicorn_server import LAST_WORD_S, bind
 from pdserve.settings.command_line import ConfigSource
 
 logger = logging.getLogger(__name__)
+
+READY_TIMEOUT_S = 60.0
+STOP_SLACK_S = LAST_WORD_S + 3.0
+"""On top of `stop_grace_s`, until a child is killed."""
+_spawn = multiprocessing.get_context("spawn")
+_numbers = itertools.count()
+
+
+class Setup(NamedTuple):
+    """What children are made of."""
+
+    config: RouterConfig
+    changes: Changes
+
+
+class Child:
+    """One process and the parent's end of its channel."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        listening: socket.socket,
+        admin: socket.socket | None,
+        on_message: Callable[[Child, FromChild], None],
+        first: FirstRound,
+    ) -> None:
+        """Raises StartupError."""
+        self.number = next(_numbers)
+        self.setup = setup
+        self.is_ready = asyncio.Event()
+        self.is_stopping = False
+        self.metrics = Snapshot()
+        """As it has sent them last."""
+        self.has_left = False
+        """It has sent its `Last`: these metrics are final."""
+        self.channel = Channel[FromChild](FROM_CHILD, lambda message: on_message(self, message))
+        self.process, ours = _started(setup.config, listening, admin, first)
+        self.serving = asyncio.create_task(self.channel.run(ours))
+        self.ended = asyncio.create_task(self._until_ended())
+        """Its exit status."""
+
+    async def ready(self) -> None:
+        """Wait until it serves. Raises StartupError when it ends, or takes too long."""
+        waiting = asyncio.create_task(self.is_ready.wait())
+        try:
+            await asyncio.wait(
+                {waiting, self.serving}, timeout=READY_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            waiting.cancel()
+        if not self.is_ready.is_set():
+            raise StartupError("a router process did not start; its last words are above")
+
+    async def ask_metrics(self) -> bool:
+        """Renew `metrics`, if it serves. False if it does not answer in time: `metrics` stays as it was."""
+        if self.is_ready.is_set() and not self.has_left:
+            try:
+                self.metrics = await self.channel.collect(COLLECT_TIMEOUT_S)
+            except ChannelClosed:
+                return self.has_left
+        return True
+
+    async def stop(self) -> None:
+        """Let it finish what it has; kill it when that takes longer than `stop_grace_s`."""
+        if not self.is_stopping and not self.ended.done():
+            self.process.terminate()
+        self.is_stopping = True
+        await asyncio.wait({self.ended}, timeout=self.setup.config.stop_grace_s + STOP_SLACK_S)
+        if not self.ended.done():
+            logger.warning("router process %s does not end, it is killed", self.process.pid)
+            await self.kill()
+
+    async def kill(self) -> None:
+        """End it at once."""
+        if not self.ended.done():
+            self.process.kill()
+        await asyncio.wait({self.ended})
+
+    async def _until_ended(self) -> int:
+        await asyncio.wait({self.serving})  # its end of the channel closes when it ends
+        await asyncio.to_thread(self.process.join)
+        return self.process.exitcode or 0
+
+
+def _started(
+    config: RouterConfig, listening: socket.socket, admin: socket.socket | None, first: FirstRound
+) -> tuple[SpawnProcess, socket.socket]:
+    """The process and our end of its channel. Raises StartupError."""
+    try:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                process = _spawn.Process(
+                    target=run_child, args=(config, listening, theirs, admin, first), daemon=False
+                )
+                process.start()
+            except OSError:
+                ours.close()
+                raise
+    except OSError as error:
+        raise StartupError(f"no router process can be started: {error}") from None
+    ours.setblocking(False)
+    return process, ours
+
 
 RESTART_PAUSE_S = 1.0
 
@@ -81,7 +193,6 @@ class Parent:
         """Also the children that start or stop."""
         self._ended_metrics = Snapshot()
         """Counters of ended children."""
-        self._divider = Divider()
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopped = asyncio.Event()
         self._is_stopping = False
@@ -135,7 +246,6 @@ class Parent:
         admin = self._admin if place == 0 else None
         child = Child(setup, self._sockets[place], admin, self._on_message, first)
         self._live.add(child)
-        child.serving.add_done_callback(lambda _: self._send_shares(self._divider.on_end(child.number)))
         child.ended.add_done_callback(lambda _: self._ended(child))
         return child
 
@@ -206,8 +316,9 @@ class Parent:
                 self._later(self._collect(child, message))
             case Last():
                 child.metrics, child.has_left = message.metrics, True
-            case Reports():
-                self._send_shares(self._divider.on_reports(child.number, message.tenants))
+            case LimitsTold():
+                for each in self._live:
+                    each.channel.send(message)
             case FleetChange():
                 for setup in filter(None, (self._setup, self._coming)):
                     setup.changes.note(message)
@@ -223,11 +334,6 @@ class Parent:
     def _ended(self, child: Child) -> None:
         self._live.discard(child)
         self._ended_metrics = add_up((self._ended_metrics, left_behind(child.metrics)))
-
-    def _send_shares(self, shares: Shares) -> None:
-        for child in self._live:
-            if child.number in shares:
-                child.channel.send(NewShares(shares[child.number]))
 
     def _send_others(self, child: Child, message: FromParent) -> None:
         for other in self._live - {child}:

@@ -12,25 +12,29 @@ import uvicorn
 from pdserve.errors import ConfigError, RequestError
 from pdserve.router.app.router import Router
 from pdserve.router.fleet.changes import FleetChange
-from pdserve.router.metrics.snapshot import Snapshot
-from pdserve.router.processes.channel import FROM_PARENT, SUM_TIMEOUT_S, Channel, ChannelClosed
-from pdserve.router.processes.messages import (
+from pdserve.router.metrics.stats import Snapshot
+from pdserve.router.processes.agreement import REPORT_S, TenantLimits
+from pdserve.router.processes.channel import (
+    FROM_PARENT,
+    SUM_TIMEOUT_S,
+    Channel,
+    ChannelClosed,
     Collect,
     Collected,
     FromParent,
     Last,
-    NewShares,
+    LimitsTold,
     Ready,
     Refused,
     Reload,
-    Reports,
     Stopping,
 )
-from pdserve.router.processes.shared_limits import REPORT_S, SharedLimits
 
 logger = logging.getLogger(__name__)
 
 START_POLL_S = 0.01
+AWAY_S = 1.0
+"""Without a message of its own from the parent for so long, a process holds its share of the limits."""
 
 
 class Peer:
@@ -42,10 +46,9 @@ class Peer:
         self._channel = Channel[FromParent](FROM_PARENT, self._on_message)
         self._refused: frozenset[str] = frozenset()
         """As the parent knows them."""
-        gate = router.gate
         self._limits = None
         if not router.config.redis.shares_limits:  # else each process agrees with those of all routers
-            self._limits = SharedLimits(gate.tenants, gate.queue.held_back)
+            self._limits = TenantLimits(router, away_s=AWAY_S, processes=router.config.processes)
 
     async def run(self, sock: socket.socket) -> None:
         """Until the parent is gone; then the server stops."""
@@ -78,8 +81,8 @@ class Peer:
     async def _report(self) -> None:
         while True:
             self._report_refused()
-            if self._limits is not None and (reports := self._limits.changed()):
-                self._channel.send(Reports(reports))
+            if self._limits is not None and (data := self._limits.news()) is not None:
+                self._channel.send(LimitsTold(data))
             await asyncio.sleep(REPORT_S)
 
     def _report_refused(self) -> None:
@@ -101,9 +104,9 @@ class Peer:
                 self._channel.send(Collected(message.number, self._router.own_metrics()))
             case FleetChange():
                 message.follow(self._router.fleet)
-            case NewShares() if self._limits is not None:
-                self._limits.apply(message.tenants, asyncio.get_running_loop().time())
-                self._router.gate.fill()
+            case LimitsTold():
+                if self._limits is not None:
+                    self._limits.hear(message.data)
             case Reload():
                 try:
                     self._router.reload()
@@ -111,7 +114,5 @@ class Peer:
                     logger.error("the API keys are not changed: %s", error)  # noqa: TRY400 - one line
             case Stopping():
                 self._router.is_stopping = True
-            case NewShares():  # the parent sends none without reports
-                pass
             case _:
                 assert_never(message)

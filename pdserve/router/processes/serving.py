@@ -1,4 +1,9 @@
-"""The life of a serving process: alone, or as one of several."""
+"""The life of a serving process: alone, or as one of several; taking over a changed configuration.
+
+Taking over a changed configuration in a running router.
+
+The life of a serving process: alone, or as one of several.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +15,10 @@ import math
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
+import msgspec
 import uvicorn
 import uvloop
 
@@ -24,15 +31,76 @@ from pdserve.router.app.lifespan import open_router
 from pdserve.router.app.router import Router
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.health_check import FirstRound
-from pdserve.router.processes.agreement_channel import shared_limits
+from pdserve.router.fleet.registry import Fleet, listed_workers
+from pdserve.router.processes.agreement import shared_limits
 from pdserve.router.processes.peer import Peer
-from pdserve.router.processes.reload import stamp, take_over, watch_file
-from pdserve.router.server.listening import bind
-from pdserve.router.server.uvicorn_server import make_server, public_tls, serve_until_stopped
+from pdserve.router.server.uvicorn_server import bind, make_server, public_tls, serve_until_stopped
 from pdserve.security.tls import Certificates
 from pdserve.settings.command_line import ConfigSource
 
 logger = logging.getLogger(__name__)
+
+TAKEN_OVER = ("prefill", "decode", "agg", "elastic", "tenants", "tenant_defaults", "admission", "aliases")
+"""The workers here, the rest by `Gate.configure`."""
+
+
+def take_over(before: RouterConfig, load: Callable[[], RouterConfig], fleet: Fleet) -> RouterConfig:
+    """The lists of workers as the configuration has them now; of what else changed, the log says that it
+    needs a restart. A configuration that cannot be used changes nothing.
+    """
+    try:
+        config = load()
+        config.check_workers()
+        joined, left = fleet.members.sync("config", listed_workers(config))
+    except PdserveError as error:
+        logger.error("the configuration is not changed: %s", error)  # noqa: TRY400 - one line
+        return before
+    names = (
+        [f"{worker.role} {worker.id}" for worker in joined],
+        [f"{worker.role} {worker.id}" for worker in left],
+    )
+    logger.info(
+        "configuration read again: joined: %s; left: %s", *(", ".join(some) or "none" for some in names)
+    )
+    waiting = [name for name in changed_options(before, config) if name not in TAKEN_OVER]
+    if waiting:
+        logger.warning("changed, and taken over at the next start only: %s", ", ".join(waiting))
+    return config
+
+
+def changed_options(before: RouterConfig, after: RouterConfig) -> list[str]:
+    """Names of the options (of the tables, for options within one) that differ."""
+    names = (field.name for field in msgspec.structs.fields(RouterConfig))
+    return [name for name in names if getattr(before, name) != getattr(after, name)]
+
+
+Stamp = tuple[int, int, int]
+
+
+async def watch_file(
+    path: Path | None, every_s: float, on_change: Callable[[], None], seen: Stamp | None
+) -> None:
+    """Call `on_change` whenever the file is another than before, first than `seen`, until cancelled."""
+    if path is None:
+        return
+    while True:
+        await asyncio.sleep(every_s)
+        now = stamp(path)
+        if now not in (seen, None):
+            seen = now
+            on_change()
+
+
+def stamp(path: Path | None) -> Stamp | None:
+    """What tells one state of a file from another; None while it is being replaced, or for none."""
+    if path is None:
+        return None
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
 
 LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 GC_THRESHOLD = (10_000, 20, 50)

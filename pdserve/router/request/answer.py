@@ -29,9 +29,8 @@ from pdserve.router.api.errors import (
     refused_stream,
 )
 from pdserve.router.request.token_usage import Meter
-from pdserve.router.server.client import Client, Headers
-from pdserve.router.tenants.rate_headers import rate_headers
-from pdserve.router.tenants.tenant import TenantState
+from pdserve.router.server.request_cycle import Client, Headers
+from pdserve.router.tenants.tenant import TenantState, rate_headers
 
 JSON = b"application/json"
 PLAN_HEADER = b"x-pdserve-plan"

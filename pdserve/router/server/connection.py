@@ -51,9 +51,8 @@ from typing import Any, Final, Literal, cast
 import httptools
 
 from pdserve.router.server.connections import Connections
-from pdserve.router.server.flow import Flow
 from pdserve.router.server.half_closed import HalfClosed, is_tcp
-from pdserve.router.server.request_cycle import RequestCycle
+from pdserve.router.server.request_cycle import Flow, RequestCycle
 
 MAX_HEAD_BYTES = 64 * 1024
 """Longest request line and headers; httptools has no bound of its own."""

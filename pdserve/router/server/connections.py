@@ -12,8 +12,7 @@ from urllib.parse import unquote
 from uvicorn.server import ServerState
 
 from pdserve.logs import ThrottledLog
-from pdserve.router.server.application import Application
-from pdserve.router.server.asgi import Asgi
+from pdserve.router.server.asgi import Application, Asgi
 from pdserve.router.server.request_cycle import RequestCycle
 from pdserve.security.connection_limits import ConnectionLimit
 

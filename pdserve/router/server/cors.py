@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Final
 
-from pdserve.router.server.client import Headers
+from pdserve.router.server.request_cycle import Headers
 
 _SHOWN: Final = (
     *("retry-after", "server-timing", "x-request-id", "x-pdserve-plan", "x-pdserve-cached"),

@@ -1,4 +1,10 @@
-"""One request on a client's connection, and its answer.
+"""One request and its answer on a client's connection.
+
+Back-pressure of one connection: when its client sends faster than it is served, or reads too slowly.
+
+What a handler needs of a request and its client, and what a request needs of its connection.
+
+One request on a client's connection, and its answer.
 
 An answer's head is sent together with the first piece of its body: one system call and one packet less.
 """
@@ -8,9 +14,166 @@ from __future__ import annotations
 import asyncio
 import http
 from collections.abc import Callable, Coroutine
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
-from pdserve.router.server.client import Headers, Wire
+
+class Flow:
+    """Both directions of a connection."""
+
+    __slots__ = ("_transport", "_writable", "read_paused", "write_paused")
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._writable: asyncio.Event | None = None
+        """Somebody waits for it."""
+        self.read_paused = False
+        self.write_paused = False
+
+    def pause_reading(self) -> None:
+        """Take nothing more from the client."""
+        if not self.read_paused:
+            self.read_paused = True
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Take what the client sends."""
+        if self.read_paused:
+            self.read_paused = False
+            self._transport.resume_reading()
+
+    def pause_writing(self) -> None:
+        """The client is slow to read."""
+        self.write_paused = True
+
+    def resume_writing(self) -> None:
+        """The client has read, or has left."""
+        self.write_paused = False
+        if self._writable is not None:
+            self._writable.set()
+            self._writable = None
+
+    async def drain(self) -> None:
+        """Wait until the client reads, or has left."""
+        while self.write_paused:
+            if self._writable is None:
+                self._writable = asyncio.Event()
+            await self._writable.wait()
+
+
+Headers = list[tuple[bytes, bytes]]
+
+
+class Client(Protocol):
+    """One request and its answer. Attributes are read only."""
+
+    @property
+    def method(self) -> str:
+        """Of HTTP."""
+        ...
+
+    @property
+    def path(self) -> str:
+        """Without the query."""
+        ...
+
+    @property
+    def headers(self) -> Headers:
+        """Names in lower case."""
+        ...
+
+    @property
+    def task(self) -> asyncio.Task[Any]:
+        """The task that serves the request."""
+        ...
+
+    @property
+    def address(self) -> str:
+        """The client's IP address, or its proxy's; empty where the server does not know it."""
+        ...
+
+    async def read(self) -> tuple[bytes, bool] | None:
+        """(the next piece of the request's body, whether more follows); None: the client has left."""
+        ...
+
+    def start(self, status: int, headers: Headers, length: int | None, *, closes: bool = False) -> None:
+        """Begin the answer, whose body has `length` bytes, None: as many as will come. It goes out with the
+        first of them. `closes`: the connection ends with the answer.
+        """
+        ...
+
+    async def write(self, body: bytes, more: bool) -> None:
+        """Send a piece of the answer's body; waits while the client is slow to read."""
+        ...
+
+    @property
+    def takes_now(self) -> bool:
+        """`write_now` can be used: the client is there and not slow to read."""
+        ...
+
+    def write_now(self, body: bytes) -> None:
+        """Send a piece of the answer's body, not the last, without a task's help."""
+        ...
+
+    def watch(self, on_gone: Callable[[], None], on_asked: Callable[[], None] | None = None) -> None:
+        """Until `unwatch`, call `on_gone` when the client goes away, now if it has. `on_asked` is called when
+        an answer has begun and the client sends no more: what is sent then tells whether it still reads.
+        """
+        ...
+
+    def unwatch(self) -> None:
+        """The request is over."""
+        ...
+
+
+class Shared(Protocol):
+    """What the connections of a server share."""
+
+    @property
+    def default_lines(self) -> bytes:
+        """Whole header lines of every answer, like the date."""
+        ...
+
+
+class Wire(Protocol):
+    """The connection that carries a request, as `RequestCycle` uses it."""
+
+    loop: asyncio.AbstractEventLoop
+    flow: Flow
+    transport: asyncio.Transport
+    tasks: set[asyncio.Task[Any]]
+    """Of the whole server: a graceful stop waits for them."""
+    client: tuple[str, int] | None
+    """Address and port of the other end."""
+    is_closing: bool
+    """Nothing is sent any more."""
+
+    @property
+    def shared(self) -> Shared:
+        """What all connections share."""
+        ...
+
+    @property
+    def server(self) -> tuple[str, int] | None:
+        """Address and port of this end."""
+        ...
+
+    @property
+    def scheme(self) -> str:
+        """`http`, or `https` where TLS is spoken."""
+        ...
+
+    def resume_reading(self) -> None:
+        """Read on, if enough room is left: whether a client has left is seen only by reading."""
+        ...
+
+    def close_in_order(self) -> None:
+        """Close after what was written was sent; the client may still send."""
+        ...
+
+    def on_response_complete(self) -> None:
+        """The answer is sent: the next request's turn."""
+        ...
+
 
 HIGH_WATER_BYTES: Final = 64 * 1024
 """The client is paused when more of its body has come than this, and nobody has read it."""

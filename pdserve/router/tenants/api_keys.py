@@ -1,6 +1,10 @@
-"""Secrets of a router (API keys, admin key, cluster token), from files and the environment.
+"""API keys: the file, the digests, and the command that makes one.
+
+Secrets of a router (API keys, admin key, cluster token), from files and the environment.
 
 API keys are stored as SHA-256 digests only.
+
+`pdserve key`: a new API key of a tenant.
 """
 
 from __future__ import annotations
@@ -10,6 +14,9 @@ import re
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from pdserve.errors import ConfigError
 from pdserve.kvpool.protocol.address import is_loopback
@@ -115,3 +122,23 @@ def _check_name(where: str, tenant: str) -> None:
     if not _NAME.fullmatch(tenant) or tenant == SHARED:
         what = f"{tenant[:64]!r} cannot name a tenant: letters, digits, `.`, `_`, `-`, and not {SHARED!r}"
         raise ConfigError(f"{where}: {what}")
+
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+@app.command()
+def key(
+    tenant: Annotated[str, typer.Argument(help="Name of the tenant.")],
+    file: Annotated[
+        Path | None, typer.Option(help="Keys file (access.keys_file) to add the key's digest to.")
+    ] = None,
+) -> None:
+    """Make an API key and print it, once: only its digest is kept."""
+    made = new_key()
+    line = key_line(tenant, made)
+    if file is not None:
+        append_line(file, line)
+    typer.echo(made)
+    if file is None:
+        typer.echo(f"for the keys file: {line}", err=True, nl=False)

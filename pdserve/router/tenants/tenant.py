@@ -1,12 +1,79 @@
-"""One tenant: its limits and its use. Pure."""
+"""Tenants: their limits, what they use, and the registry of all.
+
+A token bucket that can go into debt. Pure.
+
+A request is admitted if the bucket holds its estimated use, or is full and the request is larger. The
+estimate is charged at once, and the difference to the real use at the end of the request. So the level can
+fall below zero. Then the tenant waits until the debt is refilled. In any time t a tenant gets at most
+`capacity + rate * t` tokens and one request more.
+
+One tenant: its limits and its use. Pure.
+
+Headers that tell a client how much of its rates is left. Pure.
+
+    x-ratelimit-limit-requests: 20            anthropic-ratelimit-requests-limit: 20
+    x-ratelimit-remaining-requests: 19        anthropic-ratelimit-requests-remaining: 19
+    x-ratelimit-reset-requests: 50ms          anthropic-ratelimit-requests-reset: 2026-11-25T03:10:00Z
+
+`tokens` likewise. Limit: what may be used at once when nothing was used for a while. Reset: when all of it is
+there again. A tenant without limits gets none of them. Sources: https://platform.openai.com/docs/guides/rate-limits,
+https://docs.anthropic.com/en/api/rate-limits
+
+The tenants, found by API key. Pure: keys come here as digests.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+
 import msgspec
 
-from pdserve.router.api.errors import TooManyError
-from pdserve.router.config.tenants import TenantLimits
-from pdserve.router.tenants.token_bucket import TokenBucket
+from pdserve.errors import ConfigError
+from pdserve.router.api.errors import ErrorForm, TooManyError
+from pdserve.router.config.tenants import Tenant, TenantLimits
+from pdserve.security.tokens import same
+
+
+class TokenBucket:
+    """A bucket that holds at most `capacity` and gains `rate_s` per second."""
+
+    __slots__ = ("at_s", "capacity", "level", "rate_s")
+
+    def __init__(self, rate_s: float, capacity: float, now_s: float) -> None:
+        self.rate_s = rate_s
+        self.capacity = capacity
+        self.level = capacity
+        self.at_s = now_s
+
+    def wait_s(self, amount: float, now_s: float) -> float:
+        """Seconds until the bucket holds `amount`, or is full if `amount` exceeds its capacity."""
+        self._refill(now_s)
+        missing = min(amount, self.capacity) - self.level
+        return missing / self.rate_s if missing > 1e-9 * self.capacity else 0.0
+
+    def held(self, now_s: float) -> float:
+        """What the bucket holds now. Negative: a debt."""
+        self._refill(now_s)
+        return self.level
+
+    def charge(self, amount: float, now_s: float) -> None:
+        """Take `amount`; the level may fall below zero. A negative amount is returned to the bucket."""
+        self._refill(now_s)  # before the charge: a past overflow must not pay for later use
+        self.level = min(self.capacity, self.level - amount)
+
+    def resized(self, rate_s: float, capacity: float, now_s: float) -> None:
+        """Change rate and capacity from now on. A debt stays."""
+        self._refill(now_s)
+        self.rate_s, self.capacity = rate_s, capacity
+        self.level = min(self.level, capacity)
+
+    def _refill(self, now_s: float) -> None:
+        if now_s > self.at_s:
+            self.level = min(self.capacity, self.level + (now_s - self.at_s) * self.rate_s)
+            self.at_s = now_s
+
 
 RATE_EXCEEDED = "rate_limit_exceeded"
 
@@ -26,7 +93,6 @@ class TenantState:
     """A tenant as the router knows it."""
 
     __slots__ = (
-        "grant_number",
         "granted",
         "limits",
         "name",
@@ -48,8 +114,7 @@ class TenantState:
         self.waiting = 0
         """Requests in the queue. The fair queue counts them."""
         self.granted = granted
-        """Its share of concurrency in this process (`shared_limits` or `shared_places`). None: all of it."""
-        self.grant_number = 0
+        """Its share of concurrency in this process (`shared_places`). None: all of it."""
         self.share = 1.0
         """Of its rates, in this process (`processes.agreement`)."""
         self.spent_requests = 0.0
@@ -139,3 +204,146 @@ def _bucket(old: TokenBucket | None, rate_s: float, capacity: float, now_s: floa
         return TokenBucket(rate_s, capacity, now_s)
     old.resized(rate_s, capacity, now_s)
     return old
+
+
+MAX_RESET_S = 7 * 24 * 3600.0
+
+
+def rate_headers(
+    tenant: TenantState, form: ErrorForm, now_s: float, unix_s: float
+) -> list[tuple[bytes, bytes]]:
+    """The headers of an answer to the tenant. `now_s`: on the buckets' clock; `unix_s`: the same moment."""
+    headers: list[tuple[bytes, bytes]] = []
+    for kind, bucket in ((b"requests", tenant.requests), (b"tokens", tenant.tokens)):
+        if bucket is not None:
+            headers += _openais(kind, bucket, now_s)
+            if form == "anthropic":
+                headers += _anthropics(kind, bucket, now_s, unix_s)
+    return headers
+
+
+def _openais(kind: bytes, bucket: TokenBucket, now_s: float) -> list[tuple[bytes, bytes]]:
+    return [
+        (b"x-ratelimit-limit-%b" % kind, b"%d" % bucket.capacity),
+        (b"x-ratelimit-remaining-%b" % kind, b"%d" % _left(bucket, now_s)),
+        (b"x-ratelimit-reset-%b" % kind, duration(_reset_s(bucket, now_s)).encode()),
+    ]
+
+
+def _anthropics(kind: bytes, bucket: TokenBucket, now_s: float, unix_s: float) -> list[tuple[bytes, bytes]]:
+    full = datetime.fromtimestamp(math.ceil(unix_s + _reset_s(bucket, now_s)), UTC)
+    return [
+        (b"anthropic-ratelimit-%b-limit" % kind, b"%d" % bucket.capacity),
+        (b"anthropic-ratelimit-%b-remaining" % kind, b"%d" % _left(bucket, now_s)),
+        (b"anthropic-ratelimit-%b-reset" % kind, full.strftime("%Y-%m-%dT%H:%M:%SZ").encode()),
+    ]
+
+
+def _left(bucket: TokenBucket, now_s: float) -> int:
+    return max(0, math.floor(bucket.held(now_s)))
+
+
+def _reset_s(bucket: TokenBucket, now_s: float) -> float:
+    return min(MAX_RESET_S, bucket.wait_s(bucket.capacity, now_s))
+
+
+def duration(seconds: float) -> str:
+    """A length of time as OpenAI writes it: `50ms`, `1.5s`, `6m0s`, `1h2m3s`. Rounded up."""
+    milliseconds = math.ceil(seconds * 1e3)
+    if milliseconds < 1000:
+        return f"{milliseconds}ms"
+    if milliseconds < 60_000:
+        return f"{milliseconds / 1e3:g}s"
+    whole = math.ceil(milliseconds / 1e3)
+    hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
+    return f"{hours}h{minutes}m{rest}s" if hours else f"{minutes}m{rest}s"
+
+
+ANONYMOUS = "anonymous"
+"""The one tenant of a router without keys."""
+_PREFIX_CHARS = 16
+
+
+class Tenants:
+    """All tenants, found by the digest of a key."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, TenantState] = {}
+        self._known: dict[str, TenantState] = {}
+        """Also tenants whose keys were removed: their requests may still run, and a key may come back."""
+        self._by_prefix: dict[str, list[tuple[str, TenantState]]] = {}
+        self.has_keys = False
+        self._granted: int | None = None
+
+    @property
+    def granted(self) -> int | None:
+        """Share of its concurrency that a tenant may use in this process. Setting it changes all tenants."""
+        return self._granted
+
+    @granted.setter
+    def granted(self, granted: int | None) -> None:
+        self._granted = granted
+        for state in self.known:
+            state.granted = granted
+
+    def configure(
+        self,
+        keys: Mapping[str, str],
+        tenants: Iterable[Tenant],
+        defaults: TenantLimits,
+        now_s: float,
+    ) -> None:
+        """Take over keys (digest -> tenant) and limits. The use of known tenants stays. Raises ConfigError,
+        and then changes nothing.
+        """
+        limits: dict[str, TenantLimits] = {}
+        for tenant in tenants:
+            if tenant.name in limits:
+                raise ConfigError(f"tenant {tenant.name} is listed twice in [[tenants]]")
+            limits[tenant.name] = tenant
+        names = list(dict.fromkeys(keys.values())) or [ANONYMOUS]
+        if keys and (keyless := [name for name in limits if name not in names]):
+            raise ConfigError(
+                f"tenant {keyless[0]} of [[tenants]] has no API key: add one to the keys, or drop it"
+            )
+        states = {}
+        for name in names:
+            state = self._known.get(name)
+            if state is None:
+                state = self._known[name] = TenantState(name, limits.get(name, defaults), now_s, self.granted)
+            else:
+                state.set_limits(limits.get(name, defaults), now_s)
+            states[name] = state
+        self._by_name = states
+        self._by_prefix = {}
+        for key, name in keys.items():
+            self._by_prefix.setdefault(key[:_PREFIX_CHARS], []).append((key, states[name]))
+        self.has_keys = bool(keys)
+
+    @property
+    def all(self) -> tuple[TenantState, ...]:
+        """Tenants that have a key, in the order of the keys."""
+        return tuple(self._by_name.values())
+
+    @property
+    def known(self) -> tuple[TenantState, ...]:
+        """All tenants, also those whose keys were removed."""
+        return tuple(self._known.values())
+
+    def get(self, name: str) -> TenantState | None:
+        """The tenant of this name. None: there is none."""
+        return self._known.get(name)
+
+    @property
+    def anonymous(self) -> TenantState:
+        """The tenant of a router without keys."""
+        return self._by_name[ANONYMOUS]
+
+    def find(self, key_digest: str) -> TenantState | None:
+        """The tenant whose key has this digest, or None. A client cannot steer the digest that is looked up,
+        and the whole digest is compared in constant time.
+        """
+        for known, tenant in self._by_prefix.get(key_digest[:_PREFIX_CHARS], ()):
+            if same(key_digest, known):
+                return tenant
+        return None

@@ -9,8 +9,7 @@ from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import NamespaceSettings
 from pdserve.router.admin.live_frames import frame_of, point_of, quantile
 from pdserve.router.fleet.worker import Worker
-from pdserve.router.metrics.snapshot import Snapshot
-from pdserve.router.metrics.stats import Histogram
+from pdserve.router.metrics.stats import Histogram, Snapshot
 
 
 def observed(*values_s: float) -> Histogram:

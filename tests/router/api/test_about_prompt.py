@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.router.api.about_prompt import asks_about_prompt
+from pdserve.router.api.request_body import asks_about_prompt
 
 PLAIN = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 

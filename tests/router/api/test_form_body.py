@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.errors import RequestError
-from pdserve.router.api.form_body import MAX_FIELD_BYTES, MAX_PARTS, read_form
+from pdserve.router.api.request_body import MAX_FIELD_BYTES, MAX_PARTS, read_form
 
 TYPE = b"multipart/form-data; boundary=b"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.router.api.held_ids import find_holder, new_id
+from pdserve.router.api.endpoints import find_holder, new_id
 
 WORKERS = tuple(f"10.0.0.{i}:8000" for i in range(50))
 

@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.router.config.tenants import Access, Tenant, TenantLimits
 from pdserve.router.tenants.api_keys import key_line
-from pdserve.router.tenants.cache_salt import SALT_HEADER
+from pdserve.router.tenants.rights import SALT_HEADER
 from tests.support.router.harness import before, disagg
 from tests.support.router.mock_worker import MockWorker, answer
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.router.tenants.cache_salt import SALT_HEADER
+from pdserve.router.tenants.rights import SALT_HEADER
 from tests.support.router.harness import disagg
 from tests.support.router.mock_worker import MockWorker, answer
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdserve.router.config.limits import Limits
-from pdserve.router.fleet.body_limit import SMALLEST_BODY_BYTES
+from pdserve.router.fleet.worker import SMALLEST_BODY_BYTES
 from tests.support.router.harness import CHAT, disagg
 from tests.support.router.mock_worker import MockWorker
 

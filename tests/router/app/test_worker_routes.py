@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdserve.router.app.worker_routes import MAX_AT_ONCE
+from pdserve.router.app.routes import MAX_AT_ONCE
 from pdserve.router.config.limits import Limits
 from pdserve.router.config.tenants import Tenant
 from tests.support.router.harness import Harness, disagg
@@ -123,7 +123,7 @@ async def test_what_shows_the_whole_server_needs_the_administrators_key(
 async def test_a_worker_that_does_not_answer_is_not_waited_for_longer_than_the_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pdserve.router.app.worker_routes.LIMIT_S", 0.05)
+    monkeypatch.setattr("pdserve.router.app.routes.LIMIT_S", 0.05)
     async with disagg() as (harness, _, (decode,)):
         decode.script(INFO, hang())
         assert (await harness.get(INFO)).status == 504

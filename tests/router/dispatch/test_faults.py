@@ -19,7 +19,7 @@ import pytest
 
 from pdserve.router.config.limits import Deadlines, Probe
 from pdserve.router.request.call import Call
-from pdserve.router.upstream.response import Response as WorkerResponse
+from pdserve.router.upstream.connection import Response as WorkerResponse
 from tests.support.router.harness import Connection, Harness, chat_body, disagg
 from tests.support.router.mock_worker import (
     ANSWER,
@@ -452,9 +452,9 @@ async def stage(decode: int = 1, *, is_paid: bool = True, **config: Any) -> Asyn
     } | config
     ratio, per_s = (0.2, 1000.0) if is_paid else (0.0, 0.0)
     with (
-        patch("pdserve.router.upstream.pool.MAX_IDLE", 0),  # a used connection is replaced once
-        patch("pdserve.router.dispatch.retry_budget.RATIO", ratio),
-        patch("pdserve.router.dispatch.retry_budget.MIN_PER_S", per_s),
+        patch("pdserve.router.upstream.client.MAX_IDLE", 0),  # a used connection is replaced once
+        patch("pdserve.router.dispatch.job.RATIO", ratio),
+        patch("pdserve.router.dispatch.job.MIN_PER_S", per_s),
     ):
         async with disagg(decode=decode, **settings) as (harness, (prefill,), decodes):
             harness.router.fleet.on_doubt = None  # the stage alone says what probes find

@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.router.config.limits import Probe
 from pdserve.router.config.tenants import Access
-from pdserve.router.fleet.abilities import WITHOUT
+from pdserve.router.fleet.worker import WITHOUT
 from tests.support.router.harness import CHAT, before, chat_body, disagg
 from tests.support.router.mock_worker import ANSWER, STREAM, MockWorker, answer
 from tests.support.router.vllm_worker import VllmWorker

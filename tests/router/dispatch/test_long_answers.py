@@ -7,8 +7,8 @@ import json
 import pytest
 
 from pdserve.router.config.limits import Deadlines, Probe
-from pdserve.router.dispatch import relay
-from pdserve.router.upstream.response import Response
+from pdserve.router.dispatch import decode as decode_module
+from pdserve.router.upstream.connection import Response
 from tests.support.router.harness import CHAT, disagg
 from tests.support.router.mock_worker import CloseConnection, Gate, Received, Script, Wire, answer, hang
 
@@ -41,7 +41,7 @@ def long_answer(is_chunked: bool, gate: Gate, cut: bool = False) -> Script:
 async def test_a_long_answer_is_passed_on_before_its_end_and_its_tokens_are_counted(
     is_chunked: bool, cut: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relay, "HELD_BYTES", 64 * 1024)
+    monkeypatch.setattr(decode_module, "HELD_BYTES", 64 * 1024)
     async with disagg(prefill_endpoints=(), probe=NEVER) as (harness, _, [decode]):
         gate = Gate()
         decode.script("/generate", long_answer(is_chunked, gate, cut))

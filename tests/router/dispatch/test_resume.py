@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from pdserve.router.api.endpoints import ENDPOINTS
 from pdserve.router.config.limits import Limits, Probe
-from pdserve.router.dispatch.resume import Continue, may_resume
-from pdserve.router.dispatch.stream_marks import StreamMarks
+from pdserve.router.dispatch.stream_marks import Continue, StreamMarks, may_resume
 from tests.support.router.harness import Harness, Response, disagg
 from tests.support.router.mock_worker import DONE, Gate, MockWorker, Received, Script, Wire
 from tests.support.router.streams import FIRST, REST, WHOLE, marked, named

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from pdserve.router.dispatch.suspects import Suspects
-from pdserve.router.dispatch.worker_wait import WorkerWait
+from pdserve.router.dispatch.job import WorkerWait
+from pdserve.router.dispatch.suspicion import Suspects
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.fleet.worker import Worker
 from pdserve.router.metrics.stats import Stats
-from pdserve.router.upstream.response import UpstreamError
+from pdserve.router.upstream.connection import UpstreamError
 
 
 def call(body: bytes) -> Any:

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-from pdserve.router.fleet.body_limit import (
+from pdserve.router.fleet.registry import Fleet
+from pdserve.router.fleet.worker import (
     LARGEST_BODY_BYTES,
     SMALLEST_BODY_BYTES,
+    Worker,
+    WorkerInfo,
     body_limit_bytes,
 )
-from pdserve.router.fleet.registry import Fleet
-from pdserve.router.fleet.worker import Worker, WorkerInfo
 
 
 def info(**fields: Any) -> WorkerInfo:

@@ -11,7 +11,7 @@ from pdserve.router.api.endpoints import ENDPOINTS
 from pdserve.router.config.limits import Probe
 from pdserve.router.config.router import Session
 from pdserve.router.config.tenants import Admission
-from pdserve.router.fleet.models import MAX_ADAPTER_CHARS, Models
+from pdserve.router.fleet.registry import MAX_ADAPTER_CHARS, Models
 from tests.support.router.harness import Harness, before, chat_body
 from tests.support.router.mock_worker import ANSWER, EVENTS, Gate, MockWorker, stream, workers
 

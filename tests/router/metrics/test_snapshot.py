@@ -8,10 +8,17 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.metric import Definition, Labels
-from pdserve.router.metrics.exposition import exposition
 from pdserve.router.metrics.names import METRICS
-from pdserve.router.metrics.snapshot import BY_NAME, STATES, Snapshot, add_up, left_behind
-from pdserve.router.metrics.stats import BUCKETS_S, Histogram
+from pdserve.router.metrics.stats import (
+    BUCKETS_S,
+    BY_NAME,
+    STATES,
+    Histogram,
+    Snapshot,
+    add_up,
+    exposition,
+    left_behind,
+)
 
 COUNTED = [one for one in METRICS if one.kind != "histogram"]
 

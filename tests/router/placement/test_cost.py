@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from pdserve.router.config.placement import PlacementSettings
 from pdserve.router.fleet.worker import Worker
-from pdserve.router.placement.cost import cost_ms, cost_words
+from pdserve.router.placement.policies import cost_ms, cost_words
 from pdserve.router.placement.prefix_index import Cached
 
 WEIGHTS = PlacementSettings(

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdserve.router.config.limits import ServiceLevel
 from pdserve.router.config.placement import PlacementSettings
-from pdserve.router.config.slo import ServiceLevel
 from pdserve.router.fleet.registry import Snapshot
 from pdserve.router.fleet.worker import Role, Worker
 from pdserve.router.placement.elastic import (

@@ -8,9 +8,8 @@ from pdserve.router.api.endpoints import ENDPOINTS
 from pdserve.router.api.errors import NoWorkerError
 from pdserve.router.fleet.registry import Snapshot
 from pdserve.router.fleet.worker import Worker, WorkerInfo
-from pdserve.router.placement.planner import Plan, Planner, Settle, choose_alternate
+from pdserve.router.placement.planner import Plan, Planner, RequestFacts, Settle, choose_alternate
 from pdserve.router.placement.policies import PolicySettings, make_policy
-from pdserve.router.placement.request_facts import RequestFacts
 from pdserve.router.sessions.keys import named
 from pdserve.router.sessions.table import SessionEntry
 

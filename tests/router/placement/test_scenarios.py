@@ -31,9 +31,8 @@ from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.fleet.worker import Role, WorkerInfo, WorkerLoad
 from pdserve.router.placement.placer import Placer
-from pdserve.router.placement.planner import Plan
+from pdserve.router.placement.planner import Plan, RequestFacts
 from pdserve.router.placement.prefix_index import Prefix
-from pdserve.router.placement.request_facts import RequestFacts
 from pdserve.router.sessions.keys import named
 from pdserve.settings.config_file import build_config
 

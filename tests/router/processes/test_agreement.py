@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 
 from pdserve.router.api.errors import TooManyError
 from pdserve.router.config.tenants import Tenant, TenantLimits
-from pdserve.router.processes.agreement import HEARTBEAT_S, SILENT_S, Agreement, Told
-from pdserve.router.processes.shared_rates import Charged
-from pdserve.router.tenants.registry import Tenants
-from pdserve.router.tenants.tenant import TenantState
+from pdserve.router.processes.agreement import HEARTBEAT_S, SILENT_S, Agreement, Charged, Told
+from pdserve.router.tenants.tenant import Tenants, TenantState
 
 NAME, RATE, TOKENS = "t", 10.0, 6000
 TICK_S = 0.1

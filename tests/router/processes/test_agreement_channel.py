@@ -15,12 +15,11 @@ import pytest
 from redis.asyncio import Redis
 
 from pdserve.errors import ConfigError
-from pdserve.router.config.redis import RedisSettings
+from pdserve.router.config.limits import RedisSettings
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.config.tenants import Access, Tenant
-from pdserve.router.processes.agreement import Agreement
-from pdserve.router.processes.agreement_channel import shared_limits
-from pdserve.router.sessions.redis_client import connect
+from pdserve.router.processes.agreement import Agreement, shared_limits
+from pdserve.router.sessions.table import connect
 from pdserve.router.tenants.api_keys import key_line
 from pdserve.router.tenants.tenant import TenantState
 from tests.support.router.harness import CHAT, PATIENT, Harness, routed
@@ -272,7 +271,7 @@ async def test_that_redis_is_away_is_said_once_and_that_it_is_back_once(
     caplog.set_level(logging.INFO, logger="pdserve")
 
     def said() -> tuple[int, int]:
-        words = "Redis does not answer", "are shared again"
+        words = "processes are not heard", "are shared again"
         away, back = (sum(word in record.getMessage() for record in caplog.records) for word in words)
         return away, back
 

@@ -20,26 +20,22 @@ from pdserve.errors import ConfigError, StartupError
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.changes import FleetChange
 from pdserve.router.fleet.health_check import STRICT, FirstRound
-from pdserve.router.metrics.snapshot import Snapshot
+from pdserve.router.metrics.stats import Snapshot
 from pdserve.router.processes import parent as parent_module
-from pdserve.router.processes.channel import ChannelClosed
-from pdserve.router.processes.child import READY_TIMEOUT_S, Child, Setup
-from pdserve.router.processes.messages import (
+from pdserve.router.processes.channel import (
+    ChannelClosed,
     Collect,
     Collected,
     Last,
-    NewShares,
+    LimitsTold,
     Ready,
     Refused,
     Reload,
-    Reports,
 )
-from pdserve.router.processes.parent import Parent
-from pdserve.router.processes.shared_limits import Report
+from pdserve.router.processes.parent import READY_TIMEOUT_S, Child, Parent, Setup
 from tests.support.virtual_time import run_virtually
 
 PROCESSES = 3
-LIMIT = 5
 CONFIG = RouterConfig(
     decode=("http://w:1",), host="127.0.0.1", port=0, processes=PROCESSES, stop_grace_s=5.0, watch_config_s=0
 )
@@ -101,7 +97,7 @@ class StandIn(Child):
         self.over = asyncio.Event()
         self.is_terminated = self.was_ready = self.was_killed = False
         self.requests = self.told = self.reloads = 0
-        self.share = self.share_number = 0
+        self.heard: list[bytes] = []
         self.known = {change.worker for change in first.changes}
         if first is not STRICT:
             assert first.refused == world.refused
@@ -166,19 +162,15 @@ class StandIn(Child):
 
     def report(self) -> None:
         if not self.over.is_set():
-            report = Report(LIMIT, 0, 0, self.share_number, 0.0, 0.0)
-            self.on_message(self, Reports({"tenant": report}))
+            self.on_message(self, LimitsTold(b"%d" % self.number))
 
     def hear(self, message: object) -> None:
         if isinstance(message, FleetChange):
             self.known.add(message.worker)
         elif isinstance(message, Reload):
             self.reloads += 1
-        elif isinstance(message, NewShares) and not self.over.is_set():
-            share = message.tenants["tenant"]
-            assert share.granted is not None
-            self.share, self.share_number = share.granted, share.number
-            asyncio.get_running_loop().call_later(0.1, self.report)
+        elif isinstance(message, LimitsTold):
+            self.heard.append(message.data)
         elif isinstance(message, Collected):
             self.world.sums.append(message.metrics)
 
@@ -231,7 +223,11 @@ def check_quiet(world: World) -> None:
     assert len({child.place for child in children}) == len(children) == PROCESSES
     assert len({child.setup.config.log_level for child in children}) == 1
     assert all(child.known == world.joined for child in children)
-    assert sum(child.share for child in children) == LIMIT
+    for one in children:  # what is told comes to all, in one order
+        for other in children:
+            both = min(len(one.heard), len(other.heard))
+            assert both
+            assert one.heard[-both:] == other.heard[-both:]
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.errors import StartupError
-from pdserve.router.server.listening import bind
+from pdserve.router.server.uvicorn_server import bind
 from tests.support.command import pdserve_here
 from tests.support.router.harness import chat_body
 from tests.support.router.mock_worker import ANSWER, EVENTS, Gate, MockWorker, stream, workers

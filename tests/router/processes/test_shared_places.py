@@ -11,9 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.router.config.tenants import Tenant, TenantLimits
-from pdserve.router.processes.agreement import SETTLE_S, SILENT_S, Agreement, Told
-from pdserve.router.processes.shared_places import MAX_PLACES, MAX_TURN, Place
-from pdserve.router.tenants.registry import Tenants
+from pdserve.router.processes.agreement import (
+    MAX_PERMITS,
+    MAX_TURN,
+    SETTLE_S,
+    SILENT_S,
+    Agreement,
+    Permit,
+    Told,
+    split,
+)
+from pdserve.router.tenants.tenant import Tenants
 
 NAME, TICK_S = "t", 0.1
 AWAY_S = 1.0
@@ -236,7 +244,7 @@ def test_a_lost_message_stops_nobody() -> None:
 
 def test_a_message_that_comes_behind_a_later_one_counts_for_nothing() -> None:
     cluster = settled(2, 4)
-    late = msgspec.msgpack.encode(Told("p0", {}, 1, {NAME: Place(4, 4, 4, 4, 0, 0)}))
+    late = msgspec.msgpack.encode(Told("p0", {}, 1, {NAME: Permit(4, 4, 4, 4, 0, 0)}))
     for process in cluster.processes:
         process.agreement.hear(late, cluster.now_s)
     cluster.ask(1, 4)
@@ -247,16 +255,16 @@ def test_a_message_that_comes_behind_a_later_one_counts_for_nothing() -> None:
 @pytest.mark.parametrize(
     "place",
     [
-        Place(4, -5, 4, 0, 0, 0),
-        Place(4, 0, MAX_PLACES + 1, 0, 0, 0),
-        Place(-1, 0, 0, 0, 0, 0),
-        Place(4, 0, 0, -7, 0, 0),
-        Place(4, 0, 0, 0, 1 << 40, 0),
-        Place(4, 4, 4, 0, 0, -1),
-        Place(4, 4, 4, 0, 0, MAX_TURN + 1),
+        Permit(4, -5, 4, 0, 0, 0),
+        Permit(4, 0, MAX_PERMITS + 1, 0, 0, 0),
+        Permit(-1, 0, 0, 0, 0, 0),
+        Permit(4, 0, 0, -7, 0, 0),
+        Permit(4, 0, 0, 0, 1 << 40, 0),
+        Permit(4, 4, 4, 0, 0, -1),
+        Permit(4, 4, 4, 0, 0, MAX_TURN + 1),
     ],
 )
-def test_numbers_that_no_process_would_tell_count_for_nothing(place: Place) -> None:
+def test_numbers_that_no_process_would_tell_count_for_nothing(place: Permit) -> None:
     cluster = settled(1, 4)
     (process,) = cluster.processes
     process.agreement.hear(msgspec.msgpack.encode(Told("x", {}, 1, {NAME: place})), cluster.now_s)
@@ -269,7 +277,7 @@ def test_no_process_runs_more_than_the_limit_whatever_others_say() -> None:
     cluster = settled(1, 4)
     (process,) = cluster.processes
     own = msgspec.msgpack.encode(
-        Told("p0", {}, process.agreement._number, {NAME: Place(99, 99, 99, 0, 0, 0)})
+        Told("p0", {}, process.agreement._number, {NAME: Permit(99, 99, 99, 0, 0, 0)})
     )
     process.agreement.hear(own, cluster.now_s)
     cluster.ask(0, 99)
@@ -316,3 +324,17 @@ def test_however_late_messages_come_the_limit_holds_and_all_are_served(
         cluster.step()
         assert cluster.running <= limit
     raise AssertionError("requests wait for ever")
+
+
+@given(st.integers(0, 100), st.dictionaries(st.integers(0, 20), st.integers(0, 200), min_size=1))
+def test_the_limit_is_divided_whole_and_fairly(limit: int, demands: dict[int, int]) -> None:
+    given_ = split(limit, demands)
+    assert sum(given_.values()) == limit
+    short = [process for process in demands if given_[process] < demands[process]]
+    for process in short:  # nobody who wants more has less than another, but for what cannot be divided
+        assert given_[process] >= max(given_.values()) - 1
+    if sum(demands.values()) <= limit:
+        assert not short
+    elif limit:
+        most = max(given_.values())
+        assert sorted(short, key=lambda one: given_[one] < most) == short  # the odd ones to the first

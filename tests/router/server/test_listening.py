@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from pdserve.errors import StartupError
-from pdserve.router.server.listening import bind
+from pdserve.router.server.uvicorn_server import bind
 from tests.support.addresses import names_of
 
 

@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 
 from pdserve.errors import ConfigError
+from pdserve.router.config.limits import RedisSettings
 from pdserve.router.config.placement import Session
-from pdserve.router.config.redis import RedisSettings
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.metrics.stats import Stats
 from pdserve.router.sessions.keys import SessionKey, named
-from pdserve.router.sessions.redis_table import MAX_BATCH, SharedSessions
-from pdserve.router.sessions.table import SessionEntry
+from pdserve.router.sessions.table import MAX_BATCH, SessionEntry, SharedSessions
 from tests.support.router.harness import CHAT, PATIENT, Harness, routed
 from tests.support.router.mock_worker import MockWorker, answered_with, workers
 from tests.support.router.redis_server import redis_server

@@ -13,7 +13,7 @@ from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.fleet.worker import Worker, WorkerInfo
 from pdserve.router.placement.placer import Placer
-from pdserve.router.placement.request_facts import RequestFacts
+from pdserve.router.placement.planner import RequestFacts
 from pdserve.router.sessions.keys import named
 from tests.support.router.harness import PATIENT, routed
 from tests.support.router.mock_worker import MockWorker, workers

@@ -9,8 +9,7 @@ from typer.testing import CliRunner
 
 from pdserve.errors import ConfigError
 from pdserve.router.config.tenants import Access
-from pdserve.router.tenants.api_keys import load_keys
-from pdserve.router.tenants.key_cli import app
+from pdserve.router.tenants.api_keys import app, load_keys
 from pdserve.security.tokens import digest
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pdserve.errors import RequestError
 from pdserve.router.api.request_body import parse_request
-from pdserve.router.tenants.cache_salt import MAX_SALT_BYTES, isolated
+from pdserve.router.tenants.rights import MAX_SALT_BYTES, isolated
 
 
 class Model(pydantic.BaseModel):

@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.errors import RequestError
 from pdserve.router.api.request_body import parse_request
-from pdserve.router.tenants.engine_fields import ENGINE_FIELDS, check_fields, parse_tenant_request
+from pdserve.router.tenants.rights import ENGINE_FIELDS, check_fields, parse_tenant_request
 
 REQUEST: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "stream": True}
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from pdserve.errors import RequestError
-from pdserve.router.tenants.engine_fields import parse_tenant_request
-from pdserve.router.tenants.media import check_media
+from pdserve.router.tenants.rights import check_media, parse_tenant_request
 
 JPEG = "/9j/4AAQSkZJRgABAQAAAQABAAD/2wBDAAgGBgcGBQgHBwcJCQgKDBQNDAsLDBkSEw8UHRofHh0aHBwg2Q=="
 DOMAINS = ("cdn.example.com", "*.images.example.org", "10.0.0.9")

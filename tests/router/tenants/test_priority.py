@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pdserve.errors import RequestError
 from pdserve.router.config.tenants import Access, Admission, Tenant
 from pdserve.router.tenants.api_keys import key_line
-from pdserve.router.tenants.priority import NO_PRIORITY, Priority, priority_of
+from pdserve.router.tenants.rights import NO_PRIORITY, Priority, priority_of
 from tests.support.router.harness import CHAT, Harness, before
 from tests.support.router.mock_worker import ANSWER, Gate, MockWorker, Received, Script, Wire
 

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from pdserve.router.api.errors import ErrorForm
 from pdserve.router.config.tenants import TenantLimits
-from pdserve.router.tenants.rate_headers import duration, rate_headers
-from pdserve.router.tenants.tenant import TenantState
+from pdserve.router.tenants.tenant import TenantState, duration, rate_headers
 
 UNIX_S = 1_795_000_000.0
 

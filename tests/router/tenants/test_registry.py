@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 from pdserve.errors import ConfigError
 from pdserve.router.api.errors import TooManyError
 from pdserve.router.config.tenants import Tenant, TenantLimits
-from pdserve.router.tenants.registry import ANONYMOUS, Tenants
-from pdserve.router.tenants.tenant import TenantState
-from pdserve.router.tenants.token_bucket import TokenBucket
+from pdserve.router.tenants.tenant import ANONYMOUS, Tenants, TenantState, TokenBucket
 from pdserve.security.tokens import digest
 
 

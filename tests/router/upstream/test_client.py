@@ -13,10 +13,9 @@ import pytest
 
 from pdserve.router.config.limits import Limits
 from pdserve.router.fleet.worker import Worker
-from pdserve.router.upstream import pool as pool_module
+from pdserve.router.upstream import client as pool_module
 from pdserve.router.upstream.client import Upstream
-from pdserve.router.upstream.connection import MAX_HEAD_BYTES
-from pdserve.router.upstream.response import HIGH_WATER_BYTES, Response, UpstreamError
+from pdserve.router.upstream.connection import HIGH_WATER_BYTES, MAX_HEAD_BYTES, Response, UpstreamError
 from tests.support.router import mock_worker as mock
 from tests.support.router.mock_worker import CloseConnection, Gate, MockWorker, Received, Script, Wire
 

@@ -17,8 +17,7 @@ from pdserve.router.app.lifespan import open_router
 from pdserve.router.app.router import Router
 from pdserve.router.config.limits import Deadlines, Probe
 from pdserve.router.config.router import RouterConfig
-from pdserve.router.server.listening import bind
-from pdserve.router.server.uvicorn_server import make_server
+from pdserve.router.server.uvicorn_server import bind, make_server
 from pdserve.tracing import Tracer
 from tests.support.router.mock_worker import MockWorker, workers
 

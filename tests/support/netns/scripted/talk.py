@@ -17,7 +17,7 @@ from typing import IO, Final
 import msgspec
 
 from benchmarks.lib.client import CACHED_HEADER, PREFILL_CACHED_HEADER, Response, ServerClient
-from pdserve.router.request.cache_report import parse_cached
+from pdserve.router.request.call import parse_cached
 from tests.support.netns.scripted.script import PAGE_WORDS, answer_tokens, text_of, words_of
 from tests.support.processes import read_config
 

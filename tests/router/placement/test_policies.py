@@ -10,8 +10,16 @@ from pdserve.errors import ConfigError
 from pdserve.router.api.errors import NoWorkerError
 from pdserve.router.config.placement import Session
 from pdserve.router.fleet.worker import Worker
-from pdserve.router.placement.policies import POLICY_NAMES, Ask, Choice, Policy, PolicySettings, make_policy
-from pdserve.router.placement.policies.affinity import Affinity, rendezvous_order
+from pdserve.router.placement.policies import (
+    POLICY_NAMES,
+    Affinity,
+    Ask,
+    Choice,
+    Policy,
+    PolicySettings,
+    make_policy,
+    rendezvous_order,
+)
 from pdserve.settings import plugins
 
 LOADS = st.lists(st.integers(0, 50), min_size=1, max_size=12)
@@ -146,12 +154,8 @@ def test_unknown_policy_is_refused_with_the_nearest() -> None:
 
 
 def test_a_policy_of_another_package_is_found_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    point = EntryPoint(
-        "mine", "pdserve.router.placement.policies.round_robin:RoundRobin", "pdserve.router.policies"
-    )
-    broken = EntryPoint(
-        "broken", "pdserve.router.placement.policies.round_robin:Nothing", "pdserve.router.policies"
-    )
+    point = EntryPoint("mine", "pdserve.router.placement.policies:RoundRobin", "pdserve.router.policies")
+    broken = EntryPoint("broken", "pdserve.router.placement.policies:Nothing", "pdserve.router.policies")
     monkeypatch.setattr(plugins, "_found", lambda group, path: {"mine": point, "broken": broken})
     assert policy("mine").choose(ask(), fleet([0])).reason == "round-robin"
     with pytest.raises(ConfigError, match="cannot be loaded"):

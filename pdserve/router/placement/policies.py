@@ -1,0 +1,295 @@
+"""Placement policies, found by name: those here, and those that other packages add by entry point.
+
+The cost function: one number in milliseconds for a request at a worker. Lower is better.
+
+    cost_ms = prefill_ms_per_token    * (queued tokens + uncached tokens)
+            + host_ms_per_token       * tokens in the worker's host memory
+            + pool_ms_per_token       * tokens in the pool
+            + running_ms_per_request  * requests at the worker
+            + missing_kv_ms_per_token * tokens for which the worker has no free KV memory
+
+The cost is roughly the time to the first token, plus the delay of other requests at the worker. Tokens in
+device memory cost nothing. The weights are in the configuration (`[placement]`). Good values come from
+measurements: the prefill rate of the GPU, and the bytes of KV per token divided by the pool's bandwidth.
+
+The interface of placement policies: a pure choice among eligible workers.
+
+A policy gets at least one worker, in a fixed order, and returns one of them with the reason. It uses no
+lock, clock or random source. Randomness (`Ask.draw`) and times are part of its argument.
+
+Policies of other packages are found by name through the entry point group `pdserve.router.policies`. Such an
+entry point is called with `PolicySettings` and returns a `Policy`:
+
+    [project.entry-points."pdserve.router.policies"]
+    nearest = "my_package.nearest:Nearest"
+
+The policy `least_loaded`: the worker with the fewest requests.
+
+The policy `round_robin`: each worker in turn, independent of load.
+
+Policies that compare workers by the cost function (`pdserve.router.placement.policies`).
+
+Session affinity: the worker of the session's last turn, else rendezvous hashing with bounded load.
+
+Rendezvous (highest random weight) hashing: every router scores each worker by hash(session name, worker id)
+and takes the best score. So replicas agree without shared state, also after a restart, and a worker that
+leaves moves only its own sessions. Source: Thaler & Ravishankar, 1998.
+
+Bounded load (mode soft): a worker is overloaded if it has more than `overload_factor` times the mean of
+requests, and more than `overload_min_requests`. Then the worker with the next best score is taken. At least
+one worker is at or below the mean, so one is always found. Mode hard ignores load. Source: Mirrokni, Thorup &
+Zadimoghaddam, "Consistent hashing with bounded loads", 2016.
+
+Placement policies, found by name: those here, and those that other packages add by entry point.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+import msgspec
+import xxhash
+
+from pdserve.errors import ConfigError
+from pdserve.router.api.errors import NoWorkerError
+from pdserve.router.config.placement import PlacementSettings, Session
+from pdserve.router.fleet.worker import Worker
+from pdserve.router.placement.prefix_index import NOTHING, Cached, Places
+from pdserve.settings.plugins import installed, load
+
+
+def cost_ms(weights: PlacementSettings, worker: Worker, prompt_tokens: int, cached: Cached) -> float:
+    """The cost in ms of `prompt_tokens` at `worker`."""
+    uncached = max(0.0, prompt_tokens - cached.device - cached.host - cached.pool)
+    cost = weights.prefill_ms_per_token * (worker.queued_tokens + uncached)
+    cost += weights.host_ms_per_token * cached.host + weights.pool_ms_per_token * cached.pool
+    cost += weights.running_ms_per_request * (worker.in_flight + worker.elsewhere)
+    if worker.free_kv_tokens is not None:
+        missing = prompt_tokens - cached.device - worker.free_kv_tokens
+        cost += weights.missing_kv_ms_per_token * max(0.0, missing)
+    return cost
+
+
+def cost_words(total_ms: float, worker: Worker, prompt_tokens: int, cached: Cached) -> str:
+    """The cost and its parts as text, for the log line and the response header."""
+    uncached = max(0, int(prompt_tokens - cached.total))
+    return f"{total_ms:.1f}ms uncached={uncached} queued={worker.queued_tokens} requests={worker.load}"
+
+
+class Ask(msgspec.Struct, frozen=True, gc=False):
+    """The facts of a request that a policy may use."""
+
+    prompt_tokens: int = 0
+    """Estimated number of tokens."""
+    session: str | None = None
+    """The session's name, equal at every router. None: the request has no session."""
+    last_id: str | None = None
+    """The worker of the session's last turn, if known."""
+    turn: int = 0
+    """Number of the request at this router. Policies use it to alternate between equal workers."""
+    draw: int = 0
+    """A random number of 32 bits."""
+    places: Places | None = None
+    """Estimated places of the prompt's prefix. None: unknown, or no policy uses them."""
+
+
+class Choice(msgspec.Struct, frozen=True, gc=False):
+    """A worker, and the reason as a word and figures for the log line and `x-pdserve-plan`."""
+
+    worker: Worker
+    reason: str
+    figures: str = ""
+    cause: str = ""
+    """A more precise reason for metrics, from a small set of words. Empty: `reason` is used."""
+
+    def __str__(self) -> str:
+        return f"{self.reason}({self.figures})" if self.figures else self.reason
+
+
+class Policy(Protocol):
+    """Chooses one of the eligible workers."""
+
+    needs_places: bool
+    """Whether the policy uses `Ask.places`, which costs some microseconds to make."""
+
+    def choose(self, ask: Ask, workers: Sequence[Worker]) -> Choice:
+        """One of `workers` (never empty). Raises NoWorkerError if none of them may be used."""
+        ...
+
+
+class PolicySettings(msgspec.Struct, frozen=True):
+    """The settings that an entry point gets to make a policy."""
+
+    stickiness: Session = Session()
+    weights: PlacementSettings = PlacementSettings()
+
+
+class LeastLoaded:
+    """Counts this router's requests, and those of other routers as far as workers report them."""
+
+    needs_places = False
+
+    def __init__(self, settings: PolicySettings) -> None:
+        pass
+
+    def choose(self, ask: Ask, workers: Sequence[Worker]) -> Choice:
+        """The least loaded worker. The search starts at `turn`, so equal workers alternate."""
+        count = len(workers)
+        best = workers[ask.turn % count]
+        if count > 1:
+            least = best.load
+            for i in range(ask.turn + 1, ask.turn + count):
+                worker = workers[i % count]
+                if worker.load < least:
+                    best, least = worker, worker.load
+        return Choice(best, "least-loaded")
+
+
+class RoundRobin:
+    """Sends request n to worker n mod count."""
+
+    needs_places = False
+
+    def __init__(self, settings: PolicySettings) -> None:
+        pass
+
+    def choose(self, ask: Ask, workers: Sequence[Worker]) -> Choice:
+        """The worker at index `ask.turn` mod count."""
+        return Choice(workers[ask.turn % len(workers)], "round-robin")
+
+
+class CacheAware:
+    """Takes the lowest cost: estimated cached tokens of the prompt against load."""
+
+    needs_places = True
+    reason = "cache-aware"
+
+    def __init__(self, settings: PolicySettings) -> None:
+        self._weights = settings.weights
+
+    def choose(self, ask: Ask, workers: Sequence[Worker]) -> Choice:
+        """The worker with the lowest cost. Equal workers alternate."""
+        count, weights = len(workers), self._weights
+        best, best_cached, least_ms = workers[0], NOTHING, math.inf
+        for i in range(ask.turn, ask.turn + count):
+            worker = workers[i % count]
+            cached = self._cached(ask, worker)
+            total_ms = cost_ms(weights, worker, ask.prompt_tokens, cached)
+            if total_ms < least_ms:
+                best, best_cached, least_ms = worker, cached, total_ms
+        cause = "" if best_cached is NOTHING else "prefix"
+        return Choice(best, self.reason, cost_words(least_ms, best, ask.prompt_tokens, best_cached), cause)
+
+    def _cached(self, ask: Ask, worker: Worker) -> Cached:
+        return NOTHING if ask.places is None else ask.places.cached(worker)
+
+
+class LoadAware(CacheAware):
+    """Takes the lowest cost without caches: queued tokens, requests and free KV memory."""
+
+    needs_places = False
+    reason = "load-aware"
+
+    def _cached(self, ask: Ask, worker: Worker) -> Cached:
+        return NOTHING
+
+
+class PowerOfTwo(LoadAware):
+    """Takes the less loaded of two workers drawn at random, so several routers do not all choose the same.
+
+    Source: Mitzenmacher, "The power of two choices in randomized load balancing", 2001.
+    """
+
+    reason = "power-of-two"
+
+    def choose(self, ask: Ask, workers: Sequence[Worker]) -> Choice:
+        """The better of two different workers. Every pair is equally likely."""
+        count = len(workers)
+        if count > 2:
+            first = ask.draw % count
+            second = (first + 1 + ask.draw // count % (count - 1)) % count
+            workers = workers[first], workers[second]
+        return super().choose(ask, workers)
+
+
+class Affinity:
+    """Sends a session to one worker. `fallback` places requests without a session."""
+
+    def __init__(self, stickiness: Session, fallback: Policy) -> None:
+        self._stickiness = stickiness
+        self._fallback = fallback
+        self.needs_places = fallback.needs_places
+
+    def choose(self, ask: Ask, workers: Sequence[Worker]) -> Choice:
+        """The session's worker, or another one if it is gone or overloaded.
+
+        Raises NoWorkerError if the session's worker is gone and `when_gone` is refuse.
+        """
+        if ask.session is None:
+            return self._fallback.choose(ask, workers)
+        limit = self.load_limit(workers)
+        why = "rendezvous"
+        if ask.last_id is not None:
+            last = next((worker for worker in workers if worker.id == ask.last_id), None)
+            if last is not None and last.load < limit:
+                return Choice(last, "session")
+            if last is not None:
+                why = "overloaded"
+            elif self._stickiness.when_gone == "refuse":
+                raise NoWorkerError("The worker of this session is gone; try again shortly.")
+            else:
+                why = "gone"
+        ranked = rendezvous_order(ask.session, workers)
+        for worker in ranked:
+            if worker.load < limit:
+                return Choice(worker, why)
+        return Choice(ranked[0], why)
+
+    def load_limit(self, workers: Sequence[Worker]) -> float:
+        """Number of requests above which a worker is overloaded. The mean includes the new request."""
+        if self._stickiness.mode == "hard":
+            return float("inf")
+        mean = (sum(worker.load for worker in workers) + 1) / len(workers)
+        return max(self._stickiness.overload_factor * mean, self._stickiness.overload_min_requests)
+
+
+def rendezvous_order(session: str, workers: Sequence[Worker]) -> list[Worker]:
+    """`workers` by their score for the session, best first. The input order does not matter."""
+    prefix = session.encode("utf-8", "surrogatepass") + b"\0"
+    return sorted(
+        workers, key=lambda w: (xxhash.xxh3_64_intdigest(prefix + w.id.encode()), w.id), reverse=True
+    )
+
+
+__all__ = ["POLICY_NAMES", "Ask", "Choice", "Policy", "PolicySettings", "make_policy"]
+
+GROUP: Final = "pdserve.router.policies"
+AFFINITY: Final = "affinity"
+_BUILT_IN: Final[dict[str, Callable[[PolicySettings], Policy]]] = {
+    "cache_aware": CacheAware,
+    "least_loaded": LeastLoaded,
+    "load_aware": LoadAware,
+    "power_of_two": PowerOfTwo,
+    "round_robin": RoundRobin,
+}
+POLICY_NAMES: Final = (AFFINITY, *_BUILT_IN)
+
+
+def make_policy(name: str, settings: PolicySettings) -> Policy:
+    """The policy called `name`. Raises ConfigError that suggests a similar name."""
+    if name == AFFINITY:
+        without_key = settings.stickiness.without_key
+        if without_key == AFFINITY:
+            raise ConfigError("'without_key' is for requests without a session; it cannot be 'affinity'")
+        return Affinity(settings.stickiness, make_policy(without_key, settings))
+    if name in _BUILT_IN:
+        return _BUILT_IN[name](settings)
+    if name not in (added := installed(GROUP)):
+        known = (*POLICY_NAMES, *sorted(added))
+        near = difflib.get_close_matches(name, known, n=1) or known[:1]
+        raise ConfigError(f"unknown policy {name!r}; did you mean {near[0]!r}? ({', '.join(known)})")
+    made: Policy = load(GROUP, name, "prefill_policy or decode_policy", "policy")(settings)
+    return made
