@@ -13,7 +13,7 @@ HEAD = """# Command line
 `pdserve COMMAND --help` shows the same. The exit status is 0 for success, 2 for a configuration error, and
 1 for every other error. An error is one line on stderr.
 """
-OWN = ("config", "extra")
+OWN = ("config", "extra", "check")
 """Parameters of a configured command that are not options of its configuration."""
 PAGE_OF = {command: one for one in CONFIGURED if one.has_flags for command in one.commands}
 
