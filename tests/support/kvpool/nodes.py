@@ -146,9 +146,13 @@ async def serving(directory: Path, **options: Any) -> AsyncIterator[PoolNode]:
     """A node in this event loop. At its end it must leave no memory behind, where it is not to keep it."""
     config = small_config(**{"listen": [f"unix:{directory}/n.sock"], "keep": False, **options})
     node = PoolNode(config)
-    task = asyncio.create_task(node.serve())
+    ready = asyncio.Event()
+    task = asyncio.create_task(node.serve(ready.set))
+    task.add_done_callback(lambda _: ready.set())  # it did not start
     try:
-        await asyncio.to_thread(wait_for_socket, directory / "n.sock")
+        await ready.wait()
+        if task.done():
+            await task
         yield node
     finally:
         node.stop()
