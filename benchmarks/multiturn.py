@@ -23,9 +23,9 @@ from pdserve.errors import ConfigError
 FEW = 100  # a p99 of fewer lies between the largest two
 COLUMNS = (
     *("turn", "requests", "failed", "first token p50", "p90", "p99 ms", "inter-token p50", "p99 ms"),
-    *("prompt tokens/s", "answer tokens/s", "cached", "device", "host", "pool DRAM", "pool SSD", "could be"),
+    *("prompt tokens/s", "answer tokens/s", "cached", "device", "host", "storage", "could be"),
 )
-PLACES = ("device", "host", "dram", "ssd")
+PLACES = ("device", "host", "storage")
 
 LoadOption = Annotated[
     list[str] | None,

@@ -18,7 +18,6 @@ import httpx
 import msgspec
 
 from benchmarks.lib.load import Api, Cached
-from pdserve.router.request import call as router_call
 from tests.support.processes import HarnessError
 
 PATHS: Final[dict[Api, str]] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
@@ -27,8 +26,6 @@ END_TIMEOUT_S: Final = 1.0  # from an answer's last word to its end, which serve
 MAX_DETAIL: Final = 200  # characters of an error's text that are kept
 MAX_EVENT_BYTES: Final = 16 << 20
 NOT_CACHED: Final = Cached()
-CACHED_HEADER: Final = router_call.CACHED_HEADER.decode()
-PREFILL_CACHED_HEADER: Final = router_call.PREFILL_CACHED_HEADER.decode()
 
 
 @dataclass
@@ -156,7 +153,6 @@ class ServerClient:
             ) as answer:
                 response.server_timing = answer.headers.get("server-timing", "")
                 response.headers = answer.headers
-                response.cached = Cached(ssd=_ssd_tokens(answer.headers))
                 if answer.status_code != 200:
                     response.error = f"status {answer.status_code}"
                     response.detail = _shortened((await answer.aread()).decode(errors="replace"))
@@ -261,15 +257,8 @@ def _note(event: _Event, response: Response) -> None:
         if details is not None:
             cached = msgspec.structs.replace(cached, total=details.cached_tokens)
     if event.sglext is not None and (places := event.sglext.cached_tokens_details) is not None:
-        ssd = cached.ssd if cached.ssd is None else min(cached.ssd, places.storage or 0)
-        cached = Cached(cached.total, places.device, places.host, places.storage, ssd)
+        cached = Cached(cached.total, places.device, places.host, places.storage)
     response.cached = cached
-
-
-def _ssd_tokens(headers: Mapping[str, str]) -> int | None:
-    """What the worker that computed the prompt had from SSD; None where nobody says."""
-    said = headers.get(PREFILL_CACHED_HEADER) or headers.get(CACHED_HEADER)
-    return None if said is None else router_call.parse_cached(said).get("ssd")
 
 
 def _message(error: Any) -> str:

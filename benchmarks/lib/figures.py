@@ -24,7 +24,7 @@ from benchmarks.lib.load import Cached, Record, Run
 CPU_BOUND: Final = 0.8  # of a core: beyond, the client measures itself
 DELAY_SHARE: Final = 0.05  # of the median first-token time that the client itself may add, at p99
 DELAY_FLOOR_S: Final = 0.005
-PLACES: Final = ("device", "host", "storage", "ssd")
+PLACES: Final = ("device", "host", "storage")
 
 
 class Quantiles(msgspec.Struct, frozen=True):

@@ -373,20 +373,12 @@ def _made_up(request: Request) -> Span:
 
 
 class Cached(msgspec.Struct, frozen=True):
-    """Prompt tokens found cached: in all, and by place where the server tells (SGLang does). `ssd`: of those
-    in storage, what the pool had below its memory (pdserve says).
-    """
+    """Prompt tokens found cached: in all, and by place where the server tells (SGLang does)."""
 
     total: int = 0
     device: int | None = None
     host: int | None = None
     storage: int | None = None
-    ssd: int | None = None
-
-    @property
-    def dram(self) -> int | None:
-        """In storage, and not on SSD as far as is known."""
-        return None if self.storage is None else self.storage - (self.ssd or 0)
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):

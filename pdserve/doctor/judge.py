@@ -277,7 +277,7 @@ def probe(found: Probe) -> Iterator[Finding]:
         return
     first, second = found.turns
     pages = (first.prompt_tokens - 1) // found.page_size * found.page_size
-    got = first.decode.get("pool", 0) + first.decode.get("ssd", 0)
+    got = first.decode.get("pool", 0)
     says = f"{found.model}: turn 1, {_told(first)}"
     if skipped := _skipped_stage(first):
         yield _without_prefill(says, skipped)

@@ -68,10 +68,7 @@ class ScriptedServer(MockWorker):
                     await asyncio.sleep(self.pause_s)
             body = request.json()
             cached = len(body.get("prompt", ())) // 2
-            said = (
-                f"x-pdserve-cached: device=0, host={cached // 2}, pool=1, ssd={cached // 8}, computed=9\r\n"
-            )
-            await wire.head(200, "text/event-stream", extra=said)
+            await wire.head(200, "text/event-stream")
             await asyncio.sleep(self.pause_s * (1 + int(session[-1:] or 0) if self.pause_grows else 1))
             for data in answer_events(body, cached=cached):
                 await wire.chunk(data)

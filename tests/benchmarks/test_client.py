@@ -52,7 +52,7 @@ def test_what_the_server_says_is_kept() -> None:
         assert record.prompt_tokens == (26 if record.turn == 1 else 50)
         assert record.output_tokens == 4
         half = record.prompt_tokens // 2
-        assert record.cached == Cached(half, 0, half // 2, half - half // 2, half // 8)
+        assert record.cached == Cached(half, 0, half // 2, half - half // 2)
         assert len(record.gaps_s) == 3
         assert record.first_s is not None
         assert 0 <= record.planned_s <= record.sent_s <= record.first_s <= record.done_s

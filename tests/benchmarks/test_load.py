@@ -199,12 +199,11 @@ def test_throughput_is_tokens_over_the_time_from_the_first_ask_to_the_last_answe
 def test_cached_tokens_by_place_and_what_could_have_been_cached() -> None:
     figures = figures_of(
         [
-            record(2, 1.0, reusable_tokens=90, cached=Cached(60, 10, 20, 30, 5)),
+            record(2, 1.0, reusable_tokens=90, cached=Cached(60, 10, 20, 30)),
             record(2, 1.0, reusable_tokens=90, cached=Cached(20)),
         ]
     )
-    assert figures.cached == Cached(80, 10, 20, 30, 5)
-    assert figures.cached.dram == 25
+    assert figures.cached == Cached(80, 10, 20, 30)
     assert (figures.cached_share, figures.reusable_share) == (0.4, 0.9)
     assert figures_of([record(1, 1.0)]).cached.device is None
 

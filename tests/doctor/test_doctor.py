@@ -84,8 +84,8 @@ def serves(worker: MockWorker, node: LocalNode, **server: Any) -> None:
     async def generate(wire: Wire, request: Received) -> None:
         tokens = len(request.json()["input_ids"])
         body = json.dumps({"output_ids": [5] * page, "meta_info": {"prompt_tokens": tokens}}).encode()
-        ssd = (tokens - 1 - page) // page * page
-        found = f"x-pdserve-cached: device=0, host=0, pool={page}, ssd={ssd}, computed=7\r\n"
+        pool = (tokens - 1) // page * page
+        found = f"x-pdserve-cached: device=0, host=0, pool={pool}, computed=7\r\n"
         await wire.head(200, "application/json", len(body), found)
         await wire.raw(body)
 

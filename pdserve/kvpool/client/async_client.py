@@ -215,13 +215,6 @@ class AsyncPoolClient:
         nodes = list(self._addresses())
         return dict(zip(nodes, await asyncio.gather(*map(one, nodes)), strict=True))
 
-    def use(self, namespace: str, geometry: dict[str, str]) -> None:
-        """Ask about another namespace from now on. Operations in progress end with misses."""
-        self.namespace, self.geometry = namespace, geometry
-        for link in self._links.values():
-            link.close()
-        self._links.clear()
-
     def close(self) -> None:
         """Close all connections. Idempotent. Operations in progress end with misses."""
         self._closed = True

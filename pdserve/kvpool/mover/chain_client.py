@@ -24,7 +24,6 @@ class Moved(NamedTuple):
     """For each page whether it is where it was to go now."""
 
     done: list[bool]
-    from_ssd: int = 0  # of a read: pages that came from a tier below memory
     written: int = 0  # of a write: pieces that were neither there already nor another's
 
 
@@ -57,12 +56,10 @@ class ChainClient:
 
     def get(self, keys: Sequence[str], pages: Sequence[PageBuffers], part: str = KV) -> Moved:
         """As `PoolClient.get`. Raises PageMismatch."""
-        before = self.client.counters.pages_ssd
         with self._metrics.timed("read"):
             done = self.client.get(self._names(keys, part), self._pieces(pages, part), self._shares.get(part))
         self._publish()
-        from_ssd = (self.client.counters.pages_ssd - before) // len(self._suffixes[part])
-        return Moved(self._whole(done, part), from_ssd)
+        return Moved(self._whole(done, part))
 
     def put(self, keys: Sequence[str], pages: Sequence[PageBuffers], part: str = KV) -> Moved:
         """As `PoolClient.put`. Raises PageMismatch."""

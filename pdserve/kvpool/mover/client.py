@@ -103,7 +103,7 @@ class MoverClient:
     def _move(self, call: Move, timeout_s: float) -> Moved:
         done = self._done(call, timeout_s)
         mask = self._whole_mask(done, len(call.keys))
-        return Moved(mask, written=done.number) if call.write else Moved(mask, from_ssd=done.number)
+        return Moved(mask, written=done.number)
 
     def _done(self, call: Call, timeout_s: float) -> Done:
         answer = self._supervisor.call(call, self._within(timeout_s))

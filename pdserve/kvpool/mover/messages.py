@@ -45,7 +45,7 @@ class Exists(msgspec.Struct, frozen=True, tag=True):
 
 
 class Move(msgspec.Struct, frozen=True, tag=True):
-    """`ChainClient.get` or `put`. Answered by `Done`; `number`: of `Moved`, `written` or `from_ssd`."""
+    """`ChainClient.get` or `put`. Answered by `Done`; its `number` is `Moved.written`."""
 
     write: bool
     part: str

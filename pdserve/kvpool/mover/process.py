@@ -86,7 +86,7 @@ class Mover:
             case Move(write, part, keys, indices):
                 pages = self._hosts[part].buffers(indices)
                 moved = chains.put(keys, pages, part) if write else chains.get(keys, pages, part)
-                return Done(moved.written if write else moved.from_ssd, bytes(moved.done))
+                return Done(moved.written, bytes(moved.done))
             case Clear():
                 return Done(chains.clear())
             case Check():

@@ -34,13 +34,11 @@ from pdserve.security.tokens import read_token
 
 TIMEOUT_S: Final = 15.0  # longest time without a frame; a frame arrives every two seconds
 BAR_CELLS: Final = 60
-NAMES: Final = {"pool": "pool DRAM", "ssd": "pool SSD"}
 COLOURS: Final = {
     **dict(zip(PARTS, ("grey70", "magenta", "dark_orange", "yellow", "cyan", "blue", "grey50"), strict=True)),
     "device": "cyan",
     "host": "green",
     "pool": "blue",
-    "ssd": "magenta",
     "computed": "dark_orange",
     "ready": "green",
     "draining": "yellow",
@@ -164,7 +162,7 @@ def _bar(
     for key in keys:
         if values.get(key):
             bar.append("█" * max(1, round(BAR_CELLS * values[key] / total)), COLOURS[key])
-            legend.append("█ ", COLOURS[key]).append(f"{NAMES.get(key, key)} {text(values[key])}  ")
+            legend.append("█ ", COLOURS[key]).append(f"{key} {text(values[key])}  ")
     return [bar, legend, Text()]
 
 

@@ -330,5 +330,5 @@ def _found_header(tokens: Mapping[str, int]) -> bytes:
     """
     if not tokens:
         return b""
-    device, host, pool, ssd = (tokens.get(tier, 0) for tier in CACHES)
-    return cached_before_header([(device, host, pool + ssd)])
+    device, host, pool = (tokens.get(tier, 0) for tier in CACHES)
+    return cached_before_header([(device, host, pool)])

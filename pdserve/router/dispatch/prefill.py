@@ -139,7 +139,6 @@ class CachedTokens(msgspec.Struct, frozen=True, gc=False):
     device: Count = 0
     host: Count = 0
     pool: Count = 0
-    ssd: Count = 0
 
 
 class PrefillReport(msgspec.Struct):
@@ -170,14 +169,8 @@ class PrefillReport(msgspec.Struct):
     def by_tier(self) -> dict[str, int]:
         """Prompt tokens by where they came from."""
         found = self.cached or _NOTHING_CACHED
-        computed = max(0, self.prompt_tokens - found.device - found.host - found.pool - found.ssd)
-        return {
-            "device": found.device,
-            "host": found.host,
-            "pool": found.pool,
-            "ssd": found.ssd,
-            "computed": computed,
-        }
+        computed = max(0, self.prompt_tokens - found.device - found.host - found.pool)
+        return {"device": found.device, "host": found.host, "pool": found.pool, "computed": computed}
 
 
 _NOTHING_CACHED = CachedTokens()

@@ -14,9 +14,9 @@ PREFIX: Final = "pdserve_router_"
 
 PARTS: Final = ("queue", "settle", "prefill", "publish", "pull", "decode", "router")
 """Of the time to a stream's first token, in their order; in sum they are all of it."""
-CACHES: Final = ("device", "host", "pool", "ssd")
+CACHES: Final = ("device", "host", "pool")
 TIERS: Final = (*CACHES, "computed")
-"""Where a worker had a prompt's tokens from. pool: a pool node's memory; ssd: a tier below it."""
+"""Where a worker had a prompt's tokens from. pool: a pool node, of its memory or a tier below it."""
 
 
 def _one(name: str, kind: Literal["counter", "gauge", "histogram"], labels: Labels, says: str) -> Definition:
@@ -72,8 +72,7 @@ METRICS: Final = (
         "counter",
         ("turn", "tier"),
         "Prompt tokens by the session's turn (1, 2, 3, 4-7, 8-15, 16+, none: no session) and where the "
-        "worker that computed the prompt had them from: device, host, pool (a node's memory), ssd (a tier "
-        "below it), computed.",
+        "worker that computed the prompt had them from: device, host, pool, computed.",
     ),
     _one("client_aborts", "counter", ("phase",), "Requests whose client disconnected, by phase."),
     _one("stream_errors", "counter", ("reason",), "Streams ended by an error event, by reason."),

@@ -10,7 +10,7 @@ developer tools show them.
 
 Where a prompt's tokens came from, as workers say in their answers' headers. Pure.
 
-    x-pdserve-cached: device=0, host=0, pool=704, ssd=0, computed=17     prompt tokens
+    x-pdserve-cached: device=0, host=0, pool=704, computed=17     prompt tokens
 
 The client gets a decode worker's header as it is, and beside it `x-pdserve-prefill-cached` with what the
 prefill worker found. `x-pdserve-miss` says why it did not find the rest, as the worker reports it:

@@ -58,7 +58,7 @@ def test_a_frame_is_shown_whole_and_names_are_no_markup() -> None:
             "5 sessions",
             "p50 10.0 ms, p90 20.0 ms",
         ),
-        *("prefill 30.0 ms", "pull 10.0 ms", "pool DRAM 75.0 %", "computed 25.0 %", "2 + 1", "?", "refused"),
+        *("prefill 30.0 ms", "pull 10.0 ms", "pool 75.0 %", "computed 25.0 %", "2 + 1", "?", "refused"),
         *("50.0 %", "n1: refused", "[bold]x", "it [broke] (3 times)", "b:1: no [fit]", "1 KiB", "2 KiB"),
     ):
         assert word in said

@@ -256,7 +256,7 @@ class Charge(NamedTuple):
 HALF = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n\r\n{"
 TOKENS = mock.answer(200, {"tokens": [1, 2], "count": 2})
 TOKENIZED = {"prompt": "x" * 4000, "tokens": [1, 2]}
-TELLS = telling("x-pdserve-cached: device=8, host=0, pool=16, ssd=0, computed=16\r\n")
+TELLS = telling("x-pdserve-cached: device=8, host=0, pool=16, computed=16\r\n")
 """In a stream of several prompts it speaks of the first: they stay charged by estimate."""
 CHARGES = {
     "a stream without usage, by its events": Charge(

@@ -95,9 +95,9 @@ async def test_pages_that_were_not_published_in_time_do_not_hold_up_decode() -> 
         response = await harness.chat()
         assert response.headers["x-pdserve-plan"].endswith("stage=partial")
         assert harness.stats.missing_pages == 2
-        assert harness.stats.cached_tokens == {"device": 8, "host": 0, "pool": 16, "ssd": 0}
+        assert harness.stats.cached_tokens == {"device": 8, "host": 0, "pool": 16}
         found = response.headers["x-pdserve-prefill-cached"]
-        assert found == "device=8, host=0, pool=16, ssd=0, computed=16"
+        assert found == "device=8, host=0, pool=16, computed=16"
 
 
 async def test_why_pages_were_missed_is_told_and_no_worker_writes_other_headers_by_it() -> None:

@@ -66,8 +66,8 @@ async def test_the_rest_can_be_lost_too_and_each_worker_learns_what_was_cached_b
         _,
         decodes,
     ):
-        cached = "x-pdserve-cached: device=8, host=0, pool=16, ssd=64, computed=17\r\n"
-        later = "x-pdserve-cached: device=0, host=0, pool=104, ssd=0, computed=1\r\n"
+        cached = "x-pdserve-cached: device=8, host=0, pool=80, computed=17\r\n"
+        later = "x-pdserve-cached: device=0, host=0, pool=104, computed=1\r\n"
         rests = iter([marked(REST[0], cut=True, extra=later), marked(named("three", "", "stop") + DONE)])
 
         async def next_rest(wire: Wire, request: Received) -> None:

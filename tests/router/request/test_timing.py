@@ -92,7 +92,7 @@ async def test_a_stream_says_where_its_time_went_and_metrics_count_it() -> None:
 
 async def test_prompt_tokens_are_counted_once_by_the_worker_that_computed_them_and_by_turn() -> None:
     async with disagg() as (harness, [prefill], [decode]):
-        cached = "x-pdserve-cached: device=1, host=2, pool=3, ssd=5, computed=4\r\n"
+        cached = "x-pdserve-cached: device=1, host=2, pool=3, computed=4\r\n"
         decode.script(CHAT, *(telling(cached) for _ in range(3)))
         await streamed(harness, user="u")  # the prefill worker says it
         prefill.script("/pd/prefill", answer(500, {}))
@@ -105,10 +105,10 @@ async def test_prompt_tokens_are_counted_once_by_the_worker_that_computed_them_a
         }
         assert sum(REPORT["cached"].values()) == 24
         assert by_turn == {
-            "1": [8, 0, 16, 0, 16],
-            "2": [1, 2, 3, 5, 4],
-            "3": [0] * 5,
-            "none": [8, 0, 16, 0, 16],
+            "1": [8, 0, 16, 16],
+            "2": [1, 2, 3, 4],
+            "3": [0] * 4,
+            "none": [8, 0, 16, 16],
         }
 
 

@@ -36,7 +36,7 @@ def wanted_hits(prompt: list[int]) -> int:
 
 def all_computed(prompt: list[int]) -> str:
     """What a prefill worker says of a prompt of which it found nothing."""
-    return f"device=0, host=0, pool=0, ssd=0, computed={len(prompt)}"
+    return f"device=0, host=0, pool=0, computed={len(prompt)}"
 
 
 def pull_ahead(prefill: Worker, decode: Worker, prompt: list[int]) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class CountingWorker(MockWorker):
         endpoint = request.target.partition("endpoint=")[2]
         if request.path == "/pd/prefill":
             prompts = asked(endpoint, request.json()).prompts
-            cached = {"device": 0, "host": 0, "pool": 0, "ssd": 0}
+            cached = {"device": 0, "host": 0, "pool": 0}
             report = {"prompt_tokens": sum(prompts), "cached": cached, "published_pages": 0}
             by_prompt = [[0, 0, 0] for _ in prompts]
             more = {"cached_by_prompt": by_prompt, "missing_pages": 0, "prefill_ms": 1.0, "publish_ms": 1.0}
@@ -106,7 +106,7 @@ class CountingWorker(MockWorker):
 
 def told(prompts: list[int]) -> str:
     """The head of a stream tells of the first prompt only: the others are not known yet."""
-    return f"x-pdserve-cached: device=0, host=0, pool=0, ssd=0, computed={sum(prompts)}\r\n"
+    return f"x-pdserve-cached: device=0, host=0, pool=0, computed={sum(prompts)}\r\n"
 
 
 def tokenized(body: dict[str, Any]) -> dict[str, Any]:

@@ -117,7 +117,7 @@ ANSWER = (
     b'"finish_reason":"stop"}],"usage":{"prompt_tokens":3,"total_tokens":5,"completion_tokens":2}}'
 )
 TOLD = (
-    "x-pdserve-cached: device=0, host=0, pool=0, ssd=0, computed=3\r\n"
+    "x-pdserve-cached: device=0, host=0, pool=0, computed=3\r\n"
     "server-timing: queue;dur=0.1, compute;dur=1.0\r\n"
 )
 """What every worker says in the head of an answer."""
@@ -125,7 +125,7 @@ MARKS = [b": pd 2 0 7 8\n\n", b": pd 5 2 9 10\n\n"]
 """After the first two of `EVENTS`, for a caller that asks for them."""
 REPORT = {
     "prompt_tokens": 40,
-    "cached": {"device": 8, "host": 0, "pool": 16, "ssd": 0},
+    "cached": {"device": 8, "host": 0, "pool": 16},
     "cached_by_prompt": [[8, 0, 16]],
     "missed": "evicted=16;age_s=3.5",
     "published_pages": 2,

@@ -3,8 +3,7 @@
 "use strict";
 
 const PARTS = ["queue", "settle", "prefill", "publish", "pull", "decode", "router"];
-const TIERS = ["device", "host", "pool", "ssd", "computed"];
-const NAMES = { pool: "pool DRAM", ssd: "pool SSD" };
+const TIERS = ["device", "host", "pool", "computed"];
 const MAX_POINTS = 300;
 const SILENT_MS = 15000;
 const partColor = (part) => `var(--c${PARTS.indexOf(part)})`;
@@ -48,10 +47,10 @@ function showBar(name, values, keys, color, text) {
     const piece = element("i");
     piece.style.width = `${(100 * values[key]) / total}%`;
     piece.style.background = color(key);
-    piece.title = `${NAMES[key] || key}: ${text(values[key], total)}`;
+    piece.title = `${key}: ${text(values[key], total)}`;
     return piece;
   }));
-  showLegend(`${name}-legend`, there.map((key) => [NAMES[key] || key, color(key), text(values[key], total)]));
+  showLegend(`${name}-legend`, there.map((key) => [key, color(key), text(values[key], total)]));
 }
 
 function showLegend(id, rows) {

@@ -108,7 +108,7 @@ class ScriptedWorker:
         with self._run():
             found = await self._computed(words)
         pages = len(words) // PAGE_WORDS
-        cached = {"device": 0, "host": 0, "pool": found * PAGE_WORDS, "ssd": 0}
+        cached = {"device": 0, "host": 0, "pool": found * PAGE_WORDS}
         return JSONResponse(
             {"prompt_tokens": len(words), "published_pages": pages, "missing_pages": 0, "cached": cached}
         )
@@ -126,7 +126,7 @@ class ScriptedWorker:
         tokens = answer_tokens(words, body["max_tokens"])[len(before) :]
         with self._run():
             cached = await self._computed(words) * PAGE_WORDS
-        said = f"device=0, host=0, pool={cached}, ssd=0, computed={len(words) - cached}"
+        said = f"device=0, host=0, pool={cached}, computed={len(words) - cached}"
         return StreamingResponse(
             self._stream(words, before, tokens, cached),
             media_type="text/event-stream",
