@@ -130,29 +130,6 @@ def test_places_that_nobody_needs_are_spread_so_that_a_request_does_not_wait() -
     assert cluster.running == 1
 
 
-@pytest.mark.parametrize("limit", [1, 2, 7, 64])
-@pytest.mark.parametrize("processes", [1, 2, 5])
-def test_one_process_alone_gets_the_whole_limit(limit: int, processes: int) -> None:
-    cluster = settled(processes, limit)
-    cluster.ask(processes - 1, limit + 3)
-    cluster.run(1.0)
-    assert cluster.running == cluster.processes[-1].tenant.running == limit
-
-
-def test_a_second_one_gets_its_half_as_requests_end() -> None:
-    cluster = settled(2, 8)
-    cluster.ask(0, 100)
-    cluster.run(1.0)
-    cluster.ask(1, 100)
-    for _ in range(40):
-        for process in cluster.processes:
-            process.end()
-            process.start()
-        cluster.step()
-        assert cluster.running <= 8
-    assert [process.tenant.running for process in cluster.processes] == [4, 4]
-
-
 def test_one_place_goes_round() -> None:
     cluster = settled(3, 1)
     for number in range(3):
@@ -198,48 +175,6 @@ def test_without_the_channel_each_holds_a_part_and_its_return_is_exact_again() -
         cluster.processes[1].end()
     cluster.run(1.0)
     assert [process.tenant.running for process in cluster.processes] == [6, 0]
-
-
-def test_a_process_that_is_cut_off_runs_its_part_and_what_runs_beyond_the_limit_ends_by_itself() -> None:
-    cluster = settled(2, 6)
-    cluster.processes[1].is_reached = False
-    cluster.ask(0, 100)
-    cluster.ask(1, 100)
-    cluster.run(SILENT_S + 1)
-    assert [process.tenant.running for process in cluster.processes] == [6, 3]
-    cluster.processes[1].is_reached = True
-    cluster.processes[1].agreement.listen()
-    cluster.run(1.5)
-    for _ in range(20):
-        for process in cluster.processes:
-            process.end()
-        cluster.step()
-    assert [process.tenant.running for process in cluster.processes] == [3, 3]
-
-
-def test_a_lower_limit_holds_once_the_surplus_has_ended() -> None:
-    cluster = settled(2, 8)
-    for number in range(2):
-        cluster.ask(number, 100)
-    cluster.run(1.0)
-    assert cluster.running == 8
-    for process in cluster.processes:
-        process.configure(3, cluster.now_s)
-    for _ in range(10):
-        for process in cluster.processes:
-            process.end()
-        cluster.step()
-    assert cluster.running <= 3
-    cluster.run(1.0)
-    assert cluster.running == 3
-
-
-def test_a_lost_message_stops_nobody() -> None:
-    cluster = settled(2, 4)
-    cluster.ask(0, 100)
-    cluster.processes[0].agreement.message(cluster.now_s + TICK_S)  # nobody hears it
-    cluster.run(2.0)
-    assert cluster.running == 4
 
 
 def test_a_message_that_comes_behind_a_later_one_counts_for_nothing() -> None:
@@ -338,3 +273,20 @@ def test_the_limit_is_divided_whole_and_fairly(limit: int, demands: dict[int, in
     elif limit:
         most = max(given_.values())
         assert sorted(short, key=lambda one: given_[one] < most) == short  # the odd ones to the first
+
+
+def test_a_lower_limit_holds_once_the_surplus_has_ended() -> None:
+    cluster = settled(2, 8)
+    for number in range(2):
+        cluster.ask(number, 100)
+    cluster.run(1.0)
+    assert cluster.running == 8
+    for process in cluster.processes:
+        process.configure(3, cluster.now_s)
+    for _ in range(10):
+        for process in cluster.processes:
+            process.end()
+        cluster.step()
+    assert cluster.running <= 3
+    cluster.run(1.0)
+    assert cluster.running == 3
