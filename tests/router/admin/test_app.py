@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -191,24 +189,8 @@ UPDATED = {"success": True, "message": "done"}
 BODY = {"model_path": "/new", "weight_version": "7", "abort_all_requests": True}
 
 
-@asynccontextmanager
-async def admin(
-    model: str = "m",
-) -> AsyncIterator[tuple[Harness, MockWorker, MockWorker, httpx.AsyncClient]]:
-    def make(role: str) -> MockWorker:
-        return MockWorker(role, model)
-
-    often = Probe(interval_s=0.02, timeout_s=0.5)
-    async with disagg(make=make, admin=Admin(key=KEY), probe=often) as (harness, [prefill], [decode]):
-        app = AdminApp(harness.router)
-        transport = httpx.ASGITransport(app)  # type: ignore[arg-type]
-        headers = {"authorization": f"Bearer {KEY}"}
-        async with httpx.AsyncClient(transport=transport, base_url="http://admin", headers=headers) as client:
-            yield harness, prefill, decode, client
-
-
 async def test_all_workers_get_the_body_while_they_are_drained() -> None:
-    async with admin() as (harness, prefill, decode, client):
+    async with disagg(admin=ADMIN) as (harness, [prefill], [decode]), client_of(harness) as client:
         drained: list[bool] = []
 
         async def updated(wire: Wire, request: Received) -> None:
@@ -225,7 +207,7 @@ async def test_all_workers_get_the_body_while_they_are_drained() -> None:
 
 
 async def test_a_worker_that_refuses_is_named_and_used_again() -> None:
-    async with admin() as (harness, prefill, decode, client):
+    async with disagg(admin=ADMIN) as (harness, [prefill], [decode]), client_of(harness) as client:
         prefill.script(UPDATE, answer(200, UPDATED))
         decode.script(UPDATE, answer(403, {"error": {"message": "weights_fixed"}}))
         done = await client.post(f"/models/m{UPDATE}", json=BODY)
@@ -238,6 +220,6 @@ async def test_a_worker_that_refuses_is_named_and_used_again() -> None:
     ("path", "body", "status"), [("nobody", BODY, 404), ("m", {"path": "/new"}, 400)], ids=["model", "body"]
 )
 async def test_what_cannot_be_asked_is_refused(path: str, body: Any, status: int) -> None:
-    async with admin() as (_, prefill, decode, client):
+    async with disagg(admin=ADMIN) as (harness, [prefill], [decode]), client_of(harness) as client:
         assert (await client.post(f"/models/{path}{UPDATE}", json=body)).status_code == status
         assert prefill.got(UPDATE) == decode.got(UPDATE) == []

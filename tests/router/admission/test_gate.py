@@ -402,9 +402,6 @@ async def test_workers_never_take_one_tenants_request_for_anothers(access: Acces
 # --- How many wrong keys one address may try at a router, on each of its ports
 
 
-LOOPBACK = "127.0.0.1"
-
-
 FORGIVEN_S = 1e-3
 
 
@@ -412,12 +409,6 @@ FORGIVEN_S = 1e-3
 def forgives_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     """However slow this machine is, nothing is forgiven within a test."""
     monkeypatch.setattr("pdserve.security.failed_logins.FORGIVEN_S", FORGIVEN_S)
-
-
-def with_keys(tmp_path: Path, *proxies: str) -> Access:
-    file = tmp_path / "keys"
-    file.write_text(key_line("alice", ALICE) + key_line("bob", BOB))
-    return Access(keys_file=file, proxies=proxies)
 
 
 async def guess(harness: Harness, times: int, path: str = "") -> list[Response]:
@@ -428,9 +419,9 @@ async def guess(harness: Harness, times: int, path: str = "") -> list[Response]:
 
 @pytest.mark.parametrize("path", ["", "/v1/models", "/metrics", "/v1/responses/resp_1"])
 async def test_an_address_tries_so_many_keys_and_then_waits_whatever_route_it_asks(
-    tmp_path: Path, path: str
+    access: Access, path: str
 ) -> None:
-    async with disagg(access=with_keys(tmp_path)) as (harness, _, [decode]):
+    async with disagg(access=access) as (harness, _, [decode]):
         answers = await guess(harness, BURST + 8, path)
         assert {answer.status for answer in answers[:BURST]} == {401}
         assert {answer.status for answer in answers[BURST:]} == {429}
@@ -443,8 +434,8 @@ async def test_an_address_tries_so_many_keys_and_then_waits_whatever_route_it_as
         assert (counted.value("unknown_keys"), counted.value("unread_keys")) == (BURST, 8)
 
 
-async def test_a_right_key_that_was_used_from_there_before_is_not_locked_out(tmp_path: Path) -> None:
-    async with disagg(access=with_keys(tmp_path)) as (harness, _, _):
+async def test_a_right_key_that_was_used_from_there_before_is_not_locked_out(access: Access) -> None:
+    async with disagg(access=access) as (harness, _, _):
         assert (await harness.chat(by(ALICE))).status == 200
         await guess(harness, BURST + 8)
         assert (await harness.chat(by(ALICE))).body == ANSWER
@@ -453,15 +444,22 @@ async def test_a_right_key_that_was_used_from_there_before_is_not_locked_out(tmp
         assert new.status == 429, "else the answer would tell a guess from a hit"
 
 
-async def test_what_comes_by_a_proxy_is_not_bound_here(tmp_path: Path) -> None:
-    async with disagg(access=with_keys(tmp_path, LOOPBACK)) as (harness, _, _):
+async def test_what_comes_by_a_proxy_is_not_bound_here(access: Access) -> None:
+    async with disagg(access=msgspec.structs.replace(access, proxies=("127.0.0.1",))) as (harness, _, _):
         assert {answer.status for answer in await guess(harness, BURST + 8)} == {401}
         assert (await harness.chat(by(BOB))).status == 200
 
 
-async def test_the_refusal_of_a_body_has_the_form_of_its_api(tmp_path: Path) -> None:
-    async with disagg(access=with_keys(tmp_path)) as (harness, _, _):
+async def test_the_refusal_of_a_body_has_the_form_of_its_api(access: Access) -> None:
+    async with disagg(access=access) as (harness, _, _):
         await guess(harness, BURST)
         refused = await harness.post("/v1/messages", b"{}", {"x-api-key": BOB})
         assert (refused.status, refused.json()["error"]["type"]) == (429, "rate_limit_error")
         assert int(refused.headers["retry-after"]) > 0
+
+
+async def test_no_key_at_all_is_no_guess(access: Access) -> None:
+    async with disagg(access=access) as (harness, _, _):
+        for _ in range(BURST + 8):
+            assert (await harness.get("/v1/models")).status == 401
+        assert (await harness.chat(by(BOB))).status == 200

@@ -6,9 +6,12 @@ import asyncio
 import functools
 import gc
 import json
-from collections.abc import Awaitable, Callable
+import resource
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,6 +33,8 @@ from tests.support.router.mock_worker import (
     hang,
     stream,
 )
+from tests.support.router.process import RouterProcess
+from tests.support.router.raw_load import Load, mock_worker, run_load
 
 COUNT = 200
 
@@ -298,3 +303,47 @@ async def test_a_client_that_reads_by_fits_gets_every_byte_in_order() -> None:
             for _ in range(50):
                 await asyncio.sleep(0)
         assert (await asyncio.wait_for(answer, 30)).body == b"".join(events)
+
+
+MANY = 1000
+
+
+OPEN_FILES = 8192
+
+
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    """Clients, router and workers are one process here: four ends of connections for each stream."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < OPEN_FILES:
+        pytest.skip(f"needs {OPEN_FILES} open files, the hard limit is {hard}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, OPEN_FILES), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.extended
+@pytest.mark.usefixtures("many_files")
+@pytest.mark.timeout(240)
+async def test_a_thousand_streams_again_and_again_leave_memory_and_descriptors_as_they_were(
+    tmp_path: Path,
+) -> None:
+    options = [f"--{name}-s=120" for name in ("deadlines.connect", "deadlines.prefill", "probe.timeout")]
+    load = Load(streams=MANY, seconds=0.5, chunks=3, interval_us=500_000, ramp_s=1.5, warm_up_s=0.5)
+    with mock_worker("prefill", tmp_path) as prefill, mock_worker("decode", tmp_path) as decode:
+        urls = [f"http://127.0.0.1:{worker.port}" for worker in (prefill, decode)]
+        router = await RouterProcess.start("--prefill", urls[0], "--decode", urls[1], *options)
+        await router.listening()
+        process = psutil.Process(router.process.pid)
+        at_rest, memory_bytes = process.num_fds(), []
+        for _ in range(3):
+            done, _, at_once = await run_load(load, router.port, process.num_fds)
+            assert (done.errors, done.first_error) == (0, "")
+            assert at_once > at_rest + MANY
+            async with asyncio.timeout(60):  # connections close
+                while process.num_fds() > at_rest:  # noqa: ASYNC110 - another process has no event for it
+                    await asyncio.sleep(0.05)
+            memory_bytes.append(process.memory_info().rss)
+        assert memory_bytes[2] <= 1.1 * memory_bytes[1], memory_bytes
+        router.process.terminate()
+        assert (await router.ended())[0] == 0

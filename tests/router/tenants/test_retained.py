@@ -17,7 +17,7 @@ from pdserve.router.tenants.tenant import TenantState
 from tests.support.router.harness import CHAT, Response, before, disagg
 from tests.support.router.mock_worker import MockWorker, answer
 
-ALICE, BOB = "alice-" + "a" * 20, "bob-" + "b" * 20
+ALICE, BOB, SHARING = (f"key-of-{name}-in-this-test" for name in ("alice", "bob", "sharing"))
 HINTS, KEEP = "/v1/kv/hints", "/pd/keep"
 
 
@@ -61,8 +61,12 @@ def test_what_is_no_number_is_no_wish(said: bytes, seconds: int) -> None:
 
 @pytest.fixture
 def site(tmp_path: Path) -> dict[str, Any]:
-    (tmp_path / "keys").write_text(key_line("alice", ALICE) + key_line("bob", BOB))
-    tenants = (Tenant(name="alice", retain_tokens=100),)
+    keys = {"alice": ALICE, "bob": BOB, "sharing": SHARING}
+    (tmp_path / "keys").write_text("".join(key_line(name, key) for name, key in keys.items()))
+    tenants = (
+        Tenant(name="alice", retain_tokens=100),
+        Tenant(name="sharing", retain_tokens=100, cache="shared"),
+    )
     return {"access": Access(keys_file=tmp_path / "keys"), "tenants": tenants}
 
 
@@ -139,24 +143,9 @@ async def test_a_hint_that_is_none_is_refused(
 
 
 PREFETCH, DEMOTE = "/v1/kv/prefetch", "/v1/kv/demote"
-KEYS = {name: f"{name}-" + "k" * 20 for name in ("alice", "bob", "sharing")}
 SHORT = [{"role": "user", "content": "word " * 25}]
 LONG = [{"role": "user", "content": "word " * 2000}]
 DONE = {"prompt_tokens": 9, "tokens": 8, "prefetched_tokens": 8}
-
-
-@pytest.fixture
-def hint_site(tmp_path: Path) -> dict[str, Any]:
-    (tmp_path / "keys").write_text("".join(key_line(name, key) for name, key in KEYS.items()))
-    tenants = (
-        Tenant(name="alice", retain_tokens=100),
-        Tenant(name="sharing", retain_tokens=100, cache="shared"),
-    )
-    return {"access": Access(keys_file=tmp_path / "keys"), "tenants": tenants}
-
-
-def by_name(name: str, session: str = "s") -> dict[str, str]:
-    return {"authorization": f"Bearer {KEYS[name]}", "x-session-id": session}
 
 
 def scripted() -> MockWorker:
@@ -166,41 +155,41 @@ def scripted() -> MockWorker:
     return worker
 
 
-async def test_a_hint_reaches_the_worker_with_the_tenants_salt(hint_site: dict[str, Any]) -> None:
+async def test_a_hint_reaches_the_worker_with_the_tenants_salt(site: dict[str, Any]) -> None:
     worker = scripted()
-    async with before(worker, **hint_site) as harness:
+    async with before(worker, **site) as harness:
         for path in (PREFETCH, DEMOTE):
-            said = await harness.post(path, {"messages": SHORT}, by_name("alice"))
+            said = await harness.post(path, {"messages": SHORT}, by(ALICE))
             assert (said.status, said.json()) == (200, DONE)
             [got] = worker.got(path)
             assert got.headers[SALT_HEADER.decode()] == '"tenant/alice"'
             assert got.json() == {"messages": SHORT}
 
 
-async def test_who_may_keep_nothing_may_give_no_hints(hint_site: dict[str, Any]) -> None:
+async def test_who_may_keep_nothing_may_give_no_hints(site: dict[str, Any]) -> None:
     worker = scripted()
-    async with before(worker, **hint_site) as harness:
+    async with before(worker, **site) as harness:
         for path in (PREFETCH, DEMOTE):
-            assert (await harness.post(path, {"messages": SHORT}, by_name("bob"))).status == 403
+            assert (await harness.post(path, {"messages": SHORT}, by(BOB))).status == 403
             assert (await harness.post(path, {"messages": SHORT})).status == 401
             assert worker.got(path) == []
 
 
-async def test_pages_that_tenants_share_are_demoted_by_none_of_them(hint_site: dict[str, Any]) -> None:
+async def test_pages_that_tenants_share_are_demoted_by_none_of_them(site: dict[str, Any]) -> None:
     worker = scripted()
-    async with before(worker, **hint_site) as harness:
-        assert (await harness.post(PREFETCH, {"messages": SHORT}, by_name("sharing"))).status == 200
-        refused = await harness.post(DEMOTE, {"messages": SHORT}, by_name("sharing"))
+    async with before(worker, **site) as harness:
+        assert (await harness.post(PREFETCH, {"messages": SHORT}, by(SHARING))).status == 200
+        refused = await harness.post(DEMOTE, {"messages": SHORT}, by(SHARING))
         assert (refused.status, refused.error["type"]) == (403, "permission_error")
         assert worker.got(DEMOTE) == []
 
 
-async def test_a_tenant_has_no_more_brought_up_than_it_may_have_kept(hint_site: dict[str, Any]) -> None:
+async def test_a_tenant_has_no_more_brought_up_than_it_may_have_kept(site: dict[str, Any]) -> None:
     worker = scripted()
-    async with before(worker, **hint_site) as harness:
-        assert (await harness.post(PREFETCH, {"messages": LONG}, by_name("alice"))).status == 429
+    async with before(worker, **site) as harness:
+        assert (await harness.post(PREFETCH, {"messages": LONG}, by(ALICE))).status == 429
         for session, status in (("a", 200), ("a", 200), ("b", 200), ("c", 429)):
-            said = await harness.post(PREFETCH, {"messages": SHORT}, by_name("alice", session))
+            said = await harness.post(PREFETCH, {"messages": SHORT}, by(ALICE, x_session_id=session))
             assert said.status == status, session
         assert len(worker.got(PREFETCH)) == 3
 
@@ -209,14 +198,7 @@ async def test_a_tenant_has_no_more_brought_up_than_it_may_have_kept(hint_site: 
 
 
 LOOKUP = "/v1/kv/lookup"
-FOUND = {
-    "page_tokens": 64,
-    "prompt_tokens": 9,
-    "prompt_pages": 0,
-    "tokens": 0,
-    "memory_tokens": 0,
-    "tiers": {},
-}
+FOUND = {"page_tokens": 64, "prompt_tokens": 9, "prompt_pages": 0, "tokens": 0, "tiers": {}}
 BODY: dict[str, Any] = {"model": "m", "prompt": "hello"}
 
 
