@@ -86,23 +86,30 @@ async def test_each_request_has_a_room_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "outcome"),
+    ("failing", "script", "outcome"),
     [
-        (close(), "prefill-closed"),
-        (answer(500, {}), "prefill-status-500"),
-        (answer(200, []), "prefill-garbage"),
+        ("prefill", close(), "prefill-closed"),
+        ("prefill", answer(500, {}), "prefill-status-500"),
+        ("prefill", answer(200, []), "prefill-garbage"),
+        ("decode", close(), "decode-closed"),
+        ("decode", answer(503, {}), "decode-status-503"),
     ],
 )
-async def test_a_prefill_worker_that_fails_costs_the_direct_way_only(script: Script, outcome: str) -> None:
+async def test_a_worker_that_fails_costs_the_direct_way_only(
+    failing: str, script: Script, outcome: str
+) -> None:
     async with pair() as (harness, prefill, decode, other):
-        prefill.script(PREFILL, script)
-        decode.script(CHAT, hang())
+        prefill.script(PREFILL, script if failing == "prefill" else hang())
+        decode.script(CHAT, script if failing == "decode" else hang())
         response = await harness.chat()
         assert (response.body, response.headers["x-pdserve-decode"]) == (ANSWER, other.id)
         assert f"direct={outcome}, handoff=pool(only), " in response.headers["x-pdserve-plan"]
-        assert ROOM not in other.got(CHAT)[0].headers
-        await decode.wait_until(lambda: decode.disconnected == 1)
+        spared = decode if failing == "prefill" else prefill
+        await spared.wait_until(lambda: spared.disconnected == 1)
         assert harness.stats.direct == {outcome: 1}
+        by_pool = [*other.got(CHAT), *prefill.got(PREFILL)[1:]]
+        assert not any(ROOM in request.headers for request in by_pool)
+        assert failing == "prefill" or len(by_pool) == 2
 
 
 async def test_without_a_worker_that_computes_prompts_a_late_prefill_worker_is_waited_for() -> None:
@@ -117,6 +124,15 @@ async def test_without_a_worker_that_computes_prompts_a_late_prefill_worker_is_w
         assert (await client.response()).body == ANSWER
 
 
+async def test_without_any_other_worker_a_lost_prefill_worker_is_a_503() -> None:
+    async with pair(fallback=False) as (harness, prefill, decode, _):
+        prefill.script(PREFILL, close())
+        decode.script(CHAT, hang())
+        response = await harness.chat()
+        assert response.status == 503
+        assert "No prefill worker is ready" in response.error["message"]
+
+
 async def test_the_prefill_workers_word_on_a_wrong_request_reaches_the_client() -> None:
     async with pair() as (harness, prefill, decode, other):
         wrong = {
@@ -127,19 +143,6 @@ async def test_the_prefill_workers_word_on_a_wrong_request_reaches_the_client() 
         response = await harness.chat()
         assert (response.status, response.error["message"]) == (400, "too long")
         assert not other.got(CHAT)
-
-
-@pytest.mark.parametrize(("script", "outcome"), [(close(), "closed"), (answer(503, {}), "status-503")])
-async def test_a_decode_worker_that_fails_costs_the_direct_way_only(script: Script, outcome: str) -> None:
-    async with pair() as (harness, prefill, decode, other):
-        prefill.script(PREFILL, hang())
-        decode.script(CHAT, script)
-        response = await harness.chat()
-        assert (response.body, response.headers["x-pdserve-decode"]) == (ANSWER, other.id)
-        await prefill.wait_until(lambda: prefill.disconnected == 1)
-        assert harness.stats.direct == {f"decode-{outcome}": 1}
-        [_, by_pool] = prefill.got(PREFILL)
-        assert ROOM not in by_pool.headers
 
 
 async def test_a_stream_that_breaks_off_goes_on_at_a_worker_that_computes_prompts() -> None:
@@ -221,3 +224,9 @@ async def test_a_late_pair_counts_against_both_workers() -> None:
         response = await harness.chat()
         assert not response.headers["x-pdserve-plan"].startswith("handoff=direct")
         assert harness.stats.direct == {"prefill-timeout": 3}
+
+
+async def test_tokenizing_needs_no_worker_that_computes_prompts() -> None:
+    async with pair(fallback=False) as (harness, _, decode, _):
+        decode.script("/tokenize", answer(200, {"tokens": [1], "count": 1}))
+        assert (await harness.post("/tokenize", {"prompt": "hi"})).status == 200

@@ -106,6 +106,13 @@ async def test_a_model_that_nobody_serves_when_the_first_worker_has_joined_is_un
         assert (await client.response()).status == 404
 
 
+async def test_a_model_that_no_worker_ever_served_is_unknown_at_once() -> None:
+    async with fleet(started=1) as (harness, [worker]):
+        harness.router.fleet.members.leave(worker.id)
+        refused = await harness.chat(model="x")
+        assert (refused.status, refused.error["code"]) == (404, "model_not_found")
+
+
 async def test_a_model_whose_workers_have_all_left_is_still_known() -> None:
     async with fleet(started=1) as (harness, [worker]):
         harness.router.fleet.members.leave(worker.id)

@@ -287,3 +287,15 @@ async def test_who_wants_no_stream_gets_a_status_and_no_comment() -> None:
         await quiet(harness)
         gate.open.set()
         assert (await client.response()).status == 400
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_who_leaves_a_stream_that_has_only_its_head_ends_it_at_the_worker() -> None:
+    async with disagg(deadlines=IMPATIENT, prefill=0) as (harness, _, [decode]):
+        decode.script(CHAT, hang())
+        client = await asked(harness)
+        await client.head()
+        client.leave()
+        await decode.wait_until(lambda: decode.disconnected == 1)
+        await harness.settle()
+        assert harness.stats.requests == {(CHAT, "aborted"): 1}

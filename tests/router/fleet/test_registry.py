@@ -68,6 +68,7 @@ def test_a_worker_that_breaks_off_its_streams_is_given_few_of_them_however_many_
         ({"kv_geometry": {"layers": 3, "dtype": "float32"}}, "kv_geometry.layers (3 and 2)"),
         ({"kv_geometry": {"layers": 2}}, "kv_geometry.dtype"),
         ({"namespace": "other"}, "namespace"),
+        ({"tasks": ("embed",)}, "tasks"),
         ({"model": "m2"}, "model ('m2' and 'm')"),
         ({"tokenizer": "cafe"}, "tokenizer ('cafe' and 'f00d')"),
         ({"chat_template": "none"}, "chat template ('none' and 'beef')"),
