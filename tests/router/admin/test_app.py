@@ -30,10 +30,10 @@ from tests.support.router.mock_worker import (
     workers,
 )
 from tests.support.router.process import counted
+from tests.support.router.tenants import ALICE, BOB
 
 KEY = "administrators-key-of-this-test"
 ADMIN = Admin(key=KEY)
-ALICE, BOB = "alice-" + "a" * 20, "bob-" + "b" * 20
 
 
 def client_of(harness: Harness, key: str = KEY) -> httpx.AsyncClient:

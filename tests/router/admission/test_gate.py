@@ -15,7 +15,6 @@ from pdserve.router.app.lifespan import open_router
 from pdserve.router.config.limits import Limits
 from pdserve.router.config.router import Admin, RouterConfig
 from pdserve.router.config.tenants import Access, Admission, Tenant
-from pdserve.router.tenants.api_keys import key_line
 from pdserve.security.failed_logins import BURST
 from tests.support.router import mock_worker as mock
 from tests.support.router.harness import CHAT, PATIENT, Connection, Harness, Response, disagg
@@ -27,26 +26,20 @@ from tests.support.router.mock_worker import (
     MockWorker,
 )
 from tests.support.router.streams import telling
+from tests.support.router.tenants import ALICE, BOB, by, keyed
 
-ALICE, BOB = "alice-" + "a" * 20, "bob-" + "b" * 20
 ONE_SLOT = Admission(running_per_worker=1, queue_length=2, queue_s=20.0)
 
 
 @pytest.fixture
 def access(tmp_path: Path) -> Access:
-    file = tmp_path / "keys"
-    file.write_text("# tenants\n" + key_line("alice", ALICE) + key_line("bob", BOB))
-    return Access(keys_file=file)
+    return keyed(tmp_path)
 
 
 @pytest.fixture(autouse=True)
 def no_keys_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PDSERVE_API_KEYS", "PDSERVE_CLUSTER_TOKEN", "PDSERVE_ADMIN_KEY"):
         monkeypatch.delenv(name, raising=False)
-
-
-def by(key: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"}
 
 
 def used(harness: Harness) -> tuple[float, float]:

@@ -20,8 +20,8 @@ from pdserve.router.sessions.keys import named
 from pdserve.router.sessions.table import SessionEntry
 from tests.support.router.harness import Harness, disagg
 from tests.support.router.mock_worker import Gate, answer, hang
+from tests.support.router.tenants import ALICE, BOB, by
 
-ALICE, BOB = "alice-" + "a" * 20, "bob-" + "b" * 20
 LONG = "word " * 1000
 PREFILLED = {
     "prompt_tokens": 1000,
@@ -118,8 +118,7 @@ async def test_what_one_tenant_sent_neither_steers_nor_shows_in_anothers_placeme
             worker.script("/pd/prefill", *[answer(200, PREFILLED)] * 12)
 
         async def chat(key: str) -> dict[str, str]:
-            by = {"authorization": f"Bearer {key}"}
-            return (await harness.chat(headers=session | by, messages=conversation(LONG))).headers
+            return (await harness.chat(headers=session | by(key), messages=conversation(LONG))).headers
 
         async def homes(key: str, count: int) -> set[str]:
             """The prefill workers of so many requests. Tenants are not told."""
@@ -153,8 +152,7 @@ async def test_tenants_of_one_cache_share_what_is_known_of_prompts(monkeypatch: 
         for worker in prefills:
             worker.script("/pd/prefill", *[answer(200, PREFILLED)] * 4)
         for key in (ALICE, BOB):
-            by = {"authorization": f"Bearer {key}"}
-            await harness.chat(headers=by, messages=conversation(LONG))
+            await harness.chat(headers=by(key), messages=conversation(LONG))
         assert placements(harness, "prefill") == {"cache-aware": 1, "prefix": 1}
 
 

@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 
 from pdserve.errors import RequestError
 from pdserve.router.config.tenants import Access, Admission, Tenant
-from pdserve.router.tenants.api_keys import key_line
 from pdserve.router.tenants.rights import NO_PRIORITY, Priority, priority_of
 from tests.support.router.harness import CHAT, Harness, before
 from tests.support.router.mock_worker import Gate, MockWorker, held
+from tests.support.router.tenants import ALICE, BOB, by, keyed
 
-ALICE, BOB = "alice-" + "a" * 20, "bob-" + "b" * 20
 HEADER = "x-pdserve-priority"
 INTEGERS = st.integers(-(2**63), 2**63 - 1)
 
@@ -70,15 +69,9 @@ def test_the_head_start_is_a_quarter_of_the_longest_wait_at_most() -> None:
 # --- through a router
 
 
-def by(key: str, **more: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"} | {name.replace("_", "-"): said for name, said in more.items()}
-
-
 @pytest.fixture
 def access(tmp_path: Path) -> Access:
-    file = tmp_path / "keys"
-    file.write_text(key_line("alice", ALICE) + key_line("bob", BOB))
-    return Access(keys_file=file)
+    return keyed(tmp_path)
 
 
 def sent(worker: MockWorker) -> list[object]:

@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 
 from pdserve.kvpool.protocol.messages import MAX_KEEP_S
-from pdserve.router.config.tenants import Access, Tenant, TenantLimits
-from pdserve.router.tenants.api_keys import key_line
+from pdserve.router.config.tenants import Tenant, TenantLimits
 from pdserve.router.tenants.retained import Retained, seconds_of
 from pdserve.router.tenants.rights import SALT_HEADER
 from pdserve.router.tenants.tenant import TenantState
+from tests.support.router import tenants
 from tests.support.router.harness import CHAT, Response, before, disagg
 from tests.support.router.mock_worker import MockWorker, answer
+from tests.support.router.tenants import ALICE, BOB, keyed
 
-ALICE, BOB, SHARING = (f"key-of-{name}-in-this-test" for name in ("alice", "bob", "sharing"))
+SHARING = "sharing-" + "s" * 20
 HINTS, KEEP = "/v1/kv/hints", "/pd/keep"
 
 
@@ -61,18 +62,15 @@ def test_what_is_no_number_is_no_wish(said: bytes, seconds: int) -> None:
 
 @pytest.fixture
 def site(tmp_path: Path) -> dict[str, Any]:
-    keys = {"alice": ALICE, "bob": BOB, "sharing": SHARING}
-    (tmp_path / "keys").write_text("".join(key_line(name, key) for name, key in keys.items()))
     tenants = (
         Tenant(name="alice", retain_tokens=100),
         Tenant(name="sharing", retain_tokens=100, cache="shared"),
     )
-    return {"access": Access(keys_file=tmp_path / "keys"), "tenants": tenants}
+    return {"access": keyed(tmp_path, sharing=SHARING), "tenants": tenants}
 
 
 def by(key: str, **more: str) -> dict[str, str]:
-    named = {name.replace("_", "-"): said for name, said in more.items()}
-    return {"authorization": f"Bearer {key}", "x-session-id": "s"} | named
+    return tenants.by(key, **({"x_session_id": "s"} | more))
 
 
 def retained(response: Response) -> str | None:

@@ -184,15 +184,6 @@ async def test_a_broken_answer_is_an_error_and_its_connection_is_cut(sent: bytes
         assert len(client.mock.got("/x")) == 1  # a connection that is new is not replaced
 
 
-async def test_what_came_before_the_break_can_still_be_read() -> None:
-    async with client_of(mock.close(after=b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nshort")) as client:
-        response = await client.post()
-        assert await response.read_some(5) == b"short"
-        with pytest.raises(UpstreamError):
-            await response.read_some(5)
-        response.release()
-
-
 async def test_a_body_without_length_ends_with_the_connection() -> None:
     async with client_of(mock.close(after=b"HTTP/1.1 200 OK\r\n\r\nhello")) as client:
         assert await client.read() == b"hello"
