@@ -60,6 +60,12 @@ def test_least_loaded_takes_the_least(loads: list[int], turn: int) -> None:
     assert policy("least_loaded").choose(ask(turn=turn), fleet(loads)).worker.in_flight == min(loads)
 
 
+def test_round_robin_takes_each_in_turn() -> None:
+    workers = fleet([9, 0, 0])
+    chosen = [policy("round_robin").choose(ask(turn=i), workers).worker for i in range(4)]
+    assert chosen == [*workers, workers[0]]
+
+
 @given(st.text(), LOADS, st.randoms(use_true_random=False))
 def test_rendezvous_does_not_depend_on_the_order_given(key: str, loads: list[int], random: object) -> None:
     workers = fleet(loads)

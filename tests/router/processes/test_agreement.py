@@ -469,3 +469,40 @@ def test_who_has_nothing_to_tell_speaks_only_now_and_then() -> None:
     said = [rates.message(tick * TICK_S) for tick in range(11)]
     assert [i for i, one in enumerate(said) if one is not None] == [0, 5, 10]
     assert HEARTBEAT_S == 0.5
+
+
+def test_what_others_charge_while_one_is_cut_off_costs_it_nothing_however_short_that_was() -> None:
+    cluster = rated(2)
+    cluster.run(1.0, flood=True)
+    cluster.reach(0, reached=False)
+    cluster.run(1.5, flood=True)
+    cluster.reach(0, reached=True)
+    cluster.reach(1, reached=False)  # the first to be heard again is this one itself
+    cluster.step(HEARTBEAT_S)
+    cluster.reach(1, reached=True)
+    before = cluster.processes[0].level
+    cluster.step(HEARTBEAT_S)
+    assert cluster.processes[0].tenant.share == 1.0
+    assert cluster.processes[0].level > before - 3
+
+
+def test_a_channel_that_comes_and_goes_does_not_make_the_others_forgotten() -> None:
+    cluster = rated(2)
+    cluster.run(1.0)
+    for _ in range(3):
+        cluster.reach(0, 1, reached=False)
+        cluster.run(2.0)
+        assert cluster.processes[0].tenant.share == 0.5
+        cluster.reach(0, reached=True)  # the other one is not back yet
+        cluster.run(0.6)
+        assert cluster.processes[0].tenant.share == 1.0
+
+
+def test_a_replica_that_has_ended_is_not_counted() -> None:
+    cluster = rated(2)
+    cluster.run(1.0)
+    cluster.reach(1, reached=False)
+    cluster.run(2 * SILENT_S)
+    cluster.reach(0, reached=False)
+    cluster.run(2.0)
+    assert cluster.processes[0].tenant.share == 1.0

@@ -71,6 +71,18 @@ def test_leaving_a_batch_early_does_not_make_its_prompts_cheap(reported: int | N
     assert meter.total(streamed=True) == (reported or 4000, 1)
 
 
+def test_a_prompt_counts_once_however_many_answers_say_it() -> None:
+    one = b'{"text":"","meta_info":{"prompt_tokens":%d,"completion_tokens":1}}'
+    meter = Meter(0, choices=2)
+    meter.count_whole(b"[" + b",".join([one % 9, one % 9, one % 5]))  # a long answer, in two pieces
+    meter.count_whole(b"," + one % 5 + b"]")
+    assert meter.total(streamed=False) == (14, 4)
+    meter = Meter(4000, choices=2, prompts=2)
+    for choice in range(4):
+        meter.count(of_choice(choice, 1, prompt_tokens=[9, 5][choice // 2]))
+    assert meter.total(streamed=True) == (14, 4), "of an answer that was broken off all prompts are known"
+
+
 @pytest.mark.parametrize(("count", "tokens"), [(b"12", 12), (b"[3, 4,5]", 12), (b"[]", 7), (b"0", 7)])
 def test_tokenizing_says_how_many_tokens_it_found(count: bytes, tokens: int) -> None:
     meter = Meter(7, ENDPOINTS["/tokenize"].usage)
