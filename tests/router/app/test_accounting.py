@@ -44,6 +44,13 @@ async def test_the_access_log_says_who_asked_what_of_whom_and_what_it_took(
     assert KEY not in str(lines(caplog))
 
 
+async def test_without_the_option_there_is_no_line(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "pdserve.router.access")
+    async with disagg() as (harness, _, _):
+        await harness.chat()
+    assert lines(caplog) == []
+
+
 async def test_times_are_counted_by_model_and_errors_are_not() -> None:
     async with disagg() as (harness, _, (decode,)):
         await harness.chat()

@@ -16,7 +16,7 @@ from pdserve.router.config.limits import Limits
 from pdserve.router.config.tenants import Access, Tenant
 from pdserve.router.tenants.api_keys import key_line
 from tests.support.router.harness import Harness, before
-from tests.support.router.mock_worker import DONE, MockWorker, answer, stream
+from tests.support.router.mock_worker import DONE, MockWorker, Received, Wire, answer, stream
 
 PATH = "/v1/audio/transcriptions"
 SOUND = b"RIFF" + bytes(range(256)) * 200
@@ -45,6 +45,18 @@ async def test_the_form_arrives_byte_for_byte_and_the_answer_comes_back() -> Non
         assert b'name="language"' in request.body
         metrics = (await harness.get("/metrics")).body.decode()
         assert f'pdserve_router_requests_total{{route="{PATH}",status="200"}} 1.0' in metrics
+
+
+async def test_a_text_comes_back_as_text() -> None:
+    async def plain(wire: Wire, _: Received) -> None:
+        await wire.body(200, b"hello", "text/plain; charset=utf-8")
+
+    async with hearing() as (_, worker, client):
+        worker.scripts[PATH].appendleft(plain)
+        said = await client.audio.transcriptions.create(
+            file=("a.wav", SOUND), model="whisper", response_format="text"
+        )
+        assert said == "hello"
 
 
 async def test_a_stream_comes_as_a_stream() -> None:

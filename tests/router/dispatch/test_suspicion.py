@@ -118,6 +118,13 @@ def test_a_request_that_is_answered_is_innocent_again(scene: Scene) -> None:
     assert scene.verdict("n") == "innocent"
 
 
+def test_equal_requests_of_many_clients_do_not_add_up_to_one_that_was_alone(scene: Scene) -> None:
+    for _ in range(3):
+        worker = scene.worker()
+        scene.kill(worker, scene.send(worker, ["same"] * 16))
+    assert scene.verdict("same") == "innocent"
+
+
 def test_a_lost_connection_to_a_worker_that_lives_is_no_death(scene: Scene) -> None:
     for _ in range(2):
         worker = scene.worker()
@@ -130,6 +137,16 @@ def test_a_lost_connection_to_a_worker_that_lives_is_no_death(scene: Scene) -> N
     scene.judge()
     assert scene.verdict("n") == "innocent"
     assert not scene.suspicion.is_active
+
+
+def test_a_worker_that_lost_a_connection_once_can_still_die(scene: Scene) -> None:
+    first, second = scene.worker(), scene.worker()
+    scene.cut(scene.send(first, ["n"]))
+    first.probes_ready += 2
+    scene.judge()
+    scene.kill(first, scene.send(first, ["p"]))
+    scene.kill(second, scene.send(second, ["p"]))
+    assert scene.verdict("p") == "poison"
 
 
 def test_a_new_generation_of_a_worker_shows_that_the_old_one_died_and_can_die_itself(scene: Scene) -> None:

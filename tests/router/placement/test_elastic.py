@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from statistics import mean
 
@@ -109,6 +110,13 @@ def test_the_least_busy_worker_changes() -> None:
     duties = Duties(0.0)
     duties.update([queued, free], 1.0, has_decode=True, now_s=0.0)
     assert duties.update([queued, free], 0.0, has_decode=True, now_s=1.0) == ids(queued)
+
+
+def test_without_load_nothing_changes() -> None:
+    duties, workers = Duties(0.0), elastic(4)
+    before = duties.update(workers, None, has_decode=False, now_s=0.0)
+    assert len(before) == 2
+    assert duties.update(workers, None, has_decode=False, now_s=math.inf) == before
 
 
 # --- how many workers a load needs

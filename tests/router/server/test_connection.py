@@ -452,6 +452,19 @@ async def test_a_client_that_takes_nothing_of_its_answer_is_cut_off() -> None:
     assert client.connection.is_closing
 
 
+@virtually
+async def test_a_client_that_reads_again_in_time_is_not_cut_off() -> None:
+    client = await in_state("answering")
+    for _ in range(10):
+        client.transport.unread_bytes = 100_000
+        client.connection.pause_writing()
+        await asyncio.sleep(READ_S - 1.0)
+        client.transport.unread_bytes = 0
+        client.connection.resume_writing()
+    await asyncio.sleep(HOUR_S)
+    assert not client.transport.was_aborted
+
+
 @pytest.mark.parametrize("closes", [False, True])
 @virtually
 async def test_the_end_of_an_answer_that_a_client_does_not_take_is_not_kept_for_ever(closes: bool) -> None:

@@ -223,3 +223,33 @@ async def test_a_session_that_had_to_move_is_followed_by_the_other_router(redis_
         followed = (await second.chat(SESSION)).headers
         assert followed["x-pdserve-decode"] == moved["x-pdserve-decode"]
         assert "decode=session" in followed["x-pdserve-plan"]
+
+
+async def test_what_redis_has_from_before_it_was_away_does_not_undo_later_turns(redis_url: str) -> None:
+    async with routers(redis_url, 2, retry_s=1000.0) as (probe, _, router, _):
+        table, members = router.router.dispatcher._shared, router.router.fleet.members
+        assert table is not None
+        first = (await router.chat(SESSION)).headers
+        await eventually(probe, KEY, first["x-request-id"])
+        table._failed(TimeoutError())
+        members.drain(first["x-pdserve-decode"], True)
+        moved = (await router.chat(SESSION)).headers
+        assert moved["x-pdserve-decode"] != first["x-pdserve-decode"]
+        members.drain(first["x-pdserve-decode"], False)
+        table._away_until_s = 0.0
+        last = (await router.chat(SESSION)).headers
+        assert last["x-pdserve-decode"] == moved["x-pdserve-decode"]
+        assert "decode=session" in last["x-pdserve-plan"]
+
+
+async def test_a_session_that_began_anew_at_another_router_is_followed_there(redis_url: str) -> None:
+    async with routers(redis_url, 2) as (probe, _, first, second):
+        for _ in range(3):
+            home = (await first.chat(SESSION)).headers
+            await eventually(probe, KEY, home["x-request-id"])
+        await probe._redis.delete(probe._name(KEY.links[-1]))
+        second.router.fleet.members.drain(home["x-pdserve-decode"], True)
+        anew = (await second.chat(SESSION)).headers
+        await eventually(probe, KEY, anew["x-request-id"])
+        followed = (await first.chat(SESSION)).headers
+        assert followed["x-pdserve-decode"] == anew["x-pdserve-decode"] != home["x-pdserve-decode"]
