@@ -17,12 +17,23 @@ from pdserve.router.config.router import Admin, RouterConfig
 from pdserve.router.config.tenants import Access
 from pdserve.router.tenants.api_keys import key_line
 from tests.support.router.harness import Harness, disagg
-from tests.support.router.mock_worker import ANSWER, EVENTS, STREAM, Gate, MockWorker, stream, workers
+from tests.support.router.mock_worker import (
+    ANSWER,
+    EVENTS,
+    STREAM,
+    Gate,
+    MockWorker,
+    Received,
+    Wire,
+    answer,
+    stream,
+    workers,
+)
 from tests.support.router.process import counted
+from tests.support.router.tenants import ALICE, BOB
 
 KEY = "administrators-key-of-this-test"
 ADMIN = Admin(key=KEY)
-ALICE, BOB = "alice-" + "a" * 20, "bob-" + "b" * 20
 
 
 def client_of(harness: Harness, key: str = KEY) -> httpx.AsyncClient:
@@ -168,3 +179,47 @@ async def test_an_admin_port_needs_a_key(monkeypatch: pytest.MonkeyPatch) -> Non
         with pytest.raises(ConfigError, match=said):
             async with open_router(RouterConfig(decode=("http://h:1",), admin=Admin(port=0, key=key))):
                 pass
+
+
+# --- New weights for all workers of a model, which get no requests meanwhile
+
+
+UPDATE = "/update_weights_from_disk"
+UPDATED = {"success": True, "message": "done"}
+BODY = {"model_path": "/new", "weight_version": "7", "abort_all_requests": True}
+
+
+async def test_all_workers_get_the_body_while_they_are_drained() -> None:
+    async with disagg(admin=ADMIN) as (harness, [prefill], [decode]), client_of(harness) as client:
+        drained: list[bool] = []
+
+        async def updated(wire: Wire, request: Received) -> None:
+            drained.extend(one.drained for one in harness.router.fleet.workers)
+            await wire.json(200, UPDATED)
+
+        for worker in (prefill, decode):
+            worker.script(UPDATE, updated)
+        done = await client.post(f"/models/m{UPDATE}", json={**BODY, "update_timeout_s": 5})
+        assert (done.status_code, len(done.json()["updated"])) == (200, 2)
+        assert all(drained)
+        assert not any(one.drained for one in harness.router.fleet.workers)
+        assert [one.json() for one in decode.got(UPDATE)] == [BODY]
+
+
+async def test_a_worker_that_refuses_is_named_and_used_again() -> None:
+    async with disagg(admin=ADMIN) as (harness, [prefill], [decode]), client_of(harness) as client:
+        prefill.script(UPDATE, answer(200, UPDATED))
+        decode.script(UPDATE, answer(403, {"error": {"message": "weights_fixed"}}))
+        done = await client.post(f"/models/m{UPDATE}", json=BODY)
+        assert done.status_code == 502
+        assert f"{decode.id}: status 403: weights_fixed" in done.json()["error"]["message"]
+        assert not any(one.drained for one in harness.router.fleet.workers)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"), [("nobody", BODY, 404), ("m", {"path": "/new"}, 400)], ids=["model", "body"]
+)
+async def test_what_cannot_be_asked_is_refused(path: str, body: Any, status: int) -> None:
+    async with disagg(admin=ADMIN) as (harness, [prefill], [decode]), client_of(harness) as client:
+        assert (await client.post(f"/models/{path}{UPDATE}", json=body)).status_code == status
+        assert prefill.got(UPDATE) == decode.got(UPDATE) == []

@@ -6,8 +6,6 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pdserve.router.admission.queue import FairQueue, State, Ticket
 from pdserve.router.config.tenants import TenantLimits
@@ -196,61 +194,3 @@ def test_whatever_happens_slots_and_refusals_go_where_the_rules_say(seed: int) -
     while watched.queue.waiting or watched.those(State.RUNNING):
         watched.leave(0, now_s)
     assert watched.those(State.WAITING) == []
-
-
-def test_a_lane_without_slots_holds_requests_for_their_own_time_and_starts_them_in_order() -> None:
-    admission, a, b = FairQueue(3), tenant("a"), tenant("b")
-    first = Ticket(a, "m", 0.0, 2.0, worker_wait_s=10.0)
-    assert admission.arrive(first, 0, 0.0) == []
-    second = Ticket(b, "m", 8.0, 10.0, worker_wait_s=10.0)
-    admission.arrive(second, 0, 8.0)
-    assert admission.expire(9.9) == []
-    assert admission.resize("m", 1, 9.9) == [first]
-    assert admission.expire(11.8) == []  # of its two seconds it has waited 1.9 beside a worker
-    assert admission.expire(11.95) == [second]
-    assert not second.is_without_worker
-
-
-def test_who_waits_too_long_for_a_worker_is_told_apart_from_who_waits_too_long_for_a_slot() -> None:
-    admission, a = FairQueue(3), tenant("a")
-    held = Ticket(a, "m", 0.0, 30.0, worker_wait_s=10.0)
-    admission.arrive(held, 0, 0.0)
-    assert admission.expire(10.0) == [held]
-    assert held.is_without_worker
-    running = come(admission, a, 1, 11.0)
-    late = Ticket(a, "m", 11.0, 12.0, worker_wait_s=10.0)
-    admission.arrive(late, 1, 11.0)
-    assert admission.expire(12.0) == [late]
-    assert not late.is_without_worker
-    admission.leave(running, 12.0)
-
-
-def test_so_many_may_be_held_as_may_wait() -> None:
-    admission, a = FairQueue(2), tenant("a")
-    tickets = [Ticket(a, "m", 0.0, 30.0, worker_wait_s=10.0) for _ in range(3)]
-    for ticket in tickets:
-        admission.arrive(ticket, 0, 0.0)
-    assert [ticket.state for ticket in tickets] == [State.WAITING, State.WAITING, State.REFUSED]
-    assert tickets[2].is_without_worker
-
-
-@given(
-    st.lists(st.integers(1, 5), min_size=2, max_size=5), st.integers(5, 40), st.randoms(use_true_random=False)
-)
-def test_with_enough_to_do_slots_end_up_shared_by_weight(
-    weights: list[int], slots: int, dice: random.Random
-) -> None:
-    admission = FairQueue(100_000)
-    tenants = [tenant(f"t{i}", weight=weight) for i, weight in enumerate(weights)]
-    tickets = [come_quietly(admission, t, slots) for t in tenants for _ in range(6 * slots)]
-    for _ in range(4 * slots):
-        admission.leave(dice.choice([t for t in tickets if t.state is State.RUNNING]), 1.0)
-    for t in tenants:
-        fair = slots * t.limits.weight / sum(weights)
-        assert abs(t.running - fair) <= 1 + len(tenants) * 0.5, (t.name, t.running, fair)
-
-
-def come_quietly(admission: FairQueue, who: TenantState, slots: int) -> Ticket:
-    ticket = Ticket(who, "m", 0.0, INF)
-    admission.arrive(ticket, slots, 0.0)
-    return ticket

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import msgspec
@@ -13,7 +12,7 @@ from pdserve.router.api.request_body import RequestView
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.config.tenants import Tenant
 from tests.support.router.harness import disagg
-from tests.support.router.mock_worker import DONE, MockWorker, answer, raw_answer
+from tests.support.router.mock_worker import answer
 
 PATH = "/v1/answers"
 ROW = Endpoint(
@@ -58,33 +57,6 @@ async def test_a_new_row_is_planned_salted_prefilled_counted_and_documented() ->
         document = (await harness.get("/openapi.json")).json()
         assert "text/event-stream" in document["paths"][PATH]["post"]["responses"]["200"]["content"]
         assert (await harness.post(PATH, body())).status == 401
-
-
-@pytest.mark.usefixtures("_added")
-async def test_a_lost_stream_of_a_new_row_is_continued() -> None:
-    async with disagg(decode=2, prefill_endpoints=()) as (harness, _, decodes):
-        marked = b"HTTP/1.1 200 X\r\ncontent-type: text/event-stream\r\nx-pdserve-marks: 1\r\n"
-        first = b'data: {"text":"a"}\n\n: pd 1 0 5\n\n'
-        for decode in decodes:
-            decode.script(PATH, raw_answer(marked + b"content-length: 999\r\n\r\n" + first))
-            rest = b"content-length: %d\r\n\r\n" % len(DONE) + DONE
-            decode.script("/pd/continue", raw_answer(marked + rest))
-        connection = await harness.connect()
-        await connection.send(PATH, json.dumps(body(stream=True)).encode(), HEADERS)
-        await connection.head()
-        assert b'"text":"a"' in await connection.chunk()
-        asked = next(decode for decode in decodes if decode.got(PATH))
-        other = next(decode for decode in decodes if decode is not asked)
-        await asked.stop()
-        assert await connection.chunk() == DONE
-        assert [r.target for r in other.got("/pd/continue")] == [f"/pd/continue?endpoint={PATH}"]
-
-
-@pytest.mark.usefixtures("_added")
-async def test_a_model_that_cannot_do_the_task_of_a_new_row_is_refused() -> None:
-    async with disagg(make=lambda role: MockWorker(role, tasks=["embed"])) as (harness, _, _):
-        response = await harness.post(PATH, body(), HEADERS)
-        assert (response.status, response.error["code"]) == (400, "unsupported_endpoint")
 
 
 def test_rows_agree_with_the_request_that_is_read_and_with_the_configuration() -> None:

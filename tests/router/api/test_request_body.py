@@ -1,6 +1,9 @@
+"""What the router reads of a JSON body."""
+
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,6 +14,7 @@ from pdserve.errors import RequestError
 from pdserve.router.api.endpoints import ENDPOINTS
 from pdserve.router.api.request_body import (
     RequestView,
+    asks_about_prompt,
     count_candidates,
     count_choices,
     count_prompts,
@@ -49,13 +53,6 @@ def test_any_bytes_are_understood_or_refused_as_bad_request(body: bytes) -> None
     assert status in (200, 400)
 
 
-def test_only_what_planning_needs_is_decoded() -> None:
-    view = parse_request(b'{"model":"m","stream":true,"user":"u","messages":[{"a":1}],"prompt":[1,2],"n":3}')
-    assert (view.model, view.stream, view.user) == ("m", True, "u")
-    assert bytes(view.messages) == b'[{"a":1}]'
-    assert bytes(view.prompt) == b"[1,2]"
-
-
 @pytest.mark.parametrize(
     ("body", "said", "param"),
     [
@@ -74,17 +71,6 @@ def test_bad_bodies_are_named(body: bytes, said: str, param: str | None) -> None
     assert caught.value.status == 400
     assert said in str(caught.value)
     assert caught.value.param == param
-
-
-def test_the_estimate_grows_with_the_prompt() -> None:
-    short = parse_request(b'{"prompt": "a"}')
-    long = parse_request(json.dumps({"prompt": "word " * 1000}).encode())
-    assert estimate_prompt_tokens(short.prompt) == 0
-    assert 1000 <= estimate_prompt_tokens(long.prompt) <= 1500
-
-
-def test_an_endpoint_without_prompt_fields_has_no_prompt() -> None:
-    assert bytes(parse_request(b'{"prompt":"a"}').prompt_json(())) == b""
 
 
 @pytest.mark.parametrize("nothing", ["null", "[]", '""', "[ ]"])
@@ -106,11 +92,6 @@ def test_a_field_with_nothing_in_it_does_not_hide_a_batch(nothing: str) -> None:
 def test_a_field_of_another_route_is_not_taken_for_the_prompt(path: str, prompt: bytes) -> None:
     body = b'{"messages":[{"a":1}],"prompt":["a","b"],"input":["c","d","e"],"text":["f","g"]}'
     assert bytes(parse_request(body).prompt_json(ENDPOINTS[path].prompt_fields)) == prompt
-
-
-def test_token_ids_of_a_chat_stand_for_its_messages() -> None:
-    view = parse_request(b'{"messages":[{"a":1}],"input_ids":[1,2]}')
-    assert bytes(view.prompt_json(ENDPOINTS["/v1/chat/completions"].prompt_fields)) == b"[1,2]"
 
 
 @pytest.mark.parametrize(
@@ -210,22 +191,8 @@ def test_a_text_of_escapes_takes_no_more_memory_than_its_length() -> None:
 @pytest.mark.parametrize(
     ("body", "has"),
     [
-        (
-            {
-                "messages": [
-                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:x"}}]}
-                ]
-            },
-            True,
-        ),
-        (
-            {
-                "messages": [
-                    {"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "x"}}]}
-                ]
-            },
-            True,
-        ),
+        ({"messages": [{"content": [{"type": "image_url", "image_url": {"url": "data:x"}}]}]}, True),
+        ({"messages": [{"content": [{"type": "input_audio", "input_audio": {"data": "x"}}]}]}, True),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "input_image": "x"}]}]}, True),
         ({"text": "x", "image_data": ["x"]}, True),
         ({"text": "x", "image_data": [], "video_data": None}, False),
@@ -237,3 +204,47 @@ def test_images_and_the_like_are_known_by_the_members_that_hold_them(
     body: dict[str, object], has: bool
 ) -> None:
     assert has_media(parse_request(json.dumps(body).encode())) is has
+
+
+# --- Which requests need a worker that computes their prompt
+
+
+PLAIN = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"echo": False, "logprobs": True, "top_logprobs": 5},
+        {"return_logprob": True, "logprob_start_len": -1},
+        {"session_id": None, "return_hidden_states": False, "image_data": None},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": '"image_url": "a"'}]}]},
+        {"tools": [{"function": {"parameters": {"image_url": {}}}}]},
+    ],
+)
+def test_ordinary_requests_do_not(more: dict[str, Any]) -> None:
+    assert not asks_about_prompt(json.dumps(PLAIN | more).encode())
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"echo": True},
+        {"logprob_start_len": 0},
+        {"logprob_start_len": [-1]},
+        {"return_hidden_states": "last"},
+        {"session_params": {"id": "x"}},
+        {"input_embeds": [[0.5]]},
+        {"image_data": "x.png"},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url"}}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": ""}}]}]},
+    ],
+)
+def test_those_about_the_prompt_and_with_media_do(more: dict[str, Any]) -> None:
+    assert asks_about_prompt(json.dumps(PLAIN | more).encode())
+
+
+def test_what_cannot_be_read_is_left_to_a_worker_that_computes_prompts() -> None:
+    assert asks_about_prompt(b"[" * 5000)

@@ -11,6 +11,7 @@ import zstandard
 
 from pdserve.router.api.endpoints import ENDPOINTS
 from pdserve.router.config.limits import Limits
+from pdserve.router.config.tenants import Access
 from tests.support.router.harness import CHAT, Harness, chat_body, disagg
 from tests.support.router.mock_worker import ANSWER, MockWorker
 
@@ -54,20 +55,6 @@ async def test_workers_get_a_coded_body_decoded(coding: str, data: bytes) -> Non
             assert request.body == BODY
             assert request.headers["content-length"] == str(len(BODY))
             assert "content-encoding" not in request.headers
-
-
-async def test_a_coded_body_in_chunks_is_decoded_too() -> None:
-    data = gzip.compress(BODY)
-    async with disagg(prefill=0) as (harness, _, [decode]):
-        client = await harness.connect()
-        lines = (
-            f"POST {CHAT} HTTP/1.1\r\nhost: t\r\ncontent-encoding: gzip\r\ntransfer-encoding: chunked\r\n\r\n"
-        )
-        pieces = [data[at : at + 20] for at in range(0, len(data), 20)]
-        chunks = b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
-        client.writer.write(lines.encode() + chunks + b"0\r\n\r\n")
-        assert (await client.response()).body == ANSWER
-        assert decode.requests[0].body == BODY
 
 
 async def test_an_unknown_coding_is_refused_by_its_name_in_the_apis_own_form() -> None:
@@ -239,3 +226,61 @@ async def test_whole_surrogate_pairs_and_backslashes_reach_the_worker() -> None:
     async with disagg(prefill=0) as (harness, _, [worker]):
         assert (await harness.post(CHAT, body)).status == 200
         assert worker.requests[0].body == body
+
+
+# --- Pages of other origins: who may read answers, and who is asked before
+
+
+APP, OTHER = "https://app.example.com", "https://evil.example.net"
+KEY = "pd-" + "k" * 40
+ALLOWED = "access-control-allow-origin"
+
+
+async def preflight(
+    harness: Harness, path: str, origin: str, wanted: str = "authorization"
+) -> dict[str, str]:
+    connection = await harness.connect()
+    asked = {
+        "origin": origin,
+        "access-control-request-method": "POST",
+        "access-control-request-headers": wanted,
+    }
+    await connection.send(path, b"", asked, method="OPTIONS")
+    response = await connection.response()
+    return {**response.headers, "status": str(response.status)}
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/models"])
+async def test_a_page_of_an_allowed_origin_asks_first_and_then_reads_answers(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PDSERVE_API_KEYS", f"acme={KEY}")
+    async with disagg(access=Access(cors_origins=(APP,))) as (harness, _, _):
+        said = await preflight(harness, path, APP)
+        assert (said["status"], said[ALLOWED]) == ("200", APP)
+        assert said["access-control-allow-headers"] == "authorization"
+        headers = {"origin": APP, "authorization": f"Bearer {KEY}"}
+        answer = await (harness.chat(headers) if path == CHAT else harness.get(path, headers))
+        assert (answer.status, answer.headers[ALLOWED], answer.headers["vary"]) == (200, APP, "origin")
+        refused = await (
+            harness.chat({"origin": APP}) if path == CHAT else harness.get(path, {"origin": APP})
+        )
+        assert (refused.status, refused.headers[ALLOWED]) == (401, APP)  # the page learns why
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/models"])
+async def test_other_origins_and_programs_are_told_nothing(path: str) -> None:
+    async with disagg(access=Access(cors_origins=(APP,))) as (harness, _, _):
+        said = await preflight(harness, path, OTHER)
+        assert said["status"] == "405"
+        assert ALLOWED not in said
+        for headers in ({"origin": OTHER}, {}):
+            answer = await (harness.chat(headers) if path == CHAT else harness.get(path, headers))
+            assert (answer.status, ALLOWED in answer.headers) == (200, False)
+
+
+async def test_all_origins_may_be_let_in_and_headers_are_not_repeated_blindly() -> None:
+    async with disagg(access=Access(cors_origins=("*",))) as (harness, _, _):
+        assert (await preflight(harness, CHAT, OTHER))[ALLOWED] == "*"
+        said = await preflight(harness, CHAT, OTHER, wanted="a:b")
+        assert "access-control-allow-headers" not in said

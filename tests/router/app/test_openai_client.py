@@ -1,12 +1,15 @@
-"""The official client against the router."""
+"""OpenAI's official client against the router, and embeddings."""
 
 from __future__ import annotations
+
+import json
+from typing import Any
 
 import openai
 import pytest
 
-from tests.support.router.harness import disagg
-from tests.support.router.mock_worker import EVENTS, answer, close
+from tests.support.router.harness import before, disagg
+from tests.support.router.mock_worker import EVENTS, MockWorker, answer, close
 
 CHAT = "/v1/chat/completions"
 MESSAGES: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]
@@ -42,3 +45,65 @@ async def test_the_official_client_raises_when_a_stream_breaks_off() -> None:
         with pytest.raises(openai.APIError, match="broke off"):
             async for _ in stream:
                 pass
+
+
+# --- What OpenAI's API has beside plain text, through the router with the official client: scripted worke
+
+
+TENANTS_KEY = "key-of-acme-in-these-tests"
+HEAD = {"id": "0123", "created": 1760000000, "model": "m"}
+
+
+def message(**fields: Any) -> dict[str, Any]:
+    return {"message": {"role": "assistant", "content": None} | fields}
+
+
+def chunk(index: int, delta: dict[str, Any], finish: str | None = None, **more: Any) -> bytes:
+    choice = {"index": index, "delta": delta, "finish_reason": finish} | more
+    event = HEAD | {"object": "chat.completion.chunk", "choices": [choice], "usage": None}
+    return b"data: " + json.dumps(event).encode() + b"\n\n"
+
+
+@pytest.mark.parametrize(("knows_salts", "status"), [(True, 200), (False, 503)])
+async def test_embeddings_of_tenants_carry_their_salt(
+    monkeypatch: pytest.MonkeyPatch, knows_salts: bool, status: int
+) -> None:
+    monkeypatch.setenv("PDSERVE_API_KEYS", f"acme={TENANTS_KEY}")
+    vectors = MockWorker("decode", "vectors", tasks=["embed"], takes_salt_header=knows_salts)
+    async with before(vectors) as harness:
+        for path in ("/v1/embeddings", "/v1/classify"):
+            vectors.script(path, answer(200, {"data": [], "usage": {"prompt_tokens": 2, "total_tokens": 2}}))
+            headers = {"authorization": f"Bearer {TENANTS_KEY}"}
+            asked = await harness.post(path, {"model": "vectors", "input": "a"}, headers)
+            assert asked.status == status
+            salts = [one.headers["x-pdserve-cache-salt"] for one in vectors.got(path)]
+            assert salts == ['"tenant/acme"'] * knows_salts
+
+
+async def test_embeddings_go_to_workers_that_make_them_and_to_no_others() -> None:
+    writer = MockWorker("decode", "writer", namespace="w")
+    vectors = MockWorker("decode", "vectors", namespace="v", tasks=["embed"])
+    row = {"object": "embedding", "index": 0, "embedding": [0.5, -1.0]}
+    said = {
+        "object": "list",
+        "model": "vectors",
+        "data": [row],
+        "usage": {"prompt_tokens": 2, "total_tokens": 2},
+    }
+    vectors.script("/v1/embeddings", answer(200, said))
+    async with (
+        before(writer, vectors) as harness,
+        openai.AsyncOpenAI(base_url=harness.url + "/v1", api_key="x", max_retries=0) as client,
+    ):
+        made = await client.embeddings.create(model="vectors", input=["a b"], encoding_format="float")
+        assert made.data[0].embedding == [0.5, -1.0]
+        assert made.usage.prompt_tokens == 2
+        assert not writer.got("/v1/embeddings")
+        with pytest.raises(openai.BadRequestError, match="'writer' cannot do /v1/embeddings") as refused:
+            await client.embeddings.create(model="writer", input="a")
+        assert refused.value.code == "unsupported_endpoint"
+        with pytest.raises(openai.BadRequestError, match="'vectors' cannot do"):
+            await client.chat.completions.create(model="vectors", messages=MESSAGES)
+        for path in ("/tokenize", "/v1/detokenize"):
+            response = await harness.post(path, {"model": "vectors", "prompt": "a"})
+            assert response.headers["x-pdserve-decode"] == vectors.id

@@ -14,9 +14,9 @@ from pdserve.router.config.limits import Limits
 from pdserve.router.config.tenants import Tenant
 from tests.support.router.harness import Harness, disagg
 from tests.support.router.mock_worker import Gate, MockWorker, answer, hang
+from tests.support.router.tenants import ALICE, BOB, by
 
 RESPONSES, GENERATE = "/v1/responses", "/generate"
-ALICE, BOB = "alice-" + "a" * 20, "bob-" + "b" * 20
 INFO = "/get_model_info"
 
 
@@ -31,10 +31,6 @@ async def two_tenants(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Ha
     alice = msgspec.structs.replace(Tenant(name="alice"), controls_engine=True)
     async with disagg(decode=4, tenants=(alice,)) as (harness, _, decodes):
         yield harness, decodes
-
-
-def by(key: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"}
 
 
 def stored(decodes: list[MockWorker]) -> tuple[str, MockWorker]:

@@ -25,12 +25,6 @@ def test_every_option_is_described() -> None:
     assert all(option.description for option in options(RouterConfig))
 
 
-def test_mode_follows_from_the_worker_lists() -> None:
-    assert RouterConfig(decode=("http://a:1",)).mode == "disagg"
-    assert RouterConfig(agg=("http://a:1",)).mode == "agg"
-    assert RouterConfig(agg=("http://a:1",), decode=("http://b:1",)).mode == "disagg"
-
-
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [

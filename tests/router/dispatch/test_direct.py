@@ -5,7 +5,6 @@ worker that computes prompts, for when one of the two fails.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -24,13 +23,14 @@ from tests.support.router.mock_worker import (
     STREAM,
     Gate,
     MockWorker,
-    Received,
     Script,
-    Wire,
     answer,
     close,
     hang,
+    held,
+    stream,
 )
+from tests.support.router.streams import marked
 
 PREFILL = "/pd/prefill"
 PORT = 8998
@@ -50,20 +50,10 @@ async def pair(
         yield harness, prefill, decode, other
 
 
-def held(gate: Gate) -> Script:
-    """The usual answer, when the gate is open: as a decode worker that waits for a prompt's KV."""
-
-    async def run(wire: Wire, request: Received) -> None:
-        await gate.passed()
-        await wire.body(200, ANSWER)
-
-    return run
-
-
 async def test_both_workers_get_the_request_at_once_and_meet_in_one_room() -> None:
     async with pair() as (harness, prefill, decode, other):
         gates = Gate(), Gate()
-        prefill.script(PREFILL, held_report(gates[0]))
+        prefill.script(PREFILL, held(gates[0], REPORT))
         decode.script(CHAT, held(gates[1]))
         client = await harness.asking()
         for gate in gates:
@@ -86,14 +76,6 @@ async def test_both_workers_get_the_request_at_once_and_meet_in_one_room() -> No
         assert harness.stats.direct == {"ok": 1}
 
 
-def held_report(gate: Gate) -> Script:
-    async def run(wire: Wire, request: Received) -> None:
-        await gate.passed()
-        await wire.json(200, REPORT)
-
-    return run
-
-
 async def test_each_request_has_a_room_of_its_own() -> None:
     async with pair() as (harness, _, decode, _):
         for _ in range(3):
@@ -103,47 +85,38 @@ async def test_each_request_has_a_room_of_its_own() -> None:
         assert all(room.startswith(f"127.0.0.1 {PORT} ") for room in rooms)
 
 
-async def test_streams_go_the_direct_way_too() -> None:
-    async with pair() as (harness, _, decode, _):
-        response = await harness.chat(stream=True)
-        assert (response.body, response.headers["x-pdserve-decode"]) == (STREAM, decode.id)
-
-
 @pytest.mark.parametrize(
-    ("script", "outcome"),
+    ("failing", "script", "outcome"),
     [
-        (close(), "prefill-closed"),
-        (answer(500, {}), "prefill-status-500"),
-        (answer(200, []), "prefill-garbage"),
+        ("prefill", close(), "prefill-closed"),
+        ("prefill", answer(500, {}), "prefill-status-500"),
+        ("prefill", answer(200, []), "prefill-garbage"),
+        ("decode", close(), "decode-closed"),
+        ("decode", answer(503, {}), "decode-status-503"),
     ],
 )
-async def test_a_prefill_worker_that_fails_costs_the_direct_way_only(script: Script, outcome: str) -> None:
+async def test_a_worker_that_fails_costs_the_direct_way_only(
+    failing: str, script: Script, outcome: str
+) -> None:
     async with pair() as (harness, prefill, decode, other):
-        prefill.script(PREFILL, script)
-        decode.script(CHAT, hang())
+        prefill.script(PREFILL, script if failing == "prefill" else hang())
+        decode.script(CHAT, script if failing == "decode" else hang())
         response = await harness.chat()
         assert (response.body, response.headers["x-pdserve-decode"]) == (ANSWER, other.id)
-        assert f"direct={outcome}, handoff=pool(only), " in response.headers["x-pdserve-plan"]
-        assert ROOM not in other.got(CHAT)[0].headers
-        await decode.wait_until(lambda: decode.disconnected == 1)
+        again = "handoff=pool(only), " if failing == "prefill" else ""
+        assert f"direct={outcome}, {again}" in response.headers["x-pdserve-plan"]
+        spared = decode if failing == "prefill" else prefill
+        await spared.wait_until(lambda: spared.disconnected == 1)
         assert harness.stats.direct == {outcome: 1}
-
-
-async def test_a_late_prefill_worker_is_not_waited_for() -> None:
-    async with pair(direct_s=0.05) as (harness, prefill, decode, other):
-        prefill.script(PREFILL, hang())
-        decode.script(CHAT, hang())
-        response = await harness.chat()
-        assert (response.body, response.headers["x-pdserve-decode"]) == (ANSWER, other.id)
-        for worker in (prefill, decode):
-            await worker.wait_until(lambda worker=worker: worker.disconnected == 1)  # type: ignore[misc]
-        assert harness.stats.direct == {"prefill-timeout": 1}
+        by_pool = [*other.got(CHAT), *prefill.got(PREFILL)[1:]]
+        assert not any(ROOM in request.headers for request in by_pool)
+        assert failing == "prefill" or len(by_pool) == 2
 
 
 async def test_without_a_worker_that_computes_prompts_a_late_prefill_worker_is_waited_for() -> None:
     async with pair(fallback=False, direct_s=0.01) as (harness, prefill, decode, _):
         gate = Gate()
-        prefill.script(PREFILL, held_report(gate))
+        prefill.script(PREFILL, held(gate, REPORT))
         decode.script(CHAT, held(gate))
         client = await harness.asking()
         await asyncio.wait_for(gate.reached.wait(), 5)
@@ -173,27 +146,9 @@ async def test_the_prefill_workers_word_on_a_wrong_request_reaches_the_client() 
         assert not other.got(CHAT)
 
 
-@pytest.mark.parametrize(("script", "outcome"), [(close(), "closed"), (answer(503, {}), "status-503")])
-async def test_a_decode_worker_that_fails_costs_the_direct_way_only(script: Script, outcome: str) -> None:
-    async with pair() as (harness, prefill, decode, other):
-        prefill.script(PREFILL, hang())
-        decode.script(CHAT, script)
-        response = await harness.chat()
-        assert (response.body, response.headers["x-pdserve-decode"]) == (ANSWER, other.id)
-        await prefill.wait_until(lambda: prefill.disconnected == 1)
-        assert harness.stats.direct == {f"decode-{outcome}": 1}
-        [_, by_pool] = prefill.got(PREFILL)
-        assert ROOM not in by_pool.headers
-
-
 async def test_a_stream_that_breaks_off_goes_on_at_a_worker_that_computes_prompts() -> None:
-    async def broken(wire: Wire, request: Received) -> None:
-        await wire.head(200, "text/event-stream; charset=utf-8", extra="x-pdserve-marks: 1\r\n")
-        await wire.chunk(EVENTS[0] + MARKS[0])
-        await close()(wire, request)
-
     async with pair() as (harness, _, decode, other):
-        decode.script(CHAT, broken)
+        decode.script(CHAT, marked(EVENTS[0] + MARKS[0], cut=True))
         response = await harness.chat(stream=True, temperature=0)
         assert response.body.endswith(DONE)
         assert response.body == STREAM
@@ -204,16 +159,8 @@ async def test_a_stream_that_breaks_off_goes_on_at_a_worker_that_computes_prompt
 async def test_a_lost_prefill_worker_does_not_matter_once_the_answer_has_begun() -> None:
     async with pair() as (harness, prefill, decode, _):
         lost, rest = Gate(), Gate()
-
-        async def slow(wire: Wire, request: Received) -> None:
-            await wire.head(200, "text/event-stream; charset=utf-8")
-            await wire.chunk(EVENTS[0])
-            await rest.passed()
-            await wire.chunk(b"".join(EVENTS[1:]))
-            await wire.end()
-
         prefill.script(PREFILL, hang(lost))
-        decode.script(CHAT, slow)
+        decode.script(CHAT, stream([EVENTS[0], b"".join(EVENTS[1:])], rest, gate_after=1))
         client = await harness.asking(stream=True)
         await client.head()
         assert await client.chunk() == EVENTS[0]
@@ -244,6 +191,7 @@ async def test_a_client_that_leaves_is_hung_up_on_at_both_workers() -> None:
         {"n": 2},
         {"best_of": 2},
         {"return_hidden_states": True},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]},
     ],
 )
 async def test_what_a_decode_worker_cannot_answer_from_kv_alone_goes_through_the_pool(
@@ -254,18 +202,9 @@ async def test_what_a_decode_worker_cannot_answer_from_kv_alone_goes_through_the
         assert response.headers["x-pdserve-plan"].startswith("handoff=pool(only), ")
         assert len(other.got(CHAT)) == 1
         assert not decode.got(CHAT)
-        [by_pool] = prefill.got(PREFILL)
-        assert ROOM not in by_pool.headers
-
-
-async def test_images_are_computed_by_a_worker_that_computes_prompts() -> None:
-    async with pair() as (harness, prefill, decode, other):
-        content = [{"type": "image_url", "image_url": {"url": "data:,"}}]
-        response = await harness.chat(messages=[{"role": "user", "content": content}])
-        assert response.headers["x-pdserve-plan"].startswith("handoff=pool(only), ")
-        assert len(other.got(CHAT)) == 1
-        assert not decode.got(CHAT)
-        assert not prefill.requests  # nobody can wait for pages of images
+        by_pool = prefill.got(PREFILL)
+        assert len(by_pool) == ("messages" not in more)  # nobody can wait for pages of images
+        assert not any(ROOM in request.headers for request in by_pool)
 
 
 async def test_without_a_worker_for_it_such_a_request_is_a_503_that_says_so() -> None:
@@ -276,25 +215,19 @@ async def test_without_a_worker_for_it_such_a_request_is_a_503_that_says_so() ->
         assert not decode.got(CHAT)
 
 
-async def test_text_that_speaks_of_images_is_text() -> None:
-    async with pair() as (harness, _, decode, _):
-        said = json.dumps({"type": "image_url", "image_url": {"url": "x"}})
-        await harness.chat(messages=[{"role": "user", "content": said}])
-        assert len(decode.got(CHAT)) == 1
+async def test_a_late_pair_counts_against_both_workers() -> None:
+    async with pair(direct_s=0.02) as (harness, prefill, decode, other):
+        for _ in range(3):
+            prefill.script(PREFILL, hang())
+            decode.script(CHAT, hang())
+            late = await harness.chat()
+            assert (late.body, late.headers["x-pdserve-decode"]) == (ANSWER, other.id)
+        response = await harness.chat()
+        assert not response.headers["x-pdserve-plan"].startswith("handoff=direct")
+        assert harness.stats.direct == {"prefill-timeout": 3}
 
 
 async def test_tokenizing_needs_no_worker_that_computes_prompts() -> None:
     async with pair(fallback=False) as (harness, _, decode, _):
         decode.script("/tokenize", answer(200, {"tokens": [1], "count": 1}))
         assert (await harness.post("/tokenize", {"prompt": "hi"})).status == 200
-
-
-async def test_a_late_pair_counts_against_both_workers() -> None:
-    async with pair(direct_s=0.02) as (harness, prefill, decode, _):
-        for _ in range(3):
-            prefill.script(PREFILL, hang())
-            decode.script(CHAT, hang())
-            await harness.chat()
-        response = await harness.chat()
-        assert not response.headers["x-pdserve-plan"].startswith("handoff=direct")
-        assert harness.stats.direct == {"prefill-timeout": 3}

@@ -4,14 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from pdserve.router.config.limits import Limits
+from pdserve.router.config.limits import Limits, Probe
 from pdserve.router.config.router import RouterConfig, Session
+from pdserve.router.dispatch.job import KEPT_REQUESTS, KEPT_S, RetryBudget
+from pdserve.router.placement.placer import Placer
+from pdserve.router.placement.planner import Plan
 from tests.support.router import mock_worker as mock
-from tests.support.router.harness import CHAT, PATIENT, chat_body, disagg, routed
-from tests.support.router.mock_worker import ANSWER, EVENTS, REPORT, STREAM, Gate, MockWorker, Script, answer
+from tests.support.router.harness import CHAT, PATIENT, Harness, chat_body, disagg, routed
+from tests.support.router.mock_worker import (
+    ANSWER,
+    EVENTS,
+    REPORT,
+    STREAM,
+    Gate,
+    MockWorker,
+    answer,
+    hang,
+    held,
+    stream,
+    workers,
+)
 
 
 @pytest.mark.parametrize("endpoint", [CHAT, "/v1/completions", "/generate"])
@@ -64,16 +85,6 @@ async def test_request_ids_are_checked_or_made() -> None:
             assert response.headers["x-request-id"] not in (bad, made)
             assert decode.requests[-1].headers["x-request-id"] == response.headers["x-request-id"]
         assert len(made) >= 16
-
-
-@pytest.mark.parametrize("trouble", [mock.close(), answer(503, {"detail": "draining"}), answer(200, {})])
-async def test_a_failing_prefill_worker_is_left_alone_after_a_few_requests(trouble: Script) -> None:
-    async with disagg() as (harness, [prefill], _):
-        prefill.script("/pd/prefill", *[trouble] * 3)
-        for _ in range(5):
-            assert (await harness.chat()).status == 200
-        assert len(prefill.got("/pd/prefill")) == 3
-        assert (await harness.chat()).headers["x-pdserve-plan"].endswith("prefill=none-ready")
 
 
 async def test_a_prefill_worker_with_all_its_connections_in_use_is_not_held_to_have_failed() -> None:
@@ -178,21 +189,6 @@ async def test_a_length_with_more_digits_than_a_number_may_have_is_understood() 
         assert (await harness.post(CHAT, body, length)).body == ANSWER
 
 
-async def test_no_worker_ready_is_a_503_that_says_when_to_come_back() -> None:
-    async with disagg() as (harness, _, [decode]):
-        harness.router.fleet.on_probe_not_ready(harness.router.fleet.by_id[decode.id])
-        response = await harness.chat()
-        assert (response.status, response.headers["retry-after"]) == (503, "1")
-        assert response.error["code"] == "no_healthy_worker"
-
-
-async def test_other_methods_are_refused() -> None:
-    async with disagg() as (harness, _, _):
-        response = await harness.get(CHAT)
-        assert (response.status, response.headers["allow"]) == (405, "POST")
-        assert response.error
-
-
 async def test_aggregated_workers_get_the_request_alone() -> None:
     agg = MockWorker("agg")
     async with mock.workers(agg), routed(RouterConfig(agg=(agg.url,), deadlines=PATIENT)) as harness:
@@ -239,23 +235,206 @@ async def test_a_session_leaves_a_drained_worker_once_its_pages_are_settled(pref
         assert asked.json()["request_id"] == first.headers["x-request-id"]
 
 
-@pytest.mark.parametrize("path", ["/tokenize", "/v1/detokenize"])
-async def test_tokenizing_asks_the_sessions_worker_alone_and_the_turn_after_it_waits_for_the_turn_before(
-    path: str,
-) -> None:
-    async with disagg(decode=3) as (harness, [prefill], decodes):
-        first = await harness.chat(headers=SESSION)
-        between = await harness.post(path, {"prompt": "hi", "rid": ["a"], "input_ids": [[1]]}, SESSION)
-        assert between.status == 200
-        assert between.headers["x-pdserve-decode"] == first.headers["x-pdserve-decode"]
-        assert len(prefill.requests) == 1
-        await harness.chat(headers=SESSION)
-        [asked] = [request.json() for d in decodes for request in d.got("/pd/settled")]
-        assert asked["request_id"] == first.headers["x-request-id"]
-
-
 async def test_a_failed_turn_leaves_no_trace_in_the_session_table() -> None:
     async with disagg(session=Session(sources=("user",))) as (harness, _, [decode]):
         decode.script(CHAT, answer(400, {"message": "no"}))
         await harness.chat(user="u")
         assert len(harness.router.dispatcher.placer.sessions) == 0
+
+
+# --- A long prompt's decode worker is asked to pull while prefill computes, and nothing depends on it
+
+
+LONG: dict[str, Any] = {"messages": [{"role": "user", "content": "word " * 1000}]}
+AHEAD = {"pull_ahead_tokens": 500}
+
+
+async def test_the_decode_worker_pulls_while_prefill_computes_and_is_hung_up_on_after_it() -> None:
+    async with disagg(**AHEAD) as (harness, [prefill], [decode]):
+        computing, pulling = Gate(), Gate()
+        prefill.script("/pd/prefill", stream([json.dumps(REPORT).encode()], computing, gate_after=0))
+        decode.script("/pd/pull", hang(pulling))
+        client = await harness.asking(**LONG)
+        await computing.reached.wait()
+        await pulling.reached.wait()
+        [asked] = decode.requests
+        assert asked.target == f"/pd/pull?endpoint={CHAT}"
+        assert asked.body == prefill.requests[0].body
+        computing.open.set()
+        response = await client.response()
+        assert response.body == ANSWER
+        await decode.wait_until(lambda: decode.disconnected == 1)
+        await harness.until(lambda: harness.stats.pull_ahead == {"ok": 1})
+
+
+@pytest.mark.parametrize("settings", [{}, {"pull_ahead_tokens": 0}, {"pull_ahead_tokens": 2000}])
+async def test_shorter_prompts_are_not_pulled_ahead(settings: dict[str, int]) -> None:
+    async with disagg(**settings) as (harness, _, [decode]):
+        await harness.chat(**LONG)
+        assert [request.path for request in decode.requests] == [CHAT]
+
+
+# --- Workers that say that they stop: nothing new is sent there, and what they have they finish
+
+
+SOON = Probe(interval_s=0.02)
+
+
+async def says_it_stops(harness: Harness, worker: MockWorker) -> None:
+    worker.draining = True
+    await harness.until(lambda: harness.router.fleet.by_id[worker.id].draining)  # seen by a probe
+
+
+async def test_a_decode_worker_finishes_its_stream_while_sessions_move() -> None:
+    async with disagg(prefill=0, decode=2, probe=SOON) as (harness, _, decodes):
+        session = {"x-session-id": "s"}
+        home = (await harness.chat(headers=session)).headers["x-pdserve-decode"]
+        [old, new] = sorted(decodes, key=lambda worker: worker.id != home)
+        gate = Gate()
+        old.script(CHAT, stream(EVENTS, gate, gate_after=1))
+        client = await harness.asking(session, stream=True)
+        assert (await client.head()).status == 200
+        await gate.reached.wait()
+        await says_it_stops(harness, old)
+        for headers in (session, None):
+            assert (await harness.chat(headers=headers)).headers["x-pdserve-decode"] == new.id
+        gate.open.set()
+        rest = b""
+        while data := await client.chunk():
+            rest += data
+        assert rest == b"".join(EVENTS)
+        client.leave()
+        old.draining = False  # its successor, at the same address
+        await harness.until(lambda: not harness.router.fleet.by_id[old.id].draining)
+        await says_it_stops(harness, new)
+        assert (await harness.chat()).headers["x-pdserve-decode"] == old.id
+
+
+async def test_a_prefill_worker_finishes_its_prompt() -> None:
+    """A prefill worker that is merely not ready is cut off at once."""
+    async with disagg(prefill=2, probe=SOON) as (harness, prefills, _):
+        gate = Gate()
+        for worker in prefills:
+            worker.script("/pd/prefill", held(gate, REPORT))
+        asking = asyncio.create_task(harness.chat())
+        await gate.reached.wait()
+        [old] = [worker for worker in prefills if worker.got("/pd/prefill")]
+        await says_it_stops(harness, old)
+        gate.open.set()
+        answer = await asking
+        assert answer.body == ANSWER
+        assert answer.headers["x-pdserve-prefill"] == old.id
+        assert "stage=ok" in answer.headers["x-pdserve-plan"]
+        assert (await harness.chat()).headers["x-pdserve-prefill"] != old.id
+
+
+# --- Elastic workers behind a router on a real port: each request has a worker for each role
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Duties follow the load at once."""
+    monkeypatch.setattr("pdserve.router.placement.elastic.WINDOW_S", 0.05)
+    monkeypatch.setattr("pdserve.router.placement.elastic.DWELL_S", 0.0)
+
+
+@asynccontextmanager
+async def elastic(count: int = 2, **config: Any) -> AsyncIterator[tuple[Harness, list[MockWorker]]]:
+    made = [MockWorker("elastic") for _ in range(count)]
+    async with workers(*made):
+        settings = {"elastic": tuple(one.url for one in made), "deadlines": PATIENT}
+        settings |= {"min_prefill_tokens": 0} | config
+        async with routed(RouterConfig(**settings)) as harness:
+            yield harness, made
+
+
+@pytest.mark.usefixtures("quick")
+async def test_one_worker_prefills_and_the_other_one_answers() -> None:
+    async with elastic() as (harness, made):
+        response = await harness.chat()
+        assert response.status == 200
+        by_id = {worker.id: worker for worker in made}
+        prefill = by_id[response.headers["x-pdserve-prefill"]]
+        decode = by_id[response.headers["x-pdserve-decode"]]
+        assert prefill is not decode
+        assert [one.path for one in prefill.requests] == ["/pd/prefill"]
+        assert [one.path for one in decode.requests] == [CHAT]
+        ready = (await harness.get("/ready")).json()
+        assert ready["ready"] is True
+        assert ready["mode"] == "disagg"
+        assert {worker["role"] for worker in ready["workers"]} == {"elastic"}
+        values = harness.router.own_metrics().values
+        assert values["worker_prefills"] == {(prefill.id, "elastic"): 1, (decode.id, "elastic"): 0}
+        assert set(values["workers_wanted"]) == {("m", "elastic")}
+
+
+@pytest.mark.usefixtures("quick")
+async def test_the_last_worker_does_both_and_a_lost_one_is_replaced() -> None:
+    async with elastic() as (harness, made):
+        response = await harness.chat()
+        decode = next(worker for worker in made if worker.id == response.headers["x-pdserve-decode"])
+        await decode.stop()
+        for _ in range(3):
+            response = await harness.chat()
+            assert response.status == 200
+            assert response.headers["x-pdserve-decode"] != decode.id
+
+
+@pytest.mark.usefixtures("quick")
+async def test_prefills_are_counted_apart_from_answers() -> None:
+    async with elastic() as (harness, made):
+        gate = Gate()
+        for worker in made:
+            worker.script("/pd/prefill", hang(gate))
+        asking = await harness.asking()
+        await gate.reached.wait()
+        loads = sorted((w.in_flight, w.prefilling, w.answering) for w in harness.router.fleet.workers)
+        assert loads == [(1, 0, 1), (1, 1, 0)]
+        asking.leave()
+        await harness.settle()
+        assert [w.prefilling for w in harness.router.fleet.workers] == [0, 0]
+
+
+# --- The plan's words on their way into a header
+
+
+async def test_a_policy_that_gives_odd_reasons_costs_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Placer.plan
+
+    def odd(self: Placer, *facts: object) -> Plan:
+        made = plan(self, *facts)  # type: ignore[arg-type]
+        return msgspec.structs.replace(made, reasons=(*made.reasons, "why=\r\nx: y"))
+
+    monkeypatch.setattr(Placer, "plan", odd)
+    async with disagg() as (harness, _, _):
+        answer = await harness.chat()
+        assert (answer.status, answer.body) == (200, ANSWER)
+        assert "why=??x: y" in answer.headers["x-pdserve-plan"]
+
+
+@given(st.floats(0, 1), st.floats(0, 20), st.lists(st.tuples(st.floats(0, 2), st.booleans()), max_size=300))
+def test_retries_never_exceed_what_was_paid_in(
+    ratio: float, min_per_s: float, steps: list[tuple[float, bool]]
+) -> None:
+    budget, now_s, requests, retries = RetryBudget(0.0, ratio, min_per_s), 0.0, 0, 0
+    for passed_s, is_retry in steps:
+        now_s += passed_s
+        if is_retry:
+            retries += budget.take(now_s)
+        else:
+            budget.on_request()
+            requests += 1
+        assert budget.balance >= 0
+        assert retries <= requests * ratio + (now_s + KEPT_S) * min_per_s + 1e-6
+        assert budget.balance <= KEPT_S * min_per_s + KEPT_REQUESTS * ratio + 1e-6
+
+
+def test_a_spent_budget_comes_back_with_time_and_requests() -> None:
+    budget = RetryBudget(0.0, 0.5, 0.1)
+    assert budget.take(0.0)
+    assert not budget.take(1.0)
+    assert budget.take(10.0)
+    assert not budget.take(10.0)
+    budget.on_request()
+    budget.on_request()
+    assert budget.take(10.0)

@@ -16,7 +16,6 @@ from pdserve.router.config.router import RouterConfig
 from pdserve.router.config.tenants import Admission
 from tests.support.router.harness import CHAT, PATIENT, Connection, Harness, chat_body, disagg, routed
 from tests.support.router.mock_worker import (
-    ANSWER,
     EVENTS,
     MARKS,
     STREAM,
@@ -29,6 +28,7 @@ from tests.support.router.mock_worker import (
     hang,
     stream,
 )
+from tests.support.router.streams import marked
 
 OFTEN = Probe(interval_s=0.02, timeout_s=0.5)
 
@@ -84,15 +84,6 @@ def says(content: str) -> dict[str, Any]:
 
 
 # --- held for a worker
-
-
-async def test_a_request_is_held_while_the_only_worker_restarts() -> None:
-    async with fleet(started=1) as (harness, [worker]):
-        await lose(harness, worker)
-        client = await harness.asking()
-        await until_held(harness, 1)
-        await worker.start(worker.port)
-        assert (await client.response()).body == ANSWER
 
 
 async def test_requests_are_held_in_their_order_until_the_first_worker_has_joined() -> None:
@@ -243,32 +234,10 @@ async def test_sixteen_streams_of_a_worker_that_is_killed_go_to_the_other_one() 
         assert [(await client.response()).body for client in clients] == [STREAM] * 16
 
 
-async def test_sixteen_streams_of_the_only_worker_wait_for_its_return() -> None:
-    async with fleet(started=1) as (harness, [worker]):
-        clients = await sixteen(harness, worker)
-        worker.scripts.clear()
-        await lose(harness, worker)
-        await worker.start(worker.port)
-        assert [(await client.response()).body for client in clients] == [STREAM] * 16
-
-
-async def test_a_lost_request_for_which_no_worker_comes_is_a_503_that_says_when_to_come_back() -> None:
-    async with fleet(started=1, **waits(0.1)) as (harness, [worker]):
-        worker.script(CHAT, dies_of("hi", worker, hang()))
-        refused = await harness.chat()
-        assert (refused.status, refused.headers["retry-after"]) == (503, "1")
-
-
 async def test_a_stream_that_can_be_continued_waits_for_the_only_workers_return() -> None:
     async with fleet(started=1) as (harness, [worker]):
         gate = Gate()
-
-        async def begun(wire: Wire, request: Received) -> None:
-            await wire.head(200, "text/event-stream", extra="x-pdserve-marks: 1\r\n")
-            await wire.chunk(EVENTS[0] + MARKS[0])
-            await gate.passed()
-
-        worker.script(CHAT, begun)
+        worker.script(CHAT, marked(EVENTS[0] + MARKS[0], gate=gate))
         client = await harness.asking(stream=True, temperature=0)
         await gate.reached.wait()
         await lose(harness, worker)
@@ -346,20 +315,3 @@ async def test_of_those_that_die_with_poison_only_the_poison_is_refused() -> Non
         for body in bodies:
             if body != "poison":
                 assert (await harness.chat(stream=True, **says(body))).status == 200
-
-
-async def test_connections_that_break_at_workers_that_live_make_no_poison() -> None:
-    async with fleet(2, started=2) as (harness, workers):
-        for worker in workers:
-            worker.script(CHAT, cut())
-        body = json.dumps(chat_body()).encode()
-        first = await harness.post(CHAT, body)
-        assert first.status == 502
-        assert (await harness.post(CHAT, body)).status == 200
-
-
-def cut() -> Script:
-    """The connection ends without an answer."""
-    gate = Gate()
-    gate.open.set()
-    return hang(gate)

@@ -16,20 +16,12 @@ from tests.support.router.mock_worker import (
     EVENTS,
     REPORT,
     MockWorker,
-    Received,
-    Script,
-    Wire,
     answer,
-    raw_answer,
 )
+from tests.support.router.streams import marked
 
 HUGE = 10**400
 LONG = b"1" * 5000
-
-
-def said(body: bytes, status: int = 200) -> Script:
-    head = b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-    return raw_answer(head % (status, len(body)) + body)
 
 
 def running(harness: Harness) -> list[int]:
@@ -74,7 +66,7 @@ async def test_an_impossible_load_hurts_no_request(policy: str, huge: int) -> No
 @pytest.mark.parametrize("count", [LONG, b"[1, %b, 2]" % LONG, b"[1 2]"])
 async def test_a_count_of_thousands_of_digits_keeps_no_slot_and_is_charged_as_none(count: bytes) -> None:
     async with disagg() as (harness, _, [decode]):
-        decode.script("/tokenize", said(b'{"count": %b}' % count))
+        decode.script("/tokenize", answer(200, b'{"count": %b}' % count))
         assert (await harness.post("/tokenize", {"prompt": "x" * 4})).status == 200
         await harness.settle()
         assert running(harness) == [0]
@@ -95,7 +87,7 @@ async def test_a_fault_in_charging_keeps_no_slot(monkeypatch: pytest.MonkeyPatch
 async def test_a_status_that_does_not_exist_is_no_answer() -> None:
     async with disagg(decode=2) as (harness, _, decodes):
         for decode in decodes:
-            decode.script(CHAT, said(b"{}", 700))
+            decode.script(CHAT, answer(700, b"{}"))
         response = await harness.chat()
         assert (response.status, response.error["code"]) == (502, "worker_unavailable")
 
@@ -111,13 +103,10 @@ async def test_a_mark_of_impossible_tokens_ends_the_marks_and_not_the_stream(mar
 
 
 async def test_usage_beyond_what_a_model_can_take_and_give_locks_no_tenant_out() -> None:
-    async def lies(wire: Wire, request: Received) -> None:
-        usage = b'{"usage":{"prompt_tokens":%d,"completion_tokens":%d}}' % ((10**15 - 1,) * 2)
-        await wire.body(200, usage)
-
+    usage = {"prompt_tokens": 10**15 - 1, "completion_tokens": 10**15 - 1}
     async with disagg() as (harness, [prefill], [decode]):
         prefill.script("/pd/prefill", answer(500, {}))
-        decode.script(CHAT, lies)
+        decode.script(CHAT, answer(200, {"usage": usage}))
         await harness.post(CHAT, chat_body(n=2))
         await harness.settle()
         use = harness.router.gate.tenants.anonymous.use
@@ -126,13 +115,8 @@ async def test_usage_beyond_what_a_model_can_take_and_give_locks_no_tenant_out()
 
 
 async def test_events_of_a_stream_are_charged_where_its_marks_are_impossible() -> None:
-    async def lies(wire: Wire, request: Received) -> None:
-        await wire.head(200, "text/event-stream", extra="x-pdserve-marks: 1\r\n")
-        await wire.chunk(EVENTS[0] + b": pd 1 9 7\n\n" + EVENTS[1] + DONE)
-        await wire.end()
-
     async with disagg(prefill=0) as (harness, _, [decode]):
-        decode.script(CHAT, lies)
+        decode.script(CHAT, marked(EVENTS[0] + b": pd 1 9 7\n\n" + EVENTS[1] + DONE))
         assert (await harness.chat(stream=True)).body == EVENTS[0] + EVENTS[1] + DONE
         await harness.settle()
         assert harness.router.gate.tenants.anonymous.use.output_tokens == 3

@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdserve.router.config.limits import Limits
 from pdserve.router.request import answer as answers
 from tests.support.router.harness import CHAT, PATIENT, Connection, Harness, disagg
 from tests.support.router.mock_worker import (
@@ -21,12 +20,12 @@ from tests.support.router.mock_worker import (
     STREAM,
     Gate,
     Received,
-    Script,
     Wire,
     hang,
+    held,
     stream,
 )
-from tests.support.router.streams import FIRST, REST, WHOLE, marked
+from tests.support.router.streams import FIRST, REST, WHOLE, marked, telling
 
 IMPATIENT = msgspec.structs.replace(PATIENT, early_head_s=0.05)
 COMMENT = b": keep-alive\n\n"
@@ -54,16 +53,6 @@ async def rest(client: Connection) -> bytes:
     while chunk := await client.chunk():
         seen += chunk
     return seen.replace(COMMENT, b"")
-
-
-def held(gate: Gate, status: int, value: Any) -> Script:
-    """A JSON answer, once the gate is open."""
-
-    async def run(wire: Wire, request: Received) -> None:
-        await gate.passed()
-        await wire.json(status, value)
-
-    return run
 
 
 async def asked(harness: Harness, path: str = CHAT, **more: Any) -> Connection:
@@ -97,7 +86,7 @@ async def test_a_head_goes_out_before_the_first_event_and_comments_follow(at: st
     async with disagg(deadlines=IMPATIENT) as (harness, [prefill], [decode]):
         gate = Gate()
         if at == "prefill":
-            prefill.script("/pd/prefill", held(gate, 500, {}))
+            prefill.script("/pd/prefill", held(gate, {}, 500))
         else:
             decode.script(CHAT, stream(EVENTS, gate, -1))
         client = await asked(harness)
@@ -125,15 +114,8 @@ async def test_a_stream_that_begins_soon_has_all_its_headers_and_no_comment() ->
 
 
 async def test_a_worker_says_nothing_of_its_own_of_how_a_stream_is_stored() -> None:
-    async def script(wire: Wire, request: Received) -> None:
-        await wire.head(
-            200, "text/event-stream", extra="cache-control: max-age=9\r\nx-accel-buffering: yes\r\n"
-        )
-        await wire.chunk(STREAM)
-        await wire.end()
-
     async with disagg(prefill=0) as (harness, _, [decode]):
-        decode.script(CHAT, script)
+        decode.script(CHAT, telling("cache-control: max-age=9\r\nx-accel-buffering: yes\r\n"))
         client = await asked(harness)
         lines = (await client.reader.readuntil(b"\r\n\r\n")).lower()
         assert lines.count(b"cache-control:") == lines.count(b"x-accel-buffering:") == 1
@@ -148,7 +130,7 @@ async def test_a_refusal_after_the_head_is_an_event_in_the_apis_own_form(path: s
     }
     async with disagg(deadlines=IMPATIENT, prefill=0) as (harness, _, [decode]):
         gate = Gate()
-        decode.script(path, held(gate, 400, said))
+        decode.script(path, held(gate, said, 400))
         client = await asked(harness, path)
         await client.head()
         await comments(client, 1)
@@ -176,7 +158,7 @@ async def test_a_refusal_after_the_head_is_an_event_in_the_apis_own_form(path: s
 async def test_the_prefill_workers_refusal_is_told_too() -> None:
     async with disagg(deadlines=IMPATIENT) as (harness, [prefill], [decode]):
         gate = Gate()
-        prefill.script("/pd/prefill", held(gate, 400, {"error": {"message": "too long"}}))
+        prefill.script("/pd/prefill", held(gate, {"error": {"message": "too long"}}, 400))
         client = await asked(harness)
         await client.head()
         await comments(client, 1)
@@ -193,7 +175,7 @@ async def test_another_worker_answers_after_an_early_head_as_before_it(trouble: 
     async with disagg(deadlines=IMPATIENT, prefill=0, decode=2) as (harness, _, decodes):
         gate = Gate()
         for worker in decodes:
-            worker.script(CHAT, hang(gate) if trouble == "closed" else held(gate, 500, {}))
+            worker.script(CHAT, hang(gate) if trouble == "closed" else held(gate, {}, 500))
         client = await asked(harness)
         await client.head()
         await comments(client, 1)
@@ -204,24 +186,6 @@ async def test_another_worker_answers_after_an_early_head_as_before_it(trouble: 
         assert await rest(client) == STREAM
         assert len(first.requests) == len(other.requests) == 1
         assert harness.stats.decode_retries == {trouble: 1}
-
-
-@pytest.mark.usefixtures("impatient")
-async def test_when_no_worker_is_left_the_stream_says_so() -> None:
-    async with disagg(deadlines=IMPATIENT, prefill=0, limits=Limits(decode_attempts=1)) as (
-        harness,
-        _,
-        [decode],
-    ):
-        gate = Gate()
-        decode.script(CHAT, hang(gate))
-        client = await asked(harness)
-        await client.head()
-        await comments(client, 1)
-        gate.open.set()
-        event, done, _ = (await rest(client)).split(b"\n\n")
-        assert json.loads(event.removeprefix(b"data: "))["error"]["code"] == "worker_unavailable"
-        assert done == b"data: [DONE]"
 
 
 @pytest.mark.usefixtures("impatient")
@@ -240,7 +204,7 @@ async def test_a_deadline_after_the_head_is_told_in_the_stream() -> None:
 async def test_a_whole_answer_to_a_stream_that_has_its_head_is_a_fault_and_not_passed_on() -> None:
     async with disagg(deadlines=IMPATIENT, prefill=0) as (harness, _, [decode]):
         gate = Gate()
-        decode.script(CHAT, held(gate, 200, {"text": "whole"}))
+        decode.script(CHAT, held(gate, {"text": "whole"}, 200))
         client = await asked(harness)
         await client.head()
         gate.open.set()
@@ -317,7 +281,7 @@ async def test_a_stream_with_comments_is_continued_by_another_worker_where_it_wa
 async def test_who_wants_no_stream_gets_a_status_and_no_comment() -> None:
     async with disagg(deadlines=IMPATIENT, prefill=0) as (harness, _, [decode]):
         gate = Gate()
-        decode.script(CHAT, held(gate, 400, {"error": {"message": "no"}}))
+        decode.script(CHAT, held(gate, {"error": {"message": "no"}}, 400))
         client = await harness.asking()
         await gate.reached.wait()
         await quiet(harness)

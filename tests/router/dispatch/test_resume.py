@@ -6,16 +6,15 @@ import itertools
 import json
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.router.api.endpoints import ENDPOINTS
-from pdserve.router.config.limits import Limits, Probe
+from pdserve.router.config.limits import Limits
 from pdserve.router.dispatch.stream_marks import Continue, StreamMarks, may_resume
 from tests.support.router.harness import Harness, Response, disagg
-from tests.support.router.mock_worker import DONE, Gate, MockWorker, Received, Script, Wire
+from tests.support.router.mock_worker import DONE, MockWorker, Received, Script, Wire
 from tests.support.router.streams import FIRST, REST, WHOLE, marked, named
 
 CHAT = "/v1/chat/completions"
@@ -135,30 +134,6 @@ async def test_a_seeded_stream_goes_on_only_between_workers_that_sample_by_seeds
         body = (await ask(harness, temperature=1, seed=7)).body
         assert (body == WHOLE) is all(deterministic)
         assert (b'"code":"worker_lost"' in body) is not all(deterministic)
-
-
-async def test_a_seeded_stream_goes_on_at_a_busier_worker_if_only_that_one_samples_by_seeds() -> None:
-    def make(role: str) -> MockWorker:
-        return MockWorker(role, deterministic=True)
-
-    never = Probe(interval_s=3600.0)  # would say anew what is set here
-    async with disagg(decode=3, make=make, probe=never) as (harness, _, decodes):
-        gate = Gate()
-        for worker in decodes:
-            worker.script(CONTINUE, marked(*REST))
-            worker.script(CHAT, marked(*FIRST, gate=gate, cut=True))
-        client = await harness.asking(stream=True, seed=7)
-        await gate.reached.wait()
-        idle, busier = (worker for worker in decodes if not worker.got(CHAT))
-        for worker in harness.router.fleet.workers:
-            assert worker.info is not None
-            if worker.id == idle.id:
-                worker.info = msgspec.structs.replace(worker.info, deterministic=False)
-            elif worker.id == busier.id:
-                worker.elsewhere = 100
-        gate.open.set()
-        assert (await client.response()).body == WHOLE
-        assert (len(idle.got(CONTINUE)), len(busier.got(CONTINUE))) == (0, 1)
 
 
 @pytest.mark.parametrize("body", [b'{"\xff":1}', b'{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}"])

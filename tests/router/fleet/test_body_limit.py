@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pdserve.router.config.limits import Limits
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.fleet.worker import (
     LARGEST_BODY_BYTES,
@@ -14,6 +15,8 @@ from pdserve.router.fleet.worker import (
     WorkerInfo,
     body_limit_bytes,
 )
+from tests.support.router.harness import CHAT, disagg
+from tests.support.router.mock_worker import MockWorker
 
 
 def info(**fields: Any) -> WorkerInfo:
@@ -49,3 +52,23 @@ def test_a_fleet_has_a_limit_once_workers_have_said_it_and_refused_ones_do_not_c
     assert fleet.body_limit_bytes == SMALLEST_BODY_BYTES
     assert fleet.on_info(second, info(namespace="other", is_multimodal=True)) is not None
     assert fleet.body_limit_bytes == SMALLEST_BODY_BYTES
+
+
+# --- Bodies that cannot fit are refused before any worker sees them
+
+
+def knowing(role: str) -> MockWorker:
+    return MockWorker(role, is_multimodal=False)
+
+
+async def test_bodies_are_bounded_by_the_context_length_unless_the_configuration_says_otherwise() -> None:
+    content = "x" * SMALLEST_BODY_BYTES
+    body = {"model": "m", "messages": [{"role": "user", "content": content}]}
+    async with disagg(make=knowing) as (harness, _, [decode]):
+        response = await harness.post(CHAT, body)
+        assert (response.status, response.error["code"]) == (413, "body_too_large")
+        assert decode.requests == []
+    async with disagg(make=knowing, limits=Limits(body_bytes=2 * SMALLEST_BODY_BYTES)) as (harness, _, _):
+        assert (await harness.post(CHAT, body)).status == 200
+    async with disagg() as (harness, _, _):  # workers that do not say
+        assert (await harness.post(CHAT, body)).status == 200

@@ -16,11 +16,6 @@ from pdserve.router.fleet.worker import Role, Worker
 
 URLS = [f"http://h{i}:1" for i in range(3)]
 CONFIG = RouterConfig(prefill=(URLS[0],), decode=(URLS[1],))
-ACTS = st.tuples(
-    st.sampled_from(["join", "leave", "drain", "undrain"]),
-    st.sampled_from(URLS),
-    st.sampled_from(["prefill", "decode"]),
-)
 
 
 IDS = [url.removeprefix("http://") for url in URLS]
@@ -48,18 +43,6 @@ def name_in_etcd(fleet: Fleet, urls: Iterable[str]) -> None:
             fleet.members.check("etcd", Worker("decode", url))
             named[url] = "decode"
     fleet.members.sync("etcd", named)
-
-
-@given(st.lists(ACTS, max_size=12))
-def test_replayed_changes_make_the_same_fleet(acts: list[tuple[Act, str, Role]]) -> None:
-    changes, fleet, late = Changes(), Fleet.from_config(CONFIG), Fleet.from_config(CONFIG)
-    fleet.members.told = lambda act, worker, role: changes.note(FleetChange(act, worker, role))
-    for act, url, role in acts:
-        with suppress(FleetError):
-            FleetChange(act, url if act == "join" else url.removeprefix("http://"), role).apply(fleet)
-    for change in changes:
-        change.follow(late)
-    assert members(late) == members(fleet)
 
 
 @given(st.lists(EVENTS, max_size=12), st.booleans())
@@ -110,18 +93,6 @@ def test_every_process_comes_to_the_same_fleet_whatever_etcd_names(
     for fleet in (one, other, late):
         name_in_etcd(fleet, named)
     assert members(one) == members(other) == members(late)
-
-
-def test_a_worker_of_etcd_that_was_to_leave_stays_away_for_as_long_as_etcd_names_it() -> None:
-    fleet = Fleet(())
-    both: dict[str, Role] = {URLS[0]: "decode", URLS[1]: "decode"}
-    fleet.members.sync("etcd", both)
-    fleet.members.leave(IDS[0])
-    fleet.members.sync("etcd", {**both, URLS[2]: "decode"})
-    assert set(fleet.by_id) == {IDS[1], IDS[2]}
-    fleet.members.sync("etcd", {URLS[1]: "decode"})
-    fleet.members.sync("etcd", both)
-    assert set(fleet.by_id) == {IDS[0], IDS[1]}
 
 
 def test_a_configuration_read_anew_brings_back_what_it_lists() -> None:

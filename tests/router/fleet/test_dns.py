@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -20,8 +19,6 @@ from pdserve.settings.config_file import build_config
 from tests.support.router.harness import PATIENT, routed
 from tests.support.router.mock_worker import ANSWER, MockWorker, workers
 
-WAIT_S = 20.0
-
 
 class Names:
     """A resolver of a router's names."""
@@ -35,12 +32,6 @@ class Names:
         if host not in self.addresses:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
         return self.addresses[host]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():  # noqa: ASYNC110 - others change it
-            await asyncio.sleep(0.01)
 
 
 @pytest.mark.timeout(120)
@@ -60,10 +51,10 @@ async def test_workers_are_used_while_their_name_has_their_address(monkeypatch: 
             fleet = harness.router.fleet
             assert (await harness.chat()).headers["x-pdserve-decode"] == decode.id  # known from the start
             names.addresses["prefill.test"] = ["127.0.0.1"]
-            await until(lambda: prefill.id in fleet.by_id and fleet.by_id[prefill.id].ready)
+            await harness.until(lambda: prefill.id in fleet.by_id and fleet.by_id[prefill.id].ready)
             assert (await harness.chat()).headers["x-pdserve-prefill"] == prefill.id
             del names.addresses["prefill.test"]
-            await until(lambda: set(fleet.by_id) == {decode.id})
+            await harness.until(lambda: set(fleet.by_id) == {decode.id})
             assert (await harness.chat()).body == ANSWER
 
 

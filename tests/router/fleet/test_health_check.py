@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -12,11 +14,20 @@ import pytest
 from pdserve.router.app import lifespan
 from pdserve.router.config.limits import Probe
 from pdserve.router.fleet.health_check import Prober
-from tests.support.router.harness import before, disagg
+from pdserve.router.fleet.worker import Worker
+from tests.support.router.harness import Harness, before, disagg
 from tests.support.router.mock_worker import MockWorker
 
 NEVER = Probe(interval_s=3600.0)
 OFTEN = Probe(interval_s=0.01)
+
+
+@asynccontextmanager
+async def prober_of(harness: Harness) -> AsyncIterator[tuple[Prober, tuple[Worker, ...]]]:
+    """A prober of its own, and the workers."""
+    prober = Prober(NEVER, harness.router.fleet, harness.router.upstream, harness.stats)
+    yield prober, harness.router.fleet.workers
+    await prober.close()
 
 
 @pytest.mark.parametrize(
@@ -29,12 +40,7 @@ OFTEN = Probe(interval_s=0.01)
 async def test_a_fault_of_this_machine_says_nothing_of_the_workers(
     error: OSError, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with disagg(decode=2, probe=NEVER) as (harness, _, _):
-        fleet, prober = (
-            harness.router.fleet,
-            Prober(NEVER, harness.router.fleet, harness.router.upstream, harness.stats),
-        )
-
+    async with disagg(decode=2, probe=NEVER) as (harness, _, _), prober_of(harness) as (prober, workers):
         loop = asyncio.get_running_loop()
         connect = loop.create_connection
 
@@ -45,22 +51,19 @@ async def test_a_fault_of_this_machine_says_nothing_of_the_workers(
 
         monkeypatch.setattr(loop, "create_connection", failing)
         for _ in range(NEVER.failures_to_down + 1):
-            for worker in fleet.workers:
+            for worker in workers:
                 await prober.probe(worker, asks_info=False)
-        assert all(worker.ready for worker in fleet.workers)
+        assert all(worker.ready for worker in workers)
         for _ in range(4):
             answered = await harness.chat()
             assert answered.status in (200, 503)
-        assert all(worker.circuit.failures == 0 for worker in fleet.workers)
+        assert all(worker.circuit.failures == 0 for worker in workers)
         monkeypatch.undo()
         assert (await harness.chat()).status == 200
-        await prober.close()
 
 
 async def test_a_worker_whose_info_has_changed_is_asked_for_it_at_the_next_probe() -> None:
-    async with disagg(probe=NEVER) as (harness, prefill, _):
-        fleet = harness.router.fleet
-        prober, [worker, _] = Prober(NEVER, fleet, harness.router.upstream, harness.stats), fleet.workers
+    async with disagg(probe=NEVER) as (harness, prefill, _), prober_of(harness) as (prober, (worker, _)):
         prefill[0].info |= {"sglang_version": "0.5.24"}
         await prober.probe(worker, asks_info=False)
         assert worker.info is not None
@@ -68,15 +71,12 @@ async def test_a_worker_whose_info_has_changed_is_asked_for_it_at_the_next_probe
         prefill[0].info |= {"info_tag": "b"}
         await prober.probe(worker, asks_info=False)
         assert (worker.info.sglang_version, worker.info.info_tag) == ("0.5.24", "b")
-        await prober.close()
 
 
 async def test_a_name_without_an_address_downs_its_worker_only_after_several_probes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with disagg(probe=NEVER) as (harness, _, _):
-        fleet = harness.router.fleet
-        prober, [worker, _] = Prober(NEVER, fleet, harness.router.upstream, harness.stats), fleet.workers
+    async with disagg(probe=NEVER) as (harness, _, _), prober_of(harness) as (prober, (worker, _)):
 
         async def failing(*given: Any, **more: Any) -> None:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
@@ -87,18 +87,14 @@ async def test_a_name_without_an_address_downs_its_worker_only_after_several_pro
             await prober.probe(worker, asks_info=False)
             seen.append(worker.ready)
         assert seen == [True] * (NEVER.failures_to_down - 1) + [False]
-        await prober.close()
 
 
 async def test_a_closed_port_downs_its_worker_at_once() -> None:
     decode = MockWorker("decode")
-    async with before(decode, probe=NEVER) as harness:
-        fleet = harness.router.fleet
-        prober = Prober(NEVER, fleet, harness.router.upstream, harness.stats)
+    async with before(decode, probe=NEVER) as harness, prober_of(harness) as (prober, (worker,)):
         await decode.stop()
-        await prober.probe(fleet.workers[0], asks_info=False)
-        assert not fleet.workers[0].ready
-        await prober.close()
+        await prober.probe(worker, asks_info=False)
+        assert not worker.ready
 
 
 async def test_probes_that_fail_by_a_bug_are_counted_and_begin_again(monkeypatch: pytest.MonkeyPatch) -> None:

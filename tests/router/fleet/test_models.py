@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
 
+import msgspec
 import pytest
 
-from pdserve.errors import RequestError
+from pdserve.errors import ConfigError, RequestError
 from pdserve.router.api.endpoints import ENDPOINTS
 from pdserve.router.config.limits import Probe
-from pdserve.router.config.router import Session
-from pdserve.router.config.tenants import Admission
+from pdserve.router.config.router import RouterConfig, Session
 from pdserve.router.fleet.registry import MAX_ADAPTER_CHARS, Models
-from tests.support.router.harness import Harness, before, chat_body
-from tests.support.router.mock_worker import ANSWER, EVENTS, Gate, MockWorker, stream, workers
+from pdserve.settings.config_file import load_config
+from tests.support.router.harness import CHAT, Harness, before, chat_body
+from tests.support.router.mock_worker import MockWorker, workers
 
-CHAT = "/v1/chat/completions"
 GENERATES = frozenset({"generate"})
 
 
@@ -104,16 +107,6 @@ async def served_by(harness: Harness, model: str, **headers: str) -> tuple[str, 
     return response.headers["x-pdserve-prefill"], response.headers["x-pdserve-decode"]
 
 
-async def test_a_model_name_of_any_length_leaves_no_trace_in_the_session_table() -> None:
-    async with before(*group("a")) as harness:
-        for path in (CHAT, "/tokenize"):
-            body = chat_body(model="a:" + "x" * 100_000, prompt="hi")
-            response = await harness.post(path, body, {"x-session-id": path})
-            assert response.status == 400
-            assert response.error["param"] == "model"
-        assert len(harness.router.dispatcher.placer.sessions) == 0
-
-
 async def test_requests_go_to_their_models_workers_and_the_list_has_all() -> None:
     first, second = group("a"), group("b")
     async with before(*first, *second) as harness:
@@ -158,23 +151,6 @@ async def test_a_session_key_of_one_model_says_nothing_of_another() -> None:
         assert len(harness.router.dispatcher.placer.sessions) == 2
 
 
-async def test_a_full_model_holds_up_no_other() -> None:
-    first, second = group("a", decodes=1), group("b", decodes=1)
-    narrow = Admission(running_per_worker=1, queue_s=20.0)
-    async with before(*first, *second, admission=narrow) as harness:
-        gate = Gate()
-        first[1].script(CHAT, stream(EVENTS, gate))
-        busy = asyncio.create_task(harness.post(CHAT, chat_body(model="a", stream=True)))
-        await gate.reached.wait()
-        waits = asyncio.create_task(harness.post(CHAT, chat_body(model="a")))
-        await harness.until(lambda: bool(harness.router.gate.queue.waiting))
-        assert (await harness.post(CHAT, chat_body(model="b"))).body == ANSWER
-        assert not waits.done()
-        gate.open.set()
-        assert (await waits).body == ANSWER
-        assert (await busy).status == 200
-
-
 async def test_a_worker_of_a_model_that_is_not_configured_is_refused() -> None:
     first, second = group("a", decodes=1), group("b", decodes=1)
     async with workers(*second), before(*first, models=("a",), probe=Probe(interval_s=0.02)) as harness:
@@ -198,10 +174,55 @@ async def test_readiness_says_that_a_model_cannot_be_served() -> None:
         assert answer.status == 503
 
 
-async def test_workers_of_one_model_that_can_do_different_things_are_refused() -> None:
-    first = group("a", decodes=2)
-    first[2].info["tasks"] = ["embed"]
-    async with workers(first[2]), before(*first[:2], probe=Probe(interval_s=0.02)) as harness:
-        odd = harness.router.fleet.members.join(first[2].url, "decode")
-        await harness.until(lambda: odd.refused is not None)
-        assert "differ in tasks" in odd.refused
+# --- Aliases through a router before workers of two models
+
+
+@asynccontextmanager
+async def two_models(**config: Any) -> AsyncIterator[tuple[Harness, MockWorker, MockWorker]]:
+    """A router before a worker of `old` and one of `new`."""
+    old = MockWorker("decode", "old")
+    new = MockWorker("decode", "new", context_length=2048, namespace="of-new", adapters=["legal"])
+    async with before(old, new, **config) as harness:
+        yield harness, old, new
+
+
+def models_asked(worker: MockWorker) -> list[str]:
+    return [request.json()["model"] for request in worker.got(CHAT)]
+
+
+async def test_workers_answers_and_metrics_see_the_model_behind_an_alias() -> None:
+    async with two_models(aliases={"latest": "new", "law": "new:legal"}) as (harness, old, new):
+        for name in ("latest", "law", "old"):
+            assert (await harness.chat(model=name)).status == 200
+        assert (models_asked(old), models_asked(new)) == (["old"], ["new", "new:legal"])
+        metrics = (await harness.get("/metrics")).body.decode()
+        assert 'pdserve_router_model_request_seconds_count{model="new"} 2.0' in metrics
+        assert 'model="latest"' not in metrics
+        cards = {card["id"]: card for card in (await harness.get("/v1/models")).json()["data"]}
+        assert cards["latest"]["max_model_len"] == 2048
+        assert (await harness.get("/v1/models/law")).status == 200
+
+
+async def test_an_alias_changes_without_a_restart_and_may_be_the_default() -> None:
+    async with two_models(aliases={"latest": "old"}, default_model="latest") as (harness, old, new):
+        assert (await harness.chat(model="")).status == 200
+        router = harness.router
+        router.config = msgspec.structs.replace(router.config, aliases={"latest": "new"})
+        router.reload()
+        assert (await harness.chat(model="latest")).status == 200
+        assert (models_asked(old), models_asked(new)) == (["old"], ["new"])
+
+
+@pytest.mark.parametrize(
+    ("aliases", "said"),
+    [
+        ({"x": ""}, "none of 'models'"),
+        ({"x": "c"}, "none of 'models'"),
+        ({"": "a"}, "characters"),
+        ({"x" * 257: "a"}, "characters"),
+        ({"x": "y", "y": "a"}, "is an alias itself"),
+    ],
+)
+def test_aliases_that_cannot_be_meant_are_refused(aliases: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config(RouterConfig, None, {"models": ["a", "b"], "aliases": aliases})

@@ -39,19 +39,6 @@ def make(*roles: Any) -> Fleet:
     return fleet
 
 
-def test_a_worker_is_not_eligible_before_it_has_joined_and_is_ready() -> None:
-    fleet = Fleet([Worker("decode", "http://h:1")])
-    worker = fleet.workers[0]
-    assert fleet.models == ()
-    fleet.on_info(worker, info())
-    assert fleet.snapshot("m", 0).decode == ()
-    assert fleet.on_probe_ready(worker)
-    assert fleet.snapshot("m", 0).decode == (worker,)
-    assert fleet.on_probe_not_ready(worker)
-    assert fleet.snapshot("m", 0).decode == ()
-    assert fleet.models == ("m",)
-
-
 def test_a_worker_that_breaks_off_its_streams_is_given_few_of_them_however_many_there_are() -> None:
     fleet = make("decode", "decode")
     bad, _ = fleet.workers
@@ -81,6 +68,7 @@ def test_a_worker_that_breaks_off_its_streams_is_given_few_of_them_however_many_
         ({"kv_geometry": {"layers": 3, "dtype": "float32"}}, "kv_geometry.layers (3 and 2)"),
         ({"kv_geometry": {"layers": 2}}, "kv_geometry.dtype"),
         ({"namespace": "other"}, "namespace"),
+        ({"tasks": ("embed",)}, "tasks"),
         ({"model": "m2"}, "model ('m2' and 'm')"),
         ({"tokenizer": "cafe"}, "tokenizer ('cafe' and 'f00d')"),
         ({"chat_template": "none"}, "chat template ('none' and 'beef')"),
@@ -113,17 +101,6 @@ def test_a_worker_in_the_wrong_list_is_refused() -> None:
     assert "listed under 'prefill'" in refused
 
 
-def test_two_models_in_two_namespaces_live_side_by_side() -> None:
-    fleet = Fleet([Worker("decode", "http://a:1"), Worker("decode", "http://b:1")])
-    first, second = fleet.workers
-    fleet.on_info(first, info())
-    assert fleet.on_info(second, info(model="m2", namespace="ns2", page_size=64)) is None
-    fleet.on_probe_ready(first)
-    fleet.on_probe_ready(second)
-    assert fleet.models == ("m", "m2")
-    assert fleet.snapshot("m2", 0).decode == (second,)
-
-
 def test_context_length_is_what_every_worker_takes() -> None:
     fleet = make("prefill", "decode")
     fleet.on_info(fleet.workers[1], info(context_length=1024))
@@ -135,14 +112,6 @@ def join(fleet: Fleet, url: str, role: Any = "decode") -> Worker:
     assert fleet.on_info(worker, info(role)) is None
     fleet.on_probe_ready(worker)
     return worker
-
-
-def test_a_worker_that_joins_is_used_once_a_probe_found_it_ready() -> None:
-    fleet = make("decode")
-    new = fleet.members.join("http://new:1", "decode")
-    assert new not in fleet.snapshot("m", 0).decode
-    assert join(fleet, "http://new:1") is new
-    assert fleet.snapshot("m", 0).decode == (fleet.by_id["h0:1"], new)
 
 
 def test_a_worker_that_leaves_is_out_at_once_and_its_requests_are_counted_to_their_end() -> None:
@@ -157,13 +126,6 @@ def test_a_worker_that_leaves_is_out_at_once_and_its_requests_are_counted_to_the
     again = join(fleet, leaving.url)
     assert again is not leaving
     assert fleet.snapshot("m", 0).decode == (other, again)
-
-
-def test_the_last_worker_of_a_model_takes_the_model_with_it() -> None:
-    fleet = make("decode")
-    fleet.members.leave("h0:1")
-    assert fleet.models == ()
-    assert fleet.workers == ()
 
 
 @pytest.mark.parametrize(

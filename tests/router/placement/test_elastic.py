@@ -17,13 +17,11 @@ from pdserve.router.fleet.worker import Role, Worker
 from pdserve.router.placement.elastic import (
     LEAST_WEIGHT,
     MARGIN,
-    WAITS,
     Demand,
     Duties,
     ElasticRoles,
     Load,
     wanted,
-    wanted_step,
 )
 
 LEVEL = ServiceLevel(ttft_ms=1000.0, itl_ms=30.0)
@@ -121,14 +119,6 @@ def test_without_load_nothing_changes() -> None:
     assert duties.update(workers, None, has_decode=False, now_s=math.inf) == before
 
 
-def test_a_step_needs_more_than_half_a_worker_and_the_margin() -> None:
-    assert wanted_step(1.75, 1, 4) == 0
-    assert wanted_step(1.76, 1, 4) == 1
-    assert wanted_step(0.25, 1, 4) == 0
-    assert wanted_step(0.24, 1, 4) == -1
-    assert wanted_step(4.0, 1, 1) == 0
-
-
 # --- how many workers a load needs
 
 
@@ -141,16 +131,6 @@ def test_without_a_level_workers_are_as_many_as_they_are_busy() -> None:
     found = wanted(load(10, 250, answering=32), ServiceLevel(), 16)
     assert found.prefill == pytest.approx(2.5)
     assert found.decode == pytest.approx(2.0)
-
-
-def test_a_short_time_to_the_first_token_needs_more_workers_than_their_work() -> None:
-    assert wanted(load(10, 250), LEVEL, 0).prefill == pytest.approx(
-        2.5 + 10 * 250**2 / (2 * 750 / WAITS) / 1e3
-    )
-
-
-def test_a_level_for_the_time_between_tokens_leaves_room_for_the_deviation() -> None:
-    assert wanted(load(0, 0, answering=100), LEVEL, 40).decode == pytest.approx((100 + 10) / 40)
 
 
 @given(
@@ -292,14 +272,6 @@ def test_requests_whose_prompts_are_still_computed_need_no_answering_worker() ->
         assert roles.wanted(snapshot, float(number)).decode == 0
     prefill.in_flight, prefill.prefilling = 0, 0
     assert roles.wanted(snapshot, 200.0).decode > 3
-
-
-def test_without_requests_the_need_fades() -> None:
-    snapshot = fleet(elastic=2)
-    roles = loaded(snapshot)
-    snapshot.decode[0].in_flight = 0
-    roles.wanted(snapshot, 250.0)
-    assert roles.wanted_of_role(snapshot, ["elastic"], 400.0)["elastic"] < 0.1
 
 
 def test_without_elastic_workers_and_level_nothing_is_measured() -> None:

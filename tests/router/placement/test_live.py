@@ -1,19 +1,27 @@
-"""Placement over real connections: what was learnt from one request decides the next."""
+"""Placement: the planner alone, and over real connections."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 
+from pdserve.router.api.endpoints import ENDPOINTS
 from pdserve.router.config.limits import Probe
 from pdserve.router.config.tenants import Tenant
+from pdserve.router.fleet.registry import Snapshot
+from pdserve.router.fleet.worker import Worker, WorkerInfo
 from pdserve.router.metrics.stats import MAX_PLACEMENTS, Stats
+from pdserve.router.placement.planner import Plan, Planner, RequestFacts, choose_alternate
+from pdserve.router.placement.policies import PolicySettings, make_policy
+from pdserve.router.sessions.keys import named
+from pdserve.router.sessions.table import SessionEntry
 from tests.support.router.harness import Harness, disagg
 from tests.support.router.mock_worker import Gate, answer, hang
+from tests.support.router.tenants import ALICE, BOB, by
 
-ALICE, BOB = "alice-" + "a" * 20, "bob-" + "b" * 20
 LONG = "word " * 1000
 PREFILLED = {
     "prompt_tokens": 1000,
@@ -26,21 +34,6 @@ PREFILLED = {
 def conversation(*contents: str) -> list[dict[str, str]]:
     roles = ("user", "assistant")
     return [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
-
-
-async def test_the_next_turn_of_a_session_goes_straight_to_its_decode_worker() -> None:
-    async with disagg(decode=3, min_prefill_tokens=300) as (harness, [prefill], decodes):
-        session = {"x-session-id": "s"}
-        prefill.script("/pd/prefill", answer(200, PREFILLED))
-        first = await harness.chat(headers=session, messages=conversation(LONG))
-        assert len(prefill.got("/pd/prefill")) == 1
-        second = await harness.chat(headers=session, messages=conversation(LONG, "hello", "more"))
-        assert second.headers["x-pdserve-decode"] == first.headers["x-pdserve-decode"]
-        assert "prefill=direct(uncached=" in second.headers["x-pdserve-plan"]
-        assert len(prefill.got("/pd/prefill")) == 1
-        assert not [worker for worker in decodes if worker.got("/pd/settled")]
-        await harness.chat(headers=session, messages=conversation(LONG, "hello", LONG * 2))
-        assert len(prefill.got("/pd/prefill")) == 2
 
 
 async def test_a_prompt_that_was_tokenized_is_computed_all_the_same() -> None:
@@ -58,17 +51,6 @@ async def test_a_prompt_that_was_tokenized_is_computed_all_the_same() -> None:
         response = await harness.post("/v1/completions", {"model": "m", "prompt": LONG})
         assert "prefill=least-loaded" in response.headers["x-pdserve-plan"]
         assert len(prefill.got("/pd/prefill")) == 1
-
-
-async def test_a_prompt_that_begins_alike_goes_to_the_worker_that_has_it() -> None:
-    async with disagg(prefill=3, prefill_policy="cache_aware") as (harness, prefills, _):
-        for worker in prefills:
-            worker.script("/pd/prefill", *[answer(200, PREFILLED | {"missing_pages": 1})] * 4)
-        homes = set()
-        for i in range(4):
-            response = await harness.chat(messages=conversation(LONG + str(i)))
-            homes.add(response.headers["x-pdserve-prefill"])
-        assert len(homes) == 1
 
 
 async def test_workers_that_say_how_busy_they_are_get_less() -> None:
@@ -136,8 +118,7 @@ async def test_what_one_tenant_sent_neither_steers_nor_shows_in_anothers_placeme
             worker.script("/pd/prefill", *[answer(200, PREFILLED)] * 12)
 
         async def chat(key: str) -> dict[str, str]:
-            by = {"authorization": f"Bearer {key}"}
-            return (await harness.chat(headers=session | by, messages=conversation(LONG))).headers
+            return (await harness.chat(headers=session | by(key), messages=conversation(LONG))).headers
 
         async def homes(key: str, count: int) -> set[str]:
             """The prefill workers of so many requests. Tenants are not told."""
@@ -171,6 +152,113 @@ async def test_tenants_of_one_cache_share_what_is_known_of_prompts(monkeypatch: 
         for worker in prefills:
             worker.script("/pd/prefill", *[answer(200, PREFILLED)] * 4)
         for key in (ALICE, BOB):
-            by = {"authorization": f"Bearer {key}"}
-            await harness.chat(headers=by, messages=conversation(LONG))
+            await harness.chat(headers=by(key), messages=conversation(LONG))
         assert placements(harness, "prefill") == {"cache-aware": 1, "prefix": 1}
+
+
+PREFILL = Worker("prefill", "http://p:1")
+D1, D2 = Worker("decode", "http://d1:1"), Worker("decode", "http://d2:1")
+AGG = Worker("agg", "http://a:1")
+CHAT = "/v1/chat/completions"
+
+
+def plan(
+    facts: RequestFacts,
+    prefill: tuple[Worker, ...] = (PREFILL,),
+    decode: tuple[Worker, ...] = (D1, D2),
+    **more: Any,
+) -> Plan:
+    last = more.pop("last", None)
+    planner = Planner(
+        prefill_policy=make_policy("least_loaded", PolicySettings()),
+        decode_policy=make_policy("affinity", PolicySettings()),
+        prefill_endpoints=frozenset([CHAT]),
+        **more,
+    )
+    return planner.plan(
+        facts,
+        Snapshot(
+            models=("m",),
+            prefill=prefill,
+            decode=decode,
+            members=frozenset(w.id for w in (*prefill, *decode)),
+        ),
+        last,
+    )
+
+
+@pytest.mark.parametrize(
+    ("facts", "more", "why"),
+    [
+        (RequestFacts(ENDPOINTS[CHAT]), {"prefill": ()}, "prefill=none-ready"),
+        (RequestFacts(ENDPOINTS["/generate"]), {}, "prefill=no-stage"),
+        pytest.param(
+            RequestFacts(ENDPOINTS[CHAT], has_media=True),
+            {},
+            "prefill=media",
+            marks=pytest.mark.model_support(
+                "multimodal",
+                "disaggregated",
+                refused="x-pdserve-plan: prefill=media (the decode worker computes it)",
+            ),
+        ),
+        (
+            RequestFacts(ENDPOINTS[CHAT], prompt_tokens_estimate=9),
+            {"min_prefill_tokens": 10},
+            "prefill=direct(uncached=9<10)",
+        ),
+        (RequestFacts(ENDPOINTS[CHAT]), {"decode": (AGG,)}, "prefill=agg"),
+    ],
+)
+def test_the_decode_worker_does_it_alone(facts: RequestFacts, more: dict[str, Any], why: str) -> None:
+    made = plan(facts, **more)
+    assert made.prefill is None
+    assert why in made.reasons
+
+
+def test_media_that_all_workers_can_name_go_through_the_prefill_stage() -> None:
+    def worker(role: Any, *, names_media: bool) -> Worker:
+        made = Worker(role, f"http://{role}{names_media}:1")
+        made.info = WorkerInfo(role, "m", names_media=names_media)
+        return made
+
+    facts = RequestFacts(ENDPOINTS[CHAT], has_media=True)
+    prefill, decode = (worker(role, names_media=True) for role in ("prefill", "decode"))
+    assert plan(facts, (prefill,), (decode,)).prefill is prefill
+    assert plan(facts, (prefill,), (decode,), min_prefill_tokens=10_000).prefill is prefill
+    for pair in (
+        (prefill, worker("decode", names_media=False)),
+        (worker("prefill", names_media=False), decode),
+    ):
+        made = plan(facts, pair[:1], pair[1:])
+        assert (made.prefill, made.reasons[-1]) == (None, "prefill=media")
+
+
+LAST = SessionEntry("r1", D2.id, 0.0, answered=True)
+TURN = RequestFacts(ENDPOINTS[CHAT], session=named("s"))
+
+
+def test_no_wait_for_a_turn_that_is_still_being_answered() -> None:
+    made = plan(TURN, last=SessionEntry("r1", D2.id, 0.0))
+    assert made.decode is D2
+    assert made.settle is None
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/embeddings"])
+def test_what_generates_nothing_goes_where_the_session_is_and_is_no_turn_of_it(path: str) -> None:
+    facts = RequestFacts(ENDPOINTS[path], session=named("s"))
+    made = plan(facts, last=LAST)
+    assert (made.decode, made.turn) == (D2, 0)
+    D2.in_flight = 50
+    try:
+        made = plan(facts, last=LAST)
+    finally:
+        D2.in_flight = 0
+    assert (made.decode, made.settle) == (D1, None)
+
+
+def test_the_alternate_is_the_least_loaded_that_was_not_tried() -> None:
+    a, b, c = (Worker("decode", f"http://{name}:1") for name in "abc")
+    a.in_flight, b.in_flight, c.in_flight = 0, 5, 3
+    assert choose_alternate((a, b, c), [a.id]) is c
+    assert choose_alternate((a,), [a.id]) is None

@@ -10,11 +10,9 @@ from pdserve.router.api.request_body import parse_request
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.fleet.worker import Worker
 from pdserve.router.placement.prefix_index import (
-    BLOCK_ENDS,
     DEVICE_HALF_LIFE_S,
     FIRST_BLOCK_BYTES,
     HOST_HALF_LIFE_S,
-    MAX_BLOCKS,
     MAX_PLACES,
     Cached,
     Places,
@@ -67,13 +65,6 @@ def test_models_keep_blocks_apart() -> None:
     table.record(of_m, A, 0.0, in_pool=True)
     assert table.places(of_m, 0.0).cached(A).total == tokens(4)
     assert table.places(of_n, 0.0).cached(A).total == 0
-
-
-def test_blocks_grow_so_that_the_longest_prompt_has_some_hundreds() -> None:
-    assert BLOCK_ENDS[63] == 64 * 1024
-    assert BLOCK_ENDS[64] == 66 * 1024
-    assert len(BLOCK_ENDS) == MAX_BLOCKS
-    assert BLOCK_ENDS[-1] >= 32 * 1024 * 1024 - 64 * 1024
 
 
 def test_token_ids_take_more_bytes_than_text() -> None:

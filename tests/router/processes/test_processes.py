@@ -21,9 +21,9 @@ from tests.support.router.mock_worker import (
     Gate,
     MockWorker,
     Received,
-    Script,
     Wire,
     hang,
+    held,
     stream,
     workers,
 )
@@ -36,14 +36,6 @@ ALICE, BOB = "alice-" + "a" * 20, "bob-" + "b" * 20
 SEVERAL = 10
 NEVER = "probe.interval_s = 1000.0\nprobe.timeout_s = 60.0\n"
 """A process knows of its workers what it found as it started."""
-
-
-def held(gate: Gate, value: bytes = ANSWER) -> Script:
-    async def run(wire: Wire, request: Received) -> None:
-        await gate.passed()
-        await wire.body(200, value)
-
-    return run
 
 
 def exists(pid: int) -> bool:
@@ -243,36 +235,6 @@ async def test_what_is_told_of_workers_and_tenants_is_that_of_all_processes_or_i
         assert (await site.admin("DELETE", f"/workers/{decode.id}")).json()["in_flight"] == SEVERAL
         gate.open.set()
         assert {answer.body for answer in await asyncio.gather(*asking)} == {ANSWER}
-
-
-@pytest.mark.timeout(200)
-async def test_a_worker_that_came_back_as_another_keeps_no_process_from_being_replaced(
-    tmp_path: Path,
-) -> None:
-    good, odd = MockWorker("decode"), MockWorker("decode")
-    often = "processes = 2\nprobe.interval_s = 0.05\n"
-    async with (
-        workers(good, odd),
-        routing(tmp_path / "router.toml", f'decode = ["{odd.url}", "{good.url}"]\n{often}') as router,
-    ):
-        odd.info["page_size"] = 32
-
-        async def down() -> bool:
-            return await router.metric("worker_healthy") == 1
-
-        async def refused() -> bool:
-            return await router.metric("worker_refused") == 1
-
-        odd.ready = False
-        await until(down)
-        odd.ready = True
-        await until(refused)
-        before = router.children
-        os.kill(min(before), signal.SIGKILL)
-        router.process.send_signal(signal.SIGHUP)
-        await router.replaced(before)
-        assert {(await router.ask()).body for _ in range(SEVERAL)} == {ANSWER}
-        assert not odd.got(CHAT)
 
 
 @pytest.mark.timeout(120)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.certificates import certificate
-from tests.support.router.harness import Connection, chat_body, disagg
+from tests.support.router.harness import Connection, chat_body
 from tests.support.router.mock_worker import MockWorker, answer, close, raw_answer, workers
 
 CHAT = "/v1/chat/completions"
@@ -110,17 +110,3 @@ async def ask_everything(ports: dict[str, int], cert: Path, prefill: MockWorker,
     assert await ask("/workers", b'{"url": "canary-url"}', ADMIN, ports["admin"], secure=False) == 400
     assert await ask("/tenants", b"", WRONG, ports["admin"], secure=False, method="GET") == 401
     assert await ask("/reload", b"", ADMIN, ports["admin"], secure=False) == 200
-
-
-async def test_a_head_without_end_is_cut_off() -> None:
-    async with disagg() as (harness, _, _):
-        connection = await harness.connect()
-        connection.writer.write(b"POST / HTTP/1.1\r\n" + b"x: y\r\n" * 100_000)
-        assert (await connection.head()).status == 431
-        connection.leave()
-        big = await harness.connect()
-        await big.send(CHAT, json.dumps(chat_body(filler="x" * 500_000)).encode(), {"x": "y" * 30_000})
-        assert (await big.response()).status == 200
-        await big.send(CHAT, json.dumps(chat_body()).encode())
-        assert (await big.response()).status == 200
-        big.leave()

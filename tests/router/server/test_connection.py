@@ -429,14 +429,6 @@ async def test_after_an_ordinary_request_a_connection_is_idle() -> None:
 
 
 @virtually
-async def test_what_is_no_http_is_answered_400() -> None:
-    client = Client()
-    await client.send(b"SSH-2.0-x\r\n\r\n")
-    assert client.statuses == [400]
-    assert client.transport.half_closed_s is not None
-
-
-@virtually
 async def test_what_is_no_http_behind_a_request_does_not_get_into_its_answer() -> None:
     client = await in_state("answering")
     client.cycles[0].start(200, [], 10)
@@ -515,11 +507,3 @@ async def test_what_else_the_client_says_of_its_connection_counts_beside_an_offe
     await client.answer()
     assert b"connection: close" in client.transport.sent
     assert client.transport.is_closing()
-
-
-@virtually
-async def test_a_tunnel_is_not_opened() -> None:
-    client = Client()
-    await client.send(b"CONNECT example.com:443 HTTP/1.1\r\nhost: example.com:443\r\n\r\n\x16\x03\x01")
-    assert client.statuses == [400]
-    assert client.cycles == []

@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 
 from pdserve.errors import RequestError
 from pdserve.router.config.tenants import Access, Admission, Tenant
-from pdserve.router.tenants.api_keys import key_line
 from pdserve.router.tenants.rights import NO_PRIORITY, Priority, priority_of
 from tests.support.router.harness import CHAT, Harness, before
-from tests.support.router.mock_worker import ANSWER, Gate, MockWorker, Received, Script, Wire
+from tests.support.router.mock_worker import Gate, MockWorker, held
+from tests.support.router.tenants import ALICE, BOB, by, keyed
 
-ALICE, BOB = "alice-" + "a" * 20, "bob-" + "b" * 20
 HEADER = "x-pdserve-priority"
 INTEGERS = st.integers(-(2**63), 2**63 - 1)
 
@@ -70,15 +69,9 @@ def test_the_head_start_is_a_quarter_of_the_longest_wait_at_most() -> None:
 # --- through a router
 
 
-def by(key: str, **more: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"} | {name.replace("_", "-"): said for name, said in more.items()}
-
-
 @pytest.fixture
 def access(tmp_path: Path) -> Access:
-    file = tmp_path / "keys"
-    file.write_text(key_line("alice", ALICE) + key_line("bob", BOB))
-    return Access(keys_file=file)
+    return keyed(tmp_path)
 
 
 def sent(worker: MockWorker) -> list[object]:
@@ -114,14 +107,6 @@ async def test_the_header_is_not_sent_to_workers_that_do_not_look_at_priorities(
         assert sent(worker) == [None, "later"]
 
 
-def holding(gate: Gate) -> Script:
-    async def script(wire: Wire, _: Received) -> None:
-        await gate.passed()
-        await wire.body(200, ANSWER)
-
-    return script
-
-
 async def queued(harness: Harness, count: int) -> None:
     await harness.until(lambda: harness.router.gate.queue.waiting == count)
 
@@ -131,7 +116,7 @@ async def test_urgent_requests_of_a_tenant_run_before_those_that_came_earlier(ac
     tenants = (Tenant(name="alice", max_priority=9),)
     admission = Admission(running_per_worker=1, queue_s=20.0)
     async with before(worker, access=access, tenants=tenants, admission=admission) as harness:
-        worker.script(CHAT, holding(gate))
+        worker.script(CHAT, held(gate))
         clients = [await harness.asking(by(ALICE), user="first")]
         await gate.reached.wait()
         for number, user in enumerate(("second", "third", "urgent"), start=1):
@@ -145,18 +130,3 @@ async def test_urgent_requests_of_a_tenant_run_before_those_that_came_earlier(ac
             assert (await client.response()).status == 200
         order = [json.loads(request.body)["user"] for request in worker.got(CHAT)]
         assert order == ["first", "bob", "urgent", "second", "third"]  # bob's turn is his own
-
-
-async def test_in_a_full_queue_a_tenants_urgent_request_takes_the_place_of_its_last_one() -> None:
-    worker, gate = MockWorker("decode"), Gate()
-    async with before(worker, admission=Admission(running_per_worker=1, queue_length=1)) as harness:
-        worker.script(CHAT, holding(gate))
-        first = await harness.asking()
-        await gate.reached.wait()
-        waiting = await harness.asking()
-        await queued(harness, 1)
-        urgent = await harness.asking({HEADER: "5"})
-        assert (await waiting.response()).status == 429
-        assert (await harness.chat({HEADER: "4"})).status == 429
-        gate.open.set()
-        assert [(await client.response()).status for client in (first, urgent)] == [200, 200]

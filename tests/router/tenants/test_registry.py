@@ -1,15 +1,19 @@
-"""Tenants and their rates: pure, the time is an argument."""
+"""Tenants, their keys and their rates."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from pdserve.errors import ConfigError
-from pdserve.router.api.errors import TooManyError
-from pdserve.router.config.tenants import Tenant, TenantLimits
-from pdserve.router.tenants.tenant import ANONYMOUS, Tenants, TenantState, TokenBucket
+from pdserve.router.api.errors import ErrorForm, TooManyError
+from pdserve.router.config.tenants import Access, Tenant, TenantLimits
+from pdserve.router.tenants.api_keys import app, load_keys
+from pdserve.router.tenants.tenant import Tenants, TenantState, TokenBucket, duration, rate_headers
 from pdserve.security.tokens import digest
 
 
@@ -119,13 +123,6 @@ def test_keys_find_their_tenant_and_nothing_else_does() -> None:
     assert tenants.has_keys
 
 
-def test_without_keys_there_is_one_tenant() -> None:
-    tenants = Tenants()
-    tenants.configure({}, [], TenantLimits(), 0.0)
-    assert tenants.anonymous.name == ANONYMOUS
-    assert not tenants.has_keys
-
-
 @pytest.mark.parametrize(
     ("names", "said"), [(["a", "a"], "listed twice"), (["a", "ghost"], "tenant ghost .* has no API key")]
 )
@@ -138,3 +135,87 @@ def test_a_configuration_that_fits_no_keys_changes_nothing(names: list[str], sai
         tenants.configure(keys, [Tenant(name=name, requests_s=1.0) for name in names], TenantLimits(), 0.0)
     assert tenants.all == before
     assert before[0].limits == TenantLimits()
+
+
+# --- `pdserve key` and the keys file that it writes
+
+
+def test_a_new_key_is_printed_once_and_kept_as_its_digest(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    runner = CliRunner()
+    keys = [runner.invoke(app, ["acme", "--file", str(file)]).stdout.strip() for _ in range(2)]
+    assert keys[0] != keys[1]
+    assert all(len(key) > 40 for key in keys)
+    assert not any(key in file.read_text() for key in keys)
+    assert file.stat().st_mode & 0o077 == 0
+    assert load_keys(Access(keys_file=file), {}) == {digest(key): "acme" for key in keys}
+
+
+@pytest.mark.parametrize("tenant", ["shared", "a b", "a/b", "", "-x" * 40])
+def test_what_cannot_name_a_tenant_gets_no_key(tenant: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["--file", str(tmp_path / "keys"), "--", tenant])
+    assert isinstance(result.exception, ConfigError)
+    assert not (tmp_path / "keys").exists()
+
+
+# --- What a client is told of its rates
+
+
+UNIX_S = 1_795_000_000.0
+
+
+def told(tenant: TenantState, now_s: float, form: ErrorForm = "openai") -> dict[str, str]:
+    return {name.decode(): value.decode() for name, value in rate_headers(tenant, form, now_s, UNIX_S)}
+
+
+def test_a_tenant_without_rates_is_told_none() -> None:
+    assert told(TenantState("a", TenantLimits(concurrency=3), 0.0), 1.0) == {}
+
+
+def test_what_was_used_is_missing_and_comes_back() -> None:
+    tenant = TenantState("a", TenantLimits(requests_s=2.0, tokens_min=6000), 0.0)
+    tenant.take(1000, 0.0)
+    assert told(tenant, 0.0) == {
+        "x-ratelimit-limit-requests": "2",
+        "x-ratelimit-remaining-requests": "1",
+        "x-ratelimit-reset-requests": "500ms",
+        "x-ratelimit-limit-tokens": "6000",
+        "x-ratelimit-remaining-tokens": "5000",
+        "x-ratelimit-reset-tokens": "10s",
+    }
+    assert told(tenant, 10.0)["x-ratelimit-remaining-tokens"] == "6000"
+    assert told(tenant, 10.0)["x-ratelimit-reset-tokens"] == "0ms"
+
+
+def test_a_debt_leaves_nothing_and_takes_longer() -> None:
+    tenant = TenantState("a", TenantLimits(tokens_min=60), 0.0)
+    tenant.settle(0, 200, 0, 0.0)
+    assert told(tenant, 0.0)["x-ratelimit-remaining-tokens"] == "0"
+    assert told(tenant, 0.0)["x-ratelimit-reset-tokens"] == "3m20s"
+
+
+def test_anthropics_clients_are_told_a_time() -> None:
+    tenant = TenantState("a", TenantLimits(tokens_min=60), 0.0)
+    tenant.take(30, 0.0)
+    headers = told(tenant, 0.0, "anthropic")
+    assert headers["anthropic-ratelimit-tokens-limit"] == "60"
+    assert headers["anthropic-ratelimit-tokens-remaining"] == "30"
+    assert headers["anthropic-ratelimit-tokens-reset"] == "2026-11-18T11:07:10Z"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0ms"), (0.0501, "51ms"), (1.5, "1.5s"), (59.9999, "1m0s"), (360, "6m0s"), (3723, "1h2m3s")],
+)
+def test_lengths_of_time_are_written_as_openai_does(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+@given(st.floats(0.01, 1e6), st.integers(0, 10**12), st.floats(0, 1e6))
+def test_no_use_makes_a_header_that_is_no_number(rate: float, spent: int, now_s: float) -> None:
+    tenant = TenantState("a", TenantLimits(requests_s=rate, tokens_min=1), 0.0)
+    tenant.settle(0, spent, 0, 0.0)
+    headers = told(tenant, now_s, "anthropic")
+    assert all(headers[f"x-ratelimit-remaining-{kind}"].isdigit() for kind in ("requests", "tokens"))
+    assert int(headers["x-ratelimit-remaining-requests"]) <= int(headers["x-ratelimit-limit-requests"])
+    assert rate_headers(tenant, "openai", now_s, UNIX_S) == rate_headers(tenant, "openai", now_s, UNIX_S)

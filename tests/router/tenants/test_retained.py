@@ -1,21 +1,24 @@
-"""Conversations that tenants have kept: bounds, and what reaches the worker."""
+"""Conversations that tenants have kept, hints about prompts, and look-ups: what reaches the worker."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pdserve.kvpool.protocol.messages import MAX_KEEP_S
-from pdserve.router.config.tenants import Access, Tenant, TenantLimits
-from pdserve.router.tenants.api_keys import key_line
+from pdserve.router.config.tenants import Tenant, TenantLimits
 from pdserve.router.tenants.retained import Retained, seconds_of
+from pdserve.router.tenants.rights import SALT_HEADER
 from pdserve.router.tenants.tenant import TenantState
-from tests.support.router.harness import CHAT, Response, before
+from tests.support.router import tenants
+from tests.support.router.harness import CHAT, Response, before, disagg
 from tests.support.router.mock_worker import MockWorker, answer
+from tests.support.router.tenants import ALICE, BOB, keyed
 
-ALICE, BOB = "alice-" + "a" * 20, "bob-" + "b" * 20
+SHARING = "sharing-" + "s" * 20
 HINTS, KEEP = "/v1/kv/hints", "/pd/keep"
 
 
@@ -35,10 +38,6 @@ def test_a_tenant_has_no_more_tokens_kept_than_it_may() -> None:
 def test_conversations_of_no_length_are_bounded_too() -> None:
     tenant, kept = TenantState("t", TenantLimits(retain_tokens=1), 0.0), Retained()
     assert sum(kept.take(tenant, str(i), 0, 10, 0.0) for i in range(2000)) == 1000
-
-
-def test_who_may_keep_nothing_keeps_nothing() -> None:
-    assert not Retained().take(TenantState("t", TenantLimits(), 0.0), "a", 0, 10, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -63,14 +62,15 @@ def test_what_is_no_number_is_no_wish(said: bytes, seconds: int) -> None:
 
 @pytest.fixture
 def site(tmp_path: Path) -> dict[str, Any]:
-    (tmp_path / "keys").write_text(key_line("alice", ALICE) + key_line("bob", BOB))
-    tenants = (Tenant(name="alice", retain_tokens=100),)
-    return {"access": Access(keys_file=tmp_path / "keys"), "tenants": tenants}
+    tenants = (
+        Tenant(name="alice", retain_tokens=100),
+        Tenant(name="sharing", retain_tokens=100, cache="shared"),
+    )
+    return {"access": keyed(tmp_path, sharing=SHARING), "tenants": tenants}
 
 
 def by(key: str, **more: str) -> dict[str, str]:
-    named = {name.replace("_", "-"): said for name, said in more.items()}
-    return {"authorization": f"Bearer {key}", "x-session-id": "s"} | named
+    return tenants.by(key, **({"x_session_id": "s"} | more))
 
 
 def retained(response: Response) -> str | None:
@@ -137,12 +137,105 @@ async def test_a_hint_that_is_none_is_refused(
         assert (await harness.post(HINTS, body, headers)).status == status
 
 
-async def test_a_worker_that_does_not_know_the_route_is_an_error_of_the_hint_alone(
-    site: dict[str, Any],
-) -> None:
-    worker = MockWorker("decode")
-    worker.script(KEEP, answer(404, {"detail": "Not Found"}))
+# --- Hints about prompts through the router: who may give them, how many, and which worker gets them
+
+
+PREFETCH, DEMOTE = "/v1/kv/prefetch", "/v1/kv/demote"
+SHORT = [{"role": "user", "content": "word " * 25}]
+LONG = [{"role": "user", "content": "word " * 2000}]
+DONE = {"prompt_tokens": 9, "tokens": 8, "prefetched_tokens": 8}
+
+
+def scripted() -> MockWorker:
+    worker = MockWorker("decode", takes_salt_header=True)
+    for path in (PREFETCH, DEMOTE):
+        worker.script(path, *[answer(200, DONE)] * 8)
+    return worker
+
+
+async def test_a_hint_reaches_the_worker_with_the_tenants_salt(site: dict[str, Any]) -> None:
+    worker = scripted()
     async with before(worker, **site) as harness:
-        await harness.chat(by(ALICE))
-        assert (await harness.post(HINTS, {"ttl_s": 0}, by(ALICE))).status == 404
-        assert (await harness.chat(by(ALICE))).status == 200
+        for path in (PREFETCH, DEMOTE):
+            said = await harness.post(path, {"messages": SHORT}, by(ALICE))
+            assert (said.status, said.json()) == (200, DONE)
+            [got] = worker.got(path)
+            assert got.headers[SALT_HEADER.decode()] == '"tenant/alice"'
+            assert got.json() == {"messages": SHORT}
+
+
+async def test_who_may_keep_nothing_may_give_no_hints(site: dict[str, Any]) -> None:
+    worker = scripted()
+    async with before(worker, **site) as harness:
+        for path in (PREFETCH, DEMOTE):
+            assert (await harness.post(path, {"messages": SHORT}, by(BOB))).status == 403
+            assert (await harness.post(path, {"messages": SHORT})).status == 401
+            assert worker.got(path) == []
+
+
+async def test_pages_that_tenants_share_are_demoted_by_none_of_them(site: dict[str, Any]) -> None:
+    worker = scripted()
+    async with before(worker, **site) as harness:
+        assert (await harness.post(PREFETCH, {"messages": SHORT}, by(SHARING))).status == 200
+        refused = await harness.post(DEMOTE, {"messages": SHORT}, by(SHARING))
+        assert (refused.status, refused.error["type"]) == (403, "permission_error")
+        assert worker.got(DEMOTE) == []
+
+
+async def test_a_tenant_has_no_more_brought_up_than_it_may_have_kept(site: dict[str, Any]) -> None:
+    worker = scripted()
+    async with before(worker, **site) as harness:
+        assert (await harness.post(PREFETCH, {"messages": LONG}, by(ALICE))).status == 429
+        for session, status in (("a", 200), ("a", 200), ("b", 200), ("c", 429)):
+            said = await harness.post(PREFETCH, {"messages": SHORT}, by(ALICE, x_session_id=session))
+            assert said.status == status, session
+        assert len(worker.got(PREFETCH)) == 3
+
+
+# --- Look-ups of prompts through the router: whose pages they are about, and what tenants may not ask
+
+
+LOOKUP = "/v1/kv/lookup"
+FOUND = {"page_tokens": 64, "prompt_tokens": 9, "prompt_pages": 0, "tokens": 0, "tiers": {}}
+BODY: dict[str, Any] = {"model": "m", "prompt": "hello"}
+
+
+async def test_a_worker_answers_and_gets_the_body_as_it_came() -> None:
+    async with disagg() as (harness, [prefill], [decode]):
+        decode.script(LOOKUP, answer(200, FOUND))
+        body = {**BODY, "nodes": True}
+        assert (await harness.post(LOOKUP, body)).json() == FOUND
+        [got] = decode.got(LOOKUP)
+        assert got.json() == body
+        assert SALT_HEADER.decode() not in got.headers
+        assert not prefill.got(LOOKUP)
+
+
+async def test_a_tenant_asks_with_its_own_salt_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDSERVE_API_KEYS", f"alice={ALICE}")
+    monkeypatch.setenv("PDSERVE_ADMIN_KEY", "admin-" + "x" * 20)
+    by_alice = {"authorization": f"Bearer {ALICE}"}
+    async with disagg(make=lambda role: MockWorker(role, takes_salt_header=True)) as (harness, _, [decode]):
+        assert (await harness.post(LOOKUP, BODY)).status == 401
+        decode.script(LOOKUP, answer(200, FOUND), answer(200, FOUND))
+        assert (await harness.post(LOOKUP, BODY, by_alice)).status == 200
+        mine = {**BODY, "cache_salt": "tenant/bob"}
+        assert (await harness.post(LOOKUP, mine, by_alice)).status == 200
+        salts = [json.loads(got.headers[SALT_HEADER.decode()]) for got in decode.got(LOOKUP)]
+        assert salts == ["tenant/alice", "tenant/alice/tenant/bob"]
+        for field, value in (("hashes", ["00" * 32]), ("nodes", True), ("extra_key", "x")):
+            refused = await harness.post(LOOKUP, {**BODY, field: value}, by_alice)
+            assert (refused.status, refused.error["param"]) == (400, field)
+        assert len(decode.got(LOOKUP)) == 2
+
+
+async def test_the_worker_of_the_session_brings_it_up() -> None:
+    limits = TenantLimits(retain_tokens=1000)
+    async with disagg(decode=4, tenant_defaults=limits) as (harness, _, decodes):
+        for decode in decodes:
+            decode.script(PREFETCH, answer(200, DONE))
+        for number in range(3):
+            session = {"x-session-id": f"s{number}"}
+            answered = (await harness.chat(session)).headers["x-pdserve-decode"]
+            said = await harness.post(PREFETCH, {"messages": SHORT}, session)
+            assert said.headers["x-pdserve-decode"] == answered

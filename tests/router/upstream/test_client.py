@@ -95,28 +95,6 @@ async def test_large_bodies_both_ways_arrive_unchanged(size: int) -> None:
         assert client.mock.connections == 1
 
 
-async def test_an_answer_in_single_bytes_is_understood() -> None:
-    async def drip(wire: Wire, request: Received) -> None:
-        for byte in CHUNKED + b"3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n":
-            await wire.raw(bytes([byte]))
-            await asyncio.sleep(0)
-
-    async with client_of(drip) as client:
-        assert await client.read() == b"abcde"
-
-
-async def test_chunks_are_handed_on_as_they_come() -> None:
-    gate = Gate()
-    async with client_of(mock.stream([b"one", b"two"], gate, gate_after=1)) as client:
-        response = await client.post()
-        assert await response.read_some(5) == b"one"
-        assert not response.complete
-        gate.open.set()
-        assert await response.read_some(5) == b"two"
-        assert await response.read_some(5) == b""
-        response.release()
-
-
 @pytest.mark.parametrize("seed", range(8))
 async def test_what_is_given_as_it_comes_and_what_is_declined_make_up_the_body_in_order(seed: int) -> None:
     dice = random.Random(seed)
@@ -206,15 +184,6 @@ async def test_a_broken_answer_is_an_error_and_its_connection_is_cut(sent: bytes
         assert len(client.mock.got("/x")) == 1  # a connection that is new is not replaced
 
 
-async def test_what_came_before_the_break_can_still_be_read() -> None:
-    async with client_of(mock.close(after=b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nshort")) as client:
-        response = await client.post()
-        assert await response.read_some(5) == b"short"
-        with pytest.raises(UpstreamError):
-            await response.read_some(5)
-        response.release()
-
-
 async def test_a_body_without_length_ends_with_the_connection() -> None:
     async with client_of(mock.close(after=b"HTTP/1.1 200 OK\r\n\r\nhello")) as client:
         assert await client.read() == b"hello"
@@ -288,22 +257,6 @@ async def test_silence_before_the_head_or_in_the_body_times_out_and_is_cut() -> 
         assert caught.value.kind == "timeout"
         response.release()
         await client.mock.wait_until(lambda: client.mock.disconnected == 2)
-
-
-async def test_a_refused_connection_is_said_to_be_that() -> None:
-    async with client_of() as client:
-        await client.mock.stop()
-        assert await client.fails() == "connect"
-
-
-async def test_connections_are_bounded() -> None:
-    gate = Gate()
-    async with client_of(mock.hang(gate), limits=Limits(worker_connections=1)) as client:
-        first = asyncio.create_task(client.post())
-        await gate.reached.wait()
-        assert await client.fails() == "busy"
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
 
 
 async def test_cancelling_at_any_point_leaves_nothing_open() -> None:

@@ -376,10 +376,18 @@ def close(after: bytes = b"") -> Script:
 
 
 def answer(status: int, value: Any) -> Script:
-    """A JSON answer."""
+    """A JSON answer, of bytes or of a value."""
+    gate = Gate()
+    gate.open.set()
+    return held(gate, value, status)
+
+
+def held(gate: Gate, value: Any = ANSWER, status: int = 200) -> Script:
+    """A JSON answer, of bytes or of a value, once the gate is open."""
 
     async def run(wire: Wire, request: Received) -> None:
-        await wire.json(status, value)
+        await gate.passed()
+        await wire.body(status, value if isinstance(value, bytes) else json.dumps(value).encode())
 
     return run
 
