@@ -16,10 +16,12 @@ import numpy as np
 import pytest
 
 from pdserve.errors import PoolRefused, PoolTimeout, PoolUnavailable
+from pdserve.kvpool.node.config.namespaces import NamespaceConfig, NamespaceDefaults
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.frames import FrameBuffer, encode_frame
 from pdserve.kvpool.protocol.slot_table import TABLE_MAGIC, TABLE_VERSION, TableLayout
 from pdserve.kvpool.transports.shm import host_id
+from pdserve.security.tokens import Secret
 from tests.support.kvpool.connectors import connect
 from tests.support.kvpool.nodes import get, keys, open_namespace, put, small_config, soon
 from tests.support.kvpool.pools import ProcessPool
@@ -233,10 +235,15 @@ def test_a_name_that_is_no_sockets_is_refused(
 
 @pytest.fixture
 def pool(tmp_path: Path) -> Iterator[ProcessPool]:
-    config = small_config(name="giving", admin_token=ADMIN_TOKEN, arena_dir=tmp_path / "arena")
-    guarded = f'read_token = "{READ_TOKEN}"\nwrite_token = "{WRITE_TOKEN}"\n'
-    tables = f'[namespace_defaults]\n{guarded}[[namespaces]]\nname = "guarded"\n{guarded}'
-    pool = ProcessPool(config, tmp_path, "shm", tables)
+    tokens = {"read_token": Secret(READ_TOKEN), "write_token": Secret(WRITE_TOKEN)}
+    config = small_config(
+        name="giving",
+        admin_token=Secret(ADMIN_TOKEN),
+        arena_dir=tmp_path / "arena",
+        namespaces=[NamespaceConfig(name="guarded", **tokens)],
+        namespace_defaults=NamespaceDefaults(**tokens),
+    )
+    pool = ProcessPool(config, tmp_path, "shm")
     try:
         yield pool
     finally:

@@ -47,11 +47,6 @@ def connect(node: ProcessPool, request: pytest.FixtureRequest) -> Iterator[Conne
         one.close()
 
 
-def test_workers_with_the_page_key_read_each_others_pages(connect: Connect) -> None:
-    assert put(connect(), keys(20)) == [True] * 20
-    assert get(connect(), keys(20)) == [True] * 20
-
-
 @pytest.mark.parametrize("data_path", ["shm", "tcp", "ucx"])
 def test_tags_travel_on_every_data_path(connect: Connect, data_path: str) -> None:
     assert put(connect(data_path=data_path, connect_timeout_s=10.0), keys(20)) == [True] * 20

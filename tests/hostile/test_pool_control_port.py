@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -14,8 +16,10 @@ from pdserve.errors import PoolError
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.base import KEY_BYTES
 from pdserve.kvpool.protocol.frames import FrameBuffer, decode_reply, encode_frame
-from pdserve.kvpool.protocol.handshake import NONCE_BYTES, prove, without_token
-from pdserve.kvpool.transports.control import make_hello
+from pdserve.kvpool.protocol.handshake import NONCE_BYTES, without_token
+from pdserve.kvpool.transports.control import ControlChannel, make_hello
+from pdserve.security.tokens import Secret
+from tests.support.kvpool.clients import until
 from tests.support.kvpool.connectors import connect
 from tests.support.kvpool.nodes import get, keys, open_namespace, put, raw_socket, small_config, soon
 from tests.support.kvpool.pools import ProcessPool
@@ -29,8 +33,9 @@ MIB = 1 << 20
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPool]:
     directory = tmp_path_factory.mktemp("pool")
-    config = small_config(name="guarded", admin_token=ADMIN_TOKEN, arena_dir=directory / "arena")
-    pool = ProcessPool(config, directory, "shm", f"max_connections = {MAX_CONNECTIONS}\n")
+    options = {"admin_token": Secret(ADMIN_TOKEN), "max_connections": MAX_CONNECTIONS}
+    config = small_config(name="guarded", arena_dir=directory / "arena", **options)
+    pool = ProcessPool(config, directory, "shm")
     try:
         yield pool
     finally:
@@ -53,6 +58,15 @@ def strangers(pool: ProcessPool, count: int, first_bytes: bytes) -> Iterator[lis
             sock.close()
 
 
+def greeted(pool: ProcessPool, token: str) -> socket.socket:
+    """The socket of a client that has shaken hands."""
+    channel = ControlChannel.connect(pool.address, make_hello("client", "", "none", token), soon())
+    sock = socket.socket(fileno=os.dup(channel.fileno()))
+    channel.close()
+    sock.settimeout(10)
+    return sock
+
+
 def a_client_with_a_token_works(pool: ProcessPool, seed: int) -> None:
     connection = connect(pool.address, time.monotonic() + 10, "shm", token=ADMIN_TOKEN)
     try:
@@ -61,33 +75,6 @@ def a_client_with_a_token_works(pool: ProcessPool, seed: int) -> None:
         assert get(connection, namespace, some) == some
     finally:
         connection.close()
-
-
-@contextlib.contextmanager
-def clients(
-    pool: ProcessPool, count: int, name: str, token: str = ADMIN_TOKEN
-) -> Iterator[list[socket.socket]]:
-    """So many connections whose client has proved that it knows the token, or has said hello without one."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(raw_socket(pool)) for _ in range(count)]
-        for sock in sockets:
-            sock.settimeout(10)
-            hello = without_token(make_hello(name, "", "none", token), bytes(NONCE_BYTES))
-            sock.sendall(encode_frame(hello))
-            if token:
-                challenge = one_reply(sock)
-                assert isinstance(challenge, m.Challenge)
-                sock.sendall(encode_frame(prove(hello, challenge, token)))
-            assert isinstance(one_reply(sock), m.Welcome)
-        yield sockets
-
-
-def one_reply(sock: socket.socket) -> m.Reply:
-    frames = FrameBuffer()
-    while not (found := list(frames.feed(sock.recv(1 << 16)))):
-        pass
-    [reply] = map(decode_reply, found)
-    return reply
 
 
 def rss_bytes(pool: ProcessPool) -> int:
@@ -105,6 +92,57 @@ def answer_of(sock: socket.socket) -> bytes:
     return said
 
 
+HELLO = encode_frame(make_hello("stranger", "", "none"))
+ENDS_WITH_A_WORD = {
+    "http": (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "does not speak the pdserve pool protocol"),
+    "a frame of 4 GiB": (b"\xff\xff\xff\xff", "frame of 4294967295 bytes, allowed are 1 to 4096"),
+    "no msgpack": (b"\x02\0\0\0\xc1\xc1", "not a pool request"),
+    "no hello": (encode_frame(m.Ping(1)), "must be Hello"),
+    "another version": (
+        encode_frame(m.Hello(99, "new", 1, "h")),
+        "speaks version 1 of the pool protocol, client new version 99",
+    ),
+    "a data path there is not": (encode_frame(m.Hello(1, "x", 1, "h", "pigeon")), "not a pool request"),  # type: ignore[arg-type]
+    "hello twice": (HELLO + HELLO, ""),
+    "too many keys": (
+        HELLO + encode_frame(m.Exists(1, 1, [bytes(32)] * 5000)),
+        "5000 keys in one message, at most 4096",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", ENDS_WITH_A_WORD)
+def test_what_is_no_request_ends_its_own_connection_with_a_word(pool: ProcessPool, what: str) -> None:
+    data, word = ENDS_WITH_A_WORD[what]
+    before = len(pool.log.read_text().splitlines())
+    with raw_socket(pool) as sock:
+        sock.sendall(data)
+        assert word.encode() in answer_of(sock)
+
+    def lines() -> list[str]:
+        return pool.log.read_text().splitlines()[before:]
+
+    until(lambda: bool(lines()))  # the node writes it as it hangs up
+    [line] = lines()
+    assert re.search("(closing|turning away) the connection of", line)
+    a_client_with_a_token_works(pool, 100 + list(ENDS_WITH_A_WORD).index(what))
+
+
+def test_a_name_with_control_characters_makes_no_line_of_its_own_in_the_log(pool: ProcessPool) -> None:
+    hello = encode_frame(make_hello("x\n2026 ERROR \x1b[31mlies" + "y" * 3_000, "", "none"))
+    lines: list[str] = []
+    deadline_s = soon()
+    while not lines:  # strangers get some lines a second, which the test before may have used up
+        assert time.monotonic() < deadline_s
+        with raw_socket(pool) as sock:
+            sock.sendall(hello + bytes(4))
+            answer_of(sock)
+        lines = [line for line in pool.log.read_text().splitlines() if "lies" in line]
+    for line in lines:
+        assert "x?2026 ERROR ?[31mlies" in line
+        assert len(line) < 400
+
+
 def test_half_frames_of_strangers_take_no_memory(pool: ProcessPool) -> None:
     before = rss_bytes(pool)
     half = m.MAX_HELLO_BYTES.to_bytes(4, "little") + b"\x00" * (m.MAX_HELLO_BYTES - 1)
@@ -115,11 +153,11 @@ def test_half_frames_of_strangers_take_no_memory(pool: ProcessPool) -> None:
 
 def test_half_frames_of_clients_take_a_bounded_memory(pool: ProcessPool) -> None:
     before = rss_bytes(pool)
-    with clients(pool, MAX_CONNECTIONS * 3 // 4, "holder") as sockets:
-        for sock in sockets:  # 96 MB of half frames
-            sock.sendall(m.MAX_FRAME_BYTES.to_bytes(4, "little"))
+    with contextlib.ExitStack() as held:
+        for _ in range(MAX_CONNECTIONS - 2):  # 120 MB of half frames
+            sock = held.enter_context(greeted(pool, ADMIN_TOKEN))
             with contextlib.suppress(OSError):
-                sock.sendall(b"\x00" * (m.MAX_FRAME_BYTES - 1))
+                sock.sendall(m.MAX_FRAME_BYTES.to_bytes(4, "little") + b"\x00" * (m.MAX_FRAME_BYTES - 1))
         a_client_with_a_token_works(pool, 2)
         assert rss_bytes(pool) - before < 110 * MIB
 
@@ -129,7 +167,7 @@ def test_open_waits_of_a_client_take_a_bounded_memory(pool: ProcessPool) -> None
     namespace = open_namespace(connection, "honest")
     connection.close()
     before = rss_bytes(pool)
-    with clients(pool, 1, "waiter") as [sock]:
+    with greeted(pool, ADMIN_TOKEN) as sock:
         said = b""
         for number in range(128):
             some = [(number << 32 | n).to_bytes(KEY_BYTES, "little") for n in range(m.MAX_KEYS)]
@@ -154,7 +192,7 @@ def test_who_reads_no_answers_gets_no_more_of_them_until_it_does(pool: ProcessPo
     """60 strangers held 360 MB of answers to Status."""
     first = 1 << 16  # numbers whose frames are alike in length
     asked = memoryview(b"".join(encode_frame(m.Status(number)) for number in range(first, first + 100_000)))
-    with clients(pool, 1, "deaf", token) as [sock]:
+    with greeted(pool, token) as sock:
         sock.settimeout(3)
         sent_bytes = sent_before_nobody_reads(sock, asked)
         a_client_with_a_token_works(pool, 20 + len(token))

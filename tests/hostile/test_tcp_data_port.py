@@ -65,15 +65,3 @@ def test_what_strangers_say_reaches_no_page_and_takes_no_memory(
             assert sock.recv(1) == b""
         sock.close()
     assert psutil.Process(pool.pid).memory_info().rss - before_bytes < GROWTH_BYTES
-
-
-def test_clients_get_in_while_strangers_fill_the_port(pool: ProcessPool, honest: Connection) -> None:
-    strangers = [socket.create_connection(("127.0.0.1", port_of(honest)), 10) for _ in range(300)]
-    for seed in range(5):
-        strangers += [socket.create_connection(("127.0.0.1", port_of(honest)), 10) for _ in range(50)]
-        connection = connect(pool.address, time.monotonic() + 10, "tcp", token=ADMIN_TOKEN)
-        namespace, some = open_namespace(connection, "honest"), keys(2, 1000 + seed)
-        assert put(connection, namespace, some) == some
-        connection.close()
-    for sock in strangers:
-        sock.close()

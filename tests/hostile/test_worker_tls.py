@@ -7,10 +7,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -231,12 +229,3 @@ async def test_a_worker_that_moves_to_https_joins_anew(authority: Authority) -> 
         assert [worker.url for worker in left] == ["http://127.0.0.1:9"]
         with pytest.raises(FleetError):
             members.sync("config", {"ftp://127.0.0.1:9": "agg"})
-
-
-def test_no_verification_is_ever_off(authority: Authority) -> None:
-    class Addressed:
-        id, is_tls = "w", True
-
-    context: Any = WorkerTls(authority.client()).context(Addressed())
-    assert context.verify_mode is ssl.CERT_REQUIRED
-    assert context.check_hostname

@@ -38,9 +38,11 @@ from pdserve.kvpool.protocol.cluster_messages import (
 )
 from pdserve.kvpool.protocol.frames import HEADER_BYTES, decode_reply, encode_frame
 from tests.support.kvpool.node_model import Node, answers
-from tests.support.kvpool.odd_messages import INTS, message_of
+from tests.support.kvpool.odd_messages import INTS as ODD_INTS
+from tests.support.kvpool.odd_messages import odd
 from tests.support.suite.extended import examples
 
+INTS = st.integers(-2, 70) | st.sampled_from(ODD_INTS)
 WEIGHTS = st.sampled_from([-1, 0, 1, 2, 9000, MAX_WEIGHT_SUM, 1 << 40])
 NAMES = st.sampled_from(["a", "b", "me", "", "a b", "x" * 65, "\0", "..", "é"])
 ADDRESSES = st.sampled_from(["tcp:h:1", "unix:/x", "", "x" * 300, "tcp:h:1\n", "nonsense"])
@@ -50,7 +52,7 @@ STATES = st.builds(
     ClusterState,
     st.just("pool"),
     st.lists(MEMBERS, max_size=4),
-    st.lists(message_of(NamespaceRecord), max_size=3),
+    st.lists(odd(NamespaceRecord), max_size=3),
     INTS,
     st.lists(NODES, max_size=4),
 )
@@ -60,10 +62,10 @@ GOOD = ClusterState(
 )
 FIELDS = st.one_of(
     st.builds(lambda x: replace(GOOD, members=[x]), MEMBERS),
-    st.builds(lambda x: replace(GOOD, namespaces=[x]), message_of(NamespaceRecord)),
+    st.builds(lambda x: replace(GOOD, namespaces=[x]), odd(NamespaceRecord)),
     st.builds(
         lambda x: replace(GOOD, namespaces=[replace(GOOD.namespaces[0], settings=x)]),
-        message_of(NamespaceSettings),
+        odd(NamespaceSettings),
     ),
     st.builds(lambda e, x: replace(GOOD, stable_epoch=e, stable=x), INTS, st.lists(NODES, max_size=4)),
 )
@@ -127,7 +129,7 @@ def test_nothing_that_a_peer_can_say_makes_a_node_raise_or_believe_nonsense(said
         node.send(client, m.Exists(9, opened, []))
 
 
-@given(message_of(PutNamespace), st.booleans())
+@given(odd(PutNamespace), st.booleans())
 @settings(max_examples=examples(200), deadline=None)
 def test_what_a_client_may_put_every_other_node_takes(request: PutNamespace, peer: bool) -> None:
     node = Node()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.kvpool.cluster.rebalance_plan import List, MigrationLimits, Pull, Survey
+from pdserve.kvpool.cluster.rebalance_plan import List, MigrationLimits, Pull
 from tests.support.kvpool.move_model import Member, Moving
 from tests.support.kvpool.node_model import key
 
@@ -29,17 +29,6 @@ def test_everything_that_is_mine_is_pulled_once_and_then_i_am_settled() -> None:
     pulled = [key for action in moving.actions if isinstance(action, Pull) for key in action.keys]
     assert len(pulled) == 102
     assert not moving.planner.moving
-
-
-def test_the_conversation_with_one_member() -> None:
-    moving = Moving({"a": Member({"x": pages(range(3))})}, MigrationLimits(batch_pages=2, list_keys=2))
-    moving.begin(7)
-    moving.run()
-    assert [type(action).__name__ for action in moving.actions] == [
-        *("Survey", "List", "Pull", "List", "Pull", "Settled")
-    ]
-    assert moving.actions[1] == List(2, 7, "a", "x", 0, 2)
-    assert moving.actions[3] == List(4, 7, "a", "x", 2, 2)
 
 
 def test_what_is_here_already_is_not_pulled() -> None:
@@ -198,14 +187,6 @@ def test_a_page_larger_than_the_bucket_comes_too() -> None:
     moving.begin(1)
     moving.run()
     assert moving.mine["x"] == pages([1, 2], 1 << 30)
-
-
-def test_few_members_are_asked_at_a_time() -> None:
-    moving = Moving({f"n{i}": Member({"x": pages([i])}) for i in range(50)}, MigrationLimits(max_peers=3))
-    moving.begin(1)
-    assert [action.peer for action in moving.actions if isinstance(action, Survey)] == ["n0", "n1", "n2"]
-    moving.run()  # `check` holds the bound at every step
-    assert moving.mine["x"] == pages(range(50))
 
 
 @settings(max_examples=60, deadline=None)

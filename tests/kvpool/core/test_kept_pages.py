@@ -185,14 +185,6 @@ def test_demoted_pages_go_before_others_unless_they_are_kept(policy: str) -> Non
     assert there(node, ns, 0, 60) == [60]
 
 
-def test_a_demoted_page_that_is_wanted_again_stays(full: tuple[Node, int, int]) -> None:
-    node, client, ns = full
-    demote(node, client, ns, 50)
-    node.get(client, ns, 50)
-    node.put(client, ns, 100)
-    assert there(node, ns, 0, 50) == [50]
-
-
 def test_who_may_not_write_demotes_nothing() -> None:
     settings = NamespaceSettings(read_token=digest("r"), write_token=digest("w"))
     node = Node(rules=Rules(defaults=settings))

@@ -48,22 +48,6 @@ def test_rows_are_written_before_the_replies_that_tell_of_them() -> None:
     assert cleared[3:] == [Answer(c, m.Done(11, 1))]
 
 
-def test_evicts_the_least_recently_used_and_skips_pinned_pages() -> None:
-    node, c, ns = opened(slabs=1, slab_bytes=16 * KIB)
-    reader = node.connect()
-    node.put(c, ns, 1, 2, 3, 4)
-    [pin1] = node.get(reader, ns, 1)
-    node.release(c, *node.get(c, ns, 2))
-    node.put(c, ns, 5)  # 3 is the oldest
-    node.put(c, ns, 6)  # then 4
-    assert node.exists(c, ns, 1, 2, 3, 4, 5, 6) == [1, 1, 0, 0, 1, 1]
-    node.put(c, ns, 7, 8, 9)
-    assert node.exists(c, ns, 1, 7, 8, 9) == [1, 1, 1, 1]
-    node.release(reader, pin1)
-    node.put(c, ns, 10)
-    assert node.exists(c, ns, 1) == [0]
-
-
 def test_the_slot_of_an_evicted_page_is_reserved_as_it_is() -> None:
     node, c, ns = opened(slabs=1, slab_bytes=8 * KIB)
     old = node.put(c, ns, 1, 2)[0]
@@ -127,31 +111,6 @@ def test_takeover_leaves_slabs_alone_that_hold_pins_or_reservations() -> None:
 # --- leases
 
 
-def test_a_pin_ends_with_its_lease_and_is_counted() -> None:
-    node, c, ns = opened(slabs=1, slab_bytes=4 * KIB, lease_s=10)
-    node.put(c, ns, 1)
-    node.get(c, ns, 1)
-    assert node.state.next_deadline_s == node.now_s + 10
-    node.pass_time(9.9)
-    assert statuses(node.reserve(c, ns, 2)) == [FULL]
-    node.pass_time(0.1)
-    assert node.status().counters["leases_expired"] == 1
-    assert statuses(node.reserve(c, ns, 2)) == [GRANTED]
-
-
-def test_reading_again_extends_the_lease_and_each_get_needs_its_release() -> None:
-    node, c, ns = opened(lease_s=10)
-    node.put(c, ns, 1)
-    [pin] = node.get(c, ns, 1)
-    node.pass_time(6)
-    node.get(c, ns, 1)
-    node.pass_time(6)
-    assert node.status().pins == 2
-    for left in (1, 0, 0):
-        node.release(c, pin)
-        assert node.status().pins == left
-
-
 def test_an_overdue_mapped_reservation_is_quarantined_until_its_writer_stops() -> None:
     node, slow, ns = opened(reservation_lease_s=10)
     other = node.connect()
@@ -205,15 +164,6 @@ def test_one_connection_may_reserve_only_its_share() -> None:
 # --- waiting
 
 
-def test_wait_is_answered_at_its_deadline_with_what_there_is() -> None:
-    node, c, ns = opened()
-    node.put(c, ns, 1)
-    node.send(c, m.Wait(50, ns, [key(1), key(2)], 5))
-    assert node.state.next_deadline_s == node.now_s + 5
-    assert node.pass_time(4.9) == []
-    assert answers(node.pass_time(0.1), c) == [m.Present(50, b"\1\0")]
-
-
 def test_an_endless_wait_ends() -> None:
     node, c, ns = opened()
     node.send(c, m.Wait(50, ns, [key(1)], float("inf")))
@@ -221,18 +171,6 @@ def test_an_endless_wait_ends() -> None:
 
 
 # --- namespaces
-
-
-def test_a_namespace_with_another_geometry_is_refused_by_the_name_of_the_field() -> None:
-    node = Node()
-    c = node.connect()
-    node.open(c, "a", dtype="bfloat16", layers="4")
-    assert node.open(c, "a", layers="4", dtype="bfloat16") == 1
-    fault = node.ask(c, m.OpenNamespace(9, "a", {"dtype": "float32", "layers": "4"}), m.Fault)
-    assert fault.code == "geometry_mismatch"
-    for part in ("dtype", "bfloat16", "float32"):
-        assert part in fault.message
-    assert "(absent)" in node.ask(c, m.OpenNamespace(9, "a", {"dtype": "bfloat16"}), m.Fault).message
 
 
 def test_dropping_a_namespace_frees_its_pages_ends_its_writes_and_its_number() -> None:
@@ -359,16 +297,6 @@ def test_commits_that_contradict_themselves_are_refused(checksum: int) -> None:
     assert node.ask(c, m.Commit(1, [0], [1, 2], [1]), m.Fault).code == "bad_request"
 
 
-def test_status_conserves_bytes_and_counts_hits_and_misses() -> None:
-    node, c, ns = opened()
-    node.put(c, ns, 1, 2)
-    node.get(c, ns, 1, 2, 3)
-    node.reserve(c, ns, 4)
-    s = node.status()
-    assert s.free_bytes + s.used_bytes + s.reserved_bytes + s.quarantined_bytes == s.capacity_bytes
-    assert (s.pages, s.pins, s.namespaces[0].hits, s.namespaces[0].misses) == (2, 2, 2, 1)
-
-
 def test_a_connection_without_a_data_path_may_not_reserve() -> None:
     node = Node()
     c = node.connect("none")
@@ -390,17 +318,6 @@ def test_a_get_without_a_data_path_pins_pages_and_is_no_read() -> None:
     node.release(holder, pins[0])
     node.put(c, ns, 7, 8, 9)
     assert node.exists(c, ns, 1) == [0]
-
-
-def test_a_pin_without_a_data_path_ends_with_its_lease() -> None:
-    node, c, ns = opened(lease_s=30.0)
-    node.put(c, ns, 1)
-    holder = node.connect("none")
-    node.get(holder, node.open(holder), 1)
-    node.pass_time(29.0)
-    assert node.status().pins == 1
-    node.pass_time(1.0)
-    assert node.status().pins == 0
 
 
 def test_a_tick_costs_nothing_for_connections_of_which_nothing_ends() -> None:

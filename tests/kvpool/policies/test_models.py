@@ -15,7 +15,6 @@ from pdserve.kvpool.policies import make_policy
 from pdserve.kvpool.policies.arc import Arc
 from pdserve.kvpool.policies.base import Links
 from pdserve.kvpool.policies.ghosts import Ghosts
-from pdserve.kvpool.policies.lfu import Lfu
 from pdserve.kvpool.policies.linked_list import NONE
 from pdserve.kvpool.policies.ttl import Ttl
 from tests.support.suite.extended import examples
@@ -217,52 +216,6 @@ def test_the_order_of_eviction_is_the_models(name: str, data: st.DataObject) -> 
                 if isinstance(policy, Ttl):
                     assert policy.next_end_s == came_of_first(model) + TTL_S
             assert list(policy.victims()) == model.order()
-
-
-@given(hits=st.lists(st.integers(0, 3), max_size=400))
-def test_lfu_a_page_that_was_hot_once_does_not_stay_for_ever(hits: list[int]) -> None:
-    policy = Lfu(Links(8))
-    policy.on_insert(7, key(7), 0.0)
-    for _ in range(200):
-        policy.on_hit(7, 0.0)
-    for slot in range(4):
-        policy.on_insert(slot, key(slot), 0.0)
-    for slot in hits:
-        policy.on_hit(slot, 0.0)
-    for n in range(6 * lfu_module.MIN_USES):
-        policy.on_hit(n % 4, 1.0)
-    assert next(policy.victims()) == 7
-
-
-def test_arc_a_scan_leaves_alone_what_is_used_again() -> None:
-    policy = Arc(Links(SLOTS))
-    for slot in range(4):
-        policy.on_insert(slot, key(slot), 0.0)
-        policy.on_hit(slot, 0.0)
-    free = list(range(4, SLOTS))
-    held: dict[int, int] = {}
-    for k in range(100, 200):
-        if not free:
-            slot = next(policy.victims())
-            policy.on_evict(slot, key(held.pop(slot)))
-            free.append(slot)
-        slot = free.pop()
-        policy.on_insert(slot, key(k), 0.0)
-        held[slot] = k
-    assert sorted(policy.victims())[:4] == [0, 1, 2, 3]
-
-
-def test_arc_ghosts_are_no_more_than_the_pages_held() -> None:
-    links = Links(SLOTS)
-    policy = Arc(links)
-    for n in range(200):
-        slot = n % SLOTS
-        if n >= SLOTS:
-            policy.on_evict(slot, key(n - SLOTS))
-        policy.on_insert(slot, key(n), 0.0)
-        if n % 3:
-            policy.on_hit(slot, 0.0)
-    assert len(links.ghosts._kind) <= SLOTS + 1
 
 
 def test_arc_a_key_with_the_fingerprint_of_anothers_ghost_leaves_that_ghost_alone(

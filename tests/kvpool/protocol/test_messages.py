@@ -26,7 +26,6 @@ from tests.support.kvpool.golden import GOLDEN
 KINDS = set(Message.__subclasses__())
 REQUESTS = set(m.Request.__args__)
 REPLIES = set(m.Reply.__args__)
-PARTS = KINDS - REQUESTS - REPLIES
 golden = pytest.mark.parametrize(
     ("message", "frame_hex"), GOLDEN, ids=[type(message).__name__ for message, _ in GOLDEN]
 )

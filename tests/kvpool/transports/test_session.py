@@ -214,12 +214,15 @@ def test_a_node_that_proves_to_know_the_token_gets_the_proof_of_it() -> None:
     assert session.receive(encode_frame(WELCOME)) == [Greeted(WELCOME)]
 
 
-@pytest.mark.parametrize("answers", ["a welcome", "a false challenge", "two challenges"])
+@pytest.mark.parametrize("answers", ["a welcome", "a false challenge", "its own nonce", "two challenges"])
 def test_a_node_that_does_not_prove_to_know_the_token_is_refused(answers: str) -> None:
     session = ControlSession("unix:/s", WITH_TOKEN)
     right = challenged(session, TOKEN).challenge
     false = challenged(session, "another token").challenge
+    [hello] = [decode_request(body) for body in FrameBuffer().feed(session.greeting)]
+    assert isinstance(hello, m.Hello)
     said = {"a welcome": [WELCOME], "a false challenge": [false, WELCOME], "two challenges": [right, right]}
+    said["its own nonce"] = [m.Challenge("node", hello.nonce, hello.nonce), WELCOME]
     events = session.receive(b"".join(encode_frame(reply) for reply in said[answers]))
     assert isinstance(events[-1], Ended)
     assert not session.greeted

@@ -40,10 +40,6 @@ def zone_of(page: int) -> int:
     return page >> 40
 
 
-def writer_of(page: int) -> int:
-    return page >> 32 & 0xFF
-
-
 def segments_of(page: int) -> tuple[int, ...]:
     """Lengths in bytes."""
     return SHAPES[page % LARGE_EVERY == 0]

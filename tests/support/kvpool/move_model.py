@@ -44,14 +44,13 @@ class Member:
 
 
 class Moving:
-    """One node that pulls. `bandwidth` bounds how fast a pull is answered, bytes/s."""
+    """One node that pulls."""
 
     def __init__(
         self,
         members: dict[str, Member],
         limits: MigrationLimits | None = None,
         *,
-        bandwidth: float = float("inf"),
         room_bytes: float = float("inf"),
     ) -> None:
         self.members = members
@@ -61,7 +60,6 @@ class Moving:
         self.room_bytes = room_bytes
         self.settled: list[tuple[int, float]] = []
         self.actions: list[MoveAction] = []
-        self._bandwidth = bandwidth
         self._due: list[tuple[float, int, str, Callable[[], MoveEvent]]] = []
         self._count = 0
 
@@ -86,8 +84,6 @@ class Moving:
 
     def _answer_later(self, action: Survey | List | Pull, member: Member) -> None:
         delay_s = member.timeout_s if member.silent else member.latency_s
-        if isinstance(action, Pull) and not member.silent:
-            delay_s += sum(action.lengths) / self._bandwidth
 
         def answer() -> MoveEvent:
             member.open -= 1

@@ -88,7 +88,7 @@ def get(connection: Connection, ns: int, keys: list[bytes]) -> list[bytes]:
     return [k for (k, _), outcome in zip(hits, outcomes, strict=True) if outcome == OK]
 
 
-def keys(count: int, seed: int) -> list[bytes]:
+def keys(count: int, seed: int = 1) -> list[bytes]:
     rng = np.random.default_rng(seed)
     return [rng.bytes(32) for _ in range(count)]
 

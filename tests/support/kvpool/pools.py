@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -13,18 +12,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-import msgspec
 import numpy as np
+from msgspec import to_builtins
+from msgspec.structs import replace
 
 from pdserve.errors import PoolError
 from pdserve.kvpool.core.sessions import Limits
-from pdserve.kvpool.node.config.cluster import ClusterConfig
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.protocol.messages import DataPathChoice
 from pdserve.kvpool.protocol.slot_table import TableLayout
 from pdserve.kvpool.transports.base import Connection
 from pdserve.security.tls import Certificates
-from pdserve.security.tokens import reveal
+from pdserve.security.tokens import reveal_secret
 from pdserve.settings.toml_text import to_toml
 from tests.support.kvpool.connectors import connect
 from tests.support.kvpool.inproc import InprocConnector, InprocNode
@@ -95,40 +94,25 @@ class InprocPool:
         self.node.state.check()
 
 
-def _plain(config: ClusterConfig) -> dict[str, Any]:
-    tables: dict[str, Any] = msgspec.to_builtins(config, enc_hook=reveal)
-    return tables
-
-
 class ProcessPool:
     """The node is a process; `data_path` is how its clients move pages."""
 
     code = "import sys; from pdserve.cli import main; main(sys.argv[1:])"
 
-    def __init__(
-        self, config: PoolNodeConfig, directory: Path, data_path: DataPathChoice, extra: str = ""
-    ) -> None:
-        """`extra`: further lines for the node's configuration."""
-        self.config = config
+    def __init__(self, config: PoolNodeConfig, directory: Path, data_path: DataPathChoice) -> None:
+        self.address = f"unix:{directory}/{config.name}.sock"
+        self.config = replace(config, listen=[self.address], keep=False)
         self._tls = Certificates(config.tls).client_context
         self.data_path = data_path
-        self.address = f"unix:{directory}/{config.name}.sock"
         self.log = directory / f"{config.name}.log"
         self._file = directory / f"{config.name}.toml"
-        self._file.write_text(
-            f'name = "{config.name}"\nlisten = ["{self.address}"]\narena_dir = "{config.arena_dir}"\n'
-            f"capacity_bytes = {config.capacity}\nslab_bytes = {config.slab}\nkeep = false\n"
-            f"min_slot_bytes = {config.min_slot}\nlease_s = {config.lease_s}\n"
-            f"reservation_lease_s = {config.reservation_lease_s}\nquarantine_s = {config.quarantine_s}\n"
-            f"max_client_share = {config.max_client_share}\n"
-            f'admin_token = "{reveal(config.admin_token)}"\n'
-            f"promotion_timeout_s = {config.promotion_timeout_s}\n"
-            f"{_tls_lines(config)}{extra}{_tier_tables(config)}"
-        )
-        if config.cluster != ClusterConfig():
-            with self._file.open("a") as file:
-                file.write(to_toml({"cluster": _plain(config.cluster)}))
+        self.configure()
         self._process = self._start()
+
+    def configure(self, **options: Any) -> None:
+        """What counts from its next start, or its next upgrade, on."""
+        self.config = replace(self.config, **options)
+        self._file.write_text(to_toml(to_builtins(self.config, enc_hook=reveal_secret)))
 
     def _start(self) -> subprocess.Popen[bytes]:
         arguments = ["pool", "serve", "--config", str(self._file)]
@@ -169,8 +153,9 @@ class ProcessPool:
         self._process.kill()
         self._process.wait(10)
 
-    def restart(self) -> None:
+    def restart(self, **options: Any) -> None:
         assert self._process.poll() is not None
+        self.configure(**options)
         self._process = self._start()
 
     @property
@@ -185,21 +170,6 @@ class ProcessPool:
             assert self._process.wait(15) == 0, self.log.read_text()
             assert not self.arena_path.parent.exists()
         assert "Traceback" not in self.log.read_text(), self.log.read_text()
-
-
-def _tls_lines(config: PoolNodeConfig) -> str:
-    files = msgspec.structs.asdict(config.tls)
-    return "".join(f'tls.{name} = "{file}"\n' for name, file in files.items() if file is not None)
-
-
-def _tier_tables(config: PoolNodeConfig) -> str:
-    lines = []
-    for tier in config.tiers:
-        plain = {**msgspec.structs.asdict(tier), "path": str(tier.path)}
-        options = plain.pop("options")
-        lines += ["[[tiers]]", *(f"{name} = {json.dumps(value)}" for name, value in plain.items())]
-        lines += ["[tiers.options]", *(f"{name} = {json.dumps(value)}" for name, value in options.items())]
-    return "\n".join([*lines, ""])
 
 
 def remove_arena(config: PoolNodeConfig) -> None:

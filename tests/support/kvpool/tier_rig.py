@@ -24,7 +24,6 @@ from pdserve.kvpool.tiers.base import (
     LOADED,
     STORED,
     WRITE_FAILED,
-    PageName,
     TierPage,
 )
 from tests.support.kvpool.node_model import KIB, Node, answers, key, statuses
@@ -138,12 +137,6 @@ class Rig:
         for tier in tiers or range(len(self.writes)):
             while self.writes[tier]:
                 self.write(tier)
-
-    def lose_from(self, tier: int, *keys: int) -> None:
-        names = tuple(PageName(self.ns, key(k), self.disks[tier][self.ns, key(k)].length_bytes) for k in keys)
-        for name in names:
-            del self.disks[tier][name.space, name.key]
-        self.node.do(PagesGone(tier, names, 0))
 
     def ask(self, *keys: int, length: int = 4 * KIB, c: int | None = None) -> list[list[int]]:
         """The answers at once, as statuses."""

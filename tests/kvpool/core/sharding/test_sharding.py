@@ -113,19 +113,6 @@ def test_a_peer_that_fetches_pages_leaves_no_trace_in_the_hit_rate() -> None:
 # --- dropping
 
 
-def test_a_pinned_foreign_page_goes_when_its_reader_has_finished() -> None:
-    node = node_of_three()
-    reader = node.connect()
-    foreign = owned_by(ring_of(3, 5), "n1")[0]
-    [pin] = node.get(reader, 1, foreign)
-    node.do(ViewChanged(ring_of(3, 5), True))
-    node.pass_time(0.01)
-    assert node.exists(reader, 1, foreign) == [1]
-    node.release(reader, pin)
-    node.pass_time(1.1)
-    assert node.exists(reader, 1, foreign) == [0]
-
-
 def test_dropping_goes_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdserve.kvpool.core.sharding.ownership.MAX_LOOKED_AT", 10)
     monkeypatch.setattr("pdserve.kvpool.core.sharding.ownership.MAX_DROPPED", 3)
@@ -345,17 +332,6 @@ def answer_all(node: Node, asks: list[object], ok: bool = True) -> None:
             node.do(ReplicasMade(ask.node, ask.namespace, ask.keys, [ok] * len(ask.keys)))
 
 
-def test_an_ordinary_client_may_not_reserve_what_another_node_owns() -> None:
-    node = node_of_three()
-    client = node.connect()
-    ring = ring_of(3, 5)
-    fresh = list(range(100, 130))
-    mine = [ring.owner(key(n)).node == "n0" for n in fresh]
-    grants = node.reserve(client, 1, *fresh)
-    assert statuses(grants) == [m.GRANTED if own else m.MOVED for own in mine]
-    assert node.status().counters["moved_answers"] == mine.count(False) > 0
-
-
 def test_the_node_itself_and_peers_may() -> None:
     node = node_of_three()
     for connection, keys in ((LOCAL, range(100, 110)), (peer(node), range(110, 120))):
@@ -368,41 +344,6 @@ def test_pages_that_moved_are_still_read_while_others_pull_them() -> None:
     client = node.connect()
     assert node.exists(client, 1, *ALL) == [1] * len(ALL)
     assert {pin.status for pin in node.get(client, 1, *ALL)} == {m.HIT}
-
-
-@pytest.mark.parametrize("limit", [1, 7, 4096])
-def test_a_new_owner_is_told_every_page_of_its_once(limit: int) -> None:
-    node = node_of_three()
-    for name in ("n1", "n2"):
-        parts = list_owned(node, peer(node) if name == "n1" else 99, name, limit=limit)
-        told = [k for part in parts for k in part.keys]
-        assert sorted(told) == sorted(key(n) for n in owned_by(ring_of(3, 5), name))
-        assert {length for part in parts for length in part.lengths} == {4 * KIB}
-        assert {part.writing for part in parts} == {0}
-
-
-def test_foreign_pages_are_dropped_once_nothing_moves_any_more() -> None:
-    node = node_of_three()
-    client = node.connect()
-    mine = owned_by(ring_of(3, 5), "n0")
-    node.do(ViewChanged(ring_of(3, 5), True))
-    node.pass_time(0.01)
-    assert [n for n in ALL if node.exists(client, 1, n) == [1]] == mine
-    assert node.status().counters["foreign_dropped"] == len(ALL) - len(mine)
-    assert node.state.sharding.ownership.next_step_s == float("inf")
-
-
-def test_a_foreign_page_that_was_being_written_goes_too() -> None:
-    node = Node(slabs=8)
-    client = node.connect()
-    namespace = node.open(client)
-    foreign = owned_by(ring_of(3, 5), "n1")[0]
-    grants = node.reserve(client, namespace, foreign)
-    node.do(ViewChanged(ring_of(3, 5), True))
-    node.pass_time(0.01)
-    node.commit(client, *grants)
-    node.pass_time(1.1)
-    assert node.exists(client, namespace, foreign) == [0]
 
 
 def test_replicas_are_not_swept_with_foreign_pages() -> None:

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.errors import ConfigError
 from pdserve.kvpool.core.events import TransferDone
-from pdserve.kvpool.core.store.index import NamespacePages
 from pdserve.kvpool.policies import POLICIES
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.messages import BUSY, FULL, GRANTED, HIT, MISS, PRESENT
 from tests.support.kvpool.node_model import KIB, Node, answers, key, opened, statuses
 
 # --- quota
-
-
-def pages_of(node: Node, namespace: int) -> NamespacePages:
-    return node.state.store.index.namespace(namespace)
 
 
 def test_a_namespace_at_its_quota_evicts_its_own_pages_though_the_node_has_room() -> None:
@@ -114,16 +108,6 @@ def test_a_changed_policy_takes_the_pages_that_are_there(policy: str) -> None:
     assert node.exists(c, ns, 1, 2) == ([0, 1] if policy in ("fifo", "ttl") else [1, 0])
     node.put(c, ns, *range(6, 20))
     assert node.status().pages == 4
-
-
-def test_settings_that_cannot_be_are_refused_and_change_nothing() -> None:
-    node, _, ns = opened()
-    store = node.state.store
-    for bad in ({"policy": "lru2"}, {"policy": "ttl"}, {"ttl_s": -1.0}, {"quota_bytes": -1}):
-        with pytest.raises(ConfigError):
-            store.configure_namespace(ns, **bad)  # type: ignore[arg-type]
-    pages = pages_of(node, ns)
-    assert (pages.policy, pages.ttl_s, pages.quota_bytes) == ("lru", None, None)
 
 
 # --- sessions and requests

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-from pdserve.errors import ConfigError
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.messages import FULL, GRANTED
 from tests.support.kvpool.node_model import KIB, Node, key, opened, statuses
@@ -81,23 +78,8 @@ def test_a_policy_that_is_changed_counts_for_the_pages_that_are_there() -> None:
     assert node.exists(c, kept, 2) == [0]
 
 
-def test_kept_pages_go_with_their_namespace() -> None:
-    node, c, kept, _ = two()
-    node.put(c, kept, *range(5))
-    node.send(c, m.Clear(7, kept))
-    node.pass_time(1.0)
-    assert node.status().pages == 0
-    node.state.check()
-
-
 def test_pages_are_removed_by_name_whichever_filling_they_are() -> None:
     node, c, ns = opened()
     node.put(c, ns, 1, 2, 3)
     assert node.ask(c, m.Discard(7, ns, [key(1), key(3), key(9)], []), m.Done) == m.Done(7, 2)
     assert node.exists(c, ns, 1, 2, 3) == [0, 1, 0]
-
-
-def test_a_mistyped_policy_is_told_of_keep() -> None:
-    node, _, ns = opened()
-    with pytest.raises(ConfigError, match=r"choose one of .*keep"):
-        node.state.store.configure_namespace(ns, policy="keeps")

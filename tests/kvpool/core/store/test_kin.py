@@ -75,17 +75,6 @@ class Parts:
         return [key in self.committed for key in keys_of(page, part)]
 
 
-def test_kv_takes_every_part_of_its_page_with_it() -> None:
-    parts = Parts(slabs=4, slab_bytes=32 * KIB)
-    parts.put_page(0)
-    for part in ("swa", "indexer"):
-        parts.get(keys_of(0, part), LENGTHS[part])
-    parts.put_page(1, ["kv"])
-    parts.put_page(2, ["kv"])
-    assert not any(key in parts.committed for key in all_keys(0))
-    assert parts.has(1, "kv") == parts.has(2, "kv") == [True, True]
-
-
 def test_a_window_takes_the_window_of_the_other_ranks_and_no_kv() -> None:
     parts = Parts(slabs=3, slab_bytes=32 * KIB)
     parts.put_page(0)
@@ -106,13 +95,6 @@ def test_a_held_part_goes_once_its_reader_has_finished() -> None:
     used = parts.node.status().used_bytes
     parts.node.pass_time(60)  # the leases end
     assert parts.node.status().used_bytes == used - 2 * LENGTHS["swa"]
-
-
-def test_a_namespace_of_one_part_has_no_kin() -> None:
-    node = Node()
-    c = node.connect()
-    ns = node.open(c, model="m")
-    assert node.state.store.index.namespace(ns).kin is None
 
 
 def test_a_page_that_a_tier_has_takes_nothing_with_it() -> None:

@@ -176,10 +176,6 @@ def write(table: Table, slot: int, k: bytes, checksum: int, sequence: int) -> No
     table.writer.commit([slot], [k], [table.space], [5 * KIB], [checksum], [sequence], 3.5)
 
 
-def facts_of(contents: TableContents) -> set[tuple[object, ...]]:
-    return set(zip(contents.keys, *(c.tolist() for c in columns(contents)), strict=True))
-
-
 @pytest.mark.parametrize("slab_class", [0, 3, 4 * KIB, 12 * KIB, 1 << 40, (1 << 64) - 4096])
 def test_a_wrong_slab_class_drops_the_pages_of_that_slab_alone(slab_class: int) -> None:
     _, table, _ = written_table(*range(16))  # 8 per slab

@@ -263,16 +263,6 @@ def test_what_could_not_be_made_durable_is_an_error_until_it_is(how: str, why: s
         assert isinstance(answers(rig.node.send(rig.c, request), rig.c)[0], m.Done), "it is durable by now"
 
 
-def test_pages_stored_before_a_clear_and_reported_after_it_are_not_found() -> None:
-    rig = Rig()
-    rig.put(1, 2)
-    rig.commits()
-    rig.node.send(rig.c, m.Clear(77, rig.ns))
-    rig.drain()
-    assert rig.node.exists(rig.c, rig.ns, 1, 2) == [0, 0]
-    assert rig.disks == [{}]
-
-
 def test_a_page_found_corrupt_by_its_reader_is_forgotten_by_the_tiers_too() -> None:
     rig = Rig()
     rig.put(1, 2)
@@ -343,15 +333,6 @@ def test_a_tier_that_cannot_write_what_comes_down_to_it_says_so_until_it_can() -
     assert (below.writable, below.pages, below.counters["store_failed"]) == (True, 1, 3)
 
 
-def test_with_write_all_a_page_that_could_not_be_written_is_written_later() -> None:
-    rig = Rig(TierSpec("ssd:/a", "ssd", 1 << 30, write="all"), watermark=1.0)
-    rig.put(1, 2)
-    rig.write(status=WRITE_FAILED)
-    rig.node.pass_time(1.0)
-    rig.drain()
-    assert {k for _, k in rig.disks[0]} == {key(1), key(2)}
-
-
 def test_a_page_that_no_tier_takes_is_offered_once() -> None:
     rig = Rig(TierSpec("ssd:/a", "ssd", 1 << 30, write="all"))
     rig.put(1, length=8 * KIB)
@@ -361,14 +342,6 @@ def test_a_page_that_no_tier_takes_is_offered_once() -> None:
     assert rig.writes == [[]]
     rig.put(3)
     assert len(rig.writes[0]) == 1
-
-
-def test_with_write_all_every_page_is_stored_at_once() -> None:
-    rig = Rig(TierSpec("ssd:/a", "ssd", 1 << 30, write="all"), watermark=1.0)
-    rig.put(1)
-    rig.put(2, 3)
-    rig.drain()
-    assert {k for _, k in rig.disks[0]} == {key(1), key(2), key(3)}
 
 
 def test_media_decide_where_a_page_goes() -> None:
@@ -449,15 +422,6 @@ def test_a_hint_brings_pages_up_before_anybody_reads_them() -> None:
     rig.load()
     assert rig.ask(1, 2) == [[m.HIT, m.HIT]]
     assert rig.counter("promoted") == 2
-
-
-def test_a_read_finds_the_load_that_a_hint_began() -> None:
-    rig = Rig()
-    rig.sink(1)
-    hint(rig, 1)
-    assert rig.ask(1) == []
-    assert len(rig.loads) == 1
-    assert rig.replies(rig.load()) == [[m.HIT]]
 
 
 def test_hints_leave_most_of_what_may_be_under_way_to_reads() -> None:

@@ -10,7 +10,7 @@ import pytest
 from pdserve.errors import ConfigError
 from pdserve.kvpool.node.admission import rules_of
 from pdserve.kvpool.node.config.node import PoolNodeConfig, with_secrets
-from pdserve.security.tokens import digest, reveal
+from pdserve.security.tokens import digest
 from pdserve.settings.config_file import load_config
 
 ROOT, WRITER, KEEPER = "the-nodes-admin-token", "a-token-to-write", "a-token-to-administer"
@@ -101,10 +101,3 @@ def test_a_token_that_could_be_guessed_is_refused_wherever_it_is_given(given: st
             with_secrets(load(tmp_path, "", **options), {})
     with pytest.raises(ConfigError, match=r"cluster\.token must be 16 characters or more"):
         with_secrets(load(tmp_path, ""), {"PDSERVE_POOL_CLUSTER_TOKEN": given})
-
-
-def test_a_token_in_the_environment_ends_before_the_line_does(tmp_path: Path) -> None:
-    """As that of a file does: a secret of Kubernetes often has the end of its line."""
-    environ = {"PDSERVE_POOL_ADMIN_TOKEN": f"{ROOT}\n", "PDSERVE_POOL_CLUSTER_TOKEN": f" {KEEPER}\r\n"}
-    config = with_secrets(load(tmp_path, "", admin_token=""), environ)
-    assert (reveal(config.admin_token), reveal(config.cluster.token)) == (ROOT, KEEPER)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import re
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,20 +35,6 @@ def hugetlbfs(tmp_path: Path) -> Iterator[Path]:
         yield directory
 
 
-class HugePool(ProcessPool):
-    """A node with more options than ProcessPool writes."""
-
-    def __init__(self, directory: Path, more: str) -> None:
-        self._more = more
-        super().__init__(small_config(name="huge"), directory, "shm")
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        text = self._file.read_text()
-        if self._more not in text:
-            self._file.write_text(text + self._more)
-        return super()._start()
-
-
 def kernel_page_kib(pid: int, path: Path) -> set[int]:
     """Sizes of the pages that a process has this file mapped in."""
     sizes, ours = set(), False
@@ -69,7 +54,8 @@ def write_and_read(connection: Connection, seed: int) -> None:
 
 
 def test_a_node_on_huge_pages_serves_dies_and_comes_back(tmp_path: Path, hugetlbfs: Path) -> None:
-    pool = HugePool(tmp_path, f'huge_pages = "2MiB"\nhuge_pages_dir = "{hugetlbfs}"\n')
+    config = small_config(name="huge", huge_pages="2MiB", huge_pages_dir=hugetlbfs)
+    pool = ProcessPool(config, tmp_path, "shm")
     try:
         connection = pool.connect()
         write_and_read(connection, 1)

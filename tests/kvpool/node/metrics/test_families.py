@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pdserve.errors import ConfigError, StartupError
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.node.metrics.families import NodeSnapshot, families
-from pdserve.kvpool.node.metrics.meter import BUCKETS_S, FIRST_FORGET, NO_NAMESPACE, LoopLag, Meter, Series
+from pdserve.kvpool.node.metrics.meter import BUCKETS_S, NO_NAMESPACE, LoopLag, Meter, Series
 from pdserve.kvpool.node.metrics.names import METRICS
 from pdserve.kvpool.node.metrics.server import MAX_HEAD_BYTES, MAX_SCRAPERS, MetricsServer
 from pdserve.kvpool.protocol import messages as m
@@ -258,13 +258,3 @@ def test_an_address_that_is_none_is_refused() -> None:
     for text in ("9100", "host:", "http://h:1", ":1"):
         with pytest.raises(ConfigError, match="host:port"):
             load_config(PoolNodeConfig, None, {"metrics": text})
-
-
-def test_series_of_dropped_namespaces_go_though_nobody_asks_for_metrics() -> None:
-    known: set[int] = set()
-    meter = Meter([], known)
-    for number in range(1, 5000):
-        known.add(number)
-        meter.end(meter.begin(m.Exists(1, number, []), 0.0), m.Present(1, b""))
-        known.remove(number)
-    assert len(meter._series) <= 2 * FIRST_FORGET

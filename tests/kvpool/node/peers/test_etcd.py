@@ -144,15 +144,6 @@ async def test_an_etcd_that_hangs_keeps_nobody_waiting(tmp_path: Path, etcd: Etc
         await until(lambda: names(etcd) == ["a"])
 
 
-async def test_another_endpoint_is_asked_where_one_is_away(tmp_path: Path, etcd: EtcdServer) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as nobody:
-        away = f"http://127.0.0.1:{nobody.getsockname()[1]}"
-    two = msgspec.structs.replace(settings(etcd), endpoints=[away, etcd.url])
-    async with running(tmp_path, "a", cluster={"etcd": two}):
-        await until(lambda: names(etcd) == ["a"])
-        assert [node.node for node in discover(two, "pool")] == ["a"]
-
-
 @pytest.fixture
 def certificate(tmp_path: Path) -> tuple[Path, Path]:
     """A certificate that is its own authority's, and its key."""

@@ -20,7 +20,7 @@ from pdserve.kvpool.admin.node_client import ask, fetch_status
 from pdserve.kvpool.admin.upgrade import upgrade
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
-from pdserve.kvpool.node.config.cluster import ClusterConfig
+from pdserve.kvpool.node.config.cluster import ClusterConfig, MovingConfig
 from pdserve.kvpool.node.node import PoolNode
 from pdserve.kvpool.node.peers.gossip import MAX_UNREAD_VIEW_BYTES
 from pdserve.kvpool.protocol import messages as m
@@ -50,8 +50,8 @@ from tests.support.kvpool.clustered import (
     status_of,
     until,
 )
-from tests.support.kvpool.moving_nodes import page_of, some_keys
-from tests.support.kvpool.nodes import small_config, soon
+from tests.support.kvpool.nodes import keys as some_keys
+from tests.support.kvpool.nodes import page_of, small_config, soon
 from tests.support.kvpool.pools import ProcessPool
 
 # --- processes
@@ -116,13 +116,12 @@ def test_a_node_that_is_killed_or_paused_is_dead_for_all_until_it_is_back_and_bl
         node.close()
 
 
-def start_alone(processes: Processes, name: str, peers: str, extra: str = "") -> ProcessPool:
-    """`extra`: further lines of its configuration."""
+def start_alone(processes: Processes, name: str, peers: str, **options: Any) -> ProcessPool:
     cluster = ClusterConfig(
         peers=[f"unix:{processes.directory}/{peer}.sock" for peer in peers], leave_on_stop=True
     )
-    config = small_config(name=name, cluster=cluster)
-    processes.nodes[name] = ProcessPool(config, processes.directory, "shm", extra)
+    config = small_config(name=name, cluster=cluster, **options)
+    processes.nodes[name] = ProcessPool(config, processes.directory, "shm")
     return processes.nodes[name]
 
 
@@ -154,8 +153,8 @@ def test_a_node_that_was_drained_before_its_upgrade_does_not_come_back_into_the_
 ) -> None:
     # the command waits for pages that move, and here they move for longer than its deadline
     monkeypatch.setattr("pdserve.kvpool.admin.upgrade.has_settled", lambda report: True)
-    slow = "[moving]\nbytes_s = 1000\nbatch_bytes = 1\n"  # with pages, a node goes on leaving for long
-    first, leaving, left = (start_alone(processes, name, "a" * (name != "a"), slow) for name in "abc")
+    slow = MovingConfig(bytes_s=1000, batch_bytes=1)  # with pages, a node goes on leaving for long
+    first, leaving, left = (start_alone(processes, n, "a" * (n != "a"), moving=slow) for n in "abc")
     processes.until("abc")
     drain_and_upgrade(left, LEFT)
     processes.until("ab", at="ab")

@@ -31,31 +31,6 @@ class Host:
         pass
 
 
-class GoneTransport:
-    """As uvloop's is when the peer hung up: it refuses to write."""
-
-    def get_extra_info(self, name: str) -> Any:
-        return None
-
-    def is_closing(self) -> bool:
-        return True
-
-    def set_write_buffer_limits(self, high: int) -> None:
-        pass
-
-    def write(self, data: bytes) -> None:
-        raise RuntimeError("unable to perform operation: the handler is closed")
-
-
-def test_an_answer_that_comes_when_the_client_is_gone_is_dropped() -> None:
-    async def answer() -> None:
-        connection = ClientConnection(Host(), 1)  # type: ignore[arg-type]
-        connection.connection_made(GoneTransport())  # type: ignore[arg-type]
-        connection.send(Done(1))
-
-    asyncio.run(answer())
-
-
 class FullTransport:
     """What is written stays in it until the test takes it out."""
 
@@ -87,6 +62,25 @@ class FullTransport:
 
     def abort(self) -> None:
         self.aborted = True
+
+
+class GoneTransport(FullTransport):
+    """As uvloop's is when the peer hung up: it refuses to write."""
+
+    def is_closing(self) -> bool:
+        return True
+
+    def write(self, data: bytes) -> None:
+        raise RuntimeError("unable to perform operation: the handler is closed")
+
+
+def test_an_answer_that_comes_when_the_client_is_gone_is_dropped() -> None:
+    async def answer() -> None:
+        connection = ClientConnection(Host(), 1)  # type: ignore[arg-type]
+        connection.connection_made(GoneTransport())  # type: ignore[arg-type]
+        connection.send(Done(1))
+
+    asyncio.run(answer())
 
 
 @virtually

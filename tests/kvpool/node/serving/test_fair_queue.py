@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from pdserve.kvpool.node.serving.fair_queue import BURST_S, KEY_COST_BYTES, MAX_QUEUED_S, Bucket, FairQueue
 from tests.support.suite.extended import examples
 
-KIB = 1024
-
 
 def queue_of(max_queued: int = 256, **flows: tuple[float, float, float]) -> FairQueue[object]:
     """Flows f1, f2, ...: weight, operations/s, bytes/s."""
@@ -91,42 +89,6 @@ def test_a_namespace_never_exceeds_its_rate_by_more_than_the_burst_or_one_reques
                 assert total <= allowed * (1 + 1e-9) + 1e-6
 
 
-@settings(max_examples=examples(100), deadline=None)
-@given(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 64), st.integers(0, 1 << 20)), max_size=40))
-def test_all_that_was_put_is_served_in_the_order_of_its_namespace(asked: list[tuple[int, int, int]]) -> None:
-    queue = queue_of(f1=(1.0, 0.0, 0.0), f2=(5.0, 50.0, 0.0), f3=(0.1, 0.0, 1e6))
-    for place, (flow, keys, size_bytes) in enumerate(asked):
-        queue.put(flow, place, keys, size_bytes, 0.0)
-    got: list[tuple[int, object]] = []
-    now_s = 0.0
-    while queue.waiting:
-        queued = queue.next(now_s)
-        queue.check()
-        if queued is not None:
-            got.append((queued.flow, queued.item))
-            continue
-        held = [at_s for at_s, *_ in queue._held]
-        assert held, "something waits for nothing"
-        now_s = max(now_s + 1e-6, min(held))
-    for flow in (1, 2, 3):
-        mine = [item for of_flow, item in got if of_flow == flow]
-        assert mine == [place for place, (of_flow, *_) in enumerate(asked) if of_flow == flow]
-
-
-def test_an_idle_namespace_is_served_before_its_backlogged_neighbours_next() -> None:
-    queue = queue_of(f1=(100.0, 0.0, 0.0), f2=(0.1, 0.0, 0.0))
-    for place in range(50):
-        queue.put(1, place, 32, 1 << 20, 0.0)
-    for _ in range(20):
-        queued = queue.next(0.0)
-        assert queued is not None
-        assert queued.flow == 1
-    queue.put(2, "quiet", 1, 0, 0.0)
-    queued = queue.next(0.0)
-    assert queued is not None
-    assert queued.item == "quiet"
-
-
 def test_what_was_used_while_nobody_waited_is_not_paid_for_later() -> None:
     queue = queue_of(f1=(1.0, 0.0, 0.0), f2=(1.0, 0.0, 0.0))
     for _ in range(1000):
@@ -151,36 +113,6 @@ def test_nothing_waits_while_it_may_go() -> None:
     assert queue.next_time_s() == pytest.approx(0.5)
     assert queue.next(0.5000001) is not None
     assert not queue.waiting
-
-
-def test_a_full_queue_says_so_and_has_room_again_when_half_is_gone() -> None:
-    queue = queue_of(max_queued=8, f1=(1.0, 0.0, 0.0))
-    assert [queue.put(1, place, 1, 0, 0.0) for place in range(8)] == [True] * 7 + [False]
-    assert not queue.has_room(1)
-    for _ in range(4):
-        assert queue.next(0.0)
-    assert queue.has_room(1)
-
-
-def test_what_has_waited_as_long_as_any_client_waits_is_given_up() -> None:
-    queue = queue_of(f1=(1.0, 1.0, 0.0))
-    assert queue.admit(1, 1, 0, 0.0)
-    for place in range(10):
-        queue.put(1, place, 1, 0, 0.1 * place)
-    assert queue.expired(MAX_QUEUED_S - 0.01) == []
-    assert [queued.item for queued in queue.expired(MAX_QUEUED_S + 0.15)] == [0, 1]
-    queue.check()
-    assert queue.waiting == 8
-
-
-def test_what_does_not_wait_counts_towards_the_share() -> None:
-    queue = queue_of(f1=(1.0, 0.0, 0.0), f2=(1.0, 0.0, 0.0))
-    for _ in range(20):
-        queue.put(1, None, 1, 0, 0.0)
-        queue.put(2, None, 1, 0, 0.0)
-    queue.charge(1, 10)
-    first = Counter(queued.flow for _ in range(10) if (queued := queue.next(0.0)))
-    assert first[2] >= 9
 
 
 def test_bytes_given_back_can_be_taken_again() -> None:

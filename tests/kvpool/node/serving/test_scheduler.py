@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from pathlib import Path
-
 import pytest
 
 from pdserve.kvpool.core.events import Answer, LoadPages, PagesFound, PagesLoaded
@@ -12,12 +9,9 @@ from pdserve.kvpool.core.namespace_admin import Rules
 from pdserve.kvpool.core.tiering.tier_index import TierSpec
 from pdserve.kvpool.node.serving.fair_queue import MAX_QUEUED, MAX_QUEUED_S
 from pdserve.kvpool.node.serving.scheduler import TURN_KEYS
-from pdserve.kvpool.node.timers import CLOCK_STEP_S
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import NamespaceSettings
 from pdserve.kvpool.tiers.base import GONE, TierPage
-from pdserve.kvpool.transports.control import ControlChannel, make_hello
-from tests.support.kvpool.moving_nodes import Nodes
 from tests.support.kvpool.node_model import KIB, Node, key
 from tests.support.kvpool.served import KEYS, Client, Served
 
@@ -106,17 +100,6 @@ def test_what_frees_many_pages_is_charged_and_its_client_read_from_in_the_next_t
     served.loop.turns()
     after = [number for number in served.order[len(before) + 1 :] if number in (a.number, b.number)]
     assert after.index(a.number) >= after.count(b.number) - 1, "b goes first: a has had its share"
-
-
-def test_what_waits_for_its_rate_is_not_looked_at_before_the_loops_clock_has_moved() -> None:
-    served = Served(a=NamespaceSettings(operations_s=16_000.0))
-    a, ns = served.client("a")
-    served.get(a, ns, [key(n) for n in range(16_001)])  # it leaves a debt of a key, some 60 us
-    served.loop.turns()
-    served.ask(a, ns, KEYS[:1])
-    served.loop.turns()
-    assert served.serving.counters()["requests_waiting"] == 1
-    assert min(when_s for when_s, _ in served.loop._later) >= served.loop.now_s + CLOCK_STEP_S
 
 
 def test_misses_take_no_bytes() -> None:
@@ -238,22 +221,3 @@ def test_a_changed_setting_counts_at_once() -> None:
 
 
 # --- a real node
-
-
-def test_a_client_that_sends_without_reading_delays_nobody_and_loses_nothing(tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path)
-    nodes.start("a")
-    address, deadline_s = f"unix:{tmp_path}/a.sock", time.monotonic() + 60.0
-    flood = ControlChannel.connect(address, make_hello("flood", "", "none"), deadline_s)
-    quiet = ControlChannel.connect(address, make_hello("quiet", "", "none"), deadline_s)
-    opened = [
-        each.call(m.OpenNamespace(1, name, {}), deadline_s) for each, name in ((flood, "f"), (quiet, "q"))
-    ]
-    numbers = [reply.namespace for reply in opened if isinstance(reply, m.Opened)]
-    for place in range(2, 2000):
-        flood.send(m.Exists(place, numbers[0], KEYS), deadline_s)
-    assert isinstance(quiet.call(m.Exists(2, numbers[1], KEYS), deadline_s), m.Present)
-    assert all(isinstance(flood.receive(place, deadline_s), m.Present) for place in range(2, 2000))
-    flood.close()
-    quiet.close()
-    nodes.close()

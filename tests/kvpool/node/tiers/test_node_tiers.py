@@ -16,8 +16,7 @@ from pdserve.kvpool.admin.node_client import fetch_status
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.node.config.node import PoolNodeConfig, TierConfig
-from pdserve.kvpool.protocol.messages import Done, DropNamespace, StatusReport
-from pdserve.kvpool.transports.control import ControlChannel, make_hello
+from pdserve.kvpool.protocol.messages import StatusReport
 from tests.support.kvpool.pools import ProcessPool, arena_dir, remove_arena, remove_arena_dir
 from tests.support.kvpool.tier_tools import KIB, contents, key
 
@@ -118,13 +117,6 @@ def get(client: PoolClient, numbers: range) -> int:
     return hits
 
 
-def drop_namespace(rig: Rig, name: str) -> None:
-    deadline = time.monotonic() + 5
-    channel = ControlChannel.connect(rig.pool.address, make_hello("test", "", "none"), deadline)
-    assert isinstance(channel.call(DropNamespace(1, name), deadline), Done)
-    channel.close()
-
-
 def fill(rig: Rig, client: PoolClient, pages: int) -> None:
     """Put pages no faster than the tier writes them. It writes above four fifths of the 64 pages of memory:
     at most 51 pages stay unwritten, and 8 more find room.
@@ -212,33 +204,12 @@ def test_what_leaves_the_first_tier_goes_to_the_second(rig: Rig) -> None:
     client.close()
 
 
-def test_pages_that_were_dropped_or_cleared_stay_so_after_a_reboot_right_after_the_answer(rig: Rig) -> None:
-    names = ["dropped", "cleared", "kept"]
-    clients = {name: rig.client(name) for name in names}
-    for client in clients.values():
-        fill(rig, client, 64)
-    put(clients["dropped"], range(1000, 1032))  # stores are under way
-    drop_namespace(rig, "dropped")
-    assert clients["cleared"].clear() > 0
-    rig.pool.kill()
-    for client in clients.values():
-        client.close()
-    remove_arena(rig.config)
-    rig.pool.restart()
-    rig.until(lambda report: report.tiers[0].pages > 0)
-    for name in names:
-        again = rig.client(name)
-        numbers = [*range(64), *range(1000, 1032)]
-        assert (sum(again.exists([key(n) for n in numbers])) > 0) == (name == "kept")
-        assert (get(again, range(64)) > 0) == (name == "kept")
-        again.close()
-
-
 def test_a_tier_that_cannot_be_used_is_an_error_in_one_line(tmp_path: Path) -> None:
-    config = PoolNodeConfig(name="bad", arena_dir=arena_dir(), capacity_bytes=4 * MIB, slab_bytes=MIB)
-    tier = f'[[tiers]]\nkind = "ssd"\npath = "{tmp_path}/t"\ncapacity_bytes = "1GiB"\n'
+    tier = TierConfig(kind="ssd", path=tmp_path / "t", capacity_bytes="1GiB", options={"direkt": True})
+    sizes = {"capacity_bytes": 4 * MIB, "slab_bytes": MIB}
+    config = PoolNodeConfig(name="bad", arena_dir=arena_dir(), tiers=[tier], **sizes)
     with pytest.raises(AssertionError) as caught:
-        ProcessPool(config, tmp_path, "shm", extra=tier + "options = { direkt = true }")
+        ProcessPool(config, tmp_path, "shm")
     [line] = (tmp_path / "bad.log").read_text().strip().splitlines()
     assert "direkt" in line, str(caught.value)
     assert not (arena_dir() / "bad").exists()

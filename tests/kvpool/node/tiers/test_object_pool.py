@@ -117,18 +117,3 @@ def test_a_lost_nodes_pages_are_read_by_the_others(store: ObjectServer, tmp_path
         fill(nodes, tmp_path)
         nodes[0].kill()
         until(lambda: hits(pool) == COUNT, "the other node does not find them")
-
-
-@pytest.mark.extended
-def test_a_dropped_namespace_comes_back_empty_and_leaves_the_bucket(
-    store: ObjectServer, tmp_path: Path
-) -> None:
-    own = settings_of(tmp_path, store.endpoint, compression="zstd")
-    with pool_of(2, tmp_path, COMMON, own_settings=own) as nodes:
-        fill(nodes, tmp_path)
-        with closing(client(nodes)) as pool:
-            pool.clear()
-            assert not any(pool.exists(KEYS))
-        until(lambda: not store.objects, "objects stay")
-        with closing(client(nodes)) as pool:
-            assert hits(pool) == 0

@@ -1,5 +1,6 @@
-"""Random streams against the public port of a real router, and after each an honest client. A node's messages
-are fuzzed without sockets: tests/kvpool/core/test_fuzz.py.
+"""Strangers at the public port of a real router: random streams, after each of which an honest client is
+served, and as many connections as a process may have files. A node's messages are fuzzed without sockets:
+tests/kvpool/core/test_fuzz.py.
 
 PDSERVE_FUZZ_EXAMPLES sets the number of streams, for a long run at night.
 """
@@ -7,6 +8,7 @@ PDSERVE_FUZZ_EXAMPLES sets the number of streams, for a long run at night.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import socket
@@ -14,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -26,15 +29,17 @@ EXAMPLES = int(os.environ.get("PDSERVE_FUZZ_EXAMPLES", examples(250)))
 pytestmark = [pytest.mark.timeout(60 + EXAMPLES)]
 
 
-@pytest.fixture(scope="module")
-def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
-    """Where a router without a worker listens. It may not end by itself, nor tell of faults."""
-    log = tmp_path_factory.mktemp("router") / "log"
+@contextlib.contextmanager
+def serving(log: Path, files: int) -> Iterator[tuple[str, int]]:
+    """Where a router without a worker listens that may open so many files. It may not end by itself, nor tell
+    of faults.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = ("127.0.0.1", int(free.getsockname()[1]))
     command = [sys.executable, "-m", "pdserve", "router", "--port", str(address[1])]
+    limited = ["bash", "-c", f'ulimit -n {files}; exec "$0" "$@"', *command, "--decode", "http://127.0.0.1:9"]
     with log.open("wb") as out:
-        process = subprocess.Popen([*command, "--decode", "http://127.0.0.1:9"], stdout=out, stderr=out)
+        process = subprocess.Popen(limited, stdout=out, stderr=out)
     try:
         deadline_s = soon(60)
         while b"listening on" not in log.read_bytes():
@@ -47,6 +52,24 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]
         process.kill()
         process.wait(10)
     assert "Traceback" not in log.read_text()
+
+
+@pytest.fixture(scope="module")
+def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
+    with serving(tmp_path_factory.mktemp("router") / "log", 1024) as address:
+        yield address
+
+
+def test_many_open_sockets_keep_no_client_out_of_a_router(tmp_path: Path) -> None:
+    files = 256
+    with serving(tmp_path / "log", files) as address, contextlib.ExitStack() as held:
+        for _ in range(2 * files):
+            held.enter_context(socket.create_connection(address, 10))
+        for _ in range(3):
+            asked = http.client.HTTPConnection(*address, timeout=20)
+            with contextlib.closing(asked):
+                asked.request("GET", "/health")
+                assert asked.getresponse().status == 200
 
 
 PIECES = st.one_of(
