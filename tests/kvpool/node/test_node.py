@@ -271,7 +271,7 @@ async def test_an_unexpected_error_stops_the_node_and_the_next_start_has_its_pag
 FAILING = {
     "lookup": ("pdserve.kvpool.core.lookups.Lookups.answer", m.Exists(7, 1, keys(1, 9))),
     "namespace": ("pdserve.kvpool.core.namespace_admin.check_record", m.OpenNamespace(7, "b", {})),
-    "status": ("pdserve.kvpool.core.state.report", m.Status(7)),
+    "status": ("pdserve.kvpool.core.state.NodeState.status", m.Status(7)),
 }
 
 
