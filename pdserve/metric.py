@@ -7,14 +7,12 @@ stays as it is: dashboards rest on it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Final, Literal, NamedTuple
 
 UNITS: Final = ("seconds", "bytes", "tokens", "pages")
 
 Labels = tuple[str, ...]
-Buckets = Sequence[tuple[str, float]]
-"""(upper bound, observations at or below it), the last bound "+Inf"."""
 
 
 class Definition(NamedTuple):

@@ -1,5 +1,5 @@
 """Workers in etcd: each keeps a key `<prefix>/<cluster>/workers/<role>/<host:port>` with its URL, under a
-lease that it renews; routers watch them (pdserve/router/fleet/etcd.py).
+lease that it renews; routers watch them (pdserve/router/fleet/discovery.py).
 """
 
 from __future__ import annotations

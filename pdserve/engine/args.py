@@ -121,6 +121,7 @@ def server_argv(
         *("--kv-cache-dtype", config.kv_cache_dtype),
         *("--page-size", str(config.page_size)),
         *("--log-level", config.log_level),
+        *("--tool-call-parser", "auto"),  # by the chat template
         "--enable-metrics",
         *("--extra-metric-labels", json.dumps({"role": role})),
         "--enable-cache-report",
@@ -130,8 +131,6 @@ def server_argv(
     if "--enable-priority-scheduling" in config.extra_args:
         # without it SGLang puts requests without a priority behind all others, those below 0 too
         argv += ["--default-priority-value", "0"]
-    if config.tool_call_parser:
-        argv += ["--tool-call-parser", config.tool_call_parser]
     if config.context_length is not None:
         argv += ["--context-length", str(config.context_length)]
     if tls is not None and tls.as_server:
@@ -173,17 +172,11 @@ def cpu_total_tokens(config: EngineConfig, model: Mapping[str, Any]) -> int:
 
 
 def _sizes(config: EngineConfig, device: Device) -> list[str]:
-    cpu = device == "cpu"
-    total = config.max_total_tokens or (_CPU_MAX_TOTAL_TOKENS if cpu else None)
-    fraction = config.mem_fraction or (_CPU_MEM_FRACTION if cpu else None)
-    running = config.max_running_requests or (_CPU_MAX_RUNNING_REQUESTS if cpu else None)
-    argv: list[str] = []
-    if total is not None:
-        argv += ["--max-total-tokens", str(total)]
-    if fraction is not None:
-        argv += ["--mem-fraction-static", str(fraction)]
-    if running is not None:
-        argv += ["--max-running-requests", str(running)]
+    total = config.max_total_tokens or (_CPU_MAX_TOTAL_TOKENS if device == "cpu" else None)
+    argv = [] if total is None else ["--max-total-tokens", str(total)]
+    if device == "cpu":
+        argv += ["--mem-fraction-static", str(_CPU_MEM_FRACTION)]
+        argv += ["--max-running-requests", str(_CPU_MAX_RUNNING_REQUESTS)]
     return argv
 
 
@@ -209,27 +202,22 @@ def extra_config(config: EngineConfig, storage: Mapping[str, Any]) -> dict[str, 
 
 
 def _copies(config: EngineConfig, device: Device) -> tuple[str, str]:
-    """(layout, I/O backend). Raises ConfigError where they do not fit each other or the device."""
-    layout, io_backend = config.layout, config.io_backend
+    """(layout, I/O backend). Raises ConfigError for a layout that the device or `page_pieces` does not take.
+
+    On a GPU the backend "direct" would hold up the scheduler at each copy.
+    """
+    layout = config.layout
     if config.page_pieces:
-        if layout not in ("auto", "page_head") or io_backend == "direct":
-            raise ConfigError("engine.page_pieces needs engine.layout page_head and engine.io_backend kernel")
+        if layout not in ("auto", "page_head"):
+            raise ConfigError("engine.page_pieces needs engine.layout page_head")
         return "page_head", "kernel"
     if layout == "page_head":
         raise ConfigError("engine.layout: page_head is for engine.page_pieces, which is 0")
-    if io_backend == "auto":
-        io_backend = "direct" if device == "cpu" or layout == "page_first_direct" else "kernel"
     if layout == "auto":
-        layout = "page_first_direct" if io_backend == "direct" else "page_first"
-    if device == "cpu" and io_backend != "direct":
-        raise ConfigError(f"engine.io_backend: {io_backend!r} needs a GPU; on CPU use direct")
-    if layout == "page_first_direct" and io_backend != "direct":
-        raise ConfigError("engine.layout: page_first_direct needs engine.io_backend direct")
-    if layout == "page_first" and io_backend == "direct":
-        raise ConfigError(
-            "engine.layout: page_first needs engine.io_backend kernel; with direct use page_first_direct"
-        )
-    return layout, io_backend
+        layout = "page_first_direct" if device == "cpu" else "page_first"
+    if layout == "page_first" and device == "cpu":
+        raise ConfigError("engine.layout: page_first needs a GPU; on CPU use page_first_direct")
+    return layout, "direct" if device == "cpu" or layout == "page_first_direct" else "kernel"
 
 
 def _host_size(config: EngineConfig, device: Device) -> list[str]:

@@ -57,19 +57,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_total_tokens: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(
-            description="Tokens in the device's KV cache; none: as mem_fraction allows, on CPU "
-            "as many as fit into 1 GB, up to 40,000.",
+            description="Tokens in the device's KV cache; none: as SGLang's --mem-fraction-static allows, "
+            "on CPU as many as fit into 1 GB, up to 40,000.",
         ),
-    ] = None
-    mem_fraction: Annotated[
-        Annotated[float, Meta(gt=0, lt=1)] | None,
-        Meta(
-            description="Share of device memory for weights and KV; none: SGLang's choice, on CPU 0.9.",
-        ),
-    ] = None
-    max_running_requests: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        Meta(description="Requests decoded at a time; none: SGLang's choice, on CPU 128."),
     ] = None
     hicache_host_memory_mode: Annotated[
         HostMemoryMode,
@@ -97,7 +87,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         Layout,
         Meta(
             description="Layout of pages in host memory; the same on all workers of a pool. auto: "
-            "page_first, with io_backend direct page_first_direct."
+            "page_first, on CPU page_first_direct."
         ),
     ] = "auto"
     page_pieces: Annotated[
@@ -109,16 +99,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "page_head, which auto takes. 0: only workers of one --tp-size share pages.",
         ),
     ] = 0
-    io_backend: Annotated[
-        Literal["auto", "direct", "kernel"],
-        Meta(
-            description="How pages are copied between device and host. auto: kernel on a GPU, where direct "
-            "would hold up the scheduler at each copy; on CPU direct."
-        ),
-    ] = "auto"
-    tool_call_parser: Annotated[
-        str, Meta(description="SGLang's parser of tool calls; auto: by the chat template; empty: none.")
-    ] = "auto"
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="SGLang's log level.")
     ] = "warning"
@@ -132,3 +112,24 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     extra_args: Annotated[
         list[str], Meta(description="Flags passed to SGLang unchanged; they win over the options above.")
     ] = []
+
+
+class ExactTurnsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Earlier answers in a chat's prompt keep the tokens that they were made of."""
+
+    enabled: Annotated[
+        bool,
+        Meta(
+            description="Earlier answers in a chat's prompt get the tokens that they were made of. false: "
+            "their text is encoded anew, as plain SGLang does."
+        ),
+    ] = True
+    lookup_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=2.0,
+            description="Longest wait for the pool to give the tokens of earlier answers. Then their text is "
+            "encoded.",
+        ),
+    ] = 0.1

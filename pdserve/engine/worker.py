@@ -25,7 +25,7 @@ from msgspec import Meta
 
 from pdserve import __version__
 from pdserve.discovery.workers import WorkerEtcdConfig
-from pdserve.engine.config import EngineConfig, Role
+from pdserve.engine.config import EngineConfig, ExactTurnsConfig, Role
 from pdserve.engine.drain import Drain
 from pdserve.engine.handoff import DirectConfig
 from pdserve.engine.http.fixed_weights import FixedWeights
@@ -38,7 +38,6 @@ from pdserve.engine.http.resume import Continuing
 from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.page_names import PageNames
 from pdserve.engine.sglang.engine import Engine
-from pdserve.engine.turns.config import ExactTurnsConfig
 from pdserve.errors import PoolRefused, StartupError
 from pdserve.kvpool.client.async_client import AsyncPoolClient
 from pdserve.kvpool.client.config import PoolClientConfig

@@ -21,11 +21,10 @@ from pdserve.settings.command_line import ExtraArgs
 from pdserve.settings.config_file import build_config
 from pdserve.up.config import WORKER_ROLES, Role, WorkerRole, read_cluster_file
 from pdserve.up.console import Console
-from pdserve.up.gpus import Given
 from pdserve.up.launchers.base import Launcher, open_launcher
 from pdserve.up.locks import check_ports, claimed
 from pdserve.up.plan import ConnectReady, Plan
-from pdserve.up.planner import Planner
+from pdserve.up.planner import Given, Planner
 from pdserve.up.supervisor import Supervisor
 
 LOCAL = "local"

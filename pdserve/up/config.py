@@ -79,15 +79,8 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ] = 40.0
     max_restarts: Annotated[
         int,
-        Meta(
-            ge=0,
-            description="Most restarts of one process within restart_window_s; after that it is not "
-            "restarted.",
-        ),
+        Meta(ge=0, description="Most restarts of one process within 5 minutes; after that it stays stopped."),
     ] = 5
-    restart_window_s: Annotated[float, Meta(gt=0, description="Window in which restarts are counted.")] = (
-        300.0
-    )
     restart_backoff_s: Annotated[
         float,
         Meta(

@@ -62,6 +62,7 @@ from pdserve.up.plan import Plan, ProcessSpec, grace_s
 
 PROGRESS_INTERVAL_S: Final = 5.0
 MAX_BACKOFF_S: Final = 30.0
+RESTART_WINDOW_S: Final = 300.0  # in which restarts are counted
 MAX_DOUBLINGS: Final = 30  # a power of more would some day be no float
 
 
@@ -544,7 +545,7 @@ def restart_delay_s(
     """
     if restart == "never" or status == 0:
         return None
-    recent = sum(1 for at_s in restarts_s if now_s - at_s < settings.restart_window_s)
+    recent = sum(1 for at_s in restarts_s if now_s - at_s < RESTART_WINDOW_S)
     if recent >= settings.max_restarts:
         return None
     return min(settings.restart_backoff_s * 2.0 ** min(recent, MAX_DOUBLINGS), MAX_BACKOFF_S)

@@ -10,20 +10,21 @@ import os
 import random
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from pdserve.errors import ConfigError, StartupError
-from pdserve.resources.machine import Machine, this_machine
+from pdserve.resources.gpus import GpuRequest, assign, visible
+from pdserve.resources.machine import VISIBLE, Machine, this_machine
 from pdserve.up.config import ClusterFile, WorkerRole, resized
-from pdserve.up.gpus import Given, with_gpus
 from pdserve.up.hosts import Site
 from pdserve.up.launchers.base import Launcher
 from pdserve.up.launchers.process import write_private
 from pdserve.up.locks import free_ports, has_ipv6_alone, is_ours, make_run_directory, run_directory
-from pdserve.up.plan import Plan, demands, make_plan
+from pdserve.up.plan import Plan, ProcessSpec, demands, make_plan, on_gpus
 
 TOKENS_FILE: Final = "pool-tokens.json"
 """In the run directory, for its owner alone."""
@@ -126,3 +127,40 @@ def _site(hosts: Mapping[str, str], tokens: PoolTokens) -> Site:
     far = frozenset(name for name, host in hosts.items() if not is_ours(host))
     ipv6 = frozenset(host for host in set(hosts.values()) if has_ipv6_alone(host))
     return Site(hosts, tokens.node, tokens.page, far, ipv6)
+
+
+Given = Mapping[str, tuple[int, ...]]
+"""Numbers of GPUs by worker."""
+
+
+def with_gpus(plan: Plan, machine: Machine, kept: Given | None = None) -> tuple[Plan, Given]:
+    """(the plan, each worker with GPUs of `machine`; which). Without a GPU the plan stays as it is. `kept`:
+    what workers that run already have. Raises ConfigError: there are too few, or a table names one that is
+    not here.
+    """
+    if not machine.gpus:
+        if named := next((spec for spec in plan.processes if spec.needs.gpus), None):
+            raise ConfigError(f"'{named.table}.gpus': this machine has no GPU")
+        return plan, {}
+    workers = [spec for spec in plan.processes if spec.gpu_count]
+    had = kept or {}
+    requests = [
+        GpuRequest(spec.name, spec.gpu_count, had.get(spec.name) or _numbers(spec)) for spec in workers
+    ]
+    given = assign(machine, requests)
+    ready = {
+        spec.name: on_gpus(replace(spec, env={**spec.env, **visible(given[spec.name])}), plan.settings)
+        for spec in workers
+    }
+    stages = tuple(tuple(ready.get(spec.name, spec) for spec in stage) for stage in plan.stages)
+    return replace(plan, stages=stages), given
+
+
+def _numbers(spec: ProcessSpec) -> tuple[int, ...] | None:
+    """The GPUs that its table names; None: any. Raises ConfigError."""
+    if spec.needs.gpu_numbers or VISIBLE not in spec.env:
+        return spec.needs.gpu_numbers or None
+    words = [word.strip() for word in spec.env[VISIBLE].split(",")]
+    if not all(word.isdecimal() for word in words):
+        raise ConfigError(f"'{spec.table}.env': {VISIBLE} = {spec.env[VISIBLE]!r}: write gpus = [..] instead")
+    return tuple(map(int, words))

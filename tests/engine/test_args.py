@@ -115,17 +115,13 @@ def test_users_flags_come_last_and_win() -> None:
 @pytest.mark.parametrize(
     ("fields", "device"),
     [
-        ({"io_backend": "kernel", "layout": "layer_first"}, "cpu"),
-        ({"layout": "page_first", "io_backend": "direct"}, "cuda"),
         ({"layout": "page_first"}, "cpu"),
-        ({"layout": "page_first_direct", "io_backend": "kernel"}, "cuda"),
         ({"layout": "page_head"}, "cuda"),
         ({"page_pieces": 2, "layout": "page_first"}, "cuda"),
-        ({"page_pieces": 2, "io_backend": "direct"}, "cpu"),
     ],
 )
-def test_layout_and_io_backend_must_fit(fields: dict[str, Any], device: str) -> None:
-    with pytest.raises(ConfigError, match=r"engine\.(layout|io_backend|page_pieces)"):
+def test_layout_must_fit(fields: dict[str, Any], device: str) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.(layout|page_pieces)"):
         server_argv(config(**fields), "agg", device, POOL)  # type: ignore[arg-type]
 
 
@@ -137,7 +133,6 @@ def test_layout_and_io_backend_must_fit(fields: dict[str, Any], device: str) -> 
         ({"layout": "layer_first"}, "cuda", "layer_first", "kernel"),
         ({"layout": "layer_first"}, "cpu", "layer_first", "direct"),
         ({"layout": "page_first_direct"}, "cuda", "page_first_direct", "direct"),
-        ({"io_backend": "direct"}, "cuda", "page_first_direct", "direct"),
         ({"page_pieces": 4}, "cuda", "page_head", "kernel"),
         ({"page_pieces": 2}, "cpu", "page_head", "kernel"),
     ],

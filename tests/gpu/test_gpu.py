@@ -214,7 +214,7 @@ class Bench:
             "extra_args": os.environ.get("PDSERVE_GPU_ARGS", "").split(),
         }
         if self._device == "cuda":
-            engine["mem_fraction"] = SHARE
+            engine["extra_args"] += ["--mem-fraction-static", str(SHARE)]
         more = {"storage": "none"} if alone else self._pool
         return Server(name, role, {"insecure": True, **more, "engine": engine}, self._directory, port)
 

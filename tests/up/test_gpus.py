@@ -12,10 +12,9 @@ from pdserve.errors import ConfigError
 from pdserve.resources.machine import Machine, read_machine
 from pdserve.up import cli
 from pdserve.up.config import ClusterFile, ClusterSettings
-from pdserve.up.gpus import with_gpus
-from pdserve.up.launchers.local import LocalLauncher
+from pdserve.up.launchers.process import LocalLauncher
 from pdserve.up.plan import GPU_START_TIMEOUT_S, Plan, make_plan
-from pdserve.up.planner import Planner
+from pdserve.up.planner import Planner, with_gpus
 from tests.support.up.scripts import LAUNCH
 
 MACHINES = Path(__file__).parents[1] / "resources" / "machines"

@@ -22,7 +22,7 @@ from pdserve.up.lifecycle import restart_delay_s
 from pdserve.up.locks import free_ports, is_free, run_directory
 from tests.support.addresses import names_of
 
-SETTINGS = ClusterSettings(max_restarts=3, restart_window_s=100, restart_backoff_s=2.0)
+SETTINGS = ClusterSettings(max_restarts=3, restart_backoff_s=2.0)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from pdserve.engine.config import ExactTurnsConfig
 from pdserve.engine.contract.endpoints import Contract
 from pdserve.engine.drain import Drain
 from pdserve.engine.http.timing import WorkerMetrics
@@ -13,9 +14,8 @@ from pdserve.engine.sglang import long_texts, text_offsets
 from pdserve.engine.sglang.abilities import contract_of
 from pdserve.engine.sglang.exact_turns import SglangTurns, tokenizer_of
 from pdserve.engine.sglang.tokenizer_manager import names_media
-from pdserve.engine.turns.config import ExactTurnsConfig
 from pdserve.engine.turns.exact import ExactTurns
-from pdserve.engine.turns.memory import MEMORY_BYTES, Memory
+from pdserve.engine.turns.record import MEMORY_BYTES, Memory
 from pdserve.engine.turns.shelf import Shelf
 
 

@@ -32,7 +32,7 @@ def pool_storage(
         "module_path": "pdserve.kvpool.hicache.backend",
         "class_name": "PdserveHiCache",
         "interface_v1": 1,
-        **_allocator(pool),
+        **_allocator(),
         "pdserve": {
             "pool": msgspec.to_builtins(
                 replace(pool, token_file=None, page_key_file=None), enc_hook=withhold_secret
@@ -45,6 +45,6 @@ def pool_storage(
     }
 
 
-def _allocator(pool: PoolClientConfig) -> dict[str, str]:
+def _allocator() -> dict[str, str]:
     """A host pool that the page mover can map; SGLang makes none of these of huge pages."""
-    return {"allocator": "shm"} if pool.page_mover and not os.environ.get(HUGE_PAGES_ENV) else {}
+    return {"allocator": "shm"} if not os.environ.get(HUGE_PAGES_ENV) else {}

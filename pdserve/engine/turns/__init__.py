@@ -5,11 +5,9 @@ then none of the conversation's pages from there on fit. So a worker records eac
 text of the whole conversation up to its end. The next prompt has the same text there, and gets these tokens.
 
     segments   cut a prompt at its stop tokens; keys; what fits where      (pure)
-    record     a record as pages of the pool, and back                    (pure)
-    memory     records of this worker, bounded                            (pure)
+    record     a record as pages of the pool, and back; those at hand     (pure)
     shelf      records in the pool, each wait with a deadline
     exact      what happens to one prompt and to one answer
-    config     its options
 
 Knows no SGLang. May import: kvpool.client, `engine.metric_names`, errors.
 """

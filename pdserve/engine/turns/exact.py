@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from pdserve.engine.turns.memory import Memory
+from pdserve.engine.turns.record import Memory
 from pdserve.engine.turns.segments import Prompt, StopTokens, cut, scope_of
 from pdserve.engine.turns.shelf import LateError
 

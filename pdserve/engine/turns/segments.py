@@ -79,11 +79,6 @@ class Prompt:
     chain: Any
     """The hash up to the open segment's start."""
 
-    @property
-    def all_ids(self) -> list[int]:
-        """The tokens of the prompt."""
-        return self.with_ids({})
-
     def with_ids(self, others: Mapping[int, Sequence[int]]) -> list[int]:
         """The tokens of the prompt with other ones for some segments, by their numbers."""
         whole: list[int] = []

@@ -33,8 +33,8 @@ from pdserve.engine.sglang.children import entry  # before SGLang, in the childr
 from pdserve.engine.worker import WorkerConfig
 from pdserve.errors import ConfigError, StartupError
 from pdserve.integrations.dynamo.config import DynamoConfig
-from pdserve.kvpool.hicache.object_layout import no_layout, object_layout
-from pdserve.pages import KvGeometry
+from pdserve.kvpool.protocol.kv_events import OBJECT_SUFFIX
+from pdserve.pages import KV, KvGeometry
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +47,9 @@ def run(config: DynamoConfig, role: Role) -> int:
     if not (config.pool.nodes or config.pool.etcd.endpoints):
         raise ConfigError("pool.nodes is empty: list the nodes of the pool")
     argv, shared = _prepare(_as_worker(config, role), role, config.pool_events)
-    from pdserve.engine.sglang.children import embedded
+    from pdserve.engine.sglang.children import entry
 
-    embedded.install(run_scheduler_process)
+    entry.install_in_program(run_scheduler_process)
     _serve([*argv, *_events(config.kv_events)], shared, config.kv_events_host)
     return 0
 
@@ -69,7 +69,7 @@ def _prepare(config: WorkerConfig, role: Role, events: str) -> tuple[list[str], 
     set_environment(config.pool)
     shared = shared_cache(namespace, identity.geometry, pairs=identity.pairs, events=events)
     if events and shared is None:
-        logger.warning("Dynamo's router will not know the pool's pages: %s", no_layout(identity.geometry))
+        logger.warning("Dynamo's router will not know the pool's pages: %s", _unnameable(identity.geometry))
     return server_argv(config.engine, role, device, storage, config.tls, direct), shared
 
 
@@ -131,9 +131,8 @@ def shared_cache(namespace: str, geometry: KvGeometry, *, pairs: bool, events: s
     pool's nodes publish such events (`events.format = "objects"`), and workers report a layout that gives the
     same names.
     """
-    if not events or no_layout(geometry):
+    if not events or _unnameable(geometry):
         return None
-    layout = object_layout(namespace, geometry)["hicache_object_layout"]
     return {
         "backend": "mooncake",
         "page_size": int(geometry.page_size),
@@ -147,5 +146,20 @@ def shared_cache(namespace: str, geometry: KvGeometry, *, pairs: bool, events: s
         "extra_backend_tag": None,
         "key_prefix": namespace,
         "kv_events_endpoint": events,
-        "hicache_object_layout": layout,  # later versions read the names there
+        "hicache_object_layout": {  # later versions read the names there
+            "pools": [{"pool": KV, "suffixes": [OBJECT_SUFFIX], "hit_policy": "all_pages"}],
+            "key_prefix": namespace,
+            "is_mla_backend": geometry.tp_size == "replicated",
+            "pp_rank": 0,
+            "pp_size": 1,
+        },
     }
+
+
+def _unnameable(geometry: KvGeometry) -> str:
+    """Why a router cannot name the objects of such pages from a prompt's tokens; empty where it can."""
+    if geometry.tp_size not in ("1", "replicated") or geometry.pp_size != "1":
+        return "ranks have objects of their own, which cannot be named from tokens alone"
+    if geometry.window_pages.keys() != {KV}:
+        return "pages have parts beside KV, which cannot be named from tokens alone"
+    return ""

@@ -42,7 +42,6 @@ class TaskQueue(Generic[R]):
         self._waiting: deque[_Task[R]] = deque()
         self._done: OrderedDict[int, R] = OrderedDict()
         self._last = 0
-        self._running = False
         self._closed = False
         self._is_open = True  # the descriptor
         self.refused = 0
@@ -76,12 +75,6 @@ class TaskQueue(Generic[R]):
             done, self._done = dict(self._done), OrderedDict()
         return done
 
-    def wait_idle(self) -> None:
-        """Return when every task that was submitted has its result. Each task has a deadline of its own."""
-        with self._changed:
-            while self._waiting or self._running:
-                self._changed.wait()
-
     def close(self, timeout_s: float) -> bool:
         """End the thread, after the task that it runs. False: it was not done in time, and goes on."""
         with self._changed:
@@ -114,16 +107,12 @@ class TaskQueue(Generic[R]):
         with self._changed:
             while not self._waiting and not self._closed:
                 self._changed.wait()
-            self._running = bool(self._waiting)
             return self._waiting.popleft() if self._waiting else None
 
     def _finish(self, task: _Task[R], result: R) -> None:
         with self._changed:
             if result is not None:
                 self._done[task.number] = result
-            if threading.current_thread() is self._thread:
-                self._running = False
-                self._changed.notify_all()
             while len(self._done) > MAX_KEPT:
                 self._done.popitem(last=False)
             if self._is_open and result is not None:  # else the descriptor may be somebody else's

@@ -32,10 +32,11 @@ from pdserve.kvpool.client.operations import (
     UNSTORED,
     ClientCounters,
     PagesRead,
+    SharedReads,
     Tally,
+    read_shared,
 )
 from pdserve.kvpool.client.routing import Rings, Search
-from pdserve.kvpool.client.shared_reads import SharedReads, read_shared
 from pdserve.kvpool.client.topology import CONNECTIONS, PoolLinks, SharedViews
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.page_bytes import PageBuffers

@@ -42,9 +42,6 @@ class PoolClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         EtcdConfig, Meta(description="where to look the nodes up instead, once, when the worker starts")
     ] = EtcdConfig()
     cluster: Annotated[str, Meta(min_length=1, description="Name of the pool in etcd.")] = "pool"
-    etcd_wait_s: Annotated[
-        float, Meta(ge=0, description="Longest wait of a worker until the first pool node is in etcd.")
-    ] = 30.0
     data_path: Annotated[
         DataPathChoice,
         Meta(
@@ -73,13 +70,6 @@ class PoolClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     tls: Annotated[TlsConfig, Meta(description="Certificates; with `ca` nodes are reached by TLS.")] = (
         TlsConfig()
     )
-    page_mover: Annotated[
-        bool,
-        Meta(
-            description="Workers only: copy pages in a process beside each scheduler, where the scheduler's "
-            "Python neither slows them nor waits for them."
-        ),
-    ] = True
     connect_timeout_s: Annotated[
         float, Meta(gt=0, description="Longest time of a connect, including the handshake.")
     ] = 1.0

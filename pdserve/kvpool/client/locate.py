@@ -19,17 +19,19 @@ from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
+ETCD_WAIT_S = 30.0
+"""Longest wait of a worker until the first pool node is in etcd."""
 
 
 def locate_pool(config: PoolClientConfig, *, sleep: Callable[[float], None] = time.sleep) -> PoolClientConfig:
     """The configuration with the pool's nodes, and without etcd's password, which is not needed any more.
 
-    Waits for at most `etcd_wait_s`, plus one request. Raises StartupError if etcd does not answer or names no
+    Waits for at most ETCD_WAIT_S, plus one request. Raises StartupError if etcd does not answer or names no
     node of the pool.
     """
     if config.nodes or not config.etcd.endpoints:
         return replace(config, etcd=EtcdConfig())
-    until_s = time.monotonic() + config.etcd_wait_s
+    until_s = time.monotonic() + ETCD_WAIT_S
     waited = False
     while True:
         problem = f"it knows no node of the pool '{config.cluster}': start one, or set pool.cluster"

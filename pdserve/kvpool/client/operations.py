@@ -1,16 +1,21 @@
 """One node's part of a batch: ask, read and write pages over one connection, and count the outcomes.
 
 Used by one thread per connection. client.py and connection_pool.py choose the node and decide about retries.
+
+Ranks of one host that hold the same bytes read the same pages at the same time (mover/ranks/). Each page
+then comes over the network once: a client takes what another one reads, reads the rest itself, and says what
+it reads.
 """
 
 from __future__ import annotations
 
+import hmac
 import logging
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -305,3 +310,61 @@ def _check_length(opened: OpenConnection, answers: Sequence[object], asked: Sequ
 def _mask(opened: OpenConnection, reply: m.Present | m.Committed, asked: Sequence[object]) -> list[bool]:
     _check_length(opened, reply.mask, asked)
     return [byte == 1 for byte in reply.mask]
+
+
+class SharedReads(Protocol):
+    """The other clients of this host. No call raises."""
+
+    def take(
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffers], deadline_s: float
+    ) -> list[Proof | None]:
+        """Copy pages that another client reads or has just read into the buffers, and check the copies.
+
+        Returns the proof of each copied page, and None for those that this client must read. Waits while
+        another client reads them, so long that at least half of the time until `deadline_s` is left.
+        """
+        ...
+
+    def begin(self, keys: Sequence[bytes]) -> None:
+        """This client begins to read these pages."""
+        ...
+
+    def end(
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffers], proofs: Sequence[Proof | None]
+    ) -> None:
+        """The pages are in these buffers now. None: this one is not."""
+        ...
+
+
+def read_shared(
+    opened: OpenConnection,
+    keys: list[bytes],
+    pages: list[PageBuffers],
+    deadline_s: float,
+    tally: Tally,
+    tags: PageTags | None,
+    share: SharedReads,
+) -> PagesRead:
+    """As `read`, without the pages that another client of this host reads. Raises PoolError."""
+    proofs = [
+        proof if proof is not None and _is_right(tags, key, page, proof) else None
+        for key, page, proof in zip(keys, pages, share.take(keys, pages, deadline_s), strict=True)
+    ]
+    left = [i for i, proof in enumerate(proofs) if proof is None]
+    by_us = [False] * len(keys)
+    if left:
+        own_keys, own_pages = [keys[i] for i in left], [pages[i] for i in left]
+        own: list[Proof | None] = [None] * len(left)
+        share.begin(own_keys)
+        try:
+            own = read(opened, own_keys, own_pages, deadline_s, tally, tags).proofs
+        finally:
+            share.end(own_keys, own_pages, own)
+        for i, proof in zip(left, own, strict=True):
+            proofs[i], by_us[i] = proof, True
+    return PagesRead(proofs, by_us)
+
+
+def _is_right(tags: PageTags | None, key: bytes, page: PageBuffers, proof: Proof) -> bool:
+    """Whether the copy has the tag that the page key gives. Without a page key its checksum was enough."""
+    return tags is None or hmac.compare_digest(tags.tag(key, page), proof.trailer)

@@ -32,7 +32,7 @@ from pdserve.kvpool.protocol.messages import DataPathName, Reply, Request
 from pdserve.kvpool.tiers.base import PageName, SpaceFacts, TierPage
 
 FIRST_TAG = 1 << 32
-LOCAL = 0  # the connection of the node's own session (node/loopback.py)
+LOCAL = 0  # the connection of the node's own session (`LocalSession`)
 
 # --- events
 

@@ -1,8 +1,16 @@
-"""Questions about pages: whether they are there, where, and what became of them. Pure."""
+"""Questions about pages: whether they are there, where, and what became of them. Pure.
+
+A page has a place: memory ("dram"), the name of the first tier that has it, or none. `PlaceChanges` tells
+those who follow the node (kv_events.py) of changes: while an event is handled the store and the tiers note
+each key whose place may have changed, and at its end each of these is looked up. Pages that went together
+with their namespace, or with its tiers, are not told one by one: they may be millions. Then all places that
+were told before are void, and the shell tells all of them anew, a few at a time.
+"""
 
 from __future__ import annotations
 
-from pdserve.kvpool.core.store.index import REASONS
+from pdserve.kvpool.core.events import Action, PagesMoved, PlacesVoid
+from pdserve.kvpool.core.store.index import NONE, REASONS
 from pdserve.kvpool.core.store.page_store import PageStore
 from pdserve.kvpool.core.tiering.coordinator import Tiers
 from pdserve.kvpool.protocol.messages import IN_MEMORY, MAX_FATES, NOWHERE, Exists, Fate, Present
@@ -48,3 +56,45 @@ class Lookups:
             for key, slot in zip(request.keys, slots, strict=True)
         )
         return places, [tier.kind for tier in tiers]  # names have paths, which clients need not know
+
+
+class PlaceChanges:
+    """Follows `store` and `tiers` from now on."""
+
+    def __init__(self, store: PageStore, tiers: Tiers) -> None:
+        self._store = store
+        self._tiers = tiers
+        self._changed: dict[tuple[int, bytes], None] = {}
+        self._void = False
+        store.on_change = self._in_memory
+        tiers.follow(self._in_tier)
+
+    def _in_memory(self, namespace: int, key: bytes | None) -> None:
+        if key is None:
+            self._void = True
+        else:
+            self._changed[namespace, key] = None
+
+    def _in_tier(self, namespace: int, key: bytes | None) -> None:
+        # of a page in memory a tier's copy changes nothing
+        if key is None or self._store.find(namespace, key) == NONE:
+            self._in_memory(namespace, key)
+
+    def tell(self, out: list[Action]) -> None:
+        """What has changed since the last call."""
+        if self._void:
+            out.append(PlacesVoid())
+        elif self._changed:
+            by_namespace: dict[int, list[bytes]] = {}
+            for namespace, key in self._changed:
+                by_namespace.setdefault(namespace, []).append(key)
+            out.extend(
+                PagesMoved(namespace, keys, [self._place(namespace, key) for key in keys])
+                for namespace, keys in by_namespace.items()
+            )
+        self._changed.clear()
+        self._void = False
+
+    def _place(self, namespace: int, key: bytes) -> str:
+        in_memory = self._store.find(namespace, key) != NONE
+        return "dram" if in_memory else self._tiers.place(namespace, key)[0]

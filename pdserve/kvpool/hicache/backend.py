@@ -30,7 +30,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -40,16 +40,16 @@ from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
     HiCacheStorageConfig,
     HiCacheStorageExtraInfo,
+    PoolHitPolicy,
     PoolTransfer,
     PoolTransferResult,
 )
 
 from pdserve.errors import ConfigError, PoolRefused, PoolUnavailable, StartupError
 from pdserve.kvpool.client.config import PAGE_KEY_VARIABLE, POOL_TOKEN_VARIABLE, PoolClientConfig
-from pdserve.kvpool.hicache.lookup import leading_pages, lookup_result, window_pages
 from pdserve.kvpool.hicache.page_access import HostPool, PageAccess, open_access, page_bytes
 from pdserve.kvpool.mover.chain_client import Moved
-from pdserve.pages import DRAFT, KV, STATES, KvGeometry, part_suffix, piece_suffixes
+from pdserve.pages import DRAFT, KV, STATES, KvGeometry, part_suffix, piece_suffixes, restorable_lengths
 from pdserve.security.tokens import Secret, decode_secret
 
 logger = logging.getLogger(__name__)
@@ -364,3 +364,28 @@ def _read_settings(storage_config: HiCacheStorageConfig) -> BackendSettings:
     page_key = settings.pool.page_key or os.environ.get(PAGE_KEY_VARIABLE, "")
     pool = replace(settings.pool, token=Secret(token), page_key=Secret(page_key))
     return replace(settings, pool=pool)
+
+
+def leading_pages(present: Sequence[bool]) -> int:
+    """The number of pages from the start that are there."""
+    return present.index(False) if False in present else len(present)
+
+
+def window_pages(transfer: PoolTransfer) -> int:
+    """See `PagePart.window_pages`. SGLang says it by the number of keys. It fills them in when it reads."""
+    if transfer.hit_policy != PoolHitPolicy.TRAILING_PAGES:
+        return 0
+    return max(1, len(transfer.keys or ()))
+
+
+def lookup_result(windows: Mapping[str, int], present: Sequence[Sequence[bool]]) -> PoolTransferResult:
+    """`windows`: by part, KV first. `present`: for each part and each page of the chain, whether it is there.
+
+    All lengths are answered: one rank may lack a page that another has, and SGLang intersects them.
+    """
+    kv_pages = leading_pages(present[0])
+    parts = [(window, there[:kv_pages]) for window, there in zip(windows.values(), present, strict=True)]
+    longest = [max(restorable_lengths([part]), default=0) for part in parts]
+    hits = {name: pages for name, pages in zip(windows, longest, strict=True) if pages}
+    lengths = restorable_lengths(parts)
+    return PoolTransferResult(max(lengths, default=0), hits, lengths)

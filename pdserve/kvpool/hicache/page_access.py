@@ -79,15 +79,14 @@ def open_access(
     """The access to the pool for SGLang's host pools, by part. `ranks`: the group of ranks on this host that
     read replicated parts together, which page movers do. Raises ConfigError, StartupError.
     """
-    if config.page_mover:
-        parts = host_parts(pools)
-        if parts is not None:
-            mover = MoverClient(config, namespace, geometry, parts, name=name, ranks=ranks)
-            logger.info("page mover %s moves the pages of %s", mover.pid, name)
-            return ByMover(mover, {part: host.pages.page_tokens for part, host in parts.items()})
-        logger.warning(
-            "SGLang's host pool cannot be shared with another process: its scheduler moves pages itself"
-        )
+    parts = host_parts(pools)
+    if parts is not None:
+        mover = MoverClient(config, namespace, geometry, parts, name=name, ranks=ranks)
+        logger.info("page mover %s moves the pages of %s", mover.pid, name)
+        return ByMover(mover, {part: host.pages.page_tokens for part, host in parts.items()})
+    logger.warning(
+        "SGLang's host pool cannot be shared with another process: its scheduler moves pages itself"
+    )
     largest = max(page_bytes(host.pool) // len(host.suffixes) for host in pools.values())
     client = PoolClient(config, namespace, geometry, name=name, page_bytes=largest)
     suffixes = {part: host.suffixes for part, host in pools.items()}

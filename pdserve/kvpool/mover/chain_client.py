@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from pdserve.errors import PageMismatch, PoolError
 from pdserve.kvpool.client.client import PoolClient
-from pdserve.kvpool.client.shared_reads import SharedReads
+from pdserve.kvpool.client.operations import SharedReads
 from pdserve.kvpool.mover.client_metrics import ClientMetrics
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
 from pdserve.pages import KV, pool_key

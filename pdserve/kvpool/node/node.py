@@ -49,13 +49,12 @@ from pdserve.kvpool.node.bootstrap import make_state, take_memory
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.node.data_paths import DataPathInfo, DataPaths
 from pdserve.kvpool.node.events.feed import open_feed
-from pdserve.kvpool.node.loopback import LocalSession
 from pdserve.kvpool.node.memory.arena import Arena
 from pdserve.kvpool.node.memory.descriptor_sockets import DescriptorSockets
 from pdserve.kvpool.node.metrics.meter import LoopLag, Meter
 from pdserve.kvpool.node.peers.gossip import Gossiper, Handler
 from pdserve.kvpool.node.peers.joining import Before
-from pdserve.kvpool.node.peers.page_fetch import PageFetch
+from pdserve.kvpool.node.peers.page_fetch import LocalSession, PageFetch
 from pdserve.kvpool.node.peers.rebalancer import Rebalancer
 from pdserve.kvpool.node.peers.replicator import Replicator
 from pdserve.kvpool.node.serving.connection import ClientConnection, Connections

@@ -2,8 +2,18 @@
 memory.
 
 The arena and the slot table are mapped whole, once per process and incarnation of a node, however many
-connections there are: see `Mapping`. The node gives them as descriptors (descriptors.py). A client without
+connections there are: see `Mapping`. The node gives them as descriptors. A client without
 the right to write gets the arena opened for reading.
+
+A client opens no file that a node names: whoever listens at a node's address could name any file of the
+client's user, and a put would overwrite it. It connects to a Unix socket, says nothing, and takes what
+comes:
+
+    node      accepts, asks the kernel who connected, sends two descriptors (SCM_RIGHTS), closes
+    client    asks the kernel who listens, takes the descriptors: the arena, and its slot table
+
+Both go on only if the other is of their own user. A false node on another host has no descriptors to send,
+and the only sockets that it could name are those of this user's real nodes.
 """
 
 from __future__ import annotations
@@ -12,12 +22,14 @@ import fcntl
 import logging
 import mmap
 import os
+import socket
 import stat
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, Final, TypeAlias
 
 import numpy as np
 
@@ -27,7 +39,7 @@ from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
 from pdserve.kvpool.protocol.slot_table import Filling, RowReader, TableLayout
 from pdserve.kvpool.transports.base import PageOutcome
 from pdserve.kvpool.transports.control import ControlChannel
-from pdserve.kvpool.transports.descriptors import Foreign, receive_descriptors
+from pdserve.kvpool.transports.dial import connect_unix, peer_uid
 from pdserve.kvpool.transports.mapped import MappedPages
 from pdserve.kvpool.transports.page_residency import populate_in_background, unmap_in_background
 from pdserve.kvpool.transports.private_memory import Stretch
@@ -212,3 +224,46 @@ def host_id() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     spaces = [Path(f"/proc/self/ns/{name}").readlink().name for name in ("mnt", "ipc")]
     return ":".join([boot, *spaces])
+
+
+GREETING: Final = b"m"  # descriptors travel with at least one byte
+FILES: Final = 2
+
+
+class Foreign(Exception):
+    """The socket does not give out a node's memory, or not to us. Its text says why."""
+
+
+def receive_descriptors(socket_path: str, deadline_s: float) -> tuple[int, int]:
+    """Descriptors of the arena and of its table; the caller closes them.
+
+    Raises Foreign, ConnectionError when nobody serves the socket any more, TimeoutError, or OSError.
+    """
+    if not socket_path.startswith("/") or "\0" in socket_path:
+        raise Foreign(f"{socket_path!r} is no path of a socket")
+    directory, _, name = socket_path.rpartition("/")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(_left_s(deadline_s))
+        at = os.open(directory or "/", os.O_PATH | os.O_DIRECTORY)
+        try:
+            connect_unix(sock, f"/proc/self/fd/{at}/{name}", deadline_s)  # a socket's path must be short
+        finally:
+            os.close(at)
+        if peer_uid(sock) != os.geteuid():
+            raise Foreign("it belongs to another user")
+        sock.settimeout(_left_s(deadline_s))
+        data, fds, _, _ = socket.recv_fds(sock, len(GREETING), FILES, socket.MSG_CMSG_CLOEXEC)
+    if data and len(fds) == FILES:
+        return fds[0], fds[1]
+    for fd in fds:
+        os.close(fd)
+    if data:
+        raise Foreign("it gives out something else")
+    raise ConnectionResetError("it was closed")
+
+
+def _left_s(deadline_s: float) -> float:
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError
+    return left_s

@@ -1,6 +1,6 @@
 """Models' weights in the pool: pages named by content, a manifest for each revision, and reading them back.
 
-    names, manifest, cutting, tensors   names, records, where files are cut, headers        (pure)
+    names, manifest, tensors            names, records, where files are cut, headers        (pure)
     place, store                        which pool; the namespaces of weights, and their pages
     push, catalog                       writing a revision; listing, warming and removing them
     reading, span_memory                verified pages; the memory that they are read to, or shown in

@@ -7,22 +7,35 @@
 Everything here may come from somebody hostile: every name, number and sum is checked before it is used.
 Paths are relative, below the model's directory, and each has one file. `Piece.digest` is XXH3-128: it is
 computed at the speed of memory at each read. It finds faults; against intent there are page keys.
+
+Pages have two sizes only, because a node gives each size slabs of its own. A run of a file is cut into pages
+of PAGE_BYTES, and its rest into pages of REST_BYTES, the last one padded with zeros. A safetensors file is
+cut at its tensors: its header is a run, each large tensor is one, and the small ones between two large ones
+are one. So a tensor that a fine-tune leaves alone has the same pages in both models, wherever it lies in
+their files. Any other file is one run.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import PurePosixPath
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
+import numpy as np
+import xxhash
 
 from pdserve.errors import WeightsError
-from pdserve.kvpool.weights.cutting import PAGE_BYTES, REST_BYTES
+from pdserve.kvpool.protocol.page_bytes import Bytes1D
 from pdserve.kvpool.weights.names import ModelName
+from pdserve.kvpool.weights.tensors import TensorPlace
 
 FORMAT: Final = 1
+PAGE_BYTES: Final = 4 << 20
+REST_BYTES: Final = 256 << 10
+LARGE_TENSOR_BYTES: Final = 1 << 20
 ROOT_BYTES: Final = REST_BYTES
 MAX_MANIFEST_BYTES: Final = 64 << 20  # of a model of 4 TB
 MAX_FILES: Final = 10_000
@@ -194,3 +207,72 @@ def _bad_pieces(pieces: Sequence[Piece], size_bytes: int) -> str:
     if sum(piece.length for piece in pieces) != size_bytes:
         return "pages of another length than itself"
     return ""
+
+
+class Cut(NamedTuple):
+    """The bytes [start, start + length) of a file, stored in a page of `stored` bytes."""
+
+    start: int
+    length: int
+    stored: int
+
+
+def run_starts(data_start: int, tensors: Sequence[TensorPlace]) -> list[int]:
+    """Where the runs of a safetensors file begin. `tensors`: in the order of the file."""
+    starts, after_large = [0, data_start], True
+    for tensor in tensors:
+        is_large = tensor.end - tensor.start >= LARGE_TENSOR_BYTES
+        if is_large or after_large:
+            starts.append(data_start + tensor.start)
+        after_large = is_large
+    return sorted(set(starts))
+
+
+def cuts(file_bytes: int, starts: Sequence[int] = (0,)) -> Iterator[Cut]:
+    """The pages of a file whose runs begin at `starts` (ascending, from 0 on)."""
+    for start, end in pairwise([*(start for start in starts if start < file_bytes), file_bytes]):
+        while start < end:
+            left = end - start
+            stored = PAGE_BYTES if left >= PAGE_BYTES else REST_BYTES
+            yield Cut(start, min(left, stored), stored)
+            start += stored
+
+
+def padded(data: memoryview | bytes, stored: int) -> Bytes1D:
+    """The page that holds `data`: uint8, shape [stored], zeros behind the data."""
+    if len(data) == stored:
+        return np.frombuffer(data, np.uint8)
+    page = np.zeros(stored, np.uint8)
+    page[: len(data)] = np.frombuffer(data, np.uint8)
+    return page
+
+
+def piece_of(page: Bytes1D, cut: Cut) -> Piece:
+    """The record of a page. `page`: as of `padded`."""
+    return Piece(piece_key(page.data), digest_of(page), cut.length, cut.stored)
+
+
+def digest_of(page: Bytes1D) -> bytes:
+    """What a read of the page is compared with. The GIL is released meanwhile."""
+    return bytes(xxhash.xxh3_128_digest(page.data))
+
+
+def is_named(data: Bytes1D, piece: Piece) -> bool:
+    """Whether the page of these bytes has the piece's name: SHA-256, for files that decide what runs."""
+    digest = hashlib.sha256(data.data)
+    digest.update(bytes(piece.stored - piece.length))
+    return digest.digest() == piece.key
+
+
+def cut_bytes(data: bytes) -> Iterator[tuple[Piece, Bytes1D]]:
+    """A text in memory as pages."""
+    view = memoryview(data)
+    for cut in cuts(len(data)):
+        page = padded(view[cut.start : cut.start + cut.length], cut.stored)
+        yield piece_of(page, cut), page
+
+
+def root_of(manifest: bytes) -> Root:
+    """The first page's record for an encoded manifest."""
+    pieces = [piece for piece, _ in cut_bytes(manifest)]
+    return Root(FORMAT, len(manifest), hashlib.sha256(manifest).digest(), pieces)

@@ -20,18 +20,23 @@ from typing import BinaryIO, Final
 
 from pdserve.errors import StartupError, WeightsError
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
-from pdserve.kvpool.weights.cutting import Cut, cuts, run_starts
 from pdserve.kvpool.weights.manifest import (
     FORMAT,
+    Cut,
     FileEntry,
     Manifest,
     Piece,
     Root,
+    cuts,
+    digest_of,
     encode_manifest,
     is_inner_path,
+    padded,
+    piece_of,
+    root_of,
+    run_starts,
 )
 from pdserve.kvpool.weights.names import ModelName
-from pdserve.kvpool.weights.pieces import digest_of, padded, piece_of, root_of
 from pdserve.kvpool.weights.store import Revision, WeightStore, await_written, missing_of
 from pdserve.kvpool.weights.streaming import SUFFIX
 from pdserve.kvpool.weights.tensors import LENGTH_BYTES, BadHeader, header_bytes, parse_header
@@ -158,7 +163,7 @@ def _read(file: BinaryIO, path: Path, cut: Cut) -> Bytes1D:
 
 
 def _starts(path: Path, size: int) -> Sequence[int]:
-    """The runs of the file (cutting.py)."""
+    """The runs of the file (manifest.py)."""
     if path.suffix != SUFFIX:
         return [0]
     try:

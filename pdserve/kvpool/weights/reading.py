@@ -14,8 +14,7 @@ from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
 from pdserve.kvpool.protocol.slot_table import Filling
 from pdserve.kvpool.transports.private_memory import Stretch, can_own
-from pdserve.kvpool.weights.manifest import Piece
-from pdserve.kvpool.weights.pieces import digest_of
+from pdserve.kvpool.weights.manifest import Piece, digest_of
 
 logger = logging.getLogger(__name__)
 

@@ -27,8 +27,7 @@ from pdserve.errors import WeightsError
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, aligned
 from pdserve.kvpool.protocol.slot_table import Filling
 from pdserve.kvpool.transports.private_memory import BLOCK_BYTES, Region, Stretch
-from pdserve.kvpool.weights.manifest import Piece
-from pdserve.kvpool.weights.pieces import digest_of
+from pdserve.kvpool.weights.manifest import Piece, digest_of
 from pdserve.kvpool.weights.reading import PageReader
 
 SPARE_BYTES: Final = 512 << 20  # of buffers kept to be used again

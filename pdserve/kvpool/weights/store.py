@@ -35,19 +35,19 @@ from pdserve.kvpool.protocol.cluster_messages import (
 from pdserve.kvpool.protocol.messages import Done
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
 from pdserve.kvpool.protocol.page_tag import page_key_id
-from pdserve.kvpool.weights.cutting import PAGE_BYTES
 from pdserve.kvpool.weights.manifest import (
     FORMAT,
+    PAGE_BYTES,
     ROOT_BYTES,
     Manifest,
     Root,
+    cut_bytes,
     decode_manifest,
     decode_root,
     encode_root,
     fixed_key,
 )
 from pdserve.kvpool.weights.names import ModelName, parse_model
-from pdserve.kvpool.weights.pieces import cut_bytes
 from pdserve.kvpool.weights.place import ask_pool
 from pdserve.kvpool.weights.reading import PageReader
 from pdserve.security.tokens import reveal

@@ -12,8 +12,7 @@ from pdserve.router.app.router import Router
 from pdserve.router.app.routes import make_app
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.dispatch.dispatcher import Dispatcher
-from pdserve.router.fleet.dns import DnsDiscovery, dns_names
-from pdserve.router.fleet.etcd import EtcdDiscovery
+from pdserve.router.fleet.discovery import DnsDiscovery, EtcdDiscovery, dns_names
 from pdserve.router.fleet.health_check import STRICT, FirstRound, Prober
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.metrics.stats import Stats

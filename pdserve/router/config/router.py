@@ -121,13 +121,6 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "tenants' limits are shared; each process has its own queue.",
         ),
     ] = 1
-    watch_config_s: Annotated[
-        float,
-        Meta(
-            ge=0,
-            description="Interval of checks whether the configuration file has changed; 0: only on SIGHUP.",
-        ),
-    ] = 0.0
     insecure: Annotated[
         bool,
         Meta(description="Serve other hosts without API keys: all who reach the port use the models."),

@@ -87,11 +87,6 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = ()
 
-    @property
-    def is_limited(self) -> bool:
-        """It has limits that the processes of a router share."""
-        return bool(self.requests_s or self.tokens_min or self.concurrency)
-
 
 class Tenant(TenantLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A tenant with limits of its own."""

@@ -114,8 +114,6 @@ def choose_handoff(
     return "direct", "new"
 
 
-RETRY_AFTER_S = 1
-"""`retry-after` of a 503, in seconds. Workers are probed about every second."""
 QUEUE_SHARE = 0.5
 """Of the tokens by which the prefill worker's queue is longer: what is added to `min_prefill_tokens`."""
 MAX_DIRECT_TOKENS = 8192

@@ -57,7 +57,7 @@ from pdserve.router.processes.channel import (
     Reload,
     Stopping,
 )
-from pdserve.router.processes.serving import run_child, stamp, watch_file
+from pdserve.router.processes.serving import run_child
 from pdserve.router.server.uvicorn_server import LAST_WORD_S, bind
 from pdserve.settings.command_line import ConfigSource
 
@@ -180,7 +180,6 @@ class Parent:
         self._coming: Setup | None = None
         """Of the successors that are starting now."""
         self._source = source
-        self._seen = stamp(source.path) if source is not None else None
         self._first = first
         self._refused: frozenset[str] = frozenset()
         """Ids of workers that the children refuse, by their newest message."""
@@ -221,10 +220,6 @@ class Parent:
                 self._later(self._keep(place, child))
             logger.info("listening on http://%s:%d with %d processes", config.host, port, config.processes)
             self._later(self._reloading())
-            if self._source is not None and config.watch_config_s > 0:
-                self._later(
-                    watch_file(self._source.path, config.watch_config_s, self._reload.set, self._seen)
-                )
             await self._stopped.wait()
         finally:
             await self._stop()

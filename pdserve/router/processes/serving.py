@@ -16,7 +16,6 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 
 import msgspec
 import uvicorn
@@ -74,34 +73,6 @@ def changed_options(before: RouterConfig, after: RouterConfig) -> list[str]:
     return [name for name in names if getattr(before, name) != getattr(after, name)]
 
 
-Stamp = tuple[int, int, int]
-
-
-async def watch_file(
-    path: Path | None, every_s: float, on_change: Callable[[], None], seen: Stamp | None
-) -> None:
-    """Call `on_change` whenever the file is another than before, first than `seen`, until cancelled."""
-    if path is None:
-        return
-    while True:
-        await asyncio.sleep(every_s)
-        now = stamp(path)
-        if now not in (seen, None):
-            seen = now
-            on_change()
-
-
-def stamp(path: Path | None) -> Stamp | None:
-    """What tells one state of a file from another; None while it is being replaced, or for none."""
-    if path is None:
-        return None
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
-
-
 LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 GC_THRESHOLD = (10_000, 20, 50)
 """A request makes some 200 objects and hardly a cycle: Python's own 700 would look for garbage every few."""
@@ -123,11 +94,9 @@ async def _serve_alone(
     config: RouterConfig, source: ConfigSource[RouterConfig] | None, first: FirstRound
 ) -> None:
     loop = asyncio.get_running_loop()
-    seen = stamp(source.path) if source is not None else None
     with bind(config.host, config.port) as listening:
         async with _server(config, first, config.stop_notice_s) as (router, server):
             host, port = listening.getsockname()[:2]
-            watching = None
             if source is not None:
                 load = source.load
 
@@ -139,9 +108,6 @@ async def _serve_alone(
                         logger.error("the API keys are not changed: %s", error)  # noqa: TRY400 - one line
 
                 loop.add_signal_handler(signal.SIGHUP, reload)
-                if config.watch_config_s > 0:
-                    every_s = config.watch_config_s
-                    watching = asyncio.create_task(watch_file(source.path, every_s, reload, seen))
             logger.info(
                 "listening on %s://%s:%d (%s; prefill %d, decode %d, agg %d, elastic %d workers)",
                 "https" if server.config.is_ssl else "http",
@@ -155,8 +121,6 @@ async def _serve_alone(
             )
             async with administered(router, config):
                 await serve_until_stopped(server, listening)
-            if watching is not None:
-                watching.cancel()
     logger.info("stopped")
 
 

@@ -29,7 +29,7 @@ first request of each connection. llhttp reads no body behind such a head, so th
 the offer.
 
 A client may shut its sending half behind a whole request, and still gets its answer. Whether it has left
-altogether is asked by sending it something (`half_closed`). Where it cannot be asked, over TLS, in HTTP/1.0
+altogether is asked by sending it something (`HalfClosed`). Where it cannot be asked, over TLS, in HTTP/1.0
 and within an application's own streams, the end of what a client sends is its leaving.
 
 When the server stops, a request may be on its way. So an idle connection stays for `LINGER_S`, and a request
@@ -45,13 +45,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import socket
 from collections import deque
 from typing import Any, Final, Literal, cast
 
 import httptools
 
 from pdserve.router.server.connections import Connections
-from pdserve.router.server.half_closed import HalfClosed, is_tcp
 from pdserve.router.server.request_cycle import Flow, RequestCycle
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -482,3 +482,46 @@ class ClientConnection(asyncio.Protocol):
 def _address(given: Any) -> tuple[str, int] | None:
     """IP address and port; None where the socket has none."""
     return (str(given[0]), int(given[1])) if isinstance(given, tuple) else None
+
+
+FIRST_LOOK_S: Final = 0.02
+SLOWEST_LOOK_S: Final = 1.0
+_CLOSED: Final = 7
+"""TCP_CLOSE of Linux' tcp_states.h; it stands in the first byte of TCP_INFO."""
+
+
+def is_tcp(transport: asyncio.Transport) -> bool:
+    """Whether the peer of this transport can be asked: by TCP, and without TLS, which closes both halves."""
+    sock = transport.get_extra_info("socket")
+    is_plain = transport.get_extra_info("sslcontext") is None
+    return sock is not None and is_plain and sock.family in (socket.AF_INET, socket.AF_INET6)
+
+
+class HalfClosed:
+    """A client that has shut the sending half of its connection: does it wait for its answer, or has it left?
+
+    TCP says the same in both cases, until something is sent. A client that waits takes it; the system of one
+    that has closed its socket answers with a reset. So the connection sends what changes no answer (`100
+    Continue`, or a comment in a stream of events), and this looks for the reset: nothing is read any more
+    that would tell. It looks more and more seldom, and aborts the connection that was reset.
+    """
+
+    __slots__ = ("_delay_s", "_loop", "_timer", "_transport")
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._delay_s = FIRST_LOOK_S
+        self._timer = loop.call_later(FIRST_LOOK_S, self._look)
+
+    def stop(self) -> None:
+        """The connection is over."""
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        sock = self._transport.get_extra_info("socket")
+        if sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _CLOSED:
+            self._transport.abort()
+            return
+        self._delay_s = min(2 * self._delay_s, SLOWEST_LOOK_S)
+        self._timer = self._loop.call_later(self._delay_s, self._look)

@@ -30,7 +30,7 @@ from pdserve.up.hosts import Demand
 from pdserve.up.plan import ProcessSpec
 
 KINDS: Final[Mapping[str, str]] = {
-    "local": "pdserve.up.launchers.local:LocalLauncher",
+    "local": "pdserve.up.launchers.process:LocalLauncher",
     "ssh": "pdserve.up.launchers.ssh:SshLauncher",
     "slurm": "pdserve.up.launchers.slurm:SlurmLauncher",
     "ray": "pdserve.up.launchers.ray:RayLauncher",

@@ -1,4 +1,4 @@
-"""One supervised process: its session, its output, its end."""
+"""One supervised process: its session, its output, its end; and the launcher that makes it a child here."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import errno
 import os
 import shutil
 import signal
+import socket
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from io import FileIO
 from pathlib import Path
@@ -17,7 +18,9 @@ from typing import Final, Self
 
 from pdserve.errors import StartupError
 from pdserve.settings.command_line import RESTARTED
+from pdserve.up.config import ClusterSettings
 from pdserve.up.console import Console
+from pdserve.up.hosts import Demand
 from pdserve.up.launchers.sessions import OrphanReaper, kill_session
 from pdserve.up.plan import ProcessSpec
 
@@ -197,3 +200,30 @@ def dies_with_parent(command: Sequence[str | Path]) -> list[str]:
     if (found := shutil.which(program)) is None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), program)
     return [sys.executable, "-I", "-S", "-c", _WISH, str(os.getpid()), found, program, *arguments]
+
+
+class LocalLauncher:
+    """See base.Launcher. This host: each process is a child of the supervisor, in a session of its own."""
+
+    def __init__(self, environ: Mapping[str, str], settings: ClusterSettings) -> None:
+        self._reaper: OrphanReaper | None = None
+
+    def assign(self, demands: Sequence[Demand]) -> Mapping[str, str] | None:
+        """None: all on this host. Raises StartupError where a process may not run on it."""
+        own = socket.gethostname()
+        for one in demands:
+            if one.needs.hosts and not {own, own.partition(".")[0], "localhost"} & set(one.needs.hosts):
+                hosts = ", ".join(one.needs.hosts)
+                raise StartupError(f"{one.name} may run on {hosts} only, and this is {own}: give --on")
+        return None
+
+    async def start(self, spec: ProcessSpec, console: Console, *, again: bool) -> Child:
+        """Start it as a child. Raises StartupError."""
+        if self._reaper is None:
+            self._reaper = OrphanReaper()
+        return await Child.start(spec, self._reaper, console, again=again)
+
+    def close(self) -> None:
+        """The reaper has nothing more to do."""
+        if self._reaper is not None:
+            self._reaper.close()

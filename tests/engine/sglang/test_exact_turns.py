@@ -22,7 +22,7 @@ from pdserve.engine.sglang.exact_turns import Rendered, SglangTurns, chat_class,
 from pdserve.engine.sglang.prompt import FOR_THE_POOL, named_tokens
 from pdserve.engine.sglang.tokenizer_manager import TrackedRequests
 from pdserve.engine.turns.exact import ExactTurns
-from pdserve.engine.turns.memory import Memory
+from pdserve.engine.turns.record import Memory
 from tests.support.engine.manager import Client, Manager, Scripted, State, Tokenized, scope_of, served
 from tests.support.engine.turns import Records, decode, encode, end, letters, tokenizer
 

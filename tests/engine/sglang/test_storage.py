@@ -27,15 +27,13 @@ GEOMETRY = KvGeometry(
 )
 
 
-@pytest.mark.parametrize(
-    ("mover", "huge", "allocator"), [(True, "", "shm"), (False, "", None), (True, "2MB", None)]
-)
+@pytest.mark.parametrize(("huge", "allocator"), [("", "shm"), ("2MB", None)])
 def test_the_host_pool_is_shared_for_a_page_mover_but_keeps_its_huge_pages(
-    mover: bool, huge: str, allocator: str | None, monkeypatch: pytest.MonkeyPatch
+    huge: str, allocator: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang makes no shared host pool of huge pages; then its scheduler moves pages itself, and says so."""
     monkeypatch.setenv(HUGE_PAGES_ENV, huge)
-    told = pool_storage(PoolClientConfig(page_mover=mover), "ns", GEOMETRY)
+    told = pool_storage(PoolClientConfig(), "ns", GEOMETRY)
     assert told.get("allocator") == allocator
 
 

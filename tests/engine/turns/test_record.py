@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.engine.turns import record
-from pdserve.engine.turns.memory import ENTRY_BYTES, Memory
+from pdserve.engine.turns.record import ENTRY_BYTES, Memory
 
 
 @pytest.mark.parametrize(

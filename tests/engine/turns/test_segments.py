@@ -41,7 +41,7 @@ def test_a_prompt_has_the_tokens_it_was_cut_from() -> None:
     text = said("system", "Be brief.") + "\n" + said("user", "Hi") + OPENING
     prompt = prompt_of(text)
     assert prompt.texts == ["<|im_start|>system\nBe brief.", "\n<|im_start|>user\nHi", OPENING]
-    assert prompt.all_ids == encode(text)
+    assert prompt.with_ids({}) == encode(text)
     assert len(prompt.keys) == 2
 
 
@@ -111,7 +111,7 @@ def test_false_tokens_do_not_fit() -> None:
     prompt = prompt_of(text)
     right = encode(OPENING) + [encode(letter)[0] for letter in "Hello"]
     assert prompt.fits(1, right, decode, vocabulary())
-    assert prompt.with_ids({1: right}) != prompt.all_ids
+    assert prompt.with_ids({1: right}) != prompt.with_ids({})
     wrong = [
         [],
         right[:-1],

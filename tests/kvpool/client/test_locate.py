@@ -10,6 +10,7 @@ import pytest
 
 from pdserve.discovery.config import EtcdConfig
 from pdserve.errors import StartupError
+from pdserve.kvpool.client import locate
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.client.locate import locate_pool
 from tests.support.kvpool.clustered import running
@@ -32,9 +33,12 @@ async def test_a_worker_finds_the_nodes_and_passes_no_password_on(tmp_path: Path
         assert found.etcd == EtcdConfig()
 
 
-def test_a_worker_waits_for_the_first_node_and_gives_up_in_words(etcd: EtcdServer) -> None:
+def test_a_worker_waits_for_the_first_node_and_gives_up_in_words(
+    etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locate, "ETCD_WAIT_S", 0.3)
     slept: list[float] = []
-    config = PoolClientConfig(etcd=settings(etcd), cluster="mine", etcd_wait_s=0.3)
+    config = PoolClientConfig(etcd=settings(etcd), cluster="mine")
     with pytest.raises(StartupError, match="no node of the pool 'mine'"):
         locate_pool(config, sleep=slept.append)
     assert slept

@@ -24,7 +24,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from pdserve.errors import PoolUnavailable, StartupError
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.hicache import backend as hicache_backend
-from pdserve.kvpool.hicache import lookup, page_access
+from pdserve.kvpool.hicache import page_access
 from pdserve.pages import KvGeometry
 from pdserve.security.tokens import reveal
 from tests.support.kvpool import host_pool
@@ -505,8 +505,8 @@ def test_a_lookup_answers_what_sglangs_own_file_backend_does(
     file_backend._collect_existing_component_keys = lambda keys, transfers: files
     file_backend._get_component_key = lambda key, name=PoolName.KV: f"{key}.{name}"
     transfers = [window(["?"] * window_pages), PoolTransfer(PoolName.INDEXER)]
-    windows = {"kv": 0, **{str(one.name): lookup.window_pages(one) for one in transfers}}
-    found = lookup.lookup_result(windows, list(present.values()))
+    windows = {"kv": 0, **{str(one.name): hicache_backend.window_pages(one) for one in transfers}}
+    found = hicache_backend.lookup_result(windows, list(present.values()))
     expected = file_backend.batch_exists_v2(chain, transfers)
     assert found.kv_hit_pages == expected.kv_hit_pages
     assert found.restorable_prefix_pages == expected.restorable_prefix_pages

@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 
 from pdserve.errors import WeightsError
 from pdserve.kvpool.weights import manifest as m
-from pdserve.kvpool.weights.cutting import PAGE_BYTES, REST_BYTES
-from pdserve.kvpool.weights.manifest import FileEntry, Manifest, Piece, Root
+from pdserve.kvpool.weights.manifest import PAGE_BYTES, REST_BYTES, FileEntry, Manifest, Piece, Root, root_of
 from pdserve.kvpool.weights.names import ModelName
-from pdserve.kvpool.weights.pieces import root_of
 
 MODEL = ModelName("demo", "1")
 

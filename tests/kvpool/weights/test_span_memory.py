@@ -17,9 +17,8 @@ from pdserve.errors import WeightsError
 from pdserve.kvpool.protocol.page_bytes import aligned
 from pdserve.kvpool.transports.private_memory import BLOCK_BYTES
 from pdserve.kvpool.weights import catalog, reading, streaming
-from pdserve.kvpool.weights.manifest import Piece
+from pdserve.kvpool.weights.manifest import Piece, digest_of
 from pdserve.kvpool.weights.names import ModelName
-from pdserve.kvpool.weights.pieces import digest_of
 from pdserve.kvpool.weights.push import push
 from pdserve.kvpool.weights.span_memory import Buffers, LentSpan, can_lend
 from pdserve.kvpool.weights.store import WeightStore

@@ -17,8 +17,8 @@ from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.node.config.cluster import ClusterConfig
 from pdserve.kvpool.weights import catalog
 from pdserve.kvpool.weights import push as pushing
-from pdserve.kvpool.weights.cutting import PAGE_BYTES
 from pdserve.kvpool.weights.files import is_small, write_files
+from pdserve.kvpool.weights.manifest import PAGE_BYTES
 from pdserve.kvpool.weights.names import ModelName
 from pdserve.kvpool.weights.push import push
 from pdserve.kvpool.weights.store import WeightStore

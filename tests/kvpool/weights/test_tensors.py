@@ -10,8 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.kvpool.weights.cutting import LARGE_TENSOR_BYTES, PAGE_BYTES, REST_BYTES, cuts, run_starts
-from pdserve.kvpool.weights.manifest import FileEntry, Piece
+from pdserve.kvpool.weights.manifest import (
+    LARGE_TENSOR_BYTES,
+    PAGE_BYTES,
+    REST_BYTES,
+    FileEntry,
+    Piece,
+    cuts,
+    run_starts,
+)
 from pdserve.kvpool.weights.streaming import cut_spans
 from pdserve.kvpool.weights.tensors import BadHeader, TensorPlace, header_bytes, parse_header
 

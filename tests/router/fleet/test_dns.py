@@ -14,7 +14,7 @@ from pdserve.errors import ConfigError
 from pdserve.router.app import lifespan
 from pdserve.router.config.limits import Probe
 from pdserve.router.config.router import RouterConfig
-from pdserve.router.fleet.dns import DnsDiscovery
+from pdserve.router.fleet.discovery import DnsDiscovery
 from pdserve.settings.config_file import build_config
 from tests.support.router.harness import PATIENT, routed
 from tests.support.router.mock_worker import ANSWER, MockWorker, workers

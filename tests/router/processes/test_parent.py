@@ -36,9 +36,7 @@ from pdserve.router.processes.parent import READY_TIMEOUT_S, Child, Parent, Setu
 from tests.support.virtual_time import run_virtually
 
 PROCESSES = 3
-CONFIG = RouterConfig(
-    decode=("http://w:1",), host="127.0.0.1", port=0, processes=PROCESSES, stop_grace_s=5.0, watch_config_s=0
-)
+CONFIG = RouterConfig(decode=("http://w:1",), host="127.0.0.1", port=0, processes=PROCESSES, stop_grace_s=5.0)
 
 
 class World:

@@ -244,7 +244,7 @@ def _workers(run_dir: Path, model: Path, pools: dict[str, PoolNode], etcd: EtcdS
     events = {"publisher": "zmq", "endpoint": f"ipc://{run_dir}/{WORKER_EVENTS}"}
     observed = engine_settings(model, extra_args=["--kv-events-config", json.dumps(events)])
     chunked = engine_settings(model, extra_args=["--chunked-prefill-size", str(CHUNK_TOKENS)])
-    few = engine_settings(model, max_running_requests=8)
+    few = engine_settings(model, extra_args=["--max-running-requests", "8"])
     staged = engine_settings(model, **STAGED)
     bytes_of_two = engine_settings(model, dtype="bfloat16", layout="layer_first")
     registered = {"etcd": {"endpoints": [etcd.url]}}

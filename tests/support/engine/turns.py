@@ -12,7 +12,7 @@ from typing import Any
 from pdserve.engine.demo.chat import TURN_END
 from pdserve.engine.demo.tokenizer import train_tokenizer
 from pdserve.engine.turns.exact import Asked, ExactTurns
-from pdserve.engine.turns.memory import Memory
+from pdserve.engine.turns.record import Memory
 from pdserve.engine.turns.segments import StopTokens
 
 OPENING = "\n<|im_start|>assistant\n"

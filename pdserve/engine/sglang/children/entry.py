@@ -79,6 +79,18 @@ def install() -> None:
     engine.run_scheduler_process_with_init_pipe = run_scheduler_process_with_init_pipe
 
 
+def install_in_program(run_scheduler: Callable[..., Any] = run_scheduler_process) -> None:
+    """Have every engine of another program (`sglang.Engine`) start its processes as those of a worker do.
+    `prepare.choose` must have prepared the program, before it imports SGLang. `run_scheduler`: of a module
+    that imports this one before SGLang.
+    """
+    from sglang.srt.entrypoints.engine import Engine
+
+    install()
+    Engine.run_scheduler_process_func = staticmethod(run_scheduler)
+    Engine.run_detokenizer_process_func = staticmethod(run_detokenizer_process)
+
+
 def _change_scheduler() -> None:
     from pdserve.engine.sglang.children import (
         declined_fetches,

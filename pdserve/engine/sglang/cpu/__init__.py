@@ -6,12 +6,12 @@ for CUDA only. This package supplies those, and nothing else:
 | piece | why SGLang on CPU lacks it | module |
 |---|---|---|
 | `sgl_kernel` | its CUDA build cannot be imported without libcuda | `stand_in` |
-| streams, events | `torch.cpu.Event` takes no arguments; `Stream` cannot synchronise | `streams` |
+| streams, events | `torch.cpu.Event` takes no arguments; `Stream` cannot synchronise | `replacements` |
 | device-host page copies | there are CUDA kernels only | `copies` |
 | pinned host memory | pinning needs a GPU driver | `hooks` |
 | 10 GiB host memory reserve | meant for GPU hosts; leaves nothing on a small machine | `hooks` |
 | attention over a cached prefix | `torch_native` attends to every cached token again | `attention` |
-| page hashes | the native extension needs a compiler and OpenSSL headers | `hashing` |
+| page hashes | the native extension needs a compiler and OpenSSL headers | `replacements` |
 | indices of pages for a direct hand-off | they are staged in pinned memory behind a CUDA event | `hooks` |
 | a pause while pages move | the scheduler polls, and takes the core from the moving threads | `hooks` |
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pdserve.engine.sglang.cpu import attention, copies, hashing, operators, streams, unpinned
+from pdserve.engine.sglang.cpu import attention, copies, replacements
 
 HOST_POOL_BASE = "sglang.srt.mem_cache.pool_host.base"
 SENDER = "sglang.srt.disaggregation.mooncake.conn"
@@ -137,7 +137,7 @@ HOOKS: tuple[Hook, ...] = (
     *(Hook(pool, copy.__name__, _always(copy)) for pool, used in COPIES.items() for copy in used),
     Hook(HOST_POOL_BASE, "HostKVCache.__init__", _unpinned),
     Hook(HOST_POOL_BASE, "HICACHE_HOST_MEMORY_RESERVE_BYTES", lambda _: _HOST_MEMORY_RESERVE_BYTES),
-    Hook(HASH_USER, "get_native_hash", lambda _: hashing.get_native_hash),
+    Hook(HASH_USER, "get_native_hash", lambda _: replacements.get_native_hash),
     Hook(
         ATTENTION_BACKEND,
         "TorchNativeAttnBackend._run_sdpa_forward_extend",
@@ -151,9 +151,9 @@ SCHEDULER_HOOKS: tuple[Hook, ...] = (
     Hook(NCCL_LIBRARY, "NCCLLibrary.__init__", _without_nccl),
     Hook(SCHEDULER, "Scheduler.on_idle", _resting),
     Hook(SCHEDULER, "Scheduler.stash_chunked_request", _publishing),
-    Hook(LORA_BACKEND, "torch", unpinned.UnpinnedTorch),
-    Hook(LORA_LAYERS, "torch", unpinned.UnpinnedTorch),
-    Hook("torch", "Tensor.pin_memory", lambda _: unpinned.pin_memory),
+    Hook(LORA_BACKEND, "torch", replacements.UnpinnedTorch),
+    Hook(LORA_LAYERS, "torch", replacements.UnpinnedTorch),
+    Hook("torch", "Tensor.pin_memory", lambda _: replacements.pin_memory),
 )
 """For the scheduler's process alone: others need not import it."""
 
@@ -163,9 +163,9 @@ def apply(hooks: tuple[Hook, ...] = HOOKS) -> None:
 
     Raises ImportError or AttributeError when this SGLang lacks one.
     """
-    operators.declare()
-    setattr(torch.cpu, "Event", streams.Event)  # noqa: B010  a class is replaced, which types do not allow
-    setattr(torch.cpu, "Stream", streams.Stream)  # noqa: B010
+    replacements.declare_operators()
+    setattr(torch.cpu, "Event", replacements.Event)  # noqa: B010  a class is replaced, which types do not allow
+    setattr(torch.cpu, "Stream", replacements.Stream)  # noqa: B010
     for hook in hooks:
         owner, last = hook.owner()
         original = getattr(owner, last, None)

@@ -5,8 +5,11 @@ It joins stores to tiers (demotion.py), loads from tiers (promotion.py), and the
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Final, TypeAlias
+
+import msgspec
 
 from pdserve.kvpool.core.events import Action, OpenSpace, PagesFound, PagesGone, PagesLoaded, PagesStored
 from pdserve.kvpool.core.sessions import Session
@@ -14,6 +17,7 @@ from pdserve.kvpool.core.store.page_store import PageStore
 from pdserve.kvpool.core.tiering.demotion import Demotions
 from pdserve.kvpool.core.tiering.promotion import PinPage, Promotions
 from pdserve.kvpool.core.tiering.tier_index import TierIndexes, TieringLimits, TierSpec
+from pdserve.kvpool.namespaces.catalog import Namespace, item_bytes
 from pdserve.kvpool.protocol.cluster_messages import NamespaceSettings, TierStatus
 from pdserve.kvpool.protocol.messages import Get, Pin
 from pdserve.kvpool.tiers.base import SpaceFacts
@@ -222,3 +226,15 @@ class Tiers:
         self._index.check()
         self._demotions.check()
         self._promotions.check()
+
+
+SHARED_BYTES: Final = 16
+
+
+def facts_of(namespace: Namespace) -> SpaceFacts:
+    """Its pages have the same bytes on all nodes that have its name, geometry and generation. A dropped
+    namespace that comes back has another generation.
+    """
+    identity = msgspec.json.encode([namespace.name, sorted(namespace.geometry.items()), namespace.generation])
+    shared = hashlib.blake2b(identity, digest_size=SHARED_BYTES).hexdigest()
+    return SpaceFacts(namespace.name, shared, item_bytes(namespace.geometry))

@@ -21,8 +21,7 @@ import msgspec
 from pdserve.kvpool.core.events import Action, ForgetPages, ForgetSpace
 from pdserve.kvpool.core.store.index import NONE
 from pdserve.kvpool.protocol.cluster_messages import TierStatus
-from pdserve.kvpool.tiers.backoff import Backoff
-from pdserve.kvpool.tiers.base import PageName
+from pdserve.kvpool.tiers.base import Backoff, PageName
 
 Write: TypeAlias = Literal["cold", "all"]
 _NO_SPACE: Final = -1

@@ -4,7 +4,7 @@
                             writers    the arena, opened for reading and writing, and the slot table
 
 Welcome names one of the two to a client, by the client's rights. Who connects says nothing, gets two
-descriptors if he is of this node's user, and is disconnected at once (transports/descriptors.py). So no
+descriptors if he is of this node's user, and is disconnected at once (transports/shm.py). So no
 connection stays open, and nothing waits: the descriptors are the first bytes on a fresh socket.
 
 The sockets keep a reader's faults from the pages of others. They are no bar to a hostile process of the same
@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Final
 
 from pdserve.errors import StartupError
-from pdserve.kvpool.transports.descriptors import GREETING
 from pdserve.kvpool.transports.dial import peer_uid
+from pdserve.kvpool.transports.shm import GREETING
 
 READERS: Final = "readers"
 WRITERS: Final = "writers"

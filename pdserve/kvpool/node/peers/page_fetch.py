@@ -1,12 +1,15 @@
 """Pages of other nodes into the memory of this one.
 
-Every request to another node is made by a thread of its own, on a connection that one request uses at a time.
-It has a deadline, and ends in exactly one answer.
+Every request to another node is made by a thread of its own, on a connection that one request uses at a
+time. It has a deadline, and ends in exactly one answer.
 
 The slot of a page that comes in is a reservation of the node's own session. The thread fills it. After the
 thread has ended, the page is committed with the checksum that it was checked by, or its slot is given back.
 A thread that is late for its lease finds its reservation in quarantine, and its commit refused. Pulled pages
 are inserted like pages of a client: where no space is free, they take the place of the coldest pages here.
+
+`LocalSession` is the node's own session with its own state: connection 0, which moves bytes by itself in the
+node's memory. So pulled pages are reserved, committed, bounded and accounted for like pages of any client.
 """
 
 from __future__ import annotations
@@ -21,11 +24,12 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 from pdserve.errors import PoolUnavailable, StaleView
 from pdserve.kvpool.cluster.membership import Cluster
+from pdserve.kvpool.core.events import LOCAL, Connected, Event, Received
 from pdserve.kvpool.node.config.node import PoolNodeConfig
-from pdserve.kvpool.node.loopback import LocalSession
 from pdserve.kvpool.node.peers.page_link import PeerLink
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.frames import expected
+from pdserve.kvpool.protocol.messages import Abort, Release, Reply, Request
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
 from pdserve.security.tls import Certificates
 
@@ -230,3 +234,48 @@ async def _in_thread(work: Callable[[], T], name: str) -> T:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return await future
+
+
+class LocalSession:
+    """Requests of the node to itself. `feed` is the node's."""
+
+    def __init__(self, feed: Callable[[Event], None]) -> None:
+        self._feed = feed
+        self._waiting: dict[int, asyncio.Future[Reply]] = {}
+        self._next_id = 0
+        self._closed = False
+        feed(Connected(LOCAL, "shm", "this node", 0, peer=True))
+
+    async def call(self, make: Callable[[int], Request]) -> Reply:
+        """The reply to `make(id)`; a Fault is returned. Raises PoolUnavailable when the node stops. The
+        caller bounds the time.
+        """
+        if self._closed:
+            raise PoolUnavailable("the node stops")
+        self._next_id += 1
+        request_id = self._next_id
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._waiting[request_id] = future
+        try:
+            self._feed(Received(LOCAL, make(request_id)))
+            return await future
+        finally:
+            self._waiting.pop(request_id, None)
+
+    def post(self, message: Abort | Release) -> None:
+        """A message without a reply."""
+        if not self._closed:
+            self._feed(Received(LOCAL, message))
+
+    def answered(self, message: Reply) -> None:
+        """The node's answer to one of ours."""
+        future = self._waiting.get(getattr(message, "id", 0))
+        if future is not None and not future.done():
+            future.set_result(message)
+
+    def close(self) -> None:
+        """The node stops: tell all callers that wait."""
+        self._closed = True
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(PoolUnavailable("the node stops"))

@@ -31,9 +31,8 @@ from pdserve.kvpool.cluster.rebalance_plan import (
 from pdserve.kvpool.cluster.ring import Ring
 from pdserve.kvpool.core.events import Event, ViewChanged
 from pdserve.kvpool.node.config.node import PoolNodeConfig
-from pdserve.kvpool.node.loopback import LocalSession
 from pdserve.kvpool.node.peers.gossip import Gossiper, Handler
-from pdserve.kvpool.node.peers.page_fetch import PageFetch, Space
+from pdserve.kvpool.node.peers.page_fetch import LocalSession, PageFetch, Space
 from pdserve.kvpool.node.peers.page_link import PeerLink
 from pdserve.kvpool.node.serving.connection import ClientConnection
 from pdserve.kvpool.node.timers import call_at

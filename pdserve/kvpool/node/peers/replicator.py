@@ -12,8 +12,7 @@ from typing import Final
 from pdserve.errors import PdserveError, PoolRefused
 from pdserve.kvpool.core.events import AskReplicas, Event, ReplicasMade
 from pdserve.kvpool.namespaces.catalog import Namespaces
-from pdserve.kvpool.node.loopback import LocalSession
-from pdserve.kvpool.node.peers.page_fetch import SLOWEST_BYTES_S, PageFetch, Space
+from pdserve.kvpool.node.peers.page_fetch import SLOWEST_BYTES_S, LocalSession, PageFetch, Space
 from pdserve.kvpool.node.serving.connection import ClientConnection
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import PullPages

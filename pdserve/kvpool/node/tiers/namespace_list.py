@@ -18,8 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from pdserve.kvpool.core.events import Event, NamespacesSaved
-from pdserve.kvpool.tiers.backoff import Backoff
-from pdserve.kvpool.tiers.base import Tier
+from pdserve.kvpool.tiers.base import Backoff, Tier
 
 logger = logging.getLogger(__name__)
 

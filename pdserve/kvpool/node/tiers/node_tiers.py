@@ -22,7 +22,7 @@ from pdserve.kvpool.core.events import (
     SaveNamespaces,
     StorePages,
 )
-from pdserve.kvpool.core.tiering.space_facts import facts_of
+from pdserve.kvpool.core.tiering.coordinator import facts_of
 from pdserve.kvpool.core.tiering.tier_index import TieringLimits, TierSpec
 from pdserve.kvpool.namespaces.catalog import Namespaces, take_over
 from pdserve.kvpool.node.config.node import PoolNodeConfig, TierConfig

@@ -1,7 +1,7 @@
 """The threads of one tier: one writer and some readers. They take actions and return events.
 
 The writer works in the order of its queue. NodeState bounds the stores in the queue, and SPILL_BYTES bounds
-pages that come from the tier above. After a failed write of such pages there is a pause (tiers/backoff.py).
+pages that come from the tier above. After a failed write of such pages there is a pause (`Backoff`).
 Loads are divided into pieces, so several readers share a batch and its first pages are answered first.
 
 A tier must not raise. If it does, only the pages of that call are lost.
@@ -30,12 +30,12 @@ from pdserve.kvpool.core.events import (
     StorePages,
 )
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
-from pdserve.kvpool.tiers.backoff import Backoff
 from pdserve.kvpool.tiers.base import (
     LOADED,
     READ_FAILED,
     STORED,
     WRITE_FAILED,
+    Backoff,
     PageMemory,
     PageName,
     PutResult,

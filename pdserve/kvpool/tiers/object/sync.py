@@ -5,7 +5,7 @@
     listings   every `refresh_s`, and when a space was opened: segments of other nodes come and go
 
 Writing and listing fail apart: where credentials allow reading only, pages of others are still found. After a
-failure there is a pause (tiers/backoff.py). Nothing is lost by one: what is to be done stays in inventory and
+failure there is a pause (`Backoff`). Nothing is lost by one: what is to be done stays in inventory and
 spool, and an upload that was cut off is done again under the same name with the same bytes.
 """
 
@@ -23,12 +23,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from pdserve.kvpool.tiers.backoff import Backoff
-from pdserve.kvpool.tiers.base import TierPage, TierSettings
+from pdserve.kvpool.tiers.base import Backoff, TierPage, TierSettings
 from pdserve.kvpool.tiers.durable_files import open_own
 from pdserve.kvpool.tiers.object.bucket import Bucket, NoSuchObject, StoreError
-from pdserve.kvpool.tiers.object.inventory import PREFIX, Inventory, SegmentObject, parse_object
-from pdserve.kvpool.tiers.object.open_spaces import OpenSpaces
+from pdserve.kvpool.tiers.object.inventory import PREFIX, Inventory, OpenSpaces, SegmentObject, parse_object
 from pdserve.kvpool.tiers.object.remote import RemoteSegment, load_segment
 from pdserve.kvpool.tiers.ssd.segment_file import SegmentFile
 from pdserve.kvpool.tiers.ssd.segment_format import SegmentHeader

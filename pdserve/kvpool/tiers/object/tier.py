@@ -36,7 +36,6 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from pdserve.errors import ConfigError
-from pdserve.kvpool.tiers.backoff import Backoff
 from pdserve.kvpool.tiers.base import (
     CORRUPT,
     GONE,
@@ -45,6 +44,7 @@ from pdserve.kvpool.tiers.base import (
     REFUSED,
     STORED,
     WRITE_FAILED,
+    Backoff,
     PageMemory,
     PageName,
     PutResult,
@@ -62,8 +62,7 @@ from pdserve.kvpool.tiers.durable_files import (
 )
 from pdserve.kvpool.tiers.encryption import OVERHEAD_BYTES
 from pdserve.kvpool.tiers.object.bucket import Bucket, NoSuchObject, StoreError
-from pdserve.kvpool.tiers.object.inventory import Inventory, SegmentObject, shared_space
-from pdserve.kvpool.tiers.object.open_spaces import OpenSpaces
+from pdserve.kvpool.tiers.object.inventory import Inventory, OpenSpaces, SegmentObject, shared_space
 from pdserve.kvpool.tiers.object.remote import RemoteSegment, read_pages
 from pdserve.kvpool.tiers.object.spool import Spool, no_space
 from pdserve.kvpool.tiers.object.sync import BucketSync, Index

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve.engine.sglang.cpu import attention, copies, hashing, hooks, operators, streams
+from pdserve.engine.sglang.cpu import attention, copies, hooks, replacements
 from pdserve.pages import page_hashes
 
 
@@ -182,10 +182,10 @@ def test_hashes_are_the_page_chain_with_a_partial_last_page() -> None:
     chain = page_hashes(tokens, 16)
     partial = hashlib.sha256(chain[-1] + array("I", tokens[32:]).tobytes()).digest()
     expected = [digest.hex() for digest in [*chain, partial]]
-    assert hashing.get_native_hash(tokens, None, 16) == expected
-    assert hashing.get_native_hash(KeyOf([*tokens, 1, 2], 40), None, 16) == expected
-    assert hashing.get_native_hash(tokens[16:32], chain[0], 16) == [chain[1].hex()]
-    assert hashing.get_native_hash(tokens[:16], None) == chain[0].hex()
+    assert replacements.get_native_hash(tokens, None, 16) == expected
+    assert replacements.get_native_hash(KeyOf([*tokens, 1, 2], 40), None, 16) == expected
+    assert replacements.get_native_hash(tokens[16:32], chain[0], 16) == [chain[1].hex()]
+    assert replacements.get_native_hash(tokens[:16], None) == chain[0].hex()
 
 
 def test_hashes_of_pairs_are_the_page_chain_of_pairs_with_a_partial_last_page() -> None:
@@ -195,10 +195,10 @@ def test_hashes_of_pairs_are_the_page_chain_of_pairs_with_a_partial_last_page() 
     key.is_bigram = True
     pairs = [one for pair in itertools.pairwise(tokens[32:]) for one in pair]
     partial = hashlib.sha256(chain[-1] + array("I", pairs).tobytes()).digest()
-    assert hashing.get_native_hash(key, None, 16) == [digest.hex() for digest in [*chain, partial]]
+    assert replacements.get_native_hash(key, None, 16) == [digest.hex() for digest in [*chain, partial]]
     whole = KeyOf(tokens, 32)
     whole.is_bigram = True
-    assert hashing.get_native_hash(whole, None, 16) == [digest.hex() for digest in chain]
+    assert replacements.get_native_hash(whole, None, 16) == [digest.hex() for digest in chain]
 
 
 def test_hashes_of_image_tokens_are_sglangs() -> None:
@@ -211,28 +211,28 @@ def test_hashes_of_image_tokens_are_sglangs() -> None:
         "81165be5b2565666468c08a5953f82e24fa5e87d246e849b54fc12aa61ee7a1c",
         "c3bfd03cb4b972549546146b63125b5762bb1d6cca0097b6a29d3bb841c50c6a",
     ]
-    assert hashing.get_native_hash(KeyOf(tokens, len(tokens)), None, 4) == chain
+    assert replacements.get_native_hash(KeyOf(tokens, len(tokens)), None, 4) == chain
     assert [digest.hex() for digest in page_hashes(tokens, 4)] == chain[:3]
     of_all = "b9fb57a0232c4cdf58aaa6cc503d106013730900f3ded7c4a32fdf307cb26ede"
-    assert hashing.get_native_hash(array("q", tokens), None) == of_all
+    assert replacements.get_native_hash(array("q", tokens), None) == of_all
 
 
 def test_operators_can_be_looked_up_and_not_called() -> None:
-    operators.declare()
-    operators.declare()
-    for name in operators.NAMES:
+    replacements.declare_operators()
+    replacements.declare_operators()
+    for name in replacements.OPERATORS:
         with pytest.raises(RuntimeError, match=name):
             getattr(torch.ops.sgl_kernel, name)(torch.zeros(1))
 
 
 def test_streams_and_events_have_cudas_interface() -> None:
-    begin, end = streams.Event(enable_timing=True), streams.Event(enable_timing=True)
-    stream = streams.Stream()
+    begin, end = replacements.Event(enable_timing=True), replacements.Event(enable_timing=True)
+    stream = replacements.Stream()
     with torch.cpu.stream(stream):
         begin.record()
         end.record(stream)
         stream.wait_event(begin)
-        stream.wait_stream(streams.Stream())
+        stream.wait_stream(replacements.Stream())
     stream.synchronize()
     assert end.query()
     assert begin.elapsed_time(end) == 0.0

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve.engine.sglang.cpu.unpinned import UnpinnedTorch, pin_memory
+from pdserve.engine.sglang.cpu.replacements import UnpinnedTorch, pin_memory
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here memory can be pinned")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.kvpool.mover.ranks.board import KEEP_S, Board, State
+from pdserve.kvpool.mover.ranks.follower import KEEP_S, Board, State
 from pdserve.kvpool.mover.ranks.messages import Begun, Ended, Place
 from tests.support.kvpool.faulty import key
 

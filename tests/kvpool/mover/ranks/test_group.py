@@ -18,7 +18,7 @@ from pdserve.kvpool.client.operations import Proof
 from pdserve.kvpool.mover.host_pages import HostPages, MappedHostPages, Segment
 from pdserve.kvpool.mover.ranks import follower as follower_module
 from pdserve.kvpool.mover.ranks import group as group_module
-from pdserve.kvpool.mover.ranks.board import State
+from pdserve.kvpool.mover.ranks.follower import State
 from pdserve.kvpool.mover.ranks.group import PartReads, RankGroup
 from pdserve.kvpool.mover.ranks.messages import Place
 from pdserve.kvpool.protocol.page_bytes import NO_CHECKSUM, PageBuffers, checksum_page

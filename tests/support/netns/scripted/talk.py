@@ -16,8 +16,8 @@ from typing import IO, Final
 
 import msgspec
 
-from benchmarks.lib.client import CACHED_HEADER, PREFILL_CACHED_HEADER, Response, ServerClient
-from pdserve.router.request.call import parse_cached
+from benchmarks.lib.client import Response, ServerClient
+from pdserve.router.request.call import CACHED_HEADER, PREFILL_CACHED_HEADER, parse_cached
 from tests.support.netns.scripted.script import PAGE_WORDS, answer_tokens, text_of, words_of
 from tests.support.processes import read_config
 
@@ -104,7 +104,8 @@ class Conversation:
         words = words_of({"messages": messages})
         right = "".join(map(text_of, answer_tokens(words, self._config.answer_words)))
         worker = response.headers.get("x-pdserve-decode", "")
-        report = response.headers.get(PREFILL_CACHED_HEADER) or response.headers.get(CACHED_HEADER, "")
+        asked = (PREFILL_CACHED_HEADER, CACHED_HEADER)
+        report = next((said for name in asked if (said := response.headers.get(name.decode()))), "")
         turn = Turn(
             sent_s=response.sent_s,
             done_s=response.done_s,
