@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, Final
 
 _MARK: Final = "__pdserve_text_offsets__"
@@ -27,10 +27,10 @@ class Located(tuple[Any, ...]):
     after: int  # characters that this token and those before it begin
 
 
-def locate(meta: dict[str, Any], tokenizer: Any, *, is_echoed: bool) -> None:
+def locate(meta: dict[str, Any], tokenizer: Any, special_ids: Set[int], *, is_echoed: bool) -> None:
     """Give the tokens of one answer their offsets, in place: `meta` is its `meta_info`, whose lists SGLang
-    keeps from step to step, so that each token is looked at once. `is_echoed`: the text begins with the
-    prompt.
+    keeps from step to step, so that each token is looked at once. `special_ids`: tokens that the text
+    does not show. `is_echoed`: the text begins with the prompt.
     """
     begun = 0
     for name in ("input_token_logprobs", "output_token_logprobs")[0 if is_echoed else 1 :]:
@@ -43,7 +43,7 @@ def locate(meta: dict[str, Any], tokenizer: Any, *, is_echoed: bool) -> None:
         begun = tokens[first - 1].after if first else begun
         for i in range(first, len(tokens)):
             tokens[i] = located = Located(tokens[i])
-            shown = _bytes_of(tokenizer, located[1], located[2])
+            shown = b"" if located[1] in special_ids else _bytes_of(tokenizer, located[1], located[2])
             located.offset = begun - 1 if begun and shown and shown[0] in _CONTINUES else begun
             begun += sum(byte not in _CONTINUES for byte in shown)
             located.after = begun
@@ -52,8 +52,6 @@ def locate(meta: dict[str, Any], tokenizer: Any, *, is_echoed: bool) -> None:
 
 def _bytes_of(tokenizer: Any, token_id: int, text: str | None) -> bytes:
     """What a token adds to the text."""
-    if token_id in tokenizer.all_special_ids:
-        return b""
     from sglang.srt.entrypoints.openai.utils import token_id_to_bytes
 
     if (raw := token_id_to_bytes(tokenizer, token_id)) is not None:

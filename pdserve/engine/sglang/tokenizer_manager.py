@@ -119,6 +119,9 @@ class TrackedRequests:
         ranks = int(self.elastic_worker_count)
         self._dp_ranks = DpRanks(ranks) if ranks > 1 else None
         self.text_threads = TextThreads()
+        self._special_ids = frozenset(
+            getattr(self.tokenizer, "all_special_ids", ())
+        )  # a property that is computed anew
         self._made: WeakValueDictionary[str, SglangRequest] = WeakValueDictionary()
         """By SGLang's request id, as long as the HTTP request's record holds them."""
 
@@ -179,7 +182,7 @@ class TrackedRequests:
                     answers = content if isinstance(content, list) else [content]
                     self._note(http, answers)
                     for answer in answers if has_offsets else ():
-                        locate(answer["meta_info"], self.tokenizer, is_echoed=is_echoed)
+                        locate(answer["meta_info"], self.tokenizer, self._special_ids, is_echoed=is_echoed)
                     if turn is not None and http is not None and http.path != PREFILL:
                         await self._record(turn, http, answers)
                     yield content

@@ -14,9 +14,10 @@ PIECES = ["\u2581The", "\u2581cat", "<0xE4>", "<0xB8>", "<0x96>", "</s>", "!"]
 """Of a SentencePiece vocabulary; three of its tokens are a character's bytes."""
 
 
-class Pieces:
-    all_special_ids = (5,)
+SPECIAL = frozenset([5])
 
+
+class Pieces:
     def convert_ids_to_tokens(self, token_id: int) -> str:
         return PIECES[token_id]
 
@@ -25,7 +26,7 @@ class Pieces:
 
 
 def offsets(meta: dict[str, Any], *, is_echoed: bool = False) -> list[int]:
-    locate(meta, Pieces(), is_echoed=is_echoed)
+    locate(meta, Pieces(), SPECIAL, is_echoed=is_echoed)
     return [one.offset for name in meta for one in meta[name]]
 
 
@@ -59,7 +60,7 @@ def test_an_echoed_prompt_comes_first() -> None:
 
 def test_sglangs_own_form_says_them() -> None:
     meta = {"output_token_logprobs": tokens(0, 1)}
-    locate(meta, Pieces(), is_echoed=False)
+    locate(meta, Pieces(), SPECIAL, is_echoed=False)
     said = saying(utils.to_openai_style_logprobs)(
         output_token_logprobs=meta["output_token_logprobs"], tokenizer=SimpleNamespace()
     )
