@@ -189,10 +189,12 @@ class FairQueue:
         lane = self._lanes.get(ticket.lane)
         if lane is None:
             lane = self._lanes[ticket.lane] = _Lane()
-        lane.resize(slots, now_s)
-        ticket.outage_before_s = lane.outage_s(now_s)
+        if lane.slots != slots or not slots:
+            lane.resize(slots, now_s)
+        ticket.outage_before_s = lane.past_outages_s if slots else lane.outage_s(now_s)
         tenant = ticket.tenant
-        if lane.running < slots and tenant.is_free and tenant not in lane.queues:
+        is_free = not tenant.limits.concurrency or tenant.is_free
+        if lane.running < slots and is_free and tenant not in lane.queues:
             self._start(lane, ticket, now_s)
             return [ticket]
         changed: list[Ticket] = []

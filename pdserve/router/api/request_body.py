@@ -81,6 +81,7 @@ UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What decoding raises for bytes that are not JSON, of another form, or nested too deeply."""
 T = TypeVar("T")
 _decoder = msgspec.json.Decoder(RequestView)
+_decode = _decoder.decode
 
 
 class _Sampling(msgspec.Struct, gc=False):
@@ -119,7 +120,10 @@ _FIELD = re.compile(r" - at `\$\.(?P<field>[A-Za-z_]+)[^`]*`$")
 
 def parse_request(body: bytes) -> RequestView:
     """The request in `body`. Raises RequestError (400) for anything but a JSON object of that form."""
-    return decode_view(_decoder, body)
+    try:
+        return _decode(body)
+    except UNREADABLE:
+        return decode_view(_decoder, body)  # says what is wrong
 
 
 def decode_view(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
@@ -181,16 +185,17 @@ def _names_media(json: msgspec.Raw) -> bool:
     return bool(json) and _MEDIA.search(json) is not None
 
 
-def estimate_prompt_tokens(prompt_json: bytes) -> int:
+def estimate_prompt_tokens(prompt_json: bytes, *, may_be_media: bool = True) -> int:
     """Roughly how many tokens the prompt has, from the length of its JSON.
 
     Media in `data:` URLs count nothing: how many tokens an image has depends on the model, not on its bytes.
     """
     size = len(prompt_json)
-    text = bytes(prompt_json)
-    if b";base64," in text:
-        size -= _inline_media_bytes(text)
-    return size // bytes_per_token(text)
+    if may_be_media:
+        text = bytes(prompt_json)
+        if b";base64," in text:
+            size -= _inline_media_bytes(text)
+    return size // (BYTES_PER_TOKEN_ID if _TOKEN_IDS.match(prompt_json) else BYTES_PER_TOKEN)
 
 
 def _inline_media_bytes(text: bytes) -> int:

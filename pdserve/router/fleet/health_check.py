@@ -23,14 +23,17 @@ from pdserve.router.config.limits import Probe
 from pdserve.router.fleet.changes import FleetChange
 from pdserve.router.fleet.registry import Fleet, joining_order
 from pdserve.router.fleet.worker import Worker, WorkerInfo, WorkerLoad, foreign_info
-from pdserve.router.metrics.stats import Stats
-from pdserve.router.upstream.client import Upstream, is_own_fault, is_refused, os_errors
-from pdserve.router.upstream.connection import (
+from pdserve.router.http.tls import (
     ASKS_FOR_CERTIFICATE,
     RenewedTransport,
     UpstreamError,
     WorkerTls,
+    is_own_fault,
+    is_refused,
+    os_errors,
 )
+from pdserve.router.http.worker_connection import Upstream
+from pdserve.router.metrics.stats import Stats
 
 logger = logging.getLogger(__name__)
 

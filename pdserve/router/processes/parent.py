@@ -40,6 +40,7 @@ from pdserve.router.fleet.changes import Changes, FleetChange
 from pdserve.router.fleet.health_check import FirstRound
 from pdserve.router.fleet.registry import listed_workers
 from pdserve.router.fleet.worker import Worker
+from pdserve.router.http.serving import LAST_WORD_S, bind
 from pdserve.router.metrics.stats import Snapshot, add_up, left_behind
 from pdserve.router.processes.channel import (
     COLLECT_TIMEOUT_S,
@@ -58,7 +59,6 @@ from pdserve.router.processes.channel import (
     Stopping,
 )
 from pdserve.router.processes.serving import run_child
-from pdserve.router.server.uvicorn_server import LAST_WORD_S, bind
 from pdserve.settings.command_line import ConfigSource
 
 logger = logging.getLogger(__name__)

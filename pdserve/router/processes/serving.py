@@ -31,9 +31,9 @@ from pdserve.router.app.router import Router
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.health_check import FirstRound
 from pdserve.router.fleet.registry import Fleet, listed_workers
+from pdserve.router.http.serving import bind, make_server, public_tls, serve_until_stopped
 from pdserve.router.processes.agreement import shared_limits
 from pdserve.router.processes.peer import Peer
-from pdserve.router.server.uvicorn_server import bind, make_server, public_tls, serve_until_stopped
 from pdserve.security.tls import Certificates
 from pdserve.settings.command_line import ConfigSource
 
@@ -163,7 +163,7 @@ async def _server(
     most_files = raise_open_files()
     async with open_router(config, first=first) as router, shared_limits(router):
         most = math.inf if most_files is None else most_files // 2  # the rest is for workers
-        server = make_server(router, config, public_tls(config.access), router.generation, most)
+        server = make_server(router, config, public_tls(config.access), router.proxy, most)
         loop.add_signal_handler(signal.SIGINT, server.handle_exit, signal.SIGINT, None)
         loop.add_signal_handler(signal.SIGTERM, _stop, router, server, notice_s)
         gc.freeze()  # what was made until now stays: the collector need not look at it again

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.router.request.answer import KEEP_ALIVE
+from pdserve.router.request.request import KEEP_ALIVE
 from pdserve.router.tenants.api_keys import key_line
 from tests.support.processes import free_ports
 from tests.support.router.harness import Connection, Response
