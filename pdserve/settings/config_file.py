@@ -6,7 +6,7 @@ msgspec.Meta(description="...")]`. This module turns file and flags into such a 
 is wrong where they do not fit, and lists a struct's options for `--help` and for the documents.
 
 A key is written with its tables, as in `engine.page_size`; an entry of an array of tables as in
-`pool.nodes[0].address`.
+`pool.nodes[0].address`. Beside each secret `NAME` the file may name one that holds it, as `NAME_file`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from pdserve.errors import ConfigError
-from pdserve.security.tokens import Secret, decode_secret
+from pdserve.security.tokens import Secret, SecretFile, decode_secret
 
 T = TypeVar("T")
 
-Kind = Literal["scalar", "switch", "repeated", "file-only"]
-"""How an option is given as a flag: `--x V`, `--x/--no-x`, `--x V --x W`, or not at all."""
+Kind = Literal["scalar", "switch", "repeated", "secret", "file-only"]
+"""How an option is given as a flag: `--x V`, `--x/--no-x`, `--x V --x W`, `--x-file PATH`, or not at all."""
+SUFFIX = "_file"
+"""Ends the key of the file that holds a secret."""
 
 REQUIRED = "required"
 NONE = "none"
@@ -75,6 +77,7 @@ def build_config(
     flags: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> T:
     """Build a `type_` from tables already read; `source` and `flags` (dotted keys) only serve errors."""
+    data = _with_secret_files(type_, data, source)
     unknown = list(_unknown_keys(type_, data))
     if unknown:
         lines = [
@@ -119,7 +122,7 @@ def options(type_: type[Any], prefix: str = "", *, file_only: bool = False) -> I
                 struct, f"{key}[]." if is_array else f"{key}.", file_only=file_only or is_array
             )
             continue
-        kind = "file-only" if file_only or inner is Secret else _kind(inner)
+        kind = "file-only" if file_only else _kind(inner)
         yield Option(key, annotation, kind, _type_name(inner), _default_text(field), description)
 
 
@@ -134,6 +137,42 @@ def _put(data: dict[str, Any], key: str, value: Any) -> None:
             raise ConfigError(f"'{name}' must be a table for '{key}' to be set in it, found {_found(table)}")
         data = table
     data[leaf] = value
+
+
+# --- secrets in files
+
+
+def _with_secret_files(annotation: Any, data: Any, source: str, prefix: str = "") -> Any:
+    """The tables with a SecretFile for each secret that they name a file of. Raises ConfigError."""
+    struct, is_array = _struct_within(_strip(annotation)[0])
+    if struct is None:
+        return data
+    if is_array:
+        if not isinstance(data, list | tuple):
+            return data
+        name = prefix.removesuffix(".")
+        return [_with_secret_files(struct, entry, source, f"{name}[{i}].") for i, entry in enumerate(data)]
+    if not isinstance(data, Mapping):
+        return data
+    found = dict(data)
+    for name, field in _fields(struct).items():
+        if name in found:
+            found[name] = _with_secret_files(field, found[name], source, f"{prefix}{name}.")
+        key = name + SUFFIX
+        if _strip(field)[0] is Secret and key in found:
+            path = found.pop(key)
+            if not isinstance(path, str):
+                raise ConfigError(f"{source}: '{prefix}{key}' must be a path, found {_found(path)}")
+            if found.get(name):
+                raise ConfigError(f"{source}: {prefix}{name} and {prefix}{key} are both set: keep one")
+            found[name] = SecretFile(Path(path).expanduser())
+    return found
+
+
+def _fields(struct: Any) -> dict[str, Any]:
+    """The annotations of a struct's fields, by their names in a file."""
+    hints = typing.get_type_hints(struct, include_extras=True)
+    return {field.encode_name: hints[field.name] for field in msgspec.structs.fields(struct)}
 
 
 # --- saying what is wrong
@@ -151,13 +190,14 @@ def _unknown_keys(annotation: Any, data: Any, prefix: str = "") -> Iterator[tupl
         return
     if not isinstance(data, Mapping):
         return
-    hints = typing.get_type_hints(struct, include_extras=True)
-    fields = {field.encode_name: hints[field.name] for field in msgspec.structs.fields(struct)}
+    fields = _fields(struct)
+    files = (f"{name}{SUFFIX}" for name, field in fields.items() if _strip(field)[0] is Secret)
+    names = [*fields, *files]
     for name, value in data.items():
         if name in fields:
             yield from _unknown_keys(fields[name], value, f"{prefix}{name}.")
         elif name != struct.__struct_config__.tag_field:
-            near = difflib.get_close_matches(name, fields, n=1)
+            near = difflib.get_close_matches(name, names, n=1)
             yield prefix + name, prefix + near[0] if near else None
 
 
@@ -286,6 +326,8 @@ def _kind(annotation: Any) -> Kind:
     origins = {typing.get_origin(member) or member for member in members}
     if origins == {bool}:
         return "switch"
+    if origins == {Secret}:
+        return "secret"
     if origins & {dict, Mapping}:
         return "file-only"
     return "repeated" if origins & {list, tuple, set, frozenset} else "scalar"

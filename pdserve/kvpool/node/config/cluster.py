@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -48,7 +47,6 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "PDSERVE_POOL_CLUSTER_TOKEN."
         ),
     ] = Secret("")
-    token_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = None
     leave_on_stop: Annotated[
         bool, Meta(description="Leave the ring at a clean stop. If false, the others detect the loss.")
     ] = False

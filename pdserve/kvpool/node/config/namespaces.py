@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -10,7 +9,7 @@ from msgspec import Meta
 
 from pdserve.errors import ConfigError
 from pdserve.kvpool.protocol.cluster_messages import Media, NamespaceSettings
-from pdserve.security.tokens import MIN_CHARS, Secret, digest_of_setting, is_digest, read_token
+from pdserve.security.tokens import MIN_CHARS, Secret, digest_of_setting, given_secret, is_digest
 from pdserve.sizes import parse_bytes
 
 
@@ -69,11 +68,9 @@ class NamespaceDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     read_token: Annotated[
         Secret, Meta(description="Token required to read: plain, or `sha256:` and its digest; empty: none.")
     ] = Secret("")
-    read_token_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = None
     write_token: Annotated[
         Secret, Meta(description="Token required to write; it permits reading too. Empty: as read_token.")
     ] = Secret("")
-    write_token_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = None
     admin_token: Annotated[
         Secret,
         Meta(
@@ -81,7 +78,6 @@ class NamespaceDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             "write_token."
         ),
     ] = Secret("")
-    admin_token_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = None
 
 
 class NamespaceConfig(NamespaceDefaults, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -108,9 +104,9 @@ def settings_of(config: NamespaceDefaults) -> NamespaceSettings:
             bytes_s=float(parse_bytes(config.bytes_s)),
             weight=config.weight,
             copies=config.copies,
-            read_token=token_digest("read_token", config.read_token, config.read_token_file),
-            write_token=token_digest("write_token", config.write_token, config.write_token_file),
-            admin_token=token_digest("admin_token", config.admin_token, config.admin_token_file),
+            read_token=token_digest("read_token", config.read_token),
+            write_token=token_digest("write_token", config.write_token),
+            admin_token=token_digest("admin_token", config.admin_token),
         )
     except ValueError as error:
         raise ConfigError(f"{label}: {error}") from None
@@ -118,12 +114,9 @@ def settings_of(config: NamespaceDefaults) -> NamespaceSettings:
         raise ConfigError(f"{label}: {error}") from None
 
 
-def token_digest(name: str, token: str, file: Path | None) -> str:
+def token_digest(name: str, given: Secret) -> str:
     """The digest of a token given as text or in a file; empty for none. Raises ConfigError."""
-    if token and file is not None:
-        raise ConfigError(f"{name} and {name}_file are both set: keep one")
-    if file is not None:
-        token = read_token(file)
+    token = given_secret(given, "", {})
     if 0 < len(token) < MIN_CHARS and not token.startswith("sha256:"):
         raise ConfigError(f"{name} must be {MIN_CHARS} characters or more; `pdserve key` makes one")
     found = digest_of_setting(token)

@@ -219,7 +219,6 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "have tokens."
         ),
     ] = Secret("")
-    admin_token_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = None
 
     insecure: Annotated[
         bool,
@@ -245,9 +244,6 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "PDSERVE_METRICS_TOKEN. Empty: none is needed."
         ),
     ] = Secret("")
-    metrics_token_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = (
-        None
-    )
     log_format: Annotated[
         LogFormat, Meta(description="text: lines for people; json: one object per line with the same facts.")
     ] = "text"
@@ -375,18 +371,13 @@ def with_secrets(config: PoolNodeConfig, environ: Mapping[str, str]) -> PoolNode
     """The configuration with its own secrets themselves, wherever they were given. Those of namespaces stay
     as they are. Raises ConfigError.
     """
-    cluster, admin = config.cluster, ("admin_token", config.admin_token, config.admin_token_file)
-    token = secret_of(
-        "cluster.token", cluster.token, cluster.token_file, "PDSERVE_POOL_CLUSTER_TOKEN", environ
-    )
-    metrics = ("metrics_token", config.metrics_token, config.metrics_token_file, "PDSERVE_METRICS_TOKEN")
+    token = secret_of("cluster.token", config.cluster.token, "PDSERVE_POOL_CLUSTER_TOKEN", environ)
+    metrics = secret_of("metrics_token", config.metrics_token, "PDSERVE_METRICS_TOKEN", environ)
     return replace(
         config,
-        metrics_token=Secret(secret_of(*metrics, environ)),
-        metrics_token_file=None,
-        admin_token=Secret(given_secret(*admin, "PDSERVE_POOL_ADMIN_TOKEN", environ)),
-        admin_token_file=None,
-        cluster=replace(cluster, token=Secret(token), token_file=None),
+        metrics_token=Secret(metrics),
+        admin_token=Secret(given_secret(config.admin_token, "PDSERVE_POOL_ADMIN_TOKEN", environ)),
+        cluster=replace(config.cluster, token=Secret(token)),
     )
 
 
