@@ -306,7 +306,7 @@ def test_what_a_lost_writer_reserved_is_reclaimed(pool: Pool, name: str) -> None
 
 
 def test_an_overdue_reservation_can_never_be_committed(make_pool: MakePool, name: str) -> None:
-    pool = make_pool(reservation_lease_s=0.2)
+    pool = make_pool(lease_s=0.2)
     with client(pool, name) as slow, client(pool, name) as other:
         names = keys(1)
         grants = slow.reserve(names)

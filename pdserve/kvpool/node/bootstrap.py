@@ -75,8 +75,8 @@ def _limits_of(config: PoolNodeConfig) -> Limits:
     of_client = max(config.slab, int(config.capacity * config.max_client_share))
     return Limits(
         lease_s=config.lease_s,
-        reservation_lease_s=config.reservation_lease_s,
-        quarantine_s=config.quarantine_s,
+        reservation_lease_s=config.lease_s,
+        quarantine_s=config.lease_s,
         max_reserved_bytes=of_client,
         max_pinned_bytes=of_client,
         max_kept_bytes=int(config.capacity * KEPT_SHARE),

@@ -66,7 +66,6 @@ class Nodes:
             "capacity_bytes": "32MiB",
             "slab_bytes": "1MiB",
             "min_slot_bytes": "8KiB",
-            "quarantine_s": 0.2,
         }
         config = PoolNodeConfig(
             name=name,

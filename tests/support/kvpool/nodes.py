@@ -37,7 +37,7 @@ StartProcess = Callable[..., ProcessPool]
 
 
 def small_config(**options: Any) -> PoolNodeConfig:
-    sizes = {"capacity_bytes": "16MiB", "slab_bytes": "1MiB", "min_slot_bytes": "8KiB", "quarantine_s": 0.2}
+    sizes = {"capacity_bytes": "16MiB", "slab_bytes": "1MiB", "min_slot_bytes": "8KiB"}
     return PoolNodeConfig(
         **{"name": "node", "arena_dir": arena_dir(), "max_client_share": 1.0} | sizes | options
     )

@@ -62,11 +62,7 @@ class InprocPool:
     """The node is an object."""
 
     def __init__(self, config: PoolNodeConfig) -> None:
-        limits = Limits(
-            lease_s=config.lease_s,
-            reservation_lease_s=config.reservation_lease_s,
-            quarantine_s=config.quarantine_s,
-        )
+        limits = Limits(config.lease_s, config.lease_s, config.lease_s)
         layout = TableLayout(config.capacity, config.slab, config.min_slot)
         self.node = InprocNode(config.name, layout, limits, config)
 

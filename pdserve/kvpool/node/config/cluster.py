@@ -13,7 +13,7 @@ from pdserve.sizes import parse_bytes
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The pool that a node belongs to. Intervals are for a loss to be noticed within 2 s."""
+    """The pool that a node belongs to. A loss is noticed within 2 s."""
 
     name: Annotated[
         str,
@@ -47,27 +47,13 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "PDSERVE_POOL_CLUSTER_TOKEN."
         ),
     ] = Secret("")
-    leave_on_stop: Annotated[
-        bool, Meta(description="Leave the ring at a clean stop. If false, the others detect the loss.")
-    ] = False
-    join_timeout_s: Annotated[
-        float,
-        Meta(gt=0, description="Longest wait of a starting node for another node's answer."),
-    ] = 1.0
-    ping_interval_s: Annotated[float, Meta(gt=0, description="Interval of pings to other nodes.")] = 0.3
     ping_timeout_s: Annotated[
         float,
         Meta(
             gt=0,
-            description="A node without an answer for this long is suspected, and other nodes ping it too.",
+            description="A node without an answer for this long is suspected, and dead if no other node "
+            "reaches it in half of this. Pings follow each other in 0.3 of it.",
         ),
-    ] = 1.0
-    indirect_timeout_s: Annotated[
-        float,
-        Meta(gt=0, description="A suspected node is dead if no other node reaches it within this time."),
-    ] = 0.5
-    sync_interval_s: Annotated[
-        float, Meta(gt=0, description="Interval of full exchanges with one other node, alive or dead.")
     ] = 1.0
 
 

@@ -173,15 +173,10 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     lease_s: Annotated[
         float,
         Meta(
-            gt=0, description="Longest time that a reader may hold a page; after it, the page can be evicted."
+            gt=0,
+            description="Longest time that a reader may hold a page, and that a writer may take from "
+            "reserving one to committing it. After a crash, slots that were being written rest for so long.",
         ),
-    ] = 30.0
-    reservation_lease_s: Annotated[
-        float, Meta(gt=0, description="Longest time of a writer between reserving and committing a page.")
-    ] = 30.0
-    quarantine_s: Annotated[
-        float,
-        Meta(ge=0, description="Time after a crash in which slots that were being written are not used."),
     ] = 30.0
     max_connections: Annotated[
         int, Meta(ge=1, description="Most open connections; with `admin_token` clients of one token get 3/4.")

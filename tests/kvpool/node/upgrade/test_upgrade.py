@@ -46,7 +46,7 @@ def make_node(tmp_path: Path) -> Iterator[Callable[..., ProcessPool]]:
 
     def make(data_path: str = "shm", **options: Any) -> ProcessPool:
         settings = {"capacity_bytes": "64MiB", "slab_bytes": "1MiB", "max_client_share": 1.0, **options}
-        settings = {"name": "node", "quarantine_s": 0.2, **settings}
+        settings = {"name": "node", **settings}
         config = PoolNodeConfig(arena_dir=arena_dir(), **settings)
         made.append(ProcessPool(config, tmp_path, data_path))
         return made[-1]
