@@ -6,7 +6,8 @@ msgspec.Meta(description="...")]`. This module turns file and flags into such a 
 is wrong where they do not fit, and lists a struct's options for `--help` and for the documents.
 
 A key is written with its tables, as in `engine.page_size`; an entry of an array of tables as in
-`pool.nodes[0].address`. Beside each secret `NAME` the file may name one that holds it, as `NAME_file`.
+`pool.nodes[0].address`. Beside each secret `NAME` the file may name one that holds it, as `NAME_file`. A
+`Size` may be written like `4GiB`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import msgspec
 
 from pdserve.errors import ConfigError
 from pdserve.security.tokens import Secret, SecretFile, decode_secret
+from pdserve.sizes import parse_bytes
 
 T = TypeVar("T")
 
@@ -77,7 +79,7 @@ def build_config(
     flags: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> T:
     """Build a `type_` from tables already read; `source` and `flags` (dotted keys) only serve errors."""
-    data = _with_secret_files(type_, data, source)
+    data = _with_words_read(type_, data, source)
     unknown = list(_unknown_keys(type_, data))
     if unknown:
         lines = [
@@ -106,7 +108,11 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def parse_value(annotation: Any, text: str | list[str]) -> Any:
-    """A flag's text as a value of the option's type. Raises msgspec.ValidationError."""
+    """A flag's text as a value of the option's type; a size stays text, as in a file. Raises
+    msgspec.ValidationError.
+    """
+    if _is_size(annotation):
+        return text
     return msgspec.convert(text, annotation, strict=False, dec_hook=_decode_custom)
 
 
@@ -123,7 +129,8 @@ def options(type_: type[Any], prefix: str = "", *, file_only: bool = False) -> I
             )
             continue
         kind = "file-only" if file_only else _kind(inner)
-        yield Option(key, annotation, kind, _type_name(inner), _default_text(field), description)
+        type_name = "size" if _is_size(annotation) else _type_name(inner)
+        yield Option(key, annotation, kind, type_name, _default_text(field), description)
 
 
 # --- laying flags over the file
@@ -139,11 +146,13 @@ def _put(data: dict[str, Any], key: str, value: Any) -> None:
     data[leaf] = value
 
 
-# --- secrets in files
+# --- what a file says in words: sizes, and which file holds a secret
 
 
-def _with_secret_files(annotation: Any, data: Any, source: str, prefix: str = "") -> Any:
-    """The tables with a SecretFile for each secret that they name a file of. Raises ConfigError."""
+def _with_words_read(annotation: Any, data: Any, source: str, prefix: str = "") -> Any:
+    """The tables with bytes for each size, and a SecretFile for each secret that they name a file of. Raises
+    ConfigError.
+    """
     struct, is_array = _struct_within(_strip(annotation)[0])
     if struct is None:
         return data
@@ -151,13 +160,18 @@ def _with_secret_files(annotation: Any, data: Any, source: str, prefix: str = ""
         if not isinstance(data, list | tuple):
             return data
         name = prefix.removesuffix(".")
-        return [_with_secret_files(struct, entry, source, f"{name}[{i}].") for i, entry in enumerate(data)]
+        return [_with_words_read(struct, entry, source, f"{name}[{i}].") for i, entry in enumerate(data)]
     if not isinstance(data, Mapping):
         return data
     found = dict(data)
     for name, field in _fields(struct).items():
         if name in found:
-            found[name] = _with_secret_files(field, found[name], source, f"{prefix}{name}.")
+            found[name] = _with_words_read(field, found[name], source, f"{prefix}{name}.")
+        if _is_size(field) and isinstance(found.get(name), str):
+            try:
+                found[name] = parse_bytes(found[name])
+            except ValueError as error:
+                raise ConfigError(f"{source}: '{prefix}{name}': {error}") from None
         key = name + SUFFIX
         if _strip(field)[0] is Secret and key in found:
             path = found.pop(key)
@@ -297,6 +311,12 @@ def _strip(annotation: Any) -> tuple[Any, str]:
     inner, *extras = typing.get_args(annotation)
     texts = [meta.description for meta in extras if isinstance(meta, msgspec.Meta) and meta.description]
     return inner, " ".join(" ".join(texts).split())
+
+
+def _is_size(annotation: Any) -> bool:
+    """Whether it is a `Size`, described or not."""
+    found = typing.get_args(annotation) if typing.get_origin(annotation) is typing.Annotated else ()
+    return any(isinstance(meta, msgspec.Meta) and (meta.extra or {}).get("size") for meta in found)
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:

@@ -18,6 +18,7 @@ An unknown key is an error, and the message names the nearest known key.
 - Options of lists of tables (`tenants[].name`) and free tables (`ucx.options`) have no flag.
 - A `secret` has no flag, because every user of a host sees the command lines of all. Logs do not show it.
   Each may be in a file: `admin_token_file = "PATH"`, or `--admin-token-file`, instead of `admin_token`.
+- A `size` is a number of bytes, or text like `4GiB` and `2GB`.
 - Repeat the flag of a list option to give several values.
 - `required` means that there is no default. `none` means that the option is not set.
 """
