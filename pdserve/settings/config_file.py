@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
+import tomli_w
 
 from pdserve.errors import ConfigError
 from pdserve.security.tokens import Secret, SecretFile, decode_secret
@@ -105,6 +106,22 @@ def read_toml(path: Path) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         what = str(error).replace("at end of document", f"at line {len(text.splitlines())}, end of file")
         raise ConfigError(f"{path}: not valid TOML: {what}") from None
+
+
+def to_toml(tables: Mapping[str, Any]) -> str:
+    """TOML text that `read_toml` reads back as `tables`. Paths become strings, None is left out.
+
+    Raises TypeError for a value that TOML has no form for.
+    """
+    return tomli_w.dumps(_plain(tables))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 def parse_value(annotation: Any, text: str | list[str]) -> Any:

@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from pdserve.settings.toml_text import to_toml
+from pdserve.settings.config_file import to_toml
 from tests.support.kvpool.pools import arena_dir
 from tests.support.left_behind import reaper
 

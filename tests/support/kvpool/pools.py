@@ -24,7 +24,7 @@ from pdserve.kvpool.protocol.slot_table import TableLayout
 from pdserve.kvpool.transports.base import Connection
 from pdserve.security.tls import Certificates
 from pdserve.security.tokens import reveal_secret
-from pdserve.settings.toml_text import to_toml
+from pdserve.settings.config_file import to_toml
 from tests.support.kvpool.connectors import connect
 from tests.support.kvpool.inproc import InprocConnector, InprocNode
 

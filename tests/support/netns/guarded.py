@@ -18,7 +18,7 @@ import psutil
 from pdserve.kvpool.admin.node_client import NodeClient
 from pdserve.kvpool.protocol.messages import StatusReport
 from pdserve.security.tokens import Secret
-from pdserve.settings.toml_text import to_toml
+from pdserve.settings.config_file import to_toml
 from tests.support.netns.lab import Lab, last_lines
 from tests.support.netns.program import Program
 
