@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator
 _MODELS = ("tests/e2e", "tests/engine")
 _NODES = ("tests/contracts", "tests/hostile", "tests/kvpool")
 RISKS: dict[str, tuple[str, ...]] = {
-    "pdserve/engine/kv_bytes.py": _MODELS,
     "pdserve/engine/page_names.py": _MODELS,
     "pdserve/engine/fingerprints.py": _MODELS,
     "pdserve/engine/sglang": _MODELS,

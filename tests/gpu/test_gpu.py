@@ -207,12 +207,12 @@ class Bench:
             "port": port,
             "device": self._device,
             "page_size": PAGE_TOKENS,
-            "context_length": CONTEXT_TOKENS,
             "max_total_tokens": 4 * CONTEXT_TOKENS,
             "hicache_ratio": 2.0,
             "dtype": "float32" if self._device == "cpu" else "bfloat16",
-            "extra_args": os.environ.get("PDSERVE_GPU_ARGS", "").split(),
+            "extra_args": ["--context-length", str(CONTEXT_TOKENS)],
         }
+        engine["extra_args"] += os.environ.get("PDSERVE_GPU_ARGS", "").split()
         if self._device == "cuda":
             engine["extra_args"] += ["--mem-fraction-static", str(SHARE)]
         more = {"storage": "none"} if alone else self._pool

@@ -37,9 +37,6 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         str,
         Meta(description="Address of this node for clients and other nodes; empty: the first of `listen`."),
     ] = ""
-    weight: Annotated[
-        int, Meta(ge=0, le=16384, description="Share of the ring; 0: as the capacity in GiB, at least 1.")
-    ] = 0
     token: Annotated[
         Secret,
         Meta(

@@ -315,8 +315,8 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def weight(self) -> int:
-        """The node's share of the ring."""
-        return self.cluster.weight or max(1, round(self.capacity / (1 << 30)))
+        """The node's share of the ring: its capacity in GiB."""
+        return max(1, round(self.capacity / (1 << 30)))
 
     @property
     def placement(self) -> Placement:

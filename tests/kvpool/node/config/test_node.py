@@ -85,14 +85,14 @@ def test_contradictions_are_config_errors_in_one_line(options: dict[str, Any], s
 def test_a_file_sets_every_option(tmp_path: Path) -> None:
     (tmp_path / "pool.toml").write_text(
         'name = "a"\nlisten = ["unix:/s", "tcp:127.0.0.1:1"]\ncapacity_bytes = "64MiB"\n'
-        '[ucx]\nenabled = false\n[cluster]\npeers = ["tcp:b:1"]\nweight = 2\n'
+        '[ucx]\nenabled = false\n[cluster]\npeers = ["tcp:b:1"]\n'
     )
     config = load_config(PoolNodeConfig, tmp_path / "pool.toml", {"lease_s": 5.0})
     assert (config.name, config.capacity, config.ucx.enabled, config.lease_s) == ("a", 64 << 20, False, 5.0)
-    assert (config.cluster.peers, config.weight, config.address) == (["tcp:b:1"], 2, "unix:/s")
+    assert (config.cluster.peers, config.address) == (["tcp:b:1"], "unix:/s")
 
 
-def test_a_nodes_weight_is_its_capacity_unless_given() -> None:
+def test_a_nodes_weight_is_its_capacity() -> None:
     assert PoolNodeConfig(capacity_bytes="64MiB").weight == 1
     assert PoolNodeConfig(capacity_bytes="96GiB").weight == 96
 
