@@ -45,7 +45,6 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPool]:
         name="contract",
         arena_dir=arena_dir(),
         capacity_bytes="16MiB",
-        slab_bytes="1MiB",
         max_client_share=1.0,
     )
     pool = ProcessPool(config, tmp_path_factory.mktemp("clients"), "shm")

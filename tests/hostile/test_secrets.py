@@ -79,7 +79,6 @@ def cluster_file(directory: Path) -> Path:
         (directory / name).write_text(f"{secret}\n")
     node = {
         "capacity_bytes": "64MiB",
-        "slab_bytes": "4MiB",
         "arena_dir": str(arena_dir() / directory.name),
         "keep": False,
         "log_level": "debug",

@@ -339,7 +339,7 @@ def test_warming_reads_and_checks_every_page(store: WeightStore, model: Path, no
 
 
 def test_a_page_key_of_another_worker_is_refused_by_name(start: Start, model: Path) -> None:
-    node = start(**{**ROOMY, "slab_bytes": "8MiB"})
+    node = start(**{**ROOMY, "page_bytes": "8MiB"})
     with store_of(node, page_key="k" * 16) as keyed:
         push(keyed, model, BASE)
         assert read_tensors(keyed, BASE) == TENSORS

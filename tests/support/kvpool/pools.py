@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from pdserve.errors import PoolError
 from pdserve.kvpool.core.sessions import Limits
 from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.memory.slab_size import MIN_SLOT_BYTES
 from pdserve.kvpool.protocol.messages import DataPathChoice
 from pdserve.kvpool.protocol.slot_table import TableLayout
 from pdserve.kvpool.transports.base import Connection
@@ -63,7 +64,7 @@ class InprocPool:
 
     def __init__(self, config: PoolNodeConfig) -> None:
         limits = Limits(config.lease_s, config.lease_s, config.lease_s)
-        layout = TableLayout(config.capacity, config.slab, config.min_slot)
+        layout = TableLayout(config.capacity, config.slab, MIN_SLOT_BYTES)
         self.node = InprocNode(config.name, layout, limits, config)
 
     def connect(self, *, checksum: bool = True, timeout_s: float = 5.0) -> Connection:

@@ -80,7 +80,6 @@ class GuardedCluster:
             "listen": [f"tcp:{self.host}:{POOL_PORTS[number]}", f"unix:{self.socket(number)}"],
             "arena_dir": f"/dev/shm/pdserve-hostile-{self.directory.name}",
             "capacity_bytes": "64MiB",
-            "slab_bytes": "4MiB",
             "keep": False,
             "admin_token": ADMIN,
             "cluster": {

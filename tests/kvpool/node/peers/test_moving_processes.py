@@ -36,8 +36,6 @@ class Pool:
     def start(self, *names: str, **settings: Any) -> None:
         whole = {
             "capacity_bytes": "48MiB",
-            "slab_bytes": "1MiB",
-            "min_slot_bytes": "8KiB",
             "keep": False,
             "cluster": {
                 "peers": [f"unix:{self.directory}/n{i}.sock" for i in (0, 1)],
