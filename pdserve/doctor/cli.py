@@ -25,7 +25,7 @@ from pdserve.errors import ConfigError
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.security.log_text import printable
 from pdserve.security.tls import Certificates, TlsConfig
-from pdserve.security.tokens import given_secret
+from pdserve.security.tokens import Secret, SecretFile, given_secret
 from pdserve.settings.config_file import build_config, read_toml
 from pdserve.up.config import WORKER_ROLES, read_cluster_file
 from pdserve.up.plan import Plan, make_plan
@@ -96,12 +96,16 @@ def doctor(
 
     Exit status: 0 nothing to change, 1 warnings, 2 something does not work.
     """
-    key = given_secret("--key", "", key_file, "PDSERVE_API_KEY", os.environ)
-    token = given_secret("--token", "", token_file, "PDSERVE_CLUSTER_TOKEN", os.environ)
+    key = given_secret(_in(key_file), "PDSERVE_API_KEY", os.environ)
+    token = given_secret(_in(token_file), "PDSERVE_CLUSTER_TOKEN", os.environ)
     plan = None if config is None else _plan(config, run_dir)
     named = tuple(_checked(url.rstrip("/"), "--worker") for url in worker or ())
     target = _target(plan, _checked(router.rstrip("/"), "--router"), token, named, ca_file)
     _show(_findings(_parts(plan), target, key, probe, self_check), as_json)
+
+
+def _in(file: Path | None) -> Secret:
+    return Secret("") if file is None else SecretFile(file)
 
 
 def _show(found: Iterator[Finding], as_json: bool) -> NoReturn:

@@ -138,7 +138,7 @@ _ALIKE: Final = (
     ("page size", "page_size", "start all with one engine.page_size"),
     ("layout", "layout", "start all with one engine.layout"),
     ("ranks", "tp_size", "start all with one --tp-size, or with one engine.page_pieces"),
-    ("KV dtype", "kv_dtype", "start all with one engine.kv_cache_dtype and engine.dtype"),
+    ("KV dtype", "kv_dtype", "start all with one --kv-cache-dtype and engine.dtype"),
     ("model revision", "model", "give all the same files: their weights or configuration differ"),
     ("tokenizer", "tokenizer", "give all the same tokenizer files: prompts become other tokens"),
     ("chat template", "chat_template", "give all the same chat template: prompts become other tokens"),
@@ -219,7 +219,7 @@ def _host_pool(worker: Worker) -> Iterator[Finding]:
     says = (
         f"{worker.url}: host memory for {worker.host_tokens:,} tokens, prompts to {worker.context_length:,}"
     )
-    change = "raise engine.hicache_size_gb or hicache_ratio, or lower context_length"
+    change = "raise engine.hicache_size_gb or hicache_ratio, or lower --context-length"
     # a request that the device has no room for is refused, however long the model lets it be
     longest = (
         worker.context_length if worker.keeps_host_pages else min(worker.context_length, worker.device_tokens)

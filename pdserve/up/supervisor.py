@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Final, assert_never
 
 from pdserve.errors import PdserveError, StartupError
-from pdserve.settings.toml_text import to_toml
+from pdserve.settings.config_file import to_toml
 from pdserve.up import events
 from pdserve.up.announcement import TARGETS_FILE, announcement, targets
 from pdserve.up.config import WorkerRole

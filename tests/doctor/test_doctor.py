@@ -18,7 +18,7 @@ from pdserve.doctor import cluster, judge, live_probe
 from pdserve.doctor.cli import _plan, _pool_tls
 from pdserve.doctor.cluster import Member
 from pdserve.doctor.facts import PoolNode
-from pdserve.engine.prompt_identity import chat_template_fingerprint, tokenizer_fingerprint
+from pdserve.engine.fingerprints import chat_template_fingerprint, tokenizer_fingerprint
 from pdserve.errors import ConfigError
 from pdserve.router.config.router import RouterConfig
 from pdserve.security.tls import Certificates

@@ -20,7 +20,7 @@ import msgspec
 from pdserve.errors import StartupError
 from pdserve.resources.machine import VISIBLE
 from pdserve.settings.command_line import RESTARTED
-from pdserve.settings.toml_text import to_toml
+from pdserve.settings.config_file import to_toml
 from pdserve.up.console import Console
 from pdserve.up.launchers.agent import KILL, SIGNALLED, Order
 from pdserve.up.launchers.process import Child

@@ -100,7 +100,7 @@ def test_a_node_that_is_upgraded_leaves_its_key_for_the_next_program(
 def test_a_node_that_is_upgraded_serves_without_waiting_for_etcd(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         silent = EtcdConfig(endpoints=[f"http://127.0.0.1:{mute.getsockname()[1]}"], timeout_s=600.0)
-        cluster = {"etcd": silent, "join_timeout_s": 600.0}
+        cluster = {"etcd": silent, "ping_timeout_s": 600.0}
 
         async def run() -> None:
             async with running(tmp_path, "b") as b:
