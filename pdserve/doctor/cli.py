@@ -28,7 +28,8 @@ from pdserve.security.tls import Certificates, TlsConfig
 from pdserve.security.tokens import given_secret
 from pdserve.settings.config_file import build_config, read_toml
 from pdserve.up.config import WORKER_ROLES, read_cluster_file
-from pdserve.up.plan import Plan, make_plan
+from pdserve.up.plan import make_plan
+from pdserve.up.spec import Plan
 
 READY_TIMEOUT_S = 5.0
 MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "red")}

@@ -17,7 +17,7 @@ from pdserve.errors import ConfigError
 from pdserve.up.cli import SCHEMAS, check_tables
 from pdserve.up.config import ClusterFile, read_cluster_file
 from pdserve.up.hosts import Site
-from pdserve.up.launchers.ssh import SshLauncher
+from pdserve.up.launchers.launcher import SshLauncher
 from pdserve.up.plan import demands, make_plan
 from tests.support.command import pdserve_here
 from tests.support.up.cluster import wait_until
