@@ -50,7 +50,9 @@ class UnixCarrier:
 
     def __init__(self, directory: Path, name: str, on_message: Callable[[bytes], None]) -> None:
         """`directory`: the router's own. Raises OSError."""
-        self._directory = directory
+        self._directory = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        self._path = f"/proc/self/fd/{self._directory}"
+        """Short, however long that of the directory is: the kernel takes 107 bytes for a socket's."""
         self._own = f"{name}{SUFFIX}"
         self._on_message = on_message
         self._loop = asyncio.get_running_loop()
@@ -59,22 +61,24 @@ class UnixCarrier:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             self._socket.setblocking(False)
-            self._socket.bind(str(directory / self._own))
+            self._socket.bind(f"{self._path}/{self._own}")
         except OSError:
             self._socket.close()
+            os.close(self._directory)
             raise
         self._loop.add_reader(self._socket.fileno(), self._read)
 
     def publish(self, data: bytes, to: str | None = None) -> None:
         """Send to one sibling, or to all."""
-        with contextlib.suppress(OSError):  # the directory is gone: so is the parent
-            for file in [f"{to}{SUFFIX}"] if to is not None else os.listdir(self._directory):  # noqa: PTH208 - names
-                if file.endswith(SUFFIX) and file != self._own:
-                    self._unsent.setdefault(file, deque(maxlen=MAX_UNSENT)).append(data)
+        for file in [f"{to}{SUFFIX}"] if to is not None else os.listdir(self._directory):  # noqa: PTH208 - a descriptor
+            if file.endswith(SUFFIX) and file != self._own:
+                self._unsent.setdefault(file, deque(maxlen=MAX_UNSENT)).append(data)
         self._flush()
 
     async def close(self) -> None:
         """Send what waits, for a moment at most."""
+        if self._socket.fileno() < 0:
+            return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
                 while self._unsent:
@@ -85,7 +89,8 @@ class UnixCarrier:
         self._loop.remove_reader(self._socket.fileno())
         self._socket.close()
         with contextlib.suppress(OSError):
-            (self._directory / self._own).unlink()
+            os.unlink(self._own, dir_fd=self._directory)
+        os.close(self._directory)
 
     def _flush(self) -> None:
         if self._retry is not None:
@@ -99,7 +104,7 @@ class UnixCarrier:
     def _send(self, file: str, unsent: deque[bytes]) -> None:
         try:
             while unsent:
-                self._socket.sendto(unsent[0], str(self._directory / file))
+                self._socket.sendto(unsent[0], f"{self._path}/{file}")
                 unsent.popleft()
         except (BlockingIOError, InterruptedError):
             return

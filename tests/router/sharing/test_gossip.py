@@ -124,7 +124,8 @@ class Network:
         for process in self.processes:
             if process.host == sender.host and process is not sender and to in (None, process.name):
                 self.fly(process, data, is_sibling=True)
-            if self.is_remote and to is None and not self.is_cut and self.dice.random() >= self.loses:
+            is_lost = process is not sender and self.dice.random() < self.loses
+            if self.is_remote and to is None and not self.is_cut and not is_lost:
                 self.fly(process, data, is_sibling=False)
 
     def fly(self, to: Process, data: bytes, *, is_sibling: bool) -> None:
