@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 
 import msgspec
 
@@ -312,14 +312,14 @@ class Dispatcher:
 
     def _alternate(self, call: Call, job: Job, failed: Worker, tried: Iterable[str]) -> Worker | None:
         """A decode worker that can try next, not one of `tried`."""
-        candidates = self._fleet.snapshot(call.model, self._loop.time()).decode
+        candidates: Sequence[Worker] = self._fleet.snapshot(call.model, self._loop.time()).decode
         if call.answer.is_started:
             candidates = self._successors(call, job, failed, candidates)
         return choose_alternate(candidates, tried)
 
     def _successors(
-        self, call: Call, job: Job, failed: Worker, candidates: tuple[Worker, ...]
-    ) -> tuple[Worker, ...]:
+        self, call: Call, job: Job, failed: Worker, candidates: Sequence[Worker]
+    ) -> Sequence[Worker]:
         """The candidates that can continue the stream of `failed`."""
         if job.marks is None or not job.marks.is_marked:
             return ()

@@ -21,8 +21,9 @@ the known blocks of a prompt are always its first ones.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import msgspec
 import xxhash
@@ -153,11 +154,12 @@ class PrefixTable:
 class Places:
     """The estimated places of one prompt's prefix: incarnation → (tokens, age in s), and the pool."""
 
-    __slots__ = ("_pool", "_workers")
+    __slots__ = ("_pool_left", "_pool_tokens", "_workers")
 
     def __init__(self, workers: dict[str, tuple[int, float]], pool: tuple[int, float] | None) -> None:
         self._workers = workers
-        self._pool = pool
+        self._pool_tokens, age_s = pool or (0, 0.0)
+        self._pool_left = _left(age_s, POOL_HALF_LIFE_S)
 
     def add(self, worker: Worker, tokens: int, age_s: float) -> None:
         """Add tokens that the blocks do not cover: the answer to the session's last turn."""
@@ -165,23 +167,28 @@ class Places:
         if known is None or known[0] < tokens:
             self._workers[worker.incarnation] = tokens, age_s
 
+    @property
+    def incarnations(self) -> Collection[str]:
+        """Those of the workers that have a part of the prompt themselves."""
+        return self._workers.keys()
+
+    @property
+    def in_pool(self) -> Cached:
+        """What any other worker finds."""
+        return Cached(pool=self._pool_tokens * self._pool_left) if self._pool_tokens else NOTHING
+
     def cached(self, worker: Worker) -> Cached:
         """Estimated tokens that the worker finds in its device memory, its host memory and the pool.
 
         A share 2^(-age / half-life) remains in each place. Tokens count at the fastest place that has them:
         device, then host, then pool.
         """
-        if self._pool is None and worker.incarnation not in self._workers:
-            return NOTHING
-        own = device = pool = 0.0
         found = self._workers.get(worker.incarnation)
-        if found is not None:
-            tokens, age_s = found
-            own, device = tokens * _left(age_s, HOST_HALF_LIFE_S), tokens * _left(age_s, DEVICE_HALF_LIFE_S)
-        if self._pool is not None:
-            tokens, age_s = self._pool
-            pool = max(0.0, tokens - own) * _left(age_s, POOL_HALF_LIFE_S)
-        return Cached(device, own - device, pool)
+        if found is None:
+            return self.in_pool
+        tokens, age_s = found
+        own, device = tokens * _left(age_s, HOST_HALF_LIFE_S), tokens * _left(age_s, DEVICE_HALF_LIFE_S)
+        return Cached(device, own - device, max(0.0, self._pool_tokens - own) * self._pool_left)
 
 
 def _renew(values: dict[str, float], key: str, value: float, limit: int) -> None:
@@ -193,4 +200,4 @@ def _renew(values: dict[str, float], key: str, value: float, limit: int) -> None
 
 
 def _left(age_s: float, half_life_s: float) -> float:
-    return float(2.0 ** (-age_s / half_life_s))
+    return math.exp2(-age_s / half_life_s)
