@@ -234,9 +234,8 @@ class Dispatcher:
             if plan.settle is not None:
                 job.words.append(await self._settle.run(call, plan.settle))
             if prefill is not None:
-                job.words.append(await self._prefill.run(call, job, prefill.worker))
-                prefill.release()
-                prefill = None
+                claim, prefill = prefill, None  # the stage releases it
+                job.words.append(await self._prefill.run(call, job, claim))
             call.phase = "decode"
             call.asked_s = time.monotonic()
             failure = await self._decode.attempt(call, job, decode)
