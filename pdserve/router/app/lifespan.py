@@ -40,7 +40,7 @@ async def open_router(
     gate = Gate(config, fleet)
     tls = WorkerTls(config.tls)
     upstream = Upstream(config.limits, token, tls)
-    prober = Prober(config.probe, fleet, upstream, stats, token=token, tls=tls)
+    prober = Prober(config.probe, fleet, upstream, Upstream(config.limits, token, tls), stats)
     shared = None
     if config.redis.shares_sessions:
         shared = SharedSessions(config.redis, config.session.ttl_s, stats)
