@@ -26,7 +26,7 @@ class Placer:
     def __init__(self, config: RouterConfig, fleet: Fleet) -> None:
         self._fleet = fleet
         self.sessions = SessionTable(config.session.capacity, config.session.ttl_s)
-        self.prefixes = PrefixTable()
+        self.prefixes = PrefixTable(config.placement.prefix_index_bytes)
         self._planner = Planner(
             prefill_policy=make_policy(
                 config.prefill_policy, PolicySettings(config.session, config.placement)
