@@ -22,6 +22,7 @@ from pdserve.router.admission.gate import Gate
 from pdserve.router.api.content_coding import CodedBody
 from pdserve.router.api.endpoints import ENDPOINTS, Endpoint, find_holder, fold
 from pdserve.router.api.errors import NoWorkerError, error_headers, error_of
+from pdserve.router.api.nonces import MARK, STRIPPED_HEADER, without_nonce
 from pdserve.router.api.request_body import (
     BOM,
     TRUE,
@@ -52,7 +53,7 @@ from pdserve.router.request.call import Call, begin_trace, end_trace
 from pdserve.router.server.cors import Cors
 from pdserve.router.server.request_cycle import Client
 from pdserve.router.server.uvicorn_server import LAST_WORD_S
-from pdserve.router.sessions.keys import find_session_key, parse_sources
+from pdserve.router.sessions.keys import find_session_key, is_final, parse_sources
 from pdserve.router.tenants.retained import RETAIN_HEADER, RETAINED_HEADER, Retained, seconds_of
 from pdserve.router.tenants.rights import (
     PRIORITY_HEADER,
@@ -159,6 +160,7 @@ class GenerationHandler:
         self._shows_load = config.access.show_load
         self._logs_access = config.access_log
         self.retained: Final = Retained()
+        self._keeps_nonces = config.keep_nonces
         self._level = config.slo
         self._limits = config.limits
         self._held_limit_bytes = config.limits.held_body_bytes
@@ -248,6 +250,8 @@ class GenerationHandler:
         """Read what does not depend on workers, and put a model in place of an alias. Raises RequestError."""
         call.body = body = body if call.endpoint.is_form else body.removeprefix(BOM)
         view = self._view(call, has_keys=self._gate.tenants.has_keys)
+        if MARK in body and not self._keeps_nonces:
+            view = self._without_nonce(call, view)
         call.streams = view.stream is True
         model = self._gate.named(view.model)
         if model != view.model:
@@ -256,10 +260,19 @@ class GenerationHandler:
                 call.body = with_member(body, "model", model)
         return view
 
+    def _without_nonce(self, call: Call, view: RequestView) -> RequestView:
+        """What the request says without a line at its start that changes each time, see `nonces`."""
+        call.body, name = without_nonce(call.body, view)
+        if not name:
+            return view
+        self._stats.nonces += 1
+        call.answer.more_headers.append((STRIPPED_HEADER, name))
+        return self._view(call, has_keys=self._gate.tenants.has_keys)
+
     def _understand(self, call: Call, view: RequestView) -> None:
         """Fill in what planning needs, of the workers that there are now. Raises RequestError."""
         body = call.body
-        session = find_session_key(self._sources, call.header, view, body)
+        session = find_session_key(self._sources, call.headers, view, body)
         has_keys = self._gate.tenants.has_keys
         call.model = model = self._gate.model_of(call, view.model)
         self._turns[model] += 1
@@ -301,6 +314,7 @@ class GenerationHandler:
             endpoint=endpoint,
             model=view.model,
             session=session,
+            is_final=session is not None and is_final(call.headers),
             prompt_tokens_estimate=tokens,
             charged_tokens=charged,
             prompts=prompts,

@@ -89,6 +89,8 @@ class Stats:
         self.continued: defaultdict[str, int] = defaultdict(int)
         self.retries_refused = 0
         self.poisoned = 0
+        self.nonces = 0
+        """Prompts from which a line was taken out that changes with each request."""
         self.limits_apart = 0
         """1: tenants' limits are to be shared, and the other processes are not heard."""
         self.sessions_apart = 0

@@ -180,7 +180,7 @@ class Call:
         self.salt_line = b""
         """Header line with the salt of the caches, for workers; empty: none, or the body has it."""
         self.keep_line = b""
-        """Header line that has the pool keep the conversation for a while."""
+        """Header lines that have the pool keep the conversation for a while, or let it go."""
         self.upstream_headers = self._headers_for_workers()
         self.answer = Answer(client, self.request_id, self.endpoint.errors)
         self.body = b""
@@ -204,11 +204,6 @@ class Call:
         self.parts_s: dict[str, float] = {}
         """Parts of the time to a stream's first token: `metrics.names.PARTS`."""
 
-    def header(self, name: str) -> str | None:
-        """A request header's value."""
-        value = self.headers.get(name.encode("ascii"))
-        return None if value is None else value.decode("latin-1")
-
     def keep_apart(self) -> None:
         """Of two tenants that use one id, workers must not take one request for the other's."""
         self.worker_request_id = b"%b:%b" % (self.tenant.name.encode("ascii"), self.request_id)
@@ -216,7 +211,12 @@ class Call:
 
     def keep(self, seconds: int) -> None:
         """Have the pool keep the conversation."""
-        self.keep_line = b"x-pdserve-keep: %d\r\n" % seconds
+        self.keep_line += b"x-pdserve-keep: %d\r\n" % seconds
+        self.upstream_headers = self._headers_for_workers()
+
+    def finish(self, shared_tokens: int) -> None:
+        """No request of the session follows. `shared_tokens`: the first ones, which others may use."""
+        self.keep_line += b"x-pdserve-final: %d\r\n" % shared_tokens
         self.upstream_headers = self._headers_for_workers()
 
     def pass_on(self, headers: dict[bytes, bytes]) -> None:
