@@ -221,6 +221,7 @@ _ROWS: Final = (
         errors="responses",
         streams=True,
         salt="body",
+        is_prefillable=True,
         stored_as="request_id",
         continues="previous_response_id",
         takes_priority=True,

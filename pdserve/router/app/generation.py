@@ -308,7 +308,7 @@ class GenerationHandler:
         can_be_direct = (
             self._fleet.has_direct
             and endpoint.is_prefillable
-            and not (several or candidates > 1 or asks_about_prompt(body))
+            and not (endpoint.stored_as or several or candidates > 1 or asks_about_prompt(body))
         )
         call.facts = RequestFacts(
             endpoint=endpoint,

@@ -378,3 +378,53 @@ def test_any_body_is_refused_or_passes_for_good(path: str, fields: dict[str, Any
             continue
         again = contract.judge(path, made.body)
         assert json.loads(again.body) == json.loads(made.body), "a judged body is passed on as it is"
+
+
+def system(*texts: str) -> dict[str, Any]:
+    parts = [{"type": "text", "text": text} for text in texts]
+    return {"role": "system", "content": texts[0] if len(texts) == 1 else parts}
+
+
+ASSISTANT = {"role": "assistant", "content": "Yes."}
+SHOWN = {"type": "text", "text": "<system>\nhurry\n</system>"}
+HELLO = {"type": "text", "text": "Hello."}
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([system("a"), USER, ASSISTANT], None),
+        ([USER, system("hurry")], [{"role": "user", "content": [HELLO, SHOWN]}]),
+        ([USER, ASSISTANT, system("hurry")], [USER, ASSISTANT, {"role": "user", "content": [SHOWN]}]),
+        ([USER, ASSISTANT, system(" ")], [USER, ASSISTANT]),
+        ([USER, ASSISTANT, USER, system("hurry", "hurry")],
+         [USER, ASSISTANT, {"role": "user", "content": [HELLO, SHOWN, SHOWN]}]),
+        ([system("a"), system("b", "c"), USER], [system("a", "b", "c"), USER]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+def test_the_system_stays_where_it_speaks_where_a_template_shows_it_at_the_start_only(
+    path: str, messages: list[Any], expected: list[Any] | None
+) -> None:
+    contract = Contract(Abilities(prints_inline_system=False))
+    assert judged(path, contract, messages=messages)["messages"] == (expected or messages)
+    assert judged(path, messages=messages)["messages"] == messages
+
+
+def test_items_of_responses_keep_what_the_developer_says_between_them() -> None:
+    contract = Contract(Abilities(prints_inline_system=False))
+    items = [USER, {"type": "function_call_output", "call_id": "c", "output": "1"}, system("hurry")]
+    shown = {"role": "user", "content": [{**SHOWN, "type": "input_text"}]}
+    assert judged(RESPONSES, contract, input=items)["input"] == [*items[:2], shown]
+    assert judged(RESPONSES, contract, input="a")["input"] == "a"
+
+
+SPEECH = st.sampled_from([USER, ASSISTANT, system("a"), system("b", "c")])
+
+
+@given(st.lists(SPEECH, min_size=1, max_size=8), st.lists(SPEECH, max_size=4))
+def test_what_follows_an_answer_changes_nothing_before_it(before: list[Any], after: list[Any]) -> None:
+    contract = Contract(Abilities(prints_inline_system=False))
+    one = judged(MESSAGES, contract, messages=[*before, USER])["messages"]
+    two = judged(MESSAGES, contract, messages=[*before, USER, ASSISTANT, *after])["messages"]
+    assert two[: len(one)] == one
