@@ -86,6 +86,8 @@ class HttpRequest:
     """For how long the pool is to keep its pages; 0: as ever."""
     shared_tokens: int | None = None
     """The pool may let its pages behind so many tokens go. None: as ever."""
+    marks_cache: bool = False
+    """Its body has marks for caches, as Anthropic's API knows them."""
     side_writes: list[asyncio.Future[bool]] = field(default_factory=list)
     """What is stored in the pool beside its pages."""
 

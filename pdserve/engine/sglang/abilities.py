@@ -13,6 +13,9 @@ from pdserve.engine.contract.endpoints import CHAT, COMPLETIONS, COUNT_TOKENS, M
 
 _ALSO_READ: Final = frozenset({"reasoning"})
 """Members that SGLang's models take before they look at their fields."""
+_READ_BY_ROUTER: Final = frozenset(
+    {"prompt_cache_key", "prompt_cache_retention", "cache_control", "diagnostics"}
+)
 _MARK: Final = "a text that no template has: 6d1f"
 
 
@@ -42,7 +45,8 @@ def contract_of(manager: Any) -> Contract:
         takes_media=bool(manager.model_config.is_multimodal),
         has_reasoning_parser=bool(manager.server_args.reasoning_parser),
     )
-    known = {path: frozenset(model.model_fields) | _ALSO_READ for path, model in models.items()}
+    also = _ALSO_READ | _READ_BY_ROUTER
+    known = {path: frozenset(model.model_fields) | also for path, model in models.items()}
     return Contract(abilities, known, frozenset(inspect.signature(SamplingParams).parameters))
 
 

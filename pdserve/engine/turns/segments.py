@@ -166,7 +166,8 @@ def cut(text: str, ids: Sequence[int], tokens: StopTokens, scope: bytes) -> Prom
 
 def alike(text: str) -> str:
     """A text whose objects of JSON, if it has some, are written in one way."""
-    written, at, start = [], 0, 0
+    written: list[str] = []
+    at = start = 0
     for _ in range(MAX_OBJECTS):
         found = _OBJECT.search(text, start)
         if found is None:

@@ -20,6 +20,7 @@ from pdserve.errors import RequestError
 from pdserve.logs import served_request
 from pdserve.router.admission.gate import Gate
 from pdserve.router.api.content_coding import CodedBody
+from pdserve.router.api.diagnostics import asks_diagnosis
 from pdserve.router.api.endpoints import ENDPOINTS, Endpoint, find_holder, fold
 from pdserve.router.api.errors import NoWorkerError, error_headers, error_of
 from pdserve.router.api.nonces import MARK, STRIPPED_HEADER, without_nonce
@@ -53,8 +54,16 @@ from pdserve.router.request.call import Call, begin_trace, end_trace
 from pdserve.router.server.cors import Cors
 from pdserve.router.server.request_cycle import Client
 from pdserve.router.server.uvicorn_server import LAST_WORD_S
+from pdserve.router.sessions.history import History
 from pdserve.router.sessions.keys import find_session_key, is_final, parse_sources
-from pdserve.router.tenants.retained import RETAIN_HEADER, RETAINED_HEADER, Retained, seconds_of
+from pdserve.router.tenants.retained import (
+    RETAIN_HEADER,
+    RETAINED_HEADER,
+    Retained,
+    marks_caches,
+    seconds_marked,
+    seconds_of,
+)
 from pdserve.router.tenants.rights import (
     PRIORITY_HEADER,
     check_fields,
@@ -160,6 +169,7 @@ class GenerationHandler:
         self._shows_load = config.access.show_load
         self._logs_access = config.access_log
         self.retained: Final = Retained()
+        self._history = History()
         self._keeps_nonces = config.keep_nonces
         self._level = config.slo
         self._limits = config.limits
@@ -329,10 +339,24 @@ class GenerationHandler:
             draw=random.getrandbits(32),
             prefix=prefix_of(view, prompt, scope) if self._needs_prefix and computes else None,
         )
-        if endpoint.hint or RETAIN_HEADER in call.headers:
-            self._retain(call)
+        if endpoint.hint or RETAIN_HEADER in call.headers or marks_caches(body, view):
+            self._retain(call, view)
+        if endpoint.task == "generate":
+            self._compare(call, view)
 
-    def _retain(self, call: Call) -> None:
+    def _compare(self, call: Call, view: RequestView) -> None:
+        """Tell what the client changed since the session's last turn, where it names the session."""
+        session, words, change = call.facts.session, b"", None
+        if session is not None and session.is_named:
+            is_known, change = self._history.follow(session, view)
+            words = b"" if is_known else b"previous_message_not_found"
+        if change is not None:
+            words = change.words()
+            call.answer.missed.append(words)
+        if view.diagnostics and call.endpoint.errors == "anthropic":
+            call.diagnose(words if asks_diagnosis(view.diagnostics) else b"")
+
+    def _retain(self, call: Call, view: RequestView) -> None:
         """Have the pool keep the conversation for as long as its client wants, if the tenant may. Raises
         RequestError for a hint that it may not give.
         """
@@ -340,10 +364,14 @@ class GenerationHandler:
         if hint := call.endpoint.hint:
             self.retained.check_hint(call.tenant, hint, _conversation(call), facts.charged_tokens, now_s)
             return
-        seconds = seconds_of(call.headers[RETAIN_HEADER]) if facts.endpoint.task == "generate" else 0
+        seconds, said = 0, call.headers.get(RETAIN_HEADER)
+        if facts.endpoint.task == "generate":
+            seconds = seconds_marked(call.body, view) if said is None else seconds_of(said)
         tokens = facts.prompt_tokens_estimate
         if self.retained.take(call.tenant, _conversation(call), tokens, seconds, now_s):
             call.keep(seconds)
+        elif said is None:  # marks that clients send to whomever
+            return
         else:
             seconds = 0
         call.answer.more_headers.append((RETAINED_HEADER, b"%d" % seconds))

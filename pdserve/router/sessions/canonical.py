@@ -96,6 +96,22 @@ def chain_of(messages: msgspec.Raw, at_most: int) -> Chain:
     return Chain(tuple(hashes), tuple(sizes), xxhash.xxh3_128_hexdigest(head), len(head))
 
 
+def canonical(json: msgspec.Raw) -> bytes:
+    """A text, or a list of parts, without marks for caches, with their members in order."""
+    text = bytes(json)
+    if text.count(b",") + text.count(b"[") + text.count(b"{") > MAX_MARKS:
+        return text
+    try:
+        value = msgspec.json.decode(json)
+        for part in value if isinstance(value, list) else ():
+            if isinstance(part, dict):
+                part.pop("cache_control", None)
+        only = _text_of(value[0]) if isinstance(value, list) and len(value) == 1 else None
+        return _sorted_encoder.encode(value if only is None else only)
+    except UNREADABLE:
+        return text
+
+
 def _said_in(item: msgspec.Raw) -> tuple[str, bytes]:
     """(role, what is hashed) of a message. Raises one of UNREADABLE."""
     text = bytes(item)

@@ -61,22 +61,25 @@ class SessionKey(msgspec.Struct, frozen=True, gc=False):
     links: tuple[str, ...]
     parent: str = ""
     """The link of the session that began this one; empty: none is known."""
+    is_named: bool = False
+    """The client names it, so it is the same whatever its messages say."""
 
     def of_model(self, model: str) -> SessionKey:
         """The key for one model. `name` stays, because placement is per model already."""
         parent = f"{model}/{self.parent}" if self.parent else ""
-        return SessionKey(self.name, tuple([f"{model}/{link}" for link in self.links]), parent)
+        links = tuple([f"{model}/{link}" for link in self.links])
+        return SessionKey(self.name, links, parent, self.is_named)
 
     def within(self, tenant: str) -> SessionKey:
         """The key for one tenant, or for one user."""
         parent = f"{tenant}/{self.parent}" if self.parent else ""
         links = tuple([f"{tenant}/{link}" for link in self.links])
-        return SessionKey(f"{tenant}/{self.name}", links, parent)
+        return SessionKey(f"{tenant}/{self.name}", links, parent, self.is_named)
 
 
 def named(name: str, parent: str = "") -> SessionKey:
     """The key of a session that its client names."""
-    return SessionKey(name, (name,), parent)
+    return SessionKey(name, (name,), parent, is_named=True)
 
 
 class _Metadata(msgspec.Struct, gc=False):

@@ -51,3 +51,34 @@ async def test_a_nonce_stays_where_the_operator_wants_it() -> None:
         got = await harness.post(MESSAGES, {"system": LINE, "max_tokens": 4})
         assert "x-pdserve-stripped" not in got.headers
         assert decode.got(MESSAGES)[0].json()["system"] == LINE
+
+
+async def test_a_client_hears_what_it_changed_beside_what_became_of_pages() -> None:
+    async with disagg() as (harness, [prefill], _):
+        named = {"x-session-id": "s"}
+        prefill.script("/pd/prefill", *[answer(200, REPORT | {"missed": "evicted=16"})] * 2)
+        first = await harness.chat(named, tools=[])
+        assert first.headers["x-pdserve-miss"] == "evicted=16"
+        second = await harness.chat(named, tools=[{"type": "function", "function": {"name": "f"}}])
+        assert second.headers["x-pdserve-miss"] == "tools_changed=2, evicted=16"
+        other = await harness.chat({"x-session-id": "other"})
+        assert "_changed" not in other.headers.get("x-pdserve-miss", "")
+
+
+PREVIOUS = {"diagnostics": {"previous_message_id": "msg_1"}}
+
+
+async def test_a_worker_is_told_what_its_client_asks_about() -> None:
+    async with disagg(prefill=0) as (harness, _, [decode]):
+        named = {"x-claude-code-session-id": "s"}
+        asks = (
+            {"diagnostics": {"previous_message_id": None}},
+            PREVIOUS,
+            {"system": "Be brief.", **PREVIOUS},
+            {"system": "Be brief."},
+        )
+        for more in asks:
+            await harness.post(MESSAGES, {"max_tokens": 4, "messages": [], **more}, named)
+        await harness.post(MESSAGES, PREVIOUS, {"x-claude-code-session-id": "unknown"})
+        told = [request.headers.get("x-pdserve-changed") for request in decode.got(MESSAGES)]
+        assert told == ["none", "none", "system_changed=0", None, "previous_message_not_found"]

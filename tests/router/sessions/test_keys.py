@@ -268,7 +268,7 @@ def test_conversations_under_one_cache_key_go_to_one_worker_and_are_told_apart()
     assert other is not None
     assert one.name == other.name == "k"
     assert one.links != other.links
-    assert find_key({**KEY, "input": "a text"}, *Session().sources) == named("k")
+    assert find_key({**KEY, "input": "a text"}, *Session().sources) == SessionKey("k", ("k",))
 
 
 @pytest.mark.parametrize("user_id", ["user_1", "session", "my_session_is over", "", 5, {"session_id": "x"}])
