@@ -16,6 +16,7 @@ AGENTS_NAMES: Final = (
     "header:conversation_id",
     "header:x-opencode-session",  # OpenCode with its own provider, and with others
     "header:x-session-affinity",
+    "header:x-openwebui-chat-id",
     "header:x-dynamo-session-id",
     "prompt_cache_key",
     "metadata.user_id",
