@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from pdserve.engine.contract.grammars import schema
+from pdserve.engine.contract.grammars import tool_schema
 from pdserve.engine.contract.values import Rule, boolean, fields, integer, kind, list_of, refused, size, text
 
 MAX_MESSAGES: Final = 10_000
@@ -233,7 +233,7 @@ def _function(name: str, value: Any) -> Any:
     known: dict[str, Rule] = {
         "name": _tool_name,
         "description": text(MAX_TEXT),
-        "parameters": schema,
+        "parameters": tool_schema,
         "strict": boolean,
     }
     return fields(known, needed=("name",))(name, value)
@@ -329,7 +329,7 @@ def anthropic_tools(name: str, value: Any) -> Any:
         if found == "custom":
             known: dict[str, Rule] = {
                 "name": _tool_name,
-                "input_schema": schema,
+                "input_schema": tool_schema,
                 "description": text(MAX_TEXT),
             }
             return fields(known, needed=("name", "input_schema"))(member, given)
@@ -399,7 +399,7 @@ def response_tools(name: str, value: Any) -> Any:
     """Tools of `/v1/responses`. `strict: null` is as if it were not there."""
 
     def tool(member: str, given: Any) -> Any:
-        known: dict[str, Rule] = {"strict": boolean, "parameters": schema, "name": _tool_name}
+        known: dict[str, Rule] = {"strict": boolean, "parameters": tool_schema, "name": _tool_name}
         return fields(known, needed=("type",))(member, given)
 
     return list_of(tool, MAX_TOOLS)(name, value)

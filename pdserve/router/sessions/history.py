@@ -2,13 +2,17 @@
 
 A prompt is found in caches as far as it begins as the one before. A client that changes its tools, the text
 of the system or an early message has all behind that computed again, and cannot see why. So the router keeps
-a chain of hashes of the last turn of sessions that their clients name, and says what changed:
+a chain of hashes of the last turns of sessions that their clients name, and says what changed:
 
     tools_changed=TOKENS | system_changed=TOKENS | messages_changed=TOKENS
 
 TOKENS: an estimate of what the last turn's prompt had behind the change. The words are those of Anthropic's
-cache diagnostics. Bounds: `MAX_MESSAGES` of a conversation, `MAX_SESSIONS` of a router process, each at most
-12 KB.
+cache diagnostics.
+
+Agents ask other things in between under the same name, like a title for the conversation. So a session has up
+to `MAX_THREADS` last turns. A turn is compared with that of which it changes the least, and one that has
+nothing of any of them begins another. Bounds: `MAX_MESSAGES` of a turn, at most 12 KB each, and
+`MAX_SESSIONS` of a router process.
 """
 
 from __future__ import annotations
@@ -25,7 +29,8 @@ from pdserve.router.sessions.canonical import canonical, chain_of
 from pdserve.router.sessions.keys import SessionKey
 
 MAX_MESSAGES: Final = 1024
-MAX_SESSIONS: Final = 4096
+MAX_SESSIONS: Final = 2048
+MAX_THREADS: Final = 3
 
 
 class Change(NamedTuple):
@@ -91,20 +96,30 @@ def change_of(last: Turn, now: Turn) -> Change | None:
     return Change("messages_changed", sum(last.sizes[alike:]) // BYTES_PER_TOKEN)
 
 
+def is_other(last: Turn, now: Turn) -> bool:
+    """The turn has nothing of the other."""
+    is_alike = last.tools_bytes and last.tools == now.tools
+    is_alike = is_alike or (last.system_bytes and last.system == now.system)
+    return not (is_alike or last.links[:1] == now.links[:1])
+
+
 class History:
     """The last turns of a router process."""
 
     def __init__(self, capacity: int = MAX_SESSIONS) -> None:
         self._capacity = capacity
-        self._turns: OrderedDict[str, Turn] = OrderedDict()
+        self._turns: OrderedDict[str, list[Turn]] = OrderedDict()
+        """By the session's link; the newest turn of each at the end."""
 
     def __len__(self) -> int:
         return len(self._turns)
 
     def follow(self, key: SessionKey, view: RequestView) -> tuple[bool, Change | None]:
         """(the session had a turn before, what this one changed). This turn is the last one from now on."""
-        last, now = self._turns.pop(key.links[-1], None), turn_of(view)
-        self._turns[key.links[-1]] = now
+        before, now = self._turns.pop(key.links[-1], []), turn_of(view)
+        alike = [(change_of(last, now), last) for last in before if not is_other(last, now)]
+        change, last = min(alike, key=lambda one: one[0].tokens if one[0] else -1, default=(None, None))
+        self._turns[key.links[-1]] = [*(one for one in before if one is not last), now][-MAX_THREADS:]
         if len(self._turns) > self._capacity:
             self._turns.popitem(last=False)
-        return last is not None, None if last is None else change_of(last, now)
+        return bool(before), change

@@ -90,3 +90,13 @@ def test_the_sessions_that_were_seen_last_are_followed() -> None:
     history, view = History(capacity=2), parse_request(json.dumps(BODY).encode())
     assert [history.follow(named(name), view)[0] for name in "abacb"] == [False, False, True, False, False]
     assert len(history) == 2
+
+
+def test_what_an_agent_asks_in_between_is_no_change() -> None:
+    history, name = History(), named("s")
+    title = {"system": "Give a title.", "messages": [user("What is this about?"), user(LONG)]}
+    main = [BODY, {**BODY, "messages": [*BODY["messages"], user("d")]}]
+    said = [BODY, title, main[1], title, {**main[1], "system": "x"}]
+    views = [parse_request(json.dumps(body).encode()) for body in said]
+    changes = [history.follow(name, view)[1] for view in views]
+    assert [change and change.reason for change in changes] == [None, None, None, None, "system_changed"]
