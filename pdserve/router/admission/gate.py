@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -19,6 +21,7 @@ from pdserve.errors import RequestError
 from pdserve.logs import ThrottledLog
 from pdserve.metric import Labels
 from pdserve.router.admission.queue import FairQueue, State, Ticket
+from pdserve.router.admission.start_by import CODE, HEADERS, start_within_s
 from pdserve.router.api.errors import NoWorkerError, TooManyError
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.registry import ANY, DEFAULT_MODEL, UNKNOWN_SLOTS, Fleet, Models, Snapshot
@@ -163,9 +166,16 @@ class Gate:
         if tenant.requests is not None or tenant.tokens is not None:
             tenant.take(facts.charged_tokens, now_s, facts.answers)
         head_start_s = settings.head_start_s(facts.urgency) if facts.urgency else 0.0
-        left_s = self._worker_wait_s - request.outage_s
+        left_s, wait_s = self._worker_wait_s - request.outage_s, settings.queue_s
         model = request.model
-        ticket = Ticket(tenant, model, now_s, now_s + settings.queue_s, head_start_s, left_s)
+        if not HEADERS.isdisjoint(request.fields):
+            try:
+                wait_s = min(wait_s, self._time_to_begin(request, tenant))
+            except BaseException:
+                tenant.settle(facts.charged_tokens, 0, 0, now_s)
+                raise
+            head_start_s += settings.queue_s - wait_s  # so the queue's order is that of deadlines
+        ticket = Ticket(tenant, model, now_s, now_s + wait_s, head_start_s, left_s)
         if snapshot is None or settings.running_per_worker:
             slots = self._slots(model, now_s)
         else:
@@ -174,7 +184,8 @@ class Gate:
         if self._waiters:
             self._wake(changed)
         if ticket.state is State.RUNNING:
-            self._entered(request, tenant)
+            tenant.use.requests += 1
+            request.meter = Meter(facts.charged_tokens, request.endpoint.usage, facts.choices, facts.prompts)
         return ticket
 
     async def wait(self, request: Request, ticket: Ticket) -> None:
@@ -209,6 +220,20 @@ class Gate:
         facts = request.facts
         tenant.use.requests += 1
         request.meter = Meter(facts.charged_tokens, request.endpoint.usage, facts.choices, facts.prompts)
+
+    def _time_to_begin(self, request: Request, tenant: TenantState) -> float:
+        """How long the call may still wait, as its client says. Raises RequestError: 400, or 429 if it cannot
+        begin in time, however the queue is ordered.
+        """
+        within_s = start_within_s(request.fields)
+        if within_s == math.inf:
+            return within_s
+        left_s = within_s - (time.monotonic() - request.started_s)
+        if left_s <= self.queue.next_slot_s(request.model, self._slots(request.model, self._loop.time())):
+            tenant.use.refused += 1
+            retry_s = self.queue.retry_after_s(request.model)
+            raise TooManyError("The answer cannot begin within the request's deadline.", retry_s, CODE)
+        return left_s
 
     def _awaited(self, requested: str | None) -> str:
         served = self._fleet.tasks
@@ -254,11 +279,15 @@ class Gate:
             # what workers say counts as far as it can be: a worker's lie must not lock a tenant out
             prompt = output = 0  # refused, or failed, before any worker said that it computed the prompt
             if 0 < request.status < 400 or request.end is not None or meter.prompt_tokens is not None:
-                prompt, output = meter.total(request.is_stream)
-                context = self._fleet.longest_context.get(request.model) or MAX_CONTEXT
-                context = min(context, MAX_CONTEXT)
-                prompt = min(prompt, max(len(request.body), context * request.facts.prompts))
-                output = min(output, context * request.facts.answers)
+                marks = meter.marks
+                prompt, output = (marks is not None and marks.used) or meter.total(request.is_stream)
+                context, facts = self._fleet.longest_context.get(request.model), request.facts
+                if not context or context > MAX_CONTEXT:
+                    context = MAX_CONTEXT
+                if prompt > context * facts.prompts:
+                    prompt = min(prompt, max(len(request.body), context * facts.prompts))
+                if output > context * facts.answers:
+                    output = context * facts.answers
             tenant.settle(meter.charged_tokens, prompt, output, now_s)
         finally:  # a slot that is not given back is lost for good
             changed = self.queue.leave(ticket, now_s)

@@ -30,7 +30,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
-from msgspec.structs import replace
+from msgspec.structs import force_setattr, replace
 
 from pdserve.router.api.errors import ErrorForm
 
@@ -62,10 +62,10 @@ OPENAI_USAGE: Final = usage_under("prompt_tokens", "completion_tokens")
 """OpenAI's `usage` and SGLang's `meta_info` use the same two names."""
 _ANTHROPIC_USAGE: Final = Usage(
     b'"output_tokens":',
-    re.compile(rb'"(?:cache_read_)?input_tokens":\s*(\d{1,15})\b'),
+    re.compile(rb'"(?:cache_(?:read|creation)_)?input_tokens":\s*(\d{1,15})\b'),
     re.compile(rb'"output_tokens":\s*(\d{1,15})\b'),
 )
-"""Anthropic's `input_tokens` do not count what was cached."""
+"""Anthropic's `input_tokens` count neither what was read of caches nor what was stored there."""
 _COUNTED: Final = Usage(
     b'"input_tokens":', re.compile(rb'"input_tokens":\s*(\d{1,15})\b'), re.compile(rb"(?!)")
 )
@@ -127,6 +127,11 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Another worker can continue a lost stream (`/pd/continue`)."""
     is_prefillable: bool = False
     """A prefill worker can compute the prompt (`/pd/prefill`)."""
+    target: bytes = b""
+    """`path`, as it stands in a request. Set by itself."""
+
+    def __post_init__(self) -> None:
+        force_setattr(self, "target", self.path.encode("ascii"))
 
 
 _TOKENIZE: Final = Endpoint(
@@ -221,6 +226,7 @@ _ROWS: Final = (
         errors="responses",
         streams=True,
         salt="body",
+        is_prefillable=True,
         stored_as="request_id",
         continues="previous_response_id",
         takes_priority=True,

@@ -58,6 +58,10 @@ class RequestView(msgspec.Struct, gc=False):
     video_data: msgspec.Raw = _EMPTY
     audio_data: msgspec.Raw = _EMPTY
     tools: msgspec.Raw = _EMPTY
+    prompt_cache_key: msgspec.Raw = _EMPTY
+    metadata: msgspec.Raw = _EMPTY
+    diagnostics: msgspec.Raw = _EMPTY
+    prompt_cache_retention: msgspec.Raw = _EMPTY
     cache_salt: msgspec.Raw = _EMPTY
     n: msgspec.Raw = _EMPTY
     best_of: msgspec.Raw = _EMPTY
@@ -81,7 +85,8 @@ UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What decoding raises for bytes that are not JSON, of another form, or nested too deeply."""
 T = TypeVar("T")
 _decoder = msgspec.json.Decoder(RequestView)
-_decode = _decoder.decode
+decode_request = _decoder.decode
+"""As `parse_request`, but raises `UNREADABLE`."""
 
 
 class _Sampling(msgspec.Struct, gc=False):
@@ -111,6 +116,8 @@ _NOTHING = re.compile(rb'null|""|\[\s*\]')
 _MEDIA = re.compile(rb'"(?:[iva](?:mage|ideo|udio)_url|input_(?:audio|image))"\s*:')
 """In a text the second quote would be written with a backslash."""
 _PROMPTS = re.compile(rb"\s*\[\s*[\[\"]")
+_MESSAGES = memoryview(b'[{"')
+"""The beginning of messages, as nearly all write them."""
 _OBJECTS = re.compile(rb"\s*\[\s*\{")
 _HALF = re.compile(
     rb"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|[c-fC-F]..(?<!\\u[dD][89abAB]..\\u[dD]...))", re.DOTALL
@@ -120,10 +127,7 @@ _FIELD = re.compile(r" - at `\$\.(?P<field>[A-Za-z_]+)[^`]*`$")
 
 def parse_request(body: bytes) -> RequestView:
     """The request in `body`. Raises RequestError (400) for anything but a JSON object of that form."""
-    try:
-        return _decode(body)
-    except UNREADABLE:
-        return decode_view(_decoder, body)  # says what is wrong
+    return decode_view(_decoder, body)
 
 
 def decode_view(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
@@ -196,6 +200,15 @@ def estimate_prompt_tokens(prompt_json: bytes, *, may_be_media: bool = True) -> 
         if b";base64," in text:
             size -= _inline_media_bytes(text)
     return size // (BYTES_PER_TOKEN_ID if _TOKEN_IDS.match(prompt_json) else BYTES_PER_TOKEN)
+
+
+def measure_prompt(prompt_json: bytes, *, may_be_media: bool) -> tuple[bool, int]:
+    """Whether the prompt is a list of prompts, also of a single one, and an estimate of its tokens."""
+    is_text = memoryview(prompt_json)[:3] == _MESSAGES  # messages, as nearly all are written
+    several = not is_text and has_several_prompts(prompt_json)
+    if is_text and not may_be_media:
+        return several, len(prompt_json) // BYTES_PER_TOKEN
+    return several, estimate_prompt_tokens(prompt_json, may_be_media=may_be_media)
 
 
 def _inline_media_bytes(text: bytes) -> int:

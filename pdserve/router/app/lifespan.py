@@ -17,7 +17,6 @@ from pdserve.router.fleet.registry import Fleet
 from pdserve.router.http.tls import WorkerTls
 from pdserve.router.http.worker_connection import Upstream
 from pdserve.router.metrics.stats import Stats
-from pdserve.router.sessions.table import SharedSessions
 from pdserve.router.tenants.api_keys import cluster_token
 from pdserve.tracing import Tracer, open_tracer
 
@@ -39,14 +38,11 @@ async def open_router(
     gate = Gate(config, fleet)
     tls = WorkerTls(config.tls)
     upstream = Upstream(config.limits, token, tls)
-    prober = Prober(config.probe, fleet, upstream, stats, token=token, tls=tls)
-    shared = None
-    if config.redis.shares_sessions:
-        shared = SharedSessions(config.redis, config.session.ttl_s, stats)
+    prober = Prober(config.probe, fleet, upstream, Upstream(config.limits, token, tls), stats)
     discovery = _discovery(config, fleet, token)
     tasks: list[asyncio.Task[None]] = []
     try:
-        router = Router(config, fleet, gate, upstream, stats, make_app, shared, tracer)
+        router = Router(config, fleet, gate, upstream, stats, make_app, tracer)
         if discovery is not None:
             await discovery.first()
             tasks.append(asyncio.create_task(_keep_running("discovery", discovery.run, stats)))
@@ -62,8 +58,6 @@ async def open_router(
         await prober.close()
         gate.close()
         upstream.close()
-        if shared is not None:
-            await shared.close()
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
 

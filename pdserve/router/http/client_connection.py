@@ -368,7 +368,10 @@ class ClientConnection(Channel):
             return
         if not self.is_reading:
             self.read_on()
-        self._update()
+        if self._sending == "idle" and not self._unbegun:
+            self._enter("idle")
+        else:
+            self._update()
 
     # --- httptools
 
@@ -406,8 +409,9 @@ class ClientConnection(Channel):
                 self._refuse(_NOT_HTTP)
             return
         self._sending = "rest"
-        path = shared.targets.get(target)
-        if path is None:
+        if target in shared.targets:
+            path: str | None = shared.targets[target]
+        else:
             path = shared.find(httptools.parse_url(target).path)  # raises for what is no URL: 400
         make = shared.ordinary if path is None else shared.proxied
         request = make(self, method, target, path or "", self._headers)

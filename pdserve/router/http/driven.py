@@ -1,6 +1,6 @@
 """A coroutine that runs without a task: whoever it waits for resumes it.
 
-`await SUSPENDED` waits for `Driven.resume`, which a worker's connection calls in the callback that has read
+`await driven.news` waits for `Driven.resume`, which a worker's connection calls in the callback that has read
 the answer: no task, no future, no trip through the event loop on the usual path. Any future can be awaited as
 in a task. Two rules follow:
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Generator
-from typing import Any, Final, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
 from pdserve.logs import served_request
 
@@ -39,6 +39,8 @@ class Driven:
     """One coroutine, and what it waits for."""
 
     __slots__ = ("_awaited", "_coroutine", "id")
+    news: ClassVar = SUSPENDED
+    """To be awaited: done at the next `resume`."""
 
     def __init__(self) -> None:
         self.id = b""
@@ -57,17 +59,21 @@ class Driven:
         self.resume()
 
     def resume(self) -> None:
-        """What `SUSPENDED` waits for is here. Nothing happens where the coroutine is over."""
+        """What `news` waits for is here. Nothing happens where the coroutine is over."""
         coroutine = self._coroutine
         if coroutine is None:
             return
         served_request.set(self.id)
         try:
             awaited = coroutine.send(None)
-        except StopIteration:
+        except (StopIteration, asyncio.CancelledError):
             self._coroutine = None
             self.on_end()
             return
+        except BaseException:  # a bug: who has resumed it learns of that
+            self._coroutine = None
+            self.on_end()
+            raise
         if awaited is not None:
             self._wait_for(awaited)
 
@@ -82,10 +88,14 @@ class Driven:
         served_request.set(self.id)
         try:
             awaited = coroutine.throw(error)
-        except StopIteration:
+        except (StopIteration, asyncio.CancelledError):
             self._coroutine = None
             self.on_end()
             return
+        except BaseException:  # a bug: who has resumed it learns of that
+            self._coroutine = None
+            self.on_end()
+            raise
         if awaited is not None:
             self._wait_for(awaited)
 

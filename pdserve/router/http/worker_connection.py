@@ -23,7 +23,7 @@ import asyncio
 import math
 import socket
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, Protocol
 
 import httptools
@@ -32,8 +32,15 @@ import msgspec
 from pdserve.router.config.limits import Limits
 from pdserve.router.http.client_request import USUAL_NAMES
 from pdserve.router.http.deadlines import Deadlines
-from pdserve.router.http.driven import SUSPENDED, Driven
-from pdserve.router.http.tls import ASKS_FOR_CERTIFICATE, ErrorKind, UpstreamError, WorkerTls, is_own_fault
+from pdserve.router.http.driven import Driven
+from pdserve.router.http.tls import (
+    ASKS_FOR_CERTIFICATE,
+    ErrorKind,
+    UpstreamError,
+    WorkerTls,
+    is_own_fault,
+    is_refused,
+)
 
 MAX_IDLE = 256
 """Idle keep-alive connections to one worker."""
@@ -83,8 +90,10 @@ class Waiter:
         if not self._future.done():
             self._future.set_result(None)
 
-    def __await__(self) -> Generator[Any, None, None]:
-        return self._future.__await__()
+    @property
+    def news(self) -> asyncio.Future[None]:
+        """Is done then."""
+        return self._future
 
 
 class WorkerConnection(asyncio.Protocol):
@@ -128,35 +137,14 @@ class WorkerConnection(asyncio.Protocol):
         self.is_whole = self.is_stream = self.has_length = False
         self.is_young = True
         """Nothing of the body has come."""
+        self.limit_bytes = 0
+        """Of an answer that no sink takes."""
         self.received_bytes = 0
         """Until the head is complete; where nobody takes pieces, of all."""
         self.error: UpstreamError | None = None
         self.deadline_s = math.inf
 
     # --- for who asks
-
-    def ask(
-        self,
-        owner: Driven | Waiter,
-        head: bytes,
-        body: bytes,
-        limit_s: float,
-        limit_bytes: int,
-        sink: Callable[[WorkerConnection], None] | None,
-    ) -> None:
-        """Send a request. The owner must `release` afterwards. `limit_bytes`: of an answer without a sink."""
-        self.owner, self.sink, self.limit_bytes = owner, sink, limit_bytes
-        if self.is_used:
-            self.status, self.lines, self.said, self.pieces = 0, b"", {}, []
-            self.is_whole = self.is_stream = self.has_length = False
-            self.is_young, self.received_bytes = True, 0
-        pool = self._pool
-        self.deadline_s = pool.deadlines.loop.time() + limit_s
-        pool.deadlines.watched.add(self)
-        if len(body) <= JOIN_BYTES:
-            self.transport.write(head + body)
-        else:
-            self.transport.writelines([head, body])
 
     def take(self) -> bytes:
         """All of the body that has come and was not taken."""
@@ -353,17 +341,16 @@ class WorkerPool:
         """No connection is open or being opened."""
         return not self.open and not self._connecting
 
-    def take_idle(self) -> WorkerConnection | None:
+    def take_idle(self, now_s: float) -> WorkerConnection | None:
         """An idle connection that the worker has likely not closed, or None."""
         idle = self.idle
         while idle:
             connection = idle.pop()
-            if (
-                connection.is_open
-                and connection.keeps
-                and self.deadlines.loop.time() - connection.idle_since_s < IDLE_S
-            ):
+            if connection.is_open and connection.keeps and now_s - connection.idle_since_s < IDLE_S:
                 self.counts.reused += 1
+                connection.status, connection.lines, connection.said, connection.pieces = 0, b"", {}, []
+                connection.is_whole = connection.is_stream = connection.has_length = False
+                connection.is_young, connection.received_bytes = True, 0
                 return connection
             connection.cut()
         return None
@@ -396,7 +383,11 @@ class WorkerPool:
             counts.failed += 1
             if is_own_fault(error):
                 raise UpstreamError("busy", f"this router cannot open a connection: {error}") from None
-            raise stale or UpstreamError("connect", f"worker {worker.id}: {error}") from None
+            is_down = is_refused(error)
+            if stale is not None:
+                stale.is_down = is_down
+                raise stale from None
+            raise UpstreamError("connect", f"worker {worker.id}: {error}", is_down=is_down) from None
         finally:
             self._connecting -= 1
         self.open.add(connection)
@@ -481,19 +472,28 @@ class Upstream:
         closed.
         """
         pool = self._pools.get(worker.url) or self.pool(worker)
-        head = b"%b %b%b%d\r\n%b\r\n" % (method, target, pool.lines, len(body), lines)
-        up = pool.take_idle()
+        size, watched = len(body), self.deadlines.watched
+        head = b"%b %b%b%d\r\n%b\r\n" % (method, target, pool.lines, size, lines)
+        now_s = self._loop.time()
+        up = pool.take_idle(now_s)
         stale: UpstreamError | None = None
         while True:
             if up is None:
                 up = await self._connected(pool, connect_s, stale)
+                now_s = self._loop.time()
             may_be_stale = up.is_used
             if not up.is_open:  # since it was opened, before it could be used
                 raise UpstreamError("closed", "the connection was closed")
-            up.asked_by, up.incarnation = asked_by, worker.incarnation
-            up.ask(owner, head, body, limit_s, limit_bytes, sink)
+            up.owner, up.sink, up.asked_by = owner, sink, asked_by
+            up.limit_bytes, up.incarnation = limit_bytes, worker.incarnation
+            up.deadline_s = now_s + limit_s
+            watched.add(up)
+            if size <= JOIN_BYTES:
+                up.transport.write(head + body)
+            else:
+                up.transport.writelines([head, body])
             try:
-                await (owner if isinstance(owner, Waiter) else SUSPENDED)
+                await owner.news
             finally:
                 up.release()
             error = up.error

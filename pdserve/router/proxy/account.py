@@ -13,7 +13,7 @@ import logging
 from typing import Any, Final
 
 from pdserve.router.config.limits import ServiceLevel
-from pdserve.router.metrics.stats import Stats, observe
+from pdserve.router.metrics.stats import Histogram, Stats, observe
 from pdserve.router.request.request import End, Request
 from pdserve.tracing import Tracer
 
@@ -32,20 +32,23 @@ def account(request: Request, stats: Stats, now_s: float, level: ServiceLevel = 
         return
     stats.requests[path, str(status)] += 1
     started_s, first_s = request.started_s, request.first_s
-    observed = [(stats.first_byte[path], first_s - started_s)]
+    observed: tuple[tuple[Histogram, float], ...] = ((stats.first_byte[path], first_s - started_s),)
     if request.is_stream:
-        for part, spent_s in request.parts_s.items():
-            observed.append((stats.first_token[part], spent_s))
+        for part in request.parts_s:
+            observed += ((stats.first_token[part], request.parts_s[part]),)
     if request.is_complete and status < 400 and request.endpoint.task is not None:
         model = request.model
-        observed.append((stats.model_request[model], now_s - started_s))
+        observed += ((stats.model_request[model], now_s - started_s),)
         if request.is_stream:
             between_s, meter = 0.0, request.meter
-            observed.append((stats.model_first_token[model], first_s - started_s))
-            if meter is not None and (more := meter.total(True)[1] - 1) > 0:
+            observed += ((stats.model_first_token[model], first_s - started_s),)
+            used = (0, 0)
+            if meter is not None:
+                used = (request.marks is not None and request.marks.used) or meter.total(True)
+            if (more := used[1] - 1) > 0:
                 between_s = (now_s - first_s) / more
-                observed.append((stats.model_inter_token[model], between_s))
-            if level is not NO_LEVEL and level.is_set:
+                observed += ((stats.model_inter_token[model], between_s),)
+            if level is not NO_LEVEL:
                 kept = level.kept(1e3 * (first_s - started_s), 1e3 * between_s)
                 stats.slo_streams[model, kept] += 1
     observe(observed)

@@ -10,7 +10,7 @@ from pdserve.router.api.content_coding import CodedBody
 from pdserve.router.api.errors import error_headers, error_of
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.registry import Fleet
-from pdserve.router.fleet.worker import LARGEST_BODY_BYTES
+from pdserve.router.fleet.worker import LARGEST_BODY_BYTES, SMALLEST_BODY_BYTES
 from pdserve.router.http.driven import in_task, pass_on
 from pdserve.router.request.request import Request
 
@@ -30,21 +30,11 @@ class Bodies:
         self._total_s = config.deadlines.total_s
         self.limit_s = min(config.deadlines.body_s, self._total_s)
         """For the body of a request."""
-        self._held_limit_bytes = config.limits.held_body_bytes
+        self.limit_bytes = config.limits.held_body_bytes
+        self.at_once_bytes = min(SMALLEST_BODY_BYTES, config.limits.body_bytes or SMALLEST_BODY_BYTES)
+        """A body that is no longer is within every bound of one."""
         self.held_bytes = 0
         """Of all requests in progress; each gives back its own in the end."""
-
-    def is_here(self, request: Request) -> bool:
-        """The body is here as it is, and within all bounds: it is held now."""
-        size = len(request.body)
-        if request.more_body or b"content-encoding" in request.fields:
-            return False
-        limit = self._limits.body_bytes or self._fleet.body_limit_bytes
-        if size > limit or self.held_bytes + size > self._held_limit_bytes:
-            return False
-        request.held_bytes = size
-        self.held_bytes += size
-        return True
 
     def release(self, request: Request) -> None:
         """The request is over, or its body is not needed."""
@@ -100,7 +90,7 @@ class Bodies:
         """Count bytes of a body that are held. Raises RequestError (503) where all together are too many."""
         request.held_bytes += size
         self.held_bytes += size
-        if self.held_bytes > self._held_limit_bytes:
+        if self.held_bytes > self.limit_bytes:
             raise RequestError(503, "The router holds too many large requests.", code="router_busy")
 
     async def refuse(self, request: Request, error: RequestError) -> None:

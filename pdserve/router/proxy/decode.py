@@ -78,7 +78,7 @@ class Decode:
             if not is_good:
                 await self._refuse(request, up.status, up.take())
             elif request.marks is not None and up.is_stream:
-                ready = request.marks.take(b"".join(up.pieces), True)
+                ready = request.marks.take_any(b"".join(up.pieces), True)
                 if not request.is_started:
                     request.begin_stream(up)
                 await request.pass_on(ready, more=False)
@@ -106,7 +106,7 @@ class Decode:
     def _question(self, request: Request, worker: Worker) -> tuple[bytes, bytes, bytes]:
         """(target, header lines, body): the request, or what the worker needs to continue it."""
         endpoint, body = request.endpoint, request.body
-        target = endpoint.path.encode()
+        target = endpoint.target
         if endpoint.stored_as:
             assert request.tenant is not None
             body = with_member(body, endpoint.stored_as, new_id(worker.id, request.tenant.name))
@@ -167,9 +167,13 @@ class Decode:
         facts = request.facts
         if facts.prefix is not None or facts.session is not None:
             request.turn = parts.placer.on_answering(
-                facts, request.plan, worker, request.worker_id.decode(), parts.loop.time()
+                facts,
+                request.plan,
+                worker,
+                request.worker_id.decode(),
+                parts.loop.time(),
+                request.found_tokens,
             )
-            self._share(request)
         if not up.is_stream:
             request.quiet_s = float("inf")  # what comes is no stream
         elif tokens and not (request.is_started or request.cached_before):
@@ -180,10 +184,11 @@ class Decode:
         """The first byte of a stream, or of its rest, is here."""
         parts, claim, marks = self._parts, request.claim, request.marks
         if marks is None:
-            marks = request.marks = StreamMarks()
+            marks = request.marks = StreamMarks(MARKS_HEADER in up.said)
             if request.meter is not None:
                 request.meter.marks = marks
-        marks.begin(MARKS_HEADER in up.said)
+        else:
+            marks.begin(MARKS_HEADER in up.said)
         request.is_relayed = True
         if request.has_turn:
             request.has_turn = False
@@ -230,13 +235,7 @@ class Decode:
         tokens = 0
         if request.plan.places is not None and request.meter is not None:
             tokens = request.meter.total(request.is_stream)[1]
-        request.turn = self._parts.placer.on_answered(request.facts, turn, tokens, self._parts.loop.time())
-        self._share(request)
-
-    def _share(self, request: Request) -> None:
-        shared, turn, session = self._parts.shared, request.turn, request.facts.session
-        if shared is not None and turn is not None and session is not None:
-            shared.record(session, turn)
+        self._parts.placer.on_answered(request.facts, turn, tokens, self._parts.loop.time())
 
 
 def _begin_whole(request: Request, up: WorkerConnection, length: int | None) -> None:

@@ -100,7 +100,7 @@ class DirectWay:
             nonlocal refusal
             gone = [worker.id for worker, probes_ready in lost.items() if worker.probes_ready <= probes_ready]
             try:
-                return plan(self._parts, request, last, gone)
+                return plan(self._parts, request, last, self._parts.loop.time(), gone)
             except NoWorkerError as error:
                 refusal = error
                 return None

@@ -44,7 +44,9 @@ class RetryBudget:
 
     def on_request(self) -> None:
         """A request was begun."""
-        self._balance = min(self._most, self._balance + self._ratio)
+        self._balance += self._ratio
+        if self._balance > self._most:
+            self._balance = self._most
 
     def take(self, now_s: float) -> bool:
         """Whether a retry may be made now; it is then paid for."""

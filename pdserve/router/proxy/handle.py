@@ -15,13 +15,13 @@ from pdserve.router.admission.queue import State, Ticket
 from pdserve.router.api.endpoints import ENDPOINTS, fold
 from pdserve.router.api.errors import NoWorkerError, error_of
 from pdserve.router.config.router import RouterConfig
-from pdserve.router.fleet.registry import Fleet
+from pdserve.router.fleet.registry import Fleet, Snapshot
 from pdserve.router.http.cors import Cors
 from pdserve.router.http.driven import in_task
 from pdserve.router.http.serving import LAST_WORD_S
 from pdserve.router.http.worker_connection import Upstream
 from pdserve.router.metrics.stats import Stats
-from pdserve.router.proxy.account import account, begin_trace, end_trace, log_access
+from pdserve.router.proxy.account import NO_LEVEL, account, begin_trace, end_trace, log_access
 from pdserve.router.proxy.bodies import Bodies
 from pdserve.router.proxy.decode import Decode
 from pdserve.router.proxy.direct import DirectWay
@@ -32,8 +32,6 @@ from pdserve.router.proxy.prefill import prefill, settle
 from pdserve.router.proxy.recover import Recovery
 from pdserve.router.proxy.understand import Understanding
 from pdserve.router.request.request import Request
-from pdserve.router.sessions.keys import SessionKey
-from pdserve.router.sessions.table import SessionEntry, SharedSessions
 from pdserve.router.tenants.retained import Retained
 from pdserve.router.tenants.tenant import TenantState
 from pdserve.tracing import Tracer
@@ -51,7 +49,6 @@ class Proxy:
         gate: Gate,
         upstream: Upstream,
         stats: Stats,
-        shared: SharedSessions | None = None,
         tracer: Tracer | None = None,
         cors: Cors | None = None,
     ) -> None:
@@ -59,19 +56,22 @@ class Proxy:
         """Path by request target."""
         self.request: Final[Callable[..., Request]] = functools.partial(Request, self.handle)
         """Makes the requests that are served here."""
-        self._parts = parts = Parts(config, fleet, gate, upstream, stats, shared)
+        self._parts = parts = Parts(config, fleet, gate, upstream, stats)
         self.placer: Final = parts.placer
         self._gate = gate
         self._stats = stats
         self._watched = upstream.deadlines.watched
         self._tracer = tracer
         self._cors = cors
+        self._has_extras = tracer is not None or cors is not None
         self._logs_access = config.access_log
-        self._level = config.slo
+        self._level = config.slo if config.slo.is_set else NO_LEVEL
         self._total_s = config.deadlines.total_s
         self._early_head_s = config.deadlines.early_head_s
         self._bodies = Bodies(config, fleet)
-        self._understanding = Understanding(config, fleet, gate, needs_prefix=parts.placer.needs_prefix)
+        self._understanding = Understanding(
+            config, fleet, gate, stats, needs_prefix=parts.placer.needs_prefix
+        )
         self._decode = Decode(parts)
         self._recovery = Recovery(parts, self._decode)
         self._direct = DirectWay(parts, self._decode, self._recovery)
@@ -86,21 +86,21 @@ class Proxy:
         """What tenants have kept in the pool."""
         return self._understanding.retained
 
-    async def last_turn(self, session: SessionKey) -> SessionEntry | None:
-        """See `place.last_turn`."""
-        return await last_turn(self._parts, session)
-
     async def handle(self, request: Request) -> None:
         """Serve one request. Never raises: whatever happens is answered, or ends with the connection."""
-        self._begin(request)
+        request.total_s = request.started_s + self._bodies.limit_s
+        self._watched.add(request)
+        self._stats.in_flight += 1
+        if self._has_extras:
+            self._begin_extras(request)
         try:
             if request.method != b"POST":
                 await self._serve_other_method(request)
             elif (tenant := await self._admit_body(request)) is not None:
-                ticket = await self._admit(request, tenant)
+                ticket, snapshot = await self._admit(request, tenant)
                 request.planned_s = time.monotonic()
                 try:
-                    await self._dispatch(request)
+                    await self._dispatch(request, snapshot)
                 finally:
                     self._gate.leave(request, ticket)
         except RequestError as error:
@@ -115,8 +115,10 @@ class Proxy:
         finally:
             self._end(request)
 
-    async def _admit(self, request: Request, tenant: TenantState) -> Ticket:
-        """Understand the request, and wait until it may run. Raises RequestError."""
+    async def _admit(self, request: Request, tenant: TenantState) -> tuple[Ticket, Snapshot | None]:
+        """Understand the request, and wait until it may run. Returns the workers of its model too, where it
+        needed not wait. Raises RequestError.
+        """
         gate, fleet = self._gate, self._parts.fleet
         view, held, snapshot = self._understanding.read(request), None, None
         if view.model is not None and view.model in fleet.tasks:
@@ -131,33 +133,38 @@ class Proxy:
                 gate.release(held)
             raise
         if held is not None:
-            return await gate.enter(request, held)
+            return await gate.enter(request, held), None
         ticket = gate.arrive(request, tenant, snapshot)
         if ticket.state is not State.RUNNING:
             await gate.wait(request, ticket)
-        return ticket
+            snapshot = None
+        return ticket, snapshot
 
-    async def _dispatch(self, request: Request) -> None:
-        """Have workers answer. Both workers are claimed while the last turn settles. Raises RequestError, and
-        WorkerAnswerError when the request itself is at fault. On cancellation all load is released.
+    async def _dispatch(self, request: Request, snapshot: Snapshot | None) -> None:
+        """Have workers answer. `snapshot`: those of its model, where they are known to be of now. Both
+        workers are claimed while the last turn settles. Raises RequestError, and WorkerAnswerError when the
+        request itself is at fault. On cancellation all load is released.
         """
         parts, last = self._parts, None
+        now_s = parts.loop.time()
         if parts.suspects.suspicion.is_active:
             await parts.suspects.check(request)
+            snapshot, now_s = None, parts.loop.time()
         if request.facts.session is not None:
-            last = await last_turn(parts, request.facts.session)
+            last = last_turn(parts, request)
         try:
-            made = plan(parts, request, last)
+            made = plan(parts, request, last, now_s, (), snapshot)
         except NoWorkerError:
             made = await first_plan(parts, request, last)
+            now_s = parts.loop.time()
         parts.budget.on_request()
         if request.streams and request.endpoint.streams:
-            request.quiet_s = parts.loop.time() + self._early_head_s
+            request.quiet_s = now_s + self._early_head_s
         if made.handoff == "direct":
             if await self._direct.answer(request, last):
                 return
-            made = request.plan
-        now_s, uncached = parts.loop.time(), made.uncached_tokens
+            made, now_s = request.plan, parts.loop.time()
+        uncached = made.uncached_tokens
         decode = Claim(parts.fleet, made.decode, now_s, 0 if made.prefill else uncached)
         first = None
         if made.prefill is not None:
@@ -166,9 +173,8 @@ class Proxy:
             if made.settle is not None:
                 request.words.append(await settle(parts, request, made.settle))
             if first is not None:
-                request.words.append(await prefill(parts, request, first.worker))
-                first.release()
-                first = None
+                claim, first = first, None  # the stage releases it
+                request.words += (await prefill(parts, request, claim),)
             request.phase, request.asked_s = "decode", time.monotonic()
             failure = await self._decode.attempt(request, decode)
         finally:
@@ -188,7 +194,16 @@ class Proxy:
             else:
                 tenant = tenants.anonymous
             request.tenant = tenant
-            if not bodies.is_here(request):
+            size = len(request.body)
+            if (
+                not request.more_body
+                and b"content-encoding" not in request.fields
+                and size <= bodies.at_once_bytes
+                and bodies.held_bytes + size <= bodies.limit_bytes
+            ):
+                request.held_bytes = size
+                bodies.held_bytes += size
+            else:
                 body = await bodies.read(request)
                 if body is None:
                     request.end = "client"
@@ -213,10 +228,8 @@ class Proxy:
         error = RequestError(405, "Only POST is allowed here.")
         await request.send_json(405, error_of(error, request.endpoint.errors), [(b"allow", b"POST")])
 
-    def _begin(self, request: Request) -> None:
-        request.total_s = request.started_s + self._bodies.limit_s
-        self._watched.add(request)
-        self._stats.in_flight += 1
+    def _begin_extras(self, request: Request) -> None:
+        """A trace of the request, and headers for pages of other origins."""
         if self._tracer is not None:
             begin_trace(self._tracer, request)
         if self._cors is not None:

@@ -23,9 +23,9 @@ from pdserve.router.proxy.failures import (
     is_workers_fault,
     words_of,
 )
+from pdserve.router.proxy.shared_prefill import SharedPrefills
 from pdserve.router.proxy.suspicion import Suspects
 from pdserve.router.request.request import Request
-from pdserve.router.sessions.table import SharedSessions
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,6 @@ class Parts:
         gate: Gate,
         upstream: Upstream,
         stats: Stats,
-        shared: SharedSessions | None,
     ) -> None:
         self.config = config
         self.limits_s = config.deadlines
@@ -51,12 +50,12 @@ class Parts:
         self.gate = gate
         self.upstream = upstream
         self.stats = stats
-        self.shared = shared
         self.loop = asyncio.get_running_loop()
         self.placer = Placer(config, fleet)
         self.wait = WorkerWait(fleet)
         self.suspects = Suspects(fleet, upstream, stats, self.wait)
         self.budget = RetryBudget(self.loop.time())
+        self.shared_prefills = SharedPrefills()
         self._log = ThrottledLog(logger)
 
     async def fetch(
@@ -130,8 +129,7 @@ class Claim:
         self._fleet = fleet
         self._prefills = prefills
         worker.prefilling += prefills
-        if queued_tokens:
-            fleet.on_queued(worker, queued_tokens)
+        worker.queued_here += queued_tokens  # noted by `on_selected`, which follows
         self.queued_tokens = queued_tokens
         self.worker = worker
         self.trial = fleet.on_selected(worker, now_s)
@@ -145,7 +143,8 @@ class Claim:
 
     def release(self) -> None:
         """The worker has this request no more. Called once."""
-        if self.queued_tokens:
-            self.on_computed()
-        self.worker.prefilling -= self._prefills
-        self._fleet.on_released(self.worker)
+        worker = self.worker
+        worker.queued_here -= self.queued_tokens  # noted by `on_released`, which follows
+        self.queued_tokens = 0
+        worker.prefilling -= self._prefills
+        self._fleet.on_released(worker)

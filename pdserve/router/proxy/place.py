@@ -9,26 +9,41 @@ from collections.abc import Container
 import msgspec
 
 from pdserve.router.api.errors import NoWorkerError
+from pdserve.router.fleet.registry import Snapshot
 from pdserve.router.placement.planner import Plan
 from pdserve.router.proxy.parts import Parts
 from pdserve.router.request.request import Request
-from pdserve.router.sessions.keys import SessionKey
 from pdserve.router.sessions.table import SessionEntry
 
 
-async def last_turn(parts: Parts, session: SessionKey) -> SessionEntry | None:
-    """The session's last turn, as this router or those that share the table with it know it. Of the same turn
-    the own table knows more.
+def last_turn(parts: Parts, request: Request) -> SessionEntry | None:
+    """The last turn of the request's session; of a session that another one began, that one's."""
+    facts, now_s = request.facts, parts.loop.time()
+    session = facts.session
+    last = None if session is None else parts.placer.sessions.get(session, now_s)
+    if facts.is_final:  # no request of the session follows; others may use its first tokens
+        shared_tokens = 0 if last is None else last.shared_tokens
+        request.keep_line += b"x-pdserve-final: %d\r\n" % shared_tokens
+        request.set_lines()
+    if last is None and session is not None and session.parent:
+        last = parts.placer.parents_turn(facts, now_s)
+    return last
+
+
+def plan(
+    parts: Parts,
+    request: Request,
+    last: SessionEntry | None,
+    now_s: float,
+    lost: Container[str] = (),
+    snapshot: Snapshot | None = None,
+) -> Plan:
+    """The plan of a request. `lost`: workers of the direct way that failed it. `snapshot`: the workers of its
+    model now, where they are known. Raises NoWorkerError.
     """
-    last = parts.placer.sessions.get(session, parts.loop.time())
-    found = None if parts.shared is None else await parts.shared.get(session)
-    return found if found is not None and (last is None or found.is_after(last)) else last
-
-
-def plan(parts: Parts, request: Request, last: SessionEntry | None, lost: Container[str] = ()) -> Plan:
-    """The plan of a request. `lost`: workers of the direct way that failed it. Raises NoWorkerError."""
-    now_s, stats = parts.loop.time(), parts.stats
-    snapshot = parts.fleet.snapshot(request.model, now_s)
+    stats = parts.stats
+    if snapshot is None:
+        snapshot = parts.fleet.snapshot(request.model, now_s)
     if lost:
         made = parts.placer.plan(request.facts, snapshot.without(lost), last, now_s, "pool")
         made = msgspec.structs.replace(made, settle=None)  # that wait is over
@@ -56,7 +71,7 @@ async def first_plan(parts: Parts, request: Request, last: SessionEntry | None) 
 
     while True:
         try:
-            return plan(parts, request, last)
+            return plan(parts, request, last, parts.loop.time())
         except NoWorkerError:
             if has_worker() or not await parts.wait.until(has_worker, end_s):
                 raise

@@ -1,7 +1,8 @@
 """Before the answer: settle, and the prefill stage.
 
 A prefill worker computes the prompt and puts its pages into the pool. It fails a request only when it says
-that the request itself is at fault. After any other failure the decode worker computes the prompt.
+that the request itself is at fault. After any other failure the decode worker computes the prompt. A prompt
+that is being computed for another request is waited for: see `shared_prefill`.
 
 A worker without `/pd/prefill` is asked for an answer of one token instead: the client's body with members
 appended, of which the last counts (see `with_members`), so templates, tools and media make the same prompt.
@@ -28,10 +29,11 @@ from pdserve.router.http.driven import Driven
 from pdserve.router.http.worker_connection import Waiter
 from pdserve.router.metrics.names import CACHES, turn_label
 from pdserve.router.metrics.stats import Stats
-from pdserve.router.placement.planner import Settle
+from pdserve.router.placement.planner import Settle, choose_alternate, direct_threshold
 from pdserve.router.proxy.failures import FAILURES, WorkerAnswerError, outcome_of
-from pdserve.router.proxy.parts import MAX_ERROR_BYTES, Parts
-from pdserve.router.request.reports import MISS_HEADER, PREFILL_CACHED_HEADER, cached_words
+from pdserve.router.proxy.parts import MAX_ERROR_BYTES, Claim, Parts
+from pdserve.router.proxy.shared_prefill import Computed
+from pdserve.router.request.reports import CACHED_WORDS, PREFILL_CACHED_HEADER
 from pdserve.router.request.request import PREFILL_HEADER, Request
 
 _OF_OPENAI: Final[dict[str, Any]] = {
@@ -142,7 +144,9 @@ class PrefillReport(msgspec.Struct):
     def by_tier(self) -> dict[str, int]:
         """Prompt tokens by where they came from."""
         found = self.cached or _NOTHING_CACHED
-        computed = max(0, self.prompt_tokens - found.device - found.host - found.pool)
+        computed = self.prompt_tokens - found.device - found.host - found.pool
+        if computed < 0:
+            computed = 0
         return {"device": found.device, "host": found.host, "pool": found.pool, "computed": computed}
 
 
@@ -152,6 +156,9 @@ _decode_report = msgspec.json.Decoder(PrefillReport).decode
 
 MAX_PROMPTS_TOLD = 1024
 """About 16 KiB of header."""
+
+
+NO_TURNS: Final = b"x-pdserve-turns: 0\r\n"
 
 
 def cached_before_line(cached_by_prompt: list[tuple[int, int, int]]) -> bytes:
@@ -173,34 +180,80 @@ def count_prompt(stats: Stats, request: Request, tokens: Mapping[str, int]) -> N
     if tokens and not request.is_prompt_counted:
         request.is_prompt_counted = True
         turn = turn_label(request.plan.turn) if request.plan.turn else "none"
-        for tier, count in tokens.items():
-            if count:
+        for tier in tokens:
+            if count := tokens[tier]:
                 stats.turn_tokens[turn, tier] += count
+                if tier != "computed":
+                    request.found_tokens += count
 
 
-async def prefill(parts: Parts, request: Request, worker: Worker) -> str:
-    """Have the prompt computed and published. Returns the outcome as a word of the plan. Raises
+async def prefill(parts: Parts, request: Request, claim: Claim) -> str:
+    """Have the prompt computed and published; if that is done for another request now, wait for it. Releases
+    the `claim`, which is of the prefill worker. Returns the outcome as a word of the plan. Raises
     WorkerAnswerError when the request itself is at fault.
     """
     request.phase = "prefill"
-    begun_s = time.monotonic()
-    pulling = None
-    if 0 < parts.config.pull_ahead_tokens <= request.plan.uncached_tokens:
-        if request.plan.decode.lacks("pull"):
-            request.words.append("pull=absent")
-        else:
-            pulling = parts.loop.create_task(_pull_ahead(parts, request))
+    begun_s, facts, shared = time.monotonic(), request.facts, parts.shared_prefills
+    limit_s, end_s = parts.limits_s.prefill_s, 0.0
+    held: Claim | None = claim
+    worker, uncached, computed = claim.worker, request.plan.uncached_tokens, None
     try:
-        outcome = await ask(parts, request, worker, parts.limits_s.prefill_s, request)
+        if facts.prefix is not None and facts.prefix.digests and not worker.lacks("prefill"):
+            end_s = parts.loop.time() + limit_s
+            while shared.begin(request, uncached):
+                if held is not None:  # nothing is computed there for this request
+                    held.release()
+                    held = None
+                if (found := await shared.wait(request, end_s)) is None:
+                    break  # it leads now
+                uncached, worker = found.rest_tokens(facts), found.worker
+                least = direct_threshold(parts.config.min_prefill_tokens, worker, request.plan.decode)
+                if found.is_in_pool and (uncached < least or found.is_whole(facts)):
+                    return _note_shared(parts, request, found)
+            limit_s = max(0.0, end_s - parts.loop.time())
+        if held is None:
+            worker = _present(parts, request, worker)
+            held = Claim(parts.fleet, worker, parts.loop.time(), uncached, prefills=True)
+        if 0 < parts.config.pull_ahead_tokens <= request.plan.uncached_tokens:
+            outcome = await _ask_and_pull_ahead(parts, request, worker, limit_s)
+        else:
+            outcome = await ask(parts, request, worker, limit_s, request)
+        if end_s and outcome in ("ok", "partial"):
+            computed = Computed(worker, outcome == "ok", request.turns_line)
+        return f"stage={outcome}"
+    except TimeoutError:  # of the wait; the decode worker computes the prompt
+        parts.stats.prefill["shared-timeout"] += 1
+        return "stage=shared-timeout"
     finally:
-        if pulling is not None:
-            pulling.cancel()  # hangs up
-    spent_s, parts_s = time.monotonic() - begun_s, request.parts_s
-    if "publish" in parts_s:  # the worker reports it; it cannot be longer than what was measured here
-        published_s = parts_s["publish"] = min(parts_s["publish"], spent_s)
-        spent_s -= published_s
-    parts_s["prefill"] = spent_s
-    return f"stage={outcome}"
+        if held is not None:
+            held.release()
+        if end_s:
+            shared.end(request, computed)
+        spent_s, parts_s = time.monotonic() - begun_s, request.parts_s
+        if "publish" in parts_s:  # the worker reports it; it cannot be longer than what was measured here
+            published_s = parts_s["publish"]
+            if published_s > spent_s:
+                published_s = parts_s["publish"] = spent_s
+            spent_s -= published_s
+        parts_s["prefill"] = spent_s
+
+
+def _present(parts: Parts, request: Request, worker: Worker) -> Worker:
+    """This prefill worker, or another one if it has gone meanwhile and there is one."""
+    eligible = parts.fleet.snapshot(request.model, parts.loop.time()).prefill
+    return worker if worker.id in eligible.by_id else choose_alternate(eligible, ()) or worker
+
+
+async def _ask_and_pull_ahead(parts: Parts, request: Request, worker: Worker, limit_s: float) -> str:
+    """As `ask`; meanwhile the decode worker reads what is published."""
+    if request.plan.decode.lacks("pull"):
+        request.words.append("pull=absent")
+        return await ask(parts, request, worker, limit_s, request)
+    pulling = parts.loop.create_task(_pull_ahead(parts, request))
+    try:
+        return await ask(parts, request, worker, limit_s, request)
+    finally:
+        pulling.cancel()  # hangs up
 
 
 async def _pull_ahead(parts: Parts, request: Request) -> None:
@@ -219,11 +272,11 @@ async def ask(parts: Parts, request: Request, worker: Worker, limit_s: float, ow
     """The outcome at one worker, in one word. `owner`: who is resumed. Raises WorkerAnswerError as
     `prefill`.
     """
-    path, body = request.endpoint.path, request.body
-    target = b"/pd/prefill?endpoint=" + path.encode()
+    body = request.body
+    target = b"/pd/prefill?endpoint=" + request.endpoint.target
     is_plain = worker.info is not None and "prefill" in worker.info.lacks
     if is_plain:
-        target, body = path.encode(), one_token_body(request.endpoint, body)
+        target, body = request.endpoint.target, one_token_body(request.endpoint, body)
     suspects, stats = parts.suspects, parts.stats
     has_turn = suspects.suspicion.is_active and await suspects.take_turn(request)
     report = None
@@ -273,6 +326,14 @@ async def ask(parts: Parts, request: Request, worker: Worker, limit_s: float, ow
     return outcome
 
 
+def _note_shared(parts: Parts, request: Request, found: Computed) -> str:
+    """The prompt was computed for another request, and its pages are in the pool."""
+    request.turns_line = found.turns_line
+    request.prefill_headers = [(PREFILL_HEADER, found.worker.id_header)]
+    parts.stats.prefill["shared"] += 1
+    return "stage=shared"
+
+
 def _note_plain(parts: Parts, request: Request, worker: Worker) -> None:
     """A worker that answers a request for one token has the prompt in its memory, and tells no more of it."""
     parts.placer.on_prefilled(request.facts, worker, 0, 0, parts.loop.time())
@@ -287,18 +348,23 @@ def _note(parts: Parts, request: Request, worker: Worker, report: PrefillReport)
             request.facts, worker, report.published_pages, report.missing_pages, parts.loop.time()
         )
     count_prompt(stats, request, tokens)
-    request.cached_before = cached_before_line(report.cached_by_prompt)
-    request.prefill_headers = headers = [
+    if report.cached_by_prompt and not report.cached_by_prompt[1:]:
+        request.cached_before = b"x-pdserve-prefilled: %d/%d/%d\r\n" % report.cached_by_prompt[0]
+    else:
+        request.cached_before = cached_before_line(report.cached_by_prompt)
+    request.prefill_headers = [
         (PREFILL_HEADER, worker.id_header),
-        (PREFILL_CACHED_HEADER, cached_words(tokens)),
+        (PREFILL_CACHED_HEADER, CACHED_WORDS % tuple(tokens.values())),
     ]
     if report.missed:
-        headers.append((MISS_HEADER, report.missed.encode()))
+        request.missed.append(report.missed.encode())
     if request.meter is not None:
         request.meter.prompt_tokens = report.prompt_tokens
     if request.plan.handoff == "pool":
-        request.turns_line = b"x-pdserve-turns: %b\r\n" % (report.turns or "0").encode()
-        request.parts_s["publish"] = max(0.0, report.publish_ms / 1e3)
+        request.turns_line = NO_TURNS
+        if report.turns not in ("", "0"):
+            request.turns_line = b"x-pdserve-turns: %b\r\n" % report.turns.encode()
+        request.parts_s["publish"] = report.publish_ms / 1e3 if report.publish_ms > 0 else 0.0
     stats.prompt_tokens += report.prompt_tokens
     stats.missing_pages += report.missing_pages
     for tier in CACHES:

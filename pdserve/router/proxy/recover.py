@@ -22,7 +22,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from pdserve.errors import RequestError
 from pdserve.router.api.errors import NoWorkerError, error_type
@@ -112,14 +112,14 @@ class Recovery:
 
     def _alternate(self, request: Request, failed: Worker, tried: Iterable[str]) -> Worker | None:
         """A decode worker that can try next, not one of `tried`."""
-        candidates = self._parts.fleet.snapshot(request.model, self._parts.loop.time()).decode
+        candidates: Sequence[Worker] = self._parts.fleet.snapshot(
+            request.model, self._parts.loop.time()
+        ).decode
         if request.is_started:
             candidates = self._successors(request, failed, candidates)
         return choose_alternate(candidates, tried)
 
-    def _successors(
-        self, request: Request, failed: Worker, candidates: tuple[Worker, ...]
-    ) -> tuple[Worker, ...]:
+    def _successors(self, request: Request, failed: Worker, candidates: Sequence[Worker]) -> Sequence[Worker]:
         """The candidates that can continue the stream of `failed`."""
         if request.marks is None or not request.marks.tells_all:
             return ()

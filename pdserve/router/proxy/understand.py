@@ -16,19 +16,23 @@ import msgspec
 
 from pdserve.errors import RequestError
 from pdserve.router.admission.gate import Gate
+from pdserve.router.api.diagnostics import asks_diagnosis
 from pdserve.router.api.endpoints import Endpoint, find_holder
 from pdserve.router.api.errors import NoWorkerError
+from pdserve.router.api.nonces import MARK, STRIPPED_HEADER, without_nonce
 from pdserve.router.api.request_body import (
     BOM,
     TRUE,
+    UNREADABLE,
     RequestView,
     asks_about_prompt,
     count_candidates,
     count_choices,
     count_prompts,
+    decode_request,
     estimate_prompt_tokens,
     has_media,
-    has_several_prompts,
+    measure_prompt,
     parse_request,
     read_form,
     with_member,
@@ -36,11 +40,20 @@ from pdserve.router.api.request_body import (
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.config.tenants import SHARED
 from pdserve.router.fleet.registry import Fleet
+from pdserve.router.metrics.stats import Stats
 from pdserve.router.placement.planner import RequestFacts
 from pdserve.router.placement.prefix_index import prefix_of
 from pdserve.router.request.request import Request
-from pdserve.router.sessions.keys import find_session_key, parse_sources
-from pdserve.router.tenants.retained import RETAIN_HEADER, RETAINED_HEADER, Retained, seconds_of
+from pdserve.router.sessions.history import History
+from pdserve.router.sessions.keys import find_session_key, is_final, parse_sources
+from pdserve.router.tenants.retained import (
+    CACHE_CONTROL,
+    RETAIN_HEADER,
+    RETAINED_HEADER,
+    Retained,
+    seconds_marked,
+    seconds_of,
+)
 from pdserve.router.tenants.rights import (
     PRIORITY_HEADER,
     check_fields,
@@ -57,14 +70,20 @@ from pdserve.router.tenants.tenant import TenantState
 class Understanding:
     """Reads requests. Keeps how many came for each model, and what is retained."""
 
-    def __init__(self, config: RouterConfig, fleet: Fleet, gate: Gate, *, needs_prefix: bool) -> None:
+    def __init__(
+        self, config: RouterConfig, fleet: Fleet, gate: Gate, stats: Stats, *, needs_prefix: bool
+    ) -> None:
         """`needs_prefix`: of the prompts, for their plans."""
+        self._stats = stats
+        self._history = History()
+        self._keeps_nonces = config.keep_nonces
         self._fleet = fleet
         self._gate = gate
         self._needs_prefix = needs_prefix
         self._sources = sources = parse_sources(config.session.sources)
-        self._session_fields = frozenset(one.name.encode() for one in sources if one.kind == "header")
-        self._looks_further = any(one.kind not in ("header", "user") for one in sources)
+        self._session_fields = frozenset(one.header for one in sources if one.header)
+        kinds = {one.kind for one in sources if not one.header}
+        self._looks_further = bool(kinds - {"user", "prompt_cache_key", "metadata.user_id"})
         self._shows_load = config.access.show_load
         self._limits = config.limits
         self.retained: Final = Retained()
@@ -79,7 +98,13 @@ class Understanding:
         else:
             if request.body[:3] == BOM:
                 request.body = request.body[3:]
-            view = parse_tenant_request(request.body) if has_keys else parse_request(request.body)
+            body = request.body
+            try:
+                view = parse_tenant_request(body) if has_keys else decode_request(body)
+            except UNREADABLE:
+                view = parse_request(body)  # says what is wrong
+        if not self._keeps_nonces and MARK in request.body:
+            view = self._without_nonce(request, view, has_keys=has_keys)
         request.streams = view.stream is True
         if view.model in self._fleet.tasks and view.model not in self._gate.aliases:
             return view
@@ -90,12 +115,24 @@ class Understanding:
                 request.body = with_member(request.body, "model", model)
         return view
 
+    def _without_nonce(self, request: Request, view: RequestView, *, has_keys: bool) -> RequestView:
+        """What the request says without a line at its start that changes each time, see `api.nonces`."""
+        request.body, name = without_nonce(request.body, view)
+        if not name:
+            return view
+        self._stats.nonces += 1
+        request.more_headers.append((STRIPPED_HEADER, name))
+        if request.endpoint.is_form:
+            return _view_of_form(request, has_keys=has_keys)
+        return parse_tenant_request(request.body) if has_keys else parse_request(request.body)
+
     def understand(self, request: Request, tenant: TenantState, view: RequestView) -> None:
         """Fill in what planning needs, of the workers that there are now. Raises RequestError."""
         body, endpoint, fleet = request.body, request.endpoint, self._fleet
         session = None
-        if view.user or self._looks_further or not self._session_fields.isdisjoint(request.fields):
-            session = find_session_key(self._sources, request.header, view, body)
+        names_itself = view.user or view.prompt_cache_key or view.metadata or self._looks_further
+        if names_itself or not self._session_fields.isdisjoint(request.fields):
+            session = find_session_key(self._sources, request.fields, view, body)
         model = view.model
         if model is None or endpoint.task not in fleet.tasks.get(model, ()):
             model = self._gate.model_of(request, view.model)
@@ -104,21 +141,15 @@ class Understanding:
         scope = view.model or model
         if session is not None:
             session = session.of_model(scope)
-        if self._gate.tenants.has_keys:  # tenants share neither caches nor sessions, nor see others' load
-            limits = tenant.limits
-            if not limits.controls_engine:
-                check_fields(view)
-            check_media(view, limits.media_domains)
-            request.shows_insides = self._shows_load
-            self._isolate(request, tenant, view.cache_salt)
+        if self._gate.tenants.has_keys:
+            scope = self._keep_apart(request, tenant, view, scope)
             if session is not None:
                 session = session.within(tenant.name)
-            scope = f"{tenant.cache}/{scope}"
         elif endpoint.salt == "body" and view.cache_salt and fleet.takes_plain_salts(model):
             request.body = isolated(body, view.cache_salt, SHARED, is_plain=True)
         prompt = view.prompt_json(endpoint.prompt_fields)
         computes = endpoint.task is not None  # tokenizing does not: it leaves no pages behind
-        several = has_several_prompts(prompt)
+        several, tokens = measure_prompt(prompt, may_be_media=model not in fleet.text_only)
         prompts = candidates = choices = 1
         if computes and (
             several or endpoint.task == "embed" or view.n or view.best_of or view.sampling_params
@@ -128,7 +159,7 @@ class Understanding:
         before = 0
         for name in endpoint.preamble_fields:
             before += estimate_prompt_tokens(getattr(view, name), may_be_media=takes_media)
-        tokens = estimate_prompt_tokens(prompt, may_be_media=takes_media) + before if computes else 0
+        tokens = tokens + before if computes else 0
         charged = tokens
         if not tokens:
             charged = before + estimate_prompt_tokens(view.prompt_json(endpoint.charged_fields))
@@ -137,13 +168,14 @@ class Understanding:
         can_be_direct = (
             fleet.has_direct
             and endpoint.is_prefillable
-            and not (several or candidates > 1 or asks_about_prompt(body))
+            and not (endpoint.stored_as or several or candidates > 1 or asks_about_prompt(body))
         )
         has_priority = view.priority or PRIORITY_HEADER in request.fields
         request.facts = RequestFacts(
             endpoint=endpoint,
             model=view.model,
             session=session,
+            is_final=session is not None and is_final(request.fields),
             prompt_tokens_estimate=tokens,
             charged_tokens=charged,
             prompts=prompts,
@@ -158,10 +190,39 @@ class Understanding:
             draw=random.getrandbits(32),
             prefix=prefix_of(view, prompt, scope) if self._needs_prefix and computes else None,
         )
-        if endpoint.hint or RETAIN_HEADER in request.fields:
-            self._retain(request, tenant)
+        marks_caches = view.prompt_cache_retention or CACHE_CONTROL in body
+        if endpoint.hint or RETAIN_HEADER in request.fields or marks_caches:
+            self._retain(request, tenant, view)
+        if endpoint.task == "generate" and (session is not None or view.diagnostics):
+            self._compare(request, view)
 
-    def _retain(self, request: Request, tenant: TenantState) -> None:
+    def _keep_apart(self, request: Request, tenant: TenantState, view: RequestView, scope: str) -> str:
+        """Tenants share neither caches nor sessions, nor see others' load. Returns the scope of the tenant's
+        prompts. Raises RequestError for what it may not ask.
+        """
+        limits = tenant.limits
+        if not limits.controls_engine:
+            check_fields(view)
+        check_media(view, limits.media_domains)
+        request.shows_insides = self._shows_load
+        self._isolate(request, tenant, view.cache_salt)
+        return f"{tenant.cache}/{scope}"
+
+    def _compare(self, request: Request, view: RequestView) -> None:
+        """Tell what the client changed since the session's last turn, where it names the session."""
+        session, words, change = request.facts.session, b"", None
+        if session is not None and session.is_named:
+            is_known, change = self._history.follow(session, view)
+            words = b"" if is_known else b"previous_message_not_found"
+        if change is not None:
+            words = change.words()
+            request.missed.append(words)
+        if view.diagnostics and request.endpoint.errors == "anthropic":
+            said = words if asks_diagnosis(view.diagnostics) else b""
+            request.keep_line += b"x-pdserve-changed: %b\r\n" % (said or b"none")
+            request.set_lines()
+
+    def _retain(self, request: Request, tenant: TenantState, view: RequestView) -> None:
         """Have the pool keep the conversation for as long as its client wants, if the tenant may. Raises
         RequestError for a hint that it may not give.
         """
@@ -170,11 +231,15 @@ class Understanding:
             conversation = _conversation(request)
             self.retained.check_hint(tenant, hint, conversation, facts.charged_tokens, now_s)
             return
-        seconds = seconds_of(request.fields[RETAIN_HEADER]) if facts.endpoint.task == "generate" else 0
+        seconds, said = 0, request.fields.get(RETAIN_HEADER)
+        if facts.endpoint.task == "generate":
+            seconds = seconds_marked(request.body, view) if said is None else seconds_of(said)
         tokens = facts.prompt_tokens_estimate
         if self.retained.take(tenant, _conversation(request), tokens, seconds, now_s):
-            request.keep_line = b"x-pdserve-keep: %d\r\n" % seconds
+            request.keep_line += b"x-pdserve-keep: %d\r\n" % seconds
             request.set_lines()
+        elif said is None:  # marks that clients send to whomever
+            return
         else:
             seconds = 0
         request.more_headers.append((RETAINED_HEADER, b"%d" % seconds))

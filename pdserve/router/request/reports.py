@@ -9,9 +9,10 @@ The client of a stream gets this header with the router's own parts of the time 
     x-pdserve-cached: device=0, host=0, pool=704, computed=17     prompt tokens
 
 The client gets a decode worker's header as it is, and beside it `x-pdserve-prefill-cached` with what the
-prefill worker found. `x-pdserve-miss` says why it did not find the rest, as the worker reports it:
+prefill worker found. `x-pdserve-miss` says what its client changed since the session's last turn
+(`sessions.history`), and why the prefill worker did not find the rest, as that reports it:
 
-    x-pdserve-miss: evicted=512;age_s=31.4, never_stored=64
+    x-pdserve-miss: messages_changed=700, evicted=512;age_s=31.4, never_stored=64
 """
 
 from __future__ import annotations
@@ -39,11 +40,14 @@ def finish_parts(
     """Complete `parts_s` when the first token has come. `asked_s`: when the decode worker was asked.
     `started_s`: when the request arrived. No report of a worker makes a part negative.
     """
-    waited_s = max(0.0, now_s - asked_s)
+    waited_s = now_s - asked_s if now_s > asked_s else 0.0
     if pulled_s > 0:
-        pulled_s = parts_s["pull"] = min(pulled_s, waited_s)
+        parts_s["pull"] = pulled_s = pulled_s if pulled_s < waited_s else waited_s
     parts_s["decode"] = waited_s - pulled_s
-    parts_s["router"] = max(0.0, now_s - started_s - sum(parts_s.values()))
+    own_s = now_s - started_s
+    for part in parts_s:
+        own_s -= parts_s[part]
+    parts_s["router"] = own_s if own_s > 0 else 0.0
 
 
 def server_timing(parts_s: Mapping[str, float]) -> bytes:
@@ -72,16 +76,11 @@ def finite_number(text: bytes | str) -> float:
 
 CACHED_HEADER = b"x-pdserve-cached"
 PREFILL_CACHED_HEADER = b"x-pdserve-prefill-cached"
-MISS_HEADER = b"x-pdserve-miss"
-_WORDS = ", ".join(f"{tier}=%d" for tier in TIERS).encode()
+CACHED_WORDS: Final = ", ".join(f"{tier}=%d" for tier in TIERS).encode()
+"""The value of either header, for tokens of all `TIERS` in their order."""
 
 
 def parse_cached(header: str) -> dict[str, int]:
     """Tokens by tier from a value of either header. A count that is no number becomes 0."""
     entries = [entry.strip().partition("=") for entry in header.split(",")]
     return {tier: int(finite_number(count)) for tier, _, count in entries if tier in TIERS}
-
-
-def cached_words(tokens: Mapping[str, int]) -> bytes:
-    """The header's value for `tokens` of all `TIERS`, in their order."""
-    return _WORDS % tuple(tokens.values())

@@ -22,6 +22,7 @@ import math
 import os
 import re
 import time
+from binascii import hexlify
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, Literal
 
@@ -49,6 +50,7 @@ from pdserve.tracing import PASSED_ON, Trace
 
 JSON: Final = b"application/json"
 PREFILL_HEADER: Final = b"x-pdserve-prefill"
+MISS_HEADER: Final = b"x-pdserve-miss"
 KEEP_ALIVE_S = 12.0
 """Proxies give up after 60 s without a byte, some after 15 s."""
 KEEP_ALIVE: Final = b": keep-alive\n\n"
@@ -76,21 +78,172 @@ def request_id(given: bytes | None) -> bytes:
     """The id of a request: the client's own if it is short and plain, else a new one that nobody guesses:
     workers are asked about a request by its id.
     """
-    return given if given and _REQUEST_ID.fullmatch(given) else os.urandom(12).hex().encode()
+    return given if given and _REQUEST_ID.fullmatch(given) else hexlify(os.urandom(12))
 
 
 class Request(ClientRequest):
     """See the module."""
 
     __slots__ = (
-        "_handle", "asked_s", "attempts", "between_s", "cached_before", "claim", "decode_id", "end",
-        "endpoint", "ends_line", "facts", "fields", "first_s", "has_turn", "held_bytes", "is_begun",
-        "is_early", "is_prompt_counted", "is_relayed", "is_started", "is_stream", "keep_line", "lines",
-        "marks", "meter", "model", "more_headers", "outage_s", "pairs", "parts_s", "phase", "plan",
-        "plan_words", "planned_s", "prefill_headers", "quiet_s", "rest", "retry_until_s", "room_line",
-        "salt_line", "shows_insides", "started_s", "status", "streams", "suspects", "tenant", "total_s",
-        "trace", "tried", "turn", "turns_line", "up", "words", "worker_id",
+        "_handle",
+        "asked_s",
+        "attempts",
+        "between_s",
+        "cached_before",
+        "claim",
+        "decode_id",
+        "end",
+        "endpoint",
+        "ends_line",
+        "facts",
+        "fields",
+        "first_s",
+        "found_tokens",
+        "has_turn",
+        "held_bytes",
+        "is_begun",
+        "is_early",
+        "is_prompt_counted",
+        "is_relayed",
+        "is_started",
+        "is_stream",
+        "keep_line",
+        "lines",
+        "marks",
+        "meter",
+        "missed",
+        "model",
+        "more_headers",
+        "outage_s",
+        "pairs",
+        "parts_s",
+        "phase",
+        "plan",
+        "plan_words",
+        "planned_s",
+        "prefill_headers",
+        "quiet_s",
+        "rest",
+        "retry_until_s",
+        "room_line",
+        "salt_line",
+        "shows_insides",
+        "started_s",
+        "status",
+        "streams",
+        "suspects",
+        "tenant",
+        "total_s",
+        "trace",
+        "tried",
+        "turn",
+        "turns_line",
+        "up",
+        "words",
+        "worker_id",
     )  # fmt: skip
+
+    # what is known of it
+    endpoint: Endpoint
+    fields: dict[bytes, bytes]
+    """The headers by name."""
+    worker_id: bytes
+    """The request's id at the workers."""
+    lines: bytes
+    """Header lines for workers."""
+    salt_line: bytes
+    """Header line for workers with the salt of the caches, unless the body has it."""
+    keep_line: bytes
+    """Header lines with what the client wants of caches."""
+    started_s: float
+    """When the request came. This and the other times are time.monotonic()'s: uvloop's clock, on which
+    deadlines are, counts whole milliseconds and stands still in a callback.
+    """
+    total_s: float
+    """When it must be over; and `quiet_s`, when its client must get a byte; both on the loop's clock."""
+    held_bytes: int
+    """Bytes of the body, as counted by who bounds those of all requests."""
+    model: str
+    """The served model that the request means, once it is known."""
+    streams: bool
+    """The client asks for a stream."""
+    outage_s: float
+    """How long it has waited because its model had no worker."""
+    planned_s: float
+    """When it was let in, and planning began."""
+    asked_s: float
+    """When the first decode worker was asked."""
+    parts_s: dict[str, float]
+    """Parts of the time to a stream's first token: `metrics.names.PARTS`."""
+
+    # the plan, and what has become of it
+    plan: Plan
+    words: list[str]
+    """What decided, and what became of each stage: for the log and `x-pdserve-plan`."""
+    plan_words: bytes
+    """The words that the client is told."""
+    claim: Any
+    """Load at the worker that is asked for the answer (`proxy.parts.Claim`)."""
+    has_turn: bool
+    """It has the turn of suspects (`proxy.suspicion`)."""
+    up: WorkerConnection | None
+    """From where the answer comes."""
+    turn: SessionEntry | None
+    """The session's last turn that the answer is."""
+    attempts: int
+    """Decode workers that got the request and failed."""
+    pairs: int
+    """Pairs of workers that failed it by the direct way."""
+    tried: dict[str, int]
+    """Ids of the decode workers that failed, and what `Worker.probes_ready` was then."""
+    retry_until_s: float
+    """Until then it may wait for a worker. Set at the first failure."""
+    suspects: list[Worker]
+    """Workers that answered with an error that may be theirs or the request's: see `Parts.on_failure`."""
+    cached_before: bytes
+    """Header line for the decode worker: prompt tokens that were cached before."""
+    room_line: bytes
+    """Header line: where the decode worker meets a prefill worker (see `direct`)."""
+    turns_line: bytes
+    """Header line: which earlier answers have recorded tokens in the prompt that was prefilled."""
+    prefill_headers: Headers
+    """Name the prefill worker, and what it found cached."""
+    missed: list[bytes]
+    """Why tokens of the prompt were not found: what its client changed, and what became of pages."""
+    found_tokens: int
+    """Of the prompt, those that a cache had, as the first worker said that knew."""
+    decode_id: bytes
+    """The worker that answers."""
+
+    # the answer
+    status: int
+    """0 until it was sent."""
+    is_early: bool
+    """The head of a stream was sent before it began."""
+    is_started: bool
+    """The status was sent, and for a stream its first event."""
+    is_stream: bool
+    """The answer is a stream of events: an error can still be told as an event."""
+    is_begun: bool
+    """The worker that is asked now has begun to answer."""
+    is_relayed: bool
+    """Its stream has begun."""
+    rest: bytes | None
+    """Of a long answer that is no stream: what is kept back. None: it is none."""
+    first_s: float
+    """When the status was sent, or a stream began."""
+    between_s: float
+    """How long a worker may take for the next piece."""
+    ends_line: bool
+    """A comment can follow what was sent."""
+    marks: StreamMarks | None
+    """Of the answer, if it is a stream of events."""
+    meter: Meter | None
+    """Counts the answer's tokens, once the request was let in."""
+    more_headers: Headers
+    """Headers of every answer to this request."""
+    shows_insides: bool
+    """The client may see where the workers are, and how busy."""
 
     def __init__(
         self,
@@ -104,104 +257,36 @@ class Request(ClientRequest):
         """`handle` serves it; the rest as of ClientRequest."""
         super().__init__(connection, method, target, path, headers)
         self._handle = handle
-        self.endpoint: Endpoint = ENDPOINTS[path]
+        self.endpoint = endpoint = ENDPOINTS[path]
         self.fields = fields = dict(headers)
-        """The headers by name."""
         given = fields.get(b"x-request-id")
-        self.id = os.urandom(12).hex().encode() if given is None else request_id(given)
-        self.worker_id = self.id
-        """The request's id at the workers."""
+        self.id = self.worker_id = hexlify(os.urandom(12)) if given is None else request_id(given)
         self.salt_line = self.keep_line = b""
-        """Header lines for workers: the salt of the caches, unless the body has it; how long the pool keeps
-        the conversation.
-        """
+        self.lines = b"content-type: application/json\r\nx-request-id: %b\r\n" % self.worker_id
+        if endpoint.is_form or not _PASSED_ON.isdisjoint(fields):
+            self.set_lines()
         self.started_s = time.monotonic()
-        """When the request came. This and the other times are time.monotonic()'s: uvloop's clock, on which
-        deadlines are, counts whole milliseconds and stands still in a callback.
-        """
-        self.total_s = self.quiet_s = math.inf
-        """When it must be over, and when its client must get a byte; both on the loop's clock."""
-        self.held_bytes = 0
-        """Bytes of the body, as counted by who bounds those of all requests."""
+        self.total_s = self.quiet_s = self.retry_until_s = math.inf
+        self.outage_s = self.planned_s = self.asked_s = self.first_s = self.between_s = 0.0
+        self.held_bytes = self.attempts = self.pairs = self.found_tokens = self.status = 0
         self.facts = _NO_FACTS
         self.tenant: TenantState | None = None
         self.model = ""
-        """The served model that the request means, once it is known."""
-        self.streams = False
-        """The client asks for a stream."""
         self.phase: Phase = "body"
         self.end: End | None = None
         self.trace: Trace | None = None
-        self.outage_s = 0.0
-        """How long it has waited because its model had no worker."""
-        self.planned_s = self.asked_s = 0.0
-        """When it was let in, and planning began; when the first decode worker was asked."""
-        self.parts_s: dict[str, float] = {}
-        """Parts of the time to a stream's first token: `metrics.names.PARTS`."""
-        # the plan, and what has become of it
-        self.plan: Plan
-        self.words: list[str] = []
-        """What decided, and what became of each stage: for the log and `x-pdserve-plan`."""
-        self.plan_words = b""
-        """The words that the client is told."""
-        self.claim: Any = None
-        """Load at the worker that is asked for the answer (`proxy.parts.Claim`)."""
-        self.has_turn = False
-        """It has the turn of suspects (`proxy.suspicion`)."""
-        self.up: WorkerConnection | None = None
-        """From where the answer comes."""
-        self.turn: SessionEntry | None = None
-        """The session's last turn that the answer is."""
-        self.attempts = self.pairs = 0
-        """Decode workers that got the request and failed; pairs of workers that failed it by the direct
-        way.
-        """
-        self.tried: dict[str, int] = {}
-        """Ids of the decode workers that failed, and what `Worker.probes_ready` was then."""
-        self.retry_until_s = math.inf
-        """Until then it may wait for a worker. Set at the first failure."""
-        self.suspects: list[Worker] = []
-        """Workers that answered with an error that may be theirs or the request's: see `Parts.on_failure`."""
-        self.cached_before = self.room_line = self.turns_line = b""
-        """Header lines for the decode worker: prompt tokens that were cached before; where it meets a prefill
-        worker (see `direct`); which earlier answers have recorded tokens in the prompt that was prefilled.
-        """
-        self.is_prompt_counted = False
-        self.prefill_headers: Headers = []
-        """Name the prefill worker, and what it found cached."""
-        self.decode_id = b""
-        """The worker that answers."""
-        # the answer
-        self.status = 0
-        """0 until it was sent."""
-        self.is_early = self.is_started = False
-        """The head of a stream was sent before it began. The status was sent, and for a stream its first
-        event.
-        """
-        self.is_stream = False
-        """The answer is a stream of events: an error can still be told as an event."""
-        self.is_begun = self.is_relayed = False
-        """The worker that is asked now has begun to answer; its stream has begun."""
-        self.rest: bytes | None = None
-        """Of a long answer that is no stream: what is kept back. None: it is none."""
-        self.first_s = 0.0
-        """When the status was sent, or a stream began."""
-        self.between_s = 0.0
-        """How long a worker may take for the next piece."""
-        self.ends_line = True
-        """A comment can follow what was sent."""
-        self.marks: StreamMarks | None = None
-        """Of the answer, if it is a stream of events."""
-        self.meter: Meter | None = None
-        """Counts the answer's tokens, once the request was let in."""
-        self.more_headers: Headers = []
-        """Headers of every answer to this request."""
-        self.shows_insides = True
-        """The client may see where the workers are, and how busy."""
-        self.lines = b"content-type: application/json\r\nx-request-id: %b\r\n" % self.worker_id
-        """Header lines for workers."""
-        if self.endpoint.is_form or not _PASSED_ON.isdisjoint(fields):
-            self.set_lines()
+        self.parts_s = {}
+        self.words = []
+        self.plan_words = self.cached_before = self.room_line = self.turns_line = self.decode_id = b""
+        self.claim = self.up = self.turn = self.rest = self.marks = self.meter = None
+        self.streams = self.has_turn = self.is_prompt_counted = False
+        self.is_early = self.is_started = self.is_stream = self.is_begun = self.is_relayed = False
+        self.ends_line = self.shows_insides = True
+        self.tried = {}
+        self.suspects = []
+        self.prefill_headers = []
+        self.missed = []
+        self.more_headers = []
 
     # --- its life
 
@@ -250,9 +335,8 @@ class Request(ClientRequest):
                 return
         self.quiet_s = now_s + KEEP_ALIVE_S
         if not (self.is_started or self.is_early) and self.takes_now:
-            self.is_early = True
             self.tell_plan()
-            self._send_head(200, _EARLY_LINES, None)
+            self.answer(200, _EARLY_LINES, None, is_early=True)
         self.send_comment()
 
     # --- for workers
@@ -270,19 +354,17 @@ class Request(ClientRequest):
                 lines += b"%b: %b\r\n" % (name, fields[name])
         self.lines = lines + self.salt_line + self.keep_line
 
-    def header(self, name: str) -> str | None:
-        """A request header's value."""
-        value = self.fields.get(name.encode("ascii"))
-        return None if value is None else value.decode("latin-1")
-
     # --- the answer
 
     @property
     def worker_headers(self) -> Headers:
-        """Headers that name the workers."""
-        if not self.decode_id:
-            return self.prefill_headers
-        return [*self.prefill_headers, (b"x-pdserve-decode", self.decode_id)]
+        """Headers that name the workers, and what they found."""
+        headers = [*self.prefill_headers]
+        if self.missed:
+            headers.append((MISS_HEADER, b", ".join(self.missed)))
+        if self.decode_id:
+            headers.append((b"x-pdserve-decode", self.decode_id))
+        return headers
 
     def tell_plan(self) -> None:
         """The client is told what has become of the plan until now. Words of an added policy may hold
@@ -293,18 +375,28 @@ class Request(ClientRequest):
             said = "".join(character if character.isprintable() else "?" for character in said)
         self.plan_words = said.encode("ascii", "replace")
 
-    def answer(self, status: int, lines: bytes, length: int | None, *, closes: bool = False) -> None:
+    def answer(
+        self,
+        status: int,
+        lines: bytes,
+        length: int | None,
+        *,
+        closes: bool = False,
+        is_early: bool = False,
+        now_s: float = 0.0,
+    ) -> None:
         """Begin the answer with a status and these header lines, and the router's own. `length`: of the body
-        in bytes; None: a stream of events. `closes`: the connection ends with the answer.
+        in bytes; None: a stream of events. `closes`: the connection ends with the answer. `is_early`: only a
+        head is sent now.
         """
-        if not self.is_early:
-            self._send_head(status, lines, length, closes=closes)
-        self.is_started = True
-        self.first_s = time.monotonic()
-        self.status = status
-        self.is_stream = length is None
-
-    def _send_head(self, status: int, lines: bytes, length: int | None, *, closes: bool = False) -> None:
+        has_head, self.is_early = self.is_early, self.is_early or is_early
+        if not is_early:
+            self.is_started = True
+            self.first_s = now_s or time.monotonic()
+            self.status = status
+            self.is_stream = length is None
+        if has_head:
+            return
         lines += b"x-request-id: %b\r\n" % self.id
         for pair in self.more_headers:
             lines += b"%b: %b\r\n" % pair
@@ -320,6 +412,8 @@ class Request(ClientRequest):
             for pair in self.prefill_headers:
                 if self.shows_insides or pair[0] != PREFILL_HEADER:
                     lines += b"%b: %b\r\n" % pair
+            if self.missed:
+                lines += b"x-pdserve-miss: %b\r\n" % b", ".join(self.missed)
             if self.decode_id and self.shows_insides:
                 lines += b"x-pdserve-decode: %b\r\n" % self.decode_id
         self.start(status, lines, length, closes=closes)
@@ -355,7 +449,7 @@ class Request(ClientRequest):
         finish_parts(self.parts_s, self.asked_s, 0.0 if said is None else pull_s(said), self.started_s, now_s)
         timing = server_timing(self.parts_s)
         lines = b"%b%bserver-timing: %b\r\n" % (up.lines, STREAM_LINES, timing)
-        self.answer(up.status, lines, None)
+        self.answer(up.status, lines, None, now_s=now_s)
         self.phase = "stream"
 
     def on_writable(self) -> None:
@@ -369,11 +463,12 @@ class Request(ClientRequest):
     async def pass_on(self, body: bytes, *, more: bool) -> None:
         """Send a piece of the answer's body, once the client is not slow to read."""
         if body:
-            if self.meter is not None:
-                if self.is_stream:
-                    self.meter.count(body, self.ends_line)
-                else:
-                    self.meter.count_whole(body)
+            meter = self.meter
+            if meter is not None:
+                if not self.is_stream:
+                    meter.count_whole(body)
+                elif self.marks is None or self.marks.used is None:
+                    meter.count(body, self.ends_line)
             self.ends_line = body[-1] == _LINE_END
         elif more:
             return

@@ -52,7 +52,8 @@ class StreamMarks:
         "_tokens", "_unread", "is_marked", "used",
     )  # fmt: skip
 
-    def __init__(self) -> None:
+    def __init__(self, is_marked: bool = False) -> None:
+        """`is_marked`: as of `begin`."""
         self._characters = 0
         self._tokens = array("l")
         self._unread = b""
@@ -62,11 +63,10 @@ class StreamMarks:
         """
         self._held = b""
         self._opening = b""
-        self.is_marked = False
+        self.is_marked = self._tells_usage = is_marked
         """Events are held until a mark has come."""
-        self._has_ended = True
+        self._has_ended = not is_marked
         """No further mark counts."""
-        self._tells_usage = False
         self._lost = 0
         """Tokens of marks that did not go to the end."""
         self.used: tuple[int, int] | None = None
@@ -118,14 +118,14 @@ class StreamMarks:
                 if not self._opening:
                     self._opening = events[:_OPENING_BYTES]
                 return events + b"\n"
-        return self._take(data, at_end)
+        return self.take_any(data, at_end)
 
-    def _take(self, data: bytes, at_end: bool) -> bytes:
-        """The same, for any number of marks anywhere."""
+    def take_any(self, data: bytes, at_end: bool) -> bytes:
+        """As `take`, for any number of marks anywhere."""
         if self._held:
             data = self._held + data
         begin, parts = 0, []
-        while self.is_marked and begin < len(data) and (mark := _find_mark(data, begin)) is not None:
+        while self.is_marked and MARK in data[begin:] and (mark := _find_mark(data, begin)) is not None:
             at, end = mark
             parts.append(data[begin:at])
             self._unread += data[at + len(MARK) : end + 2]
@@ -149,7 +149,8 @@ class StreamMarks:
             ready = b"".join((*parts, ready))
         if self._tells_usage and USAGE in ready and (said := _USAGE.search(ready)):
             self.used = int(said[1]), int(said[2])
-            ready = ready[: said.start()] + ready[said.end() :]
+            begin, end = said.span()
+            ready = ready[:begin] + ready[end:]
         if self._renamed is not None:
             ready = self._rename(ready, *self._renamed)
         elif not self._opening:

@@ -169,6 +169,17 @@ class Bench:
     def __init__(self, make_client: Callable[[], Any], loop: asyncio.AbstractEventLoop) -> None:
         self._make_client = make_client
         self._loop = loop
+        self._counted = _Counts(), 1
+
+    def most_frames(self) -> list[tuple[str, float]]:
+        """What was entered the last time, by how often a request did."""
+        counts, times = self._counted
+        return [(name, count / times) for name, count in counts.frames.most_common()]
+
+    def most_c_calls(self) -> list[tuple[str, float]]:
+        """The same of C functions."""
+        counts, times = self._counted
+        return [(name, count / times) for name, count in counts.c_calls.most_common()]
 
     async def cost(self, chunks: int, times: int = 50, headers: str = "", **more: Any) -> Cost:
         """Of one request, as the mean of `times` equal ones; `chunks`: see `_ToWorker`."""
@@ -199,7 +210,7 @@ class Bench:
                 await asyncio.sleep(0)
         finally:
             sys.setprofile(None)
-        self.shown = counts
+        self._counted = counts, times
         return Cost(sum(counts.frames.values()) / times, sum(counts.c_calls.values()) / times)
 
 

@@ -185,7 +185,7 @@ class Harness:
         assert upstream.open_count == upstream.idle_count
         for _ in range(3):
             await asyncio.sleep(0)
-        of_requests = ("Upstream", "WorkerPool", "ask", "OrdinaryRequest")
+        of_requests = ("ask", "_pull_ahead", "_OrdinaryRequest")
         tasks = [task.get_coro().__qualname__ for task in asyncio.all_tasks()]  # type: ignore[union-attr]
         assert [name for name in tasks if name.partition(".")[0] in of_requests] == []
 
