@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import os
 import subprocess
 import sys
 import threading
@@ -24,7 +23,6 @@ import msgspec
 from pdserve.errors import PoolUnavailable, StartupError
 from pdserve.kvpool.mover.lane import Lane
 from pdserve.kvpool.mover.messages import Answer, Call, Failed, Start, Started, decode_answer, encode
-from pdserve.kvpool.transports.mapped import streaming_environment
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +71,6 @@ class MoverProcess:
                 [sys.executable, "-m", "pdserve.kvpool.mover", str(life.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=given,
-                env=streaming_environment(os.environ),
             )
         except OSError as error:
             self._close_lanes()
