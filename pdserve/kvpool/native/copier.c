@@ -18,6 +18,8 @@
 #include <string.h>
 #include <time.h>
 
+#include "native.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -387,9 +389,7 @@ static int run(Batch *batch) {
     return batch->is_late ? -1 : 0;
 }
 
-PyDoc_STRVAR(read_doc, "See copying.read.");
-
-static PyObject *read_pages(PyObject *module, PyObject *args) {
+PyObject *native_read(PyObject *module, PyObject *args) {
     Batch batch = {.is_read = 1};
     PyObject *columns[4], *pages, *result = NULL;
     unsigned long long rows_at;
@@ -404,9 +404,7 @@ static PyObject *read_pages(PyObject *module, PyObject *args) {
     return result;
 }
 
-PyDoc_STRVAR(write_doc, "See copying.write.");
-
-static PyObject *write_pages(PyObject *module, PyObject *args) {
+PyObject *native_write(PyObject *module, PyObject *args) {
     Batch batch = {.is_read = 0};
     PyObject *offsets, *pages, *result = NULL;
     if (!PyArg_ParseTuple(args, "w*OOpd", &batch.arena, &offsets, &pages, &batch.hashes, &batch.deadline_s))
@@ -424,19 +422,10 @@ static PyObject *write_pages(PyObject *module, PyObject *args) {
     return result;
 }
 
-static PyMethodDef methods[] = {
-    {"read", read_pages, METH_VARARGS, read_doc},
-    {"write", write_pages, METH_VARARGS, write_doc},
-    {NULL},
-};
-
-static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "pdserve.kvpool.native._copier", NULL, 0, methods};
-
-PyMODINIT_FUNC PyInit__copier(void) {
+void native_choose_copier(void) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx2"))
         stripes = avx2_stripes;
 #endif
-    return PyModule_Create(&definition);
 }

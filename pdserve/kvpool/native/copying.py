@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
-import logging
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Final
 
 from pdserve.kvpool.native import plain
+from pdserve.kvpool.native.build import compiled
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
 from pdserve.kvpool.protocol.slot_table import RowReader
 
-logger = logging.getLogger(__name__)
-
 LEAST_HASHED_BYTES: Final = 241  # of a page: XXH3 has another rule for shorter inputs
-
-
-@functools.cache
-def compiled() -> ModuleType | None:
-    """The compiled copier; None, and once a warning, where it was not built."""
-    try:
-        return importlib.import_module("pdserve.kvpool.native._copier")
-    except ImportError as error:
-        logger.warning(
-            "pages are copied by NumPy, slowly beside a busy engine: the C module was not built (%s). "
-            "Install a C compiler, Python's headers, and pdserve again",
-            error,
-        )
-        return None
 
 
 def read(
@@ -54,9 +36,10 @@ def read(
     Raises IndexError: a page or row is outside of the memory, and nothing was copied. OverflowError: a number
     is negative or longer than 64 bits, and nothing was copied. TimeoutError: the deadline passed.
     """
-    return _copier_for(pages, checksum).read(
+    outcomes: list[int] = _copier_for(pages, checksum).read(
         arena, rows.buffer, rows.rows_at, offsets, checksums, slots, sequences, pages, checksum, deadline_s
     )
+    return outcomes
 
 
 def write(
@@ -66,7 +49,8 @@ def write(
 
     Arguments and errors as of `read`.
     """
-    return _copier_for(pages, checksum).write(arena, offsets, pages, checksum, deadline_s)
+    checksums: list[int] = _copier_for(pages, checksum).write(arena, offsets, pages, checksum, deadline_s)
+    return checksums
 
 
 def _copier_for(pages: Sequence[PageBuffers], checksum: bool) -> ModuleType:

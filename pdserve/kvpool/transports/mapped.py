@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from pdserve.errors import PoolTimeout, PoolUnavailable
 from pdserve.kvpool.native import copying
+from pdserve.kvpool.native.build import compiled
 from pdserve.kvpool.protocol.messages import Grant, Pin
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
 from pdserve.kvpool.protocol.slot_table import RowReader
@@ -19,7 +20,7 @@ class MappedPages:
         self._memory = memory
         self._rows = rows
         self._checksum = checksum
-        copying.compiled()  # says now if pages will be slow
+        compiled()  # says now if pages will be slow
 
     def write(self, grants: Sequence[Grant], pages: Sequence[PageBuffers], deadline_s: float) -> list[int]:
         """`Connection.write_pages`. Raises PoolTimeout; PoolUnavailable if a slot is outside the arena."""

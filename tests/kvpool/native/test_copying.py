@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.errors import PoolTimeout, PoolUnavailable
-from pdserve.kvpool.native import copying, plain
+from pdserve.kvpool.native import build, copying, plain
 from pdserve.kvpool.protocol.messages import GRANTED, HIT, Grant, Pin
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, aligned, checksum_page
 from pdserve.kvpool.protocol.slot_table import COMMITTED, RESERVED, RowReader, TableLayout
@@ -27,7 +27,7 @@ LAYOUT = TableLayout(arena_bytes=4 * MIB, slab_bytes=MIB, min_slot_bytes=MIB // 
 OFFSET, SEQUENCE = 4096, 7
 SIZES = [[1], [240], [241], [64, 64, 64, 64], [1024, 1024], [300_000, 5, 33_000], [MIB + 1, MIB]]
 
-compiled = copying.compiled()
+compiled = build.compiled()
 COPIERS = [
     pytest.param(plain, id="plain"),
     pytest.param(compiled, id="compiled", marks=pytest.mark.skipif(compiled is None, reason="not built")),
@@ -268,8 +268,8 @@ def test_what_makes_no_sense_is_an_error_and_no_memory_is_touched(call: object) 
 def test_a_process_without_the_c_module_says_so_once_and_copies_with_numpy(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(sys.modules, "pdserve.kvpool.native._copier", None)
-    copying.compiled.cache_clear()
+    monkeypatch.setitem(sys.modules, "pdserve.kvpool.native._native", None)
+    build.compiled.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):
             memories = Memory(), Memory()
@@ -277,4 +277,4 @@ def test_a_process_without_the_c_module_says_so_once_and_copies_with_numpy(
         page = a_page([300])
         assert memories[0].write(page) == checksum_page(page)
     finally:
-        copying.compiled.cache_clear()
+        build.compiled.cache_clear()
