@@ -19,8 +19,8 @@ import numpy as np
 
 from pdserve.errors import PageMismatch
 from pdserve.kvpool.client.operations import Proof
-from pdserve.kvpool.mover.host_pages import MappedHostPages
-from pdserve.kvpool.mover.ranks.messages import Begun, Ended, News, Place
+from pdserve.kvpool.hicache.ranks.host_pages import MappedHostPages
+from pdserve.kvpool.hicache.ranks.messages import Begun, Ended, News, Place
 from pdserve.kvpool.protocol.page_bytes import PageBuffers, finish, start
 
 logger = logging.getLogger(__name__)

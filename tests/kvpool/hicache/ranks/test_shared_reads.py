@@ -1,29 +1,26 @@
-"""Movers of two ranks that hold the same bytes: a page comes over the network once."""
+"""Two ranks that hold the same bytes: a page comes over the network once."""
 
 from __future__ import annotations
 
 import itertools
 import os
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 from msgspec.structs import replace
 
-from pdserve.errors import PoolUnavailable
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
-from pdserve.kvpool.hicache.page_access import ByMover, HostPool, host_parts
-from pdserve.kvpool.mover.client import MoverClient
+from pdserve.kvpool.hicache.host_pool import HostPool
+from pdserve.kvpool.hicache.page_access import RankPages
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.messages import DataPathChoice
 from pdserve.pages import KV
 from pdserve.security.tokens import Secret
 from tests.support.kvpool import host_pool
 from tests.support.kvpool.faulty import key
-from tests.support.kvpool.host_pool import PAGE_TOKENS, indices
+from tests.support.kvpool.host_pool import indices
 from tests.support.kvpool.nodes import small_config, soon
 from tests.support.kvpool.pools import ProcessPool, arena_dir, running_node
 from tests.support.up.cluster import wait_until
@@ -39,30 +36,29 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPool]:
 
 
 class Rank:
-    """Host pools of KV, which all ranks hold alike, and of states, which are each rank's own; their mover."""
+    """Host pools of KV, which all ranks hold alike, and of states, which are each rank's own."""
 
     def __init__(self, node: ProcessPool, number: int, group: str, namespace: str, **options: object) -> None:
         refs = [PoolNodeRef(node=node.config.name, address=node.address)]
         config = replace(PoolClientConfig(nodes=refs), **options)
         self.kv = host_pool.HostPool("page_first", shared=True)
         self.states = host_pool.HostPool("page_first", shared=True)
-        parts = host_parts(
-            {KV: HostPool(self.kv, (b"",), True), STATES: HostPool(self.states, (b"tp%d" % number,))}
-        )
-        assert parts is not None
-        self.mover = MoverClient(config, namespace, {"test": "ranks"}, parts, ranks=group)
-        self.access = ByMover(self.mover, {KV: PAGE_TOKENS, STATES: PAGE_TOKENS})
+        pools = {
+            KV: HostPool(self.kv, (b"",), is_replicated=True),
+            STATES: HostPool(self.states, (b"tp%d" % number,)),
+        }
+        self.access = RankPages(config, namespace, {"test": "ranks"}, pools, ranks=group)
 
     def read(self, names: list[str], part: str = KV) -> list[bool]:
         """Into the first pages of the host pool, which are empty before."""
         pool = self.kv if part == KV else self.states
         pool.kv[:] = 0
-        return self.access.get(part, names, indices(list(range(len(names))))).done
+        return self.access.get(part, names, indices(list(range(len(names)))))
 
     def close(self) -> None:
-        self.mover.close()
-        os.close(self.kv.fd)
-        os.close(self.states.fd)
+        self.access.close()
+        for pool in (self.kv, self.states):
+            pool.close()
 
 
 class Ranks:
@@ -71,7 +67,7 @@ class Ranks:
     def __init__(self, node: ProcessPool, namespace: str, **options: object) -> None:
         self.node = node
         self.namespace = namespace
-        self.group = f"movers-{os.getpid()}-{next(_numbers)}"
+        self.group = f"ranks-{os.getpid()}-{next(_numbers)}"
         self.writer = Rank(node, 0, "", namespace, **{**options, "data_path": "shm"})
         self.leader = Rank(node, 0, self.group, namespace, **options)
         wait_until(lambda: self.sockets == 1, "the first rank leads")
@@ -89,7 +85,7 @@ class Ranks:
         names = [key(next(_numbers) + 10_000).hex() for _ in range(count)]
         pool = self.writer.kv if part == KV else self.writer.states
         pool.fill(list(range(count)), seed=next(_numbers))
-        assert all(self.writer.access.put(part, names, indices(list(range(count)))).done)
+        assert all(self.writer.access.put(part, names, indices(list(range(count)))))
         return names
 
     def are_right(self, rank: Rank, count: int) -> bool:
@@ -165,19 +161,6 @@ def test_pages_of_this_hosts_memory_are_copied_from_it_by_each_rank(node: Proces
         local.close()
 
 
-def test_a_leader_that_hangs_costs_its_followers_no_page(ranks: Make) -> None:
-    both = ranks()
-    names = both.store(50)
-    assert both.leader.mover.pid is not None
-    hung = psutil.Process(both.leader.mover.pid)
-    hung.suspend()
-    try:
-        assert both.follower.read(names) == [True] * 50
-        assert both.are_right(both.follower, 50)
-    finally:
-        hung.resume()
-
-
 def test_pages_that_the_leader_has_given_away_are_read_from_the_pool(ranks: Make) -> None:
     both = ranks()
     names = both.store(20)
@@ -189,20 +172,13 @@ def test_pages_that_the_leader_has_given_away_are_read_from_the_pool(ranks: Make
     assert both.hits - before == 30
 
 
-def test_another_rank_leads_after_the_leader_was_killed(ranks: Make) -> None:
+def test_another_rank_leads_after_the_leader_has_left(ranks: Make) -> None:
     both = ranks()
+    both.leader.close()
     names = both.store(20)
-    assert both.leader.mover.pid is not None
-    psutil.Process(both.leader.mover.pid).kill()
-    with pytest.raises(PoolUnavailable):
-        both.leader.read(names)
     assert both.follower.read(names) == [True] * 20
     assert both.are_right(both.follower, 20)
-    wait_until(lambda: both.leader.mover.pid is not None, "its mover is started again")
-
-    def shares() -> bool:
-        with suppress(PoolUnavailable):
-            return both.cost(both.store(5), both.follower, both.leader) == 5
-        return False
-
-    wait_until(shares, "the other one leads")
+    third = Rank(both.node, 1, both.group, both.namespace, data_path="tcp")
+    orders = ((both.follower, third), (third, both.follower))
+    wait_until(lambda: any(both.cost(both.store(5), *pair) == 5 for pair in orders), "one of them leads")
+    third.close()

@@ -1,4 +1,4 @@
-"""The group of one mover: its thread leads or follows, as the others' ends make it.
+"""The group of one rank: its thread leads or follows, as the others' ends make it.
 
 The socket is an abstract Unix one of datagrams in order (SOCK_SEQPACKET): the kernel gives its name to one
 process, and takes it back when that ends. Others of the same network namespace may connect or squat the name,
@@ -12,9 +12,8 @@ import logging
 import os
 import socket
 import threading
-import time
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from typing import Final
 
 import msgspec
@@ -22,9 +21,9 @@ from msgspec.structs import replace
 
 from pdserve.errors import PageMismatch
 from pdserve.kvpool.client.operations import Proof
-from pdserve.kvpool.mover.host_pages import HostPages, MappedHostPages
-from pdserve.kvpool.mover.ranks import messages as m
-from pdserve.kvpool.mover.ranks.follower import Follower
+from pdserve.kvpool.hicache.ranks import messages as m
+from pdserve.kvpool.hicache.ranks.follower import Follower
+from pdserve.kvpool.hicache.ranks.host_pages import MappedHostPages
 from pdserve.kvpool.protocol.page_bytes import NO_CHECKSUM, PageBuffers
 from pdserve.kvpool.transports.dial import peer_uid
 
@@ -38,24 +37,33 @@ MAX_FOLLOWERS: Final = 64
 class RankGroup:
     """`hosts`: the shared parts of this rank's host pools, and `mapped` the same in this process."""
 
-    def __init__(
-        self, name: str, hosts: Mapping[str, HostPages], mapped: Mapping[str, MappedHostPages]
-    ) -> None:
+    def __init__(self, name: str, shared: Mapping[str, MappedHostPages]) -> None:
         """`name`: of the group, 90 characters at most."""
         self._address = f"\0pdserve-ranks-{name}"
-        self._hosts = hosts
-        self._mapped = mapped
+        self._shared = shared
         self._follower = Follower()
-        self._lock = threading.Lock()  # guards `_followers`
+        self._lock = threading.Lock()  # guards the attributes below
         self._followers: list[socket.socket] = []
+        self._socket: socket.socket | None = None  # the thread waits there
+        self._closed = threading.Event()
 
     def start(self) -> None:
-        """Join, in a thread that ends with the process."""
-        threading.Thread(target=self._run, name="ranks", daemon=True).start()
+        """Join, in a thread that ends with `close`."""
+        threading.Thread(target=self._run, name="pdserve-ranks", daemon=True).start()
 
-    def part(self, name: str) -> PartReads:
-        """The reads of one shared part."""
-        return PartReads(self, name)
+    def close(self) -> None:
+        """Leave. Idempotent. Reads in progress end without the others."""
+        self._closed.set()
+        with self._lock:
+            while self._followers:
+                self._followers.pop().close()
+            if self._socket is not None:
+                with suppress(OSError):  # it is not connected yet
+                    self._socket.shutdown(socket.SHUT_RDWR)
+
+    def part(self, name: str) -> PartReads | None:
+        """The reads of one part; None: it is not shared."""
+        return PartReads(self, name) if name in self._shared else None
 
     def take(
         self, keys: Sequence[bytes], pages: Sequence[PageBuffers], deadline_s: float
@@ -79,7 +87,7 @@ class RankGroup:
         """As `SharedReads.end`."""
         if not self._followers:
             return
-        mapped = self._mapped[part]
+        mapped = self._shared[part]
         places = [
             m.Place(part, mapped.number(page), *proof)
             if proof is not None and proof.checksum != NO_CHECKSUM
@@ -93,29 +101,43 @@ class RankGroup:
     # -- the thread
 
     def _run(self) -> None:
-        while True:
+        while not self._closed.is_set():
             try:
-                with closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as sock:
+                with (
+                    closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as sock,
+                    self._waiting(sock),
+                ):
                     if _bound(sock, self._address):
                         self._lead(sock)
                     else:
                         self._follow(sock)
             except (OSError, ValueError, PageMismatch, msgspec.MsgspecError) as error:
                 logger.debug("ranks of this host: %s", error)
-            time.sleep(REJOIN_S)
+            self._closed.wait(REJOIN_S)
+
+    @contextmanager
+    def _waiting(self, sock: socket.socket) -> Iterator[None]:
+        """`close` ends the waits at this socket."""
+        with self._lock:
+            self._socket = sock
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._socket = None
 
     def _lead(self, door: socket.socket) -> None:
         door.listen(MAX_FOLLOWERS)
         logger.info("leads the reads of this host's ranks")
         fds: list[int] = []
         parts = {}
-        for name, host in self._hosts.items():
+        for name, host in ((name, mapped.host) for name, mapped in self._shared.items()):
             parts[name] = replace(
                 host, memory=[(len(fds) + place, size) for place, (_, size) in enumerate(host.memory)]
             )
             fds += [fd for fd, _ in host.memory]
         welcome = m.encode(m.Welcome(m.VERSION, parts))
-        while True:
+        while not self._closed.is_set():
             sock, _ = door.accept()
             try:
                 if peer_uid(sock) != os.geteuid() or len(self._followers) >= MAX_FOLLOWERS:
@@ -195,7 +217,7 @@ def _received_memory(sock: socket.socket) -> dict[str, MappedHostPages]:
             if any(not 0 <= place < len(fds) for place, _ in host.memory):
                 raise ValueError("the leader of this host's ranks gave fewer descriptors than it named")
             memory = [(fds[place], size) for place, size in host.memory]
-            mapped[name] = MappedHostPages(replace(host, memory=memory), writable=False)
+            mapped[name] = MappedHostPages.map(replace(host, memory=memory))
         return mapped
     finally:
         for fd in fds:

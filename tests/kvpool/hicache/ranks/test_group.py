@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 import os
 import socket
 import threading
@@ -15,12 +16,12 @@ import numpy as np
 import pytest
 
 from pdserve.kvpool.client.operations import Proof
-from pdserve.kvpool.mover.host_pages import HostPages, MappedHostPages, Segment
-from pdserve.kvpool.mover.ranks import follower as follower_module
-from pdserve.kvpool.mover.ranks import group as group_module
-from pdserve.kvpool.mover.ranks.follower import State
-from pdserve.kvpool.mover.ranks.group import PartReads, RankGroup
-from pdserve.kvpool.mover.ranks.messages import Place
+from pdserve.kvpool.hicache.ranks import follower as follower_module
+from pdserve.kvpool.hicache.ranks import group as group_module
+from pdserve.kvpool.hicache.ranks.follower import State
+from pdserve.kvpool.hicache.ranks.group import PartReads, RankGroup
+from pdserve.kvpool.hicache.ranks.host_pages import HostPages, MappedHostPages, Segment
+from pdserve.kvpool.hicache.ranks.messages import Place
 from pdserve.kvpool.protocol.page_bytes import NO_CHECKSUM, PageBuffers, checksum_page
 from tests.support.kvpool.faulty import keys
 from tests.support.up.cluster import wait_until
@@ -31,18 +32,20 @@ _numbers = itertools.count()
 
 
 class Rank:
-    """A host pool of pages of two segments, and its group. `read`: what the rank's mover does."""
+    """A host pool of pages of two segments, and its group. `reads`: what the rank does."""
 
     def __init__(self, name: str) -> None:
         size = 2 * PAGES * SEGMENT
         self.fd = os.memfd_create("host-pool")
         os.ftruncate(self.fd, size)
         segments = [Segment(0, 0, SEGMENT, SEGMENT), Segment(0, PAGES * SEGMENT, SEGMENT, SEGMENT)]
-        host = HostPages([(self.fd, size)], segments, 4, PAGES)
-        self.mapped = MappedHostPages(host)
-        self.group = RankGroup(name, {"kv": host}, {"kv": self.mapped})
+        host = HostPages([(self.fd, size)], segments, PAGES)
+        self.mapped = MappedHostPages(host, [np.frombuffer(mmap.mmap(self.fd, size), np.uint8)])
+        self.group = RankGroup(name, {"kv": self.mapped})
         self.group.start()
-        self.reads: PartReads = self.group.part("kv")
+        reads = self.group.part("kv")
+        assert reads is not None
+        self.reads: PartReads = reads
 
     def page(self, number: int, seed: int | None = None) -> PageBuffers:
         page = self.mapped.page(number)
@@ -72,6 +75,7 @@ def pair(name: str) -> Iterator[tuple[Rank, Rank]]:
     wait_until(lambda: follower.group._follower._leader is not None, "it has the leader's memory")
     yield leader, follower
     for rank in (leader, follower):
+        rank.group.close()
         os.close(rank.fd)
 
 
@@ -159,6 +163,21 @@ def test_the_end_of_the_leader_ends_a_wait_for_it(pair: tuple[Rank, Rank]) -> No
     assert len(leader.group._followers) == 1
 
 
+def test_a_group_that_is_left_has_no_threads_and_another_rank_leads(
+    pair: tuple[Rank, Rank], name: str
+) -> None:
+    leader, follower = pair
+    third = Rank(name)
+    wait_until(lambda: len(leader.group._followers) == 2, "it follows too")
+    leader.group.close()
+    wait_until(lambda: bool(follower.group._followers or third.group._followers), "one of the others leads")
+    follower.group.close()
+    third.group.close()
+    wait_until(lambda: all(one.name != "pdserve-ranks" for one in threading.enumerate()), "all have left")
+    assert f"@pdserve-ranks-{name}" not in UNIX_SOCKETS.read_text()
+    os.close(third.fd)
+
+
 def test_a_follower_that_takes_no_messages_is_dropped(pair: tuple[Rank, Rank], name: str) -> None:
     leader, follower = pair
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as deaf:
@@ -185,6 +204,7 @@ def test_another_user_neither_follows_nor_leads(
         stranger.connect(f"\0pdserve-ranks-{name}")
         assert stranger.recv(1000) == b""
     assert leader.group._followers == []
+    leader.group.close()
     os.close(leader.fd)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as squatter:
         squatter.bind(f"\0pdserve-ranks-{name}-2")
@@ -193,6 +213,7 @@ def test_another_user_neither_follows_nor_leads(
         follower = Rank(f"{name}-2")
         wait_until(lambda: "another user has the socket" in caplog.text, "it refuses")
         assert follower.reads.take(keys(1), [follower.page(0)], soon()) == [None]
+        follower.group.close()
         os.close(follower.fd)
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.errors import PageMismatch
-from pdserve.kvpool.mover.host_pages import HostPages, MappedHostPages, Segment, learn_segments
+from pdserve.kvpool.hicache.ranks.host_pages import HostPages, MappedHostPages, Segment, learn_segments
 
 BASE = 1 << 40
 
@@ -41,30 +41,30 @@ def test_what_is_not_linear_is_not_guessed(addresses: list[list[int]], sizes: li
     assert learn_segments(addresses, sizes, [(0, 1000)]) is None
 
 
-def host(size: int, *segments: Segment, pages: int = 4, page_tokens: int = 2) -> tuple[HostPages, mmap.mmap]:
+def host(size: int, *segments: Segment, pages: int = 4) -> tuple[HostPages, mmap.mmap]:
     fd = os.memfd_create("host")
     os.ftruncate(fd, size)
-    return HostPages([(fd, size)], list(segments), page_tokens, pages), mmap.mmap(fd, size)
+    return HostPages([(fd, size)], list(segments), pages), mmap.mmap(fd, size)
 
 
 def test_a_mapping_elsewhere_shows_the_same_bytes() -> None:
     pages, ours = host(8192, Segment(0, 0, 100, 60), Segment(0, 4096, 100, 40))
     bytes_ = np.frombuffer(ours, np.uint8)
     bytes_[:] = np.arange(8192) % 251
-    mapped = MappedHostPages(pages)
-    [[first, second], _] = mapped.buffers(np.array([6, 0], np.int64).tobytes())
+    mapped = MappedHostPages.map(pages)
+    first, second = mapped.page(3)
     assert np.array_equal(first, bytes_[300:360])
     assert np.array_equal(second, bytes_[4396:4436])
-    first[:] = 0
-    assert not bytes_[300:360].any()
-    assert bytes_[360]
+    bytes_[300:360] = 0
+    assert not first.any()
+    assert mapped.number([first, second]) == 3
 
 
-@pytest.mark.parametrize("index", [-2, 1, 8, 1 << 40])
-def test_a_page_that_is_not_in_the_pool_is_refused(index: int) -> None:
-    mapped = MappedHostPages(host(4096, Segment(0, 0, 100, 60))[0])
+@pytest.mark.parametrize("number", [-1, 4, 1 << 40])
+def test_a_page_that_is_not_in_the_pool_is_refused(number: int) -> None:
+    mapped = MappedHostPages.map(host(4096, Segment(0, 0, 100, 60))[0])
     with pytest.raises(PageMismatch):
-        mapped.buffers(np.array([0, index], np.int64).tobytes())
+        mapped.page(number)
 
 
 @pytest.mark.parametrize(
@@ -73,4 +73,4 @@ def test_a_page_that_is_not_in_the_pool_is_refused(index: int) -> None:
 )
 def test_pages_beyond_the_memory_are_refused(segment: Segment) -> None:
     with pytest.raises(PageMismatch):
-        MappedHostPages(host(4096, segment)[0])
+        MappedHostPages.map(host(4096, segment)[0])

@@ -6,7 +6,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from pdserve.kvpool.mover.host_pages import HostPages
+from pdserve.kvpool.hicache.ranks.host_pages import HostPages
 
 VERSION: Final = 1
 MAX_BYTES: Final = 128 * 1024  # of a message; below what a Unix socket takes at once

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.kvpool.mover.ranks.follower import KEEP_S, Board, State
-from pdserve.kvpool.mover.ranks.messages import Begun, Ended, Place
+from pdserve.kvpool.hicache.ranks.follower import KEEP_S, Board, State
+from pdserve.kvpool.hicache.ranks.messages import Begun, Ended, Place
 from tests.support.kvpool.faulty import key
 
 PLACE = Place("kv", 3, 7, b"")

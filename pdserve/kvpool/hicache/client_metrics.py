@@ -46,7 +46,6 @@ class ClientMetrics:
         self._seconds = Histogram(
             seconds.family_name, seconds.says, seconds.labels, registry=self._registry, buckets=BUCKETS_S
         )
-        self._mover_failures = self._counter("mover_failures")
         self._lock = threading.Lock()
         self._published = asdict(ClientCounters())
 
@@ -64,10 +63,6 @@ class ClientMetrics:
             yield
         finally:
             self._seconds.labels(direction).observe(time.monotonic() - started_s)
-
-    def mover_failed(self) -> None:
-        """A call to the page mover had no answer."""
-        self._mover_failures.inc()
 
     def publish(self, counters: ClientCounters) -> None:
         """Add what `counters` has gained since the last call."""

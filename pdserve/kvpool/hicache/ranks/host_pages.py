@@ -6,15 +6,21 @@ MLA). The segments of neighbouring pages have constant distances, so a page's nu
 
 from __future__ import annotations
 
+import logging
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 
 from pdserve.errors import PageMismatch
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
-from pdserve.kvpool.transports.page_residency import populate_in_background, unmap_in_background
+from pdserve.kvpool.transports.page_residency import unmap_in_background
+
+logger = logging.getLogger(__name__)
+
+PROBED_PAGES: Final = 64  # whose addresses show how a host pool is laid out
 
 
 class Segment(msgspec.Struct, frozen=True):
@@ -27,17 +33,11 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 class HostPages(msgspec.Struct, frozen=True):
-    """A host pool of `pages` pages of `page_tokens` tokens each."""
+    """A host pool of `pages` pages."""
 
     memory: list[tuple[int, int]]  # (descriptor, bytes) of each region
     segments: list[Segment]
-    page_tokens: int
     pages: int
-
-    @property
-    def page_bytes(self) -> int:
-        """The length of a page."""
-        return sum(one.size for one in self.segments)
 
     def fits(self) -> bool:
         """Whether all pages are inside the regions."""
@@ -50,54 +50,34 @@ class HostPages(msgspec.Struct, frozen=True):
         )
 
 
-class HostPart(msgspec.Struct, frozen=True):
-    """A host pool that holds one part of pages. `suffixes`: of the keys of its pages' pieces."""
-
-    pages: HostPages
-    suffixes: tuple[bytes, ...] = (b"",)
-    is_replicated: bool = False  # all ranks hold the same bytes
-
-
 class MappedHostPages:
     """The same memory in this process."""
 
-    def __init__(self, host: HostPages, *, writable: bool = True) -> None:
-        """Raises OSError, ValueError; PageMismatch: the pages are not inside the memory."""
+    def __init__(self, host: HostPages, regions: Sequence[Bytes1D]) -> None:
+        """Raises PageMismatch: the pages are not inside the memory."""
         if not host.fits():
             raise PageMismatch("the pages of the host pool are not inside its memory")
-        self._host = host
-        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        self._regions: list[Bytes1D] = [
-            np.frombuffer(mmap.mmap(fd, size, prot=access), np.uint8) for fd, size in host.memory
+        self.host = host
+        self._regions = regions
+
+    @classmethod
+    def map(cls, host: HostPages) -> MappedHostPages:
+        """Map the memory for reading. Raises OSError, ValueError, PageMismatch."""
+        regions = [
+            np.frombuffer(mmap.mmap(fd, size, prot=mmap.PROT_READ), np.uint8) for fd, size in host.memory
         ]
-        if writable:
-            for region in self._regions:
-                populate_in_background(region)
-
-    @property
-    def regions(self) -> list[Bytes1D]:
-        """The memory, region by region."""
-        return list(self._regions)
-
-    def buffers(self, indices: bytes) -> list[PageBuffers]:
-        """The segments of pages. `indices`: the number of the first token of each, int64 [pages].
-
-        Raises PageMismatch: one is not the first token of a page of the pool.
-        """
-        pages, rest = np.divmod(np.frombuffer(indices, np.int64), self._host.page_tokens)
-        if rest.any() or (pages.size and not 0 <= int(pages.min()) <= int(pages.max()) < self._host.pages):
-            raise PageMismatch("a page lies outside of the host pool")
-        return [self.page(number) for number in pages.tolist()]
+        return cls(host, regions)
 
     def page(self, number: int) -> PageBuffers:
         """The segments of a page. Raises PageMismatch: there is none of this number."""
-        if not 0 <= number < self._host.pages:
+        if not 0 <= number < self.host.pages:
             raise PageMismatch("a page lies outside of the host pool")
-        return [self._segment(one, number) for one in self._host.segments]
+        starts = ((one, one.offset + number * one.stride) for one in self.host.segments)
+        return [self._regions[one.region][start : start + one.size] for one, start in starts]
 
     def number(self, page: PageBuffers) -> int:
-        """The number of the page that these segments are, as `page` gives them."""
-        first = self._host.segments[0]
+        """The number of the page that these segments are, in this process's mapping."""
+        first = self.host.segments[0]
         offset = page[0].ctypes.data - self._regions[first.region].ctypes.data - first.offset
         return int(offset // first.stride)
 
@@ -106,9 +86,36 @@ class MappedHostPages:
         for region in self._regions:
             unmap_in_background(region)
 
-    def _segment(self, segment: Segment, page: int) -> Bytes1D:
-        start = segment.offset + page * segment.stride
-        return self._regions[segment.region][start : start + segment.size]
+
+def shared_pages(pools: Mapping[str, Any]) -> dict[str, MappedHostPages]:
+    """SGLang's host pools, by part, as other processes see them. Without those that they cannot map: SGLang
+    has not made them from descriptors (`"allocator": "shm"`), or their pages are laid out in another way.
+    """
+    import torch
+
+    shared = {}
+    for part, pool in pools.items():
+        allocator = getattr(pool, "allocator", None)
+        fds, mappings = getattr(allocator, "fds", []), getattr(allocator, "mms", [])
+        tokens = int(pool.page_size)
+        pages = int(pool.size) // tokens
+        regions = [np.frombuffer(mapping, np.uint8) for mapping in mappings]
+        probed = [
+            pool.get_page_buffer_meta(torch.arange(page * tokens, (page + 1) * tokens))
+            for page in range(min(pages, PROBED_PAGES))
+        ]
+        segments = learn_segments(
+            [one[0] for one in probed],
+            [one[1] for one in probed],
+            [(region.ctypes.data, region.size) for region in regions],
+        )
+        memory = [(fd, region.size) for fd, region in zip(fds, regions, strict=False)]
+        host = HostPages(memory, segments or [], pages)
+        if segments and host.fits():
+            shared[part] = MappedHostPages(host, regions)
+        else:
+            logger.warning("the host pool of %s cannot be shared: each rank reads its pages by itself", part)
+    return shared
 
 
 def learn_segments(
