@@ -57,7 +57,7 @@ import msgspec
 from msgspec.structs import replace
 
 from pdserve.errors import FrameError
-from pdserve.kvpool.cluster.ring import MAX_WEIGHT_SUM
+from pdserve.kvpool.cluster.ring import MAX_WEIGHT
 from pdserve.kvpool.namespaces.registry import NamespaceError
 from pdserve.kvpool.namespaces.validation import check_record
 from pdserve.kvpool.protocol.base import Message, NodeAddress
@@ -152,17 +152,9 @@ def epoch_of(state: ClusterState) -> int:
 
 
 def owners_of(members: Iterable[Member]) -> list[NodeAddress]:
-    """The ring's nodes: the ACTIVE members, by name. Weights that a ring cannot hold are halved until they
-    fit, but stay at least 1.
-    """
+    """The ring's nodes: the ACTIVE members, by name."""
     active = sorted((member for member in members if member.status == ACTIVE), key=lambda m: m.node)
-    weights = [member.weight for member in active]
-    while sum(weights) > MAX_WEIGHT_SUM:
-        weights = [max(1, weight // 2) for weight in weights]
-    return [
-        NodeAddress(member.node, member.address, weight)
-        for member, weight in zip(active, weights, strict=True)
-    ]
+    return [NodeAddress(member.node, member.address, member.weight) for member in active]
 
 
 def check_state(state: ClusterState, now_ms: int = MAX_VERSION) -> None:
@@ -202,11 +194,7 @@ def check_state(state: ClusterState, now_ms: int = MAX_VERSION) -> None:
             raise FrameError(f"an impossible namespace: {error}") from error
     ring = state.stable
     good = 0 <= state.stable_epoch <= epoch and all(map(_good_node, ring))
-    if (
-        not good
-        or len({node.node for node in ring}) < len(ring)
-        or sum(n.weight for n in ring) > MAX_WEIGHT_SUM
-    ):
+    if not good or len({node.node for node in ring}) < len(ring):
         raise FrameError("an impossible stable ring")
 
 
@@ -215,7 +203,7 @@ def _good_node(node: Member | NodeAddress) -> bool:
         _NAME.fullmatch(node.node) is not None
         and 0 < len(node.address) <= MAX_ADDRESS_CHARS
         and node.address.isprintable()
-        and 1 <= node.weight <= MAX_WEIGHT_SUM
+        and 1 <= node.weight <= MAX_WEIGHT
     )
 
 

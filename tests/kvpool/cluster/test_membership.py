@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from pdserve.errors import FrameError, PoolRefused
 from pdserve.kvpool.cluster.membership import FORGET_MS, Cluster
-from pdserve.kvpool.cluster.ring import MAX_WEIGHT_SUM
+from pdserve.kvpool.cluster.ring import MAX_WEIGHT
 from pdserve.kvpool.cluster.state import check_state, epoch_of, merge, owners_of
 from pdserve.kvpool.protocol.base import NodeAddress
 from pdserve.kvpool.protocol.cluster_messages import (
@@ -235,7 +235,7 @@ def test_news_of_another_cluster_are_refused() -> None:
     "member",
     [
         Member("b", "tcp:b:1", 0, 1, 1),
-        Member("b", "tcp:b:1", MAX_WEIGHT_SUM + 1, 1, 1),
+        Member("b", "tcp:b:1", MAX_WEIGHT + 1, 1, 1),
         Member("b", "tcp:b:1", 1, 1, -1),
         Member("b", "tcp:b:1", 1, 1, 1 << 60),
         Member("b", "tcp:b:1", 1, 1, 1, 9),
@@ -258,13 +258,6 @@ def test_more_names_than_a_pool_may_ever_know_are_refused() -> None:
     with pytest.raises(FrameError, match="at most"):
         check_state(ClusterState("pool", [*many, Member("x", "tcp:h:1", 1, 1, 1)], []))
     a.receive(ClusterState("pool", many[:-1], []))
-
-
-def test_weights_too_large_for_a_ring_are_scaled_alike_everywhere() -> None:
-    big = [Member(f"n{i}", "tcp:h:1", 6000, 1, 1) for i in range(4)]
-    owners = owners_of(big)
-    assert [n.weight for n in owners] == [3000] * 4
-    assert sum(n.weight for n in owners) <= MAX_WEIGHT_SUM
 
 
 class Pool:

@@ -116,7 +116,7 @@ class Copies:
         facts = self._store.facts
         key = facts.key[slot]
         assert key is not None
-        chain = [node.node for node in ring.successors(key, copies)]
+        chain = [node.node for node in ring.successors([key], copies)[0]]
         if chain[0] != mine:
             return False
         number = int(facts.namespace[slot])

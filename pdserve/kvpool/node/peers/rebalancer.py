@@ -140,7 +140,7 @@ class Rebalancer:
         self._spaces = {known: found for known, found in self._spaces.items() if known[0] in alive}
         peers: list[str] = []
         if cluster.me.status == ACTIVE:
-            first = [name for name in self._ring.sources(before, cluster.name) if name in alive]
+            first: list[str] = []
             peers = [*first, *sorted(alive.keys() - set(first))]
         room_bytes = self._free_bytes() + DISPLACED_SHARE * self._config.capacity
         self._move(Begin(self._ring.epoch, tuple(peers), room_bytes))

@@ -382,7 +382,7 @@ def asked(node: Node, seconds: float = 1.0) -> list[AskReplicas]:
 def test_each_page_of_a_namespace_with_copies_is_asked_of_its_successor() -> None:
     node, mine = copied()
     found = {k: ask.node for ask in asked(node) for k in ask.keys}
-    assert found == {key(n): ring_of(3, 5).successors(key(n), 2)[1].node for n in mine}
+    assert found == {key(n): ring_of(3, 5).successors([key(n)], 2)[0][1].node for n in mine}
     assert asked(node) == [], "until they have answered"
 
 
