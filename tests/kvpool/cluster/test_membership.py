@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from pdserve.errors import FrameError, PoolRefused
 from pdserve.kvpool.cluster.membership import FORGET_MS, Cluster
 from pdserve.kvpool.cluster.ring import MAX_WEIGHT
-from pdserve.kvpool.cluster.state import check_state, epoch_of, merge, owners_of
+from pdserve.kvpool.cluster.state import check_state, epoch_of, merge
 from pdserve.kvpool.protocol.base import NodeAddress
 from pdserve.kvpool.protocol.cluster_messages import (
     ACTIVE,
