@@ -403,9 +403,7 @@ class NodeState:
 
     def _written(self, slots: list[int], now_s: float, out: list[Action]) -> None:
         """Clients have committed these pages."""
-        if self.tiers.any:
-            for slot in slots:
-                self.tiers.committed(slot)
+        self.tiers.committed(slots)
         self._readable(slots, now_s, out)
 
     def _readable(self, slots: list[int], now_s: float, out: list[Action]) -> None:

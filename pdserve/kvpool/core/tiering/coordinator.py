@@ -85,10 +85,10 @@ class Tiers:
             self._demotions.loaded(slot)
         self._on_commit(slots, now_s, out)
 
-    def committed(self, slot: int) -> None:
-        """A client wrote the page."""
+    def committed(self, slots: Sequence[int]) -> None:
+        """A client wrote the pages in these slots."""
         if self.any:
-            self._demotions.committed(slot)
+            self._demotions.committed(slots)
 
     def configured(self, namespace: int, space: int, facts: SpaceFacts) -> None:
         """The namespace was opened with this space, or its settings changed."""

@@ -127,14 +127,18 @@ class Demotions:
     def _scan_due(self) -> bool:
         return self._scan or self._commits >= SCAN_EVERY or self._committed_bytes > self._scan_bytes
 
-    def committed(self, slot: int) -> None:
-        """A client wrote the page in this slot."""
-        if not self._tiers:
-            return
-        self._commits += 1
-        self._committed_bytes += self._store.facts.length_bytes[slot]
-        self._stored[slot] = 0
-        self._store_at_once(slot)
+    def committed(self, slots: Sequence[int]) -> None:
+        """A client wrote the pages in these slots."""
+        facts, namespace, wants_all = self._store.facts, NONE, False
+        self._commits += len(slots)
+        for slot in slots:
+            self._committed_bytes += facts.length_bytes[slot]
+            self._stored[slot] = 0
+            if facts.namespace[slot] != namespace:
+                namespace = facts.namespace[slot]
+                wants_all = self._wants_all(namespace)
+            if wants_all:
+                self._at_once[slot] = facts.sequence[slot]
 
     def loaded(self, slot: int) -> None:
         """The page in this slot came up from a tier."""
