@@ -12,7 +12,7 @@ own record by raising the version. Other nodes change it in one way only: they d
     from      to        by         when
     -         ACTIVE    itself     it starts
     ACTIVE    LEAVING   itself     it was asked to drain
-    LEAVING   LEFT      itself     every ACTIVE member has settled
+    LEAVING   LEFT      itself     every living member has settled, itself included
     LEAVING   ACTIVE    itself     no member is ACTIVE any more: no node can take its pages
     ACTIVE    DEAD      another    no node could reach it (failure_detector.py)
     LEAVING   DEAD      another    the same
@@ -38,11 +38,12 @@ The versions of forgotten members are added to `folded`, so that the epoch never
 first folds what it must forget, then the larger sum counts. So two states that forgot different nodes agree
 on an epoch that is at least that of either.
 
-**Settling.** A change of the ring moves pages: a new owner pulls what it lacks. `settled` in its record is
-the epoch for which it has everything. `settled` only grows, and does not count as a change of the record.
-Once all ACTIVE members have settled, their ring is the `stable` one. Until then the view names the stable
-ring's nodes as `previous`, where a page may still be. Members that are dead or have left are not in
-`previous`: nothing can be read from them, and the rest of a consistent-hash ring stays as it was.
+**Settling.** A change of the ring moves pages: whoever has a page pushes it to its new owner. `settled` in a
+node's record is the epoch for which it has nothing left that others own. `settled` only grows, and does not
+count as a change of the record. Once all living members have settled, those that leave too, the ring of the
+ACTIVE ones is the `stable` one. Until then the view names the stable ring's nodes as `previous`, where a page
+may still be. Members that are dead or have left are not in `previous`: nothing can be read from them, and the
+rest of the ring stays as it was.
 
 Nodes send the records of namespaces along with this state; namespaces/registry.py joins them.
 """

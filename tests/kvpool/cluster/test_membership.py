@@ -140,7 +140,7 @@ def test_a_dead_node_is_no_owner_and_nothing_is_asked_of_it() -> None:
     assert seen(a) == ("ab", "")
     exchange(a, b)
     assert seen(b) == ("ab", "")
-    assert not a.settled  # its pages are misses until they are written anew; replicas may be pulled
+    assert not a.settled  # its pages are misses until they are written anew; replicas may be pushed
 
 
 @pytest.mark.parametrize("first_version", [1, 100, 101, 10_000])
@@ -181,12 +181,14 @@ def test_a_leaving_node_that_loses_sight_of_the_others_owns_its_pages_again() ->
     settle(b)
     exchange(a, b)
     assert {seen(n)[0] for n in (a, b)} == {"ab"}
-    assert not a.settled, "it has yet to pull what is its own"
+    assert not a.settled, "b has yet to push what is a's"
     settle(a, b)
     b.leave()
     exchange(a, b)
     settle(a)
     exchange(a, b)
+    assert b.me.status == LEAVING, "it has yet to push its pages"
+    settle(a, b)
     assert b.me.status == LEFT
 
 

@@ -87,8 +87,8 @@ class Demotions:
         self._scan_bytes = int(store.slots.capacity_bytes * SCAN_SHARE)
         self._max_store_bytes = min(limits.store_bytes, int(store.slots.capacity_bytes * STORE_SHARE))
         self._scan = False  # the last pass ended early
-        # by slot: 1 where a pass need not look at the page, since a tier has it. Set by a pass, by `loaded` and
-        # by the end of a store; 0 again when another page is committed there, or a tier loses the page.
+        # by slot: 1 where a pass need not look at the page, since a tier has it. Set by a pass and by the end
+        # of a store; 0 again when another page comes to the slot, or a tier loses the page.
         self._stored = bytearray(store.slots.slots if index.tiers else 0)
         self._unsaved: list[tuple[int, int]] = []  # (namespace, first slot) still to be examined for pages
         self._unsaved_at_s = 0.0  # time of the next step
