@@ -15,14 +15,13 @@ from collections.abc import Iterable, Iterator
 _MODELS = ("tests/e2e", "tests/engine")
 _NODES = ("tests/contracts", "tests/hostile", "tests/kvpool")
 RISKS: dict[str, tuple[str, ...]] = {
-    "pdserve/engine/kv_bytes.py": _MODELS,
     "pdserve/engine/page_names.py": _MODELS,
-    "pdserve/engine/prompt_identity.py": _MODELS,
+    "pdserve/engine/fingerprints.py": _MODELS,
     "pdserve/engine/sglang": _MODELS,
     "pdserve/engine/turns": _MODELS,
     "pdserve/integrations": ("tests/integrations", "tests/e2e"),
     "pdserve/kvpool/hicache": (*_MODELS, "tests/kvpool/hicache"),
-    "pdserve/kvpool/mover": (*_MODELS, "tests/kvpool/mover"),
+    "pdserve/kvpool/native": (*_MODELS, *_NODES),
     "pdserve/kvpool/node/peers": ("tests/kvpool/node/peers", "tests/netns"),
     "pdserve/kvpool/node/tcp": (*_NODES, "tests/netns"),
     "pdserve/kvpool/node/ucx": (*_NODES, "tests/netns"),
@@ -33,7 +32,7 @@ RISKS: dict[str, tuple[str, ...]] = {
     "pdserve/pages.py": (*_MODELS, *_NODES),
     "pdserve/router/api": ("tests/router/api",),
     "pdserve/router/dispatch": ("tests/router/dispatch",),
-    "pdserve/router/processes": ("tests/router/processes",),
+    "pdserve/router/sharing": ("tests/router/sharing",),
     "pdserve/up/launchers": ("tests/contracts", "tests/up"),
     "Containerfile": ("tests/up/test_image.py",),
     "launch/constraints.txt": ("tests/up/test_constraints.py",),

@@ -139,7 +139,7 @@ class PagePusher:
         self, push: PushPages, space: Space, keys: list[bytes], length_bytes: int, copied: Counter[str]
     ) -> dict[bytes, int]:
         """Pages of one length, as many as a message may be for. Raises PoolError when the peer failed."""
-        lease_s = LEASE_SHARE * min(self._config.lease_s, self._config.reservation_lease_s)
+        lease_s = LEASE_SHARE * min(self._config.lease_s, self._config.lease_s)
         allowed_s = self._config.moving.timeout_s + len(keys) * length_bytes / SLOWEST_BYTES_S
         deadline_s = self._loop.time() + min(lease_s, allowed_s)
         lock, link = self._link(push.node, replica=push.replica)
