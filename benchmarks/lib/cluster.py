@@ -27,7 +27,7 @@ import psutil
 import typer
 
 from pdserve.errors import ConfigError
-from pdserve.settings.toml_text import to_toml
+from pdserve.settings.config_file import to_toml
 from pdserve.sizes import parse_bytes
 from tests.support.kvpool.node_processes import memory_dir
 from tests.support.left_behind import reaper

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -21,7 +20,6 @@ class EtcdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     password: Annotated[Secret, Meta(description="The user's password; also from PDSERVE_ETCD_PASSWORD.")] = (
         Secret("")
     )
-    password_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = None
     ca_file: Annotated[
         str, Meta(description="CA certificates that verify https endpoints; empty: the system's.")
     ] = ""

@@ -401,9 +401,7 @@ def _b64(text: str | bytes) -> str:
 
 
 def _credentials(config: EtcdConfig) -> dict[str, str]:
-    password = given_secret(
-        "etcd.password", config.password, config.password_file, "PDSERVE_ETCD_PASSWORD", os.environ
-    )
+    password = given_secret(config.password, "PDSERVE_ETCD_PASSWORD", os.environ)
     return {"name": config.username, "password": password}
 
 

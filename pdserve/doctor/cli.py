@@ -25,7 +25,7 @@ from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.router.config.router import RouterConfig
 from pdserve.security.log_text import printable
 from pdserve.security.tls import Certificates
-from pdserve.security.tokens import given_secret, reveal
+from pdserve.security.tokens import Secret, SecretFile, given_secret, reveal
 from pdserve.settings.config_file import build_config, load_config
 from pdserve.up.config import read_cluster_file
 from pdserve.up.plan import make_plan
@@ -101,8 +101,8 @@ def doctor(
 
     Exit status: 0 nothing to change, 1 warnings, 2 something does not work.
     """
-    key = given_secret("--key", "", key_file, "PDSERVE_API_KEY", os.environ)
-    token = given_secret("--token", "", token_file, "PDSERVE_CLUSTER_TOKEN", os.environ)
+    key = given_secret(_in(key_file), "PDSERVE_API_KEY", os.environ)
+    token = given_secret(_in(token_file), "PDSERVE_CLUSTER_TOKEN", os.environ)
     plan = None if config is None else plan_of(config, run_dir)
     named = tuple(_checked(url.rstrip("/"), "--worker") for url in worker or ())
     url = _checked(router.rstrip("/"), "--router")
@@ -118,6 +118,10 @@ def doctor(
         token=token or target.token,
     )
     _show(_findings(plan, target, key, probe, self_check), as_json)
+
+
+def _in(file: Path | None) -> Secret:
+    return Secret("") if file is None else SecretFile(file)
 
 
 def _show(found: Iterator[Finding], as_json: bool) -> NoReturn:

@@ -17,7 +17,7 @@ from pdserve.engine.worker import WorkerConfig
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.protocol.address import is_loopback, is_remote
 from pdserve.router.config.router import RouterConfig
-from pdserve.security.tokens import MIN_CHARS, reveal
+from pdserve.security.tokens import MIN_CHARS, SecretFile, reveal
 
 CHECK: Final = "security"
 
@@ -62,7 +62,7 @@ def pool_node(config: PoolNodeConfig) -> Iterator[Finding]:
     """What strangers find at a pool node."""
     who = f"pool node {config.name}"
     yield from _etcd(who, config.cluster.etcd)
-    if 0 < len(reveal(config.admin_token)) < MIN_CHARS:
+    if not isinstance(config.admin_token, SecretFile) and 0 < len(reveal(config.admin_token)) < MIN_CHARS:
         says = f"{who}: admin_token is shorter than {MIN_CHARS} characters and can be guessed"
         yield _warn(says, "make one with `openssl rand -base64 32`")
     if config.events.address and config.events.trusted_network:
@@ -77,7 +77,7 @@ def pool_node(config: PoolNodeConfig) -> Iterator[Finding]:
         says = f"{who}: without tls, pages and prompts can be read and changed on the wire"
         yield _warn(says, "launch/make_certs.sh makes certificates for its tls table")
     host = config.metrics.rpartition(":")[0].strip("[]")
-    if config.metrics and not is_loopback(host) and not (config.metrics_token or config.metrics_token_file):
+    if config.metrics and not is_loopback(host) and not config.metrics_token:
         says = f"{who}: its metrics at {config.metrics} tell every host of namespaces and clients"
         yield _warn(says, "set metrics_token_file, or metrics to an address of loopback")
     ucx = config.ucx

@@ -17,7 +17,7 @@ from typing import Final, assert_never
 
 from pdserve.errors import PdserveError, StartupError
 from pdserve.security.private_directory import write_private
-from pdserve.settings.toml_text import to_toml
+from pdserve.settings.config_file import to_toml
 from pdserve.up import events
 from pdserve.up.announcement import TARGETS_FILE, announcement, targets
 from pdserve.up.config import WorkerRole

@@ -85,7 +85,7 @@ def test_a_node_that_is_upgraded_serves_without_waiting_for_etcd(
     monkeypatch.setattr(discovery, "TIMEOUT_S", 600.0)
     with socket.create_server(("127.0.0.1", 0)) as mute:
         silent = EtcdConfig(endpoints=[f"http://127.0.0.1:{mute.getsockname()[1]}"])
-        cluster = {"etcd": silent, "join_timeout_s": 600.0}
+        cluster = {"etcd": silent, "ping_timeout_s": 600.0}
 
         async def run() -> None:
             async with running(tmp_path, "b") as b:

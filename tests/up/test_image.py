@@ -31,7 +31,6 @@ model_path = "/files/model"
 
 [[pool]]
 capacity_bytes = "256MiB"
-slab_bytes = "4MiB"
 
 [[agg]]
 """

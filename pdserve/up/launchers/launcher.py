@@ -33,7 +33,7 @@ import msgspec
 from pdserve.errors import ConfigError, StartupError
 from pdserve.resources.machine import VISIBLE
 from pdserve.settings.command_line import RESTARTED
-from pdserve.settings.toml_text import to_toml
+from pdserve.settings.config_file import to_toml
 from pdserve.up.config import ClusterSettings
 from pdserve.up.console import Console
 from pdserve.up.hosts import Demand, spread

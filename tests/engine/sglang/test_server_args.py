@@ -137,7 +137,7 @@ def test_streaming_sessions_are_refused_beside_hicache_only(engine: EngineConfig
 
 def test_the_longest_request_is_as_the_worker_was_told_or_the_models_own(engine: EngineConfig) -> None:
     assert longest_tokens(resolve(engine)) == 8192
-    assert longest_tokens(resolve(replace(engine, context_length=512))) == 512
+    assert longest_tokens(resolve(engine, "--context-length", "512")) == 512
 
 
 def drafting(algorithm: str, **changed: Any) -> Any:

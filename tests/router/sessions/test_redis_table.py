@@ -16,6 +16,7 @@ from pdserve.router.config.router import RouterConfig
 from pdserve.router.metrics.stats import Stats
 from pdserve.router.sessions.keys import SessionKey, named
 from pdserve.router.sessions.table import MAX_BATCH, SessionEntry, SharedSessions
+from pdserve.security.tokens import SecretFile
 from tests.support.router.harness import CHAT, PATIENT, Harness, routed
 from tests.support.router.mock_worker import MockWorker, answered_with, workers
 from tests.support.router.redis_server import redis_server
@@ -192,7 +193,7 @@ async def test_a_url_that_redis_does_not_take_is_refused_without_telling_it(url:
 async def test_a_users_name_in_the_url_goes_with_the_password_of_the_file(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("of-the-file")
     shared = table_of(
-        RedisSettings(url="redis://user@127.0.0.1:1/0?protocol=3", password_file=tmp_path / "secret")
+        RedisSettings(url="redis://user@127.0.0.1:1/0?protocol=3", password=SecretFile(tmp_path / "secret"))
     )
     given = shared._redis.connection_pool.connection_kwargs
     assert (given["username"], given["password"]) == ("user", "of-the-file")

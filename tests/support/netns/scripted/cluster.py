@@ -58,7 +58,6 @@ restart_wait_s = 4.9
 count = 3
 place.hosts = ["a", "b", "c"]
 capacity_bytes = "128MiB"
-slab_bytes = "4MiB"
 ucx.trusted_network = {ucx}
 cluster.ping_timeout_s = 3.0
 cluster.etcd.endpoints = ["{etcd}"]
