@@ -32,7 +32,7 @@ RISKS: dict[str, tuple[str, ...]] = {
     "pdserve/pages.py": (*_MODELS, *_NODES),
     "pdserve/router/api": ("tests/router/api",),
     "pdserve/router/dispatch": ("tests/router/dispatch",),
-    "pdserve/router/processes": ("tests/router/processes",),
+    "pdserve/router/sharing": ("tests/router/sharing",),
     "pdserve/up/launchers": ("tests/contracts", "tests/up"),
     "Containerfile": ("tests/up/test_image.py",),
     "launch/constraints.txt": ("tests/up/test_constraints.py",),

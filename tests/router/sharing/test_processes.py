@@ -6,15 +6,18 @@ import asyncio
 import json
 import os
 import signal
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pdserve.router.request.answer import KEEP_ALIVE
+from pdserve.router.sharing.files import MetricsFiles
+from pdserve.router.sharing.gossip import REPORT_S
 from pdserve.router.tenants.api_keys import key_line
 from tests.support.processes import free_ports
-from tests.support.router.harness import Connection, Response
+from tests.support.router.harness import Connection, Response, chat_body
 from tests.support.router.mock_worker import (
     ANSWER,
     EVENTS,
@@ -27,8 +30,11 @@ from tests.support.router.mock_worker import (
     workers,
 )
 from tests.support.router.process import CHAT, RouterProcess, routing, until
+from tests.support.router.redis_server import redis_server
 
 pytestmark = pytest.mark.long
+
+SESSION = {"x-session-id": "s"}
 
 ADMIN_KEY = "administrators-key-of-this-test"
 ALICE, BOB = "alice-" + "a" * 20, "bob-" + "b" * 20
@@ -236,49 +242,155 @@ async def test_what_is_told_of_workers_and_tenants_is_that_of_all_processes_or_i
         assert {answer.body for answer in await asyncio.gather(*asking)} == {ANSWER}
 
 
-@pytest.mark.timeout(120)
-async def test_one_process_alone_takes_over_workers_keys_and_tenants_and_nothing_of_what_is_wrong(
-    tmp_path: Path,
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.timeout(200)
+async def test_a_reload_under_load_refuses_and_fails_nothing_and_what_is_wrong_changes_nothing(
+    tmp_path: Path, processes: int
 ) -> None:
     first, second = MockWorker("decode"), MockWorker("decode")
-    async with workers(first, second):
-        file, keys = tmp_path / "router.toml", tmp_path / "keys"
-        keys.write_text(key_line("alice", ALICE))
+    file, keys = tmp_path / "router.toml", tmp_path / "keys"
+    keys.write_text(key_line("alice", ALICE))
 
-        def text(worker: MockWorker, more: str = "client_keepalive_s = 60.0\n") -> str:
-            return (
-                f'decode = ["{worker.url}"]\naccess.keys_file = "{keys}"\n'
-                f"probe.interval_s = 0.1\nprobe.timeout_s = 60.0\n{more}"
-            )
+    def text(worker: MockWorker) -> str:
+        return (
+            f'decode = ["{worker.url}"]\nprocesses = {processes}\nstop_grace_s = 0.1\n'
+            f'access = {{ keys_file = "{keys}", show_load = true }}\n'
+        )
 
-        def change(content: str) -> None:
+    async with workers(first, second), routing(file, text(first)) as router:
+        site = Site(tmp_path, [])
+        site.router = router
+        stop, answered = asyncio.Event(), 0
+
+        async def load() -> None:
+            nonlocal answered
+            kept = await router.connect()
+            while not stop.is_set():
+                assert (await site.ask(ALICE)).body == ANSWER
+                try:
+                    await kept.send(
+                        CHAT, json.dumps(chat_body()).encode(), {"authorization": f"Bearer {ALICE}"}
+                    )
+                    answer = await kept.response()
+                except (OSError, asyncio.IncompleteReadError):  # kept idle until its process ended
+                    kept = await router.connect()
+                    continue
+                assert answer.body == ANSWER
+                if answer.headers.get("connection") == "close":
+                    kept = await router.connect()
+                answered += 1
+
+        async def reloaded(content: str, said: str) -> None:
             file.write_text(content)
             router.process.send_signal(signal.SIGHUP)
+            await router.said(said.encode())
 
-        site = Site(tmp_path, [])
-        file.write_text(text(first))
-        site.router = router = await RouterProcess.start("--config", str(file))
-        await router.listening()
-        change(text(second))
-        await router.said(f"joined: decode {second.id}; left: decode {first.id}".encode())
-        change(f'decode = ["{first.url}"\n')  # no TOML: nothing changes
-        await router.said(b"the configuration is not changed")
-        change("")
-        await router.said(b"the configuration is not changed: no workers")
+        gate = Gate()
+        first.script(CHAT, stream(EVENTS, gate, gate_after=1))
+        client = await router.connect()
+        body = json.dumps(chat_body(stream=True)).encode()
+        await client.send(CHAT, body, {"authorization": f"Bearer {ALICE}"})
+        assert (await client.head()).status == 200
+        loading = [asyncio.create_task(load()) for _ in range(4)]
+        await reloaded(text(second), "have the new configuration")
+        for wrong in (
+            f'decode = ["{first.url}"\n',
+            "",
+            text(second).replace("processes = ", "processes = 1"),
+        ):
+            await reloaded(wrong, "the configuration is not changed")
         keys.write_text("nonsense")
-        router.process.send_signal(signal.SIGHUP)
-        await router.said(b"the configuration is not changed")
+        await reloaded(text(second), "the configuration is not changed")
+        assert await site.used(ALICE) == {second.id}
+        gate.open.set()  # long after `stop_grace_s` the stream goes on in the process that was replaced
+        events = b""
+        while data := await client.chunk():
+            events += data
+        assert events.replace(KEEP_ALIVE, b"") == b"".join(EVENTS)
         keys.write_text(key_line("alice", ALICE) + key_line("bob", BOB))
-        change(text(first, '[[tenants]]\nname = "bob"\nrequests_s = 0.001\n'))
-        await router.said(f"joined: decode {first.id}; left: decode {second.id}".encode())
-        await router.said(b"taken over at the next start only: client_keepalive_s")
+        limited = '[[tenants]]\nname = "bob"\nrequests_s = 0.001\n'
+        before = router.children
+        await reloaded(text(first) + limited, "have the new configuration")
+        await router.replaced(before, processes)
+        assert await site.used(ALICE) == {first.id}
+        assert "429" in await site.used(BOB)
+        stop.set()
+        await asyncio.gather(*loading)
+        assert answered > 10
 
-        async def is_limited() -> bool:
-            assert "401" not in await site.used(ALICE)
-            return "429" in await site.used(BOB)
 
-        await until(is_limited)
-        router.process.terminate()
-        status, said = await router.ended()
-        assert status == 0
-        assert ALICE not in said
+@pytest.mark.timeout(200)
+async def test_a_session_goes_on_in_whichever_process_has_its_next_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is between them but the runtime directory."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    prefill, decodes = MockWorker("prefill"), [MockWorker("decode") for _ in range(4)]
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(workers(prefill, *decodes))
+        urls = json.dumps([worker.url for worker in decodes])
+        text = f'prefill = ["{prefill.url}"]\ndecode = {urls}\nprocesses = 2\n'
+        router = await stack.enter_async_context(routing(tmp_path / "router.toml", text))
+        [directory] = tmp_path.glob("pdserve-router-*")  # noqa: ASYNC240
+        files = MetricsFiles(directory)
+        headers = (await router.ask(headers=SESSION)).headers
+        home = headers["x-pdserve-decode"]
+
+        async def all_have_had_turns() -> bool:
+            await asyncio.sleep(2 * REPORT_S)  # a client reads, or a tool runs
+            headers = (await router.ask(headers=SESSION)).headers
+            assert headers["x-pdserve-decode"] == home
+            assert "decode=session" in headers["x-pdserve-plan"]
+            await router.metric("requests_total")
+            read = [files.read(name) for name in files.stamps(but="")]
+            return min(one.total("requests") for one in read if one is not None) >= 4
+
+        await until(all_have_had_turns)
+        assert await router.metric("sessions") == 2  # of one session, in the tables of two processes
+
+
+@pytest.mark.timeout(200)
+async def test_routers_that_share_a_redis_know_each_others_sessions_and_charges_and_none_waits_for_it(
+    tmp_path: Path,
+) -> None:
+    decodes = [MockWorker("decode") for _ in range(4)]
+    keys = tmp_path / "keys"
+    keys.write_text(key_line("alice", ALICE))
+    async with AsyncExitStack() as stack:
+        redis = stack.enter_context(redis_server(tmp_path))
+        await stack.enter_async_context(workers(*decodes))
+        text = (
+            f"decode = {json.dumps([worker.url for worker in decodes])}\n"
+            f'redis.url = "{redis.url}"\naccess = {{ keys_file = "{keys}", show_load = true }}\n'
+            "tenant_defaults = { requests_s = 20, concurrency = 50 }\n"
+        )
+        first = await stack.enter_async_context(routing(tmp_path / "here.toml", text))
+        second = await stack.enter_async_context(routing(tmp_path / "there.toml", text))
+        by_alice = {"authorization": f"Bearer {ALICE}"}
+
+        async def left(router: RouterProcess) -> int:
+            return int((await router.ask(headers=by_alice)).headers["x-ratelimit-remaining-requests"])
+
+        async def is_charged() -> bool:
+            await asyncio.gather(*(first.ask(headers=by_alice) for _ in range(10)))
+            await asyncio.sleep(1.5 * REPORT_S)
+            return await left(second) < 12
+
+        await until(is_charged)
+        home = (await first.ask(headers=by_alice | SESSION)).headers["x-pdserve-decode"]
+        await asyncio.sleep(2 * REPORT_S)
+        headers = (await second.ask(headers=by_alice | SESSION)).headers
+        assert (headers["x-pdserve-decode"], "decode=session" in headers["x-pdserve-plan"]) == (
+            home,
+            True,
+        )
+
+        os.kill(redis.process.pid, signal.SIGSTOP)
+
+        async def is_apart() -> bool:
+            assert (await first.ask(headers=by_alice)).status in (200, 429)
+            return "50 %" in (await second.said(rb"holds .* of the"))[0].decode()
+
+        await until(is_apart)
+        os.kill(redis.process.pid, signal.SIGCONT)
+        await second.said(rb"Redis is back")

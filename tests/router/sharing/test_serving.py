@@ -127,7 +127,8 @@ async def test_a_router_raises_its_limit_of_open_files_to_what_it_may_have() -> 
     async with workers(decode):
         router = await RouterProcess.start("--decode", decode.url, program=lowered)
         await router.listening()
-        lines = Path(f"/proc/{router.process.pid}/limits").read_text().splitlines()  # noqa: ASYNC240
+        [child] = router.children
+        lines = Path(f"/proc/{child}/limits").read_text().splitlines()  # noqa: ASYNC240
         [limit] = [line.split() for line in lines if line.startswith("Max open files")]
         assert limit[3] == limit[4]
         router.process.terminate()
