@@ -91,6 +91,10 @@ class Dispatcher:
         session, last = call.facts.session, None
         if session is not None:
             last = self.placer.sessions.get(session, self._loop.time())
+        if call.facts.is_final:
+            call.finish(0 if last is None else last.shared_tokens)
+        if last is None and session is not None and session.parent:
+            last = self.placer.parents_turn(call.facts, self._loop.time())
         await self._suspects.check(call)
         plan = await self._first_plan(call, last)
         job = Job(plan)
