@@ -107,15 +107,6 @@ class Ring:
                     found.append(node)
         return [self.nodes[i] for i in found]
 
-    def joined(self, node: NodeAddress) -> Ring:
-        """The next epoch's ring with `node` added, or replaced if it was there."""
-        others = [other for other in self.nodes if other.node != node.node]
-        return Ring([*others, node], self.epoch + 1)
-
-    def left(self, name: str) -> Ring:
-        """The next epoch's ring without the node."""
-        return Ring([node for node in self.nodes if node.node != name], self.epoch + 1)
-
     def _places(self, positions: Positions) -> npt.NDArray[np.intp]:
         places = np.searchsorted(self._positions, positions)
         places[places == len(self._positions)] = 0

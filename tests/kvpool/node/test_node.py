@@ -23,7 +23,6 @@ from typing import Any
 import pytest
 
 from pdserve.errors import NodeFailed, PoolError, PoolRefused, StartupError
-from pdserve.kvpool.admin.node_client import fetch_status
 from pdserve.kvpool.client.config import PoolClientConfig
 from pdserve.kvpool.client.connector import ConfiguredConnector
 from pdserve.kvpool.core.events import LOCAL, AssignSlab, CommitRows, ReserveRows, SaveNamespaces
@@ -43,7 +42,7 @@ from pdserve.kvpool.transports.control import ControlChannel, make_hello
 from pdserve.kvpool.transports.ucx import UcxLibrary
 from pdserve.up.locks import free_ports
 from tests.support.command import pdserve_here
-from tests.support.kvpool.connectors import connect
+from tests.support.kvpool.connectors import connect, fetch_status
 from tests.support.kvpool.nodes import (
     PAGE_BYTES,
     Start,

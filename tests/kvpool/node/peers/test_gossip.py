@@ -16,7 +16,7 @@ import pytest
 from msgspec.structs import replace
 
 from pdserve.errors import NodeFailed, PoolError, PoolRefused, StartupError
-from pdserve.kvpool.admin.node_client import ask, fetch_status
+from pdserve.kvpool.admin.node_client import ask
 from pdserve.kvpool.admin.upgrade import upgrade
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
@@ -50,6 +50,7 @@ from tests.support.kvpool.clustered import (
     status_of,
     until,
 )
+from tests.support.kvpool.connectors import fetch_status
 from tests.support.kvpool.nodes import keys as some_keys
 from tests.support.kvpool.nodes import page_of, small_config, soon
 from tests.support.kvpool.pools import ProcessPool

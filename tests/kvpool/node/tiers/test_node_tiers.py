@@ -12,11 +12,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from pdserve.kvpool.admin.node_client import fetch_status
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.node.config.node import PoolNodeConfig, TierConfig
 from pdserve.kvpool.protocol.messages import StatusReport
+from tests.support.kvpool.connectors import fetch_status
 from tests.support.kvpool.pools import ProcessPool, arena_dir, remove_arena, remove_arena_dir
 from tests.support.kvpool.tier_tools import KIB, contents, key
 
