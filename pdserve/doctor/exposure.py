@@ -62,10 +62,9 @@ def pool_node(config: PoolNodeConfig) -> Iterator[Finding]:
     """What strangers find at a pool node."""
     who = f"pool node {config.name}"
     yield from _etcd(who, config.cluster.etcd)
-    for name, secret in (("admin_token", config.admin_token), ("cluster.token", config.cluster.token)):
-        if not isinstance(secret, SecretFile) and 0 < len(reveal(secret)) < MIN_CHARS:
-            says = f"{who}: {name} is shorter than {MIN_CHARS} characters and can be guessed"
-            yield _warn(says, "make one with `openssl rand -base64 32`")
+    if not isinstance(config.admin_token, SecretFile) and 0 < len(reveal(config.admin_token)) < MIN_CHARS:
+        says = f"{who}: admin_token is shorter than {MIN_CHARS} characters and can be guessed"
+        yield _warn(says, "make one with `openssl rand -base64 32`")
     if config.events.address and config.events.trusted_network:
         says = f"{who}: its events at {config.events.address} tell every host which prompts were served"
         yield _warn(says, "publish them on loopback, or close their ports to all but the routers")
@@ -74,11 +73,6 @@ def pool_node(config: PoolNodeConfig) -> Iterator[Finding]:
     if config.insecure:
         says = f"{who}: insecure = true lets every host that reaches it use the pool without a token"
         yield _warn(says, "set admin_token_file, a token for namespaces, and cluster.token_file")
-    elif missing := _missing_tokens(config):
-        says = (
-            f"{who}: other hosts reach it, and its file names no {', no '.join(missing)}: it does not start"
-        )
-        yield Finding(CHECK, "fail", says, "give each a file, or insecure = true")
     if not config.tls.as_server:
         says = f"{who}: without tls, pages and prompts can be read and changed on the wire"
         yield _warn(says, "launch/make_certs.sh makes certificates for its tls table")
@@ -94,17 +88,6 @@ def pool_node(config: PoolNodeConfig) -> Iterator[Finding]:
         if not ucx.devices:
             change = f"name the interfaces in ucx.devices; {change}"
         yield _warn(says, change)
-
-
-def _missing_tokens(config: PoolNodeConfig) -> list[str]:
-    """Those without which a node that other hosts reach does not start. They may come by the environment."""
-    defaults, cluster = config.namespace_defaults, config.cluster
-    given = {
-        "admin_token": config.admin_token,
-        "cluster.token": cluster.token,
-        "namespace_defaults.read_token": defaults.read_token,
-    }
-    return [name for name, token in given.items() if not token]
 
 
 def worker(config: WorkerConfig) -> Iterator[Finding]:

@@ -62,7 +62,7 @@ class Real:
 def real_model() -> Path:
     """In this checkout, where the launch scripts have it too."""
     try:
-        return make_smollm2(ROOT / "models" / NAME).path
+        return make_smollm2(ROOT / "models" / NAME)[0]
     except StartupError as error:
         if str(error).startswith("cannot download"):
             pytest.skip(str(error))

@@ -22,10 +22,10 @@ from pdserve.engine.device import Device
 from pdserve.engine.sglang import selfcheck
 from pdserve.kvpool.transports.ucx import libucx_root, ucx_options
 from pdserve.pages import KV, namespace_seed, page_hashes
-from tests.support.command import pdserve_here
 from tests.support.e2e.cluster import Process, pdserve, to_toml
 from tests.support.kvpool.node_processes import NodeProcess, client_of, memory_dir, pool_of
 from tests.support.processes import free_ports
+from tests.support.random_model import make_random_model
 from tests.support.sglang_symbols import TABLE, misfits
 
 pytestmark = pytest.mark.timeout(600)
@@ -237,7 +237,7 @@ class Bench:
 def bench(device: Device, tmp_path: Path) -> Iterator[Bench]:
     model = Path(os.environ.get("PDSERVE_GPU_MODEL", tmp_path / "model"))
     if not model.exists():
-        assert pdserve_here("model", "demo", "--size", "small", "--out", str(model)).returncode == 0
+        make_random_model("small", model)
     settings = {"capacity_bytes": "1GiB", "keep": False}
     assert memory_dir() is not None
     with pool_of(1, tmp_path, settings) as (node,):

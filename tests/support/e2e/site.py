@@ -16,7 +16,7 @@ from tests.support.e2e.hybrid_model import make_hybrid_model
 from tests.support.e2e.latent_model import make_latent_model
 from tests.support.e2e.prompts import NEW_TOKENS, Answer, first_turns, second_turn
 from tests.support.e2e.servers import Servers
-from tests.support.kvpool.etcd_server import EtcdServer
+from tests.support.etcd_server import EtcdServer
 
 CHUNK_TOKENS: Final = 512
 STAGED: Final = {

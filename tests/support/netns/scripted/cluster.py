@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from pdserve.up.launchers.ssh import SHELL_VARIABLE
+from pdserve.up.launchers.launcher import SHELL_VARIABLE
 from tests.support.netns.machines import Machines, machines
 from tests.support.netns.scripted.talk import TalkConfig
 from tests.support.netns.scripted.worker import MODEL
@@ -38,7 +38,6 @@ run_dir = "{run_dir}"
 hosts = [{hosts}]
 start_parallelism = 4
 stop_grace_s = 20
-restart_backoff_s = 0.5
 max_restarts = 1000
 
 [router]
