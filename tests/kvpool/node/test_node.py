@@ -172,7 +172,7 @@ def test_memory_of_another_size_is_replaced_and_said_so(start: Start) -> None:
     put(connection, open_namespace(connection), keys(5, 1))
     connection.close()
     pool.kill()
-    pool.restart(capacity_bytes="8MiB")
+    pool.restart(capacity_bytes=8 << 20)
     assert "other sizes" in pool.log.read_text()
     assert fetch_status(pool.address, soon()).pages == 0
 

@@ -44,17 +44,17 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 
 
 def test_capacity_is_whole_slabs() -> None:
-    config = PoolNodeConfig(capacity_bytes="1000MiB")
+    config = PoolNodeConfig(capacity_bytes=1000 << 20)
     assert config.capacity == 992 << 20
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"capacity_bytes": "1KiB"}, "at least 16KiB"),
+        ({"capacity_bytes": 1 << 10}, "at least 16KiB"),
         ({"capacity_bytes": 0}, "at least 16KiB"),
-        ({"page_bytes": "2GiB"}, "page_bytes must be at most capacity_bytes and 2GiB"),
-        ({"page_bytes": "3GiB", "capacity_bytes": "8GiB"}, "page_bytes must be at most"),
+        ({"page_bytes": 2 << 30}, "page_bytes must be at most capacity_bytes and 2GiB"),
+        ({"page_bytes": 3 << 30, "capacity_bytes": 8 << 30}, "page_bytes must be at most"),
         ({"listen": []}, "listen"),
         ({"name": "../x"}, "name"),
         ({"lease_s": 0}, "lease_s"),
@@ -88,8 +88,8 @@ def test_a_file_sets_every_option(tmp_path: Path) -> None:
 
 
 def test_a_nodes_weight_is_its_capacity() -> None:
-    assert PoolNodeConfig(capacity_bytes="64MiB").weight == 1
-    assert PoolNodeConfig(capacity_bytes="96GiB").weight == 96
+    assert PoolNodeConfig(capacity_bytes=64 << 20).weight == 1
+    assert PoolNodeConfig(capacity_bytes=96 << 30).weight == 96
 
 
 def test_the_example_of_a_node_is_a_configuration() -> None:

@@ -35,7 +35,7 @@ class Pool:
 
     def start(self, *names: str, **settings: Any) -> None:
         whole = {
-            "capacity_bytes": "48MiB",
+            "capacity_bytes": 48 << 20,
             "keep": False,
             "cluster": {
                 "peers": [f"unix:{self.directory}/n{i}.sock" for i in (0, 1)],
