@@ -22,7 +22,7 @@ from pdserve.kvpool.protocol.page_tag import PageTags
 from pdserve.kvpool.tiers.encryption import PageCipher, SecretEntry
 from pdserve.kvpool.tiers.page_codec import PageCodec
 from pdserve.router.config.limits import RedisSettings
-from pdserve.router.sessions.table import connect
+from pdserve.router.sharing.carriers import connect
 from pdserve.tracing import Tracer, Tracing
 
 ROOT = Path(__file__).parents[1]

@@ -27,6 +27,7 @@ from pdserve.discovery.workers import WorkerEtcdConfig
 from pdserve.engine.config import EngineConfig, ExactTurnsConfig, Role
 from pdserve.engine.drain import Drain
 from pdserve.engine.handoff import DirectConfig
+from pdserve.engine.http.diagnosed import Diagnosed
 from pdserve.engine.http.guard import Guard, close_cors
 from pdserve.engine.http.judged import Judged, validation_error
 from pdserve.engine.http.request import HttpRequest, RequestTracking
@@ -206,6 +207,7 @@ def install(app: Any, worker: Worker, routes: WorkerRoutes, token: str, metrics_
     none.
     """
     app.exception_handlers[RequestValidationError] = _invalid
+    app.add_middleware(Diagnosed)
     app.add_middleware(Judged, contract=lambda: worker.engine.contract)
     app.add_middleware(Continuing)
     if worker.tracer is not None:

@@ -517,7 +517,7 @@ class Lifecycle:
 
 def _replaces_itself(spec: ProcessSpec) -> bool:
     """SIGHUP makes it replace its own processes by the version that is installed now."""
-    return spec.role == "router" and spec.config.get("processes", 1) > 1
+    return spec.role == "router"
 
 
 def _by_host(processes: Collection[_Process]) -> list[_Process]:

@@ -55,8 +55,8 @@ PROGRAMS: Final = (
         "redis-server",
         (
             *(
-                "tests/router/processes/test_agreement_channel.py",
-                "tests/router/sessions/test_redis_table.py",
+                "tests/router/sharing/test_carriers.py",
+                "tests/router/sharing/test_processes.py",
             ),
             "tests/e2e/test_exact_turns.py",
         ),
