@@ -26,17 +26,6 @@ def test_sizes_are_read_in_the_usual_units(text: int | str, size: int) -> None:
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("field", ["bytes_s", "batch_bytes"])
-@pytest.mark.parametrize(("size", "said"), [("fast", "'fast' is not a size"), (-1, "must not be negative")])
-def test_sizes_of_moving_are_read_with_the_configuration(
-    tmp_path: Path, field: str, size: str | int, said: str
-) -> None:
-    path = tmp_path / "node.toml"
-    path.write_text(f"[moving]\n{field} = {size!r}\n")
-    with pytest.raises(ConfigError, match=rf"moving.*{field}.*{said}"):
-        load_config(PoolNodeConfig, path, {})
-
-
 @pytest.mark.parametrize("text", ["", "GiB", "4GiX", "-1", "4 GiB more", "1e9"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="not a size"):
@@ -55,6 +44,9 @@ def test_capacity_is_whole_slabs() -> None:
         ({"capacity_bytes": 0}, "at least 16KiB"),
         ({"page_bytes": 2 << 30}, "page_bytes must be at most capacity_bytes and 2GiB"),
         ({"page_bytes": 3 << 30, "capacity_bytes": 8 << 30}, "page_bytes must be at most"),
+        ({"moving": {"bytes_s": "fast"}}, "'moving.bytes_s': 'fast' is not a size"),
+        ({"moving": {"bytes_s": -1}}, "'moving.bytes_s' must be int >= 0, found -1"),
+        ({"tiers": [{"kind": "ssd", "path": "/x", "capacity_bytes": "0"}]}, "'tiers[0].capacity_bytes'"),
         ({"listen": []}, "listen"),
         ({"name": "../x"}, "name"),
         ({"lease_s": 0}, "lease_s"),

@@ -92,7 +92,7 @@ class Watcher:
 def test_a_node_that_is_killed_or_paused_is_dead_for_all_until_it_is_back_and_blames_nobody(
     processes: Processes,
 ) -> None:
-    processes.start("a", "b", "c", ping_timeout_s=0.5)
+    processes.start("a", "b", "c")
     processes.until("abc")
     victim, watcher = processes.nodes["c"], Watcher(processes.nodes["a"].address)
     epochs = [processes.view("a")[0]]
@@ -152,7 +152,7 @@ def test_a_node_that_was_drained_before_its_upgrade_does_not_come_back_into_the_
 ) -> None:
     # the command waits for pages that move, and here they move for longer than its deadline
     monkeypatch.setattr("pdserve.kvpool.admin.upgrade.has_settled", lambda report: True)
-    slow = MovingConfig(bytes_s=1000, batch_bytes=1)  # with pages, a node goes on leaving for long
+    slow = MovingConfig(bytes_s=1000)  # with pages, a node goes on leaving for long
     first, leaving, left = (start_alone(processes, n, "a" * (n != "a"), moving=slow) for n in "abc")
     processes.until("abc")
     drain_and_upgrade(left, LEFT)
