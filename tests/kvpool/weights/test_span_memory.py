@@ -34,7 +34,7 @@ TENSORS = tensors_of(5 * MIB, 6 * MIB, 7 * MIB)
 
 @pytest.fixture
 def node(start: Start) -> LocalNode:
-    return start(**{**ROOMY, "capacity_bytes": "32MiB"})  # with room for one model
+    return start(**{**ROOMY, "capacity_bytes": 32 << 20})  # with room for one model
 
 
 @pytest.fixture
