@@ -138,7 +138,7 @@ def _add_hint_route(app: fastapi.FastAPI, router: Router, turns: _Turns) -> None
         key = key.of_model(router.gate.named(view.model) or router.gate.served_model(None))
         if router.gate.tenants.has_keys:
             key = key.within(tenant.name)
-        turn = await router.dispatcher.last_turn(key)
+        turn = router.dispatcher.placer.sessions.get(key, asyncio.get_running_loop().time())
         worker = None if turn is None else router.fleet.by_id.get(turn.decode_id)
         if turn is None or worker is None or worker.info is None:
             return fastapi.responses.JSONResponse({"known": False, "parts": 0})

@@ -26,7 +26,9 @@ class Placer:
 
     def __init__(self, config: RouterConfig, fleet: Fleet) -> None:
         self._fleet = fleet
-        self.sessions = SessionTable(config.session.capacity, config.session.ttl_s)
+        self.sessions = SessionTable(
+            config.session.capacity, config.session.ttl_s, is_private=bool(config.redis.url)
+        )
         self.prefixes = PrefixTable()
         self._planner = Planner(
             prefill_policy=make_policy(
@@ -126,17 +128,13 @@ class Placer:
         turn: SessionEntry | None,
         answer_tokens: int,
         now_s: float,
-    ) -> SessionEntry | None:
-        """The answer is complete: the worker's memory also holds its `answer_tokens`. Returns the session's
-        updated last turn, or None if a later turn has begun.
-        """
+    ) -> None:
+        """The answer is complete: the worker's memory also holds its `answer_tokens`."""
         key = facts.session
-        if key is None or turn is None or self.sessions.get(key, now_s) is not turn:
-            return None
+        if key is None or turn is None or self.sessions.get(key, now_s) is not turn:  # a later one has begun
+            return
         if facts.is_final:
             self.sessions.forget(key)
-            return None
+            return
         tokens = turn.tokens + answer_tokens
-        turn = msgspec.structs.replace(turn, tokens=tokens, seen_s=now_s, answered=True)
-        self.sessions.record(key, turn)
-        return turn
+        self.sessions.record(key, msgspec.structs.replace(turn, tokens=tokens, seen_s=now_s, answered=True))
