@@ -79,7 +79,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class PlacementSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Weights of the cost function."""
+    """Weights of the cost function, and what is remembered of prompts."""
 
     prefill_ms_per_token: Annotated[
         float,
@@ -108,3 +108,11 @@ class PlacementSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             "goes through the pool.",
         ),
     ] = 4096
+    prefix_index_bytes: Annotated[
+        int,
+        Meta(
+            ge=65_536,
+            description="Memory for the places of prompts' prefixes in each process, about 400 bytes for "
+            "each KiB of a prompt; what was not seen for longest is dropped first.",
+        ),
+    ] = 32 * 1024**2

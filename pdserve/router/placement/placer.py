@@ -29,7 +29,7 @@ class Placer:
         self.sessions = SessionTable(
             config.session.capacity, config.session.ttl_s, is_private=bool(config.redis.url)
         )
-        self.prefixes = PrefixTable()
+        self.prefixes = PrefixTable(config.placement.prefix_index_bytes)
         self._planner = Planner(
             prefill_policy=make_policy(
                 config.prefill_policy, PolicySettings(config.session, config.placement)
