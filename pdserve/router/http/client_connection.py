@@ -94,9 +94,9 @@ class ClientConnection(Channel):
         """Header lines of the head."""
         self._expects_continue = False
         self._running: ClientRequest | None = None
-        """The request that is being answered, or the last one."""
+        """The request that is being answered."""
         self._last: ClientRequest | None = None
-        """The request that is being received, or the last one."""
+        """The last request whose head has come, until it is answered."""
         self._unbegun = False
         """`_running` is to be begun when all is parsed that was read with its head."""
         self._pipeline: deque[ClientRequest] = deque()
@@ -366,6 +366,10 @@ class ClientConnection(Channel):
             self.transport.close()
             self._watch_unread()
             return
+        else:
+            self._running = None  # its body and the rest of it are not kept while the connection is idle
+        if self._last is request:
+            self._last = None
         if not self.is_reading:
             self.read_on()
         if self._sending == "idle" and not self._unbegun:
