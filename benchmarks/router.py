@@ -40,8 +40,8 @@ import typer
 import uvloop
 
 from benchmarks.lib.report import FormatOption, Output, Table, choices, numbers, say, script, workplace
-from pdserve.open_files import raise_open_files
-from pdserve.settings.toml_text import to_toml
+from pdserve.resources.memory import raise_open_files
+from pdserve.settings.config_file import to_toml
 from tests.support.processes import HarnessError, free_ports, server
 from tests.support.router.fast_worker import MODEL
 from tests.support.router.raw_load import PATH, Load, Loaded, make_requests, mock_worker, run_load

@@ -15,9 +15,8 @@ from collections.abc import Iterable, Iterator
 _MODELS = ("tests/e2e", "tests/engine")
 _NODES = ("tests/contracts", "tests/hostile", "tests/kvpool")
 RISKS: dict[str, tuple[str, ...]] = {
-    "pdserve/engine/kv_bytes.py": _MODELS,
     "pdserve/engine/page_names.py": _MODELS,
-    "pdserve/engine/prompt_identity.py": _MODELS,
+    "pdserve/engine/fingerprints.py": _MODELS,
     "pdserve/engine/sglang": _MODELS,
     "pdserve/engine/turns": _MODELS,
     "pdserve/integrations": ("tests/integrations", "tests/e2e"),

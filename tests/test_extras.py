@@ -61,7 +61,7 @@ def test_doctor_says_how_to_add_ucx() -> None:
 @pytest.mark.parametrize(
     ("words", "extra"),
     [
-        (("model", "demo", "--size", "tiny", "--out", "{tmp}/m"), "sglang"),
+        (("model", "demo", "--out", "{tmp}/m"), "sglang"),
     ],
 )
 def test_a_command_that_needs_an_extra_names_it_in_one_line(

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
@@ -116,9 +115,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "PDSERVE_CLUSTER_TOKEN. Without one the worker starts only with `insecure`."
         ),
     ] = Secret("")
-    cluster_token_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = (
-        None
-    )
     metrics_token: Annotated[
         Secret,
         Meta(
@@ -126,9 +122,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "too. Empty: none is needed."
         ),
     ] = Secret("")
-    metrics_token_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = (
-        None
-    )
     insecure: Annotated[
         bool,
         Meta(

@@ -47,10 +47,7 @@ PROGRAMS: Final = (
     Program(
         "etcd",
         "etcd-server",
-        (
-            *("tests/kvpool/node/peers/test_etcd.py", "tests/kvpool/client/test_locate.py", "tests/e2e"),
-            "tests/router/fleet/test_etcd.py",
-        ),
+        ("tests/discovery/test_etcd_of_pools.py", "tests/discovery/test_etcd_of_workers.py", "tests/e2e"),
         service="etcd",
     ),
     Program(

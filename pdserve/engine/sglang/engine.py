@@ -8,8 +8,8 @@ from typing import Any
 from pdserve.engine.config import ExactTurnsConfig
 from pdserve.engine.contract.endpoints import Contract
 from pdserve.engine.drain import Drain
+from pdserve.engine.fingerprints import chat_template_fingerprint, tokenizer_fingerprint
 from pdserve.engine.http.timing import WorkerMetrics
-from pdserve.engine.prompt_identity import chat_template_fingerprint, tokenizer_fingerprint
 from pdserve.engine.sglang import long_texts, text_offsets
 from pdserve.engine.sglang.abilities import contract_of
 from pdserve.engine.sglang.exact_turns import SglangTurns, tokenizer_of

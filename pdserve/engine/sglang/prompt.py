@@ -26,8 +26,7 @@ from pdserve.engine.http.cache_report import Found
 from pdserve.engine.http.endpoints import COMPLETIONS, GENERATE, MESSAGES, check_endpoint
 from pdserve.engine.http.request_context import Bootstrap, salt_of_request
 from pdserve.engine.sglang.answers import found_of
-from pdserve.engine.sglang.children.kept_prompts import POOL_ROOM
-from pdserve.engine.sglang.children.pulls import PULL_ID
+from pdserve.engine.sglang.children.scheduler import POOL_ROOM, PULL_ID
 from pdserve.engine.sglang.exact_turns import SglangTurns
 from pdserve.errors import RequestError
 
@@ -138,8 +137,8 @@ async def named_tokens(
 
 
 async def fetch_pages(tokenizer_manager: Any, tokens: list[int], like: GenerateReqInput) -> None:
-    """Have SGLang fetch the pages of `tokens` from the pool into its host memory (`children/pulls.py`): all
-    but the last token, which SGLang never looks up. `like`: the request whose pages they are.
+    """Have SGLang fetch the pages of `tokens` from the pool into its host memory (`pulls_ended`): all but the
+    last token, which SGLang never looks up. `like`: the request whose pages they are.
     """
     pull = GenerateReqInput(
         input_ids=tokens,

@@ -9,7 +9,6 @@ The Redis by which routers of several hosts hear each other.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
@@ -222,7 +221,6 @@ class RedisSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     password: Annotated[
         Secret, Meta(description="Password, if Redis requires one; also from PDSERVE_REDIS_PASSWORD.")
     ] = Secret("")
-    password_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = None
     prefix: Annotated[
         str,
         Meta(

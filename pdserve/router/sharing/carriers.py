@@ -202,9 +202,7 @@ def connect(settings: RedisSettings, timeout_s: float) -> tuple[Any, tuple[type[
         from redis.asyncio.retry import Retry
         from redis.backoff import NoBackoff
         from redis.exceptions import RedisError
-    password = given_secret(
-        "redis.password", settings.password, settings.password_file, "PDSERVE_REDIS_PASSWORD", os.environ
-    )
+    password = given_secret(settings.password, "PDSERVE_REDIS_PASSWORD", os.environ)
     own = {"password": password} if password else {}
     try:
         # by its own parser: a password may also stand in the query

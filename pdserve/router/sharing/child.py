@@ -23,7 +23,7 @@ import uvloop
 
 from pdserve.errors import ConfigError, PdserveError, StartupError
 from pdserve.logs import configure_logs
-from pdserve.open_files import raise_open_files
+from pdserve.resources.memory import raise_open_files
 from pdserve.router.admin.app import AdminApp
 from pdserve.router.admin.live import LiveFeed
 from pdserve.router.app.lifespan import open_router

@@ -11,12 +11,12 @@ import pytest
 from sglang.srt.lora.lora_registry import LoRARef
 
 from pdserve.engine import fingerprint_cache, model_dir
-from pdserve.engine.demo.model import SLIDING, make_demo_model
 from pdserve.engine.sglang import geometry
 from pdserve.engine.sglang.server_args import parse_args, resolved
 from pdserve.errors import StartupError
 from pdserve.pages import KvGeometry, PagePart, part_suffix
-from tests.support.e2e.hybrid_model import LAYERS, make_hybrid_model
+from tests.support.e2e.hybrid_model import LAYERS, SLIDING, make_hybrid_model
+from tests.support.random_model import make_random_model
 
 DEFAULTS: dict[str, Any] = {
     "kv_cache_dtype": "auto",
@@ -231,7 +231,7 @@ def test_weights_are_read_once_from_start_to_start(
 def window_config(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Resolved arguments for a model whose layers are of these kinds, and what they are checked with."""
     directory = tmp_path_factory.mktemp("models")
-    make_demo_model("tiny", directory / "demo", seed=0)
+    make_random_model("tiny", directory / "demo", seed=0)
 
     def resolve(name: str, layers: tuple[str, ...], *words: str) -> Any:
         if not (directory / name).exists():

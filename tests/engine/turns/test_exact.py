@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.engine.demo.chat import CHAT_TEMPLATE, TURN_END
+from pdserve.engine.demo.chat import TURN_END
 from pdserve.engine.turns.exact import Asked
 from pdserve.engine.turns.shelf import LateError
 from tests.support.engine.turns import OPENING, Records, Worker, asked, decode, encode, end, letters, said
+from tests.support.random_model import CHAT_TEMPLATE
 from tests.support.suite.extended import examples
 
 FIRST = said("user", "Hi") + OPENING

@@ -16,6 +16,7 @@ from pdserve.errors import ConfigError
 from pdserve.router.config.limits import RedisSettings
 from pdserve.router.sharing.carriers import MAX_UNSENT, RedisCarrier, UnixCarrier, connect
 from pdserve.router.sharing.gossip import MAX_MESSAGE_BYTES
+from pdserve.security.tokens import SecretFile
 from tests.support.router.redis_server import redis_server
 
 Made = tuple[UnixCarrier | RedisCarrier, list[bytes]]
@@ -216,7 +217,8 @@ def test_a_url_that_redis_does_not_take_is_refused_without_telling_it(url: str) 
 def test_a_users_name_in_the_url_goes_with_the_password_of_the_file(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("of-the-file")
     redis, _ = connect(
-        RedisSettings(url="redis://user@127.0.0.1:1/0?protocol=3", password_file=tmp_path / "secret"), 1.0
+        RedisSettings(url="redis://user@127.0.0.1:1/0?protocol=3", password=SecretFile(tmp_path / "secret")),
+        1.0,
     )
     given = redis.connection_pool.connection_kwargs
     assert (given["username"], given["password"]) == ("user", "of-the-file")

@@ -1,5 +1,7 @@
-"""A small Qwen3 made on this machine: random weights from a fixed seed, written as a Hugging Face model
-directory.
+"""A small Qwen3 made on this machine, for tests and benchmarks, and for who has no network: random weights
+from a fixed seed, written as a Hugging Face model directory.
+
+    python -m tests.support.random_model small models/demo-small
 
 Random weights must still tell a right KV cache from a wrong one. A plainly initialised random model soon
 repeats one token, whatever stands in its cache. So here the attention is sharp (query and key norms above 1:
@@ -11,33 +13,76 @@ is the same for every token (the embeddings set it, no layer writes to it), so c
 adds a constant to each token's logit. With it, a greedy answer never ends by itself, unless a grammar leaves
 nothing else, and does not fill a grammar's optional white space for ever.
 
-With a sliding window it is a Mellum: the shapes and names of its weights are those of Qwen3, and three of
-four layers see the last tokens only.
+Its tokenizer is a byte-level BPE (every byte is a token, so any text round-trips), trained on the paragraphs
+below and on the sources of Python's standard library, read in name order. The result is the same each time
+for one Python installation; another Python version gives other merges.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import sys
+import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, Final
 
-from pdserve.engine.demo.chat import CHAT_TEMPLATE, END_OF_TEXT, TURN_END, tokenizer_config
-from pdserve.engine.demo.directory import write_json, write_whole
-from pdserve.engine.demo.tokenizer import MARK_TOKENS, SPECIAL_TOKENS, train_tokenizer
-from pdserve.errors import ConfigError
+import numpy
+import torch
+from safetensors.torch import save_file
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 
-_FORMAT = 5  # raise when any file this module writes changes
+from pdserve.engine.demo.chat import END_OF_TEXT, TURN_END, TURN_START, chat_template, tokenizer_config
+from pdserve.engine.demo.directory import write_json, write_whole
+
+CHAT_TEMPLATE: Final = chat_template("", thinks=True)
+SPECIAL_TOKENS = (END_OF_TEXT, TURN_START, TURN_END)
+# Marks that SGLang's qwen tool-call and reasoning parsers look for; ordinary text to a client, so not
+# special.
+MARK_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+
+# GPT-4's split, as used by Qwen: contractions, words, single digits, punctuation, white space.
+_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+_PARAGRAPHS = """
+A cache is a promise that work done once need not be done again. A page of attention keys
+and values depends on every token before it and on nothing after it, so two conversations
+that begin alike may share what they have in common. The prefill worker reads the prompt and
+fills pages; the decode worker writes the answer one token at a time.
+
+Please tell me about the weather in Paris, the price of bread in Berlin, and the best way
+from Lisbon to Porto. What is the capital of Peru? Who wrote the first program? How many
+days are there in February? Write a short poem about rain. You are a helpful assistant.
+Answer in one sentence. Think step by step, then give the final answer as JSON.
+
+Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich. Le cœur déçu mais l'âme
+plutôt naïve, Louÿs rêva de crapaüter en canoë. El pingüino Wenceslao hizo kilómetros bajo
+exhaustiva lluvia. 敏捷的棕色狐狸跳过了懒狗。
+いろはにほへと ちりぬるを。 Съешь ещё этих мягких французских булок, да
+выпей чаю. 😀 🚀 ✓
+
+{"name": "get_weather", "arguments": {"city": "Paris", "unit": "celsius", "days": 3}}
+{"role": "user", "content": "Hello!"}
+{"type": "object", "properties": {"answer": {"type": "string"}}, "required": []}
+"""
+
 _QK_NORM = 2.0  # attention scores have deviation _QK_NORM**2: sharp, yet stable in bfloat16
 _EMBEDDING_STD = 0.3  # small beside the layers' outputs, so the last token alone does not decide the next
 _OUTPUT_STD = 2.0  # of the logits
 _CONSTANT = 1.0  # coordinate 0 of the residual stream; the others have a deviation of 1 to 4 at the output
-
-SLIDING: Final = "sliding_attention"
-FULL: Final = "full_attention"
-_LAYER_KINDS: Final = (SLIDING, FULL, SLIDING, SLIDING)
 
 # Added to logits, in units of _CONSTANT over that deviation. Ordinary tokens have 0.
 _BIAS_END = -30.0  # end of turn: chosen when a grammar is complete
@@ -47,8 +92,8 @@ _BIAS_NEVER = -90.0  # other special tokens, ids without text
 
 
 @dataclass(frozen=True)
-class DemoSize:
-    """Geometry of one demo model, all counts."""
+class Size:
+    """Geometry of one model, all counts."""
 
     vocab_size: int
     hidden_size: int
@@ -60,90 +105,35 @@ class DemoSize:
     context_length: int
     tokenizer_text_bytes: int
 
-    def page_bytes(self, page_size: int, dtype_bytes: int) -> int:
-        """Bytes of one KV page of `page_size` tokens, keys and values of all layers."""
-        return page_size * self.layers * 2 * self.kv_heads * self.head_dim * dtype_bytes
 
-
-SIZES: dict[str, DemoSize] = {
-    "tiny": DemoSize(
-        vocab_size=4096,
-        hidden_size=128,
-        intermediate_size=384,
-        layers=4,
-        heads=4,
-        kv_heads=2,
-        head_dim=32,
-        context_length=8192,
-        tokenizer_text_bytes=1_500_000,
-    ),
-    "small": DemoSize(
-        vocab_size=16384,
-        hidden_size=768,
-        intermediate_size=2048,
-        layers=12,
-        heads=12,
-        kv_heads=4,
-        head_dim=64,
-        context_length=32768,
-        tokenizer_text_bytes=8_000_000,
-    ),
-    "medium": DemoSize(
-        vocab_size=16384,
-        hidden_size=1536,
-        intermediate_size=4608,
-        layers=18,
-        heads=24,
-        kv_heads=8,
-        head_dim=64,
-        context_length=32768,
-        tokenizer_text_bytes=8_000_000,
-    ),
+SIZES: Final = {
+    "tiny": Size(4096, 128, 384, 4, 4, 2, 32, 8192, 1_500_000),
+    "small": Size(16384, 768, 2048, 12, 12, 4, 64, 32768, 8_000_000),
+    "medium": Size(16384, 1536, 4608, 18, 24, 8, 64, 32768, 8_000_000),
 }
+"""2 M parameters for tests, 100 M and 500 M for benchmarks."""
 
 
-@dataclass(frozen=True)
-class DemoModel:
-    """What `make_demo_model` made or found."""
+def make_random_model(size: str, out_dir: Path, seed: int = 0) -> Path:
+    """Write the model of `size` (a key of SIZES) and `seed` to `out_dir`, whole or not at all, unless it is
+    there. Weights are stored in bfloat16; they run with `--dtype float32` and `--dtype bfloat16` alike.
 
-    path: Path
-    created: bool
-    parameters: int
-    weight_bytes: int
-
-
-def make_demo_model(size: str, out_dir: Path, seed: int = 0, window_tokens: int | None = None) -> DemoModel:
-    """Write the demo model of `size` (a key of SIZES) and `seed` to `out_dir`, whole or not at all.
-
-    `window_tokens`: three of four layers see so many tokens; none: every layer sees all. A directory that
-    already holds the same model is left as it is, at once. Weights are stored in bfloat16; they run with
-    `--dtype float32` and `--dtype bfloat16` alike.
-
-    Raises ConfigError for an unknown size, or when `out_dir` holds something else; StartupError when it
-    cannot be written.
+    Raises ConfigError when `out_dir` holds something else; StartupError when it cannot be written.
     """
-    geometry = SIZES.get(size)
-    if geometry is None:
-        raise ConfigError(f"unknown demo model size {size!r}: choose one of {', '.join(SIZES)}")
-    stamp: dict[str, Any] = {"format": _FORMAT, "size": size, "seed": seed}
-    if window_tokens is not None:
-        stamp["window_tokens"] = window_tokens
+    geometry = SIZES[size]
 
     def write_files(directory: Path) -> None:
         biases = _write_tokenizer(geometry, directory)
-        config = _model_config(geometry)
-        if window_tokens is not None:
-            config = with_windows(config, window_tokens, [*islice(cycle(_LAYER_KINDS), geometry.layers)])
-        write_json(directory / "config.json", config)
+        write_json(directory / "config.json", _model_config(geometry))
         write_json(directory / "generation_config.json", {"eos_token_id": _special_ids(), "do_sample": False})
         _write_weights(geometry, biases, directory / "model.safetensors", seed)
 
-    path, created = write_whole(out_dir, stamp, f"the {size} demo model of seed {seed}", write_files)
-    weights = path / "model.safetensors"
-    return DemoModel(path, created, _parameter_count(geometry), weights.stat().st_size)
+    stamp = {"size": size, "seed": seed}
+    path, _ = write_whole(out_dir, stamp, f"the {size} demo model of seed {seed}", write_files)
+    return path
 
 
-def _write_tokenizer(geometry: DemoSize, directory: Path) -> list[float]:
+def _write_tokenizer(geometry: Size, directory: Path) -> list[float]:
     """Train and save the tokenizer; returns each token id's output bias."""
     tokenizer = train_tokenizer(geometry.vocab_size, geometry.tokenizer_text_bytes)
     tokenizer.save(str(directory / "tokenizer.json"))
@@ -163,7 +153,7 @@ def _special_ids() -> list[int]:
     return [SPECIAL_TOKENS.index(TURN_END), SPECIAL_TOKENS.index(END_OF_TEXT)]
 
 
-def _model_config(geometry: DemoSize) -> dict[str, Any]:
+def _model_config(geometry: Size) -> dict[str, Any]:
     """`config.json` of a Hugging Face Qwen3 model."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
@@ -195,26 +185,7 @@ def _model_config(geometry: DemoSize) -> dict[str, Any]:
     }
 
 
-def with_windows(config: dict[str, Any], window_tokens: int, layers: Sequence[str]) -> dict[str, Any]:
-    """`config.json` of a Mellum with the weights of that demo model. `layers`: SLIDING or FULL for each."""
-    config = {name: value for name, value in config.items() if name != "rope_scaling"}
-    rope = {"rope_type": "default", "rope_theta": config.pop("rope_theta")}
-    return config | {
-        "architectures": ["MellumForCausalLM"],
-        "model_type": "mellum",
-        "layer_types": list(layers),
-        "mlp_layer_types": ["dense"] * len(layers),
-        "sliding_window": window_tokens,
-        "rope_parameters": {FULL: rope, SLIDING: rope},
-        # of layers with experts, of which there are none
-        "moe_intermediate_size": 64,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
-    }
-
-
-def _weight_shapes(geometry: DemoSize) -> Iterator[tuple[str, tuple[int, ...], float | None]]:
+def _weight_shapes(geometry: Size) -> Iterator[tuple[str, tuple[int, ...], float | None]]:
     """(name, shape, standard deviation) of each tensor in file order; None marks a norm's weight.
 
     Each linear map keeps its input's scale: deviation 1/sqrt(inputs).
@@ -239,16 +210,8 @@ def _weight_shapes(geometry: DemoSize) -> Iterator[tuple[str, tuple[int, ...], f
     yield "lm_head.weight", (geometry.vocab_size, hidden), _OUTPUT_STD / math.sqrt(hidden)
 
 
-def _parameter_count(geometry: DemoSize) -> int:
-    return sum(math.prod(shape) for _, shape, _ in _weight_shapes(geometry))
-
-
-def _write_weights(geometry: DemoSize, output_biases: list[float], path: Path, seed: int) -> None:
+def _write_weights(geometry: Size, output_biases: list[float], path: Path, seed: int) -> None:
     """Draw every tensor in `_weight_shapes` order from one generator and save them in bfloat16."""
-    import numpy
-    import torch
-    from safetensors.torch import save_file
-
     random = numpy.random.default_rng(seed)
     tensors: dict[str, torch.Tensor] = {}
     for name, shape, deviation in _weight_shapes(geometry):
@@ -268,3 +231,43 @@ def _write_weights(geometry: DemoSize, output_biases: list[float], path: Path, s
             tensor[0] = 0  # no layer writes to the constant, or reads it
     save_file(tensors, str(path), metadata={"format": "pt"})
     path.chmod(0o644)  # safetensors makes it readable by its owner only
+
+
+def training_texts(limit_bytes: int) -> Iterator[str]:
+    """The paragraphs, then the standard library's top-level sources in name order, up to
+    `limit_bytes`.
+    """
+    yield _PARAGRAPHS
+    left = limit_bytes
+    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        text = path.read_text(encoding="utf-8", errors="ignore")
+        left -= len(text)
+        if left < 0:
+            return
+        yield text
+
+
+def train_tokenizer(vocab_size: int, text_limit_bytes: int) -> Tokenizer:
+    """A byte-level BPE tokenizer of at most `vocab_size` tokens, special tokens first (ids 0, 1, 2)."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=False))
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(  # type: ignore[no-untyped-call]
+        vocab_size=vocab_size - len(MARK_TOKENS),
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(training_texts(text_limit_bytes), trainer)
+    tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in MARK_TOKENS])
+    return tokenizer
+
+
+if __name__ == "__main__":
+    make_random_model(sys.argv[1], Path(sys.argv[2]))

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pdserve.discovery import etcd as discovery
 from pdserve.discovery.etcd import EtcdMembership
 from pdserve.discovery.workers import WORKERS, Registration, WorkerEtcdConfig, worker_key
 from pdserve.errors import ConfigError
 from pdserve.router.config.limits import Probe
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.config.tenants import Access
-from tests.support.kvpool.etcd_server import EtcdServer
+from tests.support.etcd_server import EtcdServer, encoded
 from tests.support.router.harness import PATIENT, Harness, routed
 from tests.support.router.mock_worker import ANSWER, MockWorker, workers
 
@@ -27,22 +26,15 @@ pytestmark = pytest.mark.timeout(120)
 WAIT_S = 20.0  # 2 s, for a machine that has more to do
 
 
-@pytest.fixture
-def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
-    server = EtcdServer(tmp_path)
-    yield server
-    server.kill()
-
-
-def settings(etcd: EtcdServer, lease_s: int = 2) -> WorkerEtcdConfig:
-    return WorkerEtcdConfig(endpoints=[etcd.url], lease_s=lease_s, timeout_s=1.0, retry_s=0.1)
+def settings(etcd: EtcdServer) -> WorkerEtcdConfig:
+    return WorkerEtcdConfig(endpoints=[etcd.url])
 
 
 @asynccontextmanager
-async def watching(etcd: EtcdServer, lease_s: int = 2, **more: Any) -> AsyncIterator[Harness]:
+async def watching(etcd: EtcdServer, **more: Any) -> AsyncIterator[Harness]:
     """A router that knows of no worker but by etcd."""
     more = {"min_prefill_tokens": 0, "deadlines": PATIENT} | more  # short prompts, too, have both stages
-    config = RouterConfig(etcd=settings(etcd, lease_s), probe=Probe(interval_s=0.1), **more)
+    config = RouterConfig(etcd=settings(etcd), probe=Probe(interval_s=0.1), **more)
     async with routed(config) as harness:
         yield harness
 
@@ -61,7 +53,7 @@ def test_a_worker_keeps_its_key_though_the_task_for_it_ended_by_a_bug(
         await asyncio.Event().wait()
 
     monkeypatch.setattr(EtcdMembership, "run", run)
-    config = WorkerEtcdConfig(endpoints=["http://127.0.0.1:1"], retry_s=0.01)
+    config = WorkerEtcdConfig(endpoints=["http://127.0.0.1:1"])
     registration = Registration(config, "decode", "http://worker:1", "")
     registration.start()
     try:
@@ -94,14 +86,9 @@ def ready(harness: Harness) -> set[str]:
     return {worker.id for worker in harness.router.fleet.workers if worker.ready}
 
 
-def put(etcd: EtcdServer, key: str, value: str, lease: str = "0") -> None:
-    body = {name: base64.b64encode(text.encode()).decode() for name, text in (("key", key), ("value", value))}
-    etcd.post("kv/put", {**body, "lease": lease})
-
-
-def register(etcd: EtcdServer, worker: MockWorker, lease: str = "0") -> None:
-    """By hand; without a lease it stays."""
-    put(etcd, f"/pdserve/pool/workers/{worker.role}/{worker.id}", json.dumps({"address": worker.url}), lease)
+def register(etcd: EtcdServer, worker: MockWorker) -> None:
+    """By hand; it stays."""
+    etcd.put(f"/pdserve/pool/workers/{worker.role}/{worker.id}", json.dumps({"address": worker.url}))
 
 
 async def test_workers_are_used_once_they_register_and_gone_once_they_stop(etcd: EtcdServer) -> None:
@@ -116,10 +103,11 @@ async def test_workers_are_used_once_they_register_and_gone_once_they_stop(etcd:
 
 
 async def test_a_router_keeps_its_fleet_while_etcd_is_away_and_when_it_comes_back_empty(
-    etcd: EtcdServer,
+    etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(discovery, "LEASE_S", 4)
     worker, lost, late = [MockWorker("agg") for _ in range(3)]
-    async with workers(worker, lost, late), watching(etcd, lease_s=4) as harness:
+    async with workers(worker, lost, late), watching(etcd) as harness:
         known = harness.router.fleet.by_id
         for there in (worker, lost):
             register(etcd, there)
@@ -145,9 +133,9 @@ async def test_nonsense_there_keeps_no_worker_out(etcd: EtcdServer) -> None:
             ("boss/y", "http://y:1"),
             (f"prefill/{listed.id}", listed.url),  # the configuration has it as another's role
         ):
-            put(etcd, f"/pdserve/pool/workers/{key}", json.dumps({"address": address}))
-        put(etcd, "/pdserve/pool/workers/decode/z", "garbage")
-        put(etcd, "/pdserve/pool/nodes/n", json.dumps({"address": "tcp:n:1"}))
+            etcd.put(f"/pdserve/pool/workers/{key}", json.dumps({"address": address}))
+        etcd.put("/pdserve/pool/workers/decode/z", "garbage")
+        etcd.put("/pdserve/pool/nodes/n", json.dumps({"address": "tcp:n:1"}))
         async with watching(etcd, decode=(listed.url,)) as harness:
             async with registered(etcd, good):
                 await until(lambda: ready(harness) == {good.id, listed.id})
@@ -187,9 +175,9 @@ async def test_a_worker_that_is_not_signed_with_the_cluster_token_is_never_asked
         async with watching(etcd, access=Access(cluster_token=TOKEN)) as harness:
             await until(lambda: ready(harness) == {own.id})
             assert (await harness.chat()).body == ANSWER
-            put(etcd, signed, forged)
+            etcd.put(signed, forged)
             await until(lambda: "signature" in etcd.value(signed))  # its owner writes it anew
-            put(etcd, "/pdserve/pool/workers/agg/127.0.0.1:1", forged)
+            etcd.put("/pdserve/pool/workers/agg/127.0.0.1:1", forged)
             assert (await harness.chat()).body == ANSWER
             assert set(harness.router.fleet.by_id) == {own.id}
     assert stranger.requests == other.requests == []
@@ -201,7 +189,7 @@ async def test_a_signed_entry_is_good_for_no_other_role(etcd: EtcdServer) -> Non
         async with registered(etcd, moved, TOKEN):
             await until(lambda: bool(etcd.keys("/pdserve/pool/workers/")))
             value = etcd.value(f"/pdserve/pool/workers/prefill/{moved.id}")
-        put(etcd, f"/pdserve/pool/workers/decode/{moved.id}", value)
+        etcd.put(f"/pdserve/pool/workers/decode/{moved.id}", value)
         access = Access(cluster_token=TOKEN)
         async with registered(etcd, other, TOKEN), watching(etcd, access=access) as harness:
             await until(lambda: ready(harness) == {other.id})
@@ -223,7 +211,7 @@ async def test_a_worker_watches_its_own_key_alone_and_writes_it_again(etcd: Etcd
     task = asyncio.create_task(membership.run())
     try:
         await until(lambda: bool(seen))
-        put(etcd, "/pdserve/pool/workers/decode/10.0.0.2:30000", '{"address": "http://10.0.0.2:30000"}')
+        etcd.put("/pdserve/pool/workers/decode/10.0.0.2:30000", '{"address": "http://10.0.0.2:30000"}')
         etcd.post("kv/deleterange", {"key": encoded(f"/pdserve/pool/workers/{own.node}")})
         await until(lambda: len(seen) > 1)
         assert all(one == {own.node} for one in seen)
@@ -252,7 +240,3 @@ async def test_a_list_has_all_of_ten_thousand_workers(etcd: EtcdServer) -> None:
         assert {member.address for member in await membership.nodes()} == set(urls)
     finally:
         await membership.close()
-
-
-def encoded(text: str) -> str:
-    return base64.b64encode(text.encode()).decode()

@@ -98,15 +98,19 @@ class EtcdServer:
         answer = httpx.post(f"{self.url}/v3/{path}", json=body, headers=headers, verify=self._verify)
         return dict(answer.raise_for_status().json())
 
+    def put(self, key: str, value: str) -> None:
+        """Without a lease: it stays."""
+        self.post("kv/put", {"key": encoded(key), "value": encoded(value)})
+
     def keys(self, prefix: str) -> list[str]:
         """All that begin so; it ends with a slash."""
-        first, last = (base64.b64encode(f"{prefix[:-1]}{end}".encode()).decode() for end in "/0")
+        first, last = (encoded(f"{prefix[:-1]}{end}") for end in "/0")
         found = self.post("kv/range", {"key": first, "range_end": last, "keys_only": True})
         return [base64.b64decode(one["key"]).decode() for one in found.get("kvs", [])]
 
     def value(self, key: str) -> str:
         """Of the key, which is there."""
-        [found] = self.post("kv/range", {"key": base64.b64encode(key.encode()).decode()})["kvs"]
+        [found] = self.post("kv/range", {"key": encoded(key)})["kvs"]
         return base64.b64decode(found["value"]).decode()
 
     def ask_for_passwords(self, user: str, password: str, prefix: str) -> None:
@@ -115,7 +119,7 @@ class EtcdServer:
             self.post("auth/user/add", {"name": name, "password": password})
             self.post("auth/role/add", {"name": name})
             self.post("auth/user/grant", {"user": name, "role": name})
-        first, last = (base64.b64encode(f"{prefix}{end}".encode()).decode() for end in "/0")
+        first, last = (encoded(f"{prefix}{end}") for end in "/0")
         permission = {"permType": "READWRITE", "key": first, "range_end": last}
         self.post("auth/role/grant", {"name": user, "perm": permission})
         self.post("auth/enable", {})
@@ -135,11 +139,15 @@ class EtcdServer:
         shutil.rmtree(self._directory / "etcd")
 
 
+def encoded(text: str) -> str:
+    """As keys and values are in etcd's JSON."""
+    return base64.b64encode(text.encode()).decode()
+
+
 def settings(etcd: EtcdServer, **options: Any) -> EtcdConfig:
-    options = {"lease_s": 1, "timeout_s": 5.0, "retry_s": 0.1, **options}
     return EtcdConfig(endpoints=[etcd.url], **options)
 
 
-def in_etcd(etcd: EtcdServer, **options: Any) -> dict[str, Any]:
+def in_etcd(etcd: EtcdServer) -> dict[str, Any]:
     """Of a node's [cluster]."""
-    return {"cluster": {"etcd": settings(etcd), **options}}
+    return {"cluster": {"etcd": settings(etcd)}}

@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import msgspec
 import pytest
 
+from pdserve.discovery import etcd as discovery
 from pdserve.discovery.config import EtcdConfig
 from pdserve.discovery.etcd import EtcdMember, EtcdMembership, discover
-from pdserve.errors import ConfigError, PoolError, PoolUnavailable
+from pdserve.errors import ConfigError, PoolError, PoolUnavailable, StartupError
+from pdserve.kvpool.client import locate
+from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
+from pdserve.kvpool.client.locate import locate_pool
 from pdserve.kvpool.node.node import PoolNode
 from pdserve.kvpool.node.peers.joining import Before
 from pdserve.kvpool.protocol.cluster_messages import ACTIVE
 from tests.support.certificates import certificate as self_signed
+from tests.support.etcd_server import EtcdServer, in_etcd, settings
 from tests.support.kvpool.clustered import config_of, ring, running, until
-from tests.support.kvpool.etcd_server import EtcdServer, in_etcd, settings
-
-
-@pytest.fixture
-def etcd(tmp_path: Path) -> Iterator[EtcdServer]:
-    server = EtcdServer(tmp_path)
-    yield server
-    server.kill()
 
 
 def names(etcd: EtcdServer) -> list[str] | None:
@@ -42,24 +36,12 @@ def found_by(config: EtcdConfig) -> list[str] | None:
         return None
 
 
-def put(etcd: EtcdServer, key: str, value: str) -> None:
-    body = {
-        "key": base64.b64encode(key.encode()).decode(),
-        "value": base64.b64encode(value.encode()).decode(),
-    }
-    httpx.post(f"{etcd.url}/v3/kv/put", json=body).raise_for_status()
-
-
-def delete(etcd: EtcdServer, key: str) -> None:
-    body = {"key": base64.b64encode(key.encode()).decode()}
-    httpx.post(f"{etcd.url}/v3/kv/deleterange", json=body).raise_for_status()
-
-
 def test_nodes_find_each_other_and_clients_find_them_and_who_stops_is_gone(
-    tmp_path: Path, etcd: EtcdServer
+    tmp_path: Path, etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By their own word: leases of a minute do not end on a busy machine."""
-    where = {"cluster": {"etcd": settings(etcd, lease_s=60)}}
+    monkeypatch.setattr(discovery, "LEASE_S", 60)
+    where = in_etcd(etcd)
 
     async def run() -> None:
         async with running(tmp_path, "a", **where) as a:
@@ -80,14 +62,14 @@ def test_nodes_find_each_other_and_clients_find_them_and_who_stops_is_gone(
 
 @pytest.mark.parametrize("keeps_key", [False, True])
 def test_a_node_that_is_upgraded_leaves_its_key_for_the_next_program(
-    tmp_path: Path, etcd: EtcdServer, keeps_key: bool
+    etcd: EtcdServer, keeps_key: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Clients that start meanwhile find it."""
+    monkeypatch.setattr(discovery, "LEASE_S", 60)
 
     async def run() -> None:
         own = EtcdMember("a", "tcp:a:7700")
-        config = msgspec.structs.replace(settings(etcd), lease_s=60)
-        membership = EtcdMembership(config, "pool", own, lambda _: None)
+        membership = EtcdMembership(settings(etcd), "pool", own, lambda _: None)
         following = asyncio.create_task(membership.run())
         await until(lambda: names(etcd) == ["a"])
         following.cancel()
@@ -97,10 +79,13 @@ def test_a_node_that_is_upgraded_leaves_its_key_for_the_next_program(
     assert names(etcd) == (["a"] if keeps_key else [])
 
 
-def test_a_node_that_is_upgraded_serves_without_waiting_for_etcd(tmp_path: Path) -> None:
+def test_a_node_that_is_upgraded_serves_without_waiting_for_etcd(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(discovery, "TIMEOUT_S", 600.0)
     with socket.create_server(("127.0.0.1", 0)) as mute:
-        silent = EtcdConfig(endpoints=[f"http://127.0.0.1:{mute.getsockname()[1]}"], timeout_s=600.0)
-        cluster = {"etcd": silent, "join_timeout_s": 600.0}
+        silent = EtcdConfig(endpoints=[f"http://127.0.0.1:{mute.getsockname()[1]}"])
+        cluster = {"etcd": silent, "ping_timeout_s": 600.0}
 
         async def run() -> None:
             async with running(tmp_path, "b") as b:
@@ -130,14 +115,16 @@ async def test_the_pool_goes_on_while_etcd_is_away_and_is_there_again_after_it(
             await until(lambda: names(etcd) == ["a", "b", "c"])
 
 
-async def test_an_etcd_that_hangs_keeps_nobody_waiting(tmp_path: Path, etcd: EtcdServer) -> None:
-    short = settings(etcd, timeout_s=0.5)
-    options = {"cluster": {"etcd": short}}
+async def test_an_etcd_that_hangs_keeps_nobody_waiting(
+    tmp_path: Path, etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(discovery, "TIMEOUT_S", 0.5)
+    options = in_etcd(etcd)
     async with running(tmp_path, "a", **options) as a:
         await until(lambda: names(etcd) == ["a"])
         etcd.pause()
         with pytest.raises(PoolUnavailable, match="cannot be asked"):
-            await asyncio.to_thread(discover, short, "pool")
+            await asyncio.to_thread(discover, settings(etcd), "pool")
         async with running(tmp_path, "b", peers="a", **options) as b:
             await until(lambda: ring(a) == "ab" == ring(b))
         etcd.resume()
@@ -169,17 +156,18 @@ def test_an_etcd_that_asks_for_certificates_gets_ours(tmp_path: Path, certificat
 def test_etcd_with_tls_and_passwords(tmp_path: Path, certificate: tuple[Path, Path]) -> None:
     server = EtcdServer(tmp_path, certificate)
     try:
-        server.ask_for_passwords("pool", "secret", "/pdserve")
+        server.ask_for_passwords("pool", "secret", "/pdserve/pool")
         good = settings(server, ca_file=server.ca_file, username="pool", password="secret")
         for wrong, words in (
             ({"ca_file": ""}, "certificate verify failed"),
             ({"password": "guess"}, "authentication failed"),
             ({"username": ""}, "user name is empty"),
-            ({"prefix": "/other"}, "permission denied"),
         ):
             with pytest.raises(PoolError, match=words) as error:
                 discover(msgspec.structs.replace(good, **wrong), "pool")
             assert "secret" not in str(error.value)
+        with pytest.raises(PoolError, match="permission denied"):
+            discover(good, "other")
 
         async def run() -> None:
             cluster = {"cluster": {"etcd": good}}
@@ -189,7 +177,7 @@ def test_etcd_with_tls_and_passwords(tmp_path: Path, certificate: tuple[Path, Pa
                     await until(lambda: found_by(good) == ["a", "b"])
                     membership = a.gossip.joining.etcd
                     assert membership is not None
-                    membership._token = "one.that.ended"
+                    membership.client.token = "one.that.ended"
                     assert [node.node for node in await membership.nodes()] == ["a", "b"]
                 await until(lambda: found_by(good) == ["a"])
 
@@ -285,9 +273,12 @@ class Relay:
         sink.close()
 
 
-async def test_the_watch_leaves_an_endpoint_that_hangs(tmp_path: Path, etcd: EtcdServer) -> None:
+async def test_the_watch_leaves_an_endpoint_that_hangs(
+    etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(discovery, "TIMEOUT_S", 0.5)
     relay = Relay(etcd.port)
-    two = msgspec.structs.replace(settings(etcd, timeout_s=0.5), endpoints=[await relay.start(), etcd.url])
+    two = msgspec.structs.replace(settings(etcd), endpoints=[await relay.start(), etcd.url])
     found: list[list[str]] = []
     member = EtcdMembership(
         two,
@@ -298,10 +289,10 @@ async def test_the_watch_leaves_an_endpoint_that_hangs(tmp_path: Path, etcd: Etc
     running = asyncio.create_task(member.run())
     try:
         await until(lambda: found[-1:] == [["a"]])
-        await asyncio.to_thread(put, etcd, "/pdserve/pool/nodes/y", '{"address": "tcp:127.0.0.1:2"}')
+        await asyncio.to_thread(etcd.put, "/pdserve/pool/nodes/y", '{"address": "tcp:127.0.0.1:2"}')
         await until(lambda: found[-1] == ["a", "y"])
         relay.break_off()
-        await asyncio.to_thread(put, etcd, "/pdserve/pool/nodes/z", '{"address": "tcp:127.0.0.1:3"}')
+        await asyncio.to_thread(etcd.put, "/pdserve/pool/nodes/z", '{"address": "tcp:127.0.0.1:3"}')
         await until(lambda: found[-1] == ["a", "y", "z"])
     finally:
         running.cancel()
@@ -311,11 +302,11 @@ async def test_the_watch_leaves_an_endpoint_that_hangs(tmp_path: Path, etcd: Etc
 
 async def test_what_others_wrote_there_is_passed_over(tmp_path: Path, etcd: EtcdServer) -> None:
     for key, value in (("x", "garbage"), ("y", '{"address": 7}'), ("z", '{"address": "tcp:127.0.0.1:1"}')):
-        put(etcd, f"/pdserve/pool/nodes/{key}", value)
-    put(etcd, "/pdserve/pool/nodesandmore", "{}")
+        etcd.put(f"/pdserve/pool/nodes/{key}", value)
+    etcd.put("/pdserve/pool/nodesandmore", "{}")
     async with running(tmp_path, "a", **in_etcd(etcd)) as a:
         await until(lambda: names(etcd) == ["a", "z"])
-        put(etcd, "/pdserve/pool/nodes/w", "garbage")
+        etcd.put("/pdserve/pool/nodes/w", "garbage")
         async with running(tmp_path, "b", **in_etcd(etcd)) as b:
             await until(lambda: ring(a) == ring(b) == "ab")
 
@@ -324,7 +315,7 @@ async def test_names_that_others_wrote_there_write_no_lines_of_their_own_into_a_
     tmp_path: Path, etcd: EtcdServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("q\nERROR a line of its own", "q\x1b[2J", "q" * 4096):
-        put(etcd, f"/pdserve/pool/nodes/{name}", '{"address": "tcp:127.0.0.1:1"}')
+        etcd.put(f"/pdserve/pool/nodes/{name}", '{"address": "tcp:127.0.0.1:1"}')
     assert names(etcd) == []
     async with running(tmp_path, "a", **in_etcd(etcd)):
         await until(lambda: names(etcd) == ["a"])
@@ -346,5 +337,34 @@ def test_what_is_no_etcd_is_said_in_one_line() -> None:
         url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
     for endpoints in ([url], ["http://"], ["nonsense"], []):
         with pytest.raises(PoolError) as error:
-            discover(EtcdConfig(endpoints=endpoints, timeout_s=0.5), "pool")
+            discover(EtcdConfig(endpoints=endpoints), "pool")
         assert "\n" not in str(error.value)
+
+
+async def test_a_worker_finds_the_nodes_and_passes_no_password_on(tmp_path: Path, etcd: EtcdServer) -> None:
+    async with running(tmp_path, "a", **in_etcd(etcd)) as a:
+        config = PoolClientConfig(etcd=settings(etcd), token="t")
+        found = await asyncio.to_thread(locate_pool, config)
+        assert found.nodes == [PoolNodeRef(node="a", address=a.config.address, weight=1)]
+        assert found.token == "t"
+        assert found.etcd == EtcdConfig()
+
+
+def test_a_worker_waits_for_the_first_node_and_gives_up_in_words(
+    etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locate, "ETCD_WAIT_S", 0.3)
+    slept: list[float] = []
+    config = PoolClientConfig(etcd=settings(etcd), cluster="mine")
+    with pytest.raises(StartupError, match="no node of the pool 'mine'"):
+        locate_pool(config, sleep=slept.append)
+    assert slept
+    etcd.kill()
+    with pytest.raises(StartupError, match="cannot be asked"):
+        locate_pool(config, sleep=slept.append)
+
+
+def test_nodes_in_the_configuration_win() -> None:
+    nodes = [PoolNodeRef(node="n", address="unix:/n")]
+    config = PoolClientConfig(nodes=nodes, etcd=EtcdConfig(endpoints=["http://127.0.0.1:1"]))
+    assert locate_pool(config).nodes == nodes

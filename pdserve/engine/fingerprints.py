@@ -1,8 +1,10 @@
-"""Fingerprints of model directories, kept from start to start. One of a large model takes 270,000 seeks.
+"""Fingerprints of what makes a prompt's pages: model directories, tokenizer and chat template. Workers that
+differ in one make other pages of the same prompt, and share none.
 
-An entry is found by everything that tells whether a file was changed: its path, size, inode, and times of
-change. A directory with a file that was changed in the last `SETTLED_S` is not kept, since a further change
-might have the same times. The entries are in a directory of this user alone.
+Those of directories are kept from start to start: one of a large model takes 270,000 seeks. An entry is found
+by everything that tells whether a file was changed: its path, size, inode, and times of change. A directory
+with a file that was changed in the last `SETTLED_S` is not kept, since a further change might have the same
+times. The entries are in a directory of this user alone.
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Final
+
+import xxhash
 
 from pdserve.security.private_directory import private_directory
 
@@ -24,6 +29,10 @@ MAX_ENTRIES = 256
 _READ_SUFFIXES = (".json", ".safetensors", ".bin", ".pt", ".gguf")
 """Of the files that a fingerprint is made of."""
 _FINGERPRINT = re.compile(r"[0-9a-f]{16}")
+SAMPLE: Final = (
+    "The quick brown fox, 1234567890 times; Zwölf Boxkämpfer jagen Viktor.\n\tdef f(x): return x**2  # 😀 "
+    "日本語のテキスト русский текст النص العربي <|im_start|>user<|im_end|></s>"
+)
 
 
 def default_directory() -> Path:
@@ -82,3 +91,17 @@ def _write(entry: Path, fingerprint: str) -> None:
     entries = sorted(entry.parent.iterdir(), key=lambda path: path.stat().st_mtime_ns)
     for old in entries[:-MAX_ENTRIES]:
         old.unlink(missing_ok=True)
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Of the tokens of a sample and the size of the vocabulary; empty without a tokenizer."""
+    if tokenizer is None:
+        return ""
+    said = [*tokenizer.encode(SAMPLE), len(tokenizer)]
+    return str(xxhash.xxh3_64_hexdigest(repr(said).encode()))
+
+
+def chat_template_fingerprint(tokenizer: Any, named: str | None) -> str:
+    """Of the model's own template, and of the one that SGLang was told to use (`--chat-template`)."""
+    own = getattr(tokenizer, "chat_template", None)
+    return str(xxhash.xxh3_64_hexdigest(repr((own, named)).encode())) if own or named else "none"

@@ -7,9 +7,9 @@ import sys
 
 CODE = """
 import importlib.metadata
-from pdserve.engine.sglang import quick_imports
+from pdserve.engine.sglang.cpu import stand_in
 theirs = importlib.metadata.packages_distributions()
-ours = quick_imports.packages_distributions()
+ours = stand_in.packages_distributions()
 wrong = {name: of for name, of in theirs.items() if sorted(of) != sorted(ours.get(name, []))}
 print(len(theirs) > 50, wrong)
 """
