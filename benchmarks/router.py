@@ -265,7 +265,8 @@ def _router(name: str, workers: Sequence[Server], directory: Path, cores: set[in
         with _on_cores(cores):
             log = directory / f"{name}.log"
             made = running.enter_context(server(name, command, log, lambda: _answers(port)))
-        yield Server(name, port, psutil.Process(made.pid))
+        process = psutil.Process(made.pid)  # pdserve's serves from a child
+        yield Server(name, port, next(iter(process.children()), process))
 
 
 def _answers(port: int) -> bool:

@@ -27,6 +27,7 @@ from pdserve.discovery.workers import WorkerEtcdConfig
 from pdserve.engine.config import EngineConfig, ExactTurnsConfig, Role
 from pdserve.engine.drain import Drain
 from pdserve.engine.handoff import DirectConfig
+from pdserve.engine.http.diagnosed import Diagnosed
 from pdserve.engine.http.fixed_weights import FixedWeights
 from pdserve.engine.http.guard import Draining, Guard, close_cors
 from pdserve.engine.http.judged import Judged, validation_error
@@ -208,6 +209,7 @@ def install(app: Any, worker: Worker, routes: WorkerRoutes, token: str, metrics_
     none.
     """
     app.exception_handlers[RequestValidationError] = _invalid
+    app.add_middleware(Diagnosed)
     app.add_middleware(Judged, contract=lambda: worker.engine.contract)
     if worker.config.storage != "none":
         app.add_middleware(FixedWeights)

@@ -18,7 +18,6 @@ from pdserve.engine.fingerprints import chat_template_fingerprint, tokenizer_fin
 from pdserve.errors import ConfigError
 from pdserve.router.config.router import RouterConfig
 from pdserve.security.tls import Certificates
-from pdserve.settings import toml_text
 from tests.support.certificates import Authority, certificate
 from tests.support.command import pdserve_here
 from tests.support.e2e.cluster import free_port, to_toml
@@ -365,7 +364,7 @@ async def test_pool_nodes_are_asked_with_the_certificates_of_their_configuration
     table = {name: str(getattr(files, name)) for name in ("certificate", "key", "ca", "client_ca")}
     file, address = tmp_path / "cluster.toml", f"tcp:127.0.0.1:{free_port()}"
     tables = {"cluster": {"name": "c"}, "pool": [{"listen": [address], "tls": table}], "agg": [{}]}
-    file.write_text(toml_text.to_toml(tables))
+    file.write_text(to_toml(tables))
     async with running(tmp_path, "a", listen=[address], tls=files):
         tls = pool_tls(plan_of(file, tmp_path))
         [found] = await asyncio.to_thread(cluster.gather_pool, [address], tls)

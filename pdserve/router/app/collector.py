@@ -36,6 +36,7 @@ def collect(
         "decode_retries": _keyed(stats.decode_retries),
         "streams_continued": _keyed(stats.continued),
         "retries_refused": stats.retries_refused,
+        "nonces": stats.nonces,
         "poisoned_requests": stats.poisoned,
         "prompt_tokens": stats.prompt_tokens,
         "prompt_cached_tokens": _keyed(stats.cached_tokens),

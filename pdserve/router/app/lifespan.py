@@ -39,7 +39,7 @@ async def open_router(
     gate = Gate(config, fleet)
     tls = WorkerTls(config.tls)
     upstream = Upstream(config.limits, token, tls)
-    prober = Prober(config.probe, fleet, upstream, stats, token=token, tls=tls)
+    prober = Prober(config.probe, fleet, upstream, Upstream(config.limits, token, tls), stats)
     discovery = _discovery(config, fleet, token)
     tasks: list[asyncio.Task[None]] = []
     try:

@@ -132,7 +132,7 @@ def _add_hint_route(app: fastapi.FastAPI, router: Router, turns: _Turns) -> None
         tenant, body = _tenant(router, request), await _body(request)
         asked = _decoded(body, _Hint)
         view = parse_request(body)
-        key = find_session_key(sources, request.headers.get, view, body)
+        key = find_session_key(sources, dict(request.headers.raw), view, body)
         if key is None:
             raise RequestError(404, "No session is named: by the header x-session-id, for example.")
         key = key.of_model(router.gate.named(view.model) or router.gate.served_model(None))

@@ -268,7 +268,12 @@ class DecodeStage:
         tokens = {} if job.is_prompt_counted and job.cached_before else cached_tokens(response.headers)
         self._count_prompt(call, job, tokens)
         turn = self._placer.on_answering(
-            call.facts, job.plan, worker, call.worker_request_id.decode(), self._loop.time()
+            call.facts,
+            job.plan,
+            worker,
+            call.worker_request_id.decode(),
+            self._loop.time(),
+            job.found_tokens,
         )
         if is_event_stream(response):
             if not (call.answer.is_started or job.cached_before):

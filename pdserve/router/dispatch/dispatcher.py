@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 
 import msgspec
 
@@ -91,6 +91,10 @@ class Dispatcher:
         session, last = call.facts.session, None
         if session is not None:
             last = self.placer.sessions.get(session, self._loop.time())
+        if call.facts.is_final:
+            call.finish(0 if last is None else last.shared_tokens)
+        if last is None and session is not None and session.parent:
+            last = self.placer.parents_turn(call.facts, self._loop.time())
         await self._suspects.check(call)
         plan = await self._first_plan(call, last)
         job = Job(plan)
@@ -221,9 +225,8 @@ class Dispatcher:
             if plan.settle is not None:
                 job.words.append(await self._settle.run(call, plan.settle))
             if prefill is not None:
-                job.words.append(await self._prefill.run(call, job, prefill.worker))
-                prefill.release()
-                prefill = None
+                claim, prefill = prefill, None  # the stage releases it
+                job.words.append(await self._prefill.run(call, job, claim))
             call.phase = "decode"
             call.asked_s = time.monotonic()
             failure = await self._decode.attempt(call, job, decode)
@@ -299,14 +302,14 @@ class Dispatcher:
 
     def _alternate(self, call: Call, job: Job, failed: Worker, tried: Iterable[str]) -> Worker | None:
         """A decode worker that can try next, not one of `tried`."""
-        candidates = self._fleet.snapshot(call.model, self._loop.time()).decode
+        candidates: Sequence[Worker] = self._fleet.snapshot(call.model, self._loop.time()).decode
         if call.answer.is_started:
             candidates = self._successors(call, job, failed, candidates)
         return choose_alternate(candidates, tried)
 
     def _successors(
-        self, call: Call, job: Job, failed: Worker, candidates: tuple[Worker, ...]
-    ) -> tuple[Worker, ...]:
+        self, call: Call, job: Job, failed: Worker, candidates: Sequence[Worker]
+    ) -> Sequence[Worker]:
         """The candidates that can continue the stream of `failed`."""
         if job.marks is None or not job.marks.is_marked:
             return ()

@@ -13,7 +13,8 @@ It never fails a call: pages that are missing then are computed again.
 The prefill stage: a prefill worker computes the prompt and puts its pages into the pool.
 
 It fails a call only when the prefill worker says that the request itself is at fault. After any other failure
-the decode worker computes the prompt.
+the decode worker computes the prompt. A prompt that is being computed for another call is waited for: see
+`shared_prefill`.
 
 A worker without `/pd/prefill` is asked for an answer of one token instead, and the rest of its answer is
 dropped. Its pages get to the decode worker by whatever cache the two share.
@@ -37,6 +38,7 @@ from pdserve.router.api.request_body import with_members
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.dispatch.job import (
     FAILURES,
+    Claim,
     Job,
     WorkerAnswerError,
     WorkerRequests,
@@ -44,15 +46,16 @@ from pdserve.router.dispatch.job import (
     outcome_of,
     turns_header,
 )
+from pdserve.router.dispatch.shared_prefill import Computed, SharedPrefills
 from pdserve.router.dispatch.suspicion import Suspects
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.fleet.worker import Count, Worker
 from pdserve.router.metrics.names import CACHES
 from pdserve.router.metrics.stats import Stats
 from pdserve.router.placement.placer import Placer
-from pdserve.router.placement.planner import Settle
+from pdserve.router.placement.planner import Settle, choose_alternate, direct_threshold
 from pdserve.router.request.answer import PREFILL_HEADER
-from pdserve.router.request.call import MISS_HEADER, PREFILL_CACHED_HEADER, Call, cached_words
+from pdserve.router.request.call import PREFILL_CACHED_HEADER, Call, cached_words
 
 _OF_OPENAI: Final[dict[str, Any]] = {
     "stream": False,
@@ -196,29 +199,66 @@ class PrefillStage:
         self._stats = stats
         self._placer = placer
         self._suspects = suspects
+        self._min_tokens = config.min_prefill_tokens
+        self._shared = SharedPrefills()
         self._loop = asyncio.get_running_loop()
 
-    async def run(self, call: Call, job: Job, worker: Worker) -> str:
-        """Have the prompt computed and published. Returns the outcome as a word of the plan. Raises
+    async def run(self, call: Call, job: Job, claim: Claim) -> str:
+        """Have the prompt computed and published; if that is done for another call now, wait for it. Releases
+        the `claim`, which is of the prefill worker. Returns the outcome as a word of the plan. Raises
         WorkerAnswerError when the request itself is at fault.
         """
         call.phase = "prefill"
-        begun_s = time.monotonic()
+        begun_s, end_s = time.monotonic(), self._loop.time() + self._limit_s
+        held: Claim | None = claim
+        worker, uncached, computed = claim.worker, job.plan.uncached_tokens, None
+        try:
+            while not worker.lacks("prefill") and self._shared.begin(call, uncached):
+                if held is not None:  # nothing is computed there for this call
+                    held.release()
+                    held = None
+                if (found := await self._shared.wait(call, end_s)) is None:
+                    break  # it leads now
+                uncached, worker = found.rest_tokens(call.facts), found.worker
+                is_short = uncached < direct_threshold(self._min_tokens, worker, job.plan.decode)
+                if found.is_in_pool and (is_short or found.is_whole(call.facts)):
+                    return self._note_shared(call, job, found)
+            if held is None:
+                worker = self._present(call, worker)
+                held = Claim(self._fleet, worker, self._loop.time(), uncached, prefills=True)
+            outcome = await self._compute(call, job, worker, end_s - self._loop.time())
+            if outcome in ("ok", "partial"):
+                computed = Computed(worker, outcome == "ok", job.turns_line)
+            return f"stage={outcome}"
+        except TimeoutError:  # of the wait; the decode worker computes the prompt
+            self._stats.prefill["shared-timeout"] += 1
+            return "stage=shared-timeout"
+        finally:
+            if held is not None:
+                held.release()
+            self._shared.end(call, computed)
+            spent_s, parts_s = time.monotonic() - begun_s, call.parts_s
+            if "publish" in parts_s:  # the worker reports it; it cannot be longer than what was measured here
+                parts_s["publish"] = min(parts_s["publish"], spent_s)
+            parts_s["prefill"] = spent_s - parts_s.get("publish", 0.0)
+
+    def _present(self, call: Call, worker: Worker) -> Worker:
+        """This prefill worker, or another one if it has gone meanwhile and there is one."""
+        eligible = self._fleet.snapshot(call.model, self._loop.time()).prefill
+        return worker if worker.id in eligible.by_id else choose_alternate(eligible, ()) or worker
+
+    async def _compute(self, call: Call, job: Job, worker: Worker, limit_s: float) -> str:
+        """Ask the worker, and meanwhile have the decode worker read what is published. Returns as `ask`."""
         is_long = 0 < self._pull_ahead_tokens <= job.plan.uncached_tokens
         if is_long and job.plan.decode.lacks("pull"):
             is_long = False
             job.words.append("pull=absent")
         pulling = self._loop.create_task(self._pull_ahead(call, job.plan.decode)) if is_long else None
         try:
-            outcome = await self.ask(call, job, worker, self._limit_s)
+            return await self.ask(call, job, worker, max(0.0, limit_s))
         finally:
             if pulling is not None:
                 pulling.cancel()  # hangs up
-        spent_s, parts_s = time.monotonic() - begun_s, call.parts_s
-        if "publish" in parts_s:  # the worker reports it; it cannot be longer than what was measured here
-            parts_s["publish"] = min(parts_s["publish"], spent_s)
-        parts_s["prefill"] = spent_s - parts_s.get("publish", 0.0)
-        return f"stage={outcome}"
 
     async def _pull_ahead(self, call: Call, decode: Worker) -> None:
         """Have the decode worker read pages as they are published, until cancelled. Never fails."""
@@ -264,6 +304,13 @@ class PrefillStage:
         self._stats.prefill[outcome] += 1
         return outcome
 
+    def _note_shared(self, call: Call, job: Job, found: Computed) -> str:
+        """The prompt was computed for another call, and its pages are in the pool."""
+        job.turns_line = found.turns_line
+        call.answer.prefill_headers = [(PREFILL_HEADER, found.worker.id_header)]
+        self._stats.prefill["shared"] += 1
+        return "stage=shared"
+
     def _note_plain(self, call: Call, job: Job, worker: Worker) -> None:
         """A worker that answers a request for one token has the prompt in its memory, and tells no more of
         it.
@@ -284,7 +331,7 @@ class PrefillStage:
             (PREFILL_CACHED_HEADER, cached_words(tokens)),
         ]
         if report.missed:
-            call.answer.prefill_headers.append((MISS_HEADER, report.missed.encode()))
+            call.answer.missed.append(report.missed.encode())
         if call.answer.meter is not None:
             call.answer.meter.prompt_tokens = report.prompt_tokens
         if job.plan.handoff == "pool":

@@ -12,9 +12,8 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Container
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-import httpx
 import msgspec
 
 from pdserve.errors import StartupError
@@ -24,13 +23,8 @@ from pdserve.router.fleet.changes import FleetChange
 from pdserve.router.fleet.registry import Fleet, joining_order
 from pdserve.router.fleet.worker import Worker, WorkerInfo, WorkerLoad, foreign_info
 from pdserve.router.metrics.stats import Stats
-from pdserve.router.upstream.client import Upstream, is_own_fault, is_refused, os_errors
-from pdserve.router.upstream.connection import (
-    ASKS_FOR_CERTIFICATE,
-    RenewedTransport,
-    UpstreamError,
-    WorkerTls,
-)
+from pdserve.router.upstream.client import Upstream
+from pdserve.router.upstream.connection import UpstreamError
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +33,7 @@ INFO_EVERY = 10
 LOOKS = 2
 """Probes of a worker whose connection was lost: a process may close its port a moment after it."""
 LOOK_AGAIN_S = 0.05
+MAX_ANSWER_BYTES: Final = 4 << 20
 _info_decoder = msgspec.json.Decoder(WorkerInfo)
 
 
@@ -77,40 +72,20 @@ def _ready_in(answer: bytes) -> _Ready:
         return _Ready()
 
 
-def _cause(error: httpx.ConnectError) -> str:
-    """What the operating system said, without httpx's "All connection attempts failed"."""
-    return str(next((one for one in os_errors(error) if one.errno is not None), error))
-
-
-def _named(error: Exception, worker: Worker) -> str:
-    cut_off = worker.is_tls and isinstance(error, httpx.RemoteProtocolError | httpx.NetworkError)
-    return type(error).__name__ + (f": {ASKS_FOR_CERTIFICATE}" if cut_off else "")
-
-
 class Prober:
     """Probes every worker of the fleet."""
 
     def __init__(
-        self,
-        config: Probe,
-        fleet: Fleet,
-        upstream: Upstream,
-        stats: Stats,
-        transport: httpx.AsyncBaseTransport | None = None,
-        token: str = "",
-        tls: WorkerTls | None = None,
+        self, config: Probe, fleet: Fleet, upstream: Upstream, probes: Upstream, stats: Stats
     ) -> None:
+        """`upstream`: the connections of requests; `probes`: those of probes, which `close` closes. A worker
+        with as many requests as it may have is probed all the same.
+        """
         self._config = config
         self._fleet = fleet
         self._upstream = upstream
+        self._probes = probes
         self._stats = stats
-        self._tls = tls or WorkerTls()
-        self._client = httpx.AsyncClient(
-            timeout=config.timeout_s,
-            trust_env=False,
-            transport=transport or RenewedTransport(self._tls),
-            headers={"authorization": f"Bearer {token}"} if token else None,
-        )
         self._looking: dict[Worker, asyncio.Task[None]] = {}
         """Workers whose connection was lost, until it is known whether they are there."""
         fleet.on_doubt = self._look_soon
@@ -120,12 +95,12 @@ class Prober:
         """Worker id → the last logged problem. A lasting problem is logged once."""
 
     async def close(self) -> None:
-        """Close the probes' connections."""
+        """Close the probes' connections, after `run` was cancelled."""
         looking = list(self._looking.values())
         for task in looking:
             task.cancel()
         await asyncio.gather(*looking, return_exceptions=True)
-        await self._client.aclose()
+        self._probes.close()
 
     async def first_round(self, first: FirstRound) -> None:
         """Probe all workers once. Workers that do not answer may join later.
@@ -184,9 +159,17 @@ class Prober:
             await asyncio.sleep(number * LOOK_AGAIN_S)
             await self.probe(worker, asks_info=False)
 
-    async def _get(self, url: str) -> httpx.Response:
-        async with asyncio.timeout(self._config.timeout_s):  # httpx's own timeout bounds only a single read
-            return await self._client.get(url)
+    async def _get(self, worker: Worker, path: str) -> tuple[int, bytes]:
+        """(status, body). Raises UpstreamError, TimeoutError."""
+        timeout_s = self._config.timeout_s
+        async with asyncio.timeout(timeout_s):  # the client's own deadlines are those of single steps
+            response = await self._probes.ask(
+                worker, path, b"", b"", connect_s=timeout_s, head_s=timeout_s, method=b"GET"
+            )
+            try:
+                return response.status, await response.read_all(timeout_s, MAX_ANSWER_BYTES)
+            finally:
+                response.release()
 
     async def probe(self, worker: Worker, *, asks_info: bool) -> None:
         """Probe one worker and report to the fleet. Takes at most twice `timeout_s`.
@@ -199,49 +182,44 @@ class Prober:
     async def _ask(self, worker: Worker, *, asks_info: bool) -> WorkerInfo | None:
         """The worker's info if it is ready. None if not; then the fleet has been told."""
         try:
-            self._tls.context(worker)
             if worker.ready and worker.lacks("info") and not asks_info:
                 return await self._ask_foreign(worker, asks_info=False)
-            response = await self._get(f"{worker.url}/pd/ready")
-            if response.status_code == 404:
+            status, answer = await self._get(worker, "/pd/ready")
+            if status == 404:
                 return await self._ask_foreign(worker, asks_info=True)
-            said = _ready_in(response.content)
+            said = _ready_in(answer)
             if said.draining:
                 self._fleet.on_load(worker, said.load, pool_up=said.pool == "up")
                 if self._fleet.on_probe_stopping(worker):
                     logger.info("%s worker %s stops: it finishes what it has", worker.role, worker.id)
                 return None
-            if response.status_code != 200:
+            if status != 200:
                 self._lost(worker, self._fleet.on_probe_not_ready(worker), "is not ready")
                 return None
             self._fleet.on_load(worker, said.load, pool_up=said.pool == "up")
             is_new = worker.info is not None and said.info_tag not in ("", worker.info.info_tag)
             if not worker.ready or worker.stopping or worker.refused or asks_info or is_new:
                 return await self._ask_info(worker)
-        except UpstreamError as error:  # the other scheme
-            self._lost(worker, self._fleet.on_probe_not_ready(worker), f"is not used: {error}")
+        except UpstreamError as error:
+            self._not_answered(worker, error)
             return None
-        except (httpx.InvalidURL, UnicodeError) as error:  # UnicodeError: bad host name
-            self._lost(worker, self._fleet.on_probe_not_ready(worker), f"cannot be reached: {error}")
-            return None
-        except httpx.ConnectError as error:
-            self._not_connected(worker, error)
-            return None
-        except (httpx.HTTPError, TimeoutError) as error:
+        except TimeoutError:
             went = self._fleet.on_probe_unanswered(worker, self._config.failures_to_down)
-            self._lost(worker, went, f"does not answer probes ({_named(error, worker)})")
+            self._lost(worker, went, f"does not answer probes within {self._config.timeout_s:g} s")
             return None
         return worker.info
 
-    def _not_connected(self, worker: Worker, error: httpx.ConnectError) -> None:
-        """Only a closed port says at once that the worker is down. A fault of this machine says nothing."""
-        if is_own_fault(error):
-            self._lost(worker, False, f"cannot be probed by this machine: {_cause(error)}")
-        elif is_refused(error):
+    def _not_answered(self, worker: Worker, error: UpstreamError) -> None:
+        """Only a closed port, or a wrong URL, says at once that the worker is down. A fault of this machine
+        says nothing.
+        """
+        if error.kind == "busy":
+            self._lost(worker, False, f"cannot be probed: {error}")
+        elif error.is_down:
             self._lost(worker, self._fleet.on_probe_not_ready(worker), f"cannot be reached: {error}")
         else:
             went = self._fleet.on_probe_unanswered(worker, self._config.failures_to_down)
-            self._lost(worker, went, f"cannot be reached: {_cause(error)}")
+            self._lost(worker, went, f"does not answer probes: {error}")
 
     def _is_ready(self, worker: Worker, info: WorkerInfo) -> None:
         """Tell the fleet that the worker is ready and has this info."""
@@ -264,11 +242,11 @@ class Prober:
 
     async def _ask_info(self, worker: Worker) -> WorkerInfo | None:
         """The worker's `/pd/info`. None if it has no valid answer: such a worker is not used."""
-        response = await self._get(f"{worker.url}/pd/info")
+        status, answer = await self._get(worker, "/pd/info")
         try:
-            if response.status_code != 200:
-                raise ValueError(f"status {response.status_code}")
-            return _info_decoder.decode(response.content)
+            if status != 200:
+                raise ValueError(f"status {status}")
+            return _info_decoder.decode(answer)
         except (*UNREADABLE, ValueError) as error:
             worker.info = None
             went = self._fleet.on_probe_not_ready(worker)
@@ -279,18 +257,18 @@ class Prober:
 
     async def _ask_foreign(self, worker: Worker, *, asks_info: bool) -> WorkerInfo | None:
         """As `_ask`, of a server without `/pd/ready`."""
-        response = await self._get(f"{worker.url}/health")
-        if response.status_code != 200:
+        status, _ = await self._get(worker, "/health")
+        if status != 200:
             self._lost(worker, self._fleet.on_probe_not_ready(worker), "is not ready")
             return None
         self._fleet.on_load(worker, None)
         if worker.info is not None and not asks_info:
             return worker.info
-        response = await self._get(f"{worker.url}/v1/models")
+        status, answer = await self._get(worker, "/v1/models")
         try:
-            if response.status_code != 200:
-                raise ValueError(f"its /v1/models has status {response.status_code}")
-            return WorkerInfo.of_foreign(foreign_info(response.content), worker.role)
+            if status != 200:
+                raise ValueError(f"its /v1/models has status {status}")
+            return WorkerInfo.of_foreign(foreign_info(answer), worker.role)
         except (*UNREADABLE, ValueError) as error:
             worker.info = None
             went = self._fleet.on_probe_not_ready(worker)

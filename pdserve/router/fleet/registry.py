@@ -34,6 +34,7 @@ from pdserve.errors import RequestError
 from pdserve.router.api.endpoints import Endpoint
 from pdserve.router.api.errors import NoWorkerError
 from pdserve.router.config.router import Mode, RouterConfig
+from pdserve.router.fleet.eligible import NOBODY, Eligible, LoadLog
 from pdserve.router.fleet.membership import Membership
 from pdserve.router.fleet.worker import (
     BOTH,
@@ -230,15 +231,15 @@ class Snapshot(msgspec.Struct, frozen=True):
     models: tuple[str, ...]
     model: str = ""
     """The request's."""
-    prefill: tuple[Worker, ...] = ()
+    prefill: Eligible = NOBODY
     """Prefill workers, then elastic ones."""
-    decode: tuple[Worker, ...] = ()
+    decode: Eligible = NOBODY
     """Decode workers that compute prompts, then elastic ones; aggregated workers if there are none."""
     elastic: tuple[Worker, ...] = ()
     """Those of `prefill` and `decode` that are elastic."""
-    direct_prefill: tuple[Worker, ...] = ()
+    direct_prefill: Eligible = NOBODY
     """Those of `prefill` that can also hand over directly."""
-    direct_decode: tuple[Worker, ...] = ()
+    direct_decode: Eligible = NOBODY
     """Decode workers of the direct hand-off."""
     slots: int = 0
     """Requests that the decode workers of both kinds should have at a time, all together."""
@@ -252,11 +253,28 @@ class Snapshot(msgspec.Struct, frozen=True):
 
     def without(self, ids: Container[str]) -> Snapshot:
         """The same without these workers."""
-        kept = {
-            name: tuple(worker for worker in getattr(self, name) if worker.id not in ids)
-            for name in ("prefill", "decode", "direct_prefill", "direct_decode")
-        }
-        return msgspec.structs.replace(self, **kept)
+
+        def kept(workers: Eligible) -> Eligible:
+            return Eligible((worker for worker in workers if worker.id not in ids), workers.log)
+
+        return msgspec.structs.replace(
+            self,
+            prefill=kept(self.prefill),
+            decode=kept(self.decode),
+            direct_prefill=kept(self.direct_prefill),
+            direct_decode=kept(self.direct_decode),
+        )
+
+    def answering(self, worker_id: str) -> Worker | None:
+        """The worker of this id, if it answers new requests."""
+        return self.decode.by_id.get(worker_id) or self.direct_decode.by_id.get(worker_id)
+
+    def holding(self, worker_id: str) -> Worker | None:
+        """The worker of this id, if it can be asked about earlier requests."""
+        found = self.answering(worker_id)
+        if found is None and (self.resting or self.draining):
+            found = next((w for w in (*self.resting, *self.draining) if w.id == worker_id), None)
+        return found
 
 
 class Fleet:
@@ -296,6 +314,8 @@ class Fleet:
         """Model → what a `priority` is multiplied with at its workers, for more to be more urgent: 1, -1,
         both where they do not agree. Empty: they do not look at priorities."""
         self._next_incarnation = 0
+        self.log = LoadLog()
+        """Workers whose load has changed. Only this class changes the load of a worker."""
         self.members = Membership(workers, self._facts_changed)
 
     @classmethod
@@ -404,13 +424,14 @@ class Fleet:
         return Snapshot(
             models=self.models,
             model=model,
-            prefill=(*closed["prefill"], *closed["elastic"]),
-            decode=decode,
+            prefill=Eligible((*closed["prefill"], *closed["elastic"]), self.log),
+            decode=Eligible(decode, self.log),
             elastic=closed["elastic"],
-            direct_prefill=tuple(
-                w for w in closed["prefill"] or (() if decode else ready["prefill"]) if w.is_direct
+            direct_prefill=Eligible(
+                (w for w in closed["prefill"] or (() if decode else ready["prefill"]) if w.is_direct),
+                self.log,
             ),
-            direct_decode=direct_decode,
+            direct_decode=Eligible(direct_decode, self.log),
             slots=sum(SLOTS_PER_RUNNING * w.max_running or UNKNOWN_SLOTS for w in answering),
             draining=tuple(w for role in ("decode", *BOTH) for w in there[role] if w.draining),
             members=frozenset(w.id for w in self.workers if not w.draining),
@@ -425,6 +446,7 @@ class Fleet:
         Returns the number of the circuit breaker's trial that this request is. 0: the circuit is closed.
         """
         worker.in_flight += 1
+        self.log.moved.append(worker)
         if not worker.circuit.retry_at_s:
             return 0
         self._snapshots.clear()
@@ -433,14 +455,18 @@ class Fleet:
     def on_released(self, worker: Worker) -> None:
         """The request counted by `on_selected` is over."""
         worker.in_flight -= 1
+        self.log.moved.append(worker)
 
     def on_queued(self, worker: Worker, tokens: int) -> None:
         """Add prompt tokens sent to `worker` to be computed. Negative: they were computed or dropped."""
         worker.queued_here += tokens
+        self.log.moved.append(worker)
 
     def on_load(self, worker: Worker, load: WorkerLoad | None, *, pool_up: bool = False) -> None:
         """The worker reported its load. None: it does not know it, so only this router's requests count."""
         worker.pool_up = pool_up
+        self.log.moved.append(worker)
+        self.log.cut()
         if load is None:
             worker.elsewhere, worker.queued_elsewhere, worker.free_kv_tokens = 0, 0, None
             return

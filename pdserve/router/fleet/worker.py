@@ -25,6 +25,7 @@ from collections.abc import Collection
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
+import xxhash
 
 from pdserve.router.config.addresses import is_https, parse_base_url
 
@@ -268,6 +269,7 @@ class Worker:
         "queued_here",
         "ready",
         "refused",
+        "rendezvous",
         "role",
         "sources",
         "stopping",
@@ -282,6 +284,8 @@ class Worker:
         self.url = f"{'https' if self.is_tls else 'http'}://{self.id}"
         """Base URL."""
         self.id_header = self.id.encode("ascii", "replace")
+        self.rendezvous = xxhash.xxh3_64_intdigest(self.id.encode()) | 1
+        """By which a session's hash is multiplied for its score (see `placement.policies`)."""
         self.incarnation = self.id
         """Changes whenever the worker comes back, since its memory is empty then."""
         self.in_flight = 0

@@ -122,6 +122,12 @@ METRICS: Final = (
     _one(
         "poisoned_requests", "counter", (), "Requests refused with 400 because they have ended two workers."
     ),
+    _one(
+        "nonces",
+        "counter",
+        (),
+        "Prompts from which a line was taken out that agents change with each request.",
+    ),
     _one("prompt_tokens", "counter", (), "Prompt tokens of requests to prefill workers."),
     _one(
         "prompt_cached_tokens",

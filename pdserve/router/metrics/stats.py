@@ -89,6 +89,8 @@ class Stats:
         self.continued: defaultdict[str, int] = defaultdict(int)
         self.retries_refused = 0
         self.poisoned = 0
+        self.nonces = 0
+        """Prompts from which a line was taken out that changes with each request."""
         self.limits_apart = 0
         """1: Redis is away, and this process holds its part of the tenants' limits."""
         self.joins_refused = 0

@@ -40,6 +40,7 @@ import msgspec
 
 from pdserve.router.config.limits import ServiceLevel
 from pdserve.router.config.placement import PlacementSettings
+from pdserve.router.fleet.eligible import Eligible
 from pdserve.router.fleet.registry import Snapshot
 from pdserve.router.fleet.worker import Worker
 
@@ -47,6 +48,8 @@ WINDOW_S: Final = 10.0
 """Time constant of the running means of the load."""
 DWELL_S: Final = 5.0
 """Shortest time between two changes of elastic workers' duties."""
+LOOK_EVERY_S: Final = 0.1
+"""Time between two looks at all workers of a model, for their load and their duties."""
 LEAST_WEIGHT: Final = 0.1
 """That of a tenth of the window: a mean over less says little."""
 UNKNOWN_BATCH: Final = 64
@@ -227,6 +230,21 @@ class _Model:
     def __init__(self) -> None:
         self.demand = Demand(WINDOW_S)
         self.duties = Duties(DWELL_S)
+        self.next_look_s = float("-inf")
+        """When the load is measured again, and the duties follow it."""
+        self.snapshot = self.narrowed = Snapshot(())
+        """The last one of the fleet, and what was made of it."""
+        self.narrowed_to: frozenset[str] = frozenset()
+
+
+def _narrowed(snapshot: Snapshot, prefilling: frozenset[str], keeps: str) -> Snapshot:
+    log = snapshot.prefill.log
+    return msgspec.structs.replace(
+        snapshot,
+        prefill=Eligible((w for w in snapshot.prefill if w.role != "elastic" or w.id in prefilling), log),
+        decode=Eligible((w for w in snapshot.decode if w.id not in prefilling or w.id == keeps), log),
+        resting=tuple(w for w in snapshot.elastic if w.id in prefilling and w.id != keeps),
+    )
 
 
 class ElasticRoles:
@@ -245,19 +263,25 @@ class ElasticRoles:
         """
         if not snapshot.elastic:
             return snapshot
-        prefilling = self._update(snapshot, now_s)
-        prefill = tuple(w for w in snapshot.prefill if w.role != "elastic" or w.id in prefilling)
-        decode = tuple(w for w in snapshot.decode if w.id not in prefilling or w.id == keeps)
-        resting = tuple(w for w in snapshot.elastic if w.id in prefilling and w.id != keeps)
-        return msgspec.structs.replace(snapshot, prefill=prefill, decode=decode, resting=resting)
+        model = self._model(snapshot.model)
+        if snapshot is not model.snapshot or now_s >= model.next_look_s:
+            prefilling = self._update(snapshot, now_s)
+            model.next_look_s = now_s + LOOK_EVERY_S
+            if snapshot is not model.snapshot or prefilling != model.narrowed_to:
+                model.snapshot, model.narrowed_to = snapshot, prefilling
+                model.narrowed = _narrowed(snapshot, prefilling, "")
+        if keeps and keeps in model.narrowed_to:
+            return _narrowed(snapshot, model.narrowed_to, keeps)
+        return model.narrowed
 
     def on_planned(self, snapshot: Snapshot, uncached_tokens: int, now_s: float) -> None:
         """A request with a prompt was planned, of which `uncached_tokens` have to be computed."""
         if not self.counts(snapshot):
             return
-        if not snapshot.elastic:  # else `narrow` has just done it
-            self._count_answering(snapshot, now_s)
         model = self._model(snapshot.model)
+        if now_s >= model.next_look_s:  # no worker is elastic, else `narrow` has just looked
+            model.next_look_s = now_s + LOOK_EVERY_S
+            self._count_answering(snapshot, now_s)
         model.demand.on_prompt(self._weights.prefill_ms_per_token * uncached_tokens, now_s)
 
     def wanted(self, snapshot: Snapshot, now_s: float) -> Wanted:

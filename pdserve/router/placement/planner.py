@@ -40,6 +40,7 @@ import msgspec
 from pdserve.router.api.endpoints import Endpoint
 from pdserve.router.api.errors import NoWorkerError
 from pdserve.router.config.placement import PlacementSettings
+from pdserve.router.fleet.eligible import Eligible
 from pdserve.router.fleet.registry import Snapshot
 from pdserve.router.fleet.worker import Worker
 from pdserve.router.placement.policies import Ask, Choice, Policy
@@ -54,6 +55,8 @@ class RequestFacts(msgspec.Struct, frozen=True, gc=False):
     endpoint: Endpoint
     model: str | None = None
     session: SessionKey | None = None
+    is_final: bool = False
+    """No request of the session follows."""
     prompt_tokens_estimate: int = 0
     """0: the endpoint does not compute the prompt."""
     prompts: int = 1
@@ -187,7 +190,7 @@ class Planner(msgspec.Struct, frozen=True):
         if sender is None:
             candidates, others = snapshot.decode or self._computing(facts, snapshot), snapshot.direct_decode
         last_id = None if last is None or last.decode_id not in snapshot.members else last.decode_id
-        if last_id is not None and any(worker.id == last_id for worker in (*others, *snapshot.resting)):
+        if last_id in others.by_id or any(worker.id == last_id for worker in snapshot.resting):
             last_id = None  # a worker of the other way, or of another duty now, is not gone
         choice = self.decode_policy.choose(_ask(facts, last_id, places), candidates)
         decode, prefill = choice.worker, None if sender is None else sender.worker
@@ -238,7 +241,7 @@ class Planner(msgspec.Struct, frozen=True):
         return sender if handoff == "direct" else None, (f"handoff={handoff}({why})",)
 
     @staticmethod
-    def _computing(facts: RequestFacts, snapshot: Snapshot) -> tuple[Worker, ...]:
+    def _computing(facts: RequestFacts, snapshot: Snapshot) -> Eligible:
         """The workers that can answer without a direct hand-off, where none computes prompts. Raises
         NoWorkerError.
         """
@@ -292,8 +295,7 @@ def _name_media(*workers: Worker) -> bool:
 
 
 def _plan_at_holder(facts: RequestFacts, snapshot: Snapshot) -> Plan:
-    there = (*snapshot.decode, *snapshot.resting, *snapshot.draining)
-    worker = next((worker for worker in there if worker.id == facts.holder), None)
+    worker = snapshot.holding(facts.holder)
     if worker is None:
         raise NoWorkerError(
             "The worker that holds what this request continues is not ready; try again shortly."
@@ -319,8 +321,7 @@ def _settle(
         return None
     if prefill is None and decode.id == last.decode_id:
         return None
-    there = (*snapshot.decode, *snapshot.direct_decode, *snapshot.resting, *snapshot.draining)
-    holder = next((worker for worker in there if worker.id == last.decode_id), None)
+    holder = snapshot.holding(last.decode_id)
     return None if holder is None else Settle(holder, last.request_id)
 
 
@@ -328,16 +329,19 @@ def _home(snapshot: Snapshot, last: SessionEntry | None) -> Handoff | None:
     """The way of the worker of the session's last turn, if it is eligible."""
     if last is None:
         return None
-    if any(worker.id == last.decode_id for worker in snapshot.direct_decode):
+    if last.decode_id in snapshot.direct_decode.by_id:
         return "direct"
-    return "pool" if any(worker.id == last.decode_id for worker in snapshot.decode) else None
+    return "pool" if last.decode_id in snapshot.decode.by_id else None
 
 
 def _reused(facts: RequestFacts, snapshot: Snapshot, last: SessionEntry | None, places: Places | None) -> int:
     """Estimated tokens of the prompt that some cache has."""
     of_session = 0 if last is None or not facts.is_turn else last.tokens
-    known = [0.0] if places is None else [places.cached(worker).total for worker in snapshot.prefill]
-    return int(min(facts.prompt_tokens_estimate, max(of_session, *known, 0)))
+    known = 0.0
+    if places is not None and snapshot.prefill:
+        own = map(snapshot.prefill.by_incarnation.get, places.incarnations)
+        known = max(places.in_pool.total, *(places.cached(worker).total for worker in own if worker), 0.0)
+    return int(min(facts.prompt_tokens_estimate, max(of_session, known)))
 
 
 def _ask(facts: RequestFacts, last_id: str | None, places: Places | None) -> Ask:

@@ -31,7 +31,7 @@ Policies that compare workers by the cost function (`pdserve.router.placement.po
 
 Session affinity: the worker of the session's last turn, else rendezvous hashing with bounded load.
 
-Rendezvous (highest random weight) hashing: every router scores each worker by hash(session name, worker id)
+Rendezvous (highest random weight) hashing: every router scores each worker by a hash of session and worker
 and takes the best score. So replicas agree without shared state, also after a restart, and a worker that
 leaves moves only its own sessions. Source: Thaler & Ravishankar, 1998.
 
@@ -47,7 +47,8 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import Final, Protocol
 
 import msgspec
@@ -56,6 +57,7 @@ import xxhash
 from pdserve.errors import ConfigError
 from pdserve.router.api.errors import NoWorkerError
 from pdserve.router.config.placement import PlacementSettings, Session
+from pdserve.router.fleet.eligible import Eligible, Key
 from pdserve.router.fleet.worker import Worker
 from pdserve.router.placement.prefix_index import NOTHING, Cached, Places
 from pdserve.settings.plugins import installed, load
@@ -127,6 +129,13 @@ class PolicySettings(msgspec.Struct, frozen=True):
     weights: PlacementSettings = PlacementSettings()
 
 
+FEW: Final = 8
+"""So many workers are sooner walked through than kept in order by load."""
+FEW_COSTS: Final = 4
+"""The same by cost."""
+_load: Final = attrgetter("load")
+
+
 class LeastLoaded:
     """Counts this router's requests, and those of other routers as far as workers report them."""
 
@@ -138,6 +147,8 @@ class LeastLoaded:
     def choose(self, ask: Ask, workers: Sequence[Worker]) -> Choice:
         """The least loaded worker. The search starts at `turn`, so equal workers alternate."""
         count = len(workers)
+        if count > FEW and isinstance(workers, Eligible):
+            return Choice(workers.order(_load).least(ask.turn), "least-loaded")
         best = workers[ask.turn % count]
         if count > 1:
             least = best.load
@@ -162,26 +173,65 @@ class RoundRobin:
 
 
 class CacheAware:
-    """Takes the lowest cost: estimated cached tokens of the prompt against load."""
+    """Takes the lowest cost: estimated cached tokens of the prompt against load.
+
+    What an overloaded worker has of the prompt itself does not count: else all who ask about one document
+    would wait at one worker.
+    """
 
     needs_places = True
     reason = "cache-aware"
 
     def __init__(self, settings: PolicySettings) -> None:
-        self._weights = settings.weights
+        self._weights = weights = settings.weights
+        self._stickiness = settings.stickiness
+
+        def waiting_ms(worker: Worker) -> float:
+            """The part of a worker's cost that does not depend on the request."""
+            waiting = weights.prefill_ms_per_token * worker.queued_tokens
+            return waiting + weights.running_ms_per_request * worker.load
+
+        self._waiting_ms = waiting_ms
 
     def choose(self, ask: Ask, workers: Sequence[Worker]) -> Choice:
         """The worker with the lowest cost. Equal workers alternate."""
-        count, weights = len(workers), self._weights
+        limit = load_limit(self._stickiness, workers, self._waiting_ms) if self.needs_places else math.inf
         best, best_cached, least_ms = workers[0], NOTHING, math.inf
-        for i in range(ask.turn, ask.turn + count):
-            worker = workers[i % count]
-            cached = self._cached(ask, worker)
-            total_ms = cost_ms(weights, worker, ask.prompt_tokens, cached)
+        for floor_ms, worker in self._candidates(ask, workers):
+            if floor_ms >= least_ms:
+                break
+            cached = self._cached(ask, worker) if worker.load < limit else self._cached_by_all(ask)
+            total_ms = cost_ms(self._weights, worker, ask.prompt_tokens, cached)
             if total_ms < least_ms:
                 best, best_cached, least_ms = worker, cached, total_ms
         cause = "" if best_cached is NOTHING else "prefix"
         return Choice(best, self.reason, cost_words(least_ms, best, ask.prompt_tokens, best_cached), cause)
+
+    def _candidates(self, ask: Ask, workers: Sequence[Worker]) -> Iterator[tuple[float, Worker]]:
+        """(what it costs at least, worker), so that no later one costs less than that of an earlier one."""
+        count = len(workers)
+        if count <= FEW_COSTS or not isinstance(workers, Eligible):
+            for i in range(ask.turn, ask.turn + count):
+                yield 0.0, workers[i % count]
+            return
+        for worker in self._knowing(ask, workers):
+            yield 0.0, worker
+        # all others find the same: what the pool has
+        found = self._cached_by_all(ask)
+        missing = max(0.0, ask.prompt_tokens - found.pool)
+        floor_ms = self._weights.prefill_ms_per_token * missing + self._weights.pool_ms_per_token * found.pool
+        for waiting_ms, worker in workers.order(self._waiting_ms).ascending(ask.turn):
+            yield floor_ms + waiting_ms, worker
+
+    def _knowing(self, ask: Ask, workers: Eligible) -> Iterator[Worker]:
+        """The workers that have something of the prompt themselves."""
+        if ask.places is not None:
+            for incarnation in ask.places.incarnations:
+                if (worker := workers.by_incarnation.get(incarnation)) is not None:
+                    yield worker
+
+    def _cached_by_all(self, ask: Ask) -> Cached:
+        return NOTHING if ask.places is None else ask.places.in_pool
 
     def _cached(self, ask: Ask, worker: Worker) -> Cached:
         return NOTHING if ask.places is None else ask.places.cached(worker)
@@ -192,6 +242,12 @@ class LoadAware(CacheAware):
 
     needs_places = False
     reason = "load-aware"
+
+    def _knowing(self, ask: Ask, workers: Eligible) -> Iterator[Worker]:
+        return iter(())
+
+    def _cached_by_all(self, ask: Ask) -> Cached:
+        return NOTHING
 
     def _cached(self, ask: Ask, worker: Worker) -> Cached:
         return NOTHING
@@ -230,10 +286,10 @@ class Affinity:
         """
         if ask.session is None:
             return self._fallback.choose(ask, workers)
-        limit = self.load_limit(workers)
+        limit = math.inf if self._stickiness.mode == "hard" else load_limit(self._stickiness, workers, _load)
         why = "rendezvous"
         if ask.last_id is not None:
-            last = next((worker for worker in workers if worker.id == ask.last_id), None)
+            last = _named(workers, ask.last_id)
             if last is not None and last.load < limit:
                 return Choice(last, "session")
             if last is not None:
@@ -242,26 +298,46 @@ class Affinity:
                 raise NoWorkerError("The worker of this session is gone; try again shortly.")
             else:
                 why = "gone"
-        ranked = rendezvous_order(ask.session, workers)
-        for worker in ranked:
-            if worker.load < limit:
-                return Choice(worker, why)
-        return Choice(ranked[0], why)
+        scores = rendezvous_scores(ask.session, workers)
+        best = workers[scores.index(max(scores))]
+        if best.load >= limit:
+            best = next((w for w in rendezvous_order(ask.session, workers) if w.load < limit), best)
+        return Choice(best, why)
 
-    def load_limit(self, workers: Sequence[Worker]) -> float:
-        """Number of requests above which a worker is overloaded. The mean includes the new request."""
-        if self._stickiness.mode == "hard":
-            return float("inf")
-        mean = (sum(worker.load for worker in workers) + 1) / len(workers)
-        return max(self._stickiness.overload_factor * mean, self._stickiness.overload_min_requests)
+
+def load_limit(stickiness: Session, workers: Sequence[Worker], kept: Key) -> float:
+    """Number of requests from which on a worker is overloaded. The mean includes the new request. `kept`: the
+    key of an order that is kept of the workers anyway.
+    """
+    count = len(workers)
+    if count > FEW and isinstance(workers, Eligible):
+        mean = workers.order(kept).mean_load + 1 / count
+    else:
+        mean = (sum(map(_load, workers)) + 1) / count
+    return max(stickiness.overload_factor * mean, stickiness.overload_min_requests)
+
+
+def _named(workers: Sequence[Worker], worker_id: str) -> Worker | None:
+    if isinstance(workers, Eligible):
+        return workers.by_id.get(worker_id)
+    return next((worker for worker in workers if worker.id == worker_id), None)
+
+
+def rendezvous_scores(session: str, workers: Sequence[Worker]) -> list[int]:
+    """The workers' scores for the session: the products, modulo 2^64, of its hash with odd numbers that are
+    the workers'. For a hash of 64 random bits each worker is the best one as often as every other.
+    """
+    hashed = xxhash.xxh3_64_intdigest(session.encode("utf-8", "surrogatepass"))
+    return [hashed * worker.rendezvous & _64_BITS for worker in workers]
+
+
+_64_BITS: Final = 2**64 - 1
 
 
 def rendezvous_order(session: str, workers: Sequence[Worker]) -> list[Worker]:
     """`workers` by their score for the session, best first. The input order does not matter."""
-    prefix = session.encode("utf-8", "surrogatepass") + b"\0"
-    return sorted(
-        workers, key=lambda w: (xxhash.xxh3_64_intdigest(prefix + w.id.encode()), w.id), reverse=True
-    )
+    scored = zip(rendezvous_scores(session, workers), workers, strict=True)
+    return [worker for _, worker in sorted(scored, key=lambda one: (one[0], one[1].id), reverse=True)]
 
 
 __all__ = ["POLICY_NAMES", "Ask", "Choice", "Policy", "PolicySettings", "make_policy"]

@@ -15,14 +15,16 @@ half of the prompts are estimated to be evicted.
 
 A restarted worker is a new incarnation without any blocks.
 
-The table is bounded. The least recently seen block is dropped first, and of one prompt the last block. So
-the known blocks of a prompt are always its first ones.
+The table is bounded in bytes. The least recently seen block is dropped first, and of one prompt the last
+block. So the known blocks of a prompt are always its first ones.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from typing import Any, TypeAlias
 
 import msgspec
 import xxhash
@@ -36,8 +38,12 @@ BLOCKS_PER_SIZE = 64
 MAX_BLOCKS = 576
 MAX_PLACES = 64
 """Number of workers stored for a block, the most recent ones."""
-CAPACITY_BLOCKS = 50_000
-"""Of all prompts together."""
+BLOCK_BYTES = 320
+"""Memory of one block without its places, at most: its digest, its list, and its entry in the table, which
+has room for up to six times as many.
+"""
+PLACE_BYTES = 64
+"""The same for each worker that has it: two places of the list, which grows by steps, and a time."""
 DEVICE_HALF_LIFE_S = 120.0
 """Estimated time until half of a prefix is evicted from a worker's device memory."""
 HOST_HALF_LIFE_S = 900.0
@@ -101,22 +107,26 @@ def prefix_of(view: RequestView, prompt: bytes, scope: str) -> Prefix:
     return Prefix(tuple(digests), 1 / bytes_per_token(prompt))
 
 
-class _Block(msgspec.Struct):
-    """The last time of a block at each worker (by incarnation), and in the pool."""
-
-    seen_s: dict[str, float]
-    pool_s: float | None = None
+_Block: TypeAlias = list[Any]
+"""[last time in the pool or None, then for each worker its incarnation and the last time there]. The worker
+that had it last comes last. A list takes half of the memory of a dictionary.
+"""
 
 
 class PrefixTable:
-    """At most `capacity_blocks` blocks of prompts, with their places."""
+    """Blocks of prompts with their places, in at most `capacity_bytes` of memory."""
 
-    def __init__(self, capacity_blocks: int = CAPACITY_BLOCKS) -> None:
-        self._capacity_blocks = capacity_blocks
+    def __init__(self, capacity_bytes: int) -> None:
+        self._capacity_bytes = capacity_bytes
         self._blocks: OrderedDict[int, _Block] = OrderedDict()
+        self.used_bytes = 0
+        """What the table takes, at most."""
 
     def __len__(self) -> int:
         return len(self._blocks)
+
+    def __contains__(self, digest: int) -> bool:
+        return digest in self._blocks
 
     def record(self, prefix: Prefix, worker: Worker | None, now_s: float, *, in_pool: bool) -> None:
         """`worker` (or none) has just computed or read the prompt. `in_pool`: the pool has its pages."""
@@ -124,15 +134,28 @@ class PrefixTable:
         for digest in reversed(prefix.digests):
             block = blocks.get(digest)
             if block is None:
-                block = blocks[digest] = _Block({})
+                block = blocks[digest] = [None]
+                self.used_bytes += BLOCK_BYTES
             else:
                 blocks.move_to_end(digest)
             if worker is not None:
-                _renew(block.seen_s, worker.incarnation, now_s, MAX_PLACES)
+                self._renew(block, worker.incarnation, now_s)
             if in_pool:
-                block.pool_s = now_s
-        while len(blocks) > self._capacity_blocks:
-            blocks.popitem(last=False)
+                block[0] = now_s
+        while self.used_bytes > self._capacity_bytes:
+            _, block = blocks.popitem(last=False)
+            self.used_bytes -= BLOCK_BYTES + PLACE_BYTES * (len(block) // 2)
+
+    def _renew(self, block: _Block, incarnation: str, now_s: float) -> None:
+        """The worker has the block now. Beyond `MAX_PLACES` workers, who had it least recently goes."""
+        if incarnation in block:
+            place = block.index(incarnation)
+            del block[place : place + 2]
+        elif len(block) // 2 >= MAX_PLACES:
+            del block[1:3]
+        else:
+            self.used_bytes += PLACE_BYTES
+        block += incarnation, now_s
 
     def places(self, prefix: Prefix, now_s: float) -> Places:
         """The estimated places of the prompt's prefix."""
@@ -142,22 +165,23 @@ class PrefixTable:
             block = self._blocks.get(prefix.digests[i])
             if block is None:
                 continue
-            for incarnation, seen_s in block.seen_s.items():
-                if incarnation not in workers:
-                    workers[incarnation] = prefix.tokens(i + 1), now_s - seen_s
-            if pool is None and block.pool_s is not None:
-                pool = prefix.tokens(i + 1), now_s - block.pool_s
+            for place in range(1, len(block), 2):
+                if block[place] not in workers:
+                    workers[block[place]] = prefix.tokens(i + 1), now_s - block[place + 1]
+            if pool is None and block[0] is not None:
+                pool = prefix.tokens(i + 1), now_s - block[0]
         return Places(workers, pool)
 
 
 class Places:
     """The estimated places of one prompt's prefix: incarnation → (tokens, age in s), and the pool."""
 
-    __slots__ = ("_pool", "_workers")
+    __slots__ = ("_pool_left", "_pool_tokens", "_workers")
 
     def __init__(self, workers: dict[str, tuple[int, float]], pool: tuple[int, float] | None) -> None:
         self._workers = workers
-        self._pool = pool
+        self._pool_tokens, age_s = pool or (0, 0.0)
+        self._pool_left = _left(age_s, POOL_HALF_LIFE_S)
 
     def add(self, worker: Worker, tokens: int, age_s: float) -> None:
         """Add tokens that the blocks do not cover: the answer to the session's last turn."""
@@ -165,32 +189,29 @@ class Places:
         if known is None or known[0] < tokens:
             self._workers[worker.incarnation] = tokens, age_s
 
+    @property
+    def incarnations(self) -> Collection[str]:
+        """Those of the workers that have a part of the prompt themselves."""
+        return self._workers.keys()
+
+    @property
+    def in_pool(self) -> Cached:
+        """What any other worker finds."""
+        return Cached(pool=self._pool_tokens * self._pool_left) if self._pool_tokens else NOTHING
+
     def cached(self, worker: Worker) -> Cached:
         """Estimated tokens that the worker finds in its device memory, its host memory and the pool.
 
         A share 2^(-age / half-life) remains in each place. Tokens count at the fastest place that has them:
         device, then host, then pool.
         """
-        if self._pool is None and worker.incarnation not in self._workers:
-            return NOTHING
-        own = device = pool = 0.0
         found = self._workers.get(worker.incarnation)
-        if found is not None:
-            tokens, age_s = found
-            own, device = tokens * _left(age_s, HOST_HALF_LIFE_S), tokens * _left(age_s, DEVICE_HALF_LIFE_S)
-        if self._pool is not None:
-            tokens, age_s = self._pool
-            pool = max(0.0, tokens - own) * _left(age_s, POOL_HALF_LIFE_S)
-        return Cached(device, own - device, pool)
-
-
-def _renew(values: dict[str, float], key: str, value: float, limit: int) -> None:
-    """Set the value. Beyond `limit` keys, drop the key that was set least recently."""
-    values.pop(key, None)
-    values[key] = value
-    if len(values) > limit:
-        del values[next(iter(values))]
+        if found is None:
+            return self.in_pool
+        tokens, age_s = found
+        own, device = tokens * _left(age_s, HOST_HALF_LIFE_S), tokens * _left(age_s, DEVICE_HALF_LIFE_S)
+        return Cached(device, own - device, max(0.0, self._pool_tokens - own) * self._pool_left)
 
 
 def _left(age_s: float, half_life_s: float) -> float:
-    return float(2.0 ** (-age_s / half_life_s))
+    return math.exp2(-age_s / half_life_s)

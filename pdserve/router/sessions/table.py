@@ -38,6 +38,8 @@ class SessionEntry(msgspec.Struct, frozen=True, gc=False):
     """Of the decode worker: a restarted worker has lost its cache. Empty: another process knew it."""
     turns: int = 1
     """Number of turns that the session has had, including this one."""
+    shared_tokens: int = 0
+    """Of its first prompt, those that a cache had: other sessions may begin with them too."""
 
 
 def digest(link: str) -> str:
@@ -109,6 +111,11 @@ class SessionTable:
         if len(entries) > self.capacity:
             entries.popitem(last=False)
         self.expire(entry.seen_s, limit=2)
+
+    def forget(self, key: SessionKey) -> None:
+        """The session is over."""
+        for link in map(self._name, key.links):
+            self._entries.pop(link, None)
 
     def expire(self, now_s: float, limit: int) -> None:
         """Forget at most `limit` sessions older than the TTL. Two per new record suffice."""

@@ -173,7 +173,8 @@ class WorkerPool(ConnectionOwner):
             self._counts.failed += 1
             if is_own_fault(error):
                 raise UpstreamError("busy", f"this router cannot open a connection: {error}") from None
-            raise UpstreamError("connect", f"worker {self._worker.id}: {error}") from None
+            is_down = is_refused(error)
+            raise UpstreamError("connect", f"worker {self._worker.id}: {error}", is_down=is_down) from None
         finally:
             self._connecting -= 1
         self._open.add(connection)
@@ -293,7 +294,7 @@ class Upstream:
             return await pool.connect(connect_s)
         except UpstreamError as error:
             if stale and error.kind == "connect":
-                raise UpstreamError("closed", stale) from None
+                raise UpstreamError("closed", stale, is_down=error.is_down) from None
             raise
 
     def cut_worker(self, worker: Peer) -> None:

@@ -39,7 +39,6 @@ from collections.abc import Callable
 from typing import Final, Literal, Protocol, TypeAlias, cast
 
 import httptools
-import httpx
 
 from pdserve.errors import PdserveError
 from pdserve.router.deadlines import Deadlines
@@ -56,9 +55,11 @@ Taker: TypeAlias = Callable[[bytes], bool]
 class UpstreamError(PdserveError):
     """A worker did not give a complete HTTP answer. `kind` is one word for metrics and log lines."""
 
-    def __init__(self, kind: ErrorKind, message: str) -> None:
+    def __init__(self, kind: ErrorKind, message: str, *, is_down: bool = False) -> None:
+        """`is_down`: its port is closed, or its URL cannot be used: it is not busy or far away."""
         super().__init__(message)
         self.kind: ErrorKind = kind
+        self.is_down = is_down
 
 
 class Carrier(Protocol):
@@ -453,43 +454,9 @@ class WorkerTls:
         """None: plain HTTP. Raises UpstreamError `connect` for a worker of the other scheme."""
         context = self._certificates.client_context
         if worker.is_tls and context is None:
-            raise UpstreamError("connect", f"worker {worker.id}: https needs tls.ca at the router")
+            what = f"worker {worker.id}: https needs tls.ca at the router"
+            raise UpstreamError("connect", what, is_down=True)
         if context is not None and not worker.is_tls:
             what = f"worker {worker.id}: its URL is http, and tls.ca asks for https"
-            raise UpstreamError("connect", what)
+            raise UpstreamError("connect", what, is_down=True)
         return context
-
-    @property
-    def current(self) -> ssl.SSLContext | None:
-        """The context for connections that begin now."""
-        return self._certificates.client_context
-
-
-class RenewedTransport(httpx.AsyncBaseTransport):
-    """httpx's transport with the certificates of now. Requests in progress end with those of before."""
-
-    def __init__(self, tls: WorkerTls) -> None:
-        self._tls = tls
-        self._context = tls.current
-        self._transport = _transport(self._context)
-        self._former: httpx.AsyncHTTPTransport | None = None
-
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send the request."""
-        if (context := self._tls.current) is not self._context:
-            former, self._former = self._former, self._transport
-            self._context, self._transport = context, _transport(context)
-            if former is not None:
-                await former.aclose()
-        return await self._transport.handle_async_request(request)
-
-    async def aclose(self) -> None:
-        """Close the connections."""
-        await self._transport.aclose()
-        if self._former is not None:
-            await self._former.aclose()
-
-
-def _transport(context: ssl.SSLContext | None) -> httpx.AsyncHTTPTransport:
-    # without a context all workers have plain HTTP: the system's certificates need not be read
-    return httpx.AsyncHTTPTransport(verify=context or False)

@@ -15,6 +15,7 @@ from pdserve.router.app import lifespan
 from pdserve.router.config.limits import Probe
 from pdserve.router.fleet.health_check import Prober
 from pdserve.router.fleet.worker import Worker
+from pdserve.router.upstream.client import Upstream
 from tests.support.router.harness import Harness, before, disagg
 from tests.support.router.mock_worker import MockWorker
 
@@ -25,7 +26,8 @@ OFTEN = Probe(interval_s=0.01)
 @asynccontextmanager
 async def prober_of(harness: Harness) -> AsyncIterator[tuple[Prober, tuple[Worker, ...]]]:
     """A prober of its own, and the workers."""
-    prober = Prober(NEVER, harness.router.fleet, harness.router.upstream, harness.stats)
+    router = harness.router
+    prober = Prober(NEVER, router.fleet, router.upstream, Upstream(router.config.limits), harness.stats)
     yield prober, harness.router.fleet.workers
     await prober.close()
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pdserve.router.config.limits import ServiceLevel
 from pdserve.router.config.placement import PlacementSettings
+from pdserve.router.fleet.eligible import Eligible, LoadLog
 from pdserve.router.fleet.registry import Snapshot
 from pdserve.router.fleet.worker import Role, Worker
 from pdserve.router.placement.elastic import (
@@ -229,8 +230,8 @@ def fleet(prefill: int = 0, decode: int = 0, elastic: int = 0, agg: int = 0) -> 
     return Snapshot(
         models=("m",),
         model="m",
-        prefill=(*workers("prefill", prefill), *both),
-        decode=(*workers("decode", decode), *both) or workers("agg", agg),
+        prefill=Eligible((*workers("prefill", prefill), *both), LoadLog()),
+        decode=Eligible((*workers("decode", decode), *both) or workers("agg", agg), LoadLog()),
         elastic=both,
     )
 

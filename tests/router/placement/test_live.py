@@ -11,6 +11,7 @@ import pytest
 from pdserve.router.api.endpoints import ENDPOINTS
 from pdserve.router.config.limits import Probe
 from pdserve.router.config.tenants import Tenant
+from pdserve.router.fleet.eligible import Eligible, LoadLog
 from pdserve.router.fleet.registry import Snapshot
 from pdserve.router.fleet.worker import Worker, WorkerInfo
 from pdserve.router.metrics.stats import MAX_PLACEMENTS, Stats
@@ -179,8 +180,8 @@ def plan(
         facts,
         Snapshot(
             models=("m",),
-            prefill=prefill,
-            decode=decode,
+            prefill=Eligible(prefill, LoadLog()),
+            decode=Eligible(decode, LoadLog()),
             members=frozenset(w.id for w in (*prefill, *decode)),
         ),
         last,

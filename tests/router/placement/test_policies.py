@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import EntryPoint
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,20 +11,23 @@ from hypothesis import strategies as st
 
 from pdserve.errors import ConfigError
 from pdserve.router.config.placement import PlacementSettings, Session
-from pdserve.router.fleet.worker import Worker
+from pdserve.router.fleet.eligible import MAX_MOVED, Eligible
+from pdserve.router.fleet.registry import Fleet
+from pdserve.router.fleet.worker import Worker, WorkerLoad
 from pdserve.router.placement.policies import (
     POLICY_NAMES,
-    Affinity,
     Ask,
     Policy,
     PolicySettings,
     cost_ms,
+    load_limit,
     make_policy,
     rendezvous_order,
 )
-from pdserve.router.placement.prefix_index import Cached
+from pdserve.router.placement.prefix_index import Cached, Places
 from pdserve.settings import plugins
 
+EVENTS = st.sampled_from(["selected", "released", "queued", "said"])
 LOADS = st.lists(st.integers(0, 50), min_size=1, max_size=12)
 
 
@@ -34,7 +38,7 @@ def fleet(loads: list[int]) -> list[Worker]:
     return workers
 
 
-def ask(session: str | None = None, last: str | None = None, **more: int) -> Ask:
+def ask(session: str | None = None, last: str | None = None, **more: Any) -> Ask:
     return Ask(session=session, last_id=last, **more)
 
 
@@ -86,11 +90,11 @@ def test_a_worker_that_leaves_moves_only_its_own_sessions() -> None:
 
 @given(LOADS, st.text(min_size=1))
 def test_affinity_never_chooses_an_overloaded_worker(loads: list[int], key: str) -> None:
-    made = policy("affinity", overload_factor=1.25, overload_min_requests=4)
-    assert isinstance(made, Affinity)
-    workers = fleet(loads)
+    settings = Session(overload_factor=1.25, overload_min_requests=4)
+    made, workers = make_policy("affinity", PolicySettings(settings)), fleet(loads)
+    limit = load_limit(settings, workers, lambda worker: worker.load)
     for last in (None, *(w.id for w in workers)):
-        assert made.choose(ask(key, last), workers).worker.in_flight < made.load_limit(workers)
+        assert made.choose(ask(key, last), workers).worker.in_flight < limit
 
 
 @given(LOADS, st.text(min_size=1))
@@ -116,6 +120,75 @@ def test_power_of_two_never_takes_the_dearest_of_three_or_more(loads: list[int],
     chosen = policy("power_of_two").choose(ask(draw=draw), workers).worker
     if len(set(loads)) == len(loads) > 1:
         assert chosen.in_flight < max(loads)
+
+
+@pytest.mark.parametrize("name", ["least_loaded", "affinity", "cache_aware", "load_aware"])
+@given(
+    count=st.integers(9, 40),
+    events=st.lists(st.tuples(st.integers(0, 39), EVENTS, st.integers(0, 30)), max_size=60),
+    knowing=st.dictionaries(st.integers(0, 39), st.integers(0, 5000), max_size=5),
+    pool_tokens=st.none() | st.integers(0, 5000),
+    session=st.none() | st.text(max_size=3),
+)
+def test_workers_that_are_kept_in_order_are_chosen_as_by_a_walk_over_all(
+    name: str,
+    count: int,
+    events: list[tuple[int, str, int]],
+    knowing: dict[int, int],
+    pool_tokens: int | None,
+    session: str | None,
+) -> None:
+    made = Fleet([Worker("decode", f"http://10.0.0.{i}:30000") for i in range(count)])
+    workers, chooses = made.workers, policy(name)
+    kept = Eligible(workers, made.log)
+    pool = None if pool_tokens is None else (pool_tokens, 1.0)
+    places = Places({workers[i].incarnation: (n, 10.0) for i, n in knowing.items() if i < count}, pool)
+    for turn, (number, event, amount) in enumerate([*events, (0, "said", 1)]):
+        worker = workers[number % count]
+        if event == "selected":
+            made.on_selected(worker, 0.0)
+        elif event == "released" and worker.in_flight:
+            made.on_released(worker)
+        elif event == "queued":
+            made.on_queued(worker, amount * 100)
+        elif event == "said":
+            made.on_load(worker, WorkerLoad(amount, 0, amount * 50, free_kv_tokens=amount * 200))
+        asked = ask(session, workers[0].id, turn=turn, prompt_tokens=5000, places=places)
+        by_walk, by_order = (chooses.choose(asked, of).worker for of in (list(workers), kept))
+        if name in ("least_loaded", "affinity"):
+            assert by_order is by_walk
+        else:  # of workers with the same cost it may be another one
+            nothing = Places({}, None) if name == "load_aware" else places
+            costs = [cost_ms(PlacementSettings(), w, 5000, nothing.cached(w)) for w in (by_walk, by_order)]
+            assert costs[0] == pytest.approx(costs[1])
+
+
+def test_an_order_that_has_missed_more_changes_than_are_kept_sorts_anew() -> None:
+    made = Fleet([Worker("decode", f"http://10.0.0.{i}:30000") for i in range(20)])
+    kept = Eligible(made.workers, made.log)
+    chooses = policy("least_loaded")
+    assert chooses.choose(ask(), kept).worker is made.workers[0]
+    for worker in made.workers[:-1]:
+        made.on_selected(worker, 0.0)
+    for _ in range(MAX_MOVED):
+        made.on_load(made.workers[0], None)
+    assert len(made.log.moved) < MAX_MOVED
+    assert chooses.choose(ask(), kept).worker is made.workers[-1]
+
+
+@given(st.lists(st.integers(0, 500), min_size=2, max_size=30), st.integers(0, 29), st.integers(0, 10**9))
+def test_an_overloaded_worker_is_not_chosen_for_what_it_has_of_the_prompt(
+    loads: list[int], number: int, turn: int
+) -> None:
+    workers = fleet(loads)
+    knowing = workers[number % len(workers)]
+    places = Places({knowing.incarnation: (100_000, 0.0)}, None)
+    asked = ask(turn=turn, prompt_tokens=100_000, places=places)
+    chosen = policy("cache_aware").choose(asked, workers).worker
+    if knowing.load < max(1.5 * (sum(loads) + 1) / len(loads), 8):
+        assert chosen is knowing
+    else:
+        assert chosen.load == min(loads)
 
 
 def test_unknown_policy_is_refused_with_the_nearest() -> None:

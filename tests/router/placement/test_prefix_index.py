@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import random
+import tracemalloc
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
@@ -10,10 +13,12 @@ from pdserve.router.api.request_body import parse_request
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.fleet.worker import Worker
 from pdserve.router.placement.prefix_index import (
+    BLOCK_BYTES,
     DEVICE_HALF_LIFE_S,
     FIRST_BLOCK_BYTES,
     HOST_HALF_LIFE_S,
     MAX_PLACES,
+    PLACE_BYTES,
     Cached,
     Places,
     Prefix,
@@ -21,6 +26,7 @@ from pdserve.router.placement.prefix_index import (
     prefix_of,
 )
 
+ROOM = 1 << 20
 A, B = Worker("decode", "http://a:1"), Worker("decode", "http://b:1")
 
 
@@ -61,7 +67,7 @@ def test_models_keep_blocks_apart() -> None:
     view = parse_request(json.dumps({"prompt": "a" * 5000}).encode())
     of_m, of_n = prefix_of(view, view.prompt, "m"), prefix_of(view, view.prompt, "n")
     assert set(of_m.digests).isdisjoint(of_n.digests)
-    table = PrefixTable()
+    table = PrefixTable(ROOM)
     table.record(of_m, A, 0.0, in_pool=True)
     assert table.places(of_m, 0.0).cached(A).total == tokens(4)
     assert table.places(of_n, 0.0).cached(A).total == 0
@@ -74,7 +80,7 @@ def test_token_ids_take_more_bytes_than_text() -> None:
 
 
 def test_a_prefix_is_where_it_was_sent_and_fades_from_device_to_host_to_pool() -> None:
-    table = PrefixTable()
+    table = PrefixTable(ROOM)
     table.record(prefix("abcd"), A, 0.0, in_pool=True)
     asked = prefix("abxy")
     assert table.places(asked, 0.0).cached(A) == Cached(device=tokens(2))
@@ -88,14 +94,14 @@ def test_a_prefix_is_where_it_was_sent_and_fades_from_device_to_host_to_pool() -
 
 
 def test_the_longest_of_what_a_worker_has_counts() -> None:
-    table = PrefixTable()
+    table = PrefixTable(ROOM)
     table.record(prefix("abcd"), A, 0.0, in_pool=False)
     table.record(prefix("ab"), A, HOST_HALF_LIFE_S / 20, in_pool=False)
     assert own(table.places(prefix("abcd"), HOST_HALF_LIFE_S / 20), A) == pytest.approx(tokens(4) * 2**-0.05)
 
 
 def test_a_worker_that_comes_back_has_lost_its_memory() -> None:
-    worker, table = Worker("decode", "http://c:1"), PrefixTable()
+    worker, table = Worker("decode", "http://c:1"), PrefixTable(ROOM)
     fleet = Fleet([worker])
     fleet.on_probe_ready(worker)
     table.record(prefix("ab"), worker, 0.0, in_pool=False)
@@ -105,7 +111,7 @@ def test_a_worker_that_comes_back_has_lost_its_memory() -> None:
 
 
 def test_a_block_remembers_the_workers_it_was_last_at() -> None:
-    table, passing = PrefixTable(), [Worker("decode", f"http://w{i}:1") for i in range(MAX_PLACES)]
+    table, passing = PrefixTable(ROOM), [Worker("decode", f"http://w{i}:1") for i in range(MAX_PLACES)]
     table.record(prefix("a"), B, 0.0, in_pool=False)
     for worker in (A, *passing[1:], A, passing[0]):
         table.record(prefix("a"), worker, 0.0, in_pool=False)
@@ -124,14 +130,16 @@ STEPS = st.lists(
 def test_no_more_is_believed_than_was_sent_and_what_is_known_are_first_blocks(
     steps: list[tuple[str, Worker | None, bool, float]], asked: str, capacity: int
 ) -> None:
-    table = PrefixTable(capacity)
+    capacity_bytes = capacity * (BLOCK_BYTES + PLACE_BYTES)
+    table = PrefixTable(capacity_bytes)
     now_s, sent = 0.0, set[tuple[str, str]]()
     for prompt, worker, in_pool, passed_s in steps:
         now_s += passed_s
         table.record(prefix(prompt), worker, now_s, in_pool=in_pool)
         sent |= {(worker.id, prompt[:i]) for i in range(1, len(prompt) + 1) if worker is not None}
-        assert len(table) <= capacity
-        known = [digest in table._blocks for digest in prefix(prompt).digests]
+        assert table.used_bytes <= capacity_bytes
+        assert (table.used_bytes == 0) is (len(table) == 0)
+        known = [digest in table for digest in prefix(prompt).digests]
         assert known == sorted(known, reverse=True)
     places = table.places(prefix(asked), now_s)
     for worker in (A, B):
@@ -143,8 +151,42 @@ def test_no_more_is_believed_than_was_sent_and_what_is_known_are_first_blocks(
 
 
 def test_a_full_table_forgets_what_was_unseen_longest_last_blocks_first() -> None:
-    table = PrefixTable(4)
+    table = PrefixTable(4 * (BLOCK_BYTES + PLACE_BYTES))
     table.record(prefix("abc"), A, 0.0, in_pool=False)
     table.record(prefix("xy"), A, 1.0, in_pool=False)
     assert own(table.places(prefix("abc"), 1.0), A) == pytest.approx(tokens(2), rel=0.01)
     assert own(table.places(prefix("xy"), 1.0), A) == tokens(2)
+
+
+def fill(table: PrefixTable, prefixes: int, workers: int) -> Iterator[int]:
+    """Record so many prefixes of one block, each at some workers; yields after every thousand."""
+    dice, at = random.Random(prefixes), [Worker("decode", f"http://w{i}:1") for i in range(workers)]
+    for number in range(prefixes):
+        prefix = Prefix((dice.getrandbits(64),))
+        for worker in dice.sample(at, dice.randint(1, workers)):
+            table.record(prefix, worker, dice.random(), in_pool=True)
+        if number % 1000 == 0:
+            yield number
+
+
+@pytest.mark.parametrize(("capacity_bytes", "workers"), [(3_000_000, 1), (4 << 20, 1), (2 << 20, 9)])
+def test_the_table_takes_no_more_memory_than_it_says(capacity_bytes: int, workers: int) -> None:
+    table, begin = PrefixTable(capacity_bytes), 0
+    tracemalloc.start()
+    try:
+        for number in fill(table, 30_000 // workers, workers):
+            begin = begin or tracemalloc.get_traced_memory()[0]
+            assert tracemalloc.get_traced_memory()[0] - begin <= table.used_bytes <= capacity_bytes, number
+    finally:
+        tracemalloc.stop()
+    assert table.used_bytes > 0.99 * capacity_bytes
+
+
+def test_millions_of_prefixes_stay_within_the_bound_and_the_newest_are_known() -> None:
+    table = PrefixTable(ROOM)
+    for number in range(2_000_000):
+        table.record(Prefix((number,)), A, 0.0, in_pool=False)
+    assert table.used_bytes <= ROOM
+    assert number in table
+    assert number - len(table) + 1 in table
+    assert number - len(table) not in table

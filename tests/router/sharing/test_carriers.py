@@ -216,9 +216,9 @@ def test_a_url_that_redis_does_not_take_is_refused_without_telling_it(url: str) 
 
 def test_a_users_name_in_the_url_goes_with_the_password_of_the_file(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("of-the-file")
-    redis, _ = connect(
-        RedisSettings(url="redis://user@127.0.0.1:1/0?protocol=3", password=SecretFile(tmp_path / "secret")),
-        1.0,
+    settings = RedisSettings(
+        url="redis://user@127.0.0.1:1/0?protocol=3", password=SecretFile(tmp_path / "secret")
     )
+    redis, _ = connect(settings, 1.0)
     given = redis.connection_pool.connection_kwargs
     assert (given["username"], given["password"]) == ("user", "of-the-file")
