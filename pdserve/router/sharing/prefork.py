@@ -35,9 +35,10 @@ from typing import Final
 
 from pdserve.errors import ConfigError, PdserveError, StartupError
 from pdserve.router.config.router import RouterConfig
+from pdserve.router.fleet.membership import after_reload
 from pdserve.router.server.uvicorn_server import LAST_WORD_S, bind
 from pdserve.router.sharing.child import READY, REPLACED, Setup, Sockets, run_child
-from pdserve.router.sharing.files import Acts, MetricsFiles, ids_of
+from pdserve.router.sharing.files import Acts, ActsFile, MetricsFiles, ids_of
 from pdserve.settings.command_line import ConfigSource
 
 logger = logging.getLogger(__name__)
@@ -309,9 +310,13 @@ class Prefork:
                 child.tell(signal.SIGINT)
                 self._later(child.kill_after(config.stop_grace_s + STOP_SLACK_S))
             raise
+
+        def pruned(acts: Acts) -> Acts:
+            return Acts(after_reload(acts.orders, ids_of(before), ids_of(config)), acts.keys)
+
         replaced, self._children, self._config = self._children, started, config
         try:
-            Acts(self._directory).configured(ids_of(before), config)
+            ActsFile(self._directory).change(pruned)
         except OSError as error:
             logger.error("what administrators did before may count again: %s", error)  # noqa: TRY400 - one line
         for place, child in enumerate(started):
