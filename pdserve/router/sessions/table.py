@@ -114,8 +114,8 @@ class SessionTable:
 
     def forget(self, key: SessionKey) -> None:
         """The session is over."""
-        for link in map(self._name, key.links):
-            self._entries.pop(link, None)
+        for link in key.links:
+            self._entries.pop(self._name(link), None)
 
     def expire(self, now_s: float, limit: int) -> None:
         """Forget at most `limit` sessions older than the TTL. Two per new record suffice."""

@@ -156,8 +156,10 @@ class ActsFile:
             return Acts()
 
     def changed(self) -> Acts | None:
-        """As `read`, if something has changed since the last call of either."""
-        return None if _stamp(self._path) == self._stamp else self.read()
+        """As `read`, if something has changed since the last call of either. A file that is gone, with its
+        parent, has changed nothing.
+        """
+        return None if _stamp(self._path) in (self._stamp, (0, 0)) else self.read()
 
     def change(self, how: Callable[[Acts], Acts]) -> None:
         """Replace what is there; nobody else does meanwhile. Raises OSError."""

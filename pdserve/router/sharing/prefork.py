@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import logging
 import multiprocessing
 import os
@@ -28,6 +29,7 @@ import shutil
 import signal
 import socket
 import tempfile
+import time
 from collections.abc import Coroutine
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -52,7 +54,7 @@ OLD_S: Final = 60.0
 """A child that has served for so long did not die young."""
 MAX_REPLACED: Final = 4
 """Times the number of processes: of more that finish their last requests the oldest are stopped."""
-NAME_BYTES: Final = 8
+NAME_BYTES: Final = 4
 FIXED: Final = ("host", "port", "processes", "admin")
 """Options that the sockets are made of."""
 _spawn = multiprocessing.get_context("spawn")
@@ -174,15 +176,18 @@ class Prefork:
         loop.add_signal_handler(signal.SIGHUP, self._reload.set)
         try:
             self._directory = Path(tempfile.mkdtemp(prefix="pdserve-router-"))
+            held = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:
             raise StartupError(f"the router has no runtime directory: {error}") from None
         try:
+            fcntl.flock(held, fcntl.LOCK_SH)  # else systemd-tmpfiles would remove what is some days old
             await self._start_all()
             self._later(self._reloading())
             await self._stopped.wait()
         finally:
             await self._stop()
             shutil.rmtree(self._directory, ignore_errors=True)
+            os.close(held)
 
     async def _start_all(self) -> None:
         config, port = self._config, self._config.port
@@ -244,7 +249,7 @@ class Prefork:
         is_strict: bool = False,
     ) -> Child:
         """Raises StartupError."""
-        name = secrets.token_hex(NAME_BYTES)
+        name = f"{time.time_ns():020x}-{secrets.token_hex(NAME_BYTES)}"  # the oldest one's comes first
         setup = Setup(name, config or self._config, self._directory, listed_before, is_strict)
         child = Child(setup, self._sockets[place], self._admin if place == 0 else None)
         self._live.append(child)
