@@ -163,8 +163,8 @@ class Gossip:
         unix_s: float,
     ) -> None:
         """`name`: no other process's; of siblings the oldest one's comes first. `held_back`: how many of a
-        tenant's requests here wait for nothing but more concurrency. `siblings`: the processes of this router,
-        this one too. `is_remote`: there is a carrier to other hosts.
+        tenant's requests here wait for nothing but more concurrency. `siblings`: the processes of this
+        router, this one too. `is_remote`: there is a carrier to other hosts.
         """
         self._name = name
         self._tenants = tenants
@@ -358,7 +358,8 @@ class Gossip:
         peer.heard_s = now_s
         if is_sibling and not peer.is_sibling:
             peer.is_sibling = True
-            if self._name <= min(self._siblings_heard()):  # the oldest knows most
+            others = [name for name, one in self._peers.items() if one.is_sibling and name != news.sender]
+            if all(self._name < name for name in others):  # the oldest knows most
                 self._owed[news.sender] = iter(self._sessions.items())
         for turn in news.turns:
             self._take_turn(turn, now_s, unix_s)
@@ -378,9 +379,6 @@ class Gossip:
         self._owes_whole = True
         peer = self._peers[name] = _Peer()
         return peer
-
-    def _siblings_heard(self) -> list[str]:
-        return [name for name, peer in self._peers.items() if peer.is_sibling]
 
     def _forget(self, name: str) -> None:
         if self._peers.pop(name, None) is not None:
