@@ -107,6 +107,32 @@ def test_every_process_comes_to_the_same_fleet_whatever_etcd_names(
         assert processes[0].members == processes[1].members == late.members
 
 
+def test_an_order_ends_with_the_worker_that_it_is_about_and_who_comes_then_is_another_one(
+    tmp_path: Path,
+) -> None:
+    here, there = Process(tmp_path), Process(tmp_path)
+    for process in (here, there):
+        process.name_in_etcd(FOUND)
+    before = here.fleet.by_id[IDS[2]]
+    here.do("leave", URLS[2])
+    here.do("drain", FOUND[0])
+    there.look()
+    assert {*there.members} == {*IDS[:2], "h9:1"}
+    for named in ([FOUND[0]], FOUND, [URLS[2]], FOUND):
+        for process in (here, there):
+            process.name_in_etcd(named)
+            process.look()
+    assert here.members == there.members
+    assert here.members[IDS[2]] == here.members["h9:1"] == ("decode", False)
+    assert here.fleet.by_id[IDS[2]] is not before
+    here.do("leave", URLS[1])
+    removed = here.fleet.by_id.get(IDS[1])
+    there.acts.change(lambda acts: Acts({}, 0))
+    here.look()
+    assert removed is None
+    assert IDS[1] in here.members
+
+
 def test_of_two_acts_at_once_the_later_one_counts_everywhere(tmp_path: Path) -> None:
     here, there = Process(tmp_path), Process(tmp_path)
     here.do("drain", URLS[1])
@@ -198,7 +224,8 @@ def test_a_process_that_ends_while_one_adds_up_is_counted_once(
 
     def reading(name: str) -> Snapshot | None:
         found = read(name)
-        parent.fold("b")
+        if name == "b":
+            parent.fold("b")
         return found
 
     monkeypatch.setattr(files, "read", reading)

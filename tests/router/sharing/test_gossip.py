@@ -521,6 +521,7 @@ def test_usage_that_comes_behind_a_later_message_counts_for_nothing() -> None:
     process = lone()
     hear(process, told(used(5.0), number=5))
     hear(process, told(used(3.0), number=4))
+    assert process.bucket().held(1.0) == pytest.approx(RATE - 5)
     hear(process, told(used(6.0), number=6))
     assert process.bucket().held(1.0) == pytest.approx(RATE - 6)
 
