@@ -63,6 +63,13 @@ Shown = Mapping[Labels, float]
 """Kept elsewhere, and shown here (`Stats.show`)."""
 
 
+def observe(observed: Iterable[tuple[Histogram, float]]) -> None:
+    """Count one observation in each of several histograms."""
+    for one, value_s in observed:
+        one.counts[bisect_left(BUCKETS_S, value_s)] += 1
+        one.sum_s += value_s
+
+
 class Stats:
     """All metrics of a router process: each is declared here, and is its own counter. Of those that are kept
     elsewhere the values are those of the last `show`.
