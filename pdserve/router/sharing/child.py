@@ -175,7 +175,7 @@ class _Child:
             asyncio.get_running_loop().call_later(grace_s, self._cut_off)
 
     def _cut_off(self) -> None:
-        for task in self._server.server_state.tasks:
+        for task in list(self._server.server_state.tasks):
             task.cancel()
 
     def _admin(self) -> tuple[LiveFeed, uvicorn.Server]:
