@@ -202,7 +202,7 @@ class Gossip:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(News)
         tenants.granted = 0
-        sessions.news = {}
+        self._listen_to_sessions()
         self._grant_all(now_s, unix_s)
 
     @property
@@ -294,12 +294,13 @@ class Gossip:
         return bool(usage.demand) or now_s - self._changed_s[tenant.name] < SILENT_S
 
     def _new_turns(self, unix_offset_s: float) -> list[Turn]:
-        if not self._sessions.news:
-            return []
-        news, self._sessions.news = self._sessions.news, {}
-        if not self._peers and not self._is_remote:
-            return []
+        news = self._sessions.news or {}
+        self._listen_to_sessions()
         return [_turn(link, replaced, entry, unix_offset_s) for link, (entry, replaced) in news.items()]
+
+    def _listen_to_sessions(self) -> None:
+        """A process that nobody hears keeps no news."""
+        self._sessions.news = {} if self._peers or self._is_remote else None
 
     def _handed_over(self, unix_offset_s: float, most: int) -> Iterator[Outgoing]:
         for name in list(self._owed):
@@ -378,6 +379,8 @@ class Gossip:
             return None
         self._owes_whole = True
         peer = self._peers[name] = _Peer()
+        if self._sessions.news is None:
+            self._listen_to_sessions()
         return peer
 
     def _forget(self, name: str) -> None:

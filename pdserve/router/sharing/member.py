@@ -25,6 +25,7 @@ WRITE_S: Final = 1.0
 ANSWER_S: Final = 1.0
 """For a sibling to write its metrics. One that takes longer is silent, and its older ones count."""
 LOOK_S: Final = 0.005
+"""Between two looks whether siblings have written, or whether there is something to tell them."""
 
 
 class Member:
@@ -53,7 +54,7 @@ class Member:
         )
         self._unix = UnixCarrier(directory, name, self._hear_sibling)
         self._redis = RedisCarrier(redis, self._hear_host) if redis.url else None
-        self._told_s = self._written_s = 0.0
+        self._looked_s = self._told_s = self._written_s = 0.0
         self._has_failed = False
         router.metrics = self.metrics
         router.fleet.members.told = self._ordered
@@ -94,7 +95,7 @@ class Member:
     # --- telling
 
     def _tick(self) -> None:
-        now_s = self._loop.time()
+        now_s = self._looked_s = self._loop.time()
         self._due_s = now_s + REPORT_S
         self._timer = self._loop.call_later(REPORT_S, self._tick)
         was_away = self.gossip.is_away
@@ -109,8 +110,8 @@ class Member:
             self._write()
 
     def _tell_soon(self) -> None:
-        """Now, if nothing was told for `REPORT_S`."""
-        due_s = max(self._loop.time(), self._told_s + REPORT_S)
+        """Now, if nothing was told for `REPORT_S`, and nobody has just looked."""
+        due_s = max(self._loop.time(), self._told_s + REPORT_S, self._looked_s + LOOK_S)
         if self._due_s > due_s:
             self._due_s = due_s
             self._timer.cancel()

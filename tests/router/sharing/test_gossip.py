@@ -566,6 +566,21 @@ def test_who_has_nothing_to_tell_speaks_only_now_and_then() -> None:
     assert HEARTBEAT_S == 5 * REPORT_S
 
 
+def test_a_process_that_is_alone_keeps_no_news_of_sessions() -> None:
+    network = concurrent(1, {"a": 1}).settled()
+    (alone,) = network.processes
+    alone.sessions.record(named("s"), entry(1, network.now_s))
+    assert alone.sessions.news is None
+    newcomer = network.join("a")
+    network.run(1.0)
+    alone.sessions.record(named("t"), entry(2, network.now_s))
+    network.run(1.0)
+    assert len(newcomer.sessions) == 2
+    network.processes.remove(newcomer)
+    network.run(SILENT_S + 1)
+    assert alone.sessions.news is None
+
+
 def test_messages_are_bounded_however_much_is_new() -> None:
     process = lone()
     process.tenants.configure(
