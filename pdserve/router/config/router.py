@@ -14,7 +14,7 @@ from pdserve.router.api.endpoints import PREFILLABLE, PrefillPath
 from pdserve.router.config.addresses import check_pool_address, is_https, parse_base_url
 from pdserve.router.config.limits import Deadlines, Limits, Probe, RedisSettings, ServiceLevel
 from pdserve.router.config.placement import PlacementSettings, Session
-from pdserve.router.config.tenants import SHARED, Access, Admin, Admission, Tenant, TenantLimits
+from pdserve.router.config.tenants import OTHERS, SHARED, Access, Admin, Admission, Tenant, TenantLimits
 from pdserve.security.tls import TlsConfig
 from pdserve.tracing import Tracing
 
@@ -171,7 +171,6 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         TlsConfig, Meta(description="Certificates for workers. With `ca` their URLs are `https`.")
     ] = TlsConfig()
     admission: Admission = Admission()
-    tenant_defaults: TenantLimits = TenantLimits()
     tenants: tuple[Tenant, ...] = ()
     redis: RedisSettings = RedisSettings()
     aliases: Annotated[
@@ -208,6 +207,11 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(
                 "'prefill' lists workers but 'decode' is empty; list a decode worker, or use 'agg'"
             )
+
+    @property
+    def tenant_defaults(self) -> TenantLimits:
+        """Of tenants that have no table of their own."""
+        return next((tenant for tenant in self.tenants if tenant.name == OTHERS), TenantLimits())
 
     def check_workers(self) -> None:
         """Raises ConfigError where no way leads to a worker: a file is empty while it is written anew."""
