@@ -23,7 +23,6 @@ from typing import Any
 import pytest
 
 from pdserve.errors import NodeFailed, PoolError, PoolRefused, StartupError
-from pdserve.kvpool.admin.node_client import fetch_status
 from pdserve.kvpool.client.config import PoolClientConfig
 from pdserve.kvpool.client.connector import ConfiguredConnector
 from pdserve.kvpool.core.events import LOCAL, AssignSlab, CommitRows, ReserveRows, SaveNamespaces
@@ -44,7 +43,7 @@ from pdserve.kvpool.transports.ucx import UcxLibrary
 from pdserve.up.locks import free_ports
 from tests.support.command import pdserve_here
 from tests.support.kvpool.clustered import until
-from tests.support.kvpool.connectors import connect
+from tests.support.kvpool.connectors import connect, fetch_status
 from tests.support.kvpool.nodes import (
     PAGE_BYTES,
     Start,
@@ -174,7 +173,7 @@ def test_memory_of_another_size_is_replaced_and_said_so(start: Start) -> None:
     put(connection, open_namespace(connection), keys(5, 1))
     connection.close()
     pool.kill()
-    pool.restart(capacity_bytes="8MiB")
+    pool.restart(capacity_bytes=8 << 20)
     assert "other sizes" in pool.log.read_text()
     assert fetch_status(pool.address, soon()).pages == 0
 
