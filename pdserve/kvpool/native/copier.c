@@ -363,9 +363,10 @@ static int place_pages(Batch *batch, PyObject *pages, PyObject *const *columns, 
         } else if (batch->hashes && page->length < LEAST_HASHED) {
             PyErr_SetString(PyExc_ValueError, "a page too short to be hashed here");
             failed = 1;
+        } else {
+            page->slot = (unsigned char *)batch->arena.buf + offset;
+            page->row = batch->is_read ? (const unsigned char *)batch->table.buf + rows_at + slot * ROW_BYTES : NULL;
         }
-        page->slot = (unsigned char *)batch->arena.buf + offset;
-        page->row = (const unsigned char *)batch->table.buf + rows_at + slot * ROW_BYTES;
     }
     Py_DECREF(fast);
     return failed ? -1 : 0;
