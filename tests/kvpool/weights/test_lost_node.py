@@ -24,7 +24,7 @@ from tests.support.suite.extended import extended
 MODEL, OTHER = ModelName("demo", "1"), ModelName("demo", "2")
 SIZES = 5 * MIB, 6 * MIB, 7 * MIB
 TENSORS = tensors_of(*SIZES)
-ONE_MODEL = {**ROOMY, "capacity_bytes": "32MiB"}
+ONE_MODEL = {**ROOMY, "capacity_bytes": 32 << 20}
 Event = Callable[[], None]
 
 
@@ -52,7 +52,7 @@ class Rig:
 
     def restart_on_new_memory(self) -> None:
         self.node.kill()
-        self.node = self._start(**{**ONE_MODEL, "capacity_bytes": "36MiB"})
+        self.node = self._start(**{**ONE_MODEL, "capacity_bytes": 36 << 20})
 
     def refill(self) -> None:
         """`pdserve weights rm`, and the push of a model that takes the same memory."""
