@@ -41,12 +41,12 @@ from pdserve.router.api.request_body import BOM, UNREADABLE, parse_request
 from pdserve.router.app.error_handlers import add_error_handlers
 from pdserve.router.app.router import ADMIN_PATHS, Router
 from pdserve.router.fleet.worker import Worker
+from pdserve.router.http.asgi import address_of
+from pdserve.router.http.tls import UpstreamError
 from pdserve.router.metrics.stats import exposition
-from pdserve.router.request.answer import JSON
-from pdserve.router.server.asgi import address_of
+from pdserve.router.request.request import JSON
 from pdserve.router.sessions.keys import find_session_key, parse_sources
 from pdserve.router.tenants.tenant import RATE_EXCEEDED, TenantState
-from pdserve.router.upstream.connection import UpstreamError
 
 
 def complete(document: dict[str, Any]) -> dict[str, Any]:
@@ -74,6 +74,7 @@ def _operation(path: str, row: Endpoint) -> dict[str, Any]:
 
 T = TypeVar("T")
 LIMIT_S: Final = 20.0
+CONNECT_S: Final = 5.0
 MAX_ANSWER_BYTES: Final = 16 * 1024 * 1024
 MAX_BODY_BYTES: Final = 64 * 1024
 MAX_AT_ONCE: Final = 8
@@ -138,7 +139,7 @@ def _add_hint_route(app: fastapi.FastAPI, router: Router, turns: _Turns) -> None
         key = key.of_model(router.gate.named(view.model) or router.gate.served_model(None))
         if router.gate.tenants.has_keys:
             key = key.within(tenant.name)
-        turn = router.dispatcher.placer.sessions.get(key, asyncio.get_running_loop().time())
+        turn = router.proxy.placer.sessions.get(key, asyncio.get_running_loop().time())
         worker = None if turn is None else router.fleet.by_id.get(turn.decode_id)
         if turn is None or worker is None or worker.info is None:
             return fastapi.responses.JSONResponse({"known": False, "parts": 0})
@@ -151,7 +152,7 @@ def _add_hint_route(app: fastapi.FastAPI, router: Router, turns: _Turns) -> None
 
 def _count_kept(router: Router, tenant: TenantState, conversation: str, tokens: int, seconds: int) -> None:
     """Raises TooManyError: the tenant has enough kept."""
-    retained = router.generation.retained
+    retained = router.proxy.retained
     if not seconds:
         retained.release(tenant, conversation)
     elif not retained.take(tenant, conversation, tokens, seconds, asyncio.get_running_loop().time()):
@@ -228,24 +229,23 @@ def _decoded(body: bytes, type_: type[T]) -> T:
 async def _pass_on(router: Router, worker: Worker, method: str, target: str, body: bytes = b"") -> Response:
     """The worker's answer, within `LIMIT_S`. Raises RequestError where there is none."""
     try:
-        async with asyncio.timeout(LIMIT_S):
-            response = await router.upstream.ask(
-                worker, target, _LINES, body, method=method.encode(), connect_s=LIMIT_S, head_s=LIMIT_S
-            )
-            try:
-                said = await response.read_all(LIMIT_S, MAX_ANSWER_BYTES)
-            finally:
-                response.release()
-    except TimeoutError:
-        raise RequestError(504, "The worker did not answer in time.", type_="timeout_error") from None
+        answer = await router.upstream.fetch(
+            worker,
+            target,
+            _LINES,
+            body,
+            method=method.encode(),
+            limit_s=LIMIT_S,
+            limit_bytes=MAX_ANSWER_BYTES,
+            connect_s=CONNECT_S,
+        )
     except UpstreamError as error:
         status = 504 if error.kind == "timeout" else 502
         raise RequestError(
             status, f"The worker did not answer ({error.kind}).", type_="server_error"
         ) from None
-    if response.status >= 400:
-        said = convert_error(response.status, said)
-    return Response(said, response.status, media_type=JSON.decode())
+    said = answer.body if answer.status < 400 else convert_error(answer.status, answer.body)
+    return Response(said, answer.status, media_type=JSON.decode())
 
 
 def make_app(router: Router) -> fastapi.FastAPI:
