@@ -9,6 +9,8 @@ told as created: the next one finds them.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import Any
 
 from pdserve.engine.http.request import current_request
@@ -18,8 +20,9 @@ def install(page_tokens: int) -> None:
     """Have SGLang's front of Anthropic's API count so. Can be called again. Imports SGLang."""
     from sglang.srt.entrypoints.anthropic import serving
 
-    usage_of = getattr(serving._anthropic_usage_from_openai, "plain", serving._anthropic_usage_from_openai)
+    usage_of = inspect.unwrap(serving._anthropic_usage_from_openai)
 
+    @functools.wraps(usage_of)
     def usage_with_created(usage: Any, **parts: Any) -> Any:
         made = usage_of(usage, **parts)
         prompt, http = getattr(usage, "prompt_tokens", 0) or 0, current_request()
@@ -34,5 +37,4 @@ def install(page_tokens: int) -> None:
                 made.cache_creation_input_tokens = created
         return made
 
-    usage_with_created.plain = usage_of  # type: ignore[attr-defined]
     serving._anthropic_usage_from_openai = usage_with_created

@@ -12,6 +12,7 @@ chose, and the KV of other tokens would be wrong.
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -57,8 +58,9 @@ def chat_class() -> type[Any]:
 
     serving_chat.parallel_prompt_encode = encode_kept
 
-    make_request = serving_responses.OpenAIServingResponses._make_request
+    make_request = inspect.unwrap(serving_responses.OpenAIServingResponses._make_request)
 
+    @functools.wraps(make_request)
     async def make_counted(self: Any, *args: Any, **kwargs: Any) -> Any:
         made = await make_request(self, *args, **kwargs)
         messages, _, [ids], _ = made

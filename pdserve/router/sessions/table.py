@@ -115,7 +115,7 @@ class SessionTable:
     def forget(self, key: SessionKey) -> None:
         """The session is over."""
         for link in key.links:
-            self._entries.pop(link, None)
+            self._entries.pop(self._name(link), None)
 
     def expire(self, now_s: float, limit: int) -> None:
         """Forget at most `limit` sessions older than the TTL. Two per new record suffice."""

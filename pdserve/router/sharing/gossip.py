@@ -109,6 +109,7 @@ class Turn(msgspec.Struct, array_like=True, frozen=True):
     answered: bool
     turns: int
     seen_unix_s: float
+    shared_tokens: int = 0
 
 
 class News(msgspec.Struct, array_like=True, frozen=True):
@@ -411,6 +412,7 @@ class Gossip:
             max(0, turn.tokens),
             turn.answered,
             turns=max(1, turn.turns),
+            shared_tokens=max(0, turn.shared_tokens),
         )
         self._sessions.merge(turn.link, turn.replaced, entry)
 
@@ -476,6 +478,7 @@ def _turn(link: str, replaced: tuple[str, ...], entry: SessionEntry, unix_offset
         entry.answered,
         entry.turns,
         entry.seen_s + unix_offset_s,
+        entry.shared_tokens,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     anthropic_usage.install(PAGE)
     anthropic_usage.install(PAGE)
     yield
-    assert serving._anthropic_usage_from_openai.plain is getattr(usage_of, "plain", usage_of)
+    assert serving._anthropic_usage_from_openai.__wrapped__ is inspect.unwrap(usage_of)
 
 
 def told(prompt: int, cached: int, *, is_marked: bool, include_input: bool = True) -> dict[str, Any]:
