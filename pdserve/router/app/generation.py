@@ -292,7 +292,7 @@ class GenerationHandler:
         if has_keys:  # tenants share neither caches nor sessions, nor see others' load
             limits = call.tenant.limits
             if not limits.controls_engine:
-                check_fields(view)
+                check_fields(view, "kv_hints" if call.endpoint.is_hint else "")
             check_media(view, limits.media_domains)
             call.answer.shows_insides = self._shows_load
             self._isolate(call, view.cache_salt)
@@ -339,7 +339,7 @@ class GenerationHandler:
             draw=random.getrandbits(32),
             prefix=prefix_of(view, prompt, scope) if self._needs_prefix and computes else None,
         )
-        if endpoint.hint or RETAIN_HEADER in call.headers or marks_caches(body, view):
+        if endpoint.is_hint or RETAIN_HEADER in call.headers or marks_caches(body, view):
             self._retain(call, view)
         if endpoint.task == "generate":
             self._compare(call, view)
@@ -361,8 +361,9 @@ class GenerationHandler:
         RequestError for a hint that it may not give.
         """
         facts, now_s = call.facts, self._loop.time()
-        if hint := call.endpoint.hint:
-            self.retained.check_hint(call.tenant, hint, _conversation(call), facts.charged_tokens, now_s)
+        if call.endpoint.is_hint:
+            name, tokens = _conversation(call), facts.charged_tokens
+            self.retained.check_hints(call.tenant, view.kv_hints, name, tokens, now_s)
             return
         seconds, said = 0, call.headers.get(RETAIN_HEADER)
         if facts.endpoint.task == "generate":
