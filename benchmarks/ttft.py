@@ -35,7 +35,7 @@ from benchmarks.lib.report import FormatOption, OutOption, Output, Table, fail_w
 from benchmarks.lib.run import Server, run_load
 from benchmarks.multiturn import Seed, Silence
 from pdserve.router.metrics.names import PARTS as ROUTER_PARTS
-from pdserve.router.request.call import parse_timing
+from pdserve.router.request.reports import parse_timing
 from tests.support.processes import HarnessError
 
 ROLES: Final = ("prefill", "decode")

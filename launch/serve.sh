@@ -13,7 +13,7 @@ make_demo_model() {
   model=$root/models/smollm2-135m
   if [ -f "$model/config.json" ]; then return; fi
   say "making the demo model, SmolLM2-135M, of which 93 MB are downloaded"
-  if said=$("$venv/bin/pdserve" model demo --out "$model" 2>&1); then return; fi
+  if said=$("$venv/bin/python" -m pdserve.engine.demo "$model" 2>&1); then return; fi
   said=${said##*$'\n'}
   say "${said#*error: }; serving a model with random weights in its place, demo-small"
   model=$root/models/demo-small

@@ -51,7 +51,6 @@ SUB_COMMANDS: Mapping[str, SubCommand] = {
     "weights": SubCommand("pdserve.kvpool.weights.cli:app", "Store models' weights in the pool."),
     "top": SubCommand("pdserve.router.admin.top_cli:app", "Show what a cluster does, in the terminal."),
     "doctor": SubCommand("pdserve.doctor.cli:app", "Check this machine or a cluster; say what to change."),
-    "model": SubCommand("pdserve.engine.demo.cli:app", "Make the demo model.", "sglang"),
 }
 
 TWO_WORDS: Final[Mapping[tuple[str, ...], str]] = {

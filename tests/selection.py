@@ -31,7 +31,7 @@ RISKS: dict[str, tuple[str, ...]] = {
     "pdserve/kvpool/weights": ("tests/kvpool/weights",),
     "pdserve/pages.py": (*_MODELS, *_NODES),
     "pdserve/router/api": ("tests/router/api",),
-    "pdserve/router/dispatch": ("tests/router/dispatch",),
+    "pdserve/router/proxy": ("tests/router/proxy",),
     "pdserve/router/sharing": ("tests/router/sharing",),
     "pdserve/up/launchers": ("tests/contracts", "tests/up"),
     "Containerfile": ("tests/up/test_image.py",),

@@ -64,7 +64,7 @@ def test_imports_follow_the_rules(graph: grimp.ImportGraph, name: str) -> None:
             "pdserve.kvpool.node.node",
             "pdserve.kvpool.client.client",
         ),
-        ("router: folders import down", "pdserve.router.placement.planner", "pdserve.router.dispatch.decode"),
+        ("router: folders import down", "pdserve.router.placement.planner", "pdserve.router.proxy.decode"),
         (
             "no two modules or folders import each other",
             "pdserve.kvpool.policies.base",

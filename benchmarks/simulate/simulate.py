@@ -21,12 +21,12 @@ from benchmarks.simulate.engine import BlockCache, Engine
 from benchmarks.simulate.model import BLOCK_TOKENS, Request, Setting, Size
 from pdserve.router.api.endpoints import ENDPOINTS
 from pdserve.router.config.limits import ServiceLevel
-from pdserve.router.dispatch.job import Claim
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.fleet.worker import Worker, WorkerInfo, WorkerLoad
 from pdserve.router.placement.placer import Placer
 from pdserve.router.placement.planner import Plan, RequestFacts
 from pdserve.router.placement.prefix_index import Cached
+from pdserve.router.proxy.parts import Claim
 from pdserve.router.sessions.table import SessionEntry
 
 PARTS: Final = 4

@@ -5,7 +5,7 @@ to pull when the last page is there; with it, only the last chunk is left to pul
 the moment it asks the prefill worker, with the client's body, and hangs up when the prefill is over.
 
 The worker names the pages at every `step_tokens` of the prompt and lets the pool report their commit. It has
-SGLang fetch the new ones, up to the last page that is committed (`engine/sglang/children/pulls.py`). Where
+SGLang fetch the new ones, up to the last page that is committed (`pulls_ended`). Where
 pages have parts beside KV, it fetches up to the last step that can be restored; of most models these are the
 ends of the prefill worker's chunks. Nothing depends on it: pages that are not pulled ahead are pulled by the
 request itself.

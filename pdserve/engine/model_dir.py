@@ -31,7 +31,7 @@ def check_model_dir(model_path: str) -> dict[str, Any]:
     if not path.exists():
         raise StartupError(
             f"model path {model_path} does not exist: give a local Hugging Face model directory, "
-            "or make one with 'pdserve model demo'"
+            "or make one: python -m pdserve.engine.demo DIRECTORY"
         )
     config = _read_config(path / "config.json", model_path)
     if not any(next(path.glob(pattern), None) for pattern in _WEIGHTS):

@@ -28,11 +28,9 @@ from pdserve.engine.config import EngineConfig, ExactTurnsConfig, Role
 from pdserve.engine.drain import Drain
 from pdserve.engine.handoff import DirectConfig
 from pdserve.engine.http.diagnosed import Diagnosed
-from pdserve.engine.http.fixed_weights import FixedWeights
-from pdserve.engine.http.guard import Draining, Guard, close_cors
+from pdserve.engine.http.guard import Guard, close_cors
 from pdserve.engine.http.judged import Judged, validation_error
 from pdserve.engine.http.request import HttpRequest, RequestTracking
-from pdserve.engine.http.request_context import RequestContext
 from pdserve.engine.http.request_spans import Traced
 from pdserve.engine.http.resume import Continuing
 from pdserve.engine.http.timing import WorkerMetrics
@@ -211,18 +209,19 @@ def install(app: Any, worker: Worker, routes: WorkerRoutes, token: str, metrics_
     app.exception_handlers[RequestValidationError] = _invalid
     app.add_middleware(Diagnosed)
     app.add_middleware(Judged, contract=lambda: worker.engine.contract)
-    if worker.config.storage != "none":
-        app.add_middleware(FixedWeights)
     app.add_middleware(Continuing)
     if worker.tracer is not None:
         app.add_middleware(Traced, tracer=worker.tracer, role=worker.role)
     app.add_middleware(RequestTracking, on_start=routes.on_start)
     worker.drain.add(routes.unpublished)
-    app.add_middleware(Draining, drain=worker.drain)
-    app.add_middleware(RequestContext)
     close_cors(app)
     app.add_middleware(
-        Guard, token=token, has_started=lambda: worker.engine.has_started, metrics_token=metrics_token
+        Guard,
+        token=token,
+        has_started=lambda: worker.engine.has_started,
+        drain=worker.drain,
+        metrics_token=metrics_token,
+        has_fixed_weights=worker.config.storage != "none",
     )
     app.include_router(_info_router(worker))
     for router in routes.routers:

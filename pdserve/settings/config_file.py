@@ -146,7 +146,9 @@ def options(type_: type[Any], prefix: str = "", *, file_only: bool = False) -> I
             )
             continue
         kind = "file-only" if file_only else _kind(inner)
-        type_name = "size" if _is_size(annotation) else _type_name(inner)
+        type_name = _type_name(inner)
+        if _is_size(annotation):
+            type_name = " or ".join(("size", *(f"`{word}`" for word in _words(annotation))))
         yield Option(key, annotation, kind, type_name, _default_text(field), description)
 
 
@@ -184,7 +186,7 @@ def _with_words_read(annotation: Any, data: Any, source: str, prefix: str = "") 
     for name, field in _fields(struct).items():
         if name in found:
             found[name] = _with_words_read(field, found[name], source, f"{prefix}{name}.")
-        if _is_size(field) and isinstance(found.get(name), str):
+        if _is_size(field) and isinstance(found.get(name), str) and found[name] not in _words(field):
             try:
                 found[name] = parse_bytes(found[name])
             except ValueError as error:
@@ -334,6 +336,12 @@ def _is_size(annotation: Any) -> bool:
     """Whether it is a `Size`, described or not."""
     found = typing.get_args(annotation) if typing.get_origin(annotation) is typing.Annotated else ()
     return any(isinstance(meta, msgspec.Meta) and (meta.extra or {}).get("size") for meta in found)
+
+
+def _words(annotation: Any) -> list[str]:
+    """The words that may stand for a value."""
+    members = _members(_strip(annotation)[0])
+    return [word for one in members if typing.get_origin(one) is Literal for word in typing.get_args(one)]
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:

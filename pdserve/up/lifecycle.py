@@ -16,7 +16,8 @@ A process goes through these phases:
 - A process that ends before it was ever ready stops the cluster. Later it is restarted as `restart_delay_s`
   says.
 - A rolling restart takes the processes host by host, those of a host in the order of their start, each once
-  the one before is ready again. Pool nodes are upgraded instead. The first that does not come back ends it.
+  the one before is ready again. Pool nodes are upgraded instead, and routers replace themselves. The first
+  that does not come back ends it.
 - Scaling starts new workers and tells others to end. Routers learn first which ones leave, and of new ones
   when they are ready. A new one that fails stays ended, and the others go on.
 - Stopping goes through the stages in reverse. A stage is told to end, and killed when its grace is over.
@@ -420,7 +421,7 @@ class Lifecycle:
         while self._to_restart:
             process = self._to_restart.popleft()
             name, goes_on = process.spec.name, process.spec.upgrade is not None
-            replaces_itself = _replaces_itself(process.spec)
+            replaces_itself = process.spec.role == "router"  # its processes, at SIGHUP
             if process.phase not in RUNNING:
                 continue  # it is started anyway, or has ended for good
             if process.phase is not Phase.READY and (goes_on or replaces_itself):
@@ -513,11 +514,6 @@ class Lifecycle:
                 self._terminate(process, now_s)
                 if self._stop_signals > 1:
                     self._actions.append(Kill(process.spec.name))
-
-
-def _replaces_itself(spec: ProcessSpec) -> bool:
-    """SIGHUP makes it replace its own processes by the version that is installed now."""
-    return spec.role == "router"
 
 
 def _by_host(processes: Collection[_Process]) -> list[_Process]:

@@ -44,7 +44,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPool]:
     config = PoolNodeConfig(
         name="contract",
         arena_dir=arena_dir(),
-        capacity_bytes="16MiB",
+        capacity_bytes=16 << 20,
         max_client_share=1.0,
     )
     pool = ProcessPool(config, tmp_path_factory.mktemp("clients"), "shm")

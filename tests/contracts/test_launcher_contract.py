@@ -1,4 +1,4 @@
-"""Every place does what `pdserve.up.launchers.base` says: the supervisor over stand-ins, by the real thing.
+"""Every launcher of `pdserve.up.launchers` keeps its contract: the supervisor over stand-ins, for real.
 
 Ray and sshd are not installed everywhere. Where one is missing, its tests are skipped, with its name. Slurm's
 commands are stand-ins, which run a step on this host.

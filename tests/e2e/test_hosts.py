@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.router.request.call import parse_cached
+from pdserve.router.request.reports import parse_cached
 from pdserve.up.launchers.launcher import SHELL_VARIABLE
 from tests.support.e2e.cluster import Process
 from tests.support.netns.lab import ROOT, cannot, python_at

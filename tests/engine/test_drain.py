@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from pdserve.engine.drain import Drain
-from pdserve.engine.http.guard import Draining
+from pdserve.engine.http.guard import Guard
 
 ROUTER, OTHER = ("10.0.0.1", 4001), ("10.0.0.2", 4002)
 
@@ -103,7 +103,8 @@ def test_requests_are_counted_until_they_are_answered_and_refused_once_it_is_ove
         seen.append((scope["path"], drain.running))
 
     async def ask(path: str) -> None:
-        await Draining(app, drain)({"type": "http", "path": path}, receive, send)
+        guard = Guard(app, "", lambda: True, drain)
+        await guard({"type": "http", "path": path, "headers": []}, receive, send)
 
     seen: list[tuple[str, int]] = []
     drain.begin(0.0)

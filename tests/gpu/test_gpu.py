@@ -97,7 +97,7 @@ def test_pages_of_the_device_come_back_from_a_pool_node(
 
     layout, io_backend = ("page_first_direct", "direct") if device == "cpu" else ("page_first", "kernel")
     pages = DevicePages(device, layout, io_backend)
-    settings = {"capacity_bytes": "256MiB", "keep": False}
+    settings = {"capacity_bytes": 256 << 20, "keep": False}
     with pool_of(1, tmp_path, settings) as nodes, pages.in_pool(client_of(nodes)) as access:
         pages.to_host()
         assert all(access.put(KV, KEYS, pages.host_indices).done)
@@ -238,7 +238,7 @@ def bench(device: Device, tmp_path: Path) -> Iterator[Bench]:
     model = Path(os.environ.get("PDSERVE_GPU_MODEL", tmp_path / "model"))
     if not model.exists():
         make_random_model("small", model)
-    settings = {"capacity_bytes": "1GiB", "keep": False}
+    settings = {"capacity_bytes": 1 << 30, "keep": False}
     assert memory_dir() is not None
     with pool_of(1, tmp_path, settings) as (node,):
         yield Bench(device, model, tmp_path, node)

@@ -55,7 +55,7 @@ def test_no_arena_is_made_there(place: Path) -> None:
 
 
 def test_no_tier_is_made_there(place: Path, tmp_path: Path) -> None:
-    tier = TierConfig(kind="ssd", path=place / "pages", capacity_bytes="64MiB")
+    tier = TierConfig(kind="ssd", path=place / "pages", capacity_bytes=64 << 20)
     line = start_fails(arena_dir=tmp_path / "arena", tiers=[tier])
     assert f"user {NOBODY}" in line
     assert not (place / "pages").exists()
@@ -104,7 +104,7 @@ def test_a_volume_that_all_may_write_to_is_used(tmp_path: Path) -> None:
         os.chown(theirs, NOBODY, NOBODY)
         assert f"user {NOBODY}" in start_fails(arena_dir=volume / "arena")
         theirs.rmdir()
-        tier = TierConfig(kind="ssd", path=volume / "tier" / "pages", capacity_bytes="32MiB")
+        tier = TierConfig(kind="ssd", path=volume / "tier" / "pages", capacity_bytes=32 << 20)
         arena, tiers = take_memory(small_config(arena_dir=volume / "arena", tiers=[tier]), 1, None)
         try:
             assert (volume / "arena").exists()

@@ -78,7 +78,7 @@ def cluster_file(directory: Path) -> Path:
     for name, secret in (("pool-admin", POOL_ADMIN), ("read", READ), ("redis", REDIS), ("metrics", METRICS)):
         (directory / name).write_text(f"{secret}\n")
     node = {
-        "capacity_bytes": "64MiB",
+        "capacity_bytes": 64 << 20,
         "arena_dir": str(arena_dir() / directory.name),
         "keep": False,
         "log_level": "debug",

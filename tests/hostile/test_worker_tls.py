@@ -16,8 +16,8 @@ from pdserve.router.config.limits import Limits, Probe
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.membership import FleetError
 from pdserve.router.fleet.worker import Worker
-from pdserve.router.upstream.client import Upstream
-from pdserve.router.upstream.connection import UpstreamError, WorkerTls
+from pdserve.router.http.tls import UpstreamError, WorkerTls
+from pdserve.router.http.worker_connection import Upstream
 from pdserve.security.tls import Certificates, TlsConfig
 from tests.support.certificates import Authority
 from tests.support.router.harness import PATIENT, Harness, before, routed
@@ -64,11 +64,8 @@ async def refusal(worker: MockWorker, tls: TlsConfig, caplog: pytest.LogCaptureF
 
 
 async def post(upstream: Upstream, worker: Worker) -> bytes:
-    response = await upstream.ask(worker, "/x", b"", b"{}", connect_s=5.0, head_s=5.0)
-    try:
-        return await response.read_all(5.0, 1 << 20)
-    finally:
-        response.release()
+    answer = await upstream.fetch(worker, "/x", b"", b"{}", connect_s=5.0, limit_s=5.0, limit_bytes=1 << 20)
+    return answer.body
 
 
 @pytest.mark.parametrize("mutual", [False, True])
@@ -141,8 +138,14 @@ async def test_a_worker_that_never_answers_the_handshake_costs_one_deadline(auth
     upstream = Upstream(Limits(), tls=WorkerTls(authority.client()))
     try:
         with pytest.raises(UpstreamError, match="no connection in") as error:
-            await upstream.ask(
-                Worker("decode", f"https://127.0.0.1:{port}"), "/x", b"", b"", connect_s=0.2, head_s=5.0
+            await upstream.fetch(
+                Worker("decode", f"https://127.0.0.1:{port}"),
+                "/x",
+                b"",
+                b"",
+                connect_s=0.2,
+                limit_s=5.0,
+                limit_bytes=0,
             )
         assert error.value.kind == "connect"
         assert got.is_set()

@@ -145,16 +145,16 @@ UP = "up launch/disagg.toml --run-dir logs/disagg --model models/"
 def test_a_script_downloads_the_demo_model_once(tmp_path: Path) -> None:
     script = DemoScript(tmp_path, '[ "$1" = up ] || { mkdir -p "${@: -1}" && touch "${@: -1}/config.json"; }')
     asked, said = script.run("--port", "8001")
-    assert asked == ["model demo --out models/smollm2-135m", f"{UP}smollm2-135m --port 8001"]
+    assert asked == ["-m pdserve.engine.demo models/smollm2-135m", f"{UP}smollm2-135m --port 8001"]
     assert [line.split(",")[0] for line in said] == ["setup: making the demo model"]
     asked, said = script.run()
     assert (asked[2:], said) == ([f"{UP}smollm2-135m"], [])
 
 
 def test_a_script_without_a_network_says_in_one_line_that_it_serves_a_random_model(tmp_path: Path) -> None:
-    refused = "echo 'pdserve model: error: cannot download it' >&2; exit 1"
+    refused = "echo 'error: cannot download it' >&2; exit 1"
     script = DemoScript(
-        tmp_path, f'if [ "$*" = "model demo --out {tmp_path}/models/smollm2-135m" ]; then {refused}; fi'
+        tmp_path, f'if [ "$*" = "-m pdserve.engine.demo {tmp_path}/models/smollm2-135m" ]; then {refused}; fi'
     )
     asked, said = script.run()
     assert asked[1:] == ["-m tests.support.random_model small models/demo-small", f"{UP}demo-small"]

@@ -20,7 +20,7 @@ from pdserve.up.spec import Plan
 from tests.support.suite.extended import examples
 
 NAMES = ("pool0", "prefill0", "decode0", "router")
-RESTARTED = NAMES[1:]
+RESTARTED = NAMES[1:3]
 """When all is restarted; the pool node goes on by itself, with its pages."""
 STAGES = (("pool0",), ("prefill0", "decode0"), ("router",))
 
@@ -129,13 +129,9 @@ class AnyWorld(RuleBasedStateMachine):
         never=st.sets(st.sampled_from(["pool", "prefill", "decode", "router"])),
         stop_on_loss=st.booleans(),
         restarts=st.integers(0, 3),
-        processes=st.sampled_from([1, 2]),
     )
-    def start(
-        self, parallelism: int, never: set[str], stop_on_loss: bool, restarts: int, processes: int
-    ) -> None:
+    def start(self, parallelism: int, never: set[str], stop_on_loss: bool, restarts: int) -> None:
         tables: dict[str, dict[str, Any]] = {role: {"restart": "never"} for role in never}
-        tables.setdefault("router", {})["processes"] = processes
         plan = plan_of(
             tables, start_parallelism=parallelism, stop_on_loss=stop_on_loss, max_restarts=restarts
         )
@@ -441,11 +437,16 @@ def restarted(world: World, name: str) -> None:
     world.ready(name)
 
 
-def test_sigusr1_restarts_each_process_once_the_one_before_is_ready() -> None:
+def test_a_restart_takes_each_process_once_the_one_before_is_ready_and_routers_replace_themselves() -> None:
     world = restarting(plan_of())
     for name in RESTARTED:
         assert names(world.done, ev.Terminate)[-1] == name
         restarted(world, name)
+    assert world.done[-3:] == [
+        ev.Reload("router"),
+        ev.Say("all processes have been restarted"),
+        ev.Restarted(),
+    ]
     assert world.said[0] == "restarting all processes, one after the other"
     assert world.said[-1] == "all processes have been restarted"
     assert not any("error" in line for line in world.said)
@@ -453,23 +454,13 @@ def test_sigusr1_restarts_each_process_once_the_one_before_is_ready() -> None:
     assert world.said[-1] == "restarting decode0 in 1.0 s"
 
 
-def test_sigusr1_restarts_one_host_after_the_other() -> None:
+def test_a_restart_takes_one_host_after_the_other() -> None:
     world = restarting(on_two_hosts())
-    for name in ("decode0", "router0", "prefill0", "router1"):
+    for name in ("decode0", "prefill0"):
         assert names(world.done, ev.Terminate)[-1] == name
         restarted(world, name)
+    assert names(world.done, ev.Reload) == ["router0", "router1"]
     assert world.said[-1] == "all processes have been restarted"
-
-
-def test_a_rolling_restart_leaves_a_router_of_several_processes_to_itself() -> None:
-    world = restarting(plan_of({"router": {"processes": 2}}))
-    for name in RESTARTED[:-1]:
-        restarted(world, name)
-    assert world.done[-3:] == [
-        ev.Reload("router"),
-        ev.Say("all processes have been restarted"),
-        ev.Restarted(),
-    ]
 
 
 def test_a_restarted_process_that_does_not_end_is_killed_after_its_grace() -> None:
@@ -543,7 +534,9 @@ def test_a_pool_node_that_is_starting_is_the_new_version_already() -> None:
     assert names(world.done, ev.Terminate) == ["prefill0"]
 
 
-def test_sigusr1_before_all_are_ready_is_done_afterwards_and_one_that_comes_meanwhile_too() -> None:
+def test_a_restart_asked_for_before_all_are_ready_is_done_afterwards_and_one_that_comes_meanwhile_too() -> (
+    None
+):
     world = World(plan_of())
     world.tell(ev.RestartAsked())
     for stage in STAGES:

@@ -30,7 +30,7 @@ def write_whole(
     if _holds(out_dir, stamp):
         return out_dir, False
     if out_dir.exists() and not (out_dir.is_dir() and not any(out_dir.iterdir())):
-        raise ConfigError(f"{out_dir} exists and is not {name}: choose another --out or remove it")
+        raise ConfigError(f"{out_dir} exists and is not {name}: choose another directory or remove it")
     try:
         out_dir.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", dir=out_dir.parent))

@@ -15,10 +15,10 @@ choice. With the header, all requests to SGLang that the HTTP request makes are 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Final, NamedTuple
 
-from pdserve.engine.http.connection import AsgiApp, Receive, Scope, Send, refuse
 from pdserve.errors import RequestError
 
 SALT_HEADER: Final = b"x-pdserve-cache-salt"
@@ -53,31 +53,24 @@ def set_bootstrap(bootstrap: Bootstrap) -> None:
 
 
 class RequestContext:
-    """ASGI middleware; see the module's docstring."""
+    """What the headers of one request say, for the code that runs within it (`with`)."""
 
-    def __init__(self, app: AsgiApp) -> None:
-        self._app = app
+    def __init__(self, headers: Mapping[bytes, bytes]) -> None:
+        """Raises RequestError for a header that cannot be read."""
+        salt, room = headers.get(SALT_HEADER), headers.get(ROOM_HEADER)
+        self._said = (
+            None if salt is None else _parsed_salt(salt),
+            None if room is None else _parsed_bootstrap(room),
+        )
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] not in ("http", "websocket"):
-            await self._app(scope, receive, send)
-            return
-        salt = bootstrap = None
-        try:
-            for name, value in scope["headers"]:
-                if name == SALT_HEADER:
-                    salt = _parsed_salt(value)
-                elif name == ROOM_HEADER:
-                    bootstrap = _parsed_bootstrap(value)
-        except RequestError as error:
-            await refuse(scope, receive, send, error)
-            return
-        salt_before, bootstrap_before = _salt.set(salt), _bootstrap.set(bootstrap)
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            _salt.reset(salt_before)
-            _bootstrap.reset(bootstrap_before)
+    def __enter__(self) -> None:
+        salt, bootstrap = self._said
+        self._before = _salt.set(salt), _bootstrap.set(bootstrap)
+
+    def __exit__(self, *_: object) -> None:
+        salt, bootstrap = self._before
+        _salt.reset(salt)
+        _bootstrap.reset(bootstrap)
 
 
 def _parsed_salt(value: bytes) -> str:

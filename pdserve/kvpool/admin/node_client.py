@@ -186,11 +186,6 @@ def ask(
         return node.ask(make, kind)
 
 
-def fetch_status(address: str, deadline_s: float) -> StatusReport:
-    """How the node is. Raises PoolUnavailable, PoolTimeout, PoolRefused, ConfigError."""
-    return ask(address, Status, StatusReport, timeout_s=deadline_s - time.monotonic())
-
-
 def all_nodes(
     address: str, token: str, timeout_s: float, tls: ssl.SSLContext | None = None
 ) -> list[NodeAddress]:

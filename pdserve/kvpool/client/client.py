@@ -41,9 +41,7 @@ from pdserve.kvpool.client.topology import CONNECTIONS, PoolLinks, SharedViews
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.page_bytes import PageBuffers
 from pdserve.kvpool.protocol.page_tag import TAG_BYTES, PageTags
-from pdserve.kvpool.protocol.slot_table import Filling
 from pdserve.kvpool.transports.base import Connector
-from pdserve.kvpool.transports.private_memory import Stretch
 from pdserve.security.tokens import reveal
 
 logger = logging.getLogger(__name__)
@@ -157,34 +155,9 @@ class PoolClient:
             self._runner.run(left, Batch(keys, [False] * len(keys), deadline, part))
 
     @property
-    def shows_pages(self) -> bool:
-        """Whether `show` may show some, as far as is known."""
-        return self._tags is None and any(link.is_mapped for link in self._links.links.values())
-
-    def show(self, keys: Sequence[bytes], into: Sequence[Stretch]) -> list[Filling | None]:
-        """Show pages of nodes of this host in this process's memory, without a copy and unchecked. Whoever
-        has used the bytes asks the page's filling whether they were the page's to the end; or compares them
-        with what he knows of the page, before and after. None: not shown; `get` it.
-
-        `into`: for each key a stretch of whole blocks, all of one length.
-        """
-        shown: list[Filling | None] = [None] * len(keys)
-        if not self.shows_pages:
-            return shown
-        deadline = self._within(self.config.get_timeout_s)
-
-        def part(opened: OpenConnection, indices: list[int]) -> list[Filling | None]:
-            chosen = [keys[i] for i in indices], [into[i] for i in indices]
-            return operations.show(opened, *chosen, deadline.at_s, self._tally)
-
-        size_bytes = into[0].size_bytes if into else 0
-        rings, links = self._links.rings, self._links.links
-        jobs = rings.split(keys)
-        near = {node: indices for node, indices in jobs.items() if node in links and links[node].is_mapped}
-        self._runner.run(near, Batch(keys, shown, deadline, part))
-        count = len(keys) - shown.count(None)
-        self._tally.add(pages_read=count, bytes_read=count * size_bytes)
-        return shown
+    def is_near(self) -> bool:
+        """Whether all nodes are of this host and their memory is mapped, as far as is known."""
+        return all(link.is_mapped for link in self._links.links.values())
 
     # -- writing
 

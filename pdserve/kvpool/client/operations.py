@@ -26,9 +26,7 @@ from pdserve.kvpool.protocol.frames import expected
 from pdserve.kvpool.protocol.messages import ADMIN, WRITE
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
 from pdserve.kvpool.protocol.page_tag import TAG_BYTES, PageTags
-from pdserve.kvpool.protocol.slot_table import Filling
-from pdserve.kvpool.transports.base import CORRUPT, OK, ShowsPages
-from pdserve.kvpool.transports.private_memory import Stretch
+from pdserve.kvpool.transports.base import CORRUPT, OK
 
 logger = logging.getLogger(__name__)
 R = TypeVar("R", bound=m.Reply)
@@ -165,28 +163,6 @@ def raise_pages(opened: OpenConnection, keys: list[bytes], deadline_s: float) ->
     """
     request = m.Exists(opened.next_id(), opened.namespace, keys, move=m.UP)
     return _mask(opened, expect(opened, request, m.Present, deadline_s), keys)
-
-
-def show(
-    opened: OpenConnection, keys: list[bytes], into: list[Stretch], deadline_s: float, tally: Tally
-) -> list[Filling | None]:
-    """Show pages of a node of this host, unchecked. They are pinned until they are shown, and not longer.
-    None: not shown. Raises PoolError.
-    """
-    shown: list[Filling | None] = [None] * len(keys)
-    if not isinstance(opened.connection, ShowsPages):
-        return shown  # and do not ask: over a network the node would begin to send
-    request = m.Get(opened.next_id(), opened.namespace, keys, [into[0].size_bytes])
-    got = expect(opened, request, m.Got, deadline_s)
-    pins = got.pins
-    _check_length(opened, pins, keys)
-    tally.add(pages_ssd=len(got.below))
-    held = [i for i, pin in enumerate(pins) if pin.status == m.HIT]
-    for i in held:
-        shown[i] = opened.connection.show_page(pins[i], into[i])
-    with opened.best_effort():
-        opened.connection.post(m.Release([pins[i].slot for i in held], [pins[i].sequence for i in held]))
-    return shown
 
 
 def write(

@@ -95,15 +95,6 @@ class Ring:
         order = np.argsort(draws, axis=0, kind="stable")[:count].T[place]
         return [[self.nodes[i] for i in chain] for chain in order.tolist()]
 
-    def joined(self, node: NodeAddress) -> Ring:
-        """The next epoch's ring with `node` added, or replaced if it was there."""
-        others = [other for other in self.nodes if other.node != node.node]
-        return Ring([*others, node], self.epoch + 1)
-
-    def left(self, name: str) -> Ring:
-        """The next epoch's ring without the node."""
-        return Ring([node for node in self.nodes if node.node != name], self.epoch + 1)
-
 
 def positions_of(keys: Sequence[bytes]) -> Positions:
     """Where keys of 32 bytes lie on the ring, shape [len(keys)]."""

@@ -28,7 +28,7 @@
 #endif
 
 enum { STRIPE = 64, BLOCK_STRIPES = 16, LEAST_HASHED = 241 };
-enum { STREAM_LEAST = 32 * 1024 }; /* shorter segments may be used from the cache soon */
+enum { CACHED_MOST = 8 << 20 };    /* of a batch: what is longer goes past the cache */
 enum { ROW_BYTES = 96, SEQUENCE_AT = 56, STATE_AT = 80, COMMITTED = 2 }; /* ROW_DTYPE of protocol/slot_table.py */
 enum { OK, LOST, CORRUPT };        /* PageOutcome of transports/base.py */
 
@@ -189,11 +189,10 @@ static size_t carry(Hash *h, unsigned char *to, const unsigned char *from, size_
     return taken;
 }
 
-/* Copy a segment, and hash it where `h` is not NULL. */
-static void move(Hash *h, unsigned char *to, const unsigned char *from, size_t length) {
-    int stream = length >= STREAM_LEAST && (uintptr_t)to % 32 == 0;
+/* Copy a segment, and hash it where `h` is not NULL. `stream`: past the cache, if it is aligned. */
+static void move(Hash *h, unsigned char *to, const unsigned char *from, size_t length, int stream) {
     if (h == NULL) {
-        size_t whole = stream ? length / STRIPE : 0;
+        size_t whole = stream && (uintptr_t)to % 32 == 0 ? length / STRIPE : 0;
         if (whole)
             stripes(NULL, 0, to, from, whole, stream);
         memcpy(to + whole * STRIPE, from + whole * STRIPE, length - whole * STRIPE);
@@ -269,6 +268,8 @@ static int still_holds(const Page *page) {
 }
 
 static void move_pages(Batch *batch) {
+    uint64_t length = batch->count ? batch->pages[0].length : 0; /* they are cut alike */
+    int stream = batch->count * length > CACHED_MOST;
     for (Py_ssize_t i = 0; i < batch->count; i++) {
         Page *page = batch->pages + i;
         if ((batch->is_late = now_s() >= batch->deadline_s))
@@ -280,9 +281,9 @@ static void move_pages(Batch *batch) {
         for (Py_ssize_t k = page->first; k < page->first + page->count; k++) {
             Py_buffer *segment = batch->segments + k;
             if (batch->is_read)
-                move(h, segment->buf, slot, segment->len);
+                move(h, segment->buf, slot, segment->len, stream);
             else
-                move(h, slot, segment->buf, segment->len);
+                move(h, slot, segment->buf, segment->len, stream);
             slot += segment->len;
         }
         uint64_t checksum = h ? hash_end(h) : page->checksum;

@@ -9,14 +9,15 @@ from typing import Final
 from pdserve.kvpool.native import plain
 from pdserve.kvpool.native.build import compiled
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
-from pdserve.kvpool.protocol.slot_table import RowReader
+from pdserve.kvpool.protocol.slot_table import Buffer
 
 LEAST_HASHED_BYTES: Final = 241  # of a page: XXH3 has another rule for shorter inputs
 
 
 def read(
     arena: Bytes1D,
-    rows: RowReader,
+    table: Buffer,
+    rows_at: int,
     offsets: list[int],
     checksums: list[int],
     slots: list[int],
@@ -30,14 +31,15 @@ def read(
     refilled, as its row says after the copy; 2: its bytes have another checksum. The interpreter lock is
     released once, and nothing writes into the buffers after the return or an error.
 
-    `arena`: uint8, shape [arena bytes]. `offsets`, `checksums` (0: unknown), `slots`, `sequences`: one for
-    each page. `pages`: contiguous uint8 segments, writable. `deadline_s`: a time of time.monotonic().
+    `arena`: uint8, shape [arena bytes]. `table`: the slot table, whose rows begin at `rows_at`. `offsets`,
+    `checksums` (0: unknown), `slots`, `sequences`: one for each page. `pages`: contiguous uint8 segments,
+    writable. `deadline_s`: a time of time.monotonic().
 
     Raises IndexError: a page or row is outside of the memory, and nothing was copied. OverflowError: a number
     is negative or longer than 64 bits, and nothing was copied. TimeoutError: the deadline passed.
     """
     outcomes: list[int] = _copier_for(pages, checksum).read(
-        arena, rows.buffer, rows.rows_at, offsets, checksums, slots, sequences, pages, checksum, deadline_s
+        arena, table, rows_at, offsets, checksums, slots, sequences, pages, checksum, deadline_s
     )
     return outcomes
 

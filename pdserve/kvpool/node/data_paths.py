@@ -12,7 +12,7 @@ from pdserve.extras import is_installed
 from pdserve.kvpool.core.events import CancelTransfers, Event, StartReceive, StartSend, TransferDone
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.node.tcp.server import TcpServer
-from pdserve.kvpool.node.ucx.data_path import UcxPath
+from pdserve.kvpool.node.ucx.server import UcxServer
 from pdserve.kvpool.protocol.address import TcpAddress, is_remote, parse_address
 from pdserve.kvpool.protocol.messages import DataPathName, Fault, Hello, TcpInfo, UcxInfo
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
@@ -39,7 +39,14 @@ class DataPaths:
     ) -> None:
         self._config = config
         self._feed = feed
-        self.ucx = UcxPath(config, memory, feed, lost)
+        self.ucx = UcxServer(
+            memory,
+            feed,
+            lost,
+            port=config.ucx.port,
+            options=config.ucx.settings,
+            stall_timeout_s=config.lease_s,
+        )
         self.tcp = TcpServer(
             memory,
             feed,
@@ -63,9 +70,9 @@ class DataPaths:
     async def open(self, connection: int, hello: Hello, path: DataPathName) -> DataPathInfo | Fault:
         """Prepare for a client's data connection. `close` undoes it."""
         self._paths[connection] = path
-        if path == "ucx":
-            return await self.ucx.open(connection, hello)
         try:
+            if path == "ucx":
+                return await self.ucx.open(connection)
             if self._tcp_problem is not None:
                 self._start_tcp()
             if self._tcp_problem is None:
@@ -73,7 +80,9 @@ class DataPaths:
             problem = self._tcp_problem
         except PdserveError as error:
             problem = str(error)
-        return Fault(0, "data_path", f"node {self._config.name} cannot use TCP for pages: {problem}")
+            logger.warning("node %s: no %s for client %s: %s", self._config.name, path, hello.client, error)
+        means = "UCX" if path == "ucx" else "TCP for pages"
+        return Fault(0, "data_path", f"node {self._config.name} cannot use {means}: {problem}")
 
     def close(self, connection: int) -> None:
         """The client has disconnected, or will be. Idempotent."""

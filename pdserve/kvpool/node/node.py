@@ -253,7 +253,7 @@ class PoolNode:
             pid=os.getpid(),
             lock_fd=lock_fd,
             listening=listening,
-            ucx=self.data_paths.ucx.server is not None,
+            ucx=self.data_paths.ucx.used,
             status=cluster.me.status,
             peers=[member.address for member in cluster.alive() if member.node != self.name],
         )

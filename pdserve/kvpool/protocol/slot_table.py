@@ -23,7 +23,7 @@ import struct
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -248,45 +248,3 @@ class RowWriter:
         guard = guard_of(self._WORDS.unpack_from(self._buffer, at))
         self._ROW.pack_into(self._buffer, at, *row, guard, FREE)
         self._STATE.pack_into(self._buffer, at + 8 * _STATE_WORD, COMMITTED)
-
-
-class RowReader:
-    """Reads rows of a table that another process writes."""
-
-    _SEQUENCE_AND_STATE = struct.Struct("<Q16xQ")
-    _SEQUENCE_AT = 8 * 7
-
-    def __init__(self, buffer: Buffer, layout: TableLayout) -> None:
-        self.buffer = buffer
-        self.count = layout.rows
-        self.rows_at = layout.rows_at
-        self._at = layout.rows_at + self._SEQUENCE_AT
-
-    def still_holds(self, slot: int, sequence: int) -> bool:
-        """Whether the slot holds this filling, committed. To be asked after copying the page's bytes."""
-        at = self._at + slot * ROW_DTYPE.itemsize
-        found, state = self._SEQUENCE_AND_STATE.unpack_from(self.buffer, at)
-        return bool(state == COMMITTED and found == sequence)
-
-    def was_refilled(self, slot: int, sequence: int) -> bool:
-        """Whether another page was committed in the slot since this filling."""
-        at = self._at + slot * ROW_DTYPE.itemsize
-        return bool(self._SEQUENCE_AND_STATE.unpack_from(self.buffer, at)[0] != sequence)
-
-
-class Filling(NamedTuple):
-    """One filling of a slot, and the rows that tell what becomes of it."""
-
-    rows: RowReader
-    slot: int
-    sequence: int
-
-    def holds(self) -> bool:
-        """Whether all bytes of the slot that were read so far were this filling's."""
-        return self.rows.still_holds(self.slot, self.sequence)
-
-    def was_refilled(self) -> bool:
-        """Whether another page was there since. Then right bytes in the slot now prove nothing: the same page
-        may have come back after it.
-        """
-        return self.rows.was_refilled(self.slot, self.sequence)

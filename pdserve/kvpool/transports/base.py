@@ -12,7 +12,7 @@ are absolute times of `time.monotonic()`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, TypeAlias
 
 from pdserve.kvpool.protocol.messages import (
     Abort,
@@ -24,8 +24,6 @@ from pdserve.kvpool.protocol.messages import (
     Welcome,
 )
 from pdserve.kvpool.protocol.page_bytes import PageBuffers
-from pdserve.kvpool.protocol.slot_table import Filling
-from pdserve.kvpool.transports.private_memory import Stretch
 from pdserve.kvpool.transports.session import OnView
 
 
@@ -69,17 +67,6 @@ class Connection(Protocol):
 
     def close(self) -> None:
         """Close; idempotent; never raises."""
-        ...
-
-
-@runtime_checkable
-class ShowsPages(Protocol):
-    """A `Connection` to a node whose memory this process can show in its own."""
-
-    def show_page(self, pin: Pin, into: Stretch) -> Filling | None:
-        """Show the pinned page, unchecked. None: it does not lie on whole blocks of memory. Raises
-        PoolUnavailable if its slot is outside the arena.
-        """
         ...
 
 

@@ -9,16 +9,18 @@ from pdserve.kvpool.native import copying
 from pdserve.kvpool.native.build import compiled
 from pdserve.kvpool.protocol.messages import Grant, Pin
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
-from pdserve.kvpool.protocol.slot_table import RowReader
+from pdserve.kvpool.protocol.slot_table import Buffer, TableLayout
 from pdserve.kvpool.transports.base import PageOutcome
 
 
 class MappedPages:
     """Copies pages to and from `memory`, the arena, shape [arena_bytes]. Thread-safe."""
 
-    def __init__(self, memory: Bytes1D, rows: RowReader, checksum: bool) -> None:
+    def __init__(self, memory: Bytes1D, table: Buffer, layout: TableLayout, checksum: bool) -> None:
+        """`table`: the slot table, which is of this layout."""
         self._memory = memory
-        self._rows = rows
+        self._table = table
+        self._rows_at = layout.rows_at
         self._checksum = checksum
         compiled()  # says now if pages will be slow
 
@@ -37,7 +39,8 @@ class MappedPages:
         try:
             return copying.read(
                 self._memory,
-                self._rows,
+                self._table,
+                self._rows_at,
                 [pin.offset for pin in pins],
                 [pin.checksum for pin in pins],
                 [pin.slot for pin in pins],
@@ -50,11 +53,6 @@ class MappedPages:
             raise PoolTimeout(str(error)) from error
         except (IndexError, OverflowError) as error:
             raise _outside(error) from error
-
-    def check_place(self, pin: Pin, size_bytes: int) -> None:
-        """Raises PoolUnavailable if the slot is outside the arena."""
-        if not (0 <= pin.offset <= self._memory.size - size_bytes and 0 <= pin.slot < self._rows.count):
-            raise _outside(IndexError(f"slot {pin.slot} is outside of the memory"))
 
 
 def _outside(error: Exception) -> PoolUnavailable:

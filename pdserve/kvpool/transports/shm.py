@@ -36,13 +36,12 @@ import numpy as np
 from pdserve.errors import PoolError, PoolRefused, PoolTimeout, PoolUnavailable
 from pdserve.kvpool.protocol.messages import Abort, ArenaInfo, Grant, Pin, Release, Reply, Request, Welcome
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
-from pdserve.kvpool.protocol.slot_table import Filling, RowReader, TableLayout
+from pdserve.kvpool.protocol.slot_table import Buffer, TableLayout
 from pdserve.kvpool.transports.base import PageOutcome
 from pdserve.kvpool.transports.control import ControlChannel
 from pdserve.kvpool.transports.dial import connect_unix, peer_uid
 from pdserve.kvpool.transports.mapped import MappedPages
 from pdserve.kvpool.transports.page_residency import populate_in_background, unmap_in_background
-from pdserve.kvpool.transports.private_memory import Stretch
 
 logger = logging.getLogger(__name__)
 _Mappings: TypeAlias = "weakref.WeakValueDictionary[tuple[int, ArenaInfo], Mapping]"
@@ -56,7 +55,7 @@ class ShmConnection:
         self.is_mapped = True
         self._channel = channel
         self._mapping = mapping  # shared with later connections while one of them refers to it
-        self._pages = MappedPages(mapping.memory, mapping.rows, checksum)
+        self._pages = MappedPages(mapping.memory, mapping.table, mapping.layout, checksum)
 
     @classmethod
     def open(
@@ -99,11 +98,6 @@ class ShmConnection:
         """See `Connection`."""
         return self._pages.read(pins, pages, deadline_s)
 
-    def show_page(self, pin: Pin, into: Stretch) -> Filling | None:
-        """See `ShowsPages`."""
-        self._pages.check_place(pin, into.size_bytes)
-        return self._mapping.show(pin, into)
-
     def close(self) -> None:
         """See `Connection`."""
         self._channel.close()
@@ -112,20 +106,17 @@ class ShmConnection:
 class Mapping:
     """One incarnation's arena and table in this process's memory; unmapped with its last connection.
 
-    `memory` is the arena, shape [arena_bytes], read-only as the node gave it; `rows` reads the slot table.
+    `memory` is the arena, shape [arena_bytes], read-only as the node gave it; `table` is the slot table.
     """
 
     # weak references: an entry ends with the last connection that uses the mapping
     _shared: ClassVar[_Mappings] = weakref.WeakValueDictionary()
     _shared_lock: ClassVar = threading.Lock()
 
-    def __init__(self, arena: mmap.mmap, arena_fd: int, table: mmap.mmap, layout: TableLayout) -> None:
-        """`arena_fd` stays the caller's."""
+    def __init__(self, arena: mmap.mmap, table: mmap.mmap, layout: TableLayout) -> None:
         self.memory: Bytes1D = np.frombuffer(arena, dtype=np.uint8)
-        self._file = os.dup(arena_fd)
-        weakref.finalize(self, os.close, self._file).atexit = False
-        self._block_bytes = os.fstatvfs(arena_fd).f_bsize  # of huge pages: theirs
-        self.rows = RowReader(memoryview(table), layout)
+        self.table: Buffer = memoryview(table)
+        self.layout = layout
         self._is_populated = False
         weakref.finalize(self, unmap_in_background, self.memory).atexit = False
 
@@ -149,18 +140,6 @@ class Mapping:
         if populate:
             found._populate()
         return found
-
-    def show(self, pin: Pin, into: Stretch) -> Filling | None:
-        """See `ShowsPages`. `pin`: inside the arena."""
-        region, start, size_bytes = into
-        if any(n % self._block_bytes for n in (pin.offset, region.address, start, size_bytes)):
-            return None
-        try:
-            region.show(self._file, pin.offset, start, size_bytes)
-        except OSError as error:  # too many mappings, say
-            logger.debug("a page is read instead of shown: %s", error.strerror)
-            return None
-        return Filling(self.rows, pin.slot, pin.sequence)
 
     def _populate(self) -> None:
         with self._shared_lock:
@@ -213,7 +192,7 @@ class Mapping:
         mode = fcntl.fcntl(arena_fd, fcntl.F_GETFL) & os.O_ACCMODE
         may_write = mmap.PROT_WRITE if mode == os.O_RDWR else 0
         arena = mmap.mmap(arena_fd, info.arena_bytes, prot=mmap.PROT_READ | may_write)
-        return cls(arena, arena_fd, table, layout)
+        return cls(arena, table, layout)
 
 
 def host_id() -> str:

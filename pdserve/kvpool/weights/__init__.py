@@ -3,7 +3,7 @@
     names, manifest, tensors            names, records, where files are cut, headers        (pure)
     place, store                        which pool; the namespaces of weights, and their pages
     push, catalog                       writing a revision; listing, warming and removing them
-    reading, span_memory                verified pages; the memory that they are read to, or shown in
+    reading, buffers                    verified pages; the memory that they are read to
     streaming, files                    tensors with read-ahead; small files in a directory
     cli                                 `pdserve weights`
 

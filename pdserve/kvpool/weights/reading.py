@@ -12,8 +12,6 @@ import numpy as np
 from pdserve.errors import WeightsError
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
-from pdserve.kvpool.protocol.slot_table import Filling
-from pdserve.kvpool.transports.private_memory import Stretch, can_own
 from pdserve.kvpool.weights.manifest import Piece, digest_of
 
 logger = logging.getLogger(__name__)
@@ -34,18 +32,14 @@ class PageReader:
         """Whether some page so far was in a tier only."""
         return self._client.counters.pages_ssd > 0
 
+    @property
+    def is_near(self) -> bool:
+        """Whether pages are copied from memory of this host, as far as is known."""
+        return self._client.is_near and not self.from_tiers
+
     def raise_pages(self, pieces: Sequence[Piece]) -> None:
         """Have pages loaded from tiers that are wanted soon."""
         self._client.raise_pages([piece.key for piece in pieces])
-
-    @property
-    def shows_pages(self) -> bool:
-        """Whether `show` may show some."""
-        return can_own() and self._client.shows_pages
-
-    def show(self, pieces: Sequence[Piece], into: Sequence[Stretch]) -> list[Filling | None]:
-        """`PoolClient.show` for pieces of one stored length."""
-        return self._client.show([piece.key for piece in pieces], into)
 
     def read(self, path: str, pieces: Sequence[Piece], into: Sequence[Bytes1D]) -> None:
         """Fill `into`, for each piece uint8 of shape [piece.length], writable.

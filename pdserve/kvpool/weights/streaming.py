@@ -1,12 +1,12 @@
 """The tensors of a revision, read ahead of their use, straight from pages into the memory they stay in.
 
 A span is a stretch of a file that begins with a page and with a tensor: one large tensor, or some small ones.
-Its pages have their places in one memory. Pages of nodes of this host are shown there (span_memory.py), and
-pages of other nodes are read into it. Threads read up to WINDOW_BYTES ahead, in batches over all nodes, while
+Its pages have their places in one memory. Threads read up to a window ahead, in batches over all nodes, while
 the caller uses what came before.
 
-The bound is on bytes that were not given out. What the caller keeps is his: a loader may keep all tensors.
-A buffer that nobody uses any more is used again, because fresh memory costs as much as the copy into it.
+The window is a bound on bytes that were not given out. What the caller keeps is his: a loader may keep all
+tensors. It is small where pages are copied from memory of this host: then a byte is in the processor's cache
+from its copy to its use. Networks and disks need more under way.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Final, NamedTuple, TypeAlias
 
 from pdserve.errors import WeightsError
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, aligned
-from pdserve.kvpool.weights.manifest import FileEntry, Manifest
+from pdserve.kvpool.weights.buffers import Buffers
+from pdserve.kvpool.weights.manifest import FileEntry, Manifest, Piece
 from pdserve.kvpool.weights.reading import PageReader
-from pdserve.kvpool.weights.span_memory import Buffers, LentSpan, PlacedPiece, can_lend, show_pages
 from pdserve.kvpool.weights.tensors import (
     LENGTH_BYTES,
     BadHeader,
@@ -35,10 +35,15 @@ from pdserve.kvpool.weights.tensors import (
 
 BATCH_BYTES: Final = 32 << 20
 WINDOW_BYTES: Final = 256 << 20
+NEAR_BATCH_BYTES: Final = 8 << 20  # of memory of this host
+NEAR_WINDOW_BYTES: Final = 24 << 20
 THREADS: Final = min(4, max(2, len(os.sched_getaffinity(0))))  # more are in each other's way
-SETTLING: Final = 8  # most spans that were given out and are not settled
 INDEX: Final = "model.safetensors.index.json"
 SUFFIX: Final = ".safetensors"
+
+
+PlacedPiece: TypeAlias = tuple[int, Piece]
+"""Where the piece begins in its file, and the piece."""
 
 
 class Span(NamedTuple):
@@ -53,13 +58,10 @@ class Span(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """A span's bytes: uint8, shape [end - start]. The memory is used again when `data` is not any more.
-    `lent`: it shows pages of the pool.
-    """
+    """A span's bytes: uint8, shape [end - start]. The memory is used again when `data` is not any more."""
 
     span: Span
     data: Bytes1D
-    lent: LentSpan | None = None
 
     def offset(self, tensor: TensorPlace) -> int:
         """Where the tensor's bytes begin in `data`."""
@@ -167,29 +169,27 @@ Wanted: TypeAlias = tuple[_Begun, PlacedPiece]
 
 
 def read_ahead(
-    reader: PageReader, spans: Iterable[Span], window_bytes: int = WINDOW_BYTES, threads: int = THREADS
+    reader: PageReader, spans: Iterable[Span], window_bytes: int = 0, threads: int = THREADS
 ) -> Iterator[Filled]:
-    """The spans with their bytes, in order. At most `window_bytes`, and one span, are read ahead.
-
-    Raises WeightsError, also after the last span and when it is closed, if a span given out was not right
-    to the end.
+    """The spans with their bytes, in order. At most `window_bytes` (0: by where the pages come from), and one
+    span, are read ahead. Raises WeightsError.
     """
     executor = ThreadPoolExecutor(threads, thread_name_prefix="pdserve-weights")
     work = _ReadAhead(reader, executor)
     try:
         for span in spans:
             work.begin(span)
-            while work.under_way_bytes > window_bytes:
+            near_bytes = NEAR_WINDOW_BYTES if reader.is_near else WINDOW_BYTES
+            while work.under_way_bytes > (window_bytes or near_bytes):
                 yield work.next()
         while work.begun:
             yield work.next()
     finally:
         executor.shutdown(wait=True, cancel_futures=True)
-        work.settle_all()
 
 
 class _ReadAhead:
-    """The spans that were begun, and those given out that are not settled."""
+    """The spans that were begun and were not given out."""
 
     def __init__(self, reader: PageReader, executor: Executor) -> None:
         self._reader = reader
@@ -199,14 +199,13 @@ class _ReadAhead:
         self._batch_bytes = 0
         self.begun: deque[_Begun] = deque()
         self.under_way_bytes = 0
-        self._given: deque[LentSpan] = deque()
-        self._settling: deque[tuple[LentSpan, Future[None]]] = deque()
 
     def begin(self, span: Span) -> None:
         """Small spans are read together: each batch is a few questions to each node."""
-        one = _Begun(self._memory_for(span))
+        one = _Begun(Filled(span, self._buffers.take(span.end - span.start)))
+        batch_bytes = NEAR_BATCH_BYTES if self._reader.is_near else BATCH_BYTES
         for piece in span.pieces:
-            if self._batch_bytes + piece[1].stored > BATCH_BYTES:
+            if self._batch_bytes + piece[1].stored > batch_bytes:
                 self._submit()
             self._batch.append((one, piece))
             self._batch_bytes += piece[1].stored
@@ -218,42 +217,12 @@ class _ReadAhead:
         first = self.begun.popleft()
         if any(one is first for one, _ in self._batch):
             self._submit()
-        self._settle()
         for part in first.parts:
             part.result()  # every step of a part has a deadline
         if first.error is not None:
             raise first.error
         self.under_way_bytes -= first.filled.data.size
-        if first.filled.lent is not None:
-            self._given.append(first.filled.lent)
         return first.filled
-
-    def settle_all(self) -> None:
-        """Once the executor has ended. Raises WeightsError."""
-        for lent, future in self._settling:
-            if not future.cancelled():
-                future.result()
-            else:
-                lent.settle(self._reader.model)
-        for lent in self._given:
-            lent.settle(self._reader.model)
-
-    def _settle(self) -> None:
-        """All but the last that was given out: the caller's loop still has it when it asks for the next. It
-        is done on a thread, because to unmap memory takes as long as to copy some of it.
-        """
-        while len(self._given) > 1:
-            lent = self._given.popleft()
-            self._settling.append((lent, self._executor.submit(lent.settle, self._reader.model)))
-        while len(self._settling) > SETTLING or (self._settling and self._settling[0][1].done()):
-            self._settling.popleft()[1].result()
-
-    def _memory_for(self, span: Span) -> Filled:
-        size_bytes = span.end - span.start
-        if self._reader.shows_pages and can_lend(span.start, span.pieces):
-            lent = LentSpan(span.path, span.start, span.pieces)
-            return Filled(span, lent.data(size_bytes), lent)
-        return Filled(span, self._buffers.take(size_bytes))
 
     def _submit(self) -> None:
         if self._batch:
@@ -280,15 +249,13 @@ def batches(pieces: Sequence[PlacedPiece]) -> Iterator[list[PlacedPiece]]:
 
 
 def _fill(reader: PageReader, batch: Sequence[Wanted]) -> None:
-    """Show what can be shown, and read the rest."""
-    shown = show_pages(reader, [(one.filled.lent, piece) for one, piece in batch])
-    left: dict[int, list[Wanted]] = {}
-    for i, wanted in enumerate(batch):
-        if i not in shown:
-            left.setdefault(id(wanted[0]), []).append(wanted)
-    for some in left.values():
+    """Read the pages, each span's together."""
+    spans: dict[int, list[Wanted]] = {}
+    for wanted in batch:
+        spans.setdefault(id(wanted[0]), []).append(wanted)
+    for some in spans.values():
         one, pieces = some[0][0], [piece for _, (_, piece) in some]
-        span, data, _ = one.filled
+        span, data = one.filled
         into = [data[at - span.start : at - span.start + piece.length] for _, (at, piece) in some]
         try:
             reader.read(span.path, pieces, into)

@@ -35,8 +35,8 @@ from pdserve.router.app.error_handlers import add_error_handlers, refused
 from pdserve.router.app.router import Router
 from pdserve.router.fleet.membership import FleetError
 from pdserve.router.fleet.worker import Role, Worker
+from pdserve.router.http.asgi import Receive, Scope, Send, address_of
 from pdserve.router.metrics.stats import Snapshot, exposition
-from pdserve.router.server.asgi import Receive, Scope, Send, address_of
 
 MAX_BODY_BYTES = 64 * 1024
 IN_FLIGHT = "worker_requests_in_flight"

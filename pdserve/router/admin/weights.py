@@ -22,7 +22,7 @@ from pdserve.errors import RequestError
 from pdserve.router.api.request_body import UNREADABLE
 from pdserve.router.app.router import Router
 from pdserve.router.fleet.worker import Worker
-from pdserve.router.upstream.connection import UpstreamError
+from pdserve.router.http.tls import UpstreamError
 
 FROM_DISK: Final = "/update_weights_from_disk"
 SLACK_S: Final = 120.0
@@ -104,20 +104,22 @@ class Weights:
     async def _post(self, worker: Worker, target: str, body: bytes, limit_s: float) -> dict[str, Any]:
         connect_s = self._router.config.deadlines.connect_s
         try:
-            response = await self._router.upstream.ask(
-                worker, target, _HEADERS, body, connect_s=connect_s, head_s=limit_s
+            said = await self._router.upstream.fetch(
+                worker,
+                target,
+                _HEADERS,
+                body,
+                connect_s=connect_s,
+                limit_s=limit_s,
+                limit_bytes=MAX_ANSWER_BYTES,
             )
-            try:
-                text = await response.read_all(limit_s, MAX_ANSWER_BYTES)
-            finally:
-                response.release()
-            answer = msgspec.json.decode(text, type=dict[str, Any])
+            answer = msgspec.json.decode(said.body, type=dict[str, Any])
         except (UpstreamError, *UNREADABLE) as error:
             return {"error": f"{worker.id}: {error}"}
-        if response.status != 200:
-            said = answer.get("error")
-            message = said.get("message") if isinstance(said, dict) else answer.get("message")
-            return {"error": f"{worker.id}: status {response.status}: {message or 'it does not say why'}"}
+        if said.status != 200:
+            inner = answer.get("error")
+            message = inner.get("message") if isinstance(inner, dict) else answer.get("message")
+            return {"error": f"{worker.id}: status {said.status}: {message or 'it does not say why'}"}
         return answer
 
 

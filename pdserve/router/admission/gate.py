@@ -21,12 +21,12 @@ from pdserve.errors import RequestError
 from pdserve.logs import ThrottledLog
 from pdserve.metric import Labels
 from pdserve.router.admission.queue import FairQueue, State, Ticket
-from pdserve.router.admission.start_by import CODE, start_within_s
+from pdserve.router.admission.start_by import CODE, HEADERS, start_within_s
 from pdserve.router.api.errors import NoWorkerError, TooManyError
 from pdserve.router.config.router import RouterConfig
-from pdserve.router.fleet.registry import ANY, DEFAULT_MODEL, UNKNOWN_SLOTS, Fleet, Models
+from pdserve.router.fleet.registry import ANY, DEFAULT_MODEL, UNKNOWN_SLOTS, Fleet, Models, Snapshot
 from pdserve.router.metrics.stats import Histogram
-from pdserve.router.request.call import Call
+from pdserve.router.request.request import Request
 from pdserve.router.request.token_usage import Meter
 from pdserve.router.tenants.api_keys import admin_key, check_open, load_keys
 from pdserve.router.tenants.tenant import Tenants, TenantState
@@ -126,9 +126,9 @@ class Gate:
         said = "Incorrect API key provided." if key else "A key is needed: `Authorization: Bearer KEY`."
         return RequestError(401, said, type_="authentication_error", code="invalid_api_key")
 
-    def model_of(self, call: Call, requested: str | None) -> str:
+    def model_of(self, request: Request, requested: str | None) -> str:
         """The served model that a call means. Raises RequestError, NoWorkerError as `Models.resolve`."""
-        return self._models.resolve(requested, call.endpoint, self._fleet.tasks)
+        return self._models.resolve(requested, request.endpoint, self._fleet.tasks)
 
     def named(self, requested: str | None) -> str | None:
         """`requested`, or the model for which it stands if it is an alias."""
@@ -139,7 +139,7 @@ class Gate:
         """The served model of this name. Raises RequestError, NoWorkerError as `Models.find`."""
         return self._models.find(self.named(requested), self._fleet.tasks)
 
-    async def hold(self, call: Call, requested: str | None) -> Ticket | None:
+    async def hold(self, request: Request, requested: str | None) -> Ticket | None:
         """Where the model that a request means has no worker that is ready, wait for one. Returns the slot
         that it has then, for `enter` or `release`; None where there is a worker. So nothing that depends on
         the workers is read from the request before.
@@ -149,59 +149,89 @@ class Gate:
         """
         name = self._awaited(requested)
         if name == ANY:
-            self.release(await self._hold(call, name))
+            self.release(await self._hold(request, name))
             name = self._awaited(requested)
-        return None if self._slots(name, self._loop.time()) else await self._hold(call, name)
+        return None if self._slots(name, self._loop.time()) else await self._hold(request, name)
 
     def release(self, ticket: Ticket) -> None:
         """A slot is not used after all."""
         self._wake(self.queue.leave(ticket, self._loop.time()))
 
-    async def enter(self, call: Call, held: Ticket | None = None) -> Ticket:
-        """Wait until the call may run. Each call that entered must `leave`. `held`: its slot, if it has one
-        from `hold`. Raises RequestError: 429 if its tenant is over a limit or it waits too long, 503 if its
-        model has no worker for too long.
+    def arrive(self, request: Request, tenant: TenantState, snapshot: Snapshot | None = None) -> Ticket:
+        """A request has come that is to run as soon as it may: now, or after `wait`, as its ticket says. Each
+        request that runs must `leave`. `snapshot`: the workers of its model now, where they are known. Raises
+        TooManyError if its tenant is over a rate.
         """
-        tenant, model, now_s = call.tenant, call.model, self._loop.time()
-        estimate = call.facts.charged_tokens
-        try:
-            tenant.take(estimate, now_s, call.facts.answers)
-        except BaseException:
-            if held is not None:
-                self.release(held)
-            raise
-        ticket = held
-        if held is None or held.lane != model:
-            if held is not None:
-                self.release(held)
-            settings, urgency = self._admission, call.facts.urgency
-            head_start_s = settings.head_start_s(urgency) if urgency else 0.0
-            left_s = self._worker_wait_s - call.outage_s
+        facts, settings, now_s = request.facts, self._admission, self._loop.time()
+        if tenant.requests is not None or tenant.tokens is not None:
+            tenant.take(facts.charged_tokens, now_s, facts.answers)
+        head_start_s = settings.head_start_s(facts.urgency) if facts.urgency else 0.0
+        left_s, wait_s = self._worker_wait_s - request.outage_s, settings.queue_s
+        model = request.model
+        if not HEADERS.isdisjoint(request.fields):
             try:
-                wait_s = min(settings.queue_s, self._time_to_begin(call))
-                # so the queue's order is that of deadlines
-                head_start_s += settings.queue_s - wait_s
-                ticket = Ticket(tenant, model, now_s, now_s + wait_s, head_start_s, left_s)
-                await self._get_slot(call, ticket)
-            except BaseException:  # refused, or the client left
-                tenant.settle(estimate, 0, 0, self._loop.time())
+                wait_s = min(wait_s, self._time_to_begin(request, tenant))
+            except BaseException:
+                tenant.settle(facts.charged_tokens, 0, 0, now_s)
                 raise
-        assert ticket is not None
-        tenant.use.requests += 1
-        call.answer.meter = Meter(estimate, call.endpoint.usage, call.facts.choices, call.facts.prompts)
+            head_start_s += settings.queue_s - wait_s  # so the queue's order is that of deadlines
+        ticket = Ticket(tenant, model, now_s, now_s + wait_s, head_start_s, left_s)
+        if snapshot is None or settings.running_per_worker:
+            slots = self._slots(model, now_s)
+        else:
+            slots = snapshot.slots
+        changed = self.queue.arrive(ticket, slots, now_s)
+        if self._waiters:
+            self._wake(changed)
+        if ticket.state is State.RUNNING:
+            tenant.use.requests += 1
+            request.meter = Meter(facts.charged_tokens, request.endpoint.usage, facts.choices, facts.prompts)
         return ticket
 
-    def _time_to_begin(self, call: Call) -> float:
+    async def wait(self, request: Request, ticket: Ticket) -> None:
+        """Until a request that has come may run. Raises RequestError: 429 if it waits too long or too many
+        do, 503 if its model has no worker for too long.
+        """
+        try:
+            await self._wait_for_slot(request, ticket)
+        except BaseException:  # refused, or the client left
+            ticket.tenant.settle(request.facts.charged_tokens, 0, 0, self._loop.time())
+            raise
+        self._entered(request, ticket.tenant)
+
+    async def enter(self, request: Request, held: Ticket) -> Ticket:
+        """As `arrive` and `wait`, with the slot from `hold`."""
+        tenant, facts = held.tenant, request.facts
+        if held.lane != request.model:
+            self.release(held)
+            ticket = self.arrive(request, tenant)
+            if ticket.state is not State.RUNNING:
+                await self.wait(request, ticket)
+            return ticket
+        try:
+            tenant.take(facts.charged_tokens, self._loop.time(), facts.answers)
+        except BaseException:
+            self.release(held)
+            raise
+        self._entered(request, tenant)
+        return held
+
+    def _entered(self, request: Request, tenant: TenantState) -> None:
+        facts = request.facts
+        tenant.use.requests += 1
+        request.meter = Meter(facts.charged_tokens, request.endpoint.usage, facts.choices, facts.prompts)
+
+    def _time_to_begin(self, request: Request, tenant: TenantState) -> float:
         """How long the call may still wait, as its client says. Raises RequestError: 400, or 429 if it cannot
         begin in time, however the queue is ordered.
         """
-        within_s = start_within_s(call.headers)
+        within_s = start_within_s(request.fields)
         if within_s == math.inf:
             return within_s
-        left_s = within_s - (time.monotonic() - call.started_s)
-        if left_s <= self.queue.next_slot_s(call.model, self._slots(call.model, self._loop.time())):
-            call.tenant.use.refused += 1
-            retry_s = self.queue.retry_after_s(call.model)
+        left_s = within_s - (time.monotonic() - request.started_s)
+        if left_s <= self.queue.next_slot_s(request.model, self._slots(request.model, self._loop.time())):
+            tenant.use.refused += 1
+            retry_s = self.queue.retry_after_s(request.model)
             raise TooManyError("The answer cannot begin within the request's deadline.", retry_s, CODE)
         return left_s
 
@@ -211,59 +241,58 @@ class Gate:
             return requested
         return self._models.awaited(requested, served, {*self._fleet.known, *self.aliases.values()})
 
-    async def _hold(self, call: Call, name: str) -> Ticket:
+    async def _hold(self, request: Request, name: str) -> Ticket:
         now_s = self._loop.time()
-        left_s = self._worker_wait_s - call.outage_s
+        left_s = self._worker_wait_s - request.outage_s
         if left_s <= 0:
             raise NoWorkerError("No worker is ready to serve this model; try again shortly.")
-        ticket = Ticket(call.tenant, name, now_s, now_s + self._admission.queue_s, 0.0, left_s)
+        assert request.tenant is not None
+        ticket = Ticket(request.tenant, name, now_s, now_s + self._admission.queue_s, 0.0, left_s)
+        changed = self.queue.arrive(ticket, self._slots(name, now_s), now_s)
+        self._wake(changed)
         try:
-            await self._get_slot(call, ticket)
+            await self._wait_for_slot(request, ticket)
         finally:
-            call.outage_s += self._loop.time() - now_s
+            request.outage_s += self._loop.time() - now_s
         return ticket
 
-    async def _get_slot(self, call: Call, ticket: Ticket) -> None:
-        """Wait for the ticket's slot. Raises RequestError as `enter`; the ticket is over then."""
+    async def _wait_for_slot(self, request: Request, ticket: Ticket) -> None:
+        """Raises RequestError as `wait`; the ticket is over then."""
         now_s = self._loop.time()
-        changed = self.queue.arrive(ticket, self._slots(ticket.lane, now_s), now_s)
-        if self._waiters:
-            self._wake(changed)
         try:
             if ticket.state is State.WAITING:
-                call.phase = "queue"
+                request.phase = "queue"
                 await self._wait(ticket)
                 waited_s = self._loop.time() - now_s
-                call.parts_s["queue"] = call.parts_s.get("queue", 0.0) + waited_s
+                request.parts_s["queue"] = request.parts_s.get("queue", 0.0) + waited_s
             if ticket.state is State.REFUSED:
                 self._refuse(ticket)
         except BaseException:  # refused, or the client left
             self.release(ticket)
             raise
 
-    def leave(self, call: Call, ticket: Ticket) -> None:
+    def leave(self, request: Request, ticket: Ticket) -> None:
         """A call that entered is over: charge what it used, and let a waiting call run."""
-        meter, now_s = call.answer.meter, self._loop.time()
+        meter, now_s, tenant = request.meter, self._loop.time(), ticket.tenant
         try:
             assert meter is not None
-            self._charge(call, meter, ticket.tenant, now_s)
+            # what workers say counts as far as it can be: a worker's lie must not lock a tenant out
+            prompt = output = 0  # refused, or failed, before any worker said that it computed the prompt
+            if 0 < request.status < 400 or request.end is not None or meter.prompt_tokens is not None:
+                marks = meter.marks
+                prompt, output = (marks is not None and marks.used) or meter.total(request.is_stream)
+                context, facts = self._fleet.longest_context.get(request.model), request.facts
+                if not context or context > MAX_CONTEXT:
+                    context = MAX_CONTEXT
+                if prompt > context * facts.prompts:
+                    prompt = min(prompt, max(len(request.body), context * facts.prompts))
+                if output > context * facts.answers:
+                    output = context * facts.answers
+            tenant.settle(meter.charged_tokens, prompt, output, now_s)
         finally:  # a slot that is not given back is lost for good
             changed = self.queue.leave(ticket, now_s)
             if self._waiters:
                 self._wake(changed)
-
-    def _charge(self, call: Call, meter: Meter, tenant: TenantState, now_s: float) -> None:
-        """Charge what workers say, as far as it can be: a worker's lie must not lock a tenant out."""
-        is_answered = 0 < call.answer.status < 400
-        if is_answered or call.end is not None or meter.prompt_tokens is not None:
-            prompt, output = meter.total(call.answer.is_stream)
-            context = self._fleet.longest_context.get(call.model) or MAX_CONTEXT
-            context = min(context, MAX_CONTEXT)
-            prompt = min(prompt, max(len(call.body), context * call.facts.prompts))
-            output = min(output, context * call.facts.answers)
-        else:
-            prompt, output = 0, 0  # refused, or failed, before any worker said that it computed the prompt
-        tenant.settle(meter.charged_tokens, prompt, output, now_s)
 
     def _fill_waiting(self) -> None:
         if self._waiters:

@@ -189,10 +189,12 @@ class FairQueue:
         lane = self._lanes.get(ticket.lane)
         if lane is None:
             lane = self._lanes[ticket.lane] = _Lane()
-        lane.resize(slots, now_s)
-        ticket.outage_before_s = lane.outage_s(now_s)
+        if lane.slots != slots or not slots:
+            lane.resize(slots, now_s)
+        ticket.outage_before_s = lane.past_outages_s if slots else lane.outage_s(now_s)
         tenant = ticket.tenant
-        if lane.running < slots and tenant.is_free and tenant not in lane.queues:
+        is_free = not tenant.limits.concurrency or tenant.is_free
+        if lane.running < slots and is_free and tenant not in lane.queues:
             self._start(lane, ticket, now_s)
             return [ticket]
         changed: list[Ticket] = []
@@ -287,7 +289,9 @@ class FairQueue:
         ticket.started_s = now_s
         lane.running += 1
         lane.running_of[tenant] = lane.running_of.get(tenant, 0) + 1
-        lane.turn = max(lane.turn, lane.turn_of.get(tenant, 0.0))
+        turn = lane.turn_of.get(tenant, 0.0)
+        if turn > lane.turn:
+            lane.turn = turn
         lane.turn_of[tenant] = lane.turn + 1.0 / tenant.limits.weight
         tenant.running += 1
 

@@ -15,14 +15,15 @@ from typing import Final
 
 from pdserve.errors import RequestError
 
-HEADERS: Final = (b"x-request-deadline-ms", b"x-llm-d-slo-ttft-ms")
+_NAMES: Final = (b"x-request-deadline-ms", b"x-llm-d-slo-ttft-ms")
+HEADERS: Final = frozenset(_NAMES)
 CODE: Final = "deadline_unmet"
 _NUMBER: Final = re.compile(rb"[0-9]{1,9}(?:\.[0-9]{1,9})?")
 
 
 def start_within_s(headers: Mapping[bytes, bytes]) -> float:
     """Seconds after its arrival; infinite where the client says none. Raises RequestError (400)."""
-    for name in HEADERS:
+    for name in _NAMES:
         said = headers.get(name)
         if said is not None:
             if not _NUMBER.fullmatch(said):

@@ -86,6 +86,8 @@ UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 """What decoding raises for bytes that are not JSON, of another form, or nested too deeply."""
 T = TypeVar("T")
 _decoder = msgspec.json.Decoder(RequestView)
+decode_request = _decoder.decode
+"""As `parse_request`, but raises `UNREADABLE`."""
 
 
 class _Sampling(msgspec.Struct, gc=False):
@@ -115,6 +117,8 @@ _NOTHING = re.compile(rb'null|""|\[\s*\]')
 _MEDIA = re.compile(rb'"(?:[iva](?:mage|ideo|udio)_url|input_(?:audio|image))"\s*:')
 """In a text the second quote would be written with a backslash."""
 _PROMPTS = re.compile(rb"\s*\[\s*[\[\"]")
+_MESSAGES = memoryview(b'[{"')
+"""The beginning of messages, as nearly all write them."""
 _OBJECTS = re.compile(rb"\s*\[\s*\{")
 _HALF = re.compile(
     rb"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|[c-fC-F]..(?<!\\u[dD][89abAB]..\\u[dD]...))", re.DOTALL
@@ -186,16 +190,26 @@ def _names_media(json: msgspec.Raw) -> bool:
     return bool(json) and _MEDIA.search(json) is not None
 
 
-def estimate_prompt_tokens(prompt_json: bytes) -> int:
+def estimate_prompt_tokens(prompt_json: bytes, *, may_be_media: bool = True) -> int:
     """Roughly how many tokens the prompt has, from the length of its JSON.
 
     Media in `data:` URLs count nothing: how many tokens an image has depends on the model, not on its bytes.
     """
     size = len(prompt_json)
-    text = bytes(prompt_json)
-    if b";base64," in text:
-        size -= _inline_media_bytes(text)
-    return size // bytes_per_token(text)
+    if may_be_media:
+        text = bytes(prompt_json)
+        if b";base64," in text:
+            size -= _inline_media_bytes(text)
+    return size // (BYTES_PER_TOKEN_ID if _TOKEN_IDS.match(prompt_json) else BYTES_PER_TOKEN)
+
+
+def measure_prompt(prompt_json: bytes, *, may_be_media: bool) -> tuple[bool, int]:
+    """Whether the prompt is a list of prompts, also of a single one, and an estimate of its tokens."""
+    is_text = memoryview(prompt_json)[:3] == _MESSAGES  # messages, as nearly all are written
+    several = not is_text and has_several_prompts(prompt_json)
+    if is_text and not may_be_media:
+        return several, len(prompt_json) // BYTES_PER_TOKEN
+    return several, estimate_prompt_tokens(prompt_json, may_be_media=may_be_media)
 
 
 def _inline_media_bytes(text: bytes) -> int:

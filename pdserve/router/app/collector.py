@@ -10,10 +10,10 @@ import msgspec
 from pdserve.metric import Labels
 from pdserve.router.admission.gate import Gate, gate_metrics
 from pdserve.router.fleet.registry import Fleet
+from pdserve.router.http.worker_connection import Upstream
 from pdserve.router.metrics.stats import Histogram, Snapshot, Stats
 from pdserve.router.placement.elastic import ElasticRoles
 from pdserve.router.placement.placer import Placer
-from pdserve.router.upstream.client import Upstream
 
 V = TypeVar("V")
 

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from pdserve.errors import RequestError
 from pdserve.router.api.endpoints import ENDPOINTS, MAX_SHOWN_CHARS, not_found, similar
 from pdserve.router.api.errors import ErrorForm, error_body, error_headers, error_of
-from pdserve.router.request.answer import JSON
+from pdserve.router.request.request import JSON
 
 OPENAI: Final[ErrorForm] = "openai"
 
@@ -42,7 +42,7 @@ def add_error_handlers(app: fastapi.FastAPI, more_paths: Iterable[str] = ()) -> 
                 form = meant.errors
         headers = dict(error.headers or {})
         if headers.get("Allow") == "GET":
-            headers["Allow"] = "GET, HEAD"  # see `server.application`
+            headers["Allow"] = "GET, HEAD"  # see `http.asgi`
         body = error_body(error.status_code, said, form=form)
         return Response(body, error.status_code, headers, media_type=JSON.decode())
 

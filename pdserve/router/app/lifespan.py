@@ -11,14 +11,13 @@ from pdserve.router.admission.gate import Gate
 from pdserve.router.app.router import Router
 from pdserve.router.app.routes import make_app
 from pdserve.router.config.router import RouterConfig
-from pdserve.router.dispatch.dispatcher import Dispatcher
 from pdserve.router.fleet.discovery import DnsDiscovery, EtcdDiscovery, dns_names
 from pdserve.router.fleet.health_check import STRICT, FirstRound, Prober
 from pdserve.router.fleet.registry import Fleet
+from pdserve.router.http.tls import WorkerTls
+from pdserve.router.http.worker_connection import Upstream
 from pdserve.router.metrics.stats import Stats
 from pdserve.router.tenants.api_keys import cluster_token
-from pdserve.router.upstream.client import Upstream
-from pdserve.router.upstream.connection import WorkerTls
 from pdserve.tracing import Tracer, open_tracer
 
 logger = logging.getLogger(__name__)
@@ -43,8 +42,7 @@ async def open_router(
     discovery = _discovery(config, fleet, token)
     tasks: list[asyncio.Task[None]] = []
     try:
-        dispatcher = Dispatcher(config, fleet, upstream, stats)
-        router = Router(config, fleet, gate, upstream, dispatcher, stats, make_app, tracer)
+        router = Router(config, fleet, gate, upstream, stats, make_app, tracer)
         if discovery is not None:
             await discovery.first()
             tasks.append(asyncio.create_task(_keep_running("discovery", discovery.run, stats)))

@@ -1,6 +1,6 @@
 """The router's ASGI application: the ordinary routes by FastAPI, behind API keys and CORS.
 
-`ENDPOINTS` do not come here: the server hands them to `GenerationHandler`.
+`ENDPOINTS` do not come here: the server hands them to the `Proxy`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ from pdserve.router.admission.gate import Gate
 from pdserve.router.api.endpoints import fold
 from pdserve.router.app.collector import collect
 from pdserve.router.app.error_handlers import refused
-from pdserve.router.app.generation import GenerationHandler
 from pdserve.router.config.router import RouterConfig, base_of
-from pdserve.router.dispatch.dispatcher import Dispatcher
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.fleet.worker import WITHOUT
+from pdserve.router.http.asgi import Asgi, Message, Receive, Scope, Send, address_of
+from pdserve.router.http.cors import Cors
+from pdserve.router.http.worker_connection import Upstream
 from pdserve.router.metrics.stats import Snapshot, Stats
-from pdserve.router.request.call import request_id
-from pdserve.router.server.asgi import Asgi, Message, Receive, Scope, Send, address_of
-from pdserve.router.server.cors import Cors
-from pdserve.router.upstream.client import Upstream
+from pdserve.router.proxy.handle import Proxy
+from pdserve.router.request.request import request_id
 from pdserve.tracing import Tracer
 
 OPEN_PATHS = frozenset(("/health", "/ready", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"))
@@ -48,7 +47,6 @@ class Router:
         fleet: Fleet,
         gate: Gate,
         upstream: Upstream,
-        dispatcher: Dispatcher,
         stats: Stats,
         make_app: Callable[[Router], Asgi],
         tracer: Tracer | None = None,
@@ -58,13 +56,10 @@ class Router:
         self.fleet = fleet
         self.gate = gate
         self.upstream = upstream
-        self.dispatcher = dispatcher
         self.stats = stats
         self.created_s = int(time.time())
         self._cors = Cors(config.access.cors_origins) if config.access.cors_origins else None
-        self.generation = GenerationHandler(
-            config, fleet, gate, dispatcher, upstream.deadlines, stats, tracer, self._cors
-        )
+        self.proxy = Proxy(config, fleet, gate, upstream, stats, tracer, self._cors)
         self.metrics: Callable[[], Awaitable[Snapshot]] = self._metrics
         """Those of all of the router's processes together. Raises RequestError when there is no sum."""
         self.told_reload: Callable[[], None] | None = None
@@ -85,7 +80,7 @@ class Router:
 
     async def _serve_ordinary(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
-        name = request_id(headers.get(b"x-request-id", b""))
+        name = request_id(headers.get(b"x-request-id"))
         served_request.set(name)
 
         shared = self._cors.headers(headers) if self._cors is not None else []
@@ -123,7 +118,7 @@ class Router:
 
     def own_metrics(self) -> Snapshot:
         """The metrics of this process."""
-        placer, now_s = self.dispatcher.placer, asyncio.get_running_loop().time()
+        placer, now_s = self.proxy.placer, asyncio.get_running_loop().time()
         return collect(self.stats, self.fleet, self.gate, self.upstream, placer, now_s)
 
     async def _metrics(self) -> Snapshot:

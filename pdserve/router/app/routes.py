@@ -37,11 +37,11 @@ from pdserve.router.api.errors import (
 from pdserve.router.app.error_handlers import add_error_handlers
 from pdserve.router.app.router import ADMIN_PATHS, Router
 from pdserve.router.fleet.worker import Worker
+from pdserve.router.http.asgi import address_of
+from pdserve.router.http.tls import UpstreamError
 from pdserve.router.metrics.stats import exposition
-from pdserve.router.request.answer import JSON
-from pdserve.router.server.asgi import address_of
+from pdserve.router.request.request import JSON
 from pdserve.router.tenants.tenant import RATE_EXCEEDED, TenantState
-from pdserve.router.upstream.connection import UpstreamError
 
 
 def complete(document: dict[str, Any]) -> dict[str, Any]:
@@ -68,6 +68,7 @@ def _operation(path: str, row: Endpoint) -> dict[str, Any]:
 
 
 LIMIT_S: Final = 20.0
+CONNECT_S: Final = 5.0
 MAX_ANSWER_BYTES: Final = 16 * 1024 * 1024
 MAX_AT_ONCE: Final = 8
 """Of one tenant, in one process of the router."""
@@ -158,24 +159,23 @@ def _tenant(router: Router, request: fastapi.Request) -> TenantState:
 async def _pass_on(router: Router, worker: Worker, method: str, target: str, body: bytes = b"") -> Response:
     """The worker's answer, within `LIMIT_S`. Raises RequestError where there is none."""
     try:
-        async with asyncio.timeout(LIMIT_S):
-            response = await router.upstream.ask(
-                worker, target, _LINES, body, method=method.encode(), connect_s=LIMIT_S, head_s=LIMIT_S
-            )
-            try:
-                said = await response.read_all(LIMIT_S, MAX_ANSWER_BYTES)
-            finally:
-                response.release()
-    except TimeoutError:
-        raise RequestError(504, "The worker did not answer in time.", type_="timeout_error") from None
+        answer = await router.upstream.fetch(
+            worker,
+            target,
+            _LINES,
+            body,
+            method=method.encode(),
+            limit_s=LIMIT_S,
+            limit_bytes=MAX_ANSWER_BYTES,
+            connect_s=CONNECT_S,
+        )
     except UpstreamError as error:
         status = 504 if error.kind == "timeout" else 502
         raise RequestError(
             status, f"The worker did not answer ({error.kind}).", type_="server_error"
         ) from None
-    if response.status >= 400:
-        said = convert_error(response.status, said)
-    return Response(said, response.status, media_type=JSON.decode())
+    said = answer.body if answer.status < 400 else convert_error(answer.status, answer.body)
+    return Response(said, answer.status, media_type=JSON.decode())
 
 
 def make_app(router: Router) -> fastapi.FastAPI:

@@ -22,9 +22,9 @@ from pdserve.router.config.limits import Probe
 from pdserve.router.fleet.changes import FleetChange
 from pdserve.router.fleet.registry import Fleet, joining_order
 from pdserve.router.fleet.worker import Worker, WorkerInfo, WorkerLoad, foreign_info
+from pdserve.router.http.tls import UpstreamError
+from pdserve.router.http.worker_connection import Upstream
 from pdserve.router.metrics.stats import Stats
-from pdserve.router.upstream.client import Upstream
-from pdserve.router.upstream.connection import UpstreamError
 
 logger = logging.getLogger(__name__)
 
@@ -163,13 +163,17 @@ class Prober:
         """(status, body). Raises UpstreamError, TimeoutError."""
         timeout_s = self._config.timeout_s
         async with asyncio.timeout(timeout_s):  # the client's own deadlines are those of single steps
-            response = await self._probes.ask(
-                worker, path, b"", b"", connect_s=timeout_s, head_s=timeout_s, method=b"GET"
+            answer = await self._probes.fetch(
+                worker,
+                path,
+                b"",
+                b"",
+                connect_s=timeout_s,
+                limit_s=timeout_s,
+                limit_bytes=MAX_ANSWER_BYTES,
+                method=b"GET",
             )
-            try:
-                return response.status, await response.read_all(timeout_s, MAX_ANSWER_BYTES)
-            finally:
-                response.release()
+            return answer.status, answer.body
 
     async def probe(self, worker: Worker, *, asks_info: bool) -> None:
         """Probe one worker and report to the fleet. Takes at most twice `timeout_s`.

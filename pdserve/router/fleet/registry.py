@@ -308,6 +308,8 @@ class Fleet:
         """Some decode worker takes prompts directly."""
         self.body_limit_bytes = LARGEST_BODY_BYTES
         """No usual request of any model is larger."""
+        self.text_only: frozenset[str] = frozenset()
+        """Models none of whose workers takes media, as they say."""
         self.adapters: dict[str, tuple[str, ...]] = {}
         """Model → LoRA adapters that all of its workers have."""
         self.priority_signs: dict[str, frozenset[int]] = {}
@@ -339,6 +341,7 @@ class Fleet:
         self.body_limit_bytes = body_limit_bytes(joined)
         self.has_direct = any(w.role == "decode" and w.is_direct for w in self.workers)
         self.tasks = {info.model: frozenset(info.tasks) for info in joined}
+        self.text_only = frozenset(models - {i.model for i in joined if i.is_multimodal is not False})
         self.adapters = {
             m: tuple(sorted(set[str].intersection(*(set(w.adapters) for w in joined if w.model == m))))
             for m in models

@@ -59,6 +59,13 @@ class Histogram(msgspec.Struct):
         return rows
 
 
+def observe(observed: Iterable[tuple[Histogram, float]]) -> None:
+    """Count one observation in each of several histograms."""
+    for histogram, value_s in observed:
+        histogram.counts[bisect_left(BUCKETS_S, value_s)] += 1
+        histogram.sum_s += value_s
+
+
 class Stats:
     """Counted since the start of this router."""
 

@@ -42,6 +42,7 @@ class Placer:
         )
         self._is_hard = config.session.mode == "hard"
         self.elastic = ElasticRoles(config.placement, config.slo, config.processes)
+        self._has_level = config.slo.is_set
         self.needs_prefix = self._planner.needs_places or config.slo.is_set or bool(config.elastic)
         """Whether planning uses `RequestFacts.prefix`, or what is expected of requests does."""
 
@@ -70,9 +71,9 @@ class Placer:
                 places.add(worker, last.tokens, now_s - last.seen_s)
         tokens = facts.prompt_tokens_estimate
         keeps = last.decode_id if last is not None and self._is_hard else ""
-        narrowed = self.elastic.narrow(snapshot, now_s, keeps)
+        narrowed = self.elastic.narrow(snapshot, now_s, keeps) if snapshot.elastic else snapshot
         plan = self._planner.plan(facts, narrowed, last, places, wanted)
-        if tokens and not facts.holder:
+        if (snapshot.elastic or self._has_level) and tokens and not facts.holder:
             self.elastic.on_planned(snapshot, plan.uncached_tokens, now_s)
         return plan
 

@@ -190,23 +190,27 @@ class Planner(msgspec.Struct, frozen=True):
         if sender is None:
             candidates, others = snapshot.decode or self._computing(facts, snapshot), snapshot.direct_decode
         last_id = None if last is None or last.decode_id not in snapshot.members else last.decode_id
-        if last_id in others.by_id or any(worker.id == last_id for worker in snapshot.resting):
+        if last_id is not None and (
+            last_id in others.by_id or any(worker.id == last_id for worker in snapshot.resting)
+        ):
             last_id = None  # a worker of the other way, or of another duty now, is not gone
-        choice = self.decode_policy.choose(_ask(facts, last_id, places), candidates)
+        name = None if facts.session is None else facts.session.name
+        asked = Ask(facts.prompt_tokens_estimate, name, last_id, facts.turn, facts.draw, places)
+        choice = self.decode_policy.choose(asked, candidates)
         decode, prefill = choice.worker, None if sender is None else sender.worker
         if sender is None:
-            prefill, why_prefill, cause = self._choose_prefill(facts, snapshot, decode, last, places)
+            prefill, why_prefill, cause = self._choose_prefill(facts, snapshot, decode, last, asked)
         else:
             why_prefill, cause = str(sender), sender.cause or sender.reason
         return Plan(
             decode,
             prefill,
             None if last is None else _settle(facts, snapshot, last, decode, prefill),
-            (*why, f"decode={choice}", f"prefill={why_prefill}"),
+            (*why, f"decode={choice if choice.figures else choice.reason}", f"prefill={why_prefill}"),
             (("decode", choice.cause or choice.reason), ("prefill", cause)),
-            _uncached(facts, prefill or decode, places),
+            facts.prompt_tokens_estimate if places is None else _uncached(facts, prefill or decode, places),
             places,
-            0 if not facts.is_turn else 1 if last is None else last.turns + 1,
+            0 if facts.session is None or not facts.is_turn else 1 if last is None else last.turns + 1,
             "pool" if sender is None else "direct",
             has_fallback=bool(snapshot.decode),
         )
@@ -262,7 +266,7 @@ class Planner(msgspec.Struct, frozen=True):
         snapshot: Snapshot,
         decode: Worker,
         last: SessionEntry | None,
-        places: Places | None,
+        asked: Ask,
     ) -> tuple[Worker | None, str, str]:
         """(worker, reason with figures, reason as one word for metrics). No worker: no prefill stage."""
         if decode.role == "agg":
@@ -276,17 +280,20 @@ class Planner(msgspec.Struct, frozen=True):
             return None, word, word
         last_id = None if last is None or last.prefill_id not in snapshot.members else last.prefill_id
         try:
-            choice = self.prefill_policy.choose(_ask(facts, last_id, places), snapshot.prefill)
+            if last is not None:
+                asked = _ask(facts, last_id, asked.places)
+            choice = self.prefill_policy.choose(asked, snapshot.prefill)
         except NoWorkerError:
             return None, "session-worker-gone", "session-worker-gone"
         if choice.worker is decode:
             return None, "here", "here"
         if self.min_prefill_tokens and not facts.has_media:  # how many tokens an image has is not known here
             threshold = direct_threshold(self.min_prefill_tokens, choice.worker, decode)
-            uncached = _uncached(facts, decode, places)
+            uncached = _uncached(facts, decode, asked.places)
             if uncached < threshold:
                 return None, f"direct(uncached={uncached}<{threshold})", "direct"
-        return choice.worker, str(choice), choice.cause or choice.reason
+        why = str(choice) if choice.figures else choice.reason
+        return choice.worker, why, choice.cause or choice.reason
 
 
 def _name_media(*workers: Worker) -> bool:

@@ -5,7 +5,7 @@ and `completion_tokens`. A stream says it in its last event (OpenAI's, where the
 `include_usage`), or in every event, growing, each choice its own (`/generate`, and OpenAI's with
 `continuous_usage_stats`): what has several choices is read event by event, all else once, in the end. A
 stream that does not is charged what its worker says at the end beside the events (`used`).
-What did not come to its end is counted by the worker's marks (dispatch/stream_marks.py), which
+What did not come to its end is counted by the worker's marks (stream_marks.py), which
 list its tokens. A prompt counts once, however many answers it gets: SGLang's own answers say it each time.
 Without marks it is counted by its events: one of them is a token, or a few where the
 worker's stream interval is larger. Its prompt's tokens are what a worker's report or header says
@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 
 from pdserve.router.api.endpoints import OPENAI_USAGE, Usage
+from pdserve.router.request.stream_marks import StreamMarks
 
 _EVENT = b"\ndata: "
 """An event, at the start of a line: an answer's text has no line of its own, but may well have `data: `."""
@@ -39,18 +40,18 @@ class Meter:
 
     __slots__ = (
         "_choices",
+        "_is_done",
         "_outputs",
         "_pieces",
         "_prompt_count",
         "_prompts",
         "_said",
-        "_tail",
         "_usage",
         "charged_tokens",
         "events",
-        "marked_tokens",
+        "mark",
+        "marks",
         "prompt_tokens",
-        "used",
     )
 
     def __init__(
@@ -58,6 +59,8 @@ class Meter:
     ) -> None:
         """`choices`: answers to each of the `prompts`."""
         self._usage = usage
+        self.mark = usage.mark
+        """In each piece that says the output's tokens."""
         self._prompt_count = prompts
         self._choices = choices
         self.charged_tokens = charged_tokens
@@ -65,11 +68,9 @@ class Meter:
         self.prompt_tokens: int | None = None
         """What the prompt has, as a worker says that has computed it; several prompts together."""
         self.events = 0
-        self.marked_tokens = 0
-        """Output tokens of a stream, as its marks list them; 0: it has none."""
-        self.used: tuple[int, int] | None = None
-        """Prompt and output tokens of a stream, as its worker says at the end."""
-        self._tail = b"\n"
+        self.marks: StreamMarks | None = None
+        """Of the stream: they list its tokens, and say at the end what it has used."""
+        self._is_done = False
         self._said = b""
         self._pieces = 0, 0, 0
         """Prompt and output tokens in the earlier pieces of a long answer, and the prompt counts there."""
@@ -77,19 +78,20 @@ class Meter:
         self._outputs: dict[bytes, int] = {}
         """Of a stream, by choice, as last said."""
 
-    def count(self, data: bytes) -> None:
-        """Whole events of a stream."""
-        text = self._tail + data
-        self.events += text.count(_EVENT)
-        self._tail = text[1 - len(_EVENT) :]
-        if self._usage.mark in data:
+    def count(self, data: bytes, begins_line: bool = True) -> None:
+        """Whole events of a stream. `begins_line`: what came before ended a line. Of a stream with marks,
+        pieces without `mark` need not be counted.
+        """
+        self.events += data.count(_EVENT) + (begins_line and data[:6] == _EVENT[1:])
+        self._is_done = data[-3:] == _DONE
+        if self.mark in data:
             self._said = data
             if self.events and _INDEX_MARK in data:  # else the next piece says all that this one does
                 self._read(data)
 
     def count_whole(self, data: bytes) -> None:
         """A piece of an answer that is no stream."""
-        if self._usage.mark in data:
+        if self.mark in data:
             if self._said:
                 self._note_piece()
             self._said = data
@@ -98,8 +100,9 @@ class Meter:
         """(prompt tokens, output tokens). An answer in one piece has these numbers once, or once for each
         prompt; of a stream's, which grow, the last of each choice counts.
         """
-        if self.used is not None:
-            return self.used
+        marks = self.marks
+        if marks is not None and marks.used is not None:
+            return marks.used
         if not streamed:
             known = self.charged_tokens if self.prompt_tokens is None else self.prompt_tokens
             prompt, output, _ = self._sums()
@@ -112,12 +115,15 @@ class Meter:
             return prompt or known, output
         self._read(self._said)
         self._said = b""  # who asks again gets the same without reading it again
-        output = sum(self._outputs.values()) if self._outputs else self.marked_tokens or self.events
+        if self._outputs:
+            output = sum(self._outputs.values())
+        else:
+            output = self.events if marks is None else marks.token_count or self.events + marks.lost_tokens
         if self.prompt_tokens is not None:
             return self.prompt_tokens, output
         said = {int(choice or 0) // self._choices: tokens for choice, tokens in self._prompts.items()}
         prompt = sum(said.values())
-        has_all = len(said) >= self._prompt_count or self._tail.endswith(_DONE)
+        has_all = len(said) >= self._prompt_count or self._is_done
         if not prompt or not has_all:  # some prompts have not had an event yet
             prompt = max(prompt, self.charged_tokens)
         return prompt, output
@@ -139,7 +145,7 @@ class Meter:
 
     def _read(self, events: bytes) -> None:
         for event in events.split(b"\n"):
-            if self._usage.mark not in event:
+            if self.mark not in event:
                 continue
             choice = _INDEX.search(event)
             if _NO_CHOICE.search(event):

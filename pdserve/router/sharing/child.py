@@ -30,7 +30,7 @@ from pdserve.router.app.lifespan import open_router
 from pdserve.router.app.router import Router
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.health_check import FirstRound
-from pdserve.router.server.uvicorn_server import make_server, public_tls, serve_until_stopped
+from pdserve.router.http.serving import make_server, public_tls, serve_until_stopped
 from pdserve.router.sharing.files import Acts, MetricsFiles
 from pdserve.router.sharing.member import Member
 from pdserve.security.tls import Certificates
@@ -113,7 +113,7 @@ class _Child:
             self._router = router
             most = math.inf if most_files is None else most_files // 2  # the rest is for workers
             tls = public_tls(self._config.access)
-            self._server = make_server(router, self._config, tls, router.generation, most)
+            self._server = make_server(router, self._config, tls, router.proxy, most)
             try:
                 member = Member(router, directory, setup.name, acts)
             except OSError as error:

@@ -40,7 +40,7 @@ class Member:
         self._acts = acts
         self._files = MetricsFiles(directory)
         self._loop = asyncio.get_running_loop()
-        sessions, redis = router.dispatcher.placer.sessions, router.config.redis
+        sessions, redis = router.proxy.placer.sessions, router.config.redis
         self.gossip = Gossip(
             name,
             router.gate.tenants,
@@ -59,7 +59,8 @@ class Member:
         router.fleet.members.told = self._did
         router.told_reload = lambda: self._note(None)
         sessions.on_news = self._tell_soon
-        self._timer = self._loop.call_later(0.0, self._tick)
+        self._due_s = self._loop.time()
+        self._timer = self._loop.call_later(0.0, self._tick)  # uvloop's has no `when` then
 
     async def settle(self) -> None:
         """Wait until the siblings, if there are any, have told this process everything."""
@@ -69,7 +70,7 @@ class Member:
     async def close(self) -> None:
         """Say the last word, and leave the metrics to the parent."""
         self._timer.cancel()
-        self._router.dispatcher.placer.sessions.on_news = None
+        self._router.proxy.placer.sessions.on_news = None
         self._publish(self.gossip.last(time.time(), self._loop.time()))
         self._write()
         await self._unix.close()
@@ -94,6 +95,7 @@ class Member:
 
     def _tick(self) -> None:
         now_s = self._loop.time()
+        self._due_s = now_s + REPORT_S
         self._timer = self._loop.call_later(REPORT_S, self._tick)
         was_away = self.gossip.is_away
         if messages := self.gossip.tick(now_s, time.time()):
@@ -109,7 +111,8 @@ class Member:
     def _tell_soon(self) -> None:
         """Now, if nothing was told for `REPORT_S`."""
         due_s = max(self._loop.time(), self._told_s + REPORT_S)
-        if self._timer.when() > due_s:
+        if self._due_s > due_s:
+            self._due_s = due_s
             self._timer.cancel()
             self._timer = self._loop.call_at(due_s, self._tick)
 

@@ -35,7 +35,7 @@ from typing import Final
 
 from pdserve.errors import ConfigError, PdserveError, StartupError
 from pdserve.router.config.router import RouterConfig
-from pdserve.router.server.uvicorn_server import LAST_WORD_S, bind
+from pdserve.router.http.serving import LAST_WORD_S, bind
 from pdserve.router.sharing.child import READY, REPLACED, Setup, Sockets, run_child
 from pdserve.router.sharing.files import Acts, MetricsFiles, ids_of
 from pdserve.settings.command_line import ConfigSource

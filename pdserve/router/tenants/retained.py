@@ -27,7 +27,7 @@ PREFETCHED_S: Final = 60
 """How long a prompt counts that was brought up."""
 USUAL_TTL_S: Final = 300
 """Of a mark without a time, in Anthropic's API."""
-_CONTROL: Final = b'"cache_control"'
+CACHE_CONTROL: Final = b'"cache_control"'
 _MARK: Final = re.compile(rb'"cache_control"\s*:\s*\{[^{}]{0,256}\}')
 """In a text its quotes would be written with a backslash."""
 _TTL: Final = re.compile(rb'"ttl"\s*:\s*"(\d{1,4})([smh])"')
@@ -41,15 +41,10 @@ def seconds_of(said: bytes) -> int:
     return min(int(said), MAX_KEEP_S) if _SECONDS.fullmatch(said) else 0
 
 
-def marks_caches(body: bytes, view: RequestView) -> bool:
-    """The body has a mark for caches, of Anthropic's API or of OpenAI's."""
-    return bool(view.prompt_cache_retention) or _CONTROL in body
-
-
 def seconds_marked(body: bytes, view: RequestView) -> int:
     """For how long the marks in a body want the prompt kept: the longest counts. 0: for no time."""
     seconds = 0
-    if _CONTROL in body:
+    if CACHE_CONTROL in body:
         for mark in _MARK.finditer(body):
             found = _TTL.search(mark[0])
             seconds = max(seconds, USUAL_TTL_S if found is None else int(found[1]) * _UNITS_S[found[2]])

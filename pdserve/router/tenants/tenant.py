@@ -261,6 +261,9 @@ _PREFIX_CHARS = 16
 class Tenants:
     """All tenants, found by the digest of a key."""
 
+    anonymous: TenantState
+    """The tenant of a router without keys."""
+
     def __init__(self) -> None:
         self._by_name: dict[str, TenantState] = {}
         self._known: dict[str, TenantState] = {}
@@ -313,6 +316,8 @@ class Tenants:
         for key, name in keys.items():
             self._by_prefix.setdefault(key[:_PREFIX_CHARS], []).append((key, states[name]))
         self.has_keys = bool(keys)
+        if not keys:
+            self.anonymous = states[ANONYMOUS]
 
     @property
     def all(self) -> tuple[TenantState, ...]:
@@ -327,11 +332,6 @@ class Tenants:
     def get(self, name: str) -> TenantState | None:
         """The tenant of this name. None: there is none."""
         return self._known.get(name)
-
-    @property
-    def anonymous(self) -> TenantState:
-        """The tenant of a router without keys."""
-        return self._by_name[ANONYMOUS]
 
     def find(self, key_digest: str) -> TenantState | None:
         """The tenant whose key has this digest, or None. A client cannot steer the digest that is looked up,

@@ -181,6 +181,6 @@ def test_two_that_make_it_at_once_both_have_it(gguf_file: Path, tmp_path: Path) 
 
 def test_another_model_is_refused_and_kept(gguf_file: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("keep me")
-    with pytest.raises(ConfigError, match="is not smollm2-135m: choose another --out"):
+    with pytest.raises(ConfigError, match="is not smollm2-135m: choose another directory"):
         make_smollm2(tmp_path, Index(gguf_file).download)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.drain import Drain
-from pdserve.engine.http.guard import Draining, Guard, close_cors
+from pdserve.engine.http.guard import Guard, close_cors
 from pdserve.engine.launch import check_token
 from pdserve.engine.worker import WorkerConfig
 from pdserve.errors import ConfigError
@@ -48,6 +48,7 @@ def ask(
     type_: str = "http",
     metrics_token: str = "",
     server: Any = ("10.9.9.9", 80),
+    has_fixed_weights: bool = False,
 ) -> list[dict[str, Any]]:
     sent: list[dict[str, Any]] = []
 
@@ -62,7 +63,10 @@ def ask(
 
     headers = [(b"authorization", shown.encode())] if shown else []
     scope = {"type": type_, "path": path, "client": client, "server": server, "headers": headers}
-    asyncio.run(Guard(app, token, lambda: started, metrics_token)(scope, receive, send))
+    drain = Drain(1.0, 0.0, set)
+    guard = Guard(app, token, lambda: started, drain, metrics_token, has_fixed_weights=has_fixed_weights)
+    asyncio.run(guard(scope, receive, send))
+    assert drain.running == 0
     return sent
 
 
@@ -178,13 +182,38 @@ async def test_a_worker_that_stops_waits_for_websockets_and_takes_no_new_ones() 
     async def send(message: Any) -> None:
         sent.append(message)
 
-    draining, scope = Draining(app, drain), {"type": "websocket", "path": "/v1/realtime"}
-    session = asyncio.create_task(draining(scope, receive, send))
+    guard, scope = (
+        Guard(app, "", lambda: True, drain),
+        {"type": "websocket", "path": "/v1/realtime", "headers": []},
+    )
+    session = asyncio.create_task(guard(scope, receive, send))
     await asyncio.sleep(0)
     assert drain.running == 1
     drain.is_closed = True
-    await draining(scope, receive, send)
+    await guard(scope, receive, send)
     assert [message["type"] for message in sent] == ["websocket.close"]
     over.set()
     await session
     assert drain.running == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "is_refused"),
+    [
+        ("/update_weights_from_disk", True),
+        ("/update_weights_from_tensor/", True),
+        ("/begin_weight_update", True),
+        ("/load_lora_adapter", True),
+        ("/generate", False),
+        ("/unload_lora_adapter", False),
+        ("/update_weight_version", False),
+    ],
+)
+def test_with_a_storage_weights_and_adapters_stay_those_of_the_start(path: str, is_refused: bool) -> None:
+    shown = f"Bearer {TOKEN}"
+    assert ask(path, FAR, shown) == PASSED
+    answered = ask(path, FAR, shown, has_fixed_weights=True)
+    assert (answered != PASSED) == is_refused
+    if is_refused:
+        assert answered[0]["status"] == 403
+        assert json.loads(answered[1]["body"])["error"]["code"] == "weights_fixed"

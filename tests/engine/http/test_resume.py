@@ -18,7 +18,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from pdserve.engine.http.request import RequestTracking
 from pdserve.engine.http.resume import Continuing
 from pdserve.engine.sglang.tokenizer_manager import TrackedRequests
-from pdserve.router.dispatch.stream_marks import StreamMarks
+from pdserve.router.request.stream_marks import StreamMarks
 
 VOCABULARY = 1 << 20
 PROMPT = [72, 105, 33]

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from pdserve.errors import PoolRefused
-from pdserve.kvpool.admin.node_client import fetch_status
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.protocol import messages as m
@@ -19,6 +18,7 @@ from pdserve.kvpool.transports.control import ControlChannel, make_hello
 from pdserve.security.tokens import digest
 from tests.support.command import Done, pdserve_here
 from tests.support.kvpool.clustered import HANGS_S, QUIET, Locals, Processes
+from tests.support.kvpool.connectors import fetch_status
 from tests.support.kvpool.faulty import get, keys, put
 from tests.support.kvpool.local_node import LocalNode
 from tests.support.kvpool.nodes import Start

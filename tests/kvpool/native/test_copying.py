@@ -18,7 +18,7 @@ from pdserve.errors import PoolTimeout, PoolUnavailable
 from pdserve.kvpool.native import build, copying, plain
 from pdserve.kvpool.protocol.messages import GRANTED, HIT, Grant, Pin
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, aligned, checksum_page
-from pdserve.kvpool.protocol.slot_table import COMMITTED, RESERVED, RowReader, TableLayout
+from pdserve.kvpool.protocol.slot_table import COMMITTED, RESERVED, TableLayout
 from pdserve.kvpool.transports.base import CORRUPT, LOST, OK
 from pdserve.kvpool.transports.mapped import MappedPages
 
@@ -43,7 +43,7 @@ class Memory:
         self.table = bytearray(LAYOUT.table_bytes)
         self.rows = LAYOUT.table_rows(self.table)
         self.rows["state"], self.rows["sequence"] = COMMITTED, SEQUENCE
-        self.pages = MappedPages(self.arena, RowReader(memoryview(self.table), LAYOUT), checksum)
+        self.pages = MappedPages(self.arena, memoryview(self.table), LAYOUT, checksum)
 
     def write(self, page: list[Bytes1D], offset: int = OFFSET, deadline_s: float = math.inf) -> int:
         [checksum] = self.pages.write([Grant(GRANTED, 0, offset, SEQUENCE)], [page], deadline_s)

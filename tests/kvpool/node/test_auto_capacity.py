@@ -57,7 +57,7 @@ def test_a_node_says_what_it_takes_and_keeps_the_size_of_an_arena_that_it_has(
 
 
 def test_slabs_of_large_pages_stay_the_same_when_the_node_starts_again() -> None:
-    config = small_config(capacity_bytes="auto", page_bytes="13MiB")
+    config = small_config(capacity_bytes="auto", page_bytes=13 << 20)
     first = with_capacity(config, Host(memory_bytes=401 * MIB, has_gpus=True))
     again = with_capacity(config, Host(memory_bytes=4 * first.capacity, has_gpus=True))
     assert (again.capacity, again.slab) == (first.capacity, first.slab)

@@ -23,7 +23,6 @@ from typing import Any
 import pytest
 
 from pdserve.errors import NodeFailed, PoolError, PoolRefused, StartupError
-from pdserve.kvpool.admin.node_client import fetch_status
 from pdserve.kvpool.client.config import PoolClientConfig
 from pdserve.kvpool.client.connector import ConfiguredConnector
 from pdserve.kvpool.core.events import LOCAL, AssignSlab, CommitRows, ReserveRows, SaveNamespaces
@@ -32,7 +31,7 @@ from pdserve.kvpool.node.config.node import UcxConfig
 from pdserve.kvpool.node.memory.arena import Arena
 from pdserve.kvpool.node.node import PoolNode
 from pdserve.kvpool.node.serving import connection as connection_module
-from pdserve.kvpool.node.ucx.server import UcxServer
+from pdserve.kvpool.node.ucx import worker as ucx_worker
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord
 from pdserve.kvpool.protocol.frames import FrameBuffer, decode_reply, encode_frame
@@ -43,7 +42,8 @@ from pdserve.kvpool.transports.control import ControlChannel, make_hello
 from pdserve.kvpool.transports.ucx import UcxLibrary
 from pdserve.up.locks import free_ports
 from tests.support.command import pdserve_here
-from tests.support.kvpool.connectors import connect
+from tests.support.kvpool.clustered import until
+from tests.support.kvpool.connectors import connect, fetch_status
 from tests.support.kvpool.nodes import (
     PAGE_BYTES,
     Start,
@@ -173,7 +173,7 @@ def test_memory_of_another_size_is_replaced_and_said_so(start: Start) -> None:
     put(connection, open_namespace(connection), keys(5, 1))
     connection.close()
     pool.kill()
-    pool.restart(capacity_bytes="8MiB")
+    pool.restart(capacity_bytes=8 << 20)
     assert "other sizes" in pool.log.read_text()
     assert fetch_status(pool.address, soon()).pages == 0
 
@@ -469,13 +469,13 @@ def test_a_deadline_that_is_due_at_once_does_not_disturb_what_comes_next(start: 
 @pytest.fixture
 def ucx_loads_when_told(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """UCX is not loaded before this is set."""
-    told, load = threading.Event(), UcxServer._load
+    told = threading.Event()
 
-    def load_when_told(server: UcxServer) -> UcxLibrary:
+    def load_when_told() -> UcxLibrary:
         assert told.wait(20)
-        return load(server)
+        return UcxLibrary()
 
-    monkeypatch.setattr(UcxServer, "_load", load_when_told)
+    monkeypatch.setattr(ucx_worker, "UcxLibrary", load_when_told)
     yield told
     told.set()
 
@@ -510,8 +510,9 @@ async def test_a_client_that_goes_while_ucx_is_loaded_leaves_nothing(
         assert isinstance(await reply_of(near), m.Welcome)
         ucx_loads_when_told.set()
         assert isinstance(await reply_of(staying), m.Welcome)
-        assert node.data_paths.ucx.server is not None
-        assert len(node.data_paths.ucx.server._peers) == len(node.connections) - 1 == 1
+        assert node.data_paths.ucx._worker is not None
+        peers = node.data_paths.ucx._worker._peers
+        await until(lambda: len(peers) == len(node.connections) - 1 == 1)
         writer.close()
         other.close()
 

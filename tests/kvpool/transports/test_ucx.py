@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,9 +17,8 @@ import psutil
 import pytest
 
 from pdserve.errors import PoolTimeout, PoolUnavailable, StartupError
-from pdserve.kvpool.core.events import CancelTransfers, StartSend
-from pdserve.kvpool.node.ucx import server as ucx_server
-from pdserve.kvpool.node.ucx.server import SHARED_WINDOW_BYTES, TURN_S, WINDOW_BYTES, UcxServer, _Peer
+from pdserve.kvpool.core.events import CancelTransfers, StartSend, TransferDone
+from pdserve.kvpool.node.ucx.worker import WINDOW_BYTES, Peer, UcxWorker
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.base import KEY_BYTES
 from pdserve.kvpool.protocol.page_bytes import PageBuffers
@@ -311,25 +307,31 @@ def test_stranger_at_the_listener_is_turned_away(node: Node) -> None:
     connection.close()
 
 
-class SlowLink:
-    """A link whose every send takes a turn's time, and is completed at once."""
+class FakeLink:
+    """A link without UCX: what is sent is completed when told, or at once."""
 
-    epoll_fd = -1
     alive = True
 
-    def __init__(self, clock_s: list[float]) -> None:
-        self.clock_s = clock_s
+    def __init__(self, *, held: bool = False, broken: bool = False) -> None:
+        self.epoll_fd = os.eventfd(0)
         self.sent: list[int] = []
+        self.held = held
+        self.broken = broken
+        self.ended = False
+        self.operations: list[SimpleNamespace] = []
 
     def send(self, buffer: np.ndarray, tag: int) -> SimpleNamespace:
-        self.clock_s[0] += TURN_S
+        if self.broken:
+            raise PoolUnavailable("the endpoint failed")
         self.sent.append(tag)
-        return SimpleNamespace(completed=True, ok=True)
+        self.operations.append(SimpleNamespace(completed=not self.held, ok=True, release=lambda: None))
+        return self.operations[-1]
 
     def receive_greeting(self, buffer: np.ndarray) -> SimpleNamespace:
-        return SimpleNamespace(completed=True, ok=True)
+        return SimpleNamespace(completed=True, ok=True, release=lambda: None)
 
     def progress(self) -> bool:
+        assert not self.ended
         return False
 
     def accept(self) -> bool:
@@ -339,118 +341,89 @@ class SlowLink:
         return None
 
     def arm(self) -> bool:
-        return True
-
-
-async def test_a_small_read_is_sent_between_the_pages_of_a_big_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock_s = [100.0]
-    monkeypatch.setattr(ucx_server, "time", SimpleNamespace(monotonic=lambda: clock_s[0]))
-    done: list[int] = []
-    server = UcxServer(np.zeros(4096, np.uint8), lambda event: done.append(event.tag), lambda *lost: None)
-    server._loop = asyncio.get_running_loop()
-    links = [SlowLink(clock_s), SlowLink(clock_s)]
-    for number, link in enumerate(links):
-        peer = server._peers[number] = _Peer(number, link, clock_s[0])  # type: ignore[arg-type]
-        peer.greeted = True
-    for tag in range(100, 150):
-        server.perform(StartSend(0, tag, 0, (4096,)))
-    for tag in range(200, 203):
-        server.perform(StartSend(1, tag, 0, (4096,)))
-        before = len(links[0].sent)
-        for _ in range(3):
-            await asyncio.sleep(0)
-        assert links[1].sent[-1] == tag
-        assert len(links[0].sent) <= before + 3
-    server.perform(CancelTransfers(0, (149,)))
-    for _ in range(200):
-        await asyncio.sleep(0)
-    assert links[0].sent == list(range(100, 149))
-    assert sorted(done) == [*range(100, 150), *range(200, 203)]
-
-
-class HeldLink(SlowLink):
-    """A link whose sends are completed when told."""
-
-    def __init__(self) -> None:
-        super().__init__([0.0])
-        self.held: list[SimpleNamespace] = []
-
-    def send(self, buffer: np.ndarray, tag: int) -> SimpleNamespace:
-        self.held.append(SimpleNamespace(completed=False, ok=True))
-        return self.held[-1]
-
-    def complete(self) -> None:
-        for operation in self.held:
-            operation.completed = True
-        self.held.clear()
-
-
-async def test_a_connection_sends_less_at_a_time_while_others_move_pages() -> None:
-    page_bytes = 256 * 1024
-    server = UcxServer(np.zeros(page_bytes, np.uint8), lambda event: None, lambda *lost: None)
-    server._loop = asyncio.get_running_loop()
-    links = [HeldLink(), HeldLink()]
-    for number, link in enumerate(links):
-        peer = server._peers[number] = _Peer(number, link, 0.0)  # type: ignore[arg-type]
-        peer.greeted = True
-
-    async def at_once(also: bool) -> int:
-        """Pages that UCX has of the first connection, a second later."""
-        if also:
-            server.perform(StartSend(1, next(tags), 0, (page_bytes,)))
-        for link in links:
-            link.complete()
-        server._sweep()
-        assert server._sweeper is not None
-        server._sweeper.cancel()
-        for _ in range(200):
-            await asyncio.sleep(0)
-        return len(links[0].held)
-
-    tags = count(1000)
-    for tag in range(200):
-        server.perform(StartSend(0, tag, 0, (page_bytes,)))
-    alone, shared = WINDOW_BYTES // page_bytes, SHARED_WINDOW_BYTES // page_bytes
-    seen = [await at_once(also) for also in (False, True, True, False, False)]
-    assert seen == [alone, shared, shared, alone, alone]
-
-
-class BrokenLink(SlowLink):
-    """A link that fails as soon as something is sent; ended, it may not be used any more."""
-
-    def __init__(self, clock_s: list[float], epoll_fd: int) -> None:
-        super().__init__(clock_s)
-        self.epoll_fd = epoll_fd
-        self.ended = False
-
-    def send(self, buffer: np.ndarray, tag: int) -> SimpleNamespace:
-        raise PoolUnavailable("the endpoint failed")
-
-    def arm(self) -> bool:
         assert not self.ended
         return True
 
     def destroy(self, operations: list[object]) -> None:
         self.ended = True
+        os.close(self.epoll_fd)
+
+    def complete(self) -> None:
+        for operation in self.operations:
+            operation.completed = True
 
 
-async def test_a_connection_that_ends_as_a_send_begins_is_left_alone_from_then_on() -> None:
-    done: list[bool] = []
-    lost: list[int] = []
-    server = UcxServer(
-        np.zeros(4096, np.uint8),
-        lambda event: done.append(event.ok),
-        lambda connection, reason: lost.append(connection),
-    )
-    server._loop = asyncio.get_running_loop()
-    with socket.socket() as sock:
-        peer = _Peer(0, BrokenLink([0.0], sock.fileno()), 0.0)  # type: ignore[arg-type]
-        peer.greeted = True
-        server._peers[0] = peer
-        peer.waiting = {tag: StartSend(0, tag, 0, (4096,)) for tag in (100, 101)}
-        server._pump(peer)
-        await asyncio.sleep(0)
-    assert (done, lost) == ([False, False], [0])
+class Driven:
+    """A UcxWorker whose thread is the test's."""
+
+    def __init__(self, *links: FakeLink) -> None:
+        self.done: list[TransferDone] = []
+        self.lost: list[int] = []
+        self.worker = UcxWorker(np.zeros(MIB, np.uint8), self.tell)
+        for number, link in enumerate(links):
+            peer = Peer(number, link, time.monotonic())  # type: ignore[arg-type]
+            peer.greeted = True
+            self.worker.add(peer)
+
+    def tell(self, done: list[TransferDone], lost: list[tuple[int, str]]) -> None:
+        self.done += done
+        self.lost += [connection for connection, _ in lost]
+
+    def send(self, connection: int, *tags: int) -> None:
+        for tag in tags:
+            action = StartSend(connection, tag, 0, (MIB,))
+            assert self.worker.give(lambda action=action: self.worker.perform(action))
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.worker.step(0.0)
+
+
+def test_a_small_read_is_sent_beside_the_pages_of_a_big_one_and_each_ends_once() -> None:
+    big, small = FakeLink(held=True), FakeLink()
+    driven = Driven(big, small)
+    driven.send(0, *range(100, 150))
+    driven.steps(3)
+    driven.send(1, 200)
+    driven.steps(1)
+    assert small.sent == [200]
+    assert len(big.sent) == WINDOW_BYTES // MIB, "UCX has no more of it at a time"
+    driven.worker.perform(CancelTransfers(0, (149,)))
+    for _ in range(50):
+        big.complete()
+        driven.steps(1)
+    assert big.sent == list(range(100, 149))
+    assert sorted((one.tag, one.ok) for one in driven.done) == [
+        *((tag, tag != 149) for tag in range(100, 150)),
+        (200, True),
+    ]
+
+
+def test_a_connection_that_ends_as_a_send_begins_is_left_alone_from_then_on() -> None:
+    broken, other = FakeLink(broken=True), FakeLink()
+    driven = Driven(broken, other)
+    driven.send(0, 100, 101)
+    driven.send(1, 200)
+    driven.steps(3)
+    assert broken.ended
+    assert driven.lost == [0]
+    assert sorted((one.tag, one.ok) for one in driven.done) == [(100, False), (101, False), (200, True)]
+    driven.send(0, 102)
+    driven.steps(1)
+    assert driven.done[-1] == TransferDone(0, 102, False)
+
+
+def test_a_thread_that_ends_reports_every_transfer_and_refuses_what_comes_later() -> None:
+    link = FakeLink(held=True)
+    driven = Driven(link)
+    driven.send(0, 100)
+    driven.steps(1)
+    driven.send(0, 101)
+    driven.worker.stop()
+    driven.worker.run(lambda error: None)
+    assert link.ended
+    assert sorted((one.tag, one.ok) for one in driven.done) == [(100, False), (101, False)]
+    assert not driven.worker.give(lambda: None)
 
 
 def test_options_reach_ucx() -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 
 from pdserve.errors import WeightsError
 from pdserve.kvpool.weights.manifest import Piece
-from pdserve.kvpool.weights.span_memory import Buffers
 from pdserve.kvpool.weights.streaming import Filled, Span, read_ahead
 
 SIZE = 1000
@@ -22,7 +19,7 @@ class Reader:
     """Fills pages with the number in their key."""
 
     model = "demo@1"
-    shows_pages = from_tiers = False
+    is_near = from_tiers = False
 
     def __init__(self, fails_at: int = -1) -> None:
         self.fails_at = fails_at
@@ -74,43 +71,3 @@ def test_an_error_comes_in_its_place_and_ends_the_reading() -> None:
     with pytest.raises(WeightsError, match="page 5 is lost"):
         found.extend(int(filled.data[0]) for filled in running)
     assert found == list(range(5))
-
-
-def test_memory_is_used_again_once_nothing_refers_to_it() -> None:
-    buffers = Buffers()
-    first = buffers.take(SIZE)
-    place = first.ctypes.data
-    kept = buffers.take(SIZE)
-    del first
-    gc.collect()
-    again = buffers.take(SIZE - 10)
-    assert again.ctypes.data == place
-    assert again.shape == (SIZE - 10,)
-    assert kept.ctypes.data != place
-
-
-def test_memory_that_a_tensor_refers_to_is_not_used_again() -> None:
-    torch = pytest.importorskip("torch")
-    buffers = Buffers()
-    data = buffers.take(SIZE)
-    data[:] = 7
-    tensor = torch.from_numpy(data)[10:20].view(torch.int16)
-    del data
-    gc.collect()
-    other = buffers.take(SIZE)
-    other[:] = 0
-    assert tensor.tolist() == [0x0707] * 5
-    del tensor
-    gc.collect()
-    assert buffers.take(SIZE).ctypes.data != other.ctypes.data
-
-
-def test_little_memory_is_kept() -> None:
-    buffers = Buffers(spare_bytes=SIZE)
-    many = [buffers.take(SIZE) for _ in range(3)]
-    places = {one.ctypes.data for one in many}
-    assert len(places) == 3
-    del many
-    gc.collect()
-    assert len(buffers._free) == 1
-    assert np.all(buffers.take(SIZE).shape == (SIZE,))

@@ -339,7 +339,7 @@ def test_warming_reads_and_checks_every_page(store: WeightStore, model: Path, no
 
 
 def test_a_page_key_of_another_worker_is_refused_by_name(start: Start, model: Path) -> None:
-    node = start(**{**ROOMY, "page_bytes": "8MiB"})
+    node = start(**{**ROOMY, "page_bytes": 8 << 20})
     with store_of(node, page_key="k" * 16) as keyed:
         push(keyed, model, BASE)
         assert read_tensors(keyed, BASE) == TENSORS
@@ -353,7 +353,7 @@ def test_a_page_key_of_another_worker_is_refused_by_name(start: Start, model: Pa
 def test_kv_pages_do_not_displace_weights_and_weights_beyond_the_memory_are_refused(
     start: Start, tmp_path: Path
 ) -> None:
-    node = start(**{**ROOMY, "capacity_bytes": "40MiB"})
+    node = start(**{**ROOMY, "capacity_bytes": 40 << 20})
     with store_of(node) as store:
         push(store, write_model(tmp_path / "model", TENSORS), BASE)
         kv = PoolClient(pool_config(node), "kv", {})

@@ -26,8 +26,8 @@ TENSORS = tensors_of(5 * MIB, 6 * MIB, 300_000)
 @pytest.fixture
 def node(start: Start, tmp_path: Path) -> LocalNode:
     """Its memory is empty, its tier has a model."""
-    tier = TierConfig(kind="ssd", path=tmp_path / "tier", capacity_bytes="128MiB", write="all")
-    node = start(**{**ROOMY, "capacity_bytes": "384MiB"}, tiers=[tier])  # a 16th is loaded ahead at a time
+    tier = TierConfig(kind="ssd", path=tmp_path / "tier", capacity_bytes=128 << 20, write="all")
+    node = start(**{**ROOMY, "capacity_bytes": 384 << 20}, tiers=[tier])  # a 16th is loaded ahead at a time
     with store_of(node) as store:
         push(store, write_model(tmp_path / "model", TENSORS), MODEL)
         until(lambda: all(tier >= memory for memory, tier in pages_of(store)))

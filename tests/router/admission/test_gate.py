@@ -129,7 +129,7 @@ async def test_both_workers_get_the_tenants_salt_and_tenants_share_no_session(ac
         salts = [request.json().get("cache_salt") for request in decode.got(CHAT)]
         assert salts == ["tenant/alice", "tenant/alice/mine", None, "shared/tenant/alice"]
         assert [r.body for r in prefill.got("/pd/prefill")] == [r.body for r in decode.got(CHAT)]
-        assert len(harness.router.dispatcher.placer.sessions) == 2
+        assert len(harness.router.proxy.placer.sessions) == 2
 
 
 # --- what a tenant may ask for

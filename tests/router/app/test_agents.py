@@ -33,7 +33,7 @@ async def test_the_last_request_of_a_session_frees_what_only_it_used() -> None:
         first, last = decode.got(CHAT)
         assert "x-pdserve-final" not in first.headers
         assert last.headers["x-pdserve-final"] == str(sum(REPORT["cached"].values()))
-        assert len(harness.router.dispatcher.placer.sessions) == 0
+        assert len(harness.router.proxy.placer.sessions) == 0
 
 
 async def test_a_nonce_is_taken_out_told_and_counted() -> None:

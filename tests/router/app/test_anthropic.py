@@ -105,7 +105,7 @@ async def test_counting_tokens_is_charged_as_it_counts(monkeypatch: pytest.Monke
 
 async def test_two_prompts_that_differ_in_their_system_text_share_no_prefix() -> None:
     async with disagg(decode=2, decode_policy="cache_aware") as (harness, _, _):
-        seen = harness.router.dispatcher.placer.prefixes
+        seen = harness.router.proxy.placer.prefixes
         long = [{"role": "user", "content": "word " * 2000}]
         await harness.post(MESSAGES, body(messages=long))
         blocks = len(seen)

@@ -260,7 +260,7 @@ async def test_every_answer_and_every_line_of_the_log_has_the_requests_id(
         long = await harness.chat({"x-request-id": "x" * 129})
         assert len(long.headers["x-request-id"]) == 24
     rows = [json.loads(line) for line in capsys.readouterr().err.splitlines() if line.startswith("{")]
-    ours = [row for row in rows if row["logger"].startswith("pdserve.router.dispatch.")]
+    ours = [row for row in rows if row["logger"].startswith("pdserve.router.proxy.")]
     assert {"mine-1"} < {row["request"] for row in ours}  # and the long one's
     said = [row["message"] for row in ours if row["request"] == "mine-1"]
     assert len(said) == 5, said  # the prefill worker, and of both decode workers: the choice, the failure

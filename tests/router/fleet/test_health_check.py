@@ -15,7 +15,7 @@ from pdserve.router.app import lifespan
 from pdserve.router.config.limits import Probe
 from pdserve.router.fleet.health_check import Prober
 from pdserve.router.fleet.worker import Worker
-from pdserve.router.upstream.client import Upstream
+from pdserve.router.http.worker_connection import Upstream
 from tests.support.router.harness import Harness, before, disagg
 from tests.support.router.mock_worker import MockWorker
 

@@ -148,7 +148,7 @@ async def test_a_session_key_of_one_model_says_nothing_of_another() -> None:
         ]
         assert len(settled) == 2  # each model's second turn waited for its own first one
         assert len(set(settled)) == 2
-        assert len(harness.router.dispatcher.placer.sessions) == 2
+        assert len(harness.router.proxy.placer.sessions) == 2
 
 
 async def test_a_worker_of_a_model_that_is_not_configured_is_refused() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.router.metrics.names import METRICS, PARTS, TIERS, turn_label
-from pdserve.router.request import call
+from pdserve.router.request import reports
 from tests.support.router.harness import Harness, disagg
 from tests.support.router.mock_worker import EVENTS, REPORT, answer
 from tests.support.router.streams import TIMING, telling
@@ -43,11 +43,11 @@ def test_the_parts_are_in_sum_the_time_to_the_first_token(
 ) -> None:
     started_s, asked_s = 100.0, 100.0 + sum(before.values()) + 0.5
     parts = dict(before)
-    call.finish_parts(parts, asked_s, pulled_s, started_s, asked_s + waited_s)
+    reports.finish_parts(parts, asked_s, pulled_s, started_s, asked_s + waited_s)
     assert sum(parts.values()) == pytest.approx(asked_s + waited_s - started_s)
     assert min(parts.values()) >= 0
     assert parts["router"] == pytest.approx(0.5)
-    assert [said.split(";")[0] for said in call.server_timing(parts).decode().split(", ")] == [
+    assert [said.split(";")[0] for said in reports.server_timing(parts).decode().split(", ")] == [
         part for part in PARTS if part in parts
     ]
 
@@ -56,8 +56,8 @@ def test_the_parts_are_in_sum_the_time_to_the_first_token(
     "said", [b"pull", b"pull;dur=x", b"pull;dur=-1", b"pull;dur=inf", b"pull;dur=nan", b""]
 )
 def test_nonsense_of_a_worker_counts_nothing(said: bytes) -> None:
-    assert call.pull_s([(b"server-timing", said)]) == 0.0
-    assert sum(call.cached_tokens([(b"x-pdserve-cached", said + b", device=-3, gpu=4")]).values()) == 0
+    assert reports.pull_s(said) == 0.0
+    assert sum(reports.parse_cached(f"{said.decode()}, device=-3, gpu=4").values()) == 0
 
 
 def test_turns_have_few_labels() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.router.request.answer import KEEP_ALIVE
+from pdserve.router.request.request import KEEP_ALIVE
 from pdserve.router.sharing.files import MetricsFiles
 from pdserve.router.sharing.gossip import REPORT_S
 from pdserve.router.tenants.api_keys import key_line

@@ -19,7 +19,7 @@ def lingering(seconds: float) -> str:
     """A program, `pdserve`, that keeps idle connections for so long while it stops: a test that is given no
     time by its machine has its requests there before.
     """
-    patched = f"from pdserve.router.server import connection; connection.LINGER_S = {seconds}"
+    patched = f"from pdserve.router.http import client_connection; client_connection.LINGER_S = {seconds}"
     return f"{patched}; from pdserve.cli import main; main()"
 
 

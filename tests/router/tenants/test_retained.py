@@ -11,7 +11,7 @@ import pytest
 from pdserve.kvpool.protocol.messages import MAX_KEEP_S
 from pdserve.router.api.request_body import parse_request
 from pdserve.router.config.tenants import Tenant, TenantLimits
-from pdserve.router.tenants.retained import Retained, marks_caches, seconds_marked, seconds_of
+from pdserve.router.tenants.retained import Retained, seconds_marked, seconds_of
 from pdserve.router.tenants.rights import SALT_HEADER
 from pdserve.router.tenants.tenant import TenantState
 from tests.support.router import tenants
@@ -78,7 +78,6 @@ FIVE, HOUR = '{"type": "ephemeral"}', '{"ttl": "1h", "type": "ephemeral"}'
 def test_marks_for_caches_say_for_how_long(body: str, seconds: int) -> None:
     data = body.encode()
     assert seconds_marked(data, parse_request(data)) == seconds
-    assert marks_caches(data, parse_request(data)) or not seconds
 
 
 # --- through a router

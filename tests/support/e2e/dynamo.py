@@ -116,7 +116,7 @@ def dynamo(mode: str, model: Path, run_dir: Path) -> Iterator[Dynamo]:
     tables = tomllib.loads((ROOT / "launch/dynamo.toml").read_text())
     tables["cluster"] |= {"run_dir": str(run_dir), "start_timeout_s": START_S}
     tables["worker"]["engine"]["model_path"] = str(model)
-    arena = {"capacity_bytes": "512MiB", "arena_dir": str(run_dir / "arena")}
+    arena = {"capacity_bytes": 512 << 20, "arena_dir": str(run_dir / "arena")}
     tables["pool"] = [arena | {"events": {"address": events, "format": "objects"}}]
     worker, frontend = tables["command"]
     frontend["port"] = port

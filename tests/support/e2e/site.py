@@ -224,7 +224,7 @@ class Site:
 
 
 def _pools(run_dir: Path, fixtures: Collection[str]) -> dict[str, PoolNode]:
-    ssd = {"kind": "ssd", "path": run_dir / "ssd", "capacity_bytes": "512MiB", "write": "all"}
+    ssd = {"kind": "ssd", "path": run_dir / "ssd", "capacity_bytes": 512 << 20, "write": "all"}
     events = {"address": f"ipc://{run_dir}/{POOL_EVENTS}"}
     pools = [PoolNode(run_dir), PoolNode(run_dir, "aggpool", extra={"tiers": [ssd], "events": events})]
     if "hybrid" in fixtures:

@@ -169,7 +169,7 @@ def vllm_cluster(model: Path, run_dir: Path) -> Iterator[VllmCluster]:
         # two engines that start at once want more memory than they keep: one was killed for it
         "cluster": {"run_dir": str(run_dir), "start_timeout_s": START_S, "start_parallelism": 1},
         "router": {"port": ports["router"], "min_prefill_tokens": 0, "access": {"cluster_token": TOKEN}},
-        "pool": [{"capacity_bytes": "512MiB", "restart": "never", "keep": False, "metrics": ""}],
+        "pool": [{"capacity_bytes": 512 << 20, "restart": "never", "keep": False, "metrics": ""}],
         "worker": {"engine": {"model_path": str(model)}},
         "command": commands(ports),
     }

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from pdserve.errors import PdserveError
-from pdserve.kvpool.admin.node_client import fetch_status
 from pdserve.kvpool.node.config.cluster import ClusterConfig
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.node.node import PoolNode
 from pdserve.kvpool.protocol.cluster_messages import ACTIVE
+from tests.support.kvpool.connectors import fetch_status
 from tests.support.kvpool.local_node import LocalNode
 from tests.support.kvpool.nodes import small_config, soon
 from tests.support.kvpool.pools import ProcessPool, remove_arena

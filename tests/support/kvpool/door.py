@@ -21,7 +21,6 @@ from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import View
 from pdserve.kvpool.protocol.frames import FrameBuffer, decode_request, encode_frame
 from pdserve.kvpool.protocol.page_bytes import PageBuffers
-from pdserve.kvpool.protocol.slot_table import RowReader
 from pdserve.kvpool.transports.base import PageOutcome
 from pdserve.kvpool.transports.control import ControlChannel
 from pdserve.kvpool.transports.mapped import MappedPages
@@ -205,7 +204,7 @@ class DoorConnection:
         self.call = channel.call
         self.post = channel.post
         self.close = channel.close
-        self._pages = MappedPages(node.memory, RowReader(node.table, node.layout), True)
+        self._pages = MappedPages(node.memory, node.table, node.layout, True)
 
     def write_pages(
         self, grants: Sequence[m.Grant], pages: Sequence[PageBuffers], deadline_s: float

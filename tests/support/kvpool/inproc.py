@@ -55,7 +55,7 @@ from pdserve.kvpool.protocol.messages import (
     Welcome,
 )
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
-from pdserve.kvpool.protocol.slot_table import RowReader, RowWriter, TableLayout
+from pdserve.kvpool.protocol.slot_table import RowWriter, TableLayout
 from pdserve.kvpool.transports.base import PageOutcome
 from pdserve.kvpool.transports.mapped import MappedPages
 from pdserve.kvpool.transports.session import OnView
@@ -239,7 +239,7 @@ class InprocConnection:
     def __init__(self, node: InprocNode, client: str, checksum: bool, on_view: OnView | None = None) -> None:
         self._node = node
         self._connection = node.connect(client)
-        self._pages = MappedPages(node.memory, RowReader(node.table, node.layout), checksum)
+        self._pages = MappedPages(node.memory, node.table, node.layout, checksum)
         self._on_view = on_view
         self._view = view = node.view
         self.is_mapped = True

@@ -18,7 +18,7 @@ from tests.support.kvpool.local_node import LocalNode
 from tests.support.kvpool.pools import ProcessPool
 
 MIB = 1 << 20
-ROOMY: dict[str, Any] = {"capacity_bytes": "96MiB", "page_bytes": "4MiB"}
+ROOMY: dict[str, Any] = {"capacity_bytes": 96 << 20, "page_bytes": 4 << 20}
 """A node for models."""
 
 

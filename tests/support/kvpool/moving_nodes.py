@@ -63,7 +63,7 @@ class Nodes:
 
     def start(self, name: str, *, join: bool = True, **options: Any) -> PoolNode:
         sizes = {
-            "capacity_bytes": "32MiB",
+            "capacity_bytes": 32 << 20,
         }
         config = PoolNodeConfig(
             name=name,

@@ -37,7 +37,7 @@ StartProcess = Callable[..., ProcessPool]
 
 
 def small_config(**options: Any) -> PoolNodeConfig:
-    usual = {"name": "node", "arena_dir": arena_dir(), "capacity_bytes": "16MiB", "max_client_share": 1.0}
+    usual = {"name": "node", "arena_dir": arena_dir(), "capacity_bytes": 16 << 20, "max_client_share": 1.0}
     return PoolNodeConfig(**usual | options)
 
 

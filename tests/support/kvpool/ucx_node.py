@@ -12,7 +12,7 @@ import sys
 import numpy as np
 
 from pdserve.kvpool.core.events import FIRST_TAG, CancelTransfers, StartReceive, StartSend, TransferDone
-from pdserve.kvpool.node.ucx import server
+from pdserve.kvpool.node.ucx import worker
 from pdserve.kvpool.node.ucx.server import UcxServer
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.frames import FrameBuffer, decode_request, encode_frame
@@ -130,12 +130,16 @@ class TinyNode:
             writer.close()
 
     async def run(self, path: str) -> None:
-        await self.server.start()
+        await self.server.load()
         async with await asyncio.start_unix_server(self.serve, path) as listening:
             print("ready", flush=True)
             await listening.serve_forever()
 
 
+async def main(path: str, arena_bytes: int) -> None:
+    await TinyNode(arena_bytes).run(path)
+
+
 if __name__ == "__main__":
-    server.SWEEP_S = 0.25  # type: ignore[misc]
-    asyncio.run(TinyNode(int(sys.argv[2])).run(sys.argv[1]))
+    worker.SWEEP_S = 0.25  # type: ignore[misc]
+    asyncio.run(main(sys.argv[1], int(sys.argv[2])))

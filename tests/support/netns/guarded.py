@@ -79,7 +79,7 @@ class GuardedCluster:
             "name": f"pool{number}",
             "listen": [f"tcp:{self.host}:{POOL_PORTS[number]}", f"unix:{self.socket(number)}"],
             "arena_dir": f"/dev/shm/pdserve-hostile-{self.directory.name}",
-            "capacity_bytes": "64MiB",
+            "capacity_bytes": 64 << 20,
             "keep": False,
             "admin_token": ADMIN,
             "cluster": {

@@ -12,11 +12,11 @@ import httpx
 import msgspec
 
 from pdserve.router.api.endpoints import ENDPOINTS
-from pdserve.router.dispatch.prefill import PrefillReport, SettledReport, one_token_body
-from pdserve.router.dispatch.stream_marks import MARK, StreamMarks
 from pdserve.router.fleet.worker import WorkerInfo, WorkerLoad, foreign_info
 from pdserve.router.metrics.names import CACHES, TIERS
-from pdserve.router.request.call import parse_cached, parse_timing
+from pdserve.router.proxy.prefill import PrefillReport, SettledReport, one_token_body
+from pdserve.router.request.reports import parse_cached, parse_timing
+from pdserve.router.request.stream_marks import MARK, StreamMarks
 
 Check = Callable[[httpx.AsyncClient, str], Awaitable[None]]
 HEADERS = {"x-request-id": "contract-1"}

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from pdserve.router.admin.app import AdminApp
 from pdserve.router.admin.live import LiveFeed
-from pdserve.router.server.uvicorn_server import make_server
+from pdserve.router.http.serving import make_server
 from pdserve.security.tls import Certificates
 from tests.support.router.harness import Harness, served
 

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from pdserve.discovery.config import EtcdConfig
 from pdserve.security.tokens import Secret
-from pdserve.sizes import parse_bytes
+from pdserve.sizes import Size
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,20 +55,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class MovingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a node pushes pages to their owners when the ring has changed. Sizes may be written like `4GiB`."""
+    """How a node pushes pages to their owners when the ring has changed."""
 
-    bytes_s: Annotated[int | str, Meta(description="Most bytes pushed per second; 0: no limit.")] = "500MB"
-    batch_bytes: Annotated[int | str, Meta(description="Bytes pushed at a time, at least one page.")] = "8MiB"
-    timeout_s: Annotated[
-        float,
-        Meta(gt=0, description="Longest time of one request to another node; more for a large batch."),
-    ] = 5.0
-
-    def __post_init__(self) -> None:
-        for name in ("bytes_s", "batch_bytes"):
-            try:
-                size_bytes = parse_bytes(getattr(self, name))
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from None
-            if size_bytes < 0:
-                raise ValueError(f"{name} must not be negative, it is {size_bytes}")
+    bytes_s: Annotated[
+        Size, Meta(ge=0, description="Most bytes pushed per second, like `500MB`; 0: no limit.")
+    ] = 500_000_000

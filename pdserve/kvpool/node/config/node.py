@@ -22,7 +22,7 @@ from pdserve.kvpool.protocol.address import LOOPBACK_DEVICE, TcpAddress, parse_a
 from pdserve.logs import LogFormat, LogLevel
 from pdserve.security.tls import TlsConfig
 from pdserve.security.tokens import Secret, given_secret, secret_of
-from pdserve.sizes import parse_bytes as parse_bytes
+from pdserve.sizes import Size, SizeOrAuto, parse_bytes
 
 
 class UcxConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -80,10 +80,10 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         ),
     ]
     capacity_bytes: Annotated[
-        int | str,
+        Size,
         Meta(
-            description="Most space on the medium, in bytes or like `200GiB`; of `object`, for all nodes "
-            "together."
+            gt=0,
+            description="Most space on the medium, like `200GiB`; of `object`, for all nodes together.",
         ),
     ]
     write: Annotated[
@@ -103,15 +103,6 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         ),
     ] = {}
 
-    @property
-    def capacity(self) -> int:
-        """`capacity_bytes` as a number."""
-        return parse_bytes(self.capacity_bytes)
-
-    def __post_init__(self) -> None:
-        if self.capacity <= 0:
-            raise ValueError("tiers: capacity_bytes must be positive")
-
 
 class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One pool node: a host's share of the pool."""
@@ -125,15 +116,15 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Meta(min_length=1, description="Control addresses: `unix:/path` or `tcp:host:port`, any number."),
     ] = msgspec.field(default_factory=lambda: ["tcp:127.0.0.1:7700"])
     capacity_bytes: Annotated[
-        int | str,
+        SizeOrAuto,
         Meta(
-            description="Memory for pages, in bytes or like `4GiB`; allocated at the start. `auto`: a "
+            description="Memory for pages, like `4GiB`; allocated at the start. `auto`: a "
             "quarter of the memory of its host or container, at most three quarters of what `arena_dir` has "
             "free, and at most 2 GiB on a host without a GPU; a node that starts again keeps its size."
         ),
-    ] = "1GiB"
+    ] = 1 << 30
     page_bytes: Annotated[
-        int | str,
+        Size,
         Meta(
             description="Size of the pool's largest pages. The memory is divided into slabs of one size of "
             "page each; slabs become so large that such pages leave at most 10 % of them unused. 0: unknown; "
@@ -250,10 +241,10 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError("namespaces must have different names")
 
     def _check_sizes(self) -> None:
-        capacity = parse_bytes(self.capacity_bytes)
+        capacity = self._capacity_bytes
         if capacity < MIN_SLOT_BYTES:
             raise ValueError(f"capacity_bytes must be at least {MIN_SLOT_BYTES >> 10}KiB")
-        if not 0 <= parse_bytes(self.page_bytes) <= min(capacity, MAX_SLAB_BYTES):
+        if not 0 <= self.page_bytes <= min(capacity, MAX_SLAB_BYTES):
             most = f"capacity_bytes and {MAX_SLAB_BYTES >> 30}GiB"
             raise ValueError(f"page_bytes must be at most {most}: larger pages never fit")
         page = self.placement.huge_page_bytes
@@ -323,14 +314,19 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     @property
     def capacity(self) -> int:
         """`capacity_bytes` as a number, rounded down to whole slabs."""
-        return parse_bytes(self.capacity_bytes) // self.slab * self.slab
+        return self._capacity_bytes // self.slab * self.slab
+
+    @property
+    def _capacity_bytes(self) -> int:
+        assert self.capacity_bytes != "auto", "with_capacity has not decided it yet"
+        return self.capacity_bytes
 
     @property
     def slab(self) -> int:
         """Size of the slabs."""
         return slab_for(
-            parse_bytes(self.page_bytes),
-            capacity_bytes=parse_bytes(self.capacity_bytes),
+            self.page_bytes,
+            capacity_bytes=self._capacity_bytes,
             unit_bytes=self.placement.huge_page_bytes or 1,
         )
 

@@ -53,6 +53,7 @@ from pdserve.security.tls import Certificates
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S: Final = 2.0  # for threads to end
+TIMEOUT_S = 5.0  # of one request to another node, and more for a large batch
 SLOWEST_BYTES_S: Final = 20e6  # a batch may take as long as it would at this rate
 LEASE_SHARE: Final = 0.8  # of a lease that one push may take
 
@@ -140,7 +141,7 @@ class PagePusher:
     ) -> dict[bytes, int]:
         """Pages of one length, as many as a message may be for. Raises PoolError when the peer failed."""
         lease_s = LEASE_SHARE * self._config.lease_s
-        allowed_s = self._config.moving.timeout_s + len(keys) * length_bytes / SLOWEST_BYTES_S
+        allowed_s = TIMEOUT_S + len(keys) * length_bytes / SLOWEST_BYTES_S
         deadline_s = self._loop.time() + min(lease_s, allowed_s)
         lock, link = self._link(push.node, replica=push.replica)
         async with lock:

@@ -97,7 +97,7 @@ class NodeTiers:
     def _open(self, config: TierConfig, memory: Bytes1D) -> TierWorker:
         number = len(self._workers)
         settings = TierSettings(
-            *(self._config.name, config.path, config.capacity, config.options),
+            *(self._config.name, config.path, config.capacity_bytes, config.options),
             leaving=lambda names: self._workers[number].leaving(names),
             facts=self._facts.get,
             found=lambda pages: self._workers[number].found(pages),
@@ -116,7 +116,7 @@ class NodeTiers:
             TierSpec(
                 f"{tier.kind}:{tier.path}",
                 tier.kind,
-                tier.capacity,
+                tier.capacity_bytes,
                 tier.write,
                 shared=isinstance(worker.tier, SharedTier),
             )

@@ -3,106 +3,41 @@
     node.py       open(connection) -> UcxInfo, sent in Welcome     close(connection) when control is gone
                   perform(action)                                  on_done(TransferDone), on_lost(connection)
 
-Every connection has its own worker and listener (reasons: `transports/ucx.py`). The client proves that an
-endpoint is its own: its first message is the random number from Welcome. The node sends it back.
+It offers what TcpServer offers. One thread drives UCX for all clients (`worker.py`), so the event loop is not
+slower for others while pages move.
 
-There is no busy polling: the event loop watches each worker's descriptor. `_pump` makes progress and begins
-waiting sends. Then it arms the worker, or asks for another turn. A *turn* is one round of the event loop. UCX
-gets `TURN_S` of it, shared by its connections in rotation: handing a page to the kernel copies it, so a
-client that reads many MiB would delay all others.
+UCX takes 0.6 s to load; on a slow machine this is more than a client waits for. A node that other hosts can
+reach loads it at once. A node that only its own host can reach seldom needs it (for a client in another
+container, say). It loads the library a while after its start, when first reads have been answered.
 
-At most `WINDOW_BYTES` of a connection's sends are given to UCX at a time, because one step of UCX may send
-them all. The limit is `SHARED_WINDOW_BYTES` while several connections move pages. Over loopback this makes
-one connection's reads of 1 MiB pages 15 % slower, and a quiet neighbour's p99 falls by a quarter.
-
-A thread loads UCX (0.6 s) and makes workers (a few ms). Afterwards only the loop's thread uses them.
-
-After TransferDone UCX does not touch the slot any more. Sends, and receives that a message has matched,
-cannot be cancelled: after CancelTransfers they continue until they end. If that takes too long, the
-connection ends: the worker is destroyed, and the client finds its endpoint closed and connects again.
-
-A message without a receive would stay in UCX's memory, whatever its size. If it is the page of a cancelled
-receive, it is received and dropped. Any other message larger than a greeting ends the connection.
+Every method is called on the loop's thread.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-import secrets
-import time
-from collections import deque
+import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import Final, TypeAlias
+from functools import partial
+from typing import Final
 
-import numpy as np
-
-from pdserve.errors import PoolUnavailable, StartupError
+from pdserve.errors import PdserveError, PoolUnavailable
 from pdserve.kvpool.core.events import CancelTransfers, StartReceive, StartSend, TransferDone
+from pdserve.kvpool.node.ucx.worker import UcxWorker
 from pdserve.kvpool.protocol.messages import UcxInfo
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
 from pdserve.kvpool.transports.page_residency import populate_in_background
-from pdserve.kvpool.transports.ucx import GREETED_TAG, GREETING_BYTES, Operation, UcxLibrary, UcxLink
 
 logger = logging.getLogger(__name__)
 
-Transfer: TypeAlias = StartSend | StartReceive
-
-TURN_S: Final = 100e-6  # about a page of 256 KiB over TCP; then control messages are served
-WINDOW_BYTES: Final = 4 * 1024 * 1024  # plus one page
-SHARED_WINDOW_BYTES: Final = 512 * 1024  # plus one page
-GREETING_TIMEOUT_S: Final = 5.0
-SWEEP_S: Final = 1.0  # interval of checks for UCX's keepalive and our deadlines, which need no event
-LATE_TAGS: Final = 4096  # tags kept for each connection; HiCache writes fewer at a time
-PORTS: Final = 64  # number of ports tried from a configured port upwards
-
-
-class _Running:
-    """One transfer in progress. `operations`: not known to be completed, last segment first."""
-
-    __slots__ = ("action", "cancelled_s", "ok", "operations", "started_s")
-
-    def __init__(self, action: Transfer, operations: list[Operation], started_s: float) -> None:
-        self.action = action
-        self.operations = operations
-        self.started_s = started_s
-        self.ok = True
-        self.cancelled_s: float | None = None
-
-    def ended(self) -> bool:
-        """True if all segments are completed. Sets `ok` to False if one failed."""
-        while self.operations and self.operations[-1].completed:
-            self.ok = self.operations.pop().ok and self.ok
-        return not self.operations
-
-
-class _Peer:
-    """One client's UCX connection."""
-
-    def __init__(self, connection: int, link: UcxLink, now_s: float) -> None:
-        self.connection = connection
-        self.link = link
-        self.opened_s = now_s
-        self.number = secrets.randbits(63)
-        self.greeting = np.zeros(GREETING_BYTES, np.uint8)
-        self.greeting_operations: list[Operation] = [link.receive_greeting(self.greeting)]
-        self.greeted = False
-        self.running: dict[int, _Running] = {}  # by tag, oldest first
-        self.waiting: dict[int, StartSend] = {}  # sends that have not begun, by tag
-        self.sending_bytes = 0  # bytes of the sends in `running`
-        self.late: dict[int, int] = {}  # tag -> length of a message whose receive was cancelled
-        self.discards: list[Operation] = []  # receives of such messages
-        self.turn_asked = False
-        self.active = False  # it began a transfer since the last sweep
-
-    def may_send(self, window_bytes: int) -> bool:
-        """Whether a send is waiting and the window has room."""
-        return bool(self.waiting) and self.sending_bytes < window_bytes
+LOAD_AFTER_S: Final = 5.0
+STOP_TIMEOUT_S: Final = 5.0  # for the thread to let go of the memory
 
 
 class UcxServer:
-    """All UCX connections of a node. Every method is called on the event loop's thread."""
+    """All UCX connections of a node. Its thread begins with `load`, or when the first client comes."""
 
     def __init__(
         self,
@@ -124,297 +59,105 @@ class UcxServer:
         self._arena = arena
         self._on_done = on_done
         self._on_lost = on_lost
-        self._port = port
-        self._options = dict(options or {})
-        self._stall_timeout_s = stall_timeout_s
-        self._peers: dict[int, _Peer] = {}
-        self._window_bytes = WINDOW_BYTES
-        self._library: UcxLibrary | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._sweeper: asyncio.TimerHandle | None = None
-        self._turn: asyncio.Handle | None = None  # handle of the next turn
-        self._turn_ends_s = 0.0
-        self._asking: deque[_Peer] = deque()  # connections that need a turn, in order
-        self._opener = ThreadPoolExecutor(1, "pdserve-ucx")
+        self.used = False  # a client has come
+        self._make_worker = partial(
+            UcxWorker, arena, self._tell, port=port, options=options, stall_timeout_s=stall_timeout_s
+        )
+        self._worker: UcxWorker | None = None
+        self._thread: threading.Thread | None = None
+        self._loop = asyncio.get_running_loop()
+        self._loading: asyncio.Future[None] = self._loop.create_future()
+        self._loading.add_done_callback(_log_failure)
+        self._later: asyncio.TimerHandle | None = None
         self._stopped = False
 
-    async def start(self) -> None:
-        """Load UCX. Raises StartupError."""
-        loop = asyncio.get_running_loop()
-        self._library = await loop.run_in_executor(self._opener, self._load)
-        self._loop = loop
-        self._sweeper = loop.call_later(SWEEP_S, self._sweep)
-        populate_in_background(self._arena)
+    def prepare(self, *, at_once: bool) -> None:
+        """The node is ready. `at_once`: load UCX now, for clients on other hosts or after an upgrade."""
+        if at_once:
+            self.load()
+        else:
+            self._later = self._loop.call_later(LOAD_AFTER_S, self.load)
 
-    def _load(self) -> UcxLibrary:
-        library = UcxLibrary()
-        library.context(self._options)  # fails now if UCX refuses the settings
-        return library
-
-    def stop(self) -> None:
-        """End all connections. Idempotent."""
-        self._stopped = True
-        self._opener.shutdown(wait=False, cancel_futures=True)
-        for handle in (self._sweeper, self._turn):
-            if handle is not None:
-                handle.cancel()
-        for connection in list(self._peers):
-            self.close(connection)
+    def load(self) -> asyncio.Future[None]:
+        """Begin the thread, which loads UCX first. The future raises StartupError."""
+        if self._worker is None and not self._stopped:
+            self._worker = self._make_worker()
+            loaded = partial(self._call, self._loaded)
+            self._thread = threading.Thread(
+                target=self._worker.run, args=(loaded,), name="pdserve-ucx", daemon=True
+            )
+            self._thread.start()
+        return self._loading
 
     async def open(self, connection: int) -> UcxInfo:
-        """Prepare for one client, after `start`. Raises PoolUnavailable (no free port, no descriptors)."""
-        assert self._loop is not None
-        if self._stopped:
-            raise PoolUnavailable("the node stops")
-        link, port = await self._loop.run_in_executor(self._opener, self._make_link)
-        if self._stopped:
-            link.destroy([])
-            raise PoolUnavailable("the node stops")
-        peer = _Peer(connection, link, time.monotonic())
-        self._peers[connection] = peer
-        self._loop.add_reader(link.epoll_fd, self._readable, peer)
-        self._ask_turn(peer)
-        return UcxInfo(host="", port=port, connection=peer.number)
+        """Prepare for one client. `close` undoes it. Raises PoolUnavailable (no free port, no descriptors),
+        StartupError.
+        """
+        self.used = True
+        if not self._stopped:
+            await asyncio.shield(self.load())
+        opened: asyncio.Future[UcxInfo] = self._loop.create_future()
 
-    def _make_link(self) -> tuple[UcxLink, int]:
-        """A worker and its listening port. It has its own context: two threads may not share one in UCXX."""
-        assert self._library is not None
-        try:
-            link = UcxLink(self._library, self._library.context(self._options))
-        except StartupError as error:
-            raise PoolUnavailable(str(error)) from error
-        try:
-            return link, self._listen(link)
-        except PoolUnavailable:
-            link.destroy([])
-            raise
+        def deliver(outcome: UcxInfo | PdserveError) -> None:
+            if opened.done():
+                return
+            if isinstance(outcome, PdserveError):
+                opened.set_exception(outcome)
+            else:
+                opened.set_result(outcome)
+
+        tell, worker = partial(self._call, deliver), self._worker
+        if self._stopped or worker is None or not worker.give(partial(worker.open, connection, tell)):
+            raise PoolUnavailable("the node stops")
+        return await opened
 
     def close(self, connection: int) -> None:
         """End the transfers of a client that disconnected or will be disconnected. Idempotent."""
-        peer = self._peers.get(connection)
-        if peer is not None:
-            self._end(peer)
+        if self._worker is not None:
+            self._worker.give(partial(self._worker.close, connection))
 
-    def perform(self, action: Transfer | CancelTransfers) -> None:
+    def perform(self, action: StartSend | StartReceive | CancelTransfers) -> None:
         """Carry out one action of NodeState."""
-        peer = self._peers.get(action.connection)
-        if isinstance(action, CancelTransfers):
-            if peer is not None:
-                self._cancel(peer, action.tags)
-        elif peer is None:
-            self._report(action, False)
-        elif isinstance(action, StartReceive):
-            self._begin(peer, action)
-        else:
-            first = not peer.waiting
-            peer.waiting[action.tag] = action
-            if first and peer.may_send(self._window_bytes) and self._in_turn():
-                self._begin(peer, peer.waiting.pop(action.tag))
-            else:
-                self._ask_turn(peer)
+        worker = self._worker
+        given = worker is not None and worker.give(partial(worker.perform, action))
+        if not given and not isinstance(action, CancelTransfers):
+            self._loop.call_soon(self._on_done, TransferDone(action.connection, action.tag, False))
 
-    # -- transfers
+    def stop(self) -> None:
+        """End all connections. When it returns, nothing touches the arena any more. Idempotent."""
+        self._stopped = True
+        if self._later is not None:
+            self._later.cancel()
+        if self._worker is not None and self._thread is not None:
+            self._worker.stop()
+            self._thread.join(STOP_TIMEOUT_S)
 
-    def _begin(self, peer: _Peer, action: Transfer) -> None:
-        sends = isinstance(action, StartSend)
-        begin = peer.link.send if sends else peer.link.receive
-        if sends:
-            peer.sending_bytes += sum(action.segment_bytes)
-        running = _Running(action, [], time.monotonic())
-        peer.running[action.tag] = running
-        peer.active = True
-        start = action.offset
-        try:
-            if not peer.greeted:
-                raise PoolUnavailable("transfer before the greeting")
-            for i, length in enumerate(action.segment_bytes):
-                running.operations.append(begin(self._arena[start : start + length], action.tag + i))
-                start += length
-        except PoolUnavailable as error:
-            self._lose(peer, str(error))
+    # --- the thread
+
+    def _tell(self, done: list[TransferDone], lost: list[tuple[int, str]]) -> None:
+        self._call(self._reported, done, lost)
+
+    def _call(self, *call: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the node has ended
+            self._loop.call_soon_threadsafe(*call)  # type: ignore[arg-type]
+
+    # --- back on the loop's thread
+
+    def _loaded(self, error: PdserveError | None) -> None:
+        if error is not None:
+            self._loading.set_exception(error)
             return
-        running.operations.reverse()
-        self._ask_turn(peer)
+        self._loading.set_result(None)
+        populate_in_background(self._arena)
 
-    def _cancel(self, peer: _Peer, tags: tuple[int, ...]) -> None:
-        now_s = time.monotonic()
-        for tag in [tag for tag in tags if tag in peer.waiting]:
-            self._report(peer.waiting.pop(tag), False)
-        try:
-            for running in [peer.running[tag] for tag in tags if tag in peer.running]:
-                running.cancelled_s = now_s
-                if isinstance(running.action, StartReceive):
-                    segments = len(running.action.segment_bytes)
-                    for i in range(segments - len(running.operations), segments):
-                        peer.link.complete_unmatched(running.action.tag + i)
-                        peer.late[running.action.tag + i] = running.action.segment_bytes[i]
-        except PoolUnavailable as error:
-            self._lose(peer, str(error))
-            return
-        self._ask_turn(peer)
-
-    def _collect(self, peer: _Peer, *, thorough: bool) -> bool:
-        """Report ended transfers, from the oldest up to the first that has not ended; `thorough`: all.
-
-        A failed transfer ends the connection, because its other segments may never end. Then it returns
-        False.
-        """
-        ended = []
-        for tag, running in peer.running.items():
-            if running.ended():
-                ended.append(tag)
-            if not running.ok:
-                self._lose(peer, "a transfer failed")
-                return False
-            if running.operations and not thorough:
-                break
-        for tag in ended:
-            running = peer.running.pop(tag)
-            if isinstance(running.action, StartSend):
-                peer.sending_bytes -= sum(running.action.segment_bytes)
-            self._report(running.action, running.cancelled_s is None)
-        return True
-
-    def _report(self, action: Transfer, ok: bool) -> None:
-        assert self._loop is not None
-        self._loop.call_soon(self._on_done, TransferDone(action.connection, action.tag, ok))
-
-    # -- progress
-
-    def _in_turn(self) -> bool:
-        """Whether this turn has time left. The first call in a round of the event loop begins the turn."""
-        if self._turn is None:
-            assert self._loop is not None
-            self._turn = self._loop.call_soon(self._next_turn)
-            self._turn_ends_s = time.monotonic() + TURN_S
-            return True
-        return time.monotonic() < self._turn_ends_s
-
-    def _next_turn(self) -> None:
-        self._turn = None
-        for _ in range(len(self._asking)):
-            if not self._in_turn():
-                break
-            peer = self._asking.popleft()
-            peer.turn_asked = False
-            self._pump(peer)
-
-    def _ask_turn(self, peer: _Peer) -> None:
-        if not peer.turn_asked:
-            peer.turn_asked = True
-            self._asking.append(peer)
-            self._in_turn()
-
-    def _readable(self, peer: _Peer) -> None:
-        if self._asking or not self._in_turn():
-            self._ask_turn(peer)
-        else:
-            self._pump(peer)
-
-    def _pump(self, peer: _Peer) -> None:
-        if self._peers.get(peer.connection) is not peer:
-            return
-        try:
-            more = False
-            while not more and peer.link.progress():
-                more = not self._in_turn()
-            if peer.link.accept() and not peer.greeted:
-                self._greet(peer)
-            _discard_late(peer)
-            if not self._collect(peer, thorough=not more):
-                return
-            while peer.may_send(self._window_bytes):
-                self._begin(peer, peer.waiting.pop(next(iter(peer.waiting))))
-                if not self._in_turn():
-                    break
-            if self._peers.get(peer.connection) is not peer:
-                return  # the start of a transfer failed and ended the connection
-            if not peer.link.alive:
-                self._lose(peer, "the client's endpoint closed")
-            elif more or peer.may_send(self._window_bytes) or not peer.link.arm():
-                self._ask_turn(peer)
-        except PoolUnavailable as error:
-            self._lose(peer, str(error))
-
-    def _greet(self, peer: _Peer) -> None:
-        if not peer.greeting_operations[0].completed:
-            return
-        if int.from_bytes(peer.greeting.tobytes(), "little") != peer.number:
-            raise PoolUnavailable("the UCX greeting is not this client's")
-        peer.greeted = True
-        peer.greeting_operations.append(peer.link.send(peer.greeting, GREETED_TAG))
-
-    def _sweep(self) -> None:
-        assert self._loop is not None
-        self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
-        now_s = time.monotonic()
-        active = [peer for peer in self._peers.values() if peer.active or peer.running]
-        self._window_bytes = WINDOW_BYTES if len(active) <= 1 else SHARED_WINDOW_BYTES
-        for peer in active:
-            peer.active = False
-        for peer in list(self._peers.values()):
-            self._pump(peer)  # before the deadline check: the node itself may have been late
-            reason = self._overdue(peer, now_s)
-            if reason and self._peers.get(peer.connection) is peer:
-                self._lose(peer, reason)
-
-    def _overdue(self, peer: _Peer, now_s: float) -> str:
-        """The reason why the connection must end now. Empty: it may continue."""
-        if not peer.greeted and now_s - peer.opened_s > GREETING_TIMEOUT_S:
-            return "no UCX greeting came"
-        for running in peer.running.values():
-            is_send = isinstance(running.action, StartSend)
-            since_s = running.started_s if is_send else running.cancelled_s
-            if since_s is not None and now_s - since_s > self._stall_timeout_s:
-                what = "took no pages" if is_send else "has not finished sending a page given up"
-                return f"the client {what} for {self._stall_timeout_s:.0f} s"
-        return ""
-
-    # -- ending
-
-    def _lose(self, peer: _Peer, reason: str) -> None:
-        logger.info("connection %d: UCX: %s", peer.connection, reason)
-        self._end(peer)
-        assert self._loop is not None
-        self._loop.call_soon(self._on_lost, peer.connection, reason)
-
-    def _end(self, peer: _Peer) -> None:
-        """Destroy the worker, then report every transfer in progress as failed."""
-        assert self._loop is not None
-        if self._peers.pop(peer.connection, None) is None:
-            return
-        self._loop.remove_reader(peer.link.epoll_fd)
-        operations = [operation for running in peer.running.values() for operation in running.operations]
-        operations += peer.greeting_operations + peer.discards
-        peer.greeting_operations.clear()
-        peer.discards.clear()
-        for running in peer.running.values():
-            running.operations.clear()
-        peer.link.destroy(operations)
-        for action in (*(running.action for running in peer.running.values()), *peer.waiting.values()):
-            self._report(action, False)
-        peer.running.clear()
-        peer.waiting.clear()
-
-    def _listen(self, link: UcxLink) -> int:
-        if self._port == 0:
-            return link.listen(0)
-        for port in range(self._port, self._port + PORTS):
-            try:
-                return link.listen(port)
-            except PoolUnavailable:
-                continue
-        last = self._port + PORTS - 1
-        raise PoolUnavailable(f"no free UCX port from {self._port} to {last}: one is needed per connection")
+    def _reported(self, done: list[TransferDone], lost: list[tuple[int, str]]) -> None:
+        for one in done:
+            self._on_done(one)
+        for connection, reason in lost:
+            self._on_lost(connection, reason)
 
 
-def _discard_late(peer: _Peer) -> None:
-    """Receive and drop messages of cancelled receives. Raises PoolUnavailable for any other message."""
-    peer.discards[:] = [operation for operation in peer.discards if not operation.completed]
-    while (found := peer.link.unexpected()) is not None:
-        tag, length = found
-        if length > max(peer.late.pop(tag, 0), GREETING_BYTES):  # a greeting of another client is harmless
-            raise PoolUnavailable("the client sent a message that the node did not ask for")
-        peer.discards.append(peer.link.receive(np.empty(length, np.uint8), tag))
-    while len(peer.late) > LATE_TAGS:
-        del peer.late[next(iter(peer.late))]
+def _log_failure(loading: asyncio.Future[None]) -> None:
+    error = None if loading.cancelled() else loading.exception()
+    if error is not None:
+        logger.warning("clients on other hosts cannot be served over UCX: %s", error)

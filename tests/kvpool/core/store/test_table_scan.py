@@ -26,7 +26,6 @@ from pdserve.kvpool.protocol.slot_table import (
     HEADER_DTYPE,
     RESERVED,
     ROW_DTYPE,
-    RowReader,
     TableLayout,
     guards_of,
     row_words,
@@ -255,16 +254,6 @@ def test_a_guard_tells_any_change_of_a_row(data: st.DataObject) -> None:
     for bit in flips:
         words[0, bit // 64] ^= np.uint64(1 << bit % 64)
     assert (guards_of(words)[0] != before) == bool(flips)
-
-
-def test_a_reader_sees_whether_a_slot_still_holds_its_filling() -> None:
-    _, table, _ = written_table(1)
-    reader = RowReader(table.buffer, LAYOUT)
-    sequence = int(table.rows["sequence"][0])
-    assert reader.still_holds(0, sequence)
-    assert not reader.still_holds(0, sequence + 1)
-    table.writer.free([0])
-    assert not reader.still_holds(0, sequence)
 
 
 def test_pages_are_taken_over_without_a_call_for_each() -> None:

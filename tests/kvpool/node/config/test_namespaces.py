@@ -14,7 +14,7 @@ from pdserve.security.tokens import digest
 from pdserve.settings.config_file import load_config
 
 ROOT, WRITER, KEEPER = "the-nodes-admin-token", "a-token-to-write", "a-token-to-administer"
-SIZES = {"capacity_bytes": "1GiB", "admin_token": ROOT}
+SIZES = {"capacity_bytes": 1 << 30, "admin_token": ROOT}
 
 
 def load(tmp_path: Path, text: str, **overrides: Any) -> PoolNodeConfig:

@@ -16,7 +16,7 @@ import pytest
 from msgspec.structs import replace
 
 from pdserve.errors import NodeFailed, PoolError, PoolRefused, StartupError
-from pdserve.kvpool.admin.node_client import ask, fetch_status
+from pdserve.kvpool.admin.node_client import ask
 from pdserve.kvpool.admin.upgrade import upgrade
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
@@ -50,6 +50,7 @@ from tests.support.kvpool.clustered import (
     status_of,
     until,
 )
+from tests.support.kvpool.connectors import fetch_status
 from tests.support.kvpool.nodes import keys as some_keys
 from tests.support.kvpool.nodes import page_of, small_config, soon
 from tests.support.kvpool.pools import ProcessPool
@@ -91,7 +92,7 @@ class Watcher:
 def test_a_node_that_is_killed_or_paused_is_dead_for_all_until_it_is_back_and_blames_nobody(
     processes: Processes,
 ) -> None:
-    processes.start("a", "b", "c", ping_timeout_s=0.5)
+    processes.start("a", "b", "c")
     processes.until("abc")
     victim, watcher = processes.nodes["c"], Watcher(processes.nodes["a"].address)
     epochs = [processes.view("a")[0]]
@@ -151,7 +152,7 @@ def test_a_node_that_was_drained_before_its_upgrade_does_not_come_back_into_the_
 ) -> None:
     # the command waits for pages that move, and here they move for longer than its deadline
     monkeypatch.setattr("pdserve.kvpool.admin.upgrade.has_settled", lambda report: True)
-    slow = MovingConfig(bytes_s=1000, batch_bytes=1)  # with pages, a node goes on leaving for long
+    slow = MovingConfig(bytes_s=1000)  # with pages, a node goes on leaving for long
     first, leaving, left = (start_alone(processes, n, "a" * (n != "a"), moving=slow) for n in "abc")
     processes.until("abc")
     drain_and_upgrade(left, LEFT)

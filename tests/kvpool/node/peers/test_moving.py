@@ -15,6 +15,7 @@ from pdserve.kvpool.node.config.cluster import MovingConfig
 from pdserve.kvpool.node.config.namespaces import NamespaceConfig
 from pdserve.kvpool.node.config.node import TierConfig, UcxConfig
 from pdserve.kvpool.node.node import PoolNode
+from pdserve.kvpool.node.peers import page_push
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.base import NodeAddress
 from pdserve.kvpool.protocol.cluster_messages import ACTIVE, LEFT, Drain
@@ -28,7 +29,7 @@ from tests.support.suite.extended import extended
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[Nodes]:
-    found = Nodes(tmp_path, moving=MovingConfig(timeout_s=2.0))
+    found = Nodes(tmp_path)
     yield found
     found.close()
 
@@ -54,10 +55,9 @@ def test_pages_that_are_on_ssd_only_move_to_a_node_that_joins_and_from_one_that_
     nodes: Nodes, tmp_path: Path
 ) -> None:
     def start(name: str) -> PoolNode:
-        tier = TierConfig(kind="ssd", path=tmp_path / f"{name}.ssd", capacity_bytes="64MiB", write="all")
-        moving = MovingConfig(timeout_s=10.0)
-        sizes = {"capacity_bytes": "4MiB", "promotion_timeout_s": 10.0}
-        return nodes.start(name, tiers=[tier], moving=moving, **sizes)
+        tier = TierConfig(kind="ssd", path=tmp_path / f"{name}.ssd", capacity_bytes=64 << 20, write="all")
+        sizes = {"capacity_bytes": 4 << 20, "promotion_timeout_s": 10.0}
+        return nodes.start(name, tiers=[tier], **sizes)
 
     def only_in_tiers(node: PoolNode) -> list[bytes]:
         state = node.state
@@ -112,8 +112,8 @@ def test_a_node_with_little_memory_is_pushed_to_no_faster_than_its_tier_writes(
     nodes.start("n0")
     keys = some_keys(800, seed=14)
     fill(nodes, keys)
-    tier = TierConfig(kind="ssd", path=tmp_path / "ssd", capacity_bytes="256MiB", write=write)
-    second = nodes.start("n1", tiers=[tier], capacity_bytes="2MiB")
+    tier = TierConfig(kind="ssd", path=tmp_path / "ssd", capacity_bytes=256 << 20, write=write)
+    second = nodes.start("n1", tiers=[tier], capacity_bytes=2 << 20)
     nodes.settle()
     assert nodes.counters("n0")["pages_pushed"] > 300
     assert nodes.run(lambda: second.state.tiers.counters()["evicted_unwritten"]) == 0
@@ -150,7 +150,7 @@ def test_a_page_that_moves_has_the_rest_of_its_time_to_live(tmp_path: Path) -> N
 
 
 def test_a_draining_node_that_takes_the_others_for_dead_keeps_its_pages(tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path, moving=MovingConfig(timeout_s=2.0, bytes_s=300_000))
+    nodes = Nodes(tmp_path, moving=MovingConfig(bytes_s=300_000))
     try:
         leaver = nodes.start("n0")
         nodes.start("n1")
@@ -212,8 +212,9 @@ def test_an_owner_that_hangs_in_the_middle_costs_only_time(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handover, "RETRY_S", 0.02)
+    monkeypatch.setattr(page_push, "TIMEOUT_S", 0.3)
     for name in ("n0", "n1"):
-        nodes.start(name, moving=MovingConfig(timeout_s=0.3, bytes_s=2_000_000, batch_bytes="256KiB"))
+        nodes.start(name, moving=MovingConfig(bytes_s=2_000_000))
     nodes.settle()
     keys = some_keys(600, seed=5)
     fill(nodes, keys)
@@ -284,7 +285,7 @@ def test_a_node_smaller_than_its_share_takes_what_fits(nodes: Nodes) -> None:
     nodes.start("n0")
     keys = some_keys(1000, seed=10)
     fill(nodes, keys)
-    small = nodes.start("n1", capacity_bytes="2MiB")
+    small = nodes.start("n1", capacity_bytes=2 << 20)
     nodes.settle()
     status = nodes.run(lambda: small.state.status(0, 0.0))
     assert 0.7 * status.capacity_bytes < status.used_bytes <= status.capacity_bytes

@@ -35,13 +35,13 @@ class Pool:
 
     def start(self, *names: str, **settings: Any) -> None:
         whole = {
-            "capacity_bytes": "48MiB",
+            "capacity_bytes": 48 << 20,
             "keep": False,
             "cluster": {
                 "peers": [f"unix:{self.directory}/n{i}.sock" for i in (0, 1)],
                 "ping_timeout_s": 0.5,
             },
-            "moving": {"bytes_s": "5MB", "timeout_s": 1.0},
+            "moving": {"bytes_s": "5MB"},
         } | settings
         for name in names:
             self.nodes[name] = NodeProcess(name, self.directory, whole)
@@ -179,7 +179,7 @@ def test_a_node_joins_and_another_drains_under_load(pool: Pool) -> None:
 
 @pytest.mark.parametrize("victim", ["n0", extended("n3")])
 def test_killed_in_the_middle_of_a_move_nothing_hangs(pool: Pool, victim: str) -> None:
-    pool.start("n0", "n1", "n2", moving={"bytes_s": "200KB", "batch_bytes": "64KiB", "timeout_s": 1.0})
+    pool.start("n0", "n1", "n2", lease_s=3.0, moving={"bytes_s": "200KB"})
     pool.settled("n0", "n1", "n2")
     client = pool.client()
     keys = some_keys(500, seed=2)

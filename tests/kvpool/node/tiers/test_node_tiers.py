@@ -12,11 +12,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from pdserve.kvpool.admin.node_client import fetch_status
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.node.config.node import PoolNodeConfig, TierConfig
 from pdserve.kvpool.protocol.messages import StatusReport
+from tests.support.kvpool.connectors import fetch_status
 from tests.support.kvpool.pools import ProcessPool, arena_dir, remove_arena, remove_arena_dir
 from tests.support.kvpool.tier_tools import KIB, contents, key
 
@@ -203,7 +203,7 @@ def test_what_leaves_the_first_tier_goes_to_the_second(rig: Rig) -> None:
 
 
 def test_a_tier_that_cannot_be_used_is_an_error_in_one_line(tmp_path: Path) -> None:
-    tier = TierConfig(kind="ssd", path=tmp_path / "t", capacity_bytes="1GiB", options={"direkt": True})
+    tier = TierConfig(kind="ssd", path=tmp_path / "t", capacity_bytes=1 << 30, options={"direkt": True})
     sizes = {"capacity_bytes": 4 * MIB}
     config = PoolNodeConfig(name="bad", arena_dir=arena_dir(), tiers=[tier], **sizes)
     with pytest.raises(AssertionError) as caught:
@@ -215,6 +215,6 @@ def test_a_tier_that_cannot_be_used_is_an_error_in_one_line(tmp_path: Path) -> N
 
 
 def test_two_tiers_of_one_path_are_refused() -> None:
-    tier = TierConfig(kind="ssd", path=Path("/x"), capacity_bytes="1GiB")
+    tier = TierConfig(kind="ssd", path=Path("/x"), capacity_bytes=1 << 30)
     with pytest.raises(ValueError, match="different paths"):
         PoolNodeConfig(tiers=[tier, tier])

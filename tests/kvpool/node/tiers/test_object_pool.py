@@ -49,7 +49,7 @@ def settings_of(directory: Path, endpoint: str, **options: Any) -> Callable[[str
             "read_timeout_s": 1.0,
             **options,
         }
-        tier = {"kind": "object", "path": str(directory / name), "capacity_bytes": "64MiB", "write": "all"}
+        tier = {"kind": "object", "path": str(directory / name), "capacity_bytes": 64 << 20, "write": "all"}
         return {"tiers": [{**tier, "options": given}]}
 
     return of

@@ -45,7 +45,7 @@ def make_node(tmp_path: Path) -> Iterator[Callable[..., ProcessPool]]:
     made: list[ProcessPool] = []
 
     def make(data_path: str = "shm", **options: Any) -> ProcessPool:
-        settings = {"capacity_bytes": "64MiB", "max_client_share": 1.0, **options}
+        settings = {"capacity_bytes": 64 << 20, "max_client_share": 1.0, **options}
         settings = {"name": "node", **settings}
         config = PoolNodeConfig(arena_dir=arena_dir(), **settings)
         made.append(ProcessPool(config, tmp_path, data_path))
@@ -256,7 +256,7 @@ def test_a_node_with_a_tier_that_hangs_is_upgraded_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ProcessPool, "code", f"{HARDLY_WAITS_FOR_TIERS}; {ProcessPool.code}")
-    tier = TierConfig(kind=hung_tier, path=tmp_path / "ssd", capacity_bytes="64MiB", write="all")
+    tier = TierConfig(kind=hung_tier, path=tmp_path / "ssd", capacity_bytes=64 << 20, write="all")
     node = make_node(tiers=[tier])
     client = client_of(node)
     assert client.put([key(1)], [page_of(1)]) == [True]
@@ -273,8 +273,8 @@ def test_a_node_with_a_tier_that_hangs_is_upgraded_all_the_same(
 def test_pages_that_are_only_on_ssd_are_found_throughout_an_upgrade(
     make_node: Callable[..., ProcessPool], tmp_path: Path, slow_tier: str
 ) -> None:
-    tier = TierConfig(kind=slow_tier, path=tmp_path / "ssd", capacity_bytes="64MiB", write="all")
-    node = make_node(capacity_bytes="4MiB", tiers=[tier], promotion_timeout_s=SOON_S)
+    tier = TierConfig(kind=slow_tier, path=tmp_path / "ssd", capacity_bytes=64 << 20, write="all")
+    node = make_node(capacity_bytes=4 << 20, tiers=[tier], promotion_timeout_s=SOON_S)
     client = client_of(node)
     known, deadline = list(range(160)), time.monotonic() + SOON_S
     for first in range(0, len(known), 20):
@@ -454,7 +454,10 @@ def test_a_new_version_that_would_not_start_leaves_the_node_as_it_is(
     good = node._file.read_text()
     for bad, why in (
         ('nonsense = "x"\n' + good, "nonsense"),
-        (good.replace('capacity_bytes = "64MiB"', 'capacity_bytes = "32MiB"'), "made for other sizes"),
+        (
+            good.replace(f"capacity_bytes = {64 << 20}", f"capacity_bytes = {32 << 20}"),
+            "made for other sizes",
+        ),
         (good.replace("page_bytes = 0", "page_bytes = 2500000"), "capacity_bytes, page_bytes"),
     ):
         assert bad != good

@@ -17,7 +17,7 @@ from typing import IO, Final
 import msgspec
 
 from benchmarks.lib.client import Response, ServerClient
-from pdserve.router.request.call import CACHED_HEADER, PREFILL_CACHED_HEADER, parse_cached
+from pdserve.router.request.reports import CACHED_HEADER, PREFILL_CACHED_HEADER, parse_cached
 from tests.support.netns.scripted.script import PAGE_WORDS, answer_tokens, text_of, words_of
 from tests.support.processes import read_config
 

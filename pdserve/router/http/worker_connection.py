@@ -1,0 +1,586 @@
+"""Connections to workers: HTTP/1.1 on an asyncio protocol, a keep-alive pool for each worker.
+
+A `WorkerConnection` carries one exchange at a time: a request, and its answer while that arrives.
+
+- Whoever asks waits for the end of the answer, whole or broken off, and is resumed then (`driven`). What
+  comes of an answer before its end goes to a `sink`, if there is one, in the callback that has read it:
+  waking somebody for each token of each stream costs more than passing the token on.
+- Body bytes are passed on unread; only the transfer coding is removed. A body without a length is complete
+  when the connection ends, unless the connection was reset, or TLS was spoken: then the end may be a
+  stranger's. A body with a length or chunked coding must not end with the connection: that is an error, as
+  are bytes that are not HTTP, an endless head, and bytes without a request. 1xx heads are skipped.
+- Every wait has a deadline (see `deadlines`). A sink may pause a worker for a slow client; that time does not
+  count.
+- After a whole answer the connection is kept alive. Otherwise it is closed, which aborts the request in the
+  worker. An idle connection is not used again after `IDLE_S`: SGLang's server closes it after 5 s. A reused
+  one may turn out to be closed before the first byte of the answer. The request is then sent again on another
+  connection: the worker never saw the request, or dropped it with the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import socket
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any, Final, Protocol
+
+import httptools
+import msgspec
+
+from pdserve.router.config.limits import Limits
+from pdserve.router.http.client_request import USUAL_NAMES
+from pdserve.router.http.deadlines import Deadlines
+from pdserve.router.http.driven import Driven
+from pdserve.router.http.tls import (
+    ASKS_FOR_CERTIFICATE,
+    ErrorKind,
+    UpstreamError,
+    WorkerTls,
+    is_own_fault,
+    is_refused,
+)
+
+MAX_IDLE = 256
+"""Idle keep-alive connections to one worker."""
+IDLE_S = 4.0
+IDLE_CHECK_S = 1.0
+LAST_WORD_S = 1.0
+"""A peer's time to answer the end of TLS."""
+MAX_HEAD_BYTES = 64 * 1024
+"""Longest response head (status line and headers). uvicorn has the same limit for requests."""
+MAX_STATUS = 599
+JOIN_BYTES = 16 * 1024
+"""Up to this size, copying head and body together costs less than a second write."""
+OF_ONE_CONNECTION: Final = frozenset(
+    b"connection content-length date keep-alive server te trailer transfer-encoding upgrade".split()
+)
+"""Headers that say nothing of an answer to whoever gets it passed on."""
+_READ: Final = frozenset(
+    b"cache-control server-timing x-accel-buffering x-pdserve-cached x-pdserve-marks x-request-id".split()
+)
+"""Headers that the router reads, or sets itself. Of these the client gets `x-pdserve-cached` as well."""
+
+
+class Peer(Protocol):
+    """The attributes of a worker that its connections use."""
+
+    id: str
+    url: str
+    id_header: bytes
+    host: str
+    port: int
+    is_tls: bool
+    incarnation: str
+
+
+class Waiter:
+    """Waits for the end of an answer in a task, or in a driven coroutine that has other things to wait
+    for.
+    """
+
+    __slots__ = ("_future",)
+
+    def __init__(self) -> None:
+        self._future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def resume(self) -> None:
+        """The answer is here, or will not come."""
+        if not self._future.done():
+            self._future.set_result(None)
+
+    @property
+    def news(self) -> asyncio.Future[None]:
+        """Is done then."""
+        return self._future
+
+
+class WorkerConnection(asyncio.Protocol):
+    """A keep-alive connection to a worker, and the exchange on it."""
+
+    __slots__ = (
+        "_is_interim", "_is_tls", "_parser", "_pool", "asked_by", "deadline_s", "error", "has_length",
+        "idle_since_s", "incarnation", "is_open", "is_paused", "is_stream", "is_used", "is_whole", "is_young",
+        "keeps", "limit_bytes", "lines", "owner", "pieces", "received_bytes", "said", "sink", "status",
+        "transport",
+    )  # fmt: skip
+    transport: asyncio.Transport
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
+        self._parser: Any = httptools.HttpResponseParser(self)
+        self._is_interim = self._is_tls = False
+        self.owner: Driven | Waiter | None = None
+        """Is resumed at the end of the answer. None: no exchange is under way."""
+        self.asked_by: object = None
+        """The client's request for which the worker was asked, if there is one."""
+        self.incarnation = ""
+        """Of the worker that was asked."""
+        self.sink: Callable[[WorkerConnection], None] | None = None
+        """Is called when the head has come, or `pieces`, and the answer is not whole. Must not raise."""
+        self.is_open = False
+        self.is_used = False
+        """It has carried a request before, so the worker may have closed it meanwhile."""
+        self.keeps = True
+        """It can carry another request."""
+        self.is_paused = False
+        self.idle_since_s = 0.0
+        self.status = 0
+        """0 until the head has arrived."""
+        self.lines = b""
+        """The answer's header lines that go to a client."""
+        self.said: dict[bytes, bytes] = {}
+        """The headers that the router reads."""
+        self.pieces: list[bytes] = []
+        """What came of the body and was not taken."""
+        self.is_whole = self.is_stream = self.has_length = False
+        self.is_young = True
+        """Nothing of the body has come."""
+        self.limit_bytes = 0
+        """Of an answer that no sink takes."""
+        self.received_bytes = 0
+        """Until the head is complete; where nobody takes pieces, of all."""
+        self.error: UpstreamError | None = None
+        self.deadline_s = math.inf
+
+    # --- for who asks
+
+    def take(self) -> bytes:
+        """All of the body that has come and was not taken."""
+        pieces, self.pieces = self.pieces, []
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def pause(self) -> None:
+        """Read no more from the worker, whose time stands still."""
+        if self.is_open and not self.is_paused:
+            self.is_paused, self.deadline_s = True, math.inf
+            self.transport.pause_reading()
+
+    def go_on(self, limit_s: float) -> None:
+        """Read from the worker again, which has so long for the next piece."""
+        if self.is_paused:
+            self.is_paused = False
+            self.deadline_s = self._pool.deadlines.loop.time() + limit_s
+            if self.is_open:
+                self.transport.resume_reading()
+
+    def release(self) -> None:
+        """The exchange is over, or given up: keep the connection if the answer is whole, else close it. What
+        is here of the answer can be read until the connection is used again.
+        """
+        pool = self._pool
+        pool.deadlines.watched.discard(self)
+        self.owner = self.asked_by = self.sink = None
+        if self.is_paused:
+            self.go_on(math.inf)
+        self.is_used = True
+        if self.is_whole and self.keeps and self.is_open and len(pool.idle) < MAX_IDLE:
+            self.idle_since_s = pool.deadlines.loop.time()
+            pool.idle.append(self)
+        else:
+            self.cut()
+
+    def expire(self) -> None:
+        """The deadline has passed."""
+        self.fail(UpstreamError("timeout", "the worker did not answer in time"))
+
+    def fail(self, error: UpstreamError) -> None:
+        """The rest of the answer will not come: tell the owner, once."""
+        owner = self.owner
+        if owner is not None and self.error is None and not self.is_whole:
+            self.error = error
+            self.keeps = False
+            owner.resume()
+
+    def cut(self) -> None:
+        """Close at once; unsent bytes are dropped."""
+        self.is_open = False
+        self._pool.open.discard(self)
+        self.transport.abort()
+
+    # --- asyncio
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The connection is open: send small writes at once (TCP_NODELAY; Unix sockets do so anyway)."""
+        self.transport = transport  # type: ignore[assignment]
+        self.is_open = True
+        self._is_tls = transport.get_extra_info("ssl_object") is not None
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes from the worker."""
+        owner = self.owner
+        if owner is None:  # bytes without a request: the connection is out of step
+            self.keeps = False
+            self.cut()
+            return
+        if self.sink is None or not self.status:
+            self.received_bytes += len(data)
+        broken = None
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            broken = UpstreamError("protocol", f"answer is not HTTP: {error}")
+        if self.is_whole:
+            owner.resume()
+            return
+        if self.status and self.sink is not None and (self.pieces or self.is_young):
+            self.sink(self)
+        if broken is not None:
+            self.fail(broken)
+        elif self.received_bytes > MAX_HEAD_BYTES:
+            if not self.status:
+                what = f"answer's head is longer than {MAX_HEAD_BYTES} bytes"
+                self.fail(UpstreamError("protocol", what))
+            elif self.sink is None and self.received_bytes > self.limit_bytes + MAX_HEAD_BYTES:
+                self.fail(UpstreamError("protocol", f"answer is longer than {self.limit_bytes} bytes"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """This side or the worker has closed the connection."""
+        self._parser = None  # a reference cycle, and the garbage collector runs seldom (`GC_THRESHOLD`)
+        self.is_open = False
+        self._pool.on_closed(self)
+        if self.owner is None or self.is_whole:
+            return
+        if self.status and exc is None and not self.has_length and not self._is_tls and self.error is None:
+            self.is_whole = True  # no length: the end of the connection is the end of the body
+            self.owner.resume()
+            return
+        kind: ErrorKind = "cut" if self.status else "closed"
+        refused = self._is_tls and not self.is_used and not self.received_bytes
+        why = f" before an answer: {ASKS_FOR_CERTIFICATE}" if refused else ""
+        self.fail(UpstreamError(kind, f"the worker closed the connection{why}"))
+
+    # --- httptools
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """The parser found a header line, or a trailer, which is passed over."""
+        if self.status or self.is_whole:
+            return
+        name = USUAL_NAMES[name] if name in USUAL_NAMES else name.lower()
+        if name in _READ:
+            self.said[name] = value
+            if name != b"x-pdserve-cached":
+                return
+        elif name in OF_ONE_CONNECTION:
+            if name in (b"content-length", b"transfer-encoding"):
+                self.has_length = True
+                self.said[name] = value
+            return
+        elif name == b"content-type":
+            self.is_stream = value[:17] == b"text/event-stream"
+        self.lines += b"%b: %b\r\n" % (name, value)
+
+    def on_headers_complete(self) -> None:
+        """The head is complete. A 1xx head is dropped: the final head follows."""
+        if self.is_whole or self.status:
+            self.keeps = False  # a second answer to one request: out of step
+            return
+        status: int = self._parser.get_status_code()
+        if status < 200:
+            self._is_interim = True
+            self.lines, self.said, self.is_stream, self.has_length = b"", {}, False, False
+            return
+        if status > MAX_STATUS:
+            self.fail(UpstreamError("protocol", f"answer's status is {status}"))
+            return
+        self.status = status
+
+    def on_body(self, body: bytes) -> None:
+        """The parser found a piece of the body, with the transfer coding removed."""
+        if not self.is_whole:
+            self.pieces.append(body)
+            self.is_young = False
+
+    def on_message_complete(self) -> None:
+        """The response is complete."""
+        if self._is_interim:
+            self._is_interim = False
+        elif not self.is_whole and self.error is None:
+            if not self._parser.should_keep_alive():
+                self.keeps = False
+            self.is_whole = True
+
+
+class ConnectionCounts(msgspec.Struct):
+    """Counters for metrics: connections opened, reused, found stale, and failed to open."""
+
+    opened: int = 0
+    reused: int = 0
+    stale: int = 0
+    failed: int = 0
+
+
+class WorkerPool:
+    """The connections to one worker. The most recently used idle one is used first, so the others can age
+    out.
+    """
+
+    def __init__(self, worker: Peer, upstream: Upstream, authorization: bytes) -> None:
+        """`authorization`: the header's whole line; empty: none is sent."""
+        self.lines = b" HTTP/1.1\r\nhost: %b\r\n%bcontent-length: " % (worker.id_header, authorization)
+        """What stands in each request between its target and the length of its body."""
+        self.worker = worker
+        self.deadlines = upstream.deadlines
+        self.counts = upstream.counts
+        self.idle: deque[WorkerConnection] = deque()
+        self.open: set[WorkerConnection] = set()
+        self._upstream = upstream
+        self._connecting = 0
+
+    @property
+    def idle_count(self) -> int:
+        """Number of open connections that no request uses."""
+        return sum(connection.is_open and connection.keeps for connection in self.idle)
+
+    @property
+    def is_empty(self) -> bool:
+        """No connection is open or being opened."""
+        return not self.open and not self._connecting
+
+    def take_idle(self, now_s: float) -> WorkerConnection | None:
+        """An idle connection that the worker has likely not closed, or None."""
+        idle = self.idle
+        while idle:
+            connection = idle.pop()
+            if connection.is_open and connection.keeps and now_s - connection.idle_since_s < IDLE_S:
+                self.counts.reused += 1
+                connection.status, connection.lines, connection.said, connection.pieces = 0, b"", {}, []
+                connection.is_whole = connection.is_stream = connection.has_length = False
+                connection.is_young, connection.received_bytes = True, 0
+                return connection
+            connection.cut()
+        return None
+
+    async def connect(self, timeout_s: float, stale: UpstreamError | None = None) -> WorkerConnection:
+        """Open a connection; runs in a task. Raises UpstreamError `busy` at a limit of this router or its
+        machine, else `connect`. `stale`: how an idle one ended that had taken the request. If the port is
+        closed now, the worker may have ended by the request: that is this error, and not `connect`.
+        """
+        worker, counts, upstream = self.worker, self.counts, self._upstream
+        if len(self.open) + self._connecting >= upstream.limits.worker_connections:
+            raise UpstreamError("busy", f"worker {worker.id} has all its connections in use")
+        self._connecting += 1
+        try:
+            context = upstream.tls.context(worker)
+            async with asyncio.timeout(timeout_s):
+                _, connection = await self.deadlines.loop.create_connection(
+                    lambda: WorkerConnection(self),
+                    worker.host,
+                    worker.port,
+                    ssl=context,
+                    ssl_handshake_timeout=timeout_s if context else None,
+                    ssl_shutdown_timeout=LAST_WORD_S if context else None,
+                )
+        except TimeoutError:
+            counts.failed += 1
+            what = f"worker {worker.id}: no connection in {timeout_s} s"
+            raise stale or UpstreamError("connect", what) from None
+        except OSError as error:
+            counts.failed += 1
+            if is_own_fault(error):
+                raise UpstreamError("busy", f"this router cannot open a connection: {error}") from None
+            is_down = is_refused(error)
+            if stale is not None:
+                stale.is_down = is_down
+                raise stale from None
+            raise UpstreamError("connect", f"worker {worker.id}: {error}", is_down=is_down) from None
+        finally:
+            self._connecting -= 1
+        self.open.add(connection)
+        counts.opened += 1
+        return connection
+
+    def on_closed(self, connection: WorkerConnection) -> None:
+        """A connection is closed, by whichever side."""
+        self.open.discard(connection)
+        if connection in self.idle:  # closed by the worker
+            self.idle.remove(connection)
+
+    def asked_by(self) -> Iterable[WorkerConnection]:
+        """Those on which the worker was asked for a client's request."""
+        return [connection for connection in self.open if connection.asked_by is not None]
+
+    def drop_aged(self, now_s: float) -> None:
+        """Close idle connections that are too old to be used again."""
+        idle = self.idle
+        while idle and (now_s - idle[0].idle_since_s >= IDLE_S or not idle[0].is_open):
+            idle.popleft().cut()
+
+    def cut_all(self) -> None:
+        """Close every connection. The exchanges that are in progress fail with `down`."""
+        self.idle.clear()
+        for connection in list(self.open):
+            connection.fail(UpstreamError("down", f"worker {self.worker.id} is down"))
+            connection.cut()
+
+
+class Answer(msgspec.Struct, frozen=True, gc=False):
+    """A worker's whole answer."""
+
+    status: int
+    body: bytes
+
+
+class Upstream:
+    """The connections to all workers. Its constructor needs a running event loop."""
+
+    def __init__(self, limits: Limits, token: str = "", tls: WorkerTls | None = None) -> None:
+        """`token`: the cluster's bearer token, sent with each request. Empty: no token is sent."""
+        self.limits = limits
+        self.tls = tls or WorkerTls()
+        self._authorization = b"authorization: Bearer %b\r\n" % token.encode("ascii") if token else b""
+        self._loop = asyncio.get_running_loop()
+        self._pools: dict[str, WorkerPool] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self.deadlines = Deadlines(self._loop)
+        self.counts = ConnectionCounts()
+
+    def pool(self, worker: Peer) -> WorkerPool:
+        """The worker's pool, made at the first call."""
+        pool = self._pools.get(worker.url)
+        if pool is None:
+            pool = self._pools[worker.url] = WorkerPool(worker, self, self._authorization)
+            if self._timer is None:
+                self._timer = self._loop.call_later(IDLE_CHECK_S, self._drop_aged)
+        return pool
+
+    async def exchange(
+        self,
+        owner: Driven | Waiter,
+        worker: Peer,
+        target: bytes,
+        lines: bytes,
+        body: bytes,
+        *,
+        limit_s: float,
+        connect_s: float,
+        limit_bytes: int = 0,
+        sink: Callable[[WorkerConnection], None] | None = None,
+        asked_by: object = None,
+        method: bytes = b"POST",
+    ) -> WorkerConnection:
+        """Send `body` to `target` of `worker`, and wait for the end of the answer. Returns the connection,
+        which is released: `status`, `said`, `lines` and `take()` of the answer are to be read before the next
+        wait. Raises UpstreamError.
+
+        `lines` are complete header lines, each ended by CRLF; host and length are added here. `limit_s`: for
+        the answer, as long as the sink says nothing else. After an error or a cancellation the connection is
+        closed.
+        """
+        pool = self._pools.get(worker.url) or self.pool(worker)
+        size, watched = len(body), self.deadlines.watched
+        head = b"%b %b%b%d\r\n%b\r\n" % (method, target, pool.lines, size, lines)
+        now_s = self._loop.time()
+        up = pool.take_idle(now_s)
+        stale: UpstreamError | None = None
+        while True:
+            if up is None:
+                up = await self._connected(pool, connect_s, stale)
+                now_s = self._loop.time()
+            may_be_stale = up.is_used
+            if not up.is_open:  # since it was opened, before it could be used
+                raise UpstreamError("closed", "the connection was closed")
+            up.owner, up.sink, up.asked_by = owner, sink, asked_by
+            up.limit_bytes, up.incarnation = limit_bytes, worker.incarnation
+            up.deadline_s = now_s + limit_s
+            watched.add(up)
+            if size <= JOIN_BYTES:
+                up.transport.write(head + body)
+            else:
+                up.transport.writelines([head, body])
+            try:
+                await owner.news
+            finally:
+                up.release()
+            error = up.error
+            if error is None:
+                return up
+            error.incarnation, error.is_young = up.incarnation, up.is_young
+            up.error = None  # a reference cycle: its traceback refers to this connection
+            if not (may_be_stale and error.kind == "closed" and not up.received_bytes):
+                error.rest = up.take()
+                raise error
+            self.counts.stale += 1
+            up, stale = None, error
+            if isinstance(owner, Waiter):
+                owner = Waiter()
+
+    async def fetch(
+        self,
+        worker: Peer,
+        target: str,
+        lines: bytes,
+        body: bytes,
+        *,
+        limit_s: float,
+        limit_bytes: int,
+        connect_s: float,
+        method: bytes = b"POST",
+        asked_by: object = None,
+    ) -> Answer:
+        """As `exchange`, for an answer that is wanted whole; in a task, or beside other waits."""
+        up = await self.exchange(
+            Waiter(),
+            worker,
+            target.encode("ascii"),
+            lines,
+            body,
+            limit_s=limit_s,
+            connect_s=connect_s,
+            limit_bytes=limit_bytes,
+            asked_by=asked_by,
+            method=method,
+        )
+        return Answer(up.status, up.take())
+
+    @staticmethod
+    async def _connected(pool: WorkerPool, limit_s: float, stale: UpstreamError | None) -> WorkerConnection:
+        connecting = asyncio.get_running_loop().create_task(pool.connect(limit_s, stale))
+        try:
+            await asyncio.wait({connecting})
+        except BaseException:
+            connecting.cancel()
+            connecting.add_done_callback(_drop)
+            raise
+        return connecting.result()
+
+    def cut_worker(self, worker: Peer) -> None:
+        """Fail all requests in flight to `worker`, which is known to be dead."""
+        self.pool(worker).cut_all()
+
+    @property
+    def open_count(self) -> int:
+        """Connections open to all workers."""
+        return sum(len(pool.open) for pool in self._pools.values())
+
+    @property
+    def idle_count(self) -> int:
+        """Connections of all workers that no request uses."""
+        return sum(pool.idle_count for pool in self._pools.values())
+
+    def close(self) -> None:
+        """Close every connection and stop the timers."""
+        for pool in self._pools.values():
+            pool.cut_all()
+        self.deadlines.close()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _drop_aged(self) -> None:
+        now_s = self._loop.time()
+        for url, pool in list(self._pools.items()):
+            pool.drop_aged(now_s)
+            if pool.is_empty:  # its worker may have left; if not, `pool` makes a new one
+                del self._pools[url]
+        self._timer = self._loop.call_later(IDLE_CHECK_S, self._drop_aged)
+
+
+def _drop(connecting: asyncio.Task[WorkerConnection]) -> None:
+    """Nobody waits for it any more."""
+    if not connecting.cancelled() and connecting.exception() is None:
+        connecting.result().cut()

@@ -1,0 +1,129 @@
+"""What is noted of a request that is over: metrics, a line in the access log, spans of its trace.
+
+    POST /v1/chat/completions                                        the router's first span
+      queue | plan | settle | prefill | publish | first token | stream
+
+`prefill` and `publish` are the prefill worker's work and its wait for the commit in the pool, `first token`
+what the client waited for the decode worker, pulling pages included. Workers' own spans are beside them.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Final
+
+from pdserve.router.config.limits import ServiceLevel
+from pdserve.router.metrics.stats import Histogram, Stats, observe
+from pdserve.router.request.request import End, Request
+from pdserve.tracing import Tracer
+
+NO_LEVEL: Final = ServiceLevel()
+ACCESS_LOG: Final = logging.getLogger("pdserve.router.access")
+_ENDS: Final[dict[End | None, str]] = {"client": "the client left", "deadline": "the deadline passed"}
+STAGES: Final = ("settle", "prefill", "publish")
+
+
+def account(request: Request, stats: Stats, now_s: float, level: ServiceLevel = NO_LEVEL) -> None:
+    """Count the request."""
+    stats.in_flight -= 1
+    path, status = request.endpoint.path, request.status
+    if not request.is_started:
+        stats.requests[path, "aborted"] += 1
+        return
+    stats.requests[path, str(status)] += 1
+    started_s, first_s = request.started_s, request.first_s
+    observed: tuple[tuple[Histogram, float], ...] = ((stats.first_byte[path], first_s - started_s),)
+    if request.is_stream:
+        for part in request.parts_s:
+            observed += ((stats.first_token[part], request.parts_s[part]),)
+    if request.is_complete and status < 400 and request.endpoint.task is not None:
+        model = request.model
+        observed += ((stats.model_request[model], now_s - started_s),)
+        if request.is_stream:
+            between_s, meter = 0.0, request.meter
+            observed += ((stats.model_first_token[model], first_s - started_s),)
+            used = (0, 0)
+            if meter is not None:
+                used = (request.marks is not None and request.marks.used) or meter.total(True)
+            if (more := used[1] - 1) > 0:
+                between_s = (now_s - first_s) / more
+                observed += ((stats.model_inter_token[model], between_s),)
+            if level is not NO_LEVEL:
+                kept = level.kept(1e3 * (first_s - started_s), 1e3 * between_s)
+                stats.slo_streams[model, kept] += 1
+    observe(observed)
+
+
+def log_access(request: Request, now_s: float) -> None:
+    """Write the request's line. It holds no prompt, answer or key."""
+    meter = request.meter
+    prompt, output = (0, 0) if meter is None else meter.total(request.is_stream)
+    said: dict[str, Any] = {
+        "route": request.endpoint.path,
+        "status": request.status or "aborted",
+        "tenant": "" if request.tenant is None else request.tenant.name,
+        "model": request.model,
+        "stream": request.streams,
+        "seconds": round(now_s - request.started_s, 4),
+        "first_byte_s": round(request.first_s - request.started_s, 4) if request.is_started else None,
+        "prompt_tokens": prompt,
+        "output_tokens": output,
+        "plan": request.plan_words.decode("ascii", "replace"),
+        **{name.decode(): value.decode() for name, value in request.worker_headers},
+    }
+    if request.end is not None:
+        said["ended_by"] = request.end
+    ACCESS_LOG.info("request", extra=said)
+
+
+def begin_trace(tracer: Tracer, request: Request) -> None:
+    """The request has come."""
+    request.trace = tracer.begin(
+        f"POST {request.endpoint.path}",
+        request.fields,
+        request.started_s,
+        **{"url.path": request.endpoint.path, "pdserve.request_id": request.id.decode("ascii")},
+    )
+    request.fields.update(request.trace.headers)
+    request.set_lines()
+
+
+def end_trace(request: Request, now_s: float) -> None:
+    """The request is over, in whatever way."""
+    trace, parts_s = request.trace, request.parts_s
+    assert trace is not None
+    begun_s = request.planned_s or now_s
+    queued_s = parts_s.get("queue", 0.0)
+    if queued_s:
+        trace.part("queue", begun_s - queued_s, begun_s)
+    staged_s = sum(parts_s.get(stage, 0.0) for stage in STAGES)
+    asked_s = request.asked_s or begun_s + staged_s
+    if request.planned_s:
+        trace.part("plan", begun_s, asked_s - staged_s, words=request.plan_words.decode("ascii"))
+    at_s = asked_s - staged_s  # the stages follow each other, and the decode worker is asked at once
+    for stage in STAGES:
+        if stage in parts_s:
+            trace.part(stage, at_s, at_s + parts_s[stage])
+            at_s += parts_s[stage]
+    if request.asked_s:
+        trace.part("first token", request.asked_s, request.first_s or now_s)
+    if request.is_stream and request.first_s:
+        trace.part("stream", request.first_s, now_s)
+    workers = {name.decode(): value.decode() for name, value in request.worker_headers}
+    trace.end(
+        now_s,
+        _error(request),
+        **{
+            "http.response.status_code": request.status or None,
+            "pdserve.model": request.facts.model,
+            **workers,
+        },
+    )
+
+
+def _error(request: Request) -> str:
+    if request.end in _ENDS:
+        return _ENDS[request.end]
+    if request.status >= 500 or not request.is_started:
+        return f"status {request.status}"
+    return "" if request.is_complete else "broken off"

@@ -1,0 +1,269 @@
+"""One attempt at one decode or aggregated worker: it answers the request, or continues a stream that another
+worker began.
+
+A stream (server-sent events) is passed on as it comes, up to the end of the last whole event. If the worker
+breaks off inside an event, the client can still read the error event that follows. Any other answer is passed
+on when it is whole, or when it is long. Nothing is sent before the body's first byte; until then another
+worker can be tried. The pieces of an answer go from one connection to the other in the callback that has read
+them (`on_piece`, then `Request.relay`); the request's coroutine waits for the end.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+from pdserve.router.api.endpoints import new_id
+from pdserve.router.api.request_body import with_member
+from pdserve.router.fleet.worker import Worker
+from pdserve.router.http.tls import UpstreamError
+from pdserve.router.http.worker_connection import WorkerConnection
+from pdserve.router.metrics.names import CACHES
+from pdserve.router.proxy.failures import Failure, WorkerAnswerError, outcome_of
+from pdserve.router.proxy.parts import MAX_ERROR_BYTES, Claim, Parts
+from pdserve.router.proxy.prefill import cached_before_line, count_prompt
+from pdserve.router.request.reports import CACHED_HEADER, parse_cached
+from pdserve.router.request.request import Request
+from pdserve.router.request.stream_marks import MARKS_HEADER, MARKS_REQUEST, StreamMarks
+from pdserve.router.sessions.table import SessionEntry
+
+logger = logging.getLogger(__name__)
+
+HELD_BYTES = 8 * 1024 * 1024
+"""A longer answer goes to the client as it comes, and another worker can no longer be tried."""
+TAIL_BYTES: Final = 4096
+_NOT_A_STREAM: Final = "the answer, or the rest of it, is no stream"
+
+
+class Decode:
+    """Asks decode and aggregated workers."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._is_talkative = logger.isEnabledFor(logging.DEBUG)
+        self._asks_marks = parts.config.continue_streams != "never"
+
+    async def attempt(self, request: Request, claim: Claim) -> Failure | None:
+        """Have the claimed worker answer. Returns None when the client has the whole answer, else what went
+        wrong; the client may have a part of a stream then.
+        """
+        parts, worker, limits_s = self._parts, claim.worker, self._parts.limits_s
+        suspects = parts.suspects
+        if self._is_talkative:
+            logger.debug("%r, %s", worker, ", ".join(request.words))
+        request.between_s = limit_s = limits_s.between_chunks_s
+        if not request.is_started:
+            limit_s = limits_s.first_byte_s if request.streams else limits_s.whole_answer_s
+        request.has_turn = suspects.suspicion.is_active and await suspects.take_turn(request)
+        request.tell_plan()
+        request.claim, request.is_begun, request.is_relayed = claim, False, False
+        try:
+            target, lines, body = self._question(request, worker)
+            up = await parts.upstream.exchange(
+                request,
+                worker,
+                target,
+                lines,
+                body,
+                limit_s=limit_s,
+                connect_s=limits_s.connect_s,
+                sink=self.on_piece,
+                asked_by=request,
+            )
+            if not request.is_begun:
+                self._begin(request, up)
+            if up.is_stream and not request.is_relayed and up.status < 400:
+                self._begin_stream(request, up)
+            is_good = up.status < 400
+            if not is_good:
+                await self._refuse(request, up.status, up.take())
+            elif request.marks is not None and up.is_stream:
+                ready = request.marks.take_any(b"".join(up.pieces), True)
+                if not request.is_started:
+                    request.begin_stream(up)
+                await request.pass_on(ready, more=False)
+            else:
+                await self._send_whole(request, up)
+        except (UpstreamError, WorkerAnswerError) as error:
+            await self._failed(request, worker, error)
+            return error
+        finally:
+            request.up = None
+            if request.has_turn:
+                request.has_turn = False
+                suspects.pass_turn()
+        circuit = worker.circuit
+        if circuit.failures or circuit.retry_at_s:
+            parts.on_well(worker)
+        if suspects.suspicion.is_active:
+            suspects.suspicion.on_answered(request.endpoint.path, request.body)
+        if is_good and request.suspects:
+            parts.on_answered(request)
+        if is_good and request.turn is not None:
+            self._note_answered(request, request.turn)
+        return None
+
+    def _question(self, request: Request, worker: Worker) -> tuple[bytes, bytes, bytes]:
+        """(target, header lines, body): the request, or what the worker needs to continue it."""
+        endpoint, body = request.endpoint, request.body
+        target = endpoint.target
+        if endpoint.stored_as:
+            assert request.tenant is not None
+            body = with_member(body, endpoint.stored_as, new_id(worker.id, request.tenant.name))
+        lines = request.lines + request.cached_before + request.turns_line + request.room_line
+        if self._asks_marks and endpoint.is_resumable:
+            lines += MARKS_REQUEST
+        if request.is_started:
+            assert request.marks is not None
+            target, body = b"/pd/continue?endpoint=" + target, request.marks.continue_body(body)
+        return target, lines, body
+
+    def on_piece(self, up: WorkerConnection) -> None:
+        """The head of an answer is here, or its first pieces; called by the worker's connection."""
+        request = up.asked_by
+        assert isinstance(request, Request)
+        request.up = up
+        if request.connection.is_full:
+            up.pause()
+        elif up.status >= 400:
+            if sum(map(len, up.pieces)) > MAX_ERROR_BYTES:
+                up.fail(UpstreamError("protocol", f"answer is longer than {MAX_ERROR_BYTES} bytes"))
+        else:
+            if not request.is_begun:
+                self._begin(request, up)
+            if not up.pieces:
+                return
+            up.deadline_s = self._parts.loop.time() + request.between_s
+            if not up.is_stream and (request.is_started or request.is_early):
+                up.fail(UpstreamError("protocol", _NOT_A_STREAM))
+            elif up.is_stream:
+                self._begin_stream(request, up)
+                up.sink = request.relay
+                request.relay(up)
+            elif sum(map(len, up.pieces)) > HELD_BYTES:
+                _begin_whole(request, up, None)
+                up.sink = _relay_long
+                _relay_long(up)
+
+    def _begin(self, request: Request, up: WorkerConnection) -> None:
+        """The worker has begun to answer: note it."""
+        parts, claim = self._parts, request.claim
+        assert claim is not None
+        worker = claim.worker
+        request.is_begun = True
+        if claim.queued_tokens:
+            claim.on_computed()
+        request.decode_id = worker.id_header
+        if up.status >= 400:
+            return
+        tokens: dict[str, int] = {}
+        if not (request.is_prompt_counted and request.cached_before) and CACHED_HEADER in up.said:
+            tokens = parse_cached(up.said[CACHED_HEADER].decode("latin-1"))
+        if not request.is_prompt_counted:
+            count_prompt(parts.stats, request, tokens)
+            # of several prompts the worker may know only the first one yet
+            if "computed" in tokens and request.meter is not None and not request.facts.has_several_prompts:
+                request.meter.prompt_tokens = sum(tokens.values())
+        facts = request.facts
+        if facts.prefix is not None or facts.session is not None:
+            request.turn = parts.placer.on_answering(
+                facts,
+                request.plan,
+                worker,
+                request.worker_id.decode(),
+                parts.loop.time(),
+                request.found_tokens,
+            )
+        if not up.is_stream:
+            request.quiet_s = float("inf")  # what comes is no stream
+        elif tokens and not (request.is_started or request.cached_before):
+            device, host, pool = (tokens.get(tier, 0) for tier in CACHES)
+            request.cached_before = cached_before_line([(device, host, pool)])
+
+    def _begin_stream(self, request: Request, up: WorkerConnection) -> None:
+        """The first byte of a stream, or of its rest, is here."""
+        parts, claim, marks = self._parts, request.claim, request.marks
+        if marks is None:
+            marks = request.marks = StreamMarks(MARKS_HEADER in up.said)
+            if request.meter is not None:
+                request.meter.marks = marks
+        else:
+            marks.begin(MARKS_HEADER in up.said)
+        request.is_relayed = True
+        if request.has_turn:
+            request.has_turn = False
+            parts.suspects.pass_turn()
+        if claim.trial:
+            parts.fleet.on_trial_answering(claim.worker, claim.trial, parts.loop.time())
+        if request.suspects:
+            parts.on_answered(request)
+
+    async def _refuse(self, request: Request, status: int, body: bytes) -> None:
+        """The worker answered with an error. Raises WorkerAnswerError where another worker may do better."""
+        if len(body) > MAX_ERROR_BYTES:
+            raise UpstreamError("protocol", f"answer is longer than {MAX_ERROR_BYTES} bytes")
+        if status >= 500 or request.is_started:
+            raise WorkerAnswerError(status, body)
+        await request.send_worker_error(status, body)
+
+    async def _send_whole(self, request: Request, up: WorkerConnection) -> None:
+        """Send an answer that is no stream, or the rest of it. Raises UpstreamError where it may not be
+        one.
+        """
+        body = up.take()
+        if request.rest is not None:
+            await request.pass_on(request.rest + body, more=False)
+            return
+        if request.is_started or request.is_early:
+            raise UpstreamError("protocol", _NOT_A_STREAM)
+        _begin_whole(request, up, len(body))
+        await request.pass_on(body, more=False)
+
+    async def _failed(self, request: Request, worker: Worker, error: Failure) -> None:
+        """Pass on what came before, and note whose fault it is."""
+        rest = error.rest if isinstance(error, UpstreamError) else b""
+        if rest and request.is_stream and request.marks is not None:  # its client was slow to read
+            await request.pass_on(request.marks.take(rest, False), more=True)
+        request.decode_id = b""
+        is_long = not request.streams and outcome_of(error) == "timeout"  # no sign of a worker's fault
+        consequence = "another worker is tried, if there is one"
+        self._parts.suspects.on_failure(request, worker, error)
+        self._parts.on_failure(request, worker, error, consequence, is_blamed=not is_long)
+
+    def _note_answered(self, request: Request, turn: SessionEntry) -> None:
+        """The session's last turn is this one."""
+        tokens = 0
+        if request.plan.places is not None and request.meter is not None:
+            tokens = request.meter.total(request.is_stream)[1]
+        self._parts.placer.on_answered(request.facts, turn, tokens, self._parts.loop.time())
+
+
+def _begin_whole(request: Request, up: WorkerConnection, length: int | None) -> None:
+    """Send the head of an answer that is no stream. `length`: of its body, None: as the worker says."""
+    lines = up.lines
+    for name in (b"cache-control", b"x-accel-buffering"):
+        if name in up.said:
+            lines += b"%b: %b\r\n" % (name, up.said[name])
+    if length is None and b"content-length" in up.said:
+        length = int(up.said[b"content-length"])
+    request.answer(up.status, lines, length)
+    request.is_stream = False  # also where it goes in chunks: its end cannot be told as an event
+
+
+def _relay_long(up: WorkerConnection) -> None:
+    """Pass on a long answer as it comes. If the worker breaks off, the client's connection is closed before
+    the answer's end.
+    """
+    request = up.asked_by
+    assert isinstance(request, Request)
+    if request.connection.is_full:
+        up.pause()
+        return
+    up.deadline_s = request.connection.loop.time() + request.between_s
+    data = (request.rest or b"") + up.take()
+    cut = max(data.rfind(b"}") + 1, len(data) - TAIL_BYTES, 0)  # the meter reads whole numbers
+    request.rest = data[cut:]
+    if cut:
+        if request.meter is not None:
+            request.meter.count_whole(data[:cut])
+        request.send(data[:cut], more=True)

@@ -1,0 +1,267 @@
+"""What is done for a request, in order: the table of contents of the router."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Callable
+from typing import Final
+
+from pdserve.errors import RequestError
+from pdserve.router.admission.gate import Gate
+from pdserve.router.admission.queue import State, Ticket
+from pdserve.router.api.endpoints import ENDPOINTS, fold
+from pdserve.router.api.errors import NoWorkerError, error_of
+from pdserve.router.config.router import RouterConfig
+from pdserve.router.fleet.registry import Fleet, Snapshot
+from pdserve.router.http.cors import Cors
+from pdserve.router.http.driven import in_task
+from pdserve.router.http.serving import LAST_WORD_S
+from pdserve.router.http.worker_connection import Upstream
+from pdserve.router.metrics.stats import Stats
+from pdserve.router.proxy.account import NO_LEVEL, account, begin_trace, end_trace, log_access
+from pdserve.router.proxy.bodies import Bodies
+from pdserve.router.proxy.decode import Decode
+from pdserve.router.proxy.direct import DirectWay
+from pdserve.router.proxy.failures import WorkerAnswerError
+from pdserve.router.proxy.parts import Claim, Parts
+from pdserve.router.proxy.place import first_plan, last_turn, plan
+from pdserve.router.proxy.prefill import prefill, settle
+from pdserve.router.proxy.recover import Recovery
+from pdserve.router.proxy.understand import Understanding
+from pdserve.router.request.request import Request
+from pdserve.router.tenants.retained import Retained
+from pdserve.router.tenants.tenant import TenantState
+from pdserve.tracing import Tracer
+
+logger = logging.getLogger(__name__)
+
+
+class Proxy:
+    """Serves `ENDPOINTS`. Its constructor needs a running event loop."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        fleet: Fleet,
+        gate: Gate,
+        upstream: Upstream,
+        stats: Stats,
+        tracer: Tracer | None = None,
+        cors: Cors | None = None,
+    ) -> None:
+        self.targets: Final = {path.encode("ascii"): path for path in ENDPOINTS}
+        """Path by request target."""
+        self.request: Final[Callable[..., Request]] = functools.partial(Request, self.handle)
+        """Makes the requests that are served here."""
+        self._parts = parts = Parts(config, fleet, gate, upstream, stats)
+        self.placer: Final = parts.placer
+        self._gate = gate
+        self._stats = stats
+        self._watched = upstream.deadlines.watched
+        self._tracer = tracer
+        self._cors = cors
+        self._has_extras = tracer is not None or cors is not None
+        self._logs_access = config.access_log
+        self._level = config.slo if config.slo.is_set else NO_LEVEL
+        self._total_s = config.deadlines.total_s
+        self._early_head_s = config.deadlines.early_head_s
+        self._bodies = Bodies(config, fleet)
+        self._understanding = Understanding(
+            config, fleet, gate, stats, needs_prefix=parts.placer.needs_prefix
+        )
+        self._decode = Decode(parts)
+        self._recovery = Recovery(parts, self._decode)
+        self._direct = DirectWay(parts, self._decode, self._recovery)
+
+    def find(self, path: str) -> str | None:
+        """The endpoint that a target's path means, see `api.endpoints`."""
+        folded = fold(path)
+        return folded if folded in ENDPOINTS else None
+
+    @property
+    def retained(self) -> Retained:
+        """What tenants have kept in the pool."""
+        return self._understanding.retained
+
+    async def handle(self, request: Request) -> None:
+        """Serve one request. Never raises: whatever happens is answered, or ends with the connection."""
+        request.total_s = request.started_s + self._bodies.limit_s
+        self._watched.add(request)
+        self._stats.in_flight += 1
+        if self._has_extras:
+            self._begin_extras(request)
+        try:
+            if request.method != b"POST":
+                await self._serve_other_method(request)
+            elif (tenant := await self._admit_body(request)) is not None:
+                ticket, snapshot = await self._admit(request, tenant)
+                request.planned_s = time.monotonic()
+                try:
+                    await self._dispatch(request, snapshot)
+                finally:
+                    self._gate.leave(request, ticket)
+        except RequestError as error:
+            await request.send_error(error)
+        except WorkerAnswerError as answer:  # the prefill worker finds the request at fault
+            await request.send_worker_error(answer.status, answer.body)
+        except asyncio.CancelledError:
+            await self._on_cancelled(request)
+        except Exception:  # the boundary of a request: a bug in the router must not leave the client hanging
+            logger.exception("a request failed inside the router")
+            await request.break_off(500, "Internal error in the router.", "internal_error")
+        finally:
+            self._end(request)
+
+    async def _admit(self, request: Request, tenant: TenantState) -> tuple[Ticket, Snapshot | None]:
+        """Understand the request, and wait until it may run. Returns the workers of its model too, where it
+        needed not wait. Raises RequestError.
+        """
+        gate, fleet = self._gate, self._parts.fleet
+        view, held, snapshot = self._understanding.read(request), None, None
+        if view.model is not None and view.model in fleet.tasks:
+            snapshot = fleet.snapshot(view.model, self._parts.loop.time())
+        if snapshot is None or not snapshot.slots:
+            held = await gate.hold(request, view.model)
+            snapshot = None
+        try:
+            self._understanding.understand(request, tenant, view)
+        except BaseException:
+            if held is not None:
+                gate.release(held)
+            raise
+        if held is not None:
+            return await gate.enter(request, held), None
+        ticket = gate.arrive(request, tenant, snapshot)
+        if ticket.state is not State.RUNNING:
+            await gate.wait(request, ticket)
+            snapshot = None
+        return ticket, snapshot
+
+    async def _dispatch(self, request: Request, snapshot: Snapshot | None) -> None:
+        """Have workers answer. `snapshot`: those of its model, where they are known to be of now. Both
+        workers are claimed while the last turn settles. Raises RequestError, and WorkerAnswerError when the
+        request itself is at fault. On cancellation all load is released.
+        """
+        parts, last = self._parts, None
+        now_s = parts.loop.time()
+        if parts.suspects.suspicion.is_active:
+            await parts.suspects.check(request)
+            snapshot, now_s = None, parts.loop.time()
+        if request.facts.session is not None:
+            last = last_turn(parts, request)
+        try:
+            made = plan(parts, request, last, now_s, (), snapshot)
+        except NoWorkerError:
+            made = await first_plan(parts, request, last)
+            now_s = parts.loop.time()
+        parts.budget.on_request()
+        if request.streams and request.endpoint.streams:
+            request.quiet_s = now_s + self._early_head_s
+        if made.handoff == "direct":
+            if await self._direct.answer(request, last):
+                return
+            made, now_s = request.plan, parts.loop.time()
+        uncached = made.uncached_tokens
+        decode = Claim(parts.fleet, made.decode, now_s, 0 if made.prefill else uncached)
+        first = None
+        if made.prefill is not None:
+            first = Claim(parts.fleet, made.prefill, now_s, uncached, prefills=True)
+        try:
+            if made.settle is not None:
+                request.words.append(await settle(parts, request, made.settle))
+            if first is not None:
+                claim, first = first, None  # the stage releases it
+                request.words += (await prefill(parts, request, claim),)
+            request.phase, request.asked_s = "decode", time.monotonic()
+            failure = await self._decode.attempt(request, decode)
+        finally:
+            decode.release()
+            if first is not None:
+                first.release()
+        if failure is not None:
+            await self._recovery.retry(request, made.decode, failure)
+
+    async def _admit_body(self, request: Request) -> TenantState | None:
+        """Whose request it is, once its body is here. None: it is refused, and the client was told."""
+        bodies = self._bodies
+        try:
+            tenants = self._gate.tenants
+            if tenants.has_keys:
+                tenant = self._gate.authenticate(request.fields, request.address)
+            else:
+                tenant = tenants.anonymous
+            request.tenant = tenant
+            size = len(request.body)
+            if (
+                not request.more_body
+                and b"content-encoding" not in request.fields
+                and size <= bodies.at_once_bytes
+                and bodies.held_bytes + size <= bodies.limit_bytes
+            ):
+                request.held_bytes = size
+                bodies.held_bytes += size
+            else:
+                body = await bodies.read(request)
+                if body is None:
+                    request.end = "client"
+                    self._stats.client_aborts[request.phase] += 1
+                    return None
+                request.body = body
+        except RequestError as error:
+            await bodies.refuse(request, error)
+            return None
+        request.phase = "plan"
+        request.total_s = request.started_s + self._total_s
+        if not request.connection.is_reading:  # for a large body, which was read
+            request.connection.read_on()
+        return tenant
+
+    async def _serve_other_method(self, request: Request) -> None:
+        cors = self._cors
+        if cors is not None and (said := cors.preflight(request.method.decode("ascii"), request.fields)):
+            request.more_headers = said
+            await request.send_json(200, b"")
+            return
+        error = RequestError(405, "Only POST is allowed here.")
+        await request.send_json(405, error_of(error, request.endpoint.errors), [(b"allow", b"POST")])
+
+    def _begin_extras(self, request: Request) -> None:
+        """A trace of the request, and headers for pages of other origins."""
+        if self._tracer is not None:
+            begin_trace(self._tracer, request)
+        if self._cors is not None:
+            request.more_headers = self._cors.headers(request.fields)
+
+    def _end(self, request: Request) -> None:
+        self._watched.discard(request)
+        self._bodies.held_bytes -= request.held_bytes
+        now_s = time.monotonic()
+        account(request, self._stats, now_s, self._level)
+        if self._logs_access:
+            log_access(request, now_s)
+        if request.trace is not None:
+            end_trace(request, now_s)
+
+    async def _on_cancelled(self, request: Request) -> None:
+        """The request was ended from outside: by its client, by its deadline, or by the server that stops."""
+        if request.end == "client":
+            self._stats.client_aborts[request.phase] += 1
+            logger.debug("client left (%s)", request.phase)
+            return
+        if request.phase == "body" and request.end == "deadline" and not request.is_started:
+            error = RequestError(408, "The request's body did not come in time.", code="body_too_slow")
+            await request.send_json(408, error_of(error, request.endpoint.errors), closes=True)
+            return
+        if request.end == "deadline":
+            status, message, code = 504, "The request took longer than it may in all.", "deadline_exceeded"
+        else:
+            status, message, code = 503, "The router is stopping.", "router_stopping"
+        if request.is_started:
+            self._stats.stream_errors[code] += 1
+        try:
+            await in_task(request.break_off(status, message, code), LAST_WORD_S)
+        except TimeoutError:
+            logger.warning("client does not read, cut off")

@@ -1,0 +1,150 @@
+"""What all steps of a request share: the fleet, the connections to workers, the counters, and small acts on
+them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Final
+
+from pdserve.logs import ThrottledLog
+from pdserve.router.admission.gate import Gate
+from pdserve.router.config.router import RouterConfig
+from pdserve.router.fleet.registry import Fleet
+from pdserve.router.fleet.worker import Worker
+from pdserve.router.http.worker_connection import Upstream
+from pdserve.router.metrics.stats import Stats
+from pdserve.router.placement.placer import Placer
+from pdserve.router.proxy.failures import (
+    RetryBudget,
+    WorkerAnswerError,
+    WorkerWait,
+    is_workers_fault,
+    words_of,
+)
+from pdserve.router.proxy.shared_prefill import SharedPrefills
+from pdserve.router.proxy.suspicion import Suspects
+from pdserve.router.request.request import Request
+
+logger = logging.getLogger(__name__)
+
+MAX_ERROR_BYTES: Final = 1024 * 1024
+"""Of a worker's answer that the router reads itself."""
+
+
+class Parts:
+    """Those of one router process. Its constructor needs a running event loop."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        fleet: Fleet,
+        gate: Gate,
+        upstream: Upstream,
+        stats: Stats,
+    ) -> None:
+        self.config = config
+        self.limits_s = config.deadlines
+        self.fleet = fleet
+        self.gate = gate
+        self.upstream = upstream
+        self.stats = stats
+        self.loop = asyncio.get_running_loop()
+        self.placer = Placer(config, fleet)
+        self.wait = WorkerWait(fleet)
+        self.suspects = Suspects(fleet, upstream, stats, self.wait)
+        self.budget = RetryBudget(self.loop.time())
+        self.shared_prefills = SharedPrefills()
+        self._log = ThrottledLog(logger)
+
+    async def fetch(
+        self, request: Request, worker: Worker, target: str, body: bytes, limit_s: float
+    ) -> bytes:
+        """The body of a worker's 200 answer to something beside the client's own question. Raises
+        UpstreamError, or WorkerAnswerError for another status.
+        """
+        answer = await self.upstream.fetch(
+            worker,
+            target,
+            request.lines,
+            body,
+            limit_s=limit_s,
+            limit_bytes=MAX_ERROR_BYTES,
+            connect_s=self.limits_s.connect_s,
+        )
+        if answer.status != 200:
+            raise WorkerAnswerError(answer.status, answer.body)
+        return answer.body
+
+    def on_well(self, worker: Worker) -> None:
+        """The worker completed an answer."""
+        circuit = worker.circuit
+        if circuit.failures or circuit.retry_at_s:
+            self.fleet.on_success(worker)
+
+    def on_failure(
+        self,
+        request: Request,
+        worker: Worker,
+        error: BaseException,
+        consequence: str,
+        *,
+        is_blamed: bool = True,
+    ) -> None:
+        """Log the failure. Count it against the worker's circuit if it is the worker's fault and `is_blamed`.
+
+        A 500 can be the request's doing. Its worker is a suspect until another worker has answered the same
+        request (`on_answered`): else a worker that fails fast would draw all requests.
+        """
+        said = words_of(error)
+        self._log.warning(worker.id, "%s worker %s: %s; %s", worker.role, worker.id, said, consequence)
+        if is_blamed and is_workers_fault(error):
+            self._blame(worker)
+        elif isinstance(error, WorkerAnswerError) and error.status >= 500:
+            request.suspects.append(worker)
+
+    def on_answered(self, request: Request) -> None:
+        """A worker has answered the request well, so the errors of the suspects were theirs."""
+        for worker in request.suspects:
+            self._blame(worker)
+        request.suspects.clear()
+
+    def _blame(self, worker: Worker) -> None:
+        if self.fleet.on_failure(worker, self.loop.time()):
+            logger.warning("%s worker %s: circuit opened", worker.role, worker.id)
+
+
+class Claim:
+    """A request's load at one worker, counted from the choice of the worker until `release`. Requests that
+    arrive together see each other's claims, so they do not all choose the same worker.
+    """
+
+    __slots__ = ("_fleet", "_prefills", "queued_tokens", "trial", "worker")
+
+    def __init__(
+        self, fleet: Fleet, worker: Worker, now_s: float, queued_tokens: int = 0, *, prefills: bool = False
+    ) -> None:
+        """`queued_tokens`: prompt tokens that the worker has to compute. `prefills`: another one answers."""
+        self._fleet = fleet
+        self._prefills = prefills
+        worker.prefilling += prefills
+        worker.queued_here += queued_tokens  # noted by `on_selected`, which follows
+        self.queued_tokens = queued_tokens
+        self.worker = worker
+        self.trial = fleet.on_selected(worker, now_s)
+        """Number of the circuit's trial, see `Fleet.on_selected`."""
+
+    def on_computed(self) -> None:
+        """The prompt waits no more. Can be called again."""
+        if self.queued_tokens:
+            self._fleet.on_queued(self.worker, -self.queued_tokens)
+            self.queued_tokens = 0
+
+    def release(self) -> None:
+        """The worker has this request no more. Called once."""
+        worker = self.worker
+        worker.queued_here -= self.queued_tokens  # noted by `on_released`, which follows
+        self.queued_tokens = 0
+        worker.prefilling -= self._prefills
+        self._fleet.on_released(worker)

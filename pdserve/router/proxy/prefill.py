@@ -1,0 +1,371 @@
+"""Before the answer: settle, and the prefill stage.
+
+A prefill worker computes the prompt and puts its pages into the pool. It fails a request only when it says
+that the request itself is at fault. After any other failure the decode worker computes the prompt. A prompt
+that is being computed for another request is waited for: see `shared_prefill`.
+
+A worker without `/pd/prefill` is asked for an answer of one token instead: the client's body with members
+appended, of which the last counts (see `with_members`), so templates, tools and media make the same prompt.
+The rest of its answer is dropped. Its pages get to the decode worker by whatever cache the two share.
+
+Pulling ahead (`pull_ahead_tokens`): while a long prompt is computed, the decode worker already reads the
+pages that are published.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from pdserve.router.api.endpoints import Endpoint
+from pdserve.router.api.request_body import with_members
+from pdserve.router.fleet.worker import Count, Worker
+from pdserve.router.http.driven import Driven
+from pdserve.router.http.worker_connection import Waiter
+from pdserve.router.metrics.names import CACHES, turn_label
+from pdserve.router.metrics.stats import Stats
+from pdserve.router.placement.planner import Settle, choose_alternate, direct_threshold
+from pdserve.router.proxy.failures import FAILURES, WorkerAnswerError, outcome_of
+from pdserve.router.proxy.parts import MAX_ERROR_BYTES, Claim, Parts
+from pdserve.router.proxy.shared_prefill import Computed
+from pdserve.router.request.reports import CACHED_WORDS, PREFILL_CACHED_HEADER
+from pdserve.router.request.request import PREFILL_HEADER, Request
+
+_OF_OPENAI: Final[dict[str, Any]] = {
+    "stream": False,
+    "stream_options": None,
+    "n": 1,
+    "max_tokens": 1,
+    "max_completion_tokens": 1,
+    "min_tokens": 0,
+}
+_BY_PATH: Final[dict[str, dict[str, Any]]] = {
+    "/v1/chat/completions": _OF_OPENAI,
+    "/v1/completions": {name: value for name, value in _OF_OPENAI.items() if name != "max_completion_tokens"},
+    "/v1/messages": {"stream": False, "max_tokens": 1},
+    "/generate": {"stream": False},
+}
+"""For each endpoint with a prefill stage. SGLang's own has its parameters in a member of their own; no other
+engine has it.
+"""
+
+
+def one_token_body(endpoint: Endpoint, body: bytes) -> bytes:
+    """`body`: a JSON object."""
+    return with_members(body, _BY_PATH[endpoint.path])
+
+
+SLACK_S = 0.25
+"""Added to the time that the worker itself may wait."""
+
+
+class SettledReport(msgspec.Struct):
+    """A decode worker's answer to `/pd/settled`."""
+
+    known: bool
+    settled: bool
+
+
+_settled_decoder = msgspec.json.Decoder(SettledReport)
+
+
+async def settle(parts: Parts, request: Request, asked: Settle) -> str:
+    """Wait, bounded, until the pages of the session's last turn are in the pool. Never fails: pages that are
+    missing then are computed again. Returns the outcome as a word of the plan.
+    """
+    wait_s = parts.limits_s.settle_s
+    if wait_s <= 0:
+        return "settle=off"
+    if asked.worker.lacks("settled"):
+        return "settle=absent"
+    request.phase = "settle"
+    begun_s = time.monotonic()
+    question = msgspec.json.encode({"request_id": asked.request_id, "timeout_s": wait_s})
+    try:
+        answer = await parts.fetch(request, asked.worker, "/pd/settled", question, wait_s + SLACK_S)
+        report = _settled_decoder.decode(answer)
+        outcome = "unknown" if not report.known else "settled" if report.settled else "unsettled"
+    except FAILURES as error:
+        outcome = outcome_of(error)
+    parts.stats.settle[outcome] += 1
+    request.parts_s["settle"] = time.monotonic() - begun_s
+    return f"settle={outcome}"
+
+
+CLIENT_FAULTS = frozenset((400, 413, 422))
+"""Statuses of a prefill worker that end the call. Another one, like 404 or 429, may be this worker's trouble;
+if not, the decode worker says the same.
+"""
+GOOD = frozenset(("ok", "partial", "one-token"))
+"""Outcomes of a prefill that need no better one."""
+
+_MISSED: Final = re.compile(r"[a-z0-9_=;., ]*")
+_TURNS: Final = re.compile(r"[0-9a-f]*")
+
+
+class CachedTokens(msgspec.Struct, frozen=True, gc=False):
+    """Prompt tokens that a worker had in its caches, by tier."""
+
+    device: Count = 0
+    host: Count = 0
+    pool: Count = 0
+
+
+class PrefillReport(msgspec.Struct):
+    """A prefill worker's 200 answer."""
+
+    prompt_tokens: Count
+    published_pages: Count
+    missing_pages: Count
+    cached: CachedTokens | None = None
+    cached_by_prompt: list[tuple[Count, Count, Count]] = []
+    missed: Annotated[str, Meta(max_length=512)] = ""
+    """Why full pages were computed, as `x-pdserve-miss` tells it."""
+    prefill_ms: float = 0.0
+    publish_ms: float = 0.0
+    turns: Annotated[str, Meta(max_length=1024)] = "0"
+    """Which earlier answers it gave recorded tokens, a bit for each segment of the prompt."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for words that may not become headers. msgspec's `pattern` looks at each report,
+        and takes half of the time that reading one takes.
+        """
+        if self.missed and not _MISSED.fullmatch(self.missed):
+            raise ValueError("missed: not the words of a report")
+        if self.turns != "0" and not _TURNS.fullmatch(self.turns):
+            raise ValueError("turns: no hexadecimal number")
+
+    @property
+    def by_tier(self) -> dict[str, int]:
+        """Prompt tokens by where they came from."""
+        found = self.cached or _NOTHING_CACHED
+        computed = self.prompt_tokens - found.device - found.host - found.pool
+        if computed < 0:
+            computed = 0
+        return {"device": found.device, "host": found.host, "pool": found.pool, "computed": computed}
+
+
+_NOTHING_CACHED = CachedTokens()
+_decode_report = msgspec.json.Decoder(PrefillReport).decode
+
+
+MAX_PROMPTS_TOLD = 1024
+"""About 16 KiB of header."""
+
+
+NO_TURNS: Final = b"x-pdserve-turns: 0\r\n"
+
+
+def cached_before_line(cached_by_prompt: list[tuple[int, int, int]]) -> bytes:
+    """The header line that tells a decode worker what each prompt had cached (device, host, pool) before an
+    earlier worker computed it. Empty for more than MAX_PROMPTS_TOLD prompts.
+    """
+    if not 0 < len(cached_by_prompt) <= MAX_PROMPTS_TOLD:
+        return b""
+    said = b""
+    for each in cached_by_prompt:
+        said += b",%d/%d/%d" % each
+    return b"x-pdserve-prefilled: %b\r\n" % said[1:]
+
+
+def count_prompt(stats: Stats, request: Request, tokens: Mapping[str, int]) -> None:
+    """Count where the prompt's tokens came from; `tokens`: by tier, of `names.TIERS`. Only the first worker
+    that says so counts: a later one finds what the first one computed.
+    """
+    if tokens and not request.is_prompt_counted:
+        request.is_prompt_counted = True
+        turn = turn_label(request.plan.turn) if request.plan.turn else "none"
+        for tier in tokens:
+            if count := tokens[tier]:
+                stats.turn_tokens[turn, tier] += count
+                if tier != "computed":
+                    request.found_tokens += count
+
+
+async def prefill(parts: Parts, request: Request, claim: Claim) -> str:
+    """Have the prompt computed and published; if that is done for another request now, wait for it. Releases
+    the `claim`, which is of the prefill worker. Returns the outcome as a word of the plan. Raises
+    WorkerAnswerError when the request itself is at fault.
+    """
+    request.phase = "prefill"
+    begun_s, facts, shared = time.monotonic(), request.facts, parts.shared_prefills
+    limit_s, end_s = parts.limits_s.prefill_s, 0.0
+    held: Claim | None = claim
+    worker, uncached, computed = claim.worker, request.plan.uncached_tokens, None
+    try:
+        if facts.prefix is not None and facts.prefix.digests and not worker.lacks("prefill"):
+            end_s = parts.loop.time() + limit_s
+            while shared.begin(request, uncached):
+                if held is not None:  # nothing is computed there for this request
+                    held.release()
+                    held = None
+                if (found := await shared.wait(request, end_s)) is None:
+                    break  # it leads now
+                uncached, worker = found.rest_tokens(facts), found.worker
+                least = direct_threshold(parts.config.min_prefill_tokens, worker, request.plan.decode)
+                if found.is_in_pool and (uncached < least or found.is_whole(facts)):
+                    return _note_shared(parts, request, found)
+            limit_s = max(0.0, end_s - parts.loop.time())
+        if held is None:
+            worker = _present(parts, request, worker)
+            held = Claim(parts.fleet, worker, parts.loop.time(), uncached, prefills=True)
+        if 0 < parts.config.pull_ahead_tokens <= request.plan.uncached_tokens:
+            outcome = await _ask_and_pull_ahead(parts, request, worker, limit_s)
+        else:
+            outcome = await ask(parts, request, worker, limit_s, request)
+        if end_s and outcome in ("ok", "partial"):
+            computed = Computed(worker, outcome == "ok", request.turns_line)
+        return f"stage={outcome}"
+    except TimeoutError:  # of the wait; the decode worker computes the prompt
+        parts.stats.prefill["shared-timeout"] += 1
+        return "stage=shared-timeout"
+    finally:
+        if held is not None:
+            held.release()
+        if end_s:
+            shared.end(request, computed)
+        spent_s, parts_s = time.monotonic() - begun_s, request.parts_s
+        if "publish" in parts_s:  # the worker reports it; it cannot be longer than what was measured here
+            published_s = parts_s["publish"]
+            if published_s > spent_s:
+                published_s = parts_s["publish"] = spent_s
+            spent_s -= published_s
+        parts_s["prefill"] = spent_s
+
+
+def _present(parts: Parts, request: Request, worker: Worker) -> Worker:
+    """This prefill worker, or another one if it has gone meanwhile and there is one."""
+    eligible = parts.fleet.snapshot(request.model, parts.loop.time()).prefill
+    return worker if worker.id in eligible.by_id else choose_alternate(eligible, ()) or worker
+
+
+async def _ask_and_pull_ahead(parts: Parts, request: Request, worker: Worker, limit_s: float) -> str:
+    """As `ask`; meanwhile the decode worker reads what is published."""
+    if request.plan.decode.lacks("pull"):
+        request.words.append("pull=absent")
+        return await ask(parts, request, worker, limit_s, request)
+    pulling = parts.loop.create_task(_pull_ahead(parts, request))
+    try:
+        return await ask(parts, request, worker, limit_s, request)
+    finally:
+        pulling.cancel()  # hangs up
+
+
+async def _pull_ahead(parts: Parts, request: Request) -> None:
+    """Have the decode worker read pages as they are published, until cancelled. Never fails."""
+    outcome = "ok"  # also when prefill ends first
+    try:
+        target = f"/pd/pull?endpoint={request.endpoint.path}"
+        await parts.fetch(request, request.plan.decode, target, request.body, parts.limits_s.prefill_s)
+    except FAILURES as error:
+        outcome = outcome_of(error)
+    finally:
+        parts.stats.pull_ahead[outcome] += 1
+
+
+async def ask(parts: Parts, request: Request, worker: Worker, limit_s: float, owner: Driven | Waiter) -> str:
+    """The outcome at one worker, in one word. `owner`: who is resumed. Raises WorkerAnswerError as
+    `prefill`.
+    """
+    body = request.body
+    target = b"/pd/prefill?endpoint=" + request.endpoint.target
+    is_plain = worker.info is not None and "prefill" in worker.info.lacks
+    if is_plain:
+        target, body = request.endpoint.target, one_token_body(request.endpoint, body)
+    suspects, stats = parts.suspects, parts.stats
+    has_turn = suspects.suspicion.is_active and await suspects.take_turn(request)
+    report = None
+    try:
+        up = await parts.upstream.exchange(
+            owner,
+            worker,
+            target,
+            request.lines + request.room_line,
+            body,
+            limit_s=limit_s,
+            connect_s=parts.limits_s.connect_s,
+            limit_bytes=MAX_ERROR_BYTES,
+            asked_by=request,
+        )
+        if up.status != 200:
+            raise WorkerAnswerError(up.status, up.take())
+        if not is_plain:
+            report = _decode_report(b"".join(up.pieces))
+    except FAILURES as error:
+        if isinstance(error, WorkerAnswerError) and error.status in CLIENT_FAULTS:
+            stats.prefill["client-error"] += 1
+            parts.on_well(worker)
+            raise
+        suspects.on_failure(request, worker, error)
+        outcome = outcome_of(error)
+        stats.prefill[outcome] += 1
+        is_direct = request.plan.handoff == "direct"
+        consequence = "another way is taken" if is_direct else "the decode worker computes the prompt"
+        parts.on_failure(request, worker, error, consequence)
+        return outcome
+    finally:
+        if has_turn:
+            suspects.pass_turn()
+    circuit = worker.circuit
+    if circuit.failures or circuit.retry_at_s:
+        parts.on_well(worker)
+    outcome = "ok"
+    if report is None:
+        _note_plain(parts, request, worker)
+        stats.prefill["ok"] += 1
+        return "one-token"
+    _note(parts, request, worker, report)
+    if report.missing_pages:
+        outcome = "partial"
+    stats.prefill[outcome] += 1
+    return outcome
+
+
+def _note_shared(parts: Parts, request: Request, found: Computed) -> str:
+    """The prompt was computed for another request, and its pages are in the pool."""
+    request.turns_line = found.turns_line
+    request.prefill_headers = [(PREFILL_HEADER, found.worker.id_header)]
+    parts.stats.prefill["shared"] += 1
+    return "stage=shared"
+
+
+def _note_plain(parts: Parts, request: Request, worker: Worker) -> None:
+    """A worker that answers a request for one token has the prompt in its memory, and tells no more of it."""
+    parts.placer.on_prefilled(request.facts, worker, 0, 0, parts.loop.time())
+    request.prefill_headers = [(PREFILL_HEADER, worker.id_header)]
+
+
+def _note(parts: Parts, request: Request, worker: Worker, report: PrefillReport) -> None:
+    """Tell placement, the decode worker, the client and the metrics what the prefill worker reports."""
+    stats, tokens = parts.stats, report.by_tier
+    if request.facts.prefix is not None:
+        parts.placer.on_prefilled(
+            request.facts, worker, report.published_pages, report.missing_pages, parts.loop.time()
+        )
+    count_prompt(stats, request, tokens)
+    if report.cached_by_prompt and not report.cached_by_prompt[1:]:
+        request.cached_before = b"x-pdserve-prefilled: %d/%d/%d\r\n" % report.cached_by_prompt[0]
+    else:
+        request.cached_before = cached_before_line(report.cached_by_prompt)
+    request.prefill_headers = [
+        (PREFILL_HEADER, worker.id_header),
+        (PREFILL_CACHED_HEADER, CACHED_WORDS % tuple(tokens.values())),
+    ]
+    if report.missed:
+        request.missed.append(report.missed.encode())
+    if request.meter is not None:
+        request.meter.prompt_tokens = report.prompt_tokens
+    if request.plan.handoff == "pool":
+        request.turns_line = NO_TURNS
+        if report.turns not in ("", "0"):
+            request.turns_line = b"x-pdserve-turns: %b\r\n" % report.turns.encode()
+        request.parts_s["publish"] = report.publish_ms / 1e3 if report.publish_ms > 0 else 0.0
+    stats.prompt_tokens += report.prompt_tokens
+    stats.missing_pages += report.missing_pages
+    for tier in CACHES:
+        stats.cached_tokens[tier] += tokens[tier]

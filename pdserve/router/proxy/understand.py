@@ -1,0 +1,315 @@
+"""What a request asks for: its view of the body, its model, its session, and the facts that its plan is made
+from.
+
+A body is read once, by msgspec, and passed on byte for byte. Prompts stay undecoded; media is looked for only
+where some worker of the model takes any, or where tenants must be kept from other hosts' (`tenants.rights`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import defaultdict
+from typing import Final
+
+import msgspec
+
+from pdserve.errors import RequestError
+from pdserve.router.admission.gate import Gate
+from pdserve.router.api.diagnostics import asks_diagnosis
+from pdserve.router.api.endpoints import Endpoint, find_holder
+from pdserve.router.api.errors import NoWorkerError
+from pdserve.router.api.nonces import MARK, STRIPPED_HEADER, without_nonce
+from pdserve.router.api.request_body import (
+    BOM,
+    TRUE,
+    UNREADABLE,
+    RequestView,
+    asks_about_prompt,
+    count_candidates,
+    count_choices,
+    count_prompts,
+    decode_request,
+    estimate_prompt_tokens,
+    has_media,
+    measure_prompt,
+    parse_request,
+    read_form,
+    with_member,
+)
+from pdserve.router.config.router import RouterConfig
+from pdserve.router.config.tenants import SHARED
+from pdserve.router.fleet.registry import Fleet
+from pdserve.router.metrics.stats import Stats
+from pdserve.router.placement.planner import RequestFacts
+from pdserve.router.placement.prefix_index import prefix_of
+from pdserve.router.request.request import Request
+from pdserve.router.sessions.history import History
+from pdserve.router.sessions.keys import find_session_key, is_final, parse_sources
+from pdserve.router.tenants.retained import (
+    CACHE_CONTROL,
+    RETAIN_HEADER,
+    RETAINED_HEADER,
+    Retained,
+    seconds_marked,
+    seconds_of,
+)
+from pdserve.router.tenants.rights import (
+    PRIORITY_HEADER,
+    check_fields,
+    check_media,
+    empty_tenant_request,
+    isolated,
+    parse_tenant_request,
+    priority_of,
+    salt_line,
+)
+from pdserve.router.tenants.tenant import TenantState
+
+
+class Understanding:
+    """Reads requests. Keeps how many came for each model, and what is retained."""
+
+    def __init__(
+        self, config: RouterConfig, fleet: Fleet, gate: Gate, stats: Stats, *, needs_prefix: bool
+    ) -> None:
+        """`needs_prefix`: of the prompts, for their plans."""
+        self._stats = stats
+        self._history = History()
+        self._keeps_nonces = config.keep_nonces
+        self._fleet = fleet
+        self._gate = gate
+        self._needs_prefix = needs_prefix
+        self._sources = sources = parse_sources(config.session.sources)
+        self._session_fields = frozenset(one.header for one in sources if one.header)
+        kinds = {one.kind for one in sources if not one.header}
+        self._looks_further = bool(kinds - {"user", "prompt_cache_key", "metadata.user_id"})
+        self._shows_load = config.access.show_load
+        self._limits = config.limits
+        self.retained: Final = Retained()
+        self._loop = asyncio.get_running_loop()
+        self._turns: defaultdict[str, int] = defaultdict(int)
+
+    def read(self, request: Request) -> RequestView:
+        """Read what does not depend on workers, and put a model in place of an alias. Raises RequestError."""
+        has_keys = self._gate.tenants.has_keys
+        if request.endpoint.is_form:
+            view = _view_of_form(request, has_keys=has_keys)
+        else:
+            if request.body[:3] == BOM:
+                request.body = request.body[3:]
+            body = request.body
+            try:
+                view = parse_tenant_request(body) if has_keys else decode_request(body)
+            except UNREADABLE:
+                view = parse_request(body)  # says what is wrong
+        if not self._keeps_nonces and MARK in request.body:
+            view = self._without_nonce(request, view, has_keys=has_keys)
+        request.streams = view.stream is True
+        if view.model in self._fleet.tasks and view.model not in self._gate.aliases:
+            return view
+        model = self._gate.named(view.model)
+        if model != view.model:
+            view.model = model
+            if not request.endpoint.is_form:
+                request.body = with_member(request.body, "model", model)
+        return view
+
+    def _without_nonce(self, request: Request, view: RequestView, *, has_keys: bool) -> RequestView:
+        """What the request says without a line at its start that changes each time, see `api.nonces`."""
+        request.body, name = without_nonce(request.body, view)
+        if not name:
+            return view
+        self._stats.nonces += 1
+        request.more_headers.append((STRIPPED_HEADER, name))
+        if request.endpoint.is_form:
+            return _view_of_form(request, has_keys=has_keys)
+        return parse_tenant_request(request.body) if has_keys else parse_request(request.body)
+
+    def understand(self, request: Request, tenant: TenantState, view: RequestView) -> None:
+        """Fill in what planning needs, of the workers that there are now. Raises RequestError."""
+        body, endpoint, fleet = request.body, request.endpoint, self._fleet
+        session = None
+        names_itself = view.user or view.prompt_cache_key or view.metadata or self._looks_further
+        if names_itself or not self._session_fields.isdisjoint(request.fields):
+            session = find_session_key(self._sources, request.fields, view, body)
+        model = view.model
+        if model is None or endpoint.task not in fleet.tasks.get(model, ()):
+            model = self._gate.model_of(request, view.model)
+        request.model = model
+        self._turns[model] += 1
+        scope = view.model or model
+        if session is not None:
+            session = session.of_model(scope)
+        if self._gate.tenants.has_keys:
+            scope = self._keep_apart(request, tenant, view, scope)
+            if session is not None:
+                session = session.within(tenant.name)
+        elif endpoint.salt == "body" and view.cache_salt and fleet.takes_plain_salts(model):
+            request.body = isolated(body, view.cache_salt, SHARED, is_plain=True)
+        prompt = view.prompt_json(endpoint.prompt_fields)
+        computes = endpoint.task is not None  # tokenizing does not: it leaves no pages behind
+        several, tokens = measure_prompt(prompt, may_be_media=model not in fleet.text_only)
+        prompts = candidates = choices = 1
+        if computes and (
+            several or endpoint.task == "embed" or view.n or view.best_of or view.sampling_params
+        ):
+            prompts, candidates, choices = self._counts(view, endpoint, prompt, several=several)
+        takes_media = model not in fleet.text_only
+        before = 0
+        for name in endpoint.preamble_fields:
+            before += estimate_prompt_tokens(getattr(view, name), may_be_media=takes_media)
+        tokens = tokens + before if computes else 0
+        charged = tokens
+        if not tokens:
+            charged = before + estimate_prompt_tokens(view.prompt_json(endpoint.charged_fields))
+        if endpoint.bytes_per_token:
+            charged = len(body) // endpoint.bytes_per_token
+        can_be_direct = (
+            fleet.has_direct
+            and endpoint.is_prefillable
+            and not (endpoint.stored_as or several or candidates > 1 or asks_about_prompt(body))
+        )
+        has_priority = view.priority or PRIORITY_HEADER in request.fields
+        request.facts = RequestFacts(
+            endpoint=endpoint,
+            model=view.model,
+            session=session,
+            is_final=session is not None and is_final(request.fields),
+            prompt_tokens_estimate=tokens,
+            charged_tokens=charged,
+            prompts=prompts,
+            has_several_prompts=several,
+            has_media=takes_media and has_media(view),
+            can_be_direct=can_be_direct,
+            answers=prompts * candidates,
+            choices=choices,
+            urgency=self._urgency(request, tenant, view) if has_priority else 0,
+            holder=self._holder(request, tenant, view) if endpoint.continues else "",
+            turn=self._turns[model],
+            draw=random.getrandbits(32),
+            prefix=prefix_of(view, prompt, scope) if self._needs_prefix and computes else None,
+        )
+        marks_caches = view.prompt_cache_retention or CACHE_CONTROL in body
+        if endpoint.is_hint or RETAIN_HEADER in request.fields or marks_caches:
+            self._retain(request, tenant, view)
+        if endpoint.task == "generate" and (session is not None or view.diagnostics):
+            self._compare(request, view)
+
+    def _keep_apart(self, request: Request, tenant: TenantState, view: RequestView, scope: str) -> str:
+        """Tenants share neither caches nor sessions, nor see others' load. Returns the scope of the tenant's
+        prompts. Raises RequestError for what it may not ask.
+        """
+        limits = tenant.limits
+        if not limits.controls_engine:
+            check_fields(view, "kv_hints" if request.endpoint.is_hint else "")
+        check_media(view, limits.media_domains)
+        request.shows_insides = self._shows_load
+        self._isolate(request, tenant, view.cache_salt)
+        return f"{tenant.cache}/{scope}"
+
+    def _compare(self, request: Request, view: RequestView) -> None:
+        """Tell what the client changed since the session's last turn, where it names the session."""
+        session, words, change = request.facts.session, b"", None
+        if session is not None and session.is_named:
+            is_known, change = self._history.follow(session, view)
+            words = b"" if is_known else b"previous_message_not_found"
+        if change is not None:
+            words = change.words()
+            request.missed.append(words)
+        if view.diagnostics and request.endpoint.errors == "anthropic":
+            said = words if asks_diagnosis(view.diagnostics) else b""
+            request.keep_line += b"x-pdserve-changed: %b\r\n" % (said or b"none")
+            request.set_lines()
+
+    def _retain(self, request: Request, tenant: TenantState, view: RequestView) -> None:
+        """Have the pool keep the conversation for as long as its client wants, if the tenant may. Raises
+        RequestError for a hint that it may not give.
+        """
+        facts, now_s = request.facts, self._loop.time()
+        if request.endpoint.is_hint:
+            name, tokens = _conversation(request), facts.charged_tokens
+            self.retained.check_hints(tenant, view.kv_hints, name, tokens, now_s)
+            return
+        seconds, said = 0, request.fields.get(RETAIN_HEADER)
+        if facts.endpoint.task == "generate":
+            seconds = seconds_marked(request.body, view) if said is None else seconds_of(said)
+        tokens = facts.prompt_tokens_estimate
+        if self.retained.take(tenant, _conversation(request), tokens, seconds, now_s):
+            request.keep_line += b"x-pdserve-keep: %d\r\n" % seconds
+            request.set_lines()
+        elif said is None:  # marks that clients send to whomever
+            return
+        else:
+            seconds = 0
+        request.more_headers.append((RETAINED_HEADER, b"%d" % seconds))
+
+    def _holder(self, request: Request, tenant: TenantState, view: RequestView) -> str:
+        """The worker that holds what the request continues. Raises RequestError (404) if nobody does."""
+        name = request.endpoint.continues
+        id_: str | None = getattr(view, name)
+        if not id_:
+            return ""
+        holder = find_holder(id_, self._fleet.by_id, tenant.name)
+        if holder is None:
+            raise RequestError(404, f"Response with id {id_[:200]!r} not found.", param=name)
+        return holder
+
+    def _urgency(self, request: Request, tenant: TenantState, view: RequestView) -> int:
+        """What the request's priority means for the queue. One in the header goes to workers in the body.
+        Raises RequestError (400) for one that the tenant may not have.
+        """
+        header = request.fields.get(PRIORITY_HEADER)
+        signs, limits = self._fleet.priority_signs.get(request.model, ()), tenant.limits
+        is_bound = self._gate.tenants.has_keys and not limits.controls_engine
+        asked = priority_of(view.priority, header, signs, limits.max_priority if is_bound else None)
+        if asked.to_send is not None and signs and request.endpoint.takes_priority:
+            request.body = with_member(request.body, "priority", asked.to_send)
+        return asked.urgency
+
+    def _isolate(self, request: Request, tenant: TenantState, given: msgspec.Raw) -> None:
+        """Keep the tenant's pages apart from those of others. `given`: the client's own salt."""
+        salt, cache = request.endpoint.salt, tenant.cache
+        if salt == "body":
+            is_plain = self._fleet.takes_plain_salts(request.model)
+            request.body = isolated(request.body, given, cache, is_plain=is_plain)
+        elif salt == "header":
+            if not self._fleet.takes_salt_header(request.model):
+                raise NoWorkerError(
+                    f"Some workers cannot keep tenants apart at {request.endpoint.path} yet; try again later."
+                )
+            request.salt_line = salt_line(given, cache)
+        request.worker_id = b"%b:%b" % (tenant.name.encode("ascii"), request.id)  # two tenants may use one id
+        request.set_lines()
+
+    def _counts(
+        self, view: RequestView, endpoint: Endpoint, prompt: bytes, *, several: bool
+    ) -> tuple[int, int, int]:
+        """(prompts, candidates for each, answers to each that are sent). Raises RequestError (400)."""
+        prompts = candidates = choices = 1
+        is_embedding = endpoint.task == "embed"
+        if several or is_embedding:
+            prompts = count_prompts(prompt, self._limits.prompts, may_be_objects=is_embedding)
+        if view.n or view.best_of or view.sampling_params:
+            candidates = count_candidates(view, endpoint.sampling_field)
+            choices = count_choices(view, endpoint.sampling_field)
+        if prompts > self._limits.prompts:
+            raise RequestError(400, f"A request may have at most {self._limits.prompts} prompts.")
+        if candidates > self._limits.choices:
+            message = f"A request may ask for at most {self._limits.choices} answers to a prompt."
+            raise RequestError(400, message, param="n")
+        return prompts, candidates, choices
+
+
+def _view_of_form(request: Request, *, has_keys: bool) -> RequestView:
+    """Raises RequestError (400)."""
+    fields = read_form(request.body, request.fields.get(b"content-type", b""))
+    view = empty_tenant_request() if has_keys else RequestView()
+    view.model, view.stream = fields.get("model"), fields.get("stream", "").strip().lower() in TRUE
+    return view
+
+
+def _conversation(request: Request) -> str:
+    """A name for it, of one tenant."""
+    session = request.facts.session
+    return f"{request.model}/{request.id.decode() if session is None else session.name}"

@@ -1,0 +1,531 @@
+"""One request to an endpoint that workers answer: what is known of it, where it is, and its answer.
+
+The coroutine of `proxy.handle` serves it, driven by the workers' connections (`http.driven`). When the client
+leaves, or the total time is up, that coroutine is cancelled in whatever phase it is; the `finally` of each
+phase releases what the phase holds: a connection to a worker, a count of load.
+
+The answer:
+
+    nothing sent --answer--> started --last piece--> complete
+    nothing sent --early_head_s--> early --answer--> started
+
+A client that has asked for a stream, and proxies on its way, wait for a head and for bytes. So the head of
+a stream that has not begun after `deadlines.early_head_s` goes out early, and while nothing comes a comment
+follows each `KEEP_ALIVE_S`. An early head promises nothing but a stream: another worker can still be tried,
+and what else would be an answer of its own, like a worker's 400, becomes an event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import re
+import time
+from binascii import hexlify
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, Literal
+
+from pdserve.errors import RequestError
+from pdserve.router.api.endpoints import ENDPOINTS, Endpoint
+from pdserve.router.api.errors import (
+    RETRY_STATUSES,
+    convert_error,
+    error_event,
+    error_headers,
+    error_of,
+    error_type,
+    refused_stream,
+)
+from pdserve.router.fleet.worker import Worker
+from pdserve.router.http.client_request import Channel, ClientRequest, Headers
+from pdserve.router.http.worker_connection import WorkerConnection
+from pdserve.router.placement.planner import Plan, RequestFacts
+from pdserve.router.request.reports import TIMING_HEADER, finish_parts, pull_s, server_timing
+from pdserve.router.request.stream_marks import StreamMarks
+from pdserve.router.request.token_usage import Meter
+from pdserve.router.sessions.table import SessionEntry
+from pdserve.router.tenants.tenant import TenantState, rate_headers
+from pdserve.tracing import PASSED_ON, Trace
+
+JSON: Final = b"application/json"
+PREFILL_HEADER: Final = b"x-pdserve-prefill"
+MISS_HEADER: Final = b"x-pdserve-miss"
+KEEP_ALIVE_S = 12.0
+"""Proxies give up after 60 s without a byte, some after 15 s."""
+KEEP_ALIVE: Final = b": keep-alive\n\n"
+STREAM_LINES: Final = b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
+"""Of every stream of events: nginx and others would keep it back until it is whole, or store it."""
+_EARLY_LINES: Final = b"content-type: text/event-stream; charset=utf-8\r\n" + STREAM_LINES
+_FIGURES: Final = re.compile(rb"\([^)]*\)")
+_LINE_END: Final = ord("\n")
+
+Phase = Literal["body", "plan", "queue", "settle", "prefill", "decode", "stream"]
+End = Literal["client", "deadline", "worker"]
+"""What ended a request early: the client left, its total time was up, or the worker did not answer in
+time.
+"""
+
+_REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
+_FIELD_VALUE: Final = re.compile(rb"[\t\x20-\x7e\x80-\xff]{1,1024}")
+_NO_FACTS: Final = RequestFacts(next(iter(ENDPOINTS.values())))
+
+
+_PASSED_ON: Final = frozenset(PASSED_ON)
+
+
+def request_id(given: bytes | None) -> bytes:
+    """The id of a request: the client's own if it is short and plain, else a new one that nobody guesses:
+    workers are asked about a request by its id.
+    """
+    return given if given and _REQUEST_ID.fullmatch(given) else hexlify(os.urandom(12))
+
+
+class Request(ClientRequest):
+    """See the module."""
+
+    __slots__ = (
+        "_handle",
+        "asked_s",
+        "attempts",
+        "between_s",
+        "cached_before",
+        "claim",
+        "decode_id",
+        "end",
+        "endpoint",
+        "ends_line",
+        "facts",
+        "fields",
+        "first_s",
+        "found_tokens",
+        "has_turn",
+        "held_bytes",
+        "is_begun",
+        "is_early",
+        "is_prompt_counted",
+        "is_relayed",
+        "is_started",
+        "is_stream",
+        "keep_line",
+        "lines",
+        "marks",
+        "meter",
+        "missed",
+        "model",
+        "more_headers",
+        "outage_s",
+        "pairs",
+        "parts_s",
+        "phase",
+        "plan",
+        "plan_words",
+        "planned_s",
+        "prefill_headers",
+        "quiet_s",
+        "rest",
+        "retry_until_s",
+        "room_line",
+        "salt_line",
+        "shows_insides",
+        "started_s",
+        "status",
+        "streams",
+        "suspects",
+        "tenant",
+        "total_s",
+        "trace",
+        "tried",
+        "turn",
+        "turns_line",
+        "up",
+        "words",
+        "worker_id",
+    )  # fmt: skip
+
+    # what is known of it
+    endpoint: Endpoint
+    fields: dict[bytes, bytes]
+    """The headers by name."""
+    worker_id: bytes
+    """The request's id at the workers."""
+    lines: bytes
+    """Header lines for workers."""
+    salt_line: bytes
+    """Header line for workers with the salt of the caches, unless the body has it."""
+    keep_line: bytes
+    """Header lines with what the client wants of caches."""
+    started_s: float
+    """When the request came. This and the other times are time.monotonic()'s: uvloop's clock, on which
+    deadlines are, counts whole milliseconds and stands still in a callback.
+    """
+    total_s: float
+    """When it must be over; and `quiet_s`, when its client must get a byte; both on the loop's clock."""
+    held_bytes: int
+    """Bytes of the body, as counted by who bounds those of all requests."""
+    model: str
+    """The served model that the request means, once it is known."""
+    streams: bool
+    """The client asks for a stream."""
+    outage_s: float
+    """How long it has waited because its model had no worker."""
+    planned_s: float
+    """When it was let in, and planning began."""
+    asked_s: float
+    """When the first decode worker was asked."""
+    parts_s: dict[str, float]
+    """Parts of the time to a stream's first token: `metrics.names.PARTS`."""
+
+    # the plan, and what has become of it
+    plan: Plan
+    words: list[str]
+    """What decided, and what became of each stage: for the log and `x-pdserve-plan`."""
+    plan_words: bytes
+    """The words that the client is told."""
+    claim: Any
+    """Load at the worker that is asked for the answer (`proxy.parts.Claim`)."""
+    has_turn: bool
+    """It has the turn of suspects (`proxy.suspicion`)."""
+    up: WorkerConnection | None
+    """From where the answer comes."""
+    turn: SessionEntry | None
+    """The session's last turn that the answer is."""
+    attempts: int
+    """Decode workers that got the request and failed."""
+    pairs: int
+    """Pairs of workers that failed it by the direct way."""
+    tried: dict[str, int]
+    """Ids of the decode workers that failed, and what `Worker.probes_ready` was then."""
+    retry_until_s: float
+    """Until then it may wait for a worker. Set at the first failure."""
+    suspects: list[Worker]
+    """Workers that answered with an error that may be theirs or the request's: see `Parts.on_failure`."""
+    cached_before: bytes
+    """Header line for the decode worker: prompt tokens that were cached before."""
+    room_line: bytes
+    """Header line: where the decode worker meets a prefill worker (see `direct`)."""
+    turns_line: bytes
+    """Header line: which earlier answers have recorded tokens in the prompt that was prefilled."""
+    prefill_headers: Headers
+    """Name the prefill worker, and what it found cached."""
+    missed: list[bytes]
+    """Why tokens of the prompt were not found: what its client changed, and what became of pages."""
+    found_tokens: int
+    """Of the prompt, those that a cache had, as the first worker said that knew."""
+    decode_id: bytes
+    """The worker that answers."""
+
+    # the answer
+    status: int
+    """0 until it was sent."""
+    is_early: bool
+    """The head of a stream was sent before it began."""
+    is_started: bool
+    """The status was sent, and for a stream its first event."""
+    is_stream: bool
+    """The answer is a stream of events: an error can still be told as an event."""
+    is_begun: bool
+    """The worker that is asked now has begun to answer."""
+    is_relayed: bool
+    """Its stream has begun."""
+    rest: bytes | None
+    """Of a long answer that is no stream: what is kept back. None: it is none."""
+    first_s: float
+    """When the status was sent, or a stream began."""
+    between_s: float
+    """How long a worker may take for the next piece."""
+    ends_line: bool
+    """A comment can follow what was sent."""
+    marks: StreamMarks | None
+    """Of the answer, if it is a stream of events."""
+    meter: Meter | None
+    """Counts the answer's tokens, once the request was let in."""
+    more_headers: Headers
+    """Headers of every answer to this request."""
+    shows_insides: bool
+    """The client may see where the workers are, and how busy."""
+
+    def __init__(
+        self,
+        handle: Callable[[Request], Coroutine[Any, Any, None]],
+        connection: Channel,
+        method: bytes,
+        target: bytes,
+        path: str,
+        headers: Headers,
+    ) -> None:
+        """`handle` serves it; the rest as of ClientRequest."""
+        super().__init__(connection, method, target, path, headers)
+        self._handle = handle
+        self.endpoint = endpoint = ENDPOINTS[path]
+        self.fields = fields = dict(headers)
+        given = fields.get(b"x-request-id")
+        self.id = self.worker_id = hexlify(os.urandom(12)) if given is None else request_id(given)
+        self.salt_line = self.keep_line = b""
+        self.lines = b"content-type: application/json\r\nx-request-id: %b\r\n" % self.worker_id
+        if endpoint.is_form or not _PASSED_ON.isdisjoint(fields):
+            self.set_lines()
+        self.started_s = time.monotonic()
+        self.total_s = self.quiet_s = self.retry_until_s = math.inf
+        self.outage_s = self.planned_s = self.asked_s = self.first_s = self.between_s = 0.0
+        self.held_bytes = self.attempts = self.pairs = self.found_tokens = self.status = 0
+        self.facts = _NO_FACTS
+        self.tenant: TenantState | None = None
+        self.model = ""
+        self.phase: Phase = "body"
+        self.end: End | None = None
+        self.trace: Trace | None = None
+        self.parts_s = {}
+        self.words = []
+        self.plan_words = self.cached_before = self.room_line = self.turns_line = self.decode_id = b""
+        self.claim = self.up = self.turn = self.rest = self.marks = self.meter = None
+        self.streams = self.has_turn = self.is_prompt_counted = False
+        self.is_early = self.is_started = self.is_stream = self.is_begun = self.is_relayed = False
+        self.ends_line = self.shows_insides = True
+        self.tried = {}
+        self.suspects = []
+        self.prefill_headers = []
+        self.missed = []
+        self.more_headers = []
+
+    # --- its life
+
+    def begin(self) -> None:
+        """Serve it."""
+        self.connection.shared.running.add(self)
+        self._coroutine = self._handle(self)
+        self.resume()
+
+    def on_end(self) -> None:
+        """It was served."""
+        connection = self.connection
+        connection.shared.running.discard(self)
+        if not (self.is_complete or self.is_gone):
+            connection.transport.close()
+
+    def cancel(self, msg: str = "") -> None:
+        """The server stops: not within a step of another request."""
+        self.connection.loop.call_soon(self.throw, asyncio.CancelledError(msg))
+
+    def stop(self, end: Literal["client", "deadline"]) -> None:
+        """Cancel it, once."""
+        if self.end in (None, "worker") and not self.is_complete:
+            self.end = end
+            self.throw(asyncio.CancelledError())
+
+    def on_gone(self) -> None:
+        """The client has left."""
+        self.stop("client")
+
+    @property
+    def deadline_s(self) -> float:
+        """For the sweep (`http.deadlines`)."""
+        return min(self.total_s, self.quiet_s)
+
+    def expire(self) -> None:
+        """The total time is up, or the client has waited long enough for a byte."""
+        now_s = self.connection.loop.time()
+        if now_s >= self.total_s:
+            self.stop("deadline")
+            return
+        if self.is_started and self.up is not None:
+            spoke_s = self.up.deadline_s - self.between_s
+            if now_s < spoke_s + KEEP_ALIVE_S < math.inf:
+                self.quiet_s = spoke_s + KEEP_ALIVE_S
+                return
+        self.quiet_s = now_s + KEEP_ALIVE_S
+        if not (self.is_started or self.is_early) and self.takes_now:
+            self.tell_plan()
+            self.answer(200, _EARLY_LINES, None, is_early=True)
+        self.send_comment()
+
+    # --- for workers
+
+    def set_lines(self) -> None:
+        """Make the header lines for workers anew."""
+        fields = self.fields
+        content_type = JSON  # whatever the client says of its JSON, or does not say
+        if self.endpoint.is_form:
+            given = fields.get(b"content-type", JSON)
+            content_type = given if _FIELD_VALUE.fullmatch(given) else JSON
+        lines = b"content-type: %b\r\nx-request-id: %b\r\n" % (content_type, self.worker_id)
+        for name in PASSED_ON:
+            if name in fields and _FIELD_VALUE.fullmatch(fields[name]):
+                lines += b"%b: %b\r\n" % (name, fields[name])
+        self.lines = lines + self.salt_line + self.keep_line
+
+    # --- the answer
+
+    @property
+    def worker_headers(self) -> Headers:
+        """Headers that name the workers, and what they found."""
+        headers = [*self.prefill_headers]
+        if self.missed:
+            headers.append((MISS_HEADER, b", ".join(self.missed)))
+        if self.decode_id:
+            headers.append((b"x-pdserve-decode", self.decode_id))
+        return headers
+
+    def tell_plan(self) -> None:
+        """The client is told what has become of the plan until now. Words of an added policy may hold
+        anything.
+        """
+        said = ", ".join(self.words)
+        if not said.isprintable():
+            said = "".join(character if character.isprintable() else "?" for character in said)
+        self.plan_words = said.encode("ascii", "replace")
+
+    def answer(
+        self,
+        status: int,
+        lines: bytes,
+        length: int | None,
+        *,
+        closes: bool = False,
+        is_early: bool = False,
+        now_s: float = 0.0,
+    ) -> None:
+        """Begin the answer with a status and these header lines, and the router's own. `length`: of the body
+        in bytes; None: a stream of events. `closes`: the connection ends with the answer. `is_early`: only a
+        head is sent now.
+        """
+        has_head, self.is_early = self.is_early, self.is_early or is_early
+        if not is_early:
+            self.is_started = True
+            self.first_s = now_s or time.monotonic()
+            self.status = status
+            self.is_stream = length is None
+        if has_head:
+            return
+        lines += b"x-request-id: %b\r\n" % self.id
+        for pair in self.more_headers:
+            lines += b"%b: %b\r\n" % pair
+        tenant = self.tenant
+        if tenant is not None and (tenant.requests is not None or tenant.tokens is not None):
+            now_s = self.connection.loop.time()
+            for pair in rate_headers(tenant, self.endpoint.errors, now_s, time.time()):
+                lines += b"%b: %b\r\n" % pair
+        if words := self.plan_words:
+            if not self.shows_insides:
+                words = _FIGURES.sub(b"", words)
+            lines += b"x-pdserve-plan: %b\r\n" % words
+            for pair in self.prefill_headers:
+                if self.shows_insides or pair[0] != PREFILL_HEADER:
+                    lines += b"%b: %b\r\n" % pair
+            if self.missed:
+                lines += b"x-pdserve-miss: %b\r\n" % b", ".join(self.missed)
+            if self.decode_id and self.shows_insides:
+                lines += b"x-pdserve-decode: %b\r\n" % self.decode_id
+        self.start(status, lines, length, closes=closes)
+
+    def relay(self, up: WorkerConnection) -> None:
+        """Pass on what has come of a stream that has begun. The worker's connection calls this for each read:
+        what it costs, each token costs.
+        """
+        connection, marks = self.connection, self.marks
+        if connection.is_full or marks is None:
+            up.pause()
+            return
+        data = b"".join(up.pieces)
+        up.pieces = []
+        up.deadline_s = connection.loop.time() + self.between_s
+        ready = marks.take(data, False)
+        if not ready or connection.is_closing:
+            return
+        if not self.is_started:
+            self.begin_stream(up)
+        meter = self.meter
+        if meter is not None and (meter.mark in ready or not marks.is_marked):
+            meter.count(ready, self.ends_line)
+        self.ends_line = ready[-1] == _LINE_END
+        if self.has_chunks:
+            connection.transport.write(b"%x\r\n%b\r\n" % (len(ready), ready))
+        else:
+            self.send(ready, more=True)
+
+    def begin_stream(self, up: WorkerConnection) -> None:
+        """The first event is here: make the head, with the parts of the time until now."""
+        now_s, said = time.monotonic(), up.said.get(TIMING_HEADER)
+        finish_parts(self.parts_s, self.asked_s, 0.0 if said is None else pull_s(said), self.started_s, now_s)
+        timing = server_timing(self.parts_s)
+        lines = b"%b%bserver-timing: %b\r\n" % (up.lines, STREAM_LINES, timing)
+        self.answer(up.status, lines, None, now_s=now_s)
+        self.phase = "stream"
+
+    def on_writable(self) -> None:
+        """The client reads again: let the worker go on, and pass on what has waited."""
+        up = self.up
+        if up is not None and up.is_paused:
+            up.go_on(self.between_s)
+            if up.pieces and up.sink is not None:
+                up.sink(up)
+
+    async def pass_on(self, body: bytes, *, more: bool) -> None:
+        """Send a piece of the answer's body, once the client is not slow to read."""
+        if body:
+            meter = self.meter
+            if meter is not None:
+                if not self.is_stream:
+                    meter.count_whole(body)
+                elif self.marks is None or self.marks.used is None:
+                    meter.count(body, self.ends_line)
+            self.ends_line = body[-1] == _LINE_END
+        elif more:
+            return
+        if self.connection.is_full:
+            await self.connection.drained()
+        self.send(body, more=more)
+        if more:
+            self.quiet_s = self.connection.loop.time() + KEEP_ALIVE_S
+
+    def ask_within_answer(self) -> bool:
+        """A comment changes no stream."""
+        self.send_comment()
+        return True
+
+    def send_comment(self) -> None:
+        """Send a comment, where a stream has its head and its client can take one."""
+        is_open = (self.is_early or self.is_stream) and not self.is_complete
+        if is_open and self.ends_line and self.takes_now:
+            self.send(KEEP_ALIVE, more=True)
+
+    async def send_json(
+        self, status: int, body: bytes, more: Headers | None = None, *, closes: bool = False
+    ) -> None:
+        """Send a whole JSON answer."""
+        lines = b"content-type: application/json\r\n"
+        for pair in more or ():
+            lines += b"%b: %b\r\n" % pair
+        self.answer(status, lines, len(body), closes=closes)
+        await self.pass_on(body, more=False)
+
+    async def send_error(self, error: RequestError) -> None:
+        """Send an error of the router."""
+        body = error_of(error, self.endpoint.errors)
+        if self.is_early:
+            await self._refuse_stream(error.status, body)
+        else:
+            await self.send_json(error.status, body, error_headers(error))
+
+    async def send_worker_error(self, status: int, body: bytes) -> None:
+        """Send a worker's error answer, in the endpoint's form."""
+        body = convert_error(status, body, self.endpoint.errors)
+        if self.is_early:
+            await self._refuse_stream(status, body)
+        else:
+            await self.send_json(status, body, [(b"retry-after", b"1")] if status in RETRY_STATUSES else None)
+
+    async def _refuse_stream(self, status: int, body: bytes) -> None:
+        """Tell an error where only the head of a stream was sent. `status` is what metrics and logs say."""
+        self.answer(status, b"", None)
+        self.is_stream = False  # of it there was nothing
+        await self.write(refused_stream(body, self.endpoint.errors), more=False)
+
+    async def break_off(self, status: int, message: str, code: str) -> None:
+        """End the answer with an error in whatever way is still open: an answer, an error event, or the end
+        of the connection.
+        """
+        if not self.is_started:
+            await self.send_error(RequestError(status, message, type_=error_type(status), code=code))
+        elif self.is_stream and not self.is_complete:
+            await self.pass_on(error_event(status, message, code, self.endpoint.errors), more=False)
