@@ -117,8 +117,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Body member, a field of `RequestView`, with the id of an answer that the request continues."""
     errors: ErrorForm = "openai"
     """The form in which clients of this endpoint expect errors."""
-    hint: Literal["", "prefetch", "demote"] = ""
-    """What the request has caches do with its prompt. Tenants need a right for it."""
+    is_hint: bool = False
+    """The request says what caches are to do with its prompt (`kv_hints`). Tenants need a right for it."""
     is_form: bool = False
     """The body is a form (`form_body`), and no JSON."""
     bytes_per_token: int = 0
@@ -251,15 +251,9 @@ _ROWS: Final = (
     _LOOKUP,
     replace(
         _LOOKUP,
-        path="/v1/kv/prefetch",
-        summary="Bring a prompt's KV up, for a turn that will come",
-        hint="prefetch",
-    ),
-    replace(
-        _LOOKUP,
-        path="/v1/kv/demote",
-        summary="Let a prompt's KV go before that of others",
-        hint="demote",
+        path="/v1/kv/hints",
+        summary="Bring a prompt's KV up, keep it, or let it go",
+        is_hint=True,
     ),
     Endpoint(
         path="/v1/audio/transcriptions",
