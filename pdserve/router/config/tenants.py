@@ -152,13 +152,6 @@ class Admin(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         Meta(description="Key of the admin API, required if it has a port; also from PDSERVE_ADMIN_KEY."),
     ] = Secret("")
     key_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = None
-    pool: Annotated[
-        tuple[str, ...],
-        Meta(
-            description="Control addresses of pool nodes, for the live page. One is enough: it names the "
-            "others. Set by `pdserve up`."
-        ),
-    ] = ()
     tls: Annotated[
         TlsConfig,
         Meta(

@@ -25,7 +25,6 @@ from pdserve.errors import ConfigError, PdserveError
 from pdserve.logs import configure_logs
 from pdserve.open_files import raise_open_files
 from pdserve.router.admin.app import AdminApp
-from pdserve.router.admin.live import LiveFeed
 from pdserve.router.app.lifespan import open_router
 from pdserve.router.app.router import Router
 from pdserve.router.config.router import RouterConfig
@@ -182,16 +181,13 @@ async def administered(
         yield
         return
     with given or bind(config.admin.host, config.admin.port) as listening:
-        feed = LiveFeed(router)
         tls = Certificates(config.admin.tls).lasting_server_context()
-        server = make_server(AdminApp(router, feed), config, tls)
+        server = make_server(AdminApp(router), config, tls)
         logger.info("admin API on port %d of %s", listening.getsockname()[1], config.admin.host)
         serving = asyncio.create_task(server.serve(sockets=[listening]), name="router-admin")
-        feeding = asyncio.create_task(feed.run(), name="router-live")
         try:
             yield
         finally:
-            feeding.cancel()
             server.should_exit = server.force_exit = True
             await serving
 
