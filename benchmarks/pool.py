@@ -147,7 +147,7 @@ def bench_node(workloads: Sequence[Workload]) -> Iterator[Connect]:
     largest = max(workload.page_bytes for workload in workloads)
     settings = {
         "capacity_bytes": workloads[0].capacity_bytes,
-        "slab_bytes": max(16 << 20, largest),
+        "page_bytes": largest,
         "keep": False,
     }
     with workplace() as directory, ExitStack() as stack:
@@ -425,7 +425,7 @@ def round_trips(seconds: float, directory: Path) -> Iterator[RoundTrip]:
     """Each way for about so many seconds. Raises HarnessError."""
     tls = Authority(directory).host("127.0.0.1")
     plain_port, tls_port = free_ports(2)
-    settings = {"capacity_bytes": 64 << 20, "slab_bytes": 4 << 20, "keep": False}
+    settings = {"capacity_bytes": 64 << 20, "keep": False}
     with (
         pool_of(1, _made(directory / "plain"), settings, [plain_port]) as (plain,),
         pool_of(1, _made(directory / "tls"), {**settings, **_tls_table(tls)}, [tls_port]),

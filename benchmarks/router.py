@@ -40,8 +40,8 @@ import typer
 import uvloop
 
 from benchmarks.lib.report import FormatOption, Output, Table, choices, numbers, say, script, workplace
-from pdserve.open_files import raise_open_files
-from pdserve.settings.toml_text import to_toml
+from pdserve.resources.memory import raise_open_files
+from pdserve.settings.config_file import to_toml
 from tests.support.processes import HarnessError, free_ports, server
 from tests.support.router.fast_worker import MODEL
 from tests.support.router.raw_load import PATH, Load, Loaded, make_requests, mock_worker, run_load
@@ -262,7 +262,8 @@ def _router(name: str, workers: Sequence[Server], directory: Path, cores: set[in
         with _on_cores(cores):
             log = directory / f"{name}.log"
             made = running.enter_context(server(name, command, log, lambda: _answers(port)))
-        yield Server(name, port, psutil.Process(made.pid))
+        process = psutil.Process(made.pid)  # pdserve's serves from a child
+        yield Server(name, port, next(iter(process.children()), process))
 
 
 def _answers(port: int) -> bool:

@@ -110,9 +110,7 @@ def measure(
     files = sorted(model.glob("*.safetensors"))
     size = sum(tensor_bytes(file) for file in files)
     if not size:
-        raise HarnessError(
-            f"{model} has no *.safetensors files: `pdserve model demo --size medium` makes some"
-        )
+        raise HarnessError(f"{model} has no *.safetensors files: tests/support/random_model.py makes some")
     found, digests = [], set()
     for source in sources:
         say(f"{source}: {rounds} loads of {size / 1e9:.2f} GB")

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import re
+from typing import Annotated, TypeAlias
+
+from msgspec import Meta
+
+Size: TypeAlias = Annotated[int, Meta(extra={"size": True})]
+"""Bytes. Where a file or a flag gives them, `settings.config_file` reads them by `parse_bytes`."""
 
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

@@ -15,9 +15,8 @@ from collections.abc import Iterable, Iterator
 _MODELS = ("tests/e2e", "tests/engine")
 _NODES = ("tests/contracts", "tests/hostile", "tests/kvpool")
 RISKS: dict[str, tuple[str, ...]] = {
-    "pdserve/engine/kv_bytes.py": _MODELS,
     "pdserve/engine/page_names.py": _MODELS,
-    "pdserve/engine/prompt_identity.py": _MODELS,
+    "pdserve/engine/fingerprints.py": _MODELS,
     "pdserve/engine/sglang": _MODELS,
     "pdserve/engine/turns": _MODELS,
     "pdserve/integrations": ("tests/integrations", "tests/e2e"),
@@ -33,7 +32,7 @@ RISKS: dict[str, tuple[str, ...]] = {
     "pdserve/pages.py": (*_MODELS, *_NODES),
     "pdserve/router/api": ("tests/router/api",),
     "pdserve/router/dispatch": ("tests/router/dispatch",),
-    "pdserve/router/processes": ("tests/router/processes",),
+    "pdserve/router/sharing": ("tests/router/sharing",),
     "pdserve/up/launchers": ("tests/contracts", "tests/up"),
     "Containerfile": ("tests/up/test_image.py",),
     "launch/constraints.txt": ("tests/up/test_constraints.py",),

@@ -39,7 +39,7 @@ def test_the_router_imports_no_numpy() -> None:
     """It costs 12 MB in each of its processes."""
     code = (
         "import sys, pdserve.router.app.lifespan\n"
-        "import pdserve.router.admin.app, pdserve.router.processes.serving\n"
+        "import pdserve.router.admin.app, pdserve.router.sharing.child\n"
         "print([name for name in ('torch', 'sglang', 'numpy') if name in sys.modules])"
     )
     shown = subprocess.run(

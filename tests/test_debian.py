@@ -13,7 +13,7 @@ from tests.support.debian import PROGRAMS, Program, is_there, main, needed, no_s
 
 ROOT = Path(__file__).parents[1]
 STARTS = {
-    "etcd": r"kvpool\.etcd_server import",
+    "etcd": r"support\.etcd_server import",
     "redis-server": r"router\.redis_server import",
     "promtool": r"promtool",
     "chromium": r"playwright\.sync_api",
@@ -38,8 +38,8 @@ def test_a_whole_run_needs_what_its_tests_would_skip_without() -> None:
     ("words", "found"),
     [
         (("tests/security",), set()),
-        (("tests/kvpool/node/peers", "-k", "x"), {"etcd-server"}),
-        (("tests/router/fleet/test_etcd.py::test_x",), {"etcd-server"}),
+        (("tests/discovery", "-k", "x"), {"etcd-server"}),
+        (("tests/discovery/test_etcd_of_pools.py::test_x",), {"etcd-server"}),
         (("tests/e2e/test_exact_turns.py",), {"etcd-server", "redis-server", "libibverbs1"}),
         (("--fast", "tests/e2e"), set()),
         (("tests/contracts/test_launcher_contract.py",), {"openssh-server"}),

@@ -22,7 +22,7 @@ from pdserve.kvpool.protocol.page_tag import PageTags
 from pdserve.kvpool.tiers.encryption import PageCipher, SecretEntry
 from pdserve.kvpool.tiers.page_codec import PageCodec
 from pdserve.router.config.limits import RedisSettings
-from pdserve.router.sessions.table import connect
+from pdserve.router.sharing.carriers import connect
 from pdserve.tracing import Tracer, Tracing
 
 ROOT = Path(__file__).parents[1]
@@ -61,7 +61,7 @@ def test_doctor_says_how_to_add_ucx() -> None:
 @pytest.mark.parametrize(
     ("words", "extra"),
     [
-        (("model", "demo", "--size", "tiny", "--out", "{tmp}/m"), "sglang"),
+        (("model", "demo", "--out", "{tmp}/m"), "sglang"),
     ],
 )
 def test_a_command_that_needs_an_extra_names_it_in_one_line(

@@ -27,7 +27,7 @@ import psutil
 import typer
 
 from pdserve.errors import ConfigError
-from pdserve.settings.toml_text import to_toml
+from pdserve.settings.config_file import to_toml
 from pdserve.sizes import parse_bytes
 from tests.support.kvpool.node_processes import memory_dir
 from tests.support.left_behind import reaper
@@ -42,7 +42,9 @@ START_TIMEOUT_S: Final = 300.0
 STOP_TIMEOUT_S: Final = 60.0
 LAST_LINES: Final = 12
 
-ModelOption = Annotated[Path, typer.Option("--model", help="Model directory: pdserve model demo makes one.")]
+ModelOption = Annotated[
+    Path, typer.Option("--model", help="Model directory: see tests/support/random_model.py.")
+]
 PoolCapacityOption = Annotated[str, typer.Option("--pool-capacity", help="Memory of the pool node.")]
 ExtraArgs = Annotated[list[str] | None, typer.Argument(help="Flags of SGLang for all workers, after --.")]
 
@@ -70,7 +72,9 @@ def settings_of(
     ConfigError where there is no model.
     """
     if not (model / "config.json").is_file():
-        raise ConfigError(f"--model {model}: no model there; pdserve model demo --size small --out {model}")
+        raise ConfigError(
+            f"--model {model}: no model; make one: python -m tests.support.random_model small {model}"
+        )
     with (
         stopped_cleanly(),
         tempfile.TemporaryDirectory(prefix="pdserve-bench-", ignore_cleanup_errors=True) as own,

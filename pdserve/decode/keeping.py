@@ -1,8 +1,10 @@
 """Conversations whose pages the pool is to keep for a while, as their clients want it.
 
 A request that comes with `x-pdserve-keep: SECONDS` has its pages kept once it is answered and they are in the
-pool. `POST /pd/keep` renews that, or ends it. It is a hint: pages that are not there are not kept, and
-whatever fails costs nobody anything.
+pool. `POST /pd/keep` renews that, or ends it. One that comes with `x-pdserve-final: TOKENS` is the last of
+its conversation: its pages go before others, but for those of the first tokens, with which other
+conversations may begin. These are hints: pages that are not there are not kept, and whatever fails costs
+nobody anything.
 
 Bounds: at most `MAX_CONVERSATIONS` can be renewed, the newest ones. Their pages are kept all the same.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
+from collections.abc import Coroutine
 from typing import Annotated, Final
 
 import msgspec
@@ -19,6 +22,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from msgspec import Meta
 
+from pdserve.engine.http.request import HttpRequest
 from pdserve.engine.page_names import RequestPages
 from pdserve.errors import PoolError, RequestError
 from pdserve.kvpool.client.async_client import AsyncPoolClient
@@ -49,6 +53,15 @@ class Keeping:
         """By request id, the newest at the end."""
         self._tasks: set[asyncio.Task[int]] = set()
 
+    def after(self, request: HttpRequest, pages: RequestPages) -> None:
+        """The request is answered, and its pages are in the pool: what it wants of them is done beside
+        whatever comes.
+        """
+        if request.shared_tokens is not None:
+            self.let_go(request.request_id, pages, request.shared_tokens)
+        elif request.keep_s:
+            self.begin(request.request_id, pages, request.keep_s)
+
     def begin(self, request_id: str, pages: RequestPages, keep_s: int) -> None:
         """The request's pages are in the pool: have them kept, beside whatever comes."""
         self._known[request_id] = pages
@@ -56,6 +69,13 @@ class Keeping:
         while len(self._known) > MAX_CONVERSATIONS:
             self._known.popitem(last=False)
         task = asyncio.create_task(self._keep(pages, keep_s))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def let_go(self, request_id: str, pages: RequestPages, shared_tokens: int) -> None:
+        """The conversation is over: have its pages behind those that others may use evicted before others."""
+        self._known.pop(request_id, None)
+        task = asyncio.create_task(self._let_go(pages, shared_tokens))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -84,9 +104,19 @@ class Keeping:
 
     async def _keep(self, pages: RequestPages, keep_s: int) -> int:
         keys = await asyncio.to_thread(pages.all_keys)
-        try:
-            async with asyncio.timeout(LIMIT_S):
-                return await self._pool.keep(keys, keep_s)
-        except (PoolError, TimeoutError) as error:
-            logger.debug("pages are not kept: %s", error)
-            return 0
+        return await _tried(self._pool.keep(keys, keep_s))
+
+    async def _let_go(self, pages: RequestPages, shared_tokens: int) -> int:
+        keys = await asyncio.to_thread(pages.keys_behind, shared_tokens)
+        await _tried(self._pool.keep(keys, -1))
+        return await _tried(self._pool.demote(keys))
+
+
+async def _tried(hint: Coroutine[None, None, int]) -> int:
+    """What the pool says to a hint; 0 where it says nothing."""
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            return await hint
+    except (PoolError, TimeoutError) as error:
+        logger.debug("a hint to the pool has no effect: %s", error)
+        return 0

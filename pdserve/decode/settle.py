@@ -175,8 +175,8 @@ class WriteBack:
             # the pool since it was stored. Nobody stores it again now, so it is not waited for.
             settled = await self._count(pages)
             await missed
-            if self._keeping is not None and followed.request.keep_s:
-                self._keeping.begin(followed.request.request_id, pages, followed.request.keep_s)
+            if self._keeping is not None:
+                self._keeping.after(followed.request, pages)
             return settled
         finally:
             missed.cancel()

@@ -1,8 +1,7 @@
-"""Configuration of etcd: where it is, and which of its keys are ours."""
+"""Configuration of etcd: where it is, and who we are there."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -12,19 +11,15 @@ from pdserve.security.tokens import Secret
 
 
 class EtcdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where etcd is, and what of it is ours."""
+    """Where etcd is. Keys are under `/pdserve/<cluster>/`."""
 
     endpoints: Annotated[
         list[str], Meta(description="etcd's client URLs, e.g. `http://10.0.0.1:2379`; tried in order.")
     ] = []
-    prefix: Annotated[str, Meta(min_length=1, description="Keys are under `<prefix>/<cluster>/`.")] = (
-        "/pdserve"
-    )
     username: Annotated[str, Meta(description="User name in etcd, if etcd requires one.")] = ""
     password: Annotated[Secret, Meta(description="The user's password; also from PDSERVE_ETCD_PASSWORD.")] = (
         Secret("")
     )
-    password_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = None
     ca_file: Annotated[
         str, Meta(description="CA certificates that verify https endpoints; empty: the system's.")
     ] = ""
@@ -32,10 +27,3 @@ class EtcdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         str, Meta(description="Our certificate, for an etcd that asks clients for one; empty: none.")
     ] = ""
     key_file: Annotated[str, Meta(description="The key of certificate_file; empty: in the same file.")] = ""
-    timeout_s: Annotated[float, Meta(gt=0, description="Longest time of one request to etcd.")] = 2.0
-    lease_s: Annotated[
-        int, Meta(ge=1, description="A key ends when its owner has not renewed it for this long.")
-    ] = 5
-    retry_s: Annotated[float, Meta(gt=0, description="Pause before etcd is tried again after a failure.")] = (
-        1.0
-    )

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from msgspec import Meta
 
+from pdserve.discovery import etcd
 from pdserve.discovery.config import EtcdConfig
 from pdserve.discovery.etcd import EtcdMember, EtcdMembership
 from pdserve.errors import ConfigError
@@ -58,10 +59,11 @@ class Registration:
             secret=cluster_token,
             alone=True,
         )
-        self._retry_s = config.retry_s
         self._loop = asyncio.new_event_loop()
         self._stopped = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name="worker-etcd", daemon=True)
+        self._thread = threading.Thread(
+            target=lambda: self._loop.run_until_complete(self._keep()), name="worker-etcd", daemon=True
+        )
 
     def start(self) -> None:
         """The worker is ready."""
@@ -73,9 +75,6 @@ class Registration:
             self._loop.call_soon_threadsafe(self._stopped.set)
             self._thread.join()
         self._loop.close()
-
-    def _run(self) -> None:
-        self._loop.run_until_complete(self._keep())
 
     async def _keep(self) -> None:
         keeping = asyncio.create_task(self._run_membership())
@@ -91,4 +90,4 @@ class Registration:
                 await self._membership.run()
             except Exception:  # boundary: of this thread; routers would lose a worker that serves
                 logger.exception("worker: keeping its key in etcd failed, and is repeated")
-            await asyncio.sleep(self._retry_s)
+            await asyncio.sleep(etcd.RETRY_S)

@@ -17,7 +17,7 @@ from pdserve.engine.worker import WorkerConfig
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.protocol.address import is_loopback, is_remote
 from pdserve.router.config.router import RouterConfig
-from pdserve.security.tokens import MIN_CHARS, reveal
+from pdserve.security.tokens import MIN_CHARS, SecretFile, reveal
 
 CHECK: Final = "security"
 
@@ -62,10 +62,9 @@ def pool_node(config: PoolNodeConfig) -> Iterator[Finding]:
     """What strangers find at a pool node."""
     who = f"pool node {config.name}"
     yield from _etcd(who, config.cluster.etcd)
-    for name, secret in (("admin_token", config.admin_token), ("cluster.token", config.cluster.token)):
-        if 0 < len(reveal(secret)) < MIN_CHARS:
-            says = f"{who}: {name} is shorter than {MIN_CHARS} characters and can be guessed"
-            yield _warn(says, "make one with `openssl rand -base64 32`")
+    if not isinstance(config.admin_token, SecretFile) and 0 < len(reveal(config.admin_token)) < MIN_CHARS:
+        says = f"{who}: admin_token is shorter than {MIN_CHARS} characters and can be guessed"
+        yield _warn(says, "make one with `openssl rand -base64 32`")
     if config.events.address and config.events.trusted_network:
         says = f"{who}: its events at {config.events.address} tell every host which prompts were served"
         yield _warn(says, "publish them on loopback, or close their ports to all but the routers")
@@ -74,16 +73,11 @@ def pool_node(config: PoolNodeConfig) -> Iterator[Finding]:
     if config.insecure:
         says = f"{who}: insecure = true lets every host that reaches it use the pool without a token"
         yield _warn(says, "set admin_token_file, a token for namespaces, and cluster.token_file")
-    elif missing := _missing_tokens(config):
-        says = (
-            f"{who}: other hosts reach it, and its file names no {', no '.join(missing)}: it does not start"
-        )
-        yield Finding(CHECK, "fail", says, "give each a file, or insecure = true")
     if not config.tls.as_server:
         says = f"{who}: without tls, pages and prompts can be read and changed on the wire"
         yield _warn(says, "launch/make_certs.sh makes certificates for its tls table")
     host = config.metrics.rpartition(":")[0].strip("[]")
-    if config.metrics and not is_loopback(host) and not (config.metrics_token or config.metrics_token_file):
+    if config.metrics and not is_loopback(host) and not config.metrics_token:
         says = f"{who}: its metrics at {config.metrics} tell every host of namespaces and clients"
         yield _warn(says, "set metrics_token_file, or metrics to an address of loopback")
     ucx = config.ucx
@@ -94,17 +88,6 @@ def pool_node(config: PoolNodeConfig) -> Iterator[Finding]:
         if not ucx.devices:
             change = f"name the interfaces in ucx.devices; {change}"
         yield _warn(says, change)
-
-
-def _missing_tokens(config: PoolNodeConfig) -> list[str]:
-    """Those without which a node that other hosts reach does not start. They may come by the environment."""
-    defaults, cluster = config.namespace_defaults, config.cluster
-    given = {
-        "admin_token": reveal(config.admin_token) or config.admin_token_file,
-        "cluster.token": reveal(cluster.token) or cluster.token_file,
-        "namespace_defaults.read_token": reveal(defaults.read_token) or defaults.read_token_file,
-    }
-    return [name for name, token in given.items() if not token]
 
 
 def worker(config: WorkerConfig) -> Iterator[Finding]:

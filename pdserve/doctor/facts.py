@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import msgspec
+
+from pdserve.router.fleet.worker import WorkerInfo
 
 Level = Literal["ok", "warn", "fail"]
 NO_UCX: Final = "UCX is not installed"
@@ -26,7 +28,6 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """Hard limit of open files; what processes raise theirs to."""
     shm_bytes: int
     shm_free_bytes: int
-    memory_bytes: int
     sglang: str = ""
     """Version; empty: not installed."""
     sglang_tested: str = ""
@@ -35,58 +36,26 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     ucx_error: str = ""
     """Why UCX cannot be used; empty: it can."""
     has_infiniband: bool = False
-    has_gpu: bool = False
-    numa_nodes: int = 1
-    has_numactl: bool = True
 
 
 class Worker(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker of a cluster, by its own word: `/pd/info`, `/pd/ready` and SGLang's `/get_server_info`."""
+    """One worker of a cluster, by its own word: `/pd/ready` and `/pd/info`."""
 
     url: str
     error: str = ""
     """Why it says nothing."""
     ready: bool = False
     draining: bool = False
-    described: bool = True
-    """It told what it serves; one that starts or stops may not."""
     guarded: bool = False
     """It wants the cluster's token before it tells more, and was not sent it."""
-    busy: bool = False
-    """It had no time to tell SGLang's arguments: those below are not known."""
-    engine: str = ""
-    """Of a worker without routes under `/pd/`, as vLLM's: of those below, only role, model and context length
-    are known. Empty: it has them.
-    """
+    refused: str = ""
+    """Why the router sends it nothing; empty: it does."""
     pool: str = "down"
     role: str = ""
-    model: str = ""
-    generates: bool = True
-    """Its model answers prompts, and does not only make embeddings."""
-    context_length: int = 0
-    page_size: int = 0
-    namespace: str = ""
-    geometry: dict[str, Any] = {}
-    tokenizer: str = ""
-    """Fingerprints; empty: it does not say."""
-    chat_template: str = ""
-    versions: str = ""
+    """Empty: not known."""
+    info: WorkerInfo | None = None
+    """None: it did not tell what it serves; one that starts or stops may not."""
     clock_ahead_s: float = 0.0
-    has_storage: bool = True
-    write_policy: str = ""
-    prefetch_policy: str = ""
-    prefetch_threshold: int = 0
-    device_tokens: int = 0
-    host_tokens: int = 0
-    """Room in its host memory; 0: not known."""
-    host_bytes: int = 0
-    """Of that memory, where it was set in bytes."""
-    keeps_host_pages: bool = True
-    """False: pages are in host memory only on their way (`buffer_only`)."""
-    radix_cache: bool = True
-    pool_nodes: tuple[str, ...] = ()
-    """Control addresses."""
-    data_path: str = "auto"
 
 
 class PoolNode(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,8 +74,6 @@ class PoolNode(msgspec.Struct, frozen=True, kw_only=True):
     full_namespaces: tuple[str, ...] = ()
     """Those whose quota is used up by 95 % and more."""
     unwritable_tiers: tuple[str, ...] = ()
-    page_bytes: dict[str, int] = {}
-    """By namespace with pages: the mean length of one."""
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):

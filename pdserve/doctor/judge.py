@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Final
 
 from pdserve.doctor.facts import NO_UCX, Finding, Level, Machine, PoolNode, Probe, Turn, Worker
 from pdserve.extras import how_to_install
+from pdserve.router.fleet.registry import differing_field
+from pdserve.router.fleet.worker import WorkerInfo
 
 MIN_OPEN_FILES: Final = 4096
 GOOD_OPEN_FILES: Final = 16_384
@@ -32,7 +34,6 @@ def _finding(check: str, level: Level, says: str, change: str = "") -> Finding:
 def machine(facts: Machine) -> Iterator[Finding]:
     """What this machine has and lacks."""
     yield _sglang(facts)
-    yield from _numa(facts)
     yield _open_files(facts.open_files)
     yield _shm(facts)
     yield _ucx(facts)
@@ -50,12 +51,6 @@ def _sglang(facts: Machine) -> Finding:
             "sglang", "warn", f"SGLang {facts.sglang}; pdserve is tested with {facts.sglang_tested}", change
         )
     return _finding("sglang", "ok", f"SGLang {facts.sglang}")
-
-
-def _numa(facts: Machine) -> Iterator[Finding]:
-    if facts.has_gpu and facts.numa_nodes > 1 and not facts.has_numactl:
-        says = f"{facts.numa_nodes} NUMA nodes, and no numactl: SGLang keeps no worker near its GPU"
-        yield _finding("NUMA", "warn", says, "install numactl (on Debian: apt-get install numactl)")
 
 
 def _open_files(limit: int) -> Finding:
@@ -86,38 +81,13 @@ def _ucx(facts: Machine) -> Finding:
 def workers(found: Sequence[Worker]) -> Iterator[Finding]:
     """Of a cluster's workers together."""
     for worker in found:
-        if worker.error:
-            yield _finding("worker", "fail", f"{worker.url}: {worker.error}", "see its log; start it")
-        elif worker.draining:
-            says = f"{worker.url} drains: it finishes what it has and takes nothing new"
-            yield _finding("worker", "warn", says, "start it again where it is to stay")
-        elif not worker.ready:
-            says = f"{worker.url} is not ready: it still starts, or SGLang in it is not well"
-            yield _finding("worker", "fail", says, "wait, or see its log")
-        if worker.guarded:
-            says = (
-                f"{worker.url} was not asked more: it wants the cluster's token, which goes to workers of "
-                "--config FILE or --worker URL alone"
-            )
-            yield _finding("worker", "ok", says)
-        if worker.busy:
-            says = f"{worker.url} is busy: it did not tell SGLang's arguments in time"
-            yield _finding("worker", "warn", says, "ask again when it has less to do")
-        if worker.engine and not worker.error:
-            says = f"{worker.url} is {worker.engine}'s: how it uses the pool is not known, and not probed"
-            yield _finding("worker", "ok", says)
+        yield from _state(worker)
     answered = [worker for worker in found if not worker.error]
-    if all(worker.role or (worker.described and not worker.engine) for worker in answered):
-        yield from _roles(found)
-    described = [worker for worker in answered if worker.described]
-    there = [worker for worker in described if not worker.engine]
-    for model in dict.fromkeys(worker.model for worker in described):
-        yield from _one_engine(model, [worker for worker in described if worker.model == model])
-        yield from _alike(model, [worker for worker in there if worker.model == model])
-    for worker in there:
-        if not worker.busy:
-            yield from _hand_off(worker)
-            yield from _host_pool(worker)
+    if all(worker.role for worker in answered):
+        yield from _roles({worker.role for worker in answered})
+    told = [(worker.url, worker.info) for worker in answered if worker.info is not None]
+    for model in dict.fromkeys(info.model for _, info in told):
+        yield from _alike(model, [(url, info) for url, info in told if info.model == model])
     for worker in answered:
         if abs(worker.clock_ahead_s) > MAX_CLOCK_S:
             says = f"{worker.url}: its clock is {worker.clock_ahead_s:+.1f} s off ours"
@@ -126,110 +96,57 @@ def workers(found: Sequence[Worker]) -> Iterator[Finding]:
         yield _finding("clock", "ok", f"{len(answered)} workers agree with this clock")
 
 
-def _roles(found: Sequence[Worker]) -> Iterator[Finding]:
-    roles = {worker.role for worker in found if not worker.error}
-    if found and not roles & {"decode", "agg", "elastic"}:
+def _state(worker: Worker) -> Iterator[Finding]:
+    url, info = worker.url, worker.info
+    if worker.error:
+        yield _finding("worker", "fail", f"{url}: {worker.error}", "see its log; start it")
+    elif worker.draining:
+        says = f"{url} drains: it finishes what it has and takes nothing new"
+        yield _finding("worker", "warn", says, "start it again where it is to stay")
+    elif not worker.ready:
+        says = f"{url} is not ready: it still starts, or SGLang in it is not well"
+        yield _finding("worker", "fail", says, "wait, or see its log")
+    if worker.refused:
+        says = f"{url}: the router sends it nothing: {worker.refused}"
+        yield _finding("worker", "fail", says, "change its settings, or the others'")
+    if worker.guarded:
+        says = (
+            f"{url} was not asked more: it wants the cluster's token, which goes to workers of "
+            "--config FILE or --worker URL alone"
+        )
+        yield _finding("worker", "ok", says)
+    elif info is not None and info.lacks:
+        says = f"{url} is {info.engine}'s: how it uses the pool is not known, and not probed"
+        yield _finding("worker", "ok", says)
+    elif info is not None and worker.pool != "up":
+        says = f"{url} does not reach every pool node, or runs without the pool"
+        yield _finding("pool", "warn", says, "start them, check pool.nodes and storage")
+
+
+def _roles(roles: Set[str]) -> Iterator[Finding]:
+    if roles and not roles & {"decode", "agg", "elastic"}:
         yield _finding("worker", "fail", "no decode, aggregated or elastic worker answers", "start one")
     if "prefill" in roles and not roles & {"decode", "elastic"}:
         yield _finding("worker", "warn", "prefill workers without a decode worker", "start a decode worker")
 
 
-_ALIKE: Final = (
-    ("page size", "page_size", "start all with one engine.page_size"),
-    ("layout", "layout", "start all with one engine.layout"),
-    ("ranks", "tp_size", "start all with one --tp-size, or with one engine.page_pieces"),
-    ("KV dtype", "kv_dtype", "start all with one engine.kv_cache_dtype and engine.dtype"),
-    ("model revision", "model", "give all the same files: their weights or configuration differ"),
-    ("tokenizer", "tokenizer", "give all the same tokenizer files: prompts become other tokens"),
-    ("chat template", "chat_template", "give all the same chat template: prompts become other tokens"),
-    ("namespace", "namespace", "leave pool.namespace empty, or give all the same one"),
-)
-
-
-def _one_engine(model: str, there: Sequence[Worker]) -> Iterator[Finding]:
-    engines = sorted({worker.engine or "sglang" for worker in there})
-    if len(engines) > 1:
-        says = f"workers of {model} are of {' and '.join(engines)}: they share no pages"
-        yield _finding("engine", "fail", says, "give each engine's model a name of its own")
-
-
-def _alike(model: str, there: Sequence[Worker]) -> Iterator[Finding]:
-    """What must be the same for workers to share pages."""
-    for check, field, change in _ALIKE:
-        values: dict[str, list[str]] = {}
-        for worker in there:
-            own = getattr(worker, field, None) if field != "model" else None
-            values.setdefault(str(own or worker.geometry.get(field, "")), []).append(worker.url)
-        silent = values.pop("", [])
-        if len(values) > 1:
-            told = "; ".join(f"{value[:16]} at {', '.join(urls)}" for value, urls in values.items())
-            yield _finding(check, "fail", f"workers of {model} differ: {told}", change)
-        if silent and len(there) > 1:
-            says = f"workers of {model} that do not tell theirs: {', '.join(silent)}"
-            yield _finding(check, "warn", says, "upgrade them: whether theirs is the others' is not known")
-        elif len(values) == 1:
-            yield _finding(check, "ok", f"{next(iter(values))[:40]} at all {len(there)} workers of {model}")
-    versions = {worker.versions for worker in there}
-    if len(versions) > 1:
-        yield _finding(
-            "versions", "warn", f"workers of {model} run {', '.join(sorted(versions))}", "upgrade all"
-        )
-
-
-def _hand_off(worker: Worker) -> Iterator[Finding]:
-    """Whether pages get from this worker to the others, and from them here."""
-    url = worker.url
-    if not worker.has_storage:
-        says = f"{url} runs without the pool: nothing is shared"
-        yield _finding("storage", "warn", says, 'set storage = "pool"')
-        return
-    if worker.pool != "up":
-        yield _finding(
-            "pool", "fail", f"{url} does not reach every pool node", "start them, check pool.nodes"
-        )
-    if not worker.radix_cache:
-        says = f"{url}: SGLang's radix cache is off"
-        yield _finding("radix cache", "fail", says, "remove --disable-radix-cache")
-    if worker.prefetch_policy != "wait_complete":
-        level: Level = "fail" if worker.prefetch_policy == "best_effort" else "warn"
-        says = (
-            f"{url}: prefetch policy {worker.prefetch_policy or 'unknown'}: pages on their way are recomputed"
-        )
-        yield _finding("prefetch", level, says, "use --hicache-storage-prefetch-policy wait_complete")
-    elif worker.prefetch_threshold >= worker.context_length > 0:
-        says = f"{url}: prefetch threshold {worker.prefetch_threshold} is the whole context: no hand-off ever"
-        yield _finding("prefetch", "fail", says, "set prefetch_threshold to the page size")
-    elif worker.prefetch_threshold > worker.page_size:
-        says = f"{url}: prompts with fewer than {worker.prefetch_threshold} tokens to fetch are recomputed"
-        yield _finding(
-            "prefetch", "warn", says, f"set prefetch_threshold to the page size, {worker.page_size}"
-        )
-    else:
-        yield _finding("prefetch", "ok", f"{url}: wait_complete from {worker.prefetch_threshold} tokens on")
-    if worker.write_policy != "write_through":
-        says = f"{url}: write policy {worker.write_policy or 'unknown'}: pages reach the pool late or never"
-        yield _finding("write policy", "fail", says, "use --hicache-write-policy write_through")
-    else:
-        yield _finding("write policy", "ok", f"{url}: write_through")
-
-
-def _host_pool(worker: Worker) -> Iterator[Finding]:
-    if not worker.has_storage or not worker.host_tokens:
-        return
-    says = (
-        f"{worker.url}: host memory for {worker.host_tokens:,} tokens, prompts to {worker.context_length:,}"
-    )
-    change = "raise engine.hicache_size_gb or hicache_ratio, or lower context_length"
-    # a request that the device has no room for is refused, however long the model lets it be
-    longest = (
-        worker.context_length if worker.keeps_host_pages else min(worker.context_length, worker.device_tokens)
-    )
-    if worker.host_tokens < longest:
-        yield _finding("host pool", "fail", says, change)
-    elif worker.keeps_host_pages and worker.host_tokens < worker.device_tokens:
-        yield _finding("host pool", "warn", f"{says}; the device's has {worker.device_tokens:,}", change)
-    else:
-        yield _finding("host pool", "ok", says)
+def _alike(model: str, there: Sequence[tuple[str, WorkerInfo]]) -> Iterator[Finding]:
+    """What must be the same for workers to share pages, as the router sees it."""
+    (first, own), *others = there
+    differs = False
+    for url, info in others:
+        if (field := differing_field(own, info)) is not None:
+            differs = True
+            name, ours, theirs = field
+            told = f"{str(ours)[:32]} at {first}, {str(theirs)[:32]} at {url}"
+            says = f"workers of {model} differ in {name}: {told}"
+            yield _finding("alike", "fail", says, "give all the same settings and files")
+    if not differs:
+        yield _finding("alike", "ok", f"the {len(there)} workers of {model} can share pages")
+    versions = {f"pdserve {info.pdserve_version}, SGLang {info.sglang_version}" for _, info in there}
+    if len(versions) > 1 and not differs:
+        says = f"workers of {model} run {'; '.join(sorted(versions))}"
+        yield _finding("versions", "warn", says, "upgrade all")
 
 
 def pool(nodes: Sequence[PoolNode]) -> Iterator[Finding]:

@@ -18,6 +18,7 @@ from pdserve.router.request.call import CACHED_HEADER, PREFILL_CACHED_HEADER, pa
 from pdserve.security.log_text import printable
 
 PAGES: Final = 4
+MAX_PAGE_TOKENS: Final = 65_536
 TIMEOUT_S: Final = 120.0
 MAX_TOKENS: Final = 1 << 30
 LEAST_TOKEN, LAST_TOKEN = 200, 1200  # ids that every vocabulary has, none of them special
@@ -37,8 +38,11 @@ def page_sizes(workers: Iterable[Worker]) -> dict[str, int]:
     """Of each model that ready workers generate with; the largest where they differ."""
     sizes: dict[str, int] = {}
     for worker in workers:
-        if worker.ready and worker.generates and worker.page_size:
-            sizes[worker.model] = max(worker.page_size, sizes.get(worker.model, 0))
+        info = worker.info
+        if info is None or not worker.ready or info.lacks or "generate" not in info.tasks:
+            continue
+        if 0 < info.page_size <= MAX_PAGE_TOKENS:
+            sizes[info.model] = max(int(info.page_size), sizes.get(info.model, 0))
     return sizes
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import shutil
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -15,8 +14,6 @@ from pdserve.doctor.facts import NO_UCX, Machine
 from pdserve.errors import StartupError
 from pdserve.extras import is_installed
 from pdserve.kvpool.transports.ucx import UcxLibrary
-from pdserve.resources.machine import has_nvidia_gpu
-from pdserve.resources.memory import limit_bytes
 
 SELF_CHECK_TIMEOUT_S: Final = 180.0
 
@@ -33,15 +30,11 @@ def gather(sglang_tested: str, *, self_check: bool = True) -> Machine:
         open_files=_limit(resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
         shm_bytes=shm.f_blocks * shm.f_frsize,
         shm_free_bytes=shm.f_bavail * shm.f_frsize,
-        memory_bytes=limit_bytes(),
         sglang=sglang,
         sglang_tested=sglang_tested,
         sglang_misfit=_misfit() if self_check and sglang else "",
         ucx_error=_ucx_error(),
         has_infiniband=infiniband.is_dir() and any(infiniband.iterdir()),
-        has_gpu=has_nvidia_gpu(),
-        numa_nodes=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))),
-        has_numactl=shutil.which("numactl") is not None,
     )
 
 

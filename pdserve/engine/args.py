@@ -24,7 +24,6 @@ from typing import Any, Literal
 from pdserve.engine.config import EngineConfig, Role
 from pdserve.engine.device import Device
 from pdserve.engine.handoff import DirectConfig, direct_argv
-from pdserve.engine.kv_bytes import token_bytes
 from pdserve.errors import ConfigError
 from pdserve.kvpool.weights.names import is_pool_url, parse_url
 from pdserve.security.tls import TlsConfig
@@ -39,6 +38,7 @@ _CPU_MAX_KV_BYTES = 512 * 2**20  # HiCache takes twice as much again: two worker
 # SGLang takes this share of the memory that is free at its start. Its tokens bound the KV cache anyway;
 # a small share would only make a start fail when a neighbour takes memory meanwhile.
 _CPU_MEM_FRACTION = 0.9
+_TEXT_PARTS = ("text_config", "llm_config", "language_config")  # of a multimodal model's config.json
 _HOST_RATIO = {"cache": 2.0, "buffer_only": 1.2}  # SGLang's own host pool as a multiple of the device's
 _CPU_MAX_RUNNING_REQUESTS = 128  # bounds the request-to-token table: this many rows of the context length
 
@@ -118,9 +118,8 @@ def server_argv(
         *("--port", str(config.port)),
         *("--device", device),
         *("--dtype", config.dtype),
-        *("--kv-cache-dtype", config.kv_cache_dtype),
         *("--page-size", str(config.page_size)),
-        *("--log-level", config.log_level),
+        *("--log-level", "warning"),
         *("--tool-call-parser", "auto"),  # by the chat template
         "--enable-metrics",
         *("--extra-metric-labels", json.dumps({"role": role})),
@@ -131,8 +130,6 @@ def server_argv(
     if "--enable-priority-scheduling" in config.extra_args:
         # without it SGLang puts requests without a priority behind all others, those below 0 too
         argv += ["--default-priority-value", "0"]
-    if config.context_length is not None:
-        argv += ["--context-length", str(config.context_length)]
     if tls is not None and tls.as_server:
         argv += ["--ssl-certfile", str(tls.certificate), "--ssl-keyfile", str(tls.key)]
         # unused (sglang/tls.py): without one SGLang warns that nothing is checked
@@ -162,13 +159,31 @@ def served_model_name(config: EngineConfig) -> str:
 
 
 def cpu_total_tokens(config: EngineConfig, model: Mapping[str, Any]) -> int:
-    """`max_total_tokens` on a CPU where it is not set. `model`: the object in config.json."""
+    """`max_total_tokens` on a CPU where it is not set: SGLang would take what memory is left. `model`: the
+    object in config.json.
+    """
     try:
-        each = token_bytes(model, config.dtype, config.kv_cache_dtype)
-    except ConfigError:
+        each = _token_bytes(model, config.dtype)
+    except (KeyError, TypeError, ValueError):
         return _CPU_MAX_TOTAL_TOKENS  # of an unknown kind: SGLang will say what is wrong with it
     fitting = _CPU_MAX_KV_BYTES // max(1, each) // config.page_size * config.page_size
     return min(_CPU_MAX_TOTAL_TOKENS, max(config.page_size, fitting))
+
+
+def _token_bytes(model: Mapping[str, Any], dtype: str) -> int:
+    """Most that a token's keys and values take: of heads in all layers, or of latent attention. Layers with
+    windows or states take less.
+    """
+    text: Mapping[str, Any] = next((model[part] for part in _TEXT_PARTS if part in model), model)
+    layers, heads = int(text["num_hidden_layers"]), int(text["num_attention_heads"])
+    if latent := int(text.get("kv_lora_rank") or 0):
+        numbers = latent + int(text["qk_rope_head_dim"])
+    else:
+        head_dim = int(text.get("head_dim") or int(text["hidden_size"]) // heads)
+        kv_heads = int(text.get("num_key_value_heads") or heads)
+        numbers = kv_heads * (head_dim + int(text.get("v_head_dim") or head_dim))
+    own = next((part[key] for part in (text, model) for key in ("dtype", "torch_dtype") if key in part), "")
+    return layers * numbers * (4 if (own if dtype == "auto" else dtype) == "float32" else 2)
 
 
 def _sizes(config: EngineConfig, device: Device) -> list[str]:

@@ -13,8 +13,8 @@ HostMemoryMode: TypeAlias = Literal["cache", "buffer_only"]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a worker runs SGLang. What is not here is passed to SGLang as it is (`extra_args`, or words after
-    `--`).
+    """How a worker runs SGLang. What is not here is a flag of SGLang's, passed as it is (`extra_args`, or
+    words after `--`).
     """
 
     model_path: Annotated[
@@ -40,20 +40,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "processor without bfloat16 instructions computes it. Workers that share pages need the same one."
         ),
     ] = "auto"
-    kv_cache_dtype: Annotated[
-        str,
-        Meta(
-            description="Data type of cached keys and values, as in SGLang's --kv-cache-dtype; auto: as "
-            "dtype."
-        ),
-    ] = "auto"
     page_size: Annotated[
         int, Meta(ge=1, description="Tokens per KV page; the same on all workers of a pool.")
     ] = 64
-    context_length: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
-        Meta(description="Longest prompt plus answer in tokens; none: the model's own."),
-    ] = None
     max_total_tokens: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(
@@ -99,9 +88,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "page_head, which auto takes. 0: only workers of one --tp-size share pages.",
         ),
     ] = 0
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="SGLang's log level.")
-    ] = "warning"
     trusted_network: Annotated[
         bool,
         Meta(

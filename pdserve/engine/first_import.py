@@ -15,7 +15,7 @@ from typing import Final
 from pdserve.extras import is_installed
 
 CORE: Final = (
-    *("pdserve.up.cli", "pdserve.router.cli", "pdserve.router.processes.parent", "pdserve.kvpool.node.cli"),
+    *("pdserve.up.cli", "pdserve.router.cli", "pdserve.router.sharing.prefork", "pdserve.kvpool.node.cli"),
     *("pdserve.kvpool.node.node", "uvicorn.loops.auto", "uvicorn.lifespan.on"),
 )
 ENGINE: Final = (

@@ -73,13 +73,9 @@ def run_worker(config: WorkerConfig, role: Role, routes: Callable[[Worker], Work
     Raises ConfigError or StartupError, each one line, before SGLang loads the model where possible.
     """
     _check_storage(config)
-    token = secret_of(
-        "cluster_token", config.cluster_token, config.cluster_token_file, "PDSERVE_CLUSTER_TOKEN", os.environ
-    )
+    token = secret_of("cluster_token", config.cluster_token, "PDSERVE_CLUSTER_TOKEN", os.environ)
     check_token(config, token)
-    metrics_token = secret_of(
-        "metrics_token", config.metrics_token, config.metrics_token_file, "PDSERVE_METRICS_TOKEN", os.environ
-    )
+    metrics_token = secret_of("metrics_token", config.metrics_token, "PDSERVE_METRICS_TOKEN", os.environ)
     certificates = Certificates(config.tls)  # refuses files that cannot be used, before anything slow
     check_tracing(config.tracing)
     url = advertised(config)

@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from pdserve.engine.fingerprint_cache import kept_fingerprint
+from pdserve.engine.fingerprints import kept_fingerprint
 from pdserve.errors import PoolError, StartupError, WeightsError
 from pdserve.kvpool.weights.model import PoolModel, open_model
 from pdserve.kvpool.weights.names import is_pool_url

@@ -144,6 +144,13 @@ class RequestPages:
         ]
         return [*self._keys(self._distinct), *window_keys(self._distinct, windows)]
 
+    def keys_behind(self, tokens: int) -> list[bytes]:
+        """Pool keys of all parts of the pages that no sequence has among its first `tokens`."""
+        pages = tokens // self.names.page_size
+        first = {digest for chain in self.chains.values() for digest in chain[:pages]}
+        rest = {"": [digest for digest in self._distinct if digest not in first]}
+        return RequestPages(self.names, rest).all_keys()
+
     def ends(self) -> list[bytes]:
         """Pool keys of the last page of every sequence, with the parts that the sequence needs."""
         return self._end_keys(self._ends)

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
@@ -28,6 +27,7 @@ from pdserve.discovery.workers import WorkerEtcdConfig
 from pdserve.engine.config import EngineConfig, ExactTurnsConfig, Role
 from pdserve.engine.drain import Drain
 from pdserve.engine.handoff import DirectConfig
+from pdserve.engine.http.diagnosed import Diagnosed
 from pdserve.engine.http.fixed_weights import FixedWeights
 from pdserve.engine.http.guard import Draining, Guard, close_cors
 from pdserve.engine.http.judged import Judged, validation_error
@@ -116,9 +116,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "PDSERVE_CLUSTER_TOKEN. Without one the worker starts only with `insecure`."
         ),
     ] = Secret("")
-    cluster_token_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = (
-        None
-    )
     metrics_token: Annotated[
         Secret,
         Meta(
@@ -126,9 +123,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "too. Empty: none is needed."
         ),
     ] = Secret("")
-    metrics_token_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = (
-        None
-    )
     insecure: Annotated[
         bool,
         Meta(
@@ -215,6 +209,7 @@ def install(app: Any, worker: Worker, routes: WorkerRoutes, token: str, metrics_
     none.
     """
     app.exception_handlers[RequestValidationError] = _invalid
+    app.add_middleware(Diagnosed)
     app.add_middleware(Judged, contract=lambda: worker.engine.contract)
     if worker.config.storage != "none":
         app.add_middleware(FixedWeights)

@@ -1,4 +1,5 @@
-"""The memory of this machine, and what is free of it, limited by the container's cgroups.
+"""The memory of this machine, and what is free of it, limited by the container's cgroups; and how many files
+this process may open.
 
 Both versions of cgroups are supported, each with the limits of all ancestors. Source (kernel documentation):
 admin-guide/cgroup-v2.rst, admin-guide/cgroup-v1/memory.rst, filesystems/proc.rst.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
@@ -148,3 +150,13 @@ def _left_of(directory: Path, limit_name: str, usage_name: str, cache_name: str)
         return None
     cached = sum(int(line.removeprefix(cache_name)) for line in stat if line.startswith(cache_name))
     return max(0, limit - usage + cached)
+
+
+def raise_open_files() -> int | None:
+    """Let this process open as many files as it may: each connection is one. Returns how many; None: without
+    a limit.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return None if hard == resource.RLIM_INFINITY else hard

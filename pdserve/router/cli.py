@@ -6,9 +6,9 @@ import logging
 import os
 
 from pdserve.router.config.router import RouterConfig
-from pdserve.router.fleet.health_check import FirstRound
-from pdserve.router.processes.parent import run_processes
-from pdserve.router.processes.serving import configure_logging, serve_alone
+from pdserve.router.sessions.keys import parse_sources
+from pdserve.router.sharing.child import configure_logging
+from pdserve.router.sharing.prefork import ChildFailed, run_router
 from pdserve.router.tenants.api_keys import check_open, load_keys
 from pdserve.settings.command_line import RESTARTED, ConfigSource, config_command
 
@@ -19,13 +19,13 @@ def run(config: RouterConfig, source: ConfigSource[RouterConfig] | None = None) 
     """Serve until SIGINT or SIGTERM. Returns the exit status; raises ConfigError, StartupError."""
     configure_logging(config)
     config.check_workers()
+    parse_sources(config.session.sources)
     if check_open(config, load_keys(config.access)):
         logger.warning("insecure, no API keys: everyone who reaches %s uses the models", config.host)
-    first = FirstRound(strict=RESTARTED not in os.environ)
-    if config.processes > 1:
-        run_processes(config, source, first)
-    else:
-        serve_alone(config, source, first)
+    try:
+        run_router(config, source, is_strict=RESTARTED not in os.environ)
+    except ChildFailed as error:  # it has said why
+        return error.status
     return 0
 
 

@@ -26,6 +26,8 @@ import pwd
 import stat
 from pathlib import Path
 
+from pdserve.errors import StartupError
+
 
 def private_directory(path: Path, *, checks_parents: bool = True) -> None:
     """Make the directory and its parents where they are missing, and check that they are ours as said above.
@@ -80,3 +82,18 @@ def _has_private_group(info: os.stat_result) -> bool:
 
 def _refused(text: str) -> PermissionError:
     return PermissionError(errno.EACCES, text)
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that only its owner may read: configuration can hold access tokens. Who reads meanwhile
+    gets the old one. Raises StartupError.
+    """
+    new = path.with_name(f"{path.name}.new")
+    try:
+        new.unlink(missing_ok=True)
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            file.write(text)
+        new.replace(path)
+    except OSError as error:
+        raise StartupError(f"{path}: cannot be written: {error.strerror}") from None

@@ -3,8 +3,8 @@
 What is kept is their SHA-256 digest; they are long and random, so that no slow hash is needed.
 
 An option that is a secret has the type `Secret`. It has no flag, because every user of a host sees the
-command lines of all. Its value comes from the configuration file, from the file that `NAME_file` names, or
-from an environment variable.
+command lines of all. Its value comes from the configuration file, from the file that `NAME_file` names there
+(`settings.config_file` makes it a `SecretFile`), or from an environment variable.
 """
 
 from __future__ import annotations
@@ -42,13 +42,25 @@ class Secret(str):
         return format(str(self), spec)
 
 
+class SecretFile(Secret):
+    """A secret whose text is in a file; this is the file's path. `given_secret` reads it, when a process that
+    needs it starts: the host that checks a configuration may not have the file.
+    """
+
+    __slots__ = ()
+
+
 def reveal(secret: str) -> str:
-    """The text of a secret."""
+    """The text of a secret. Raises TypeError for one that is still in its file."""
+    if isinstance(secret, SecretFile):
+        raise TypeError("a secret is in a file that nobody has read")
     return str.__str__(secret)
 
 
 def decode_secret(type_: type[Any], value: Any) -> Any:
     """msgspec's `dec_hook`, for structs with secrets and paths."""
+    if isinstance(value, type_):
+        return value
     if type_ in (Secret, Path) and isinstance(value, str):
         return type_(value)
     raise ValueError(f"Expected `str`, got `{type(value).__name__}`")
@@ -114,18 +126,18 @@ def read_token(file: Path) -> str:
     return token
 
 
-def given_secret(name: str, text: str, file: Path | None, variable: str, environ: Mapping[str, str]) -> str:
-    """A secret given as text, in a file or in an environment variable, in this order; empty for none. Raises
-    ConfigError.
+def given_secret(secret: str, variable: str, environ: Mapping[str, str]) -> str:
+    """The text of a secret, read from its file if it is in one; where none is given, that of the environment
+    variable; empty for none. Raises ConfigError.
     """
-    if text and file is not None:
-        raise ConfigError(f"{name} and {name}_file are both set: keep one")
-    return reveal(text) or (read_token(file) if file is not None else environ.get(variable, "").strip())
+    if isinstance(secret, SecretFile):
+        return read_token(Path(str.__str__(secret)))
+    return reveal(secret) or environ.get(variable, "").strip()
 
 
-def secret_of(name: str, text: str, file: Path | None, variable: str, environ: Mapping[str, str]) -> str:
+def secret_of(name: str, given: str, variable: str, environ: Mapping[str, str]) -> str:
     """As `given_secret`. Raises ConfigError also for one that is short, or that no header can carry."""
-    secret = given_secret(name, text, file, variable, environ)
+    secret = given_secret(given, variable, environ)
     if secret and (len(secret) < MIN_CHARS or not _PRINTABLE.fullmatch(secret)):
         raise ConfigError(f"{name} must be {MIN_CHARS} characters or more, printable ASCII without spaces")
     return secret

@@ -2,8 +2,8 @@
 
 `config_command(RouterConfig, run, help="...")` gives a Typer app with `--config FILE` and a flag for every
 option that a flag can hold: `port` is `--port`, `engine.page_size` is `--engine.page-size`, a bool has a
-`--no-` twin, a list is given by repeating its flag. Arrays of tables and free tables are for the file only.
-Flags win over the file.
+`--no-` twin, a list is given by repeating its flag; of a secret `token` there is only `--token-file PATH`.
+Arrays of tables and free tables are for the file only. Flags win over the file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,16 @@ import msgspec
 import typer
 
 from pdserve.errors import ConfigError
-from pdserve.settings.config_file import NONE, REQUIRED, Option, load_config, options, parse_value, read_toml
+from pdserve.settings.config_file import (
+    NONE,
+    REQUIRED,
+    SUFFIX,
+    Option,
+    load_config,
+    options,
+    parse_value,
+    read_toml,
+)
 
 T = TypeVar("T")
 RESTARTED = "PDSERVE_RESTARTED"
@@ -51,7 +60,7 @@ def config_command(
     instead of `run`.
     """
     by_parameter = {
-        option.key.replace(".", "__"): option
+        _key(option).replace(".", "__"): option
         for option in options(type_)
         if option.kind != "file-only" and option.key != extra_args_key
     }
@@ -61,7 +70,7 @@ def config_command(
         extra: list[str] = given.pop("extra", None) or []
         only_check = check is not None and given.pop("check")
         overrides = {
-            by_parameter[name].key: _parsed(by_parameter[name], value) for name, value in given.items()
+            _key(by_parameter[name]): _parsed(by_parameter[name], value) for name, value in given.items()
         }
         if extra_args_key is not None and extra:
             overrides[extra_args_key] = _from_file(path, extra_args_key) + extra
@@ -119,7 +128,7 @@ def _check_parameter() -> inspect.Parameter:
 
 
 def _parameter(name: str, option: Option) -> inspect.Parameter:
-    flag = "--" + option.key.replace("_", "-")
+    flag = "--" + _key(option).replace("_", "-")
     note = "[required]" if option.default == REQUIRED else f"[default: {option.default}]"
     help_text = f"{option.description} {'' if option.default == NONE else note}".strip()
     if option.kind == "switch":
@@ -128,6 +137,9 @@ def _parameter(name: str, option: Option) -> inspect.Parameter:
         annotation: Any = Annotated[
             bool | None, typer.Option(f"{flag}/{off}", help=help_text, show_default=False)
         ]
+    elif option.kind == "secret":
+        text = f"File that holds it: {option.description}"
+        annotation = Annotated[str | None, typer.Option(flag, metavar="PATH", help=text, show_default=False)]
     else:
         value_type: Any = list[str] | None if option.kind == "repeated" else str | None
         kinds = option.type_name.removeprefix("list of ").split(" or ")
@@ -138,8 +150,13 @@ def _parameter(name: str, option: Option) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
+def _key(option: Option) -> str:
+    """What its flag sets: of a secret the file that holds it."""
+    return option.key + SUFFIX if option.kind == "secret" else option.key
+
+
 def _parsed(option: Option, value: Any) -> Any:
-    if value is None or isinstance(value, bool):
+    if value is None or isinstance(value, bool) or option.kind == "secret":
         return value
     try:
         return parse_value(option.annotation, value)

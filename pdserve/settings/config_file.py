@@ -6,7 +6,8 @@ msgspec.Meta(description="...")]`. This module turns file and flags into such a 
 is wrong where they do not fit, and lists a struct's options for `--help` and for the documents.
 
 A key is written with its tables, as in `engine.page_size`; an entry of an array of tables as in
-`pool.nodes[0].address`.
+`pool.nodes[0].address`. Beside each secret `NAME` the file may name one that holds it, as `NAME_file`. A
+`Size` may be written like `4GiB`.
 """
 
 from __future__ import annotations
@@ -22,14 +23,18 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
+import tomli_w
 
 from pdserve.errors import ConfigError
-from pdserve.security.tokens import Secret, decode_secret
+from pdserve.security.tokens import Secret, SecretFile, decode_secret
+from pdserve.sizes import parse_bytes
 
 T = TypeVar("T")
 
-Kind = Literal["scalar", "switch", "repeated", "file-only"]
-"""How an option is given as a flag: `--x V`, `--x/--no-x`, `--x V --x W`, or not at all."""
+Kind = Literal["scalar", "switch", "repeated", "secret", "file-only"]
+"""How an option is given as a flag: `--x V`, `--x/--no-x`, `--x V --x W`, `--x-file PATH`, or not at all."""
+SUFFIX = "_file"
+"""Ends the key of the file that holds a secret."""
 
 REQUIRED = "required"
 NONE = "none"
@@ -75,6 +80,7 @@ def build_config(
     flags: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> T:
     """Build a `type_` from tables already read; `source` and `flags` (dotted keys) only serve errors."""
+    data = _with_words_read(type_, data, source)
     unknown = list(_unknown_keys(type_, data))
     if unknown:
         lines = [
@@ -102,8 +108,28 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not valid TOML: {what}") from None
 
 
+def to_toml(tables: Mapping[str, Any]) -> str:
+    """TOML text that `read_toml` reads back as `tables`. Paths become strings, None is left out.
+
+    Raises TypeError for a value that TOML has no form for.
+    """
+    return tomli_w.dumps(_plain(tables))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return str(value) if isinstance(value, Path) else value
+
+
 def parse_value(annotation: Any, text: str | list[str]) -> Any:
-    """A flag's text as a value of the option's type. Raises msgspec.ValidationError."""
+    """A flag's text as a value of the option's type; a size stays text, as in a file. Raises
+    msgspec.ValidationError.
+    """
+    if _is_size(annotation):
+        return text
     return msgspec.convert(text, annotation, strict=False, dec_hook=_decode_custom)
 
 
@@ -119,8 +145,9 @@ def options(type_: type[Any], prefix: str = "", *, file_only: bool = False) -> I
                 struct, f"{key}[]." if is_array else f"{key}.", file_only=file_only or is_array
             )
             continue
-        kind = "file-only" if file_only or inner is Secret else _kind(inner)
-        yield Option(key, annotation, kind, _type_name(inner), _default_text(field), description)
+        kind = "file-only" if file_only else _kind(inner)
+        type_name = "size" if _is_size(annotation) else _type_name(inner)
+        yield Option(key, annotation, kind, type_name, _default_text(field), description)
 
 
 # --- laying flags over the file
@@ -134,6 +161,49 @@ def _put(data: dict[str, Any], key: str, value: Any) -> None:
             raise ConfigError(f"'{name}' must be a table for '{key}' to be set in it, found {_found(table)}")
         data = table
     data[leaf] = value
+
+
+# --- what a file says in words: sizes, and which file holds a secret
+
+
+def _with_words_read(annotation: Any, data: Any, source: str, prefix: str = "") -> Any:
+    """The tables with bytes for each size, and a SecretFile for each secret that they name a file of. Raises
+    ConfigError.
+    """
+    struct, is_array = _struct_within(_strip(annotation)[0])
+    if struct is None:
+        return data
+    if is_array:
+        if not isinstance(data, list | tuple):
+            return data
+        name = prefix.removesuffix(".")
+        return [_with_words_read(struct, entry, source, f"{name}[{i}].") for i, entry in enumerate(data)]
+    if not isinstance(data, Mapping):
+        return data
+    found = dict(data)
+    for name, field in _fields(struct).items():
+        if name in found:
+            found[name] = _with_words_read(field, found[name], source, f"{prefix}{name}.")
+        if _is_size(field) and isinstance(found.get(name), str):
+            try:
+                found[name] = parse_bytes(found[name])
+            except ValueError as error:
+                raise ConfigError(f"{source}: '{prefix}{name}': {error}") from None
+        key = name + SUFFIX
+        if _strip(field)[0] is Secret and key in found:
+            path = found.pop(key)
+            if not isinstance(path, str):
+                raise ConfigError(f"{source}: '{prefix}{key}' must be a path, found {_found(path)}")
+            if found.get(name):
+                raise ConfigError(f"{source}: {prefix}{name} and {prefix}{key} are both set: keep one")
+            found[name] = SecretFile(Path(path).expanduser())
+    return found
+
+
+def _fields(struct: Any) -> dict[str, Any]:
+    """The annotations of a struct's fields, by their names in a file."""
+    hints = typing.get_type_hints(struct, include_extras=True)
+    return {field.encode_name: hints[field.name] for field in msgspec.structs.fields(struct)}
 
 
 # --- saying what is wrong
@@ -151,13 +221,14 @@ def _unknown_keys(annotation: Any, data: Any, prefix: str = "") -> Iterator[tupl
         return
     if not isinstance(data, Mapping):
         return
-    hints = typing.get_type_hints(struct, include_extras=True)
-    fields = {field.encode_name: hints[field.name] for field in msgspec.structs.fields(struct)}
+    fields = _fields(struct)
+    files = (f"{name}{SUFFIX}" for name, field in fields.items() if _strip(field)[0] is Secret)
+    names = [*fields, *files]
     for name, value in data.items():
         if name in fields:
             yield from _unknown_keys(fields[name], value, f"{prefix}{name}.")
         elif name != struct.__struct_config__.tag_field:
-            near = difflib.get_close_matches(name, fields, n=1)
+            near = difflib.get_close_matches(name, names, n=1)
             yield prefix + name, prefix + near[0] if near else None
 
 
@@ -259,6 +330,12 @@ def _strip(annotation: Any) -> tuple[Any, str]:
     return inner, " ".join(" ".join(texts).split())
 
 
+def _is_size(annotation: Any) -> bool:
+    """Whether it is a `Size`, described or not."""
+    found = typing.get_args(annotation) if typing.get_origin(annotation) is typing.Annotated else ()
+    return any(isinstance(meta, msgspec.Meta) and (meta.extra or {}).get("size") for meta in found)
+
+
 def _members(annotation: Any) -> tuple[Any, ...]:
     """The members of a union, None left out; a type that is no union is its own only member."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
@@ -286,6 +363,8 @@ def _kind(annotation: Any) -> Kind:
     origins = {typing.get_origin(member) or member for member in members}
     if origins == {bool}:
         return "switch"
+    if origins == {Secret}:
+        return "secret"
     if origins & {dict, Mapping}:
         return "file-only"
     return "repeated" if origins & {list, tuple, set, frozenset} else "scalar"

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Final
 from urllib.parse import urlsplit
 
-from pdserve.up.plan import HttpReady, Plan, ProcessSpec
+from pdserve.up.spec import HttpReady, Plan, ProcessSpec
 
 TARGETS_FILE: Final = "prometheus-targets.json"
 """In the run directory."""

@@ -15,16 +15,16 @@ import typer
 
 from pdserve.errors import ConfigError
 from pdserve.resources.gpus import described, node_count
-from pdserve.resources.machine import Machine, read_machine
+from pdserve.resources.machine import read_machine
 from pdserve.resources.memory import GB, host_pool_gb
 from pdserve.settings.command_line import ExtraArgs
 from pdserve.settings.config_file import build_config
 from pdserve.up.config import WORKER_ROLES, Role, WorkerRole, read_cluster_file
 from pdserve.up.console import Console
-from pdserve.up.launchers.base import Launcher, open_launcher
+from pdserve.up.launchers.launcher import Launcher, open_launcher
 from pdserve.up.locks import check_ports, claimed
-from pdserve.up.plan import ConnectReady, Plan
-from pdserve.up.planner import Given, Planner
+from pdserve.up.planner import Planner
+from pdserve.up.spec import ConnectReady, Plan
 from pdserve.up.supervisor import Supervisor
 
 LOCAL = "local"
@@ -137,11 +137,8 @@ def up(
     plan = planner.plan()
     check_tables(plan, str(file), SCHEMAS)
     _refuse_several_hosts(plan)
-    for line in resource_lines(planner.machine, planner.gpus):
-        typer.echo(line)
     if dry_run:
-        launcher.close()
-        for line in process_lines(plan):
+        for line in (*process_lines(plan), *gpu_lines(planner, plan)):
             typer.echo(line)
         return
     raise typer.Exit(run_plan(plan, launcher, planner.scaled))
@@ -153,8 +150,9 @@ def _refuse_several_hosts(plan: Plan) -> None:
             raise ConfigError(f"'{spec.table}': --nnodes: only Kubernetes runs a worker on several hosts")
 
 
-def resource_lines(machine: Machine, gpus: Given) -> list[str]:
+def gpu_lines(planner: Planner, plan: Plan) -> list[str]:
     """What workers on this host get of it, for people; none where they run on CPUs."""
+    machine, gpus = planner.machine, planner.gpus(plan)
     if not gpus:
         return []
     share_gb = host_pool_gb(machine.memory_bytes, [gpu.memory_bytes for gpu in machine.gpus])

@@ -1,9 +1,8 @@
 """The cluster file of `pdserve up`.
 
-The supervisor reads `[cluster]` and a few keys of every process table: `name`, `restart`, `env`,
-`start_timeout_s`, `release_s`, `count`, `place` (needs.py), `gpus` of a worker, and `base`, a file of
-defaults. The rest of a table is that process's own configuration. It is handed on as it stands, but for what
-fitting.py and plan.py fill in.
+The supervisor reads `[cluster]` and a few keys of every process table: `ProcessKeys`, `count`, and `base`, a
+file of defaults. The rest of a table is that process's own configuration. It is handed on as it stands, but
+for what plan.py fills in.
 """
 
 from __future__ import annotations
@@ -42,10 +41,6 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     host: Annotated[
         str, Meta(description="Address that workers listen on, unless their own table sets it.")
     ] = "127.0.0.1"
-    restart: Annotated[
-        Restart,
-        Meta(description="Default restart rule of processes that end unexpectedly."),
-    ] = "on-failure"
     stop_on_loss: Annotated[
         bool,
         Meta(
@@ -81,13 +76,6 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         int,
         Meta(ge=0, description="Most restarts of one process within 5 minutes; after that it stays stopped."),
     ] = 5
-    restart_backoff_s: Annotated[
-        float,
-        Meta(
-            gt=0,
-            description="Pause before the first restart; it doubles with each further restart, up to 30 s.",
-        ),
-    ] = 1.0
     hosts: Annotated[
         list[str],
         Meta(
@@ -95,6 +83,38 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             "and how the others reach it."
         ),
     ] = []
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`place` of a process."""
+
+    hosts: Annotated[list[str], Meta(description="Hosts that it may run on, by name; empty: any.")] = []
+
+
+Gpu = Annotated[int, Meta(ge=0)]
+
+
+class ProcessKeys(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the supervisor reads in the table of every process."""
+
+    name: Annotated[
+        str, Meta(pattern="^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="Its files are called so, too.")
+    ]
+    restart: Annotated[
+        Restart, Meta(description="Whether it is started again when it ends unexpectedly.")
+    ] = "on-failure"
+    env: Annotated[dict[str, str], Meta(description="Variables of its environment.")] = {}
+    start_timeout_s: Annotated[
+        float, Meta(ge=0, description="Longest time until it is ready; 0: the cluster's.")
+    ] = 0.0
+    release_s: Annotated[
+        float, Meta(ge=0, description="What it may take beyond its grace to give its memory back.")
+    ] = 0.0
+    place: Place = Place()
+    gpus: Annotated[
+        Gpu | list[Gpu],
+        Meta(description="Of a worker: how many GPUs it takes, or the numbers of those that it gets."),
+    ] = 0
 
 
 class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

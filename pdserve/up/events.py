@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from pdserve.up.plan import Plan
+from pdserve.up.spec import Plan
 
 
 @dataclass(frozen=True)

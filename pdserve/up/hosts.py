@@ -10,42 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
-import msgspec
-from msgspec import Meta
-
-from pdserve.errors import ConfigError, StartupError
+from pdserve.errors import StartupError
 from pdserve.up.config import Role, Table
 
 ALL_INTERFACES: Final = "0.0.0.0"
 ALL_IPV6: Final = "::"
-
-
-class Needs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`place` in a process's table, and what `gpus` of a worker says."""
-
-    hosts: Annotated[list[str], Meta(description="Hosts that it may run on, by name; empty: any.")] = []
-    gpus: Annotated[int, Meta(ge=0, description="Set by `gpus` of a worker's table.")] = 0
-    gpu_numbers: Annotated[
-        tuple[Annotated[int, Meta(ge=0)], ...], Meta(description="Set by `gpus` where it is a list.")
-    ] = ()
-
-
-NOTHING: Final = Needs()
-
-
-def read_needs(where: str, place: object, gpus: object) -> Needs:
-    """`place` and `gpus` of a table. Raises ConfigError. GPUs given by number count as many as there are."""
-    if not isinstance(place, Mapping) or {"gpus", "gpu_numbers"} & place.keys():
-        raise ConfigError(f"'{where}.place' must be a table with hosts")
-    numbers: Any = gpus if isinstance(gpus, list) else []
-    if isinstance(gpus, bool):
-        raise ConfigError(f"'{where}.gpus' must be a number or a list of numbers")
-    try:
-        return msgspec.convert({**place, "gpus": len(numbers) or gpus or 0, "gpu_numbers": numbers}, Needs)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"'{where}.place' or '{where}.gpus': {error}") from None
 
 
 @dataclass(frozen=True)
@@ -54,7 +25,10 @@ class Demand:
 
     name: str
     role: Role
-    needs: Needs = NOTHING
+    hosts: tuple[str, ...] = ()
+    """That it may run on, by name; empty: any."""
+    gpus: int = 0
+    gpu_numbers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -148,8 +122,8 @@ def spread(
     for one in sorted(demands, key=lambda one: one.name not in kept):  # sorted keeps the order of equals
         counted = {"pool": pools, "router": routers}.get(one.role, load)
         host = kept.get(one.name) or _best(one, hosts, taken, counted)
-        counted[host] += max(1, one.needs.gpus)
-        taken[host] |= set(one.needs.gpu_numbers)
+        counted[host] += max(1, one.gpus)
+        taken[host] |= set(one.gpu_numbers)
         chosen[one.name] = host
     return chosen
 
@@ -160,10 +134,10 @@ def _best(
     """The host for it. `taken`: GPUs that tables name; `counted`: what each host has of its kind. Raises
     StartupError.
     """
-    allowed = [host for host in hosts if not one.needs.hosts or host in one.needs.hosts]
+    allowed = [host for host in hosts if not one.hosts or host in one.hosts]
     if not allowed:
         raise StartupError(f"{one.name}: no host fits; the hosts are {', '.join(hosts)}")
-    named = set(one.needs.gpu_numbers)
+    named = set(one.gpu_numbers)
     if clash := named.intersection(*(taken[host] for host in allowed)):
         raise StartupError(
             f"{one.name}: GPU {min(clash)} is given to another worker on each of {', '.join(allowed)}: "

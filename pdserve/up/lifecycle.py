@@ -58,9 +58,10 @@ from pdserve.up.events import (
     Upgrade,
     Upgraded,
 )
-from pdserve.up.plan import Plan, ProcessSpec, grace_s
+from pdserve.up.spec import Plan, ProcessSpec, grace_s
 
 PROGRESS_INTERVAL_S: Final = 5.0
+RESTART_BACKOFF_S = 1.0  # before the first restart; it doubles with each further one
 MAX_BACKOFF_S: Final = 30.0
 RESTART_WINDOW_S: Final = 300.0  # in which restarts are counted
 MAX_DOUBLINGS: Final = 30  # a power of more would some day be no float
@@ -516,7 +517,7 @@ class Lifecycle:
 
 def _replaces_itself(spec: ProcessSpec) -> bool:
     """SIGHUP makes it replace its own processes by the version that is installed now."""
-    return spec.role == "router" and spec.config.get("processes", 1) > 1
+    return spec.role == "router"
 
 
 def _by_host(processes: Collection[_Process]) -> list[_Process]:
@@ -548,4 +549,4 @@ def restart_delay_s(
     recent = sum(1 for at_s in restarts_s if now_s - at_s < RESTART_WINDOW_S)
     if recent >= settings.max_restarts:
         return None
-    return min(settings.restart_backoff_s * 2.0 ** min(recent, MAX_DOUBLINGS), MAX_BACKOFF_S)
+    return min(RESTART_BACKOFF_S * 2.0 ** min(recent, MAX_DOUBLINGS), MAX_BACKOFF_S)

@@ -14,7 +14,7 @@ from typing import Final
 
 from pdserve.errors import StartupError
 from pdserve.security.private_directory import private_directory
-from pdserve.up.plan import Plan
+from pdserve.up.spec import Plan
 
 AUTOMATIC_PORTS: Final = range(10_000, 22_000)
 """Below Linux's range for outgoing connections, and below that of SGLang's engines for their own use, so that

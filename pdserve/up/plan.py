@@ -12,12 +12,11 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, product
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from pdserve.errors import ConfigError
 from pdserve.resources.gpus import gpu_count
@@ -28,33 +27,36 @@ from pdserve.up.config import (
     WORKER_ROLES,
     ClusterFile,
     ClusterSettings,
-    Restart,
+    ProcessKeys,
     Role,
     Table,
     merge,
     ports_in,
 )
 from pdserve.up.hosts import (
-    NOTHING,
     Demand,
-    Needs,
     Site,
     as_seen_from,
     bracketed,
     open_pool_node,
     open_worker,
-    read_needs,
     share_token,
 )
-from pdserve.up.upgrade import Command, pool_upgrade
+from pdserve.up.spec import (
+    METRICS_HOST,
+    STOP_SLACK_S,
+    ConnectReady,
+    HttpReady,
+    Listening,
+    Plan,
+    ProcessSpec,
+)
+from pdserve.up.upgrade import pool_upgrade
 
-METRICS_HOST: Final = "127.0.0.1"
-"""Where pool nodes serve metrics that their tables say nothing of, each on a port of its own."""
 MEMORY: Final = Path("/dev/shm")
 """Where pool nodes hold pages that their tables give no other place: by user, cluster and run directory, so
 that clusters of one host are not in each other's way, and one started again finds its own.
 """
-NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 GPU_START_TIMEOUT_S: Final = 1800.0
 """Longest start of a worker on GPUs where the file says nothing: weights come from a slow network disk, and
 host memory is pinned page by page.
@@ -64,124 +66,12 @@ GPU_RELEASE_S: Final = 120.0
 SOCKET_PATH_MAX_BYTES: Final = 107  # sun_path is 108 bytes on Linux, the last one a zero
 
 
-@dataclass(frozen=True)
-class HttpReady:
-    """Ready when a GET is answered 200."""
-
-    url: str
-    certificate: tuple[str, str] | None = None
-    """Files of a certificate and its key, for a server that asks for one."""
-
-
-STOP_SLACK_S: Final[Mapping[Role, float]] = {**dict.fromkeys(WORKER_ROLES, 8.0), "router": 5.0}
-"""What a process takes beyond its own `stop_grace_s`: last words, and the end of its children."""
-
-
-@dataclass(frozen=True)
-class ConnectReady:
-    """Ready when the control address (`unix:/path` or `tcp:host:port`) accepts a connection."""
-
-    address: str
-
-
-@dataclass(frozen=True)
-class Listening:
-    """A TCP port that a process is told to listen on; `chosen`: asked for, not automatic."""
-
-    host: str
-    port: int
-    chosen: bool
-
-
-@dataclass(frozen=True)
-class ProcessSpec:
-    """One process: what to run, with which configuration, and how to tell that it is ready."""
-
-    name: str
-    role: Role
-    table: str
-    """Where its table stands in the cluster file, as in `decode[0]`."""
-    argv: tuple[str, ...]
-    config: Table
-    config_path: Path
-    log_path: Path
-    ready: HttpReady | ConnectReady
-    restart: Restart
-    listening: tuple[Listening, ...] = ()
-    automatic_ports: tuple[int, ...] = ()
-    """All free ports that it was given, in this order."""
-    env: Mapping[str, str] = field(default_factory=dict)
-    start_timeout_s: float | None = None
-    """Longest time until it is ready; None: the cluster's."""
-    release_s: float = 0.0
-    """What it may take beyond its grace to give its memory back."""
-    needs: Needs = NOTHING
-    gpu_count: int = 0
-    """GPUs that its ranks compute on where its host has any; 0: none."""
-    host: str = ""
-    """Name of the host that runs it; empty: this one."""
-    upgrade: Command | None = None
-    """What lets it go on as the version that is installed now; None: it is started again instead."""
-
-    @property
-    def has_gpus(self) -> bool:
-        """It computes on GPUs that no other process of the cluster has."""
-        return self.needs.gpus > 0 or bool(self.env.get(VISIBLE))
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A cluster to run."""
-
-    settings: ClusterSettings
-    stages: tuple[tuple[ProcessSpec, ...], ...]
-    router_url: str
-
-    @property
-    def live_page(self) -> str:
-        """URL of the router's live page; empty where it has none."""
-        admin = (self.routers[0].config.get("admin") or {}) if self.routers else {}
-        scheme = "https" if admin.get("tls", {}).get("certificate") else "http"
-        return (
-            f"{scheme}://{admin.get('host', METRICS_HOST)}:{admin['port']}/live/" if admin.get("port") else ""
-        )
-
-    @property
-    def routers(self) -> Sequence[ProcessSpec]:
-        """The first is that of `router_url`. None: commands serve clients themselves."""
-        return [spec for spec in self.stages[-1] if spec.role == "router"]
-
-    @property
-    def run_dir(self) -> Path:
-        """Where its logs and configurations are."""
-        return self.stages[0][0].config_path.parent
-
-    @property
-    def processes(self) -> list[ProcessSpec]:
-        """All processes in the order they start."""
-        return [spec for stage in self.stages for spec in stage]
-
-
 def demands(file: ClusterFile) -> list[Demand]:
     """The processes of a cluster file, for a place with several hosts. Raises ConfigError."""
-    return [Demand(draft.name, draft.role, draft.needs) for draft in _drafts(file)]
-
-
-def on_gpus(spec: ProcessSpec, settings: ClusterSettings) -> ProcessSpec:
-    """A worker with the times that GPUs need, where the file gives none."""
-    is_default = settings.start_timeout_s == ClusterSettings().start_timeout_s
-    return replace(
-        spec,
-        start_timeout_s=spec.start_timeout_s or (GPU_START_TIMEOUT_S if is_default else None),
-        release_s=spec.release_s or GPU_RELEASE_S,
-    )
-
-
-def grace_s(spec: ProcessSpec, settings: ClusterSettings) -> float:
-    """How long a process may take to end: `stop_grace_s`, and more where its own table gives it more."""
-    own_s: float = spec.config.get("stop_grace_s", 0.0)
-    slack_s = STOP_SLACK_S.get(spec.role, 0.0) if own_s else 0.0
-    return max(settings.stop_grace_s, own_s + slack_s) + spec.release_s
+    return [
+        Demand(draft.name, draft.role, tuple(draft.keys.place.hosts), draft.gpus, draft.gpu_numbers)
+        for draft in _drafts(file)
+    ]
 
 
 def make_plan(
@@ -195,6 +85,7 @@ def make_plan(
     cluster_token: str = "",
     admin_key: str = "",
     site: Site | None = None,
+    has_gpus: bool = False,
     before: Plan | None = None,
 ) -> Plan:
     """The plan of a cluster file.
@@ -202,8 +93,9 @@ def make_plan(
     `program` runs pdserve (`python -m pdserve`); `run_dir` is absolute; `uid`: the user's; `ports` yields
     free ones; `extra_args` go to SGLang in every worker; `cluster_token`, where not empty, to workers and
     router, unless the file gives one; `admin_key`, where not empty, opens the router's admin port on this
-    host, unless the file has one; `site`: the hosts, where there are several; `before`: another plan, whose
-    processes keep their free ports. Raises ConfigError: a name or a port is given twice, a bad key.
+    host, unless the file has one; `site`: the hosts, where there are several; `has_gpus`: this host has some;
+    `before`: another plan, whose processes keep their free ports. Raises ConfigError: a name or a port is
+    given twice, a bad key.
     """
     drafts = list(_drafts(file))
     _refuse_repeats("name", (draft.name for draft in drafts))
@@ -211,13 +103,8 @@ def make_plan(
     _assign_ports(drafts, file.cluster.host, site)
     pool = [draft for draft in drafts if draft.role == "pool"]
     mark = hashlib.sha256(str(run_dir).encode()).hexdigest()[:8]
-    arena_dir = MEMORY / f"pdserve-{uid}" / f"{file.cluster.name}-{mark}"
-    nodes = [_wire_pool_node(draft, arena_dir, run_dir, site) for draft in pool]
+    nodes = _wire_pool(pool, MEMORY / f"pdserve-{uid}" / f"{file.cluster.name}-{mark}", run_dir, site)
     sockets = {draft.name: one for draft in pool for one in draft.config["listen"] if one.startswith("unix:")}
-    for draft in pool:
-        draft.config.setdefault("metrics", f"{METRICS_HOST}:{draft.free_port()}")
-        if len(pool) > 1:
-            _sub_table(draft, "cluster").setdefault("peers", [node["address"] for node in nodes])
     workers = [draft for draft in drafts if draft.role in WORKER_ROLES]
     for draft in workers:
         _wire_worker(draft, nodes, sockets, site, extra_args)
@@ -243,10 +130,11 @@ def make_plan(
         draft.config.setdefault("stop_grace_s", own_s)
     by_stage = _by_stage(commands)
     stages = (pool, *by_stage[:-1], [*by_stage[-1], *workers], routers)
+    named = {(one.host, number): one.name for one in workers for number in one.gpu_numbers}
     return Plan(
         settings=file.cluster,
         stages=tuple(
-            tuple(_spec(draft, program, run_dir, file.cluster) for draft in stage)
+            tuple(_on_gpus(_spec(draft, program, run_dir), file.cluster, named, has_gpus) for draft in stage)
             for stage in stages
             if stage
         ),
@@ -261,12 +149,12 @@ class _Draft:
     role: Role
     table: str
     name: str
-    restart: Restart
-    env: Mapping[str, str]
+    keys: ProcessKeys
     config: Table
-    start_timeout_s: float | None = None
-    release_s: float = 0.0
-    needs: Needs = NOTHING
+    env: Mapping[str, str]
+    gpus: int = 0
+    """That it asks for; 0: as many as its flags need, where there are any."""
+    gpu_numbers: tuple[int, ...] = ()
     host: str = ""
     """Where it is reached; empty: on this host."""
     listening: tuple[Listening, ...] = ()
@@ -302,33 +190,18 @@ def _drafts(file: ClusterFile) -> Iterator[_Draft]:
 
 def _draft(file: ClusterFile, role: Role, where: str, name: str, table: Table) -> _Draft:
     config = copy.deepcopy(table)
-    given: dict[str, Any] = {
-        "name": name,
-        "restart": file.cluster.restart,
-        "env": {},
-        "start_timeout_s": None,
-        "release_s": 0.0,
-        "place": {},
-        "gpus": None,
-    }
-    given |= {key: config.pop(key) for key in given if key in config}
-    if given["restart"] not in ("never", "on-failure"):
-        raise ConfigError(f"'{where}.restart' must be 'never' or 'on-failure', found {given['restart']!r}")
-    env = given["env"]
-    if not isinstance(env, dict) or not all(isinstance(value, str) for value in env.values()):
-        raise ConfigError(f"'{where}.env' must be a table of strings")
-    if not isinstance(given["name"], str) or not NAME.fullmatch(given["name"]):  # files are called by it
-        wanted = "letters, digits, '.', '_' and '-', a letter or digit first"
-        raise ConfigError(f"'{where}.name' must be {wanted}, found {given['name']!r}")
-    for key in ("start_timeout_s", "release_s"):
-        value = given[key] or 0.0
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-            raise ConfigError(f"'{where}.{key}' must be a number of seconds, found {value!r}")
-    if given["gpus"] is not None and role not in WORKER_ROLES:
+    own = {key: config.pop(key) for key in ProcessKeys.__struct_fields__ if key in config}
+    keys = build_config(ProcessKeys, {"name": name, **own}, source=f"[{where}]")
+    is_worker = role in WORKER_ROLES
+    if "gpus" in own and not is_worker:
         raise ConfigError(f"'{where}.gpus': only workers have GPUs")
-    needs = read_needs(where, given.pop("place"), given.pop("gpus"))
-    listed = role if role in WORKER_ROLES else ""
-    return _Draft(role, where, config=config, needs=needs, listed=listed, **given)
+    words = keys.env.get(VISIBLE, "").split(",")
+    numbers = tuple(keys.gpus) if isinstance(keys.gpus, list) else ()
+    if is_worker and not keys.gpus and all(word.strip().isdecimal() for word in words):
+        numbers = tuple(map(int, words))
+    gpus = len(numbers) or (keys.gpus if isinstance(keys.gpus, int) else 0)
+    listed = role if is_worker else ""
+    return _Draft(role, where, keys.name, keys, config, keys.env, gpus, numbers, listed=listed)
 
 
 def _offer_ports(drafts: list[_Draft], ports: Iterator[int], before: Plan | None) -> None:
@@ -380,6 +253,16 @@ def _home(draft: _Draft) -> Table:
     if not isinstance(host := home.get("host", ""), str):
         raise ConfigError(f"'{draft.table}' host must be a string, found {host!r}")
     return home
+
+
+def _wire_pool(pool: Sequence[_Draft], arena_dir: Path, run_dir: Path, site: Site | None) -> list[Table]:
+    """Fill in the addresses of pool nodes; returns how clients find them."""
+    nodes = [_wire_pool_node(draft, arena_dir, run_dir, site) for draft in pool]
+    for draft in pool:
+        draft.config.setdefault("metrics", f"{METRICS_HOST}:{draft.free_port()}")
+        if len(pool) > 1:
+            _sub_table(draft, "cluster").setdefault("peers", [node["address"] for node in nodes])
+    return nodes
 
 
 def _wire_pool_node(draft: _Draft, arena_dir: Path, run_dir: Path, site: Site | None) -> Table:
@@ -475,7 +358,7 @@ def _listening(draft: _Draft, address: str, *, chosen: bool) -> Listening:
     return Listening(host.strip("[]"), int(port), chosen)
 
 
-def _spec(draft: _Draft, program: Sequence[str], run_dir: Path, settings: ClusterSettings) -> ProcessSpec:
+def _spec(draft: _Draft, program: Sequence[str], run_dir: Path) -> ProcessSpec:
     config_path = run_dir / f"{draft.name}.toml"
     command = ("pool", "serve") if draft.role == "pool" else (draft.role,)
     argv = draft.argv or (*program, *command, "--config", str(config_path))
@@ -490,7 +373,7 @@ def _spec(draft: _Draft, program: Sequence[str], run_dir: Path, settings: Cluste
         own = (str(tls["certificate"]), str(tls.get("key"))) if tls.get("client_ca") else None
         url = draft.ready or _url(draft) + path
         ready = ConnectReady(url) if url.startswith("tcp:") else HttpReady(url, own)
-    spec = ProcessSpec(
+    return ProcessSpec(
         name=draft.name,
         role=draft.role,
         table=draft.table,
@@ -499,18 +382,41 @@ def _spec(draft: _Draft, program: Sequence[str], run_dir: Path, settings: Cluste
         config_path=config_path,
         log_path=run_dir / f"{draft.name}.log",
         ready=ready,
-        restart=draft.restart,
+        restart=draft.keys.restart,
         listening=draft.listening,
         automatic_ports=draft.automatic_ports,
         env=draft.env,
-        start_timeout_s=draft.start_timeout_s,
-        release_s=draft.release_s,
-        needs=draft.needs,
+        start_timeout_s=draft.keys.start_timeout_s or None,
+        release_s=draft.keys.release_s,
         gpu_count=_gpu_count(draft),
+        needs_gpus=draft.gpus > 0,
+        gpu_numbers=draft.gpu_numbers,
         host=draft.host,
         upgrade=upgrade,
     )
-    return on_gpus(spec, settings) if draft.needs.gpus else spec
+
+
+def _on_gpus(
+    spec: ProcessSpec, settings: ClusterSettings, named: Mapping[tuple[str, int], str], has_gpus: bool
+) -> ProcessSpec:
+    """With the times that GPUs need, where the file gives none, and without those of others. `named`: who
+    names GPUs of which host; `has_gpus`: this host has some.
+    """
+    if not spec.gpu_count:
+        return spec
+    others = tuple(
+        number for (host, number), name in named.items() if host == spec.host and name != spec.name
+    )
+    spec = replace(spec, gpus_of_others=others)
+    if not spec.needs_gpus and not (has_gpus and not spec.host):
+        return spec
+    is_default = settings.start_timeout_s == ClusterSettings().start_timeout_s
+    return replace(
+        spec,
+        has_gpus=True,
+        start_timeout_s=spec.start_timeout_s or (GPU_START_TIMEOUT_S if is_default else None),
+        release_s=spec.release_s or GPU_RELEASE_S,
+    )
 
 
 def _gpu_count(draft: _Draft) -> int:
@@ -524,10 +430,10 @@ def _gpu_count(draft: _Draft) -> int:
         )
     except ConfigError as error:
         raise ConfigError(f"'{draft.table}': {error}") from None
-    if draft.needs.gpus and not count:
+    if draft.gpus and not count:
         raise ConfigError(f"'{draft.table}.gpus': it runs on the CPU")
-    if draft.needs.gpus not in (0, count):
-        raise ConfigError(f"'{draft.table}.gpus' is {draft.needs.gpus}, and its flags need {count}")
+    if draft.gpus not in (0, count):
+        raise ConfigError(f"'{draft.table}.gpus' is {draft.gpus}, and its flags need {count}")
     return count
 
 

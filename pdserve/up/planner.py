@@ -1,7 +1,7 @@
 """The plan of a cluster, made again with other numbers of workers while the cluster runs.
 
-What is asked once and kept: the free ports that were found, the secrets, and what processes got of this
-machine. So a process that is in both plans is the same in both, but for the router, which lists the workers.
+What is asked once and kept: the free ports that were found, and the secrets. So a process that is in both
+plans is the same in both, but for the router, which lists the workers.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ import os
 import random
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from pdserve.errors import ConfigError, StartupError
-from pdserve.resources.gpus import GpuRequest, assign, visible
-from pdserve.resources.machine import VISIBLE, Machine, this_machine
+from pdserve.resources.gpus import GpuRequest, assign
+from pdserve.resources.machine import Machine, this_machine
+from pdserve.security.private_directory import write_private
 from pdserve.up.config import ClusterFile, WorkerRole, resized
 from pdserve.up.hosts import Site
-from pdserve.up.launchers.base import Launcher
-from pdserve.up.launchers.process import write_private
+from pdserve.up.launchers.launcher import Launcher
 from pdserve.up.locks import free_ports, has_ipv6_alone, is_ours, make_run_directory, run_directory
-from pdserve.up.plan import Plan, ProcessSpec, demands, make_plan, on_gpus
+from pdserve.up.plan import demands, make_plan
+from pdserve.up.spec import Plan
 
 TOKENS_FILE: Final = "pool-tokens.json"
 """In the run directory, for its owner alone."""
@@ -61,8 +61,6 @@ class Planner:
         self._file = file
         """As it was read, with the numbers of workers of now."""
         self.machine: Final = machine or this_machine(environ)
-        self.gpus: Given = {}
-        """Of workers on this host; empty: it has none, or others run them."""
         self._plan: Plan | None = None
         self._ports: Final = free_ports(file.cluster.host, random.SystemRandom())
         self._cluster_token: Final = environ.get("PDSERVE_CLUSTER_TOKEN") or secrets.token_urlsafe(32)
@@ -70,26 +68,41 @@ class Planner:
 
     def plan(self) -> Plan:
         """The first plan. Raises ConfigError, StartupError."""
-        self._plan, self.gpus = self._made(self._file)
+        self._plan = self._made(self._file)
         return self._plan
 
     def scaled(self, counts: Mapping[WorkerRole, int]) -> Plan:
-        """The plan with other numbers of workers. Raises ConfigError, StartupError, and changes nothing then,
-        but that the launcher may hold room for the new workers until it is asked again.
+        """The plan with other numbers of workers. Raises ConfigError, StartupError, and changes nothing
+        then.
         """
         file = resized(self._file, counts, self._source)
         if self._plan is None:
             raise StartupError("there is no plan yet")
-        plan, gpus = self._made(file)
+        plan = self._made(file)
         now = {spec.name: spec for spec in plan.processes}
         for spec in self._plan.processes:
-            has_moved = now.get(spec.name, spec).host != spec.host
-            if spec.role != "router" and now.get(spec.name, spec) != spec and not has_moved:
+            found = now.get(spec.name, spec)
+            is_same = (found.argv, found.config, found.env) == (spec.argv, spec.config, spec.env)
+            if spec.role != "router" and found.host == spec.host and not is_same:
                 raise ConfigError(f"{spec.name} would have to be started again with another configuration")
-        self._file, self.gpus, self._plan = file, gpus, plan
+        self._file, self._plan = file, plan
         return plan
 
-    def _made(self, file: ClusterFile) -> tuple[Plan, Given]:
+    def gpus(self, plan: Plan) -> dict[str, tuple[int, ...]]:
+        """Numbers of this machine's GPUs by worker, as they are given if all are free: agents take those that
+        are. Raises ConfigError: there are too few, or a table names one that is not here.
+        """
+        workers = [spec for spec in plan.processes if spec.gpu_count and not spec.host]
+        if not self.machine.gpus:
+            if named := next((spec for spec in workers if spec.needs_gpus), None):
+                raise ConfigError(f"'{named.table}.gpus': this machine has no GPU")
+            return {}
+        return assign(
+            self.machine,
+            [GpuRequest(one.name, one.gpu_count, one.gpu_numbers or None) for one in workers],
+        )
+
+    def _made(self, file: ClusterFile) -> Plan:
         hosts = self._launcher.assign(demands(file))
         run_dir = run_directory(Path(file.cluster.run_dir))
         plan = make_plan(
@@ -102,9 +115,11 @@ class Planner:
             cluster_token=self._cluster_token,
             admin_key=self._admin_key,
             site=None if hosts is None else _site(hosts, pool_tokens(run_dir)),
+            has_gpus=bool(self.machine.gpus),
             before=self._plan,
         )
-        return with_gpus(plan, self.machine, self.gpus) if hosts is None else (plan, {})
+        self.gpus(plan)
+        return plan
 
 
 def pool_tokens(run_dir: Path) -> PoolTokens:
@@ -127,40 +142,3 @@ def _site(hosts: Mapping[str, str], tokens: PoolTokens) -> Site:
     far = frozenset(name for name, host in hosts.items() if not is_ours(host))
     ipv6 = frozenset(host for host in set(hosts.values()) if has_ipv6_alone(host))
     return Site(hosts, tokens.node, tokens.page, far, ipv6)
-
-
-Given = Mapping[str, tuple[int, ...]]
-"""Numbers of GPUs by worker."""
-
-
-def with_gpus(plan: Plan, machine: Machine, kept: Given | None = None) -> tuple[Plan, Given]:
-    """(the plan, each worker with GPUs of `machine`; which). Without a GPU the plan stays as it is. `kept`:
-    what workers that run already have. Raises ConfigError: there are too few, or a table names one that is
-    not here.
-    """
-    if not machine.gpus:
-        if named := next((spec for spec in plan.processes if spec.needs.gpus), None):
-            raise ConfigError(f"'{named.table}.gpus': this machine has no GPU")
-        return plan, {}
-    workers = [spec for spec in plan.processes if spec.gpu_count]
-    had = kept or {}
-    requests = [
-        GpuRequest(spec.name, spec.gpu_count, had.get(spec.name) or _numbers(spec)) for spec in workers
-    ]
-    given = assign(machine, requests)
-    ready = {
-        spec.name: on_gpus(replace(spec, env={**spec.env, **visible(given[spec.name])}), plan.settings)
-        for spec in workers
-    }
-    stages = tuple(tuple(ready.get(spec.name, spec) for spec in stage) for stage in plan.stages)
-    return replace(plan, stages=stages), given
-
-
-def _numbers(spec: ProcessSpec) -> tuple[int, ...] | None:
-    """The GPUs that its table names; None: any. Raises ConfigError."""
-    if spec.needs.gpu_numbers or VISIBLE not in spec.env:
-        return spec.needs.gpu_numbers or None
-    words = [word.strip() for word in spec.env[VISIBLE].split(",")]
-    if not all(word.isdecimal() for word in words):
-        raise ConfigError(f"'{spec.table}.env': {VISIBLE} = {spec.env[VISIBLE]!r}: write gpus = [..] instead")
-    return tuple(map(int, words))

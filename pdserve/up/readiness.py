@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import httpx
 
-from pdserve.up.plan import ConnectReady, HttpReady
+from pdserve.up.spec import ConnectReady, HttpReady
 
 ATTEMPT_TIMEOUT_S: Final = 5.0
 

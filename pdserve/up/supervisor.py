@@ -16,17 +16,18 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Final, assert_never
 
 from pdserve.errors import PdserveError, StartupError
-from pdserve.settings.toml_text import to_toml
+from pdserve.security.private_directory import write_private
+from pdserve.settings.config_file import to_toml
 from pdserve.up import events
 from pdserve.up.announcement import TARGETS_FILE, announcement, targets
 from pdserve.up.config import WorkerRole
 from pdserve.up.console import Console
 from pdserve.up.control import Answer, Request, served
-from pdserve.up.launchers.base import Launcher, Running
-from pdserve.up.launchers.process import write_private
+from pdserve.up.launchers.launcher import Launcher
+from pdserve.up.launchers.running import Running
 from pdserve.up.lifecycle import Lifecycle
-from pdserve.up.plan import Plan
 from pdserve.up.readiness import is_ready, served_model
+from pdserve.up.spec import Plan
 from pdserve.up.upgrade import problem_of
 
 PROBE_INTERVAL_S: Final = 0.2
@@ -80,7 +81,6 @@ class Supervisor:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            self._launcher.close()
             for number in STOP_SIGNALS:
                 loop.remove_signal_handler(number)
 

@@ -195,10 +195,7 @@ def set_up(plan: Plan, directory: Path) -> Iterator[Field]:
 
     settings: dict[str, Any] = {
         "capacity_bytes": CAPACITY_BYTES,
-        "slab_bytes": 4 << 20,
         "lease_s": LEASE_S,
-        "reservation_lease_s": LEASE_S,
-        "quarantine_s": LEASE_S,
         "keep": False,
         "admin_token": ADMIN_TOKEN,
         "cluster": {"token": CLUSTER_TOKEN},

@@ -39,8 +39,7 @@ def make_pool(transport: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
     def make(**options: Any) -> Pool:
         defaults: dict[str, Any] = {
             "capacity_bytes": 16 * KIB * KIB,
-            "slab_bytes": 4 * KIB * KIB,
-            "min_slot_bytes": 4 * KIB,
+            "page_bytes": 4 * KIB * KIB,
             "max_client_share": 1.0,
         }
         name = f"n{next(_numbers)}"

@@ -45,9 +45,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPool]:
         name="contract",
         arena_dir=arena_dir(),
         capacity_bytes="16MiB",
-        slab_bytes="1MiB",
         max_client_share=1.0,
-        quarantine_s=0.2,
     )
     pool = ProcessPool(config, tmp_path_factory.mktemp("clients"), "shm")
     yield pool

@@ -29,7 +29,6 @@ DISAGG = """
 [cluster]
 name = "stand-in"
 hosts = ["n1=127.0.0.1", "n2=127.0.0.2"]
-restart_backoff_s = 0.05
 start_parallelism = 3
 stop_grace_s = 5
 [router]

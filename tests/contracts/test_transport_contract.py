@@ -44,7 +44,7 @@ def name() -> str:
 @pytest.fixture(scope="module")
 def small_pool(make_pool: MakePool) -> Pool:
     """A node of one slab."""
-    return make_pool(capacity_bytes=1024 * KIB, slab_bytes=1024 * KIB)
+    return make_pool(capacity_bytes=1024 * KIB, page_bytes=1024 * KIB)
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +200,7 @@ def test_a_page_whose_lease_ended_during_the_read_is_lost_and_never_wrong(
     begins.
     """
     layout = [LONG_BYTES]
-    small = make_pool(capacity_bytes=2 * LONG_BYTES, slab_bytes=LONG_BYTES, lease_s=0.2)
+    small = make_pool(capacity_bytes=2 * LONG_BYTES, page_bytes=LONG_BYTES, lease_s=0.2)
     with client(small, name, layout=layout) as reader, client(small, name, layout=layout) as writer:
         names, [other] = keys(1), pages_of(layout, 1, seed=13)
         writer.put(names, pages_of(layout, 1, seed=12))
@@ -306,7 +306,7 @@ def test_what_a_lost_writer_reserved_is_reclaimed(pool: Pool, name: str) -> None
 
 
 def test_an_overdue_reservation_can_never_be_committed(make_pool: MakePool, name: str) -> None:
-    pool = make_pool(reservation_lease_s=0.2)
+    pool = make_pool(lease_s=0.2)
     with client(pool, name) as slow, client(pool, name) as other:
         names = keys(1)
         grants = slow.reserve(names)

@@ -37,6 +37,7 @@ class Pool:
 
     def __init__(self) -> None:
         self.kept: list[tuple[int, float]] = []
+        self.let_go: list[list[bytes]] = []
         self.fails = False
 
     async def wait(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
@@ -44,6 +45,10 @@ class Pool:
 
     async def exists(self, keys: Sequence[bytes]) -> list[bool]:
         return [True] * len(keys)
+
+    async def demote(self, keys: Sequence[bytes]) -> int:
+        self.let_go.append(list(keys))
+        return len(keys)
 
     async def keep(self, keys: Sequence[bytes], keep_s: float) -> int:
         if self.fails:
@@ -90,6 +95,19 @@ async def test_a_conversation_can_be_kept_longer_and_no_longer() -> None:
     assert asked(keeper, request_id="a", keep_s=0) == (200, {"known": True, "parts": 4})
     assert pool.kept[1:] == [(4, 300), (4, -1)]
     assert asked(keeper, request_id="a", keep_s=0) == (200, {"known": False, "parts": 0})
+
+
+async def test_the_last_request_of_a_conversation_lets_go_what_no_other_may_begin_with() -> None:
+    pool = Pool()
+    whole = request("a", 15, 60)
+    await followed(pool, whole)
+    last = request("b", 15, 60)
+    last.shared_tokens = 9
+    keeper = await followed(pool, last)
+    assert pool.kept == [(4, 60), (2, -1)]  # four pages of 4, the first two of which are shared
+    [gone] = pool.let_go
+    assert gone == (await NAMES.of_conversations(request("c", 15, 0))).all_keys()[2:]
+    assert asked(keeper, request_id="b", keep_s=5) == (200, {"known": False, "parts": 0})
 
 
 async def test_a_pool_that_fails_costs_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,15 +42,25 @@ def test_every_flag_of_every_command_is_listed(words: str) -> None:
     for parameter in ALL[words].params:
         if parameter.param_type_name == "argument":
             assert f"`{parameter.metavar or parameter.name.upper()}`".replace("|", "\\|") in section
-        elif parameter.name.replace("__", ".") not in keys:
+        elif keys.isdisjoint({key := parameter.name.replace("__", "."), key.removesuffix("_file")}):
             assert all(f"`{flag}" in section for flag in parameter.opts), parameter.name
 
 
-def test_every_option_is_listed() -> None:
+def test_every_option_is_listed_in_its_table_or_in_one_that_this_names() -> None:
+    whole = page("options")
     for one in CONFIGURED:
-        _, _, section = page("options").partition(f"## {one.title} {{")
+        _, _, section = whole.partition(f"## {one.title} {{")
         section = section.partition("\n## ")[0]
-        assert [o.key for o in options_of(one.struct) if f"| `{o.key}` |" not in section] == []
+        for option in options_of(one.struct):
+            if f"| `{option.key}` |" in section:
+                continue
+            prefix, _, leaf = option.key.rpartition(".")
+            _, _, own = section.partition(f"### `{prefix}` {{")
+            named = re.match(r".*\n\nAs \[`(.+)`\]\(#(.+?)\)", own)
+            assert named, option.key
+            _, _, other = whole.partition(f"{{ #{named[2]} }}")
+            row = f"| `{named[1]}.{leaf}` | {option.type_name} | `{option.default}` | {option.description} |"
+            assert row in other.partition("\n### ")[0].replace("\\|", "|")
 
 
 def test_every_metric_is_listed() -> None:

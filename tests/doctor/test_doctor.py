@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import random
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from pdserve.doctor import cluster, judge, live_probe
-from pdserve.doctor.cli import _plan, _pool_tls
+from pdserve.doctor.cli import plan_of, pool_tls
 from pdserve.doctor.cluster import Member
-from pdserve.doctor.facts import PoolNode
-from pdserve.engine.prompt_identity import chat_template_fingerprint, tokenizer_fingerprint
+from pdserve.engine.fingerprints import chat_template_fingerprint, tokenizer_fingerprint
 from pdserve.errors import ConfigError
 from pdserve.router.config.router import RouterConfig
 from pdserve.security.tls import Certificates
-from pdserve.settings import toml_text
 from tests.support.certificates import Authority, certificate
 from tests.support.command import pdserve_here
 from tests.support.e2e.cluster import free_port, to_toml
@@ -34,15 +29,6 @@ from tests.support.router import mock_worker as mock
 from tests.support.router.harness import PATIENT, before, disagg, routed
 from tests.support.router.mock_worker import REPORT, MockWorker, Received, Wire
 from tests.support.router.vllm_worker import VllmWorker
-
-SERVER = {
-    "max_total_num_tokens": 40_000,
-    "hicache_ratio": 2.0,
-    "hicache_size": 0,
-    "hicache_write_policy": "write_through",
-    "hicache_storage_prefetch_policy": "wait_complete",
-    "disable_radix_cache": False,
-}
 
 
 async def doctor(*words: str, **environment: str) -> tuple[int, str]:
@@ -69,17 +55,9 @@ def levels(said: str) -> dict[str, str]:
     return found
 
 
-def serves(worker: MockWorker, node: LocalNode, **server: Any) -> None:
-    """Answer as SGLang does when it is asked for its arguments, for as often as needed, and a generation."""
+def serves(worker: MockWorker) -> None:
+    """Answer generations as SGLang does."""
     page = worker.info["page_size"]
-    storage = {
-        "prefetch_threshold": page,
-        "pdserve": {"pool": {"nodes": [{"node": "pool0", "address": node.address}]}},
-    }
-    told = {**SERVER, "hicache_storage_backend_extra_config": json.dumps(storage), **server}
-
-    async def script(wire: Wire, request: Received) -> None:
-        await wire.json(200, told)
 
     async def generate(wire: Wire, request: Received) -> None:
         tokens = len(request.json()["input_ids"])
@@ -95,19 +73,18 @@ def serves(worker: MockWorker, node: LocalNode, **server: Any) -> None:
 
     worker.info |= {"tokenizer": "t", "chat_template": "c"}
     worker.script("/pd/prefill", *[prefilled] * 20)
-    worker.script("/get_server_info", *[script] * 20)
     worker.script("/generate", *[generate] * 20)
 
 
 async def test_a_cluster_that_is_well_a_fault_in_it_and_one_that_is_away(node: LocalNode) -> None:
     async with disagg() as (harness, [prefill], [decode]):
         for worker in (prefill, decode):
-            serves(worker, node)
-        asked = ("--json", "--router", harness.url)
+            serves(worker)
+        asked = ("--json", "--router", harness.url, "--pool", node.address)
         status, said = await doctor(*asked)
         found = levels(said)
         assert {check: level for check, level in found.items() if level == "fail"} == {}, said
-        assert {"pool node", "tokenizer", "live probe", "UCX", "/dev/shm", "open files"} <= set(found)
+        assert {"pool node", "alike", "live probe", "UCX", "/dev/shm", "open files"} <= set(found)
         assert status == json.loads(said)["status"] == (1 if "warn" in found.values() else 0)
 
         decode.info["chat_template"] = "d"
@@ -116,17 +93,17 @@ async def test_a_cluster_that_is_well_a_fault_in_it_and_one_that_is_away(node: L
         assert status == 2
         failed = {c for c, level in levels(said).items() if level == "fail"}
         # no decode worker is left for the probe once the router has refused it
-        assert failed - {"live probe"} == {"chat template", "pool node"}
+        assert failed - {"live probe", "worker"} == {"alike", "pool node"}
     status, said = await doctor("--router", harness.url)
     assert status >= 1
     assert "nothing answers" in said
 
 
-async def test_a_hand_off_that_fails_is_found_though_every_worker_is_ready(node: LocalNode) -> None:
+async def test_a_hand_off_that_fails_is_found_though_every_worker_is_ready() -> None:
     async with disagg() as (harness, [prefill], [decode]):
         prefill.script("/pd/prefill", *(mock.answer(500, {}) for _ in range(2)))
         for worker in (prefill, decode):
-            serves(worker, node)
+            serves(worker)
         status, said = await doctor("--json", "--router", harness.url)
         failed = [one for one in json.loads(said)["findings"] if one["level"] == "fail"]
         assert {one["check"] for one in failed} == {"live probe"}
@@ -134,7 +111,7 @@ async def test_a_hand_off_that_fails_is_found_though_every_worker_is_ready(node:
         assert status == 2
 
 
-async def test_each_model_that_generates_is_probed_with_pages_of_its_own_size(node: LocalNode) -> None:
+async def test_each_model_that_generates_is_probed_with_pages_of_its_own_size() -> None:
     """A router of several models knows none that a prompt without a model's name could mean."""
     sizes = {"a": 16, "b": 32}
     prefills, decodes = (
@@ -151,7 +128,7 @@ async def test_each_model_that_generates_is_probed_with_pages_of_its_own_size(no
         )
         async with routed(config) as harness:
             for worker in (*prefills, *decodes, vectors):
-                serves(worker, node)
+                serves(worker)
             _, said = await doctor("--json", "--router", harness.url)
     probed = [one for one in json.loads(said)["findings"] if one["check"] == "live probe"]
     assert [one["level"] for one in probed] == ["ok"] * 4, said
@@ -178,19 +155,17 @@ def cluster_file(directory: Path, port: int, **cluster: str) -> Path:
     return path
 
 
-async def test_workers_that_no_configuration_lists_are_asked_for_at_the_router(
-    node: LocalNode, tmp_path: Path
-) -> None:
+async def test_workers_that_no_configuration_lists_are_asked_for_at_the_router(tmp_path: Path) -> None:
     """The configuration is not where it is looked for, or the workers are in etcd."""
     async with disagg() as (harness, [prefill], [decode]):
         for worker in (prefill, decode):
-            serves(worker, node)
+            serves(worker)
         asked = ("--json", "--config", str(cluster_file(tmp_path, harness.port)))
         status, said = await doctor(*asked)
         found = levels(said)
         assert found["cluster"] == "warn"
         assert "--run-dir" in said
-        assert (status, found["tokenizer"], found["live probe"]) == (1, "ok", "ok")
+        assert (status, found["alike"], found["live probe"]) == (1, "ok", "ok")
 
         (tmp_path / "run").mkdir()
         written = to_toml({"host": "127.0.0.1", "port": harness.port})
@@ -198,7 +173,7 @@ async def test_workers_that_no_configuration_lists_are_asked_for_at_the_router(
         status, said = await doctor(*asked)
         found = levels(said)
         assert "cluster" not in found
-        assert (found["tokenizer"], found["live probe"]) == ("ok", "ok")
+        assert (found["alike"], found["live probe"]) == ("ok", "ok")
 
 
 @pytest.mark.timeout(140)
@@ -217,12 +192,9 @@ async def test_a_worker_that_drains_or_starts_is_said_to_and_not_called_misconfi
         starts.ready = False
         starts.script("/pd/info", mock.answer(500, {}))
         drains.draining = True
-        drains.script("/get_server_info", mock.answer(503, {}))
+        drains.script("/pd/info", mock.answer(503, {}))
         found = await asyncio.to_thread(cluster.gather_workers, [Member(starts.url), Member(drains.url)], "")
-    assert [(one.error, one.described, one.draining) for one in found] == [
-        ("", False, False),
-        ("", False, True),
-    ]
+    assert [(one.error, one.info, one.draining) for one in found] == [("", None, False), ("", None, True)]
     worst = {one.check: one.says for one in judge.workers(found) if one.level != "ok"}
     assert worst.keys() == {"worker", "clock"}  # the scripted ones live in the past
 
@@ -256,47 +228,14 @@ async def test_vllm_workers_are_asked_for_nothing_that_they_do_not_have() -> Non
 async def test_a_vllm_worker_that_no_router_told_of_is_known_by_what_it_lacks() -> None:
     async with mock.workers(worker := VllmWorker("decode")):
         (found,) = await asyncio.to_thread(cluster.gather_workers, [Member(worker.url)], "")
-        assert (found.engine, found.model, found.context_length, found.ready) == ("vllm", "m", 4096, True)
+        assert found.ready
+        assert found.info is not None
+        assert (found.info.engine, found.info.model, found.info.context_length) == ("vllm", "m", 4096)
         assert {one.check for one in judge.workers([found]) if one.level == "fail"} == set()
         worker.ready = False
         worker.script("/v1/models", mock.answer(401, {}))
         (found,) = await asyncio.to_thread(cluster.gather_workers, [Member(worker.url)], "")
         assert (found.guarded, found.ready, found.error) == (True, False, "")
-
-
-async def test_a_busy_workers_clock_is_right_and_its_silence_no_fault() -> None:
-    """An answer of SGLang's waits for a step to end."""
-    clock = [1767225600.0]  # the scripted workers' date
-
-    async def step(wire: Wire, request: Received) -> None:
-        clock[0] += 60.0
-        await wire.json(200, SERVER)
-
-    async with disagg(0, 2) as (_, _, [slow, silent]):
-        slow.script("/get_server_info", step)
-        silent.script("/get_server_info", mock.hang(mock.Gate()))
-        ask = functools.partial(cluster.gather_workers, arguments_s=0.3, clock=lambda: clock[0])
-        (one,) = await asyncio.to_thread(ask, [Member(slow.url)], "")
-        assert (one.clock_ahead_s, one.busy, one.write_policy) == (0.0, False, "write_through")
-        (other,) = await asyncio.to_thread(ask, [Member(silent.url)], "")
-        assert (other.error, other.busy, other.role) == ("", True, "decode")
-
-
-def test_what_workers_say_becomes_facts() -> None:
-    info = {"role": "decode", "model": "m", "page_size": 64, "namespace": "n", "context_length": 4096}
-    told = {**SERVER, "hicache_size": 1, "hicache_storage_backend_extra_config": "{}"}
-    worker = cluster.worker_of("u", {"ready": True, "pool": "up"}, info, told, 0.0)
-    assert not worker.has_storage
-    assert (worker.host_tokens, worker.prefetch_threshold) == (0, 256)  # SGLang's own threshold
-    page = PoolNode(address="a", page_bytes={"n": 10**6})
-    assert cluster.with_host_tokens(worker, [page]).host_tokens == 64_000
-    windows = replace(worker, geometry={"parts": "swa:2"})
-    assert cluster.with_host_tokens(windows, [page]).host_tokens == 0
-    by_ratio = cluster.worker_of("u", {}, info, SERVER, 0.0)
-    assert cluster.with_host_tokens(by_ratio, [page]).host_tokens == 80_000
-    assert by_ratio.keeps_host_pages
-    staged = cluster.worker_of("u", {}, info, {**SERVER, "hicache_host_memory_mode": "buffer_only"}, 0.0)
-    assert not staged.keeps_host_pages
 
 
 def test_fingerprints_tell_tokenizers_and_templates_apart() -> None:
@@ -333,7 +272,6 @@ def asks_for_the_token(worker: MockWorker) -> list[str | None]:
         await wire.json(200 if is_right else 401, worker.info if is_right else {})
 
     worker.script("/pd/info", *[info] * 5)
-    worker.script("/get_server_info", *[mock.answer(200, SERVER)] * 5)
     return shown
 
 
@@ -359,7 +297,7 @@ async def test_a_worker_that_the_operator_names_is_sent_the_token(tmp_path: Path
         shown = asks_for_the_token(named)
         _, said = await doctor("--json", "--worker", named.url, "--token-file", str(tmp_path / "token"))
         assert shown == [f"Bearer {TOKEN}"]
-        assert levels(said)["page size"] == "ok"
+        assert levels(said)["alike"] == "ok"
         _, said = await doctor("--json", "--worker", named.url, PDSERVE_CLUSTER_TOKEN="another-token-here")
         assert "the cluster's token is another one there" in said
 
@@ -410,7 +348,6 @@ async def test_workers_are_asked_by_https_with_the_routers_certificates(tmp_path
             )
         ]
     assert ["certificate verify failed" in error for error in found] == [False, True, False, True], found
-    assert "404" in found[0]
 
 
 async def test_a_router_tells_which_workers_speak_tls(tmp_path: Path) -> None:
@@ -427,9 +364,9 @@ async def test_pool_nodes_are_asked_with_the_certificates_of_their_configuration
     table = {name: str(getattr(files, name)) for name in ("certificate", "key", "ca", "client_ca")}
     file, address = tmp_path / "cluster.toml", f"tcp:127.0.0.1:{free_port()}"
     tables = {"cluster": {"name": "c"}, "pool": [{"listen": [address], "tls": table}], "agg": [{}]}
-    file.write_text(toml_text.to_toml(tables))
+    file.write_text(to_toml(tables))
     async with running(tmp_path, "a", listen=[address], tls=files):
-        tls = _pool_tls(_plan(file, tmp_path))
+        tls = pool_tls(plan_of(file, tmp_path))
         [found] = await asyncio.to_thread(cluster.gather_pool, [address], tls)
         for _ in range(5):  # on a busy machine the node may be too late to refuse it
             [in_clear] = await asyncio.to_thread(cluster.gather_pool, [address])

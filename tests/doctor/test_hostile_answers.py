@@ -158,25 +158,17 @@ READY: dict[str, Any] = {"ready": True, "pool": "up"}
 INFO: dict[str, Any] = {"role": "decode", "model": "m", "page_size": 16, "context_length": 4096}
 ODD: dict[str, dict[str, Any]] = {
     "a page of all memory": {"pd_info": INFO | {"page_size": 10**15}},
-    "no number": {"get_server_info": {"max_total_num_tokens": [1]}},
-    "a ratio without bound": {"get_server_info": {"max_total_num_tokens": 9, "hicache_ratio": 1e300}},
-    "a list for a config": {"get_server_info": {"hicache_storage_backend_extra_config": "[]"}},
-    "a text for a pool": {"get_server_info": {"hicache_storage_backend_extra_config": '{"pdserve": "x"}'}},
-    "a node without an address": {
-        "get_server_info": {
-            "hicache_storage_backend_extra_config": {"pdserve": {"pool": {"nodes": [{"node": "a"}]}}}
-        }
-    },
+    "no number": {"pd_info": INFO | {"context_length": [1]}},
+    "a role that is none": {"pd_info": INFO | {"role": "boss"}},
     "a geometry that is none": {"pd_info": INFO | {"kv_geometry": [1]}},
     "tasks that are none": {"pd_info": INFO | {"tasks": 7}},
-    "a name of a megabyte": {"pd_info": INFO | {"model": "m" * (1 << 20)}},
     "ready in words": {"pd_ready": {"ready": "yes"}},
 }
 
 
 @pytest.mark.parametrize("what", ODD)
 async def test_a_worker_that_says_what_none_says_is_named_and_no_more(what: str) -> None:
-    answers = {"pd_ready": READY, "pd_info": INFO, "get_server_info": {}} | ODD[what]
+    answers = {"pd_ready": READY, "pd_info": INFO} | ODD[what]
     async with answering(by_path(**answers)) as (url, _):
         (worker,) = await asyncio.to_thread(cluster.gather_workers, [Member(url)], "")
     assert "does not answer as a pdserve worker does" in worker.error
@@ -184,13 +176,20 @@ async def test_a_worker_that_says_what_none_says_is_named_and_no_more(what: str)
     assert list(judge.workers([worker]))
 
 
+async def test_pages_that_no_worker_has_are_not_probed_with() -> None:
+    answers = {"pd_ready": READY, "pd_info": INFO | {"page_size": 10**12}}
+    async with answering(by_path(**answers)) as (url, _):
+        (worker,) = await asyncio.to_thread(cluster.gather_workers, [Member(url)], "")
+    assert (worker.error, live_probe.page_sizes([worker])) == ("", {})
+
+
 CARD: dict[str, Any] = {"id": "m", "owned_by": "vllm"}
 
 
 @pytest.mark.parametrize(
     "cards",
-    [{}, [CARD], {"data": []}, {"data": [CARD | {"id": "m" * (1 << 20)}]}, {"data": [{"id": "m"}]}],
-    ids=["nothing", "a list", "no model", "a name of a megabyte", "no engine"],
+    [{}, [CARD], {"data": []}, {"data": [{"id": "m"}]}],
+    ids=["nothing", "a list", "no model", "no engine"],
 )
 @pytest.mark.parametrize("engine", ["", "vllm"])
 async def test_a_server_that_is_no_vllm_after_all_is_named_and_no_more(cards: Any, engine: str) -> None:
@@ -225,7 +224,7 @@ async def test_more_pool_nodes_than_a_pool_has_are_not_asked() -> None:
 
 async def test_nothing_that_is_said_acts_on_the_terminal() -> None:
     evil = "m\x1b[2J\n ok   all is well\u202e\x9b1m"
-    answers = {"pd_ready": READY, "pd_info": INFO | {"model": evil, "tokenizer": evil}, "get_server_info": {}}
+    answers = {"pd_ready": READY, "pd_info": INFO | {"model": evil, "tokenizer": evil}}
     async with answering(by_path(**answers, ready={"workers": None})) as (url, _):
         done = await asyncio.to_thread(
             pdserve_here, "doctor", "--no-self-check", "--no-probe", "--worker", url, "--router", url

@@ -9,12 +9,12 @@ from msgspec.structs import replace
 
 from pdserve.doctor import judge
 from pdserve.doctor.facts import NO_UCX, Finding, Machine, PoolNode, Probe, Turn, Worker
+from pdserve.router.fleet.worker import Foreign, WorkerInfo
 
 MACHINE = Machine(
     open_files=100_000,
     shm_bytes=64 << 30,
     shm_free_bytes=60 << 30,
-    memory_bytes=128 << 30,
     sglang="0.5.23",
     sglang_tested="0.5.23",
 )
@@ -25,25 +25,17 @@ GEOMETRY = {
     "layout": "page_first_direct",
     "tp_size": "1",
 }
-WORKER = Worker(
-    url="http://a",
-    ready=True,
-    pool="up",
+INFO = WorkerInfo(
     role="decode",
     model="m",
     context_length=4096,
     page_size=64,
     namespace="m@1",
-    geometry=GEOMETRY,
+    kv_geometry=GEOMETRY,
     tokenizer="t",
     chat_template="c",
-    versions="v",
-    write_policy="write_through",
-    prefetch_policy="wait_complete",
-    prefetch_threshold=64,
-    device_tokens=40_000,
-    host_tokens=80_000,
 )
+WORKER = Worker(url="http://a", ready=True, pool="up", role="decode", info=INFO)
 PREFILL = replace(WORKER, url="http://b", role="prefill")
 NODE = PoolNode(address="unix:/a", node="a", epoch=3, capacity_bytes=1 << 30, free_bytes=1 << 29)
 TURNS = (
@@ -70,9 +62,7 @@ def test_nothing_is_said_of_what_is_well() -> None:
     ]
     assert troubles(findings) == []
     assert judge.status(findings) == 0
-    assert {"page size", "layout", "KV dtype", "model revision", "tokenizer", "chat template"} < {
-        finding.check for finding in findings
-    }
+    assert {"alike", "clock", "pool node", "live probe"} <= {finding.check for finding in findings}
 
 
 @pytest.mark.parametrize(
@@ -85,11 +75,6 @@ def test_nothing_is_said_of_what_is_well() -> None:
         ({"shm_bytes": 1 << 40}, "warn", "/dev/shm"),
         ({"ucx_error": "no ucxx"}, "fail", "UCX"),
         ({"ucx_error": NO_UCX}, "warn", "UCX"),
-        (
-            {"has_gpu": True, "numa_nodes": 2, "has_numactl": False},
-            "warn",
-            "NUMA",
-        ),
     ],
 )
 def test_a_machines_fault_is_found(change: dict[str, Any], level: str, check: str) -> None:
@@ -114,78 +99,47 @@ def test_the_network_that_will_be_used_is_named() -> None:
     [
         ({"error": "refused"}, "fail", "worker"),
         ({"ready": False}, "fail", "worker"),
-        ({"page_size": 32}, "fail", "page size"),
-        ({"geometry": {**GEOMETRY, "layout": "layer_first"}}, "fail", "layout"),
-        ({"geometry": {**GEOMETRY, "tp_size": "2"}}, "fail", "ranks"),
-        ({"geometry": {**GEOMETRY, "kv_dtype": "float8_e4m3fn"}}, "fail", "KV dtype"),
-        ({"geometry": {**GEOMETRY, "model": "bb"}}, "fail", "model revision"),
-        ({"tokenizer": "u"}, "fail", "tokenizer"),
-        ({"chat_template": "none"}, "fail", "chat template"),
-        ({"namespace": "m@2"}, "fail", "namespace"),
-        ({"versions": "w"}, "warn", "versions"),
-        ({"pool": "down"}, "fail", "pool"),
-        ({"has_storage": False}, "warn", "storage"),
-        ({"radix_cache": False}, "fail", "radix cache"),
-        ({"prefetch_policy": "best_effort"}, "fail", "prefetch"),
-        ({"prefetch_policy": "timeout"}, "warn", "prefetch"),
-        ({"prefetch_threshold": 256}, "warn", "prefetch"),
-        ({"prefetch_threshold": 4096}, "fail", "prefetch"),
-        ({"write_policy": "write_back"}, "fail", "write policy"),
-        ({"host_tokens": 4000}, "fail", "host pool"),
-        ({"host_tokens": 20_000}, "warn", "host pool"),
-        ({"host_tokens": 4000, "keeps_host_pages": False}, "fail", "host pool"),
+        ({"refused": "it differs"}, "fail", "worker"),
+        ({"pool": "down"}, "warn", "pool"),
         ({"clock_ahead_s": -7.0}, "warn", "clock"),
         ({"ready": False, "draining": True}, "warn", "worker"),
-        ({"busy": True, "has_storage": False, "write_policy": ""}, "warn", "worker"),
     ],
 )
 def test_one_workers_fault_is_found(change: dict[str, Any], level: str, check: str) -> None:
-    found = troubles(judge.workers([WORKER, replace(PREFILL, **change)]))
-    if check == "page size":  # a smaller one than its threshold
-        found.remove(("warn", "prefetch"))
-    assert found == [(level, check)]
+    assert troubles(judge.workers([WORKER, replace(PREFILL, **change)])) == [(level, check)]
     assert judge.status([Finding(check, level, "")]) == {"warn": 1, "fail": 2}[level]  # type: ignore[arg-type]
 
 
-def test_host_memory_that_keeps_no_pages_is_for_one_request_at_least() -> None:
-    staged = replace(WORKER, keeps_host_pages=False, host_tokens=4096)
-    small = replace(PREFILL, keeps_host_pages=False, host_tokens=1000, device_tokens=1000)
-    assert troubles(judge.workers([staged, small])) == []
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"page_size": 32}, "page_size: 64 at http://a, 32 at http://b"),
+        ({"kv_geometry": {**GEOMETRY, "layout": "layer_first"}}, "kv_geometry.layout"),
+        ({"tokenizer": "u"}, "tokenizer"),
+        ({"namespace": "m@2"}, "namespace"),
+        ({"engine": "vllm"}, "engine"),
+    ],
+)
+def test_workers_that_share_no_pages_are_named(change: dict[str, Any], named: str) -> None:
+    found = [*judge.workers([WORKER, replace(PREFILL, info=replace(INFO, **change))])]
+    assert troubles(found) == [("fail", "alike")]
+    assert any(f"workers of m differ in {named}" in one.says for one in found)
+
+
+def test_workers_of_two_versions_are_to_be_upgraded() -> None:
+    newer = replace(PREFILL, info=replace(INFO, pdserve_version="9"))
+    assert troubles(judge.workers([WORKER, newer])) == [("warn", "versions")]
 
 
 def test_of_a_worker_that_tells_nothing_of_itself_nothing_is_made_up() -> None:
-    starts = Worker(url="http://c", described=False)
+    starts = Worker(url="http://c")
     assert troubles(judge.workers([WORKER, PREFILL, starts])) == [("fail", "worker")]
     assert troubles(judge.workers([PREFILL, replace(starts, draining=True)])) == [("warn", "worker")]
 
 
-@pytest.mark.parametrize(
-    ("change", "checks"),
-    [
-        ({"tokenizer": ""}, ["tokenizer"]),
-        ({"chat_template": ""}, ["chat template"]),
-        ({"namespace": ""}, ["namespace"]),
-        ({"page_size": 0, "prefetch_threshold": 0}, []),  # its geometry has it
-        ({"geometry": {}}, ["layout", "ranks", "KV dtype", "model revision"]),
-    ],
-)
-def test_workers_that_do_not_say_what_must_be_alike_are_named(
-    change: dict[str, Any], checks: list[str]
-) -> None:
-    """As workers of an earlier version may not, while the others are upgraded."""
-    silent = replace(PREFILL, **change)
-    found = [*judge.workers([WORKER, silent])]
-    assert troubles(found) == [("warn", check) for check in checks]
-    assert all(silent.url in one.says and WORKER.url not in one.says for one in found if one.check in checks)
-
-
-def test_a_worker_that_has_nobody_to_be_alike_need_not_say_what_it_has() -> None:
-    assert troubles(judge.workers([replace(WORKER, tokenizer="", role="agg")])) == []
-
-
 def test_workers_of_different_models_may_differ() -> None:
-    other = replace(WORKER, url="http://c", model="n", page_size=32, prefetch_threshold=32, tokenizer="u")
-    assert troubles(judge.workers([WORKER, other])) == []
+    other = replace(INFO, model="n", namespace="n@1", page_size=32, tokenizer="u")
+    assert troubles(judge.workers([WORKER, replace(WORKER, url="http://c", info=other)])) == []
 
 
 def test_roles_that_do_not_make_a_cluster() -> None:
@@ -255,7 +209,9 @@ def test_a_probe_that_got_no_answer_is_a_failure() -> None:
     assert troubles(judge.probe(Probe(error="status 503"))) == [("fail", "live probe")]
 
 
-VLLM = Worker(url="http://v", ready=True, engine="vllm", role="decode", model="v", context_length=4096)
+VLLM = replace(
+    WORKER, url="http://v", pool="down", info=WorkerInfo.of_foreign(Foreign("vllm", "v", 4096), "agg")
+)
 
 
 def test_a_worker_of_another_engine_is_judged_by_what_is_known() -> None:
@@ -264,8 +220,3 @@ def test_a_worker_of_another_engine_is_judged_by_what_is_known() -> None:
     assert troubles(judge.workers([prefill])) == [("fail", "worker"), ("warn", "worker")]
     assert troubles(judge.workers([replace(VLLM, ready=False)])) == [("fail", "worker")]
     assert troubles(judge.workers([replace(VLLM, role="")])) == []  # nobody says what it is
-    assert troubles(judge.workers([replace(VLLM, clock_ahead_s=9.0)])) == [("warn", "clock")]
-
-
-def test_two_engines_do_not_serve_one_model() -> None:
-    assert troubles(judge.workers([WORKER, replace(VLLM, model="m")])) == [("fail", "engine")]

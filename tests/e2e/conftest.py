@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.engine.demo.model import make_demo_model
 from tests.support.e2e import warm
 from tests.support.e2e.cluster import Worker
 from tests.support.e2e.prompts import ALL_LENGTHS, LENGTHS
 from tests.support.e2e.site import NEEDS, Cluster, Direct, Reference, Site, place
+from tests.support.random_model import make_random_model
 
 HERE = Path(__file__).parent
 SITE = pytest.StashKey[Site]()
@@ -49,7 +49,7 @@ def use(site: Site, item: pytest.Item) -> None:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny demo model, made here."""
     directory = tmp_path_factory.mktemp("model") / "demo-tiny"
-    make_demo_model("tiny", directory, seed=0)
+    make_random_model("tiny", directory, seed=0)
     return directory
 
 
@@ -57,7 +57,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The small demo model, made here, for other stacks."""
     directory = tmp_path_factory.mktemp("model") / "demo-small"
-    make_demo_model("small", directory, seed=0)
+    make_random_model("small", directory, seed=0)
     return directory
 
 

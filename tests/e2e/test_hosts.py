@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.router.request.call import parse_cached
-from pdserve.up.launchers.ssh import SHELL_VARIABLE
+from pdserve.up.launchers.launcher import SHELL_VARIABLE
 from tests.support.e2e.cluster import Process
 from tests.support.netns.lab import ROOT, cannot, python_at
 from tests.support.netns.machines import Machines, machines

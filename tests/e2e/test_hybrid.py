@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 
-from pdserve.engine.demo.model import SLIDING
 from pdserve.kvpool.protocol.page_tag import TAG_BYTES
 from pdserve.pages import page_hashes, part_suffix, pool_key
 from tests.support.e2e.arena import drop_page, flip, page_offset
 from tests.support.e2e.cluster import PoolNode, Router, Worker, eventually, http
-from tests.support.e2e.hybrid_model import LAYERS
+from tests.support.e2e.hybrid_model import LAYERS, SLIDING
 from tests.support.e2e.prompts import NEW_TOKENS, PAGE, Answer, differences, second_turn, token_ids
 from tests.support.e2e.routed import found, generate, own_tokens, pull_ahead, say, wanted_hits
 from tests.support.e2e.site import CHUNK_TOKENS, NEEDS, PULL_AHEAD, Site, ask_all, ask_cold

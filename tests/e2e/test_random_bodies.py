@@ -32,6 +32,10 @@ ENOUGH: Final = 5
 ENOUGH_TO_MEASURE: Final = 2_000
 """Fewer bodies leave too few honest answers for a p99."""
 MEASURED_S: Final = 30.0
+MOST_FELT: Final = 1.5
+"""How much longer an honest client's p99 may be beside random bodies than beside as many honest requests."""
+LONG_TOKENS: Final = 4_000
+"""What a body without `max_tokens` may cost; one or two of the random ones are answered at any time."""
 
 
 def ask(url: str, asked: Asked) -> str:
@@ -113,7 +117,8 @@ def test_random_bodies_end_nothing_and_are_felt_by_nobody(cluster: Cluster) -> N
         if said := ask(url, asked):
             wrong.append(f"body {number} of seed {SEED}: {said}; {asked.told}")
 
-    beside_honest = beside_honest_ones(cluster.router) if COUNT >= ENOUGH_TO_MEASURE else []
+    is_measured = COUNT >= ENOUGH_TO_MEASURE
+    beside_honest = beside_honest_ones(cluster.router) if is_measured else []
     with Honest(cluster.router) as honest, ThreadPoolExecutor(AT_A_TIME) as threads:
         list(threads.map(one, range(COUNT)))
     logs = [worker.process.tail(10) for worker in cluster.workers if wrong and worker.process is not None]
@@ -123,16 +128,31 @@ def test_random_bodies_end_nothing_and_are_felt_by_nobody(cluster: Cluster) -> N
     assert lives(cluster.workers) == before
     ready: dict[str, Any] = http.get(f"{cluster.router.url}/ready").json()
     assert all(worker["ready"] for worker in ready["workers"]), ready
-    if beside_honest:
+    if is_measured:
+        beside_honest += beside_honest_ones(cluster.router)
         print(f"beside {AT_A_TIME} honest ones: {told(beside_honest)}; beside these: {told(honest.seconds)}")
+        assert p99_s(honest.seconds) <= MOST_FELT * p99_s(beside_honest)
 
 
 def beside_honest_ones(router: Router) -> list[float]:
-    """Seconds of each answer to one client while as many honest ones ask as random bodies are sent at a time:
-    what so many requests cost each other, whatever is in them.
+    """Seconds of each answer to one client while as many honest ones ask as random bodies are sent at a time,
+    half of them for long answers: what so many requests cost each other here, whatever is in them.
     """
-    with contextlib.ExitStack() as stack:
-        measured, *_ = [stack.enter_context(Honest(router)) for _ in range(1 + AT_A_TIME)]
+    long = {"model": MODEL, "prompt": [7] * 70, "max_tokens": LONG_TOKENS, "ignore_eos": True, "stream": True}
+
+    def ask_for_long(ended: threading.Event) -> None:
+        while not ended.is_set():
+            with http.stream("POST", f"{router.url}/v1/completions", json=long, timeout=120.0) as answer:
+                for _ in answer.iter_lines():
+                    if ended.is_set():
+                        break
+
+    ended = threading.Event()
+    with ThreadPoolExecutor(AT_A_TIME) as threads, contextlib.ExitStack() as stack:
+        stack.callback(ended.set)
+        for _ in range(AT_A_TIME // 2):
+            threads.submit(ask_for_long, ended)
+        measured, *_ = [stack.enter_context(Honest(router)) for _ in range(1 + AT_A_TIME - AT_A_TIME // 2)]
         time.sleep(MEASURED_S)
     return measured.seconds
 

@@ -62,7 +62,7 @@ class Real:
 def real_model() -> Path:
     """In this checkout, where the launch scripts have it too."""
     try:
-        return make_smollm2(ROOT / "models" / NAME).path
+        return make_smollm2(ROOT / "models" / NAME)[0]
     except StartupError as error:
         if str(error).startswith("cannot download"):
             pytest.skip(str(error))
@@ -73,8 +73,8 @@ def real_model() -> Path:
 def real(real_model: Path, run_dir: Path) -> Iterator[Real]:
     from transformers import AutoTokenizer
 
-    sizes = {"context_length": 2048, "max_total_tokens": 3072, "hicache_size_gb": 0, "hicache_ratio": 2.0}
-    engine = engine_settings(real_model, served_model_name=NAME, **sizes)
+    sizes = {"max_total_tokens": 3072, "hicache_size_gb": 0, "hicache_ratio": 2.0}
+    engine = engine_settings(real_model, 2048, served_model_name=NAME, **sizes)
     pool = PoolNode(run_dir, "realpool")
     pages = {"nodes": [pool.ref], "checksum": False}
     plain = Worker("agg", "real-plain", run_dir, engine, settings={"storage": "none"})

@@ -74,7 +74,10 @@ LLAMA = {
     [
         ({}, LLAMA, 23_296),
         ({"dtype": "float32"}, LLAMA, 11_648),  # 512 MiB / 46,080 bytes in whole pages
-        ({"dtype": "float32", "kv_cache_dtype": "bf16"}, LLAMA, 23_296),
+        ({}, LLAMA | {"dtype": "float32"}, 11_648),
+        ({"dtype": "bfloat16"}, {"text_config": LLAMA | {"dtype": "float32"}}, 23_296),
+        ({}, LLAMA | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}, 15_488),  # 30 x 576 x 2 bytes
+        ({}, LLAMA | {"num_hidden_layers": "many"}, 40_000),
         ({}, LLAMA | {"num_hidden_layers": 10**6}, 64),
         ({}, {"architectures": ["Unknown"]}, 40_000),
     ],

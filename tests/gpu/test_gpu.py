@@ -22,10 +22,10 @@ from pdserve.engine.device import Device
 from pdserve.engine.sglang import selfcheck
 from pdserve.kvpool.transports.ucx import libucx_root, ucx_options
 from pdserve.pages import KV, namespace_seed, page_hashes
-from tests.support.command import pdserve_here
 from tests.support.e2e.cluster import Process, pdserve, to_toml
 from tests.support.kvpool.node_processes import NodeProcess, client_of, memory_dir, pool_of
 from tests.support.processes import free_ports
+from tests.support.random_model import make_random_model
 from tests.support.sglang_symbols import TABLE, misfits
 
 pytestmark = pytest.mark.timeout(600)
@@ -97,7 +97,7 @@ def test_pages_of_the_device_come_back_from_a_pool_node(
 
     layout, io_backend = ("page_first_direct", "direct") if device == "cpu" else ("page_first", "kernel")
     pages = DevicePages(device, layout, io_backend)
-    settings = {"capacity_bytes": "256MiB", "slab_bytes": "4MiB", "keep": False}
+    settings = {"capacity_bytes": "256MiB", "keep": False}
     with pool_of(1, tmp_path, settings) as nodes, pages.in_pool(client_of(nodes)) as access:
         pages.to_host()
         assert all(access.put(KV, KEYS, pages.host_indices).done)
@@ -207,12 +207,12 @@ class Bench:
             "port": port,
             "device": self._device,
             "page_size": PAGE_TOKENS,
-            "context_length": CONTEXT_TOKENS,
             "max_total_tokens": 4 * CONTEXT_TOKENS,
             "hicache_ratio": 2.0,
             "dtype": "float32" if self._device == "cpu" else "bfloat16",
-            "extra_args": os.environ.get("PDSERVE_GPU_ARGS", "").split(),
+            "extra_args": ["--context-length", str(CONTEXT_TOKENS)],
         }
+        engine["extra_args"] += os.environ.get("PDSERVE_GPU_ARGS", "").split()
         if self._device == "cuda":
             engine["extra_args"] += ["--mem-fraction-static", str(SHARE)]
         more = {"storage": "none"} if alone else self._pool
@@ -237,8 +237,8 @@ class Bench:
 def bench(device: Device, tmp_path: Path) -> Iterator[Bench]:
     model = Path(os.environ.get("PDSERVE_GPU_MODEL", tmp_path / "model"))
     if not model.exists():
-        assert pdserve_here("model", "demo", "--size", "small", "--out", str(model)).returncode == 0
-    settings = {"capacity_bytes": "1GiB", "slab_bytes": "32MiB", "keep": False}
+        make_random_model("small", model)
+    settings = {"capacity_bytes": "1GiB", "keep": False}
     assert memory_dir() is not None
     with pool_of(1, tmp_path, settings) as (node,):
         yield Bench(device, model, tmp_path, node)

@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from pdserve.settings.toml_text import to_toml
+from pdserve.settings.config_file import to_toml
 from tests.support.kvpool.pools import arena_dir
 from tests.support.left_behind import reaper
 
@@ -79,7 +79,6 @@ def cluster_file(directory: Path) -> Path:
         (directory / name).write_text(f"{secret}\n")
     node = {
         "capacity_bytes": "64MiB",
-        "slab_bytes": "4MiB",
         "arena_dir": str(arena_dir() / directory.name),
         "keep": False,
         "log_level": "debug",

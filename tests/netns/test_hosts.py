@@ -97,7 +97,7 @@ def test_memory_is_mapped_within_a_host_and_never_between_two(
     address = f"tcp:{hosts.network.address('one')}:7700"
     config = (
         f'name = "one"\nlisten = ["{address}"]\narena_dir = "/dev/shm/pool"\ncapacity_bytes = "64MiB"\n'
-        'slab_bytes = "4MiB"\nkeep = false\ninsecure = true\n'
+        "keep = false\ninsecure = true\n"
     )
     if way == "ucx":
         config += "ucx.trusted_network = true\n"

@@ -20,7 +20,7 @@ from pdserve.kvpool.hicache.backend import BackendSettings
 from pdserve.kvpool.node.config.node import PoolNodeConfig, with_secrets
 from pdserve.pages import KvGeometry
 from pdserve.security.tls import TlsConfig
-from pdserve.security.tokens import Secret, decode_secret, given_secret, reveal
+from pdserve.security.tokens import Secret, SecretFile, decode_secret, given_secret, reveal
 from pdserve.settings.config_file import build_config, load_config
 from tests.support.command import pdserve_here
 
@@ -46,13 +46,13 @@ def test_a_secret_never_prints_itself(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_secret_comes_from_text_or_file_or_environment(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.write_text(f"{TEXT}\n")
-    assert given_secret("t", Secret("a"), None, "X", {"X": "b"}) == "a"
-    assert given_secret("t", "", file, "X", {"X": "b"}) == TEXT
-    assert given_secret("t", "", None, "X", {"X": "b"}) == "b"
-    assert given_secret("t", "", None, "X", {"X": "b\r\n"}) == "b", "as in a file"
-    assert given_secret("t", "", None, "X", {}) == ""
-    with pytest.raises(ConfigError, match="t and t_file are both set"):
-        given_secret("t", "a", file, "X", {})
+    assert given_secret(Secret("a"), "X", {"X": "b"}) == "a"
+    assert given_secret(SecretFile(file), "X", {"X": "b"}) == TEXT
+    assert given_secret(Secret(""), "X", {"X": "b"}) == "b"
+    assert given_secret(Secret(""), "X", {"X": "b\r\n"}) == "b", "as in a file"
+    assert given_secret(Secret(""), "X", {}) == ""
+    with pytest.raises(TypeError, match="nobody has read"):
+        reveal(SecretFile(file))
 
 
 def test_the_secrets_of_pool_and_etcd_come_from_files_and_environment(tmp_path: Path) -> None:
@@ -67,10 +67,10 @@ def test_the_secrets_of_pool_and_etcd_come_from_files_and_environment(tmp_path: 
     assert (reveal(node.admin_token), reveal(node.cluster.token)) == (admin, cluster)
     assert TEXT not in str(with_secrets(build_config(PoolNodeConfig, table, source="f"), {}))
 
-    assert reveal(with_pool_secrets(PoolClientConfig(token_file=file), {}).token) == TEXT
+    assert reveal(with_pool_secrets(PoolClientConfig(token=SecretFile(file)), {}).token) == TEXT
     assert reveal(with_pool_secrets(PoolClientConfig(), {"PDSERVE_POOL_TOKEN": "v"}).token) == "v"
-    given = with_pool_secrets(PoolClientConfig(page_key_file=file), {})
-    assert (reveal(given.page_key), given.page_key_file) == (TEXT, None)
+    given = with_pool_secrets(PoolClientConfig(page_key=SecretFile(file)), {})
+    assert reveal(given.page_key) == TEXT
     assert reveal(with_pool_secrets(PoolClientConfig(), {"PDSERVE_POOL_PAGE_KEY": TEXT}).page_key) == TEXT
     with pytest.raises(ConfigError, match="page_key must be 16 characters"):
         with_pool_secrets(PoolClientConfig(), {"PDSERVE_POOL_PAGE_KEY": "short"})
@@ -100,14 +100,13 @@ def test_sglangs_processes_are_told_where_the_certificates_are() -> None:
 
 
 @pytest.mark.parametrize("one", CONFIGURED, ids=lambda one: one.anchor)
-def test_every_option_that_is_a_secret_has_a_file_and_no_flag(one: Any) -> None:
+def test_every_option_that_is_a_secret_has_a_flag_of_its_file_alone(one: Any) -> None:
     found = {option.key: option for option in options_of(one.struct)}
     endings = ("token", "password", "secret", "admin.key")
     for key, option in found.items():
         if key.endswith(endings) and option.type_name != "float":
             assert option.type_name == "secret", key
-            assert option.kind == "file-only", key
-            assert f"{key}_file" in found
+            assert option.kind == ("file-only" if "[]" in key else "secret"), key
             if "namespace" not in key:
                 assert "also from PDSERVE_" in option.description
 

@@ -12,17 +12,20 @@ from msgspec import Meta
 from typer.testing import CliRunner
 
 from pdserve.errors import ConfigError
+from pdserve.security.tokens import Secret, given_secret, reveal
 from pdserve.settings.command_line import config_command
 from pdserve.settings.config_file import load_config, options
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     address: Annotated[str, Meta(description="Where it is.")]
+    token: Annotated[Secret, Meta(description="Its token.")] = Secret("")
 
 
 class Pool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     nodes: Annotated[list[Node], Meta(description="Nodes.")] = []
     data_path: Annotated[Literal["auto", "shm"], Meta(description="How bytes travel.")] = "auto"
+    key: Annotated[Secret, Meta(description="Key of pages.")] = Secret("")
 
 
 class Engine(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,6 +72,21 @@ def test_a_home_directory_in_a_path_is_expanded() -> None:
     assert config.engine.model_path == Path.home() / "m"
 
 
+@pytest.mark.parametrize("by_flag", [False, True])
+def test_a_secret_is_in_the_file_that_file_or_flag_names_and_read_by_who_needs_it(
+    tmp_path: Path, by_flag: bool
+) -> None:
+    (tmp_path / "key").write_text("k\n")
+    files = f"[pool]\nkey_file = '{tmp_path}/key'\n[[pool.nodes]]\naddress = 'x'\ntoken_file = '/nowhere'"
+    path = write(tmp_path, GOOD + files.replace("/key'", "/old'") if by_flag else GOOD + files)
+    config = load_config(Config, path, {"pool.key_file": f"{tmp_path}/key"} if by_flag else {})
+    assert given_secret(config.pool.key, "X", {}) == "k"
+    with pytest.raises(ConfigError, match="/nowhere cannot be read"):
+        given_secret(config.pool.nodes[0].token, "X", {})
+    with pytest.raises(TypeError):
+        reveal(config.pool.key)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -92,6 +110,10 @@ def test_a_home_directory_in_a_path_is_expanded() -> None:
         ("port = 1", "missing required key 'engine.model_path'"),
         (f"kinds = ['c']\n{GOOD}", "'kinds[0]' must be 'one' or 'two', found 'c' (str)"),
         (f"port = 13\n{GOOD}", "port 13 brings bad luck"),
+        (f"{GOOD}[pool]\nkey = 'a'\nkey_file = '/b'", "pool.key and pool.key_file are both set: keep one"),
+        (f"{GOOD}[[pool.nodes]]\naddress = ''\ntoken_file = 3", "'pool.nodes[0].token_file' must be a path"),
+        (f"{GOOD}[pool]\nkeyfile = '/b'", "'pool.keyfile' (did you mean 'pool.key_file'?)"),
+        (f"{GOOD}page_size_file = '/b'", "unknown key 'engine.page_size_file'"),
         (f"{GOOD}\n[pool\n", "not valid TOML: "),
     ],
 )
@@ -133,7 +155,9 @@ def test_options_are_every_leaf_with_type_default_and_description() -> None:
         ("engine.cpu", "bool", "none", "Force the CPU."),
         ("engine.extra_args", "list of string", "[]", "SGLang's."),
         ("pool.nodes[].address", "string", "required", "Where it is."),
+        ("pool.nodes[].token", "secret", '""', "Its token."),
         ("pool.data_path", "`auto` or `shm`", "auto", "How bytes travel."),
+        ("pool.key", "secret", '""', "Key of pages."),
         ("tags", "list of string", "[a]", "Tags."),
         ("kinds", "list of `one` or `two`", "[one]", "Kinds."),
         ("env", "table of string", "{}", "Environment."),
@@ -177,6 +201,8 @@ def test_command_help_shows_every_flag_with_description_and_default() -> None:
     assert "--pool.data-path auto|shm How bytes travel. [default: auto]" in text
     assert "--kinds one|two Kinds." in text
     assert "--engine.cpu / --engine.no-cpu Force the CPU." in text
+    assert "--pool.key-file PATH File that holds it: Key of pages." in text
+    assert "--pool.key " not in text
     assert "nodes" not in text  # an array of tables is for the file
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.settings.toml_text import to_toml
+from pdserve.settings.config_file import to_toml
 
 scalars = st.one_of(
     st.booleans(),

@@ -47,10 +47,7 @@ PROGRAMS: Final = (
     Program(
         "etcd",
         "etcd-server",
-        (
-            *("tests/kvpool/node/peers/test_etcd.py", "tests/kvpool/client/test_locate.py", "tests/e2e"),
-            "tests/router/fleet/test_etcd.py",
-        ),
+        ("tests/discovery/test_etcd_of_pools.py", "tests/discovery/test_etcd_of_workers.py", "tests/e2e"),
         service="etcd",
     ),
     Program(
@@ -58,8 +55,8 @@ PROGRAMS: Final = (
         "redis-server",
         (
             *(
-                "tests/router/processes/test_agreement_channel.py",
-                "tests/router/sessions/test_redis_table.py",
+                "tests/router/sharing/test_carriers.py",
+                "tests/router/sharing/test_processes.py",
             ),
             "tests/e2e/test_exact_turns.py",
         ),

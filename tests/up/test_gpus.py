@@ -1,4 +1,4 @@
-"""A cluster on a machine with GPUs, and on one without."""
+"""A cluster on a machine with GPUs, and on one without: what is planned. Agents give the GPUs out."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from pdserve.errors import ConfigError
 from pdserve.resources.machine import Machine, read_machine
 from pdserve.up import cli
 from pdserve.up.config import ClusterFile, ClusterSettings
-from pdserve.up.launchers.process import LocalLauncher
-from pdserve.up.plan import GPU_START_TIMEOUT_S, Plan, make_plan
-from pdserve.up.planner import Planner, with_gpus
+from pdserve.up.launchers.launcher import Launcher
+from pdserve.up.plan import GPU_START_TIMEOUT_S
+from pdserve.up.planner import Planner
+from pdserve.up.spec import ProcessSpec
 from tests.support.up.scripts import LAUNCH
 
 MACHINES = Path(__file__).parents[1] / "resources" / "machines"
@@ -25,70 +26,72 @@ def eight_gpus() -> Machine:
     return read_machine(MACHINES / "h100x8.toml")
 
 
-def planned(machine: Machine, extra: tuple[str, ...] = (), **tables: Any) -> Plan:
-    plan = make_plan(
-        ClusterFile(**tables),
-        program=("x",),
-        run_dir=Path("/run/x"),
-        uid=0,
-        ports=iter(range(7000, 7100)),
-        extra_args=extra,
-    )
-    return with_gpus(plan, machine)[0]
+class Planned:
+    """A cluster file on a machine; what its workers are planned to get."""
+
+    def __init__(self, run_dir: Path, machine: Machine, *extra: str, **tables: Any) -> None:
+        file = ClusterFile(**{"cluster": ClusterSettings(run_dir=run_dir)} | tables)
+        launcher = Launcher({}, file.cluster)
+        self.planner = Planner(
+            file, launcher, source="x", program=("x",), extra_args=extra, environ={}, machine=machine
+        )
+        plan = self.planner.plan()
+        self.specs: dict[str, ProcessSpec] = {spec.name: spec for spec in plan.processes}
+        self.gpus = self.planner.gpus(plan)
 
 
-def test_workers_get_gpus_of_their_own_and_time_to_start() -> None:
-    prefill, decode, _ = planned(eight_gpus(), ("--tp-size", "4"), prefill=[{}], decode=[{}]).processes
-    assert prefill.env == {"CUDA_VISIBLE_DEVICES": "0,1,2,3", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    assert decode.env == {"CUDA_VISIBLE_DEVICES": "4,5,6,7", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    assert prefill.start_timeout_s == GPU_START_TIMEOUT_S
-    assert prefill.has_gpus
+def test_workers_have_time_to_start_and_gpus_enough(tmp_path: Path) -> None:
+    planned = Planned(tmp_path, eight_gpus(), "--tp-size", "4", prefill=[{}], decode=[{}])
+    assert planned.gpus == {"prefill0": (0, 1, 2, 3), "decode0": (4, 5, 6, 7)}
+    worker = planned.specs["prefill0"]
+    assert (worker.gpu_count, worker.has_gpus, worker.start_timeout_s) == (4, True, GPU_START_TIMEOUT_S)
 
 
-def test_without_a_gpu_the_plan_stays_as_it_is() -> None:
-    worker, _ = planned(NO_GPU, agg=[{}]).processes
-    assert (worker.env, worker.start_timeout_s, worker.has_gpus) == ({}, None, False)
+@pytest.mark.parametrize(("machine", "worker"), [(NO_GPU, {}), (eight_gpus(), {"engine": {"device": "cpu"}})])
+def test_workers_on_the_cpu_are_planned_without(
+    tmp_path: Path, machine: Machine, worker: dict[str, Any]
+) -> None:
+    planned = Planned(tmp_path, machine, agg=[worker])
+    spec = planned.specs["agg0"]
+    assert (planned.gpus, spec.start_timeout_s, spec.has_gpus) == ({}, None, False)
 
 
-def test_workers_on_the_cpu_take_no_gpu() -> None:
-    worker, _ = planned(eight_gpus(), agg=[{"engine": {"device": "cpu"}}]).processes
-    assert worker.env == {}
-
-
-def test_what_the_file_says_stays() -> None:
+def test_gpus_that_tables_name_are_theirs_and_no_others(tmp_path: Path) -> None:
     named = {"gpus": [5], "start_timeout_s": 9.0}
     by_env = {"env": {"CUDA_VISIBLE_DEVICES": "0", "A": "b"}}
-    first, second, third, _ = planned(eight_gpus(), agg=[named, by_env, {}]).processes
-    assert (first.env["CUDA_VISIBLE_DEVICES"], first.start_timeout_s) == ("5", 9.0)
-    assert "gpus" not in first.config
-    assert (second.env["CUDA_VISIBLE_DEVICES"], second.env["A"]) == ("0", "b")
-    assert third.env["CUDA_VISIBLE_DEVICES"] == "1"
+    planned = Planned(tmp_path, eight_gpus(), agg=[named, by_env, {}])
+    assert planned.gpus == {"agg0": (5,), "agg1": (0,), "agg2": (1,)}
+    assert [spec.gpus_of_others for spec in planned.specs.values()] == [(0,), (5,), (5, 0), ()]
+    first, second, *_ = planned.specs.values()
+    assert (first.start_timeout_s, second.env["A"], "gpus" in first.config) == (9.0, "b", False)
 
 
-def test_a_start_time_out_of_the_cluster_holds_for_all() -> None:
-    plan = planned(eight_gpus(), cluster=ClusterSettings(start_timeout_s=20.0), agg=[{}])
-    assert plan.processes[0].start_timeout_s is None
+def test_a_start_time_out_of_the_cluster_holds_for_all(tmp_path: Path) -> None:
+    cluster = ClusterSettings(run_dir=tmp_path, start_timeout_s=20.0)
+    assert Planned(tmp_path, eight_gpus(), cluster=cluster, agg=[{}]).specs["agg0"].start_timeout_s is None
 
 
 @pytest.mark.parametrize(
     ("worker", "extra", "said"),
     [
         ({"gpus": [0]}, ("--tp", "2"), r"'agg\[0\].gpus' is 1, and its flags need 2"),
-        ({"gpus": "0"}, (), r"'agg\[0\].gpus': Expected `int`"),
+        ({"gpus": "0"}, (), r"\[agg\[0\]\]: 'gpus'"),
         ({}, ("--tp-size=16",), "agg0 16 = 16 GPUs are needed"),
         ({}, ("--tp-size", "many"), r"'agg\[0\]': --tensor-parallel-size must be a number"),
-        ({"env": {"CUDA_VISIBLE_DEVICES": "GPU-1"}}, (), r"write gpus = \[\.\.\] instead"),
+        ({"env": {"CUDA_VISIBLE_DEVICES": "9"}}, (), "GPU 9 of its gpus is not here"),
         ({"engine": {"device": "cpu"}, "gpus": [0]}, (), "it runs on the CPU"),
     ],
 )
-def test_what_does_not_fit_is_refused(worker: dict[str, Any], extra: tuple[str, ...], said: str) -> None:
+def test_what_does_not_fit_is_refused(
+    tmp_path: Path, worker: dict[str, Any], extra: tuple[str, ...], said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
-        planned(eight_gpus(), extra, agg=[worker])
+        Planned(tmp_path, eight_gpus(), *extra, agg=[worker])
 
 
-def test_gpus_on_a_machine_without_one_are_refused() -> None:
+def test_gpus_on_a_machine_without_one_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="this machine has no GPU"):
-        planned(NO_GPU, agg=[{"gpus": [0]}])
+        Planned(tmp_path, NO_GPU, agg=[{"gpus": [0]}])
 
 
 def test_a_dry_run_says_what_each_worker_gets_and_starts_nothing(
@@ -102,37 +105,16 @@ def test_a_dry_run_says_what_each_worker_gets_and_starts_nothing(
     assert "router: router on this host, at 127.0.0.1:8000" in said.output
 
 
-def scaled_from_one(run_dir: Path) -> Planner:
-    file = ClusterFile(cluster=ClusterSettings(run_dir=run_dir), pool=[{}], prefill=[{}], decode=[{}])
-    made = Planner(
-        file,
-        LocalLauncher({}, ClusterSettings()),
-        source="x",
-        program=("x",),
-        extra_args=("--tp-size", "2"),
-        environ={},
-        machine=eight_gpus(),
-    )
-    made.plan()
-    return made
-
-
-def test_scaled_a_new_worker_gets_free_gpus_and_the_others_keep_all_that_they_have(tmp_path: Path) -> None:
-    made = scaled_from_one(tmp_path)
-    first = {spec.name: spec for spec in made.scaled({}).processes}
+def test_scaled_the_others_keep_all_that_they_have_until_there_are_too_few_gpus(tmp_path: Path) -> None:
+    planned = Planned(tmp_path, eight_gpus(), "--tp-size", "2", pool=[{}], prefill=[{}], decode=[{}])
+    made, first = planned.planner, planned.specs
     second = {spec.name: spec for spec in made.scaled({"decode": 2}).processes}
     for name in ("pool0", "prefill0", "decode0"):
         assert second[name] == first[name]
-    gpus = [second[name].env["CUDA_VISIBLE_DEVICES"] for name in ("prefill0", "decode0", "decode1")]
-    assert len({index for given in gpus for index in given.split(",")}) == 6
     urls = second["router"].config["decode"]
     assert urls[:1] == first["router"].config["decode"]
     assert len(set(urls)) == 2
     assert [spec.name for spec in made.scaled({"decode": 1}).processes] == list(first)
-
-
-def test_scaled_beyond_the_gpus_is_refused_and_changes_nothing(tmp_path: Path) -> None:
-    made = scaled_from_one(tmp_path)
     with pytest.raises(ConfigError, match="GPUs are needed"):
         made.scaled({"decode": 9})
     assert len(made.scaled({}).processes) == 4

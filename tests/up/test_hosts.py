@@ -12,9 +12,10 @@ import pytest
 
 from pdserve.errors import ConfigError, StartupError
 from pdserve.up.config import ClusterFile, read_cluster_file
-from pdserve.up.hosts import Demand, Needs, Site, spread
+from pdserve.up.hosts import Demand, Site, spread
 from pdserve.up.locks import has_ipv6_alone
-from pdserve.up.plan import ConnectReady, HttpReady, Plan, demands, make_plan
+from pdserve.up.plan import demands, make_plan
+from pdserve.up.spec import ConnectReady, HttpReady, Plan
 from tests.support.addresses import names_of
 
 RUN = Path("/run/x")
@@ -54,22 +55,21 @@ def test_needs_are_read_and_reach_no_process() -> None:
     table = {"place": {"hosts": ["a"]}, "gpus": 2, "engine": {"extra_args": ["--tp-size=2"]}}
     plan = plan_of(ClusterFile(agg=[table]), {"agg0": "a", "router": "a"})
     agg = plan.processes[0]
-    assert agg.needs == Needs(hosts=["a"], gpus=2)
+    assert (agg.needs_gpus, agg.gpu_count, agg.gpu_numbers) == (True, 2, ())
     assert {"place", "gpus"} & agg.config.keys() == set()
-    worker, router = demands(ClusterFile(agg=[{"gpus": [1, 2, 3]}]))
-    assert (worker.needs.gpus, worker.needs.gpu_numbers, router.needs.gpus) == (3, (1, 2, 3), 0)
+    worker, router = demands(ClusterFile(agg=[{"gpus": [1, 2, 3], "place": {"hosts": ["a"]}}]))
+    assert (worker.hosts, worker.gpus, worker.gpu_numbers, router.gpus) == (("a",), 3, (1, 2, 3), 0)
 
 
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"place": 7}, "must be a table"),
-        ({"place": {"gpus": 1}}, "must be a table"),
-        ({"place": {"gpu_numbers": [1]}}, "must be a table"),
+        ({"place": 7}, "place"),
+        ({"place": {"gpus": 1}}, "unknown key 'place.gpus'"),
         ({"gpus": [0, -1]}, "gpus"),
         ({"place": {"cpu": 1}}, "cpu"),
         ({"gpus": "two"}, "gpus"),
-        ({"gpus": True}, "gpus. must be a number"),
+        ({"gpus": True}, "gpus"),
         ({"gpus": -1}, "gpus"),
     ],
 )
@@ -136,7 +136,7 @@ def test_a_pool_node_without_an_address_for_others_is_refused() -> None:
 
 def demand(name: str, gpus: int = 0, hosts: list[str] | None = None) -> Demand:
     role: Any = name.rstrip("0123456789")
-    return Demand(name, role, Needs(gpus=gpus, hosts=hosts or []))
+    return Demand(name, role, tuple(hosts or ()), gpus)
 
 
 def test_pool_nodes_and_workers_are_spread_and_the_router_is_beside_the_supervisor() -> None:
@@ -153,7 +153,7 @@ def test_workers_are_spread_by_their_gpus_and_go_where_they_may() -> None:
 
 def named(name: str, *numbers: int, hosts: Sequence[str] = ()) -> Demand:
     role: Any = name.rstrip("0123456789")
-    return Demand(name, role, Needs(gpus=len(numbers), gpu_numbers=numbers, hosts=[*hosts]))
+    return Demand(name, role, tuple(hosts), len(numbers), numbers)
 
 
 def test_gpus_that_are_named_are_given_once_on_each_host() -> None:

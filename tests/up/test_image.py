@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from pdserve import __version__
-from pdserve.engine.demo.model import make_demo_model
 from tests.support.e2e.cluster import free_port, http, http_ok
 from tests.support.image import ROOT, Builder
+from tests.support.random_model import make_random_model
 
 NONE, CPU = "localhost/pdserve:none", "localhost/pdserve:cpu"
 BUILD = "PDSERVE_BUILD_IMAGE"
@@ -31,7 +31,6 @@ model_path = "/files/model"
 
 [[pool]]
 capacity_bytes = "256MiB"
-slab_bytes = "4MiB"
 
 [[agg]]
 """
@@ -96,7 +95,7 @@ def test_an_image_without_an_engine_runs_routers_and_pool_nodes_as_a_user_who_is
 def test_an_image_for_cpu_runs_a_cluster_that_answers(builder: Builder, tmp_path: Path) -> None:
     builder.build(CPU, ENGINE="cpu")
     files = tmp_path / "files"
-    make_demo_model("tiny", files / "model", seed=0)
+    make_random_model("tiny", files / "model", seed=0)
     (files / "cluster.toml").write_text(CLUSTER.format(port=(port := free_port())))
     log = tmp_path / "log"
     words = ("tini", "--", "pdserve", "up", "/files/cluster.toml", "--run-dir", "/tmp/run")

@@ -17,7 +17,7 @@ from pdserve.errors import ConfigError
 from pdserve.up.cli import SCHEMAS, check_tables
 from pdserve.up.config import ClusterFile, read_cluster_file
 from pdserve.up.hosts import Site
-from pdserve.up.launchers.ssh import SshLauncher
+from pdserve.up.launchers.launcher import SshLauncher
 from pdserve.up.plan import demands, make_plan
 from tests.support.command import pdserve_here
 from tests.support.up.cluster import wait_until
@@ -120,9 +120,10 @@ class DemoScript:
             shutil.copy(LAUNCH / script, root / "launch")
         say = "say() { printf 'setup: %s\\n' \"$*\" >&2; }"
         (root / "launch/setup.sh").write_text(f"root={root} venv={root}/.venv\n{say}\n")
-        path = root / ".venv/bin/pdserve"
-        path.write_text(f'#!/bin/bash\nprintf "%s\\n" "$*" >>{self.asked}\n{program}\n')
-        path.chmod(0o755)
+        for name in ("pdserve", "python"):
+            path = root / ".venv/bin" / name
+            path.write_text(f'#!/bin/bash\nprintf "%s\\n" "$*" >>{self.asked}\n{program}\n')
+            path.chmod(0o755)
 
     def run(self, *words: str) -> tuple[list[str], list[str]]:
         """What it asked of `pdserve`, with paths in the checkout, and what it said."""
@@ -154,7 +155,7 @@ def test_a_script_without_a_network_says_in_one_line_that_it_serves_a_random_mod
         tmp_path, f'if [ "$*" = "model demo --out {tmp_path}/models/smollm2-135m" ]; then {refused}; fi'
     )
     asked, said = script.run()
-    assert asked[1:] == ["model demo --size small --out models/demo-small", f"{UP}demo-small"]
+    assert asked[1:] == ["-m tests.support.random_model small models/demo-small", f"{UP}demo-small"]
     assert said[1:] == [
         "setup: cannot download it; serving a model with random weights in its place, demo-small"
     ]

@@ -15,7 +15,8 @@ from pdserve.up import events as ev
 from pdserve.up.config import ClusterFile, ClusterSettings
 from pdserve.up.hosts import Site
 from pdserve.up.lifecycle import Lifecycle, describe_status
-from pdserve.up.plan import Plan, make_plan
+from pdserve.up.plan import make_plan
+from pdserve.up.spec import Plan
 from tests.support.suite.extended import examples
 
 NAMES = ("pool0", "prefill0", "decode0", "router")
@@ -34,7 +35,7 @@ def plan_of(
     tables = tables or {}
     cluster = {"start_parallelism": 2, "stop_grace_s": 5.0, "start_timeout_s": 60.0, **cluster}
     file = ClusterFile(
-        cluster=ClusterSettings(restart_backoff_s=1.0, **cluster),
+        cluster=ClusterSettings(**cluster),
         router=tables.get("router", {}),
         **{role: [tables.get(role, {})] for role in ("pool", "prefill")},
         decode=[tables.get("decode", {})] * decode,

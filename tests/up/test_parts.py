@@ -14,15 +14,16 @@ from typing import Any
 import pytest
 
 from pdserve.errors import StartupError
+from pdserve.security.private_directory import write_private
 from pdserve.up.config import ClusterSettings
 from pdserve.up.console import MAX_WAITING_BYTES, Console
-from pdserve.up.launchers.process import LineSplitter, write_private
+from pdserve.up.launchers.running import LineSplitter
 from pdserve.up.launchers.sessions import session_members
 from pdserve.up.lifecycle import restart_delay_s
 from pdserve.up.locks import free_ports, is_free, run_directory
 from tests.support.addresses import names_of
 
-SETTINGS = ClusterSettings(max_restarts=3, restart_backoff_s=2.0)
+SETTINGS = ClusterSettings(max_restarts=3)
 
 
 @pytest.mark.parametrize(
@@ -30,11 +31,11 @@ SETTINGS = ClusterSettings(max_restarts=3, restart_backoff_s=2.0)
     [
         ("never", 1, [], None),
         ("on-failure", 0, [], None),
-        ("on-failure", 1, [], 2.0),
-        ("on-failure", -9, [990.0], 4.0),
-        ("on-failure", 1, [980.0, 990.0], 8.0),
+        ("on-failure", 1, [], 1.0),
+        ("on-failure", -9, [990.0], 2.0),
+        ("on-failure", 1, [980.0, 990.0], 4.0),
         ("on-failure", 1, [970.0, 980.0, 990.0], None),
-        ("on-failure", 1, [100.0, 200.0, 990.0], 4.0),
+        ("on-failure", 1, [100.0, 200.0, 990.0], 2.0),
     ],
 )
 def test_restart_backs_off_and_gives_up(

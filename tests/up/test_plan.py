@@ -13,7 +13,8 @@ import pytest
 from pdserve.errors import ConfigError
 from pdserve.up.cli import SCHEMAS, check_tables
 from pdserve.up.config import ClusterFile, ClusterSettings, Table, WorkerRole, read_cluster_file
-from pdserve.up.plan import ConnectReady, HttpReady, Listening, Plan, make_plan
+from pdserve.up.plan import make_plan
+from pdserve.up.spec import ConnectReady, HttpReady, Listening, Plan
 
 RUN = Path("/run/x")
 
@@ -186,16 +187,16 @@ def test_supervisor_keys_do_not_reach_the_process() -> None:
     [
         (ClusterFile(agg=[{"name": "a"}, {"name": "a"}]), "name a is given to two processes"),
         (ClusterFile(agg=[{"engine": {"port": 9}}] * 2), "port 9 is given to two processes"),
-        (ClusterFile(agg=[{"restart": "always"}]), "'agg[0].restart' must be 'never' or 'on-failure'"),
-        (ClusterFile(agg=[{"env": {"A": 1}}]), "'agg[0].env' must be a table of strings"),
+        (ClusterFile(agg=[{"restart": "always"}]), "[agg[0]]: 'restart'"),
+        (ClusterFile(agg=[{"env": {"A": 1}}]), "[agg[0]]: 'env"),
         (ClusterFile(agg=[{"engine": {"port": "x"}}]), "'agg[0]' port must be a number"),
         (ClusterFile(agg=[{"engine": 3}]), "'agg[0].engine' must be a table"),
         (
             ClusterFile(pool=[{"listen": ["tcp:7700"]}], agg=[{}]),
             "'tcp:7700' is not of the form tcp:HOST:PORT",
         ),
-        (ClusterFile(agg=[{"name": "a/b"}]), "'agg[0].name' must be letters, digits, '.', '_' and '-'"),
-        (ClusterFile(agg=[{"name": 3}]), "'agg[0].name' must be letters, digits, '.', '_' and '-'"),
+        (ClusterFile(agg=[{"name": "a/b"}]), "[agg[0]]: 'name'"),
+        (ClusterFile(agg=[{"name": 3}]), "[agg[0]]: 'name'"),
         (ClusterFile(agg=[{}], router={"host": 3}), "'router' host must be a string, found 3"),
         (ClusterFile(agg=[{}], router={"agg": "http://x:1"}), "'agg' of 'router' must be a list, found 'h"),
         (

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.up.plan import ConnectReady, HttpReady
 from pdserve.up.readiness import is_ready, served_model
+from pdserve.up.spec import ConnectReady, HttpReady
 from tests.support.certificates import certificate
 
 MODELS = {"data": [{"id": "a-model"}]}

@@ -32,7 +32,6 @@ from tests.support.up.cluster import (
 DISAGG = """
 [cluster]
 name = "stand-in"
-restart_backoff_s = 0.05
 start_parallelism = 2
 stop_grace_s = 5
 [router]

@@ -33,7 +33,6 @@ name = "renewed"
 [[pool]]
 count = 2
 capacity_bytes = "32MiB"
-slab_bytes = "1MiB"
 keep = false
 env.PYTHONPATH = "DIRECTORIES"
 [[agg]]

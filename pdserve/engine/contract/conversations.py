@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from pdserve.engine.contract.grammars import schema
+from pdserve.engine.contract.grammars import tool_schema
 from pdserve.engine.contract.values import Rule, boolean, fields, integer, kind, list_of, refused, size, text
 
 MAX_MESSAGES: Final = 10_000
@@ -18,6 +18,8 @@ MAX_TOOLS: Final = 1024
 MAX_NAME: Final = 256
 MAX_TEXT: Final = 1 << 30
 """Characters; the body's own bound and the model's context come first."""
+ABOVE: Final = ("system", "developer")
+"""Roles of messages that tell the model what it is."""
 ROLES: Final = frozenset(
     {"system", "developer", "user", "assistant", "tool", "function", "latest_reminder", "root"}
 )
@@ -54,13 +56,62 @@ class Abilities:
 
     prints_role: Callable[[str], bool] = field(default=lambda _role: True)
     """Whether the chat template shows a message of this role."""
+    prints_inline_system: bool = True
+    """Whether the template shows a message of the system that stands behind others. SGLang merges such ones
+    into the head where it does not, which then changes from turn to turn, and no page is found.
+    """
     takes_media: bool = True
     has_reasoning_parser: bool = True
 
 
 def chat_messages(abilities: Abilities) -> Rule:
     """OpenAI's `messages`. `developer` becomes `system` where the template prints no such role."""
-    return list_of(lambda name, value: _chat_message(name, value, abilities), MAX_MESSAGES, least=1)
+    messages = list_of(lambda name, value: _chat_message(name, value, abilities), MAX_MESSAGES, least=1)
+    return messages if abilities.prints_inline_system else _in_place(messages)
+
+
+def _in_place(messages: Rule, kind: str = "text") -> Rule:
+    """Messages of the system at the start become one, and those behind others texts of the user, where they
+    stand. `kind`: the type of a part with a text.
+    """
+
+    def rule(name: str, value: Any) -> Any:
+        judged = messages(name, value)
+        if not isinstance(judged, list):
+            return judged
+        made: list[dict[str, Any]] = []
+        for message in judged:
+            is_above = message.get("role") in ABOVE
+            if not is_above or not made:
+                made.append(message)
+            elif all(one.get("role") in ABOVE for one in made):
+                made[-1] = _joined(made[-1], _parts_of(message, kind), kind)
+            elif parts := _shown_to_user(message, kind):
+                if made[-1].get("role") == "user":
+                    made[-1] = _joined(made[-1], parts, kind)
+                else:
+                    made.append({"role": "user", "content": parts})
+        return judged if made == judged else made
+
+    return rule
+
+
+def _joined(message: dict[str, Any], parts: list[Any], kind: str) -> dict[str, Any]:
+    return {**message, "content": [*_parts_of(message, kind), *parts]}
+
+
+def _shown_to_user(message: dict[str, Any], kind: str) -> list[Any]:
+    texts = [part.get("text") for part in _parts_of(message, kind) if isinstance(part, dict)]
+    return [
+        {"type": kind, "text": f"<system>\n{text}\n</system>"}
+        for text in texts
+        if isinstance(text, str) and text.strip()
+    ]
+
+
+def _parts_of(message: dict[str, Any], kind: str) -> list[Any]:
+    content = message.get("content")
+    return [{"type": kind, "text": content}] if isinstance(content, str) else list(content or ())
 
 
 def _chat_message(name: str, value: Any, abilities: Abilities) -> dict[str, Any]:
@@ -182,7 +233,7 @@ def _function(name: str, value: Any) -> Any:
     known: dict[str, Rule] = {
         "name": _tool_name,
         "description": text(MAX_TEXT),
-        "parameters": schema,
+        "parameters": tool_schema,
         "strict": boolean,
     }
     return fields(known, needed=("name",))(name, value)
@@ -233,7 +284,8 @@ def anthropic_messages(abilities: Abilities) -> Rule:
             raise refused(f"{name}.content", "is missing")
         return fields({"content": blocks(abilities)})(name, value)
 
-    return list_of(message, MAX_MESSAGES, least=1)
+    messages = list_of(message, MAX_MESSAGES, least=1)
+    return messages if abilities.prints_inline_system else _in_place(messages)
 
 
 def blocks(abilities: Abilities) -> Rule:
@@ -277,7 +329,7 @@ def anthropic_tools(name: str, value: Any) -> Any:
         if found == "custom":
             known: dict[str, Rule] = {
                 "name": _tool_name,
-                "input_schema": schema,
+                "input_schema": tool_schema,
                 "description": text(MAX_TEXT),
             }
             return fields(known, needed=("name", "input_schema"))(member, given)
@@ -328,7 +380,10 @@ def response_input(abilities: Abilities) -> Rule:
         size(value, name)
         return value
 
-    return _text_or(list_of(item, MAX_MESSAGES), "items")
+    items = list_of(item, MAX_MESSAGES)
+    if not abilities.prints_inline_system:
+        items = _in_place(items, "input_text")
+    return _text_or(items, "items")
 
 
 def _output_text(name: str, output: dict[str, Any]) -> str:
@@ -344,7 +399,7 @@ def response_tools(name: str, value: Any) -> Any:
     """Tools of `/v1/responses`. `strict: null` is as if it were not there."""
 
     def tool(member: str, given: Any) -> Any:
-        known: dict[str, Rule] = {"strict": boolean, "parameters": schema, "name": _tool_name}
+        known: dict[str, Rule] = {"strict": boolean, "parameters": tool_schema, "name": _tool_name}
         return fields(known, needed=("type",))(member, given)
 
     return list_of(tool, MAX_TOOLS)(name, value)

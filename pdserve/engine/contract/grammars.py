@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from pdserve.engine.contract.values import MAX_DEPTH, Rule, fields, kind, refused, size, text
+from pdserve.errors import RequestError
 
 MAX_EXPRESSION: Final = 16_384
 MAX_EBNF: Final = 65_536
@@ -20,6 +21,7 @@ MAX_SCHEMA_BYTES: Final = 131_072
 MAX_COST: Final = 50_000
 _REPEATED: Final = ("minItems", "maxItems", "minProperties", "maxProperties")
 _LENGTHS: Final = ("minLength", "maxLength")
+_BOUNDS: Final = frozenset((*_REPEATED, *_LENGTHS))
 _EXPRESSIONS: Final = ("pattern",)
 
 
@@ -44,6 +46,30 @@ def schema(name: str, value: Any) -> Any:
     if _schema_cost(name, value) > MAX_COST:
         raise refused(name, "repeats too much: lower its bounds of items and lengths, or nest them less")
     return value
+
+
+def tool_schema(name: str, value: Any) -> Any:
+    """The schema of a tool's parameters. Agents bound texts there by what they can take, which no grammar
+    could be written out for: bounds that cost too much are left out.
+    """
+    try:
+        return schema(name, value)
+    except RequestError:
+        return schema(name, _without_bounds(value))
+
+
+def _without_bounds(value: Any, depth: int = 0) -> Any:
+    if depth > MAX_DEPTH:
+        return value
+    if isinstance(value, list):
+        return [_without_bounds(one, depth + 1) for one in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        member: _without_bounds(one, depth + 1)
+        for member, one in value.items()
+        if member not in _BOUNDS or isinstance(one, bool) or not isinstance(one, int | float)
+    }
 
 
 def json_schema(name: str, value: Any) -> Any:

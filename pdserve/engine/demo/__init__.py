@@ -1,5 +1,4 @@
-"""Demo models: SmolLM2, which answers in words, and small Qwen3s with random weights for tests and
-benchmarks.
+"""The demo model: SmolLM2, which answers in words on a bare CPU.
 
-May import: errors and settings.
+May import: errors.
 """

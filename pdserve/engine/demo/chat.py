@@ -1,4 +1,4 @@
-"""ChatML, the text form of conversations that both demo models read: its tokens and its chat template."""
+"""ChatML, the text form of conversations that the demo model reads: its tokens and its chat template."""
 
 from __future__ import annotations
 
@@ -83,10 +83,6 @@ def chat_template(default_system: str, thinks: bool) -> str:
     """
     system = "{%- set default_system = " + json.dumps(default_system) + " %}\n"
     return system + _TURNS + (_THINKS if thinks else _DOES_NOT_THINK) + "{%- endif %}\n"
-
-
-CHAT_TEMPLATE: Final = chat_template("", thinks=True)
-"""That of the models with random weights."""
 
 
 def tokenizer_config(context_length: int, template: str) -> dict[str, Any]:

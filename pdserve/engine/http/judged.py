@@ -67,6 +67,8 @@ class Judged:
         except RequestError as error:
             await _answer(send, endpoint, error)
             return
+        if (record := current_request()) is not None:
+            record.marks_cache = b'"cache_control"' in body
         headers = [pair for pair in scope["headers"] if pair[0] not in (b"content-length", b"content-type")]
         headers.append((b"content-length", b"%d" % len(judgement.body)))
         headers.append((b"content-type", b"application/json"))

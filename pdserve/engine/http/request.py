@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +29,8 @@ logger = logging.getLogger(__name__)
 REQUEST_ID_HEADER = b"x-request-id"
 KEEP_HEADER = b"x-pdserve-keep"
 """For how long the pool is to keep the pages of the conversation, in whole seconds."""
+FINAL_HEADER = b"x-pdserve-final"
+"""No request of the conversation follows. From its start on, so many tokens may be those of others too."""
 TURNS_HEADER = b"x-pdserve-turns"
 """Which segments of the prompt the prefill worker gave recorded tokens (`engine/turns`): a bit for each, as a
 hexadecimal number."""
@@ -83,6 +84,10 @@ class HttpRequest:
     """Those that got some here."""
     keep_s: int = 0
     """For how long the pool is to keep its pages; 0: as ever."""
+    shared_tokens: int | None = None
+    """The pool may let its pages behind so many tokens go. None: as ever."""
+    marks_cache: bool = False
+    """Its body has marks for caches, as Anthropic's API knows them."""
     side_writes: list[asyncio.Future[bool]] = field(default_factory=list)
     """What is stored in the pool beside its pages."""
 
@@ -140,7 +145,8 @@ class RequestTracking:
             scope["path"],
             found,
             turns_wanted=_turns(_header(scope, TURNS_HEADER)),
-            keep_s=_seconds(_header(scope, KEEP_HEADER)),
+            keep_s=_number(_header(scope, KEEP_HEADER), 6) or 0,
+            shared_tokens=_number(_header(scope, FINAL_HEADER), 9),
         )
         if self._on_start is not None:
             self._on_start(request)
@@ -169,9 +175,9 @@ def _request_id(scope: Scope) -> str:
     return _header(scope, REQUEST_ID_HEADER).decode("latin-1")[:256] or uuid.uuid4().hex
 
 
-def _seconds(said: bytes) -> int:
-    """A whole number of at most six digits; 0 for anything else: a hint is no reason to refuse a request."""
-    return int(said) if re.fullmatch(rb"[0-9]{1,6}", said) else 0
+def _number(said: bytes, digits: int) -> int | None:
+    """A whole number of at most so many digits; None for anything else: a hint is no reason for a refusal."""
+    return int(said) if said.isdigit() and len(said) <= digits else None
 
 
 def _turns(value: bytes) -> int | None:

@@ -13,6 +13,9 @@ from pdserve.engine.contract.endpoints import CHAT, COMPLETIONS, COUNT_TOKENS, M
 
 _ALSO_READ: Final = frozenset({"reasoning"})
 """Members that SGLang's models take before they look at their fields."""
+_READ_BY_ROUTER: Final = frozenset(
+    {"prompt_cache_key", "prompt_cache_retention", "cache_control", "diagnostics"}
+)
 _MARK: Final = "a text that no template has: 6d1f"
 
 
@@ -38,11 +41,27 @@ def contract_of(manager: Any) -> Contract:
     }
     abilities = Abilities(
         prints_role=functools.cache(lambda role: _prints(manager.tokenizer, role)),
+        prints_inline_system=_prints_inline_system(manager),
         takes_media=bool(manager.model_config.is_multimodal),
         has_reasoning_parser=bool(manager.server_args.reasoning_parser),
     )
-    known = {path: frozenset(model.model_fields) | _ALSO_READ for path, model in models.items()}
+    also = _ALSO_READ | _READ_BY_ROUTER
+    known = {path: frozenset(model.model_fields) | also for path, model in models.items()}
     return Contract(abilities, known, frozenset(inspect.signature(SamplingParams).parameters))
+
+
+def _prints_inline_system(manager: Any) -> bool:
+    """What SGLang will find of the template, once it serves chats. Where it has an encoder of its own for the
+    model, it is left to decide.
+    """
+    from sglang.srt.parser.conversation import chat_template_exists
+    from sglang.srt.parser.template_detection import detect_inline_system_support
+
+    named = manager.server_args.chat_template
+    if named and chat_template_exists(named):
+        return False
+    template = getattr(manager.tokenizer, "chat_template", None)
+    return not isinstance(template, str) or bool(detect_inline_system_support(template))
 
 
 def _prints(tokenizer: Any, role: str) -> bool:

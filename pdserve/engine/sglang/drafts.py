@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from sglang.srt.configs.model_config import AttentionArch, ModelConfig
 
-from pdserve.engine.fingerprint_cache import kept_fingerprint
+from pdserve.engine.fingerprints import kept_fingerprint
 from pdserve.errors import StartupError
 from pdserve.pages import model_fingerprint
 

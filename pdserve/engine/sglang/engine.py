@@ -8,9 +8,9 @@ from typing import Any
 from pdserve.engine.config import ExactTurnsConfig
 from pdserve.engine.contract.endpoints import Contract
 from pdserve.engine.drain import Drain
+from pdserve.engine.fingerprints import chat_template_fingerprint, tokenizer_fingerprint
 from pdserve.engine.http.timing import WorkerMetrics
-from pdserve.engine.prompt_identity import chat_template_fingerprint, tokenizer_fingerprint
-from pdserve.engine.sglang import long_texts, text_offsets
+from pdserve.engine.sglang import anthropic_usage, long_texts, text_offsets
 from pdserve.engine.sglang.abilities import contract_of
 from pdserve.engine.sglang.exact_turns import SglangTurns, tokenizer_of
 from pdserve.engine.sglang.tokenizer_manager import names_media
@@ -51,6 +51,7 @@ class Engine:
         tokenizer_manager.track(self._metrics, lambda: self._drain.is_closed, self.turns)
         long_texts.install(tokenizer_manager.text_threads)
         text_offsets.install()
+        anthropic_usage.install(tokenizer_manager.server_args.page_size)
 
     def _make_turns(self) -> SglangTurns | None:
         manager, exact, count = self.tokenizer_manager, self._exact, self._metrics.count_turn

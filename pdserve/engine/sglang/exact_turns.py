@@ -16,10 +16,10 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pdserve.engine.fingerprints import tokenizer_fingerprint
 from pdserve.engine.http.request import HttpRequest
 from pdserve.engine.http.request_context import bootstrap_of_request
-from pdserve.engine.prompt_identity import tokenizer_fingerprint
-from pdserve.engine.sglang.children.kept_prompts import POOL_ROOM
+from pdserve.engine.sglang.children.scheduler import POOL_ROOM
 from pdserve.engine.turns.exact import Asked, ExactTurns, Turn
 from pdserve.engine.turns.segments import StopTokens
 
@@ -45,10 +45,10 @@ class Rendered(list[int]):
 
 @functools.cache
 def chat_class() -> type[Any]:
-    """SGLang's serving of chats, whose prompts keep their text (`TokenizerManager.serving_chat_class`).
-    Imports SGLang.
+    """SGLang's serving of chats, whose prompts keep their text (`TokenizerManager.serving_chat_class`), as
+    those of Responses do. Imports SGLang.
     """
-    from sglang.srt.entrypoints.openai import serving_chat
+    from sglang.srt.entrypoints.openai import serving_chat, serving_responses
 
     encode = serving_chat.parallel_prompt_encode
 
@@ -57,15 +57,30 @@ def chat_class() -> type[Any]:
 
     serving_chat.parallel_prompt_encode = encode_kept
 
+    make_request = serving_responses.OpenAIServingResponses._make_request
+
+    async def make_counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        made = await make_request(self, *args, **kwargs)
+        messages, _, [ids], _ = made
+        if isinstance(ids, Rendered):
+            ids.answers = sum(_role_of(message) == "assistant" for message in messages)
+        return made
+
+    serving_responses.OpenAIServingResponses._make_request = make_counted
+
     class Chat(serving_chat.OpenAIServingChat):  # type: ignore[misc]  # SGLang ships no types
         def _convert_to_internal_request(self, request: Any, raw_request: Any = None) -> Any:
             converted, asked = super()._convert_to_internal_request(request, raw_request)
             ids = getattr(converted, "input_ids", None)
             if isinstance(ids, Rendered):
-                ids.answers = sum(getattr(message, "role", "") == "assistant" for message in request.messages)
+                ids.answers = sum(_role_of(message) == "assistant" for message in request.messages)
             return converted, asked
 
     return Chat
+
+
+def _role_of(message: Any) -> Any:
+    return message.get("role") if isinstance(message, dict) else getattr(message, "role", "")
 
 
 class ModelTokenizer:

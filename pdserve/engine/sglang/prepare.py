@@ -88,10 +88,8 @@ def without_gc() -> Iterator[None]:
 def before_sglang() -> None:
     """On CPU, install the `sgl_kernel` stand-in; elsewhere, or in no pdserve worker, do nothing."""
     if is_on_cpu():
-        from pdserve.engine.sglang import quick_imports
         from pdserve.engine.sglang.cpu import stand_in
 
-        quick_imports.install()
         stand_in.install()
         leave_out_no_news()
         # What has no CPU version says so once per process while SGLang is imported; here that is no news.

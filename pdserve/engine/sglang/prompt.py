@@ -16,18 +16,25 @@ from typing import Any, Final
 
 import pydantic
 from fastapi import HTTPException
+from jinja2 import TemplateError
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
 from sglang.srt.entrypoints.api_contract import generate_contract_error
-from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest, ResponsesRequest
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from pdserve.engine.http.cache_report import Found
-from pdserve.engine.http.endpoints import COMPLETIONS, GENERATE, MESSAGES, check_endpoint
+from pdserve.engine.http.endpoints import (
+    COMPLETIONS,
+    GENERATE,
+    MESSAGES,
+    PREFILL_PATHS,
+    RESPONSES,
+    check_endpoint,
+)
 from pdserve.engine.http.request_context import Bootstrap, salt_of_request
 from pdserve.engine.sglang.answers import found_of
-from pdserve.engine.sglang.children.kept_prompts import POOL_ROOM
-from pdserve.engine.sglang.children.pulls import PULL_ID
+from pdserve.engine.sglang.children.scheduler import POOL_ROOM, PULL_ID
 from pdserve.engine.sglang.exact_turns import SglangTurns
 from pdserve.errors import RequestError
 
@@ -70,9 +77,11 @@ async def prefill_request(
     here, so it is sampled as the client asks. Raises RequestError: 400 exactly where SGLang would refuse the
     body, 404 for an endpoint that has no prefill.
     """
-    check_endpoint(endpoint)
+    check_endpoint(endpoint, PREFILL_PATHS)
     if endpoint == GENERATE:
         request = _native(body)
+    elif endpoint == RESPONSES:
+        request = await _of_responses(app_state, body)
     else:
         request = await _openai(app_state, endpoint, body, http_request)
     request.stream = False
@@ -138,8 +147,8 @@ async def named_tokens(
 
 
 async def fetch_pages(tokenizer_manager: Any, tokens: list[int], like: GenerateReqInput) -> None:
-    """Have SGLang fetch the pages of `tokens` from the pool into its host memory (`children/pulls.py`): all
-    but the last token, which SGLang never looks up. `like`: the request whose pages they are.
+    """Have SGLang fetch the pages of `tokens` from the pool into its host memory (`pulls_ended`): all but the
+    last token, which SGLang never looks up. `like`: the request whose pages they are.
     """
     pull = GenerateReqInput(
         input_ids=tokens,
@@ -180,6 +189,34 @@ async def _openai(app_state: Any, endpoint: str, body: bytes, http_request: Any)
     except ValueError as error:
         raise RequestError(400, str(error)) from error
     return converted
+
+
+async def _of_responses(app_state: Any, body: bytes) -> GenerateReqInput:
+    """What a response continues is at one worker, which computes it itself."""
+    serving = getattr(app_state, "openai_serving_responses", None)
+    try:
+        parsed = ResponsesRequest.model_validate_json(body)
+    except pydantic.ValidationError as error:
+        raise RequestError(400, _first_line(error)) from error
+    if serving is None or parsed.previous_response_id is not None:
+        raise RequestError(400, "The prompt of this response cannot be computed alone.")
+    made: Any = None
+    try:
+        if serving.use_harmony:
+            _, _, [prompt] = serving._make_request_with_harmony(parsed, None)
+        else:
+            tokenizer = serving.tokenizer_manager.tokenizer
+            _, _, [prompt], made = await serving._make_request(parsed, None, tokenizer)
+    except (ValueError, TypeError, RuntimeError, TemplateError) as error:  # as SGLang's own route
+        raise RequestError(400, str(error)) from error
+    media = ("image_data", "video_data", "audio_data", "modalities")
+    return GenerateReqInput(
+        **{"text" if isinstance(prompt, str) else "input_ids": prompt},
+        **({} if made is None else {name: getattr(made, name) for name in media}),
+        sampling_params={},
+        extra_key=parsed.extra_key,
+        cache_salt=parsed.cache_salt,
+    )
 
 
 def _native(body: bytes) -> GenerateReqInput:

@@ -14,11 +14,12 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from pdserve.engine.kv_bytes import WITH_SCALES
 from pdserve.errors import ConfigError
 
 STORED_DRAFTS: Final = ("EAGLE", "EAGLE3", "STANDALONE", "NGRAM")
 """Values of --speculative-algorithm. NEXTN is SGLang's other name of EAGLE."""
+WITH_SCALES: Final = frozenset({"mxfp8", "nvfp4", "fp4_mx_block16"})
+"""KV types with scales beside the values, which SGLang keeps in host memory and never stores."""
 _SECRET = frozenset({"api_key", "admin_api_key"})
 _SHOWN_CHARACTERS = 60
 _MISSING: Final = object()

@@ -11,7 +11,6 @@ import secrets
 from typing import Any, Final
 
 import msgspec
-from msgspec.structs import replace
 
 from pdserve.kvpool.client.config import PoolClientConfig
 from pdserve.pages import KvGeometry
@@ -34,9 +33,7 @@ def pool_storage(
         "interface_v1": 1,
         **_allocator(),
         "pdserve": {
-            "pool": msgspec.to_builtins(
-                replace(pool, token_file=None, page_key_file=None), enc_hook=withhold_secret
-            ),
+            "pool": msgspec.to_builtins(pool, enc_hook=withhold_secret),
             "namespace": namespace,
             "geometry": geometry.as_dict(),
             "longest_tokens": longest_tokens,

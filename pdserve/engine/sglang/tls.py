@@ -19,7 +19,7 @@ from typing import Any
 import uvicorn
 
 from pdserve.engine.http.bounded_heads import BoundedHeads
-from pdserve.open_files import raise_open_files
+from pdserve.resources.memory import raise_open_files
 from pdserve.security.connection_limits import ConnectionLimit
 from pdserve.security.tls import Certificates
 

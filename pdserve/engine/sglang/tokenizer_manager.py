@@ -42,7 +42,7 @@ from pdserve.engine.http.request_context import bootstrap_of_request, salt_of_re
 from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.page_names import HASHED_AT_ONCE_TOKENS
 from pdserve.engine.sglang.answers import first_token, is_aborted, note_counts, tell_counts, under_one_id
-from pdserve.engine.sglang.children.embedding_salts import salted
+from pdserve.engine.sglang.children.scheduler import salted
 from pdserve.engine.sglang.continuation import Continuation, extend_prompt, marked
 from pdserve.engine.sglang.exact_turns import SglangTurns, chat_class
 from pdserve.engine.sglang.long_texts import SHORT_CHARS, TextThreads, chars

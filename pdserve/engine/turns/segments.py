@@ -6,6 +6,10 @@
 A tokenizer never merges anything across a stop token, so the tokens of a segment can be replaced by others of
 the same text. Nothing before or behind it changes.
 
+A client that sends a call of a tool back has read its arguments and written them anew: with other spaces, and
+members in another order. So objects of JSON in an answer count by what they say. The tokens that the model
+generated take their place, as it wrote them.
+
 The key of a segment is a hash of a scope and of all text up to the segment's end. So it stands for the whole
 conversation: messages, tools and template arguments are in the text. The scope says whose it is: salt, extra
 key, adapter and tokenizer. Who has another scope finds nothing.
@@ -20,6 +24,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
+MAX_OBJECTS: Final = 64
+"""Tries to read an object in an answer: each may read all of its rest."""
+_OBJECT: Final = re.compile(r'\{\s*"')
+_objects: Final = json.JSONDecoder()
+WRITTEN_LONGER: Final = 8
+"""An answer may have so many times the tokens that the bytes of its text allow: it was written with more
+spaces."""
 MAX_SEGMENTS: Final = 4096
 """Of one prompt; the last ones count. A list of segments travels in a header, a bit for each."""
 _PERSON: Final = b"pdserve turn 1"
@@ -100,15 +111,18 @@ class Prompt:
         return alike if len(alike) == answers else list(range(most))
 
     def fits(self, number: int, ids: Sequence[int], decode: Decode, vocabulary: int) -> bool:
-        """Whether these tokens make the segment's text, and nothing else. So a false record changes no
-        prompt's text.
+        """Whether these tokens make the segment's text, and nothing else; objects of JSON in an answer may be
+        written in another way. So a false record changes nothing that a prompt says.
         """
         text = self.texts[number]
-        if not 0 < len(ids) <= len(text.encode("utf-8", "surrogatepass")):
+        is_answer = bool(self.texts[-1]) and text.startswith(self.texts[-1])
+        most = len(text.encode("utf-8", "surrogatepass"))
+        if not 0 < len(ids) <= (WRITTEN_LONGER * most if is_answer else most):
             return False
         if not all(0 <= token < vocabulary and token not in self.tokens.texts for token in ids):
             return False
-        return self._text_of(number, ids, decode) == text
+        made = self._text_of(number, ids, decode)
+        return made == text or (is_answer and made is not None and alike(made) == alike(text))
 
     def answered(self, ids: Sequence[int], decode: Decode) -> bytes | None:
         """The key of an answer's record. `ids`: the tokens of the open segment and of the answer, up to its
@@ -118,7 +132,7 @@ class Prompt:
         if text is None or not text.startswith(opening) or len(text) == len(opening):
             return None
         chain = self.chain.copy()
-        chain.update(text.encode("utf-8", "surrogatepass"))
+        chain.update((alike(text) if opening else text).encode("utf-8", "surrogatepass"))
         digest: bytes = chain.digest()
         return digest
 
@@ -141,8 +155,28 @@ def cut(text: str, ids: Sequence[int], tokens: StopTokens, scope: bytes) -> Prom
         return None
     chain = hashlib.blake2b(scope, digest_size=32, person=_PERSON)
     keys = []
+    opening = texts[-1]
     for segment, stop in zip(texts, stops, strict=False):
-        chain.update(segment.encode("utf-8", "surrogatepass"))
+        said = alike(segment) if opening and segment.startswith(opening) else segment
+        chain.update(said.encode("utf-8", "surrogatepass"))
         keys.append(chain.copy().digest())
         chain.update(tokens.texts[stop].encode())
     return Prompt(texts, segments, stops, keys, tokens, chain)
+
+
+def alike(text: str) -> str:
+    """A text whose objects of JSON, if it has some, are written in one way."""
+    written: list[str] = []
+    at = start = 0
+    for _ in range(MAX_OBJECTS):
+        found = _OBJECT.search(text, start)
+        if found is None:
+            break
+        try:
+            value, end = _objects.raw_decode(text, found.start())
+        except (ValueError, RecursionError):
+            start = found.end()
+            continue
+        written += text[at : found.start()], json.dumps(value, sort_keys=True, separators=(",", ":"))
+        at = start = end
+    return "".join([*written, text[at:]]) if written else text

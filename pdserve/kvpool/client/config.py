@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -58,7 +57,6 @@ class PoolClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     token: Annotated[
         Secret, Meta(description="Access token of the namespace; also from PDSERVE_POOL_TOKEN.")
     ] = Secret("")
-    token_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = None
     page_key: Annotated[
         Secret,
         Meta(
@@ -66,7 +64,6 @@ class PoolClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             "none is read without. Empty: checksums only. Also from PDSERVE_POOL_PAGE_KEY."
         ),
     ] = Secret("")
-    page_key_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = None
     tls: Annotated[TlsConfig, Meta(description="Certificates; with `ca` nodes are reached by TLS.")] = (
         TlsConfig()
     )
@@ -97,10 +94,6 @@ class PoolClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 def with_pool_secrets(config: PoolClientConfig, environ: Mapping[str, str]) -> PoolClientConfig:
     """The configuration with the secrets themselves, wherever they were given. Raises ConfigError."""
-    token = given_secret("pool.token", config.token, config.token_file, "PDSERVE_POOL_TOKEN", environ)
-    page_key = secret_of(
-        "pool.page_key", config.page_key, config.page_key_file, "PDSERVE_POOL_PAGE_KEY", environ
-    )
-    return replace(
-        config, token=Secret(token), token_file=None, page_key=Secret(page_key), page_key_file=None
-    )
+    token = given_secret(config.token, "PDSERVE_POOL_TOKEN", environ)
+    page_key = secret_of("pool.page_key", config.page_key, "PDSERVE_POOL_PAGE_KEY", environ)
+    return replace(config, token=Secret(token), page_key=Secret(page_key))

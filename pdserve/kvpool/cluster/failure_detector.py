@@ -39,14 +39,28 @@ UPGRADE_S: Final = 10.0  # several times what an upgrade of a node takes
 
 @dataclass(frozen=True)
 class Timing:
-    """See ClusterConfig. `watched` and `helpers` are counts."""
+    """All times follow from `ping_timeout_s` of ClusterConfig, in proportions that SWIM's authors and
+    memberlist use. `watched` and `helpers` are counts.
+    """
 
-    ping_interval_s: float = 0.3
     ping_timeout_s: float = 1.0
-    indirect_timeout_s: float = 0.5
-    sync_interval_s: float = 1.0
     watched: int = 3
     helpers: int = 3
+
+    @property
+    def ping_interval_s(self) -> float:
+        """From one ping of a member to the next."""
+        return 0.3 * self.ping_timeout_s
+
+    @property
+    def indirect_timeout_s(self) -> float:
+        """For other nodes to reach a suspect."""
+        return self.ping_timeout_s / 2
+
+    @property
+    def sync_interval_s(self) -> float:
+        """From one full exchange with a member, alive or dead, to the next."""
+        return self.ping_timeout_s
 
     @property
     def tick_s(self) -> float:

@@ -155,10 +155,6 @@ class Cluster:
             _replaced(self.state, replace(self.me, version=self.me.version + 1, status=LEAVING))
         )
 
-    def quit(self) -> Update:
-        """The node stops: its record says so."""
-        return self._become(_replaced(self.state, replace(self.me, version=self.me.version + 1, status=LEFT)))
-
     def settle(self, epoch: int) -> Update:
         """This node has all pages that it owns under the ring of `epoch`."""
         if not self.me.settled < epoch <= self.epoch:

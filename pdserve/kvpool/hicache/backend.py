@@ -350,7 +350,7 @@ def _check_room(mem_pool_host: Any, longest_tokens: int) -> None:
         raise StartupError(
             f"host memory has room for {mem_pool_host.size:,} tokens on their way, but a request may have "
             f"{needed:,}, whose pages would never be stored or fetched: raise engine.hicache_ratio or "
-            "hicache_size_gb, or lower engine.context_length"
+            "hicache_size_gb, or a lower --context-length"
         )
 
 

@@ -39,7 +39,7 @@ from pdserve.security.tokens import digest, same
 def rules_of(config: PoolNodeConfig) -> Rules:
     """Raises ConfigError: a quota larger than the node, an unknown policy, a token that cannot be read."""
     rules = Rules(
-        admin_token=token_digest("admin_token", config.admin_token, config.admin_token_file),
+        admin_token=token_digest("admin_token", config.admin_token),
         defaults=settings_of(config.namespace_defaults),
         named={namespace.name: settings_of(namespace) for namespace in config.namespaces},
     )

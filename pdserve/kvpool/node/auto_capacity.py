@@ -19,9 +19,9 @@ from msgspec.structs import replace
 from pdserve.errors import ConfigError, StartupError
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.node.memory.placement import free_huge_pages
+from pdserve.kvpool.node.memory.slab_size import SLAB_BYTES, least_slab
 from pdserve.resources.machine import has_nvidia_gpu
 from pdserve.resources.memory import limit_bytes
-from pdserve.sizes import parse_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -55,19 +55,19 @@ def auto_capacity(host: Host, where: str, free_bytes: int) -> tuple[int, str]:
 
 
 def with_capacity(config: PoolNodeConfig, host: Host | None = None) -> PoolNodeConfig:
-    """The configuration with a capacity in bytes. Raises StartupError where there is no room for one slab,
-    ConfigError where sizes do not fit to it.
+    """The configuration with a capacity in bytes. Raises StartupError where there is less room than a slab of
+    the usual size, ConfigError where sizes do not fit to it.
     """
     if not config.is_auto:
         return config
-    unit = max(parse_bytes(config.slab_bytes), config.placement.huge_page_bytes)
     found, why = _wanted(config, host or Host.of_this_process())
-    capacity = found // unit * unit if unit > 0 else 0
-    if capacity <= 0:
+    unit = max(least_slab(found), config.placement.huge_page_bytes)
+    capacity = found // unit * unit
+    if capacity < SLAB_BYTES:
         raise StartupError(
             f'node {config.name}: capacity_bytes = "auto" leaves {found / _MIB:.0f} MiB in '
-            f"{config.arena_dir} ({why}), less than one slab: enlarge that file system (docker: --shm-size), "
-            "choose another arena_dir, or set capacity_bytes and slab_bytes"
+            f"{config.arena_dir} ({why}), less than {SLAB_BYTES // _MIB} MiB: enlarge that file system "
+            "(docker: --shm-size), choose another arena_dir, or set capacity_bytes"
         )
     try:
         sized = replace(config, capacity_bytes=capacity)

@@ -14,6 +14,7 @@ from pdserve.kvpool.core.store.page_store import PageStore
 from pdserve.kvpool.core.store.slot_allocator import SlotAllocator
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.node.memory.arena import Arena
+from pdserve.kvpool.node.memory.slab_size import MIN_SLOT_BYTES
 from pdserve.kvpool.node.tiers.node_tiers import NodeTiers
 from pdserve.kvpool.node.timers import clock_ms
 from pdserve.kvpool.protocol.slot_table import TableLayout
@@ -29,7 +30,7 @@ def take_memory(config: PoolNodeConfig, incarnation: int, lock_fd: int | None) -
     arena = Arena(
         config.name,
         config.arena_dir / config.name,
-        TableLayout(config.capacity, config.slab, config.min_slot),
+        TableLayout(config.capacity, config.slab, MIN_SLOT_BYTES),
         incarnation,
         fresh=config.fresh and lock_fd is None,
         placement=config.placement,
@@ -48,7 +49,7 @@ def make_state(
     config: PoolNodeConfig, incarnation: int, arena: Arena, tiers: NodeTiers, rules: Rules, now_s: float
 ) -> NodeState:
     """With all that the arena held."""
-    slots = SlotAllocator(config.capacity, config.slab, config.min_slot)
+    slots = SlotAllocator(config.capacity, config.slab, MIN_SLOT_BYTES)
     state = NodeState(
         config.name,
         incarnation,
@@ -75,8 +76,8 @@ def _limits_of(config: PoolNodeConfig) -> Limits:
     of_client = max(config.slab, int(config.capacity * config.max_client_share))
     return Limits(
         lease_s=config.lease_s,
-        reservation_lease_s=config.reservation_lease_s,
-        quarantine_s=config.quarantine_s,
+        reservation_lease_s=config.lease_s,
+        quarantine_s=config.lease_s,
         max_reserved_bytes=of_client,
         max_pinned_bytes=of_client,
         max_kept_bytes=int(config.capacity * KEPT_SHARE),

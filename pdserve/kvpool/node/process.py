@@ -29,7 +29,7 @@ from pdserve.kvpool.node.upgrade.handover import (
 )
 from pdserve.kvpool.node.upgrade.upgrader import Start, check_start
 from pdserve.kvpool.protocol.address import parse_address
-from pdserve.open_files import raise_open_files
+from pdserve.resources.memory import raise_open_files
 
 
 def run_node(config: PoolNodeConfig) -> None:

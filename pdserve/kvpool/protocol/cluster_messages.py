@@ -6,9 +6,13 @@ connections, frames and rules as those of messages.py.
 
 from __future__ import annotations
 
-from typing import Final, Literal, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
 
 from pdserve.kvpool.protocol.base import Message, NodeAddress
+from pdserve.sizes import Size
 
 Media: TypeAlias = Literal["dram", "ssd", "dram+ssd"]
 # Status of a Member
@@ -19,25 +23,60 @@ DEAD: Final = 3  # no other node could reach it
 MAX_MEMBERS: Final = 1024  # of a pool; at 100 bytes each they fit a frame many times
 
 
-class NamespaceSettings(Message, tag=96, frozen=True):
-    """The limits of a namespace on each node. 0 means no limit, an empty token means that none is needed.
-
-    `quota_bytes` limits slots in memory, reservations included; `tier_quota_bytes` limits storage in tiers.
-    Tokens are SHA-256 hex digests of the tokens that clients send.
+class NamespaceSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """What a namespace may do on each node, in messages, in the nodes' lists and in their configuration
+    (node/config/namespaces.py); namespaces/validation.py says what is possible. Tokens are SHA-256 hex
+    digests of the tokens that clients send. Encoded by names, without what is as its default.
     """
 
-    media: Media = "dram+ssd"
-    policy: str = "lru"
-    ttl_s: float = 0.0
-    quota_bytes: int = 0
-    tier_quota_bytes: int = 0
-    operations_s: float = 0.0
-    bytes_s: float = 0.0
-    weight: float = 1.0
+    media: Annotated[
+        Media,
+        Meta(description="Media of its pages; `dram+ssd`: memory, and the tiers below it for cold pages."),
+    ] = "dram+ssd"
+    policy: Annotated[
+        str,
+        Meta(
+            description="Order of eviction: lru, lfu, fifo, arc or ttl; keep: nothing is evicted, and writes "
+            "beyond the memory are refused."
+        ),
+    ] = "lru"
+    ttl_s: Annotated[
+        float,
+        Meta(
+            description="Lifetime of a page after its write; such pages are not written to tiers. 0: "
+            "unlimited."
+        ),
+    ] = 0.0
+    quota_bytes: Annotated[
+        Size,
+        Meta(
+            description="Most memory on each node, including pages that are being written, like `4GiB`; "
+            "0: no limit."
+        ),
+    ] = 0
+    tier_quota_bytes: Annotated[
+        Size, Meta(description="Most bytes in the tiers on each node, like `4GiB`; 0: no limit.")
+    ] = 0
+    operations_s: Annotated[
+        float,
+        Meta(description="Keys requested per second on each node; further requests wait. 0: no limit."),
+    ] = 0.0
+    bytes_s: Annotated[
+        Size, Meta(description="Bytes read and written per second on each node, like `2GB`; 0: no limit.")
+    ] = 0
+    weight: Annotated[
+        float, Meta(description="Share of a busy node, relative to the weights of other namespaces.")
+    ] = 1.0
+    copies: Annotated[
+        int,
+        Meta(
+            description="Nodes that hold each page. With 2 or more the namespace survives the loss of a "
+            "node's memory, and takes so much more."
+        ),
+    ] = 1
     read_token: str = ""
     write_token: str = ""
     admin_token: str = ""
-    copies: int = 1  # nodes that hold each page
 
 
 class NamespaceRecord(Message, tag=97, frozen=True):

@@ -33,8 +33,7 @@ T = TypeVar("T")
 
 def tell_children(config: PoolClientConfig, environ: MutableMapping[str, str]) -> None:
     """Let SGLang's processes find this pool. `config`: with its nodes (`locate_pool`) and secrets."""
-    plain = replace(config, token_file=None, page_key_file=None)
-    environ[POOL_VARIABLE] = msgspec.json.encode(plain, enc_hook=withhold_secret).decode()
+    environ[POOL_VARIABLE] = msgspec.json.encode(config, enc_hook=withhold_secret).decode()
     environ[POOL_TOKEN_VARIABLE] = reveal(config.token)
     environ[PAGE_KEY_VARIABLE] = reveal(config.page_key)
 

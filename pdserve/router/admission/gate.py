@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -19,6 +21,7 @@ from pdserve.errors import RequestError
 from pdserve.logs import ThrottledLog
 from pdserve.metric import Labels
 from pdserve.router.admission.queue import FairQueue, State, Ticket
+from pdserve.router.admission.start_by import CODE, start_within_s
 from pdserve.router.api.errors import NoWorkerError, TooManyError
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.registry import ANY, DEFAULT_MODEL, UNKNOWN_SLOTS, Fleet, Models
@@ -174,8 +177,11 @@ class Gate:
             settings, urgency = self._admission, call.facts.urgency
             head_start_s = settings.head_start_s(urgency) if urgency else 0.0
             left_s = self._worker_wait_s - call.outage_s
-            ticket = Ticket(tenant, model, now_s, now_s + settings.queue_s, head_start_s, left_s)
             try:
+                wait_s = min(settings.queue_s, self._time_to_begin(call))
+                # so the queue's order is that of deadlines
+                head_start_s += settings.queue_s - wait_s
+                ticket = Ticket(tenant, model, now_s, now_s + wait_s, head_start_s, left_s)
                 await self._get_slot(call, ticket)
             except BaseException:  # refused, or the client left
                 tenant.settle(estimate, 0, 0, self._loop.time())
@@ -184,6 +190,20 @@ class Gate:
         tenant.use.requests += 1
         call.answer.meter = Meter(estimate, call.endpoint.usage, call.facts.choices, call.facts.prompts)
         return ticket
+
+    def _time_to_begin(self, call: Call) -> float:
+        """How long the call may still wait, as its client says. Raises RequestError: 400, or 429 if it cannot
+        begin in time, however the queue is ordered.
+        """
+        within_s = start_within_s(call.headers)
+        if within_s == math.inf:
+            return within_s
+        left_s = within_s - (time.monotonic() - call.started_s)
+        if left_s <= self.queue.next_slot_s(call.model, self._slots(call.model, self._loop.time())):
+            call.tenant.use.refused += 1
+            retry_s = self.queue.retry_after_s(call.model)
+            raise TooManyError("The answer cannot begin within the request's deadline.", retry_s, CODE)
+        return left_s
 
     def _awaited(self, requested: str | None) -> str:
         served = self._fleet.tasks

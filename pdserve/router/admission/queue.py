@@ -261,6 +261,13 @@ class FairQueue:
         waiting = sum(map(len, lane.queues.values()))
         return min(MAX_RETRY_AFTER_S, waiting * lane.service_s / lane.slots)
 
+    def next_slot_s(self, name: str, slots: int) -> float:
+        """About how long it takes until a slot of the lane is free; 0: one is, or nobody knows."""
+        lane = self._lanes.get(name)
+        if lane is None or lane.running < slots or not slots:
+            return 0.0
+        return lane.service_s / slots
+
     def held_back(self, tenant: TenantState) -> int:
         """Requests of the tenant that would run now if its concurrency were larger."""
         return sum(

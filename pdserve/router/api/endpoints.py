@@ -62,10 +62,10 @@ OPENAI_USAGE: Final = usage_under("prompt_tokens", "completion_tokens")
 """OpenAI's `usage` and SGLang's `meta_info` use the same two names."""
 _ANTHROPIC_USAGE: Final = Usage(
     b'"output_tokens":',
-    re.compile(rb'"(?:cache_read_)?input_tokens":\s*(\d{1,15})\b'),
+    re.compile(rb'"(?:cache_(?:read|creation)_)?input_tokens":\s*(\d{1,15})\b'),
     re.compile(rb'"output_tokens":\s*(\d{1,15})\b'),
 )
-"""Anthropic's `input_tokens` do not count what was cached."""
+"""Anthropic's `input_tokens` count neither what was read of caches nor what was stored there."""
 _COUNTED: Final = Usage(
     b'"input_tokens":', re.compile(rb'"input_tokens":\s*(\d{1,15})\b'), re.compile(rb"(?!)")
 )
@@ -221,6 +221,7 @@ _ROWS: Final = (
         errors="responses",
         streams=True,
         salt="body",
+        is_prefillable=True,
         stored_as="request_id",
         continues="previous_response_id",
         takes_priority=True,

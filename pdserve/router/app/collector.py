@@ -36,16 +36,16 @@ def collect(
         "decode_retries": _keyed(stats.decode_retries),
         "streams_continued": _keyed(stats.continued),
         "retries_refused": stats.retries_refused,
+        "nonces": stats.nonces,
         "poisoned_requests": stats.poisoned,
         "prompt_tokens": stats.prompt_tokens,
         "prompt_cached_tokens": _keyed(stats.cached_tokens),
         "prefill_missing_pages": stats.missing_pages,
-        "processes_silent": 0,  # the parent adds the processes that do not answer
+        "processes_silent": 0,  # whoever adds up adds the processes that do not answer
         "joins_refused": stats.joins_refused,
         "task_failures": _keyed(stats.task_failures),
         "sessions": len(placer.sessions),
         "limits_apart": stats.limits_apart,
-        "sessions_apart": stats.sessions_apart,
         "slo_streams": stats.slo_streams,
         **_of_elastic(fleet, placer.elastic, now_s),
         "upstream_connections": _keyed(msgspec.structs.asdict(upstream.counts)),

@@ -20,8 +20,10 @@ from pdserve.errors import RequestError
 from pdserve.logs import served_request
 from pdserve.router.admission.gate import Gate
 from pdserve.router.api.content_coding import CodedBody
+from pdserve.router.api.diagnostics import asks_diagnosis
 from pdserve.router.api.endpoints import ENDPOINTS, Endpoint, find_holder, fold
 from pdserve.router.api.errors import NoWorkerError, error_headers, error_of
+from pdserve.router.api.nonces import MARK, STRIPPED_HEADER, without_nonce
 from pdserve.router.api.request_body import (
     BOM,
     TRUE,
@@ -52,8 +54,16 @@ from pdserve.router.request.call import Call, begin_trace, end_trace
 from pdserve.router.server.cors import Cors
 from pdserve.router.server.request_cycle import Client
 from pdserve.router.server.uvicorn_server import LAST_WORD_S
-from pdserve.router.sessions.keys import find_session_key, parse_sources
-from pdserve.router.tenants.retained import RETAIN_HEADER, RETAINED_HEADER, Retained, seconds_of
+from pdserve.router.sessions.history import History
+from pdserve.router.sessions.keys import find_session_key, is_final, parse_sources
+from pdserve.router.tenants.retained import (
+    RETAIN_HEADER,
+    RETAINED_HEADER,
+    Retained,
+    marks_caches,
+    seconds_marked,
+    seconds_of,
+)
 from pdserve.router.tenants.rights import (
     PRIORITY_HEADER,
     check_fields,
@@ -159,6 +169,8 @@ class GenerationHandler:
         self._shows_load = config.access.show_load
         self._logs_access = config.access_log
         self.retained: Final = Retained()
+        self._history = History()
+        self._keeps_nonces = config.keep_nonces
         self._level = config.slo
         self._limits = config.limits
         self._held_limit_bytes = config.limits.held_body_bytes
@@ -248,6 +260,8 @@ class GenerationHandler:
         """Read what does not depend on workers, and put a model in place of an alias. Raises RequestError."""
         call.body = body = body if call.endpoint.is_form else body.removeprefix(BOM)
         view = self._view(call, has_keys=self._gate.tenants.has_keys)
+        if MARK in body and not self._keeps_nonces:
+            view = self._without_nonce(call, view)
         call.streams = view.stream is True
         model = self._gate.named(view.model)
         if model != view.model:
@@ -256,10 +270,19 @@ class GenerationHandler:
                 call.body = with_member(body, "model", model)
         return view
 
+    def _without_nonce(self, call: Call, view: RequestView) -> RequestView:
+        """What the request says without a line at its start that changes each time, see `nonces`."""
+        call.body, name = without_nonce(call.body, view)
+        if not name:
+            return view
+        self._stats.nonces += 1
+        call.answer.more_headers.append((STRIPPED_HEADER, name))
+        return self._view(call, has_keys=self._gate.tenants.has_keys)
+
     def _understand(self, call: Call, view: RequestView) -> None:
         """Fill in what planning needs, of the workers that there are now. Raises RequestError."""
         body = call.body
-        session = find_session_key(self._sources, call.header, view, body)
+        session = find_session_key(self._sources, call.headers, view, body)
         has_keys = self._gate.tenants.has_keys
         call.model = model = self._gate.model_of(call, view.model)
         self._turns[model] += 1
@@ -295,12 +318,13 @@ class GenerationHandler:
         can_be_direct = (
             self._fleet.has_direct
             and endpoint.is_prefillable
-            and not (several or candidates > 1 or asks_about_prompt(body))
+            and not (endpoint.stored_as or several or candidates > 1 or asks_about_prompt(body))
         )
         call.facts = RequestFacts(
             endpoint=endpoint,
             model=view.model,
             session=session,
+            is_final=session is not None and is_final(call.headers),
             prompt_tokens_estimate=tokens,
             charged_tokens=charged,
             prompts=prompts,
@@ -315,10 +339,24 @@ class GenerationHandler:
             draw=random.getrandbits(32),
             prefix=prefix_of(view, prompt, scope) if self._needs_prefix and computes else None,
         )
-        if endpoint.hint or RETAIN_HEADER in call.headers:
-            self._retain(call)
+        if endpoint.hint or RETAIN_HEADER in call.headers or marks_caches(body, view):
+            self._retain(call, view)
+        if endpoint.task == "generate":
+            self._compare(call, view)
 
-    def _retain(self, call: Call) -> None:
+    def _compare(self, call: Call, view: RequestView) -> None:
+        """Tell what the client changed since the session's last turn, where it names the session."""
+        session, words, change = call.facts.session, b"", None
+        if session is not None and session.is_named:
+            is_known, change = self._history.follow(session, view)
+            words = b"" if is_known else b"previous_message_not_found"
+        if change is not None:
+            words = change.words()
+            call.answer.missed.append(words)
+        if view.diagnostics and call.endpoint.errors == "anthropic":
+            call.diagnose(words if asks_diagnosis(view.diagnostics) else b"")
+
+    def _retain(self, call: Call, view: RequestView) -> None:
         """Have the pool keep the conversation for as long as its client wants, if the tenant may. Raises
         RequestError for a hint that it may not give.
         """
@@ -326,10 +364,14 @@ class GenerationHandler:
         if hint := call.endpoint.hint:
             self.retained.check_hint(call.tenant, hint, _conversation(call), facts.charged_tokens, now_s)
             return
-        seconds = seconds_of(call.headers[RETAIN_HEADER]) if facts.endpoint.task == "generate" else 0
+        seconds, said = 0, call.headers.get(RETAIN_HEADER)
+        if facts.endpoint.task == "generate":
+            seconds = seconds_marked(call.body, view) if said is None else seconds_of(said)
         tokens = facts.prompt_tokens_estimate
         if self.retained.take(call.tenant, _conversation(call), tokens, seconds, now_s):
             call.keep(seconds)
+        elif said is None:  # marks that clients send to whomever
+            return
         else:
             seconds = 0
         call.answer.more_headers.append((RETAINED_HEADER, b"%d" % seconds))

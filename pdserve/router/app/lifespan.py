@@ -16,7 +16,6 @@ from pdserve.router.fleet.discovery import DnsDiscovery, EtcdDiscovery, dns_name
 from pdserve.router.fleet.health_check import STRICT, FirstRound, Prober
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.metrics.stats import Stats
-from pdserve.router.sessions.table import SharedSessions
 from pdserve.router.tenants.api_keys import cluster_token
 from pdserve.router.upstream.client import Upstream
 from pdserve.router.upstream.connection import WorkerTls
@@ -41,13 +40,10 @@ async def open_router(
     tls = WorkerTls(config.tls)
     upstream = Upstream(config.limits, token, tls)
     prober = Prober(config.probe, fleet, upstream, Upstream(config.limits, token, tls), stats)
-    shared = None
-    if config.redis.shares_sessions:
-        shared = SharedSessions(config.redis, config.session.ttl_s, stats)
     discovery = _discovery(config, fleet, token)
     tasks: list[asyncio.Task[None]] = []
     try:
-        dispatcher = Dispatcher(config, fleet, upstream, stats, shared)
+        dispatcher = Dispatcher(config, fleet, upstream, stats)
         router = Router(config, fleet, gate, upstream, dispatcher, stats, make_app, tracer)
         if discovery is not None:
             await discovery.first()
@@ -64,8 +60,6 @@ async def open_router(
         await prober.close()
         gate.close()
         upstream.close()
-        if shared is not None:
-            await shared.close()
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
 

@@ -132,13 +132,13 @@ def _add_hint_route(app: fastapi.FastAPI, router: Router, turns: _Turns) -> None
         tenant, body = _tenant(router, request), await _body(request)
         asked = _decoded(body, _Hint)
         view = parse_request(body)
-        key = find_session_key(sources, request.headers.get, view, body)
+        key = find_session_key(sources, dict(request.headers.raw), view, body)
         if key is None:
             raise RequestError(404, "No session is named: by the header x-session-id, for example.")
         key = key.of_model(router.gate.named(view.model) or router.gate.served_model(None))
         if router.gate.tenants.has_keys:
             key = key.within(tenant.name)
-        turn = await router.dispatcher.last_turn(key)
+        turn = router.dispatcher.placer.sessions.get(key, asyncio.get_running_loop().time())
         worker = None if turn is None else router.fleet.by_id.get(turn.decode_id)
         if turn is None or worker is None or worker.info is None:
             return fastapi.responses.JSONResponse({"known": False, "parts": 0})

@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import Meta
+
+AGENTS_NAMES: Final = (
+    "header:x-session-id",  # OpenCode too
+    "header:x-claude-code-agent-id",  # an agent below Claude Code's
+    "header:x-claude-code-session-id",
+    "header:session-id",  # Codex, as the two that follow
+    "header:session_id",
+    "header:conversation_id",
+    "header:x-opencode-session",  # OpenCode with its own provider, and with others
+    "header:x-session-affinity",
+    "header:x-openwebui-chat-id",
+    "header:x-dynamo-session-id",
+    "prompt_cache_key",
+    "metadata.user_id",
+    "header:x-user-id",
+    "user:messages",
+)
+"""Where clients name their session, in the order in which it counts, and two sources for all others."""
 
 
 class Session(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -16,10 +34,11 @@ class Session(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Meta(
             description="Sources of the session key, in order of preference: `header:NAME`, "
             "`cookie:NAME`, `user` (the body's field), `user:messages` (each conversation of that user), "
-            "`body:PATH` (dotted path into the body), `messages` (hash chain of the messages after the "
-            "system prompt)."
+            "`prompt_cache_key` (each conversation under that key), `metadata.user_id` (the session that it "
+            "holds), `body:PATH` (dotted path into the body), `messages` (hash chain of the messages after "
+            "the system prompt). The default are the names that agents give."
         ),
-    ] = ("header:x-session-id", "header:x-user-id", "user:messages")
+    ] = AGENTS_NAMES
     ttl_s: Annotated[
         float, Meta(gt=0, description="A session without a request for this long is forgotten.")
     ] = 3600.0

@@ -112,6 +112,13 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "--enable-deterministic-inference; always: sampled streams too."
         ),
     ] = "deterministic"
+    keep_nonces: Annotated[
+        bool,
+        Meta(
+            description="Pass on the line that Claude Code begins its system prompt with and that changes "
+            "with each request, so that no request finds a page of the one before."
+        ),
+    ] = False
     processes: Annotated[
         int,
         Meta(

@@ -108,9 +108,6 @@ class Access(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cluster_token: Annotated[
         Secret, Meta(description="Token sent to the workers; also from PDSERVE_CLUSTER_TOKEN. Empty: none.")
     ] = Secret("")
-    cluster_token_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = (
-        None
-    )
     tls_cert_file: Annotated[
         Path | None, Meta(description="Certificate chain (PEM). If set, the public port uses TLS.")
     ] = None
@@ -151,7 +148,6 @@ class Admin(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         Secret,
         Meta(description="Key of the admin API, required if it has a port; also from PDSERVE_ADMIN_KEY."),
     ] = Secret("")
-    key_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = None
     tls: Annotated[
         TlsConfig,
         Meta(

@@ -50,7 +50,7 @@ from pdserve.router.request.call import (
     pull_s,
     server_timing,
 )
-from pdserve.router.sessions.table import SessionEntry, SharedSessions
+from pdserve.router.sessions.table import SessionEntry
 from pdserve.router.upstream.client import Upstream
 from pdserve.router.upstream.connection import Response, UpstreamError
 
@@ -185,7 +185,6 @@ class DecodeStage:
         workers: WorkerRequests,
         stats: Stats,
         placer: Placer,
-        shared: SharedSessions | None,
         suspects: Suspects,
     ) -> None:
         self._deadlines: Deadlines = config.deadlines
@@ -195,7 +194,6 @@ class DecodeStage:
         self._workers = workers
         self._stats = stats
         self._placer = placer
-        self._shared = shared
         self._suspects = suspects
         self._loop = asyncio.get_running_loop()
 
@@ -270,10 +268,13 @@ class DecodeStage:
         tokens = {} if job.is_prompt_counted and job.cached_before else cached_tokens(response.headers)
         self._count_prompt(call, job, tokens)
         turn = self._placer.on_answering(
-            call.facts, job.plan, worker, call.worker_request_id.decode(), self._loop.time()
+            call.facts,
+            job.plan,
+            worker,
+            call.worker_request_id.decode(),
+            self._loop.time(),
+            job.found_tokens,
         )
-        if self._shared is not None:
-            self._share(self._shared, call, turn)
         if is_event_stream(response):
             if not (call.answer.is_started or job.cached_before):
                 job.cached_before = _found_header(tokens)
@@ -298,9 +299,7 @@ class DecodeStage:
             await relay_whole(call, response, left_s, between_s)
             if job.suspects:
                 self._workers.on_answered(job)
-        turn = self._note_answered(call, job, turn)
-        if self._shared is not None:
-            self._share(self._shared, call, turn)
+        self._note_answered(call, job, turn)
 
     def _count_prompt(self, call: Call, job: Job, tokens: Mapping[str, int]) -> None:
         if job.is_prompt_counted:
@@ -311,17 +310,12 @@ class DecodeStage:
         if "computed" in tokens and meter is not None and not call.facts.has_several_prompts:
             meter.prompt_tokens = sum(tokens.values())
 
-    def _note_answered(self, call: Call, job: Job, turn: SessionEntry | None) -> SessionEntry | None:
+    def _note_answered(self, call: Call, job: Job, turn: SessionEntry | None) -> None:
         tokens = 0
         if job.plan.places is not None:
             meter = call.answer.meter
             tokens = 0 if meter is None else meter.total(call.answer.is_stream)[1]
-        return self._placer.on_answered(call.facts, turn, tokens, self._loop.time())
-
-    @staticmethod
-    def _share(shared: SharedSessions, call: Call, turn: SessionEntry | None) -> None:
-        if turn is not None and call.facts.session is not None:
-            shared.record(call.facts.session, turn)
+        self._placer.on_answered(call.facts, turn, tokens, self._loop.time())
 
 
 def _found_header(tokens: Mapping[str, int]) -> bytes:

@@ -54,8 +54,7 @@ from pdserve.router.metrics.stats import Stats
 from pdserve.router.placement.placer import Placer
 from pdserve.router.placement.planner import Plan, choose_alternate
 from pdserve.router.request.call import Call
-from pdserve.router.sessions.keys import SessionKey
-from pdserve.router.sessions.table import SessionEntry, SharedSessions
+from pdserve.router.sessions.table import SessionEntry
 from pdserve.router.upstream.client import Upstream
 
 
@@ -68,14 +67,12 @@ class Dispatcher:
         fleet: Fleet,
         upstream: Upstream,
         stats: Stats,
-        shared: SharedSessions | None = None,
     ) -> None:
         self._decode_attempts = config.limits.decode_attempts
         self._continue = config.continue_streams
         self._early_head_s = config.deadlines.early_head_s
         self._fleet = fleet
         self._stats = stats
-        self._shared = shared
         self._deadlines = upstream.deadlines
         self._loop = asyncio.get_running_loop()
         self._budget = RetryBudget(self._loop.time())
@@ -86,16 +83,18 @@ class Dispatcher:
         workers = WorkerRequests(fleet, upstream, config.deadlines.connect_s)
         self._settle = SettleStage(config.deadlines.settle_s, workers, stats)
         self._prefill = PrefillStage(config, fleet, workers, stats, placer, suspects)
-        self._decode = DecodeStage(config, fleet, upstream, workers, stats, placer, shared, suspects)
+        self._decode = DecodeStage(config, fleet, upstream, workers, stats, placer, suspects)
         self._direct = DirectStage(config.deadlines, workers, self._prefill, self._decode, stats)
 
     async def serve(self, call: Call) -> None:
         """Answer the call. Raises RequestError with nothing sent. On cancellation all load is released."""
         session, last = call.facts.session, None
-        if session is not None and self._shared is None:
+        if session is not None:
             last = self.placer.sessions.get(session, self._loop.time())
-        elif session is not None:
-            last = await self.last_turn(session)
+        if call.facts.is_final:
+            call.finish(0 if last is None else last.shared_tokens)
+        if last is None and session is not None and session.parent:
+            last = self.placer.parents_turn(call.facts, self._loop.time())
         await self._suspects.check(call)
         plan = await self._first_plan(call, last)
         job = Job(plan)
@@ -113,14 +112,6 @@ class Dispatcher:
             await call.answer.send_worker_error(answer.status, answer.body)
         finally:
             self._deadlines.discard(call.answer)
-
-    async def last_turn(self, session: SessionKey) -> SessionEntry | None:
-        """The session's last turn, as this router or those that share the table with it know it. Of the same
-        turn the own table knows more.
-        """
-        last = self.placer.sessions.get(session, self._loop.time())
-        found = None if self._shared is None else await self._shared.get(session)
-        return found if found is not None and (last is None or found.is_after(last)) else last
 
     async def _first_plan(self, call: Call, last: SessionEntry | None) -> Plan:
         """The plan; if the last worker has gone since the call was let in, that of the next one that comes.

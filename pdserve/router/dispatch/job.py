@@ -82,6 +82,7 @@ class Job:
     __slots__ = (
         "attempts",
         "cached_before",
+        "found_tokens",
         "is_prompt_counted",
         "marks",
         "pairs",
@@ -118,6 +119,8 @@ class Job:
         """Header line for the decode worker: which earlier answers have recorded tokens in the prompt that
         was prefilled. Empty: it chooses itself."""
         self.is_prompt_counted = False
+        self.found_tokens = 0
+        """Of the prompt, those that a cache had, as the first worker said that knew."""
 
     def count_prompt(self, stats: Stats, tokens: Mapping[str, int]) -> None:
         """Count where the prompt's tokens came from; `tokens`: by tier, of `names.TIERS`. Only the first
@@ -125,6 +128,7 @@ class Job:
         """
         if tokens and not self.is_prompt_counted:
             self.is_prompt_counted = True
+            self.found_tokens = sum(tokens.values()) - tokens.get("computed", 0)
             turn = turn_label(self.plan.turn)
             for tier, count in tokens.items():
                 if count:

@@ -55,7 +55,7 @@ from pdserve.router.metrics.stats import Stats
 from pdserve.router.placement.placer import Placer
 from pdserve.router.placement.planner import Settle, choose_alternate, direct_threshold
 from pdserve.router.request.answer import PREFILL_HEADER
-from pdserve.router.request.call import MISS_HEADER, PREFILL_CACHED_HEADER, Call, cached_words
+from pdserve.router.request.call import PREFILL_CACHED_HEADER, Call, cached_words
 
 _OF_OPENAI: Final[dict[str, Any]] = {
     "stream": False,
@@ -331,7 +331,7 @@ class PrefillStage:
             (PREFILL_CACHED_HEADER, cached_words(tokens)),
         ]
         if report.missed:
-            call.answer.prefill_headers.append((MISS_HEADER, report.missed.encode()))
+            call.answer.missed.append(report.missed.encode())
         if call.answer.meter is not None:
             call.answer.meter.prompt_tokens = report.prompt_tokens
         if job.plan.handoff == "pool":

@@ -1,13 +1,13 @@
 """Changes of the fleet by the admin API, passed from one router process to the others. Pure.
 
-The parent process (`router/processes`) sends each change to every other process, including processes that are
-starting. A process that starts later gets the sum of all earlier changes (`Changes`).
+Each process makes the changes of the others (`router/sharing`). One that starts later makes the sum of all
+earlier ones (`Changes`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import msgspec
 
@@ -18,7 +18,7 @@ from pdserve.router.fleet.worker import Role, Worker
 logger = logging.getLogger(__name__)
 
 
-class FleetChange(msgspec.Struct, tag="fleet", frozen=True):
+class FleetChange(msgspec.Struct, frozen=True):
     """One act on one worker, done in one process and to be repeated in the others. Acts: see `Act`.
 
     Other processes do nothing on "gone": they watch etcd themselves.
@@ -28,6 +28,11 @@ class FleetChange(msgspec.Struct, tag="fleet", frozen=True):
     worker: str
     """The worker's base URL if `act` is "join", else its id."""
     role: Role = "decode"
+
+    @property
+    def id(self) -> str:
+        """Of the worker."""
+        return Worker(self.role, self.worker).id if self.act == "join" else self.worker
 
     def apply(self, fleet: Fleet) -> None:
         """Do the act. Raises FleetError if the fleet is in that state already or cannot be."""
@@ -58,10 +63,16 @@ class FleetChange(msgspec.Struct, tag="fleet", frozen=True):
 class Changes:
     """The changes that lead from the configured fleet to the present one, at most a few for each worker."""
 
-    def __init__(self) -> None:
+    def __init__(self, changes: Iterable[FleetChange] = ()) -> None:
+        """`changes`: those of another one, in its order."""
         self._members: dict[str, tuple[FleetChange, ...]] = {}
         """By worker id: it left, it joined, or it left and joined again (perhaps in another role)."""
         self._drains: dict[str, FleetChange] = {}
+        for change in changes:
+            if change.act in ("drain", "undrain"):
+                self._drains[change.worker] = change
+            else:
+                self._members[change.id] = (*self._members.get(change.id, ()), change)
 
     def __iter__(self) -> Iterator[FleetChange]:
         for changes in self._members.values():
@@ -71,9 +82,8 @@ class Changes:
     def note(self, change: FleetChange) -> None:
         """Add a change. It replaces earlier changes that it undoes."""
         if change.act == "join":
-            id_ = Worker(change.role, change.worker).id
-            left = [earlier for earlier in self._members.get(id_, ()) if earlier.act != "join"]
-            self._members[id_] = (*left, change)
+            left = [earlier for earlier in self._members.get(change.id, ()) if earlier.act != "join"]
+            self._members[change.id] = (*left, change)
         elif change.act == "leave":
             self._members[change.worker] = (change,)
             self._drains.pop(change.worker, None)

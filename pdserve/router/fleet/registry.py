@@ -64,7 +64,7 @@ def find_mismatch(worker: Worker, others: Iterable[Worker]) -> str | None:
         is_away = other.stopping or (other.probe_failures and not other.ready)
         if other is worker or other.info is None or other.refused or is_away:
             continue
-        field = _differing_field(info, other.info)
+        field = differing_field(info, other.info)
         if field is not None:
             name, mine, theirs = field
             return (
@@ -80,14 +80,14 @@ def joining_order(found: Sequence[tuple[Worker, WorkerInfo]], refused: Container
     those that fit most of the workers found, then the order given counts.
     """
     fitting = {
-        worker.id: sum(_differing_field(info, theirs) is None for _, theirs in found)
-        for worker, info in found
+        worker.id: sum(differing_field(info, theirs) is None for _, theirs in found) for worker, info in found
     }
     workers = [worker for worker, _ in found]
     return sorted(workers, key=lambda worker: (worker.id in refused, -fitting[worker.id]))
 
 
-def _differing_field(mine: WorkerInfo, theirs: WorkerInfo) -> tuple[str, Any, Any] | None:
+def differing_field(mine: WorkerInfo, theirs: WorkerInfo) -> tuple[str, Any, Any] | None:
+    """(name, ours, theirs) of the first fact that keeps two workers from sharing pages; None: they may."""
     if mine.model != theirs.model and mine.namespace != theirs.namespace:
         return None
     for name in ("model", "engine", "tasks", "page_size"):

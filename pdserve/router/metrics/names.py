@@ -122,6 +122,12 @@ METRICS: Final = (
     _one(
         "poisoned_requests", "counter", (), "Requests refused with 400 because they have ended two workers."
     ),
+    _one(
+        "nonces",
+        "counter",
+        (),
+        "Prompts from which a line was taken out that agents change with each request.",
+    ),
     _one("prompt_tokens", "counter", (), "Prompt tokens of requests to prefill workers."),
     _one(
         "prompt_cached_tokens",
@@ -190,13 +196,7 @@ METRICS: Final = (
         "limits_apart",
         "gauge",
         (),
-        "Router processes that hold a share of the tenants' limits, since the others are not heard.",
-    ),
-    _one(
-        "sessions_apart",
-        "gauge",
-        (),
-        "Router processes that use their own table of sessions, since Redis has not answered.",
+        "Router processes that do not hear those of other hosts by Redis, and hold a part of all limits.",
     ),
     _one("queue_wait_seconds", "histogram", (), "Time in the queue of the requests that had to wait."),
     _one("unknown_keys", "counter", (), "Requests refused with 401."),

@@ -84,10 +84,10 @@ class Stats:
         self.continued: defaultdict[str, int] = defaultdict(int)
         self.retries_refused = 0
         self.poisoned = 0
+        self.nonces = 0
+        """Prompts from which a line was taken out that changes with each request."""
         self.limits_apart = 0
-        """1: tenants' limits are to be shared, and the other processes are not heard."""
-        self.sessions_apart = 0
-        """1: sessions are to be shared in Redis, whose last answer was none."""
+        """1: Redis is away, and this process holds its part of the tenants' limits."""
         self.joins_refused = 0
         self.task_failures: defaultdict[str, int] = defaultdict(int)
         """By the background task that failed and began again: probes, discovery."""

@@ -17,6 +17,7 @@ from pdserve.router.placement.elastic import ElasticRoles
 from pdserve.router.placement.planner import HandoffChoice, Plan, Planner, RequestFacts
 from pdserve.router.placement.policies import PolicySettings, make_policy
 from pdserve.router.placement.prefix_index import PrefixTable
+from pdserve.router.sessions.keys import named
 from pdserve.router.sessions.table import SessionEntry, SessionTable
 
 
@@ -25,7 +26,9 @@ class Placer:
 
     def __init__(self, config: RouterConfig, fleet: Fleet) -> None:
         self._fleet = fleet
-        self.sessions = SessionTable(config.session.capacity, config.session.ttl_s)
+        self.sessions = SessionTable(
+            config.session.capacity, config.session.ttl_s, is_private=bool(config.redis.url)
+        )
         self.prefixes = PrefixTable(config.placement.prefix_index_bytes)
         self._planner = Planner(
             prefill_policy=make_policy(
@@ -41,6 +44,14 @@ class Placer:
         self.elastic = ElasticRoles(config.placement, config.slo, config.processes)
         self.needs_prefix = self._planner.needs_places or config.slo.is_set or bool(config.elastic)
         """Whether planning uses `RequestFacts.prefix`, or what is expected of requests does."""
+
+    def parents_turn(self, facts: RequestFacts, now_s: float) -> SessionEntry | None:
+        """The last turn of the session that began this one, as if this one had had it: its prompt may begin
+        as that one's does.
+        """
+        parent = "" if facts.session is None else facts.session.parent
+        last = self.sessions.get(named(parent), now_s) if parent else None
+        return None if last is None else msgspec.structs.replace(last, turns=0, tokens=0)
 
     def plan(
         self,
@@ -81,9 +92,17 @@ class Placer:
             self.prefixes.record(facts.prefix, worker, now_s, in_pool=in_pool)
 
     def on_answering(
-        self, facts: RequestFacts, plan: Plan, worker: Worker, request_id: str, now_s: float
+        self,
+        facts: RequestFacts,
+        plan: Plan,
+        worker: Worker,
+        request_id: str,
+        now_s: float,
+        found_tokens: int = 0,
     ) -> SessionEntry | None:
-        """`worker` has begun to answer. Returns the session's new last turn, or None if it is no turn."""
+        """`worker` has begun to answer. `found_tokens`: of the prompt, those that a cache had. Returns the
+        session's new last turn, or None if it is no turn.
+        """
         if facts.prefix is not None:
             self.prefixes.record(facts.prefix, worker, now_s, in_pool=worker.pool_up)
         if facts.session is None or not facts.is_turn:
@@ -98,6 +117,7 @@ class Placer:
             facts.prompt_tokens_estimate,
             incarnation=worker.incarnation,
             turns=plan.turn,
+            shared_tokens=found_tokens if before is None else before.shared_tokens,
         )
         self.sessions.record(facts.session, entry)
         return entry
@@ -108,14 +128,13 @@ class Placer:
         turn: SessionEntry | None,
         answer_tokens: int,
         now_s: float,
-    ) -> SessionEntry | None:
-        """The answer is complete: the worker's memory also holds its `answer_tokens`. Returns the session's
-        updated last turn, or None if a later turn has begun.
-        """
+    ) -> None:
+        """The answer is complete: the worker's memory also holds its `answer_tokens`."""
         key = facts.session
-        if key is None or turn is None or self.sessions.get(key, now_s) is not turn:
-            return None
+        if key is None or turn is None or self.sessions.get(key, now_s) is not turn:  # a later one has begun
+            return
+        if facts.is_final:
+            self.sessions.forget(key)
+            return
         tokens = turn.tokens + answer_tokens
-        turn = msgspec.structs.replace(turn, tokens=tokens, seen_s=now_s, answered=True)
-        self.sessions.record(key, turn)
-        return turn
+        self.sessions.record(key, msgspec.structs.replace(turn, tokens=tokens, seen_s=now_s, answered=True))

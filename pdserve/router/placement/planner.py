@@ -55,6 +55,8 @@ class RequestFacts(msgspec.Struct, frozen=True, gc=False):
     endpoint: Endpoint
     model: str | None = None
     session: SessionKey | None = None
+    is_final: bool = False
+    """No request of the session follows."""
     prompt_tokens_estimate: int = 0
     """0: the endpoint does not compute the prompt."""
     prompts: int = 1

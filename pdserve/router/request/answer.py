@@ -35,6 +35,7 @@ from pdserve.router.tenants.tenant import TenantState, rate_headers
 JSON = b"application/json"
 PLAN_HEADER = b"x-pdserve-plan"
 PREFILL_HEADER = b"x-pdserve-prefill"
+MISS_HEADER = b"x-pdserve-miss"
 KEEP_ALIVE_S = 12.0
 """Proxies give up after 60 s without a byte, some after 15 s."""
 KEEP_ALIVE: Final = b": keep-alive\n\n"
@@ -62,6 +63,7 @@ class Answer:
         "is_started",
         "is_stream",
         "meter",
+        "missed",
         "more_headers",
         "plan_words",
         "prefill_headers",
@@ -104,15 +106,20 @@ class Answer:
         """The client may see where the workers are, and how busy."""
         self.prefill_headers: Headers = []
         """Headers that name the prefill worker, and what it found cached."""
+        self.missed: list[bytes] = []
+        """Why tokens of the prompt were not found: what its client changed, and what became of pages."""
         self.decode_id = b""
         """The worker that answers."""
 
     @property
     def worker_headers(self) -> Headers:
-        """Headers that name the workers."""
-        if not self.decode_id:
-            return self.prefill_headers
-        return [*self.prefill_headers, (b"x-pdserve-decode", self.decode_id)]
+        """Headers that name the workers, and what they found."""
+        headers = [*self.prefill_headers, (MISS_HEADER, b", ".join(self.missed))]
+        if not self.missed:
+            del headers[-1]
+        if self.decode_id:
+            headers.append((b"x-pdserve-decode", self.decode_id))
+        return headers
 
     def _insides(self) -> Headers:
         """What the client may see of the plan and of the workers."""
@@ -120,7 +127,7 @@ class Answer:
             return [(PLAN_HEADER, self.plan_words), *self.worker_headers]
         return [
             (PLAN_HEADER, _FIGURES.sub(b"", self.plan_words)),
-            *(header for header in self.prefill_headers if header[0] != PREFILL_HEADER),
+            *(pair for pair in self.worker_headers if pair[0] not in (PREFILL_HEADER, b"x-pdserve-decode")),
         ]
 
     def start(self, status: int, headers: Headers, length: int | None, *, closes: bool = False) -> None:

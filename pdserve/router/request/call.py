@@ -13,9 +13,10 @@ Where a prompt's tokens came from, as workers say in their answers' headers. Pur
     x-pdserve-cached: device=0, host=0, pool=704, computed=17     prompt tokens
 
 The client gets a decode worker's header as it is, and beside it `x-pdserve-prefill-cached` with what the
-prefill worker found. `x-pdserve-miss` says why it did not find the rest, as the worker reports it:
+prefill worker found. `x-pdserve-miss` says what its client changed since the session's last turn
+(`sessions.history`), and why the prefill worker did not find the rest, as that reports it:
 
-    x-pdserve-miss: evicted=512;age_s=31.4, never_stored=64
+    x-pdserve-miss: messages_changed=700, evicted=512;age_s=31.4, never_stored=64
 
 One client request: its state, and its end when the client leaves or the time is up.
 
@@ -97,7 +98,6 @@ CACHED_HEADER = b"x-pdserve-cached"
 
 
 PREFILL_CACHED_HEADER = b"x-pdserve-prefill-cached"
-MISS_HEADER = b"x-pdserve-miss"
 _WORDS = ", ".join(f"{tier}=%d" for tier in TIERS).encode()
 
 
@@ -180,7 +180,7 @@ class Call:
         self.salt_line = b""
         """Header line with the salt of the caches, for workers; empty: none, or the body has it."""
         self.keep_line = b""
-        """Header line that has the pool keep the conversation for a while."""
+        """Header lines with what the client wants of caches."""
         self.upstream_headers = self._headers_for_workers()
         self.answer = Answer(client, self.request_id, self.endpoint.errors)
         self.body = b""
@@ -204,11 +204,6 @@ class Call:
         self.parts_s: dict[str, float] = {}
         """Parts of the time to a stream's first token: `metrics.names.PARTS`."""
 
-    def header(self, name: str) -> str | None:
-        """A request header's value."""
-        value = self.headers.get(name.encode("ascii"))
-        return None if value is None else value.decode("latin-1")
-
     def keep_apart(self) -> None:
         """Of two tenants that use one id, workers must not take one request for the other's."""
         self.worker_request_id = b"%b:%b" % (self.tenant.name.encode("ascii"), self.request_id)
@@ -216,7 +211,17 @@ class Call:
 
     def keep(self, seconds: int) -> None:
         """Have the pool keep the conversation."""
-        self.keep_line = b"x-pdserve-keep: %d\r\n" % seconds
+        self.keep_line += b"x-pdserve-keep: %d\r\n" % seconds
+        self.upstream_headers = self._headers_for_workers()
+
+    def diagnose(self, change: bytes) -> None:
+        """Have the worker say in its answer what the client changed since its last turn; empty: nothing."""
+        self.keep_line += b"x-pdserve-changed: %b\r\n" % (change or b"none")
+        self.upstream_headers = self._headers_for_workers()
+
+    def finish(self, shared_tokens: int) -> None:
+        """No request of the session follows. `shared_tokens`: the first ones, which others may use."""
+        self.keep_line += b"x-pdserve-final: %d\r\n" % shared_tokens
         self.upstream_headers = self._headers_for_workers()
 
     def pass_on(self, headers: dict[bytes, bytes]) -> None:

@@ -1,48 +1,54 @@
 """The session key of a request.
 
 A client can name its session in a header, a cookie or a field of the body. Such names are compared exactly.
-For other clients the source `messages` makes keys from the conversation itself:
-
-    messages     system   u1      a1      u2      a2      u3
-    turn 1       (left out)  h1
-    turn 2                   h1      h2      h3
-    turn 3                   h1      h2      h3      h4      h5         h(n) = hash(h(n-1), message n's JSON)
+`config.placement.AGENTS_NAMES` are those that agents give, in the order in which they count. For other
+clients the source `messages` makes keys from the conversation itself: the chain of hashes of `canonical`.
 
 `h1` names the session for placement: it is equal in every turn and at every router. The session table finds
-the conversation by its longest known link. So two conversations with the same first message differ from
-their second turn on. Many clients send one constant `user`. The source `user:messages` makes the same keys,
-apart for each `user`, instead of one session of all its conversations. Leading `system` and `developer`
-messages are left out, since many conversations share them. If a client does not repeat earlier messages
-byte for byte, its request begins a new session.
+the conversation by its longest known link. So two conversations with the same first message differ from their
+second turn on. Many clients send one constant `user`. The source `user:messages` makes the same keys, apart
+for each `user`, instead of one session of all its conversations. `prompt_cache_key` does too, but the key
+names the session for placement: clients give one key to conversations that begin alike.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
-import xxhash
 
 from pdserve.errors import ConfigError
-from pdserve.router.api.request_body import UNREADABLE, RequestView, is_crowded
+from pdserve.router.api.request_body import UNREADABLE, RequestView
+from pdserve.router.sessions.canonical import chain_of
 
+PARENT_HEADERS: Final = (
+    b"x-parent-session-id",
+    b"x-dynamo-parent-session-id",
+    b"x-claude-code-parent-agent-id",
+)
+"""The session that began this one: its prompt begins as the parent's does."""
+PARENT_OF: Final = {b"x-claude-code-agent-id": b"x-claude-code-session-id"}
+"""Where none of `PARENT_HEADERS` is sent: the header with the parent of a session, by that with its name."""
+FINAL_HEADERS: Final = (b"x-dynamo-session-final", b"x-session-final")
+"""`true`: no request of the session follows."""
 MAX_SESSION_KEY_CHARS = 256
 """A longer session key is replaced by its digest, which bounds the session table's memory."""
 MAX_LINKS = 64
 """Messages after this many have no link of their own."""
-SHARED_ROLES = ("system", "developer")
 
 
 class SessionSource(msgspec.Struct, frozen=True):
     """One place where a session key may be."""
 
-    kind: Literal["header", "cookie", "user", "body", "messages"]
+    kind: Literal["header", "cookie", "user", "body", "messages", "prompt_cache_key", "metadata.user_id"]
     name: str = ""
     """Header name (lower case), cookie name, dotted path; `messages`: the conversations of a user."""
+    header: bytes = b""
+    """The header's name as it stands in a request; empty: the source is none."""
 
 
 class SessionKey(msgspec.Struct, frozen=True, gc=False):
@@ -53,28 +59,40 @@ class SessionKey(msgspec.Struct, frozen=True, gc=False):
 
     name: str
     links: tuple[str, ...]
+    parent: str = ""
+    """The link of the session that began this one; empty: none is known."""
+    is_named: bool = False
+    """The client names it, so it is the same whatever its messages say."""
 
     def of_model(self, model: str) -> SessionKey:
         """The key for one model. `name` stays, because placement is per model already."""
-        return SessionKey(self.name, tuple([f"{model}/{link}" for link in self.links]))
+        parent = f"{model}/{self.parent}" if self.parent else ""
+        links = tuple([f"{model}/{link}" for link in self.links])
+        return SessionKey(self.name, links, parent, self.is_named)
 
     def within(self, tenant: str) -> SessionKey:
         """The key for one tenant, or for one user."""
-        return SessionKey(f"{tenant}/{self.name}", tuple([f"{tenant}/{link}" for link in self.links]))
+        parent = f"{tenant}/{self.parent}" if self.parent else ""
+        links = tuple([f"{tenant}/{link}" for link in self.links])
+        return SessionKey(f"{tenant}/{self.name}", links, parent, self.is_named)
 
 
-def named(name: str) -> SessionKey:
+def named(name: str, parent: str = "") -> SessionKey:
     """The key of a session that its client names."""
-    return SessionKey(name, (name,))
+    return SessionKey(name, (name,), parent, is_named=True)
 
 
-class _Role(msgspec.Struct, gc=False):
-    role: str = ""
+class _Metadata(msgspec.Struct, gc=False):
+    user_id: str = ""
 
 
 _TOKEN = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
-_list_decoder = msgspec.json.Decoder(list[msgspec.Raw])
-_role_decoder = msgspec.json.Decoder(_Role)
+_metadata_decoder = msgspec.json.Decoder(_Metadata)
+_name_decoder = msgspec.json.Decoder(str | int | None)
+_SESSION_IN_USER: Final = re.compile(
+    r'(?:^|_)session_([\w.-]{1,128})$|"session_id"\s*:\s*"([^"\\]{1,128})"', re.ASCII
+)
+"""Claude Code's `user_..._session_...`, and its later object written as a text."""
 
 
 def parse_sources(texts: Sequence[str]) -> tuple[SessionSource, ...]:
@@ -82,12 +100,12 @@ def parse_sources(texts: Sequence[str]) -> tuple[SessionSource, ...]:
     sources = []
     for text in texts:
         kind, _, name = text.partition(":")
-        if kind in ("user", "messages") and text == kind:
-            sources.append(SessionSource(kind))  # type: ignore[arg-type]
+        if text in ("user", "messages", "prompt_cache_key", "metadata.user_id"):
+            sources.append(SessionSource(text))  # type: ignore[arg-type]
         elif text == "user:messages":
             sources.append(SessionSource("user", "messages"))
         elif kind == "header" and _TOKEN.fullmatch(name):
-            sources.append(SessionSource("header", name.lower()))
+            sources.append(SessionSource("header", name.lower(), name.lower().encode("ascii")))
         elif kind == "cookie" and _TOKEN.fullmatch(name):
             sources.append(SessionSource("cookie", name))
         elif kind == "body" and name and all(name.split(".")):
@@ -95,38 +113,70 @@ def parse_sources(texts: Sequence[str]) -> tuple[SessionSource, ...]:
         else:
             raise ConfigError(
                 f"session.sources: {text!r} is not `header:NAME`, `cookie:NAME`, `user`, `user:messages`, "
-                "`body:PATH` (a dotted path) or `messages`"
+                "`prompt_cache_key`, `metadata.user_id`, `body:PATH` (a dotted path) or `messages`"
             )
     return tuple(sources)
 
 
 def find_session_key(
-    sources: Sequence[SessionSource], header: Callable[[str], str | None], view: RequestView, body: bytes
+    sources: Sequence[SessionSource], headers: Mapping[bytes, bytes], view: RequestView, body: bytes
 ) -> SessionKey | None:
-    """The first non-empty key of the sources, bounded in length. None: no source has one."""
+    """The first non-empty key of the sources, bounded in length. None: no source has one. `headers`: by name
+    in lower case.
+    """
+    key: str | None
     for source in sources:
         kind = source.kind
-        if kind == "header":
-            key = header(source.name)
-        elif kind == "user" and source.name:
-            links = message_links(view.messages or view.input) if view.user else ()
-            if links:
-                return SessionKey(links[0], links).within(_bounded(view.user or ""))
+        if source.header:
+            if said := headers.get(source.header):
+                return named(_bounded(said.decode("latin-1")), _parent(headers, source.header, said))
             continue
+        if kind == "prompt_cache_key":
+            if view.prompt_cache_key and (group := _name(view.prompt_cache_key)):
+                return _grouped(_bounded(group), view)
+            continue
+        if kind == "user" and source.name:
+            if view.user and (links := _links(view)):
+                return SessionKey(links[0], links).within(_bounded(view.user))
+            continue
+        if kind == "messages":
+            if links := _links(view):
+                return SessionKey(links[0], links)
+            continue
+        if kind == "metadata.user_id":
+            key = _session_in(view.metadata) if view.metadata else None
         elif kind == "user":
             key = view.user
         elif kind == "cookie":
-            key = _cookie(header("cookie"), source.name)
-        elif kind == "body":
-            key = _at_path(body, source.name.split("."))
+            key = _cookie(headers.get(b"cookie", b"").decode("latin-1"), source.name)
         else:
-            links = message_links(view.messages or view.input)
-            if links:
-                return SessionKey(links[0], links)
-            continue
+            key = _at_path(body, source.name.split("."))
         if key:
             return named(_bounded(key))
     return None
+
+
+def is_final(headers: Mapping[bytes, bytes]) -> bool:
+    """The client says that this is the session's last request."""
+    return any(headers.get(name, b"").strip().lower() == b"true" for name in FINAL_HEADERS)
+
+
+def _parent(headers: Mapping[bytes, bytes], source: bytes, key: bytes) -> str:
+    """The name of the session's parent; empty: none is said."""
+    for name in (*PARENT_HEADERS, PARENT_OF.get(source, b"")):
+        if (parent := headers.get(name)) and parent != key:
+            return _bounded(parent.decode("latin-1"))
+    return ""
+
+
+def _grouped(group: str, view: RequestView) -> SessionKey:
+    """A conversation of a group whose prompts begin alike."""
+    links = _links(view)
+    return SessionKey(group, tuple([f"{group}/{link}" for link in links]) if links else (group,))
+
+
+def _links(view: RequestView) -> tuple[str, ...]:
+    return message_links(view.messages or view.input)
 
 
 def _bounded(key: str) -> str:
@@ -139,25 +189,30 @@ def message_links(messages: msgspec.Raw) -> tuple[str, ...]:
     """The hash chain of a JSON list of messages, without its leading system and developer messages. Empty
     where there are too many to look at.
     """
-    if is_crowded(messages):
-        return ()
+    return tuple([f"messages:{one}" for one in chain_of(messages, MAX_LINKS).hashes])
+
+
+def _name(json: bytes | msgspec.Raw) -> str:
+    """A name that may be a number; empty for anything else."""
     try:
-        items = _list_decoder.decode(messages)
-        first = 0
-        while first < len(items) and _role_decoder.decode(items[first]).role in SHARED_ROLES:
-            first += 1
+        value = _name_decoder.decode(json)
     except UNREADABLE:
-        return ()
-    digest, links = xxhash.xxh3_128(b"pdserve session"), []
-    for item in items[first : first + MAX_LINKS]:
-        digest.update(item)
-        links.append("messages:" + digest.hexdigest())
-    return tuple(links)
+        return ""
+    return "" if value is None else str(value)
 
 
-def _cookie(header: str | None, name: str) -> str | None:
+def _session_in(metadata: msgspec.Raw) -> str:
+    """The session that `metadata.user_id` holds; empty: none."""
+    try:
+        found = _SESSION_IN_USER.search(_metadata_decoder.decode(metadata).user_id[:1024])
+    except UNREADABLE:
+        return ""
+    return "" if found is None else found[1] or found[2]
+
+
+def _cookie(header: str, name: str) -> str | None:
     """The undecoded value of a cookie (RFC 6265, section 4.2.1)."""
-    for pair in (header or "").split(";"):
+    for pair in header.split(";"):
         found, _, value = pair.strip().partition("=")
         if found == name:
             return value.strip('"')
@@ -169,10 +224,9 @@ def _at_path(body: bytes | msgspec.Raw, path: Sequence[str]) -> str | None:
     try:
         for step in path:
             body = _member(step).decode(body).value
-        value = msgspec.json.decode(body, type=str | int | None)
     except UNREADABLE:
         return None
-    return None if value is None else str(value)
+    return _name(body) or None
 
 
 @lru_cache(maxsize=64)

@@ -67,13 +67,12 @@ def check_open(config: RouterConfig, keys: Mapping[str, str]) -> bool:
 
 def cluster_token(access: Access, environ: Mapping[str, str] = os.environ) -> str:
     """The token that workers require. Empty: none. Raises ConfigError."""
-    name = "access.cluster_token"
-    return secret_of(name, access.cluster_token, access.cluster_token_file, CLUSTER_VARIABLE, environ)
+    return secret_of("access.cluster_token", access.cluster_token, CLUSTER_VARIABLE, environ)
 
 
 def admin_key(admin: Admin, environ: Mapping[str, str] = os.environ) -> str:
     """The admin key. Raises ConfigError if `admin.port` is set and there is none."""
-    key = secret_of("admin.key", admin.key, admin.key_file, ADMIN_VARIABLE, environ)
+    key = secret_of("admin.key", admin.key, ADMIN_VARIABLE, environ)
     if not key and admin.port is not None:
         raise ConfigError(f"admin.port needs a key: set admin.key_file, or {ADMIN_VARIABLE}")
     return key

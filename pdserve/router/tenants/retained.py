@@ -12,6 +12,7 @@ from typing import Final
 from pdserve.errors import RequestError
 from pdserve.kvpool.protocol.messages import MAX_KEEP_S
 from pdserve.router.api.errors import TooManyError
+from pdserve.router.api.request_body import RequestView
 from pdserve.router.tenants.tenant import RATE_EXCEEDED, TenantState
 
 RETAIN_HEADER: Final = b"x-pdserve-retain"
@@ -22,12 +23,37 @@ MAX_CONVERSATIONS: Final = 1000
 """Of one tenant."""
 PREFETCHED_S: Final = 60
 """How long a prompt counts that was brought up."""
+USUAL_TTL_S: Final = 300
+"""Of a mark without a time, in Anthropic's API."""
+_CONTROL: Final = b'"cache_control"'
+_MARK: Final = re.compile(rb'"cache_control"\s*:\s*\{[^{}]{0,256}\}')
+"""In a text its quotes would be written with a backslash."""
+_TTL: Final = re.compile(rb'"ttl"\s*:\s*"(\d{1,4})([smh])"')
+_RETENTION: Final = re.compile(rb'\s*"(\d{1,4})([smh])"\s*')
+_UNITS_S: Final = {b"s": 1, b"m": 60, b"h": 3600}
 _SECONDS: Final = re.compile(rb"[0-9]{1,9}")
 
 
 def seconds_of(said: bytes) -> int:
     """What the header asks for; 0: nothing, or no number."""
     return min(int(said), MAX_KEEP_S) if _SECONDS.fullmatch(said) else 0
+
+
+def marks_caches(body: bytes, view: RequestView) -> bool:
+    """The body has a mark for caches, of Anthropic's API or of OpenAI's."""
+    return bool(view.prompt_cache_retention) or _CONTROL in body
+
+
+def seconds_marked(body: bytes, view: RequestView) -> int:
+    """For how long the marks in a body want the prompt kept: the longest counts. 0: for no time."""
+    seconds = 0
+    if _CONTROL in body:
+        for mark in _MARK.finditer(body):
+            found = _TTL.search(mark[0])
+            seconds = max(seconds, USUAL_TTL_S if found is None else int(found[1]) * _UNITS_S[found[2]])
+    if found := _RETENTION.fullmatch(bytes(view.prompt_cache_retention)):
+        seconds = max(seconds, int(found[1]) * _UNITS_S[found[2]])
+    return min(seconds, MAX_KEEP_S)
 
 
 class Retained:

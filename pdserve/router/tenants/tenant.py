@@ -93,14 +93,14 @@ class TenantState:
     """A tenant as the router knows it."""
 
     __slots__ = (
+        "charged_requests",
+        "charged_tokens",
         "granted",
         "limits",
         "name",
         "requests",
         "running",
         "share",
-        "spent_requests",
-        "spent_tokens",
         "tokens",
         "use",
         "waiting",
@@ -114,12 +114,12 @@ class TenantState:
         self.waiting = 0
         """Requests in the queue. The fair queue counts them."""
         self.granted = granted
-        """Its share of concurrency in this process (`shared_places`). None: all of it."""
+        """The most requests that it may run in this process (`sharing.gossip`). None: its concurrency."""
         self.share = 1.0
-        """Of its rates, in this process (`processes.agreement`)."""
-        self.spent_requests = 0.0
-        self.spent_tokens = 0.0
-        """Tokens charged to its bucket and not yet reported to the other processes."""
+        """Of its rates, for the processes that hear each other (`sharing.gossip`)."""
+        self.charged_requests = 0.0
+        self.charged_tokens = 0.0
+        """Charged in this process since its start."""
         self.use = Use()
         self.requests: TokenBucket | None = None
         self.tokens: TokenBucket | None = None
@@ -156,12 +156,6 @@ class TenantState:
             self.share = share
             self.set_limits(self.limits, now_s)
 
-    def take_spent(self) -> tuple[float, float]:
-        """(requests, tokens) that were charged since the last call, and not by `charge_elsewhere`."""
-        spent = self.spent_requests, self.spent_tokens
-        self.spent_requests = self.spent_tokens = 0.0
-        return spent
-
     def take(self, tokens: int, now_s: float, requests: int = 1) -> None:
         """Charge a request of `tokens` (an estimate), which counts as `requests`. Raises TooManyError, and
         charges nothing then.
@@ -176,10 +170,10 @@ class TenantState:
             raise TooManyError(f"You may use {limit}.", wait_s, RATE_EXCEEDED)
         if self.requests is not None:
             self.requests.charge(requests, now_s)
-            self.spent_requests += requests
+            self.charged_requests += requests
         if self.tokens is not None:
             self.tokens.charge(tokens, now_s)
-            self.spent_tokens += tokens
+            self.charged_tokens += tokens
 
     def settle(self, charged_tokens: int, prompt_tokens: int, output_tokens: int, now_s: float) -> None:
         """Correct the charge of a finished request from `charged_tokens` to its real use."""
@@ -187,7 +181,7 @@ class TenantState:
         self.use.output_tokens += output_tokens
         if self.tokens is not None:
             self.tokens.charge(prompt_tokens + output_tokens - charged_tokens, now_s)
-            self.spent_tokens += prompt_tokens + output_tokens - charged_tokens
+            self.charged_tokens += prompt_tokens + output_tokens - charged_tokens
 
     def charge_elsewhere(self, requests: float, tokens: float, now_s: float) -> None:
         """Charge what other processes have charged."""

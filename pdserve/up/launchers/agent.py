@@ -1,14 +1,14 @@
-"""What runs on another host for one process: starts it, ends it, and exits as it did. remote.py starts it.
+"""What runs on a host for one process: starts it, ends it, and exits as it did. running.py orders it.
 
 Standard input leads to the supervisor. Its first line is the order, as JSON (`Order`); each further line is
 the number of a signal for the process, `kill`, its new configuration as a JSON string, or empty: the
 supervisor is there. The process writes to the standard output that is there already.
 
-When the input ends or is silent for `patience_s`, the supervisor or the way to it is lost. The process is
-asked to end then, and killed with its children after its grace; so it is when this one gets SIGTERM. A
-supervisor that comes back finds the host free, at the latest so much later. Meanwhile the lock holds: a
-process of a name runs once on a host. Hosts may have the run directory in common, so its name has the
-host's: one that was lost for good locks nobody out.
+When the input ends or is silent for `patience_s`, the supervisor or the way to it is lost, by `kill -9` too.
+The process is asked to end then, and killed with its children after its grace; so it is when this one gets
+SIGTERM. A supervisor that comes back finds the host free, at the latest so much later. Meanwhile the lock
+holds: a process of a name runs once on a host. Hosts may have the run directory in common, so its name has
+the host's: one that was lost for good locks nobody out.
 
 Run as `python -m pdserve.up.launchers.agent`.
 """
@@ -32,14 +32,17 @@ from typing import Final
 import msgspec
 
 from pdserve.errors import StartupError
-from pdserve.resources.gpus import choose, visible
+from pdserve.resources.gpus import choose, described, visible
 from pdserve.resources.machine import Machine, this_machine
-from pdserve.security.private_directory import private_directory
-from pdserve.up.launchers.process import dies_with_parent, write_private
-from pdserve.up.launchers.sessions import end_sessions, kill_session
+from pdserve.security.private_directory import private_directory, write_private
+from pdserve.up.launchers.sessions import dies_with_parent, end_sessions, kill_session
 
 KILL: Final = b"kill"
 LOCK_POLL_S: Final = 0.05
+FOR_EVER_S: Final = 1e9
+"""Patience with a supervisor on the same host: its end is the end of the input."""
+LOST_S: Final = 60.0
+"""What a lost process may take beyond its grace until it is noticed, and the next one of its name begins."""
 SIGNALLED: Final = 128
 """A process that a signal ended gives this much more than the signal's number."""
 
@@ -59,6 +62,8 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """GPUs that it computes on where this host has any."""
     gpu_numbers: list[int] = []
     """Which ones; empty: any that are free."""
+    gpus_of_others: list[int] = []
+    """Those that processes of the cluster on this host name for themselves."""
     needs_gpus: bool = False
     """It cannot do without."""
 
@@ -89,7 +94,7 @@ def _started(order: Order) -> tuple[subprocess.Popen[bytes], int]:
     """The process, leader of a session, and its lock. Raises StartupError, OSError."""
     config = Path(order.config_path)
     private_directory(config.parent, checks_parents=False)
-    wait_s = order.grace_s + order.patience_s
+    wait_s = order.grace_s + LOST_S
     lock = _lock(config.with_suffix(f".{os.uname().nodename}.lock"), wait_s)
     _write(config, order.config)
     gpus, gpu_locks = _claimed_gpus(order, wait_s)
@@ -112,21 +117,22 @@ def _claimed_gpus(order: Order, wait_s: float) -> tuple[dict[str, str], list[int
         if order.needs_gpus and order.gpu_count:
             raise StartupError("this host has no GPU")
         return {}, []
-    numbers = order.gpu_numbers or None
+    numbers = order.gpu_numbers or [gpu.index for gpu in here.gpus if gpu.index not in order.gpus_of_others]
     folder = Path(f"/dev/shm/pdserve-{os.getuid()}/gpus")
     taken, locks = claim_gpus(here, order.gpu_count, numbers, folder, wait_s)
+    print(described(here, Path(order.config_path).stem, taken), flush=True)
     return visible(taken), locks
 
 
 def claim_gpus(
-    here: Machine, count: int, numbers: Sequence[int] | None, folder: Path, wait_s: float
+    here: Machine, count: int, numbers: Sequence[int], folder: Path, wait_s: float
 ) -> tuple[tuple[int, ...], list[int]]:
-    """(GPUs that no other process of this user holds, the descriptors of their locks in `folder`). `numbers`:
-    those and no others. Waits for an earlier process to release its own. Raises StartupError, OSError.
+    """(GPUs of these that no other process of this user holds, the descriptors of their locks in `folder`).
+    Waits for an earlier process to release its own. Raises StartupError, OSError.
     """
     private_directory(folder)
     deadline = time.monotonic() + wait_s
-    wanted = [gpu for gpu in here.gpus if numbers is None or gpu.index in numbers]
+    wanted = [gpu for gpu in here.gpus if gpu.index in numbers]
     while True:
         with (folder / "choosing").open("w") as choosing:  # one at a time
             fcntl.flock(choosing, fcntl.LOCK_EX)
@@ -140,9 +146,9 @@ def claim_gpus(
                 os.close(free[index])
         if chosen:
             return chosen, [free[index] for index in chosen]
-        if time.monotonic() > deadline:
-            which = "" if numbers is None else f" of {', '.join(map(str, numbers))}"
-            raise StartupError(f"{count} GPUs{which} are needed here, and {len(free)} are free")
+        if len(wanted) < count or time.monotonic() > deadline:
+            which = ", ".join(map(str, numbers))
+            raise StartupError(f"{count} GPUs of {which} are needed here, and {len(free)} are free")
         time.sleep(LOCK_POLL_S)
 
 

@@ -1,42 +1,61 @@
 """Process sessions on Linux: the members of a session, and the end of a whole session.
 
-Every process that the supervisor starts leads a session of its own. Its children (SGLang's scheduler,
-compilers) stay in the session. So the supervisor ends whole sessions: no child is left behind, even when the
+Every process that the supervisor has an agent start leads a session of its own. Its children (SGLang's
+scheduler, compilers) stay in the session. So whole sessions are ended: no child is left behind, even when the
 leader died without stopping its children.
-
-The orphan reaper is a small process that outlives the supervisor and ends what it left behind. The supervisor
-tells it over a pipe which sessions it started (`+ID`) and which have ended (`-ID`). The pipe ends when the
-supervisor ends, even by `kill -9`. The reaper then ends every session that is still listed. Each child also
-asks the kernel for SIGTERM on its parent's death, but that reaches the child alone. The reaper reaches the
-child's children too. Run as `python -m pdserve.up.launchers.sessions`.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import IO, Final
+from pathlib import Path
+from typing import Final
 
-import psutil
-
-GRACE_S: Final = 3.0
-"""Of sessions that the supervisor left behind."""
 POLL_S: Final = 0.02
-DEAD: Final = frozenset({psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD})
+DEAD: Final = (b"Z", b"X")
+"""States of /proc/PID/stat."""
+_WISH: Final = """
+import ctypes, os, signal, sys
+PR_SET_PDEATHSIG = 1
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+if os.getppid() != int(sys.argv[1]):  # it died before
+    os._exit(1)
+for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and exec would keep that
+    signal.signal(number, signal.SIG_DFL)
+os.execv(sys.argv[2], sys.argv[3:])
+"""
+"""Asks for SIGTERM when the parent dies, and becomes the command. The wish survives exec."""
+
+
+def dies_with_parent(command: Sequence[str | Path]) -> list[str]:
+    """The command, to be started by this process, which gets SIGTERM when this process dies.
+
+    The wish is made by a Python of its own that becomes the command. Code between fork and exec of a process
+    with threads may wait for a lock for ever (`preexec_fn`). Raises FileNotFoundError.
+    """
+    program, *arguments = map(str, command)
+    if (found := shutil.which(program)) is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), program)
+    return [sys.executable, "-I", "-S", "-c", _WISH, str(os.getpid()), found, program, *arguments]
 
 
 def session_members(session: int) -> list[int]:
     """The ids of the live processes of a session, zombies left out."""
     members = []
-    for pid in psutil.pids():
-        with suppress(OSError, psutil.Error):  # it ended while we were looking
-            if os.getsid(pid) == session and psutil.Process(pid).status() not in DEAD:
-                members.append(pid)
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):  # it ended while we were looking
+                # PID (NAME, of any bytes) STATE PARENT GROUP SESSION ...
+                words = (entry / "stat").read_bytes().rpartition(b") ")[2].split(b" ", 4)
+                if int(words[3]) == session and words[0] not in DEAD:
+                    members.append(int(entry.name))
     return members
 
 
@@ -64,64 +83,3 @@ def end_sessions(sessions: Iterable[int], grace_s: float) -> None:
         time.sleep(POLL_S)
     for session in left:
         kill_session(session)
-
-
-class OrphanReaper:
-    """The supervisor's side. Close it last."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "pdserve.up.launchers.sessions"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,  # a Ctrl-C in the terminal is the supervisor's alone
-        )
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def watch(self, session: int) -> None:
-        """End this session should the supervisor go away."""
-        self._say(f"+{session}\n")
-
-    def forget(self, session: int) -> None:
-        """This session has ended; its number may come to mean another one."""
-        self._say(f"-{session}\n")
-
-    def close(self) -> None:
-        """Let the reaper end the sessions that were not forgotten, and wait for it."""
-        pipe = self._process.stdin
-        assert pipe is not None
-        with suppress(BrokenPipeError):
-            pipe.close()
-        try:
-            self._process.wait(timeout=2 * GRACE_S + 5.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def _say(self, line: str) -> None:
-        pipe = self._process.stdin
-        assert pipe is not None
-        with suppress(BrokenPipeError):  # a reaper that was killed cannot help; supervision goes on
-            pipe.write(line.encode())
-            pipe.flush()
-
-
-def run(lines: IO[str]) -> None:
-    """Keep the list that `lines` tells and end what is on it when they end."""
-    sessions: set[int] = set()
-    for line in lines:
-        session = int(line[1:])
-        if line.startswith("+"):
-            sessions.add(session)
-        else:
-            sessions.discard(session)
-    end_sessions(sessions, GRACE_S)
-
-
-if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    run(sys.stdin)

@@ -205,6 +205,8 @@ def nested(levels: int) -> Any:
 def test_a_schema_that_costs_too_much_is_refused(schema: Any) -> None:
     asked = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     assert refusal(CHAT, response_format=asked).startswith("response_format.json_schema.schema")
+    if not {"maxItems", "maxLength"}.isdisjoint(schema):
+        return  # of a tool such bounds are left out, see below
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
     assert refusal(CHAT, tools=[tool]).startswith("tools[0].function.parameters")
     assert refusal(MESSAGES, tools=[{"name": "f", "input_schema": schema}]).startswith(
@@ -378,3 +380,78 @@ def test_any_body_is_refused_or_passes_for_good(path: str, fields: dict[str, Any
             continue
         again = contract.judge(path, made.body)
         assert json.loads(again.body) == json.loads(made.body), "a judged body is passed on as it is"
+
+
+def system(*texts: str) -> dict[str, Any]:
+    parts = [{"type": "text", "text": text} for text in texts]
+    return {"role": "system", "content": texts[0] if len(texts) == 1 else parts}
+
+
+ASSISTANT = {"role": "assistant", "content": "Yes."}
+SHOWN = {"type": "text", "text": "<system>\nhurry\n</system>"}
+HELLO = {"type": "text", "text": "Hello."}
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([system("a"), USER, ASSISTANT], None),
+        ([USER, system("hurry")], [{"role": "user", "content": [HELLO, SHOWN]}]),
+        ([USER, ASSISTANT, system("hurry")], [USER, ASSISTANT, {"role": "user", "content": [SHOWN]}]),
+        ([USER, ASSISTANT, system(" ")], [USER, ASSISTANT]),
+        ([USER, ASSISTANT, USER, system("hurry", "hurry")],
+         [USER, ASSISTANT, {"role": "user", "content": [HELLO, SHOWN, SHOWN]}]),
+        ([system("a"), system("b", "c"), USER], [system("a", "b", "c"), USER]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+def test_the_system_stays_where_it_speaks_where_a_template_shows_it_at_the_start_only(
+    path: str, messages: list[Any], expected: list[Any] | None
+) -> None:
+    contract = Contract(Abilities(prints_inline_system=False))
+    assert judged(path, contract, messages=messages)["messages"] == (expected or messages)
+    assert judged(path, messages=messages)["messages"] == messages
+
+
+def test_items_of_responses_keep_what_the_developer_says_between_them() -> None:
+    contract = Contract(Abilities(prints_inline_system=False))
+    items = [USER, {"type": "function_call_output", "call_id": "c", "output": "1"}, system("hurry")]
+    shown = {"role": "user", "content": [{**SHOWN, "type": "input_text"}]}
+    assert judged(RESPONSES, contract, input=items)["input"] == [*items[:2], shown]
+    assert judged(RESPONSES, contract, input="a")["input"] == "a"
+
+
+SPEECH = st.sampled_from([USER, ASSISTANT, system("a"), system("b", "c")])
+
+
+@given(st.lists(SPEECH, min_size=1, max_size=8), st.lists(SPEECH, max_size=4))
+def test_what_follows_an_answer_changes_nothing_before_it(before: list[Any], after: list[Any]) -> None:
+    contract = Contract(Abilities(prints_inline_system=False))
+    one = judged(MESSAGES, contract, messages=[*before, USER])["messages"]
+    two = judged(MESSAGES, contract, messages=[*before, USER, ASSISTANT, *after])["messages"]
+    assert two[: len(one)] == one
+
+
+WIDE = {"type": "object", "properties": {"script": {"type": "string", "maxLength": 524_288, "minLength": 1}}}
+NESTED = {"type": "array", "maxItems": 9000, "items": {"type": "array", "maxItems": 9000}}
+NARROW = {"type": "object", "properties": {"maxLength": {"type": "integer"}, "a": {"maxLength": 9}}}
+
+
+@pytest.mark.parametrize(
+    ("given_schema", "expected"),
+    [
+        (WIDE, {"type": "object", "properties": {"script": {"type": "string"}}}),
+        (NESTED, {"type": "array", "items": {"type": "array"}}),
+        (NARROW, NARROW),
+    ],
+)
+def test_a_tool_may_bound_its_parameters_by_more_than_a_grammar_can(
+    given_schema: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    tool = {"name": "f", "input_schema": given_schema}
+    assert judged(MESSAGES, tools=[tool])["tools"] == [{"name": "f", "input_schema": expected}]
+    function = {"name": "f", "parameters": given_schema}
+    made = judged(CHAT, tools=[{"type": "function", "function": function}])["tools"]
+    assert made == [{"type": "function", "function": {"name": "f", "parameters": expected}}]
+    made = judged(RESPONSES, tools=[{"type": "function", **function}])["tools"]
+    assert made == [{"type": "function", "name": "f", "parameters": expected}]

@@ -8,7 +8,8 @@ from typing import Any
 import jinja2
 import pytest
 
-from pdserve.engine.demo.chat import CHAT_TEMPLATE, chat_template
+from pdserve.engine.demo.chat import chat_template
+from tests.support.random_model import CHAT_TEMPLATE
 
 ADD = {"type": "function", "function": {"name": "add"}}
 HI = {"role": "user", "content": "Hi"}

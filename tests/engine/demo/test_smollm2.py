@@ -141,7 +141,7 @@ class Index:
 
 def test_a_model_that_is_there_is_not_downloaded_again(gguf_file: Path, tmp_path: Path) -> None:
     index = Index(gguf_file)
-    made = [make_smollm2(tmp_path / "model", index.download).created for _ in range(2)]
+    made = [make_smollm2(tmp_path / "model", index.download)[1] for _ in range(2)]
     assert (made, index.asked) == ([True, False], [FILE])
 
 
@@ -154,7 +154,7 @@ def test_a_failed_download_leaves_nothing_and_the_next_one_is_tried(gguf_file: P
     with pytest.raises(StartupError, match="no network"):
         make_smollm2(tmp_path / "model", offline)
     assert list(tmp_path.iterdir()) == []
-    assert make_smollm2(tmp_path / "model", Index(gguf_file).download).created
+    assert make_smollm2(tmp_path / "model", Index(gguf_file).download)[1]
 
 
 def test_a_half_done_conversion_leaves_nothing(gguf_file: Path, tmp_path: Path) -> None:
@@ -169,8 +169,7 @@ def test_two_that_make_it_at_once_both_have_it(gguf_file: Path, tmp_path: Path) 
     index = Index(gguf_file, Barrier(2))
     made: list[bool] = []
     threads = [
-        Thread(target=lambda: made.append(make_smollm2(tmp_path / "model", index.download).created))
-        for _ in "ab"
+        Thread(target=lambda: made.append(make_smollm2(tmp_path / "model", index.download)[1])) for _ in "ab"
     ]
     for thread in threads:
         thread.start()

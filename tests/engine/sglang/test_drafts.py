@@ -11,7 +11,6 @@ import pytest
 
 from pdserve.engine.args import server_argv
 from pdserve.engine.config import EngineConfig
-from pdserve.engine.demo.model import make_demo_model
 from pdserve.engine.sglang import drafts as drafts_module
 from pdserve.engine.sglang.drafts import AttentionArch, Drafts, drafts
 from pdserve.engine.sglang.geometry import KvIdentity, kv_identity
@@ -19,6 +18,7 @@ from pdserve.engine.sglang.server_args import parse_args, resolved
 from pdserve.errors import StartupError
 from pdserve.pages import PagePart, part_suffix
 from tests.support.e2e.draft_model import make_mtp_model
+from tests.support.random_model import make_random_model
 
 CHAIN = [
     "--speculative-num-steps",
@@ -34,7 +34,7 @@ CHAIN = [
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The demo model, and one with a layer that drafts."""
     directory = tmp_path_factory.mktemp("models")
-    make_demo_model("tiny", directory / "demo", seed=0)
+    make_random_model("tiny", directory / "demo", seed=0)
     return directory / "demo", make_mtp_model(directory / "demo", directory / "mtp")
 
 

@@ -15,7 +15,7 @@ from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
 from sglang.srt.managers.io_struct import GenerateReqInput
 from transformers import PreTrainedTokenizerFast
 
-from pdserve.engine.demo.chat import CHAT_TEMPLATE, END_OF_TEXT, TURN_END
+from pdserve.engine.demo.chat import END_OF_TEXT, TURN_END
 from pdserve.engine.http.request import HttpRequest
 from pdserve.engine.http.request_context import Bootstrap, set_bootstrap
 from pdserve.engine.sglang.exact_turns import Rendered, SglangTurns, chat_class, tokenizer_of
@@ -25,6 +25,7 @@ from pdserve.engine.turns.exact import ExactTurns
 from pdserve.engine.turns.record import Memory
 from tests.support.engine.manager import Client, Manager, Scripted, State, Tokenized, scope_of, served
 from tests.support.engine.turns import Records, decode, encode, end, letters, tokenizer
+from tests.support.random_model import CHAT_TEMPLATE
 
 QUESTION = {"role": "user", "content": "Hi"}
 CHAT = [QUESTION, {"role": "assistant", "content": "Hello"}, QUESTION]

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from sglang.srt.lora.lora_registry import LoRARef
 
-from pdserve.engine import fingerprint_cache, model_dir
-from pdserve.engine.demo.model import SLIDING, make_demo_model
+from pdserve.engine import fingerprints, model_dir
 from pdserve.engine.sglang import geometry
 from pdserve.engine.sglang.server_args import parse_args, resolved
 from pdserve.errors import StartupError
 from pdserve.pages import KvGeometry, PagePart, part_suffix
-from tests.support.e2e.hybrid_model import LAYERS, make_hybrid_model
+from tests.support.e2e.hybrid_model import LAYERS, SLIDING, make_hybrid_model
+from tests.support.random_model import make_random_model
 
 DEFAULTS: dict[str, Any] = {
     "kv_cache_dtype": "auto",
@@ -217,7 +217,7 @@ def test_a_checkpoint_quantized_for_fp8_pages_has_them_without_being_told(
 def test_weights_are_read_once_from_start_to_start(
     identity: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fingerprint_cache, "SETTLED_S", -10.0)  # the files were just written
+    monkeypatch.setattr(fingerprints, "SETTLED_S", -10.0)  # the files were just written
     before = identity()
 
     def model_fingerprint(path: Path) -> str:
@@ -231,7 +231,7 @@ def test_weights_are_read_once_from_start_to_start(
 def window_config(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Resolved arguments for a model whose layers are of these kinds, and what they are checked with."""
     directory = tmp_path_factory.mktemp("models")
-    make_demo_model("tiny", directory / "demo", seed=0)
+    make_random_model("tiny", directory / "demo", seed=0)
 
     def resolve(name: str, layers: tuple[str, ...], *words: str) -> Any:
         if not (directory / name).exists():

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 
 from pdserve.engine.args import served_model_name
 from pdserve.engine.config import EngineConfig
-from pdserve.engine.demo.model import make_demo_model
 from pdserve.engine.model_dir import check_model_dir
 from pdserve.engine.sglang import pool_weights
 from pdserve.errors import ConfigError, StartupError
@@ -28,6 +27,7 @@ from tests.support.kvpool.local_node import LocalNode
 from tests.support.kvpool.models import ROOMY, files_in, pool_config, store_of
 from tests.support.kvpool.nodes import small_config
 from tests.support.kvpool.pools import remove_arena, remove_arena_dir
+from tests.support.random_model import make_random_model
 
 MODEL = ModelName("demo", "1")
 URL = f"pdserve://pool/{MODEL}"
@@ -36,7 +36,7 @@ URL = f"pdserve://pool/{MODEL}"
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model") / "tiny"
-    make_demo_model("tiny", directory, seed=0)
+    make_random_model("tiny", directory, seed=0)
     return directory
 
 

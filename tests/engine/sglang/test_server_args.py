@@ -14,7 +14,6 @@ from msgspec.structs import replace
 
 from pdserve.engine.args import NEEDED, NEEDED_ON_CPU, needed, server_argv
 from pdserve.engine.config import EngineConfig
-from pdserve.engine.demo.model import make_demo_model
 from pdserve.engine.sglang.geometry import kv_identity, longest_tokens
 from pdserve.engine.sglang.server_args import (
     STORED_DRAFTS,
@@ -27,12 +26,13 @@ from pdserve.engine.sglang.server_args import (
     resolved,
 )
 from pdserve.errors import ConfigError
+from tests.support.random_model import make_random_model
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     directory = tmp_path_factory.mktemp("model") / "demo-tiny"
-    make_demo_model("tiny", directory, seed=0)
+    make_random_model("tiny", directory, seed=0)
     return EngineConfig(model_path=str(directory))
 
 
@@ -137,7 +137,7 @@ def test_streaming_sessions_are_refused_beside_hicache_only(engine: EngineConfig
 
 def test_the_longest_request_is_as_the_worker_was_told_or_the_models_own(engine: EngineConfig) -> None:
     assert longest_tokens(resolve(engine)) == 8192
-    assert longest_tokens(resolve(replace(engine, context_length=512))) == 512
+    assert longest_tokens(resolve(engine, "--context-length", "512")) == 512
 
 
 def drafting(algorithm: str, **changed: Any) -> Any:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.engine.demo.chat import CHAT_TEMPLATE, TURN_END
+from pdserve.engine.demo.chat import TURN_END
 from pdserve.engine.turns.exact import Asked
 from pdserve.engine.turns.shelf import LateError
 from tests.support.engine.turns import OPENING, Records, Worker, asked, decode, encode, end, letters, said
+from tests.support.random_model import CHAT_TEMPLATE
 from tests.support.suite.extended import examples
 
 FIRST = said("user", "Hi") + OPENING
@@ -37,6 +39,39 @@ async def test_the_next_prompt_begins_with_the_very_tokens_of_the_conversation()
     ids = await worker.answers(asked(THIRD, 2), [])
     assert ids[: len(had)] == had
     assert worker.outcomes == ["spliced", "spliced"]
+
+
+WRITTEN = '{"name": "ls", "arguments": {"path": "/tmp",  "depth": 2, "é": [1, {}]}}'
+ANEW = '{"name": "ls", "arguments": {"depth":2,"path":"/tmp","\\u00e9":[1,{}]}}'
+
+
+@pytest.mark.parametrize("sent_back", [WRITTEN, ANEW, json.dumps(json.loads(WRITTEN), indent=1)])
+async def test_a_call_of_a_tool_keeps_its_tokens_however_its_client_writes_it(sent_back: str) -> None:
+    worker = Worker(Records())
+    said_then, said_now = (f"Look.\n<tool_call>\n{one}\n</tool_call>" for one in (WRITTEN, sent_back))
+    answer = [*letters("Look."), *encode(said_then.removeprefix("Look."))]
+    had = [*await worker.answers(asked(FIRST, 0), answer), *answer, end()]
+    text = FIRST + said_now + TURN_END + "\n" + said("user", '{"a":  1}') + OPENING
+    ids = await worker.answers(asked(text, 1), [])
+    assert ids[: len(had)] == had
+    assert decode(ids) == text.replace(said_now, said_then)
+    assert worker.outcomes == ["spliced"]
+
+
+async def test_another_call_of_a_tool_has_tokens_of_its_own() -> None:
+    worker = Worker(Records())
+    await worker.answers(asked(FIRST, 0), encode(WRITTEN))
+    text = FIRST + WRITTEN.replace("2", "3") + TURN_END + OPENING
+    assert await worker.answers(asked(text, 1), []) == encode(text)
+
+
+async def test_what_a_user_writes_is_never_taken_for_what_another_wrote_alike() -> None:
+    """Only an answer is written anew by its client."""
+    worker = Worker(Records())
+    text = said("user", WRITTEN) + OPENING
+    await worker.answers(asked(text, 0), letters("Hello"))
+    other = said("user", ANEW) + OPENING + "Hello" + TURN_END + OPENING
+    assert await worker.answers(asked(other, 1), []) == encode(other)
 
 
 async def test_another_worker_and_a_restarted_one_find_the_records_in_the_pool() -> None:

@@ -4,14 +4,17 @@ to other tokens than it was made of.
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Sequence
 from functools import cache
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.engine.demo.chat import TURN_END
-from pdserve.engine.turns.segments import Prompt, StopTokens, cut, scope_of
+from pdserve.engine.turns.segments import Prompt, StopTokens, alike, cut, scope_of
 from tests.support.engine.turns import OPENING, decode, encode, end, said, tokenizer
 from tests.support.suite.extended import examples
 
@@ -153,3 +156,30 @@ def test_the_answers_are_told_by_what_precedes_them() -> None:
     prompt = prompt_of(text + "\n" + said("user", "Bye") + OPENING)
     assert prompt.candidates(1) == [2]
     assert prompt.candidates(2) == [0, 1, 2, 3]  # something is otherwise: all come into question
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.text(max_size=3), JSON, min_size=1), st.sampled_from(["", "{ no { ", '{"x']))
+def test_one_object_is_alike_in_whatever_way_it_is_written(value: object, before: str) -> None:
+    ways = [json.dumps(value), json.dumps(value, indent=2), json.dumps(value, separators=(",", ":"))]
+    ways.append(json.dumps(value, ensure_ascii=True, sort_keys=True))
+    assert len({alike(f"{before}{way} and more") for way in ways}) == 1
+    assert json.loads(alike(ways[0])) == value
+
+
+@pytest.mark.parametrize("text", ["no object", "if (a) { b(); }", '{"a": 1', "{", "[1,  2]"])
+def test_a_text_without_an_object_is_as_it_was(text: str) -> None:
+    assert alike(text) == text
+
+
+@pytest.mark.parametrize("text", ['{"a":' * 100_000, '{"a": "' * 100_000, '{"a"' * 300_000])
+def test_a_text_made_to_cost_time_costs_little(text: str) -> None:
+    begun_s = time.process_time()
+    assert alike(text) == text
+    assert time.process_time() - begun_s < 2.0

@@ -39,7 +39,7 @@ GEOMETRY = {"test": "mover"}
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPool]:
-    config = replace(small_config(arena_dir=arena_dir()), reservation_lease_s=2.0)
+    config = replace(small_config(arena_dir=arena_dir()), lease_s=2.0)
     with running_node(config, tmp_path_factory.mktemp("node")) as pool:
         yield pool
 

@@ -136,7 +136,7 @@ def test_the_number_of_namespaces_is_bounded_and_dropped_ones_make_room() -> Non
 def test_all_records_together_fit_a_frame(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry_module, "MAX_REGISTRY_BYTES", 4096)
     registry = Registry()
-    for i in range(30):
+    for i in range(48):
         registry.change(NamespaceRecord(f"n{i}", 1, 1, {"k": "v" * 60}))
     with pytest.raises(NamespaceError, match="drop those"):
         registry.change(NamespaceRecord("large", 1, 1, {"k": "v" * 600}))

@@ -38,31 +38,33 @@ def test_a_new_arena_leaves_room_for_the_workers_beside_it(
 def test_a_node_says_what_it_takes_and_keeps_the_size_of_an_arena_that_it_has(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    config = small_config(capacity_bytes="auto", slab_bytes="1MiB")
+    config = small_config(capacity_bytes="auto")
     try:
         with caplog.at_level(logging.INFO):
-            first = with_capacity(config, Host(memory_bytes=64 * MIB, has_gpus=True))
-        assert first.capacity == 16 * MIB
-        assert 'node node: capacity_bytes = "auto" is 16 MiB' in caplog.text
+            first = with_capacity(config, Host(memory_bytes=128 * MIB, has_gpus=True))
+        assert first.capacity == 32 * MIB
+        assert 'node node: capacity_bytes = "auto" is 32 MiB' in caplog.text
         arena = config.arena_dir / config.name / "arena"
         arena.parent.mkdir(parents=True)
         with arena.open("wb") as file:
             file.truncate(first.capacity)
-        assert with_capacity(config, LARGE).capacity == 16 * MIB, "another size would lose its pages"
-        assert with_capacity(small_config(arena_dir=config.arena_dir), LARGE).capacity == 16 * MIB
+        assert with_capacity(config, LARGE).capacity == 32 * MIB, "another size would lose its pages"
+        assert with_capacity(small_config(arena_dir=config.arena_dir), LARGE).capacity == 16 * MIB, (
+            "as it says"
+        )
     finally:
         shutil.rmtree(config.arena_dir)
 
 
 def test_slabs_of_large_pages_stay_the_same_when_the_node_starts_again() -> None:
-    config = small_config(capacity_bytes="auto", slab_bytes="1MiB", page_bytes="13MiB")
+    config = small_config(capacity_bytes="auto", page_bytes="13MiB")
     first = with_capacity(config, Host(memory_bytes=401 * MIB, has_gpus=True))
     again = with_capacity(config, Host(memory_bytes=4 * first.capacity, has_gpus=True))
     assert (again.capacity, again.slab) == (first.capacity, first.slab)
 
 
 def test_a_memory_file_system_that_is_too_small_is_named_in_one_line(tmp_path: Path) -> None:
-    config = small_config(capacity_bytes="auto", slab_bytes="1MiB", arena_dir=tmp_path)
+    config = small_config(capacity_bytes="auto", arena_dir=tmp_path)
     with pytest.raises(StartupError) as refused:
         with_capacity(config, Host(memory_bytes=2 * MIB, has_gpus=True))
     assert "\n" not in str(refused.value)
@@ -71,6 +73,6 @@ def test_a_memory_file_system_that_is_too_small_is_named_in_one_line(tmp_path: P
 
 
 def test_a_command_line_with_the_word_is_decided_at_the_start() -> None:
-    said = serve_fails("--capacity-bytes", "auto", "--slab-bytes", "1TiB")
+    said = serve_fails("--capacity-bytes", "auto", "--huge-pages", "1GiB")
     assert 'capacity_bytes = "auto" leaves' in said
-    assert "less than one slab" in said
+    assert "less than 32 MiB" in said

@@ -104,7 +104,7 @@ def test_killed_in_the_middle_of_writes_it_keeps_all_that_was_acknowledged(
     written = [key for keys_of_one in acknowledged for key in keys_of_one]
     assert written
 
-    pool.restart()
+    pool.restart(lease_s=2.0)  # so long are slots that were being written not used
     connection = pool.connect()
     ns = open_namespace(connection)
     assert set(get(connection, ns, written)) == set(written)

@@ -23,7 +23,7 @@ from pdserve.kvpool.weights.names import ModelName
 from pdserve.kvpool.weights.push import push
 from pdserve.kvpool.weights.store import WeightStore
 from pdserve.kvpool.weights.streaming import stream, weight_files
-from tests.support.kvpool.clustered import HANGS_S, QUICK, QUIET
+from tests.support.kvpool.clustered import HANGS_S, QUIET
 from tests.support.kvpool.local_node import LocalNode
 from tests.support.kvpool.models import (
     MIB,
@@ -339,7 +339,7 @@ def test_warming_reads_and_checks_every_page(store: WeightStore, model: Path, no
 
 
 def test_a_page_key_of_another_worker_is_refused_by_name(start: Start, model: Path) -> None:
-    node = start(**{**ROOMY, "slab_bytes": "8MiB"})
+    node = start(**{**ROOMY, "page_bytes": "8MiB"})
     with store_of(node, page_key="k" * 16) as keyed:
         push(keyed, model, BASE)
         assert read_tensors(keyed, BASE) == TENSORS
@@ -411,7 +411,7 @@ def test_a_lost_node_is_an_error_that_says_what_to_push_and_a_push_writes_what_i
 def test_with_two_copies_a_lost_node_costs_nothing(start: Start, tmp_path: Path, model: Path) -> None:
     """Its memory is gone for good. What the others hold becomes theirs, and is copied once more."""
     names = ("a", "b", "c")
-    cluster = ClusterConfig(peers=[f"unix:{tmp_path}/a.sock"], **QUICK)
+    cluster = ClusterConfig(peers=[f"unix:{tmp_path}/a.sock"])
     nodes = [start(**ROOMY, name=name, cluster=cluster) for name in names]
     with store_of(*nodes) as store:
         push(store, model, BASE, copies=2)

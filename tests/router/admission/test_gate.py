@@ -345,6 +345,39 @@ async def test_what_waits_too_long_is_answered_429(access: Access) -> None:
         assert (alice.running, bob.running, bob.use.refused) == (1, 0, 1)
 
 
+DEADLINE = "x-request-deadline-ms"
+
+
+async def test_what_cannot_begin_by_its_deadline_is_refused_at_once(access: Access) -> None:
+    async with full(access) as (harness, decode, _, _):
+        for header in (DEADLINE, "x-llm-d-slo-ttft-ms"):
+            refused = await harness.chat(by(ALICE) | {header: "1"})
+            assert (refused.status, refused.error["code"]) == (429, "deadline_unmet")
+            assert "retry-after" in refused.headers
+        assert (await harness.chat(by(ALICE) | {DEADLINE: "soon"})).status == 400
+        assert len(decode.requests) == 1
+        assert harness.router.gate.queue.waiting == 0
+
+
+async def test_the_earliest_deadline_of_a_tenant_comes_first(access: Access) -> None:
+    async with full(access, Admission(running_per_worker=1, queue_s=30.0)) as (harness, decode, _, gate):
+        asking = []
+        for number, deadline_ms in enumerate((None, "20000", "10000", "90000")):
+            named = {"x-request-id": str(number)} | ({DEADLINE: deadline_ms} if deadline_ms else {})
+            asking.append(await harness.asking(by(ALICE) | named))
+            await until_waiting(harness, number + 1)
+        gate.open.set()
+        for waited in asking:
+            assert (await waited.response()).body == ANSWER
+        order = [request.headers["x-request-id"].removeprefix("alice:") for request in decode.requests[1:]]
+        assert order == ["2", "1", "0", "3"]
+
+
+async def test_a_deadline_changes_nothing_where_a_slot_is_free(access: Access) -> None:
+    async with disagg(access=access) as (harness, _, _):
+        assert (await harness.chat(by(ALICE) | {DEADLINE: "60000"})).body == ANSWER
+
+
 # --- the cluster's token
 
 

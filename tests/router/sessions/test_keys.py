@@ -17,6 +17,7 @@ from pdserve.router.sessions.keys import (
     MAX_SESSION_KEY_CHARS,
     SessionKey,
     find_session_key,
+    is_final,
     message_links,
     named,
     parse_sources,
@@ -27,7 +28,8 @@ from tests.support.memory import peak_bytes
 
 def find_key(body: dict[str, object], *sources: str, **headers: str) -> SessionKey | None:
     data = json.dumps(body).encode()
-    return find_session_key(parse_sources(sources), headers.get, parse_request(data), data)
+    said = {name.encode(): value.encode() for name, value in headers.items()}
+    return find_session_key(parse_sources(sources), said, parse_request(data), data)
 
 
 def find(body: dict[str, object], *sources: str, **headers: str) -> str | None:
@@ -152,7 +154,7 @@ def test_whatever_the_messages_are_no_key_is_the_worst(data: bytes) -> None:
 def test_a_field_that_cannot_be_read_gives_no_key(metadata: bytes) -> None:
     body = b'{"metadata":%b}' % metadata
     sources = parse_sources(["body:metadata.s"])
-    assert find_session_key(sources, {}.get, parse_request(body), body) is None
+    assert find_session_key(sources, {}, parse_request(body), body) is None
 
 
 @pytest.mark.parametrize("messages", ["hi", 3, None, {"role": "user"}, ["hi"], [{"role": 3}]])
@@ -172,10 +174,139 @@ def test_members_that_no_key_is_in_take_no_memory() -> None:
     many = b"".join(b'"%d":0,' % i for i in range(100_000))
     body = b'{%b"s":{%b"id":"x"}}' % (many, many)
     sources, view = parse_sources(["body:s.id"]), parse_request(body)
-    assert peak_bytes(lambda: find_session_key(sources, {}.get, view, body)) < len(body)
-    key = find_session_key(sources, {}.get, view, body)
+    assert peak_bytes(lambda: find_session_key(sources, {}, view, body)) < len(body)
+    key = find_session_key(sources, {}, view, body)
     assert key is not None
     assert key.name == "x"
+
+
+LONG = "Once upon a time. " * 40
+
+
+def parts(role: str, *texts: str, is_marked: bool = False) -> dict[str, Any]:
+    mark = {"cache_control": {"type": "ephemeral"}} if is_marked else {}
+    return {"role": role, "content": [{"type": "text", "text": text, **mark} for text in texts]}
+
+
+def call(arguments: str) -> dict[str, Any]:
+    function = {"name": "ls", "arguments": arguments}
+    return {"role": "assistant", "tool_calls": [{"id": "c1", "type": "function", "function": function}]}
+
+
+TURN = [said("user", LONG)]
+MORE = [said("assistant", "Yes."), said("user", "Go on.")]
+NEXT = [*TURN, *MORE]
+CLAUDE = {"metadata": {"user_id": "user_1_account_2_session_5c0f-11"}}
+CLAUDE_2 = {"metadata": {"user_id": json.dumps({"device_id": "d", "session_id": "5c0f-11"})}}
+KEY: dict[str, object] = {"prompt_cache_key": "k"}
+PAIRS: dict[str, tuple[dict[str, str], dict[str, object], dict[str, object]]] = {
+    "x-session-id": ({"x-session-id": "s"}, {"messages": TURN}, {"messages": NEXT}),
+    "user": ({}, {"user": "u", "messages": TURN}, {"user": "u", "messages": NEXT}),
+    "members in another order": (
+        {},
+        {"user": "u", "messages": TURN},
+        {"user": "u", "messages": [{"content": one["content"], "role": one["role"]} for one in NEXT]},
+    ),
+    "a mark for caches that moves on": (
+        {},
+        {"user": "u", "messages": [parts("user", LONG, is_marked=True)]},
+        {"user": "u", "messages": [parts("user", LONG), MORE[0], parts("user", "Go on.", is_marked=True)]},
+    ),
+    "a text, then parts": (
+        {},
+        {"user": "u", "messages": TURN},
+        {"user": "u", "messages": [parts(one["role"], one["content"]) for one in NEXT]},
+    ),
+    "arguments written anew": (
+        {},
+        {"user": "u", "messages": [*TURN, call('{"b": 1, "a": [2]}')]},
+        {"user": "u", "messages": [*TURN, call('{"a":[2],"b":1}'), *MORE]},
+    ),
+    "prompt_cache_key": ({}, {**KEY, "messages": TURN}, {**KEY, "messages": NEXT}),
+    "Codex": ({"session_id": "s"}, {**KEY, "input": TURN}, {**KEY, "input": NEXT}),
+    "Codex by its key": ({}, {**KEY, "input": TURN}, {**KEY, "input": NEXT}),
+    "Claude Code": ({"x-claude-code-session-id": "s"}, {"messages": TURN}, {"messages": NEXT}),
+    "Claude Code by its user": ({}, {**CLAUDE, "messages": TURN}, {**CLAUDE, "messages": NEXT}),
+    "Claude Code by its later user": ({}, {**CLAUDE_2, "messages": TURN}, {**CLAUDE_2, "messages": NEXT}),
+    "OpenCode": ({"x-session-affinity": "s"}, {"messages": TURN}, {"messages": NEXT}),
+    "OpenCode's own provider": ({"x-opencode-session": "s"}, {"messages": TURN}, {"messages": NEXT}),
+    "Dynamo": ({"x-dynamo-session-id": "s"}, {"messages": TURN}, {"messages": NEXT}),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_two_turns_as_agents_send_them_are_one_session(pair: str) -> None:
+    headers, first, second = PAIRS[pair]
+    sources, table = Session().sources, SessionTable(9, ttl_s=9)
+    one, two = find_key(first, *sources, **headers), find_key(second, *sources, **headers)
+    assert one is not None
+    assert two is not None
+    assert one.name == two.name
+    table.record(one, SessionEntry("r", "d", 0.0))
+    assert table.get(two, 1.0) is not None
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ([said("user", "a"), said("user", "b")], [said("user", "a\0b")]),
+        ([parts("user", "a", "b")], [parts("user", "ab")]),
+        ([said("user", "a")], [said("assistant", "a")]),
+        ([call('{"a": 1}')], [call('{"a": 2}')]),
+        ([call("{")], [call("{}")]),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
+         [{"role": "user", "content": [{"type": "image_url", "image_url": "y"}]}]),
+    ],
+)  # fmt: skip
+def test_other_conversations_are_other_sessions(one: list[Any], other: list[Any]) -> None:
+    assert links(*one)[-1] != links(*other)[-1]
+
+
+def test_conversations_under_one_cache_key_go_to_one_worker_and_are_told_apart() -> None:
+    one, other = (find_key({**KEY, "messages": [said("user", text)]}, *Session().sources) for text in "ab")
+    assert one is not None
+    assert other is not None
+    assert one.name == other.name == "k"
+    assert one.links != other.links
+    assert find_key({**KEY, "input": "a text"}, *Session().sources) == SessionKey("k", ("k",))
+
+
+@pytest.mark.parametrize("user_id", ["user_1", "session", "my_session_is over", "", 5, {"session_id": "x"}])
+def test_a_user_id_without_a_session_names_none(user_id: object) -> None:
+    assert find({"metadata": {"user_id": user_id}}, "metadata.user_id") is None
+
+
+@pytest.mark.parametrize(
+    ("headers", "name", "parent"),
+    [
+        ({"x-session-id": "c", "x-parent-session-id": "p"}, "c", "p"),
+        ({"x-session-id": "c", "x-parent-session-id": "c"}, "c", ""),
+        ({"x-dynamo-session-id": "c", "x-dynamo-parent-session-id": "p"}, "c", "p"),
+        ({"x-claude-code-agent-id": "c", "x-claude-code-session-id": "p"}, "c", "p"),
+        ({"x-claude-code-agent-id": "c", "x-claude-code-parent-agent-id": "q"}, "c", "q"),
+        ({"x-claude-code-session-id": "p"}, "p", ""),
+    ],
+)
+def test_an_agent_below_another_has_a_session_of_its_own_and_names_its_parent(
+    headers: dict[str, str], name: str, parent: str
+) -> None:
+    key = find_key({}, *Session().sources, **headers)
+    assert key == named(name, parent)
+    within = key.of_model("m").within("t")
+    assert within.parent == (f"t/m/{parent}" if parent else "")
+    assert within.links == (f"t/m/{name}",)
+
+
+@pytest.mark.parametrize(
+    ("header", "value", "is_last"),
+    [
+        ("x-dynamo-session-final", "True", True),
+        ("x-session-final", "true", True),
+        ("x-session-final", "0", False),
+    ],
+)
+def test_a_final_mark_is_read(header: str, value: str, *, is_last: bool) -> None:
+    assert is_final({header.encode(): value.encode()}) is is_last
 
 
 KEYS = st.lists(st.sampled_from("abcdef"), min_size=1, max_size=4, unique=True).map(

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from pdserve.kvpool.protocol.messages import MAX_KEEP_S
+from pdserve.router.api.request_body import parse_request
 from pdserve.router.config.tenants import Tenant, TenantLimits
-from pdserve.router.tenants.retained import Retained, seconds_of
+from pdserve.router.tenants.retained import Retained, marks_caches, seconds_marked, seconds_of
 from pdserve.router.tenants.rights import SALT_HEADER
 from pdserve.router.tenants.tenant import TenantState
 from tests.support.router import tenants
@@ -57,7 +58,42 @@ def test_what_is_no_number_is_no_wish(said: bytes, seconds: int) -> None:
     assert seconds_of(said) == seconds
 
 
+FIVE, HOUR = '{"type": "ephemeral"}', '{"ttl": "1h", "type": "ephemeral"}'
+
+
+@pytest.mark.parametrize(
+    ("body", "seconds"),
+    [
+        (f'{{"system": [{{"cache_control": {FIVE}}}]}}', 300),
+        (f'{{"system": [{{"cache_control": {FIVE}}}], "messages": [{{"cache_control":{HOUR}}}]}}', 3600),
+        (f'{{"cache_control": {HOUR}}}', 3600),
+        ('{"prompt_cache_retention": "24h"}', MAX_KEEP_S),
+        ('{"prompt_cache_retention": "in_memory"}', 0),
+        ('{"prompt_cache_retention": 5}', 0),
+        ('{"system": [{"cache_control": null}]}', 0),
+        (json.dumps({"messages": '"cache_control": {"ttl": "1h"}'}), 0),
+        ("{}", 0),
+    ],
+)
+def test_marks_for_caches_say_for_how_long(body: str, seconds: int) -> None:
+    data = body.encode()
+    assert seconds_marked(data, parse_request(data)) == seconds
+    assert marks_caches(data, parse_request(data)) or not seconds
+
+
 # --- through a router
+
+
+async def test_marks_for_caches_keep_a_conversation_within_the_tenants_right(site: dict[str, Any]) -> None:
+    worker = MockWorker("decode")
+    async with before(worker, **site) as harness:
+        body = {"messages": [{"role": "user", "content": "a"}], "prompt_cache_retention": "1h"}
+        for key, kept in ((ALICE, "3600"), (BOB, None)):
+            said = await harness.post(CHAT, body, by(key))
+            assert said.headers.get("x-pdserve-retained") == kept
+            assert worker.got(CHAT)[-1].headers.get("x-pdserve-keep") == kept
+        said = await harness.post(CHAT, body, by(ALICE, x_pdserve_retain="60"))
+        assert said.headers["x-pdserve-retained"] == "60"
 
 
 @pytest.fixture

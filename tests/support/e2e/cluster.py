@@ -190,7 +190,6 @@ class PoolNode:
             "listen": [self.address],
             "capacity_bytes": self.capacity,
             "arena_dir": self.directory / "arena",
-            "slab_bytes": "4MiB",
             **self.extra,
         }
         path = self.directory / f"{self.name}.toml"

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
-from pdserve.settings.toml_text import to_toml
+from pdserve.settings.config_file import to_toml
 from tests.support.e2e.cluster import Process, free_port, http
 
 ROOT: Final = Path(__file__).parents[3]

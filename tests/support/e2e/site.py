@@ -16,7 +16,7 @@ from tests.support.e2e.hybrid_model import make_hybrid_model
 from tests.support.e2e.latent_model import make_latent_model
 from tests.support.e2e.prompts import NEW_TOKENS, Answer, first_turns, second_turn
 from tests.support.e2e.servers import Servers
-from tests.support.kvpool.etcd_server import EtcdServer
+from tests.support.etcd_server import EtcdServer
 
 CHUNK_TOKENS: Final = 512
 STAGED: Final = {
@@ -55,15 +55,17 @@ def place(fixtures: Collection[str]) -> int:
     return max((i for i, fixture in enumerate(NEEDS, 1) if fixture in fixtures), default=0)
 
 
-def engine_settings(model: Path, **more: Any) -> dict[str, Any]:
+def engine_settings(
+    model: Path, context_length: int = 4096, extra_args: Sequence[str] = (), **more: Any
+) -> dict[str, Any]:
     """Engine settings that every test worker shares; float32, since exact tokens are compared."""
     return {
         "model_path": model,
         "served_model_name": "demo-tiny",
         "dtype": "float32",
         "page_size": 64,
-        "context_length": 4096,
         "max_total_tokens": 40000,
+        "extra_args": ["--context-length", str(context_length), *extra_args],
         **more,
     }
 
@@ -295,7 +297,7 @@ def _workers(run_dir: Path, model: Path, pools: dict[str, PoolNode], etcd: EtcdS
 
 def _hybrid(run_dir: Path, model: Path, pools: dict[str, PoolNode]) -> list[Worker]:
     whole = engine_settings(model, max_total_tokens=12_000)
-    chunked = {**whole, "extra_args": ["--chunked-prefill-size", str(CHUNK_TOKENS)]}
+    chunked = {**whole, "extra_args": [*whole["extra_args"], "--chunked-prefill-size", str(CHUNK_TOKENS)]}
     pages = {
         "nodes": [pool.ref for pool in pools.values() if pool.name == "hybridpool"],
         "page_key": PAGE_KEY,

@@ -10,10 +10,10 @@ from functools import cache
 from typing import Any
 
 from pdserve.engine.demo.chat import TURN_END
-from pdserve.engine.demo.tokenizer import train_tokenizer
 from pdserve.engine.turns.exact import Asked, ExactTurns
 from pdserve.engine.turns.record import Memory
 from pdserve.engine.turns.segments import StopTokens
+from tests.support.random_model import train_tokenizer
 
 OPENING = "\n<|im_start|>assistant\n"
 

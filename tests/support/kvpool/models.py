@@ -18,7 +18,7 @@ from tests.support.kvpool.local_node import LocalNode
 from tests.support.kvpool.pools import ProcessPool
 
 MIB = 1 << 20
-ROOMY: dict[str, Any] = {"capacity_bytes": "96MiB", "slab_bytes": "4MiB", "min_slot_bytes": "16KiB"}
+ROOMY: dict[str, Any] = {"capacity_bytes": "96MiB", "page_bytes": "4MiB"}
 """A node for models."""
 
 

@@ -64,9 +64,6 @@ class Nodes:
     def start(self, name: str, *, join: bool = True, **options: Any) -> PoolNode:
         sizes = {
             "capacity_bytes": "32MiB",
-            "slab_bytes": "1MiB",
-            "min_slot_bytes": "8KiB",
-            "quarantine_s": 0.2,
         }
         config = PoolNodeConfig(
             name=name,

@@ -17,7 +17,7 @@ from pdserve.kvpool.admin.node_client import NodeClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.protocol.cluster_messages import ACTIVE
 from pdserve.kvpool.protocol.messages import DataPathChoice, StatusReport
-from pdserve.settings.toml_text import to_toml
+from pdserve.settings.config_file import to_toml
 from tests.support.processes import Child, HarnessError, free_ports
 
 START_TIMEOUT_S: Final = 60.0  # allocating many GiB takes a while

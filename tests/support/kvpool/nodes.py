@@ -37,10 +37,8 @@ StartProcess = Callable[..., ProcessPool]
 
 
 def small_config(**options: Any) -> PoolNodeConfig:
-    sizes = {"capacity_bytes": "16MiB", "slab_bytes": "1MiB", "min_slot_bytes": "8KiB", "quarantine_s": 0.2}
-    return PoolNodeConfig(
-        **{"name": "node", "arena_dir": arena_dir(), "max_client_share": 1.0} | sizes | options
-    )
+    usual = {"name": "node", "arena_dir": arena_dir(), "capacity_bytes": "16MiB", "max_client_share": 1.0}
+    return PoolNodeConfig(**usual | options)
 
 
 def soon(seconds: float = 10.0) -> float:

@@ -19,12 +19,13 @@ from msgspec.structs import replace
 from pdserve.errors import PoolError
 from pdserve.kvpool.core.sessions import Limits
 from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.memory.slab_size import MIN_SLOT_BYTES
 from pdserve.kvpool.protocol.messages import DataPathChoice
 from pdserve.kvpool.protocol.slot_table import TableLayout
 from pdserve.kvpool.transports.base import Connection
 from pdserve.security.tls import Certificates
 from pdserve.security.tokens import reveal_secret
-from pdserve.settings.toml_text import to_toml
+from pdserve.settings.config_file import to_toml
 from tests.support.kvpool.connectors import connect
 from tests.support.kvpool.inproc import InprocConnector, InprocNode
 
@@ -62,12 +63,8 @@ class InprocPool:
     """The node is an object."""
 
     def __init__(self, config: PoolNodeConfig) -> None:
-        limits = Limits(
-            lease_s=config.lease_s,
-            reservation_lease_s=config.reservation_lease_s,
-            quarantine_s=config.quarantine_s,
-        )
-        layout = TableLayout(config.capacity, config.slab, config.min_slot)
+        limits = Limits(config.lease_s, config.lease_s, config.lease_s)
+        layout = TableLayout(config.capacity, config.slab, MIN_SLOT_BYTES)
         self.node = InprocNode(config.name, layout, limits, config)
 
     def connect(self, *, checksum: bool = True, timeout_s: float = 5.0) -> Connection:

@@ -43,8 +43,7 @@ class FarNode:
         config = directory / "far.toml"
         config.write_text(
             f'name = "far"\nlisten = ["{self.address}", "{self._socket}"]\narena_dir = "{self.arena_dir}"\n'
-            f'capacity_bytes = "256MiB"\nslab_bytes = "4MiB"\nkeep = false\nlease_s = {LEASE_S}\n'
-            f"reservation_lease_s = {LEASE_S}\nquarantine_s = {LEASE_S}\n"
+            f'capacity_bytes = "256MiB"\nkeep = false\nlease_s = {LEASE_S}\n'
             f"insecure = true\nucx.trusted_network = {str(trusted).lower()}\n"
         )
         with self._log_path.open("wb") as log:

@@ -18,7 +18,7 @@ import psutil
 from pdserve.kvpool.admin.node_client import NodeClient
 from pdserve.kvpool.protocol.messages import StatusReport
 from pdserve.security.tokens import Secret
-from pdserve.settings.toml_text import to_toml
+from pdserve.settings.config_file import to_toml
 from tests.support.netns.lab import Lab, last_lines
 from tests.support.netns.program import Program
 
@@ -80,7 +80,6 @@ class GuardedCluster:
             "listen": [f"tcp:{self.host}:{POOL_PORTS[number]}", f"unix:{self.socket(number)}"],
             "arena_dir": f"/dev/shm/pdserve-hostile-{self.directory.name}",
             "capacity_bytes": "64MiB",
-            "slab_bytes": "4MiB",
             "keep": False,
             "admin_token": ADMIN,
             "cluster": {

@@ -33,8 +33,10 @@ from pathlib import Path
 from pdserve.errors import PdserveError
 from pdserve.up.cli import run_plan
 from pdserve.up.config import read_cluster_file
-from pdserve.up.launchers.base import open_launcher
+from pdserve.up.launchers.launcher import open_launcher
 from pdserve.up.planner import Planner
+from pdserve.up import lifecycle
+lifecycle.RESTART_BACKOFF_S = 0.05
 file, run_dir, on, *program = sys.argv[1:]
 cluster = read_cluster_file(Path(file), {"cluster.run_dir": run_dir}, {})
 try:

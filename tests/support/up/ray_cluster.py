@@ -69,6 +69,7 @@ def _node(python: str, words: list[str], log: Path) -> Iterator[subprocess.Popen
     """As `ray start` runs it. It starts no processes for work that may come."""
     common = ["--block", "--num-cpus=1", "--disable-usage-stats", "--object-store-memory=100000000"]
     common.append(f"--node-ip-address={_own_address()}")
+    common += ["--min-worker-port=0", "--max-worker-port=0"]  # any; else from where our own ports are
     # ports that Ray chooses itself are waited for, and not long on a busy machine
     ports = [f"{option}={port}" for option, port in zip(PORTS, free_ports(len(PORTS)), strict=True)]
     with log.open("wb") as output:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.up.launchers.ssh import SHELL, SHELL_VARIABLE
+from pdserve.up.launchers.launcher import SHELL, SHELL_VARIABLE
 
 TIMEOUT_S = 20.0
 SERVER = """

@@ -16,10 +16,9 @@ import pytest
 from pdserve.errors import StartupError
 from pdserve.resources.machine import Gpu, Machine
 from pdserve.up.config import ClusterSettings
-from pdserve.up.hosts import Demand
 from pdserve.up.launchers.agent import KILL, SIGNALLED, Order, claim_gpus
-from pdserve.up.launchers.remote import AGENT
-from pdserve.up.launchers.ssh import SshLauncher, addresses_of
+from pdserve.up.launchers.launcher import SshLauncher
+from pdserve.up.launchers.running import AGENT
 
 ROOT = Path(__file__).parents[3]
 TIMEOUT_S = 30
@@ -171,16 +170,16 @@ def test_what_cannot_be_started_is_a_line(tmp_path: Path) -> None:
 
 
 def test_hosts_have_names_and_addresses() -> None:
-    assert addresses_of(["a", "b=10.0.0.2"]) == {"a": "a", "b": "10.0.0.2"}
+    def hosts(*given: str) -> dict[str, str]:
+        return SshLauncher({}, ClusterSettings(hosts=[*given])).hosts()
+
+    assert hosts("a", "b=10.0.0.2") == {"a": "a", "b": "10.0.0.2"}
     with pytest.raises(StartupError, match=r"'=10\.0\.0\.2' is not a host's own name"):
-        addresses_of(["=10.0.0.2"])
+        hosts("=10.0.0.2")
     with pytest.raises(StartupError, match="'a=x' is not a host's own name"):
-        addresses_of(["a", "a=x"])
-
-
-def test_a_cluster_without_hosts_is_refused() -> None:
+        hosts("a", "a=x")
     with pytest.raises(StartupError, match=r"give cluster\.hosts"):
-        SshLauncher(os.environ, ClusterSettings()).assign([Demand("router", "router")])
+        hosts()
 
 
 FOUR = Machine(
@@ -188,17 +187,20 @@ FOUR = Machine(
 )
 
 
+ALL = range(4)
+
+
 def test_workers_of_a_host_get_gpus_of_their_own_until_they_end(tmp_path: Path) -> None:
-    first, locks = claim_gpus(FOUR, 2, None, tmp_path, 0.0)
+    first, locks = claim_gpus(FOUR, 2, ALL, tmp_path, 0.0)
     second, _ = claim_gpus(FOUR, 1, [3], tmp_path, 0.0)
     assert (first, second) == ((0, 1), (3,))
-    with pytest.raises(StartupError, match="2 GPUs are needed here, and 1 are free"):
-        claim_gpus(FOUR, 2, None, tmp_path, 0.0)
+    with pytest.raises(StartupError, match="2 GPUs of 0, 1, 2, 3 are needed here, and 1 are free"):
+        claim_gpus(FOUR, 2, ALL, tmp_path, 0.0)
     with pytest.raises(StartupError, match="1 GPUs of 3 are needed here, and 0 are free"):
         claim_gpus(FOUR, 1, [3], tmp_path, 0.0)
     for lock in locks:
         os.close(lock)
-    assert claim_gpus(FOUR, 3, None, tmp_path, 0.0)[0] == (0, 1, 2)
+    assert claim_gpus(FOUR, 3, ALL, tmp_path, 0.0)[0] == (0, 1, 2)
 
 
 def test_a_process_that_needs_gpus_is_not_started_on_a_host_without(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.up.launchers.process import dies_with_parent
+from pdserve.up.launchers.sessions import dies_with_parent
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,7 +27,7 @@ def test_the_command_is_the_process_that_was_started() -> None:
 
 def test_it_ends_when_its_parent_is_killed() -> None:
     code = (
-        "import subprocess, time; from pdserve.up.launchers.process import dies_with_parent\n"
+        "import subprocess, time; from pdserve.up.launchers.sessions import dies_with_parent\n"
         "child = subprocess.Popen(dies_with_parent(['sh', '-c', 'echo $$; exec sleep 1000']))\n"
         "child.wait()"
     )

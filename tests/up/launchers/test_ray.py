@@ -16,7 +16,6 @@ pytestmark = [pytest.mark.timeout(400), pytest.mark.long, pytest.mark.extended]
 FILE = """
 [cluster]
 name = "stand-in"
-restart_backoff_s = 0.05
 [router]
 [[agg]]
 engine = { behave = "parent", journal = "JOURNAL" }

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from pdserve.up.launchers.agent import KILL, SIGNALLED, Order
-from pdserve.up.launchers.ray_host import ProcessHost
-from pdserve.up.launchers.remote import AGENT
+from pdserve.up.launchers.ray_host import Host
+from pdserve.up.launchers.running import AGENT
 from tests.support.up.cluster import processes_that_mention, wait_until
 
 ROOT = Path(__file__).parents[3]
@@ -29,11 +29,12 @@ STUBBORN = f"{HOLDS_ON.format('process')}\nimport subprocess, sys\n" + (
 )
 ACTOR = """
 import sys
-from pdserve.up.launchers.ray_host import ProcessHost
-host = ProcessHost(sys.argv[2:], sys.argv[1].encode(), ".")
+from pdserve.up.launchers.ray_host import Host
+host = Host(sys.argv[2:], ".")
+host.say(sys.argv[1].encode() + b"\\n")
 print("started", flush=True)
 while True:
-    print(host.output(0.1)[0].decode(), end="", flush=True)
+    print(host.output()[0].decode(), end="", flush=True)
 """
 
 
@@ -92,20 +93,20 @@ def test_the_host_gives_output_and_status_on_and_passes_signals(tmp_path: Path) 
         f"print('process up', flush=True)\n{FOR_EVER}"
     )
     for line, expected in ((str(int(signal.SIGTERM)).encode(), 7), (KILL, SIGNALLED + signal.SIGKILL)):
-        host = ProcessHost(AGENT, order(tmp_path, polite), str(ROOT))
-        said = b""
-        while not said.endswith(b"\n"):
-            output, status = host.output(ASK_S)
-            assert status is None, said
+        host = Host(AGENT, str(ROOT))
+        host.say(order(tmp_path, polite) + b"\n")
+        said, status = b"", None
+        while status is None:
+            output, status = host.output()
             said += output
-        assert said == b"process up\n"
+            if said.endswith(b"\n"):
+                host.say(line + b"\n")
+        assert (said, status) == (b"process up\n", expected)
         assert (tmp_path / "run/one.toml").read_text() == "a = 1\n"
-        host.say(line)
-        assert host.output(ASK_S) == (b"", expected)
-    host.say(b"")  # to nobody
+    host.say(b"\n")  # to nobody
 
 
 def test_the_host_needs_nothing_but_the_standard_library() -> None:
-    path = Path(sys.modules[ProcessHost.__module__].__file__ or "")
+    path = Path(sys.modules[Host.__module__].__file__ or "")
     words = [sys.executable, "-I", "-S", str(path)]
     subprocess.run(words, check=True, timeout=ASK_S, env={"PATH": os.environ["PATH"]})

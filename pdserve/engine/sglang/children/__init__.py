@@ -1,4 +1,4 @@
 """What runs in the processes that SGLang starts: their entry points, and what is changed in the scheduler.
 
-May import: `engine.sglang.prepare`, `engine.sglang.answers`, kvpool.hicache.
+May import: `engine.sglang.prepare`, kvpool.hicache.
 """

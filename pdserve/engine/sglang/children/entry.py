@@ -92,22 +92,9 @@ def install_in_program(run_scheduler: Callable[..., Any] = run_scheduler_process
 
 
 def _change_scheduler() -> None:
-    from pdserve.engine.sglang.children import (
-        declined_fetches,
-        embedding_salts,
-        kept_prompts,
-        local_store,
-        pulls,
-        stop_strings,
-    )
+    from pdserve.engine.sglang.children import scheduler
 
-    kept_prompts.install()
-    if not prepare.has_several_hosts():
-        local_store.install()
-    pulls.install()
-    declined_fetches.install()
-    embedding_salts.install()
-    stop_strings.install()
+    scheduler.change(is_on_one_host=not prepare.has_several_hosts())
     if prepare.is_on_cpu():
         from pdserve.engine.sglang.cpu import hooks
 

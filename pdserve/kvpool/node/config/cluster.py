@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -14,7 +13,7 @@ from pdserve.sizes import parse_bytes
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The pool that a node belongs to. Intervals are for a loss to be noticed within 2 s."""
+    """The pool that a node belongs to. A loss is noticed within 2 s."""
 
     name: Annotated[
         str,
@@ -38,9 +37,6 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         str,
         Meta(description="Address of this node for clients and other nodes; empty: the first of `listen`."),
     ] = ""
-    weight: Annotated[
-        int, Meta(ge=0, le=16384, description="Share of the ring; 0: as the capacity in GiB, at least 1.")
-    ] = 0
     token: Annotated[
         Secret,
         Meta(
@@ -48,28 +44,13 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             "PDSERVE_POOL_CLUSTER_TOKEN."
         ),
     ] = Secret("")
-    token_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = None
-    leave_on_stop: Annotated[
-        bool, Meta(description="Leave the ring at a clean stop. If false, the others detect the loss.")
-    ] = False
-    join_timeout_s: Annotated[
-        float,
-        Meta(gt=0, description="Longest wait of a starting node for another node's answer."),
-    ] = 1.0
-    ping_interval_s: Annotated[float, Meta(gt=0, description="Interval of pings to other nodes.")] = 0.3
     ping_timeout_s: Annotated[
         float,
         Meta(
             gt=0,
-            description="A node without an answer for this long is suspected, and other nodes ping it too.",
+            description="A node without an answer for this long is suspected, and dead if no other node "
+            "reaches it in half of this. Pings follow each other in 0.3 of it.",
         ),
-    ] = 1.0
-    indirect_timeout_s: Annotated[
-        float,
-        Meta(gt=0, description="A suspected node is dead if no other node reaches it within this time."),
-    ] = 0.5
-    sync_interval_s: Annotated[
-        float, Meta(gt=0, description="Interval of full exchanges with one other node, alive or dead.")
     ] = 1.0
 
 

@@ -2,78 +2,25 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
-import msgspec
 from msgspec import Meta
 
 from pdserve.errors import ConfigError
-from pdserve.kvpool.protocol.cluster_messages import Media, NamespaceSettings
-from pdserve.security.tokens import MIN_CHARS, Secret, digest_of_setting, is_digest, read_token
-from pdserve.sizes import parse_bytes
+from pdserve.kvpool.namespaces.access import TOKENS
+from pdserve.kvpool.protocol.cluster_messages import NamespaceSettings
+from pdserve.security.tokens import MIN_CHARS, Secret, digest_of_setting, given_secret, is_digest
 
 
-class NamespaceDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a namespace may do on each node."""
+class NamespaceDefaults(NamespaceSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a namespace may do on each node, with its tokens as the file gives them."""
 
-    media: Annotated[
-        Media,
-        Meta(description="Media of its pages; `dram+ssd`: memory, and the tiers below it for cold pages."),
-    ] = "dram+ssd"
-    policy: Annotated[
-        str,
-        Meta(
-            description="Order of eviction: lru, lfu, fifo, arc or ttl; keep: nothing is evicted, and writes "
-            "beyond the memory are refused."
-        ),
-    ] = "lru"
-    ttl_s: Annotated[
-        float,
-        Meta(
-            ge=0,
-            description="Lifetime of a page after its write; such pages are not written to tiers. 0: "
-            "unlimited.",
-        ),
-    ] = 0.0
-    quota_bytes: Annotated[
-        int | str,
-        Meta(
-            description="Most memory on each node, including pages that are being written, like `4GiB`; "
-            "0: no limit."
-        ),
-    ] = 0
-    tier_quota_bytes: Annotated[
-        int | str, Meta(description="Most bytes in the tiers on each node, like `4GiB`; 0: no limit.")
-    ] = 0
-    operations_s: Annotated[
-        float,
-        Meta(ge=0, description="Keys requested per second on each node; further requests wait. 0: no limit."),
-    ] = 0.0
-    bytes_s: Annotated[
-        int | str,
-        Meta(description="Bytes read and written per second on each node, like `2GB`; 0: no limit."),
-    ] = 0
-    weight: Annotated[
-        float, Meta(gt=0, description="Share of a busy node, relative to the weights of other namespaces.")
-    ] = 1.0
-    copies: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=16,
-            description="Nodes that hold each page. With 2 or more the namespace survives the loss of a "
-            "node's memory, and takes so much more.",
-        ),
-    ] = 1
     read_token: Annotated[
         Secret, Meta(description="Token required to read: plain, or `sha256:` and its digest; empty: none.")
     ] = Secret("")
-    read_token_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = None
     write_token: Annotated[
         Secret, Meta(description="Token required to write; it permits reading too. Empty: as read_token.")
     ] = Secret("")
-    write_token_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = None
     admin_token: Annotated[
         Secret,
         Meta(
@@ -81,7 +28,6 @@ class NamespaceDefaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             "write_token."
         ),
     ] = Secret("")
-    admin_token_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = None
 
 
 class NamespaceConfig(NamespaceDefaults, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -93,37 +39,18 @@ class NamespaceConfig(NamespaceDefaults, frozen=True, kw_only=True, forbid_unkno
 
 
 def settings_of(config: NamespaceDefaults) -> NamespaceSettings:
-    """As the nodes know them: sizes as numbers, tokens as digests. Reads the token files. Raises
-    ConfigError.
-    """
+    """As the nodes know them: tokens as digests. Reads the token files. Raises ConfigError."""
     label = f"namespace '{config.name}'" if isinstance(config, NamespaceConfig) else "namespace_defaults"
+    given = {name: getattr(config, name) for name in NamespaceSettings.__struct_fields__}
     try:
-        return NamespaceSettings(
-            media=config.media,
-            policy=config.policy,
-            ttl_s=config.ttl_s,
-            quota_bytes=parse_bytes(config.quota_bytes),
-            tier_quota_bytes=parse_bytes(config.tier_quota_bytes),
-            operations_s=config.operations_s,
-            bytes_s=float(parse_bytes(config.bytes_s)),
-            weight=config.weight,
-            copies=config.copies,
-            read_token=token_digest("read_token", config.read_token, config.read_token_file),
-            write_token=token_digest("write_token", config.write_token, config.write_token_file),
-            admin_token=token_digest("admin_token", config.admin_token, config.admin_token_file),
-        )
-    except ValueError as error:
-        raise ConfigError(f"{label}: {error}") from None
+        return NamespaceSettings(**given | {name: token_digest(name, given[name]) for name in TOKENS})
     except ConfigError as error:
         raise ConfigError(f"{label}: {error}") from None
 
 
-def token_digest(name: str, token: str, file: Path | None) -> str:
+def token_digest(name: str, given: Secret) -> str:
     """The digest of a token given as text or in a file; empty for none. Raises ConfigError."""
-    if token and file is not None:
-        raise ConfigError(f"{name} and {name}_file are both set: keep one")
-    if file is not None:
-        token = read_token(file)
+    token = given_secret(given, "", {})
     if 0 < len(token) < MIN_CHARS and not token.startswith("sha256:"):
         raise ConfigError(f"{name} must be {MIN_CHARS} characters or more; `pdserve key` makes one")
     found = digest_of_setting(token)

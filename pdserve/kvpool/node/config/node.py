@@ -17,8 +17,7 @@ from pdserve.kvpool.node.config.cluster import ClusterConfig, MovingConfig
 from pdserve.kvpool.node.config.events import EventsConfig
 from pdserve.kvpool.node.config.namespaces import NamespaceConfig, NamespaceDefaults
 from pdserve.kvpool.node.memory.placement import Placement
-from pdserve.kvpool.node.memory.slab_size import MAX_SLAB_BYTES, slab_for
-from pdserve.kvpool.node.memory.slab_size import SLOT_ALIGN_BYTES as SLOT_ALIGN_BYTES
+from pdserve.kvpool.node.memory.slab_size import MAX_SLAB_BYTES, MIN_SLOT_BYTES, slab_for
 from pdserve.kvpool.protocol.address import LOOPBACK_DEVICE, TcpAddress, parse_address
 from pdserve.logs import LogFormat, LogLevel
 from pdserve.security.tls import TlsConfig
@@ -133,23 +132,14 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "free, and at most 2 GiB on a host without a GPU; a node that starts again keeps its size."
         ),
     ] = "1GiB"
-    slab_bytes: Annotated[
-        int | str,
-        Meta(
-            description="The arena is divided into slabs of one slot size each; no page may be larger. "
-            "`page_bytes` may make them larger."
-        ),
-    ] = "32MiB"
     page_bytes: Annotated[
         int | str,
         Meta(
-            description="Size of the pool's largest pages: slabs become a multiple of `slab_bytes` in which "
-            "such pages leave at most 10 % of the capacity unused. 0: unknown."
+            description="Size of the pool's largest pages. The memory is divided into slabs of one size of "
+            "page each; slabs become so large that such pages leave at most 10 % of them unused. 0: unknown; "
+            "then slabs have 32 MiB, or a sixteenth of a smaller capacity, and no page may be larger."
         ),
     ] = 0
-    min_slot_bytes: Annotated[
-        int | str, Meta(description="Smallest slot; smaller pages take this much. A multiple of 4 KiB.")
-    ] = "16KiB"
     arena_dir: Annotated[
         Path, Meta(description="Directory in memory (tmpfs, hugetlbfs) for the arena and its slot table.")
     ] = Path("/dev/shm/pdserve")
@@ -173,15 +163,10 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     lease_s: Annotated[
         float,
         Meta(
-            gt=0, description="Longest time that a reader may hold a page; after it, the page can be evicted."
+            gt=0,
+            description="Longest time that a reader may hold a page, and that a writer may take from "
+            "reserving one to committing it. After a crash, slots that were being written rest for so long.",
         ),
-    ] = 30.0
-    reservation_lease_s: Annotated[
-        float, Meta(gt=0, description="Longest time of a writer between reserving and committing a page.")
-    ] = 30.0
-    quarantine_s: Annotated[
-        float,
-        Meta(ge=0, description="Time after a crash in which slots that were being written are not used."),
     ] = 30.0
     max_connections: Annotated[
         int, Meta(ge=1, description="Most open connections; with `admin_token` clients of one token get 3/4.")
@@ -219,7 +204,6 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "have tokens."
         ),
     ] = Secret("")
-    admin_token_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = None
 
     insecure: Annotated[
         bool,
@@ -245,9 +229,6 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "PDSERVE_METRICS_TOKEN. Empty: none is needed."
         ),
     ] = Secret("")
-    metrics_token_file: Annotated[Path | None, Meta(description="File that holds this secret instead.")] = (
-        None
-    )
     log_format: Annotated[
         LogFormat, Meta(description="text: lines for people; json: one object per line with the same facts.")
     ] = "text"
@@ -270,12 +251,8 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def _check_sizes(self) -> None:
         capacity = parse_bytes(self.capacity_bytes)
-        if min(capacity, parse_bytes(self.slab_bytes), self.min_slot) <= 0:
-            raise ValueError("capacity_bytes, slab_bytes and min_slot_bytes must be positive")
-        if self.min_slot % SLOT_ALIGN_BYTES or self.slab % SLOT_ALIGN_BYTES:
-            raise ValueError(f"min_slot_bytes and slab_bytes must be multiples of {SLOT_ALIGN_BYTES}")
-        if not self.min_slot <= self.slab <= capacity:
-            raise ValueError("sizes must satisfy min_slot_bytes <= slab_bytes <= capacity_bytes")
+        if capacity < MIN_SLOT_BYTES:
+            raise ValueError(f"capacity_bytes must be at least {MIN_SLOT_BYTES >> 10}KiB")
         if not 0 <= parse_bytes(self.page_bytes) <= min(capacity, MAX_SLAB_BYTES):
             most = f"capacity_bytes and {MAX_SLAB_BYTES >> 30}GiB"
             raise ValueError(f"page_bytes must be at most {most}: larger pages never fit")
@@ -285,8 +262,6 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 f"capacity_bytes, in whole slabs, must be a multiple of {self.huge_pages} with huge_pages "
                 f"of that size, it is {self.capacity}"
             )
-        if self.slab > MAX_SLAB_BYTES:
-            raise ValueError(f"slab_bytes must be at most {MAX_SLAB_BYTES >> 30}GiB")
 
     def _check_cluster(self) -> None:
         cluster = self.cluster
@@ -324,8 +299,8 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def weight(self) -> int:
-        """The node's share of the ring."""
-        return self.cluster.weight or max(1, round(self.capacity / (1 << 30)))
+        """The node's share of the ring: its capacity in GiB."""
+        return max(1, round(self.capacity / (1 << 30)))
 
     @property
     def placement(self) -> Placement:
@@ -348,45 +323,29 @@ class PoolNodeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     @property
     def capacity(self) -> int:
         """`capacity_bytes` as a number, rounded down to whole slabs."""
-        slab = self.slab
-        return parse_bytes(self.capacity_bytes) // slab * slab if slab > 0 else 0
+        return parse_bytes(self.capacity_bytes) // self.slab * self.slab
 
     @property
     def slab(self) -> int:
-        """Size of the slabs: `slab_bytes`, or more for pages of `page_bytes`."""
-        least, page_bytes = parse_bytes(self.slab_bytes), parse_bytes(self.page_bytes)
-        if not page_bytes or least <= 0:
-            return least
+        """Size of the slabs."""
         return slab_for(
-            page_bytes,
+            parse_bytes(self.page_bytes),
             capacity_bytes=parse_bytes(self.capacity_bytes),
-            least_bytes=least,
-            min_slot_bytes=self.min_slot,
             unit_bytes=self.placement.huge_page_bytes or 1,
         )
-
-    @property
-    def min_slot(self) -> int:
-        """`min_slot_bytes` as a number."""
-        return parse_bytes(self.min_slot_bytes)
 
 
 def with_secrets(config: PoolNodeConfig, environ: Mapping[str, str]) -> PoolNodeConfig:
     """The configuration with its own secrets themselves, wherever they were given. Those of namespaces stay
     as they are. Raises ConfigError.
     """
-    cluster, admin = config.cluster, ("admin_token", config.admin_token, config.admin_token_file)
-    token = secret_of(
-        "cluster.token", cluster.token, cluster.token_file, "PDSERVE_POOL_CLUSTER_TOKEN", environ
-    )
-    metrics = ("metrics_token", config.metrics_token, config.metrics_token_file, "PDSERVE_METRICS_TOKEN")
+    token = secret_of("cluster.token", config.cluster.token, "PDSERVE_POOL_CLUSTER_TOKEN", environ)
+    metrics = secret_of("metrics_token", config.metrics_token, "PDSERVE_METRICS_TOKEN", environ)
     return replace(
         config,
-        metrics_token=Secret(secret_of(*metrics, environ)),
-        metrics_token_file=None,
-        admin_token=Secret(given_secret(*admin, "PDSERVE_POOL_ADMIN_TOKEN", environ)),
-        admin_token_file=None,
-        cluster=replace(cluster, token=Secret(token), token_file=None),
+        metrics_token=Secret(metrics),
+        admin_token=Secret(given_secret(config.admin_token, "PDSERVE_POOL_ADMIN_TOKEN", environ)),
+        cluster=replace(config.cluster, token=Secret(token)),
     )
 
 

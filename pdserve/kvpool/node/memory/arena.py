@@ -281,7 +281,7 @@ def why_not_reusable(directory: Path, home: Path, layout: TableLayout) -> str:
     if found is None:
         return "the slot table is truncated, damaged, or of another version"
     if found != layout:
-        return "it was made for other sizes (capacity_bytes, slab_bytes or page_bytes, min_slot_bytes)"
+        return "it was made for other sizes (capacity_bytes, page_bytes)"
     if _home_of(arena) != home:
         return "its memory is of another kind: huge_pages has changed"
     if arena.stat().st_size != layout.arena_bytes:

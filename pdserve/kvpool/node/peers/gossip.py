@@ -56,7 +56,7 @@ Handler: TypeAlias = Callable[[ClientConnection, Any], None]
 MAX_UNREAD_VIEW_BYTES: Final = 256 * 1024  # a client that has not read so much gets the view later
 IDLE_ROUNDS: Final = 30  # intervals of sync between looks for unused connections
 MAX_PROBES: Final = 64  # of nodes that others ask about, at a time
-STOP_TIMEOUT_S: Final = 0.5  # to tell the others that this node leaves
+STOP_TIMEOUT_S: Final = 0.5  # to take its key out of etcd
 
 
 class Gossiper:
@@ -78,12 +78,7 @@ class Gossiper:
     ) -> None:
         """`connections`: the node's clients. `fail` ends the node. `before`: set after an upgrade."""
         self.config = config
-        self.timing = d.Timing(
-            config.cluster.ping_interval_s,
-            config.cluster.ping_timeout_s,
-            config.cluster.indirect_timeout_s,
-            config.cluster.sync_interval_s,
-        )
+        self.timing = d.Timing(config.cluster.ping_timeout_s)
         self._fail = fail
         self.name = config.name
         self.address = NodeAddress(config.name, config.address, config.weight)
@@ -173,17 +168,9 @@ class Gossiper:
             self._spawn(follow, vital=True)
 
     async def stop(self, *, leaving: bool = True) -> None:
-        """End all of it; tell the others first, if so configured and this node is `leaving`. Else its key
-        stays in etcd, for the next program.
+        """End all of it. The others notice: nobody listens here any more. Its key goes from etcd if this node
+        is `leaving`; else it stays there, for the next program.
         """
-        others = [member for member in self.cluster.alive() if member.node != self.name]
-        if self._detector is not None and self.config.cluster.leave_on_stop and others and leaving:
-            self._detector = None
-            self.apply(self.cluster.quit())
-            telling = [
-                self.anti_entropy.exchange(o.address, STOP_TIMEOUT_S, node=o.node, push={}) for o in others
-            ]
-            await asyncio.gather(*telling, return_exceptions=True)
         self._detector = None
         self.joining.started = False
         for task in self._tasks:

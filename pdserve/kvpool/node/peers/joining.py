@@ -98,14 +98,14 @@ class Joining:
         """Ask DNS and etcd for the other nodes, where they are configured."""
         config = self._config.cluster
         with contextlib.suppress(TimeoutError):  # the watch goes on with the same lookup
-            async with asyncio.timeout(config.join_timeout_s):
+            async with asyncio.timeout(config.ping_timeout_s):
                 if self._dns is not None:
                     await self._dns.look()
         if not config.etcd.endpoints:
             return
         self.etcd = self._open_etcd()
         try:
-            async with asyncio.timeout(config.join_timeout_s):
+            async with asyncio.timeout(config.ping_timeout_s):
                 self._found_in_etcd(await self.etcd.nodes())
         except (PoolError, TimeoutError) as error:
             logger.warning("node %s: etcd does not tell of other nodes yet: %s", self._name, error)
@@ -175,7 +175,7 @@ class Joining:
         """Whether one answered."""
         asking = [asyncio.ensure_future(self._ask_seed(address)) for address in addresses]
         try:
-            async with asyncio.timeout(self._config.cluster.join_timeout_s):
+            async with asyncio.timeout(self._config.cluster.ping_timeout_s):
                 for answer in asyncio.as_completed(asking):
                     state = await answer
                     if state is not None:
@@ -195,7 +195,7 @@ class Joining:
     async def _ask_seed(self, address: str) -> ClusterState | None:
         """What the node there knows; None if there is none, or only this one."""
         state = ClusterState(self._config.cluster.name, [], [])
-        timeout_s = self._config.cluster.join_timeout_s
+        timeout_s = self._config.cluster.ping_timeout_s
         try:
             reply, welcome = await self._links.call(
                 address, lambda i: Gossip(i, self._name, state), timeout_s

@@ -114,7 +114,7 @@ class PageFetch:
             if link.address != address:  # it came back elsewhere
                 link.close()
                 link.address = address
-            limit_s = self._config.reservation_lease_s * 0.8
+            limit_s = self._config.lease_s * 0.8
             deadline = self._loop.time() + min(limit_s, self._config.moving.timeout_s + more_s)
             try:
                 return await _in_thread(lambda: ask(link, deadline), f"pdserve-{purpose}-{peer}")

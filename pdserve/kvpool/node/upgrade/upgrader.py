@@ -30,6 +30,7 @@ from pdserve.errors import NodeFailed, PdserveError
 from pdserve.kvpool.core.state import NodeState
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.node.memory.arena import why_not_reusable
+from pdserve.kvpool.node.memory.slab_size import MIN_SLOT_BYTES
 from pdserve.kvpool.node.serving.connection import ClientConnection, Connections
 from pdserve.kvpool.node.upgrade.handover import Handover, command, gap_ms, hold_signals
 from pdserve.kvpool.protocol.cluster_messages import Drain, Upgrade
@@ -64,7 +65,7 @@ def start_of(config: PoolNodeConfig) -> Start:
 def check_start(config: PoolNodeConfig) -> Start:
     """Whether the node would start on the pages that there are. Raises UpgradeError, StartupError."""
     directory = config.arena_dir / config.name
-    layout = TableLayout(config.capacity, config.slab, config.min_slot)
+    layout = TableLayout(config.capacity, config.slab, MIN_SLOT_BYTES)
     reason = why_not_reusable(directory, config.placement.home(directory), layout)
     if reason:
         raise UpgradeError(f"it cannot take over the pages in {directory}: {reason}")

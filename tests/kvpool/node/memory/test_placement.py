@@ -95,7 +95,7 @@ def test_pages_of_the_other_kind_are_given_up_and_freed(tmp_path: Path, hugetlbf
 
 
 def test_too_few_huge_pages_are_said_with_what_to_do(tmp_path: Path, hugetlbfs: Path) -> None:
-    sizes = {"capacity_bytes": "64MiB", "slab_bytes": "2MiB"}
+    sizes = {"capacity_bytes": "64MiB"}
     line = start_fails(huge_pages="2MiB", huge_pages_dir=hugetlbfs, **sizes)
     assert re.search(r"needs 32 huge pages of 2 MiB, \d+ are free: as root, 'echo \d+ > /sys/kernel", line)
     assert list(hugetlbfs.iterdir()) == []
@@ -118,7 +118,7 @@ def test_no_hugetlbfs_at_all_is_said_with_what_to_do(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"huge_pages": "2MiB", "capacity_bytes": "33MiB", "slab_bytes": "1MiB"}, "multiple of 2MiB"),
+        ({"huge_pages": "2MiB", "capacity_bytes": "17MiB"}, "multiple of 2MiB"),
         ({"huge_pages": "1GiB", "capacity_bytes": "1500MiB"}, "multiple of 1GiB"),
         ({"huge_pages": "3MiB"}, "huge_pages"),
         ({"numa_node": -1}, "numa_node"),

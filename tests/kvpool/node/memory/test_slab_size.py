@@ -12,6 +12,7 @@ from pdserve.kvpool.core.events import AssignSlab
 from pdserve.kvpool.core.store.slot_allocator import SLOT_ALIGN_BYTES, SlotAllocator
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.node.memory.arena import Arena
+from pdserve.kvpool.node.memory.slab_size import MIN_SLOT_BYTES, SLABS, least_slab
 from pdserve.kvpool.protocol.slot_table import TableLayout
 
 MIB = 1 << 20
@@ -21,7 +22,7 @@ CAPACITY = 2048 * MIB
 
 def unused(config: PoolNodeConfig, page_bytes: int) -> float:
     """The share of `capacity_bytes` that stays unused when the node is full of pages of this size."""
-    slots = SlotAllocator(config.capacity, config.slab, config.min_slot)
+    slots = SlotAllocator(config.capacity, config.slab, MIN_SLOT_BYTES)
     slot_bytes = slots.class_of(page_bytes)
     assert slot_bytes is not None
     pages = slots.slabs * slots.slots_in(slot_bytes)
@@ -60,7 +61,7 @@ def test_slabs_follow_the_size_of_pages(page_mib: float, before: float, after: f
 )
 @example(page_bytes=20 * MIB, capacity_mib=64 << 10, huge_pages="1GiB")
 def test_no_page_leaves_more_than_a_tenth_unused(page_bytes: int, capacity_mib: int, huge_pages: str) -> None:
-    page_bytes = max(page_bytes, 16 * 1024)  # smaller ones take min_slot_bytes
+    page_bytes = max(page_bytes, MIN_SLOT_BYTES)  # smaller ones take a slot of it
     config = PoolNodeConfig(
         capacity_bytes=capacity_mib * MIB,
         page_bytes=page_bytes,
@@ -68,6 +69,13 @@ def test_no_page_leaves_more_than_a_tenth_unused(page_bytes: int, capacity_mib: 
     )
     assert unused(config, page_bytes) <= 0.1
     assert config.slab % SLOT_ALIGN_BYTES == 0
+
+
+@given(st.integers(MIN_SLOT_BYTES, 4096 * MIB))
+def test_small_arenas_have_room_for_pages_of_several_sizes(capacity_bytes: int) -> None:
+    slab = least_slab(capacity_bytes)
+    assert slab % SLOT_ALIGN_BYTES == 0
+    assert slab == SLAB or slab <= max(MIN_SLOT_BYTES, capacity_bytes / SLABS) < 2 * slab
 
 
 def test_the_slab_of_a_node_that_was_not_told_stays_as_it_was() -> None:

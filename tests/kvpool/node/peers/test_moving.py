@@ -61,7 +61,7 @@ def test_pages_that_are_on_ssd_only_move_to_a_node_that_joins_and_from_one_that_
     def start(name: str) -> PoolNode:
         tier = TierConfig(kind="ssd", path=tmp_path / f"{name}.ssd", capacity_bytes="64MiB", write="all")
         moving = MovingConfig(timeout_s=10.0)
-        sizes = {"capacity_bytes": "4MiB", "slab_bytes": "256KiB", "promotion_timeout_s": 10.0}
+        sizes = {"capacity_bytes": "4MiB", "promotion_timeout_s": 10.0}
         return nodes.start(name, tiers=[tier], moving=moving, **sizes)
 
     def only_in_tiers(node: PoolNode) -> list[bytes]:
@@ -118,7 +118,7 @@ def test_a_node_with_little_memory_pulls_no_faster_than_its_tier_writes(
     keys = some_keys(800, seed=14)
     fill(nodes, keys)
     tier = TierConfig(kind="ssd", path=tmp_path / "ssd", capacity_bytes="256MiB", write=write)
-    second = nodes.start("n1", tiers=[tier], capacity_bytes="2MiB", slab_bytes="256KiB")
+    second = nodes.start("n1", tiers=[tier], capacity_bytes="2MiB")
     nodes.settle()
     assert nodes.counters("n1")["pages_pulled"] > 300
     assert nodes.run(lambda: second.state.tiers.counters()["evicted_unwritten"]) == 0
@@ -318,7 +318,7 @@ def test_a_node_smaller_than_its_share_takes_what_fits(nodes: Nodes) -> None:
     nodes.start("n0")
     keys = some_keys(1000, seed=10)
     fill(nodes, keys)
-    small = nodes.start("n1", capacity_bytes="2MiB", slab_bytes="256KiB")
+    small = nodes.start("n1", capacity_bytes="2MiB")
     nodes.settle()
     status = nodes.run(lambda: small.state.status(0, 0.0))
     assert 0.7 * status.capacity_bytes < status.used_bytes <= status.capacity_bytes

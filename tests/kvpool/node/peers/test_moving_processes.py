@@ -36,13 +36,9 @@ class Pool:
     def start(self, *names: str, **settings: Any) -> None:
         whole = {
             "capacity_bytes": "48MiB",
-            "slab_bytes": "1MiB",
-            "min_slot_bytes": "8KiB",
-            "quarantine_s": 0.2,
             "keep": False,
             "cluster": {
                 "peers": [f"unix:{self.directory}/n{i}.sock" for i in (0, 1)],
-                "ping_interval_s": 0.1,
                 "ping_timeout_s": 0.5,
             },
             "moving": {"timeout_s": 1.0},

@@ -34,8 +34,6 @@ class Rig:
             name="tiers",
             arena_dir=arena_dir(),
             capacity_bytes=4 * MIB,
-            slab_bytes=MIB,
-            min_slot_bytes=64 * KIB,
             max_client_share=1.0,
             promotion_timeout_s=5.0,
             tiers=[
@@ -206,7 +204,7 @@ def test_what_leaves_the_first_tier_goes_to_the_second(rig: Rig) -> None:
 
 def test_a_tier_that_cannot_be_used_is_an_error_in_one_line(tmp_path: Path) -> None:
     tier = TierConfig(kind="ssd", path=tmp_path / "t", capacity_bytes="1GiB", options={"direkt": True})
-    sizes = {"capacity_bytes": 4 * MIB, "slab_bytes": MIB}
+    sizes = {"capacity_bytes": 4 * MIB}
     config = PoolNodeConfig(name="bad", arena_dir=arena_dir(), tiers=[tier], **sizes)
     with pytest.raises(AssertionError) as caught:
         ProcessPool(config, tmp_path, "shm")

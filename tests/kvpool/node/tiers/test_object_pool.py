@@ -57,8 +57,6 @@ def settings_of(directory: Path, endpoint: str, **options: Any) -> Callable[[str
 
 COMMON = {
     "capacity_bytes": 8 * MIB,
-    "slab_bytes": MIB,
-    "min_slot_bytes": 64 * KIB,
     "promotion_timeout_s": 5.0,
     "keep": False,
 }

@@ -45,8 +45,8 @@ def make_node(tmp_path: Path) -> Iterator[Callable[..., ProcessPool]]:
     made: list[ProcessPool] = []
 
     def make(data_path: str = "shm", **options: Any) -> ProcessPool:
-        settings = {"capacity_bytes": "64MiB", "slab_bytes": "1MiB", "max_client_share": 1.0, **options}
-        settings = {"name": "node", "quarantine_s": 0.2, **settings}
+        settings = {"capacity_bytes": "64MiB", "max_client_share": 1.0, **options}
+        settings = {"name": "node", **settings}
         config = PoolNodeConfig(arena_dir=arena_dir(), **settings)
         made.append(ProcessPool(config, tmp_path, data_path))
         return made[-1]
@@ -454,8 +454,8 @@ def test_a_new_version_that_would_not_start_leaves_the_node_as_it_is(
     good = node._file.read_text()
     for bad, why in (
         ('nonsense = "x"\n' + good, "nonsense"),
-        (good.replace('slab_bytes = "1MiB"', 'slab_bytes = "2MiB"'), "made for other sizes"),
-        (good.replace("page_bytes = 0", "page_bytes = 700000"), "slab_bytes or page_bytes"),
+        (good.replace('capacity_bytes = "64MiB"', 'capacity_bytes = "32MiB"'), "made for other sizes"),
+        (good.replace("page_bytes = 0", "page_bytes = 2500000"), "capacity_bytes, page_bytes"),
     ):
         assert bad != good
         node._file.write_text(bad)

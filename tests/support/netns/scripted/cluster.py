@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from pdserve.up.launchers.ssh import SHELL_VARIABLE
+from pdserve.up.launchers.launcher import SHELL_VARIABLE
 from tests.support.netns.machines import Machines, machines
 from tests.support.netns.scripted.talk import TalkConfig
 from tests.support.netns.scripted.worker import MODEL
@@ -38,7 +38,6 @@ run_dir = "{run_dir}"
 hosts = [{hosts}]
 start_parallelism = 4
 stop_grace_s = 20
-restart_backoff_s = 0.5
 max_restarts = 1000
 
 [router]
@@ -59,7 +58,6 @@ restart_wait_s = 4.9
 count = 3
 place.hosts = ["a", "b", "c"]
 capacity_bytes = "128MiB"
-slab_bytes = "4MiB"
 ucx.trusted_network = {ucx}
 cluster.ping_timeout_s = 3.0
 cluster.etcd.endpoints = ["{etcd}"]

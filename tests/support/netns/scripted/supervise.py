@@ -11,7 +11,7 @@ from typing import Final
 
 from pdserve.up.cli import run_plan
 from pdserve.up.config import read_cluster_file
-from pdserve.up.launchers.base import open_launcher
+from pdserve.up.launchers.launcher import open_launcher
 from pdserve.up.planner import Planner
 
 PROGRAM: Final = (sys.executable, "-m", "tests.support.netns.scripted.program")

@@ -1,0 +1,125 @@
+"""What a session's last turn said, in hashes, and what of it the next one changed. Pure.
+
+A prompt is found in caches as far as it begins as the one before. A client that changes its tools, the text
+of the system or an early message has all behind that computed again, and cannot see why. So the router keeps
+a chain of hashes of the last turns of sessions that their clients name, and says what changed:
+
+    tools_changed=TOKENS | system_changed=TOKENS | messages_changed=TOKENS
+
+TOKENS: an estimate of what the last turn's prompt had behind the change. The words are those of Anthropic's
+cache diagnostics.
+
+Agents ask other things in between under the same name, like a title for the conversation. So a session has up
+to `MAX_THREADS` last turns. A turn is compared with that of which it changes the least, and one that has
+nothing of any of them begins another. Bounds: `MAX_MESSAGES` of a turn, at most 12 KB each, and
+`MAX_SESSIONS` of a router process.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from typing import Final, NamedTuple
+
+import msgspec
+import xxhash
+
+from pdserve.router.api.request_body import BYTES_PER_TOKEN, RequestView
+from pdserve.router.sessions.canonical import canonical, chain_of
+from pdserve.router.sessions.keys import SessionKey
+
+MAX_MESSAGES: Final = 1024
+MAX_SESSIONS: Final = 2048
+MAX_THREADS: Final = 3
+
+
+class Change(NamedTuple):
+    """What a turn changed of the one before."""
+
+    reason: str
+    tokens: int
+    """Estimated, of the prompt before, from the change on."""
+
+    def words(self) -> bytes:
+        """As a header says it."""
+        return b"%b=%d" % (self.reason.encode("ascii"), self.tokens)
+
+
+class Turn(msgspec.Struct, frozen=True, gc=False):
+    """What one turn said."""
+
+    tools: int
+    tools_bytes: int
+    system: int
+    system_bytes: int
+    links: array[int]
+    """A hash of the messages up to each, 64 bits."""
+    sizes: array[int]
+    """Bytes of each message."""
+
+
+def turn_of(view: RequestView) -> Turn:
+    """The hashes of a request."""
+    messages = chain_of(view.messages or view.input, MAX_MESSAGES)
+    system = b"\0".join([canonical(one) for one in (view.system, view.instructions) if one])
+    tools = bytes(view.tools)
+    return Turn(
+        xxhash.xxh3_64_intdigest(tools),
+        len(tools),
+        xxhash.xxh3_64_intdigest(system + messages.head.encode("ascii")),
+        len(system) + messages.head_bytes,
+        array("Q", [int(link[:16], 16) for link in messages.hashes]),
+        array("L", messages.sizes),
+    )
+
+
+def change_of(last: Turn, now: Turn) -> Change | None:
+    """What `now` changed of `last`; None: it only goes on. A change of tools is told before others: it may be
+    that of the system's text, which names them.
+    """
+    said = sum(last.sizes)
+    if last.tools != now.tools:
+        lost = said + last.tools_bytes + (last.system_bytes if last.system != now.system else 0)
+        return Change("tools_changed", lost // BYTES_PER_TOKEN)
+    if last.system != now.system:
+        lost = said + last.tools_bytes + last.system_bytes
+        return Change("system_changed", lost // BYTES_PER_TOKEN)
+    alike, most = 0, min(len(last.links), len(now.links))
+    while alike < most:  # links say what all before them is: the last equal one is searched
+        middle = (alike + most + 1) // 2
+        if last.links[middle - 1] == now.links[middle - 1]:
+            alike = middle
+        else:
+            most = middle - 1
+    if alike == len(last.links):
+        return None
+    return Change("messages_changed", sum(last.sizes[alike:]) // BYTES_PER_TOKEN)
+
+
+def is_other(last: Turn, now: Turn) -> bool:
+    """The turn has nothing of the other."""
+    is_alike = last.tools_bytes and last.tools == now.tools
+    is_alike = is_alike or (last.system_bytes and last.system == now.system)
+    return not (is_alike or last.links[:1] == now.links[:1])
+
+
+class History:
+    """The last turns of a router process."""
+
+    def __init__(self, capacity: int = MAX_SESSIONS) -> None:
+        self._capacity = capacity
+        self._turns: OrderedDict[str, list[Turn]] = OrderedDict()
+        """By the session's link; the newest turn of each at the end."""
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def follow(self, key: SessionKey, view: RequestView) -> tuple[bool, Change | None]:
+        """(the session had a turn before, what this one changed). This turn is the last one from now on."""
+        before, now = self._turns.pop(key.links[-1], []), turn_of(view)
+        alike = [(change_of(last, now), last) for last in before if not is_other(last, now)]
+        change, last = min(alike, key=lambda one: one[0].tokens if one[0] else -1, default=(None, None))
+        self._turns[key.links[-1]] = [*(one for one in before if one is not last), now][-MAX_THREADS:]
+        if len(self._turns) > self._capacity:
+            self._turns.popitem(last=False)
+        return bool(before), change

@@ -1,0 +1,102 @@
+"""What a turn changed of the one before it, against a model that looks at the messages themselves."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.router.api.request_body import parse_request
+from pdserve.router.sessions.history import MAX_MESSAGES, Change, History, change_of, turn_of
+from pdserve.router.sessions.keys import named
+from tests.support.agents import CLIENTS, TURNS, Client
+
+
+def change(before: dict[str, Any], now: dict[str, Any]) -> Change | None:
+    one, two = (turn_of(parse_request(json.dumps(body).encode())) for body in (before, now))
+    return change_of(one, two)
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+TOOLS = [{"name": "ls"}]
+LONG = "word " * 400
+BODY: dict[str, Any] = {"system": LONG, "tools": TOOLS, "messages": [user(LONG), user("b"), user("c")]}
+
+
+@pytest.mark.parametrize(
+    ("more", "reason", "tokens"),
+    [
+        ({}, None, 0),
+        ({"messages": [*BODY["messages"], user("d")]}, None, 0),
+        ({"system": [{"type": "text", "text": LONG}]}, None, 0),
+        ({"system": f"{LONG}!"}, "system_changed", 1000),
+        ({"tools": []}, "tools_changed", 500),
+        ({"tools": [], "system": ""}, "tools_changed", 1000),
+        ({"messages": [user("x"), *BODY["messages"][1:]]}, "messages_changed", 500),
+        ({"messages": [BODY["messages"][0], user("x"), user("c")]}, "messages_changed", 0),
+        ({"messages": BODY["messages"][:1]}, "messages_changed", 0),
+    ],
+)
+def test_the_first_part_that_changed_is_named(more: dict[str, Any], reason: str | None, tokens: int) -> None:
+    found = change(BODY, {**BODY, **more})
+    assert (found and found.reason) == reason
+    assert found is None or tokens <= found.tokens <= tokens + 20
+
+
+MARKED = [{"type": "text", "text": LONG, "cache_control": {"type": "ephemeral"}}]
+
+
+def test_a_mark_that_moves_on_changes_nothing() -> None:
+    plain = [{"type": "text", "text": LONG}]
+    before = {"system": MARKED, "messages": [user(MARKED)]}  # type: ignore[arg-type]
+    assert change(before, {"system": plain, "messages": [user(LONG), user("b")]}) is None
+
+
+@pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.name)
+def test_agents_that_only_go_on_change_nothing_but_their_nonce(client: Client) -> None:
+    answers = [f"Answer {number}" for number in range(TURNS)]
+    for turn in range(1, TURNS):
+        found = change(client.body(turn - 1, answers), client.body(turn, answers))
+        assert (found and found.reason) == ("system_changed" if client.name == "Claude Code" else None)
+
+
+TEXTS = st.lists(st.sampled_from("abc"), max_size=6)
+
+
+@given(TEXTS, TEXTS)
+def test_messages_are_compared_one_by_one(before: list[str], now: list[str]) -> None:
+    found = change({"messages": [*map(user, before)]}, {"messages": [*map(user, now)]})
+    assert (found is None) == (now[: len(before)] == before)
+
+
+def test_only_the_first_messages_of_a_very_long_conversation_are_compared() -> None:
+    many = [user(str(number)) for number in range(MAX_MESSAGES + 2)]
+    assert change({"messages": many}, {"messages": [*many[:-1], user("x")]}) is None
+    assert change({"messages": many}, {"messages": [user("x"), *many[1:]]}) is not None
+
+
+@pytest.mark.parametrize("messages", ["hi", None, 5, [5], [{"role": 5}], {"a": 1}])
+def test_what_is_no_list_of_messages_has_no_history(messages: object) -> None:
+    assert change({"messages": messages}, {"messages": messages}) is None
+
+
+def test_the_sessions_that_were_seen_last_are_followed() -> None:
+    history, view = History(capacity=2), parse_request(json.dumps(BODY).encode())
+    assert [history.follow(named(name), view)[0] for name in "abacb"] == [False, False, True, False, False]
+    assert len(history) == 2
+
+
+def test_what_an_agent_asks_in_between_is_no_change() -> None:
+    history, name = History(), named("s")
+    title = {"system": "Give a title.", "messages": [user("What is this about?"), user(LONG)]}
+    main = [BODY, {**BODY, "messages": [*BODY["messages"], user("d")]}]
+    said = [BODY, title, main[1], title, {**main[1], "system": "x"}]
+    views = [parse_request(json.dumps(body).encode()) for body in said]
+    changes = [history.follow(name, view)[1] for view in views]
+    assert [change and change.reason for change in changes] == [None, None, None, None, "system_changed"]

@@ -1,0 +1,220 @@
+"""Acts of administrators, and metrics, in the runtime directory."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from pdserve.router.config.router import RouterConfig
+from pdserve.router.fleet.changes import FleetChange
+from pdserve.router.fleet.membership import Act, FleetError
+from pdserve.router.fleet.registry import Fleet
+from pdserve.router.fleet.worker import Role, Worker
+from pdserve.router.metrics.stats import Histogram, Snapshot
+from pdserve.router.sharing.files import MAX_RECENT, Acts, MetricsFiles, ids_of
+
+URLS = [f"http://h{i}:1" for i in range(3)]
+IDS = [url.removeprefix("http://") for url in URLS]
+CONFIG = RouterConfig(prefill=(URLS[0],), decode=(URLS[1],))
+FOUND = ["http://h9:1", URLS[2]]
+"""What etcd may name."""
+PROCESSES = st.integers(0, 1)
+EVENTS = st.one_of(
+    st.tuples(
+        st.sampled_from(["join", "leave", "drain", "undrain"]),
+        st.sampled_from([URLS[1], *FOUND]),
+        PROCESSES,
+    ),
+    st.sets(st.sampled_from(FOUND)),
+)
+
+
+class Process:
+    """A router process, as far as acts of administrators go."""
+
+    def __init__(
+        self, directory: Path, named: Iterable[str] | None = None, config: RouterConfig = CONFIG
+    ) -> None:
+        """`named`: what etcd names as it starts; None: etcd is away."""
+        self.acts, self.fleet = Acts(directory), Fleet.from_config(config)
+        begin = self.acts.begin(None, config)
+        if named is not None:
+            self.name_in_etcd(named)
+        for change in begin:
+            change.follow(self.fleet)
+        self.fleet.members.told = lambda act, worker, role: self.acts.note(FleetChange(act, worker, role))
+
+    def look(self) -> None:
+        for change in self.acts.new():
+            assert change is not None
+            change.follow(self.fleet)
+
+    def name_in_etcd(self, urls: Iterable[str]) -> None:
+        """As discovery does: what would be refused is left out."""
+        named: dict[str, Role] = {}
+        for url in urls:
+            with suppress(FleetError):
+                self.fleet.members.check("etcd", Worker("decode", url))
+                named[url] = "decode"
+        self.fleet.members.sync("etcd", named)
+
+    def do(self, act: Act, url: str) -> None:
+        with suppress(FleetError):
+            FleetChange(act, url if act == "join" else url.removeprefix("http://"), "decode").apply(
+                self.fleet
+            )
+
+    @property
+    def members(self) -> dict[str, tuple[Role, bool]]:
+        return {worker.id: (worker.role, worker.drained) for worker in self.fleet.workers}
+
+
+@given(st.lists(EVENTS, max_size=12), st.booleans())
+@example([{URLS[2]}, ("drain", URLS[2], 0), set(), {URLS[2]}], False)
+@example([{URLS[2]}, ("leave", URLS[2], 0), set(), {URLS[2]}], False)
+@example([{URLS[2]}, ("drain", URLS[2], 0)], True)
+@example([{URLS[2]}, ("leave", URLS[2], 0)], True)
+@example([{URLS[2]}, *[(act, URLS[2], 0) for act in ("leave", "join", "leave")]], False)
+@example([("join", URLS[2], 0), ("leave", URLS[2], 1), {URLS[2]}], False)
+def test_every_process_comes_to_the_same_fleet_whatever_etcd_names(
+    events: list[tuple[Act, str, int] | set[str]], etcd_was_away: bool
+) -> None:
+    """Also one that starts late, and whoever of them is told."""
+    with TemporaryDirectory() as path:
+        directory = Path(path)
+        processes = Process(directory), Process(directory)
+        named: set[str] = set()
+        for event in events:
+            if isinstance(event, set):
+                named = event
+                for process in processes:
+                    process.name_in_etcd(named)
+            else:
+                act, url, number = event
+                processes[number].do(act, url)
+            for process in processes:
+                process.look()
+        late = Process(directory, None if etcd_was_away else named)
+        for process in (*processes, late):
+            process.name_in_etcd(named)
+            process.look()
+        assert processes[0].members == processes[1].members == late.members
+
+
+def test_of_two_acts_at_once_the_later_one_counts_everywhere(tmp_path: Path) -> None:
+    here, there = Process(tmp_path), Process(tmp_path)
+    here.do("drain", URLS[1])
+    there.do("undrain", URLS[1])
+    for process in (here, there):
+        process.look()
+    assert here.members == there.members == {IDS[0]: ("prefill", False), IDS[1]: ("decode", False)}
+
+
+def test_a_configuration_read_anew_brings_back_what_it_lists(tmp_path: Path) -> None:
+    process, acts = Process(tmp_path), Acts(tmp_path)
+    process.do("leave", URLS[1])
+    process.do("join", URLS[2])
+    process.do("drain", URLS[2])
+    process.do("drain", URLS[0])
+    [*before] = acts.begin(None, CONFIG)
+    assert FleetChange("leave", IDS[1], "decode") in before
+    coming = Process(tmp_path)
+    coming.fleet = Fleet.from_config(CONFIG)
+    for change in acts.begin(ids_of(CONFIG), CONFIG):
+        change.follow(coming.fleet)
+    expected = {IDS[0]: ("prefill", True), IDS[1]: ("decode", False), IDS[2]: ("decode", True)}
+    assert coming.members == expected
+    assert list(acts.begin(None, CONFIG)) == before  # until the reload has succeeded
+    acts.configured(ids_of(CONFIG), CONFIG)
+    assert Process(tmp_path).members == expected
+
+
+def test_what_others_have_done_is_done_once_and_in_order(tmp_path: Path) -> None:
+    here, there = Acts(tmp_path), Acts(tmp_path)
+    changes = [FleetChange("drain", IDS[1]), None, FleetChange("undrain", IDS[1])]
+    for change in changes:
+        here.note(change)
+    assert there.new() == changes
+    assert there.new() == here.new() == []
+
+
+def test_what_nobody_has_asked_about_is_not_noted_and_the_rest_is_bounded(tmp_path: Path) -> None:
+    acts, other = Acts(tmp_path), Acts(tmp_path)
+    for number in range(2 * MAX_RECENT):
+        acts.note(FleetChange("gone", f"w{number}:1"))
+    assert other.new() == []
+    for _ in range(2 * MAX_RECENT):
+        acts.note(None)
+    assert len(other.new()) == MAX_RECENT
+
+
+def test_a_lock_that_a_stopped_process_holds_holds_up_nobody_for_long(tmp_path: Path) -> None:
+    with (tmp_path / "acts.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(BlockingIOError):
+            Acts(tmp_path).note(None)
+    Acts(tmp_path).note(None)
+
+
+# --- metrics
+
+
+def counted(requests: int, refused: bool = False) -> Snapshot:
+    histogram = Histogram()
+    for _ in range(requests):
+        histogram.observe(1.0)
+    return Snapshot(
+        {
+            "requests": {("/", "200"): requests},
+            "requests_in_flight": {(): 1},
+            "worker_refused": {("w:1", "decode"): float(refused)},
+        },
+        {"first_token_seconds": {("queue",): histogram}},
+    )
+
+
+def test_the_metrics_of_all_processes_are_added_up_and_those_of_ended_ones_stay(tmp_path: Path) -> None:
+    files = MetricsFiles(tmp_path)
+    assert files.add_up("a", counted(1), 0).total("requests") == 1
+    files.write("a", counted(1))
+    files.write("b", counted(10))
+    files.write("c", counted(100, refused=True))
+    total = files.add_up("a", counted(2), 1)
+    assert (total.total("requests"), total.total("requests_in_flight"), total.is_whole) == (112, 3, False)
+    assert files.refused() == {"w:1"}
+    files.fold("c")
+    files.fold("killed before it had written")
+    total = files.add_up("a", counted(2), 0)
+    assert (total.total("requests"), total.total("requests_in_flight"), total.is_whole) == (112, 2, True)
+    assert sum(total.histograms["first_token_seconds"][("queue",)].counts) == 112
+    assert files.refused() == set()
+
+
+def test_a_process_that_ends_while_one_adds_up_is_counted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, parent = MetricsFiles(tmp_path), MetricsFiles(tmp_path)
+    for name in "bc":
+        files.write(name, counted(10))
+    read = files.read
+
+    def reading(name: str) -> Snapshot | None:
+        found = read(name)
+        parent.fold("b")
+        return found
+
+    monkeypatch.setattr(files, "read", reading)
+    assert files.add_up("a", counted(1), 0).total("requests") == 21
+
+
+def test_a_file_that_is_no_snapshot_counts_for_nothing(tmp_path: Path) -> None:
+    files = MetricsFiles(tmp_path)
+    (tmp_path / "b.metrics").write_bytes(b"\xc1")
+    assert files.add_up("a", counted(1), 0).total("requests") == 1
