@@ -8,6 +8,7 @@
 | stall | how long the tokens of a stream wait while another conversation's pages move |
 | router | what a router adds and can take, beside other routers |
 | pool | how fast a pool node moves pages, beside a memory copy, `ucx_perftest` and Mooncake |
+| beside | what pages that move cost the steps of a scheduler, and steps the pages |
 | tier | how fast the SSD tier reads and writes, beside plain direct I/O |
 | weights | how fast a model's weights come from the pool, beside SGLang's own loader |
 | policies | hit rates of the eviction policies on a trace |

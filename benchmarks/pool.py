@@ -6,7 +6,7 @@ each store, in an order that turns from round to round, a put of a batch under n
 that was put a while ago. Figures are medians over rounds, so whatever else the machine does hits all alike.
 Batches take turns among buffers and pages that are together larger than a CPU's cache.
 
-`--procs 1,4` measures instead so many processes at once, each with a page mover, as the ranks of a worker.
+`--procs 1,4` measures instead so many processes at once, as the ranks of a worker.
 `--control` measures instead the round trip of the smallest control message, and a connect with its handshake.
 """
 
@@ -112,9 +112,7 @@ def main(
     peer: Annotated[
         list[str] | None, typer.Option(help=f"Measure beside it, each given once: {', '.join(PEERS)}.")
     ] = None,
-    procs: Annotated[
-        str, typer.Option(help="Instead: so many processes at once, each with a page mover: 1,4.")
-    ] = "",
+    procs: Annotated[str, typer.Option(help="Instead: so many processes at once: 1,4.")] = "",
     total: Annotated[str, typer.Option(help="With --procs: bytes of all their pages together.")] = "1GiB",
     rounds: Annotated[int, typer.Option(min=1, help="With --procs: rounds; results are medians.")] = 3,
     control: Annotated[
@@ -468,7 +466,7 @@ def _measure_way(way: _Way, seconds: float) -> None:
             way.messages_s.append(time.perf_counter() - began_s)
 
 
-# --- several processes at once, each with a page mover, as the ranks of a worker
+# --- several processes at once, as the ranks of a worker
 
 
 class ProcsFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -500,9 +498,7 @@ def _procs(
             rates = (row.memcpy_gbps, row.get_gbps, row.put_gbps, row.get_over_memcpy, row.put_over_memcpy)
             lines.append((*workload.cells, str(count), *(f"{rate:.2f}" for rate in rates)))
     columns = ("path", "sum", "page", "processes", "copy", "get", "put", "get/copy", "put/copy")
-    output.show(
-        Table("Processes at once, each with a page mover, GB/s in sum", columns, lines, left=("path", "sum"))
-    )
+    output.show(Table("Processes at once, GB/s in sum", columns, lines, left=("path", "sum")))
 
 
 def measure_procs(

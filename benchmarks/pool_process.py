@@ -1,5 +1,5 @@
-"""One process of `benchmarks.pool --procs`, as a rank of a worker is: a host pool and a page mover, which
-works when the board says so.
+"""One process of `benchmarks.pool --procs`, as a rank of a worker is: host memory and a client, which works
+when the board says so.
 
 Run as `python -m benchmarks.pool_process CONFIG.json`. It ends at SIGTERM. The board is a file that all
 processes of the run map: a row of int64 for each of them, and row 0 for the benchmark.
@@ -20,11 +20,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig
-from pdserve.kvpool.mover.client import MoverClient
-from pdserve.kvpool.mover.host_pages import HostPages, HostPart, Segment
-from pdserve.kvpool.protocol.page_bytes import Bytes1D
-from pdserve.pages import KV
+from pdserve.kvpool.protocol.base import KEY_BYTES
+from pdserve.kvpool.protocol.page_bytes import aligned
 from tests.support.processes import read_config, stop_at_sigterm
 
 POLL_S: Final = 0.0005
@@ -56,16 +55,13 @@ class ProcessConfig(msgspec.Struct, frozen=True):
 class Process:
     """Its pages, and the three things to do with them."""
 
-    def __init__(self, config: ProcessConfig, fd: int, memory: Bytes1D) -> None:
-        """`fd`: the file that `memory` maps, shape [pages * page_bytes]. Raises StartupError."""
+    def __init__(self, config: ProcessConfig) -> None:
         size, batch = config.page_bytes, config.batch_pages
-        self._memory = memory.reshape(-1, batch * size)
-        self._target = np.zeros(batch * size, np.uint8)
-        self._indices = [row.tobytes() for row in np.arange(config.pages, dtype=np.int64).reshape(-1, batch)]
-        self._names = [[os.urandom(32).hex() for _ in range(batch)] for _ in self._indices]
-        host = HostPages([(fd, memory.size)], [Segment(0, 0, size, size)], 1, config.pages)
-        parts = {KV: HostPart(host, (config.name.encode(),))}
-        self._mover = MoverClient(config.client, "bench", {"bench": "1"}, parts, name=config.name)
+        self._memory = aligned(config.pages * size).reshape(-1, batch, size)
+        self._memory[:] = np.random.default_rng(config.row).integers(0, 256, size, np.uint8)
+        self._target = np.zeros((batch, size), np.uint8)
+        self._names = [[os.urandom(KEY_BYTES) for _ in range(batch)] for _ in self._memory]
+        self._client = PoolClient(config.client, "bench", {"bench": "1"}, name=config.name)
 
     def do(self, work: Work) -> int:
         """All pages once; how many were not moved."""
@@ -73,12 +69,14 @@ class Process:
             for batch in self._memory:
                 self._target[:] = batch
             return 0
-        move = self._mover.put if work == "put" else self._mover.get
-        moved = (move(names, indices) for names, indices in zip(self._names, self._indices, strict=True))
-        return sum(one.done.count(False) for one in moved)
+        move = self._client.put if work == "put" else self._client.get
+        return sum(
+            move(names, [[page] for page in batch]).count(False)
+            for names, batch in zip(self._names, self._memory, strict=True)
+        )
 
     def close(self) -> None:
-        self._mover.close()
+        self._client.close()
 
 
 def new_rows(path: Path, rows: int) -> Rows:
@@ -113,12 +111,7 @@ def work_on(config: ProcessConfig, process: Process, stop: threading.Event) -> N
 def main(config_path: str) -> None:
     config = read_config(config_path, ProcessConfig)
     stop = stop_at_sigterm()
-    size = config.pages * config.page_bytes
-    fd = os.memfd_create("pdserve-bench")
-    os.ftruncate(fd, size)
-    memory = np.frombuffer(mmap.mmap(fd, size), np.uint8)
-    memory[:] = np.resize(np.random.default_rng(config.row).integers(0, 256, 1 << 20, np.uint8), size)
-    with closing(Process(config, fd, memory)) as process:
+    with closing(Process(config)) as process:
         work_on(config, process, stop)
 
 

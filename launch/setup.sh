@@ -57,7 +57,7 @@ set_up() {
   [ -n "$python" ] || fail "Python 3.11 or newer is needed: none of python3, python3.13, python3.12, python3.11 is"
   if [ -n "${PDSERVE_IMAGE:-}" ]; then kind=$PDSERVE_IMAGE editable=(); elif has_gpu; then kind=gpu; fi
   of="$kind, $("$python" -V), $root" # a copied or moved .venv would run the other checkout
-  files=$(cat pyproject.toml launch/{constraints.txt,without-cuda.txt,setup.sh} | sha256sum)
+  files=$( (cat pyproject.toml launch/{constraints.txt,without-cuda.txt,setup.sh} && cat pdserve/*/native/*.c 2>/dev/null || :) | sha256sum)
   exec 9<launch/setup.sh
   flock -n 9 || { say "another set-up of $root runs: waiting for it" && flock 9; }
   mapfile -t was < <(cat "$stamp" 2>/dev/null)

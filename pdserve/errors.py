@@ -92,9 +92,5 @@ class RequestRefused(PoolRefused):
         self.code = code
 
 
-class StaleView(PoolRefused):
-    """The node has another view of the ring than who asked; one of the two learns of it soon."""
-
-
 class FrameError(PoolError):
     """Bytes on a control connection are not a frame of our protocol."""

@@ -21,7 +21,7 @@ RISKS: dict[str, tuple[str, ...]] = {
     "pdserve/engine/turns": _MODELS,
     "pdserve/integrations": ("tests/integrations", "tests/e2e"),
     "pdserve/kvpool/hicache": (*_MODELS, "tests/kvpool/hicache"),
-    "pdserve/kvpool/mover": (*_MODELS, "tests/kvpool/mover"),
+    "pdserve/kvpool/native": (*_MODELS, *_NODES),
     "pdserve/kvpool/node/peers": ("tests/kvpool/node/peers", "tests/netns"),
     "pdserve/kvpool/node/tcp": (*_NODES, "tests/netns"),
     "pdserve/kvpool/node/ucx": (*_NODES, "tests/netns"),

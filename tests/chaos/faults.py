@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import random
-import signal
 import subprocess
 import sys
 import threading
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-import psutil
 
 from pdserve.errors import PoolError
 from pdserve.kvpool.client.client import PoolClient
@@ -28,7 +26,7 @@ from pdserve.kvpool.protocol.cluster_messages import LEFT, Drain, Upgrade
 from pdserve.kvpool.tiers.ssd.segment_format import BLOCK_BYTES, Record, read_index
 from tests.chaos import abandon
 from tests.chaos.direct import AWAY, Direct, ask, pages_anywhere, pages_on
-from tests.chaos.field import LEASE_S, SHARED, Field, WorkerProcess
+from tests.chaos.field import LEASE_S, SHARED, Field
 from tests.chaos.moving import GEOMETRY, NAMESPACE
 from tests.chaos.plan import DISTURBING, Fault, Kind
 from tests.chaos.records import (
@@ -40,7 +38,6 @@ from tests.chaos.records import (
     Flipped,
     Lost,
     Moved,
-    MoverLost,
     Restarted,
     Stopped,
     Upgraded,
@@ -58,14 +55,11 @@ BACK_WITHIN_S: Final = 10.0
 FREE_WITHIN_S: Final = 30.0  # R14
 GONE_TIMEOUT_S: Final = 30.0
 PREFLIGHT_S: Final = 65.0  # a node gives its new version 60
-MOVER_WITHIN_S: Final = 60.0
-"""A call waits for its own time-out and for the upgrade of a node. Then its mover is ended."""
 PAUSE_LEASES: Final = 1.2
 ASKED_PAGES: Final = 16
 FLIPPED_ON_SSD: Final = 6
 ABANDONED_PAGES: Final = 48  # with 16, a node of three owned none once in 700 times
 WRITE_BATCH: Final = 32
-MOVER_MODULE: Final = "pdserve.kvpool.mover"
 
 
 class LeftOut(HarnessError):
@@ -410,7 +404,7 @@ def _read_flipped(field: Field, node: NodeProcess, page: int) -> None:
             field.note(Flipped(at_s, node.name, page, "replaced"))
 
 
-# --- clients and their movers
+# --- clients
 
 
 def pause_client(field: Field, fault: Fault) -> None:
@@ -427,37 +421,6 @@ def kill_client(field: Field, fault: Fault) -> None:
     start_s = time.monotonic()
     worker.replace()
     field.note(Stopped(start_s, time.monotonic(), worker.name, killed=True))
-
-
-def lose_mover(field: Field, fault: Fault) -> None:
-    """Kill or stop one, and wait until its client has another. Raises LeftOut, HarnessError."""
-    draw = random.Random(fault.draw)
-    worker = draw.choice([worker for worker in field.workers if worker.by_mover])
-    with worker.kept() as free:
-        if not free:
-            raise LeftOut(f"another fault has {worker.name} just now")
-        start_s, before = time.monotonic(), worker.movers_replaced()
-        number = signal.SIGSTOP if fault.kind == "pause_mover" else signal.SIGKILL
-        try:
-            draw.choice(_movers_of(worker)).send_signal(number)
-        except psutil.NoSuchProcess as error:
-            raise LeftOut(f"{worker.name} has no page mover just now") from error
-        while worker.movers_replaced() == before:
-            if time.monotonic() > start_s + MOVER_WITHIN_S:
-                raise HarnessError(f"{worker.name} has no other page mover after {MOVER_WITHIN_S:.0f} s")
-            time.sleep(POLL_S)
-        end_s = time.monotonic()
-    field.note(Stopped(start_s, end_s, worker.name))
-    field.note(MoverLost(start_s, end_s, worker.name))
-
-
-def _movers_of(worker: WorkerProcess) -> list[psutil.Process]:
-    """Raises NoSuchProcess: it has none."""
-    children = psutil.Process(worker.pid).children()
-    movers = [child for child in children if MOVER_MODULE in child.cmdline()]
-    if not movers:
-        raise psutil.NoSuchProcess(worker.pid)
-    return movers
 
 
 def abandon_one(field: Field, fault: Fault) -> None:
@@ -514,8 +477,6 @@ ACTS: Final[dict[Kind, Callable[[Field, Fault], None]]] = {
     "flip": flip,
     "pause_client": pause_client,
     "kill_client": kill_client,
-    "kill_mover": lose_mover,
-    "pause_mover": lose_mover,
     "abandon": abandon_one,
 }
 

@@ -22,7 +22,7 @@ from tests.chaos.moving import NAMESPACE
 from tests.chaos.plan import Plan
 from tests.chaos.proxy import Relay, relays
 from tests.chaos.records import Disturbed, Ended, Record, to_line
-from tests.chaos.worker import COLUMNS, MOVERS, WRITE_TOKEN, WorkerConfig, open_board
+from tests.chaos.worker import COLUMNS, WRITE_TOKEN, WorkerConfig
 from tests.support.kvpool import made_pages as p
 from tests.support.kvpool.node_processes import NodeProcess, await_settled, client_of, pool_of
 from tests.support.processes import Child, client, free_ports
@@ -57,14 +57,12 @@ class Line(msgspec.Struct, frozen=True):
     data_path: str
     checksum: bool
     threads: int
-    by_mover: bool = False
 
 
 LINES: Final = (
     Line("client-shm", "shm", True, 2),
     Line("client-ucx", "ucx", True, 2),
     Line("client-tcp", "tcp", True, 1),
-    Line("client-mover", "shm", False, 1, by_mover=True),
     Line("client-shm-bare", "shm", False, 1),  # without checksums: a torn page would be handed out
     Line("client-ucx-bare", "ucx", False, 1),
 )
@@ -77,7 +75,6 @@ class WorkerProcess(Child):
         child = client(config, directory, "tests.chaos.worker")
         super().__init__(child.name, child.command, child.log_path)
         self.output = Path(config.output)
-        self.by_mover = config.by_mover
         self._directory = directory
         self._config = config
         self._lock = threading.Lock()
@@ -101,20 +98,6 @@ class WorkerProcess(Child):
             client(self._config, self._directory, "tests.chaos.worker")
             self.spawn()
             self.await_ready()
-
-    def movers_replaced(self) -> int:
-        """How many of its page movers failed, and have successors."""
-        return int(open_board(self._config.board)[self._config.writers, MOVERS].sum())
-
-    @contextmanager
-    def kept(self) -> Iterator[bool]:
-        """Whether nobody pauses or replaces it meanwhile; false where somebody does just now."""
-        free = self._lock.acquire(blocking=False)
-        try:
-            yield free
-        finally:
-            if free:
-                self._lock.release()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -252,7 +235,6 @@ def _workers(plan: Plan, nodes: Sequence[PoolNodeRef], directory: Path) -> list[
             shared=SHARED,
             operations_s=OPERATIONS_S,
             damaged=line.checksum,
-            by_mover=line.by_mover,
             board=str(board),
             output=str(directory / f"{line.name}.jsonl"),
             ready=str(directory / f"{line.name}.ready"),

@@ -29,8 +29,6 @@ from tests.chaos.records import (
     Flipped,
     Lost,
     Moved,
-    MoverLost,
-    MoversReplaced,
     Record,
     Restarted,
     Starved,
@@ -85,7 +83,6 @@ def judge(records: Sequence[Record], owner: Callable[[int], str], restart_wait_s
         _abandoned(of(records, Abandoned)),
         _share("reboot", "pages back from SSD after a reboot", kept.rebooted, 0.999),
         _found_again(ran, calm),
-        _movers(records),
         _failed(of(records, Acted)),
         _ended(of(records, Ended)),
     ]
@@ -410,18 +407,6 @@ def _abandoned(clients: Sequence[Abandoned]) -> Row:
     killed = sum(one.reserved_bytes > 0 for one in clients)
     figure = f"{left} of {held:,}, {killed} killed; free after at most {slowest:.1f} s"
     return _row("R14", what, "0", figure, left == 0)
-
-
-def _movers(records: Sequence[Record]) -> Row:
-    """One that nobody killed or stopped must not fail."""
-    what, goal = "page movers that failed; of those we ended", "the same"
-    lost = of(records, MoverLost)
-    if not lost:
-        return _not("movers", what, goal, "none was killed or stopped")
-    failed = sum(one.count for one in of(records, MoversReplaced))
-    slowest_s = max(one.end_s - one.start_s for one in lost)
-    figure = f"{failed} of {len(lost)}; another after at most {slowest_s:.1f} s"
-    return _row("movers", what, goal, figure, failed == len(lost))
 
 
 def _found_again(asked: Sequence[Asked], calm: Calm) -> Row:

@@ -25,8 +25,6 @@ Kind: TypeAlias = Literal[
     "flip",  # one bit of a page in a node's memory
     "pause_client",  # SIGSTOP a client, SIGCONT when its leases are over
     "kill_client",  # kill -9 a client in whatever it does; another takes its place
-    "kill_mover",  # kill -9 a client's page mover
-    "pause_mover",  # SIGSTOP a client's page mover: the client must end it
     "abandon",  # a client reserves pages, then is killed
     "pressure",  # a second namespace is written until memory is full, for `for_s`, and emptied
 ]

@@ -62,21 +62,6 @@ class Stopped(msgspec.Struct, frozen=True, tag="stopped"):
     killed: bool = False
 
 
-class MoverLost(msgspec.Struct, frozen=True, tag="mover_lost"):
-    """A client's page mover was killed or stopped at the start; at the end the client had another."""
-
-    start_s: float
-    end_s: float
-    client: str
-
-
-class MoversReplaced(msgspec.Struct, frozen=True, tag="movers_replaced"):
-    """How many page movers of a client failed in the whole run, whatever ended them."""
-
-    client: str
-    count: int
-
-
 class Starved(msgspec.Struct, frozen=True, tag="starved"):
     """From start to end the machine gave a client no processor."""
 
@@ -166,8 +151,6 @@ Record: TypeAlias = (
     | Acted
     | Disturbed
     | Stopped
-    | MoverLost
-    | MoversReplaced
     | Starved
     | Lost
     | Flipped

@@ -17,7 +17,7 @@ from tests.chaos.faults import LeftOut, abandon_on, in_thread, recorded, until_f
 from tests.chaos.field import LEASE_S, RESTART_WAIT_S, TIMEOUTS, Field, set_up, watching
 from tests.chaos.judge import Row, judge
 from tests.chaos.plan import CALM_S, DISTURBING, Fault, Plan
-from tests.chaos.records import Ended, MoversReplaced, Record, read_lines
+from tests.chaos.records import Ended, Record, read_lines
 from tests.support.kvpool.node_processes import NodeProcess
 from tests.support.processes import HarnessError
 
@@ -87,8 +87,6 @@ def _end(field: Field) -> None:
     last.kill()
     for worker in others:
         worker.ask_to_stop()
-        if worker.by_mover:
-            field.note(MoversReplaced(worker.name, worker.movers_replaced()))
     deadline = time.monotonic() + WORKER_STOP_S
     for worker in others:
         clean = worker.ended(deadline - time.monotonic())

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdserve.kvpool.client.config import PoolClientConfig
-from tests.chaos.moving import MAX_BATCH, ByMover, InProcess, Pages
+from tests.chaos.moving import MAX_BATCH, Pages
 from tests.chaos.records import Asked, Starved, to_line
 from tests.support.kvpool import made_pages as p
 from tests.support.processes import read_config, run_threads, stop_at_sigterm
@@ -35,8 +35,7 @@ BEAT_S: Final = 0.05
 STARVED_S: Final = 0.25
 # Columns of the board: one row of int64 for each writer of the run
 WRITTEN: Final = 0  # owned pages
-MOVERS: Final = 1  # page movers that failed, and have successors
-COLUMNS: Final = 2
+COLUMNS: Final = 1
 
 Kind = Literal["put", "get", "confirmed", "wait"]
 
@@ -52,7 +51,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
 
     `owned`: pages that each writer may write in the whole run; `owned_s`: how many a second. `shared`: pages
     in each of the other zones. `damaged`: whether it reads pages in which bits are flipped.
-    `by_mover`: whether page movers move its pages. `board`: a file, see COLUMNS.
+    `board`: a file, see COLUMNS.
     """
 
     name: str
@@ -65,7 +64,6 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     shared: int
     operations_s: float  # of a thread
     damaged: bool
-    by_mover: bool
     board: str
     output: str
     ready: str  # a file that is made when all nodes are reached
@@ -82,10 +80,8 @@ class Worker:
         self._output = output
         self._stop = stop
         self._draw = random.Random(f"worker {config.seed} {writer} {config.incarnation}")
-        kind = ByMover if config.by_mover else InProcess
-        self._pages: Pages = kind(config.client, config.seed, self._name)
+        self._pages = Pages(config.client, config.seed, self._name)
         self._board = open_board(config.board)
-        self._movers_before = int(self._board[writer, MOVERS])  # of a worker that was killed
         self._next_owned_s = time.monotonic()
 
     def run(self) -> None:
@@ -102,7 +98,6 @@ class Worker:
                 self._put_owned()
             else:
                 self._draw.choice(works)()
-            self._board[self._writer, MOVERS] = self._movers_before + self._pages.movers_replaced()
         self._pages.close()
 
     def connect(self) -> None:

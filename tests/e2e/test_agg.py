@@ -4,14 +4,10 @@ proof that the equality check would see a wrong page.
 
 from __future__ import annotations
 
-import random
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 
 from pdserve.pages import page_hashes
@@ -59,64 +55,6 @@ def test_answers_equal_plain_sglang_cold_warm_and_from_the_pool(agg: Agg, refere
     # what an earlier prompt of this round brought to the device is found there, all the rest in the pool
     from_pool = sum((meta["cached_tokens_details"] or {}).get("storage", 0) for meta in metas)
     assert from_pool > 0.6 * sum(meta["cached_tokens"] for meta in metas)
-
-
-def test_answers_stay_equal_while_page_movers_are_killed_and_paused(agg: Agg, reference: Reference) -> None:
-    """A batch of pages may be missed and is computed then. No wrong page comes. Later pages move again."""
-    say = describe(reference.prompts)
-    first_movers = movers(agg.worker)
-    assert first_movers
-    strikes = 0
-    with striking(agg.worker, seed=3) as struck:
-        while strikes < 4:
-            agg.worker.flush()
-            assert differences(reference.second, ask_all(agg.worker, reference.second_prompts), say) == []
-            strikes = len(struck)
-    assert {"kill", "suspend"} <= set(struck)
-    assert first_movers.isdisjoint(movers(agg.worker))
-
-    def reads_from_the_pool() -> bool:
-        agg.worker.flush()
-        meta = agg.worker.generate(max(reference.second_prompts, key=len), 1)["meta_info"]
-        return bool((meta["cached_tokens_details"] or {}).get("storage", 0))
-
-    eventually(reads_from_the_pool, "pages come from the pool again", 60.0)
-
-
-def movers(worker: Worker) -> set[psutil.Process]:
-    """The page movers of its schedulers."""
-    assert worker.process is not None
-    found = set()
-    for child in psutil.Process(worker.process.popen.pid).children(recursive=True):
-        with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-            if "pdserve.kvpool.mover" in child.cmdline():
-                found.add(child)
-    return found
-
-
-@contextmanager
-def striking(worker: Worker, seed: int) -> Iterator[list[str]]:
-    """Movers are killed, or paused for good, at random moments. Yields what was done so far."""
-    dice, done, ended = random.Random(seed), list[str](), threading.Event()
-
-    def strike() -> None:
-        while not ended.wait(dice.uniform(0.05, 0.8)):
-            for mover in movers(worker):
-                action = "kill" if len(done) % 2 else "suspend"
-                with suppress(psutil.NoSuchProcess):
-                    getattr(mover, action)()
-                    done.append(action)
-
-    thread = threading.Thread(target=strike)
-    thread.start()
-    try:
-        yield done
-    finally:
-        ended.set()
-        thread.join()
-        for mover in movers(worker):
-            with suppress(psutil.NoSuchProcess):
-                mover.resume()
 
 
 def test_the_equality_check_fails_when_a_page_is_wrong(agg: Agg, reference: Reference) -> None:

@@ -9,18 +9,16 @@ number of pages, so the rank that lacks one decides. A worker of one rank stores
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 
 from pdserve.pages import page_hashes, pool_key
-from tests.support.e2e.arena import drop_page, flip, page_offset
+from tests.support.e2e.arena import drop_page, flip, page_offset, reserved_page
 from tests.support.e2e.cluster import PoolNode, Router, Worker, eventually, http, pdserve, to_toml
 from tests.support.e2e.prompts import NEW_TOKENS, PAGE, Answer, differences, token_ids
 from tests.support.e2e.routed import found, generate, say, wanted_hits
@@ -61,18 +59,6 @@ def ranks(site: Site, run_dir: Path) -> Iterator[Pair]:
         yield Pair(site.pools["pool0"], prefill, decode, router, one)
     finally:
         router.stop()
-
-
-def mover_of(worker: Worker, rank: int) -> psutil.Process:
-    """The page mover of one rank's scheduler."""
-    assert worker.process is not None
-    assert worker.process.popen is not None
-    for process in psutil.Process(worker.process.popen.pid).children(recursive=True):
-        parent = process.parent()
-        is_mover = "pdserve.kvpool.mover" in process.cmdline()
-        if is_mover and parent is not None and f"scheduler_TP{rank}" in " ".join(parent.cmdline()):
-            return process
-    raise AssertionError(f"{worker.name} has no page mover of rank {rank}")
 
 
 @pytest.mark.model_support("multi-head attention", "TP")
@@ -140,36 +126,21 @@ def test_a_page_that_one_rank_lacks_is_computed_by_all(
 
 
 def test_a_prompt_is_handed_over_once_its_last_rank_has_stored_it(ranks: Pair) -> None:
-    """Of one page: SGLang looks none of it up, which the late rank would not answer either."""
+    """Of one page: SGLang looks none of it up. Rank 1 finds another writer at work, who is late."""
     prompt = token_ids(8300, PAGE)
-    before, late = ranks.pool.status().pages, mover_of(ranks.prefill, 1)
+    before, key = ranks.pool.status().pages, pool_key(page_hashes(prompt, PAGE)[0], b"tp1/2")
     url = f"{ranks.prefill.url}/pd/prefill?endpoint=/v1/completions"
-    late.send_signal(signal.SIGSTOP)
-    with ThreadPoolExecutor(1) as thread:
-        try:
-            asked = thread.submit(http.post, url, json={"model": "demo-tiny", "prompt": prompt})
-            eventually(lambda: ranks.pool.status().pages == before + 1, "rank 0 has stored its page", 20.0)
-            assert not asked.done()
-        finally:
-            late.send_signal(signal.SIGCONT)
+    with (
+        reserved_page(ranks.pool, *ranks.namespace, key, SEGMENTS) as commit,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        asked = thread.submit(http.post, url, json={"model": "demo-tiny", "prompt": prompt})
+        eventually(lambda: ranks.pool.status().pages == before + 1, "rank 0 has stored its page", 20.0)
+        assert not asked.done()
+        commit()
         report = asked.result().json()
     assert (report["published_pages"], report["missing_pages"]) == (2, 0)  # one of each rank
-    assert ranks.pool.status().pages == before + 2
-    body = ranks.decode.generate([*prompt, 10], NEW_TOKENS)
-    assert body["meta_info"]["cached_tokens"] == PAGE
-
-
-@pytest.mark.extended
-def test_a_rank_that_cannot_reach_its_pages_in_time_has_all_compute_them(
-    ranks: Pair, reference: Reference
-) -> None:
-    prompt, expected = reference.longest(under=1000)
-    generate(ranks.router, prompt)
-    ranks.decode.flush()
-    mover_of(ranks.decode, 1).send_signal(signal.SIGSTOP)  # it is killed when its time is over
-    body = ranks.decode.generate(prompt, NEW_TOKENS)
-    assert differences([expected], [Answer.of(body)], str) == []
-    assert body["meta_info"]["cached_tokens"] == 0
+    drop_page(ranks.pool, *ranks.namespace, key, SEGMENTS)  # it has not the rank's bytes
 
 
 @pytest.mark.extended

@@ -31,7 +31,7 @@ def pool_storage(
         "module_path": "pdserve.kvpool.hicache.backend",
         "class_name": "PdserveHiCache",
         "interface_v1": 1,
-        **_allocator(),
+        **_allocator(geometry),
         "pdserve": {
             "pool": msgspec.to_builtins(pool, enc_hook=withhold_secret),
             "namespace": namespace,
@@ -42,6 +42,9 @@ def pool_storage(
     }
 
 
-def _allocator() -> dict[str, str]:
-    """A host pool that the page mover can map; SGLang makes none of these of huge pages."""
-    return {"allocator": "shm"} if not os.environ.get(HUGE_PAGES_ENV) else {}
+def _allocator(geometry: KvGeometry) -> dict[str, str]:
+    """Where ranks hold the same bytes: host memory that other ranks of the host can map, and copy from it
+    what this one has read. SGLang makes none of it of huge pages.
+    """
+    is_shared = geometry.tp_size == "replicated" and not os.environ.get(HUGE_PAGES_ENV)
+    return {"allocator": "shm"} if is_shared else {}

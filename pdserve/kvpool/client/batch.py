@@ -3,15 +3,19 @@
 The calling thread takes the first chunk itself, and then each chunk that no other thread has begun. So a
 batch makes progress without any other thread, and a small batch for one node needs no thread switch.
 
-Pages to move are divided by bytes: chunks are copied side by side over the node's connections, and each is
-committed by itself. So pages are visible early, a node grants little at a time, and a deadline costs the
-chunks that are left, not the batch. Late in its time, a batch begins no chunk that would not be done by the
-deadline at the speed seen so far: a time-out in the middle would count against the node.
+Pages to move are divided by bytes, and each chunk is committed by itself. So pages are visible early, a node
+grants little at a time, and a deadline costs the chunks that are left, not the batch. Late in its time, a
+batch begins no chunk that would not be done by the deadline at the speed seen so far: a time-out in the
+middle would count against the node.
+
+Chunks of memory that is mapped here are copied by few threads (COPY_THREADS): one moves 8 GB/s, and more take
+cores from the engine. Others wait for their nodes side by side.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,18 +30,17 @@ from pdserve.kvpool.client.connection_pool import NodeLink, OpenConnection
 from pdserve.kvpool.client.deadline import Deadline
 from pdserve.kvpool.client.operations import Tally
 from pdserve.kvpool.client.topology import PoolLinks
-from pdserve.kvpool.protocol.messages import MAX_KEYS, pages_a_message
+from pdserve.kvpool.protocol.messages import MAX_BATCH_BYTES, MAX_KEYS, pages_a_message
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-CHUNK_BYTES: Final = 16 * 1024 * 1024
-"""A chunk of pages to move: some milliseconds of copying, much longer than the messages that it needs.
-
-Where pages come over a stream, a chunk is as long as one message allows. One stream keeps a core busy with
-the kernel's copies, so two of them share what one had: 32 pages of 1 MiB in two chunks were read at 0.83
-times the speed of one chunk over UCX, and 0.92 over TCP.
+CHUNK_BYTES: Final = MAX_BATCH_BYTES
+"""Of pages to move: as much as one message allows, some milliseconds of copying. Shorter ones only cost more
+messages: one stream, or one copying thread, keeps a core busy.
 """
+COPY_THREADS: Final = min(4, max(1, len(os.sched_getaffinity(0)) // 4))
+"""Of one client at a time, the calling one among them."""
 
 
 @dataclass
@@ -64,13 +67,11 @@ class Batch(Generic[T]):
         now_s = time.monotonic()
         return now_s < self._half_s or link.speed.allows(size_bytes, self.deadline.at_s - now_s)
 
-    def divide(self, indices: list[int], *, streams: bool = False) -> list[list[int]]:
-        """The chunks for one node, alike in length and in the order of the keys. `streams`: its pages come
-        over a stream.
-        """
-        most = pages_a_message(self.page_bytes) if self.page_bytes else MAX_KEYS
-        if self.page_bytes and not streams:
-            most = max(1, min(most, CHUNK_BYTES // self.page_bytes))
+    def divide(self, indices: list[int]) -> list[list[int]]:
+        """The chunks for one node, alike in length and in the order of the keys."""
+        most = MAX_KEYS
+        if self.page_bytes:
+            most = max(1, min(pages_a_message(self.page_bytes), CHUNK_BYTES // self.page_bytes))
         chunks = -(-len(indices) // most)
         return [indices[len(indices) * i // chunks : len(indices) * (i + 1) // chunks] for i in range(chunks)]
 
@@ -93,26 +94,25 @@ class BatchRunner:
         If a node fails, the `result` of its keys stays unchanged.
         """
         links = self._links.links
-        parts = [
-            (node, chunk)
-            for node, indices in jobs.items()
-            for chunk in batch.divide(indices, streams=node in links and links[node].streams)
-        ]
+        parts = [(node, chunk) for node, indices in jobs.items() for chunk in batch.divide(indices)]
         if len(parts) == 1:
             self._do(*parts[0], batch)
             return
-        self._run_all([_Chunk(partial(self._do, node, indices, batch)) for node, indices in parts])
+        copied = [batch.page_bytes > 0 and node in links and links[node].is_mapped for node, _ in parts]
+        helpers = copied.count(False) + min(copied.count(True), COPY_THREADS) - 1
+        self._run_all([_Chunk(partial(self._do, node, indices, batch)) for node, indices in parts], helpers)
 
     def each(self, nodes: Sequence[str], work: Callable[[str], None]) -> None:
         """Call `work` for each node, side by side where there are threads. Its steps have deadlines."""
         if nodes:
-            self._run_all([_Chunk(partial(work, node)) for node in nodes])
+            self._run_all([_Chunk(partial(work, node)) for node in nodes], len(nodes) - 1)
 
-    def _run_all(self, chunks: list[_Chunk]) -> None:
+    def _run_all(self, chunks: list[_Chunk], helpers: int) -> None:
+        """`helpers`: threads beside the calling one, as far as there are any."""
         # Every step of a chunk has the deadline, so joining needs none. All chunks are joined on every path,
         # because one may be writing into the caller's buffers.
-        for chunk in chunks[1:]:
-            self._submit(chunk)
+        for _ in range(helpers):
+            self._submit(partial(_run_in_turn, chunks))
         try:
             for chunk in chunks:
                 chunk.run()
@@ -147,16 +147,16 @@ class BatchRunner:
         for index, answer in zip(indices, answers, strict=True):
             batch.result[index] = answer
 
-    def _submit(self, chunk: _Chunk) -> None:
-        """Give the chunk to a thread, if possible."""
+    def _submit(self, work: Callable[[], None]) -> None:
+        """Give the work to a thread, if possible."""
         if len(self._links.links) > self._nodes:
             self._add_threads()
         while True:
             threads = self._threads
             try:
-                threads.submit(chunk.run)
+                threads.submit(work)
                 return
-            except RuntimeError:  # no thread can be started, or the process ends; the chunk may be queued
+            except RuntimeError:  # no thread can be started, or the process ends; the work may be queued
                 if threads is self._threads:
                     return
 
@@ -172,6 +172,11 @@ class BatchRunner:
             if nodes > self._nodes and not self._closed:
                 old, self._threads = self._threads, self._make_threads(nodes)
                 old.shutdown(wait=False)
+
+
+def _run_in_turn(chunks: Sequence[_Chunk]) -> None:
+    for chunk in chunks:
+        chunk.run()
 
 
 class _Chunk:

@@ -1,5 +1,5 @@
-"""The blocking pool client: it moves batches of pages to and from all nodes. Thread-safe. The page mover,
-SGLang's storage threads, LMCache's adapter and weights use it.
+"""The blocking pool client: it moves batches of pages to and from all nodes. Thread-safe. SGLang's storage
+threads, LMCache's adapter, weights and exact turns use it.
 
 A batch is divided by owner on the ring, and the parts run in parallel (batch.py). Missed keys are requested
 again from other nodes (routing.py): from the earlier owner while pages move, from the new owner if a write
@@ -159,7 +159,7 @@ class PoolClient:
     @property
     def shows_pages(self) -> bool:
         """Whether `show` may show some, as far as is known."""
-        return self._tags is None and any(not link.streams for link in self._links.links.values())
+        return self._tags is None and any(link.is_mapped for link in self._links.links.values())
 
     def show(self, keys: Sequence[bytes], into: Sequence[Stretch]) -> list[Filling | None]:
         """Show pages of nodes of this host in this process's memory, without a copy and unchecked. Whoever
@@ -180,7 +180,7 @@ class PoolClient:
         size_bytes = into[0].size_bytes if into else 0
         rings, links = self._links.rings, self._links.links
         jobs = rings.split(keys)
-        near = {node: indices for node, indices in jobs.items() if node in links and not links[node].streams}
+        near = {node: indices for node, indices in jobs.items() if node in links and links[node].is_mapped}
         self._runner.run(near, Batch(keys, shown, deadline, part))
         count = len(keys) - shown.count(None)
         self._tally.add(pages_read=count, bytes_read=count * size_bytes)

@@ -122,8 +122,8 @@ class NodeLink:
         """
         self.name = name
         self.speed = Speed()
-        self.streams = False
-        """The node's pages come over a socket or network device, as far as is known."""
+        self.is_mapped = True
+        """The node's memory is mapped here, and pages are copied, as far as is known."""
         self._connect = connect
         self._namespace = namespace
         self._geometry = geometry
@@ -261,7 +261,7 @@ class NodeLink:
     def _open(self, deadline_s: float) -> OpenConnection:
         generation = self._health.generation
         connection = self._connect(min(deadline_s, time.monotonic() + self._connect_timeout_s))
-        self.streams = connection.welcome.data_path in ("tcp", "ucx")
+        self.is_mapped = connection.is_mapped
         try:
             request = OpenNamespace(1, self._namespace, self._geometry)
             reply = expected(connection.call(request, deadline_s), Opened, self.name)

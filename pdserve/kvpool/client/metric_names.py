@@ -42,13 +42,5 @@ CLIENT_METRICS: Final = (
         "Operations on nodes that ended with an error or at a deadline.",
         CLIENT_PREFIX,
     ),
-    Definition(
-        "mover_failures",
-        "counter",
-        (),
-        "Calls of SGLang that the page mover did not answer, or that came while it was started again. Their "
-        "pages count as missed for SGLang, but not in pages.",
-        CLIENT_PREFIX,
-    ),
 )
 """The metrics of a worker's pool client."""

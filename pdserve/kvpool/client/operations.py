@@ -2,7 +2,7 @@
 
 Used by one thread per connection. client.py and connection_pool.py choose the node and decide about retries.
 
-Ranks of one host that hold the same bytes read the same pages at the same time (mover/ranks/). Each page
+Ranks of one host that hold the same bytes read the same pages at the same time (hicache/ranks/). Each page
 then comes over the network once: a client takes what another one reads, reads the rest itself, and says what
 it reads.
 """

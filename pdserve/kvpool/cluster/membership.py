@@ -97,7 +97,7 @@ class Cluster:
 
     @property
     def settled(self) -> bool:
-        """Whether all owners have all pages that they own."""
+        """Whether all pages are where their owners are."""
         return _settled(self._members.values(), self.epoch)
 
     def alive(self) -> list[Member]:
@@ -144,7 +144,7 @@ class Cluster:
         return self._become(_replaced(self.state, replace(member, version=version + 1, status=DEAD)))
 
     def leave(self) -> Update:
-        """Own nothing any more; LEFT once the others have pulled the pages. Raises PoolRefused when there is
+        """Own nothing any more; LEFT once the others have the pages. Raises PoolRefused when there is
         no other ACTIVE node. If the last one goes later, this node is ACTIVE again, with all its pages.
         """
         if self.me.status != ACTIVE:
@@ -156,7 +156,7 @@ class Cluster:
         )
 
     def settle(self, epoch: int) -> Update:
-        """This node has all pages that it owns under the ring of `epoch`."""
+        """Nothing is left here that another node owns under the ring of `epoch`."""
         if not self.me.settled < epoch <= self.epoch:
             return Update()
         return self._become(_replaced(self.state, replace(self.me, settled=epoch)))
@@ -241,9 +241,10 @@ def _digest_of(text: bytes) -> bytes:
 
 
 def _settled(members: Iterable[Member], epoch: int) -> bool:
-    """Whether every owner has settled. False without owners: all pages must stay."""
-    owners = [member for member in members if member.status == ACTIVE]
-    return bool(owners) and all(member.settled >= epoch for member in owners)
+    """Whether every living node has settled. False without owners: all pages must stay."""
+    living = [member for member in members if member.status in (ACTIVE, LEAVING)]
+    has_owners = any(member.status == ACTIVE for member in living)
+    return has_owners and all(member.settled >= epoch for member in living)
 
 
 def _replaced(state: ClusterState, member: Member) -> ClusterState:

@@ -12,7 +12,7 @@ own record by raising the version. Other nodes change it in one way only: they d
     from      to        by         when
     -         ACTIVE    itself     it starts
     ACTIVE    LEAVING   itself     it was asked to drain
-    LEAVING   LEFT      itself     every ACTIVE member has settled
+    LEAVING   LEFT      itself     every living member has settled, itself included
     LEAVING   ACTIVE    itself     no member is ACTIVE any more: no node can take its pages
     ACTIVE    DEAD      another    no node could reach it (failure_detector.py)
     LEAVING   DEAD      another    the same
@@ -38,11 +38,12 @@ The versions of forgotten members are added to `folded`, so that the epoch never
 first folds what it must forget, then the larger sum counts. So two states that forgot different nodes agree
 on an epoch that is at least that of either.
 
-**Settling.** A change of the ring moves pages: a new owner pulls what it lacks. `settled` in its record is
-the epoch for which it has everything. `settled` only grows, and does not count as a change of the record.
-Once all ACTIVE members have settled, their ring is the `stable` one. Until then the view names the stable
-ring's nodes as `previous`, where a page may still be. Members that are dead or have left are not in
-`previous`: nothing can be read from them, and the rest of a consistent-hash ring stays as it was.
+**Settling.** A change of the ring moves pages: whoever has a page pushes it to its new owner. `settled` in a
+node's record is the epoch for which it has nothing left that others own. `settled` only grows, and does not
+count as a change of the record. Once all living members have settled, those that leave too, the ring of the
+ACTIVE ones is the `stable` one. Until then the view names the stable ring's nodes as `previous`, where a page
+may still be. Members that are dead or have left are not in `previous`: nothing can be read from them, and the
+rest of the ring stays as it was.
 
 Nodes send the records of namespaces along with this state; namespaces/registry.py joins them.
 """
@@ -57,7 +58,7 @@ import msgspec
 from msgspec.structs import replace
 
 from pdserve.errors import FrameError
-from pdserve.kvpool.cluster.ring import MAX_WEIGHT_SUM
+from pdserve.kvpool.cluster.ring import MAX_WEIGHT
 from pdserve.kvpool.namespaces.registry import NamespaceError
 from pdserve.kvpool.namespaces.validation import check_record
 from pdserve.kvpool.protocol.base import Message, NodeAddress
@@ -152,17 +153,9 @@ def epoch_of(state: ClusterState) -> int:
 
 
 def owners_of(members: Iterable[Member]) -> list[NodeAddress]:
-    """The ring's nodes: the ACTIVE members, by name. Weights that a ring cannot hold are halved until they
-    fit, but stay at least 1.
-    """
+    """The ring's nodes: the ACTIVE members, by name."""
     active = sorted((member for member in members if member.status == ACTIVE), key=lambda m: m.node)
-    weights = [member.weight for member in active]
-    while sum(weights) > MAX_WEIGHT_SUM:
-        weights = [max(1, weight // 2) for weight in weights]
-    return [
-        NodeAddress(member.node, member.address, weight)
-        for member, weight in zip(active, weights, strict=True)
-    ]
+    return [NodeAddress(member.node, member.address, member.weight) for member in active]
 
 
 def check_state(state: ClusterState, now_ms: int = MAX_VERSION) -> None:
@@ -202,11 +195,7 @@ def check_state(state: ClusterState, now_ms: int = MAX_VERSION) -> None:
             raise FrameError(f"an impossible namespace: {error}") from error
     ring = state.stable
     good = 0 <= state.stable_epoch <= epoch and all(map(_good_node, ring))
-    if (
-        not good
-        or len({node.node for node in ring}) < len(ring)
-        or sum(n.weight for n in ring) > MAX_WEIGHT_SUM
-    ):
+    if not good or len({node.node for node in ring}) < len(ring):
         raise FrameError("an impossible stable ring")
 
 
@@ -215,7 +204,7 @@ def _good_node(node: Member | NodeAddress) -> bool:
         _NAME.fullmatch(node.node) is not None
         and 0 < len(node.address) <= MAX_ADDRESS_CHARS
         and node.address.isprintable()
-        and 1 <= node.weight <= MAX_WEIGHT_SUM
+        and 1 <= node.weight <= MAX_WEIGHT
     )
 
 

@@ -21,8 +21,7 @@ in an incarnation of a node. They start at FIRST_TAG: the transport uses smaller
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import msgspec
 
@@ -75,19 +74,30 @@ class Tick(msgspec.Struct, frozen=True):
 
 
 class ViewChanged(msgspec.Struct, frozen=True):
-    """The ring changed, or pages have stopped moving (`stable`: every owner has settled)."""
+    """The ring changed, or pages have stopped moving (`stable`: every node has settled)."""
 
     ring: Ring
     stable: bool
 
 
-class ReplicasMade(msgspec.Struct, frozen=True):
-    """A node answered AskReplicas. `mask[i]`: it holds a replica of `keys[i]` now."""
+# How a page of a push ended
+TAKEN: Final = 0  # the other node has it
+LATER: Final = 1  # it could not take it now
+NO_ROOM: Final = 2  # it is full
+REFUSED: Final = 3  # it never takes it: too large, for example
+GONE: Final = 4  # it is not here any more
+FAILED: Final = 5  # the other node did not answer
 
-    node: str
-    namespace: int
-    keys: Sequence[bytes]
-    mask: Sequence[bool]
+
+class PagesPushed(msgspec.Struct, frozen=True):
+    """A push has ended. `outcomes[i]`: what became of `push.keys[i]`, a number above. The node did not have
+    `copied` of the pages before, of `copied_bytes`.
+    """
+
+    push: PushPages
+    outcomes: bytes
+    copied: int = 0
+    copied_bytes: int = 0
 
 
 class RecordsLearned(msgspec.Struct, frozen=True):
@@ -151,7 +161,7 @@ Event: TypeAlias = (
     | TransferDone
     | Tick
     | ViewChanged
-    | ReplicasMade
+    | PagesPushed
     | RecordsLearned
     | PagesFound
     | PagesStored
@@ -252,15 +262,22 @@ class CancelTransfers(msgspec.Struct, frozen=True, gc=False):
     tags: tuple[int, ...]
 
 
-class AskReplicas(msgspec.Struct, frozen=True):
-    """Ask the node for replicas of these pages, or to renew them. One ReplicasMade follows, with the same
-    node and namespace.
+class PushPages(msgspec.Struct, frozen=True):
+    """Give these pages to another node, those that it has not: for good, or (`replica`) under a lease that
+    this renews. One PagesPushed follows.
     """
 
     node: str
     namespace: int
-    keys: Sequence[bytes]
-    lengths: Sequence[int]
+    keys: list[bytes]
+    lengths: list[int]
+    replica: bool = False
+
+
+class Settled(msgspec.Struct, frozen=True):
+    """Every page here that another node owns in this epoch's ring is there, or was given up."""
+
+    epoch: int
 
 
 class SlotPage(msgspec.Struct, frozen=True, gc=False):
@@ -331,7 +348,8 @@ Action: TypeAlias = (
     | StartSend
     | StartReceive
     | CancelTransfers
-    | AskReplicas
+    | PushPages
+    | Settled
     | StorePages
     | LoadPages
     | ForgetPages

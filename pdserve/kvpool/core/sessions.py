@@ -33,6 +33,8 @@ class Limits:
     max_kept_bytes: int = 1 << 62  # of pages that clients want kept
     max_messages: int = 1 << 62  # segments under way per connection, UCX and TCP
     copy_lease_s: float = 100.0  # of replicas; much longer than it takes to notice a lost node
+    push_bytes_s: float = 0.0  # to nodes that own pages of ours; 0: no limit
+    push_batch_bytes: int = 8 << 20
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@
     Tick                              waits                                      waits.py
     RecordsLearned                    namespaces and who may use them            namespace_admin.py
     PagesStored, PagesLoaded, ...     pages in tiers                             tiering/
-    ViewChanged, ReplicasMade         pages of other nodes                       sharding/
+    ViewChanged, PagesPushed          pages of other nodes                       sharding/
                                       pages in memory                            store/
     Answer, CommitRows, ...     <-
 
@@ -36,10 +36,10 @@ from pdserve.kvpool.core.events import (
     PagesFound,
     PagesGone,
     PagesLoaded,
+    PagesPushed,
     PagesStored,
     Received,
     RecordsLearned,
-    ReplicasMade,
     SaveNamespaces,
     Tick,
     TransferDone,
@@ -69,13 +69,11 @@ from pdserve.kvpool.protocol.cluster_messages import (
     GetView,
     Gossip,
     ListNamespaces,
-    ListOwned,
     ListPages,
     NamespaceSettings,
     PageEntry,
     PageList,
     ProbePeer,
-    PullPages,
     PutNamespace,
     ReplaceNamespace,
     Upgrade,
@@ -85,7 +83,7 @@ from pdserve.kvpool.protocol.slot_table import COMMITTED, DOOMED, QUARANTINED, R
 MAX_U64: Final = (1 << 64) - 1
 SAVE_S: Final = 24 * 3600.0  # between saves of the list of namespaces: they tell how long a node was away
 NO_RULES: Final = Rules()
-READ_ONLY: Final = frozenset((m.Exists, m.Ping, m.Status, ListNamespaces, ListPages, ListOwned))
+READ_ONLY: Final = frozenset((m.Exists, m.Ping, m.Status, ListNamespaces, ListPages))
 ADMINISTRATION: Final = frozenset((m.OpenNamespace, m.DropNamespace, PutNamespace, ReplaceNamespace))
 
 
@@ -123,7 +121,7 @@ class NodeState:
         self._limits = limits
         tags, tiering = Tags(incarnation, FIRST_TAG), tiering or TieringLimits()
         self.tiers = Tiers(store, tiers, tiering, self._settings, self._pin, self._readable, self._found)
-        self.sharding = Sharding(name, store, limits.copy_lease_s, self.tiers)
+        self.sharding = Sharding(name, store, limits, self.tiers)
         self.waits = Waits(store, limits.max_waiters, limits.max_waited_keys, self.tiers.has, self._may_read)
         self.reads = Reads(store, limits, tags, self.tiers)
         in_tier = self.tiers.has if tiers else no_tier
@@ -189,10 +187,11 @@ class NodeState:
             case NamespacesSaved():
                 self._durable.saved(event, out)
             case ViewChanged():
-                self.sharding.view_changed(event, now_s)
+                self.sharding.view_changed(event, now_s, out)
                 self._expect(self.sharding.next_deadline_s)
-            case ReplicasMade():
-                self.sharding.replicas_made(event, now_s)
+            case PagesPushed():
+                self.sharding.pushed(event, now_s, out)
+                self._expect(self.sharding.next_deadline_s)
             case RecordsLearned():
                 self.administration.learn(event.records, out)
             case _:
@@ -259,8 +258,6 @@ class NodeState:
                 m.OpenNamespace() | m.DropNamespace() | PutNamespace() | ReplaceNamespace() | ListNamespaces()
             ):
                 self._administer(session, message, now_s, out)
-            case ListOwned():
-                out.append(Answer(session.connection, self.sharding.list_owned(message)))
             case m.Ping():
                 out.append(Answer(session.connection, m.Done(message.id)))
             case m.Status():
@@ -269,7 +266,7 @@ class NodeState:
                 out.append(Answer(session.connection, self._list_pages(session, message)))
             case m.Hello() | m.Proof():
                 out.append(Close(session.connection, "a second Hello"))
-            case GetView() | Gossip() | ProbePeer() | PullPages() | Drain() | Upgrade():
+            case GetView() | Gossip() | ProbePeer() | Drain() | Upgrade():
                 out.append(Close(session.connection, f"unexpected {type(message).__name__}"))
             case _:
                 assert_never(message)
@@ -403,9 +400,7 @@ class NodeState:
 
     def _written(self, slots: list[int], now_s: float, out: list[Action]) -> None:
         """Clients have committed these pages."""
-        if self.tiers.any:
-            for slot in slots:
-                self.tiers.committed(slot)
+        self.tiers.committed(slots)
         self._readable(slots, now_s, out)
 
     def _readable(self, slots: list[int], now_s: float, out: list[Action]) -> None:
@@ -413,7 +408,8 @@ class NodeState:
         namespace_of = self.store.facts.namespace
         for slot in slots if self.waits.open else ():
             self._found(namespace_of[slot], self.store.key_of(slot), now_s, out)
-        self.sharding.filled(slots)
+        self.sharding.filled(slots, now_s)
+        self._expect(self.sharding.next_deadline_s)
 
     def _found(self, namespace: int, key: bytes, now_s: float, out: list[Action]) -> None:
         self.waits.committed(namespace, key, self.sessions, now_s, out)

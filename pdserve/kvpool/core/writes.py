@@ -25,6 +25,7 @@ from pdserve.kvpool.protocol.messages import (
     BUSY,
     FULL,
     GRANTED,
+    MOVED,
     PRESENT,
     TOO_LARGE,
     Abort,
@@ -91,7 +92,8 @@ class Writes:
         refused: Mapping[bytes, Grant] = NONE_REFUSED,
     ) -> Reserved:
         """Answer with a grant per key, and return the answer. `refused`: keys that may not be written here,
-        and why. A node that is full for one key is full for all keys after it.
+        and why. A node that is full for one key is full for all keys after it. Another node is told that a
+        page is not ours even if it is here: it may be dropped at any moment.
         """
         pages = self._store.index.namespace(request.namespace)
         slot_bytes = self._store.slots.class_of(sum(request.segment_bytes))
@@ -100,7 +102,9 @@ class Writes:
         wanted: dict[bytes, int] = {}  # place in the answer
         present: list[int] = []
         for place, key in enumerate(request.keys):
-            if (slot := find(key)) is not None:
+            if refused and session.peer and refused.get(key, _PRESENT).status == MOVED:
+                grants.append(refused[key])
+            elif (slot := find(key)) is not None:
                 present.append(slot)
                 grants.append(_PRESENT)
             elif in_tier(request.namespace, key):

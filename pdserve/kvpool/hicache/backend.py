@@ -22,7 +22,7 @@ was missing a millisecond ago may have been committed since.
 
 Pages move without a copy of ours: `get_page_buffer_meta` gives the address of each segment of a page in the
 host pool (two for page_first layouts, 2 x layers for layer_first, one for MLA), and the transport reads and
-writes there: in a process of its own where possible (page_access.py).
+writes there, on the calling thread (page_access.py).
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from pdserve.errors import ConfigError, PoolRefused, PoolUnavailable, StartupError
 from pdserve.kvpool.client.config import PAGE_KEY_VARIABLE, POOL_TOKEN_VARIABLE, PoolClientConfig
-from pdserve.kvpool.hicache.page_access import HostPool, PageAccess, open_access, page_bytes
-from pdserve.kvpool.mover.chain_client import Moved
+from pdserve.kvpool.hicache.host_pool import HostPool
+from pdserve.kvpool.hicache.page_access import RankPages
 from pdserve.pages import DRAFT, KV, STATES, KvGeometry, part_suffix, piece_suffixes, restorable_lengths
 from pdserve.security.tokens import Secret, decode_secret
 
@@ -83,7 +83,7 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         self._settings = _read_settings(storage_config)
         _check_ranks(storage_config, self._settings.geometry)
         self._pools: dict[str, HostPool] = {}  # by part
-        self._pages: PageAccess | None = None  # once all parts are registered
+        self._pages: RankPages | None = None  # once all parts are registered
         self._is_registered = False  # all parts but those of draft models
         self._warned_at_s = 0.0
 
@@ -139,13 +139,13 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         """Reach the pool, once all declared parts are registered. Raises StartupError: it refuses us."""
         if not self._pools.keys() >= self._settings.geometry.window_pages.keys():
             return
-        pages = open_access(
+        pages = RankPages(
             self._settings.pool,
             self._settings.namespace,
             self._settings.geometry.as_dict(),
             self._pools,
-            f"hicache{self._config.tp_rank}",
-            _rank_group(self._config, self._settings),
+            name=f"hicache{self._config.tp_rank}",
+            ranks=_rank_group(self._config, self._settings),
         )
         self._pages = pages
         for node, error in pages.check().items():
@@ -173,13 +173,13 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Fill the host pages of `keys`. `host_indices`: int64 [pages * page_size]. Never raises."""
-        return self._move("get", KV, keys, host_indices).done
+        return self._move("get", KV, keys, host_indices)
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Store the host pages of `keys`. `host_indices`: int64 [pages * page_size]. Never raises."""
-        return self._move("put", KV, keys, host_indices).done
+        return self._move("put", KV, keys, host_indices)
 
     # -- the v2 contract
 
@@ -204,13 +204,13 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
         """Fill the host pages of the transfers' keys, each in its part's host pool. Never raises."""
-        return {name: self._move("get", name, *pages).done for name, pages in _by_part(transfers)}
+        return {name: self._move("get", name, *pages) for name, pages in _by_part(transfers)}
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
         """Store the host pages of the transfers' keys. Never raises."""
-        return {name: self._move("put", name, *pages).done for name, pages in _by_part(transfers)}
+        return {name: self._move("put", name, *pages) for name, pages in _by_part(transfers)}
 
     # -- the namespace
 
@@ -259,12 +259,6 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
                     f"SGLang's host pool of {part} has {field} {actual}, but this worker's namespace "
                     f"{self._settings.namespace} is declared with {value}"
                 )
-        try:
-            page_bytes(host_pool)
-        except (ValueError, NotImplementedError) as error:
-            raise StartupError(
-                f"SGLang moves no {part} pages of layout {host_pool.layout} ({error}): unset engine.layout"
-            ) from error
         config = self._config
         pieces = declared.tp_size if part == KV and declared.layout == BY_HEAD else config.tp_size
         is_replicated = config.is_mla_model and part not in STATES
@@ -277,10 +271,15 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             pieces=int(pieces),
         )
         suffixes = tuple(part_suffix(rank, part, declared.window_pages) for rank in ranks)
-        self._pools[part] = HostPool(host_pool, suffixes, is_replicated)
+        try:
+            self._pools[part] = HostPool(host_pool, suffixes, is_replicated=is_replicated)
+        except (ValueError, NotImplementedError) as error:
+            raise StartupError(
+                f"SGLang moves no {part} pages of layout {host_pool.layout} ({error}): unset engine.layout"
+            ) from error
 
     @property
-    def _opened(self) -> PageAccess:
+    def _opened(self) -> RankPages:
         if self._pages is None:
             if self._is_registered:
                 raise StartupError(f"SGLang keeps no {DRAFT} pages, which pdserve expected of it")
@@ -289,20 +288,20 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
 
     def _move(
         self, what: Literal["get", "put"], part: str, keys: list[str], host_indices: torch.Tensor
-    ) -> Moved:
+    ) -> list[bool]:
         try:
             pages = self._opened
             return (pages.put if what == "put" else pages.get)(part, keys, host_indices)
         except Exception as error:  # boundary: an exception would kill one of SGLang's threads for good
             self._complain(f"{what} of {part} pages", error)
-            return Moved([False] * len(keys))
+            return [False] * len(keys)
 
     def _complain(self, what: str, error: Exception) -> None:
         now_s = time.monotonic()
         if now_s - self._warned_at_s < WARN_EVERY_S:
             return
         self._warned_at_s = now_s
-        if isinstance(error, PoolUnavailable):  # the page mover is busy, starts again, or failed at this call
+        if isinstance(error, PoolUnavailable):
             logger.warning("pool %s: %s; treated as a miss", what, error)
         else:
             text = "pool %s failed inside pdserve (a bug; treated as a miss): %s"

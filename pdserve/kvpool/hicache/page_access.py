@@ -1,215 +1,112 @@
-"""How a storage backend reaches the pool: through a page mover, or with a client in the scheduler's process.
+"""One rank's pages in the pool: chains of page hashes and parts of pages, moved, measured and counted.
 
-The mover is taken where all of SGLang's host pools have descriptors that another process can map. Elsewhere
-(host memory of other devices, huge pages) the pages are copied in the scheduler's process, which is slow
-beside a busy scheduler.
+SGLang's storage threads move pages themselves. For pages of this host a batch is a few messages and one
+native call (kvpool/native), which leaves the interpreter to the scheduler.
+
+A rank's page is one page of the pool, or several: pieces of equal size, each with a name of its own. Workers
+whose ranks hold more heads so share pages with workers whose ranks hold fewer. A page of the rank is there
+when all of its pieces are.
 """
 
 from __future__ import annotations
 
-import ctypes
-import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeVar
+import contextlib
+from collections.abc import Mapping, Sequence
+from itertools import islice
 
-import numpy as np
 import torch
 
-from pdserve.errors import PageMismatch, PoolError, PoolUnavailable
+from pdserve.errors import PoolError
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig
-from pdserve.kvpool.mover.chain_client import ChainClient, Moved
-from pdserve.kvpool.mover.client import MoverClient
-from pdserve.kvpool.mover.client_metrics import ClientMetrics
-from pdserve.kvpool.mover.host_pages import HostPages, HostPart, learn_segments
-from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
-
-logger = logging.getLogger(__name__)
-T = TypeVar("T")
-
-PROBED_PAGES: Final = 64  # whose addresses show how a host pool is laid out
+from pdserve.kvpool.hicache.client_metrics import ClientMetrics
+from pdserve.kvpool.hicache.host_pool import HostPool
+from pdserve.kvpool.hicache.ranks.group import RankGroup
+from pdserve.kvpool.hicache.ranks.host_pages import shared_pages
+from pdserve.pages import pool_key
 
 
-@dataclass(frozen=True)
-class HostPool:
-    """SGLang's host pool of one part, and what the keys of its pages' pieces end with."""
+class RankPages:
+    """Keys are SGLang's, in hex; `host_indices` int64 [pages * page_size]. Thread-safe.
 
-    pool: Any
-    suffixes: tuple[bytes, ...]
-    is_replicated: bool = False  # all ranks hold the same bytes
+    Faults of the pool are misses. When a call returns or raises, nothing touches the host pools any more.
+    All calls raise ValueError where a key is not hex, KeyError for an unknown part.
+    """
 
-
-class PageAccess(Protocol):
-    """One rank's pages in the pool. Keys are SGLang's, in hex; `host_indices` int64 [pages * page_size]."""
+    def __init__(
+        self,
+        config: PoolClientConfig,
+        namespace: str,
+        geometry: dict[str, str],
+        pools: Mapping[str, HostPool],
+        *,
+        name: str = "hicache",
+        ranks: str = "",
+    ) -> None:
+        """`pools`: by part. `ranks`: the group of ranks on this host that read replicated parts together;
+        empty: this one reads alone. Raises ConfigError.
+        """
+        self._pools = pools
+        largest = max(host.page_bytes // len(host.suffixes) for host in pools.values())
+        self._client = PoolClient(config, namespace, geometry, name=name, page_bytes=largest)
+        self._metrics = ClientMetrics()
+        shared = {part: host.pool for part, host in pools.items() if ranks and host.is_replicated}
+        self._group = RankGroup(ranks, shared_pages(shared)) if shared else None
+        if self._group is not None:
+            self._group.start()
 
     def present(self, keys: Sequence[str], parts: Sequence[str]) -> list[list[bool]]:
-        """For each part and each page: whether the pool has it."""
-        ...
+        """For each part and each page: whether the pool has it. One question to the pool for all."""
+        names = [self._names(keys, part) for part in parts]
+        found = iter(self._client.exists([name for ours in names for name in ours]))
+        present = [
+            self._whole(list(islice(found, len(ours))), part) for part, ours in zip(parts, names, strict=True)
+        ]
+        self._publish()
+        return present
 
-    def get(self, part: str, keys: Sequence[str], host_indices: torch.Tensor) -> Moved:
-        """Read pages into the part's host pool."""
-        ...
+    def get(self, part: str, keys: Sequence[str], host_indices: torch.Tensor) -> list[bool]:
+        """Read pages into the part's host pool. True: the page is there. Raises PageMismatch."""
+        host = self._pools[part]
+        names, pages = self._names(keys, part), host.pieces(host.pages(len(keys), host_indices))
+        share = self._group.part(part) if self._group is not None and host.is_replicated else None
+        with self._metrics.timed("read"):
+            done = self._client.get(names, pages, share)
+        self._publish()
+        return self._whole(done, part)
 
-    def put(self, part: str, keys: Sequence[str], host_indices: torch.Tensor) -> Moved:
-        """Write pages from the part's host pool."""
-        ...
+    def put(self, part: str, keys: Sequence[str], host_indices: torch.Tensor) -> list[bool]:
+        """Write pages from the part's host pool. True: the page is in the pool. Raises PageMismatch."""
+        host = self._pools[part]
+        names, pages = self._names(keys, part), host.pieces(host.pages(len(keys), host_indices))
+        with self._metrics.timed("written"):
+            done = self._client.put(names, pages)
+        self._publish()
+        return self._whole(done, part)
 
     def clear(self) -> int:
         """Drop the namespace's pages. Returns their number."""
-        ...
+        return self._client.clear()
 
     def check(self) -> dict[str, PoolError | None]:
         """For each node: None, or why it does not serve us."""
-        ...
+        return self._client.check()
 
     def close(self) -> None:
-        """Close all connections. Idempotent."""
-        ...
+        """Close all connections. Idempotent. Calls in progress end with misses."""
+        self._client.close()
+        if self._group is not None:
+            self._group.close()
 
+    def _names(self, keys: Sequence[str], part: str) -> list[bytes]:
+        hashes = [bytes.fromhex(key) for key in keys]
+        return [pool_key(digest, suffix) for digest in hashes for suffix in self._pools[part].suffixes]
 
-def open_access(
-    config: PoolClientConfig,
-    namespace: str,
-    geometry: dict[str, str],
-    pools: Mapping[str, HostPool],
-    name: str,
-    ranks: str = "",
-) -> PageAccess:
-    """The access to the pool for SGLang's host pools, by part. `ranks`: the group of ranks on this host that
-    read replicated parts together, which page movers do. Raises ConfigError, StartupError.
-    """
-    parts = host_parts(pools)
-    if parts is not None:
-        mover = MoverClient(config, namespace, geometry, parts, name=name, ranks=ranks)
-        logger.info("page mover %s moves the pages of %s", mover.pid, name)
-        return ByMover(mover, {part: host.pages.page_tokens for part, host in parts.items()})
-    logger.warning(
-        "SGLang's host pool cannot be shared with another process: its scheduler moves pages itself"
-    )
-    largest = max(page_bytes(host.pool) // len(host.suffixes) for host in pools.values())
-    client = PoolClient(config, namespace, geometry, name=name, page_bytes=largest)
-    suffixes = {part: host.suffixes for part, host in pools.items()}
-    chains = ChainClient(client, suffixes)
-    return InProcess(chains, {part: host.pool for part, host in pools.items()})
+    def _whole(self, pieces: list[bool], part: str) -> list[bool]:
+        """Which pages have all of their pieces."""
+        count = len(self._pools[part].suffixes)
+        return [all(pieces[start : start + count]) for start in range(0, len(pieces), count)]
 
-
-def host_parts(pools: Mapping[str, HostPool]) -> dict[str, HostPart] | None:
-    """Where the pages of all parts lie. None: one of the host pools cannot be shared."""
-    parts = {}
-    for part, host in pools.items():
-        pages = host_pages(host.pool)
-        if pages is None:
-            return None
-        parts[part] = HostPart(pages, host.suffixes, host.is_replicated)
-    return parts
-
-
-def host_pages(host_pool: Any) -> HostPages | None:
-    """Where the pages lie, if SGLang made the host pool from descriptors (`"allocator": "shm"`)."""
-    allocator = getattr(host_pool, "allocator", None)
-    fds, mappings = getattr(allocator, "fds", []), getattr(allocator, "mms", [])
-    tokens = int(host_pool.page_size)
-    if not fds or len(fds) != len(mappings):
-        return None
-    pages = int(host_pool.size) // tokens
-    probed = [
-        host_pool.get_page_buffer_meta(torch.arange(page * tokens, (page + 1) * tokens))
-        for page in range(min(pages, PROBED_PAGES))
-    ]
-    regions = [(np.frombuffer(mapping, np.uint8).ctypes.data, len(mapping)) for mapping in mappings]
-    segments = learn_segments([one[0] for one in probed], [one[1] for one in probed], regions)
-    if segments is None:
-        return None
-    memory = [(fd, size) for fd, (_, size) in zip(fds, regions, strict=True)]
-    host = HostPages(memory, segments, tokens, pages)
-    return host if host.fits() else None
-
-
-class ByMover:
-    """`PageAccess` by a page mover. The scheduler's thread does as little as can be: it holds its interpreter
-    up meanwhile.
-    """
-
-    def __init__(self, mover: MoverClient, page_tokens: Mapping[str, int]) -> None:
-        """`page_tokens`: indices of a page in the host pool of each part."""
-        self.mover = mover
-        self._page_tokens = page_tokens
-        self._metrics = ClientMetrics()
-        self.clear = mover.clear
-        self.check = mover.check
-        self.close = mover.close
-
-    def present(self, keys: Sequence[str], parts: Sequence[str]) -> list[list[bool]]:
-        """See `PageAccess`. Raises PoolUnavailable."""
-        return self._counted(lambda: self.mover.present(keys, parts))
-
-    def get(self, part: str, keys: Sequence[str], host_indices: torch.Tensor) -> Moved:
-        """See `PageAccess`. Raises PageMismatch, PoolUnavailable."""
-        first = self._first_tokens(part, keys, host_indices)
-        return self._counted(lambda: self.mover.get(keys, first, part))
-
-    def put(self, part: str, keys: Sequence[str], host_indices: torch.Tensor) -> Moved:
-        """See `PageAccess`. Raises PageMismatch, PoolUnavailable."""
-        first = self._first_tokens(part, keys, host_indices)
-        return self._counted(lambda: self.mover.put(keys, first, part))
-
-    def _counted(self, call: Callable[[], T]) -> T:
-        try:
-            return call()
-        except PoolUnavailable:
-            self._metrics.mover_failed()
-            raise
-
-    def _first_tokens(self, part: str, keys: Sequence[str], host_indices: torch.Tensor) -> bytes:
-        tokens = self._page_tokens[part]
-        _check_length(keys, host_indices, tokens)
-        return host_indices.numpy()[::tokens].tobytes()
-
-
-class InProcess:
-    """`PageAccess` by a client in this process."""
-
-    def __init__(self, chains: ChainClient, host_pools: Mapping[str, Any]) -> None:
-        self._chains = chains
-        self._host_pools = host_pools
-        self.present = chains.present
-        self.clear = chains.clear
-        self.check = chains.check
-        self.close = chains.close
-
-    def get(self, part: str, keys: Sequence[str], host_indices: torch.Tensor) -> Moved:
-        """See `PageAccess`. Raises PageMismatch."""
-        return self._chains.get(keys, self._buffers(part, keys, host_indices), part)
-
-    def put(self, part: str, keys: Sequence[str], host_indices: torch.Tensor) -> Moved:
-        """See `PageAccess`. Raises PageMismatch."""
-        return self._chains.put(keys, self._buffers(part, keys, host_indices), part)
-
-    def _buffers(self, part: str, keys: Sequence[str], host_indices: torch.Tensor) -> list[PageBuffers]:
-        host_pool = self._host_pools[part]
-        _check_length(keys, host_indices, int(host_pool.page_size))
-        addresses, sizes = host_pool.get_page_buffer_meta(host_indices)
-        segments, rest = divmod(len(addresses), len(keys) or 1)
-        if rest:
-            raise PageMismatch(f"{len(addresses)} segments for {len(keys)} pages")
-        views = [_view(address, size) for address, size in zip(addresses, sizes, strict=True)]
-        return [views[start : start + segments] for start in range(0, len(views), segments or 1)]
-
-
-def page_bytes(host_pool: Any) -> int:
-    """The length of its pages. Raises ValueError, NotImplementedError: it has no addresses of pages."""
-    _, sizes = host_pool.get_page_buffer_meta(torch.arange(int(host_pool.page_size)))
-    return sum(sizes)
-
-
-def _check_length(keys: Sequence[str], host_indices: torch.Tensor, page_tokens: int) -> None:
-    if len(host_indices) != len(keys) * page_tokens:
-        raise PageMismatch(f"{len(host_indices)} indices for {len(keys)} pages of {page_tokens} tokens")
-
-
-def _view(address: int, size_bytes: int) -> Bytes1D:
-    """The host pool's memory at `address` as uint8 [size_bytes]; SGLang keeps it alive as long as it uses
-    us.
-    """
-    return np.frombuffer(memoryview((ctypes.c_uint8 * size_bytes).from_address(address)), dtype=np.uint8)
+    def _publish(self) -> None:
+        with contextlib.suppress(OSError, ValueError):  # the metrics' directory may be full or gone
+            self._metrics.publish(self._client.counters)

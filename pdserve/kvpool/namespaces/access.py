@@ -25,11 +25,9 @@ from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import (
     Drain,
     Gossip,
-    ListOwned,
     ListPages,
     NamespaceSettings,
     ProbePeer,
-    PullPages,
     Upgrade,
 )
 from pdserve.kvpool.protocol.messages import ADMIN, READ, WRITE
@@ -53,8 +51,6 @@ NEEDED: Final[dict[type, tuple[Scope, int]]] = {
     ListPages: ("node", ADMIN),
     Gossip: ("pool", ADMIN),
     ProbePeer: ("pool", ADMIN),
-    ListOwned: ("pool", ADMIN),
-    PullPages: ("pool", ADMIN),
 }
 """The right that a request needs, and where: in the namespace whose number it has, as the node's
 administrator, or as a node of this pool. Others need none, or are judged by the name that they give.

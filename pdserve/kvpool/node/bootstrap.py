@@ -9,6 +9,7 @@ from pdserve.errors import PdserveError
 from pdserve.kvpool.core.events import SaveNamespaces
 from pdserve.kvpool.core.namespace_admin import Rules
 from pdserve.kvpool.core.sessions import Limits
+from pdserve.kvpool.core.sharding.handover import MAX_TARGETS
 from pdserve.kvpool.core.state import NodeState
 from pdserve.kvpool.core.store.page_store import PageStore
 from pdserve.kvpool.core.store.slot_allocator import SlotAllocator
@@ -18,6 +19,7 @@ from pdserve.kvpool.node.memory.slab_size import MIN_SLOT_BYTES
 from pdserve.kvpool.node.tiers.node_tiers import NodeTiers
 from pdserve.kvpool.node.timers import clock_ms
 from pdserve.kvpool.protocol.slot_table import TableLayout
+from pdserve.sizes import parse_bytes
 
 KEPT_SHARE: Final = 0.25  # of the capacity that all clients together may want kept
 MAX_MESSAGES: Final = 65_536  # in flight for a connection: segments over UCX, pages over TCP
@@ -82,4 +84,7 @@ def _limits_of(config: PoolNodeConfig) -> Limits:
         max_pinned_bytes=of_client,
         max_kept_bytes=int(config.capacity * KEPT_SHARE),
         max_messages=MAX_MESSAGES,
+        push_bytes_s=float(parse_bytes(config.moving.bytes_s)),
+        # what is pinned for all pushes under way must leave room for other requests of the node to itself
+        push_batch_bytes=min(parse_bytes(config.moving.batch_bytes), of_client // (2 * MAX_TARGETS)),
     )

@@ -26,7 +26,6 @@ from pdserve.errors import NodeFailed, PdserveError
 from pdserve.kvpool.core.events import (
     LOCAL,
     Answer,
-    AskReplicas,
     AssignSlab,
     CancelTransfers,
     Close,
@@ -35,10 +34,12 @@ from pdserve.kvpool.core.events import (
     Event,
     FreeRows,
     PublishNamespace,
+    PushPages,
     Received,
     RecordsLearned,
     ReserveRows,
     SaveNamespaces,
+    Settled,
     StartReceive,
     StartSend,
     Tick,
@@ -54,9 +55,8 @@ from pdserve.kvpool.node.memory.descriptor_sockets import DescriptorSockets
 from pdserve.kvpool.node.metrics.meter import LoopLag, Meter
 from pdserve.kvpool.node.peers.gossip import Gossiper, Handler
 from pdserve.kvpool.node.peers.joining import Before
-from pdserve.kvpool.node.peers.page_fetch import LocalSession, PageFetch
+from pdserve.kvpool.node.peers.page_push import LocalSession, PagePusher
 from pdserve.kvpool.node.peers.rebalancer import Rebalancer
-from pdserve.kvpool.node.peers.replicator import Replicator
 from pdserve.kvpool.node.serving.connection import ClientConnection, Connections
 from pdserve.kvpool.node.serving.listeners import Listeners, close_all
 from pdserve.kvpool.node.serving.places import Places
@@ -65,7 +65,7 @@ from pdserve.kvpool.node.tiers.node_tiers import NodeTiers
 from pdserve.kvpool.node.timers import call_at
 from pdserve.kvpool.node.upgrade.handover import Handover
 from pdserve.kvpool.node.upgrade.upgrader import Upgrader
-from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord, PullPages, Upgrade
+from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord, Upgrade
 from pdserve.kvpool.protocol.messages import (
     DataPathName,
     Fault,
@@ -192,7 +192,7 @@ class PoolNode:
         self._make_movers()
         self.serving = Serving(self._loop, self.state, self.feed, self.connections)
         ending.callback(self.serving.close)
-        ending.push_async_callback(self.rebalancer.close)
+        ending.push_async_callback(self.pusher.close)
         ending.callback(self.local.close)
         self._schedule()
 
@@ -259,8 +259,8 @@ class PoolNode:
         )
 
     async def stop_moving(self) -> None:
-        """Ask other nodes for no more pages."""
-        await self.rebalancer.close()
+        """Push no more pages to other nodes."""
+        await self.pusher.close()
 
     def stop(self) -> None:
         """Let `serve` return."""
@@ -353,24 +353,19 @@ class PoolNode:
     def _make_movers(self) -> None:
         """What moves pages between this node and the others."""
         self.gossip.moves_pages = True
-        store, tiers = self.state.store, self.state.tiers
-        pages = PageFetch(self.config, self._certificates, self.gossip.cluster, self.arena.memory, self.local)
-        self.replicator = Replicator(self.name, pages, self.local, self.arena.namespaces, self.feed)
-        self.rebalancer = Rebalancer(
+        self.pusher = PagePusher(
             self.config,
-            self.gossip,
-            pages,
+            self._certificates,
+            self.gossip.cluster,
+            self.arena.namespaces,
+            self.arena.memory,
             self.local,
-            lambda: store.free_bytes + tiers.free_bytes,
-            lambda: tiers.behind,
             self.feed,
-            self.stop,
         )
-        self._routes |= {**self.rebalancer.routes(), PullPages: self.replicator.pull}
-        self._acts |= {
-            AskReplicas: self.replicator.ask_replicas,
-        }
-        self.rebalancer.start()
+        rebalancer = Rebalancer(self.config, self.gossip, self.pusher, self.feed, self.stop)
+        self._routes |= rebalancer.routes()
+        self._acts |= {PushPages: self.pusher.push, Settled: rebalancer.settled}
+        rebalancer.follow()
 
     def _answer(self, action: Answer) -> None:
         if action.connection == LOCAL:
@@ -480,13 +475,10 @@ class PoolNode:
 
     def _report(self, request_id: int, asker: Session | None = None) -> StatusReport:
         report = self.state.status(request_id, self._loop.time(), asker)
-        counters = {**report.counters, **self._moved(), **self.serving.counters()}
+        counters = {**report.counters, **self.serving.counters()}
         counters["requests_failed"] = self.requests_failed
         report = replace(report, counters=counters)
         return self.gossip.with_members(report)
-
-    def _moved(self) -> dict[str, int]:
-        return {**self.rebalancer.counters(), "replica_pages_pulled": self.replicator.pages_pulled}
 
     def _accept(self) -> ClientConnection:
         self._last_connection += 1

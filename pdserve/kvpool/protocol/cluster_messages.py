@@ -1,7 +1,7 @@
 """The messages between nodes, and between an administrator and a node. Pure: records only.
 
-Nodes tell each other about members and namespaces, move pages, and make replicas. These messages use the same
-connections, frames and rules as those of messages.py.
+Nodes tell each other about members and namespaces. These messages use the same connections, frames and rules
+as those of messages.py; pages go from node to node by a client's messages.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pdserve.sizes import Size
 Media: TypeAlias = Literal["dram", "ssd", "dram+ssd"]
 # Status of a Member
 ACTIVE: Final = 0  # owns its part of the ring
-LEAVING: Final = 1  # owns nothing any more; other nodes pull its pages
+LEAVING: Final = 1  # owns nothing any more; pushes its pages to the others
 LEFT: Final = 2
 DEAD: Final = 3  # no other node could reach it
 MAX_MEMBERS: Final = 1024  # of a pool; at 100 bytes each they fit a frame many times
@@ -101,7 +101,7 @@ class Member(Message, tag=98, frozen=True):
     """A node as other nodes know it. Of two records the one with the larger `version` is newer, whatever the
     incarnations (cluster/state.py says more).
 
-    `settled` is the epoch for which this node has pulled everything that it owns. `renewed` is when the node
+    `settled` is the epoch for which nothing is left here that another node owns. `renewed` is when the node
     last renewed its record, on the scale of versions; 0 if not since its version.
     """
 
@@ -116,7 +116,7 @@ class Member(Message, tag=98, frozen=True):
 
 
 class ClusterState(Message, tag=99, frozen=True):
-    """All that a node knows of the pool. `stable` is the last ring for which every owner had settled. Members
+    """All that a node knows of the pool. `stable` is the last ring for which every node had settled. Members
     older than `horizon` are forgotten; their versions are in `folded`.
     """
 
@@ -219,7 +219,9 @@ class PageList(Message, tag=36, frozen=True):
 
 
 class Drain(Message, tag=37, frozen=True):
-    """Leave the ring: other nodes pull the pages. Answered with Done at once; views show the progress."""
+    """Leave the ring: the node pushes its pages to the others. Answered with Done at once; views show the
+    progress.
+    """
 
     id: int
 
@@ -260,40 +262,6 @@ class ProbePeer(Message, tag=42, frozen=True):
     node: str
 
 
-class ListOwned(Message, tag=43, frozen=True):
-    """List the pages on this node that `node` owns under the ring of `epoch`."""
-
-    id: int
-    namespace: int
-    node: str
-    epoch: int
-    cursor: int
-    limit: int
-
-
-class Owned(Message, tag=44, frozen=True):
-    """`cursor` is for the next request; 0 at the end. `writing` above 0: more pages may follow, list them
-    again later. It counts open reservations of such pages; 1 also stands for other reasons.
-    """
-
-    id: int
-    keys: list[bytes]
-    lengths: list[int]
-    cursor: int
-    writing: int
-
-
-class PullPages(Message, tag=45, frozen=True):
-    """Make replicas of these pages of the sender, or renew them. `lengths` are the pages' bytes. Answered
-    with Done: `count` replicas exist now.
-    """
-
-    id: int
-    namespace: int
-    keys: list[bytes]
-    lengths: list[int] = []
-
-
 ClusterRequest: TypeAlias = (
     GetView
     | PutNamespace
@@ -304,7 +272,5 @@ ClusterRequest: TypeAlias = (
     | Upgrade
     | Gossip
     | ProbePeer
-    | ListOwned
-    | PullPages
 )
-ClusterReply: TypeAlias = View | NamespaceList | PageList | Gossiped | Owned
+ClusterReply: TypeAlias = View | NamespaceList | PageList | Gossiped

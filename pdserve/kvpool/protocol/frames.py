@@ -14,9 +14,7 @@ from pdserve.errors import FrameError, PoolRefused, RequestRefused
 from pdserve.kvpool.protocol.base import KEY_BYTES, Message
 from pdserve.kvpool.protocol.base import NodeAddress as NodeAddress
 from pdserve.kvpool.protocol.cluster_messages import (
-    ListOwned,
     ListPages,
-    PullPages,
 )
 from pdserve.kvpool.protocol.messages import (
     MAX_FRAME_BYTES,
@@ -146,12 +144,9 @@ def _check_bounds(message: Request) -> None:
             raise FrameError("abort or release: slots and sequences differ in length")
         if isinstance(message, Abort):
             _check_pages(message, len(slots), MAX_PAGES)
-    elif isinstance(message, ListOwned | ListPages):
+    elif isinstance(message, ListPages):
         if not 1 <= message.limit <= MAX_KEYS:
             raise FrameError(f"a limit of {message.limit}, allowed are 1 to {MAX_KEYS}")
-    elif isinstance(message, PullPages):
-        if min(message.lengths, default=1) <= 0:
-            raise FrameError("pull: lengths must be positive")
     elif isinstance(message, Discard):
         if len(message.sequences) not in (0, len(message.keys)):
             raise FrameError("discard: keys and sequences differ in length")

@@ -257,20 +257,21 @@ class RowReader:
     _SEQUENCE_AT = 8 * 7
 
     def __init__(self, buffer: Buffer, layout: TableLayout) -> None:
+        self.buffer = buffer
         self.count = layout.rows
-        self._buffer = buffer
+        self.rows_at = layout.rows_at
         self._at = layout.rows_at + self._SEQUENCE_AT
 
     def still_holds(self, slot: int, sequence: int) -> bool:
         """Whether the slot holds this filling, committed. To be asked after copying the page's bytes."""
         at = self._at + slot * ROW_DTYPE.itemsize
-        found, state = self._SEQUENCE_AND_STATE.unpack_from(self._buffer, at)
+        found, state = self._SEQUENCE_AND_STATE.unpack_from(self.buffer, at)
         return bool(state == COMMITTED and found == sequence)
 
     def was_refilled(self, slot: int, sequence: int) -> bool:
         """Whether another page was committed in the slot since this filling."""
         at = self._at + slot * ROW_DTYPE.itemsize
-        return bool(self._SEQUENCE_AND_STATE.unpack_from(self._buffer, at)[0] != sequence)
+        return bool(self._SEQUENCE_AND_STATE.unpack_from(self.buffer, at)[0] != sequence)
 
 
 class Filling(NamedTuple):

@@ -12,6 +12,7 @@ import time
 from typing import Final
 
 from pdserve.errors import PoolError, PoolTimeout, PoolUnavailable
+from pdserve.kvpool.native.frames import exchange
 from pdserve.kvpool.protocol.address import TcpAddress, parse_address
 from pdserve.kvpool.protocol.messages import Abort, Hello, Release, Reply, Request, Welcome
 from pdserve.kvpool.transports.dial import open_socket, tls_error
@@ -60,9 +61,9 @@ class ControlChannel:
         session = ControlSession(address, hello)
         channel = cls(open_socket(address, deadline_s, tls), session, on_view)
         try:
-            channel._send(session.greeting, deadline_s)
+            channel._exchange(session.greeting, deadline_s)
             while not session.greeted:
-                channel._read(deadline_s)
+                channel._exchange(b"", deadline_s)
                 if session.ended is not None and not session.greeted:
                     raise session.ended
         except PoolError:
@@ -79,23 +80,14 @@ class ControlChannel:
         """Send the request, return its reply (a Fault is returned). Raises PoolTimeout, PoolUnavailable,
         FrameError; then the channel is broken.
         """
-        self.send(request, deadline_s)
-        return self.receive(getattr(request, "id", 0), deadline_s)
-
-    def send(self, request: Request, deadline_s: float) -> None:
-        """Send a request without waiting for its reply (see `receive`). Raises the errors of `call`."""
-        self._send(self._session.send(request), deadline_s)
-
-    def receive(self, request_id: int, deadline_s: float) -> Reply:
-        """Wait for the reply to a sent request. Raises the errors of `call`."""
-        replies = self._replies
-        if request_id not in replies:
-            self._session.check()
-            while request_id not in replies:
-                if self._session.ended is not None:
-                    raise self._session.ended
-                self._read(deadline_s)
-        return replies.pop(request_id)
+        request_id = getattr(request, "id", 0)
+        frame = self._session.send(request)
+        while request_id not in self._replies:
+            if not frame and self._session.ended is not None:
+                raise self._session.ended
+            self._exchange(frame, deadline_s)
+            frame = b""
+        return self._replies.pop(request_id)
 
     def take_pushed(self) -> None:
         """Read pushed messages without waiting, for a caller that polls `fileno`.
@@ -117,8 +109,10 @@ class ControlChannel:
         """Send a message that has no reply. Raises PoolUnavailable."""
         try:
             self._send(self._session.send(message), time.monotonic() + POST_TIMEOUT_S)
-        except PoolTimeout as error:
-            raise PoolUnavailable(str(error)) from error
+        except TimeoutError as error:
+            raise self._fail(PoolUnavailable(f"pool node {self._address} takes no requests")) from error
+        except OSError as error:
+            raise self._gone(error) from error
 
     @property
     def peer_host(self) -> str:
@@ -149,41 +143,35 @@ class ControlChannel:
         return self._session.address
 
     def _send(self, frame: bytes, deadline_s: float) -> None:
-        try:
-            self._socket.settimeout(_remaining_s(deadline_s))
-            self._socket.sendall(frame)
-        except TimeoutError as error:
-            raise self._fail(PoolTimeout(f"pool node {self._address} takes no requests")) from error
-        except OSError as error:
-            self._read_last_words()
-            raise self._fail(PoolUnavailable(f"pool node {self._address} went away: {error}")) from error
+        """Raises TimeoutError, OSError."""
+        exchange(self._socket, frame, 0, deadline_s)
 
-    def _read_last_words(self) -> None:
-        """After a failed send: read the messages that the node sent before it closed the connection."""
+    def _exchange(self, frame: bytes, deadline_s: float) -> None:
+        """Send the frame, if there is one, and wait for bytes. Raises PoolTimeout, PoolUnavailable."""
+        try:
+            data = exchange(self._socket, frame, RECEIVE_BYTES, deadline_s)
+            events = self._session.receive(data)
+            for event in events:
+                if isinstance(event, Proving):
+                    self._send(event.data, deadline_s)
+        except TimeoutError as error:
+            raise self._fail(PoolTimeout(f"pool node {self._address} did not answer in time")) from error
+        except ssl.SSLError as error:
+            # with TLS 1.3 a server's opinion of our certificate comes as late as this
+            raise self._fail(tls_error(self._address, error)) from error
+        except OSError as error:
+            raise self._gone(error) from error
+        self._take(events)
+
+    def _gone(self, error: OSError) -> PoolError:
+        """The error to raise, after the messages that the node sent before it closed the connection."""
         try:
             self._socket.setblocking(False)
             while self._session.ended is None and (data := self._socket.recv(RECEIVE_BYTES)):
                 self._take(self._session.receive(data))
         except OSError:
-            return  # no more bytes
-
-    def _read(self, deadline_s: float) -> None:
-        """Wait for bytes. Raises PoolTimeout, PoolUnavailable."""
-        try:
-            self._socket.settimeout(_remaining_s(deadline_s))
-            data = self._socket.recv(RECEIVE_BYTES)
-        except TimeoutError as error:
-            raise self._fail(PoolTimeout(f"pool node {self._address} did not answer in time")) from error
-        except (
-            ssl.SSLError
-        ) as error:  # with TLS 1.3 a server's opinion of our certificate comes as late as this
-            raise self._fail(tls_error(self._address, error)) from error
-        except OSError as error:
-            raise self._fail(PoolUnavailable(f"pool node {self._address} went away: {error}")) from error
-        for event in (events := self._session.receive(data)):
-            if isinstance(event, Proving):
-                self._send(event.data, deadline_s)
-        self._take(events)
+            pass  # no more bytes
+        return self._fail(PoolUnavailable(f"pool node {self._address} went away: {error}"))
 
     def _take(self, events: list[Event]) -> None:
         for event in events:
@@ -196,10 +184,3 @@ class ControlChannel:
         """End the session with this error. Returns the error to raise, which is that of an earlier end."""
         self._session.fail(error)
         return self._session.ended or error
-
-
-def _remaining_s(deadline_s: float) -> float:
-    remaining_s = deadline_s - time.monotonic()
-    if remaining_s <= 0:
-        raise TimeoutError
-    return remaining_s

@@ -18,12 +18,12 @@ from sglang.srt.entrypoints.openai.serving_responses import OpenAIServingRespons
 
 from pdserve.engine.contract.conversations import Abilities
 from pdserve.engine.contract.endpoints import Contract
-from pdserve.engine.demo.chat import CHAT_TEMPLATE
 from pdserve.engine.sglang.abilities import contract_of
 from pdserve.router.api.nonces import without_nonce
 from pdserve.router.api.request_body import parse_request
 from tests.support.agents import CHAT, CLIENTS, MESSAGES, TURNS, Client, whole_pages
 from tests.support.engine.turns import encode
+from tests.support.random_model import CHAT_TEMPLATE
 
 PAGE = 16
 INLINE = "{{- '<|im_start|>system\\n' + content + '<|im_end|>\\n' }}\n    {%- endif %}"

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import (
     HybridCacheController,
@@ -27,13 +28,15 @@ GEOMETRY = KvGeometry(
 )
 
 
-@pytest.mark.parametrize(("huge", "allocator"), [("", "shm"), ("2MB", None)])
-def test_the_host_pool_is_shared_for_a_page_mover_but_keeps_its_huge_pages(
-    huge: str, allocator: str | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("tp_size", "huge", "allocator"),
+    [("replicated", "", "shm"), ("replicated", "2MB", None), ("2", "", None)],
+)
+def test_ranks_that_hold_the_same_bytes_share_host_memory_unless_it_is_of_huge_pages(
+    tp_size: str, huge: str, allocator: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang makes no shared host pool of huge pages; then its scheduler moves pages itself, and says so."""
     monkeypatch.setenv(HUGE_PAGES_ENV, huge)
-    told = pool_storage(PoolClientConfig(), "ns", GEOMETRY)
+    told = pool_storage(PoolClientConfig(), "ns", replace(GEOMETRY, tp_size=tp_size))
     assert told.get("allocator") == allocator
 
 

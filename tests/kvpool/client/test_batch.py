@@ -48,12 +48,6 @@ def test_chunks_hold_every_key_in_order_and_no_chunk_is_too_large(count: int, pa
         assert max(sizes) == 1 or max(sizes) * page_bytes <= min(CHUNK_BYTES, MAX_BATCH_BYTES)
 
 
-def test_pages_that_come_over_a_stream_are_asked_for_in_whole_messages() -> None:
-    places = list(range(96))
-    assert [len(chunk) for chunk in batch_of(1, 1 << 20).divide(places)] == [16] * 6
-    assert [len(chunk) for chunk in batch_of(1, 1 << 20).divide(places, streams=True)] == [32] * 3
-
-
 def test_a_batch_larger_than_what_a_node_grants_at_a_time_is_stored_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -97,9 +91,16 @@ def test_a_chunk_that_fails_costs_its_own_pages_only(pool: Pool, monkeypatch: py
     assert sum(stored) == 4  # the chunks after it found the node down
 
 
-def test_chunks_are_moved_side_by_side(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_are_copied_by_as_many_threads_as_may(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "CHUNK_BYTES", 4 * PAGE_BYTES)
+    monkeypatch.setattr(batches, "COPY_THREADS", 1)
     client = pool.client(connections=2)
+    threads = set[int]()
+    pool.connector.before = lambda node, step: threads.add(threading.get_ident())
+    assert put(client, keys(12)) == [True] * 12
+    assert threads == {threading.get_ident()}
+    client.clear()
+    monkeypatch.setattr(batches, "COPY_THREADS", 2)
     together = threading.Barrier(2, timeout=30)
 
     def meet(node: str, step: str) -> None:

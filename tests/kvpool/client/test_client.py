@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from pdserve.errors import PageMismatch, PoolError, PoolRefused, PoolTimeout, PoolUnavailable
-from pdserve.kvpool.client import operations
+from pdserve.kvpool.client import batch, operations
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.connection_pool import OpenConnection
 from pdserve.kvpool.cluster.ring import Ring
@@ -225,8 +225,9 @@ def test_whatever_step_times_out_the_answer_has_full_length(pool: Pool, step: st
     assert get(client, wanted) == [True] * COUNT
 
 
-def test_close_ends_operations_under_way_with_misses(pool: Pool) -> None:
+def test_close_ends_operations_under_way_with_misses(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those whose parts wait for a thread: they must end, not be forgotten."""
+    monkeypatch.setattr(batch, "COPY_THREADS", 3)
     client = pool.client(connections=1)
     wanted = keys(COUNT)
     put(client, wanted)

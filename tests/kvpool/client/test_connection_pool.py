@@ -35,6 +35,7 @@ class Scripted:
 
     def __init__(self, opens: bool = True) -> None:
         self.welcome = m.Welcome(1, "n", 1, "h", "shm", 1.0)
+        self.is_mapped = True
         self.closed = False
         self._opens = opens
 

@@ -1,16 +1,15 @@
 from __future__ import annotations
 
+import hashlib
 import random
 import subprocess
 import sys
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pdserve.errors import ConfigError
-from pdserve.kvpool.cluster.ring import MAX_WEIGHT_SUM, Ring, in_order, positions_of
+from pdserve.kvpool.cluster.ring import ARCS, MAX_WEIGHT, Ring, positions_of
 from pdserve.kvpool.protocol.messages import NodeAddress
 
 KEYS = [random.Random(seed).randbytes(32) for seed in range(20_000)]
@@ -20,18 +19,12 @@ def nodes(*weights: int) -> list[NodeAddress]:
     return [NodeAddress(f"n{i}", f"tcp:h{i}:1", weight) for i, weight in enumerate(weights)]
 
 
-@given(st.lists(st.lists(st.integers(0, 40) | st.integers((1 << 64) - 40, (1 << 64) - 1)), max_size=9))
-def test_points_are_sorted_and_equal_ones_stay_in_the_order_of_their_nodes(points: list[list[int]]) -> None:
-    positions, owners = in_order([np.array(each, np.uint64) for each in points])
-    wanted = sorted((at, number) for number, each in enumerate(points) for at in each)
-    assert list(zip(positions.tolist(), owners.tolist(), strict=True)) == wanted
-
-
-@pytest.mark.parametrize("weights", [(1, 1), (1, 1, 1, 1, 1), (1, 2, 4), (16, 16, 8)])
+@pytest.mark.parametrize("weights", [(1, 1), (1, 1, 1, 1, 1), (1, 2, 4), (16, 16, 8), (1, 500)])
 def test_shares_follow_the_weights(weights: tuple[int, ...]) -> None:
     counts = np.bincount(Ring(nodes(*weights)).owners(KEYS), minlength=len(weights))
     wanted = np.array(weights) / sum(weights)
-    assert np.abs(counts / len(KEYS) / wanted - 1).max() < 0.12
+    deviation = np.abs(counts / len(KEYS) - wanted)
+    assert (deviation < 4 * np.sqrt(wanted * (1 / ARCS + 1 / len(KEYS)))).all()
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8])
@@ -50,7 +43,7 @@ def test_only_the_lost_nodes_keys_move_on_leave() -> None:
     for key in KEYS[:2000]:
         if before.owner(key).node == "n1":
             assert after.owner(key).node != "n1"
-            assert before.successors(key, 2)[1] == after.owner(key)
+            assert before.successors([key], 2)[0][1] == after.owner(key)
         else:
             assert after.owner(key) == before.owner(key)
 
@@ -66,11 +59,11 @@ def test_split_agrees_with_owner_and_covers_every_place_once() -> None:
 
 def test_successors_are_different_nodes_owner_first() -> None:
     ring = Ring(nodes(1, 1, 1, 1))
-    for key in KEYS[:200]:
-        found = ring.successors(key, 3)
+    for key, found in zip(KEYS[:200], ring.successors(KEYS[:200], 3), strict=True):
         assert found[0] == ring.owner(key)
         assert len({node.node for node in found}) == 3
-    assert len(ring.successors(KEYS[0], 99)) == 4
+    assert [len(found) for found in ring.successors(KEYS[:2], 99)] == [4, 4]
+    assert Ring(nodes(5)).successors(KEYS[:1], 2) == [nodes(5)]
 
 
 def test_every_process_builds_the_same_ring_whatever_the_order() -> None:
@@ -97,16 +90,11 @@ def test_every_process_builds_the_same_ring_whatever_the_order() -> None:
     assert len(printed) == 1
 
 
-def test_positions_after_the_last_point_wrap_to_the_first() -> None:
-    ring = Ring(nodes(1, 1))
-    assert ring.owner(b"\xff" * 32) == ring.owner(b"\x00" * 32)
-
-
 def test_bad_rings_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="one name"):
         Ring([*nodes(1), *nodes(1)])
-    with pytest.raises(ConfigError, match="add up"):
-        Ring(nodes(MAX_WEIGHT_SUM, 1))
+    with pytest.raises(ConfigError, match="between 1 and"):
+        Ring(nodes(MAX_WEIGHT + 1, 1))
     with pytest.raises(LookupError):
         Ring([]).owner(KEYS[0])
 
@@ -117,11 +105,6 @@ def test_positions_have_the_owners_of_their_keys() -> None:
     assert [ring.number(name) for name in ("n0", "n2", "nobody")] == [0, 2, -1]
 
 
-def test_sources_are_those_who_lost_keys_to_a_node_most_first() -> None:
-    before = Ring(nodes(1, 8, 1))
-    assert before.joined(NodeAddress("new", "", 4)).sources(before, "new")[0] == "n1"
-    assert set(before.joined(NodeAddress("new", "", 4)).sources(before, "new")) == {"n0", "n1", "n2"}
-    assert before.left("n2").sources(before, "n0") == ["n2"]
-    assert before.sources(before, "n0") == []
-    assert before.left("n2").sources(before, "n2") == []
-    assert before.sources(Ring([]), "n0") == []
+def test_the_owners_are_those_that_other_programs_of_this_version_compute() -> None:
+    owners = Ring(nodes(1, 2, 3, 500)).owners(KEYS)
+    assert hashlib.sha256(owners.astype("<i4").tobytes()).hexdigest()[:16] == "c2e11d068ad279ee"

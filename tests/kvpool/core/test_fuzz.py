@@ -39,7 +39,7 @@ from pdserve.kvpool.core.namespace_admin import Rules
 from pdserve.kvpool.core.tiering.tier_index import TierSpec
 from pdserve.kvpool.namespaces.catalog import page_tokens
 from pdserve.kvpool.protocol import messages as m
-from pdserve.kvpool.protocol.cluster_messages import Drain, GetView, Gossip, ProbePeer, PullPages, Upgrade
+from pdserve.kvpool.protocol.cluster_messages import Drain, GetView, Gossip, ProbePeer, Upgrade
 from pdserve.kvpool.protocol.frames import HEADER_BYTES, decode_request, encode_frame
 from pdserve.kvpool.protocol.kv_events import Blocks, Told
 from pdserve.kvpool.tiers.base import CORRUPT, GONE, LOADED, REFUSED, STORED
@@ -50,7 +50,7 @@ from tests.support.suite.extended import examples
 
 KINDS = [part for kind in get_args(m.Request) for part in (get_args(kind) or (kind,))]
 SEEDS = max(examples(80), int(os.environ.get("PDSERVE_FUZZ_EXAMPLES", "0")) // 100)  # 400 messages each
-RARE = (m.Clear, m.DropNamespace, m.Hello, m.Proof, GetView, Gossip, ProbePeer, PullPages, Drain, Upgrade)
+RARE = (m.Clear, m.DropNamespace, m.Hello, m.Proof, GetView, Gossip, ProbePeer, Drain, Upgrade)
 PATHS: tuple[m.DataPathName, ...] = ("shm", "ucx", "tcp", "none")
 
 

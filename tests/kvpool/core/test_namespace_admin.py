@@ -524,7 +524,7 @@ def test_nodes_of_the_pool_may_do_all_and_others_nothing_that_is_for_nodes() -> 
     node = guarded_node()
     ns = node.state.namespaces.numbers[0]
     assert node.exists(node.connect(peer=True), ns, 1) == [1]
-    text = fault(node, node.connect(token="root"), c.PullPages(1, ns, []))
+    text = fault(node, node.connect(token="root"), c.ProbePeer(1, "n1"))
     assert "access_denied" in text
     assert "cluster_token" in text
 

@@ -191,7 +191,7 @@ def test_ranks_of_an_mla_model_share_their_pages_which_are_written_once(pool: Po
         attach(ranks[-1], host)
     for rank in ranks:
         assert rank.batch_set_v1(names(3), indices([0, 1, 2])) == [True] * 3
-    written = [rank._pages._chains.client.counters.pages_written for rank in ranks]
+    written = [rank._pages._client.counters.pages_written for rank in ranks]
     assert written == [3, 0]
     assert ranks[1].batch_get_v1(names(3), indices([5, 6, 7])) == [True] * 3
     for source, target in zip(host.segments(1), host.segments(6), strict=True):
@@ -227,18 +227,18 @@ def test_nothing_raises_and_every_list_is_whole(pool: Pool, step: str, error: Ex
     assert made.batch_exists(names(3)) == 0
 
 
-def test_calls_that_a_mover_did_not_carry_out_are_said_now_and_then(
+def test_calls_that_the_pool_did_not_carry_out_are_said_now_and_then(
     pool: Pool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = backend(pool, HostPool("page_first"))
 
     def fail(*_: object) -> None:
-        raise PoolUnavailable("all lanes to the page mover are busy")
+        raise PoolUnavailable("there is no pool")
 
-    monkeypatch.setattr(page_access.InProcess, "get", fail)
+    monkeypatch.setattr(page_access.RankPages, "get", fail)
     for _ in range(3):
         assert made.batch_get_v1(names(1), indices([0])) == [False]
-    [line] = [record for record in caplog.records if "lanes" in record.getMessage()]
+    [line] = [record for record in caplog.records if "no pool" in record.getMessage()]
     assert (line.levelname, line.exc_info) == ("WARNING", None)
     made.close()
 

@@ -168,22 +168,6 @@ def test_while_the_name_service_is_away_the_last_addresses_are_used(
     channel.close()
 
 
-def test_replies_out_of_order_find_their_requests(peer_for: Callable[..., Peer]) -> None:
-    def script(peer: Peer) -> None:
-        greet(peer)
-        peer.request()
-        peer.request()
-        peer.send(m.Done(2, count=22), m.Done(1, count=11))
-        peer.hold()
-
-    channel = ControlChannel.connect(peer_for(script).address, HELLO, soon())
-    assert channel.welcome == WELCOME
-    channel.send(m.Ping(1), soon())
-    channel.send(m.Ping(2), soon())
-    assert channel.receive(1, soon()) == m.Done(1, count=11)
-    assert channel.receive(2, soon()) == m.Done(2, count=22)
-
-
 def test_late_reply_is_never_taken_for_the_next(peer_for: Callable[..., Peer]) -> None:
     def script(peer: Peer) -> None:
         greet(peer)
@@ -259,7 +243,7 @@ def test_a_node_that_hangs_up_for_a_moment_says_so_on_every_use(
     for use in (
         lambda channel: channel.call(m.Ping(1), soon()),
         lambda channel: channel.take_pushed(),
-        lambda channel: [channel.send(m.Ping(n), soon()) for n in range(1, 100)],
+        lambda channel: [channel.post(m.Release([0], [n])) for n in range(1, 100)],
     ):
         peer = peer_for(script)
         channel = ControlChannel.connect(peer.address, HELLO, soon())

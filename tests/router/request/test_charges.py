@@ -118,12 +118,12 @@ async def ask(harness: Harness, path: str, body: dict[str, Any]) -> None:
 async def charge(harness: Harness, mix: list[tuple[str, dict[str, Any]]]) -> tuple[tuple[int, int], float]:
     """(prompt and output tokens, what left the bucket) of a mix of requests at the same time."""
     tenant: TenantState = harness.router.gate.tenants.all[0]
-    prompt, output, spent = tenant.use.prompt_tokens, tenant.use.output_tokens, tenant.spent_tokens
+    prompt, output, spent = tenant.use.prompt_tokens, tenant.use.output_tokens, tenant.charged_tokens
     async with asyncio.timeout(TIMEOUT_S):
         await asyncio.gather(*(ask(harness, path, body) for path, body in mix))
         await harness.settle()
     use = tenant.use
-    return (use.prompt_tokens - prompt, use.output_tokens - output), tenant.spent_tokens - spent
+    return (use.prompt_tokens - prompt, use.output_tokens - output), tenant.charged_tokens - spent
 
 
 @pytest.mark.parametrize("prefill", [0, 1])

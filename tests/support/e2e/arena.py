@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +34,30 @@ def drop_page(
         present = channel.call(m.Exists(4, number, [key]), deadline)
         assert isinstance(present, m.Present), present
         assert present.mask == b"\0"
+
+
+@contextlib.contextmanager
+def reserved_page(
+    node: PoolNode, namespace: str, geometry: dict[str, str], key: bytes, segment_bytes: list[int]
+) -> Iterator[Callable[[], None]]:
+    """A page that we write while this is open; yields what commits it, with whatever bytes its slot has."""
+    deadline = time.monotonic() + 60.0
+    with contextlib.closing(
+        ControlChannel.connect(node.address, make_hello("test", host_id(), "shm"), deadline)
+    ) as channel:
+        opened = channel.call(m.OpenNamespace(1, namespace, geometry), deadline)
+        assert isinstance(opened, m.Opened), opened
+        reserved = channel.call(m.Reserve(2, opened.namespace, [key], segment_bytes), deadline)
+        assert isinstance(reserved, m.Reserved), reserved
+        [grant] = reserved.grants
+        assert grant.status == m.GRANTED
+
+        def commit() -> None:
+            commit = m.Commit(3, [grant.slot], [grant.sequence], [0])
+            committed = channel.call(commit, deadline)
+            assert isinstance(committed, m.Committed), committed
+
+        yield commit
 
 
 @contextlib.contextmanager

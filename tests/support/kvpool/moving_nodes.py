@@ -134,12 +134,7 @@ class Nodes:
         return Ring(node.gossip.view.nodes, node.gossip.view.epoch)
 
     def counters(self, name: str) -> dict[str, int]:
-        return self.run(
-            lambda: {
-                **self.nodes[name].state.status(0, 0.0).counters,
-                **self.nodes[name]._moved(),
-            }
-        )
+        return self.run(lambda: self.nodes[name].state.status(0, 0.0).counters)
 
     def holders(self, key: bytes) -> list[str]:
         return [name for name, node in self.nodes.items() if node.state.store.find(1, key) >= 0]

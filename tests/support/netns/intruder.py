@@ -18,8 +18,8 @@ import msgspec
 
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import (
-    ListOwned,
     NamespaceSettings,
+    ProbePeer,
     PutNamespace,
     ReplaceNamespace,
 )
@@ -81,7 +81,7 @@ class Intruder(Visitor):
         said = []
         for shown in (hello, without_token(hello, os.urandom(NONCE_BYTES))):
             with self._socket(port) as sock:
-                sock.sendall(encode_frame(shown) + encode_frame(ListOwned(2, 1, "pool9", 1, 0, 100)))
+                sock.sendall(encode_frame(shown) + encode_frame(ProbePeer(2, "pool9")))
                 said += [type(reply).__name__ for reply in _replies(sock)]
         return {"said": said}
 

@@ -11,6 +11,7 @@ import gc
 import logging
 import multiprocessing
 import signal
+import sys
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -19,6 +20,9 @@ from pdserve.errors import StartupError
 
 _TELLS_ERRORS: Final = ("sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler",)  # logs what it passes on
 _OURS: Final = f"{StartupError.__module__}.{StartupError.__qualname__}: "  # in the last line of a traceback
+
+SWITCH_INTERVAL_S: Final = 0.0005
+"""Storage threads wait this long for the interpreter beside a scheduler that computes in Python, not 5 ms."""
 
 prepare.before_sglang()
 if multiprocessing.parent_process() is not None:
@@ -38,6 +42,7 @@ def prepare_scheduler() -> Callable[..., Any]:
 
         _change_scheduler()
 
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     for name in (run.__module__, *_TELLS_ERRORS):
         logging.getLogger(name).addFilter(_without_traceback)
     prepared: Callable[..., Any] = run

@@ -43,13 +43,16 @@ def _free_of(
             return [slot for slot in near if slot not in holds]
 
 
-def coldest(index: Iterable[NamespacePages], pages: int) -> Iterator[int]:
-    """About `pages` slots that would be evicted first, an equal share of each namespace and class. A change
-    of an order ends the iterator.
+def coldest(
+    index: Iterable[NamespacePages], count: int
+) -> Iterator[tuple[NamespacePages, npt.NDArray[np.int64]]]:
+    """About `count` slots that would be evicted first: an equal share of each namespace and class, which is
+    one array.
     """
-    orders = [order for namespace in index for order in namespace.orders.values() if len(order)]
-    for order in orders:
-        yield from islice(order.victims(), max(16, pages // len(orders)))
+    orders = [(pages, order) for pages in index for order in pages.orders.values() if len(order)]
+    for pages, order in orders:
+        share = max(16, count // len(orders))
+        yield pages, np.fromiter(islice(order.victims(), share), np.int64)
 
 
 def reorder(

@@ -46,7 +46,8 @@ class Tiers:
         self._found = found
         self._index = TierIndexes(tiers)
         self._demotions = Demotions(store, self._index, limits, settings)
-        self._promotions = Promotions(store, self._index, limits, pin, on_commit)
+        self._promotions = Promotions(store, self._index, limits, pin, self._loaded)
+        self._on_commit = on_commit
         self._unwanted: set[int] = set()
         self._facts: dict[int, SpaceFacts] = {}  # by namespace
         self._opened: list[OpenSpace] = []
@@ -79,10 +80,15 @@ class Tiers:
                 if namespace is not None and self.has(namespace, page.key):
                     self._found(namespace, page.key, now_s, out)
 
-    def committed(self, slot: int) -> None:
-        """A client wrote the page."""
+    def _loaded(self, slots: list[int], now_s: float, out: list[Action]) -> None:
+        for slot in slots:
+            self._demotions.loaded(slot)
+        self._on_commit(slots, now_s, out)
+
+    def committed(self, slots: Sequence[int]) -> None:
+        """A client wrote the pages in these slots."""
         if self.any:
-            self._demotions.committed(slot)
+            self._demotions.committed(slots)
 
     def configured(self, namespace: int, space: int, facts: SpaceFacts) -> None:
         """The namespace was opened with this space, or its settings changed."""

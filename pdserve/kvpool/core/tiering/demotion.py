@@ -8,7 +8,10 @@ never out of date. The stores of a page:
     tier i drops it for lack of room -> tier i + 1        by the shell, if that tier can keep up
     found after a restart, in no tier -> as after commit, in steps, when the tiers have reported their pages
 
-So evicting a cold page costs nothing: it is in a tier already. A slot that is being stored is held. Stores in
+So evicting a cold page costs nothing: it is in a tier already. Most of the coldest pages are, at any time; a
+byte a slot says which ones (`_stored`), so that a pass looks at the others alone.
+
+A slot that is being stored is held. Stores in
 progress are bounded in pages and bytes. If a tier is slower than the writers, pages are evicted without a
 store; this is counted, and no writer waits. promotion.py has the way back, tier_index.py the tiers' contents.
 
@@ -24,6 +27,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from pdserve.kvpool.core.events import (
     Action,
     ForgetPages,
@@ -33,6 +38,7 @@ from pdserve.kvpool.core.events import (
     SlotPage,
     StorePages,
 )
+from pdserve.kvpool.core.store.index import NONE
 from pdserve.kvpool.core.store.page_store import PageStore
 from pdserve.kvpool.core.store.victims import coldest
 from pdserve.kvpool.core.tiering.tier_index import TierIndexes, TieringLimits
@@ -41,7 +47,7 @@ from pdserve.kvpool.protocol.slot_table import COMMITTED
 from pdserve.kvpool.tiers.base import REFUSED, STORED, PageName, TierPage
 
 SCAN_PAGES: Final = 1024  # coldest pages examined per pass, in all namespaces together
-SCAN_EVERY: Final = 32  # most commits between two passes
+SCAN_EVERY: Final = 128  # most commits between two passes
 STORE_SHARE: Final = 1 / 8  # most of the arena held by stores: a slow tier must not block writers
 SCAN_SHARE: Final = 1 / 64  # most of the arena written per pass
 UNSAVED_PAGES: Final = 2048  # slots examined in one step after a restart
@@ -81,11 +87,15 @@ class Demotions:
         self._scan_bytes = int(store.slots.capacity_bytes * SCAN_SHARE)
         self._max_store_bytes = min(limits.store_bytes, int(store.slots.capacity_bytes * STORE_SHARE))
         self._scan = False  # the last pass ended early
+        # by slot: 1 where a pass need not look at the page, since a tier has it. Set by a pass and by the end
+        # of a store; 0 again when another page comes to the slot, or a tier loses the page.
+        self._stored = bytearray(store.slots.slots if index.tiers else 0)
         self._unsaved: list[tuple[int, int]] = []  # (namespace, first slot) still to be examined for pages
         self._unsaved_at_s = 0.0  # time of the next step
         self.evicted_unwritten = 0
         if index.tiers:
             store.on_evict, store.in_tier = self._evicted, index.has
+            index.on_loss = self._lost
 
     def sinks(self, namespace: int) -> bool:
         """Whether pages of the namespace are stored in tiers. Pages with a time to live are not.
@@ -94,7 +104,7 @@ class Demotions:
         the monotonic clock.
         """
         settings = self._settings(namespace)
-        return settings is not None and settings.media != "dram" and not settings.ttl_s
+        return settings is not None and _sinks(settings)
 
     # --- down
 
@@ -117,13 +127,22 @@ class Demotions:
     def _scan_due(self) -> bool:
         return self._scan or self._commits >= SCAN_EVERY or self._committed_bytes > self._scan_bytes
 
-    def committed(self, slot: int) -> None:
-        """A client wrote the page in this slot."""
-        if not self._tiers:
-            return
-        self._commits += 1
-        self._committed_bytes += self._store.facts.length_bytes[slot]
-        self._store_at_once(slot)
+    def committed(self, slots: Sequence[int]) -> None:
+        """A client wrote the pages in these slots."""
+        facts, namespace, wants_all = self._store.facts, NONE, False
+        self._commits += len(slots)
+        for slot in slots:
+            self._committed_bytes += facts.length_bytes[slot]
+            self._stored[slot] = 0
+            if facts.namespace[slot] != namespace:
+                namespace = facts.namespace[slot]
+                wants_all = self._wants_all(namespace)
+            if wants_all:
+                self._at_once[slot] = facts.sequence[slot]
+
+    def loaded(self, slot: int) -> None:
+        """The page in this slot came up from a tier."""
+        self._stored[slot] = 0  # the tier may have lost it meanwhile: a pass looks
 
     def _store_at_once(self, slot: int) -> None:
         """Queue the slot if the namespace or the node stores every page, not only cold ones."""
@@ -168,13 +187,38 @@ class Demotions:
             out.append(StorePages(0, tuple(batch)))
 
     def _pump_coldest(self, batch: list[SlotPage]) -> None:
-        for cold in coldest(self._store.index, SCAN_PAGES):
-            for slot in (cold, *self._store.kin_of([cold])):  # what is of no use apart sinks together
-                if not self._has_room():
-                    self._scan = bool(self._stores)  # continue at the end of a store
-                    return
-                if self._storable(slot):
-                    batch.append(self._begin(slot))
+        sinking = [pages for pages in self._store.index if pages.committed and self._takes(pages.number)]
+        stored = np.frombuffer(self._stored, np.uint8)
+        for pages, cold in coldest(sinking, SCAN_PAGES):
+            for first in cold[stored[cold] == 0].tolist():
+                # what is of no use apart sinks together
+                for slot in (first,) if pages.kin is None else (first, *self._store.kin_of([first])):
+                    if not self._has_room():
+                        self._scan = bool(self._stores)  # continue at the end of a store
+                        return
+                    if self._storable(slot):
+                        batch.append(self._begin(slot))
+                    elif slot not in self._stores:
+                        self._stored[slot] = self._index.has(pages.number, self._store.key_of(slot))
+
+    def _takes(self, namespace: int) -> bool:
+        """Whether tiers store pages of the namespace, and its quota there is not used up."""
+        settings = self._settings(namespace)
+        if settings is None or not self.sinks(namespace):
+            return False
+        quota_bytes = settings.tier_quota_bytes
+        return not quota_bytes or self._held_bytes(namespace) < quota_bytes
+
+    def _held_bytes(self, namespace: int) -> int:
+        """Bytes of the namespace in tiers, or on their way there."""
+        return self._storing_bytes.get(namespace, 0) + self._index.page_bytes(namespace)
+
+    def _lost(self, namespace: int | None, key: bytes) -> None:
+        """A tier has the page no longer; None: or any page."""
+        if namespace is None:
+            self._stored[:] = bytes(len(self._stored))
+        elif (slot := self._store.find(namespace, key)) != NONE:
+            self._stored[slot] = 0
 
     def _has_room(self) -> bool:
         limits = self._limits
@@ -187,20 +231,17 @@ class Demotions:
 
     def _storable(self, slot: int) -> bool:
         facts = self._store.facts
-        if self._store.state(slot) != COMMITTED or slot in self._stores:
+        if slot in self._stores or self._store.states[slot] != COMMITTED:
             return False
         namespace, key, length = facts.namespace[slot], facts.key[slot], facts.length_bytes[slot]
-        assert key is not None
-        if (
-            not self.sinks(namespace)
-            or self._index.has(namespace, key)
-            or length >= self._tiers[0].largest_bytes
-        ):
-            return False
         settings = self._settings(namespace)
-        assert settings is not None
-        held = self._storing_bytes.get(namespace, 0) + self._index.page_bytes(namespace)
-        return not settings.tier_quota_bytes or held + length <= settings.tier_quota_bytes
+        assert key is not None
+        if settings is None or not _sinks(settings) or length >= self._tiers[0].largest_bytes:
+            return False
+        quota_bytes = settings.tier_quota_bytes
+        if quota_bytes and self._held_bytes(namespace) + length > quota_bytes:
+            return False
+        return not self._index.has(namespace, key)
 
     def _begin(self, slot: int) -> SlotPage:
         facts = self._store.facts
@@ -242,6 +283,7 @@ class Demotions:
                 if not storing.void and self._valid(page):
                     tier.add(page.space, page.key, page.length_bytes)
                     if in_use:
+                        self._stored[slot] = 1
                         self._drop_copy(slot, storing.namespace, out)
             elif status == REFUSED:
                 tier.largest_bytes = min(tier.largest_bytes, page.length_bytes)
@@ -341,8 +383,16 @@ class Demotions:
 
     def check(self) -> None:
         """Assert that what is counted is there. Slow: for tests."""
+        facts = self._store.facts
+        for slot, stored in enumerate(self._stored):
+            if stored and self._store.state(slot) == COMMITTED:
+                assert self._index.has(facts.namespace[slot], facts.key[slot] or b""), "a pass would miss it"
         assert self._store_bytes == sum(storing.page.length_bytes for storing in self._stores.values())
         assert self._store_bytes == sum(self._storing_bytes.values())
         for slot, storing in self._stores.items():
             assert self._store.holds(slot)
             assert self._store.facts.sequence[slot] == storing.page.sequence
+
+
+def _sinks(settings: NamespaceSettings) -> bool:
+    return settings.media != "dram" and not settings.ttl_s

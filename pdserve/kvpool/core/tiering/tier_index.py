@@ -65,9 +65,8 @@ class TierIndex:
     stored: int = 0
     store_failed: int = 0
     gone: int = 0
-    changed: Callable[[int, bytes], object] | None = (
-        None  # called with space and key of each that came or went
-    )
+    changed: Callable[[int, bytes], object] | None = None  # called for each that came or went: space, key
+    lost: Callable[[int, bytes], object] | None = None  # called for each that went
 
     def add(self, space: int, key: bytes, length_bytes: int) -> None:
         pages = self.pages.setdefault(space, {})
@@ -86,6 +85,8 @@ class TierIndex:
         self.page_bytes[space] -= length
         if self.changed is not None:
             self.changed(space, key)
+        if self.lost is not None:
+            self.lost(space, key)
         return True
 
     def clear(self, space: int) -> int:
@@ -121,6 +122,15 @@ class TierIndexes:
         self._spaces: dict[int, int] = {}  # by namespace
         self._namespaces: dict[int, int] = {}  # by space
         self._on_change: Callable[[int, bytes | None], None] | None = None
+        self.on_loss: Callable[[int | None, bytes], None] = lambda namespace, key: None
+        """Called with namespace and key of a page that a tier cannot give any more; None: many may be."""
+        for tier in self.tiers:
+            tier.lost = self._lost
+
+    def _lost(self, space: int, key: bytes) -> None:
+        namespace = self._namespaces.get(space)
+        if namespace is not None:
+            self.on_loss(namespace, key)
 
     @property
     def ready(self) -> bool:
@@ -202,6 +212,7 @@ class TierIndexes:
         if not tier.stalled:
             tier.stalled, tier.stalls = True, tier.stalls + 1
             self._all_changed(tier)
+            self.on_loss(None, b"")
 
     def answered(self, number: int) -> None:
         """A load from the tier ended, well or not: it does not hang."""
@@ -240,6 +251,8 @@ class TierIndexes:
         """Forget all pages of the space. Returns their number."""
         out.append(ForgetSpace(space))
         count = sum(tier.clear(space) for tier in self.tiers)
+        if count:
+            self.on_loss(None, b"")
         namespace = self._namespaces.get(space)
         if count and namespace is not None and self._on_change is not None:
             self._on_change(namespace, None)

@@ -55,12 +55,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class MovingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a node pulls when the ring has changed. Sizes may be written like `4GiB`."""
+    """How a node pushes pages to their owners when the ring has changed. Sizes may be written like `4GiB`."""
 
-    bytes_s: Annotated[int | str, Meta(description="Most bytes pulled per second; 0: no limit.")] = "500MB"
-    batch_bytes: Annotated[int | str, Meta(description="Bytes requested at a time, at least one page.")] = (
-        "8MiB"
-    )
+    bytes_s: Annotated[int | str, Meta(description="Most bytes pushed per second; 0: no limit.")] = "500MB"
+    batch_bytes: Annotated[int | str, Meta(description="Bytes pushed at a time, at least one page.")] = "8MiB"
     timeout_s: Annotated[
         float,
         Meta(gt=0, description="Longest time of one request to another node; more for a large batch."),

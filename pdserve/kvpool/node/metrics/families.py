@@ -22,8 +22,8 @@ NONE: Final = ""  # label of requests that name no namespace
 _METRICS: Final = by_name(METRICS)
 _RENAMED: Final = {
     "discarded": "checksum_failures",
-    "pages_pulled": "pulled_pages",
-    "bytes_pulled": "pulled_bytes",
+    "pages_pushed": "pushed_pages",
+    "bytes_pushed": "pushed_bytes",
 }
 _TOLD_ELSEWHERE: Final = ("replicas", "settled_epoch")
 _SPACE_COUNTERS: Final = ("read_bytes", "written_bytes", "written_pages")

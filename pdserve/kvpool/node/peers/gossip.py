@@ -63,8 +63,8 @@ class Gossiper:
     """This node among the others.
 
     `on_view` and `on_namespaces` are called with what changed, in the loop, and may call back. Whoever moves
-    pages sets `moves_pages` before the node starts, and calls `settle(epoch)` when this node has all that it
-    owns; else the node counts as settled at once.
+    pages sets `moves_pages` before the node starts, and calls `settle(epoch)` when nothing is left here
+    that others own; else the node counts as settled at once.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Gossiper:
     # --- what the node's other parts use
 
     def settle(self, epoch: int) -> None:
-        """This node has pulled all that it owns under the ring of `epoch`."""
+        """Nothing is left here that another node owns under the ring of `epoch`."""
         if self._joined:
             self.apply(self.cluster.settle(epoch))
         else:  # what a node finds alone is no ring that the others had

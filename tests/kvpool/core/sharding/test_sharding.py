@@ -4,21 +4,30 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from pdserve.kvpool.cluster.ring import Ring
 from pdserve.kvpool.core.events import (
+    FAILED,
+    GONE,
+    LATER,
     LOCAL,
+    NO_ROOM,
+    REFUSED,
+    TAKEN,
     Action,
-    AskReplicas,
     Connected,
-    ReplicasMade,
+    PagesPushed,
+    PushPages,
+    Settled,
     ViewChanged,
 )
-from pdserve.kvpool.core.sharding.coordinator import Sharding
+from pdserve.kvpool.core.sessions import Limits
+from pdserve.kvpool.core.sharding import handover
+from pdserve.kvpool.core.sharding.coordinator import DISPLACED_SHARE, Sharding
 from pdserve.kvpool.protocol import messages as m
-from pdserve.kvpool.protocol.cluster_messages import ListOwned, Owned
 from tests.support.kvpool.node_model import KIB, Node, key, statuses
 
 NAMES = ("n0", "n1", "n2")
@@ -49,14 +58,36 @@ def peer(node: Node) -> int:
     return 99
 
 
-def list_owned(node: Node, connection: int, name: str, epoch: int = 5, limit: int = 4096) -> list[Owned]:
-    found, cursor = [], 0
-    while True:
-        request = ListOwned(node.next_id(), 1, name, epoch, cursor, limit)
-        found.append(node.ask(connection, request, Owned))
-        cursor = found[-1].cursor
-        if not cursor:
-            return found
+def pushes(actions: Sequence[Action]) -> list[PushPages]:
+    return [action for action in actions if isinstance(action, PushPages)]
+
+
+def answer_all(node: Node, asks: list[PushPages], end: int = TAKEN) -> list[Action]:
+    ends = [PagesPushed(ask, bytes([end] * len(ask.keys)), 0, 0) for ask in asks]
+    return [action for event in ends for action in node.do(event)]
+
+
+def move_all(
+    node: Node, end: int = TAKEN, seconds: float = 60.0, begun: Sequence[Action] = ()
+) -> tuple[list[PushPages], list[int]]:
+    """Answer all pushes, those `begun` or by the last event, until there are no more, each at once; the
+    pushes, and the epochs that settled.
+    """
+    begun = list(begun) or node.actions
+    asks, settled = pushes(begun), [action.epoch for action in begun if isinstance(action, Settled)]
+    done, until_s = 0, node.now_s + seconds
+    while node.now_s < until_s:
+        actions = answer_all(node, asks[done:], end)
+        done = len(asks)
+        if not actions:
+            wake_s = node.state.sharding.handover.next_deadline_s
+            if wake_s == float("inf"):
+                break
+            actions = node.pass_time(max(0.0, wake_s - node.now_s))
+        asks += pushes(actions)
+        settled += [action.epoch for action in actions if isinstance(action, Settled)]
+        node.state.sharding.handover.check()
+    return asks, settled
 
 
 # --- who may write what
@@ -70,37 +101,6 @@ def test_alone_there_is_neither_refusal_nor_deadline() -> None:
     assert node.state.sharding.next_deadline_s == float("inf")
 
 
-# --- what a new owner is told
-
-
-def test_open_reservations_of_a_new_owners_pages_are_counted() -> None:
-    node = Node(slabs=8)
-    client = node.connect()
-    grants = node.reserve(client, node.open(client), *ALL)
-    node.do(ViewChanged(ring_of(3, 5), False))
-    expected = Counter(ring_of(3, 5).owner(key(n)).node for n in ALL)
-    asker = peer(node)
-    [part] = list_owned(node, asker, "n1")
-    assert (part.keys, part.writing) == ([], expected["n1"])
-    node.commit(client, *grants)
-    [part] = list_owned(node, asker, "n1")
-    assert (len(part.keys), part.writing) == (expected["n1"], 0)
-
-
-@pytest.mark.parametrize("epoch", [4, 6])
-def test_who_has_another_view_is_told_to_ask_again(epoch: int) -> None:
-    node = node_of_three()
-    fault = node.ask(peer(node), ListOwned(1, 1, "n1", epoch, 0, 10), m.Fault)
-    assert fault.code == "stale_view"
-
-
-@pytest.mark.parametrize("cursor", [-1, -(1 << 62), 1 << 62])
-def test_a_cursor_that_no_answer_named_lists_nothing(cursor: int) -> None:
-    node = node_of_three()
-    owned = node.ask(peer(node), ListOwned(1, 1, "n1", 5, cursor, 10), Owned)
-    assert (owned.keys, owned.cursor) == ([], 0)
-
-
 def test_a_peer_that_fetches_pages_leaves_no_trace_in_the_hit_rate() -> None:
     node = node_of_three()
     asker = peer(node)
@@ -108,6 +108,190 @@ def test_a_peer_that_fetches_pages_leaves_no_trace_in_the_hit_rate() -> None:
     node.get(asker, 1, 999)
     [space] = node.status().namespaces
     assert (space.hits, space.misses) == (0, 0)
+
+
+# --- pages that others own are pushed to them
+
+
+def told(asks: list[PushPages]) -> dict[str, list[bytes]]:
+    found: dict[str, list[bytes]] = {}
+    for ask in asks:
+        found.setdefault(ask.node, []).extend(ask.keys)
+    return {name: sorted(keys) for name, keys in found.items()}
+
+
+def foreign(*, epoch: int = 5, keys: Sequence[int] = ALL) -> dict[str, list[bytes]]:
+    ring = ring_of(3, epoch)
+    return {
+        name: sorted(key(n) for n in keys if ring.owner(key(n)).node == name)
+        for name in NAMES
+        if name != "n0"
+    }
+
+
+def test_every_page_goes_to_its_owner_once_and_then_the_node_has_settled() -> None:
+    node = node_of_three()
+    asks, settled = move_all(node)
+    assert told(asks) == foreign()
+    assert settled == [5]
+    counters = node.status().counters
+    assert (counters["settled_epoch"], counters["moving"], counters["pages_to_move"]) == (5, 0, 0)
+
+
+@pytest.mark.parametrize("looked_at", [7, 8192])
+@pytest.mark.parametrize("batch_bytes", [4 * KIB, 1 << 20])
+def test_pages_that_only_tiers_have_go_too(
+    looked_at: int, batch_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handover, "MAX_LOOKED_AT", looked_at)
+    node, tiers = node_with_tiers(push_batch_bytes=batch_bytes)
+    asks, settled = move_all(node)
+    assert {name: set(keys) for name, keys in told(asks).items()} == {
+        name: set(keys) for name, keys in foreign(keys=range(160)).items()
+    }
+    assert settled == [5]
+    lengths = {k: length for ask in asks for k, length in zip(ask.keys, ask.lengths, strict=True)}
+    assert all(lengths[k] == (4 * KIB if k in {key(n) for n in ALL} else tiers.pages[1][k]) for k in lengths)
+    assert all(sum(ask.lengths) <= batch_bytes or len(ask.keys) == 1 for ask in asks)
+
+
+def test_while_a_tier_is_still_being_read_the_node_has_not_settled() -> None:
+    node, tiers = node_with_tiers(ready=False)
+    asks, settled = move_all(node, seconds=5.0)
+    assert told(asks) == foreign()
+    assert not settled
+    tiers.ready = True
+    node.pass_time(0.0)
+    assert move_all(node)[1] == [5]
+
+
+def test_the_pages_last_read_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node(slabs=8, push_batch_bytes=4 * KIB)
+    client = node.connect()
+    node.put(client, node.open(client), *ALL)
+    read = [n for n in ALL if ring_of(2, 5).owner(key(n)).node == "n1"][:5]
+    node.release(client, *node.get(client, 1, *read))
+    node.do(ViewChanged(ring_of(2, 5), False))
+    asks, _ = move_all(node)
+    assert {k for ask in asks[: len(read)] for k in ask.keys} <= {key(n) for n in range(40, 60)} | {
+        key(n) for n in read
+    }
+    assert {key(n) for n in read} <= {k for ask in asks[: len(asks) // 2] for k in ask.keys}
+
+
+@pytest.mark.parametrize("commits", [True, False])
+def test_a_page_that_a_client_reserved_before_is_waited_for_and_goes_too(commits: bool) -> None:
+    node = Node(slabs=8)
+    client = node.connect()
+    grants = node.reserve(client, node.open(client), *ALL)
+    node.do(ViewChanged(ring_of(3, 5), False))
+    assert move_all(node, seconds=5.0) == ([], [])
+    if commits:
+        node.commit(client, *grants)
+    else:
+        node.abort(client, *grants)
+    asks, settled = move_all(node)
+    assert told(asks) == (foreign() if commits else {})
+    assert settled == [5]
+
+
+def test_another_view_begins_anew_and_waits_for_the_push_under_way() -> None:
+    node = node_of_three()
+    first = {ask.node: ask for ask in pushes(node.actions)}
+    node.do(ViewChanged(ring_of(2, 6), False))
+    assert not [ask for ask in pushes(node.pass_time(1.0)) if ask.node in first]
+    asks, settled = move_all(node, begun=answer_all(node, list(first.values()), FAILED))
+    assert set(told(asks)) == {"n1"}
+    assert settled == [6]
+    assert set(told(asks)["n1"]) == {key(n) for n in ALL if ring_of(2, 6).owner(key(n)).node == "n1"}
+
+
+def test_an_owner_that_does_not_answer_is_tried_again_and_then_given_up() -> None:
+    node = node_of_three()
+    began_s = node.now_s
+    asks, settled = move_all(node, FAILED)
+    assert settled == [5]
+    assert Counter(ask.node for ask in asks) == dict.fromkeys(("n1", "n2"), handover.ATTEMPTS)
+    assert node.now_s - began_s >= handover.RETRY_S * (2 ** (handover.ATTEMPTS - 1) - 1)
+    counters = node.status().counters
+    assert counters["peers_given_up"] == 2
+    assert counters["pushes_failed"] == sum(len(ask.keys) for ask in asks)
+
+
+def test_what_an_owner_cannot_take_now_is_pushed_again_for_a_while() -> None:
+    node = node_of_three()
+    asks, settled = move_all(node, LATER, seconds=handover.LATER_PATIENCE_S / 2)
+    assert not settled
+    assert len(asks) > 100
+    _, settled = move_all(node, LATER, seconds=handover.LATER_PATIENCE_S)
+    assert settled == [5]
+
+
+@pytest.mark.parametrize("end", [NO_ROOM, REFUSED, GONE])
+def test_an_owner_that_is_full_or_takes_a_page_never_is_soon_left_alone(end: int) -> None:
+    node = node_of_three()
+    asks, settled = move_all(node, end)
+    assert settled == [5]
+    if end == NO_ROOM:
+        assert len(asks) <= 2 * handover.FULL_TRIES
+    else:
+        assert told(asks) == foreign(), "each once"
+
+
+def test_pushes_keep_to_the_rate() -> None:
+    page = 4 * KIB
+    node = node_of_three(push_bytes_s=10.0 * page, push_batch_bytes=2 * page)
+    began_s = node.now_s
+    ends, done = [], pushes(node.actions)
+    while done or node.state.sharding.handover.moving:
+        for ask in done:
+            ends.append((node.now_s, len(ask.keys)))
+            node.do(PagesPushed(ask, bytes(len(ask.keys)), len(ask.keys), sum(ask.lengths)))
+        fresh = pushes(node.actions) if done else []
+        if not fresh:
+            wake_s = node.state.sharding.handover.next_deadline_s
+            if wake_s == float("inf"):
+                break
+            fresh = pushes(node.pass_time(max(0.0, wake_s - node.now_s)))
+        done = fresh
+    pages = sum(count for _, count in ends)
+    assert pages == sum(len(keys) for keys in foreign().values())
+    assert ends[-1][0] - began_s >= (pages - 2 * 4 - 1) / 10
+
+
+def test_a_node_takes_from_a_peer_what_it_owns_a_batch_at_a_time() -> None:
+    node = node_of_three(push_batch_bytes=3 * 4 * KIB)
+    mine = [n for n in range(100, 200) if ring_of(3, 5).owner(key(n)).node == "n0"][:5]
+    others = [n for n in range(100, 200) if ring_of(3, 5).owner(key(n)).node == "n1"][:2]
+    asker = peer(node)
+    assert statuses(node.reserve(asker, 1, *mine[:3], *others, *mine[3:])) == [
+        *[m.GRANTED] * 3, *[m.MOVED] * 2, *[m.BUSY] * 2
+    ]  # fmt: skip
+    assert statuses(node.reserve(asker, 1, owned_by(ring_of(3, 5), "n0")[0])) == [m.PRESENT]
+    assert statuses(node.reserve(asker, 1, owned_by(ring_of(3, 5), "n1")[0])) == [m.MOVED], (
+        "it may be dropped"
+    )
+
+
+def test_pushed_pages_displace_a_share_of_those_here_and_no_more() -> None:
+    node, tiers = node_with_tiers()
+    tiers.behind = True
+    mine = [n for n in range(100, 1000) if ring_of(3, 6).owner(key(n)).node == "n0"]
+    asker = peer(node)
+    assert statuses(node.reserve(asker, 1, mine[0])) == [m.BUSY]
+    tiers.behind = False
+    node.do(ViewChanged(ring_of(3, 6), False))
+    status = node.status()
+    allowed = (status.free_bytes + DISPLACED_SHARE * status.capacity_bytes) // (4 * KIB)
+    taken = 0
+    for n in mine:
+        [grant] = node.reserve(asker, 1, n)
+        if grant.status != m.GRANTED:
+            assert grant.status == m.FULL
+            break
+        node.commit(asker, grant)
+        taken += 1
+    assert taken == allowed
 
 
 # --- dropping
@@ -148,6 +332,8 @@ class FakeTiers:
 
     def __init__(self) -> None:
         self.ready = True
+        self.behind = False
+        self.free_bytes = 0
         self.pages: dict[int, dict[bytes, int]] = {}
 
     def namespaces(self) -> list[int]:
@@ -164,90 +350,14 @@ class FakeTiers:
             self.pages.get(namespace, {}).pop(gone, None)
 
 
-def node_with_tiers(*, stable: bool = False) -> tuple[Node, FakeTiers]:
+def node_with_tiers(*, stable: bool = False, ready: bool = True, **limits: Any) -> tuple[Node, FakeTiers]:
     """n0 with ALL in memory, 40 to 60 of them and 60 to 160 in a tier."""
     node, tiers = node_of_three(), FakeTiers()
+    tiers.ready = ready
     tiers.pages = {1: {key(n): 100 + n for n in range(40, 160)}}
-    node.state.sharding = Sharding("n0", node.state.store, 10.0, tiers)
+    node.state.sharding = Sharding("n0", node.state.store, Limits(copy_lease_s=10.0, **limits), tiers)
     node.do(ViewChanged(ring_of(3, 5), stable))
     return node, tiers
-
-
-@pytest.mark.parametrize("limit", [1, 7, 4096])
-@pytest.mark.parametrize("looked_at", [5, 8192])
-def test_a_new_owner_is_told_of_pages_in_tiers_too(
-    limit: int, looked_at: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pdserve.kvpool.core.sharding.ownership.MAX_LOOKED_AT", looked_at)
-    node, _ = node_with_tiers()
-    parts = list_owned(node, peer(node), "n1", limit=limit)
-    told = {k: length for part in parts for k, length in zip(part.keys, part.lengths, strict=True)}
-    ring = ring_of(3, 5)
-    theirs = [n for n in range(160) if ring.owner(key(n)).node == "n1"]
-    assert told == {key(n): 4 * KIB if n in ALL else 100 + n for n in theirs}
-    assert sum(len(part.keys) for part in parts) == len(theirs)
-    assert not node.state.sharding.ownership._listing._listings
-
-
-def test_however_many_ask_at_once_each_is_told_of_all_that_tiers_still_have(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("pdserve.kvpool.core.sharding.ownership.MAX_LOOKED_AT", 7)
-    node, tiers = node_with_tiers()
-    names = [f"n{n}" for n in range(1, 31)]
-    ring = Ring([m.NodeAddress(name, f"unix:/{name}") for name in ("n0", *names)], 6)
-    node.do(ViewChanged(ring, False))
-    asker = peer(node)
-    cursors, told, going = dict.fromkeys(names, 0), set[bytes](), list(tiers.pages[1])
-    while cursors:
-        for name in list(cursors):
-            request = ListOwned(node.next_id(), 1, name, 6, cursors[name], 4096)
-            owned = node.ask(asker, request, Owned)
-            told.update(owned.keys)
-            cursors[name] = owned.cursor
-            if not owned.cursor:
-                del cursors[name]
-        del tiers.pages[1][going.pop(0)]  # a full tier drops its oldest
-    assert {k for k in tiers.pages[1] if ring.owner(k).node != "n0"} <= told
-
-
-def test_who_comes_with_a_place_in_a_list_that_is_not_there_is_told_to_go_through_it_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("pdserve.kvpool.core.sharding.ownership.MAX_LOOKED_AT", 50)
-    node, _ = node_with_tiers()
-    slots, asker = node.state.store.slots.slots, peer(node)
-    for name in ("n1", "n2"):
-        last = max(list_owned(node, asker, name), key=lambda part: part.cursor).cursor
-        assert last > slots
-        again = node.ask(asker, ListOwned(9, 1, name, 5, last, 4096), Owned)  # the answer was lost
-        assert (again.keys, again.cursor, again.writing) == ([], 0, 1)
-
-
-def test_a_page_that_rises_into_memory_meanwhile_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.kvpool.core.sharding.ownership.MAX_LOOKED_AT", 20)
-    node, tiers = node_with_tiers()
-    asker, slots = peer(node), node.state.store.slots.slots
-    theirs = [n for n in range(60, 160) if ring_of(3, 5).owner(key(n)).node == "n1"]
-    told, cursor = set[bytes](), 0
-    while True:
-        owned = node.ask(asker, ListOwned(node.next_id(), 1, "n1", 5, cursor, 4096), Owned)
-        told.update(owned.keys)
-        if cursor < slots <= owned.cursor:
-            node.put(LOCAL, 1, *theirs)  # as when they are read here: into slots that were passed
-        cursor = owned.cursor
-        if not cursor:
-            break
-    assert {key(n) for n in theirs} <= told
-    assert set(tiers.pages[1]) >= {key(n) for n in theirs}
-
-
-def test_while_a_tier_is_still_being_read_the_asker_comes_again() -> None:
-    node, tiers = node_with_tiers()
-    tiers.ready = False
-    assert list_owned(node, peer(node), "n1")[0].writing == 1
-    tiers.ready = True
-    assert list_owned(node, 99, "n1")[0].writing == 0
 
 
 def test_foreign_pages_are_dropped_from_the_tiers_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,21 +436,9 @@ def test_a_replica_of_a_page_whose_owner_died_is_the_page() -> None:
     assert node.status().counters["replicas"] == 0
 
 
-def answer_all(node: Node, asks: list[object], ok: bool = True) -> None:
-    for ask in asks:
-        if isinstance(ask, AskReplicas):
-            node.do(ReplicasMade(ask.node, ask.namespace, ask.keys, [ok] * len(ask.keys)))
-
-
-def test_the_node_itself_and_peers_may() -> None:
+def test_pages_that_move_are_still_read_until_all_have_settled() -> None:
     node = node_of_three()
-    for connection, keys in ((LOCAL, range(100, 110)), (peer(node), range(110, 120))):
-        assert set(statuses(node.reserve(connection, 1, *keys))) == {m.GRANTED}
-
-
-def test_pages_that_moved_are_still_read_while_others_pull_them() -> None:
-    node = node_of_three()
-    node.pass_time(60)
+    move_all(node)
     client = node.connect()
     assert node.exists(client, 1, *ALL) == [1] * len(ALL)
     assert {pin.status for pin in node.get(client, 1, *ALL)} == {m.HIT}
@@ -368,64 +466,65 @@ def test_a_replica_that_comes_late_for_a_page_that_is_owned_here_by_now_stays() 
 
 def copied(copies: int = 2) -> tuple[Node, list[int]]:
     """n0 with pages of a namespace with copies, all of them its own; and their keys."""
-    node = node_of_three(stable=True)
+    node = node_of_three()
+    move_all(node)
+    node.do(ViewChanged(ring_of(3, 5), True))
     for _ in range(10):
         node.pass_time(0.01)
     node.state.sharding.configure(1, copies)
     return node, owned_by(ring_of(3, 5), "n0")
 
 
-def asked(node: Node, seconds: float = 1.0) -> list[AskReplicas]:
-    return [action for action in node.pass_time(seconds) if isinstance(action, AskReplicas)]
-
-
-def test_each_page_of_a_namespace_with_copies_is_asked_of_its_successor() -> None:
+def test_each_page_of_a_namespace_with_copies_is_pushed_to_its_successor_under_a_lease() -> None:
     node, mine = copied()
-    found = {k: ask.node for ask in asked(node) for k in ask.keys}
-    assert found == {key(n): ring_of(3, 5).successors(key(n), 2)[1].node for n in mine}
-    assert asked(node) == [], "until they have answered"
+    asks = pushes(node.pass_time(1.0))
+    assert all(push.replica for push in asks)
+    found = {k: push.node for push in asks for k in push.keys}
+    assert found == {key(n): ring_of(3, 5).successors([key(n)], 2)[0][1].node for n in mine}
+    assert pushes(node.pass_time(1.0)) == [], "until they have answered"
 
 
 def test_copies_are_renewed_and_a_new_page_gets_one() -> None:
     node, mine = copied()
-    answer_all(node, list(asked(node)))
+    answer_all(node, pushes(node.pass_time(1.0)))
     for _ in range(20):
-        assert asked(node) == []
+        assert pushes(node.pass_time(1.0)) == []
     (new, *_) = [n for n in range(1000, 1100) if ring_of(3, 5).owner(key(n)).node == "n0"]
     node.put(node.connect(), 1, new)
-    (ask,) = asked(node)
+    (ask,) = pushes(node.pass_time(1.0))
     assert ask.keys == [key(new)]
     answer_all(node, [ask])
-    renewed = {k for _ in range(40) for ask in asked(node) for k in ask.keys}
+    renewed = {k for _ in range(40) for ask in pushes(node.pass_time(1.0)) for k in ask.keys}
     assert {key(n) for n in mine} <= renewed
 
 
-def test_what_a_successor_could_not_take_is_asked_again() -> None:
+@pytest.mark.parametrize("end", [FAILED, LATER, NO_ROOM])
+def test_what_a_successor_could_not_take_is_pushed_again(end: int) -> None:
     node, mine = copied()
-    asks = asked(node)
-    answer_all(node, list(asks), ok=False)
-    again = {k for _ in range(6) for ask in asked(node) for k in ask.keys}
+    answer_all(node, pushes(node.pass_time(1.0)), end)
+    again = {k for _ in range(6) for ask in pushes(node.pass_time(1.0)) for k in ask.keys}
     assert again == {key(n) for n in mine}
 
 
 def test_copies_end_with_the_page_and_with_the_setting() -> None:
     node, mine = copied()
-    answer_all(node, list(asked(node)))
+    answer_all(node, pushes(node.pass_time(1.0)))
     node.ask(node.connect(), m.Discard(node.next_id(), 1, [key(mine[0])], []), m.Done)
-    renewed = {k for _ in range(40) for ask in asked(node) for k in ask.keys}
+    renewed = {k for _ in range(40) for ask in pushes(node.pass_time(1.0)) for k in ask.keys}
     assert renewed == {key(n) for n in mine[1:]}
     node.state.sharding.configure(1, 1)
-    assert not any(asked(node) for _ in range(60))
+    assert not any(pushes(node.pass_time(1.0)) for _ in range(60))
 
 
-def test_many_new_copies_are_asked_for_bit_by_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_new_copies_are_pushed_bit_by_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdserve.kvpool.core.sharding.copies.ASKED_BYTES", 5 * 4 * KIB)
     monkeypatch.setattr("pdserve.kvpool.core.sharding.copies.NEW_A_LOOK", 7)
+    monkeypatch.setattr("pdserve.kvpool.core.sharding.copies.DUE_A_LOOK", 11)
     node, mine = copied()
     found: set[bytes] = set()
     for _ in range(60):
-        asks = asked(node)
+        asks = pushes(node.pass_time(1.0))
         assert all(len(ask.keys) <= 5 for ask in asks)
         found |= {k for ask in asks for k in ask.keys}
-        answer_all(node, list(asks))
+        answer_all(node, asks)
     assert found == {key(n) for n in mine}

@@ -1,4 +1,4 @@
-"""The clients of client_machine under views that change: foreign pages, replicas, new owners that ask."""
+"""The clients of client_machine under views that change: foreign pages, replicas, pushes with any end."""
 
 from __future__ import annotations
 
@@ -7,9 +7,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 
 from pdserve.kvpool.cluster.ring import Ring
-from pdserve.kvpool.core.events import LOCAL, AskReplicas, Connected, ReplicasMade, ViewChanged
+from pdserve.kvpool.core.events import (
+    FAILED,
+    GONE,
+    LATER,
+    LOCAL,
+    NO_ROOM,
+    TAKEN,
+    Action,
+    Connected,
+    PagesPushed,
+    PushPages,
+    ViewChanged,
+)
 from pdserve.kvpool.protocol import messages as m
-from pdserve.kvpool.protocol.cluster_messages import ListOwned, Owned
 from tests.support.kvpool.client_machine import KEYS, TIMES, Clients, Page
 from tests.support.kvpool.node_model import KIB, answers, commit, key
 
@@ -23,6 +34,7 @@ class ClientsOfMany(Clients):
 
     @initialize()
     def start(self) -> None:
+        self.pushes: list[PushPages] = []  # under way
         super().start()
         self.epoch = 0
         self.ring = Ring([])
@@ -60,28 +72,20 @@ class ClientsOfMany(Clients):
         elif granted:
             self.node.abort(LOCAL, *granted)
 
-    @rule(ns=st.integers(0, 1), node=st.integers(0, 3), limit=st.integers(1, 3))
-    def list_owned(self, ns: int, node: int, limit: int) -> None:
-        if not self.epoch:
-            return
-        cursor, told = 0, []
-        while True:
-            request = ListOwned(7, self.namespaces[ns], f"n{node}", self.epoch, cursor, limit)
-            owned = self.node.ask(99, request, Owned)
-            told += owned.keys
-            cursor = owned.cursor
-            if not cursor:
-                break
-        present = [k for k in range(12) if self.node.exists(99, self.namespaces[ns], k) == [1]]
-        names = {n.node for n in self.ring.nodes}
-        wanted = [key(k) for k in present if f"n{node}" in names]
-        assert sorted(told) == sorted(k for k in wanted if self.ring.owner(k).node == f"n{node}")
+    def act(self, actions: list[Action]) -> list[Action]:
+        self.pushes += [action for action in actions if isinstance(action, PushPages)]
+        return super().act(actions)
 
-    @rule(seconds=TIMES, ok=st.booleans())
-    def copies(self, seconds: float, ok: bool) -> None:
-        for ask in self.pass_time(seconds):
-            if isinstance(ask, AskReplicas):
-                self.node.do(ReplicasMade(ask.node, ask.namespace, ask.keys, [ok] * len(ask.keys)))
+    @rule(seconds=TIMES, end=st.sampled_from([TAKEN, TAKEN, LATER, NO_ROOM, GONE, FAILED]))
+    def pushed(self, seconds: float, end: int) -> None:
+        """All pushes under way end; others begin."""
+        ended, self.pushes = self.pushes, []
+        for push in ended:
+            self.act(self.node.do(PagesPushed(push, bytes([end] * len(push.keys)))))
+        self.pass_time(seconds)
+        self.node.state.sharding.handover.check()
+        for push in self.pushes if not ended else ():
+            assert push.replica or all(self.ring.owner(k).node == push.node for k in push.keys)
 
     def teardown(self) -> None:
         super().teardown()

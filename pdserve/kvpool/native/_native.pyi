@@ -1,0 +1,27 @@
+from collections.abc import Sequence
+
+from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
+from pdserve.kvpool.protocol.slot_table import Buffer
+
+def read(
+    arena: Bytes1D,
+    table: Buffer,
+    rows_at: int,
+    offsets: list[int],
+    checksums: list[int],
+    slots: list[int],
+    sequences: list[int],
+    pages: Sequence[PageBuffers],
+    checksum: bool,
+    deadline_s: float,
+    /,
+) -> list[int]: ...
+def write(
+    arena: Bytes1D,
+    offsets: list[int],
+    pages: Sequence[PageBuffers],
+    checksum: bool,
+    deadline_s: float,
+    /,
+) -> list[int]: ...
+def exchange(fd: int, frame: bytes, most_bytes: int, deadline_s: float, /) -> bytes: ...

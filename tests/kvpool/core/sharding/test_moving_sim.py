@@ -1,0 +1,63 @@
+"""Whole pools in simulated time: pages are found while they move, and are at their owners in the end."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdserve.kvpool.protocol.cluster_messages import LEFT
+from tests.support.kvpool.moving_sim import Sim
+from tests.support.suite.extended import extended
+
+SEEDS = [*range(4), *(extended(seed) for seed in range(4, 40))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_node_joins_and_another_drains_and_no_reader_misses_a_page(seed: int) -> None:
+    sim = Sim(seed, 3, loss=0.05)
+    sim.write(60)
+    joined = sim.join()
+    for _ in range(10):
+        sim.write(2)
+        sim.run(0.1)
+    sim.settle()
+    sim.check_all()
+    assert len(sim.steady) >= 60
+    assert any(joined.holds(k) for k in sim.written)
+    drained = sim.rng.choice(sim.active)
+    sim.drain(drained)
+    sim.settle()
+    sim.check_all()
+    assert drained.cluster.me.status == LEFT
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_whatever_happens_every_page_that_a_living_node_has_is_at_its_owner_in_the_end(seed: int) -> None:
+    sim = Sim(seed, 2 + seed % 3, loss=0.15 * (seed % 2))
+    for _ in range(14):
+        what = sim.rng.choice(["write", "write", "join", "drain", "kill", "restart", "wait"])
+        dead = [node for node in sim.nodes.values() if not node.up]
+        if what == "write":
+            sim.write(15)
+        elif what == "join" and len(sim.up) < 6:
+            sim.join()
+        elif what == "drain" and len(sim.active) > 1:
+            sim.drain(sim.rng.choice(sim.active))
+        elif what == "kill" and len(sim.active) > 1:
+            sim.kill(sim.rng.choice(sim.up))
+        elif what == "restart" and dead:
+            sim.rng.choice(dead).start()
+        sim.run(sim.rng.choice([0.0, 0.02, 0.3, 3.0]))
+    sim.loss = 0.0
+    sim.settle()
+    sim.check_all()
+
+
+def test_a_seed_replays() -> None:
+    def run() -> tuple[float, list[int]]:
+        sim = Sim(7, 3, loss=0.1)
+        sim.write(30)
+        sim.join()
+        sim.settle()
+        return sim.now_s, [node.node.status().counters["bytes_pushed"] for node in sim.up]
+
+    assert run() == run()

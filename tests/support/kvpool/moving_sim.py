@@ -1,0 +1,411 @@
+"""Pool nodes in simulated time: the real states of nodes and members over a network that delays, loses and
+cuts, with nodes that join, drain, die and come back, and clients with old views. A seed determines a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import random
+from collections.abc import Callable
+
+from pdserve.errors import PoolRefused
+from pdserve.kvpool.cluster.membership import Cluster, Update
+from pdserve.kvpool.cluster.ring import Ring
+from pdserve.kvpool.core.events import (
+    FAILED,
+    GONE,
+    LATER,
+    LOCAL,
+    NO_ROOM,
+    TAKEN,
+    Action,
+    Connected,
+    Disconnected,
+    Event,
+    PagesPushed,
+    PushPages,
+    Received,
+    Settled,
+    Tick,
+    ViewChanged,
+)
+from pdserve.kvpool.protocol import messages as m
+from pdserve.kvpool.protocol.base import NodeAddress
+from pdserve.kvpool.protocol.cluster_messages import ACTIVE, LEFT, ClusterState, View
+from tests.support.kvpool.node_model import KIB, Node, answers, commit, key
+
+PAGE = 4 * KIB
+TIMEOUT_S = 1.0  # of a push
+DETECTED_S = 0.8  # after a death
+GOSSIPS = 0.3  # a tick
+CHECKED_SHARE = 0.05  # of all steps of a node's state
+ENDS = {m.PRESENT: TAKEN, m.FULL: NO_ROOM}
+
+
+class SimNode:
+    """One node. Its memory outlives a kill."""
+
+    def __init__(self, sim: Sim, name: str, slabs: int) -> None:
+        self.sim = sim
+        self.name = name
+        self.node = Node(slabs=slabs, slab_bytes=64 * KIB, follows_places=False, push_batch_bytes=6 * PAGE)
+        self.node.state.name = self.node.state.sharding.ownership._name = name
+        self.contents: dict[int, int] = {}  # what the bytes of a slot say
+        self.connections = itertools.count(1)
+        self.up = False
+        self.pushes: list[PushPages] = []  # under way
+        self.life = 0  # grows with every start and end: late messages of an earlier one are void
+        self.do(Connected(LOCAL, "shm", "this node", 0, peer=True))
+
+    def start(self) -> None:
+        sim, self.up, self.life = self.sim, True, self.life + 1
+        version = 1000 + int(sim.now_s * 1000)
+        self.cluster = Cluster(
+            "pool", NodeAddress(self.name, f"sim:{self.name}"), sim.rng.getrandbits(60), version
+        )
+        seeds = [node for node in sim.nodes.values() if node.up and node is not self]
+        if seeds:
+            self.cluster.receive(sim.rng.choice(seeds).cluster.whole)
+        self.told: tuple[int, bool] | None = None
+        self.apply(Update(own=True))
+        self.tick(self.life)
+
+    def kill(self) -> None:
+        self.up, self.life = False, self.life + 1
+        while self.pushes:
+            push = self.pushes[0]
+            self.pushed(push, bytes([FAILED] * len(push.keys)))
+        for pin in list(self.node.state.sessions[LOCAL].pins.values()):
+            self.send(LOCAL, m.Release([pin.slot] * pin.count, [pin.sequence] * pin.count))
+        for connection in list(self.node.state.sessions):
+            if connection != LOCAL:
+                self.do(Disconnected(connection))
+
+    # --- members
+
+    def apply(self, update: Update) -> None:
+        seen = self.cluster.epoch, self.cluster.settled
+        if self.told != seen:
+            self.told = seen
+            view = self.cluster.view
+            self.do(ViewChanged(Ring(view.nodes, view.epoch), self.cluster.settled))
+        if update.own:
+            for other in list(self.sim.nodes.values()):
+                self.tell(other)
+
+    def tell(self, other: SimNode) -> None:
+        state, life = self.cluster.whole, other.life
+
+        def arrive() -> None:
+            if other.up and other.life == life and other is not self:
+                other.receive(state)
+
+        self.sim.carry(arrive)
+
+    def receive(self, state: ClusterState) -> None:
+        self.apply(self.cluster.receive(state))
+
+    def tick(self, life: int) -> None:
+        if life != self.life:
+            return
+        self.node.now_s = max(self.node.now_s, 100 + self.sim.now_s)
+        if self.node.state.next_deadline_s <= self.node.now_s:
+            self.do(Tick())
+        if self.sim.rng.random() < GOSSIPS:
+            self.tell(self.sim.rng.choice(list(self.sim.nodes.values())))
+        self.sim.after(0.05, lambda: self.tick(life))
+
+    # --- what the state decides
+
+    def do(self, event: Event) -> list[Action]:
+        self.node.now_s = max(self.node.now_s, 100 + self.sim.now_s)
+        actions = self.act(self.node.state.handle(event, self.node.now_s))
+        if self.sim.rng.random() < CHECKED_SHARE:
+            self.node.state.check()
+            self.node.state.sharding.handover.check()
+        return actions
+
+    def send(self, connection: int, message: m.Request) -> list[m.Reply]:
+        return answers(self.do(Received(connection, message)), connection)
+
+    def act(self, actions: list[Action]) -> list[Action]:
+        life = self.life
+        for action in actions:
+            if isinstance(action, Settled):
+                epoch = action.epoch
+
+                def settle(epoch: int = epoch) -> None:
+                    if life == self.life:
+                        self.apply(self.cluster.settle(epoch))
+
+                self.sim.after(0.0, settle)
+            elif isinstance(action, PushPages):
+                self.pushes.append(action)
+                if self.up:
+                    Push(self, action)
+        return actions
+
+    def pushed(self, push: PushPages, ends: bytes, copied: int = 0) -> None:
+        self.pushes = [other for other in self.pushes if other is not push]
+        self.do(PagesPushed(push, ends, copied, copied * PAGE))
+
+    def holds(self, k: int) -> bool:
+        return self.node.state.store.find(1, key(k)) >= 0
+
+    def reads(self, k: int) -> bool:
+        """Whether a client finds the page here; its bytes are checked."""
+        slot = self.node.state.store.find(1, key(k))
+        assert slot < 0 or self.contents[slot] == k, f"{self.name} gives wrong bytes for page {k}"
+        return self.up and slot >= 0
+
+
+class Push:
+    """One push, as the shell carries it out: two requests to the other node, either of which, or its answer,
+    may be lost.
+    """
+
+    def __init__(self, source: SimNode, push: PushPages) -> None:
+        self.source, self.push, self.life = source, push, source.life
+        self.target = source.sim.nodes[push.node]
+        self.target_life = self.target.life
+        self.connection = 0
+        self.ends = dict.fromkeys(push.keys, FAILED)
+        self.pins: list[m.Pin] = []
+        self.copied = 0
+        self.over = False
+        source.sim.after(TIMEOUT_S, self.end)
+        self.step(self.reserve)
+
+    def step(self, work: Callable[[], None]) -> None:
+        def arrive() -> None:
+            lives = self.life == self.source.life and self.target.up and self.target_life == self.target.life
+            if lives and not self.over:
+                work()
+
+        self.source.sim.carry(arrive)
+
+    def reserve(self) -> None:
+        self.connection = next(self.target.connections) + 1000 * self.target.life
+        peer = Connected(self.connection, "shm", f"node {self.source.name}", 1, peer=True)
+        self.target.do(peer)
+        push = self.push
+        [opened] = self.target.send(self.connection, m.OpenNamespace(1, "ns", {}, 0))
+        assert isinstance(opened, m.Opened)
+        request = m.Reserve(2, opened.namespace, push.keys, push.lengths[:1], push.replica)
+        [reserved] = self.target.send(self.connection, request)
+        assert isinstance(reserved, m.Reserved)
+        self.step(lambda: self.reserved(reserved.grants))
+
+    def reserved(self, grants: list[m.Grant]) -> None:
+        """At the source."""
+        granted = {k: g for k, g in zip(self.push.keys, grants, strict=True) if g.status == m.GRANTED}
+        self.ends |= {k: ENDS.get(g.status, LATER) for k, g in zip(self.push.keys, grants, strict=True)}
+        if not granted:
+            self.end()
+            return
+        self.ends |= dict.fromkeys(granted, FAILED)
+        [got] = self.source.send(LOCAL, m.Get(3, self.push.namespace, list(granted), self.push.lengths[:1]))
+        assert isinstance(got, m.Got)
+        self.pins = [pin for pin in got.pins if pin.status == m.HIT]
+        self.ends |= {k: GONE for k, p in zip(granted, got.pins, strict=True) if p.status != m.HIT}
+        pairs = [(k, g, p) for (k, g), p in zip(granted.items(), got.pins, strict=True) if p.status == m.HIT]
+        unused = [g for g, p in zip(granted.values(), got.pins, strict=True) if p.status != m.HIT]
+        self.step(lambda: self.fill(pairs, unused))
+
+    def fill(self, pairs: list[tuple[bytes, m.Grant, m.Pin]], unused: list[m.Grant]) -> None:
+        """At the target."""
+        for _, grant, pin in pairs:
+            self.target.contents[grant.slot] = self.source.contents[pin.slot]
+        if unused:
+            abort = m.Abort([grant.slot for grant in unused], [grant.sequence for grant in unused])
+            self.target.send(self.connection, abort)
+        mask = b""
+        if pairs:
+            grants = [grant for _, grant, _ in pairs]
+            [committed] = self.target.send(self.connection, commit(4, *grants))
+            assert isinstance(committed, m.Committed)
+            mask = committed.mask
+        self.step(lambda: self.committed([k for k, _, _ in pairs], mask))
+
+    def committed(self, keys: list[bytes], mask: bytes) -> None:
+        """At the source."""
+        self.ends |= {k: TAKEN if ok else LATER for k, ok in zip(keys, mask, strict=True)}
+        self.copied = sum(mask)
+        self.end()
+
+    def end(self) -> None:
+        if self.over:
+            return
+        self.over = True
+        if self.connection and self.target_life == self.target.life:
+            self.target.do(Disconnected(self.connection))
+        if self.life != self.source.life:
+            return
+        if self.pins:
+            release = m.Release([pin.slot for pin in self.pins], [pin.sequence for pin in self.pins])
+            self.source.send(LOCAL, release)
+        ends = bytes(self.ends[k] for k in self.push.keys)
+        self.source.pushed(self.push, ends, self.copied)
+
+
+class Sim:
+    """`loss`: the share of messages that are lost."""
+
+    def __init__(self, seed: int, nodes: int, *, loss: float = 0.0, slabs: int = 16) -> None:
+        self.rng = random.Random(seed)
+        self.now_s = 0.0
+        self.loss = 0.0
+        self.nodes: dict[str, SimNode] = {}
+        self.written: set[int] = set()
+        self.steady: set[int] = set()  # written while nothing moved: to be found at any moment from then on
+        self.views: list[View] = []  # that a client may still have
+        self._slabs = slabs
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._last_key = 0
+        for _ in range(nodes):
+            self.join()
+        self.settle()
+        self.loss = loss
+
+    # --- time and network
+
+    def after(self, seconds: float, work: Callable[[], None]) -> None:
+        heapq.heappush(self._queue, (self.now_s + seconds, next(self._order), work))
+
+    def carry(self, work: Callable[[], None]) -> None:
+        if self.rng.random() >= self.loss:
+            self.after(0.001 + 0.05 * self.rng.random() ** 3, work)
+
+    def run(self, seconds: float) -> None:
+        end_s = self.now_s + seconds
+        while self._queue and self._queue[0][0] <= end_s:
+            self.now_s, _, work = heapq.heappop(self._queue)
+            work()
+            self.check()
+        self.now_s = end_s
+
+    # --- what happens to nodes
+
+    @property
+    def up(self) -> list[SimNode]:
+        return [node for node in self.nodes.values() if node.up]
+
+    @property
+    def active(self) -> list[SimNode]:
+        return [node for node in self.up if node.cluster.me.status == ACTIVE]
+
+    def join(self) -> SimNode:
+        node = self.nodes[f"n{len(self.nodes)}"] = SimNode(self, f"n{len(self.nodes)}", self._slabs)
+        node.start()
+        return node
+
+    def drain(self, node: SimNode) -> None:
+        with contextlib.suppress(PoolRefused):  # it is the last
+            node.apply(node.cluster.leave())
+
+    def kill(self, node: SimNode) -> None:
+        """Its pages are lost, where no other node has them, until it comes back."""
+        node.kill()
+        for other in self.up:
+            life = other.life
+
+            def notice(other: SimNode = other, life: int = life) -> None:
+                member = other.cluster.members.get(node.name)
+                if member is not None and not node.up and life == other.life:
+                    other.apply(other.cluster.declare_dead(node.name, member.version))
+
+            self.after(DETECTED_S * (0.5 + self.rng.random()), notice)
+        self.written -= {k for k in self.written if node.holds(k)}  # others may drop it
+        self.steady.clear()  # those who do not know of the death yet may ask it
+
+    # --- clients
+
+    def write(self, count: int) -> None:
+        """A client with some view, perhaps an old one, writes; the commits come later."""
+        if not self.up:
+            return
+        self.views = [*self.views[-3:], self.rng.choice(self.up).cluster.view]
+        view = self.rng.choice(self.views)
+        ring = Ring(view.nodes, view.epoch)
+        for _ in range(count if ring.nodes else 0):
+            self._last_key += 1
+            node = self.nodes[ring.owner(key(self._last_key)).node]
+            if node.up:
+                self._write_one(node, self._last_key)
+
+    def _write_one(self, node: SimNode, k: int) -> None:
+        client, life, still = next(node.connections) + 1000 * node.life, node.life, self.still
+        node.do(Connected(client, "shm", "client", 1))
+        node.send(client, m.OpenNamespace(1, "ns", {}, 0))
+        [reserved] = node.send(client, m.Reserve(2, 1, [key(k)], [PAGE]))
+        assert isinstance(reserved, m.Reserved)
+        [grant] = reserved.grants
+
+        def commit_it() -> None:
+            if node.life != life or grant.status != m.GRANTED:
+                return
+            node.contents[grant.slot] = k
+            if any(
+                isinstance(one, m.Committed) and one.mask == b"\1"
+                for one in node.send(client, commit(3, grant))
+            ):
+                self.written.add(k)
+                if still and self.still:
+                    self.steady.add(k)
+            node.do(Disconnected(client))
+
+        if still:
+            commit_it()
+        else:
+            self.after(self.rng.random(), commit_it)
+
+    @property
+    def still(self) -> bool:
+        """Whether all nodes know that nothing moves."""
+        return len({node.cluster.epoch for node in self.up}) == 1 and all(n.cluster.settled for n in self.up)
+
+    def _found(self, k: int, view: View) -> bool:
+        """A search as clients make it: the owner, then the one before."""
+        rings = [Ring(view.nodes), *([Ring(view.previous)] if view.previous else [])]
+        return any(self.nodes[ring.owner(key(k)).node].reads(k) for ring in rings if ring.nodes)
+
+    def check(self) -> None:
+        """Clients find some of the pages that they must find, under a view that a node has now."""
+        if self.steady and self.up and self.rng.random() < 0.2:
+            view = self.rng.choice(self.up).cluster.view
+            for k in self.rng.sample(sorted(self.steady), min(3, len(self.steady))):
+                assert self._found(k, view), f"page {k} is not found at {self.now_s:.3f} s"
+
+    # --- the end
+
+    def settle(self, limit_s: float = 60.0) -> None:
+        """Run until nothing moves and nothing is left to drop."""
+        end_s = self.now_s + limit_s
+        while not self.at_rest:
+            assert self.now_s < end_s, f"it does not settle: {[n.node.status().counters for n in self.up]}"
+            self.run(0.1)
+        self.run(1.0)  # until the last client has committed what it began
+        if not self.at_rest:
+            self.settle(limit_s)
+
+    @property
+    def at_rest(self) -> bool:
+        return self.still and all(
+            node.node.state.sharding.ownership.next_step_s == float("inf") for node in self.up
+        )
+
+    def check_all(self) -> None:
+        """Every page is at its owner, readable, and nowhere else; drained nodes have left."""
+        [view] = {node.cluster.view.epoch: node.cluster.view for node in self.up}.values()
+        ring = Ring(view.nodes, view.epoch)
+        for k in sorted(self.written):
+            owner = ring.owner(key(k)).node
+            assert [node.name for node in self.up if node.holds(k)] == [owner], f"page {k} of {owner}"
+            assert self.nodes[owner].reads(k)
+        for node in self.up:
+            assert node.cluster.me.status in (ACTIVE, LEFT)
+            report = node.node.status()
+            assert report.reserved_bytes == report.pins == 0
