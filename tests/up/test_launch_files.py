@@ -47,8 +47,6 @@ def test_cluster_files_are_valid_for_every_process(name: str, processes: list[st
     check_tables(plan, str(path), SCHEMAS)
     assert [spec.name for spec in plan.processes] == processes
     assert plan.router_url == "http://127.0.0.1:8000"
-    for router in plan.routers:
-        assert router.config["admin"]["pool"] == ["unix:/run/x/pool0.sock"]
 
 
 def test_the_file_for_several_hosts_is_valid_and_spreads_what_it_lists() -> None:

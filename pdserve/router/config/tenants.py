@@ -156,13 +156,6 @@ class Admin(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         Secret,
         Meta(description="Key of the admin API, required if it has a port; also from PDSERVE_ADMIN_KEY."),
     ] = Secret("")
-    pool: Annotated[
-        tuple[str, ...],
-        Meta(
-            description="Control addresses of pool nodes, for the live page. One is enough: it names the "
-            "others. Set by `pdserve up`."
-        ),
-    ] = ()
     tls: Annotated[
         TlsConfig,
         Meta(

@@ -35,11 +35,6 @@ class Histogram(msgspec.Struct):
         counts = [one + more for one, more in zip(self.counts, other.counts, strict=True)]
         return Histogram(counts, self.sum_s + other.sum_s)
 
-    def since(self, before: Histogram) -> Histogram:
-        """What came after `before`; all of it where it has begun anew since."""
-        grown = [now - was for now, was in zip(self.counts, before.counts, strict=True)]
-        return self if min(grown) < 0 else Histogram(grown, self.sum_s - before.sum_s)
-
     def observe(self, value_s: float) -> None:
         """Count one observation."""
         self.counts[bisect_left(BUCKETS_S, value_s)] += 1

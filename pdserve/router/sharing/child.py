@@ -25,7 +25,6 @@ from pdserve.errors import ConfigError, PdserveError, StartupError
 from pdserve.logs import configure_logs
 from pdserve.resources.memory import raise_open_files
 from pdserve.router.admin.app import AdminApp
-from pdserve.router.admin.live import LiveFeed
 from pdserve.router.app.lifespan import open_router
 from pdserve.router.app.router import Router
 from pdserve.router.config.router import RouterConfig
@@ -178,22 +177,18 @@ class _Child:
         for task in list(self._server.server_state.tasks):
             task.cancel()
 
-    def _admin(self) -> tuple[LiveFeed, uvicorn.Server]:
+    def _admin(self) -> uvicorn.Server:
         """The admin API. Raises ConfigError."""
-        feed = LiveFeed(self._router)
         tls = Certificates(self._config.admin.tls).lasting_server_context()
-        return feed, make_server(AdminApp(self._router, feed), self._config, tls)
+        return make_server(AdminApp(self._router), self._config, tls)
 
-    async def _administer(self, admin: tuple[LiveFeed, uvicorn.Server]) -> None:
+    async def _administer(self, server: uvicorn.Server) -> None:
         """Serve the admin API, where this process has it."""
         if (listening := self._sockets.admin) is None:
             return
-        feed, server = admin
-        feeding = asyncio.create_task(feed.run(), name="router-live")
         serving = asyncio.create_task(server.serve(sockets=[listening]), name="router-admin")
         try:
             await asyncio.shield(serving)
         finally:
-            feeding.cancel()
             server.should_exit = server.force_exit = True
             await serving
