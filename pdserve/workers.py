@@ -57,7 +57,7 @@ def routes_of(worker: Worker) -> WorkerRoutes:
     pull_ahead = PullAhead(engine, pool, names=names, step_tokens=config.pull_step_tokens)
     lookup = Lookup(engine, pool, names=names)
     hints = Hints(engine, pool, lookup, names=names)
-    routes = (prefill, write_back, pull_ahead, keeping, lookup, hints)
+    routes = (prefill, write_back, pull_ahead, lookup, hints)
     return WorkerRoutes([one.router() for one in routes], write_back.follow, write_back.unsettled)
 
 

@@ -11,10 +11,12 @@ import pytest
 from fastapi import Request
 
 from pdserve.decode import hints as module
-from pdserve.decode.hints import Hints
+from pdserve.decode.hints import HINTS, Hints
 from pdserve.decode.lookup import Lookup
 from pdserve.engine.http import request_context
 from pdserve.engine.page_names import PageNames
+from pdserve.errors import PoolTimeout
+from pdserve.kvpool.protocol.messages import MAX_KEEP_S
 from pdserve.pages import namespace_seed, page_hashes, pool_key
 from tests.support.engine.asked_prompts import MEMORY, PAGE, PROMPT, SSD, SUFFIXES, Engine, Pool
 
@@ -27,9 +29,17 @@ class Tiers(Pool):
     def __init__(self) -> None:
         super().__init__()
         self.demoted: list[bytes] = []
+        self.kept: list[tuple[int, float]] = []
+        self.fails = False
 
     async def raise_pages(self, keys: Sequence[bytes], timeout_s: float) -> int:
         self.there |= dict.fromkeys(keys, MEMORY)
+        return len(keys)
+
+    async def keep(self, keys: Sequence[bytes], keep_s: float) -> int:
+        self.kept.append((len(keys), keep_s))
+        if self.fails:
+            raise PoolTimeout("late")
         return len(keys)
 
     async def demote(self, keys: Sequence[bytes]) -> int:
@@ -38,7 +48,7 @@ class Tiers(Pool):
 
 
 class Worker:
-    """The routes over a scripted pool and SGLang."""
+    """The route over a scripted pool and SGLang."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, dp_size: int = 1) -> None:
         self.pool = Tiers()
@@ -57,18 +67,34 @@ class Worker:
 
         monkeypatch.setattr(module, "fetch_pages", fetch)
 
-    async def post(self, path: str, body: Any, salt: str | None = None) -> tuple[int, dict[str, Any]]:
+    async def post(self, body: Any, salt: str | None = None) -> tuple[int, dict[str, Any]]:
         async def receive() -> dict[str, Any]:
             return {"type": "http.request", "body": json.dumps(body).encode()}
 
-        scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b""}
+        scope = {"type": "http", "method": "POST", "path": HINTS, "headers": [], "query_string": b""}
         token = request_context._salt.set(salt)
         try:
-            route = self.hints.prefetch if path == module.PREFETCH else self.hints.demote
-            answer = await route(Request(scope, receive))
+            answer = await self.hints.answer(Request(scope, receive))
         finally:
             request_context._salt.reset(token)
         return answer.status_code, json.loads(bytes(answer.body))
+
+    async def hint(self, kind: str, salt: str | None = None, **payload: Any) -> dict[str, Any]:
+        """What became of one action; without what has no value."""
+        status, said = await self.post(asks(kind, **payload), salt)
+        assert (status, said["message_id"], said["prompt_tokens"]) == (200, "m", len(PROMPT))
+        [result] = said["results"]
+        assert result.pop("action_id") == "a0"
+        return {name: value for name, value in result.items() if value is not None}
+
+
+def asks(*kinds: str, **payload: Any) -> dict[str, Any]:
+    actions = [
+        {"action_id": f"a{number}", "action_type": kind, "action_version": "1.0", "payload": payload}
+        for number, kind in enumerate(kinds)
+    ]
+    envelope = {"protocol_version": "1.0", "message_id": "m", "actions": actions}
+    return {"input_ids": PROMPT, "kv_hints": envelope}
 
 
 @pytest.fixture
@@ -78,9 +104,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Worker:
 
 async def test_sglang_fetches_the_prefix_that_the_pool_has(worker: Worker) -> None:
     worker.pool.has(MEMORY, SSD, SSD, salt=TENANT)
-    status, said = await worker.post(module.PREFETCH, {"input_ids": PROMPT}, TENANT)
-    assert status == 200
-    assert said == {"prompt_tokens": 18, "tokens": 12, "prefetched_tokens": 12}
+    assert await worker.hint("prefetch", TENANT) == {"status": "done", "prefetched_tokens": 12}
     assert worker.fetched == [(PROMPT[:13], TENANT)], "the last token is never looked up"
 
 
@@ -90,15 +114,13 @@ async def test_nothing_is_fetched_where_there_is_nothing_or_no_one_host_memory(
     for dp_size, pages in ((1, 0), (2, 3)):
         worker = Worker(monkeypatch, dp_size)
         worker.pool.has(*[MEMORY] * pages)
-        _, said = await worker.post(module.PREFETCH, {"input_ids": PROMPT})
-        assert (said["tokens"], said["prefetched_tokens"]) == (PAGE * pages, 0)
+        assert (await worker.hint("kv.prefetch"))["prefetched_tokens"] == 0
         assert worker.fetched == []
 
 
 async def test_pages_come_up_to_memory_of_the_pool_alone(worker: Worker) -> None:
     worker.pool.has(MEMORY, SSD)
-    _, said = await worker.post(module.PREFETCH, {"input_ids": PROMPT, "to": "pool"})
-    assert said == {"prompt_tokens": 18, "tokens": 8, "prefetched_tokens": 8}
+    assert (await worker.hint("prefetch", to="pool"))["prefetched_tokens"] == 8
     assert set(worker.pool.there.values()) == {MEMORY}
     assert worker.fetched == []
 
@@ -106,31 +128,55 @@ async def test_pages_come_up_to_memory_of_the_pool_alone(worker: Worker) -> None
 async def test_a_worker_fetches_for_a_few_at_a_time(worker: Worker) -> None:
     worker.pool.has(MEMORY)
     worker.may_end.clear()
-    body = {"input_ids": PROMPT}
-    first = [asyncio.create_task(worker.post(module.PREFETCH, body)) for _ in range(module.MAX_AT_ONCE)]
+    first = [asyncio.create_task(worker.hint("prefetch")) for _ in range(module.MAX_AT_ONCE)]
     while len(worker.fetched) < module.MAX_AT_ONCE:  # noqa: ASYNC110  the tasks are on their way
         await asyncio.sleep(0)
     first[0].cancel()  # its client hangs up: SGLang fetches all the same
-    status, said = await worker.post(module.PREFETCH, body)
-    assert (status, said["error"]["type"]) == (429, "rate_limit_error")
+    assert await worker.hint("prefetch") == {"status": "busy"}
     worker.may_end.set()
     await asyncio.gather(*first, return_exceptions=True)
-    assert (await worker.post(module.PREFETCH, body))[0] == 200
+    assert (await worker.hint("prefetch"))["status"] == "done"
 
 
 async def test_a_conversation_is_demoted_under_its_own_salt(worker: Worker) -> None:
     worker.pool.has(MEMORY, SSD, salt=TENANT)
-    _, said = await worker.post(module.DEMOTE, {"input_ids": PROMPT}, TENANT)
-    assert said == {"prompt_tokens": 18, "parts": 2 * len(SUFFIXES)}
+    assert await worker.hint("demote", TENANT) == {"status": "done", "parts": 2 * len(SUFFIXES)}
     pages = page_hashes(PROMPT, PAGE, namespace_seed(None, TENANT))
     assert sorted(worker.pool.demoted) == sorted(
         pool_key(page, suffix) for page in pages for suffix in SUFFIXES
     )
 
 
+async def test_pages_are_kept_for_so_long_or_no_longer(worker: Worker) -> None:
+    parts = len(PROMPT) // PAGE * len(SUFFIXES)
+    assert await worker.hint("retain", ttl_s=60) == {"status": "done", "parts": parts}
+    await worker.hint("retain", ttl_s=0)
+    await worker.hint("pin")
+    assert worker.pool.kept == [(parts, 60), (parts, -1), (parts, MAX_KEEP_S)]
+    worker.pool.fails = True
+    assert await worker.hint("retain", ttl_s=60) == {"status": "failed"}
+
+
+async def test_each_action_has_its_own_answer(worker: Worker) -> None:
+    body = asks("retain", "share", "demote", "prefetch", to="moon")
+    body["kv_hints"]["actions"][2]["action_version"] = "2.0"
+    _, said = await worker.post(body)
+    got = [(one["action_id"], one["status"]) for one in said["results"]]
+    assert got == [("a0", "invalid"), ("a1", "unsupported"), ("a2", "unsupported"), ("a3", "invalid")]
+
+
 @pytest.mark.parametrize(
-    "body", [{}, {"input_ids": PROMPT, "prompt": "1 2"}, {"input_ids": PROMPT, "to": "moon"}, 7]
+    "body",
+    [
+        {},
+        7,
+        {"input_ids": PROMPT},
+        {**asks("demote"), "prompt": "1 2"},
+        {**asks("demote"), "input_ids": None},
+        {"input_ids": PROMPT, "kv_hints": {"message_id": "m"}},
+        asks(*["demote"] * (module.MAX_ACTIONS + 1)),
+    ],
 )
 async def test_what_is_no_hint_is_refused(worker: Worker, body: Any) -> None:
-    assert (await worker.post(module.PREFETCH, body))[0] == 400
-    assert worker.fetched == []
+    assert (await worker.post(body))[0] == 400
+    assert worker.pool.demoted == []

@@ -1,18 +1,14 @@
-"""Conversations that the pool is to keep: after their answer, renewed, ended; against a scripted pool."""
+"""Conversations that the pool is to keep, or to let go, after their answer; against a scripted pool."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
-from fastapi.testclient import TestClient
 
-from pdserve.decode import keeping
 from pdserve.decode.keeping import Keeping
 from pdserve.decode.settle import WriteBack
 from pdserve.engine.commits import Commits
@@ -75,26 +71,10 @@ async def followed(pool: Any, *requests: HttpRequest) -> Keeping:
     return keeper
 
 
-def asked(keeper: Keeping, **wish: Any) -> tuple[int, Any]:
-    app = FastAPI()
-    app.include_router(keeper.router())
-    answer = TestClient(app).post("/pd/keep", content=json.dumps(wish))
-    return answer.status_code, answer.json()
-
-
 async def test_the_pages_of_prompt_and_answer_are_kept_where_the_request_says_so() -> None:
     pool = Pool()
     await followed(pool, request("a", 15, 60), request("b", 15, 0))
     assert pool.kept == [(4, 60)]  # 15 and 1 of 2 tokens: four pages of 4
-
-
-async def test_a_conversation_can_be_kept_longer_and_no_longer() -> None:
-    pool = Pool()
-    keeper = await followed(pool, request("a", 15, 60))
-    assert asked(keeper, request_id="a", keep_s=300) == (200, {"known": True, "parts": 4})
-    assert asked(keeper, request_id="a", keep_s=0) == (200, {"known": True, "parts": 4})
-    assert pool.kept[1:] == [(4, 300), (4, -1)]
-    assert asked(keeper, request_id="a", keep_s=0) == (200, {"known": False, "parts": 0})
 
 
 async def test_the_last_request_of_a_conversation_lets_go_what_no_other_may_begin_with() -> None:
@@ -103,37 +83,17 @@ async def test_the_last_request_of_a_conversation_lets_go_what_no_other_may_begi
     await followed(pool, whole)
     last = request("b", 15, 60)
     last.shared_tokens = 9
-    keeper = await followed(pool, last)
+    await followed(pool, last)
     assert pool.kept == [(4, 60), (2, -1)]  # four pages of 4, the first two of which are shared
     [gone] = pool.let_go
     assert gone == (await NAMES.of_conversations(request("c", 15, 0))).all_keys()[2:]
-    assert asked(keeper, request_id="b", keep_s=5) == (200, {"known": False, "parts": 0})
 
 
 async def test_a_pool_that_fails_costs_nothing() -> None:
     pool = Pool()
     pool.fails = True
-    keeper = await followed(pool, request("a", 15, 60))
-    assert asked(keeper, request_id="a", keep_s=5) == (200, {"known": True, "parts": 0})
-
-
-async def test_only_the_newest_conversations_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "MAX_CONVERSATIONS", 2)
-    keeper = await followed(Pool(), *(request(name, 15, 60) for name in "abc"))
-    assert [asked(keeper, request_id=name, keep_s=5)[1]["known"] for name in "abc"] == [False, True, True]
-
-
-@pytest.mark.parametrize(
-    "wish",
-    [
-        {},
-        {"request_id": "a", "keep_s": -1},
-        {"request_id": "a", "keep_s": 1e9},
-        {"request_id": 5, "keep_s": 1},
-    ],
-)
-async def test_a_wish_that_is_none_is_refused(wish: dict[str, Any]) -> None:
-    assert asked(Keeping(Pool()), **wish)[0] == 400  # type: ignore[arg-type]
+    await followed(pool, request("a", 15, 60))
+    assert pool.kept == []
 
 
 @pytest.mark.parametrize(

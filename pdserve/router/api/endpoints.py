@@ -30,7 +30,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
-from msgspec.structs import force_setattr, replace
+from msgspec.structs import replace
 
 from pdserve.router.api.errors import ErrorForm
 
@@ -117,8 +117,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Body member, a field of `RequestView`, with the id of an answer that the request continues."""
     errors: ErrorForm = "openai"
     """The form in which clients of this endpoint expect errors."""
-    hint: Literal["", "prefetch", "demote"] = ""
-    """What the request has caches do with its prompt. Tenants need a right for it."""
+    is_hint: bool = False
+    """The request says what caches are to do with its prompt (`kv_hints`). Tenants need a right for it."""
     is_form: bool = False
     """The body is a form (`form_body`), and no JSON."""
     bytes_per_token: int = 0
@@ -127,11 +127,6 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Another worker can continue a lost stream (`/pd/continue`)."""
     is_prefillable: bool = False
     """A prefill worker can compute the prompt (`/pd/prefill`)."""
-    target: bytes = b""
-    """`path`, as it stands in a request. Set by itself."""
-
-    def __post_init__(self) -> None:
-        force_setattr(self, "target", self.path.encode("ascii"))
 
 
 _TOKENIZE: Final = Endpoint(
@@ -256,15 +251,9 @@ _ROWS: Final = (
     _LOOKUP,
     replace(
         _LOOKUP,
-        path="/v1/kv/prefetch",
-        summary="Bring a prompt's KV up, for a turn that will come",
-        hint="prefetch",
-    ),
-    replace(
-        _LOOKUP,
-        path="/v1/kv/demote",
-        summary="Let a prompt's KV go before that of others",
-        hint="demote",
+        path="/v1/kv/hints",
+        summary="Bring a prompt's KV up, keep it, or let it go",
+        is_hint=True,
     ),
     Endpoint(
         path="/v1/audio/transcriptions",

@@ -61,6 +61,7 @@ class RequestView(msgspec.Struct, gc=False):
     prompt_cache_key: msgspec.Raw = _EMPTY
     metadata: msgspec.Raw = _EMPTY
     diagnostics: msgspec.Raw = _EMPTY
+    kv_hints: msgspec.Raw = _EMPTY
     prompt_cache_retention: msgspec.Raw = _EMPTY
     cache_salt: msgspec.Raw = _EMPTY
     n: msgspec.Raw = _EMPTY

@@ -20,24 +20,20 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, Final, TypeVar
+from typing import Any, Final
 
 import fastapi
-import msgspec
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from pdserve import __version__
 from pdserve.errors import RequestError
-from pdserve.kvpool.protocol.messages import MAX_KEEP_S
-from pdserve.router.api.content_coding import CodedBody
 from pdserve.router.api.endpoints import ENDPOINTS, Endpoint, find_holder
 from pdserve.router.api.errors import (
     NoWorkerError,
     TooManyError,
     convert_error,
 )
-from pdserve.router.api.request_body import BOM, UNREADABLE, parse_request
 from pdserve.router.app.error_handlers import add_error_handlers
 from pdserve.router.app.router import ADMIN_PATHS, Router
 from pdserve.router.fleet.worker import Worker
@@ -45,7 +41,6 @@ from pdserve.router.http.asgi import address_of
 from pdserve.router.http.tls import UpstreamError
 from pdserve.router.metrics.stats import exposition
 from pdserve.router.request.request import JSON
-from pdserve.router.sessions.keys import find_session_key, parse_sources
 from pdserve.router.tenants.tenant import RATE_EXCEEDED, TenantState
 
 
@@ -72,24 +67,17 @@ def _operation(path: str, row: Endpoint) -> dict[str, Any]:
     }
 
 
-T = TypeVar("T")
 LIMIT_S: Final = 20.0
 CONNECT_S: Final = 5.0
 MAX_ANSWER_BYTES: Final = 16 * 1024 * 1024
-MAX_BODY_BYTES: Final = 64 * 1024
 MAX_AT_ONCE: Final = 8
 """Of one tenant, in one process of the router."""
 _LINES: Final = b"content-type: application/json\r\n"
 
 
-class _Hint(msgspec.Struct):
-    ttl_s: Annotated[int, msgspec.Meta(ge=0, le=MAX_KEEP_S)]
-
-
 def add_worker_routes(app: fastapi.FastAPI, router: Router) -> None:
     """Add the routes to the application."""
     turns = _Turns()
-    _add_hint_route(app, router, turns)
 
     async def pass_on(
         tenant: TenantState, worker: Worker, method: str, target: str, body: bytes = b""
@@ -120,43 +108,6 @@ def add_worker_routes(app: fastapi.FastAPI, router: Router) -> None:
         tenant = _tenant(router, request)
         worker = _holder(router, tenant, response_id)
         return await pass_on(tenant, worker, "POST", f"/v1/responses/{response_id}/cancel")
-
-
-def _add_hint_route(app: fastapi.FastAPI, router: Router, turns: _Turns) -> None:
-    sources = parse_sources(router.config.session.sources)
-
-    @app.post("/v1/kv/hints", tags=["operations"], response_class=Response)
-    async def hint(request: fastapi.Request) -> Response:
-        """Have a session's pages kept in the pool for `ttl_s`, or no longer. The session is named as in its
-        requests. `parts`: of its pages, those that are there; `known`: its worker remembers them.
-        """
-        tenant, body = _tenant(router, request), await _body(request)
-        asked = _decoded(body, _Hint)
-        view = parse_request(body)
-        key = find_session_key(sources, dict(request.headers.raw), view, body)
-        if key is None:
-            raise RequestError(404, "No session is named: by the header x-session-id, for example.")
-        key = key.of_model(router.gate.named(view.model) or router.gate.served_model(None))
-        if router.gate.tenants.has_keys:
-            key = key.within(tenant.name)
-        turn = router.proxy.placer.sessions.get(key, asyncio.get_running_loop().time())
-        worker = None if turn is None else router.fleet.by_id.get(turn.decode_id)
-        if turn is None or worker is None or worker.info is None:
-            return fastapi.responses.JSONResponse({"known": False, "parts": 0})
-        conversation = f"{worker.info.model}/{key.name}"
-        with turns.of(router, tenant):
-            _count_kept(router, tenant, conversation, turn.tokens, asked.ttl_s)
-            wish = msgspec.json.encode({"request_id": turn.request_id, "keep_s": asked.ttl_s})
-            return await _pass_on(router, worker, "POST", "/pd/keep", wish)
-
-
-def _count_kept(router: Router, tenant: TenantState, conversation: str, tokens: int, seconds: int) -> None:
-    """Raises TooManyError: the tenant has enough kept."""
-    retained = router.proxy.retained
-    if not seconds:
-        retained.release(tenant, conversation)
-    elif not retained.take(tenant, conversation, tokens, seconds, asyncio.get_running_loop().time()):
-        raise TooManyError("You may not have more tokens kept (retain_tokens).", 60.0, RATE_EXCEEDED)
 
 
 def _least_loaded(router: Router, model: str | None, *, computes: bool = True) -> Worker:
@@ -203,27 +154,6 @@ def _holder(router: Router, tenant: TenantState, id_: str) -> Worker:
 
 def _tenant(router: Router, request: fastapi.Request) -> TenantState:
     return router.gate.authenticate(dict(request.headers.raw), address_of(request.scope))
-
-
-async def _body(request: fastapi.Request) -> bytes:
-    """A small JSON object. Raises RequestError."""
-    body, size = b"", 0
-    coded = CodedBody(map(str.encode, request.headers.getlist("content-encoding")), MAX_BODY_BYTES)
-    async for piece in request.stream():
-        size += len(piece)
-        if size > MAX_BODY_BYTES:
-            raise RequestError(413, f"The request body is larger than {MAX_BODY_BYTES} bytes.")
-        body += b"".join(coded.feed(piece))
-    coded.end()
-    return body.removeprefix(BOM)
-
-
-def _decoded(body: bytes, type_: type[T]) -> T:
-    """Raises RequestError (400)."""
-    try:
-        return msgspec.json.decode(body, type=type_)
-    except UNREADABLE as error:
-        raise RequestError(400, f"The body is not as it should be: {error}.") from None
 
 
 async def _pass_on(router: Router, worker: Worker, method: str, target: str, body: bytes = b"") -> Response:

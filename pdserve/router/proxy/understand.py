@@ -191,7 +191,7 @@ class Understanding:
             prefix=prefix_of(view, prompt, scope) if self._needs_prefix and computes else None,
         )
         marks_caches = view.prompt_cache_retention or CACHE_CONTROL in body
-        if endpoint.hint or RETAIN_HEADER in request.fields or marks_caches:
+        if endpoint.is_hint or RETAIN_HEADER in request.fields or marks_caches:
             self._retain(request, tenant, view)
         if endpoint.task == "generate" and (session is not None or view.diagnostics):
             self._compare(request, view)
@@ -202,7 +202,7 @@ class Understanding:
         """
         limits = tenant.limits
         if not limits.controls_engine:
-            check_fields(view)
+            check_fields(view, "kv_hints" if request.endpoint.is_hint else "")
         check_media(view, limits.media_domains)
         request.shows_insides = self._shows_load
         self._isolate(request, tenant, view.cache_salt)
@@ -227,9 +227,9 @@ class Understanding:
         RequestError for a hint that it may not give.
         """
         facts, now_s = request.facts, self._loop.time()
-        if hint := request.endpoint.hint:
-            conversation = _conversation(request)
-            self.retained.check_hint(tenant, hint, conversation, facts.charged_tokens, now_s)
+        if request.endpoint.is_hint:
+            name, tokens = _conversation(request), facts.charged_tokens
+            self.retained.check_hints(tenant, view.kv_hints, name, tokens, now_s)
             return
         seconds, said = 0, request.fields.get(RETAIN_HEADER)
         if facts.endpoint.task == "generate":

@@ -9,10 +9,12 @@ from __future__ import annotations
 import re
 from typing import Final
 
+import msgspec
+
 from pdserve.errors import RequestError
 from pdserve.kvpool.protocol.messages import MAX_KEEP_S
 from pdserve.router.api.errors import TooManyError
-from pdserve.router.api.request_body import RequestView
+from pdserve.router.api.request_body import UNREADABLE, RequestView
 from pdserve.router.tenants.tenant import RATE_EXCEEDED, TenantState
 
 RETAIN_HEADER: Final = b"x-pdserve-retain"
@@ -51,6 +53,41 @@ def seconds_marked(body: bytes, view: RequestView) -> int:
     return min(seconds, MAX_KEEP_S)
 
 
+class _Payload(msgspec.Struct, frozen=True):
+    ttl_s: float = MAX_KEEP_S
+
+
+class _Action(msgspec.Struct):
+    action_type: str
+    payload: _Payload = _Payload()
+
+
+class _Envelope(msgspec.Struct):
+    actions: list[_Action] = []
+
+
+_envelope_decoder: Final = msgspec.json.Decoder(_Envelope)
+
+
+def _actions(hints: msgspec.Raw) -> list[tuple[str, float]]:
+    """(prefetch, demote or retain; for how many seconds) of those that a worker carries out. Raises
+    RequestError (400).
+    """
+    try:
+        actions = _envelope_decoder.decode(hints).actions
+    except UNREADABLE:
+        what = "kv_hints must be an envelope of hints: protocol_version, message_id, actions."
+        raise RequestError(400, what, param="kv_hints") from None
+    found = []
+    for action in actions:
+        kind = action.action_type.removeprefix("kv.")
+        if kind in ("retain", "pin"):
+            found.append(("retain", min(action.payload.ttl_s, MAX_KEEP_S)))
+        elif kind in ("prefetch", "demote"):
+            found.append((kind, PREFETCHED_S))
+    return found
+
+
 class Retained:
     """Of all tenants of a router process."""
 
@@ -58,7 +95,7 @@ class Retained:
         self._of: dict[str, dict[str, tuple[int, float]]] = {}
         """Tenant → conversation → (tokens, until when)."""
 
-    def take(self, tenant: TenantState, conversation: str, tokens: int, seconds: int, now_s: float) -> bool:
+    def take(self, tenant: TenantState, conversation: str, tokens: int, seconds: float, now_s: float) -> bool:
         """Whether the tenant may have so many tokens of the conversation kept; if so, they count from now
         on, in place of what counted for it before.
         """
@@ -73,21 +110,28 @@ class Retained:
         kept[conversation] = tokens, now_s + seconds
         return True
 
-    def check_hint(
-        self, tenant: TenantState, hint: str, conversation: str, tokens: int, now_s: float
+    def check_hints(
+        self, tenant: TenantState, hints: msgspec.Raw, conversation: str, tokens: int, now_s: float
     ) -> None:
-        """Raises RequestError (403) for a hint that the tenant may not give, TooManyError beyond its bound.
+        """Raises RequestError: 400 for what is no envelope of hints, 403 for a hint that the tenant may not
+        give, and TooManyError beyond its bound.
 
         What is brought up counts as kept for `PREFETCHED_S`. Nobody demotes pages that others share.
         """
         if not tenant.limits.retain_tokens:
             raise RequestError(403, "You may give no hints (retain_tokens).", type_="permission_error")
-        if hint == "demote" and tenant.limits.cache:
-            message = "You share a cache with others, whose pages you may not demote."
-            raise RequestError(403, message, type_="permission_error")
-        if hint == "prefetch" and not self.take(tenant, f"+{conversation}", tokens, PREFETCHED_S, now_s):
-            message = "You may not have more tokens kept or prefetched (retain_tokens)."
-            raise TooManyError(message, PREFETCHED_S, RATE_EXCEEDED)
+        for kind, seconds in _actions(hints):
+            if kind == "demote":
+                if tenant.limits.cache:
+                    message = "You share a cache with others, whose pages you may not demote."
+                    raise RequestError(403, message, type_="permission_error")
+                continue
+            name = f"+{conversation}" if kind == "prefetch" else conversation
+            if seconds <= 0:
+                self.release(tenant, name)
+            elif not self.take(tenant, name, tokens, seconds, now_s):
+                message = "You may not have more tokens kept or prefetched (retain_tokens)."
+                raise TooManyError(message, PREFETCHED_S, RATE_EXCEEDED)
 
     def release(self, tenant: TenantState, conversation: str) -> None:
         """The conversation is kept no longer."""

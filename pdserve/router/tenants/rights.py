@@ -203,15 +203,15 @@ def empty_tenant_request() -> RequestView:
     return view
 
 
-def check_fields(view: RequestView) -> None:
-    """Raises RequestError (400) if the request sets a field that controls the engine. `view`: from
-    `parse_tenant_request`.
+def check_fields(view: RequestView, but: str = "") -> None:
+    """Raises RequestError (400) if the request sets a field that controls the engine, `but` for this one.
+    `view`: from `parse_tenant_request`.
     """
     given = _given(view)
     if not any(given):
         return
     for (name, reason), said in zip(ENGINE_FIELDS.items(), given, strict=True):
-        if said and bytes(said) != b"null":
+        if said and bytes(said) != b"null" and name != but:
             message = f"You may not set '{name}': {reason}."
             raise RequestError(400, message, param=name)
 

@@ -76,15 +76,6 @@ async def test_a_bomb_is_refused_within_the_bound_of_bodies_and_what_was_held_is
         assert (await harness.post(CHAT, gzip.compress(BODY), {"content-encoding": "gzip"})).status == 200
 
 
-async def test_an_ordinary_route_decodes_its_body_too() -> None:
-    async with disagg() as (harness, _, _):
-        asked, named = gzip.compress(b'{"ttl_s": 1}'), {"x-session-id": "s"}
-        answer = await harness.post("/v1/kv/hints", asked, named | {"content-encoding": "gzip"})
-        assert answer.json() == {"known": False, "parts": 0}
-        refused = await harness.post("/v1/kv/hints", asked, {"content-encoding": "br"})
-        assert (refused.status, "br" in refused.error["message"]) == (415, True)
-
-
 # --- methods
 
 
@@ -172,7 +163,7 @@ async def test_a_path_that_is_like_none_is_said_to_be_none() -> None:
 # --- content types and text
 
 
-JSON_PATHS = [path for path, row in ENDPOINTS.items() if not (row.is_form or row.hint)]
+JSON_PATHS = [path for path, row in ENDPOINTS.items() if not (row.is_form or row.is_hint)]
 
 
 async def everywhere(harness: Harness, body: bytes) -> dict[str, int]:

@@ -20,7 +20,7 @@ from tests.support.router.mock_worker import MockWorker, answer
 from tests.support.router.tenants import ALICE, BOB, keyed
 
 SHARING = "sharing-" + "s" * 20
-HINTS, KEEP = "/v1/kv/hints", "/pd/keep"
+HINTS = "/v1/kv/hints"
 
 
 def test_a_tenant_has_no_more_tokens_kept_than_it_may() -> None:
@@ -125,106 +125,88 @@ async def test_a_wish_reaches_the_worker_within_the_tenants_bound(site: dict[str
         assert [request.headers.get("x-pdserve-keep") for request in worker.got(CHAT)] == ["300", *[None] * 4]
 
 
-async def test_a_sessions_end_frees_what_was_kept_at_its_worker(site: dict[str, Any]) -> None:
-    worker = MockWorker("decode")
-    worker.script(KEEP, *[answer(200, {"known": True, "parts": 4})] * 3)
-    async with before(worker, **site) as harness:
-        assert retained(await harness.chat(by(ALICE, x_pdserve_retain="300", x_request_id="mine"))) == "300"
-        renewed = await harness.post(HINTS, {"ttl_s": 600}, by(ALICE))
-        released = await harness.post(HINTS, {"ttl_s": 0}, by(ALICE))
-        assert renewed.json() == released.json() == {"known": True, "parts": 4}
-        assert [request.json() for request in worker.got(KEEP)] == [
-            {"request_id": "alice:mine", "keep_s": 600},
-            {"request_id": "alice:mine", "keep_s": 0},
-        ]
-        tenants = harness.router.gate.tenants.all
-        assert harness.router.proxy.retained.tokens(tenants[0], 0.0) == 0
-
-
-async def test_nobody_reaches_a_session_of_another_tenant(site: dict[str, Any]) -> None:
-    worker = MockWorker("decode")
-    async with before(worker, **site) as harness:
-        await harness.chat(by(ALICE, x_pdserve_retain="300"))
-        said = await harness.post(HINTS, {"ttl_s": 0}, by(BOB))
-        assert said.json() == {"known": False, "parts": 0}
-        assert worker.got(KEEP) == []
-
-
-@pytest.mark.parametrize(
-    ("body", "headers", "status"),
-    [
-        ({"ttl_s": -1}, by(ALICE), 400),
-        ({"ttl_s": 10**9}, by(ALICE), 400),
-        ({"ttl_s": 10**40}, by(ALICE), 400),
-        ({"ttl_s": "nan"}, by(ALICE), 400),
-        ({}, by(ALICE), 400),
-        (b"\xff", by(ALICE), 400),
-        (b"x" * 70_000, by(ALICE), 413),
-        ({"ttl_s": 0}, {"authorization": f"Bearer {ALICE}"}, 404),
-        ({"ttl_s": 0, "model": "nobody"}, by(ALICE), 200),
-        ({"ttl_s": 0}, {"x-session-id": "s"}, 401),
-    ],
-)
-async def test_a_hint_that_is_none_is_refused(
-    site: dict[str, Any], body: Any, headers: dict[str, str], status: int
-) -> None:
-    async with before(MockWorker("decode"), **site) as harness:
-        assert (await harness.post(HINTS, body, headers)).status == status
-
-
 # --- Hints about prompts through the router: who may give them, how many, and which worker gets them
 
 
-PREFETCH, DEMOTE = "/v1/kv/prefetch", "/v1/kv/demote"
 SHORT = [{"role": "user", "content": "word " * 25}]
 LONG = [{"role": "user", "content": "word " * 2000}]
-DONE = {"prompt_tokens": 9, "tokens": 8, "prefetched_tokens": 8}
+DONE = {"protocol_version": "1.0", "message_id": "m", "prompt_tokens": 9, "results": []}
+
+
+def hints(*kinds: str, messages: Any = SHORT, **payload: Any) -> dict[str, Any]:
+    actions = [
+        {"action_id": kind, "action_type": kind, "action_version": "1.0", "payload": payload}
+        for kind in kinds
+    ]
+    envelope = {"protocol_version": "1.0", "message_id": "m", "actions": actions}
+    return {"messages": messages, "kv_hints": envelope}
 
 
 def scripted() -> MockWorker:
     worker = MockWorker("decode", takes_salt_header=True)
-    for path in (PREFETCH, DEMOTE):
-        worker.script(path, *[answer(200, DONE)] * 8)
+    worker.script(HINTS, *[answer(200, DONE)] * 8)
     return worker
 
 
 async def test_a_hint_reaches_the_worker_with_the_tenants_salt(site: dict[str, Any]) -> None:
     worker = scripted()
     async with before(worker, **site) as harness:
-        for path in (PREFETCH, DEMOTE):
-            said = await harness.post(path, {"messages": SHORT}, by(ALICE))
-            assert (said.status, said.json()) == (200, DONE)
-            [got] = worker.got(path)
-            assert got.headers[SALT_HEADER.decode()] == '"tenant/alice"'
-            assert got.json() == {"messages": SHORT}
+        body = hints("prefetch", "demote", "share")
+        said = await harness.post(HINTS, body, by(ALICE))
+        assert (said.status, said.json()) == (200, DONE)
+        [got] = worker.got(HINTS)
+        assert got.headers[SALT_HEADER.decode()] == '"tenant/alice"'
+        assert got.json() == body
 
 
 async def test_who_may_keep_nothing_may_give_no_hints(site: dict[str, Any]) -> None:
     worker = scripted()
     async with before(worker, **site) as harness:
-        for path in (PREFETCH, DEMOTE):
-            assert (await harness.post(path, {"messages": SHORT}, by(BOB))).status == 403
-            assert (await harness.post(path, {"messages": SHORT})).status == 401
-            assert worker.got(path) == []
+        assert (await harness.post(HINTS, hints("prefetch"), by(BOB))).status == 403
+        assert (await harness.post(HINTS, hints("prefetch"))).status == 401
+        generating = await harness.post(CHAT, hints("prefetch"), by(ALICE))
+        assert (generating.status, generating.error["param"]) == (400, "kv_hints")
+        assert worker.requests == []
+
+
+@pytest.mark.parametrize("envelope", [None, 5, "x", {"actions": 5}, {"actions": [{}]}])
+async def test_what_is_no_envelope_is_refused(site: dict[str, Any], envelope: object) -> None:
+    async with before(scripted(), **site) as harness:
+        refused = await harness.post(HINTS, {"messages": SHORT, "kv_hints": envelope}, by(ALICE))
+        assert (refused.status, refused.error["param"]) == (400, "kv_hints")
 
 
 async def test_pages_that_tenants_share_are_demoted_by_none_of_them(site: dict[str, Any]) -> None:
     worker = scripted()
     async with before(worker, **site) as harness:
-        assert (await harness.post(PREFETCH, {"messages": SHORT}, by(SHARING))).status == 200
-        refused = await harness.post(DEMOTE, {"messages": SHORT}, by(SHARING))
+        assert (await harness.post(HINTS, hints("prefetch"), by(SHARING))).status == 200
+        refused = await harness.post(HINTS, hints("kv.demote"), by(SHARING))
         assert (refused.status, refused.error["type"]) == (403, "permission_error")
-        assert worker.got(DEMOTE) == []
+        assert len(worker.got(HINTS)) == 1
 
 
-async def test_a_tenant_has_no_more_brought_up_than_it_may_have_kept(site: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", ["prefetch", "retain", "pin"])
+async def test_a_tenant_has_no_more_brought_up_or_kept_than_it_may(site: dict[str, Any], kind: str) -> None:
     worker = scripted()
     async with before(worker, **site) as harness:
-        assert (await harness.post(PREFETCH, {"messages": LONG}, by(ALICE))).status == 429
+        assert (await harness.post(HINTS, hints(kind, messages=LONG), by(ALICE))).status == 429
         for session, status in (("a", 200), ("a", 200), ("b", 200), ("c", 429)):
-            said = await harness.post(PREFETCH, {"messages": SHORT}, by(ALICE, x_session_id=session))
+            said = await harness.post(HINTS, hints(kind), by(ALICE, x_session_id=session))
             assert said.status == status, session
-        assert len(worker.got(PREFETCH)) == 3
+        assert len(worker.got(HINTS)) == 3
+
+
+async def test_what_is_kept_no_longer_makes_room(site: dict[str, Any]) -> None:
+    async with before(scripted(), **site) as harness:
+        for session, seconds, status in (
+            ("a", 60, 200),
+            ("b", 60, 200),
+            ("c", 60, 429),
+            ("a", 0, 200),
+            ("c", 60, 200),
+        ):
+            body = hints("retain", ttl_s=seconds)
+            assert (await harness.post(HINTS, body, by(ALICE, x_session_id=session))).status == status
 
 
 # --- Look-ups of prompts through the router: whose pages they are about, and what tenants may not ask
@@ -265,12 +247,12 @@ async def test_a_tenant_asks_with_its_own_salt_only(monkeypatch: pytest.MonkeyPa
 
 
 async def test_the_worker_of_the_session_brings_it_up() -> None:
-    limits = TenantLimits(retain_tokens=1000)
-    async with disagg(decode=4, tenant_defaults=limits) as (harness, _, decodes):
+    limits = (Tenant(name="*", retain_tokens=1000),)
+    async with disagg(decode=4, tenants=limits) as (harness, _, decodes):
         for decode in decodes:
-            decode.script(PREFETCH, answer(200, DONE))
+            decode.script(HINTS, answer(200, DONE))
         for number in range(3):
             session = {"x-session-id": f"s{number}"}
             answered = (await harness.chat(session)).headers["x-pdserve-decode"]
-            said = await harness.post(PREFETCH, {"messages": SHORT}, session)
+            said = await harness.post(HINTS, hints("prefetch"), session)
             assert said.headers["x-pdserve-decode"] == answered
