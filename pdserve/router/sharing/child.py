@@ -13,81 +13,33 @@ import logging
 import math
 import shutil
 import signal
-import socket
-import sys
-from pathlib import Path
-from typing import NamedTuple
 
 import uvicorn
 import uvloop
 
-from pdserve.errors import ConfigError, PdserveError, StartupError
-from pdserve.logs import configure_logs
+from pdserve.errors import StartupError
 from pdserve.resources.memory import raise_open_files
 from pdserve.router.admin.app import AdminApp
 from pdserve.router.app.lifespan import open_router
 from pdserve.router.app.router import Router
-from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.health_check import FirstRound
 from pdserve.router.fleet.membership import after_reload
 from pdserve.router.http.serving import make_server, public_tls, serve_until_stopped
+from pdserve.router.sharing.child_start import READY, REPLACED, Setup, Sockets
 from pdserve.router.sharing.files import ActsFile, MetricsFiles, ids_of
 from pdserve.router.sharing.member import Member
 from pdserve.security.tls import Certificates
 
 logger = logging.getLogger(__name__)
 
-LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 GC_THRESHOLD = (10_000, 20, 50)
 """A request makes some 200 objects and hardly a cycle: Python's own 700 would look for garbage every few."""
 START_POLL_S = 0.01
-READY = b"r"
-"""What a child says on the line to its parent, once it serves."""
-REPLACED = signal.SIGUSR1
-"""Another process has taken its place."""
 
 
-class Setup(NamedTuple):
-    """What a child begins with."""
-
-    name: str
-    config: RouterConfig
-    directory: Path
-    listed_before: frozenset[str] | None = None
-    """Ids of the workers that the configuration listed before it was read again, if it was."""
-    is_strict: bool = False
-    """Do not start with listed workers that do not fit together."""
-
-
-class Sockets(NamedTuple):
-    """What a child gets from its parent."""
-
-    listening: socket.socket
-    admin: socket.socket | None
-    line: socket.socket
-    """Closes when the parent is gone."""
-
-
-def configure_logging(config: RouterConfig) -> None:
-    """The log of a router's process."""
-    configure_logs(config.log_format, config.log_level, text_format=LOG_FORMAT)
-    for noisy in ("httpx", "httpcore", "uvicorn.error", "asyncio"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-
-
-def run_child(setup: Setup, sockets: Sockets) -> None:
-    """A child's whole life."""
-    configure_logging(setup.config)
-    for number in (
-        signal.SIGHUP,
-        signal.SIGINT,
-    ):  # a terminal's go to all: the parent's count
-        signal.signal(number, signal.SIG_IGN)
-    try:
-        uvloop.run(_Child(setup, sockets).run())
-    except PdserveError as error:
-        sys.stderr.write(f"pdserve router: error: {error}\n")
-        sys.exit(2 if isinstance(error, ConfigError) else 1)
+def serve(setup: Setup, sockets: Sockets) -> None:
+    """Until the parent or a signal ends it. Raises ConfigError, StartupError."""
+    uvloop.run(_Child(setup, sockets).run())
 
 
 class _Child:

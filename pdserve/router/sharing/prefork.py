@@ -39,7 +39,7 @@ from pdserve.errors import ConfigError, PdserveError, StartupError
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.membership import after_reload
 from pdserve.router.http.serving import LAST_WORD_S, bind
-from pdserve.router.sharing.child import READY, REPLACED, Setup, Sockets, run_child
+from pdserve.router.sharing.child_start import READY, REPLACED, Setup, Sockets, run_child
 from pdserve.router.sharing.files import Acts, ActsFile, MetricsFiles, ids_of
 from pdserve.settings.command_line import ConfigSource
 

@@ -22,7 +22,7 @@ from pdserve.router.config.limits import Deadlines
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.metrics.stats import Snapshot
 from pdserve.router.sharing import prefork
-from pdserve.router.sharing.child import REPLACED, Setup
+from pdserve.router.sharing.child_start import REPLACED, Setup
 from pdserve.router.sharing.files import MetricsFiles
 from pdserve.router.sharing.prefork import (
     MAX_REPLACED,
