@@ -151,6 +151,8 @@ class LeastLoaded:
         """The least loaded worker. Equal ones take turns, all of them: were the search begun at worker
         `turn`, the one behind a busy worker would get the requests of both.
         """
+        if len(workers) == 1:
+            return Choice(workers[0], "least-loaded")
         if len(workers) > FEW and isinstance(workers, Eligible):
             return Choice(workers.order(_load).least(ask.turn), "least-loaded")
         loads = [worker.load for worker in workers]
