@@ -124,12 +124,15 @@ class Server(NamedTuple):
     process: psutil.Process | None = None
 
     def cpu_s(self) -> float:
-        """Processor time it has used."""
-        times = self.process.cpu_times() if self.process else None
-        return float(times.user + times.system) if times else 0.0
+        """Processor time it has used, its children included."""
+        times = [one.cpu_times() for one in self._family()]
+        return sum(float(one.user + one.system) for one in times)
 
     def rss_mb(self) -> float | None:
-        return self.process.memory_info().rss / 1e6 if self.process else None
+        return sum(one.memory_info().rss for one in self._family()) / 1e6 if self.process else None
+
+    def _family(self) -> list[psutil.Process]:
+        return [self.process, *self.process.children()] if self.process else []
 
 
 class Turn(NamedTuple):

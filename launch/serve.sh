@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Serve a model on this machine with the cluster that launch/NAME.toml describes, or a file of your own.
 #
-#   launch/serve.sh NAME [--model PATH] [--port N] [--config FILE] [--run-dir DIR] [OPTIONS OF pdserve up] [-- SGLANG_FLAGS]
+#   launch/serve.sh NAME [--model PATH] [--port N] [--run-dir DIR] [OPTIONS OF pdserve up] [-- SGLANG_FLAGS]
 #
 # NAME: disagg, agg, elastic, hosts, vllm, dynamo. Sets everything up first (virtual environment, demo model). Without
-# --model SmolLM2-135M is downloaded and served. --config takes the place of launch/NAME.toml. Ctrl-C stops every process.
+# --model SmolLM2-135M is downloaded and served. NAME may be the path of a file of your own, like ./mine.toml. Ctrl-C stops every process.
 set -euo pipefail
 
 # Sets model. Without a network it is one with random weights.
@@ -24,7 +24,6 @@ for argument in "$@"; do
   case $argument in
     --help | -h) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"; exit ;;
     --model | --model=*) model_given=1 ;;
-    --config | --config=*) config_given=1 ;;
     --) break ;;
   esac
 done
@@ -32,11 +31,13 @@ cluster=${1:?a name like disagg: see --help}
 shift
 . "$(dirname "${BASH_SOURCE[0]}")/setup.sh" serve
 defaults=()
-if [ -z "${config_given:-}" ]; then
+file=$cluster
+if [ "$cluster" = "${cluster%.toml}" ]; then
+  file=$root/launch/$cluster.toml
   defaults+=(--run-dir "$root/logs/$cluster")
   if [ -z "${model_given:-}" ]; then
     make_demo_model
     defaults+=(--model "$model")
   fi
 fi
-exec "$venv/bin/pdserve" up "$root/launch/$cluster.toml" "${defaults[@]}" "$@"
+exec "$venv/bin/pdserve" up "$file" "${defaults[@]}" "$@"

@@ -55,9 +55,9 @@ SUB_COMMANDS: Mapping[str, SubCommand] = {
 
 TWO_WORDS: Final[Mapping[tuple[str, ...], str]] = {
     ("pool", "serve"): "pdserve.kvpool.node.cli:command",
-    ("up", "scale"): "pdserve.up.control_cli:scale_app",
-    ("up", "restart"): "pdserve.up.control_cli:restart_app",
-    ("up", "status"): "pdserve.up.control_cli:status_app",
+    ("up", "scale"): "pdserve.up.cli:scale_app",
+    ("up", "restart"): "pdserve.up.cli:restart_app",
+    ("up", "status"): "pdserve.up.cli:status_app",
 }
 """Sub-commands that are loaded by their first two words: a pool node starts faster without the rest of
 `pool`, and `up` takes a file in the second word's place.

@@ -20,6 +20,7 @@ RISKS: dict[str, tuple[str, ...]] = {
     "pdserve/engine/sglang": _MODELS,
     "pdserve/engine/turns": _MODELS,
     "pdserve/integrations": ("tests/integrations", "tests/e2e"),
+    "pdserve/kvpool/core/sharding": ("tests/kvpool/core/sharding", "tests/kvpool/node/peers"),
     "pdserve/kvpool/hicache": (*_MODELS, "tests/kvpool/hicache"),
     "pdserve/kvpool/native": (*_MODELS, *_NODES),
     "pdserve/kvpool/node/peers": ("tests/kvpool/node/peers", "tests/netns"),

@@ -21,7 +21,7 @@ from pdserve.kvpool.tiers.ssd.segment_format import ENTRY_DTYPE as SEGMENT_ENTRY
 from pdserve.kvpool.tiers.ssd.segment_format import FORMAT_VERSION as SEGMENT_VERSION
 from pdserve.metric import Definition
 from pdserve.router.config.router import RouterConfig
-from pdserve.router.metrics.names import METRICS as ROUTER_METRICS
+from pdserve.router.metrics.stats import METRICS as ROUTER_METRICS
 from pdserve.settings.config_file import Option, options
 from pdserve.up.command import CommandConfig
 from pdserve.up.config import ClusterSettings

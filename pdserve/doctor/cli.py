@@ -29,7 +29,7 @@ from pdserve.security.tokens import Secret, SecretFile, given_secret, reveal
 from pdserve.settings.config_file import build_config, load_config
 from pdserve.up.config import read_cluster_file
 from pdserve.up.plan import make_plan
-from pdserve.up.spec import Plan
+from pdserve.up.spec import ConnectReady, Plan
 
 READY_TIMEOUT_S = 5.0
 MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "red")}
@@ -222,7 +222,11 @@ def _running(plan: Plan, router: str, ca_file: Path | None) -> Target:
     return Target(
         router_url=router or url,
         workers=(*written.prefill, *written.decode, *written.agg, *written.elastic),
-        pool=tuple(written.admin.pool),
+        pool=tuple(
+            one.ready.address
+            for one in plan.processes
+            if one.role == "pool" and isinstance(one.ready, ConnectReady)
+        ),
         token=reveal(written.access.cluster_token),
         trust=cluster.trust_in(ca_file, Path(own) if own and not router else None),
         worker_trust=Certificates(written.tls).client_context,

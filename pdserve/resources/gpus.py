@@ -59,21 +59,20 @@ def assign(machine: Machine, requests: Sequence[GpuRequest]) -> dict[str, tuple[
     """Indices of GPUs by worker. Raises ConfigError where they do not fit."""
     free = {gpu.index: gpu for gpu in machine.gpus}
     given: dict[str, tuple[int, ...]] = {}
-    for one in requests:
-        if one.numbers is not None:
-            given[one.name] = _named(one, one.numbers, free, machine, given)
-    left = [one for one in requests if one.numbers is None]
-    wanted = sum(one.count for one in left)
-    if wanted > len(free):
-        sums = " + ".join(f"{one.name} {one.count}" for one in left)
-        raise ConfigError(
-            f"{sums} = {wanted} GPUs are needed (tp x pp of each worker), and {len(free)} of "
-            f"{len(machine.gpus)} are free here: lower --tp-size, or start fewer workers"
-        )
-    for one in sorted(left, key=lambda one: -one.count):  # sorted keeps the order of equals
-        taken = choose(one.count, free.values())
-        given[one.name] = taken
-        for index in taken:
+    for one in sorted(requests, key=lambda one: (one.numbers is None, -one.count)):  # equals keep their order
+        for index in one.numbers or ():
+            if index not in free:
+                owner = next((name for name, taken in given.items() if index in taken), "")
+                why = f"is {owner}'s already" if owner else "is not here"
+                raise ConfigError(f"{one.name}: GPU {index} of its gpus {why}: name another")
+        allowed = {index: free[index] for index in one.numbers or free}
+        if len(allowed) < one.count:
+            raise ConfigError(
+                f"{one.name}: {one.count} GPUs are needed (tp x pp), and {len(allowed)} of "
+                f"{len(machine.gpus)} are free here: lower --tp-size, or start fewer workers"
+            )
+        given[one.name] = choose(one.count, allowed.values())
+        for index in given[one.name]:
             del free[index]
     return {one.name: given[one.name] for one in requests}
 
@@ -101,27 +100,6 @@ def described(machine: Machine, name: str, numbers: Sequence[int]) -> str:
     nodes = sorted({gpu.numa_node for gpu in taken if gpu.numa_node is not None})
     where = f", NUMA node{'s' * (len(nodes) > 1)} {_list(nodes)}" if nodes else ""
     return f"{name}: GPU{'s' * (len(numbers) > 1)} {_list(numbers)} ({taken[0].name}{where})"
-
-
-def _named(
-    one: GpuRequest,
-    numbers: tuple[int, ...],
-    free: dict[int, Gpu],
-    machine: Machine,
-    given: Mapping[str, tuple[int, ...]],
-) -> tuple[int, ...]:
-    if len(numbers) != one.count or len(set(numbers)) != len(numbers):
-        raise ConfigError(
-            f"{one.name}: gpus = {list(numbers)} must be {one.count} different GPUs (tp x pp of the worker)"
-        )
-    for index in numbers:
-        if index not in free:
-            owner = next((name for name, taken in given.items() if index in taken), "")
-            there = _list([gpu.index for gpu in machine.gpus]) or "none"
-            why = f"is {owner}'s already" if owner else f"is not here (there are {there})"
-            raise ConfigError(f"{one.name}: GPU {index} of its gpus {why}: name another")
-        del free[index]
-    return numbers
 
 
 def _number(given: Mapping[str, str], key: str) -> int:

@@ -1,4 +1,6 @@
-"""`pdserve up FILE`: start and supervise a whole cluster."""
+"""`pdserve up FILE`: start and supervise a whole cluster. `pdserve up scale|restart|status FILE`: what a
+running one is asked by its control socket.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +11,20 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias, cast, get_args
 
+import msgspec
 import typer
 
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, StartupError
 from pdserve.resources.gpus import described, node_count
 from pdserve.resources.machine import read_machine
 from pdserve.resources.memory import GB, host_pool_gb
 from pdserve.settings.command_line import ExtraArgs
-from pdserve.settings.config_file import build_config
-from pdserve.up.config import WORKER_ROLES, Role, WorkerRole, read_cluster_file
+from pdserve.settings.config_file import build_config, load_config
+from pdserve.up.config import WORKER_ROLES, ClusterFile, Role, WorkerRole, read_cluster_file
 from pdserve.up.console import Console
+from pdserve.up.control import Answer, Request, ask
 from pdserve.up.launchers.launcher import Launcher, open_launcher
 from pdserve.up.locks import check_ports, claimed
 from pdserve.up.planner import Planner
@@ -41,13 +45,13 @@ SCHEMAS: Mapping[Role, str] = {
 """Each process's configuration struct, so that a mistyped key is found before anything is started."""
 
 PrefillCount: TypeAlias = Annotated[
-    int | None, typer.Option("--prefill", "--prefill-workers", metavar="N", help="Number of prefill workers.")
+    int | None, typer.Option("--prefill", metavar="N", help="Number of prefill workers.")
 ]
 DecodeCount: TypeAlias = Annotated[
-    int | None, typer.Option("--decode", "--decode-workers", metavar="N", help="Number of decode workers.")
+    int | None, typer.Option("--decode", metavar="N", help="Number of decode workers.")
 ]
 AggCount: TypeAlias = Annotated[
-    int | None, typer.Option("--agg", "--workers", metavar="N", help="Number of aggregated workers.")
+    int | None, typer.Option("--agg", metavar="N", help="Number of aggregated workers.")
 ]
 ElasticCount: TypeAlias = Annotated[
     int | None, typer.Option("--elastic", metavar="N", help="Number of elastic workers.")
@@ -72,7 +76,23 @@ MachineFile: TypeAlias = Annotated[
     typer.Option("--machine", metavar="FILE", help="With --dry-run: another machine, described in TOML."),
 ]
 
+STATUS_TIMEOUT_S = 30.0
+
+ClusterPath: TypeAlias = Annotated[
+    Path, typer.Argument(metavar="FILE", help="The cluster file that `pdserve up` runs.")
+]
+RunDir: TypeAlias = Annotated[
+    Path | None, typer.Option("--run-dir", help="Directory that `pdserve up` was given (cluster.run_dir).")
+]
+Timeout: TypeAlias = Annotated[
+    float,
+    typer.Option("--timeout-s", min=1.0, help="Longest time to wait; the cluster goes on with it."),
+]
+
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+scale_app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+restart_app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+status_app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 @app.command()
@@ -80,10 +100,6 @@ def up(
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="Cluster file (TOML); see launch/disagg.toml.")
     ],
-    config: Annotated[
-        Path | None,
-        typer.Option("--config", metavar="FILE", help="Same as FILE."),
-    ] = None,
     model: Annotated[
         str | None,
         typer.Option(metavar="PATH", help="Model directory of all workers (worker.engine.model_path)."),
@@ -110,7 +126,6 @@ def up(
     """
     if machine is not None and not dry_run:
         raise ConfigError("--machine goes with --dry-run")
-    file = config or file
     overrides = {
         "worker.engine.model_path": model,
         "router.port": port,
@@ -195,3 +210,67 @@ def run_plan(plan: Plan, launcher: Launcher, scaled: Callable[[Mapping[WorkerRol
         closing(Console(sys.stdout, names)) as console,
     ):
         return asyncio.run(Supervisor(plan, console, launcher, scaled).run())
+
+
+@scale_app.command()
+def scale(
+    file: ClusterPath,
+    numbers: Annotated[
+        list[str], typer.Argument(metavar="ROLE=N...", help="Wanted workers, like decode=2 prefill=1.")
+    ],
+    run_dir: RunDir = None,
+    timeout_s: Timeout = 900.0,
+) -> None:
+    """Start further workers of a running cluster, or end some. Those that leave finish their requests.
+
+    The last workers of a role leave first.
+    """
+    _ask(file, run_dir, Request("scale", read_counts(numbers)), timeout_s)
+    typer.echo(f"{' '.join(numbers)}: done")
+
+
+@restart_app.command()
+def restart(file: ClusterPath, run_dir: RunDir = None, timeout_s: Timeout = 3600.0) -> None:
+    """Restart all processes of a running cluster, each once the one before is ready again.
+
+    Workers finish their requests first; pool nodes go on as the version installed now, with their pages.
+    """
+    _ask(file, run_dir, Request("restart"), timeout_s)
+    typer.echo("all processes have been restarted")
+
+
+@status_app.command()
+def status(
+    file: ClusterPath,
+    run_dir: RunDir = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON for programs.")] = False,
+) -> None:
+    """Show the processes of a running cluster: name, role, host, phase and restarts."""
+    answer = _ask(file, run_dir, Request("status"), STATUS_TIMEOUT_S)
+    if as_json:
+        typer.echo(msgspec.json.encode(answer.processes))
+        return
+    width = max((len(one.name) for one in answer.processes), default=0)
+    for one in answer.processes:
+        restarts = f", restarted {one.restarts} times" if one.restarts else ""
+        typer.echo(f"{one.name:{width}}  {one.role:8}  {one.host or 'this host'}  {one.phase}{restarts}")
+
+
+def read_counts(numbers: list[str]) -> dict[WorkerRole, int]:
+    """Numbers by role. Raises ConfigError."""
+    counts: dict[WorkerRole, int] = {}
+    for word in numbers:
+        role, _, number = word.partition("=")
+        if role not in get_args(WorkerRole) or not number.isdecimal() or role in counts:
+            roles = ", ".join(get_args(WorkerRole))
+            raise ConfigError(f"{word!r} is not ROLE=N, each role once; the roles are {roles}")
+        counts[cast("WorkerRole", role)] = int(number)
+    return counts
+
+
+def _ask(file: Path, run_dir: Path | None, request: Request, timeout_s: float) -> Answer:
+    """Raises StartupError: it is not so."""
+    answer = ask(run_dir or load_config(ClusterFile, file, {}).cluster.run_dir, request, timeout_s)
+    if answer.problem:
+        raise StartupError(answer.problem)
+    return answer

@@ -110,7 +110,7 @@ def make_plan(
         _wire_worker(draft, nodes, sockets, site, extra_args)
     routers = [draft for draft in drafts if draft.role == "router"]
     for router in routers:
-        _administer(router, [node["address"] for node in nodes], admin_key)
+        _administer(router, admin_key)
     if cluster_token:
         doors = [_sub_table(router, "access") for router in routers]
         share_token(cluster_token, [draft.config for draft in workers], doors)
@@ -342,11 +342,9 @@ def _wire_command(draft: _Draft, drafts: Sequence[_Draft], shared: Mapping[str, 
     draft.config = filled_table(given.config, find)
 
 
-def _administer(router: _Draft, pool: Sequence[str], key: str) -> None:
+def _administer(router: _Draft, key: str) -> None:
     """Fill in what the live page needs. What is empty in the file is what launch/router.toml has."""
     admin = _sub_table(router, "admin")
-    if not admin.get("pool"):
-        admin["pool"] = list(pool)
     if key and admin.get("port") is None:
         admin["port"] = router.free_port()
         if not admin.get("key") and not admin.get("key_file"):

@@ -18,9 +18,10 @@ from pdserve.engine.fingerprints import chat_template_fingerprint, tokenizer_fin
 from pdserve.errors import ConfigError
 from pdserve.router.config.router import RouterConfig
 from pdserve.security.tls import Certificates
+from pdserve.settings.config_file import to_toml
 from tests.support.certificates import Authority, certificate
 from tests.support.command import pdserve_here
-from tests.support.e2e.cluster import free_port, to_toml
+from tests.support.e2e.cluster import free_port
 from tests.support.kvpool.clustered import running
 from tests.support.kvpool.local_node import LocalNode
 from tests.support.kvpool.nodes import small_config

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.e2e.cluster import START_TIMEOUT_S, PoolNode, Worker, free_port, pdserve, to_toml
+from pdserve.settings.config_file import to_toml
+from tests.support.e2e.cluster import START_TIMEOUT_S, PoolNode, Worker, free_port, pdserve
 from tests.support.e2e.site import engine_settings
 
 pytestmark = pytest.mark.timeout(300)

@@ -18,8 +18,9 @@ from pathlib import Path
 import pytest
 
 from pdserve.pages import page_hashes, pool_key
+from pdserve.settings.config_file import to_toml
 from tests.support.e2e.arena import drop_page, flip, page_offset, reserved_page
-from tests.support.e2e.cluster import PoolNode, Router, Worker, eventually, http, pdserve, to_toml
+from tests.support.e2e.cluster import PoolNode, Router, Worker, eventually, http, pdserve
 from tests.support.e2e.prompts import NEW_TOKENS, PAGE, Answer, differences, token_ids
 from tests.support.e2e.routed import found, generate, say, wanted_hits
 from tests.support.e2e.site import Reference, Site

@@ -22,7 +22,8 @@ from pdserve.engine.device import Device
 from pdserve.engine.sglang import selfcheck
 from pdserve.kvpool.transports.ucx import libucx_root, ucx_options
 from pdserve.pages import KV, namespace_seed, page_hashes
-from tests.support.e2e.cluster import Process, pdserve, to_toml
+from pdserve.settings.config_file import to_toml
+from tests.support.e2e.cluster import Process, pdserve
 from tests.support.kvpool.node_processes import NodeProcess, client_of, memory_dir, pool_of
 from tests.support.processes import free_ports
 from tests.support.random_model import make_random_model

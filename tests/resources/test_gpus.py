@@ -75,19 +75,19 @@ def test_a_line_says_which_gpus_and_where() -> None:
     [
         (
             [GpuRequest("a", 4), GpuRequest("b", 2)],
-            "a 4 + b 2 = 6 GPUs are needed (tp x pp of each worker), and 4 of 4 are free here: lower "
-            "--tp-size, or start fewer workers",
+            "b: 2 GPUs are needed (tp x pp), and 0 of 4 are free here: lower --tp-size, or start fewer "
+            "workers",
         ),
-        ([GpuRequest("a", 2, (0,))], "a: gpus = [0] must be 2 different GPUs (tp x pp of the worker)"),
-        ([GpuRequest("a", 2, (1, 1))], "a: gpus = [1, 1] must be 2 different GPUs (tp x pp of the worker)"),
+        (
+            [GpuRequest("a", 2, (1, 1))],
+            "a: 2 GPUs are needed (tp x pp), and 1 of 4 are free here: lower --tp-size, or start fewer "
+            "workers",
+        ),
         (
             [GpuRequest("a", 1, (0,)), GpuRequest("b", 1, (0,))],
             "b: GPU 0 of its gpus is a's already: name another",
         ),
-        (
-            [GpuRequest("a", 1, (7,))],
-            "a: GPU 7 of its gpus is not here (there are 0, 1, 2, 3): name another",
-        ),
+        ([GpuRequest("a", 1, (7,))], "a: GPU 7 of its gpus is not here: name another"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_line(requests: list[GpuRequest], said: str) -> None:

@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from pdserve.errors import ConfigError, StartupError
+from pdserve.up.cli import read_counts, restart_app, scale_app, status_app
 from pdserve.up.control import SOCKET, Answer, Request, ask, served
-from pdserve.up.control_cli import read_counts, restart_app, scale_app, status_app
 from tests.support.up.cluster import running
 
 FILE = """

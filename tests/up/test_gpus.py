@@ -76,7 +76,7 @@ def test_a_start_time_out_of_the_cluster_holds_for_all(tmp_path: Path) -> None:
     [
         ({"gpus": [0]}, ("--tp", "2"), r"'agg\[0\].gpus' is 1, and its flags need 2"),
         ({"gpus": "0"}, (), r"\[agg\[0\]\]: 'gpus'"),
-        ({}, ("--tp-size=16",), "agg0 16 = 16 GPUs are needed"),
+        ({}, ("--tp-size=16",), "agg0: 16 GPUs are needed"),
         ({}, ("--tp-size", "many"), r"'agg\[0\]': --tensor-parallel-size must be a number"),
         ({"env": {"CUDA_VISIBLE_DEVICES": "9"}}, (), "GPU 9 of its gpus is not here"),
         ({"engine": {"device": "cpu"}, "gpus": [0]}, (), "it runs on the CPU"),

@@ -98,7 +98,7 @@ def test_disagg_is_wired_whole() -> None:
             "host": "127.0.0.1",
             "prefill": ["http://127.0.0.1:20000"],
             "decode": ["http://127.0.0.1:20001"],
-            "admin": {"pool": ["unix:/run/x/pool0.sock"]},
+            "admin": {},
         },
     }
     assert [[spec.name for spec in stage] for stage in plan.stages] == [
@@ -278,19 +278,18 @@ def test_a_token_of_the_file_is_not_overruled(file: ClusterFile) -> None:
     assert "'t'" not in str(configs(plan_of(file, cluster_token="t")))
 
 
-def test_the_live_page_has_a_port_a_key_and_the_pool_unless_the_file_says_otherwise() -> None:
+def test_the_live_page_has_a_port_and_a_key_unless_the_file_says_otherwise() -> None:
     def planned(admin: dict[str, object]) -> Plan:
         return plan_of(ClusterFile(pool=[{}], agg=[{}], router={"admin": admin}), admin_key="k")
 
-    as_shipped = planned({"host": "127.0.0.1", "key": "", "pool": []})  # launch/router.toml
+    as_shipped = planned({"host": "127.0.0.1", "key": ""})  # launch/router.toml
     assert configs(as_shipped)["router"]["admin"] == {
         "host": "127.0.0.1",
         "key": "k",
-        "pool": ["unix:/run/x/pool0.sock"],
         "port": 20_003,
     }
     assert as_shipped.live_page == "http://127.0.0.1:20003/live/"
-    own = {"host": "h", "port": 8001, "key_file": "f", "pool": ["tcp:h:1"]}
+    own = {"host": "h", "port": 8001, "key_file": "f"}
     assert configs(planned(own))["router"]["admin"] == own
     assert plan_of(ClusterFile(agg=[{}])).live_page == ""
 

@@ -98,9 +98,8 @@
 {{- if not (or $user.insecure (dig "access" "keys_file" "" $user)) -}}{{- fail "router.config.access.keys_file is needed: others reach the router (or insecure: true)" -}}{{- end -}}
 {{- if dig "admin" "key" "" $user -}}{{- fail "router.config.admin.key is a secret in plain text: give key_file" -}}{{- end -}}
 {{- $admin := dict "key_file" (printf "%s/admin-key" $secrets) -}}
-{{- $addresses := list -}}{{- range include "pdserve.poolNodes" . | fromJsonArray -}}{{- $addresses = append $addresses .address -}}{{- end -}}
 {{- $default := dict "stop_grace_s" (sub (int $values.stopSeconds) 10) "access" (dict "cluster_token_file" (printf "%s/cluster-token" $secrets)) "admin" $admin -}}
-{{- $fixed := dict "host" "0.0.0.0" "port" $values.port "admin" (dict "host" "127.0.0.1" "port" 9000 "pool" $addresses) -}}
+{{- $fixed := dict "host" "0.0.0.0" "port" $values.port "admin" (dict "host" "127.0.0.1" "port" 9000) -}}
 {{- if not (dig "etcd" "endpoints" "" $user) -}}
 {{- range $name, $own := $root.Values.workers -}}
 {{- $role := ($own | default dict).role | default $name -}}

@@ -218,8 +218,8 @@ def write(
 
 
 def _trailers(tags: PageTags | None, keys: list[bytes]) -> list[Bytes1D]:
-    """Room for the tags of pages."""
-    return list(np.zeros((len(keys) if tags else 0, TAG_BYTES), np.uint8))
+    """Room for the tags of pages, where they have any."""
+    return list(np.zeros((len(keys), TAG_BYTES), np.uint8)) if tags else []
 
 
 def _tag(tags: PageTags, key: bytes, page: PageBuffers) -> Bytes1D:

@@ -49,8 +49,8 @@ class KeptPages:
     def __len__(self) -> int:
         return len(self._until)
 
-    def ask(self, request: Exists, now_s: float, out: list[Action], *, may_write: bool) -> float:
-        """Do with the pages that a request names what it says. The next deadline."""
+    def ask(self, request: Exists, now_s: float, out: list[Action], *, may_write: bool) -> None:
+        """Do with the pages that a request names what it says."""
         find = self._store.index.namespace(request.namespace).lookup(now_s)
         keys = list(dict.fromkeys(request.keys[:MAX_KEPT_KEYS]))
         if request.move == UP:
@@ -61,7 +61,6 @@ class KeptPages:
                 self.keep(slots, request.keep_s, now_s)
             if request.move == DOWN:
                 self._store.demote([slot for slot in slots if slot not in self._until])
-        return self.next_deadline_s
 
     def keep(self, slots: Sequence[int], keep_s: float, now_s: float) -> None:
         """Keep the committed pages in these slots for `keep_s` from now on, whatever was said before. Not

@@ -157,13 +157,12 @@ class Due:
             tuple[float, int]
         ] = []  # when, connection; void where it is not the session's `due_s`
 
-    def expect(self, session: Session) -> float:
-        """The session's deadlines have changed. When it is due."""
+    def expect(self, session: Session) -> None:
+        """The session's deadlines have changed."""
         due_s = session.next_deadline_s()
         if due_s < session.due_s:
             session.due_s = due_s
             heappush(self._heap, (due_s, session.connection))
-        return session.due_s
 
     def take(self, sessions: Mapping[int, Session], now_s: float) -> list[Session]:
         """Those that are due, each once, in the order of their connections; `expect` each again."""

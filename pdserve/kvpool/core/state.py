@@ -88,10 +88,7 @@ ADMINISTRATION: Final = frozenset((m.OpenNamespace, m.DropNamespace, PutNamespac
 
 
 class NodeState:
-    """One node. `started_s` and every `now_s` are times of one monotonic clock.
-
-    `next_deadline_s` is when the shell should send a Tick; never later than needed.
-    """
+    """One node. `started_s` and every `now_s` are times of one monotonic clock."""
 
     def __init__(
         self,
@@ -111,7 +108,6 @@ class NodeState:
         self.name = name
         self.incarnation = incarnation
         self.started_s = started_s
-        self.next_deadline_s = float("inf")
         self.recovered = {"recovered_pages": 0, "dropped_rows": 0}
         self.discarded = 0
         self.sessions: dict[int, Session] = {}
@@ -152,7 +148,6 @@ class NodeState:
         restore(self.store, contents, now_s)
         self.writes.quarantine_until(contents.quarantined, now_s + self._limits.quarantine_s)
         self.recovered = {"recovered_pages": len(contents.slots), "dropped_rows": len(contents.dropped)}
-        self._find_next_deadline()
 
     def handle(self, event: Event, now_s: float) -> list[Action]:
         """Process the event. Returns the actions, in order."""
@@ -183,15 +178,12 @@ class NodeState:
                 self.tiers.handle(event, now_s, out)
                 if self.tiers.ready and not was_ready:
                     self.sharding.ownership.tiers_ready(now_s)
-                    self._expect(self.sharding.next_deadline_s)
             case NamespacesSaved():
                 self._durable.saved(event, out)
             case ViewChanged():
                 self.sharding.view_changed(event, now_s, out)
-                self._expect(self.sharding.next_deadline_s)
             case PagesPushed():
                 self.sharding.pushed(event, now_s, out)
-                self._expect(self.sharding.next_deadline_s)
             case RecordsLearned():
                 self.administration.learn(event.records, out)
             case _:
@@ -199,7 +191,6 @@ class NodeState:
         self.tiers.pump(now_s, out)
         if self._places is not None:
             self._places.tell(out)
-        self._expect(min(self.store.next_work_s, self.tiers.next_deadline_s))
         return out
 
     # --- requests
@@ -232,7 +223,7 @@ class NodeState:
         match message:
             case m.Get():
                 self.reads.get(session, message, now_s, out)
-                self._expect(self._due.expect(session))
+                self._due.expect(session)
             case m.Release():
                 self.reads.release(session, message, out)
             case m.Exists():
@@ -240,7 +231,7 @@ class NodeState:
                 if message.keep_s or message.move:
                     self._judging = None
                     may_write = bool(self.administration.rights(session, message.namespace) & m.WRITE)
-                    self._expect(self.kept.ask(message, now_s, out, may_write=may_write))
+                    self.kept.ask(message, now_s, out, may_write=may_write)
             case m.Reserve():
                 self._reserve(session, message, now_s, out)
             case m.Commit():
@@ -249,7 +240,7 @@ class NodeState:
                 self.writes.abort(session, message, out)
             case m.Wait():
                 self.waits.begin(session, message, now_s, out)
-                self._expect(self._due.expect(session))
+                self._due.expect(session)
             case m.Discard():
                 self._discard(session, message, out)
             case m.Clear():
@@ -305,7 +296,6 @@ class NodeState:
         self.store.tick(now_s, out)
         self.kept.tick(now_s)
         self.tiers.pump(now_s, out)
-        self._find_next_deadline()
 
     def _disconnected(self, event: Disconnected, now_s: float, out: list[Action]) -> None:
         session = self.sessions.pop(event.connection, None)
@@ -318,7 +308,6 @@ class NodeState:
         self.writes.disconnected(session, event.by_peer, now_s, out)
         if session.transfers:
             out.append(CancelTransfers(event.connection, tuple(sorted(session.transfers))))
-        self._expect(self.writes.next_quarantine_end_s())
 
     # --- namespaces
 
@@ -341,7 +330,6 @@ class NodeState:
     ) -> None:
         """Answer the client. If the request voids pages, the answer waits until this is durable."""
         self._durable.answer(session.connection, reply, now_s, out, voids=voids)
-        self._expect(self._durable.next_deadline_s)
 
     def _gone(self, number: int, out: list[Action]) -> int:
         """Free everything that a namespace had; the number of its pages. Its number is unknown already."""
@@ -382,7 +370,7 @@ class NodeState:
         refused = self.sharding.refusals(session, request)
         reserved = self.writes.reserve(session, request, now_s, out, refused)
         self.sharding.reserved(session, request, reserved, slot_bytes, now_s)
-        self._expect(min(self._due.expect(session), self.sharding.next_deadline_s))
+        self._due.expect(session)
 
     def _commit(self, session: Session, request: m.Commit, now_s: float, out: list[Action]) -> None:
         same_length = len(request.slots) == len(request.sequences) == len(request.checksums)
@@ -409,14 +397,13 @@ class NodeState:
         for slot in slots if self.waits.open else ():
             self._found(namespace_of[slot], self.store.key_of(slot), now_s, out)
         self.sharding.filled(slots, now_s)
-        self._expect(self.sharding.next_deadline_s)
 
     def _found(self, namespace: int, key: bytes, now_s: float, out: list[Action]) -> None:
         self.waits.committed(namespace, key, self.sessions, now_s, out)
 
     def _pin(self, session: Session, slot: int, request: m.Get, now_s: float, out: list[Action]) -> m.Pin:
         pin = self.reads.hit(session, slot, request, now_s, out)
-        self._expect(self._due.expect(session))
+        self._due.expect(session)
         return pin
 
     def _discard(self, session: Session, request: m.Discard, out: list[Action]) -> None:
@@ -459,13 +446,10 @@ class NodeState:
         """The node's status. For a client, without the namespaces that it may not read."""
         return _report(self, request_id, now_s, session)
 
-    # --- deadlines
-
-    def _expect(self, deadline_s: float) -> None:
-        self.next_deadline_s = min(self.next_deadline_s, deadline_s)
-
-    def _find_next_deadline(self) -> None:
-        self.next_deadline_s = min(
+    @property
+    def next_deadline_s(self) -> float:
+        """When the shell should send a Tick; infinite: it need not."""
+        return min(
             self._due.next_deadline_s,
             self.writes.next_quarantine_end_s(),
             self._durable.next_deadline_s,

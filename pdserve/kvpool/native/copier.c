@@ -363,9 +363,10 @@ static int place_pages(Batch *batch, PyObject *pages, PyObject *const *columns, 
         } else if (batch->hashes && page->length < LEAST_HASHED) {
             PyErr_SetString(PyExc_ValueError, "a page too short to be hashed here");
             failed = 1;
+        } else {
+            page->slot = (unsigned char *)batch->arena.buf + offset;
+            page->row = batch->is_read ? (const unsigned char *)batch->table.buf + rows_at + slot * ROW_BYTES : NULL;
         }
-        page->slot = (unsigned char *)batch->arena.buf + offset;
-        page->row = (const unsigned char *)batch->table.buf + rows_at + slot * ROW_BYTES;
     }
     Py_DECREF(fast);
     return failed ? -1 : 0;
@@ -376,9 +377,8 @@ static void let_go(Batch *batch) {
         PyBuffer_Release(batch->segments + k);
     PyMem_Free(batch->segments);
     PyMem_Free(batch->pages);
-    PyBuffer_Release(&batch->arena);
-    if (batch->table.obj)
-        PyBuffer_Release(&batch->table);
+    PyBuffer_Release(&batch->arena); /* nothing, where there is none */
+    PyBuffer_Release(&batch->table);
 }
 
 static int run(Batch *batch) {
@@ -407,10 +407,10 @@ PyObject *native_read(PyObject *module, PyObject *args) {
 
 PyObject *native_write(PyObject *module, PyObject *args) {
     Batch batch = {.is_read = 0};
-    PyObject *offsets, *pages, *result = NULL;
-    if (!PyArg_ParseTuple(args, "w*OOpd", &batch.arena, &offsets, &pages, &batch.hashes, &batch.deadline_s))
+    PyObject *columns[4] = {NULL}, *pages, *result = NULL;
+    if (!PyArg_ParseTuple(args, "w*OOpd", &batch.arena, &columns[0], &pages, &batch.hashes, &batch.deadline_s))
         return NULL;
-    if (place_pages(&batch, pages, &offsets, 1, 0) == 0 && run(&batch) == 0)
+    if (place_pages(&batch, pages, columns, 1, 0) == 0 && run(&batch) == 0)
         result = PyList_New(batch.count);
     for (Py_ssize_t i = 0; result && i < batch.count; i++) {
         PyObject *checksum = PyLong_FromUnsignedLongLong(batch.pages[i].checksum);
@@ -420,6 +420,35 @@ PyObject *native_write(PyObject *module, PyObject *args) {
             PyList_SET_ITEM(result, i, checksum);
     }
     let_go(&batch);
+    return result;
+}
+
+PyObject *native_copy(PyObject *module, PyObject *args) {
+    Batch to = {.is_read = 1}, from = {.is_read = 0}; /* of one page each: buffers to write to, and to read from */
+    Page target = {.length = 0}, source = {.length = 0};
+    PyObject *targets, *sources, *result = NULL;
+    if (!PyArg_ParseTuple(args, "OO", &targets, &sources))
+        return NULL;
+    if (hold_segments(&to, &target, targets) == 0 && hold_segments(&from, &source, sources) == 0) {
+        int alike = target.count == source.count && target.length >= LEAST_HASHED;
+        for (Py_ssize_t k = 0; alike && k < target.count; k++)
+            alike = to.segments[k].len == from.segments[k].len;
+        if (alike) {
+            Hash hash;
+            uint64_t checksum;
+            Py_BEGIN_ALLOW_THREADS
+            hash_begin(&hash, target.length);
+            for (Py_ssize_t k = 0; k < target.count; k++)
+                move(&hash, to.segments[k].buf, from.segments[k].buf, to.segments[k].len, 0);
+            checksum = hash_end(&hash);
+            Py_END_ALLOW_THREADS
+            result = PyLong_FromUnsignedLongLong(checksum);
+        } else {
+            PyErr_SetString(PyExc_ValueError, "pages that are not cut alike, or too short to be hashed here");
+        }
+    }
+    let_go(&to);
+    let_go(&from);
     return result;
 }
 

@@ -6,6 +6,7 @@
 static PyMethodDef methods[] = {
     {"read", native_read, METH_VARARGS, "See copying.read."},
     {"write", native_write, METH_VARARGS, "See copying.write."},
+    {"copy", native_copy, METH_VARARGS, "See copying.copy."},
     {"exchange", native_exchange, METH_VARARGS, "See frames.exchange."},
     {NULL, NULL, 0, NULL},
 };

@@ -125,9 +125,9 @@ def _check_bounds(message: Request) -> None:
     slots: list[int] = getattr(message, "slots", [])
     if len(slots) > MAX_KEYS:
         raise FrameError(f"{len(slots)} slots in one message, at most {MAX_KEYS} are allowed")
-    for key in keys:
-        if len(key) != KEY_BYTES:
-            raise FrameError(f"a key of {len(key)} bytes, keys have {KEY_BYTES}")
+    lengths = set(map(len, keys))
+    if lengths - {KEY_BYTES}:
+        raise FrameError(f"a key of {(lengths - {KEY_BYTES}).pop()} bytes, keys have {KEY_BYTES}")
     if isinstance(message, Reserve | Get):
         segments = message.segment_bytes
         if not 1 <= len(segments) <= MAX_SEGMENTS or min(segments) <= 0:

@@ -199,9 +199,17 @@ class UcxConnection:
             if not self._link.progress() and not operation.completed:
                 self._idle(lambda: operation.completed, deadline_s)
         if not operation.ok:
-            raise PoolUnavailable(f"pool node {self.welcome.node} went away during a transfer")
+            raise self._gone()
         if time.monotonic() > deadline_s:
             raise PoolTimeout(f"pool node {self.welcome.node}: transfer not finished in time")
+
+    def _gone(self) -> PoolUnavailable:
+        """Why the endpoint failed. A node that stops, or is upgraded, has said so before."""
+        try:
+            self._channel.take_pushed()
+        except PoolUnavailable as error:
+            return error
+        return PoolUnavailable(f"pool node {self.welcome.node} went away during a transfer")
 
     def _idle(self, done: Callable[[], bool], deadline_s: float) -> None:
         """Wait for UCX or the control socket: poll for `SPIN_S`, then sleep."""
@@ -209,7 +217,7 @@ class UcxConnection:
         while not self._link.progress():
             now = time.monotonic()
             if not self._link.alive:
-                raise PoolUnavailable(f"pool node {self.welcome.node} went away during a transfer")
+                raise self._gone()
             if now > deadline_s:
                 raise PoolTimeout(f"pool node {self.welcome.node}: transfer not finished in time")
             if now < spin_until or not self._link.arm():

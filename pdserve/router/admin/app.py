@@ -10,25 +10,31 @@ GET    /tenants                    limits and use of each tenant
 POST   /reload                     read the API keys again (SIGHUP: the configuration too)
 GET    /metrics                    Prometheus metrics
 GET    /live/                      the live page; a browser asks for the key as a password
-GET    /live/events                the frames of the live page, as server-sent events
 GET    /health                     state of this process; needs no key
 
 Figures of workers and tenants are sums over all processes of this router. If one of them does not answer,
 they are null, or the answer is an error.
+
+A browser cannot open a page with `Authorization: Bearer`. So the live page, and `/metrics` that it reads,
+also take the admin key as the password of HTTP Basic. Only these do, because they only read: a browser also
+sends a stored password with requests that another site causes (CSRF), and the other routes change things.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import base64
+import binascii
+import hashlib
+from pathlib import Path
+from typing import Any, Final
 
 import fastapi
 import msgspec
-from fastapi.responses import Response
+from fastapi.responses import RedirectResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from pdserve import __version__
 from pdserve.errors import ConfigError, RequestError
-from pdserve.router.admin.live import BASIC, LiveFeed, add_live_page, is_of_live_page, password_as_bearer
 from pdserve.router.admin.weights import Weights
 from pdserve.router.api.request_body import UNREADABLE
 from pdserve.router.app.error_handlers import add_error_handlers, refused
@@ -40,6 +46,9 @@ from pdserve.router.metrics.stats import Snapshot, exposition
 
 MAX_BODY_BYTES = 64 * 1024
 IN_FLIGHT = "worker_requests_in_flight"
+BASIC: Final = 'Basic realm="pdserve: any name, and the admin key as password", charset="UTF-8"'
+READ_BY_BROWSERS: Final = frozenset(("/", "/live", "/live/", "/metrics"))
+PAGE: Final = Path(__file__).parent / "static" / "page.html"
 _STATUS = {"unknown_worker": 404, "bad_url": 400, "other_role": 409}
 
 
@@ -53,18 +62,16 @@ class Joining(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class AdminApp:
     """ASGI application: checks the key and the size of the body, then calls FastAPI."""
 
-    def __init__(self, router: Router, feed: LiveFeed | None = None) -> None:
+    def __init__(self, router: Router) -> None:
         self._router = router
         self._app = _make_app(router)
-        if feed is not None:
-            add_live_page(self._app, feed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         if scope["type"] == "http" and (error := self._refusal(scope)) is not None:
             answer = refused(error)
             answer.headers["connection"] = "close"
-            if error.status == 401 and is_of_live_page(scope["path"]):
+            if error.status == 401 and scope["path"] in READ_BY_BROWSERS:
                 answer.headers["www-authenticate"] = BASIC
             await answer(scope, receive, send)
             return
@@ -72,7 +79,7 @@ class AdminApp:
 
     def _refusal(self, scope: Scope) -> RequestError | None:
         headers = dict(scope["headers"])
-        if is_of_live_page(scope["path"]):
+        if scope["path"] in READ_BY_BROWSERS:
             if b"authorization" not in headers:  # a browser's first request has none: no failed attempt
                 return RequestError(401, "The admin key is needed.", type_="authentication_error")
             password_as_bearer(headers)
@@ -92,6 +99,7 @@ def _make_app(router: Router) -> fastapi.FastAPI:
     add_error_handlers(app)
     _add_worker_routes(app, router)
     _add_weight_routes(app, Weights(router))
+    _add_live_page(app)
 
     @app.get("/tenants")
     async def tenants() -> dict[str, Any]:
@@ -227,6 +235,39 @@ def _add_weight_routes(app: fastapi.FastAPI, weights: Weights) -> None:
         running requests. Fails with 409 if nothing was changed, with 502 if a worker did not take them.
         """
         return await weights.update_from_disk(model, await request.body())
+
+
+def _add_live_page(app: fastapi.FastAPI) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    script = page.partition("<script>")[2].partition("</script>")[0]
+    allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    headers = {
+        "cache-control": "no-cache",
+        "content-security-policy": f"default-src 'none'; connect-src 'self'; img-src data:; "
+        f"style-src 'unsafe-inline'; script-src 'sha256-{allowed}'; frame-ancestors 'none'",
+        "referrer-policy": "no-referrer",
+        "x-content-type-options": "nosniff",
+    }
+
+    @app.get("/", include_in_schema=False)
+    @app.get("/live", include_in_schema=False)
+    async def to_page() -> Response:
+        return RedirectResponse("/live/")
+
+    @app.get("/live/", include_in_schema=False)
+    async def live_page() -> Response:
+        return Response(page, media_type="text/html; charset=utf-8", headers=headers)
+
+
+def password_as_bearer(headers: dict[bytes, bytes]) -> None:
+    """Replace a HTTP Basic `authorization` in `headers` by a bearer token: its password."""
+    scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+    if scheme.lower() == b"basic":
+        try:
+            password = base64.b64decode(given.strip(), validate=True).partition(b":")[2]
+        except binascii.Error:
+            password = b""
+        headers[b"authorization"] = b"Bearer " + password
 
 
 def _of_fleet(error: FleetError) -> RequestError:

@@ -1,7 +1,11 @@
-"""`pdserve top`: the frames of the live page, shown in a terminal (see `live_frames`)."""
+"""`pdserve top`: what a router's `/metrics` says of its workers and requests, in a terminal.
+
+A rate is the growth between two moments. A counter that fell (its process was replaced) counts from 0.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import ssl
 import time
@@ -10,29 +14,23 @@ from pathlib import Path
 from typing import Annotated, Final
 
 import httpx
-import msgspec
 import typer
+from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from pdserve.errors import ConfigError, PdserveError
-from pdserve.kvpool.admin.tables import make_console, make_table, rate, share, size
-from pdserve.router.admin.live_frames import (
-    Frame,
-    NodeView,
-    Point,
-    Problem,
-    SpaceView,
-    WorkerView,
-)
-from pdserve.router.metrics.names import PARTS, TIERS
+from pdserve.kvpool.admin.tables import make_console, make_table, rate, share
+from pdserve.router.metrics.names import PARTS, PREFIX, TIERS
 from pdserve.security.log_text import printable
 from pdserve.security.tls import Certificates, TlsConfig
 from pdserve.security.tokens import read_token
 
-TIMEOUT_S: Final = 15.0  # longest time without a frame; a frame arrives every two seconds
+NO_PORT: Final = "it is no router's admin port"
+EVERY_S: Final = 2.0
+TIMEOUT_S: Final = 15.0
 BAR_CELLS: Final = 60
 COLOURS: Final = {
     **dict(zip(PARTS, ("grey70", "magenta", "dark_orange", "yellow", "cyan", "blue", "grey50"), strict=True)),
@@ -42,8 +40,7 @@ COLOURS: Final = {
     "computed": "dark_orange",
     "ready": "green",
     "draining": "yellow",
-    "warning": "yellow",
-    **dict.fromkeys(("down", "refused", "failing", "error", "critical"), "red"),
+    **dict.fromkeys(("down", "refused", "failing"), "red"),
 }
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -68,87 +65,123 @@ def top(
         typer.Option("--tls-certificate", help="Our certificate, for a router that asks for one."),
     ] = None,
     tls_key: Annotated[Path | None, typer.Option("--tls-key", help="Its key.")] = None,
-    once: Annotated[bool, typer.Option("--once", help="Print one frame and exit.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print frames as JSON, one per line.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print what is now and exit.")] = False,
 ) -> None:
-    """Show workers, requests, caches, pool and errors of a router's cluster, until Ctrl-C."""
+    """Show workers, requests and caches of a router's cluster, until Ctrl-C."""
     secret = read_token(key_file) if key_file else os.environ.get("PDSERVE_ADMIN_KEY", "").strip()
     if not secret:
         raise ConfigError("the admin key is needed: --key-file, or PDSERVE_ADMIN_KEY")
     console = make_console()
     tls = Certificates(TlsConfig(ca=tls_ca, certificate=tls_certificate, key=tls_key)).client_context
-    seen = frames(url.rstrip("/"), secret, tls)
-    if once or as_json or not console.is_terminal:
-        for frame in seen:
-            if as_json:
-                typer.echo(msgspec.json.encode(frame))
-            else:
-                console.print(view(frame))
+    seen = views(samples(url.rstrip("/"), secret, tls))
+    if once or not console.is_terminal:
+        for shown in seen:
+            console.print(shown)
             if once:
                 return
     with Live(console=console, screen=True, auto_refresh=False) as live:
-        for frame in seen:
-            live.update(view(frame), refresh=True)
+        for shown in seen:
+            live.update(shown, refresh=True)
 
 
-def frames(url: str, key: str, tls: ssl.SSLContext | None = None) -> Iterator[Frame]:
-    """A router's frames from now on, without the first, which may be old. Raises NoRouter."""
+class Sample:
+    """What `/metrics` said at one moment. Names are without their prefix."""
+
+    def __init__(self, text: str, at_s: float) -> None:
+        """Raises ValueError for what is no exposition."""
+        self.at_s = at_s
+        self._values: dict[str, list[tuple[dict[str, str], float]]] = {}
+        for family in text_string_to_metric_families(text):
+            for one in family.samples:
+                self._values.setdefault(one.name.removeprefix(PREFIX), []).append((one.labels, one.value))
+
+    def of(self, name: str, **labels: str) -> list[tuple[dict[str, str], float]]:
+        """(labels, value) of those that have these labels."""
+        found = self._values.get(name, [])
+        return [one for one in found if labels.items() <= one[0].items()] if labels else found
+
+    def total(self, name: str, **labels: str) -> float:
+        """Their sum."""
+        return sum(value for _, value in self.of(name, **labels))
+
+    def grown(self, before: Sample, name: str, label: str) -> dict[str, float]:
+        """The growth of a counter since `before`, by the values of one label."""
+        then = {tuple(labels.items()): value for labels, value in before.of(name)}
+        found: dict[str, float] = {}
+        for labels, value in self.of(name):
+            was = then.get(tuple(labels.items()), 0.0)
+            found[labels[label]] = found.get(labels[label], 0.0) + (value - was if value >= was else value)
+        return found
+
+
+def samples(url: str, key: str, tls: ssl.SSLContext | None = None) -> Iterator[Sample]:
+    """What the router says, every `EVERY_S`. Raises NoRouter."""
     headers = {"authorization": f"Bearer {key}"}
     try:
-        with (
-            httpx.Client(headers=headers, timeout=TIMEOUT_S, trust_env=False, verify=tls or True) as client,
-            client.stream("GET", f"{url}/live/events") as answer,
-        ):
-            if answer.status_code != 200:
-                what = {401: "the admin key is not right", 404: "it is no admin port"}
-                raise NoRouter(f"{url}: {what.get(answer.status_code, f'status {answer.status_code}')}")
-            found = decode(answer.iter_lines())
-            next(found, None)
-            yield from found
+        with httpx.Client(headers=headers, timeout=TIMEOUT_S, trust_env=False, verify=tls or True) as client:
+            while True:
+                answer = client.get(f"{url}/metrics")
+                if answer.status_code != 200:
+                    what = {401: "the admin key is not right"}.get(answer.status_code, NO_PORT)
+                    raise NoRouter(f"{url}: {what} (status {answer.status_code})")
+                sample = Sample(answer.text, time.time())
+                if not sample.of("requests_in_flight"):
+                    raise NoRouter(f"{url}: {NO_PORT}")
+                yield sample
+                time.sleep(EVERY_S)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise NoRouter(f"{url} does not answer: {error or type(error).__name__}") from None
-    except msgspec.MsgspecError as error:
-        raise NoRouter(f"{url} says what this version does not understand ({error}): upgrade both") from None
-    raise NoRouter(f"{url}: the router has ended")
+    except ValueError as error:
+        raise NoRouter(f"{url}: its answer cannot be read ({error})") from None
 
 
-def decode(lines: Iterable[str]) -> Iterator[Frame]:
-    """The frames in the lines of server-sent events. Raises msgspec.MsgspecError."""
-    decoder, event = msgspec.json.Decoder(Frame), ""
-    for line in lines:
-        name, _, value = line.partition(": ")
-        if not line or name == "event":  # an empty line is the end of an event
-            event = value
-        elif name == "data" and event == "frame":
-            yield decoder.decode(value)
+def views(seen: Iterator[Sample]) -> Iterator[Group]:
+    """A view for each sample but the first."""
+    before = next(seen)
+    for now in seen:
+        yield view(before, now)
+        before = now
 
 
-def view(frame: Frame) -> Group:
-    """The frame as text and tables for a terminal."""
-    parts: list[RenderableType] = [_head(frame), Text()]
-    parts += _bar("first token", frame.point.parts_s, PARTS, lambda spent_s: f"{1e3 * spent_s:,.1f} ms")
-    total = sum(frame.point.tokens_s.values())
-    parts += _bar("prompt tokens", frame.point.tokens_s, TIERS, lambda tokens: share(tokens, total))
-    parts += [_workers(frame.workers)]
-    parts += [Text(printable(f"{one.id}: {one.says}"), "red") for one in frame.workers if one.says]
-    parts += [_nodes(frame.nodes)] if frame.nodes else []
-    parts += [_namespaces(frame.namespaces)] if frame.namespaces else []
-    return Group(*parts, *(_problem(problem) for problem in frame.problems[:10]))
+def view(before: Sample, now: Sample) -> Group:
+    """What happened between two samples, as text and tables for a terminal."""
+    streams = now.grown(before, "first_token_seconds_count", "part").get("router", 0)
+    spent = now.grown(before, "first_token_seconds_sum", "part") if streams else {}
+    parts = {part: of_part / streams for part, of_part in spent.items()}
+    tiers = now.grown(before, "turn_tokens_total", "tier")
+    tokens = sum(tiers.values())
+    shown: list[RenderableType] = [_head(before, now), Text()]
+    shown += _bar("first token", parts, PARTS, lambda spent_s: f"{1e3 * spent_s:,.1f} ms")
+    shown += _bar("prompt tokens", tiers, TIERS, lambda of_tier: share(of_tier, tokens))
+    return Group(*shown, _workers(now))
 
 
-def _head(frame: Frame) -> Text:
-    point = frame.point
+def _head(before: Sample, now: Sample) -> Text:
+    seconds = max(now.at_s - before.at_s, 1e-3)
+    statuses = now.grown(before, "requests_total", "status")
+    failed = sum(count for status, count in statuses.items() if status.startswith("5"))
+    failed += sum(now.grown(before, "stream_errors_total", "reason").values())
+    buckets = now.grown(before, "time_to_first_byte_seconds_bucket", "le")
+    quantiles = {of: quantile(buckets, of) for of in (0.5, 0.9)}
+    first_byte = ", ".join(f"p{100 * of:.0f} {1e3 * s:,.1f} ms" for of, s in quantiles.items() if s) or "-"
+    silent = "; a router process does not answer" if now.total("processes_silent") else ""
     return Text(
-        f"{time.strftime('%H:%M:%S', time.localtime(point.at_s))}  {rate(point.requests_s)} requests/s, "
-        f"{rate(point.failed_s)} failed/s, {point.in_flight:,} in flight, {frame.waiting:,} waiting, "
-        f"{frame.sessions:,} sessions, first byte {_first_byte(point)}"
+        f"{time.strftime('%H:%M:%S', time.localtime(now.at_s))}  "
+        f"{rate(sum(statuses.values()) / seconds)} requests/s, {rate(failed / seconds)} failed/s, "
+        f"{now.total('requests_in_flight'):,.0f} in flight, {now.total('tenant_waiting'):,.0f} waiting, "
+        f"{now.total('sessions'):,.0f} sessions, first byte {first_byte}{silent}"
     )
 
 
-def _first_byte(point: Point) -> str:
-    if point.first_byte_p50_s is None or point.first_byte_p90_s is None:
-        return "-"
-    return f"p50 {1e3 * point.first_byte_p50_s:,.1f} ms, p90 {1e3 * point.first_byte_p90_s:,.1f} ms"
+def quantile(buckets: dict[str, float], of: float) -> float | None:
+    """The quantile `of` of cumulative buckets (bound → count), as Prometheus has it. None: they are empty."""
+    counts = sorted((float(bound), count) for bound, count in buckets.items())
+    wanted, low, below = of * (counts[-1][1] if counts else 0), 0.0, 0.0
+    for bound, count in counts:
+        if wanted and count >= wanted:
+            return low if math.isinf(bound) else low + (bound - low) * (wanted - below) / (count - below)
+        low, below = bound, count
+    return None
 
 
 def _bar(
@@ -166,60 +199,20 @@ def _bar(
     return [bar, legend, Text()]
 
 
-def _workers(workers: Iterable[WorkerView]) -> Table:
-    table = make_table("workers", "worker", "role", "state", "requests", "queued tokens", "free KV", left=3)
-    for one in workers:
-        requests = "?" if one.in_flight is None else str(one.in_flight)
-        if one.elsewhere:
-            requests += f" + {one.elsewhere}"
-        free = "-" if one.free_kv_tokens is None else f"{one.free_kv_tokens:,}"
-        state = Text(one.state, COLOURS[one.state])
-        table.add_row(one.id, one.role, state, requests, f"{one.queued_tokens:,}", free)
+def _workers(now: Sample) -> Table:
+    table = make_table("workers", "worker", "role", "state", "requests", left=3)
+    for labels, requests in now.of("worker_requests_in_flight"):
+        state = _state(now, labels)
+        worker, role = printable(labels["worker"]), labels["role"]
+        table.add_row(Text(worker), role, Text(state, COLOURS[state]), f"{requests:,.0f}")
     return table
 
 
-def _nodes(nodes: Iterable[NodeView]) -> Table:
-    table = make_table(
-        "pool nodes", "node", "memory", "pages", "hits", "ops/s", "read/s", "written/s", "clients"
-    )
-    for one in nodes:
-        if one.error:
-            table.add_row(Text(printable(f"{one.node}: {one.error}"), "red"), *["-"] * 7)
-            continue
-        table.add_row(
-            one.node,
-            share(one.used_bytes, one.capacity_bytes),
-            f"{one.pages:,}",
-            _rate_of_hits(one.hit_rate),
-            rate(one.operations_s),
-            size(one.read_bytes_s),
-            size(one.written_bytes_s),
-            f"{one.clients:,}",
-        )
-    return table
-
-
-def _namespaces(spaces: Iterable[SpaceView]) -> Table:
-    table = make_table("namespaces", "name", "of quota", "pages", "bytes", "hits", "evicted", "evicted/s")
-    for one in spaces:
-        table.add_row(
-            one.name,
-            share(one.slot_bytes, one.quota_bytes),
-            f"{one.pages:,}",
-            size(one.page_bytes),
-            _rate_of_hits(one.hit_rate),
-            f"{one.evictions:,}",
-            rate(one.evictions_s),
-        )
-    return table
-
-
-def _rate_of_hits(hit_rate: float | None) -> str:
-    return "-" if hit_rate is None else share(hit_rate, 1.0)
-
-
-def _problem(problem: Problem) -> Text:
-    again = f" ({problem.count} times)" if problem.count > 1 else ""
-    at = time.strftime("%H:%M:%S ", time.localtime(problem.at_s))
-    level = Text(at).append(problem.level, COLOURS.get(problem.level, ""))
-    return level.append(printable(f" {problem.text}{again}"))
+def _state(now: Sample, labels: dict[str, str]) -> str:
+    if now.total("worker_refused", **labels):
+        return "refused"
+    if not now.total("worker_healthy", **labels):
+        return "down"
+    if now.total("worker_circuit_open", **labels):
+        return "failing"
+    return "draining" if now.total("worker_draining", **labels) else "ready"

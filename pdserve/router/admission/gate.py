@@ -24,6 +24,7 @@ from pdserve.router.admission.queue import FairQueue, State, Ticket
 from pdserve.router.admission.start_by import CODE, HEADERS, start_within_s
 from pdserve.router.api.errors import NoWorkerError, TooManyError
 from pdserve.router.config.router import RouterConfig
+from pdserve.router.config.tenants import OTHERS
 from pdserve.router.fleet.registry import ANY, DEFAULT_MODEL, UNKNOWN_SLOTS, Fleet, Models, Snapshot
 from pdserve.router.metrics.stats import Histogram
 from pdserve.router.request.request import Request
@@ -76,7 +77,8 @@ class Gate:
         """
         keys = load_keys(config.access)
         check_open(config, keys)
-        self.tenants.configure(keys, config.tenants, config.tenant_defaults, self._loop.time())
+        tenants = [tenant for tenant in config.tenants if tenant.name != OTHERS]
+        self.tenants.configure(keys, tenants, config.tenant_defaults, self._loop.time())
         self._admission = config.admission
         self.aliases = config.aliases
         self.queue.queue_length = config.admission.queue_length

@@ -30,7 +30,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
-from msgspec.structs import force_setattr, replace
+from msgspec.structs import replace
 
 from pdserve.router.api.errors import ErrorForm
 
@@ -127,11 +127,6 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Another worker can continue a lost stream (`/pd/continue`)."""
     is_prefillable: bool = False
     """A prefill worker can compute the prompt (`/pd/prefill`)."""
-    target: bytes = b""
-    """`path`, as it stands in a request. Set by itself."""
-
-    def __post_init__(self) -> None:
-        force_setattr(self, "target", self.path.encode("ascii"))
 
 
 _TOKENIZE: Final = Endpoint(

@@ -1,4 +1,4 @@
-"""Addresses in the configuration: base URLs of workers, control addresses of pool nodes."""
+"""Base URLs of workers in the configuration."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import ipaddress
 import re
 from typing import Final
 from urllib.parse import urlsplit
-
-from pdserve.errors import ConfigError
-from pdserve.kvpool.protocol.address import parse_address
 
 
 def parse_base_url(url: str) -> tuple[str, int]:
@@ -41,11 +38,3 @@ def _check_host(host: str) -> None:
 def is_https(url: str) -> bool:
     """Whether a worker with this base URL speaks TLS."""
     return urlsplit(url).scheme == "https"
-
-
-def check_pool_address(address: str) -> None:
-    """Raises ValueError for what is no control address of a pool node."""
-    try:
-        parse_address(address)
-    except ConfigError as error:
-        raise ValueError(f"admin.pool: {error}") from None

@@ -11,10 +11,10 @@ from pdserve.discovery.dns import is_dns_name, parse_dns_name
 from pdserve.discovery.workers import WorkerEtcdConfig
 from pdserve.errors import ConfigError
 from pdserve.router.api.endpoints import PREFILLABLE, PrefillPath
-from pdserve.router.config.addresses import check_pool_address, is_https, parse_base_url
+from pdserve.router.config.addresses import is_https, parse_base_url
 from pdserve.router.config.limits import Deadlines, Limits, Probe, RedisSettings, ServiceLevel
 from pdserve.router.config.placement import PlacementSettings, Session
-from pdserve.router.config.tenants import SHARED, Access, Admin, Admission, Tenant, TenantLimits
+from pdserve.router.config.tenants import OTHERS, SHARED, Access, Admin, Admission, Tenant, TenantLimits
 from pdserve.security.tls import TlsConfig
 from pdserve.tracing import Tracing
 
@@ -171,7 +171,6 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         TlsConfig, Meta(description="Certificates for workers. With `ca` their URLs are `https`.")
     ] = TlsConfig()
     admission: Admission = Admission()
-    tenant_defaults: TenantLimits = TenantLimits()
     tenants: tuple[Tenant, ...] = ()
     redis: RedisSettings = RedisSettings()
     aliases: Annotated[
@@ -194,8 +193,6 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         self._check_tls(listed)
         if any(tenant.name == SHARED for tenant in self.tenants):
             raise ValueError(f"no tenant can be called {SHARED!r}: it names the shared cache namespace")
-        for address in self.admin.pool:
-            check_pool_address(address)
         self._check_aliases()
         known = (*self.models, *self.aliases)
         if self.models and self.default_model and self.default_model not in known:
@@ -208,6 +205,11 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(
                 "'prefill' lists workers but 'decode' is empty; list a decode worker, or use 'agg'"
             )
+
+    @property
+    def tenant_defaults(self) -> TenantLimits:
+        """Of tenants that have no table of their own."""
+        return next((tenant for tenant in self.tenants if tenant.name == OTHERS), TenantLimits())
 
     def check_workers(self) -> None:
         """Raises ConfigError where no way leads to a worker: a file is empty while it is written anew."""

@@ -14,6 +14,8 @@ from pdserve.security.tokens import Secret
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 SHARED = "shared"
 """The cache namespace that asks for no separation; also the name that no tenant may have."""
+OTHERS = "*"
+"""The name of the table of all tenants that have none of their own."""
 
 
 class TenantLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -89,9 +91,15 @@ class TenantLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Tenant(TenantLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A tenant with limits of its own."""
+    """A tenant with limits of its own, or all others."""
 
-    name: Annotated[str, Meta(pattern=NAME_PATTERN, description="Name of the tenant, as in its keys.")]
+    name: Annotated[
+        str,
+        Meta(
+            pattern=NAME_PATTERN + r"|^\*$",
+            description="Name of the tenant, as in its keys; `*`: all that have no table of their own.",
+        ),
+    ]
 
 
 class Access(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -148,13 +156,6 @@ class Admin(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         Secret,
         Meta(description="Key of the admin API, required if it has a port; also from PDSERVE_ADMIN_KEY."),
     ] = Secret("")
-    pool: Annotated[
-        tuple[str, ...],
-        Meta(
-            description="Control addresses of pool nodes, for the live page. One is enough: it names the "
-            "others. Set by `pdserve up`."
-        ),
-    ] = ()
     tls: Annotated[
         TlsConfig,
         Meta(

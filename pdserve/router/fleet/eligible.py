@@ -60,15 +60,13 @@ class Order:
         the last one was taken.
         """
         self._update()
-        ranked, workers, first = self._ranked, self._workers, turn % len(self._workers)
-        begin = 0
+        ranked, workers, begin = self._ranked, self._workers, 0
         while begin < len(ranked):
             key = ranked[begin][0]
-            middle = bisect_left(ranked, (key, first), begin)
-            if middle < len(ranked) and ranked[middle][0] == key:
-                yield key, workers[ranked[middle][1]]
             end = bisect_right(ranked, (key, math.inf), begin)
-            for rank in (*range(middle + 1, end), *range(begin, middle)):
+            first = begin + turn % (end - begin)
+            yield key, workers[ranked[first][1]]
+            for rank in (*range(first + 1, end), *range(begin, first)):
                 yield key, workers[ranked[rank][1]]
             begin = end
 

@@ -19,7 +19,7 @@ import msgspec
 from pdserve.errors import StartupError
 from pdserve.router.api.request_body import UNREADABLE
 from pdserve.router.config.limits import Probe
-from pdserve.router.fleet.changes import FleetChange
+from pdserve.router.fleet.membership import Orders
 from pdserve.router.fleet.registry import Fleet, joining_order
 from pdserve.router.fleet.worker import Worker, WorkerInfo, WorkerLoad, foreign_info
 from pdserve.router.http.tls import UpstreamError
@@ -44,8 +44,8 @@ class FirstRound(NamedTuple):
     """Do not start if the configuration lists incompatible workers."""
     refused: Container[str] = ()
     """Ids of workers that another process refuses. This process prefers to refuse the same ones."""
-    changes: tuple[FleetChange, ...] = ()
-    """Changes that the admin API has made in other processes."""
+    orders: Orders = {}  # noqa: RUF012 - a tuple's default, which nobody changes
+    """What administrators have ordered."""
 
 
 STRICT = FirstRound()
@@ -108,8 +108,7 @@ class Prober:
         Raises StartupError if `first.strict` and a listed worker is incompatible with the others. An
         incompatible worker from another source is only refused.
         """
-        for change in first.changes:
-            change.follow(self._fleet)
+        self._fleet.members.take(first.orders)
         listed = [worker for worker in self._fleet.workers if "config" in worker.sources]
         others = [worker for worker in self._fleet.workers if worker not in listed]
         await self._probe_first(listed, first.refused)  # first: other workers must be compatible with these

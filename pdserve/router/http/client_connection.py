@@ -80,9 +80,9 @@ class ClientConnection(Channel):
     """One connection of a server."""
 
     __slots__ = (
-        "_count",
-        "_deadline_s", "_expects_continue", "_half_closed", "_has_offer", "_head_bytes", "_headers", "_last",
-        "_parser", "_pipeline", "_running", "_sending", "_state", "_target", "_timer", "_unbegun",
+        "_count", "_deadline_s", "_expects_continue", "_half_closed", "_has_offer", "_head_bytes",
+        "_headers", "_last", "_parser", "_pipeline", "_running", "_sending", "_state", "_target",
+        "_timer", "_unbegun",
     )  # fmt: skip
 
     def __init__(self, shared: Connections, loop: asyncio.AbstractEventLoop) -> None:

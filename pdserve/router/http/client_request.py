@@ -117,10 +117,9 @@ class ClientRequest(Driven):
     """
 
     __slots__ = (
-        "_head", "_is_chunked", "body", "connection", "expects_continue", "has_chunks",
-        "has_head", "headers",
-        "is_complete", "is_gone", "keep_alive", "method", "more_body", "path", "target", "version",
-        "waiter",
+        "_head", "_is_chunked", "body", "connection", "expects_continue", "has_chunks", "has_head",
+        "headers", "is_complete", "is_gone", "keep_alive", "method", "more_body", "path", "target",
+        "version", "waiter",
     )  # fmt: skip
 
     def __init__(

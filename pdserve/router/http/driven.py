@@ -48,11 +48,6 @@ class Driven:
         self._coroutine: Coroutine[Any, None, None] | None = None
         self._awaited: asyncio.Future[Any] | None = None
 
-    @property
-    def is_running(self) -> bool:
-        """The coroutine was begun, and is not over."""
-        return self._coroutine is not None
-
     def run(self, coroutine: Coroutine[Any, None, None]) -> None:
         """Begin. The coroutine must catch whatever it raises."""
         self._coroutine = coroutine

@@ -80,30 +80,25 @@ class Waiter:
     for.
     """
 
-    __slots__ = ("_future",)
+    __slots__ = ("news",)
 
     def __init__(self) -> None:
-        self._future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def resume(self) -> None:
         """The answer is here, or will not come."""
-        if not self._future.done():
-            self._future.set_result(None)
-
-    @property
-    def news(self) -> asyncio.Future[None]:
-        """Is done then."""
-        return self._future
+        if not self.news.done():
+            self.news.set_result(None)
 
 
 class WorkerConnection(asyncio.Protocol):
     """A keep-alive connection to a worker, and the exchange on it."""
 
     __slots__ = (
-        "_is_interim", "_is_tls", "_parser", "_pool", "asked_by", "deadline_s", "error", "has_length",
-        "idle_since_s", "incarnation", "is_open", "is_paused", "is_stream", "is_used", "is_whole", "is_young",
-        "keeps", "limit_bytes", "lines", "owner", "pieces", "received_bytes", "said", "sink", "status",
-        "transport",
+        "_is_interim", "_is_tls", "_parser", "_pool", "asked_by", "deadline_s", "error",
+        "has_length", "idle_since_s", "incarnation", "is_open", "is_paused", "is_stream", "is_used",
+        "is_whole", "is_young", "keeps", "limit_bytes", "lines", "owner", "pieces",
+        "received_bytes", "said", "sink", "status", "transport",
     )  # fmt: skip
     transport: asyncio.Transport
 

@@ -1,20 +1,15 @@
-"""Counters on the hot path, snapshots of them, and their text form.
+"""The router's metrics: plain counters on the hot path, copied into a `Snapshot` when asked for. Pure.
 
-The router's metrics: plain counters on the hot path, copied into a `Snapshot` when asked for.
-
-Counting is a dictionary increment; prometheus_client's own counters take a lock each and cost ten times
-that. `names` lists the metrics, `exposition` shows them.
-
-All metrics of a moment as one value: told between processes, added up, shown as text. Pure.
-
-A snapshot in Prometheus' text form.
+A metric is declared once, as an attribute of `Stats`, which is the counter itself. Counting is a dictionary
+increment; prometheus_client's own counters take a lock each and cost ten times that. A snapshot is all
+metrics of a moment as one value: written by one process, added up by another, shown in Prometheus' text form.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import msgspec
@@ -23,7 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from pdserve.metric import Definition, Labels, by_name
-from pdserve.router.metrics.names import METRICS
+from pdserve.router.metrics.names import counter, gauge, histogram
 
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 MAX_PLACEMENTS: Final = 64
@@ -40,11 +35,6 @@ class Histogram(msgspec.Struct):
         counts = [one + more for one, more in zip(self.counts, other.counts, strict=True)]
         return Histogram(counts, self.sum_s + other.sum_s)
 
-    def since(self, before: Histogram) -> Histogram:
-        """What came after `before`; all of it where it has begun anew since."""
-        grown = [now - was for now, was in zip(self.counts, before.counts, strict=True)]
-        return self if min(grown) < 0 else Histogram(grown, self.sum_s - before.sum_s)
-
     def observe(self, value_s: float) -> None:
         """Count one observation."""
         self.counts[bisect_left(BUCKETS_S, value_s)] += 1
@@ -59,62 +49,201 @@ class Histogram(msgspec.Struct):
         return rows
 
 
+Counts = defaultdict[Labels, int]
+"""By the values of the labels."""
+CountsOf = defaultdict[str, int]
+"""By the value of the only label."""
+Histograms = defaultdict[str, Histogram]
+Shown = Mapping[Labels, float]
+"""Kept elsewhere, and shown here (`Stats.show`)."""
+
+
 def observe(observed: Iterable[tuple[Histogram, float]]) -> None:
     """Count one observation in each of several histograms."""
-    for histogram, value_s in observed:
-        histogram.counts[bisect_left(BUCKETS_S, value_s)] += 1
-        histogram.sum_s += value_s
+    for one, value_s in observed:
+        one.counts[bisect_left(BUCKETS_S, value_s)] += 1
+        one.sum_s += value_s
 
 
 class Stats:
-    """Counted since the start of this router."""
+    """All metrics of a router process: each is declared here, and is its own counter. Of those that are kept
+    elsewhere the values are those of the last `show`.
+    """
+
+    requests: Counts = counter(
+        ("route", "status"), "Answered requests. `aborted`: the client disconnected before the answer."
+    )
+    in_flight: int = gauge((), "Requests being answered.", name="requests_in_flight")
+    first_byte: Histograms = histogram(
+        ("route",),
+        "Time from a request's arrival to the first byte of its answer; of a stream, to its first event.",
+        name="time_to_first_byte_seconds",
+    )
+    first_token: Histograms = histogram(
+        ("part",),
+        "Streams: the parts of the time to the first token. queue: here; settle: for the last turn's "
+        "pages; prefill: at the prefill worker, its queue too; publish: until the pages are in the pool; "
+        "pull: the decode worker's wait for them; decode: its queue and the rest, and prefill where that "
+        "hands over directly; router: what is left. A part that did not occur is not counted; `router` "
+        "always is, so its count is that of the streams.",
+        name="first_token_seconds",
+    )
+    model_request: Histograms = histogram(
+        ("model",),
+        "Time from a request's arrival to the last byte of its answer. Answers with an error do not count.",
+        name="model_request_seconds",
+    )
+    model_first_token: Histograms = histogram(
+        ("model",),
+        "Streams: time from the request's arrival to the first token.",
+        name="model_first_token_seconds",
+    )
+    model_inter_token: Histograms = histogram(
+        ("model",),
+        "Streams: mean time between two tokens, one observation for each stream.",
+        name="model_inter_token_seconds",
+    )
+    turn_tokens: Counts = counter(
+        ("turn", "tier"),
+        "Prompt tokens by the session's turn (1, 2, 3, 4-7, 8-15, 16+, none: no session) and where the "
+        "worker that computed the prompt had them from: device, host, pool, computed.",
+    )
+    client_aborts: CountsOf = counter(("phase",), "Requests whose client disconnected, by phase.")
+    stream_errors: CountsOf = counter(("reason",), "Streams ended by an error event, by reason.")
+    placements: Counts = counter(
+        ("role", "reason"),
+        "Requests by what decided about their worker, for each role. session: its last turn's worker; "
+        "rendezvous: a first turn; overloaded, gone: that worker was left, is away; prefix: what a worker "
+        "has of the prompt; cache-aware, load-aware, power-of-two, least-loaded, round-robin: load, or "
+        "the turn, alone; retry: another had failed. Why there is no prefill: direct, media, no-stage, "
+        "none-ready, session-worker-gone, agg; here: an elastic worker does both.",
+    )
+    slo_streams: Counts = counter(
+        ("model", "outcome"),
+        "Streams where there is a service level, by what was measured. met; ttft: the first token came "
+        "late; itl: the tokens came too slowly; both.",
+    )
+    workers_wanted: Shown = gauge(
+        ("model", "role"),
+        "Workers that the load of late needs for the service level, in parts of workers, for each role in "
+        "the fleet. Elastic and aggregated ones: what the others leave. Routers add up; round the sum up.",
+    )
+    worker_prefills: Shown = gauge(
+        ("worker", "role"), "Of elastic workers. 1: its duty is to prefill; 0: to answer."
+    )
+    duty_changes: Shown = counter(("model",), "Elastic workers that got the other duty.")
+    prefill: CountsOf = counter(("outcome",), "Prefill stages, by outcome.")
+    direct: CountsOf = counter(
+        ("outcome",),
+        "Direct hand-offs by outcome: ok, or which worker failed and how before another way was taken.",
+    )
+    settle: CountsOf = counter(("outcome",), "Waits for the pages of a session's previous turn, by outcome.")
+    pull_ahead: CountsOf = counter(("outcome",), "Long prompts pulled while prefill computed, by outcome.")
+    decode_retries: CountsOf = counter(("reason",), "Requests tried on another worker, by reason.")
+    continued: CountsOf = counter(
+        ("reason",), "Streams continued by another worker, by reason.", name="streams_continued"
+    )
+    retries_refused: int = counter((), "Retries refused by the retry budget.")
+    poisoned: int = counter(
+        (), "Requests refused with 400 because they have ended two workers.", name="poisoned_requests"
+    )
+    nonces: int = counter((), "Prompts from which a line was taken out that agents change with each request.")
+    prompt_tokens: int = counter((), "Prompt tokens of requests to prefill workers.")
+    cached_tokens: CountsOf = counter(
+        ("source",),
+        "Prompt tokens that prefill workers found in a cache, by source.",
+        name="prompt_cached_tokens",
+    )
+    missing_pages: int = counter(
+        (), "Pages not published in time, and pages of prompts with images.", name="prefill_missing_pages"
+    )
+    worker_requests_in_flight: Shown = gauge(("worker", "role"), "Requests of this router at a worker.")
+    worker_healthy: Shown = gauge(
+        ("worker", "role"), "1: the worker's last probe said ready, and it was not refused."
+    )
+    worker_draining: Shown = gauge(
+        ("worker", "role"), "1: the worker finishes its requests and gets no new ones."
+    )
+    worker_circuit_open: Shown = gauge(
+        ("worker", "role"), "1: the worker's circuit is open after too many failed requests in a row."
+    )
+    worker_refused: Shown = gauge(
+        ("worker", "role"),
+        "1: the worker was refused: its model is not wanted, or its pages do not match those of others.",
+    )
+    processes_silent: int = gauge(
+        (), "Router processes that did not report in time; the sums contain their older figures."
+    )
+    joins_refused: int = counter((), "Workers refused when they joined.")
+    task_failures: CountsOf = counter(
+        ("task",),
+        "Failures of a background task (probes, discovery), which then begins again; each is a bug.",
+    )
+    sessions: int = gauge((), "Sessions in the session table.")
+    upstream_connections: Shown = counter(
+        ("kind",), "Connections to workers, by kind: opened, reused, stale (replaced), failed."
+    )
+    upstream_connections_open: int = gauge((), "Open connections to workers.")
+    upstream_connections_idle: int = gauge((), "Open connections to workers that no request uses.")
+    tenant_requests: Shown = counter(
+        ("tenant", "outcome"), "Requests of a tenant: admitted, or refused with 429."
+    )
+    tenant_tokens: Shown = counter(("tenant", "kind"), "Tokens a tenant used: prompt, output.")
+    tenant_running: Shown = gauge(("tenant",), "Requests of a tenant that are being answered.")
+    tenant_waiting: Shown = gauge(("tenant",), "Requests of a tenant that wait in the queue.")
+    limits_apart: int = gauge(
+        (), "Router processes that do not hear those of other hosts by Redis, and hold a part of all limits."
+    )
+    queue_wait: Histogram = histogram(
+        (), "Time in the queue of the requests that had to wait.", name="queue_wait_seconds"
+    )
+    unknown_keys: int = counter((), "Requests refused with 401.")
+    unread_keys: int = counter(
+        (), "Requests refused with 429 because their address has sent too many wrong keys."
+    )
 
     def __init__(self) -> None:
-        self.in_flight = 0
-        self.requests: defaultdict[Labels, int] = defaultdict(int)
-        """(route, status); status `aborted`: the client left before there was one."""
-        self.first_byte: defaultdict[str, Histogram] = defaultdict(Histogram)
-        self.first_token: defaultdict[str, Histogram] = defaultdict(Histogram)
-        """By part, see `metric_names.PARTS`."""
-        self.model_request: defaultdict[str, Histogram] = defaultdict(Histogram)
-        self.model_first_token: defaultdict[str, Histogram] = defaultdict(Histogram)
-        self.model_inter_token: defaultdict[str, Histogram] = defaultdict(Histogram)
-        self.turn_tokens: defaultdict[Labels, int] = defaultdict(int)
-        """Prompt tokens by (turn, tier)."""
-        self.placements: dict[Labels, int] = {}
-        """By (role, reason)."""
-        self.slo_streams: defaultdict[Labels, int] = defaultdict(int)
-        """Streams by (model, what they kept)."""
-        self.prefill: defaultdict[str, int] = defaultdict(int)
-        self.direct: defaultdict[str, int] = defaultdict(int)
-        self.settle: defaultdict[str, int] = defaultdict(int)
-        self.pull_ahead: defaultdict[str, int] = defaultdict(int)
-        self.decode_retries: defaultdict[str, int] = defaultdict(int)
-        self.client_aborts: defaultdict[str, int] = defaultdict(int)
-        """By the phase the request was in: body, settle, prefill, decode, stream."""
-        self.stream_errors: defaultdict[str, int] = defaultdict(int)
-        self.continued: defaultdict[str, int] = defaultdict(int)
-        self.retries_refused = 0
-        self.poisoned = 0
-        self.nonces = 0
-        """Prompts from which a line was taken out that changes with each request."""
-        self.limits_apart = 0
-        """1: Redis is away, and this process holds its part of the tenants' limits."""
-        self.joins_refused = 0
-        self.task_failures: defaultdict[str, int] = defaultdict(int)
-        """By the background task that failed and began again: probes, discovery."""
-        self.prompt_tokens = 0
-        self.cached_tokens: defaultdict[str, int] = defaultdict(int)
-        self.missing_pages = 0
+        for attribute, definition in DECLARED.items():
+            if definition.kind == "histogram":
+                value: object = defaultdict(Histogram) if definition.labels else Histogram()
+            else:
+                value = defaultdict(int) if definition.labels else 0
+            setattr(self, attribute, value)
 
     def on_placed(self, role: str, reason: str) -> None:
         """A worker of the role was chosen, or none was, for that reason."""
         key = role, reason
         if key not in self.placements and len(self.placements) >= MAX_PLACEMENTS:
             key = role, "other"
-        self.placements[key] = self.placements.get(key, 0) + 1
+        self.placements[key] += 1
+
+    def show(self, values: Mapping[str, Shown | int]) -> None:
+        """Take over what is kept elsewhere, by the names of the attributes."""
+        for attribute in values.keys() & DECLARED.keys():
+            setattr(self, attribute, values[attribute])
+
+    def snapshot(self) -> Snapshot:
+        """All of them as they are now. Shares nothing with the counters."""
+        found = Snapshot()
+        for attribute, definition in DECLARED.items():
+            value = getattr(self, attribute)
+            by_label = value if isinstance(value, Mapping) else {(): value}
+            by_labels = {key if isinstance(key, tuple) else (key,): one for key, one in by_label.items()}
+            if definition.kind == "histogram":
+                copies = {key: one + Histogram() for key, one in by_labels.items()}
+                found.histograms[definition.name] = copies
+            else:
+                found.values[definition.name] = by_labels
+        return found
 
 
+DECLARED: Final[Mapping[str, Definition]] = {
+    attribute: one._replace(name=one.name or attribute)
+    for attribute, one in vars(Stats).items()
+    if isinstance(one, Definition)
+}
+"""By the attribute of `Stats`."""
+METRICS: Final = tuple(DECLARED.values())
 BY_NAME: Final = by_name(METRICS)
 STATES: Final = frozenset(
     f"worker_{state}" for state in ("healthy", "draining", "circuit_open", "refused", "prefills")
@@ -123,7 +252,7 @@ STATES: Final = frozenset(
 
 
 class Snapshot(msgspec.Struct):
-    """By a metric's name in `names.METRICS`, then by the values of its labels."""
+    """By a metric's name in `METRICS`, then by the values of its labels."""
 
     values: dict[str, dict[Labels, float]] = {}
     """Counters and gauges."""
@@ -154,8 +283,8 @@ def add_up(snapshots: Iterable[Snapshot]) -> Snapshot:
                 sums[labels] = max(before, value) if name in STATES else before + value
         for name, histograms in one.histograms.items():
             added = total.histograms.setdefault(name, {})
-            for labels, histogram in histograms.items():
-                added[labels] = added.get(labels, Histogram()) + histogram
+            for labels, one_histogram in histograms.items():
+                added[labels] = added.get(labels, Histogram()) + one_histogram
     return total
 
 
@@ -166,7 +295,7 @@ def left_behind(snapshot: Snapshot) -> Snapshot:
 
 
 def exposition(snapshot: Snapshot) -> bytes:
-    """Every metric of `names.METRICS`, with the values it has."""
+    """Every metric of `METRICS`, with the values it has."""
     registry = CollectorRegistry()
     registry.register(_Families(snapshot))
     return generate_latest(registry)

@@ -133,6 +133,9 @@ FEW: Final = 8
 """So many workers are sooner walked through than kept in order by load."""
 FEW_COSTS: Final = 4
 """The same by cost."""
+LEAST_FLOOR_MS: Final = 1e-9
+MISS_SHARE: Final = 0.25
+"""Of a prompt: the least that makes a worker preferred for what it has of it."""
 _load: Final = attrgetter("load")
 
 
@@ -145,18 +148,17 @@ class LeastLoaded:
         pass
 
     def choose(self, ask: Ask, workers: Sequence[Worker]) -> Choice:
-        """The least loaded worker. The search starts at `turn`, so equal workers alternate."""
-        count = len(workers)
-        if count > FEW and isinstance(workers, Eligible):
+        """The least loaded worker. Equal ones take turns, all of them: were the search begun at worker
+        `turn`, the one behind a busy worker would get the requests of both.
+        """
+        if len(workers) > FEW and isinstance(workers, Eligible):
             return Choice(workers.order(_load).least(ask.turn), "least-loaded")
-        best = workers[ask.turn % count]
-        if count > 1:
-            least = best.load
-            for i in range(ask.turn + 1, ask.turn + count):
-                worker = workers[i % count]
-                if worker.load < least:
-                    best, least = worker, worker.load
-        return Choice(best, "least-loaded")
+        loads = [worker.load for worker in workers]
+        least = min(loads)
+        place = loads.index(least)
+        for _ in range(ask.turn % loads.count(least)):
+            place = loads.index(least, place + 1)
+        return Choice(workers[place], "least-loaded")
 
 
 class RoundRobin:
@@ -175,8 +177,9 @@ class RoundRobin:
 class CacheAware:
     """Takes the lowest cost: estimated cached tokens of the prompt against load.
 
-    What an overloaded worker has of the prompt itself does not count: else all who ask about one document
-    would wait at one worker.
+    What a worker has of the prompt itself does not count while it is overloaded: else all who ask about one
+    document would wait at one worker. Nor does less than `MISS_SHARE` of the prompt: else all who begin with
+    one system prompt would go where it was computed first, and the other workers would never have it.
     """
 
     needs_places = True
@@ -196,23 +199,27 @@ class CacheAware:
     def choose(self, ask: Ask, workers: Sequence[Worker]) -> Choice:
         """The worker with the lowest cost. Equal workers alternate."""
         limit = load_limit(self._stickiness, workers, self._waiting_ms) if self.needs_places else math.inf
-        best, best_cached, least_ms = workers[0], NOTHING, math.inf
+        least_ms, best = math.inf, list[tuple[Worker, Cached]]()
         for floor_ms, worker in self._candidates(ask, workers):
-            if floor_ms >= least_ms:
+            if floor_ms and floor_ms >= least_ms:
                 break
-            cached = self._cached(ask, worker) if worker.load < limit else self._cached_by_all(ask)
+            cached = self._cached_by_all(ask) if worker.load >= limit else self._cached(ask, worker)
             total_ms = cost_ms(self._weights, worker, ask.prompt_tokens, cached)
             if total_ms < least_ms:
-                best, best_cached, least_ms = worker, cached, total_ms
-        cause = "" if best_cached is NOTHING else "prefix"
-        return Choice(best, self.reason, cost_words(least_ms, best, ask.prompt_tokens, best_cached), cause)
+                least_ms, best = total_ms, [(worker, cached)]
+            elif total_ms == least_ms:
+                best.append((worker, cached))
+        worker, cached = best[ask.turn % len(best)]
+        cause = "" if cached is NOTHING else "prefix"
+        return Choice(worker, self.reason, cost_words(least_ms, worker, ask.prompt_tokens, cached), cause)
 
     def _candidates(self, ask: Ask, workers: Sequence[Worker]) -> Iterator[tuple[float, Worker]]:
-        """(what it costs at least, worker), so that no later one costs less than that of an earlier one."""
-        count = len(workers)
-        if count <= FEW_COSTS or not isinstance(workers, Eligible):
-            for i in range(ask.turn, ask.turn + count):
-                yield 0.0, workers[i % count]
+        """(what it costs at least, worker); 0: all of these must be looked at. Then no later one costs less
+        than what an earlier one costs at least.
+        """
+        if len(workers) <= FEW_COSTS or not isinstance(workers, Eligible):
+            for worker in workers:
+                yield 0.0, worker
             return
         for worker in self._knowing(ask, workers):
             yield 0.0, worker
@@ -221,7 +228,7 @@ class CacheAware:
         missing = max(0.0, ask.prompt_tokens - found.pool)
         floor_ms = self._weights.prefill_ms_per_token * missing + self._weights.pool_ms_per_token * found.pool
         for waiting_ms, worker in workers.order(self._waiting_ms).ascending(ask.turn):
-            yield floor_ms + waiting_ms, worker
+            yield max(floor_ms + waiting_ms, LEAST_FLOOR_MS), worker
 
     def _knowing(self, ask: Ask, workers: Eligible) -> Iterator[Worker]:
         """The workers that have something of the prompt themselves."""
@@ -234,7 +241,11 @@ class CacheAware:
         return NOTHING if ask.places is None else ask.places.in_pool
 
     def _cached(self, ask: Ask, worker: Worker) -> Cached:
-        return NOTHING if ask.places is None else ask.places.cached(worker)
+        if ask.places is None:
+            return NOTHING
+        found = ask.places.cached(worker)
+        is_hit = found.device + found.host >= MISS_SHARE * ask.prompt_tokens
+        return found if is_hit else ask.places.in_pool
 
 
 class LoadAware(CacheAware):

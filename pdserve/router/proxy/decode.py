@@ -106,7 +106,7 @@ class Decode:
     def _question(self, request: Request, worker: Worker) -> tuple[bytes, bytes, bytes]:
         """(target, header lines, body): the request, or what the worker needs to continue it."""
         endpoint, body = request.endpoint, request.body
-        target = endpoint.target
+        target = endpoint.path.encode()
         if endpoint.stored_as:
             assert request.tenant is not None
             body = with_member(body, endpoint.stored_as, new_id(worker.id, request.tenant.name))

@@ -273,10 +273,10 @@ async def ask(parts: Parts, request: Request, worker: Worker, limit_s: float, ow
     `prefill`.
     """
     body = request.body
-    target = b"/pd/prefill?endpoint=" + request.endpoint.target
+    target = b"/pd/prefill?endpoint=" + request.endpoint.path.encode()
     is_plain = worker.info is not None and "prefill" in worker.info.lacks
     if is_plain:
-        target, body = request.endpoint.target, one_token_body(request.endpoint, body)
+        target, body = request.endpoint.path.encode(), one_token_body(request.endpoint, body)
     suspects, stats = parts.suspects, parts.stats
     has_turn = suspects.suspicion.is_active and await suspects.take_turn(request)
     report = None

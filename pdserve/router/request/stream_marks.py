@@ -48,8 +48,8 @@ class StreamMarks:
     """The marks of one stream, and the bytes that cannot be passed on yet."""
 
     __slots__ = (
-        "_blocks", "_characters", "_has_ended", "_held", "_lost", "_opening", "_renamed", "_tells_usage",
-        "_tokens", "_unread", "is_marked", "used",
+        "_blocks", "_characters", "_has_ended", "_held", "_lost", "_opening", "_renamed",
+        "_tells_usage", "_tokens", "_unread", "is_marked", "used",
     )  # fmt: skip
 
     def __init__(self, is_marked: bool = False) -> None:

@@ -39,20 +39,9 @@ class Meter:
     """The usage of one request."""
 
     __slots__ = (
-        "_choices",
-        "_is_done",
-        "_outputs",
-        "_pieces",
-        "_prompt_count",
-        "_prompts",
-        "_said",
-        "_usage",
-        "charged_tokens",
-        "events",
-        "mark",
-        "marks",
-        "prompt_tokens",
-    )
+        "_choices", "_is_done", "_outputs", "_pieces", "_prompt_count", "_prompts", "_said",
+        "_usage", "charged_tokens", "events", "mark", "marks", "prompt_tokens",
+    )  # fmt: skip
 
     def __init__(
         self, charged_tokens: int, usage: Usage = OPENAI_USAGE, choices: int = 1, prompts: int = 1

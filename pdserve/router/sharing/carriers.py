@@ -41,7 +41,7 @@ READ_AT_ONCE: Final = 64
 MAX_UNPUBLISHED: Final = 1024
 AGAIN_S: Final = 0.5
 """Between two tries to reach Redis."""
-CLOSE_S: Final = 1.0
+CLOSE_S: Final = 2.0
 GONE: Final = frozenset({errno.ENOENT, errno.ECONNREFUSED, errno.ENOTCONN, errno.EPIPE, errno.EMSGSIZE})
 
 

@@ -25,13 +25,13 @@ from pdserve.errors import ConfigError, PdserveError, StartupError
 from pdserve.logs import configure_logs
 from pdserve.resources.memory import raise_open_files
 from pdserve.router.admin.app import AdminApp
-from pdserve.router.admin.live import LiveFeed
 from pdserve.router.app.lifespan import open_router
 from pdserve.router.app.router import Router
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.health_check import FirstRound
+from pdserve.router.fleet.membership import after_reload
 from pdserve.router.http.serving import make_server, public_tls, serve_until_stopped
-from pdserve.router.sharing.files import Acts, MetricsFiles
+from pdserve.router.sharing.files import ActsFile, MetricsFiles, ids_of
 from pdserve.router.sharing.member import Member
 from pdserve.security.tls import Certificates
 
@@ -102,12 +102,12 @@ class _Child:
     async def run(self) -> None:
         """Raises ConfigError, StartupError."""
         setup, directory = self._setup, self._setup.directory
-        acts = Acts(directory)
-        first = FirstRound(
-            strict=setup.is_strict,
-            refused=MetricsFiles(directory).refused(),
-            changes=acts.begin(setup.listed_before, setup.config),
-        )
+        acts = ActsFile(directory)
+        noted = acts.read()
+        orders = noted.orders
+        if setup.listed_before is not None:
+            orders = after_reload(orders, setup.listed_before, ids_of(setup.config))
+        first = FirstRound(setup.is_strict, MetricsFiles(directory).refused(), orders)
         most_files = raise_open_files()
         async with open_router(self._config, first=first) as router:
             self._router = router
@@ -115,7 +115,7 @@ class _Child:
             tls = public_tls(self._config.access)
             self._server = make_server(router, self._config, tls, router.proxy, most)
             try:
-                member = Member(router, directory, setup.name, acts)
+                member = Member(router, directory, setup.name, acts, noted.keys)
             except OSError as error:
                 raise StartupError(f"the runtime directory {directory} cannot be used: {error}") from None
             try:
@@ -174,25 +174,21 @@ class _Child:
             asyncio.get_running_loop().call_later(grace_s, self._cut_off)
 
     def _cut_off(self) -> None:
-        for task in self._server.server_state.tasks:
+        for task in list(self._server.server_state.tasks):
             task.cancel()
 
-    def _admin(self) -> tuple[LiveFeed, uvicorn.Server]:
+    def _admin(self) -> uvicorn.Server:
         """The admin API. Raises ConfigError."""
-        feed = LiveFeed(self._router)
         tls = Certificates(self._config.admin.tls).lasting_server_context()
-        return feed, make_server(AdminApp(self._router, feed), self._config, tls)
+        return make_server(AdminApp(self._router), self._config, tls)
 
-    async def _administer(self, admin: tuple[LiveFeed, uvicorn.Server]) -> None:
+    async def _administer(self, server: uvicorn.Server) -> None:
         """Serve the admin API, where this process has it."""
         if (listening := self._sockets.admin) is None:
             return
-        feed, server = admin
-        feeding = asyncio.create_task(feed.run(), name="router-live")
         serving = asyncio.create_task(server.serve(sockets=[listening]), name="router-admin")
         try:
             await asyncio.shield(serving)
         finally:
-            feeding.cancel()
             server.should_exit = server.force_exit = True
             await serving

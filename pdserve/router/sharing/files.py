@@ -6,11 +6,11 @@ as a whole, so who reads one never sees half of it.
     NAME.sock       where the process NAME hears its siblings (`carriers`)
     NAME.metrics    its metrics, as they were a moment ago
     ended.metrics   what ended processes have counted; the parent adds them up
-    acts            what administrators have done (`Acts`)
+    acts            what administrators have done (`ActsFile`)
 
 Acts. A process that is told to let a worker join, leave or drain, or to read the API keys again, does it and
-notes it here, one at a time. The others look here every `REPORT_S` and do the same. A process that starts,
-also one in place of a killed one, begins with the changes that lead to the present fleet (`fleet.changes`).
+notes it here. The others look here every `REPORT_S` and do the same. A process that starts, also one in place
+of a killed one, begins with what it finds here.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import fcntl
 import logging
 import os
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from pdserve.router.config.router import RouterConfig
-from pdserve.router.fleet.changes import Changes, FleetChange
+from pdserve.router.fleet.membership import NONE, Order
 from pdserve.router.fleet.registry import listed_workers
 from pdserve.router.fleet.worker import Worker
 from pdserve.router.metrics.stats import Snapshot, add_up, left_behind
@@ -38,8 +38,6 @@ METRICS: Final = ".metrics"
 ENDED: Final = "ended"
 MAX_FOLDED: Final = 256
 """Names of ended processes that are remembered: far more than may end while somebody adds up."""
-MAX_RECENT: Final = 256
-"""Acts that are kept for processes that have yet to do them: those of `REPORT_S`, and more."""
 
 LOCK_TRIES: Final = 50
 LOCK_PAUSE_S: Final = 0.002
@@ -56,26 +54,17 @@ class Ended(msgspec.Struct):
     sum: Snapshot = msgspec.field(default_factory=Snapshot)
 
 
-class Numbered(msgspec.Struct):
-    """An act; numbers grow by one."""
+class Acts(msgspec.Struct, frozen=True):
+    """The file `acts`: what administrators have done."""
 
-    number: int
-    change: FleetChange | None
-    """None: the API keys are to be read again."""
-
-
-class Noted(msgspec.Struct):
-    """The file `acts`."""
-
-    number: int = 0
-    """Of the last act."""
-    recent: list[Numbered] = []
-    changes: list[FleetChange] = []
-    """From the configured fleet to the present one."""
+    orders: dict[str, Order] = {}
+    """By worker id, see `fleet.membership`."""
+    keys: int = 0
+    """How often the API keys were to be read again."""
 
 
 _ended = msgspec.msgpack.Decoder(Ended)
-_noted = msgspec.msgpack.Decoder(Noted)
+_acts = msgspec.msgpack.Decoder(Acts)
 _snapshot = msgspec.msgpack.Decoder(Snapshot)
 
 
@@ -150,63 +139,41 @@ class MetricsFiles:
             return Ended()
 
 
-class Acts:
-    """What administrators have done, in all of a router's processes."""
+class ActsFile:
+    """What administrators have done, as all of a router's processes know it."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / "acts"
         self._lock = directory / "acts.lock"
         self._stamp = (0, 0)
-        self._done = 0
-        """Number of the last act that was done here."""
 
-    def begin(self, listed_before: Collection[str] | None, config: RouterConfig) -> tuple[FleetChange, ...]:
-        """The changes that a process that starts has to make. `listed_before`: ids of the workers that the
-        configuration listed before it was read again, if it was.
-        """
+    def read(self) -> Acts:
+        """Raises OSError."""
         self._stamp = _stamp(self._path)
-        noted = self._read()
-        self._done = noted.number
-        changes = Changes(noted.changes)
-        return tuple(changes if listed_before is None else changes.configured(listed_before, ids_of(config)))
-
-    def note(self, change: FleetChange | None) -> None:
-        """This process has done it. Raises OSError."""
-        with self._locked():
-            noted = self._read()
-            changes = Changes(noted.changes)
-            if change is not None:
-                changes.note(change)
-                if change.act == "gone" and list(changes) == noted.changes:
-                    return
-            number = noted.number + 1
-            recent = [*noted.recent, Numbered(number, change)][-MAX_RECENT:]
-            _replace(self._path, Noted(number, recent, list(changes)))
-            if self._done == noted.number:  # else this one is done again, after what others have done before
-                self._done = number
-
-    def new(self) -> list[FleetChange | None]:
-        """What is to be done here since the last call, in order. Cheap if it is nothing. Raises OSError."""
-        stamp = _stamp(self._path)
-        if stamp == self._stamp:
-            return []
-        noted = self._read()
-        found = [one.change for one in noted.recent if one.number > self._done]
-        self._stamp, self._done = stamp, noted.number
-        return found
-
-    def configured(self, listed_before: Collection[str], config: RouterConfig) -> None:
-        """The configuration was read again, and all processes have it. Raises OSError."""
-        with self._locked():
-            noted = self._read()
-            changes = Changes(noted.changes).configured(listed_before, ids_of(config))
-            _replace(self._path, Noted(noted.number, noted.recent, list(changes)))
-
-    def _read(self) -> Noted:
         try:
-            return _noted.decode(self._path.read_bytes())
+            return _acts.decode(self._path.read_bytes())
         except FileNotFoundError:
-            return Noted()
+            return Acts()
+
+    def changed(self) -> Acts | None:
+        """As `read`, if something has changed since the last call of either. A file that is gone, with its
+        parent, has changed nothing.
+        """
+        return None if _stamp(self._path) in (self._stamp, (0, 0)) else self.read()
+
+    def change(self, how: Callable[[Acts], Acts]) -> None:
+        """Replace what is there; nobody else does meanwhile. Raises OSError."""
+        with self._locked():
+            _replace(self._path, how(self.read()))
+
+    def order(self, worker: str, order: Order) -> None:
+        """An administrator wants this of a worker. Raises OSError."""
+
+        def ordered(acts: Acts) -> Acts:
+            others = {id_: one for id_, one in acts.orders.items() if id_ != worker}
+            return Acts(others if order == NONE else {**others, worker: order}, acts.keys)
+
+        self.change(ordered)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

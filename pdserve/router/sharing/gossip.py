@@ -61,6 +61,8 @@ MAX_RUNNING: Final = 1 << 40
 MAX_LINK_CHARS: Final = 1024
 HANDED_OVER: Final = 8
 """Messages with sessions for a newcomer, at each report: 20,000 sessions a second."""
+MAX_HANDED_OVER: Final = 400
+"""The same of a process that ends: 100,000 sessions."""
 
 P = TypeVar("P")
 
@@ -160,9 +162,9 @@ class Gossip:
         now_s: float,
         unix_s: float,
     ) -> None:
-        """`name`: no other process's. `held_back`: how many of a tenant's requests here wait for nothing but
-        more concurrency. `siblings`: the processes of this router, this one too. `is_remote`: there is a
-        carrier to other hosts.
+        """`name`: no other process's; of siblings the oldest one's comes first. `held_back`: how many of a
+        tenant's requests here wait for nothing but more concurrency. `siblings`: the processes of this
+        router, this one too. `is_remote`: there is a carrier to other hosts.
         """
         self._name = name
         self._tenants = tenants
@@ -200,7 +202,7 @@ class Gossip:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(News)
         tenants.granted = 0
-        sessions.news = {}
+        self._listen_to_sessions()
         self._grant_all(now_s, unix_s)
 
     @property
@@ -221,13 +223,14 @@ class Gossip:
             messages = [Outgoing(self._encoded())]
         if messages:
             self._told_s = now_s
-        messages += self._handed_over(unix_s - now_s)
+        messages += self._handed_over(unix_s - now_s, HANDED_OVER)
         self._grant_all(now_s, unix_s)
         return messages
 
     def last(self, unix_s: float, now_s: float) -> list[Outgoing]:
-        """What is to be published as the process ends."""
-        return [*self.tick(now_s, unix_s), Outgoing(self._encoded(is_last=True))]
+        """What is to be published as the process ends: all that others have to know of it."""
+        messages = [*self.tick(now_s, unix_s), *self._handed_over(unix_s - now_s, MAX_HANDED_OVER)]
+        return [*messages, Outgoing(self._encoded(is_last=True))]
 
     def ask(self) -> bytes:
         """Asks the siblings to write their metrics."""
@@ -291,16 +294,17 @@ class Gossip:
         return bool(usage.demand) or now_s - self._changed_s[tenant.name] < SILENT_S
 
     def _new_turns(self, unix_offset_s: float) -> list[Turn]:
-        if not self._sessions.news:
-            return []
-        news, self._sessions.news = self._sessions.news, {}
-        if not self._peers and not self._is_remote:
-            return []
+        news = self._sessions.news or {}
+        self._listen_to_sessions()
         return [_turn(link, replaced, entry, unix_offset_s) for link, (entry, replaced) in news.items()]
 
-    def _handed_over(self, unix_offset_s: float) -> Iterator[Outgoing]:
+    def _listen_to_sessions(self) -> None:
+        """A process that nobody hears keeps no news."""
+        self._sessions.news = {} if self._peers or self._is_remote else None
+
+    def _handed_over(self, unix_offset_s: float, most: int) -> Iterator[Outgoing]:
         for name in list(self._owed):
-            for _ in range(HANDED_OVER):
+            for _ in range(most):
                 rows = list(islice(self._owed[name], MAX_ROWS))
                 if not rows:
                     del self._owed[name]
@@ -355,7 +359,8 @@ class Gossip:
         peer.heard_s = now_s
         if is_sibling and not peer.is_sibling:
             peer.is_sibling = True
-            if self._name == min([self._name, *(n for n in self._siblings_heard() if n != news.sender)]):
+            others = [name for name, one in self._peers.items() if one.is_sibling and name != news.sender]
+            if all(self._name < name for name in others):  # the oldest knows most
                 self._owed[news.sender] = iter(self._sessions.items())
         for turn in news.turns:
             self._take_turn(turn, now_s, unix_s)
@@ -374,10 +379,9 @@ class Gossip:
             return None
         self._owes_whole = True
         peer = self._peers[name] = _Peer()
+        if self._sessions.news is None:
+            self._listen_to_sessions()
         return peer
-
-    def _siblings_heard(self) -> list[str]:
-        return [name for name, peer in self._peers.items() if peer.is_sibling]
 
     def _forget(self, name: str) -> None:
         if self._peers.pop(name, None) is not None:

@@ -6,17 +6,16 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
 from pdserve.errors import ConfigError
 from pdserve.router.app.router import Router
-from pdserve.router.fleet.changes import FleetChange
-from pdserve.router.fleet.membership import Act
-from pdserve.router.fleet.worker import Role
+from pdserve.router.fleet.membership import Order
 from pdserve.router.metrics.stats import Snapshot
 from pdserve.router.sharing.carriers import RedisCarrier, UnixCarrier
-from pdserve.router.sharing.files import Acts, MetricsFiles
+from pdserve.router.sharing.files import Acts, ActsFile, MetricsFiles
 from pdserve.router.sharing.gossip import REPORT_S, SETTLE_S, Gossip, Outgoing
 
 logger = logging.getLogger(__name__)
@@ -26,18 +25,20 @@ WRITE_S: Final = 1.0
 ANSWER_S: Final = 1.0
 """For a sibling to write its metrics. One that takes longer is silent, and its older ones count."""
 LOOK_S: Final = 0.005
+"""Between two looks whether siblings have written, or whether there is something to tell them."""
 
 
 class Member:
     """Makes a router one of several processes. Make it inside the running loop, and `close` it."""
 
-    def __init__(self, router: Router, directory: Path, name: str, acts: Acts) -> None:
-        """`directory`: of the router, for this process and its siblings. `acts`: of which it has begun.
-        Raises ConfigError, OSError.
+    def __init__(self, router: Router, directory: Path, name: str, acts: ActsFile, keys: int) -> None:
+        """`directory`: of the router, for this process and its siblings. `acts`: as it has begun with them,
+        `keys` among them. Raises ConfigError, OSError.
         """
         self._router = router
         self._name = name
         self._acts = acts
+        self._keys = keys
         self._files = MetricsFiles(directory)
         self._loop = asyncio.get_running_loop()
         sessions, redis = router.proxy.placer.sessions, router.config.redis
@@ -53,11 +54,11 @@ class Member:
         )
         self._unix = UnixCarrier(directory, name, self._hear_sibling)
         self._redis = RedisCarrier(redis, self._hear_host) if redis.url else None
-        self._told_s = self._written_s = 0.0
+        self._looked_s = self._told_s = self._written_s = 0.0
         self._has_failed = False
         router.metrics = self.metrics
-        router.fleet.members.told = self._did
-        router.told_reload = lambda: self._note(None)
+        router.fleet.members.told = self._ordered
+        router.told_reload = self._reloaded
         sessions.on_news = self._tell_soon
         self._due_s = self._loop.time()
         self._timer = self._loop.call_later(0.0, self._tick)  # uvloop's has no `when` then
@@ -94,7 +95,7 @@ class Member:
     # --- telling
 
     def _tick(self) -> None:
-        now_s = self._loop.time()
+        now_s = self._looked_s = self._loop.time()
         self._due_s = now_s + REPORT_S
         self._timer = self._loop.call_later(REPORT_S, self._tick)
         was_away = self.gossip.is_away
@@ -109,8 +110,8 @@ class Member:
             self._write()
 
     def _tell_soon(self) -> None:
-        """Now, if nothing was told for `REPORT_S`."""
-        due_s = max(self._loop.time(), self._told_s + REPORT_S)
+        """Now, if nothing was told for `REPORT_S`, and nobody has just looked."""
+        due_s = max(self._loop.time(), self._told_s + REPORT_S, self._looked_s + LOOK_S)
         if self._due_s > due_s:
             self._due_s = due_s
             self._timer.cancel()
@@ -163,25 +164,33 @@ class Member:
 
     # --- acts of administrators
 
-    def _did(self, act: Act, worker: str, role: Role) -> None:
-        self._note(FleetChange(act, worker, role))
+    def _ordered(self, worker: str, order: Order) -> None:
+        self._note(lambda: self._acts.order(worker, order))
 
-    def _note(self, change: FleetChange | None) -> None:
+    def _reloaded(self) -> None:
+        def again(acts: Acts) -> Acts:
+            return Acts(acts.orders, acts.keys + 1)
+
+        self._keys += 1
+        self._note(lambda: self._acts.change(again))
+
+    def _note(self, note: Callable[[], None]) -> None:
         try:
-            self._acts.note(change)
+            note()
         except OSError as error:
-            logger.error("the router's other processes are not told of an administrator's act: %s", error)  # noqa: TRY400 - one line
+            logger.error("the router's other processes are not told of an act: %s", error)  # noqa: TRY400 - one line
 
     def _do_acts(self) -> None:
         try:
-            changes = self._acts.new()
+            acts = self._acts.changed()
         except OSError as error:
             logger.error("it cannot be read what administrators have done: %s", error)  # noqa: TRY400 - one line
             return
-        for change in changes:
-            if change is not None:
-                change.follow(self._router.fleet)
-        if None in changes:
+        if acts is None:
+            return
+        self._router.fleet.members.take(acts.orders)
+        if acts.keys != self._keys:
+            self._keys = acts.keys
             try:
                 self._router.reload()
             except ConfigError as error:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import logging
 import multiprocessing
 import os
@@ -28,6 +29,7 @@ import shutil
 import signal
 import socket
 import tempfile
+import time
 from collections.abc import Coroutine
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -35,9 +37,10 @@ from typing import Final
 
 from pdserve.errors import ConfigError, PdserveError, StartupError
 from pdserve.router.config.router import RouterConfig
+from pdserve.router.fleet.membership import after_reload
 from pdserve.router.http.serving import LAST_WORD_S, bind
 from pdserve.router.sharing.child import READY, REPLACED, Setup, Sockets, run_child
-from pdserve.router.sharing.files import Acts, MetricsFiles, ids_of
+from pdserve.router.sharing.files import Acts, ActsFile, MetricsFiles, ids_of
 from pdserve.settings.command_line import ConfigSource
 
 logger = logging.getLogger(__name__)
@@ -51,7 +54,7 @@ OLD_S: Final = 60.0
 """A child that has served for so long did not die young."""
 MAX_REPLACED: Final = 4
 """Times the number of processes: of more that finish their last requests the oldest are stopped."""
-NAME_BYTES: Final = 8
+NAME_BYTES: Final = 4
 FIXED: Final = ("host", "port", "processes", "admin")
 """Options that the sockets are made of."""
 _spawn = multiprocessing.get_context("spawn")
@@ -173,15 +176,18 @@ class Prefork:
         loop.add_signal_handler(signal.SIGHUP, self._reload.set)
         try:
             self._directory = Path(tempfile.mkdtemp(prefix="pdserve-router-"))
+            held = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:
             raise StartupError(f"the router has no runtime directory: {error}") from None
         try:
+            fcntl.flock(held, fcntl.LOCK_SH)  # else systemd-tmpfiles would remove what is some days old
             await self._start_all()
             self._later(self._reloading())
             await self._stopped.wait()
         finally:
             await self._stop()
             shutil.rmtree(self._directory, ignore_errors=True)
+            os.close(held)
 
     async def _start_all(self) -> None:
         config, port = self._config, self._config.port
@@ -243,7 +249,7 @@ class Prefork:
         is_strict: bool = False,
     ) -> Child:
         """Raises StartupError."""
-        name = secrets.token_hex(NAME_BYTES)
+        name = f"{time.time_ns():020x}-{secrets.token_hex(NAME_BYTES)}"  # the oldest one's comes first
         setup = Setup(name, config or self._config, self._directory, listed_before, is_strict)
         child = Child(setup, self._sockets[place], self._admin if place == 0 else None)
         self._live.append(child)
@@ -309,9 +315,13 @@ class Prefork:
                 child.tell(signal.SIGINT)
                 self._later(child.kill_after(config.stop_grace_s + STOP_SLACK_S))
             raise
+
+        def pruned(acts: Acts) -> Acts:
+            return Acts(after_reload(acts.orders, ids_of(before), ids_of(config)), acts.keys)
+
         replaced, self._children, self._config = self._children, started, config
         try:
-            Acts(self._directory).configured(ids_of(before), config)
+            ActsFile(self._directory).change(pruned)
         except OSError as error:
             logger.error("what administrators did before may count again: %s", error)  # noqa: TRY400 - one line
         for place, child in enumerate(started):

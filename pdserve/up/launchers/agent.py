@@ -23,7 +23,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -117,19 +117,18 @@ def _claimed_gpus(order: Order, wait_s: float) -> tuple[dict[str, str], list[int
         if order.needs_gpus and order.gpu_count:
             raise StartupError("this host has no GPU")
         return {}, []
-    numbers = order.gpu_numbers or [gpu.index for gpu in here.gpus if gpu.index not in order.gpus_of_others]
     folder = Path(f"/dev/shm/pdserve-{os.getuid()}/gpus")
-    taken, locks = claim_gpus(here, order.gpu_count, numbers, folder, wait_s)
+    taken, locks = claim_gpus(here, order, folder, wait_s)
     print(described(here, Path(order.config_path).stem, taken), flush=True)
     return visible(taken), locks
 
 
-def claim_gpus(
-    here: Machine, count: int, numbers: Sequence[int], folder: Path, wait_s: float
-) -> tuple[tuple[int, ...], list[int]]:
-    """(GPUs of these that no other process of this user holds, the descriptors of their locks in `folder`).
-    Waits for an earlier process to release its own. Raises StartupError, OSError.
+def claim_gpus(here: Machine, order: Order, folder: Path, wait_s: float) -> tuple[tuple[int, ...], list[int]]:
+    """(GPUs for the order that no other process of this user holds, the descriptors of their locks in
+    `folder`). Waits for an earlier process to release its own. Raises StartupError, OSError.
     """
+    count, others = order.gpu_count, order.gpus_of_others
+    numbers = order.gpu_numbers or [gpu.index for gpu in here.gpus if gpu.index not in others]
     private_directory(folder)
     deadline = time.monotonic() + wait_s
     wanted = [gpu for gpu in here.gpus if gpu.index in numbers]

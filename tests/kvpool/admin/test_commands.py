@@ -14,9 +14,7 @@ from msgspec.structs import replace
 
 from pdserve.errors import PoolError
 from pdserve.kvpool.admin import drain as drain_module
-from pdserve.kvpool.admin.node_client import Asking, NodeClient
-from pdserve.kvpool.admin.sampling import Nodes as Sampled
-from pdserve.kvpool.admin.sampling import Rates, add, rates
+from pdserve.kvpool.admin.node_client import Asking, NodeClient, all_nodes, in_parallel
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import ACTIVE, DEAD, LEAVING, LEFT, Drain, Member, Upgrade
 from tests.support.command import Done, pdserve_here
@@ -54,17 +52,6 @@ def run(*words: str, status: int = 0, **environment: str) -> Done:
     return done
 
 
-def test_all_addresses_are_asked_and_one_that_is_dead_hides_no_other(two_nodes: Nodes) -> None:
-    first, second = (node.address for node in two_nodes)
-    seen = Sampled(["unix:/nowhere", first, second], "", 20.0)
-    for _ in range(2):
-        found = {row.node.node: not row.error for row in seen.sample()}
-        assert found == {"a": True, "b": True, "unix:/nowhere": False}
-    two_nodes[0].kill()
-    found = {row.node.node: not row.error for row in seen.sample()}
-    assert found == {"b": True, "a": False, "unix:/nowhere": False}
-
-
 def test_addresses_where_nobody_answers_are_waited_for_together(tmp_path: Path) -> None:
     together = threading.Barrier(3)
     listeners = [socket.socket(socket.AF_UNIX) for _ in range(4)]
@@ -86,8 +73,9 @@ def test_addresses_where_nobody_answers_are_waited_for_together(tmp_path: Path) 
     threads = [threading.Thread(target=each, args=(listening,), daemon=True) for each, listening in work]
     for thread in threads:
         thread.start()
-    with pytest.raises(PoolError):
-        Sampled(addresses, "", 20.0).sample()
+    nodes = [m.NodeAddress(address, address) for address in addresses]
+    answers = in_parallel(nodes, lambda node: all_nodes(node.address, "", 20.0))
+    assert all(isinstance(answer, PoolError) for answer in answers)
     for thread in threads:
         thread.join(30)
     assert not together.broken
@@ -126,20 +114,6 @@ def test_ls_lists_pages_of_one_node_and_of_all(two_nodes: Nodes) -> None:
     assert line.count("\n") == 1
     for connection in held:
         connection.close()
-
-
-def test_rates_are_growth_over_time_and_never_negative() -> None:
-    before = m.NamespaceStatus(
-        "n", 1, 1, {}, hits=10, misses=5, counters={"operations": 100, "read_bytes": 7}
-    )
-    after = m.NamespaceStatus(
-        "n", 1, 1, {}, hits=40, misses=15, counters={"operations": 50, "read_bytes": 27}
-    )
-    found = rates(before, after, 2.0)
-    assert found == Rates("n", operations_s=0.0, read_bytes_s=10.0, hits_s=15.0, misses_s=5.0)
-    assert found.hit_rate == 0.75
-    assert add("all", [found, found]).read_bytes_s == 20.0
-    assert rates(None, after, 1.0).hits_s == 40
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,8 @@ def test_settings_that_cannot_be_are_refused_in_words() -> None:
         ({"bytes_s": float("nan")}, "bytes_s is nan"),
         ({"ttl_s": float("inf")}, "ttl_s is inf"),
         ({"weight": 0.0}, "weight is 0"),
+        ({"copies": 0}, "copies is 0"),
+        ({"copies": 17}, "copies is 17"),
         ({"read_token": "plain"}, "SHA-256"),
         ({"read_token": digest("r")}, "admin_token"),
     ]:

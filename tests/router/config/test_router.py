@@ -42,7 +42,6 @@ def test_every_option_is_described() -> None:
         ({"decode": ["http://a..b:1"]}, "http://a..b:1"),
         ({"decode": ["http://a:0"]}, "port 0 is no port"),
         ({"decode": ["http://[::g]:1"]}, "http://[::g]:1"),
-        ({"admin.pool": ["127.0.0.1:7700"]}, "admin.pool: pool address"),
         ({"deadlines.prefil_s": 1.0}, "deadlines.prefill_s"),
         ({"deadlines.total_s": 0.0}, "total_s"),
     ],

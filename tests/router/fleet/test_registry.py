@@ -126,6 +126,9 @@ def test_a_worker_that_leaves_is_out_at_once_and_its_requests_are_counted_to_the
     again = join(fleet, leaving.url)
     assert again is not leaving
     assert fleet.snapshot("m", 0).decode == (other, again)
+    fleet.members.leave(again.id)
+    fleet.members.take({})  # the order has ended
+    assert fleet.by_id[again.id] not in (leaving, again)
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.metric import Definition, Labels
-from pdserve.router.metrics.names import METRICS
 from pdserve.router.metrics.stats import (
     BUCKETS_S,
     BY_NAME,
+    METRICS,
     STATES,
     Histogram,
     Snapshot,

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.router.metrics.names import METRICS, PARTS, TIERS, turn_label
+from pdserve.router.metrics.names import PARTS, TIERS, turn_label
+from pdserve.router.metrics.stats import METRICS
 from pdserve.router.request import reports
 from tests.support.router.harness import Harness, disagg
 from tests.support.router.mock_worker import EVENTS, REPORT, answer

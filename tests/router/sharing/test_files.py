@@ -13,12 +13,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pdserve.router.config.router import RouterConfig
-from pdserve.router.fleet.changes import FleetChange
-from pdserve.router.fleet.membership import Act, FleetError
+from pdserve.router.fleet.membership import NONE, FleetError, Order, after_reload
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.fleet.worker import Role, Worker
 from pdserve.router.metrics.stats import Histogram, Snapshot
-from pdserve.router.sharing.files import MAX_RECENT, Acts, MetricsFiles, ids_of
+from pdserve.router.sharing.files import Acts, ActsFile, MetricsFiles, ids_of
 
 URLS = [f"http://h{i}:1" for i in range(3)]
 IDS = [url.removeprefix("http://") for url in URLS]
@@ -39,22 +38,18 @@ EVENTS = st.one_of(
 class Process:
     """A router process, as far as acts of administrators go."""
 
-    def __init__(
-        self, directory: Path, named: Iterable[str] | None = None, config: RouterConfig = CONFIG
-    ) -> None:
+    def __init__(self, directory: Path, named: Iterable[str] | None = None) -> None:
         """`named`: what etcd names as it starts; None: etcd is away."""
-        self.acts, self.fleet = Acts(directory), Fleet.from_config(config)
-        begin = self.acts.begin(None, config)
+        self.acts, self.fleet = ActsFile(directory), Fleet.from_config(CONFIG)
+        orders = self.acts.read().orders
         if named is not None:
             self.name_in_etcd(named)
-        for change in begin:
-            change.follow(self.fleet)
-        self.fleet.members.told = lambda act, worker, role: self.acts.note(FleetChange(act, worker, role))
+        self.fleet.members.take(orders)
+        self.fleet.members.told = self.acts.order
 
     def look(self) -> None:
-        for change in self.acts.new():
-            assert change is not None
-            change.follow(self.fleet)
+        if (acts := self.acts.changed()) is not None:
+            self.fleet.members.take(acts.orders)
 
     def name_in_etcd(self, urls: Iterable[str]) -> None:
         """As discovery does: what would be refused is left out."""
@@ -65,11 +60,15 @@ class Process:
                 named[url] = "decode"
         self.fleet.members.sync("etcd", named)
 
-    def do(self, act: Act, url: str) -> None:
+    def do(self, act: str, url: str) -> None:
+        members, id_ = self.fleet.members, url.removeprefix("http://")
         with suppress(FleetError):
-            FleetChange(act, url if act == "join" else url.removeprefix("http://"), "decode").apply(
-                self.fleet
-            )
+            if act == "join":
+                members.join(url, "decode")
+            elif act == "leave":
+                members.leave(id_)
+            else:
+                members.drain(id_, act == "drain")
 
     @property
     def members(self) -> dict[str, tuple[Role, bool]]:
@@ -84,7 +83,7 @@ class Process:
 @example([{URLS[2]}, *[(act, URLS[2], 0) for act in ("leave", "join", "leave")]], False)
 @example([("join", URLS[2], 0), ("leave", URLS[2], 1), {URLS[2]}], False)
 def test_every_process_comes_to_the_same_fleet_whatever_etcd_names(
-    events: list[tuple[Act, str, int] | set[str]], etcd_was_away: bool
+    events: list[tuple[str, str, int] | set[str]], etcd_was_away: bool
 ) -> None:
     """Also one that starts late, and whoever of them is told."""
     with TemporaryDirectory() as path:
@@ -108,59 +107,77 @@ def test_every_process_comes_to_the_same_fleet_whatever_etcd_names(
         assert processes[0].members == processes[1].members == late.members
 
 
+def test_an_order_ends_with_the_worker_that_it_is_about_and_who_comes_then_is_another_one(
+    tmp_path: Path,
+) -> None:
+    here, there = Process(tmp_path), Process(tmp_path)
+    for process in (here, there):
+        process.name_in_etcd(FOUND)
+    before = here.fleet.by_id[IDS[2]]
+    here.do("leave", URLS[2])
+    here.do("drain", FOUND[0])
+    there.look()
+    assert {*there.members} == {*IDS[:2], "h9:1"}
+    for named in ([FOUND[0]], FOUND, [URLS[2]], FOUND):
+        for process in (here, there):
+            process.name_in_etcd(named)
+            process.look()
+    assert here.members == there.members
+    assert here.members[IDS[2]] == here.members["h9:1"] == ("decode", False)
+    assert here.fleet.by_id[IDS[2]] is not before
+    here.do("leave", URLS[1])
+    removed = here.fleet.by_id.get(IDS[1])
+    there.acts.change(lambda acts: Acts({}, 0))
+    here.look()
+    assert removed is None
+    assert IDS[1] in here.members
+
+
 def test_of_two_acts_at_once_the_later_one_counts_everywhere(tmp_path: Path) -> None:
     here, there = Process(tmp_path), Process(tmp_path)
     here.do("drain", URLS[1])
-    there.do("undrain", URLS[1])
+    there.do("leave", URLS[1])
+    here.do("drain", URLS[0])
     for process in (here, there):
         process.look()
-    assert here.members == there.members == {IDS[0]: ("prefill", False), IDS[1]: ("decode", False)}
+    assert here.members == there.members == {IDS[0]: ("prefill", True)}
 
 
-def test_a_configuration_read_anew_brings_back_what_it_lists(tmp_path: Path) -> None:
-    process, acts = Process(tmp_path), Acts(tmp_path)
-    process.do("leave", URLS[1])
-    process.do("join", URLS[2])
-    process.do("drain", URLS[2])
-    process.do("drain", URLS[0])
-    [*before] = acts.begin(None, CONFIG)
-    assert FleetChange("leave", IDS[1], "decode") in before
-    coming = Process(tmp_path)
-    coming.fleet = Fleet.from_config(CONFIG)
-    for change in acts.begin(ids_of(CONFIG), CONFIG):
-        change.follow(coming.fleet)
-    expected = {IDS[0]: ("prefill", True), IDS[1]: ("decode", False), IDS[2]: ("decode", True)}
-    assert coming.members == expected
-    assert list(acts.begin(None, CONFIG)) == before  # until the reload has succeeded
-    acts.configured(ids_of(CONFIG), CONFIG)
-    assert Process(tmp_path).members == expected
+def test_a_configuration_read_anew_brings_back_what_it_lists() -> None:
+    drained, removed = Order(is_drained=True), Order(is_removed=True)
+    joined = Order(URLS[2], "decode", is_drained=True)
+    orders = {
+        IDS[0]: drained,
+        IDS[1]: removed,
+        IDS[2]: joined,
+        "etcd:1": removed,
+        "delisted:1": drained,
+        "other:1": drained,
+    }
+    assert after_reload(orders, {*IDS[:2], "delisted:1"}, ids_of(CONFIG)) == {
+        IDS[0]: drained,
+        IDS[2]: joined,
+        "etcd:1": removed,
+        "other:1": drained,
+    }
 
 
-def test_what_others_have_done_is_done_once_and_in_order(tmp_path: Path) -> None:
-    here, there = Acts(tmp_path), Acts(tmp_path)
-    changes = [FleetChange("drain", IDS[1]), None, FleetChange("undrain", IDS[1])]
-    for change in changes:
-        here.note(change)
-    assert there.new() == changes
-    assert there.new() == here.new() == []
-
-
-def test_what_nobody_has_asked_about_is_not_noted_and_the_rest_is_bounded(tmp_path: Path) -> None:
-    acts, other = Acts(tmp_path), Acts(tmp_path)
-    for number in range(2 * MAX_RECENT):
-        acts.note(FleetChange("gone", f"w{number}:1"))
-    assert other.new() == []
-    for _ in range(2 * MAX_RECENT):
-        acts.note(None)
-    assert len(other.new()) == MAX_RECENT
+def test_that_keys_are_to_be_read_again_is_told_beside_orders(tmp_path: Path) -> None:
+    here, there = ActsFile(tmp_path), ActsFile(tmp_path)
+    here.order(IDS[1], Order(is_drained=True))
+    there.change(lambda acts: Acts(acts.orders, acts.keys + 1))
+    assert here.changed() == Acts({IDS[1]: Order(is_drained=True)}, 1)
+    assert here.changed() is None
+    here.order(IDS[1], NONE)
+    assert there.changed() == Acts({}, 1)
 
 
 def test_a_lock_that_a_stopped_process_holds_holds_up_nobody_for_long(tmp_path: Path) -> None:
     with (tmp_path / "acts.lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(BlockingIOError):
-            Acts(tmp_path).note(None)
-    Acts(tmp_path).note(None)
+            ActsFile(tmp_path).order(IDS[1], NONE)
+    ActsFile(tmp_path).order(IDS[1], NONE)
 
 
 # --- metrics
@@ -207,7 +224,8 @@ def test_a_process_that_ends_while_one_adds_up_is_counted_once(
 
     def reading(name: str) -> Snapshot | None:
         found = read(name)
-        parent.fold("b")
+        if name == "b":
+            parent.fold("b")
         return found
 
     monkeypatch.setattr(files, "read", reading)

@@ -40,7 +40,7 @@ NAME, RATE, TOKENS = "t", 10.0, 6000
 STEPS = 4
 STEP_S = REPORT_S / STEPS
 UNIX_S = 1.7e9
-SESSIONS = 5000
+SESSIONS = 10_000
 
 
 class Process:
@@ -421,13 +421,19 @@ def test_every_process_comes_to_know_each_sessions_last_turn(
         assert {session: found.request_id for session, found in known.items() if found} == last
 
 
-def test_a_process_that_joins_is_told_all_sessions_by_one_of_its_siblings() -> None:
+def test_a_process_that_joins_is_told_all_sessions_by_one_of_its_siblings_though_that_ends() -> None:
     network = concurrent(1, {"a": 3}).settled()
     for number in range(1, SESSIONS):
         network.processes[number % 3].sessions.record(named(f"s{number}"), entry(number, network.now_s))
     network.run(1.0)
     newcomer = network.join("a")
-    network.run(1.0)
+    network.run(2 * REPORT_S)
+    for process in network.processes[
+        :3
+    ]:  # they are replaced: what they have yet to hand over is their last word
+        for data, to in process.gossip.last(UNIX_S + network.now_s, network.now_s):
+            network.send(process, data, to)
+    network.step()
     assert len(newcomer.sessions) == SESSIONS - 1
     found = newcomer.sessions.get(named("s7"), network.now_s)
     assert found is not None
@@ -515,6 +521,7 @@ def test_usage_that_comes_behind_a_later_message_counts_for_nothing() -> None:
     process = lone()
     hear(process, told(used(5.0), number=5))
     hear(process, told(used(3.0), number=4))
+    assert process.bucket().held(1.0) == pytest.approx(RATE - 5)
     hear(process, told(used(6.0), number=6))
     assert process.bucket().held(1.0) == pytest.approx(RATE - 6)
 
@@ -557,6 +564,21 @@ def test_who_has_nothing_to_tell_speaks_only_now_and_then() -> None:
     said = [bool(gossip.tick(1 + tick * REPORT_S, UNIX_S)) for tick in range(11)]
     assert [number for number, one in enumerate(said) if one] == [0, 5, 10]
     assert HEARTBEAT_S == 5 * REPORT_S
+
+
+def test_a_process_that_is_alone_keeps_no_news_of_sessions() -> None:
+    network = concurrent(1, {"a": 1}).settled()
+    (alone,) = network.processes
+    alone.sessions.record(named("s"), entry(1, network.now_s))
+    assert alone.sessions.news is None
+    newcomer = network.join("a")
+    network.run(1.0)
+    alone.sessions.record(named("t"), entry(2, network.now_s))
+    network.run(1.0)
+    assert len(newcomer.sessions) == 2
+    network.processes.remove(newcomer)
+    network.run(SILENT_S + 1)
+    assert alone.sessions.news is None
 
 
 def test_messages_are_bounded_however_much_is_new() -> None:

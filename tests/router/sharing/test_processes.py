@@ -94,7 +94,7 @@ async def test_processes_share_the_port_and_are_replaced_without_a_failure_and_e
 ) -> None:
     decode, other = MockWorker("decode"), MockWorker("decode")
     file = tmp_path / "router.toml"
-    limited = "processes = 2\ntenant_defaults.concurrency = 3\n"
+    limited = 'processes = 2\ntenants = [{ name = "*", concurrency = 3 }]\n'
     async with workers(decode, other), routing(file, f'decode = ["{decode.url}"]\n{limited}') as router:
         running = most = 0
         enough = asyncio.Event()
@@ -362,7 +362,7 @@ async def test_routers_that_share_a_redis_know_each_others_sessions_and_charges_
         text = (
             f"decode = {json.dumps([worker.url for worker in decodes])}\n"
             f'redis.url = "{redis.url}"\naccess = {{ keys_file = "{keys}", show_load = true }}\n'
-            "tenant_defaults = { requests_s = 20, concurrency = 50 }\n"
+            'tenants = [{ name = "*", requests_s = 20, concurrency = 50 }]\n'
         )
         first = await stack.enter_async_context(routing(tmp_path / "here.toml", text))
         second = await stack.enter_async_context(routing(tmp_path / "there.toml", text))

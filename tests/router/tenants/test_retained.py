@@ -247,8 +247,8 @@ async def test_a_tenant_asks_with_its_own_salt_only(monkeypatch: pytest.MonkeyPa
 
 
 async def test_the_worker_of_the_session_brings_it_up() -> None:
-    limits = TenantLimits(retain_tokens=1000)
-    async with disagg(decode=4, tenant_defaults=limits) as (harness, _, decodes):
+    limits = (Tenant(name="*", retain_tokens=1000),)
+    async with disagg(decode=4, tenants=limits) as (harness, _, decodes):
         for decode in decodes:
             decode.script(HINTS, answer(200, DONE))
         for number in range(3):

@@ -10,13 +10,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from pdserve.settings.config_file import to_toml
 from pdserve.up.launchers.sessions import session_members
 from pdserve.up.locks import is_free
 from tests.support.e2e import warm
@@ -45,24 +46,6 @@ def eventually(condition: Callable[[], bool], what: str, timeout_s: float, poll_
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {timeout_s} s: {what}")
         time.sleep(poll_s)
-
-
-def to_toml(table: Mapping[str, Any], prefix: str = "") -> str:
-    """TOML of nested dicts with scalar, list and list-of-dict values."""
-    import json
-
-    def value(v: Any) -> str:
-        if isinstance(v, dict):
-            return "{" + ", ".join(f"{k} = {value(x)}" for k, x in v.items()) + "}"
-        if isinstance(v, list):
-            return "[" + ", ".join(value(x) for x in v) + "]"
-        return json.dumps(str(v) if isinstance(v, Path) else v)
-
-    lines = [f"{k} = {value(v)}" for k, v in table.items() if not isinstance(v, dict)]
-    for k, v in table.items():
-        if isinstance(v, dict):
-            lines += [f"[{prefix}{k}]", to_toml(v, f"{prefix}{k}.")]
-    return "\n".join(lines) + "\n"
 
 
 @dataclass

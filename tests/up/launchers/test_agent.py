@@ -187,20 +187,27 @@ FOUR = Machine(
 )
 
 
-ALL = range(4)
+def claimed(folder: Path, count: int, *numbers: int, others: Sequence[int] = ()) -> tuple[Any, list[int]]:
+    order = Order(
+        argv=[], environment={}, config_path="/x", config="", grace_s=1.0, patience_s=1.0,
+        gpu_count=count, gpu_numbers=[*numbers], gpus_of_others=[*others],
+    )  # fmt: skip
+    return claim_gpus(FOUR, order, folder, 0.0)
 
 
 def test_workers_of_a_host_get_gpus_of_their_own_until_they_end(tmp_path: Path) -> None:
-    first, locks = claim_gpus(FOUR, 2, ALL, tmp_path, 0.0)
-    second, _ = claim_gpus(FOUR, 1, [3], tmp_path, 0.0)
+    first, locks = claimed(tmp_path, 2)
+    second, _ = claimed(tmp_path, 1, 3)
     assert (first, second) == ((0, 1), (3,))
     with pytest.raises(StartupError, match="2 GPUs of 0, 1, 2, 3 are needed here, and 1 are free"):
-        claim_gpus(FOUR, 2, ALL, tmp_path, 0.0)
+        claimed(tmp_path, 2)
     with pytest.raises(StartupError, match="1 GPUs of 3 are needed here, and 0 are free"):
-        claim_gpus(FOUR, 1, [3], tmp_path, 0.0)
+        claimed(tmp_path, 1, 3)
     for lock in locks:
         os.close(lock)
-    assert claim_gpus(FOUR, 3, ALL, tmp_path, 0.0)[0] == (0, 1, 2)
+    with pytest.raises(StartupError, match="2 GPUs of 1, 3 are needed here, and 1 are free"):
+        claimed(tmp_path, 2, others=[0, 2])  # a worker that names those may start later
+    assert claimed(tmp_path, 3)[0] == (0, 1, 2)
 
 
 def test_a_process_that_needs_gpus_is_not_started_on_a_host_without(tmp_path: Path) -> None:

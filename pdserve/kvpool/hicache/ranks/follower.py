@@ -21,7 +21,8 @@ from pdserve.errors import PageMismatch
 from pdserve.kvpool.client.operations import Proof
 from pdserve.kvpool.hicache.ranks.host_pages import MappedHostPages
 from pdserve.kvpool.hicache.ranks.messages import Begun, Ended, News, Place
-from pdserve.kvpool.protocol.page_bytes import PageBuffers, finish, start
+from pdserve.kvpool.native import copying
+from pdserve.kvpool.protocol.page_bytes import PageBuffers
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,6 @@ PATIENCE_S: Final = 0.1
 PAUSE_S: Final = 1.0
 """After a wait in vain only what the leader has already read is copied, for this long."""
 WAITING_SHARE: Final = 0.5
-PIECE_BYTES: Final = 256 * 1024  # is hashed while it is in the CPU's cache
 KEEP_S: Final = 10.0
 """All ranks read a page at about the same time. Later its place has probably been given away."""
 MAX_PAGES: Final = 65_536
@@ -173,11 +173,6 @@ def _copied(leader: Leader, place: Place, page: PageBuffers) -> Proof | None:
         return None
     if [one.size for one in source] != [one.size for one in page]:
         return None
-    digest = start()
-    for theirs, ours in zip(source, page, strict=True):
-        for at in range(0, ours.size, PIECE_BYTES):
-            piece = ours[at : at + PIECE_BYTES]
-            np.copyto(piece, theirs[at : at + PIECE_BYTES])
-            digest.update(piece.data)
-    digest.update(place.trailer)
-    return Proof(place.checksum, place.trailer) if finish(digest) == place.checksum else None
+    trailer = np.frombuffer(place.trailer, np.uint8)
+    checksum = copying.copy([*page, np.empty_like(trailer)], [*source, trailer])
+    return Proof(place.checksum, place.trailer) if checksum == place.checksum else None

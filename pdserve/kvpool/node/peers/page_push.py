@@ -142,11 +142,11 @@ class PagePusher:
         """Pages of one length, as many as a message may be for. Raises PoolError when the peer failed."""
         lease_s = LEASE_SHARE * self._config.lease_s
         allowed_s = TIMEOUT_S + len(keys) * length_bytes / SLOWEST_BYTES_S
-        deadline_s = self._loop.time() + min(lease_s, allowed_s)
         lock, link = self._link(push.node, replica=push.replica)
         async with lock:
             self._links.setdefault((push.node, push.replica), (lock, link))  # it may have been away meanwhile
             self._locate(link)
+            deadline_s = self._loop.time() + min(lease_s, allowed_s)
             try:
                 grants = await _in_thread(
                     lambda: link.reserve(space, keys, length_bytes, push.replica, deadline_s), push.node
@@ -208,7 +208,16 @@ class PagePusher:
         self._discard(
             namespace, [(keys[i], pins[i]) for i, end in zip(hits, ends, strict=True) if end == GONE]
         )
-        return dict.fromkeys(keys, GONE) | {keys[i]: end for i, end in zip(hits, ends, strict=True)}
+        missed = await self._missed(
+            namespace, [k for k, p in zip(keys, pins, strict=True) if p.status != m.HIT]
+        )
+        return missed | {keys[i]: end for i, end in zip(hits, ends, strict=True)}
+
+    async def _missed(self, namespace: int, keys: list[bytes]) -> dict[bytes, int]:
+        """Pages that this node could not give itself: gone, or more than it may pin or load at a time."""
+        here = await self._local.call(lambda n: m.Exists(n, namespace, keys)) if keys else None
+        mask = here.mask if isinstance(here, m.Present) else bytes(len(keys))
+        return {key: LATER if present else GONE for key, present in zip(keys, mask, strict=True)}
 
     def _discard(self, namespace: int, damaged: list[tuple[bytes, m.Pin]]) -> None:
         """These pages are not what was once written."""

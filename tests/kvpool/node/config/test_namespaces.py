@@ -59,6 +59,7 @@ def test_a_file_with_namespaces_becomes_rules(tmp_path: Path) -> None:
         ('policy = "lfru"', "(lfu|lru)"),
         ("operations_s = -1.0", "operations_s"),
         ("weight = 0.0", "weight"),
+        ("copies = 17", "copies"),
         ('media = "tape"', "media"),
         ('read_token = "sha256:12"', "64 hexadecimal digits"),
         ('read_token = "fifteen-letters"', "read_token must be 16 characters or more"),

@@ -311,7 +311,7 @@ def test_a_node_is_not_drained_while_it_is_upgraded(tmp_path: Path, monkeypatch:
     nodes.start("b")
     monkeypatch.setattr(upgrader, "command", lambda: ["sh", "-c", f"exec sleep {SOON_S}"])
     channel = ControlChannel.connect(f"unix:{tmp_path}/a.sock", make_hello("test", "", "none"), soon(5))
-    channel.send(Upgrade(1), soon(5))
+    channel.post(Upgrade(1))  # type: ignore[arg-type]
     reply = channel.call(Drain(2), soon(5))
     assert isinstance(reply, m.Fault)
     assert reply.code == "upgrade_under_way"

@@ -1,0 +1,213 @@
+"""What the router served, as an anonymous trace: JSON lines in Mooncake's format, which AIPerf
+(`mooncake_trace`) and `benchmarks` replay.
+
+    {"timestamp": 1200, "input_length": 1100, "output_length": 40, "hash_ids": [7120…, 913…, 55…],
+     "session_id": "8b1f…", "parent_id": "", "answered_hash_ids": [55…]}
+
+`timestamp` is in ms since the trace began. `hash_ids` has one number for each BLOCK_TOKENS tokens of the
+prompt. The router does not tokenize, so a block is BLOCK_BYTES bytes of the prompt's JSON, hashed with all
+bytes before it, and what is left or missing at the end is cut off or numbered on: prompts that begin alike
+have equal first numbers. `answered_hash_ids` are those of the prompt that the session's last answer was
+written back for, so a replay knows that they were cached though no prompt had them before.
+
+No text, name or key is in it: numbers and names are keyed hashes (BLAKE2b) by a secret beside the file,
+FILE.secret, which is not to be given away with it. It outlives the router and is shared by its processes, so
+one file holds what all of them served, restarts included.
+
+The request pays for one append to a bounded queue. A thread hashes and writes; what does not fit is dropped
+and counted, and a full disk ends the trace, not the router.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from hashlib import blake2b
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from pdserve.errors import ConfigError
+
+BLOCK_TOKENS: Final = 512
+"""Mooncake's and AIPerf's."""
+BLOCK_BYTES: Final = 2048
+QUEUED: Final = 1024
+QUEUED_BYTES: Final = 64 << 20
+"""Of prompts that wait to be hashed."""
+SESSIONS: Final = 10_000
+"""Whose last turn is remembered, for `answered_hash_ids`."""
+SECRET_BYTES: Final = 32
+
+_log = logging.getLogger(__name__)
+
+
+class Served(msgspec.Struct, frozen=True, gc=False):
+    """One answered request. `scope`: what else decides its pages, such as the model and the tenant's salt."""
+
+    at_s: float
+    """When it came, by `time.time()`."""
+    scope: str
+    prompt: bytes
+    """JSON of the messages, the prompt or the input."""
+    input_tokens: int
+    output_tokens: int
+    session: str = ""
+    parent: str = ""
+
+
+class Line(msgspec.Struct, frozen=True, gc=False):
+    """One line of the file."""
+
+    timestamp: int
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+    session_id: str
+    parent_id: str
+    answered_hash_ids: list[int]
+
+
+class Secret(msgspec.Struct, frozen=True):
+    """Of one trace: the key of its hashes, and when it began, by `time.time()`."""
+
+    key: bytes
+    began_s: float
+
+
+class Tracer:
+    """Makes lines of what was served. Pure; not thread-safe."""
+
+    def __init__(self, secret: Secret) -> None:
+        self._secret = secret
+        self._turns: OrderedDict[str, tuple[int, int]] = OrderedDict()
+        """By session, the first and the last block that its last answer touches."""
+
+    def line(self, served: Served) -> Line:
+        ids = block_ids(self._secret.key, served.scope, served.prompt, served.input_tokens)
+        session = self._name(served.session)
+        answered: list[int] = []
+        if session:
+            first, last = self._turns.pop(session, (0, 0))
+            answered = ids[first:last]
+            total = served.input_tokens + served.output_tokens
+            self._turns[session] = -(-served.input_tokens // BLOCK_TOKENS), total // BLOCK_TOKENS
+            if len(self._turns) > SESSIONS:
+                self._turns.popitem(last=False)
+        return Line(
+            timestamp=max(0, round((served.at_s - self._secret.began_s) * 1e3)),
+            input_length=served.input_tokens,
+            output_length=served.output_tokens,
+            hash_ids=ids,
+            session_id=session,
+            parent_id=self._name(served.parent),
+            answered_hash_ids=answered,
+        )
+
+    def _name(self, name: str) -> str:
+        if not name:
+            return ""
+        return blake2b(
+            name.encode("utf-8", "surrogatepass"), digest_size=12, key=self._secret.key
+        ).hexdigest()
+
+
+def block_ids(key: bytes, scope: str, prompt: bytes, tokens: int) -> list[int]:
+    """One number below 2^53 for each BLOCK_TOKENS tokens, the last ones of which may be few."""
+    digest = blake2b(scope.encode("utf-8", "surrogatepass") + b"\0", key=key, digest_size=6)
+    ids = []
+    for number in range(-(-tokens // BLOCK_TOKENS)):
+        # past the end of the text the number of the block keeps its numbers apart
+        digest.update(prompt[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES] or b"%d" % number)
+        ids.append(int.from_bytes(digest.digest(), "little"))
+    return ids
+
+
+class TraceFile:
+    """Writes a trace in a thread of its own. `record` may be called from any thread and never waits; who made
+    it closes it.
+    """
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        """Raises ConfigError where the file or its secret cannot be opened."""
+        self._path = path
+        self._max_bytes = max_bytes
+        self._tracer = Tracer(_secret_of(path))
+        try:
+            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(f"trace.file {path}: {error.strerror}") from error
+        self._queue: queue.SimpleQueue[Served | None] = queue.SimpleQueue()
+        self._queued_bytes = 0
+        self._lock = threading.Lock()
+        self.dropped = 0
+        """Requests that are not in the file: too many waited, or the file has reached its bound."""
+        self._thread = threading.Thread(target=self._run, name="trace", daemon=True)
+        self._thread.start()
+
+    def record(self, served: Served) -> None:
+        """Have it written; what is served after `close` or has no tokens is not."""
+        size = len(served.prompt)
+        with self._lock:
+            if (
+                not self._thread.is_alive()
+                or self._queue.qsize() >= QUEUED
+                or self._queued_bytes + size > QUEUED_BYTES
+            ):
+                self.dropped += 1
+                return
+            self._queued_bytes += size
+        self._queue.put(served)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """What waits is written, for at most so long."""
+        self._queue.put(None)
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        try:
+            while (served := self._queue.get()) is not None:
+                with self._lock:
+                    self._queued_bytes -= len(served.prompt)
+                if served.input_tokens <= 0:
+                    continue
+                line = msgspec.json.encode(self._tracer.line(served)) + b"\n"
+                if os.fstat(self._file).st_size + len(line) > self._max_bytes:
+                    _log.warning("%s: the trace ends at trace.max_mb", self._path)
+                    return
+                if os.write(self._file, line) < len(line):
+                    _log.warning("%s: the trace ends: the disk is full", self._path)
+                    return
+        except OSError as error:
+            _log.warning("%s: the trace ends: %s", self._path, error.strerror)
+        finally:
+            os.close(self._file)
+
+
+def _secret_of(path: Path) -> Secret:
+    """That of the trace, made where there is none. Whoever of several processes comes first makes it. Raises
+    ConfigError.
+    """
+    file = path.with_name(path.name + ".secret")
+    made = msgspec.json.encode(Secret(secrets.token_bytes(SECRET_BYTES), time.time()))
+    mine = file.with_name(f"{file.name}.{os.getpid()}")
+    try:
+        with open(mine, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as new:
+            new.write(made)
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.link(mine, file)
+        finally:
+            mine.unlink()
+        return msgspec.json.decode(file.read_bytes(), type=Secret)
+    except OSError as error:
+        raise ConfigError(f"trace.file {path}: its secret {file.name}: {error.strerror}") from error
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"trace.file {path}: {file.name} is no secret of a trace: {error}") from error
