@@ -19,7 +19,7 @@ from pdserve.router.admission.gate import Gate
 from pdserve.router.api.diagnostics import asks_diagnosis
 from pdserve.router.api.endpoints import Endpoint, find_holder
 from pdserve.router.api.errors import NoWorkerError
-from pdserve.router.api.nonces import STRIPPED_HEADER, may_hold_nonce, without_nonce
+from pdserve.router.api.nonces import HEAD_BYTES, MARK, STRIPPED_HEADER, without_nonce
 from pdserve.router.api.request_body import (
     BOM,
     TRUE,
@@ -102,7 +102,8 @@ class Understanding:
                 view = parse_tenant_request(body) if has_keys else decode_request(body)
             except UNREADABLE:
                 view = parse_request(body)  # says what is wrong
-        if not self._keeps_nonces and may_hold_nonce(view):
+        first = view.system or view.instructions or view.messages or view.input
+        if MARK in bytes(memoryview(first)[:HEAD_BYTES]) and not self._keeps_nonces:
             view = self._without_nonce(request, view, has_keys=has_keys)
         request.streams = view.stream is True
         if view.model in self._fleet.tasks and view.model not in self._gate.aliases:
