@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from pdserve.router.admission.gate import Gate
 from pdserve.router.app.router import Router
@@ -17,6 +18,7 @@ from pdserve.router.fleet.registry import Fleet
 from pdserve.router.http.tls import WorkerTls
 from pdserve.router.http.worker_connection import Upstream
 from pdserve.router.metrics.stats import Stats
+from pdserve.router.request.traces import TraceFile
 from pdserve.router.tenants.api_keys import cluster_token
 from pdserve.tracing import Tracer, open_tracer
 
@@ -40,9 +42,12 @@ async def open_router(
     upstream = Upstream(config.limits, token, tls)
     prober = Prober(config.probe, fleet, upstream, Upstream(config.limits, token, tls), stats)
     discovery = _discovery(config, fleet, token)
+    trace_file = (
+        TraceFile(Path(config.trace.file), config.trace.max_mb * 10**6) if config.trace.file else None
+    )
     tasks: list[asyncio.Task[None]] = []
     try:
-        router = Router(config, fleet, gate, upstream, stats, make_app, tracer)
+        router = Router(config, fleet, gate, upstream, stats, make_app, tracer, trace_file)
         if discovery is not None:
             await discovery.first()
             tasks.append(asyncio.create_task(_keep_running("discovery", discovery.run, stats)))
@@ -58,6 +63,8 @@ async def open_router(
         await prober.close()
         gate.close()
         upstream.close()
+        if trace_file is not None:
+            await asyncio.to_thread(trace_file.close)
         if tracer is not None:
             await asyncio.to_thread(tracer.close)
 

@@ -27,6 +27,7 @@ from pdserve.router.http.worker_connection import Upstream
 from pdserve.router.metrics.stats import Snapshot, Stats
 from pdserve.router.proxy.handle import Proxy
 from pdserve.router.request.request import request_id
+from pdserve.router.request.traces import TraceFile
 from pdserve.tracing import Tracer
 
 OPEN_PATHS = frozenset(("/health", "/ready", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"))
@@ -50,6 +51,7 @@ class Router:
         stats: Stats,
         make_app: Callable[[Router], Asgi],
         tracer: Tracer | None = None,
+        trace_file: TraceFile | None = None,
     ) -> None:
         """`make_app` makes the application of the ordinary routes."""
         self.config = config
@@ -59,7 +61,7 @@ class Router:
         self.stats = stats
         self.created_s = int(time.time())
         self._cors = Cors(config.access.cors_origins) if config.access.cors_origins else None
-        self.proxy = Proxy(config, fleet, gate, upstream, stats, tracer, self._cors)
+        self.proxy = Proxy(config, fleet, gate, upstream, stats, tracer, self._cors, trace_file)
         self.metrics: Callable[[], Awaitable[Snapshot]] = self._metrics
         """Those of all of the router's processes together. Raises RequestError when there is no sum."""
         self.told_reload: Callable[[], None] | None = None

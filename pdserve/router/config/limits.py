@@ -228,3 +228,16 @@ class RedisSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             description="Begins the name of the channel in Redis; one for each set of routers that share.",
         ),
     ] = "pdserve:"
+
+
+class Trace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A file with what the router served, without texts, names and keys: for replays."""
+
+    file: Annotated[
+        str,
+        Meta(
+            description="Append a line in Mooncake's format for each answer: time, lengths, hashed blocks "
+            "and session. FILE.secret, beside it, is the key of the hashes, not to be shared. Empty: none."
+        ),
+    ] = ""
+    max_mb: Annotated[int, Meta(ge=1, description="The trace ends when its file is this large.")] = 1000

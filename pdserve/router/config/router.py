@@ -12,7 +12,7 @@ from pdserve.discovery.workers import WorkerEtcdConfig
 from pdserve.errors import ConfigError
 from pdserve.router.api.endpoints import PREFILLABLE, PrefillPath
 from pdserve.router.config.addresses import is_https, parse_base_url
-from pdserve.router.config.limits import Deadlines, Limits, Probe, RedisSettings, ServiceLevel
+from pdserve.router.config.limits import Deadlines, Limits, Probe, RedisSettings, ServiceLevel, Trace
 from pdserve.router.config.placement import PlacementSettings, Session
 from pdserve.router.config.tenants import OTHERS, SHARED, Access, Admin, Admission, Tenant, TenantLimits
 from pdserve.security.tls import TlsConfig
@@ -180,6 +180,7 @@ class RouterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     admin: Admin = Admin()
     etcd: WorkerEtcdConfig = WorkerEtcdConfig()
     tracing: Tracing = Tracing()
+    trace: Trace = Trace()
 
     def __post_init__(self) -> None:
         """Raises ValueError for what no field alone can tell; the loader adds the file's name."""

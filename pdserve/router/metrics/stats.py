@@ -247,8 +247,10 @@ METRICS: Final = tuple(DECLARED.values())
 BY_NAME: Final = by_name(METRICS)
 STATES: Final = frozenset(
     f"worker_{state}" for state in ("healthy", "draining", "circuit_open", "refused", "prefills")
-)
-"""Gauges that are 0 or 1: of several processes the largest value counts. All other metrics add up."""
+) | {"sessions"}
+"""Gauges that are 0 or 1, and the table that each process has whole: of several processes the largest value
+counts. All other metrics add up.
+"""
 
 
 class Snapshot(msgspec.Struct):

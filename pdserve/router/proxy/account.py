@@ -1,4 +1,5 @@
-"""What is noted of a request that is over: metrics, a line in the access log, spans of its trace.
+"""What is noted of a request that is over: metrics, a line in the access log, one in the trace of the load,
+spans of its own trace.
 
     POST /v1/chat/completions                                        the router's first span
       queue | plan | settle | prefill | publish | first token | stream
@@ -10,11 +11,13 @@ what the client waited for the decode worker, pulling pages included. Workers' o
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any, Final
 
 from pdserve.router.config.limits import ServiceLevel
 from pdserve.router.metrics.stats import Histogram, Stats, observe
 from pdserve.router.request.request import End, Request
+from pdserve.router.request.traces import Served
 from pdserve.tracing import Tracer
 
 NO_LEVEL: Final = ServiceLevel()
@@ -74,6 +77,30 @@ def log_access(request: Request, now_s: float) -> None:
     if request.end is not None:
         said["ended_by"] = request.end
     ACCESS_LOG.info("request", extra=said)
+
+
+def served(request: Request, now_s: float) -> Served | None:
+    """What a trace of the router's load has of the request; None: nothing was generated."""
+    meter, facts = request.meter, request.facts
+    if (
+        meter is None
+        or request.endpoint.task != "generate"
+        or not request.is_complete
+        or request.status >= 400
+    ):
+        return None
+    input_tokens, output_tokens = meter.total(request.is_stream)
+    session = facts.session
+    return Served(
+        at_s=time.time() - (now_s - request.started_s),
+        scope=f"{'' if request.tenant is None else request.tenant.name}/{request.model}",
+        body=request.body,
+        prompt_fields=request.endpoint.prompt_fields,
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
+        session="" if session is None else session.links[0],
+        parent="" if session is None else session.parent,
+    )
 
 
 def begin_trace(tracer: Tracer, request: Request) -> None:

@@ -21,7 +21,7 @@ from pdserve.router.http.driven import in_task
 from pdserve.router.http.serving import LAST_WORD_S
 from pdserve.router.http.worker_connection import Upstream
 from pdserve.router.metrics.stats import Stats
-from pdserve.router.proxy.account import NO_LEVEL, account, begin_trace, end_trace, log_access
+from pdserve.router.proxy.account import NO_LEVEL, account, begin_trace, end_trace, log_access, served
 from pdserve.router.proxy.bodies import Bodies
 from pdserve.router.proxy.decode import Decode
 from pdserve.router.proxy.direct import DirectWay
@@ -32,6 +32,7 @@ from pdserve.router.proxy.prefill import prefill, settle
 from pdserve.router.proxy.recover import Recovery
 from pdserve.router.proxy.understand import Understanding
 from pdserve.router.request.request import Request
+from pdserve.router.request.traces import TraceFile
 from pdserve.router.tenants.retained import Retained
 from pdserve.router.tenants.tenant import TenantState
 from pdserve.tracing import Tracer
@@ -51,6 +52,7 @@ class Proxy:
         stats: Stats,
         tracer: Tracer | None = None,
         cors: Cors | None = None,
+        trace_file: TraceFile | None = None,
     ) -> None:
         self.targets: Final = {path.encode("ascii"): path for path in ENDPOINTS}
         """Path by request target."""
@@ -65,6 +67,7 @@ class Proxy:
         self._cors = cors
         self._has_extras = tracer is not None or cors is not None
         self._logs_access = config.access_log
+        self._trace_file = trace_file
         self._level = config.slo if config.slo.is_set else NO_LEVEL
         self._total_s = config.deadlines.total_s
         self._early_head_s = config.deadlines.early_head_s
@@ -242,6 +245,8 @@ class Proxy:
         account(request, self._stats, now_s, self._level)
         if self._logs_access:
             log_access(request, now_s)
+        if self._trace_file is not None and (told := served(request, now_s)) is not None:
+            self._trace_file.record(told)
         if request.trace is not None:
             end_trace(request, now_s)
 

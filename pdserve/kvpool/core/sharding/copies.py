@@ -29,8 +29,8 @@ from pdserve.kvpool.protocol.slot_table import COMMITTED
 MAX_COPIED_PAGES: Final = 32_768  # per node: about 400 bytes for each
 ASKED_PAGES: Final = 1024  # in one push
 ASKED_BYTES: Final = 256 << 20  # of new replicas in one push
-NEW_A_LOOK: Final = 1024  # pages whose place on the ring is computed in one look
-DUE_A_LOOK: Final = 2048  # pages that are pushed in one look, or put off to the next: 3 ms
+NEW_A_LOOK: Final = 512  # pages whose place on the ring is computed in one look
+DUE_A_LOOK: Final = 1536  # pages that are pushed in one look, or put off to the next
 RETRY_SHARE: Final = 1 / 30  # of a lease, after a node did not make a replica
 
 

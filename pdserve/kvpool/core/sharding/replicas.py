@@ -4,7 +4,9 @@ A replica is an ordinary committed page with a lease. Its owner renews the lease
 copies. A replica is dropped when its lease ends. If this node owns the page by then, the replica becomes the
 page. Like any page that is written, replicas may evict the node's coldest pages.
 
-Slots are not watched: an entry is valid while its slot holds the filling (sequence) that it names.
+All leases are of one length, so the entries lie in the order of their ends: a look is at those that are due,
+EXPIRED_A_LOOK at most. Slots are not watched: an entry is valid while its slot holds the filling (sequence)
+that it names. One whose page is gone counts until its lease ends or its slot has another replica.
 """
 
 from __future__ import annotations
@@ -12,12 +14,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice, takewhile
+from typing import Final
 
 from pdserve.kvpool.core.events import Action
 from pdserve.kvpool.core.sharding.ownership import TierPages
 from pdserve.kvpool.core.store.page_store import PageStore
 from pdserve.kvpool.protocol.messages import GRANTED, PRESENT, Grant
 from pdserve.kvpool.protocol.slot_table import COMMITTED, RESERVED
+
+EXPIRED_A_LOOK: Final = 1024
 
 
 @dataclass(slots=True)
@@ -42,7 +48,7 @@ class Replicas:
         self._lease_s = lease_s
         self._is_ours = is_ours
         self._tiers = tiers
-        self._slots: dict[int, _Replica] = {}
+        self._slots: dict[int, _Replica] = {}  # the first to end first
         self._by_namespace: Counter[int] = Counter()
         self.slot_bytes = 0  # of all entries; an entry whose page is gone counts until `expire`
         self.expired = 0
@@ -75,19 +81,24 @@ class Replicas:
                 self.slot_bytes += slot_bytes
                 self._by_namespace[namespace] += 1
             elif grant.status == PRESENT:
-                replica = self._slots.get(self._store.find(namespace, key))
+                replica = self._slots.pop(slot := self._store.find(namespace, key), None)
                 if replica is not None:
                     replica.until_s = until_s
+                    self._slots[slot] = replica
 
     def expire(self, now_s: float, out: list[Action]) -> None:
-        """Drop replicas whose lease has ended; forget entries whose page is gone."""
-        for slot in [slot for slot, replica in self._slots.items() if not self._holds(slot, replica)]:
+        """Drop replicas whose lease has ended; forget such entries whose page is gone."""
+        ended = takewhile(lambda slot: self._slots[slot].until_s <= now_s, self._slots)
+        due, gone, written = list[int](), list[int](), list[int]()
+        for slot in islice(ended, EXPIRED_A_LOOK):
+            if not self._holds(slot, self._slots[slot]):
+                gone.append(slot)
+            else:
+                (due if self._store.state(slot) == COMMITTED else written).append(slot)
+        for slot in gone:
             self._forget(slot)
-        due = [
-            slot
-            for slot, replica in self._slots.items()
-            if replica.until_s <= now_s and self._store.state(slot) == COMMITTED
-        ]
+        for slot in written:  # it is looked at again when those after it are
+            self._slots[slot] = self._slots.pop(slot)
         self.expired += self._drop(due, out)
 
     def view_changed(self) -> None:

@@ -35,13 +35,14 @@ from typing import Final
 import msgspec
 
 from pdserve.errors import ConfigError
+from pdserve.router.api.request_body import parse_request
 
 BLOCK_TOKENS: Final = 512
 """Mooncake's and AIPerf's."""
 BLOCK_BYTES: Final = 2048
 QUEUED: Final = 1024
 QUEUED_BYTES: Final = 64 << 20
-"""Of prompts that wait to be hashed."""
+"""Of bodies that wait to be hashed."""
 SESSIONS: Final = 10_000
 """Whose last turn is remembered, for `answered_hash_ids`."""
 SECRET_BYTES: Final = 32
@@ -55,8 +56,9 @@ class Served(msgspec.Struct, frozen=True, gc=False):
     at_s: float
     """When it came, by `time.time()`."""
     scope: str
-    prompt: bytes
-    """JSON of the messages, the prompt or the input."""
+    body: bytes
+    prompt_fields: tuple[str, ...]
+    """Of the body, where the prompt is: the first one that is there."""
     input_tokens: int
     output_tokens: int
     session: str = ""
@@ -91,7 +93,8 @@ class Tracer:
         """By session, the first and the last block that its last answer touches."""
 
     def line(self, served: Served) -> Line:
-        ids = block_ids(self._secret.key, served.scope, served.prompt, served.input_tokens)
+        prompt = bytes(parse_request(served.body).prompt_json(served.prompt_fields))
+        ids = block_ids(self._secret.key, served.scope, prompt, served.input_tokens)
         session = self._name(served.session)
         answered: list[int] = []
         if session:
@@ -154,7 +157,7 @@ class TraceFile:
 
     def record(self, served: Served) -> None:
         """Have it written; what is served after `close` or has no tokens is not."""
-        size = len(served.prompt)
+        size = len(served.body)
         with self._lock:
             if (
                 not self._thread.is_alive()
@@ -175,7 +178,7 @@ class TraceFile:
         try:
             while (served := self._queue.get()) is not None:
                 with self._lock:
-                    self._queued_bytes -= len(served.prompt)
+                    self._queued_bytes -= len(served.body)
                 if served.input_tokens <= 0:
                     continue
                 line = msgspec.json.encode(self._tracer.line(served)) + b"\n"

@@ -7,6 +7,7 @@ import os
 import stat
 import threading
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,8 +16,9 @@ from hypothesis import strategies as st
 
 from benchmarks.lib.load import trace_lines
 from pdserve.errors import ConfigError
-from pdserve.router import traces
-from pdserve.router.traces import (
+from pdserve.router.config.limits import Trace
+from pdserve.router.request import traces
+from pdserve.router.request.traces import (
     BLOCK_BYTES,
     BLOCK_TOKENS,
     Line,
@@ -26,13 +28,16 @@ from pdserve.router.traces import (
     Tracer,
     block_ids,
 )
+from tests.support.router.harness import CHAT, disagg
 
 KEY = b"k" * 32
 LARGE = 1 << 30
 
 
-def served(prompt: bytes = b'[{"role":"user","content":"Paris"}]', **fields: object) -> Served:
-    return msgspec.structs.replace(Served(1000.0, "model", prompt, 700, 40), **fields)
+def served(prompt: bytes = b'[{"role":"user","content":"Paris"}]', **fields: Any) -> Served:
+    body = b'{"model":"m","messages":%b}' % prompt
+    made = Served(1000.0, "model", body, ("messages",), input_tokens=700, output_tokens=40)
+    return msgspec.structs.replace(made, **fields)
 
 
 def lines_of(path: Path) -> list[Line]:
@@ -74,7 +79,7 @@ def test_another_secret_or_model_has_other_numbers(other: tuple[bytes, str]) -> 
 
 def test_the_next_turn_tells_which_blocks_the_last_answer_made() -> None:
     tracer = Tracer(Secret(KEY, 1000.0))
-    text = b"t" * 20 * BLOCK_BYTES
+    text = b'"%b"' % (b"t" * 20 * BLOCK_BYTES)
     tracer.line(served(text, session="s", input_tokens=3 * BLOCK_TOKENS, output_tokens=2 * BLOCK_TOKENS))
     second = tracer.line(served(text, session="s", input_tokens=6 * BLOCK_TOKENS, output_tokens=1))
     assert second.answered_hash_ids == second.hash_ids[3:5]
@@ -174,3 +179,19 @@ def test_each_line_is_one_that_mooncakes_readers_take(tmp_path: Path) -> None:
     line = json.loads(text)
     assert len(line["hash_ids"]) == 2
     assert 0 < line["input_length"] - (len(line["hash_ids"]) - 1) * BLOCK_TOKENS <= BLOCK_TOKENS
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_each_answer_of_a_router_is_a_line_of_its_trace(tmp_path: Path, stream: bool) -> None:
+    trace = Trace(file=str(tmp_path / "trace"))
+    async with disagg(trace=trace) as (harness, _, _):
+        for turn in (1, 3):
+            messages = [{"role": "user", "content": f"turn {number}"} for number in range(turn)]
+            body = {"model": "m", "messages": messages, "stream": stream}
+            assert (await harness.post(CHAT, body, {"x-session-id": "mine"})).status == 200
+        assert (await harness.post(CHAT, {"model": "none", "messages": messages})).status == 404
+        await harness.settle()
+    first, second = lines_of(tmp_path / "trace")
+    assert first.input_length > 0
+    assert first.session_id == second.session_id != ""
+    assert "turn" not in (tmp_path / "trace").read_text()
