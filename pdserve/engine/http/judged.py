@@ -16,7 +16,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from pdserve.engine.contract.endpoints import CHAT, COUNT_TOKENS, Contract
+from pdserve.engine.contract.endpoints import CHAT, COUNT_TOKENS, MESSAGES, Contract
 from pdserve.engine.http.connection import AsgiApp, Receive, Scope, Send
 from pdserve.engine.http.endpoints import PREFILL
 from pdserve.engine.http.request import current_request
@@ -67,7 +67,7 @@ class Judged:
         except RequestError as error:
             await _answer(send, endpoint, error)
             return
-        if (record := current_request()) is not None:
+        if endpoint == MESSAGES and (record := current_request()) is not None:
             record.marks_cache = b'"cache_control"' in body
         headers = [pair for pair in scope["headers"] if pair[0] not in (b"content-length", b"content-type")]
         headers.append((b"content-length", b"%d" % len(judgement.body)))

@@ -9,7 +9,8 @@ The line is a block of its own, or the first one of the text. Gateways that tran
 where it is. So it is looked for at the start of the first text of the system, whichever member holds that,
 and nowhere else: the same line in what a user or a tool says is content. A line of other content stays.
 
-All other bodies are passed on byte for byte; `MARK in body` tells almost all of them apart.
+All other bodies are passed on byte for byte. Almost all of them are told apart by a look at the first
+`HEAD_BYTES` of one member, which takes a microsecond however long the request is.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import msgspec
 
 from pdserve.router.api.request_body import UNREADABLE, RequestView, is_crowded, with_member
 
+HEAD_BYTES: Final = 1024
 MARK: Final = b"x-anthropic-"
 STRIPPED_HEADER: Final = b"x-pdserve-stripped"
 """Of the answer: the names of the lines that were taken out."""
@@ -36,7 +38,7 @@ def without_nonce(body: bytes, view: RequestView) -> tuple[bytes, bytes]:
     """(the body without such a line, the line's name). The body itself and no name where it has none."""
     for member in _MEMBERS:
         said: msgspec.Raw = getattr(view, member)
-        if said and MARK in bytes(said):
+        if said and MARK in bytes(memoryview(said)[:HEAD_BYTES]):
             try:
                 found = _first_without(said, is_text=member in ("system", "instructions"))
             except UNREADABLE:

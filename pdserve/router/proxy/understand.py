@@ -19,7 +19,7 @@ from pdserve.router.admission.gate import Gate
 from pdserve.router.api.diagnostics import asks_diagnosis
 from pdserve.router.api.endpoints import Endpoint, find_holder
 from pdserve.router.api.errors import NoWorkerError
-from pdserve.router.api.nonces import MARK, STRIPPED_HEADER, without_nonce
+from pdserve.router.api.nonces import HEAD_BYTES, MARK, STRIPPED_HEADER, without_nonce
 from pdserve.router.api.request_body import (
     BOM,
     TRUE,
@@ -47,7 +47,6 @@ from pdserve.router.request.request import Request
 from pdserve.router.sessions.history import History
 from pdserve.router.sessions.keys import find_session_key, is_final, parse_sources
 from pdserve.router.tenants.retained import (
-    CACHE_CONTROL,
     RETAIN_HEADER,
     RETAINED_HEADER,
     Retained,
@@ -103,7 +102,8 @@ class Understanding:
                 view = parse_tenant_request(body) if has_keys else decode_request(body)
             except UNREADABLE:
                 view = parse_request(body)  # says what is wrong
-        if not self._keeps_nonces and MARK in request.body:
+        first = view.system or view.instructions or view.messages or view.input
+        if MARK in bytes(memoryview(first)[:HEAD_BYTES]) and not self._keeps_nonces:
             view = self._without_nonce(request, view, has_keys=has_keys)
         request.streams = view.stream is True
         if view.model in self._fleet.tasks and view.model not in self._gate.aliases:
@@ -190,8 +190,7 @@ class Understanding:
             draw=random.getrandbits(32),
             prefix=prefix_of(view, prompt, scope) if self._needs_prefix and computes else None,
         )
-        marks_caches = view.prompt_cache_retention or CACHE_CONTROL in body
-        if endpoint.is_hint or RETAIN_HEADER in request.fields or marks_caches:
+        if endpoint.is_hint or RETAIN_HEADER in request.fields or tenant.limits.retain_tokens:
             self._retain(request, tenant, view)
         if endpoint.task == "generate" and (session is not None or view.diagnostics):
             self._compare(request, view)
@@ -238,7 +237,7 @@ class Understanding:
         if self.retained.take(tenant, _conversation(request), tokens, seconds, now_s):
             request.keep_line += b"x-pdserve-keep: %d\r\n" % seconds
             request.set_lines()
-        elif said is None:  # marks that clients send to whomever
+        elif said is None:  # marks that clients send to whomever, or none
             return
         else:
             seconds = 0
