@@ -211,7 +211,7 @@ def test_prefill_and_decode_workers_use_the_same_tokens(cluster: Cluster) -> Non
 def test_a_conversation_goes_on_at_another_router_as_it_was(cluster: Cluster, run_dir: Path) -> None:
     """By the same workers, though the first router had moved it, and from the very tokens."""
     with redis_server(run_dir) as redis, ExitStack() as stack:
-        extra = {"redis": {"url": redis.url, "lookup_s": 2.0}, "admin": {"key": KEY, "port": 0}}
+        extra = {"redis": {"url": redis.url}, "admin": {"key": KEY, "port": 0}}
         here, there = (
             Router(run_dir, cluster.prefill, cluster.decode, name=f"router-sharing{i}", extra=extra)
             for i in range(2)

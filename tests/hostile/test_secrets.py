@@ -122,7 +122,8 @@ def running(file: Path, log: Path) -> Iterator[dict[str, str]]:
                 text += said.readline()
         router = tomllib.loads((file.parent / "run/router.toml").read_text())
         admin = f"http://127.0.0.1:{router['admin']['port']}"
-        yield {"router": found[1], "admin": admin, "pool": router["admin"]["pool"][0]}
+        node = tomllib.loads((file.parent / "run/pool0.toml").read_text())
+        yield {"router": found[1], "admin": admin, "pool": node["listen"][0]}
         process.terminate()
         assert process.wait(TIMEOUT_S) == 0
     finally:
