@@ -7,8 +7,8 @@ to the end of that block. A conversation's next turn repeats the bytes of the la
     turn 1   [{"role":"user", ... }]                       block 0 | block 1 | (rest)
     turn 2   [{"role":"user", ... },{"role":"assis...      block 0 | block 1 | block 2 | ... | (rest)
 
-Blocks have 1 KiB at the beginning of a prompt and grow with the distance from it, so a long prompt has some
-hundreds of blocks. Other inputs of page keys (model, tools, cache salt) are hashed first.
+Blocks have 1 KiB at the beginning of a prompt and grow with the distance from it, so a long prompt has a
+hundred blocks. Other inputs of page keys (model, tools, cache salt) are hashed first.
 
 For every block the table holds the last time at each worker and in the pool. Caches evict: after a half-life
 half of the prompts are estimated to be evicted.
@@ -33,9 +33,9 @@ from pdserve.router.api.request_body import RequestView, bytes_per_token
 from pdserve.router.fleet.worker import Worker
 
 FIRST_BLOCK_BYTES = 1024
-BLOCKS_PER_SIZE = 64
-"""After this many blocks of one size the size doubles: 64 KiB in 64 blocks, 32 MiB in 576."""
-MAX_BLOCKS = 576
+BLOCKS_PER_SIZE = 16
+"""After this many blocks of one size the size doubles: 48 KiB in 32 blocks, 32 MiB in 176."""
+MAX_BLOCKS = 176
 MAX_PLACES = 64
 """Number of workers stored for a block, the most recent ones."""
 BLOCK_BYTES = 320
