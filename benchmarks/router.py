@@ -117,22 +117,22 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Server(NamedTuple):
-    """Who is measured, or a mock worker; without a process where no router is between."""
+    """Who is measured, or a mock worker; without processes where no router is between."""
 
     name: str
     port: int
-    process: psutil.Process | None = None
+    processes: tuple[psutil.Process, ...] = ()
 
     def cpu_s(self) -> float:
-        """Processor time it has used, its children included."""
-        times = [one.cpu_times() for one in self._family()]
-        return sum(float(one.user + one.system) for one in times)
+        """Processor time that its processes have used."""
+        times = [process.cpu_times() for process in self.processes]
+        return float(sum(one.user + one.system for one in times))
 
     def rss_mb(self) -> float | None:
-        return sum(one.memory_info().rss for one in self._family()) / 1e6 if self.process else None
-
-    def _family(self) -> list[psutil.Process]:
-        return [self.process, *self.process.children()] if self.process else []
+        """Memory of all its processes."""
+        if not self.processes:
+            return None
+        return float(sum(process.memory_info().rss for process in self.processes) / 1e6)
 
 
 class Turn(NamedTuple):
@@ -214,7 +214,7 @@ def measure(peers: Sequence[str], settings: Settings, directory: Path) -> Iterat
         workers = []
         for role in ("prefill", "decode"):
             mock = stack.enter_context(mock_worker(role, directory))
-            workers.append(Server(role, mock.port, psutil.Process(mock.pid)))
+            workers.append(Server(role, mock.port, (psutil.Process(mock.pid),)))
         contenders = [Server(DIRECT, workers[1].port)]
         for name in (OURS, *peers):
             try:
@@ -265,8 +265,8 @@ def _router(name: str, workers: Sequence[Server], directory: Path, cores: set[in
         with _on_cores(cores):
             log = directory / f"{name}.log"
             made = running.enter_context(server(name, command, log, lambda: _answers(port)))
-        process = psutil.Process(made.pid)  # pdserve's serves from a child
-        yield Server(name, port, next(iter(process.children()), process))
+        process = psutil.Process(made.pid)
+        yield Server(name, port, (process, *process.children(recursive=True)))
 
 
 def _answers(port: int) -> bool:
