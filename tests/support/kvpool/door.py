@@ -129,8 +129,9 @@ class Door:
                     for body in frames.feed(data):
                         request = decode_request(body)
                         if isinstance(request, m.Hello):
-                            connection = self._greet(sock, request)
-                            if connection is None and self.manner is Manner.UPGRADES:
+                            manner = self.manner  # a test changes it meanwhile
+                            connection = self._greet(sock, request, manner)
+                            if connection is None and manner is Manner.UPGRADES:
                                 return
                         elif connection is not None:
                             self._answer(sock, connection, request)
@@ -140,10 +141,10 @@ class Door:
                 if connection is not None:
                     self.node.disconnect(connection)
 
-    def _greet(self, sock: socket.socket, hello: m.Hello) -> int | None:
-        if self.manner is Manner.SILENT:
+    def _greet(self, sock: socket.socket, hello: m.Hello, manner: Manner) -> int | None:
+        if manner is Manner.SILENT:
             return None
-        if self.manner is Manner.UPGRADES:
+        if manner is Manner.UPGRADES:
             sock.sendall(encode_frame(UPGRADING))
             return None
         connection = self.node.connect(hello.client)
