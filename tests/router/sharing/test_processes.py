@@ -337,7 +337,7 @@ async def test_a_session_goes_on_in_whichever_process_has_its_next_turn(
         home = headers["x-pdserve-decode"]
 
         async def all_have_had_turns() -> bool:
-            await asyncio.sleep(2 * REPORT_S)  # a client reads, or a tool runs
+            await asyncio.sleep(6 * REPORT_S)  # a client reads, or a tool runs; the machine may be busy
             headers = (await router.ask(headers=SESSION)).headers
             assert headers["x-pdserve-decode"] == home
             assert "decode=session" in headers["x-pdserve-plan"]
