@@ -14,7 +14,7 @@ from pdserve.decode.lookup import Lookup
 from pdserve.engine.http import request_context
 from pdserve.engine.page_names import PageNames
 from pdserve.pages import PagePart, page_hashes, part_suffix, pool_key
-from tests.support.engine.asked_prompts import MEMORY, OTHER, PAGE, PROMPT, SSD, SUFFIXES, Engine, Pool
+from tests.support.engine.asked_prompts import MEMORY, PAGE, PROMPT, SSD, SUFFIXES, Engine, Pool
 
 WINDOWS = PagePart("swa", 1, [part_suffix(suffix, "swa", {"kv": 0, "swa": 1}) for suffix in SUFFIXES])
 
@@ -38,10 +38,10 @@ async def ask(
     return answer.status_code, json.loads(answer.body)
 
 
-async def test_the_longest_prefix_is_told_by_tier_and_node() -> None:
+async def test_the_longest_prefix_is_told_by_tier() -> None:
     pool = Pool()
-    pool.has(MEMORY, OTHER, SSD, MEMORY)
-    status, said = await ask(pool, {"input_ids": PROMPT, "nodes": True})
+    pool.has(MEMORY, MEMORY, SSD, MEMORY)
+    status, said = await ask(pool, {"input_ids": PROMPT})
     assert status == 200
     assert said == {
         "page_tokens": 4,
@@ -50,11 +50,9 @@ async def test_the_longest_prefix_is_told_by_tier_and_node() -> None:
         "tokens": 16,
         "memory_tokens": 8,
         "tiers": {"dram": 3, "ssd": 1},
-        "nodes": {"a": {"dram": 2, "ssd": 1}, "b": {"dram": 1}},
     }
     _, said = await ask(pool, {"text": " ".join(map(str, PROMPT))})
     assert said["tokens"] == 16
-    assert "nodes" not in said
 
 
 async def test_a_page_that_one_rank_lacks_ends_the_prefix() -> None:

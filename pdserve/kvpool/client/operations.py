@@ -1,21 +1,16 @@
-"""One node's part of a batch: ask, read and write pages over one connection, and count the outcomes.
+"""A chunk of a batch: ask, read and write pages over one connection, and count the outcomes.
 
 Used by one thread per connection. client.py and connection_pool.py choose the node and decide about retries.
-
-Ranks of one host that hold the same bytes read the same pages at the same time (hicache/ranks/). Each page
-then comes over the network once: a client takes what another one reads, reads the rest itself, and says what
-it reads.
 """
 
 from __future__ import annotations
 
-import hmac
 import logging
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol, TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 
@@ -37,8 +32,7 @@ CLEAR_TIMEOUT_S: Final = 6.0
 # result of one page of a put
 UNSTORED: Final = 0
 STORED: Final = 1  # in the pool, or being written by another writer
-MOVED: Final = 2  # not stored: another node owns the page now
-FULL: Final = 3  # not stored: the node had no room at that moment
+FULL: Final = 2  # not stored: the node had no room at that moment
 
 
 @dataclass
@@ -53,32 +47,10 @@ class ClientCounters:
     pages_lost: int = 0  # reads whose lease ended during the copy
     pages_corrupt: int = 0  # reads whose checksum did not match
     pages_forged: int = 0  # reads whose checksum matched, but not the tag made with the page key
-    pages_fallback: int = 0  # reads served by another node than the first one, while pages moved
     pages_ssd: int = 0  # reads that the node loaded from a tier (SSD, object store)
-    pages_shared: int = 0  # reads copied from another client of this host, which had read the page
     bytes_read: int = 0
     bytes_written: int = 0
     failures: int = 0
-
-
-class Proof(NamedTuple):
-    """What the bytes of a page that was read were checked with."""
-
-    checksum: int  # of the page and its trailer; NO_CHECKSUM: its writer made none
-    trailer: bytes  # the tag that ends the page in the pool; empty without a page key
-
-
-class PagesRead(NamedTuple):
-    """For each page: its proof, None if it was not read; and whether this client read it from a node itself,
-    not from another client of its host.
-    """
-
-    proofs: list[Proof | None]
-    own: list[bool]
-
-    @property
-    def found(self) -> list[bool]:
-        return [proof is not None for proof in self.proofs]
 
 
 class Tally:
@@ -103,7 +75,7 @@ def expect(opened: OpenConnection, request: m.Request, kind: type[R], deadline_s
 
 
 def exists(opened: OpenConnection, keys: list[bytes], deadline_s: float) -> list[bool]:
-    """For each key: whether it is committed on this node. Raises PoolError."""
+    """For each key: whether it is committed, on any node. Raises PoolError."""
     request = m.Exists(opened.next_id(), opened.namespace, keys)
     return _mask(opened, expect(opened, request, m.Present, deadline_s), keys)
 
@@ -115,8 +87,8 @@ def read(
     deadline_s: float,
     tally: Tally,
     tags: PageTags | None = None,
-) -> PagesRead:
-    """Read pages into their buffers.
+) -> list[bool]:
+    """Read pages into their buffers. True for those that are there and right.
 
     `tags`: pages in the pool end with a tag. Raises PoolError. Nothing writes into the buffers after the
     return or an error.
@@ -150,11 +122,7 @@ def read(
                 bad, sequences = [keys[i] for i in corrupt], [pins[i].sequence for i in corrupt]
                 discard = m.Discard(opened.next_id(), opened.namespace, bad, sequences)
                 expect(opened, discard, m.Done, deadline_s)
-    proofs = [
-        Proof(pin.checksum, trailers[i].tobytes() if tags else b"") if result[i] else None
-        for i, pin in enumerate(pins)
-    ]
-    return PagesRead(proofs, [True] * len(proofs))
+    return result
 
 
 def raise_pages(opened: OpenConnection, keys: list[bytes], deadline_s: float) -> list[bool]:
@@ -173,9 +141,7 @@ def write(
     tally: Tally,
     tags: PageTags | None = None,
 ) -> list[int]:
-    """Write pages. Returns UNSTORED, STORED, MOVED or FULL for each; the caller counts FULL. Raises
-    PoolError.
-    """
+    """Write pages. Returns UNSTORED, STORED or FULL for each; the caller counts FULL. Raises PoolError."""
     if not opened.rights & WRITE:
         tally.add(pages_refused=len(keys))
         return [UNSTORED] * len(keys)
@@ -187,8 +153,6 @@ def write(
     for i, grant in enumerate(grants):
         if grant.status in (m.PRESENT, m.BUSY):
             result[i] = STORED
-        elif grant.status == m.MOVED:
-            result[i] = MOVED
         elif grant.status == m.FULL:
             result[i] = FULL
     present = result.count(STORED)
@@ -251,7 +215,7 @@ def status(opened: OpenConnection, deadline_s: float) -> m.StatusReport:
 
 
 def clear(opened: OpenConnection, deadline_s: float) -> int:
-    """Drop the namespace's pages on this node. Returns their number. Raises PoolError."""
+    """Drop the namespace's pages on all nodes. Returns their number. Raises PoolError."""
     if not opened.rights & ADMIN:
         logger.warning("pool node %s: our token may not clear the namespace", opened.node)
         return 0
@@ -263,7 +227,7 @@ def clear(opened: OpenConnection, deadline_s: float) -> int:
 
 
 def remove(opened: OpenConnection, keys: Sequence[bytes], deadline_s: float) -> int:
-    """Drop these pages on this node. Returns how many there were. Raises PoolError."""
+    """Drop these pages on all nodes. Returns how many there were. Raises PoolError."""
     count = 0
     for start in range(0, len(keys), m.MAX_PAGES):
         part = list(keys[start : start + m.MAX_PAGES])
@@ -286,61 +250,3 @@ def _check_length(opened: OpenConnection, answers: Sequence[object], asked: Sequ
 def _mask(opened: OpenConnection, reply: m.Present | m.Committed, asked: Sequence[object]) -> list[bool]:
     _check_length(opened, reply.mask, asked)
     return [byte == 1 for byte in reply.mask]
-
-
-class SharedReads(Protocol):
-    """The other clients of this host. No call raises."""
-
-    def take(
-        self, keys: Sequence[bytes], pages: Sequence[PageBuffers], deadline_s: float
-    ) -> list[Proof | None]:
-        """Copy pages that another client reads or has just read into the buffers, and check the copies.
-
-        Returns the proof of each copied page, and None for those that this client must read. Waits while
-        another client reads them, so long that at least half of the time until `deadline_s` is left.
-        """
-        ...
-
-    def begin(self, keys: Sequence[bytes]) -> None:
-        """This client begins to read these pages."""
-        ...
-
-    def end(
-        self, keys: Sequence[bytes], pages: Sequence[PageBuffers], proofs: Sequence[Proof | None]
-    ) -> None:
-        """The pages are in these buffers now. None: this one is not."""
-        ...
-
-
-def read_shared(
-    opened: OpenConnection,
-    keys: list[bytes],
-    pages: list[PageBuffers],
-    deadline_s: float,
-    tally: Tally,
-    tags: PageTags | None,
-    share: SharedReads,
-) -> PagesRead:
-    """As `read`, without the pages that another client of this host reads. Raises PoolError."""
-    proofs = [
-        proof if proof is not None and _is_right(tags, key, page, proof) else None
-        for key, page, proof in zip(keys, pages, share.take(keys, pages, deadline_s), strict=True)
-    ]
-    left = [i for i, proof in enumerate(proofs) if proof is None]
-    by_us = [False] * len(keys)
-    if left:
-        own_keys, own_pages = [keys[i] for i in left], [pages[i] for i in left]
-        own: list[Proof | None] = [None] * len(left)
-        share.begin(own_keys)
-        try:
-            own = read(opened, own_keys, own_pages, deadline_s, tally, tags).proofs
-        finally:
-            share.end(own_keys, own_pages, own)
-        for i, proof in zip(left, own, strict=True):
-            proofs[i], by_us[i] = proof, True
-    return PagesRead(proofs, by_us)
-
-
-def _is_right(tags: PageTags | None, key: bytes, page: PageBuffers, proof: Proof) -> bool:
-    """Whether the copy has the tag that the page key gives. Without a page key its checksum was enough."""
-    return tags is None or hmac.compare_digest(tags.tag(key, page), proof.trailer)

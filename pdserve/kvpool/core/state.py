@@ -7,7 +7,7 @@
     Tick                              waits                                      waits.py
     RecordsLearned                    namespaces and who may use them            namespace_admin.py
     PagesStored, PagesLoaded, ...     pages in tiers                             tiering/
-    ViewChanged, PagesPushed          pages of other nodes                       sharding/
+    ViewChanged, PagesFetched, ...    pages of other nodes                       sharding/
                                       pages in memory                            store/
     Answer, CommitRows, ...     <-
 
@@ -33,10 +33,12 @@ from pdserve.kvpool.core.events import (
     Disconnected,
     Event,
     NamespacesSaved,
+    PagesFetched,
     PagesFound,
     PagesGone,
     PagesLoaded,
     PagesPushed,
+    PagesSeen,
     PagesStored,
     Received,
     RecordsLearned,
@@ -49,6 +51,7 @@ from pdserve.kvpool.core.kept_pages import KeptPages
 from pdserve.kvpool.core.lookups import Lookups, PlaceChanges
 from pdserve.kvpool.core.namespace_admin import Administration, AdminRequest, Rules
 from pdserve.kvpool.core.page_listing import PageListing
+from pdserve.kvpool.core.pending_gets import PendingGets
 from pdserve.kvpool.core.reads import Reads
 from pdserve.kvpool.core.sessions import Due, Limits, Session, Tags
 from pdserve.kvpool.core.sharding.coordinator import Sharding
@@ -116,12 +119,21 @@ class NodeState:
         self.store = store
         self._limits = limits
         tags, tiering = Tags(incarnation, FIRST_TAG), tiering or TieringLimits()
-        self.tiers = Tiers(store, tiers, tiering, self._settings, self._pin, self._readable, self._found)
-        self.sharding = Sharding(name, store, limits, self.tiers)
+        gets, wait_s = PendingGets(store, self._pin), tiering.promotion_timeout_s
+        self.tiers = Tiers(store, tiers, tiering, self._settings, gets, self._readable, self._found)
+        self.sharding = Sharding(name, store, limits, self.tiers, gets, self._readable)
         self.waits = Waits(store, limits.max_waiters, limits.max_waited_keys, self.tiers.has, self._may_read)
-        self.reads = Reads(store, limits, tags, self.tiers)
-        in_tier = self.tiers.has if tiers else no_tier
-        self.writes = Writes(store, limits, tags, self._written, in_tier, self.tiers.give_way)
+        self.reads = Reads(store, limits, tags, gets, (self.tiers, self.sharding.fetches), wait_s)
+        self.writes = Writes(
+            store,
+            limits,
+            tags,
+            self._written,
+            self.sharding.forwards.begin,
+            self.sharding.fetches.make_room,
+            self.tiers.has if tiers else no_tier,
+            self.tiers.give_way,
+        )
         self.kept = KeptPages(store, self.tiers, limits.max_kept_bytes)
         self._listing = PageListing(store, self.sharding, self.tiers)
         self._lookups = Lookups(store, self.tiers)
@@ -184,11 +196,16 @@ class NodeState:
                 self.sharding.view_changed(event, now_s, out)
             case PagesPushed():
                 self.sharding.pushed(event, now_s, out)
+            case PagesFetched():
+                self.sharding.fetched(event, now_s, out)
+            case PagesSeen():
+                self.waits.seen(event.namespace, event.keys, self.sessions, now_s, out)
             case RecordsLearned():
                 self.administration.learn(event.records, out)
             case _:
                 assert_never(event)
         self.tiers.pump(now_s, out)
+        self.sharding.pump(now_s, out)
         if self._places is not None:
             self._places.tell(out)
         return out
@@ -227,7 +244,7 @@ class NodeState:
             case m.Release():
                 self.reads.release(session, message, out)
             case m.Exists():
-                out.append(Answer(session.connection, self._lookups.answer(message, now_s)))
+                self.sharding.look_up(session, message, self._lookups.answer(message, now_s), out)
                 if message.keep_s or message.move:
                     self._judging = None
                     may_write = bool(self.administration.rights(session, message.namespace) & m.WRITE)
@@ -239,7 +256,8 @@ class NodeState:
             case m.Abort():
                 self.writes.abort(session, message, out)
             case m.Wait():
-                self.waits.begin(session, message, now_s, out)
+                missing = self.waits.begin(session, message, now_s, out)
+                self.sharding.watch(session, message, missing, out)
                 self._due.expect(session)
             case m.Discard():
                 self._discard(session, message, out)
@@ -283,7 +301,6 @@ class NodeState:
     def _tick(self, now_s: float, out: list[Action]) -> None:
         for session in self._due.take(self.sessions, now_s):
             self.waits.expire(session, now_s, out)
-            self.tiers.expire(session, now_s, out)
             self.reads.expire(session, now_s, out)
             self.writes.expire(session, now_s, out)
             self._due.expect(session)
@@ -303,7 +320,7 @@ class NodeState:
             return
         self._listing.gone(event.connection)
         self.waits.disconnected(session)
-        self.tiers.disconnected(session)
+        self.sharding.forwards.disconnected(event.connection)
         self.reads.disconnected(session, out)
         self.writes.disconnected(session, event.by_peer, now_s, out)
         if session.transfers:
@@ -319,6 +336,7 @@ class NodeState:
     def _clear(self, session: Session, request: m.Clear, now_s: float, out: list[Action]) -> None:
         for other in self.sessions.values():  # a slot reserved before the clear may hold old bytes
             self.writes.drop_namespace(other, request.namespace, out)
+        self.sharding.fetches.clear(request.namespace, now_s, out)
         space = self.namespaces.clear(request.namespace)
         count = self.tiers.clear(request.namespace, space, out)
         count += self.store.clear(request.namespace, space, out)
@@ -336,6 +354,7 @@ class NodeState:
         for session in self.sessions.values():
             self.writes.drop_namespace(session, number, out)
             self.waits.drop_namespace(session, number, out)
+        self.sharding.fetches.clear(number, self.store.now_s, out)
         count = self.tiers.clear(number, None, out)
         count += self.store.clear(number, 0, out)
         self.store.forget(number)
@@ -386,10 +405,13 @@ class NodeState:
                 self.writes.drop_namespace(session, number, out)
         self.writes.commit(session, request, now_s, out)
 
-    def _written(self, slots: list[int], now_s: float, out: list[Action]) -> None:
-        """Clients have committed these pages."""
-        self.tiers.committed(slots)
+    def _written(self, slots: list[int], now_s: float, out: list[Action]) -> set[int]:
+        """These pages were committed. Returns those whose Commit waits for the nodes that own them."""
+        foreign = self.sharding.foreign(slots, now_s)
+        own = [slot for slot in slots if slot not in foreign] if foreign else slots
+        self.tiers.committed(own)
         self._readable(slots, now_s, out)
+        return foreign
 
     def _readable(self, slots: list[int], now_s: float, out: list[Action]) -> None:
         """These pages can be read from now on: a client wrote them, or they came up from a tier."""
@@ -397,6 +419,7 @@ class NodeState:
         for slot in slots if self.waits.open else ():
             self._found(namespace_of[slot], self.store.key_of(slot), now_s, out)
         self.sharding.filled(slots, now_s)
+        self.sharding.fetches.written(slots, now_s, out)
 
     def _found(self, namespace: int, key: bytes, now_s: float, out: list[Action]) -> None:
         self.waits.committed(namespace, key, self.sessions, now_s, out)
@@ -465,12 +488,15 @@ class NodeState:
         check(self.store)
         self.waits.check()
         self.tiers.check()
-        self.sharding.replicas.check()
+        self.sharding.check()
         reserved = [slot for session in self.sessions.values() for slot in session.reservations]
-        reserved += self.tiers.reserved_slots()
+        reserved += self.tiers.reserved_slots() + self.sharding.fetches.reserved_slots()
         assert sorted(reserved) == self.store.slots_in_state(RESERVED)
         for session in self.sessions.values():
             assert session.due_s <= session.next_deadline_s()
+            for get in session.gets.values():
+                waited_for = self.tiers.waited_for(get) + self.sharding.fetches.waited_for(get)
+                assert get.missing == waited_for > 0
             held = [*session.reservations.values(), *session.quarantined.values()]
             assert session.reserved_bytes == sum(reservation.slot_bytes for reservation in held)
             assert session.reserved_bytes <= self._limits.max_reserved_bytes

@@ -5,27 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import SimpleNamespace
 
-from pdserve.kvpool.client.async_client import Place
 from pdserve.pages import namespace_seed, page_hashes, pool_key
 
 PAGE = 4
 SUFFIXES = (b"-0", b"-1")
 PROMPT = list(range(100, 118))  # 4 pages and two tokens
-MEMORY, SSD, OTHER = Place("a", "dram"), Place("a", "ssd"), Place("b", "dram")
+MEMORY, SSD = "dram", "ssd"
 
 
 class Pool:
     """Pages by key."""
 
     def __init__(self) -> None:
-        self.there: dict[bytes, Place] = {}
+        self.there: dict[bytes, str] = {}
 
-    def has(self, *places: Place, salt: str | None = None, suffixes: Sequence[bytes] = SUFFIXES) -> None:
+    def has(self, *tiers: str, salt: str | None = None, suffixes: Sequence[bytes] = SUFFIXES) -> None:
         pages = page_hashes(PROMPT, PAGE, namespace_seed(None, salt))
-        for page, place in zip(pages, places, strict=False):
-            self.there |= {pool_key(page, suffix): place for suffix in suffixes}
+        for page, tier in zip(pages, tiers, strict=False):
+            self.there |= {pool_key(page, suffix): tier for suffix in suffixes}
 
-    async def places(self, keys: Sequence[bytes]) -> list[Place | None]:
+    async def tiers(self, keys: Sequence[bytes]) -> list[str | None]:
         return [self.there.get(key) for key in keys]
 
 

@@ -24,6 +24,7 @@ from pdserve.kvpool.core.events import (
     Settled,
     ViewChanged,
 )
+from pdserve.kvpool.core.pending_gets import PendingGets
 from pdserve.kvpool.core.sessions import Limits
 from pdserve.kvpool.core.sharding import handover
 from pdserve.kvpool.core.sharding.coordinator import DISPLACED_SHARE, Sharding
@@ -179,22 +180,6 @@ def test_the_pages_last_read_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {key(n) for n in read} <= {k for ask in asks[: len(asks) // 2] for k in ask.keys}
 
 
-@pytest.mark.parametrize("commits", [True, False])
-def test_a_page_that_a_client_reserved_before_is_waited_for_and_goes_too(commits: bool) -> None:
-    node = Node(slabs=8)
-    client = node.connect()
-    grants = node.reserve(client, node.open(client), *ALL)
-    node.do(ViewChanged(ring_of(3, 5), False))
-    assert move_all(node, seconds=5.0) == ([], [])
-    if commits:
-        node.commit(client, *grants)
-    else:
-        node.abort(client, *grants)
-    asks, settled = move_all(node)
-    assert told(asks) == (foreign() if commits else {})
-    assert settled == [5]
-
-
 def test_another_view_begins_anew_and_waits_for_the_push_under_way() -> None:
     node = node_of_three()
     first = {ask.node: ask for ask in pushes(node.actions)}
@@ -312,12 +297,12 @@ def test_dropping_goes_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert steps > len(ALL) // 10
 
 
-def test_a_node_that_leaves_refuses_everything_and_drops_it_in_the_end() -> None:
+def test_a_node_that_leaves_takes_nothing_of_peers_and_drops_everything_in_the_end() -> None:
     node = node_of_three()
     client = node.connect()
     rest = Ring(NODES[1:], 6)
     node.do(ViewChanged(rest, False))
-    assert set(statuses(node.reserve(client, 1, *range(100, 110)))) == {m.MOVED}
+    assert set(statuses(node.reserve(peer(node), 1, *range(100, 110)))) == {m.MOVED}
     assert node.exists(client, 1, *ALL) == [1] * len(ALL)
     node.do(ViewChanged(rest, True))
     node.pass_time(0.01)
@@ -355,7 +340,9 @@ def node_with_tiers(*, stable: bool = False, ready: bool = True, **limits: Any) 
     node, tiers = node_of_three(), FakeTiers()
     tiers.ready = ready
     tiers.pages = {1: {key(n): 100 + n for n in range(40, 160)}}
-    node.state.sharding = Sharding("n0", node.state.store, Limits(copy_lease_s=10.0, **limits), tiers)
+    gets = PendingGets(node.state.store, node.state._pin)
+    limits_ = Limits(copy_lease_s=10.0, **limits)
+    node.state.sharding = Sharding("n0", node.state.store, limits_, tiers, gets, lambda *_: None)
     node.do(ViewChanged(ring_of(3, 5), stable))
     return node, tiers
 
