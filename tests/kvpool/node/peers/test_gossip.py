@@ -108,14 +108,13 @@ def test_a_node_that_was_drained_before_its_upgrade_does_not_come_back_into_the_
     # the command waits for pages that move, and here they move for longer than its deadline
     monkeypatch.setattr("pdserve.kvpool.admin.upgrade.has_settled", lambda report: True)
     slow = MovingConfig(bytes_s=1000)  # with pages, a node goes on leaving for long
-    first, leaving, left = (start_alone(processes, n, "a" * (n != "a"), moving=slow) for n in "abc")
+    _, leaving, left = (start_alone(processes, n, "a" * (n != "a"), moving=slow) for n in "abc")
     processes.until("abc")
     drain_and_upgrade(left, LEFT)
     processes.until("ab", at="ab")
-    refs = [PoolNodeRef(node="a", address=first.address)]
+    refs = [PoolNodeRef(node="b", address=leaving.address)]
     client = PoolClient(PoolClientConfig(nodes=refs), "ns", {"a": "b"})
     keys = some_keys(60)
-    client.exists(keys)  # and be told the ring
     assert all(client.put(keys, [[page_of(key)] for key in keys]))
     drain_and_upgrade(leaving, LEAVING)
     processes.until("a")
@@ -224,7 +223,7 @@ async def test_a_node_whose_clock_among_its_peers_ends_does_not_go_on_without(
     def bug(*_: object) -> None:
         raise RuntimeError("bug")
 
-    monkeypatch.setattr(node.gossip, "push_views", bug)
+    monkeypatch.setattr(node.gossip.joining, "look_for_seeds", bug)
     with pytest.raises(NodeFailed, match="among its peers"):
         await asyncio.wait_for(node.serve(), HANGS_S)
 
