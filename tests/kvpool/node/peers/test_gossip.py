@@ -223,7 +223,7 @@ async def test_a_node_whose_clock_among_its_peers_ends_does_not_go_on_without(
     def bug(*_: object) -> None:
         raise RuntimeError("bug")
 
-    monkeypatch.setattr(node.gossip.joining, "look_for_seeds", bug)
+    monkeypatch.setattr(node.gossip.cluster, "tidy", bug)
     with pytest.raises(NodeFailed, match="among its peers"):
         await asyncio.wait_for(node.serve(), HANGS_S)
 
