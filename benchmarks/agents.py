@@ -1,5 +1,5 @@
-"""Conversations as Claude Code holds them: first token and cached share by turn, with the line that changes in
-each request passed on, and taken out of the prompt.
+"""Conversations as Claude Code holds them: first token and cached share by turn, with the line that changes
+in each request passed on, and taken out of the prompt.
 
 Two clusters are started, and take turns; they differ in the router's `keep_nonces` alone. Each conversation
 has rules and files of its own, so its first turn finds nothing.
