@@ -30,6 +30,7 @@ FIGURES: Final = {
     "first_token_ms": ("time_to_first_token", "p50"),
     "first_token_p90_ms": ("time_to_first_token", "p90"),
     "inter_token_ms": ("inter_token_latency", "p50"),
+    "cached_percent": ("overall_usage_prompt_cache_read_pct", "avg"),
     "requests": ("request_count", "avg"),
     "failed": ("error_request_count", "avg"),
     "duration_s": ("benchmark_duration", "avg"),
@@ -45,6 +46,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     first_token_ms: float
     first_token_p90_ms: float
     inter_token_ms: float
+    cached_percent: float
     requests: float
     failed: float
     duration_s: float
@@ -169,10 +171,11 @@ def table_of(found: Sequence[Measured], title: str) -> Table:
         its = [one for one in found if one.contender == name]
         ratio = median(one.first_token_ms / base[one.round].first_token_ms for one in its)
         cells = (median(getattr(one, field) for one in its) for field in list(FIGURES)[:3])
+        cached = f"{median(one.cached_percent for one in its):.0f}%"
         counts = f"{sum(one.requests for one in its):.0f}", f"{sum(one.failed for one in its):.0f}"
-        rows.append((name, *map(ms, cells), times(ratio), *counts))
-    columns = ("contender", "first token p50, ms", "p90", "inter-token", "first token over", "requests")
-    return Table(title, (*columns, "failed"), [*rows], left=("contender",))
+        rows.append((name, *map(ms, cells), times(ratio), cached, *counts))
+    columns = ("contender", "first token p50, ms", "p90", "inter-token", "first token over", "cached")
+    return Table(title, (*columns, "requests", "failed"), [*rows], left=("contender",))
 
 
 if __name__ == "__main__":
