@@ -22,7 +22,6 @@ from pdserve.kvpool.protocol.cluster_messages import ACTIVE, LEFT, Drain
 from pdserve.kvpool.tiers.base import PageMemory, PutResult, TierPage
 from pdserve.kvpool.tiers.ssd.tier import SegmentTier
 from tests.support.kvpool.moving_nodes import DEADLINE_S, Nodes, wait_for
-from tests.support.kvpool.nodes import PAGE_BYTES, page_of
 from tests.support.kvpool.nodes import keys as some_keys
 from tests.support.suite.extended import extended
 
@@ -178,36 +177,6 @@ def test_a_draining_node_that_takes_the_others_for_dead_keeps_its_pages(tmp_path
         nodes.close()
 
 
-def test_the_last_node_does_not_drain(nodes: Nodes) -> None:
-
-    nodes.start("n0")
-    with nodes.client("n0") as client:
-        answer = client.connection.call(Drain(9), time.monotonic() + 5)
-    assert isinstance(answer, m.Fault)
-    assert answer.code == "last_node"
-
-
-def test_a_page_being_written_while_a_node_joins_moves_too(nodes: Nodes) -> None:
-    nodes.start("n0")
-    nodes.settle()
-    [*keys] = some_keys(40, seed=4)
-    with nodes.client("n0") as client:
-        request = m.Reserve(2, client.namespace, keys, [PAGE_BYTES])
-        reserved = client.connection.call(request, time.monotonic() + 5)
-        assert isinstance(reserved, m.Reserved)
-        nodes.start("n1")
-        wait_for(lambda: nodes.counters("n0")["moving"] == 1, "n0 pushes")
-
-        sums = client.connection.write_pages(
-            reserved.grants, [[page_of(key)] for key in keys], time.monotonic() + 5
-        )
-        commit = m.Commit(3, [g.slot for g in reserved.grants], [g.sequence for g in reserved.grants], sums)
-        client.connection.call(commit, time.monotonic() + 5)
-    nodes.settle()
-    assert nodes.counters("n0")["pages_pushed"] > 0
-    check_owned(nodes, keys)
-
-
 def test_an_owner_that_hangs_in_the_middle_costs_only_time(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,26 +202,6 @@ def test_an_owner_that_hangs_in_the_middle_costs_only_time(
         mine = [keys[i] for i in places]
         with nodes.client(name) as client:
             assert len(client.get(mine)) == len(mine) or name == "n2"
-
-
-def test_a_node_that_joins_and_leaves_again_at_once(nodes: Nodes) -> None:
-    for name in ("n0", "n1"):
-        nodes.start(name, moving=MovingConfig(bytes_s=1_500_000))
-    nodes.settle()
-    keys = some_keys(400, seed=7)
-    fill(nodes, keys)
-    joined = nodes.start("n2")
-    wait_for(lambda: nodes.counters("n0")["pages_pushed"] > 5, "n0 pushes")
-    nodes.run(joined.gossip.leave)
-
-    def left() -> bool:
-        nodes.tell()
-        return joined.gossip.cluster.me.status == LEFT
-
-    wait_for(left, "n2 has left")
-    nodes.stop("n2")
-    nodes.settle()
-    check_owned(nodes, keys)
 
 
 def test_a_damaged_page_does_not_move(nodes: Nodes) -> None:
