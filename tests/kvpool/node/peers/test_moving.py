@@ -18,7 +18,7 @@ from pdserve.kvpool.node.node import PoolNode
 from pdserve.kvpool.node.peers import page_push
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.base import NodeAddress
-from pdserve.kvpool.protocol.cluster_messages import ACTIVE, LEFT, Drain
+from pdserve.kvpool.protocol.cluster_messages import LEFT, Drain
 from pdserve.kvpool.tiers.base import PageMemory, PutResult, TierPage
 from pdserve.kvpool.tiers.ssd.tier import SegmentTier
 from tests.support.kvpool.moving_nodes import DEADLINE_S, Nodes, wait_for
@@ -148,35 +148,6 @@ def test_a_page_that_moves_has_the_rest_of_its_time_to_live(tmp_path: Path) -> N
         nodes.close()
 
 
-def test_a_draining_node_that_takes_the_others_for_dead_keeps_its_pages(tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path, moving=MovingConfig(bytes_s=300_000))
-    try:
-        leaver = nodes.start("n0")
-        nodes.start("n1")
-        nodes.settle()
-        keys = some_keys(300, seed=15)
-        fill(nodes, keys)
-        mine = [key for key in keys if nodes.holders(key) == ["n0"]]
-        nodes.run(leaver.gossip.leave)
-        nodes.tell()
-        gossip, ownership = leaver.gossip, leaver.state.sharding.ownership
-
-        def lose_sight() -> None:
-            gossip.apply(gossip.cluster.declare_dead("n1", gossip.cluster.members["n1"].version))
-            assert ownership.next_step_s == float("inf"), "it drops nothing"
-            assert ownership.alone, "who writes may write here"
-
-        nodes.run(lose_sight)
-        assert gossip.cluster.me.status == ACTIVE
-        with nodes.client("n0") as client:
-            assert len(client.get(mine)) == len(mine)
-        nodes.tell()
-        nodes.settle()
-        check_owned(nodes, keys)
-    finally:
-        nodes.close()
-
-
 def test_an_owner_that_hangs_in_the_middle_costs_only_time(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,19 +199,3 @@ def test_pages_go_to_a_node_on_another_host(nodes: Nodes, monkeypatch: pytest.Mo
     nodes.settle()
     assert nodes.counters("n0")["pages_pushed"] > 50
     check_owned(nodes, keys)
-
-
-def test_a_node_smaller_than_its_share_takes_what_fits(nodes: Nodes) -> None:
-    nodes.start("n0")
-    keys = some_keys(1000, seed=10)
-    fill(nodes, keys)
-    small = nodes.start("n1", capacity_bytes=2 << 20)
-    nodes.settle()
-    status = nodes.run(lambda: small.state.status(0, 0.0))
-    assert 0.7 * status.capacity_bytes < status.used_bytes <= status.capacity_bytes
-    assert (status.reserved_bytes, status.quarantined_bytes) == (0, 0)
-    assert nodes.counters("n0")["bytes_pushed"] < 2 * status.capacity_bytes, "it stops when it is full"
-    mine = [key for key in keys if nodes.holders(key) == ["n1"]]
-    with nodes.client("n1") as client:
-        found = [key for start in range(0, len(mine), 8) for key in client.get(mine[start : start + 8])]
-    assert found == mine
