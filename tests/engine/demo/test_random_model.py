@@ -21,11 +21,8 @@ def digests(directory: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(directory.iterdir())}
 
 
-def test_same_seed_makes_same_files(tiny: Path, tmp_path: Path) -> None:
+def test_a_seed_makes_the_same_files_and_another_one_other_weights(tiny: Path, tmp_path: Path) -> None:
     assert digests(make_random_model("tiny", tmp_path / "again", seed=0)) == digests(tiny)
-
-
-def test_another_seed_makes_other_weights(tiny: Path, tmp_path: Path) -> None:
     other = digests(make_random_model("tiny", tmp_path / "other", seed=1))
     assert other["model.safetensors"] != digests(tiny)["model.safetensors"]
     assert other["tokenizer.json"] == digests(tiny)["tokenizer.json"]
