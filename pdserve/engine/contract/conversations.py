@@ -190,13 +190,14 @@ def _tool_call(name: str, value: Any) -> dict[str, Any]:
     """A call in the history. Arguments that are no object any more are shown to the model as what they are:
     the conversation cannot be served again otherwise.
     """
-    function = as_object(name, value).get("function")
+    call = as_object(name, value)
+    function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise refused(f"{name}.function", "must be an object with a name")
     arguments = as_arguments(f"{name}.function.arguments", function.get("arguments"))
     if function.get("arguments") == arguments:
-        return value
-    return {**value, "function": {**function, "arguments": arguments}}
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def as_arguments(name: str, value: Any) -> str:

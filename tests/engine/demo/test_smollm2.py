@@ -14,7 +14,7 @@ from gguf import GGUFWriter, TokenType
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from pdserve.engine.demo.smollm2 import FILE, convert, halves_apart, make_smollm2
+from pdserve.engine.demo.smollm2 import FILE, convert, make_smollm2
 from pdserve.engine.demo.wheel import WheelFile
 from pdserve.errors import ConfigError, StartupError
 
@@ -68,11 +68,6 @@ def converted(gguf_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 def first_column(directory: Path, name: str) -> list[int]:
     return [int(row[0]) for row in load_file(directory / "model.safetensors")[name].tolist()]
-
-
-def test_rotary_pairs_of_each_head_come_half_a_head_apart() -> None:
-    weight = np.arange(8, dtype=np.float32).reshape(8, 1)
-    assert halves_apart(weight, 2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
 def test_queries_and_keys_are_reordered_and_nothing_else_is(converted: Path) -> None:
