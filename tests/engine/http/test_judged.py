@@ -12,13 +12,15 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from pdserve.engine.http.diagnosed import Diagnosed
+from pdserve.engine.contract.endpoints import MESSAGES, Contract
+from pdserve.engine.http.judged import Judged
 
 ANSWER = b'{"id":"msg_1","type":"message","content":[{"text":"\\"message\\":{"}]}'
 EVENTS = (
     b'event: message_start\ndata: {"type":"message_start","message":{"id":"msg_1","content":[]}}\n\n',
     b'event: content_block_delta\ndata: {"type":"x","delta":{"message":{"id":1}}}\n\n',
 )
+BODY = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
 SAID = {"cache_miss_reason": {"type": "tools_changed", "cache_missed_input_tokens": 12}}
 
 
@@ -28,10 +30,10 @@ def asked(changed: str | None, *pieces: bytes, status: int = 200) -> Response:
             return Response(pieces[0], status, media_type="application/json")
         return StreamingResponse(iter(pieces), status)
 
-    app = Starlette(routes=[Route("/", pass_on, methods=["POST"])])
-    app.add_middleware(Diagnosed)
+    app = Starlette(routes=[Route(MESSAGES, pass_on, methods=["POST"])])
+    app.add_middleware(Judged, contract=Contract)
     headers = {} if changed is None else {"x-pdserve-changed": changed}
-    return TestClient(app).post("/", headers=headers)  # type: ignore[return-value]
+    return TestClient(app).post(MESSAGES, json=BODY, headers=headers)  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize(
@@ -57,8 +59,8 @@ def test_other_answers_stay_as_they_are(changed: str | None) -> None:
     assert asked(changed, *EVENTS).content == b"".join(EVENTS)
 
 
-def test_an_error_stays_as_it_is() -> None:
-    assert asked("none", ANSWER, status=400).content == ANSWER
+def test_an_error_says_nothing_of_it() -> None:
+    assert asked("none", ANSWER, status=400).json()["type"] == "error"
 
 
 def _events(data: bytes) -> Sequence[Any]:

@@ -1,4 +1,4 @@
-"""A worker's TLS in SGLang's own server module: who is let in."""
+"""A worker's HTTP server: who is let in."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from typing import Any
 
 import httpx
 import pytest
-from sglang.srt.entrypoints import http_server
 
 from pdserve.engine.http.bounded_heads import BoundedHeads
 from pdserve.engine.model_dir import bind_address
-from pdserve.engine.sglang.tls import serving
+from pdserve.engine.sglang.http_server import HttpServer
 from pdserve.security.tls import Certificates, TlsConfig
 from tests.support.certificates import Authority
 
@@ -37,35 +36,29 @@ async def application(scope: Any, _receive: Any, send: Callable[[Any], Any]) -> 
 
 @contextmanager
 def worker(tls: TlsConfig) -> Iterator[str]:
-    """The server as SGLang makes it, in a thread; its URL."""
-    started = threading.Event()
+    """A server in a thread; its URL."""
+    first = threading.Event()
     [bound] = bind_address("127.0.0.1", 0)
-    port = bound.getsockname()[1]
-    with serving(http_server, Certificates(tls), [bound]):
-        names: Any = vars(http_server)
-        files = (
-            {}
-            if tls.certificate is None
-            else {"ssl_certfile": str(tls.certificate), "ssl_keyfile": str(tls.key)}
-        )
-        config = names["uvicorn"].Config(application, log_config=None, lifespan="off", loop="uvloop", **files)
-        server = names["uvicorn"].Server(config)
+    files = {
+        name: str(path)
+        for name, path in (("ssl_certfile", tls.certificate), ("ssl_keyfile", tls.key))
+        if path
+    }
 
-        async def serve() -> None:
-            serving = asyncio.create_task(server.serve())
-            while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
-                await asyncio.sleep(0.001)
-            started.set()
-            await serving
+    async def begun() -> None:
+        first.set()
 
-        thread = threading.Thread(target=asyncio.run, args=(serve(),))
-        thread.start()
-        try:
-            assert started.wait(TIMEOUT_S)
-            yield f"{'https' if files else 'http'}://127.0.0.1:{port}"
-        finally:
-            server.should_exit = True
-            thread.join(TIMEOUT_S)
+    server = HttpServer(
+        application, Certificates(tls), [bound], begun, log_config=None, lifespan="off", **files
+    )
+    thread = threading.Thread(target=asyncio.run, args=(server.serve(),))
+    thread.start()
+    try:
+        assert first.wait(TIMEOUT_S), "what comes first runs once the server listens"
+        yield f"{'https' if files else 'http'}://127.0.0.1:{bound.getsockname()[1]}"
+    finally:
+        server.stop()
+        thread.join(TIMEOUT_S)
 
 
 def ask(url: str, tls: TlsConfig) -> int:
@@ -88,12 +81,10 @@ def test_routers_with_a_certificate_are_let_in_and_nobody_else(authority: Author
             httpx.get(url.replace("https", "http"), timeout=TIMEOUT_S, trust_env=False)
 
 
-def test_sglangs_module_is_as_before_afterwards() -> None:
-    before = http_server.uvicorn
-    with serving(http_server, Certificates(TlsConfig()), []):
-        config = http_server.uvicorn.Config("app")
-        assert (config.http.func, config.ssl_context_factory) == (BoundedHeads, None)
-    assert http_server.uvicorn is before
+def test_heads_and_connections_have_bounds() -> None:
+    config = HttpServer(application, Certificates(TlsConfig()), []).config
+    assert (config.http.func, config.ssl_context_factory) == (BoundedHeads, None)  # type: ignore[union-attr]
+    assert config.http.keywords["connection_limit"] is not None  # type: ignore[union-attr]
 
 
 def test_a_running_worker_uses_renewed_certificates_and_authorities(
