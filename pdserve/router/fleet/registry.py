@@ -1,17 +1,12 @@
-"""The fleet: which models there are, which workers fit together, who is eligible.
+"""The fleet: which models there are, which workers fit together, who is eligible. Pure.
 
-Whether workers fit together. Pure.
+Models. Workers say which model they serve. The workers of one model are a group with its own placement,
+sessions, prefix table and queue. The configuration can name the expected models (`models`): a worker of
+another model is refused. A request for an expected model that no worker serves yet gets a 503 instead of a
+404.
 
 Workers of one model exchange KV pages, so a page must mean the same at each of them. A worker whose pages
 differ is refused when it joins. It is compared again when it, or another worker, has changed.
-
-Which model a request means, and which models workers may serve. Pure.
-
-Workers say which model they serve. The workers of one model are a group with its own placement, sessions,
-prefix table and queue. The configuration can name the expected models (`models`): a worker of another model
-is refused. A request for an expected model that no worker serves yet gets a 503 instead of a 404.
-
-The fleet: the health and load of each worker, and the workers eligible for new requests. Pure.
 
 Method calls with `now_s` report probes and outcomes of requests. `snapshot` lists the eligible workers. A
 worker is eligible if its last probe said ready, it was not refused, it is not draining, and its circuit is

@@ -13,9 +13,6 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 import msgspec
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from pdserve.metric import Definition, Labels, by_name
 from pdserve.router.metrics.names import counter, gauge, histogram
@@ -294,32 +291,3 @@ def left_behind(snapshot: Snapshot) -> Snapshot:
     """What stays of a process that has ended: its counters and histograms, but no gauge."""
     counters = {name: of for name, of in snapshot.values.items() if BY_NAME[name].kind == "counter"}
     return Snapshot(counters, snapshot.histograms)
-
-
-def exposition(snapshot: Snapshot) -> bytes:
-    """Every metric of `METRICS`, with the values it has."""
-    registry = CollectorRegistry()
-    registry.register(_Families(snapshot))
-    return generate_latest(registry)
-
-
-class _Families(Collector):
-    def __init__(self, snapshot: Snapshot) -> None:
-        self._snapshot = snapshot
-
-    def collect(self) -> Iterable[Metric]:
-        return [_family(definition, self._snapshot) for definition in METRICS]
-
-
-def _family(definition: Definition, snapshot: Snapshot) -> Metric:
-    name, says, labels = definition.family_name, definition.says, definition.labels
-    if definition.kind == "histogram":
-        histograms = HistogramMetricFamily(name, says, labels=labels)
-        for of, histogram in snapshot.histograms.get(definition.name, {}).items():
-            histograms.add_metric(of, histogram.cumulative(), histogram.sum_s)
-        return histograms
-    make = CounterMetricFamily if definition.kind == "counter" else GaugeMetricFamily
-    family = make(name, says, labels=labels)
-    for of, value in snapshot.values.get(definition.name, {}).items():
-        family.add_metric(of, value)
-    return family

@@ -18,7 +18,7 @@ from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.registry import Fleet, Snapshot
 from pdserve.router.http.cors import Cors
 from pdserve.router.http.driven import in_task
-from pdserve.router.http.serving import LAST_WORD_S
+from pdserve.router.http.listening import LAST_WORD_S
 from pdserve.router.http.worker_connection import Upstream
 from pdserve.router.metrics.stats import Stats
 from pdserve.router.proxy.account import NO_LEVEL, account, begin_trace, end_trace, log_access, served
