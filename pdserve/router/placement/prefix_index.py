@@ -130,7 +130,7 @@ class PrefixTable:
 
     def record(self, prefix: Prefix, worker: Worker | None, now_s: float, *, in_pool: bool) -> None:
         """`worker` (or none) has just computed or read the prompt. `in_pool`: the pool has its pages."""
-        blocks = self._blocks
+        blocks, incarnation = self._blocks, "" if worker is None else worker.incarnation
         for digest in reversed(prefix.digests):
             block = blocks.get(digest)
             if block is None:
@@ -138,8 +138,11 @@ class PrefixTable:
                 self.used_bytes += BLOCK_BYTES
             else:
                 blocks.move_to_end(digest)
-            if worker is not None:
-                self._renew(block, worker.incarnation, now_s)
+            if incarnation:
+                if len(block) > 1 and block[-2] == incarnation:  # as nearly always
+                    block[-1] = now_s
+                else:
+                    self._renew(block, incarnation, now_s)
             if in_pool:
                 block[0] = now_s
         while self.used_bytes > self._capacity_bytes:

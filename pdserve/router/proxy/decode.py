@@ -18,7 +18,7 @@ from pdserve.router.api.request_body import with_member
 from pdserve.router.fleet.worker import Worker
 from pdserve.router.http.tls import UpstreamError
 from pdserve.router.http.worker_connection import WorkerConnection
-from pdserve.router.metrics.names import CACHES
+from pdserve.router.metrics.names import CACHES, TIERS
 from pdserve.router.proxy.failures import Failure, WorkerAnswerError, outcome_of
 from pdserve.router.proxy.parts import MAX_ERROR_BYTES, Claim, Parts
 from pdserve.router.proxy.prefill import cached_before_line, count_prompt
@@ -78,7 +78,7 @@ class Decode:
             if not is_good:
                 await self._refuse(request, up.status, up.take())
             elif request.marks is not None and up.is_stream:
-                ready = request.marks.take_any(b"".join(up.pieces), True)
+                ready = request.marks.take_any(up.take(), True)
                 if not request.is_started:
                     request.begin_stream(up)
                 await request.pass_on(ready, more=False)
@@ -159,8 +159,8 @@ class Decode:
         tokens: dict[str, int] = {}
         if not (request.is_prompt_counted and request.cached_before) and CACHED_HEADER in up.said:
             tokens = parse_cached(up.said[CACHED_HEADER].decode("latin-1"))
-        if not request.is_prompt_counted:
-            count_prompt(parts.stats, request, tokens)
+        if tokens and not request.is_prompt_counted:
+            count_prompt(parts.stats, request, [tokens.get(tier, 0) for tier in TIERS])
             # of several prompts the worker may know only the first one yet
             if "computed" in tokens and request.meter is not None and not request.facts.has_several_prompts:
                 request.meter.prompt_tokens = sum(tokens.values())

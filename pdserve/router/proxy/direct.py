@@ -72,7 +72,7 @@ class DirectWay:
             outcome = await self._pair(request)
             if outcome.lost is None:
                 return True
-            request.words.append(f"direct={outcome.word}")
+            request.words += (f"direct={outcome.word}",)
             if request.is_started and outcome.failure is not None:
                 await self._recovery.retry(request, outcome.lost, outcome.failure)
                 return True
@@ -120,7 +120,8 @@ class DirectWay:
         claim = Claim(parts.fleet, made.decode, now_s)
         try:
             if made.settle is not None:
-                request.words.append(await settle(parts, request, made.settle))
+                word = await settle(parts, request, made.settle)
+                request.words += (word,)
             request.phase, request.asked_s = "decode", time.monotonic()
             return await hand_over(parts, self._decode, request, made.prefill, claim)
         finally:

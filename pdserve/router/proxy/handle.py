@@ -174,10 +174,12 @@ class Proxy:
             first = Claim(parts.fleet, made.prefill, now_s, uncached, prefills=True)
         try:
             if made.settle is not None:
-                request.words.append(await settle(parts, request, made.settle))
+                word = await settle(parts, request, made.settle)
+                request.words += (word,)
             if first is not None:
                 claim, first = first, None  # the stage releases it
-                request.words += (await prefill(parts, request, claim),)
+                word = await prefill(parts, request, claim)
+                request.words += (word,)
             request.phase, request.asked_s = "decode", time.monotonic()
             failure = await self._decode.attempt(request, decode)
         finally:

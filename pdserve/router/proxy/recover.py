@@ -48,7 +48,7 @@ class Recovery:
     async def retry(self, request: Request, failed: Worker, failure: Failure) -> None:
         """A worker has failed: have the next ones answer, or tell the client."""
         while (worker := await self._next_worker(request, failed, failure)) is not None:
-            request.words.append("retried")
+            request.words += ("retried",)
             self._parts.stats.on_placed("decode", "retry")
             claim = Claim(self._parts.fleet, worker, self._parts.loop.time())
             try:
@@ -66,7 +66,7 @@ class Recovery:
         after the wait, with nothing sent.
         """
         now_s, is_started, outcome = self._parts.loop.time(), request.is_started, outcome_of(failure)
-        request.tried[failed.id] = failed.probes_ready
+        request.tried = {**request.tried, failed.id: failed.probes_ready}
         request.retry_until_s = min(
             request.retry_until_s, now_s + self._parts.limits_s.wait_for_worker_s - request.outage_s
         )

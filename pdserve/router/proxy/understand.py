@@ -121,7 +121,7 @@ class Understanding:
         if not name:
             return view
         self._stats.nonces += 1
-        request.more_headers.append((STRIPPED_HEADER, name))
+        request.more_headers = [*request.more_headers, (STRIPPED_HEADER, name)]
         if request.endpoint.is_form:
             return _view_of_form(request, has_keys=has_keys)
         return parse_tenant_request(request.body) if has_keys else parse_request(request.body)
@@ -215,7 +215,7 @@ class Understanding:
             words = b"" if is_known else b"previous_message_not_found"
         if change is not None:
             words = change.words()
-            request.missed.append(words)
+            request.missed += (words,)
         if view.diagnostics and request.endpoint.errors == "anthropic":
             said = words if asks_diagnosis(view.diagnostics) else b""
             request.keep_line += b"x-pdserve-changed: %b\r\n" % (said or b"none")
@@ -241,7 +241,7 @@ class Understanding:
             return
         else:
             seconds = 0
-        request.more_headers.append((RETAINED_HEADER, b"%d" % seconds))
+        request.more_headers = [*request.more_headers, (RETAINED_HEADER, b"%d" % seconds)]
 
     def _holder(self, request: Request, tenant: TenantState, view: RequestView) -> str:
         """The worker that holds what the request continues. Raises RequestError (404) if nobody does."""
