@@ -107,6 +107,11 @@ class ClientRequest(Driven):
     system call and one packet less.
     """
 
+    _head: bytes
+    """Made by `start`, sent with the first piece of the body."""
+    _is_chunked: bool
+    has_chunks: bool
+    """The head was sent, and what follows goes in chunks."""
     __slots__ = (
         "_head", "_is_chunked", "body", "connection", "has_chunks", "has_head", "headers",
         "is_complete", "is_gone", "is_told_to_go_on", "keep_alive", "method", "more_body", "path", "target",
@@ -139,10 +144,6 @@ class ClientRequest(Driven):
         """The answer has begun."""
         self.is_complete = False
         """The answer's last byte was sent."""
-        self.has_chunks = False
-        """The head was sent, and what follows goes in chunks."""
-        self._head = b""
-        self._is_chunked = False
         self.waiter: asyncio.Future[None] | None = None
         """Somebody waits for more of the body."""
 
@@ -231,7 +232,7 @@ class ClientRequest(Driven):
         answer.
         """
         self.has_head = self.is_told_to_go_on = True
-        self._is_chunked = False
+        self._is_chunked = self.has_chunks = False
         if closes:
             self.keep_alive = False
         if length is not None:

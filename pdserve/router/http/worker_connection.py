@@ -92,15 +92,16 @@ class WorkerConnection(asyncio.Protocol):
     """A keep-alive connection to a worker, and the exchange on it."""
 
     __slots__ = (
-        "_head", "_is_tls", "_parser", "_pool", "_rest", "asked_by", "deadline_s", "error", "idle_since_s",
-        "incarnation", "is_open", "is_paused", "is_stream", "is_used", "is_whole", "is_young", "keeps",
-        "limit_bytes", "on_body", "on_header", "on_message_begin", "owner", "pairs", "pieces",
-        "received_bytes", "said", "sink", "status", "transport",
+        "_head", "_is_tls", "_parser", "_pool", "_rest", "asked_by", "clock", "deadline_s", "error",
+        "idle_since_s", "incarnation", "is_open", "is_paused", "is_stream", "is_used", "is_whole",
+        "is_young", "keeps", "limit_bytes", "on_body", "on_header", "on_message_begin", "owner",
+        "pairs", "pieces", "received_bytes", "said", "sink", "status", "transport",
     )  # fmt: skip
     transport: asyncio.Transport
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
+        self.clock = pool.clock
         self._head = HeaderLines(MAX_HEAD_BYTES)
         self.pieces: list[bytes] = []
         """What came of the body and was not taken. Always this list: the parser itself fills it."""
@@ -168,7 +169,7 @@ class WorkerConnection(asyncio.Protocol):
         """Read from the worker again, which has so long for the next piece."""
         if self.is_paused:
             self.is_paused = False
-            self.deadline_s = self._pool.loop.time() + limit_s
+            self.deadline_s = self.clock.now_s + limit_s
             if self.is_open:
                 self.transport.resume_reading()
 
@@ -183,7 +184,7 @@ class WorkerConnection(asyncio.Protocol):
             self.go_on(math.inf)
         self.is_used = True
         if self.is_whole and self.keeps and len(pool.idle) < MAX_IDLE:
-            self.idle_since_s = pool.loop.time()
+            self.idle_since_s = self.clock.now_s
             pool.idle.append(self)
         else:
             self.cut()
@@ -316,7 +317,7 @@ class WorkerPool:
         self.lines = b" HTTP/1.1\r\nhost: %b\r\n%bcontent-length: " % (worker.id_header, authorization)
         """What stands in each request between its target and the length of its body."""
         self.worker = worker
-        self.loop = upstream.deadlines.loop
+        self.clock = upstream.deadlines
         self.watched = upstream.deadlines.watched
         self.counts = upstream.counts
         self.idle: deque[WorkerConnection] = deque()
@@ -357,7 +358,7 @@ class WorkerPool:
         try:
             context = upstream.tls.context(worker)
             async with asyncio.timeout(timeout_s):
-                _, connection = await self.loop.create_connection(
+                _, connection = await self.clock.loop.create_connection(
                     lambda: WorkerConnection(self),
                     worker.host,
                     worker.port,
@@ -445,12 +446,11 @@ class Upstream:
         target: bytes,
         lines: bytes,
         body: bytes,
-        *,
         limit_s: float,
         connect_s: float,
-        limit_bytes: int = 0,
         sink: Callable[[WorkerConnection], None] | None = None,
         asked_by: object = None,
+        limit_bytes: int = 0,
         method: bytes = b"POST",
     ) -> WorkerConnection:
         """Send `body` to `target` of `worker`, and wait for the end of the answer. Returns the connection,
@@ -462,25 +462,24 @@ class Upstream:
         closed.
         """
         pool = self._pools.get(worker.url) or self.pool(worker)
-        size, watched = len(body), self.deadlines.watched
-        head = b"%b %b%b%d\r\n%b\r\n" % (method, target, pool.lines, size, lines)
-        now_s = self._loop.time()
+        head = b"%b %b%b%d\r\n%b\r\n" % (method, target, pool.lines, len(body), lines)
+        now_s = self.deadlines.now_s
         up = pool.take_idle(now_s)
         stale: UpstreamError | None = None
         while True:
             if up is None:
                 up = await self._connected(pool, connect_s, stale)
-                now_s = self._loop.time()
+                now_s = self.deadlines.now_s
+                if not up.is_open:  # since it was opened, before it could be used
+                    raise UpstreamError("closed", "the connection was closed")
             may_be_stale = up.is_used
-            if not up.is_open:  # since it was opened, before it could be used
-                raise UpstreamError("closed", "the connection was closed")
             up.owner, up.sink, up.asked_by = owner, sink, asked_by
             up.limit_bytes, up.incarnation = limit_bytes, worker.incarnation
             up.status = up.received_bytes = 0
             up.is_whole, up.is_young = False, True
             up.deadline_s = now_s + limit_s
-            watched.add(up)
-            if size <= JOIN_BYTES:
+            pool.watched.add(up)
+            if len(body) <= JOIN_BYTES:
                 up.transport.write(head + body)
             else:
                 up.transport.writelines([head, body])

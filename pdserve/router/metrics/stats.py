@@ -72,6 +72,10 @@ class Observations:
         self.observe: Final = self._waiting.append
         """One observation, in seconds. Whoever calls it has `Stats.on_request` called now and then."""
 
+    def observe_all(self, values_s: Iterable[float]) -> None:
+        """Several observations."""
+        self._waiting += values_s
+
     def count(self) -> Histogram:
         """All until now, as a copy."""
         counted, waiting = self._counted, self._waiting
@@ -211,6 +215,11 @@ class Stats:
     limits_apart: int = gauge(
         (), "Router processes that do not hear those of other hosts by Redis, and hold a part of all limits."
     )
+    untraced: int = counter(
+        (),
+        "Answers that are not in the file of the trace: too many waited to be written, or it is full.",
+        name="untraced_requests",
+    )
     queue_wait: Histogram = histogram(
         (), "Time in the queue of the requests that had to wait.", name="queue_wait_seconds"
     )
@@ -226,6 +235,8 @@ class Stats:
             else:
                 value = defaultdict(int) if definition.labels else 0
             setattr(self, attribute, value)
+        self.parts: Final[defaultdict[tuple[str, ...], list[tuple[float, ...]]]] = defaultdict(list)
+        """By names of parts of `first_token`, one row for each stream. They are counted there in lots."""
         self._left = MAX_UNCOUNTED
 
     def on_request(self) -> None:
@@ -233,7 +244,17 @@ class Stats:
         self._left -= 1
         if not self._left:
             self._left = MAX_UNCOUNTED
-            self.snapshot()
+            self._count()
+
+    def _count(self) -> None:
+        """Count what was observed and not counted."""
+        for names, rows in self.parts.items():
+            for name, values_s in zip(names, zip(*rows, strict=True), strict=False):
+                self.first_token[name].observe_all(values_s)
+            rows.clear()
+        for attribute in OBSERVED:
+            for one in getattr(self, attribute).values():
+                one.count()
 
     def on_placed(self, role: str, reason: str) -> None:
         """A worker of the role was chosen, or none was, for that reason."""
@@ -249,6 +270,7 @@ class Stats:
 
     def snapshot(self) -> Snapshot:
         """All of them as they are now. Shares nothing with the counters."""
+        self._count()
         found = Snapshot()
         for attribute, definition in DECLARED.items():
             value = getattr(self, attribute)
@@ -270,6 +292,9 @@ DECLARED: Final[Mapping[str, Definition]] = {
     if isinstance(one, Definition)
 }
 """By the attribute of `Stats`."""
+OBSERVED: Final = tuple(
+    attribute for attribute, one in DECLARED.items() if one.kind == "histogram" and one.labels
+)
 METRICS: Final = tuple(DECLARED.values())
 BY_NAME: Final = by_name(METRICS)
 STATES: Final = frozenset(

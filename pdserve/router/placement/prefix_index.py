@@ -164,10 +164,12 @@ class PrefixTable:
         """The estimated places of the prompt's prefix."""
         workers: dict[str, tuple[int, float]] = {}
         pool: tuple[int, float] | None = None
-        for i in range(len(prefix.digests) - 1, -1, -1):
-            block = self._blocks.get(prefix.digests[i])
-            if block is None:
+        found, behind = [*map(self._blocks.get, prefix.digests)], None
+        for i in range(len(found) - 1, -1, -1):
+            block = found[i]
+            if block is None or block == behind:  # who has the block behind it has this one too
                 continue
+            behind = block
             for place in range(1, len(block), 2):
                 if block[place] not in workers:
                     workers[block[place]] = prefix.tokens(i + 1), now_s - block[place + 1]

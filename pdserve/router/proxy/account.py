@@ -39,8 +39,8 @@ def account(request: Request, stats: Stats, now_s: float, level: ServiceLevel = 
     until_first_s = first_s - request.started_s
     stats.first_byte[path].observe(until_first_s)
     if request.is_stream:
-        for part, spent_s in request.parts_s.items():
-            stats.first_token[part].observe(spent_s)
+        parts_s = request.parts_s
+        stats.parts[tuple(parts_s)].append(tuple(parts_s.values()))
     if request.is_complete and status < 400 and endpoint.task is not None:
         model = request.model
         stats.model_request[model].observe(now_s - request.started_s)
@@ -91,8 +91,8 @@ def served(request: Request, now_s: float) -> Served | None:
     return Served(
         at_s=time.time() - (now_s - request.started_s),
         scope=f"{'' if request.tenant is None else request.tenant.name}/{request.model}",
-        body=request.body,
-        prompt_fields=request.endpoint.prompt_fields,
+        prompt=request.prompt,
+        body_bytes=len(request.body),
         input_tokens=input_tokens,
         output_tokens=output_tokens,
         session="" if session is None else session.links[0],

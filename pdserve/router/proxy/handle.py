@@ -101,7 +101,8 @@ class Proxy:
                 await self._serve_other_method(request)
             elif (tenant := await self._admit_body(request)) is not None:
                 ticket, snapshot = await self._admit(request, tenant)
-                request.planned_s = time.monotonic()
+                if request.trace is not None:
+                    request.planned_s = time.monotonic()
                 try:
                     await self._dispatch(request, snapshot)
                 finally:
@@ -248,7 +249,7 @@ class Proxy:
         if self._logs_access:
             log_access(request, now_s)
         if self._trace_file is not None and (told := served(request, now_s)) is not None:
-            self._trace_file.record(told)
+            self._stats.untraced += not self._trace_file.record(told)
         if request.trace is not None:
             end_trace(request, now_s)
 

@@ -263,12 +263,14 @@ async def ask(parts: Parts, request: Request, worker: Worker, limit_s: float, ow
     `prefill`.
     """
     body = request.body
-    target = b"/pd/prefill?endpoint=" + request.endpoint.path.encode()
+    target = b"/pd/prefill?endpoint=" + request.endpoint.target
     is_plain = worker.info is not None and "prefill" in worker.info.lacks
     if is_plain:
-        target, body = request.endpoint.path.encode(), one_token_body(request.endpoint, body)
+        target, body = request.endpoint.target, one_token_body(request.endpoint, body)
     suspects, stats = parts.suspects, parts.stats
-    has_turn = suspects.suspicion.is_active and await suspects.take_turn(request)
+    has_turn = False
+    if suspects.suspicion.is_active:
+        has_turn = await suspects.take_turn(request)
     report = None
     try:
         up = await parts.upstream.exchange(
@@ -277,10 +279,11 @@ async def ask(parts: Parts, request: Request, worker: Worker, limit_s: float, ow
             target,
             request.lines + request.room_line,
             body,
-            limit_s=limit_s,
-            connect_s=parts.limits_s.connect_s,
-            limit_bytes=MAX_ERROR_BYTES,
-            asked_by=request,
+            limit_s,
+            parts.limits_s.connect_s,
+            None,
+            request,
+            MAX_ERROR_BYTES,
         )
         if up.status != 200:
             raise WorkerAnswerError(up.status, up.take())

@@ -145,9 +145,9 @@ class Understanding:
             scope = self._keep_apart(request, tenant, view, scope)
             if session is not None:
                 session = session.within(tenant.name)
-        elif endpoint.salt == "body" and view.cache_salt and fleet.takes_plain_salts(model):
+        elif endpoint.salt == "body" and view.cache_salt and model in fleet.plain_salts:
             request.body = isolated(body, view.cache_salt, SHARED, is_plain=True)
-        prompt = view.prompt_json(endpoint.prompt_fields)
+        request.prompt = prompt = view.prompt_json(endpoint.prompt_fields)
         computes = endpoint.task is not None  # tokenizing does not: it leaves no pages behind
         several, tokens = measure_prompt(prompt, may_be_media=model not in fleet.text_only)
         prompts = candidates = choices = 1
@@ -270,10 +270,10 @@ class Understanding:
         """Keep the tenant's pages apart from those of others. `given`: the client's own salt."""
         salt, cache = request.endpoint.salt, tenant.cache
         if salt == "body":
-            is_plain = self._fleet.takes_plain_salts(request.model)
+            is_plain = request.model in self._fleet.plain_salts
             request.body = isolated(request.body, given, cache, is_plain=is_plain)
         elif salt == "header":
-            if not self._fleet.takes_salt_header(request.model):
+            if request.model in self._fleet.without_salt_header:
                 raise NoWorkerError(
                     f"Some workers cannot keep tenants apart at {request.endpoint.path} yet; try again later."
                 )

@@ -23,8 +23,10 @@ import os
 import re
 import time
 from binascii import hexlify
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final, Literal
+
+import msgspec
 
 from pdserve.errors import RequestError
 from pdserve.router.api.endpoints import ENDPOINTS, Endpoint
@@ -70,7 +72,7 @@ _NO_FACTS: Final = RequestFacts(next(iter(ENDPOINTS.values())))
 
 
 _PASSED_ON: Final = frozenset(PASSED_ON)
-_NOTHING_TRIED: Final[Mapping[str, int]] = {}
+_NO_PROMPT: Final = msgspec.Raw(b"")
 
 
 def request_id(given: bytes | None) -> bytes:
@@ -80,18 +82,28 @@ def request_id(given: bytes | None) -> bytes:
     return given if given and _REQUEST_ID.fullmatch(given) else hexlify(os.urandom(12))
 
 
+class Losses(msgspec.Struct):
+    """Workers that failed a request."""
+
+    retry_until_s: float
+    """Until then it may wait for a worker."""
+    attempts: int = 0
+    """Decode workers that got the request and failed."""
+    tried: dict[str, int] = {}
+    """Ids of the decode workers that failed, and what `Worker.probes_ready` was then."""
+
+
 class Request(ClientRequest):
     """See the module."""
 
     __slots__ = (
-        "_handle", "asked_s", "attempts", "between_s", "cached_before", "claim", "decode_id", "end",
-        "endpoint", "ends_line", "facts", "fields", "first_s", "found_tokens", "has_turn",
-        "held_bytes", "is_begun", "is_early", "is_prompt_counted", "is_relayed", "is_started",
-        "is_stream", "keep_line", "lines", "marks", "meter", "missed", "model", "more_headers",
-        "outage_s", "pairs", "parts_s", "phase", "plan", "plan_words", "planned_s",
-        "prefill_cached", "prefill_id", "quiet_s", "rest", "retry_until_s", "room_line", "salt_line",
-        "shows_insides", "started_s", "status", "streams", "suspects", "tenant", "total_s", "trace",
-        "tried", "turn", "turns_line", "up", "words", "worker_id",
+        "_handle", "asked_s", "between_s", "cached_before", "claim", "decode_id", "end", "endpoint",
+        "ends_line", "facts", "fields", "first_s", "found_tokens", "has_turn", "held_bytes", "is_begun",
+        "is_early", "is_prompt_counted", "is_relayed", "is_started", "is_stream", "keep_line", "lines",
+        "losses", "marks", "meter", "missed", "model", "more_headers", "outage_s", "parts_s", "phase",
+        "plan", "plan_words", "planned_s", "prefill_cached", "prefill_id", "prompt", "quiet_s", "rest",
+        "room_line", "salt_line", "shows_insides", "started_s", "status", "streams", "suspects", "tenant",
+        "total_s", "trace", "turn", "turns_line", "up", "words", "worker_id",
     )  # fmt: skip
 
     # what is known of it
@@ -114,6 +126,8 @@ class Request(ClientRequest):
     """When it must be over; and `quiet_s`, when its client must get a byte; both on the loop's clock."""
     held_bytes: int
     """Bytes of the body, as counted by who bounds those of all requests."""
+    prompt: msgspec.Raw
+    """As it stands in the body."""
     model: str
     """The served model that the request means, once it is known."""
     streams: bool
@@ -141,14 +155,8 @@ class Request(ClientRequest):
     """From where the answer comes."""
     turn: SessionEntry | None
     """The session's last turn that the answer is."""
-    attempts: int
-    """Decode workers that got the request and failed."""
-    pairs: int
-    """Pairs of workers that failed it by the direct way."""
-    tried: Mapping[str, int]
-    """Ids of the decode workers that failed, and what `Worker.probes_ready` was then."""
-    retry_until_s: float
-    """Until then it may wait for a worker. Set at the first failure."""
+    losses: Losses | None
+    """Of workers; None: none has failed it."""
     suspects: tuple[Worker, ...]
     """Workers that answered with an error that may be theirs or the request's: see `Parts.on_failure`."""
     cached_before: bytes
@@ -218,23 +226,23 @@ class Request(ClientRequest):
         if endpoint.is_form or not _PASSED_ON.isdisjoint(fields):
             self.set_lines()
         self.started_s = time.monotonic()
-        self.total_s = self.quiet_s = self.retry_until_s = math.inf
-        self.outage_s = self.planned_s = self.asked_s = self.first_s = self.between_s = 0.0
-        self.held_bytes = self.attempts = self.pairs = self.found_tokens = self.status = 0
+        self.total_s = self.quiet_s = math.inf
+        self.outage_s = self.planned_s = self.asked_s = self.first_s = 0.0
+        self.held_bytes = self.found_tokens = self.status = 0
         self.facts = _NO_FACTS
         self.tenant: TenantState | None = None
+        self.prompt = _NO_PROMPT
         self.model = ""
         self.phase: Phase = "body"
         self.end: End | None = None
         self.trace: Trace | None = None
         self.parts_s = {}
-        self.tried = _NOTHING_TRIED
         self.suspects = self.words = self.missed = self.more_headers = ()
         self.plan_words = self.cached_before = self.room_line = self.turns_line = b""
         self.decode_id = self.prefill_id = self.prefill_cached = b""
-        self.claim = self.up = self.turn = self.rest = self.marks = self.meter = None
+        self.up = self.turn = self.rest = self.marks = self.meter = self.losses = None
         self.streams = self.has_turn = self.is_prompt_counted = False
-        self.is_early = self.is_started = self.is_stream = self.is_begun = self.is_relayed = False
+        self.is_early = self.is_started = self.is_stream = False
         self.ends_line = self.shows_insides = True
 
     # --- its life
@@ -386,7 +394,7 @@ class Request(ClientRequest):
             return
         data = b"".join(up.pieces)
         up.pieces.clear()
-        up.deadline_s = connection.loop.time() + self.between_s
+        up.deadline_s = up.clock.now_s + self.between_s
         ready = marks.take(data, False)
         if not ready or connection.is_closing:
             return

@@ -31,7 +31,6 @@ from pdserve.router.api.request_body import UNREADABLE
 MARKS_REQUEST = b"x-pdserve-marks: 1\r\n"
 MARKS_HEADER = b"x-pdserve-marks"
 MARK = b": pd "
-_AT_LINE = b"\n" + MARK
 _BLOCK_BYTES = 1024
 MAX_HELD_BYTES = 1024 * 1024
 """A longer event is passed on in pieces."""
@@ -40,6 +39,7 @@ _USAGE = re.compile(rb"^: pd-usage (\d{1,15}) (\d{1,15})\n\n", re.MULTILINE)
 """No event has these bytes: its JSON has no line's end."""
 _MARKS = re.compile(rb"^: pd ([^\n]*+(?:\n(?!\n)[^\n]*+)*+\n\n)", re.MULTILINE)
 """A whole mark and the blank line behind it. Events are lines of JSON: no other line begins like one."""
+_usual = re.compile(rb"((?:(?:event: [^\n]*+\n)?data: [^\n]*+\n\n)++): pd (\d[^\n]*+\n\n)").fullmatch
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 _OPENING_BYTES = 512
 _ID = re.compile(rb'"id":"[^"]*"')
@@ -102,24 +102,19 @@ class StreamMarks:
 
     def take(self, data: bytes, at_end: bool) -> bytes:
         """Take the stream's next bytes. Returns the events to pass on now; the rest is held."""
-        if self.is_marked and not (self._held or at_end) and self._renamed is None:
-            events, found, mark = data.rpartition(_AT_LINE)
-            if (
-                found
-                and mark[-2:] == b"\n\n"
-                and mark[:1] != b"o"
-                and b"\n\n" not in mark[:-2]
-                and events[:5] != MARK
-                and _AT_LINE not in events
-                and USAGE not in events
-            ):  # one mark, at the end: nearly always
-                self._unread += mark
-                if self._unread[_BLOCK_BYTES:]:
-                    self._blocks.append(self._unread)
-                    self._unread = b""
-                if not self._opening:
-                    self._opening = events[:_OPENING_BYTES]
-                return events + b"\n"
+        if (
+            self.is_marked
+            and not (self._held or at_end or self._renamed)
+            and (usual := _usual(data)) is not None
+        ):  # whole events and one mark behind them: nearly always
+            events = usual[1]
+            self._unread += usual[2]
+            if self._unread[_BLOCK_BYTES:]:
+                self._blocks.append(self._unread)
+                self._unread = b""
+            if not self._opening:
+                self._opening = events[:_OPENING_BYTES]
+            return events
         return self.take_any(data, at_end)
 
     def take_any(self, data: bytes, at_end: bool) -> bytes:
