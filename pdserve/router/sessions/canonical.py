@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -89,14 +89,18 @@ class Chain(msgspec.Struct, frozen=True, gc=False):
 NO_CHAIN: Final = Chain()
 
 
-def chain_of(messages: msgspec.Raw, at_most: int, last: Chain = NO_CHAIN) -> Chain:
+def chain_of(messages: msgspec.Raw, at_most: int, before: Iterable[Chain] = ()) -> Chain:
     """The chain of a JSON list of messages, of the first `at_most` behind those of the system. Empty where it
-    is no such list, or one of too many members. `last`: of a turn that may begin alike; it changes nothing
-    but the time that this takes.
+    is no such list, or one of too many members. `before`: of turns that may begin alike; they change
+    nothing but the time that this takes.
     """
-    known = _common(messages, last.marks)
+    known, last = None, NO_CHAIN
+    for one in before:
+        if (known := _common(messages, one.marks)) is not None:
+            last = one
+            break
     if known is None:
-        last, count, text = NO_CHAIN, 0, bytes(messages)
+        count, text = 0, bytes(messages)
     else:
         count, rest = known.count, bytes(memoryview(messages)[known.end :])
         text = b"[" + rest.lstrip(_SPACE).removeprefix(b",")

@@ -18,13 +18,14 @@ nothing of any of them begins another. Bounds: `MAX_MESSAGES` of a turn, at most
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import msgspec
 import xxhash
 
 from pdserve.router.api.request_body import BYTES_PER_TOKEN, RequestView
-from pdserve.router.sessions.canonical import LINK_BYTES, NO_CHAIN, Chain, canonical, chain_of
+from pdserve.router.sessions.canonical import LINK_BYTES, Chain, canonical, chain_of
 from pdserve.router.sessions.keys import SessionKey
 
 MAX_MESSAGES: Final = 1024
@@ -54,11 +55,10 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
     messages: Chain
 
 
-def turn_of(view: RequestView, last: Turn | None = None) -> Turn:
-    """The hashes of a request. `last`: see `chain_of`."""
-    messages = chain_of(
-        view.messages or view.input, MAX_MESSAGES, NO_CHAIN if last is None else last.messages
-    )
+def turn_of(view: RequestView, before: Sequence[Turn] = ()) -> Turn:
+    """The hashes of a request. `before`: turns that it may go on from, see `chain_of`."""
+    known = [turn.messages for turn in reversed(before)]
+    messages = chain_of(view.messages or view.input, MAX_MESSAGES, known)
     system = b"\0".join([canonical(one) for one in (view.system, view.instructions) if one])
     return Turn(
         xxhash.xxh3_64_intdigest(view.tools),
@@ -115,7 +115,7 @@ class History:
     def follow(self, key: SessionKey, view: RequestView) -> tuple[bool, Change | None]:
         """(the session had a turn before, what this one changed). This turn is the last one from now on."""
         before = self._turns.pop(key.links[-1], [])
-        now = turn_of(view, before[-1] if before else None)
+        now = turn_of(view, before)
         alike = [(change_of(last, now), last) for last in before if not is_other(last, now)]
         change, last = min(alike, key=lambda one: one[0].tokens if one[0] else -1, default=(None, None))
         self._turns[key.links[-1]] = [*(one for one in before if one is not last), now][-MAX_THREADS:]

@@ -127,6 +127,6 @@ def test_the_chain_of_the_turn_before_changes_nothing_but_the_time(
     form = {"separators": form} if isinstance(form, tuple) else {"indent": form}
     one, two = (parse_request(json.dumps({"messages": of}, **form).encode()).messages for of in said)
     last, alone = chain_of(one, at_most), chain_of(two, at_most)
-    known = chain_of(two, at_most, last)
+    known = chain_of(two, at_most, [chain_of(parse_request(b"{}").messages, 1), last])
     assert (known.hashes, known.sizes) == (alone.hashes, alone.sizes)
     assert (known.head, known.head_bytes) == (alone.head, alone.head_bytes)
