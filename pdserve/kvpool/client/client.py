@@ -117,7 +117,7 @@ class PoolClient:
         `share`: other clients of this host that read the same pages. Those of nodes whose memory is mapped
         are read in any case: it is a copy too.
         `checksums`: one for each key; those of pages that were read are set to what their bytes were found to
-        have, if they were checked and their writer made one.
+        have, if they were checked, their writer made one, and no tag is among them.
         """
         page_bytes = check_pages(keys, pages)
         deadline = self._within(self.config.get_timeout_s)
@@ -127,7 +127,7 @@ class PoolClient:
             chosen = [keys[i] for i in indices], [pages[i] for i in indices]
             read = self._read(opened, *chosen, deadline.at_s, share)
             shared.update(indices[place] for place in read.shared)
-            if checksums is not None and self.config.checksum:
+            if checksums is not None and self.config.checksum and self._tags is None:
                 for index, proof in zip(indices, read.proofs, strict=True):
                     checksums[index] = proof.checksum if proof is not None else NO_CHECKSUM
             return read.found
