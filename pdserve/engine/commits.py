@@ -18,7 +18,7 @@ MOMENT_S: Final = 0.5
 class WaitingPool(Pool, Protocol):
     """What is asked here of an `AsyncPoolClient`."""
 
-    async def wait(self, keys: list[bytes], timeout_s: float) -> list[bool]: ...
+    async def wait(self, keys: list[bytes], timeout_s: float, tenant: str) -> list[bool]: ...
 
 
 class Commits:
@@ -45,10 +45,11 @@ class Commits:
         """
         computed = [key for key in pages.ends() if key not in found]
         if computed:
-            committed = await self._pool.wait(computed, self.limit_s() if is_cut else self._timeout_s)
+            limit_s = self.limit_s() if is_cut else self._timeout_s
+            committed = await self._pool.wait(computed, limit_s, pages.tenant)
             self._arrive = pages.arrived(committed)
         if found:
-            await self._pool.wait([*found], min(MOMENT_S, self._timeout_s))
+            await self._pool.wait([*found], min(MOMENT_S, self._timeout_s), pages.tenant)
 
     async def count(self, pages: RequestPages) -> int:
         """How many of the pages are committed now."""

@@ -52,7 +52,7 @@ from pdserve.kvpool.core.page_listing import PageListing
 from pdserve.kvpool.core.reads import Reads
 from pdserve.kvpool.core.sessions import Due, Limits, Session, Tags
 from pdserve.kvpool.core.sharding.coordinator import Sharding
-from pdserve.kvpool.core.store.index import NONE
+from pdserve.kvpool.core.store.index import NONE, Family
 from pdserve.kvpool.core.store.invariants import check
 from pdserve.kvpool.core.store.page_store import PageStore
 from pdserve.kvpool.core.store.restore import restore
@@ -62,7 +62,8 @@ from pdserve.kvpool.core.tiering.tier_index import TieringLimits, TierSpec
 from pdserve.kvpool.core.waits import Waits
 from pdserve.kvpool.core.writes import Writes, no_tier
 from pdserve.kvpool.namespaces import access
-from pdserve.kvpool.namespaces.catalog import Namespaces
+from pdserve.kvpool.namespaces.catalog import Namespace, Namespaces
+from pdserve.kvpool.namespaces.tenants import split
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import (
     Drain,
@@ -128,6 +129,7 @@ class NodeState:
         self._places = PlaceChanges(store, self.tiers) if follows_places else None
         # namespaces: last, since those that exist are announced to the store at once
         self.namespaces = namespaces or Namespaces()
+        self._families: dict[str, Family] = {}  # by the name of the model's namespace
         self._started_ms = self.namespaces.registry.now_ms = started_ms
         self._save_at_s = started_s + SAVE_S
         self._durable = DurableAnswers(name, self.namespaces, tiers=bool(tiers))
@@ -317,11 +319,13 @@ class NodeState:
         self._answer_durably(session, reply, now_s, out, voids=voids)
 
     def _clear(self, session: Session, request: m.Clear, now_s: float, out: list[Action]) -> None:
-        for other in self.sessions.values():  # a slot reserved before the clear may hold old bytes
-            self.writes.drop_namespace(other, request.namespace, out)
-        space = self.namespaces.clear(request.namespace)
-        count = self.tiers.clear(request.namespace, space, out)
-        count += self.store.clear(request.namespace, space, out)
+        model, count = self.namespaces[request.namespace], 0
+        for number in (model.number, *(one.number for one in self.namespaces.tenants(model.name))):
+            for other in self.sessions.values():  # a slot reserved before the clear may hold old bytes
+                self.writes.drop_namespace(other, number, out)
+            space = self.namespaces.clear(number)
+            count += self.tiers.clear(number, space, out)
+            count += self.store.clear(number, space, out)
         out.append(SaveNamespaces(self.namespaces.dump(), self.namespaces.revision))
         self._answer_durably(session, m.Done(request.id, count), now_s, out)
 
@@ -331,7 +335,7 @@ class NodeState:
         """Answer the client. If the request voids pages, the answer waits until this is durable."""
         self._durable.answer(session.connection, reply, now_s, out, voids=voids)
 
-    def _gone(self, number: int, out: list[Action]) -> int:
+    def _gone(self, number: int, is_tenant: bool, out: list[Action]) -> int:
         """Free everything that a namespace had; the number of its pages. Its number is unknown already."""
         for session in self.sessions.values():
             self.writes.drop_namespace(session, number, out)
@@ -348,6 +352,7 @@ class NodeState:
     def _changed(self, number: int, settings: NamespaceSettings) -> None:
         """The namespace was opened, or its settings changed."""
         namespace = self.namespaces[number]
+        family = self._family(namespace)
         self.store.index.namespace(number).space = namespace.space
         self.tiers.configured(number, namespace.space, facts_of(namespace))
         if namespace.geometry.get("parts"):
@@ -355,9 +360,26 @@ class NodeState:
         self.sharding.configure(number, settings.copies)
         ttl_s, quota_bytes, policy = settings.ttl_s or None, settings.quota_bytes or None, settings.policy
         try:
-            self.store.configure_namespace(number, policy=policy, ttl_s=ttl_s, quota_bytes=quota_bytes)
+            self.store.configure_namespace(
+                number, policy=policy, ttl_s=ttl_s, quota_bytes=quota_bytes, family=family
+            )
         except ConfigError:  # another node's plug-in, which is not installed here: keep the bounds
-            self.store.configure_namespace(number, ttl_s=ttl_s, quota_bytes=quota_bytes)
+            self.store.configure_namespace(number, ttl_s=ttl_s, quota_bytes=quota_bytes, family=family)
+
+    def _family(self, namespace: Namespace) -> Family | None:
+        """With whom the namespace shares its model's quotas; None: with nobody so far."""
+        model, tenant = split(namespace.name)
+        if not tenant and model not in self._families:
+            return None
+        family = self._families.setdefault(model, Family())
+        record = self.namespaces.registry.get(model)
+        settings = NamespaceSettings() if record is None else record.settings
+        family.quota_bytes, family.tier_quota_bytes = settings.quota_bytes or None, settings.tier_quota_bytes
+        parent = self.namespaces.find(model)
+        if parent is not None and (pages := self.store.index.namespace(parent.number)).family is None:
+            pages.family = family
+            family.members.append(pages)
+        return family
 
     def _settings(self, namespace: int) -> NamespaceSettings | None:
         """The namespace's settings, or None if it was dropped."""

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from pdserve.errors import ConfigError
 from pdserve.kvpool.core.events import Action, CommitRows, ReserveRows
-from pdserve.kvpool.core.store.index import NONE, NamespacePages
+from pdserve.kvpool.core.store.index import NONE, Family, NamespacePages
 from pdserve.kvpool.core.store.kin import Kin
 from pdserve.kvpool.core.store.lazy_free import CHUNK_SLOTS, Sweep
 from pdserve.kvpool.core.store.room import MAX_DROPS, DropBudget, Room
@@ -221,10 +221,12 @@ class PageStore(SlotStates):
         policy: str = "lru",
         ttl_s: float | None = None,
         quota_bytes: int | None = None,
+        family: Family | None = None,
     ) -> None:
         """Set the namespace's order of eviction, the time to live of its pages, and the bytes of slots that
-        it may have, reservations included. Existing pages are ordered anew at once (0.2 s for a million);
-        `tick` evicts pages beyond a lowered quota. Raises ConfigError.
+        it may have, reservations included. `family`: with whom it shares further quotas. Existing pages are
+        ordered anew at once (0.2 s for a million); `tick` evicts pages beyond a lowered quota. Raises
+        ConfigError.
         """
         check_policy(policy, ttl_s)
         if quota_bytes is not None and quota_bytes < 0:
@@ -232,12 +234,16 @@ class PageStore(SlotStates):
         pages = self.index.namespace(namespace)
         changed = (pages.policy, pages.ttl_s) != (policy, ttl_s)
         pages.policy, pages.quota_bytes = policy, quota_bytes
+        if family is not None and pages.family is None:
+            pages.family = family
+            family.members.append(pages)
         if changed:
             pages.expiry = None if ttl_s is None else Ttl(self.expiry_links, ttl_s)
             slots = np.fromiter(pages.committed.values(), np.int64, len(pages.committed))
             last_use = np.frombuffer(self.facts.last_use, np.uint64)[slots]
             self.reorder(pages, slots[np.argsort(last_use, kind="stable")])
-        if quota_bytes is not None and pages.slot_bytes > quota_bytes:
+        bounds = [pages] if pages.family is None else [pages, pages.family]
+        if any(one.quota_bytes is not None and one.slot_bytes > one.quota_bytes for one in bounds):
             self._over_quota.add(namespace)
             self.next_work_s = 0.0
 
@@ -264,8 +270,7 @@ class PageStore(SlotStates):
                 self._expect(max(pages.expiry.next_end_s + EXPIRY_SLACK_S, now_s + BETWEEN_CHUNKS_S))
         for namespace in list(self._over_quota):
             pages = self.index.namespace(namespace)
-            quota, budget = pages.quota_bytes, DropBudget(CHUNK_SLOTS)
-            if quota is None or self._room.fit_quota(pages, quota, budget, out) or budget.left:
+            if self._room.fits(pages, DropBudget(CHUNK_SLOTS), out):
                 self._over_quota.discard(namespace)
         if self.sweeps:
             self.sweep(self.sweeps[0], None, out)
