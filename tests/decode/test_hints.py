@@ -32,17 +32,17 @@ class Tiers(Pool):
         self.kept: list[tuple[int, float]] = []
         self.fails = False
 
-    async def raise_pages(self, keys: Sequence[bytes], timeout_s: float) -> int:
+    async def raise_pages(self, keys: Sequence[bytes], timeout_s: float, tenant: str = "") -> int:
         self.there |= dict.fromkeys(keys, MEMORY)
         return len(keys)
 
-    async def keep(self, keys: Sequence[bytes], keep_s: float) -> int:
+    async def keep(self, keys: Sequence[bytes], keep_s: float, tenant: str = "") -> int:
         self.kept.append((len(keys), keep_s))
         if self.fails:
             raise PoolTimeout("late")
         return len(keys)
 
-    async def demote(self, keys: Sequence[bytes]) -> int:
+    async def demote(self, keys: Sequence[bytes], tenant: str = "") -> int:
         self.demoted += keys
         return sum(key in self.there for key in keys)
 

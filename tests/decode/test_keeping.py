@@ -36,17 +36,17 @@ class Pool:
         self.let_go: list[list[bytes]] = []
         self.fails = False
 
-    async def wait(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
+    async def wait(self, keys: Sequence[bytes], timeout_s: float, tenant: str = "") -> list[bool]:
         return [True] * len(keys)
 
-    async def exists(self, keys: Sequence[bytes]) -> list[bool]:
+    async def exists(self, keys: Sequence[bytes], tenant: str = "") -> list[bool]:
         return [True] * len(keys)
 
-    async def demote(self, keys: Sequence[bytes]) -> int:
+    async def demote(self, keys: Sequence[bytes], tenant: str = "") -> int:
         self.let_go.append(list(keys))
         return len(keys)
 
-    async def keep(self, keys: Sequence[bytes], keep_s: float) -> int:
+    async def keep(self, keys: Sequence[bytes], keep_s: float, tenant: str = "") -> int:
         if self.fails:
             raise PoolTimeout("late")
         self.kept.append((len(keys), keep_s))

@@ -44,12 +44,12 @@ class Pool:
             self.committed.update(pool_key(digests[page], s) for page in pages for s in WINDOWS.suffixes)
             self.more.notify_all()
 
-    async def wait(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
+    async def wait(self, keys: Sequence[bytes], timeout_s: float, tenant: str = "") -> list[bool]:
         async with self.more:
             await self.more.wait_for(lambda: self.committed.issuperset(keys))
         return [True] * len(keys)
 
-    async def exists(self, keys: Sequence[bytes]) -> list[bool]:
+    async def exists(self, keys: Sequence[bytes], tenant: str = "") -> list[bool]:
         return [key in self.committed for key in keys]
 
 

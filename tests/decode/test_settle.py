@@ -28,12 +28,12 @@ class ScriptedPool:
     committed: asyncio.Event = field(default_factory=asyncio.Event)
     asked: list[bytes] = field(default_factory=list)
 
-    async def wait(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
+    async def wait(self, keys: Sequence[bytes], timeout_s: float, tenant: str = "") -> list[bool]:
         self.asked = list(keys)
         await self.committed.wait()
         return [True] * len(keys)
 
-    async def exists(self, keys: Sequence[bytes]) -> list[bool]:
+    async def exists(self, keys: Sequence[bytes], tenant: str = "") -> list[bool]:
         return [self.committed.is_set()] * len(keys)
 
 
@@ -157,10 +157,10 @@ async def test_pages_that_never_come_are_waited_for_once_and_then_no_longer_than
         def __init__(self) -> None:
             self.ends = asyncio.Queue[bool]()
 
-        async def wait(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
+        async def wait(self, keys: Sequence[bytes], timeout_s: float, tenant: str = "") -> list[bool]:
             return [await self.ends.get()] * len(keys)
 
-        async def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        async def exists(self, keys: Sequence[bytes], tenant: str = "") -> list[bool]:
             return [False] * len(keys)
 
     pool = Pool()

@@ -25,7 +25,7 @@ class Pool:
         self.fate = fate
         self.asked: list[bytes] = []
 
-    async def fates(self, keys: Sequence[bytes]) -> list[Fate | None]:
+    async def fates(self, keys: Sequence[bytes], tenant: str = "") -> list[Fate | None]:
         self.asked += keys
         return [self.fate] * len(keys)
 

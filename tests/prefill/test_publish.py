@@ -41,7 +41,7 @@ class Pool:
         self.asked = asyncio.Event()
         self._hangs = hangs
 
-    async def wait(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
+    async def wait(self, keys: Sequence[bytes], timeout_s: float, tenant: str = "") -> list[bool]:
         self.waits.append((list(keys), timeout_s))
         self.asked.set()
         if self._hangs:
@@ -52,10 +52,10 @@ class Pool:
                 raise
         return await self.exists(keys)
 
-    async def exists(self, keys: Sequence[bytes]) -> list[bool]:
+    async def exists(self, keys: Sequence[bytes], tenant: str = "") -> list[bool]:
         return [key in self.committed for key in keys]
 
-    async def fates(self, keys: Sequence[bytes]) -> list[Fate | None]:
+    async def fates(self, keys: Sequence[bytes], tenant: str = "") -> list[Fate | None]:
         return [Fate()] * len(keys)
 
 

@@ -25,7 +25,7 @@ class Pool:
         for page, place in zip(pages, places, strict=False):
             self.there |= {pool_key(page, suffix): place for suffix in suffixes}
 
-    async def places(self, keys: Sequence[bytes]) -> list[Place | None]:
+    async def places(self, keys: Sequence[bytes], tenant: str = "") -> list[Place | None]:
         return [self.there.get(key) for key in keys]
 
 
