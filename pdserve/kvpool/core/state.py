@@ -20,8 +20,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, assert_never
 
+import numpy as np
+
 from pdserve.errors import ConfigError
 from pdserve.kvpool.core.durable_answers import DurableAnswers
+from pdserve.kvpool.core.erasures import Erasures
 from pdserve.kvpool.core.events import (
     FIRST_TAG,
     LOCAL,
@@ -33,6 +36,7 @@ from pdserve.kvpool.core.events import (
     Disconnected,
     Event,
     NamespacesSaved,
+    PagesErased,
     PagesFound,
     PagesGone,
     PagesLoaded,
@@ -133,6 +137,7 @@ class NodeState:
         self._started_ms = self.namespaces.registry.now_ms = started_ms
         self._save_at_s = started_s + SAVE_S
         self._durable = DurableAnswers(name, self.namespaces, tiers=bool(tiers))
+        self._erasures = Erasures(name, store, self._durable)
         sizes, gone, changed = (store.slots.capacity_bytes, store.slots.slab_bytes), self._gone, self._changed
         self.administration = Administration(name, *sizes, self.namespaces, rules, gone, changed)
 
@@ -180,6 +185,8 @@ class NodeState:
                 self.tiers.handle(event, now_s, out)
                 if self.tiers.ready and not was_ready:
                     self.sharding.ownership.tiers_ready(now_s)
+            case PagesErased():
+                self._erasures.erased(event, now_s, out)
             case NamespacesSaved():
                 self._durable.saved(event, out)
             case ViewChanged():
@@ -188,6 +195,7 @@ class NodeState:
                 self.sharding.pushed(event, now_s, out)
             case RecordsLearned():
                 self.administration.learn(event.records, out)
+                self._erasures.learned()
             case _:
                 assert_never(event)
         self.tiers.pump(now_s, out)
@@ -245,6 +253,8 @@ class NodeState:
                 self._due.expect(session)
             case m.Discard():
                 self._discard(session, message, out)
+            case m.Erase():
+                self._erase(session, message, now_s, out)
             case m.Clear():
                 self._clear(session, message, now_s, out)
             case (
@@ -296,6 +306,7 @@ class NodeState:
             out.append(SaveNamespaces(self.namespaces.dump(), self.namespaces.revision))
         self.sharding.tick(now_s, out)
         self.store.tick(now_s, out)
+        self._erasures.pump(now_s, out)
         self.kept.tick(now_s)
         self.tiers.pump(now_s, out)
 
@@ -315,6 +326,9 @@ class NodeState:
 
     def _administer(self, session: Session, request: AdminRequest, now_s: float, out: list[Action]) -> None:
         reply = self.administration.handle(session, request, out)
+        asker = session.connection
+        if isinstance(reply, m.Done) and self._erasures.answer(asker, reply, now_s, out, voids=True):
+            return
         voids = isinstance(request, m.DropNamespace | ReplaceNamespace)
         self._answer_durably(session, reply, now_s, out, voids=voids)
 
@@ -337,11 +351,15 @@ class NodeState:
 
     def _gone(self, number: int, is_tenant: bool, out: list[Action]) -> int:
         """Free everything that a namespace had; the number of its pages. Its number is unknown already."""
+        if is_tenant:
+            self.store.wipe_when_free(self.store.slots_of(number))
         for session in self.sessions.values():
             self.writes.drop_namespace(session, number, out)
             self.waits.drop_namespace(session, number, out)
+        if is_tenant:
+            self.tiers.erase(number, None, self._erasures.begin(has_tiers=self.tiers.any), out)
         count = self.tiers.clear(number, None, out)
-        count += self.store.clear(number, 0, out)
+        count += self.store.clear(number, 0, out, erases=is_tenant)
         self.store.forget(number)
         self.sharding.configure(number, 1)
         return count
@@ -450,6 +468,19 @@ class NodeState:
         self.tiers.forget(namespace, there, out)
         out.append(Answer(session.connection, m.Done(request.id, len(there))))
 
+    def _erase(self, session: Session, request: m.Erase, now_s: float, out: list[Action]) -> None:
+        """Drop pages as `_remove` does, and those that are being written, and leave no byte of them."""
+        number, keys, key_of = request.namespace, set(request.keys), self.store.facts.key
+        found = [slot for slot in self.store.slots_of(number).tolist() if key_of[slot] in keys]
+        self.store.wipe_when_free(np.array(found, np.int64))
+        for other in self.sessions.values():
+            self.writes.end(other, found, out)
+        there = {key for key in keys if self.tiers.has(number, key)}
+        self.tiers.erase(number, sorted(keys), self._erasures.begin(has_tiers=self.tiers.any), out)
+        there |= {self.store.key_of(slot) for slot in found if self.store.state(slot) == COMMITTED}
+        self.store.drop([slot for slot in found if self.store.state(slot) == COMMITTED], out)
+        self._erasures.answer(session.connection, m.Done(request.id, len(there)), now_s, out)
+
     # --- for people who look
 
     def _list_pages(self, session: Session, request: ListPages) -> m.Reply:
@@ -475,6 +506,7 @@ class NodeState:
             self._due.next_deadline_s,
             self.writes.next_quarantine_end_s(),
             self._durable.next_deadline_s,
+            self._erasures.next_deadline_s(self.store.now_s),
             self.sharding.next_deadline_s,
             self.store.next_work_s,
             self.kept.next_deadline_s,

@@ -8,15 +8,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.kvpool.core.events import PublishNamespace, RecordsLearned, SaveNamespaces
+from pdserve.kvpool.core.events import (
+    Action,
+    ErasePages,
+    FreeRows,
+    PagesErased,
+    PublishNamespace,
+    RecordsLearned,
+    SaveNamespaces,
+)
 from pdserve.kvpool.core.namespace_admin import Rules
+from pdserve.kvpool.core.store import lazy_free
+from pdserve.kvpool.core.tiering.tier_index import TierSpec
 from pdserve.kvpool.namespaces.catalog import Namespaces
 from pdserve.kvpool.namespaces.tenants import name_of, split, tenant_of
 from pdserve.kvpool.protocol import cluster_messages as c
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import NamespaceSettings
 from pdserve.security.tokens import digest
-from tests.support.kvpool.node_model import KIB, Node, answers
+from tests.support.kvpool.node_model import KIB, Node, answers, key
 from tests.support.suite.extended import examples
 
 PAGE = 4 * KIB
@@ -46,7 +56,13 @@ def pages_of(node: Node, namespace: str) -> int:
 
 
 def drop(node: Node, name: str) -> int:
-    return node.ask(node.connect(), m.DropNamespace(node.next_id(), name), m.Done).count
+    """The number of pages, once they are erased."""
+    client = node.connect()
+    actions = node.send(client, m.DropNamespace(node.next_id(), name))
+    [found] = answers(actions + node.pass_time(0.1), client)
+    node.actions = actions
+    assert isinstance(found, m.Done)
+    return found.count
 
 
 @pytest.mark.parametrize(
@@ -223,6 +239,66 @@ def refusal(node: Node, client: int, request: m.Request) -> str:
     return found.code
 
 
+# --- erasing
+
+
+def wiped(actions: list[Action]) -> list[tuple[int, int]]:
+    return [one for action in actions if isinstance(action, FreeRows) for one in action.wipe]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_every_slot_that_had_bytes_of_erased_pages_is_zeroed_before_the_answer(whole: bool) -> None:
+    """Also those that a reader or a writer still holds, once it lets go."""
+    node = Node()
+    client, admin = model_of(node), node.connect()
+    a, b = open_tenant(node, client, "a"), open_tenant(node, client, "b")
+    node.put(client, b, 8)
+    grants = node.put(client, a, 1, 2)
+    pins, writing = node.get(client, a, 1), node.reserve(client, a, 3)
+    request: m.Request = m.DropNamespace(1, "#a") if whole else m.Erase(1, a, [key(1), key(2), key(3)])
+    actions = node.send(admin, request)
+    assert answers(actions, admin) == []
+    ranges = wiped(actions) + wiped(node.pass_time(0.1))
+    ranges += wiped(node.release(client, *pins))
+    actions = node.abort(client, *writing) + node.pass_time(0.1)
+    assert answers(actions, admin) == [m.Done(1, 2)]
+    ranges += wiped(actions)
+    assert sorted(ranges) == sorted((g.offset, g.offset + PAGE) for g in (*grants, *writing))
+    assert node.exists(client, b, 8) == [1]
+
+
+def test_an_erasure_waits_for_the_tiers_and_says_what_is_left_when_they_do_not_answer() -> None:
+    node = Node(tiers=[TierSpec("t", "memory", 1 << 20)])
+    client = model_of(node)
+    a = open_tenant(node, client, "a")
+    node.put(client, a, 1)
+    told = node.send(client, m.Erase(5, a, [key(1)]))
+    [asked] = [one for one in told if isinstance(one, ErasePages)]
+    assert asked.keys == (key(1),)
+    assert answers(told + node.pass_time(1), client) == []
+    assert answers(node.do(PagesErased(asked.ticket)), client) == [m.Done(5, 1)]
+    for problem, hint in [("disk", "disk"), ("", "tiers that have not answered")]:
+        [asked] = [one for one in node.send(client, m.Erase(6, a, [key(1)])) if isinstance(one, ErasePages)]
+        actions = node.do(PagesErased(asked.ticket, problem)) if problem else node.pass_time(61)
+        [found] = answers(actions, client)
+        assert isinstance(found, m.Fault)
+        assert found.code == "not_erased"
+        assert hint in found.message
+
+
+def test_a_large_erasure_takes_small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lazy_free, "ERASED_BYTES", 4 * PAGE)
+    node = Node()
+    client = model_of(node)
+    a = open_tenant(node, client, "a")
+    node.put(client, a, *range(10))
+    admin = node.connect()
+    steps = [wiped(node.send(admin, m.DropNamespace(1, "#a")))] + [
+        wiped(node.pass_time(0.01)) for _ in range(4)
+    ]
+    assert [len(step) for step in steps] == [0, 4, 4, 2, 0]
+
+
 # --- dropping
 
 
@@ -235,8 +311,10 @@ def test_deleting_a_tenant_voids_its_pages_of_all_models_and_those_that_are_bein
     node.put(client, n_a, 3)
     node.put(client, m_b, 4)
     before = node.reserve(client, m_a, 5)
-    assert drop(node, "#a") == 3
-    assert node.commit(client, *before) == [0]
+    admin = node.connect()
+    assert answers(node.send(admin, m.DropNamespace(1, "#a")), admin) == []
+    assert node.commit(client, *before) == [0]  # the writer has stopped
+    assert answers(node.pass_time(0.1), admin) == [m.Done(1, 3)]
     assert refusal(node, client, m.Exists(1, m_a, [bytes(32)])) == "unknown_namespace"
     again = open_tenant(node, client, "a")
     assert node.exists(client, again, 1, 2, 5) == [0, 0, 0]

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from pdserve.errors import ConfigError
 from pdserve.kvpool.core.events import Action, CommitRows, ReserveRows
+from pdserve.kvpool.core.store import lazy_free
 from pdserve.kvpool.core.store.index import NONE, Family, NamespacePages
 from pdserve.kvpool.core.store.kin import Kin
 from pdserve.kvpool.core.store.lazy_free import CHUNK_SLOTS, Sweep
@@ -172,9 +173,10 @@ class PageStore(SlotStates):
 
     # --- dropping
 
-    def clear(self, namespace: int, space: int, out: list[Action]) -> int:
+    def clear(self, namespace: int, space: int, out: list[Action], *, erases: bool = False) -> int:
         """Drop every page of the namespace, in one step over all slots' states (1 ms for a million slots).
-        The number of pages. Rows carry `space` from now on, a number that no row had before.
+        The number of pages. Rows carry `space` from now on, a number that no row had before. `erases`: the
+        slots are to be wiped (`wipe_when_free`), so fewer are freed at a time.
         """
         pages = self.index.namespace(namespace)
         count = len(pages.committed)
@@ -183,7 +185,7 @@ class PageStore(SlotStates):
         states = np.frombuffer(self.states, np.uint8)
         owned = np.frombuffer(self.facts.namespace, np.uint32) == namespace
         states[owned & (states == COMMITTED)] = SWEEPING
-        sweep = Sweep(pages.committed, pages.orders)
+        sweep = Sweep(pages.committed, pages.orders, erases=erases)
         pages.gone["dropped"] += len(pages.committed)
         pages.committed, pages.orders, pages.page_bytes, pages.space = {}, {}, 0, space
         if count and self.on_change is not None:
@@ -200,7 +202,7 @@ class PageStore(SlotStates):
         self.bytes_in_state[SWEEPING] += swept_bytes
         if swept_bytes:
             self.sweeps.append(sweep)
-            if len(sweep.slot_of) <= CHUNK_SLOTS:
+            if len(sweep.slot_of) <= CHUNK_SLOTS and not (erases and swept_bytes > lazy_free.ERASED_BYTES):
                 while sweep.slot_of:
                     self.sweep(sweep, None, out)
             else:
