@@ -1,4 +1,4 @@
-"""The asyncio pool client, for programs with an event loop: exists, wait and check only.
+"""The asyncio pool client, for programs with an event loop: it asks, waits, and erases.
 
 It uses one connection per node, shared by all tasks (async_link.py). Page bytes are moved by a `PoolClient`,
 since copying and hashing block. The keys of a node that is down count as absent. Every call ends at its
@@ -24,7 +24,7 @@ from pdserve.kvpool.client.config import PoolClientConfig
 from pdserve.kvpool.client.deadline import Deadline
 from pdserve.kvpool.client.routing import Rings, Search
 from pdserve.kvpool.client.topology import SharedViews
-from pdserve.kvpool.namespaces.tenants import name_of
+from pdserve.kvpool.namespaces.tenants import name_of, split
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.transports.async_control import AsyncControl
 from pdserve.kvpool.transports.session import make_hello
@@ -42,6 +42,8 @@ WAIT_PAUSE_S: Final = 0.001
 WAITERS_RETRY_S: Final = 0.05
 LOAD_PAUSE_S: Final = 0.02
 """Between two questions for pages that are being loaded."""
+ERASE_TIMEOUT_S: Final = 70.0
+"""A node answers an erasure after 60 s at most (core/erasures.py), and another 4 s for its list."""
 MEMORY: Final = "dram"
 
 
@@ -206,6 +208,61 @@ class AsyncPoolClient:
             there += sum(await self._ask(self.rings.split(some), some, found, asked, deadline, make, tenant))
         return there
 
+    async def erase(self, keys: Sequence[bytes], tenant: str = "") -> dict[str, int | PoolError]:
+        """Have every node erase its copies of these pages. By node, how many there were once nothing of them
+        is left, or why it cannot say so.
+        """
+        parts = [keys[start : start + m.MAX_KEYS] for start in range(0, len(keys), m.MAX_KEYS)]
+        makes = [partial(_erase, part) for part in parts]
+        return await self._each(makes, self._name(tenant))
+
+    async def erase_tenant(self, tenant: str) -> dict[str, int | PoolError]:
+        """Have every node erase all pages of the tenant in this namespace. The rest as in `erase`."""
+        name = name_of(self.namespace, tenant)
+        return await self._each([lambda i, _: m.DropNamespace(i, name)], "")
+
+    async def tenants(self) -> dict[str, dict[str, tuple[int, int]] | PoolError]:
+        """By node and tenant, bytes in memory and in tiers; of nobody under the empty name."""
+
+        async def one(node: str) -> dict[str, tuple[int, int]] | PoolError:
+            try:
+                reply = await self._link(node).ask(
+                    lambda i, _: m.Status(i), self._within(self.config.connect_timeout_s)
+                )
+            except PoolError as error:
+                return error
+            if not isinstance(reply, m.StatusReport):
+                return self._link(node).refused(reply)
+            named = {split(space.name): space for space in reply.namespaces}
+            return {
+                tenant: (space.slot_bytes, space.tier_bytes)
+                for (model, tenant), space in named.items()
+                if model == self.namespace
+            }
+
+        nodes = list(self._addresses())
+        return dict(zip(nodes, await asyncio.gather(*map(one, nodes)), strict=True))
+
+    async def _each(
+        self, makes: Sequence[Callable[[int, int], m.Request]], name: str
+    ) -> dict[str, int | PoolError]:
+        """The sum of the counts that each node answers these requests with, one after the other."""
+
+        async def one(node: str) -> int | PoolError:
+            count = 0
+            try:
+                for make in makes:
+                    reply = await self._link(node).ask(make, self._within(ERASE_TIMEOUT_S), name)
+                    if not isinstance(reply, m.Done):
+                        return self._link(node).refused(reply)
+                    count += reply.count
+            except PoolError as error:
+                return error
+            return count
+
+        nodes = list(self._addresses())
+        return dict(zip(nodes, await asyncio.gather(*map(one, nodes)), strict=True))
+
     async def check(self) -> dict[str, PoolError | None]:
         """Check that every node serves the namespace. Returns None or the error for each node."""
 
@@ -358,6 +415,10 @@ class AsyncPoolClient:
         """The view changed: end the links to nodes that left."""
         for node in self._links.keys() - self._addresses().keys():
             self._links.pop(node).close()
+
+
+def _erase(keys: Sequence[bytes], request_id: int, namespace: int) -> m.Erase:
+    return m.Erase(request_id, namespace, list(keys))
 
 
 def _tier(reply: m.Present, number: int) -> str:

@@ -42,38 +42,29 @@ class Erasures:
         self._store = store
         self._durable = durable
         self._pending: list[_Pending] = []
-        self._begun: set[int] = set()  # tickets of the request that is carried out
+        self._open: set[int] = set()  # tickets that the tiers have not carried out
         self._last_ticket = 0
-        self._is_erasing = False
 
     def begin(self, *, has_tiers: bool) -> int:
-        """A request erases pages. The ticket for the tiers; 0 without any."""
-        self._is_erasing = True
+        """Pages are erased. The ticket for the tiers; 0 without any."""
         if not has_tiers:
             return 0
         self._last_ticket += 1
-        self._begun.add(self._last_ticket)
+        self._open.add(self._last_ticket)
         return self._last_ticket
 
     def answer(
         self, connection: int, done: Done, now_s: float, out: list[Action], *, voids: bool = False
-    ) -> bool:
-        """Answer when all that has begun since the last call is done. False: nothing has. `voids`: as in
-        `DurableAnswers`.
+    ) -> None:
+        """Answer when all that has begun is done: also what another node's news or an earlier request began.
+        `voids`: as in `DurableAnswers`.
         """
-        if not self._is_erasing:
-            return False
-        self._pending.append(_Pending(connection, done, self._begun, now_s + ERASE_S, voids))
-        self._is_erasing, self._begun = False, set()
+        self._pending.append(_Pending(connection, done, set(self._open), now_s + ERASE_S, voids))
         self.pump(now_s, out)
-        return True
-
-    def learned(self) -> None:
-        """What has begun was another node's wish: nobody waits for it here."""
-        self._is_erasing, self._begun = False, set()
 
     def erased(self, event: PagesErased, now_s: float, out: list[Action]) -> None:
         """The tiers have carried out one ticket."""
+        self._open.discard(event.ticket)
         for pending in self._pending:
             if event.ticket in pending.tickets:
                 pending.tickets.discard(event.ticket)

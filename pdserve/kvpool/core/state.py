@@ -195,7 +195,6 @@ class NodeState:
                 self.sharding.pushed(event, now_s, out)
             case RecordsLearned():
                 self.administration.learn(event.records, out)
-                self._erasures.learned()
             case _:
                 assert_never(event)
         self.tiers.pump(now_s, out)
@@ -326,8 +325,8 @@ class NodeState:
 
     def _administer(self, session: Session, request: AdminRequest, now_s: float, out: list[Action]) -> None:
         reply = self.administration.handle(session, request, out)
-        asker = session.connection
-        if isinstance(reply, m.Done) and self._erasures.answer(asker, reply, now_s, out, voids=True):
+        if isinstance(request, m.DropNamespace | ReplaceNamespace) and isinstance(reply, m.Done):
+            self._erasures.answer(session.connection, reply, now_s, out, voids=True)
             return
         voids = isinstance(request, m.DropNamespace | ReplaceNamespace)
         self._answer_durably(session, reply, now_s, out, voids=voids)
@@ -570,7 +569,7 @@ def _namespace(state: NodeState, number: int) -> m.NamespaceStatus:
         name=namespace.name,
         pages=len(pages.committed),
         page_bytes=pages.page_bytes,
-        geometry=namespace.geometry,
+        geometry={} if split(namespace.name)[1] else namespace.geometry,
         hits=pages.hits,
         misses=pages.misses,
         evictions=pages.evictions,
