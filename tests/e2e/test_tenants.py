@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdserve.kvpool.namespaces.tenants import split
-from tests.support.e2e.cluster import PoolNode, Worker, eventually
+from tests.support.e2e.cluster import PoolNode, Worker, eventually, http
 from tests.support.e2e.prompts import PAGE, token_ids
 from tests.support.e2e.site import Site
 
@@ -38,3 +38,18 @@ def test_a_tenants_pages_are_stored_and_found_as_its_own(site: Site, agg_worker:
         8 * PAGE,
         0,
     ]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_deleted_pages_are_found_neither_in_the_pool_nor_at_the_worker(
+    agg_worker: Worker, site: Site, whole: bool
+) -> None:
+    for tenant in ("gone", "stays"):
+        cached(agg_worker, f"tenant/{tenant}")
+        eventually(lambda tenant=tenant: pages_of(site.pools["aggpool"]).get(tenant, 0) >= 8, "stored", 20)  # type: ignore[misc]
+    assert cached(agg_worker, "tenant/gone") == 8 * PAGE
+    body = {"tenant": "gone"} if whole else {"input_ids": PROMPT}
+    headers = {"x-pdserve-cache-salt": '"tenant/gone"'}
+    told = http.post(f"{agg_worker.url}/pool/erase", json=body, headers=headers, timeout=60.0).json()
+    assert told == {"pages": {site.pools["aggpool"].name: 8}, "problems": {}}
+    assert [cached(agg_worker, f"tenant/{tenant}") for tenant in ("gone", "stays")] == [0, 8 * PAGE]

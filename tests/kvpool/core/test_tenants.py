@@ -260,7 +260,8 @@ def test_every_slot_that_had_bytes_of_erased_pages_is_zeroed_before_the_answer(w
     assert answers(actions, admin) == []
     ranges = wiped(actions) + wiped(node.pass_time(0.1))
     ranges += wiped(node.release(client, *pins))
-    actions = node.abort(client, *writing) + node.pass_time(0.1)
+    assert node.commit(client, *writing) == [0]
+    actions = node.actions + node.pass_time(0.1)
     assert answers(actions, admin) == [m.Done(1, 2)]
     ranges += wiped(actions)
     assert sorted(ranges) == sorted((g.offset, g.offset + PAGE) for g in (*grants, *writing))
@@ -333,13 +334,14 @@ def test_a_node_that_was_away_drops_what_was_deleted_meanwhile_and_keeps_what_ca
     told = [one.record for one in here.actions if isinstance(one, PublishNamespace)]
     away.do(RecordsLearned(told))
     assert pages_of(away, "m#a") == 0
-    assert refusal_of_peer(away, here, generation=1) == "unknown_namespace"
+    assert refusal_of_peer(away, generation=1) == "unknown_namespace"
     away.put(client, open_tenant(away, client, "a"), 2)
     away.do(RecordsLearned(told))
     assert pages_of(away, "m#a") == 1
+    assert refusal_of_peer(away, generation=1) == "unknown_namespace"
 
 
-def refusal_of_peer(node: Node, other: Node, generation: int) -> str:
+def refusal_of_peer(node: Node, generation: int) -> str:
     """What a node that has not heard of the drop is told, when it brings pages."""
     return refusal(node, node.connect(peer=True), m.OpenNamespace(1, "m#a", {"dtype": "bf16"}, generation))
 
@@ -362,6 +364,9 @@ def test_what_voids_a_model_voids_its_tenants(how: str) -> None:
         assert node.exists(client, a, 1, 2) == [0, 0]
     else:
         assert refusal(node, client, m.Exists(1, a, [bytes(32)])) == "unknown_namespace"
+        told = node.state.namespaces.registry.get("m#a")
+        assert told is not None
+        assert told.dropped
     if how == "replace":
         kept = node.state.namespaces.registry.get("new#a")
         assert kept is not None
