@@ -47,6 +47,7 @@ class Asked(msgspec.Struct):
     input_ids: msgspec.Raw = _EMPTY
     hashes: list[str] | None = None
     nodes: bool = False
+    cache_salt: object = None
 
     def endpoint(self) -> str:
         """Whose body it is. Raises RequestError."""
@@ -129,7 +130,8 @@ class Lookup:
             tenant = tenant_of(made.cache_salt)
         else:
             made, tokens, chain = None, [], _digests(asked.hashes or ())
-            tenant = tenant_of(salt_of_request())
+            said = asked.cache_salt if isinstance(asked.cache_salt, str) else None
+            tenant = tenant_of(salt_of_request() or said)
         if len(chain) > MAX_PAGES:
             raise RequestError(400, f"{len(chain)} pages are asked for, at most {MAX_PAGES}")
         return Prompt(made, tokens, RequestPages(self._names, {"": chain}, tenant))
