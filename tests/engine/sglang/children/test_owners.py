@@ -44,7 +44,7 @@ def test_the_mark_survives_what_sglang_does_with_hashes_of_earlier_pages(given: 
     keys = marked(given, "acme")
     assert keys is not None
     for _ in range(2):  # it copies them, and appends to them
-        keys = list(keys).copy() + ["cc"]
+        keys = [*list(keys).copy(), "cc"]
         assert tenant_of_call(call(keys)) == "acme"
     assert marked(given, "") == given
 
