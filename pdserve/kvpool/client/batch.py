@@ -60,6 +60,7 @@ class Batch(Generic[T]):
     part: Callable[[OpenConnection, list[int]], list[T]]
     repeatable: bool = True  # a chunk may be repeated after the node has answered part of it
     page_bytes: int = 0  # size of a page to move; 0: a question
+    tenant: str = ""  # whose pages they are
     asked: list[str] = field(init=False)
     """For each key, the node that was asked last."""
 
@@ -156,7 +157,10 @@ class BatchRunner:
                 return
             with link.busy(size_bytes):
                 answers = link.use(
-                    batch.deadline, lambda opened: batch.part(opened, indices), repeatable=batch.repeatable
+                    batch.deadline,
+                    lambda opened: batch.part(opened, indices),
+                    repeatable=batch.repeatable,
+                    tenant=batch.tenant,
                 )
         except PoolError as error:
             logger.debug("pool node %s: %s", node, error)

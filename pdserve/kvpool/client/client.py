@@ -88,14 +88,16 @@ class PoolClient:
 
     # -- reading
 
-    def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        """For each key: whether it is committed, at its owner or its earlier owner."""
+    def exists(self, keys: Sequence[bytes], tenant: str = "") -> list[bool]:
+        """For each key: whether it is committed, at its owner or its earlier owner. `tenant`: whose pages
+        are asked for, here and below; empty: those of nobody.
+        """
         deadline = self._within(self.config.exists_timeout_s)
 
         def part(opened: OpenConnection, indices: list[int]) -> list[bool]:
             return operations.exists(opened, [keys[i] for i in indices], deadline.at_s)
 
-        batch = Batch(keys, [False] * len(keys), deadline, part)
+        batch = Batch(keys, [False] * len(keys), deadline, part, tenant=tenant)
         rings = self._links.rings
         self._runner.run(rings.split(keys), batch)
         self._search_on(batch, rings)
@@ -107,6 +109,7 @@ class PoolClient:
         pages: Sequence[PageBuffers],
         share: SharedReads | None = None,
         checksums: list[int] | None = None,
+        tenant: str = "",
     ) -> list[bool]:
         """Read pages into the caller's buffers. True: the buffers hold the page, and its checksum is right;
         with a page key, its tag too.
@@ -132,7 +135,7 @@ class PoolClient:
                     checksums[index] = proof.checksum if proof is not None else NO_CHECKSUM
             return read.found
 
-        batch = Batch(keys, [False] * len(keys), deadline, part, page_bytes=page_bytes)
+        batch = Batch(keys, [False] * len(keys), deadline, part, page_bytes=page_bytes, tenant=tenant)
         rings = self._links.rings
         self._runner.run(rings.split(keys), batch)
         first_asked, searched = list(batch.asked), self._search_on(batch, rings)
@@ -168,7 +171,7 @@ class PoolClient:
 
     # -- writing
 
-    def put(self, keys: Sequence[bytes], pages: Sequence[PageBuffers]) -> list[bool]:
+    def put(self, keys: Sequence[bytes], pages: Sequence[PageBuffers], tenant: str = "") -> list[bool]:
         """Write pages. True: the page is in the pool, or another writer is writing it.
 
         `pages`: as for `get`. Raises PageMismatch. Nothing reads from the buffers after the return.
@@ -184,7 +187,8 @@ class PoolClient:
                     self._links.ask_view(opened, deadline.at_s)
             return stored
 
-        batch = Batch(keys, [UNSTORED] * len(keys), deadline, part, repeatable=False, page_bytes=page_bytes)
+        unstored = [UNSTORED] * len(keys)
+        batch = Batch(keys, unstored, deadline, part, False, page_bytes, tenant)
         self._runner.run(self._links.rings.split(keys), batch)
         if FULL in batch.result:
             # a node grants only so much at a time; what was granted to the other pieces is committed now

@@ -380,6 +380,16 @@ class Clear(Message, tag=25, frozen=True):
     namespace: int
 
 
+class Erase(Message, tag=43, frozen=True):
+    """Drop these pages, those that are being written too, and overwrite their bytes in memory and tiers.
+    Answered with Done when nothing of them is left on this node, or with a Fault `not_erased`.
+    """
+
+    id: int
+    namespace: int
+    keys: list[bytes]
+
+
 class Ping(Message, tag=26, frozen=True):
     id: int
 
@@ -442,6 +452,7 @@ Request: TypeAlias = (
     | Discard
     | DropNamespace
     | Clear
+    | Erase
     | Ping
     | Status
     | ClusterRequest
