@@ -1,4 +1,4 @@
-"""The asyncio pool client, for programs with an event loop: exists, wait and check only.
+"""The asyncio pool client, for programs with an event loop: it asks, waits, and erases.
 
 It asks one node, the nearest (doors.py), over one connection that all tasks share (async_link.py). Page bytes
 are moved by a `PoolClient`, since copying and hashing block. The keys of a node that is down count as absent.
@@ -22,6 +22,7 @@ from pdserve.kvpool.client.async_link import AsyncNodeLink
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.client.deadline import Deadline
 from pdserve.kvpool.client.doors import Doors
+from pdserve.kvpool.namespaces.tenants import name_of, split
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.transports.async_control import AsyncControl
 from pdserve.kvpool.transports.session import make_hello
@@ -37,6 +38,10 @@ WAIT_PAUSE_S: Final = 0.001
 WAITERS_RETRY_S: Final = 0.05
 LOAD_PAUSE_S: Final = 0.02
 """Between two questions for pages that are being loaded."""
+ERASE_TIMEOUT_S: Final = 75.0
+"""A node answers an erasure after 60 s at most (core/erasures.py), another 4 s for its list, and some for the
+other nodes.
+"""
 MEMORY: Final = "dram"
 
 
@@ -54,37 +59,39 @@ class AsyncPoolClient:
 
     # -- questions
 
-    async def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        """For each key: whether it is committed, on any node. False if the node cannot be reached."""
+    async def exists(self, keys: Sequence[bytes], tenant: str = "") -> list[bool]:
+        """For each key: whether it is committed, on any node. False if the node cannot be reached. `tenant`:
+        whose pages are asked for, here and below; empty: those of nobody.
+        """
         with timed("pool exists", pages=len(keys)):
             found = [False] * len(keys)
-            for start, reply in await self._ask(keys, m.Exists):
+            for start, reply in await self._ask(keys, m.Exists, tenant):
                 found[start : start + len(reply.mask)] = _bools(reply)
             return found
 
-    async def tiers(self, keys: Sequence[bytes], move: int = 0) -> list[str | None]:
+    async def places(self, keys: Sequence[bytes], move: int = 0, tenant: str = "") -> list[str | None]:
         """For each key: where its page is, "dram" or the kind of a tier. None: nowhere, or the node cannot be
         reached. `move`: as in `Exists`, for at most MAX_KEPT_KEYS keys.
         """
-        tiers: list[str | None] = [None] * len(keys)
+        places: list[str | None] = [None] * len(keys)
 
         def make(request_id: int, namespace: int, part: list[bytes]) -> m.Exists:
             return m.Exists(request_id, namespace, part, places=True, move=move)
 
-        for start, reply in await self._ask(keys, make):
+        for start, reply in await self._ask(keys, make, tenant):
             for index, number in enumerate(reply.places or reply.mask, start):
                 if number != m.NOWHERE:
-                    tiers[index] = _tier(reply, number)
-        return tiers
+                    places[index] = _tier(reply, number)
+        return places
 
-    async def wait(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
+    async def wait(self, keys: Sequence[bytes], timeout_s: float, tenant: str = "") -> list[bool]:
         """Wait until all keys are committed, for at most `timeout_s`. Returns whether each key is. A node
         that cannot be reached is not waited for.
         """
         with timed("pool wait", pages=len(keys)):
-            return await self._wait(keys, timeout_s)
+            return await self._wait(keys, timeout_s, tenant)
 
-    async def _wait(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
+    async def _wait(self, keys: Sequence[bytes], timeout_s: float, tenant: str) -> list[bool]:
         deadline = time.monotonic() + timeout_s
         result = [False] * len(keys)
         missing = list(range(len(keys)))
@@ -96,7 +103,7 @@ class AsyncPoolClient:
 
             # the node answers at `until`; the answer gets a short time more to arrive
             slice_ends = Deadline(until + self.config.exists_timeout_s)
-            for start, reply in await self._ask([keys[i] for i in missing], make, slice_ends):
+            for start, reply in await self._ask([keys[i] for i in missing], make, tenant, slice_ends):
                 for index, found in zip(missing[start:], _bools(reply), strict=False):
                     result[index] = found
             missing = [index for index in missing if not result[index]]
@@ -105,7 +112,7 @@ class AsyncPoolClient:
                 return result
             await asyncio.sleep(WAIT_PAUSE_S)  # avoids a busy loop if the node answers at once
 
-    async def fates(self, keys: Sequence[bytes]) -> list[m.Fate | None]:
+    async def fates(self, keys: Sequence[bytes], tenant: str = "") -> list[m.Fate | None]:
         """For each of a few keys: what became of the page at the node that owns it now. None: nobody tells.
 
         At most `MAX_FATES` keys.
@@ -115,11 +122,11 @@ class AsyncPoolClient:
         def make(request_id: int, namespace: int, part: list[bytes]) -> m.Exists:
             return m.Exists(request_id, namespace, part, fates=True)
 
-        for start, reply in await self._ask(keys[: m.MAX_FATES], make):
+        for start, reply in await self._ask(keys[: m.MAX_FATES], make, tenant):
             result[start : start + len(reply.fates)] = reply.fates
         return result
 
-    async def raise_pages(self, keys: Sequence[bytes], timeout_s: float) -> int:
+    async def raise_pages(self, keys: Sequence[bytes], timeout_s: float, tenant: str = "") -> int:
         """Have pages that only tiers have loaded into memory, the first ones first, for at most `timeout_s`.
         Returns how many of the keys were in memory then.
         """
@@ -127,7 +134,7 @@ class AsyncPoolClient:
         in_memory, left = 0, list(keys)
         while left:
             some, rest = left[: m.MAX_KEPT_KEYS], left[m.MAX_KEPT_KEYS :]
-            found = await self.tiers(some, m.UP)
+            found = await self.places(some, m.UP, tenant)
             in_memory += found.count(MEMORY)
             below = [key for key, tier in zip(some, found, strict=True) if tier not in (None, MEMORY)]
             left = below + rest
@@ -137,28 +144,79 @@ class AsyncPoolClient:
                 await asyncio.sleep(LOAD_PAUSE_S)
         return in_memory
 
-    async def keep(self, keys: Sequence[bytes], keep_s: float) -> int:
+    async def keep(self, keys: Sequence[bytes], keep_s: float, tenant: str = "") -> int:
         """Have those pages that are in memory at the nodes that own them kept for `keep_s` from now on;
         below 0: no longer. Returns how many of the keys are there. A node that cannot be reached, or
         keeps too many, keeps none: nothing rests on it.
         """
-        return await self._hint(keys, keep_s=keep_s)
+        return await self._hint(keys, tenant, keep_s=keep_s)
 
-    async def demote(self, keys: Sequence[bytes]) -> int:
+    async def demote(self, keys: Sequence[bytes], tenant: str = "") -> int:
         """Have those pages that are in memory evicted before others, unless they are kept. The rest as in
         `keep`.
         """
-        return await self._hint(keys, move=m.DOWN)
+        return await self._hint(keys, tenant, move=m.DOWN)
 
-    async def _hint(self, keys: Sequence[bytes], *, keep_s: float = 0.0, move: int = 0) -> int:
+    async def _hint(self, keys: Sequence[bytes], tenant: str, *, keep_s: float = 0.0, move: int = 0) -> int:
         def make(request_id: int, namespace: int, part: list[bytes]) -> m.Exists:
             return m.Exists(request_id, namespace, part, keep_s=keep_s, move=move)
 
         there = 0
         for start in range(0, len(keys), m.MAX_KEPT_KEYS):
-            replies = await self._ask(keys[start : start + m.MAX_KEPT_KEYS], make)
+            replies = await self._ask(keys[start : start + m.MAX_KEPT_KEYS], make, tenant)
             there += sum(sum(_bools(reply)) for _, reply in replies)
         return there
+
+    async def erase(self, keys: Sequence[bytes], tenant: str = "") -> dict[str, int | PoolError]:
+        """Have all nodes erase their copies of these pages. How many there were once nothing of them is left,
+        or why that cannot be said; by the name of the node that was asked.
+        """
+        parts = [list(keys[start : start + m.MAX_KEYS]) for start in range(0, len(keys), m.MAX_KEYS)]
+        makes = [partial(_erase, part) for part in parts]
+        return await self._count(makes, self._name(tenant))
+
+    async def erase_tenant(self, tenant: str) -> dict[str, int | PoolError]:
+        """Have all nodes erase all pages of the tenant in this namespace. The rest as in `erase`."""
+        name = name_of(self.namespace, tenant)
+        return await self._count([lambda i, _: m.DropNamespace(i, name)], "")
+
+    async def _count(
+        self, makes: Sequence[Callable[[int, int], m.Request]], name: str
+    ) -> dict[str, int | PoolError]:
+        """The sum of the counts that these requests are answered with, one after the other."""
+        count, node = 0, ""
+        try:
+            link = self._doors.chosen
+            node = link.name
+            for make in makes:
+                reply = await link.ask(make, self._within(ERASE_TIMEOUT_S), name)
+                if not isinstance(reply, m.Done):
+                    return {node: link.refused(reply)}
+                count += reply.count
+        except PoolError as error:
+            return {node: error}
+        return {node: count}
+
+    async def tenants(self) -> dict[str, dict[str, tuple[int, int]] | PoolError]:
+        """By configured node and tenant, bytes in memory and in tiers; of nobody under the empty name."""
+
+        async def one(link: AsyncNodeLink) -> dict[str, tuple[int, int]] | PoolError:
+            try:
+                reply = await link.ask(lambda i, _: m.Status(i), self._within(self.config.connect_timeout_s))
+            except PoolError as error:
+                return error
+            if not isinstance(reply, m.StatusReport):
+                return link.refused(reply)
+            named = {split(space.name): space for space in reply.namespaces}
+            return {
+                tenant: (space.slot_bytes, space.tier_bytes)
+                for (model, tenant), space in named.items()
+                if model == self.namespace
+            }
+
+        links = list(self._doors)
+        found = await asyncio.gather(*map(one, links))
+        return {link.name: said for link, said in zip(links, found, strict=True)}
 
     async def check(self) -> dict[str, PoolError | None]:
         """Whether the node that is asked serves the namespace: None or the error, by its name."""
@@ -182,23 +240,26 @@ class AsyncPoolClient:
         return Deadline(time.monotonic() + timeout_s, self.config.restart_wait_s)
 
     async def _ask(
-        self, keys: Sequence[bytes], make: MakeQuestion, deadline: Deadline | None = None
+        self, keys: Sequence[bytes], make: MakeQuestion, tenant: str, deadline: Deadline | None = None
     ) -> list[tuple[int, m.Present]]:
         """The node's answers about the keys, a message's worth each, with the index of its first key. A
         message without an answer is left out.
         """
         within = deadline or self._within(self.config.exists_timeout_s)
         starts = range(0, len(keys), m.MAX_KEYS)
-        parts = [self._present(list(keys[start : start + m.MAX_KEYS]), within, make) for start in starts]
+        name = self._name(tenant)
+        parts = [self._present(list(keys[at : at + m.MAX_KEYS]), within, make, name) for at in starts]
         replies = await asyncio.gather(*parts)
         return [(start, reply) for start, reply in zip(starts, replies, strict=True) if reply is not None]
 
-    async def _present(self, keys: list[bytes], deadline: Deadline, make: MakeQuestion) -> m.Present | None:
+    async def _present(
+        self, keys: list[bytes], deadline: Deadline, make: MakeQuestion, name: str
+    ) -> m.Present | None:
         """The node's answer about the keys."""
         try:
             link = self._doors.chosen
             while True:
-                reply = await link.ask(lambda i, namespace: make(i, namespace, keys), deadline)
+                reply = await link.ask(lambda i, namespace: make(i, namespace, keys), deadline, name)
                 if isinstance(reply, m.Present) and len(reply.mask) == len(keys):
                     return reply
                 if not isinstance(reply, m.Fault) or reply.code != "too_many_waiters":
@@ -212,6 +273,10 @@ class AsyncPoolClient:
             return None
 
     # -- the node
+
+    def _name(self, tenant: str) -> str:
+        """As `AsyncNodeLink.ask` wants it."""
+        return name_of(self.namespace, tenant) if tenant else ""
 
     def _link(self, ref: PoolNodeRef) -> AsyncNodeLink:
         config = self.config
@@ -230,6 +295,10 @@ class AsyncPoolClient:
         hello = make_hello("worker", "", "none", self.config.token)
         tls = self._certificates.client_context
         return await AsyncControl.connect(address, hello, self.namespace, self.geometry, tls)
+
+
+def _erase(keys: list[bytes], request_id: int, namespace: int) -> m.Erase:
+    return m.Erase(request_id, namespace, keys)
 
 
 def _bools(reply: m.Present) -> list[bool]:

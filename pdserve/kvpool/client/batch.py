@@ -9,11 +9,12 @@ batch begins no chunk that would not be done by the deadline at the speed seen s
 middle would count against the node.
 
 Chunks of memory that is mapped here are copied by few threads (COPY_THREADS): one moves 8 GB/s, and more take
-cores from the engine.
+cores from the engine. Others wait for the node side by side, over a few streams (STREAMS).
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
@@ -29,7 +30,7 @@ from pdserve.errors import PoolError
 from pdserve.kvpool.client.connection_pool import NodeLink, OpenConnection
 from pdserve.kvpool.client.deadline import Deadline
 from pdserve.kvpool.client.operations import Tally
-from pdserve.kvpool.protocol.messages import MAX_BATCH_BYTES, MAX_KEYS, pages_a_message
+from pdserve.kvpool.protocol.messages import MAX_BATCH_BYTES, MAX_KEYS, MAX_PAGES
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -38,8 +39,14 @@ CHUNK_BYTES: Final = MAX_BATCH_BYTES
 """Of pages to move: as much as one message allows, some milliseconds of copying. Shorter ones only cost more
 messages: one stream, or one copying thread, keeps a core busy.
 """
+COPIED_BYTES: Final = 4 * CHUNK_BYTES
+"""Of pages that are copied here. A chunk takes the interpreter two or three times, and each costs up to a
+switch interval beside a busy scheduler; so a batch is one chunk where one thread copies.
+"""
 COPY_THREADS: Final = min(4, max(1, len(os.sched_getaffinity(0)) // 4))
 """Of one client at a time, the calling one among them."""
+STREAMS: Final = min(4, max(1, len(os.sched_getaffinity(0)) // 2))
+"""To a node at a time whose memory is not mapped: each keeps a core busy at both ends."""
 
 
 @dataclass
@@ -52,6 +59,7 @@ class Batch(Generic[T]):
     part: Callable[[OpenConnection, list[int]], list[T]]
     repeatable: bool = True  # a chunk may be repeated after the node has answered part of it
     page_bytes: int = 0  # size of a page to move; 0: a question
+    tenant: str = ""  # whose pages they are
 
     def __post_init__(self) -> None:
         self._half_s = (time.monotonic() + self.deadline.at_s) / 2
@@ -63,16 +71,18 @@ class Batch(Generic[T]):
         now_s = time.monotonic()
         return now_s < self._half_s or link.speed.allows(size_bytes, self.deadline.at_s - now_s)
 
-    def divide(self, indices: Sequence[int]) -> list[list[int]]:
-        """The chunks, alike in length and in the order of the keys."""
-        most = MAX_KEYS
+    def divide(self, indices: Sequence[int], *, is_mapped: bool = False) -> list[list[int]]:
+        """The chunks, alike in length and in the order of the keys. `is_mapped`: the node's memory is mapped
+        here.
+        """
+        chunks = -(-len(indices) // MAX_KEYS)
         if self.page_bytes:
-            most = max(1, min(pages_a_message(self.page_bytes), CHUNK_BYTES // self.page_bytes))
-        chunks = -(-len(indices) // most)
-        return [
-            list(indices[len(indices) * i // chunks : len(indices) * (i + 1) // chunks])
-            for i in range(chunks)
-        ]
+            chunks = -(-len(indices) // max(1, min(MAX_PAGES, CHUNK_BYTES // self.page_bytes)))
+            if is_mapped:
+                most = max(1, min(MAX_PAGES, COPIED_BYTES // self.page_bytes))
+                chunks = max(-(-len(indices) // most), min(COPY_THREADS, chunks))
+        ends = [len(indices) * i // chunks for i in range(chunks + 1)]
+        return [list(indices[start:end]) for start, end in itertools.pairwise(ends)]
 
 
 class BatchRunner:
@@ -80,19 +90,19 @@ class BatchRunner:
 
     def __init__(self, tally: Tally, connections: int) -> None:
         self._tally = tally
-        self._connections = connections
         self._threads = ThreadPoolExecutor(connections, thread_name_prefix="pdserve-pool")
 
     def run(self, link: NodeLink, indices: Sequence[int], batch: Batch[T]) -> None:
         """Call `batch.part` for each message, with the indices of its keys. If the node fails, the `result`
         of its keys stays unchanged.
         """
-        parts = batch.divide(indices)
+        is_copied = batch.page_bytes > 0 and link.is_mapped
+        parts = batch.divide(indices, is_mapped=is_copied)
         if len(parts) == 1:
             _do(link, parts[0], batch, self._tally)
             return
         chunks = [_Chunk(partial(_do, link, part, batch, self._tally)) for part in parts]
-        beside = COPY_THREADS if batch.page_bytes and link.is_mapped else self._connections
+        beside = COPY_THREADS if is_copied else STREAMS
         # Every step of a chunk has the deadline, so joining needs none. All chunks are joined on every path,
         # because one may be writing into the caller's buffers.
         for _ in range(min(len(chunks), beside) - 1):
@@ -126,7 +136,10 @@ def _do(link: NodeLink, indices: list[int], batch: Batch[T], tally: Tally) -> No
             return
         with link.busy(size_bytes):
             answers = link.use(
-                batch.deadline, lambda opened: batch.part(opened, indices), repeatable=batch.repeatable
+                batch.deadline,
+                lambda opened: batch.part(opened, indices),
+                repeatable=batch.repeatable,
+                tenant=batch.tenant,
             )
     except PoolError as error:
         logger.debug("pool node %s: %s", link.name, error)

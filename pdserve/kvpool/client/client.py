@@ -27,7 +27,7 @@ from pdserve.kvpool.client.deadline import Deadline
 from pdserve.kvpool.client.doors import Doors
 from pdserve.kvpool.client.operations import FULL, STORED, UNSTORED, ClientCounters, Tally
 from pdserve.kvpool.protocol import messages as m
-from pdserve.kvpool.protocol.page_bytes import PageBuffers
+from pdserve.kvpool.protocol.page_bytes import NO_CHECKSUM, PageBuffers
 from pdserve.kvpool.protocol.page_tag import TAG_BYTES, PageTags
 from pdserve.kvpool.transports.base import Connector
 from pdserve.security.tokens import reveal
@@ -91,33 +91,47 @@ class PoolClient:
 
     # -- reading
 
-    def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        """For each key: whether it is committed, at any node."""
+    def exists(self, keys: Sequence[bytes], tenant: str = "") -> list[bool]:
+        """For each key: whether it is committed, at any node. `tenant`: whose pages are asked for, here and
+        below; empty: those of nobody.
+        """
         deadline = self._within(self.config.exists_timeout_s)
 
         def part(opened: OpenConnection, indices: list[int]) -> list[bool]:
             return operations.exists(opened, [keys[i] for i in indices], deadline.at_s)
 
-        batch = Batch(keys, [False] * len(keys), deadline, part)
+        batch = Batch(keys, [False] * len(keys), deadline, part, tenant=tenant)
         self._run(batch, range(len(keys)))
         return batch.result
 
-    def get(self, keys: Sequence[bytes], pages: Sequence[PageBuffers]) -> list[bool]:
+    def get(
+        self,
+        keys: Sequence[bytes],
+        pages: Sequence[PageBuffers],
+        checksums: list[int] | None = None,
+        tenant: str = "",
+    ) -> list[bool]:
         """Read pages into the caller's buffers. True: the buffers hold the page, and its checksum is right;
         with a page key, its tag too.
 
         `pages`: for each key its segments, each uint8, shape [segment bytes]. Raises PageMismatch if the
         pages differ in their segments' lengths. The contents of the other buffers (False) are undefined.
         Nothing writes into the buffers after the return.
+        `checksums`: one for each key; those of pages that were read are set to what their bytes were found to
+        have, if they were checked, their writer made one, and no tag is among them.
         """
         page_bytes = check_pages(keys, pages)
         deadline = self._within(self.config.get_timeout_s)
 
         def part(opened: OpenConnection, indices: list[int]) -> list[bool]:
             chosen = [keys[i] for i in indices], [pages[i] for i in indices]
-            return operations.read(opened, *chosen, deadline.at_s, self._tally, self._tags)
+            read = operations.read(opened, *chosen, deadline.at_s, self._tally, self._tags)
+            if checksums is not None and self.config.checksum and self._tags is None:
+                for index, checksum in zip(indices, read, strict=True):
+                    checksums[index] = checksum or NO_CHECKSUM
+            return [checksum is not None for checksum in read]
 
-        batch = Batch(keys, [False] * len(keys), deadline, part, page_bytes=page_bytes)
+        batch = Batch(keys, [False] * len(keys), deadline, part, page_bytes=page_bytes, tenant=tenant)
         self._run(batch, range(len(keys)))
         read = sum(batch.result)
         self._tally.add(pages_read=read, pages_missed=len(keys) - read, bytes_read=read * page_bytes)
@@ -143,7 +157,7 @@ class PoolClient:
 
     # -- writing
 
-    def put(self, keys: Sequence[bytes], pages: Sequence[PageBuffers]) -> list[bool]:
+    def put(self, keys: Sequence[bytes], pages: Sequence[PageBuffers], tenant: str = "") -> list[bool]:
         """Write pages. True: the page is in the pool, or another writer is writing it.
 
         `pages`: as for `get`. Raises PageMismatch. Nothing reads from the buffers after the return.
@@ -155,7 +169,7 @@ class PoolClient:
             chosen = [keys[i] for i in indices], [pages[i] for i in indices]
             return operations.write(opened, *chosen, deadline.at_s, self._tally, self._tags)
 
-        batch = Batch(keys, [UNSTORED] * len(keys), deadline, part, repeatable=False, page_bytes=page_bytes)
+        batch = Batch(keys, [UNSTORED] * len(keys), deadline, part, False, page_bytes, tenant)
         self._run(batch, range(len(keys)))
         # a node grants only so much at a time; what was granted to the other chunks is committed now
         if full := [i for i, became in enumerate(batch.result) if became == FULL]:

@@ -48,6 +48,7 @@ from pdserve.kvpool.core.events import (
     WatchOwners,
 )
 from pdserve.kvpool.core.sessions import Session
+from pdserve.kvpool.namespaces.tenants import MARK, split
 from pdserve.kvpool.node.admission import Admission, rules_of
 from pdserve.kvpool.node.bootstrap import make_state, take_memory
 from pdserve.kvpool.node.config.node import PoolNodeConfig
@@ -55,12 +56,12 @@ from pdserve.kvpool.node.data_paths import DataPathInfo, DataPaths
 from pdserve.kvpool.node.events.feed import open_feed
 from pdserve.kvpool.node.memory.arena import Arena
 from pdserve.kvpool.node.memory.descriptor_sockets import DescriptorSockets
-from pdserve.kvpool.node.metrics.meter import LoopLag, Meter
+from pdserve.kvpool.node.metrics.meter import Meter, Series
 from pdserve.kvpool.node.peers.gossip import Gossiper, Handler
 from pdserve.kvpool.node.peers.joining import Before
 from pdserve.kvpool.node.peers.page_fetch import PageFetcher
 from pdserve.kvpool.node.peers.page_push import LocalSession, PagePusher
-from pdserve.kvpool.node.peers.questions import Questions
+from pdserve.kvpool.node.peers.questions import Dropping, Questions
 from pdserve.kvpool.node.peers.rebalancer import Rebalancer
 from pdserve.kvpool.node.serving.connection import ClientConnection, Connections
 from pdserve.kvpool.node.serving.listeners import Listeners, close_all
@@ -75,6 +76,8 @@ from pdserve.kvpool.protocol.messages import (
     Clear,
     DataPathName,
     Discard,
+    DropNamespace,
+    Erase,
     Fault,
     Hello,
     Reply,
@@ -137,7 +140,7 @@ class PoolNode:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at_s = 0.0
         self._stopping = asyncio.Event()
-        self._lag = LoopLag()
+        self._lag = Series()
         self._failure: PdserveError | None = None
         self._served = False
         self._clean = False  # it served, and was stopped
@@ -457,7 +460,7 @@ class PoolNode:
             report=self._report(0),
             series=self.meter.snapshot(),
             namespace_names={namespace.number: namespace.name for namespace in self.arena.namespaces},
-            lag=self._lag.series.copy(),
+            lag=self._lag.copy(),
             sockets=self.sockets,
         )
 
@@ -497,7 +500,9 @@ class PoolNode:
         route = self._routes.get(type(message))
         if not self.upgrader.admits(message):
             return
-        if isinstance(message, Clear | Discard) and self._is_for_all(connection, message):
+        if isinstance(message, Clear | Discard | Erase | DropNamespace) and self._is_for_all(
+            connection, message
+        ):
             route = self._drop_everywhere
         if route is None:
             self.serving.received(connection, message)
@@ -508,15 +513,17 @@ class PoolNode:
             else:
                 connection.send(fault)
 
-    def _is_for_all(self, connection: ClientConnection, message: Clear | Discard) -> bool:
+    def _is_for_all(self, connection: ClientConnection, message: Dropping) -> bool:
         """Whether a client wants pages dropped, wherever they are, and there are other nodes."""
         session = self.state.sessions.get(connection.number)
-        if session is None or session.peer or message.namespace not in self.state.namespaces:
+        if session is None or session.peer or not self.state.sharding.ownership.has_others:
             return False
+        if isinstance(message, DropNamespace):  # others hear of those of models from this node
+            return message.name.startswith(MARK) or bool(split(message.name)[1])
         damaged = isinstance(message, Discard) and message.sequences
-        return not damaged and self.state.sharding.ownership.has_others
+        return message.namespace in self.state.namespaces and not damaged
 
-    def _drop_everywhere(self, connection: ClientConnection, message: Clear | Discard) -> None:
+    def _drop_everywhere(self, connection: ClientConnection, message: Dropping) -> None:
         self.questions.drop(connection.number, message)
 
     def _status(self, connection: ClientConnection, request: Status) -> None:

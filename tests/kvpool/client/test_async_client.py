@@ -136,10 +136,10 @@ async def test_fates_and_places_of_pages_are_told_and_of_a_dead_node_nothing(doo
         assert there.stored_ago_s is not None
         assert never == m.Fate()
         assert await client.fates([]) == []
-        assert await client.tiers([key(1), key(2)]) == ["dram", None]
+        assert await client.places([key(1), key(2)]) == ["dram", None]
         door.kill()
         assert await client.fates([key(1)]) == [None]
-        assert await client.tiers([key(1)]) == [None]
+        assert await client.places([key(1)]) == [None]
 
 
 async def test_more_keys_than_a_message_holds(door: Door) -> None:
@@ -286,7 +286,7 @@ class Rising(AsyncPoolClient):
         self.at_once = at_once
         self.asked: list[int] = []
 
-    async def tiers(self, keys: Sequence[bytes], move: int = 0) -> list[str | None]:
+    async def places(self, keys: Sequence[bytes], move: int = 0, tenant: str = "") -> list[str | None]:
         assert move == m.UP
         self.asked.append(len(keys))
         found = [self.tier.get(one) for one in keys]

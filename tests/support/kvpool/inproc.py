@@ -249,6 +249,10 @@ class InprocConnection:
         """See `Connection`."""
         return self._node.call(self._connection, request, deadline)
 
+    def call_all(self, requests: Sequence[Request], deadline: float) -> list[Reply]:
+        """See `Connection`."""
+        return [self.call(request, deadline) for request in requests]
+
     def post(self, message: Abort | Release) -> None:
         """See `Connection`."""
         self._node.post(self._connection, message)

@@ -59,7 +59,7 @@ class _Fetch:
     others: list[str]  # that are asked next
     view: int  # that chose them
     views: int = 1
-    void: bool = False  # its namespace was dropped or cleared
+    void: bool = False  # its namespace was dropped or cleared, or the page erased
     late: bool = False
     waiting: dict[PendingGet, list[int]] = field(default_factory=dict)  # -> indices of the page in the Get
 
@@ -238,14 +238,21 @@ class Fetches:
 
     def clear(self, namespace: int, now_s: float, out: list[Action]) -> None:
         """The namespace is cleared or dropped: what comes is void."""
-        for fetch in [fetch for fetch in self._by_name.values() if fetch.namespace == namespace]:
+        fetches = [fetch for fetch in self._by_name.values() if fetch.namespace == namespace]
+        self.void([fetch.slot for fetch in fetches], now_s, out)
+        for name in [name for name in self._written if name[0] == namespace]:
+            self._gets.arrived(self._written.pop(name), NONE, now_s, out, from_tier=False)
+
+    def void(self, slots: Sequence[int], now_s: float, out: list[Action]) -> None:
+        """What is fetched into those of these slots is not wanted any more."""
+        for fetch in [self._fetches[slot] for slot in slots if slot in self._fetches]:
+            if fetch.void:
+                continue
             fetch.void = True
-            del self._by_name[namespace, fetch.key]
+            del self._by_name[fetch.namespace, fetch.key]
             self._store.quarantine(fetch.slot)
             waiting, fetch.waiting = fetch.waiting, {}
             self._gets.arrived(waiting, NONE, now_s, out, from_tier=False)
-        for name in [name for name in self._written if name[0] == namespace]:
-            self._gets.arrived(self._written.pop(name), NONE, now_s, out, from_tier=False)
 
     # --- replicas that make room
 

@@ -11,11 +11,11 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 from msgspec.structs import replace
 
-from pdserve.errors import PdserveError, PoolRefused
+from pdserve.errors import PdserveError, PoolRefused, RequestRefused
 from pdserve.kvpool.cluster.membership import Cluster
 from pdserve.kvpool.core.events import AskOwners, Event, PagesSeen, WatchOwners
 from pdserve.kvpool.namespaces.catalog import Namespaces
@@ -29,13 +29,15 @@ from pdserve.security.tls import Certificates
 
 logger = logging.getLogger(__name__)
 R = TypeVar("R", bound=m.Reply)
+Dropping: TypeAlias = m.Clear | m.Discard | m.Erase | m.DropNamespace
 
 ASK_TIMEOUT_S: Final = 0.5
 """Clients wait twice as long."""
 WATCH_MARGIN_S: Final = 0.05
 """An answer is on its way for so long at most, or is of no use."""
-DROP_TIMEOUT_S: Final = 5.0
-"""A node answers a Clear when it is durable, after 4 s at most (core/durable_answers.py)."""
+DROP_TIMEOUT_S: Final = 66.0
+"""A node answers an erasure after 60 s at most (core/erasures.py), and another 4 s for its list."""
+ROUNDS: Final = 2
 MAX_TASKS: Final = 4096
 
 
@@ -75,9 +77,11 @@ class Questions:
         for node, keys in action.others.items():
             self._spawn(self._watch(node, action.namespace, keys, action.timeout_s - WATCH_MARGIN_S))
 
-    def drop(self, connection: int, request: m.Clear | m.Discard) -> None:
-        """Have all nodes drop pages of a client, which may have them dropped. It is answered when all that
-        live have done it, or with a Fault.
+    def drop(self, connection: int, request: Dropping) -> None:
+        """Have all nodes drop pages for a client, which may have that done. It is answered when all that live
+        have done it, or with a Fault.
+
+        Twice: what a node read meanwhile from one that had not done it yet goes the second time.
         """
         if not self._spawn(self._drop(connection, request)):
             self._answer(connection, m.Fault(request.id, "overloaded", f"node {self._name} asks too much"))
@@ -123,26 +127,37 @@ class Questions:
                 present = joined(present, *answer)
         self._answer(action.connection, present)
 
-    async def _drop(self, connection: int, request: m.Clear | m.Discard) -> None:
-        def make(request_id: int, number: int) -> m.Request:
-            return replace(request, id=request_id, namespace=number)
-
+    async def _drop(self, connection: int, request: Dropping) -> None:
         try:
-            space = space_of(self._namespaces, request.namespace)
-            nodes = [member.node for member in self._cluster.alive() if member.node != self._name]
-            here = expected(await self._local.call(lambda i: make(i, request.namespace)), m.Done, self._name)
-            work = [self._call(node, space, make, m.Done, DROP_TIMEOUT_S) for node in nodes]
-            done = await asyncio.gather(*work, return_exceptions=True)
+            count = 0
+            for _ in range(ROUNDS):
+                # this node last: it reads from the others
+                count += await self._drop_there(request)
+                reply = await self._local.call(lambda i: replace(request, id=i))
+                count += expected(reply, m.Done, self._name).count
         except PdserveError as error:
-            self._answer(connection, m.Fault(request.id, "not_everywhere", str(error)))
+            code = error.code if isinstance(error, RequestRefused) else "not_everywhere"
+            self._answer(connection, m.Fault(request.id, code, str(error)))
             return
-        count = here.count
-        for reply in done:
-            if isinstance(reply, BaseException):
-                self._answer(connection, m.Fault(request.id, "not_everywhere", str(reply)))
-                return
-            count += reply.count
         self._answer(connection, m.Done(request.id, count))
+
+    async def _drop_there(self, request: Dropping) -> int:
+        """Have all other nodes that live do it; the sum of their counts. Raises PoolError: one did not."""
+        nodes = [member.node for member in self._cluster.alive() if member.node != self._name]
+        if isinstance(request, m.DropNamespace):
+            work = [self._ask_one(node, partial(_named, request), DROP_TIMEOUT_S) for node in nodes]
+        else:
+            space = space_of(self._namespaces, request.namespace)
+            make = partial(_in_namespace, request)
+            work = [self._call(node, space, make, m.Done, DROP_TIMEOUT_S) for node in nodes]
+        done = await asyncio.gather(*work, return_exceptions=True)
+        if failed := next((reply for reply in done if isinstance(reply, BaseException)), None):
+            raise failed
+        return sum(reply.count for reply in done if isinstance(reply, m.Done))
+
+    async def _ask_one(self, node: str, make: Callable[[int], m.Request], timeout_s: float) -> m.Done:
+        reply, _ = await self._links.call(self._address(node), make, timeout_s, node=node)
+        return expected(reply, m.Done, node)
 
     async def _watch(self, node: str, namespace: int, keys: list[bytes], timeout_s: float) -> None:
         def make(request_id: int, number: int) -> m.Wait:
@@ -167,9 +182,7 @@ class Questions:
         timeout_s: float,
     ) -> R:
         """The node's reply to `make(id, namespace)`. Raises PoolError."""
-        address = address_of(self._cluster, node)
-        if address is None:
-            raise PoolRefused(f"pool node {node} is not in the pool any more")
+        address = self._address(node)
         name, geometry, generation = space
         for _ in range(2):
             incarnation, numbers = self._numbers.get(node, (0, {}))
@@ -195,6 +208,21 @@ class Questions:
                 return expected(reply, kind, node)
             self._numbers.pop(node, None)  # it has restarted, or dropped the namespace
         raise PoolRefused(f"pool node {node} restarts")
+
+    def _address(self, node: str) -> str:
+        """Raises PoolRefused."""
+        address = address_of(self._cluster, node)
+        if address is None:
+            raise PoolRefused(f"pool node {node} is not in the pool any more")
+        return address
+
+
+def _named(request: m.DropNamespace, request_id: int) -> m.Request:
+    return replace(request, id=request_id)
+
+
+def _in_namespace(request: m.Clear | m.Discard | m.Erase, request_id: int, number: int) -> m.Request:
+    return replace(request, id=request_id, namespace=number)
 
 
 def _numbered(make: Callable[[int, int], m.Request], number: int, request_id: int) -> m.Request:
