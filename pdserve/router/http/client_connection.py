@@ -230,8 +230,7 @@ class ClientConnection(Channel):
         """Bytes from the client."""
         if self.is_closing:
             return
-        if self._sending == "idle":
-            self._sending = "head"
+        self._sending = "head" if self._sending == "idle" else self._sending
         self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
