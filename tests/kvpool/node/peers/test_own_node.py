@@ -145,3 +145,25 @@ def test_what_is_fetched_makes_room_first(pool: Nodes) -> None:
             client.get(some)
         assert pool.counters("n0")["pages_fetched"] > capacity // PAGE_BYTES // 2
         assert client.get(half) == half
+
+
+def test_what_is_erased_at_one_node_is_left_at_none(pool: Nodes) -> None:
+    every = [key for own in owned(pool, 30).values() for key in own]
+    with pool.client("n0") as client, pool.client("n1") as other:
+        assert client.put(every) == every
+        assert other.get(every) == every
+        erased = ask(other, m.Erase(7, other.namespace, every[:10]))
+        assert isinstance(erased, m.Done)
+        assert erased.count >= 10
+        assert [pool.holders(key) for key in every[:10]] == [[]] * 10
+        assert client.get(every) == every[10:]
+        name = "ns#alice"
+        opened = ask(client, m.OpenNamespace(8, name, {"a": "b"}))
+        assert isinstance(opened, m.Opened)
+        tenant = client._replace(namespace=opened.namespace)
+        assert tenant.put(every) == every
+        assert exists(other, every) == bytes([0] * 10 + [1] * 20)
+        dropped = ask(other, m.DropNamespace(9, name))
+        assert isinstance(dropped, m.Done)
+        assert dropped.count >= len(every)
+        assert client.get(every) == every[10:]
