@@ -18,7 +18,7 @@ def names(*addresses: str) -> list[str]:
 
 
 def test_nodes_of_this_host_come_first_those_with_a_socket_before_all() -> None:
-    assert names("tcp:192.0.2.1:1", "tcp:127.0.0.1:1", "unix:/b", "tcp:localhost:1", "unix:/a")[:4] == [
+    assert names("tcp:198.51.100.1:1", "tcp:127.0.0.1:1", "unix:/b", "tcp:localhost:1", "unix:/a")[:4] == [
         "2", "4", "1", "3",
     ]  # fmt: skip
     with pytest.raises(ConfigError):
@@ -29,8 +29,8 @@ def test_hosts_without_a_node_spread_over_the_others(monkeypatch: pytest.MonkeyP
     first = set()
     for number in range(40):
         monkeypatch.setattr(doors.socket, "gethostname", lambda name=f"host{number}": name)
-        order = names("tcp:192.0.2.1:1", "tcp:192.0.2.2:1", "tcp:192.0.2.3:1")
-        assert order == names("tcp:192.0.2.1:1", "tcp:192.0.2.2:1", "tcp:192.0.2.3:1")
+        order = names("tcp:198.51.100.1:1", "tcp:198.51.100.2:1", "tcp:198.51.100.3:1")
+        assert order == names("tcp:198.51.100.1:1", "tcp:198.51.100.2:1", "tcp:198.51.100.3:1")
         first.add(order[0])
     assert first == {"0", "1", "2"}
 
@@ -41,7 +41,7 @@ def test_hosts_without_a_node_spread_over_the_others(monkeypatch: pytest.MonkeyP
         ("127.0.0.1", True),
         ("::1", True),
         (socket.gethostname(), True),
-        ("192.0.2.1", False),
+        ("198.51.100.1", False),
         ("other", False),
     ],
 )
