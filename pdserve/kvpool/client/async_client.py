@@ -294,7 +294,9 @@ class AsyncPoolClient:
             raise PoolUnavailable("the client is closed")
         hello = make_hello("worker", "", "none", self.config.token)
         tls = self._certificates.client_context
-        return await AsyncControl.connect(address, hello, self.namespace, self.geometry, tls)
+        control = await AsyncControl.connect(address, hello, self.namespace, self.geometry, tls)
+        self._doors.learn(control.welcome.nodes)
+        return control
 
 
 def _erase(keys: list[bytes], request_id: int, namespace: int) -> m.Erase:

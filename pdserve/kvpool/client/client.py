@@ -29,7 +29,7 @@ from pdserve.kvpool.client.operations import FULL, STORED, UNSTORED, ClientCount
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.page_bytes import NO_CHECKSUM, PageBuffers
 from pdserve.kvpool.protocol.page_tag import TAG_BYTES, PageTags
-from pdserve.kvpool.transports.base import Connector
+from pdserve.kvpool.transports.base import Connection, Connector
 from pdserve.security.tokens import reveal
 
 logger = logging.getLogger(__name__)
@@ -66,12 +66,12 @@ class PoolClient:
         self._tags = PageTags(key, namespace) if key else None
         if page_bytes and key:
             page_bytes += TAG_BYTES
-        opens = connector or connector_for(config, name)
+        self._connector = connector or connector_for(config, name)
 
         def link(ref: PoolNodeRef) -> NodeLink:
             return NodeLink(
                 ref.node,
-                lambda deadline_s: opens.connect(ref.address, deadline_s),
+                lambda deadline_s: self._connect(ref.address, deadline_s),
                 namespace=namespace,
                 geometry=geometry,
                 page_bytes=page_bytes,
@@ -224,6 +224,11 @@ class PoolClient:
 
     def _within(self, timeout_s: float) -> Deadline:
         return Deadline(time.monotonic() + timeout_s, self.config.restart_wait_s)
+
+    def _connect(self, address: str, deadline_s: float) -> Connection:
+        connection = self._connector.connect(address, deadline_s)
+        self._doors.learn(connection.welcome.nodes)
+        return connection
 
     def _run(self, batch: Batch[T], indices: Sequence[int]) -> None:
         if indices and self._doors.links:

@@ -36,7 +36,7 @@ class PoolClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         list[PoolNodeRef],
         Meta(
             description="nodes of the pool to speak with, one at a time: that of this host, else the next; "
-            "each of them gives the whole pool; empty: no pool"
+            "each gives the whole pool, and names the others; empty: no pool"
         ),
     ] = []
     etcd: Annotated[
