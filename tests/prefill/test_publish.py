@@ -173,7 +173,7 @@ def test_a_prefill_for_the_pool_is_in_a_room_where_nobody_waits_if_sglang_needs_
     """In its ordinary mode SGLang keeps no page of a request of that room."""
     rooms: list[Bootstrap | None] = []
     pool = Pool(PAGES)
-    monkeypatch.setattr(pool, "exists", lambda keys: noted(rooms, keys))
+    monkeypatch.setattr(pool, "exists", lambda keys, tenant: noted(rooms, keys))
     published(pool, monkeypatch, hands_over=hands_over)
     assert rooms[-1] == room
 
