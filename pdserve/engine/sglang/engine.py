@@ -10,7 +10,7 @@ from pdserve.engine.contract.endpoints import Contract
 from pdserve.engine.drain import Drain
 from pdserve.engine.fingerprints import chat_template_fingerprint, tokenizer_fingerprint
 from pdserve.engine.http.timing import WorkerMetrics
-from pdserve.engine.sglang import anthropic_usage, long_texts, text_offsets
+from pdserve.engine.sglang import serving, text_offsets
 from pdserve.engine.sglang.abilities import contract_of
 from pdserve.engine.sglang.exact_turns import SglangTurns, tokenizer_of
 from pdserve.engine.sglang.tokenizer_manager import names_media
@@ -50,9 +50,11 @@ class Engine:
         self.contract = contract_of(tokenizer_manager)
         self.turns = self._make_turns()
         tokenizer_manager.track(self._metrics, lambda: self._drain.is_closed, self.turns)
-        long_texts.install(tokenizer_manager.text_threads)
         text_offsets.install()
-        anthropic_usage.install(tokenizer_manager.server_args.page_size)
+
+    def take_places(self) -> None:
+        """SGLang's app has its serving objects, and answers no request yet."""
+        serving.take_places(self.app_state, self.tokenizer_manager.server_args.page_size)
 
     def _make_turns(self) -> SglangTurns | None:
         manager, exact, count = self.tokenizer_manager, self._exact, self._metrics.count_turn

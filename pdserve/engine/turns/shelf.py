@@ -7,6 +7,7 @@ Reading and writing block, so threads do it, each kind its own, with bounded que
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,7 +37,7 @@ class LateError(Exception):
 
 
 class Namespace(Protocol):
-    """Where the worker's pages are at present; an `AsyncPoolClient`."""
+    """Where the worker's pages are; an `AsyncPoolClient`."""
 
     config: PoolClientConfig
     namespace: str
@@ -48,10 +49,17 @@ class Shelf:
 
     def __init__(self, pages: Namespace, lookup_s: float) -> None:
         """Connects lazily, or by `warm`."""
-        self._pages = pages
         self._lookup_s = lookup_s
         self._readers = _Threads(_READERS)
         self._writers = _Threads(_WRITERS)
+        self._connect = functools.partial(
+            PoolClient,
+            _own_config(pages.config, lookup_s),
+            pages.namespace,
+            pages.geometry,
+            name=_NAME,
+            connections=_READERS + _WRITERS,
+        )
         self._client: PoolClient | None = None
         self._closed = False
 
@@ -92,20 +100,8 @@ class Shelf:
     def _submit(self, threads: _Threads, work: Callable[[PoolClient], T]) -> Future[T] | None:
         if self._closed:
             return None
-        client = self._present_client()
+        client = self._client = self._client or self._connect()
         return threads.submit(lambda: work(client))
-
-    def _present_client(self) -> PoolClient:
-        """The client of the pages' namespace, which is another one once weights were replaced."""
-        pages, client = self._pages, self._client
-        if client is None or client.namespace != pages.namespace:
-            if client is not None:
-                client.close()
-            config = _own_config(pages.config, self._lookup_s)
-            client = self._client = PoolClient(
-                config, pages.namespace, pages.geometry, name=_NAME, connections=_READERS + _WRITERS
-            )
-        return client
 
 
 class _Threads:

@@ -39,7 +39,7 @@ from pdserve.kvpool.client.operations import (
 from pdserve.kvpool.client.routing import Rings, Search
 from pdserve.kvpool.client.topology import CONNECTIONS, PoolLinks, SharedViews
 from pdserve.kvpool.protocol import messages as m
-from pdserve.kvpool.protocol.page_bytes import PageBuffers
+from pdserve.kvpool.protocol.page_bytes import NO_CHECKSUM, PageBuffers
 from pdserve.kvpool.protocol.page_tag import TAG_BYTES, PageTags
 from pdserve.kvpool.transports.base import Connector
 from pdserve.security.tokens import reveal
@@ -108,6 +108,7 @@ class PoolClient:
         keys: Sequence[bytes],
         pages: Sequence[PageBuffers],
         share: SharedReads | None = None,
+        checksums: list[int] | None = None,
         tenant: str = "",
     ) -> list[bool]:
         """Read pages into the caller's buffers. True: the buffers hold the page, and its checksum is right;
@@ -118,30 +119,33 @@ class PoolClient:
         Nothing writes into the buffers after the return.
         `share`: other clients of this host that read the same pages. Those of nodes whose memory is mapped
         are read in any case: it is a copy too.
+        `checksums`: one for each key; those of pages that were read are set to what their bytes were found to
+        have, if they were checked, their writer made one, and no tag is among them.
         """
         page_bytes = check_pages(keys, pages)
         deadline = self._within(self.config.get_timeout_s)
-        own: set[int] = set()  # pages that this client read from a node itself
+        shared: set[int] = set()  # pages that came from another client of this host
 
         def part(opened: OpenConnection, indices: list[int]) -> list[bool]:
             chosen = [keys[i] for i in indices], [pages[i] for i in indices]
             read = self._read(opened, *chosen, deadline.at_s, share)
-            found = zip(indices, read.found, read.own, strict=True)
-            own.update(index for index, hit, by_us in found if hit and by_us)
+            shared.update(indices[place] for place in read.shared)
+            if checksums is not None and self.config.checksum and self._tags is None:
+                for index, proof in zip(indices, read.proofs, strict=True):
+                    checksums[index] = proof.checksum if proof is not None else NO_CHECKSUM
             return read.found
 
         batch = Batch(keys, [False] * len(keys), deadline, part, page_bytes=page_bytes, tenant=tenant)
         rings = self._links.rings
         self._runner.run(rings.split(keys), batch)
-        first_asked = list(batch.asked)
-        self._search_on(batch, rings)
+        first_asked, searched = list(batch.asked), self._search_on(batch, rings)
         read = [i for i, found in enumerate(batch.result) if found]
         self._tally.add(
             pages_read=len(read),
-            pages_shared=len(read) - len(own),
+            pages_shared=len(shared),
             pages_missed=len(keys) - len(read),
-            pages_fallback=sum(first_asked[i] != batch.asked[i] for i in read),
-            bytes_read=len(own) * page_bytes,
+            pages_fallback=sum(first_asked[i] != batch.asked[i] for i in read) if searched else 0,
+            bytes_read=(len(read) - len(shared)) * page_bytes,
         )
         return batch.result
 
@@ -259,14 +263,18 @@ class PoolClient:
             return operations.read(opened, keys, pages, deadline_s, self._tally, self._tags)
         return read_shared(opened, keys, pages, deadline_s, self._tally, self._tags, share)
 
-    def _search_on(self, batch: Batch[bool], rings: Rings) -> None:
-        """Look for keys that the nodes chosen by `rings` did not have, at other nodes (`Search`)."""
-        search = Search(batch.keys, rings)
+    def _search_on(self, batch: Batch[bool], rings: Rings) -> bool:
+        """Look for keys that the nodes chosen by `rings` did not have, at other nodes (`Search`). Returns
+        whether there were any.
+        """
+        search, searched = Search(batch.keys, rings), False
         while missed := [i for i, found in enumerate(batch.result) if not found]:
             others = self._reachable(search.further(missed, batch.asked, self._links.rings))
             if not others:
-                return
+                break
+            searched = True
             self._runner.run(others, batch)
+        return searched
 
     def _reachable(self, jobs: Mapping[str, list[int]]) -> dict[str, list[int]]:
         """`jobs` without nodes that are down: a second request is not worth a wait."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, TypeVar
 
@@ -118,9 +118,13 @@ class OpenConnection:
 
     def call(self, request: Request, deadline_s: float) -> Reply:
         """See `Connection.call`."""
-        reply = self.connection.call(request, deadline_s)
+        return self.call_all([request], deadline_s)[0]
+
+    def call_all(self, requests: Sequence[Request], deadline_s: float) -> list[Reply]:
+        """See `Connection.call_all`."""
+        replies = self.connection.call_all(requests, deadline_s)
         self.answered = True
-        return reply
+        return replies
 
 
 class TenantRefused(RequestRefused):

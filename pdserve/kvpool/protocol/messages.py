@@ -21,7 +21,9 @@ tests/kvpool/protocol/test_messages.py pins the bytes of every message.
 
 from __future__ import annotations
 
-from typing import Final, Literal, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias
+
+from msgspec import Meta
 
 from pdserve.kvpool.protocol.base import Message
 from pdserve.kvpool.protocol.base import NodeAddress as NodeAddress
@@ -56,6 +58,10 @@ def pages_a_message(page_bytes: int) -> int:
 # "none": a connection that moves no pages; it asks (exists, wait, status) and pins, but may not reserve
 DataPathName: TypeAlias = Literal["shm", "ucx", "tcp", "none"]
 DataPathChoice: TypeAlias = Literal["auto", "shm", "ucx", "tcp", "none"]
+
+# Of a page's place: others would fail in the middle of a batch, where they are packed
+Natural: TypeAlias = Annotated[int, Meta(ge=0)]
+Tag: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 # Status of one key in `Reserved`
 GRANTED = 0  # the slot is the client's to fill
@@ -262,10 +268,10 @@ class Grant(Message, tag=93, frozen=True):
     """
 
     status: int
-    slot: int = 0
-    offset: int = 0
-    sequence: int = 0
-    tag: int = 0
+    slot: Natural = 0
+    offset: Natural = 0
+    sequence: Natural = 0
+    tag: Tag = 0
 
 
 class Reserved(Message, tag=15, frozen=True):
@@ -317,11 +323,11 @@ class Pin(Message, tag=94, frozen=True):
     """
 
     status: int
-    slot: int = 0
-    offset: int = 0
+    slot: Natural = 0
+    offset: Natural = 0
     checksum: int = 0
-    sequence: int = 0
-    tag: int = 0
+    sequence: Natural = 0
+    tag: Tag = 0
 
 
 class Got(Message, tag=20, frozen=True):

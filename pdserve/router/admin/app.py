@@ -45,7 +45,8 @@ from pdserve.router.app.router import Router
 from pdserve.router.fleet.membership import FleetError
 from pdserve.router.fleet.worker import Role, Worker
 from pdserve.router.http.asgi import Receive, Scope, Send, address_of
-from pdserve.router.metrics.stats import Snapshot, exposition
+from pdserve.router.metrics.exposition import exposition
+from pdserve.router.metrics.stats import Snapshot
 
 MAX_BODY_BYTES = 64 * 1024
 IN_FLIGHT = "worker_requests_in_flight"

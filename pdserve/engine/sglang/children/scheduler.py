@@ -107,7 +107,7 @@ def pulls_ended(process_events: Callable[..., None]) -> Callable[..., None]:
     include it, and in the end its count of aborted requests or of answered ones.
 
     All ranks of a worker decide alike, since SGLang ends a fetch on all of them in the same step. Ranks of a
-    pipeline do not in buffer_only, which is refused there (`server_args.check_host_memory`).
+    pipeline do not in buffer_only, which is refused there (`server_args.check_supported`).
     """
     from sglang.srt.managers.io_struct import AbortReq
 

@@ -13,16 +13,18 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Container, Iterable, Iterator
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from pdserve.extras import needed_by
 from pdserve.kvpool.core.events import PagesMoved, PlacesVoid
 from pdserve.kvpool.core.state import NodeState
-from pdserve.kvpool.namespaces.catalog import Namespaces, page_tokens
+from pdserve.kvpool.namespaces.catalog import page_tokens
 from pdserve.kvpool.namespaces.tenants import split
 from pdserve.kvpool.node.config.events import EventsConfig
-from pdserve.kvpool.protocol.cluster_messages import PageEntry
 from pdserve.kvpool.protocol.kv_events import FORMATS, Told
+
+if TYPE_CHECKING:
+    from pdserve.kvpool.node.events.publisher import Publisher  # ZeroMQ takes time to load
 
 logger = logging.getLogger(__name__)
 
@@ -34,24 +36,6 @@ LISTED_PAGES: Final = 512  # of all pages, told in one tick
 RELIST_S: Final = 5.0  # between the ends of one listing and the start of the next for new subscribers
 
 
-class State(Protocol):
-    """What is asked of a `NodeState`."""
-
-    namespaces: Namespaces
-
-    def list_pages(self, namespace: int, cursor: int, limit: int) -> tuple[list[PageEntry], int]:
-        """Some of its pages, and the next cursor; 0 at the end."""
-
-
-class Sink(Protocol):
-    """What is asked of a `Publisher`."""
-
-    def send(self, payload: bytes) -> None: ...
-    def skip(self) -> None: ...
-    def step(self) -> bool: ...
-    def close(self) -> None: ...
-
-
 class EventFeed:
     """Tells subscribers of pages until closed."""
 
@@ -59,9 +43,9 @@ class EventFeed:
         self,
         config: EventsConfig,
         loop: asyncio.AbstractEventLoop,
-        state: State,
+        state: NodeState,
         guarded: Container[int],
-        sink: Sink,
+        sink: Publisher,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`guarded`: those that have tokens, as they are at each time. `clock`: seconds since 1970."""

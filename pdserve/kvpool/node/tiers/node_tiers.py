@@ -30,8 +30,8 @@ from pdserve.kvpool.node.config.node import PoolNodeConfig, TierConfig
 from pdserve.kvpool.node.tiers.namespace_list import NamespaceListWriter
 from pdserve.kvpool.node.tiers.worker import TierWorker
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
+from pdserve.kvpool.tiers import open_tier
 from pdserve.kvpool.tiers.base import SharedTier, SpaceFacts, TierSettings
-from pdserve.kvpool.tiers.registry import open_tier
 
 logger = logging.getLogger(__name__)
 
