@@ -21,18 +21,18 @@ from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.slot_table import COMMITTED, DOOMED, QUARANTINED, RESERVED, SWEEPING
 
 
-class State(Protocol):
-    """What is asked of a `NodeState`."""
+class NodeFacts(Protocol):
+    """What is reported of: a `NodeState`."""
 
     name: str
     incarnation: int
     started_s: float
     discarded: int
     recovered: dict[str, int]
-    sessions: dict[int, Session]
-    store: PageStore
     namespaces: Namespaces
     administration: Administration
+    sessions: dict[int, Session]
+    store: PageStore
     tiers: Tiers
     sharding: Sharding
     waits: Waits
@@ -41,7 +41,7 @@ class State(Protocol):
     kept: KeptPages
 
 
-def report(state: State, request_id: int, now_s: float, session: Session | None = None) -> m.StatusReport:
+def report(state: NodeFacts, request_id: int, now_s: float, session: Session | None = None) -> m.StatusReport:
     """The report, without namespaces that the session may not read. No session: all namespaces."""
     store = state.store
     shown = [
@@ -71,7 +71,7 @@ def report(state: State, request_id: int, now_s: float, session: Session | None 
     )
 
 
-def _namespace(state: State, number: int) -> m.NamespaceStatus:
+def _namespace(state: NodeFacts, number: int) -> m.NamespaceStatus:
     namespace = state.namespaces[number]
     pages = state.store.index.namespace(number)
     tier_pages, tier_bytes = state.tiers.held(number)
@@ -100,7 +100,7 @@ def _namespace(state: State, number: int) -> m.NamespaceStatus:
     )
 
 
-def _counters(state: State) -> dict[str, int]:
+def _counters(state: NodeFacts) -> dict[str, int]:
     return {
         "commits": state.writes.commits,
         "commits_refused": state.writes.commits_refused,
