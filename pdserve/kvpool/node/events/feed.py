@@ -19,6 +19,7 @@ from pdserve.extras import needed_by
 from pdserve.kvpool.core.events import PagesMoved, PlacesVoid
 from pdserve.kvpool.core.state import NodeState
 from pdserve.kvpool.namespaces.catalog import page_tokens
+from pdserve.kvpool.namespaces.tenants import split
 from pdserve.kvpool.node.config.events import EventsConfig
 from pdserve.kvpool.protocol.kv_events import FORMATS, Told
 
@@ -92,7 +93,7 @@ class EventFeed:
         if not self._is_told(namespace):
             return
         known = self._state.namespaces[namespace]
-        name, tokens = known.name, page_tokens(known.geometry)
+        name, tokens = split(known.name)[0], page_tokens(known.geometry)
         self._pending += [Told(name, tokens, key, _kind(place)) for key, place in pages]
         if len(self._pending) >= BATCH_PAGES:
             self._flush()
@@ -104,7 +105,7 @@ class EventFeed:
         if namespace not in namespaces:
             return False
         if self._named:
-            return namespaces[namespace].name in self._named
+            return split(namespaces[namespace].name)[0] in self._named
         return namespace not in self._guarded
 
     def _flush(self) -> None:
@@ -143,7 +144,7 @@ class EventFeed:
             while self._is_told(number):
                 entries, cursor = self._state.list_pages(number, cursor, LISTED_PAGES)
                 known = self._state.namespaces[number]
-                name, tokens = known.name, page_tokens(known.geometry)
+                name, tokens = split(known.name)[0], page_tokens(known.geometry)
                 yield [Told(name, tokens, entry.key, _kind(entry.place)) for entry in entries]
                 if not cursor:
                     break

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from pdserve.errors import ConfigError, PdserveError
 from pdserve.kvpool.core.events import (
+    ErasePages,
     Event,
     ForgetPages,
     ForgetSpace,
@@ -158,6 +159,7 @@ class NodeTiers:
             LoadPages: lambda action: self._workers[action.tier].load(action),
             ForgetPages: lambda action: self._workers[action.tier].forget(action),
             ForgetSpace: self._forget_space,
+            ErasePages: lambda action: self._workers[0].erase(action),
             OpenSpace: self._open_space,
         }
 
