@@ -19,7 +19,7 @@ MOMENT_S: Final = 0.5
 class WaitingPool(Pool, Protocol):
     """What is asked here of an `AsyncPoolClient`."""
 
-    async def wait(self, keys: list[bytes], timeout_s: float) -> list[bool]: ...
+    async def wait(self, keys: list[bytes], timeout_s: float, tenant: str) -> list[bool]: ...
 
 
 class Commits:
@@ -50,14 +50,14 @@ class Commits:
         computed = [key for key in pages.ends() if key not in found]
         if computed:
             limit_s = self.limit_s() if is_cut else self._timeout_s
-            self._arrive = pages.arrived(await self._pool.wait(computed, limit_s))
+            self._arrive = pages.arrived(await self._pool.wait(computed, limit_s, pages.tenant))
             if not self._arrive and limit_s < self._timeout_s and (self._late is None or self._late.done()):
                 self._late = asyncio.create_task(self._follow(pages, computed))
         if found:
-            await self._pool.wait([*found], min(MOMENT_S, self._timeout_s))
+            await self._pool.wait([*found], min(MOMENT_S, self._timeout_s), pages.tenant)
 
     async def _follow(self, pages: RequestPages, computed: list[bytes]) -> None:
-        if pages.arrived(await self._pool.wait(computed, self._timeout_s)):
+        if pages.arrived(await self._pool.wait(computed, self._timeout_s, pages.tenant)):
             self._arrive = True
 
     async def count(self, pages: RequestPages) -> int:

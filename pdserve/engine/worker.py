@@ -23,7 +23,7 @@ from fastapi.responses import JSONResponse, Response
 from msgspec import Meta
 
 from pdserve import __version__
-from pdserve.discovery.workers import WorkerEtcdConfig
+from pdserve.discovery.config import WorkerEtcdConfig
 from pdserve.engine.config import EngineConfig, ExactTurnsConfig, Role
 from pdserve.engine.drain import Drain
 from pdserve.engine.handoff import DirectConfig

@@ -39,6 +39,7 @@ class Engine:
         self.turns: SglangTurns | None = None
         """None until there is a tokenizer manager, and where prompts stay as they are."""
         self._exact = exact
+        self._memory = Memory(MEMORY_BYTES)
         self._shelf = shelf
         self._drain = drain
         self._metrics = metrics
@@ -62,7 +63,7 @@ class Engine:
             return None
         if self._shelf is not None:
             self._shelf.warm()
-        turns = ExactTurns(tokenizer, Memory(MEMORY_BYTES), self._shelf, count)
+        turns = ExactTurns(tokenizer, self._memory, self._shelf, count)
         return SglangTurns(manager, turns, count)
 
     @property
@@ -75,6 +76,14 @@ class Engine:
         """SGLang serves, and has not called itself unhealthy since."""
         manager = self.tokenizer_manager
         return manager is not None and str(manager.server_status.value) == "Up"
+
+    async def flush(self, timeout_s: float) -> str:
+        """Empty this worker's own caches once no request runs, within this time. Why they are not; empty:
+        they are.
+        """
+        self._memory.clear()
+        said = await self.tokenizer_manager.flush_cache(timeout_s=timeout_s)
+        return "" if said.success else str(said.message or "requests run")
 
     def facts(self) -> dict[str, Any]:
         """What `/pd/info` says of the model and of how this SGLang reads prompts."""

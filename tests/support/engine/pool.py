@@ -57,7 +57,7 @@ class Pool:
             self.there |= dict.fromkeys(keys, MEMORY)
             self.more.notify_all()
 
-    async def wait(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
+    async def wait(self, keys: Sequence[bytes], timeout_s: float, tenant: str = "") -> list[bool]:
         self.waits.append((list(keys), timeout_s))
         try:
             async with asyncio.timeout(timeout_s), self.more:
@@ -66,27 +66,27 @@ class Pool:
             pass
         return await self.exists(keys)
 
-    async def exists(self, keys: Sequence[bytes]) -> list[bool]:
+    async def exists(self, keys: Sequence[bytes], tenant: str = "") -> list[bool]:
         return [key in self.there for key in keys]
 
-    async def places(self, keys: Sequence[bytes]) -> list[Place | None]:
+    async def places(self, keys: Sequence[bytes], tenant: str = "") -> list[Place | None]:
         return [self.there.get(key) for key in keys]
 
-    async def fates(self, keys: Sequence[bytes]) -> list[Fate | None]:
+    async def fates(self, keys: Sequence[bytes], tenant: str = "") -> list[Fate | None]:
         self.asked_fates += keys
         return [self.fate] * len(keys)
 
-    async def raise_pages(self, keys: Sequence[bytes], timeout_s: float) -> int:
+    async def raise_pages(self, keys: Sequence[bytes], timeout_s: float, tenant: str = "") -> int:
         self.there |= dict.fromkeys(keys, MEMORY)
         return len(keys)
 
-    async def keep(self, keys: Sequence[bytes], keep_s: float) -> int:
+    async def keep(self, keys: Sequence[bytes], keep_s: float, tenant: str = "") -> int:
         if self.fails:
             raise PoolTimeout("late")
         self.kept.append((len(keys), keep_s))
         return len(keys)
 
-    async def demote(self, keys: Sequence[bytes]) -> int:
+    async def demote(self, keys: Sequence[bytes], tenant: str = "") -> int:
         self.demoted += keys
         return sum(key in self.there for key in keys)
 

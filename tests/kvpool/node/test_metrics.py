@@ -6,20 +6,19 @@ import asyncio
 import contextlib
 import re
 import urllib.request
+from collections.abc import AsyncIterator
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pdserve.errors import ConfigError, StartupError
-from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.errors import StartupError
 from pdserve.kvpool.node.metrics.families import NodeSnapshot, families
-from pdserve.kvpool.node.metrics.meter import BUCKETS_S, NO_NAMESPACE, LoopLag, Meter, Series
+from pdserve.kvpool.node.metrics.meter import BUCKETS_S, NO_NAMESPACE, Meter, Series
 from pdserve.kvpool.node.metrics.names import METRICS
 from pdserve.kvpool.node.metrics.server import MAX_HEAD_BYTES, MAX_SCRAPERS, MetricsServer
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import Member, NamespaceSettings, TierStatus
-from pdserve.settings.config_file import load_config
 from tests.support.kvpool.nodes import PAGE_BYTES, Start, get, keys, open_namespace, put, soon
 
 Values = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -32,10 +31,6 @@ def report(*spaces: m.NamespaceStatus, **more: object) -> m.StatusReport:
 def snapshot(found: m.StatusReport, series: dict[tuple[str, int], Series] | None = None) -> NodeSnapshot:
     names = {number: space.name for number, space in enumerate(found.namespaces, 1)}
     return NodeSnapshot(found, series or {}, names, Series(), 5)
-
-
-def of_report(token: str = "") -> MetricsServer:
-    return MetricsServer(lambda: snapshot(report()), LoopLag(), token)
 
 
 def values(of: NodeSnapshot) -> Values:
@@ -108,7 +103,8 @@ def test_a_namespace_becomes_its_samples() -> None:
 
 def test_requests_are_counted_by_namespace_kind_and_outcome() -> None:
     now_s = [0.0]
-    meter = Meter([5, 6], {5, 6}, lambda: now_s[0])
+    known = {5, 6}
+    meter = Meter([5, 6], known, lambda: now_s[0])
     get_5 = meter.begin(m.Get(1, 5, [], [1]), 0.0)
     commit_6 = meter.begin(m.Commit(2, [1], [1], [0]), 0.0)
     unknown = [meter.begin(m.Get(3, number, [], [1]), 0.0) for number in range(100, 200)]
@@ -126,15 +122,8 @@ def test_requests_are_counted_by_namespace_kind_and_outcome() -> None:
     assert found["Get", NO_NAMESPACE].refused == 100
     assert found["Commit", NO_NAMESPACE].counts[-1] == 1
     assert found["Commit", NO_NAMESPACE].sum_s == 100.0
-
-
-def test_a_namespace_that_is_gone_is_forgotten() -> None:
-    known = {5}
-    meter = Meter([], known, lambda: 0.0)
-    meter.end(meter.begin(m.Exists(1, 5, []), 0.0), m.Present(1, b""))
-    assert meter.snapshot()
     known.clear()
-    assert not meter.snapshot()
+    assert {number for _, number in meter.snapshot()} == {NO_NAMESPACE}, "those that are gone are forgotten"
 
 
 # --- serving
@@ -154,7 +143,7 @@ def test_a_real_node_is_scraped(start: Start) -> None:
     pool = start()
     pool.kill()
     pool.restart(metrics="127.0.0.1:0")
-    found = re.search(r"metrics at (http://\S+)", pool.log.read_text())
+    found = re.search(r"metrics at (http://\S+)", pool.log())
     assert found
     connection = pool.connect()
     ns = open_namespace(connection, "qwen")
@@ -178,83 +167,66 @@ def test_a_real_node_is_scraped(start: Start) -> None:
     connection.close()
 
 
-async def test_a_server_stops_and_its_address_can_be_used_again() -> None:
-    first, second = of_report(), of_report()
-    address = (await first.start("127.0.0.1:0")).removeprefix("http://").removesuffix("/metrics")
-    with pytest.raises(StartupError, match="cannot be served at"):
-        await second.start(address)
-    first.close()
-    await second.start(address)
-    second.close()
-
-
-async def test_metrics_with_a_token_are_for_who_shows_it() -> None:
-    token = "the-token-of-the-scrapers"
-    serving = of_report(token)
-    url = await serving.start("127.0.0.1:0")
+@contextlib.asynccontextmanager
+async def served(token: str = "", address: str = "127.0.0.1:0") -> AsyncIterator[tuple[str, int]]:
+    """A report's metrics: their URL and port, free again afterwards."""
+    server = MetricsServer(lambda: snapshot(report()), Series(), token)
+    url = await server.start(address)
     try:
-        async with httpx.AsyncClient(trust_env=False) as client:
-            for shown in ("", "Bearer wrong", f"Basic {token}", "Bearer \u00e9"):
-                for path in ("/metrics", "/", "/x"):
-                    shown_header = {"authorization": shown.encode("latin-1")}
-                    answer = await client.get(url.replace("/metrics", path), headers=shown_header)
-                    assert answer.status_code == 401
-                    assert "pdserve_pool" not in answer.text
-            answer = await client.get(url, headers={"authorization": f"Bearer {token}"})
-            assert 'pdserve_pool_node_info{node="n"} 1' in answer.text
+        yield url, int(url.removesuffix("/metrics").rpartition(":")[2])
     finally:
-        serving.close()
+        server.close()
 
 
-async def test_clients_that_say_nothing_keep_no_scraper_out() -> None:
-    serving = of_report()
-    url = await serving.start("127.0.0.1:0")
-    port = int(url.removesuffix("/metrics").rpartition(":")[2])
-    silent: list[asyncio.StreamWriter] = []
-    try:
-        for n in range(2 * MAX_SCRAPERS):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            silent.append(writer)
-            if n == 0:
-                oldest = reader
-        assert await asyncio.wait_for(oldest.read(), 10) == b""
-        async with httpx.AsyncClient(trust_env=False) as client:
-            assert (await client.get(url)).status_code == 200
-    finally:
-        for writer in silent:
-            writer.close()
-        serving.close()
+async def ask(url: str, method: str = "GET", shown: str = "") -> httpx.Response:
+    async with httpx.AsyncClient(trust_env=False) as client:
+        return await client.request(method, url, headers={"authorization": shown.encode("latin-1")})
 
 
-async def test_what_is_no_request_for_the_metrics_is_refused() -> None:
-    serving = of_report()
-    url = await serving.start("127.0.0.1:0")
-    try:
-        async with httpx.AsyncClient(trust_env=False) as client:
-            assert (await client.get(url.replace("/metrics", "/x"))).status_code == 404
-            assert (await client.post(url)).status_code == 405
-        port = int(url.removesuffix("/metrics").rpartition(":")[2])
+TOKEN = "the-token-of-the-scrapers"
+
+
+@pytest.mark.parametrize(
+    ("token", "shown", "method", "path", "status"),
+    [
+        ("", "", "GET", "/metrics", 200),
+        ("", "", "GET", "/x", 404),
+        ("", "", "POST", "/metrics", 405),
+        (TOKEN, f"Bearer {TOKEN}", "GET", "/metrics", 200),
+        *((TOKEN, "", "GET", path, 401) for path in ("/metrics", "/", "/x")),
+        *(
+            (TOKEN, shown, "GET", "/metrics", 401)
+            for shown in ("Bearer wrong", f"Basic {TOKEN}", "Bearer \u00e9")
+        ),
+    ],
+)
+async def test_metrics_are_for_who_shows_the_token_and_asks_for_them(
+    token: str, shown: str, method: str, path: str, status: int
+) -> None:
+    async with served(token) as (url, _):
+        answer = await ask(url.replace("/metrics", path), method, shown)
+    assert answer.status_code == status
+    assert ('pdserve_pool_node_info{node="n"} 1' in answer.text) == (status == 200)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "localhost"])
+async def test_an_address_of_either_kind_is_had_once_and_free_again_after_the_end(host: str) -> None:
+    async with served(address=f"{host}:0") as (url, port):
+        assert (await ask(url)).status_code == 200
+        with pytest.raises(StartupError, match="cannot be served at"):
+            await MetricsServer(lambda: snapshot(report()), Series()).start(f"{host}:{port}")
+    async with served(address=f"{host}:{port}"):
+        pass
+
+
+async def test_clients_that_say_nothing_or_too_much_keep_no_scraper_out() -> None:
+    async with served() as (url, port):
+        opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2 * MAX_SCRAPERS)]
+        assert await asyncio.wait_for(opened[0][0].read(), 10) == b"", "the oldest went"
+        assert (await ask(url)).status_code == 200
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"x" * (2 * MAX_HEAD_BYTES))
         with contextlib.suppress(ConnectionError):
             assert await asyncio.wait_for(reader.read(), 10) == b""
-        writer.close()
-    finally:
-        serving.close()
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1:0", "[::1]:0", "localhost:0"])
-async def test_metrics_are_served_at_addresses_of_either_kind(address: str) -> None:
-    serving = of_report()
-    url = await serving.start(address)
-    try:
-        async with httpx.AsyncClient(trust_env=False) as client:
-            assert 'pdserve_pool_node_info{node="n"} 1' in (await client.get(url)).text
-    finally:
-        serving.close()
-
-
-def test_an_address_that_is_none_is_refused() -> None:
-    for text in ("9100", "host:", "http://h:1", ":1"):
-        with pytest.raises(ConfigError, match="host:port"):
-            load_config(PoolNodeConfig, None, {"metrics": text})
+        for _, one in [*opened, (reader, writer)]:
+            one.close()
