@@ -329,8 +329,11 @@ class NodeLink:
             self._told_read_only = True
             text = "pool node %s: our token only reads namespace %s: pages are not written"
             logger.warning(text, self.name, self._namespace)
-        space = {"name": self._namespace, "geometry": self._geometry}
-        return OpenConnection(connection, reply.namespace, generation, reply.rights, **space)
+        return OpenConnection(
+            *(connection, reply.namespace, generation, reply.rights),
+            name=self._namespace,
+            geometry=self._geometry,
+        )
 
     def _give_back(self, opened: OpenConnection) -> None:
         with self._changed:

@@ -73,7 +73,7 @@ class RankPages:
         names, pages = self._names(keys, part), host.pieces(host.pages(len(keys), host_indices))
         share = self._group.part(part) if self._group is not None and host.is_replicated else None
         with self._metrics.timed("read"):
-            done = self._client.get(names, pages, share, tenant)
+            done = self._client.get(names, pages, share, tenant=tenant)
         self._publish()
         return self._whole(done, part)
 
