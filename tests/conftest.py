@@ -1,4 +1,4 @@
-"""The whole suite: which tests run, their order, examples of property tests, time of each folder."""
+"""The whole suite: which tests run, their order, examples of property tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import uvloop
 from hypothesis import settings
 
-pytest_plugins = ["pytester", "tests.support.suite.chosen", "tests.support.suite.timing"]
+pytest_plugins = ["pytester", "tests.support.suite.chosen"]
 
 HANGS_S = 60
 """How long an asynchronous test may take that has no `timeout` mark."""

@@ -41,23 +41,6 @@ RISKS: dict[str, tuple[str, ...]] = {
 }
 """A changed file or folder, and the paths whose extended tests run then."""
 
-BOUNDS_S: dict[str, float] = {
-    "tests/chaos": 40,
-    "tests/contracts": 110,
-    "tests/docs": 25,
-    "tests/doctor": 25,
-    "tests/e2e": 600,
-    "tests/engine": 80,
-    "tests/hostile": 80,
-    "tests/integrations": 15,
-    "tests/kvpool": 425,
-    "tests/router": 200,
-    "tests/up": 80,
-}
-"""Seconds that the tests of a folder may take in the default run on two cores. More is a warning: others may
-use the machine. Those that start no SGLang run two at a time, in nine minutes: a test holds their sum.
-"""
-
 
 def is_within(path: str, folder: str) -> bool:
     """Whether a path is this folder or file, or lies in it."""
@@ -79,8 +62,3 @@ def _at_risk(changed: Iterable[str]) -> Iterator[tuple[str, str]]:
 def is_taken(path: str, wanted: Iterable[str]) -> bool:
     """Whether an extended test in the file `path` runs where those of the paths `wanted` do."""
     return any(is_within(path, folder) for folder in wanted)
-
-
-def over_their_bounds(taken_s: dict[str, float]) -> dict[str, float]:
-    """The bounds of folders that took longer."""
-    return {folder: bound for folder, bound in BOUNDS_S.items() if taken_s.get(folder, 0.0) > bound}

@@ -65,7 +65,6 @@ async def served(run_dir: Path, answer: Callable[[Request], Awaitable[Answer]]) 
 
     with _short(run_dir) as path:
         try:
-            path.unlink(missing_ok=True)  # of an earlier supervisor: the run directory is locked by this one
             server = await asyncio.start_unix_server(serve, str(path))
         except OSError as error:
             raise StartupError(f"{run_dir / SOCKET}: cannot be made: {error.strerror}") from None

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.lib.client import END_TIMEOUT_S
 from benchmarks.lib.figures import outcome_of
-from benchmarks.lib.load import Cached, Run, Shape, make_load
+from benchmarks.lib.load import Run, Shape, make_load
 from benchmarks.lib.report import without_keys
 from benchmarks.lib.run import Server, run_load
 from tests.benchmarks.scripted import ScriptedServer, event, serving
@@ -43,31 +42,6 @@ def test_each_turn_repeats_the_conversation_by_its_exact_tokens() -> None:
         assert first["prompt"][:6] == second["prompt"][:6]
     assert len({tuple(one["prompt"][:6]) for one in firsts}) == 1  # the system prompt
     assert len({tuple(one["prompt"]) for one in firsts}) == 3
-
-
-def test_what_the_server_says_is_kept() -> None:
-    with serving(ScriptedServer()) as server:
-        run = load_it(server)
-    for record in run.records:
-        assert record.prompt_tokens == (26 if record.turn == 1 else 50)
-        assert record.output_tokens == 4
-        half = record.prompt_tokens // 2
-        assert record.cached == Cached(half, 0, half // 2, half - half // 2)
-        assert len(record.gaps_s) == 3
-        assert record.first_s is not None
-        assert 0 <= record.planned_s <= record.sent_s <= record.first_s <= record.done_s
-
-
-def test_a_chat_is_words_of_about_as_many_tokens() -> None:
-    with serving(ScriptedServer()) as server:
-        run = load_it(server, api="chat")
-        sessions = [body["messages"] for body in server.bodies() if body["max_tokens"] == 4]
-    assert [record.error for record in run.records] == [""] * 6
-    longest = max(sessions, key=len)
-    assert [message["role"] for message in longest] == ["system", "user", "assistant", "user"]
-    assert longest[2]["content"] == "w0 w1 w2 w3 "
-    # this server counts a word as a token
-    assert [len(message["content"].split()) for message in longest] == [6, 20, 4, 20]
 
 
 def broken(*events: bytes) -> Script:
@@ -125,35 +99,11 @@ def test_errors_are_counted_by_kind_and_the_load_goes_on() -> None:
     assert lengths == [8] * len(FAULTS) + [8 + 3 + 8] * len(FAULTS)  # as long as with an answer
 
 
-def test_the_asks_of_a_session_share_one_connection() -> None:
-    """Opening one would count as time to the first token."""
-    with serving(ScriptedServer()) as server:
-        run = load_it(server, Shape(users=1, rounds=4, turn_tokens=8, output_tokens=3))
-    assert not any(record.error for record in run.records)
-    assert server.connections == 1
-
-
-def test_an_answer_is_whole_at_its_last_word_though_its_end_does_not_come() -> None:
-    with serving(ScriptedServer()) as server:
-        server.script("/v1/completions", silent(TOKEN, mock.DONE), broken(TOKEN, mock.DONE))
-        run = load_it(server, Shape(users=1, rounds=3, turn_tokens=8, output_tokens=1))
-    assert [record.error for record in run.records] == ["", "", ""]
-    first, second, _ = run.records
-    assert first.done_s < second.sent_s - END_TIMEOUT_S / 2  # the wait for it is not the answer's time
-
-
 def test_a_server_that_is_not_there_is_said_in_one_line() -> None:
     with serving(ScriptedServer()) as server:
         url = server.url
     with pytest.raises(HarnessError, match="does not list a model"):
         run_load(Server(url, silence_s=1.0), make_load(SHAPE, 1), lambda line: None)
-
-
-def test_a_context_that_is_too_short_is_said_before_anything_is_sent() -> None:
-    with serving(ScriptedServer(context=53)) as server:
-        with pytest.raises(HarnessError, match=r"54 tokens, the server's context 53"):
-            load_it(server)
-        assert server.bodies() == []
 
 
 def test_a_slow_server_does_not_slow_down_its_questioning() -> None:
@@ -171,24 +121,6 @@ def test_a_slow_server_does_not_slow_down_its_questioning() -> None:
         assert record.first_token_s >= 0.2 * record.turn - 0.02  # those before it were all due at once
     assert outcome_of(run).late_requests == 4
     assert run.open_loop
-
-
-def test_in_lockstep_a_round_waits_for_the_one_before() -> None:
-    with serving(ScriptedServer(pause_s=0.2)) as server:
-        server.pause_grows = True  # the first user is answered long before the others
-        load_it(server, lockstep=True)
-        kinds = [kind for kind, _ in server.order]
-    assert kinds == 2 * (3 * ["asked"] + 3 * ["answered"])
-
-
-@pytest.mark.parametrize(("concurrency", "most"), [(1, 1), (2, 2), (0, 3)])
-def test_the_closed_loop_has_so_many_asks_at_a_time(concurrency: int, most: int) -> None:
-    with serving(ScriptedServer(pause_s=0.1)) as server:
-        run = load_it(server, concurrency=concurrency)
-    assert server.most_busy == most
-    assert all(
-        record.due_s == record.planned_s for record in run.records
-    )  # waiting for a place is no latency
 
 
 @pytest.mark.parametrize("words", [["--api-key", "hush"], ["--api-key=hush"], ["--api-key"]])

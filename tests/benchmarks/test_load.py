@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from benchmarks.lib.figures import figures_of, outcome_of
 from benchmarks.lib.load import (
     Cached,
-    ChatSession,
     IdSession,
     Load,
     Shape,
@@ -33,7 +32,6 @@ shapes = st.builds(
     keeps_history=st.booleans(),
     spread=st.sampled_from([0.0, 0.3, 0.9]),
 )
-rates = st.sampled_from([None, 0.5, 20.0])
 seeds = st.integers(0, 2**32)
 
 
@@ -89,45 +87,12 @@ def test_reusable_tokens_are_what_a_cache_that_forgets_nothing_would_have(shape:
         seen.append(prompt + [9] * request.output_tokens)
 
 
-@settings(deadline=None)
-@given(shapes, seeds, st.sampled_from([0.5, 20.0]))
-def test_the_turns_of_a_session_are_due_one_after_the_other(shape: Shape, seed: int, rate_s: float) -> None:
-    load = make_load(shape, seed, rate_s)
-    for session in load.sessions:
-        due_s = [request.at_s for request in session]
-        assert all(at_s is not None and at_s > 0 for at_s in due_s)
-        assert due_s == sorted(due_s)  # type: ignore[type-var]
-
-
 def test_asks_arrive_at_the_rate_that_was_asked_for() -> None:
     load = make_load(Shape(users=200, rounds=10, turn_tokens=1, output_tokens=1), 3, rate_s=4.0)
     times = np.array([request.at_s for request in load.requests])
     gaps = np.diff(times)
     assert 1 / gaps.mean() == pytest.approx(4.0, rel=0.1)
     assert gaps.std() == pytest.approx(gaps.mean(), rel=0.1)  # exponential: as many are close as far apart
-
-
-traces = st.lists(
-    st.tuples(st.floats(0, 100), st.integers(1, 4000), st.integers(1, 500)), min_size=1, max_size=8
-)
-
-
-@settings(deadline=None)
-@given(traces, st.sampled_from([1.0, 0.1, 0.01]), seeds)
-def test_a_replay_keeps_lengths_times_and_shared_beginnings(
-    requests: list[tuple[float, int, int]], scale: float, seed: int
-) -> None:
-    # each second request has the first one's first block
-    asked = [
-        (at_s, inputs, outputs, [0 if number % 2 else 1000 + number, *range(1, -(-inputs // 512))])
-        for number, (at_s, inputs, outputs) in enumerate(requests)
-    ]
-    load = replay_load(asked, scale=scale, speed=10.0, seed=seed)
-    for (at_s, inputs, _, blocks), (request,) in zip(asked, load.sessions, strict=True):
-        assert request.at_s == pytest.approx(at_s / 10)
-        assert request.prompt_tokens == pytest.approx(inputs * scale, abs=1 + 0.5 * len(blocks))
-        assert len(prompts(load, request.session)[0]) == request.prompt_tokens
-        assert request.reusable_tokens <= request.prompt_tokens
 
 
 def test_equal_blocks_of_a_trace_are_equal_tokens_and_known_ones_are_reusable() -> None:
@@ -139,38 +104,7 @@ def test_equal_blocks_of_a_trace_are_equal_tokens_and_known_ones_are_reusable() 
     assert [session[0].reusable_tokens for session in load.sessions] == [0, 512, 0]
 
 
-def test_an_answer_that_never_came_is_made_up_so_that_the_load_stays_as_planned() -> None:
-    load = make_load(Shape(users=1, rounds=2, turn_tokens=10, output_tokens=7), 1)
-    session_ = IdSession(1, True)
-    first, second = load.sessions[0]
-    session_.prompt(first)
-    session_.receive(first, None)
-    assert len(session_.prompt(second)["prompt"]) == second.prompt_tokens == 27
-
-
-def test_a_chat_repeats_its_messages() -> None:
-    shape = Shape(users=1, rounds=2, system_tokens=4, turn_tokens=10, output_tokens=7)
-    session_ = ChatSession(1, True, 1.0)
-    first, second = make_load(shape, 1).sessions[0]
-    before: list[Any] = list(session_.prompt(first)["messages"])
-    session_.receive(first, Said("indeed"))
-    after = session_.prompt(second)["messages"]
-    assert [message["role"] for message in before] == ["system", "user"]
-    assert after[:2] == before
-    assert [message["role"] for message in after[2:]] == ["assistant", "user"]
-    assert after[2]["content"] == "indeed"
-    assert len(after[3]["content"].split()) == 10
-
-
 # --- figures
-
-
-def test_latency_counts_from_the_planned_time() -> None:
-    late = record(1, 1.5, planned_s=0.25, due_s=1.0, sent_s=1.0)
-    assert late.first_token_s == 1.25
-    outcome = outcome_of(run(late))
-    assert outcome.all.first_token_ms.p50 == 1250.0
-    assert outcome.late_requests == 1
 
 
 def test_what_failed_is_counted_by_kind_and_measured_nowhere() -> None:
@@ -187,13 +121,6 @@ def test_what_failed_is_counted_by_kind_and_measured_nowhere() -> None:
     assert outcome.all.prompt_tokens == 100
     assert outcome.later is not None
     assert outcome.later.first_token_ms.p50 is None
-
-
-def test_throughput_is_tokens_over_the_time_from_the_first_ask_to_the_last_answer() -> None:
-    figures = figures_of(
-        [record(2, 1.5, planned_s=1.0, done_s=3.0), record(2, 2.5, planned_s=2.0, done_s=5.0)]
-    )
-    assert (figures.prompt_tokens_s, figures.output_tokens_s, figures.requests_s) == (50.0, 5.0, 0.5)
 
 
 def test_cached_tokens_by_place_and_what_could_have_been_cached() -> None:
@@ -221,8 +148,3 @@ def test_cached_tokens_by_place_and_what_could_have_been_cached() -> None:
 def test_a_client_that_measures_itself_says_so(more: dict[str, Any], sent_s: float, says: str | None) -> None:
     warnings = outcome_of(run(record(1, 1.0, sent_s=sent_s), **more)).warnings
     assert [says in warning for warning in warnings] == [True] if says else warnings == []
-
-
-def test_answers_shorter_than_asked_for_are_told() -> None:
-    (warning,) = outcome_of(run(record(1, 1.0, asked_tokens=11), record(1, 1.0, asked_tokens=10))).warnings
-    assert warning.startswith("1 answers were shorter than asked for")

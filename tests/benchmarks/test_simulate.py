@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
-import random
-
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.simulate.advise import KINDS, Adviser
-from benchmarks.simulate.engine import BlockCache, Engine
+from benchmarks.simulate.engine import Engine
 from benchmarks.simulate.model import (
     Rates,
     Request,
@@ -26,7 +23,6 @@ from pdserve.router.config.limits import ServiceLevel
 RATES = Rates(
     prefill_ms_per_token=0.1, step_ms=10.0, step_ms_per_request=1.0, pool_ms_per_token=0.01, hop_ms=5.0
 )
-FAST_STEPS = msgspec.structs.replace(RATES, step_ms_per_request=0.1)
 SETTING = Setting(rates=RATES, level=ServiceLevel(ttft_ms=150.0, itl_ms=15.0))
 SIZES = (
     Size(agg=1),
@@ -65,35 +61,8 @@ def test_prompts_go_first_and_answers_stand_still_meanwhile() -> None:
     ]
 
 
-def test_a_prompt_in_the_middle_of_an_answer_delays_it_by_its_time() -> None:
-    engine: Engine[str] = Engine(RATES, 8)
-    engine.submit("a", 0.1, 10)
-    assert engine.advance(0.1) == (["a"], [])
-    assert engine.advance(0.155) == ([], [])  # 5 tokens
-    engine.submit("b", 0.1, -1)
-    assert drained(engine) == [("computed", "b", 255.0), ("answered", "a", 310.0)]
-
-
-def test_a_cache_finds_first_blocks_and_drops_the_last_ones_first() -> None:
-    cache = BlockCache(3)
-    cache.add((1, 2, 3))
-    assert cache.found((1, 2, 9, 3)) == 2
-    cache.add((1, 4))
-    assert cache.found((1, 2, 3)) == 2
-    assert cache.found((1, 4)) == 2
-    assert BlockCache(0).found((1,)) == 0
-
-
 def request(at_s: float, *blocks: int, prompt: int = 1000, answer: int = 11) -> Request:
     return make_request(at_s, prompt, answer, blocks or (int(at_s * 1e6), int(at_s * 1e6) + 1))
-
-
-def test_an_aggregated_worker_computes_and_answers() -> None:
-    found = simulate([request(0.0)], Size(agg=1), SETTING)
-    assert found.ttft_ms["p50"] == 100.0
-    assert found.itl_ms["p50"] == 11.0
-    assert found.in_time == 1.0
-    assert found.cached == 0.0
 
 
 def test_a_hand_over_takes_its_time_and_keeps_prompts_away_from_answers() -> None:
@@ -144,18 +113,6 @@ def test_every_request_is_served_and_no_load_stays_counted(
     assert simulate(load, size, setting) == found, "the same arguments, the same outcome"
 
 
-def test_duties_do_not_flap_under_a_steady_load() -> None:
-    """Poisson arrivals, lengths at random: five minutes, in which 30 changes would be allowed."""
-    draw, at_s, load = random.Random("steady"), 0.0, []
-    for number in range(1200):
-        at_s -= math.log(1 - draw.uniform(0, 0.999)) / 4
-        prompt, answer = round(draw.uniform(200, 6000)), round(draw.uniform(50, 300))
-        load.append(make_request(at_s, prompt, answer, (number,)))
-    level = ServiceLevel(ttft_ms=2000.0, itl_ms=14.0)
-    found = simulate(load, Size(elastic=4), msgspec.structs.replace(SETTING, level=level, rates=FAST_STEPS))
-    assert 1 <= found.duty_changes <= 5
-
-
 @pytest.fixture(scope="module")
 def adviser() -> Adviser:
     return Adviser(turning(2, 800, 4.0), TURNING)
@@ -171,20 +128,3 @@ def test_the_advised_fleet_keeps_the_level_and_one_worker_less_does_not(adviser:
             assert adviser.best(kind, less).in_time < 0.9
         assert advice.chosen in advice.steps
         assert [one.size.total for one in advice.steps] == sorted({one.size.total for one in advice.steps})
-
-
-def test_elastic_roles_keep_more_of_a_load_that_turns_than_fixed_ones(adviser: Adviser) -> None:
-    fixed, elastic, aggregated = adviser.compared(4)
-    assert elastic.in_time > max(fixed.in_time, aggregated.in_time)
-    assert elastic.duty_changes <= 6
-
-
-def test_more_pool_never_finds_less(adviser: Adviser) -> None:
-    load = [
-        msgspec.structs.replace(one, blocks=(number % 7, number % 7 + 100))
-        for number, one in enumerate(adviser.load)
-    ]
-    setting = msgspec.structs.replace(TURNING, worker_blocks=0)
-    found = [one.cached for _, one in Adviser(load[:200], setting).pools(Size(elastic=2))]
-    assert found[0] == 0.0
-    assert found[-1] == max(found) > 0

@@ -20,7 +20,7 @@ from pdserve.kvpool.protocol.frames import expected
 from pdserve.kvpool.protocol.messages import GRANTED, DataPathChoice, Opened, OpenNamespace, Reserve, Reserved
 from pdserve.security.tokens import Secret
 from tests.chaos.field import ADMIN_TOKEN
-from tests.chaos.moving import GEOMETRY
+from tests.chaos.worker import GEOMETRY
 from tests.support.kvpool.made_pages import SHAPES
 
 READY: Final = "ready"

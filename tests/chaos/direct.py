@@ -17,7 +17,7 @@ from pdserve.kvpool.protocol.page_bytes import Bytes1D
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
 from pdserve.kvpool.transports.shm import host_id
 from tests.chaos.field import ADMIN_TOKEN
-from tests.chaos.moving import GEOMETRY, NAMESPACE
+from tests.chaos.worker import GEOMETRY, NAMESPACE
 from tests.support.kvpool.node_processes import NodeProcess
 
 R = TypeVar("R", bound=m.Reply)

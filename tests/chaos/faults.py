@@ -27,7 +27,6 @@ from pdserve.kvpool.tiers.ssd.segment_format import BLOCK_BYTES, Record, read_in
 from tests.chaos import abandon
 from tests.chaos.direct import AWAY, Direct, ask, pages_anywhere, pages_on
 from tests.chaos.field import LEASE_S, SHARED, Field
-from tests.chaos.moving import GEOMETRY, NAMESPACE
 from tests.chaos.plan import DISTURBING, Fault, Kind
 from tests.chaos.records import (
     Abandoned,
@@ -42,6 +41,7 @@ from tests.chaos.records import (
     Stopped,
     Upgraded,
 )
+from tests.chaos.worker import GEOMETRY, NAMESPACE
 from tests.support.kvpool import made_pages as p
 from tests.support.kvpool.node_processes import NodeProcess, await_settled
 from tests.support.processes import HarnessError

@@ -18,11 +18,10 @@ from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.cluster.ring import Ring
 from pdserve.kvpool.protocol.base import NodeAddress
 from pdserve.security.tokens import Secret
-from tests.chaos.moving import NAMESPACE
 from tests.chaos.plan import Plan
 from tests.chaos.proxy import Relay, relays
 from tests.chaos.records import Disturbed, Ended, Record, to_line
-from tests.chaos.worker import COLUMNS, WRITE_TOKEN, WorkerConfig
+from tests.chaos.worker import COLUMNS, NAMESPACE, WRITE_TOKEN, WorkerConfig
 from tests.support.kvpool import made_pages as p
 from tests.support.kvpool.node_processes import NodeProcess, await_settled, client_of, pool_of
 from tests.support.processes import Child, client, free_ports

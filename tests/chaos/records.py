@@ -22,7 +22,7 @@ class Asked(msgspec.Struct, frozen=True, tag="asked", omit_defaults=True):
     nodes were well, as far as the client knew when it began.
     """
 
-    kind: Literal["put", "get", "confirmed", "wait"]
+    kind: Literal["put", "get", "confirmed"]
     worker: str
     start_s: float
     end_s: float

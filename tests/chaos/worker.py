@@ -14,21 +14,24 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import BinaryIO, Final, Literal
+from typing import BinaryIO, Final, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig
-from tests.chaos.moving import MAX_BATCH, Pages
 from tests.chaos.records import Asked, Starved, to_line
 from tests.support.kvpool import made_pages as p
 from tests.support.processes import read_config, run_threads, stop_at_sigterm
 
 WRITE_TOKEN: Final = "chaos-may-write-pages"
+NAMESPACE: Final = "chaos"
+GEOMETRY: Final = {"chaos": "1"}
+MAX_BATCH: Final = 12
+POISON: Final = 0xEE  # in memory before a read: bytes that were not written are wrong ones
 RECENT: Final = 200  # half of the reads of owned pages go to the latest
-WAIT_S: Final = 0.3
 POLL_S: Final = 0.1
 CONNECT_S: Final = 15.0
 BEAT_S: Final = 0.05
@@ -37,7 +40,7 @@ STARVED_S: Final = 0.25
 WRITTEN: Final = 0  # owned pages
 COLUMNS: Final = 1
 
-Kind = Literal["put", "get", "confirmed", "wait"]
+Kind = Literal["put", "get", "confirmed"]
 
 
 def open_board(path: Path | str) -> npt.NDArray[np.int64]:
@@ -70,6 +73,60 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     incarnation: int = 0  # counts up when a killed worker is replaced
 
 
+class Read(NamedTuple):
+    """`pages`: what is in memory now, shape [pages, bytes]. `corrupt`: how many the client found damaged."""
+
+    ok: list[bool]
+    pages: npt.NDArray[np.uint8]
+    corrupt: int
+
+
+class Pages:
+    """The pages of one thread, by their numbers; all of a call have one shape. Faults are misses."""
+
+    def __init__(self, config: PoolClientConfig, seed: int, name: str) -> None:
+        self._client = PoolClient(config, NAMESPACE, GEOMETRY, name=name)
+        self._seed = seed
+        self._memory = [np.empty((MAX_BATCH, sum(shape)), np.uint8) for shape in p.SHAPES]
+
+    def up(self) -> bool:
+        """Whether all nodes serve us, as far as we know."""
+        return self._client.nodes_up == len(self._client.rings.addresses)
+
+    def connect(self) -> bool:
+        """Whether all nodes serve us; asks them."""
+        return not any(self._client.check().values())
+
+    def exists(self, batch: Sequence[int]) -> list[bool]:
+        return self._client.exists(_keys(self._seed, batch))
+
+    def get(self, batch: Sequence[int]) -> Read:
+        memory = self._memory[_shape(batch)][: len(batch)]
+        memory[:] = POISON
+        before = self._client.counters.pages_corrupt
+        ok = self._client.get(_keys(self._seed, batch), list(map(p.segments, memory, batch)))
+        return Read(ok, memory, self._client.counters.pages_corrupt - before)
+
+    def put(self, batch: Sequence[int]) -> tuple[list[bool], int]:
+        """Which are stored now, and how many were committed by us."""
+        before = self._client.counters.pages_written
+        keys, size = _keys(self._seed, batch), sum(p.segments_of(batch[0]))
+        whole = [p.content(key, size) for key in keys]
+        stored = self._client.put(keys, list(map(p.segments, whole, batch)))
+        return stored, self._client.counters.pages_written - before
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def _keys(seed: int, batch: Sequence[int]) -> list[bytes]:
+    return [p.key_of(seed, page) for page in batch]
+
+
+def _shape(batch: Sequence[int]) -> int:
+    return p.SHAPES.index(p.segments_of(batch[0]))
+
+
 class Worker:
     """One thread."""
 
@@ -91,7 +148,6 @@ class Worker:
             *(self._put_shared,) * 3,
             *(self._get,) * 8,
             *(self._get_confirmed,) * 3,
-            self._wait,
         )
         while not self._stop.wait(self._draw.uniform(0.2, 1.8) * pause_s):
             if self._owned() < self._config.owned and time.monotonic() >= self._next_owned_s:
@@ -178,14 +234,6 @@ class Worker:
         if batch:
             limit_s = self._config.client.exists_timeout_s + self._config.client.get_timeout_s
             self._read("confirmed", up, start_s, batch, limit_s)
-
-    def _wait(self) -> None:
-        batch = self._batch(self._zone())
-        up, start_s = self._pages.up(), time.monotonic()
-        there = self._pages.wait(batch, WAIT_S)
-        limit_s = WAIT_S + self._config.client.exists_timeout_s
-        told = list(zip(batch, there, strict=True))
-        self._write_down("wait", up, start_s, time.monotonic(), limit_s, told)
 
     def _read(self, kind: Kind, up: bool, start_s: float, batch: list[int], limit_s: float) -> None:
         read = self._pages.get(batch)

@@ -7,22 +7,18 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-import psutil
 import pytest
-
-from tests.support.e2e.cluster import Process
 
 ROOT: Final = Path(__file__).parents[2]
 BASE: Final = "localhost/base"
 SUITE: Final = "bookworm"
 RUN: Final = ("run", "--isolation", "chroot")
 STEP_TIMEOUT_S: Final = 3000
-END_TIMEOUT_S: Final = 120
 AUTHORITIES: Final = Path("/usr/local/share/ca-certificates")
 """Of this machine, where package registries are reached through a proxy with an authority of its own."""
 UV: Final = Path("/etc/uv/uv.toml")
@@ -70,20 +66,6 @@ class Builder:
             return self._buildah(*RUN, container, "--", *command)
 
     @contextmanager
-    def running(self, tag: str, log: Path, volumes: Mapping[Path, str], *command: str) -> Iterator[Process]:
-        """A command that runs in a container of the image, as the image's user, on this machine's network.
-        `volumes`: places in the container, which cannot write there, by directories of this machine.
-        """
-        mounts = [f"--volume={source}:{place}:ro" for source, place in volumes.items()]
-        with self._container(tag) as container:
-            run = ["buildah", *self._options, *RUN, *mounts, container, "--", *command]
-            process = Process(tag, run, log)
-            try:
-                yield process.start()
-            finally:
-                process.stop()
-
-    @contextmanager
     def _container(self, tag: str) -> Iterator[str]:
         """The name of a new container of the image, for the block."""
         container = self._buildah("from", "--pull-never", tag).strip()
@@ -91,18 +73,6 @@ class Builder:
             yield container
         finally:
             self._buildah("rm", container)
-
-    @staticmethod
-    def end(process: Process, first: str) -> int:
-        """SIGTERM to the first program of a running container, which buildah does not pass on; its status."""
-        assert process.popen is not None
-        [inside] = [
-            child
-            for child in psutil.Process(process.popen.pid).children(recursive=True)
-            if child.name() == first
-        ]
-        inside.terminate()
-        return process.popen.wait(END_TIMEOUT_S)
 
     def _build(self, tag: str, context: Path, file: str, *words: str) -> None:
         fixed = ("--isolation", "chroot", "--pull-never", "--layers=false", "--tag", tag)

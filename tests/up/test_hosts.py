@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -45,12 +44,6 @@ def test_a_count_repeats_a_table_and_numbers_its_name(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("wrong", ["-1", "true", "'2'", "20000"])
-def test_a_count_that_is_none_is_refused(tmp_path: Path, wrong: str) -> None:
-    with pytest.raises(ConfigError, match=r"'agg\[0\]\.count' must be a number"):
-        read(tmp_path, f"[[agg]]\ncount = {wrong}\n")
-
-
 def test_needs_are_read_and_reach_no_process() -> None:
     table = {"place": {"hosts": ["a"]}, "gpus": 2, "engine": {"extra_args": ["--tp-size=2"]}}
     plan = plan_of(ClusterFile(agg=[table]), {"agg0": "a", "router": "a"})
@@ -59,28 +52,6 @@ def test_needs_are_read_and_reach_no_process() -> None:
     assert {"place", "gpus"} & agg.config.keys() == set()
     worker, router = demands(ClusterFile(agg=[{"gpus": [1, 2, 3], "place": {"hosts": ["a"]}}]))
     assert (worker.hosts, worker.gpus, worker.gpu_numbers, router.gpus) == (("a",), 3, (1, 2, 3), 0)
-
-
-@pytest.mark.parametrize(
-    ("table", "message"),
-    [
-        ({"place": 7}, "place"),
-        ({"place": {"gpus": 1}}, "unknown key 'place.gpus'"),
-        ({"gpus": [0, -1]}, "gpus"),
-        ({"place": {"cpu": 1}}, "cpu"),
-        ({"gpus": "two"}, "gpus"),
-        ({"gpus": True}, "gpus"),
-        ({"gpus": -1}, "gpus"),
-    ],
-)
-def test_needs_that_are_none_are_refused(table: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        demands(ClusterFile(agg=[table]))
-
-
-def test_only_workers_have_gpus() -> None:
-    with pytest.raises(ConfigError, match=r"'pool\[0\].gpus': only workers have GPUs"):
-        demands(ClusterFile(pool=[{"gpus": 1}], agg=[{}]))
 
 
 def test_processes_of_several_hosts_find_each_other_by_the_names_of_hosts() -> None:
@@ -100,15 +71,11 @@ def test_processes_of_several_hosts_find_each_other_by_the_names_of_hosts() -> N
     assert ready["pool1"] == ConnectReady(pool["pool1"])
     assert ready["decode0"] == HttpReady(found["decode0"]["advertise"] + "/pd/ready")
     assert [spec.host for spec in plan.processes] == ["a", "b", "a", "b", "a"]
-
-
-def test_a_worker_reaches_the_pool_node_of_its_own_host_by_its_socket() -> None:
-    found = configs(plan_of(FILE, HOSTS))
     seen = {
         name: [node["address"] for node in found[name]["pool"]["nodes"]] for name in ("prefill0", "decode0")
     }
-    assert seen["prefill0"] == ["unix:/run/x/pool0.sock", found["pool1"]["cluster"]["advertise"]]
-    assert seen["decode0"] == [found["pool0"]["cluster"]["advertise"], "unix:/run/x/pool1.sock"]
+    assert seen["prefill0"] == ["unix:/run/x/pool0.sock", pool["pool1"]], "its own host's by the socket"
+    assert seen["decode0"] == [pool["pool0"], "unix:/run/x/pool1.sock"]
 
 
 def test_pool_nodes_of_several_hosts_get_tokens_unless_the_file_has_some() -> None:
@@ -134,41 +101,6 @@ def test_a_pool_node_without_an_address_for_others_is_refused() -> None:
         plan_of(file, {"pool0": "a", "agg0": "b", "router": "a"})
 
 
-def demand(name: str, gpus: int = 0, hosts: list[str] | None = None) -> Demand:
-    role: Any = name.rstrip("0123456789")
-    return Demand(name, role, tuple(hosts or ()), gpus)
-
-
-def test_pool_nodes_and_workers_are_spread_and_the_router_is_beside_the_supervisor() -> None:
-    wanted = [demand(name) for name in ("pool0", "pool1", "prefill0", "decode0", "router")]
-    assert spread(wanted, ["a", "b"], "b") == {
-        "pool0": "a", "pool1": "b", "prefill0": "a", "decode0": "b", "router": "b",
-    }  # fmt: skip
-
-
-def test_workers_are_spread_by_their_gpus_and_go_where_they_may() -> None:
-    wanted = [demand("agg0", gpus=6), demand("agg1", gpus=4, hosts=["b"]), demand("agg2", gpus=4)]
-    assert spread(wanted, ["a", "b"], "a") == {"agg0": "a", "agg1": "b", "agg2": "b"}
-
-
-def named(name: str, *numbers: int, hosts: Sequence[str] = ()) -> Demand:
-    role: Any = name.rstrip("0123456789")
-    return Demand(name, role, tuple(hosts), len(numbers), numbers)
-
-
-def test_gpus_that_are_named_are_given_once_on_each_host() -> None:
-    wanted = [named("agg0", 0, 1), named("agg1", 2, 3, hosts=["a"]), named("agg2", 0), named("agg3", 4, 5)]
-    found = spread(wanted, ["a", "b"], "a")
-    assert found == {"agg0": "a", "agg1": "a", "agg2": "b", "agg3": "b"}
-    with pytest.raises(StartupError, match="agg4: GPU 0 is given to another worker on each of a, b"):
-        spread([*wanted, named("agg4", 0)], ["a", "b"], "a")
-
-
-def test_what_fits_nowhere_is_refused() -> None:
-    with pytest.raises(StartupError, match="no host fits"):
-        spread([demand("agg0", hosts=["c"])], ["a", "b"], "a")
-
-
 ROUTED = ClusterFile(pool=[{}], agg=[{}], router={"count": 2, "port": 8000})
 ROUTED_HOSTS = {"pool0": "a", "agg0": "b", "router0": "a", "router1": "b"}
 
@@ -185,24 +117,6 @@ def test_each_of_several_routers_knows_all_workers_and_the_token_of_the_cluster(
         assert router.config["access"] == {"cluster_token": "t" * 20}
     assert plan.router_url == "http://127.0.0.1:8000"
     assert plan.routers[1].ready == HttpReady("http://b:8000/ready")  # it listens for others, here's does not
-
-
-def test_several_routers_of_one_host_and_port_are_refused() -> None:
-    with pytest.raises(ConfigError, match="port 8000 on a is given to two"):
-        plan_of(ROUTED, {**ROUTED_HOSTS, "router1": "a"})
-
-
-def test_routers_are_beside_the_supervisor_first_and_on_a_host_each() -> None:
-    hosts = ["a", "b", "c"]
-    three = [demand(f"router{i}") for i in range(3)]
-    assert spread(three, hosts, "b") == {"router0": "b", "router1": "a", "router2": "c"}
-    two = [demand(f"router{i}", hosts=["a", "c"]) for i in range(2)]
-    assert spread(two, hosts, "b") == {"router0": "a", "router1": "c"}
-
-
-def test_a_cluster_without_a_router_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"'router\.count' must be 1 or more, but beside"):
-        read(tmp_path, "[router]\ncount = 0\n[[agg]]\n")
 
 
 def test_on_hosts_that_have_ipv6_alone_everything_listens_there() -> None:
@@ -229,3 +143,52 @@ def test_a_host_has_ipv6_alone_if_its_name_has_no_other_address(
 ) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", names_of(*addresses))
     assert has_ipv6_alone("host-a") is alone
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[[agg]]\nplace = 7", "place"),
+        ("[[agg]]\nplace.gpus = 1", "unknown key 'place.gpus'"),
+        ("[[agg]]\ngpus = [0, -1]", "gpus"),
+        ("[[agg]]\ngpus = true", "gpus"),
+        ("[[agg]]\n[[pool]]\ngpus = 1", r"'pool\[0\].gpus': only workers have GPUs"),
+        ("[[agg]]\ncount = -1", r"'agg\[0\]\.count' must be a number"),
+        ("[[agg]]\ncount = 20000", r"'agg\[0\]\.count' must be a number"),
+        ("[[agg]]\n[router]\ncount = 0", r"'router\.count' must be 1 or more, but beside"),
+    ],
+)
+def test_what_no_host_can_give_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        demands(read(tmp_path, text))
+
+
+def demand(name: str, *numbers: int, gpus: int = 0, hosts: str = "") -> Demand:
+    role: Any = name.rstrip("0123456789")
+    return Demand(name, role, tuple(hosts), gpus or len(numbers), numbers)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "own", "found"),
+    [
+        ([demand(name) for name in ("pool0", "pool1", "prefill0", "decode0", "router")], "b", "ababb"),
+        ([demand("agg0", gpus=6), demand("agg1", gpus=4, hosts="b"), demand("agg2", gpus=4)], "a", "abb"),
+        ([demand(f"router{i}") for i in range(2)], "b", "ba"),
+        ([demand(f"router{i}", hosts="a") for i in range(2)], "b", "aa"),
+        (
+            [demand("agg0", 0, 1), demand("agg1", 2, 3, hosts="a"), demand("agg2", 0), demand("agg3", 4, 5)],
+            "a",
+            "aabb",
+        ),
+    ],
+    ids=["pool nodes and workers apart", "by GPUs", "routers", "where they may", "named GPUs once a host"],
+)
+def test_processes_are_spread_over_hosts(wanted: list[Demand], own: str, found: str) -> None:
+    assert spread(wanted, ["a", "b"], own) == dict(zip([one.name for one in wanted], found, strict=True))
+
+
+def test_what_fits_on_no_host_is_refused() -> None:
+    with pytest.raises(StartupError, match="no host fits"):
+        spread([demand("agg0", hosts="c")], ["a", "b"], "a")
+    with pytest.raises(StartupError, match="agg2: GPU 0 is given to another worker on each of a, b"):
+        spread([demand(f"agg{i}", 0) for i in range(3)], ["a", "b"], "a")

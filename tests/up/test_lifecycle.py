@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from pdserve.up import events as ev
 from pdserve.up.config import ClusterFile, ClusterSettings
 from pdserve.up.hosts import Site
-from pdserve.up.lifecycle import Lifecycle, describe_status
+from pdserve.up.lifecycle import Lifecycle
 from pdserve.up.plan import make_plan
 from pdserve.up.spec import Plan
 from tests.support.suite.extended import examples
@@ -254,15 +253,12 @@ TestAnyWorld = AnyWorld.TestCase
 TestAnyWorld.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
 
 
-def test_by_default_each_host_starts_as_many_as_it_has_processors() -> None:
+def test_by_default_a_host_starts_as_many_as_it_has_processors_and_gpu_workers_all_at_once() -> None:
     world = World(plan_of(decode=3, start_parallelism=0))
     world.ready("pool0")
     assert world.alive == ["pool0", "prefill0", "decode0"]
     world.ready("prefill0")
     assert world.alive == ["pool0", "prefill0", "decode0", "decode1"]
-
-
-def test_workers_with_gpus_of_their_own_start_at_once() -> None:
     gpu = {"env": {"CUDA_VISIBLE_DEVICES": "0"}}
     world = World(plan_of({"prefill": gpu, "decode": gpu}, decode=5, start_parallelism=0))
     world.ready("pool0")
@@ -271,20 +267,6 @@ def test_workers_with_gpus_of_their_own_start_at_once() -> None:
 
 def names(actions: list[ev.Action], kind: type[Any]) -> list[str]:
     return [action.name for action in actions if isinstance(action, kind)]
-
-
-def test_stages_start_in_order_each_once_the_one_before_is_ready() -> None:
-    world = World(plan_of())
-    for stage in STAGES:
-        assert world.alive[-len(stage) :] == list(stage)
-        world.ready(*stage)
-    assert isinstance(world.done[-1], ev.Announce)
-    assert world.said == [
-        *("starting pool0", "pool0 is ready after 0.0 s"),
-        *("starting prefill0", "starting decode0"),
-        *("prefill0 is ready after 0.0 s", "decode0 is ready after 0.0 s"),
-        *("starting router", "router is ready after 0.0 s"),
-    ]
 
 
 def test_slow_starts_are_told_every_few_seconds() -> None:
@@ -347,29 +329,28 @@ def test_a_process_that_dies_later_is_started_again_after_a_pause_that_doubles()
     assert world.exit is None
 
 
-@pytest.mark.parametrize(("status", "fails"), [(0, False), (4, True)])
-def test_a_process_that_is_not_restarted_stays_ended_and_the_others_go_on(status: int, fails: bool) -> None:
-    world = World(plan_of({"pool": {"restart": "never"}})).up()
-    world.end("pool0", status)
-    assert any(line.startswith("error: ") for line in world.said) is fails
-    assert "stays ended; the others go on" in world.said[-1]
-    assert names(world.done, ev.Terminate) == []
-
-
-@pytest.mark.parametrize(("name", "stop_on_loss"), [("router", False), ("decode0", True)])
-def test_the_routers_end_and_any_with_stop_on_loss_takes_the_cluster_down(
-    name: str, stop_on_loss: bool
+@pytest.mark.parametrize(
+    ("name", "status", "stop_on_loss", "says", "stops"),
+    [
+        ("pool0", 0, False, "stays ended; the others go on", False),
+        ("pool0", 4, False, "stays ended; the others go on", False),
+        ("decode0", 0, True, "exited with status 0 and is not restarted", True),
+        ("router", 0, False, "exited with status 0 and is not restarted", True),
+        ("router", -99, False, "was killed by signal 99 and is not restarted", True),
+    ],
+)
+def test_what_is_not_restarted_takes_the_cluster_down_if_nobody_serves_then_or_any_loss_does(
+    name: str, status: int, stop_on_loss: bool, says: str, stops: bool
 ) -> None:
-    world = World(plan_of(stop_on_loss=stop_on_loss)).up()
-    world.end(name, 0)
-    assert world.said[-2:] == [
-        f"error: {name} exited with status 0 and is not restarted; its whole log: /run/{name}.log",
-        "stopping all processes",
-    ]
-    for one in ("router", "prefill0", "decode0", "pool0"):
-        if one in world.alive:
-            world.end(one)
-    assert world.exit == 1
+    never = {role: {"restart": "never"} for role in ("pool", "router")}
+    world = World(plan_of(never, stop_on_loss=stop_on_loss)).up()
+    world.end(name, status)
+    assert says in "\n".join(world.said)
+    assert (names(world.done, ev.Terminate) != []) is stops
+    assert any(line.startswith("error: ") for line in world.said) is (stops or status != 0)
+    while world.alive and stops:
+        world.end(world.alive[-1])
+    assert world.exit == (1 if stops else None)
 
 
 def test_the_cluster_goes_on_while_it_has_a_router() -> None:
@@ -380,47 +361,23 @@ def test_the_cluster_goes_on_while_it_has_a_router() -> None:
     assert world.said[-1] == "stopping all processes"
 
 
-def test_a_process_that_holds_much_memory_has_longer_to_end_and_to_start() -> None:
-    own = {"release_s": 30.0, "start_timeout_s": 500.0}
-    world = World(plan_of({"decode": own}, stop_grace_s=5.0, start_timeout_s=60.0)).up()
-    world.tell(ev.StopAsked("SIGINT"))
-    world.end("router")
-    world.end("prefill0")
-    assert names(world.wait(34.9), ev.Kill) == []
-    assert names(world.wait(0.2), ev.Kill) == ["decode0"]
-
-
 def test_a_stop_goes_through_the_stages_in_reverse_each_within_its_grace() -> None:
-    world = World(plan_of({"decode": {"stop_grace_s": 20.0}}, stop_grace_s=5.0)).up()
+    world = World(plan_of({"decode": {"stop_grace_s": 20.0, "release_s": 30.0}}, stop_grace_s=5.0)).up()
     assert names(world.tell(ev.StopAsked("SIGINT")), ev.Terminate) == ["router"]
     assert names(world.end("router"), ev.Terminate) == ["prefill0", "decode0"]
     assert names(world.wait(4.9), ev.Kill) == []
     assert names(world.wait(0.1), ev.Kill) == ["prefill0"]
     world.end("prefill0", -9)
-    assert names(world.wait(22.9), ev.Kill) == []
-    assert names(world.wait(0.1), ev.Kill) == ["decode0"]  # its own 20 s, and 8 s for its end
+    assert names(world.wait(52.9), ev.Kill) == []
+    assert names(world.wait(0.1), ev.Kill) == [
+        "decode0"
+    ]  # its own 20 s, 8 s for its end, 30 s for its memory
     assert names(world.end("decode0", -9), ev.Terminate) == ["pool0"]
+    assert names(world.tell(ev.StopAsked("SIGINT")), ev.Kill) == ["pool0"]  # once more: at once
     world.end("pool0")
     assert world.exit == 0
     stopped = [line.split()[0] for line in world.said if line.endswith("has stopped")]
     assert stopped == ["router", "prefill0", "decode0", "pool0"]
-
-
-def test_a_second_signal_stops_at_once() -> None:
-    world = World(plan_of()).up()
-    world.tell(ev.StopAsked("SIGINT"))
-    assert names(world.tell(ev.StopAsked("SIGINT")), ev.Kill) == ["router"]
-    assert names(world.end("router", -9), ev.Kill) == ["prefill0", "decode0"]
-
-
-def test_a_stop_while_starting_stops_what_has_started() -> None:
-    world = World(plan_of())
-    world.ready("pool0")
-    assert names(world.tell(ev.StopAsked("SIGTERM")), ev.Terminate) == ["prefill0", "decode0"]
-    world.end("decode0")
-    world.end("prefill0", 1)
-    world.end("pool0")
-    assert world.exit == 0
 
 
 def restarting(plan: Plan) -> World:
@@ -463,12 +420,6 @@ def test_a_restart_takes_one_host_after_the_other() -> None:
     assert world.said[-1] == "all processes have been restarted"
 
 
-def test_a_restarted_process_that_does_not_end_is_killed_after_its_grace() -> None:
-    world = restarting(plan_of(stop_grace_s=5.0))
-    assert names(world.wait(5.0), ev.Kill) == ["prefill0"]
-    assert names(world.end("prefill0", -9), ev.Start) == ["prefill0"]
-
-
 def test_a_restarted_process_that_dies_again_is_restarted_like_any_other_and_may_end_the_restart() -> None:
     world = restarting(plan_of(max_restarts=1))
     restarted(world, "prefill0")
@@ -481,14 +432,6 @@ def test_a_restarted_process_that_dies_again_is_restarted_like_any_other_and_may
     assert names(world.done, ev.Terminate) == ["prefill0", "decode0"]
     world.tell(ev.RestartAsked())  # of what is left
     assert names(world.done, ev.Upgrade) == ["pool0", "pool0"]
-
-
-def test_sigusr1_upgrades_a_pool_node_and_restarts_nothing_until_that_is_done() -> None:
-    world = World(plan_of()).up()
-    assert world.tell(ev.RestartAsked())[1:] == [ev.Say("upgrading pool0"), ev.Upgrade("pool0")]
-    assert world.wait(100.0) == []
-    actions = world.tell(ev.Upgraded("pool0"))
-    assert actions == [ev.Say("pool0 has been upgraded"), ev.Terminate("prefill0")]
 
 
 def test_a_pool_node_that_cannot_be_upgraded_ends_the_restart() -> None:
@@ -513,27 +456,6 @@ def test_a_pool_node_that_dies_while_it_is_upgraded_is_started_again_and_the_oth
     assert world.tell(ev.Upgraded("pool0", "it did not come back in time")) == []
 
 
-def test_a_process_that_is_ready_only_after_it_was_told_to_end_is_not_restarted_by_that() -> None:
-    world = World(plan_of()).up()
-    world.end("prefill0", 1)
-    world.wait(1.0)
-    world.tell(ev.RestartAsked())
-    world.tell(ev.Upgraded("pool0"))
-    world.ready("prefill0")  # it was starting
-    assert names(world.done, ev.Terminate) == ["prefill0"]
-    restarted(world, "prefill0")
-    assert names(world.done, ev.Terminate) == ["prefill0", "decode0"]
-
-
-def test_a_pool_node_that_is_starting_is_the_new_version_already() -> None:
-    world = World(plan_of()).up()
-    world.end("pool0", 1)
-    world.wait(1.0)
-    world.tell(ev.RestartAsked())
-    assert names(world.done, ev.Upgrade) == []
-    assert names(world.done, ev.Terminate) == ["prefill0"]
-
-
 def test_a_restart_asked_for_before_all_are_ready_is_done_afterwards_and_one_that_comes_meanwhile_too() -> (
     None
 ):
@@ -548,18 +470,6 @@ def test_a_restart_asked_for_before_all_are_ready_is_done_afterwards_and_one_tha
         restarted(world, name)
     assert names(world.done, ev.Terminate) == list(RESTARTED)
     assert names(world.done, ev.Upgrade) == ["pool0", "pool0"]
-
-
-@pytest.mark.parametrize(
-    ("status", "words"),
-    [
-        (3, "exited with status 3"),
-        (-signal.SIGKILL, "was killed by SIGKILL"),
-        (-99, "was killed by signal 99"),
-    ],
-)
-def test_status_in_words(status: int, words: str) -> None:
-    assert describe_status(status) == words
 
 
 def test_a_new_worker_is_started_and_the_router_learns_of_it_when_it_is_ready() -> None:
@@ -593,14 +503,6 @@ def test_a_new_worker_that_fails_stays_ended_and_the_others_go_on(end: dict[str,
     assert problem.startswith(end.get("problem") or "decode1 exited")
     assert names(world.wait(100.0), ev.Start) == []
     assert world.exit is None
-
-
-def test_a_worker_that_stays_ended_is_started_by_the_next_scaling() -> None:
-    world = World(plan_of({"decode": {"restart": "never"}})).up()
-    world.end("decode0", 1)
-    assert names(world.scale(decode=1), ev.Start) == ["decode0"]
-    world.ready("decode0")
-    assert world.scaled == [""]
 
 
 def test_scaling_waits_until_all_have_started_or_been_restarted() -> None:

@@ -52,16 +52,6 @@ def test_no_automatic_port_is_one_that_the_file_asks_for_anywhere() -> None:
     assert min(drawn) == 20_006
 
 
-def test_elastic_workers_are_run_and_listed_by_their_role() -> None:
-    plan = plan_of(ClusterFile(pool=[{}], elastic=[{}, {}], prefill=[{}]))
-    specs = {spec.name: spec for spec in plan.processes}
-    assert list(specs) == ["pool0", "prefill0", "elastic0", "elastic1", "router"]
-    assert specs["elastic1"].argv == ("pdserve", "elastic", "--config", "/run/x/elastic1.toml")
-    router = specs["router"].config
-    assert len(router["elastic"]) == 2
-    assert len(router["prefill"]) == 1
-
-
 def test_disagg_is_wired_whole() -> None:
     plan = plan_of(
         ClusterFile(
@@ -119,14 +109,20 @@ def test_clusters_of_other_users_and_run_directories_hold_their_pages_elsewhere(
     assert Path(arena("/a", 1)).parent != Path(arena("/a", 2)).parent
 
 
-def test_each_process_gets_its_command_configuration_log_and_probe() -> None:
-    specs = {spec.name: spec for spec in plan_of(ClusterFile(pool=[{}], agg=[{}])).processes}
+def test_each_process_gets_its_command_configuration_log_and_probe_and_secrets_in_its_file_alone() -> None:
+    file = ClusterFile(pool=[{}], agg=[{}], elastic=[{}, {}])
+    plan = plan_of(file, cluster_token="canary", admin_key="canary")
+    specs = {spec.name: spec for spec in plan.processes}
+    assert not any("canary" in " ".join([*spec.argv, *spec.env.values()]) for spec in plan.processes)
+    assert list(specs) == ["pool0", "agg0", "elastic0", "elastic1", "router"]
+    assert specs["elastic1"].argv == ("pdserve", "elastic", "--config", "/run/x/elastic1.toml")
+    assert [len(specs["router"].config[role]) for role in ("agg", "elastic")] == [1, 2]
     assert specs["pool0"].argv == ("pdserve", "pool", "serve", "--config", "/run/x/pool0.toml")
     assert specs["agg0"].argv == ("pdserve", "agg", "--config", "/run/x/agg0.toml")
     assert specs["agg0"].log_path == RUN / "agg0.log"
     assert specs["pool0"].ready == ConnectReady("unix:/run/x/pool0.sock")
     assert specs["agg0"].ready == HttpReady("http://127.0.0.1:20000/pd/ready")
-    assert specs["router"].ready == HttpReady("http://127.0.0.1:20001/ready")
+    assert specs["router"].ready == HttpReady("http://127.0.0.1:20003/ready")
 
 
 def test_chosen_ports_are_kept_and_never_given_to_another() -> None:
@@ -142,10 +138,24 @@ def test_chosen_ports_are_kept_and_never_given_to_another() -> None:
     }
 
 
-def test_pool_ports_count_as_chosen() -> None:
-    plan = plan_of(ClusterFile(pool=[{"listen": ["tcp:127.0.0.1:7700", "unix:/a"]}], agg=[{}]))
+def test_addresses_and_flags_of_the_file_are_kept_and_those_of_the_command_line_come_behind() -> None:
+    elsewhere = [{"node": "far", "address": "tcp:10.0.0.1:7700"}]
+    file = ClusterFile(
+        router={"agg": ["http://h:1"]},
+        pool=[{"listen": ["tcp:127.0.0.1:7700", "unix:/a"]}],
+        worker={"engine": {"extra_args": ["--a"]}},
+        agg=[{"pool": {"nodes": elsewhere}}, {"engine": {"extra_args": []}}],
+    )
+    plan = plan_of(file, extra=["--x", "1"])
+    made = configs(plan)
     assert plan.processes[0].listening == (Listening("127.0.0.1", 7700, chosen=True),)
-    assert configs(plan)["agg0"]["pool"]["nodes"] == [{"node": "pool0", "address": "tcp:127.0.0.1:7700"}]
+    assert made["agg0"]["pool"]["nodes"] == elsewhere
+    assert made["agg1"]["pool"]["nodes"] == [{"node": "pool0", "address": "tcp:127.0.0.1:7700"}]
+    assert made["router"]["agg"][:2] == ["http://h:1", "http://127.0.0.1:20000"]
+    assert [made[name]["engine"]["extra_args"] for name in ("agg0", "agg1")] == [
+        ["--a", "--x", "1"],
+        ["--x", "1"],
+    ]
 
 
 def test_several_pool_nodes_are_each_others_peers() -> None:
@@ -157,22 +167,6 @@ def test_several_pool_nodes_are_each_others_peers() -> None:
     assert made["agg0"]["pool"]["nodes"] == nodes
     peers = [node["address"] for node in nodes]
     assert made["pool0"]["cluster"]["peers"] == made["b"]["cluster"]["peers"] == peers
-
-
-def test_addresses_that_the_file_gives_are_kept() -> None:
-    elsewhere = [{"node": "far", "address": "tcp:10.0.0.1:7700"}]
-    made = configs(plan_of(ClusterFile(router={"agg": ["http://h:1"]}, agg=[{"pool": {"nodes": elsewhere}}])))
-    assert made["agg0"]["pool"]["nodes"] == elsewhere
-    assert made["router"]["agg"] == ["http://h:1", "http://127.0.0.1:20000"]
-
-
-def test_sglang_flags_reach_every_worker_after_its_own() -> None:
-    file = ClusterFile(
-        worker={"engine": {"extra_args": ["--a"]}}, prefill=[{}], decode=[{"engine": {"extra_args": []}}]
-    )
-    made = configs(plan_of(file, extra=["--x", "1"]))
-    assert made["prefill0"]["engine"]["extra_args"] == ["--a", "--x", "1"]
-    assert made["decode0"]["engine"]["extra_args"] == ["--x", "1"]
 
 
 def test_supervisor_keys_do_not_reach_the_process() -> None:
@@ -203,17 +197,17 @@ def test_supervisor_keys_do_not_reach_the_process() -> None:
             ClusterFile(agg=[{"engine": {"extra_args": "--tp 2"}}]),
             "'extra_args' of 'agg[0]' must be a list, found '--tp 2'",
         ),
+        (
+            ClusterFile(prefill=[{"handoff": "direct", "direct": {"bootstrap_port": "x"}}]),
+            "'prefill[0].direct.bootstrap_port' must be a number",
+        ),
+        (ClusterFile(pool=[{"name": "n" * 64}], agg=[{}]), "too long for a socket"),
     ],
 )
 def test_refuses_what_cannot_run(file: ClusterFile, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        plan_of(file, extra=["--more"])
+        plan_of(file, extra=["--more"], run_dir=Path("/" + "n" * 40))
     assert message in str(caught.value)
-
-
-def test_refuses_a_run_directory_that_is_too_long_for_sockets() -> None:
-    with pytest.raises(ConfigError, match="too long for a socket"):
-        plan_of(ClusterFile(pool=[{}], agg=[{}]), run_dir=Path("/" + "n" * 100))
 
 
 def test_counts_repeat_the_last_table_without_name_and_port_or_drop_the_last(tmp_path: Path) -> None:
@@ -261,12 +255,6 @@ def test_a_cluster_gets_one_token_for_its_workers_and_router() -> None:
         assert "cluster_token" not in made["pool0"]
 
 
-def test_a_process_gets_its_secrets_in_its_file_and_not_on_its_command_line() -> None:
-    plan = plan_of(ClusterFile(pool=[{}], agg=[{}]), cluster_token="canary", admin_key="canary")
-    for spec in plan.processes:
-        assert "canary" not in " ".join([*spec.argv, *spec.env.values()])
-
-
 @pytest.mark.parametrize(
     "file",
     [
@@ -294,11 +282,6 @@ def test_the_live_page_has_a_port_and_a_key_unless_the_file_says_otherwise() -> 
     assert plan_of(ClusterFile(agg=[{}])).live_page == ""
 
 
-def test_a_router_with_a_certificate_is_asked_over_tls() -> None:
-    plan = plan_of(ClusterFile(agg=[{}], router={"port": 8000, "access": {"tls_cert_file": "c"}}))
-    assert plan.router_url == "https://127.0.0.1:8000"
-
-
 def test_workers_with_certificates_are_reached_by_https() -> None:
     tls = {"certificate": "/c", "key": "/k"}
     router = {"port": 8000, "tls": {"ca": "/ca"}}
@@ -310,6 +293,8 @@ def test_workers_with_certificates_are_reached_by_https() -> None:
     ready = {spec.name: spec.ready for spec in mutual.processes}
     assert ready["agg0"] == HttpReady("https://127.0.0.1:20000/pd/ready", ("/c", "/k"))
     assert ready["router"] == HttpReady("http://127.0.0.1:8000/ready")
+    own = plan_of(ClusterFile(agg=[{}], router={"port": 8000, "access": {"tls_cert_file": "c"}}))
+    assert own.router_url == "https://127.0.0.1:8000"
     with pytest.raises(ConfigError, match=r"router\.tls\.ca"):
         plan_of(ClusterFile(worker={"tls": tls}, agg=[{}]))
 
@@ -342,12 +327,6 @@ def test_prefill_workers_that_hand_over_directly_get_a_bootstrap_port() -> None:
     assert ports[0] == {"bootstrap_port": own[1].port}
     assert len({place.port for spec in plan.processes for place in spec.listening}) == 7
     assert specs["prefill1"].listening[1] == Listening("127.0.0.1", 9001, True)
-
-
-def test_a_bootstrap_port_that_is_no_number_is_refused() -> None:
-    table = {"handoff": "direct", "direct": {"bootstrap_port": "x"}}
-    with pytest.raises(ConfigError, match=r"'prefill\[0\].direct.bootstrap_port' must be a number"):
-        plan_of(ClusterFile(cluster=ClusterSettings(name="c"), prefill=[table]))
 
 
 def commands(*tables: dict[str, Any], **more: Any) -> ClusterFile:
@@ -387,7 +366,7 @@ def test_commands_are_wired_to_each_other_the_pool_and_the_router() -> None:
     check_tables(plan, "c.toml", SCHEMAS)
 
 
-def test_a_command_has_a_file_of_its_own_and_may_be_ready_by_a_connection() -> None:
+def test_a_command_has_a_file_of_its_own_may_be_ready_by_a_connection_and_need_no_router() -> None:
     table = {
         "argv": ["x", "--config", "{config}"],
         "ready": "tcp:{host}:{port}",
@@ -401,15 +380,10 @@ def test_a_command_has_a_file_of_its_own_and_may_be_ready_by_a_connection() -> N
         "url": "http://127.0.0.1:8000",
     }
     assert command.ready == ConnectReady(f"tcp:127.0.0.1:{command.listening[0].port}")
-
-
-def test_commands_that_serve_clients_themselves_need_no_router() -> None:
     front = {"argv": ["front"], "port": 9000, "stage": 1}
     plan = plan_of(commands(front, {"argv": ["x"]}, router={"count": 0}))
     assert [spec.name for spec in plan.processes] == ["pool0", "command1", "command0"]
-    assert plan.routers == []
-    assert plan.router_url == "http://127.0.0.1:9000"
-    assert plan.live_page == ""
+    assert (plan.routers, plan.router_url, plan.live_page) == ([], "http://127.0.0.1:9000", "")
 
 
 @pytest.mark.parametrize(

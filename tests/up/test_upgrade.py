@@ -46,7 +46,4 @@ def test_a_command_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upgrade, "MOST_S", 0.2)
     words = (sys.executable, "-S", "-c", "import time; time.sleep(600)")
     assert asyncio.run(upgrade.problem_of(Command(words))) == "its upgrade was not done within 0 s"
-
-
-def test_a_program_that_is_not_there_is_said() -> None:
     assert asyncio.run(upgrade.problem_of(Command(("/nowhere",)))) == "/nowhere: No such file or directory"

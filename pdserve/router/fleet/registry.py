@@ -305,6 +305,10 @@ class Fleet:
         """No usual request of any model is larger."""
         self.text_only: frozenset[str] = frozenset()
         """Models none of whose workers takes media, as they say."""
+        self.plain_salts: frozenset[str] = frozenset()
+        """Models some of whose workers take no salt with other characters than letters and digits."""
+        self.without_salt_header: frozenset[str] = frozenset()
+        """Models some of whose workers do not keep caches apart by the header with the salt."""
         self.adapters: dict[str, tuple[str, ...]] = {}
         """Model → LoRA adapters that all of its workers have."""
         self.priority_signs: dict[str, frozenset[int]] = {}
@@ -337,6 +341,8 @@ class Fleet:
         self.has_direct = any(w.role == "decode" and w.is_direct for w in self.workers)
         self.tasks = {info.model: frozenset(info.tasks) for info in joined}
         self.text_only = frozenset(models - {i.model for i in joined if i.is_multimodal is not False})
+        self.plain_salts = frozenset(info.model for info in joined if info.plain_salts)
+        self.without_salt_header = frozenset(info.model for info in joined if not info.takes_salt_header)
         self.adapters = {
             m: tuple(sorted(set[str].intersection(*(set(w.adapters) for w in joined if w.model == m))))
             for m in models
@@ -385,14 +391,6 @@ class Fleet:
         if found is None or now_s >= found.valid_until_s:
             found = self._snapshots[model] = self._take_snapshot(model, now_s)
         return found
-
-    def takes_salt_header(self, model: str) -> bool:
-        """Every worker of `model` keeps caches apart by the header with the salt."""
-        return all(w.info.takes_salt_header for w in self._of(model) if w.info)
-
-    def takes_plain_salts(self, model: str) -> bool:
-        """Some worker of `model` takes no salt with other characters than letters and digits."""
-        return any(w.info.plain_salts for w in self._of(model) if w.info)
 
     def context_length(self, model: str) -> int:
         """Longest context in tokens that every worker of `model` accepts. 0: no worker reports one."""

@@ -49,6 +49,7 @@ ROUTES = [
     ("DELETE", "/workers/x:1"),
     ("POST", "/workers/x:1/drain"),
     ("GET", "/tenants"),
+    ("POST", "/pages/erase"),
     ("POST", "/reload"),
     ("GET", "/metrics"),
     ("GET", "/docs"),

@@ -80,23 +80,16 @@ class Agent:
 
 def test_the_process_has_its_configuration_and_its_variables_and_gives_its_status(tmp_path: Path) -> None:
     code = "import os, sys; print(os.environ['OF_THE_ORDER'], flush=True); sys.exit(4)"
+    config = tmp_path / "run/one.toml"
     with Agent(tmp_path, code) as agent:
         assert agent.line() == b"yes\n"
         assert agent.status() == 4
-    config = tmp_path / "run/one.toml"
-    assert config.read_text() == "a = 1\n"
-    assert config.stat().st_mode & 0o777 == 0o600
-
-
-def test_a_configuration_that_the_supervisor_has_written_is_left(tmp_path: Path) -> None:
-    """Two that write at once could refuse each other."""
-    config = tmp_path / "run" / "one.toml"
-    config.parent.mkdir(mode=0o700)
-    config.write_text("a = 1\n")
-    before = config.stat().st_ino
+    written = config.stat().st_ino
     with Agent(tmp_path, "pass") as agent:
         assert agent.status() == 0
-    assert config.stat().st_ino == before
+    assert config.stat().st_ino == written, "what is there already is left: two could refuse each other"
+    assert config.read_text() == "a = 1\n"
+    assert config.stat().st_mode & 0o777 == 0o600
 
 
 def test_signals_reach_it_and_a_kill_is_told_as_a_signal(tmp_path: Path) -> None:
@@ -109,32 +102,26 @@ def test_signals_reach_it_and_a_kill_is_told_as_a_signal(tmp_path: Path) -> None
         assert stubborn.line() == b"up\n"
         stubborn.say(KILL)
         assert stubborn.status() == SIGNALLED + signal.SIGKILL
-
-
-def test_a_signal_that_follows_the_order_at_once_reaches_it(tmp_path: Path) -> None:
     with Agent(tmp_path, POLITE, at_once=[KILL]) as agent:
-        assert agent.status() == SIGNALLED + signal.SIGKILL
+        assert agent.status() == SIGNALLED + signal.SIGKILL, "what follows the order at once is heard"
 
 
-def test_an_agent_that_is_asked_to_end_ends_its_process_within_its_grace(tmp_path: Path) -> None:
-    with Agent(tmp_path, STUBBORN, grace_s=0.2) as agent:
-        assert agent.line() == b"up\n"
-        agent.process.terminate()
-        assert agent.status() == SIGNALLED + signal.SIGKILL
-
-
+@pytest.mark.parametrize("is_lost", [True, False])
 @pytest.mark.parametrize(
     ("code", "grace_s", "status"), [(POLITE, 20.0, 7), (STUBBORN, 0.2, SIGNALLED + signal.SIGKILL)]
 )
-def test_a_lost_supervisor_ends_it_within_its_grace(
-    tmp_path: Path, code: str, grace_s: float, status: int
+def test_a_lost_supervisor_or_one_that_asks_for_it_ends_it_within_its_grace(
+    tmp_path: Path, code: str, grace_s: float, status: int, is_lost: bool
 ) -> None:
     with Agent(tmp_path, code, grace_s=grace_s) as agent:
         assert agent.line() == b"up\n"
-        assert agent.process.stdin is not None
-        agent.process.stdin.close()
+        if is_lost:
+            assert agent.process.stdin is not None
+            agent.process.stdin.close()
+            agent.process.stdin = None
+        else:
+            agent.process.terminate()
         assert agent.status() == status
-        agent.process.stdin = None
 
 
 def test_a_silent_supervisor_is_lost(tmp_path: Path) -> None:

@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from pdserve.up.launchers.sessions import dies_with_parent
 
 ROOT = Path(__file__).parents[2]
@@ -38,11 +36,6 @@ def test_it_ends_when_its_parent_is_killed() -> None:
     parent.wait()
     assert parent.stdout.read() == b""  # the end of the last process that holds the pipe
     parent.stdout.close()
-
-
-def test_a_missing_program_is_told_before_anything_starts() -> None:
-    with pytest.raises(FileNotFoundError):
-        dies_with_parent(["no-such-program"])
 
 
 def test_no_code_of_ours_runs_between_fork_and_exec() -> None:
