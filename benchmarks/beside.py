@@ -200,7 +200,8 @@ class Mover:
             self.put()
 
     def put(self) -> None:
-        keys = [os.urandom(KEY_BYTES) for _ in self._sources]
+        random = os.urandom(KEY_BYTES * len(self._sources))  # each call gives the interpreter up
+        keys = [random[start : start + KEY_BYTES] for start in range(0, len(random), KEY_BYTES)]
         if not all(self._client.put(keys, self._sources)):
             raise HarnessError("the pool did not store a page")
         self._keys = [*self._keys[-1:], keys]

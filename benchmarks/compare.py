@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
 from typing import Annotated, Final, Literal
 
 import typer
@@ -28,6 +29,7 @@ from benchmarks.lib.cluster import (
 )
 from benchmarks.lib.figures import Measured, Summary, outcome_of, summaries
 from benchmarks.lib.load import Load, Shape, make_load, shapes_of, total_tokens
+from benchmarks.lib.picture import draw_turns
 from benchmarks.lib.report import (
     FormatOption,
     OutOption,
@@ -81,6 +83,9 @@ def main(
     pool_capacity: PoolCapacityOption = "2GiB",
     silence: Silence = 300.0,
     out: OutOption = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw first token and cached share by turn: NAME.svg or .png.")
+    ] = None,
     format: FormatOption = "text",
     extra: ExtraArgs = None,
 ) -> None:
@@ -118,6 +123,8 @@ def main(
         at = f", {rate:g} requests/s" if rate else ""
         its = [one for one in found if one.load == title]
         output.show(summaries_table(its, f"{title}{at}, {model.name}"))
+    if plot is not None and measured:
+        draw_turns(measured, f"{measured[0].load}, {model.name}", plot)
     fail_with(problems)
 
 

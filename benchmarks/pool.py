@@ -1,5 +1,6 @@
 """How fast a pool node moves pages on this machine: put and get, against a plain memory copy in the same run,
-and against Mooncake Store and `ucx_perftest` where they are asked for (`--peer`).
+and against what is asked for (`--peer`): Mooncake Store; `sockets` and `ucx`, which move the same cold pages
+by plain calls and do nothing else (`plain_store`); and `ucx_perftest`, which moves one hot buffer.
 
 One client process, one pool node. A round is, one after the other: a NumPy copy of a batch (memcpy), then for
 each store, in an order that turns from round to round, a put of a batch under new keys and a get of a batch
@@ -42,13 +43,13 @@ from benchmarks.lib.report import (
     workplace,
 )
 from benchmarks.peers import PageStore, PoolStore, mooncake_store, ucx_perftest_gbps
+from benchmarks.plain_store import WAYS, plain_store
 from pdserve.errors import ConfigError
 from pdserve.kvpool.admin.node_client import NodeClient
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.protocol.base import KEY_BYTES
 from pdserve.kvpool.protocol.messages import DataPathChoice, Done, Ping
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
-from pdserve.kvpool.transports.ucx import ucx_options
 from pdserve.security.tls import Certificates, TlsConfig
 from pdserve.sizes import parse_bytes
 from tests.support.certificates import Authority
@@ -57,11 +58,7 @@ from tests.support.processes import Child, HarnessError, clients, free_ports
 
 BenchPath: TypeAlias = Literal["shm", "ucx", "tcp", "tcp-tls"]
 PATHS: Final[tuple[BenchPath, ...]] = ("shm", "ucx", "tcp", "tcp-tls")
-PEERS: Final = (
-    "mooncake",
-    "ucx_perftest",
-    "ucx_perftest_tuned",
-)  # with UCX's settings for TCP, and with ours
+PEERS: Final = ("mooncake", *WAYS, "ucx_perftest")
 ON_OFF: Final = ("on", "off")
 ROTATE_BYTES: Final = 256 * 1024 * 1024  # touched before one is touched again
 MAX_SETS: Final = 128
@@ -233,18 +230,18 @@ class PoolFigures(Moved, frozen=True, kw_only=True):
 
 def _speed(output: Output, workloads: Sequence[Workload], peers: Sequence[str]) -> None:
     rows: list[PoolFigures] = []
-    perftest = {"ucx_perftest": {"TLS": "tcp"}, "ucx_perftest_tuned": ucx_options({})}
-    for name in (name for name in peers if name in perftest):
-        for size in dict.fromkeys(workload.page_bytes for workload in workloads):
-            gbps = ucx_perftest_gbps(size, perftest[name])
-            output.row({"peer": name, "page_bytes": size, "gbps": gbps})
-            output.show(f"{name}, {size_name(size)}: {gbps:.2f} GB/s")
+    for size in dict.fromkeys(workload.page_bytes for workload in workloads if "ucx_perftest" in peers):
+        gbps = ucx_perftest_gbps(size, {"TLS": "tcp"})
+        output.row({"peer": "ucx_perftest", "page_bytes": size, "gbps": gbps})
+        output.show(f"ucx_perftest, one hot buffer, {size_name(size)}: {gbps:.2f} GB/s")
     beside = mooncake_store(workloads[0].capacity_bytes) if "mooncake" in peers else nullcontext()
     with beside as store, bench_node(workloads) as connect:
-        stores = {} if store is None else {"mooncake": store}
+        stores: dict[str, PageStore] = {} if store is None else {"mooncake": store}
         for workload in workloads:
-            with connect(workload.path, workload.checksum) as client:
-                rows.append(measure(PoolStore(client), workload, stores))
+            with connect(workload.path, workload.checksum) as client, ExitStack() as plain:
+                room = workload.page_bytes, workload.capacity_bytes
+                ways = {way: plain.enter_context(plain_store(way, *room)) for way in WAYS if way in peers}
+                rows.append(measure(PoolStore(client), workload, stores | ways))
             output.row(rows[-1])
     lines = [(*row.cells, f"{row.single_get_p50_us:.0f}", f"{row.single_get_p99_us:.0f}") for row in rows]
     columns = (*MOVED, "get one, p50 µs", "p99")

@@ -11,7 +11,14 @@ Python; - burst: streams as fast as they come: chunks per second; - paced: strea
 time to the first chunk, the time a chunk takes from the worker to the client, and the processor time of each.
 A single stream is not paced, or there would be few chunks.
 
-At the end comes one round of many long paced streams, in which none begins or ends. Times are percentiles of
+At the end comes one round of many long paced streams, in which none begins or ends.
+
+As users have it (`--as-users`): every request has an API key and names its session, its chat has 20 messages,
+and pdserve has its defaults (but both stages for every prompt); give `--prompt-bytes 16384` or `131072`, and
+with `--workers 64` the policy of the decode workers by `--policy`. Peers get the same load, and the policy of
+the same name where they have it.
+
+Times are percentiles of
 all rounds together, rates are medians of the rounds. "Added" is a router's percentile less that of direct
 access to the decode worker, so it holds the prefill stage, whose worker answers at once, too.
 """
@@ -32,7 +39,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated, Final, Literal, NamedTuple
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import msgspec
 import psutil
@@ -41,10 +48,11 @@ import uvloop
 
 from benchmarks.lib.report import FormatOption, Output, Table, choices, numbers, say, script, workplace
 from pdserve.resources.memory import raise_open_files
+from pdserve.router.tenants.api_keys import key_line
 from pdserve.settings.config_file import to_toml
 from tests.support.processes import HarnessError, free_ports, server
 from tests.support.router.fast_worker import MODEL
-from tests.support.router.raw_load import PATH, Load, Loaded, make_requests, mock_worker, run_load
+from tests.support.router.raw_load import PATH, Load, Loaded, make_requests, mock_workers, run_load
 
 DIRECT: Final = "direct"
 """No router: the load goes to the decode worker."""
@@ -58,11 +66,24 @@ LONG_RAMP_S: Final = 0.002  # for each stream
 REQUEST_TIMEOUT_S: Final = 5.0
 BUSY: Final = 0.9
 """A load that uses more of its cores than this may be what limits the rate."""
-POST: Final = """
-wrk.method = "POST"
-wrk.headers["Content-Type"] = "application/json"
-wrk.body = [==[{body}]==]
+IN_TURN: Final = """
+local requests, number = {}, 0
+for i = 0, COUNT - 1 do
+    local file = io.open("DIRECTORY/" .. i, "rb")
+    requests[i] = file:read("*a")
+    file:close()
+end
+request = function()
+    number = (number + 1) % COUNT
+    return requests[number]
+end
 """
+"""Has wrk send the requests in files in turn."""
+USER: Final = "benchmark"
+KEY: Final = "key-of-the-benchmark-0123456789"
+USERS_MESSAGES: Final = 20
+PEERS_POLICIES: Final = {"cache_aware": "cache_aware", "power_of_two": "power_of_two"}
+"""By our names of them; for all others they have `round_robin`."""
 
 Phase = Literal["whole", "burst", "paced"]
 PHASES: Final[tuple[Phase, ...]] = ("whole", "burst", "paced")
@@ -90,8 +111,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     long_seconds: float
     prompt_bytes: int
+    as_users: bool
+    workers: int
+    """Decode workers."""
+    policy: str
+    """Of decode workers; empty: the default."""
     seed: int
     wrk: str
+
+    def load(self, **more: Any) -> Load:
+        """What all loads have in common, and `more`."""
+        as_users: dict[str, Any] = {"key": KEY, "messages": USERS_MESSAGES} if self.as_users else {}
+        return Load(prompt_bytes=self.prompt_bytes, seed=self.seed, **as_users, **more)
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,6 +186,11 @@ def main(
     seconds: Annotated[float, typer.Option(min=0.1, help="Seconds of each phase.")] = 1.0,
     long_seconds: Annotated[float, typer.Option(min=0.1, help="Seconds of the round of long streams.")] = 5.0,
     prompt_bytes: Annotated[int, typer.Option(min=0, help="Length of the requests' prompts.")] = 32,
+    as_users: Annotated[
+        bool, typer.Option("--as-users", help="API keys, sessions, chats of 20 messages, defaults.")
+    ] = False,
+    workers: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 1,
+    policy: Annotated[str, typer.Option(help="Policy for decode workers; empty: the default.")] = "",
     seed: Annotated[int, typer.Option(help="Seed of the prompts and of the order of routers.")] = 1,
     peers: Annotated[
         str, typer.Option(help="Other routers, measured where they are installed; empty: none.")
@@ -172,6 +208,9 @@ def main(
         seconds=seconds,
         long_seconds=long_seconds,
         prompt_bytes=prompt_bytes,
+        as_users=as_users,
+        workers=workers,
+        policy=policy,
         seed=seed,
         wrk=shutil.which(load_tool) or "",
     )
@@ -212,18 +251,18 @@ def measure(peers: Sequence[str], settings: Settings, directory: Path) -> Iterat
     with ExitStack() as stack:
         stack.enter_context(_on_cores(rest))
         workers = []
-        for role in ("prefill", "decode"):
-            mock = stack.enter_context(mock_worker(role, directory))
-            workers.append(Server(role, mock.port, (psutil.Process(mock.pid),)))
+        for role, count in (("prefill", 1), ("decode", settings.workers)):
+            mock = stack.enter_context(mock_workers(role, directory, count))
+            workers += [Server(role, port, (psutil.Process(mock.pid),)) for port in mock.ports]
         contenders = [Server(DIRECT, workers[1].port)]
         for name in (OURS, *peers):
             try:
-                contenders.append(stack.enter_context(_router(name, workers, directory, core)))
+                contenders.append(stack.enter_context(_router(name, workers, settings, directory, core)))
             except HarnessError as error:
                 if name == OURS:
                     raise
                 say(f"left out: {error}")
-        bench = _Bench(contenders, workers, settings, directory)
+        bench = _Bench(contenders, workers[:2], settings, directory)
         for streams in settings.streams:
             yield from _rows(streams, bench.rounds(streams), len(rest))
         if settings.long_streams:
@@ -242,24 +281,38 @@ def _on_cores(cores: set[int]) -> Iterator[None]:
 
 
 @contextmanager
-def _router(name: str, workers: Sequence[Server], directory: Path, cores: set[int]) -> Iterator[Server]:
+def _router(
+    name: str, workers: Sequence[Server], settings: Settings, directory: Path, cores: set[int]
+) -> Iterator[Server]:
     """A router before these workers that answers, on these cores. Raises HarnessError."""
     port, metrics_port = free_ports(2)
-    prefill, decode = (f"http://127.0.0.1:{worker.port}" for worker in workers)
+    prefill, *decode = (f"http://127.0.0.1:{worker.port}" for worker in workers)
     if name == OURS:
-        config = {"port": port, "prefill": [prefill], "decode": [decode], "log_level": "warning"}
+        config: dict[str, Any] = {
+            "port": port,
+            "prefill": [prefill],
+            "decode": decode,
+            "log_level": "warning",
+            "min_prefill_tokens": 0,  # every request has both stages, as at the others
+        }
+        if settings.policy:
+            config["decode_policy"] = settings.policy
+        if settings.as_users:
+            keys = directory / "keys"
+            keys.write_text(key_line(USER, KEY))
+            config["access"] = {"keys_file": str(keys)}
         file = directory / "router.toml"
-        file.write_text(
-            to_toml({**config, "min_prefill_tokens": 0})
-        )  # every request has both stages, as at the others
+        file.write_text(to_toml(config))
         command = [sys.executable, "-m", "pdserve", "router", "--config", str(file)]
     else:
         vllm = name == "vllm-router"
         command = [
             *(name, *(("--vllm-pd-disaggregation",) if vllm else ("launch", "--pd-disaggregation"))),
             *("--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics_port)),
-            *("--prefill", prefill, *(() if vllm else ("8998",)), "--decode", decode),
-            *("--policy", "round_robin", "--log-level", "warning" if vllm else "warn"),
+            *("--prefill", prefill, *(() if vllm else ("8998",))),
+            *(word for url in decode for word in ("--decode", url)),
+            *("--policy", PEERS_POLICIES.get(settings.policy, "round_robin")),
+            *("--log-level", "warning" if vllm else "warn"),
         ]
     with ExitStack() as running:
         with _on_cores(cores):
@@ -274,7 +327,8 @@ def _answers(port: int) -> bool:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=REQUEST_TIMEOUT_S)
     body = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
     try:
-        connection.request("POST", PATH, json.dumps(body), {"content-type": "application/json"})
+        headers = {"content-type": "application/json", "authorization": f"Bearer {KEY}"}
+        connection.request("POST", PATH, json.dumps(body), headers)
         return connection.getresponse().status == 200
     except (OSError, http.client.HTTPException):
         return False
@@ -309,28 +363,24 @@ class _Bench:
         settings = self._settings
         ramp_s = settings.long_streams * LONG_RAMP_S
         lasts_s = ramp_s + LONG_WARM_UP_S + settings.long_seconds + 0.5
-        load = Load(
+        load = settings.load(
             streams=settings.long_streams,
             seconds=settings.long_seconds,
             chunks=math.ceil(lasts_s * 1e6 / INTERVAL_US),
             interval_us=INTERVAL_US,
             ramp_s=ramp_s,
             warm_up_s=LONG_WARM_UP_S,
-            prompt_bytes=settings.prompt_bytes,
-            seed=settings.seed,
         )
         return {one.name: [self._turn(one, "paced", load)] for one in self._contenders}
 
     def _load(self, phase: Phase, streams: int) -> Load:
         interval_us = INTERVAL_US if phase == "paced" and streams > 1 else 0
-        return Load(
+        return self._settings.load(
             streams=streams,
             seconds=self._settings.seconds,
             chunks={"whole": 0, "burst": BURST_CHUNKS, "paced": PACED_CHUNKS}[phase],
             interval_us=interval_us,
             ramp_s=interval_us / 1e6,
-            prompt_bytes=self._settings.prompt_bytes,
-            seed=self._settings.seed,
         )
 
     def _turn(self, one: Server, phase: Phase, load: Load) -> Turn:
@@ -353,9 +403,11 @@ class _Bench:
 
     def _by_wrk(self, one: Server, load: Load) -> Loaded:
         """Whole answers in a closed loop. Raises HarnessError."""
-        script_file = self._directory / "post.lua"
-        body = make_requests(load, one.port)[0].partition(b"\r\n\r\n")[2].decode()
-        script_file.write_text(POST.replace("{body}", body))
+        requests, script_file = make_requests(load, one.port), self._directory / "in_turn.lua"
+        for number, request in enumerate(requests):
+            (self._directory / str(number)).write_bytes(request)
+        text = IN_TURN.replace("COUNT", str(len(requests))).replace("DIRECTORY", str(self._directory))
+        script_file.write_text(text)
         connections, seconds = ("-c", str(load.streams)), ("-d", f"{max(1, round(load.seconds))}s")
         command = [self._settings.wrk, "-t1", *connections, *seconds, "-s", str(script_file)]
         done = subprocess.run(

@@ -31,6 +31,19 @@ COMPARE: Final = (
     "--pool-capacity",
     "1GiB",
 )
+DEMO: Final = ("--model", "models/smollm2-135m")
+SHAPES: Final = (
+    "compare",
+    *DEMO,
+    "--sizes",
+    "small",
+    "--concurrency",
+    "1",
+    "--repeat",
+    "3",
+    "--silence",
+    "60",
+)
 # float32: processors without bfloat16 instructions compute it almost three times as fast
 FLAGS: Final = ("--", "--dtype", "float32")
 RUNS: Final[dict[str, tuple[str, ...]]] = {
@@ -42,6 +55,20 @@ RUNS: Final[dict[str, tuple[str, ...]]] = {
         *(*COMPARE, "--sizes", "large", "--minutes", "7.7", "--load", DOCUMENTS),
         *("--load", "no-reuse,scale=0.1,rounds=2", "--against", "plain,file,agg,disagg", *FLAGS),
     ),
+    # what others publish, a fortieth and a sixteenth as long
+    "agents*": (
+        *(*SHAPES, "--minutes", "14", "--load", "agents,scale=0.025,users=4,rounds=10"),
+        *("--against", "plain-two,pool-two", *FLAGS),
+    ),
+    "rounds*": (
+        *(*SHAPES, "--minutes", "14", "--load", "rounds,scale=0.0625,users=4"),
+        *("--against", "plain,file,mooncake,agg,disagg", *FLAGS),
+    ),
+    "cliff*": (  # the pool has memory for six of ten rounds: 4,644 tokens of 46,080 bytes
+        *(*SHAPES, "--minutes", "14", "--load", "rounds,scale=0.0625,users=6", "--pool-capacity", "204MiB"),
+        *("--against", "plain,agg,agg-ssd", *FLAGS),
+    ),
+    "claude*": ("agents", *DEMO, *FLAGS),
     "ttft": ("ttft", "--tokens", "1024", "--repeat", "4", "--silence", "60", *FLAGS),
     "router": ("router", "--seconds", "0.8"),
     "pool": ("pool", "--path", "shm,ucx,tcp", "--seconds", "1"),

@@ -25,6 +25,7 @@ import typer
 
 from benchmarks.lib.report import FormatOption, Output, Table, page_sizes, script, size_name
 from pdserve.kvpool.protocol.page_bytes import checksum_page
+from pdserve.kvpool.tiers import open_tier
 from pdserve.kvpool.tiers.base import (
     LOADED,
     STORED,
@@ -35,7 +36,6 @@ from pdserve.kvpool.tiers.base import (
     TierSettings,
     padded,
 )
-from pdserve.kvpool.tiers.registry import open_tier
 from pdserve.sizes import parse_bytes
 from tests.support.processes import HarnessError
 

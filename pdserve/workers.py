@@ -33,6 +33,7 @@ def routes_of(worker: Worker) -> WorkerRoutes:
     """The routes of both roles, and the following of every request until its pages are committed. Imports
     SGLang: only once the process is prepared for it.
     """
+    from pdserve.decode.erase import Erase
     from pdserve.decode.hints import Hints
     from pdserve.decode.keeping import Keeping
     from pdserve.decode.lookup import Lookup
@@ -57,7 +58,7 @@ def routes_of(worker: Worker) -> WorkerRoutes:
     pull_ahead = PullAhead(engine, pool, names=names, step_tokens=config.pull_step_tokens)
     lookup = Lookup(engine, pool, names=names)
     hints = Hints(engine, pool, lookup, names=names)
-    routes = (prefill, write_back, pull_ahead, lookup, hints)
+    routes = (prefill, write_back, pull_ahead, lookup, hints, Erase(engine, pool, lookup))
     return WorkerRoutes([one.router() for one in routes], write_back.follow, write_back.unsettled)
 
 

@@ -102,6 +102,10 @@ PRESETS: Final[dict[str, Shape]] = {
         users=15, rounds=20, system_tokens=1000, history_tokens=20_000, turn_tokens=32, output_tokens=100
     ),
     "shared-prefix": Shape(users=32, rounds=1, system_tokens=4096, turn_tokens=128, output_tokens=64),
+    "agents": Shape(  # Mooncake and vLLM: a prompt that all share, one of each agent's own, many short turns
+        users=8, rounds=30, system_tokens=20_480, history_tokens=10_240, turn_tokens=2048, output_tokens=900
+    ),
+    "rounds": Shape(users=80, rounds=10, turn_tokens=2048, output_tokens=16),  # SGLang's bench_multiturn
     "no-reuse": Shape(users=8, rounds=4, turn_tokens=4096, output_tokens=64, keeps_history=False),
 }
 

@@ -57,6 +57,7 @@ class SqliteTier:
             settings.path / "pages.sqlite", isolation_level=None, check_same_thread=False
         )
         self._database.execute(f"PRAGMA page_size = {BLOCK_BYTES}")
+        self._database.execute("PRAGMA secure_delete = ON")
         self._database.execute("PRAGMA synchronous = FULL")  # what was stored survives a crash
         self._database.executescript(SCHEMA)
         self._database.execute(f"PRAGMA max_page_count = {max(8, self.capacity_bytes // BLOCK_BYTES)}")
@@ -131,6 +132,15 @@ class SqliteTier:
     def forget_space(self, space: int) -> None:
         """Find no page of the space any more."""
         self._change("DELETE FROM pages WHERE space = ?", (str(space),))
+
+    def erase(self, space: int, keys: Collection[bytes] | None = None) -> str:
+        """Leave no byte of these pages: SQLite writes zeros over what is deleted."""
+        if keys is None:
+            return self._change("DELETE FROM pages WHERE space = ?", (str(space),))
+        problems = [
+            self._change("DELETE FROM pages WHERE space = ? AND key = ?", (str(space), key)) for key in keys
+        ]
+        return "; ".join(filter(None, problems))
 
     def maintain(self) -> bool:
         """There is no work in the background."""

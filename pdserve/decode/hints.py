@@ -167,11 +167,12 @@ class Hints:
 
     async def _kept(self, prompt: Prompt, action: Action, seconds: int) -> Result:
         keys = await asyncio.to_thread(prompt.pages.all_keys)
-        return Result(action_id=action.action_id, parts=await self._pool.keep(keys, seconds or -1))
+        parts = await self._pool.keep(keys, seconds or -1, prompt.pages.tenant)
+        return Result(action_id=action.action_id, parts=parts)
 
     async def _demote(self, prompt: Prompt, action: Action) -> Result:
         keys = await asyncio.to_thread(prompt.pages.all_keys)
-        return Result(action_id=action.action_id, parts=await self._pool.demote(keys))
+        return Result(action_id=action.action_id, parts=await self._pool.demote(keys, prompt.pages.tenant))
 
     async def _prefetch(self, prompt: Prompt, action: Action) -> Result:
         wanted = msgspec.json.decode(action.payload, type=ToWhere)
@@ -191,7 +192,7 @@ class Hints:
     async def _to_memory(self, prompt: Prompt, pages: int) -> int:
         """The pages of the prefix that are in memory then."""
         keys = await asyncio.to_thread(prompt.prefix(pages).all_keys)
-        await self._pool.raise_pages(keys, LIMIT_S)
+        await self._pool.raise_pages(keys, LIMIT_S, prompt.pages.tenant)
         there = await self._lookup.there(prompt.pages)
         in_memory = {key for key, place in there.items() if place.tier == MEMORY}
         return await asyncio.to_thread(prompt.restorable, in_memory)

@@ -47,12 +47,12 @@ class Keeping:
 
     async def _keep(self, pages: RequestPages, keep_s: int) -> int:
         keys = await asyncio.to_thread(pages.all_keys)
-        return await _tried(self._pool.keep(keys, keep_s))
+        return await _tried(self._pool.keep(keys, keep_s, pages.tenant))
 
     async def _let_go(self, pages: RequestPages, shared_tokens: int) -> int:
         keys = await asyncio.to_thread(pages.keys_behind, shared_tokens)
-        await _tried(self._pool.keep(keys, -1))
-        return await _tried(self._pool.demote(keys))
+        await _tried(self._pool.keep(keys, -1, pages.tenant))
+        return await _tried(self._pool.demote(keys, pages.tenant))
 
 
 async def _tried(hint: Coroutine[None, None, int]) -> int:

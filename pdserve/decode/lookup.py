@@ -18,10 +18,12 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from pdserve.engine.http.endpoints import CHAT, COMPLETIONS, GENERATE
+from pdserve.engine.http.request_context import salt_of_request
 from pdserve.engine.page_names import PageNames, RequestPages
 from pdserve.engine.sglang.prompt import named_tokens, prefill_request
 from pdserve.errors import RequestError
 from pdserve.kvpool.client.async_client import MEMORY, AsyncPoolClient, Place
+from pdserve.kvpool.namespaces.tenants import tenant_of
 from pdserve.pages import namespace_seed, page_hashes, pool_key
 
 T = TypeVar("T")
@@ -45,6 +47,7 @@ class Asked(msgspec.Struct):
     input_ids: msgspec.Raw = _EMPTY
     hashes: list[str] | None = None
     nodes: bool = False
+    cache_salt: object = None
 
     def endpoint(self) -> str:
         """Whose body it is. Raises RequestError."""
@@ -84,7 +87,7 @@ class Prompt(NamedTuple):
 
     def prefix(self, pages: int) -> RequestPages:
         """Its first pages."""
-        return RequestPages(self.pages.names, {"": self.pages.chains[""][:pages]})
+        return RequestPages(self.pages.names, {"": self.pages.chains[""][:pages]}, self.pages.tenant)
 
     def restorable(self, there: Collection[bytes]) -> int:
         """The pages of the longest prefix that can be restored where the pool has these keys."""
@@ -124,16 +127,19 @@ class Lookup:
         """The prompt of a body, and the names of its pages. Raises RequestError."""
         if endpoint := asked.endpoint():
             made, tokens, chain = await self._chain(request, endpoint, body)
+            tenant = tenant_of(made.cache_salt)
         else:
             made, tokens, chain = None, [], _digests(asked.hashes or ())
+            said = asked.cache_salt if isinstance(asked.cache_salt, str) else None
+            tenant = tenant_of(salt_of_request() or said)
         if len(chain) > MAX_PAGES:
             raise RequestError(400, f"{len(chain)} pages are asked for, at most {MAX_PAGES}")
-        return Prompt(made, tokens, RequestPages(self._names, {"": chain}))
+        return Prompt(made, tokens, RequestPages(self._names, {"": chain}, tenant))
 
     async def there(self, pages: RequestPages) -> dict[bytes, Place]:
         """Where the pool has the pages, by key."""
         keys = await asyncio.to_thread(pages.all_keys)
-        found = zip(keys, await self._pool.places(keys), strict=True)
+        found = zip(keys, await self._pool.places(keys, tenant=pages.tenant), strict=True)
         return {key: place for key, place in found if place is not None}
 
     async def _chain(

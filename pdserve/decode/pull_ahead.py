@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, takewhile
+from itertools import chain, compress, takewhile
 from typing import Any, Final
 
 from fastapi import APIRouter, Request
@@ -27,6 +27,7 @@ from pdserve.engine.page_names import PageNames, Prefix
 from pdserve.engine.sglang.prompt import fetch_pages, prefill_request, prompt_tokens
 from pdserve.errors import RequestError
 from pdserve.kvpool.client.async_client import AsyncPoolClient
+from pdserve.kvpool.namespaces.tenants import tenant_of
 
 LIMIT_S: Final = 600.0
 """For one prompt, where the router neither hangs up nor ends."""
@@ -79,12 +80,12 @@ class PullAhead:
 
     async def _pull(self, asked: Any) -> int:
         tokens = await prompt_tokens(self._engine.tokenizer_manager, asked, self._engine.turns)
-        steps = self._steps(tokens, asked)
+        steps, tenant = self._steps(tokens, asked), tenant_of(asked.cache_salt)
         done = pulled = 0  # steps, tokens
         while done < len(steps):
-            if not all(await self._pool.wait(steps[done].prefix.last_page, LIMIT_S)):
+            if not all(await self._pool.wait(steps[done].prefix.last_page, LIMIT_S, tenant)):
                 break
-            committed, restorable = await self._committed(steps[done:])
+            committed, restorable = await self._committed(steps[done:], tenant)
             done += committed
             if restorable is None:
                 continue
@@ -104,13 +105,13 @@ class PullAhead:
         prefixes = self._names.of_prefixes(tokens, ends, asked.extra_key, asked.cache_salt or None)
         return [Step(end, prefix) for end, prefix in zip(ends, prefixes, strict=True)]
 
-    async def _committed(self, steps: Sequence[Step]) -> tuple[int, Step | None]:
+    async def _committed(self, steps: Sequence[Step], tenant: str) -> tuple[int, Step | None]:
         """The number of steps whose pages are committed without a gap, where those of the first are; and the
         last of these that can be restored.
         """
         asked = [step.prefix.last_page for step in steps[1:]] + [step.prefix.windows for step in steps]
         keys = list(chain.from_iterable(asked))
-        there = {key for key, found in zip(keys, await self._pool.exists(keys), strict=True) if found}
+        there = set(compress(keys, await self._pool.exists(keys, tenant)))
         there.update(steps[0].prefix.last_page)
         committed = list(takewhile(lambda step: there.issuperset(step.prefix.last_page), steps))
         restorable = [step for step in committed if there.issuperset(step.prefix.windows)]

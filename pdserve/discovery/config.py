@@ -9,6 +9,9 @@ from msgspec import Meta
 
 from pdserve.security.tokens import Secret
 
+WORKERS = "workers"
+"""The kind of the keys of workers."""
+
 
 class EtcdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where etcd is. Keys are under `/pdserve/<cluster>/`."""
@@ -27,3 +30,15 @@ class EtcdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         str, Meta(description="Our certificate, for an etcd that asks clients for one; empty: none.")
     ] = ""
     key_file: Annotated[str, Meta(description="The key of certificate_file; empty: in the same file.")] = ""
+
+
+class WorkerEtcdConfig(EtcdConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where workers and routers meet; without endpoints they do not."""
+
+    cluster: Annotated[
+        str,
+        Meta(
+            pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
+            description="Name of the group of workers: routers find the workers with the same name.",
+        ),
+    ] = "pool"

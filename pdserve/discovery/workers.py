@@ -8,31 +8,14 @@ import asyncio
 import contextlib
 import logging
 import threading
-from typing import Annotated
 from urllib.parse import urlsplit
 
-from msgspec import Meta
-
 from pdserve.discovery import etcd
-from pdserve.discovery.config import EtcdConfig
+from pdserve.discovery.config import WORKERS, WorkerEtcdConfig
 from pdserve.discovery.etcd import EtcdMember, EtcdMembership
 from pdserve.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-
-WORKERS = "workers"
-
-
-class WorkerEtcdConfig(EtcdConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where workers and routers meet; without endpoints they do not."""
-
-    cluster: Annotated[
-        str,
-        Meta(
-            pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$",
-            description="Name of the group of workers: routers find the workers with the same name.",
-        ),
-    ] = "pool"
 
 
 def worker_key(role: str, url: str) -> EtcdMember:

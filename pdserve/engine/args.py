@@ -132,7 +132,7 @@ def server_argv(
         argv += ["--default-priority-value", "0"]
     if tls is not None and tls.as_server:
         argv += ["--ssl-certfile", str(tls.certificate), "--ssl-keyfile", str(tls.key)]
-        # unused (sglang/tls.py): without one SGLang warns that nothing is checked
+        # unused (sglang/http_server.py): without one SGLang warns that nothing is checked
         argv += ["--ssl-ca-certs", str(tls.client_ca or tls.certificate)]
     argv += _sizes(config, device)
     if device == "cpu":

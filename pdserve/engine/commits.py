@@ -6,6 +6,7 @@ SGLang answers before it has stored a request's pages, and reports no end of it.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection
 from typing import Final, Protocol
 
@@ -18,12 +19,13 @@ MOMENT_S: Final = 0.5
 class WaitingPool(Pool, Protocol):
     """What is asked here of an `AsyncPoolClient`."""
 
-    async def wait(self, keys: list[bytes], timeout_s: float) -> list[bool]: ...
+    async def wait(self, keys: list[bytes], timeout_s: float, tenant: str) -> list[bool]: ...
 
 
 class Commits:
     """Of one worker; used in its event loop. Where the last page of a request never came (the pool is full,
-    or refuses pages), later waits are cut to `MOMENT_S`, until the last page of some request comes again.
+    or refuses pages), later waits are cut to `MOMENT_S`, until the last page of some request comes again,
+    whether somebody still waits for it or not: on a busy machine all may take longer than a moment.
     """
 
     def __init__(self, pool: WaitingPool, timeout_s: float) -> None:
@@ -31,6 +33,8 @@ class Commits:
         self._pool = pool
         self._timeout_s = timeout_s
         self._arrive = True
+        self._late: asyncio.Task[None] | None = None
+        """Looks whether pages come that nobody waits for any more; one request's at a time."""
 
     def limit_s(self, timeout_s: float | None = None) -> float:
         """How long a wait may take now; `timeout_s`: what the caller allows."""
@@ -45,10 +49,16 @@ class Commits:
         """
         computed = [key for key in pages.ends() if key not in found]
         if computed:
-            committed = await self._pool.wait(computed, self.limit_s() if is_cut else self._timeout_s)
-            self._arrive = pages.arrived(committed)
+            limit_s = self.limit_s() if is_cut else self._timeout_s
+            self._arrive = pages.arrived(await self._pool.wait(computed, limit_s, pages.tenant))
+            if not self._arrive and limit_s < self._timeout_s and (self._late is None or self._late.done()):
+                self._late = asyncio.create_task(self._follow(pages, computed))
         if found:
-            await self._pool.wait([*found], min(MOMENT_S, self._timeout_s))
+            await self._pool.wait([*found], min(MOMENT_S, self._timeout_s), pages.tenant)
+
+    async def _follow(self, pages: RequestPages, computed: list[bytes]) -> None:
+        if pages.arrived(await self._pool.wait(computed, self._timeout_s, pages.tenant)):
+            self._arrive = True
 
     async def count(self, pages: RequestPages) -> int:
         """How many of the pages are committed now."""

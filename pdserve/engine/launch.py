@@ -24,16 +24,13 @@ from pdserve.engine.drain import Drain
 from pdserve.engine.handoff import DirectConfig, check_direct, prepare_direct
 from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.model_dir import bind_address, check_model_dir
-from pdserve.engine.progress import START, show_start
 from pdserve.engine.sglang import models, prepare, selfcheck
 from pdserve.engine.sglang.engine import Engine
+from pdserve.engine.sglang.prepare import START, show_start
 from pdserve.engine.sglang.server import clients, serve, until_stopped
 from pdserve.engine.sglang.server_args import (
-    check_drafts,
-    check_host_memory,
-    check_kv_dtype,
     check_needs,
-    check_sessions,
+    check_supported,
     parse_args,
     ranks_here,
     resolved,
@@ -275,10 +272,7 @@ def checked_args(config: WorkerConfig, role: Role, device: Device) -> Any:
     """
     storage, direct = _storage_of(config, {}), _direct(config)
     found = resolved(parse_args(server_argv(config.engine, role, device, storage, config.tls, direct)))
-    check_host_memory(found)
-    check_kv_dtype(found)
-    check_sessions(found)
-    check_drafts(found)
+    check_supported(found)
     if config.engine.extra_args:
         plain = replace(config.engine, extra_args=[])
         own = resolved(parse_args(server_argv(plain, role, device, storage, config.tls, direct)))

@@ -19,6 +19,7 @@ from typing import Final, Protocol
 from msgspec.structs import replace
 
 from pdserve.engine.http.request import EngineRequest, HttpRequest
+from pdserve.kvpool.namespaces.tenants import tenant_of
 from pdserve.pages import (
     KV,
     PagePart,
@@ -106,15 +107,14 @@ class PageNames:
             (made.rid, tokens(made), namespace_seed(made.extra_key, made.cache_salt))
             for made in request.requests.values()
         ]
+        # of one HTTP request all salts are of one tenant: the router says them
+        tenant = next((tenant_of(made.cache_salt) for made in request.requests.values()), "")
 
         def hashed() -> RequestPages:
-            return RequestPages(
-                self,
-                {
-                    rid: page_hashes(ids, self.page_size, seed, pairs=self.pairs)
-                    for rid, ids, seed in sequences
-                },
-            )
+            chains = {
+                rid: page_hashes(ids, self.page_size, seed, pairs=self.pairs) for rid, ids, seed in sequences
+            }
+            return RequestPages(self, chains, tenant)
 
         if sum(len(ids) for _, ids, _ in sequences) <= HASHED_AT_ONCE_TOKENS:
             return hashed()
@@ -127,6 +127,8 @@ class RequestPages:
 
     names: PageNames
     chains: Mapping[str, Sequence[bytes]]
+    tenant: str = ""
+    """Whose pages they are; empty: nobody's."""
 
     @property
     def parts(self) -> Sequence[PagePart]:
@@ -149,7 +151,7 @@ class RequestPages:
         pages = tokens // self.names.page_size
         first = {digest for chain in self.chains.values() for digest in chain[:pages]}
         rest = {"": [digest for digest in self._distinct if digest not in first]}
-        return RequestPages(self.names, rest).all_keys()
+        return RequestPages(self.names, rest, self.tenant).all_keys()
 
     def ends(self) -> list[bytes]:
         """Pool keys of the last page of every sequence, with the parts that the sequence needs."""
@@ -255,7 +257,7 @@ def page_keys(
 class Pool(Protocol):
     """What is asked here of an `AsyncPoolClient`."""
 
-    async def exists(self, keys: Sequence[bytes]) -> list[bool]: ...
+    async def exists(self, keys: Sequence[bytes], tenant: str) -> list[bool]: ...
 
 
 async def committed_pages(pool: Pool, pages: RequestPages) -> int:
@@ -270,10 +272,10 @@ async def committed_pages(pool: Pool, pages: RequestPages) -> int:
         return 0
     asked = pages.sample()
     if pages.parts or len(asked) < len(pages):
-        if all(await pool.exists([*pages.ends(), *asked])):
+        if all(await pool.exists([*pages.ends(), *asked], pages.tenant)):
             return len(pages)
         asked = await asyncio.to_thread(pages.all_keys)
-    there = await pool.exists(asked)
+    there = await pool.exists(asked, pages.tenant)
     if not pages.parts:
         return sum(there)
     return await asyncio.to_thread(pages.restorable, set(compress(asked, there)))

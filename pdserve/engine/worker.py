@@ -23,15 +23,13 @@ from fastapi.responses import JSONResponse, Response
 from msgspec import Meta
 
 from pdserve import __version__
-from pdserve.discovery.workers import WorkerEtcdConfig
+from pdserve.discovery.config import WorkerEtcdConfig
 from pdserve.engine.config import EngineConfig, ExactTurnsConfig, Role
 from pdserve.engine.drain import Drain
 from pdserve.engine.handoff import DirectConfig
-from pdserve.engine.http.diagnosed import Diagnosed
 from pdserve.engine.http.guard import Guard, close_cors
 from pdserve.engine.http.judged import Judged, validation_error
 from pdserve.engine.http.request import HttpRequest, RequestTracking
-from pdserve.engine.http.request_spans import Traced
 from pdserve.engine.http.resume import Continuing
 from pdserve.engine.http.timing import WorkerMetrics
 from pdserve.engine.page_names import PageNames
@@ -207,12 +205,9 @@ def install(app: Any, worker: Worker, routes: WorkerRoutes, token: str, metrics_
     none.
     """
     app.exception_handlers[RequestValidationError] = _invalid
-    app.add_middleware(Diagnosed)
     app.add_middleware(Judged, contract=lambda: worker.engine.contract)
     app.add_middleware(Continuing)
-    if worker.tracer is not None:
-        app.add_middleware(Traced, tracer=worker.tracer, role=worker.role)
-    app.add_middleware(RequestTracking, on_start=routes.on_start)
+    app.add_middleware(RequestTracking, on_start=routes.on_start, tracer=worker.tracer, role=worker.role)
     worker.drain.add(routes.unpublished)
     close_cors(app)
     app.add_middleware(

@@ -91,7 +91,7 @@ class MissedPages:
         missed = pages.missed(prompt_tokens, cached_tokens)[:MAX_FATES]
         if not missed:
             return []
-        fates = await self._pool.fates([key for key, _ in missed])
+        fates = await self._pool.fates([key for key, _ in missed], pages.tenant)
         asked_ago_s = time.monotonic() - asked_s
         misses = [miss_of(fate, tokens, asked_ago_s) for fate, (_, tokens) in zip(fates, missed, strict=True)]
         for miss in misses:

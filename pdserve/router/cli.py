@@ -7,7 +7,7 @@ import os
 
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.sessions.keys import parse_sources
-from pdserve.router.sharing.child_start import configure_logging
+from pdserve.router.sharing.fork import configure_logging
 from pdserve.router.sharing.prefork import ChildFailed, run_router
 from pdserve.router.tenants.api_keys import check_open, load_keys
 from pdserve.settings.command_line import RESTARTED, ConfigSource, config_command

@@ -60,7 +60,7 @@ def make_pool(transport: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
             pool.close()
     finally:
         for pool in pools:
-            if isinstance(pool, ProcessPool) and pool._process.poll() is None:
+            if isinstance(pool, ProcessPool):
                 pool.kill()
         for config in configs:
             remove_arena(config)

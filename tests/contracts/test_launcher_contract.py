@@ -84,8 +84,11 @@ def nothing_is_left(tmp_path: Path) -> None:
     wait_until(lambda: not processes_that_mention(str(tmp_path)), "all processes have ended")
 
 
-def test_stages_start_in_order_and_stop_in_reverse(where: Where, tmp_path: Path) -> None:
-    with start(where, tmp_path) as cluster:
+GRACEFUL = DISAGG.replace("[worker.engine]", '[worker.engine]\nbehave = "graceful"')
+
+
+def test_stages_start_in_order_and_stop_in_reverse_and_processes_drain(where: Where, tmp_path: Path) -> None:
+    with start(where, tmp_path, GRACEFUL) as cluster:
         cluster.wait_for(r"stand-in is ready at http://127.0.0.1:\d+")
         notes = [(entry["role"], entry["what"]) for entry in cluster.journal()]
         assert [role for role, what in notes if what == "start"][:2] == ["pool", "pool"]
@@ -95,6 +98,9 @@ def test_stages_start_in_order_and_stop_in_reverse(where: Where, tmp_path: Path)
         assert cluster.finish() == 0
         stopped = [line.split()[2] for line in cluster.lines if line.endswith("has stopped")]
         assert stopped == ["router", "prefill0", "decode0", "pool0", "pool1"]
+        drained = {entry["role"] for entry in cluster.journal() if entry["what"] == "drain"}
+        assert drained == {"prefill", "decode"}
+        assert not any("killed" in line for line in cluster.lines)
     nothing_is_left(tmp_path)
 
 
@@ -157,17 +163,6 @@ def test_one_that_dies_before_it_is_ready_stops_the_rest_and_its_last_lines_are_
     nothing_is_left(tmp_path)
 
 
-def test_processes_drain_when_they_are_asked_to_end(where: Where, tmp_path: Path) -> None:
-    toml = DISAGG.replace("[worker.engine]", '[worker.engine]\nbehave = "graceful"')
-    with start(where, tmp_path, toml) as cluster:
-        cluster.wait_for(r"stand-in is ready at")
-        cluster.process.send_signal(signal.SIGTERM)
-        assert cluster.finish() == 0
-        drained = {entry["role"] for entry in cluster.journal() if entry["what"] == "drain"}
-        assert drained == {"prefill", "decode"}
-        assert not any("killed" in line for line in cluster.lines)
-
-
 def test_what_ignores_the_request_is_killed_with_its_children(where: Where, tmp_path: Path) -> None:
     toml = DISAGG.replace("stop_grace_s = 5", "stop_grace_s = 0.3")
     toml = toml.replace("[[prefill]]", '[[prefill]]\nengine.behave = "stubborn"')
@@ -196,8 +191,7 @@ def decodes_of_the_router(cluster: Cluster) -> list[str]:
 
 
 def test_a_running_cluster_is_scaled_and_workers_that_leave_drain(where: Where, tmp_path: Path) -> None:
-    toml = DISAGG.replace("[worker.engine]", '[worker.engine]\nbehave = "graceful"')
-    with start(where, tmp_path, toml) as cluster:
+    with start(where, tmp_path, GRACEFUL) as cluster:
         cluster.wait_for(r"stand-in is ready at")
         (before,) = decodes_of_the_router(cluster)
         assert scale(cluster, where, "decode=2") == "decode=2: done\n"

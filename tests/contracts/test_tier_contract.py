@@ -8,7 +8,7 @@ import contextlib
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -362,26 +362,21 @@ def test_a_flipped_bit_is_found_and_spoils_one_page(place: Place) -> None:
         tier.close()
 
 
-def test_a_directory_in_use_is_refused(place: Place) -> None:
-    place.open()
+def test_what_cannot_be_opened_is_refused_and_close_twice_is_close(place: Place, tmp_path: Path) -> None:
+    tier, _ = place.open()
     with pytest.raises(StartupError, match="in use"):
         place.open()
-
-
-def test_a_path_that_is_no_directory_is_refused(place: Place, tmp_path: Path) -> None:
+    tier.close()
+    tier.close()
     path = tmp_path / "file"
     path.write_text("mine")
     with pytest.raises(StartupError, match=r"file"):
         place.open(path)
     assert path.read_text() == "mine"
-
-
-def test_unknown_options_are_refused(place: Place) -> None:
-    if place.kind.make is MemoryTier:
-        return
-    settings = TierSettings("n0", place.path, CAPACITY, {"colour": "red"}, lambda names: None)
-    with pytest.raises(ConfigError, match="colour"):
-        place.kind.make(settings)
+    if place.kind.make is not MemoryTier:
+        settings = TierSettings("n0", place.path, CAPACITY, {"colour": "red"}, lambda names: None)
+        with pytest.raises(ConfigError, match="colour"):
+            place.kind.make(settings)
 
 
 def test_readers_read_while_the_writer_writes_and_drops(place: Place) -> None:
@@ -412,8 +407,44 @@ def test_readers_read_while_the_writer_writes_and_drops(place: Place) -> None:
     assert problems == []
 
 
-def test_close_twice_is_close(place: Place) -> None:
+def holding(path: Path, numbers: Iterable[int]) -> list[int]:
+    """Which of these pages' bytes are in any file below the path."""
+    files = [file.read_bytes() for file in path.rglob("*") if file.is_file()]
+    return [n for n in numbers if any(contents(n, 8 * KIB)[4000:4100].tobytes() in data for data in files)]
+
+
+@pytest.mark.parametrize("reopened", [False, True])
+def test_no_byte_of_an_erased_page_is_left(place: Place, reopened: bool) -> None:
     tier, _ = place.open()
-    put(tier, 1)
-    tier.close()
-    tier.close()
+    put(tier, *range(6))
+    put(tier, *range(6))  # also what was replaced
+    put(tier, 10, 11, space=2)
+    if reopened:
+        tier.close()
+        tier, _ = place.open()
+    settle(tier)
+    keys = [key(0), key(1), key(99)]
+    assert tier.erase(1, keys) == ""
+    assert read(tier, 0, 1) == [GONE, GONE]
+    assert holding(place.path, range(2)) == []
+    assert set(read(tier, 2, 3, 4, 5)) <= ({LOADED, GONE} if isinstance(tier, SharedTier) else {LOADED})
+    assert read(tier, 10, 11, space=2) == [LOADED, LOADED]
+    put(tier, 0)
+    assert read(tier, 0) == [LOADED]
+    assert tier.erase(2) == ""
+    assert read(tier, 10, 11, space=2) == [GONE, GONE]
+    assert holding(place.path, (10, 11)) == []
+    assert read(tier, 0) == [LOADED]
+
+
+def test_a_start_erases_what_an_earlier_one_may_not_have_erased_to_the_end(tmp_path: Path) -> None:
+    place = Place(KINDS["ssd"], tmp_path / "tier")
+    tier, _ = place.open()
+    put(tier, 1, 2)
+    put(tier, 3, space=2)
+    place.close()
+    assert holding(place.path, (1, 2, 3)) == [1, 2, 3]
+    tier, _ = place.open(known=[2])
+    assert holding(place.path, (1, 2, 3)) == [3]
+    assert read(tier, 3, space=2) == [LOADED]
+    place.close()

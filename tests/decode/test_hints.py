@@ -3,63 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from fastapi import Request
 
 from pdserve.decode import hints as module
-from pdserve.decode.hints import HINTS, Hints
+from pdserve.decode.hints import Hints
 from pdserve.decode.lookup import Lookup
-from pdserve.engine.http import request_context
 from pdserve.engine.page_names import PageNames
-from pdserve.errors import PoolTimeout
 from pdserve.kvpool.protocol.messages import MAX_KEEP_S
 from pdserve.pages import namespace_seed, page_hashes, pool_key
-from tests.support.engine.asked_prompts import MEMORY, PAGE, PROMPT, SSD, SUFFIXES, Engine, Pool
+from tests.support.engine.pool import MEMORY, PAGE, PROMPT, SSD, SUFFIXES, Engine, Pool, post
 
 TENANT = "tenant/alice"
-
-
-class Tiers(Pool):
-    """A pool that brings pages up when it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.demoted: list[bytes] = []
-        self.kept: list[tuple[int, float]] = []
-        self.fails = False
-
-    async def raise_pages(self, keys: Sequence[bytes], timeout_s: float) -> int:
-        self.there |= dict.fromkeys(keys, MEMORY)
-        return len(keys)
-
-    async def keep(self, keys: Sequence[bytes], keep_s: float) -> int:
-        self.kept.append((len(keys), keep_s))
-        if self.fails:
-            raise PoolTimeout("late")
-        return len(keys)
-
-    async def demote(self, keys: Sequence[bytes]) -> int:
-        self.demoted += keys
-        return sum(key in self.there for key in keys)
 
 
 class Worker:
     """The route over a scripted pool and SGLang."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, dp_size: int = 1) -> None:
-        self.pool = Tiers()
+        self.pool: Any = Pool()
         self.fetched: list[tuple[list[int], str | None]] = []
         self.may_end = asyncio.Event()
         self.may_end.set()
-        engine = Engine()
-        engine.server_args.dp_size = dp_size
-        names = PageNames(PAGE, SUFFIXES)
-        lookup = Lookup(engine, self.pool, names=names)  # type: ignore[arg-type]
-        self.hints = Hints(engine, self.pool, lookup, names=names)  # type: ignore[arg-type]
+        engine, names = Engine(dp_size), PageNames(PAGE, SUFFIXES)
+        self.hints = Hints(engine, self.pool, Lookup(engine, self.pool, names=names), names=names)
 
         async def fetch(_manager: Any, tokens: list[int], like: Any) -> None:
             self.fetched.append((tokens, like.cache_salt))
@@ -68,16 +36,7 @@ class Worker:
         monkeypatch.setattr(module, "fetch_pages", fetch)
 
     async def post(self, body: Any, salt: str | None = None) -> tuple[int, dict[str, Any]]:
-        async def receive() -> dict[str, Any]:
-            return {"type": "http.request", "body": json.dumps(body).encode()}
-
-        scope = {"type": "http", "method": "POST", "path": HINTS, "headers": [], "query_string": b""}
-        token = request_context._salt.set(salt)
-        try:
-            answer = await self.hints.answer(Request(scope, receive))
-        finally:
-            request_context._salt.reset(token)
-        return answer.status_code, json.loads(bytes(answer.body))
+        return await post(self.hints.answer, body, salt)
 
     async def hint(self, kind: str, salt: str | None = None, **payload: Any) -> dict[str, Any]:
         """What became of one action; without what has no value."""

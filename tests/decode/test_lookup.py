@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from fastapi import Request
 
 from pdserve.decode import lookup as module
 from pdserve.decode.lookup import Lookup
-from pdserve.engine.http import request_context
 from pdserve.engine.page_names import PageNames
 from pdserve.pages import PagePart, page_hashes, part_suffix, pool_key
-from tests.support.engine.asked_prompts import MEMORY, OTHER, PAGE, PROMPT, SSD, SUFFIXES, Engine, Pool
+from tests.support.engine.pool import MEMORY, OTHER, PAGE, PROMPT, SSD, SUFFIXES, Engine, Pool, post
 
 WINDOWS = PagePart("swa", 1, [part_suffix(suffix, "swa", {"kv": 0, "swa": 1}) for suffix in SUFFIXES])
 
@@ -22,20 +19,8 @@ WINDOWS = PagePart("swa", 1, [part_suffix(suffix, "swa", {"kv": 0, "swa": 1}) fo
 async def ask(
     pool: Pool, body: Any, parts: Sequence[PagePart] = (), salt: str | None = None
 ) -> tuple[int, dict[str, Any]]:
-    async def receive() -> dict[str, Any]:
-        return {
-            "type": "http.request",
-            "body": body if isinstance(body, bytes) else json.dumps(body).encode(),
-        }
-
-    route = Lookup(Engine(), pool, names=PageNames(PAGE, SUFFIXES, parts))  # type: ignore[arg-type]
-    scope = {"type": "http", "method": "POST", "path": module.LOOKUP, "headers": [], "query_string": b""}
-    token = request_context._salt.set(salt)
-    try:
-        answer = await route.lookup(Request(scope, receive))
-    finally:
-        request_context._salt.reset(token)
-    return answer.status_code, json.loads(answer.body)
+    names = PageNames(PAGE, SUFFIXES, parts)
+    return await post(Lookup(Engine(), pool, names=names).lookup, body, salt)  # type: ignore[arg-type]
 
 
 async def test_the_longest_prefix_is_told_by_tier_and_node() -> None:
@@ -57,20 +42,15 @@ async def test_the_longest_prefix_is_told_by_tier_and_node() -> None:
     assert "nodes" not in said
 
 
-async def test_a_page_that_one_rank_lacks_ends_the_prefix() -> None:
-    pool = Pool()
-    pool.has(MEMORY, MEMORY, MEMORY)
-    del pool.there[pool_key(page_hashes(PROMPT, PAGE)[1], SUFFIXES[1])]
-    _, said = await ask(pool, {"input_ids": PROMPT})
-    assert (said["tokens"], said["tiers"]) == (4, {"dram": 1})
-
-
-async def test_a_prefix_ends_where_its_windows_are_too() -> None:
+async def test_a_prefix_ends_where_one_rank_lacks_a_page_and_where_its_windows_are_too() -> None:
     pool = Pool()
     pool.has(MEMORY, MEMORY, MEMORY)
     pool.has(MEMORY, MEMORY, suffixes=WINDOWS.suffixes)
     _, said = await ask(pool, {"input_ids": PROMPT}, parts=[WINDOWS])
     assert said["tokens"] == 8
+    del pool.there[pool_key(page_hashes(PROMPT, PAGE)[1], SUFFIXES[1])]
+    _, said = await ask(pool, {"input_ids": PROMPT})
+    assert (said["tokens"], said["tiers"]) == (4, {"dram": 1})
 
 
 async def test_who_asks_with_a_salt_hears_of_its_own_pages_only() -> None:

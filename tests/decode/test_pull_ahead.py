@@ -16,41 +16,25 @@ from pdserve.decode import pull_ahead
 from pdserve.engine.page_names import PageNames
 from pdserve.engine.sglang.children.scheduler import PULL_ID
 from pdserve.pages import PagePart, namespace_seed, page_hashes, part_suffix, pool_key
+from tests.support.engine.pool import MEMORY, PAGE, SUFFIXES, Pool
 
-PAGE, STEP = 4, 8
-SUFFIXES = (b"-0", b"-1")
+STEP = 8
 WINDOWS = PagePart("swa", 2, [part_suffix(suffix, "swa", {"kv": 0, "swa": 2}) for suffix in SUFFIXES])
 PROMPT = list(range(100, 130))  # 30 tokens: steps end at 8, 16, 24
 
 
-class Pool:
-    """Pages appear when the test says so."""
+class PromptPool(Pool):
+    """Pages of PROMPT appear when the test says so."""
 
-    def __init__(self) -> None:
-        self.committed: set[bytes] = set()
-        self.more = asyncio.Condition()
-
-    async def commit(self, tokens: int, salt: str | None = None) -> None:
-        """The pages of the first so many tokens of PROMPT, on all ranks."""
+    async def commit_tokens(self, tokens: int, salt: str | None = None) -> None:
+        """The pages of the first so many tokens, on all ranks."""
         pages = page_hashes(PROMPT[:tokens], PAGE, namespace_seed(None, salt))
-        async with self.more:
-            self.committed.update(pool_key(page, suffix) for page in pages for suffix in SUFFIXES)
-            self.more.notify_all()
+        await self.commit(pool_key(page, suffix) for page in pages for suffix in SUFFIXES)
 
     async def commit_windows(self, *pages: int) -> None:
-        """The part of these pages of PROMPT that layers with a window have."""
+        """The part of these pages that layers with a window have."""
         digests = page_hashes(PROMPT, PAGE, None)
-        async with self.more:
-            self.committed.update(pool_key(digests[page], s) for page in pages for s in WINDOWS.suffixes)
-            self.more.notify_all()
-
-    async def wait(self, keys: Sequence[bytes], timeout_s: float) -> list[bool]:
-        async with self.more:
-            await self.more.wait_for(lambda: self.committed.issuperset(keys))
-        return [True] * len(keys)
-
-    async def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        return [key in self.committed for key in keys]
+        await self.commit(pool_key(digests[page], s) for page in pages for s in WINDOWS.suffixes)
 
 
 class Manager:
@@ -94,7 +78,7 @@ class Asked:
         dp_size: int = 1,
         parts: Sequence[PagePart] = (),
     ) -> None:
-        self.pool = Pool()
+        self.pool = PromptPool()
         self.tokenizer_manager = Manager(dp_size)
         self.app_state = None
         self.turns = None
@@ -117,19 +101,15 @@ async def first_fetch_held() -> Asked:
     """PROMPT asked for, its first step being fetched until `release` is set."""
     asked = Asked({"input_ids": PROMPT})
     asked.tokenizer_manager.release.clear()
-    await asked.pool.commit(8)
+    await asked.pool.commit_tokens(8)
     await asked.tokenizer_manager.until(1)
     return asked
-
-
-def run(main: Any) -> None:
-    asyncio.run(asyncio.wait_for(main, 30))
 
 
 async def test_each_step_is_fetched_as_soon_as_it_is_there() -> None:
     asked = Asked({"input_ids": PROMPT})
     for count, tokens in enumerate((8, 16, 24), 1):
-        await asked.pool.commit(tokens)
+        await asked.pool.commit_tokens(tokens)
         await asked.tokenizer_manager.until(count)
     assert await asked.answer() == (200, {"pulled_tokens": 24})
     assert asked.tokenizer_manager.lengths == [9, 17, 25]  # one more than is looked up
@@ -140,7 +120,7 @@ async def test_each_step_is_fetched_as_soon_as_it_is_there() -> None:
 async def test_steps_that_came_during_a_fetch_are_fetched_together() -> None:
     asked = await first_fetch_held()
     manager = asked.tokenizer_manager
-    await asked.pool.commit(24)
+    await asked.pool.commit_tokens(24)
     manager.release.set()
     await asked.answer()
     assert manager.lengths == [9, 25]
@@ -148,9 +128,8 @@ async def test_steps_that_came_during_a_fetch_are_fetched_together() -> None:
 
 async def test_a_step_of_which_a_rank_lacks_its_page_is_not_there() -> None:
     asked = Asked({"input_ids": PROMPT})
-    pages = page_hashes(PROMPT, PAGE, None)
-    asked.pool.committed.add(pool_key(pages[3], SUFFIXES[0]))  # of the second step, one rank's alone
-    await asked.pool.commit(8)
+    asked.pool.has(*[MEMORY] * 4, suffixes=SUFFIXES[:1], prompt=PROMPT)  # one rank's alone
+    await asked.pool.commit_tokens(8)
     await asked.tokenizer_manager.until(1)
     assert asked.tokenizer_manager.lengths == [9]
     asked.hang_up()
@@ -161,10 +140,10 @@ async def test_steps_that_cannot_be_restored_are_left_out() -> None:
     """Chunks of the prefill worker end at 8 and at 24 tokens; it stores the window at their end."""
     asked = Asked({"input_ids": PROMPT}, parts=[WINDOWS])
     await asked.pool.commit_windows(0, 1, 4, 5)
-    await asked.pool.commit(8)
+    await asked.pool.commit_tokens(8)
     await asked.tokenizer_manager.until(1)
-    await asked.pool.commit(16)
-    await asked.pool.commit(24)
+    await asked.pool.commit_tokens(16)
+    await asked.pool.commit_tokens(24)
     assert await asked.answer() == (200, {"pulled_tokens": 24})
     assert asked.tokenizer_manager.lengths == [9, 25]
 
@@ -172,7 +151,7 @@ async def test_steps_that_cannot_be_restored_are_left_out() -> None:
 async def test_a_prompt_whose_windows_do_not_come_is_not_pulled_ahead() -> None:
     asked = Asked({"input_ids": PROMPT}, parts=[WINDOWS])
     await asked.pool.commit_windows(1, 3, 5)  # half of each window
-    await asked.pool.commit(24)
+    await asked.pool.commit_tokens(24)
     assert await asked.answer() == (200, {"pulled_tokens": 0})
     assert asked.tokenizer_manager.fetched == []
 
@@ -182,7 +161,7 @@ async def test_nothing_is_begun_after_the_router_hung_up_and_what_was_begun_goes
     manager = asked.tokenizer_manager
     asked.hang_up()
     assert await asked.answer() == (200, {"pulled_tokens": None})
-    await asked.pool.commit(24)
+    await asked.pool.commit_tokens(24)
     manager.release.set()
     while not manager.done:  # noqa: ASYNC110  nobody waits for it any more
         await asyncio.sleep(0)
@@ -191,8 +170,8 @@ async def test_nothing_is_begun_after_the_router_hung_up_and_what_was_begun_goes
 
 async def test_pages_are_those_of_the_requests_salt() -> None:
     asked = Asked({"text": " ".join(map(str, PROMPT)), "cache_salt": "mine"})
-    await asked.pool.commit(24)  # another's
-    await asked.pool.commit(24, "mine")
+    await asked.pool.commit_tokens(24)  # another's
+    await asked.pool.commit_tokens(24, "mine")
     await asked.answer()
     [fetched] = asked.tokenizer_manager.fetched
     assert fetched.cache_salt == "mine"
@@ -216,7 +195,7 @@ async def test_what_cannot_be_pulled_ahead_is_left_alone(body: dict[str, Any]) -
 
 async def test_a_worker_of_several_host_memories_pulls_nothing_ahead() -> None:
     asked = Asked({"input_ids": PROMPT}, dp_size=2)
-    await asked.pool.commit(24)
+    await asked.pool.commit_tokens(24)
     assert await asked.answer() == (200, {"pulled_tokens": 0})
 
 

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from pdserve.discovery import etcd as discovery
+from pdserve.discovery.config import WORKERS, WorkerEtcdConfig
 from pdserve.discovery.etcd import EtcdMembership
-from pdserve.discovery.workers import WORKERS, Registration, WorkerEtcdConfig, worker_key
+from pdserve.discovery.workers import Registration, worker_key
 from pdserve.errors import ConfigError
 from pdserve.router.config.limits import Probe
 from pdserve.router.config.router import RouterConfig

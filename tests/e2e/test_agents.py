@@ -81,12 +81,8 @@ def test_each_turn_of_an_agent_finds_the_pages_of_the_turn_before(cluster: Clust
 @contextmanager
 def keeping_nonces(cluster: Cluster, run_dir: Path) -> Iterator[Router]:
     extra = {"keep_nonces": True}
-    router = Router(run_dir, cluster.prefill, cluster.decode, name="router-nonces", extra=extra)
-    try:
-        router.start()
+    with Router(run_dir, cluster.prefill, cluster.decode, name="router-nonces", extra=extra) as router:
         yield router
-    finally:
-        router.stop()
 
 
 def test_without_its_nonce_claude_code_finds_what_it_would_not(cluster: Cluster, run_dir: Path) -> None:

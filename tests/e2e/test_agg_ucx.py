@@ -112,7 +112,6 @@ def test_a_dead_node_costs_its_pages_only_and_the_answer_is_the_same(agg: Agg) -
 def test_the_check_fails_when_a_page_is_wrong(agg: Agg) -> None:
     prompt, forced = token_ids(300 + 640, 640), token_ids(700 + 640, FORCED)
     expected, _ = forced_logprobs(agg.worker, prompt, forced)
-    info = http.get(f"{agg.worker.url}/pd/info").json()
     key = page_hashes(prompt, PAGE)[5]
     segments = [2 * 4 * 2 * 32 * PAGE * 2]  # K, V; 4 layers; 2 heads of 32; bfloat16
     offsets: dict[str, int] = {}
@@ -121,13 +120,13 @@ def test_the_check_fails_when_a_page_is_wrong(agg: Agg) -> None:
         offsets.clear()
         for pool in agg.pools:
             with contextlib.suppress(AssertionError):
-                offsets[pool.name] = page_offset(pool, info["namespace"], info["kv_geometry"], key, segments)
+                offsets[pool.name] = page_offset(pool, *agg.worker.namespace, key, segments)
         return len(offsets) == 1
 
     eventually(lambda: is_pulled_whole(agg.worker, prompt, forced), "all pages are in the pool", 30.0, 0.5)
     eventually(one_node_has_it, "the page is at its owner and nowhere else", 30.0, 0.2)
     ((name, offset),) = offsets.items()
-    arena = agg.pools[0].directory / "arena" / name / "arena"
+    [arena] = [pool.arena for pool in agg.pools if pool.name == name]
     flip(arena, offset, sum(segments))
     agg.worker.flush()
     wrong, _ = forced_logprobs(agg.worker, prompt, forced)
@@ -137,12 +136,8 @@ def test_the_check_fails_when_a_page_is_wrong(agg: Agg) -> None:
 
 def test_the_worker_says_who_it_is(agg: Agg) -> None:
     info = http.get(f"{agg.worker.url}/pd/info").json()
-    assert (info["role"], info["model"], info["page_size"], info["context_length"]) == (
-        "agg",
-        "demo-tiny",
-        PAGE,
-        4096,
-    )
+    said = [info[name] for name in ("role", "model", "page_size", "context_length")]
+    assert said == ["agg", "demo-tiny", PAGE, 4096]
     assert info["kv_geometry"]["layout"] == "layer_first"
     assert info["kv_geometry"]["kv_dtype"] == "bfloat16"
     assert info["namespace"].startswith("demo-tiny@")

@@ -4,6 +4,7 @@ loads a model.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import socket
 import subprocess
@@ -13,6 +14,9 @@ from typing import Any
 
 import pytest
 
+from pdserve.kvpool.client.client import PoolClient
+from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
+from pdserve.pages import KvGeometry, model_fingerprint
 from pdserve.settings.config_file import to_toml
 from tests.support.e2e.cluster import START_TIMEOUT_S, PoolNode, Worker, free_port, pdserve
 from tests.support.e2e.site import engine_settings
@@ -90,43 +94,22 @@ def test_an_unknown_key_is_named_with_the_nearest_valid_one(tmp_path: Path) -> N
 @pytest.mark.e2e
 @pytest.mark.usefixtures("warm_server")
 def test_workers_that_differ_in_page_size_cannot_share_a_namespace(tmp_path: Path, model: Path) -> None:
-    pool = PoolNode(tmp_path).start()
-    try:
+    with PoolNode(tmp_path) as pool:
         shared = {"nodes": [pool.ref], "namespace": "shared"}
         worker = Worker("decode", "differs", tmp_path, engine_settings(model), shared)
         # the first worker opens the namespace, as its start-up check does
-        from pdserve.kvpool.client.client import PoolClient
-        from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
-
-        info = geometry_of(model)
         nodes = [PoolNodeRef(node=pool.name, address=pool.address)]
-        client = PoolClient(PoolClientConfig(nodes=nodes), "shared", {**info, "page_size": "32"})
-        assert client.check() == {pool.name: None}
-        client.close()
-        process = worker.start().process
-        assert process is not None
-        assert process.popen is not None
-        said = the_line(process.popen.wait(START_TIMEOUT_S), process.log.read_text())
-        assert "page_size" in said
-        assert "32" in said
-        assert "64" in said
-        assert "shared" in said
-    finally:
-        pool.stop()
+        other = {**geometry_of(model), "page_size": "32"}
+        with contextlib.closing(PoolClient(PoolClientConfig(nodes=nodes), "shared", other)) as client:
+            assert client.check() == {pool.name: None}
+        status = worker.start().popen.wait(START_TIMEOUT_S)
+        said = the_line(status, (tmp_path / "differs.log").read_text())
+        assert all(word in said for word in ("page_size", "32", "64", "shared"))
 
 
 def geometry_of(model: Path) -> dict[str, str]:
-    from pdserve.pages import KvGeometry, model_fingerprint
-
-    return KvGeometry(
-        model=model_fingerprint(model),
-        dtype="float32",
-        kv_dtype="float32",
-        page_size="64",
-        layout="page_first_direct",
-        tp_size="1",
-        pp_size="1",
-    ).as_dict()
+    sizes = {"page_size": "64", "layout": "page_first_direct", "tp_size": "1", "pp_size": "1"}
+    return KvGeometry(model_fingerprint(model), "float32", "float32", **sizes).as_dict()
 
 
 def test_a_worker_without_pool_nodes_says_how_to_do_without(tmp_path: Path, model: Path) -> None:

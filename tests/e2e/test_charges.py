@@ -167,11 +167,8 @@ def check(router: Router) -> None:
 
 @pytest.mark.extended
 def test_an_aggregated_worker_and_its_router_count_alike(agg_worker: Worker, run_dir: Path) -> None:
-    router = Router(run_dir, agg=[agg_worker], name="router-charges")
-    try:
-        check(router.start())
-    finally:
-        router.stop()
+    with Router(run_dir, agg=[agg_worker], name="router-charges") as router:
+        check(router)
 
 
 def test_a_disaggregated_pair_and_its_router_count_alike(cluster: Cluster) -> None:

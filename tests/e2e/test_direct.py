@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,9 +12,10 @@ import httpx
 import pytest
 
 from pdserve.pages import page_hashes
-from tests.support.e2e.cluster import Worker, eventually, http
+from tests.support.e2e import routed
+from tests.support.e2e.cluster import Worker, eventually, http, metric
 from tests.support.e2e.prompts import NEW_TOKENS, PAGE, Answer, differences, token_ids
-from tests.support.e2e.routed import found, generate, say, wanted_hits
+from tests.support.e2e.routed import generate, say, wanted_hits
 from tests.support.e2e.site import Direct, Reference
 
 pytestmark = [pytest.mark.e2e, pytest.mark.extended, pytest.mark.timeout(600)]
@@ -43,9 +43,7 @@ def outcomes(direct: Direct) -> dict[str, int]:
 
 def pages_read(worker: Worker) -> int:
     """From the pool, so far."""
-    begin = 'pdserve_pool_client_pages_total{result="read"'
-    lines = [line for line in http.get(f"{worker.url}/metrics").text.splitlines() if line.startswith(begin)]
-    return sum(int(float(line.rsplit(" ", 1)[1])) for line in lines)
+    return int(metric(worker.url, "pdserve_pool_client_pages_total", result="read"))
 
 
 @contextlib.contextmanager
@@ -72,11 +70,7 @@ def test_after_flushing_the_workers_prompts_come_from_the_pool(direct: Direct, r
     ask(direct, reference.second_prompts)
     direct.flush()
     before = pages_read(direct.receiver)
-    answers, cached = [], []
-    for prompt in reference.second_prompts:
-        response = generate(direct.router, prompt)
-        answers.append(Answer.of(response.json()))
-        cached.append(sum(found(response).values()))
+    answers, cached = routed.ask(direct.router, reference.second_prompts)
     assert differences(reference.second, answers, say(reference.second_prompts)) == []
     wanted = [wanted_hits(prompt) for prompt in reference.second_prompts]
     assert cached == wanted
@@ -186,15 +180,9 @@ def test_a_client_that_leaves_leaves_nothing_behind(direct: Direct) -> None:
 
 
 def test_a_sender_that_hangs_costs_seconds_and_never_the_answer(direct: Direct, reference: Reference) -> None:
-    process = direct.sender.process
-    assert process is not None
-    assert process.popen is not None
     prompts, expected = reference.prompts[-3:], reference.first[-3:]
-    process.popen.send_signal(signal.SIGSTOP)
-    try:
+    with direct.sender.hanging():
         answers = [Answer.of(generate(direct.router, prompt).json()) for prompt in prompts]
-    finally:
-        process.popen.send_signal(signal.SIGCONT)
     assert differences(expected, answers, say(prompts)) == []
     assert sum(count for word, count in outcomes(direct).items() if word.startswith("prefill-")) >= 1
     eventually(lambda: not direct.router.lacks, "the worker is back", 30.0)
@@ -207,17 +195,15 @@ def test_a_pair_that_dies_bit_by_bit_costs_no_answer(direct: Direct, reference: 
     prompt, tokens = token_ids(60, 700), 400
     want = direct.other.generate(prompt, tokens)["output_ids"]
     prompts, expected = reference.prompts[-8:], reference.first[-8:]
-    assert direct.sender.process is not None
-    assert direct.receiver.process is not None
     with streaming(direct, prompt, tokens) as events, ThreadPoolExecutor(8) as threads:
         next(events)
         running = [threads.submit(generate, direct.router, one) for one in prompts]
         running[0].result()
-        direct.sender.process.kill()
+        direct.sender.kill()
         answers = [Answer.of(future.result().json()) for future in running]
         assert differences(expected, answers, say(prompts)) == []
         next(events)
-        direct.receiver.process.kill()
+        direct.receiver.kill()
         last = list(events)[-1]
     assert last["output_ids"] == want
     assert Answer.of(generate(direct.router, prompts[0]).json()).tokens == expected[0].tokens

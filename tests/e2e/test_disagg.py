@@ -6,8 +6,8 @@ since generated text does not always tokenise back to what was generated.
 from __future__ import annotations
 
 import contextlib
-import signal
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,23 +15,12 @@ import pytest
 from pdserve.kvpool.protocol.page_tag import TAG_BYTES
 from pdserve.pages import page_hashes
 from tests.support.e2e.arena import flip, page_offset
-from tests.support.e2e.cluster import Router, Worker, eventually, free_port, http
+from tests.support.e2e.cluster import Router, Worker, eventually, free_port, http, metric
 from tests.support.e2e.prompts import NEW_TOKENS, PAGE, Answer, differences, token_ids
-from tests.support.e2e.routed import found, generate, own_tokens, pull_ahead, say, wanted_hits
+from tests.support.e2e.routed import ask, found, generate, own_tokens, pull_ahead, say, wanted_hits
 from tests.support.e2e.site import CHUNK_TOKENS, Cluster, Reference, ask_all
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
-
-
-def ask(router: Router, prompts: list[list[int]]) -> tuple[list[Answer], list[int]]:
-    """Answers, and the tokens of each prompt that the decode worker found."""
-    answers, cached = [], []
-    for prompt in prompts:
-        response = generate(router, prompt)
-        assert response.status_code == 200, response.text
-        answers.append(Answer.of(response.json()))
-        cached.append(sum(found(response).values()))
-    return answers, cached
 
 
 @pytest.mark.model_support("multi-head attention", "disaggregated")
@@ -157,11 +146,7 @@ def test_turn_two_at_once_on_other_workers_finds_turn_one(cluster: Cluster) -> N
         request_id = f"turn-{i}"
         first = generate(cluster.pairs[0], first_prompt, 80, **session, **{"x-request-id": request_id})
         output = [pair[1] for pair in first.json()["meta_info"]["output_token_logprobs"]]
-        settled = http.post(
-            f"{cluster.decode[0].url}/pd/settled", json={"request_id": request_id, "timeout_s": 5.0}
-        ).json()
-        assert settled["known"], settled
-        assert settled["settled"], settled
+        assert cluster.decode[0].has_settled(request_id)
         conversation = [*first_prompt, *output]
         second = generate(cluster.pairs[1], [*conversation, *token_ids(5000 + i, 30)], 4, **session)
         pulled += found(second)["pool"]
@@ -175,10 +160,8 @@ def test_the_router_waits_for_turn_one_when_it_sends_turn_two_elsewhere(
     """Through a router alone: the decode worker of turn one is drained, and the next turn comes at once."""
     key, admin_port, session = "the-key-of-this-test", free_port(), {"x-session-id": "moving"}
     extra = {"admin": {"port": admin_port, "key": key}, "deadlines": {"settle_s": 5.0}}
-    router = Router(run_dir, cluster.prefill, cluster.decode, name="router-moving", extra=extra)
     prompt = token_ids(6000, 400)
-    try:
-        router.start()
+    with Router(run_dir, cluster.prefill, cluster.decode, name="router-moving", extra=extra) as router:
         first = generate(router, prompt, 100, **session)
         home = first.headers["x-pdserve-decode"]
         drain = f"http://127.0.0.1:{admin_port}/workers/{home}/drain"
@@ -186,8 +169,6 @@ def test_the_router_waits_for_turn_one_when_it_sends_turn_two_elsewhere(
         output = [pair[1] for pair in first.json()["meta_info"]["output_token_logprobs"]]
         conversation = [*prompt, *output]
         second = generate(router, [*conversation, *token_ids(6001, 20)], 4, **session)
-    finally:
-        router.stop()
     assert second.headers["x-pdserve-decode"] != home
     assert "settle=settled" in second.headers["x-pdserve-plan"].split(", ")
     meta = second.json()["meta_info"]
@@ -198,21 +179,14 @@ def test_a_corrupt_page_is_a_miss_and_the_answer_is_right(cluster: Cluster, refe
     i = reference.prompts.index(max(reference.prompts, key=len))
     prompt = reference.prompts[i]
     generate(cluster.pairs[0], prompt)
-    info = http.get(f"{cluster.decode[0].url}/pd/info").json()
-    key = page_hashes(prompt, PAGE)[3]
-    segments = [*[4 * 2 * 32 * PAGE * 4] * 2, TAG_BYTES]
-    offset = page_offset(cluster.pool, info["namespace"], info["kv_geometry"], key, segments)
+    key, segments = page_hashes(prompt, PAGE)[3], [*[4 * 2 * 32 * PAGE * 4] * 2, TAG_BYTES]
+    offset = page_offset(cluster.pool, *cluster.decode[0].namespace, key, segments)
     flip(cluster.pool.arena, offset + 1000, 1)
     cluster.flush()
     body = cluster.decode[0].generate(prompt, NEW_TOKENS)
     assert differences([reference.first[i]], [Answer.of(body)], str) == []
     assert body["meta_info"]["cached_tokens"] == 3 * PAGE  # the chain up to the corrupt page
-    counted = [
-        line
-        for line in http.get(f"{cluster.decode[0].url}/metrics").text.splitlines()
-        if line.startswith('pdserve_pool_client_pages_total{result="corrupt"')
-    ]
-    assert [float(line.rsplit(" ", 1)[1]) for line in counted] == [1.0]
+    assert metric(cluster.decode[0].url, "pdserve_pool_client_pages_total", result="corrupt") == 1.0
 
 
 def test_requests_complete_when_the_pool_node_dies_before_and_during_them(
@@ -237,8 +211,6 @@ def test_requests_complete_when_the_pool_node_dies_before_and_during_them(
 
 def test_requests_complete_when_the_pool_node_dies_under_load(cluster: Cluster, reference: Reference) -> None:
     """Killed while requests are in all phases at once."""
-    from concurrent.futures import ThreadPoolExecutor
-
     prompts = reference.prompts[-16:]
     cluster.flush()
     with ThreadPoolExecutor(8) as threads:
@@ -259,15 +231,9 @@ def test_workers_answer_directly_as_ordinary_sglang_servers(cluster: Cluster, re
 def test_a_prefill_worker_that_hangs_costs_time_and_never_the_answer(
     cluster: Cluster, reference: Reference
 ) -> None:
-    process = cluster.prefill[1].process
-    assert process is not None
-    assert process.popen is not None
     prompts, expected = reference.prompts[-3:], reference.first[-3:]
-    process.popen.send_signal(signal.SIGSTOP)
-    try:
+    with cluster.prefill[1].hanging():
         responses = [generate(cluster.pairs[1], prompt) for prompt in prompts]
-    finally:
-        process.popen.send_signal(signal.SIGCONT)
     answers = [Answer.of(response.json()) for response in responses]
     assert differences(expected, answers, say(prompts)) == []
     plans = [response.headers["x-pdserve-plan"] for response in responses]

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from pdserve.pages import DRAFT, KV, page_hashes, part_suffix, pool_key
-from tests.support.e2e.arena import drop_page
+from tests.support.e2e.arena import drop_page, has_page
 from tests.support.e2e.cluster import PoolNode, Router, Worker, eventually, http
 from tests.support.e2e.prompts import NEW_TOKENS, PAGE, Answer, differences, token_ids
 from tests.support.e2e.routed import found, generate, own_tokens, pull_ahead, say, wanted_hits
@@ -46,12 +46,8 @@ class Drafting:
 @pytest.fixture(scope="module")
 def drafts(site: Site, run_dir: Path) -> Iterator[Drafting]:
     workers = [site.servers.workers[name] for name in ("drafted", "mtp-prefill", "mtp-decode")]
-    router = Router(run_dir, [workers[1]], [workers[2]], name="router-drafts", extra=PULL_AHEAD)
-    try:
-        router.start()
+    with Router(run_dir, [workers[1]], [workers[2]], name="router-drafts", extra=PULL_AHEAD) as router:
         yield Drafting(site.pools["pool0"], *workers, router)
-    finally:
-        router.stop()
 
 
 def accepted(bodies: Sequence[dict[str, Any]]) -> list[list[int]]:
@@ -84,18 +80,10 @@ def test_as_many_tokens_of_a_draft_model_are_accepted_after_a_hit_as_cold(
 def test_a_page_without_its_draft_part_is_computed(drafts: Drafting) -> None:
     prompt = token_ids(8700, 500)
     cold = drafts.other.generate(prompt, LONG)
-    info = http.get(f"{drafts.other.url}/pd/info").json()
     key = pool_key(page_hashes(prompt, PAGE)[LACKING], part_suffix(b"", DRAFT, {KV: 0, DRAFT: 0}))
-    where = (drafts.pool, info["namespace"], info["kv_geometry"], key)
-
-    def dropped() -> bool:
-        try:
-            drop_page(*where, [*SEGMENTS])
-        except AssertionError:
-            return False  # it is on its way
-        return True
-
-    eventually(dropped, "the part is stored", 10.0)
+    where = (drafts.pool, *drafts.other.namespace, key, SEGMENTS)
+    eventually(lambda: has_page(*where), "the part is stored", 10.0)
+    drop_page(*where)
     drafts.other.flush()
     body = drafts.other.generate(prompt, LONG)
     assert_alike([prompt], [cold], [body])
@@ -122,9 +110,7 @@ def test_a_prefill_waits_for_the_pages_that_drafts_name_by_two_tokens(drafts: Dr
 def test_turn_two_finds_what_turn_one_drafted(drafts: Drafting) -> None:
     prompt, request_id = token_ids(8730, 300), "drafted-turn"
     first = generate(drafts.router, prompt, 150, **{"x-request-id": request_id}).json()
-    question = {"request_id": request_id, "timeout_s": 5.0}
-    settled = http.post(f"{drafts.decode.url}/pd/settled", json=question).json()
-    assert settled["settled"], settled
+    assert drafts.decode.has_settled(request_id)
     conversation = [*prompt, *Answer.of(first).tokens]
     second = [*conversation, *token_ids(8731, 30)]
     body = drafts.prefill.generate(second, NEW_TOKENS)

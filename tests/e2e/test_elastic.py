@@ -5,16 +5,15 @@ How duties change is held by tests/router/placement/elastic and by its scenarios
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.support.e2e.cluster import Router, Worker, http
-from tests.support.e2e.prompts import NEW_TOKENS, Answer, differences
-from tests.support.e2e.routed import found, generate, say, wanted_hits
+from tests.support.e2e.cluster import Router, Worker, metric
+from tests.support.e2e.prompts import Answer, differences
+from tests.support.e2e.routed import ask, generate, say, wanted_hits
 from tests.support.e2e.site import Reference, Site
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -40,12 +39,8 @@ class Elastic:
 
 @pytest.fixture(scope="module")
 def elastic(site: Site, elastic_workers: list[Worker], run_dir: Path) -> Iterator[Elastic]:
-    router = Router(run_dir, elastic=elastic_workers, name="router-elastic", extra=QUICK)
-    try:
-        router.start()
+    with Router(run_dir, elastic=elastic_workers, name="router-elastic", extra=QUICK) as router:
         yield Elastic(elastic_workers, router)
-    finally:
-        router.stop()
 
 
 def roles_of(router: Router, prompt: list[int], session: str = "") -> tuple[str, str]:
@@ -62,7 +57,7 @@ def test_answers_equal_plain_sglang_and_one_worker_prefills_for_the_other(
     router = elastic.router
     prompts, wanted = _long(reference.prompts, reference.first)
     elastic.flush()
-    first, cached = _ask(router, prompts)
+    first, cached = ask(router, prompts)
     assert differences(wanted, first, say(prompts)) == []
     assert cached == [wanted_hits(prompt) for prompt in prompts], (
         "what one worker computed the other one found"
@@ -83,21 +78,9 @@ def test_a_missed_prompt_is_counted_once_at_the_worker_that_prefilled_it(elastic
 
 
 def _missed(worker: Worker) -> float:
-    text = http.get(f"{worker.url}/metrics").text
-    return sum(map(float, re.findall(r"^pdserve_worker_missed_tokens_total{[^}]*} (\S+)$", text, re.M)))
+    return metric(worker.url, "pdserve_worker_missed_tokens_total")
 
 
 def _long(prompts: list[list[int]], answers: list[Answer]) -> tuple[list[list[int]], list[Answer]]:
     chosen = [pair for pair in zip(prompts, answers, strict=True) if len(pair[0]) >= LEAST_TOKENS]
     return [prompt for prompt, _ in chosen], [answer for _, answer in chosen]
-
-
-def _ask(router: Router, prompts: list[list[int]]) -> tuple[list[Answer], list[int]]:
-    """Answers, and the tokens of each prompt that the answering worker found."""
-    answers, cached = [], []
-    for prompt in prompts:
-        response = generate(router, prompt, NEW_TOKENS)
-        assert response.status_code == 200, response.text
-        answers.append(Answer.of(response.json()))
-        cached.append(sum(found(response).values()))
-    return answers, cached

@@ -55,12 +55,8 @@ def embedder(site: Site, run_dir: Path) -> Iterator[Embedder]:
             pdserve("key", name, "--file", str(file)), capture_output=True, text=True, timeout=60, check=True
         )
         keys[name] = made.stdout.strip()
-    router = Router(run_dir, agg=[worker], name="router-embed", extra={"access": {"keys_file": file}})
-    try:
-        router.start()
+    with Router(run_dir, agg=[worker], name="router-embed", extra={"access": {"keys_file": file}}) as router:
         yield Embedder(worker, router, site.pools["pool0"], keys)
-    finally:
-        router.stop()
 
 
 @pytest.mark.model_support("embedding", "pool")

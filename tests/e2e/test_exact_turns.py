@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.e2e.cluster import Router, Worker, http
+from tests.support.e2e.cluster import Router, Worker, http, metric
 from tests.support.e2e.prompts import PAGE
-from tests.support.e2e.routed import found
+from tests.support.e2e.routed import found, publishes
 from tests.support.e2e.site import Cluster
 from tests.support.router.redis_server import redis_server
 
@@ -112,14 +112,9 @@ def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
             yield json.loads(line.removeprefix("data: "))
 
 
-def outcomes(worker: Worker) -> dict[str, int]:
-    """The worker's `exact_turns` so far."""
-    counts = {}
-    for line in http.get(f"{worker.url}/metrics").text.splitlines():
-        if line.startswith("pdserve_worker_exact_turns_total{"):
-            labels, _, value = line.rpartition(" ")
-            counts[labels.partition('outcome="')[2].partition('"')[0]] = int(float(value))
-    return counts
+def turned(worker: Worker, outcome: str) -> float:
+    """How many turns of the worker had this outcome so far."""
+    return metric(worker.url, "pdserve_worker_exact_turns_total", outcome=outcome)
 
 
 def whole_pages(turn: Turn) -> int:
@@ -167,13 +162,12 @@ def test_tenants_find_no_tokens_of_each_other(agg_worker: Worker) -> None:
     one, other = Conversation("Salted", {"cache_salt": "a"}), Conversation("Salted", {"cache_salt": "b"})
     one.ask(agg_worker)
     other.messages = [dict(message) for message in one.messages]
-    before = outcomes(agg_worker)
+    unknown, spliced = (turned(agg_worker, outcome) for outcome in ("unknown", "spliced"))
     other.ask(agg_worker)
-    after = outcomes(agg_worker)
-    assert after.get("unknown", 0) == before.get("unknown", 0) + 1
-    assert after.get("spliced", 0) == before.get("spliced", 0)
+    assert turned(agg_worker, "unknown") == unknown + 1
+    assert turned(agg_worker, "spliced") == spliced
     one.ask(agg_worker)
-    assert outcomes(agg_worker).get("spliced", 0) == before.get("spliced", 0) + 1
+    assert turned(agg_worker, "spliced") == spliced + 1
 
 
 @pytest.mark.extended
@@ -181,27 +175,29 @@ def test_an_answer_that_the_client_changed_is_encoded(agg_worker: Worker) -> Non
     chat = Conversation("Changed")
     chat.ask(agg_worker)
     chat.messages[-1]["content"] += "!"
-    before = outcomes(agg_worker).get("unknown", 0)
+    before = turned(agg_worker, "unknown")
     chat.ask(agg_worker)
-    assert outcomes(agg_worker)["unknown"] == before + 1
+    assert turned(agg_worker, "unknown") == before + 1
 
 
 def test_prefill_and_decode_workers_use_the_same_tokens(cluster: Cluster) -> None:
     """Streams and others, on one pair and then on another, whose workers have only the pool's records."""
     chat, [here, there] = Conversation("Pairs"), cluster.pairs
+    for number, router in enumerate(cluster.pairs):
+        publishes(router, 970_000 + 1000 * number)
     chat.ask(here)
     chat.stream(here)
     answer = chat.ask(here)
     prefill = cluster.workers[0]
-    while outcomes(prefill).get("spliced", 0) < 2 and len(chat.turns) < 2 * TURNS:
+    while turned(prefill, "spliced") < 2 and len(chat.turns) < 2 * TURNS:
         answer = chat.ask(here)  # a record that is still on its way to the pool costs a turn its splice
-    assert outcomes(prefill).get("spliced", 0) >= 2
+    assert turned(prefill, "spliced") >= 2
     last = chat.turns[-1]
     assert sum(found(answer).values()) >= (last.prompt_tokens - 1) // PAGE * PAGE, "decode found all of it"
-    before = [outcomes(worker).get("spliced", 0) for worker in (cluster.prefill[1], cluster.decode[1])]
+    others = cluster.prefill[1], cluster.decode[1]
+    before = [turned(worker, "spliced") for worker in others]
     answer = chat.ask(there)
-    after = [outcomes(worker).get("spliced", 0) for worker in (cluster.prefill[1], cluster.decode[1])]
-    assert after == [count + 1 for count in before], [outcomes(worker) for worker in cluster.workers]
+    assert [turned(worker, "spliced") for worker in others] == [count + 1 for count in before]
     earlier, last = chat.turns[-2:]
     assert last.cached_tokens >= (earlier.prompt_tokens // PAGE) * PAGE
     assert sum(found(answer).values()) >= (last.prompt_tokens - 1) // PAGE * PAGE
@@ -228,11 +224,11 @@ def test_a_conversation_goes_on_at_another_router_as_it_was(cluster: Cluster, ru
         )
         assert moves.status_code == 200, moves.text
         moved = chat.ask(here, **session).headers["x-pdserve-decode"]
-        before = sum(outcomes(worker).get("spliced", 0) for worker in cluster.workers)
+        before = sum(turned(worker, "spliced") for worker in cluster.workers)
         answer = chat.ask(there, **session)
         assert answer.headers["x-pdserve-decode"] == moved != homes[0]
         assert "decode=session" in answer.headers["x-pdserve-plan"]
-        assert sum(outcomes(worker).get("spliced", 0) for worker in cluster.workers) == before + 2
+        assert sum(turned(worker, "spliced") for worker in cluster.workers) == before + 2
         earlier, last = chat.turns[-2:]
         assert last.cached_tokens >= (earlier.prompt_tokens // PAGE) * PAGE
 

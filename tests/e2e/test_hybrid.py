@@ -16,11 +16,11 @@ import pytest
 
 from pdserve.kvpool.protocol.page_tag import TAG_BYTES
 from pdserve.pages import page_hashes, part_suffix, pool_key
-from tests.support.e2e.arena import drop_page, flip, page_offset
+from tests.support.e2e.arena import drop_page, flip, has_page, page_offset
 from tests.support.e2e.cluster import PoolNode, Router, Worker, eventually, http
 from tests.support.e2e.hybrid_model import LAYERS, SLIDING
 from tests.support.e2e.prompts import NEW_TOKENS, PAGE, Answer, differences, second_turn, token_ids
-from tests.support.e2e.routed import found, generate, own_tokens, pull_ahead, say, wanted_hits
+from tests.support.e2e.routed import ask, found, generate, own_tokens, pull_ahead, say, wanted_hits
 from tests.support.e2e.site import CHUNK_TOKENS, NEEDS, PULL_AHEAD, Site, ask_all, ask_cold
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
@@ -48,36 +48,22 @@ class Hybrid:
 
     def ask(self, prompts: list[list[int]]) -> tuple[list[Answer], list[int]]:
         """Through the router; and the tokens of each prompt that the decode worker found."""
-        responses = [generate(self.router, prompt) for prompt in prompts]
-        answers = [Answer.of(response.json()) for response in responses]
-        return answers, [sum(found(response).values()) for response in responses]
+        return ask(self.router, prompts)
 
     def with_window_part(self, prompt: list[int], page: int, act: Callable[..., Any]) -> Any:
         """`act` on the window part of one page of a prompt, as in `arena`."""
-        info = http.get(f"{self.decode.url}/pd/info").json()
         key = pool_key(page_hashes(prompt, PAGE)[page], part_suffix(b"", "swa", {"kv": 0, "swa": 2}))
-        return act(self.pool, info["namespace"], info["kv_geometry"], key, [*SEGMENTS, TAG_BYTES])
-
-    def has_window_part(self, prompt: list[int], page: int) -> bool:
-        try:
-            self.with_window_part(prompt, page, page_offset)
-        except AssertionError:
-            return False
-        return True
+        return act(self.pool, *self.decode.namespace, key, [*SEGMENTS, TAG_BYTES])
 
 
 @pytest.fixture(scope="module")
 def hybrid(site: Site, run_dir: Path) -> Iterator[Hybrid]:
     pool = site.pools["hybridpool"]
     prefill, decode = (site.servers.workers[name] for name in NEEDS["hybrid"])
-    router = Router(run_dir, [prefill], [decode], name="hybrid-router", extra=PULL_AHEAD)
     first = ask_cold(decode, PROMPTS)
     turns = [second_turn(p, a, i) for i, (p, a) in enumerate(zip(PROMPTS, first, strict=True))]
-    try:
-        router.start()
+    with Router(run_dir, [prefill], [decode], name="hybrid-router", extra=PULL_AHEAD) as router:
         yield Hybrid(pool, prefill, decode, router, first, turns, ask_cold(decode, turns))
-    finally:
-        router.stop()
 
 
 @pytest.mark.model_support("sliding windows", "disaggregated")
@@ -113,9 +99,7 @@ def test_turn_two_on_another_worker_finds_turn_one(hybrid: Hybrid) -> None:
     prompt, request_id = token_ids(41, 500), "hybrid-turn"
     first = generate(hybrid.router, prompt, 150, **{"x-request-id": request_id})
     output = [pair[1] for pair in first.json()["meta_info"]["output_token_logprobs"]]
-    question = {"request_id": request_id, "timeout_s": 5.0}
-    settled = http.post(f"{hybrid.decode.url}/pd/settled", json=question).json()
-    assert settled["settled"], settled
+    assert hybrid.decode.has_settled(request_id)
     conversation = [*prompt, *output]
     second = [*conversation, *token_ids(42, 30)]
     hybrid.prefill.flush()
@@ -146,7 +130,7 @@ def test_without_a_part_of_its_window_the_prompt_is_restored_up_to_an_earlier_on
         body = hybrid.decode.generate(prompt, NEW_TOKENS)
         assert differences(expected, [Answer.of(body)], str) == []
         assert body["meta_info"]["cached_tokens"] == cached
-        eventually(lambda: hybrid.has_window_part(prompt, IN_WINDOW), "it is stored again", 5.0)
+        eventually(lambda: hybrid.with_window_part(prompt, IN_WINDOW, has_page), "it is stored again", 5.0)
 
 
 @pytest.mark.extended
@@ -155,7 +139,7 @@ def test_a_corrupt_part_is_a_miss_and_the_answer_is_right(hybrid: Hybrid) -> Non
     expected = ask_cold(hybrid.decode, [prompt])
     generate(hybrid.router, prompt)
     offset = hybrid.with_window_part(prompt, IN_WINDOW, page_offset)
-    flip(hybrid.pool.directory / "arena" / hybrid.pool.name / "arena", offset + 1000, 1)
+    flip(hybrid.pool.arena, offset + 1000, 1)
     hybrid.decode.flush()
     body = hybrid.decode.generate(prompt, NEW_TOKENS)
     assert differences(expected, [Answer.of(body)], str) == []

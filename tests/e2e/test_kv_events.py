@@ -26,12 +26,8 @@ SOON_S = 60.0
 
 @pytest.fixture(scope="module")
 def router(site: Site, agg_worker: Worker, run_dir: Path) -> Iterator[Router]:
-    router = Router(run_dir, agg=[agg_worker], name="router-events")
-    try:
-        router.start()
+    with Router(run_dir, agg=[agg_worker], name="router-events") as router:
         yield router
-    finally:
-        router.stop()
 
 
 class Blocks:

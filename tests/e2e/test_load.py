@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.e2e.cluster import Worker, eventually, http
+from tests.support.e2e.cluster import Worker, eventually, metric
 from tests.support.e2e.prompts import token_ids
 from tests.support.e2e.site import Cluster
 
@@ -22,19 +22,13 @@ WHOLE = 3000
 EACH = int(os.environ.get("PDSERVE_TEST_STREAMS_EACH", "4"))
 
 
-def counted(worker: Worker, *names: str) -> float:
-    """The sum of these metrics of SGLang's at a worker."""
-    lines = http.get(f"{worker.url}/metrics", timeout=10).text.splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0] in names)
-
-
 def idle(worker: Worker) -> bool:
-    return not counted(worker, "sglang:num_running_reqs", "sglang:num_queue_reqs")
+    return not sum(metric(worker.url, f"sglang:num_{kind}_reqs") for kind in ("running", "queue"))
 
 
 def generated(cluster: Cluster) -> float:
     """Tokens of all answers that came to their end."""
-    return sum(counted(worker, "sglang:generation_tokens_total") for worker in cluster.workers)
+    return sum(metric(worker.url, "sglang:generation_tokens_total") for worker in cluster.workers)
 
 
 def assert_stopped(cluster: Cluster, generated_before: float) -> None:

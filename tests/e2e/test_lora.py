@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.e2e.adapters import make_adapter
-from tests.support.e2e.cluster import PoolNode, Router, Worker, http
+from tests.support.e2e.cluster import PoolNode, Router, Worker, http, started
 from tests.support.e2e.prompts import NEW_TOKENS, Answer, differences, token_ids
 from tests.support.e2e.routed import all_computed, found, say, wanted_hits
 from tests.support.e2e.site import engine_settings
@@ -63,20 +63,11 @@ def adapted(tmp_path_factory: pytest.TempPathFactory, model: Any) -> Iterator[Ad
     prefill, decode = (
         Worker(role, role, run_dir, engine, {"nodes": [pool.ref]}) for role in ("prefill", "decode")
     )
-    router = Router(run_dir, [prefill], [decode], name="router-lora")
-    try:
-        pool.start()
-        for worker in (prefill, decode):
-            worker.start()
-        for worker in (prefill, decode):
-            worker.wait_ready()
-        router.start()
+    with (
+        started(pool, prefill, decode),
+        Router(run_dir, [prefill], [decode], name="router-lora") as router,
+    ):
         yield Adapted(prefill, decode, router, {name: ask_cold(decode, name) for name in ADAPTERS})
-    finally:
-        router.stop()
-        for worker in (prefill, decode):
-            worker.end()
-        pool.stop()
 
 
 @pytest.mark.model_support("multi-head attention", "LoRA")

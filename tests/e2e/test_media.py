@@ -18,7 +18,7 @@ import httpx
 import pytest
 from PIL import Image
 
-from tests.support.e2e.cluster import PoolNode, Router, Worker, http
+from tests.support.e2e.cluster import PoolNode, Router, Worker, http, started
 from tests.support.e2e.prompts import PAGE
 from tests.support.e2e.routed import found
 from tests.support.e2e.site import engine_settings
@@ -46,19 +46,11 @@ def seeing(model: Path, run_dir: Path) -> Iterator[Seeing]:
     pages = {"nodes": [pool.ref]}
     prefill = Worker("prefill", "media-prefill", run_dir, engine, pages)
     decode = Worker("decode", "media-decode", run_dir, engine, pages)
-    router = Router(run_dir, [prefill], [decode], name="media-router")
-    workers = [prefill, decode]
-    try:
-        pool.start()
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.wait_ready()
-        router.start()
+    with (
+        started(pool, prefill, decode),
+        Router(run_dir, [prefill], [decode], name="media-router") as router,
+    ):
         yield Seeing(prefill, decode, router)
-    finally:
-        for process in (router, *workers, pool):
-            process.stop()
 
 
 def picture(seed: int) -> dict[str, Any]:

@@ -119,24 +119,22 @@ def test_text_becomes_tokens_and_text_again(cluster: Cluster) -> None:
     assert (text, tokens["count"]) == ("import os", len(tokens["tokens"]))
 
 
-def test_a_model_that_generates_makes_no_embeddings(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.embeddings.create(model=MODEL, input="a")
-    assert caught.value.code == "unsupported_endpoint"
-
-
-def test_an_unknown_model_is_a_not_found_error(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError) as caught:
-        client.chat.completions.create(model="nothing", messages=MESSAGES)
-    assert caught.value.code == "model_not_found"
-    assert "demo-tiny" in str(caught.value)
-
-
-def test_a_prompt_longer_than_the_context_names_both_lengths(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.completions.create(model=MODEL, prompt=[20] * 5000, max_tokens=5)
-    assert "5000" in str(caught.value)
-    assert "4096" in str(caught.value)
+@pytest.mark.parametrize(
+    ("path", "more", "status", "said"),
+    [
+        ("embeddings", {"input": "a"}, 400, ["unsupported_endpoint"]),
+        ("completions", {"model": "nothing", "prompt": "a"}, 404, ["model_not_found", "demo-tiny"]),
+        ("completions", {"prompt": [20] * 5000, "max_tokens": 5}, 400, ["5000", "4096"]),
+    ],
+    ids=["not what this model does", "a model that is not there", "a prompt longer than the context"],
+)
+def test_an_error_is_of_the_clients_own_kind_and_says_what_is_wrong(
+    client: openai.OpenAI, path: str, more: dict[str, Any], status: int, said: list[str]
+) -> None:
+    with pytest.raises(openai.APIStatusError) as caught:
+        getattr(client, path).create(**{"model": MODEL, **more})
+    assert caught.value.status_code == status
+    assert [word for word in said if word not in f"{caught.value.code} {caught.value}"] == []
 
 
 def test_malformed_json_is_a_bad_request_in_openai_form(cluster: Cluster) -> None:

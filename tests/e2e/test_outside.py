@@ -52,12 +52,8 @@ LOADS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def router(site: Site, agg_worker: Worker, run_dir: Path) -> Iterator[Router]:
-    router = Router(run_dir, name="router-etcd", extra={"etcd": {"endpoints": [site.etcd.url]}})
-    try:
-        router.start()
+    with Router(run_dir, name="router-etcd", extra={"etcd": {"endpoints": [site.etcd.url]}}) as router:
         yield router
-    finally:
-        router.stop()
 
 
 def test_a_worker_registers_itself_once_it_is_ready(site: Site, agg_worker: Worker, router: Router) -> None:

@@ -25,11 +25,8 @@ PROMPTS = 24
 
 @pytest.fixture(scope="module")
 def node(run_dir: Path) -> Iterator[PoolNode]:
-    node = PoolNode(run_dir, "weights0", capacity="256MiB")
-    try:
-        yield node.start()
-    finally:
-        node.stop()
+    with PoolNode(run_dir, "weights0", capacity="256MiB") as node:
+        yield node
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +44,8 @@ def worker_of(run_dir: Path, node: PoolNode, name: str, **settings: Any) -> Work
 def test_answers_with_weights_of_the_pool_equal_those_from_disk(
     node: PoolNode, store: WeightStore, model: Path, run_dir: Path, reference: Reference
 ) -> None:
-    worker = worker_of(run_dir, node, "of-pool")
-    try:
-        worker.start().wait_ready()
-        answers = ask_all(worker, reference.prompts[:PROMPTS])
-    finally:
-        worker.stop()
+    with worker_of(run_dir, node, "of-pool") as worker:
+        answers = ask_all(worker.wait_ready(), reference.prompts[:PROMPTS])
     assert differences(reference.first[:PROMPTS], answers, lambda i: f"prompt {i}") == []
     # and its KV pages are those of workers that start from the directory
     assert store.manifest(MODEL).fingerprint == model_fingerprint(model)
@@ -65,13 +58,9 @@ def test_a_damaged_page_of_weights_ends_the_start_and_is_named(
     assert file is not None
     page = file.pieces[len(file.pieces) // 2]
     flip(node.arena, page_offset(node, "weights", {"weights": "1"}, page.key, [page.stored]), 1)
-    worker = worker_of(run_dir, node, "of-damaged-pool", storage="none")
-    try:
-        worker.start()
+    with worker_of(run_dir, node, "of-damaged-pool", storage="none") as worker:
         eventually(lambda: not worker.is_running, "the worker ended", 240.0)
         assert worker.process is not None
         said = worker.process.tail()
-    finally:
-        worker.end()
     assert f"model.safetensors: page {page.key.hex()[:16]} is damaged" in said
     assert f"push {MODEL} again" in said

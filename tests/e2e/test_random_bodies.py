@@ -95,12 +95,7 @@ class Honest:
 
 def lives(workers: list[Worker]) -> list[tuple[int, bool]]:
     """Which processes the workers are."""
-    found: list[tuple[int, bool]] = []
-    for worker in workers:
-        assert worker.process is not None
-        assert worker.process.popen is not None
-        found.append((worker.process.popen.pid, worker.is_running))
-    return found
+    return [(worker.popen.pid, worker.is_running) for worker in workers]
 
 
 def test_random_bodies_end_nothing_and_are_felt_by_nobody(cluster: Cluster) -> None:

@@ -22,7 +22,7 @@ from pdserve.settings.config_file import to_toml
 from tests.support.e2e.arena import drop_page, flip, page_offset, reserved_page
 from tests.support.e2e.cluster import PoolNode, Router, Worker, eventually, http, pdserve
 from tests.support.e2e.prompts import NEW_TOKENS, PAGE, Answer, differences, token_ids
-from tests.support.e2e.routed import found, generate, say, wanted_hits
+from tests.support.e2e.routed import ask, found, generate, say, wanted_hits
 from tests.support.e2e.site import Reference, Site
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
@@ -44,22 +44,12 @@ class Pair:
     router: Router
     one: Worker
 
-    @property
-    def namespace(self) -> tuple[str, dict[str, str]]:
-        """(name, geometry)"""
-        info = http.get(f"{self.decode.url}/pd/info").json()
-        return info["namespace"], info["kv_geometry"]
-
 
 @pytest.fixture(scope="module")
 def ranks(site: Site, run_dir: Path) -> Iterator[Pair]:
     prefill, decode, one = (site.servers.workers[f"ranks-{name}"] for name in ("prefill", "decode", "one"))
-    router = Router(run_dir, prefill=[prefill], decode=[decode], name="router-ranks")
-    try:
-        router.start()
+    with Router(run_dir, prefill=[prefill], decode=[decode], name="router-ranks") as router:
         yield Pair(site.pools["pool0"], prefill, decode, router, one)
-    finally:
-        router.stop()
 
 
 @pytest.mark.model_support("multi-head attention", "TP")
@@ -72,10 +62,9 @@ def test_answers_of_two_ranks_equal_plain_sglang_and_come_from_the_pool(
     assert differences(reference.first[1::3], answers, say(prompts)) == []
     assert [found(response).get("pool") for response in responses] == [*map(wanted_hits, prompts)]
     turns = reference.second_prompts[1::6]
-    responses = [generate(ranks.router, turn) for turn in turns]
-    answers = [Answer.of(response.json()) for response in responses]
+    answers, cached = ask(ranks.router, turns)
     assert differences(reference.second[1::6], answers, say(turns)) == []
-    assert [sum(found(response).values()) for response in responses] == [*map(wanted_hits, turns)]
+    assert cached == [*map(wanted_hits, turns)]
 
 
 @pytest.mark.extended
@@ -91,12 +80,8 @@ def test_one_rank_reads_what_two_ranks_stored(ranks: Pair, reference: Reference)
 @pytest.mark.model_support("multi-head attention", "unequal TP")
 def test_two_ranks_decode_what_one_rank_prefilled(ranks: Pair, reference: Reference, run_dir: Path) -> None:
     prompts, expected = reference.prompts[2::3], reference.first[2::3]
-    router = Router(run_dir, prefill=[ranks.one], decode=[ranks.decode], name="router-unequal")
-    try:
-        router.start()
+    with Router(run_dir, prefill=[ranks.one], decode=[ranks.decode], name="router-unequal") as router:
         responses = [generate(router, prompt) for prompt in prompts]
-    finally:
-        router.stop()
     answers = [Answer.of(response.json()) for response in responses]
     assert differences(expected, answers, say(prompts)) == []
     assert [found(response).get("pool") for response in responses] == [*map(wanted_hits, prompts)]
@@ -116,9 +101,9 @@ def test_a_page_that_one_rank_lacks_is_computed_by_all(
     generate(ranks.router, prompt)
     key = pool_key(page_hashes(prompt, PAGE)[LACKING], b"tp%d/2" % rank)
     if fault == "deleted":
-        drop_page(ranks.pool, *ranks.namespace, key, SEGMENTS)
+        drop_page(ranks.pool, *ranks.decode.namespace, key, SEGMENTS)
     else:
-        flip(ranks.pool.arena, page_offset(ranks.pool, *ranks.namespace, key, SEGMENTS) + 1000, 1)
+        flip(ranks.pool.arena, page_offset(ranks.pool, *ranks.decode.namespace, key, SEGMENTS) + 1000, 1)
     ranks.decode.flush()
     body = ranks.decode.generate(prompt, NEW_TOKENS)
     assert differences([expected], [Answer.of(body)], str) == []
@@ -132,7 +117,7 @@ def test_a_prompt_is_handed_over_once_its_last_rank_has_stored_it(ranks: Pair) -
     before, key = ranks.pool.status().pages, pool_key(page_hashes(prompt, PAGE)[0], b"tp1/2")
     url = f"{ranks.prefill.url}/pd/prefill?endpoint=/v1/completions"
     with (
-        reserved_page(ranks.pool, *ranks.namespace, key, SEGMENTS) as commit,
+        reserved_page(ranks.pool, *ranks.decode.namespace, key, SEGMENTS) as commit,
         ThreadPoolExecutor(1) as thread,
     ):
         asked = thread.submit(http.post, url, json={"model": "demo-tiny", "prompt": prompt})
@@ -141,7 +126,7 @@ def test_a_prompt_is_handed_over_once_its_last_rank_has_stored_it(ranks: Pair) -
         commit()
         report = asked.result().json()
     assert (report["published_pages"], report["missing_pages"]) == (2, 0)  # one of each rank
-    drop_page(ranks.pool, *ranks.namespace, key, SEGMENTS)  # it has not the rank's bytes
+    drop_page(ranks.pool, *ranks.decode.namespace, key, SEGMENTS)  # it has not the rank's bytes
 
 
 @pytest.mark.extended

@@ -16,9 +16,9 @@ from pdserve.engine.demo.smollm2 import NAME, make_smollm2
 from pdserve.errors import StartupError
 from pdserve.pages import page_hashes
 from tests.support.e2e.arena import flip, page_offset
-from tests.support.e2e.cluster import PoolNode, Router, Worker, http
-from tests.support.e2e.prompts import LOGPROB_TOLERANCE, PAGE, Answer, differences
-from tests.support.e2e.routed import found, generate, wanted_hits
+from tests.support.e2e.cluster import PoolNode, Router, Worker, http, started
+from tests.support.e2e.prompts import LOGPROB_TOLERANCE, PAGE, differences
+from tests.support.e2e.routed import ask, found, say, wanted_hits
 from tests.support.e2e.site import ask_cold, engine_settings
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
@@ -81,19 +81,11 @@ def real(real_model: Path, run_dir: Path) -> Iterator[Real]:
     patient = {"commit_timeout_s": 30.0}  # pages of 3 MB, on a busy machine
     prefill = Worker("prefill", "real-prefill", run_dir, engine, pages, patient)
     decode = Worker("decode", "real-decode", run_dir, engine, pages)
-    router = Router(run_dir, [prefill], [decode], name="real-router")
-    workers = [plain, prefill, decode]
-    try:
-        pool.start()
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.wait_ready()
-        router.start()
+    with (
+        started(pool, plain, prefill, decode),
+        Router(run_dir, [prefill], [decode], name="real-router") as router,
+    ):
         yield Real(pool, prefill, decode, router, plain, AutoTokenizer.from_pretrained(real_model))
-    finally:
-        for process in (router, *workers, pool):
-            process.stop()
 
 
 def chat(url: str, messages: list[dict[str, str]], **headers: str) -> httpx.Response:
@@ -114,8 +106,7 @@ def logprobs(one: dict[str, Any]) -> list[float]:
 def test_a_conversation_of_two_turns_is_right_and_comes_from_the_pool(real: Real) -> None:
     first = chat(real.router.url, TURNS[0], **{"x-request-id": "of-france"})
     assert choice(first)["message"]["content"] == PARIS["content"]
-    settled = {"request_id": "of-france", "timeout_s": 10.0}
-    assert http.post(f"{real.decode.url}/pd/settled", json=settled, timeout=20.0).json()["settled"]
+    assert real.decode.has_settled("of-france")
     real.flush()
     second = chat(real.router.url, TURNS[1])
     assert choice(second)["message"]["content"] == "The capital of Italy is Rome."
@@ -140,10 +131,9 @@ def test_answers_to_a_long_text_equal_plain_sglang(real: Real) -> None:
     text = real.tokenizer.encode((ROOT / "README.md").read_text(), add_special_tokens=False)
     prompts = [text[:length] for length in (63, 64, 65, 450)]
     expected = ask_cold(real.plain, prompts)
-    responses = [generate(real.router, prompt) for prompt in prompts]
-    answers = [Answer.of(response.json()) for response in responses]
-    assert differences(expected, answers, lambda i: f"{len(prompts[i])} tokens") == []
-    assert [sum(found(response).values()) for response in responses] == [*map(wanted_hits, prompts)]
+    answers, cached = ask(real.router, prompts)
+    assert differences(expected, answers, say(prompts)) == []
+    assert cached == [*map(wanted_hits, prompts)]
 
 
 def test_a_wrong_page_shows_in_the_words(real: Real) -> None:
@@ -151,9 +141,9 @@ def test_a_wrong_page_shows_in_the_words(real: Real) -> None:
     prompt = real.tokens(TURNS[1])
     asked = prompt.index(real.tokenizer.encode(" France")[0])
     chat(real.router.url, TURNS[1])
-    info = http.get(f"{real.decode.url}/pd/info").json()
-    key = page_hashes(prompt, PAGE)[asked // PAGE]
-    offset = page_offset(real.pool, info["namespace"], info["kv_geometry"], key, SEGMENTS)
+    offset = page_offset(
+        real.pool, *real.decode.namespace, page_hashes(prompt, PAGE)[asked // PAGE], SEGMENTS
+    )
     flip(real.pool.arena, offset, sum(SEGMENTS))
     real.flush()
     wrong = chat(real.decode.url, TURNS[1])

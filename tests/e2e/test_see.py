@@ -13,10 +13,11 @@ from docs.generate.product import LISTED
 from pdserve.engine.metric_names import METRICS
 from pdserve.kvpool.client.metric_names import CLIENT_METRICS
 from pdserve.metric import Definition
-from tests.support.e2e.cluster import Router, Worker, eventually, http, pdserve
+from tests.support.e2e.cluster import Router, Worker, eventually, http, metric, pdserve
 from tests.support.e2e.site import Cluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+CACHED = "sglang:cached_tokens_total"
 
 
 def shown(worker: Worker) -> dict[str, str]:
@@ -76,16 +77,10 @@ def test_workers_show_all_their_metrics_and_no_other(cluster: Cluster) -> None:
     check_metrics(cluster.prefill[0], cluster.decode[0])
 
 
-def counted(worker: Worker, metric: str) -> float:
-    """The sum of a counter over all its labels."""
-    text = http.get(f"{worker.url}/metrics").text
-    return sum(map(float, re.findall(rf"^{metric}(?:{{[^}}]*}})? (\S+)$", text, re.M)))
-
-
 def test_sglangs_own_count_of_cached_tokens_is_what_the_decode_worker_found(cluster: Cluster) -> None:
     """The client is told what the prefill worker found, which is nothing of a new prompt."""
-    decode, metric = cluster.decode[0], "sglang:cached_tokens_total"
-    before = counted(decode, metric)
+    decode = cluster.decode[0]
+    before = metric(decode.url, CACHED)
     prompt = "counted in test_see " + "the quick brown fox jumps over the lazy dog " * 60
     body = {"model": "demo-tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0}
     answer = http.post(f"{cluster.pairs[0].url}/v1/completions", json=body)
@@ -94,8 +89,8 @@ def test_sglangs_own_count_of_cached_tokens_is_what_the_decode_worker_found(clus
     details = answer.json()["usage"].get("prompt_tokens_details") or {}
     assert details.get("cached_tokens", 0) == 0
     assert int(own["pool"]) > 0
-    eventually(lambda: counted(decode, metric) > before, "the decode worker counts", 10.0)
-    assert counted(decode, metric) - before == int(own["device"]) + int(own["host"]) + int(own["pool"])
+    eventually(lambda: metric(decode.url, CACHED) > before, "the decode worker counts", 10.0)
+    assert metric(decode.url, CACHED) - before == int(own["device"]) + int(own["host"]) + int(own["pool"])
 
 
 def check_doctor(router: Router) -> None:

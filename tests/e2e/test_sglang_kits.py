@@ -28,17 +28,11 @@ class Beside:
 @pytest.fixture(scope="module")
 def beside_plain(site: Site, run_dir: Path) -> Iterator[Beside]:
     plain, agg, prefill, decode = (site.servers.workers[name] for name in NEEDS["beside_plain"])
-    routers = {
-        "agg": Router(run_dir, agg=[agg], name="router-kits-agg"),
-        "disagg": Router(run_dir, prefill=[prefill], decode=[decode], name="router-kits-disagg"),
-    }
-    try:
-        for router in routers.values():
-            router.start()
-        yield Beside(plain, routers)
-    finally:
-        for router in routers.values():
-            router.stop()
+    with (
+        Router(run_dir, agg=[agg], name="router-kits-agg") as of_agg,
+        Router(run_dir, prefill=[prefill], decode=[decode], name="router-kits-disagg") as of_pair,
+    ):
+        yield Beside(plain, {"agg": of_agg, "disagg": of_pair})
 
 
 @pytest.fixture(scope="module")

@@ -43,9 +43,7 @@ def processor_s(pid: int) -> float:
 def test_a_start_costs_little_more_than_one_import_and_the_worker_finds_its_pages(
     cold_worker: Worker,
 ) -> None:
-    assert cold_worker.process is not None
-    assert cold_worker.process.popen is not None
-    used_s, import_s = processor_s(cold_worker.process.popen.pid), warm.import_s()
+    used_s, import_s = processor_s(cold_worker.popen.pid), warm.import_s()
     print(f"a start takes {used_s:.1f} s of a core, one import {import_s:.1f} s")
     assert used_s <= IMPORTS * import_s
     prompt = token_ids(9400, 5 * PAGE + 7)

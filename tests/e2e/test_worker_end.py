@@ -46,9 +46,7 @@ def ends(worker: Worker, tokens: int, stop: Callable[[psutil.Process], None]) ->
     """The worker's exit status when it is stopped so while it streams, and the rest of the stream; its
     children end with it.
     """
-    assert worker.process is not None
-    assert worker.process.popen is not None
-    popen = worker.process.popen
+    popen = worker.popen
     rest = []
     with streaming(worker, tokens) as lines:
         process = psutil.Process(popen.pid)
@@ -69,7 +67,7 @@ def readiness(worker: Worker) -> dict[str, Any]:
 
 
 def test_asked_to_end_it_finishes_what_it_has_and_publishes_its_pages(agg_worker: Worker, site: Site) -> None:
-    info = http.get(f"{agg_worker.url}/pd/info").json()
+    namespace = agg_worker.namespace
 
     def stop(process: psutil.Process) -> None:
         process.terminate()
@@ -86,7 +84,7 @@ def test_asked_to_end_it_finishes_what_it_has_and_publishes_its_pages(agg_worker
     assert last["meta_info"]["finish_reason"]["type"] == "length"
     pages = page_hashes([*PROMPT, *last["output_ids"][:-1]], PAGE)
     assert len(pages) == 3
-    page_offset(site.pools["aggpool"], info["namespace"], info["kv_geometry"], pages[-1], SEGMENTS)
+    page_offset(site.pools["aggpool"], *namespace, pages[-1], SEGMENTS)
 
 
 def test_asked_twice_it_ends_at_once(elastic_workers: list[Worker]) -> None:

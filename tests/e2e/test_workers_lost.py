@@ -66,12 +66,8 @@ def front(cluster: Cluster, run_dir: Path) -> Iterator[Front]:
         "probe": {"interval_s": 0.2, "timeout_s": 1.0},
         "deadlines": {"between_chunks_s": 3.0},
     }
-    router = Router(run_dir, cluster.prefill, cluster.decode, name="router-front", extra=extra)
-    try:
-        router.start()
+    with Router(run_dir, cluster.prefill, cluster.decode, name="router-front", extra=extra) as router:
         yield Front(router, {f"127.0.0.1:{w.port}": w for w in cluster.decode}, admin_port)
-    finally:
-        router.stop()
 
 
 @dataclass
@@ -140,10 +136,7 @@ async def lose_mid_stream(front: Front, seed: int, session: str, number: int) ->
         streaming(front, seed + 1, SAMPLED, session) as sampled,
     ):
         assert greedy.worker == sampled.worker
-        process = front.workers[greedy.worker].process
-        assert process is not None
-        assert process.popen is not None
-        os.killpg(process.popen.pid, number)
+        os.killpg(front.workers[greedy.worker].popen.pid, number)
         await asyncio.gather(greedy.read(), sampled.read())
     assert greedy.ids == whole
     assert greedy.is_done
@@ -154,10 +147,7 @@ async def lose_mid_stream(front: Front, seed: int, session: str, number: int) ->
 
 def test_a_worker_that_pauses_loses_its_streams_to_another_and_is_used_again(front: Front) -> None:
     worker = asyncio.run(lose_mid_stream(front, 9100, "pausing", signal.SIGSTOP))
-    process = front.workers[worker].process
-    assert process is not None
-    assert process.popen is not None
-    os.killpg(process.popen.pid, signal.SIGCONT)
+    os.killpg(front.workers[worker].popen.pid, signal.SIGCONT)
     eventually(lambda: front.is_used(worker), "the worker is used again", WAIT_S)
 
 
@@ -233,20 +223,15 @@ def test_every_kind_of_process_is_restarted_under_load_without_a_failed_request(
     restarted = [*cluster.prefill[:1], *cluster.decode[:1]]
 
     def restart_router() -> None:
-        assert router.popen is not None
-        router.popen.send_signal(signal.SIGHUP)
+        front.router.popen.send_signal(signal.SIGHUP)
         done = "all router processes have the new configuration"
         eventually(lambda: done in router.log.read_text(), "the router is replaced", WAIT_S)
 
     def restart_workers() -> None:
         for worker in restarted:
-            assert worker.process is not None
-            assert worker.process.popen is not None
-            worker.process.popen.terminate()
+            worker.popen.terminate()
         for worker in restarted:
-            assert worker.process is not None
-            assert worker.process.popen is not None
-            assert worker.process.popen.wait(WAIT_S) == 0, worker.process.tail()
+            assert worker.popen.wait(WAIT_S) == 0, worker.name
             worker.start()
         for worker in restarted:
             worker.wait_ready()

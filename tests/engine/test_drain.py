@@ -6,25 +6,26 @@ import asyncio
 import json
 from typing import Any
 
+import pytest
+
 from pdserve.engine.drain import Drain
 from pdserve.engine.http.guard import Guard
+from tests.support.engine.manager import Client, scope_of
 
 ROUTER, OTHER = ("10.0.0.1", 4001), ("10.0.0.2", 4002)
 
 
-def draining(**settings: Any) -> tuple[Drain, set[tuple[str, int]]]:
+def draining() -> tuple[Drain, set[tuple[str, int]]]:
     """A drain of at most 30 s, of which 3 s of notice; and who is connected, to be changed."""
     connected = {ROUTER, OTHER}
-    return Drain(**({"grace_s": 30.0, "notice_s": 3.0} | settings), connected=lambda: connected), connected
+    return Drain(30.0, 3.0, connected=lambda: connected), connected
 
 
 def test_a_worker_that_has_nothing_to_do_and_nobody_to_tell_ends_at_once() -> None:
     drain, _ = draining()
     assert not drain.is_draining
     drain.begin(10.0)
-    assert drain.is_draining
-    assert drain.is_over(10.0)
-    assert drain.is_closed
+    assert (drain.is_draining, drain.is_over(10.0), drain.is_closed) == (True, True, True)
 
 
 def test_running_requests_and_pages_under_way_are_waited_for() -> None:
@@ -35,29 +36,21 @@ def test_running_requests_and_pages_under_way_are_waited_for() -> None:
     drain.begin(10.0)
     assert not drain.is_over(20.0)
     drain.running, pages = 0, 2
-    assert not drain.is_over(21.0)
-    assert not drain.is_closed
+    assert (drain.is_over(21.0), drain.is_closed) == (False, False)
     pages = 0
     assert drain.is_over(22.0)
 
 
-def test_the_deadline_ends_the_wait() -> None:
+@pytest.mark.parametrize("is_hurried", [False, True])
+def test_the_deadline_or_being_asked_once_more_ends_the_wait(is_hurried: bool) -> None:
     drain, _ = draining()
     drain.running = 1
     drain.begin(10.0)
-    assert drain.left_s(15.0) == 25.0
-    assert not drain.is_over(39.9)
-    assert drain.is_over(40.0)
-
-
-def test_asked_to_stop_once_more_it_ends_at_once() -> None:
-    drain, _ = draining()
-    drain.running = 1
-    drain.begin(10.0)
-    assert not drain.is_over(11.0)
-    drain.begin(12.0)
-    assert drain.left_s(12.0) == 0.0
-    assert drain.is_over(12.0)
+    assert (drain.left_s(15.0), drain.is_over(39.9)) == (25.0, False)
+    if is_hurried:
+        drain.begin(39.9)
+    over_s = 39.9 if is_hurried else 40.0
+    assert (drain.left_s(over_s), drain.is_over(over_s)) == (0.0, True)
 
 
 def test_every_connected_router_hears_of_it_first() -> None:
@@ -76,43 +69,50 @@ def test_a_router_that_does_not_ask_again_is_waited_for_the_notice_only() -> Non
     drain, _ = draining()
     drain.asked(ROUTER, 9.5)
     drain.begin(10.0)
-    assert not drain.is_over(12.9)
-    assert drain.is_over(13.0)
+    assert [drain.is_over(now_s) for now_s in (12.9, 13.0)] == [False, True]
 
 
-def test_who_asked_long_ago_is_forgotten() -> None:
+def test_who_has_not_asked_for_long_is_no_router() -> None:
     drain, _ = draining()
     drain.asked(OTHER, 1.0)
     drain.asked(ROUTER, 30.0)
-    assert list(drain._asked_s) == [ROUTER]
     drain.begin(45.0)
     assert drain.is_over(45.0)
 
 
-def test_requests_are_counted_until_they_are_answered_and_refused_once_it_is_over() -> None:
-    drain, _ = draining()
-    sent: list[dict[str, Any]] = []
+async def test_requests_are_counted_until_they_are_answered_and_refused_once_it_is_over() -> None:
+    drain, client = draining()[0], Client()
+    seen: list[tuple[str, int]] = []
 
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    async def receive() -> Any:
-        raise AssertionError("nobody reads the body here")
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
+    async def app(scope: Any, _receive: Any, _send: Any) -> None:
         seen.append((scope["path"], drain.running))
 
     async def ask(path: str) -> None:
-        guard = Guard(app, "", lambda: True, drain)
-        await guard({"type": "http", "path": path, "headers": []}, receive, send)
+        await Guard(app, "", lambda: True, drain)(scope_of(path), client.messages.get, client.send)
 
-    seen: list[tuple[str, int]] = []
     drain.begin(0.0)
-    asyncio.run(ask("/generate"))
-    assert (seen, drain.running) == ([("/generate", 1)], 0)
-    assert drain.is_over(0.0)
-    asyncio.run(ask("/pd/ready"))
-    asyncio.run(ask("/generate"))
+    await ask("/generate")
+    assert (seen, drain.running, drain.is_over(0.0)) == ([("/generate", 1)], 0, True)
+    await ask("/pd/ready")
+    await ask("/generate")
     assert seen == [("/generate", 1), ("/pd/ready", 0)]
-    assert sent[0]["status"] == 503
-    assert json.loads(sent[1]["body"])["error"]["code"] == "worker_stopping"
+    assert client.sent[0]["status"] == 503
+    assert json.loads(client.sent[1]["body"])["error"]["code"] == "worker_stopping"
+
+
+async def test_a_worker_that_stops_waits_for_websockets_and_takes_no_new_ones() -> None:
+    drain, client, over = draining()[0], Client(), asyncio.Event()
+
+    async def app(_scope: Any, _receive: Any, _send: Any) -> None:
+        await over.wait()
+
+    guard, scope = Guard(app, "", lambda: True, drain), {**scope_of("/v1/realtime"), "type": "websocket"}
+    session = asyncio.create_task(guard(scope, client.messages.get, client.send))
+    await asyncio.sleep(0)
+    assert drain.running == 1
+    drain.is_closed = True
+    await guard(scope, client.messages.get, client.send)
+    assert [message["type"] for message in client.sent] == ["websocket.close"]
+    over.set()
+    await session
+    assert drain.running == 0

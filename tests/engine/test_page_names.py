@@ -29,7 +29,7 @@ class Pool:
         self.lost = set(lost)
         self.asked: list[int] = []
 
-    async def exists(self, keys: Sequence[bytes]) -> list[bool]:
+    async def exists(self, keys: Sequence[bytes], tenant: str = "") -> list[bool]:
         self.asked.append(len(keys))
         return [key not in self.lost for key in keys]
 

@@ -90,15 +90,13 @@ def app_of(made: Any, pool: Pool, *, drains: bool = False) -> FastAPI:
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_a_worker_says_whether_a_seed_counts(deterministic: bool) -> None:
-    _, said = ask("/pd/info", manager(deterministic=deterministic))
-    assert msgspec.convert(said, WorkerInfo).deterministic is deterministic
-
-
 @pytest.mark.parametrize("orders", ["", "high_first", "low_first"])
-def test_a_worker_says_which_priorities_its_scheduler_serves_first(orders: str) -> None:
-    _, said = ask("/pd/info", manager(orders=orders))
-    assert msgspec.convert(said, WorkerInfo).priorities == (orders or "none")
+def test_a_worker_says_whether_a_seed_counts_and_which_priorities_come_first(
+    deterministic: bool, orders: str
+) -> None:
+    _, said = ask("/pd/info", manager(deterministic=deterministic, orders=orders))
+    info = msgspec.convert(said, WorkerInfo)
+    assert (info.deterministic, info.priorities) == (deterministic, orders or "none")
 
 
 def test_the_load_of_all_ranks_is_what_the_router_reads() -> None:
@@ -142,11 +140,7 @@ def test_readiness_which_everybody_may_ask_names_no_namespace_but_says_when_the_
 @pytest.mark.parametrize(
     ("made", "pool", "reason"),
     [
-        (
-            SimpleNamespace(),
-            Pool({}),
-            "AttributeError: 'types.SimpleNamespace' object has no attribute 'server_status'",
-        ),
+        (SimpleNamespace(), Pool({}), "AttributeError: 'types.SimpleNamespace' object has no attribute"),
         (manager([SimpleNamespace()]), Pool({}), "AttributeError"),
         (manager(), Pool(None), "RuntimeError: the client is closed"),
     ],

@@ -205,13 +205,13 @@ ENDS_WITH_A_WORD = {
 @pytest.mark.parametrize("what", ENDS_WITH_A_WORD)
 def test_what_is_no_request_ends_its_own_connection_with_a_word(pool: ProcessPool, what: str) -> None:
     data, word = ENDS_WITH_A_WORD[what]
-    before = len(pool.log.read_text().splitlines())
+    before = len(pool.log().splitlines())
     with raw_socket(pool) as sock:
         sock.sendall(data)
         assert word.encode() in answer_of(sock)
 
     def lines() -> list[str]:
-        return pool.log.read_text().splitlines()[before:]
+        return pool.log().splitlines()[before:]
 
     until(lambda: bool(lines()))  # the node writes it as it hangs up
     [line] = lines()
@@ -228,7 +228,7 @@ def test_a_name_with_control_characters_makes_no_line_of_its_own_in_the_log(pool
         with raw_socket(pool) as sock:
             sock.sendall(hello + bytes(4))
             answer_of(sock)
-        lines = [line for line in pool.log.read_text().splitlines() if "lies" in line]
+        lines = [line for line in pool.log().splitlines() if "lies" in line]
     for line in lines:
         assert "x?2026 ERROR ?[31mlies" in line
         assert len(line) < 400
@@ -307,12 +307,12 @@ def test_a_stranger_that_was_refused_keeps_its_place_until_it_leaves_or_its_time
 
 def test_strangers_do_not_fill_the_log(pool: ProcessPool) -> None:
     """They wrote a line each, 12,000 in two seconds."""
-    lines = len(pool.log.read_text().splitlines())
+    lines = len(pool.log().splitlines())
     began_s = time.monotonic()
     for _ in range(300):
         with raw_socket(pool) as sock:
             sock.sendall(b"\xff" * 100)
             answer_of(sock)
     most = 20 * (2 + time.monotonic() - began_s)  # twenty lines a second
-    assert len(pool.log.read_text().splitlines()) - lines <= most
+    assert len(pool.log().splitlines()) - lines <= most
     a_client_with_a_token_works(pool)

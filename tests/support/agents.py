@@ -76,7 +76,7 @@ def _call(turn: int, arguments: str) -> Body:
     return {"id": f"call_{turn}", "type": "function", "function": {"name": "read", "arguments": arguments}}
 
 
-def _claude_code(turn: int, answers: Sequence[str]) -> Body:
+def claude_code(turn: int, answers: Sequence[str], rules: str = RULES, file: str = FILE) -> Body:
     """A nonce, a mark on the last block, calls of tools, and a message of the system behind each question."""
     messages: list[Body] = []
     for number in range(turn + 1):
@@ -85,9 +85,9 @@ def _claude_code(turn: int, answers: Sequence[str]) -> Body:
         if number:
             call = {"type": "tool_use", "id": f"t{number}", "name": "read", "input": ARGUMENTS}
             messages.append(_said("assistant", [_text(answers[number - 1]), call]))
-            result = {"type": "tool_result", "tool_use_id": f"t{number}", "content": [_text(FILE)]}
+            result = {"type": "tool_result", "tool_use_id": f"t{number}", "content": [_text(file)]}
             blocks.append(result)
-        blocks.append(_text(ASKS[number], is_marked=is_last))
+        blocks.append(_text(ASKS[number % len(ASKS)], is_marked=is_last))
         messages.append(_said("user", blocks))
         messages.append(_said("system", f"<total_tokens>{190_000 - 3_000 * number} left</total_tokens>"))
     nonce = f"x-anthropic-billing-header: cc_version=2.1.{turn}.{turn}a; cc_entrypoint=cli; cch={turn}ea6;"
@@ -97,7 +97,7 @@ def _claude_code(turn: int, answers: Sequence[str]) -> Body:
         "system": [
             _text(nonce),
             _text("You are a coding agent.", is_marked=True),
-            _text(RULES, is_marked=True),
+            _text(rules, is_marked=True),
         ],
         "tools": [
             {"name": name, "description": _tool(name)["description"], "input_schema": SCHEMA}
@@ -212,7 +212,7 @@ def _anthropic(turn: int, answers: Sequence[str]) -> Body:
 
 
 CLIENTS: Final = (
-    Client("Claude Code", MESSAGES, {"x-app": "cli", "x-claude-code-session-id": "77ac"}, _claude_code),
+    Client("Claude Code", MESSAGES, {"x-app": "cli", "x-claude-code-session-id": "77ac"}, claude_code),
     Client("Codex", RESPONSES, {"session_id": "77ac"}, _codex),
     Client("OpenCode", CHAT, {"x-session-affinity": "ses_77ac"}, _opencode),
     Client("Aider", CHAT, {}, _aider),

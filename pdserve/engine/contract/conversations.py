@@ -10,7 +10,19 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from pdserve.engine.contract.grammars import tool_schema
-from pdserve.engine.contract.values import Rule, boolean, fields, integer, kind, list_of, refused, size, text
+from pdserve.engine.contract.values import (
+    Rule,
+    as_object,
+    boolean,
+    fields,
+    integer,
+    kind,
+    list_of,
+    refused,
+    size,
+    text,
+)
+from pdserve.errors import RequestError
 
 MAX_MESSAGES: Final = 10_000
 MAX_PARTS: Final = 10_000
@@ -115,9 +127,7 @@ def _parts_of(message: dict[str, Any], kind: str) -> list[Any]:
 
 
 def _chat_message(name: str, value: Any, abilities: Abilities) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise refused(name, f"must be an object, not {kind(value)}")
-    role = value.get("role")
+    role = as_object(name, value).get("role")
     if not isinstance(role, str) or role.lower() not in ROLES:
         raise refused(f"{name}.role", f"must be one of {', '.join(sorted(ROLES))}")
     made = {**value, "role": _printed_role(f"{name}.role", role.lower(), abilities)}
@@ -153,9 +163,7 @@ def _content(name: str, value: Any, abilities: Abilities) -> Any:
 
 
 def _part(name: str, value: Any, abilities: Abilities) -> Any:
-    if not isinstance(value, dict):
-        raise refused(name, f"must be an object, not {kind(value)}")
-    found = value.get("type")
+    found = as_object(name, value).get("type")
     if not isinstance(found, str) or found not in CHAT_PARTS:
         raise refused(f"{name}.type", f"must be one of {', '.join(sorted(CHAT_PARTS))}")
     if found in ("text", "input_text", "output_text"):
@@ -173,10 +181,8 @@ def _media(name: str, found: str, value: Any) -> None:
     member = f"{name}.{found}"
     if isinstance(value, str) and value:
         return
-    if not isinstance(value, dict):
-        raise refused(member, f"must be an object, not {kind(value)}")
-    source = value.get("data") if found == "input_audio" else value.get("url", value.get("source"))
-    if not source:
+    address = as_object(member, value).get("url", value.get("source"))
+    if not (value.get("data") if found == "input_audio" else address):
         raise refused(member, "names no data")
 
 
@@ -184,15 +190,14 @@ def _tool_call(name: str, value: Any) -> dict[str, Any]:
     """A call in the history. Arguments that are no object any more are shown to the model as what they are:
     the conversation cannot be served again otherwise.
     """
-    if not isinstance(value, dict):
-        raise refused(name, f"must be an object, not {kind(value)}")
-    function = value.get("function")
+    call = as_object(name, value)
+    function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise refused(f"{name}.function", "must be an object with a name")
     arguments = as_arguments(f"{name}.function.arguments", function.get("arguments"))
     if function.get("arguments") == arguments:
-        return value
-    return {**value, "function": {**function, "arguments": arguments}}
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def as_arguments(name: str, value: Any) -> str:
@@ -247,15 +252,18 @@ def _tool_name(name: str, value: Any) -> Any:
 
 def tool_choice(name: str, value: Any) -> Any:
     """auto, required, none, or the function to call."""
-    if isinstance(value, str):
-        if value not in ("auto", "required", "none"):
-            raise refused(name, 'must be "auto", "required", "none", or name a function')
+    if value in ("auto", "required", "none"):
         return value
     if not isinstance(value, dict) or value.get("type", "function") != "function":
         raise refused(name, 'must be "auto", "required", "none", or name a function')
-    return fields({"function": fields({"name": _tool_name}, needed=("name",))}, needed=("function",))(
-        name, value
-    )
+    function = fields({"name": _tool_name}, needed=("name",))
+    return fields({"function": function}, needed=("function",))(name, value)
+
+
+def _unknown(name: str, found: Any, why: str) -> RequestError:
+    """Of a type, which is told where it is a word and no text of the client."""
+    is_word = isinstance(found, str) and found.isascii() and found.isidentifier() and len(found) < 64
+    return refused(f"{name}.type", f"is {found if is_word else 'unknown'}: {why}")
 
 
 def _text_or(members: Rule, what: str) -> Rule:
@@ -292,14 +300,9 @@ def blocks(abilities: Abilities) -> Rule:
     """A string, or Anthropic's content blocks. A block that cannot be served is named."""
 
     def block(name: str, value: Any) -> Any:
-        if not isinstance(value, dict):
-            raise refused(name, f"must be a content block, an object, not {kind(value)}")
-        found = value.get("type")
+        found = as_object(name, value).get("type")
         if not isinstance(found, str) or found not in BLOCKS:
-            shown = (
-                found if isinstance(found, str) and found.isidentifier() and len(found) < 64 else "unknown"
-            )
-            raise refused(f"{name}.type", f"is {shown}: a block of this type cannot be shown to this model")
+            raise _unknown(name, found, "a block of this type cannot be shown to this model")
         if found == "image" and not abilities.takes_media:
             raise refused(f"{name}.type", "is image, and this model takes text only")
         if found == "text":
@@ -318,22 +321,15 @@ def anthropic_tools(name: str, value: Any) -> Any:
     """The client's own tools, and those of Anthropic's servers that SGLang knows by name."""
 
     def tool(member: str, given: Any) -> Any:
-        if not isinstance(given, dict):
-            raise refused(member, f"must be an object, not {kind(given)}")
-        found = given.get("type") or "custom"
-        if not isinstance(found, str):
-            raise refused(f"{member}.type", f"must be a string, not {kind(found)}")
-        if found != "custom" and not found.startswith(SERVER_TOOLS):
-            shown = found if len(found) < 64 and found.replace("_", "").isalnum() else "unknown"
-            raise refused(f"{member}.type", f"is {shown}: a tool of Anthropic's servers, which are not here")
+        found = as_object(member, given).get("type") or "custom"
         if found == "custom":
-            known: dict[str, Rule] = {
-                "name": _tool_name,
-                "input_schema": tool_schema,
-                "description": text(MAX_TEXT),
-            }
-            return fields(known, needed=("name", "input_schema"))(member, given)
+            return own(member, given)
+        if not isinstance(found, str) or not found.startswith(SERVER_TOOLS):
+            raise _unknown(member, found, "a tool of Anthropic's servers, which are not here")
         return given
+
+    known: dict[str, Rule] = {"name": _tool_name, "input_schema": tool_schema, "description": text(MAX_TEXT)}
+    own = fields(known, needed=("name", "input_schema"))
 
     return list_of(tool, MAX_TOOLS)(name, value)
 
@@ -364,14 +360,9 @@ def response_input(abilities: Abilities) -> Rule:
     """`input` of `/v1/responses`: a text, or items."""
 
     def item(name: str, value: Any) -> Any:
-        if not isinstance(value, dict):
-            raise refused(name, f"must be an object, not {kind(value)}")
-        found = value.get("type") or "message"
+        found = as_object(name, value).get("type") or "message"
         if not isinstance(found, str) or found not in INPUT_ITEMS:
-            shown = (
-                found if isinstance(found, str) and found.isidentifier() and len(found) < 64 else "unknown"
-            )
-            raise refused(f"{name}.type", f"is {shown}: input of this type cannot be shown to this model")
+            raise _unknown(name, found, "input of this type cannot be shown to this model")
         if found == "message" and not isinstance(value.get("role"), str):
             raise refused(f"{name}.role", "must be a string")
         output = value.get("output")

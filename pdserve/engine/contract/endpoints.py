@@ -205,11 +205,6 @@ def _service_tier(name: str, value: Any) -> Any:
     return value if text(MAX_MODEL)(name, value) in SERVICE_TIERS else IGNORED
 
 
-def _logprobs(name: str, value: Any) -> Any:
-    """Of `/v1/completions`: how many. Of the engine's size: `scheduler_limits`."""
-    return integer(0, 1 << 20)(name, value)
-
-
 def _check_limits(body: dict[str, Any]) -> None:
     least, most = body.get("min_tokens"), body.get("max_completion_tokens", body.get("max_tokens"))
     if least is not None and most is not None and least > most:
@@ -243,6 +238,8 @@ def _sampling(names: frozenset[str]) -> Rule:
 
 MAX_MODEL: Final = 1024
 
+_LOGPROBS: Final = integer(0, 1 << 20)
+"""How many; what the engine can bear is in `scheduler_limits`."""
 _STREAM_OPTIONS: Final = fields(
     {"include_usage": boolean, "continuous_usage_stats": boolean, "include_obfuscation": boolean}
 )
@@ -296,7 +293,7 @@ _COMPLETIONS: Final[Mapping[str, Rule]] = {
     "prompt": _prompt,
     "suffix": _suffix,
     "max_tokens": integer(1, LARGEST),
-    "logprobs": _logprobs,
+    "logprobs": _LOGPROBS,
     "json_schema": json_schema,
 }
 _MESSAGES: Final[Mapping[str, Rule]] = {
@@ -317,7 +314,7 @@ def _chat(abilities: Abilities) -> Mapping[str, Rule]:
         "max_tokens": integer(1, LARGEST),
         "max_completion_tokens": integer(1, LARGEST),
         "logprobs": boolean,
-        "top_logprobs": integer(0, 1 << 20),
+        "top_logprobs": _LOGPROBS,
         "chat_template_kwargs": _template_arguments,
         "continue_final_message": boolean,
         "reasoning_effort": _EFFORT,
@@ -340,7 +337,7 @@ def _responses(abilities: Abilities) -> Mapping[str, Rule]:
         ),
         "max_output_tokens": integer(1, LARGEST),
         "max_tool_calls": integer(0, LARGEST),
-        "top_logprobs": integer(0, 1 << 20),
+        "top_logprobs": _LOGPROBS,
         "include": _include,
         "service_tier": _service_tier,
         "background": boolean,

@@ -76,10 +76,8 @@ def top_k(name: str, value: Any) -> Any:
     return integer(-1, LARGEST)(name, value) or -1
 
 
-def _tokens(least: int) -> Rule:
-    return integer(least, LARGEST)
-
-
+_TOKENS: Final = integer(0, LARGEST)
+_SEED: Final = integer(-(1 << 63), (1 << 63) - 1)
 COMMON: Final[Mapping[str, Rule]] = {
     "temperature": number(0, 100),
     "top_p": top_p,
@@ -105,15 +103,15 @@ COMMON: Final[Mapping[str, Rule]] = {
 
 OPENAI: Final[Mapping[str, Rule]] = {
     **COMMON,
-    "seed": integer(-(1 << 63), (1 << 63) - 1),
-    "min_tokens": _tokens(0),
+    "seed": _SEED,
+    "min_tokens": _TOKENS,
     "best_of": integer(1, MAX_CHOICES),
 }
 SAMPLING_PARAMS: Final[Mapping[str, Rule]] = {
     **COMMON,
-    "sampling_seed": integer(-(1 << 63), (1 << 63) - 1),
-    "max_new_tokens": _tokens(0),
-    "min_new_tokens": _tokens(0),
+    "sampling_seed": _SEED,
+    "max_new_tokens": _TOKENS,
+    "min_new_tokens": _TOKENS,
     "beam_width": integer(1, MAX_CHOICES),
     "json_schema": json_schema,
     "structural_tag": structural_tag,

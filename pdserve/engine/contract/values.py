@@ -45,6 +45,13 @@ def kind(value: Any) -> str:
     return "an object"
 
 
+def as_object(name: str, value: Any) -> dict[str, Any]:
+    """The value, which must be an object."""
+    if not isinstance(value, dict):
+        raise refused(name, f"must be an object, not {kind(value)}")
+    return value
+
+
 def number(least: float, most: float) -> Rule:
     """A finite number in [least, most]."""
 
@@ -151,9 +158,7 @@ def an_object(most_bytes: int) -> Rule:
     bounded = anything(most_bytes)
 
     def rule(name: str, value: Any) -> Any:
-        if not isinstance(value, dict):
-            raise refused(name, f"must be an object, not {kind(value)}")
-        return bounded(name, value)
+        return bounded(name, as_object(name, value))
 
     return rule
 
@@ -164,9 +169,7 @@ def fields(known: Mapping[str, Rule], *, needed: Collection[str] = (), is_closed
     """
 
     def rule(name: str, value: Any) -> dict[str, Any]:
-        if not isinstance(value, dict):
-            raise refused(name, f"must be an object, not {kind(value)}")
-        return judged(f"{name}.", value, known, needed=needed, is_closed=is_closed)
+        return judged(f"{name}.", as_object(name, value), known, needed=needed, is_closed=is_closed)
 
     return rule
 

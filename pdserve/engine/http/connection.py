@@ -79,6 +79,8 @@ class Connection:
         self._messages: asyncio.Queue[MutableMapping[str, Any]] = asyncio.Queue(_BODY_QUEUE_MESSAGES)
         self._ended: MutableMapping[str, Any] | None = None
         self._complete = False
+        self.status: int | None = None
+        """Of the answer."""
 
     async def read(self) -> None:
         """Until the server reports the end of the connection, or of the answer."""
@@ -107,7 +109,7 @@ class Connection:
         if self._is_stopped():
             await self._break_off()
         if message["type"] == "http.response.start":
-            self._start = message
+            self._start, self.status = message, message["status"]
             return
         if self._start is not None:
             start, self._start = self._start, None
@@ -123,5 +125,6 @@ class Connection:
             self._complete = True
             self._on_complete()
             if not self._is_begun:
+                self.status = stopping().status
                 await answer(self._send, stopping())
         raise BrokenOff("this worker stops")

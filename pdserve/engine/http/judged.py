@@ -4,6 +4,13 @@ it, and gives errors the form of the API that was asked.
 It stands inside of `RequestTracking`, so a record says whether anything went to the scheduler. What fails
 before that is the fault of the request, whatever SGLang calls it: a 400, whose text tells nothing of the
 server.
+
+A router that has found what an Anthropic client changed of the prompt since the turn before says so in a
+header, and the answer gets Anthropic's `diagnostics`. A stream has it in the message of its first event.
+
+x-pdserve-changed: system_changed=1234        tokens that had to be computed again; `none`: nothing changed
+
+    {"diagnostics": {"cache_miss_reason": {"type": "system_changed", "cache_missed_input_tokens": 1234}}, ...}
 """
 
 from __future__ import annotations
@@ -27,6 +34,10 @@ logger = logging.getLogger(__name__)
 
 IGNORED_HEADER: Final = b"x-pdserve-ignored"
 """Members of the body that have no effect here, separated by commas."""
+CHANGED_HEADER: Final = b"x-pdserve-changed"
+_CHANGED: Final = re.compile(rb"([a-z_]{1,64})(?:=(\d{1,15}))?")
+_MESSAGE: Final = b'"message":{'
+"""Where the message of a stream's first event begins."""
 MAX_ERROR_BYTES: Final = 65_536
 _NEVER_COMPUTED: Final = frozenset(
     {"/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize", COUNT_TOKENS}
@@ -69,10 +80,11 @@ class Judged:
             return
         if endpoint == MESSAGES and (record := current_request()) is not None:
             record.marks_cache = b'"cache_control"' in body
-        headers = [pair for pair in scope["headers"] if pair[0] not in (b"content-length", b"content-type")]
+        headers = [pair for pair in scope["headers"] if pair[0] not in _OF_A_BODY]
         headers.append((b"content-length", b"%d" % len(judgement.body)))
         headers.append((b"content-type", b"application/json"))
-        answer = _Answer(send, endpoint, judgement.ignored)
+        changed = next((value for name, value in headers if name == CHANGED_HEADER), b"")
+        answer = _Answer(send, endpoint, judgement.ignored, _diagnostics(changed))
         await self._app({**scope, "headers": headers}, replayed(judgement.body, receive), answer.send)
 
 
@@ -85,13 +97,17 @@ def _endpoint(scope: Scope) -> str:
 
 
 class _Answer:
-    """The way back: tells what was ignored, and holds errors until they are whole, to rewrite them."""
+    """The way back: tells what was ignored, and holds errors until they are whole, to rewrite them. With
+    `diagnostics` the head waits for the first piece, whose length changes.
+    """
 
-    def __init__(self, send: Send, endpoint: str, ignored: Sequence[str]) -> None:
+    def __init__(self, send: Send, endpoint: str, ignored: Sequence[str], diagnostics: bytes) -> None:
         self._send = send
         self._endpoint = endpoint
         names = [name if _NAME.fullmatch(name) else "?" for name in ignored]
         self._more = [(IGNORED_HEADER, ", ".join(names).encode())] if names else []
+        self._diagnostics = diagnostics
+        self._head: MutableMapping[str, Any] | None = None
         self._status = 200
         self._headers: list[tuple[bytes, bytes]] = []
         self._error = bytearray()
@@ -101,16 +117,35 @@ class _Answer:
         if message["type"] == "http.response.start":
             self._status = message["status"]
             if self._status < 400:
-                await self._send({**message, "headers": [*message.get("headers", ()), *self._more]})
+                head = {**message, "headers": [*message.get("headers", ()), *self._more]}
+                if self._status == 200 and self._diagnostics:
+                    self._head = head
+                else:
+                    await self._send(head)
             else:
                 self._headers = [pair for pair in message.get("headers", ()) if pair[0] not in _OF_A_BODY]
             return
         if self._status < 400:
-            await self._send(message)
+            await self._send(message if self._head is None else await self._diagnosed(self._head, message))
             return
         self._error += message.get("body", b"")[: MAX_ERROR_BYTES - len(self._error)]
         if not message.get("more_body", False):
             await _answer(self._send, self._endpoint, self._told(), self._headers)
+
+    async def _diagnosed(
+        self, head: MutableMapping[str, Any], message: MutableMapping[str, Any]
+    ) -> MutableMapping[str, Any]:
+        """The first piece of the body with the diagnostics; its head is sent."""
+        self._head, body = None, message.get("body", b"")
+        if body.startswith(b"{"):
+            body = b"{%b,%b" % (self._diagnostics, body[1:])
+        else:
+            body = body.replace(_MESSAGE, b"%b%b," % (_MESSAGE, self._diagnostics), 1)
+        headers = [pair for pair in head["headers"] if pair[0].lower() != b"content-length"]
+        if not message.get("more_body", False):
+            headers.append((b"content-length", b"%d" % len(body)))
+        await self._send({**head, "headers": headers})
+        return {**message, "body": body}
 
     def _told(self) -> RequestError:
         text, param, code = _words(bytes(self._error))
@@ -128,6 +163,18 @@ class _Answer:
         if (record := current_request()) is not None:
             return not any(one.was_sent for one in record.requests.values())
         return self._endpoint in _NEVER_COMPUTED
+
+
+def _diagnostics(changed: bytes) -> bytes:
+    """The member of an answer; empty for what is no word of a router."""
+    if (words := _CHANGED.fullmatch(changed)) is None:
+        return b""
+    reason: dict[str, Any] | None = None
+    if words[1] != b"none":
+        reason = {"type": words[1].decode()}
+        if words[2] is not None:
+            reason["cache_missed_input_tokens"] = int(words[2])
+    return b'"diagnostics":' + msgspec.json.encode(reason and {"cache_miss_reason": reason})
 
 
 def _words(body: bytes) -> tuple[str, str | None, str | None]:

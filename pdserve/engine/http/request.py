@@ -4,6 +4,12 @@ The engine names its requests itself: one HTTP request with `n = 3` makes severa
 once it is answered. A worker needs to know which engine requests belong to which HTTP request, what they
 computed, and when the client left. So `RequestTracking` opens an `HttpRequest` in a context variable, and
 the engine's side (`sglang/tokenizer_manager.py`) fills it in.
+
+Where traces are wanted, a request has a span here, a child of the router's (`traceparent`):
+
+    decode /v1/chat/completions        the worker's first span
+      queue | pull | compute           from SGLang's times: waiting, reading from the pool, computing
+      prefill, publish, pool wait ...  steps of a prefill worker (`tracing.timed`)
 """
 
 from __future__ import annotations
@@ -23,6 +29,7 @@ from pdserve.engine.http.connection import AsgiApp, BrokenOff, Connection, Recei
 from pdserve.engine.http.endpoints import GENERATING_PATHS
 from pdserve.engine.http.marked_stream import MarkedStream
 from pdserve.engine.http.timing import TIMING_HEADER, FirstToken
+from pdserve.tracing import Tracer, current_trace
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +85,8 @@ class HttpRequest:
     """This server's end aborted the request."""
     answered: asyncio.Event = field(default_factory=asyncio.Event)
     started_s: float = field(default_factory=time.monotonic)
+    ended_s: float = 0.0
+    """When its answer was complete: SGLang has more to do behind a stream, for seconds."""
     turns_wanted: int | None = None
     """The segments that get recorded tokens, a bit for each, as another worker has chosen. None: none has."""
     turns_taken: int = 0
@@ -99,6 +108,11 @@ class HttpRequest:
         self.is_cut_short = bool(running) or not any(one.was_sent for one in made)
         for one in running:
             one.abort()
+
+    def complete(self) -> None:
+        """The answer is complete, or nothing more of it comes."""
+        self.ended_s = self.ended_s or time.monotonic()
+        self.answered.set()
 
     def stop(self) -> None:
         """The end of this server aborted some of the request."""
@@ -130,10 +144,20 @@ def _as_current(request: HttpRequest) -> Iterator[None]:
 class RequestTracking:
     """ASGI middleware; see the module's docstring."""
 
-    def __init__(self, app: AsgiApp, on_start: Callable[[HttpRequest], None] | None = None) -> None:
-        """`on_start` is told of every generating request, before the engine is."""
+    def __init__(
+        self,
+        app: AsgiApp,
+        on_start: Callable[[HttpRequest], None] | None = None,
+        tracer: Tracer | None = None,
+        role: str = "",
+    ) -> None:
+        """`on_start` is told of every generating request, before the engine is. `tracer`: of the spans, which
+        say the worker's role.
+        """
         self._app = app
         self._on_start = on_start
+        self._tracer = tracer
+        self._role = role
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] not in GENERATING_PATHS:
@@ -155,20 +179,43 @@ class RequestTracking:
             send,
             on_left=request.leave,
             more_headers=request.headers,
-            on_complete=request.answered.set,
+            on_complete=request.complete,
             is_stopped=lambda: request.is_stopped,
         )
         reader = asyncio.create_task(connection.read())
         try:
-            with _as_current(request):
+            with _as_current(request), self._traced(request, scope, connection):
                 await self._app(scope, connection.receive, connection.send)
         except BrokenOff as error:
             logger.info("request %s is not answered to its end: %s", request.request_id, error)
         finally:
-            request.answered.set()
+            request.complete()
             reader.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await reader
+
+    @contextlib.contextmanager
+    def _traced(self, request: HttpRequest, scope: Scope, connection: Connection) -> Iterator[None]:
+        if self._tracer is None:
+            yield
+            return
+        said = {"url.path": request.path, "pdserve.request_id": request.request_id}
+        name = f"{self._role} {request.path}"
+        trace = self._tracer.begin(name, dict(scope["headers"]), request.started_s, **said)
+        token = current_trace.set(trace)
+        try:
+            yield
+        finally:
+            current_trace.reset(token)
+            at_s, status = request.started_s, connection.status
+            for part, spent_s in request.first.parts_s.items() if request.first is not None else ():
+                trace.part(part, at_s, at_s + spent_s)
+                at_s += spent_s
+            error = f"status {status}" if status is not None and status >= 500 else ""
+            if request.left.is_set():
+                error = "the client left"
+            ended_s = request.ended_s or time.monotonic()
+            trace.end(ended_s, error, **{"http.response.status_code": status})
 
 
 def _request_id(scope: Scope) -> str:

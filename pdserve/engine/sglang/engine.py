@@ -10,7 +10,7 @@ from pdserve.engine.contract.endpoints import Contract
 from pdserve.engine.drain import Drain
 from pdserve.engine.fingerprints import chat_template_fingerprint, tokenizer_fingerprint
 from pdserve.engine.http.timing import WorkerMetrics
-from pdserve.engine.sglang import anthropic_usage, long_texts, text_offsets
+from pdserve.engine.sglang import serving, text_offsets
 from pdserve.engine.sglang.abilities import contract_of
 from pdserve.engine.sglang.exact_turns import SglangTurns, tokenizer_of
 from pdserve.engine.sglang.tokenizer_manager import names_media
@@ -39,6 +39,7 @@ class Engine:
         self.turns: SglangTurns | None = None
         """None until there is a tokenizer manager, and where prompts stay as they are."""
         self._exact = exact
+        self._memory = Memory(MEMORY_BYTES)
         self._shelf = shelf
         self._drain = drain
         self._metrics = metrics
@@ -49,9 +50,11 @@ class Engine:
         self.contract = contract_of(tokenizer_manager)
         self.turns = self._make_turns()
         tokenizer_manager.track(self._metrics, lambda: self._drain.is_closed, self.turns)
-        long_texts.install(tokenizer_manager.text_threads)
         text_offsets.install()
-        anthropic_usage.install(tokenizer_manager.server_args.page_size)
+
+    def take_places(self) -> None:
+        """SGLang's app has its serving objects, and answers no request yet."""
+        serving.take_places(self.app_state, self.tokenizer_manager.server_args.page_size)
 
     def _make_turns(self) -> SglangTurns | None:
         manager, exact, count = self.tokenizer_manager, self._exact, self._metrics.count_turn
@@ -60,7 +63,7 @@ class Engine:
             return None
         if self._shelf is not None:
             self._shelf.warm()
-        turns = ExactTurns(tokenizer, Memory(MEMORY_BYTES), self._shelf, count)
+        turns = ExactTurns(tokenizer, self._memory, self._shelf, count)
         return SglangTurns(manager, turns, count)
 
     @property
@@ -73,6 +76,14 @@ class Engine:
         """SGLang serves, and has not called itself unhealthy since."""
         manager = self.tokenizer_manager
         return manager is not None and str(manager.server_status.value) == "Up"
+
+    async def flush(self, timeout_s: float) -> str:
+        """Empty this worker's own caches once no request runs, within this time. Why they are not; empty:
+        they are.
+        """
+        self._memory.clear()
+        said = await self.tokenizer_manager.flush_cache(timeout_s=timeout_s)
+        return "" if said.success else str(said.message or "requests run")
 
     def facts(self) -> dict[str, Any]:
         """What `/pd/info` says of the model and of how this SGLang reads prompts."""

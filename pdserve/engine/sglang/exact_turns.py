@@ -1,9 +1,9 @@
 """SGLang's chats and exact turns (`engine/turns`): prompts get recorded tokens, and answers are recorded.
 
 SGLang (0.5.23) renders a chat's template to text and encodes it (`parallel_prompt_encode`), in a thread. The
-text is lost then. So the tokens are a list that remembers its text (`Rendered`), and it reaches
-`generate_request` as it is. What SGLang makes otherwise is an ordinary list, and is left alone: prompts of
-multimodal models and of templates that yield tokens, `input_ids` and begun answers of clients.
+text is lost then. So the tokens are a list that remembers its text (`Rendered`, made in `serving`), and it
+reaches `generate_request` as it is. What SGLang makes otherwise is an ordinary list, and stays: prompts
+of multimodal models and of templates that yield tokens, `input_ids` and begun answers of clients.
 
 A direct hand-off is left alone. Both workers begin at the same time, so neither can tell the other what it
 chose, and the KV of other tokens would be wrong.
@@ -11,8 +11,6 @@ chose, and the KV of other tokens would be wrong.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,47 +40,6 @@ class Rendered(list[int]):
         rendered = cls(ids)
         rendered.text = text
         return rendered
-
-
-@functools.cache
-def chat_class() -> type[Any]:
-    """SGLang's serving of chats, whose prompts keep their text (`TokenizerManager.serving_chat_class`), as
-    those of Responses do. Imports SGLang.
-    """
-    from sglang.srt.entrypoints.openai import serving_chat, serving_responses
-
-    encode = serving_chat.parallel_prompt_encode
-
-    def encode_kept(tokenizer: Any, text: Any, encode_kwargs: Any = None) -> Any:
-        return Rendered.of(encode(tokenizer, text, encode_kwargs), text)
-
-    serving_chat.parallel_prompt_encode = encode_kept
-
-    make_request = inspect.unwrap(serving_responses.OpenAIServingResponses._make_request)
-
-    @functools.wraps(make_request)
-    async def make_counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        made = await make_request(self, *args, **kwargs)
-        messages, _, [ids], _ = made
-        if isinstance(ids, Rendered):
-            ids.answers = sum(_role_of(message) == "assistant" for message in messages)
-        return made
-
-    serving_responses.OpenAIServingResponses._make_request = make_counted
-
-    class Chat(serving_chat.OpenAIServingChat):  # type: ignore[misc]  # SGLang ships no types
-        def _convert_to_internal_request(self, request: Any, raw_request: Any = None) -> Any:
-            converted, asked = super()._convert_to_internal_request(request, raw_request)
-            ids = getattr(converted, "input_ids", None)
-            if isinstance(ids, Rendered):
-                ids.answers = sum(_role_of(message) == "assistant" for message in request.messages)
-            return converted, asked
-
-    return Chat
-
-
-def _role_of(message: Any) -> Any:
-    return message.get("role") if isinstance(message, dict) else getattr(message, "role", "")
 
 
 class ModelTokenizer:

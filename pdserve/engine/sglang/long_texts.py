@@ -1,8 +1,8 @@
 """Long texts are tokenized beside SGLang's event loop.
 
-SGLang (0.5.23) uses threads for OpenAI's chats only. Anthropic's chats, `/tokenize`, and the texts of
-`/generate`, `/v1/completions` and `/v1/embeddings` (`TokenizerManager._tokenize_texts`) are tokenized in its
-event loop: then no stream goes on. Rust tokenizers let other threads run meanwhile.
+SGLang (0.5.23) uses threads for OpenAI's chats only. It tokenizes Anthropic's chats, `/tokenize`, and the
+texts of `/generate`, `/v1/completions` and `/v1/embeddings` (`TokenizerManager._tokenize_texts`) in its event
+loop: then no stream goes on. Rust tokenizers let other threads run meanwhile.
 
     text of more than `SHORT_CHARS`, each `/tokenize`, and   in a thread; those of more than `HUGE_CHARS` in
     each of Anthropic's chats                                threads of their own
@@ -16,9 +16,6 @@ import contextvars
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
-
-import msgspec
-from fastapi.responses import Response
 
 SHORT_CHARS: Final = 4096
 """About 2 ms of tokenizing; a change of threads takes a twentieth of it."""
@@ -44,73 +41,6 @@ class TextThreads:
         context = contextvars.copy_context()
         threads = self._huge if size_chars > HUGE_CHARS else self._long
         return asyncio.get_running_loop().run_in_executor(threads, context.run, work)
-
-
-def install(threads: TextThreads) -> None:
-    """Have `/tokenize` and Anthropic's chats work in these threads. Imports SGLang's serving."""
-    from sglang.srt.entrypoints.openai.serving_tokenize import OpenAIServingTokenize
-
-    handle = OpenAIServingTokenize._handle_non_streaming_request
-
-    async def handle_beside(self: Any, adapted: Any, request: Any, raw_request: Any) -> Any:
-        size_chars = HUGE_CHARS + 1 if request.messages else chars(request.prompt)
-        return await threads.finish(
-            lambda: _answered(handle(self, adapted, request, raw_request)), size_chars
-        )
-
-    OpenAIServingTokenize._handle_non_streaming_request = handle_beside
-    _install_for_anthropic(threads)
-
-
-def _install_for_anthropic(threads: TextThreads) -> None:
-    from sglang.srt.entrypoints.anthropic.serving import AnthropicServing
-    from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
-
-    count, convert = AnthropicServing.handle_count_tokens, OpenAIServingChat._convert_to_internal_request
-    converted: contextvars.ContextVar[tuple[Any, asyncio.Future[Any]] | None]
-    converted = contextvars.ContextVar("converted", default=None)
-
-    async def count_beside(self: Any, request: Any, raw_request: Any) -> Any:
-        return await threads.finish(lambda: count(self, request, raw_request), _body_bytes(raw_request))
-
-    def convert_or_take(self: Any, request: Any, raw_request: Any = None) -> Any:
-        ready = converted.get()
-        if ready is not None and ready[0] is request:
-            return ready[1].result()
-        return convert(self, request, raw_request)
-
-    def converting(handle: Callable[..., Coroutine[Any, Any, Any]]) -> Callable[..., Any]:
-        async def converted_beside(self: Any, chat: Any, request: Any, raw_request: Any) -> Any:
-            serving = self.openai_serving_chat
-            if not serving._validate_request(chat):  # else SGLang answers what is wrong
-                making = threads.in_thread(
-                    lambda: convert(serving, chat, raw_request), _body_bytes(raw_request)
-                )
-                await asyncio.wait([making])
-                converted.set((chat, making))  # in the context of this request
-            return await handle(self, chat, request, raw_request)
-
-        return converted_beside
-
-    AnthropicServing.handle_count_tokens = count_beside
-    AnthropicServing._handle_non_streaming = converting(AnthropicServing._handle_non_streaming)
-    AnthropicServing._handle_streaming = converting(AnthropicServing._handle_streaming)
-    OpenAIServingChat._convert_to_internal_request = convert_or_take
-
-
-def _body_bytes(raw_request: Any) -> int:
-    said = raw_request.headers.get("content-length", "")
-    return int(said) if said.isdigit() else HUGE_CHARS + 1
-
-
-async def _answered(answer: Coroutine[Any, Any, Any]) -> Any:
-    """The answer in bytes, since a list of millions of tokens takes long to write."""
-    from sglang.srt.entrypoints.openai.protocol import TokenizeResponse
-
-    said = await answer
-    if not isinstance(said, TokenizeResponse):
-        return said
-    return Response(msgspec.json.encode(said.__dict__), media_type="application/json")
 
 
 def chars(texts: Any) -> int:

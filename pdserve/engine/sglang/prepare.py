@@ -1,5 +1,8 @@
 """Steps of a process before and after its first import of SGLang. A worker's environment, which its children
 inherit, decides them.
+
+A start takes long, so a line says each time what is going on. SGLang configures logging while it starts;
+these lines are shown whatever level it sets, in its format once it has one.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator
+from typing import Final
 
 from pdserve.engine.device import (
     ENGINE_ENV,
@@ -22,7 +26,18 @@ from pdserve.engine.device import (
     Device,
     cpu_ranks_env,
 )
-from pdserve.engine.progress import leave_out_no_news
+
+START: Final = logging.getLogger("pdserve.start")
+"""The steps of a start, for people."""
+
+NO_NEWS: Final = {
+    "sglang.srt.utils.common": ("Fail to set RLIMIT_NOFILE",),
+    "sglang.srt.arg_groups.attention_hook": ("Cuda graph is disabled because of using torch native",),
+    "sglang.srt.distributed.bootstrap": ("init_cpu_threads_env and shared memory based AllReduce",),
+}
+"""By SGLang's logger: how warnings begin that every worker on a CPU would show and nobody can act on. The
+limit of open files is pdserve's own affair (`raise_open_files`).
+"""
 
 
 def choose(device: Device, *, several_hosts: bool = False) -> None:
@@ -116,3 +131,28 @@ def load_plugins() -> None:
     from sglang.srt.plugins import load_plugins as load
 
     load()
+
+
+def show_start() -> None:
+    """Show the lines of `START` from now on; called before SGLang is imported."""
+    START.setLevel(logging.INFO)
+    if not logging.root.handlers:
+        logging.basicConfig(format="[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+
+
+def leave_out_no_news() -> None:
+    """Drop the warnings of `NO_NEWS`, in this process and its forked children, unless the level is debug."""
+    for name, beginnings in NO_NEWS.items():
+        logging.getLogger(name).addFilter(_Without(beginnings))
+
+
+class _Without(logging.Filter):
+    def __init__(self, beginnings: tuple[str, ...]) -> None:
+        super().__init__()
+        self._beginnings = beginnings
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is shown."""
+        return logging.root.isEnabledFor(logging.DEBUG) or not record.getMessage().startswith(
+            self._beginnings
+        )

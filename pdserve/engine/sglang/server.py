@@ -29,10 +29,10 @@ from typing import Any
 
 from pdserve.engine.drain import Client, Drain
 from pdserve.engine.sglang.engine import Engine
+from pdserve.engine.sglang.http_server import sglang_server
 from pdserve.engine.sglang.server_args import ranks_here
-from pdserve.engine.sglang.tls import serving
 from pdserve.engine.sglang.tokenizer_manager import manager_class
-from pdserve.engine.sglang.warm_up import WarmUp
+from pdserve.engine.sglang.warm_up import warm_up
 from pdserve.errors import StartupError
 from pdserve.resources.memory import GB, release_s
 from pdserve.security.tls import Certificates
@@ -77,19 +77,18 @@ def serve(
 
     `bound`: where it listens (`bind_address`). `configure_app` gets SGLang's FastAPI app when SGLang's
     processes run and before the server does; it may start threads, which nothing before it may
-    (children/forked.py). `on_ready` is called, in another thread, once a first generation has gone through.
-    Raises StartupError when SGLang does not start or one of its processes dies.
+    (children/forked.py). `on_ready` is called once a first generation has gone through. Raises StartupError
+    when SGLang does not start or one of its processes dies.
     """
     from sglang.srt.entrypoints import engine as engine_module
-    from sglang.srt.entrypoints import http_server
-    from sglang.srt.entrypoints.engine import init_tokenizer_manager
+    from sglang.srt.entrypoints.http_server import app
     from sglang.srt.utils import kill_process_tree
 
     from pdserve.engine.sglang.children import entry, forked
 
     entry.install()
     forked.install(engine_module, server_args, bound)
-    engine.app = http_server.app
+    engine.app = app
     held_s = release_s(server_args.hicache_size * GB * ranks_here(server_args))
     ending = _Ending(drain, held_s)
     drain.add(lambda: ending.unfinished)
@@ -97,27 +96,33 @@ def serve(
     def init_manager(*args: Any, **kwargs: Any) -> Any:
         # By now the children run, and SGLang's own handler, which kills this process outright, is in place.
         signal.signal(signal.SIGQUIT, _child_failed)
-        manager, templates = init_tokenizer_manager(*args, **kwargs, TokenizerManagerClass=manager_class())
+        kwargs["TokenizerManagerClass"] = manager_class()
+        manager, templates = engine_module.init_tokenizer_manager(*args, **kwargs)
         manager.signal_handler_class = ending.handler_class()
         engine.begin(manager)
-        configure_app(http_server.app)
+        configure_app(app)
         return manager, templates
 
-    def on_warm() -> None:
-        engine.has_started = True
-        on_ready()
-
-    warm_up = WarmUp(lambda: ending.is_under_way, on_warm)
+    async def first() -> None:
+        engine.take_places()
+        try:
+            await warm_up(engine.tokenizer_manager)
+        # boundary: a task that nobody awaits; the worker ends as by the failure of one of its processes
+        except Exception as error:
+            logger.error("the first generation failed: %s", str(error) or type(error).__name__)  # noqa: TRY400
+            ending.failed = True
+            ending.begin(engine.tokenizer_manager)
+            return
+        if not ending.is_under_way:
+            engine.has_started = True
+            on_ready()
 
     try:
-        with serving(http_server, certificates, bound, warm_up.listening):
-            http_server.launch_server(
-                server_args,
-                init_tokenizer_manager_func=init_manager,
-                run_scheduler_process_func=entry.run_scheduler_process,
-                run_detokenizer_process_func=entry.run_detokenizer_process,
-                execute_warmup_func=lambda _args: warm_up.run(engine.tokenizer_manager),
-            )
+        launched = engine_module.Engine._launch_subprocesses(
+            server_args, init_manager, entry.run_scheduler_process, entry.run_detokenizer_process
+        )
+        if not server_args.node_rank:  # else its ranks have ended with those of the first host
+            sglang_server(server_args, launched, certificates, bound, first).run()
     except (RuntimeError, ValueError, AssertionError) as error:  # what SGLang raises for what it cannot run
         what = "ended" if engine.has_started else "did not start"
         raise StartupError(f"SGLang {what}: {_first_line(error)}") from error

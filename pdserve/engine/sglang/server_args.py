@@ -20,6 +20,9 @@ STORED_DRAFTS: Final = ("EAGLE", "EAGLE3", "STANDALONE", "NGRAM")
 """Values of --speculative-algorithm. NEXTN is SGLang's other name of EAGLE."""
 WITH_SCALES: Final = frozenset({"mxfp8", "nvfp4", "fp4_mx_block16"})
 """KV types with scales beside the values, which SGLang keeps in host memory and never stores."""
+_STAGES: Final = 'engine.hicache_host_memory_mode = "buffer_only"'
+_NO_STAGES: Final = 'engine.hicache_host_memory_mode = "cache"'
+_NO_STORAGE: Final = 'storage = "none"'
 _SECRET = frozenset({"api_key", "admin_api_key"})
 _SHOWN_CHARACTERS = 60
 _MISSING: Final = object()
@@ -100,60 +103,38 @@ def ranks_here(found: Any) -> int:
     return max(1, rank_count(found) // int(found.nnodes))
 
 
-def check_host_memory(found: Any) -> None:
-    """Raises ConfigError where host memory cannot be as the resolved arguments want it."""
-    if found.hicache_host_memory_mode == "buffer_only" and found.pp_size > 1:
-        # a fetch's outcome goes from rank to rank there, and a pull would end at another step on each of them
-        raise ConfigError(
-            'engine.hicache_host_memory_mode = "buffer_only" and --pp-size over 1 exclude each other: take '
-            '"cache"'
-        )
-
-
-def check_kv_dtype(found: Any) -> None:
-    """Raises ConfigError for a KV type whose pages never leave host memory (SGLang 0.5.23)."""
-    if found.enable_hierarchical_cache and found.kv_cache_dtype in WITH_SCALES:
-        raise ConfigError(
-            f"--kv-cache-dtype {found.kv_cache_dtype}: SGLang keeps scales beside its values, and stores no "
-            'such pages: take fp8_e4m3, or storage = "none"'
-        )
-
-
-def check_sessions(found: Any) -> None:
-    """Raises ConfigError for streaming sessions beside HiCache. In SGLang 0.5.23 a session's second turn ends
-    the scheduler: it asks the tree about a node of the session's own (`_prefetch_kvcache`, `_VirtualNode`).
+def check_supported(found: Any) -> None:
+    """Raises ConfigError for resolved arguments with which SGLang 0.5.23 stores no pages, ends in the middle,
+    or was never seen to store them.
     """
-    if found.enable_hierarchical_cache and found.enable_streaming_session:
-        raise ConfigError(
-            "--enable-streaming-session: with HiCache, SGLang ends at a session's second turn: leave it out, "
-            'or take storage = "none"'
-        )
-
-
-def check_drafts(found: Any) -> None:
-    """Raises ConfigError for speculative decoding whose pages were never seen to be stored."""
-    algorithm = found.speculative_algorithm
+    algorithm, stages = found.speculative_algorithm, found.hicache_host_memory_mode == "buffer_only"
+    drafts = f"--speculative-algorithm {algorithm}"
     if found.device == "cpu" and algorithm == "NGRAM":
-        raise ConfigError(
-            f"--speculative-algorithm {algorithm}: SGLang has it on a CPU with its own kernels only"
-        )
-    if algorithm is None or not found.enable_hierarchical_cache:
+        raise ConfigError(f"{drafts}: SGLang has it on a CPU with its own kernels only")
+    if not found.enable_hierarchical_cache:
         return
-    if algorithm not in STORED_DRAFTS:
-        raise ConfigError(
-            f"--speculative-algorithm {algorithm}: pdserve has not seen SGLang store its pages: take one of "
-            f'{", ".join(STORED_DRAFTS)}, or storage = "none"'
-        )
-    if found.disaggregation_mode != "null":
-        raise ConfigError(
-            f"--speculative-algorithm {algorithm}: pdserve has not seen drafts handed over directly: take "
-            'handoff = "pool"'
-        )
-    if found.hicache_host_memory_mode == "buffer_only":
-        raise ConfigError(
-            f"--speculative-algorithm {algorithm}: pdserve has not seen drafts staged in host memory: take "
-            'engine.hicache_host_memory_mode = "cache"'
-        )
+    if stages and found.pp_size > 1:
+        # a fetch's outcome goes from rank to rank there, and a pull would end at another step on each of them
+        refused = f"{_STAGES} and --pp-size over 1 exclude each other", _NO_STAGES
+    elif found.kv_cache_dtype in WITH_SCALES:
+        said = "SGLang keeps scales beside its values, and stores no such pages"
+        refused = f"--kv-cache-dtype {found.kv_cache_dtype}: {said}", f"fp8_e4m3, or {_NO_STORAGE}"
+    elif found.enable_streaming_session:
+        # it asks the tree about a node of the session's own (`_prefetch_kvcache`, `_VirtualNode`)
+        said = "with HiCache, SGLang ends at a session's second turn"
+        refused = f"--enable-streaming-session: {said}", _NO_STORAGE
+    elif algorithm is None:
+        return
+    elif algorithm not in STORED_DRAFTS:
+        said = f"one of {', '.join(STORED_DRAFTS)}, or {_NO_STORAGE}"
+        refused = f"{drafts}: pdserve has not seen SGLang store its pages", said
+    elif found.disaggregation_mode != "null":
+        refused = f"{drafts}: pdserve has not seen drafts handed over directly", 'handoff = "pool"'
+    elif stages:
+        refused = f"{drafts}: pdserve has not seen drafts staged in host memory", _NO_STAGES
+    else:
+        return
+    raise ConfigError(": take ".join(refused))
 
 
 def check_needs(found: Any, own: Any, needed: Mapping[str, str]) -> None:

@@ -44,8 +44,9 @@ from pdserve.engine.page_names import HASHED_AT_ONCE_TOKENS
 from pdserve.engine.sglang.answers import first_token, is_aborted, note_counts, tell_counts, under_one_id
 from pdserve.engine.sglang.children.scheduler import salted
 from pdserve.engine.sglang.continuation import Continuation, extend_prompt, marked
-from pdserve.engine.sglang.exact_turns import SglangTurns, chat_class
+from pdserve.engine.sglang.exact_turns import SglangTurns
 from pdserve.engine.sglang.long_texts import SHORT_CHARS, TextThreads, chars
+from pdserve.engine.sglang.serving import chat_class
 from pdserve.engine.sglang.text_offsets import locate
 from pdserve.engine.turns.exact import Turn
 from pdserve.errors import RequestError

@@ -15,12 +15,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 from pdserve.engine.turns.record import Memory
 from pdserve.engine.turns.segments import Prompt, StopTokens, cut, scope_of
 from pdserve.engine.turns.shelf import LateError
+from pdserve.kvpool.namespaces.tenants import tenant_of
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +45,10 @@ class Tokenizer(Protocol):
 class Records(Protocol):
     """The records in the pool (`shelf.Shelf`)."""
 
-    async def read(self, keys: Sequence[bytes]) -> Mapping[bytes, list[int]]:
+    async def read(self, keys: Sequence[bytes], tenant: str) -> Mapping[bytes, list[int]]:
         """Raises LateError."""
 
-    def write(self, key: bytes, ids: Sequence[int]) -> asyncio.Future[bool] | None: ...
+    def write(self, key: bytes, ids: Sequence[int], tenant: str) -> asyncio.Future[bool] | None: ...
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,8 @@ class Turn:
     """A bit for each segment with recorded tokens."""
     outcome: str = ""
     """A word for the metrics; empty: there was no answer to look for."""
+    tenant: str = ""
+    """Whose conversation it is; empty: nobody's."""
 
 
 class ExactTurns:
@@ -100,9 +103,10 @@ class ExactTurns:
             prompt = cut(asked.text, asked.ids, tokens, scope)
         else:
             prompt = await asyncio.to_thread(cut, asked.text, asked.ids, tokens, scope)
-        turn = None if prompt is None else Turn(prompt, list(asked.ids))
+        tenant = tenant_of(asked.cache_salt)
+        turn = None if prompt is None else Turn(prompt, list(asked.ids), tenant=tenant)
         if turn is not None and asked.answers:
-            turn = await self._spliced(turn, asked, wanted)
+            turn = replace(await self._spliced(turn, asked, wanted), tenant=tenant)
         outcome = "not_cut" if turn is None else turn.outcome
         if is_counted and asked.answers and outcome:
             self._count(outcome)
@@ -125,7 +129,7 @@ class ExactTurns:
         if key is None:
             return None
         self._memory.put(key, ids)
-        return None if self._records is None else self._records.write(key, ids)
+        return None if self._records is None else self._records.write(key, ids, turn.tenant)
 
     async def _spliced(self, turn: Turn, asked: Asked, wanted: int | None) -> Turn:
         prompt = turn.prompt
@@ -133,7 +137,7 @@ class ExactTurns:
             numbers = prompt.candidates(asked.answers)
         else:
             numbers = [number for number in range(len(prompt.keys)) if wanted >> number & 1]
-        found, problem = await self._found(prompt, numbers)
+        found, problem = await self._found(prompt, numbers, turn.tenant)
         ids = prompt.with_ids(found)
         other = [number for number, one in found.items() if list(one) != list(prompt.ids[number])]
         if wanted is not None and len(found) < len(numbers):
@@ -147,7 +151,9 @@ class ExactTurns:
         outcome = "lost" if problem == "lost" else "spliced"
         return Turn(prompt, ids, sum(1 << number for number in other), outcome)
 
-    async def _found(self, prompt: Prompt, numbers: Sequence[int]) -> tuple[dict[int, Sequence[int]], str]:
+    async def _found(
+        self, prompt: Prompt, numbers: Sequence[int], tenant: str
+    ) -> tuple[dict[int, Sequence[int]], str]:
         """Recorded tokens that make their segment's text, and what was wrong where some are not there."""
         found, unknown, problem = {}, [], ""
         for number in numbers:
@@ -159,7 +165,7 @@ class ExactTurns:
         if not unknown or self._records is None:
             return found, problem
         try:
-            read = await self._records.read([prompt.keys[number] for number in unknown])
+            read = await self._records.read([prompt.keys[number] for number in unknown], tenant)
         except LateError:
             return found, "late"
         new = {number: read[key] for number in unknown if (key := prompt.keys[number]) in read}

@@ -102,6 +102,11 @@ class Memory:
         while self.size_bytes > self._capacity_bytes:
             self._drop(next(iter(self._records)))
 
+    def clear(self) -> None:
+        """Forget all."""
+        self._records.clear()
+        self.size_bytes = 0
+
     def _drop(self, key: bytes) -> None:
         if (old := self._records.pop(key, None)) is not None:
             self.size_bytes -= _size_bytes(old)

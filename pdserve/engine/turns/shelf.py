@@ -7,6 +7,7 @@ Reading and writing block, so threads do it, each kind its own, with bounded que
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,7 +37,7 @@ class LateError(Exception):
 
 
 class Namespace(Protocol):
-    """Where the worker's pages are at present; an `AsyncPoolClient`."""
+    """Where the worker's pages are; an `AsyncPoolClient`."""
 
     config: PoolClientConfig
     namespace: str
@@ -48,10 +49,17 @@ class Shelf:
 
     def __init__(self, pages: Namespace, lookup_s: float) -> None:
         """Connects lazily, or by `warm`."""
-        self._pages = pages
         self._lookup_s = lookup_s
         self._readers = _Threads(_READERS)
         self._writers = _Threads(_WRITERS)
+        self._connect = functools.partial(
+            PoolClient,
+            _own_config(pages.config, lookup_s),
+            pages.namespace,
+            pages.geometry,
+            name=_NAME,
+            connections=_READERS + _WRITERS,
+        )
         self._client: PoolClient | None = None
         self._closed = False
 
@@ -59,12 +67,12 @@ class Shelf:
         """Connect in the background: within the time of a lookup that may not be possible."""
         self._submit(self._readers, lambda client: client.check())
 
-    async def read(self, keys: Sequence[bytes]) -> dict[bytes, list[int]]:
-        """The records that the pool has of the last `MAX_KEYS` of these keys. Raises LateError."""
+    async def read(self, keys: Sequence[bytes], tenant: str = "") -> dict[bytes, list[int]]:
+        """The tenant's records that the pool has of the last `MAX_KEYS` of these keys. Raises LateError."""
         wanted = list(keys)[-MAX_KEYS:]
         if not wanted:
             return {}
-        work = self._submit(self._readers, lambda client: _read(client, wanted))
+        work = self._submit(self._readers, lambda client: _read(client, wanted, tenant))
         if work is None:
             raise LateError("the threads are busy")
         try:
@@ -72,12 +80,12 @@ class Shelf:
         except TimeoutError:
             raise LateError("the pool is late") from None
 
-    def write(self, key: bytes, ids: Sequence[int]) -> asyncio.Future[bool] | None:
+    def write(self, key: bytes, ids: Sequence[int], tenant: str = "") -> asyncio.Future[bool] | None:
         """Store a record in the background. None: it is not stored, being too long, or too many wait."""
         if not 0 < len(ids) <= record.MAX_TOKENS:
             return None
         kept = list(ids)
-        work = self._submit(self._writers, lambda client: _write(client, key, kept))
+        work = self._submit(self._writers, lambda client: _write(client, key, kept, tenant))
         return None if work is None else asyncio.wrap_future(work)
 
     def close(self) -> None:
@@ -92,20 +100,8 @@ class Shelf:
     def _submit(self, threads: _Threads, work: Callable[[PoolClient], T]) -> Future[T] | None:
         if self._closed:
             return None
-        client = self._present_client()
+        client = self._client = self._client or self._connect()
         return threads.submit(lambda: work(client))
-
-    def _present_client(self) -> PoolClient:
-        """The client of the pages' namespace, which is another one once weights were replaced."""
-        pages, client = self._pages, self._client
-        if client is None or client.namespace != pages.namespace:
-            if client is not None:
-                client.close()
-            config = _own_config(pages.config, self._lookup_s)
-            client = self._client = PoolClient(
-                config, pages.namespace, pages.geometry, name=_NAME, connections=_READERS + _WRITERS
-            )
-        return client
 
 
 class _Threads:
@@ -139,16 +135,16 @@ def _own_config(config: PoolClientConfig, lookup_s: float) -> PoolClientConfig:
     )
 
 
-def _read(client: PoolClient, keys: Sequence[bytes]) -> dict[bytes, list[int]]:
+def _read(client: PoolClient, keys: Sequence[bytes], tenant: str) -> dict[bytes, list[int]]:
     firsts = [np.empty(record.PAGE_BYTES, np.uint8) for _ in keys]
-    there = client.get(keys, [[page] for page in firsts])
+    there = client.get(keys, [[page] for page in firsts], tenant=tenant)
     first = {key: page for key, page, found in zip(keys, firsts, there, strict=True) if found}
     counts = {key: record.page_count(page) for key, page in first.items()}
     rest = [(key, name) for key, count in counts.items() for name in record.page_keys(key, count)[1:]]
     pages = [np.empty(record.PAGE_BYTES, np.uint8) for _ in rest]
     more: dict[bytes, list[record.Page]] = {}
     if rest:
-        found_more = client.get([name for _, name in rest], [[page] for page in pages])
+        found_more = client.get([name for _, name in rest], [[page] for page in pages], tenant=tenant)
         for (key, _), page, found in zip(rest, pages, found_more, strict=True):
             if found:
                 more.setdefault(key, []).append(page)
@@ -159,6 +155,6 @@ def _read(client: PoolClient, keys: Sequence[bytes]) -> dict[bytes, list[int]]:
     }
 
 
-def _write(client: PoolClient, key: bytes, ids: Sequence[int]) -> bool:
+def _write(client: PoolClient, key: bytes, ids: Sequence[int], tenant: str) -> bool:
     pages = record.to_pages(ids)
-    return all(client.put(record.page_keys(key, len(pages)), [[page] for page in pages]))
+    return all(client.put(record.page_keys(key, len(pages)), [[page] for page in pages], tenant))

@@ -88,8 +88,8 @@ class AsyncNodeLink:
         """The node is up or restarting."""
         return self._health.reachable
 
-    async def ask(self, make: MakeRequest, deadline: Deadline) -> Reply:
-        """Send a request and return the node's reply.
+    async def ask(self, make: MakeRequest, deadline: Deadline, name: str = "") -> Reply:
+        """Send a request and return the node's reply. `name`: see `AsyncControl.number_of`.
 
         A connection that the node has closed is replaced once, and an announced restart is waited for.
         Neither counts against the node. Raises PoolUnavailable (at once while the node is down), PoolTimeout,
@@ -104,7 +104,11 @@ class AsyncNodeLink:
                     raise
                 continue
             try:
-                return await self._bounded(control, generation, make, deadline.at_s)
+                reply = await self._bounded(control, generation, make, deadline.at_s, name)
+                is_gone = isinstance(reply, Fault) and reply.code == "unknown_namespace"
+                if is_gone and control.forgets(name):  # the tenant's pages were deleted
+                    reply = await self._bounded(control, generation, make, deadline.at_s, name)
+                return reply
             except PoolUnavailable as error:
                 excusable = excused and (not is_new or isinstance(error, LastWordsLost))
                 cause = cause_of(error, connected=True, excusable=excusable)
@@ -200,14 +204,15 @@ class AsyncNodeLink:
             self._lose(generation, Cause.RESTARTING, error)
 
     async def _bounded(
-        self, control: AsyncControl, generation: int, make: MakeRequest, deadline_s: float
+        self, control: AsyncControl, generation: int, make: MakeRequest, deadline_s: float, name: str
     ) -> Reply:
         asked_s = time.monotonic()
         left_s = deadline_s - asked_s
         if left_s <= 0:
             raise PoolTimeout(f"pool node {self.name}: connecting took all the time")
         try:
-            return await control.call(lambda i: make(i, control.namespace), left_s)
+            number = await control.number_of(name, left_s)
+            return await control.call(lambda i: make(i, number), left_s)
         except TimeoutError:
             error = PoolTimeout(f"pool node {self.name} did not answer in {left_s:.1f} s")
             # not after a later message, nor after a very short time: other tasks wait on this connection

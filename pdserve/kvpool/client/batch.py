@@ -9,7 +9,7 @@ batch begins no chunk that would not be done by the deadline at the speed seen s
 middle would count against the node.
 
 Chunks of memory that is mapped here are copied by few threads (COPY_THREADS): one moves 8 GB/s, and more take
-cores from the engine. Others wait for their nodes side by side.
+cores from the engine. Others wait for their nodes side by side, over a few streams to each (STREAMS).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import logging
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_all
@@ -30,7 +31,7 @@ from pdserve.kvpool.client.connection_pool import NodeLink, OpenConnection
 from pdserve.kvpool.client.deadline import Deadline
 from pdserve.kvpool.client.operations import Tally
 from pdserve.kvpool.client.topology import PoolLinks
-from pdserve.kvpool.protocol.messages import MAX_BATCH_BYTES, MAX_KEYS, pages_a_message
+from pdserve.kvpool.protocol.messages import MAX_BATCH_BYTES, MAX_KEYS, MAX_PAGES
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -39,8 +40,14 @@ CHUNK_BYTES: Final = MAX_BATCH_BYTES
 """Of pages to move: as much as one message allows, some milliseconds of copying. Shorter ones only cost more
 messages: one stream, or one copying thread, keeps a core busy.
 """
+COPIED_BYTES: Final = 4 * CHUNK_BYTES
+"""Of pages that are copied here. A chunk takes the interpreter two or three times, and each costs up to a
+switch interval beside a busy scheduler; so a batch is one chunk where one thread copies.
+"""
 COPY_THREADS: Final = min(4, max(1, len(os.sched_getaffinity(0)) // 4))
 """Of one client at a time, the calling one among them."""
+STREAMS: Final = min(4, max(1, len(os.sched_getaffinity(0)) // 2))
+"""To one node at a time whose memory is not mapped: each keeps a core busy at both ends."""
 
 
 @dataclass
@@ -53,6 +60,7 @@ class Batch(Generic[T]):
     part: Callable[[OpenConnection, list[int]], list[T]]
     repeatable: bool = True  # a chunk may be repeated after the node has answered part of it
     page_bytes: int = 0  # size of a page to move; 0: a question
+    tenant: str = ""  # whose pages they are
     asked: list[str] = field(init=False)
     """For each key, the node that was asked last."""
 
@@ -67,12 +75,16 @@ class Batch(Generic[T]):
         now_s = time.monotonic()
         return now_s < self._half_s or link.speed.allows(size_bytes, self.deadline.at_s - now_s)
 
-    def divide(self, indices: list[int]) -> list[list[int]]:
-        """The chunks for one node, alike in length and in the order of the keys."""
-        most = MAX_KEYS
+    def divide(self, indices: list[int], *, is_mapped: bool = False) -> list[list[int]]:
+        """The chunks for one node, alike in length and in the order of the keys. `is_mapped`: the node's
+        memory is mapped here.
+        """
+        chunks = -(-len(indices) // MAX_KEYS)
         if self.page_bytes:
-            most = max(1, min(pages_a_message(self.page_bytes), CHUNK_BYTES // self.page_bytes))
-        chunks = -(-len(indices) // most)
+            chunks = -(-len(indices) // max(1, min(MAX_PAGES, CHUNK_BYTES // self.page_bytes)))
+            if is_mapped:
+                most = max(1, min(MAX_PAGES, COPIED_BYTES // self.page_bytes))
+                chunks = max(-(-len(indices) // most), min(COPY_THREADS, chunks))
         return [indices[len(indices) * i // chunks : len(indices) * (i + 1) // chunks] for i in range(chunks)]
 
 
@@ -94,12 +106,19 @@ class BatchRunner:
         If a node fails, the `result` of its keys stays unchanged.
         """
         links = self._links.links
-        parts = [(node, chunk) for node, indices in jobs.items() for chunk in batch.divide(indices)]
+        mapped = {node for node in jobs if batch.page_bytes and node in links and links[node].is_mapped}
+        parts = [
+            (node, chunk)
+            for node, indices in jobs.items()
+            for chunk in batch.divide(indices, is_mapped=node in mapped)
+        ]
         if len(parts) == 1:
             self._do(*parts[0], batch)
             return
-        copied = [batch.page_bytes > 0 and node in links and links[node].is_mapped for node, _ in parts]
-        helpers = copied.count(False) + min(copied.count(True), COPY_THREADS) - 1
+        chunks = Counter(node for node, _ in parts)
+        copied = sum(chunks[node] for node in mapped)
+        streams = sum(min(STREAMS, chunks[node]) for node in jobs if node not in mapped)
+        helpers = streams + min(copied, COPY_THREADS) - 1
         self._run_all([_Chunk(partial(self._do, node, indices, batch)) for node, indices in parts], helpers)
 
     def each(self, nodes: Sequence[str], work: Callable[[str], None]) -> None:
@@ -138,7 +157,10 @@ class BatchRunner:
                 return
             with link.busy(size_bytes):
                 answers = link.use(
-                    batch.deadline, lambda opened: batch.part(opened, indices), repeatable=batch.repeatable
+                    batch.deadline,
+                    lambda opened: batch.part(opened, indices),
+                    repeatable=batch.repeatable,
+                    tenant=batch.tenant,
                 )
         except PoolError as error:
             logger.debug("pool node %s: %s", node, error)

@@ -39,7 +39,7 @@ from pdserve.kvpool.client.operations import (
 from pdserve.kvpool.client.routing import Rings, Search
 from pdserve.kvpool.client.topology import CONNECTIONS, PoolLinks, SharedViews
 from pdserve.kvpool.protocol import messages as m
-from pdserve.kvpool.protocol.page_bytes import PageBuffers
+from pdserve.kvpool.protocol.page_bytes import NO_CHECKSUM, PageBuffers
 from pdserve.kvpool.protocol.page_tag import TAG_BYTES, PageTags
 from pdserve.kvpool.transports.base import Connector
 from pdserve.security.tokens import reveal
@@ -88,21 +88,28 @@ class PoolClient:
 
     # -- reading
 
-    def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        """For each key: whether it is committed, at its owner or its earlier owner."""
+    def exists(self, keys: Sequence[bytes], tenant: str = "") -> list[bool]:
+        """For each key: whether it is committed, at its owner or its earlier owner. `tenant`: whose pages
+        are asked for, here and below; empty: those of nobody.
+        """
         deadline = self._within(self.config.exists_timeout_s)
 
         def part(opened: OpenConnection, indices: list[int]) -> list[bool]:
             return operations.exists(opened, [keys[i] for i in indices], deadline.at_s)
 
-        batch = Batch(keys, [False] * len(keys), deadline, part)
+        batch = Batch(keys, [False] * len(keys), deadline, part, tenant=tenant)
         rings = self._links.rings
         self._runner.run(rings.split(keys), batch)
         self._search_on(batch, rings)
         return batch.result
 
     def get(
-        self, keys: Sequence[bytes], pages: Sequence[PageBuffers], share: SharedReads | None = None
+        self,
+        keys: Sequence[bytes],
+        pages: Sequence[PageBuffers],
+        share: SharedReads | None = None,
+        checksums: list[int] | None = None,
+        tenant: str = "",
     ) -> list[bool]:
         """Read pages into the caller's buffers. True: the buffers hold the page, and its checksum is right;
         with a page key, its tag too.
@@ -112,30 +119,33 @@ class PoolClient:
         Nothing writes into the buffers after the return.
         `share`: other clients of this host that read the same pages. Those of nodes whose memory is mapped
         are read in any case: it is a copy too.
+        `checksums`: one for each key; those of pages that were read are set to what their bytes were found to
+        have, if they were checked, their writer made one, and no tag is among them.
         """
         page_bytes = check_pages(keys, pages)
         deadline = self._within(self.config.get_timeout_s)
-        own: set[int] = set()  # pages that this client read from a node itself
+        shared: set[int] = set()  # pages that came from another client of this host
 
         def part(opened: OpenConnection, indices: list[int]) -> list[bool]:
             chosen = [keys[i] for i in indices], [pages[i] for i in indices]
             read = self._read(opened, *chosen, deadline.at_s, share)
-            found = zip(indices, read.found, read.own, strict=True)
-            own.update(index for index, hit, by_us in found if hit and by_us)
+            shared.update(indices[place] for place in read.shared)
+            if checksums is not None and self.config.checksum and self._tags is None:
+                for index, proof in zip(indices, read.proofs, strict=True):
+                    checksums[index] = proof.checksum if proof is not None else NO_CHECKSUM
             return read.found
 
-        batch = Batch(keys, [False] * len(keys), deadline, part, page_bytes=page_bytes)
+        batch = Batch(keys, [False] * len(keys), deadline, part, page_bytes=page_bytes, tenant=tenant)
         rings = self._links.rings
         self._runner.run(rings.split(keys), batch)
-        first_asked = list(batch.asked)
-        self._search_on(batch, rings)
+        first_asked, searched = list(batch.asked), self._search_on(batch, rings)
         read = [i for i, found in enumerate(batch.result) if found]
         self._tally.add(
             pages_read=len(read),
-            pages_shared=len(read) - len(own),
+            pages_shared=len(shared),
             pages_missed=len(keys) - len(read),
-            pages_fallback=sum(first_asked[i] != batch.asked[i] for i in read),
-            bytes_read=len(own) * page_bytes,
+            pages_fallback=sum(first_asked[i] != batch.asked[i] for i in read) if searched else 0,
+            bytes_read=(len(read) - len(shared)) * page_bytes,
         )
         return batch.result
 
@@ -161,7 +171,7 @@ class PoolClient:
 
     # -- writing
 
-    def put(self, keys: Sequence[bytes], pages: Sequence[PageBuffers]) -> list[bool]:
+    def put(self, keys: Sequence[bytes], pages: Sequence[PageBuffers], tenant: str = "") -> list[bool]:
         """Write pages. True: the page is in the pool, or another writer is writing it.
 
         `pages`: as for `get`. Raises PageMismatch. Nothing reads from the buffers after the return.
@@ -177,7 +187,8 @@ class PoolClient:
                     self._links.ask_view(opened, deadline.at_s)
             return stored
 
-        batch = Batch(keys, [UNSTORED] * len(keys), deadline, part, repeatable=False, page_bytes=page_bytes)
+        unstored = [UNSTORED] * len(keys)
+        batch = Batch(keys, unstored, deadline, part, False, page_bytes, tenant)
         self._runner.run(self._links.rings.split(keys), batch)
         if FULL in batch.result:
             # a node grants only so much at a time; what was granted to the other pieces is committed now
@@ -252,14 +263,18 @@ class PoolClient:
             return operations.read(opened, keys, pages, deadline_s, self._tally, self._tags)
         return read_shared(opened, keys, pages, deadline_s, self._tally, self._tags, share)
 
-    def _search_on(self, batch: Batch[bool], rings: Rings) -> None:
-        """Look for keys that the nodes chosen by `rings` did not have, at other nodes (`Search`)."""
-        search = Search(batch.keys, rings)
+    def _search_on(self, batch: Batch[bool], rings: Rings) -> bool:
+        """Look for keys that the nodes chosen by `rings` did not have, at other nodes (`Search`). Returns
+        whether there were any.
+        """
+        search, searched = Search(batch.keys, rings), False
         while missed := [i for i, found in enumerate(batch.result) if not found]:
             others = self._reachable(search.further(missed, batch.asked, self._links.rings))
             if not others:
-                return
+                break
+            searched = True
             self._runner.run(others, batch)
+        return searched
 
     def _reachable(self, jobs: Mapping[str, list[int]]) -> dict[str, list[int]]:
         """`jobs` without nodes that are down: a second request is not worth a wait."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, TypeVar
 
@@ -43,6 +43,7 @@ from pdserve.kvpool.client.node_health import (
     TrySucceeded,
     cause_of,
 )
+from pdserve.kvpool.namespaces.tenants import name_of
 from pdserve.kvpool.protocol.frames import expected
 from pdserve.kvpool.protocol.messages import ALL, WRITE, Opened, OpenNamespace, Reply, Request
 from pdserve.kvpool.transports.base import Connection
@@ -56,18 +57,34 @@ _TOO_LARGE: Final = (
 )
 
 
-class OpenConnection:
-    """A connection with the namespace opened on it."""
+DROPPED: Final = "unknown_namespace"
+OF_TENANT: Final = frozenset((DROPPED, "access_denied", "too_many_namespaces"))
+"""Codes of Faults that are no fault of the node where a tenant's namespace is asked for."""
 
-    def __init__(self, connection: Connection, namespace: int, generation: int, rights: int = ALL) -> None:
+
+class OpenConnection:
+    """A connection with the namespace opened on it, and those of tenants when they are first asked for."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        namespace: int,
+        generation: int,
+        rights: int = ALL,
+        *,
+        name: str = "",
+        geometry: dict[str, str] | None = None,
+    ) -> None:
         self.connection = connection
-        self.namespace = namespace
+        self.namespace = namespace  # of the tenant whose operation this is
         self.rights = rights  # rights of our token in the namespace: access.READ and so on
         self.generation = generation  # generation of the node's health when it was opened
         self.reused = False  # it was idle before this operation, so the node may have closed it
         self.answered = False  # the node has answered in this operation
         self.broken = False  # it failed after the operation had its result, which stays valid
         self._next_id = 1  # 1 was OpenNamespace
+        self._name, self._geometry = name, geometry or {}
+        self._numbers = {"": namespace}  # by tenant
 
     @property
     def node(self) -> str:
@@ -77,6 +94,18 @@ class OpenConnection:
     def next_id(self) -> int:
         self._next_id += 1
         return self._next_id
+
+    def serve(self, tenant: str, deadline_s: float) -> None:
+        """The next operation is the tenant's. Raises RequestRefused: the node has no namespace for it."""
+        if tenant not in self._numbers:
+            request = OpenNamespace(self.next_id(), name_of(self._name, tenant), self._geometry)
+            opened = expected(self.connection.call(request, deadline_s), Opened, self.node)
+            self._numbers[tenant] = opened.namespace
+        self.namespace = self._numbers[tenant]
+
+    def forget(self, tenant: str) -> None:
+        """Its namespace was dropped: the next operation opens it again."""
+        self._numbers.pop(tenant, None)
 
     @contextmanager
     def best_effort(self) -> Iterator[None]:
@@ -89,9 +118,17 @@ class OpenConnection:
 
     def call(self, request: Request, deadline_s: float) -> Reply:
         """See `Connection.call`."""
-        reply = self.connection.call(request, deadline_s)
+        return self.call_all([request], deadline_s)[0]
+
+    def call_all(self, requests: Sequence[Request], deadline_s: float) -> list[Reply]:
+        """See `Connection.call_all`."""
+        replies = self.connection.call_all(requests, deadline_s)
         self.answered = True
-        return reply
+        return replies
+
+
+class TenantRefused(RequestRefused):
+    """The node has no namespace for a tenant. It serves others."""
 
 
 class StaleConnection(PoolUnavailable):
@@ -147,7 +184,12 @@ class NodeLink:
         return self._health.reachable
 
     def use(
-        self, deadline: Deadline, operation: Callable[[OpenConnection], T], *, repeatable: bool = True
+        self,
+        deadline: Deadline,
+        operation: Callable[[OpenConnection], T],
+        *,
+        repeatable: bool = True,
+        tenant: str = "",
     ) -> T:
         """Run the operation with a connection. Raises the errors of `acquire`.
 
@@ -155,11 +197,15 @@ class NodeLink:
         which extends the deadline. `repeatable`: it may be repeated after the node has answered part of it. A
         restarting node has dropped all unfinished work, so then it is repeated in any case.
         """
-        last = False
+        last, is_dropped = False, False
         while True:
             try:
-                with self.acquire(deadline, last=last, repeatable=repeatable) as opened:
+                with self.acquire(deadline, last=last, repeatable=repeatable, tenant=tenant) as opened:
                     return operation(opened)
+            except TenantRefused as error:
+                if is_dropped or error.code != DROPPED:
+                    raise
+                is_dropped = True
             except StaleConnection:
                 last = True
             except PoolRestarting:
@@ -169,7 +215,7 @@ class NodeLink:
 
     @contextmanager
     def acquire(
-        self, deadline: Deadline, *, last: bool = True, repeatable: bool = True
+        self, deadline: Deadline, *, last: bool = True, repeatable: bool = True, tenant: str = ""
     ) -> Iterator[OpenConnection]:
         """Context with a connection for one operation. A PoolError inside closes it and makes the node DOWN,
         but a refusal of this request alone does not (node_health.py). Two errors mean that the operation is
@@ -187,20 +233,29 @@ class NodeLink:
             if time.monotonic() >= deadline.at_s:
                 # caused by this process: it must not count against the node
                 raise PoolTimeout(f"pool node {self.name}: no time was left to ask it")
-            with self._checked_out(deadline.at_s, excused=not last, repeatable=repeatable) as opened:
+            out = self._checked_out(deadline.at_s, tenant, excused=not last, repeatable=repeatable)
+            with out as opened:
                 yield opened
         finally:
             self._free.release()
 
     @contextmanager
-    def _checked_out(self, deadline_s: float, *, excused: bool, repeatable: bool) -> Iterator[OpenConnection]:
+    def _checked_out(
+        self, deadline_s: float, tenant: str, *, excused: bool, repeatable: bool
+    ) -> Iterator[OpenConnection]:
         generation = self._health.generation
         opened: OpenConnection | None = None
         try:
             opened = self._take() or self._open(deadline_s)
             generation = opened.generation
+            opened.serve(tenant, deadline_s)
             yield opened
         except BaseException as error:
+            of_tenant = tenant and isinstance(error, RequestRefused) and error.code in OF_TENANT
+            if opened is not None and of_tenant and isinstance(error, RequestRefused):
+                opened.forget(tenant)
+                self._give_back(opened)
+                raise TenantRefused(str(error), error.code) from error
             if opened is not None and isinstance(error, RequestRefused) and error.code in PASSING:
                 self._give_back(opened)
                 raise
@@ -274,7 +329,8 @@ class NodeLink:
             self._told_read_only = True
             text = "pool node %s: our token only reads namespace %s: pages are not written"
             logger.warning(text, self.name, self._namespace)
-        return OpenConnection(connection, reply.namespace, generation, reply.rights)
+        space = {"name": self._namespace, "geometry": self._geometry}
+        return OpenConnection(connection, reply.namespace, generation, reply.rights, **space)
 
     def _give_back(self, opened: OpenConnection) -> None:
         with self._changed:

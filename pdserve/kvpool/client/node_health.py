@@ -41,7 +41,7 @@ RESTART_RETRY_S: Final = 0.02
 RETRY_SHARE: Final = 0.05  # of the time since the node went down, or began to restart
 
 
-PASSING: Final = frozenset(("overloaded", "too_many_waiters", "not_durable"))
+PASSING: Final = frozenset(("overloaded", "too_many_waiters", "not_durable", "not_erased"))
 """Codes of Faults after which the connection is as good as before."""
 
 

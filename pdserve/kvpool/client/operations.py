@@ -12,19 +12,19 @@ from __future__ import annotations
 import hmac
 import logging
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol, TypeVar
 
 import numpy as np
+from msgspec import Struct
 
 from pdserve.errors import PoolRefused
 from pdserve.kvpool.client.connection_pool import OpenConnection
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.frames import expected
 from pdserve.kvpool.protocol.messages import ADMIN, WRITE
-from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
+from pdserve.kvpool.protocol.page_bytes import PageBuffers
 from pdserve.kvpool.protocol.page_tag import TAG_BYTES, PageTags
 from pdserve.kvpool.transports.base import CORRUPT, OK
 
@@ -39,6 +39,7 @@ UNSTORED: Final = 0
 STORED: Final = 1  # in the pool, or being written by another writer
 MOVED: Final = 2  # not stored: another node owns the page now
 FULL: Final = 3  # not stored: the node had no room at that moment
+_RESULTS: Final = {m.PRESENT: STORED, m.BUSY: STORED, m.MOVED: MOVED, m.FULL: FULL}
 
 
 @dataclass
@@ -61,7 +62,7 @@ class ClientCounters:
     failures: int = 0
 
 
-class Proof(NamedTuple):
+class Proof(Struct, frozen=True):
     """What the bytes of a page that was read were checked with."""
 
     checksum: int  # of the page and its trailer; NO_CHECKSUM: its writer made none
@@ -69,12 +70,12 @@ class Proof(NamedTuple):
 
 
 class PagesRead(NamedTuple):
-    """For each page: its proof, None if it was not read; and whether this client read it from a node itself,
-    not from another client of its host.
+    """For each page: its proof, None if it was not read. `shared`: the places of those that came from another
+    client of this host, not from a node.
     """
 
     proofs: list[Proof | None]
-    own: list[bool]
+    shared: Sequence[int] = ()
 
     @property
     def found(self) -> list[bool]:
@@ -102,6 +103,17 @@ def expect(opened: OpenConnection, request: m.Request, kind: type[R], deadline_s
     return expected(opened.call(request, deadline_s), kind, opened.node)
 
 
+def expect_all(
+    opened: OpenConnection, requests: Sequence[m.Request], kind: type[R], deadline_s: float
+) -> list[R]:
+    """As `expect`, for requests that are sent together. Where one is refused, what the others hold ends with
+    the connection.
+    """
+    replies = opened.call_all(requests, deadline_s)
+    opened.broken |= len(replies) > 1 and not all(isinstance(reply, kind) for reply in replies)
+    return [expected(reply, kind, opened.node) for reply in replies]
+
+
 def exists(opened: OpenConnection, keys: list[bytes], deadline_s: float) -> list[bool]:
     """For each key: whether it is committed on this node. Raises PoolError."""
     request = m.Exists(opened.next_id(), opened.namespace, keys)
@@ -116,45 +128,86 @@ def read(
     tally: Tally,
     tags: PageTags | None = None,
 ) -> PagesRead:
-    """Read pages into their buffers.
+    """Read pages into their buffers. They are asked for together, in as many messages as it takes.
 
     `tags`: pages in the pool end with a tag. Raises PoolError. Nothing writes into the buffers after the
     return or an error.
     """
-    trailers = _trailers(tags, keys)
-    pages = [[*page, trailer] for page, trailer in zip(pages, trailers, strict=True)] if tags else pages
+    if tags is not None:
+        trailers = np.zeros((len(keys), TAG_BYTES), np.uint8)
+        pages = [[*page, trailer] for page, trailer in zip(pages, trailers, strict=True)]
+    proofs: list[Proof | None] = [None] * len(keys)
+    left = list(range(len(keys)))
+    while left:
+        parts = _parts(left, sum(segment.nbytes for segment in pages[0]))
+        missed = _read_parts(opened, parts, keys, pages, deadline_s, tally, tags, proofs)
+        # a node holds only so much for a client at a time: it may have the others too
+        left = missed if len(parts) > 1 and len(missed) < len(left) else []
+    return PagesRead(proofs)
+
+
+def _read_parts(
+    opened: OpenConnection,
+    parts: Sequence[list[int]],
+    keys: list[bytes],
+    pages: list[PageBuffers],
+    deadline_s: float,
+    tally: Tally,
+    tags: PageTags | None,
+    proofs: list[Proof | None],
+) -> list[int]:
+    """Ask for each of `parts`, indices of pages, in a message, and set the `proofs` of those that were read.
+    Returns the indices of those that the node did not give.
+    """
     segment_bytes = [segment.nbytes for segment in pages[0]]
-    request = m.Get(opened.next_id(), opened.namespace, keys, segment_bytes)
-    got = expect(opened, request, m.Got, deadline_s)
-    pins = got.pins
-    _check_length(opened, pins, keys)
-    held = [i for i, pin in enumerate(pins) if pin.status == m.HIT]
-    result = [False] * len(keys)
-    if held:
-        outcomes = opened.connection.read_pages([pins[i] for i in held], [pages[i] for i in held], deadline_s)
-        for i, outcome in zip(held, outcomes, strict=True):
-            result[i] = outcome == OK
-        corrupt = [i for i, outcome in zip(held, outcomes, strict=True) if outcome == CORRUPT]
-        forged = _forged(tags, keys, pages, result)
-        lost = sum(outcome not in (OK, CORRUPT) for outcome in outcomes)
-        below = sum(0 <= i < len(result) and result[i] for i in got.below)
-        tally.add(pages_corrupt=len(corrupt), pages_forged=len(forged), pages_lost=lost, pages_ssd=below)
-        for wrong, what in ((corrupt, "checksum"), (forged, "tag: someone without the page key wrote them")):
-            if wrong:
-                text = "pool node %s: %d of %d pages did not match their %s; they are recomputed"
-                logger.error(text, opened.node, len(wrong), len(held), what)
-        corrupt += forged
-        with opened.best_effort():
-            opened.connection.post(m.Release([pins[i].slot for i in held], [pins[i].sequence for i in held]))
-            if corrupt and opened.rights & WRITE:  # else a client with the right will find the damage
-                bad, sequences = [keys[i] for i in corrupt], [pins[i].sequence for i in corrupt]
-                discard = m.Discard(opened.next_id(), opened.namespace, bad, sequences)
-                expect(opened, discard, m.Done, deadline_s)
-    proofs = [
-        Proof(pin.checksum, trailers[i].tobytes() if tags else b"") if result[i] else None
-        for i, pin in enumerate(pins)
+    pins: dict[int, m.Pin] = {}
+    missed: list[int] = []
+    below: set[int] = set()
+    requests = [
+        m.Get(opened.next_id(), opened.namespace, [keys[i] for i in part], segment_bytes) for part in parts
     ]
-    return PagesRead(proofs, [True] * len(proofs))
+    for part, got in zip(parts, expect_all(opened, requests, m.Got, deadline_s), strict=True):
+        _check_length(opened, got.pins, part)
+        for i, pin in zip(part, got.pins, strict=True):
+            if pin.status == m.HIT:
+                pins[i] = pin
+            else:
+                missed.append(i)
+        below.update(part[place] for place in got.below if 0 <= place < len(part))
+    if not pins:
+        return missed
+    held = list(pins.values())
+    outcomes = opened.connection.read_pages(held, [pages[i] for i in pins], deadline_s)
+    corrupt, forged, lost = [], [], 0
+    for (i, pin), outcome in zip(pins.items(), outcomes, strict=True):
+        if outcome == OK and tags is None:
+            proofs[i] = Proof(pin.checksum, b"")
+        elif outcome == CORRUPT:
+            corrupt.append(i)
+        elif outcome != OK or tags is None:
+            lost += 1
+        elif tags.fits(keys[i], pages[i][:-1], pages[i][-1]):
+            proofs[i] = Proof(pin.checksum, pages[i][-1].tobytes())
+        else:
+            forged.append(i)
+    tally.add(
+        pages_corrupt=len(corrupt),
+        pages_forged=len(forged),
+        pages_lost=lost,
+        pages_ssd=sum(proofs[i] is not None for i in below),
+    )
+    for wrong, what in ((corrupt, "checksum"), (forged, "tag: someone without the page key wrote them")):
+        if wrong:
+            text = "pool node %s: %d of %d pages did not match their %s; they are recomputed"
+            logger.error(text, opened.node, len(wrong), len(held), what)
+    with opened.best_effort():
+        opened.connection.post(m.Release([pin.slot for pin in held], [pin.sequence for pin in held]))
+        if (bad := corrupt + forged) and opened.rights & WRITE:
+            # without the right, a client that has it will find the damage
+            sequences = [pins[i].sequence for i in bad]
+            discard = m.Discard(opened.next_id(), opened.namespace, [keys[i] for i in bad], sequences)
+            expect(opened, discard, m.Done, deadline_s)
+    return missed
 
 
 def raise_pages(opened: OpenConnection, keys: list[bytes], deadline_s: float) -> list[bool]:
@@ -173,38 +226,62 @@ def write(
     tally: Tally,
     tags: PageTags | None = None,
 ) -> list[int]:
-    """Write pages. Returns UNSTORED, STORED, MOVED or FULL for each; the caller counts FULL. Raises
-    PoolError.
+    """Write pages. Returns UNSTORED, STORED, MOVED or FULL for each; the caller counts FULL. Their slots are
+    asked for together, in as many messages as it takes. Raises PoolError.
     """
+    result = [UNSTORED] * len(keys)
     if not opened.rights & WRITE:
         tally.add(pages_refused=len(keys))
-        return [UNSTORED] * len(keys)
+        return result
+    left = list(range(len(keys)))
+    while left:
+        parts = _parts(left, sum(segment.nbytes for segment in pages[0]) + TAG_BYTES * (tags is not None))
+        stored = _write_parts(opened, parts, keys, pages, deadline_s, tally, tags, result)
+        # a node grants only so much at a time: it may have room for the others now
+        left = [i for i in left if result[i] == FULL] if stored else []
+    return result
+
+
+def _write_parts(
+    opened: OpenConnection,
+    parts: Sequence[list[int]],
+    keys: list[bytes],
+    pages: list[PageBuffers],
+    deadline_s: float,
+    tally: Tally,
+    tags: PageTags | None,
+    result: list[int],
+) -> int:
+    """Ask for slots for each of `parts`, indices of pages, in a message; write into those that are granted,
+    commit them, and set each page's `result`. Returns how many pages were written.
+    """
     segment_bytes = [segment.nbytes for segment in pages[0]] + [TAG_BYTES] * (tags is not None)
-    request = m.Reserve(opened.next_id(), opened.namespace, keys, segment_bytes)
-    grants = expect(opened, request, m.Reserved, deadline_s).grants
-    _check_length(opened, grants, keys)
-    result = [UNSTORED] * len(keys)
-    for i, grant in enumerate(grants):
-        if grant.status in (m.PRESENT, m.BUSY):
-            result[i] = STORED
-        elif grant.status == m.MOVED:
-            result[i] = MOVED
-        elif grant.status == m.FULL:
-            result[i] = FULL
-    present = result.count(STORED)
-    refused = sum(grant.status == m.TOO_LARGE for grant in grants)
-    written = 0
-    mine = [i for i, grant in enumerate(grants) if grant.status == m.GRANTED]
-    if mine:
-        granted = [grants[i] for i in mine]
-        written_pages = [pages[i] for i in mine]
-        if tags is not None:
-            written_pages = [[*pages[i], _tag(tags, keys[i], pages[i])] for i in mine]
-        checksums = opened.connection.write_pages(granted, written_pages, deadline_s)
-        slots, sequences = [grant.slot for grant in granted], [grant.sequence for grant in granted]
+    requests = [
+        m.Reserve(opened.next_id(), opened.namespace, [keys[i] for i in part], segment_bytes)
+        for part in parts
+    ]
+    granted: dict[int, m.Grant] = {}
+    present = refused = written = 0
+    for part, reserved in zip(parts, expect_all(opened, requests, m.Reserved, deadline_s), strict=True):
+        _check_length(opened, reserved.grants, part)
+        for i, grant in zip(part, reserved.grants, strict=True):
+            if grant.status == m.GRANTED:
+                granted[i] = grant
+                continue
+            result[i] = _RESULTS.get(grant.status, UNSTORED)
+            present += result[i] == STORED
+            refused += grant.status == m.TOO_LARGE
+    if granted:
+        grants = list(granted.values())
+        mine = [
+            pages[i] if tags is None else [*pages[i], np.frombuffer(tags.tag(keys[i], pages[i]), np.uint8)]
+            for i in granted
+        ]
+        checksums = opened.connection.write_pages(grants, mine, deadline_s)
+        slots, sequences = [grant.slot for grant in grants], [grant.sequence for grant in grants]
         commit = m.Commit(opened.next_id(), slots, sequences, checksums)
-        done = _mask(opened, expect(opened, commit, m.Committed, deadline_s), mine)
-        for i, committed in zip(mine, done, strict=True):
+        done = _mask(opened, expect(opened, commit, m.Committed, deadline_s), grants)
+        for i, committed in zip(granted, done, strict=True):
             result[i] = STORED if committed else UNSTORED
         written = sum(done)
     # counted at the end, because all of this may be repeated
@@ -214,30 +291,13 @@ def write(
         pages_written=written,
         bytes_written=written * sum(segment_bytes),
     )
-    return result
+    return written
 
 
-def _trailers(tags: PageTags | None, keys: list[bytes]) -> list[Bytes1D]:
-    """Room for the tags of pages, where they have any."""
-    return list(np.zeros((len(keys), TAG_BYTES), np.uint8)) if tags else []
-
-
-def _tag(tags: PageTags, key: bytes, page: PageBuffers) -> Bytes1D:
-    return np.frombuffer(tags.tag(key, page), np.uint8)
-
-
-def _forged(
-    tags: PageTags | None, keys: list[bytes], pages: list[PageBuffers], result: list[bool]
-) -> list[int]:
-    """The pages that were read and have a wrong tag; they are no result any more."""
-    if tags is None:
-        return []
-    forged = [
-        i for i, read in enumerate(result) if read and not tags.fits(keys[i], pages[i][:-1], pages[i][-1])
-    ]
-    for i in forged:
-        result[i] = False
-    return forged
+def _parts(indices: Sequence[int], page_bytes: int) -> list[list[int]]:
+    """As many pages each as one message may be for."""
+    most = m.pages_a_message(page_bytes)
+    return [list(indices[start : start + most]) for start in range(0, len(indices), most)]
 
 
 def ping(opened: OpenConnection, deadline_s: float) -> None:
@@ -270,11 +330,6 @@ def remove(opened: OpenConnection, keys: Sequence[bytes], deadline_s: float) -> 
         discard = m.Discard(opened.next_id(), opened.namespace, part, [])
         count += expect(opened, discard, m.Done, deadline_s).count
     return count
-
-
-def remaining_s(deadline_s: float) -> float:
-    """Time left, at least 0."""
-    return max(0.0, deadline_s - time.monotonic())
 
 
 def _check_length(opened: OpenConnection, answers: Sequence[object], asked: Sequence[object]) -> None:
@@ -327,7 +382,7 @@ def read_shared(
         for key, page, proof in zip(keys, pages, share.take(keys, pages, deadline_s), strict=True)
     ]
     left = [i for i, proof in enumerate(proofs) if proof is None]
-    by_us = [False] * len(keys)
+    shared = [i for i, proof in enumerate(proofs) if proof is not None]
     if left:
         own_keys, own_pages = [keys[i] for i in left], [pages[i] for i in left]
         own: list[Proof | None] = [None] * len(left)
@@ -337,8 +392,8 @@ def read_shared(
         finally:
             share.end(own_keys, own_pages, own)
         for i, proof in zip(left, own, strict=True):
-            proofs[i], by_us[i] = proof, True
-    return PagesRead(proofs, by_us)
+            proofs[i] = proof
+    return PagesRead(proofs, shared)
 
 
 def _is_right(tags: PageTags | None, key: bytes, page: PageBuffers, proof: Proof) -> bool:

@@ -145,6 +145,13 @@ class PagesLoaded(msgspec.Struct, frozen=True):
     checksums: tuple[int, ...]
 
 
+class PagesErased(msgspec.Struct, frozen=True):
+    """All tiers have carried out the ErasePages of this ticket. With a `problem` not to the end."""
+
+    ticket: int
+    problem: str = ""
+
+
 class NamespacesSaved(msgspec.Struct, frozen=True):
     """The list of this revision, or a newer one, is durable. With a `problem` it is not: the text says why.
     The shell tries again, and reports again.
@@ -167,6 +174,7 @@ Event: TypeAlias = (
     | PagesStored
     | PagesGone
     | PagesLoaded
+    | PagesErased
     | NamespacesSaved
 )
 
@@ -210,9 +218,10 @@ class CommitRows(msgspec.Struct, frozen=True, gc=False):
 
 
 class FreeRows(msgspec.Struct, frozen=True, gc=False):
-    """Mark rows free."""
+    """Mark rows free. Then set byte ranges of the arena, half-open, to zero."""
 
     slots: list[int]
+    wipe: list[tuple[int, int]] = []
 
 
 class AssignSlab(msgspec.Struct, frozen=True, gc=False):
@@ -315,6 +324,16 @@ class ForgetSpace(msgspec.Struct, frozen=True):
     space: int
 
 
+class ErasePages(msgspec.Struct, frozen=True):
+    """All tiers forget these pages of the space, or (None) all that they have of it, and erase their bytes.
+    One PagesErased follows.
+    """
+
+    ticket: int
+    space: int
+    keys: tuple[bytes, ...] | None = None
+
+
 class OpenSpace(msgspec.Struct, frozen=True):
     """This is the space of a namespace from now on. Before the first action that names the space."""
 
@@ -354,6 +373,7 @@ Action: TypeAlias = (
     | LoadPages
     | ForgetPages
     | ForgetSpace
+    | ErasePages
     | OpenSpace
     | PagesMoved
     | PlacesVoid

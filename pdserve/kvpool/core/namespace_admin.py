@@ -7,7 +7,8 @@
                           administrator changes its tokens; its limits are the node's administrator's.
     replaced              `new` takes over the settings of `old`, unless it has its own. `old` is dropped;
                           clients that open it are told its replacement.
-    dropped               No lookup finds its pages from this call on. Generation and version grow.
+    dropped               No lookup finds its pages from this call on. Generation and version grow. Its
+                          tenants (namespaces/tenants.py) go with it; `#TENANT` is a tenant in all models.
     learned               Another node changed the record. Pages of an older generation, or of another
                           geometry, are dropped before any page of it is served.
 
@@ -33,7 +34,8 @@ from pdserve.kvpool.namespaces.registry import (
     NamespaceError,
     check_geometry,
 )
-from pdserve.kvpool.namespaces.validation import check_record, check_settings
+from pdserve.kvpool.namespaces.tenants import MARK, name_of, split
+from pdserve.kvpool.namespaces.validation import check_record, check_settings, check_tenant_settings
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import (
     ListNamespaces,
@@ -48,7 +50,7 @@ from pdserve.security.tokens import same
 
 NEAR_NAMES: Final = 8  # looked at for a name that was mistyped
 NEAR_CHARS: Final = 64  # of each
-OnGone: TypeAlias = Callable[[int, list[Action]], int]
+OnGone: TypeAlias = Callable[[int, bool, list[Action]], int]
 OnSettings: TypeAlias = Callable[[int, NamespaceSettings], None]
 AdminRequest: TypeAlias = m.OpenNamespace | m.DropNamespace | PutNamespace | ReplaceNamespace | ListNamespaces
 
@@ -63,9 +65,9 @@ class Rules:
 
 
 class Administration:
-    """The namespaces of one node. `on_gone(number, out)` frees everything of a namespace, and returns the
-    number of its pages. `on_settings(number, settings)` is called when a namespace is opened, and when its
-    settings change.
+    """The namespaces of one node. `on_gone(number, is_tenant, out)` frees everything of a namespace, and
+    returns the number of its pages. `on_settings(number, settings)` is called when a namespace is opened, and
+    when its settings change.
     """
 
     def __init__(
@@ -197,12 +199,14 @@ class Administration:
         """Whether the client has the right in a namespace with these settings."""
         return self._is_super(session) or bool(access.rights_of(session.token, settings) & right)
 
+    def _may_administer(self, session: Session, record: NamespaceRecord | None) -> bool:
+        return self._is_operator(session) if record is None else self._has(session, record.settings, m.ADMIN)
+
     def _require_admin(
         self, session: Session, name: str, record: NamespaceRecord | None, request_id: int
     ) -> None:
         """Raises Denied, the same whether there is a record of this name."""
-        may = self._is_operator(session) if record is None else self._has(session, record.settings, m.ADMIN)
-        if not may:
+        if not self._may_administer(session, record):
             raise Denied(access.denied_change(name, request_id))
 
     def _require_operator(self, session: Session, what: str, request_id: int) -> None:
@@ -235,6 +239,8 @@ class Administration:
             return m.Fault(request.id, error.code, str(error))
 
     def _open(self, session: Session, request: m.OpenNamespace, out: list[Action]) -> m.Opened:
+        if split(request.name)[1]:
+            return self._open_tenant(session, request, out)
         registry = self.namespaces.registry
         known = registry.get(request.name)
         is_new = known is None or known.dropped
@@ -270,17 +276,61 @@ class Administration:
             check_record(record)
             registry.change(record)
             out.append(PublishNamespace(record))
+        return self._opened(session, request.id, local, record, out)
+
+    def _open_tenant(self, session: Session, request: m.OpenNamespace, out: list[Action]) -> m.Opened:
+        """Whoever may write to the model's namespace makes those of its tenants."""
+        registry, model = self.namespaces.registry, split(request.name)[0]
+        parent, known = registry.get(model), registry.get(request.name)
+        is_new = known is None or known.dropped
+        settings = self._rules.defaults if parent is None else parent.settings
+        if not self._has(session, settings, m.WRITE if is_new else m.READ):
+            raise Denied(access.denied_open(request.name, request.id))
+        generation = request.generation if session.peer else 0
+        record = known or registry.fresh(request.name, NamespaceSettings())
+        if known is None and generation:
+            record = msgspec.structs.replace(record, generation=generation)
+        outdated = generation and (record.dropped or record.generation != generation)
+        if parent is None or parent.dropped or outdated:
+            raise NamespaceError("unknown_namespace", f"namespace '{request.name}' was dropped, or '{model}'")
+        local = self.namespaces.find(record.name)
+        geometry = parent.geometry if local is None else local.geometry
+        if geometry:
+            check_geometry(request.name, geometry, request.geometry)
+        if is_new:
+            if not self._is_operator(session):
+                registry.check_spare(record)
+            record = registry.changed(record, dropped=False)
+            check_record(record)
+            registry.change(record)
+            out.append(PublishNamespace(record))
+        opened = msgspec.structs.replace(record, geometry=dict(request.geometry))
+        return self._opened(session, request.id, local, opened, out)
+
+    def _opened(
+        self,
+        session: Session,
+        request_id: int,
+        local: Namespace | None,
+        record: NamespaceRecord,
+        out: list[Action],
+    ) -> m.Opened:
+        """The answer, once the namespace is open on this node."""
         if local is None:
             local = self.namespaces.add(record)
             self._settings_changed(local)
             self._save(out)
         rights = self.rights(session, local.number)
-        return m.Opened(request.id, local.number, rights, self._largest_page_bytes)
+        return m.Opened(request_id, local.number, rights, self._largest_page_bytes)
+
+    def _guarding(self, name: str) -> NamespaceRecord | None:
+        """The record whose tokens guard the namespace: a tenant's has those of its model."""
+        return self.namespaces.registry.get(split(name)[0])
 
     def _put(self, session: Session, request: PutNamespace, out: list[Action]) -> m.Done:
         registry = self.namespaces.registry
-        known = registry.get(request.name)
-        self._require_admin(session, request.name, known, request.id)
+        known, guarding = registry.get(request.name), self._guarding(request.name)
+        self._require_admin(session, request.name, guarding, request.id)
         known = known or registry.fresh(request.name, NamespaceSettings())
         if known.dropped and not self._is_operator(session):
             registry.check_spare(known)
@@ -288,6 +338,10 @@ class Administration:
         if _without_tokens(settings) != _without_tokens(known.settings):
             self._require_operator(session, f"changing the limits of namespace '{known.name}'", request.id)
         check_settings(settings, self._capacity_bytes, tokens_allowed=bool(self._rules.admin_token))
+        if split(request.name)[1]:
+            check_tenant_settings(request.name, settings)
+            if guarding is None or guarding.dropped:
+                raise NamespaceError("unknown_namespace", f"'{split(request.name)[0]}' is not there")
         self._change(registry.changed(known, settings=settings, dropped=False, replaced_by=""), out)
         return m.Done(request.id)
 
@@ -298,6 +352,8 @@ class Administration:
         old, new = self._known(request.old), registry.get(request.new)
         if request.old == request.new:
             raise NamespaceError("bad_request", f"namespace '{request.old}' cannot replace itself")
+        if split(request.old)[1] or split(request.new)[1]:
+            raise NamespaceError("bad_request", "a tenant's namespace is replaced with that of its model")
         is_new = new is None
         if new is None:
             if not self._may_make(session, self._rules.defaults):
@@ -312,14 +368,27 @@ class Administration:
         # `new` first: if it is refused, `old` must stay
         if is_new or new.dropped or new.settings != settings:
             self._change(registry.changed(new, settings=settings, dropped=False, replaced_by=""), out)
-        return m.Done(request.id, self._change(registry.dropped(old, request.new), out))
+        count = 0
+        for tenant in registry.tenants_of(old.name):
+            theirs = name_of(new.name, split(tenant.name)[1])
+            if tenant.settings != NamespaceSettings() and registry.get(theirs) is None:
+                self._change(registry.changed(registry.fresh(theirs, tenant.settings)), out)
+            count += self._change(registry.dropped(tenant), out)
+        return m.Done(request.id, count + self._change(registry.dropped(old, request.new), out))
 
     def _drop(self, session: Session, request: m.DropNamespace, out: list[Action]) -> m.Done:
-        known = self.namespaces.registry.get(request.name)
-        self._require_admin(session, request.name, known, request.id)
-        if known is None or known.dropped:
-            return m.Done(request.id)
-        return m.Done(request.id, self._change(self.namespaces.registry.dropped(known), out))
+        registry = self.namespaces.registry
+        if request.name.startswith(MARK):
+            named = [one for one in registry if split(one.name)[1] == request.name.removeprefix(MARK)]
+            known = [one for one in named if self._may_administer(session, self._guarding(one.name))]
+            if not known:
+                self._require_operator(session, "deleting a tenant", request.id)
+        else:
+            self._require_admin(session, request.name, self._guarding(request.name), request.id)
+            known = [*registry.tenants_of(request.name)]
+            known += [one] if (one := registry.get(request.name)) is not None else []
+        living = [one for one in known if not one.dropped]
+        return m.Done(request.id, sum(self._change(registry.dropped(one), out) for one in living))
 
     def _list(self, session: Session, request: ListNamespaces) -> NamespaceList:
         """All for the node's administrator; for others those that they administer by a token."""
@@ -329,6 +398,7 @@ class Administration:
         else:
             names = self._tokens().administered.get(session.token, [])
             found = [record for name in sorted(names) if (record := registry.get(name)) is not None]
+            found += [one for record in list(found) for one in registry.tenants_of(record.name)]
         if not found:
             self._require_operator(session, "the list of namespaces", request.id)
         shown = [
@@ -354,12 +424,11 @@ class Administration:
         if news:
             self._carry_out(news, out)
 
-    def _close(self, local: Namespace) -> int:
-        """Close the namespace on this node; its number, whose pages are to be freed."""
+    def _close(self, local: Namespace) -> None:
+        """Close the namespace on this node. Its pages are to be freed."""
         self.namespaces.drop(local.name)
         self.revision += 1
         self.guarded.discard(local.number)
-        return local.number
 
     def _change(self, record: NamespaceRecord, out: list[Action]) -> int:
         """Make a change of this node; the number of pages that it drops. Raises NamespaceError."""
@@ -371,18 +440,24 @@ class Administration:
 
     def _carry_out(self, records: Iterable[NamespaceRecord], out: list[Action]) -> int:
         """Act on new records of the registry; the number of pages that are dropped."""
-        gone = []
+        gone, changed = dict[int, Namespace](), list[Namespace]()
         for record in records:
             local = self.namespaces.find(record.name)
-            if local is None:
-                continue
-            other_pages = record.generation > local.generation or record.geometry not in ({}, local.geometry)
-            if record.dropped or other_pages:
-                gone.append(self._close(local))
-            else:
-                self._settings_changed(local)
+            theirs = self.namespaces.tenants(record.name)
+            for one in theirs if local is None else [local, *theirs]:
+                other_pages = record.geometry not in ({}, one.geometry)
+                other_pages |= one is local and record.generation > one.generation
+                if record.dropped or other_pages or (local is not None and local.number in gone):
+                    gone[one.number] = one
+                else:
+                    changed.append(one)
+        for one in gone.values():
+            self._close(one)
+        for one in changed:
+            if one.number not in gone:
+                self._settings_changed(one)
         self._save(out)  # first: after a crash from here on these pages do not come back
-        return sum(self._on_gone(number, out) for number in gone)
+        return sum(self._on_gone(number, split(one.name)[1] != "", out) for number, one in gone.items())
 
     def _settings_changed(self, namespace: Namespace) -> None:
         number = namespace.number
@@ -407,6 +482,8 @@ class _Opens:
         self._open = False  # a namespace may be written to without a token
         digests = set(others)
         for record in records:
+            if split(record.name)[1]:
+                continue  # its tokens are those of its model
             guards = _, write, admin = access.guards(record.settings)
             digests.update(guards)
             self._writers.update((write, admin))

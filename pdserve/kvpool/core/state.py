@@ -20,8 +20,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, assert_never
 
+import numpy as np
+
 from pdserve.errors import ConfigError
 from pdserve.kvpool.core.durable_answers import DurableAnswers
+from pdserve.kvpool.core.erasures import Erasures
 from pdserve.kvpool.core.events import (
     FIRST_TAG,
     LOCAL,
@@ -33,6 +36,7 @@ from pdserve.kvpool.core.events import (
     Disconnected,
     Event,
     NamespacesSaved,
+    PagesErased,
     PagesFound,
     PagesGone,
     PagesLoaded,
@@ -50,9 +54,10 @@ from pdserve.kvpool.core.lookups import Lookups, PlaceChanges
 from pdserve.kvpool.core.namespace_admin import Administration, AdminRequest, Rules
 from pdserve.kvpool.core.page_listing import PageListing
 from pdserve.kvpool.core.reads import Reads
+from pdserve.kvpool.core.report import report
 from pdserve.kvpool.core.sessions import Due, Limits, Session, Tags
 from pdserve.kvpool.core.sharding.coordinator import Sharding
-from pdserve.kvpool.core.store.index import NONE
+from pdserve.kvpool.core.store.index import NONE, Family
 from pdserve.kvpool.core.store.invariants import check
 from pdserve.kvpool.core.store.page_store import PageStore
 from pdserve.kvpool.core.store.restore import restore
@@ -61,8 +66,8 @@ from pdserve.kvpool.core.tiering.coordinator import Tiers, facts_of
 from pdserve.kvpool.core.tiering.tier_index import TieringLimits, TierSpec
 from pdserve.kvpool.core.waits import Waits
 from pdserve.kvpool.core.writes import Writes, no_tier
-from pdserve.kvpool.namespaces import access
-from pdserve.kvpool.namespaces.catalog import Namespaces
+from pdserve.kvpool.namespaces.catalog import Namespace, Namespaces
+from pdserve.kvpool.namespaces.tenants import split
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import (
     Drain,
@@ -78,7 +83,7 @@ from pdserve.kvpool.protocol.cluster_messages import (
     ReplaceNamespace,
     Upgrade,
 )
-from pdserve.kvpool.protocol.slot_table import COMMITTED, DOOMED, QUARANTINED, RESERVED, SWEEPING
+from pdserve.kvpool.protocol.slot_table import COMMITTED, RESERVED
 
 MAX_U64: Final = (1 << 64) - 1
 SAVE_S: Final = 24 * 3600.0  # between saves of the list of namespaces: they tell how long a node was away
@@ -128,9 +133,11 @@ class NodeState:
         self._places = PlaceChanges(store, self.tiers) if follows_places else None
         # namespaces: last, since those that exist are announced to the store at once
         self.namespaces = namespaces or Namespaces()
+        self._families: dict[str, Family] = {}  # by the name of the model's namespace
         self._started_ms = self.namespaces.registry.now_ms = started_ms
         self._save_at_s = started_s + SAVE_S
         self._durable = DurableAnswers(name, self.namespaces, tiers=bool(tiers))
+        self._erasures = Erasures(name, store, self._durable)
         sizes, gone, changed = (store.slots.capacity_bytes, store.slots.slab_bytes), self._gone, self._changed
         self.administration = Administration(name, *sizes, self.namespaces, rules, gone, changed)
 
@@ -178,6 +185,8 @@ class NodeState:
                 self.tiers.handle(event, now_s, out)
                 if self.tiers.ready and not was_ready:
                     self.sharding.ownership.tiers_ready(now_s)
+            case PagesErased():
+                self._erasures.erased(event, now_s, out)
             case NamespacesSaved():
                 self._durable.saved(event, out)
             case ViewChanged():
@@ -243,6 +252,8 @@ class NodeState:
                 self._due.expect(session)
             case m.Discard():
                 self._discard(session, message, out)
+            case m.Erase():
+                self._erase(session, message, now_s, out)
             case m.Clear():
                 self._clear(session, message, now_s, out)
             case (
@@ -294,6 +305,7 @@ class NodeState:
             out.append(SaveNamespaces(self.namespaces.dump(), self.namespaces.revision))
         self.sharding.tick(now_s, out)
         self.store.tick(now_s, out)
+        self._erasures.pump(now_s, out)
         self.kept.tick(now_s)
         self.tiers.pump(now_s, out)
 
@@ -313,15 +325,20 @@ class NodeState:
 
     def _administer(self, session: Session, request: AdminRequest, now_s: float, out: list[Action]) -> None:
         reply = self.administration.handle(session, request, out)
+        if isinstance(request, m.DropNamespace | ReplaceNamespace) and isinstance(reply, m.Done):
+            self._erasures.answer(session.connection, reply, now_s, out, voids=True)
+            return
         voids = isinstance(request, m.DropNamespace | ReplaceNamespace)
         self._answer_durably(session, reply, now_s, out, voids=voids)
 
     def _clear(self, session: Session, request: m.Clear, now_s: float, out: list[Action]) -> None:
-        for other in self.sessions.values():  # a slot reserved before the clear may hold old bytes
-            self.writes.drop_namespace(other, request.namespace, out)
-        space = self.namespaces.clear(request.namespace)
-        count = self.tiers.clear(request.namespace, space, out)
-        count += self.store.clear(request.namespace, space, out)
+        model, count = self.namespaces[request.namespace], 0
+        for number in (model.number, *(one.number for one in self.namespaces.tenants(model.name))):
+            for other in self.sessions.values():  # a slot reserved before the clear may hold old bytes
+                self.writes.drop_namespace(other, number, out)
+            space = self.namespaces.clear(number)
+            count += self.tiers.clear(number, space, out)
+            count += self.store.clear(number, space, out)
         out.append(SaveNamespaces(self.namespaces.dump(), self.namespaces.revision))
         self._answer_durably(session, m.Done(request.id, count), now_s, out)
 
@@ -331,13 +348,17 @@ class NodeState:
         """Answer the client. If the request voids pages, the answer waits until this is durable."""
         self._durable.answer(session.connection, reply, now_s, out, voids=voids)
 
-    def _gone(self, number: int, out: list[Action]) -> int:
+    def _gone(self, number: int, is_tenant: bool, out: list[Action]) -> int:
         """Free everything that a namespace had; the number of its pages. Its number is unknown already."""
+        if is_tenant:
+            self.store.wipe_when_free(self.store.slots_of(number))
         for session in self.sessions.values():
             self.writes.drop_namespace(session, number, out)
             self.waits.drop_namespace(session, number, out)
+        if is_tenant:
+            self.tiers.erase(number, None, self._erasures.begin(has_tiers=self.tiers.any), out)
         count = self.tiers.clear(number, None, out)
-        count += self.store.clear(number, 0, out)
+        count += self.store.clear(number, 0, out, erases=is_tenant)
         self.store.forget(number)
         self.sharding.configure(number, 1)
         return count
@@ -348,6 +369,7 @@ class NodeState:
     def _changed(self, number: int, settings: NamespaceSettings) -> None:
         """The namespace was opened, or its settings changed."""
         namespace = self.namespaces[number]
+        family = self._family(namespace)
         self.store.index.namespace(number).space = namespace.space
         self.tiers.configured(number, namespace.space, facts_of(namespace))
         if namespace.geometry.get("parts"):
@@ -355,9 +377,26 @@ class NodeState:
         self.sharding.configure(number, settings.copies)
         ttl_s, quota_bytes, policy = settings.ttl_s or None, settings.quota_bytes or None, settings.policy
         try:
-            self.store.configure_namespace(number, policy=policy, ttl_s=ttl_s, quota_bytes=quota_bytes)
+            self.store.configure_namespace(
+                number, policy=policy, ttl_s=ttl_s, quota_bytes=quota_bytes, family=family
+            )
         except ConfigError:  # another node's plug-in, which is not installed here: keep the bounds
-            self.store.configure_namespace(number, ttl_s=ttl_s, quota_bytes=quota_bytes)
+            self.store.configure_namespace(number, ttl_s=ttl_s, quota_bytes=quota_bytes, family=family)
+
+    def _family(self, namespace: Namespace) -> Family | None:
+        """With whom the namespace shares its model's quotas; None: with nobody so far."""
+        model, tenant = split(namespace.name)
+        if not tenant and model not in self._families:
+            return None
+        family = self._families.setdefault(model, Family())
+        record = self.namespaces.registry.get(model)
+        settings = NamespaceSettings() if record is None else record.settings
+        family.quota_bytes, family.tier_quota_bytes = settings.quota_bytes or None, settings.tier_quota_bytes
+        parent = self.namespaces.find(model)
+        if parent is not None and (pages := self.store.index.namespace(parent.number)).family is None:
+            pages.family = family
+            family.members.append(pages)
+        return family
 
     def _settings(self, namespace: int) -> NamespaceSettings | None:
         """The namespace's settings, or None if it was dropped."""
@@ -428,6 +467,19 @@ class NodeState:
         self.tiers.forget(namespace, there, out)
         out.append(Answer(session.connection, m.Done(request.id, len(there))))
 
+    def _erase(self, session: Session, request: m.Erase, now_s: float, out: list[Action]) -> None:
+        """Drop pages as `_remove` does, and those that are being written, and leave no byte of them."""
+        number, keys, key_of = request.namespace, set(request.keys), self.store.facts.key
+        found = [slot for slot in self.store.slots_of(number).tolist() if key_of[slot] in keys]
+        self.store.wipe_when_free(np.array(found, np.int64))
+        for other in self.sessions.values():
+            self.writes.end(other, found, out)
+        there = {key for key in keys if self.tiers.has(number, key)}
+        self.tiers.erase(number, sorted(keys), self._erasures.begin(has_tiers=self.tiers.any), out)
+        there |= {self.store.key_of(slot) for slot in found if self.store.state(slot) == COMMITTED}
+        self.store.drop([slot for slot in found if self.store.state(slot) == COMMITTED], out)
+        self._erasures.answer(session.connection, m.Done(request.id, len(there)), now_s, out)
+
     # --- for people who look
 
     def _list_pages(self, session: Session, request: ListPages) -> m.Reply:
@@ -444,7 +496,7 @@ class NodeState:
 
     def status(self, request_id: int, now_s: float, session: Session | None = None) -> m.StatusReport:
         """The node's status. For a client, without the namespaces that it may not read."""
-        return _report(self, request_id, now_s, session)
+        return report(self, request_id, now_s, session)
 
     @property
     def next_deadline_s(self) -> float:
@@ -453,6 +505,7 @@ class NodeState:
             self._due.next_deadline_s,
             self.writes.next_quarantine_end_s(),
             self._durable.next_deadline_s,
+            self._erasures.next_deadline_s(self.store.now_s),
             self.sharding.next_deadline_s,
             self.store.next_work_s,
             self.kept.next_deadline_s,
@@ -474,87 +527,3 @@ class NodeState:
             held = [*session.reservations.values(), *session.quarantined.values()]
             assert session.reserved_bytes == sum(reservation.slot_bytes for reservation in held)
             assert session.reserved_bytes <= self._limits.max_reserved_bytes
-
-
-def _report(
-    state: NodeState, request_id: int, now_s: float, session: Session | None = None
-) -> m.StatusReport:
-    """The report, without namespaces that the session may not read. No session: all namespaces."""
-    store = state.store
-    shown = [
-        number
-        for number in state.namespaces.numbers
-        if session is None or state.administration.rights(session, number) & m.READ
-    ]
-    in_state = store.bytes_in_state
-    return m.StatusReport(
-        id=request_id,
-        node=state.name,
-        incarnation=state.incarnation,
-        uptime_s=now_s - state.started_s,
-        capacity_bytes=store.slots.capacity_bytes,
-        free_bytes=store.free_bytes,
-        used_bytes=in_state[COMMITTED] + in_state[DOOMED],
-        reserved_bytes=in_state[RESERVED],
-        quarantined_bytes=in_state[QUARANTINED],
-        pages=len(store.index),
-        pins=sum(pin.count for session in state.sessions.values() for pin in session.pins.values()),
-        waiters=state.waits.open,
-        connections=len(state.sessions.keys() - {LOCAL}),
-        namespaces=[_namespace(state, number) for number in shown],
-        counters=_counters(state),
-        epoch=state.sharding.ownership.epoch,
-        tiers=state.tiers.status(),
-    )
-
-
-def _namespace(state: NodeState, number: int) -> m.NamespaceStatus:
-    namespace = state.namespaces[number]
-    pages = state.store.index.namespace(number)
-    tier_pages, tier_bytes = state.tiers.held(number)
-    return m.NamespaceStatus(
-        name=namespace.name,
-        pages=len(pages.committed),
-        page_bytes=pages.page_bytes,
-        geometry=namespace.geometry,
-        hits=pages.hits,
-        misses=pages.misses,
-        evictions=pages.evictions,
-        settings=access.redacted(state.namespaces.settings(number)),
-        generation=namespace.generation,
-        slot_bytes=pages.slot_bytes,
-        replicas=state.sharding.replicas.count(number),
-        tier_pages=tier_pages,
-        tier_bytes=tier_bytes,
-        counters={
-            "operations": pages.operations,
-            "hits_below": pages.tier_hits,
-            "read_bytes": pages.read_bytes,
-            "written_pages": pages.written,
-            "written_bytes": pages.written_bytes,
-            **{f"evicted_{reason}": count for reason, count in pages.gone.items()},
-        },
-    )
-
-
-def _counters(state: NodeState) -> dict[str, int]:
-    return {
-        "commits": state.writes.commits,
-        "commits_refused": state.writes.commits_refused,
-        "reservations_expired": state.writes.reservations_expired,
-        "reservations_full": state.writes.full,
-        "receives_failed": state.writes.receives_failed,
-        "sends_failed": state.reads.sends_failed,
-        "leases_expired": state.reads.leases_expired,
-        "pins_refused": state.reads.pins_refused,
-        "kept_refused": state.kept.refused,
-        "evictions": state.store.evictions,
-        "discarded": state.discarded,
-        "denied": state.administration.denials,
-        "tail_bytes": state.store.slots.tail_bytes,
-        "kept_bytes": state.kept.slot_bytes,
-        "sweeping_bytes": state.store.bytes_in_state[SWEEPING],
-        **state.recovered,
-        **state.sharding.counters(),
-        **state.tiers.counters(),
-    }

@@ -271,7 +271,11 @@ class Writes:
     def drop_namespace(self, session: Session, namespace: int, out: list[Action]) -> None:
         """End this session's reservations in a namespace that is going, or is cleared."""
         namespace_of = self._store.facts.namespace
-        ended = [one for one in session.reservations.values() if namespace_of[one.slot] == namespace]
+        self.end(session, [slot for slot in session.reservations if namespace_of[slot] == namespace], out)
+
+    def end(self, session: Session, slots: Sequence[int], out: list[Action]) -> None:
+        """End those of this session's reservations that are for these slots, without a commit."""
+        ended = [session.reservations[slot] for slot in slots if slot in session.reservations]
         self._end(session, ended, writer_stopped=False, out=out)
 
     def disconnected(self, session: Session, by_peer: bool, now_s: float, out: list[Action]) -> None:

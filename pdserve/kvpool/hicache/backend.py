@@ -48,6 +48,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from pdserve.errors import ConfigError, PoolRefused, PoolUnavailable, StartupError
 from pdserve.kvpool.client.config import PAGE_KEY_VARIABLE, POOL_TOKEN_VARIABLE, PoolClientConfig
 from pdserve.kvpool.hicache.host_pool import HostPool
+from pdserve.kvpool.hicache.owners import tenant_of_call
 from pdserve.kvpool.hicache.page_access import RankPages
 from pdserve.pages import DRAFT, KV, STATES, KvGeometry, part_suffix, piece_suffixes, restorable_lengths
 from pdserve.security.tokens import Secret, decode_secret
@@ -163,7 +164,7 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """How many pages of the chain, from its start, the pool has. Never raises."""
         try:
-            [present] = self._opened.present(keys, [KV])
+            [present] = self._opened.present(keys, [KV], tenant_of_call(extra_info))
             return leading_pages(present)
         except Exception as error:  # boundary: an exception would kill SGLang's query thread for good
             self._complain("lookup", error)
@@ -173,13 +174,13 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Fill the host pages of `keys`. `host_indices`: int64 [pages * page_size]. Never raises."""
-        return self._move("get", KV, keys, host_indices)
+        return self._move("get", KV, keys, host_indices, tenant_of_call(extra_info))
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Store the host pages of `keys`. `host_indices`: int64 [pages * page_size]. Never raises."""
-        return self._move("put", KV, keys, host_indices)
+        return self._move("put", KV, keys, host_indices, tenant_of_call(extra_info))
 
     # -- the v2 contract
 
@@ -194,7 +195,7 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         """
         try:
             windows = {KV: 0, **{str(one.name): window_pages(one) for one in pool_transfers or []}}
-            present = self._opened.present(keys, list(windows))
+            present = self._opened.present(keys, list(windows), tenant_of_call(extra_info))
             return lookup_result(windows, present)
         except Exception as error:  # boundary: an exception would kill SGLang's query thread for good
             self._complain("lookup", error)
@@ -204,13 +205,15 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
         """Fill the host pages of the transfers' keys, each in its part's host pool. Never raises."""
-        return {name: self._move("get", name, *pages) for name, pages in _by_part(transfers)}
+        tenant = tenant_of_call(extra_info)
+        return {name: self._move("get", name, *pages, tenant) for name, pages in _by_part(transfers)}
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
         """Store the host pages of the transfers' keys. Never raises."""
-        return {name: self._move("put", name, *pages) for name, pages in _by_part(transfers)}
+        tenant = tenant_of_call(extra_info)
+        return {name: self._move("put", name, *pages, tenant) for name, pages in _by_part(transfers)}
 
     # -- the namespace
 
@@ -287,11 +290,16 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         return self._pages
 
     def _move(
-        self, what: Literal["get", "put"], part: str, keys: list[str], host_indices: torch.Tensor
+        self,
+        what: Literal["get", "put"],
+        part: str,
+        keys: list[str],
+        host_indices: torch.Tensor,
+        tenant: str,
     ) -> list[bool]:
         try:
             pages = self._opened
-            return (pages.put if what == "put" else pages.get)(part, keys, host_indices)
+            return (pages.put if what == "put" else pages.get)(part, keys, host_indices, tenant)
         except Exception as error:  # boundary: an exception would kill one of SGLang's threads for good
             self._complain(f"{what} of {part} pages", error)
             return [False] * len(keys)

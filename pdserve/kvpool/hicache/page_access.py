@@ -55,32 +55,34 @@ class RankPages:
         if self._group is not None:
             self._group.start()
 
-    def present(self, keys: Sequence[str], parts: Sequence[str]) -> list[list[bool]]:
-        """For each part and each page: whether the pool has it. One question to the pool for all."""
+    def present(self, keys: Sequence[str], parts: Sequence[str], tenant: str = "") -> list[list[bool]]:
+        """For each part and each page: whether the pool has it. One question to the pool for all. `tenant`:
+        whose pages they are, here and below; empty: nobody's.
+        """
         names = [self._names(keys, part) for part in parts]
-        found = iter(self._client.exists([name for ours in names for name in ours]))
+        found = iter(self._client.exists([name for ours in names for name in ours], tenant))
         present = [
             self._whole(list(islice(found, len(ours))), part) for part, ours in zip(parts, names, strict=True)
         ]
         self._publish()
         return present
 
-    def get(self, part: str, keys: Sequence[str], host_indices: torch.Tensor) -> list[bool]:
+    def get(self, part: str, keys: Sequence[str], host_indices: torch.Tensor, tenant: str = "") -> list[bool]:
         """Read pages into the part's host pool. True: the page is there. Raises PageMismatch."""
         host = self._pools[part]
         names, pages = self._names(keys, part), host.pieces(host.pages(len(keys), host_indices))
         share = self._group.part(part) if self._group is not None and host.is_replicated else None
         with self._metrics.timed("read"):
-            done = self._client.get(names, pages, share)
+            done = self._client.get(names, pages, share, tenant)
         self._publish()
         return self._whole(done, part)
 
-    def put(self, part: str, keys: Sequence[str], host_indices: torch.Tensor) -> list[bool]:
+    def put(self, part: str, keys: Sequence[str], host_indices: torch.Tensor, tenant: str = "") -> list[bool]:
         """Write pages from the part's host pool. True: the page is in the pool. Raises PageMismatch."""
         host = self._pools[part]
         names, pages = self._names(keys, part), host.pieces(host.pages(len(keys), host_indices))
         with self._metrics.timed("written"):
-            done = self._client.put(names, pages)
+            done = self._client.put(names, pages, tenant)
         self._publish()
         return self._whole(done, part)
 

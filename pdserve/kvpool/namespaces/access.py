@@ -46,6 +46,7 @@ NEEDED: Final[dict[type, tuple[Scope, int]]] = {
     m.Reserve: ("namespace", WRITE),
     m.Discard: ("namespace", WRITE),
     m.Clear: ("namespace", ADMIN),
+    m.Erase: ("namespace", ADMIN),
     Drain: ("node", ADMIN),
     Upgrade: ("node", ADMIN),
     ListPages: ("node", ADMIN),

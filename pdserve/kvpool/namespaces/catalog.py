@@ -24,6 +24,7 @@ import msgspec
 
 from pdserve.errors import FrameError
 from pdserve.kvpool.namespaces.registry import FORGET_MS, Registry
+from pdserve.kvpool.namespaces.tenants import settings_of, split
 from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord, NamespaceSettings
 
 SEQUENCES: Final = 1 << 40  # that one start may give out: 100,000 pages a second for 127 days
@@ -89,6 +90,7 @@ class Namespaces:
         self._last_number = 0
         self._by_name: dict[str, Namespace] = {}
         self._by_number: dict[int, Namespace] = {}
+        self._tenants: dict[str, dict[str, None]] = {}  # names of tenants' namespaces by their models'
 
     @classmethod
     def load(cls, text: str | bytes, incarnation: int = 0) -> Namespaces:
@@ -136,13 +138,29 @@ class Namespaces:
         namespace = self._by_name.pop(name, None)
         if namespace is not None:
             del self._by_number[namespace.number]
+            self._tenants.get(split(name)[0], {}).pop(name, None)
         return namespace
 
     def settings(self, number: int) -> NamespaceSettings:
         """Of a namespace of this node."""
-        record = self.registry.get(self._by_number[number].name)
+        name = self._by_number[number].name
+        record, (model, tenant) = self.registry.get(name), split(name)
         assert record is not None
-        return record.settings
+        if not tenant:
+            return record.settings
+        parent = self.registry.get(model)
+        return settings_of(NamespaceSettings() if parent is None else parent.settings, record.settings)
+
+    def model(self, number: int) -> int:
+        """The number of the namespace that a tenant's is of: its own where it is of nobody, or where that one
+        is not open here.
+        """
+        parent = self._by_name.get(split(self._by_number[number].name)[0])
+        return number if parent is None else parent.number
+
+    def tenants(self, model: str) -> list[Namespace]:
+        """The namespaces of its tenants that are open here."""
+        return [self._by_name[name] for name in self._tenants.get(model, ())]
 
     def clear(self, number: int) -> int:
         """Give the namespace a new space, which is returned: all its pages are void."""
@@ -155,6 +173,7 @@ class Namespaces:
         self.registry.forget_unprotected()
         self.configured.clear()
         self._by_name.clear()
+        self._tenants.clear()
         self._by_number.clear()
 
     def begin_sequences(self, now_us: int) -> int:
@@ -188,6 +207,9 @@ class Namespaces:
     def _add(self, namespace: Namespace) -> Namespace:
         self._last_number += 1
         namespace = msgspec.structs.replace(namespace, number=self._last_number)
+        model, tenant = split(namespace.name)
+        if tenant:
+            self._tenants.setdefault(model, {})[namespace.name] = None
         self._by_name[namespace.name] = self._by_number[namespace.number] = namespace
         return namespace
 

@@ -23,6 +23,7 @@ import msgspec
 
 from pdserve.errors import PoolRefused
 from pdserve.kvpool.namespaces.access import is_guarded
+from pdserve.kvpool.namespaces.tenants import split
 from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord, NamespaceSettings
 
 DAY_MS: Final = 24 * 3600 * 1000
@@ -30,6 +31,7 @@ FORGET_MS: Final = 30 * DAY_MS
 DROPS_A_DAY: Final = 1024  # of one name, on the average of the time that its tombstone is kept
 MAX_TOMBSTONES: Final = 4096  # that are not protected
 MAX_NAMESPACES = 1024  # without tombstones
+MAX_TENANTS = 4096  # namespaces of tenants, over all models
 MAX_NAMESPACES_PER_TOKEN = MAX_NAMESPACES // 2  # made by workers; the rest is for other tokens
 OPERATORS_SHARE = 4  # one part in so many of namespaces and bytes is for the nodes' administrator
 MAX_NAME_CHARS = 512
@@ -72,7 +74,8 @@ class Registry:
         self._records: dict[str, NamespaceRecord] = {}
         self._encoded: dict[str, tuple[int, bytes]] = {}  # length and digest of each
         self._tombstones: set[tuple[int, str]] = set()  # versions and names of those not protected
-        self._live = 0
+        self._live = 0  # not dropped, without tenants
+        self._tenants = 0
         self._digest = (-1, b"")  # and the changes when it was made
         for record in records:
             self.learn(record)
@@ -151,6 +154,10 @@ class Registry:
         generation = record.generation + 1
         return self.changed(record, generation=generation, geometry={}, dropped=True, replaced_by=replaced_by)
 
+    def tenants_of(self, model: str) -> list[NamespaceRecord]:
+        """The records of a namespace's tenants that are not dropped."""
+        return [one for one in self if not one.dropped and split(one.name)[0] == model != one.name]
+
     def change(self, record: NamespaceRecord) -> None:
         """Make a change of this node. Raises NamespaceError when there is no room for another namespace."""
         known = self._records.get(record.name)
@@ -173,7 +180,7 @@ class Registry:
         size = self.encoded_bytes + len(_encoder.encode(record))
         most = MAX_NAMESPACES - MAX_NAMESPACES // OPERATORS_SHARE
         most_bytes = MAX_REGISTRY_BYTES - MAX_REGISTRY_BYTES // OPERATORS_SHARE
-        if self._live >= most or size > most_bytes:
+        if (self._live >= most and not split(record.name)[1]) or size > most_bytes:
             raise NamespaceError(
                 "too_many_namespaces",
                 f"the pool knows {len(self)} namespaces, those dropped included: what room is left is for "
@@ -186,7 +193,7 @@ class Registry:
         self._records[record.name] = record
         self._encoded[record.name] = len(text), hashlib.blake2b(text, digest_size=16).digest()
         self.encoded_bytes += len(text)
-        self._live += not record.dropped
+        self._count(record, 1)
         if _is_tombstone(record):
             self._tombstones.add((record.version, record.name))
             if len(self._tombstones) > MAX_TOMBSTONES:
@@ -197,11 +204,23 @@ class Registry:
         known = self._records.pop(name, None)
         if known is not None:
             self.encoded_bytes -= self._encoded.pop(name)[0]
-            self._live -= not known.dropped
+            self._count(known, -1)
             self._tombstones.discard((known.version, name))
 
+    def _count(self, record: NamespaceRecord, by: int) -> None:
+        if not record.dropped and split(record.name)[1]:
+            self._tenants += by
+        elif not record.dropped:
+            self._live += by
+
     def _check_room(self, record: NamespaceRecord) -> None:
-        if not record.dropped and self._live >= MAX_NAMESPACES:
+        is_tenant = split(record.name)[1] != ""
+        if is_tenant and not record.dropped and self._tenants >= MAX_TENANTS:
+            raise NamespaceError(
+                "too_many_namespaces",
+                f"the pool holds pages of {MAX_TENANTS} tenants: drop one that is not used",
+            )
+        if not is_tenant and not record.dropped and self._live >= MAX_NAMESPACES:
             raise NamespaceError(
                 "too_many_namespaces",
                 f"the pool holds {MAX_NAMESPACES} namespaces: drop one that is not used",

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 
+import msgspec
+
 from pdserve.errors import ConfigError
 from pdserve.kvpool.namespaces.access import TOKENS
 from pdserve.kvpool.namespaces.registry import MAX_NAME_CHARS, NamespaceError, check_geometry, check_name
+from pdserve.kvpool.namespaces.tenants import OWN
 from pdserve.kvpool.policies import check_policy
 from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord, NamespaceSettings
 from pdserve.security.tokens import is_digest
@@ -16,6 +19,7 @@ MIN_WEIGHT = 1e-3
 MAX_COPIES = 16
 MIN_RATE = 1e-3  # per second; below it a request would wait for ever
 MAX_POLICY_CHARS = 64
+QUOTAS = ("quota_bytes", "tier_quota_bytes", "tenant_quota_bytes", "tenant_tier_quota_bytes")
 MAX_COUNT = 1 << 62  # above all versions and generations
 
 
@@ -31,7 +35,7 @@ def check_record(record: NamespaceRecord) -> None:
 
 def check_bounds(settings: NamespaceSettings) -> None:
     """Whether the settings are possible on a node of any capacity. Raises NamespaceError."""
-    for name in ("quota_bytes", "tier_quota_bytes", "operations_s", "bytes_s", "ttl_s"):
+    for name in (*QUOTAS, "operations_s", "bytes_s", "ttl_s"):
         value = getattr(settings, name)
         if not (value >= 0 and math.isfinite(value)):
             raise _bad(f"{name} is {value}: it must be 0 (no limit) or above")
@@ -54,11 +58,12 @@ def check_bounds(settings: NamespaceSettings) -> None:
 
 def check_settings(settings: NamespaceSettings, capacity_bytes: int, *, tokens_allowed: bool) -> None:
     """Whether the settings are possible on a node of this capacity. Raises NamespaceError."""
-    if settings.quota_bytes > capacity_bytes:
-        raise _bad(
-            f"quota_bytes is {settings.quota_bytes:,}, and this node has {capacity_bytes:,}: a quota is per "
-            "node, and cannot be larger than one (0: no limit)"
-        )
+    for name in ("quota_bytes", "tenant_quota_bytes"):
+        if (quota_bytes := getattr(settings, name)) > capacity_bytes:
+            raise _bad(
+                f"{name} is {quota_bytes:,}, and this node has {capacity_bytes:,}: a quota is per "
+                "node, and cannot be larger than one (0: no limit)"
+            )
     check_bounds(settings)
     _check_policy(settings)
     for name in TOKENS:
@@ -67,6 +72,13 @@ def check_settings(settings: NamespaceSettings, capacity_bytes: int, *, tokens_a
                 f"{name} is of no use while the node has no admin_token: set that in the node's "
                 "configuration first"
             )
+
+
+def check_tenant_settings(name: str, settings: NamespaceSettings) -> None:
+    """Whether a tenant's namespace may have these settings of its own. Raises NamespaceError."""
+    rest = msgspec.structs.replace(settings, **dict.fromkeys(OWN, 0))
+    if rest != NamespaceSettings():
+        raise _bad(f"'{name}' is of a tenant, which has {' and '.join(OWN)} of its own, and nothing else")
 
 
 def _check_policy(settings: NamespaceSettings) -> None:

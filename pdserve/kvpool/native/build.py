@@ -6,15 +6,21 @@ import functools
 import importlib
 import logging
 from types import ModuleType
+from typing import Final
 
 logger = logging.getLogger(__name__)
+
+INTERFACE: Final = 2
+"""Of the functions' arguments: a module of another number was left behind by an older source."""
 
 
 @functools.cache
 def compiled() -> ModuleType | None:
     """The functions of `_native.pyi`; None, and once a warning, where they were not built."""
     try:
-        return importlib.import_module("pdserve.kvpool.native._native")
+        module = importlib.import_module("pdserve.kvpool.native._native")
+        if getattr(module, "INTERFACE", 0) != INTERFACE:
+            raise ImportError("it was built from an older source")
     except ImportError as error:
         logger.warning(
             "pages are copied by NumPy, slowly beside a busy engine: the C module was not built (%s). "
@@ -22,3 +28,4 @@ def compiled() -> ModuleType | None:
             error,
         )
         return None
+    return module

@@ -14,7 +14,6 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include <stdint.h>
 #include <string.h>
 #include <time.h>
 
@@ -27,7 +26,7 @@
 #error "pages and their checksums are little-endian"
 #endif
 
-enum { STRIPE = 64, BLOCK_STRIPES = 16, LEAST_HASHED = 241 };
+enum { STRIPE = 64, BLOCK_STRIPES = 16 };
 enum { CACHED_MOST = 8 << 20 };    /* of a batch: what is longer goes past the cache */
 enum { ROW_BYTES = 96, SEQUENCE_AT = 56, STATE_AT = 80, COMMITTED = 2 }; /* ROW_DTYPE of protocol/slot_table.py */
 enum { OK, LOST, CORRUPT };        /* PageOutcome of transports/base.py */
@@ -235,23 +234,19 @@ static uint64_t hash_end(Hash *h) {
     return value ? value : 1; /* 0 says that there is none */
 }
 
-/* One page: where it lies in the arena, and the caller's segments [first, first + count) of the batch. */
-typedef struct {
-    unsigned char *slot;
-    const unsigned char *row;
-    uint64_t checksum, sequence;
-    Py_ssize_t first, count;
-    uint64_t length;
-    unsigned char outcome;
-} Page;
-
-typedef struct {
-    Py_buffer arena, table, *segments;
-    Py_ssize_t held, room, count;
-    Page *pages;
-    int is_read, hashes, is_late;
-    double deadline_s;
-} Batch;
+uint64_t native_checksum(const Batch *batch, const Page *page) {
+    Hash hash;
+    unsigned char copy[4096]; /* stays in the first cache: the source is not ours to write */
+    hash_begin(&hash, page->length);
+    for (Py_ssize_t k = page->first; k < page->first + page->count; k++) {
+        const unsigned char *from = batch->segments[k].buf;
+        for (size_t left = batch->segments[k].len, piece; left; from += piece, left -= piece) {
+            piece = left < sizeof copy ? left : sizeof copy;
+            move(&hash, copy, from, piece, 0);
+        }
+    }
+    return hash_end(&hash);
+}
 
 static double now_s(void) {
     struct timespec now;
@@ -299,7 +294,7 @@ static void move_pages(Batch *batch) {
 
 /* --- Python's side: what a call works with */
 
-static int hold_segments(Batch *batch, Page *page, PyObject *segments) {
+int native_hold(Batch *batch, Page *page, PyObject *segments) {
     PyObject *fast = PySequence_Fast(segments, "a page is a sequence of buffers");
     if (fast == NULL)
         return -1;
@@ -346,7 +341,7 @@ static int place_pages(Batch *batch, PyObject *pages, PyObject *const *columns, 
         PyErr_NoMemory();
     for (Py_ssize_t i = 0; !failed && i < batch->count; i++) {
         Page *page = batch->pages + i;
-        if ((failed = hold_segments(batch, page, PySequence_Fast_GET_ITEM(fast, i)) < 0))
+        if ((failed = native_hold(batch, page, PySequence_Fast_GET_ITEM(fast, i)) < 0))
             break;
         uint64_t offset = number(columns[0], i), size = batch->arena.len, slot = 0;
         if (batch->is_read) {
@@ -372,7 +367,7 @@ static int place_pages(Batch *batch, PyObject *pages, PyObject *const *columns, 
     return failed ? -1 : 0;
 }
 
-static void let_go(Batch *batch) {
+void native_let_go(Batch *batch) {
     for (Py_ssize_t k = 0; k < batch->held; k++)
         PyBuffer_Release(batch->segments + k);
     PyMem_Free(batch->segments);
@@ -401,7 +396,7 @@ PyObject *native_read(PyObject *module, PyObject *args) {
         result = PyList_New(batch.count);
     for (Py_ssize_t i = 0; result && i < batch.count; i++)
         PyList_SET_ITEM(result, i, PyLong_FromLong(batch.pages[i].outcome));
-    let_go(&batch);
+    native_let_go(&batch);
     return result;
 }
 
@@ -419,7 +414,7 @@ PyObject *native_write(PyObject *module, PyObject *args) {
         else
             PyList_SET_ITEM(result, i, checksum);
     }
-    let_go(&batch);
+    native_let_go(&batch);
     return result;
 }
 
@@ -429,7 +424,7 @@ PyObject *native_copy(PyObject *module, PyObject *args) {
     PyObject *targets, *sources, *result = NULL;
     if (!PyArg_ParseTuple(args, "OO", &targets, &sources))
         return NULL;
-    if (hold_segments(&to, &target, targets) == 0 && hold_segments(&from, &source, sources) == 0) {
+    if (native_hold(&to, &target, targets) == 0 && native_hold(&from, &source, sources) == 0) {
         int alike = target.count == source.count && target.length >= LEAST_HASHED;
         for (Py_ssize_t k = 0; alike && k < target.count; k++)
             alike = to.segments[k].len == from.segments[k].len;
@@ -447,8 +442,8 @@ PyObject *native_copy(PyObject *module, PyObject *args) {
             PyErr_SetString(PyExc_ValueError, "pages that are not cut alike, or too short to be hashed here");
         }
     }
-    let_go(&to);
-    let_go(&from);
+    native_let_go(&to);
+    native_let_go(&from);
     return result;
 }
 

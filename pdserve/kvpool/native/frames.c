@@ -1,4 +1,4 @@
-/* Sends a request over a socket and waits for the answer, and lets the interpreter go once for both. Python's socket
+/* Sends requests over a socket and waits for their answers, and lets the interpreter go once for all of it. Python's socket
  * with a time-out polls and then sends, polls and then receives: four times.
  */
 #define PY_SSIZE_T_CLEAN
@@ -16,24 +16,38 @@ typedef struct {
     int fd;
     const char *frame;
     Py_ssize_t left;           /* of the frame */
-    char *into;
-    Py_ssize_t room, received; /* received: -1 until there is something, 0: the other end has closed */
+    unsigned char *into;
+    Py_ssize_t room, received, counted; /* counted: bytes of whole frames, which begin with their length */
+    Py_ssize_t frames;                  /* that are still to come; 0: any bytes are enough */
+    int ended;                          /* the other end has closed */
     double deadline_s;
 } Exchange;
 
-/* Milliseconds to wait, at most; 0 or less: the deadline has passed. */
-static int left_ms(double deadline_s) {
+int native_left_ms(double deadline_s) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     double left = (deadline_s - now.tv_sec - now.tv_nsec * 1e-9) * 1e3;
     return left <= 0 ? 0 : left >= 1e6 ? 1000000 : (int)ceil(left);
 }
 
+/* Whether nothing more is to be waited for. */
+static int is_done(Exchange *it) {
+    while (it->received - it->counted >= 4) {
+        const unsigned char *at = it->into + it->counted;
+        Py_ssize_t whole = 4 + (Py_ssize_t)(at[0] | at[1] << 8 | at[2] << 16 | (uint32_t)at[3] << 24);
+        if (it->received - it->counted < whole)
+            break;
+        it->counted += whole;
+        it->frames--;
+    }
+    return !it->left && (it->received == it->room || it->ended || (it->received && it->frames <= 0));
+}
+
 /* Returns 0, or an error of errno; ETIMEDOUT at the deadline. EINTR: to be called again. */
 static int step_on(Exchange *exchange) {
-    while (exchange->left || (exchange->room && exchange->received < 0)) {
+    while (!is_done(exchange)) {
         struct pollfd ready = {exchange->fd, exchange->left ? POLLOUT : POLLIN, 0};
-        int wait_ms = left_ms(exchange->deadline_s);
+        int wait_ms = native_left_ms(exchange->deadline_s);
         if (wait_ms == 0)
             return ETIMEDOUT;
         if (poll(&ready, 1, wait_ms) < 0)
@@ -41,41 +55,45 @@ static int step_on(Exchange *exchange) {
         if (ready.revents == 0)
             continue;
         ssize_t done = exchange->left ? send(exchange->fd, exchange->frame, exchange->left, MSG_DONTWAIT | MSG_NOSIGNAL)
-                                      : recv(exchange->fd, exchange->into, exchange->room, MSG_DONTWAIT);
+                                      : recv(exchange->fd, exchange->into + exchange->received,
+                                             exchange->room - exchange->received, MSG_DONTWAIT);
         if (done < 0 && errno != EAGAIN)
             return errno;
         if (done >= 0 && exchange->left)
             exchange->frame += done, exchange->left -= done;
         else if (done >= 0)
-            exchange->received = done;
+            exchange->received += done, exchange->ended = done == 0;
     }
     return 0;
 }
 
 PyObject *native_exchange(PyObject *module, PyObject *args) {
     Py_buffer frame;
-    Exchange it = {.received = -1};
-    if (!PyArg_ParseTuple(args, "iy*nd", &it.fd, &frame, &it.room, &it.deadline_s))
+    Exchange it = {.received = 0};
+    if (!PyArg_ParseTuple(args, "iy*nnd", &it.fd, &frame, &it.room, &it.frames, &it.deadline_s))
         return NULL;
     it.frame = frame.buf, it.left = frame.len;
     PyObject *answer = PyBytes_FromStringAndSize(NULL, it.room);
     int error = answer == NULL ? ENOMEM : 0;
     if (!error) {
-        it.into = PyBytes_AS_STRING(answer);
+        it.into = (unsigned char *)PyBytes_AS_STRING(answer);
         /* A frame mostly fits into the socket's buffer: nobody needs to wait for that. */
-        ssize_t sent = left_ms(it.deadline_s) == 0 ? 0 : send(it.fd, it.frame, it.left, MSG_DONTWAIT | MSG_NOSIGNAL);
+        int may_send = it.left && native_left_ms(it.deadline_s);
+        ssize_t sent = may_send ? send(it.fd, it.frame, it.left, MSG_DONTWAIT | MSG_NOSIGNAL) : 0;
         if (sent > 0)
             it.frame += sent, it.left -= sent;
         else if (sent < 0 && errno != EAGAIN && errno != EINTR)
             error = errno;
     }
-    while (!error && (it.left || (it.room && it.received < 0))) {
+    while (!error && !is_done(&it)) {
         Py_BEGIN_ALLOW_THREADS
         error = step_on(&it);
         Py_END_ALLOW_THREADS
         if (error == EINTR && PyErr_CheckSignals() == 0)
             error = 0;
     }
+    if (error && it.received && !PyErr_Occurred())
+        error = 0; /* what came before is told first; the next call finds the error again */
     PyBuffer_Release(&frame);
     if (error && !PyErr_Occurred()) {
         errno = error;

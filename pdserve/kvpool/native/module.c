@@ -7,6 +7,8 @@ static PyMethodDef methods[] = {
     {"read", native_read, METH_VARARGS, "See copying.read."},
     {"write", native_write, METH_VARARGS, "See copying.write."},
     {"copy", native_copy, METH_VARARGS, "See copying.copy."},
+    {"send_pages", native_send_pages, METH_VARARGS, "See page_messages.send."},
+    {"receive_pages", native_receive_pages, METH_VARARGS, "See page_messages.receive."},
     {"exchange", native_exchange, METH_VARARGS, "See frames.exchange."},
     {NULL, NULL, 0, NULL},
 };
@@ -16,5 +18,8 @@ static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "pdserve.kvpool.n
 
 PyMODINIT_FUNC PyInit__native(void) {
     native_choose_copier();
-    return PyModule_Create(&definition);
+    PyObject *module = PyModule_Create(&definition);
+    if (module && PyModule_AddIntConstant(module, "INTERFACE", 2) < 0)
+        Py_CLEAR(module);
+    return module;
 }

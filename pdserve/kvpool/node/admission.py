@@ -14,7 +14,8 @@ from pdserve.kvpool.core.events import Connected
 from pdserve.kvpool.core.namespace_admin import Rules
 from pdserve.kvpool.namespaces.access import guards
 from pdserve.kvpool.namespaces.registry import NamespaceError, check_name
-from pdserve.kvpool.namespaces.validation import check_settings
+from pdserve.kvpool.namespaces.tenants import split
+from pdserve.kvpool.namespaces.validation import check_settings, check_tenant_settings
 from pdserve.kvpool.node.config.namespaces import settings_of, token_digest
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.node.serving.places import Places
@@ -51,6 +52,8 @@ def rules_of(config: PoolNodeConfig) -> Rules:
         try:
             if name:
                 check_name(name)
+            if split(name)[1]:
+                check_tenant_settings(name, settings)
             check_settings(settings, config.capacity, tokens_allowed=tokens_allowed)
         except NamespaceError as error:
             raise ConfigError(f"node {config.name}: {label}: {error}") from None

@@ -52,7 +52,7 @@ from pdserve.kvpool.node.data_paths import DataPathInfo, DataPaths
 from pdserve.kvpool.node.events.feed import open_feed
 from pdserve.kvpool.node.memory.arena import Arena
 from pdserve.kvpool.node.memory.descriptor_sockets import DescriptorSockets
-from pdserve.kvpool.node.metrics.meter import LoopLag, Meter
+from pdserve.kvpool.node.metrics.meter import Meter, Series
 from pdserve.kvpool.node.peers.gossip import Gossiper, Handler
 from pdserve.kvpool.node.peers.joining import Before
 from pdserve.kvpool.node.peers.page_push import LocalSession, PagePusher
@@ -131,7 +131,7 @@ class PoolNode:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at_s = 0.0
         self._stopping = asyncio.Event()
-        self._lag = LoopLag()
+        self._lag = Series()
         self._failure: PdserveError | None = None
         self._served = False
         self._clean = False  # it served, and was stopped
@@ -420,7 +420,7 @@ class PoolNode:
             report=self._report(0),
             series=self.meter.snapshot(),
             namespace_names={namespace.number: namespace.name for namespace in self.arena.namespaces},
-            lag=self._lag.series.copy(),
+            lag=self._lag.copy(),
             sockets=self.sockets,
         )
 

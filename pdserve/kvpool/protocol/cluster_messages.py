@@ -57,6 +57,16 @@ class NamespaceSettings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     tier_quota_bytes: Annotated[
         Size, Meta(description="Most bytes in the tiers on each node, like `4GiB`; 0: no limit.")
     ] = 0
+    tenant_quota_bytes: Annotated[
+        Size,
+        Meta(
+            description="As quota_bytes, for each tenant of the namespace that has no quota of its own "
+            "(`pdserve pool ns set NAMESPACE#TENANT quota_bytes=4GiB`)."
+        ),
+    ] = 0
+    tenant_tier_quota_bytes: Annotated[
+        Size, Meta(description="As tier_quota_bytes, for each tenant that has none of its own.")
+    ] = 0
     operations_s: Annotated[
         float,
         Meta(description="Keys requested per second on each node; further requests wait. 0: no limit."),

@@ -21,7 +21,9 @@ tests/kvpool/protocol/test_messages.py pins the bytes of every message.
 
 from __future__ import annotations
 
-from typing import Final, Literal, TypeAlias
+from typing import Annotated, Final, Literal, TypeAlias
+
+from msgspec import Meta
 
 from pdserve.kvpool.protocol.base import Message
 from pdserve.kvpool.protocol.base import NodeAddress as NodeAddress
@@ -56,6 +58,10 @@ def pages_a_message(page_bytes: int) -> int:
 # "none": a connection that moves no pages; it asks (exists, wait, status) and pins, but may not reserve
 DataPathName: TypeAlias = Literal["shm", "ucx", "tcp", "none"]
 DataPathChoice: TypeAlias = Literal["auto", "shm", "ucx", "tcp", "none"]
+
+# Of a page's place: others would fail in the middle of a batch, where they are packed
+Natural: TypeAlias = Annotated[int, Meta(ge=0)]
+Tag: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 # Status of one key in `Reserved`
 GRANTED = 0  # the slot is the client's to fill
@@ -262,10 +268,10 @@ class Grant(Message, tag=93, frozen=True):
     """
 
     status: int
-    slot: int = 0
-    offset: int = 0
-    sequence: int = 0
-    tag: int = 0
+    slot: Natural = 0
+    offset: Natural = 0
+    sequence: Natural = 0
+    tag: Tag = 0
 
 
 class Reserved(Message, tag=15, frozen=True):
@@ -317,11 +323,11 @@ class Pin(Message, tag=94, frozen=True):
     """
 
     status: int
-    slot: int = 0
-    offset: int = 0
+    slot: Natural = 0
+    offset: Natural = 0
     checksum: int = 0
-    sequence: int = 0
-    tag: int = 0
+    sequence: Natural = 0
+    tag: Tag = 0
 
 
 class Got(Message, tag=20, frozen=True):
@@ -372,6 +378,16 @@ class Clear(Message, tag=25, frozen=True):
 
     id: int
     namespace: int
+
+
+class Erase(Message, tag=43, frozen=True):
+    """Drop these pages, those that are being written too, and overwrite their bytes in memory and tiers.
+    Answered with Done when nothing of them is left on this node, or with a Fault `not_erased`.
+    """
+
+    id: int
+    namespace: int
+    keys: list[bytes]
 
 
 class Ping(Message, tag=26, frozen=True):
@@ -436,6 +452,7 @@ Request: TypeAlias = (
     | Discard
     | DropNamespace
     | Clear
+    | Erase
     | Ping
     | Status
     | ClusterRequest

@@ -7,8 +7,8 @@ space that it does not know.
 A tier is a small class of blocking methods, called from that tier's own threads and never from the node's
 event loop:
 
-    one writer thread     `scan` first, to its end; then `put`, `forget`, `forget_space`, `maintain`, in any
-                          order
+    one writer thread     `scan` first, to its end; then `put`, `forget`, `forget_space`, `erase`, `maintain`,
+                          in any order
     some reader threads   `read`, at any time, several at once, beside everything above
     any thread            `namespaces`, `save_namespaces`: one call at a time, beside everything above
 
@@ -196,6 +196,12 @@ class Tier(Protocol):
         """Forget all pages of the space and free their room soon.
 
         A later `scan` may report them again if the space is known then.
+        """
+        ...
+
+    def erase(self, space: int, keys: Collection[bytes] | None = None) -> str:
+        """As `forget` for these pages, of any length, or (None) as `forget_space`; and none of their bytes
+        are in the tier after the return. Returns "" or a text that says what is left.
         """
         ...
 

@@ -9,6 +9,7 @@ import asyncio
 import ssl
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Final, assert_never
 
 from pdserve.errors import PoolUnavailable
@@ -59,6 +60,8 @@ class AsyncControl:
         self._greeted: asyncio.Future[None] = loop.create_future()
         self._pump = loop.create_task(self._read())
         self.namespace = 0
+        self._geometry: dict[str, str] = {}
+        self._numbers: dict[str, int] = {}  # of further namespaces of this geometry
         self.rights = 0  # rights of our token in the namespace: access.READ and so on
         self.read_s = 0.0  # time.monotonic() of the last read
         self.on_fault: Callable[[m.Fault], None] = lambda fault: None  # called with the node's last Fault
@@ -151,6 +154,23 @@ class AsyncControl:
         reply = await self.call(lambda i: m.OpenNamespace(i, namespace, geometry))
         opened = expected(reply, m.Opened, self._session.address)
         self.namespace, self.rights = opened.namespace, opened.rights
+        self._geometry = geometry
+
+    async def number_of(self, name: str, timeout_s: float) -> int:
+        """The number of a further namespace of the same geometry; of the first one where `name` is empty.
+        Raises as `call`, and RequestRefused: the node has none of this name for us.
+        """
+        if not name:
+            return self.namespace
+        if name not in self._numbers:
+            made = partial(m.OpenNamespace, name=name, geometry=self._geometry)
+            reply = expected(await self.call(made, timeout_s), m.Opened, self._session.address)
+            self._numbers[name] = reply.namespace
+        return self._numbers[name]
+
+    def forgets(self, name: str) -> bool:
+        """Open a further namespace anew at its next use; whether it was open."""
+        return self._numbers.pop(name, None) is not None
 
     async def _read(self) -> None:
         while not self.broken:

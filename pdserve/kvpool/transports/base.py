@@ -41,6 +41,10 @@ class Connection(Protocol):
         """
         ...
 
+    def call_all(self, requests: Sequence[Request], deadline_s: float) -> list[Reply]:
+        """Send the requests together and return their replies, in order. Errors as of `call`."""
+        ...
+
     def post(self, message: Abort | Release) -> None:
         """Send a message that has no reply. Raises PoolUnavailable."""
         ...

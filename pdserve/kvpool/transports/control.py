@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 import ssl
 import time
+from collections.abc import Sequence
 from typing import Final
 
 from pdserve.errors import PoolError, PoolTimeout, PoolUnavailable
@@ -80,14 +81,18 @@ class ControlChannel:
         """Send the request, return its reply (a Fault is returned). Raises PoolTimeout, PoolUnavailable,
         FrameError; then the channel is broken.
         """
-        request_id = getattr(request, "id", 0)
-        frame = self._session.send(request)
-        while request_id not in self._replies:
+        return self.call_all([request], deadline_s)[0]
+
+    def call_all(self, requests: Sequence[Request], deadline_s: float) -> list[Reply]:
+        """Send the requests together, return their replies in order. Errors as of `call`."""
+        ids = [getattr(request, "id", 0) for request in requests]
+        frame = b"".join([self._session.send(request) for request in requests])
+        while missing := sum(request_id not in self._replies for request_id in ids):
             if not frame and self._session.ended is not None:
                 raise self._session.ended
-            self._exchange(frame, deadline_s)
+            self._exchange(frame, deadline_s, missing)
             frame = b""
-        return self._replies.pop(request_id)
+        return [self._replies.pop(request_id) for request_id in ids]
 
     def take_pushed(self) -> None:
         """Read pushed messages without waiting, for a caller that polls `fileno`.
@@ -146,10 +151,13 @@ class ControlChannel:
         """Raises TimeoutError, OSError."""
         exchange(self._socket, frame, 0, deadline_s)
 
-    def _exchange(self, frame: bytes, deadline_s: float) -> None:
-        """Send the frame, if there is one, and wait for bytes. Raises PoolTimeout, PoolUnavailable."""
+    def _exchange(self, frame: bytes, deadline_s: float, answers: int = 0) -> None:
+        """Send the frame, if there is one, and wait for bytes, of so many answers if it can be told. Raises
+        PoolTimeout, PoolUnavailable.
+        """
+        answers = answers if self._session.is_between_frames else 0
         try:
-            data = exchange(self._socket, frame, RECEIVE_BYTES, deadline_s)
+            data = exchange(self._socket, frame, RECEIVE_BYTES, deadline_s, answers=answers)
             events = self._session.receive(data)
             for event in events:
                 if isinstance(event, Proving):

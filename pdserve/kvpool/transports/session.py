@@ -122,6 +122,11 @@ class ControlSession:
     def greeted(self) -> bool:
         return self._welcome is not None
 
+    @property
+    def is_between_frames(self) -> bool:
+        """What comes next is the beginning of a frame."""
+        return not self._frames.held_bytes
+
     def send(self, message: Request) -> bytes:
         """The bytes of a message. Its reply, if any, comes as an Answered event.
 

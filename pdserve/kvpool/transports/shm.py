@@ -77,6 +77,10 @@ class ShmConnection:
         """See `Connection`."""
         return self._channel.call(request, deadline_s)
 
+    def call_all(self, requests: Sequence[Request], deadline_s: float) -> list[Reply]:
+        """See `Connection`."""
+        return self._channel.call_all(requests, deadline_s)
+
     def post(self, message: Abort | Release) -> None:
         """See `Connection`."""
         self._channel.post(message)

@@ -105,9 +105,11 @@ class UcxConnection:
 
     def call(self, request: Request, deadline_s: float) -> Reply:
         """See `base.Connection.call`."""
-        if isinstance(request, Reserve | Get) and gathers(request.segment_bytes):
-            request = msgspec.structs.replace(request, segment_bytes=[sum(request.segment_bytes)])
-        return self._channel.call(request, deadline_s)
+        return self.call_all([request], deadline_s)[0]
+
+    def call_all(self, requests: Sequence[Request], deadline_s: float) -> list[Reply]:
+        """See `base.Connection.call_all`."""
+        return self._channel.call_all([_gathered(one) for one in requests], deadline_s)
 
     def post(self, message: Abort | Release) -> None:
         """See `base.Connection.post`."""
@@ -251,6 +253,12 @@ class _EndOnError:
 def gathers(segment_bytes: Sequence[int]) -> bool:
     """Whether a page with these segments is sent as one message, through a staging buffer."""
     return len(segment_bytes) > 1 and sum(segment_bytes) < GATHER_BELOW_BYTES * len(segment_bytes)
+
+
+def _gathered(request: Request) -> Request:
+    if isinstance(request, Reserve | Get) and gathers(request.segment_bytes):
+        return msgspec.structs.replace(request, segment_bytes=[sum(request.segment_bytes)])
+    return request
 
 
 def _scatter(source: Bytes1D, page: PageBuffers) -> None:

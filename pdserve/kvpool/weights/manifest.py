@@ -28,7 +28,8 @@ import numpy as np
 import xxhash
 
 from pdserve.errors import WeightsError
-from pdserve.kvpool.protocol.page_bytes import Bytes1D
+from pdserve.kvpool.native.copying import LEAST_HASHED_BYTES
+from pdserve.kvpool.protocol.page_bytes import NO_CHECKSUM, Bytes1D
 from pdserve.kvpool.weights.names import ModelName
 from pdserve.kvpool.weights.tensors import TensorPlace
 
@@ -250,6 +251,16 @@ def padded(data: memoryview | bytes, stored: int) -> Bytes1D:
 def piece_of(page: Bytes1D, cut: Cut) -> Piece:
     """The record of a page. `page`: as of `padded`."""
     return Piece(piece_key(page.data), digest_of(page), cut.length, cut.stored)
+
+
+def is_right(piece: Piece, page: Bytes1D, checksum: int = NO_CHECKSUM) -> bool:
+    """Whether the bytes of a page are those of the piece. `checksum`: what they were found to have as a page
+    of the pool, on their way here, which saves a second pass over them: XXH3-64 is the lower half of
+    XXH3-128, but for short inputs.
+    """
+    if checksum == NO_CHECKSUM or page.size < LEAST_HASHED_BYTES:
+        return digest_of(page) == piece.digest
+    return checksum == (int.from_bytes(piece.digest[DIGEST_BYTES // 2 :], "big") or 1)
 
 
 def digest_of(page: Bytes1D) -> bytes:

@@ -11,8 +11,8 @@ import numpy as np
 
 from pdserve.errors import WeightsError
 from pdserve.kvpool.client.client import PoolClient
-from pdserve.kvpool.protocol.page_bytes import Bytes1D
-from pdserve.kvpool.weights.manifest import Piece, digest_of
+from pdserve.kvpool.protocol.page_bytes import NO_CHECKSUM, Bytes1D
+from pdserve.kvpool.weights.manifest import Piece, is_right
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class PageReader:
         """
         left = list(range(len(pieces)))
         damaged: list[int] = []
-        problem = ""
+        problem, corrupt_before = "", self._client.counters.pages_corrupt
         for attempt in range(ATTEMPTS):
             if attempt:
                 time.sleep(PAUSE_S)
@@ -61,6 +61,9 @@ class PageReader:
         if damaged:
             # read wrong each time: it goes, so that the next push writes it
             self._client.remove([pieces[i].key for i in damaged])
+        elif self._client.counters.pages_corrupt > corrupt_before:
+            damaged = left  # the client has dropped it already
+        if damaged:
             raise self._error(path, pieces, damaged, "damaged (its bytes do not match its digest)")
         raise self._error(path, pieces, left, f"not in the pool{problem}")
 
@@ -73,11 +76,13 @@ class PageReader:
         for stored in sorted({pieces[i].stored for i in places}):
             chosen = [i for i in places if pieces[i].stored == stored]
             pages = [_page_for(pieces[i], into[i]) for i in chosen]
-            found = self._client.get([pieces[i].key for i in chosen], [[page] for page in pages])
-            for i, page, there in zip(chosen, pages, found, strict=True):
+            checksums = [NO_CHECKSUM] * len(chosen)
+            keys = [pieces[i].key for i in chosen]
+            found = self._client.get(keys, [[page] for page in pages], checksums=checksums)
+            for i, page, there, checksum in zip(chosen, pages, found, checksums, strict=True):
                 if not there:
                     left.append(i)
-                elif digest_of(page) != pieces[i].digest:
+                elif not is_right(pieces[i], page, checksum):
                     left.append(i)
                     damaged.append(i)
                 elif page is not into[i]:

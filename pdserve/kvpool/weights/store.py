@@ -75,8 +75,8 @@ class WeightStore:
         key = reveal(config.page_key)
         self._geometry = {"weights": str(FORMAT), **({"page_key": page_key_id(key)} if key else {})}
         self.content = self._client(replace(config, **WRITE_PATIENCE), namespace)
-        # each read is checked against the manifest, so the writer's checksum is not computed beside it
-        self._reader = self._client(replace(config, checksum=False, **PATIENCE), namespace)
+        # the checksum that is made of a page on its way is compared with the manifest too (`is_right`)
+        self._reader = self._client(replace(config, checksum=True, **PATIENCE), namespace)
 
     def _client(self, config: PoolClientConfig, namespace: str) -> PoolClient:
         # a page is used once: to make all of a node's memory present would take longer than to read a model

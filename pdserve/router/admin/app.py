@@ -6,7 +6,8 @@ DELETE /workers/HOST:PORT          remove a worker; it finishes its requests
 POST   /workers/HOST:PORT/drain    give a worker no new requests
 POST   /workers/HOST:PORT/undrain  give it new requests again
 POST   /models/M/update_weights_from_disk   new weights for all workers of model M
-GET    /tenants                    limits and use of each tenant
+GET    /tenants                    limits and use of each tenant, and its bytes in the pool
+POST   /pages/erase                {"tenant": T}, perhaps with "request": BODY: erase its pages, or a prompt's
 POST   /reload                     read the API keys again (SIGHUP: the configuration too)
 GET    /metrics                    Prometheus metrics
 GET    /live/                      the live page; a browser asks for the key as a password
@@ -22,6 +23,7 @@ sends a stored password with requests that another site causes (CSRF), and the o
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import hashlib
@@ -35,6 +37,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from pdserve import __version__
 from pdserve.errors import ConfigError, RequestError
+from pdserve.router.admin.pages import Pages
 from pdserve.router.admin.weights import Weights
 from pdserve.router.api.request_body import UNREADABLE
 from pdserve.router.app.error_handlers import add_error_handlers, refused
@@ -42,7 +45,8 @@ from pdserve.router.app.router import Router
 from pdserve.router.fleet.membership import FleetError
 from pdserve.router.fleet.worker import Role, Worker
 from pdserve.router.http.asgi import Receive, Scope, Send, address_of
-from pdserve.router.metrics.stats import Snapshot, exposition
+from pdserve.router.metrics.exposition import exposition
+from pdserve.router.metrics.stats import Snapshot
 
 MAX_BODY_BYTES = 64 * 1024
 IN_FLIGHT = "worker_requests_in_flight"
@@ -99,12 +103,15 @@ def _make_app(router: Router) -> fastapi.FastAPI:
     add_error_handlers(app)
     _add_worker_routes(app, router)
     _add_weight_routes(app, Weights(router))
+    pages = Pages(router)
     _add_live_page(app)
 
     @app.get("/tenants")
     async def tenants() -> dict[str, Any]:
-        """Limits of tenants, and their use since the router's start."""
-        totals = await _totals(router)
+        """Limits of tenants, their use since the router's start, and the bytes of their pages in the pool;
+        those of tenants with one cache are of all of them.
+        """
+        totals, held = await asyncio.gather(_totals(router), pages.of_tenants())
         if totals is None:
             raise RequestError(503, "Not every process of the router says what tenants use; ask again.")
         return {
@@ -116,11 +123,17 @@ def _make_app(router: Router) -> fastapi.FastAPI:
                         for name in ("requests_s", "tokens_min", "concurrency", "weight")
                     },
                     "cache": tenant.cache,
+                    "pool": held.get(tenant.cache),
                     **_use_of(tenant.name, totals),
                 }
                 for tenant in router.gate.tenants.all
             ]
         }
+
+    @app.post("/pages/erase")
+    async def erase(request: fastapi.Request) -> dict[str, Any]:
+        """Erase the pages of a tenant, or of a prompt, in all tiers and copies on all nodes."""
+        return await pages.erase(await request.body())
 
     @app.post("/reload")
     async def reload() -> Response:

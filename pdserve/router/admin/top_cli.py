@@ -9,7 +9,7 @@ import math
 import os
 import ssl
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pdserve.errors import ConfigError, PdserveError
-from pdserve.kvpool.admin.tables import make_console, make_table, rate, share
+from pdserve.kvpool.admin.tables import make_console, make_table, rate, share, size
 from pdserve.router.metrics.names import PARTS, PREFIX, TIERS
 from pdserve.security.log_text import printable
 from pdserve.security.tls import Certificates, TlsConfig
@@ -32,6 +32,7 @@ NO_PORT: Final = "it is no router's admin port"
 EVERY_S: Final = 2.0
 TIMEOUT_S: Final = 15.0
 BAR_CELLS: Final = 60
+MOST_TENANTS: Final = 10
 COLOURS: Final = {
     **dict(zip(PARTS, ("grey70", "magenta", "dark_orange", "yellow", "cyan", "blue", "grey50"), strict=True)),
     "device": "cyan",
@@ -87,9 +88,10 @@ def top(
 class Sample:
     """What `/metrics` said at one moment. Names are without their prefix."""
 
-    def __init__(self, text: str, at_s: float) -> None:
-        """Raises ValueError for what is no exposition."""
+    def __init__(self, text: str, at_s: float, pool: Mapping[str, Mapping[str, int]] | None = None) -> None:
+        """`pool`: bytes of tenants' pages by place. Raises ValueError for what is no exposition."""
         self.at_s = at_s
+        self.pool = pool or {}
         self._values: dict[str, list[tuple[dict[str, str], float]]] = {}
         for family in text_string_to_metric_families(text):
             for one in family.samples:
@@ -124,7 +126,7 @@ def samples(url: str, key: str, tls: ssl.SSLContext | None = None) -> Iterator[S
                 if answer.status_code != 200:
                     what = {401: "the admin key is not right"}.get(answer.status_code, NO_PORT)
                     raise NoRouter(f"{url}: {what} (status {answer.status_code})")
-                sample = Sample(answer.text, time.time())
+                sample = Sample(answer.text, time.time(), _pool_of(client.get(f"{url}/tenants")))
                 if not sample.of("requests_in_flight"):
                     raise NoRouter(f"{url}: {NO_PORT}")
                 yield sample
@@ -133,6 +135,12 @@ def samples(url: str, key: str, tls: ssl.SSLContext | None = None) -> Iterator[S
         raise NoRouter(f"{url} does not answer: {error or type(error).__name__}") from None
     except ValueError as error:
         raise NoRouter(f"{url}: its answer cannot be read ({error})") from None
+
+
+def _pool_of(answer: httpx.Response) -> dict[str, dict[str, int]]:
+    """Empty where the router does not say. Raises ValueError."""
+    told = answer.json()["tenants"] if answer.status_code == 200 else []
+    return {str(one["name"]): one["pool"] for one in told if one.get("pool")}
 
 
 def views(seen: Iterator[Sample]) -> Iterator[Group]:
@@ -153,7 +161,7 @@ def view(before: Sample, now: Sample) -> Group:
     shown: list[RenderableType] = [_head(before, now), Text()]
     shown += _bar("first token", parts, PARTS, lambda spent_s: f"{1e3 * spent_s:,.1f} ms")
     shown += _bar("prompt tokens", tiers, TIERS, lambda of_tier: share(of_tier, tokens))
-    return Group(*shown, _workers(now))
+    return Group(*shown, _workers(now), *([_tenants(now)] if now.pool else []))
 
 
 def _head(before: Sample, now: Sample) -> Text:
@@ -205,6 +213,14 @@ def _workers(now: Sample) -> Table:
         state = _state(now, labels)
         worker, role = printable(labels["worker"]), labels["role"]
         table.add_row(Text(worker), role, Text(state, COLOURS[state]), f"{requests:,.0f}")
+    return table
+
+
+def _tenants(now: Sample) -> Table:
+    table = make_table("tenants in the pool", "tenant", "memory", "tiers")
+    largest = sorted(now.pool.items(), key=lambda one: -sum(one[1].values()))[:MOST_TENANTS]
+    for name, held in largest:
+        table.add_row(Text(printable(name)), size(held["memory_bytes"]), size(held["tier_bytes"]))
     return table
 
 

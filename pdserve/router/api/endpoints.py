@@ -87,6 +87,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     path: str
     summary: str
+    target: bytes = b""
+    """`path` as it stands in a request."""
     task: Task | None = None
     """What a model must be able to do. `any`: the worker says whether it can. None: every model can, and the
     request computes no prompt.
@@ -127,6 +129,9 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Another worker can continue a lost stream (`/pd/continue`)."""
     is_prefillable: bool = False
     """A prefill worker can compute the prompt (`/pd/prefill`)."""
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "target", self.path.encode("ascii"))
 
 
 _TOKENIZE: Final = Endpoint(

@@ -28,6 +28,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from pdserve.errors import RequestError
+from pdserve.router.native.scan import has_after
 
 BYTES_PER_TOKEN = 4
 """Rule of thumb for natural-language text and the usual tokenizers. Estimates only decide placement."""
@@ -116,6 +117,8 @@ _TOKEN_IDS = re.compile(rb"[\[\s]+\d")
 _NOTHING = re.compile(rb'null|""|\[\s*\]')
 _MEDIA = re.compile(rb'"(?:[iva](?:mage|ideo|udio)_url|input_(?:audio|image))"\s*:')
 """In a text the second quote would be written with a backslash."""
+_MEDIA_NAMES: Final = b'image_url"', b'video_url"', b'audio_url"', b'input_audio"', b'input_image"'
+"""What is looked for first, since it takes a tenth of the time."""
 _PROMPTS = re.compile(rb"\s*\[\s*[\[\"]")
 _MESSAGES = memoryview(b'[{"')
 """The beginning of messages, as nearly all write them."""
@@ -187,7 +190,7 @@ def has_media(view: RequestView) -> bool:
 
 
 def _names_media(json: msgspec.Raw) -> bool:
-    return bool(json) and _MEDIA.search(json) is not None
+    return bool(json) and has_after(json, b'"', _MEDIA_NAMES) and _MEDIA.search(json) is not None
 
 
 def estimate_prompt_tokens(prompt_json: bytes, *, may_be_media: bool = True) -> int:

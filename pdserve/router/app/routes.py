@@ -39,7 +39,7 @@ from pdserve.router.app.router import ADMIN_PATHS, Router
 from pdserve.router.fleet.worker import Worker
 from pdserve.router.http.asgi import address_of
 from pdserve.router.http.tls import UpstreamError
-from pdserve.router.metrics.stats import exposition
+from pdserve.router.metrics.exposition import exposition
 from pdserve.router.request.request import JSON
 from pdserve.router.tenants.tenant import RATE_EXCEEDED, TenantState
 

@@ -7,8 +7,8 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from pdserve.discovery.config import WorkerEtcdConfig
 from pdserve.discovery.dns import is_dns_name, parse_dns_name
-from pdserve.discovery.workers import WorkerEtcdConfig
 from pdserve.errors import ConfigError
 from pdserve.router.api.endpoints import PREFILLABLE, PrefillPath
 from pdserve.router.config.addresses import is_https, parse_base_url

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
+from pdserve.discovery.config import WORKERS, WorkerEtcdConfig
 from pdserve.discovery.dns import (
     DnsName,
     DnsWatch,
@@ -27,13 +29,14 @@ from pdserve.discovery.dns import (
     parse_dns_name,
     resolve_by_system,
 )
-from pdserve.discovery.etcd import EtcdMember, EtcdMembership
-from pdserve.discovery.workers import WORKERS, WorkerEtcdConfig
 from pdserve.errors import PoolError
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.membership import FleetError
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.fleet.worker import ROLES, Role, Source, Worker
+
+if TYPE_CHECKING:
+    from pdserve.discovery.etcd import EtcdMember
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +128,8 @@ class EtcdDiscovery:
 
         Raises ConfigError for a configuration that cannot be used.
         """
+        from pdserve.discovery.etcd import EtcdMembership  # a client of HTTP, which others do without
+
         self._workers = FoundWorkers("etcd", fleet)
         self._membership = EtcdMembership(
             config, config.cluster, None, self._found, kind=WORKERS, secret=cluster_token

@@ -105,6 +105,8 @@ class Eligible(tuple[Worker, ...]):
     log: LoadLog
     by_id: dict[str, Worker]
     by_incarnation: dict[str, Worker]
+    rendezvous: tuple[int, ...]
+    """Of each worker, what a session's hash is multiplied with."""
     _orders: dict[Key, Order]
 
     def __new__(cls, workers: Iterable[Worker], log: LoadLog) -> Eligible:
@@ -113,6 +115,7 @@ class Eligible(tuple[Worker, ...]):
         made.log, made._orders = log, {}
         made.by_id = {worker.id: worker for worker in made}
         made.by_incarnation = {worker.incarnation: worker for worker in made}
+        made.rendezvous = tuple([worker.rendezvous for worker in made])
         return made
 
     def order(self, key: Key) -> Order:

@@ -1,6 +1,6 @@
 """Active health checks of workers: `GET /pd/ready` often, `GET /pd/info` at the join and sometimes later.
 
-A server without these routes is asked for `/health` and `/v1/models` instead (see `abilities`).
+A server without these routes is asked for `/health` and `/v1/models` instead.
 
 The prober sends the requests, reports results to the `Fleet`, which decides, and writes log lines. It closes
 the connections to a dead prefill worker.

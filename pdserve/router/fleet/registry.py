@@ -1,17 +1,12 @@
-"""The fleet: which models there are, which workers fit together, who is eligible.
+"""The fleet: which models there are, which workers fit together, who is eligible. Pure.
 
-Whether workers fit together. Pure.
+Models. Workers say which model they serve. The workers of one model are a group with its own placement,
+sessions, prefix table and queue. The configuration can name the expected models (`models`): a worker of
+another model is refused. A request for an expected model that no worker serves yet gets a 503 instead of a
+404.
 
 Workers of one model exchange KV pages, so a page must mean the same at each of them. A worker whose pages
 differ is refused when it joins. It is compared again when it, or another worker, has changed.
-
-Which model a request means, and which models workers may serve. Pure.
-
-Workers say which model they serve. The workers of one model are a group with its own placement, sessions,
-prefix table and queue. The configuration can name the expected models (`models`): a worker of another model
-is refused. A request for an expected model that no worker serves yet gets a 503 instead of a 404.
-
-The fleet: the health and load of each worker, and the workers eligible for new requests. Pure.
 
 Method calls with `now_s` report probes and outcomes of requests. `snapshot` lists the eligible workers. A
 worker is eligible if its last probe said ready, it was not refused, it is not draining, and its circuit is
@@ -312,6 +307,10 @@ class Fleet:
         """No usual request of any model is larger."""
         self.text_only: frozenset[str] = frozenset()
         """Models none of whose workers takes media, as they say."""
+        self.plain_salts: frozenset[str] = frozenset()
+        """Models some of whose workers take no salt with other characters than letters and digits."""
+        self.without_salt_header: frozenset[str] = frozenset()
+        """Models some of whose workers do not keep caches apart by the header with the salt."""
         self.adapters: dict[str, tuple[str, ...]] = {}
         """Model → LoRA adapters that all of its workers have."""
         self.priority_signs: dict[str, frozenset[int]] = {}
@@ -343,6 +342,8 @@ class Fleet:
         self.has_direct = any(w.role == "decode" and w.is_direct for w in self.workers)
         self.tasks = {info.model: frozenset(info.tasks) for info in joined}
         self.text_only = frozenset(models - {i.model for i in joined if i.is_multimodal is not False})
+        self.plain_salts = frozenset(info.model for info in joined if info.plain_salts)
+        self.without_salt_header = frozenset(info.model for info in joined if not info.takes_salt_header)
         self.adapters = {
             m: tuple(sorted(set[str].intersection(*(set(w.adapters) for w in joined if w.model == m))))
             for m in models
@@ -391,14 +392,6 @@ class Fleet:
         if found is None or now_s >= found.valid_until_s:
             found = self._snapshots[model] = self._take_snapshot(model, now_s)
         return found
-
-    def takes_salt_header(self, model: str) -> bool:
-        """Every worker of `model` keeps caches apart by the header with the salt."""
-        return all(w.info.takes_salt_header for w in self._of(model) if w.info)
-
-    def takes_plain_salts(self, model: str) -> bool:
-        """Some worker of `model` takes no salt with other characters than letters and digits."""
-        return any(w.info.plain_salts for w in self._of(model) if w.info)
 
     def context_length(self, model: str) -> int:
         """Longest context in tokens that every worker of `model` accepts. 0: no worker reports one."""

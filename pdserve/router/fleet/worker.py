@@ -1,12 +1,11 @@
-"""A worker as the router knows it: its abilities, its description, its load, its circuit.
+"""A worker as the router knows it: its description, its abilities, its load, its circuit. Pure.
 
-What the router can ask of a worker beside answers. Pure.
+pdserve's workers have routes under `/pd/` for all that the router asks of them beside answers. Another engine
+may have some of them, and says in its `/pd/info` which it `lacks`. A server without `/pd/info` is known by
+what it says of itself elsewhere (`foreign_info`). The stages of a request ask `Worker.lacks`, and compare no
+names of engines.
 
-pdserve's workers have routes under `/pd/` for all of it. Another engine may have some of them, and says in
-its `/pd/info` which it `lacks`. A server without `/pd/info` is known by what it says of itself elsewhere
-(`foreign_info`). The stages of a request ask `Worker.lacks`, and compare no names of engines.
-
-The circuit breaker of one worker, fed by the outcome of requests. Pure.
+The circuit breaker of one worker, fed by the outcome of requests:
 
 closed --(so many failures in a row)---> open until `retry_at_s`
 open   --(retry_at_s passed)-----------> half-open: the worker is eligible
@@ -14,9 +13,7 @@ half-open --(selected)-----------------> open: this request is a trial, the othe
 open   --(the trial's stream begins)---> half-open: the next request can be a trial, since a stream is long
 any    --(success: a whole answer)-----> closed
 
-How large a request's body can be, from what workers say of their model. Pure.
-
-A worker as the router knows it: its own description, its load and its health. Pure.
+How large a request's body can be also follows from what workers say of their model.
 """
 
 from __future__ import annotations
@@ -192,7 +189,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     deterministic: bool = False
     """Sampling is reproducible from the request's seed (SGLang: --enable-deterministic-inference)."""
     handoff: Literal["pool", "direct"] = "pool"
-    """How it hands prompts over, or takes them (see `placement.handoff`)."""
+    """How it hands prompts over, or takes them (see `placement.planner`)."""
     bootstrap_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
     """Where decode workers find a prefill worker that hands over directly."""
     tasks: tuple[str, ...] = ("generate",)
@@ -213,7 +210,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     engine: str = "sglang"
     """What computes there. Workers of two engines share no pages."""
     lacks: tuple[str, ...] = ()
-    """What cannot be asked of it, of `abilities.WITHOUT`."""
+    """What cannot be asked of it, of `WITHOUT`."""
     plain_salts: bool = False
     """Its cache takes salts of letters and digits only (LMCache: no slash)."""
 
@@ -333,7 +330,7 @@ class Worker:
         return self.role == "decode" or (self.role == "prefill" and self.info.bootstrap_port is not None)
 
     def lacks(self, ability: Ability) -> bool:
-        """It cannot be asked for this, see `abilities`."""
+        """It cannot be asked for this (see `WITHOUT`)."""
         return self.info is not None and ability in self.info.lacks
 
     @property

@@ -53,9 +53,10 @@ from typing import Any, Final, Literal
 
 import httptools
 
-from pdserve.router.http.client_request import HIGH_WATER_BYTES, USUAL_NAMES, Channel, ClientRequest, Headers
+from pdserve.router.http.client_request import HIGH_WATER_BYTES, Channel, ClientRequest, Headers
 from pdserve.router.http.connections import Connections
 from pdserve.router.http.lost_clients import HalfClosed, is_tcp
+from pdserve.router.native.heads import HeaderLines
 
 MAX_HEAD_BYTES = 64 * 1024
 """Longest request line and headers; httptools has no bound of its own."""
@@ -80,19 +81,23 @@ class ClientConnection(Channel):
     """One connection of a server."""
 
     __slots__ = (
-        "_count", "_deadline_s", "_expects_continue", "_half_closed", "_has_offer", "_head_bytes",
-        "_headers", "_last", "_parser", "_pipeline", "_running", "_sending", "_state", "_target",
-        "_timer", "_unbegun",
+        "_deadline_s", "_half_closed", "_has_offer", "_head", "_head_bytes", "_headers", "_last", "_parser",
+        "_pipeline", "_running", "_sending", "_state", "_target", "_timer", "_unbegun", "_urls", "on_header",
+        "on_message_begin", "on_url",
     )  # fmt: skip
 
     def __init__(self, shared: Connections, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(shared, loop)
+        self._head = HeaderLines(MAX_HEADERS)
+        self._urls: list[bytes] = []
+        """Parts of the next request's target."""
+        self.on_message_begin = self._head.begin
+        self.on_url = self._urls.append
+        self.on_header = self._head.add
         self._parser: Any = self._new_parser()
         self._target = b""
         self._headers: Headers = []
-        self._count = 0
-        """Header lines of the head."""
-        self._expects_continue = False
+        """Of the last head that was complete and offers another protocol."""
         self._running: ClientRequest | None = None
         """The request that is being answered."""
         self._last: ClientRequest | None = None
@@ -237,9 +242,11 @@ class ClientConnection(Channel):
             self._refuse(_NOT_HTTP)
         if self._pipeline and self._is_far_ahead and not self.transport.is_closing():
             self.pause_reading()
-        if self._sending == "head" and (self._head_bytes > MAX_HEAD_BYTES or self._count > MAX_HEADERS):
+        if self._sending == "idle" and self._head.is_open:  # of another head, behind the last request
+            self._sending = "head"
+        if self._sending == "head" and (self._head_bytes > MAX_HEAD_BYTES or self._head.count > MAX_HEADERS):
             self._refuse(_TOO_LONG)
-            self._headers = []
+            self._head.take()
         running = self._running
         if self._unbegun and running is not None:
             self._unbegun = False
@@ -379,36 +386,23 @@ class ClientConnection(Channel):
 
     # --- httptools
 
-    def on_message_begin(self) -> None:
-        """A head begins."""
-        self._sending = "head"
-        self._target, self._headers, self._count, self._expects_continue = b"", [], 0, False
-
-    def on_url(self, url: bytes) -> None:
-        """A part of the request's target."""
-        self._target += url
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """A header line. A trailer is passed over: it would override what others have checked."""
-        if self._sending == "rest" or self._count > MAX_HEADERS:
-            return
-        self._count += 1
-        name = USUAL_NAMES[name] if name in USUAL_NAMES else name.lower()
-        if name == b"expect" and value.lower() == b"100-continue":
-            self._expects_continue = True
-        self._headers.append((name, value))
-
     def on_headers_complete(self) -> None:
         """The head is complete."""
         if self.transport.is_closing():
             return  # the rest of what was read at once
-        if self._count > MAX_HEADERS or (self._pipeline and len(self._pipeline) >= MAX_PIPELINED):
+        headers, urls = self._head.take(), self._urls
+        target = urls.pop()
+        if urls:
+            target = b"".join((*urls, target))
+            urls.clear()
+        if len(headers) > MAX_HEADERS or (self._pipeline and len(self._pipeline) >= MAX_PIPELINED):
             self._refuse(_TOO_LONG)
             return
-        parser, shared, target = self._parser, self.shared, self._target
+        parser, shared = self._parser, self.shared
         method: bytes = parser.get_method()
         if parser.should_upgrade():
             self._has_offer = method != b"CONNECT"
+            self._target, self._headers = target, headers
             if method == b"CONNECT":
                 self._refuse(_NOT_HTTP)
             return
@@ -418,13 +412,12 @@ class ClientConnection(Channel):
         else:
             path = shared.find(httptools.parse_url(target).path)  # raises for what is no URL: 400
         make = shared.ordinary if path is None else shared.proxied
-        request = make(self, method, target, path or "", self._headers)
+        request = make(self, method, target, path or "", headers)
         version = parser.get_http_version()
         if version != "1.1":
             request.version = version
         if version != "1.1" or shared.is_stopping or not parser.should_keep_alive():
             request.keep_alive = False
-        request.expects_continue = self._expects_continue
         before, self._last = self._last, request
         if before is None or before.is_complete:
             self._running, self._unbegun = request, True

@@ -16,15 +16,6 @@ STATUS_LINES: Final = {
     **{number: b"HTTP/1.1 %d \r\n" % number for number in range(100, 600)},
     **{one.value: f"HTTP/1.1 {one.value} {one.phrase}\r\n".encode() for one in HTTPStatus},
 }
-_NAMES: Final = (
-    b"host content-type content-length authorization accept accept-encoding user-agent connection"
-    b" cache-control x-api-key x-request-id x-session-id traceparent date server transfer-encoding"
-    b" server-timing x-pdserve-cached x-pdserve-marks"
-).split()
-USUAL_NAMES: Final = {
-    spelt: name for name in _NAMES for spelt in (name, b"-".join(p.capitalize() for p in name.split(b"-")))
-}
-"""Header names as nearly all write them, and in lower case."""
 WITHOUT_BODY: Final = frozenset((204, 304))
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 Headers = list[tuple[bytes, bytes]]
@@ -116,9 +107,14 @@ class ClientRequest(Driven):
     system call and one packet less.
     """
 
+    _head: bytes
+    """Made by `start`, sent with the first piece of the body."""
+    _is_chunked: bool
+    has_chunks: bool
+    """The head was sent, and what follows goes in chunks."""
     __slots__ = (
-        "_head", "_is_chunked", "body", "connection", "expects_continue", "has_chunks", "has_head",
-        "headers", "is_complete", "is_gone", "keep_alive", "method", "more_body", "path", "target",
+        "_head", "_is_chunked", "body", "connection", "has_chunks", "has_head", "headers",
+        "is_complete", "is_gone", "is_told_to_go_on", "keep_alive", "method", "more_body", "path", "target",
         "version", "waiter",
     )  # fmt: skip
 
@@ -137,7 +133,8 @@ class ClientRequest(Driven):
         self.version = "1.1"
         """Of HTTP."""
         self.keep_alive = True
-        self.expects_continue = False
+        self.is_told_to_go_on = False
+        """Who waits for `100 Continue` before its body was sent it, or the answer has begun."""
         self.body = b""
         """What came of it and was not read."""
         self.more_body = True
@@ -147,10 +144,6 @@ class ClientRequest(Driven):
         """The answer has begun."""
         self.is_complete = False
         """The answer's last byte was sent."""
-        self.has_chunks = False
-        """The head was sent, and what follows goes in chunks."""
-        self._head = b""
-        self._is_chunked = False
         self.waiter: asyncio.Future[None] | None = None
         """Somebody waits for more of the body."""
 
@@ -220,9 +213,10 @@ class ClientRequest(Driven):
     async def read(self) -> tuple[bytes, bool] | None:
         """(the next piece of the request's body, whether more follows); None: the client has left."""
         connection = self.connection
-        if self.expects_continue and not connection.transport.is_closing():
-            self.expects_continue = False
-            connection.transport.write(_CONTINUE)
+        if not self.is_told_to_go_on and not connection.transport.is_closing():
+            self.is_told_to_go_on = True
+            if any(name == b"expect" and said.lower() == b"100-continue" for name, said in self.headers):
+                connection.transport.write(_CONTINUE)
         while not self.body and self.more_body and not self.is_gone:
             connection.resume_reading()
             self.waiter = connection.loop.create_future()
@@ -237,8 +231,8 @@ class ClientRequest(Driven):
         first of them. `lines`: of the head, each ended by CRLF. `closes`: the connection ends with the
         answer.
         """
-        self.has_head = True
-        self.expects_continue = self._is_chunked = False
+        self.has_head = self.is_told_to_go_on = True
+        self._is_chunked = self.has_chunks = False
         if closes:
             self.keep_alive = False
         if length is not None:

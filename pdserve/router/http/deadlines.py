@@ -2,7 +2,8 @@
 
 A timer per wait costs more than the wait's other work on the hot path. Here whoever waits carries
 `deadline_s`, a plain attribute, and stands in one set; one sweep every `TICK_S` expires those that are past
-it. Precision is one tick, which is below what any of the router's deadlines is about.
+it. Precision is one tick, which is below what any of the router's deadlines is about. So the time of the last
+sweep, `now_s`, is near enough to set one by.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ class Deadlines:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
+        self.now_s = loop.time()
+        """On the loop's clock, at most a tick ago where the loop is not held up."""
         self.watched: set[Watched] = set()
         """Whoever waits adds itself, and discards itself on every path: no call of ours, on the hot path."""
         self._timer: asyncio.TimerHandle | None = loop.call_later(TICK_S, self._sweep)
@@ -47,8 +50,8 @@ class Deadlines:
 
     def _sweep(self) -> None:
         self._timer = self.loop.call_later(TICK_S, self._sweep)
+        self.now_s = now_s = self.loop.time()
         if self.watched:
-            now_s = self.loop.time()
             for one in [one for one in self.watched if one.deadline_s <= now_s]:
                 if one in self.watched:  # the expiry of one may end another
                     one.expire()

@@ -30,7 +30,6 @@ import httptools
 import msgspec
 
 from pdserve.router.config.limits import Limits
-from pdserve.router.http.client_request import USUAL_NAMES
 from pdserve.router.http.deadlines import Deadlines
 from pdserve.router.http.driven import Driven
 from pdserve.router.http.tls import (
@@ -41,6 +40,7 @@ from pdserve.router.http.tls import (
     is_own_fault,
     is_refused,
 )
+from pdserve.router.native.heads import HeaderLines, joined
 
 MAX_IDLE = 256
 """Idle keep-alive connections to one worker."""
@@ -53,14 +53,11 @@ MAX_HEAD_BYTES = 64 * 1024
 MAX_STATUS = 599
 JOIN_BYTES = 16 * 1024
 """Up to this size, copying head and body together costs less than a second write."""
-OF_ONE_CONNECTION: Final = frozenset(
-    b"connection content-length date keep-alive server te trailer transfer-encoding upgrade".split()
+NOT_PASSED_ON: Final = frozenset(
+    b"connection content-length date keep-alive server te trailer transfer-encoding upgrade"
+    b" cache-control server-timing x-accel-buffering x-pdserve-marks x-request-id".split()
 )
-"""Headers that say nothing of an answer to whoever gets it passed on."""
-_READ: Final = frozenset(
-    b"cache-control server-timing x-accel-buffering x-pdserve-cached x-pdserve-marks x-request-id".split()
-)
-"""Headers that the router reads, or sets itself. Of these the client gets `x-pdserve-cached` as well."""
+"""Headers of an answer that are of its connection, or that the router sets itself for its own client."""
 
 
 class Peer(Protocol):
@@ -95,17 +92,24 @@ class WorkerConnection(asyncio.Protocol):
     """A keep-alive connection to a worker, and the exchange on it."""
 
     __slots__ = (
-        "_is_interim", "_is_tls", "_parser", "_pool", "asked_by", "deadline_s", "error",
-        "has_length", "idle_since_s", "incarnation", "is_open", "is_paused", "is_stream", "is_used",
-        "is_whole", "is_young", "keeps", "limit_bytes", "lines", "owner", "pieces",
-        "received_bytes", "said", "sink", "status", "transport",
+        "_head", "_is_tls", "_parser", "_pool", "_rest", "asked_by", "clock", "deadline_s", "error",
+        "idle_since_s", "incarnation", "is_open", "is_paused", "is_stream", "is_used", "is_whole",
+        "is_young", "keeps", "limit_bytes", "on_body", "on_header", "on_message_begin", "owner",
+        "pairs", "pieces", "received_bytes", "said", "sink", "status", "transport",
     )  # fmt: skip
     transport: asyncio.Transport
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
+        self.clock = pool.clock
+        self._head = HeaderLines(MAX_HEAD_BYTES)
+        self.pieces: list[bytes] = []
+        """What came of the body and was not taken. Always this list: the parser itself fills it."""
+        self.on_header = self._head.add
+        self.on_message_begin = self._head.begin
+        self.on_body = self.pieces.append
         self._parser: Any = httptools.HttpResponseParser(self)
-        self._is_interim = self._is_tls = False
+        self._is_tls = False
         self.owner: Driven | Waiter | None = None
         """Is resumed at the end of the answer. None: no exchange is under way."""
         self.asked_by: object = None
@@ -123,13 +127,13 @@ class WorkerConnection(asyncio.Protocol):
         self.idle_since_s = 0.0
         self.status = 0
         """0 until the head has arrived."""
-        self.lines = b""
-        """The answer's header lines that go to a client."""
+        self.pairs: list[tuple[bytes, bytes]] = []
+        """The answer's headers, names in lower case."""
         self.said: dict[bytes, bytes] = {}
-        """The headers that the router reads."""
-        self.pieces: list[bytes] = []
-        """What came of the body and was not taken."""
-        self.is_whole = self.is_stream = self.has_length = False
+        """The same by name."""
+        self._rest = b""
+        """Of a whole answer, what was not taken before."""
+        self.is_whole = self.is_stream = False
         self.is_young = True
         """Nothing of the body has come."""
         self.limit_bytes = 0
@@ -143,8 +147,17 @@ class WorkerConnection(asyncio.Protocol):
 
     def take(self) -> bytes:
         """All of the body that has come and was not taken."""
-        pieces, self.pieces = self.pieces, []
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        if self.is_whole:
+            rest, self._rest = self._rest, b""
+            return rest
+        taken = b"".join(self.pieces)
+        self.pieces.clear()
+        return taken
+
+    @property
+    def lines(self) -> bytes:
+        """The answer's header lines that go to a client."""
+        return joined(self.pairs, NOT_PASSED_ON)
 
     def pause(self) -> None:
         """Read no more from the worker, whose time stands still."""
@@ -156,7 +169,7 @@ class WorkerConnection(asyncio.Protocol):
         """Read from the worker again, which has so long for the next piece."""
         if self.is_paused:
             self.is_paused = False
-            self.deadline_s = self._pool.deadlines.loop.time() + limit_s
+            self.deadline_s = self.clock.now_s + limit_s
             if self.is_open:
                 self.transport.resume_reading()
 
@@ -165,13 +178,13 @@ class WorkerConnection(asyncio.Protocol):
         is here of the answer can be read until the connection is used again.
         """
         pool = self._pool
-        pool.deadlines.watched.discard(self)
+        pool.watched.discard(self)
         self.owner = self.asked_by = self.sink = None
         if self.is_paused:
             self.go_on(math.inf)
         self.is_used = True
-        if self.is_whole and self.keeps and self.is_open and len(pool.idle) < MAX_IDLE:
-            self.idle_since_s = pool.deadlines.loop.time()
+        if self.is_whole and self.keeps and len(pool.idle) < MAX_IDLE:
+            self.idle_since_s = self.clock.now_s
             pool.idle.append(self)
         else:
             self.cut()
@@ -190,7 +203,7 @@ class WorkerConnection(asyncio.Protocol):
 
     def cut(self) -> None:
         """Close at once; unsent bytes are dropped."""
-        self.is_open = False
+        self.is_open = self.keeps = False
         self._pool.open.discard(self)
         self.transport.abort()
 
@@ -219,6 +232,8 @@ class WorkerConnection(asyncio.Protocol):
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             broken = UpstreamError("protocol", f"answer is not HTTP: {error}")
+        if self.pieces:
+            self.is_young = False
         if self.is_whole:
             owner.resume()
             return
@@ -235,15 +250,21 @@ class WorkerConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """This side or the worker has closed the connection."""
-        self._parser = None  # a reference cycle, and the garbage collector runs seldom (`GC_THRESHOLD`)
-        self.is_open = False
+        self.is_open = self.keeps = False
         self._pool.on_closed(self)
-        if self.owner is None or self.is_whole:
-            return
-        if self.status and exc is None and not self.has_length and not self._is_tls and self.error is None:
-            self.is_whole = True  # no length: the end of the connection is the end of the body
-            self.owner.resume()
-            return
+        owner = self.owner
+        if owner is not None and not self.is_whole:
+            has_length = b"content-length" in self.said or b"transfer-encoding" in self.said
+            if self.status and exc is None and not has_length and not self._is_tls:
+                self.on_message_complete()  # no length: the end of the connection is the end of the body
+            if self.is_whole:
+                owner.resume()
+            else:
+                self._fail_at_end()
+        # reference cycles, and the garbage collector runs seldom (`GC_THRESHOLD`)
+        self._parser = None
+
+    def _fail_at_end(self) -> None:
         kind: ErrorKind = "cut" if self.status else "closed"
         refused = self._is_tls and not self.is_used and not self.received_bytes
         why = f" before an answer: {ASKS_FOR_CERTIFICATE}" if refused else ""
@@ -251,52 +272,29 @@ class WorkerConnection(asyncio.Protocol):
 
     # --- httptools
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """The parser found a header line, or a trailer, which is passed over."""
-        if self.status or self.is_whole:
-            return
-        name = USUAL_NAMES[name] if name in USUAL_NAMES else name.lower()
-        if name in _READ:
-            self.said[name] = value
-            if name != b"x-pdserve-cached":
-                return
-        elif name in OF_ONE_CONNECTION:
-            if name in (b"content-length", b"transfer-encoding"):
-                self.has_length = True
-                self.said[name] = value
-            return
-        elif name == b"content-type":
-            self.is_stream = value[:17] == b"text/event-stream"
-        self.lines += b"%b: %b\r\n" % (name, value)
-
     def on_headers_complete(self) -> None:
         """The head is complete. A 1xx head is dropped: the final head follows."""
         if self.is_whole or self.status:
             self.keeps = False  # a second answer to one request: out of step
             return
         status: int = self._parser.get_status_code()
+        self.pairs = pairs = self._head.take()
         if status < 200:
-            self._is_interim = True
-            self.lines, self.said, self.is_stream, self.has_length = b"", {}, False, False
             return
         if status > MAX_STATUS:
             self.fail(UpstreamError("protocol", f"answer's status is {status}"))
             return
+        self.said = said = dict(pairs)
+        self.is_stream = said.get(b"content-type", b"")[:17] == b"text/event-stream"
         self.status = status
 
-    def on_body(self, body: bytes) -> None:
-        """The parser found a piece of the body, with the transfer coding removed."""
-        if not self.is_whole:
-            self.pieces.append(body)
-            self.is_young = False
-
     def on_message_complete(self) -> None:
-        """The response is complete."""
-        if self._is_interim:
-            self._is_interim = False
-        elif not self.is_whole and self.error is None:
+        """A message is complete: an interim one, or the answer. What follows that is not of it."""
+        if self.status and not self.is_whole and self.error is None:
             if not self._parser.should_keep_alive():
                 self.keeps = False
+            self._rest = b"".join(self.pieces)
+            self.pieces.clear()
             self.is_whole = True
 
 
@@ -319,7 +317,8 @@ class WorkerPool:
         self.lines = b" HTTP/1.1\r\nhost: %b\r\n%bcontent-length: " % (worker.id_header, authorization)
         """What stands in each request between its target and the length of its body."""
         self.worker = worker
-        self.deadlines = upstream.deadlines
+        self.clock = upstream.deadlines
+        self.watched = upstream.deadlines.watched
         self.counts = upstream.counts
         self.idle: deque[WorkerConnection] = deque()
         self.open: set[WorkerConnection] = set()
@@ -329,7 +328,7 @@ class WorkerPool:
     @property
     def idle_count(self) -> int:
         """Number of open connections that no request uses."""
-        return sum(connection.is_open and connection.keeps for connection in self.idle)
+        return sum(connection.keeps for connection in self.idle)
 
     @property
     def is_empty(self) -> bool:
@@ -341,11 +340,8 @@ class WorkerPool:
         idle = self.idle
         while idle:
             connection = idle.pop()
-            if connection.is_open and connection.keeps and now_s - connection.idle_since_s < IDLE_S:
+            if connection.keeps and now_s - connection.idle_since_s < IDLE_S:
                 self.counts.reused += 1
-                connection.status, connection.lines, connection.said, connection.pieces = 0, b"", {}, []
-                connection.is_whole = connection.is_stream = connection.has_length = False
-                connection.is_young, connection.received_bytes = True, 0
                 return connection
             connection.cut()
         return None
@@ -362,7 +358,7 @@ class WorkerPool:
         try:
             context = upstream.tls.context(worker)
             async with asyncio.timeout(timeout_s):
-                _, connection = await self.deadlines.loop.create_connection(
+                _, connection = await self.clock.loop.create_connection(
                     lambda: WorkerConnection(self),
                     worker.host,
                     worker.port,
@@ -450,12 +446,11 @@ class Upstream:
         target: bytes,
         lines: bytes,
         body: bytes,
-        *,
         limit_s: float,
         connect_s: float,
-        limit_bytes: int = 0,
         sink: Callable[[WorkerConnection], None] | None = None,
         asked_by: object = None,
+        limit_bytes: int = 0,
         method: bytes = b"POST",
     ) -> WorkerConnection:
         """Send `body` to `target` of `worker`, and wait for the end of the answer. Returns the connection,
@@ -467,23 +462,24 @@ class Upstream:
         closed.
         """
         pool = self._pools.get(worker.url) or self.pool(worker)
-        size, watched = len(body), self.deadlines.watched
-        head = b"%b %b%b%d\r\n%b\r\n" % (method, target, pool.lines, size, lines)
-        now_s = self._loop.time()
+        head = b"%b %b%b%d\r\n%b\r\n" % (method, target, pool.lines, len(body), lines)
+        now_s = self.deadlines.now_s
         up = pool.take_idle(now_s)
         stale: UpstreamError | None = None
         while True:
             if up is None:
                 up = await self._connected(pool, connect_s, stale)
-                now_s = self._loop.time()
+                now_s = self.deadlines.now_s
+                if not up.is_open:  # since it was opened, before it could be used
+                    raise UpstreamError("closed", "the connection was closed")
             may_be_stale = up.is_used
-            if not up.is_open:  # since it was opened, before it could be used
-                raise UpstreamError("closed", "the connection was closed")
             up.owner, up.sink, up.asked_by = owner, sink, asked_by
             up.limit_bytes, up.incarnation = limit_bytes, worker.incarnation
+            up.status = up.received_bytes = 0
+            up.is_whole, up.is_young = False, True
             up.deadline_s = now_s + limit_s
-            watched.add(up)
-            if size <= JOIN_BYTES:
+            pool.watched.add(up)
+            if len(body) <= JOIN_BYTES:
                 up.transport.write(head + body)
             else:
                 up.transport.writelines([head, body])

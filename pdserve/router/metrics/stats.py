@@ -8,14 +8,12 @@ metrics of a moment as one value: written by one process, added up by another, s
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Final
 
 import msgspec
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from pdserve.metric import Definition, Labels, by_name
 from pdserve.router.metrics.names import counter, gauge, histogram
@@ -23,6 +21,8 @@ from pdserve.router.metrics.names import counter, gauge, histogram
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 MAX_PLACEMENTS: Final = 64
 """Label values of placements; policies of other packages may have any words."""
+MAX_UNCOUNTED: Final = 512
+"""Requests whose observations wait to be counted."""
 
 
 class Histogram(msgspec.Struct):
@@ -53,16 +53,34 @@ Counts = defaultdict[Labels, int]
 """By the values of the labels."""
 CountsOf = defaultdict[str, int]
 """By the value of the only label."""
-Histograms = defaultdict[str, Histogram]
+Histograms = defaultdict[str, "Observations"]
 Shown = Mapping[Labels, float]
 """Kept elsewhere, and shown here (`Stats.show`)."""
 
 
-def observe(observed: Iterable[tuple[Histogram, float]]) -> None:
-    """Count one observation in each of several histograms."""
-    for one, value_s in observed:
-        one.counts[bisect_left(BUCKETS_S, value_s)] += 1
-        one.sum_s += value_s
+class Observations:
+    """A histogram on the hot path: an observation is one append, and they are counted in lots."""
+
+    __slots__ = ("_counted", "_waiting", "observe")
+
+    def __init__(self) -> None:
+        self._counted = Histogram()
+        self._waiting: list[float] = []
+        self.observe: Final = self._waiting.append
+        """One observation, in seconds. Whoever calls it has `Stats.on_request` called now and then."""
+
+    def observe_all(self, values_s: Iterable[float]) -> None:
+        """Several observations."""
+        self._waiting += values_s
+
+    def count(self) -> Histogram:
+        """All until now, as a copy."""
+        counted, waiting = self._counted, self._waiting
+        for at, count in Counter(map(partial(bisect_left, BUCKETS_S), waiting)).items():
+            counted.counts[at] += count
+        counted.sum_s += sum(waiting)
+        waiting.clear()
+        return counted + Histogram()
 
 
 class Stats:
@@ -194,6 +212,11 @@ class Stats:
     limits_apart: int = gauge(
         (), "Router processes that do not hear those of other hosts by Redis, and hold a part of all limits."
     )
+    untraced: int = counter(
+        (),
+        "Answers that are not in the file of the trace: too many waited to be written, or it is full.",
+        name="untraced_requests",
+    )
     queue_wait: Histogram = histogram(
         (), "Time in the queue of the requests that had to wait.", name="queue_wait_seconds"
     )
@@ -205,10 +228,30 @@ class Stats:
     def __init__(self) -> None:
         for attribute, definition in DECLARED.items():
             if definition.kind == "histogram":
-                value: object = defaultdict(Histogram) if definition.labels else Histogram()
+                value: object = defaultdict(Observations) if definition.labels else Histogram()
             else:
                 value = defaultdict(int) if definition.labels else 0
             setattr(self, attribute, value)
+        self.parts: Final[defaultdict[tuple[str, ...], list[tuple[float, ...]]]] = defaultdict(list)
+        """By names of parts of `first_token`, one row for each stream. They are counted there in lots."""
+        self._left = MAX_UNCOUNTED
+
+    def on_request(self) -> None:
+        """A request was observed."""
+        self._left -= 1
+        if not self._left:
+            self._left = MAX_UNCOUNTED
+            self._count()
+
+    def _count(self) -> None:
+        """Count what was observed and not counted."""
+        for names, rows in self.parts.items():
+            for name, values_s in zip(names, zip(*rows, strict=True), strict=False):
+                self.first_token[name].observe_all(values_s)
+            rows.clear()
+        for attribute in OBSERVED:
+            for one in getattr(self, attribute).values():
+                one.count()
 
     def on_placed(self, role: str, reason: str) -> None:
         """A worker of the role was chosen, or none was, for that reason."""
@@ -224,14 +267,17 @@ class Stats:
 
     def snapshot(self) -> Snapshot:
         """All of them as they are now. Shares nothing with the counters."""
+        self._count()
         found = Snapshot()
         for attribute, definition in DECLARED.items():
             value = getattr(self, attribute)
             by_label = value if isinstance(value, Mapping) else {(): value}
             by_labels = {key if isinstance(key, tuple) else (key,): one for key, one in by_label.items()}
             if definition.kind == "histogram":
-                copies = {key: one + Histogram() for key, one in by_labels.items()}
-                found.histograms[definition.name] = copies
+                found.histograms[definition.name] = {
+                    key: one.count() if isinstance(one, Observations) else one + Histogram()
+                    for key, one in by_labels.items()
+                }
             else:
                 found.values[definition.name] = by_labels
         return found
@@ -243,6 +289,9 @@ DECLARED: Final[Mapping[str, Definition]] = {
     if isinstance(one, Definition)
 }
 """By the attribute of `Stats`."""
+OBSERVED: Final = tuple(
+    attribute for attribute, one in DECLARED.items() if one.kind == "histogram" and one.labels
+)
 METRICS: Final = tuple(DECLARED.values())
 BY_NAME: Final = by_name(METRICS)
 STATES: Final = frozenset(
@@ -294,32 +343,3 @@ def left_behind(snapshot: Snapshot) -> Snapshot:
     """What stays of a process that has ended: its counters and histograms, but no gauge."""
     counters = {name: of for name, of in snapshot.values.items() if BY_NAME[name].kind == "counter"}
     return Snapshot(counters, snapshot.histograms)
-
-
-def exposition(snapshot: Snapshot) -> bytes:
-    """Every metric of `METRICS`, with the values it has."""
-    registry = CollectorRegistry()
-    registry.register(_Families(snapshot))
-    return generate_latest(registry)
-
-
-class _Families(Collector):
-    def __init__(self, snapshot: Snapshot) -> None:
-        self._snapshot = snapshot
-
-    def collect(self) -> Iterable[Metric]:
-        return [_family(definition, self._snapshot) for definition in METRICS]
-
-
-def _family(definition: Definition, snapshot: Snapshot) -> Metric:
-    name, says, labels = definition.family_name, definition.says, definition.labels
-    if definition.kind == "histogram":
-        histograms = HistogramMetricFamily(name, says, labels=labels)
-        for of, histogram in snapshot.histograms.get(definition.name, {}).items():
-            histograms.add_metric(of, histogram.cumulative(), histogram.sum_s)
-        return histograms
-    make = CounterMetricFamily if definition.kind == "counter" else GaugeMetricFamily
-    family = make(name, says, labels=labels)
-    for of, value in snapshot.values.get(definition.name, {}).items():
-        family.add_metric(of, value)
-    return family

@@ -1,17 +1,7 @@
-"""The plan of one request: what it is made from, the way of its KV, and the workers.
-
-The facts of a request that its plan is made from.
-
-By which way a prompt's KV gets from the prefill worker to the decode worker: a pure choice.
-
-Decode workers are of one of two kinds, and say which (`/pd/info`). One kind computes prompts, and reads pages
-from the pool. The other takes the KV that a prefill worker sends it (`direct`), and computes no prompt. So
-the way decides which decode workers a request can have. Prefill workers of the direct kind serve both ways.
-
-The plan of one request: a pure function of the request, the fleet and the session's last turn.
+"""The plan of one request: a pure function of the request, the fleet and the session's last turn.
 
 Rules, in order:
-1. Only workers of the request's model are eligible (see `models`).
+1. Only workers of the request's model are eligible (see `fleet.registry`).
 2. The decode policy chooses a decode (or aggregated) worker. If none is eligible, the answer is 503.
 3. The prefill policy chooses a prefill worker. If the endpoint has no prefill stage, the prompt has images or
    the like, or no prefill worker is eligible, the decode worker computes the prompt.
@@ -24,9 +14,11 @@ Rules, in order:
    is not asked while that turn is still being answered, nor for a request that is no turn
    (`RequestFacts.is_turn`).
 7. A request that continues what one worker holds goes to this worker, also while it is draining.
-8. Where workers hand over directly, the way is chosen first (`placement.handoff`), and then the workers among
-   those of that way. The direct way always has a prefill worker. If the prefill policy has none, the pool is
-   the way.
+8. Decode workers are of one of two kinds, and say which (`/pd/info`). One kind computes prompts, and reads
+   pages from the pool. The other takes the KV that a prefill worker sends it (`direct`), and computes no
+   prompt. Where there are such, the way is chosen first (`choose_handoff`), and then the workers among those
+   of that way. The direct way always has a prefill worker. If the prefill policy has none, the pool is the
+   way.
 """
 
 from __future__ import annotations

@@ -39,15 +39,13 @@ Bounded load (mode soft): a worker is overloaded if it has more than `overload_f
 requests, and more than `overload_min_requests`. Then the worker with the next best score is taken. At least
 one worker is at or below the mean, so one is always found. Mode hard ignores load. Source: Mirrokni, Thorup &
 Zadimoghaddam, "Consistent hashing with bounded loads", 2016.
-
-Placement policies, found by name: those here, and those that other packages add by entry point.
 """
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Final, Protocol
 
@@ -341,7 +339,11 @@ def rendezvous_scores(session: str, workers: Sequence[Worker]) -> list[int]:
     the workers'. For a hash of 64 random bits each worker is the best one as often as every other.
     """
     hashed = xxhash.xxh3_64_intdigest(session.encode("utf-8", "surrogatepass"))
-    return [hashed * worker.rendezvous & _64_BITS for worker in workers]
+    if isinstance(workers, Eligible):
+        numbers: Iterable[int] = workers.rendezvous
+    else:
+        numbers = (worker.rendezvous for worker in workers)
+    return list(map(_64_BITS.__and__, map(hashed.__mul__, numbers)))  # no bytecode for each worker
 
 
 _64_BITS: Final = 2**64 - 1
@@ -352,8 +354,6 @@ def rendezvous_order(session: str, workers: Sequence[Worker]) -> list[Worker]:
     scored = zip(rendezvous_scores(session, workers), workers, strict=True)
     return [worker for _, worker in sorted(scored, key=lambda one: (one[0], one[1].id), reverse=True)]
 
-
-__all__ = ["POLICY_NAMES", "Ask", "Choice", "Policy", "PolicySettings", "make_policy"]
 
 GROUP: Final = "pdserve.router.policies"
 AFFINITY: Final = "affinity"

@@ -130,7 +130,7 @@ class PrefixTable:
 
     def record(self, prefix: Prefix, worker: Worker | None, now_s: float, *, in_pool: bool) -> None:
         """`worker` (or none) has just computed or read the prompt. `in_pool`: the pool has its pages."""
-        blocks = self._blocks
+        blocks, incarnation = self._blocks, "" if worker is None else worker.incarnation
         for digest in reversed(prefix.digests):
             block = blocks.get(digest)
             if block is None:
@@ -138,8 +138,11 @@ class PrefixTable:
                 self.used_bytes += BLOCK_BYTES
             else:
                 blocks.move_to_end(digest)
-            if worker is not None:
-                self._renew(block, worker.incarnation, now_s)
+            if incarnation:
+                if len(block) > 1 and block[-2] == incarnation:  # as nearly always
+                    block[-1] = now_s
+                else:
+                    self._renew(block, incarnation, now_s)
             if in_pool:
                 block[0] = now_s
         while self.used_bytes > self._capacity_bytes:
@@ -161,10 +164,12 @@ class PrefixTable:
         """The estimated places of the prompt's prefix."""
         workers: dict[str, tuple[int, float]] = {}
         pool: tuple[int, float] | None = None
-        for i in range(len(prefix.digests) - 1, -1, -1):
-            block = self._blocks.get(prefix.digests[i])
-            if block is None:
+        found, behind = [*map(self._blocks.get, prefix.digests)], None
+        for i in range(len(found) - 1, -1, -1):
+            block = found[i]
+            if block is None or block == behind:  # who has the block behind it has this one too
                 continue
+            behind = block
             for place in range(1, len(block), 2):
                 if block[place] not in workers:
                     workers[block[place]] = prefix.tokens(i + 1), now_s - block[place + 1]

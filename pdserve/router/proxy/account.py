@@ -15,7 +15,7 @@ import time
 from typing import Any, Final
 
 from pdserve.router.config.limits import ServiceLevel
-from pdserve.router.metrics.stats import Histogram, Stats, observe
+from pdserve.router.metrics.stats import Stats
 from pdserve.router.request.request import End, Request
 from pdserve.router.request.traces import Served
 from pdserve.tracing import Tracer
@@ -29,38 +29,35 @@ STAGES: Final = ("settle", "prefill", "publish")
 def account(request: Request, stats: Stats, now_s: float, level: ServiceLevel = NO_LEVEL) -> None:
     """Count the request."""
     stats.in_flight -= 1
-    path, status = request.endpoint.path, request.status
+    endpoint, status = request.endpoint, request.status
+    path = endpoint.path
     if not request.is_started:
         stats.requests[path, "aborted"] += 1
         return
     stats.requests[path, str(status)] += 1
-    started_s, first_s = request.started_s, request.first_s
-    observed: tuple[tuple[Histogram, float], ...] = ((stats.first_byte[path], first_s - started_s),)
+    first_s = request.first_s
+    until_first_s = first_s - request.started_s
+    stats.first_byte[path].observe(until_first_s)
     if request.is_stream:
-        for part in request.parts_s:
-            observed += ((stats.first_token[part], request.parts_s[part]),)
-    if request.is_complete and status < 400 and request.endpoint.task is not None:
+        parts_s = request.parts_s
+        stats.parts[tuple(parts_s)].append(tuple(parts_s.values()))
+    if request.is_complete and status < 400 and endpoint.task is not None:
         model = request.model
-        observed += ((stats.model_request[model], now_s - started_s),)
+        stats.model_request[model].observe(now_s - request.started_s)
         if request.is_stream:
-            between_s, meter = 0.0, request.meter
-            observed += ((stats.model_first_token[model], first_s - started_s),)
-            used = (0, 0)
-            if meter is not None:
-                used = (request.marks is not None and request.marks.used) or meter.total(True)
-            if (more := used[1] - 1) > 0:
+            stats.model_first_token[model].observe(until_first_s)
+            between_s = 0.0
+            if (more := request.used_tokens()[1] - 1) > 0:
                 between_s = (now_s - first_s) / more
-                observed += ((stats.model_inter_token[model], between_s),)
+                stats.model_inter_token[model].observe(between_s)
             if level is not NO_LEVEL:
-                kept = level.kept(1e3 * (first_s - started_s), 1e3 * between_s)
-                stats.slo_streams[model, kept] += 1
-    observe(observed)
+                stats.slo_streams[model, level.kept(1e3 * until_first_s, 1e3 * between_s)] += 1
+    stats.on_request()
 
 
 def log_access(request: Request, now_s: float) -> None:
     """Write the request's line. It holds no prompt, answer or key."""
-    meter = request.meter
-    prompt, output = (0, 0) if meter is None else meter.total(request.is_stream)
+    prompt, output = request.used_tokens()
     said: dict[str, Any] = {
         "route": request.endpoint.path,
         "status": request.status or "aborted",
@@ -94,8 +91,8 @@ def served(request: Request, now_s: float) -> Served | None:
     return Served(
         at_s=time.time() - (now_s - request.started_s),
         scope=f"{'' if request.tenant is None else request.tenant.name}/{request.model}",
-        body=request.body,
-        prompt_fields=request.endpoint.prompt_fields,
+        prompt=request.prompt,
+        body_bytes=len(request.body),
         input_tokens=input_tokens,
         output_tokens=output_tokens,
         session="" if session is None else session.links[0],

@@ -18,7 +18,7 @@ from pdserve.router.api.request_body import with_member
 from pdserve.router.fleet.worker import Worker
 from pdserve.router.http.tls import UpstreamError
 from pdserve.router.http.worker_connection import WorkerConnection
-from pdserve.router.metrics.names import CACHES
+from pdserve.router.metrics.names import CACHES, TIERS
 from pdserve.router.proxy.failures import Failure, WorkerAnswerError, outcome_of
 from pdserve.router.proxy.parts import MAX_ERROR_BYTES, Claim, Parts
 from pdserve.router.proxy.prefill import cached_before_line, count_prompt
@@ -54,31 +54,24 @@ class Decode:
         request.between_s = limit_s = limits_s.between_chunks_s
         if not request.is_started:
             limit_s = limits_s.first_byte_s if request.streams else limits_s.whole_answer_s
-        request.has_turn = suspects.suspicion.is_active and await suspects.take_turn(request)
+        if suspects.suspicion.is_active:
+            request.has_turn = await suspects.take_turn(request)
         request.tell_plan()
         request.claim, request.is_begun, request.is_relayed = claim, False, False
         try:
             target, lines, body = self._question(request, worker)
             up = await parts.upstream.exchange(
-                request,
-                worker,
-                target,
-                lines,
-                body,
-                limit_s=limit_s,
-                connect_s=limits_s.connect_s,
-                sink=self.on_piece,
-                asked_by=request,
+                request, worker, target, lines, body, limit_s, limits_s.connect_s, self.on_piece, request
             )
             if not request.is_begun:
                 self._begin(request, up)
-            if up.is_stream and not request.is_relayed and up.status < 400:
-                self._begin_stream(request, up)
-            is_good = up.status < 400
-            if not is_good:
+            if up.status >= 400:
                 await self._refuse(request, up.status, up.take())
-            elif request.marks is not None and up.is_stream:
-                ready = request.marks.take_any(b"".join(up.pieces), True)
+            elif up.is_stream:
+                if not request.is_relayed:
+                    self._begin_stream(request, up)
+                assert request.marks is not None
+                ready = request.marks.take_any(up.take(), True)
                 if not request.is_started:
                     request.begin_stream(up)
                 await request.pass_on(ready, more=False)
@@ -97,16 +90,16 @@ class Decode:
             parts.on_well(worker)
         if suspects.suspicion.is_active:
             suspects.suspicion.on_answered(request.endpoint.path, request.body)
-        if is_good and request.suspects:
+        if request.suspects and up.status < 400:
             parts.on_answered(request)
-        if is_good and request.turn is not None:
+        if request.turn is not None and up.status < 400:
             self._note_answered(request, request.turn)
         return None
 
     def _question(self, request: Request, worker: Worker) -> tuple[bytes, bytes, bytes]:
         """(target, header lines, body): the request, or what the worker needs to continue it."""
         endpoint, body = request.endpoint, request.body
-        target = endpoint.path.encode()
+        target = endpoint.target
         if endpoint.stored_as:
             assert request.tenant is not None
             body = with_member(body, endpoint.stored_as, new_id(worker.id, request.tenant.name))
@@ -133,7 +126,7 @@ class Decode:
                 self._begin(request, up)
             if not up.pieces:
                 return
-            up.deadline_s = self._parts.loop.time() + request.between_s
+            up.deadline_s = up.clock.now_s + request.between_s
             if not up.is_stream and (request.is_started or request.is_early):
                 up.fail(UpstreamError("protocol", _NOT_A_STREAM))
             elif up.is_stream:
@@ -159,8 +152,8 @@ class Decode:
         tokens: dict[str, int] = {}
         if not (request.is_prompt_counted and request.cached_before) and CACHED_HEADER in up.said:
             tokens = parse_cached(up.said[CACHED_HEADER].decode("latin-1"))
-        if not request.is_prompt_counted:
-            count_prompt(parts.stats, request, tokens)
+        if tokens and not request.is_prompt_counted:
+            count_prompt(parts.stats, request, [tokens.get(tier, 0) for tier in TIERS])
             # of several prompts the worker may know only the first one yet
             if "computed" in tokens and request.meter is not None and not request.facts.has_several_prompts:
                 request.meter.prompt_tokens = sum(tokens.values())
@@ -259,7 +252,7 @@ def _relay_long(up: WorkerConnection) -> None:
     if request.connection.is_full:
         up.pause()
         return
-    up.deadline_s = request.connection.loop.time() + request.between_s
+    up.deadline_s = up.clock.now_s + request.between_s
     data = (request.rest or b"") + up.take()
     cut = max(data.rfind(b"}") + 1, len(data) - TAIL_BYTES, 0)  # the meter reads whole numbers
     request.rest = data[cut:]

@@ -67,20 +67,21 @@ class DirectWay:
         """
         parts = self._parts
         lost: dict[Worker, int] = {}
+        pairs = 0
         end_s = parts.loop.time() + parts.limits_s.wait_for_worker_s - request.outage_s
         while request.plan.handoff == "direct":
             outcome = await self._pair(request)
             if outcome.lost is None:
                 return True
-            request.words.append(f"direct={outcome.word}")
+            request.words += (f"direct={outcome.word}",)
             if request.is_started and outcome.failure is not None:
                 await self._recovery.retry(request, outcome.lost, outcome.failure)
                 return True
             lost[outcome.lost] = outcome.lost.probes_ready
-            request.pairs += 1
+            pairs += 1
             await parts.suspects.check(request)
             try:
-                await self._next_plan(request, last, lost, end_s)
+                await self._next_plan(request, last, lost, end_s, has_pairs_left=pairs < self._most_pairs)
             except NoWorkerError:
                 if outcome.failure is None:
                     raise
@@ -89,7 +90,13 @@ class DirectWay:
         return False
 
     async def _next_plan(
-        self, request: Request, last: SessionEntry | None, lost: dict[Worker, int], end_s: float
+        self,
+        request: Request,
+        last: SessionEntry | None,
+        lost: dict[Worker, int],
+        end_s: float,
+        *,
+        has_pairs_left: bool,
     ) -> None:
         """A plan without the workers that failed the direct way and have not said since that they are ready;
         until `end_s` it waits for a worker. `lost`: what their `probes_ready` was. Raises NoWorkerError.
@@ -105,7 +112,6 @@ class DirectWay:
                 refusal = error
                 return None
 
-        has_pairs_left = request.pairs < self._most_pairs
         found = await self._parts.wait.until(find, end_s if has_pairs_left else 0.0)
         if found is None:
             raise refusal
@@ -120,7 +126,8 @@ class DirectWay:
         claim = Claim(parts.fleet, made.decode, now_s)
         try:
             if made.settle is not None:
-                request.words.append(await settle(parts, request, made.settle))
+                word = await settle(parts, request, made.settle)
+                request.words += (word,)
             request.phase, request.asked_s = "decode", time.monotonic()
             return await hand_over(parts, self._decode, request, made.prefill, claim)
         finally:

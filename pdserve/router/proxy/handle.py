@@ -14,11 +14,12 @@ from pdserve.router.admission.gate import Gate
 from pdserve.router.admission.queue import State, Ticket
 from pdserve.router.api.endpoints import ENDPOINTS, fold
 from pdserve.router.api.errors import NoWorkerError, error_of
+from pdserve.router.api.request_body import RequestView
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.registry import Fleet, Snapshot
 from pdserve.router.http.cors import Cors
 from pdserve.router.http.driven import in_task
-from pdserve.router.http.serving import LAST_WORD_S
+from pdserve.router.http.listening import LAST_WORD_S
 from pdserve.router.http.worker_connection import Upstream
 from pdserve.router.metrics.stats import Stats
 from pdserve.router.proxy.account import NO_LEVEL, account, begin_trace, end_trace, log_access, served
@@ -99,15 +100,31 @@ class Proxy:
         try:
             if request.method != b"POST":
                 await self._serve_other_method(request)
-            elif (tenant := await self._admit_body(request)) is not None:
-                ticket, snapshot = await self._admit(request, tenant)
-                request.planned_s = time.monotonic()
+            elif (tenant := self._admit_at_once(request) or await self._admit_body(request)) is not None:
+                understanding, gate, fleet = self._understanding, self._gate, self._parts.fleet
+                view = understanding.read(request)
+                snapshot = None
+                if view.model is not None and view.model in fleet.tasks:
+                    snapshot = fleet.snapshot(view.model, self._parts.loop.time())
+                if snapshot is not None and snapshot.slots:
+                    understanding.understand(request, tenant, view)
+                    ticket = gate.arrive(request, tenant, snapshot)
+                    if ticket.state is not State.RUNNING:
+                        await gate.wait(request, ticket)
+                        snapshot = None
+                else:
+                    ticket, snapshot = await self._hold(request, tenant, view), None
                 try:
+                    if request.trace is not None:
+                        request.planned_s = time.monotonic()
                     await self._dispatch(request, snapshot)
                 finally:
-                    self._gate.leave(request, ticket)
+                    gate.leave(request, ticket)
         except RequestError as error:
-            await request.send_error(error)
+            if request.phase == "body":
+                await self._bodies.refuse(request, error)
+            else:
+                await request.send_error(error)
         except WorkerAnswerError as answer:  # the prefill worker finds the request at fault
             await request.send_worker_error(answer.status, answer.body)
         except asyncio.CancelledError:
@@ -118,17 +135,12 @@ class Proxy:
         finally:
             self._end(request)
 
-    async def _admit(self, request: Request, tenant: TenantState) -> tuple[Ticket, Snapshot | None]:
-        """Understand the request, and wait until it may run. Returns the workers of its model too, where it
-        needed not wait. Raises RequestError.
+    async def _hold(self, request: Request, tenant: TenantState, view: RequestView) -> Ticket:
+        """Wait for a worker of the request's model, which has none, and until it may run. Raises
+        RequestError.
         """
-        gate, fleet = self._gate, self._parts.fleet
-        view, held, snapshot = self._understanding.read(request), None, None
-        if view.model is not None and view.model in fleet.tasks:
-            snapshot = fleet.snapshot(view.model, self._parts.loop.time())
-        if snapshot is None or not snapshot.slots:
-            held = await gate.hold(request, view.model)
-            snapshot = None
+        gate = self._gate
+        held = await gate.hold(request, view.model)
         try:
             self._understanding.understand(request, tenant, view)
         except BaseException:
@@ -136,12 +148,11 @@ class Proxy:
                 gate.release(held)
             raise
         if held is not None:
-            return await gate.enter(request, held), None
-        ticket = gate.arrive(request, tenant, snapshot)
+            return await gate.enter(request, held)
+        ticket = gate.arrive(request, tenant)
         if ticket.state is not State.RUNNING:
             await gate.wait(request, ticket)
-            snapshot = None
-        return ticket, snapshot
+        return ticket
 
     async def _dispatch(self, request: Request, snapshot: Snapshot | None) -> None:
         """Have workers answer. `snapshot`: those of its model, where they are known to be of now. Both
@@ -174,10 +185,12 @@ class Proxy:
             first = Claim(parts.fleet, made.prefill, now_s, uncached, prefills=True)
         try:
             if made.settle is not None:
-                request.words.append(await settle(parts, request, made.settle))
+                word = await settle(parts, request, made.settle)
+                request.words += (word,)
             if first is not None:
                 claim, first = first, None  # the stage releases it
-                request.words += (await prefill(parts, request, claim),)
+                word = await prefill(parts, request, claim)
+                request.words += (word,)
             request.phase, request.asked_s = "decode", time.monotonic()
             failure = await self._decode.attempt(request, decode)
         finally:
@@ -187,39 +200,45 @@ class Proxy:
         if failure is not None:
             await self._recovery.retry(request, made.decode, failure)
 
+    def _admit_at_once(self, request: Request) -> TenantState | None:
+        """Whose request it is, whose body is here, as nearly all are. None: it is not, or must be looked at.
+        Raises RequestError.
+        """
+        bodies, size = self._bodies, len(request.body)
+        if (
+            request.more_body
+            or size > bodies.at_once_bytes
+            or bodies.held_bytes + size > bodies.limit_bytes
+            or b"content-encoding" in request.fields
+        ):
+            return None
+        tenants = self._gate.tenants
+        tenant = request.tenant = self._whose(request) if tenants.has_keys else tenants.anonymous
+        request.held_bytes = size
+        bodies.held_bytes += size
+        request.phase, request.total_s = "plan", request.started_s + self._total_s
+        return tenant
+
     async def _admit_body(self, request: Request) -> TenantState | None:
         """Whose request it is, once its body is here. None: it is refused, and the client was told."""
-        bodies = self._bodies
         try:
-            tenants = self._gate.tenants
-            if tenants.has_keys:
-                tenant = self._gate.authenticate(request.fields, request.address)
-            else:
-                tenant = tenants.anonymous
-            request.tenant = tenant
-            size = len(request.body)
-            if (
-                not request.more_body
-                and b"content-encoding" not in request.fields
-                and size <= bodies.at_once_bytes
-                and bodies.held_bytes + size <= bodies.limit_bytes
-            ):
-                request.held_bytes = size
-                bodies.held_bytes += size
-            else:
-                body = await bodies.read(request)
-                if body is None:
-                    request.end = "client"
-                    self._stats.client_aborts[request.phase] += 1
-                    return None
-                request.body = body
+            tenant = self._whose(request)
+            body = await self._bodies.read(request)
         except RequestError as error:
-            await bodies.refuse(request, error)
+            await self._bodies.refuse(request, error)
             return None
-        request.phase = "plan"
-        request.total_s = request.started_s + self._total_s
+        if body is None:
+            request.end = "client"
+            self._stats.client_aborts[request.phase] += 1
+            return None
+        request.body = body
+        request.phase, request.total_s = "plan", request.started_s + self._total_s
         if not request.connection.is_reading:  # for a large body, which was read
             request.connection.read_on()
+        return tenant
+
+    def _whose(self, request: Request) -> TenantState:
+        request.tenant = tenant = self._gate.authenticate(request.fields, request.address)
         return tenant
 
     async def _serve_other_method(self, request: Request) -> None:
@@ -246,7 +265,7 @@ class Proxy:
         if self._logs_access:
             log_access(request, now_s)
         if self._trace_file is not None and (told := served(request, now_s)) is not None:
-            self._trace_file.record(told)
+            self._stats.untraced += not self._trace_file.record(told)
         if request.trace is not None:
             end_trace(request, now_s)
 

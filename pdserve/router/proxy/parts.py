@@ -102,13 +102,13 @@ class Parts:
         if is_blamed and is_workers_fault(error):
             self._blame(worker)
         elif isinstance(error, WorkerAnswerError) and error.status >= 500:
-            request.suspects.append(worker)
+            request.suspects += (worker,)
 
     def on_answered(self, request: Request) -> None:
         """A worker has answered the request well, so the errors of the suspects were theirs."""
         for worker in request.suspects:
             self._blame(worker)
-        request.suspects.clear()
+        request.suspects = ()
 
     def _blame(self, worker: Worker) -> None:
         if self.fleet.on_failure(worker, self.loop.time()):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -27,14 +27,14 @@ from pdserve.router.api.request_body import with_members
 from pdserve.router.fleet.worker import Count, Worker
 from pdserve.router.http.driven import Driven
 from pdserve.router.http.worker_connection import Waiter
-from pdserve.router.metrics.names import CACHES, turn_label
+from pdserve.router.metrics.names import CACHES, TIERS, turn_label
 from pdserve.router.metrics.stats import Stats
 from pdserve.router.placement.planner import Settle, choose_alternate, direct_threshold
 from pdserve.router.proxy.failures import FAILURES, WorkerAnswerError, outcome_of
 from pdserve.router.proxy.parts import MAX_ERROR_BYTES, Claim, Parts
 from pdserve.router.proxy.shared_prefill import Computed
-from pdserve.router.request.reports import CACHED_WORDS, PREFILL_CACHED_HEADER
-from pdserve.router.request.request import PREFILL_HEADER, Request
+from pdserve.router.request.reports import CACHED_WORDS
+from pdserve.router.request.request import Request
 
 _OF_OPENAI: Final[dict[str, Any]] = {
     "stream": False,
@@ -140,15 +140,6 @@ class PrefillReport(msgspec.Struct):
         if self.turns != "0" and not _TURNS.fullmatch(self.turns):
             raise ValueError("turns: no hexadecimal number")
 
-    @property
-    def by_tier(self) -> dict[str, int]:
-        """Prompt tokens by where they came from."""
-        found = self.cached or _NOTHING_CACHED
-        computed = self.prompt_tokens - found.device - found.host - found.pool
-        if computed < 0:
-            computed = 0
-        return {"device": found.device, "host": found.host, "pool": found.pool, "computed": computed}
-
 
 _NOTHING_CACHED = CachedTokens()
 _decode_report = msgspec.json.Decoder(PrefillReport).decode
@@ -173,18 +164,16 @@ def cached_before_line(cached_by_prompt: list[tuple[int, int, int]]) -> bytes:
     return b"x-pdserve-prefilled: %b\r\n" % said[1:]
 
 
-def count_prompt(stats: Stats, request: Request, tokens: Mapping[str, int]) -> None:
-    """Count where the prompt's tokens came from; `tokens`: by tier, of `names.TIERS`. Only the first worker
-    that says so counts: a later one finds what the first one computed.
+def count_prompt(stats: Stats, request: Request, tokens: Sequence[int]) -> None:
+    """Count where the prompt's tokens came from; `tokens`: for each of `names.TIERS`. Called for the first
+    worker that says so: a later one finds what the first one computed.
     """
-    if tokens and not request.is_prompt_counted:
-        request.is_prompt_counted = True
-        turn = turn_label(request.plan.turn) if request.plan.turn else "none"
-        for tier in tokens:
-            if count := tokens[tier]:
-                stats.turn_tokens[turn, tier] += count
-                if tier != "computed":
-                    request.found_tokens += count
+    request.is_prompt_counted = True
+    turn = turn_label(request.plan.turn) if request.plan.turn else "none"
+    for tier, count in zip(TIERS, tokens, strict=True):
+        if count:
+            stats.turn_tokens[turn, tier] += count
+    request.found_tokens = sum(tokens[:-1])
 
 
 async def prefill(parts: Parts, request: Request, claim: Claim) -> str:
@@ -230,12 +219,13 @@ async def prefill(parts: Parts, request: Request, claim: Claim) -> str:
         if end_s:
             shared.end(request, computed)
         spent_s, parts_s = time.monotonic() - begun_s, request.parts_s
-        if "publish" in parts_s:  # the worker reports it; it cannot be longer than what was measured here
-            published_s = parts_s["publish"]
+        published_s = parts_s.pop("publish", None)
+        if published_s is None:
+            parts_s["prefill"] = spent_s
+        else:  # the worker reports it; it cannot be longer than what was measured here
             if published_s > spent_s:
-                published_s = parts_s["publish"] = spent_s
-            spent_s -= published_s
-        parts_s["prefill"] = spent_s
+                published_s = spent_s
+            parts_s["prefill"], parts_s["publish"] = spent_s - published_s, published_s
 
 
 def _present(parts: Parts, request: Request, worker: Worker) -> Worker:
@@ -247,7 +237,7 @@ def _present(parts: Parts, request: Request, worker: Worker) -> Worker:
 async def _ask_and_pull_ahead(parts: Parts, request: Request, worker: Worker, limit_s: float) -> str:
     """As `ask`; meanwhile the decode worker reads what is published."""
     if request.plan.decode.lacks("pull"):
-        request.words.append("pull=absent")
+        request.words += ("pull=absent",)
         return await ask(parts, request, worker, limit_s, request)
     pulling = parts.loop.create_task(_pull_ahead(parts, request))
     try:
@@ -273,12 +263,14 @@ async def ask(parts: Parts, request: Request, worker: Worker, limit_s: float, ow
     `prefill`.
     """
     body = request.body
-    target = b"/pd/prefill?endpoint=" + request.endpoint.path.encode()
+    target = b"/pd/prefill?endpoint=" + request.endpoint.target
     is_plain = worker.info is not None and "prefill" in worker.info.lacks
     if is_plain:
-        target, body = request.endpoint.path.encode(), one_token_body(request.endpoint, body)
+        target, body = request.endpoint.target, one_token_body(request.endpoint, body)
     suspects, stats = parts.suspects, parts.stats
-    has_turn = suspects.suspicion.is_active and await suspects.take_turn(request)
+    has_turn = False
+    if suspects.suspicion.is_active:
+        has_turn = await suspects.take_turn(request)
     report = None
     try:
         up = await parts.upstream.exchange(
@@ -287,15 +279,16 @@ async def ask(parts: Parts, request: Request, worker: Worker, limit_s: float, ow
             target,
             request.lines + request.room_line,
             body,
-            limit_s=limit_s,
-            connect_s=parts.limits_s.connect_s,
-            limit_bytes=MAX_ERROR_BYTES,
-            asked_by=request,
+            limit_s,
+            parts.limits_s.connect_s,
+            None,
+            request,
+            MAX_ERROR_BYTES,
         )
         if up.status != 200:
             raise WorkerAnswerError(up.status, up.take())
         if not is_plain:
-            report = _decode_report(b"".join(up.pieces))
+            report = _decode_report(up.take())
     except FAILURES as error:
         if isinstance(error, WorkerAnswerError) and error.status in CLIENT_FAULTS:
             stats.prefill["client-error"] += 1
@@ -329,7 +322,7 @@ async def ask(parts: Parts, request: Request, worker: Worker, limit_s: float, ow
 def _note_shared(parts: Parts, request: Request, found: Computed) -> str:
     """The prompt was computed for another request, and its pages are in the pool."""
     request.turns_line = found.turns_line
-    request.prefill_headers = [(PREFILL_HEADER, found.worker.id_header)]
+    request.prefill_id = found.worker.id_header
     parts.stats.prefill["shared"] += 1
     return "stage=shared"
 
@@ -337,35 +330,39 @@ def _note_shared(parts: Parts, request: Request, found: Computed) -> str:
 def _note_plain(parts: Parts, request: Request, worker: Worker) -> None:
     """A worker that answers a request for one token has the prompt in its memory, and tells no more of it."""
     parts.placer.on_prefilled(request.facts, worker, 0, 0, parts.loop.time())
-    request.prefill_headers = [(PREFILL_HEADER, worker.id_header)]
+    request.prefill_id = worker.id_header
 
 
 def _note(parts: Parts, request: Request, worker: Worker, report: PrefillReport) -> None:
     """Tell placement, the decode worker, the client and the metrics what the prefill worker reports."""
-    stats, tokens = parts.stats, report.by_tier
+    stats, found, prompt_tokens = parts.stats, report.cached or _NOTHING_CACHED, report.prompt_tokens
+    cached = found.device + found.host + found.pool
+    tokens = found.device, found.host, found.pool, prompt_tokens - cached if prompt_tokens > cached else 0
     if request.facts.prefix is not None:
         parts.placer.on_prefilled(
             request.facts, worker, report.published_pages, report.missing_pages, parts.loop.time()
         )
-    count_prompt(stats, request, tokens)
-    if report.cached_by_prompt and not report.cached_by_prompt[1:]:
-        request.cached_before = b"x-pdserve-prefilled: %d/%d/%d\r\n" % report.cached_by_prompt[0]
+    if not request.is_prompt_counted:
+        count_prompt(stats, request, tokens)
+    by_prompt = report.cached_by_prompt
+    if len(by_prompt) == 1:
+        request.cached_before = b"x-pdserve-prefilled: %d/%d/%d\r\n" % by_prompt[0]
     else:
-        request.cached_before = cached_before_line(report.cached_by_prompt)
-    request.prefill_headers = [
-        (PREFILL_HEADER, worker.id_header),
-        (PREFILL_CACHED_HEADER, CACHED_WORDS % tuple(tokens.values())),
-    ]
+        request.cached_before = cached_before_line(by_prompt)
+    request.prefill_id = worker.id_header
+    request.prefill_cached = CACHED_WORDS % tokens
     if report.missed:
-        request.missed.append(report.missed.encode())
+        request.missed += (report.missed.encode(),)
     if request.meter is not None:
-        request.meter.prompt_tokens = report.prompt_tokens
+        request.meter.prompt_tokens = prompt_tokens
     if request.plan.handoff == "pool":
         request.turns_line = NO_TURNS
         if report.turns not in ("", "0"):
             request.turns_line = b"x-pdserve-turns: %b\r\n" % report.turns.encode()
         request.parts_s["publish"] = report.publish_ms / 1e3 if report.publish_ms > 0 else 0.0
-    stats.prompt_tokens += report.prompt_tokens
-    stats.missing_pages += report.missing_pages
-    for tier in CACHES:
-        stats.cached_tokens[tier] += tokens[tier]
+    stats.prompt_tokens += prompt_tokens
+    if report.missing_pages:
+        stats.missing_pages += report.missing_pages
+    if cached:
+        for tier, count in zip(CACHES, tokens, strict=False):
+            stats.cached_tokens[tier] += count

@@ -32,7 +32,7 @@ from pdserve.router.proxy.decode import Decode
 from pdserve.router.proxy.failures import Failure, WorkerAnswerError, may_come_back, outcome_of
 from pdserve.router.proxy.parts import Claim, Parts
 from pdserve.router.proxy.suspicion import POISON
-from pdserve.router.request.request import Request
+from pdserve.router.request.request import Losses, Request
 from pdserve.router.request.stream_marks import may_resume
 
 
@@ -48,7 +48,7 @@ class Recovery:
     async def retry(self, request: Request, failed: Worker, failure: Failure) -> None:
         """A worker has failed: have the next ones answer, or tell the client."""
         while (worker := await self._next_worker(request, failed, failure)) is not None:
-            request.words.append("retried")
+            request.words += ("retried",)
             self._parts.stats.on_placed("decode", "retry")
             claim = Claim(self._parts.fleet, worker, self._parts.loop.time())
             try:
@@ -66,31 +66,32 @@ class Recovery:
         after the wait, with nothing sent.
         """
         now_s, is_started, outcome = self._parts.loop.time(), request.is_started, outcome_of(failure)
-        request.tried[failed.id] = failed.probes_ready
-        request.retry_until_s = min(
-            request.retry_until_s, now_s + self._parts.limits_s.wait_for_worker_s - request.outage_s
-        )
+        losses = request.losses
+        if losses is None:
+            until_s = now_s + self._parts.limits_s.wait_for_worker_s - request.outage_s
+            losses = request.losses = Losses(until_s)
+        losses.tried[failed.id] = failed.probes_ready
         is_late = outcome == "timeout" and not is_started
         if is_late or request.facts.holder:
             return None
-        waits = may_come_back(failure) and now_s < request.retry_until_s
+        waits = may_come_back(failure) and now_s < losses.retry_until_s
         if is_started and not self._successors(request, failed, (failed,)):
             waits = False
         if not (waits and outcome == "connect"):  # else no worker has got the request
-            request.attempts += 1
-        if request.attempts >= self._attempts:
+            losses.attempts += 1
+        if losses.attempts >= self._attempts:
             return None
         if is_started and await self._parts.suspects.is_poison(request):
             await request.break_off(400, POISON, "poisoned_request")
             return None
         await self._parts.suspects.check(request)
-        worker = self._alternate(request, failed, request.tried)
+        worker = self._alternate(request, failed, losses.tried)
         if worker is None and waits:
 
             def find() -> Worker | None:
-                return self._alternate(request, failed, self._still_lost(request))
+                return self._alternate(request, failed, self._still_lost(losses))
 
-            worker = await self._parts.wait.until(find, request.retry_until_s)
+            worker = await self._parts.wait.until(find, losses.retry_until_s)
             if worker is None and not is_started:
                 raise NoWorkerError(
                     "The worker was lost, and no other became ready in time; try again shortly."
@@ -103,11 +104,11 @@ class Recovery:
             counts[outcome] += 1
         return worker
 
-    def _still_lost(self, request: Request) -> list[str]:
+    def _still_lost(self, losses: Losses) -> list[str]:
         """The workers that failed the request and have not said since that they are ready."""
         members = self._parts.fleet.by_id
         return [
-            id_ for id_, seen in request.tried.items() if id_ in members and members[id_].probes_ready <= seen
+            id_ for id_, seen in losses.tried.items() if id_ in members and members[id_].probes_ready <= seen
         ]
 
     def _alternate(self, request: Request, failed: Worker, tried: Iterable[str]) -> Worker | None:

@@ -121,7 +121,7 @@ class Understanding:
         if not name:
             return view
         self._stats.nonces += 1
-        request.more_headers.append((STRIPPED_HEADER, name))
+        request.more_headers = [*request.more_headers, (STRIPPED_HEADER, name)]
         if request.endpoint.is_form:
             return _view_of_form(request, has_keys=has_keys)
         return parse_tenant_request(request.body) if has_keys else parse_request(request.body)
@@ -145,9 +145,9 @@ class Understanding:
             scope = self._keep_apart(request, tenant, view, scope)
             if session is not None:
                 session = session.within(tenant.name)
-        elif endpoint.salt == "body" and view.cache_salt and fleet.takes_plain_salts(model):
+        elif endpoint.salt == "body" and view.cache_salt and model in fleet.plain_salts:
             request.body = isolated(body, view.cache_salt, SHARED, is_plain=True)
-        prompt = view.prompt_json(endpoint.prompt_fields)
+        request.prompt = prompt = view.prompt_json(endpoint.prompt_fields)
         computes = endpoint.task is not None  # tokenizing does not: it leaves no pages behind
         several, tokens = measure_prompt(prompt, may_be_media=model not in fleet.text_only)
         prompts = candidates = choices = 1
@@ -215,7 +215,7 @@ class Understanding:
             words = b"" if is_known else b"previous_message_not_found"
         if change is not None:
             words = change.words()
-            request.missed.append(words)
+            request.missed += (words,)
         if view.diagnostics and request.endpoint.errors == "anthropic":
             said = words if asks_diagnosis(view.diagnostics) else b""
             request.keep_line += b"x-pdserve-changed: %b\r\n" % (said or b"none")
@@ -241,7 +241,7 @@ class Understanding:
             return
         else:
             seconds = 0
-        request.more_headers.append((RETAINED_HEADER, b"%d" % seconds))
+        request.more_headers = [*request.more_headers, (RETAINED_HEADER, b"%d" % seconds)]
 
     def _holder(self, request: Request, tenant: TenantState, view: RequestView) -> str:
         """The worker that holds what the request continues. Raises RequestError (404) if nobody does."""
@@ -270,10 +270,10 @@ class Understanding:
         """Keep the tenant's pages apart from those of others. `given`: the client's own salt."""
         salt, cache = request.endpoint.salt, tenant.cache
         if salt == "body":
-            is_plain = self._fleet.takes_plain_salts(request.model)
+            is_plain = request.model in self._fleet.plain_salts
             request.body = isolated(request.body, given, cache, is_plain=is_plain)
         elif salt == "header":
-            if not self._fleet.takes_salt_header(request.model):
+            if request.model in self._fleet.without_salt_header:
                 raise NoWorkerError(
                     f"Some workers cannot keep tenants apart at {request.endpoint.path} yet; try again later."
                 )

@@ -23,8 +23,10 @@ import os
 import re
 import time
 from binascii import hexlify
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final, Literal
+
+import msgspec
 
 from pdserve.errors import RequestError
 from pdserve.router.api.endpoints import ENDPOINTS, Endpoint
@@ -41,7 +43,7 @@ from pdserve.router.fleet.worker import Worker
 from pdserve.router.http.client_request import Channel, ClientRequest, Headers
 from pdserve.router.http.worker_connection import WorkerConnection
 from pdserve.router.placement.planner import Plan, RequestFacts
-from pdserve.router.request.reports import TIMING_HEADER, finish_parts, pull_s, server_timing
+from pdserve.router.request.reports import TIMING_HEADER, finish_parts, pull_s
 from pdserve.router.request.stream_marks import StreamMarks
 from pdserve.router.request.token_usage import Meter
 from pdserve.router.sessions.table import SessionEntry
@@ -49,8 +51,6 @@ from pdserve.router.tenants.tenant import TenantState, rate_headers
 from pdserve.tracing import PASSED_ON, Trace
 
 JSON: Final = b"application/json"
-PREFILL_HEADER: Final = b"x-pdserve-prefill"
-MISS_HEADER: Final = b"x-pdserve-miss"
 KEEP_ALIVE_S = 12.0
 """Proxies give up after 60 s without a byte, some after 15 s."""
 KEEP_ALIVE: Final = b": keep-alive\n\n"
@@ -72,6 +72,7 @@ _NO_FACTS: Final = RequestFacts(next(iter(ENDPOINTS.values())))
 
 
 _PASSED_ON: Final = frozenset(PASSED_ON)
+_NO_PROMPT: Final = msgspec.Raw(b"")
 
 
 def request_id(given: bytes | None) -> bytes:
@@ -81,18 +82,28 @@ def request_id(given: bytes | None) -> bytes:
     return given if given and _REQUEST_ID.fullmatch(given) else hexlify(os.urandom(12))
 
 
+class Losses(msgspec.Struct):
+    """Workers that failed a request."""
+
+    retry_until_s: float
+    """Until then it may wait for a worker."""
+    attempts: int = 0
+    """Decode workers that got the request and failed."""
+    tried: dict[str, int] = {}
+    """Ids of the decode workers that failed, and what `Worker.probes_ready` was then."""
+
+
 class Request(ClientRequest):
     """See the module."""
 
     __slots__ = (
-        "_handle", "asked_s", "attempts", "between_s", "cached_before", "claim", "decode_id", "end",
-        "endpoint", "ends_line", "facts", "fields", "first_s", "found_tokens", "has_turn",
-        "held_bytes", "is_begun", "is_early", "is_prompt_counted", "is_relayed", "is_started",
-        "is_stream", "keep_line", "lines", "marks", "meter", "missed", "model", "more_headers",
-        "outage_s", "pairs", "parts_s", "phase", "plan", "plan_words", "planned_s",
-        "prefill_headers", "quiet_s", "rest", "retry_until_s", "room_line", "salt_line",
-        "shows_insides", "started_s", "status", "streams", "suspects", "tenant", "total_s", "trace",
-        "tried", "turn", "turns_line", "up", "words", "worker_id",
+        "_handle", "asked_s", "between_s", "cached_before", "claim", "decode_id", "end", "endpoint",
+        "ends_line", "facts", "fields", "first_s", "found_tokens", "has_turn", "held_bytes", "is_begun",
+        "is_early", "is_prompt_counted", "is_relayed", "is_started", "is_stream", "keep_line", "lines",
+        "losses", "marks", "meter", "missed", "model", "more_headers", "outage_s", "parts_s", "phase",
+        "plan", "plan_words", "planned_s", "prefill_cached", "prefill_id", "prompt", "quiet_s", "rest",
+        "room_line", "salt_line", "shows_insides", "started_s", "status", "streams", "suspects", "tenant",
+        "total_s", "trace", "turn", "turns_line", "up", "words", "worker_id",
     )  # fmt: skip
 
     # what is known of it
@@ -115,6 +126,8 @@ class Request(ClientRequest):
     """When it must be over; and `quiet_s`, when its client must get a byte; both on the loop's clock."""
     held_bytes: int
     """Bytes of the body, as counted by who bounds those of all requests."""
+    prompt: msgspec.Raw
+    """As it stands in the body."""
     model: str
     """The served model that the request means, once it is known."""
     streams: bool
@@ -130,7 +143,7 @@ class Request(ClientRequest):
 
     # the plan, and what has become of it
     plan: Plan
-    words: list[str]
+    words: tuple[str, ...]
     """What decided, and what became of each stage: for the log and `x-pdserve-plan`."""
     plan_words: bytes
     """The words that the client is told."""
@@ -142,15 +155,9 @@ class Request(ClientRequest):
     """From where the answer comes."""
     turn: SessionEntry | None
     """The session's last turn that the answer is."""
-    attempts: int
-    """Decode workers that got the request and failed."""
-    pairs: int
-    """Pairs of workers that failed it by the direct way."""
-    tried: dict[str, int]
-    """Ids of the decode workers that failed, and what `Worker.probes_ready` was then."""
-    retry_until_s: float
-    """Until then it may wait for a worker. Set at the first failure."""
-    suspects: list[Worker]
+    losses: Losses | None
+    """Of workers; None: none has failed it."""
+    suspects: tuple[Worker, ...]
     """Workers that answered with an error that may be theirs or the request's: see `Parts.on_failure`."""
     cached_before: bytes
     """Header line for the decode worker: prompt tokens that were cached before."""
@@ -158,9 +165,11 @@ class Request(ClientRequest):
     """Header line: where the decode worker meets a prefill worker (see `direct`)."""
     turns_line: bytes
     """Header line: which earlier answers have recorded tokens in the prompt that was prefilled."""
-    prefill_headers: Headers
-    """Name the prefill worker, and what it found cached."""
-    missed: list[bytes]
+    prefill_id: bytes
+    """The prefill worker."""
+    prefill_cached: bytes
+    """What it found cached, as a header says it."""
+    missed: tuple[bytes, ...]
     """Why tokens of the prompt were not found: what its client changed, and what became of pages."""
     found_tokens: int
     """Of the prompt, those that a cache had, as the first worker said that knew."""
@@ -192,7 +201,7 @@ class Request(ClientRequest):
     """Of the answer, if it is a stream of events."""
     meter: Meter | None
     """Counts the answer's tokens, once the request was let in."""
-    more_headers: Headers
+    more_headers: Sequence[tuple[bytes, bytes]]
     """Headers of every answer to this request."""
     shows_insides: bool
     """The client may see where the workers are, and how busy."""
@@ -211,34 +220,30 @@ class Request(ClientRequest):
         self._handle = handle
         self.endpoint = endpoint = ENDPOINTS[path]
         self.fields = fields = dict(headers)
-        given = fields.get(b"x-request-id")
-        self.id = self.worker_id = hexlify(os.urandom(12)) if given is None else request_id(given)
+        self.id = self.worker_id = id_ = request_id(fields.get(b"x-request-id"))
         self.salt_line = self.keep_line = b""
-        self.lines = b"content-type: application/json\r\nx-request-id: %b\r\n" % self.worker_id
+        self.lines = b"content-type: application/json\r\nx-request-id: %b\r\n" % id_
         if endpoint.is_form or not _PASSED_ON.isdisjoint(fields):
             self.set_lines()
         self.started_s = time.monotonic()
-        self.total_s = self.quiet_s = self.retry_until_s = math.inf
-        self.outage_s = self.planned_s = self.asked_s = self.first_s = self.between_s = 0.0
-        self.held_bytes = self.attempts = self.pairs = self.found_tokens = self.status = 0
+        self.total_s = self.quiet_s = math.inf
+        self.outage_s = self.planned_s = self.asked_s = self.first_s = 0.0
+        self.held_bytes = self.found_tokens = self.status = 0
         self.facts = _NO_FACTS
         self.tenant: TenantState | None = None
+        self.prompt = _NO_PROMPT
         self.model = ""
         self.phase: Phase = "body"
         self.end: End | None = None
         self.trace: Trace | None = None
         self.parts_s = {}
-        self.words = []
-        self.plan_words = self.cached_before = self.room_line = self.turns_line = self.decode_id = b""
-        self.claim = self.up = self.turn = self.rest = self.marks = self.meter = None
+        self.suspects = self.words = self.missed = self.more_headers = ()
+        self.plan_words = self.cached_before = self.room_line = self.turns_line = b""
+        self.decode_id = self.prefill_id = self.prefill_cached = b""
+        self.up = self.turn = self.rest = self.marks = self.meter = self.losses = None
         self.streams = self.has_turn = self.is_prompt_counted = False
-        self.is_early = self.is_started = self.is_stream = self.is_begun = self.is_relayed = False
+        self.is_early = self.is_started = self.is_stream = False
         self.ends_line = self.shows_insides = True
-        self.tried = {}
-        self.suspects = []
-        self.prefill_headers = []
-        self.missed = []
-        self.more_headers = []
 
     # --- its life
 
@@ -311,12 +316,20 @@ class Request(ClientRequest):
     @property
     def worker_headers(self) -> Headers:
         """Headers that name the workers, and what they found."""
-        headers = [*self.prefill_headers]
-        if self.missed:
-            headers.append((MISS_HEADER, b", ".join(self.missed)))
-        if self.decode_id:
-            headers.append((b"x-pdserve-decode", self.decode_id))
-        return headers
+        said = (
+            (b"x-pdserve-prefill", self.prefill_id),
+            (b"x-pdserve-prefill-cached", self.prefill_cached),
+            (b"x-pdserve-miss", b", ".join(self.missed)),
+            (b"x-pdserve-decode", self.decode_id),
+        )
+        return [pair for pair in said if pair[1]]
+
+    def used_tokens(self) -> tuple[int, int]:
+        """Tokens of the prompt and of the answer, as far as workers have said or are known."""
+        marks, meter = self.marks, self.meter
+        if marks is not None and marks.used is not None:
+            return marks.used
+        return (0, 0) if meter is None else meter.total(self.is_stream)
 
     def tell_plan(self) -> None:
         """The client is told what has become of the plan until now. Words of an added policy may hold
@@ -361,9 +374,10 @@ class Request(ClientRequest):
             if not self.shows_insides:
                 words = _FIGURES.sub(b"", words)
             lines += b"x-pdserve-plan: %b\r\n" % words
-            for pair in self.prefill_headers:
-                if self.shows_insides or pair[0] != PREFILL_HEADER:
-                    lines += b"%b: %b\r\n" % pair
+            if self.prefill_id and self.shows_insides:
+                lines += b"x-pdserve-prefill: %b\r\n" % self.prefill_id
+            if self.prefill_cached:
+                lines += b"x-pdserve-prefill-cached: %b\r\n" % self.prefill_cached
             if self.missed:
                 lines += b"x-pdserve-miss: %b\r\n" % b", ".join(self.missed)
             if self.decode_id and self.shows_insides:
@@ -379,8 +393,8 @@ class Request(ClientRequest):
             up.pause()
             return
         data = b"".join(up.pieces)
-        up.pieces = []
-        up.deadline_s = connection.loop.time() + self.between_s
+        up.pieces.clear()
+        up.deadline_s = up.clock.now_s + self.between_s
         ready = marks.take(data, False)
         if not ready or connection.is_closing:
             return
@@ -398,8 +412,8 @@ class Request(ClientRequest):
     def begin_stream(self, up: WorkerConnection) -> None:
         """The first event is here: make the head, with the parts of the time until now."""
         now_s, said = time.monotonic(), up.said.get(TIMING_HEADER)
-        finish_parts(self.parts_s, self.asked_s, 0.0 if said is None else pull_s(said), self.started_s, now_s)
-        timing = server_timing(self.parts_s)
+        pulled_s = 0.0 if said is None else pull_s(said)
+        timing = finish_parts(self.parts_s, self.asked_s, pulled_s, self.started_s, now_s)
         lines = b"%b%bserver-timing: %b\r\n" % (up.lines, STREAM_LINES, timing)
         self.answer(up.status, lines, None, now_s=now_s)
         self.phase = "stream"

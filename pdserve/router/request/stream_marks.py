@@ -31,13 +31,15 @@ from pdserve.router.api.request_body import UNREADABLE
 MARKS_REQUEST = b"x-pdserve-marks: 1\r\n"
 MARKS_HEADER = b"x-pdserve-marks"
 MARK = b": pd "
-_AT_LINE = b"\n" + MARK
 _BLOCK_BYTES = 1024
 MAX_HELD_BYTES = 1024 * 1024
 """A longer event is passed on in pieces."""
 USAGE = b": pd-usage "
 _USAGE = re.compile(rb"^: pd-usage (\d{1,15}) (\d{1,15})\n\n", re.MULTILINE)
 """No event has these bytes: its JSON has no line's end."""
+_MARKS = re.compile(rb"^: pd ([^\n]*+(?:\n(?!\n)[^\n]*+)*+\n\n)", re.MULTILINE)
+"""A whole mark and the blank line behind it. Events are lines of JSON: no other line begins like one."""
+_usual = re.compile(rb"((?:(?:event: [^\n]*+\n)?data: [^\n]*+\n\n)++): pd (\d[^\n]*+\n\n)").fullmatch
 _EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 _OPENING_BYTES = 512
 _ID = re.compile(rb'"id":"[^"]*"')
@@ -100,53 +102,34 @@ class StreamMarks:
 
     def take(self, data: bytes, at_end: bool) -> bytes:
         """Take the stream's next bytes. Returns the events to pass on now; the rest is held."""
-        if self.is_marked and not (self._held or at_end) and self._renamed is None:
-            events, found, mark = data.rpartition(_AT_LINE)
-            if (
-                found
-                and mark[-2:] == b"\n\n"
-                and mark[:1] != b"o"
-                and b"\n\n" not in mark[:-2]
-                and events[:5] != MARK
-                and _AT_LINE not in events
-                and USAGE not in events
-            ):  # one mark, at the end: nearly always
-                self._unread += mark
-                if self._unread[_BLOCK_BYTES:]:
-                    self._blocks.append(self._unread)
-                    self._unread = b""
-                if not self._opening:
-                    self._opening = events[:_OPENING_BYTES]
-                return events + b"\n"
+        if (
+            self.is_marked
+            and not (self._held or at_end or self._renamed)
+            and (usual := _usual(data)) is not None
+        ):  # whole events and one mark behind them: nearly always
+            events = usual[1]
+            self._unread += usual[2]
+            if self._unread[_BLOCK_BYTES:]:
+                self._blocks.append(self._unread)
+                self._unread = b""
+            if not self._opening:
+                self._opening = events[:_OPENING_BYTES]
+            return events
         return self.take_any(data, at_end)
 
     def take_any(self, data: bytes, at_end: bool) -> bytes:
         """As `take`, for any number of marks anywhere."""
         if self._held:
             data = self._held + data
-        begin, parts = 0, []
-        while self.is_marked and MARK in data[begin:] and (mark := _find_mark(data, begin)) is not None:
-            at, end = mark
-            parts.append(data[begin:at])
-            self._unread += data[at + len(MARK) : end + 2]
-            if not at_end:
-                self._read()  # what is no mark of this version ends them
-            begin = end + 2
-        rest = data[begin:] if begin else data
-        if at_end or (self.is_marked and len(rest) > MAX_HELD_BYTES):
-            if not at_end:
-                self._read()
-                self._has_ended = True
-            self.is_marked = False
-            ready, self._held = rest, b""
-        elif self.is_marked:
-            ready, self._held = b"", rest
-        elif rest.endswith(_EVENT_ENDS):
-            ready, self._held = rest, b""
+            self._held = b""
+        if at_end:
+            if self.is_marked and MARK in data:
+                pieces = _MARKS.split(data)
+                self._unread += b"".join(pieces[1::2])
+                data = b"".join(pieces[::2])
+            self.is_marked, ready = False, data
         else:
-            ready, self._held = split_events(rest)
-        if parts:
-            ready = b"".join((*parts, ready))
+            ready = self._without_marks(data)
         if self._tells_usage and USAGE in ready and (said := _USAGE.search(ready)):
             self.used = int(said[1]), int(said[2])
             begin, end = said.span()
@@ -156,6 +139,25 @@ class StreamMarks:
         elif not self._opening:
             self._opening = ready[:_OPENING_BYTES]
         return ready
+
+    def _without_marks(self, data: bytes) -> bytes:
+        """The events to pass on; the rest is held."""
+        begin, parts = 0, []
+        while self.is_marked and (mark := _MARKS.search(data, begin)) is not None:
+            parts.append(data[begin : mark.start()])
+            self._unread += mark[1]
+            self._read()  # what is no mark of this version ends them
+            begin = mark.end()
+        rest = data[begin:] if begin else data
+        if self.is_marked and len(rest) > MAX_HELD_BYTES:
+            self._read()
+            self._has_ended = True
+            self.is_marked = False
+        elif self.is_marked:
+            rest, self._held = b"", rest
+        elif not rest.endswith(_EVENT_ENDS):
+            rest, self._held = split_events(rest)
+        return b"".join((*parts, rest)) if parts else rest
 
     def continue_body(self, body: bytes) -> bytes:
         """The body of `/pd/continue` for the client's `body`. Later events are renamed."""
@@ -197,17 +199,6 @@ class StreamMarks:
         if id_:
             events = _ID.sub(lambda _: id_, events)
         return _CREATED.sub(lambda _: created, events) if created else events
-
-
-def _find_mark(data: bytes, begin: int) -> tuple[int, int] | None:
-    """[start, end) of the next whole mark, without the blank line behind it. Events are lines of JSON, so at
-    the start of a line only a mark looks like one.
-    """
-    at = begin if data.startswith(MARK, begin) else data.find(b"\n" + MARK, begin) + 1
-    if at == 0 and not data.startswith(MARK):
-        return None
-    end = data.find(b"\n\n", at)
-    return None if at < begin or end < 0 else (at, end)
 
 
 def split_events(data: bytes) -> tuple[bytes, bytes]:

@@ -35,7 +35,6 @@ from typing import Final
 import msgspec
 
 from pdserve.errors import ConfigError
-from pdserve.router.api.request_body import parse_request
 
 BLOCK_TOKENS: Final = 512
 """Mooncake's and AIPerf's."""
@@ -58,9 +57,9 @@ class Served(msgspec.Struct, frozen=True, gc=False):
     at_s: float
     """When it came, by `time.time()`."""
     scope: str
-    body: bytes
-    prompt_fields: tuple[str, ...]
-    """Of the body, where the prompt is: the first one that is there."""
+    prompt: msgspec.Raw
+    """As it stands in the body, which lives as long."""
+    body_bytes: int
     input_tokens: int
     output_tokens: int
     session: str = ""
@@ -95,8 +94,7 @@ class Tracer:
         """By session, the first and the last block that its last answer touches."""
 
     def line(self, served: Served) -> Line:
-        prompt = bytes(parse_request(served.body).prompt_json(served.prompt_fields))
-        ids = block_ids(self._secret.key, served.scope, prompt, served.input_tokens)
+        ids = block_ids(self._secret.key, served.scope, memoryview(served.prompt), served.input_tokens)
         session = self._name(served.session)
         answered: list[int] = []
         if session:
@@ -124,7 +122,7 @@ class Tracer:
         ).hexdigest()
 
 
-def block_ids(key: bytes, scope: str, prompt: bytes, tokens: int) -> list[int]:
+def block_ids(key: bytes, scope: str, prompt: bytes | memoryview, tokens: int) -> list[int]:
     """One number below 2^53 for each BLOCK_TOKENS tokens, the last ones of which may be few."""
     digest = blake2b(scope.encode("utf-8", "surrogatepass") + b"\0", key=key, digest_size=6)
     ids = []
@@ -152,24 +150,24 @@ class TraceFile:
         self._queue: queue.SimpleQueue[Served | None] = queue.SimpleQueue()
         self._queued_bytes = 0
         self._lock = threading.Lock()
-        self.dropped = 0
-        """Requests that are not in the file: too many waited, or the file has reached its bound."""
         self._thread = threading.Thread(target=self._run, name="trace", daemon=True)
         self._thread.start()
 
-    def record(self, served: Served) -> None:
-        """Have it written; what is served after `close` or has no tokens is not."""
-        size = len(served.body)
+    def record(self, served: Served) -> bool:
+        """Have it written, unless it has no tokens. False: it is dropped, since too many wait, or the file is
+        full or closed.
+        """
+        size = served.body_bytes
         with self._lock:
             if (
                 not self._thread.is_alive()
                 or self._queue.qsize() >= QUEUED
                 or self._queued_bytes + size > QUEUED_BYTES
             ):
-                self.dropped += 1
-                return
+                return False
             self._queued_bytes += size
         self._queue.put(served)
+        return True
 
     def close(self, timeout_s: float = 5.0) -> None:
         """What waits is written, for at most so long."""
@@ -180,7 +178,7 @@ class TraceFile:
         try:
             while (served := self._queue.get()) is not None:
                 with self._lock:
-                    self._queued_bytes -= len(served.body)
+                    self._queued_bytes -= served.body_bytes
                 if served.input_tokens <= 0:
                     continue
                 line = msgspec.json.encode(self._tracer.line(served)) + b"\n"

@@ -5,6 +5,10 @@
     turn 2                   h1      h2      h3
     turn 3                   h1      h2      h3      h4      h5         h(n) = hash(h(n-1), message n)
 
+A turn mostly repeats the bytes of the one before and adds a few messages. So a chain has marks: hashes of the
+list's bytes up to the ends of its last messages. Given the chain of the last turn, only what stands behind
+its last mark that still holds is read.
+
 Agents write the same message in other ways from turn to turn. So these are equal: members in any order; a
 text, and a list with one part of it; a message with a mark for caches (`cache_control`), and one without;
 arguments of a tool call with other spaces and with members in another order. A hash decides which
@@ -16,7 +20,9 @@ What would take many objects to read is hashed as it stands.
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Final
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import xxhash
@@ -31,6 +37,12 @@ SHARED_ROLES: Final = ("system", "developer")
 _TEXTS: Final = ("text", "input_text", "output_text")
 
 
+MAX_REPEATED: Final = 8
+"""Marks of a chain."""
+LINK_BYTES: Final = 16
+_SPACE: Final = b" \t\r\n"
+
+
 class _Plain(msgspec.Struct, gc=False, forbid_unknown_fields=True):
     """A message of text, as most are."""
 
@@ -43,57 +55,112 @@ class _Role(msgspec.Struct, gc=False):
     role: str = ""
 
 
-_plain_decoder: Final = msgspec.json.Decoder(list[_Plain])
+_plain_decoder: Final = msgspec.json.Decoder(_Plain)
 _list_decoder: Final = msgspec.json.Decoder(list[msgspec.Raw])
 _role_decoder: Final = msgspec.json.Decoder(_Role)
 _sorted_encoder: Final = msgspec.json.Encoder(order="sorted")
 
 
+class Mark(NamedTuple):
+    """The end of a message, where another turn may begin to differ."""
+
+    count: int
+    """Messages of the conversation up to there."""
+    end: int
+    """Bytes of the JSON list up to there."""
+    digest: int
+    """Their hash."""
+
+
 class Chain(msgspec.Struct, frozen=True, gc=False):
     """The messages behind the first ones of the system, which many conversations share."""
 
-    hashes: tuple[str, ...] = ()
-    """Of all messages up to each."""
-    sizes: tuple[int, ...] = ()
+    hashes: bytes = b""
+    """Of all messages up to each, `LINK_BYTES` each."""
+    sizes: array[int] = array("L")
     """Bytes of each as they are hashed: about those of its text."""
-    head: str = ""
+    head: bytes = b""
     """Hash of the messages of the system before them; empty: there is none."""
     head_bytes: int = 0
+    marks: tuple[Mark, ...] = ()
+    """Of the last messages, in order."""
 
 
 NO_CHAIN: Final = Chain()
 
 
-def chain_of(messages: msgspec.Raw, at_most: int) -> Chain:
+def chain_of(messages: msgspec.Raw, at_most: int, before: Iterable[Chain] = ()) -> Chain:
     """The chain of a JSON list of messages, of the first `at_most` behind those of the system. Empty where it
-    is no such list, or one of too many members.
+    is no such list, or one of too many members. `before`: of turns that may begin alike; they change
+    nothing but the time that this takes.
     """
-    if not messages or is_crowded(messages):
+    known, last = None, NO_CHAIN
+    for one in before:
+        if (known := _common(messages, one.marks)) is not None:
+            last = one
+            break
+    if known is None:
+        count, text = 0, bytes(messages)
+    else:
+        count, rest = known.count, bytes(memoryview(messages)[known.end :])
+        text = b"[" + rest.lstrip(_SPACE).removeprefix(b",")
+    if not text or is_crowded(text):
         return NO_CHAIN
-    most = at_most + MAX_HEAD
     try:
-        plain = _plain_decoder.decode(messages)
-        said = [(one.role, f"{one.role}\0{one.content}".encode()) for one in plain[:most]]
-    except msgspec.ValidationError:
-        try:
-            said = [_said_in(item) for item in _list_decoder.decode(messages)[:most]]
-        except UNREADABLE:
-            return NO_CHAIN
+        items = _list_decoder.decode(text)
+        said = [_said_in(item) for item in items[: at_most - count + MAX_HEAD]]
     except UNREADABLE:
         return NO_CHAIN
-    first = 0
-    while first < len(said) and said[first][0] in SHARED_ROLES:
-        first += 1
-    digest, hashes, sizes = xxhash.xxh3_128(b"pdserve session"), [], []
-    for _, text in said[first : first + at_most]:
-        digest.update(text)
-        digest.update(b"\0")
-        hashes.append(digest.hexdigest())
-        sizes.append(len(text))
-    if not first:
-        return Chain(tuple(hashes), tuple(sizes))
-    head = b"\0".join([text for _, text in said[:first]])
-    return Chain(tuple(hashes), tuple(sizes), xxhash.xxh3_128_hexdigest(head), len(head))
+    first, head, head_bytes = 0, last.head, last.head_bytes
+    if known is None:
+        while first < len(said) and said[first][0] in SHARED_ROLES:
+            first += 1
+        shared = b"\0".join([one for _, one in said[:first]])
+        head, head_bytes = xxhash.xxh3_128_digest(shared) if first else b"", len(shared)
+    hashes, sizes = bytearray(last.hashes[: count * LINK_BYTES]), last.sizes[:count]
+    link = bytes(hashes[-LINK_BYTES:])
+    for _, one in said[first : first + at_most - count]:
+        link = xxhash.xxh3_128_digest(link + one)
+        hashes += link
+        sizes.append(len(one))
+    marks = [mark for mark in last.marks if mark.count <= count]
+    if first + len(sizes) - count == len(items):
+        marks += _marks(messages, items[first:][-MAX_REPEATED:], len(sizes))
+    return Chain(bytes(hashes), sizes, head, head_bytes, tuple(marks[-MAX_REPEATED:]))
+
+
+def _common(messages: msgspec.Raw, marks: Sequence[Mark]) -> Mark | None:
+    """The last of the marks that holds for these messages."""
+    text, digest, at, found = memoryview(messages), xxhash.xxh3_64(), 0, None
+    for mark in marks:
+        digest.update(text[at : mark.end])
+        if mark.end >= len(text) or digest.intdigest() != mark.digest:
+            break
+        at, found = mark.end, mark
+    return found
+
+
+def _marks(messages: msgspec.Raw, items: Sequence[msgspec.Raw], count: int) -> tuple[Mark, ...]:
+    """Marks at the ends of the last `items` of the list, which has `count` messages of the conversation."""
+    text = memoryview(messages)
+    ends, at = [], _before(text, len(text), b"]")
+    for item in reversed(items):
+        ends.append(at)
+        at = _before(text, at - len(memoryview(item)), b",")
+    digest, at, marks = xxhash.xxh3_64(), 0, []
+    for number, end in enumerate(reversed(ends), count - len(ends) + 1):
+        digest.update(text[at:end])
+        at = end
+        marks.append(Mark(number, end, digest.intdigest()))
+    return tuple(marks)
+
+
+def _before(text: memoryview, end: int, mark: bytes) -> int:
+    """Where what stands before `mark` and blanks ends."""
+    blank = _SPACE + mark
+    while end and text[end - 1] in blank:
+        end -= 1
+    return end
 
 
 def canonical(json: msgspec.Raw) -> bytes:
@@ -114,6 +181,9 @@ def canonical(json: msgspec.Raw) -> bytes:
 
 def _said_in(item: msgspec.Raw) -> tuple[str, bytes]:
     """(role, what is hashed) of a message. Raises one of UNREADABLE."""
+    with contextlib.suppress(msgspec.ValidationError):
+        plain = _plain_decoder.decode(item)
+        return plain.role, f"{plain.role}\0{plain.content}".encode()
     text = bytes(item)
     if text.count(b",") + text.count(b"[") + text.count(b"{") > MAX_MARKS:
         return _role_decoder.decode(item).role, text

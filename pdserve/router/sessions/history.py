@@ -11,21 +11,21 @@ cache diagnostics.
 
 Agents ask other things in between under the same name, like a title for the conversation. So a session has up
 to `MAX_THREADS` last turns. A turn is compared with that of which it changes the least, and one that has
-nothing of any of them begins another. Bounds: `MAX_MESSAGES` of a turn, at most 12 KB each, and
+nothing of any of them begins another. Bounds: `MAX_MESSAGES` of a turn, at most 24 KB each, and
 `MAX_SESSIONS` of a router process.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import msgspec
 import xxhash
 
 from pdserve.router.api.request_body import BYTES_PER_TOKEN, RequestView
-from pdserve.router.sessions.canonical import canonical, chain_of
+from pdserve.router.sessions.canonical import LINK_BYTES, Chain, canonical, chain_of
 from pdserve.router.sessions.keys import SessionKey
 
 MAX_MESSAGES: Final = 1024
@@ -52,24 +52,20 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
     tools_bytes: int
     system: int
     system_bytes: int
-    links: array[int]
-    """A hash of the messages up to each, 64 bits."""
-    sizes: array[int]
-    """Bytes of each message."""
+    messages: Chain
 
 
-def turn_of(view: RequestView) -> Turn:
-    """The hashes of a request."""
-    messages = chain_of(view.messages or view.input, MAX_MESSAGES)
+def turn_of(view: RequestView, before: Sequence[Turn] = ()) -> Turn:
+    """The hashes of a request. `before`: turns that it may go on from, see `chain_of`."""
+    known = [turn.messages for turn in reversed(before)]
+    messages = chain_of(view.messages or view.input, MAX_MESSAGES, known)
     system = b"\0".join([canonical(one) for one in (view.system, view.instructions) if one])
-    tools = bytes(view.tools)
     return Turn(
-        xxhash.xxh3_64_intdigest(tools),
-        len(tools),
-        xxhash.xxh3_64_intdigest(system + messages.head.encode("ascii")),
+        xxhash.xxh3_64_intdigest(view.tools),
+        len(view.tools),
+        xxhash.xxh3_64_intdigest(system + messages.head),
         len(system) + messages.head_bytes,
-        array("Q", [int(link[:16], 16) for link in messages.hashes]),
-        array("L", messages.sizes),
+        messages,
     )
 
 
@@ -77,30 +73,32 @@ def change_of(last: Turn, now: Turn) -> Change | None:
     """What `now` changed of `last`; None: it only goes on. A change of tools is told before others: it may be
     that of the system's text, which names them.
     """
-    said = sum(last.sizes)
     if last.tools != now.tools:
-        lost = said + last.tools_bytes + (last.system_bytes if last.system != now.system else 0)
+        lost = sum(last.messages.sizes) + last.tools_bytes
+        lost += last.system_bytes if last.system != now.system else 0
         return Change("tools_changed", lost // BYTES_PER_TOKEN)
     if last.system != now.system:
-        lost = said + last.tools_bytes + last.system_bytes
+        lost = sum(last.messages.sizes) + last.tools_bytes + last.system_bytes
         return Change("system_changed", lost // BYTES_PER_TOKEN)
-    alike, most = 0, min(len(last.links), len(now.links))
-    while alike < most:  # links say what all before them is: the last equal one is searched
+    before, after = last.messages, now.messages
+    if after.hashes.startswith(before.hashes):
+        return None
+    alike, most = 0, min(len(before.sizes), len(after.sizes))
+    while alike < most:  # a hash says what all before it is: the last equal one is searched
         middle = (alike + most + 1) // 2
-        if last.links[middle - 1] == now.links[middle - 1]:
+        at = slice((middle - 1) * LINK_BYTES, middle * LINK_BYTES)
+        if before.hashes[at] == after.hashes[at]:
             alike = middle
         else:
             most = middle - 1
-    if alike == len(last.links):
-        return None
-    return Change("messages_changed", sum(last.sizes[alike:]) // BYTES_PER_TOKEN)
+    return Change("messages_changed", sum(before.sizes[alike:]) // BYTES_PER_TOKEN)
 
 
 def is_other(last: Turn, now: Turn) -> bool:
     """The turn has nothing of the other."""
     is_alike = last.tools_bytes and last.tools == now.tools
     is_alike = is_alike or (last.system_bytes and last.system == now.system)
-    return not (is_alike or last.links[:1] == now.links[:1])
+    return not (is_alike or last.messages.hashes[:LINK_BYTES] == now.messages.hashes[:LINK_BYTES])
 
 
 class History:
@@ -116,7 +114,8 @@ class History:
 
     def follow(self, key: SessionKey, view: RequestView) -> tuple[bool, Change | None]:
         """(the session had a turn before, what this one changed). This turn is the last one from now on."""
-        before, now = self._turns.pop(key.links[-1], []), turn_of(view)
+        before = self._turns.pop(key.links[-1], [])
+        now = turn_of(view, before)
         alike = [(change_of(last, now), last) for last in before if not is_other(last, now)]
         change, last = min(alike, key=lambda one: one[0].tokens if one[0] else -1, default=(None, None))
         self._turns[key.links[-1]] = [*(one for one in before if one is not last), now][-MAX_THREADS:]

@@ -23,7 +23,7 @@ import msgspec
 
 from pdserve.errors import ConfigError
 from pdserve.router.api.request_body import UNREADABLE, RequestView
-from pdserve.router.sessions.canonical import chain_of
+from pdserve.router.sessions.canonical import LINK_BYTES, chain_of
 
 PARENT_HEADERS: Final = (
     b"x-parent-session-id",
@@ -189,7 +189,9 @@ def message_links(messages: msgspec.Raw) -> tuple[str, ...]:
     """The hash chain of a JSON list of messages, without its leading system and developer messages. Empty
     where there are too many to look at.
     """
-    return tuple([f"messages:{one}" for one in chain_of(messages, MAX_LINKS).hashes])
+    hashes = chain_of(messages, MAX_LINKS).hashes
+    ends = range(LINK_BYTES, len(hashes) + 1, LINK_BYTES)
+    return tuple([f"messages:{hashes[end - LINK_BYTES : end].hex()}" for end in ends])
 
 
 def _name(json: bytes | msgspec.Raw) -> str:

@@ -22,8 +22,8 @@ MAX_NEWS: Final = 10_000
 """Sessions whose last turn the others have yet to be told; the oldest is dropped first."""
 
 
-class SessionEntry(msgspec.Struct, frozen=True, gc=False):
-    """The last turn of one session."""
+class SessionEntry(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """The last turn of one session. Processes tell it each other: fields are only added, at the end."""
 
     request_id: str
     decode_id: str
@@ -54,9 +54,9 @@ class SessionTable:
         """`is_private`: the table holds digests of links, and so what is told of it does."""
         self.capacity = capacity
         self.ttl_s = ttl_s
-        self.news: dict[str, tuple[SessionEntry, tuple[str, ...]]] | None = None
-        """Link → (a new entry, links that it has replaced), to be told others. Whoever tells them makes it a
-        dictionary, and takes it away."""
+        self.news: dict[str, tuple[SessionEntry | None, tuple[str, ...]]] | None = None
+        """Link → (a new entry, or None where the session is over; links that it has replaced), to be told
+        others. Whoever tells them makes it a dictionary, and takes it away."""
         self.on_news: Callable[[], None] | None = None
         """Is called at the first of `news`."""
         self._name: Callable[[str], str] = digest if is_private else str
@@ -89,16 +89,33 @@ class SessionTable:
         replaced = [one for one in map(name, key.links[:-1]) if one in self._entries]
         self._put(link, replaced, entry)
         if self.news is not None:
-            told = self.news.pop(link, None)
-            if len(self.news) >= MAX_NEWS:
-                del self.news[next(iter(self.news))]
-            self.news[link] = entry, (*(told[1] if told else ()), *replaced)
-            if len(self.news) == 1 and self.on_news is not None:
-                self.on_news()
+            self._tell(self.news, link, replaced, entry)
 
-    def merge(self, link: str, replaced: tuple[str, ...], entry: SessionEntry) -> None:
-        """Another process had this turn. It counts unless a later one is known."""
-        known = self._entries.get(link)
+    def _tell(
+        self,
+        news: dict[str, tuple[SessionEntry | None, tuple[str, ...]]],
+        link: str,
+        replaced: Iterable[str],
+        entry: SessionEntry | None,
+    ) -> None:
+        told = news.pop(link, None)
+        if len(news) >= MAX_NEWS:
+            del news[next(iter(news))]
+        news[link] = entry, (*(told[1] if told else ()), *replaced)
+        if len(news) == 1 and self.on_news is not None:
+            self.on_news()
+
+    def merge(self, link: str, replaced: tuple[str, ...], entry: SessionEntry | None, seen_s: float) -> None:
+        """Another process had this turn at `seen_s`, or was told then that the session is over (None). It
+        counts unless a later turn is known.
+        """
+        entries = self._entries
+        if entry is None:
+            for one in (link, *replaced):
+                if one in entries and entries[one].seen_s <= seen_s:
+                    del entries[one]
+            return
+        known = entries.get(link)
         if known is None or entry.seen_s > known.seen_s:
             self._put(link, replaced, entry)
 
@@ -113,9 +130,12 @@ class SessionTable:
         self.expire(entry.seen_s, limit=2)
 
     def forget(self, key: SessionKey) -> None:
-        """The session is over."""
-        for link in key.links:
-            self._entries.pop(self._name(link), None)
+        """The session is over, here and at the other processes."""
+        *replaced, link = map(self._name, key.links)
+        for one in (*replaced, link):
+            self._entries.pop(one, None)
+        if self.news is not None:
+            self._tell(self.news, link, replaced, None)
 
     def expire(self, now_s: float, limit: int) -> None:
         """Forget at most `limit` sessions older than the TTL. Two per new record suffice."""

@@ -25,8 +25,8 @@ from pdserve.router.app.router import Router
 from pdserve.router.fleet.health_check import FirstRound
 from pdserve.router.fleet.membership import after_reload
 from pdserve.router.http.serving import make_server, public_tls, serve_until_stopped
-from pdserve.router.sharing.child_start import READY, REPLACED, Setup, Sockets
 from pdserve.router.sharing.files import ActsFile, MetricsFiles, ids_of
+from pdserve.router.sharing.fork import READY, REPLACED, Setup, Sockets
 from pdserve.router.sharing.member import Member
 from pdserve.security.tls import Certificates
 

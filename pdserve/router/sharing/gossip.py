@@ -15,12 +15,13 @@ from the demand that it has *told*, not from its present one: when it takes more
 it wants more. So the limit is overrun only by what starts while messages are late or lost. What cannot be
 divided goes to each process in turn, for `TURN_S`.
 
-Sessions. Turns of others go into the process's own table, and of two turns the later one counts. No look-up
-waits for anybody.
+Sessions. Turns of others, and ends of sessions, go into the process's own table, and of two turns the later
+one counts. No look-up waits for anybody.
 
 Newcomers. A process that starts holds an equal part of each limit for `SETTLE_S`. Meanwhile the others, which
-hear it for the first time, tell it everything: sums, how full the buckets are, and (one of its siblings) the
-sessions.
+hear it for the first time, tell it everything: sums, how full the buckets are, and the sessions. The oldest
+of its siblings tells it all sessions, and each sibling those of late, which may still be on their way to the
+oldest.
 
 Carriers. Siblings, the processes of one router, hear each other by sockets that do not fail while they live.
 Routers of several hosts hear each other by Redis. A process that does not hear its own word through Redis for
@@ -65,23 +66,24 @@ MAX_HANDED_OVER: Final = 400
 """The same of a process that ends: 100,000 sessions."""
 
 P = TypeVar("P")
+T = TypeVar("T")
 
 
 class Usage(msgspec.Struct, array_like=True, frozen=True):
     """One tenant at the sender. Fields are only added, at the end, with defaults."""
 
-    requests: float
+    requests: float = 0.0
     """Charged since the sender's start."""
-    tokens: float
-    new_requests: float
+    tokens: float = 0.0
+    new_requests: float = 0.0
     """Of them, since its message before: for who hears of this tenant for the first time."""
-    new_tokens: float
-    running: int
-    waiting: int
+    new_tokens: float = 0.0
+    running: int = 0
+    waiting: int = 0
     """Requests that wait for nothing but the tenant's concurrency."""
-    requests_left: float
+    requests_left: float = 0.0
     """In the bucket; 0 where there is none."""
-    tokens_left: float
+    tokens_left: float = 0.0
 
     @property
     def demand(self) -> int:
@@ -91,27 +93,20 @@ class Usage(msgspec.Struct, array_like=True, frozen=True):
     @property
     def is_sensible(self) -> bool:
         """No number is one that no process would tell."""
-        rates = self.requests, self.tokens, self.new_requests, self.new_tokens
-        lefts = self.requests_left, self.tokens_left
-        return all(map(math.isfinite, rates + lefts)) and all(
-            0 <= count <= MAX_RUNNING for count in (self.running, self.waiting)
+        return all(map(math.isfinite, msgspec.structs.astuple(self))) and (
+            0 <= self.running <= MAX_RUNNING and 0 <= self.waiting <= MAX_RUNNING
         )
 
 
 class Turn(msgspec.Struct, array_like=True, frozen=True):
-    """The last turn of one session, as in the sender's table. Fields are only added, at the end."""
+    """The last turn of one session, or its end. Fields are only added, at the end."""
 
     link: str
     replaced: tuple[str, ...]
-    """Links that the session's earlier turn was stored under."""
-    request_id: str
-    decode_id: str
-    prefill_id: str
-    tokens: int
-    answered: bool
-    turns: int
+    """Links that the session's earlier turns were stored under."""
     seen_unix_s: float
-    shared_tokens: int = 0
+    entry: SessionEntry | None
+    """As in the sender's table; None: the session is over."""
 
 
 class News(msgspec.Struct, array_like=True, frozen=True):
@@ -185,8 +180,8 @@ class Gossip:
         self._changed_s: dict[str, float] = {}
         self._lately: dict[str, int] = {}
         """Demand before the last report, of tenants for which that was another one."""
-        self._owes_whole = False
-        """A newcomer has to be told of all tenants."""
+        self._has_met = False
+        """Somebody new is to be answered, and told of all tenants."""
         self._owed: dict[str, Iterator[tuple[str, SessionEntry]]] = {}
         """Newcomer → sessions that it is to be told."""
         self._together = 1
@@ -197,8 +192,6 @@ class Gossip:
         """The remote carrier does not work."""
         self.has_more = False
         """A tenant may run more here; whoever has seen that resets it."""
-        self.unread = 0
-        """Messages that could not be read."""
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(News)
         tenants.granted = 0
@@ -215,11 +208,17 @@ class Gossip:
     def tick(self, now_s: float, unix_s: float) -> list[Outgoing]:
         """What is to be published now. To be called every `REPORT_S`, or earlier when there is news."""
         self._look_around(now_s)
+        is_due = self._has_met or now_s - self._told_s >= HEARTBEAT_S
         usage = self._new_usage(now_s)
-        turns = self._new_turns(unix_s - now_s)
+        news = self._sessions.news or {}
+        self._listen_to_sessions()
+        turns = [
+            _turn(link, entry, unix_s - now_s if entry else unix_s, more)
+            for link, (entry, more) in news.items()
+        ]
         messages = [Outgoing(self._encoded(usage=part)) for part in _parts(usage)]
         messages += [message for part in _parts(turns) for message in self._with_turns(part, None)]
-        if not messages and now_s - self._told_s >= HEARTBEAT_S:
+        if not messages and is_due:
             messages = [Outgoing(self._encoded())]
         if messages:
             self._told_s = now_s
@@ -237,13 +236,12 @@ class Gossip:
         return self._encoded(asks=True)
 
     def _look_around(self, now_s: float) -> None:
-        for name in [name for name, peer in self._peers.items() if now_s - peer.heard_s > SILENT_S]:
-            self._forget(name)
         was_away, self.is_away = self.is_away, self._is_remote and now_s - self._echo_s > AWAY_S
-        if self.is_away and not was_away:
-            for name in [name for name, peer in self._peers.items() if not peer.is_sibling]:
+        has_left = self.is_away and not was_away
+        for name, peer in list(self._peers.items()):
+            if now_s - peer.heard_s > SILENT_S or (has_left and not peer.is_sibling):
                 self._forget(name)
-        elif was_away and not self.is_away:
+        if was_away and not self.is_away:
             self._back_s = now_s
         if not self.is_away:
             is_coming_back = now_s - self._back_s < SILENT_S
@@ -254,9 +252,9 @@ class Gossip:
 
     def _new_usage(self, now_s: float) -> list[tuple[str, Usage]]:
         """Of tenants whose figures have changed; at every heartbeat also of those that run something or have
-        changed of late, for who has missed a message.
+        changed of late, for who has missed a message; and for a newcomer of all.
         """
-        is_whole, self._owes_whole = self._owes_whole, False
+        is_whole, self._has_met = self._has_met, False
         is_repeated = now_s - self._repeated_s >= HEARTBEAT_S
         if is_repeated:
             self._repeated_s = now_s
@@ -266,41 +264,33 @@ class Gossip:
             if not (tenant.limits.concurrency or tenant.has_rates):
                 continue
             before = self._told.get(tenant.name, _UNUSED)
-            running, waiting = tenant.running, self._held_back(tenant)
-            requests, tokens = tenant.charged_requests, tenant.charged_tokens
-            told = before.requests, before.tokens, before.running, before.waiting
-            if (requests, tokens, running, waiting) != told:
-                self._changed_s[tenant.name] = now_s
-            elif before is _UNUSED or not (
-                is_whole or (is_repeated and self._is_told_again(before, tenant, now_s))
-            ):
-                continue
             usage = Usage(
-                requests,
-                tokens,
-                requests - before.requests,
-                tokens - before.tokens,
-                running,
-                waiting,
+                tenant.charged_requests,
+                tenant.charged_tokens,
+                tenant.charged_requests - before.requests,
+                tenant.charged_tokens - before.tokens,
+                tenant.running,
+                self._held_back(tenant),
                 _left(tenant.requests, now_s),
                 _left(tenant.tokens, now_s),
             )
+            if usage.new_requests or usage.new_tokens or _counts(usage) != _counts(before):
+                self._changed_s[tenant.name] = now_s
+            elif before is _UNUSED:
+                continue
+            elif not is_whole:
+                is_of_late = before.demand or now_s - self._changed_s[tenant.name] < SILENT_S
+                if not (is_repeated and is_of_late):
+                    continue
             self._told[tenant.name] = usage
             self._lately[tenant.name] = before.demand
             found.append((tenant.name, usage))
         return found
 
-    def _is_told_again(self, usage: Usage, tenant: TenantState, now_s: float) -> bool:
-        return bool(usage.demand) or now_s - self._changed_s[tenant.name] < SILENT_S
-
-    def _new_turns(self, unix_offset_s: float) -> list[Turn]:
-        news = self._sessions.news or {}
-        self._listen_to_sessions()
-        return [_turn(link, replaced, entry, unix_offset_s) for link, (entry, replaced) in news.items()]
-
     def _listen_to_sessions(self) -> None:
-        """A process that nobody hears keeps no news."""
-        self._sessions.news = {} if self._peers or self._is_remote else None
+        """A process that nobody hears keeps no news. Siblings may hear before they are heard."""
+        is_heard = self._peers or self._is_remote or self._siblings > 1
+        self._sessions.news = {} if is_heard else None
 
     def _handed_over(self, unix_offset_s: float, most: int) -> Iterator[Outgoing]:
         for name in list(self._owed):
@@ -309,8 +299,7 @@ class Gossip:
                 if not rows:
                     del self._owed[name]
                     break
-                turns = [_turn(link, (), entry, unix_offset_s) for link, entry in rows]
-                yield from self._with_turns(turns, name)
+                yield from self._with_turns([_turn(*row, unix_offset_s) for row in rows], name)
 
     def _with_turns(self, turns: list[Turn], to: str | None) -> list[Outgoing]:
         data = self._encoded(turns=turns)
@@ -340,10 +329,9 @@ class Gossip:
         """
         try:
             if not isinstance(data, bytes) or len(data) > MAX_MESSAGE_BYTES:
-                raise msgspec.DecodeError("no message of ours")
+                return None
             news = self._decoder.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            self.unread += 1
             return None
         if news.sender == self._name:
             if not is_sibling and news.number <= self._number:
@@ -352,16 +340,18 @@ class Gossip:
         if news.is_last:
             self._forget(news.sender)
             return news
-        peer = self._peers.get(news.sender) or self._met(news.sender)
+        peer = self._peers.get(news.sender)
         if peer is None:
-            self.unread += 1
-            return None
+            if len(self._peers) >= MAX_PEERS:
+                return None
+            peer = self._peers[news.sender] = _Peer()
+            self._has_met = True
+            if self._sessions.news is None:
+                self._listen_to_sessions()
         peer.heard_s = now_s
         if is_sibling and not peer.is_sibling:
             peer.is_sibling = True
-            others = [name for name, one in self._peers.items() if one.is_sibling and name != news.sender]
-            if all(self._name < name for name in others):  # the oldest knows most
-                self._owed[news.sender] = iter(self._sessions.items())
+            self._owed[news.sender] = iter(self._sessions_for(news.sender, now_s))
         for turn in news.turns:
             self._take_turn(turn, now_s, unix_s)
         if news.number > peer.number:  # else it comes behind a later one
@@ -373,19 +363,16 @@ class Gossip:
             self._grant_all(now_s, unix_s, news.usage)
         return news
 
-    def _met(self, name: str) -> _Peer | None:
-        """A process that was not heard before. None: there are too many."""
-        if len(self._peers) >= MAX_PEERS:
-            return None
-        self._owes_whole = True
-        peer = self._peers[name] = _Peer()
-        if self._sessions.news is None:
-            self._listen_to_sessions()
-        return peer
+    def _sessions_for(self, newcomer: str, now_s: float) -> list[tuple[str, SessionEntry]]:
+        sessions = self._sessions.items()
+        others = [name for name, peer in self._peers.items() if peer.is_sibling and name != newcomer]
+        if all(self._name < name for name in others):  # the oldest knows most
+            return sessions
+        return [(link, entry) for link, entry in sessions if now_s - entry.seen_s < SILENT_S]
 
     def _forget(self, name: str) -> None:
-        if self._peers.pop(name, None) is not None:
-            self._owed.pop(name, None)
+        self._peers.pop(name, None)
+        self._owed.pop(name, None)
 
     def _take_usage(self, peer: _Peer, tenant: TenantState, usage: Usage, now_s: float) -> None:
         before = peer.usage.get(tenant.name)
@@ -402,23 +389,23 @@ class Gossip:
         )
 
     def _take_turn(self, turn: Turn, now_s: float, unix_s: float) -> None:
-        texts = turn.link, turn.request_id, turn.decode_id, turn.prefill_id, *turn.replaced
+        entry, texts = turn.entry, [turn.link, *turn.replaced]
+        if entry is not None:
+            texts += entry.request_id, entry.decode_id, entry.prefill_id
         if any(len(text) > MAX_LINK_CHARS for text in texts) or not math.isfinite(turn.seen_unix_s):
             return
         age_s = max(0.0, unix_s - turn.seen_unix_s)
         if age_s > self._sessions.ttl_s:
             return
-        entry = SessionEntry(
-            turn.request_id,
-            turn.decode_id,
-            now_s - age_s,
-            turn.prefill_id,
-            max(0, turn.tokens),
-            turn.answered,
-            turns=max(1, turn.turns),
-            shared_tokens=max(0, turn.shared_tokens),
-        )
-        self._sessions.merge(turn.link, turn.replaced, entry)
+        if entry is not None:
+            entry = msgspec.structs.replace(
+                entry,
+                seen_s=now_s - age_s,
+                tokens=max(0, entry.tokens),
+                turns=max(1, entry.turns),
+                shared_tokens=max(0, entry.shared_tokens),
+            )
+        self._sessions.merge(turn.link, turn.replaced, entry, now_s - age_s)
 
     # --- concurrency
 
@@ -435,22 +422,23 @@ class Gossip:
         limit = max(1, int(tenant.limits.concurrency * self.share))
         if now_s < self._settled_s and (self._peers or self._siblings > 1):
             return limit // max(self._siblings, self.processes)
-        name = tenant.name
-        told = {peer: one.usage[name] for peer, one in self._peers.items() if name in one.usage}
         if not self._peers:
             return limit
-        mine = self._told.get(name, _UNUSED)
-        told[self._name] = mine
+        name, mine = tenant.name, self._told.get(tenant.name, _UNUSED)
+        told = {peer: one.usage.get(name, _UNUSED) for peer, one in self._peers.items()} | {self._name: mine}
         demands = {peer: usage.demand for peer, usage in told.items()}
         demands[self._name] = min(mine.demand, self._lately.get(name, mine.demand))
         running = {peer: usage.running for peer, usage in told.items()}
-        everyone = sorted((self._name, *self._peers))
         # who had the first turn may not know yet that it is over
         moments_s = unix_s, unix_s - 2 * REPORT_S
-        return min(granted(limit, demands, running, _in_turn(everyone, at))[self._name] for at in moments_s)
+        return min(granted(limit, demands, running, _in_turn(told, at))[self._name] for at in moments_s)
 
 
-_UNUSED: Final = Usage(0.0, 0.0, 0.0, 0.0, 0, 0, 0.0, 0.0)
+_UNUSED: Final = Usage()
+
+
+def _counts(usage: Usage) -> tuple[int, int]:
+    return usage.running, usage.waiting
 
 
 def _left(bucket: TokenBucket | None, now_s: float) -> float:
@@ -471,31 +459,23 @@ def _bounded(bucket: TokenBucket | None, amount: float, now_s: float) -> float:
     return max(-bucket.capacity, min(most, amount))
 
 
-def _turn(link: str, replaced: tuple[str, ...], entry: SessionEntry, unix_offset_s: float) -> Turn:
-    return Turn(
-        link,
-        replaced,
-        entry.request_id,
-        entry.decode_id,
-        entry.prefill_id,
-        entry.tokens,
-        entry.answered,
-        entry.turns,
-        entry.seen_s + unix_offset_s,
-        entry.shared_tokens,
-    )
-
-
-T = TypeVar("T")
+def _turn(link: str, entry: SessionEntry | None, unix_offset_s: float, replaced: Iterable[str] = ()) -> Turn:
+    seen_unix_s = unix_offset_s
+    if entry is not None:  # incarnations are this process's own
+        seen_unix_s += entry.seen_s
+        entry = msgspec.structs.replace(entry, incarnation="")
+    return Turn(link, tuple(replaced), seen_unix_s, entry)
 
 
 def _parts(rows: list[T]) -> Iterator[list[T]]:
     return (rows[start : start + MAX_ROWS] for start in range(0, len(rows), MAX_ROWS))
 
 
-def _in_turn(processes: list[str], unix_s: float) -> list[str]:
-    first = int(unix_s / TURN_S) % len(processes)
-    return processes[first:] + processes[:first]
+def _in_turn(processes: Iterable[str], unix_s: float) -> list[str]:
+    """All of them; each is the first for `TURN_S`."""
+    names = sorted(processes)
+    first = int(unix_s / TURN_S) % len(names)
+    return names[first:] + names[:first]
 
 
 def granted(
@@ -504,10 +484,10 @@ def granted(
     """How many requests each of the processes may run, by what all of them have told. Who runs more than its
     part starts nothing, and the others share what that leaves of the limit.
     """
-    parts = split(limit, {process: demands.get(process, 0) for process in processes})
+    parts = split(limit, {process: demands[process] for process in processes})
     free = max(0, limit - sum(running.values()))
-    more = _max_min(free, {one: max(0, part - running.get(one, 0)) for one, part in parts.items()})
-    return {one: min(part, running.get(one, 0) + more[one]) for one, part in parts.items()}
+    more = _max_min(free, {one: max(0, part - running[one]) for one, part in parts.items()})
+    return {one: min(part, running[one] + more[one]) for one, part in parts.items()}
 
 
 def split(limit: int, demands: Mapping[P, int]) -> dict[P, int]:

@@ -22,7 +22,6 @@ import asyncio
 import contextlib
 import fcntl
 import logging
-import multiprocessing
 import os
 import secrets
 import shutil
@@ -31,16 +30,15 @@ import socket
 import tempfile
 import time
 from collections.abc import Coroutine
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Final
 
 from pdserve.errors import ConfigError, PdserveError, StartupError
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.fleet.membership import after_reload
-from pdserve.router.http.serving import LAST_WORD_S, bind
-from pdserve.router.sharing.child_start import READY, REPLACED, Setup, Sockets, run_child
+from pdserve.router.http.listening import LAST_WORD_S, bind
 from pdserve.router.sharing.files import Acts, ActsFile, MetricsFiles, ids_of
+from pdserve.router.sharing.fork import READY, REPLACED, Setup, exit_status, start_child
 from pdserve.settings.command_line import ConfigSource
 
 logger = logging.getLogger(__name__)
@@ -57,7 +55,6 @@ MAX_REPLACED: Final = 4
 NAME_BYTES: Final = 4
 FIXED: Final = ("host", "port", "processes", "admin")
 """Options that the sockets are made of."""
-_spawn = multiprocessing.get_context("spawn")
 
 
 class ChildFailed(StartupError):
@@ -76,13 +73,12 @@ class Child:
         self.setup = setup
         self.is_ready = asyncio.Event()
         self.is_stopping = False
-        self.process, line = _started(setup, listening, admin)
+        try:
+            self.pid, line = start_child(setup, listening, admin)
+        except OSError as error:
+            raise StartupError(f"no router process can be started: {error}") from None
         self.ended = asyncio.create_task(self._live(line))
         """Its exit status."""
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid or 0
 
     async def ready(self) -> None:
         """Wait until it serves. Raises ChildFailed when it ends, or takes too long."""
@@ -99,9 +95,7 @@ class Child:
     def tell(self, number: signal.Signals) -> None:
         """Send a signal; one that does not serve yet ends by it."""
         self.is_stopping = True
-        if not self.ended.done():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number if self.is_ready.is_set() else signal.SIGTERM)
+        self.send(number if self.is_ready.is_set() else signal.SIGTERM)
 
     async def kill_after(self, grace_s: float) -> None:
         """Kill it when it takes longer to end than that."""
@@ -112,9 +106,14 @@ class Child:
 
     async def kill(self) -> None:
         """End it at once."""
-        if not self.ended.done():
-            self.process.kill()
+        self.send(signal.SIGKILL)
         await asyncio.wait({self.ended})
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal, if it lives."""
+        if not self.ended.done():  # else its id may be another's
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     async def _live(self, line: socket.socket) -> int:
         loop = asyncio.get_running_loop()
@@ -122,27 +121,7 @@ class Child:
             while said := await loop.sock_recv(line, 1):  # it closes when the child ends
                 if said == READY:
                     self.is_ready.set()
-        await asyncio.to_thread(self.process.join)
-        return self.process.exitcode or 0
-
-
-def _started(
-    setup: Setup, listening: socket.socket, admin: socket.socket | None
-) -> tuple[SpawnProcess, socket.socket]:
-    """The process and our end of its line. Raises StartupError."""
-    try:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            try:
-                process = _spawn.Process(target=run_child, args=(setup, Sockets(listening, admin, theirs)))
-                process.start()
-            except OSError:
-                ours.close()
-                raise
-    except OSError as error:
-        raise StartupError(f"no router process can be started: {error}") from None
-    ours.setblocking(False)
-    return process, ours
+        return await exit_status(self.pid)
 
 
 class Prefork:

@@ -1,5 +1,5 @@
 """What a request may ask of SGLang's scheduler. That these end it, or hold it up, is seen in
-tests/e2e/test_scheduler_limits.py.
+tests/e2e/test_scheduler_limits.py; that each is looked at, in tests/engine/sglang/test_tokenizer_manager.py.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from pdserve.engine.contract.sampling import LARGEST
 from pdserve.engine.contract.scheduler_limits import (
+    GRAMMARS,
     MAX_LOGPROBS,
     bound_sampling,
     check_ids,
@@ -23,13 +23,10 @@ VOCABULARY = 4096
 
 @pytest.mark.parametrize("ids", [[-1, 5], [5, VOCABULARY], [10**30], [-(10**30)]])
 def test_tokens_that_the_model_does_not_have_are_refused(ids: list[int]) -> None:
+    check_ids([], VOCABULARY)
+    check_ids([0, VOCABULARY - 1], VOCABULARY)
     with pytest.raises(ValueError, match="vocabulary"):
         check_ids(ids, VOCABULARY)
-
-
-@pytest.mark.parametrize("ids", [[], [0], [VOCABULARY - 1]])
-def test_tokens_of_the_model_are_not(ids: list[int]) -> None:
-    check_ids(ids, VOCABULARY)
 
 
 @pytest.mark.parametrize(
@@ -49,32 +46,15 @@ def sampling(**fields: Any) -> Any:
     return SimpleNamespace(**usual | fields)
 
 
-def test_what_has_no_effect_is_taken_out_and_the_rest_is_kept() -> None:
-    given = sampling(
-        top_k=2**40,
-        min_new_tokens=2**40,
-        stop_token_ids={-1, 0, 7, VOCABULARY, 10**30},
-    )
-    bound_sampling(given, VOCABULARY)
-    assert (given.top_k, given.min_new_tokens) == (LARGEST, LARGEST)
-    assert given.stop_token_ids == {0, 7}
-    usual = sampling(stop_token_ids={2})
-    bound_sampling(usual, VOCABULARY)
-    assert vars(usual) == vars(sampling(stop_token_ids={2}))
-
-
-def test_a_pattern_to_stop_at_is_refused() -> None:
-    with pytest.raises(ValueError, match="stop_regex is not supported"):
-        bound_sampling(sampling(stop_regex_strs=["a*"]), VOCABULARY)
-
-
-@pytest.mark.parametrize("grammar", ["json_schema", "regex", "ebnf", "structural_tag"])
+@pytest.mark.parametrize("grammar", GRAMMARS)
 def test_a_grammar_that_may_be_over_before_the_least_tokens_is_refused(grammar: str) -> None:
     """Seen: SGLang's sampler had no token left to choose, and the scheduler ended for everybody."""
     with pytest.raises(ValueError, match="min_tokens cannot be combined"):
         bound_sampling(sampling(min_new_tokens=20, **{grammar: "a"}), VOCABULARY)
-    bound_sampling(sampling(min_new_tokens=0, **{grammar: "a"}), VOCABULARY)
-    bound_sampling(sampling(min_new_tokens=20), VOCABULARY)
+    for usual in (sampling(min_new_tokens=0, **{grammar: "a"}), sampling(stop_token_ids={2})):
+        before = dict(vars(usual))
+        bound_sampling(usual, VOCABULARY)
+        assert vars(usual) == before
 
 
 @pytest.mark.parametrize(
@@ -82,7 +62,7 @@ def test_a_grammar_that_may_be_over_before_the_least_tokens_is_refused(grammar: 
 )
 def test_a_list_where_there_is_one_prompt_is_refused(field: str, said: str) -> None:
     """Seen: a list of adapters for one prompt ended the scheduler for everybody."""
+    for value in ("a", None):
+        check_texts(SimpleNamespace(**{field: value}))
     with pytest.raises(ValueError, match=f"{said} must be a string"):
         check_texts(SimpleNamespace(**{field: ["a"]}))
-    check_texts(SimpleNamespace(**{field: "a"}))
-    check_texts(SimpleNamespace(**{field: None}))

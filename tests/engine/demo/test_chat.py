@@ -34,14 +34,13 @@ def test_what_comes_first_from_above_is_printed_as_system(role: str) -> None:
     assert render(messages) == f"<|im_start|>system\nBe brief.<|im_end|>\n{SMALL_TALK}{ANSWER}"
 
 
-def test_a_conversation_without_system_message_begins_with_the_default() -> None:
+def test_a_conversation_begins_with_its_own_system_message_or_the_default() -> None:
     assert render([HI, HELLO, BYE]) == SMALL_TALK + ANSWER
     assert render([HI, HELLO, BYE], POLITE) == POLITE_SYSTEM + SMALL_TALK + ANSWER
-
-
-def test_a_system_message_takes_the_place_of_the_default() -> None:
     messages = [{"role": "system", "content": ""}, HI]
     assert render(messages, POLITE) == f"<|im_start|>system\n<|im_end|>\n{ASKED}{ANSWER}"
+    for template in (CHAT_TEMPLATE, POLITE):  # a longer one begins with the shorter one
+        assert render([HI, HELLO, BYE], template).startswith(render([HI], template))
 
 
 def test_a_later_message_from_above_is_printed_in_its_place() -> None:
@@ -61,11 +60,6 @@ def test_the_text_parts_of_content_are_joined(role: str) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:,"}}
     parts = [{"type": "text", "text": "one, "}, image, {"type": "text", "text": "two"}]
     assert render([{"role": role, "content": parts}]) == render([{"role": role, "content": "one, two"}])
-
-
-def test_a_longer_conversation_begins_with_the_shorter_one() -> None:
-    for template in (CHAT_TEMPLATE, POLITE):
-        assert render([HI, HELLO, BYE], template).startswith(render([HI], template))
 
 
 def test_tools_calls_and_results_are_printed() -> None:

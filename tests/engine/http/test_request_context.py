@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from fastapi import FastAPI, WebSocket
-from fastapi.testclient import TestClient
-from starlette.websockets import WebSocketDisconnect
 
 from pdserve.engine.drain import Drain
 from pdserve.engine.http.guard import Guard
@@ -15,69 +14,44 @@ from pdserve.engine.http.request_context import (
     salt_of_request,
     set_bootstrap,
 )
+from tests.support.engine.manager import Client, scope_of
+
+SALT, ROOM = b"x-pdserve-cache-salt", b"x-pdserve-room"
+NONE = (None, None)
 
 
-@pytest.fixture
-def client() -> TestClient:
-    app = FastAPI()
-    app.add_middleware(Guard, token="", has_started=lambda: True, drain=Drain(1.0, 0.0, set))
+async def seen(*headers: tuple[bytes, bytes], kind: str = "http", enters: Bootstrap | None = None) -> Any:
+    """(salt, room) within a request with these headers, or what the client is sent."""
+    client, found = Client(), []
 
-    @app.get("/v1/salt")
-    async def salt() -> str | None:
-        return salt_of_request()
+    async def app(_scope: Any, _receive: Any, _send: Any) -> None:
+        if enters is not None:
+            set_bootstrap(enters)
+        found.append((salt_of_request(), bootstrap_of_request()))
 
-    @app.websocket("/v1/salt")
-    async def said(socket: WebSocket) -> None:
-        await socket.accept()
-        await socket.send_json(salt_of_request())
-
-    @app.get("/v1/room")
-    async def room() -> Bootstrap | None:
-        return bootstrap_of_request()
-
-    @app.get("/v1/enter")
-    async def enter() -> Bootstrap | None:
-        set_bootstrap(Bootstrap("h", None, 5))
-        return bootstrap_of_request()
-
-    return TestClient(app)
+    guard = Guard(app, "", lambda: True, Drain(1.0, 0.0, set))
+    await guard({**scope_of("/v1/x", *headers), "type": kind}, client.messages.get, client.send)
+    assert (salt_of_request(), bootstrap_of_request()) == NONE, "it is the request's alone"
+    return found[0] if found else client.sent[0]
 
 
-def test_a_request_has_the_salt_of_its_own_header_only(client: TestClient) -> None:
-    assert (
-        client.get("/v1/salt", headers={"x-pdserve-cache-salt": '"tenant/s\\u00e4lt"'}).json()
-        == "tenant/sält"
-    )
-    assert client.get("/v1/salt").json() is None
+@pytest.mark.parametrize("kind", ["http", "websocket"])
+async def test_a_request_has_what_its_own_header_says_only(kind: str) -> None:
+    said = ((SALT, b'"tenant/s\\u00e4lt"'), (ROOM, b"::1 8998 4611686018427387903"))
+    assert await seen(*said, kind=kind) == ("tenant/sält", ("::1", 8998, 2**62 - 1))
+    assert await seen(kind=kind) == NONE
+    entered = Bootstrap("h", None, 5)
+    assert await seen(kind=kind, enters=entered) == (None, entered)
 
 
-def test_a_websocket_has_its_salt_and_none_is_let_in_with_what_is_no_salt(client: TestClient) -> None:
-    with client.websocket_connect("/v1/salt", headers={"x-pdserve-cache-salt": '"tenant/acme"'}) as socket:
-        assert socket.receive_json() == "tenant/acme"
-    with (
-        pytest.raises(WebSocketDisconnect),
-        client.websocket_connect("/v1/salt", headers={"x-pdserve-cache-salt": "tenant/acme"}),
-    ):
-        pass
-
-
-@pytest.mark.parametrize("value", ["tenant/acme", '""', "null", "[]", '["a"]', "{", "1"])
-def test_a_header_that_is_no_salt_is_refused(client: TestClient, value: str) -> None:
+@pytest.mark.parametrize(
+    ("header", "value"),
+    [
+        *((SALT, value) for value in (b"tenant/acme", b'""', b"null", b"[]", b'["a"]', b"{", b"1")),
+        *((ROOM, value) for value in (b"", b"10.0.0.5", b"h 8998", b"h x 1", b"a b c d", b"h  1")),
+    ],
+)
+async def test_a_header_that_cannot_be_read_is_refused(header: bytes, value: bytes) -> None:
     """Without a salt, pages of two tenants would have one name."""
-    assert client.get("/v1/salt", headers={"x-pdserve-cache-salt": value}).status_code == 400
-
-
-def test_a_request_is_of_the_room_of_its_own_header_only(client: TestClient) -> None:
-    named = client.get("/v1/room", headers={"x-pdserve-room": "::1 8998 4611686018427387903"})
-    assert named.json() == ["::1", 8998, 2**62 - 1]
-    assert client.get("/v1/room").json() is None
-
-
-def test_a_room_that_a_request_enters_is_its_own(client: TestClient) -> None:
-    assert client.get("/v1/enter").json() == ["h", None, 5]
-    assert client.get("/v1/room").json() is None
-
-
-@pytest.mark.parametrize("value", ["", "10.0.0.5", "10.0.0.5 8998", "10.0.0.5 x 1", "a b c d", "10.0.0.5  1"])
-def test_a_header_that_is_no_room_is_refused(client: TestClient, value: str) -> None:
-    assert client.get("/v1/room", headers={"x-pdserve-room": value}).status_code == 400
+    assert (await seen((header, value)))["status"] == 400
+    assert (await seen((header, value), kind="websocket"))["type"] == "websocket.close"

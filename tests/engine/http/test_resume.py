@@ -402,30 +402,6 @@ def test_what_is_no_continuation_is_refused(path: str, body: bytes, status: int)
 @pytest.mark.parametrize(
     "sampling",
     [
-        {"repetition_penalty": 1.1},
-        {"frequency_penalty": 0.5},
-        {"presence_penalty": -0.5},
-        {"stop": ["x"]},
-        {"stop_regex": "x+"},
-        {"json_schema": "{}"},
-        {"custom_params": {"thinking_budget": 9}},
-    ],
-    ids=lambda sampling: next(iter(sampling)),
-)
-def test_an_answer_whose_rest_depends_on_more_than_its_tokens_is_not_gone_on_with(
-    sampling: dict[str, Any],
-) -> None:
-    """The model's generation_config.json may set these, unseen by the router."""
-    status, said = refused(
-        Engine(list(b"hello"), sampling=sampling), b'{"characters":1,"token_ids":[104]}\n{}'
-    )
-    assert status == 400
-    assert next(iter(sampling)) in said
-
-
-@pytest.mark.parametrize(
-    "sampling",
-    [
         {},
         {"repetition_penalty": 1.0, "temperature": 0.5, "top_k": 20, "sampling_seed": 1},
         {"custom_params": {"__sglang_reasoning_end_token_ids": [7]}},
@@ -439,13 +415,30 @@ def test_other_sampling_can_be_gone_on_with(sampling: dict[str, Any]) -> None:
     assert b'"delta":"e"' in b"".join(pieces)
 
 
-def test_an_answer_with_log_probabilities_is_not_gone_on_with() -> None:
-    """Those of the tokens so far would be missing in it."""
-    status, said = refused(
-        Engine(list(b"hello"), return_logprob=True), b'{"characters":1,"token_ids":[104]}\n{}'
-    )
+@pytest.mark.parametrize(
+    ("settings", "characters", "token", "said"),
+    [
+        ({"sampling": {"repetition_penalty": 1.1}}, 1, 104, "repetition_penalty"),
+        ({"sampling": {"frequency_penalty": 0.5}}, 1, 104, "frequency_penalty"),
+        ({"sampling": {"presence_penalty": -0.5}}, 1, 104, "presence_penalty"),
+        ({"sampling": {"stop": ["x"]}}, 1, 104, "stop_strs"),
+        ({"sampling": {"stop_regex": "x+"}}, 1, 104, "stop_regex_strs"),
+        ({"sampling": {"json_schema": "{}"}}, 1, 104, "json_schema"),
+        ({"sampling": {"custom_params": {"thinking_budget": 9}}}, 1, 104, "custom_params"),
+        ({"return_logprob": True}, 1, 104, "log-probabilities"),  # those so far would be missing
+        ({}, 5, 104, "do not make the text"),
+        *(({}, 0, token, "vocabulary") for token in (-1, VOCABULARY, 10**30)),
+    ],
+)
+def test_an_answer_whose_rest_depends_on_more_than_its_tokens_is_not_gone_on_with(
+    settings: dict[str, Any], characters: int, token: int, said: str
+) -> None:
+    """The model's generation_config.json may set some, unseen by the router."""
+    engine = Engine(list(b"hello"), **settings)
+    status, message = refused(engine, b'{"characters":%d,"token_ids":[%d]}\n{}' % (characters, token))
     assert status == 400
-    assert "log-probabilities" in said
+    assert said in message
+    assert engine.sent == []
 
 
 @dataclass
@@ -482,22 +475,7 @@ def test_a_continuation_that_is_aborted_for_no_reason_ends_as_sglang_ends_it() -
     assert reasons == [None, {"type": "abort"}]
 
 
-def test_tokens_that_do_not_make_the_text_are_refused() -> None:
-    status, said = refused(Engine([65, 66]), b'{"characters":5,"token_ids":[65]}\n{}')
-    assert status == 400
-    assert "do not make the text" in said
-
-
 def refused(engine: Engine, body: bytes) -> tuple[int, str]:
     """(status, message) at `/generate`, which has begun its answer before it knows."""
     status, pieces = asyncio.run(post(engine, "/pd/continue?endpoint=/generate", body))
     return status, pieces[0].decode()
-
-
-@pytest.mark.parametrize("token", [-1, VOCABULARY, 10**30])
-def test_tokens_so_far_that_the_model_does_not_have_are_refused(token: int) -> None:
-    engine = Engine([65, 66])
-    status, said = refused(engine, b'{"characters":0,"token_ids":[%d]}\n{}' % token)
-    assert status == 400
-    assert "vocabulary" in said
-    assert engine.sent == []

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from pdserve.engine.http.cache_report import Found, Reuse
+from pdserve.engine.http.cache_report import Found, Reuse, parse_prefilled
 from pdserve.engine.http.timing import FirstToken
 from pdserve.engine.sglang.answers import clipped, first_token, is_aborted, note_counts, tell_counts
 
@@ -118,6 +120,13 @@ def test_details_are_cut_to_a_prompts_beginning() -> None:
     assert clipped(details, 9) == {**details, "storage": 2}
     assert clipped(details, 5) == {**details, "host": 1, "storage": 0}
     assert clipped({"device": 4, "host": None}, 2) == {"device": 2, "host": 0}
+
+
+@given(st.binary())
+def test_any_bytes_can_be_the_header_of_an_earlier_stage(value: bytes) -> None:
+    assert all(len(found) == 3 for found in parse_prefilled(value))
+    assert parse_prefilled(b"1/2/3,4/5/6") == [Found(1, 2, 3), Found(4, 5, 6)]
+    assert parse_prefilled(b"1/2/3/4/5") == parse_prefilled(b"") == []
 
 
 META = {

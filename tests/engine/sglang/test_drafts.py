@@ -21,13 +21,10 @@ from tests.support.e2e.draft_model import make_mtp_model
 from tests.support.random_model import make_random_model
 
 CHAIN = [
-    "--speculative-num-steps",
-    "3",
-    "--speculative-eagle-topk",
-    "1",
-    "--speculative-num-draft-tokens",
-    "4",
+    *("--speculative-num-steps", "3", "--speculative-eagle-topk", "1"),
+    *("--speculative-num-draft-tokens", "4"),
 ]
+PLAIN = {"attention_arch": AttentionArch.MHA, "is_hybrid_swa": False, "num_nextn_predict_layers": None}
 
 
 @pytest.fixture(scope="module")
@@ -78,36 +75,23 @@ def asked(models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Callabl
     demo, _ = models
 
     def ask(*, has_parts: bool = False, pieces: int = 0, own: Any = None, **changed: Any) -> Drafts:
-        plain = {
-            "attention_arch": AttentionArch.MHA,
-            "is_hybrid_swa": False,
-            "num_nextn_predict_layers": None,
-        }
-        config = SimpleNamespace(**{**plain, **(own or {})})
+        config = SimpleNamespace(**{**PLAIN, **(own or {})})
         made = SimpleNamespace(from_server_args=lambda _args, **_more: config)
         monkeypatch.setattr(drafts_module, "ModelConfig", made)
         args = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(demo), "tp_size": 2}
-        args |= {
-            "enable_hierarchical_cache": True,
-            "model_path": str(demo),
-            "speculative_draft_kv_cache_dtype": None,
-            **changed,
-        }
+        args |= {"enable_hierarchical_cache": True, "model_path": str(demo)}
+        args |= {"speculative_draft_kv_cache_dtype": None, **changed}
         target = SimpleNamespace(attention_arch=changed.get("target", AttentionArch.MHA))
         return drafts(SimpleNamespace(**args), target, has_parts=has_parts, pieces=pieces)
 
     return ask
 
 
-def test_without_storage_any_draft_will_do(asked: Callable[..., Drafts]) -> None:
-    assert (
-        asked(enable_hierarchical_cache=False, speculative_draft_model_path=None, has_parts=True) == Drafts()
-    )
-
-
 def test_types_of_a_drafts_keys_and_values_are_kept_apart(asked: Callable[..., Drafts]) -> None:
     assert asked() == Drafts(is_part=True, pairs=True, option="EAGLE3")
     assert asked(speculative_draft_kv_cache_dtype="fp8_e4m3").option == "EAGLE3:fp8_e4m3"
+    without_storage = {"enable_hierarchical_cache": False, "speculative_draft_model_path": None}
+    assert asked(**without_storage, has_parts=True) == Drafts()
 
 
 @pytest.mark.model_support(

@@ -18,8 +18,9 @@ from transformers import PreTrainedTokenizerFast
 from pdserve.engine.demo.chat import END_OF_TEXT, TURN_END
 from pdserve.engine.http.request import HttpRequest
 from pdserve.engine.http.request_context import Bootstrap, set_bootstrap
-from pdserve.engine.sglang.exact_turns import Rendered, SglangTurns, chat_class, tokenizer_of
+from pdserve.engine.sglang.exact_turns import Rendered, SglangTurns, tokenizer_of
 from pdserve.engine.sglang.prompt import FOR_THE_POOL, named_tokens
+from pdserve.engine.sglang.serving import chat_class
 from pdserve.engine.sglang.tokenizer_manager import TrackedRequests
 from pdserve.engine.turns.exact import ExactTurns
 from pdserve.engine.turns.record import Memory

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,11 +16,8 @@ from pdserve.engine.config import EngineConfig
 from pdserve.engine.sglang.geometry import kv_identity, longest_tokens
 from pdserve.engine.sglang.server_args import (
     STORED_DRAFTS,
-    check_drafts,
-    check_host_memory,
-    check_kv_dtype,
     check_needs,
-    check_sessions,
+    check_supported,
     parse_args,
     resolved,
 )
@@ -51,36 +47,33 @@ def test_what_a_worker_needs_are_arguments_that_sglang_has(engine: EngineConfig)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--disable-radix-cache"], "disable-radix-cache are mutually exclusive"),
-        (["--hicache-write-policy", "write_back"], "--hicache-write-policy would be write_back"),
-        (["--hicache-write-policy=write_back"], "a worker needs write_through: pages would no longer reach"),
-        (["--hicache-storage-prefetch-p", "timeout"], "--hicache-storage-prefetch-policy would be timeout"),
-        (["--hicache-storage-backend", "file"], "the pool is the storage backend"),
-        (["--tokenizer-worker-num", "4"], "--tokenizer-worker-num would be 4"),
-        (["--strip-thinking-cache"], "--strip-thinking-cache"),
-        (["--port", "1"], "--port would be 1, but a worker needs 30000: set engine.port"),
-        (
-            ["--api-key", "secret-of-a-user"],
-            "--api-key would be set, but a worker needs none: set cluster_token",
-        ),
-        (
-            ["--tp-size", "2", "--attn-dp-size", "2"],
-            "--attn-dp-size would be 2, but a worker needs 1: SGLang's",
-        ),
-        (["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"], "--attn-dp-size would be 2, but a"),
-        (["--served-model-name", "x"], "set engine.served_model_name"),
-        (["--hicache-host-memory-mode", "buffer_only"], "set engine.hicache_host_memory_mode"),
-        (["--enable-flexkv"], "--enable-flexkv would be True, but a worker needs False: pages would no"),
-        (["--elastic-ep-backend", "mooncake"], "--elastic-ep-backend would be mooncake"),
-        (["--prefill-only-disable-kv-cache"], "--prefill-only-disable-kv-cache currently requires"),
+        ("--disable-radix-cache", "disable-radix-cache are mutually exclusive"),
+        ("--hicache-write-policy write_back", "--hicache-write-policy would be write_back"),
+        ("--hicache-write-policy=write_back", "a worker needs write_through: pages would no longer reach"),
+        ("--hicache-storage-prefetch-p timeout", "--hicache-storage-prefetch-policy would be timeout"),
+        ("--hicache-storage-backend file", "the pool is the storage backend"),
+        ("--tokenizer-worker-num 4", "--tokenizer-worker-num would be 4"),
+        ("--strip-thinking-cache", "--strip-thinking-cache"),
+        ("--port 1", "--port would be 1, but a worker needs 30000: set engine.port"),
+        ("--api-key secret", "--api-key would be set, but a worker needs none: set cluster_token"),
+        ("--tp-size 2 --attn-dp-size 2", "--attn-dp-size would be 2, but a worker needs 1: SGLang's"),
+        ("--tp-size 2 --dp-size 2 --enable-dp-attention", "--attn-dp-size would be 2, but a"),
+        ("--served-model-name x", "set engine.served_model_name"),
+        ("--hicache-host-memory-mode buffer_only", "set engine.hicache_host_memory_mode"),
+        ("--enable-flexkv", "--enable-flexkv would be True, but a worker needs False: pages would no"),
+        ("--elastic-ep-backend mooncake", "--elastic-ep-backend would be mooncake"),
+        ("--prefill-only-disable-kv-cache", "--prefill-only-disable-kv-cache currently requires"),
+        # what SGLang refuses is said in its own words
+        ("--no-such-flag", "SGLang does not accept these flags: "),
+        ("--page-size many", "SGLang does not accept these flags: "),
+        ("--tp-size 3 --dp-size 2 --enable-dp-attention", "SGLang does not accept these flags: "),
     ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_an_argument_that_breaks_the_hand_off_is_named_in_one_line(
-    engine: EngineConfig, words: list[str], said: str
+    engine: EngineConfig, words: str, said: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        check_needs(resolve(engine, *words), resolve(engine), needed("cpu"))
+        check_needs(resolve(engine, *words.split()), resolve(engine), needed("cpu"))
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
     assert "secret" not in str(refused.value)
@@ -98,17 +91,25 @@ def test_an_argument_that_another_sglang_does_not_have_is_named_in_one_line() ->
     )
 
 
-def test_host_memory_that_only_stages_pages_is_for_ranks_that_act_at_the_same_step(
-    engine: EngineConfig,
-) -> None:
-    staged = replace(engine, hicache_host_memory_mode="buffer_only")
-    found = resolve(staged)
-    assert (found.hicache_host_memory_mode, found.hicache_ratio) == ("buffer_only", 1.2)
-    assert found.hicache_write_policy == "write_through"
-    check_host_memory(found)
-    check_host_memory(resolve(engine, "--pp-size", "2"))
-    with pytest.raises(ConfigError, match=r"buffer_only.* and --pp-size over 1 exclude each other"):
-        check_host_memory(resolve(staged, "--pp-size", "2"))
+def test_the_longest_request_is_as_the_worker_was_told_or_the_models_own(engine: EngineConfig) -> None:
+    assert longest_tokens(resolve(engine)) == 8192
+    assert longest_tokens(resolve(engine, "--context-length", "512")) == 512
+
+
+STORED = {
+    "enable_hierarchical_cache": True,
+    "hicache_host_memory_mode": "cache",
+    "kv_cache_dtype": "fp8_e4m3",
+    "enable_streaming_session": False,
+    "speculative_algorithm": None,
+    "disaggregation_mode": "null",
+    "device": "cuda",
+    "pp_size": 1,
+}
+"""What pages are stored of."""
+STAGED = {"hicache_host_memory_mode": "buffer_only"}
+DRAFTS = "pdserve has not seen SGLang store its pages"
+SCALES = "SGLang keeps scales beside its values, and stores no such pages"
 
 
 @pytest.mark.model_support(
@@ -116,65 +117,71 @@ def test_host_memory_that_only_stages_pages_is_for_ranks_that_act_at_the_same_st
     "MX and FP4 KV",
     refused="SGLang keeps scales beside its values, and stores no such pages",
 )
-@pytest.mark.parametrize("dtype", ["mxfp8", "nvfp4", "fp4_mx_block16"])
-def test_a_kv_type_that_sglang_does_not_store_is_refused_in_one_line(dtype: str) -> None:
-    """On a GPU of its kind; elsewhere SGLang refuses it itself."""
-    found = SimpleNamespace(enable_hierarchical_cache=True, kv_cache_dtype=dtype)
-    with pytest.raises(
-        ConfigError, match=f"--kv-cache-dtype {dtype}: .* stores no such pages: take fp8_e4m3"
-    ):
-        check_kv_dtype(found)
-    check_kv_dtype(SimpleNamespace(enable_hierarchical_cache=False, kv_cache_dtype=dtype))
-    check_kv_dtype(SimpleNamespace(enable_hierarchical_cache=True, kv_cache_dtype="fp8_e4m3"))
-
-
-def test_streaming_sessions_are_refused_beside_hicache_only(engine: EngineConfig) -> None:
-    with pytest.raises(ConfigError, match="--enable-streaming-session: with HiCache"):
-        check_sessions(resolve(engine, "--enable-streaming-session"))
-    check_sessions(resolve(engine))
-    check_sessions(SimpleNamespace(enable_hierarchical_cache=False, enable_streaming_session=True))
-
-
-def test_the_longest_request_is_as_the_worker_was_told_or_the_models_own(engine: EngineConfig) -> None:
-    assert longest_tokens(resolve(engine)) == 8192
-    assert longest_tokens(resolve(engine, "--context-length", "512")) == 512
-
-
-def drafting(algorithm: str, **changed: Any) -> Any:
-    found = {"enable_hierarchical_cache": True, "speculative_algorithm": algorithm}
-    found |= {"disaggregation_mode": "null", "hicache_host_memory_mode": "cache", "device": "cuda", **changed}
-    return SimpleNamespace(**found)
-
-
 @pytest.mark.model_support(
     "multi-head attention", "speculative decoding", refused="pdserve has not seen SGLang store its pages"
 )
-@pytest.mark.parametrize("algorithm", ["DFLASH", "DSPARK", "FROZEN_KV_MTP", "UNO", "ANOTHER"])
-def test_drafts_whose_pages_nobody_saw_are_refused_in_one_line(algorithm: str) -> None:
-    found = drafting(algorithm)
-    said = f"--speculative-algorithm {algorithm}: pdserve has not seen SGLang store its pages: take one of"
-    with pytest.raises(ConfigError, match=said):
-        check_drafts(found)
-    found.enable_hierarchical_cache = False
-    check_drafts(found)
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({**STAGED, "pp_size": 2}, '"buffer_only" and --pp-size over 1 exclude each other: take engine.hic'),
+        ({"enable_streaming_session": True}, "--enable-streaming-session: with HiCache"),
+        *(
+            ({"kv_cache_dtype": dtype}, f"--kv-cache-dtype {dtype}: {SCALES}: take fp8_e4m3")
+            for dtype in ("mxfp8", "nvfp4", "fp4_mx_block16")
+        ),
+        *(
+            ({"speculative_algorithm": algorithm}, f"--speculative-algorithm {algorithm}: {DRAFTS}: take one")
+            for algorithm in ("DFLASH", "DSPARK", "FROZEN_KV_MTP", "UNO", "ANOTHER")
+        ),
+        *(
+            case
+            for algorithm in STORED_DRAFTS
+            for case in (
+                (
+                    {"speculative_algorithm": algorithm, "disaggregation_mode": "decode"},
+                    'drafts handed over directly: take handoff = "pool"',
+                ),
+                ({"speculative_algorithm": algorithm, **STAGED}, 'hicache_host_memory_mode = "cache"'),
+            )
+        ),
+    ],
+)
+def test_what_sglang_does_not_store_or_nobody_saw_stored_is_refused_in_one_line(
+    changed: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_supported(SimpleNamespace(**STORED | changed))
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+    check_supported(SimpleNamespace(**STORED | changed | {"enable_hierarchical_cache": False}))
 
 
-@pytest.mark.parametrize("algorithm", STORED_DRAFTS)
-def test_drafts_go_by_the_pool_and_host_memory_that_keeps_pages_alone(algorithm: str) -> None:
-    check_drafts(drafting(algorithm))
-    with pytest.raises(ConfigError, match='drafts handed over directly: take handoff = "pool"'):
-        check_drafts(drafting(algorithm, disaggregation_mode="decode"))
-    with pytest.raises(
-        ConfigError, match=r'staged in host memory: take engine\.hicache_host_memory_mode = "cache"'
-    ):
-        check_drafts(drafting(algorithm, hicache_host_memory_mode="buffer_only"))
+@pytest.mark.parametrize(
+    "changed", [{}, STAGED, {"pp_size": 2}, *({"speculative_algorithm": one} for one in STORED_DRAFTS)]
+)
+def test_what_sglang_stores_is_taken(changed: dict[str, Any]) -> None:
+    check_supported(SimpleNamespace(**STORED | changed))
+
+
+def test_the_resolved_arguments_are_those_that_are_checked(engine: EngineConfig) -> None:
+    check_supported(resolve(engine))
+    with pytest.raises(ConfigError, match="--enable-streaming-session"):
+        check_supported(resolve(engine, "--enable-streaming-session"))
+    staged = replace(engine, hicache_host_memory_mode="buffer_only")
+    found = resolve(staged)
+    assert (found.hicache_host_memory_mode, found.hicache_ratio) == ("buffer_only", 1.2)
+    assert found.hicache_write_policy == "write_through"
+    with pytest.raises(ConfigError, match="--pp-size"):
+        check_supported(resolve(staged, "--pp-size", "2"))
 
 
 def test_ngrams_are_refused_on_cpu_only() -> None:
-    with pytest.raises(ConfigError, match="NGRAM: SGLang has it on a CPU with its own kernels only"):
-        check_drafts(drafting("NGRAM", device="cpu"))
-    check_drafts(drafting("EAGLE", device="cpu"))
-    check_drafts(drafting("NGRAM"))
+    for is_stored in (True, False):
+        found = STORED | {"speculative_algorithm": "NGRAM", "enable_hierarchical_cache": is_stored}
+        check_supported(SimpleNamespace(**found))
+        with pytest.raises(ConfigError, match="NGRAM: SGLang has it on a CPU with its own kernels only"):
+            check_supported(SimpleNamespace(**found | {"device": "cpu"}))
+    assert ("attn_dp_size" in needed("cpu"), "attn_dp_size" in needed("cuda")) == (True, False)
 
 
 def test_other_arguments_are_the_users(engine: EngineConfig) -> None:
@@ -196,11 +203,6 @@ def test_a_value_that_sglang_itself_changes_is_compared_too(engine: EngineConfig
         check_needs(Changed(), own, needed("cuda"))
 
 
-def test_data_parallel_attention_is_refused_on_cpu_only() -> None:
-    assert "attn_dp_size" in needed("cpu")
-    assert "attn_dp_size" not in needed("cuda")
-
-
 def test_the_arguments_and_the_environment_stay_as_they_are(engine: EngineConfig) -> None:
     raw = parse_args(server_argv(engine, "agg", "cpu", {}))
     before = dict(os.environ)
@@ -217,20 +219,6 @@ def test_geometry_is_of_what_the_arguments_come_to(engine: EngineConfig) -> None
     assert identity.geometry.tp_size == "2"
     assert identity.rank_suffixes == [b"tp0/2", b"tp1/2"]
     assert (identity.geometry.layout, identity.geometry.page_size) == ("page_first_direct", "64")
-
-
-@pytest.mark.parametrize(
-    "words", [["--no-such-flag"], ["--page-size", "many"], ["--tp-size", "3", "--dp-size", "2"]]
-)
-def test_what_sglang_refuses_is_said_in_its_own_words(engine: EngineConfig, words: list[str]) -> None:
-    with pytest.raises(ConfigError, match="SGLang does not accept these flags: ") as refused:
-        resolve(engine, *words, "--enable-dp-attention")
-    assert "\n" not in str(refused.value)
-
-
-def test_a_model_without_configuration_is_refused(engine: EngineConfig, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError):
-        resolve(replace(engine, model_path=str(tmp_path)))
 
 
 def test_what_is_logged_after_parsing_reaches_the_log(

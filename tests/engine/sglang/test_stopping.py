@@ -1,58 +1,39 @@
-"""What a client sees of its answer when the worker's end aborts it: over HTTP, around a scripted engine."""
+"""What a client sees of its answer when the worker's end aborts it, around a scripted engine."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx
 import pytest
-import uvicorn
 from fastapi import HTTPException
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from pdserve.engine.http.request import RequestTracking
 from pdserve.engine.http.resume import Continuing
 from pdserve.engine.sglang.tokenizer_manager import TrackedRequests
+from tests.support.engine.manager import Client, Scripted, scope_of, serve
 
-MARKS = {"x-pdserve-marks": "1"}
+MARKS = (b"x-pdserve-marks", b"1")
 
 
-class Scripted:
+class Aborted(Scripted):
     """A tokenizer manager whose requests are aborted after so many steps, as `abort_all` does it: without a
     status, or, of those that wait for their grammar, with one that is `raised` where nothing streams.
     """
 
-    incremental_streaming_output = False
-    tokenizer = None
-    mm_processor = None
-    elastic_worker_count = 1
-
     def __init__(
         self, steps: int = 0, choices: int = 1, stops: bool = True, raised: Exception | None = None
     ) -> None:
-        self.rid_to_state: dict[str, Any] = {}
+        super().__init__()
         self.stops = stops
         self._steps = steps
         self._choices = choices
         self._raised = raised
-
-    def _init_req_state(self, obj: Any, request: Any = None) -> None: ...
-
-    async def _send_one_request(self, tokenized: Any) -> None: ...
-
-    async def _send_batch_request(self, tokenized: Any) -> None: ...
-
-    def _create_tokenized_object(self, obj: Any) -> Any: ...
-
-    async def _handle_batch_output(self, output: Any) -> None: ...
 
     async def generate_request(self, obj: Any, request: Any = None) -> AsyncIterator[Any]:
         text = "abcdefgh"
@@ -78,7 +59,7 @@ class Scripted:
         return content | ({"index": 0} if self._choices > 1 else {})
 
 
-class Manager(TrackedRequests, Scripted):
+class Manager(TrackedRequests, Aborted):
     pass
 
 
@@ -112,42 +93,17 @@ def serving(manager: Manager) -> Any:
             return JSONResponse({"error": str(error)}, status_code=400)
 
     manager.track(is_stopping=lambda: manager.stops)
-    return RequestTracking(
-        Continuing(Starlette(routes=[Route("/v1/completions", complete, methods=["POST"])]))
-    )
+    return Continuing(Starlette(routes=[Route("/v1/completions", complete, methods=["POST"])]))
 
 
-@contextlib.asynccontextmanager
-async def listening(manager: Manager) -> AsyncIterator[httpx.AsyncClient]:
-    with socket.socket() as own:
-        own.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(serving(manager), log_level="critical", lifespan="off"))
-        running = asyncio.create_task(server.serve([own]))
-        url = "http://{}:{}".format(*own.getsockname())
-        try:
-            async with httpx.AsyncClient(base_url=url, timeout=10.0) as client:
-                yield client
-        finally:
-            server.should_exit = True
-            await running
-
-
-def ask(manager: Manager, stream: bool, headers: Any = None) -> tuple[int, str, bool]:
-    """(status, body, whether it is whole)."""
-
-    async def run() -> tuple[int, str, bool]:
-        async with listening(manager) as client:
-            asked = client.stream("POST", "/v1/completions", json={"stream": stream}, headers=headers)
-            async with asked as answer:
-                body = ""
-                try:
-                    async for piece in answer.aiter_text():
-                        body += piece
-                except httpx.RemoteProtocolError:
-                    return answer.status_code, body, False
-                return answer.status_code, body, True
-
-    return asyncio.run(asyncio.wait_for(run(), 30))
+def ask(manager: Manager, stream: bool, *headers: tuple[bytes, bytes]) -> tuple[int, str, bool]:
+    """(status, body, whether it is whole: uvicorn closes the connection of one that is not)."""
+    client = Client(json.dumps({"stream": stream}).encode())
+    scope = scope_of("/v1/completions", *headers) | {"method": "POST", "root_path": ""}
+    asyncio.run(serve(serving(manager), scope, client))
+    start, *pieces = client.sent
+    body = b"".join(piece["body"] for piece in pieces)
+    return start["status"], body.decode(), not pieces[-1].get("more_body", False)
 
 
 @pytest.mark.parametrize("choices", [1, 2])
@@ -165,17 +121,17 @@ def test_an_answer_that_waited_for_its_grammar_is_a_503(raised: Exception) -> No
     assert ask(Manager(raised=ValueError("a bad request"), stops=False), stream=False)[0] == 400
 
 
-@pytest.mark.parametrize("headers", [None, MARKS], ids=["unmarked", "marked"])
+@pytest.mark.parametrize("headers", [(), (MARKS,)], ids=["unmarked", "marked"])
 def test_a_stream_that_has_not_begun_is_a_503(headers: Any) -> None:
-    status, body, is_whole = ask(Manager(steps=0), stream=True, headers=headers)
+    status, body, is_whole = ask(Manager(steps=0), True, *headers)
     assert (status, is_whole) == (503, True)
     assert json.loads(body)["error"]["code"] == "worker_stopping"
 
 
 @pytest.mark.parametrize("choices", [1, 2])
-@pytest.mark.parametrize("headers", [None, MARKS], ids=["unmarked", "marked"])
+@pytest.mark.parametrize("headers", [(), (MARKS,)], ids=["unmarked", "marked"])
 def test_a_stream_is_broken_off_after_what_was_said(headers: Any, choices: int) -> None:
-    status, body, is_whole = ask(Manager(steps=3, choices=choices), stream=True, headers=headers)
+    status, body, is_whole = ask(Manager(steps=3, choices=choices), True, *headers)
     assert (status, is_whole) == (200, False)
     assert body.count("data: ") == 3
     assert "abort" not in body

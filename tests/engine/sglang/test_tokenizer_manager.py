@@ -143,29 +143,19 @@ def test_where_a_worker_connects_is_not_the_clients_to_say() -> None:
     assert rooms == [(None, None, None), ("10.0.0.5", 8998, 7)]
 
 
-def ids_outside_a_tracked_request(*asked: tuple[Any, str | None]) -> list[str]:
-    """SGLang's ids for these requests, each from a route of this path (None: from no route)."""
-    manager = Manager()
-
-    async def run() -> None:
-        for one, path in asked:
-            request = None if path is None else SimpleNamespace(scope=scope_of(path))
-            async for _ in manager.generate_request(one, request):
-                pass
-
-    asyncio.run(run())
-    return list(manager.rid_to_state)
-
-
-def test_embeddings_too_get_ids_that_no_client_chose() -> None:
-    [rid] = ids_outside_a_tracked_request((EmbeddingReqInput(rid="1", text="a"), "/v1/embeddings"))
-    assert len(rid) == 32
-
-
-def test_ids_that_are_not_a_clients_are_kept() -> None:
+async def test_embeddings_too_get_ids_that_no_client_chose_and_ids_that_are_not_a_clients_are_kept() -> None:
     """`/pd/pull` and SGLang's own health check are known by theirs."""
-    pull, health = (GenerateReqInput(rid=rid, text="a") for rid in ("pull", "HEALTH_CHECK_1"))
-    assert ids_outside_a_tracked_request((pull, None), (health, "/health_generate")) == [pull.rid, health.rid]
+    manager = Manager()
+    for asked, path in (
+        (EmbeddingReqInput(rid="1", text="a"), "/v1/embeddings"),
+        (GenerateReqInput(rid="pull", text="a"), None),
+        (GenerateReqInput(rid="HEALTH_CHECK_1", text="a"), "/health_generate"),
+    ):
+        request = None if path is None else SimpleNamespace(scope=scope_of(path))
+        async for _ in manager.generate_request(asked, request):
+            pass
+    embedded, *kept = manager.rid_to_state
+    assert (len(embedded), kept) == (32, ["pull", "HEALTH_CHECK_1"])
 
 
 def created(ids: list[int] | None = None, mm_inputs: Any = None, **fields: Any) -> Any:
@@ -176,21 +166,16 @@ def created(ids: list[int] | None = None, mm_inputs: Any = None, **fields: Any) 
     return manager._create_tokenized_object(asked, ids or [5, 6], mm_inputs)
 
 
+PROMPTS = {"return_logprob": True, "logprob_start_len": 0}
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
         ({"ids": [5, 4096]}, "vocabulary"),
         ({"return_logprob": True, "top_logprobs_num": 5000}, "log-probabilities"),
         ({"return_logprob": True, "token_ids_logprob": [1] * 5000}, "log-probabilities"),
-        (
-            {
-                "return_logprob": True,
-                "logprob_start_len": 0,
-                "top_logprobs_num": 100,
-                "ids": [1] * 100_000,
-            },
-            "log-probabilities",
-        ),
+        (PROMPTS | {"top_logprobs_num": 100, "ids": [1] * 100_000}, "log-probabilities"),
         ({"sampling_params": {"stop_regex": "(a|a)*b"}}, "stop_regex"),
     ],
 )
@@ -200,9 +185,9 @@ def test_what_would_end_the_scheduler_is_refused_before_it(fields: dict[str, Any
 
 
 def test_sampling_without_effect_reaches_the_scheduler_as_what_it_can_compute() -> None:
-    wanted = {"top_k": 2**40, "stop_token_ids": [3, 10**9], "min_new_tokens": 1}
+    wanted = {"top_k": 2**40, "stop_token_ids": [-1, 0, 3, 4096, 10**30], "min_new_tokens": 2**40}
     sampling = created(sampling_params=wanted).sampling_params
-    assert (sampling.top_k, sampling.stop_token_ids) == (1 << 30, {3})
+    assert (sampling.top_k, sampling.stop_token_ids, sampling.min_new_tokens) == (1 << 30, {0, 3}, 1 << 30)
 
 
 def test_sglangs_own_tokens_of_media_may_be_beyond_the_vocabulary_and_the_clients_may_not() -> None:

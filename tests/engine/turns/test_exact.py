@@ -58,20 +58,23 @@ async def test_a_call_of_a_tool_keeps_its_tokens_however_its_client_writes_it(se
     assert worker.outcomes == ["spliced"]
 
 
-async def test_another_call_of_a_tool_has_tokens_of_its_own() -> None:
+@pytest.mark.parametrize(
+    ("first", "answer", "following"),
+    [
+        # another call of a tool has tokens of its own
+        (FIRST, encode(WRITTEN), FIRST + WRITTEN.replace("2", "3") + TURN_END + OPENING),
+        # and only an answer is written anew by its client: never what a user said
+        (
+            said("user", WRITTEN) + OPENING,
+            letters("Hello"),
+            said("user", ANEW) + OPENING + "Hello" + TURN_END + OPENING,
+        ),
+    ],
+)
+async def test_what_says_something_else_is_encoded(first: str, answer: list[int], following: str) -> None:
     worker = Worker(Records())
-    await worker.answers(asked(FIRST, 0), encode(WRITTEN))
-    text = FIRST + WRITTEN.replace("2", "3") + TURN_END + OPENING
-    assert await worker.answers(asked(text, 1), []) == encode(text)
-
-
-async def test_what_a_user_writes_is_never_taken_for_what_another_wrote_alike() -> None:
-    """Only an answer is written anew by its client."""
-    worker = Worker(Records())
-    text = said("user", WRITTEN) + OPENING
-    await worker.answers(asked(text, 0), letters("Hello"))
-    other = said("user", ANEW) + OPENING + "Hello" + TURN_END + OPENING
-    assert await worker.answers(asked(other, 1), []) == encode(other)
+    await worker.answers(asked(first, 0), answer)
+    assert await worker.answers(asked(following, 1), []) == encode(following)
 
 
 async def test_another_worker_and_a_restarted_one_find_the_records_in_the_pool() -> None:
@@ -90,16 +93,11 @@ async def test_without_a_pool_a_worker_knows_its_own_answers() -> None:
     assert await Worker().answers(asked(SECOND, 1), []) == encode(SECOND)
 
 
-async def test_a_first_turn_asks_the_pool_nothing() -> None:
+async def test_an_answer_whose_text_has_the_same_tokens_is_counted_so() -> None:
     records = Records()
     worker = Worker(records)
-    await worker.answers(asked(FIRST, 0), [])
-    assert (records.asked, worker.outcomes) == ([], [])
-
-
-async def test_an_answer_whose_text_has_the_same_tokens_is_counted_so() -> None:
-    worker = Worker(Records())
     await worker.answers(asked(FIRST, 0), encode("Hello there"))
+    assert (records.asked, worker.outcomes) == ([], []), "a first turn asks the pool nothing"
     assert await worker.answers(asked(SECOND, 1), []) == encode(SECOND)
     assert worker.outcomes == ["same"]
 

@@ -10,17 +10,10 @@ from hypothesis import strategies as st
 from pdserve.engine.turns import record
 from pdserve.engine.turns.record import ENTRY_BYTES, Memory
 
+FULL = record.FIRST_TOKENS
 
-@pytest.mark.parametrize(
-    "tokens",
-    [
-        1,
-        record.FIRST_TOKENS,
-        record.FIRST_TOKENS + 1,
-        record.FIRST_TOKENS + record.PAGE_BYTES // 4 + 1,
-        record.MAX_TOKENS,
-    ],
-)
+
+@pytest.mark.parametrize("tokens", [1, FULL, FULL + 1, FULL + record.PAGE_BYTES // 4 + 1, record.MAX_TOKENS])
 def test_a_record_comes_back_as_it_was(tokens: int) -> None:
     ids = [int(i) for i in np.random.default_rng(0).integers(0, 2**32, tokens)]
     pages = record.to_pages(ids)

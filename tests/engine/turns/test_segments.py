@@ -128,11 +128,6 @@ def test_false_tokens_do_not_fit() -> None:
     assert not any(prompt.fits(1, ids, decode, vocabulary()) for ids in wrong)
 
 
-def test_a_text_and_tokens_that_do_not_have_the_same_stops_are_not_cut() -> None:
-    text = said("user", "Hi") + OPENING
-    assert cut(text, [*encode(text), end()], stops(), SCOPE) is None
-
-
 def test_an_answer_that_was_cut_short_is_found_too() -> None:
     """The template closes it."""
     text = said("user", "Hi") + OPENING
@@ -140,15 +135,6 @@ def test_an_answer_that_was_cut_short_is_found_too() -> None:
     assert key is not None
     following = prompt_of(text + "Hel" + TURN_END + OPENING)
     assert following.keys[1] == key
-
-
-def test_an_answer_that_the_template_shows_otherwise_is_not_found() -> None:
-    """Reasoning is dropped, a space is trimmed: the conversation's text is another one."""
-    text = said("user", "Hi") + OPENING
-    key = prompt_of(text).answered([*encode(OPENING), *encode("<think>Hm.</think>Hello ")], decode)
-    assert key is not None
-    for shown in ("Hello ", "<think>Hm.</think>Hello"):
-        assert key not in prompt_of(text + shown + TURN_END + OPENING).keys
 
 
 def test_the_answers_are_told_by_what_precedes_them() -> None:

@@ -1,6 +1,4 @@
-"""Records in a real pool node: there for another worker, bounded in time, gone with the node, and in the
-namespace of the present weights.
-"""
+"""Records in a real pool node: there for another worker, bounded in time, gone with the node."""
 
 from __future__ import annotations
 
@@ -15,6 +13,7 @@ import pytest
 
 from pdserve.engine.turns import record
 from pdserve.engine.turns.shelf import LateError, Shelf
+from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.security.tokens import Secret
 from tests.support.engine.turns import OPENING, SmallTokenizer, Worker, asked, end, letters, said
@@ -64,23 +63,11 @@ async def test_a_record_that_lacks_a_page_is_not_there(node: LocalNode) -> None:
     await stored(shelf, KEYS[0], [1] * (record.FIRST_TOKENS + 10))
     second = record.page_keys(KEYS[0], 2)[1]
     await stored(shelf, KEYS[1], [5])
-    client = shelf._present_client()
     first, _ = record.to_pages([1] * (record.FIRST_TOKENS + 10))
-    assert client.put([KEYS[2]], [[first]]) == [True]
+    with contextlib.closing(PoolClient(pages_of(node).config, "pages", GEOMETRY)) as client:
+        assert client.put([KEYS[2]], [[first]]) == [True]
     found = await shelf.read([KEYS[0], KEYS[1], KEYS[2], second])
     assert set(found) == {KEYS[0], KEYS[1]}
-    shelf.close()
-
-
-async def test_new_weights_have_records_of_their_own(node: LocalNode) -> None:
-    pages = pages_of(node)
-    shelf = Shelf(pages, SOON_S)
-    await stored(shelf, KEYS[0], [1])
-    pages.namespace = "other weights"
-    assert await shelf.read(KEYS) == {}
-    await stored(shelf, KEYS[0], [2])
-    pages.namespace = "pages"
-    assert await shelf.read(KEYS) == {KEYS[0]: [1]}
     shelf.close()
 
 

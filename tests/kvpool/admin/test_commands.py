@@ -16,7 +16,7 @@ from pdserve.errors import PoolError
 from pdserve.kvpool.admin import drain as drain_module
 from pdserve.kvpool.admin.node_client import Asking, NodeClient, all_nodes, in_parallel
 from pdserve.kvpool.protocol import messages as m
-from pdserve.kvpool.protocol.cluster_messages import ACTIVE, DEAD, LEAVING, LEFT, Drain, Member, Upgrade
+from pdserve.kvpool.protocol.cluster_messages import ACTIVE, LEAVING, LEFT, Drain, Member, Upgrade
 from tests.support.command import Done, pdserve_here
 from tests.support.kvpool.local_node import LocalNode
 from tests.support.kvpool.nodes import Start, keys, open_namespace, put, soon
@@ -169,69 +169,57 @@ def follow(node: ScriptedNode, deadline_s: float = 10.0) -> tuple[list[str], lis
     return others, lines
 
 
-def test_drain_follows_until_the_node_has_left(scripted: Callable[..., ScriptedNode]) -> None:
-    steps = [(30, LEAVING, 3), (30, LEAVING, 3), (10, LEAVING, 9), (0, LEFT, 9)]
-
-    def answer(request: m.Request) -> m.Reply | None:
-        assert isinstance(request, m.Status)
-        pages, status, settled = steps.pop(0)
-        return report(request.id, pages, [member("n", status), member("o", ACTIVE, settled)])
-
-    others, lines = follow(scripted("n", answer))
-    assert others == ["o"]
-    assert lines == [
-        "n: 30 pages; 0 of 1 nodes have all that is theirs",
-        "n: 10 pages; 1 of 1 nodes have all that is theirs",
-        "n: 0 pages; 1 of 1 nodes have all that is theirs",
-    ]
+GONE = None
+WENT_AWAY = [(5, LEAVING, 0), GONE]  # the node does not answer any more, and the other one is asked
 
 
-@pytest.mark.parametrize("left", [True, False])
-def test_a_draining_node_that_goes_away_is_looked_up_at_another(
-    scripted: Callable[..., ScriptedNode], left: bool
+@pytest.mark.parametrize(
+    ("steps", "at_the_other", "said"),
+    [
+        (
+            [(30, LEAVING, 3), (30, LEAVING, 3), (10, LEAVING, 9), (0, LEFT, 9)],
+            ACTIVE,
+            [
+                "n: 30 pages; 0 of 1 nodes have all that is theirs",
+                "n: 10 pages; 1 of 1 nodes have all that is theirs",
+                "n: 0 pages; 1 of 1 nodes have all that is theirs",
+            ],
+        ),
+        (WENT_AWAY, LEFT, ["n: 5 pages; 0 of 1 nodes have all that is theirs"]),
+        (WENT_AWAY, LEAVING, "went away before it had left"),
+        ([(5, LEAVING, 0), (5, ACTIVE, 0)], ACTIVE, "n does not leave any more"),
+        ([(5, LEAVING, 0)] * 99, ACTIVE, "has not left yet.*0 of 1"),
+    ],
+    ids=["left", "gone", "gone too early", "stays", "too long"],
+)
+def test_a_drain_is_followed_until_the_node_has_left(
+    scripted: Callable[..., ScriptedNode], steps: list[Any], at_the_other: int, said: list[str] | str
 ) -> None:
+    left = list(steps)
+
     def other_answers(request: m.Request) -> m.Reply | None:
         assert isinstance(request, m.Status)
-        members = [member("n", LEFT if left else LEAVING), member("o", ACTIVE)]
-        return report(request.id, 0, members, node="o")
+        return report(request.id, 0, [member("n", at_the_other), member("o", ACTIVE)], node="o")
 
     other = scripted("o", other_answers)
-    asked: list[m.Request] = []
 
     def answer(request: m.Request) -> m.Reply | None:
         assert isinstance(request, m.Status)
-        asked.append(request)
-        members = [member("n", LEAVING), member("o", ACTIVE, address=other.address)]
-        return report(request.id, 5, members) if len(asked) == 1 else None
+        step = left.pop(0)
+        if step is GONE:
+            return None
+        pages, status, settled = step
+        return report(
+            request.id, pages, [member("n", status), member("o", ACTIVE, settled, address=other.address)]
+        )
 
-    if left:
-        assert follow(scripted("n", answer))[0] == ["o"]
+    node = scripted("n", answer)
+    if isinstance(said, list):
+        assert follow(node) == (["o"], said)
     else:
-        with pytest.raises(drain_module.PoolRefused, match="went away before it had left"):
-            follow(scripted("n", answer))
-    assert other.proofs == 1
-
-
-def test_a_node_that_stays_in_the_ring_after_all_ends_the_drain(
-    scripted: Callable[..., ScriptedNode],
-) -> None:
-    steps = [LEAVING, ACTIVE]
-
-    def answer(request: m.Request) -> m.Reply | None:
-        assert isinstance(request, m.Status)
-        return report(request.id, 5, [member("n", steps.pop(0)), member("o", DEAD)])
-
-    with pytest.raises(drain_module.PoolRefused, match="n does not leave any more"):
-        follow(scripted("n", answer))
-
-
-def test_a_drain_that_takes_too_long_says_how_far_it_is(scripted: Callable[..., ScriptedNode]) -> None:
-    def answer(request: m.Request) -> m.Reply | None:
-        assert isinstance(request, m.Status)
-        return report(request.id, 5, [member("n", LEAVING), member("o", ACTIVE, 0)])
-
-    with pytest.raises(drain_module.PoolTimeout, match=r"has not left yet.*0 of 1"):
-        follow(scripted("n", answer), 0.1)
+        with pytest.raises(PoolError, match=said):
+            follow(node, 0.1 if len(steps) > 9 else 5.0)
+    assert other.proofs == (GONE in steps)
 
 
 def test_the_drain_command_says_what_became_of_it(scripted: Callable[..., ScriptedNode]) -> None:
@@ -251,21 +239,6 @@ def test_the_drain_command_says_what_became_of_it(scripted: Callable[..., Script
     assert found["others"] == ["o"]
     assert len(drained) == 2
     assert node.proofs == 2
-
-
-def test_the_upgrade_command_waits_until_another_incarnation_answers(
-    scripted: Callable[..., ScriptedNode],
-) -> None:
-    incarnations = [1, 1, 2]  # before, still the same, the next
-
-    def answer(request: m.Request) -> m.Reply | None:
-        if isinstance(request, Upgrade):
-            return m.Done(request.id)
-        assert isinstance(request, m.Status)
-        return replace(report(request.id, 0, []), incarnation=incarnations.pop(0))
-
-    assert "n was upgraded in" in run("upgrade", scripted("n", answer).address).stdout
-    assert incarnations == []
 
 
 def test_the_upgrade_command_waits_until_every_node_has_its_pages_or_says_that_it_did_not(

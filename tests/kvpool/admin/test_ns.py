@@ -13,11 +13,10 @@ from pdserve.errors import PoolRefused
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.protocol import messages as m
-from pdserve.kvpool.protocol.cluster_messages import NamespaceSettings, PutNamespace
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
 from pdserve.security.tokens import digest
 from tests.support.command import Done, pdserve_here
-from tests.support.kvpool.clustered import HANGS_S, QUIET, Locals, Processes
+from tests.support.kvpool.clustered import HANGS_S, QUIET, Locals
 from tests.support.kvpool.connectors import fetch_status
 from tests.support.kvpool.faulty import get, keys, put
 from tests.support.kvpool.local_node import LocalNode
@@ -190,25 +189,3 @@ def test_the_command_line_makes_changes_and_lists_namespaces(guarded: LocalNode,
     for word, said in [("media=tape", "media"), ("quota=1", "quota_bytes"), ("weight", "SETTING=VALUE")]:
         assert said in ns("set", address, "tenant", word, token=ROOT, status=2).stderr
     assert NEW not in ns("set", address, "tenant", f"read_token={NEW}", token=ROOT, status=2).stderr
-
-
-def test_settings_and_drops_outlive_a_crash(processes: Processes) -> None:
-    processes.start("a")
-    pool = processes.nodes["a"]
-    first = client(pool, "kept")
-    gone = client(pool, "gone")
-    some = keys(4)
-    assert put(first, some) == put(gone, some) == [True] * 4
-    channel = ControlChannel.connect(pool.address, make_hello("x", "", "none"), soon())
-    assert channel.call(PutNamespace(1, "kept", NamespaceSettings(weight=7.0)), soon()) == m.Done(1)
-    assert channel.call(m.DropNamespace(2, "gone"), soon()) == m.Done(2, 4)
-    channel.close()
-    pool.kill()
-    pool.restart()
-    [shown] = [json.loads(line) for line in ns("list", pool.address, "--json").stdout.splitlines()]
-    assert (shown["name"], shown["settings"]["weight"], shown["pages"]) == ("kept", 7.0, 4)
-    for each, expected in ((client(pool, "kept"), True), (client(pool, "gone"), False)):
-        assert get(each, some) == [expected] * 4
-        each.close()
-    first.close()
-    gone.close()

@@ -323,7 +323,7 @@ class Rising(AsyncPoolClient):
         self.at_once = at_once
         self.asked: list[int] = []
 
-    async def places(self, keys: Sequence[bytes], move: int = 0) -> list[Place | None]:
+    async def places(self, keys: Sequence[bytes], move: int = 0, tenant: str = "") -> list[Place | None]:
         assert move == m.UP
         self.asked.append(len(keys))
         found = [Place("a", self.tier[one]) if one in self.tier else None for one in keys]

@@ -45,6 +45,9 @@ class Scripted:
             return m.Fault(request.id, "geometry_mismatch", "page_size is 32 here, not 64")
         return m.Opened(request.id, 7)
 
+    def call_all(self, requests: Any, deadline_s: float) -> list[m.Reply]:
+        return [self.call(request, deadline_s) for request in requests]
+
     def post(self, message: Any) -> None: ...
 
     def write_pages(self, grants: Any, pages: Any, deadline_s: float) -> list[int]:

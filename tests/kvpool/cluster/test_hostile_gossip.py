@@ -37,7 +37,7 @@ from pdserve.kvpool.protocol.cluster_messages import (
     PutNamespace,
 )
 from pdserve.kvpool.protocol.frames import HEADER_BYTES, decode_reply, encode_frame
-from tests.support.kvpool.node_model import Node, answers
+from tests.support.kvpool.node_model import Node
 from tests.support.kvpool.odd_messages import INTS as ODD_INTS
 from tests.support.kvpool.odd_messages import odd
 from tests.support.suite.extended import examples
@@ -147,15 +147,6 @@ def test_a_client_cannot_open_a_namespace_that_splits_the_pool(generation: int) 
         records = [action.record for action in actions if isinstance(action, PublishNamespace)]
         cluster().receive(ClusterState("pool", [], records))
         assert peer or [record.generation for record in records] == [1]
-
-
-def test_the_first_to_open_a_namespace_is_held_to_the_bound_of_its_geometry() -> None:
-    node = Node()
-    c = node.connect()
-    request = m.OpenNamespace(1, "ns", {"k": "v" * MAX_GEOMETRY_CHARS})
-    [reply] = answers(node.send(c, request), c)
-    assert isinstance(reply, m.Fault)
-    assert "geometry" in reply.message
 
 
 def test_namespaces_beyond_all_measure_are_refused_and_known_ones_may_change() -> None:

@@ -2,14 +2,12 @@ from __future__ import annotations
 
 import hashlib
 import random
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from pdserve.errors import ConfigError
-from pdserve.kvpool.cluster.ring import ARCS, MAX_WEIGHT, Ring, positions_of
+from pdserve.kvpool.cluster.ring import ARCS, MAX_WEIGHT, Ring
 from pdserve.kvpool.protocol.messages import NodeAddress
 
 KEYS = [random.Random(seed).randbytes(32) for seed in range(20_000)]
@@ -65,30 +63,6 @@ def test_successors_are_different_nodes_owner_first() -> None:
     assert Ring(nodes(5)).successors(KEYS[:1], 2) == [nodes(5)]
 
 
-def test_every_process_builds_the_same_ring_whatever_the_order() -> None:
-    ring = Ring(nodes(1, 2, 3))
-    assert (Ring(list(reversed(nodes(1, 2, 3)))).owners(KEYS) == ring.owners(KEYS)).all()
-    code = (
-        "import sys, hashlib, numpy as np\n"
-        "from pdserve.kvpool.cluster.ring import Ring\n"
-        "from pdserve.kvpool.protocol.messages import NodeAddress\n"
-        "ring = Ring([NodeAddress(f'n{i}', '', w) for i, w in enumerate((1, 2, 3))])\n"
-        "keys = [hashlib.sha256(bytes([i])).digest() for i in range(200)]\n"
-        "print(''.join(map(str, ring.owners(keys))))"
-    )
-    printed = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={"PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    }
-    assert len(printed) == 1
-
-
 def test_bad_rings_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="one name"):
         Ring([*nodes(1), *nodes(1)])
@@ -98,12 +72,7 @@ def test_bad_rings_are_refused_by_name() -> None:
         Ring([]).owner(KEYS[0])
 
 
-def test_positions_have_the_owners_of_their_keys() -> None:
-    ring = Ring(nodes(1, 2, 1))
-    assert (ring.owners_at(positions_of(KEYS)) == ring.owners(KEYS)).all()
-    assert [ring.number(name) for name in ("n0", "n2", "nobody")] == [0, 2, -1]
-
-
 def test_the_owners_are_those_that_other_programs_of_this_version_compute() -> None:
     owners = Ring(nodes(1, 2, 3, 500)).owners(KEYS)
+    assert (Ring(list(reversed(nodes(1, 2, 3, 500)))).owners(KEYS) == owners).all(), "whatever the order"
     assert hashlib.sha256(owners.astype("<i4").tobytes()).hexdigest()[:16] == "c2e11d068ad279ee"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -23,7 +24,7 @@ from pdserve.kvpool.namespaces.catalog import Namespaces
 from pdserve.kvpool.protocol import cluster_messages as c
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord, NamespaceSettings
-from pdserve.kvpool.protocol.messages import ADMIN, ALL, READ, WRITE
+from pdserve.kvpool.protocol.messages import ALL, READ
 from pdserve.security.tokens import digest
 from tests.support.kvpool.node_model import KIB, Node, answers, commit, key, opened
 from tests.support.kvpool.profiled import calls_of
@@ -31,7 +32,6 @@ from tests.support.suite.extended import examples
 
 GUARDED = NamespaceSettings(read_token=digest("r"), write_token=digest("w"), admin_token=digest("a"))
 WITH_DEFAULT_WRITE = Rules(admin_token=digest("root"), defaults=NamespaceSettings(write_token=digest("w")))
-WITH_ADMIN = Rules(admin_token=digest("root"))
 
 
 def put_settings(node: Node, connection: int, name: str, **changes: object) -> m.Reply:
@@ -157,28 +157,12 @@ def test_a_new_revision_takes_over_and_the_old_one_is_gone_until_an_administrato
     assert "'model@2'" in text
     new = node.open(a, "model@2", layout="x")
     node.put(a, new, 1)
-    assert isinstance(put_settings(node, a, "model@1"), m.Done)
+    assert isinstance(put_settings(node, a, "model@1", weight=7.0), m.Done)
     assert node.exists(a, node.open(a, "model@1", layout="x"), 1) == [0]
     assert node.exists(a, new, 1) == [1]
-
-
-def test_a_switch_back_brings_the_first_revision_back_empty() -> None:
-    node = Node()
-    a = node.connect()
-    node.put(a, node.open(a, "m@1"), 1)
-    node.ask(a, c.ReplaceNamespace(1, "m@1", "m@2"), m.Done)
-    node.ask(a, c.ReplaceNamespace(2, "m@2", "m@1"), m.Done)
-    assert node.exists(a, node.open(a, "m@1"), 1) == [0]
-    assert "'m@1'" in fault(node, a, m.OpenNamespace(3, "m@2", {}))
-
-
-def test_a_revision_with_settings_of_its_own_keeps_them() -> None:
-    node = Node()
-    a = node.connect()
-    put_settings(node, a, "m@1", weight=4.0)
-    put_settings(node, a, "m@2", weight=7.0)
-    node.ask(a, c.ReplaceNamespace(1, "m@1", "m@2"), m.Done)
-    assert record(node, "m@2").settings.weight == 7.0
+    node.ask(a, c.ReplaceNamespace(2, "model@2", "model@1"), m.Done)
+    assert record(node, "model@1").settings.weight == 7.0, "it has settings of its own"
+    assert "'model@1'" in fault(node, a, m.OpenNamespace(3, "model@2", {"layout": "x"}))
 
 
 def test_a_switch_that_makes_no_sense_is_refused_and_changes_nothing() -> None:
@@ -269,61 +253,68 @@ def guarded_node() -> Node:
     return node
 
 
-def test_what_was_reserved_under_a_token_that_is_changed_is_not_committed() -> None:
-    node = guarded_node()
-    writer, root = node.connect(token="w"), node.connect(token="root")
-    ns = node.open(writer)
-    grants = node.ask(writer, m.Reserve(1, ns, [key(7), key(8)], [4 * KIB]), m.Reserved).grants
-    put_settings(node, root, "ns", write_token=digest("new"))
-    slots, sequences = [one.slot for one in grants], [one.sequence for one in grants]
-    assert node.ask(writer, m.Commit(2, slots, sequences, [0, 0]), m.Committed).mask == b"\0\0"
-    assert node.exists(root, node.open(root), 7) == [0]
-    status = node.state.status(0, 0.0)
-    assert (status.reserved_bytes, status.pins) == (0, 0)
-    node.state.check()
-
-
-def test_a_wait_opened_under_a_token_that_is_changed_tells_nothing() -> None:
-    node = guarded_node()
-    reader, root = node.connect(token="r"), node.connect(token="root")
-    ns = node.open(reader)
-    assert answers(node.send(reader, m.Wait(50, ns, [key(7)], 30.0)), reader) == []
-    put_settings(node, root, "ns", read_token=digest("new"), write_token=KEPT, admin_token=KEPT)
-    [grant] = node.reserve(root, node.open(root), 7)
-    actions = node.send(root, commit(51, grant))
-    assert answers(actions, reader) == [m.Present(50, b"\0")]
-    node.state.check()
-
-
-REQUESTS = {
-    READ: [
-        lambda ns: m.Exists(1, ns, [key(1)]),
-        lambda ns: m.Get(1, ns, [key(1)], [4 * KIB]),
-        lambda ns: m.Wait(1, ns, [key(1)], 0.0),
-    ],
-    WRITE: [lambda ns: m.Reserve(1, ns, [key(2)], [4 * KIB]), lambda ns: m.Discard(1, ns, [], [])],
-    ADMIN: [
-        lambda ns: m.Clear(1, ns),
-        lambda ns: c.PutNamespace(1, "ns", NamespaceSettings()),
-        lambda ns: c.ReplaceNamespace(1, "ns", "next"),
-        lambda ns: m.DropNamespace(1, "ns"),
-    ],
+READERS, WRITERS, ADMINS = "reader writer admin root node", "writer admin root node", "admin root node"
+MAY_BE_ASKED: dict[str, tuple[Callable[[int], m.Request], str]] = {
+    "exists": (lambda ns: m.Exists(1, ns, [key(1)]), READERS),
+    "get": (lambda ns: m.Get(1, ns, [key(1)], [4 * KIB]), READERS),
+    "wait": (lambda ns: m.Wait(1, ns, [key(1)], 0.0), READERS),
+    "open": (lambda ns: m.OpenNamespace(1, "ns", {}), READERS),
+    "reserve": (lambda ns: m.Reserve(1, ns, [key(2)], [4 * KIB]), WRITERS),
+    "discard": (lambda ns: m.Discard(1, ns, [], []), WRITERS),
+    "open what nobody opened, and decide its geometry": (
+        lambda ns: m.OpenNamespace(1, "next", {"layout": "x"}),
+        WRITERS,
+    ),
+    "open what was dropped": (lambda ns: m.OpenNamespace(1, "dropped", {"layout": "x"}), WRITERS),
+    "clear": (lambda ns: m.Clear(1, ns), ADMINS),
+    "put": (lambda ns: c.PutNamespace(1, "ns", GUARDED), ADMINS),
+    "replace": (lambda ns: c.ReplaceNamespace(1, "ns", "next"), ADMINS),
+    "drop": (lambda ns: m.DropNamespace(1, "ns"), ADMINS),
+    "list namespaces": (lambda ns: c.ListNamespaces(1), ADMINS),
+    "open a new one": (lambda ns: m.OpenNamespace(1, "new", {}), "root node"),
+    "put a new one": (lambda ns: c.PutNamespace(1, "new", GUARDED), "root node"),
+    "replace by a new one": (lambda ns: c.ReplaceNamespace(1, "ns", "new"), "root node"),
+    "list pages": (lambda ns: c.ListPages(1, "ns", 0, 1), "root node"),
+    "drain": (lambda ns: c.Drain(1), "root node"),
+    "upgrade": (lambda ns: c.Upgrade(1), "root node"),
+    "probe": (lambda ns: c.ProbePeer(1, "n1"), "node"),
 }
+ROLES = {"nobody": "", "guesser": "x", "reader": "r", "writer": "w", "admin": "a", "root": "root", "node": ""}
 
 
-@pytest.mark.parametrize(
-    ("token", "rights"),
-    [("", 0), ("x", 0), ("r", READ), ("w", READ | WRITE), ("a", ALL), ("root", ALL)],
-)
-def test_each_token_may_do_its_part_and_no_more(token: str, rights: int) -> None:
-    for right, makers in REQUESTS.items():
-        for make in makers:
-            node = guarded_node()
-            ns = node.state.namespaces.numbers[0]
-            put_settings(node, node.connect(token="root"), "next", **msgspec.structs.asdict(GUARDED))
-            found = reply(node, node.connect(token=token), make(ns))
-            refused = isinstance(found, m.Fault) and found.code == "access_denied"
-            assert refused == (not rights & right), (token, make(ns))
+@pytest.mark.parametrize("operation", MAY_BE_ASKED)
+def test_who_may_do_what(operation: str) -> None:
+    make, may = MAY_BE_ASKED[operation]
+    for role, token in ROLES.items():
+        node = guarded_node()
+        root, ns = node.connect(token="root"), node.state.namespaces.numbers[0]
+        for name in ("next", "dropped"):
+            put_settings(node, root, name, **msgspec.structs.asdict(GUARDED))
+        drop(node, root, "dropped")
+        known = len(node.state.namespaces.registry)
+        client = node.connect(token=token, peer=role == "node")
+        said = answers(node.send(client, make(ns)), client)
+        refused = [one for one in said if isinstance(one, m.Fault) and one.code == "access_denied"]
+        assert bool(refused) == (role not in may.split()), (role, said)
+        assert not refused or len(node.state.namespaces.registry) == known
+
+
+def test_a_changed_token_ends_the_rights_of_those_who_are_connected_and_what_they_had_begun() -> None:
+    node = guarded_node()
+    writer, reader, root = (node.connect(token=token) for token in ("w", "r", "root"))
+    ns = node.open(writer)
+    assert node.exists(reader, ns, 1) == [1]
+    grants = node.reserve(writer, ns, 7, 8)
+    assert answers(node.send(reader, m.Wait(50, ns, [key(7)], 30.0)), reader) == []
+    put_settings(
+        node, root, "ns", **dict.fromkeys(("read_token", "write_token"), digest("new")), admin_token=KEPT
+    )
+    assert node.commit(writer, *grants) == [0, 0]
+    assert (node.status().reserved_bytes, node.status().pins) == (0, 0)
+    assert "access_denied" in fault(node, reader, m.Exists(1, ns, [key(1)]))
+    [grant] = node.reserve(root, ns, 7)
+    assert answers(node.send(root, commit(51, grant)), reader) == [m.Present(50, b"\0")], "it tells nothing"
+    assert record(node, "ns").settings.admin_token == GUARDED.admin_token
 
 
 def test_opening_tells_the_rights_or_what_token_is_needed_and_never_a_token() -> None:
@@ -336,16 +327,6 @@ def test_opening_tells_the_rights_or_what_token_is_needed_and_never_a_token() ->
     assert "pool.token" in text
     for secret in ("s3cret", digest("s3cret"), GUARDED.read_token):
         assert secret not in text
-
-
-def test_a_token_taken_away_ends_the_rights_of_those_who_are_connected() -> None:
-    node = guarded_node()
-    reader, root = node.connect(token="r"), node.connect(token="root")
-    ns = node.open(reader)
-    assert node.exists(reader, ns, 1) == [1]
-    put_settings(node, root, "ns", read_token=digest("other"), write_token=KEPT, admin_token=KEPT)
-    assert "access_denied" in fault(node, reader, m.Exists(1, ns, [key(1)]))
-    assert record(node, "ns").settings.write_token == GUARDED.write_token
 
 
 def test_status_and_list_keep_namespaces_from_those_who_may_not_see_them() -> None:
@@ -367,27 +348,6 @@ def test_status_and_list_keep_namespaces_from_those_who_may_not_see_them() -> No
     assert shown.settings.read_token == KEPT
 
 
-def test_only_the_nodes_administrator_makes_namespaces_where_there_is_one() -> None:
-    node = Node(rules=WITH_ADMIN)
-    stranger, root = node.connect(), node.connect(token="root")
-    assert "access_denied" in fault(node, stranger, c.PutNamespace(1, "new", NamespaceSettings()))
-    assert "access_denied" in fault(node, stranger, c.Drain(1))
-    assert "access_denied" in fault(node, stranger, c.ListPages(1, "new", 0, 1))
-    assert isinstance(reply(node, root, c.PutNamespace(1, "new", GUARDED)), m.Done)
-
-
-def test_strangers_make_no_namespace_and_take_no_name_where_there_is_an_administrator() -> None:
-    node = Node(rules=WITH_ADMIN)
-    stranger, root = node.connect(), node.connect(token="root")
-    assert "access_denied" in fault(node, stranger, m.OpenNamespace(1, "worker", {"layout": "squat"}))
-    assert len(node.state.namespaces.registry) == 0
-    assert not node.state.administration.may_write(node.state.sessions[stranger])
-    node.open(root, "worker", layout="right")
-    node.open(stranger, "worker", layout="right")  # it is open to all, as its administrator made it
-    drop(node, root, "worker")
-    assert "access_denied" in fault(node, stranger, m.OpenNamespace(1, "worker", {"layout": "squat"}))
-
-
 def test_workers_with_the_default_write_token_make_their_namespaces_up_to_a_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -405,37 +365,27 @@ def test_workers_with_the_default_write_token_make_their_namespaces_up_to_a_boun
     node.open(worker, "d", layout="x")
 
 
-def test_a_token_whose_holder_changes_tokens_does_not_fill_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "MAX_NAMESPACES", 8)
-    node = Node(rules=WITH_DEFAULT_WRITE)
-    worker, root = node.connect(token="w"), node.connect(token="root")
-    for i in range(6):
-        node.open(worker, f"n{i}", layout="x")
-        assert isinstance(put_settings(node, worker, f"n{i}", write_token=digest(f"other {i}")), m.Done)
-    assert "too_many_namespaces" in fault(node, worker, m.OpenNamespace(1, "n6", {"layout": "x"}))
-    node.open(root, "operator's", layout="x")
-
-
-def test_protected_drops_of_one_token_leave_room_for_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "MAX_REGISTRY_BYTES", 8 * KIB)
+@pytest.mark.parametrize(
+    ("bound", "most", "then"),
+    [("MAX_NAMESPACES", 8, "changes tokens"), ("MAX_REGISTRY_BYTES", 8 * KIB, "drops")],
+)
+def test_a_token_leaves_room_for_the_operator_whatever_its_holder_does(
+    monkeypatch: pytest.MonkeyPatch, bound: str, most: int, then: str
+) -> None:
+    monkeypatch.setattr(registry, bound, most)
     node = Node(rules=WITH_DEFAULT_WRITE)
     worker, root = node.connect(token="w"), node.connect(token="root")
     for i in range(100):
-        answer = reply(node, worker, m.OpenNamespace(node.next_id(), f"n{i}", {"layout": "x" * 64}))
-        if isinstance(answer, m.Fault):
+        said = reply(node, worker, m.OpenNamespace(node.next_id(), f"n{i}", {"layout": "x" * 64}))
+        if isinstance(said, m.Fault):
+            assert said.code == "too_many_namespaces"
             break
-        drop(node, worker, f"n{i}")
-    assert "too_many_namespaces" in fault(node, worker, m.OpenNamespace(1, "more", {"layout": "x" * 64}))
+        if then == "drops":
+            drop(node, worker, f"n{i}")
+        else:
+            put_settings(node, worker, f"n{i}", write_token=digest(f"other {i}"))
+    assert 0 < i < 99
     node.open(root, "operator's", layout="x" * 512)
-
-
-def test_a_namespaces_administrator_takes_no_new_name_by_a_switch() -> None:
-    node = guarded_node()
-    holder, root = node.connect(token="a"), node.connect(token="root")
-    assert "access_denied" in fault(node, holder, c.ReplaceNamespace(1, "ns", "of-another-tenant"))
-    assert not record(node, "ns").dropped
-    put_settings(node, root, "next", **msgspec.structs.asdict(GUARDED))
-    node.ask(holder, c.ReplaceNamespace(2, "ns", "next"), m.Done)
 
 
 @pytest.mark.parametrize(
@@ -457,15 +407,6 @@ def test_a_tenant_lifts_no_limits_of_its_own_where_the_node_has_an_administrator
     rotated = msgspec.structs.replace(bounded, write_token=digest("new"))
     assert isinstance(reply(node, tenant, c.PutNamespace(2, "ns", rotated)), m.Done)
     assert isinstance(reply(node, root, c.PutNamespace(3, "ns", wanted)), m.Done)
-
-
-def test_strangers_are_told_no_names_that_are_like_theirs() -> None:
-    node = guarded_node()
-    for token in ("", "r"):
-        said = fault(node, node.connect(token=token), c.ReplaceNamespace(1, "nsx", "b"))
-        assert "access_denied" in said
-        assert "'ns'" not in said
-    assert "did you mean 'ns'" in fault(node, node.connect(token="root"), c.ReplaceNamespace(1, "nsx", "b"))
 
 
 @pytest.mark.parametrize("token", ["", "x", "of another namespace"])
@@ -503,32 +444,6 @@ def test_a_number_tells_no_name_to_those_who_may_not_read_it() -> None:
     for request in (m.Exists(1, ns, [key(1)]), m.Reserve(1, ns, [key(2)], [4 * KIB]), m.Clear(1, ns)):
         assert "'ns'" not in fault(node, node.connect(token="x"), request)
     assert "'ns'" in fault(node, node.connect(token="r"), m.Reserve(1, ns, [key(2)], [4 * KIB]))
-
-
-def test_who_may_only_read_does_not_decide_the_geometry_of_a_namespace() -> None:
-    node = Node(rules=WITH_ADMIN)
-    root = node.connect(token="root")
-    put_settings(node, root, "ns", **msgspec.structs.asdict(GUARDED))
-    assert "access_denied" in fault(node, node.connect(token="r"), m.OpenNamespace(1, "ns", {"layout": "no"}))
-    node.open(node.connect(token="w"), "ns", layout="right")
-    node.open(node.connect(token="r"), "ns", layout="right")
-
-
-def test_a_protected_name_stays_protected_after_its_drop() -> None:
-    node = guarded_node()
-    drop(node, node.connect(token="a"), "ns")
-    assert "access_denied" in fault(node, node.connect(), m.OpenNamespace(1, "ns", {}))
-    assert "access_denied" in fault(node, node.connect(token="r"), m.OpenNamespace(1, "ns", {}))
-    assert isinstance(reply(node, node.connect(token="w"), m.OpenNamespace(1, "ns", {})), m.Opened)
-
-
-def test_nodes_of_the_pool_may_do_all_and_others_nothing_that_is_for_nodes() -> None:
-    node = guarded_node()
-    ns = node.state.namespaces.numbers[0]
-    assert node.exists(node.connect(peer=True), ns, 1) == [1]
-    text = fault(node, node.connect(token="root"), c.ProbePeer(1, "n1"))
-    assert "access_denied" in text
-    assert "cluster_token" in text
 
 
 # --- anything at all

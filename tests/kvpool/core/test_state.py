@@ -15,8 +15,6 @@ from pdserve.kvpool.core.events import (
     Received,
     ReserveRows,
     SaveNamespaces,
-    StartReceive,
-    StartSend,
     Tick,
     TransferDone,
 )
@@ -25,7 +23,7 @@ from tests.support.kvpool.node_model import KIB, Node, answers, commit, key, ope
 from tests.support.kvpool.profiled import calls_of
 
 HIT, MISS = m.HIT, m.MISS
-GRANTED, PRESENT, BUSY, FULL, TOO_LARGE = m.GRANTED, m.PRESENT, m.BUSY, m.FULL, m.TOO_LARGE
+GRANTED, FULL = m.GRANTED, m.FULL
 
 
 def test_rows_are_written_before_the_replies_that_tell_of_them() -> None:
@@ -46,27 +44,6 @@ def test_rows_are_written_before_the_replies_that_tell_of_them() -> None:
     assert cleared[:2] == [FreeRows([0]), AssignSlab(0, 0)]
     assert isinstance(cleared[2], SaveNamespaces)
     assert cleared[3:] == [Answer(c, m.Done(11, 1))]
-
-
-def test_the_slot_of_an_evicted_page_is_reserved_as_it_is() -> None:
-    node, c, ns = opened(slabs=1, slab_bytes=8 * KIB)
-    old = node.put(c, ns, 1, 2)[0]
-    actions = node.send(c, m.Reserve(9, ns, [key(3)], [100]))
-    [grant] = answers(actions, c)[0].grants  # type: ignore[union-attr]
-    assert (grant.slot, grant.sequence > old.sequence) == (old.slot, True)
-    assert actions[:-1] == [ReserveRows([grant.slot], node.state.namespaces[ns].space)]
-    assert node.exists(c, ns, 1, 2, 3) == [0, 1, 0]
-    assert node.status().counters["evictions"] == node.status().namespaces[0].evictions == 1
-
-
-def test_full_when_everything_is_pinned_or_reserved() -> None:
-    node, c, ns = opened(slabs=1, slab_bytes=16 * KIB)
-    reader = node.connect()
-    node.put(c, ns, 1, 2)
-    pins = node.get(reader, ns, 1, 2)
-    assert statuses(node.reserve(c, ns, 3, 4, 5)) == [GRANTED, GRANTED, FULL]
-    node.release(reader, *pins)
-    assert statuses(node.reserve(c, ns, 5)) == [GRANTED]
 
 
 def test_exists_is_no_use_of_a_page_but_get_is() -> None:
@@ -111,54 +88,28 @@ def test_takeover_leaves_slabs_alone_that_hold_pins_or_reservations() -> None:
 # --- leases
 
 
-def test_an_overdue_mapped_reservation_is_quarantined_until_its_writer_stops() -> None:
-    node, slow, ns = opened(reservation_lease_s=10)
+@pytest.mark.parametrize("end", ["commit", "abort", "disconnect", "we hung up"])
+def test_an_overdue_mapped_reservation_is_quarantined_until_its_writer_stops(end: str) -> None:
+    node, slow, ns = opened(reservation_lease_s=10, quarantine_s=20)
     other = node.connect()
     [grant] = node.reserve(slow, ns, 1)
-    node.pass_time(10)
-    status = node.status()
-    assert (status.reserved_bytes, status.quarantined_bytes) == (0, 4 * KIB)
+    if end != "we hung up":
+        node.pass_time(10)
+    else:
+        node.disconnect(slow, by_peer=False)
+    assert (node.status().reserved_bytes, node.status().quarantined_bytes) == (0, 4 * KIB)
     [other_grant] = node.reserve(other, ns, 1)  # the key is free at once, the slot is not
     assert other_grant.slot != grant.slot
-    assert node.commit(slow, grant) == [0]
-    assert node.status().quarantined_bytes == 0
     assert node.commit(other, other_grant) == [1]
-
-
-@pytest.mark.parametrize("end", ["abort", "disconnect"])
-def test_quarantine_ends_when_the_writer_aborts_or_is_gone(end: str) -> None:
-    node, c, ns = opened(reservation_lease_s=10)
-    d = node.connect()
-    [grant] = node.reserve(c, ns, 1)
-    node.pass_time(10)
-    if end == "abort":
-        node.abort(c, grant)
+    if end == "commit":
+        assert node.commit(slow, grant) == [0]
+    elif end == "abort":
+        node.abort(slow, grant)
+    elif end == "disconnect":
+        node.disconnect(slow)
     else:
-        node.disconnect(c)
+        node.pass_time(20)
     assert node.status().quarantined_bytes == 0
-    assert statuses(node.reserve(d, ns, 1)) == [GRANTED]
-
-
-def test_slots_of_a_writer_that_we_hung_up_on_stay_quarantined_for_a_while() -> None:
-    node, c, ns = opened(quarantine_s=20)
-    other = node.connect()
-    node.reserve(c, ns, 1)
-    node.disconnect(c, by_peer=False)
-    assert node.status().quarantined_bytes == 4 * KIB
-    assert statuses(node.reserve(other, ns, 1)) == [GRANTED]
-    assert node.state.next_deadline_s == node.now_s + 20
-    node.pass_time(20)
-    assert node.status().quarantined_bytes == 0
-
-
-def test_one_connection_may_reserve_only_its_share() -> None:
-    node, a, ns = opened(max_reserved_bytes=8 * KIB)
-    b = node.connect()
-    grants = node.reserve(a, ns, 1, 2, 3)
-    assert statuses(grants) == [GRANTED, GRANTED, FULL]
-    assert statuses(node.reserve(b, ns, 3)) == [GRANTED]
-    node.commit(a, grants[0])
-    assert statuses(node.reserve(a, ns, 4)) == [GRANTED]
 
 
 # --- waiting
@@ -173,25 +124,6 @@ def test_an_endless_wait_ends() -> None:
 # --- namespaces
 
 
-def test_dropping_a_namespace_frees_its_pages_ends_its_writes_and_its_number() -> None:
-    node, c, ns = opened()
-    d = node.connect()
-    node.put(c, ns, 1, 2)
-    [pin] = node.get(d, ns, 1)
-    [grant] = node.reserve(c, ns, 3)
-    node.send(d, m.Wait(50, ns, [key(3)], 5))
-    actions = node.send(c, m.DropNamespace(51, "ns"))
-    assert answers(actions, c) == [m.Done(51, 2)]
-    assert answers(actions, d) == [m.Present(50, b"\0")]
-    assert any(isinstance(action, SaveNamespaces) for action in actions)
-    assert node.ask(d, m.Exists(52, ns, [key(1)]), m.Fault).code == "unknown_namespace"
-    assert node.commit(c, grant) == [0]
-    assert node.status().used_bytes == 4 * KIB  # the page that is still being read
-    node.release(d, pin)
-    assert node.status().free_bytes == node.status().capacity_bytes
-    assert node.open(c) == ns + 1
-
-
 # --- UCX
 
 
@@ -199,23 +131,6 @@ def ucx_node() -> tuple[Node, int, int]:
     node = Node(reservation_lease_s=10, lease_s=10)
     c = node.connect("ucx")
     return node, c, node.open(c)
-
-
-def test_ucx_receives_are_started_before_the_grant_and_commit_waits_for_them() -> None:
-    node, c, ns = ucx_node()
-    actions = node.send(c, m.Reserve(9, ns, [key(1), key(2)], [100, 200, 300]))
-    [one, two] = answers(actions, c)[0].grants  # type: ignore[union-attr]
-    receives = [action for action in actions if isinstance(action, StartReceive)]
-    assert receives == [
-        StartReceive(c, one.tag, one.offset, (100, 200, 300)),
-        StartReceive(c, two.tag, two.offset, (100, 200, 300)),
-    ]
-    assert actions.index(receives[1]) < len(actions) - 1
-    assert two.tag == one.tag + 3
-    assert node.do(TransferDone(c, one.tag, True)) == []
-    assert answers(node.send(c, commit(10, one, two)), c) == []
-    assert node.exists(c, ns, 1, 2) == [1, 0]
-    assert answers(node.do(TransferDone(c, two.tag, True)), c) == [m.Committed(10, b"\1\1")]
 
 
 def test_ucx_an_overdue_receive_is_cancelled_and_freed_when_that_is_done() -> None:
@@ -228,41 +143,6 @@ def test_ucx_an_overdue_receive_is_cancelled_and_freed_when_that_is_done() -> No
     assert statuses(node.reserve(c, ns, 1)) == [GRANTED]
     node.do(TransferDone(c, grant.tag, False))
     assert node.status().quarantined_bytes == 0
-
-
-def test_ucx_a_lost_client_keeps_slots_busy_until_its_transfers_are_done() -> None:
-    node, c, ns = ucx_node()
-    [written] = node.reserve(c, ns, 1)
-    node.do(TransferDone(c, written.tag, True))
-    node.send(c, commit(9, written))
-    [sent] = node.get(c, ns, 1)
-    [receiving] = node.reserve(c, ns, 2)
-    assert node.disconnect(c) == [CancelTransfers(c, (sent.tag, receiving.tag))]
-    assert node.status().quarantined_bytes == 4 * KIB
-    other = node.connect()
-    node.send(other, m.Clear(11, ns))
-    assert node.status().used_bytes == 4 * KIB
-    node.do(TransferDone(c, sent.tag, False))
-    node.do(TransferDone(c, receiving.tag, True))
-    assert node.status().free_bytes == node.status().capacity_bytes
-
-
-def test_ucx_sends_start_before_the_answer_and_hold_the_page_beyond_its_release() -> None:
-    node, c, ns = ucx_node()
-    [grant] = node.reserve(c, ns, 1)
-    node.do(TransferDone(c, grant.tag, True))
-    node.send(c, commit(9, grant))
-    actions = node.send(c, m.Get(10, ns, [key(1), key(2)], [2 * KIB, 2 * KIB]))
-    pin = answers(actions, c)[0].pins[0]  # type: ignore[union-attr]
-    assert actions == [
-        StartSend(c, pin.tag, pin.offset, (2 * KIB, 2 * KIB)),
-        Answer(c, m.Got(10, [pin, m.Pin(MISS)])),
-    ]
-    node.release(c, pin)
-    node.send(c, m.Clear(11, ns))
-    assert node.status().used_bytes == 4 * KIB
-    node.do(TransferDone(c, pin.tag, True))
-    assert node.status().used_bytes == 0
 
 
 def test_ucx_leases_that_end_together_cancel_their_sends_at_once() -> None:
@@ -278,31 +158,28 @@ def test_ucx_leases_that_end_together_cancel_their_sends_at_once() -> None:
 # --- bad clients
 
 
-def test_a_second_hello_closes_the_connection() -> None:
-    node = Node()
-    c = node.connect()
-    assert node.send(c, m.Hello(1, "x", 1, "h")) == [Close(c, "a second Hello")]
-
-
-def test_requests_of_a_closed_connection_are_passed_over() -> None:
-    assert Node().do(Received(99, m.Ping(1))) == []
-
-
-@pytest.mark.parametrize("checksum", [-1, 1 << 64])
-def test_commits_that_contradict_themselves_are_refused(checksum: int) -> None:
-    node = Node()
-    c = node.connect()
-    node.open(c)
-    assert node.ask(c, m.Commit(1, [0], [1], [checksum]), m.Fault).code == "bad_request"
-    assert node.ask(c, m.Commit(1, [0], [1, 2], [1]), m.Fault).code == "bad_request"
-
-
-def test_a_connection_without_a_data_path_may_not_reserve() -> None:
+@pytest.mark.parametrize(
+    ("request_", "code"),
+    [
+        (m.Commit(1, [0], [1], [-1]), "bad_request"),
+        (m.Commit(1, [0], [1], [1 << 64]), "bad_request"),
+        (m.Commit(1, [0], [1, 2], [1]), "bad_request"),
+        (m.Reserve(1, 1, [key(1)], [1]), "no_data_path"),
+    ],
+)
+def test_what_contradicts_itself_or_cannot_be_carried_out_is_refused(request_: m.Request, code: str) -> None:
     node = Node()
     c = node.connect("none")
     ns = node.open(c)
-    assert node.ask(c, m.Reserve(1, ns, [key(1)], [1]), m.Fault).code == "no_data_path"
+    assert node.ask(c, request_, m.Fault).code == code
     assert node.exists(c, ns, 1) == [0]
+
+
+def test_a_second_hello_closes_the_connection_and_what_a_closed_one_asks_is_passed_over() -> None:
+    node = Node()
+    c = node.connect()
+    assert node.send(c, m.Hello(1, "x", 1, "h")) == [Close(c, "a second Hello")]
+    assert node.do(Received(99, m.Ping(1))) == []
 
 
 def test_a_get_without_a_data_path_pins_pages_and_is_no_read() -> None:

@@ -51,10 +51,6 @@ def test_a_cleared_namespace_keeps_its_number_and_gets_a_space_that_never_was() 
     assert not {again.clear(1)} & (before | spaces(first))
 
 
-def test_where_the_list_is_lost_no_space_of_before_comes_again() -> None:
-    assert spaces(of("a", incarnation=5)).isdisjoint(spaces(of("a", incarnation=6)))
-
-
 def test_a_reboot_takes_the_newest_list_and_its_spaces() -> None:
     made = of("a")
     older = made.dump()
@@ -158,10 +154,6 @@ def test_pages_of_an_older_generation_do_not_come_back_with_the_file() -> None:
     namespaces.registry.learn(record("a", generation=2, version=2))
     again = Namespaces.load(namespaces.dump())
     assert [namespace.name for namespace in again] == ["b"]
-
-
-def test_dropping_what_is_not_there_is_nothing() -> None:
-    assert Namespaces().drop("x") is None
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,25 @@ def test_a_frame_longer_than_the_sockets_buffers_is_sent_whole(
     assert received == frame
 
 
+def test_several_answers_are_awaited_together_but_none_is_lost_where_they_end() -> None:
+    ours, theirs = socket.socketpair()
+    first, second = b"\x05\0\0\0first", b"\x06\0\0\0second"
+    with ours, theirs:
+        theirs.sendall(first + second[:7])
+        rest = threading.Timer(0.05, lambda: theirs.sendall(second[7:] + first[:2]))
+        rest.start()
+        got = b""
+        while len(got) < len(first + second):
+            got += exchange(ours, b"", 99, soon(), answers=2)
+        assert got.startswith(first + second)
+        rest.join()
+        theirs.sendall(first[2:])
+        theirs.close()
+        left = got[len(first + second) :] + exchange(ours, b"", 99, soon(), answers=2)
+        assert left == first or left + exchange(ours, b"", 99, soon(), answers=1) == first
+        assert exchange(ours, b"", 99, soon(), answers=1) == b""
+
+
 @pytest.mark.parametrize(("frame", "room"), [(b"x" * 10_000_000, 0), (b"x", 9), (b"", 9)])
 def test_an_end_that_does_nothing_costs_the_deadline(
     pair: tuple[socket.socket, socket.socket], frame: bytes, room: int

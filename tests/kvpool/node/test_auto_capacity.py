@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.errors import StartupError
 from pdserve.kvpool.node.auto_capacity import Host, auto_capacity, with_capacity
-from tests.support.kvpool.nodes import serve_fails, small_config
+from tests.support.kvpool.nodes import small_config
 
 MIB, GIB = 1 << 20, 1 << 30
 LARGE = Host(memory_bytes=2048 * GIB, has_gpus=True)
@@ -70,9 +70,3 @@ def test_a_memory_file_system_that_is_too_small_is_named_in_one_line(tmp_path: P
     assert "\n" not in str(refused.value)
     assert f"{tmp_path}" in str(refused.value)
     assert "capacity_bytes" in str(refused.value)
-
-
-def test_a_command_line_with_the_word_is_decided_at_the_start() -> None:
-    said = serve_fails("--capacity-bytes", "auto", "--huge-pages", "1GiB")
-    assert 'capacity_bytes = "auto" leaves' in said
-    assert "less than 32 MiB" in said

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import random
 import re
 import resource
-import signal
 import socket
 import subprocess
 import sys
@@ -37,12 +35,10 @@ from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord
 from pdserve.kvpool.protocol.frames import FrameBuffer, decode_reply, encode_frame
 from pdserve.kvpool.protocol.slot_table import TableLayout
 from pdserve.kvpool.transports import page_residency
-from pdserve.kvpool.transports.async_control import AsyncControl
 from pdserve.kvpool.transports.base import Connection
-from pdserve.kvpool.transports.control import ControlChannel, make_hello
+from pdserve.kvpool.transports.control import make_hello
 from pdserve.kvpool.transports.ucx import UcxLibrary
 from pdserve.up.locks import free_ports
-from tests.support.command import pdserve_here
 from tests.support.kvpool.clustered import until
 from tests.support.kvpool.connectors import connect, fetch_status
 from tests.support.kvpool.nodes import (
@@ -159,7 +155,7 @@ def test_truncated_files_are_refused_in_one_line_and_the_node_starts_empty(
     with pool.arena_path.with_name(name).open("r+b") as file:
         file.truncate(size)
     pool.restart()
-    warnings = [line for line in pool.log.read_text().splitlines() if "WARNING" in line]
+    warnings = [line for line in pool.log().splitlines() if "WARNING" in line]
     assert len(warnings) == 1
     connection = pool.connect()
     ns = open_namespace(connection)
@@ -175,7 +171,7 @@ def test_memory_of_another_size_is_replaced_and_said_so(start: Start) -> None:
     connection.close()
     pool.kill()
     pool.restart(capacity_bytes=8 << 20)
-    assert "other sizes" in pool.log.read_text()
+    assert "other sizes" in pool.log()
     assert fetch_status(pool.address, soon()).pages == 0
 
 
@@ -196,12 +192,6 @@ async def test_a_clean_stop_keeps_pages_when_told_to_and_fresh_forgets_them(tmp_
             assert await of_namespace(node, work, names) == found
     remove_arena(node.config)
     arena_dir().rmdir()
-
-
-def test_a_client_of_another_host_cannot_insist_on_mapped_memory(start: Start) -> None:
-    pool = start()
-    with pytest.raises(PoolRefused, match=r"another host.*data_path = 'ucx'"):
-        ControlChannel.connect(pool.address, make_hello("far", "not-this-host", "shm"), soon())
 
 
 # --- a bug
@@ -295,19 +285,12 @@ def test_open_files_are_raised_to_what_is_allowed_and_too_few_are_said(start_pro
     pool = start_process()
     soft, hard = resource.prlimit(pool.pid, resource.RLIMIT_NOFILE)
     assert soft == hard
-    assert "open files" not in pool.log.read_text()
+    assert "open files" not in pool.log()
     pool.kill()
     pool.restart(max_connections=hard)
-    [line] = [line for line in pool.log.read_text().splitlines() if "open files" in line]
+    [line] = [line for line in pool.log().splitlines() if "open files" in line]
     assert "WARNING" in line
     assert f"needs {2 * hard + 64} open files, this process may have {hard}" in line
-
-
-def test_a_socket_that_nobody_answers_at_is_replaced(start_process: StartProcess) -> None:
-    pool = start_process()
-    pool.kill()  # its socket file stays
-    pool.restart()
-    assert fetch_status(pool.address, soon()).node == "node"
 
 
 def test_a_start_that_fails_at_its_second_address_leaves_no_socket_at_the_first(tmp_path: Path) -> None:
@@ -481,25 +464,7 @@ def ucx_loads_when_told(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.E
     told.set()
 
 
-async def test_while_ucx_is_loaded_for_one_client_the_others_are_served(
-    tmp_path: Path, ucx_loads_when_told: threading.Event
-) -> None:
-    async with serving(tmp_path) as node:
-        far, writer = await say_hello(node.config, "ucx")
-        near, other = await say_hello(node.config, "none")
-        assert isinstance(await reply_of(near), m.Welcome)
-        other.write(encode_frame(m.Ping(1)))
-        assert await reply_of(near) == m.Done(1)
-        ucx_loads_when_told.set()
-        welcome = await reply_of(far)
-        assert isinstance(welcome, m.Welcome)
-        assert welcome.ucx is not None
-        assert len(node.connections) == 2
-        writer.close()
-        other.close()
-
-
-async def test_a_client_that_goes_while_ucx_is_loaded_leaves_nothing(
+async def test_while_ucx_is_loaded_others_are_served_and_who_goes_meanwhile_leaves_nothing(
     tmp_path: Path, ucx_loads_when_told: threading.Event
 ) -> None:
     async with serving(tmp_path) as node:
@@ -509,8 +474,12 @@ async def test_a_client_that_goes_while_ucx_is_loaded_leaves_nothing(
         await gone.wait_closed()
         near, other = await say_hello(node.config, "none")  # seen after the end of the first
         assert isinstance(await reply_of(near), m.Welcome)
+        other.write(encode_frame(m.Ping(1)))
+        assert await reply_of(near) == m.Done(1)
         ucx_loads_when_told.set()
-        assert isinstance(await reply_of(staying), m.Welcome)
+        welcome = await reply_of(staying)
+        assert isinstance(welcome, m.Welcome)
+        assert welcome.ucx is not None
         assert node.data_paths.ucx._worker is not None
         peers = node.data_paths.ucx._worker._peers
         await until(lambda: len(peers) == len(node.connections) - 1 == 1)
@@ -535,27 +504,44 @@ async def test_a_client_waits_for_ucx_no_longer_than_the_handshake_may_take(
     assert "the data path was not ready" in caplog.text
 
 
-def test_connections_to_one_node_share_one_mapping_of_its_memory(start_process: StartProcess) -> None:
+def test_connections_share_one_mapping_and_the_last_one_is_not_held_up_by_its_end(
+    start_process: StartProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pool = start_process()
+    going_on, advise = threading.Event(), page_residency._advise
 
-    def mappings() -> int:
-        """Those of earlier tests' arenas at the same path end in "(deleted)"."""
-        found = Path("/proc/self/maps").read_text().splitlines()
-        return sum(line.endswith(str(pool.arena_path)) for line in found)
+    def advise_when_told(reference: Callable[[], Any], advice: int) -> None:
+        if advice == page_residency.MADV_DONTNEED:
+            assert going_on.wait(20)
+        advise(reference, advice)
 
     def until_mapped(times: int) -> None:
-        """The thread that made a mapping's memory present may have it for a moment after its last user."""
+        """The thread that made a mapping's memory present may have it for a moment after its last user. Those
+        of earlier tests' arenas at the same path end in "(deleted)".
+        """
         deadline = soon()
-        while mappings() != times:
+        while (
+            sum(
+                line.endswith(str(pool.arena_path))
+                for line in Path("/proc/self/maps").read_text().splitlines()
+            )
+            != times
+        ):
             assert time.monotonic() < deadline
 
     connections = [pool.connect() for _ in range(3)]
     until_mapped(1)  # no more that of who looked whether the node serves
+    for thread in threading.enumerate():
+        if thread.name == page_residency.THREAD:  # it makes the memory present
+            thread.join()
+    monkeypatch.setattr(page_residency, "_advise", advise_when_told)
     ns = open_namespace(connections[0])
     assert put(connections[0], ns, keys(2, 0)) == get(connections[2], ns, keys(2, 0))
     while connections:
-        assert mappings() == 1
+        until_mapped(1)
         connections.pop().close()
+    until_mapped(1)  # and we are here
+    going_on.set()
     until_mapped(0)
 
 
@@ -579,72 +565,6 @@ def test_memory_is_made_present_once_and_for_clients_that_want_it(
             if thread.name == page_residency.THREAD:
                 thread.join()
         assert advised == [page_residency.MADV_POPULATE_WRITE]
-
-
-def test_letting_go_of_a_nodes_memory_holds_up_nobody(
-    start_process: StartProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pool = start_process()
-    going_on, advise = threading.Event(), page_residency._advise
-
-    def advise_when_told(reference: Callable[[], Any], advice: int) -> None:
-        if advice == page_residency.MADV_DONTNEED:
-            assert going_on.wait(20)
-        advise(reference, advice)
-
-    def is_mapped() -> bool:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-        return any(line.endswith(str(pool.arena_path)) for line in lines)
-
-    connection = pool.connect()
-    for thread in threading.enumerate():
-        if thread.name == page_residency.THREAD:  # it makes the memory present
-            thread.join()
-    monkeypatch.setattr(page_residency, "_advise", advise_when_told)
-    connection.close()
-    del connection
-    assert is_mapped()  # and we are here
-    going_on.set()
-    deadline = soon()
-    while is_mapped():
-        assert time.monotonic() < deadline
-
-
-async def test_a_pipeline_of_requests_is_answered_in_full(start: Start) -> None:
-    control = await AsyncControl.connect(start().address, make_hello("x", "", "none"))
-    answers = await asyncio.gather(*(control.call(m.Ping) for _ in range(200)))
-    assert all(isinstance(answer, m.Done) for answer in answers)
-    assert len({answer.id for answer in answers if isinstance(answer, m.Done)}) == 200
-    control.close()
-
-
-# --- the command
-
-
-def test_status_speaks_to_people_and_to_programs(start: Start) -> None:
-    pool = start()
-    connection = pool.connect()
-    put(connection, open_namespace(connection, "qwen"), keys(3, 1))
-    text = pdserve_here("pool", "status", pool.address).stdout
-    assert "pool node node" in text
-    assert re.search(r"qwen\W+3\W", text)
-    report = json.loads(pdserve_here("pool", "status", pool.address, "--json").stdout)
-    assert report["pages"] == 3
-    assert sum(report[f"{kind}_bytes"] for kind in ("free", "used", "reserved", "quarantined")) == 16 << 20
-    connection.close()
-    pool.kill()
-    failed = pdserve_here("pool", "status", pool.address)
-    assert (failed.returncode, len(failed.stderr.splitlines())) == (1, 1)
-
-
-def test_sigterm_ends_it_at_once_with_clients_connected(start_process: StartProcess) -> None:
-    pool = start_process()
-    connection = pool.connect()
-    pool._process.send_signal(signal.SIGTERM)
-    assert pool._process.wait(10) == 0
-    assert not pool.arena_path.exists()  # keep is false in these tests
-    with pytest.raises(PoolError):
-        connection.call(m.Ping(1), soon())
 
 
 async def test_a_node_is_reached_by_ipv6_alone_and_by_a_name_of_any_letters(tmp_path: Path) -> None:

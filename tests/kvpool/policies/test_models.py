@@ -7,12 +7,9 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pdserve.kvpool.policies import ghosts as ghosts_module
 from pdserve.kvpool.policies import lfu as lfu_module
 from pdserve.kvpool.policies import make_policy
-from pdserve.kvpool.policies.arc import Arc
 from pdserve.kvpool.policies.base import Links
 from pdserve.kvpool.policies.ghosts import Ghosts
 from pdserve.kvpool.policies.linked_list import NONE
@@ -218,22 +215,6 @@ def test_the_order_of_eviction_is_the_models(name: str, data: st.DataObject) -> 
             assert list(policy.victims()) == model.order()
 
 
-def test_arc_a_key_with_the_fingerprint_of_anothers_ghost_leaves_that_ghost_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(ghosts_module, "_fingerprint", lambda owner, key: key[0])
-    links = Links(SLOTS)
-    victim, other = Arc(links), Arc(links)
-    for slot in range(4):
-        victim.on_insert(slot, key(slot), 0.0)
-    victim.on_hit(0, 0.0)
-    victim.on_evict(1, key(1))
-    other.on_insert(5, key(1), 0.0)
-    victim.on_insert(1, key(1), 0.0)  # it remembers the page: a second use, and more room for first ones
-    assert list(victim.victims()) == [2, 0, 1, 3]
-    assert list(other.victims()) == [5]
-
-
 def test_ghosts_of_keys_that_begin_alike_do_not_make_one_long_chain() -> None:
     ghosts = Ghosts(1024)
     owner, forgotten = ghosts.new_owner(), ghosts.new_list()
@@ -259,54 +240,3 @@ def test_ttl_pages_end_in_order_and_a_read_does_not_renew_them() -> None:
     assert (policy.has_ended(1, 5.9), policy.has_ended(1, 6.0)) == (False, True)
     policy.on_remove(3)
     assert policy.next_end_s == 6.0
-
-
-class GhostMachine(RuleBasedStateMachine):
-    """Ghosts of several owners against dicts; owners come and go."""
-
-    @initialize()
-    def start(self) -> None:
-        self.ghosts = Ghosts(16)
-        self.owners: dict[int, tuple[object, dict[bytes, int]]] = {}
-        self.most = 0
-        self.open()
-
-    @rule()
-    def open(self) -> None:
-        if len(self.owners) < 4:
-            self.owners[self.ghosts.new_owner()] = (self.ghosts.new_list(), {})
-
-    @rule(data=st.data(), n=st.integers(0, 40), kind=st.integers(0, 1))
-    def add_or_forget(self, data: st.DataObject, n: int, kind: int) -> None:
-        owner = data.draw(st.sampled_from(sorted(self.owners)))
-        ghosts, model = self.owners[owner]
-        if key(n) in model:
-            self.ghosts.forget(self.ghosts.find(owner, key(n)), ghosts)  # type: ignore[arg-type]
-            del model[key(n)]
-        else:
-            self.ghosts.add(owner, key(n), kind, ghosts)  # type: ignore[arg-type]
-            model[key(n)] = kind
-
-    @rule(data=st.data())
-    def close(self, data: st.DataObject) -> None:
-        if len(self.owners) > 1:
-            owner = data.draw(st.sampled_from(sorted(self.owners)))
-            self.ghosts.forget_all(self.owners.pop(owner)[0])  # type: ignore[arg-type]
-
-    @invariant()
-    def each_owner_finds_its_own(self) -> None:
-        if not hasattr(self, "owners"):
-            return
-        self.most = max(self.most, sum(len(model) for _, model in self.owners.values()))
-        assert len(self.ghosts._kind) <= self.most
-        for owner, (ghosts, model) in self.owners.items():
-            assert len(ghosts) == len(model)  # type: ignore[arg-type]
-            for n in range(41):
-                ghost = self.ghosts.find(owner, key(n))
-                assert (ghost != NONE) == (key(n) in model)
-                if ghost != NONE:
-                    assert self.ghosts.kind(ghost) == model[key(n)]
-
-
-TestGhosts = GhostMachine.TestCase
-TestGhosts.settings = settings(max_examples=examples(60), stateful_step_count=60, deadline=None)

@@ -6,11 +6,13 @@ import hashlib
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.errors import WeightsError
+from pdserve.kvpool.protocol.page_bytes import checksum_page
 from pdserve.kvpool.weights import manifest as m
 from pdserve.kvpool.weights.manifest import PAGE_BYTES, REST_BYTES, FileEntry, Manifest, Piece, Root, root_of
 from pdserve.kvpool.weights.names import ModelName
@@ -145,3 +147,13 @@ def test_the_largest_manifest_fits_its_first_page() -> None:
     pieces += [piece(REST_BYTES)] * rests + [piece(last)]
     root = Root(1, m.MAX_MANIFEST_BYTES - 1, b"s" * 32, pieces)
     assert m.decode_root(m.encode_root(root), MODEL) == root
+
+
+@pytest.mark.parametrize("size", [1, 240, 241, 4096])
+def test_a_page_is_judged_by_its_bytes_or_by_the_checksum_that_they_were_found_to_have(size: int) -> None:
+    page = np.random.default_rng(size).integers(0, 256, size, np.uint8)
+    other = page ^ 1
+    record = m.piece_of(page, m.Cut(0, size, size))
+    for found, is_good in ((page, True), (other, False)):
+        assert m.is_right(record, found) == is_good
+        assert m.is_right(record, found, checksum_page([found])) == is_good

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +21,6 @@ from pdserve.kvpool.weights.manifest import PAGE_BYTES
 from pdserve.kvpool.weights.names import ModelName
 from pdserve.kvpool.weights.push import push
 from pdserve.kvpool.weights.store import WeightStore
-from pdserve.kvpool.weights.streaming import stream, weight_files
 from tests.support.kvpool.clustered import HANGS_S, QUIET
 from tests.support.kvpool.local_node import LocalNode
 from tests.support.kvpool.models import (
@@ -69,7 +67,9 @@ def states(store: WeightStore) -> dict[str, str]:
     return {str(entry.model): entry.state for entry in catalog.entries(store)}
 
 
-def test_a_model_is_read_back_as_it_was_pushed(store: WeightStore, model: Path, tmp_path: Path) -> None:
+def test_a_model_is_read_back_as_it_was_pushed_and_a_second_push_writes_nothing(
+    store: WeightStore, model: Path, tmp_path: Path, node: LocalNode
+) -> None:
     done = push(store, model, BASE)
     assert (done.was_there, done.warning) == (False, "")
     assert done.written_pages == done.pages > 10
@@ -81,10 +81,6 @@ def test_a_model_is_read_back_as_it_was_pushed(store: WeightStore, model: Path, 
         path: data for path, data in files_in(model).items() if path != "model.safetensors"
     }
     assert states(store) == {"demo@1": "whole"}
-
-
-def test_the_same_push_again_writes_nothing(store: WeightStore, model: Path, node: LocalNode) -> None:
-    push(store, model, BASE)
     held = held_bytes(node)
     done = push(store, model, BASE)
     assert (done.was_there, done.written_pages) == (True, 0)
@@ -206,22 +202,15 @@ def test_prune_frees_pages_that_nobody_names_and_no_others(
     assert states(store) == {"demo@1": "whole"}
 
 
-def test_two_pushes_of_the_same_files_at_once_make_one_revision(
-    node: LocalNode, model: Path, store: WeightStore
+@pytest.mark.parametrize("others", [TENSORS, tensors_of(2 * MIB, seed=50)], ids=["same files", "other files"])
+def test_of_pushes_at_once_that_differ_one_is_refused(
+    node: LocalNode, model: Path, store: WeightStore, tmp_path: Path, others: dict[str, bytes]
 ) -> None:
-    errors = at_once(node, [(model, BASE)] * 4)
-    assert errors == []
+    other = write_model(tmp_path / "other", others)
+    errors = at_once(node, [(model, BASE), (other, BASE)])
+    assert len(errors) == (others is not TENSORS)
+    assert all("with other files" in one or "from other files" in one for one in errors)
     assert states(store) == {"demo@1": "whole"}
-    assert read_tensors(store, BASE) == TENSORS
-
-
-def test_of_two_pushes_of_other_files_at_once_one_is_refused(
-    node: LocalNode, model: Path, store: WeightStore, tmp_path: Path
-) -> None:
-    others = tensors_of(2 * MIB, seed=50)
-    errors = at_once(node, [(model, BASE), (write_model(tmp_path / "other", others), BASE)])
-    assert len(errors) == 1
-    assert "with other files" in errors[0] or "from other files" in errors[0]
     assert read_tensors(store, BASE) in (TENSORS, others)
 
 
@@ -277,23 +266,6 @@ def test_a_revision_removed_while_it_is_pushed_does_not_come_back_whole(
 
 
 # --- reading
-
-
-def test_a_reader_gets_right_bytes_or_an_error_while_its_model_is_removed(
-    store: WeightStore, model: Path
-) -> None:
-    push(store, model, BASE)
-    manifest, reader = store.manifest(BASE), store.reader(BASE)
-    spans = stream(reader, manifest, weight_files(reader, manifest))
-    first = next(spans)
-    catalog.remove(store, BASE)
-    found = [first]
-    with contextlib.suppress(WeightsError):  # which names what is gone
-        found += spans
-    for filled in found:
-        for place in filled.span.tensors:
-            at = filled.offset(place)
-            assert filled.data[at : at + place.end - place.start].tobytes() == TENSORS[place.name]
 
 
 def damage(node: LocalNode, store: WeightStore, path: str, place: int) -> None:

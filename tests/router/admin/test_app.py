@@ -49,6 +49,7 @@ ROUTES = [
     ("DELETE", "/workers/x:1"),
     ("POST", "/workers/x:1/drain"),
     ("GET", "/tenants"),
+    ("POST", "/pages/erase"),
     ("POST", "/reload"),
     ("GET", "/metrics"),
     ("GET", "/docs"),
@@ -56,7 +57,7 @@ ROUTES = [
 ]
 
 
-async def test_nothing_but_health_is_told_without_the_key() -> None:
+async def test_nothing_but_health_is_told_without_the_key_nor_on_the_public_port() -> None:
     async with disagg(admin=ADMIN) as (harness, _, _):
         for key in ("", "wrong-key-wrong-key", KEY + "x"):
             async with client_of(harness, key) as client:
@@ -66,10 +67,6 @@ async def test_nothing_but_health_is_told_without_the_key() -> None:
                     assert answer.json()["error"]["type"] == "authentication_error"
                 assert (await client.get("/health")).status_code == 200
         assert len(harness.router.fleet.workers) == 2
-
-
-async def test_the_public_port_has_no_admin_routes() -> None:
-    async with disagg(admin=ADMIN) as (harness, _, _):
         for path in ("/workers", "/tenants", "/reload"):
             assert (await harness.get(path)).status == 404
 
@@ -93,29 +90,27 @@ async def test_workers_join_drain_and_leave() -> None:
             assert (await harness.chat()).headers["x-pdserve-decode"] == old.id
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "body", "status"),
-    [
-        ("POST", "/workers", {"url": "nonsense", "role": "decode"}, 400),
-        ("POST", "/workers", {"url": "http://10.0.0.256:1", "role": "decode"}, 400),
-        ("POST", "/workers", {"url": "http://h:1", "role": "boss"}, 400),
-        ("POST", "/workers", {"url": "http://h:1"}, 400),
-        ("POST", "/workers", {"url": "http://h:1", "role": "decode", "more": 1}, 400),
-        ("POST", "/workers", b'{"url": "\xff", "role": "decode"}', 400),
-        ("POST", "/workers", {"url": "x" * 70_000, "role": "decode"}, 413),
-        ("DELETE", "/workers/h:1", None, 404),
-        ("POST", "/workers/h:1/drain", None, 404),
-        ("PUT", "/workers", None, 405),
-    ],
-)
-async def test_what_cannot_be_done_is_said_in_openais_form(
-    method: str, path: str, body: Any, status: int
-) -> None:
+WRONG: list[tuple[str, str, Any, int]] = [
+    ("POST", "/workers", {"url": "nonsense", "role": "decode"}, 400),
+    ("POST", "/workers", {"url": "http://10.0.0.256:1", "role": "decode"}, 400),
+    ("POST", "/workers", {"url": "http://h:1", "role": "boss"}, 400),
+    ("POST", "/workers", {"url": "http://h:1"}, 400),
+    ("POST", "/workers", {"url": "http://h:1", "role": "decode", "more": 1}, 400),
+    ("POST", "/workers", b'{"url": "\xff", "role": "decode"}', 400),
+    ("POST", "/workers", {"url": "x" * 70_000, "role": "decode"}, 413),
+    ("DELETE", "/workers/h:1", None, 404),
+    ("POST", "/workers/h:1/drain", None, 404),
+    ("PUT", "/workers", None, 405),
+]
+
+
+async def test_what_cannot_be_done_is_said_in_openais_form() -> None:
     async with disagg(admin=ADMIN) as (harness, _, _), client_of(harness) as client:
-        given: dict[str, Any] = {"content": body} if isinstance(body, bytes) else {"json": body}
-        answer = await client.request(method, path, **given)
-        assert answer.status_code == status
-        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        for method, path, body, status in WRONG:
+            given: dict[str, Any] = {"content": body} if isinstance(body, bytes) else {"json": body}
+            answer = await client.request(method, path, **given)
+            assert answer.status_code == status, (method, path, body)
+            assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
         assert len(harness.router.fleet.workers) == 2
 
 
@@ -206,20 +201,14 @@ async def test_all_workers_get_the_body_while_they_are_drained() -> None:
         assert [one.json() for one in decode.got(UPDATE)] == [BODY]
 
 
-async def test_a_worker_that_refuses_is_named_and_used_again() -> None:
+async def test_a_worker_that_refuses_is_named_and_used_again_and_what_cannot_be_asked_is_refused() -> None:
     async with disagg(admin=ADMIN) as (harness, [prefill], [decode]), client_of(harness) as client:
+        for path, body, status in (("nobody", BODY, 404), ("m", {"path": "/new"}, 400)):
+            assert (await client.post(f"/models/{path}{UPDATE}", json=body)).status_code == status
+        assert prefill.got(UPDATE) == decode.got(UPDATE) == []
         prefill.script(UPDATE, answer(200, UPDATED))
         decode.script(UPDATE, answer(403, {"error": {"message": "weights_fixed"}}))
         done = await client.post(f"/models/m{UPDATE}", json=BODY)
         assert done.status_code == 502
         assert f"{decode.id}: status 403: weights_fixed" in done.json()["error"]["message"]
         assert not any(one.drained for one in harness.router.fleet.workers)
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "status"), [("nobody", BODY, 404), ("m", {"path": "/new"}, 400)], ids=["model", "body"]
-)
-async def test_what_cannot_be_asked_is_refused(path: str, body: Any, status: int) -> None:
-    async with disagg(admin=ADMIN) as (harness, [prefill], [decode]), client_of(harness) as client:
-        assert (await client.post(f"/models/{path}{UPDATE}", json=body)).status_code == status
-        assert prefill.got(UPDATE) == decode.got(UPDATE) == []

@@ -12,7 +12,8 @@ from rich.console import Console
 
 from pdserve.router.admin.top_cli import Sample, quantile, view
 from pdserve.router.config.router import Admin
-from pdserve.router.metrics.stats import Histogram, Snapshot, exposition
+from pdserve.router.metrics.exposition import exposition
+from pdserve.router.metrics.stats import Histogram, Snapshot
 from tests.support.certificates import Authority
 from tests.support.command import Done, pdserve_here
 from tests.support.router.harness import CHAT, disagg
@@ -75,41 +76,29 @@ def printed(before: Snapshot, now: Snapshot) -> str:
 def test_what_is_shown_is_the_growth_between_two_samples() -> None:
     said = printed(BEFORE, NOW)
     for words in (
-        *(
-            "3.0 requests/s",
-            "2.0 failed/s",
-            "3 in flight",
-            "4 waiting",
-            "5 sessions",
-            "p50 0.5 ms, p90 0.9 ms",
-        ),
-        *("pull 250.0 ms", "decode 500.0 ms", "pool 83.3 %", "computed 16.7 %", "[red]x:1"),
+        *("3.0 requests/s", "2.0 failed/s", "3 in flight", "4 waiting", "5 sessions"),
+        *("p50 0.5 ms, p90 0.9 ms", "pull 250.0 ms", "decode 500.0 ms"),
+        *("pool 83.3 %", "computed 16.7 %", "[red]x:1"),
     ):
         assert words in said
     assert "settle" not in said
     states = [line.split()[2] for line in said.splitlines() if " decode " in line and ":1" in line]
     assert states == ["ready", "draining", "failing", "down", "refused"]
-
-
-def test_without_requests_no_times_are_shown_and_a_silent_process_is_told() -> None:
     said = printed(NOW, Snapshot(NOW.values | {"processes_silent": {(): 1}}, NOW.histograms))
     assert "first byte -; a router process does not answer" in said
     assert "first token" not in said
 
 
-@pytest.mark.parametrize(
-    ("values_s", "share", "expected"),
-    [
+def test_quantiles_are_those_of_prometheus() -> None:
+    for values_s, share, expected in (
         ([], 0.5, None),
         ([0.0005] * 10, 0.5, 0.0005),
         ([0.0015] * 10, 0.9, 0.001 + 0.9 * 0.0015),
         ([0.3] * 5 + [3.0] * 5, 0.8, 2.5 + 0.6 * 2.5),
         ([1000.0] * 10, 0.5, 120.0),
-    ],
-)
-def test_quantiles_are_those_of_prometheus(values_s: list[float], share: float, expected: float) -> None:
-    found = quantile(dict(observed(*values_s).cumulative()), share)
-    assert found == (None if expected is None else pytest.approx(expected))
+    ):
+        found = quantile(dict(observed(*values_s).cumulative()), share)
+        assert found == (None if expected is None else pytest.approx(expected))
 
 
 async def top(*words: object, key: str = KEY) -> Done:

@@ -59,37 +59,25 @@ async def test_without_keys_everybody_may_ask_and_bodies_stay_as_they_are() -> N
         assert [request.body for request in decode.got(CHAT)] == [body, body]
 
 
-@pytest.mark.parametrize(
-    "headers", [{}, by("nobody's key at all"), by(""), {"authorization": f"Basic {ALICE}"}]
-)
-async def test_with_keys_nobody_gets_in_without_one(access: Access, headers: dict[str, str]) -> None:
-    async with disagg(access=access) as (harness, [prefill], [decode]):
-        refused = await harness.chat(headers)
-        assert (refused.status, refused.error["code"]) == (401, "invalid_api_key")
-        assert refused.headers["www-authenticate"] == "Bearer"
+async def test_with_keys_nobody_gets_in_without_one_and_what_is_open_tells_nothing_of_workers(
+    access: Access,
+) -> None:
+    admin = Admin(key="the-administrator's")
+    async with disagg(access=access, admin=admin) as (harness, [prefill], [decode]):
+        for headers in ({}, by("nobody's key at all"), by(""), {"authorization": f"Basic {ALICE}"}):
+            refused = await harness.chat(headers)
+            assert (refused.status, refused.error["code"]) == (401, "invalid_api_key")
+            assert refused.headers["www-authenticate"] == "Bearer"
         for path in ("/v1/models", "/v1/models/m", "/metrics", "/v1/nothing"):
             assert (await harness.get(path)).status == 401
+        unread = await harness.post(CHAT, b"", {"content-length": "33554432"})
+        assert (unread.status, unread.headers["connection"]) == (401, "close")
         assert decode.requests == prefill.requests == []
         assert (await harness.chat(by(ALICE))).body == ANSWER
-
-
-async def test_a_body_of_a_client_without_key_is_not_read(access: Access) -> None:
-    async with disagg(access=access) as (harness, _, _):
-        response = await harness.post(CHAT, b"", {"content-length": "33554432"})
-        assert (response.status, response.headers["connection"]) == (401, "close")
-
-
-async def test_health_and_readiness_need_no_key_and_tell_nothing_of_the_workers(access: Access) -> None:
-    async with disagg(access=access) as (harness, _, _):
         ready = await harness.get("/ready")
         assert (ready.status, set(ready.json())) == (200, {"ready", "degraded", "mode"})
         for path in ("/health", "/openapi.json"):
             assert (await harness.get(path)).status == 200
-
-
-async def test_metrics_need_the_administrators_key_where_there_are_tenants(access: Access) -> None:
-    admin = Admin(key="the-administrator's")
-    async with disagg(access=access, admin=admin) as (harness, _, _):
         for key, status in ((ALICE, 401), (admin.key, 200)):
             assert (await harness.get("/metrics", by(key))).status == status
 
@@ -149,36 +137,27 @@ async def test_every_answer_counts_as_a_request_and_their_number_is_bounded(acce
         assert (await harness.chat(by(ALICE))).status == 429
 
 
-async def test_fields_that_control_the_engine_reach_no_worker_but_from_whom_may_set_them(
-    access: Access,
-) -> None:
-    tenants = (Tenant(name="bob", controls_engine=True),)
+async def test_what_a_tenant_may_not_set_or_have_fetched_reaches_no_worker(access: Access) -> None:
+    def picture(url: str) -> dict[str, Any]:
+        return {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]}
+
+    cdn, data = picture("https://cdn.example.com/a"), picture("data:image/png;base64,AAAA")
+    tenants = (Tenant(name="bob", controls_engine=True, media_domains=("cdn.example.com",)),)
     async with disagg(access=access, tenants=tenants) as (harness, [prefill], [decode]):
-        refused = await harness.chat(by(ALICE), priority=9)
-        assert (refused.status, refused.error["param"]) == (400, "priority")
+        for key, body, param in (
+            (ALICE, {"priority": 9}, "priority"),
+            (ALICE, {"rid": "x"}, "rid"),
+            (ALICE, cdn, "messages"),
+            (BOB, picture("http://127.0.0.1/a"), "messages"),
+            (BOB, picture("file:///a"), "messages"),
+        ):
+            refused = await harness.chat(by(key), **body)
+            assert (refused.status, refused.error["param"]) == (400, param)
         assert decode.requests == prefill.requests == []
-        assert (await harness.chat(by(BOB), priority=9)).status == 200
-        assert (await harness.chat(by(ALICE), temperature=0.5)).status == 200
+        for key, body in ((BOB, {"priority": 9}), (ALICE, {"temperature": 0.5}), (ALICE, data), (BOB, cdn)):
+            assert (await harness.chat(by(key), **body)).status == 200
     async with disagg() as (harness, _, [decode]):
         assert (await harness.chat(priority=9)).status == 200, "without keys the operator is the only user"
-
-
-async def test_workers_fetch_media_of_a_tenants_hosts_only(access: Access) -> None:
-    def asking(url: str) -> list[dict[str, Any]]:
-        return [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
-
-    tenants = (Tenant(name="bob", media_domains=("cdn.example.com",)),)
-    async with disagg(access=access, tenants=tenants) as (harness, _, [decode]):
-        for key, url in (
-            (ALICE, "https://cdn.example.com/a"),
-            (BOB, "http://127.0.0.1/a"),
-            (BOB, "file:///a"),
-        ):
-            refused = await harness.chat(by(key), messages=asking(url))
-            assert (refused.status, refused.error["param"]) == (400, "messages")
-        assert decode.requests == []
-        for key, url in ((ALICE, "data:image/png;base64,AAAA"), (BOB, "https://cdn.example.com/a")):
-            assert (await harness.chat(by(key), messages=asking(url))).status == 200
 
 
 # --- limits
@@ -348,19 +327,16 @@ async def test_what_waits_too_long_is_answered_429(access: Access) -> None:
 DEADLINE = "x-request-deadline-ms"
 
 
-async def test_what_cannot_begin_by_its_deadline_is_refused_at_once(access: Access) -> None:
-    async with full(access) as (harness, decode, _, _):
+async def test_the_earliest_deadline_comes_first_and_what_cannot_begin_by_its_own_is_refused_at_once(
+    access: Access,
+) -> None:
+    async with full(access, Admission(running_per_worker=1, queue_s=30.0)) as (harness, decode, _, gate):
         for header in (DEADLINE, "x-llm-d-slo-ttft-ms"):
             refused = await harness.chat(by(ALICE) | {header: "1"})
             assert (refused.status, refused.error["code"]) == (429, "deadline_unmet")
             assert "retry-after" in refused.headers
         assert (await harness.chat(by(ALICE) | {DEADLINE: "soon"})).status == 400
-        assert len(decode.requests) == 1
-        assert harness.router.gate.queue.waiting == 0
-
-
-async def test_the_earliest_deadline_of_a_tenant_comes_first(access: Access) -> None:
-    async with full(access, Admission(running_per_worker=1, queue_s=30.0)) as (harness, decode, _, gate):
+        assert (len(decode.requests), harness.router.gate.queue.waiting) == (1, 0)
         asking = []
         for number, deadline_ms in enumerate((None, "20000", "10000", "90000")):
             named = {"x-request-id": str(number)} | ({DEADLINE: deadline_ms} if deadline_ms else {})
@@ -371,24 +347,29 @@ async def test_the_earliest_deadline_of_a_tenant_comes_first(access: Access) -> 
             assert (await waited.response()).body == ANSWER
         order = [request.headers["x-request-id"].removeprefix("alice:") for request in decode.requests[1:]]
         assert order == ["2", "1", "0", "3"]
-
-
-async def test_a_deadline_changes_nothing_where_a_slot_is_free(access: Access) -> None:
-    async with disagg(access=access) as (harness, _, _):
-        assert (await harness.chat(by(ALICE) | {DEADLINE: "60000"})).body == ANSWER
+        assert (await harness.chat(by(ALICE) | {DEADLINE: "60000"})).body == ANSWER, "a slot is free"
 
 
 # --- the cluster's token
 
 
-async def test_workers_are_shown_the_clusters_token_and_never_the_clients_key(access: Access) -> None:
+async def test_workers_see_the_clusters_token_no_key_and_no_tenants_request_as_anothers(
+    access: Access,
+) -> None:
+    """Both chose the same id. The worker follows pages by it, and SGLang names the request so."""
     token = "cluster-token-cluster-token"
     with_token = Access(keys_file=access.keys_file, cluster_token=token)
     async with disagg(access=with_token) as (harness, [prefill], [decode]):
-        await harness.chat(by(ALICE), user="u")
-        await harness.chat(by(ALICE), user="u")
+        same = {"x-request-id": "mine", "x-session-id": "s"}
+        for key in (ALICE, BOB, ALICE):
+            answer = await harness.chat(headers=by(key) | same)
+            assert answer.headers["x-request-id"] == "mine"
+        for worker, path in ((prefill, "/pd/prefill"), (decode, CHAT)):
+            ids = [request.headers["x-request-id"] for request in worker.got(path)]
+            assert ids == ["alice:mine", "bob:mine", "alice:mine"]
+        [settled] = decode.got("/pd/settled")
+        assert settled.json()["request_id"] == "alice:mine"
         requests = [*prefill.requests, *decode.requests]
-        assert {r.path for r in requests} == {CHAT, "/pd/prefill", "/pd/settled"}
         assert {r.headers.get("authorization") for r in requests} == {f"Bearer {token}"}
 
 
@@ -409,20 +390,6 @@ async def test_where_workers_are_is_no_tenants_business_unless_configured(
         plan = answers[0].headers["x-pdserve-plan"]
         assert ("requests=" in plan) is shown  # how much they have to do
         assert shown or plan == "decode=least-loaded, prefill=cache-aware, stage=ok"
-
-
-async def test_workers_never_take_one_tenants_request_for_anothers(access: Access) -> None:
-    """Both chose the same id. The worker follows pages by it, and SGLang names the request so."""
-    async with disagg(access=access) as (harness, [prefill], [decode]):
-        same = {"x-request-id": "mine", "x-session-id": "s"}
-        for key in (ALICE, BOB, ALICE):
-            answer = await harness.chat(headers=by(key) | same)
-            assert answer.headers["x-request-id"] == "mine"
-        for worker, path in ((prefill, "/pd/prefill"), (decode, CHAT)):
-            ids = [request.headers["x-request-id"] for request in worker.got(path)]
-            assert ids == ["alice:mine", "bob:mine", "alice:mine"]
-        [settled] = decode.got("/pd/settled")
-        assert settled.json()["request_id"] == "alice:mine"
 
 
 # --- How many wrong keys one address may try at a router, on each of its ports
@@ -462,30 +429,17 @@ async def test_an_address_tries_so_many_keys_and_then_waits_whatever_route_it_as
 
 async def test_a_right_key_that_was_used_from_there_before_is_not_locked_out(access: Access) -> None:
     async with disagg(access=access) as (harness, _, _):
+        for _ in range(BURST + 8):  # no key at all is no guess
+            assert (await harness.get("/v1/models")).status == 401
         assert (await harness.chat(by(ALICE))).status == 200
         await guess(harness, BURST + 8)
         assert (await harness.chat(by(ALICE))).body == ANSWER
         assert (await harness.get("/v1/models", by(ALICE))).status == 200
         new = await harness.chat(by(BOB))
         assert new.status == 429, "else the answer would tell a guess from a hit"
-
-
-async def test_what_comes_by_a_proxy_is_not_bound_here(access: Access) -> None:
+        in_its_form = await harness.post("/v1/messages", b"{}", {"x-api-key": BOB})
+        assert (in_its_form.status, in_its_form.json()["error"]["type"]) == (429, "rate_limit_error")
+        assert int(in_its_form.headers["retry-after"]) > 0
     async with disagg(access=msgspec.structs.replace(access, proxies=("127.0.0.1",))) as (harness, _, _):
         assert {answer.status for answer in await guess(harness, BURST + 8)} == {401}
-        assert (await harness.chat(by(BOB))).status == 200
-
-
-async def test_the_refusal_of_a_body_has_the_form_of_its_api(access: Access) -> None:
-    async with disagg(access=access) as (harness, _, _):
-        await guess(harness, BURST)
-        refused = await harness.post("/v1/messages", b"{}", {"x-api-key": BOB})
-        assert (refused.status, refused.json()["error"]["type"]) == (429, "rate_limit_error")
-        assert int(refused.headers["retry-after"]) > 0
-
-
-async def test_no_key_at_all_is_no_guess(access: Access) -> None:
-    async with disagg(access=access) as (harness, _, _):
-        for _ in range(BURST + 8):
-            assert (await harness.get("/v1/models")).status == 401
-        assert (await harness.chat(by(BOB))).status == 200
+        assert (await harness.chat(by(BOB))).status == 200, "what comes by a proxy is not bound here"

@@ -23,16 +23,21 @@ def counted(harness: Harness, name: str) -> dict[tuple[str, ...], int]:
     return {labels: sum(one.counts) for labels, one in histograms.items()}
 
 
-async def test_the_access_log_says_who_asked_what_of_whom_and_what_it_took(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_on", [True, False])
+async def test_the_access_log_says_who_asked_what_of_whom_and_what_it_took_where_it_is_on(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_on: bool
 ) -> None:
     monkeypatch.setenv("PDSERVE_API_KEYS", f"acme={KEY}")
     caplog.set_level(logging.INFO, "pdserve.router.access")
-    async with disagg(access_log=True) as (harness, (prefill,), (decode,)):
+    async with disagg(access_log=is_on) as (harness, (prefill,), (decode,)):
         headers = {"authorization": f"Bearer {KEY}"}
         body = chat_body(messages=[{"role": "user", "content": SECRET}])
         assert (await harness.post(CHAT, body, headers)).status == 200
         assert (await harness.post(CHAT, body)).status == 401
+        await harness.settle()
+        if not is_on:
+            assert lines(caplog) == []
+            return
         await harness.until(lambda: len(lines(caplog)) == 2)
     served, refused = lines(caplog)
     assert (served["route"], served["status"], served["tenant"], served["model"]) == (CHAT, 200, "acme", "m")
@@ -42,13 +47,6 @@ async def test_the_access_log_says_who_asked_what_of_whom_and_what_it_took(
     assert (refused["status"], refused["tenant"], refused["model"]) == (401, "", "")
     assert SECRET not in str(lines(caplog))
     assert KEY not in str(lines(caplog))
-
-
-async def test_without_the_option_there_is_no_line(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "pdserve.router.access")
-    async with disagg() as (harness, _, _):
-        await harness.chat()
-    assert lines(caplog) == []
 
 
 async def test_times_are_counted_by_model_and_errors_are_not() -> None:

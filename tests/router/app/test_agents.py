@@ -36,21 +36,16 @@ async def test_the_last_request_of_a_session_frees_what_only_it_used() -> None:
         assert len(harness.router.proxy.placer.sessions) == 0
 
 
-async def test_a_nonce_is_taken_out_told_and_counted() -> None:
-    async with disagg(prefill=0) as (harness, _, [decode]):
-        blocks = [{"type": "text", "text": text} for text in (LINE, "You are an agent.")]
-        body = {"system": blocks, "max_tokens": 4}
-        got = await harness.post(MESSAGES, body)
-        assert got.headers["x-pdserve-stripped"] == "x-anthropic-billing-header"
-        assert decode.got(MESSAGES)[0].json() == {**body, "system": blocks[1:]}
-        assert harness.stats.nonces == 1
-
-
-async def test_a_nonce_stays_where_the_operator_wants_it() -> None:
-    async with disagg(prefill=0, keep_nonces=True) as (harness, _, [decode]):
-        got = await harness.post(MESSAGES, {"system": LINE, "max_tokens": 4})
-        assert "x-pdserve-stripped" not in got.headers
-        assert decode.got(MESSAGES)[0].json()["system"] == LINE
+async def test_a_nonce_is_taken_out_told_and_counted_but_where_the_operator_wants_it() -> None:
+    blocks = [{"type": "text", "text": text} for text in (LINE, "You are an agent.")]
+    body = {"system": blocks, "max_tokens": 4}
+    for keep in (False, True):
+        async with disagg(prefill=0, keep_nonces=keep) as (harness, _, [decode]):
+            got = await harness.post(MESSAGES, body)
+            stripped = got.headers.get("x-pdserve-stripped")
+            assert stripped == (None if keep else "x-anthropic-billing-header")
+            assert decode.got(MESSAGES)[0].json() == (body if keep else {**body, "system": blocks[1:]})
+            assert harness.stats.nonces == (not keep)
 
 
 async def test_a_client_hears_what_it_changed_beside_what_became_of_pages() -> None:

@@ -63,35 +63,22 @@ async def test_anthropics_key_is_taken_and_both_workers_get_the_salt_in_a_header
         assert (use.prompt_tokens, use.output_tokens) == (100, 7)  # what was cached, too
 
 
-@pytest.mark.parametrize("salt", [["a"], 1, "x" * 9000])
-async def test_a_salt_that_is_no_short_string_is_the_clients_fault(
-    monkeypatch: pytest.MonkeyPatch, salt: Any
-) -> None:
-    async with tenants(monkeypatch) as (harness, _, _):
-        response = await harness.post(MESSAGES, body(cache_salt=salt), {"x-api-key": KEY})
-        said = json.loads(response.body)
-        assert (response.status, said["type"], said["error"]["type"]) == (
-            400,
-            "error",
-            "invalid_request_error",
-        )
-        assert "cache_salt" in said["error"]["message"]
-
-
-async def test_errors_have_anthropics_form() -> None:
-    async with disagg() as (harness, _, (decode,)):
-        unknown = json.loads((await harness.post(MESSAGES, body(model="nope"))).body)
-        assert (unknown["type"], unknown["error"]["type"]) == ("error", "not_found_error")
-        decode.script(MESSAGES, answer(400, {"type": "error", "error": {"type": "x", "message": "too hot"}}))
-        refused = json.loads((await harness.post(MESSAGES, body())).body)
-        assert refused == {"type": "error", "error": {"type": "invalid_request_error", "message": "too hot"}}
-
-
-async def test_the_key_is_missing_in_anthropics_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with tenants(monkeypatch) as (harness, _, _):
-        response = await harness.post(MESSAGES, body())
-        assert response.status == 401
-        assert json.loads(response.body)["error"]["type"] == "authentication_error"
+async def test_errors_have_anthropics_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with tenants(monkeypatch) as (harness, _, decode):
+        too_hot = {"type": "error", "error": {"type": "x", "message": "too hot"}}
+        decode.script(MESSAGES, answer(400, too_hot))
+        for key, asked, status, kind, says in (
+            (KEY, body(), 400, "invalid_request_error", "too hot"),
+            (KEY, body(model="nope"), 404, "not_found_error", "nope"),
+            (KEY, body(cache_salt=["a"]), 400, "invalid_request_error", "cache_salt"),
+            (KEY, body(cache_salt=1), 400, "invalid_request_error", "cache_salt"),
+            (KEY, body(cache_salt="x" * 9000), 400, "invalid_request_error", "cache_salt"),
+            ("", body(), 401, "authentication_error", "key"),
+        ):
+            response = await harness.post(MESSAGES, asked, {"x-api-key": key} if key else {})
+            said = json.loads(response.body)
+            assert (response.status, said["type"], said["error"]["type"]) == (status, "error", kind)
+            assert says in said["error"]["message"]
 
 
 async def test_counting_tokens_is_charged_as_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:

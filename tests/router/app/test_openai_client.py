@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 import openai
 import pytest
 
@@ -15,7 +12,7 @@ CHAT = "/v1/chat/completions"
 MESSAGES: list[openai.types.chat.ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]
 
 
-async def test_the_official_client_reads_answers_streams_and_errors() -> None:
+async def test_the_official_client_reads_answers_streams_errors_and_streams_that_break_off() -> None:
     async with (
         disagg() as (harness, _, [decode]),
         openai.AsyncOpenAI(base_url=harness.url + "/v1", api_key="x", max_retries=0) as client,
@@ -31,13 +28,6 @@ async def test_the_official_client_reads_answers_streams_and_errors() -> None:
         decode.script(CHAT, answer(400, {"object": "error", "message": "bad", "code": 400}))
         with pytest.raises(openai.BadRequestError, match="bad"):
             await client.chat.completions.create(model="m", messages=MESSAGES)
-
-
-async def test_the_official_client_raises_when_a_stream_breaks_off() -> None:
-    async with (
-        disagg() as (harness, _, [decode]),
-        openai.AsyncOpenAI(base_url=harness.url + "/v1", api_key="x", max_retries=0) as client,
-    ):
         head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
         begun = EVENTS[0] + EVENTS[1][:9]
         decode.script(CHAT, close(after=head + b"%x\r\n%b\r\n" % (len(begun), begun)))
@@ -47,21 +37,7 @@ async def test_the_official_client_raises_when_a_stream_breaks_off() -> None:
                 pass
 
 
-# --- What OpenAI's API has beside plain text, through the router with the official client: scripted worke
-
-
 TENANTS_KEY = "key-of-acme-in-these-tests"
-HEAD = {"id": "0123", "created": 1760000000, "model": "m"}
-
-
-def message(**fields: Any) -> dict[str, Any]:
-    return {"message": {"role": "assistant", "content": None} | fields}
-
-
-def chunk(index: int, delta: dict[str, Any], finish: str | None = None, **more: Any) -> bytes:
-    choice = {"index": index, "delta": delta, "finish_reason": finish} | more
-    event = HEAD | {"object": "chat.completion.chunk", "choices": [choice], "usage": None}
-    return b"data: " + json.dumps(event).encode() + b"\n\n"
 
 
 @pytest.mark.parametrize(("knows_salts", "status"), [(True, 200), (False, 503)])

@@ -44,7 +44,7 @@ async def ask(harness: Harness, headers: dict[str, str] | None = None, **more: A
     return (await harness.post(RESPONSES, body, headers)).status
 
 
-async def test_a_stored_response_is_read_continued_and_cancelled_where_it_is() -> None:
+async def test_a_stored_response_is_read_continued_and_cancelled_where_it_is_and_nowhere_else() -> None:
     async with disagg(decode=4) as (harness, _, decodes):
         assert await ask(harness, request_id="resp_of_the_client") == 200
         id_, worker = stored(decodes)
@@ -55,18 +55,10 @@ async def test_a_stored_response_is_read_continued_and_cancelled_where_it_is() -
         assert (await harness.post(f"{RESPONSES}/{id_}/cancel", {})).json() == said
         for _ in range(6):
             assert await ask(harness, previous_response_id=id_) == 200
-        assert len(worker.got(RESPONSES)) == 7
-        assert all(one is worker or not one.got(RESPONSES) for one in decodes)
-
-
-async def test_what_continues_a_response_is_not_given_to_another_worker() -> None:
-    async with disagg(decode=2) as (harness, _, decodes):
-        assert await ask(harness) == 200
-        id_, worker = stored(decodes)
         worker.script(RESPONSES, answer(500, {"error": "boom"}))
         assert await ask(harness, previous_response_id=id_) == 500
-        other = next(one for one in decodes if one is not worker)
-        assert not other.got(RESPONSES)
+        assert len(worker.got(RESPONSES)) == 8
+        assert all(one is worker or not one.got(RESPONSES) for one in decodes)
 
 
 async def test_a_retried_response_has_the_id_of_the_worker_that_answered() -> None:
@@ -96,33 +88,33 @@ async def test_tenants_neither_read_nor_continue_each_others_responses(
         assert len(worker.requests) == asked
 
 
-async def test_what_sglang_says_of_itself_comes_from_a_worker() -> None:
+async def test_what_sglang_says_of_itself_comes_from_a_worker_which_is_waited_for_no_longer_than_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with disagg() as (harness, _, (decode,)):
-        decode.script(INFO, answer(200, {"model_path": "/m"}), answer(500, {"detail": "boom"}))
+        decode.script(INFO, answer(200, {"model_path": "/m"}), answer(500, {"detail": "boom"}), hang())
         assert (await harness.get(INFO)).json() == {"model_path": "/m"}
         failed = await harness.get(INFO)
         assert (failed.status, failed.error["message"]) == (500, "boom")
         assert (await harness.get(INFO + "?model=nope")).status == 404
+        monkeypatch.setattr("pdserve.router.app.routes.LIMIT_S", 0.05)
+        assert (await harness.get(INFO)).status == 504
 
 
-async def test_what_shows_the_whole_server_needs_the_administrators_key(
+async def test_it_counts_as_a_request_of_the_tenant_and_what_shows_the_whole_server_is_for_administrators(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with two_tenants(monkeypatch) as (harness, decodes):
+    monkeypatch.setenv("PDSERVE_API_KEYS", f"alice={ALICE}")
+    async with disagg(tenants=(Tenant(name="alice", requests_s=0.01),)) as (harness, _, (decode,)):
+        decode.script(INFO, answer(200, {"model_path": "/m"}))
+        assert (await harness.get(INFO, by(ALICE))).status == 200
+        refused = await harness.get(INFO, by(ALICE))
+        assert (refused.status, len(decode.got(INFO))) == (429, 1)
+        assert int(refused.headers["retry-after"]) > 1
         for path in ("/server_info", "/get_server_info"):
             assert (await harness.get(path, by(ALICE))).status == 401
-            for one in decodes:
-                one.script(path, answer(200, {"tp_size": 1}))
+            decode.script(path, answer(200, {"tp_size": 1}))
             assert (await harness.get(path, by("admin-" + "x" * 20))).json() == {"tp_size": 1}
-
-
-async def test_a_worker_that_does_not_answer_is_not_waited_for_longer_than_the_limit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("pdserve.router.app.routes.LIMIT_S", 0.05)
-    async with disagg() as (harness, _, (decode,)):
-        decode.script(INFO, hang())
-        assert (await harness.get(INFO)).status == 504
 
 
 async def test_one_tenant_does_not_take_all_connections_to_the_workers(
@@ -148,16 +140,3 @@ async def test_one_tenant_does_not_take_all_connections_to_the_workers(
         assert {(await client.response()).status for client in clients} == {502}
         decode.script(INFO, answer(200, {"model_path": "/m"}))
         assert (await harness.get(INFO, by(ALICE))).status == 200
-
-
-async def test_what_a_worker_says_of_itself_counts_as_a_request_of_the_tenant(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("PDSERVE_API_KEYS", f"alice={ALICE}")
-    alice = Tenant(name="alice", requests_s=0.01)
-    async with disagg(tenants=(alice,)) as (harness, _, (decode,)):
-        decode.script(INFO, answer(200, {"model_path": "/m"}))
-        assert (await harness.get(INFO, by(ALICE))).status == 200
-        refused = await harness.get(INFO, by(ALICE))
-        assert (refused.status, len(decode.got(INFO))) == (429, 1)
-        assert int(refused.headers["retry-after"]) > 1

@@ -75,28 +75,23 @@ async def test_a_worker_whose_info_has_changed_is_asked_for_it_at_the_next_probe
         assert (worker.info.sglang_version, worker.info.info_tag) == ("0.5.24", "b")
 
 
-async def test_a_name_without_an_address_downs_its_worker_only_after_several_probes(
+async def test_a_closed_port_downs_its_worker_at_once_and_a_name_without_an_address_after_several_probes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with disagg(probe=NEVER) as (harness, _, _), prober_of(harness) as (prober, (worker, _)):
+    async def failing(*given: Any, **more: Any) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
-        async def failing(*given: Any, **more: Any) -> None:
-            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-
+    async with disagg(probe=NEVER) as (harness, [closed], _), prober_of(harness) as (prober, probed):
+        at_once, later = probed
+        await closed.stop()
+        await prober.probe(at_once, asks_info=False)
+        assert not at_once.ready
         monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", failing)
         seen = []
         for _ in range(NEVER.failures_to_down):
-            await prober.probe(worker, asks_info=False)
-            seen.append(worker.ready)
+            await prober.probe(later, asks_info=False)
+            seen.append(later.ready)
         assert seen == [True] * (NEVER.failures_to_down - 1) + [False]
-
-
-async def test_a_closed_port_downs_its_worker_at_once() -> None:
-    decode = MockWorker("decode")
-    async with before(decode, probe=NEVER) as harness, prober_of(harness) as (prober, (worker,)):
-        await decode.stop()
-        await prober.probe(worker, asks_info=False)
-        assert not worker.ready
 
 
 async def test_probes_that_fail_by_a_bug_are_counted_and_begin_again(monkeypatch: pytest.MonkeyPatch) -> None:

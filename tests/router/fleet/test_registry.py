@@ -87,22 +87,22 @@ def test_a_worker_whose_pages_differ_is_refused(fields: dict[str, Any], named: s
     assert fleet.on_info(second, info()) is None
 
 
-def test_a_worker_that_does_not_say_what_tokenizer_it_has_may_join() -> None:
+def test_who_says_nothing_of_its_tokenizer_may_join_and_whoever_is_away_keeps_nobody_out() -> None:
     fleet = make("prefill", "decode")
-    assert fleet.on_info(fleet.workers[1], info(tokenizer="", chat_template="")) is None
-
-
-def test_a_worker_in_the_wrong_list_is_refused() -> None:
-    fleet = Fleet([Worker("prefill", "http://a:1")])
-    refused = fleet.on_info(fleet.workers[0], info("decode"))
+    prefill, decode = fleet.workers
+    assert fleet.on_info(decode, info(tokenizer="", chat_template="", context_length=1024)) is None
+    assert fleet.context_length("m") == 1024, "what every worker takes"
+    wrong = fleet.on_info(prefill, info("decode"))
+    assert wrong is not None
+    assert "listed under 'prefill'" in wrong
+    for worker in fleet.workers:
+        fleet.on_probe_not_ready(worker)
+    new = fleet.members.join("http://new:1", "decode")
+    assert fleet.on_info(new, info(page_size=32)) is None
+    fleet.on_probe_ready(new)
+    refused = fleet.on_info(decode, info())  # it comes back as it was
     assert refused is not None
-    assert "listed under 'prefill'" in refused
-
-
-def test_context_length_is_what_every_worker_takes() -> None:
-    fleet = make("prefill", "decode")
-    fleet.on_info(fleet.workers[1], info(context_length=1024))
-    assert fleet.context_length("m") == 1024
+    assert "page_size (16 and 32)" in refused
 
 
 def join(fleet: Fleet, url: str, role: Any = "decode") -> Worker:
@@ -171,17 +171,6 @@ def test_a_worker_that_changes_its_role_joins_anew() -> None:
     assert [(w.id, w.role) for w in joined] == [("a:1", "decode")]
     with pytest.raises(FleetError, match="etcd has it as 'decode'"):
         fleet.members.sync("config", {"http://a:1": "prefill"})
-
-
-def test_a_worker_that_is_away_does_not_keep_others_out() -> None:
-    fleet = make("decode")
-    fleet.on_probe_not_ready(fleet.workers[0])
-    new = fleet.members.join("http://new:1", "decode")
-    assert fleet.on_info(new, info(page_size=32)) is None
-    fleet.on_probe_ready(new)
-    refused = fleet.on_info(fleet.workers[0], info())  # it comes back as it was
-    assert refused is not None
-    assert "page_size (16 and 32)" in refused
 
 
 @dataclass
@@ -323,7 +312,7 @@ def test_whatever_happens_requests_go_where_the_rules_say(seed: int) -> None:
         day.check()
 
 
-def test_a_prompt_that_a_probe_no_longer_reports_is_not_taken_off_those_that_wait() -> None:
+def test_prompts_that_wait_are_those_of_this_router_and_what_else_the_worker_reports() -> None:
     fleet = make("decode")
     worker = fleet.workers[0]
     fleet.on_queued(worker, 4000)
@@ -331,15 +320,7 @@ def test_a_prompt_that_a_probe_no_longer_reports_is_not_taken_off_those_that_wai
     fleet.on_load(worker, WorkerLoad(waiting_requests=1, queued_tokens=1000))  # the first one is computed
     fleet.on_queued(worker, -4000)  # and its answer is here
     assert worker.queued_tokens == 1000
-    fleet.on_queued(worker, -1000)
-    assert worker.queued_tokens == 0
-
-
-def test_what_other_routers_have_queued_stays_counted_when_own_prompts_are_computed() -> None:
-    fleet = make("decode")
-    worker = fleet.workers[0]
-    fleet.on_queued(worker, 1000)
-    fleet.on_load(worker, WorkerLoad(waiting_requests=2, queued_tokens=1500))
+    fleet.on_load(worker, WorkerLoad(waiting_requests=2, queued_tokens=1500))  # another router has some
     assert worker.queued_tokens == 1500
     fleet.on_queued(worker, -1000)
     assert worker.queued_tokens == 500

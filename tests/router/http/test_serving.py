@@ -12,7 +12,8 @@ import pytest
 from pdserve.errors import ConfigError, StartupError
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.config.tenants import Access
-from pdserve.router.http.serving import bind, make_server, public_tls
+from pdserve.router.http.listening import bind
+from pdserve.router.http.serving import make_server, public_tls
 from tests.support.addresses import names_of
 from tests.support.certificates import Authority
 from tests.support.router.harness import served

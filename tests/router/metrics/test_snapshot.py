@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.metric import Definition, Labels
+from pdserve.router.metrics.exposition import exposition
 from pdserve.router.metrics.stats import (
     BUCKETS_S,
     BY_NAME,
@@ -16,7 +17,6 @@ from pdserve.router.metrics.stats import (
     Histogram,
     Snapshot,
     add_up,
-    exposition,
     left_behind,
 )
 

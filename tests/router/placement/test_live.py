@@ -37,7 +37,7 @@ def conversation(*contents: str) -> list[dict[str, str]]:
     return [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
 
 
-async def test_a_prompt_that_was_tokenized_is_computed_all_the_same() -> None:
+async def test_prompts_that_wait_are_counted_and_not_forgotten_but_not_those_to_be_tokenized() -> None:
     async with disagg(min_prefill_tokens=300) as (harness, [prefill], [decode]):
         worker = harness.router.fleet.by_id[decode.id]
         gate = Gate()
@@ -48,10 +48,14 @@ async def test_a_prompt_that_was_tokenized_is_computed_all_the_same() -> None:
         assert (worker.in_flight, worker.queued_tokens) == (1, 0)
         gate.open.set()
         client.leave()
-        await harness.post("/tokenize", {"model": "m", "prompt": LONG})
         response = await harness.post("/v1/completions", {"model": "m", "prompt": LONG})
-        assert "prefill=least-loaded" in response.headers["x-pdserve-plan"]
+        assert "prefill=least-loaded" in response.headers["x-pdserve-plan"], "nobody has computed it"
         assert len(prefill.got("/pd/prefill")) == 1
+        decode.script(CHAT, answer(200, {}), answer(500, {}), answer(400, {}))
+        for _ in range(3):
+            await harness.chat(messages=conversation("short"))
+        await harness.settle()
+        assert [worker.queued_tokens for worker in harness.router.fleet.workers] == [0, 0]
 
 
 async def test_workers_that_say_how_busy_they_are_get_less() -> None:
@@ -64,15 +68,6 @@ async def test_workers_that_say_how_busy_they_are_get_less() -> None:
             await asyncio.sleep(0.01)
         for _ in range(4):
             assert (await harness.chat()).headers["x-pdserve-decode"] == free.id
-
-
-async def test_prompts_that_wait_are_counted_and_not_forgotten() -> None:
-    async with disagg(min_prefill_tokens=10_000) as (harness, _, [decode]):
-        decode.script("/v1/chat/completions", answer(200, {}), answer(500, {}), answer(400, {}))
-        for _ in range(3):
-            await harness.chat(messages=conversation(LONG))
-        await harness.settle()
-        assert [worker.queued_tokens for worker in harness.router.fleet.workers] == [0, 0]
 
 
 def placements(harness: Harness, role: str) -> dict[str, int]:
@@ -105,56 +100,35 @@ def test_words_of_other_packages_policies_cannot_fill_the_metrics() -> None:
     assert stats.placements["decode", "other"] == 9 * MAX_PLACEMENTS
 
 
-async def test_what_one_tenant_sent_neither_steers_nor_shows_in_anothers_placement(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("cache", ["", "family"])
+async def test_what_one_tenant_sent_steers_and_shows_in_anothers_placement_only_if_they_share_a_cache(
+    monkeypatch: pytest.MonkeyPatch, cache: str
 ) -> None:
     monkeypatch.setenv("PDSERVE_API_KEYS", f"alice={ALICE},bob={BOB}")
     session = {"x-session-id": "the same"}
-    async with disagg(prefill=3, decode=3, prefill_policy="cache_aware", decode_policy="affinity") as (
-        harness,
-        prefills,
-        decodes,
-    ):
+    tenants = tuple(Tenant(name=name, cache=cache) for name in ("alice", "bob"))
+    policies = {"prefill_policy": "cache_aware", "decode_policy": "affinity"}
+    async with disagg(prefill=3, decode=3, tenants=tenants, **policies) as (harness, prefills, decodes):
         for worker in prefills:
             worker.script("/pd/prefill", *[answer(200, PREFILLED)] * 12)
-
-        async def chat(key: str) -> dict[str, str]:
-            return (await harness.chat(headers=session | by(key), messages=conversation(LONG))).headers
-
-        async def homes(key: str, count: int) -> set[str]:
-            """The prefill workers of so many requests. Tenants are not told."""
-            before = [len(worker.got("/pd/prefill")) for worker in prefills]
-            for _ in range(count):
-                assert not {"x-pdserve-prefill", "x-pdserve-decode"} & (await chat(key)).keys()
-            asked = zip(prefills, before, strict=True)
-            return {worker.id for worker, count in asked if len(worker.got("/pd/prefill")) > count}
-
-        first = await chat(ALICE)
-        home = {worker.id for worker in prefills if worker.got("/pd/prefill")}
-        assert await homes(ALICE, 4) == home
-        assert placements(harness, "prefill") == {"cache-aware": 1, "prefix": 4}
-        assert sum(len(worker.got("/pd/settled")) for worker in decodes) == 4
-        before = [len(worker.got("/pd/prefill")) for worker in prefills]
-        others = await chat(BOB)
-        asked = zip(prefills, before, strict=True)
-        home = {worker.id for worker, count in asked if len(worker.got("/pd/prefill")) > count}
-        assert placements(harness, "prefill") == {"cache-aware": 2, "prefix": 4}
-        assert placements(harness, "decode") == {"rendezvous": 2, "session": 4}
-        assert others["x-pdserve-plan"] == first["x-pdserve-plan"]  # word for word what nobody's prompt gets
-        # no turn of hers is asked for
-        assert sum(len(worker.got("/pd/settled")) for worker in decodes) == 4
-        assert await homes(BOB, 4) == home
-
-
-async def test_tenants_of_one_cache_share_what_is_known_of_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PDSERVE_API_KEYS", f"alice={ALICE},bob={BOB}")
-    family = tuple(Tenant(name=name, cache="family") for name in ("alice", "bob"))
-    async with disagg(prefill=3, prefill_policy="cache_aware", tenants=family) as (harness, prefills, _):
-        for worker in prefills:
-            worker.script("/pd/prefill", *[answer(200, PREFILLED)] * 4)
+        homes, plans = {}, {}
         for key in (ALICE, BOB):
-            await harness.chat(headers=by(key), messages=conversation(LONG))
-        assert placements(harness, "prefill") == {"cache-aware": 1, "prefix": 1}
+            before = [len(worker.got("/pd/prefill")) for worker in prefills]
+            for number in range(5):
+                said = await harness.chat(headers=session | by(key), messages=conversation(LONG))
+                assert not {"x-pdserve-prefill", "x-pdserve-decode"} & said.headers.keys(), "none are told"
+                plans.setdefault((key, number), said.headers["x-pdserve-plan"])
+            asked = zip(prefills, before, strict=True)
+            homes[key] = {worker.id for worker, count in asked if len(worker.got("/pd/prefill")) > count}
+        assert len(homes[ALICE]) == len(homes[BOB]) == 1, "each keeps to where its prompt is"
+        if cache:
+            assert placements(harness, "prefill") == {"cache-aware": 1, "prefix": 9}
+            assert homes[ALICE] == homes[BOB]
+            return
+        assert placements(harness, "prefill") == {"cache-aware": 2, "prefix": 8}
+        assert placements(harness, "decode") == {"rendezvous": 2, "session": 8}
+        assert plans[BOB, 0] == plans[ALICE, 0], "word for word what nobody's prompt gets"
+        assert sum(len(worker.got("/pd/settled")) for worker in decodes) == 8, "of no turn of hers"
 
 
 PREFILL = Worker("prefill", "http://p:1")
@@ -241,8 +215,14 @@ TURN = RequestFacts(ENDPOINTS[CHAT], session=named("s"))
 
 def test_no_wait_for_a_turn_that_is_still_being_answered() -> None:
     made = plan(TURN, last=SessionEntry("r1", D2.id, 0.0))
-    assert made.decode is D2
-    assert made.settle is None
+    assert (made.decode, made.settle) == (D2, None)
+
+
+def test_the_alternate_is_the_least_loaded_that_was_not_tried() -> None:
+    a, b, c = (Worker("decode", f"http://{name}:1") for name in "abc")
+    a.in_flight, b.in_flight, c.in_flight = 0, 5, 3
+    assert choose_alternate((a, b, c), [a.id]) is c
+    assert choose_alternate((a,), [a.id]) is None
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/embeddings"])
@@ -256,10 +236,3 @@ def test_what_generates_nothing_goes_where_the_session_is_and_is_no_turn_of_it(p
     finally:
         D2.in_flight = 0
     assert (made.decode, made.settle) == (D1, None)
-
-
-def test_the_alternate_is_the_least_loaded_that_was_not_tried() -> None:
-    a, b, c = (Worker("decode", f"http://{name}:1") for name in "abc")
-    a.in_flight, b.in_flight, c.in_flight = 0, 5, 3
-    assert choose_alternate((a, b, c), [a.id]) is c
-    assert choose_alternate((a,), [a.id]) is None

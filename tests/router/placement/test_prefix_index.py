@@ -51,63 +51,47 @@ def chat(*contents: str, **more: object) -> Prefix:
     return prefix_of(view, view.messages, "m")
 
 
-def test_a_conversation_that_goes_on_keeps_its_blocks() -> None:
+def test_a_conversation_that_goes_on_keeps_its_blocks_and_what_else_decides_pages_keeps_them_apart() -> None:
     first, second = chat("a" * 5000), chat("a" * 5000, "b" * 5000)
     assert len(first.digests) == 4  # the fifth block is not full
     assert second.digests[:4] == first.digests
     assert len(second.digests) == 9
-
-
-@pytest.mark.parametrize("more", [{"tools": [{"type": "function"}]}, {"cache_salt": "x"}])
-def test_what_decides_pages_beside_the_text_keeps_blocks_apart(more: dict[str, object]) -> None:
-    assert set(chat("a" * 5000).digests).isdisjoint(chat("a" * 5000, **more).digests)
-
-
-def test_models_keep_blocks_apart() -> None:
+    for more in ({"tools": [{"type": "function"}]}, {"cache_salt": "x"}):
+        assert set(first.digests).isdisjoint(chat("a" * 5000, **more).digests)
     view = parse_request(json.dumps({"prompt": "a" * 5000}).encode())
-    of_m, of_n = prefix_of(view, view.prompt, "m"), prefix_of(view, view.prompt, "n")
-    assert set(of_m.digests).isdisjoint(of_n.digests)
+    of_m, of_n = prefix_of(view, view.prompt, "m"), prefix_of(view, view.prompt, "n")  # of two models
     table = PrefixTable(ROOM)
     table.record(of_m, A, 0.0, in_pool=True)
     assert table.places(of_m, 0.0).cached(A).total == tokens(4)
     assert table.places(of_n, 0.0).cached(A).total == 0
-
-
-def test_token_ids_take_more_bytes_than_text() -> None:
     view = parse_request(json.dumps({"input_ids": [12345] * 1000}).encode())
     ids = prefix_of(view, view.input_ids, "m")
-    assert ids.tokens(1) == 1024 // 6
+    assert ids.tokens(1) == 1024 // 6, "they take more bytes than text"
 
 
-def test_a_prefix_is_where_it_was_sent_and_fades_from_device_to_host_to_pool() -> None:
+def test_a_prefix_is_where_it_was_sent_fades_from_device_to_host_to_pool_and_is_lost_by_a_restart() -> None:
     table = PrefixTable(ROOM)
     table.record(prefix("abcd"), A, 0.0, in_pool=True)
     asked = prefix("abxy")
     assert table.places(asked, 0.0).cached(A) == Cached(device=tokens(2))
     later = table.places(asked, DEVICE_HALF_LIFE_S).cached(A)
     assert later.device == pytest.approx(tokens(1))
-    assert later.device + later.host == pytest.approx(
-        tokens(2) * 2 ** -(DEVICE_HALF_LIFE_S / HOST_HALF_LIFE_S)
-    )
+    left = tokens(2) * 2 ** -(DEVICE_HALF_LIFE_S / HOST_HALF_LIFE_S)
+    assert later.device + later.host == pytest.approx(left)
     assert later.total == pytest.approx(tokens(2), rel=0.02)  # what it has lost is in the pool
     assert table.places(asked, 0.0).cached(B) == Cached(pool=tokens(2))
-
-
-def test_the_longest_of_what_a_worker_has_counts() -> None:
-    table = PrefixTable(ROOM)
-    table.record(prefix("abcd"), A, 0.0, in_pool=False)
-    table.record(prefix("ab"), A, HOST_HALF_LIFE_S / 20, in_pool=False)
-    assert own(table.places(prefix("abcd"), HOST_HALF_LIFE_S / 20), A) == pytest.approx(tokens(4) * 2**-0.05)
-
-
-def test_a_worker_that_comes_back_has_lost_its_memory() -> None:
-    worker, table = Worker("decode", "http://c:1"), PrefixTable(ROOM)
+    table.record(prefix("ab"), B, 0.0, in_pool=False)
+    table.record(prefix("abcd"), B, HOST_HALF_LIFE_S / 20, in_pool=False)
+    table.record(prefix("ab"), B, HOST_HALF_LIFE_S / 10, in_pool=False)
+    longest = own(table.places(prefix("abcd"), HOST_HALF_LIFE_S / 10), B)
+    assert longest == pytest.approx(tokens(4) * 2**-0.05)
+    worker = Worker("decode", "http://c:1")
     fleet = Fleet([worker])
     fleet.on_probe_ready(worker)
-    table.record(prefix("ab"), worker, 0.0, in_pool=False)
+    table.record(prefix("xy"), worker, 0.0, in_pool=False)
     fleet.on_probe_not_ready(worker)
     fleet.on_probe_ready(worker)
-    assert table.places(prefix("ab"), 0.0).cached(worker) == Cached()
+    assert table.places(prefix("xy"), 0.0).cached(worker) == Cached()
 
 
 def test_a_block_remembers_the_workers_it_was_last_at() -> None:

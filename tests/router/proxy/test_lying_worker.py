@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.router.metrics.stats import exposition
+from pdserve.router.metrics.exposition import exposition
 from pdserve.router.request.stream_marks import StreamMarks
 from pdserve.router.request.token_usage import Meter
 from tests.support.router.harness import CHAT, Harness, chat_body, disagg

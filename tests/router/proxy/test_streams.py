@@ -34,7 +34,7 @@ from tests.support.router.mock_worker import (
     stream,
 )
 from tests.support.router.process import RouterProcess
-from tests.support.router.raw_load import Load, mock_worker, run_load
+from tests.support.router.raw_load import Load, mock_workers, run_load
 
 COUNT = 200
 
@@ -330,8 +330,8 @@ async def test_a_thousand_streams_again_and_again_leave_memory_and_descriptors_a
 ) -> None:
     options = [f"--{name}-s=120" for name in ("deadlines.connect", "deadlines.prefill", "probe.timeout")]
     load = Load(streams=MANY, seconds=0.5, chunks=3, interval_us=500_000, ramp_s=1.5, warm_up_s=0.5)
-    with mock_worker("prefill", tmp_path) as prefill, mock_worker("decode", tmp_path) as decode:
-        urls = [f"http://127.0.0.1:{worker.port}" for worker in (prefill, decode)]
+    with mock_workers("prefill", tmp_path) as prefill, mock_workers("decode", tmp_path) as decode:
+        urls = [f"http://127.0.0.1:{port}" for worker in (prefill, decode) for port in worker.ports]
         router = await RouterProcess.start("--prefill", urls[0], "--decode", urls[1], *options)
         await router.listening()
         process = psutil.Process(*router.children)

@@ -141,7 +141,7 @@ async def test_a_collector_that_is_away_hurts_no_request(monkeypatch: pytest.Mon
 
 def test_without_a_collector_nothing_of_the_sdk_is_imported() -> None:
     program = (
-        "import sys, pdserve.router.sharing.child, pdserve.engine.http.request_spans\n"
+        "import sys, pdserve.router.sharing.child, pdserve.engine.http.request\n"
         "from pdserve.tracing import Tracing, open_tracer\n"
         "assert open_tracer(Tracing(), 'x') is None\n"
         "print([name for name in sys.modules if name.startswith('opentelemetry.sdk')])"

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.router.api.request_body import parse_request
+from pdserve.router.sessions.canonical import chain_of
 from pdserve.router.sessions.history import MAX_MESSAGES, Change, History, change_of, turn_of
 from pdserve.router.sessions.keys import named
 from tests.support.agents import CLIENTS, TURNS, Client
@@ -100,3 +101,32 @@ def test_what_an_agent_asks_in_between_is_no_change() -> None:
     views = [parse_request(json.dumps(body).encode()) for body in said]
     changes = [history.follow(name, view)[1] for view in views]
     assert [change and change.reason for change in changes] == [None, None, None, None, "system_changed"]
+
+
+MESSAGES = st.lists(
+    st.one_of(
+        st.builds(
+            dict,
+            role=st.sampled_from(["user", "system", "tool"]),
+            content=st.sampled_from(["a", "b]", "é, {"]),
+        ),
+        st.builds(
+            lambda text: user([{"type": "text", "text": text, "cache_control": {}}]), st.sampled_from("ab")
+        ),  # type: ignore[arg-type]
+        st.sampled_from([5, {"role": 5}, {"content": "a"}]),
+    ),
+    max_size=12,
+)
+
+
+@given(MESSAGES, MESSAGES, st.integers(0, 12), st.sampled_from([None, 1, (",", ":")]), st.integers(1, 12))
+def test_the_chain_of_the_turn_before_changes_nothing_but_the_time(
+    before: list[Any], after: list[Any], common: int, form: Any, at_most: int
+) -> None:
+    said = [before, before[:common] + after]
+    form = {"separators": form} if isinstance(form, tuple) else {"indent": form}
+    one, two = (parse_request(json.dumps({"messages": of}, **form).encode()).messages for of in said)
+    last, alone = chain_of(one, at_most), chain_of(two, at_most)
+    known = chain_of(two, at_most, [chain_of(parse_request(b"{}").messages, 1), last])
+    assert (known.hashes, known.sizes) == (alone.hashes, alone.sizes)
+    assert (known.head, known.head_bytes) == (alone.head, alone.head_bytes)

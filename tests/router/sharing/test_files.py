@@ -133,14 +133,25 @@ def test_an_order_ends_with_the_worker_that_it_is_about_and_who_comes_then_is_an
     assert IDS[1] in here.members
 
 
-def test_of_two_acts_at_once_the_later_one_counts_everywhere(tmp_path: Path) -> None:
+def test_of_acts_at_once_the_later_one_counts_everywhere_and_none_is_lost(tmp_path: Path) -> None:
     here, there = Process(tmp_path), Process(tmp_path)
     here.do("drain", URLS[1])
     there.do("leave", URLS[1])
     here.do("drain", URLS[0])
+    there.acts.change(lambda acts: Acts(acts.orders, acts.keys + 1))  # the keys are to be read again
     for process in (here, there):
         process.look()
     assert here.members == there.members == {IDS[0]: ("prefill", True)}
+    assert here.acts.changed() is None
+    here.acts.order(IDS[0], NONE)
+    acts = there.acts.changed()
+    assert acts is not None
+    assert (list(acts.orders), acts.keys) == ([IDS[1]], 1)
+    with (tmp_path / "acts.lock").open("w") as held:  # by a process that was stopped just then
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(BlockingIOError):
+            here.acts.order(IDS[1], NONE)
+    here.acts.order(IDS[1], NONE)
 
 
 def test_a_configuration_read_anew_brings_back_what_it_lists() -> None:
@@ -160,24 +171,6 @@ def test_a_configuration_read_anew_brings_back_what_it_lists() -> None:
         "etcd:1": removed,
         "other:1": drained,
     }
-
-
-def test_that_keys_are_to_be_read_again_is_told_beside_orders(tmp_path: Path) -> None:
-    here, there = ActsFile(tmp_path), ActsFile(tmp_path)
-    here.order(IDS[1], Order(is_drained=True))
-    there.change(lambda acts: Acts(acts.orders, acts.keys + 1))
-    assert here.changed() == Acts({IDS[1]: Order(is_drained=True)}, 1)
-    assert here.changed() is None
-    here.order(IDS[1], NONE)
-    assert there.changed() == Acts({}, 1)
-
-
-def test_a_lock_that_a_stopped_process_holds_holds_up_nobody_for_long(tmp_path: Path) -> None:
-    with (tmp_path / "acts.lock").open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(BlockingIOError):
-            ActsFile(tmp_path).order(IDS[1], NONE)
-    ActsFile(tmp_path).order(IDS[1], NONE)
 
 
 # --- metrics
@@ -214,10 +207,11 @@ def test_the_metrics_of_all_processes_are_added_up_and_those_of_ended_ones_stay(
     assert files.refused() == set()
 
 
-def test_a_process_that_ends_while_one_adds_up_is_counted_once(
+def test_a_process_that_ends_while_one_adds_up_is_counted_once_and_a_broken_file_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files, parent = MetricsFiles(tmp_path), MetricsFiles(tmp_path)
+    (tmp_path / "a.metrics").write_bytes(b"\xc1")
     for name in "bc":
         files.write(name, counted(10))
     read = files.read
@@ -229,10 +223,4 @@ def test_a_process_that_ends_while_one_adds_up_is_counted_once(
         return found
 
     monkeypatch.setattr(files, "read", reading)
-    assert files.add_up("a", counted(1), 0).total("requests") == 21
-
-
-def test_a_file_that_is_no_snapshot_counts_for_nothing(tmp_path: Path) -> None:
-    files = MetricsFiles(tmp_path)
-    (tmp_path / "b.metrics").write_bytes(b"\xc1")
-    assert files.add_up("a", counted(1), 0).total("requests") == 1
+    assert files.add_up("me", counted(1), 0).total("requests") == 21

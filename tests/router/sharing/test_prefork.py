@@ -22,8 +22,8 @@ from pdserve.router.config.limits import Deadlines
 from pdserve.router.config.router import RouterConfig
 from pdserve.router.metrics.stats import Snapshot
 from pdserve.router.sharing import prefork
-from pdserve.router.sharing.child_start import REPLACED, Setup
 from pdserve.router.sharing.files import MetricsFiles
+from pdserve.router.sharing.fork import REPLACED, Setup
 from pdserve.router.sharing.prefork import (
     MAX_REPLACED,
     MAX_RESTART_S,
@@ -84,20 +84,19 @@ class StandIn(Child):
         if world.is_hit(0.1):
             raise StartupError("no router process can be started")
         assert listening.fileno() >= 0
-        self.number, self.setup, self.place = len(world.made), setup, listening
+        self.pid, self.setup, self.place = len(world.made), setup, listening
         self.made_s = asyncio.get_running_loop().time()
         self.is_ready, self.is_stopping = asyncio.Event(), False
         self.over = asyncio.Event()
         self.is_told = self.was_ready = False
         self.has_long_request = world.is_hit(0.2)
-        self.process: Any = SimpleNamespace(pid=self.number, kill=lambda: self.end(-9))
         self.starting = asyncio.create_task(self.start())
         self.ended = asyncio.create_task(self.exit_status())
         world.made.append(self)
 
-    @property
-    def pid(self) -> int:
-        return self.number
+    def send(self, number: signal.Signals) -> None:
+        if number == signal.SIGKILL:
+            self.end(-9)
 
     async def start(self) -> None:
         start_s = self.world.start_s
@@ -231,9 +230,11 @@ def test_a_child_that_cannot_start_at_first_ends_the_router(
     run_virtually(main())
 
 
-def test_a_child_that_dies_again_and_again_is_started_again_less_and_less_often(world: World) -> None:
+def test_a_child_that_dies_is_started_again_less_and_less_often_and_replaced_ones_finish_in_their_time(
+    world: World,
+) -> None:
     world.has_faults, world.start_s = False, 0.0
-    config = msgspec.structs.replace(CONFIG, processes=1)
+    world.config = config = msgspec.structs.replace(CONFIG, processes=1)
 
     async def main() -> None:
         running = asyncio.create_task(parent(world, config).run())
@@ -245,21 +246,8 @@ def test_a_child_that_dies_again_and_again_is_started_again_less_and_less_often(
         starts_s = [child.made_s for child in world.made]
         pauses_s = [later - earlier for earlier, later in itertools.pairwise(starts_s)]
         assert [round(pause_s) for pause_s in pauses_s] == [1, 2, 4, 8, 16, MAX_RESTART_S, MAX_RESTART_S]
-        world.is_stopping = True
-        os.kill(os.getpid(), signal.SIGINT)
-        await running
-
-    run_virtually(main())
-
-
-def test_replaced_children_finish_their_requests_but_not_any_number_of_them(world: World) -> None:
-    world.has_faults, world.start_s = False, 0.1
-    config = msgspec.structs.replace(CONFIG, processes=1)
-    world.config = config
-
-    async def main() -> None:
-        running = asyncio.create_task(parent(world, config).run())
-        for _ in range(3 * MAX_REPLACED):
+        await asyncio.sleep(MAX_RESTART_S + 1)
+        for _ in range(3 * MAX_REPLACED):  # but not any number of them
             await asyncio.sleep(1)
             world.serving[0].has_long_request = True
             os.kill(os.getpid(), signal.SIGHUP)
@@ -268,7 +256,7 @@ def test_replaced_children_finish_their_requests_but_not_any_number_of_them(worl
         await asyncio.sleep(TOTAL_S)
         assert len(world.alive) == 1
         world.is_stopping = True
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
         await running
 
     run_virtually(main())

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import ssl
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,60 +13,49 @@ import pytest
 from tests.support.certificates import certificate
 from tests.support.router.harness import Connection, chat_body
 from tests.support.router.mock_worker import MockWorker, answer, close, raw_answer, workers
+from tests.support.router.process import CHAT, RouterProcess
 
-CHAT = "/v1/chat/completions"
 KEY, WRONG = "canary-api-key-1234567890", "canary-wrong-key-1234567890"
 ADMIN, TOKEN = "canary-admin-key-1234567890", "canary-cluster-token-1234567890"
 
 
 @pytest.mark.timeout(90)
-async def test_tls_is_spoken_and_nothing_secret_is_logged(tmp_path: Path) -> None:
+async def test_tls_is_spoken_and_nothing_secret_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cert, key = certificate(tmp_path)
 
-    async def main() -> str:
-        prefill, decode = MockWorker("prefill"), MockWorker("decode")
-        prefill.token = decode.token = TOKEN
-        async with workers(prefill, decode):
-            config = tmp_path / "router.toml"
-            config.write_text(
-                f'port = 0\nlog_level = "debug"\nprefill = ["{prefill.url}"]\ndecode = ["{decode.url}"]\n'
-                f'[access]\ntls_cert_file = "{cert}"\ntls_key_file = "{key}"\n[admin]\nport = 0\n'
-            )
-            environment = {
-                **os.environ,
-                "PDSERVE_API_KEYS": f"alice={KEY}",
-                "PDSERVE_ADMIN_KEY": ADMIN,
-                "PDSERVE_CLUSTER_TOKEN": TOKEN,
-            }
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "pdserve", "router", "--config", str(config)),
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                env=environment,
-            )
-            assert process.stdout is not None
-            said, ports = "", dict[str, int]()
-            while len(ports) < 2:
-                line = (await process.stdout.readline()).decode()
-                assert line, said
-                said += line
-                if found := re.search(r"listening on https://[^:]+:(\d+)|admin API on port (\d+)", line):
-                    ports["public" if found[1] else "admin"] = int(found[1] or found[2])
-            try:
-                await ask_everything(ports, cert, prefill, decode)
-            finally:
-                process.terminate()
-                said += (await process.communicate())[0].decode()
-            assert process.returncode == 0
-            return said
-
-    said: list[str] = []
-    said.append(await main())
-    assert "DEBUG" in said[0]
-    assert "a request was refused" in said[0]
-    assert "another worker is tried" in said[0]
-    assert "canary" not in said[0]
-    assert "Traceback" not in said[0]
+    prefill, decode = MockWorker("prefill"), MockWorker("decode")
+    prefill.token = decode.token = TOKEN
+    async with workers(prefill, decode):
+        config = tmp_path / "router.toml"
+        config.write_text(
+            f'log_level = "debug"\nprefill = ["{prefill.url}"]\ndecode = ["{decode.url}"]\n'
+            f'[access]\ntls_cert_file = "{cert}"\ntls_key_file = "{key}"\n[admin]\nport = 0\n'
+        )
+        for name, secret in (("API_KEYS", f"alice={KEY}"), ("ADMIN_KEY", ADMIN), ("CLUSTER_TOKEN", TOKEN)):
+            monkeypatch.setenv(f"PDSERVE_{name}", secret)
+        router = await RouterProcess.start("--config", str(config))
+        assert router.process.stderr is not None
+        said, ports = "", dict[str, int]()
+        while len(ports) < 2:
+            line = (await router.process.stderr.readline()).decode()
+            assert line, said
+            said += line
+            if found := re.search(r"listening on https://[^:]+:(\d+)|admin API on port (\d+)", line):
+                ports["public" if found[1] else "admin"] = int(found[1] or found[2])
+        try:
+            await ask_everything(ports, cert, prefill, decode)
+        finally:
+            router.process.terminate()
+            status, rest = await router.ended()
+    said += rest
+    assert status == 0
+    assert "DEBUG" in said
+    assert "a request was refused" in said
+    assert "another worker is tried" in said
+    assert "canary" not in said
+    assert "Traceback" not in said
 
 
 async def ask_everything(ports: dict[str, int], cert: Path, prefill: MockWorker, decode: MockWorker) -> None:

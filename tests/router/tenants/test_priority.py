@@ -40,20 +40,14 @@ def test_nobody_is_more_urgent_than_allowed_however_workers_read_the_number(
         assert asked(str(number).encode(), None, signs, at_most) == Priority(max(readings), None)
 
 
-@pytest.mark.parametrize("said", [b'"5"', b"true", b"5.5", b"[5]", b"{}", b"1e400", b"9" * 40, b"NaN"])
-def test_what_is_no_integer_is_refused_from_bound_tenants_and_else_left_to_the_worker(said: bytes) -> None:
-    with pytest.raises(RequestError, match="must be an integer"):
-        asked(said)
-    assert asked(said, at_most=None) == NO_PRIORITY
-
-
-@pytest.mark.parametrize("header", [b"", b"high", b"1.5", b"9" * 30, b"0x5", b" 5", "٥".encode()])
-def test_a_header_that_is_no_number_is_refused(header: bytes) -> None:
-    with pytest.raises(RequestError, match="x-pdserve-priority"):
-        asked(b"null", header, at_most=None)
-
-
-def test_the_body_counts_before_the_header() -> None:
+def test_what_is_no_integer_is_refused_from_bound_tenants_and_else_left_to_the_worker() -> None:
+    for said in (b'"5"', b"true", b"5.5", b"[5]", b"{}", b"1e400", b"9" * 40, b"NaN"):
+        with pytest.raises(RequestError, match="must be an integer"):
+            asked(said)
+        assert asked(said, at_most=None) == NO_PRIORITY
+    for header in (b"", b"high", b"1.5", b"9" * 30, b"0x5", b" 5", "٥".encode()):
+        with pytest.raises(RequestError, match="x-pdserve-priority"):
+            asked(b"null", header, at_most=None)
     assert asked(b"3", b"4") == Priority(3, None)
     assert asked(b"null", b"4") == Priority(4, 4)
     assert asked(b"", b"-4", (-1,)) == Priority(4, -4)
@@ -78,25 +72,21 @@ def sent(worker: MockWorker) -> list[object]:
     return [json.loads(request.body).get("priority") for request in worker.got(CHAT)]
 
 
-async def test_a_tenant_may_be_as_urgent_as_its_maximum_says(access: Access) -> None:
-    worker = MockWorker("decode", priorities="high_first")
+@pytest.mark.parametrize(
+    ("priorities", "sign", "said"), [("high_first", 1, "at most 0"), ("low_first", -1, "at least 0")]
+)
+async def test_a_tenant_may_be_as_urgent_as_its_maximum_says(
+    access: Access, priorities: str, sign: int, said: str
+) -> None:
+    worker = MockWorker("decode", priorities=priorities)
     async with before(worker, access=access, tenants=(Tenant(name="alice", max_priority=3),)) as harness:
-        for key, number, status in ((ALICE, 3, 200), (ALICE, 4, 400), (BOB, 1, 400), (BOB, -50, 200)):
+        for key, urgency, status in ((ALICE, 3, 200), (ALICE, 4, 400), (BOB, 1, 400), (BOB, -50, 200)):
+            number = sign * urgency
             assert (await harness.chat(by(key), priority=number)).status == status
             assert (await harness.chat(by(key) | {HEADER: str(number)})).status == status
-        refused = await harness.chat(by(BOB), priority=1)
-        assert refused.error["param"] == "priority"
-        assert refused.error["message"] == "You may set 'priority' to at most 0."
-        assert sent(worker) == [3, 3, -50, -50]
-
-
-async def test_where_small_numbers_come_first_these_are_the_urgent_ones(access: Access) -> None:
-    worker = MockWorker("decode", priorities="low_first")
-    async with before(worker, access=access, tenants=(Tenant(name="alice", max_priority=3),)) as harness:
-        assert (await harness.chat(by(ALICE), priority=-3)).status == 200
-        refused = await harness.chat(by(ALICE), priority=-4)
-        assert refused.error["message"] == "You may set 'priority' to at least -3."
-        assert (await harness.chat(by(ALICE), priority=50)).status == 200
+        refused = await harness.chat(by(BOB), priority=sign)
+        assert refused.error["message"] == f"You may set 'priority' to {said}."
+        assert sent(worker) == [3 * sign, 3 * sign, -50 * sign, -50 * sign]
 
 
 async def test_the_header_is_not_sent_to_workers_that_do_not_look_at_priorities() -> None:

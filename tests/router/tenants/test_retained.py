@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from pdserve.router.tenants.retained import Retained, seconds_marked, seconds_of
 from pdserve.router.tenants.rights import SALT_HEADER
 from pdserve.router.tenants.tenant import TenantState
 from tests.support.router import tenants
-from tests.support.router.harness import CHAT, Response, before, disagg
+from tests.support.router.harness import CHAT, Harness, before, disagg
 from tests.support.router.mock_worker import MockWorker, answer
 from tests.support.router.tenants import ALICE, BOB, keyed
 
@@ -23,7 +25,7 @@ SHARING = "sharing-" + "s" * 20
 HINTS = "/v1/kv/hints"
 
 
-def test_a_tenant_has_no_more_tokens_kept_than_it_may() -> None:
+def test_a_tenant_has_no_more_tokens_and_conversations_kept_than_it_may() -> None:
     tenant, kept = TenantState("t", TenantLimits(retain_tokens=100), 0.0), Retained()
     assert kept.take(tenant, "a", 60, 10, 0.0)
     assert not kept.take(tenant, "b", 60, 10, 0.0)
@@ -34,28 +36,12 @@ def test_a_tenant_has_no_more_tokens_kept_than_it_may() -> None:
     assert kept.take(tenant, "c", 70, 10, 1.0)
     assert kept.tokens(tenant, 11.0) == 0
     assert kept.take(tenant, "d", 100, 10, 11.0)
+    assert sum(kept.take(tenant, str(i), 0, 10, 22.0) for i in range(2000)) == 1000
 
 
-def test_conversations_of_no_length_are_bounded_too() -> None:
-    tenant, kept = TenantState("t", TenantLimits(retain_tokens=1), 0.0), Retained()
-    assert sum(kept.take(tenant, str(i), 0, 10, 0.0) for i in range(2000)) == 1000
-
-
-@pytest.mark.parametrize(
-    ("said", "seconds"),
-    [
-        (b"5", 5),
-        (b"999999999", MAX_KEEP_S),
-        (b"0", 0),
-        (b"", 0),
-        (b"-1", 0),
-        (b"1e9", 0),
-        (b"9" * 99, 0),
-        (b"nan", 0),
-    ],
-)
-def test_what_is_no_number_is_no_wish(said: bytes, seconds: int) -> None:
-    assert seconds_of(said) == seconds
+def test_what_is_no_number_is_no_wish() -> None:
+    said = [b"5", b"999999999", b"0", b"", b"-1", b"1e9", b"9" * 99, b"nan"]
+    assert list(map(seconds_of, said)) == [5, MAX_KEEP_S, *[0] * 6]
 
 
 FIVE, HOUR = '{"type": "ephemeral"}', '{"ttl": "1h", "type": "ephemeral"}'
@@ -83,16 +69,24 @@ def test_marks_for_caches_say_for_how_long(body: str, seconds: int) -> None:
 # --- through a router
 
 
-async def test_marks_for_caches_keep_a_conversation_within_the_tenants_right(site: dict[str, Any]) -> None:
+async def test_a_wish_or_a_mark_reaches_the_worker_within_the_tenants_bound(site: dict[str, Any]) -> None:
+    long = {"messages": [{"role": "user", "content": "word " * 200}]}
+    marked = {"prompt_cache_retention": "1h"}
     worker = MockWorker("decode")
     async with before(worker, **site) as harness:
-        body = {"messages": [{"role": "user", "content": "a"}], "prompt_cache_retention": "1h"}
-        for key, kept in ((ALICE, "3600"), (BOB, None)):
-            said = await harness.post(CHAT, body, by(key))
-            assert said.headers.get("x-pdserve-retained") == kept
+        for key, wish, body, told, kept in (
+            (ALICE, "300", {}, "300", "300"),
+            (ALICE, "300", long, "0", None),
+            (ALICE, "soon", {}, "0", None),
+            (ALICE, "", {}, None, None),
+            (ALICE, "", marked, "3600", "3600"),
+            (ALICE, "60", marked, "60", "60"),
+            (BOB, "300", {}, "0", None),
+            (BOB, "", marked, None, None),
+        ):
+            said = await harness.chat(by(key, **({"x_pdserve_retain": wish} if wish else {})), **body)
+            assert (said.status, said.headers.get("x-pdserve-retained")) == (200, told), (wish, body)
             assert worker.got(CHAT)[-1].headers.get("x-pdserve-keep") == kept
-        said = await harness.post(CHAT, body, by(ALICE, x_pdserve_retain="60"))
-        assert said.headers["x-pdserve-retained"] == "60"
 
 
 @pytest.fixture
@@ -106,23 +100,6 @@ def site(tmp_path: Path) -> dict[str, Any]:
 
 def by(key: str, **more: str) -> dict[str, str]:
     return tenants.by(key, **({"x_session_id": "s"} | more))
-
-
-def retained(response: Response) -> str | None:
-    assert response.status == 200
-    return response.headers.get("x-pdserve-retained")
-
-
-async def test_a_wish_reaches_the_worker_within_the_tenants_bound(site: dict[str, Any]) -> None:
-    worker = MockWorker("decode")
-    async with before(worker, **site) as harness:
-        long = [{"role": "user", "content": "word " * 200}]
-        assert retained(await harness.chat(by(ALICE, x_pdserve_retain="300"))) == "300"
-        assert retained(await harness.chat(by(ALICE, x_pdserve_retain="300"), messages=long)) == "0"
-        assert retained(await harness.chat(by(ALICE, x_pdserve_retain="soon"))) == "0"
-        assert retained(await harness.chat(by(BOB, x_pdserve_retain="300"))) == "0"
-        assert retained(await harness.chat(by(ALICE))) is None
-        assert [request.headers.get("x-pdserve-keep") for request in worker.got(CHAT)] == ["300", *[None] * 4]
 
 
 # --- Hints about prompts through the router: who may give them, how many, and which worker gets them
@@ -142,71 +119,47 @@ def hints(*kinds: str, messages: Any = SHORT, **payload: Any) -> dict[str, Any]:
     return {"messages": messages, "kv_hints": envelope}
 
 
-def scripted() -> MockWorker:
+@asynccontextmanager
+async def hinted(site: dict[str, Any]) -> AsyncIterator[tuple[Harness, MockWorker]]:
     worker = MockWorker("decode", takes_salt_header=True)
     worker.script(HINTS, *[answer(200, DONE)] * 8)
-    return worker
-
-
-async def test_a_hint_reaches_the_worker_with_the_tenants_salt(site: dict[str, Any]) -> None:
-    worker = scripted()
     async with before(worker, **site) as harness:
+        yield harness, worker
+
+
+async def test_a_hint_reaches_the_worker_with_the_tenants_salt_if_the_tenant_may_give_it(
+    site: dict[str, Any],
+) -> None:
+    async with hinted(site) as (harness, worker):
         body = hints("prefetch", "demote", "share")
         said = await harness.post(HINTS, body, by(ALICE))
         assert (said.status, said.json()) == (200, DONE)
         [got] = worker.got(HINTS)
-        assert got.headers[SALT_HEADER.decode()] == '"tenant/alice"'
-        assert got.json() == body
-
-
-async def test_who_may_keep_nothing_may_give_no_hints(site: dict[str, Any]) -> None:
-    worker = scripted()
-    async with before(worker, **site) as harness:
-        assert (await harness.post(HINTS, hints("prefetch"), by(BOB))).status == 403
-        assert (await harness.post(HINTS, hints("prefetch"))).status == 401
+        assert (got.headers[SALT_HEADER.decode()], got.json()) == ('"tenant/alice"', body)
         generating = await harness.post(CHAT, hints("prefetch"), by(ALICE))
         assert (generating.status, generating.error["param"]) == (400, "kv_hints")
-        assert worker.requests == []
-
-
-@pytest.mark.parametrize("envelope", [None, 5, "x", {"actions": 5}, {"actions": [{}]}])
-async def test_what_is_no_envelope_is_refused(site: dict[str, Any], envelope: object) -> None:
-    async with before(scripted(), **site) as harness:
-        refused = await harness.post(HINTS, {"messages": SHORT, "kv_hints": envelope}, by(ALICE))
-        assert (refused.status, refused.error["param"]) == (400, "kv_hints")
-
-
-async def test_pages_that_tenants_share_are_demoted_by_none_of_them(site: dict[str, Any]) -> None:
-    worker = scripted()
-    async with before(worker, **site) as harness:
+        for envelope in (None, 5, "x", {"actions": 5}, {"actions": [{}]}):
+            refused = await harness.post(HINTS, {"messages": SHORT, "kv_hints": envelope}, by(ALICE))
+            assert (refused.status, refused.error["param"]) == (400, "kv_hints")
+        assert (await harness.post(HINTS, hints("prefetch"), by(BOB))).status == 403
+        assert (await harness.post(HINTS, hints("prefetch"))).status == 401
         assert (await harness.post(HINTS, hints("prefetch"), by(SHARING))).status == 200
-        refused = await harness.post(HINTS, hints("kv.demote"), by(SHARING))
+        refused = await harness.post(HINTS, hints("kv.demote"), by(SHARING))  # what it shares with others
         assert (refused.status, refused.error["type"]) == (403, "permission_error")
-        assert len(worker.got(HINTS)) == 1
+        assert len(worker.requests) == len(worker.got(HINTS)) == 2
 
 
 @pytest.mark.parametrize("kind", ["prefetch", "retain", "pin"])
 async def test_a_tenant_has_no_more_brought_up_or_kept_than_it_may(site: dict[str, Any], kind: str) -> None:
-    worker = scripted()
-    async with before(worker, **site) as harness:
+    async with hinted(site) as (harness, worker):
         assert (await harness.post(HINTS, hints(kind, messages=LONG), by(ALICE))).status == 429
-        for session, status in (("a", 200), ("a", 200), ("b", 200), ("c", 429)):
-            said = await harness.post(HINTS, hints(kind), by(ALICE, x_session_id=session))
-            assert said.status == status, session
-        assert len(worker.got(HINTS)) == 3
-
-
-async def test_what_is_kept_no_longer_makes_room(site: dict[str, Any]) -> None:
-    async with before(scripted(), **site) as harness:
-        for session, seconds, status in (
-            ("a", 60, 200),
-            ("b", 60, 200),
-            ("c", 60, 429),
-            ("a", 0, 200),
-            ("c", 60, 200),
-        ):
-            body = hints("retain", ttl_s=seconds)
+        steps = [("a", 60, 200), ("a", 60, 200), ("b", 60, 200), ("c", 60, 429)]
+        if kind == "retain":  # what is kept no longer makes room
+            steps += [("a", 0, 200), ("c", 60, 200)]
+        for session, seconds, status in steps:
+            body = hints(kind, ttl_s=seconds)
             assert (await harness.post(HINTS, body, by(ALICE, x_session_id=session))).status == status
+        assert len(worker.got(HINTS)) == sum(status == 200 for *_, status in steps)
 
 
 # --- Look-ups of prompts through the router: whose pages they are about, and what tenants may not ask

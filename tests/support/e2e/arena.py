@@ -23,6 +23,16 @@ def page_offset(
         return pin.offset
 
 
+def has_page(
+    node: PoolNode, namespace: str, geometry: dict[str, str], key: bytes, segment_bytes: list[int]
+) -> bool:
+    try:
+        page_offset(node, namespace, geometry, key, segment_bytes)
+    except AssertionError:
+        return False
+    return True
+
+
 def drop_page(
     node: PoolNode, namespace: str, geometry: dict[str, str], key: bytes, segment_bytes: list[int]
 ) -> None:

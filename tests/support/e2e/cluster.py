@@ -10,10 +10,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import httpx
 
@@ -140,8 +140,48 @@ def http_ok(url: str) -> bool:
         return False
 
 
+def metric(url: str, name: str, **labels: str) -> float:
+    """The sum of a metric over the labels that are not given, at a server's /metrics."""
+    total, wanted = 0.0, [f'{label}="{value}"' for label, value in labels.items()]
+    for line in http.get(f"{url}/metrics", timeout=10.0).text.splitlines():
+        key, _, value = line.rpartition(" ")
+        if key.partition("{")[0] == name and all(one in key for one in wanted):
+            total += float(value)
+    return total
+
+
+class Started:
+    """Of processes that tests start and stop: `with` them."""
+
+    process: Process | None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> Any:
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.stop()
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+
+    @property
+    def popen(self) -> subprocess.Popen[bytes] | warm.WarmProcess:
+        assert self.process is not None
+        assert self.process.popen is not None
+        return self.process.popen
+
+
 @dataclass
-class PoolNode:
+class PoolNode(Started):
     """A pool node on a Unix socket in `directory`, restartable on the same arena."""
 
     directory: Path
@@ -208,17 +248,9 @@ class PoolNode:
         assert isinstance(report, m.StatusReport), report
         return report
 
-    def kill(self) -> None:
-        assert self.process is not None
-        self.process.kill()
-
-    def stop(self) -> None:
-        if self.process is not None:
-            self.process.stop()
-
 
 @dataclass
-class Worker:
+class Worker(Started):
     """A `pdserve prefill|decode|agg|elastic` process, or plain SGLang through `role="plain"`."""
 
     role: str
@@ -291,13 +323,44 @@ class Worker:
 
         eventually(flushed, f"{self.name} idle and flushed", 15.0, 0.1)
 
-    def stop(self) -> None:
-        if self.process is not None:
-            self.process.stop()
+    @property
+    def namespace(self) -> tuple[str, dict[str, str]]:
+        """(name, geometry) of its pages."""
+        info = http.get(f"{self.url}/pd/info").json()
+        return info["namespace"], info["kv_geometry"]
+
+    def has_settled(self, request_id: str) -> bool:
+        """All pages of an earlier request are in the pool, within seconds."""
+        question = {"request_id": request_id, "timeout_s": 10.0}
+        return bool(http.post(f"{self.url}/pd/settled", json=question, timeout=20.0).json()["settled"])
+
+    @contextlib.contextmanager
+    def hanging(self) -> Iterator[None]:
+        """While the block runs, its process stands still."""
+        self.popen.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.popen.send_signal(signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def started(pool: PoolNode, *workers: Worker) -> Iterator[None]:
+    """A pool node, and workers that start together."""
+    try:
+        pool.start()
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.wait_ready()
+        yield
+    finally:
+        for one in (*workers, pool):
+            one.stop()
 
 
 @dataclass
-class Router:
+class Router(Started):
     """A `pdserve router` process."""
 
     directory: Path
@@ -341,7 +404,3 @@ class Router:
         ).start()
         self.process.wait_ready(lambda: http_ok(f"{self.url}/ready"), 120.0)
         return self
-
-    def stop(self) -> None:
-        if self.process is not None:
-            self.process.stop()

@@ -26,96 +26,21 @@ BASES: Final[dict[str, dict[str, Any]]] = {
     "/tokenize": {"prompt": "Say something."},
     "/detokenize": {"tokens": [5, 6, 7]},
 }
-MEMBERS: Final = (
-    *(
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "frequency_penalty",
-        "presence_penalty",
-        "repetition_penalty",
-    ),
-    *(
-        "logit_bias",
-        "stop",
-        "stop_token_ids",
-        "stop_regex",
-        "seed",
-        "n",
-        "best_of",
-        "min_tokens",
-        "ignore_eos",
-    ),
-    *("stream", "stream_options", "logprobs", "top_logprobs", "echo", "suffix", "user", "metadata", "store"),
-    *(
-        "response_format",
-        "regex",
-        "ebnf",
-        "json_schema",
-        "tools",
-        "tool_choice",
-        "parallel_tool_calls",
-        "functions",
-    ),
-    *("messages", "prompt", "input", "system", "text", "input_ids", "tokens", "sampling_params", "model"),
-    *(
-        "chat_template_kwargs",
-        "reasoning_effort",
-        "reasoning",
-        "thinking",
-        "include",
-        "service_tier",
-        "truncation",
-    ),
-    *(
-        "previous_response_id",
-        "instructions",
-        "background",
-        "max_tool_calls",
-        "output_config",
-        "stop_sequences",
-    ),
-    *(
-        "priority",
-        "cache_salt",
-        "extra_key",
-        "rid",
-        "lora_path",
-        "session_params",
-        "custom_params",
-        "return_logprob",
-    ),
-    *(
-        "continue_final_message",
-        "add_special_tokens",
-        "skip_special_tokens",
-        "no_stop_trim",
-        "top_logprobs_num",
-    ),
-    *("logprob_start_len", "token_ids_logprob", "image_data", "return_hidden_states", "data_parallel_rank"),
-)
+NAMES: Final = """
+temperature top_p top_k min_p frequency_penalty presence_penalty repetition_penalty logit_bias stop
+stop_token_ids stop_regex seed n best_of min_tokens ignore_eos stream stream_options logprobs top_logprobs
+echo suffix user metadata store response_format regex ebnf json_schema tools tool_choice parallel_tool_calls
+functions messages prompt input system text input_ids tokens sampling_params model chat_template_kwargs
+reasoning_effort reasoning thinking include service_tier truncation previous_response_id instructions
+background max_tool_calls output_config stop_sequences priority cache_salt extra_key rid lora_path
+session_params custom_params return_logprob continue_final_message add_special_tokens
+skip_special_tokens no_stop_trim top_logprobs_num logprob_start_len token_ids_logprob image_data
+return_hidden_states data_parallel_rank
+"""
+MEMBERS: Final = NAMES.split()
 NUMBERS: Final = (
-    *(
-        0,
-        -1,
-        1,
-        2,
-        0.0,
-        -0.0,
-        0.5,
-        1.5,
-        1e-40,
-        1e300,
-        -1e300,
-        2**31,
-        2**31 - 1,
-        -(2**31),
-        2**53,
-        2**63,
-        2**64,
-    ),
-    *(10**30, -(10**30), 5e-324),
+    *(0, -1, 1, 2, 0.0, -0.0, 0.5, 1.5, 1e-40, 1e300, -1e300, 5e-324, 10**30, -(10**30)),
+    *(2**31, 2**31 - 1, -(2**31), 2**53, 2**63, 2**64),
 )
 TEXTS: Final = (
     "",
@@ -132,15 +57,8 @@ TEXTS: Final = (
     "a" * 5000,
 )
 RAW: Final = (
-    "1e999",
-    "-1e999",
-    "NaN",
-    "Infinity",
-    "9" * 5000,
-    "-" + "9" * 400,
-    "tru",
-    '"\\ud83d"',
-    "[" * 2000,
+    *("1e999", "-1e999", "NaN", "Infinity", "9" * 5000, "-" + "9" * 400),
+    *("tru", '"\\ud83d"', "[" * 2000),
 )
 """Values that Python's JSON would not write."""
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import httpx
 
-from tests.support.e2e.cluster import Router, Worker, http
-from tests.support.e2e.prompts import NEW_TOKENS, PAGE
+from tests.support.e2e.cluster import Router, Worker, eventually, http
+from tests.support.e2e.prompts import NEW_TOKENS, PAGE, Answer, token_ids
 from tests.support.e2e.site import CHUNK_TOKENS
 
 
@@ -19,10 +20,31 @@ def generate(router: Router, prompt: list[int], tokens: int = NEW_TOKENS, **head
     return http.post(f"{router.url}/generate", json=body, headers=headers, timeout=120.0)
 
 
+def ask(router: Router, prompts: list[list[int]]) -> tuple[list[Answer], list[int]]:
+    """Answers, one after the other, and the tokens of each prompt that the decode worker found."""
+    responses = [generate(router, prompt) for prompt in prompts]
+    assert [one.status_code for one in responses] == [200] * len(prompts), responses[0].text
+    return [Answer.of(one.json()) for one in responses], [sum(found(one).values()) for one in responses]
+
+
 def found(response: httpx.Response) -> dict[str, int]:
     """Prompt tokens that the decode worker itself found, by place; the answer tells what prefill found."""
     pairs = (pair.partition("=") for pair in response.headers["x-pdserve-cached"].split(", "))
     return {place: int(tokens) for place, _, tokens in pairs if place != "computed"}
+
+
+def publishes(router: Router, seed: int) -> None:
+    """Wait until what a prefill worker computes of a new prompt is found by the decode worker. Where pages
+    did not come lately, as while a node was away, a prefill waits a moment for them, and a busy machine may
+    take longer.
+    """
+
+    def is_found() -> bool:
+        prompt = token_ids(seed + next(numbers), 4 * PAGE + 1)
+        return sum(found(generate(router, prompt)).values()) == wanted_hits(prompt)
+
+    numbers = itertools.count()
+    eventually(is_found, f"{router.name}: pages are handed over", 60.0)
 
 
 def say(prompts: list[list[int]]) -> Callable[[int], str]:

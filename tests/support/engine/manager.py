@@ -127,10 +127,14 @@ def scope_of(path: str = "/generate", *headers: tuple[bytes, bytes], query: byte
 
 
 async def serve(
-    app: AsgiApp, scope: dict[str, Any], client: Client, on_start: Callable[[HttpRequest], None] | None = None
+    app: AsgiApp,
+    scope: dict[str, Any],
+    client: Client,
+    on_start: Callable[[HttpRequest], None] | None = None,
+    **traced: Any,
 ) -> None:
     """One request through the tracking."""
-    tracked = RequestTracking(app, on_start)
+    tracked = RequestTracking(app, on_start, **traced)
     await asyncio.wait_for(tracked(scope, client.messages.get, client.send), TIMEOUT_S)
 
 

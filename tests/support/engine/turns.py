@@ -69,13 +69,13 @@ class Records:
         self.asked: list[Sequence[bytes]] = []
         self.error: Exception | None = None
 
-    async def read(self, keys: Sequence[bytes]) -> Mapping[bytes, list[int]]:
+    async def read(self, keys: Sequence[bytes], tenant: str = "") -> Mapping[bytes, list[int]]:
         self.asked.append(keys)
         if self.error is not None:
             raise self.error
         return {key: list(self.kept[key]) for key in keys if key in self.kept}
 
-    def write(self, key: bytes, ids: Sequence[int]) -> asyncio.Future[bool] | None:
+    def write(self, key: bytes, ids: Sequence[int], tenant: str = "") -> asyncio.Future[bool] | None:
         self.kept[key] = list(ids)
         return None
 

@@ -204,6 +204,7 @@ class DoorConnection:
         self.is_mapped = True
         self.call = channel.call
         self.post = channel.post
+        self.call_all = channel.call_all
         self.close = channel.close
         self._pages = MappedPages(node.memory, node.table, node.layout, True)
 

@@ -50,6 +50,9 @@ class FaultyConnection:
         self._owner.before(self.welcome.node, "call")
         return self._owner.answer(self.welcome.node, request) or self._inner.call(request, deadline)
 
+    def call_all(self, requests: Sequence[Request], deadline: float) -> list[Reply]:
+        return [self.call(request, deadline) for request in requests]
+
     def post(self, message: Abort | Release) -> None:
         self._owner.before(self.welcome.node, "post")
         self._inner.post(message)

@@ -264,6 +264,10 @@ class InprocConnection:
                 self._on_view(self.welcome, self._view)
         return reply
 
+    def call_all(self, requests: Sequence[Request], deadline: float) -> list[Reply]:
+        """See `Connection`."""
+        return [self.call(request, deadline) for request in requests]
+
     def post(self, message: Abort | Release) -> None:
         """See `Connection`."""
         self._node.post(self._connection, message)

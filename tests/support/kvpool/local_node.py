@@ -33,8 +33,8 @@ class LocalNode:
     def __init__(self, config: PoolNodeConfig, directory: Path) -> None:
         self.address = f"unix:{directory}/{config.name}.sock"
         self.config = replace(config, listen=[self.address], keep=False)
-        self.log = directory / f"{config.name}.log"
-        self._handler = NodeLog(self.log)
+        self._log_path = directory / f"{config.name}.log"
+        self._handler = NodeLog(self._log_path)
         self._handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
         self._logger = logging.getLogger("pdserve")
         self._logger.addHandler(self._handler)
@@ -63,6 +63,9 @@ class LocalNode:
         except PdserveError as error:
             self._error = error
         ready.set()
+
+    def log(self) -> str:
+        return self._log_path.read_text()
 
     def connect(self, *, timeout_s: float = SOON_S) -> Connection:
         return connect(self.address, time.monotonic() + timeout_s)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from pdserve.kvpool.core.events import (
     Action,
     Answer,
+    CommitRows,
     Connected,
     Disconnected,
     PagesMoved,
     PlacesVoid,
     Received,
+    StartReceive,
+    StartSend,
     Tick,
 )
 from pdserve.kvpool.core.namespace_admin import Rules
@@ -35,7 +38,7 @@ def key(n: int) -> bytes:
 
 
 class Node:
-    """A NodeState with a clock that stands still unless moved. Every step checks conservation."""
+    """A NodeState with a clock that stands still unless moved. Each step is checked."""
 
     def __init__(
         self,
@@ -67,6 +70,7 @@ class Node:
         self._follows_places = follows_places
         self._told: dict[tuple[int, bytes], str] = {}  # where pages are, as followers know it
         self.actions: list[Action] = []
+        self.followers: list[Callable[[list[Action]], None]] = []  # of all that it does
         self._connections = 0
         self._ids = 0
 
@@ -80,10 +84,13 @@ class Node:
 
     def do(self, event: object) -> list[Action]:
         actions = self.state.handle(event, self.now_s)  # type: ignore[arg-type]
+        for follow in self.followers:
+            follow(actions)
         self.state.check()
         self.actions = [one for one in actions if not isinstance(one, PagesMoved | PlacesVoid)]
         if self._follows_places:
             self._check_places(actions)
+        _check_order(self.actions)
         return self.actions
 
     def _check_places(self, actions: list[Action]) -> None:
@@ -156,6 +163,21 @@ class Node:
 
     def status(self) -> m.StatusReport:
         return self.state.status(0, self.now_s)
+
+
+def _check_order(actions: list[Action]) -> None:
+    """Rows are written and transfers started before a reply tells a client of them: nobody acts too early."""
+    told: set[int] = set()
+    committed = False
+    for action in actions:
+        if isinstance(action, StartSend | StartReceive):
+            assert action.connection not in told, "a client hears of a transfer before it is started"
+        elif isinstance(action, CommitRows):
+            assert not committed, "a client hears of a page whose row is not written"
+        elif isinstance(action, Answer) and isinstance(action.message, m.Got | m.Reserved):
+            told.add(action.connection)
+        elif isinstance(action, Answer) and isinstance(action.message, m.Committed):
+            committed = True
 
 
 def opened(**limits: Any) -> tuple[Node, int, int]:

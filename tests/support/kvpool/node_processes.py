@@ -8,16 +8,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from pdserve.errors import PoolError
-from pdserve.kvpool.admin.node_client import NodeClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.protocol.cluster_messages import ACTIVE
 from pdserve.kvpool.protocol.messages import DataPathChoice, StatusReport
+from pdserve.kvpool.transports.base import Connection
+from pdserve.security.tls import Certificates, TlsConfig
 from pdserve.settings.config_file import to_toml
+from tests.support.kvpool.connectors import connect, fetch_status
 from tests.support.processes import Child, HarnessError, free_ports
 
 START_TIMEOUT_S: Final = 60.0  # allocating many GiB takes a while
@@ -29,16 +33,35 @@ SETTLE_TIMEOUT_S: Final = 30.0
 class NodeProcess(Child):
     """One node. It listens on a Unix socket in `directory` and wherever `settings` say."""
 
-    def __init__(self, name: str, directory: Path, settings: Mapping[str, Any]) -> None:
-        """`settings` as in the node's configuration file, but for its name and arena."""
-        file = directory / f"{name}.toml"
-        command = [sys.executable, "-m", "pdserve", "pool", "serve", "--config", str(file)]
+    def __init__(
+        self,
+        name: str,
+        directory: Path,
+        settings: Mapping[str, Any],
+        *,
+        arena_dir: Path | None = None,
+        data_path: DataPathChoice = "shm",
+        tls: TlsConfig | None = None,
+    ) -> None:
+        """`settings` as in the node's configuration file, but for its name and arena. `arena_dir`: one that
+        it is not to remove. `data_path`, `tls`: of those who `connect`.
+        """
+        self.file = directory / f"{name}.toml"
+        command = [sys.executable, "-m", "pdserve", "pool", "serve", "--config", str(self.file)]
         super().__init__(name, command, directory / f"{name}.log")
         self.address = f"unix:{directory}/{name}.sock"
-        self._arena = Path(tempfile.mkdtemp(prefix="pdserve-bench-", dir=memory_dir()))
+        self.data_path = data_path
+        self._tls = Certificates(tls or TlsConfig()).client_context
+        self._owns_arena = arena_dir is None
+        self._arena = arena_dir or Path(tempfile.mkdtemp(prefix="pdserve-bench-", dir=memory_dir()))
         self._killed = False
-        listen = [*settings.get("listen", ()), self.address]
-        file.write_text(to_toml({**settings, "name": name, "arena_dir": self._arena, "listen": listen}))
+        self.write(settings)
+
+    def write(self, settings: Mapping[str, Any]) -> None:
+        """What counts from its next start, or its next upgrade, on."""
+        listen = [*(one for one in settings.get("listen", ()) if one != self.address), self.address]
+        whole = {**settings, "name": self.name, "arena_dir": self._arena, "listen": listen}
+        self.file.write_text(to_toml(whole))
 
     @property
     def arena_path(self) -> Path:
@@ -66,14 +89,22 @@ class NodeProcess(Child):
             return False
         return True
 
+    def connect(self, *, checksum: bool = True, timeout_s: float = 5.0) -> Connection:
+        """Raises PoolError."""
+        deadline_s = time.monotonic() + timeout_s
+        return connect(self.address, deadline_s, self.data_path, checksum=checksum, tls=self._tls)
+
+    def flip_bit(self, offset: int) -> None:
+        """Damage its memory behind its back."""
+        np.memmap(self.arena_path, dtype=np.uint8, mode="r+")[offset] ^= 1
+
     def forget_memory(self) -> None:
         """What a reboot does to the arena. The node must not run."""
-        shutil.rmtree(self._arena / self.name, ignore_errors=True)
+        shutil.rmtree(self.arena_path.parent, ignore_errors=True)
 
     def status(self) -> StatusReport:
         """Raises PoolUnavailable, PoolTimeout, PoolRefused."""
-        with closing(NodeClient(self.address, timeout_s=ASK_TIMEOUT_S)) as node:
-            return node.status()
+        return fetch_status(self.address, time.monotonic() + ASK_TIMEOUT_S)
 
     def kill(self) -> None:
         """kill -9."""
@@ -99,7 +130,8 @@ class NodeProcess(Child):
         """Whatever state it is in: no process and no memory are left."""
         if self.runs:
             self.kill()
-        shutil.rmtree(self._arena, ignore_errors=True)
+        if self._owns_arena:
+            shutil.rmtree(self._arena, ignore_errors=True)
 
 
 @contextmanager

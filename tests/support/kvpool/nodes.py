@@ -91,13 +91,6 @@ def keys(count: int, seed: int = 1) -> list[bytes]:
     return [rng.bytes(32) for _ in range(count)]
 
 
-def wait_for_socket(path: Path) -> None:
-    deadline = soon()
-    while not path.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def connect_when_ready(address: str) -> Connection:
     deadline = soon()
     while True:

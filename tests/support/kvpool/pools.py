@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 from msgspec import to_builtins
 from msgspec.structs import replace
 
-from pdserve.errors import PoolError
 from pdserve.kvpool.core.sessions import Limits
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.node.memory.slab_size import MIN_SLOT_BYTES
 from pdserve.kvpool.protocol.messages import DataPathChoice
 from pdserve.kvpool.protocol.slot_table import TableLayout
 from pdserve.kvpool.transports.base import Connection
-from pdserve.security.tls import Certificates
 from pdserve.security.tokens import reveal_secret
-from pdserve.settings.config_file import to_toml
-from tests.support.kvpool.connectors import connect
 from tests.support.kvpool.inproc import InprocConnector, InprocNode
+from tests.support.kvpool.node_processes import NodeProcess
 
 KIB = 1024
-START_TIMEOUT_S = 120.0
 
 
 class Pool(Protocol):
@@ -91,82 +83,38 @@ class InprocPool:
         self.node.state.check()
 
 
-class ProcessPool:
-    """The node is a process; `data_path` is how its clients move pages."""
-
-    code = "import sys; from pdserve.cli import main; main(sys.argv[1:])"
+class ProcessPool(NodeProcess):
+    """The node of a configuration, which has started; `data_path` is how its clients move pages."""
 
     def __init__(self, config: PoolNodeConfig, directory: Path, data_path: DataPathChoice) -> None:
-        self.address = f"unix:{directory}/{config.name}.sock"
-        self.config = replace(config, listen=[self.address], keep=False)
-        self._tls = Certificates(config.tls).client_context
-        self.data_path = data_path
-        self.log = directory / f"{config.name}.log"
-        self._file = directory / f"{config.name}.toml"
-        self.configure()
-        self._process = self._start()
-
-    def configure(self, **options: Any) -> None:
-        """What counts from its next start, or its next upgrade, on."""
-        self.config = replace(self.config, **options)
-        self._file.write_text(to_toml(to_builtins(self.config, enc_hook=reveal_secret)))
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        arguments = ["pool", "serve", "--config", str(self._file)]
-        with self.log.open("ab") as log:
-            process = subprocess.Popen([sys.executable, "-c", self.code, *arguments], stderr=log, stdout=log)
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while True:
-            try:
-                connect(self.address, time.monotonic() + 1).close()
-                return process
-            except PoolError as error:
-                if process.poll() is not None or time.monotonic() > deadline:
-                    process.kill()
-                    raise AssertionError(
-                        f"the node did not start: {error}\n{self.log.read_text()}"
-                    ) from error
-            time.sleep(0.02)  # between attempts to connect
-
-    def connect(self, *, checksum: bool = True, timeout_s: float = 5.0) -> Connection:
-        deadline = time.monotonic() + timeout_s
-        return connect(self.address, deadline, self.data_path, checksum=checksum, tls=self._tls)
+        """Raises HarnessError."""
+        self.config = replace(config, listen=[f"unix:{directory}/{config.name}.sock"], keep=False)
+        super().__init__(
+            *(config.name, directory, self._settings),
+            arena_dir=config.arena_dir,
+            data_path=data_path,
+            tls=config.tls,
+        )
+        self.start()
 
     @property
-    def arena_path(self) -> Path:
-        return self.config.arena_dir / self.config.name / "arena"
-
-    def flip_bit(self, offset: int) -> None:
-        arena = np.memmap(self.arena_path, dtype=np.uint8, mode="r+")
-        arena[offset] ^= 1
-
-    def pause(self) -> None:
-        self._process.send_signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        self._process.send_signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait(10)
+    def _settings(self) -> dict[str, Any]:
+        found: dict[str, Any] = to_builtins(self.config, enc_hook=reveal_secret)
+        return found
 
     def restart(self, **options: Any) -> None:
-        assert self._process.poll() is not None
-        self.configure(**options)
-        self._process = self._start()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        """The next start, with these options changed."""
+        assert not self.runs
+        self.config = replace(self.config, **options)
+        self.write(self._settings)
+        self.start()
 
     def close(self) -> None:
         """Stop it as an operator would; a node that is not dead must end cleanly and leave nothing."""
-        if self._process.poll() is None:
-            self.resume()
-            self._process.terminate()
-            assert self._process.wait(15) == 0, self.log.read_text()
+        if self.runs:
+            assert self.stop(), self.log()
             assert not self.arena_path.parent.exists()
-        assert "Traceback" not in self.log.read_text(), self.log.read_text()
+        assert "Traceback" not in self.log(), self.log()
 
 
 def remove_arena(config: PoolNodeConfig) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pdserve.kvpool.core.events import AssignSlab, CommitRows, FreeRows, ReserveRows, SaveNamespaces
+from pdserve.kvpool.core.events import Action, AssignSlab, CommitRows, FreeRows, ReserveRows, SaveNamespaces
 from pdserve.kvpool.core.store.table_scan import TableContents, scan
 from pdserve.kvpool.namespaces.catalog import Namespaces
 from pdserve.kvpool.protocol.slot_table import RowWriter, TableLayout
@@ -23,7 +23,7 @@ class Table:
         self.writer = RowWriter(self.buffer, LAYOUT)
         self.namespaces = ""
 
-    def follow(self, actions: list[object]) -> None:
+    def follow(self, actions: list[Action]) -> None:
         for action in actions:
             if isinstance(action, ReserveRows):
                 self.writer.reserve(action.slots, action.space)
@@ -53,12 +53,5 @@ class Table:
 def following_table(table: Table) -> Node:
     """A node whose actions the table follows."""
     node = Node()
-    handle = node.state.handle
-
-    def following(event: object, now_s: float) -> list[object]:
-        actions = handle(event, now_s)  # type: ignore[arg-type]
-        table.follow(actions)  # type: ignore[arg-type]
-        return actions  # type: ignore[return-value]
-
-    node.state.handle = following  # type: ignore[method-assign, assignment]
+    node.followers.append(table.follow)
     return node

@@ -46,14 +46,7 @@ class Rig:
         self.disks: list[dict[tuple[int, bytes], TierPage]] = [{} for _ in specs]
         self.saves: list[SaveNamespaces] = []
         self.contents: dict[int, tuple[int, bytes]] = {}  # of slots: space and key
-        handle = self.node.state.handle
-
-        def following(event: object, now_s: float) -> list[Action]:
-            actions = handle(event, now_s)  # type: ignore[arg-type]
-            self.follow(actions)
-            return actions
-
-        self.node.state.handle = following  # type: ignore[method-assign, assignment]
+        self.node.followers.append(self.follow)
         self.c = self.node.connect()
         self.ns = self.node.open(self.c)
         for tier in range(len(specs)) if ready else ():

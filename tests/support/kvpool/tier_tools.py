@@ -138,6 +138,12 @@ class MemoryTier:
             for where in [where for where in self._pages if where[0] == space]:
                 del self._pages[where]
 
+    def erase(self, space: int, keys: Collection[bytes] | None = None) -> str:
+        with self._lock:
+            for where in [one for one in self._pages if one[0] == space and (keys is None or one[1] in keys)]:
+                del self._pages[where]
+        return ""
+
     def maintain(self) -> bool:
         return False
 

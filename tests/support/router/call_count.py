@@ -1,5 +1,5 @@
-"""What one request costs in Python, without sockets and without a clock: frames entered and C functions
-called.
+"""What one request costs in Python, without sockets and without a clock: frames entered, C functions called,
+and bytecodes.
 
 A router before fake transports gets the same request again and again, and answers of workers come from fakes,
 so the figures are exact. The event loop and these fakes do not count. A call of the loop counts as one C
@@ -70,6 +70,7 @@ class Cost(NamedTuple):
 
     frames: float
     c_calls: float
+    bytecodes: float
 
 
 def _framed(data: bytes) -> bytes:
@@ -171,15 +172,10 @@ class Bench:
         self._loop = loop
         self._counted = _Counts(), 1
 
-    def most_frames(self) -> list[tuple[str, float]]:
-        """What was entered the last time, by how often a request did."""
+    def most(self, of: str) -> list[tuple[str, float]]:
+        """What cost most the last time, by a field of `Cost`, and how much of it a request took."""
         counts, times = self._counted
-        return [(name, count / times) for name, count in counts.frames.most_common()]
-
-    def most_c_calls(self) -> list[tuple[str, float]]:
-        """The same of C functions."""
-        counts, times = self._counted
-        return [(name, count / times) for name, count in counts.c_calls.most_common()]
+        return [(name, count / times) for name, count in getattr(counts, of).most_common()]
 
     async def cost(self, chunks: int, times: int = 50, headers: str = "", **more: Any) -> Cost:
         """Of one request, as the mean of `times` equal ones; `chunks`: see `_ToWorker`."""
@@ -202,24 +198,32 @@ class Bench:
         if chunks:
             assert client.sent.count(b"data: {") == 20 * chunks
         counts = _Counts()
-        over = client.ask(times)
-        sys.setprofile(counts)
-        try:
-            await over
-            for _ in range(5):
-                await asyncio.sleep(0)
-        finally:
-            sys.setprofile(None)
+        for count, counter in ((sys.setprofile, counts), (sys.settrace, counts.trace)):
+            over = client.ask(times)
+            count(counter)
+            try:
+                await over
+                for _ in range(5):
+                    await asyncio.sleep(0)
+            finally:
+                count(None)
         self._counted = counts, times
-        return Cost(sum(counts.frames.values()) / times, sum(counts.c_calls.values()) / times)
+        found = counts.frames, counts.c_calls, counts.bytecodes
+        return Cost(*(sum(one.values()) / times for one in found))
+
+
+def _name(frame: FrameType) -> str:
+    code = frame.f_code
+    return f"{code.co_filename.rpartition('/pdserve/')[2]}:{code.co_qualname}"
 
 
 class _Counts:
-    """A function for `sys.setprofile`."""
+    """A function for `sys.setprofile`, and `trace` for `sys.settrace`."""
 
     def __init__(self) -> None:
         self.frames: Counter[str] = Counter()
         self.c_calls: Counter[str] = Counter()
+        self.bytecodes: Counter[str] = Counter()
         self._asyncio = asyncio.__file__.rpartition("/")[0]
         self._kinds: dict[str, str] = {}
 
@@ -235,12 +239,21 @@ class _Counts:
             self._kinds[filename] = kind
         return kind
 
+    def trace(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "opcode":
+            self.bytecodes[_name(frame)] += 1
+        elif event == "call":
+            if self._kind(frame.f_code.co_filename) != "router":
+                return None
+            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return self.trace
+
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
         kind = self._kind(code.co_filename)
         if event == "call":
             if kind == "router":
-                self.frames[f"{code.co_filename.rpartition('/pdserve/')[2]}:{code.co_qualname}"] += 1
+                self.frames[_name(frame)] += 1
             elif frame.f_back is not None and self._kind(frame.f_back.f_code.co_filename) == "router":
                 self.c_calls[code.co_qualname] += 1
         elif event == "c_call" and kind == "router":

@@ -1,12 +1,12 @@
-"""A worker that computes nothing and answers at once: a process, to be put behind a router.
+"""Workers that compute nothing and answer at once: a process, to be put behind a router.
 
-Run as `python -m tests.support.router.fast_worker PORT ROLE`. It knows what the routers that are measured ask
-of a worker: SGLang's and vLLM's generation routes, what they read to learn about a worker, and `/pd/*`. A
+Run as `python -m tests.support.router.fast_worker ROLE PORT...`. They know what the routers that are measured
+ask of a worker: SGLang's and vLLM's generation routes, what they read to learn about a worker, and `/pd/*`. A
 request for a stream says by `max_tokens` how many chunks it wants, and by `seed` how many microseconds are to
 lie between two of them; 0: one in each turn of the event loop, as a worker under full load gives them. Every
 chunk carries the time at which it was sent (CLOCK_MONOTONIC: any process of the host can compare).
 
-It ends when its standard input does, so with its parent.
+The process ends when its standard input does, so with its parent.
 """
 
 from __future__ import annotations
@@ -204,16 +204,16 @@ class Mock(asyncio.Protocol):
             self._loop.call_soon(self._chunk)
 
 
-async def serve(port: int, role: str) -> None:
+async def serve(role: str, ports: list[int]) -> None:
     """Until standard input ends."""
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     loop.add_reader(sys.stdin.fileno(), ended.set)
     known = answers(role)
-    server = await loop.create_server(lambda: Mock(role, known, loop), "127.0.0.1", port, backlog=4096)
-    async with server:
-        await ended.wait()
+    for port in ports:
+        await loop.create_server(lambda: Mock(role, known, loop), "127.0.0.1", port, backlog=4096)
+    await ended.wait()
 
 
 if __name__ == "__main__":
-    uvloop.run(serve(int(sys.argv[1]), sys.argv[2]))
+    uvloop.run(serve(sys.argv[1], list(map(int, sys.argv[2:]))))

@@ -17,7 +17,8 @@ from pdserve.router.app.lifespan import open_router
 from pdserve.router.app.router import Router
 from pdserve.router.config.limits import Deadlines, Probe
 from pdserve.router.config.router import RouterConfig
-from pdserve.router.http.serving import bind, make_server
+from pdserve.router.http.listening import bind
+from pdserve.router.http.serving import make_server
 from pdserve.tracing import Tracer
 from tests.support.router.mock_worker import MockWorker, workers
 

@@ -106,8 +106,7 @@ class RouterProcess:
     def children(self) -> set[int]:
         """Process ids of its router processes."""
         pid = self.process.pid
-        pids = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
-        return {pid for pid in pids if _is_router(pid)}
+        return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
     async def replaced(self, before: set[int], count: int = 2) -> None:
         """Until all of its processes are others than before."""
@@ -121,13 +120,6 @@ class RouterProcess:
     async def ended(self) -> tuple[int, str]:
         _, said = await self.process.communicate()
         return self.process.returncode or 0, said.decode()
-
-
-def _is_router(pid: int) -> bool:
-    try:
-        return b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):  # it has just ended
-        return False
 
 
 @asynccontextmanager

@@ -51,6 +51,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """The connections' first requests are spread over this long."""
     warm_up_s: float = 0.2
     prompt_bytes: int = 32
+    messages: int = 1
+    """That have the prompt together."""
+    key: str = ""
+    """An API key. Where there is one, each request also names its session."""
     seed: int = 1
 
 
@@ -71,33 +75,37 @@ def make_requests(load: Load, port: int) -> list[bytes]:
     """Whole HTTP requests that the connections take turns with; the same for the same seed."""
     draw = random.Random(f"router {load.seed}")
     requests = []
-    for _ in range(BODIES):
-        own = "".join(draw.choices(string.ascii_lowercase, k=min(load.prompt_bytes, OWN_BYTES)))
-        prompt = (own * (load.prompt_bytes // OWN_BYTES + 1))[: load.prompt_bytes]
-        asked = {"model": MODEL, "messages": [{"role": "user", "content": prompt}], "max_tokens": 1}
+    size = load.prompt_bytes // load.messages
+    for number in range(BODIES):
+        own = "".join(draw.choices(string.ascii_lowercase, k=min(size, OWN_BYTES)))
+        prompt = (own * (size // OWN_BYTES + 1))[:size]
+        said = [{"role": ("user", "assistant")[n % 2], "content": prompt} for n in range(load.messages)]
+        asked = {"model": MODEL, "messages": said, "max_tokens": 1}
         if load.chunks:
             asked |= {"stream": True, "max_tokens": load.chunks, "seed": load.interval_us}
         body = json.dumps(asked).encode()
         head = f"POST {PATH} HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
+        if load.key:
+            head += f"authorization: Bearer {load.key}\r\nx-session-id: session-{number}\r\n"
         requests.append(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
     return requests
 
 
 class Mock(NamedTuple):
-    """A mock worker that runs."""
+    """Mock workers that run, all in one process."""
 
-    port: int
+    ports: list[int]
     pid: int
 
 
 @contextmanager
-def mock_worker(role: str, directory: Path) -> Iterator[Mock]:
-    """A worker that computes nothing and answers at once, in a process of its own. Raises HarnessError."""
-    (port,) = free_ports(1)
-    command = [sys.executable, "-m", "tests.support.router.fast_worker", str(port), role]
+def mock_workers(role: str, directory: Path, count: int = 1) -> Iterator[Mock]:
+    """Workers that compute nothing and answer at once, in a process of their own. Raises HarnessError."""
+    ports = free_ports(count)
+    command = [sys.executable, "-m", "tests.support.router.fast_worker", role, *map(str, ports)]
     log = directory / f"{role}.log"
-    with server(f"the mock {role} worker", command, log, lambda: accepts(port)) as made:
-        yield Mock(port, made.pid)
+    with server(f"the mock {role} workers", command, log, lambda: all(map(accepts, ports))) as made:
+        yield Mock(ports, made.pid)
 
 
 async def run_load(load: Load, port: int, look: Callable[[], T]) -> tuple[Loaded, T, T]:

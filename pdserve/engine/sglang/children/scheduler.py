@@ -7,6 +7,7 @@
 | `Scheduler._record_kv_event_lora_name` | requests for embeddings get their `cache_salt` |
 | `UnifiedRadixCache.prefetch_outcome_stats_snapshot` | fetches that SGLang declined are counted |
 | `Req._check_str_based_finish` | of several stop strings the first in the text ends it |
+| `UnifiedRadixCache` | what it looks up and stores says whose it is (owners.py) |
 | `torch.distributed.TCPStore` | serves loopback only where all ranks are on one host |
 
 Importing this module imports neither SGLang nor torch: the worker's own process takes from it how it names
@@ -23,6 +24,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from pdserve.engine.metric_names import METRICS
+from pdserve.engine.sglang.children.owners import lookups_marked, stores_marked
 from pdserve.metric import by_name
 
 POOL_ROOM: Final = 2**62
@@ -55,6 +57,9 @@ def change(*, is_on_one_host: bool) -> None:
     _replace(Scheduler, "_process_hicache_events", pulls_ended)
     _replace(Scheduler, "_record_kv_event_lora_name", salts_taken)
     _replace(UnifiedRadixCache, "prefetch_outcome_stats_snapshot", Declined(_Counter().add).counted)
+    _replace(UnifiedRadixCache, "prefetch_from_storage", lookups_marked(4))
+    _replace(UnifiedRadixCache, "query_storage_hit_length", lookups_marked(3))
+    _replace(UnifiedRadixCache, "__init__", stores_marked)
     _replace(Req, "_check_str_based_finish", lambda check: earliest_stop(check, FINISH_MATCHED_STR))
     if is_on_one_host:
         serve_stores_locally()
@@ -102,7 +107,7 @@ def pulls_ended(process_events: Callable[..., None]) -> Callable[..., None]:
     include it, and in the end its count of aborted requests or of answered ones.
 
     All ranks of a worker decide alike, since SGLang ends a fetch on all of them in the same step. Ranks of a
-    pipeline do not in buffer_only, which is refused there (`server_args.check_host_memory`).
+    pipeline do not in buffer_only, which is refused there (`server_args.check_supported`).
     """
     from sglang.srt.managers.io_struct import AbortReq
 

@@ -33,6 +33,19 @@ class Facts:
         self.committed_s = array("d", bytes(8 * slots))
 
 
+class Family:
+    """A namespace and those of its tenants, which share its quotas."""
+
+    def __init__(self) -> None:
+        self.members: list[NamespacePages] = []
+        self.quota_bytes: int | None = None
+        self.tier_quota_bytes = 0
+
+    @property
+    def slot_bytes(self) -> int:
+        return sum(pages.slot_bytes for pages in self.members)
+
+
 class NamespacePages:
     """The pages of one namespace, their orders of eviction, and its limits.
 
@@ -42,6 +55,7 @@ class NamespacePages:
     __slots__ = (
         "committed",
         "expiry",
+        "family",
         "gone",
         "hits",
         "kin",
@@ -81,6 +95,7 @@ class NamespacePages:
         self.orders: dict[int, EvictionPolicy] = {}  # by size class
         self.expiry: Ttl | None = None  # of all committed pages, where pages expire
         self.kin: Kin | None = None  # where pages have several parts
+        self.family: Family | None = None  # where it has tenants, or is a tenant's
 
     @property
     def ttl_s(self) -> float | None:
@@ -136,6 +151,8 @@ class Index:
     def forget(self, number: int) -> None:
         """Remove a namespace without pages."""
         pages = self._namespaces.pop(number, None)
+        if pages is not None and pages.family is not None:
+            pages.family.members.remove(pages)
         assert pages is None or not (pages.committed or pages.writing)
 
     def find(self, number: int, key: bytes) -> int:

@@ -34,6 +34,9 @@ def check(store: PageStore) -> None:
         assert slot in store.held
         assert store.states[slot] == COMMITTED
     assert all(slot in store.held for slot in taken if store.states[slot] == DOOMED)
+    to_wipe = [slot for slot, wanted in enumerate(store.to_wipe) if wanted]
+    assert len(to_wipe) == store.wiping
+    assert all(store.states[slot] not in (FREE, COMMITTED) for slot in to_wipe)
     store.slab_use.check()
     for pages in store.index:
         assert pages.slot_bytes == by_namespace[pages.number]

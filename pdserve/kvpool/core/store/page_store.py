@@ -18,7 +18,8 @@ import numpy.typing as npt
 
 from pdserve.errors import ConfigError
 from pdserve.kvpool.core.events import Action, CommitRows, ReserveRows
-from pdserve.kvpool.core.store.index import NONE, NamespacePages
+from pdserve.kvpool.core.store import lazy_free
+from pdserve.kvpool.core.store.index import NONE, Family, NamespacePages
 from pdserve.kvpool.core.store.kin import Kin
 from pdserve.kvpool.core.store.lazy_free import CHUNK_SLOTS, Sweep
 from pdserve.kvpool.core.store.room import MAX_DROPS, DropBudget, Room
@@ -172,9 +173,10 @@ class PageStore(SlotStates):
 
     # --- dropping
 
-    def clear(self, namespace: int, space: int, out: list[Action]) -> int:
+    def clear(self, namespace: int, space: int, out: list[Action], *, erases: bool = False) -> int:
         """Drop every page of the namespace, in one step over all slots' states (1 ms for a million slots).
-        The number of pages. Rows carry `space` from now on, a number that no row had before.
+        The number of pages. Rows carry `space` from now on, a number that no row had before. `erases`: the
+        slots are to be wiped (`wipe_when_free`), so fewer are freed at a time.
         """
         pages = self.index.namespace(namespace)
         count = len(pages.committed)
@@ -183,7 +185,7 @@ class PageStore(SlotStates):
         states = np.frombuffer(self.states, np.uint8)
         owned = np.frombuffer(self.facts.namespace, np.uint32) == namespace
         states[owned & (states == COMMITTED)] = SWEEPING
-        sweep = Sweep(pages.committed, pages.orders)
+        sweep = Sweep(pages.committed, pages.orders, erases=erases)
         pages.gone["dropped"] += len(pages.committed)
         pages.committed, pages.orders, pages.page_bytes, pages.space = {}, {}, 0, space
         if count and self.on_change is not None:
@@ -200,7 +202,7 @@ class PageStore(SlotStates):
         self.bytes_in_state[SWEEPING] += swept_bytes
         if swept_bytes:
             self.sweeps.append(sweep)
-            if len(sweep.slot_of) <= CHUNK_SLOTS:
+            if len(sweep.slot_of) <= CHUNK_SLOTS and not (erases and swept_bytes > lazy_free.ERASED_BYTES):
                 while sweep.slot_of:
                     self.sweep(sweep, None, out)
             else:
@@ -221,10 +223,12 @@ class PageStore(SlotStates):
         policy: str = "lru",
         ttl_s: float | None = None,
         quota_bytes: int | None = None,
+        family: Family | None = None,
     ) -> None:
         """Set the namespace's order of eviction, the time to live of its pages, and the bytes of slots that
-        it may have, reservations included. Existing pages are ordered anew at once (0.2 s for a million);
-        `tick` evicts pages beyond a lowered quota. Raises ConfigError.
+        it may have, reservations included. `family`: with whom it shares further quotas. Existing pages are
+        ordered anew at once (0.2 s for a million); `tick` evicts pages beyond a lowered quota. Raises
+        ConfigError.
         """
         check_policy(policy, ttl_s)
         if quota_bytes is not None and quota_bytes < 0:
@@ -232,12 +236,16 @@ class PageStore(SlotStates):
         pages = self.index.namespace(namespace)
         changed = (pages.policy, pages.ttl_s) != (policy, ttl_s)
         pages.policy, pages.quota_bytes = policy, quota_bytes
+        if family is not None and pages.family is None:
+            pages.family = family
+            family.members.append(pages)
         if changed:
             pages.expiry = None if ttl_s is None else Ttl(self.expiry_links, ttl_s)
             slots = np.fromiter(pages.committed.values(), np.int64, len(pages.committed))
             last_use = np.frombuffer(self.facts.last_use, np.uint64)[slots]
             self.reorder(pages, slots[np.argsort(last_use, kind="stable")])
-        if quota_bytes is not None and pages.slot_bytes > quota_bytes:
+        bounds = [pages] if pages.family is None else [pages, pages.family]
+        if any(one.quota_bytes is not None and one.slot_bytes > one.quota_bytes for one in bounds):
             self._over_quota.add(namespace)
             self.next_work_s = 0.0
 
@@ -264,8 +272,7 @@ class PageStore(SlotStates):
                 self._expect(max(pages.expiry.next_end_s + EXPIRY_SLACK_S, now_s + BETWEEN_CHUNKS_S))
         for namespace in list(self._over_quota):
             pages = self.index.namespace(namespace)
-            quota, budget = pages.quota_bytes, DropBudget(CHUNK_SLOTS)
-            if quota is None or self._room.fit_quota(pages, quota, budget, out) or budget.left:
+            if self._room.fits(pages, DropBudget(CHUNK_SLOTS), out):
                 self._over_quota.discard(namespace)
         if self.sweeps:
             self.sweep(self.sweeps[0], None, out)

@@ -55,6 +55,10 @@ class Residue:
             of[slot] = namespace
         return wipe
 
+    def wiped(self, slot: int) -> None:
+        """The bytes of a slot were set to zero."""
+        self._of[slot] = NOBODY
+
     def restore(self, slots: npt.NDArray[np.int64], namespaces: npt.NDArray[np.uint32]) -> None:
         """After a restart: the slots of the pages kept, and their namespaces."""
         of = np.frombuffer(self._of, np.uint32)

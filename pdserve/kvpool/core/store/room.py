@@ -10,7 +10,8 @@ Room is taken in this order:
 5. our own best victim.
 
 A victim takes along the parts of its page that nobody can use without it (kin.py).
-A namespace at its quota evicts its own pages first, and gets no slot beyond the quota.
+A namespace at its quota evicts its own pages first, and gets no slot beyond the quota. So does a model with
+all of its tenants.
 Pages that are kept (policy "keep") are never evicted, and their slabs are not emptied.
 
 A request may harm others only so far: it drops `MAX_DROPS` pages and a slab at most (its `DropBudget`). After
@@ -26,7 +27,7 @@ from itertools import takewhile
 from typing import Final
 
 from pdserve.kvpool.core.events import Action, AssignSlab
-from pdserve.kvpool.core.store.index import NONE, NamespacePages
+from pdserve.kvpool.core.store.index import NONE, Family, NamespacePages
 from pdserve.kvpool.core.store.lazy_free import CHUNK_SLOTS
 from pdserve.kvpool.core.store.slot_states import SlotStates
 from pdserve.kvpool.core.store.victims import best_victims
@@ -77,29 +78,42 @@ class Room:
     def within_quota(
         self, pages: NamespacePages, slot_bytes: int, count: int, budget: DropBudget, out: list[Action]
     ) -> int:
-        """How many more slots, up to `count`, the namespace may have. It evicts its own pages for them."""
-        if pages.quota_bytes is None:
-            return count
-        count = min(count, pages.quota_bytes // slot_bytes)
-        if count:
-            self.fit_quota(pages, pages.quota_bytes - count * slot_bytes, budget, out)
-        return max(0, min(count, (pages.quota_bytes - pages.slot_bytes) // slot_bytes))
+        """How many more slots, up to `count`, the namespace may have. It evicts its own pages for them, and
+        where its family is at its quota, the family's.
+        """
+        for holder, quota_bytes in _bounds(pages):
+            count = min(count, quota_bytes // slot_bytes)
+            if count:
+                self._fit_quota(holder, quota_bytes - count * slot_bytes, budget, out)
+            count = max(0, min(count, (quota_bytes - holder.slot_bytes) // slot_bytes))
+        return count
 
-    def fit_quota(
-        self, pages: NamespacePages, quota_bytes: int, budget: DropBudget, out: list[Action]
+    def fits(self, pages: NamespacePages, budget: DropBudget, out: list[Action]) -> bool:
+        """Evict pages of the namespace, and of its family, until both are within their quotas. False: the
+        budget was too small for it.
+        """
+        for holder, quota_bytes in _bounds(pages):
+            if not self._fit_quota(holder, quota_bytes, budget, out) and budget.left <= 0:
+                return False
+        return True
+
+    def _fit_quota(
+        self, holder: NamespacePages | Family, quota_bytes: int, budget: DropBudget, out: list[Action]
     ) -> bool:
-        """Evict the namespace's own pages until it has `quota_bytes` at most. False where it has more."""
-        states = self._states
-        while pages.slot_bytes > quota_bytes and budget.left > 0 and not pages.is_kept:
+        """Evict the holder's own pages until it has `quota_bytes` at most. False where it has more."""
+        members = holder.members if isinstance(holder, Family) else [holder]
+        while holder.slot_bytes > quota_bytes and budget.left > 0:
+            orders = [o for pages in members if not pages.is_kept for o in pages.orders.items()]
             # never more than needed, should all be of the largest class
-            count = -(-(pages.slot_bytes - quota_bytes) // max(pages.orders, default=1))
-            victims = self._victims(pages.orders.values(), min(count, budget.left), budget)
+            largest = max((size for size, _ in orders), default=1)
+            count = -(-(holder.slot_bytes - quota_bytes) // largest)
+            victims = self._victims([order for _, order in orders], min(count, budget.left), budget)
             if not victims:
                 return False
             victims += self._kin(victims, budget)
             budget.left -= len(victims)
-            states.drop(victims, out, "quota")
-        return pages.slot_bytes <= quota_bytes
+            self._states.drop(victims, out, "quota")
+        return holder.slot_bytes <= quota_bytes
 
     def _evict(self, slot_bytes: int, count: int, budget: DropBudget, out: list[Action]) -> list[int]:
         """Evict up to `count` pages of the class and return their slots. Returns none where nothing can go,
@@ -171,3 +185,9 @@ class Room:
             budget.left -= CHUNK_SLOTS
             states.sweep(states.sweeps[0], None, out)
         return False
+
+
+def _bounds(pages: NamespacePages) -> list[tuple[NamespacePages | Family, int]]:
+    """The quotas that the namespace has, and whose pages count for each."""
+    holders = (pages,) if pages.family is None else (pages, pages.family)
+    return [(holder, holder.quota_bytes) for holder in holders if holder.quota_bytes is not None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from heapq import merge
+from heapq import merge, nsmallest
 from itertools import islice
 from typing import Any
 
@@ -25,6 +25,10 @@ def best_victims(
     """Up to `count` slots that nobody holds. Each is the least recently used among the best victims of all
     orders. `skip` takes held slots that come before them out of their order, and says whether to look on.
     """
+    orders = list(orders)
+    if len(orders) > count:  # each tenant has some: those that begin later come to no turn
+        heads = [(facts.last_use[slot], n) for n, o in enumerate(orders) for slot in islice(o.victims(), 1)]
+        orders = [orders[n] for _, n in nsmallest(count, heads)]
     each = [_free_of(order, holds, count, skip) for order in orders]
     if len(each) == 1:
         return each[0]

@@ -11,7 +11,15 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from pdserve.kvpool.core.events import Action, OpenSpace, PagesFound, PagesGone, PagesLoaded, PagesStored
+from pdserve.kvpool.core.events import (
+    Action,
+    ErasePages,
+    OpenSpace,
+    PagesFound,
+    PagesGone,
+    PagesLoaded,
+    PagesStored,
+)
 from pdserve.kvpool.core.sessions import Session
 from pdserve.kvpool.core.store.page_store import PageStore
 from pdserve.kvpool.core.tiering.demotion import Demotions
@@ -168,6 +176,15 @@ class Tiers:
         """Drop pages from all tiers."""
         if self.any and keys:
             self._demotions.forget(namespace, keys, out)
+
+    def erase(self, namespace: int, keys: Sequence[bytes] | None, ticket: int, out: list[Action]) -> None:
+        """Erase the bytes of pages that nobody is to find any more; None: of all, before `clear`."""
+        if self.any:
+            self._stop(namespace, out)
+            if keys is not None:
+                self._demotions.forget(namespace, keys, out)
+            asked = None if keys is None else tuple(keys)
+            out.append(ErasePages(ticket, self._index.space_of(namespace), asked))
 
     def clear(self, namespace: int, space: int | None, out: list[Action]) -> int:
         """Void all pages of the namespace and return their number. `space`: its new space; None: dropped."""

@@ -204,10 +204,17 @@ class Demotions:
     def _takes(self, namespace: int) -> bool:
         """Whether tiers store pages of the namespace, and its quota there is not used up."""
         settings = self._settings(namespace)
-        if settings is None or not self.sinks(namespace):
+        return settings is not None and _sinks(settings) and self._has_quota(namespace, settings, 1)
+
+    def _has_quota(self, namespace: int, settings: NamespaceSettings, size_bytes: int) -> bool:
+        """Whether tiers may take so much more of the namespace, and of it with its family."""
+        quota_bytes, family = settings.tier_quota_bytes, self._store.index.namespace(namespace).family
+        if quota_bytes and self._held_bytes(namespace) + size_bytes > quota_bytes:
             return False
-        quota_bytes = settings.tier_quota_bytes
-        return not quota_bytes or self._held_bytes(namespace) < quota_bytes
+        if family is None or not family.tier_quota_bytes:
+            return True
+        held_bytes = sum(self._held_bytes(pages.number) for pages in family.members)
+        return held_bytes + size_bytes <= family.tier_quota_bytes
 
     def _held_bytes(self, namespace: int) -> int:
         """Bytes of the namespace in tiers, or on their way there."""
@@ -238,8 +245,7 @@ class Demotions:
         assert key is not None
         if settings is None or not _sinks(settings) or length >= self._tiers[0].largest_bytes:
             return False
-        quota_bytes = settings.tier_quota_bytes
-        if quota_bytes and self._held_bytes(namespace) + length > quota_bytes:
+        if not self._has_quota(namespace, settings, length):
             return False
         return not self._index.has(namespace, key)
 

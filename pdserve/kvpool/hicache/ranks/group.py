@@ -89,7 +89,7 @@ class RankGroup:
             return
         mapped = self._shared[part]
         places = [
-            m.Place(part, mapped.number(page), *proof)
+            m.Place(part, mapped.number(page), proof.checksum, proof.trailer)
             if proof is not None and proof.checksum != NO_CHECKSUM
             else None
             for page, proof in zip(pages, proofs, strict=True)

@@ -13,15 +13,18 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Container, Iterable, Iterator
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from pdserve.extras import needed_by
 from pdserve.kvpool.core.events import PagesMoved, PlacesVoid
 from pdserve.kvpool.core.state import NodeState
-from pdserve.kvpool.namespaces.catalog import Namespaces, page_tokens
+from pdserve.kvpool.namespaces.catalog import page_tokens
+from pdserve.kvpool.namespaces.tenants import split
 from pdserve.kvpool.node.config.events import EventsConfig
-from pdserve.kvpool.protocol.cluster_messages import PageEntry
 from pdserve.kvpool.protocol.kv_events import FORMATS, Told
+
+if TYPE_CHECKING:
+    from pdserve.kvpool.node.events.publisher import Publisher  # ZeroMQ takes time to load
 
 logger = logging.getLogger(__name__)
 
@@ -33,24 +36,6 @@ LISTED_PAGES: Final = 512  # of all pages, told in one tick
 RELIST_S: Final = 5.0  # between the ends of one listing and the start of the next for new subscribers
 
 
-class State(Protocol):
-    """What is asked of a `NodeState`."""
-
-    namespaces: Namespaces
-
-    def list_pages(self, namespace: int, cursor: int, limit: int) -> tuple[list[PageEntry], int]:
-        """Some of its pages, and the next cursor; 0 at the end."""
-
-
-class Sink(Protocol):
-    """What is asked of a `Publisher`."""
-
-    def send(self, payload: bytes) -> None: ...
-    def skip(self) -> None: ...
-    def step(self) -> bool: ...
-    def close(self) -> None: ...
-
-
 class EventFeed:
     """Tells subscribers of pages until closed."""
 
@@ -58,9 +43,9 @@ class EventFeed:
         self,
         config: EventsConfig,
         loop: asyncio.AbstractEventLoop,
-        state: State,
+        state: NodeState,
         guarded: Container[int],
-        sink: Sink,
+        sink: Publisher,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`guarded`: those that have tokens, as they are at each time. `clock`: seconds since 1970."""
@@ -108,7 +93,7 @@ class EventFeed:
         if not self._is_told(namespace):
             return
         known = self._state.namespaces[namespace]
-        name, tokens = known.name, page_tokens(known.geometry)
+        name, tokens = split(known.name)[0], page_tokens(known.geometry)
         self._pending += [Told(name, tokens, key, _kind(place)) for key, place in pages]
         if len(self._pending) >= BATCH_PAGES:
             self._flush()
@@ -120,7 +105,7 @@ class EventFeed:
         if namespace not in namespaces:
             return False
         if self._named:
-            return namespaces[namespace].name in self._named
+            return split(namespaces[namespace].name)[0] in self._named
         return namespace not in self._guarded
 
     def _flush(self) -> None:
@@ -159,7 +144,7 @@ class EventFeed:
             while self._is_told(number):
                 entries, cursor = self._state.list_pages(number, cursor, LISTED_PAGES)
                 known = self._state.namespaces[number]
-                name, tokens = known.name, page_tokens(known.geometry)
+                name, tokens = split(known.name)[0], page_tokens(known.geometry)
                 yield [Told(name, tokens, entry.key, _kind(entry.place)) for entry in entries]
                 if not cursor:
                     break

@@ -112,6 +112,8 @@ class Arena:
     def free_rows(self, action: FreeRows) -> None:
         """Carry out the action."""
         self._rows.free(action.slots)
+        for start, end in action.wipe:
+            self.memory[start:end] = 0
 
     def assign_slab(self, action: AssignSlab) -> None:
         """Carry out the action."""

@@ -11,6 +11,7 @@ from typing import Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from pdserve.kvpool.namespaces.tenants import split
 from pdserve.kvpool.node.metrics.meter import BUCKETS_S, NO_NAMESPACE, Series
 from pdserve.kvpool.node.metrics.names import METRICS, PREFIX
 from pdserve.kvpool.protocol.cluster_messages import ACTIVE, DEAD, LEAVING, LEFT
@@ -18,6 +19,8 @@ from pdserve.kvpool.protocol.messages import NamespaceStatus, StatusReport
 from pdserve.metric import by_name
 
 NONE: Final = ""  # label of requests that name no namespace
+MOST_TENANTS: Final = 50  # with labels of their own
+OTHERS: Final = "(others)"
 
 _METRICS: Final = by_name(METRICS)
 _RENAMED: Final = {
@@ -102,7 +105,7 @@ def _of_cluster(report: StatusReport) -> Iterator[Sample]:
 
 def _of_namespaces(snapshot: NodeSnapshot) -> Iterator[Sample]:
     for space in snapshot.report.namespaces:
-        name = space.name
+        name, tenant = split(space.name)  # of tenants the figures are their model's
         yield "hits", (name,), space.hits
         yield "misses", (name,), space.misses
         below = space.counters.get("hits_below", 0)
@@ -114,12 +117,27 @@ def _of_namespaces(snapshot: NodeSnapshot) -> Iterator[Sample]:
         yield "page_bytes", (name, "below"), space.tier_bytes
         yield "slot_bytes", (name,), space.slot_bytes
         yield "replicas", (name,), space.replicas
-        if space.settings.quota_bytes:
+        if space.settings.quota_bytes and not tenant:
             yield "quota_bytes", (name,), space.settings.quota_bytes
-        yield from _counted(space)
+        yield from _counted(space, name)
+    yield from _of_tenants(snapshot.report)
 
 
-def _counted(space: NamespaceStatus) -> Iterator[Sample]:
+def _of_tenants(report: StatusReport) -> Iterator[Sample]:
+    """Labels are bounded, whatever names tenants have."""
+    sums: dict[str, list[int]] = {}
+    for space in report.namespaces:
+        if tenant := split(space.name)[1]:
+            held = sums.setdefault(tenant, [0, 0])
+            held[0], held[1] = held[0] + space.slot_bytes, held[1] + space.tier_bytes
+    largest = sorted(sums, key=lambda tenant: -sum(sums[tenant]))[:MOST_TENANTS]
+    for tenant, (memory_bytes, tier_bytes) in sums.items():
+        label = tenant if tenant in largest else OTHERS
+        yield "tenant_bytes", (label, "dram"), memory_bytes
+        yield "tenant_bytes", (label, "below"), tier_bytes
+
+
+def _counted(space: NamespaceStatus, label: str) -> Iterator[Sample]:
     """`evictions` is all of them; those without a reason of their own were for room."""
     told = {
         reason.removeprefix(_EVICTED): n
@@ -127,12 +145,12 @@ def _counted(space: NamespaceStatus) -> Iterator[Sample]:
         if reason.startswith(_EVICTED)
     }
     for reason, count in {"room": space.evictions - sum(told.values()), **told}.items():
-        yield "evictions", (space.name, reason), count
+        yield "evictions", (label, reason), count
     for name, count in space.counters.items():
         if name in _SPACE_COUNTERS:
-            yield name, (space.name,), count
+            yield name, (label,), count
         elif name not in _SPACE_TOLD_ELSEWHERE and not name.startswith(_EVICTED):
-            yield "namespace_events", (space.name, name), count
+            yield "namespace_events", (label, name), count
 
 
 def _of_operations(snapshot: NodeSnapshot) -> Iterator[Sample]:
@@ -158,7 +176,7 @@ def _histograms(snapshot: NodeSnapshot) -> Iterator[Metric]:
 
 
 def _name_of(snapshot: NodeSnapshot, number: int) -> str:
-    return NONE if number == NO_NAMESPACE else snapshot.namespace_names.get(number, NONE)
+    return NONE if number == NO_NAMESPACE else split(snapshot.namespace_names.get(number, NONE))[0]
 
 
 def _cumulative(series: Series) -> list[tuple[str, float]]:

@@ -32,7 +32,7 @@ class Open(NamedTuple):
 
 
 class Series:
-    """The requests of one kind to one namespace."""
+    """How long things took: the requests of one kind to one namespace, or the timers of the event loop."""
 
     __slots__ = ("counts", "refused", "sum_s")
 
@@ -40,6 +40,11 @@ class Series:
         self.counts = [0] * (len(BUCKETS_S) + 1)
         self.sum_s = 0.0
         self.refused = 0  # answered with a Fault
+
+    def observe(self, seconds: float) -> None:
+        """One took so long."""
+        self.counts[bisect_left(BUCKETS_S, seconds)] += 1
+        self.sum_s += seconds
 
     def add(self, other: Series) -> None:
         """Count what the other counted."""
@@ -83,12 +88,10 @@ class Meter:
 
     def end(self, request: Open, reply: Reply) -> None:
         """It was answered."""
-        elapsed_s = self.clock() - request.since_s
         series = self._series.get(request[:2])
         if series is None:
             series = self._add(request)
-        series.counts[bisect_left(BUCKETS_S, elapsed_s)] += 1
-        series.sum_s += elapsed_s
+        series.observe(self.clock() - request.since_s)
         if type(reply) is Fault:
             series.refused += 1
 
@@ -109,15 +112,3 @@ class Meter:
         for kind, namespace in list(self._series):
             if namespace != NO_NAMESPACE and namespace not in self._known:
                 del self._series[kind, namespace]
-
-
-class LoopLag:
-    """How late the event loop comes to what is due: the sum of all that holds it up."""
-
-    def __init__(self) -> None:
-        self.series = Series()
-
-    def observe(self, late_s: float) -> None:
-        """A timer rang so late."""
-        self.series.counts[bisect_left(BUCKETS_S, late_s)] += 1
-        self.series.sum_s += max(0.0, late_s)

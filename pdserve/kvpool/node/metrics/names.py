@@ -53,6 +53,13 @@ METRICS: Final = (
         "Memory in slots, including reservations. The quota limits this figure.",
     ),
     Definition("quota_bytes", "gauge", _OF_NAMESPACE, "Quota of memory; absent if there is none."),
+    Definition(
+        "tenant_bytes",
+        "gauge",
+        ("tenant", "place"),
+        "Bytes of a tenant's pages of all models: dram, slots included; below: in tiers. Of the largest "
+        "tenants; the others together are `(others)`.",
+    ),
     Definition("replicas", "gauge", _OF_NAMESPACE, "Replicas of other nodes' pages."),
     Definition(
         "namespace_events", "counter", ("namespace", "event"), "Other events of a namespace, by kind."

@@ -16,7 +16,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 
 from pdserve.errors import StartupError
 from pdserve.kvpool.node.metrics.families import NodeSnapshot, families
-from pdserve.kvpool.node.metrics.meter import LoopLag
+from pdserve.kvpool.node.metrics.meter import Series
 from pdserve.security.tokens import bearer, digest, same
 
 HTTP_TIMEOUT_S: Final = 10.0  # for a scraper to send its request, and to read the answer
@@ -33,8 +33,8 @@ class MetricsServer:
     a silent client does not keep its place.
     """
 
-    def __init__(self, snapshot: Callable[[], NodeSnapshot], lag: LoopLag, token: str = "") -> None:
-        """`token`: of scrapers, empty for none."""
+    def __init__(self, snapshot: Callable[[], NodeSnapshot], lag: Series, token: str = "") -> None:
+        """`lag`: takes how late the event loop comes to what is due. `token`: of scrapers, empty for none."""
         self._snapshot = snapshot
         self._lag = lag
         self._token = digest(token) if token else ""

@@ -168,10 +168,10 @@ class Serving:
         session = state.sessions.get(client.number)
         if session is None:
             return  # it was closed
-        flow = PEERS if session.peer else message.namespace
         if message.namespace not in state.namespaces or state.may_not(session, message):
             self._feed(Received(client.number, message))  # costs the namespace nothing: it is refused
             return
+        flow = PEERS if session.peer else state.namespaces.model(message.namespace)
         now_s, keys, size_bytes = self._loop.time(), len(message.keys), self._size_bytes(message)
         fits = not self._turn_keys or self._turn_keys + self._keys_of(message) <= TURN_KEYS
         if fits and self._queue.admit(flow, keys, size_bytes, now_s):
@@ -275,11 +275,12 @@ class Serving:
 
     def _flow_of(self, message: m.Commit | m.Abort | m.Discard | m.Release) -> int | None:
         """The flow that pays for what does not wait; None where there is none."""
+        namespaces, number = self._state.namespaces, 0
         if isinstance(message, m.Discard):
-            return message.namespace
-        if message.slots and 0 <= message.slots[0] < self._state.store.slots.slots:
-            return self._state.store.facts.namespace[message.slots[0]]
-        return None
+            number = message.namespace
+        elif message.slots and 0 <= message.slots[0] < self._state.store.slots.slots:
+            number = self._state.store.facts.namespace[message.slots[0]]
+        return namespaces.model(number) if number in namespaces else None
 
     def _keys_of(self, message: Queueable) -> int:
         """What serving it costs, in keys: those it has, and more for slots that may have to be wiped."""

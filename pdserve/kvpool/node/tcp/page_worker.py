@@ -22,15 +22,14 @@ are read.
 
 from __future__ import annotations
 
-import os
 import select
-import threading
 import time
 from collections.abc import Callable
 from typing import Final, TypeAlias
 
 from pdserve.errors import PoolUnavailable
 from pdserve.kvpool.core.events import CancelTransfers, StartReceive, StartSend, TransferDone
+from pdserve.kvpool.node.inbox import Inbox
 from pdserve.kvpool.transports.tcp.stream import GREETED_TAG, Buffers, Incoming, Outgoing, PageStream
 
 Action: TypeAlias = StartSend | StartReceive | CancelTransfers
@@ -54,12 +53,11 @@ class PageWorker:
         self._arena = arena
         self._stall_timeout_s = stall_timeout_s
         self._tell = tell
-        self._lock = threading.Lock()  # of the four below
-        self._inbox: list[Action] = []
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._woken = False
-        self._ended = False
-        self._stopping = False
+        self._inbox = Inbox[Action]()
+        self.give = self._inbox.give
+        """Carry an action out; called by the loop's thread. False: the worker has ended."""
+        self.stop = self._inbox.stop
+        """Let `run` end soon; called by the loop's thread. Idempotent."""
         self._expected: dict[int, StartReceive] = {}  # by tag; their pages have not begun
         self._arriving: StartReceive | None = None
         self._late: dict[int, int] = {}  # tag -> length, of cancelled receives whose pages have not come
@@ -67,34 +65,9 @@ class PageWorker:
         self._sending: dict[int, bool] = {}  # tag -> not cancelled
         self._done: list[TransferDone] = []  # not told yet
 
-    # -- the loop's thread
-
-    def give(self, action: Action) -> bool:
-        """Carry the action out. False: the worker has ended, and does nothing."""
-        with self._lock:
-            if self._ended:
-                return False
-            self._inbox.append(action)
-            self._signal()
-        return True
-
-    def stop(self) -> None:
-        """Let `run` end soon. Idempotent."""
-        with self._lock:
-            self._stopping = True
-            if not self._ended:
-                self._signal()
-
     def discard(self) -> None:
         """Free what a worker holds that never ran. Idempotent."""
-        self._close()
-
-    def _signal(self) -> None:
-        if not self._woken:
-            self._woken = True
-            os.eventfd_write(self._wake, 1)
-
-    # -- the worker's thread
+        self._inbox.end()
 
     def run(self, stream: PageStream) -> str:
         """Greet the client, then move pages until the connection ends. Returns the reason. Closes the stream,
@@ -105,10 +78,10 @@ class PageWorker:
         self._incoming, self._outgoing = incoming, outgoing
         outgoing.add(GREETED_TAG)
         poller = select.poll()
-        poller.register(self._wake, select.POLLIN)
+        poller.register(self._inbox.fileno(), select.POLLIN)
         poller.register(stream.fileno(), select.POLLIN)
         try:
-            while not self._stopping:
+            while not self._inbox.stopping:
                 self._take_actions()
                 moved = incoming.step()
                 moved = outgoing.step() or moved
@@ -128,13 +101,7 @@ class PageWorker:
             self._fail_all()
 
     def _take_actions(self) -> None:
-        if not self._woken:
-            return
-        with self._lock:
-            actions, self._inbox = self._inbox, []
-            self._woken = False
-            os.eventfd_read(self._wake)
-        for action in actions:
+        for action in self._inbox.take():
             if isinstance(action, StartReceive):
                 self._expected[action.tag] = action
             elif isinstance(action, StartSend):
@@ -218,7 +185,7 @@ class PageWorker:
         tags = [*self._expected, *self._sending]
         if self._arriving is not None:
             tags.append(self._arriving.tag)
-        tags += [action.tag for action in self._close() if not isinstance(action, CancelTransfers)]
+        tags += [action.tag for action in self._inbox.end() if not isinstance(action, CancelTransfers)]
         for tag in tags:
             self._report(tag, False)
         self._expected.clear()
@@ -226,13 +193,3 @@ class PageWorker:
         self._arriving = None
         del self._incoming, self._outgoing  # they may hold a slot's memory
         self._tell_done()
-
-    def _close(self) -> list[Action]:
-        """Take no more actions. Returns those that nobody has begun."""
-        with self._lock:
-            if self._ended:
-                return []
-            self._ended = True
-            os.close(self._wake)
-            left, self._inbox = self._inbox, []
-        return left

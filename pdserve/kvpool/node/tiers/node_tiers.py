@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from pdserve.errors import ConfigError, PdserveError
 from pdserve.kvpool.core.events import (
+    ErasePages,
     Event,
     ForgetPages,
     ForgetSpace,
@@ -29,8 +30,8 @@ from pdserve.kvpool.node.config.node import PoolNodeConfig, TierConfig
 from pdserve.kvpool.node.tiers.namespace_list import NamespaceListWriter
 from pdserve.kvpool.node.tiers.worker import TierWorker
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
+from pdserve.kvpool.tiers import open_tier
 from pdserve.kvpool.tiers.base import SharedTier, SpaceFacts, TierSettings
-from pdserve.kvpool.tiers.registry import open_tier
 
 logger = logging.getLogger(__name__)
 
@@ -158,6 +159,7 @@ class NodeTiers:
             LoadPages: lambda action: self._workers[action.tier].load(action),
             ForgetPages: lambda action: self._workers[action.tier].forget(action),
             ForgetSpace: self._forget_space,
+            ErasePages: lambda action: self._workers[0].erase(action),
             OpenSpace: self._open_space,
         }
 

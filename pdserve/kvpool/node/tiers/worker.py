@@ -17,11 +17,13 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 from pdserve.kvpool.core.events import (
+    ErasePages,
     Event,
     ForgetPages,
     ForgetSpace,
     LoadPages,
     OpenSpace,
+    PagesErased,
     PagesFound,
     PagesGone,
     PagesLoaded,
@@ -130,6 +132,12 @@ class TierWorker:
     def forget_space(self, action: ForgetSpace) -> None:
         self._writes.put(lambda: self.tier.forget_space(action.space))
 
+    def erase(self, action: ErasePages, problem: str = "") -> None:
+        """Erase here and then in the tiers below: so what goes from here to there meanwhile is erased too.
+        `problem`: of the tiers above.
+        """
+        self._writes.put(lambda: self._erase(action, problem))
+
     def open_space(self, action: OpenSpace) -> None:
         tier = self.tier
         if isinstance(tier, SharedTier):
@@ -223,6 +231,18 @@ class TierWorker:
         self.tier.forget(names)
         # this also covers a page that came from above, or from the scan, after it was forgotten
         self._post(PagesGone(self._number, tuple(names), self.tier.used_bytes))
+
+    def _erase(self, action: ErasePages, problem: str) -> None:
+        try:
+            found = self.tier.erase(action.space, action.keys)
+        except Exception as error:  # boundary: each must be reported
+            logger.exception("%s: erase", self._where)
+            found = repr(error)
+        problem = "; ".join(filter(None, (problem, found)))
+        if self.below is not None:
+            self.below.erase(action, problem)
+        else:
+            self._post(PagesErased(action.ticket, problem))
 
     # --- from tier to tier
 

@@ -21,10 +21,8 @@ receive, it is received and dropped. Any other message larger than a greeting en
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import select
-import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Final, TypeAlias
@@ -33,6 +31,7 @@ import numpy as np
 
 from pdserve.errors import PdserveError, PoolUnavailable, StartupError
 from pdserve.kvpool.core.events import CancelTransfers, StartReceive, StartSend, TransferDone
+from pdserve.kvpool.node.inbox import Inbox
 from pdserve.kvpool.protocol.messages import UcxInfo
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
 from pdserve.kvpool.transports.ucx import GREETED_TAG, GREETING_BYTES, Operation, UcxLibrary, UcxLink
@@ -111,45 +110,19 @@ class UcxWorker:
         self._options = dict(options or {})
         self._stall_timeout_s = stall_timeout_s
         self._library: UcxLibrary | None = None
-        self._lock = threading.Lock()  # of the four below
-        self._inbox: list[Callable[[], None]] = []
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._woken = False
-        self._ended = False
-        self._stopping = False
+        self._inbox = Inbox[Callable[[], None]]()
+        self.give = self._inbox.give
+        """Have the thread call `open`, `perform` or `close`. False: it has ended."""
+        self.stop = self._inbox.stop
+        """Let `run` end soon. Idempotent."""
         self._poller = select.epoll()
-        self._poller.register(self._wake, select.EPOLLIN)
+        self._poller.register(self._inbox.fileno(), select.EPOLLIN)
         self._peers: dict[int, Peer] = {}
         self._by_descriptor: dict[int, Peer] = {}
         self._ready: dict[Peer, None] = {}  # to be driven, in order
         self._sweep_at_s = 0.0
         self._done: list[TransferDone] = []  # not told yet
         self._lost: list[tuple[int, str]] = []
-
-    # --- called by any thread
-
-    def give(self, call: Callable[[], None]) -> bool:
-        """Have the thread call this: `open`, `perform` or `close`. False: the thread has ended."""
-        with self._lock:
-            if self._ended:
-                return False
-            self._inbox.append(call)
-            self._signal()
-        return True
-
-    def stop(self) -> None:
-        """Let `run` end soon. Idempotent."""
-        with self._lock:
-            self._stopping = True
-            if not self._ended:
-                self._signal()
-
-    def _signal(self) -> None:
-        if not self._woken:
-            self._woken = True
-            os.eventfd_write(self._wake, 1)
-
-    # --- the thread
 
     def run(self, loaded: Callable[[PdserveError | None], None]) -> None:
         """Load UCX, call `loaded`, with what went wrong if anything did, and drive all connections until
@@ -159,7 +132,7 @@ class UcxWorker:
             self._library = UcxLibrary()
             self._library.context(self._options)  # fails now if UCX refuses the settings
             loaded(None)
-            while not self._stopping:
+            while not self._inbox.stopping:
                 self.step()
         except StartupError as error:
             loaded(error)
@@ -182,25 +155,17 @@ class UcxWorker:
                 self._ready[found] = None
 
     def _take(self) -> None:
-        with self._lock:
-            calls, self._inbox = self._inbox, []
-            if self._woken:
-                self._woken = False
-                os.eventfd_read(self._wake)
-        for call in calls:
+        for call in self._inbox.take():
             call()
 
     def _end_all(self) -> None:
-        with self._lock:
-            self._ended = True
-            calls, self._inbox = self._inbox, []
+        calls = self._inbox.end()
         for peer in list(self._peers.values()):
             self._lose(peer, "the node stops")
         for call in calls:  # without a connection they are refused
             call()
         self._report()
         self._poller.close()
-        os.close(self._wake)
 
     def _report(self) -> None:
         if self._done or self._lost:
@@ -212,7 +177,7 @@ class UcxWorker:
     def open(self, connection: int, opened: Callable[[UcxInfo | PdserveError], None]) -> None:
         """Prepare for one client; `opened` is called, from this thread, with the outcome."""
         try:
-            if self._ended or self._stopping:
+            if self._inbox.ended or self._inbox.stopping:
                 raise PoolUnavailable("the node stops")
             peer, port = self._make_peer(connection)
         except PdserveError as error:

@@ -64,6 +64,10 @@ class Spool:
         current = self._open.get(namespace)
         return current is not None and current[0].fits(sizes[:1]) > 0
 
+    def current(self, namespace: str) -> SegmentFile | None:
+        """The segment that is being written."""
+        return self._open[namespace][0] if namespace in self._open else None
+
     def begin(self, namespace: str) -> SegmentFile:
         """Begin a segment in place of the one that is being written. Raises OSError."""
         self.end(namespace)

@@ -68,6 +68,7 @@ class BucketSync:
         self._listing = Backoff()
         self._bad: dict[str, int] = {}  # failed tries by name
         self._stopping = False
+        self.is_writing = False  # it removes or uploads at this moment
         self._start: queue.SimpleQueue[list[TierPage] | None] | None = None  # takes what a start finds
         self._thread: threading.Thread | None = None
 
@@ -146,8 +147,10 @@ class BucketSync:
             if time.monotonic() >= max(self._refresh_at_s, self._listing.retry_at_s):
                 self._try(self._listing, self._refresh_and_report, "list")
             if time.monotonic() >= self._writing.retry_at_s and self._has_writes and not self._stopping:
+                self.is_writing = True
                 self._try(self._writing, self._write_some, "write to")
             with self._changed:
+                self.is_writing = False
                 self._changed.notify_all()
 
     @property

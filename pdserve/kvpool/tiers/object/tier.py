@@ -82,6 +82,7 @@ logger = logging.getLogger(__name__)
 SCAN_TIMEOUT_S: Final = 5.0  # of a start; what is not indexed by then is found later
 ROOM_TIMEOUT_S: Final = 2.0  # that a put waits for uploads that go on
 CLOSE_TIMEOUT_S: Final = 2.0
+ERASE_TIMEOUT_S: Final = 20.0  # that an erasure waits for the store
 MAX_UNREAD: Final = 1 << 16
 MIN_SPOOL_SEGMENTS: Final = 2
 
@@ -410,6 +411,42 @@ class ObjectTier:
                 if self._sync.cancel(number):
                     self._spool.remove(segment)
         self._sync.wake()
+
+    def erase(self, space: int, keys: Collection[bytes] | None = None) -> str:
+        """See `Tier`. Objects are removed as a whole, for all nodes: their other pages are lost too."""
+        namespace = self._spaces.open(space)
+        if keys is None:
+            self.forget_space(space)
+        elif namespace is not None:
+            try:
+                self._erase_pages(namespace, keys)
+            except OSError as error:
+                return f"{self._path}: {error.strerror or error}"
+        self._sync.wake()
+
+        def is_done() -> bool:
+            return not (self._sync.is_writing or self._inventory.to_remove(1))
+
+        if self._sync.wait_for_room(is_done, ERASE_TIMEOUT_S):
+            return ""
+        return f"{self._bucket.url} has not removed all objects yet"
+
+    def _erase_pages(self, namespace: str, keys: Collection[bytes]) -> None:
+        """Raises OSError."""
+        shared = shared_space(namespace)
+        self._index.forget_keys(shared, keys)
+        for number, segment in list(self._index.segments.items()):
+            ordinals = segment.records_of(shared, keys)
+            if not ordinals:
+                continue
+            if isinstance(segment, SegmentFile) and segment is self._spool.current(namespace):
+                segment.erase(ordinals)
+                continue
+            self._settings.lost(self._spaces.own_names(self._index.discard(number)))
+            if isinstance(segment, RemoteSegment):
+                self._inventory.remove_soon(segment.object)
+            elif self._sync.cancel(number):
+                self._spool.remove(segment)
 
     # --- upkeep
 

@@ -7,6 +7,7 @@ system refuses direct I/O, buffered I/O replaces it.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -36,6 +37,8 @@ from pdserve.kvpool.tiers.ssd.segment_format import (
 from pdserve.kvpool.tiers.ssd.segment_index import Segment
 
 SCAN_CHUNK_BYTES: Final = 1 << 20
+ZEROS_BYTES: Final = 1 << 20  # written at a time
+_PUNCH_HOLE: Final = 1 | 2  # FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE
 _scratch = threading.local()
 
 
@@ -167,6 +170,17 @@ class SegmentFile(Segment):
         """Make the written records durable (fdatasync). Raises OSError."""
         os.fdatasync(self._fd)
 
+    def erase(self, ordinals: Sequence[int]) -> None:
+        """Free the blocks of these records: they read as zeros from now on. Raises OSError."""
+        runs: list[tuple[int, int]] = []  # neighbours are freed together
+        for ordinal in sorted(ordinals):
+            start = self.block(ordinal) * BLOCK_BYTES
+            before = runs.pop() if runs and runs[-1][1] == start else (start, start)
+            runs.append((before[0], start + self.record_bytes(ordinal)))
+        for start, end in runs:
+            _erase(self._fd, start, end - start)
+        os.fdatasync(self._fd)
+
     def _append(self, record: Record) -> None:
         self._records.append(record)
         self.add(record)
@@ -263,6 +277,17 @@ def _write(fd: int, buffers: Sequence[memoryview | mmap.mmap | PageMemory], offs
     written = os.pwritev(fd, buffers, offset)  # type: ignore[arg-type]
     if written != wanted:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _erase(fd: int, offset: int, size: int) -> None:
+    """Punch a hole; where the file system knows none, write zeros. Raises OSError."""
+    fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+    fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    if fallocate(fd, _PUNCH_HOLE, offset, size) == 0:
+        return
+    zeros = mmap.mmap(-1, min(size, ZEROS_BYTES))
+    for at in range(offset, offset + size, len(zeros)):
+        _write(fd, [memoryview(zeros)[: offset + size - at]], at)
 
 
 def _read(fd: int, buffers: Sequence[memoryview | mmap.mmap | PageMemory], offset: int) -> int:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final, Generic, TypeVar
+
+import numpy as np
 
 from pdserve.kvpool.tiers.base import PageName
 from pdserve.kvpool.tiers.ssd.compaction import SegmentFacts
@@ -76,6 +78,11 @@ class Segment:
             return None
         return record if record.page.space == self.space(ordinal) else None
 
+    def records_of(self, space: int, keys: Collection[bytes] | None) -> list[int]:
+        """The ordinals of the space's records, dead ones too; of these keys, or (None) of all."""
+        found = np.flatnonzero(np.frombuffer(self._spaces, np.uint64) == space).tolist()
+        return [ordinal for ordinal in found if keys is None or self.keys[ordinal] in keys]
+
     def close(self) -> None:
         """The last reader has ended."""
 
@@ -88,6 +95,10 @@ class Segment:
 
     def space(self, ordinal: int) -> int:
         return self._spaces[ordinal]
+
+    def spaces(self) -> Sequence[int]:
+        """Of all records."""
+        return self._spaces
 
     def length(self, ordinal: int) -> int:
         """Bytes of the page."""
@@ -214,6 +225,11 @@ class SegmentIndex(Generic[AnySegment]):
         with self._lock:
             for name in names:
                 self._delete(name.space, name.key)
+
+    def forget_keys(self, space: int, keys: Collection[bytes]) -> None:
+        with self._lock:
+            for key in keys:
+                self._delete(space, key)
 
     def forget_space(self, space: int) -> None:
         with self._lock:

@@ -158,6 +158,9 @@ class SegmentTier:
         self._last_number = max(self._last_number, segment.number)
         self._index.add_segment(segment)
         self._index.insert(segment, [ordinal for ordinal, _ in valid])
+        dead = [n for n, space in enumerate(segment.spaces()) if space not in known]
+        if dead and (problem := self._erase(segment, dead)):  # it may have been killed while it erased them
+            logger.warning("node %s: void pages are not erased: %s", self._settings.node, problem)
         before = segment.file_bytes
         if not segment.sealed:
             logger.info(
@@ -296,6 +299,30 @@ class SegmentTier:
     def forget_space(self, space: int) -> None:
         """See `Tier`."""
         self._index.forget_space(space)
+
+    def erase(self, space: int, keys: Collection[bytes] | None = None) -> str:
+        """See `Tier`. Segments of which nothing else is left are removed as a whole."""
+        if keys is None:
+            self._index.forget_space(space)
+        else:
+            self._index.forget_keys(space, keys)
+        problem = ""
+        for segment in list(self._index.segments.values()):
+            ordinals = segment.records_of(space, keys)
+            if ordinals and segment is not self._current and not segment.live_bytes:
+                if self._moving is not None and self._moving[0].number == segment.number:
+                    self._moving = None
+                self._remove(segment)
+            elif ordinals:
+                problem = self._erase(segment, ordinals) or problem
+        return problem
+
+    def _erase(self, segment: SegmentFile, ordinals: Sequence[int]) -> str:
+        try:
+            segment.erase(ordinals)
+        except OSError as error:
+            return f"{segment.path}: {error.strerror or error}"
+        return ""
 
     # --- room
 

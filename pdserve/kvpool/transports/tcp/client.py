@@ -90,10 +90,12 @@ class TcpConnection:
     # -- control
 
     def call(self, request: Request, deadline_s: float) -> Reply:
-        """See `base.Connection.call`. A page is one message, whatever its segments."""
-        if isinstance(request, Reserve | Get) and len(request.segment_bytes) > 1:
-            request = msgspec.structs.replace(request, segment_bytes=[sum(request.segment_bytes)])
-        return self._channel.call(request, deadline_s)
+        """See `base.Connection.call`."""
+        return self.call_all([request], deadline_s)[0]
+
+    def call_all(self, requests: Sequence[Request], deadline_s: float) -> list[Reply]:
+        """See `base.Connection.call_all`. A page is one message, whatever its segments."""
+        return self._channel.call_all([_in_one_segment(one) for one in requests], deadline_s)
 
     def post(self, message: Abort | Release) -> None:
         """See `base.Connection.post`."""
@@ -108,6 +110,9 @@ class TcpConnection:
         self._check_open()
         checksums = []
         try:
+            if self._stream.moves_batches:
+                tags = [grant.tag for grant in grants]
+                return self._stream.send_pages(tags, pages, checksum=self._checksum, deadline_s=deadline_s)
             for grant, page in zip(grants, pages, strict=True):
                 self._outgoing.add(grant.tag, [segment.data for segment in page])
                 while self._outgoing:
@@ -134,7 +139,8 @@ class TcpConnection:
                 raise self._unavailable("a page is read after one that was pinned later")
             while self._reading:
                 self._check_time(deadline_s)  # also if bytes that nobody wants never end
-                if not self._incoming.step():
+                self._take(deadline_s)
+                if self._reading and not self._incoming.step():
                     self._wait(self._stream.receive_waits, deadline_s)
         except BaseException as error:
             self._end(error)
@@ -189,6 +195,19 @@ class TcpConnection:
             raise self._unavailable("it sends a page of another length than we asked for")
         return [segment.data for segment in page]
 
+    def _take(self, deadline_s: float) -> None:
+        """Take the next pages, as far as they come one after the other, and a batch can be taken at once."""
+        if not self._stream.moves_batches or self._incoming.tag is not None:
+            return
+        tags = sorted(self._reading)
+        pages = [self._reading[tag][2] for tag in tags]
+        checksums = self._incoming.take(tags, pages, checksum=self._checksum, deadline_s=deadline_s)
+        for tag, checksum in zip(tags, checksums, strict=False):  # fewer, where another message comes
+            self._last_tag = tag
+            place, pin, _ = self._reading.pop(tag)
+            is_right = not self._checksum or pin.checksum in (checksum, NO_CHECKSUM)
+            self._outcomes[place] = OK if is_right else CORRUPT
+
     def _arrived(self, tag: int) -> None:
         wanted = self._reading.pop(tag, None)
         if wanted is None:
@@ -238,6 +257,12 @@ def _connect(
         raise PoolUnavailable(f"pool node {node} wants {wants} on its data connections: {change} `tls.ca`")
     address = f"tcp:[{host}]:{info.port}" if ":" in host else f"tcp:{host}:{info.port}"
     return open_socket(address, deadline_s, tls, server_name)
+
+
+def _in_one_segment(request: Request) -> Request:
+    if isinstance(request, Reserve | Get) and len(request.segment_bytes) > 1:
+        return msgspec.structs.replace(request, segment_bytes=[sum(request.segment_bytes)])
+    return request
 
 
 def _only_greeting(tag: int, length: int) -> Buffers | None:

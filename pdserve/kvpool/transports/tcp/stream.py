@@ -27,7 +27,9 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Final, TypeAlias
 
-from pdserve.errors import PoolUnavailable
+from pdserve.errors import PoolTimeout, PoolUnavailable
+from pdserve.kvpool.native import page_messages
+from pdserve.kvpool.protocol.page_bytes import PageBuffers
 
 TICKET_BYTES: Final = 16
 GREETED_TAG: Final = 2  # below events.FIRST_TAG, as all tags that are no page's
@@ -93,6 +95,45 @@ class PageStream:
             raise PoolUnavailable("the other end closed the data connection")
         return count
 
+    @property
+    def moves_batches(self) -> bool:
+        """Whether whole batches of pages are moved by the C module."""
+        return page_messages.moves(self._socket)
+
+    def send_pages(
+        self, tags: list[int], pages: Sequence[PageBuffers], *, checksum: bool, deadline_s: float
+    ) -> list[int]:
+        """Where `moves_batches`: send each page as a message with its tag. Returns their checksums, or zeros.
+
+        Raises PoolTimeout, PoolUnavailable; then the connection is of no use any more.
+        """
+        try:
+            return page_messages.send(self._socket, tags, pages, checksum=checksum, deadline_s=deadline_s)
+        except TimeoutError as error:
+            raise PoolTimeout("pages were not sent in time") from error
+        except OSError as error:
+            raise PoolUnavailable(f"the data connection failed: {error}") from error
+
+    def receive_pages(
+        self,
+        head: memoryview,
+        head_bytes: int,
+        tags: list[int],
+        pages: Sequence[PageBuffers],
+        *,
+        checksum: bool,
+        deadline_s: float,
+    ) -> tuple[list[int], int]:
+        """Where `moves_batches`: see `page_messages.receive`. Errors as of `send_pages`."""
+        try:
+            return page_messages.receive(
+                self._socket, head, head_bytes, tags, pages, checksum=checksum, deadline_s=deadline_s
+            )
+        except TimeoutError as error:
+            raise PoolTimeout("pages did not arrive in time") from error
+        except OSError as error:
+            raise PoolUnavailable(f"the data connection failed: {error}") from error
+
     def close(self) -> None:
         """Idempotent. Nothing is told to the peer by TLS: the end of the socket says it."""
         self._socket.close()
@@ -147,6 +188,22 @@ class Incoming:
                 self._finish()
         self._head_bytes += received
         return True
+
+    def take(
+        self, tags: list[int], pages: Sequence[PageBuffers], *, checksum: bool, deadline_s: float
+    ) -> list[int]:
+        """Take whole messages with these tags, which are the next to come, into the pages, without `begin`
+        and `end`: until the last, or a message that is another one. Returns the checksums of the pages that
+        came, or zeros. None come in the middle of a message, or where the stream does not move batches.
+
+        Raises PoolTimeout, PoolUnavailable.
+        """
+        if self.tag is not None or not self._stream.moves_batches:
+            return []
+        checksums, self._head_bytes = self._stream.receive_pages(
+            self._head, self._head_bytes, tags, pages, checksum=checksum, deadline_s=deadline_s
+        )
+        return checksums
 
     def drop(self) -> None:
         """Write nothing more into the places of the message that is arriving."""

@@ -26,22 +26,16 @@ from tests.support.processes import free_ports
 # --- kept prompts
 
 
-@dataclass
-class Prompt:
-    bootstrap_room: int | None
-    skip_radix_cache_insert: bool = True
-
-
 @pytest.mark.parametrize(
     ("room", "is_kept"),
     [(None, False), (0, False), (POOL_ROOM - 1, False), (POOL_ROOM, True), (POOL_ROOM + 3, True)],
 )
 def test_only_prompts_for_the_pool_are_kept(room: int | None, is_kept: bool) -> None:
     """SGLang's own warm-ups are not."""
-    request = Prompt(room)
+    request = SimpleNamespace(bootstrap_room=room, skip_radix_cache_insert=True)
     seen = []
 
-    def create_sender(queue: object, req: Prompt, num_kv_heads: int) -> bool:
+    def create_sender(queue: object, req: Any, num_kv_heads: int) -> bool:
         seen.append((queue, req.skip_radix_cache_insert, num_kv_heads))
         return False
 
@@ -145,29 +139,15 @@ def test_what_sglangs_counts_gain_is_added_by_reason() -> None:
 # --- embedding salts
 
 
-def arrived(lora_name: str | None) -> tuple[str | None, str | None]:
-    """(salt of the request, name of the adapter) in the scheduler."""
-    request, seen = SimpleNamespace(cache_salt=None), []
-
-    def record(scheduler: object, req: object, lora_name: str | None) -> None:
-        seen.append((scheduler, req, lora_name))
-
-    salts_taken(record)("scheduler", request, lora_name)
-    [(scheduler, told, name)] = seen
-    assert (scheduler, told) == ("scheduler", request)
-    return request.cache_salt, name
-
-
 @pytest.mark.parametrize("salt", [None, "tenant/acme", "tenant/acme/\0\"'ü"])
-@pytest.mark.parametrize("lora_name", [None, "adapter"])
-def test_the_scheduler_gets_salt_and_adapter(salt: str | None, lora_name: str | None) -> None:
-    assert arrived(salted(lora_name, salt)) == (salt, lora_name)
-
-
-@pytest.mark.parametrize("salt", [None, "tenant/acme"])
-def test_a_client_cannot_choose_a_salt_by_the_name_of_an_adapter(salt: str | None) -> None:
-    forged = salted(None, "tenant/victim")
-    assert arrived(salted(forged, salt)) == (salt, None)
+@pytest.mark.parametrize("lora_name", [None, "adapter", salted(None, "tenant/victim")])
+def test_the_scheduler_gets_salt_and_adapter_and_no_client_chooses_a_salt_by_an_adapters_name(
+    salt: str | None, lora_name: str | None
+) -> None:
+    request, seen = SimpleNamespace(cache_salt=None), list[Any]()
+    salts_taken(lambda *given: seen.append(given))("scheduler", request, salted(lora_name, salt))
+    assert seen == [("scheduler", request, "adapter" if lora_name == "adapter" else None)]
+    assert request.cache_salt == salt
 
 
 # --- stop strings
@@ -194,21 +174,25 @@ def finished(stops: list[str], ids: list[int], accepted: int = 1) -> Any:
     return req
 
 
-@pytest.mark.parametrize("stops", [["of France", "capital of F"], ["capital of F", "of France"]])
-def test_of_stop_strings_that_one_token_completes_the_one_that_begins_first_ends_the_answer(
-    stops: list[str],
+@pytest.mark.parametrize(
+    ("stops", "answer", "accepted", "ends"),
+    [
+        # of stop strings that one token completes the one that begins first
+        (["of France", "capital of F"], 4, 1, "capital of F"),
+        (["capital of F", "of France"], 4, 1, "capital of F"),
+        # of several tokens of one step the first that completes a stop string
+        (["capital of France", "of", " is"], 5, 4, "of"),
+        (["Paris"], 6, 1, "Paris"),  # one stop string is SGLang's own affair
+        (["Rome", "Oslo"], 6, 1, None),
+    ],
+)
+def test_the_first_stop_string_in_the_text_ends_an_answer(
+    stops: list[str], answer: int, accepted: int, ends: str | None
 ) -> None:
-    assert finished(stops, [0, 1, 2, 3]).finished_reason.matched == "capital of F"
-
-
-def test_of_several_tokens_of_one_step_the_first_that_completes_a_stop_string_ends_the_answer() -> None:
-    req = finished(["capital of France", "of", " is"], [0, 1, 2, 3, 4], accepted=4)
-    assert (req.finished_reason.matched, req.finished_len) == ("of", 3)
-
-
-def test_one_stop_string_is_sglangs_own_affair_and_no_stop_string_ends_nothing() -> None:
-    assert finished(["Paris"], [0, 1, 2, 3, 4, 5]).finished_reason.matched == "Paris"
-    assert finished(["Rome", "Oslo"], [0, 1, 2, 3, 4, 5]).finished_reason is None
+    req = finished(stops, list(range(answer)), accepted)
+    assert getattr(req.finished_reason, "matched", None) == ends
+    if ends == "of":
+        assert req.finished_len == 3
 
 
 # --- local store

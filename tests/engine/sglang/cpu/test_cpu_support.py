@@ -21,27 +21,19 @@ def slots(pages: list[int], page_size: int) -> torch.Tensor:
     return torch.tensor([page * page_size + i for page in pages for i in range(page_size)])
 
 
-def test_page_first_copy_puts_each_layer_of_a_page_side_by_side() -> None:
-    layers, page = 2, 4
-    device = [torch.randn(3 * page, 2, 3) for _ in range(2 * layers)]
-    host = [torch.zeros(4, layers, page, 2, 3) for _ in range(2)]
-    copies.transfer_kv_all_layer_direct_lf_pf(device, host, slots([2, 0], page), slots([1, 3], page), page)
-    for layer in range(layers):
-        assert torch.equal(host[0][1, layer], device[layer][2 * page :])
-        assert torch.equal(host[1][3, layer], device[layers + layer][:page])
-    assert not host[0][[0, 2]].any()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_page_first_round_trip_restores_the_bits(dtype: torch.dtype) -> None:
+def test_page_first_copy_puts_each_layer_of_a_page_side_by_side_and_back(dtype: torch.dtype) -> None:
     layers, page = 3, 8
-    device = [torch.randn(5 * page, 1, 4).to(dtype) for _ in range(2 * layers)]
-    host = [torch.zeros(6, layers, page, 1, 4, dtype=dtype) for _ in range(2)]
+    device = [torch.randn(5 * page, 2, 4).to(dtype) for _ in range(2 * layers)]
+    host = [torch.zeros(6, layers, page, 2, 4, dtype=dtype) for _ in range(2)]
     copies.transfer_kv_all_layer_direct_lf_pf(device, host, slots([4, 1], page), slots([5, 2], page), page)
     back = [torch.zeros_like(tensor) for tensor in device]
     for layer in range(layers):
+        assert torch.equal(host[0][5, layer], device[layer][4 * page :])
+        assert torch.equal(host[1][2, layer], device[layers + layer][page : 2 * page])
         pair = [back[layer], back[layers + layer]]
         copies.transfer_kv_per_layer_direct_pf_lf(host, pair, slots([2], page), slots([1], page), layer, page)
+    assert not host[0][[0, 1, 3, 4]].any()
     for before, after in zip(device, back, strict=True):
         assert torch.equal(after[page : 2 * page], before[page : 2 * page])
         assert not after[2 * page :].any()
@@ -89,22 +81,27 @@ def test_mask_is_causal_from_the_lower_right(prefix: int, window: int | None) ->
         assert mask[row].tolist() == [first <= key <= query for key in range(total)]
 
 
+def left_to_sglang(*_args: Any, **_options: Any) -> torch.Tensor:
+    raise AssertionError("SGLang's own attention was asked")
+
+
+extend = attention.extend_new_queries_only(left_to_sglang)
+decode = attention.decode_in_groups(left_to_sglang)
+
+
 def test_extend_with_cached_prefix_equals_extend_of_everything() -> None:
-    run = attention.extend_new_queries_only(lambda *_args, **_kwargs: torch.empty(0))
     heads, kv_heads, dim, total, cached = 4, 2, 8, 12, 9
     keys, values = torch.randn(20, kv_heads, dim), torch.randn(20, kv_heads, dim)
     table = torch.randperm(20)[None, :total]
     query = torch.randn(total, heads, dim)
 
-    def extend(prefix: int) -> torch.Tensor:
+    def extended(prefix: int) -> torch.Tensor:
         lengths = (torch.tensor([total]), torch.tensor([prefix]), torch.tensor([total - prefix]))
         rows = query[prefix:]
-        return run(
-            None, rows, torch.empty_like(rows), keys, values, table, torch.tensor([0]), *lengths,
-            enable_gqa=True, causal=True,
-        )  # fmt: skip
+        shared = (keys, values, table, torch.tensor([0]), *lengths)
+        return extend(None, rows, torch.empty_like(rows), *shared, enable_gqa=True, causal=True)
 
-    assert torch.allclose(extend(cached), extend(0)[cached:], atol=1e-6)
+    assert torch.allclose(extended(cached), extended(0)[cached:], atol=1e-6)
 
 
 def test_attention_that_is_not_causal_is_left_to_sglang() -> None:
@@ -131,27 +128,20 @@ def test_a_decoded_token_equals_the_last_of_an_extended_prompt(
     shared = (keys, values, table, requests, lengths)
     decoded, extended = (torch.empty(len(totals), heads, value_dim) for _ in range(2))
     one = torch.ones_like(lengths)
-    run = attention.decode_in_groups(lambda *_args, **_kwargs: torch.empty(0))
-    run(None, query, decoded, *shared, **options)
-    run = attention.extend_new_queries_only(lambda *_args, **_kwargs: torch.empty(0))
-    run(None, query, extended, *shared, lengths - one, one, causal=True, **options)
+    decode(None, query, decoded, *shared, **options)
+    extend(None, query, extended, *shared, lengths - one, one, causal=True, **options)
     assert torch.allclose(decoded, extended, atol=1e-6)
 
 
 def test_layers_with_a_window_read_the_slots_of_their_own_pool() -> None:
     heads, kv_heads, dim, window, totals = 4, 2, 8, 3, torch.tensor([6, 9])
-    keys, values, query = (
-        torch.randn(40, kv_heads, dim),
-        torch.randn(40, kv_heads, dim),
-        torch.randn(2, heads, dim),
-    )
+    keys, values = torch.randn(2, 40, kv_heads, dim)
+    query = torch.randn(2, heads, dim)
     own_slots, table = torch.randperm(40), torch.stack([torch.randperm(40)[:9] for _ in totals])
     pool = SimpleNamespace(translate_loc_from_full_to_swa=lambda slots: own_slots[slots])
     backend = SimpleNamespace(use_sliding_window_kv_pool=True, token_to_kv_pool=pool)
     one = torch.ones_like(totals)
     options = {"enable_gqa": True, "sliding_window_size": window, "causal": True}
-    extend = attention.extend_new_queries_only(lambda *_args, **_kwargs: torch.empty(0))
-    decode = attention.decode_in_groups(lambda *_args, **_kwargs: torch.empty(0))
 
     def run(backend: Any, table: torch.Tensor) -> list[torch.Tensor]:
         shared = (keys, values, table, torch.arange(2), totals)
@@ -167,38 +157,31 @@ def test_layers_with_a_window_read_the_slots_of_their_own_pool() -> None:
 class KeyOf:
     """As SGLang's RadixKey: length may be shorter than its buffer."""
 
-    is_bigram = False
-
-    def __init__(self, tokens: list[int], limit: int) -> None:
+    def __init__(self, tokens: list[int], limit: int, is_bigram: bool = False) -> None:
         self.token_ids = array("q", tokens)
+        self.is_bigram = is_bigram
         self._limit = limit
 
     def __len__(self) -> int:
         return self._limit
 
 
-def test_hashes_are_the_page_chain_with_a_partial_last_page() -> None:
-    tokens = list(range(100, 140))
-    chain = page_hashes(tokens, 16)
-    partial = hashlib.sha256(chain[-1] + array("I", tokens[32:]).tobytes()).digest()
+@pytest.mark.parametrize("pairs", [False, True])
+def test_hashes_are_the_page_chain_with_a_partial_last_page(pairs: bool) -> None:
+    tokens = list(range(100, 140 + pairs))
+    chain = page_hashes(tokens, 16, pairs=pairs)
+    rest = [one for pair in itertools.pairwise(tokens[32:]) for one in pair] if pairs else tokens[32:]
+    partial = hashlib.sha256(chain[-1] + array("I", rest).tobytes()).digest()
     expected = [digest.hex() for digest in [*chain, partial]]
-    assert replacements.get_native_hash(tokens, None, 16) == expected
-    assert replacements.get_native_hash(KeyOf([*tokens, 1, 2], 40), None, 16) == expected
-    assert replacements.get_native_hash(tokens[16:32], chain[0], 16) == [chain[1].hex()]
+    assert replacements.get_native_hash(KeyOf([*tokens, 1, 2], 40, pairs), None, 16) == expected
+    assert replacements.get_native_hash(KeyOf(tokens, 32, pairs), None, 16) == expected[:2]
+
+
+def test_hashes_of_lists_go_on_from_others_or_are_one() -> None:
+    tokens = list(range(100, 132))
+    chain = page_hashes(tokens, 16)
+    assert replacements.get_native_hash(tokens[16:], chain[0], 16) == [chain[1].hex()]
     assert replacements.get_native_hash(tokens[:16], None) == chain[0].hex()
-
-
-def test_hashes_of_pairs_are_the_page_chain_of_pairs_with_a_partial_last_page() -> None:
-    tokens = list(range(100, 141))
-    chain = page_hashes(tokens, 16, pairs=True)
-    key = KeyOf([*tokens, 1, 2], 40)
-    key.is_bigram = True
-    pairs = [one for pair in itertools.pairwise(tokens[32:]) for one in pair]
-    partial = hashlib.sha256(chain[-1] + array("I", pairs).tobytes()).digest()
-    assert replacements.get_native_hash(key, None, 16) == [digest.hex() for digest in [*chain, partial]]
-    whole = KeyOf(tokens, 32)
-    whole.is_bigram = True
-    assert replacements.get_native_hash(whole, None, 16) == [digest.hex() for digest in chain]
 
 
 def test_hashes_of_image_tokens_are_sglangs() -> None:
@@ -244,8 +227,10 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
     )
 
 
-def test_stand_in_names_what_has_no_cpu_version() -> None:
+def test_stand_in_names_what_has_no_cpu_version_and_comes_too_late_after_sglang() -> None:
     code = """
+import importlib.metadata, sys, types
+theirs = importlib.metadata.packages_distributions()
 from pdserve.engine.sglang.cpu import stand_in
 stand_in.install(); stand_in.install()
 from sgl_kernel import rmsnorm
@@ -257,19 +242,17 @@ try:
     rmsnorm(1)
 except NotImplementedError as error:
     print(error)
-"""
-    result = run_python(code)
-    assert result.stdout.splitlines() == ["no parts", "sgl_kernel.rmsnorm has no CPU version"], result.stderr
-
-
-def test_stand_in_comes_too_late_after_sglang() -> None:
-    code = """
-import sys, types
+# transformers' question of which distribution a package is
+ours = stand_in.packages_distributions()
+print(len(theirs) > 50, {name: of for name, of in theirs.items() if sorted(of) != sorted(ours.get(name, []))})
+del sys.modules["sgl_kernel"]
 sys.modules["sglang.srt"] = types.ModuleType("sglang.srt")
-from pdserve.engine.sglang.cpu import stand_in
 stand_in.install()
 """
-    assert "must be installed before sglang.srt" in run_python(code).stderr
+    result = run_python(code)
+    said = ["no parts", "sgl_kernel.rmsnorm has no CPU version", "True {}"]
+    assert result.stdout.splitlines() == said, result.stderr
+    assert "must be installed before sglang.srt" in result.stderr
 
 
 @pytest.mark.extended
@@ -304,3 +287,15 @@ def test_a_scheduler_that_waits_for_pages_leaves_its_processor_to_those_who_move
     assert seen == ["idle"]
     assert len(slept) == rests
     assert all(0 < rest_s <= 0.001 for rest_s in slept)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here memory can be pinned")
+def test_loras_batches_are_made_without_pinning_and_the_rest_is_torchs_own() -> None:
+    with pytest.raises(RuntimeError):
+        torch.tensor([1], pin_memory=True)
+    unpinned: Any = replacements.UnpinnedTorch(torch)
+    assert unpinned.zeros((3,), dtype=torch.int32, pin_memory=True).tolist() == [0, 0, 0]
+    assert unpinned.tensor([1, 2], dtype=torch.int32, pin_memory=True, device="cpu").tolist() == [1, 2]
+    assert (unpinned.cumsum, unpinned.int32) == (torch.cumsum, torch.int32)
+    tensor = torch.ones(2)
+    assert replacements.pin_memory(tensor) is tensor

@@ -50,14 +50,3 @@ def test_whatever_happens_every_page_that_a_living_node_has_is_at_its_owner_in_t
     sim.loss = 0.0
     sim.settle()
     sim.check_all()
-
-
-def test_a_seed_replays() -> None:
-    def run() -> tuple[float, list[int]]:
-        sim = Sim(7, 3, loss=0.1)
-        sim.write(30)
-        sim.join()
-        sim.settle()
-        return sim.now_s, [node.node.status().counters["bytes_pushed"] for node in sim.up]
-
-    assert run() == run()

@@ -93,14 +93,6 @@ def move_all(
 # --- who may write what
 
 
-def test_alone_there_is_neither_refusal_nor_deadline() -> None:
-    node = Node()
-    client = node.connect()
-    node.do(ViewChanged(ring_of(1, 3), True))
-    assert set(statuses(node.reserve(client, node.open(client), *range(9)))) == {m.GRANTED}
-    assert node.state.sharding.next_deadline_s == float("inf")
-
-
 def test_a_peer_that_fetches_pages_leaves_no_trace_in_the_hit_rate() -> None:
     node = node_of_three()
     asker = peer(node)
@@ -127,15 +119,6 @@ def foreign(*, epoch: int = 5, keys: Sequence[int] = ALL) -> dict[str, list[byte
         for name in NAMES
         if name != "n0"
     }
-
-
-def test_every_page_goes_to_its_owner_once_and_then_the_node_has_settled() -> None:
-    node = node_of_three()
-    asks, settled = move_all(node)
-    assert told(asks) == foreign()
-    assert settled == [5]
-    counters = node.status().counters
-    assert (counters["settled_epoch"], counters["moving"], counters["pages_to_move"]) == (5, 0, 0)
 
 
 @pytest.mark.parametrize("looked_at", [7, 8192])
@@ -297,33 +280,6 @@ def test_pushed_pages_displace_a_share_of_those_here_and_no_more() -> None:
 # --- dropping
 
 
-def test_dropping_goes_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.kvpool.core.sharding.ownership.MAX_LOOKED_AT", 10)
-    monkeypatch.setattr("pdserve.kvpool.core.sharding.ownership.MAX_DROPPED", 3)
-    node = node_of_three(stable=True)
-    steps = 0
-    while node.state.sharding.ownership.next_step_s < float("inf"):
-        before = node.status().counters["foreign_dropped"]
-        node.pass_time(0.01)
-        assert node.status().counters["foreign_dropped"] - before <= 3
-        steps += 1
-    client = node.connect()
-    assert [n for n in ALL if node.exists(client, 1, n) == [1]] == owned_by(ring_of(3, 5), "n0")
-    assert steps > len(ALL) // 10
-
-
-def test_a_node_that_leaves_refuses_everything_and_drops_it_in_the_end() -> None:
-    node = node_of_three()
-    client = node.connect()
-    rest = Ring(NODES[1:], 6)
-    node.do(ViewChanged(rest, False))
-    assert set(statuses(node.reserve(client, 1, *range(100, 110)))) == {m.MOVED}
-    assert node.exists(client, 1, *ALL) == [1] * len(ALL)
-    node.do(ViewChanged(rest, True))
-    node.pass_time(0.01)
-    assert node.status().pages == 0
-
-
 # --- tiers below memory
 
 
@@ -436,29 +392,12 @@ def test_a_replica_of_a_page_whose_owner_died_is_the_page() -> None:
     assert node.status().counters["replicas"] == 0
 
 
-def test_pages_that_move_are_still_read_until_all_have_settled() -> None:
-    node = node_of_three()
-    move_all(node)
-    client = node.connect()
-    assert node.exists(client, 1, *ALL) == [1] * len(ALL)
-    assert {pin.status for pin in node.get(client, 1, *ALL)} == {m.HIT}
-
-
 def test_replicas_are_not_swept_with_foreign_pages() -> None:
     node = holder()
     replica(node, FOREIGN[0])
     node.do(ViewChanged(ring_of(3, 5), True))
     node.pass_time(0.01)
     assert node.exists(node.connect(), 1, FOREIGN[0]) == [1]
-
-
-def test_a_replica_that_comes_late_for_a_page_that_is_owned_here_by_now_stays() -> None:
-    node = holder()
-    mine = next(n for n in range(300, 400) if ring_of(3, 5).owner(key(n)).node == "n0")
-    replica(node, mine)
-    node.pass_time(30.0)
-    assert node.exists(node.connect(), 1, mine) == [1]
-    assert node.status().counters["replicas"] == 0
 
 
 # --- namespaces with copies

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from pdserve.kvpool.core.events import TransferDone
-from pdserve.kvpool.policies import POLICIES
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.messages import BUSY, FULL, GRANTED, HIT, MISS, PRESENT
 from tests.support.kvpool.node_model import KIB, Node, answers, key, opened, statuses
@@ -28,14 +27,6 @@ def test_a_namespace_at_its_quota_evicts_its_own_pages_though_the_node_has_room(
     status = {found.name: found for found in node.status().namespaces}
     assert (status["a"].slot_bytes, status["a"].counters["evicted_quota"]) == (12 * KIB, 1)
     assert status["b"].evictions == 0
-
-
-def test_a_page_larger_than_the_quota_is_refused_and_evicts_nothing() -> None:
-    node, c, ns = opened()
-    node.state.store.configure_namespace(ns, quota_bytes=8 * KIB)
-    node.put(c, ns, 1, 2)
-    assert statuses(node.reserve(c, ns, 3, length=12 * KIB)) == [FULL]
-    assert node.exists(c, ns, 1, 2) == [1, 1]
 
 
 def test_a_lowered_quota_is_reached_by_itself() -> None:
@@ -98,18 +89,6 @@ def test_each_namespace_is_evicted_by_its_own_policy(policy: str, gone: int) -> 
     assert [k for k in range(1, 5) if not node.exists(c, ns, k)[0]] == [gone]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_changed_policy_takes_the_pages_that_are_there(policy: str) -> None:
-    node, c, ns = opened(slabs=1, slab_bytes=16 * KIB)
-    node.put(c, ns, 1, 2, 3, 4)
-    node.release(c, *node.get(c, ns, 1))
-    node.state.store.configure_namespace(ns, policy=policy, ttl_s=100 if policy == "ttl" else None)
-    node.put(c, ns, 5)
-    assert node.exists(c, ns, 1, 2) == ([0, 1] if policy in ("fifo", "ttl") else [1, 0])
-    node.put(c, ns, *range(6, 20))
-    assert node.status().pages == 4
-
-
 # --- sessions and requests
 
 
@@ -123,6 +102,16 @@ def test_a_client_that_has_pinned_its_share_misses_and_others_do_not() -> None:
     assert [pin.status for pin in node.get(other, ns, 3)] == [HIT]
     node.release(c, pins[1])
     assert [pin.status for pin in node.get(c, ns, 3)] == [HIT]
+
+
+def test_one_connection_may_reserve_only_its_share() -> None:
+    node, a, ns = opened(max_reserved_bytes=8 * KIB)
+    b = node.connect()
+    grants = node.reserve(a, ns, 1, 2, 3)
+    assert statuses(grants) == [GRANTED, GRANTED, FULL]
+    assert statuses(node.reserve(b, ns, 3)) == [GRANTED]
+    node.commit(a, grants[0])
+    assert statuses(node.reserve(a, ns, 4)) == [GRANTED]
 
 
 def test_ucx_messages_under_way_are_bounded_per_connection() -> None:

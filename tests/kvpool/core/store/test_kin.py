@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from pdserve.kvpool.core.events import PagesFound, StorePages
 from pdserve.kvpool.core.sessions import Limits
 from pdserve.kvpool.core.state import NodeState
-from pdserve.kvpool.core.store import kin
-from pdserve.kvpool.core.store.kin import Kin
 from pdserve.kvpool.core.store.page_store import PageStore
 from pdserve.kvpool.core.store.slot_allocator import SlotAllocator
 from pdserve.kvpool.core.tiering.tier_index import TieringLimits, TierSpec
@@ -85,18 +83,6 @@ def test_a_window_takes_the_window_of_the_other_ranks_and_no_kv() -> None:
     assert parts.has(0, "kv") == parts.has(0, "indexer") == [True, True]
 
 
-def test_a_held_part_goes_once_its_reader_has_finished() -> None:
-    parts = Parts(slabs=4, slab_bytes=32 * KIB)
-    parts.put_page(0)
-    parts.get(keys_of(0, "swa"), LENGTHS["swa"], release=False)
-    parts.put_page(1, ["kv"])
-    parts.put_page(2, ["kv"])
-    assert parts.has(0, "kv") == parts.has(0, "swa") == [False, False]
-    used = parts.node.status().used_bytes
-    parts.node.pass_time(60)  # the leases end
-    assert parts.node.status().used_bytes == used - 2 * LENGTHS["swa"]
-
-
 def test_a_page_that_a_tier_has_takes_nothing_with_it() -> None:
     parts = Parts(slabs=4, slab_bytes=32 * KIB)
     parts.put_page(0)
@@ -106,31 +92,6 @@ def test_a_page_that_a_tier_has_takes_nothing_with_it() -> None:
     assert sorted(parts.store.kin_of(slots[1:])) == sorted(
         parts.committed[key] for key in all_keys(0) if key != keys_of(0, "kv")[1]
     )
-
-
-def test_parts_beyond_what_one_request_may_drop_stay() -> None:
-    parts = Parts(slabs=4, slab_bytes=32 * KIB)
-    parts.put_page(0)
-    parts.store.max_drops = 1
-    out: list[object] = []
-    pages = parts.store.index.namespace(parts.ns)
-    before = len(parts.committed)
-    taken = parts.store.take(pages, keys_of(1, "kv") + keys_of(2, "kv"), 16 * KIB, 16 * KIB, out)  # type: ignore[arg-type]
-    assert before - len(parts.committed) <= len(taken) + 1
-    parts.store.give_back(taken, out)  # type: ignore[arg-type]
-    parts.node.state.check()
-
-
-def test_no_more_kin_is_looked_at_than_a_page_can_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kin, "MAX_KIN", 3)
-    keys: list[bytes | None] = [bytes(KIN_BYTES) + bytes([0, n]) for n in range(10)]
-    found = Kin(keys)
-    for slot, key in enumerate(keys):
-        found.add(key or b"", slot)
-    assert found.of(keys[9] or b"") == [0, 1, 2]
-    for slot, key in enumerate(keys):
-        found.remove(key or b"", slot)
-    assert len(found) == 0
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "fifo", "arc"])

@@ -21,13 +21,6 @@ from tests.support.kvpool.table_model import LAYOUT, Table, following_table
 PAGES = 3 * CHUNK_SLOTS
 
 
-@pytest.fixture
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> int:
-    for module in (lazy_free, room, store_module):
-        monkeypatch.setattr(module, "CHUNK_SLOTS", 3)
-    return 3
-
-
 def full_node(pages: int = PAGES) -> tuple[Node, int, int]:
     """A node full of pages of 4 KiB of one namespace."""
     node, c, ns = opened(slabs=pages // 256, slab_bytes=1024 * KIB)
@@ -105,17 +98,6 @@ def test_after_a_crash_in_the_middle_no_cleared_page_comes_back_and_new_ones_do(
     contents = scan(LAYOUT, table.classes, table.rows, namespaces.numbers_of_spaces)
     found = sorted(zip(contents.namespaces.tolist(), contents.keys, strict=True))
     assert found == sorted([(a, key(3)), (a, key(100)), *((b, key(k)) for k in range(5))])
-
-
-def test_a_slab_with_pages_to_be_swept_can_be_taken_over(small_chunks: int) -> None:
-    node = Node(slabs=2, slab_bytes=64 * KIB)
-    c = node.connect()
-    a, b = node.open(c, "a"), node.open(c, "b")
-    node.put(c, a, *range(16))
-    node.put(c, b, *range(16))
-    clear(node, c, a)
-    node.state.store.max_drops = 17  # no room is made by sweeping alone
-    assert statuses(node.reserve(c, b, 100, length=64 * KIB)) == [GRANTED]
 
 
 def test_clearing_pages_takes_no_call_for_each_and_the_next_request_sweeps_few() -> None:

@@ -30,15 +30,6 @@ def remembered_beside(namespace: int, number: int) -> int:
     raise AssertionError("unreachable")
 
 
-def test_the_newest_removal_of_a_page_is_known_by_namespace() -> None:
-    removed = RemovedPages(100)
-    removed.note(1, key(7), 0, 5.0)
-    removed.note(1, key(7), 3, 9.0)
-    assert removed.find(1, key(7)) == (3, 9.0)
-    assert removed.find(2, key(7)) is None
-    assert removed.find(1, key(8)) is None
-
-
 def test_what_is_remembered_is_bounded_and_the_newest_stays() -> None:
     removed = RemovedPages(1)
     for number in range(20 * MIN_PLACES):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -13,8 +11,6 @@ from hypothesis import strategies as st
 
 from pdserve.kvpool.core.events import ReserveRows
 from pdserve.kvpool.core.sessions import Limits
-from pdserve.kvpool.core.store.residue import Residue
-from pdserve.kvpool.core.store.slot_allocator import SlotAllocator
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.slot_table import TableLayout
 from tests.support.kvpool.inproc import InprocNode
@@ -125,38 +121,3 @@ def test_a_slot_that_changes_hands_is_wiped_whole_and_once(length: int) -> None:
     c = node.connect()
     node.reserve(c, b, 5, 6, length=length)
     assert wiped(node) == 0
-
-
-def test_what_lies_in_a_slabs_tail_is_remembered_until_another_class_has_it_in_a_slot() -> None:
-    slots = SlotAllocator(SLAB_BYTES, SLAB_BYTES, 8 * KIB)
-    residue = Residue(slots)
-
-    def wiped_for(namespace: int, slot_bytes: int) -> int:
-        residue.assigned(slots.assign(slot_bytes))
-        taken = slots.allocate(slot_bytes, 100)
-        ranges = residue.take(taken, namespace)
-        for slot in taken:
-            slots.free(slot)
-        return sum(end - start for start, end in ranges)
-
-    assert wiped_for(1, SLAB_BYTES) == 0
-    assert wiped_for(2, 8 * KIB) == 64 * KIB
-    assert wiped_for(2, 8 * KIB) == 0
-    assert wiped_for(2, SLAB_BYTES) == SLAB_BYTES, "4 KiB of it are the first one's still"
-
-
-def test_the_first_pages_of_a_node_load_no_further_module() -> None:
-    script = (
-        "import sys\n"
-        "from pdserve.kvpool.core.store.page_store import PageStore\n"
-        "from pdserve.kvpool.core.store.slot_allocator import SlotAllocator\n"
-        "store = PageStore(SlotAllocator(4 << 20, 4 << 20, 4096), 1)\n"
-        "before, out = set(sys.modules), []\n"
-        "slots = store.take(store.index.namespace(1), [bytes(32)], 4096, 4096, out)\n"
-        "store.commit(slots, [1], 0.0, out)\n"
-        "print(sorted(set(sys.modules) - before))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout.strip() == "[]"

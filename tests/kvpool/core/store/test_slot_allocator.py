@@ -14,26 +14,6 @@ def test_classes_are_lengths_rounded_up_to_4_kib_and_at_least_the_smallest_slot(
     assert [slots.class_of(n) for n in lengths] == [8192, 8192, 12288, 65536, None]
 
 
-def test_slots_of_a_slab_do_not_overlap_and_the_tail_is_accounted_for() -> None:
-    slots = SlotAllocator(64 * KIB, 64 * KIB, 4 * KIB)
-    slots.assign(12 * KIB)
-    taken = slots.allocate(12 * KIB, 2) + slots.allocate(12 * KIB, 4)
-    assert [slots.offset(slot) for slot in taken] == [0, 12288, 24576, 36864, 49152]
-    assert slots.allocate(12 * KIB, 1) == []
-    assert (slots.tail_bytes, slots.allocated_bytes) == (4 * KIB, 60 * KIB)
-
-
-def test_an_empty_slab_serves_another_class() -> None:
-    slots = SlotAllocator(64 * KIB, 64 * KIB, 4 * KIB)
-    slots.assign(4 * KIB)
-    [slot] = slots.allocate(4 * KIB, 1)
-    assert slots.assign(8 * KIB) == NONE
-    assert slots.free(slot)
-    assert slots.allocate(4 * KIB, 1) == []
-    assert slots.assign(8 * KIB) == 0
-    assert slots.slot_bytes(*slots.allocate(8 * KIB, 1)) == 8 * KIB
-
-
 @settings(deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from([4, 8, 12, 32]), st.integers(0, 60), st.integers(1, 20)), max_size=80)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pdserve.kvpool.core.events import (
     Connected,
@@ -71,25 +69,19 @@ def test_every_committed_page_comes_back_with_its_facts_and_order() -> None:
     assert state.store.bytes_in_state[FREE] == LAYOUT.arena_bytes
 
 
-def test_eviction_after_a_restart_begins_with_the_oldest_page() -> None:
-    node, table, _ = written_table(*range(64), length=4 * KIB)
-    state = restarted(table.scan())
-    state.handle(Connected(1, "shm", "x", 1), 1.0)
-    state.handle(Received(1, m.OpenNamespace(9, "ns", {})), 1.0)
-    state.handle(Received(1, m.Reserve(1, 1, [key(100)], [4 * KIB])), 1.0)
-    assert (state.store.find(1, key(0)), state.store.find(1, key(1)) >= 0) == (-1, True)
-    assert node.state.store.find(1, key(0)) >= 0
-
-
-def test_after_a_restart_a_new_size_class_takes_the_slab_unused_for_longest() -> None:
+@pytest.mark.parametrize(("length", "gone"), [(4, [0]), (20, list(range(16, 32)))], ids=["page", "slab"])
+def test_after_a_restart_the_page_or_the_slab_unused_for_longest_goes_first(
+    length: int, gone: list[int]
+) -> None:
     _, table, _ = written_table(*range(64), length=4 * KIB)  # four slabs of 16
     state = restarted(table.scan())
     state.handle(Connected(1, "shm", "x", 1), 1.0)
     state.handle(Received(1, m.OpenNamespace(9, "ns", {})), 1.0)
-    state.handle(Received(1, m.Get(1, 1, [key(0)], [4 * KIB])), 1.0)  # the first slab is fresh now
-    state.handle(Received(1, m.Reserve(2, 1, [key(100)], [20 * KIB])), 1.0)
+    if length == 20:
+        state.handle(Received(1, m.Get(1, 1, [key(0)], [4 * KIB])), 1.0)  # the first slab is fresh now
+    state.handle(Received(1, m.Reserve(2, 1, [key(100)], [length * KIB])), 1.0)
     state.check()
-    assert [k for k in range(64) if state.store.find(1, key(k)) < 0] == list(range(16, 32))
+    assert [k for k in range(64) if state.store.find(1, key(k)) < 0] == gone
 
 
 def test_unfinished_writes_are_quarantined_and_then_free() -> None:
@@ -210,24 +202,6 @@ def test_random_bytes_are_no_pages() -> None:
     restarted(contents)
 
 
-def test_rows_written_one_by_one_and_in_a_batch_are_equal() -> None:
-    rng = np.random.default_rng(5)
-    few, many = Table(), Table()
-    slots = rng.permutation(len(few.rows))[:40].tolist()
-    keys = [rng.bytes(32) for _ in slots]
-    spaces, lengths = rng.integers(1, 1 << 63, 40).tolist(), rng.integers(1, 1 << 32, 40).tolist()
-    checksums, sequences = (rng.integers(0, 1 << 64, 40, np.uint64).tolist() for _ in range(2))
-    checksums[0], checksums[1] = (1 << 64) - 1, 0
-    many.writer.commit(slots, keys, spaces, lengths, checksums, sequences, 12.75)
-    for row in zip(slots, keys, spaces, lengths, checksums, sequences, strict=True):
-        few.writer.commit(*([value] for value in row), 12.75)  # type: ignore[arg-type]
-    assert few.buffer == many.buffer
-    written = many.rows[slots]
-    assert written["checksum"].tolist() == checksums
-    assert (written["guard"] == guards_of(row_words(written))).all()
-    assert (written["state"] == COMMITTED).all()
-
-
 def test_a_batch_of_commits_writes_whole_rows_before_any_of_them_says_committed() -> None:
     table, slots = Table(), list(range(3, 15))
     table.classes[:] = 8 * KIB
@@ -244,16 +218,6 @@ def test_a_batch_of_commits_writes_whole_rows_before_any_of_them_says_committed(
     table.writer.commit(slots, [key(n) for n in slots], *columns, list(range(len(slots))), 1.0)
     assert [(state[slots] == COMMITTED).all() for state in kept] == [False, True]
     assert not (kept[0] == COMMITTED).any()
-
-
-@given(data=st.data())
-def test_a_guard_tells_any_change_of_a_row(data: st.DataObject) -> None:
-    words = np.frombuffer(data.draw(st.binary(min_size=96, max_size=96)), "<u8").reshape(1, 12).copy()
-    before = guards_of(words)[0]
-    flips = data.draw(st.sets(st.integers(0, 9 * 64 - 1), min_size=1, max_size=6))
-    for bit in flips:
-        words[0, bit // 64] ^= np.uint64(1 << bit % 64)
-    assert (guards_of(words)[0] != before) == bool(flips)
 
 
 def test_pages_are_taken_over_without_a_call_for_each() -> None:

@@ -37,13 +37,6 @@ def test_cold_pages_are_stored_and_then_evicted_for_nothing() -> None:
     assert told.tier_bytes == tier.pages * 4 * KIB
 
 
-def test_below_the_watermark_nothing_is_stored() -> None:
-    rig = Rig(watermark=0.9)
-    rig.put(*range(10))
-    rig.commits()
-    assert rig.writes == [[]]
-
-
 def test_pages_evicted_before_they_could_be_stored_are_counted() -> None:
     rig = Rig(store_pages=2)
     rig.put(*range(16))
@@ -68,29 +61,6 @@ def test_a_get_is_answered_after_the_page_came_up() -> None:
     assert rig.replies(actions) == [[m.HIT]]
     assert [got.below for got in answers(actions, rig.c) if isinstance(got, m.Got)] == [[]]
     assert rig.counter("promoted") == 2
-
-
-def test_gets_of_one_page_share_its_load() -> None:
-    rig = Rig()
-    rig.sink(1)
-    other = rig.node.connect("ucx")
-    assert rig.ask(1) == rig.ask(1) == rig.ask(1, c=other) == []
-    assert len(rig.loads) == 1
-    actions = rig.load()
-    assert rig.replies(actions) == [[m.HIT], [m.HIT]]
-    assert rig.replies(actions, other) == [[m.HIT]]
-
-
-def test_a_late_page_is_a_miss_and_comes_up_all_the_same() -> None:
-    rig = Rig(promotion_timeout_s=1.0)
-    rig.sink(1)
-    rig.put(2)
-    assert rig.ask(1, 2) == []
-    assert rig.node.state.next_deadline_s <= rig.node.now_s + 1.0
-    assert rig.replies(rig.node.pass_time(1.1)) == [[m.MISS, m.HIT]]
-    assert rig.counter("promotions_late") == 1
-    assert rig.replies(rig.load()) == []
-    assert rig.ask(1) == [[m.HIT]]
 
 
 def test_what_a_tier_that_hangs_cannot_give_is_not_said_to_be_there_and_can_be_stored_again() -> None:
@@ -156,17 +126,6 @@ def test_a_tier_whose_late_loads_leave_no_room_for_others_has_nothing_until_it_a
     assert rig.put(3) == [m.GRANTED]
 
 
-def test_a_late_page_that_turns_out_damaged_is_forgotten_by_the_tier_too() -> None:
-    rig = Rig(promotion_timeout_s=1.0)
-    rig.sink(1)
-    rig.ask(1)
-    rig.node.pass_time(1.1)
-    assert statuses(rig.node.reserve(rig.c, rig.ns, 1)) == [m.GRANTED]
-    rig.load(status=CORRUPT)
-    rig.drain()
-    assert not [k for _, k in rig.disks[0] if k == key(1)]
-
-
 def test_a_page_that_one_read_waited_for_in_vain_delays_no_other() -> None:
     rig = Rig(promotion_timeout_s=1.0)
     rig.sink(1, 2)
@@ -185,16 +144,16 @@ def test_a_page_that_one_read_waited_for_in_vain_delays_no_other() -> None:
     assert rig.ask(1) == [[m.HIT]]
 
 
-def test_a_corrupt_page_is_a_miss_and_forgotten() -> None:
-    for status in (CORRUPT, READ_FAILED):
-        rig = Rig()
-        rig.sink(1)
-        rig.ask(1)
-        assert rig.replies(rig.load(status=status)) == [[m.MISS]]
-        assert rig.node.exists(rig.c, rig.ns, 1) == [0]
-        rig.drain()
-        assert (rig.space, key(1)) not in rig.disks[0]
-        assert rig.put(1) == [m.GRANTED]
+@pytest.mark.parametrize("status", [CORRUPT, READ_FAILED])
+def test_a_corrupt_page_is_a_miss_and_forgotten(status: int) -> None:
+    rig = Rig()
+    rig.sink(1)
+    rig.ask(1)
+    assert rig.replies(rig.load(status=status)) == [[m.MISS]]
+    assert rig.node.exists(rig.c, rig.ns, 1) == [0]
+    rig.drain()
+    assert (rig.space, key(1)) not in rig.disks[0]
+    assert rig.put(1) == [m.GRANTED]
 
 
 def test_memory_full_of_pinned_pages_makes_a_get_miss() -> None:
@@ -204,15 +163,6 @@ def test_memory_full_of_pinned_pages_makes_a_get_miss() -> None:
     assert rig.ask(*held) == [[m.HIT] * 16]
     assert rig.ask(1) == [[m.MISS]]
     assert rig.counter("promotions_refused") == 1
-
-
-def test_a_page_being_loaded_is_busy_for_writers_and_present_for_others() -> None:
-    rig = Rig()
-    rig.sink(1)
-    rig.ask(1)
-    assert rig.put(1) == [m.PRESENT]
-    rig.load()
-    assert rig.put(1) == [m.PRESENT]
 
 
 VOIDING = {
@@ -261,21 +211,6 @@ def test_what_could_not_be_made_durable_is_an_error_until_it_is(how: str, why: s
     assert isinstance(done, m.Done)
     if how == "drop":
         assert isinstance(answers(rig.node.send(rig.c, request), rig.c)[0], m.Done), "it is durable by now"
-
-
-def test_a_page_found_corrupt_by_its_reader_is_forgotten_by_the_tiers_too() -> None:
-    rig = Rig()
-    rig.put(1, 2)
-    rig.commits()
-    sequences = [
-        rig.node.state.store.facts.sequence[rig.node.state.store.find(rig.ns, key(k))] for k in (1, 2)
-    ]
-    rig.node.send(rig.c, m.Discard(77, rig.ns, [key(1)], sequences[:1]))  # while it is being stored
-    rig.drain()
-    rig.node.send(rig.c, m.Discard(78, rig.ns, [key(2)], sequences[1:]))
-    assert rig.node.exists(rig.c, rig.ns, 1, 2) == [0, 0]
-    rig.drain()
-    assert rig.disks == [{}]
 
 
 def test_a_tier_that_cannot_write_is_left_alone_for_a_while() -> None:

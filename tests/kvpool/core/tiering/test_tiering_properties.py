@@ -53,22 +53,18 @@ class Clients(RuleBasedStateMachine):
         self.pins: list[tuple[int, m.Pin, tuple[int, bytes]]] = []
         self.gets: dict[tuple[int, int], tuple[list[bytes], float]] = {}  # keys, and when it was asked
         self.sends: list[tuple[int, int]] = []  # over UCX: connection and tag
-        handle = self.node.state.handle
-
-        def checking(event: object, now_s: float) -> list[Action]:
-            actions = handle(event, now_s)  # type: ignore[arg-type]
-            for action in actions:
-                if isinstance(action, Answer) and isinstance(action.message, m.Got):
-                    self.got(action.connection, action.message)
-                elif isinstance(action, StartSend):
-                    self.sends.append((action.connection, action.tag))
-            return actions
-
-        self.node.state.handle = checking  # type: ignore[method-assign, assignment]
+        self.node.followers.append(self.follow)
         if sunk:  # half of the pages are in a tier only
             self.put_many(0)
             self.write_all(0)
             self.put_many(15)
+
+    def follow(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Answer) and isinstance(action.message, m.Got):
+                self.got(action.connection, action.message)
+            elif isinstance(action, StartSend):
+                self.sends.append((action.connection, action.tag))
 
     def got(self, connection: int, reply: m.Got) -> None:
         keys, _ = self.gets.pop((connection, reply.id))

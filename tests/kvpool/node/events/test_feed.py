@@ -6,13 +6,12 @@ import asyncio
 from typing import Any
 
 import msgspec
-import pytest
 
-from pdserve.kvpool.core.events import PagesMoved, PlacesVoid
+from pdserve.kvpool.core.events import PagesMoved
 from pdserve.kvpool.namespaces.catalog import Namespaces
 from pdserve.kvpool.node.config.events import EventsConfig
 from pdserve.kvpool.node.events import feed as module
-from pdserve.kvpool.node.events.feed import BATCH_PAGES, LISTED_PAGES, EventFeed
+from pdserve.kvpool.node.events.feed import LISTED_PAGES, EventFeed
 from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord, PageEntry
 from pdserve.kvpool.protocol.kv_events import block_hash
 from tests.support.kvpool.node_model import key
@@ -95,29 +94,6 @@ def change(state: State, feed: EventFeed, number: int, *pages: int, place: str =
 
 
 @virtually
-async def test_changes_are_told_together_and_in_their_order() -> None:
-    state, sink = State("a"), Sink()
-    feed = make(state, sink)
-    change(state, feed, 1, 1, 2)
-    change(state, feed, 1, 2, place="ssd:/disk")
-    change(state, feed, 1, 1, place="")
-    assert sink.sent == []
-    await asyncio.sleep(module.BATCH_S * 2)
-    assert known(sink) == wanted(state) == {block_hash(key(2)): "ssd"}
-    assert len(sink.sent) == 3
-    feed.close()
-
-
-@virtually
-async def test_many_changes_at_once_wait_for_nobody() -> None:
-    state, sink = State("a"), Sink()
-    feed = make(state, sink)
-    change(state, feed, 1, *range(BATCH_PAGES + 1))
-    assert [len(event["block_hashes"]) for event in sink.sent] == [BATCH_PAGES, 1]
-    feed.close()
-
-
-@virtually
 async def test_who_subscribes_hears_of_all_pages_whenever_he_comes() -> None:
     state, sink = State("a", "b"), Sink()
     feed = make(state, sink)
@@ -149,27 +125,6 @@ async def test_who_comes_while_all_pages_are_told_hears_of_them_too() -> None:
     feed.close()
 
 
-@pytest.mark.parametrize("form", ["blocks", "objects"])
-@virtually
-async def test_pages_that_went_together_are_void_and_the_others_are_told_anew(form: str) -> None:
-    state, sink = State("a", "b"), Sink()
-    feed = make(state, sink, format=form)
-    change(state, feed, 1, 1, 2)
-    change(state, feed, 2, 3)
-    await asyncio.sleep(1)
-    change(state, feed, 1, 4)  # not told yet
-    state.pages[1].clear()
-    feed.void(PlacesVoid())
-    await asyncio.sleep(1)
-    if form == "blocks":
-        assert known(sink) == wanted(state)
-    else:
-        assert None in sink.sent  # a gap
-        left = sink.sent[sink.sent.index(None) + 1 :]
-        assert [event["object_key"] for event in left] == [f"b_{key(3).hex()}__k"]
-    feed.close()
-
-
 @virtually
 async def test_namespaces_with_tokens_are_told_only_where_they_are_named() -> None:
     for names, expected in (([], {2}), (["a"], {1}), (["a", "b"], {1, 2})):
@@ -183,15 +138,3 @@ async def test_namespaces_with_tokens_are_told_only_where_they_are_named() -> No
         await asyncio.sleep(1)
         assert known(sink, begun) == known(sink)
         feed.close()
-
-
-@virtually
-async def test_a_namespace_that_is_gone_is_not_told() -> None:
-    state, sink = State("a"), Sink()
-    feed = make(state, sink)
-    state.namespaces.drop("a")
-    feed.moved(PagesMoved(1, [key(1)], [""]))
-    sink.subscribed = True
-    await asyncio.sleep(1)
-    assert sink.sent == []
-    feed.close()

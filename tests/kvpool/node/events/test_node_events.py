@@ -39,7 +39,8 @@ class Listener:
             if self._socket.poll(100):
                 self._take(*self._socket.recv_multipart())
 
-    def _take(self, _: bytes, number: bytes, payload: bytes) -> None:
+    def _take(self, topic: bytes, number: bytes, payload: bytes) -> None:
+        assert topic == b"kv@pool@m"
         sequence = int.from_bytes(number, "big")
         if self._last >= 0 and sequence != self._last + 1:
             self.known.clear()
@@ -70,7 +71,7 @@ def test_a_subscriber_knows_what_the_node_has(
         return block_hash(key) if form == "blocks" else object_key(namespace, key)
 
     address = f"ipc://{tmp_path}/events"
-    pool = start(events=EventsConfig(address=address, format=form))
+    pool = start(events=EventsConfig(address=address, format=form, topic="kv@pool@m"))
     connection = pool.connect()
     ns, other = open_namespace(connection), open_namespace(connection, "other")
     first, later, others = keys(900, 1), keys(5, 2), keys(3, 3)

@@ -69,20 +69,6 @@ def stepped(step: Callable[[], bool]) -> None:
         time.sleep(0)  # libzmq's thread takes the message in
 
 
-def test_batches_have_topic_number_and_payload(
-    make: Callable[..., Publisher], context: zmq.Context[Any], tmp_path: Path
-) -> None:
-    publisher = make(topic="kv@pool@m")
-    subscriber = subscribe(context, tmp_path, publisher)
-    for payload in (b"one", b"two"):
-        publisher.send(payload)
-    publisher.skip()
-    publisher.send(b"three")
-    numbers = [FIRST, FIRST + 1, FIRST + 3]
-    for number, payload in zip(numbers, (b"one", b"two", b"three"), strict=True):
-        assert subscriber.recv_multipart() == [b"kv@pool@m", number.to_bytes(8, "big"), payload]
-
-
 def test_a_subscriber_that_does_not_read_loses_batches_and_sees_a_gap(
     make: Callable[..., Publisher], context: zmq.Context[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,17 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pdserve.errors import ConfigError, StartupError
-from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.errors import StartupError
 from pdserve.kvpool.node.memory import placement as placement_module
 from pdserve.kvpool.node.memory.arena import Arena
 from pdserve.kvpool.node.memory.placement import Placement, numa_nodes
 from pdserve.kvpool.protocol.slot_table import TableLayout
 from pdserve.kvpool.transports.base import Connection
-from pdserve.settings.config_file import load_config
 from tests.support.kvpool.mounts import mounted, set_huge_pages
 from tests.support.kvpool.nodes import get, keys, open_namespace, put, small_config, start_fails
-from tests.support.kvpool.pools import ProcessPool, arena_dir, remove_arena
+from tests.support.kvpool.pools import ProcessPool, arena_dir, remove_arena, remove_arena_dir
 
 MIB = 1 << 20
 PAGES = Path("/sys/kernel/mm/hugepages/hugepages-2048kB/nr_hugepages")
@@ -94,39 +92,28 @@ def test_pages_of_the_other_kind_are_given_up_and_freed(tmp_path: Path, hugetlbf
     assert list(hugetlbfs.iterdir()) == []
 
 
-def test_too_few_huge_pages_are_said_with_what_to_do(tmp_path: Path, hugetlbfs: Path) -> None:
-    sizes = {"capacity_bytes": 64 << 20}
-    line = start_fails(huge_pages="2MiB", huge_pages_dir=hugetlbfs, **sizes)
-    assert re.search(r"needs 32 huge pages of 2 MiB, \d+ are free: as root, 'echo \d+ > /sys/kernel", line)
-    assert list(hugetlbfs.iterdir()) == []
-    assert not (arena_dir() / "second").exists()
-    arena_dir().rmdir()
-
-
-def test_a_hugetlbfs_that_is_not_there_is_said_with_what_to_do(tmp_path: Path) -> None:
-    line = start_fails(huge_pages="2MiB", huge_pages_dir=tmp_path)
-    assert "is not in a hugetlbfs" in line
-    assert "mount -t hugetlbfs -o pagesize=2M" in line
-
-
-def test_no_hugetlbfs_at_all_is_said_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement_module, "mounts", list)
-    with pytest.raises(StartupError, match=r"no hugetlbfs with pages of 1024 MiB is mounted: as root"):
-        Placement(huge_page_bytes=1 << 30).home(Path("/x"))
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"huge_pages": "2MiB", "capacity_bytes": 17 << 20}, "multiple of 2MiB"),
-        ({"huge_pages": "1GiB", "capacity_bytes": 1500 << 20}, "multiple of 1GiB"),
-        ({"huge_pages": "3MiB"}, "huge_pages"),
-        ({"numa_node": -1}, "numa_node"),
+        ({"huge_pages": "advise"}, "remount,huge=advise /dev/shm"),
+        ({"numa_node": 77}, "numa_node = 77: this machine's NUMA nodes are: 0"),
+        ({"huge_pages": "2MiB", "huge_pages_dir": "/"}, r"mount -t hugetlbfs -o pagesize=2M"),
+        (
+            {"huge_pages": "2MiB", "capacity_bytes": 64 << 20, "huge_pages_dir": "hugetlbfs"},
+            r"needs 32 huge pages of 2 MiB, \d+ are free: as root, 'echo \d+ > /sys/kernel",
+        ),
     ],
 )
-def test_sizes_that_huge_pages_cannot_have_are_config_errors(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        load_config(PoolNodeConfig, None, options)
+def test_what_this_machine_does_not_have_is_said_with_what_to_do(
+    request: pytest.FixtureRequest, options: dict[str, Any], said: str
+) -> None:
+    if "huge_pages_dir" in options:
+        given = options["huge_pages_dir"]
+        found = request.getfixturevalue("hugetlbfs") if given == "hugetlbfs" else Path(given)
+        options = options | {"huge_pages_dir": found}
+    assert re.search(said, start_fails(**options))
+    assert not (arena_dir() / "second").exists()
+    remove_arena_dir()
 
 
 def test_advice_gives_transparent_huge_pages_where_the_tmpfs_has_them(tmp_path: Path) -> None:
@@ -162,12 +149,6 @@ def test_a_tmpfs_that_is_full_while_its_pages_are_touched_is_an_error_and_no_sig
         os.close(fd)
 
 
-def test_advice_is_refused_where_nobody_takes_it() -> None:
-    assert "remount,huge=advise /dev/shm" in start_fails(huge_pages="advise")
-    assert not (arena_dir() / "second").exists()
-    arena_dir().rmdir()
-
-
 def test_an_arena_is_bound_to_its_numa_node(tmp_path: Path) -> None:
     node = numa_nodes()[0]
     layout = TableLayout(4 * MIB, MIB, 8192)
@@ -184,12 +165,6 @@ def test_an_arena_is_bound_to_its_numa_node(tmp_path: Path) -> None:
     again = Arena("n", directory, layout, 2, fresh=False, placement=Placement(numa_node=node))
     assert again.kept
     again.close(keep=False)
-    arena_dir().rmdir()
-
-
-def test_a_numa_node_that_is_not_there_is_said() -> None:
-    assert "numa_node = 77: this machine's NUMA nodes are: 0" in start_fails(numa_node=77)
-    assert not (arena_dir() / "second").exists()
     arena_dir().rmdir()
 
 

@@ -78,12 +78,6 @@ def test_small_arenas_have_room_for_pages_of_several_sizes(capacity_bytes: int) 
     assert slab == SLAB or slab <= max(MIN_SLOT_BYTES, capacity_bytes / SLABS) < 2 * slab
 
 
-def test_the_slab_of_a_node_that_was_not_told_stays_as_it_was() -> None:
-    """Else an upgrade could not take over its pages."""
-    assert PoolNodeConfig(capacity_bytes=100 << 30).slab == SLAB
-    assert PoolNodeConfig(capacity_bytes=100 << 30, page_bytes=9 << 19).slab == SLAB
-
-
 def test_slabs_that_pages_use_badly_are_named_once_with_what_to_set(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

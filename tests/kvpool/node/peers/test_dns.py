@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from collections.abc import Sequence
 from functools import partial
@@ -22,7 +21,6 @@ class Names:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.addresses: list[str] = []
-        self.hangs = False
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         monkeypatch.setattr(joining, "DnsWatch", partial(DnsWatch, resolve=self.resolve))
@@ -30,8 +28,6 @@ class Names:
 
     async def resolve(self, host: str, port: int) -> Sequence[str]:
         assert (host, port) == ("pool", self.port)
-        if self.hangs:
-            await asyncio.Event().wait()
         return list(self.addresses)
 
     def node(self, address: str, advertise: str = "") -> dict[str, Any]:
@@ -55,20 +51,3 @@ async def test_nodes_find_each_other_by_the_addresses_of_one_name(
         async with running(tmp_path, "c", **names.node("127.0.0.3")) as c:
             await until(lambda: ring(a)[-1] == "c" and "c" in ring(c))
             await until(lambda: f"tcp:127.0.0.2:{names.port}" not in a.gossip.joining.seeds)
-
-
-async def test_nodes_that_started_alone_meet_when_dns_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names = Names(monkeypatch)
-    monkeypatch.setattr(dns, "TIMEOUT_S", 0.1)
-    async with (
-        running(tmp_path, "a", **names.node("127.0.0.1")) as a,
-        running(tmp_path, "b", **names.node("127.0.0.2")) as b,
-    ):
-        names.hangs = True
-        async with running(tmp_path, "c", **names.node("127.0.0.3")) as c:
-            assert (ring(a), ring(b), ring(c)) == ("a", "b", "c")
-        names.hangs = False
-        names.addresses = ["127.0.0.1", "127.0.0.2"]
-        await until(lambda: ring(a) == ring(b) == "ab")

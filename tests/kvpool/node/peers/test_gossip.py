@@ -108,7 +108,7 @@ def test_a_node_that_is_killed_or_paused_is_dead_for_all_until_it_is_back_and_bl
         watcher.told("abc")
         watcher.rings.clear()
     assert epochs == sorted(set(epochs))
-    assert "is taken for dead" not in victim.log.read_text()
+    assert "is taken for dead" not in victim.log()
     processes.start("d")
     processes.until("abcd")
     watcher.told("abcd")
@@ -139,7 +139,7 @@ def test_a_node_that_is_upgraded_stays_in_all_views_and_a_seed_never_stands_alon
         watcher.told("ab")
         assert set(watcher.rings) == {"ab"}
         watcher.close()
-    log = seed.log.read_text()
+    log = seed.log()
     meanwhile = log[log.index(" continues as the installed version") : log.index("it was upgraded")]
     assert re.search(r"epoch \d+: a, b$", meanwhile, re.M), log
     for node in processes.nodes.values():

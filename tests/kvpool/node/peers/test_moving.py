@@ -18,11 +18,10 @@ from pdserve.kvpool.node.node import PoolNode
 from pdserve.kvpool.node.peers import page_push
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.base import NodeAddress
-from pdserve.kvpool.protocol.cluster_messages import ACTIVE, LEFT, Drain
+from pdserve.kvpool.protocol.cluster_messages import LEFT, Drain
 from pdserve.kvpool.tiers.base import PageMemory, PutResult, TierPage
 from pdserve.kvpool.tiers.ssd.tier import SegmentTier
 from tests.support.kvpool.moving_nodes import DEADLINE_S, Nodes, wait_for
-from tests.support.kvpool.nodes import PAGE_BYTES, page_of
 from tests.support.kvpool.nodes import keys as some_keys
 from tests.support.suite.extended import extended
 
@@ -149,65 +148,6 @@ def test_a_page_that_moves_has_the_rest_of_its_time_to_live(tmp_path: Path) -> N
         nodes.close()
 
 
-def test_a_draining_node_that_takes_the_others_for_dead_keeps_its_pages(tmp_path: Path) -> None:
-    nodes = Nodes(tmp_path, moving=MovingConfig(bytes_s=300_000))
-    try:
-        leaver = nodes.start("n0")
-        nodes.start("n1")
-        nodes.settle()
-        keys = some_keys(300, seed=15)
-        fill(nodes, keys)
-        mine = [key for key in keys if nodes.holders(key) == ["n0"]]
-        nodes.run(leaver.gossip.leave)
-        nodes.tell()
-        gossip, ownership = leaver.gossip, leaver.state.sharding.ownership
-
-        def lose_sight() -> None:
-            gossip.apply(gossip.cluster.declare_dead("n1", gossip.cluster.members["n1"].version))
-            assert ownership.next_step_s == float("inf"), "it drops nothing"
-            assert ownership.alone, "who writes may write here"
-
-        nodes.run(lose_sight)
-        assert gossip.cluster.me.status == ACTIVE
-        with nodes.client("n0") as client:
-            assert len(client.get(mine)) == len(mine)
-        nodes.tell()
-        nodes.settle()
-        check_owned(nodes, keys)
-    finally:
-        nodes.close()
-
-
-def test_the_last_node_does_not_drain(nodes: Nodes) -> None:
-
-    nodes.start("n0")
-    with nodes.client("n0") as client:
-        answer = client.connection.call(Drain(9), time.monotonic() + 5)
-    assert isinstance(answer, m.Fault)
-    assert answer.code == "last_node"
-
-
-def test_a_page_being_written_while_a_node_joins_moves_too(nodes: Nodes) -> None:
-    nodes.start("n0")
-    nodes.settle()
-    [*keys] = some_keys(40, seed=4)
-    with nodes.client("n0") as client:
-        request = m.Reserve(2, client.namespace, keys, [PAGE_BYTES])
-        reserved = client.connection.call(request, time.monotonic() + 5)
-        assert isinstance(reserved, m.Reserved)
-        nodes.start("n1")
-        wait_for(lambda: nodes.counters("n0")["moving"] == 1, "n0 pushes")
-
-        sums = client.connection.write_pages(
-            reserved.grants, [[page_of(key)] for key in keys], time.monotonic() + 5
-        )
-        commit = m.Commit(3, [g.slot for g in reserved.grants], [g.sequence for g in reserved.grants], sums)
-        client.connection.call(commit, time.monotonic() + 5)
-    nodes.settle()
-    assert nodes.counters("n0")["pages_pushed"] > 0
-    check_owned(nodes, keys)
-
-
 def test_an_owner_that_hangs_in_the_middle_costs_only_time(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,26 +175,6 @@ def test_an_owner_that_hangs_in_the_middle_costs_only_time(
             assert len(client.get(mine)) == len(mine) or name == "n2"
 
 
-def test_a_node_that_joins_and_leaves_again_at_once(nodes: Nodes) -> None:
-    for name in ("n0", "n1"):
-        nodes.start(name, moving=MovingConfig(bytes_s=1_500_000))
-    nodes.settle()
-    keys = some_keys(400, seed=7)
-    fill(nodes, keys)
-    joined = nodes.start("n2")
-    wait_for(lambda: nodes.counters("n0")["pages_pushed"] > 5, "n0 pushes")
-    nodes.run(joined.gossip.leave)
-
-    def left() -> bool:
-        nodes.tell()
-        return joined.gossip.cluster.me.status == LEFT
-
-    wait_for(left, "n2 has left")
-    nodes.stop("n2")
-    nodes.settle()
-    check_owned(nodes, keys)
-
-
 def test_a_damaged_page_does_not_move(nodes: Nodes) -> None:
     source = nodes.start("n0")
     keys = some_keys(100, seed=8)
@@ -279,19 +199,3 @@ def test_pages_go_to_a_node_on_another_host(nodes: Nodes, monkeypatch: pytest.Mo
     nodes.settle()
     assert nodes.counters("n0")["pages_pushed"] > 50
     check_owned(nodes, keys)
-
-
-def test_a_node_smaller_than_its_share_takes_what_fits(nodes: Nodes) -> None:
-    nodes.start("n0")
-    keys = some_keys(1000, seed=10)
-    fill(nodes, keys)
-    small = nodes.start("n1", capacity_bytes=2 << 20)
-    nodes.settle()
-    status = nodes.run(lambda: small.state.status(0, 0.0))
-    assert 0.7 * status.capacity_bytes < status.used_bytes <= status.capacity_bytes
-    assert (status.reserved_bytes, status.quarantined_bytes) == (0, 0)
-    assert nodes.counters("n0")["bytes_pushed"] < 2 * status.capacity_bytes, "it stops when it is full"
-    mine = [key for key in keys if nodes.holders(key) == ["n1"]]
-    with nodes.client("n1") as client:
-        found = [key for start in range(0, len(mine), 8) for key in client.get(mine[start : start + 8])]
-    assert found == mine

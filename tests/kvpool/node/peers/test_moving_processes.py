@@ -50,8 +50,11 @@ class Pool:
             self.nodes[name].await_ready()
 
     def client(self) -> PoolClient:
-        refs = [PoolNodeRef(node=name, address=node.address) for name, node in self.nodes.items()]
-        return PoolClient(PoolClientConfig(nodes=refs), "ns", {"a": "b"})
+        """It is told of one node, which drains or is killed later, and finds the others by itself."""
+        refs = [PoolNodeRef(node="n0", address=self.nodes["n0"].address)]
+        client = PoolClient(PoolClientConfig(nodes=refs), "ns", {"a": "b"})
+        client.exists(some_keys(1))  # and is told the ring
+        return client
 
     def reports(self) -> dict[str, StatusReport]:
         found = {}

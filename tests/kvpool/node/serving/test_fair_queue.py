@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.kvpool.node.serving.fair_queue import BURST_S, KEY_COST_BYTES, MAX_QUEUED_S, Bucket, FairQueue
+from pdserve.kvpool.node.serving.fair_queue import BURST_S, KEY_COST_BYTES, MAX_QUEUED_S, FairQueue
 from tests.support.suite.extended import examples
 
 
@@ -100,31 +99,6 @@ def test_what_was_used_while_nobody_waited_is_not_paid_for_later() -> None:
         queue.put(2, None, 1, 0, 0.0)
     first = Counter(queued.flow for _ in range(20) if (queued := queue.next(0.0)))
     assert first == {1: 10, 2: 10}
-
-
-def test_nothing_waits_while_it_may_go() -> None:
-    queue = queue_of(f1=(1.0, 10.0, 0.0), f2=(1.0, 0.0, 0.0))
-    assert queue.admit(1, 10, 0, 0.0)
-    assert not queue.admit(1, 5, 0, 0.0)
-    queue.put(1, None, 5, 0, 0.0)
-    # the neighbour's wait for its rate holds nobody up
-    assert queue.admit(2, 1000, 1 << 30, 0.0)
-    assert queue.next(0.4) is None
-    assert queue.next_time_s() == pytest.approx(0.5)
-    assert queue.next(0.5000001) is not None
-    assert not queue.waiting
-
-
-def test_bytes_given_back_can_be_taken_again() -> None:
-    bucket = Bucket(100.0, 0.0)
-    bucket.take(100.0)
-    assert bucket.ready_at_s(50.0, 0.0) == 0.5
-    bucket.take(-60.0)
-    assert bucket.ready_at_s(50.0, 0.0) <= 0.0
-    bucket.take(-1000.0)
-    assert bucket.ready_at_s(100.0, 0.0) <= 0.0 < bucket.ready_at_s(100.0, 0.0) + 1
-    bucket.take(300.0)  # one request larger than the bucket
-    assert bucket.ready_at_s(1000.0, 0.0) == pytest.approx(3.0)
 
 
 def test_what_waits_is_bounded_in_keys_of_a_flow_and_of_all() -> None:

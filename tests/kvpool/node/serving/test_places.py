@@ -20,11 +20,6 @@ def test_the_oldest_socket_of_the_most_crowded_address_goes() -> None:
     assert places.sockets == MIN_GREETING
 
 
-def test_all_clients_of_a_node_may_shake_hands_at_a_time() -> None:
-    places = Places(max_connections=1000)
-    assert [places.accepted(number, "one host") for number in range(1000)] == [None] * 1000
-
-
 def test_clients_with_a_token_find_places_beside_any_number_without() -> None:
     places = Places(max_connections=8)
 

@@ -40,22 +40,6 @@ MANY_KEYS = [key(n) for n in range(m.MAX_PAGES)]
 MANY_SLABS = m.MAX_PAGES // 16 + 1
 
 
-def test_a_large_request_is_a_turn_of_its_own() -> None:
-    served = Served(MANY_SLABS)
-    a, ns = served.client("a")
-    quiet, quiet_ns = served.client("quiet")
-    for _ in range(5):
-        served.get(a, ns, MANY_KEYS)
-    assert len(a.sent) == 1
-    for asked in range(1, 5):
-        served.ask(quiet, quiet_ns, KEYS[:1])
-        served.loop.turn()
-        assert len(quiet.sent) == asked
-        assert len(a.sent) <= 1 + asked
-    served.loop.turns()
-    assert len(a.sent) == 5
-
-
 @pytest.mark.parametrize(
     ("kind", "tiers", "at_once"), [("Reserve", (), 1), ("Get", (), 3), ("Get", (TierSpec("s", "ssd", 1),), 1)]
 )
@@ -172,26 +156,18 @@ def test_what_waits_too_long_is_answered_and_its_client_read_from_again() -> Non
     assert "namespace 'a'" in faults[0].message
 
 
-def test_what_frees_or_ends_something_never_waits() -> None:
-    served = Served(a=NamespaceSettings(operations_s=1.0))
-    a, ns = served.client("a")
-    [grant] = served.node.reserve(a.number, ns, 1)
-    served.ask(a, ns, KEYS[:1])
-    served.ask(a, ns, KEYS[:1])
-    assert served.serving.counters()["requests_waiting"] == 1
-    served.serving.received(a, m.Ping(100))
-    served.serving.received(a, m.Commit(101, [grant.slot], [grant.sequence], [0]))
-    assert a.sent[-2:] == [m.Done(100), m.Committed(101, b"\1")]
-
-
-def test_other_nodes_are_held_to_no_namespaces_rate() -> None:
+def test_other_nodes_and_what_frees_or_ends_something_wait_for_no_rate() -> None:
     served = Served(a=NamespaceSettings(operations_s=1.0))
     a, ns = served.client("a")
     node, _ = served.client("a", peer=True)
-    served.ask(a, ns, KEYS[:1])
-    for _ in range(3):
+    [grant] = served.node.reserve(a.number, ns, 1)
+    for _ in range(2):
+        served.ask(a, ns, KEYS[:1])
         served.ask(node, ns, KEYS[:1])
-    assert len(node.sent) == 3
+    assert (served.serving.counters()["requests_waiting"], len(node.sent)) == (1, 2)
+    served.serving.received(a, m.Ping(100))
+    served.serving.received(a, m.Commit(101, [grant.slot], [grant.sequence], [0]))
+    assert a.sent[-2:] == [m.Done(100), m.Committed(101, b"\1")]
 
 
 def test_a_stranger_cannot_use_up_a_namespaces_rate() -> None:
@@ -204,20 +180,3 @@ def test_a_stranger_cannot_use_up_a_namespaces_rate() -> None:
     assert all(isinstance(reply, m.Fault) for reply in stranger.sent)
     assert len(stranger.sent) == 100
     assert served.serving.counters()["requests_waiting"] == 0
-
-
-def test_a_changed_setting_counts_at_once() -> None:
-    served = Served(a=NamespaceSettings(operations_s=1.0))
-    a, ns = served.client("a")
-    served.ask(a, ns, KEYS[:1])
-    served.ask(a, ns, KEYS[:1])
-    assert len(a.sent) == 1
-    served.node.send(a.number, m.DropNamespace(1, "a"))
-    served.node.open(a.number, "a")
-    served.ask(a, ns, KEYS[:1])  # of the dropped number: refused
-    served.loop.turn()
-    served.loop.turn()
-    assert [type(reply) for reply in a.sent[1:]] == [m.Fault, m.Fault]
-
-
-# --- a real node

@@ -110,13 +110,3 @@ def test_after_a_pause_it_is_tried_again_unasked(rig: Rig) -> None:
     rig.writer.start("one", 1)
     assert [rig.next(), rig.next()] == [(1, "no space"), (1, "")]
     assert rig.kept()[0] == "one"
-
-
-def test_what_waits_is_written_before_the_end(rig: Rig) -> None:
-    rig.disks[0].gate.clear()
-    rig.writer.start("one", 1)
-    assert rig.disks[0].entered.acquire(timeout=WAIT_S)
-    rig.writer.save("two", 2)
-    rig.disks[0].gate.set()
-    assert rig.writer.stop(time.monotonic() + WAIT_S)
-    assert rig.kept()[0] == "two"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ import pytest
 
 from pdserve.kvpool.client.client import PoolClient
 from tests.support.kvpool.node_processes import NodeProcess, client_of, pool_of
-from tests.support.kvpool.object_server import ObjectServer, object_server
 from tests.support.kvpool.object_tiers import BUCKET, CREDENTIALS, moto_bucket
 from tests.support.kvpool.tier_tools import KIB, contents, key
 
@@ -27,12 +26,6 @@ KEYS = [key(n) for n in range(COUNT)]
 def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable, value in CREDENTIALS.items():
         monkeypatch.setenv(variable, value)
-
-
-@pytest.fixture
-def store(credentials: None) -> Iterator[ObjectServer]:
-    with object_server() as server:
-        yield server
 
 
 def settings_of(directory: Path, endpoint: str, **options: Any) -> Callable[[str], dict[str, Any]]:
@@ -105,13 +98,3 @@ def test_a_pool_of_other_nodes_without_disks_has_all_pages(tmp_path: Path) -> No
             until(lambda: all(pool.exists(KEYS)), "not found")
             assert hits(pool) == COUNT
             assert sum(node.status().tiers[0].counters["stored"] for node in nodes) == 0, "stored twice"
-
-
-def test_a_lost_nodes_pages_are_read_by_the_others(store: ObjectServer, tmp_path: Path) -> None:
-    with (
-        pool_of(2, tmp_path, COMMON, own_settings=settings_of(tmp_path, store.endpoint)) as nodes,
-        closing(client(nodes)) as pool,
-    ):
-        fill(nodes, tmp_path)
-        nodes[0].kill()
-        until(lambda: hits(pool) == COUNT, "the other node does not find them")

@@ -300,18 +300,6 @@ def walk(*steps: Callable[[Restarts], None]) -> None:
         model.teardown()
 
 
-def test_start_that_wrote_no_list_leaves_the_older_list_of_its_tier_in_force() -> None:
-    walk(
-        lambda model: model.put("a", {1, 2}),
-        lambda model: model.settle(),
-        lambda model: model.obstruct(),
-        lambda model: model.reboot((1,), crash=False),
-        lambda model: model.void("a", drop=False),
-        lambda model: model.reboot((0, 1), crash=False),
-        lambda model: model.reboot((0,), crash=False),
-    )
-
-
 def test_older_list_of_a_lower_tier_does_not_bring_voided_pages_back() -> None:
     walk(
         lambda model: model.put("a", {1, 2}),

@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 
 from pdserve.errors import ConfigError
-from pdserve.kvpool.tiers.base import CORRUPT, GONE, LOADED, READ_FAILED, STORED, WRITE_FAILED, SpaceFacts
+from pdserve.kvpool.tiers.base import CORRUPT, GONE, LOADED, READ_FAILED, STORED, WRITE_FAILED
 from pdserve.kvpool.tiers.object.remote import RemoteSegment, load_segment
 from tests.support.kvpool.object_server import Mode, ObjectServer, object_server
 from tests.support.kvpool.object_tiers import (
@@ -19,7 +19,6 @@ from tests.support.kvpool.object_tiers import (
     SEGMENT,
     Node,
     moto_bucket,
-    shared_facts,
 )
 from tests.support.kvpool.tier_tools import name
 
@@ -71,35 +70,6 @@ def test_a_node_finds_what_others_stored_before_it_started_and_meanwhile(moto: s
     one.until_uploaded()
     two.until_found(*range(30, 40))
     assert two.read(*range(30, 41)) == [LOADED] * 10 + [GONE]
-
-
-def test_all_pages_are_found_after_all_nodes_lost_their_disks_and_have_other_spaces(
-    moto: str, nodes: MakeNode
-) -> None:
-    one = nodes("one", moto)
-    one.open()
-    one.put(*range(20))
-    one.until_uploaded()
-    one.tier.close()
-    two = nodes("two", moto)
-
-    def other_space(space: int) -> SpaceFacts | None:
-        return shared_facts(1) if space == 77 else None
-
-    assert {found.space for found in two.open(known=(77,), facts=other_space)} == {77}
-    assert two.read(*range(20), space=77) == [LOADED] * 20
-
-
-def test_a_space_that_is_opened_later_brings_its_pages(moto: str, nodes: MakeNode) -> None:
-    one, two = nodes("one", moto), nodes("two", moto)
-    one.open(known=(5,))
-    one.put(1, 2, space=5)
-    one.until_uploaded()
-    assert two.open(known=()) == []
-    assert two.read(1, space=5) == [GONE]
-    two.tier.open_space(5)
-    two.until_found(1, 2)
-    assert two.read(1, 2, space=5) == [LOADED, LOADED]
 
 
 def test_a_segment_that_another_node_removed_is_a_miss_and_its_pages_are_reported_as_lost(
@@ -209,24 +179,6 @@ def test_whatever_the_store_answers_a_page_is_right_or_a_miss_and_found_again_la
     if failed:
         two.until_found(0, 3)
     two.until(lambda: two.read(1) == [LOADED])
-
-
-@pytest.mark.parametrize("mode", MISBEHAVING)
-def test_a_start_while_the_store_misbehaves_finds_pages_later(
-    store: ObjectServer, nodes: MakeNode, mode: Mode
-) -> None:
-    one, two = nodes("one", store.endpoint), nodes("two", store.endpoint, timeout_s=0.5)
-    one.open()
-    one.put(*range(20))
-    one.until_uploaded()
-    one.tier.close()
-    store.mode = mode
-    two.open()
-    assert set(two.read(*range(20))) != {LOADED}, "and no wrong page"
-    store.mode = "well"
-    store.released.set()
-    two.tier._sync._bad.clear()  # it has tried often meanwhile
-    two.until(lambda: two.read(*range(20)) == [LOADED] * 20)
 
 
 @pytest.mark.parametrize("mode", ["away", "full", "overloaded"])

@@ -72,15 +72,11 @@ def test_a_sealed_segment_is_read_from_its_footer() -> None:
     assert sum(size for _, size in reads) == 3 * BLOCK_BYTES  # header, trailer, footer
 
 
+@pytest.mark.parametrize("lengths", [LENGTHS, []], ids=["full", "empty"])
 @pytest.mark.parametrize("spare", [0, 1, 300])
-def test_a_segment_that_was_not_sealed_is_read_record_by_record(spare: int) -> None:
-    file, records = segment(LENGTHS, sealed=False, spare_blocks=spare)
+def test_a_segment_that_was_not_sealed_is_read_record_by_record(lengths: list[int], spare: int) -> None:
+    file, records = segment(lengths, sealed=False, spare_blocks=spare)
     assert index(file) == (plain(records), False)
-
-
-def test_an_empty_segment_has_no_pages() -> None:
-    assert index(segment([], sealed=True)[0]) == ([], True)
-    assert index(segment([], sealed=False)[0]) == ([], False)
 
 
 def test_a_damaged_footer_costs_no_page() -> None:

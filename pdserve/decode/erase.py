@@ -1,0 +1,106 @@
+"""Whose pages the pool has, and their end: for the router's admin API.
+
+    GET  /pool/tenants    bytes of each tenant's pages of this worker's model, by node
+    POST /pool/erase      {"tenant": NAME}, or a body as for `/v1/kv/lookup` with the salt of its tenant
+
+An erasure empties this worker's own caches first, whosever they are, once no request runs. Then each node of
+the pool erases the pages, in memory and tiers. The answer says of each node how many pages there were, or why
+it cannot say so; nothing is hidden by a sum. A node that was away learns of a tenant's end when it returns;
+pages of a prompt it may still have.
+
+These paths are not among those that a worker without a token serves to all (`engine/http/guard.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Protocol
+
+import msgspec
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from pdserve.decode.lookup import Asked, Lookup, decoded
+from pdserve.errors import PoolError, RequestError
+from pdserve.kvpool.client.async_client import AsyncPoolClient
+from pdserve.kvpool.namespaces.tenants import is_tenant_name
+
+TENANTS: Final = "/pool/tenants"
+ERASE: Final = "/pool/erase"
+FLUSH_S: Final = 20.0
+"""For running requests to end, before this worker's caches are emptied."""
+
+
+class Caches(Protocol):
+    """What is asked here of an `Engine`."""
+
+    async def flush(self, timeout_s: float) -> str: ...
+
+
+class Erasing(Asked):
+    """The body of an erasure."""
+
+    tenant: str = ""
+
+
+class Erased(msgspec.Struct, kw_only=True):
+    """The answer. `pages`: by node. `problems`: by node that cannot say that nothing is left, and under
+    `caches` why this worker's own were not emptied.
+    """
+
+    pages: dict[str, int]
+    problems: dict[str, str]
+
+
+class Erase:
+    """The routes."""
+
+    def __init__(self, caches: Caches, pool: AsyncPoolClient, lookup: Lookup) -> None:
+        self._caches = caches
+        self._pool = pool
+        self._lookup = lookup
+
+    def router(self) -> APIRouter:
+        """The FastAPI router with the routes."""
+        router = APIRouter()
+        router.add_api_route(TENANTS, self.tenants, methods=["GET"], response_model=None)
+        router.add_api_route(ERASE, self.erase, methods=["POST"], response_model=None)
+        return router
+
+    async def tenants(self) -> Response:
+        """Answer with `{"tenants": {NAME: {NODE: [MEMORY, TIERS]}}, "problems": {NODE: TEXT}}`, in bytes. The
+        tenant "" is nobody: pages that all share.
+        """
+        found: dict[str, dict[str, tuple[int, int]]] = {}
+        problems = {}
+        for node, held in (await self._pool.tenants()).items():
+            if isinstance(held, PoolError):
+                problems[node] = str(held)
+                continue
+            for tenant, amounts in held.items():
+                found.setdefault(tenant, {})[node] = amounts
+        return JSONResponse({"tenants": found, "problems": problems})
+
+    async def erase(self, request: Request) -> Response:
+        """Answer with an `Erased`."""
+        try:
+            erased = await self._erased(request)
+        except RequestError as error:
+            return JSONResponse(error.body(), status_code=error.status)
+        return Response(msgspec.json.encode(erased), media_type="application/json")
+
+    async def _erased(self, request: Request) -> Erased:
+        body = await request.body()
+        asked = decoded(body, Erasing)
+        prompt: Any = None
+        if not asked.tenant:
+            prompt = await self._lookup.prompt(request, asked, body)
+        elif not is_tenant_name(asked.tenant):
+            raise RequestError(400, "no tenant has such a name", param="tenant")
+        problem = await self._caches.flush(FLUSH_S)
+        if prompt is None:
+            outcomes = await self._pool.erase_tenant(asked.tenant)
+        else:
+            outcomes = await self._pool.erase(prompt.pages.all_keys(), prompt.pages.tenant)
+        problems = {node: str(one) for node, one in outcomes.items() if isinstance(one, PoolError)}
+        pages = {node: one for node, one in outcomes.items() if isinstance(one, int)}
+        return Erased(pages=pages, problems=problems | ({"caches": problem} if problem else {}))

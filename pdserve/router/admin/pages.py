@@ -1,0 +1,152 @@
+"""Tenants' pages in the pool: how many bytes, and their end. The workers ask the pool (`decode/erase.py`).
+
+An erasure goes to all workers at once: each empties its own caches, and then has all nodes of the pool erase
+the pages. The last one to do so finds none, so what a worker was still storing is erased as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from pdserve.errors import PdserveError, RequestError
+from pdserve.router.api.request_body import UNREADABLE
+from pdserve.router.app.router import Router
+from pdserve.router.config.tenants import SHARED
+from pdserve.router.fleet.worker import Worker
+from pdserve.router.http.tls import UpstreamError
+from pdserve.router.tenants.rights import salt_line
+
+TENANTS: Final = "/pool/tenants"
+ERASE: Final = "/pool/erase"
+ASK_S: Final = 10.0
+ERASE_S: Final = 120.0
+"""A worker lets its requests end, and the nodes answer, within 94 s."""
+MAX_ANSWER_BYTES: Final = 4 << 20
+_JSON: Final = b"content-type: application/json\r\n"
+
+
+class _Held(msgspec.Struct):
+    tenants: dict[str, dict[str, tuple[int, int]]]
+    problems: dict[str, str]
+
+
+class _Erased(msgspec.Struct):
+    pages: dict[str, int]
+    problems: dict[str, str]
+
+
+class Erasing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of `POST /pages/erase`. `request`: the body of a generation, whose prompt's pages are meant; else
+    all pages of the tenant. `model`: of one model; empty: of all.
+    """
+
+    tenant: str = ""
+    model: str = ""
+    request: msgspec.Raw = msgspec.Raw(b"")
+
+
+class _Refused(PdserveError):
+    """A worker answered with another status than 200."""
+
+
+_FAILED: Final = (UpstreamError, _Refused, *UNREADABLE)
+
+
+class Pages:
+    """Of all models behind this router."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    async def of_tenants(self) -> dict[str, dict[str, int]]:
+        """By the name of their cache: bytes in memory and in tiers, over all nodes and models that answer."""
+        one_each = {w.info.namespace: w for w in self._workers("") if w.info is not None}
+        sums: dict[str, dict[str, int]] = {}
+        for held in await asyncio.gather(*map(self._held, one_each.values())):
+            for tenant, nodes in held.items():
+                total = sums.setdefault(tenant, {"memory_bytes": 0, "tier_bytes": 0})
+                for memory_bytes, tier_bytes in nodes.values():
+                    total["memory_bytes"] += memory_bytes
+                    total["tier_bytes"] += tier_bytes
+        return sums
+
+    async def erase(self, body: bytes) -> dict[str, Any]:
+        """Erase pages; what was erased, and who could not do so. Raises RequestError: 400, 404, 409."""
+        try:
+            asked = msgspec.json.decode(body, type=Erasing)
+        except UNREADABLE as error:
+            raise RequestError(400, str(error)) from None
+        cache, by_prompt = self._cache(asked.tenant), bool(bytes(asked.request))
+        if not by_prompt and (not asked.tenant or cache == SHARED):
+            what = (
+                "name a tenant that has a cache of its own, or a request"
+                if not asked.tenant
+                else ("this tenant shares its cache with others: name a request")
+            )
+            raise RequestError(409 if asked.tenant else 400, what, param="tenant")
+        workers = self._workers(asked.model)
+        if not workers:
+            raise RequestError(404, "No worker of the pool is known.", code="model_not_found")
+        if by_prompt:
+            lines, sent = _JSON + salt_line(msgspec.Raw(b""), cache), bytes(asked.request)
+        else:
+            lines, sent = _JSON, msgspec.json.encode({"tenant": cache})
+        answers = await asyncio.gather(*(self._erase(one, lines, sent) for one in workers))
+        return _told(zip(workers, answers, strict=True))
+
+    def _cache(self, tenant: str) -> str:
+        known = self._router.gate.tenants.get(tenant)
+        return (known.cache if known is not None else tenant) or SHARED
+
+    def _workers(self, model: str) -> Sequence[Worker]:
+        """Those whose pages are in a pool, of one model or of all."""
+        with_pool = [w for w in self._router.fleet.workers if w.info is not None and w.info.namespace]
+        return [w for w in with_pool if w.info is not None and model in ("", w.info.model)]
+
+    async def _held(self, worker: Worker) -> dict[str, dict[str, tuple[int, int]]]:
+        try:
+            said = await self._fetch(worker, TENANTS, _JSON, b"", ASK_S, b"GET")
+            return msgspec.json.decode(said, type=_Held).tenants
+        except _FAILED:
+            return {}
+
+    async def _erase(self, worker: Worker, lines: bytes, body: bytes) -> _Erased:
+        try:
+            said = await self._fetch(worker, ERASE, lines, body, ERASE_S, b"POST")
+            return msgspec.json.decode(said, type=_Erased)
+        except _FAILED as error:
+            return _Erased({}, {"worker": str(error)})
+
+    async def _fetch(
+        self, worker: Worker, target: str, lines: bytes, body: bytes, limit_s: float, method: bytes
+    ) -> bytes:
+        """Raises UpstreamError, _Refused."""
+        said = await self._router.upstream.fetch(
+            worker,
+            target,
+            lines,
+            body,
+            connect_s=self._router.config.deadlines.connect_s,
+            limit_s=limit_s,
+            limit_bytes=MAX_ANSWER_BYTES,
+            method=method,
+        )
+        if said.status != 200:
+            raise _Refused(f"status {said.status}: {said.body[:500].decode(errors='replace')}")
+        return said.body
+
+
+def _told(answers: Iterable[tuple[Worker, _Erased]]) -> dict[str, Any]:
+    """Of each node the largest count that a worker was told: the first one to come found the pages."""
+    pages: dict[str, int] = {}
+    problems: dict[str, str] = {}
+    for worker, erased in answers:
+        for node, count in erased.pages.items():
+            pages[node] = max(count, pages.get(node, 0))
+        for where, problem in erased.problems.items():
+            problems[f"{worker.id} {where}"] = problem
+    return {"erased": not problems, "pages": pages, "problems": problems}
