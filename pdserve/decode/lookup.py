@@ -17,7 +17,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from pdserve.engine.http.endpoints import CHAT, COMPLETIONS, GENERATE
+from pdserve.engine.contract.endpoints import CHAT, COMPLETIONS, GENERATE
 from pdserve.engine.http.request_context import salt_of_request
 from pdserve.engine.page_names import PageNames, RequestPages
 from pdserve.engine.sglang.prompt import named_tokens, prefill_request

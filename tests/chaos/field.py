@@ -19,12 +19,12 @@ from pdserve.kvpool.cluster.ring import Ring
 from pdserve.kvpool.protocol.base import NodeAddress
 from pdserve.security.tokens import Secret
 from tests.chaos.plan import Plan
-from tests.chaos.proxy import Relay, relays
 from tests.chaos.records import Disturbed, Ended, Record, to_line
 from tests.chaos.worker import COLUMNS, NAMESPACE, WRITE_TOKEN, WorkerConfig
 from tests.support.kvpool import made_pages as p
 from tests.support.kvpool.node_processes import NodeProcess, await_settled, client_of, pool_of
 from tests.support.processes import Child, client, free_ports
+from tests.support.relays import Relay, relays
 
 ADMIN_TOKEN: Final = "chaos-may-do-everything"
 CLUSTER_TOKEN: Final = "chaos-is-one-pool"
