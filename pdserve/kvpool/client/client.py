@@ -198,12 +198,10 @@ class PoolClient:
         """Whether the node that is asked serves the namespace: None or the error, by its name."""
         if not self._doors.links:
             return {}
-        link, deadline = self._doors.chosen, self._within(self.config.connect_timeout_s)
         try:
-            link.use(deadline, lambda opened: operations.ping(opened, deadline.at_s))
+            return {self._use(operations.ping, self.config.connect_timeout_s): None}
         except PoolError as error:
-            return {link.name: error}
-        return {link.name: None}
+            return {self._doors.chosen.name: error}
 
     def status(self) -> dict[str, m.StatusReport]:
         """The status of the node that is asked, by its name; empty if it cannot be reached."""
@@ -231,14 +229,28 @@ class PoolClient:
         return connection
 
     def _run(self, batch: Batch[T], indices: Sequence[int]) -> None:
-        if indices and self._doors.links:
-            self._runner.run(self._doors.chosen, indices, batch)
+        """With the nearest node, and what that failed to do with the next one, if time is left."""
+        if not indices or not self._doors.links:
+            return
+        link, before = self._doors.chosen, {index: batch.result[index] for index in indices}
+        self._runner.run(link, indices, batch)
+        if (other := self._doors.after(link)) is not None:
+            self._runner.run(other, [i for i in indices if batch.result[i] == before[i]], batch)
+
+    def _use(self, part: Callable[[OpenConnection, float], T], timeout_s: float) -> T:
+        """The answer of the nearest node, or if that fails at once of the next one. Raises PoolError."""
+        link, deadline = self._doors.chosen, self._within(timeout_s)
+        try:
+            return link.use(deadline, lambda opened: part(opened, deadline.at_s))
+        except PoolUnavailable:
+            if (other := self._doors.after(link)) is None:
+                raise
+        return other.use(deadline, lambda opened: part(opened, deadline.at_s))
 
     def _ask(self, part: Callable[[OpenConnection, float], T], timeout_s: float) -> T | None:
-        """The node's answer; None, counted, where there is none."""
-        deadline = self._within(timeout_s)
+        """As `_use`; None, counted, where there is no answer."""
         try:
-            return self._doors.chosen.use(deadline, lambda opened: part(opened, deadline.at_s))
+            return self._use(part, timeout_s)
         except PoolUnavailable as error:
             logger.debug("%s", error)
         except PoolError as error:

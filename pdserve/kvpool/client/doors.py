@@ -78,6 +78,12 @@ class Doors(Generic[L]):
             return link  # the nearest says what is wrong with it
         raise PoolUnavailable("the pool has no nodes")
 
+    def after(self, failed: L) -> L | None:
+        """Whom to ask in place of the node that has just failed; None: nobody, or it is as good as before."""
+        if failed.reachable:
+            return None
+        return next((link for link in self if link.reachable), None)
+
     def close(self) -> None:
         """Idempotent."""
         with self._lock:
