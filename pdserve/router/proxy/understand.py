@@ -168,7 +168,7 @@ class Understanding:
         can_be_direct = (
             fleet.has_direct
             and endpoint.is_prefillable
-            and not (endpoint.stored_as or several or candidates > 1 or asks_about_prompt(body))
+            and not (endpoint.stored_as or several or candidates > 1 or asks_about_prompt(view))
         )
         has_priority = view.priority or PRIORITY_HEADER in request.fields
         request.facts = RequestFacts(
