@@ -35,6 +35,8 @@ PARENT_OF: Final = {b"x-claude-code-agent-id": b"x-claude-code-session-id"}
 """Where none of `PARENT_HEADERS` is sent: the header with the parent of a session, by that with its name."""
 FINAL_HEADERS: Final = (b"x-dynamo-session-final", b"x-session-final")
 """`true`: no request of the session follows."""
+_FINAL: Final = frozenset(FINAL_HEADERS)
+_PARENTS: Final = frozenset((*PARENT_HEADERS, *PARENT_OF.values()))
 MAX_SESSION_KEY_CHARS = 256
 """A longer session key is replaced by its digest, which bounds the session table's memory."""
 MAX_LINKS = 64
@@ -162,11 +164,15 @@ def find_session_key(
 
 def is_final(headers: Mapping[bytes, bytes]) -> bool:
     """The client says that this is the session's last request."""
-    return any(headers.get(name, b"").strip().lower() == b"true" for name in FINAL_HEADERS)
+    return not _FINAL.isdisjoint(headers) and any(
+        headers.get(name, b"").strip().lower() == b"true" for name in FINAL_HEADERS
+    )
 
 
 def _parent(headers: Mapping[bytes, bytes], source: bytes, key: bytes) -> str:
     """The name of the session's parent; empty: none is said."""
+    if _PARENTS.isdisjoint(headers):
+        return ""
     for name in (*PARENT_HEADERS, PARENT_OF.get(source, b"")):
         if (parent := headers.get(name)) and parent != key:
             return _bounded(parent.decode("latin-1"))
