@@ -272,9 +272,10 @@ def _parts(indices: Sequence[int], page_bytes: int) -> list[list[int]]:
     return [list(indices[start : start + most]) for start in range(0, len(indices), most)]
 
 
-def ping(opened: OpenConnection, deadline_s: float) -> None:
-    """Check that the node answers. Raises PoolError."""
+def ping(opened: OpenConnection, deadline_s: float) -> str:
+    """Check that the node answers; its name. Raises PoolError."""
     expect(opened, m.Ping(opened.next_id()), m.Done, deadline_s)
+    return opened.node
 
 
 def status(opened: OpenConnection, deadline_s: float) -> m.StatusReport:
