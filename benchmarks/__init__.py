@@ -12,7 +12,7 @@
 | tier | how fast the SSD tier reads and writes, beside plain direct I/O |
 | weights | how fast a model's weights come from the pool, beside SGLang's own loader |
 | policies | hit rates of the eviction policies on a trace |
-| simulate | how many workers a load needs, by a simulation of the router's decisions |
+| simulate | what numbers of workers make of a load, by a simulation of the router's decisions |
 | run_all | those of a release, in half an hour |
 
 They are not installed, and start their processes with what `tests.support` has for it. Each prints its

@@ -21,7 +21,6 @@ import typer
 from msgspec.structs import replace
 
 from benchmarks.lib.cluster import ExtraArgs, ModelOption, PoolCapacityOption, launched, settings_of
-from benchmarks.lib.load import WORDS
 from benchmarks.lib.report import FormatOption, OutOption, Output, Table, ms, say, script, times
 from benchmarks.multiturn import Seed, Silence
 from tests.support.agents import MESSAGES, claude_code
@@ -31,6 +30,16 @@ LINES: Final = {"passed on": True, "taken out": False}
 """What becomes of the line, and the router's `keep_nonces`."""
 MAX_TOKENS: Final = 32
 DEVICE_TOKENS: Final = 9216  # of each worker: more than a conversation of the demo model's context
+
+WORDS: Final = (
+    *("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child"),
+    *("world", "school", "state", "family", "student", "group", "country", "problem", "hand", "part"),
+    *("place", "case", "week", "company", "system", "program", "question", "work", "government", "number"),
+    *("night", "point", "home", "water", "room", "mother", "area", "money", "story", "fact"),
+    *("month", "lot", "right", "study", "book", "eye", "job", "word", "business", "issue"),
+    *("side", "kind", "head", "house", "service", "friend", "father", "power", "hour", "game"),
+    *("line", "end", "member", "law", "car", "city", "community", "name"),
+)
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):

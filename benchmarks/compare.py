@@ -149,92 +149,55 @@ def compare(
     line each.
     """
     began_s, problems = time.monotonic(), list[str]()
-    for number, size in enumerate(sizes):
-        end_s = began_s + limit_s * (number + 1) / len(sizes) if limit_s else math.inf
-        running = _Running(
-            loads, seed, keep, say, concurrency=concurrency, silence_s=silence_s, rate_s=rate_s
-        )
+    servers: dict[str, Server] = {}
+
+    def leave_out(contender: str, why: str) -> None:
+        servers.pop(contender, None)
+        problems.append(why)
+        say(f"left out: {why}")
+
+    def one_round(size: Size, number: int, title: str, load: Load) -> None:
+        order = list(servers)
+        first = number % max(1, len(order))
+        for name in (*order[first:], *order[:first]):
+            say(f"{size} device cache, round {number + 1}: {name}: {title}: {len(load.requests)} requests")
+            which = f"{title}, {size}, {name}"
+            try:
+                run = run_load(servers[name], load, say, concurrency=concurrency, lockstep=rate_s is None)
+            except HarnessError as error:
+                leave_out(name, f"{which}: {error}")
+                continue
+            outcome = outcome_of(run)
+            keep(Measured(load=title, size=size, contender=name, round=number, outcome=outcome))
+            if failed := outcome.all.failed:
+                problems.append(f"{which}: {failed} of {outcome.all.requests} requests failed")
+                if failed == outcome.all.requests:
+                    leave_out(name, f"{name} answers nothing")
+
+    longest = max(loads.values(), key=lambda shape: make_load(shape, 0).longest_tokens)
+    for at, size in enumerate(sizes):
+        end_s = began_s + limit_s * (at + 1) / len(sizes) if limit_s else math.inf
+        servers.clear()
         with ExitStack() as stack:
             for name in contenders:
                 say(f"{size} device cache: starting {name}")
                 try:
-                    running.add(name, stack.enter_context(launch(name, size)))
+                    server = Server(stack.enter_context(launch(name, size)), silence_s=silence_s)
+                    warm_up(server, longest)
+                    servers[name] = server
                 except HarnessError as error:
-                    running.problems.append(f"{name}, {size}: {error}")
-                    say(f"left out: {error}")
-            running.run(size, rounds, end_s)
-        problems += running.problems
+                    leave_out(name, f"{name}, {size}: {error}")
+            took_s = dict.fromkeys(loads, 0.0)
+            for number in range(rounds):
+                for place, (title, shape) in enumerate(loads.items()):
+                    round_s = time.monotonic()
+                    if number and round_s + took_s[title] > end_s:
+                        say(f"{number} of {rounds} rounds of {title}: another would take too long")
+                        continue
+                    load_seed = seed + place * SEEDS_OF_A_LOAD + number
+                    one_round(size, number, title, make_load(shape, load_seed, rate_s))
+                    took_s[title] = time.monotonic() - round_s
     return problems
-
-
-class _Running:
-    """The contenders that run, taking turns."""
-
-    def __init__(
-        self,
-        loads: Mapping[str, Shape],
-        seed: int,
-        keep: Callable[[Measured], None],
-        say: Say,
-        *,
-        concurrency: int,
-        silence_s: float,
-        rate_s: float | None,
-    ) -> None:
-        self.problems: list[str] = []
-        self._loads = loads
-        self._seed = seed
-        self._keep = keep
-        self._say = say
-        self._concurrency = concurrency
-        self._silence_s = silence_s
-        self._rate_s = rate_s
-        self._servers: dict[str, Server] = {}
-
-    def add(self, name: str, url: str) -> None:
-        """One that has started. Raises HarnessError where it cannot be reached."""
-        server = Server(url, silence_s=self._silence_s)
-        warm_up(server, max(self._loads.values(), key=lambda shape: make_load(shape, 0).longest_tokens))
-        self._servers[name] = server
-
-    def run(self, size: Size, rounds: int, end_s: float) -> None:
-        took_s = dict.fromkeys(self._loads, 0.0)
-        for number in range(rounds):
-            for place, (name, shape) in enumerate(self._loads.items()):
-                began_s = time.monotonic()
-                if number and began_s + took_s[name] > end_s:
-                    self._say(f"{number} of {rounds} rounds of {name}: another would take too long")
-                    continue
-                seed = self._seed + place * SEEDS_OF_A_LOAD + number
-                self._round(size, number, name, make_load(shape, seed, self._rate_s))
-                took_s[name] = time.monotonic() - began_s
-
-    def _round(self, size: Size, number: int, name: str, load: Load) -> None:
-        order = list(self._servers)
-        first = number % max(1, len(order))
-        for contender in (*order[first:], *order[:first]):
-            self._say(
-                f"{size} device cache, round {number + 1}: {contender}: {name}: {len(load.requests)} requests"
-            )
-            server, lockstep = self._servers[contender], self._rate_s is None
-            try:
-                run = run_load(server, load, self._say, concurrency=self._concurrency, lockstep=lockstep)
-            except HarnessError as error:
-                self._leave_out(contender, f"{name}, {size}, {contender}: {error}")
-                continue
-            outcome = outcome_of(run)
-            self._keep(Measured(load=name, size=size, contender=contender, round=number, outcome=outcome))
-            if failed := outcome.all.failed:
-                self.problems.append(
-                    f"{name}, {size}, {contender}: {failed} of {outcome.all.requests} requests failed"
-                )
-                if failed == outcome.all.requests:
-                    self._leave_out(contender, f"{contender} answers nothing")
-
-    def _leave_out(self, contender: str, why: str) -> None:
-        del self._servers[contender]
-        self.problems.append(why)
-        self._say(f"left out from here on: {why}")
 
 
 def warm_up(server: Server, shape: Shape) -> None:

@@ -15,7 +15,7 @@ import msgspec
 import typer
 
 from benchmarks.lib.figures import Figures, Outcome, outcome_of
-from benchmarks.lib.load import PRESETS, Api, Load, make_load, replay_load, shapes_of, trace_lines
+from benchmarks.lib.load import PRESETS, Load, make_load, replay_load, shapes_of, trace_lines
 from benchmarks.lib.report import FormatOption, Output, Table, ms, say, script
 from benchmarks.lib.run import Server, run_load
 from pdserve.errors import ConfigError
@@ -57,9 +57,6 @@ def main(
     max_tokens: Annotated[
         int, typer.Option(min=0, help="Leave out longer requests of the trace; 0: none.")
     ] = 0,
-    api: Annotated[
-        Api, typer.Option(help="completions: token ids, exact lengths; chat: messages of words.")
-    ] = "completions",
     model: Annotated[
         str, typer.Option(help="Model to request; empty: the first that the server lists.")
     ] = "",
@@ -84,7 +81,7 @@ def main(
             for rate_s in rates:
                 loop = "" if rate_s is None else f", {rate_s:g} requests/s"
                 loads[title + loop] = make_load(shape, seed, rate_s)
-    server = Server(url, api=api, model=model, api_key=api_key, silence_s=silence)
+    server = Server(url, model=model, api_key=api_key, silence_s=silence)
     output = Output(format, load="; ".join(loads), seed=seed)
     kept, answered = [], 0
     for title, each in loads.items():

@@ -91,11 +91,6 @@ class Workload:
     def batch_bytes(self) -> int:
         return self.page_bytes * self.batch_pages
 
-    @property
-    def cells(self) -> tuple[str, str, str]:
-        """Path, checksums and page of a row."""
-        return self.path, ON_OFF[not self.checksum], size_name(self.page_bytes)
-
 
 def main(
     pages: Annotated[str, typer.Option(help="Page sizes, separated by commas.")] = "64KiB,1MiB,4MiB",
@@ -187,10 +182,8 @@ def _tls_table(tls: TlsConfig) -> dict[str, Any]:
 # --- one client: put and get
 
 
-class PoolFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of results. Rates in 10^9 bytes per second, medians; latencies of getting a single page.
-    `peers`: (get, put) of another store in the same rounds.
-    """
+class Moved(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of results. Rates in 10^9 bytes per second, medians."""
 
     path: str
     checksum: bool
@@ -202,13 +195,41 @@ class PoolFigures(msgspec.Struct, frozen=True, kw_only=True):
     put_gbps: float
     get_over_memcpy: float
     put_over_memcpy: float
+
+    @property
+    def cells(self) -> Sequence[str]:
+        what = (self.path, ON_OFF[not self.checksum], size_name(self.page_bytes))
+        rates = (self.memcpy_gbps, self.get_gbps, self.put_gbps, self.get_over_memcpy, self.put_over_memcpy)
+        return (*what, *(f"{rate:.2f}" for rate in rates))
+
+
+MOVED: Final = ("path", "sum", "page", "copy", "get", "put", "get/copy", "put/copy")
+
+
+def _moved(workload: Workload, rounds: int, memcpy: float, get: float, put: float) -> dict[str, Any]:
+    return {
+        **{name: getattr(workload, name) for name in ("path", "checksum", "page_bytes", "batch_pages")},
+        "rounds": rounds,
+        "memcpy_gbps": round(memcpy, 3),
+        "get_gbps": round(get, 3),
+        "put_gbps": round(put, 3),
+        "get_over_memcpy": round(get / memcpy, 3),
+        "put_over_memcpy": round(put / memcpy, 3),
+    }
+
+
+class PoolFigures(Moved, frozen=True, kw_only=True):
+    """Of one client. Latencies of getting a single page. `peers`: (get, put) of another store in the same
+    rounds.
+    """
+
     single_get_p50_us: float
     single_get_p99_us: float
     peers: dict[str, tuple[float, float]] = {}
 
 
 def _speed(output: Output, workloads: Sequence[Workload], peers: Sequence[str]) -> None:
-    rows: list[tuple[Workload, PoolFigures]] = []
+    rows: list[PoolFigures] = []
     for size in dict.fromkeys(workload.page_bytes for workload in workloads if "ucx_perftest" in peers):
         gbps = ucx_perftest_gbps(size, {"TLS": "tcp"})
         output.row({"peer": "ucx_perftest", "page_bytes": size, "gbps": gbps})
@@ -220,36 +241,23 @@ def _speed(output: Output, workloads: Sequence[Workload], peers: Sequence[str]) 
             with connect(workload.path, workload.checksum) as client, ExitStack() as plain:
                 room = workload.page_bytes, workload.capacity_bytes
                 ways = {way: plain.enter_context(plain_store(way, *room)) for way in WAYS if way in peers}
-                rows.append((workload, measure(PoolStore(client), workload, stores | ways)))
-            output.row(rows[-1][1])
-    columns = ("path", "sum", "page", "copy", "get", "put", "get/copy", "put/copy", "get one, p50 µs", "p99")
-    lines = [
+                rows.append(measure(PoolStore(client), workload, stores | ways))
+            output.row(rows[-1])
+    lines = [(*row.cells, f"{row.single_get_p50_us:.0f}", f"{row.single_get_p99_us:.0f}") for row in rows]
+    columns = (*MOVED, "get one, p50 µs", "p99")
+    output.show(Table("Pool on this machine, GB/s, and over a memory copy", columns, lines, left=MOVED[:2]))
+    beside_it = [
         (
-            *workload.cells,
-            *(f"{gbps:.2f}" for gbps in (row.memcpy_gbps, row.get_gbps, row.put_gbps)),
-            *(f"{over:.2f}" for over in (row.get_over_memcpy, row.put_over_memcpy)),
-            *(f"{us:.0f}" for us in (row.single_get_p50_us, row.single_get_p99_us)),
-        )
-        for workload, row in rows
-    ]
-    output.show(
-        Table("Pool on this machine, GB/s, and over a memory copy", columns, lines, left=("path", "sum"))
-    )
-    lines = [
-        (
-            *(*workload.cells, peer, f"{get:.2f}", f"{put:.2f}"),
+            *(*row.cells[:3], peer, f"{get:.2f}", f"{put:.2f}"),
             *(f"{row.get_gbps / get:.1f} ×", f"{row.put_gbps / put:.1f} ×"),
         )
-        for workload, row in rows
+        for row in rows
         for peer, (get, put) in row.peers.items()
     ]
-    if lines:
-        columns = ("path", "sum", "page", "peer", "get", "put", "pool get", "pool put")
-        output.show(
-            Table(
-                "Beside it in the same rounds, GB/s, and the pool over it", columns, lines, left=columns[:4]
-            )
-        )
+    if beside_it:
+        names = ("path", "sum", "page", "peer", "get", "put", "pool get", "pool put")
+        title = "Beside it in the same rounds, GB/s, and the pool over it"
+        output.show(Table(title, names, beside_it, left=names[:4]))
 
 
 @dataclass
@@ -307,37 +315,16 @@ def measure(pool: PageStore, workload: Workload, peers: Mapping[str, PageStore] 
         for contender in contenders:
             for keys in contender.stored:
                 contender.store.forget(keys)
-    return _figures(workload, copy_s, ours, beside, singles)
-
-
-def _figures(
-    workload: Workload,
-    copy_s: list[float],
-    ours: _Store,
-    beside: Mapping[str, _Store],
-    singles: list[float],
-) -> PoolFigures:
-    batch_bytes = workload.batch_bytes
-    memcpy = _gbps(copy_s, batch_bytes)
-    get, put = ours.gbps(batch_bytes)
-    others = {}
-    for name, contender in beside.items():
-        its_get, its_put = contender.gbps(batch_bytes)
-        others[name] = round(its_get, 3), round(its_put, 3)
+    size = workload.batch_bytes
+    rounds = len(ours.get_s) - WARM_UP_ROUNDS
     return PoolFigures(
-        path=workload.path,
-        checksum=workload.checksum,
-        page_bytes=workload.page_bytes,
-        batch_pages=workload.batch_pages,
-        rounds=len(ours.get_s) - WARM_UP_ROUNDS,
-        memcpy_gbps=round(memcpy, 3),
-        get_gbps=round(get, 3),
-        put_gbps=round(put, 3),
-        get_over_memcpy=round(get / memcpy, 3),
-        put_over_memcpy=round(put / memcpy, 3),
+        **_moved(workload, rounds, _gbps(copy_s, size), *ours.gbps(size)),
         single_get_p50_us=round(singles[len(singles) // 2] * 1e6, 1),
         single_get_p99_us=round(singles[len(singles) * 99 // 100] * 1e6, 1),
-        peers=others,
+        peers={
+            name: (round(get, 3), round(put, 3))
+            for name, (get, put) in ((name, each.gbps(size)) for name, each in beside.items())
+        },
     )
 
 
@@ -466,21 +453,11 @@ def _measure_way(way: _Way, seconds: float) -> None:
 # --- several processes at once, as the ranks of a worker
 
 
-class ProcsFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """So many processes at once. Rates in 10^9 bytes per second, in sum over them."""
+class ProcsFigures(Moved, frozen=True, kw_only=True):
+    """Of so many processes at once, in sum over them."""
 
-    path: str
-    checksum: bool
-    page_bytes: int
-    batch_pages: int
     total_bytes: int
     procs: int
-    rounds: int
-    memcpy_gbps: float
-    get_gbps: float
-    put_gbps: float
-    get_over_memcpy: float
-    put_over_memcpy: float
 
 
 def _procs(
@@ -492,10 +469,9 @@ def _procs(
             with connect(workload.path, workload.checksum) as client:
                 row = measure_procs(client, workload, count, total, rounds)
             output.row(row)
-            rates = (row.memcpy_gbps, row.get_gbps, row.put_gbps, row.get_over_memcpy, row.put_over_memcpy)
-            lines.append((*workload.cells, str(count), *(f"{rate:.2f}" for rate in rates)))
-    columns = ("path", "sum", "page", "processes", "copy", "get", "put", "get/copy", "put/copy")
-    output.show(Table("Processes at once, GB/s in sum", columns, lines, left=("path", "sum")))
+            lines.append((str(count), *row.cells))
+    columns = ("processes", *MOVED)
+    output.show(Table("Processes at once, GB/s in sum", columns, lines, left=MOVED[:2]))
 
 
 def measure_procs(
@@ -525,20 +501,7 @@ def measure_procs(
             times_s = _rounds(client, board, running, rounds)
     moved = pages * procs * workload.page_bytes
     copy, put, get = (moved / statistics.median(times_s[what]) / 1e9 for what in r.WORKS)
-    return ProcsFigures(
-        path=workload.path,
-        checksum=workload.checksum,
-        page_bytes=workload.page_bytes,
-        batch_pages=workload.batch_pages,
-        total_bytes=moved,
-        procs=procs,
-        rounds=rounds,
-        memcpy_gbps=round(copy, 3),
-        get_gbps=round(get, 3),
-        put_gbps=round(put, 3),
-        get_over_memcpy=round(get / copy, 3),
-        put_over_memcpy=round(put / copy, 3),
-    )
+    return ProcsFigures(**_moved(workload, rounds, copy, get, put), total_bytes=moved, procs=procs)
 
 
 def _rounds(

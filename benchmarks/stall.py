@@ -18,16 +18,18 @@ pool node and a router, then plain SGLang.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import count
-from typing import Annotated, Any, Final, Literal, TypeAlias, get_args
+from typing import Annotated, Final, Literal, TypeAlias, get_args
 
 import msgspec
 import typer
 
-from benchmarks.lib.client import Response, ServerClient
+from benchmarks.lib.client import Response, ServerClient, asked
 from benchmarks.lib.cluster import (
     DEMO_MODEL,
     ExtraArgs,
@@ -148,106 +150,82 @@ def measure(
     problems: list[str] = []
     for contender, kinds in KINDS.items():
         with launched(contender, settings) as url:
-            run = _Run(url, contender, others, output_tokens, silence_s)
+            run = _Run(ServerClient(url, silence_s=silence_s), contender, others, output_tokens)
             problems += asyncio.run(run.measure(kinds, rounds, say, keep))
     return problems
 
 
+@dataclass
 class _Run:
     """Streams of one contender."""
 
-    def __init__(
-        self, url: str, contender: str, others: Others, output_tokens: int, silence_s: float
-    ) -> None:
-        self._url = url
-        self._contender = contender
-        self._others = others
-        self._output_tokens = output_tokens
-        self._silence_s = silence_s
-        self._model = ""
-        self._stream_s = 0.0  # how long a stream takes alone
-        self._streams = count(STREAM_SOURCE)
+    client: ServerClient
+    contender: str
+    others: Others
+    output_tokens: int
+    model: str = ""
+    stream_s: float = 0.0  # how long a stream takes alone
+    streams: Iterator[int] = field(default_factory=lambda: count(STREAM_SOURCE))
 
     async def measure(
         self, kinds: Sequence[Beside], rounds: int, say: Say, keep: Callable[[StreamSample], None]
     ) -> list[str]:
         problems = []
-        self._client = ServerClient(self._url, silence_s=self._silence_s)
         try:
-            self._model, _ = await self._client.model()
+            self.model, _ = await self.client.model()
             if "pool" in kinds:
                 for _ in range(CONVERSATIONS // len(STARTS)):
-                    for prompt in self._others.prompts("pool"):
+                    for prompt in self.others.prompts("pool"):
                         _answered(await self._request(prompt, 1))
             _answered(await self._stream([])[0])
-            for number in range(rounds):
-                for beside in kinds:
-                    sample, problem = await self._sample(beside)
-                    say(f"{self._contender}, round {number + 1}, {beside}: {problem or 'done'}")
-                    if sample is not None:
-                        keep(sample)
-                    if problem:
-                        problems.append(f"{self._contender}, round {number + 1}, {beside}: {problem}")
+            for number, beside in itertools.product(range(rounds), kinds):
+                which = f"{self.contender}, round {number + 1}, {beside}"
+                try:
+                    keep(await self._sample(beside))
+                    say(f"{which}: done")
+                except HarnessError as error:
+                    problems.append(f"{which}: {error}")
+                    say(problems[-1])
         finally:
-            await self._client.aclose()
+            await self.client.aclose()
         return problems
 
-    async def _sample(self, beside: Beside) -> tuple[StreamSample | None, str]:
-        prompts = self._others.prompts(beside)
+    async def _sample(self, beside: Beside) -> StreamSample:
+        """Raises HarnessError where it does not count."""
+        prompts = self.others.prompts(beside)
         began_s = time.monotonic()
-        tasks = self._stream(prompts)
-        stream, *others = await asyncio.gather(*tasks)
+        stream, *others = await asyncio.gather(*self._stream(prompts))
         if beside == "alone":
-            self._stream_s = time.monotonic() - began_s
+            self.stream_s = time.monotonic() - began_s
         for response in (stream, *others):
-            if response.error:
-                return None, f"{response.error} {response.detail}".strip()
+            _answered(response)
         for response, prompt in zip(others, prompts, strict=True):
             if wrong := _misplaced(beside, response, len(prompt)):
-                return None, wrong
-        return (
-            StreamSample(
-                contender=self._contender,
-                beside=beside,
-                gaps_ms=[round(1e3 * gap, 3) for gap in stream.gaps_s],
-                first_token_ms=[
-                    round(1e3 * (response.first_s - response.sent_s), 3)
-                    for response in others
-                    if response.first_s is not None
-                ],
-            ),
-            "",
+                raise HarnessError(wrong)
+        first_s = [one.first_s - one.sent_s for one in others if one.first_s is not None]
+        return StreamSample(
+            contender=self.contender,
+            beside=beside,
+            gaps_ms=[round(1e3 * gap, 3) for gap in stream.gaps_s],
+            first_token_ms=[round(1e3 * each_s, 3) for each_s in first_s],
         )
 
     def _stream(self, prompts: Sequence[list[int]]) -> list[asyncio.Task[Response]]:
         """The stream, and those others beside it at their times."""
-        own = ids_of(self._others.seed, Span(next(self._streams), STREAM_PROMPT_TOKENS))
-        tasks = [asyncio.create_task(self._request(own, self._output_tokens))]
+        own = ids_of(self.others.seed, Span(next(self.streams), STREAM_PROMPT_TOKENS))
+        tasks = [asyncio.create_task(self._request(own, self.output_tokens))]
         for prompt, start in zip(prompts, STARTS, strict=False):
-            tasks.append(asyncio.create_task(self._later(prompt, start * self._stream_s)))
+            tasks.append(asyncio.create_task(self._request(prompt, 1, start * self.stream_s)))
         return tasks
 
-    async def _later(self, prompt: list[int], after_s: float) -> Response:
+    async def _request(self, prompt: list[int], output_tokens: int, after_s: float = 0.0) -> Response:
         await asyncio.sleep(after_s)
-        return await self._request(prompt, 1)
-
-    async def _request(self, prompt: list[int], output_tokens: int) -> Response:
-        body: dict[str, Any] = {
-            "model": self._model,
-            "prompt": prompt,
-            "max_tokens": output_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "return_cached_tokens_details": True,
-        }
-        return await self._client.request(body, {})
+        return await self.client.request({"prompt": prompt, **asked(self.model, output_tokens)}, {})
 
 
 def _answered(response: Response) -> None:
     if response.error:
-        raise HarnessError(f"a first request was not answered: {response.error} {response.detail}".strip())
+        raise HarnessError(f"not answered: {response.error} {response.detail}".strip())
 
 
 def _misplaced(beside: Beside, response: Response, tokens: int) -> str:

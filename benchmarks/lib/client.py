@@ -12,14 +12,15 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import httpx
 import msgspec
 
-from benchmarks.lib.load import Api, Cached
+from benchmarks.lib.load import Cached
 from tests.support.processes import HarnessError
 
+Api = Literal["completions", "chat"]
 PATHS: Final[dict[Api, str]] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 CONNECT_TIMEOUT_S: Final = 5.0
 END_TIMEOUT_S: Final = 1.0  # from an answer's last word to its end, which servers send together
@@ -170,6 +171,19 @@ class ServerClient:
             response.error, response.detail = cut, _shortened(f"{type(error).__name__}: {error}")
         response.done_s = response.done_s or time.monotonic()
         return response
+
+
+def asked(model: str, output_tokens: int) -> dict[str, Any]:
+    """What bodies have beside the prompt: an answer of this length, streamed, that says what was cached."""
+    return {
+        "model": model,
+        "max_tokens": output_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_cached_tokens_details": True,
+    }
 
 
 async def _listen(answer: httpx.Response, response: Response) -> None:

@@ -4,7 +4,7 @@ Pure but for reading traces.
 A session is one user's conversation; its requests come one after the other. A request brings new tokens;
 where the session keeps its history, its prompt is everything before it (prompts and answers) followed by
 these. Tokens are named by spans: `length` tokens of source number `source`. Equal sources are equal texts, so
-prompts share what their spans share. An `IdSession` makes token ids of spans, a `ChatSession` words.
+prompts share what their spans share. A `Session` makes token ids of spans.
 
 | loop | when a request is sent |
 |---|---|
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Protocol, TypeAlias
+from typing import Annotated, Any, Final
 
 import msgspec
 import numpy as np
@@ -268,49 +268,14 @@ def trace_lines(path: Path) -> list[TraceLine]:
 
 # --- texts
 
-Api: TypeAlias = Literal["completions", "chat"]
-
 LOWEST_ID: Final = 300  # bytes and special tokens lie below, in the vocabularies we know
 HIGHEST_ID: Final = 4000  # every vocabulary reaches this far
 _ANSWERS: Final = 1 << 48  # sources of made-up answers
 
-WORDS: Final = (
-    *("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child"),
-    *("world", "school", "state", "family", "student", "group", "country", "problem", "hand", "part"),
-    *("place", "case", "week", "company", "system", "program", "question", "work", "government", "number"),
-    *("night", "point", "home", "water", "room", "mother", "area", "money", "story", "fact"),
-    *("month", "lot", "right", "study", "book", "eye", "job", "word", "business", "issue"),
-    *("side", "kind", "head", "house", "service", "friend", "father", "power", "hour", "game"),
-    *("line", "end", "member", "law", "car", "city", "community", "name"),
-)
 
-
-class Answered(Protocol):
-    """What is needed of an answer to go on from it."""
-
-    @property
-    def text(self) -> str: ...
-    @property
-    def token_ids(self) -> Sequence[int]: ...
-
-
-class Session(Protocol):
-    """One session's conversation."""
-
-    def prompt(self, request: Request) -> dict[str, Any]:
-        """The part of the body that holds the prompt."""
-        ...
-
-    def receive(self, request: Request, answer: Answered | None) -> None:
-        """The answer, or None where there was none: one of the planned length is made up, so that the load
-        stays what it was planned to be.
-        """
-        ...
-
-
-class IdSession:
-    """Prompts of token ids. An answer's ids are those the server says (`return_token_ids`; `nvext` is how
-    Dynamo is asked), made up where it says none.
+class Session:
+    """One session's conversation, its prompts token ids. An answer's ids are those the server says
+    (`return_token_ids`; `nvext` is how Dynamo is asked), made up where it says none.
     """
 
     def __init__(self, seed: int, keeps_history: bool) -> None:
@@ -326,33 +291,11 @@ class IdSession:
         said = {"extra_fields": ["completion_token_ids"]}
         return {"prompt": self._ids, "return_token_ids": True, "nvext": said}
 
-    def receive(self, request: Request, answer: Answered | None) -> None:
-        said = list(answer.token_ids) if answer is not None else []
+    def receive(self, request: Request, said: Sequence[int]) -> None:
+        """The answer's ids; without any, one of the planned length is made up, so that the load stays what it
+        was planned to be.
+        """
         self._ids += said or ids_of(self._seed, _made_up(request))
-
-
-class ChatSession:
-    """Prompts of words. `words_per_token`: how many words the server's tokenizer needs for one."""
-
-    def __init__(self, seed: int, keeps_history: bool, words_per_token: float) -> None:
-        self._seed = seed
-        self._keeps_history = keeps_history
-        self._words_per_token = words_per_token
-        self._messages: list[dict[str, str]] = []
-
-    def prompt(self, request: Request) -> dict[str, Any]:
-        if not self._keeps_history:
-            self._messages = []
-        *before, new = [words_of(self._seed, span, self._words_per_token) for span in request.spans]
-        if before and not self._messages:
-            self._messages.append({"role": "system", "content": " ".join(before)})
-        self._messages.append({"role": "user", "content": new})
-        return {"messages": self._messages}
-
-    def receive(self, request: Request, answer: Answered | None) -> None:
-        said = answer.text if answer is not None else ""
-        said = said or words_of(self._seed, _made_up(request), self._words_per_token)
-        self._messages.append({"role": "assistant", "content": said})
 
 
 def ids_of(seed: int, span: Span) -> list[int]:
@@ -360,13 +303,6 @@ def ids_of(seed: int, span: Span) -> list[int]:
     rng = np.random.default_rng((seed, span.source))
     ids: list[int] = rng.integers(LOWEST_ID, HIGHEST_ID, span.length).tolist()
     return ids
-
-
-def words_of(seed: int, span: Span, words_per_token: float) -> str:
-    """The span as words, about as many tokens as it has."""
-    count = max(1, round(span.length * words_per_token))
-    rng = np.random.default_rng((seed, span.source))
-    return " ".join(WORDS[place] for place in rng.integers(0, len(WORDS), count).tolist())
 
 
 def _made_up(request: Request) -> Span:

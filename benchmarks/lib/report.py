@@ -47,7 +47,7 @@ class Table(msgspec.Struct):
 
     title: str
     columns: Sequence[str]
-    rows: list[Sequence[str]]
+    rows: Sequence[Sequence[str]]
     left: Collection[str] = ()
 
     def text(self) -> str:

@@ -6,37 +6,23 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
-from benchmarks.lib.client import ServerClient
-from benchmarks.lib.load import (
-    Api,
-    ChatSession,
-    IdSession,
-    Load,
-    Record,
-    Request,
-    Run,
-    Session,
-    Span,
-    words_of,
-)
+from benchmarks.lib.client import ServerClient, asked
+from benchmarks.lib.load import Load, Record, Request, Run, Session
 from tests.support.processes import HarnessError
 
 PROGRESS_EVERY_S: Final = 5.0
 LAG_EVERY_S: Final = 0.02
-_PROBE_WORDS: Final = (64, 320)
-_PROBE_SOURCE: Final = 1 << 50
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Server:
-    """What to load: a base URL and how to speak to it. `model`: empty takes the first one served."""
+    """What to load: a base URL. `model`: empty takes the first one served."""
 
     url: str
-    api: Api = "completions"
     model: str = ""
     api_key: str = ""
     silence_s: float = 120.0
@@ -58,12 +44,6 @@ def run_load(
     Raises HarnessError where the server cannot be reached, or has too short a context.
     """
     return asyncio.run(_Loading(server, load, say, concurrency, lockstep, tag, watch).run())
-
-
-def _client(server: Server) -> ServerClient:
-    return ServerClient(
-        server.url.rstrip("/"), api_key=server.api_key, api=server.api, silence_s=server.silence_s
-    )
 
 
 class _Loading:
@@ -89,11 +69,12 @@ class _Loading:
         self._records: list[Record] = []
         self._running = 0
         self._lags_s: list[float] = []
-        self._words_per_token = 1.0
 
     async def run(self) -> Run:
         server = self._server
-        self._client = _client(server)
+        self._client = ServerClient(
+            server.url.rstrip("/"), api_key=server.api_key, silence_s=server.silence_s
+        )
         try:
             self._model, context = await self._client.model()
             self._model = server.model or self._model
@@ -102,15 +83,14 @@ class _Loading:
                     f"the longest prompt with its answer has {self._load.longest_tokens:,} tokens, the "
                     f"server's context {context:,}: take a smaller --scale, fewer rounds, or --max-tokens"
                 )
-            if server.api == "chat":
-                self._words_per_token = await self._measured_words()
             return await self._measured()
         finally:
             await self._client.aclose()
 
     async def _measured(self) -> Run:
         watching = [asyncio.create_task(self._progress()), asyncio.create_task(self._watch_lag())]
-        sessions = [self._new_session() for _ in self._load.sessions]
+        load = self._load
+        sessions = [Session(load.seed, load.keeps_history) for _ in load.sessions]
         began_at_s, cpu_s = time.time(), time.process_time()
         self._began_s = time.monotonic()
         try:
@@ -143,12 +123,6 @@ class _Loading:
             open_loop=any(request.at_s is not None for request in self._load.requests),
         )
 
-    def _new_session(self) -> Session:
-        seed, history = self._load.seed, self._load.keeps_history
-        if self._server.api == "chat":
-            return ChatSession(seed, history, self._words_per_token)
-        return IdSession(seed, history)
-
     async def _session(self, session: Session, requests: tuple[Request, ...]) -> None:
         ready_s = self._began_s
         for request in requests:
@@ -167,11 +141,11 @@ class _Loading:
     async def _send(self, session: Session, request: Request, planned_s: float, due_s: float) -> float:
         """`due_s`: when it could have been sent, had this client no delay of its own."""
         name = f"bench-{self._tag}-{request.session}"
-        body = {**session.prompt(request), **self._settings(request.output_tokens)}
+        body = {**session.prompt(request), **asked(self._model, request.output_tokens)}
         self._running += 1
         response = await self._client.request(body, {"x-session-id": name, "x-user-id": name})
         self._running -= 1
-        session.receive(request, None if response.error else response)
+        session.receive(request, () if response.error else response.token_ids)
         zero_s = self._began_s
         record = Record(
             session=request.session,
@@ -195,33 +169,6 @@ class _Loading:
         if self._watch is not None:
             self._watch(record)
         return response.done_s
-
-    def _settings(self, output_tokens: int) -> dict[str, Any]:
-        return {
-            "model": self._model,
-            "max_tokens": output_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "return_cached_tokens_details": True,
-        }
-
-    async def _measured_words(self) -> float:
-        """Words of ours in one token of the server's: two prompts, so that the template does not count."""
-        tokens = []
-        for count in _PROBE_WORDS:
-            text = words_of(self._load.seed, Span(_PROBE_SOURCE, count), 1.0)
-            body = {"messages": [{"role": "user", "content": text}], **self._settings(1)}
-            response = await self._client.request(body, {})
-            if response.error:
-                raise HarnessError(f"{self._server.url}: {response.error}: {response.detail}")
-            tokens.append(response.prompt_tokens)
-        if tokens[1] <= tokens[0]:
-            raise HarnessError(
-                f"{self._server.url} does not say how many tokens a prompt has: --api completions"
-            )
-        return (_PROBE_WORDS[1] - _PROBE_WORDS[0]) / (tokens[1] - tokens[0])
 
     async def _progress(self) -> None:
         total = len(self._load.requests)

@@ -1,3 +1,3 @@
-"""How many workers and how much pool a load needs, by a simulation of the router's own decisions: `python -m
+"""What numbers of workers make of a load, by a simulation of the router's own decisions: `python -m
 benchmarks.simulate`. The same requests, sizes, rates and seed give the same outcome.
 """

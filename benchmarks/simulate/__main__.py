@@ -1,4 +1,4 @@
-"""How many workers of which role and how much pool a load needs, and what each step more brings.
+"""What numbers of workers, in different roles, make of a load: the least that keeps a service level is seen.
 
 A simulation of the router's own decisions; nothing is started. Its shares of requests in time were up to 8
 points too high beside real workers: take it to compare sizes, not as a promise.
@@ -6,33 +6,24 @@ points too high beside real workers: take it to compare sizes, not as a promise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from msgspec.structs import asdict
 
-from benchmarks.lib.report import FormatOption, Output, Table, script
+from benchmarks.lib.report import FormatOption, Output, Table, numbers, script
 from benchmarks.simulate import model
-from benchmarks.simulate.advise import KINDS, Advice, Adviser
-from benchmarks.simulate.model import BLOCK_TOKENS, Rates, Request, Setting, Size
-from benchmarks.simulate.simulate import Outcome
+from benchmarks.simulate.model import BLOCK_TOKENS, Rates, Request, Setting
+from benchmarks.simulate.simulate import Outcome, outcomes
 from pdserve.errors import ConfigError
 from pdserve.router.config.limits import ServiceLevel
 from pdserve.settings.config_file import build_config
 
 COLUMNS = (
-    "workers",
-    "in time",
-    "more",
-    "goodput/s",
-    "ttft p50",
-    "p90",
-    "itl p50",
-    "p90",
-    "cached",
-    "prefill busy",
+    *("workers", "in time", "part 1", "part 2", "part 3", "part 4", "goodput/s", "late", "slow"),
+    *("ttft p50", "p90", "itl p50", "p90", "cached", "twice", "prefill busy"),
 )
 
 
@@ -64,13 +55,9 @@ def main(
     pool_tokens: Annotated[
         int | None, typer.Option(min=0, help="Tokens whose KV the pool keeps; without it, all.")
     ] = None,
-    goal: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of requests to be within the level.")
-    ] = 0.9,
-    max_workers: Annotated[int, typer.Option(min=2, help="Largest number of workers that is tried.")] = 64,
     workers: Annotated[
-        int | None, typer.Option(min=2, help="Only compare so many workers in different roles.")
-    ] = None,
+        str, typer.Option(help="Numbers of workers, separated by commas, each in different roles.")
+    ] = "2,4,8,16",
     seed: Annotated[int, typer.Option(help="Seed of what is left to chance.")] = 1,
     format: FormatOption = "text",
 ) -> None:
@@ -88,17 +75,19 @@ def main(
         pool_blocks=None if pool_tokens is None else pool_tokens // BLOCK_TOKENS,
         seed=seed,
     )
+    counts = numbers("workers", workers)
     if (trace is None) is not turning:
         raise ConfigError("which load? Give --trace FILE or --turning, one of them")
     load = model.turning(seed, requests, rate) if trace is None else model.read_load(trace, requests, speed)
     rates, level = asdict(setting.rates), asdict(setting.level)
     output = Output(format, seed=seed, load=str(trace or "turning"), rates=rates, level=level)
     output.show(summary(load, setting))
-    adviser = Adviser(load, setting)
-    if workers is not None:
-        _compare(output, adviser, workers)
-    else:
-        _advise(output, adviser, goal, max_workers)
+    found = [one for count in counts for one in outcomes(load, count, setting)]
+    for one in found:
+        output.row(one)
+    output.show(
+        Table("Parts are quarters of the load", COLUMNS, [_cells(one) for one in found], left=COLUMNS[:1])
+    )
 
 
 def parse_level(text: str) -> ServiceLevel:
@@ -116,31 +105,6 @@ def parse_level(text: str) -> ServiceLevel:
     return level
 
 
-def _compare(output: Output, adviser: Adviser, workers: int) -> None:
-    """So many workers in different roles."""
-    outcomes = adviser.compared(workers)
-    for one in outcomes:
-        output.row(one, what="compared")
-    output.show(compared(outcomes))
-
-
-def _advise(output: Output, adviser: Adviser, goal: float, max_workers: int) -> None:
-    """The least workers of each kind, the kinds beside each other, and sizes of the pool."""
-    counts = {}
-    for kind in KINDS:
-        advice = adviser.advise(kind, goal, max_workers)
-        counts[kind] = advice.chosen.size.total
-        output.row(advice, what="advice")
-        output.show(advised(advice, goal))
-    _compare(output, adviser, max(2, counts["elastic"]))
-    rows = []
-    for blocks, one in adviser.pools(Size(elastic=counts["elastic"])):
-        output.row(one, what="pool", pool_tokens=blocks * BLOCK_TOKENS)
-        shares = (f"{share:.1%}" for share in (one.in_time, one.cached, one.computed_twice))
-        rows.append((f"{blocks * BLOCK_TOKENS:,}", *shares, f"{one.goodput_s:.2f}"))
-    output.show(Table("Pool", ("tokens", "in time", "cached", "computed twice", "goodput/s"), rows))
-
-
 def summary(load: Sequence[Request], setting: Setting) -> str:
     """The load in a line."""
     seconds = max(1e-3, load[-1].at_s - load[0].at_s)
@@ -154,46 +118,16 @@ def summary(load: Sequence[Request], setting: Setting) -> str:
     )
 
 
-def advised(advice: Advice, goal: float) -> Table:
-    """The steps around the smallest number of workers."""
-    found = str(advice.chosen.size)
-    title = (
-        f"{advice.kind}: {found} is the least with {goal:.0%} in time"
-        if advice.reached
-        else f"{advice.kind}: {goal:.0%} in time is not reached; best {found} at {advice.chosen.in_time:.1%}"
+def _cells(one: Outcome) -> Sequence[str]:
+    return (
+        *(str(one.size), f"{one.in_time:.1%}"),
+        *(f"{part:.0%}" for part in (*one.in_time_by_part, 0, 0, 0, 0)[:4]),
+        *(f"{one.goodput_s:.2f}", f"{one.late:.1%}", f"{one.slow:.1%}"),
+        *(f"{one.ttft_ms.get(p, 0.0):,.0f}" for p in ("p50", "p90")),
+        *(f"{one.itl_ms.get(p, 0.0):.1f}" for p in ("p50", "p90")),
+        *(f"{one.cached:.0%}", f"{one.computed_twice:.1%}"),
+        ", ".join(f"{share:.0%}" for role, share in one.busy.items() if role != "decode"),
     )
-    return Table(title, COLUMNS, list(_rows(advice.steps)), left=("workers",))
-
-
-def _rows(steps: Sequence[Outcome]) -> Iterator[Sequence[str]]:
-    before: Outcome | None = None
-    for one in steps:
-        yield (
-            *(str(one.size), f"{one.in_time:.1%}"),
-            "" if before is None else f"{100 * (one.in_time - before.in_time):+.1f}",
-            f"{one.goodput_s:.2f}",
-            *(f"{one.ttft_ms.get(p, 0.0):,.0f}" for p in ("p50", "p90")),
-            *(f"{one.itl_ms.get(p, 0.0):.1f}" for p in ("p50", "p90")),
-            f"{one.cached:.0%}",
-            ", ".join(f"{share:.0%}" for role, share in one.busy.items() if role != "decode"),
-        )
-        before = one
-
-
-def compared(outcomes: Sequence[Outcome]) -> Table:
-    """The same number of workers in different roles; parts are quarters of the load."""
-    parts = tuple(f"part {number}" for number in range(1, 5))
-    columns = ("workers", "in time", *parts, "goodput/s", "late", "slow", "computed twice", "changes")
-    rows = [
-        (
-            *(str(one.size), f"{one.in_time:.1%}"),
-            *(f"{part:.0%}" for part in (*one.in_time_by_part, 0, 0, 0, 0)[:4]),
-            *(f"{one.goodput_s:.2f}", f"{one.late:.1%}", f"{one.slow:.1%}", f"{one.computed_twice:.1%}"),
-            str(one.duty_changes),
-        )
-        for one in outcomes
-    ]
-    return Table(f"{outcomes[0].size.total} workers", columns, rows, left=("workers",))
 
 
 if __name__ == "__main__":

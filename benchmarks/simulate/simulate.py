@@ -11,11 +11,12 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Final
 
 import msgspec
+import numpy as np
 
 from benchmarks.simulate.engine import BlockCache, Engine
 from benchmarks.simulate.model import BLOCK_TOKENS, Request, Setting, Size
@@ -23,6 +24,7 @@ from pdserve.router.api.endpoints import ENDPOINTS
 from pdserve.router.config.limits import ServiceLevel
 from pdserve.router.fleet.registry import Fleet
 from pdserve.router.fleet.worker import Worker, WorkerInfo, WorkerLoad
+from pdserve.router.placement.elastic import Load, wanted
 from pdserve.router.placement.placer import Placer
 from pdserve.router.placement.planner import Plan, RequestFacts
 from pdserve.router.placement.prefix_index import Cached
@@ -118,13 +120,9 @@ def _share(words: Sequence[bool]) -> float:
 
 
 def _percentiles(values: Sequence[float]) -> dict[str, float]:
-    ordered = sorted(values)
-    if not ordered:
+    if not values:
         return {}
-    return {
-        f"p{percent}": round(ordered[min(len(ordered) - 1, len(ordered) * percent // 100)], 2)
-        for percent in (50, 90, 99)
-    }
+    return {f"p{at}": round(float(np.percentile(values, at)), 2) for at in (50, 90, 99)}
 
 
 class Job(msgspec.Struct):
@@ -325,3 +323,32 @@ class Simulation:
 def simulate(load: Sequence[Request], size: Size, setting: Setting) -> Outcome:
     """What workers of this `size` make of a load. The same arguments give the same outcome."""
     return Simulation(load, size, setting).run()
+
+
+def outcomes(load: Sequence[Request], count: int, setting: Setting) -> Iterator[Outcome]:
+    """Of so many workers: split as the router's formulas or their neighbours say, elastic, aggregated."""
+    if count > 1:
+        middle = round(count * prefill_share(load, setting))
+        splits = {min(max(one, 1), count - 1) for one in range(middle - 1, middle + 2)}
+        apart = (simulate(load, Size(prefill=one, decode=count - one), setting) for one in sorted(splits))
+        yield max(apart, key=lambda one: one.in_time)
+    yield simulate(load, Size(elastic=count), setting)
+    yield simulate(load, Size(agg=count), setting)
+
+
+def prefill_share(load: Sequence[Request], setting: Setting) -> float:
+    """The share of workers that should prefill, by the router's formulas for the mean of the load."""
+    rates, seconds = setting.rates, max(1e-3, load[-1].at_s - load[0].at_s)
+    seen: set[int] = set()
+    times_ms = []
+    for request in load:
+        new = sum(block not in seen for block in request.blocks) or 1
+        seen.update(request.blocks)
+        times_ms.append(rates.prefill_ms_per_token * min(request.prompt_tokens, new * BLOCK_TOKENS))
+    step_ms = rates.step_ms + rates.step_ms_per_request
+    answering = sum(request.output_tokens for request in load) * step_ms / 1e3 / seconds
+    mean = Load(
+        sum(times_ms) / seconds, sum(ms * ms for ms in times_ms) / seconds, len(load) / seconds, answering
+    )
+    level = setting.router(Size(agg=1)).slo
+    return wanted(mean, level, setting.max_running).prefill_share or 0.5

@@ -31,50 +31,14 @@ from pdserve.up.planner import Planner
 from pdserve.up.spec import ConnectReady, Plan
 from pdserve.up.supervisor import Supervisor
 
-LOCAL = "local"
 PROGRAM = (sys.executable, "-m", "pdserve")
 
 SCHEMAS: Mapping[Role, str] = {
     "pool": "pdserve.kvpool.node.config.node:PoolNodeConfig",
-    "prefill": "pdserve.engine.worker:WorkerConfig",
-    "decode": "pdserve.engine.worker:WorkerConfig",
-    "agg": "pdserve.engine.worker:WorkerConfig",
-    "elastic": "pdserve.engine.worker:WorkerConfig",
+    **dict.fromkeys(WORKER_ROLES, "pdserve.engine.worker:WorkerConfig"),
     "router": "pdserve.router.config.router:RouterConfig",
 }
 """Each process's configuration struct, so that a mistyped key is found before anything is started."""
-
-PrefillCount: TypeAlias = Annotated[
-    int | None, typer.Option("--prefill", metavar="N", help="Number of prefill workers.")
-]
-DecodeCount: TypeAlias = Annotated[
-    int | None, typer.Option("--decode", metavar="N", help="Number of decode workers.")
-]
-AggCount: TypeAlias = Annotated[
-    int | None, typer.Option("--agg", metavar="N", help="Number of aggregated workers.")
-]
-ElasticCount: TypeAlias = Annotated[
-    int | None, typer.Option("--elastic", metavar="N", help="Number of elastic workers.")
-]
-
-Hosts: TypeAlias = Annotated[
-    str | None, typer.Option(metavar="NAME,...", help="Hosts for --on ssh (cluster.hosts).")
-]
-On: TypeAlias = Annotated[
-    str,
-    typer.Option(
-        metavar="PLACE",
-        help="Where processes run: local (this host), ssh (cluster.hosts), slurm (a job's hosts), ray.",
-    ),
-]
-DryRun: TypeAlias = Annotated[
-    bool,
-    typer.Option("--dry-run", help="Say what would be started, where and on which GPUs; start nothing."),
-]
-MachineFile: TypeAlias = Annotated[
-    Path | None,
-    typer.Option("--machine", metavar="FILE", help="With --dry-run: another machine, described in TOML."),
-]
 
 STATUS_TIMEOUT_S = 30.0
 
@@ -89,10 +53,16 @@ Timeout: TypeAlias = Annotated[
     typer.Option("--timeout-s", min=1.0, help="Longest time to wait; the cluster goes on with it."),
 ]
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-scale_app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-restart_app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-status_app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+def _count(role: WorkerRole, name: str) -> Any:
+    return typer.Option(f"--{role}", metavar="N", help=f"Number of {name} workers.")
+
+
+def _app() -> typer.Typer:
+    return typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+app, scale_app, restart_app, status_app = _app(), _app(), _app(), _app()
 
 
 @app.command()
@@ -106,17 +76,31 @@ def up(
     ] = None,
     port: Annotated[int | None, typer.Option(help="Port of the router; 0 takes a free one.")] = None,
     host: Annotated[str | None, typer.Option(help="Address the router listens on.")] = None,
-    prefill: PrefillCount = None,
-    decode: DecodeCount = None,
-    agg: AggCount = None,
-    elastic: ElasticCount = None,
+    prefill: Annotated[int | None, _count("prefill", "prefill")] = None,
+    decode: Annotated[int | None, _count("decode", "decode")] = None,
+    agg: Annotated[int | None, _count("agg", "aggregated")] = None,
+    elastic: Annotated[int | None, _count("elastic", "elastic")] = None,
     run_dir: Annotated[
         Path | None, typer.Option(help="Directory of logs and sockets (cluster.run_dir).")
     ] = None,
-    hosts: Hosts = None,
-    on: On = LOCAL,
-    dry_run: DryRun = False,
-    machine: MachineFile = None,
+    hosts: Annotated[
+        str | None, typer.Option(metavar="NAME,...", help="Hosts for --on ssh (cluster.hosts).")
+    ] = None,
+    on: Annotated[
+        str,
+        typer.Option(
+            metavar="PLACE",
+            help="Where processes run: local (this host), ssh (cluster.hosts), slurm (a job's hosts), ray.",
+        ),
+    ] = "local",
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Say what would be started, where and on which GPUs; start nothing."),
+    ] = False,
+    machine: Annotated[
+        Path | None,
+        typer.Option("--machine", metavar="FILE", help="With --dry-run: another machine, described in TOML."),
+    ] = None,
     extra: ExtraArgs = None,
 ) -> None:
     """Start a cluster, wait until each process is ready, and supervise it until Ctrl-C.
@@ -205,10 +189,7 @@ def run_plan(plan: Plan, launcher: Launcher, scaled: Callable[[Mapping[WorkerRol
     """
     check_ports(plan)
     names = [spec.name for spec in plan.processes]
-    with (
-        claimed(plan.run_dir),
-        closing(Console(sys.stdout, names)) as console,
-    ):
+    with claimed(plan.run_dir), closing(Console(sys.stdout, names)) as console:
         return asyncio.run(Supervisor(plan, console, launcher, scaled).run())
 
 

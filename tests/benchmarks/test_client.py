@@ -22,8 +22,7 @@ SHAPE = Shape(users=3, rounds=2, system_tokens=6, turn_tokens=20, output_tokens=
 
 def load_it(server: ScriptedServer, shape: Shape = SHAPE, rate_s: float | None = None, **more: Any) -> Run:
     silence_s = more.pop("silence_s", 60.0)
-    api = more.pop("api", "completions")
-    target = Server(server.url, silence_s=silence_s, api=api)
+    target = Server(server.url, silence_s=silence_s)
     return run_load(target, make_load(shape, 1, rate_s), lambda line: None, **more)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,8 @@ from hypothesis import strategies as st
 from benchmarks.lib.figures import figures_of, outcome_of
 from benchmarks.lib.load import (
     Cached,
-    IdSession,
     Load,
+    Session,
     Shape,
     make_load,
     replay_load,
@@ -35,18 +34,12 @@ shapes = st.builds(
 seeds = st.integers(0, 2**32)
 
 
-@dataclass
-class Said:
-    text: str = "yes"
-    token_ids: list[int] = field(default_factory=list)
-
-
 def prompts(load: Load, session: int) -> list[list[int]]:
     """The prompts of a session whose answers are all of the planned length."""
-    session_, found = IdSession(load.seed, load.keeps_history), []
+    session_, found = Session(load.seed, load.keeps_history), []
     for request in load.sessions[session]:
         found.append(list(session_.prompt(request)["prompt"]))
-        session_.receive(request, Said(token_ids=[9] * request.output_tokens))
+        session_.receive(request, [9] * request.output_tokens)
     return found
 
 

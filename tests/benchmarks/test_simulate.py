@@ -1,4 +1,4 @@
-"""The simulation of a load: a worker by hand, whole runs, and the smallest fleet for a service level."""
+"""The simulation of a load: a worker by hand, whole runs, and what more workers bring."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.simulate.advise import KINDS, Adviser
 from benchmarks.simulate.engine import Engine
 from benchmarks.simulate.model import (
     Rates,
@@ -17,7 +16,7 @@ from benchmarks.simulate.model import (
     make_request,
     turning,
 )
-from benchmarks.simulate.simulate import simulate
+from benchmarks.simulate.simulate import outcomes, simulate
 from pdserve.router.config.limits import ServiceLevel
 
 RATES = Rates(
@@ -113,18 +112,10 @@ def test_every_request_is_served_and_no_load_stays_counted(
     assert simulate(load, size, setting) == found, "the same arguments, the same outcome"
 
 
-@pytest.fixture(scope="module")
-def adviser() -> Adviser:
-    return Adviser(turning(2, 800, 4.0), TURNING)
-
-
-def test_the_advised_fleet_keeps_the_level_and_one_worker_less_does_not(adviser: Adviser) -> None:
-    for kind in KINDS:
-        advice = adviser.advise(kind, 0.9, 32)
-        assert advice.reached
-        assert advice.chosen.in_time >= 0.9
-        less = advice.chosen.size.total - 1
-        if less >= (2 if kind == "disagg" else 1):
-            assert adviser.best(kind, less).in_time < 0.9
-        assert advice.chosen in advice.steps
-        assert [one.size.total for one in advice.steps] == sorted({one.size.total for one in advice.steps})
+def test_more_workers_of_each_kind_keep_a_level_that_fewer_do_not() -> None:
+    load = turning(2, 800, 4.0)
+    few, many = (list(outcomes(load, count, TURNING)) for count in (2, 12))
+    for less, more, kind in zip(few, many, ("decode", "elastic", "agg"), strict=True):
+        assert getattr(more.size, kind)
+        assert (less.size.total, more.size.total) == (2, 12)
+        assert less.in_time < 0.9 <= more.in_time

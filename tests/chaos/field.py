@@ -19,12 +19,12 @@ from pdserve.kvpool.cluster.ring import Ring
 from pdserve.kvpool.protocol.base import NodeAddress
 from pdserve.security.tokens import Secret
 from tests.chaos.plan import Plan
-from tests.chaos.proxy import Relay, relays
 from tests.chaos.records import Disturbed, Ended, Record, to_line
 from tests.chaos.worker import COLUMNS, NAMESPACE, WRITE_TOKEN, WorkerConfig
 from tests.support.kvpool import made_pages as p
 from tests.support.kvpool.node_processes import NodeProcess, await_settled, client_of, pool_of
 from tests.support.processes import Child, client, free_ports
+from tests.support.relays import Relay, relays
 
 ADMIN_TOKEN: Final = "chaos-may-do-everything"
 CLUSTER_TOKEN: Final = "chaos-is-one-pool"
@@ -214,10 +214,11 @@ def _workers(plan: Plan, nodes: Sequence[PoolNodeRef], directory: Path) -> list[
     board.write_bytes(np.zeros((writers, COLUMNS), np.int64).tobytes())
     owned = int(CAPACITY_BYTES * len(nodes) * OWNED_SHARE / MEAN_SLOT_BYTES / writers)
     made, first = [], 0
-    for line in LINES:
+    for number, line in enumerate(LINES):
+        turned = number % len(nodes)  # each speaks with another one first
         own = {
             **TIMEOUTS,
-            "nodes": [msgspec.structs.asdict(ref) for ref in nodes],
+            "nodes": [msgspec.structs.asdict(ref) for ref in (*nodes[turned:], *nodes[:turned])],
             "data_path": line.data_path,
             "checksum": line.checksum,
             "restart_wait_s": RESTART_WAIT_S,

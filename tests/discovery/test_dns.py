@@ -120,22 +120,17 @@ async def test_the_system_knows_localhost_and_not_an_invalid_name() -> None:
         ("dns+http://workers:8001", "http", WORKERS),
         ("dns+http://workers.space.svc:8001/", "http", DnsName("http", "workers.space.svc", 8001)),
         ("dns+tcp:pool:7700", "tcp", DnsName("tcp", "pool", 7700)),
+        *((f"dns+http://{rest}", "http", None) for rest in ("", "w", "w:0", "w:x", "w:1/path", "u@w:1")),
+        *(
+            ("dns+https://w:8001", "http", None),
+            ("dns+http://pool:1", "tcp", None),
+            ("dns+tcp:pool", "tcp", None),
+        ),
     ],
 )
-def test_a_name_is_read(address: str, scheme: str, name: DnsName) -> None:
-    assert parse_dns_name(address, scheme) == name
-
-
-@pytest.mark.parametrize(
-    ("address", "scheme"),
-    [
-        *[
-            (f"dns+http://{rest}", "http")
-            for rest in ("", "workers", "workers:0", "w:x", "w:1/path", "u@w:1")
-        ],
-        *[("dns+https://workers:8001", "http"), ("dns+http://pool:1", "tcp"), ("dns+tcp:pool", "tcp")],
-    ],
-)
-def test_what_is_no_name_is_refused(address: str, scheme: str) -> None:
-    with pytest.raises(ValueError, match="is not of the form dns"):
-        parse_dns_name(address, scheme)
+def test_a_name_is_read_and_what_is_none_refused(address: str, scheme: str, name: DnsName | None) -> None:
+    if name is not None:
+        assert parse_dns_name(address, scheme) == name
+    else:
+        with pytest.raises(ValueError, match="is not of the form dns"):
+            parse_dns_name(address, scheme)

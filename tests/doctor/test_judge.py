@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -65,158 +66,105 @@ def test_nothing_is_said_of_what_is_well() -> None:
     assert {"alike", "clock", "pool node", "live probe"} <= {finding.check for finding in findings}
 
 
-@pytest.mark.parametrize(
-    ("change", "level", "check"),
-    [
-        ({"sglang": ""}, "warn", "sglang"),
-        ({"sglang": "0.6"}, "warn", "sglang"),
-        ({"open_files": 1024}, "fail", "open files"),
-        ({"open_files": 8192}, "warn", "open files"),
-        ({"shm_bytes": 1 << 40}, "warn", "/dev/shm"),
-        ({"ucx_error": "no ucxx"}, "fail", "UCX"),
-        ({"ucx_error": NO_UCX}, "warn", "UCX"),
-    ],
-)
-def test_a_machines_fault_is_found(change: dict[str, Any], level: str, check: str) -> None:
-    assert troubles(judge.machine(replace(MACHINE, **change))) == [(level, check)]
-
-
-def test_an_sglang_that_lacks_what_pdserve_needs_does_not_work() -> None:
-    found = [*judge.machine(replace(MACHINE, sglang_misfit="sglang.srt.x: gone"))]
-    assert troubles(found) == [("fail", "sglang")]
-    assert any("sglang.srt.x: gone" in finding.says for finding in found)
-
-
-def test_the_network_that_will_be_used_is_named() -> None:
-    (tcp,) = [one for one in judge.machine(MACHINE) if one.check == "UCX"]
-    (rdma,) = [one for one in judge.machine(replace(MACHINE, has_infiniband=True)) if one.check == "UCX"]
-    assert "over TCP" in tcp.says
-    assert "over RDMA" in rdma.says
-
-
-@pytest.mark.parametrize(
-    ("change", "level", "check"),
-    [
-        ({"error": "refused"}, "fail", "worker"),
-        ({"ready": False}, "fail", "worker"),
-        ({"refused": "it differs"}, "fail", "worker"),
-        ({"pool": "down"}, "warn", "pool"),
-        ({"clock_ahead_s": -7.0}, "warn", "clock"),
-        ({"ready": False, "draining": True}, "warn", "worker"),
-    ],
-)
-def test_one_workers_fault_is_found(change: dict[str, Any], level: str, check: str) -> None:
-    assert troubles(judge.workers([WORKER, replace(PREFILL, **change)])) == [(level, check)]
-    assert judge.status([Finding(check, level, "")]) == {"warn": 1, "fail": 2}[level]  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"page_size": 32}, "page_size: 64 at http://a, 32 at http://b"),
-        ({"kv_geometry": {**GEOMETRY, "layout": "layer_first"}}, "kv_geometry.layout"),
-        ({"tokenizer": "u"}, "tokenizer"),
-        ({"namespace": "m@2"}, "namespace"),
-        ({"engine": "vllm"}, "engine"),
-    ],
-)
-def test_workers_that_share_no_pages_are_named(change: dict[str, Any], named: str) -> None:
-    found = [*judge.workers([WORKER, replace(PREFILL, info=replace(INFO, **change))])]
-    assert troubles(found) == [("fail", "alike")]
-    assert any(f"workers of m differ in {named}" in one.says for one in found)
-
-
-def test_workers_of_two_versions_are_to_be_upgraded() -> None:
-    newer = replace(PREFILL, info=replace(INFO, pdserve_version="9"))
-    assert troubles(judge.workers([WORKER, newer])) == [("warn", "versions")]
-
-
-def test_of_a_worker_that_tells_nothing_of_itself_nothing_is_made_up() -> None:
-    starts = Worker(url="http://c")
-    assert troubles(judge.workers([WORKER, PREFILL, starts])) == [("fail", "worker")]
-    assert troubles(judge.workers([PREFILL, replace(starts, draining=True)])) == [("warn", "worker")]
-
-
-def test_workers_of_different_models_may_differ() -> None:
-    other = replace(INFO, model="n", namespace="n@1", page_size=32, tokenizer="u")
-    assert troubles(judge.workers([WORKER, replace(WORKER, url="http://c", info=other)])) == []
-
-
-def test_roles_that_do_not_make_a_cluster() -> None:
-    assert troubles(judge.workers([PREFILL])) == [("fail", "worker"), ("warn", "worker")]
-    assert troubles(judge.workers([replace(WORKER, role="agg")])) == []
-
-
-@pytest.mark.parametrize(
-    ("change", "level", "check"),
-    [
-        ({"error": "refused"}, "fail", "pool node"),
-        ({"dead_members": ("b",)}, "warn", "pool node"),
-        ({"full_namespaces": ("m@1",)}, "warn", "quota"),
-        ({"unwritable_tiers": ("ssd0",)}, "fail", "tier"),
-        ({"free_bytes": 1 << 20, "evictions": 5}, "warn", "pool memory"),
-        ({"free_bytes": 81 << 20, "tail_bytes": 80 << 20, "evictions": 5}, "warn", "pool memory"),
-        ({"free_bytes": 900 << 20, "tail_bytes": 300 << 20}, "warn", "pool memory"),
-        ({"epoch": 4}, "warn", "pool node"),
-    ],
-)
-def test_a_pool_nodes_fault_is_found(change: dict[str, Any], level: str, check: str) -> None:
-    assert troubles(judge.pool([NODE, replace(NODE, node="b", **change)])) == [(level, check)]
-
-
-@pytest.mark.parametrize(
-    ("turn", "change", "levels"),
-    [
-        (0, {"decode": {"pool": 192, "computed": 71}}, ["fail"]),
-        (0, {"decode": {}}, ["fail"]),
-        (0, {"prefill": None, "decode": {"computed": 263}, "plan": "decode=only, prefill=agg"}, []),
-        (1, {"prefill": {"device": 256, "computed": 78}}, ["warn"]),
-        (1, {"prefill": {"computed": 334}}, ["fail"]),
-        (1, {"prefill": None, "decode": {"device": 320, "computed": 14}}, []),
-        (1, {"prefill": None, "decode": {"computed": 334}}, ["fail"]),
-    ],
-)
-def test_the_live_probe_is_judged_by_the_tokens_each_step_reused(
-    turn: int, change: dict[str, Any], levels: list[str]
-) -> None:
-    turns = list(TURNS)
-    turns[turn] = replace(turns[turn], **change)
-    assert [level for level, _ in troubles(judge.probe(replace(PROBE, turns=tuple(turns))))] == levels
-
-
-@pytest.mark.parametrize(
-    ("plan", "levels"),
-    [
-        ("decode=only, prefill=only, stage=status-500", ["fail"]),
-        ("decode=only, prefill=only, settle=settled, stage=garbage, retried", ["fail"]),
-        ("decode=only, prefill=none-ready", ["fail"]),
-        ("decode=only, prefill=session-worker-gone", ["fail"]),
-        ("decode=only, prefill=no-stage", []),
-        ("decode=only, prefill=direct(uncached=9<64)", []),
-        ("decode=agg, prefill=agg", []),
-    ],
-)
-@pytest.mark.parametrize("turn", [0, 1])
-def test_a_prefill_stage_that_was_to_be_and_was_not_is_a_failure(
-    plan: str, levels: list[str], turn: int
-) -> None:
-    turns = list(TURNS)
-    turns[turn] = replace(turns[turn], prefill=None, plan=plan)
-    assert [level for level, _ in troubles(judge.probe(replace(PROBE, turns=tuple(turns))))] == levels
-
-
-def test_a_probe_that_got_no_answer_is_a_failure() -> None:
-    assert troubles(judge.probe(Probe(error="status 503"))) == [("fail", "live probe")]
-
-
 VLLM = replace(
     WORKER, url="http://v", pool="down", info=WorkerInfo.of_foreign(Foreign("vllm", "v", 4096), "agg")
 )
+VLLM_PREFILL = replace(VLLM, url="http://w", role="prefill")
+OTHER_MODEL = replace(INFO, model="n", namespace="n@1", page_size=32, tokenizer="u")
+STARTS = Worker(url="http://c")
 
 
-def test_a_worker_of_another_engine_is_judged_by_what_is_known() -> None:
-    prefill = replace(VLLM, url="http://w", role="prefill")
-    assert troubles(judge.workers([VLLM, prefill, WORKER, PREFILL])) == []
-    assert troubles(judge.workers([prefill])) == [("fail", "worker"), ("warn", "worker")]
-    assert troubles(judge.workers([replace(VLLM, ready=False)])) == [("fail", "worker")]
-    assert troubles(judge.workers([replace(VLLM, role="")])) == []  # nobody says what it is
+def machine(**change: Any) -> Iterator[Finding]:
+    return judge.machine(replace(MACHINE, **change))
+
+
+def workers(**change: Any) -> Iterator[Finding]:
+    return judge.workers([WORKER, replace(PREFILL, **change)])
+
+
+def informed(**change: Any) -> Iterator[Finding]:
+    return workers(info=replace(INFO, **change))
+
+
+def node(**change: Any) -> Iterator[Finding]:
+    return judge.pool([NODE, replace(NODE, node="b", **change)])
+
+
+def turn(number: int, **change: Any) -> Iterator[Finding]:
+    """The judgement of a probe with a change in one turn. How each step's tokens were come by decides."""
+    turns = list(TURNS)
+    turns[number] = replace(turns[number], **change)
+    return judge.probe(replace(PROBE, turns=tuple(turns)))
+
+
+def plan(words: str) -> list[Finding]:
+    """Of a prefill stage that did not take place in either turn."""
+    found = [list(turn(number, prefill=None, plan=words)) for number in (0, 1)]
+    assert troubles(found[0]) == troubles(found[1])
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "says"),
+    [
+        (machine(sglang=""), "warn sglang", ""),
+        (machine(sglang="0.6"), "warn sglang", ""),
+        (machine(sglang_misfit="sglang.srt.x: gone"), "fail sglang", "sglang.srt.x: gone"),
+        (machine(open_files=1024), "fail open files", ""),
+        (machine(open_files=8192), "warn open files", ""),
+        (machine(shm_bytes=1 << 40), "warn /dev/shm", ""),
+        (machine(ucx_error="no ucxx"), "fail UCX", ""),
+        (machine(ucx_error=NO_UCX), "warn UCX", ""),
+        (machine(), "", "over TCP"),
+        (machine(has_infiniband=True), "", "over RDMA"),
+        (workers(error="refused"), "fail worker", ""),
+        (workers(ready=False), "fail worker", ""),
+        (workers(refused="it differs"), "fail worker", ""),
+        (workers(pool="down"), "warn pool", ""),
+        (workers(clock_ahead_s=-7.0), "warn clock", ""),
+        (workers(ready=False, draining=True), "warn worker", ""),
+        (informed(page_size=32), "fail alike", "differ in page_size: 64 at http://a, 32 at http://b"),
+        (informed(kv_geometry={**GEOMETRY, "layout": "z"}), "fail alike", "differ in kv_geometry.layout"),
+        (informed(tokenizer="u"), "fail alike", "workers of m differ in tokenizer"),
+        (informed(namespace="m@2"), "fail alike", "workers of m differ in namespace"),
+        (informed(engine="vllm"), "fail alike", "workers of m differ in engine"),
+        (informed(pdserve_version="9"), "warn versions", ""),
+        (judge.workers([WORKER, PREFILL, STARTS]), "fail worker", ""),
+        (judge.workers([PREFILL, replace(STARTS, draining=True)]), "warn worker", ""),
+        (judge.workers([WORKER, replace(WORKER, url="http://c", info=OTHER_MODEL)]), "", ""),
+        (judge.workers([PREFILL]), "fail worker, warn worker", ""),
+        (judge.workers([replace(WORKER, role="agg")]), "", ""),
+        (judge.workers([VLLM, VLLM_PREFILL, WORKER, PREFILL]), "", ""),
+        (judge.workers([VLLM_PREFILL]), "fail worker, warn worker", ""),
+        (judge.workers([replace(VLLM, ready=False)]), "fail worker", ""),
+        (judge.workers([replace(VLLM, role="")]), "", ""),  # nobody says what it is
+        (node(error="refused"), "fail pool node", ""),
+        (node(dead_members=("b",)), "warn pool node", ""),
+        (node(full_namespaces=("m@1",)), "warn quota", ""),
+        (node(unwritable_tiers=("ssd0",)), "fail tier", ""),
+        (node(free_bytes=1 << 20, evictions=5), "warn pool memory", ""),
+        (node(free_bytes=81 << 20, tail_bytes=80 << 20, evictions=5), "warn pool memory", ""),
+        (node(free_bytes=900 << 20, tail_bytes=300 << 20), "warn pool memory", ""),
+        (node(epoch=4), "warn pool node", ""),
+        (judge.probe(Probe(error="status 503")), "fail live probe", ""),
+        (turn(0, decode={"pool": 192, "computed": 71}), "fail live probe", ""),
+        (turn(0, decode={}), "fail live probe", ""),
+        (turn(0, prefill=None, decode={"computed": 263}, plan="decode=only, prefill=agg"), "", ""),
+        (turn(1, prefill={"device": 256, "computed": 78}), "warn live probe", ""),
+        (turn(1, prefill={"computed": 334}), "fail live probe", ""),
+        (turn(1, prefill=None, decode={"device": 320, "computed": 14}), "", ""),
+        (turn(1, prefill=None, decode={"computed": 334}), "fail live probe", ""),
+        (plan("decode=only, prefill=only, stage=status-500"), "fail live probe", ""),
+        (plan("decode=only, prefill=only, settle=settled, stage=garbage, retried"), "fail live probe", ""),
+        (plan("decode=only, prefill=none-ready"), "fail live probe", ""),
+        (plan("decode=only, prefill=session-worker-gone"), "fail live probe", ""),
+        (plan("decode=only, prefill=no-stage"), "", ""),
+        (plan("decode=only, prefill=direct(uncached=9<64)"), "", ""),
+        (plan("decode=agg, prefill=agg"), "", ""),
+    ],
+)
+def test_one_fault_is_found_and_nothing_else(found: Iterator[Finding], expected: str, says: str) -> None:
+    findings = list(found)
+    assert ", ".join(f"{level} {check}" for level, check in troubles(findings)) == expected
+    assert any(says in one.says for one in findings)
+    assert judge.status(findings) == (2 if "fail" in expected else 1 if expected else 0)

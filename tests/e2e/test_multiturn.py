@@ -31,14 +31,6 @@ def test_a_second_turn_finds_the_whole_pages_of_the_first(agg_worker: Worker) ->
     assert first.inter_token_ms.p50 is not None
 
 
-def test_a_chat_is_about_as_long_as_planned(agg_worker: Worker) -> None:
-    server = Server(agg_worker.url, api="chat")
-    outcome = outcome_of(run_load(server, make_load(SHAPE, 72), lambda line: None))
-    assert outcome.errors == {}
-    assert outcome.turns[0].prompt_tokens == pytest.approx(400, rel=0.25)  # the template comes on top
-    assert outcome.turns[1].cached.total > 0
-
-
 def test_pages_come_from_the_pools_ssd_after_a_reboot_of_its_node(site: Site, agg_worker: Worker) -> None:
     load, pool = (
         make_load(Shape(users=1, rounds=1, turn_tokens=10 * PAGE + 7, output_tokens=1), 73),

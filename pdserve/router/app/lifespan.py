@@ -42,9 +42,7 @@ async def open_router(
     upstream = Upstream(config.limits, token, tls)
     prober = Prober(config.probe, fleet, upstream, Upstream(config.limits, token, tls), stats)
     discovery = _discovery(config, fleet, token)
-    trace_file = (
-        TraceFile(Path(config.trace.file), config.trace.max_mb * 10**6) if config.trace.file else None
-    )
+    trace_file = TraceFile(Path(config.trace.file)) if config.trace.file else None
     tasks: list[asyncio.Task[None]] = []
     try:
         router = Router(config, fleet, gate, upstream, stats, make_app, tracer, trace_file)

@@ -178,9 +178,6 @@ class Probe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     circuit_failures: Annotated[
         int, Meta(ge=1, description="Failed requests in a row that open a worker's circuit.")
     ] = 3
-    circuit_open_s: Annotated[
-        float, Meta(gt=0, description="Time until an open circuit lets one trial request through.")
-    ] = 5.0
 
 
 Kept = Literal["met", "ttft", "itl", "both"]
@@ -237,7 +234,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         str,
         Meta(
             description="Append a line in Mooncake's format for each answer: time, lengths, hashed blocks "
-            "and session. FILE.secret, beside it, is the key of the hashes, not to be shared. Empty: none."
+            "and session, up to 1 GB. FILE.secret, beside it, is the key of the hashes, not to be shared. "
+            "Empty: none."
         ),
     ] = ""
-    max_mb: Annotated[int, Meta(ge=1, description="The trace ends when its file is this large.")] = 1000

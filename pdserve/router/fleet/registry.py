@@ -272,6 +272,10 @@ class Snapshot(msgspec.Struct, frozen=True):
         return found
 
 
+CIRCUIT_OPEN_S: Final = 5.0
+"""Until an open circuit lets one trial request through."""
+
+
 class Fleet:
     """All workers."""
 
@@ -280,12 +284,10 @@ class Fleet:
         workers: Iterable[Worker],
         *,
         circuit_failures: int = 3,
-        circuit_open_s: float = 5.0,
         models: Models | None = None,
     ) -> None:
         self._wanted = models or Models()
         self._circuit_failures = circuit_failures
-        self._circuit_open_s = circuit_open_s
         self._snapshots: dict[str, Snapshot] = {}
         self.tasks: dict[str, frozenset[str]] = {}
         """Model → tasks of its workers. Unhealthy workers count, refused workers do not."""
@@ -325,7 +327,6 @@ class Fleet:
         fleet = cls(
             (),
             circuit_failures=config.probe.circuit_failures,
-            circuit_open_s=config.probe.circuit_open_s,
             models=Models(config.models),
         )
         fleet.members.sync("config", listed_workers(config))
@@ -446,7 +447,7 @@ class Fleet:
         if not worker.circuit.retry_at_s:
             return 0
         self._snapshots.clear()
-        return worker.circuit.on_selected(now_s, self._circuit_open_s)
+        return worker.circuit.on_selected(now_s, CIRCUIT_OPEN_S)
 
     def on_released(self, worker: Worker) -> None:
         """The request counted by `on_selected` is over."""
@@ -486,7 +487,7 @@ class Fleet:
     def on_failure(self, worker: Worker, now_s: float) -> bool:
         """A request failed by the worker's fault. True if this opened the worker's circuit."""
         self._snapshots.clear()
-        return worker.circuit.on_failure(now_s, self._circuit_failures, self._circuit_open_s)
+        return worker.circuit.on_failure(now_s, self._circuit_failures, CIRCUIT_OPEN_S)
 
     def on_probe_ready(self, worker: Worker) -> bool:
         """A probe said ready. True if the worker was not ready before."""

@@ -8,6 +8,8 @@ once, and not after a failure:
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from pdserve.router.config.router import RouterConfig
@@ -20,6 +22,11 @@ from pdserve.router.placement.prefix_index import PrefixTable
 from pdserve.router.sessions.keys import named
 from pdserve.router.sessions.table import SessionEntry, SessionTable
 
+PREFIX_BYTES: Final = 32 << 20
+"""For the places of prompts' prefixes, about 400 bytes for each KiB of a prompt; what was not seen for the
+longest time is dropped first.
+"""
+
 
 class Placer:
     """Plans requests, and remembers where they went."""
@@ -29,7 +36,7 @@ class Placer:
         self.sessions = SessionTable(
             config.session.capacity, config.session.ttl_s, is_private=bool(config.redis.url)
         )
-        self.prefixes = PrefixTable(config.placement.prefix_index_bytes)
+        self.prefixes = PrefixTable(PREFIX_BYTES)
         self._planner = Planner(
             prefill_policy=make_policy(
                 config.prefill_policy, PolicySettings(config.session, config.placement)

@@ -42,6 +42,8 @@ BLOCK_BYTES: Final = 2048
 QUEUED: Final = 1024
 QUEUED_BYTES: Final = 64 << 20
 """Of bodies that wait to be hashed."""
+MAX_BYTES: Final = 10**9
+"""The trace ends when its file is this large."""
 SESSIONS: Final = 10_000
 """Whose last turn is remembered, for `answered_hash_ids`."""
 SECRET_BYTES: Final = 32
@@ -136,7 +138,7 @@ class TraceFile:
     it closes it.
     """
 
-    def __init__(self, path: Path, max_bytes: int) -> None:
+    def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
         """Raises ConfigError where the file or its secret cannot be opened."""
         self._path = path
         self._max_bytes = max_bytes
@@ -181,7 +183,7 @@ class TraceFile:
                     continue
                 line = msgspec.json.encode(self._tracer.line(served)) + b"\n"
                 if os.fstat(self._file).st_size + len(line) > self._max_bytes:
-                    _log.warning("%s: the trace ends at trace.max_mb", self._path)
+                    _log.warning("%s: the trace ends: the file has its full size", self._path)
                     return
                 if os.write(self._file, line) < len(line):
                     _log.warning("%s: the trace ends: the disk is full", self._path)

@@ -174,7 +174,6 @@ ENGINE_FIELDS: Final = {
     "external_trace_header": _METRICS,
     "log_metrics": _METRICS,
     "hashes": "they name pages of all tenants",
-    "nodes": "they are the hosts of the pool",
 }
 """Each field, and why a tenant may not set it."""
 

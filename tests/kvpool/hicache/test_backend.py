@@ -355,7 +355,7 @@ def test_parts_of_other_sizes_come_back_into_their_own_host_pools(pool: Pool, la
     two.close()
 
 
-def test_a_lookup_of_all_parts_is_one_question_to_each_node(pool: Pool) -> None:
+def test_a_lookup_of_all_parts_is_one_question(pool: Pool) -> None:
     made = hybrid(pool, HostPool("page_first"), HostPool("page_first", layers=5))
     pages = indices(list(range(30)))
     made.batch_set_v1(names(30), pages)
@@ -363,7 +363,7 @@ def test_a_lookup_of_all_parts_is_one_question_to_each_node(pool: Pool) -> None:
     asked: list[str] = []
     pool.connector.before = lambda node, what: asked.append(node)
     assert made.batch_exists_v2(names(30), [window(["?", "?"])]).kv_hit_pages == 30
-    assert sorted(asked) == sorted(node.name for node in pool.nodes)
+    assert len(asked) == 1
     made.close()
 
 

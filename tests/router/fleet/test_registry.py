@@ -30,9 +30,7 @@ def info(role: str = "decode", **fields: Any) -> WorkerInfo:
 
 
 def make(*roles: Any) -> Fleet:
-    fleet = Fleet(
-        (Worker(role, f"http://h{i}:1") for i, role in enumerate(roles)), circuit_failures=2, circuit_open_s=5
-    )
+    fleet = Fleet((Worker(role, f"http://h{i}:1") for i, role in enumerate(roles)), circuit_failures=2)
     for worker in fleet.workers:
         assert fleet.on_info(worker, info(worker.role)) is None
         fleet.on_probe_ready(worker)

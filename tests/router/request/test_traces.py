@@ -31,7 +31,6 @@ from pdserve.router.request.traces import (
 from tests.support.router.harness import CHAT, disagg
 
 KEY = b"k" * 32
-LARGE = 1 << 30
 
 
 def served(prompt: bytes = b'[{"role":"user","content":"Paris"}]', **fields: Any) -> Served:
@@ -86,7 +85,7 @@ def test_the_next_turn_tells_which_blocks_the_last_answer_made() -> None:
 
 
 def test_nothing_of_the_prompt_or_of_names_is_in_the_file(tmp_path: Path) -> None:
-    file = TraceFile(tmp_path / "trace", LARGE)
+    file = TraceFile(tmp_path / "trace")
     file.record(served(session="alice@example.org", parent="root-session"))
     file.close()
     text = (tmp_path / "trace").read_text()
@@ -100,7 +99,7 @@ def test_nothing_of_the_prompt_or_of_names_is_in_the_file(tmp_path: Path) -> Non
 
 def test_file_and_secret_are_the_owners_alone_and_outlive_the_router(tmp_path: Path) -> None:
     for _ in range(2):
-        file = TraceFile(tmp_path / "trace", LARGE)
+        file = TraceFile(tmp_path / "trace")
         file.record(served(session="s"))
         file.close()
     first, second = lines_of(tmp_path / "trace")
@@ -116,7 +115,7 @@ def test_several_processes_at_once_agree_on_one_secret(tmp_path: Path) -> None:
     def open_one(number: int) -> None:
         ready.wait()
         if (pid := os.fork()) == 0:
-            TraceFile(tmp_path / "trace", LARGE).close()
+            TraceFile(tmp_path / "trace").close()
             os._exit(0)
         found.append(os.waitpid(pid, 0)[1])
 
@@ -146,7 +145,7 @@ def test_what_waits_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         return Line(0, 1, 1, [1], "", "", [])
 
     monkeypatch.setattr(Tracer, "line", line)
-    file = TraceFile(tmp_path / "trace", LARGE)
+    file = TraceFile(tmp_path / "trace")
     written = sum(file.record(served()) for _ in range(traces.QUEUED + 10))
     assert 0 <= written - traces.QUEUED <= 1
     held.set()
@@ -156,18 +155,18 @@ def test_what_waits_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_full_disk_ends_the_trace_and_nothing_else() -> None:
     with pytest.raises(ConfigError, match="secret"):
-        TraceFile(Path("/dev/full/trace"), LARGE)
+        TraceFile(Path("/dev/full/trace"))
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"key":1,"began_s":"x"}'])
 def test_a_secret_that_is_none_is_said(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "trace.secret").write_bytes(content)
     with pytest.raises(ConfigError, match=r"trace\.secret"):
-        TraceFile(tmp_path / "trace", LARGE)
+        TraceFile(tmp_path / "trace")
 
 
 def test_each_line_is_one_that_mooncakes_readers_take(tmp_path: Path) -> None:
-    file = TraceFile(tmp_path / "trace", LARGE)
+    file = TraceFile(tmp_path / "trace")
     file.record(served())
     file.record(served(input_tokens=0))
     file.close()
