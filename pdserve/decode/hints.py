@@ -194,7 +194,7 @@ class Hints:
         keys = await asyncio.to_thread(prompt.prefix(pages).all_keys)
         await self._pool.raise_pages(keys, LIMIT_S, prompt.pages.tenant)
         there = await self._lookup.there(prompt.pages)
-        in_memory = {key for key, place in there.items() if place.tier == MEMORY}
+        in_memory = {key for key, tier in there.items() if tier == MEMORY}
         return await asyncio.to_thread(prompt.restorable, in_memory)
 
     async def _to_worker(self, prompt: Prompt, pages: int) -> int:

@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from pdserve.engine.http.endpoints import CHAT, COMPLETIONS, GENERATE
+from pdserve.engine.contract.endpoints import CHAT, COMPLETIONS, GENERATE
 from pdserve.engine.http.request_context import salt_of_request
 from pdserve.engine.page_names import PageNames, RequestPages
 from pdserve.engine.sglang.prompt import named_tokens, prefill_request
 from pdserve.errors import RequestError
-from pdserve.kvpool.client.async_client import MEMORY, AsyncPoolClient, Place
+from pdserve.kvpool.client.async_client import MEMORY, AsyncPoolClient
 from pdserve.kvpool.namespaces.tenants import tenant_of
 from pdserve.pages import namespace_seed, page_hashes, pool_key
 
@@ -46,7 +46,6 @@ class Asked(msgspec.Struct):
     text: msgspec.Raw = _EMPTY
     input_ids: msgspec.Raw = _EMPTY
     hashes: list[str] | None = None
-    nodes: bool = False
     cache_salt: object = None
 
     def endpoint(self) -> str:
@@ -73,8 +72,6 @@ class Found(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Of the longest prefix that it has in memory."""
     tiers: dict[str, int]
     """Pages of the prefix by tier."""
-    nodes: dict[str, dict[str, int]] | None = None
-    """The same for each node, where asked for."""
 
 
 class Prompt(NamedTuple):
@@ -121,7 +118,7 @@ class Lookup:
         asked = decoded(body, Asked)
         prompt = await self.prompt(request, asked, body)
         there = await self.there(prompt.pages)
-        return await asyncio.to_thread(self._answer, prompt, there, with_nodes=asked.nodes)
+        return await asyncio.to_thread(self._answer, prompt, there)
 
     async def prompt(self, request: Request, asked: Asked, body: bytes) -> Prompt:
         """The prompt of a body, and the names of its pages. Raises RequestError."""
@@ -136,8 +133,8 @@ class Lookup:
             raise RequestError(400, f"{len(chain)} pages are asked for, at most {MAX_PAGES}")
         return Prompt(made, tokens, RequestPages(self._names, {"": chain}, tenant))
 
-    async def there(self, pages: RequestPages) -> dict[bytes, Place]:
-        """Where the pool has the pages, by key."""
+    async def there(self, pages: RequestPages) -> dict[bytes, str]:
+        """In which tier the pool has the pages, by key."""
         keys = await asyncio.to_thread(pages.all_keys)
         found = zip(keys, await self._pool.places(keys, tenant=pages.tenant), strict=True)
         return {key: place for key, place in found if place is not None}
@@ -158,9 +155,9 @@ class Lookup:
         chain = await asyncio.to_thread(page_hashes, tokens, names.page_size, seed, pairs=names.pairs)
         return made, tokens, chain
 
-    def _answer(self, prompt: Prompt, there: dict[bytes, Place], *, with_nodes: bool) -> Found:
+    def _answer(self, prompt: Prompt, there: dict[bytes, str]) -> Found:
         names, chain = self._names, prompt.pages.chains[""]
-        in_memory = {key for key, place in there.items() if place.tier == MEMORY}
+        in_memory = {key for key, place in there.items() if place == MEMORY}
         restorable = [prompt.restorable(known) for known in (there.keys(), in_memory)]
         prefix = [pool_key(digest, names.rank_suffixes[0]) for digest in chain[: restorable[0]]]
         return Found(
@@ -169,8 +166,7 @@ class Lookup:
             prompt_pages=len(chain),
             tokens=restorable[0] * names.page_size,
             memory_tokens=restorable[1] * names.page_size,
-            tiers=dict(Counter(there[key].tier for key in prefix)),
-            nodes=_by_node(there[key] for key in prefix) if with_nodes else None,
+            tiers=dict(Counter(there[key] for key in prefix)),
         )
 
 
@@ -180,13 +176,6 @@ def decoded(body: bytes, type_: type[T]) -> T:
         return msgspec.json.decode(body, type=type_)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(400, f"the body is not as it should be: {error}") from None
-
-
-def _by_node(places: Iterable[Place]) -> dict[str, dict[str, int]]:
-    counts: dict[str, dict[str, int]] = {}
-    for (node, tier), pages in Counter(places).items():
-        counts.setdefault(node, {})[tier] = pages
-    return counts
 
 
 def _digests(hashes: Sequence[str]) -> list[bytes]:

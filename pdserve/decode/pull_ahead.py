@@ -22,7 +22,7 @@ from typing import Any, Final
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from pdserve.engine.http.endpoints import CHAT
+from pdserve.engine.contract.endpoints import CHAT
 from pdserve.engine.page_names import PageNames, Prefix
 from pdserve.engine.sglang.prompt import fetch_pages, prefill_request, prompt_tokens
 from pdserve.errors import RequestError

@@ -25,7 +25,7 @@ from msgspec import Meta
 
 from pdserve.decode.keeping import Keeping
 from pdserve.engine.commits import Commits
-from pdserve.engine.http.endpoints import PREFILL
+from pdserve.engine.contract.endpoints import PREFILL
 from pdserve.engine.http.request import HttpRequest
 from pdserve.engine.page_names import PageNames, RequestPages
 from pdserve.errors import RequestError

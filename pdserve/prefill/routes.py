@@ -19,8 +19,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from pdserve.engine.commits import Commits
+from pdserve.engine.contract.endpoints import CHAT
 from pdserve.engine.http.cache_report import Found
-from pdserve.engine.http.endpoints import CHAT
 from pdserve.engine.http.request import HttpRequest, current_request
 from pdserve.engine.http.request_context import bootstrap_of_request, set_bootstrap
 from pdserve.engine.http.timing import WorkerMetrics

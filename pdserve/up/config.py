@@ -89,6 +89,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """`place` of a process."""
 
     hosts: Annotated[list[str], Meta(description="Hosts that it may run on, by name; empty: any.")] = []
+    beside: Annotated[str, Meta(description="A process on whose host it runs; empty: any.")] = ""
 
 
 Gpu = Annotated[int, Meta(ge=0)]

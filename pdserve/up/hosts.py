@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from pdserve.errors import StartupError
-from pdserve.up.config import Role, Table
+from pdserve.up.config import WORKER_ROLES, Role, Table
 
 ALL_INTERFACES: Final = "0.0.0.0"
 ALL_IPV6: Final = "::"
@@ -29,6 +29,8 @@ class Demand:
     """That it may run on, by name; empty: any."""
     gpus: int = 0
     gpu_numbers: tuple[int, ...] = ()
+    beside: str = ""
+    """A process on whose host it runs; empty: any."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,18 @@ def bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
+def without_node(roles: Mapping[str, Role], hosts: Mapping[str, str]) -> list[str]:
+    """For each host with workers and no pool node of its own, the first of its workers. `roles`, `hosts`: by
+    process.
+    """
+    served = {hosts[name] for name, role in roles.items() if role == "pool"}
+    first: dict[str, str] = {}
+    for name, role in roles.items():
+        if role in WORKER_ROLES and hosts[name] not in served:
+            first.setdefault(hosts[name], name)
+    return list(first.values())
+
+
 def spread(
     demands: Sequence[Demand], hosts: Sequence[str], own: str, before: Mapping[str, str] | None = None
 ) -> dict[str, str]:
@@ -119,9 +133,10 @@ def spread(
     taken: dict[str, set[int]] = {host: set() for host in hosts}
     chosen: dict[str, str] = {}
     kept = before or {}
-    for one in sorted(demands, key=lambda one: one.name not in kept):  # sorted keeps the order of equals
+    # sorted keeps the order of equals
+    for one in sorted(demands, key=lambda one: (one.name not in kept, bool(one.beside))):
         counted = {"pool": pools, "router": routers}.get(one.role, load)
-        host = kept.get(one.name) or _best(one, hosts, taken, counted)
+        host = kept.get(one.name) or chosen.get(one.beside) or _best(one, hosts, taken, counted)
         counted[host] += max(1, one.gpus)
         taken[host] |= set(one.gpu_numbers)
         chosen[one.name] = host

@@ -69,7 +69,14 @@ SOCKET_PATH_MAX_BYTES: Final = 107  # sun_path is 108 bytes on Linux, the last o
 def demands(file: ClusterFile) -> list[Demand]:
     """The processes of a cluster file, for a place with several hosts. Raises ConfigError."""
     return [
-        Demand(draft.name, draft.role, tuple(draft.keys.place.hosts), draft.gpus, draft.gpu_numbers)
+        Demand(
+            draft.name,
+            draft.role,
+            tuple(draft.keys.place.hosts),
+            draft.gpus,
+            draft.gpu_numbers,
+            draft.keys.place.beside,
+        )
         for draft in _drafts(file)
     ]
 
@@ -106,8 +113,10 @@ def make_plan(
     nodes = _wire_pool(pool, MEMORY / f"pdserve-{uid}" / f"{file.cluster.name}-{mark}", run_dir, site)
     sockets = {draft.name: one for draft in pool for one in draft.config["listen"] if one.startswith("unix:")}
     workers = [draft for draft in drafts if draft.role in WORKER_ROLES]
+    beside = {draft.name: site.hosts[draft.name] for draft in pool if site is not None and _beside(draft)}
     for draft in workers:
-        _wire_worker(draft, nodes, sockets, site, extra_args)
+        seen = [one for one in nodes if beside.get(one["node"], draft.host) == draft.host]
+        _wire_worker(draft, seen, sockets, site, extra_args)
     routers = [draft for draft in drafts if draft.role == "router"]
     for router in routers:
         _administer(router, admin_key)
@@ -258,11 +267,18 @@ def _home(draft: _Draft) -> Table:
 def _wire_pool(pool: Sequence[_Draft], arena_dir: Path, run_dir: Path, site: Site | None) -> list[Table]:
     """Fill in the addresses of pool nodes; returns how clients find them."""
     nodes = [_wire_pool_node(draft, arena_dir, run_dir, site) for draft in pool]
+    # those beside workers come and go with them, and are no reason to start the others again
+    lasting = [node["address"] for draft, node in zip(pool, nodes, strict=True) if not _beside(draft)]
     for draft in pool:
         draft.config.setdefault("metrics", f"{METRICS_HOST}:{draft.free_port()}")
-        if len(pool) > 1:
-            _sub_table(draft, "cluster").setdefault("peers", [node["address"] for node in nodes])
+        if len(lasting) > 1 or _beside(draft):
+            _sub_table(draft, "cluster").setdefault("peers", lasting)
     return nodes
+
+
+def _beside(draft: _Draft) -> str:
+    """The process for whose host this pool node is; empty: for all."""
+    return draft.keys.place.beside
 
 
 def _wire_pool_node(draft: _Draft, arena_dir: Path, run_dir: Path, site: Site | None) -> Table:

@@ -20,7 +20,7 @@ from pdserve.resources.gpus import GpuRequest, assign
 from pdserve.resources.machine import Machine, this_machine
 from pdserve.security.private_directory import write_private
 from pdserve.up.config import ClusterFile, WorkerRole, resized
-from pdserve.up.hosts import Site
+from pdserve.up.hosts import Site, without_node
 from pdserve.up.launchers.launcher import Launcher
 from pdserve.up.locks import free_ports, has_ipv6_alone, is_ours, make_run_directory, run_directory
 from pdserve.up.plan import demands, make_plan
@@ -28,6 +28,10 @@ from pdserve.up.spec import Plan
 
 TOKENS_FILE: Final = "pool-tokens.json"
 """In the run directory, for its owner alone."""
+
+
+OWN_NODE: Final = {"capacity_bytes": "1GiB"}
+"""The pool node of a host for which the file has none."""
 
 
 class PoolTokens(msgspec.Struct, frozen=True):
@@ -103,7 +107,13 @@ class Planner:
         )
 
     def _made(self, file: ClusterFile) -> Plan:
-        hosts = self._launcher.assign(demands(file))
+        wanted = demands(file)
+        hosts = self._launcher.assign(wanted)
+        alone = without_node({one.name: one.role for one in wanted}, hosts) if hosts and file.pool else []
+        if alone and hosts is not None:  # a worker speaks with the pool node of its own host
+            own = [{**OWN_NODE, "name": f"{name}-pool", "place": {"beside": name}} for name in alone]
+            file = msgspec.structs.replace(file, pool=[*file.pool, *own])
+            hosts = self._launcher.assign(demands(file))
         run_dir = run_directory(Path(file.cluster.run_dir))
         plan = make_plan(
             file,

@@ -214,10 +214,11 @@ def _workers(plan: Plan, nodes: Sequence[PoolNodeRef], directory: Path) -> list[
     board.write_bytes(np.zeros((writers, COLUMNS), np.int64).tobytes())
     owned = int(CAPACITY_BYTES * len(nodes) * OWNED_SHARE / MEAN_SLOT_BYTES / writers)
     made, first = [], 0
-    for line in LINES:
+    for number, line in enumerate(LINES):
+        turned = number % len(nodes)  # each speaks with another one first
         own = {
             **TIMEOUTS,
-            "nodes": [msgspec.structs.asdict(ref) for ref in nodes],
+            "nodes": [msgspec.structs.asdict(ref) for ref in (*nodes[turned:], *nodes[:turned])],
             "data_path": line.data_path,
             "checksum": line.checksum,
             "restart_wait_s": RESTART_WAIT_S,

@@ -11,7 +11,7 @@ from pdserve.decode import lookup as module
 from pdserve.decode.lookup import Lookup
 from pdserve.engine.page_names import PageNames
 from pdserve.pages import PagePart, page_hashes, part_suffix, pool_key
-from tests.support.engine.pool import MEMORY, OTHER, PAGE, PROMPT, SSD, SUFFIXES, Engine, Pool, post
+from tests.support.engine.pool import MEMORY, PAGE, PROMPT, SSD, SUFFIXES, Engine, Pool, post
 
 WINDOWS = PagePart("swa", 1, [part_suffix(suffix, "swa", {"kv": 0, "swa": 1}) for suffix in SUFFIXES])
 
@@ -23,10 +23,10 @@ async def ask(
     return await post(Lookup(Engine(), pool, names=names).lookup, body, salt)  # type: ignore[arg-type]
 
 
-async def test_the_longest_prefix_is_told_by_tier_and_node() -> None:
+async def test_the_longest_prefix_is_told_by_tier() -> None:
     pool = Pool()
-    pool.has(MEMORY, OTHER, SSD, MEMORY)
-    status, said = await ask(pool, {"input_ids": PROMPT, "nodes": True})
+    pool.has(MEMORY, MEMORY, SSD, MEMORY)
+    status, said = await ask(pool, {"input_ids": PROMPT})
     assert status == 200
     assert said == {
         "page_tokens": 4,
@@ -35,11 +35,9 @@ async def test_the_longest_prefix_is_told_by_tier_and_node() -> None:
         "tokens": 16,
         "memory_tokens": 8,
         "tiers": {"dram": 3, "ssd": 1},
-        "nodes": {"a": {"dram": 2, "ssd": 1}, "b": {"dram": 1}},
     }
     _, said = await ask(pool, {"text": " ".join(map(str, PROMPT))})
     assert said["tokens"] == 16
-    assert "nodes" not in said
 
 
 async def test_a_prefix_ends_where_one_rank_lacks_a_page_and_where_its_windows_are_too() -> None:

@@ -296,7 +296,7 @@ async def test_a_worker_finds_the_nodes_and_passes_no_password_on(tmp_path: Path
     async with running(tmp_path, "a", **in_etcd(etcd)) as a:
         config = PoolClientConfig(etcd=settings(etcd), token="t")
         found = await asyncio.to_thread(locate_pool, config)
-        assert found.nodes == [PoolNodeRef(node="a", address=a.config.address, weight=1)]
+        assert found.nodes == [PoolNodeRef(node="a", address=a.config.address)]
         assert found.token == "t"
         assert found.etcd == EtcdConfig()
         listed = [PoolNodeRef(node="n", address="unix:/n")]

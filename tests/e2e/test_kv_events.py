@@ -84,11 +84,10 @@ def test_a_prompt_is_looked_up(router: Router, agg_worker: Worker) -> None:
         return answer.json()
 
     eventually(lambda: ask(input_ids=PROMPT)["tokens"] == 5 * PAGE, "the pages are in the pool", SOON_S)
-    said = ask(input_ids=PROMPT, nodes=True)
+    said = ask(input_ids=PROMPT)
     assert said["memory_tokens"] == 5 * PAGE
     assert (said["prompt_tokens"], said["prompt_pages"], said["page_tokens"]) == (len(PROMPT), 5, PAGE)
     assert said["tiers"] == {"dram": 5}
-    assert said["nodes"] == {"aggpool": {"dram": 5}}
     pages = page_hashes([*PROMPT[: 3 * PAGE], *token_ids(978, 2 * PAGE)], PAGE)
     assert ask(hashes=[page.hex() for page in pages])["tokens"] == 3 * PAGE
     assert ask(input_ids=PROMPT, cache_salt="another")["tokens"] == 0

@@ -106,20 +106,6 @@ def run_generator(url: str, name: str, model: Path, directory: Path) -> dict[str
     return {backend: json.loads((directory / backend).read_text()) for backend in LOADS}
 
 
-def test_usage_is_in_the_last_chunk_of_either_stream(router: Router) -> None:
-    client = openai.OpenAI(base_url=f"{router.url}/v1", api_key="-", max_retries=0)
-    asked: dict[str, Any] = {"model": "demo-tiny", "max_tokens": 3, "stream": True}
-    asked |= {"stream_options": {"include_usage": True}, "extra_body": {"ignore_eos": True}}
-    said = [
-        [chunk.usage for chunk in client.completions.create(prompt="hello", **asked)],
-        [chunk.usage for chunk in client.chat.completions.create(messages=HELLO, **asked)],
-    ]
-    for usages in said:
-        assert usages[-1] is not None
-        assert usages[-1].completion_tokens == 3
-        assert not any(usages[:-1])
-
-
 def test_the_user_named_in_a_header_keeps_to_a_worker(router: Router) -> None:
     plans = []
     for user in ("ada", "ada", "eve"):

@@ -61,7 +61,7 @@ def test_a_page_written_without_the_page_key_is_a_miss_and_no_fault_of_the_node(
     assert forger.put(wanted, forged) == [True] * 3
     honest = connect()
     assert get(honest, wanted) == [False] * 3
-    assert (honest.counters.pages_forged, honest.counters.pages_corrupt, honest.nodes_up) == (3, 0, 1)
+    assert (honest.counters.pages_forged, honest.counters.pages_corrupt, honest.is_up) == (3, 0, True)
     assert put(honest, wanted) == [True] * 3  # they were dropped, so that the right ones have room
     assert get(honest, wanted) == [True] * 3
 

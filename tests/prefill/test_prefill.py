@@ -159,9 +159,9 @@ def test_a_prefill_for_the_pool_is_in_a_room_where_nobody_waits_if_sglang_needs_
     rooms: list[Bootstrap | None] = []
 
     class Noting(Pool):
-        async def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        async def exists(self, keys: Sequence[bytes], tenant: str = "") -> list[bool]:
             rooms.append(bootstrap_of_request())
-            return await super().exists(keys)
+            return await super().exists(keys, tenant)
 
     published(Noting(PAGES), monkeypatch, hands_over=hands_over)
     assert rooms[-1] == room

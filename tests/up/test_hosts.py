@@ -7,11 +7,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from pdserve.errors import ConfigError, StartupError
 from pdserve.up.config import ClusterFile, read_cluster_file
-from pdserve.up.hosts import Demand, Site, spread
+from pdserve.up.hosts import Demand, Site, spread, without_node
 from pdserve.up.locks import has_ipv6_alone
 from pdserve.up.plan import demands, make_plan
 from pdserve.up.spec import ConnectReady, HttpReady, Plan
@@ -99,6 +100,24 @@ def test_a_pool_node_without_an_address_for_others_is_refused() -> None:
     file = ClusterFile(pool=[{"listen": ["unix:/x"]}], agg=[{}])
     with pytest.raises(ConfigError, match=r"'pool\[0\].listen' needs an address tcp:HOST:PORT"):
         plan_of(file, {"pool0": "a", "agg0": "b", "router": "a"})
+
+
+def test_a_host_with_workers_and_no_pool_node_gets_one_that_changes_no_other_process() -> None:
+    hosts = {"pool0": "a", "agg0": "a", "agg1": "b", "agg2": "b", "router": "a"}
+    file = ClusterFile(pool=[{}], agg=[{}, {}, {}])
+    roles: Any = {name: name.rstrip("0123456789") for name in hosts}
+    assert without_node(roles, hosts) == ["agg1"]
+    assert without_node(roles, {**hosts, "pool0": "b"}) == ["agg0"]
+    own = {"name": "agg1-pool", "place": {"beside": "agg1"}, "capacity_bytes": "1GiB"}
+    file = msgspec.structs.replace(file, pool=[{}, own])
+    placed = spread(demands(file), ["c", "a", "b"], "a")
+    assert placed["agg1-pool"] == placed["agg1"] == "a"
+    found = {spec.name: spec.config for spec in plan_of(file, {**hosts, "agg1-pool": "b"}).processes}
+    assert "peers" not in found["pool0"].get("cluster", {})
+    assert len(found["agg1-pool"]["cluster"]["peers"]) == 1
+    assert [node["node"] for node in found["agg0"]["pool"]["nodes"]] == ["pool0"]
+    assert [node["node"] for node in found["agg2"]["pool"]["nodes"]] == ["pool0", "agg1-pool"]
+    assert found["agg2"]["pool"]["nodes"][1]["address"].startswith("unix:")
 
 
 ROUTED = ClusterFile(pool=[{}], agg=[{}], router={"count": 2, "port": 8000})

@@ -1,8 +1,8 @@
-"""The table of each path, and `judge`, which holds a body against it."""
+"""The paths of a worker; the table of each, and `judge`, which holds a body against it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -37,6 +37,18 @@ MESSAGES: Final = "/v1/messages"
 COUNT_TOKENS: Final = "/v1/messages/count_tokens"
 RESPONSES: Final = "/v1/responses"
 GENERATE: Final = "/generate"
+SCORE: Final = "/v1/score"
+RERANK: Final = "/v1/rerank"
+EMBEDDINGS: Final = "/v1/embeddings"
+PREFILL: Final = "/pd/prefill"
+CONTINUE: Final = "/pd/continue"
+
+PROMPT_PATHS: Final = (CHAT, COMPLETIONS, GENERATE, MESSAGES)
+"""SGLang's own paths that generate from a prompt."""
+PREFILL_PATHS: Final = (*PROMPT_PATHS, RESPONSES)
+"""Those whose prompts can be computed alone, by `/pd/prefill` and `/pd/pull`."""
+GENERATING_PATHS: Final = frozenset({*PREFILL_PATHS, SCORE, RERANK, PREFILL, CONTINUE})
+"""Paths whose requests are tracked."""
 
 BOM: Final = b"\xef\xbb\xbf"
 MAX_INPUTS: Final = 2048
@@ -56,6 +68,13 @@ INCLUDES: Final = frozenset(
     }
 )
 SERVICE_TIERS: Final = frozenset({"auto", "default", "flex", "scale", "priority"})
+
+
+def check_endpoint(endpoint: str, paths: Sequence[str] = PROMPT_PATHS) -> None:
+    """Raises RequestError (404) unless `endpoint` is one of `paths`."""
+    if endpoint not in paths:
+        known = ", ".join(paths)
+        raise RequestError(404, f"endpoint must be one of {known}, not {endpoint[:200]!r}")
 
 
 @dataclass
@@ -364,7 +383,7 @@ def _generate(sampling_params: frozenset[str]) -> Mapping[str, Rule]:
 
 
 _OTHERS: Final[Mapping[str, _Table]] = {
-    "/v1/embeddings": _Table(
+    EMBEDDINGS: _Table(
         {
             "model": text(MAX_MODEL),
             "input": one_of(
@@ -377,7 +396,7 @@ _OTHERS: Final[Mapping[str, _Table]] = {
         ("input",),
     ),
     "/v1/classify": _Table({"model": text(MAX_MODEL), "input": _prompt}, ("input",)),
-    "/v1/rerank": _Table(
+    RERANK: _Table(
         {
             "query": one_of(text(MAX_TEXT), list_of(anything(1 << 26), MAX_INPUTS), what="a text"),
             "documents": list_of(anything(1 << 26), MAX_INPUTS, least=1),
@@ -386,7 +405,7 @@ _OTHERS: Final[Mapping[str, _Table]] = {
         },
         ("query", "documents"),
     ),
-    "/v1/score": _Table(
+    SCORE: _Table(
         {
             "query": one_of(text(MAX_TEXT), _token_ids, what="a text or token ids"),
             "items": one_of(_texts, list_of(_token_ids, MAX_INPUTS, least=1), what="texts or token ids"),

@@ -12,7 +12,7 @@ the end of the answer. So the router asks another worker, or lets another contin
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any, NoReturn
 
 import msgspec
@@ -36,13 +36,19 @@ def stopping() -> RequestError:
     return RequestError(503, "this worker stops", type_="server_error", code="worker_stopping")
 
 
-async def answer(send: Send, error: RequestError) -> None:
-    """Answer a request with an error, whole."""
-    body = msgspec.json.encode(error.body())
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+async def answer(
+    send: Send,
+    error: RequestError,
+    headers: Sequence[tuple[bytes, bytes]] = (),
+    body: bytes | None = None,
+) -> None:
+    """Answer a request with an error, whole. `body`: in another form than OpenAI's."""
+    if body is None:
+        body = msgspec.json.encode(error.body())
+    own = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     if error.status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+        own.append((b"www-authenticate", b"Bearer"))
+    await send({"type": "http.response.start", "status": error.status, "headers": [*headers, *own]})
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 

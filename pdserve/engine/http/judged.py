@@ -23,9 +23,8 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from pdserve.engine.contract.endpoints import CHAT, COUNT_TOKENS, MESSAGES, Contract
-from pdserve.engine.http.connection import AsgiApp, Receive, Scope, Send
-from pdserve.engine.http.endpoints import PREFILL
+from pdserve.engine.contract.endpoints import CHAT, COUNT_TOKENS, MESSAGES, PREFILL, Contract
+from pdserve.engine.http.connection import AsgiApp, Receive, Scope, Send, answer
 from pdserve.engine.http.request import current_request
 from pdserve.engine.http.resume import replayed, whole_body
 from pdserve.errors import RequestError
@@ -76,7 +75,7 @@ class Judged:
             body = await whole_body(receive)
             judgement = contract.judge(endpoint, body)
         except RequestError as error:
-            await _answer(send, endpoint, error)
+            await answer(send, error, body=error_body(endpoint, error))
             return
         if endpoint == MESSAGES and (record := current_request()) is not None:
             record.marks_cache = b'"cache_control"' in body
@@ -84,8 +83,8 @@ class Judged:
         headers.append((b"content-length", b"%d" % len(judgement.body)))
         headers.append((b"content-type", b"application/json"))
         changed = next((value for name, value in headers if name == CHANGED_HEADER), b"")
-        answer = _Answer(send, endpoint, judgement.ignored, _diagnostics(changed))
-        await self._app({**scope, "headers": headers}, replayed(judgement.body, receive), answer.send)
+        way_back = _Answer(send, endpoint, judgement.ignored, _diagnostics(changed))
+        await self._app({**scope, "headers": headers}, replayed(judgement.body, receive), way_back.send)
 
 
 def _endpoint(scope: Scope) -> str:
@@ -130,7 +129,8 @@ class _Answer:
             return
         self._error += message.get("body", b"")[: MAX_ERROR_BYTES - len(self._error)]
         if not message.get("more_body", False):
-            await _answer(self._send, self._endpoint, self._told(), self._headers)
+            error = self._told()
+            await answer(self._send, error, self._headers, error_body(self._endpoint, error))
 
     async def _diagnosed(
         self, head: MutableMapping[str, Any], message: MutableMapping[str, Any]
@@ -156,7 +156,13 @@ class _Answer:
         elif _LEAK.search(text):
             logger.warning("an answer of status %d, whose text is not told: %s", status, text)
             text = "The request is not valid." if status < 500 else "The server failed."
-        return RequestError(status, text, type_=_type(status), param=param, code=code)
+        return RequestError(
+            status,
+            text,
+            type_="invalid_request_error" if status < 500 else "server_error",
+            param=param,
+            code=code,
+        )
 
     def _was_not_computed(self) -> bool:
         """Nothing of the request went to the scheduler."""
@@ -195,10 +201,6 @@ def _words(body: bytes) -> tuple[str, str | None, str | None]:
     )
 
 
-def _type(status: int) -> str:
-    return "invalid_request_error" if status < 500 else "server_error"
-
-
 def error_body(endpoint: str, error: RequestError) -> bytes:
     """The error in Anthropic's form where its API was asked, else in OpenAI's."""
     if endpoint.startswith("/v1/messages"):
@@ -207,15 +209,6 @@ def error_body(endpoint: str, error: RequestError) -> bytes:
         )
         return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": str(error)}})
     return msgspec.json.encode(error.body())
-
-
-async def _answer(
-    send: Send, endpoint: str, error: RequestError, headers: Sequence[tuple[bytes, bytes]] = ()
-) -> None:
-    body = error_body(endpoint, error)
-    own = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": error.status, "headers": [*headers, *own]})
-    await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 def validation_error(errors: Sequence[Any]) -> RequestError:

@@ -24,9 +24,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from pdserve.engine.contract.endpoints import GENERATING_PATHS
 from pdserve.engine.http.cache_report import PREFILLED_HEADER, Reuse, parse_prefilled
 from pdserve.engine.http.connection import AsgiApp, BrokenOff, Connection, Receive, Scope, Send
-from pdserve.engine.http.endpoints import GENERATING_PATHS
 from pdserve.engine.http.marked_stream import MarkedStream
 from pdserve.engine.http.timing import TIMING_HEADER, FirstToken
 from pdserve.tracing import Tracer, current_trace

@@ -16,8 +16,8 @@ from urllib.parse import parse_qs
 
 import msgspec
 
+from pdserve.engine.contract.endpoints import CONTINUE, PROMPT_PATHS, check_endpoint
 from pdserve.engine.http.connection import AsgiApp, Receive, Scope, Send, answer
-from pdserve.engine.http.endpoints import CONTINUE, PROMPT_PATHS, check_endpoint
 from pdserve.engine.http.marked_stream import MARKS_HEADER, MarkedStream, SoFar
 from pdserve.engine.http.request import current_request
 from pdserve.errors import RequestError

@@ -23,8 +23,7 @@ from sglang.srt.entrypoints.api_contract import generate_contract_error
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, CompletionRequest, ResponsesRequest
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from pdserve.engine.http.cache_report import Found
-from pdserve.engine.http.endpoints import (
+from pdserve.engine.contract.endpoints import (
     COMPLETIONS,
     GENERATE,
     MESSAGES,
@@ -32,6 +31,7 @@ from pdserve.engine.http.endpoints import (
     RESPONSES,
     check_endpoint,
 )
+from pdserve.engine.http.cache_report import Found
 from pdserve.engine.http.request_context import Bootstrap, salt_of_request
 from pdserve.engine.sglang.answers import found_of
 from pdserve.engine.sglang.children.scheduler import POOL_ROOM, PULL_ID

@@ -28,6 +28,7 @@ from weakref import WeakValueDictionary
 
 from fastapi import HTTPException
 
+from pdserve.engine.contract.endpoints import COMPLETIONS, EMBEDDINGS, GENERATE, PREFILL, RESPONSES
 from pdserve.engine.contract.scheduler_limits import (
     bound_sampling,
     check_ids,
@@ -36,7 +37,6 @@ from pdserve.engine.contract.scheduler_limits import (
 )
 from pdserve.engine.http.cache_report import Reuse
 from pdserve.engine.http.dp_ranks import DpRanks
-from pdserve.engine.http.endpoints import COMPLETIONS, EMBEDDINGS, GENERATE, PREFILL, RESPONSES
 from pdserve.engine.http.request import HttpRequest, current_request
 from pdserve.engine.http.request_context import bootstrap_of_request, salt_of_request
 from pdserve.engine.http.timing import WorkerMetrics

@@ -135,9 +135,8 @@ class PdserveL2(L2AdapterInterface):  # type: ignore[misc]  # LMCache's types ar
     def report_status(self) -> dict[str, Any]:
         clients = self._namespaces.clients
         return {
-            "is_healthy": not clients or self._namespaces.nodes_up > 0,
+            "is_healthy": not clients or self._namespaces.is_up,
             "type": "pdserve",
-            "nodes_up": self._namespaces.nodes_up,
             "namespaces": {client.namespace: asdict(client.counters) for client in clients},
             "refused": {
                 "store": self._stores.refused,

@@ -144,9 +144,9 @@ class Namespaces:
         return list(self._clients.values())
 
     @property
-    def nodes_up(self) -> int:
-        """Nodes that the best connected client reaches."""
-        return max((client.nodes_up for client in self.clients), default=0)
+    def is_up(self) -> bool:
+        """Whether a node of the pool can be asked, as far as is known."""
+        return any(client.is_up for client in self.clients)
 
     def close(self) -> None:
         """Operations in progress end with misses. Idempotent."""

@@ -62,19 +62,16 @@ class AsyncNodeLink:
         patience_s: float,
         retry_after_s: float,
         restart_wait_s: float,
-        on_lost: Callable[[str], None],
     ) -> None:
         """The arguments:
 
         - `connect()` opens a connection with our namespace, or raises a PoolError. Its time is bounded here.
         - `patience_s`: a node that is silent for this long has failed.
-        - `on_lost(name)` is called repeatedly while the node is down.
         """
         self.name = name
         self._connect = connect
         self._connect_timeout_s = connect_timeout_s
         self._patience_s = patience_s
-        self._on_lost = on_lost
         self._health = NodeHealth(name, retry_after_s=retry_after_s, restart_wait_s=restart_wait_s)
         self._settled = asyncio.Event()  # set while the health is not RESTARTING
         self._settled.set()
@@ -252,8 +249,6 @@ class AsyncNodeLink:
 
     async def _probe(self, attempt: Try | None) -> None:
         while attempt is not None:
-            if attempt.lost:
-                self._on_lost(self.name)
             await asyncio.sleep(max(0.0, attempt.at_s - time.monotonic()))
             attempt = await self._try()
 

@@ -1,7 +1,7 @@
-"""A batch of keys, divided into chunks for nodes and threads. A node gets one or more chunks.
+"""A batch of keys, divided into chunks for messages and threads.
 
 The calling thread takes the first chunk itself, and then each chunk that no other thread has begun. So a
-batch makes progress without any other thread, and a small batch for one node needs no thread switch.
+batch makes progress without any other thread, and a small batch needs no thread switch.
 
 Pages to move are divided by bytes, and each chunk is committed by itself. So pages are visible early, a node
 grants little at a time, and a deadline costs the chunks that are left, not the batch. Late in its time, a
@@ -9,20 +9,20 @@ batch begins no chunk that would not be done by the deadline at the speed seen s
 middle would count against the node.
 
 Chunks of memory that is mapped here are copied by few threads (COPY_THREADS): one moves 8 GB/s, and more take
-cores from the engine. Others wait for their nodes side by side, over a few streams to each (STREAMS).
+cores from the engine. Others wait for the node side by side, over a few streams (STREAMS).
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_all
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Final, Generic, TypeVar
 
@@ -30,7 +30,6 @@ from pdserve.errors import PoolError
 from pdserve.kvpool.client.connection_pool import NodeLink, OpenConnection
 from pdserve.kvpool.client.deadline import Deadline
 from pdserve.kvpool.client.operations import Tally
-from pdserve.kvpool.client.topology import PoolLinks
 from pdserve.kvpool.protocol.messages import MAX_BATCH_BYTES, MAX_KEYS, MAX_PAGES
 
 logger = logging.getLogger(__name__)
@@ -47,7 +46,7 @@ switch interval beside a busy scheduler; so a batch is one chunk where one threa
 COPY_THREADS: Final = min(4, max(1, len(os.sched_getaffinity(0)) // 4))
 """Of one client at a time, the calling one among them."""
 STREAMS: Final = min(4, max(1, len(os.sched_getaffinity(0)) // 2))
-"""To one node at a time whose memory is not mapped: each keeps a core busy at both ends."""
+"""To a node at a time whose memory is not mapped: each keeps a core busy at both ends."""
 
 
 @dataclass
@@ -61,11 +60,8 @@ class Batch(Generic[T]):
     repeatable: bool = True  # a chunk may be repeated after the node has answered part of it
     page_bytes: int = 0  # size of a page to move; 0: a question
     tenant: str = ""  # whose pages they are
-    asked: list[str] = field(init=False)
-    """For each key, the node that was asked last."""
 
     def __post_init__(self) -> None:
-        self.asked = [""] * len(self.keys)
         self._half_s = (time.monotonic() + self.deadline.at_s) / 2
 
     def is_worth_a_try(self, link: NodeLink, size_bytes: int) -> bool:
@@ -75,9 +71,9 @@ class Batch(Generic[T]):
         now_s = time.monotonic()
         return now_s < self._half_s or link.speed.allows(size_bytes, self.deadline.at_s - now_s)
 
-    def divide(self, indices: list[int], *, is_mapped: bool = False) -> list[list[int]]:
-        """The chunks for one node, alike in length and in the order of the keys. `is_mapped`: the node's
-        memory is mapped here.
+    def divide(self, indices: Sequence[int], *, is_mapped: bool = False) -> list[list[int]]:
+        """The chunks, alike in length and in the order of the keys. `is_mapped`: the node's memory is mapped
+        here.
         """
         chunks = -(-len(indices) // MAX_KEYS)
         if self.page_bytes:
@@ -85,52 +81,31 @@ class Batch(Generic[T]):
             if is_mapped:
                 most = max(1, min(MAX_PAGES, COPIED_BYTES // self.page_bytes))
                 chunks = max(-(-len(indices) // most), min(COPY_THREADS, chunks))
-        return [indices[len(indices) * i // chunks : len(indices) * (i + 1) // chunks] for i in range(chunks)]
+        ends = [len(indices) * i // chunks for i in range(chunks + 1)]
+        return [list(indices[start:end]) for start, end in itertools.pairwise(ends)]
 
 
 class BatchRunner:
     """The threads of one client. Thread-safe."""
 
-    def __init__(self, links: PoolLinks, tally: Tally, connections: int, nodes: int) -> None:
-        self._links = links
+    def __init__(self, tally: Tally, connections: int) -> None:
         self._tally = tally
-        self._connections = connections
-        self._lock = threading.Lock()
-        self._closed = False
-        self._nodes = 0  # number of nodes for which there are threads
-        self._threads = self._make_threads(nodes)
+        self._threads = ThreadPoolExecutor(connections, thread_name_prefix="pdserve-pool")
 
-    def run(self, jobs: Mapping[str, list[int]], batch: Batch[T]) -> None:
-        """Call `batch.part` for each node and message, with the indices of its keys.
-
-        If a node fails, the `result` of its keys stays unchanged.
+    def run(self, link: NodeLink, indices: Sequence[int], batch: Batch[T]) -> None:
+        """Call `batch.part` for each message, with the indices of its keys. If the node fails, the `result`
+        of its keys stays unchanged.
         """
-        links = self._links.links
-        mapped = {node for node in jobs if batch.page_bytes and node in links and links[node].is_mapped}
-        parts = [
-            (node, chunk)
-            for node, indices in jobs.items()
-            for chunk in batch.divide(indices, is_mapped=node in mapped)
-        ]
+        is_copied = batch.page_bytes > 0 and link.is_mapped
+        parts = batch.divide(indices, is_mapped=is_copied)
         if len(parts) == 1:
-            self._do(*parts[0], batch)
+            _do(link, parts[0], batch, self._tally)
             return
-        chunks = Counter(node for node, _ in parts)
-        copied = sum(chunks[node] for node in mapped)
-        streams = sum(min(STREAMS, chunks[node]) for node in jobs if node not in mapped)
-        helpers = streams + min(copied, COPY_THREADS) - 1
-        self._run_all([_Chunk(partial(self._do, node, indices, batch)) for node, indices in parts], helpers)
-
-    def each(self, nodes: Sequence[str], work: Callable[[str], None]) -> None:
-        """Call `work` for each node, side by side where there are threads. Its steps have deadlines."""
-        if nodes:
-            self._run_all([_Chunk(partial(work, node)) for node in nodes], len(nodes) - 1)
-
-    def _run_all(self, chunks: list[_Chunk], helpers: int) -> None:
-        """`helpers`: threads beside the calling one, as far as there are any."""
+        chunks = [_Chunk(partial(_do, link, part, batch, self._tally)) for part in parts]
+        beside = COPY_THREADS if is_copied else STREAMS
         # Every step of a chunk has the deadline, so joining needs none. All chunks are joined on every path,
         # because one may be writing into the caller's buffers.
-        for _ in range(helpers):
+        for _ in range(min(len(chunks), beside) - 1):
             self._submit(partial(_run_in_turn, chunks))
         try:
             for chunk in chunks:
@@ -143,57 +118,35 @@ class BatchRunner:
 
     def close(self) -> None:
         """Close the threads. Batches in progress end with refused operations."""
-        self._closed = True
         self._threads.shutdown(wait=False)  # not `cancel_futures`: `wait_all` would wait for them forever
 
-    def _do(self, node: str, indices: list[int], batch: Batch[T]) -> None:
-        for index in indices:
-            batch.asked[index] = node
-        try:
-            link = self._links.link(node)
-            size_bytes = batch.page_bytes * len(indices)
-            if not batch.is_worth_a_try(link, size_bytes):
-                logger.debug("pool node %s: no time is left for %d bytes", node, size_bytes)
-                return
-            with link.busy(size_bytes):
-                answers = link.use(
-                    batch.deadline,
-                    lambda opened: batch.part(opened, indices),
-                    repeatable=batch.repeatable,
-                    tenant=batch.tenant,
-                )
-        except PoolError as error:
-            logger.debug("pool node %s: %s", node, error)
-            self._tally.add(failures=1)
-            return
-        for index, answer in zip(indices, answers, strict=True):
-            batch.result[index] = answer
-
     def _submit(self, work: Callable[[], None]) -> None:
-        """Give the work to a thread, if possible."""
-        if len(self._links.links) > self._nodes:
-            self._add_threads()
-        while True:
-            threads = self._threads
-            try:
-                threads.submit(work)
-                return
-            except RuntimeError:  # no thread can be started, or the process ends; the work may be queued
-                if threads is self._threads:
-                    return
+        """Give the work to a thread, if possible: none can be started as the process ends, for example."""
+        try:
+            self._threads.submit(work)
+        except RuntimeError as error:
+            logger.debug("a batch is done by its caller alone: %s", error)
 
-    def _make_threads(self, nodes: int) -> ThreadPoolExecutor:
-        self._nodes = nodes
-        workers = max(1, nodes * self._connections)
-        return ThreadPoolExecutor(workers, thread_name_prefix="pdserve-pool")
 
-    def _add_threads(self) -> None:
-        """Make a larger executor after the pool has grown. The old one finishes its work."""
-        with self._lock:
-            nodes = len(self._links.links)
-            if nodes > self._nodes and not self._closed:
-                old, self._threads = self._threads, self._make_threads(nodes)
-                old.shutdown(wait=False)
+def _do(link: NodeLink, indices: list[int], batch: Batch[T], tally: Tally) -> None:
+    try:
+        size_bytes = batch.page_bytes * len(indices)
+        if not batch.is_worth_a_try(link, size_bytes):
+            logger.debug("pool node %s: no time is left for %d bytes", link.name, size_bytes)
+            return
+        with link.busy(size_bytes):
+            answers = link.use(
+                batch.deadline,
+                lambda opened: batch.part(opened, indices),
+                repeatable=batch.repeatable,
+                tenant=batch.tenant,
+            )
+    except PoolError as error:
+        logger.debug("pool node %s: %s", link.name, error)
+        tally.add(failures=1)
+        return
+    for index, answer in zip(indices, answers, strict=True):
+        batch.result[index] = answer
 
 
 def _run_in_turn(chunks: Sequence[_Chunk]) -> None:

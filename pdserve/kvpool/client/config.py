@@ -25,7 +25,6 @@ class PoolNodeRef(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     node: Annotated[str, Meta(description="Name of the node, as in its own configuration.")]
     address: Annotated[str, Meta(description="Control address: `unix:/path` or `tcp:host:port`.")]
-    weight: Annotated[int, Meta(ge=1, description="Share of the ring, proportional to capacity.")] = 1
 
 
 class PoolClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,7 +34,10 @@ class PoolClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     nodes: Annotated[
         list[PoolNodeRef],
-        Meta(description="nodes of the pool to begin with, the others are learnt from them; empty: no pool"),
+        Meta(
+            description="nodes of the pool to speak with, one at a time: that of this host, else the next; "
+            "each of them gives the whole pool; empty: no pool"
+        ),
     ] = []
     etcd: Annotated[
         EtcdConfig, Meta(description="where to look the nodes up instead, once, when the worker starts")

@@ -150,12 +150,9 @@ class NodeLink:
         connect_timeout_s: float,
         retry_after_s: float,
         restart_wait_s: float = 3.0,
-        on_lost: Callable[[str], None] = lambda name: None,
     ) -> None:
         """`connect(deadline_s)` opens a connection or raises a PoolError. `page_bytes`: a node that never
         takes pages of this size is refused; 0: unknown.
-
-        The background thread calls `on_lost(name)` repeatedly while the node is down.
         """
         self.name = name
         self.speed = Speed()
@@ -166,7 +163,6 @@ class NodeLink:
         self._geometry = geometry
         self._page_bytes = page_bytes
         self._connect_timeout_s = connect_timeout_s
-        self._on_lost = on_lost
         self._free = threading.Semaphore(limit)
         self._changed = threading.Condition()  # guards the attributes below
         self._health = NodeHealth(name, retry_after_s=retry_after_s, restart_wait_s=restart_wait_s)
@@ -329,8 +325,11 @@ class NodeLink:
             self._told_read_only = True
             text = "pool node %s: our token only reads namespace %s: pages are not written"
             logger.warning(text, self.name, self._namespace)
-        space = {"name": self._namespace, "geometry": self._geometry}
-        return OpenConnection(connection, reply.namespace, generation, reply.rights, **space)
+        return OpenConnection(
+            *(connection, reply.namespace, generation, reply.rights),
+            name=self._namespace,
+            geometry=self._geometry,
+        )
 
     def _give_back(self, opened: OpenConnection) -> None:
         with self._changed:
@@ -371,8 +370,6 @@ class NodeLink:
 
     def _probe(self, attempt: Try | None) -> None:
         while attempt is not None:
-            if attempt.lost:
-                self._on_lost(self.name)
             if self._closed.wait(max(0.0, attempt.at_s - time.monotonic())):
                 return
             attempt = self._try()

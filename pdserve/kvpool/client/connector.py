@@ -11,7 +11,6 @@ from pdserve.kvpool.protocol.address import is_remote
 from pdserve.kvpool.transports.base import Connection
 from pdserve.kvpool.transports.control import make_hello
 from pdserve.kvpool.transports.data_path import connect_channel, open_data_path
-from pdserve.kvpool.transports.session import OnView
 from pdserve.kvpool.transports.shm import host_id
 from pdserve.security.tls import Certificates
 
@@ -35,13 +34,12 @@ class ConfiguredConnector:
         if _takes_ucx(config):  # load now: an operation's time-out may be shorter than the loading
             _load_ucx()
 
-    def connect(self, address: str, deadline_s: float, on_view: OnView | None = None) -> Connection:
+    def connect(self, address: str, deadline_s: float) -> Connection:
         """See `Connector.connect`. Raises PoolUnavailable, PoolTimeout or PoolRefused."""
         config = self._config
-        views = on_view is not None
-        hello = make_hello(self._name, self._host_id, config.data_path, config.token, views=views)
+        hello = make_hello(self._name, self._host_id, config.data_path, config.token)
         tls = self._certificates.client_context
-        channel = connect_channel(address, hello, deadline_s, on_view, tls)
+        channel = connect_channel(address, hello, deadline_s, tls)
         return open_data_path(
             channel,
             checksum=config.checksum,

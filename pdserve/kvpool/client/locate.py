@@ -1,6 +1,6 @@
 """The pool's nodes for a worker: from its configuration, or from etcd.
 
-etcd is read once, at the worker's start. Afterwards the views of the nodes themselves name the nodes.
+etcd is read once, at the worker's start: one node that stays is enough, and the nearest is asked (doors.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def locate_pool(config: PoolClientConfig, *, sleep: Callable[[float], None] = ti
         try:
             nodes = discover(config.etcd, config.cluster)
             if nodes:
-                refs = [PoolNodeRef(node=n.node, address=n.address, weight=n.weight) for n in nodes]
+                refs = [PoolNodeRef(node=n.node, address=n.address) for n in nodes]
                 return replace(config, nodes=refs, etcd=EtcdConfig())
         except PoolError as error:
             problem = str(error)

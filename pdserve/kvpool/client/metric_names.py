@@ -15,16 +15,15 @@ CLIENT_METRICS: Final = (
         "counter",
         ("result",),
         "KV pages by what became of them: read, missed, written, present (another had written it), refused "
-        "(no room), lost, corrupt, forged (the tag was made without the page key), and of those read: "
-        "fallback, ssd (a node brought them up from a tier below its memory), shared (copied from "
-        "another rank of the host, which had read them).",
+        "(no room), lost, corrupt, forged (the tag was made without the page key), and of those read: ssd "
+        "(a node brought them up from a tier below its memory).",
         CLIENT_PREFIX,
     ),
     Definition(
         "bytes",
         "counter",
         ("direction",),
-        "KV bytes read from the pool and written to it, by direction. Shared pages are not among them.",
+        "KV bytes read from the pool and written to it, by direction.",
         CLIENT_PREFIX,
     ),
     Definition(

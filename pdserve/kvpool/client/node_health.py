@@ -41,7 +41,7 @@ RESTART_RETRY_S: Final = 0.02
 RETRY_SHARE: Final = 0.05  # of the time since the node went down, or began to restart
 
 
-PASSING: Final = frozenset(("overloaded", "too_many_waiters", "not_durable", "not_erased"))
+PASSING: Final = frozenset(("overloaded", "too_many_waiters", "not_durable", "not_erased", "not_everywhere"))
 """Codes of Faults after which the connection is as good as before."""
 
 
@@ -124,13 +124,9 @@ class DropIdle:
 
 @dataclass(frozen=True, slots=True)
 class Try:
-    """In the background: wait until `at_s`, connect, and report the outcome.
-
-    `lost`: first report that the node cannot be reached.
-    """
+    """In the background: wait until `at_s`, connect, and report the outcome."""
 
     at_s: float
-    lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +152,6 @@ class NodeHealth:
         self._restart_until_s = 0.0
         self._down_since_s = 0.0
         self._absent = False  # its port was closed when it went DOWN
-        self._tell_lost_at_s = 0.0
         self._try_when_asked_at_s = float("inf")
 
     @property
@@ -225,7 +220,7 @@ class NodeHealth:
 
     def _go_down(self, now_s: float, *, absent: bool) -> Try:
         self.state = NodeState.DOWN
-        self._down_since_s = self._tell_lost_at_s = now_s
+        self._down_since_s = now_s
         self._absent = absent
         return self._try_later(now_s)
 
@@ -233,7 +228,4 @@ class NodeHealth:
         pause_s = self._retry_after_s
         if self._absent:
             pause_s = min(pause_s, max(RESTART_RETRY_S, RETRY_SHARE * (now_s - self._down_since_s)))
-        lost = now_s >= self._tell_lost_at_s
-        if lost:
-            self._tell_lost_at_s = now_s + self._retry_after_s
-        return Try(now_s + pause_s, lost)
+        return Try(now_s + pause_s)

@@ -1,23 +1,17 @@
-"""One node's part of a batch: ask, read and write pages over one connection, and count the outcomes.
+"""A chunk of a batch: ask, read and write pages over one connection, and count the outcomes.
 
 Used by one thread per connection. client.py and connection_pool.py choose the node and decide about retries.
-
-Ranks of one host that hold the same bytes read the same pages at the same time (hicache/ranks/). Each page
-then comes over the network once: a client takes what another one reads, reads the rest itself, and says what
-it reads.
 """
 
 from __future__ import annotations
 
-import hmac
 import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol, TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
-from msgspec import Struct
 
 from pdserve.errors import PoolRefused
 from pdserve.kvpool.client.connection_pool import OpenConnection
@@ -37,9 +31,8 @@ CLEAR_TIMEOUT_S: Final = 6.0
 # result of one page of a put
 UNSTORED: Final = 0
 STORED: Final = 1  # in the pool, or being written by another writer
-MOVED: Final = 2  # not stored: another node owns the page now
-FULL: Final = 3  # not stored: the node had no room at that moment
-_RESULTS: Final = {m.PRESENT: STORED, m.BUSY: STORED, m.MOVED: MOVED, m.FULL: FULL}
+FULL: Final = 2  # not stored: the node had no room at that moment
+_RESULTS: Final = {m.PRESENT: STORED, m.BUSY: STORED, m.FULL: FULL}
 
 
 @dataclass
@@ -54,32 +47,10 @@ class ClientCounters:
     pages_lost: int = 0  # reads whose lease ended during the copy
     pages_corrupt: int = 0  # reads whose checksum did not match
     pages_forged: int = 0  # reads whose checksum matched, but not the tag made with the page key
-    pages_fallback: int = 0  # reads served by another node than the first one, while pages moved
     pages_ssd: int = 0  # reads that the node loaded from a tier (SSD, object store)
-    pages_shared: int = 0  # reads copied from another client of this host, which had read the page
     bytes_read: int = 0
     bytes_written: int = 0
     failures: int = 0
-
-
-class Proof(Struct, frozen=True):
-    """What the bytes of a page that was read were checked with."""
-
-    checksum: int  # of the page and its trailer; NO_CHECKSUM: its writer made none
-    trailer: bytes  # the tag that ends the page in the pool; empty without a page key
-
-
-class PagesRead(NamedTuple):
-    """For each page: its proof, None if it was not read. `shared`: the places of those that came from another
-    client of this host, not from a node.
-    """
-
-    proofs: list[Proof | None]
-    shared: Sequence[int] = ()
-
-    @property
-    def found(self) -> list[bool]:
-        return [proof is not None for proof in self.proofs]
 
 
 class Tally:
@@ -115,7 +86,7 @@ def expect_all(
 
 
 def exists(opened: OpenConnection, keys: list[bytes], deadline_s: float) -> list[bool]:
-    """For each key: whether it is committed on this node. Raises PoolError."""
+    """For each key: whether it is committed, on any node. Raises PoolError."""
     request = m.Exists(opened.next_id(), opened.namespace, keys)
     return _mask(opened, expect(opened, request, m.Present, deadline_s), keys)
 
@@ -127,8 +98,9 @@ def read(
     deadline_s: float,
     tally: Tally,
     tags: PageTags | None = None,
-) -> PagesRead:
-    """Read pages into their buffers. They are asked for together, in as many messages as it takes.
+) -> list[int | None]:
+    """Read pages into their buffers. They are asked for together, in as many messages as it takes. For each
+    page that is there and right its checksum, NO_CHECKSUM where its writer made none; None for the others.
 
     `tags`: pages in the pool end with a tag. Raises PoolError. Nothing writes into the buffers after the
     return or an error.
@@ -136,14 +108,14 @@ def read(
     if tags is not None:
         trailers = np.zeros((len(keys), TAG_BYTES), np.uint8)
         pages = [[*page, trailer] for page, trailer in zip(pages, trailers, strict=True)]
-    proofs: list[Proof | None] = [None] * len(keys)
+    read: list[int | None] = [None] * len(keys)
     left = list(range(len(keys)))
     while left:
         parts = _parts(left, sum(segment.nbytes for segment in pages[0]))
-        missed = _read_parts(opened, parts, keys, pages, deadline_s, tally, tags, proofs)
+        missed = _read_parts(opened, parts, keys, pages, deadline_s, tally, tags, read)
         # a node holds only so much for a client at a time: it may have the others too
         left = missed if len(parts) > 1 and len(missed) < len(left) else []
-    return PagesRead(proofs)
+    return read
 
 
 def _read_parts(
@@ -154,9 +126,9 @@ def _read_parts(
     deadline_s: float,
     tally: Tally,
     tags: PageTags | None,
-    proofs: list[Proof | None],
+    read: list[int | None],
 ) -> list[int]:
-    """Ask for each of `parts`, indices of pages, in a message, and set the `proofs` of those that were read.
+    """Ask for each of `parts`, indices of pages, in a message, and set in `read` what was read.
     Returns the indices of those that the node did not give.
     """
     segment_bytes = [segment.nbytes for segment in pages[0]]
@@ -181,20 +153,20 @@ def _read_parts(
     corrupt, forged, lost = [], [], 0
     for (i, pin), outcome in zip(pins.items(), outcomes, strict=True):
         if outcome == OK and tags is None:
-            proofs[i] = Proof(pin.checksum, b"")
+            read[i] = pin.checksum
         elif outcome == CORRUPT:
             corrupt.append(i)
         elif outcome != OK or tags is None:
             lost += 1
         elif tags.fits(keys[i], pages[i][:-1], pages[i][-1]):
-            proofs[i] = Proof(pin.checksum, pages[i][-1].tobytes())
+            read[i] = pin.checksum
         else:
             forged.append(i)
     tally.add(
         pages_corrupt=len(corrupt),
         pages_forged=len(forged),
         pages_lost=lost,
-        pages_ssd=sum(proofs[i] is not None for i in below),
+        pages_ssd=sum(read[i] is not None for i in below),
     )
     for wrong, what in ((corrupt, "checksum"), (forged, "tag: someone without the page key wrote them")):
         if wrong:
@@ -226,8 +198,8 @@ def write(
     tally: Tally,
     tags: PageTags | None = None,
 ) -> list[int]:
-    """Write pages. Returns UNSTORED, STORED, MOVED or FULL for each; the caller counts FULL. Their slots are
-    asked for together, in as many messages as it takes. Raises PoolError.
+    """Write pages. Returns UNSTORED, STORED or FULL for each; the caller counts FULL. Their slots are asked
+    for together, in as many messages as it takes. Raises PoolError.
     """
     result = [UNSTORED] * len(keys)
     if not opened.rights & WRITE:
@@ -311,7 +283,7 @@ def status(opened: OpenConnection, deadline_s: float) -> m.StatusReport:
 
 
 def clear(opened: OpenConnection, deadline_s: float) -> int:
-    """Drop the namespace's pages on this node. Returns their number. Raises PoolError."""
+    """Drop the namespace's pages on all nodes. Returns their number. Raises PoolError."""
     if not opened.rights & ADMIN:
         logger.warning("pool node %s: our token may not clear the namespace", opened.node)
         return 0
@@ -323,7 +295,7 @@ def clear(opened: OpenConnection, deadline_s: float) -> int:
 
 
 def remove(opened: OpenConnection, keys: Sequence[bytes], deadline_s: float) -> int:
-    """Drop these pages on this node. Returns how many there were. Raises PoolError."""
+    """Drop these pages on all nodes. Returns how many there were. Raises PoolError."""
     count = 0
     for start in range(0, len(keys), m.MAX_PAGES):
         part = list(keys[start : start + m.MAX_PAGES])
@@ -341,61 +313,3 @@ def _check_length(opened: OpenConnection, answers: Sequence[object], asked: Sequ
 def _mask(opened: OpenConnection, reply: m.Present | m.Committed, asked: Sequence[object]) -> list[bool]:
     _check_length(opened, reply.mask, asked)
     return [byte == 1 for byte in reply.mask]
-
-
-class SharedReads(Protocol):
-    """The other clients of this host. No call raises."""
-
-    def take(
-        self, keys: Sequence[bytes], pages: Sequence[PageBuffers], deadline_s: float
-    ) -> list[Proof | None]:
-        """Copy pages that another client reads or has just read into the buffers, and check the copies.
-
-        Returns the proof of each copied page, and None for those that this client must read. Waits while
-        another client reads them, so long that at least half of the time until `deadline_s` is left.
-        """
-        ...
-
-    def begin(self, keys: Sequence[bytes]) -> None:
-        """This client begins to read these pages."""
-        ...
-
-    def end(
-        self, keys: Sequence[bytes], pages: Sequence[PageBuffers], proofs: Sequence[Proof | None]
-    ) -> None:
-        """The pages are in these buffers now. None: this one is not."""
-        ...
-
-
-def read_shared(
-    opened: OpenConnection,
-    keys: list[bytes],
-    pages: list[PageBuffers],
-    deadline_s: float,
-    tally: Tally,
-    tags: PageTags | None,
-    share: SharedReads,
-) -> PagesRead:
-    """As `read`, without the pages that another client of this host reads. Raises PoolError."""
-    proofs = [
-        proof if proof is not None and _is_right(tags, key, page, proof) else None
-        for key, page, proof in zip(keys, pages, share.take(keys, pages, deadline_s), strict=True)
-    ]
-    left = [i for i, proof in enumerate(proofs) if proof is None]
-    shared = [i for i, proof in enumerate(proofs) if proof is not None]
-    if left:
-        own_keys, own_pages = [keys[i] for i in left], [pages[i] for i in left]
-        own: list[Proof | None] = [None] * len(left)
-        share.begin(own_keys)
-        try:
-            own = read(opened, own_keys, own_pages, deadline_s, tally, tags).proofs
-        finally:
-            share.end(own_keys, own_pages, own)
-        for i, proof in zip(left, own, strict=True):
-            proofs[i] = proof
-    return PagesRead(proofs, shared)
-
-
-def _is_right(tags: PageTags | None, key: bytes, page: PageBuffers, proof: Proof) -> bool:
-    """Whether the copy has the tag that the page key gives. Without a page key its checksum was enough."""
-    return tags is None or hmac.compare_digest(tags.tag(key, page), proof.trailer)

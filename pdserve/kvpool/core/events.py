@@ -27,7 +27,7 @@ import msgspec
 
 from pdserve.kvpool.cluster.ring import Ring
 from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord
-from pdserve.kvpool.protocol.messages import DataPathName, Reply, Request
+from pdserve.kvpool.protocol.messages import DataPathName, Exists, Present, Reply, Request
 from pdserve.kvpool.tiers.base import PageName, SpaceFacts, TierPage
 
 FIRST_TAG = 1 << 32
@@ -74,10 +74,13 @@ class Tick(msgspec.Struct, frozen=True):
 
 
 class ViewChanged(msgspec.Struct, frozen=True):
-    """The ring changed, or pages have stopped moving (`stable`: every node has settled)."""
+    """The ring changed, or pages have stopped moving (`stable`: every node has settled). `previous`: the ring
+    before, while pages that it gave to other nodes may still be there.
+    """
 
     ring: Ring
     stable: bool
+    previous: Ring | None = None
 
 
 # How a page of a push ended
@@ -98,6 +101,25 @@ class PagesPushed(msgspec.Struct, frozen=True):
     outcomes: bytes
     copied: int = 0
     copied_bytes: int = 0
+
+
+class PagesFetched(msgspec.Struct, frozen=True):
+    """A fetch has ended: nothing writes into its slots any more. `outcomes[i]` of `fetch.keys[i]`: TAKEN (its
+    bytes are in the slot, and are right), GONE (the other node has it not) or FAILED. `checksums`: the
+    writers'. `ages_s`: for how long the pages have been in the pool.
+    """
+
+    fetch: FetchPages
+    outcomes: bytes
+    checksums: list[int]
+    ages_s: list[float]
+
+
+class PagesSeen(msgspec.Struct, frozen=True):
+    """Another node has these pages."""
+
+    namespace: int
+    keys: list[bytes]
 
 
 class RecordsLearned(msgspec.Struct, frozen=True):
@@ -169,6 +191,8 @@ Event: TypeAlias = (
     | Tick
     | ViewChanged
     | PagesPushed
+    | PagesFetched
+    | PagesSeen
     | RecordsLearned
     | PagesFound
     | PagesStored
@@ -273,7 +297,7 @@ class CancelTransfers(msgspec.Struct, frozen=True, gc=False):
 
 class PushPages(msgspec.Struct, frozen=True):
     """Give these pages to another node, those that it has not: for good, or (`replica`) under a lease that
-    this renews. One PagesPushed follows.
+    this renews. `written`: a client has just written them here, and waits. One PagesPushed follows.
     """
 
     node: str
@@ -281,6 +305,41 @@ class PushPages(msgspec.Struct, frozen=True):
     keys: list[bytes]
     lengths: list[int]
     replica: bool = False
+    written: bool = False
+
+
+class FetchPages(msgspec.Struct, frozen=True):
+    """Copy pages of `length_bytes` from another node into reserved slots, which begin at these offsets of the
+    arena. One PagesFetched follows.
+    """
+
+    node: str
+    namespace: int
+    length_bytes: int
+    keys: list[bytes]
+    slots: list[int]
+    offsets: list[int]
+
+
+class AskOwners(msgspec.Struct, frozen=True):
+    """Answer this Exists of a client with `present`, and with what other nodes say about keys of theirs.
+    `others`: by node, the indices of the keys that it is asked about.
+    """
+
+    connection: int
+    request: Exists
+    present: Present
+    others: dict[str, list[int]]
+
+
+class WatchOwners(msgspec.Struct, frozen=True):
+    """Clients wait for pages of other nodes, for `timeout_s` at most. `others`: the keys by node. PagesSeen
+    says which of them are there, once or several times, as long as it may help.
+    """
+
+    namespace: int
+    timeout_s: float
+    others: dict[str, list[bytes]]
 
 
 class Settled(msgspec.Struct, frozen=True):
@@ -368,6 +427,9 @@ Action: TypeAlias = (
     | StartReceive
     | CancelTransfers
     | PushPages
+    | FetchPages
+    | AskOwners
+    | WatchOwners
     | Settled
     | StorePages
     | LoadPages

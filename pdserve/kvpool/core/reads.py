@@ -13,33 +13,45 @@ A client without a data path is sent nothing. It pins what its process will read
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from pdserve.kvpool.core.events import Action, Answer, CancelTransfers, StartSend
-from pdserve.kvpool.core.sessions import NO_TRANSFER, Limits, Session, Tags
+from pdserve.kvpool.core.pending_gets import PendingGets, Source
+from pdserve.kvpool.core.sessions import NO_TRANSFER, Limits, PendingGet, Session, Tags
 from pdserve.kvpool.core.sessions import Pin as PinLease
 from pdserve.kvpool.core.store.page_store import PageStore
-from pdserve.kvpool.core.tiering.coordinator import Tiers
 from pdserve.kvpool.protocol.messages import HIT, MISS, Get, Got, Pin, Release
 
 _MISS = Pin(MISS)
 
 
 class Reads:
-    """Pins of all sessions. Pages that are not in memory are asked of `tiers`."""
+    """Pins of all sessions. Pages that are not in memory are brought by the first of `sources` that has them:
+    `gets` wait for these, for `wait_s` at most.
+    """
 
-    def __init__(self, store: PageStore, limits: Limits, tags: Tags, tiers: Tiers) -> None:
+    def __init__(
+        self,
+        store: PageStore,
+        limits: Limits,
+        tags: Tags,
+        gets: PendingGets,
+        sources: Sequence[Source],
+        wait_s: float,
+    ) -> None:
         self._store = store
         self._limits = limits
         self._tags = tags
-        self._tiers = tiers
+        self._gets = gets
+        self._sources = sources
+        self._wait_s = wait_s
         self._sends: dict[int, int] = {}  # tag -> slot held
         self.leases_expired = 0
         self.sends_failed = 0
         self.pins_refused = 0
 
     def get(self, session: Session, request: Get, now_s: float, out: list[Action]) -> None:
-        """Answer at once, or when the tiers have loaded what they have of the pages."""
+        """Answer at once, or when tiers and other nodes have brought what they have of the pages."""
         length_of, length_bytes = self._store.facts.length_bytes, sum(request.segment_bytes)
         pages = self._store.index.namespace(request.namespace)
         find = pages.lookup(now_s)
@@ -55,8 +67,10 @@ class Reads:
             found, absent = iter(pins), set(missing)
             pins = [_MISS if place in absent else next(found) for place in range(len(request.keys))]
         # the hits are pinned first: a page from a tier takes another page's slot
-        if missing and self._tiers.get(session, request, pins, missing, now_s, out):
-            return
+        if missing:
+            get = PendingGet(session, request, pins, 0, now_s + self._wait_s)
+            if self._gets.begin(get, missing, self._sources, now_s, out):
+                return
         if session.reads:
             pages.misses += sum(pin.status == MISS for pin in pins)  # refused pins too
         ages_s: list[float] = []
@@ -66,10 +80,8 @@ class Reads:
         out.append(Answer(session.connection, Got(request.id, pins, ages_s)))
 
     def hit(self, session: Session, slot: int, request: Get, now_s: float, out: list[Action]) -> Pin:
-        """Pin a page of the request that came up from a tier. A miss if the client holds too much."""
+        """Pin a page that the request has waited for. A miss if the client holds too much."""
         [pin] = self._pin(session, request, [slot], now_s, out)
-        if session.reads and pin.status == HIT:
-            self._store.index.namespace(request.namespace).tier_hits += 1
         return pin
 
     def _pin(
@@ -108,10 +120,11 @@ class Reads:
                 out.append(StartSend(session.connection, tag, offset, tuple(request.segment_bytes)))
             read.append(slot)
             pins.append(Pin(HIT, slot, offset, checksum_of[slot], sequence, tag))
-        if read and session.reads:
+        if read and (session.reads or session.fetches):
             pages = store.index.namespace(request.namespace)
-            pages.hits += len(read)
-            pages.read_bytes += len(read) * sum(request.segment_bytes)
+            if session.reads:
+                pages.hits += len(read)
+                pages.read_bytes += len(read) * sum(request.segment_bytes)
             store.touch(pages, slot_bytes, read, now_s)
         return pins
 
@@ -137,6 +150,8 @@ class Reads:
         return True
 
     def expire(self, session: Session, now_s: float, out: list[Action]) -> None:
+        if session.gets:
+            self._gets.expire(session, self._sources, now_s, out)
         slots = set()
         for pin in list(_due(session, now_s)):
             self.leases_expired += 1
@@ -149,6 +164,7 @@ class Reads:
 
     def disconnected(self, session: Session, out: list[Action]) -> None:
         """Sends under way hold their slots until their TransferDone."""
+        self._gets.disconnected(session, self._sources)
         for pin in list(session.pins.values()):
             self._unpin(session, pin, out)
 

@@ -2,20 +2,46 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from pdserve.kvpool.core.events import LOCAL
+from pdserve.kvpool.core.kept_pages import KeptPages
+from pdserve.kvpool.core.namespace_admin import Administration
+from pdserve.kvpool.core.reads import Reads
 from pdserve.kvpool.core.sessions import Session
+from pdserve.kvpool.core.sharding.coordinator import Sharding
+from pdserve.kvpool.core.store.page_store import PageStore
+from pdserve.kvpool.core.tiering.coordinator import Tiers
+from pdserve.kvpool.core.waits import Waits
+from pdserve.kvpool.core.writes import Writes
 from pdserve.kvpool.namespaces import access
+from pdserve.kvpool.namespaces.catalog import Namespaces
 from pdserve.kvpool.namespaces.tenants import split
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.slot_table import COMMITTED, DOOMED, QUARANTINED, RESERVED, SWEEPING
 
-if TYPE_CHECKING:
-    from pdserve.kvpool.core.state import NodeState
+
+class NodeFacts(Protocol):
+    """What is reported of: a `NodeState`."""
+
+    name: str
+    incarnation: int
+    started_s: float
+    discarded: int
+    recovered: dict[str, int]
+    namespaces: Namespaces
+    administration: Administration
+    sessions: dict[int, Session]
+    store: PageStore
+    tiers: Tiers
+    sharding: Sharding
+    waits: Waits
+    reads: Reads
+    writes: Writes
+    kept: KeptPages
 
 
-def report(state: NodeState, request_id: int, now_s: float, session: Session | None = None) -> m.StatusReport:
+def report(state: NodeFacts, request_id: int, now_s: float, session: Session | None = None) -> m.StatusReport:
     """The report, without namespaces that the session may not read. No session: all namespaces."""
     store = state.store
     shown = [
@@ -45,7 +71,7 @@ def report(state: NodeState, request_id: int, now_s: float, session: Session | N
     )
 
 
-def _namespace(state: NodeState, number: int) -> m.NamespaceStatus:
+def _namespace(state: NodeFacts, number: int) -> m.NamespaceStatus:
     namespace = state.namespaces[number]
     pages = state.store.index.namespace(number)
     tier_pages, tier_bytes = state.tiers.held(number)
@@ -74,7 +100,7 @@ def _namespace(state: NodeState, number: int) -> m.NamespaceStatus:
     )
 
 
-def _counters(state: NodeState) -> dict[str, int]:
+def _counters(state: NodeFacts) -> dict[str, int]:
     return {
         "commits": state.writes.commits,
         "commits_refused": state.writes.commits_refused,

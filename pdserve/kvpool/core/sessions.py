@@ -13,6 +13,7 @@ from typing import Final
 
 from msgspec import Struct
 
+from pdserve.kvpool.core.events import LOCAL
 from pdserve.kvpool.protocol.messages import DataPathName, Get
 from pdserve.kvpool.protocol.messages import Pin as PinReply
 
@@ -35,12 +36,16 @@ class Limits:
     copy_lease_s: float = 100.0  # of replicas; much longer than it takes to notice a lost node
     push_bytes_s: float = 0.0  # to nodes that own pages of ours; 0: no limit
     push_batch_bytes: int = 8 << 20
+    exchange_bytes: int = 256 << 20  # of pages under way from other nodes, and as much to them
 
 
 @dataclass(slots=True)
 class PendingCommit:
-    """A Commit that waits for receives (UCX, TCP). Answered when `missing` is 0."""
+    """A Commit that waits for receives (UCX, TCP), or for other nodes to take pages. Answered when `missing`
+    is 0. `connection`: -1 when its client is gone.
+    """
 
+    connection: int
     request_id: int
     mask: bytearray
     missing: int
@@ -71,7 +76,7 @@ class Pin(Struct, gc=False):
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """An open Wait. `missing`: keys not committed yet."""
+    """An open Wait. `missing`: keys not committed yet. `elsewhere`: those that another node has."""
 
     connection: int
     request_id: int
@@ -79,12 +84,13 @@ class Waiter:
     keys: list[bytes]
     missing: set[bytes]
     deadline_s: float
+    elsewhere: set[bytes] = field(default_factory=set)
 
 
 @dataclass(slots=True, eq=False)
 class PendingGet:
-    """A Get that waits for `missing` pages to come up from a tier. `pins` is its answer so far, `promoted`
-    the places in it of the pages that have come up.
+    """A Get that waits for `missing` pages to come from a tier or another node. `pins` is its answer so far,
+    `promoted` the places in it of the pages that a tier gave.
     """
 
     session: Session
@@ -127,6 +133,11 @@ class Session:
         """Whether its gets are reads: not those of nodes, which copy, nor those that only hold pages."""
         return not self.peer and self.data_path != "none"
 
+    @property
+    def fetches(self) -> bool:
+        """Whether it is another node, whose gets are reads of its clients."""
+        return self.peer and self.connection != LOCAL
+
     def begin_transfer(self, tag: int, messages: int) -> None:
         self.transfers[tag] = messages
         self.messages += messages
@@ -141,8 +152,7 @@ class Session:
             deadlines.append(next(iter(self.reservations.values())).deadline_s)
         if self.pins:
             deadlines.append(next(iter(self.pins.values())).deadline_s)
-        if self.gets:
-            deadlines.append(next(iter(self.gets.values())).deadline_s)
+        deadlines += [get.deadline_s for get in self.gets.values()]
         return min(deadlines, default=float("inf"))
 
 

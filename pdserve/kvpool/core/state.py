@@ -7,7 +7,7 @@
     Tick                              waits                                      waits.py
     RecordsLearned                    namespaces and who may use them            namespace_admin.py
     PagesStored, PagesLoaded, ...     pages in tiers                             tiering/
-    ViewChanged, PagesPushed          pages of other nodes                       sharding/
+    ViewChanged, PagesFetched, ...    pages of other nodes                       sharding/
                                       pages in memory                            store/
     Answer, CommitRows, ...     <-
 
@@ -37,10 +37,12 @@ from pdserve.kvpool.core.events import (
     Event,
     NamespacesSaved,
     PagesErased,
+    PagesFetched,
     PagesFound,
     PagesGone,
     PagesLoaded,
     PagesPushed,
+    PagesSeen,
     PagesStored,
     Received,
     RecordsLearned,
@@ -53,6 +55,7 @@ from pdserve.kvpool.core.kept_pages import KeptPages
 from pdserve.kvpool.core.lookups import Lookups, PlaceChanges
 from pdserve.kvpool.core.namespace_admin import Administration, AdminRequest, Rules
 from pdserve.kvpool.core.page_listing import PageListing
+from pdserve.kvpool.core.pending_gets import PendingGets
 from pdserve.kvpool.core.reads import Reads
 from pdserve.kvpool.core.report import report
 from pdserve.kvpool.core.sessions import Due, Limits, Session, Tags
@@ -121,12 +124,21 @@ class NodeState:
         self.store = store
         self._limits = limits
         tags, tiering = Tags(incarnation, FIRST_TAG), tiering or TieringLimits()
-        self.tiers = Tiers(store, tiers, tiering, self._settings, self._pin, self._readable, self._found)
-        self.sharding = Sharding(name, store, limits, self.tiers)
+        gets, wait_s = PendingGets(store, self._pin), tiering.promotion_timeout_s
+        self.tiers = Tiers(store, tiers, tiering, self._settings, gets, self._readable, self._found)
+        self.sharding = Sharding(name, store, limits, self.tiers, gets, self._readable)
         self.waits = Waits(store, limits.max_waiters, limits.max_waited_keys, self.tiers.has, self._may_read)
-        self.reads = Reads(store, limits, tags, self.tiers)
-        in_tier = self.tiers.has if tiers else no_tier
-        self.writes = Writes(store, limits, tags, self._written, in_tier, self.tiers.give_way)
+        self.reads = Reads(store, limits, tags, gets, (self.tiers, self.sharding.fetches), wait_s)
+        self.writes = Writes(
+            store,
+            limits,
+            tags,
+            self._written,
+            self.sharding.forwards.begin,
+            self.sharding.fetches.make_room,
+            self.tiers.has if tiers else no_tier,
+            self.tiers.give_way,
+        )
         self.kept = KeptPages(store, self.tiers, limits.max_kept_bytes)
         self._listing = PageListing(store, self.sharding, self.tiers)
         self._lookups = Lookups(store, self.tiers)
@@ -193,11 +205,16 @@ class NodeState:
                 self.sharding.view_changed(event, now_s, out)
             case PagesPushed():
                 self.sharding.pushed(event, now_s, out)
+            case PagesFetched():
+                self.sharding.fetched(event, now_s, out)
+            case PagesSeen():
+                self.waits.seen(event.namespace, event.keys, self.sessions, now_s, out)
             case RecordsLearned():
                 self.administration.learn(event.records, out)
             case _:
                 assert_never(event)
         self.tiers.pump(now_s, out)
+        self.sharding.pump(now_s, out)
         if self._places is not None:
             self._places.tell(out)
         return out
@@ -236,7 +253,7 @@ class NodeState:
             case m.Release():
                 self.reads.release(session, message, out)
             case m.Exists():
-                out.append(Answer(session.connection, self._lookups.answer(message, now_s)))
+                self.sharding.look_up(session, message, self._lookups.answer(message, now_s), out)
                 if message.keep_s or message.move:
                     self._judging = None
                     may_write = bool(self.administration.rights(session, message.namespace) & m.WRITE)
@@ -248,7 +265,8 @@ class NodeState:
             case m.Abort():
                 self.writes.abort(session, message, out)
             case m.Wait():
-                self.waits.begin(session, message, now_s, out)
+                missing = self.waits.begin(session, message, now_s, out)
+                self.sharding.watch(session, message, missing, out)
                 self._due.expect(session)
             case m.Discard():
                 self._discard(session, message, out)
@@ -294,7 +312,6 @@ class NodeState:
     def _tick(self, now_s: float, out: list[Action]) -> None:
         for session in self._due.take(self.sessions, now_s):
             self.waits.expire(session, now_s, out)
-            self.tiers.expire(session, now_s, out)
             self.reads.expire(session, now_s, out)
             self.writes.expire(session, now_s, out)
             self._due.expect(session)
@@ -315,7 +332,7 @@ class NodeState:
             return
         self._listing.gone(event.connection)
         self.waits.disconnected(session)
-        self.tiers.disconnected(session)
+        self.sharding.forwards.disconnected(event.connection)
         self.reads.disconnected(session, out)
         self.writes.disconnected(session, event.by_peer, now_s, out)
         if session.transfers:
@@ -334,6 +351,7 @@ class NodeState:
     def _clear(self, session: Session, request: m.Clear, now_s: float, out: list[Action]) -> None:
         model, count = self.namespaces[request.namespace], 0
         for number in (model.number, *(one.number for one in self.namespaces.tenants(model.name))):
+            self.sharding.fetches.clear(number, now_s, out)
             for other in self.sessions.values():  # a slot reserved before the clear may hold old bytes
                 self.writes.drop_namespace(other, number, out)
             space = self.namespaces.clear(number)
@@ -355,6 +373,7 @@ class NodeState:
         for session in self.sessions.values():
             self.writes.drop_namespace(session, number, out)
             self.waits.drop_namespace(session, number, out)
+        self.sharding.fetches.clear(number, self.store.now_s, out)
         if is_tenant:
             self.tiers.erase(number, None, self._erasures.begin(has_tiers=self.tiers.any), out)
         count = self.tiers.clear(number, None, out)
@@ -425,10 +444,13 @@ class NodeState:
                 self.writes.drop_namespace(session, number, out)
         self.writes.commit(session, request, now_s, out)
 
-    def _written(self, slots: list[int], now_s: float, out: list[Action]) -> None:
-        """Clients have committed these pages."""
-        self.tiers.committed(slots)
+    def _written(self, slots: list[int], now_s: float, out: list[Action]) -> set[int]:
+        """These pages were committed. Returns those whose Commit waits for the nodes that own them."""
+        foreign = self.sharding.foreign(slots, now_s)
+        own = [slot for slot in slots if slot not in foreign] if foreign else slots
+        self.tiers.committed(own)
         self._readable(slots, now_s, out)
+        return foreign
 
     def _readable(self, slots: list[int], now_s: float, out: list[Action]) -> None:
         """These pages can be read from now on: a client wrote them, or they came up from a tier."""
@@ -436,6 +458,7 @@ class NodeState:
         for slot in slots if self.waits.open else ():
             self._found(namespace_of[slot], self.store.key_of(slot), now_s, out)
         self.sharding.filled(slots, now_s)
+        self.sharding.fetches.written(slots, now_s, out)
 
     def _found(self, namespace: int, key: bytes, now_s: float, out: list[Action]) -> None:
         self.waits.committed(namespace, key, self.sessions, now_s, out)
@@ -474,6 +497,7 @@ class NodeState:
         self.store.wipe_when_free(np.array(found, np.int64))
         for other in self.sessions.values():
             self.writes.end(other, found, out)
+        self.sharding.fetches.void(found, now_s, out)
         there = {key for key in keys if self.tiers.has(number, key)}
         self.tiers.erase(number, sorted(keys), self._erasures.begin(has_tiers=self.tiers.any), out)
         there |= {self.store.key_of(slot) for slot in found if self.store.state(slot) == COMMITTED}
@@ -518,12 +542,15 @@ class NodeState:
         check(self.store)
         self.waits.check()
         self.tiers.check()
-        self.sharding.replicas.check()
+        self.sharding.check()
         reserved = [slot for session in self.sessions.values() for slot in session.reservations]
-        reserved += self.tiers.reserved_slots()
+        reserved += self.tiers.reserved_slots() + self.sharding.fetches.reserved_slots()
         assert sorted(reserved) == self.store.slots_in_state(RESERVED)
         for session in self.sessions.values():
             assert session.due_s <= session.next_deadline_s()
+            for get in session.gets.values():
+                waited_for = self.tiers.waited_for(get) + self.sharding.fetches.waited_for(get)
+                assert get.missing == waited_for > 0
             held = [*session.reservations.values(), *session.quarantined.values()]
             assert session.reserved_bytes == sum(reservation.slot_bytes for reservation in held)
             assert session.reserved_bytes <= self._limits.max_reserved_bytes

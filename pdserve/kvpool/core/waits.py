@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 
 from pdserve.kvpool.core.events import Action, Answer
 from pdserve.kvpool.core.sessions import Session, Waiter
@@ -10,6 +10,7 @@ from pdserve.kvpool.core.store.page_store import PageStore
 from pdserve.kvpool.protocol.messages import Fault, Present, Wait
 
 MAX_WAIT_S = 600.0  # longer waits end then
+PEER_SHARE = 16  # times the waits of a client that another node may have open
 CONNECTIONS_AT_MOST = 4
 """All connections together may wait for this many times the keys of one."""
 
@@ -38,17 +39,19 @@ class Waits:
         self._by_key: dict[tuple[int, bytes], list[Waiter]] = {}
         self.open = 0
 
-    def begin(self, session: Session, request: Wait, now_s: float, out: list[Action]) -> None:
-        """Begin a wait. Answer at once when all keys are committed, or the timeout is 0."""
+    def begin(self, session: Session, request: Wait, now_s: float, out: list[Action]) -> Collection[bytes]:
+        """Begin a wait, and return the keys that it waits for. Answer at once when all keys are committed, or
+        the timeout is 0.
+        """
         mask = self._mask(request, now_s)
         missing = {key for key, found in zip(request.keys, mask, strict=True) if not found}
         timeout_s = min(request.timeout_s, MAX_WAIT_S)
         if not missing or not timeout_s > 0:  # NaN included
             out.append(Answer(session.connection, Present(request.id, mask)))
-            return
+            return ()
         if refusal := self._refusal(session, request):
             out.append(Answer(session.connection, Fault(request.id, "too_many_waiters", refusal)))
-            return
+            return ()
         waiter = Waiter(
             session.connection, request.id, request.namespace, request.keys, missing, now_s + timeout_s
         )
@@ -58,12 +61,16 @@ class Waits:
         self.open += 1
         for key in missing:
             self._by_key.setdefault((request.namespace, key), []).append(waiter)
+        return missing
 
     def _refusal(self, session: Session, request: Wait) -> str:
         """Why no further wait may be opened; empty if one may."""
         waits, keys, most = len(session.waiters), len(request.keys), self._max_keys_per_session
-        if waits >= self._max_per_session or request.id in session.waiters:
-            return f"{waits} waits are open on this connection, at most {self._max_per_session}"
+        at_most = self._max_per_session
+        if session.peer:  # it asks for all its clients, which are bounded there
+            most, at_most = most * CONNECTIONS_AT_MOST, at_most * PEER_SHARE
+        if waits >= at_most or request.id in session.waiters:
+            return f"{waits} waits are open on this connection, at most {at_most}"
         if session.waited_keys + keys > most:
             return f"{session.waited_keys} keys are waited for on this connection, at most {most}"
         if self._keys + keys > most * CONNECTIONS_AT_MOST:
@@ -78,6 +85,20 @@ class Waits:
             waiter.missing.discard(key)
             if not waiter.missing:
                 self.answer(sessions[waiter.connection], waiter, now_s, out)
+
+    def seen(
+        self,
+        namespace: int,
+        keys: Sequence[bytes],
+        sessions: dict[int, Session],
+        now_s: float,
+        out: list[Action],
+    ) -> None:
+        """Another node has these pages: for those who wait they are there."""
+        for key in keys:
+            for waiter in self._by_key.get((namespace, key), ()):
+                waiter.elsewhere.add(key)
+            self.committed(namespace, key, sessions, now_s, out)
 
     def answer(self, session: Session, waiter: Waiter, now_s: float, out: list[Action]) -> None:
         """End the wait with what is committed now, or with nothing if the client may not read it any more."""
@@ -114,7 +135,10 @@ class Waits:
     def _mask(self, request: Wait | Waiter, now_s: float) -> bytes:
         find = self._store.index.namespace(request.namespace).lookup(now_s)
         namespace = request.namespace
-        return bytes([find(key) is not None or self._in_tier(namespace, key) for key in request.keys])
+        elsewhere = request.elsewhere if isinstance(request, Waiter) else ()
+        return bytes(
+            find(key) is not None or key in elsewhere or self._in_tier(namespace, key) for key in request.keys
+        )
 
     def check(self) -> None:
         """Assert that nothing is left behind. For tests."""

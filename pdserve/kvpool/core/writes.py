@@ -53,7 +53,10 @@ def no_load(namespace: int, key: bytes, out: list[Action]) -> bool:
 
 
 class Writes:
-    """Reservations of all sessions. `on_commit(slots, now_s, out)` is called when pages became readable.
+    """Reservations of all sessions. `on_commit(slots, now_s, out)` is called when pages became readable. It
+    returns those slots whose Commit waits for another node to take the page: `wait_for_owner(slot, commit,
+    index, now_s)` is called for these, and answers the Commit when it is the last that it waited for.
+    `make_room(slot_bytes, count, out)` drops what is there on trial, before other pages are evicted.
     `in_tier(namespace, key)` says whether a tier can give a page: then nobody needs to write it.
     `gives_way(namespace, key, out)` ends a load of the page that is late, and says whether there was one.
     """
@@ -63,7 +66,9 @@ class Writes:
         store: PageStore,
         limits: Limits,
         tags: Tags,
-        on_commit: Callable[[list[int], float, list[Action]], None],
+        on_commit: Callable[[list[int], float, list[Action]], set[int]],
+        wait_for_owner: Callable[[int, PendingCommit, int, float], None],
+        make_room: Callable[[int, int, list[Action]], None],
         in_tier: Callable[[int, bytes], bool] = no_tier,
         gives_way: Callable[[int, bytes, list[Action]], bool] = no_load,
     ) -> None:
@@ -71,6 +76,8 @@ class Writes:
         self._limits = limits
         self._tags = tags
         self._on_commit = on_commit
+        self._wait_for_owner = wait_for_owner
+        self._make_room = make_room
         self._in_tier = in_tier
         self._gives_way = gives_way
         self._receives: dict[int, Reservation] = {}  # by tag
@@ -149,6 +156,7 @@ class Writes:
         store, segments = self._store, tuple(request.segment_bytes)
         pages = store.index.namespace(request.namespace)
         keys = list(wanted)[: self._may_reserve(session, slot_bytes, len(segments))]
+        self._make_room(slot_bytes, len(keys), out)
         slots = store.take(pages, keys, sum(segments), slot_bytes, out)
         if len(slots) < len(wanted):
             self.full += len(wanted) - len(slots)
@@ -172,8 +180,8 @@ class Writes:
     # --- commit
 
     def commit(self, session: Session, request: Commit, now_s: float, out: list[Action]) -> None:
-        pending = PendingCommit(request.id, bytearray(len(request.slots)), 0)
-        slots, checksums, ages_s = [], [], []
+        pending = PendingCommit(session.connection, request.id, bytearray(len(request.slots)), 0)
+        slots, checksums, ages_s, indices = [], [], [], []
         for place, (slot, sequence, checksum) in enumerate(
             zip(request.slots, request.sequences, request.checksums, strict=True)
         ):
@@ -188,10 +196,16 @@ class Writes:
                 self._forget(session, reservation)
                 slots.append(slot)
                 checksums.append(checksum)
+                indices.append(place)
                 if session.peer and request.ages_s:
                     ages_s.append(request.ages_s[place])
                 pending.mask[place] = 1
-        self._commit(slots, checksums, now_s, out, ages_s)
+        elsewhere = self._commit(slots, checksums, now_s, out, ages_s)
+        for slot, index in zip(slots, indices, strict=True) if elsewhere else ():
+            if slot in elsewhere:
+                pending.mask[index] = 0
+                pending.missing += 1
+                self._wait_for_owner(slot, pending, index, now_s)
         if not pending.missing:
             out.append(Answer(session.connection, Committed(request.id, bytes(pending.mask))))
 
@@ -202,8 +216,8 @@ class Writes:
         now_s: float,
         out: list[Action],
         ages_s: Sequence[float] = (),
-    ) -> None:
-        """Commit slots whose reservations have ended."""
+    ) -> set[int]:
+        """Commit slots whose reservations have ended. Those that another node is to take."""
         if slots:
             for slot, checksum, age_s in zip(slots, checksums, ages_s, strict=False):
                 age_s = min(age_s, MAX_AGE_S) if age_s > 0 else 0.0  # also when it is no number
@@ -211,7 +225,8 @@ class Writes:
             if not ages_s:
                 self._store.commit(slots, checksums, now_s, out)
             self.commits += len(slots)
-            self._on_commit(slots, now_s, out)
+            return self._on_commit(slots, now_s, out)
+        return set()
 
     def _resolve(self, session: Session, reservation: Reservation, ok: bool, out: list[Action]) -> None:
         """The commit that waited for this page's receive knows its outcome."""
@@ -255,8 +270,10 @@ class Writes:
             self._end(session, [reservation], writer_stopped=True, out=out)
         elif reservation.commit is not None:
             self._forget(session, reservation)
-            self._commit([reservation.slot], [reservation.checksum], now_s, out)
-            self._resolve(session, reservation, True, out)
+            if self._commit([reservation.slot], [reservation.checksum], now_s, out):
+                self._wait_for_owner(reservation.slot, reservation.commit, reservation.place, now_s)
+            else:
+                self._resolve(session, reservation, True, out)
         return True
 
     def expire(self, session: Session, now_s: float, out: list[Action]) -> None:

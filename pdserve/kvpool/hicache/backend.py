@@ -69,8 +69,6 @@ class BackendSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     geometry: KvGeometry
     longest_tokens: int = 0
     """Of a request, where host memory is SGLang's `buffer_only`: it must have room for one. Else 0."""
-    group: str = ""
-    """Name of this worker on this host, for its ranks to find each other by. Empty: each reads by itself."""
 
 
 class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no types
@@ -146,7 +144,6 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
             self._settings.geometry.as_dict(),
             self._pools,
             name=f"hicache{self._config.tp_rank}",
-            ranks=_rank_group(self._config, self._settings),
         )
         self._pages = pages
         for node, error in pages.check().items():
@@ -275,7 +272,7 @@ class PdserveHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no t
         )
         suffixes = tuple(part_suffix(rank, part, declared.window_pages) for rank in ranks)
         try:
-            self._pools[part] = HostPool(host_pool, suffixes, is_replicated=is_replicated)
+            self._pools[part] = HostPool(host_pool, suffixes)
         except (ValueError, NotImplementedError) as error:
             raise StartupError(
                 f"SGLang moves no {part} pages of layout {host_pool.layout} ({error}): unset engine.layout"
@@ -336,13 +333,6 @@ def _check_ranks(config: HiCacheStorageConfig, declared: KvGeometry) -> None:
                 f"SGLang runs with {field} {value}, but this worker declared "
                 f"{getattr(declared, field)} to the pool"
             )
-
-
-def _rank_group(config: HiCacheStorageConfig, settings: BackendSettings) -> str:
-    """The ranks on this host that hold the same bytes as this one; empty if no other may."""
-    if not settings.group or not config.is_mla_model or config.tp_size == 1:
-        return ""
-    return f"{settings.group}-dp{config.dp_rank}-pp{config.pp_rank}"
 
 
 def _check_room(mem_pool_host: Any, longest_tokens: int) -> None:

@@ -24,13 +24,10 @@ class _Stretch(NamedTuple):
 class HostPool:
     """SGLang's host pool of one part, and what the keys of its pages' pieces end with."""
 
-    def __init__(self, pool: Any, suffixes: tuple[bytes, ...], *, is_replicated: bool = False) -> None:
-        """`is_replicated`: all ranks hold the same bytes. Raises ValueError, NotImplementedError: it has no
-        addresses of pages.
-        """
+    def __init__(self, pool: Any, suffixes: tuple[bytes, ...]) -> None:
+        """Raises ValueError, NotImplementedError: it has no addresses of pages."""
         self.pool = pool
         self.suffixes = suffixes
-        self.is_replicated = is_replicated
         self.page_tokens = tokens = int(pool.page_size)
         last = max(0, int(pool.size) // tokens - 1)
         starts, sizes = pool.get_page_buffer_meta(torch.arange(tokens))

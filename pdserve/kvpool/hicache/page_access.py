@@ -21,8 +21,6 @@ from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig
 from pdserve.kvpool.hicache.client_metrics import ClientMetrics
 from pdserve.kvpool.hicache.host_pool import HostPool
-from pdserve.kvpool.hicache.ranks.group import RankGroup
-from pdserve.kvpool.hicache.ranks.host_pages import shared_pages
 from pdserve.pages import pool_key
 
 
@@ -41,19 +39,12 @@ class RankPages:
         pools: Mapping[str, HostPool],
         *,
         name: str = "hicache",
-        ranks: str = "",
     ) -> None:
-        """`pools`: by part. `ranks`: the group of ranks on this host that read replicated parts together;
-        empty: this one reads alone. Raises ConfigError.
-        """
+        """`pools`: by part. Raises ConfigError."""
         self._pools = pools
         largest = max(host.page_bytes // len(host.suffixes) for host in pools.values())
         self._client = PoolClient(config, namespace, geometry, name=name, page_bytes=largest)
         self._metrics = ClientMetrics()
-        shared = {part: host.pool for part, host in pools.items() if ranks and host.is_replicated}
-        self._group = RankGroup(ranks, shared_pages(shared)) if shared else None
-        if self._group is not None:
-            self._group.start()
 
     def present(self, keys: Sequence[str], parts: Sequence[str], tenant: str = "") -> list[list[bool]]:
         """For each part and each page: whether the pool has it. One question to the pool for all. `tenant`:
@@ -71,9 +62,8 @@ class RankPages:
         """Read pages into the part's host pool. True: the page is there. Raises PageMismatch."""
         host = self._pools[part]
         names, pages = self._names(keys, part), host.pieces(host.pages(len(keys), host_indices))
-        share = self._group.part(part) if self._group is not None and host.is_replicated else None
         with self._metrics.timed("read"):
-            done = self._client.get(names, pages, share, tenant)
+            done = self._client.get(names, pages, tenant=tenant)
         self._publish()
         return self._whole(done, part)
 
@@ -91,14 +81,12 @@ class RankPages:
         return self._client.clear()
 
     def check(self) -> dict[str, PoolError | None]:
-        """For each node: None, or why it does not serve us."""
+        """The node that is asked: None, or why it does not serve us, by its name."""
         return self._client.check()
 
     def close(self) -> None:
         """Close all connections. Idempotent. Calls in progress end with misses."""
         self._client.close()
-        if self._group is not None:
-            self._group.close()
 
     def _names(self, keys: Sequence[str], part: str) -> list[bytes]:
         hashes = [bytes.fromhex(key) for key in keys]

@@ -21,6 +21,7 @@ from pdserve.kvpool.node.timers import clock_ms
 from pdserve.kvpool.protocol.slot_table import TableLayout
 
 KEPT_SHARE: Final = 0.25  # of the capacity that all clients together may want kept
+EXCHANGE_SHARE: Final = 0.25  # of the capacity: pages on their way from other nodes, and as much to them
 PUSH_BATCH_BYTES: Final = 8 << 20  # in a request to another node, at least one page
 MAX_MESSAGES: Final = 65_536  # in flight for a connection: segments over UCX, pages over TCP
 
@@ -84,6 +85,7 @@ def _limits_of(config: PoolNodeConfig) -> Limits:
         max_pinned_bytes=of_client,
         max_kept_bytes=int(config.capacity * KEPT_SHARE),
         max_messages=MAX_MESSAGES,
+        exchange_bytes=max(config.slab, int(config.capacity * EXCHANGE_SHARE)),
         push_bytes_s=float(config.moving.bytes_s),
         # what is pinned for all pushes under way must leave room for other requests of the node to itself
         push_batch_bytes=min(PUSH_BATCH_BYTES, of_client // (2 * MAX_TARGETS)),

@@ -26,12 +26,14 @@ from pdserve.errors import NodeFailed, PdserveError
 from pdserve.kvpool.core.events import (
     LOCAL,
     Answer,
+    AskOwners,
     AssignSlab,
     CancelTransfers,
     Close,
     CommitRows,
     Disconnected,
     Event,
+    FetchPages,
     FreeRows,
     PublishNamespace,
     PushPages,
@@ -43,8 +45,10 @@ from pdserve.kvpool.core.events import (
     StartReceive,
     StartSend,
     Tick,
+    WatchOwners,
 )
 from pdserve.kvpool.core.sessions import Session
+from pdserve.kvpool.namespaces.tenants import MARK, split
 from pdserve.kvpool.node.admission import Admission, rules_of
 from pdserve.kvpool.node.bootstrap import make_state, take_memory
 from pdserve.kvpool.node.config.node import PoolNodeConfig
@@ -55,7 +59,9 @@ from pdserve.kvpool.node.memory.descriptor_sockets import DescriptorSockets
 from pdserve.kvpool.node.metrics.meter import Meter, Series
 from pdserve.kvpool.node.peers.gossip import Gossiper, Handler
 from pdserve.kvpool.node.peers.joining import Before
+from pdserve.kvpool.node.peers.page_fetch import PageFetcher
 from pdserve.kvpool.node.peers.page_push import LocalSession, PagePusher
+from pdserve.kvpool.node.peers.questions import Dropping, Questions
 from pdserve.kvpool.node.peers.rebalancer import Rebalancer
 from pdserve.kvpool.node.serving.connection import ClientConnection, Connections
 from pdserve.kvpool.node.serving.listeners import Listeners, close_all
@@ -67,9 +73,14 @@ from pdserve.kvpool.node.upgrade.handover import Handover
 from pdserve.kvpool.node.upgrade.upgrader import Upgrader
 from pdserve.kvpool.protocol.cluster_messages import NamespaceRecord, Upgrade
 from pdserve.kvpool.protocol.messages import (
+    Clear,
     DataPathName,
+    Discard,
+    DropNamespace,
+    Erase,
     Fault,
     Hello,
+    Reply,
     Request,
     Status,
     StatusReport,
@@ -104,9 +115,7 @@ class PoolNode:
         self._inherited = inherited
         before = None if inherited is None else Before(inherited.status, inherited.peers)
         self._certificates = Certificates(config.tls)
-        self.gossip = Gossiper(
-            config, self._certificates, self.incarnation, self.connections, self.fail, before
-        )
+        self.gossip = Gossiper(config, self._certificates, self.incarnation, self.fail, before)
         self._rules = rules_of(config)
         self.places = Places(config.max_connections)
         self.admission = Admission(
@@ -193,6 +202,8 @@ class PoolNode:
         self.serving = Serving(self._loop, self.state, self.feed, self.connections)
         ending.callback(self.serving.close)
         ending.push_async_callback(self.pusher.close)
+        ending.push_async_callback(self.fetcher.close)
+        ending.push_async_callback(self.questions.close)
         ending.callback(self.local.close)
         self._schedule()
 
@@ -259,8 +270,9 @@ class PoolNode:
         )
 
     async def stop_moving(self) -> None:
-        """Push no more pages to other nodes."""
+        """Exchange no more pages with other nodes."""
         await self.pusher.close()
+        await self.fetcher.close()
 
     def stop(self) -> None:
         """Let `serve` return."""
@@ -362,9 +374,34 @@ class PoolNode:
             self.local,
             self.feed,
         )
-        rebalancer = Rebalancer(self.config, self.gossip, self.pusher, self.feed, self.stop)
+        self.fetcher = PageFetcher(
+            self.config,
+            self._certificates,
+            self.gossip.cluster,
+            self.arena.namespaces,
+            self.arena.memory,
+            self.feed,
+        )
+        self.questions = Questions(
+            self.name,
+            self.gossip.hello,
+            self._certificates,
+            self.gossip.cluster,
+            self.arena.namespaces,
+            self.local,
+            self._reply,
+            self.feed,
+        )
+        links = (self.pusher, self.fetcher)
+        rebalancer = Rebalancer(self.config, self.gossip, links, self.feed, self.stop)
         self._routes |= rebalancer.routes()
-        self._acts |= {PushPages: self.pusher.push, Settled: rebalancer.settled}
+        self._acts |= {
+            PushPages: self.pusher.push,
+            FetchPages: self.fetcher.fetch,
+            AskOwners: self.questions.ask,
+            WatchOwners: self.questions.watch,
+            Settled: rebalancer.settled,
+        }
         rebalancer.follow()
 
     def _answer(self, action: Answer) -> None:
@@ -372,9 +409,12 @@ class PoolNode:
             self.local.answered(action.message)
             return
         self.serving.answered(action.connection, action.message)
-        connection = self.connections.get(action.connection)
+        self._reply(action.connection, action.message)
+
+    def _reply(self, number: int, message: Reply) -> None:
+        connection = self.connections.get(number)
         if connection is not None:
-            connection.send(action.message)
+            connection.send(message)
 
     def _close(self, action: Close) -> None:
         connection = self.connections.get(action.connection)
@@ -460,6 +500,10 @@ class PoolNode:
         route = self._routes.get(type(message))
         if not self.upgrader.admits(message):
             return
+        if isinstance(message, Clear | Discard | Erase | DropNamespace) and self._is_for_all(
+            connection, message
+        ):
+            route = self._drop_everywhere
         if route is None:
             self.serving.received(connection, message)
         elif not self._stopped:
@@ -468,6 +512,19 @@ class PoolNode:
                 route(connection, message)
             else:
                 connection.send(fault)
+
+    def _is_for_all(self, connection: ClientConnection, message: Dropping) -> bool:
+        """Whether a client wants pages dropped, wherever they are, and there are other nodes."""
+        session = self.state.sessions.get(connection.number)
+        if session is None or session.peer or not self.state.sharding.ownership.has_others:
+            return False
+        if isinstance(message, DropNamespace):  # others hear of those of models from this node
+            return message.name.startswith(MARK) or bool(split(message.name)[1])
+        damaged = isinstance(message, Discard) and message.sequences
+        return message.namespace in self.state.namespaces and not damaged
+
+    def _drop_everywhere(self, connection: ClientConnection, message: Dropping) -> None:
+        self.questions.drop(connection.number, message)
 
     def _status(self, connection: ClientConnection, request: Status) -> None:
         session = self.state.sessions.get(connection.number)

@@ -155,7 +155,7 @@ class TierStatus(Message, tag=100, frozen=True):
 
 
 class View(Message, tag=29, frozen=True):
-    """The ring: the answer to GetView. Pushed with id 0 to every client that asked for it in Hello.
+    """The ring: the answer to GetView.
 
     `previous` is the ring before, while pages are still moving: a page that its new owner lacks may be there.
     """

@@ -94,7 +94,6 @@ class Hello(Message, tag=1, frozen=True):
     host_id: str
     data_path: DataPathChoice = "auto"
     token: str = ""
-    views: bool = False  # send a View whenever the ring changes
     node: str = ""  # the pool node that this client is, if it is one
     key_id: bytes = b""
     nonce: bytes = b""
@@ -260,6 +259,7 @@ class Reserve(Message, tag=14, frozen=True):
     keys: list[bytes]
     segment_bytes: list[int]
     replica: bool = False  # a copy of a page that another node owns
+    written: bool = False  # a client of the node that asks has written it, and waits
 
 
 class Grant(Message, tag=93, frozen=True):

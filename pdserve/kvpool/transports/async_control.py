@@ -23,9 +23,7 @@ from pdserve.kvpool.transports.session import (
     Ended,
     Event,
     Greeted,
-    OnView,
     Proving,
-    ViewPushed,
     gone,
 )
 
@@ -48,12 +46,10 @@ class AsyncControl:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         session: ControlSession,
-        on_view: OnView | None,
     ) -> None:
         self._reader = reader
         self._writer = writer
         self._session = session
-        self._on_view = on_view
         self._waiting: dict[int, asyncio.Future[m.Reply]] = {}
         self._next_id = 0
         loop = asyncio.get_running_loop()
@@ -73,11 +69,10 @@ class AsyncControl:
         hello: m.Hello,
         namespace: str | None = None,
         geometry: dict[str, str] | None = None,
-        on_view: OnView | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> AsyncControl:
-        """Connect and shake hands. `on_view` is called with the views that the node pushes. `tls`: over TCP
-        the node must show a certificate that this context accepts for the host in its address.
+        """Connect and shake hands. `tls`: over TCP the node must show a certificate that this context accepts
+        for the host in its address.
 
         Raises PoolUnavailable, PoolRestarting, PoolRefused or FrameError. The caller bounds the time.
         """
@@ -95,7 +90,7 @@ class AsyncControl:
             raise tls_error(address, error) from error
         except OSError as error:
             raise PoolUnavailable(f"pool node {address} cannot be reached: {error}") from error
-        control = cls(reader, writer, session, on_view)
+        control = cls(reader, writer, session)
         try:
             writer.write(session.greeting)
             await control._greeted
@@ -193,9 +188,6 @@ class AsyncControl:
                     future = self._waiting.pop(request_id, None)  # None: its caller was cancelled
                     if future is not None and not future.done():
                         future.set_result(reply)
-                case ViewPushed(view):
-                    if self._on_view is not None:
-                        self._on_view(self.welcome, view)
                 case Proving(data):
                     self._writer.write(data)
                 case Greeted():

@@ -24,7 +24,6 @@ from pdserve.kvpool.protocol.messages import (
     Welcome,
 )
 from pdserve.kvpool.protocol.page_bytes import PageBuffers
-from pdserve.kvpool.transports.session import OnView
 
 
 class Connection(Protocol):
@@ -83,9 +82,6 @@ CORRUPT: PageOutcome = 2  # the bytes do not match the checksum: a counted miss,
 class Connector(Protocol):
     """Opens connections to nodes over one kind of transport."""
 
-    def connect(self, address: str, deadline_s: float, on_view: OnView | None = None) -> Connection:
-        """Connect and shake hands. Raises PoolUnavailable, PoolTimeout or PoolRefused.
-
-        The thread that uses the connection calls `on_view` with each view that the node pushes.
-        """
+    def connect(self, address: str, deadline_s: float) -> Connection:
+        """Connect and shake hands. Raises PoolUnavailable, PoolTimeout or PoolRefused."""
         ...

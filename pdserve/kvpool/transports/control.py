@@ -21,9 +21,7 @@ from pdserve.kvpool.transports.session import (
     Answered,
     ControlSession,
     Event,
-    OnView,
     Proving,
-    ViewPushed,
     make_hello,
 )
 
@@ -38,10 +36,9 @@ POST_TIMEOUT_S: Final = (
 class ControlChannel:
     """An open control connection after its handshake. Deadlines are times of `time.monotonic()`."""
 
-    def __init__(self, sock: socket.socket, session: ControlSession, on_view: OnView | None = None) -> None:
+    def __init__(self, sock: socket.socket, session: ControlSession) -> None:
         self._socket = sock
         self._session = session
-        self._on_view = on_view
         self._replies: dict[int, Reply] = {}  # arrived, not yet collected
 
     @classmethod
@@ -50,17 +47,15 @@ class ControlChannel:
         address: str,
         hello: Hello,
         deadline_s: float,
-        on_view: OnView | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> ControlChannel:
-        """Connect and shake hands. Reads call `on_view` with the views that the node pushes. `tls`: see
-        `open_socket`.
+        """Connect and shake hands. `tls`: see `open_socket`.
 
         Raises PoolUnavailable (closed port), PoolRestarting, PoolTimeout, PoolRefused (refused by the node),
         FrameError (not a pool node), ConfigError (malformed address).
         """
         session = ControlSession(address, hello)
-        channel = cls(open_socket(address, deadline_s, tls), session, on_view)
+        channel = cls(open_socket(address, deadline_s, tls), session)
         try:
             channel._exchange(session.greeting, deadline_s)
             while not session.greeted:
@@ -185,8 +180,6 @@ class ControlChannel:
         for event in events:
             if isinstance(event, Answered):
                 self._replies[event.request_id] = event.reply
-            elif isinstance(event, ViewPushed) and self._on_view is not None:
-                self._on_view(self._session.welcome, event.view)
 
     def _fail(self, error: PoolError) -> PoolError:
         """End the session with this error. Returns the error to raise, which is that of an earlier end."""

@@ -13,7 +13,6 @@ from pdserve.extras import is_installed
 from pdserve.kvpool.protocol.messages import Hello
 from pdserve.kvpool.transports.base import Connection
 from pdserve.kvpool.transports.control import ControlChannel
-from pdserve.kvpool.transports.session import OnView
 from pdserve.kvpool.transports.shm import ShmConnection
 from pdserve.kvpool.transports.tcp.client import TcpConnection
 
@@ -22,19 +21,16 @@ def connect_channel(
     address: str,
     hello: Hello,
     deadline_s: float,
-    on_view: OnView | None = None,
     tls: ssl.SSLContext | None = None,
 ) -> ControlChannel:
     """As `ControlChannel.connect`. A process without the extra `ucx` that leaves the choice of the path to
     the node connects again for TCP where the node chose UCX.
     """
-    channel = ControlChannel.connect(address, hello, deadline_s, on_view, tls)
+    channel = ControlChannel.connect(address, hello, deadline_s, tls)
     if channel.welcome.data_path != "ucx" or hello.data_path != "auto" or is_installed("ucx"):
         return channel
     channel.close()
-    return ControlChannel.connect(
-        address, msgspec.structs.replace(hello, data_path="tcp"), deadline_s, on_view, tls
-    )
+    return ControlChannel.connect(address, msgspec.structs.replace(hello, data_path="tcp"), deadline_s, tls)
 
 
 def open_data_path(

@@ -1,7 +1,7 @@
 """The protocol of a client's control connection, without a socket: bytes in, typed events out (as in h11).
 
 The client sends Hello, and the node answers it. Every later request has an id, and replies arrive in any
-order. A message with id 0 is pushed by the node. A client with a token talks only to a node that has proved
+order. A Fault with id 0 is about the connection. A client with a token talks only to a node that has proved
 to know the token, and proves the same in turn (handshake.py).
 
     state       message of the node               event                     next state
@@ -13,7 +13,6 @@ to know the token, and proves the same in turn (handshake.py).
                 another Fault                     Ended(PoolRefused)        ENDED
                 anything else                     Ended(FrameError)         ENDED
     OPEN        reply to a request that was sent  Answered                  OPEN
-                View with id 0                    ViewPushed                OPEN
                 Fault with id 0                   Ended(PoolRestarting, or PoolUnavailable)
                 anything else                     Ended(FrameError)         ENDED
     any         the end of the stream             Ended(PoolUnavailable)    ENDED
@@ -31,13 +30,11 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
 from typing import Final, TypeAlias
 
 import msgspec
 
 from pdserve.errors import FrameError, PoolError, PoolRefused, PoolRestarting, PoolUnavailable
-from pdserve.kvpool.protocol.cluster_messages import View
 from pdserve.kvpool.protocol.frames import FrameBuffer, decode_reply, encode_frame
 from pdserve.kvpool.protocol.handshake import NONCE_BYTES, prove, without_token
 from pdserve.kvpool.protocol.messages import (
@@ -82,12 +79,6 @@ class Answered(msgspec.Struct, frozen=True):
     reply: Reply
 
 
-class ViewPushed(msgspec.Struct, frozen=True):
-    """The node has a new view of the ring."""
-
-    view: View
-
-
 class Ended(msgspec.Struct, frozen=True):
     """The last event. `fault`: the node's last message, if it closed the connection with one."""
 
@@ -95,7 +86,7 @@ class Ended(msgspec.Struct, frozen=True):
     fault: Fault | None = None
 
 
-Event: TypeAlias = Proving | Greeted | Answered | ViewPushed | Ended
+Event: TypeAlias = Proving | Greeted | Answered | Ended
 
 
 class ControlSession:
@@ -172,8 +163,6 @@ class ControlSession:
         if reply_id in self._unanswered:
             self._unanswered.discard(reply_id)
             return Answered(reply_id, reply)
-        if reply_id == 0 and isinstance(reply, View):
-            return ViewPushed(reply)
         if reply_id == 0 and isinstance(reply, Fault):
             return self._end(hung_up(self.address, reply), reply)
         return self._end(FrameError(f"pool node {self.address} answered request {reply_id}, never sent"))
@@ -208,10 +197,8 @@ class ControlSession:
         return Ended(error, fault)
 
 
-def make_hello(
-    client: str, host_id: str, data_path: DataPathChoice, token: str = "", *, views: bool = False
-) -> Hello:
-    """The Hello of this process. `views`: the node is to push its view at each change."""
+def make_hello(client: str, host_id: str, data_path: DataPathChoice, token: str = "") -> Hello:
+    """The Hello of this process."""
     return Hello(
         version=PROTOCOL_VERSION,
         client=client,
@@ -219,7 +206,6 @@ def make_hello(
         host_id=host_id,
         data_path=data_path,
         token=reveal(token),
-        views=views,
     )
 
 
@@ -238,6 +224,3 @@ def gone(error: PoolError, prefix: str = "") -> PoolUnavailable:
 def _id(message: Request | Reply) -> int:
     message_id: int = getattr(message, "id", 0)
     return message_id
-
-
-OnView: TypeAlias = Callable[[Welcome, View], None]  # the node and incarnation, and its new view

@@ -69,7 +69,7 @@ def _entry(store: WeightStore, model: ModelName) -> Entry:
         try:
             whole, begun = revision.first("whole"), revision.first("plan")
             if (root := whole or begun) is None:
-                return Entry(model, "empty" + revision.problem)
+                return Entry(model, "empty")
             manifest = revision.manifest(root)
         except WeightsError as error:
             return Entry(model, str(error), is_unreadable=True)

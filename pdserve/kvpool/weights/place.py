@@ -62,7 +62,7 @@ def pool_at(address: str, settings: PoolClientConfig) -> PoolClientConfig:
     with NodeClient(address, reveal(settings.token), TIMEOUT_S, tls) as node:
         own = node.status().node
         others = [each for each in node.nodes if each.node != own]
-    refs = [PoolNodeRef(node=each.node, address=each.address, weight=each.weight) for each in others]
+    refs = [PoolNodeRef(node=each.node, address=each.address) for each in others]
     return replace(settings, nodes=[PoolNodeRef(node=own, address=address), *refs])
 
 

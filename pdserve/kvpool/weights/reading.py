@@ -53,7 +53,7 @@ class PageReader:
         for attempt in range(ATTEMPTS):
             if attempt:
                 time.sleep(PAUSE_S)
-                checked = self._client.check()  # who still answers tells who has the pages of a lost node
+                checked = self._client.check()
                 problem = "".join(f"; {error}" for error in checked.values() if error is not None)
             left, damaged = self._read_some(left, pieces, into)
             if not left:

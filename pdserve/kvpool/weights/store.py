@@ -119,9 +119,8 @@ class WeightStore:
             if (root := revision.first("whole")) is not None:
                 return revision.manifest(root)
             begun = revision.first("plan") is not None
-            problem = revision.problem
         said = "its push was not finished" if begun else "it has no first page"
-        raise WeightsError(f"{model} is not whole in the pool: {said}{problem}: push it again")
+        raise WeightsError(f"{model} is not whole in the pool: {said}: push it again")
 
     def protect(self, model: ModelName, weight: float | None, copies: int | None) -> str:
         """Make the namespaces of content and of a revision such that nothing is evicted from them. `weight`:
@@ -152,8 +151,8 @@ class WeightStore:
         return ""
 
     def open(self) -> None:
-        """Make the namespace of content known to every node. Raises PoolError where one refuses."""
-        _open_on_all(self.content)
+        """Make the namespace of content known. Raises PoolError where that is refused."""
+        _open(self.content)
 
     def close(self) -> None:
         self.content.close()
@@ -172,22 +171,19 @@ class Revision:
     def __init__(self, client: PoolClient, model: ModelName) -> None:
         self._client = client
         self._model = model
-        self.problem = ""
-        """In words, with a colon before: which nodes did not answer when a page was not found."""
 
     def open(self) -> None:
-        """Make the namespace known to every node. Raises PoolError where one refuses, or none answers."""
-        _open_on_all(self._client)
+        """Make the namespace known. Raises PoolError where that is refused, or no node answers."""
+        _open(self._client)
 
     def first(self, which: First) -> Root | None:
         """One of the two first pages. None: it is not there. Raises WeightsError, PoolError."""
         page = np.zeros(ROOT_BYTES, np.uint8)
         if self._client.get([fixed_key(which)], [[page]]) == [True]:
             return decode_root(page.tobytes(), self._model)
-        failed = {node: error for node, error in self._client.check().items() if error is not None}
-        if failed and len(failed) == len(self._client.rings.addresses):
-            raise next(iter(failed.values()))
-        self.problem = "".join(f"; {error}" for error in failed.values())
+        for error in self._client.check().values():
+            if error is not None:
+                raise error
         return None
 
     def manifest(self, root: Root) -> Manifest:
@@ -237,22 +233,20 @@ class Revision:
         self.close()
 
 
-def _open_on_all(client: PoolClient) -> None:
-    """Raises PoolError where a node refuses the namespace, or none answers."""
-    outcome = client.check()
-    errors = [error for error in outcome.values() if error is not None]
-    refused = [error for error in errors if isinstance(error, PoolRefused)]
-    if refused or len(errors) == len(outcome):
-        raise (refused or errors)[0]
+def _open(client: PoolClient) -> None:
+    """Raises PoolError where the node refuses the namespace, or does not answer."""
+    for error in client.check().values():
+        if error is not None:
+            raise error
 
 
 def await_written(client: PoolClient, keys: Sequence[bytes]) -> None:
     """Wait until these pages are there, which another push may be writing: for at most WRITTEN_S, and only
-    while every node is up.
+    while a node is up.
     """
     until_s = time.monotonic() + WRITTEN_S
     while not all(client.exists(keys)) and time.monotonic() < until_s:
-        if client.nodes_up < len(client.rings.addresses):
+        if not client.is_up:
             return
         time.sleep(POLL_S)
 
@@ -260,10 +254,7 @@ def await_written(client: PoolClient, keys: Sequence[bytes]) -> None:
 def missing_of(client: PoolClient, keys: Sequence[bytes]) -> list[bytes]:
     """The pages that are not there, each once."""
     missing = _missing(client, list(dict.fromkeys(keys)))
-    if missing:
-        client.check()  # who still answers tells who has the pages of a lost node
-        missing = _missing(client, missing)
-    return missing
+    return _missing(client, missing) if missing else []  # a node that failed is another's business by now
 
 
 def _missing(client: PoolClient, keys: Sequence[bytes]) -> list[bytes]:

@@ -230,8 +230,7 @@ class ClientConnection(Channel):
         """Bytes from the client."""
         if self.is_closing:
             return
-        if self._sending == "idle":
-            self._sending = "head"
+        self._sending = "head" if self._sending == "idle" else self._sending
         self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
@@ -242,7 +241,8 @@ class ClientConnection(Channel):
             self._refuse(_NOT_HTTP)
         if self._pipeline and self._is_far_ahead and not self.transport.is_closing():
             self.pause_reading()
-        if self._sending == "idle" and self._head.is_open:  # of another head, behind the last request
+        # the parser's callbacks end a request; what is open then is another head, behind it
+        if self._sending == "idle" and self._head.is_open:  # type: ignore[comparison-overlap]
             self._sending = "head"
         if self._sending == "head" and (self._head_bytes > MAX_HEAD_BYTES or self._head.count > MAX_HEADERS):
             self._refuse(_TOO_LONG)

@@ -64,7 +64,7 @@ _sorted_encoder: Final = msgspec.json.Encoder(order="sorted")
 class Mark(NamedTuple):
     """The end of a message, where another turn may begin to differ."""
 
-    count: int
+    messages: int
     """Messages of the conversation up to there."""
     end: int
     """Bytes of the JSON list up to there."""
@@ -95,14 +95,14 @@ def chain_of(messages: msgspec.Raw, at_most: int, before: Iterable[Chain] = ()) 
     nothing but the time that this takes.
     """
     known, last = None, NO_CHAIN
-    for one in before:
-        if (known := _common(messages, one.marks)) is not None:
-            last = one
+    for earlier in before:
+        if (known := _common(messages, earlier.marks)) is not None:
+            last = earlier
             break
     if known is None:
         count, text = 0, bytes(messages)
     else:
-        count, rest = known.count, bytes(memoryview(messages)[known.end :])
+        count, rest = known.messages, bytes(memoryview(messages)[known.end :])
         text = b"[" + rest.lstrip(_SPACE).removeprefix(b",")
     if not text or is_crowded(text):
         return NO_CHAIN
@@ -123,7 +123,7 @@ def chain_of(messages: msgspec.Raw, at_most: int, before: Iterable[Chain] = ()) 
         link = xxhash.xxh3_128_digest(link + one)
         hashes += link
         sizes.append(len(one))
-    marks = [mark for mark in last.marks if mark.count <= count]
+    marks = [mark for mark in last.marks if mark.messages <= count]
     if first + len(sizes) - count == len(items):
         marks += _marks(messages, items[first:][-MAX_REPEATED:], len(sizes))
     return Chain(bytes(hashes), sizes, head, head_bytes, tuple(marks[-MAX_REPEATED:]))

@@ -31,6 +31,8 @@ REPLACED = signal.SIGUSR1
 SIGNALS: Final = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, REPLACED)
 SERVES: Final = "pdserve.router.sharing.child"
 """Imported by its name, in the child alone."""
+ENDS_S: Final = 0.01
+"""Between two looks whether a process has ended."""
 logger = logging.getLogger(__name__)
 
 
@@ -85,16 +87,10 @@ def start_child(
 
 
 async def exit_status(pid: int) -> int:
-    """Of a child, once it has ended."""
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
-    handle = os.pidfd_open(pid)
-    loop.add_reader(handle, ended.set)
-    try:
-        await ended.wait()
-    finally:
-        loop.remove_reader(handle)
-        os.close(handle)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])  # noqa: ASYNC222 - it has ended
+    """Of a child that ends: its line is closed already, so this takes a moment only."""
+    while not (found := os.waitpid(pid, os.WNOHANG))[0]:  # noqa: ASYNC110, ASYNC222 - it does not wait
+        await asyncio.sleep(ENDS_S)
+    return os.waitstatus_to_exitcode(found[1])
 
 
 def _live(setup: Setup, sockets: Sockets) -> None:

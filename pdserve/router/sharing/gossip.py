@@ -401,6 +401,7 @@ class Gossip:
             entry = msgspec.structs.replace(
                 entry,
                 seen_s=now_s - age_s,
+                incarnation="",
                 tokens=max(0, entry.tokens),
                 turns=max(1, entry.turns),
                 shared_tokens=max(0, entry.shared_tokens),

@@ -174,7 +174,6 @@ ENGINE_FIELDS: Final = {
     "external_trace_header": _METRICS,
     "log_metrics": _METRICS,
     "hashes": "they name pages of all tenants",
-    "nodes": "they are the hosts of the pool",
 }
 """Each field, and why a tenant may not set it."""
 
@@ -222,7 +221,7 @@ _PARTS: Final = frozenset(("image_url", "video_url", "audio_url", "input_image",
 MAX_MARKS: Final = 1_000_000
 """Of a text that is decoded: what is made of it in memory is bounded by them, and the time that it takes."""
 _FIELDS: Final = ("image_data", "video_data", "audio_data")
-_NAMES: Final = tuple(b'%b"' % name.encode() for name in sorted(_PARTS))
+_MEDIA_NAMES: Final = tuple(b'%b"' % name.encode() for name in sorted(_PARTS))
 """A member that holds media, or a part's type, behind its quote. In a text the quotes would be written with a
 backslash.
 """
@@ -255,7 +254,7 @@ def _sources(view: RequestView) -> Iterator[tuple[str, str]]:
 
 
 def _names_media(text: msgspec.Raw) -> bool:
-    return has_after(text, b'"', _NAMES) or has_after(text, b"\\", _LETTERS)
+    return has_after(text, b'"', _MEDIA_NAMES) or has_after(text, b"\\", _LETTERS)
 
 
 def _decoded(said: msgspec.Raw, field: str) -> Any:

@@ -19,6 +19,7 @@ from pdserve.engine.http.request import RequestTracking
 from pdserve.engine.http.resume import Continuing
 from pdserve.engine.sglang.tokenizer_manager import TrackedRequests
 from pdserve.router.request.stream_marks import StreamMarks
+from tests.support.engine.manager import Tokenized
 
 VOCABULARY = 1 << 20
 PROMPT = [72, 105, 33]
@@ -39,19 +40,6 @@ def tokens(text: str, is_wide: bool = False) -> list[int]:
     if not is_wide:
         return list(data)
     return [int.from_bytes(data[i : i + 2], "big") for i in range(0, len(data), 2)]
-
-
-@dataclass
-class Tokenized:
-    rid: str
-    input_ids: Any
-    sampling_params: SamplingParams
-    require_reasoning: bool = False
-    mm_inputs: Any = None
-    return_logprob: bool = False
-    extra_key: str | None = None
-    cache_salt: str | None = None
-    lora_id: str | None = None
 
 
 @dataclass
@@ -108,9 +96,7 @@ class Scripted:
         obj.rid = self.rid
         self._init_req_state(obj)
         sampling = self._sampling(obj.max_new_tokens)
-        asked = Tokenized(
-            obj.rid, array("q", PROMPT), sampling, self.think_end is not None, None, self.return_logprob
-        )
+        asked = self._tokenized(obj, sampling)
         await self._send_one_request(asked)
         prompt = list(asked.input_ids)
         limit = asked.sampling_params.max_new_tokens
@@ -143,6 +129,15 @@ class Scripted:
                         "reasoning_tokens": self._thought(ids),
                     },
                 }
+
+    def _tokenized(self, obj: Obj, sampling: SamplingParams) -> Tokenized:
+        return Tokenized(
+            obj.rid,
+            array("q", PROMPT),
+            sampling_params=sampling,
+            return_logprob=self.return_logprob,
+            require_reasoning=self.think_end is not None,
+        )
 
     def _thought(self, ids: list[int]) -> int:
         if self.think_end is None:
@@ -450,7 +445,7 @@ class Aborting(Engine):
     async def generated(self, obj: Obj) -> AsyncGenerator[dict[str, Any], None]:
         obj.rid = self.rid
         self._init_req_state(obj)
-        await self._send_one_request(Tokenized(obj.rid, array("q", PROMPT), self._sampling(None)))
+        await self._send_one_request(self._tokenized(obj, self._sampling(None)))
         meta = {"id": obj.rid, "finish_reason": {"type": "abort"} | self.finish, "completion_tokens": 0}
         yield {"text": "", "output_ids": [], "meta_info": meta}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.engine.http.endpoints import GENERATE
+from pdserve.engine.contract.endpoints import GENERATE
 from pdserve.engine.sglang.children.scheduler import POOL_ROOM
 from pdserve.engine.sglang.prompt import FOR_THE_POOL, prefill_request
 from pdserve.errors import RequestError

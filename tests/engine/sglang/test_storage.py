@@ -8,9 +8,7 @@ from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
-from msgspec.structs import replace
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import (
     HybridCacheController,
@@ -19,25 +17,13 @@ from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import (
 )
 from sglang.srt.runtime_context import get_parallel
 
-from pdserve.engine.sglang.storage import HUGE_PAGES_ENV, pool_storage
+from pdserve.engine.sglang.storage import pool_storage
 from pdserve.kvpool.client.config import PoolClientConfig
 from pdserve.pages import KvGeometry
 
 GEOMETRY = KvGeometry(
     model="m", dtype="d", kv_dtype="d", page_size="4", layout="page_first", tp_size="1", pp_size="1"
 )
-
-
-@pytest.mark.parametrize(
-    ("tp_size", "huge", "allocator"),
-    [("replicated", "", "shm"), ("replicated", "2MB", None), ("2", "", None)],
-)
-def test_ranks_that_hold_the_same_bytes_share_host_memory_unless_it_is_of_huge_pages(
-    tp_size: str, huge: str, allocator: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(HUGE_PAGES_ENV, huge)
-    told = pool_storage(PoolClientConfig(), "ns", replace(GEOMETRY, tp_size=tp_size))
-    assert told.get("allocator") == allocator
 
 
 class TrialBackend(HiCacheStorage):  # type: ignore[misc]  # SGLang ships no types

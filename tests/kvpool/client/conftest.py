@@ -1,4 +1,4 @@
-"""Nodes of this process for tests of the threads' client."""
+"""A node of this process for tests of the threads' client."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from tests.support.kvpool.faulty import Pool
 
 @pytest.fixture
 def pool() -> Iterator[Pool]:
-    """Three nodes; at the end their books are in order and nothing is held."""
-    with Pool() as pool:
+    """One node; at the end its books are in order and nothing is held."""
+    with Pool(nodes=1) as pool:
         yield pool

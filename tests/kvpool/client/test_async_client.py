@@ -17,15 +17,14 @@ import pytest
 from msgspec.structs import replace
 
 from pdserve.errors import PoolError, PoolRestarting
-from pdserve.kvpool.client.async_client import AsyncPoolClient, Place
+from pdserve.kvpool.client.async_client import AsyncPoolClient
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.protocol import messages as m
-from pdserve.kvpool.protocol.cluster_messages import View
 from pdserve.kvpool.transports.async_control import AsyncControl
 from pdserve.kvpool.transports.session import make_hello
 from tests.support.kvpool.clients import SOON_S, config_of, doors_of
-from tests.support.kvpool.door import UPGRADING, Door, DoorConnector, Manner
+from tests.support.kvpool.door import UPGRADING, Door, Manner
 from tests.support.kvpool.faulty import key
 from tests.support.kvpool.faulty import put as put_pages
 from tests.support.kvpool.inproc import InprocConnector
@@ -137,8 +136,7 @@ async def test_fates_and_places_of_pages_are_told_and_of_a_dead_node_nothing(doo
         assert there.stored_ago_s is not None
         assert never == m.Fate()
         assert await client.fates([]) == []
-        [here, nowhere] = await client.places([key(1), key(2)])
-        assert (here, nowhere) == (Place("n0", "dram"), None)
+        assert await client.places([key(1), key(2)]) == ["dram", None]
         door.kill()
         assert await client.fates([key(1)]) == [None]
         assert await client.places([key(1)]) == [None]
@@ -178,7 +176,7 @@ async def test_an_answer_that_came_while_the_loop_was_busy_is_taken_and_ends_no_
         waiting = asyncio.create_task(client.wait([key(2)], SOON_S))
         await waiters(door, 1)
         client.config = replace(client.config, exists_timeout_s=0.2)
-        control = client._link("n0")._control
+        control = client._doors.links["n0"]._control
         assert control is not None
         asking = asyncio.create_task(client.exists([key(1)]))
         for _ in range(3):  # the loop's turns in which it asks
@@ -237,7 +235,7 @@ async def test_an_announced_restart_is_waited_for_also_by_waits_and_once_only(do
         door.manner = Manner.UPGRADES
         door.hang_up(UPGRADING)
         assert isinstance((await client.check())["n0"], PoolError)
-        await until(lambda: not client._link("n0").reachable)
+        await until(lambda: not client._doors.links["n0"].reachable)
         door.manner = Manner.SERVES
         await until_up(client)
 
@@ -260,41 +258,6 @@ async def test_a_node_that_resets_a_new_connection_before_reading_is_asked_once_
         await asyncio.sleep(0.01)  # until it was reset; should it not have been, the test passes all the same
         door.manner = Manner.SERVES
         assert await asking == [True]
-
-
-async def test_a_view_that_comes_with_the_greeting_is_not_lost(door: Door) -> None:
-    door.node.view = View(0, 3, [m.NodeAddress("n0", door.address), m.NodeAddress("n9", "unix:/none")])
-    with client_of(door) as client:
-        await client.exists([key(1)])
-        assert client.rings.epoch == 3
-        door.tell(View(0, 4, [m.NodeAddress("n0", door.address)]))
-        await until(lambda: client.rings.epoch == 4)
-        assert client._links.keys() == {"n0"}, "a node that left is not tried any more"
-
-
-async def test_a_wait_looks_at_the_earlier_owner_first_and_follows_its_pages(tmp_path: Path) -> None:
-    doors, wanted = doors_of(tmp_path, 3), [key(n) for n in range(60)]
-    addresses = [m.NodeAddress(door.node.name, door.address) for door in doors]
-    config = config_of(doors, exists_timeout_s=SOON_S, connect_timeout_s=SOON_S)
-    for door in doors:
-        door.node.view = View(0, 2, addresses[:2])
-    seeds = config_of(doors[:2], put_timeout_s=SOON_S, connect_timeout_s=SOON_S)
-    writer = PoolClient(seeds, "ns", {}, connector=DoorConnector(doors))
-    assert all(await asyncio.to_thread(put_pages, writer, wanted))
-    assert not len(doors[2].node.state.store.index)
-    for door in doors:
-        door.tell(View(0, 3, addresses, addresses[:2]))
-    client = AsyncPoolClient(config, "ns", {})
-    await client.exists(wanted[:1])
-    assert await client.wait(wanted, SOON_S) == [True] * 60
-    later = [key(n) for n in range(60, 120)]
-    waiting = asyncio.create_task(client.wait(later, SOON_S))
-    await asyncio.to_thread(put_pages, writer, later)
-    assert await waiting == [True] * 60
-    client.close()
-    writer.close()
-    for door in doors:
-        door.close()
 
 
 async def test_what_hangs_up_a_connection_reaches_all_its_calls_and_its_owner(door: Door) -> None:
@@ -323,10 +286,10 @@ class Rising(AsyncPoolClient):
         self.at_once = at_once
         self.asked: list[int] = []
 
-    async def places(self, keys: Sequence[bytes], move: int = 0, tenant: str = "") -> list[Place | None]:
+    async def places(self, keys: Sequence[bytes], move: int = 0, tenant: str = "") -> list[str | None]:
         assert move == m.UP
         self.asked.append(len(keys))
-        found = [Place("a", self.tier[one]) if one in self.tier else None for one in keys]
+        found = [self.tier.get(one) for one in keys]
         for one in [one for one in keys if self.tier.get(one) == "ssd"][: self.at_once]:
             self.tier[one] = "dram"
         return found

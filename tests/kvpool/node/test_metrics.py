@@ -53,6 +53,16 @@ def test_every_metric_of_the_list_is_there_and_no_other() -> None:
     assert found == {"pdserve_pool_" + definition.name for definition in METRICS}
 
 
+def test_figures_of_tenants_are_their_models_and_the_largest_have_a_label_of_their_own() -> None:
+    tenants = [m.NamespaceStatus(f"a#t{i}", 1, 10, {}, slot_bytes=20 + i, tier_bytes=1) for i in range(60)]
+    found = values(snapshot(report(m.NamespaceStatus("a", 1, 10, {}, slot_bytes=20), *tenants)))
+    assert value(found, "pages", namespace="a", place="dram") == 61
+    assert value(found, "tenant_bytes", tenant="t59", place="dram") == 79
+    assert value(found, "tenant_bytes", tenant="(others)", place="dram") == sum(range(20, 30))
+    assert value(found, "tenant_bytes", tenant="(others)", place="below") == 10
+    assert len([name for name, _ in found if name == "pdserve_pool_tenant_bytes"]) == 2 * 51
+
+
 def test_a_namespace_becomes_its_samples() -> None:
     space = m.NamespaceStatus(
         "a",

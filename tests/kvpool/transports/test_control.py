@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
 import threading
 import time
@@ -25,7 +24,6 @@ from pdserve.errors import (
 )
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.address import TcpAddress, UnixAddress, parse_address
-from pdserve.kvpool.protocol.cluster_messages import GetView, View
 from pdserve.kvpool.protocol.frames import FrameBuffer, decode_request, encode_frame
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
 from pdserve.kvpool.transports.dial import Resolver
@@ -206,30 +204,6 @@ def test_what_ends_the_session_is_raised_by_the_call_that_meets_it(
     with pytest.raises(error) as caught:
         use(peer_for(script).address)
     assert type(caught.value) is error
-
-
-def test_views_are_told_wherever_they_come(peer_for: Callable[..., Peer]) -> None:
-    def script(peer: Peer) -> None:
-        greet(peer)
-        peer.request()
-        peer.send(View(0, 5, []), m.Done(1), View(0, 6, []), View(0, 7, []))
-        peer.request()
-        peer.send(View(2, 8, []))
-        peer.request()
-        peer.send(View(0, 9, []))
-        peer.hold()
-
-    told: list[int] = []
-    address = peer_for(script).address
-    channel = ControlChannel.connect(address, HELLO, soon(), lambda welcome, view: told.append(view.epoch))
-    assert channel.call(m.Ping(1), soon()) == m.Done(1)
-    assert channel.call(GetView(2), soon()) == View(2, 8, [])
-    assert told == [5, 6, 7]
-    channel.post(m.Release([], []))
-    assert select.select([channel.fileno()], [], [], 5.0)[0]
-    channel.take_pushed()
-    channel.take_pushed()  # nothing more: it does not wait
-    assert told == [5, 6, 7, 9]
 
 
 @pytest.mark.parametrize("code", ["upgrading", "stopping"])

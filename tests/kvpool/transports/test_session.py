@@ -24,7 +24,7 @@ from pdserve.kvpool.transports.session import (
 from pdserve.security.tokens import digest
 from tests.support.suite.extended import examples
 
-HELLO = make_hello("test", "host", "auto", views=True)
+HELLO = make_hello("test", "host", "auto")
 TOKEN = "the token of this pool"
 WITH_TOKEN = make_hello("test", "host", "auto", TOKEN)
 WELCOME = m.Welcome(m.PROTOCOL_VERSION, "node", 1, "host", "shm", 30.0)
@@ -83,13 +83,11 @@ def expected_of(replies: Sequence[m.Reply]) -> list[str]:
         elif reply_id in open_ids:
             open_ids.discard(reply_id)
             words.append("Answered")
-        elif reply_id == 0 and isinstance(reply, View):
-            words.append("ViewPushed")
         elif reply_id == 0 and isinstance(reply, m.Fault):
             words.append("PoolRestarting" if restarting else "PoolUnavailable")
         else:
             words.append("FrameError")
-        if words[-1] not in ("Greeted", "Answered", "ViewPushed"):
+        if words[-1] not in ("Greeted", "Answered"):
             break
     return words
 
@@ -111,7 +109,7 @@ def test_any_splitting_of_what_a_node_says_gives_the_same_events_and_they_are_th
     events = feed(whole, [stream])
     assert feed(cut, pieces) == events
     assert kinds(events) == expected_of(replies)
-    ended = kinds(events)[-1:] not in ([], ["Greeted"], ["Answered"], ["ViewPushed"])
+    ended = kinds(events)[-1:] not in ([], ["Greeted"], ["Answered"])
     assert (whole.ended is not None) == (cut.ended is not None) == ended
     assert whole.greeted == cut.greeted == (kinds(events)[:1] == ["Greeted"])
 
@@ -187,9 +185,9 @@ def test_what_is_sent_are_the_frames_of_the_protocol() -> None:
     sent: list[m.Request] = [m.Ping(1), m.Release([3], [4]), GetView(2), m.Abort([], [])]
     stream = session.greeting + b"".join(session.send(message) for message in sent)
     assert [decode_request(body) for body in frames.feed(stream)] == [HELLO, *sent]
-    answers = [WELCOME, View(2, 8, []), View(0, 9, []), m.Done(1)]
+    answers = [WELCOME, View(2, 8, []), m.Done(1)]
     events = feed(session, [b"".join(encode_frame(reply) for reply in answers)])
-    assert kinds(events) == ["Greeted", "Answered", "ViewPushed", "Answered"]
+    assert kinds(events) == ["Greeted", "Answered", "Answered"]
     assert kinds(feed(session, [encode_frame(m.Done(1))])) == ["FrameError"], "a reply comes once"
 
 

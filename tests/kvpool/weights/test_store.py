@@ -365,11 +365,11 @@ def test_a_lost_node_is_an_error_that_says_what_to_push_and_a_push_writes_what_i
     names = ("a", "b", "c")
     cluster = ClusterConfig(peers=[f"unix:{tmp_path}/a.sock"], **QUIET)
     nodes = [start(**ROOMY, name=name, cluster=cluster) for name in names]
-    with store_of(*nodes) as store:
-        push(store, model, BASE)
-        assert read_tensors(store, BASE) == TENSORS
-        lost = max(nodes[1:], key=held_bytes)
-        config = lost.config
+    lost, config = nodes[1], nodes[1].config
+    with store_of(lost) as by_lost:  # replicas of what it writes are with it
+        push(by_lost, model, BASE)
+        assert read_tensors(by_lost, BASE) == TENSORS
+    with store_of(nodes[0], nodes[2]) as store:
         lost.kill()
         (config.arena_dir / config.name / "arena").unlink()
         (config.arena_dir / config.name / "table").unlink(missing_ok=True)
@@ -390,13 +390,13 @@ def test_with_two_copies_a_lost_node_costs_nothing(start: Start, tmp_path: Path,
         settings = {one.name: one.settings for one in nodes[0].node.state.namespaces.registry}
         assert (settings["weights"].copies, settings["weights/demo@1"].copies) == (2, 2)
         pages = sum(_owned(node) for node in nodes)
-        _until(lambda: _held(nodes) == 2 * pages)
+        _until(lambda: _held(nodes) >= 2 * pages)  # and replicas of what was written by way of a node
         lost, *left = sorted(nodes, key=held_bytes, reverse=True)
         lost.kill()
         _until(lambda: all(len(node.node.gossip.view.nodes) == 2 for node in left))
         assert read_tensors(store, BASE) == TENSORS
         assert states(store) == {"demo@1": "whole"}
-        _until(lambda: _held(left) == 2 * pages)
+        _until(lambda: _held(left) >= 2 * pages)
         catalog.remove(store, BASE)
         _until(lambda: _held(left) == 0)
 

@@ -164,13 +164,3 @@ def test_the_table_takes_no_more_memory_than_it_says(capacity_bytes: int, worker
     finally:
         tracemalloc.stop()
     assert table.used_bytes > 0.99 * capacity_bytes
-
-
-def test_millions_of_prefixes_stay_within_the_bound_and_the_newest_are_known() -> None:
-    table = PrefixTable(ROOM)
-    for number in range(2_000_000):
-        table.record(Prefix((number,)), A, 0.0, in_pool=False)
-    assert table.used_bytes <= ROOM
-    assert number in table
-    assert number - len(table) + 1 in table
-    assert number - len(table) not in table

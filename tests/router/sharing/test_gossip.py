@@ -529,7 +529,7 @@ def test_turns_that_are_none_are_passed_over_and_odd_ones_bounded() -> None:
         process = lone()
         hear(process, told(turns=(one,)))
         assert len(process.sessions) == 0, one
-    hear(process, told(turns=(turn(seen_unix_s=UNIX_S + 1e9, tokens=-9, turns=-9),)))
+    hear(process, told(turns=(turn(seen_unix_s=UNIX_S + 1e9, tokens=-9, turns=-9, incarnation="mine"),)))
     assert process.sessions.get(named("s"), 1.0) == SessionEntry("r", "d", 1.0, "", 0, True, turns=1)
 
 

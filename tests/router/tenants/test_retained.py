@@ -173,7 +173,7 @@ BODY: dict[str, Any] = {"model": "m", "prompt": "hello"}
 async def test_a_worker_answers_and_gets_the_body_as_it_came() -> None:
     async with disagg() as (harness, [prefill], [decode]):
         decode.script(LOOKUP, answer(200, FOUND))
-        body = {**BODY, "nodes": True}
+        body = {**BODY, "echo": True}
         assert (await harness.post(LOOKUP, body)).json() == FOUND
         [got] = decode.got(LOOKUP)
         assert got.json() == body
@@ -193,7 +193,7 @@ async def test_a_tenant_asks_with_its_own_salt_only(monkeypatch: pytest.MonkeyPa
         assert (await harness.post(LOOKUP, mine, by_alice)).status == 200
         salts = [json.loads(got.headers[SALT_HEADER.decode()]) for got in decode.got(LOOKUP)]
         assert salts == ["tenant/alice", "tenant/alice/tenant/bob"]
-        for field, value in (("hashes", ["00" * 32]), ("nodes", True), ("extra_key", "x")):
+        for field, value in (("hashes", ["00" * 32]), ("extra_key", "x")):
             refused = await harness.post(LOOKUP, {**BODY, field: value}, by_alice)
             assert (refused.status, refused.error["param"]) == (400, field)
         assert len(decode.got(LOOKUP)) == 2

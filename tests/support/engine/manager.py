@@ -43,6 +43,7 @@ class Tokenized:
     token_ids_logprob: Any = None
     routed_dp_rank: int | None = None
     bootstrap_room: int | None = None
+    require_reasoning: bool = False
 
 
 class Scripted:

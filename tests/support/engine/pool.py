@@ -14,7 +14,6 @@ from pdserve.engine.http import request_context
 from pdserve.engine.http.request import HttpRequest
 from pdserve.engine.sglang.tokenizer_manager import SglangRequest
 from pdserve.errors import PoolTimeout
-from pdserve.kvpool.client.async_client import Place
 from pdserve.kvpool.protocol.messages import Fate
 from pdserve.pages import namespace_seed, page_hashes, pool_key
 from tests.support.engine.manager import State
@@ -22,7 +21,7 @@ from tests.support.engine.manager import State
 PAGE = 4
 SUFFIXES = (b"-0", b"-1")
 PROMPT = list(range(100, 118))  # 4 pages and two tokens
-MEMORY, SSD, OTHER = Place("a", "dram"), Place("a", "ssd"), Place("b", "dram")
+MEMORY, SSD = "dram", "ssd"
 
 
 class Pool:
@@ -31,7 +30,7 @@ class Pool:
     """
 
     def __init__(self, committed: Iterable[bytes] = ()) -> None:
-        self.there: dict[bytes, Place] = dict.fromkeys(committed, MEMORY)
+        self.there: dict[bytes, str] = dict.fromkeys(committed, MEMORY)
         self.fate: Fate | None = Fate()
         self.fails = False
         self.waits: list[tuple[list[bytes], float]] = []
@@ -42,7 +41,7 @@ class Pool:
 
     def has(
         self,
-        *places: Place,
+        *places: str,
         salt: str | None = None,
         suffixes: Sequence[bytes] = SUFFIXES,
         prompt: Sequence[int] = PROMPT,
@@ -69,7 +68,7 @@ class Pool:
     async def exists(self, keys: Sequence[bytes], tenant: str = "") -> list[bool]:
         return [key in self.there for key in keys]
 
-    async def places(self, keys: Sequence[bytes], tenant: str = "") -> list[Place | None]:
+    async def places(self, keys: Sequence[bytes], tenant: str = "") -> list[str | None]:
         return [self.there.get(key) for key in keys]
 
     async def fates(self, keys: Sequence[bytes], tenant: str = "") -> list[Fate | None]:

@@ -11,7 +11,6 @@ from pdserve.kvpool.protocol.messages import DataPathChoice, StatusReport
 from pdserve.kvpool.transports.base import Connection
 from pdserve.kvpool.transports.control import ControlChannel, make_hello
 from pdserve.kvpool.transports.data_path import open_data_path
-from pdserve.kvpool.transports.session import OnView
 from pdserve.kvpool.transports.shm import host_id
 
 
@@ -24,12 +23,11 @@ def connect(
     token: str = "",
     checksum: bool = True,
     ucx: Mapping[str, str] | None = None,
-    on_view: OnView | None = None,
     tls: ssl.SSLContext | None = None,
 ) -> Connection:
     """Raises PoolError."""
-    hello = make_hello(client, host_id(), data_path, token, views=on_view is not None)
-    channel = ControlChannel.connect(address, hello, deadline_s, on_view, tls)
+    hello = make_hello(client, host_id(), data_path, token)
+    channel = ControlChannel.connect(address, hello, deadline_s, tls)
     return open_data_path(channel, ucx=ucx or {}, checksum=checksum, deadline_s=deadline_s, tls=tls)
 
 

@@ -18,13 +18,12 @@ from msgspec.structs import replace
 
 from pdserve.errors import PoolError
 from pdserve.kvpool.protocol import messages as m
-from pdserve.kvpool.protocol.cluster_messages import View
 from pdserve.kvpool.protocol.frames import FrameBuffer, decode_request, encode_frame
 from pdserve.kvpool.protocol.page_bytes import PageBuffers
 from pdserve.kvpool.transports.base import PageOutcome
 from pdserve.kvpool.transports.control import ControlChannel
 from pdserve.kvpool.transports.mapped import MappedPages
-from pdserve.kvpool.transports.session import OnView, make_hello
+from pdserve.kvpool.transports.session import make_hello
 from tests.support.kvpool.inproc import InprocNode
 
 FOREVER_S = 600.0
@@ -94,13 +93,6 @@ class Door:
         self.node.restart()
         self.open()
 
-    def tell(self, view: View) -> None:
-        """The node pushes a view."""
-        self.node.view = view
-        with self._lock:
-            for sock in self._open:
-                sock.sendall(encode_frame(view))
-
     def close(self) -> None:
         self.shut()
         self.hang_up()
@@ -148,18 +140,8 @@ class Door:
             sock.sendall(encode_frame(UPGRADING))
             return None
         connection = self.node.connect(hello.client)
-        node, view = self.node, self.node.view
-        welcome = m.Welcome(
-            m.PROTOCOL_VERSION,
-            node.name,
-            node.incarnation,
-            "",
-            "none",
-            node.limits.lease_s,
-            epoch=view.epoch,
-            nodes=view.nodes,
-            previous=view.previous,
-        )
+        node = self.node
+        welcome = m.Welcome(m.PROTOCOL_VERSION, node.name, node.incarnation, "", "none", node.limits.lease_s)
         with self._lock:
             self.greeted += 1
             self._open[sock] = connection
@@ -192,9 +174,9 @@ class DoorConnector:
     def __init__(self, doors: Sequence[Door]) -> None:
         self._nodes: Mapping[str, InprocNode] = {door.address: door.node for door in doors}
 
-    def connect(self, address: str, deadline_s: float, on_view: OnView | None = None) -> DoorConnection:
-        hello = make_hello("door", "", "none", views=True)
-        channel = ControlChannel.connect(address, hello, deadline_s, on_view)
+    def connect(self, address: str, deadline_s: float) -> DoorConnection:
+        hello = make_hello("door", "", "none")
+        channel = ControlChannel.connect(address, hello, deadline_s)
         return DoorConnection(channel, self._nodes[address])
 
 

@@ -11,12 +11,10 @@ import numpy as np
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
 from pdserve.kvpool.core.sessions import Limits
-from pdserve.kvpool.protocol.cluster_messages import View
-from pdserve.kvpool.protocol.messages import Abort, Grant, NodeAddress, Pin, Release, Reply, Request, Welcome
+from pdserve.kvpool.protocol.messages import Abort, Grant, Pin, Release, Reply, Request, Welcome
 from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
 from pdserve.kvpool.protocol.slot_table import TableLayout
 from pdserve.kvpool.transports.base import Connection, PageOutcome
-from pdserve.kvpool.transports.session import OnView
 from tests.support.kvpool.inproc import InprocConnector, InprocNode
 
 KIB = 1024
@@ -34,9 +32,9 @@ class FaultyConnector:
         self.before: Callable[[str, str], None] = lambda node, step: None
         self.answer: Callable[[str, Request], Reply | None] = lambda node, request: None
 
-    def connect(self, address: str, deadline: float, on_view: OnView | None = None) -> Connection:
+    def connect(self, address: str, deadline: float) -> Connection:
         self.before(address.removeprefix("inproc:"), "connect")
-        return FaultyConnection(self._inner.connect(address, deadline, on_view), self)
+        return FaultyConnection(self._inner.connect(address, deadline), self)
 
 
 class FaultyConnection:
@@ -91,9 +89,8 @@ class Pool:
         if error[0] is None:
             self.check()
 
-    def config(self, seeds: Sequence[int] | None = None, **options: float) -> PoolClientConfig:
-        nodes = self.nodes if seeds is None else [self.nodes[i] for i in seeds]
-        refs = [PoolNodeRef(node=node.name, address=f"inproc:{node.name}") for node in nodes]
+    def config(self, **options: float) -> PoolClientConfig:
+        refs = [PoolNodeRef(node=node.name, address=f"inproc:{node.name}") for node in self.nodes]
         return PoolClientConfig(nodes=refs, **{"retry_after_s": 0.01, **options})  # type: ignore[arg-type]
 
     def client(self, namespace: str = "ns", **options: Any) -> PoolClient:
@@ -102,18 +99,6 @@ class Pool:
         client = PoolClient(config, namespace, {}, connector=self.connector, **limit)
         self._clients.append(client)
         return client
-
-    def view(self, epoch: int, nodes: Sequence[int], previous: Sequence[int] = ()) -> View:
-        """The view in which these nodes own all pages."""
-        return View(0, epoch, self._addresses(nodes), self._addresses(previous))
-
-    def tell(self, view: View) -> None:
-        """Every node tells its clients."""
-        for node in self.nodes:
-            node.view = view
-
-    def _addresses(self, nodes: Sequence[int]) -> list[NodeAddress]:
-        return [NodeAddress(self.nodes[i].name, f"inproc:{self.nodes[i].name}") for i in nodes]
 
     def check(self) -> None:
         """Every node's books are in order and nothing is held."""

@@ -19,8 +19,8 @@ STATE = c.ClusterState(
 
 GOLDEN: list[tuple[Struct, str]] = [
     (
-        m.Hello(1, "w", 7, "host", "shm", "", False, "", b"id", b"no"),
-        "1a0000009b0101a17707a4686f7374a373686da0c2a0c4026964c4026e6f",
+        m.Hello(1, "w", 7, "host", "shm", "", "", b"id", b"no"),
+        "190000009a0101a17707a4686f7374a373686da0a0c4026964c4026e6f",
     ),
     (m.Challenge("n0", b"no", b"pr"), "0d0000009405a26e30c4026e6fc4027072"),
     (m.Proof(b"to"), "060000009206c402746f"),
@@ -64,8 +64,8 @@ GOLDEN: list[tuple[Struct, str]] = [
     ),
     (
         m.Reserve(3, 5, [K, L], [100, 200]),
-        "4e000000960e030592c420000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1fc4201f1e1d1c"
-        "1b1a191817161514131211100f0e0d0c0b0a090807060504030201009264ccc8c2",
+        "4f000000970e030592c420000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1fc4201f1e1d1c"
+        "1b1a191817161514131211100f0e0d0c0b0a090807060504030201009264ccc8c2c2",
     ),
     (
         m.Reserved(3, [m.Grant(m.GRANTED, 1, 4096, 77, 1 << 40), m.Grant(m.BUSY)]),

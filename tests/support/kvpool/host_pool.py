@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-import os
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,12 +23,11 @@ class HostPool:
         layout: str,
         dtype: torch.dtype = torch.bfloat16,
         *,
-        shared: bool = False,
         layers: int = LAYERS,
         page_tokens: int = PAGE_TOKENS,
         heads: int = HEADS,
     ) -> None:
-        """`shared`: with a descriptor, as SGLang's `shm` allocator makes it. `heads`: of this rank."""
+        """`heads`: of this rank."""
         self.layout = layout
         self.layers = layers
         self.page_size = page_tokens
@@ -45,19 +41,6 @@ class HostPool:
         self.size = HOST_PAGES * page_tokens
         self.device_capacity_tokens = self.size // 2
         self.kv = np.zeros(shape, np.uint8)
-        self.fd = -1
-        if shared:
-            self.fd = os.memfd_create("host-pool")
-            os.ftruncate(self.fd, self.kv.nbytes)
-            mapping = mmap.mmap(self.fd, self.kv.nbytes)
-            self.allocator = SimpleNamespace(fds=[self.fd], mms=[mapping])
-            self.kv = np.frombuffer(mapping, np.uint8).reshape(shape)
-
-    def close(self) -> None:
-        """Close the descriptor. Idempotent."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
 
     def segments(self, page: int) -> list[np.ndarray[Any, Any]]:
         if self.layout in _BY_PAGE:

@@ -43,7 +43,6 @@ from pdserve.kvpool.core.store.table_scan import scan
 from pdserve.kvpool.namespaces.catalog import Namespaces
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.node.tiers.node_tiers import NodeTiers
-from pdserve.kvpool.protocol.cluster_messages import GetView, View
 from pdserve.kvpool.protocol.messages import (
     PROTOCOL_VERSION,
     Abort,
@@ -58,7 +57,6 @@ from pdserve.kvpool.protocol.page_bytes import Bytes1D, PageBuffers
 from pdserve.kvpool.protocol.slot_table import RowWriter, TableLayout
 from pdserve.kvpool.transports.base import PageOutcome
 from pdserve.kvpool.transports.mapped import MappedPages
-from pdserve.kvpool.transports.session import OnView
 
 
 class InprocNode:
@@ -77,7 +75,6 @@ class InprocNode:
         self.table = bytearray(layout.table_bytes)
         self.paused = False
         self.stopped = False
-        self.view = View(0, 0, [])  # what its clients are told; a test sets another
         self._changed = threading.Condition()
         self._last_connection = 0
         self._config = tiers or PoolNodeConfig()
@@ -158,8 +155,6 @@ class InprocNode:
         request_id: int = getattr(request, "id", 0)
         with self._changed:
             self._check(connection)
-            if isinstance(request, GetView) and not self.paused:
-                return View(request.id, self.view.epoch, self.view.nodes, self.view.previous)
             if not self.paused:
                 self._feed(Received(connection, request))
                 self._check(connection)
@@ -225,23 +220,21 @@ class InprocConnector:
         self._client = client
         self._checksum = checksum
 
-    def connect(self, address: str, deadline: float, on_view: OnView | None = None) -> InprocConnection:
+    def connect(self, address: str, deadline: float) -> InprocConnection:
         """Raises PoolUnavailable, PoolRefused."""
         node = self._nodes.get(address)
         if node is None:
             raise PoolRefused(f"there is no node at {address} in this process")
-        return InprocConnection(node, self._client, self._checksum, on_view)
+        return InprocConnection(node, self._client, self._checksum)
 
 
 class InprocConnection:
     """A `Connection` to a node in this process."""
 
-    def __init__(self, node: InprocNode, client: str, checksum: bool, on_view: OnView | None = None) -> None:
+    def __init__(self, node: InprocNode, client: str, checksum: bool) -> None:
         self._node = node
         self._connection = node.connect(client)
         self._pages = MappedPages(node.memory, node.table, node.layout, checksum)
-        self._on_view = on_view
-        self._view = view = node.view
         self.is_mapped = True
         self.welcome = Welcome(
             PROTOCOL_VERSION,
@@ -250,19 +243,11 @@ class InprocConnection:
             "",
             "shm",
             node.limits.lease_s,
-            epoch=view.epoch,
-            nodes=view.nodes,
-            previous=view.previous,
         )
 
     def call(self, request: Request, deadline: float) -> Reply:
         """See `Connection`."""
-        reply = self._node.call(self._connection, request, deadline)
-        if self._view is not self._node.view:
-            self._view = self._node.view
-            if self._on_view is not None:
-                self._on_view(self.welcome, self._view)
-        return reply
+        return self._node.call(self._connection, request, deadline)
 
     def call_all(self, requests: Sequence[Request], deadline: float) -> list[Reply]:
         """See `Connection`."""

@@ -139,6 +139,11 @@ class Nodes:
     def holders(self, key: bytes) -> list[str]:
         return [name for name, node in self.nodes.items() if node.state.store.find(1, key) >= 0]
 
+    def owners(self, key: bytes) -> list[str]:
+        """Those that hold the page, and not as a replica."""
+        states = {name: self.nodes[name].state for name in self.holders(key)}
+        return [n for n, one in states.items() if one.store.find(1, key) not in one.sharding.replicas]
+
     @contextmanager
     def client(self, name: str) -> Iterator[Client]:
         connection = connect(f"unix:{self.directory}/{name}.sock", time.monotonic() + 5)

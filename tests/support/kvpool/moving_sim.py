@@ -1,5 +1,6 @@
 """Pool nodes in simulated time: the real states of nodes and members over a network that delays, loses and
-cuts, with nodes that join, drain, die and come back, and clients with old views. A seed determines a run.
+cuts, with nodes that join, drain, die and come back, and clients that each speak with one of them. A seed
+determines a run.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ import contextlib
 import heapq
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pdserve.errors import PoolRefused
 from pdserve.kvpool.cluster.membership import Cluster, Update
@@ -21,9 +22,12 @@ from pdserve.kvpool.core.events import (
     NO_ROOM,
     TAKEN,
     Action,
+    Answer,
     Connected,
     Disconnected,
     Event,
+    FetchPages,
+    PagesFetched,
     PagesPushed,
     PushPages,
     Received,
@@ -31,6 +35,7 @@ from pdserve.kvpool.core.events import (
     Tick,
     ViewChanged,
 )
+from pdserve.kvpool.core.sharding.replicas import Replicas
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.base import NodeAddress
 from pdserve.kvpool.protocol.cluster_messages import ACTIVE, LEFT, ClusterState, View
@@ -51,11 +56,13 @@ class SimNode:
         self.sim = sim
         self.name = name
         self.node = Node(slabs=slabs, slab_bytes=64 * KIB, follows_places=False, push_batch_bytes=6 * PAGE)
-        self.node.state.name = self.node.state.sharding.ownership._name = name
+        self.node.state.name = self.node.state.sharding.ownership.name = name
         self.contents: dict[int, int] = {}  # what the bytes of a slot say
         self.connections = itertools.count(1)
         self.up = False
         self.pushes: list[PushPages] = []  # under way
+        self.fetches: list[FetchPages] = []  # under way
+        self.awaited: dict[int, Callable[[m.Reply], None]] = {}  # by connection: what the client waits for
         self.life = 0  # grows with every start and end: late messages of an earlier one are void
         self.do(Connected(LOCAL, "shm", "this node", 0, peer=True))
 
@@ -77,6 +84,9 @@ class SimNode:
         while self.pushes:
             push = self.pushes[0]
             self.pushed(push, bytes([FAILED] * len(push.keys)))
+        self.awaited.clear()
+        while self.fetches:
+            self.fetched(self.fetches[0], bytes([FAILED] * len(self.fetches[0].keys)))
         for pin in list(self.node.state.sessions[LOCAL].pins.values()):
             self.send(LOCAL, m.Release([pin.slot] * pin.count, [pin.sequence] * pin.count))
         for connection in list(self.node.state.sessions):
@@ -90,7 +100,8 @@ class SimNode:
         if self.told != seen:
             self.told = seen
             view = self.cluster.view
-            self.do(ViewChanged(Ring(view.nodes, view.epoch), self.cluster.settled))
+            previous = Ring(view.previous) if view.previous else None
+            self.do(ViewChanged(Ring(view.nodes, view.epoch), self.cluster.settled, previous))
         if update.own:
             for other in list(self.sim.nodes.values()):
                 self.tell(other)
@@ -145,17 +156,39 @@ class SimNode:
                 self.pushes.append(action)
                 if self.up:
                     Push(self, action)
+            elif isinstance(action, FetchPages):
+                self.fetches.append(action)
+                if self.up:
+                    Fetch(self, action)
+            elif isinstance(action, Answer) and action.connection in self.awaited:
+                self.awaited.pop(action.connection)(action.message)
         return actions
+
+    def ask(self, connection: int, request: m.Request, answered: Callable[[m.Reply], None]) -> None:
+        """`answered` is called with the reply, at once or later, or never if the node is killed before."""
+        self.awaited[connection] = answered
+        self.do(Received(connection, request))
+
+    def fetched(self, fetch: FetchPages, ends: bytes, contents: Sequence[int] = ()) -> None:
+        self.fetches = [other for other in self.fetches if other is not fetch]
+        for slot, k in zip(fetch.slots, contents, strict=False):
+            self.contents[slot] = k
+        count = len(fetch.keys)
+        self.do(PagesFetched(fetch, ends, [7] * count, [0.0] * count))
 
     def pushed(self, push: PushPages, ends: bytes, copied: int = 0) -> None:
         self.pushes = [other for other in self.pushes if other is not push]
         self.do(PagesPushed(push, ends, copied, copied * PAGE))
 
+    @property
+    def replicas(self) -> Replicas:
+        return self.node.state.sharding.replicas
+
     def holds(self, k: int) -> bool:
         return self.node.state.store.find(1, key(k)) >= 0
 
-    def reads(self, k: int) -> bool:
-        """Whether a client finds the page here; its bytes are checked."""
+    def holds_right(self, k: int) -> bool:
+        """Whether the page is here; its bytes are checked."""
         slot = self.node.state.store.find(1, key(k))
         assert slot < 0 or self.contents[slot] == k, f"{self.name} gives wrong bytes for page {k}"
         return self.up and slot >= 0
@@ -193,7 +226,7 @@ class Push:
         push = self.push
         [opened] = self.target.send(self.connection, m.OpenNamespace(1, "ns", {}, 0))
         assert isinstance(opened, m.Opened)
-        request = m.Reserve(2, opened.namespace, push.keys, push.lengths[:1], push.replica)
+        request = m.Reserve(2, opened.namespace, push.keys, push.lengths[:1], push.replica, push.written)
         [reserved] = self.target.send(self.connection, request)
         assert isinstance(reserved, m.Reserved)
         self.step(lambda: self.reserved(reserved.grants))
@@ -221,13 +254,17 @@ class Push:
         if unused:
             abort = m.Abort([grant.slot for grant in unused], [grant.sequence for grant in unused])
             self.target.send(self.connection, abort)
-        mask = b""
         if pairs:
             grants = [grant for _, grant, _ in pairs]
-            [committed] = self.target.send(self.connection, commit(4, *grants))
-            assert isinstance(committed, m.Committed)
-            mask = committed.mask
-        self.step(lambda: self.committed([k for k, _, _ in pairs], mask))
+            keys = [k for k, _, _ in pairs]
+            self.target.ask(self.connection, commit(4, *grants), lambda reply: self.answered(keys, reply))
+        else:
+            self.step(lambda: self.committed([], b""))
+
+    def answered(self, keys: list[bytes], reply: m.Reply) -> None:
+        """At the target, which may not own the pages any more, and has handed them on then."""
+        if isinstance(reply, m.Committed):
+            self.step(lambda: self.committed(keys, reply.mask))
 
     def committed(self, keys: list[bytes], mask: bytes) -> None:
         """At the source."""
@@ -250,6 +287,39 @@ class Push:
         self.source.pushed(self.push, ends, self.copied)
 
 
+class Fetch:
+    """One fetch, as the shell carries it out: a request to the other node and its answer, either of which may
+    be lost.
+    """
+
+    def __init__(self, source: SimNode, fetch: FetchPages) -> None:
+        self.source, self.fetch, self.life, self.over = source, fetch, source.life, False
+        self.target = source.sim.nodes[fetch.node]
+        source.sim.after(TIMEOUT_S, lambda: self.end(bytes([FAILED] * len(fetch.keys)), []))
+        source.sim.carry(self.read)
+
+    def read(self) -> None:
+        """At the target."""
+        target, fetch = self.target, self.fetch
+        if self.over or not target.up:
+            return
+        connection = next(target.connections) + 1000 * target.life
+        target.do(Connected(connection, "shm", f"node {self.source.name}", 1, peer=True))
+        [opened] = target.send(connection, m.OpenNamespace(1, "ns", {}, 0))
+        assert isinstance(opened, m.Opened)
+        [got] = target.send(connection, m.Get(2, opened.namespace, fetch.keys, [fetch.length_bytes]))
+        assert isinstance(got, m.Got)
+        ends = bytes(TAKEN if pin.status == m.HIT else GONE for pin in got.pins)
+        contents = [target.contents.get(pin.slot, -1) for pin in got.pins]
+        target.do(Disconnected(connection))
+        self.source.sim.carry(lambda: self.end(ends, contents))
+
+    def end(self, ends: bytes, contents: list[int]) -> None:
+        if not self.over and self.life == self.source.life:
+            self.source.fetched(self.fetch, ends, contents)
+        self.over = True
+
+
 class Sim:
     """`loss`: the share of messages that are lost."""
 
@@ -260,7 +330,7 @@ class Sim:
         self.nodes: dict[str, SimNode] = {}
         self.written: set[int] = set()
         self.steady: set[int] = set()  # written while nothing moved: to be found at any moment from then on
-        self.views: list[View] = []  # that a client may still have
+        self.reads = self.missed = 0
         self._slabs = slabs
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
@@ -324,17 +394,10 @@ class Sim:
     # --- clients
 
     def write(self, count: int) -> None:
-        """A client with some view, perhaps an old one, writes; the commits come later."""
-        if not self.up:
-            return
-        self.views = [*self.views[-3:], self.rng.choice(self.up).cluster.view]
-        view = self.rng.choice(self.views)
-        ring = Ring(view.nodes, view.epoch)
-        for _ in range(count if ring.nodes else 0):
+        """Clients of some nodes write; the commits come later."""
+        for _ in range(count if self.up else 0):
             self._last_key += 1
-            node = self.nodes[ring.owner(key(self._last_key)).node]
-            if node.up:
-                self._write_one(node, self._last_key)
+            self._write_one(self.rng.choice(self.up), self._last_key)
 
     def _write_one(self, node: SimNode, k: int) -> None:
         client, life, still = next(node.connections) + 1000 * node.life, node.life, self.still
@@ -344,23 +407,43 @@ class Sim:
         assert isinstance(reserved, m.Reserved)
         [grant] = reserved.grants
 
-        def commit_it() -> None:
-            if node.life != life or grant.status != m.GRANTED:
-                return
-            node.contents[grant.slot] = k
-            if any(
-                isinstance(one, m.Committed) and one.mask == b"\1"
-                for one in node.send(client, commit(3, grant))
-            ):
+        def committed(reply: m.Reply) -> None:
+            if isinstance(reply, m.Committed) and reply.mask == b"\1":
                 self.written.add(k)
                 if still and self.still:
                     self.steady.add(k)
-            node.do(Disconnected(client))
+            self.after(0.0, lambda: node.do(Disconnected(client)) if node.life == life else None)
+
+        def commit_it() -> None:
+            if node.life == life and grant.status == m.GRANTED:
+                node.contents[grant.slot] = k
+                node.ask(client, commit(3, grant), committed)
 
         if still:
             commit_it()
         else:
             self.after(self.rng.random(), commit_it)
+
+    def read(self, count: int) -> None:
+        """Clients of some nodes read pages that must be found."""
+        for k in self.rng.sample(sorted(self.steady), min(count, len(self.steady))) if self.up else ():
+            self._read_one(self.rng.choice(self.up), k)
+
+    def _read_one(self, node: SimNode, k: int) -> None:
+        client, life = next(node.connections) + 1000 * node.life, node.life
+        node.do(Connected(client, "shm", "client", 1))
+        node.send(client, m.OpenNamespace(1, "ns", {}, 0))
+
+        def got(reply: m.Reply) -> None:
+            assert isinstance(reply, m.Got)
+            [pin] = reply.pins
+            self.reads += 1
+            self.missed += pin.status == m.MISS
+            right = pin.status == m.MISS or node.contents[pin.slot] == k
+            assert right, f"{node.name} gives wrong bytes for page {k}"
+            self.after(0.0, lambda: node.do(Disconnected(client)) if node.life == life else None)
+
+        node.ask(client, m.Get(2, 1, [key(k)], [PAGE]), got)
 
     @property
     def still(self) -> bool:
@@ -368,12 +451,12 @@ class Sim:
         return len({node.cluster.epoch for node in self.up}) == 1 and all(n.cluster.settled for n in self.up)
 
     def _found(self, k: int, view: View) -> bool:
-        """A search as clients make it: the owner, then the one before."""
+        """Whether the owner has it, or the one before."""
         rings = [Ring(view.nodes), *([Ring(view.previous)] if view.previous else [])]
-        return any(self.nodes[ring.owner(key(k)).node].reads(k) for ring in rings if ring.nodes)
+        return any(self.nodes[ring.owner(key(k)).node].holds_right(k) for ring in rings if ring.nodes)
 
     def check(self) -> None:
-        """Clients find some of the pages that they must find, under a view that a node has now."""
+        """Some of the pages that must be found are where a node looks for them, under a view it has now."""
         if self.steady and self.up and self.rng.random() < 0.2:
             view = self.rng.choice(self.up).cluster.view
             for k in self.rng.sample(sorted(self.steady), min(3, len(self.steady))):
@@ -387,7 +470,7 @@ class Sim:
         while not self.at_rest:
             assert self.now_s < end_s, f"it does not settle: {[n.node.status().counters for n in self.up]}"
             self.run(0.1)
-        self.run(1.0)  # until the last client has committed what it began
+        self.run(4.0)  # until the last client has its answer
         if not self.at_rest:
             self.settle(limit_s)
 
@@ -398,13 +481,14 @@ class Sim:
         )
 
     def check_all(self) -> None:
-        """Every page is at its owner, readable, and nowhere else; drained nodes have left."""
+        """Every page is at its owner, and elsewhere as a replica only; drained nodes have left."""
         [view] = {node.cluster.view.epoch: node.cluster.view for node in self.up}.values()
         ring = Ring(view.nodes, view.epoch)
         for k in sorted(self.written):
             owner = ring.owner(key(k)).node
-            assert [node.name for node in self.up if node.holds(k)] == [owner], f"page {k} of {owner}"
-            assert self.nodes[owner].reads(k)
+            others = [node for node in self.up if node.holds(k) and node.name != owner]
+            assert all(node.node.state.store.find(1, key(k)) in node.replicas for node in others)
+            assert self.nodes[owner].holds_right(k), f"page {k} of {owner}"
         for node in self.up:
             assert node.cluster.me.status in (ACTIVE, LEFT)
             report = node.node.status()

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from pdserve.kvpool.core.events import (
     Action,
     Answer,
+    AskOwners,
     CommitRows,
     Connected,
     Disconnected,
@@ -197,9 +198,9 @@ def commit(request_id: int, *grants: m.Grant, checksum: int = 7) -> m.Commit:
 
 
 def answers(actions: list[Action], connection: int) -> list[m.Reply]:
-    return [
-        action.message for action in actions if isinstance(action, Answer) and action.connection == connection
-    ]
+    """What the client is answered, where other nodes that are asked know nothing."""
+    mine = [one for one in actions if isinstance(one, Answer | AskOwners) and one.connection == connection]
+    return [one.message if isinstance(one, Answer) else one.present for one in mine]
 
 
 def statuses(grants: list[m.Grant]) -> list[int]:

@@ -2,12 +2,13 @@
 
     view changed       every page here is looked at, the most recently used quarter first, then the pages that
                        only tiers have; those of other nodes wait in a queue for their owner
-    committed later    a client reserved it under an older view: it joins its owner's queue then
+    committed later    it came up from a tier: it joins its owner's queue then
     PushPages          a batch of one namespace for one owner, one under way for each, MAX_TARGETS at a time
     PagesPushed        a page counts as handed over once its owner says that it has it
-    Settled            nothing is left or under way, no client writes a foreign page, and no tier is still
-                       reporting: every page that another node owns is there, or was given up
+    Settled            nothing is left or under way, and no tier is still reporting: every page that another
+                       node owns is there, or was given up
 
+What clients write meanwhile goes to its owners at once (forwards.py).
 So a node needs nobody's help to know when it has settled, and a page is never in no place: it stays here, for
 readers that ask the owner before, until all nodes have settled (`Ownership`, cluster/state.py). A node that
 restarts begins anew; owners refuse the pages that they have, before any byte is sent. A node that leaves owns
@@ -63,7 +64,7 @@ FULL_TRIES: Final = 3
 ATTEMPTS: Final = 5
 RETRY_S: Final = 0.25  # doubled with every failure in a row
 MAX_RETRY_S: Final = 5.0
-WRITING_S: Final = 0.2  # between looks at the pages that clients still write
+TIERS_S: Final = 0.2  # between looks whether the tiers have reported their pages
 BURST_S: Final = 0.1  # of unused bandwidth that may be used later
 SAMPLE: Final = 4096  # pages whose last use tells of all
 
@@ -212,7 +213,7 @@ class Handover:
             self._scan_slots()
         elif self._tier_keys is None:
             if not self._tiers.ready:
-                self._step_at_s = now_s + WRITING_S
+                self._step_at_s = now_s + TIERS_S
             else:
                 self._tier_keys = [(n, self._tiers.own_keys(n)) for n in self._tiers.namespaces()]
         elif self._tier_keys:
@@ -285,12 +286,9 @@ class Handover:
         if not self._scanned:
             self._expect(self._step_at_s if queued < MAX_QUEUED else now_s + STEP_S)
         elif not self._out and not any(target.queue for target in self._targets.values()):
-            if self._writes_foreign():
-                self._expect(now_s + WRITING_S)
-            else:
-                self.settled, self._seen = self._ring.epoch, bytearray()
-                self.next_deadline_s = float("inf")
-                out.append(Settled(self.settled))
+            self.settled, self._seen = self._ring.epoch, bytearray()
+            self.next_deadline_s = float("inf")
+            out.append(Settled(self.settled))
 
     def _push(self, name: str, target: _Target, now_s: float, out: list[Action]) -> None:
         if target.not_before_s > now_s:
@@ -329,11 +327,6 @@ class Handover:
         """0: it is gone."""
         slot = self._store.find(namespace, key)
         return self._tiers.length(namespace, key) if slot == NONE else self._store.facts.length_bytes[slot]
-
-    def _writes_foreign(self) -> bool:
-        writing = [(key, slot) for pages in self._store.index for key, slot in pages.writing.items()]
-        keys = [key for key, slot in writing if slot not in self._replicas]
-        return bool(self._targets) and bool(self._foreign(keys))
 
     def _refill(self, now_s: float) -> None:
         if self._tokens_at_s is not None:

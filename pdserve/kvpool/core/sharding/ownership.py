@@ -63,11 +63,13 @@ class Ownership:
 
     def __init__(self, name: str, store: PageStore, tiers: TierPages) -> None:
         self.ring: Ring | None = None
+        self.previous: Ring | None = None  # while pages move
+        self.views = 0  # that were told
         self.number = -1  # of this node in the ring; -1: it owns nothing
         self.stable = True
         self.foreign_dropped = 0
         self.next_step_s = float("inf")
-        self._name = name
+        self.name = name
         self._store = store
         self._tiers = tiers
         self._cursor = 0
@@ -84,9 +86,10 @@ class Ownership:
         """Whether every page is this node's."""
         return self.ring is None or (len(self.ring.nodes) == 1 and self.number == 0)
 
-    def view_changed(self, ring: Ring, *, stable: bool, now_s: float) -> None:
-        self.ring, self.stable = ring, stable
-        self.number = ring.number(self._name)
+    def view_changed(self, ring: Ring, previous: Ring | None, *, stable: bool, now_s: float) -> None:
+        self.ring, self.previous, self.stable = ring, previous, stable
+        self.views += 1
+        self.number = ring.number(self.name)
         self._begin_dropping(now_s if stable and not self.alone else float("inf"))
 
     def tiers_ready(self, now_s: float) -> None:
@@ -107,6 +110,25 @@ class Ownership:
             return np.zeros(len(keys), bool)
         return np.equal(self.ring.owners_at(positions_of(keys)), self.number)
 
+    def sources(self, keys: Sequence[bytes]) -> list[list[str]]:
+        """For each key the other nodes that may have its page, the likeliest first: its owner, and while
+        pages move its owner before.
+        """
+        found: list[list[str]] = [[] for _ in keys]
+        for ring in (self.ring, self.previous):
+            if ring is None or not ring.nodes or not keys:
+                continue
+            names = [node.node for node in ring.nodes]
+            for nodes, owner in zip(found, ring.owners(keys).tolist(), strict=True):
+                if names[owner] != self.name and names[owner] not in nodes:
+                    nodes.append(names[owner])
+        return found
+
+    @property
+    def has_others(self) -> bool:
+        """Whether any other node may have pages of this pool."""
+        return not self.alone or self.previous is not None
+
     def drop_some(self, replicas: Container[int], now_s: float, out: list[Action]) -> None:
         """Drop some of the pages that are neither this node's nor replicas."""
         if self.next_step_s > now_s or self.ring is None:
@@ -119,9 +141,8 @@ class Ownership:
         elif self._to_drop_from_tiers:
             self._drop_from_tiers(out)
         if not self._in_slots and not self._to_drop_from_tiers:
-            # pages that were pinned, or that clients with an old view are writing, go in the next round
-            again = self._skipped or self._writes_foreign()
-            self._begin_dropping(now_s + AGAIN_S if again else float("inf"))
+            # pages that were pinned go in the next round
+            self._begin_dropping(now_s + AGAIN_S if self._skipped else float("inf"))
 
     def _drop_slots(self, replicas: Container[int], out: list[Action]) -> bool:
         """One step through the slots; whether it was the last."""
@@ -155,10 +176,6 @@ class Ownership:
             foreign = [k for k, mine in zip(some, ours, strict=True) if not mine and k not in committed]
             self._tiers.disown(namespace, foreign, out)
             self.foreign_dropped += len(foreign)
-
-    def _writes_foreign(self) -> bool:
-        keys = [key for pages in self._store.index for key in pages.writing]
-        return bool(keys) and not self.ours(keys).all()
 
     def _ours_at(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         assert self.ring is not None

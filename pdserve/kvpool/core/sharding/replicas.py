@@ -86,6 +86,13 @@ class Replicas:
                     replica.until_s = until_s
                     self._slots[slot] = replica
 
+    def add(self, slot: int, now_s: float) -> None:
+        """The page in this slot, reserved or committed, is a replica."""
+        facts = self._store.facts
+        grant = Grant(GRANTED, slot, 0, facts.sequence[slot])
+        slot_bytes = self._store.slots.slot_bytes(slot)
+        self.reserved(facts.namespace[slot], [self._store.key_of(slot)], [grant], slot_bytes, now_s)
+
     def expire(self, now_s: float, out: list[Action]) -> None:
         """Drop replicas whose lease has ended; forget such entries whose page is gone."""
         ended = takewhile(lambda slot: self._slots[slot].until_s <= now_s, self._slots)

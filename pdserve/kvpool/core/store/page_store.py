@@ -244,7 +244,7 @@ class PageStore(SlotStates):
             slots = np.fromiter(pages.committed.values(), np.int64, len(pages.committed))
             last_use = np.frombuffer(self.facts.last_use, np.uint64)[slots]
             self.reorder(pages, slots[np.argsort(last_use, kind="stable")])
-        bounds = [pages] if pages.family is None else [pages, pages.family]
+        bounds: list[NamespacePages | Family] = [pages] if pages.family is None else [pages, pages.family]
         if any(one.quota_bytes is not None and one.slot_bytes > one.quota_bytes for one in bounds):
             self._over_quota.add(namespace)
             self.next_work_s = 0.0

@@ -71,6 +71,16 @@ class SlotAllocator:
     def has_unassigned(self) -> bool:
         return bool(self._unassigned)
 
+    def available(self, slot_bytes: int, at_most: int) -> int:
+        """How many slots of this class `allocate` and `assign` can give, counted up to `at_most`."""
+        in_slab = self.slots_in(slot_bytes)
+        count = len(self._unassigned) * in_slab
+        for slab in self._partial.get(slot_bytes, ()):
+            if count >= at_most:
+                break
+            count += in_slab - self._live[slab]
+        return min(count, at_most)
+
     def allocate(self, slot_bytes: int, count: int) -> list[int]:
         """Free slots in slabs of this class, up to `count`."""
         partial = self._partial.get(slot_bytes)

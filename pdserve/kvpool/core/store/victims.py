@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from heapq import merge, nsmallest
 from itertools import islice
 from typing import Any
@@ -25,14 +25,25 @@ def best_victims(
     """Up to `count` slots that nobody holds. Each is the least recently used among the best victims of all
     orders. `skip` takes held slots that come before them out of their order, and says whether to look on.
     """
-    orders = list(orders)
-    if len(orders) > count:  # each tenant has some: those that begin later come to no turn
-        heads = [(facts.last_use[slot], n) for n, o in enumerate(orders) for slot in islice(o.victims(), 1)]
-        orders = [orders[n] for _, n in nsmallest(count, heads)]
+    orders, last_use = list(orders), facts.last_use
+    heads = enumerate(orders) if len(orders) > count else ()  # each tenant has orders of its own
+    first = [(last_use[slot], n) for n, order in heads for slot in islice(order.victims(), 1)]
+    near = [orders[n] for _, n in nsmallest(count, first)]  # the others come to no turn, if nothing is held
+    found = _merged(near, last_use, holds, count, skip) if near else []
+    return found if len(found) == count else _merged(orders, last_use, holds, count, skip)
+
+
+def _merged(
+    orders: Sequence[EvictionPolicy],
+    last_use: Sequence[int],
+    holds: Collection[int],
+    count: int,
+    skip: Callable[[list[int]], bool],
+) -> list[int]:
     each = [_free_of(order, holds, count, skip) for order in orders]
     if len(each) == 1:
         return each[0]
-    return list(islice(merge(*each, key=facts.last_use.__getitem__), count))
+    return list(islice(merge(*each, key=last_use.__getitem__), count))
 
 
 def _free_of(

@@ -20,14 +20,14 @@ from pdserve.kvpool.core.events import (
     PagesLoaded,
     PagesStored,
 )
-from pdserve.kvpool.core.sessions import Session
+from pdserve.kvpool.core.pending_gets import PendingGets
+from pdserve.kvpool.core.sessions import PendingGet
 from pdserve.kvpool.core.store.page_store import PageStore
 from pdserve.kvpool.core.tiering.demotion import Demotions
-from pdserve.kvpool.core.tiering.promotion import PinPage, Promotions
+from pdserve.kvpool.core.tiering.promotion import Promotions
 from pdserve.kvpool.core.tiering.tier_index import TierIndexes, TieringLimits, TierSpec
 from pdserve.kvpool.namespaces.catalog import Namespace, item_bytes
 from pdserve.kvpool.protocol.cluster_messages import NamespaceSettings, TierStatus
-from pdserve.kvpool.protocol.messages import Get, Pin
 from pdserve.kvpool.tiers.base import SpaceFacts
 
 TierEvent: TypeAlias = PagesFound | PagesStored | PagesGone | PagesLoaded
@@ -36,7 +36,7 @@ OnCommit: TypeAlias = Callable[[list[int], float, list[Action]], None]
 
 
 class Tiers:
-    """`settings(namespace)`: its settings, None if it is gone. `pin` gives a page to a client.
+    """`settings(namespace)`: its settings, None if it is gone. `gets` wait for pages that are loaded.
     `on_commit(slots, now_s, out)` is called for pages that were loaded, `found(namespace, key, now_s, out)`
     for pages that a tier turned out to have.
     """
@@ -47,14 +47,14 @@ class Tiers:
         tiers: Sequence[TierSpec],
         limits: TieringLimits,
         settings: Callable[[int], NamespaceSettings | None],
-        pin: PinPage,
+        gets: PendingGets,
         on_commit: OnCommit,
         found: Found,
     ) -> None:
         self._found = found
         self._index = TierIndexes(tiers)
         self._demotions = Demotions(store, self._index, limits, settings)
-        self._promotions = Promotions(store, self._index, limits, pin, self._loaded)
+        self._promotions = Promotions(store, self._index, limits, gets, self._loaded)
         self._on_commit = on_commit
         self._unwanted: set[int] = set()
         self._facts: dict[int, SpaceFacts] = {}  # by namespace
@@ -108,17 +108,14 @@ class Tiers:
             if self._demotions.unwanted(namespace):
                 self._unwanted.add(namespace)
 
-    def get(
-        self,
-        session: Session,
-        request: Get,
-        pins: list[Pin],
-        missing: list[int],
-        now_s: float,
-        out: list[Action],
-    ) -> bool:
-        """Load pages that a tier has, out of those at the indices `missing`. True if the Get waits."""
-        return self.any and self._promotions.begin(session, request, pins, missing, now_s, out)
+    def begin(self, get: PendingGet, missing: Sequence[int], now_s: float, out: list[Action]) -> list[int]:
+        """See `pending_gets.Source`."""
+        return self._promotions.begin(get, missing, now_s, out) if self.any else list(missing)
+
+    def leave(self, get: PendingGet, *, late: bool) -> None:
+        """See `pending_gets.Source`."""
+        if self.any:
+            self._promotions.leave(get, late=late)
 
     def give_way(self, namespace: int, key: bytes, out: list[Action]) -> bool:
         """Whether a load of the page is under way that is late, and is void from now on: see `Promotions`."""
@@ -203,13 +200,6 @@ class Tiers:
         self._promotions.clear(namespace, out)
         self._demotions.clear(namespace)
 
-    def expire(self, session: Session, now_s: float, out: list[Action]) -> None:
-        if session.gets:
-            self._promotions.expire(session, now_s, out)
-
-    def disconnected(self, session: Session) -> None:
-        self._promotions.disconnected(session)
-
     def pump(self, now_s: float, out: list[Action]) -> None:
         """Start the stores that are due. Called after all other decisions."""
         out += self._opened
@@ -243,6 +233,10 @@ class Tiers:
     def reserved_slots(self) -> list[int]:
         """The slots that are being filled from a tier."""
         return self._promotions.reserved_slots()
+
+    def waited_for(self, get: PendingGet) -> int:
+        """How many pages of the Get are being loaded. For tests."""
+        return self._promotions.waited_for(get)
 
     def check(self) -> None:
         """Assert the invariants. Slow: for tests."""

@@ -20,20 +20,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import Final
 
-from pdserve.kvpool.core.events import Action, Answer, LoadPages, PagesLoaded, SlotPage
-from pdserve.kvpool.core.sessions import PendingGet, Session
+from pdserve.kvpool.core.events import Action, LoadPages, PagesLoaded, SlotPage
+from pdserve.kvpool.core.pending_gets import PendingGets
+from pdserve.kvpool.core.sessions import PendingGet
 from pdserve.kvpool.core.store.index import NONE
 from pdserve.kvpool.core.store.page_store import PageStore
 from pdserve.kvpool.core.store.room import DropBudget
 from pdserve.kvpool.core.tiering.tier_index import TierIndexes, TieringLimits
-from pdserve.kvpool.protocol.messages import HIT, MISS, Get, Got, Pin
 from pdserve.kvpool.protocol.slot_table import QUARANTINED, RESERVED
 from pdserve.kvpool.tiers.base import GONE, LOADED, PageName, TierPage
 
 AHEAD_SHARE: Final = 1 / 4
-PinPage: TypeAlias = Callable[[Session, int, Get, float, list[Action]], Pin]
 
 
 @dataclass(slots=True, eq=False)
@@ -51,8 +50,8 @@ class Load:
 
 
 class Promotions:
-    """Loads of all sessions. `pin(session, slot, request, now_s, out)` gives a Get its page;
-    `on_commit(slots, now_s, out)` is called as pages become readable.
+    """Loads of all sessions, for `gets` that wait for them. `on_commit(slots, now_s, out)` is called as
+    pages become readable.
     """
 
     def __init__(
@@ -60,13 +59,13 @@ class Promotions:
         store: PageStore,
         index: TierIndexes,
         limits: TieringLimits,
-        pin: PinPage,
+        gets: PendingGets,
         on_commit: Callable[[list[int], float, list[Action]], None],
     ) -> None:
         self._store = store
         self._index = index
         self._limits = limits
-        self._pin = pin
+        self._gets = gets
         self._on_commit = on_commit
         self._loads: dict[int, Load] = {}  # by slot, including void loads
         self._by_name: dict[tuple[int, bytes], Load] = {}
@@ -78,31 +77,20 @@ class Promotions:
 
     # --- a Get
 
-    def begin(
-        self,
-        session: Session,
-        request: Get,
-        pins: list[Pin],
-        missing: list[int],
-        now_s: float,
-        out: list[Action],
-    ) -> bool:
-        """Load pages that a tier has, out of those at the indices `missing`. True if the Get waits."""
+    def begin(self, get: PendingGet, missing: Sequence[int], now_s: float, out: list[Action]) -> list[int]:
+        """See `Source.begin`."""
+        request, left = get.request, list[int]()
         length_bytes = sum(request.segment_bytes)
-        get = PendingGet(session, request, pins, 0, now_s + self._limits.promotion_timeout_s)
-        if request.id in session.gets:
-            return False  # a Get with this id waits already
         batches: dict[int, list[SlotPage]] = {}
         budget = self._store.drop_budget()
-        for place in missing:
-            load = self._load(request.namespace, request.keys[place], length_bytes, batches, budget, out)
-            if load is not None:
-                load.waiting.setdefault(get, []).append(place)
-                get.missing += 1
+        for index in missing:
+            load = self._load(request.namespace, request.keys[index], length_bytes, batches, budget, out)
+            if load is None:
+                left.append(index)
+            else:
+                load.waiting.setdefault(get, []).append(index)
         out.extend(LoadPages(tier, tuple(batch)) for tier, batch in batches.items())
-        if get.missing:
-            session.gets[request.id] = get
-        return bool(get.missing)
+        return left
 
     def ahead(self, namespace: int, keys: Sequence[bytes], out: list[Action]) -> None:
         """Load those of the pages that only a tier has, the first ones first, as far as there is room."""
@@ -212,44 +200,21 @@ class Promotions:
 
     def _resolve(self, load: Load, slot: int, now_s: float, out: list[Action]) -> None:
         """Tell the waiting Gets that the page is in `slot`; NONE: it is a miss."""
-        for get, places in load.waiting.items():
-            for place in places if slot != NONE else ():
-                pin = get.pins[place] = self._pin(get.session, slot, get.request, now_s, out)
-                if pin.status == HIT:
-                    get.promoted.append(place)
-            get.missing -= len(places)
-            if not get.missing:
-                self._answer(get, out)
-        load.waiting.clear()
-
-    def _answer(self, get: PendingGet, out: list[Action]) -> None:
-        del get.session.gets[get.request.id]
-        if get.session.reads:
-            pages = self._store.index.namespace(get.request.namespace)
-            pages.misses += sum(pin.status == MISS for pin in get.pins)
-        out.append(Answer(get.session.connection, Got(get.request.id, get.pins, below=get.promoted)))
+        waiting, load.waiting = load.waiting, {}
+        self._gets.arrived(waiting, slot, now_s, out, from_tier=True)
 
     # --- what happens meanwhile
 
-    def expire(self, session: Session, now_s: float, out: list[Action]) -> None:
-        for get in [get for get in session.gets.values() if get.deadline_s <= now_s]:
-            self.late += get.missing
-            for load in self._left(get):
+    def leave(self, get: PendingGet, *, late: bool) -> None:
+        """See `Source.leave`. Late loads go on, and no later Get waits for them."""
+        for key in get.request.keys:
+            load = self._by_name.get((get.request.namespace, key))
+            indices = load.waiting.pop(get, []) if load is not None else []
+            if load is not None and indices and late:
+                self.late += len(indices)
                 if not load.late:
                     load.late = True
                     self._index.late(load.tier, load.name)
-            self._answer(get, out)
-
-    def disconnected(self, session: Session) -> None:
-        """End the session's waiting Gets. Their loads continue: other clients may want the pages."""
-        for get in session.gets.values():
-            self._left(get)
-        session.gets.clear()
-
-    def _left(self, get: PendingGet) -> list[Load]:
-        """Remove the Get from its loads, and return these loads."""
-        loads = [self._by_name.get((get.request.namespace, key)) for key in get.request.keys]
-        return [load for load in loads if load is not None and load.waiting.pop(get, [])]
 
     def clear(self, namespace: int, out: list[Action]) -> None:
         """Void the loads in progress for the namespace."""
@@ -295,6 +260,7 @@ class Promotions:
             assert self._store.facts.sequence[slot] == load.sequence
             assert load.void == (self._by_name.get((load.namespace, load.name.key)) is not load)
         assert self._load_bytes == sum(self._store.slots.slot_bytes(slot) for slot in self._loads)
-        for get in {get for load in self._loads.values() for get in load.waiting}:
-            assert get.session.gets[get.request.id] is get
-            assert get.missing == sum(len(load.waiting.get(get, ())) for load in self._loads.values())
+
+    def waited_for(self, get: PendingGet) -> int:
+        """How many pages of the Get are being loaded. For tests."""
+        return sum(len(load.waiting.get(get, ())) for load in self._loads.values())

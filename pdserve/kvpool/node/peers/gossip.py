@@ -6,7 +6,7 @@ next and which one is dead. Here their decisions are carried out:
     join       before the node listens: ask the peers what they know (joining.py)
     watch      what the detector wants: pings, which are exchanges (anti_entropy.py), and the verdict
     tell       a change of this node's own goes to all members at once
-    apply      what was learnt goes to clients that asked for views, and to the node's own parts
+    apply      what was learnt goes to the node's own parts
 
 Every request has a time-out, and runs in a task of its own; there is at most one ping and one `tell` per
 member, so a member that hangs delays no other. Nothing here is kept on disk.
@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Final, TypeAlias
 
@@ -53,7 +53,6 @@ from pdserve.security.tls import Certificates
 logger = logging.getLogger(__name__)
 
 Handler: TypeAlias = Callable[[ClientConnection, Any], None]
-MAX_UNREAD_VIEW_BYTES: Final = 256 * 1024  # a client that has not read so much gets the view later
 IDLE_ROUNDS: Final = 30  # intervals of sync between looks for unused connections
 MAX_PROBES: Final = 64  # of nodes that others ask about, at a time
 STOP_TIMEOUT_S: Final = 0.5  # to take its key out of etcd
@@ -62,7 +61,7 @@ STOP_TIMEOUT_S: Final = 0.5  # to take its key out of etcd
 class Gossiper:
     """This node among the others.
 
-    `on_view` and `on_namespaces` are called with what changed, in the loop, and may call back. Whoever moves
+    `on_namespaces` are called with what changed, in the loop, and may call back. Whoever moves
     pages sets `moves_pages` before the node starts, and calls `settle(epoch)` when nothing is left here
     that others own; else the node counts as settled at once.
     """
@@ -72,11 +71,10 @@ class Gossiper:
         config: PoolNodeConfig,
         certificates: Certificates,
         incarnation: int,
-        connections: Mapping[int, ClientConnection],
         fail: Callable[[PdserveError], None],
         before: Before | None = None,
     ) -> None:
-        """`connections`: the node's clients. `fail` ends the node. `before`: set after an upgrade."""
+        """`fail` ends the node. `before`: set after an upgrade."""
         self.config = config
         self.timing = d.Timing(config.cluster.ping_timeout_s)
         self._fail = fail
@@ -90,14 +88,12 @@ class Gossiper:
             ACTIVE if before is None else before.status,
         )
         self.moves_pages = False
-        self.on_view: list[Callable[[View], None]] = []
         self.on_change: list[Callable[[], None]] = []  # any change of what is known of the members
         self.on_namespaces: list[Callable[[list[NamespaceRecord]], None]] = []
         hello = make_hello(f"node {config.name}", "", "none", config.cluster.token)
-        self.links = PeerControls(replace(hello, node=config.name), certificates)
+        self.hello = replace(hello, node=config.name)
+        self.links = PeerControls(self.hello, certificates)
         self.links.on_upgrading = lambda node: self._feed(d.Upgrading(node))
-        self._connections = connections
-        self._unaware: set[int] = set()  # connections that have yet to be told the newest view
         self.anti_entropy = AntiEntropy(
             self.cluster, self.links, self.timing.ping_timeout_s, self.apply, self._spawn
         )
@@ -211,23 +207,6 @@ class Gossiper:
     def _view_changed(self) -> None:
         view = self.view
         logger.info("node %s: epoch %d: %s", self.name, view.epoch, ", ".join(n.node for n in view.nodes))
-        self._unaware = {
-            number
-            for number, connection in self._connections.items()
-            if connection.hello is not None and connection.hello.views
-        }
-        self.push_views()
-        for told in self.on_view:
-            told(view)
-
-    def push_views(self) -> None:
-        """Tell the clients that lack the newest view; one that reads too slowly is told at the next call."""
-        for number in list(self._unaware):
-            connection = self._connections.get(number)
-            if connection is None or connection.unread_bytes <= MAX_UNREAD_VIEW_BYTES:
-                self._unaware.discard(number)
-                if connection is not None:
-                    connection.send(self.view)
 
     def with_members(self, report: m.StatusReport) -> m.StatusReport:
         """The node's status with what it knows of the others."""
@@ -308,7 +287,6 @@ class Gossiper:
             rounds += 1
             self.cluster.registry.expire(clock_ms())
             self.apply(self.cluster.tidy(time.time_ns() // 1_000_000))
-            self.push_views()
             self.joining.look_for_seeds()
             if rounds % IDLE_ROUNDS == 0:
                 self.links.close_idle()

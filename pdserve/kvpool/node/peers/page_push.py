@@ -1,28 +1,20 @@
 """Pages of this node into the memory of other nodes: carries out PushPages.
 
-A push is an ordinary client's put: Reserve, the bytes, Commit, over mapped memory on one host, UCX or TCP
-otherwise. The pages are pinned here meanwhile, by the node's own session (`LocalSession`), which also loads
-those that only a tier has. Their bytes are checked before the commit; checksums and ages are carried over.
-
-Every request to another node is made by a thread of its own, on a connection that one request uses at a
-time. It has a deadline, and ends in exactly one answer; when it has, nothing reads our memory for it. The
-deadline is well within the leases of the pins here and of the reservations there. A thread that is later than
-that does not commit.
+A push is an ordinary client's put: Reserve, the bytes, Commit. The pages are pinned here meanwhile, by the
+node's own session (`LocalSession`), which also loads those that only a tier has. Their bytes are checked
+before the commit; checksums and ages are carried over. The deadline of each request is well within the leases
+of the pins here and of the reservations there. A thread that is later than that does not commit.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, TypeAlias, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Final
 
-import msgspec
-
-from pdserve.errors import PdserveError, PoolRefused, PoolTimeout, PoolUnavailable
+from pdserve.errors import PdserveError, PoolRefused, PoolUnavailable
 from pdserve.kvpool.cluster.membership import Cluster
 from pdserve.kvpool.core.events import (
     FAILED,
@@ -40,14 +32,10 @@ from pdserve.kvpool.core.events import (
 )
 from pdserve.kvpool.namespaces.catalog import Namespaces
 from pdserve.kvpool.node.config.node import PoolNodeConfig
+from pdserve.kvpool.node.peers.peer_link import PeerLink, Space, address_of, in_thread, space_of
 from pdserve.kvpool.protocol import messages as m
-from pdserve.kvpool.protocol.frames import expected
 from pdserve.kvpool.protocol.messages import Abort, Release, Reply, Request
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
-from pdserve.kvpool.transports.base import Connection
-from pdserve.kvpool.transports.control import make_hello
-from pdserve.kvpool.transports.data_path import connect_channel, open_data_path
-from pdserve.kvpool.transports.shm import host_id
 from pdserve.security.tls import Certificates
 
 logger = logging.getLogger(__name__)
@@ -56,10 +44,6 @@ STOP_TIMEOUT_S: Final = 2.0  # for threads to end
 TIMEOUT_S = 5.0  # of one request to another node, and more for a large batch
 SLOWEST_BYTES_S: Final = 20e6  # a batch may take as long as it would at this rate
 LEASE_SHARE: Final = 0.8  # of a lease that one push may take
-
-Space: TypeAlias = tuple[str, Mapping[str, str], int]  # a namespace's name, geometry, generation
-T = TypeVar("T")
-R = TypeVar("R", bound=m.Reply)
 
 _OUTCOMES: Final = {
     m.PRESENT: TAKEN,
@@ -94,7 +78,7 @@ class PagePusher:
         self._local = local
         self._feed = feed
         self._loop = asyncio.get_running_loop()
-        self._links: dict[tuple[str, bool], tuple[asyncio.Lock, PeerLink]] = {}  # by peer; of replicas or not
+        self._links: dict[tuple[str, str], tuple[asyncio.Lock, PeerLink]] = {}  # by peer and purpose
         self._tasks: set[asyncio.Task[None]] = set()
 
     def push(self, push: PushPages) -> None:
@@ -115,7 +99,7 @@ class PagePusher:
     def drop_links(self) -> None:
         """Close the connections to nodes that are not alive, or are elsewhere now."""
         for (peer, purpose), (lock, link) in list(self._links.items()):
-            if self._address(peer) != link.address and not lock.locked():
+            if address_of(self._cluster, peer) != link.address and not lock.locked():
                 del self._links[peer, purpose]
                 link.close()
 
@@ -123,7 +107,7 @@ class PagePusher:
         outcomes = dict.fromkeys(push.keys, FAILED)
         copied: Counter[str] = Counter()
         try:
-            space = self._space(push.namespace)
+            space = space_of(self._namespaces, push.namespace)
             for keys, length_bytes in _messages(push):
                 if self.closed:
                     return
@@ -142,14 +126,17 @@ class PagePusher:
         """Pages of one length, as many as a message may be for. Raises PoolError when the peer failed."""
         lease_s = LEASE_SHARE * self._config.lease_s
         allowed_s = TIMEOUT_S + len(keys) * length_bytes / SLOWEST_BYTES_S
-        lock, link = self._link(push.node, replica=push.replica)
+        target = push.node, "written" if push.written else "replicas" if push.replica else "moved"
+        lock, link = self._links.setdefault(
+            target, (asyncio.Lock(), PeerLink(self._config, self._certificates, push.node))
+        )
         async with lock:
-            self._links.setdefault((push.node, push.replica), (lock, link))  # it may have been away meanwhile
-            self._locate(link)
+            self._links.setdefault(target, (lock, link))  # it may have been away meanwhile
+            link.locate(self._cluster)
             deadline_s = self._loop.time() + min(lease_s, allowed_s)
             try:
-                grants = await _in_thread(
-                    lambda: link.reserve(space, keys, length_bytes, push.replica, deadline_s), push.node
+                grants = await in_thread(
+                    lambda: link.reserve(space, keys, length_bytes, push, deadline_s), push.node
                 )
             except PoolRefused as error:  # the namespace is another there, by now or still
                 if link.is_open:
@@ -186,7 +173,7 @@ class PagePusher:
         hits = [i for i, pin in enumerate(pins) if pin.status == m.HIT]
         asked_s = self._loop.time()
         try:
-            ends = await _in_thread(
+            ends = await in_thread(
                 lambda: link.fill(
                     [(granted[keys[i]], pins[i]) for i in hits],
                     [grant for i, grant in enumerate(granted.values()) if pins[i].status != m.HIT],
@@ -225,144 +212,6 @@ class PagePusher:
             keys, sequences = [key for key, _ in damaged], [pin.sequence for _, pin in damaged]
             logger.warning("node %s: %d damaged pages are dropped", self._config.name, len(keys))
             self._feed(Received(LOCAL, m.Discard(0, namespace, keys, sequences)))
-
-    # --- the other nodes
-
-    def _address(self, peer: str) -> str | None:
-        """Of a living member."""
-        return next((mb.address for mb in self._cluster.alive() if mb.node == peer), None)
-
-    def _link(self, peer: str, *, replica: bool) -> tuple[asyncio.Lock, PeerLink]:
-        new = asyncio.Lock(), PeerLink(self._config, self._certificates, peer)
-        return self._links.setdefault((peer, replica), new)
-
-    def _locate(self, link: PeerLink) -> None:
-        """Raises PoolUnavailable."""
-        address = self._address(link.peer)
-        if address is None:
-            raise PoolUnavailable(f"pool node {link.peer} is not in the pool any more")
-        if link.address != address:  # it came back elsewhere
-            link.close()
-            link.address = address
-
-    def _space(self, number: int) -> Space:
-        """Raises PoolRefused."""
-        if number not in self._namespaces:
-            raise PoolRefused(f"there is no namespace number {number} any more")
-        namespace = self._namespaces[number]
-        return namespace.name, namespace.geometry, namespace.generation
-
-
-class PeerLink:
-    """One data connection to another node, opened when first used, and again after `close`; for one thread at
-    a time. After any error it must be closed, and before its `address` changes. All methods raise
-    PoolUnavailable, PoolTimeout, PoolRefused.
-    """
-
-    def __init__(self, config: PoolNodeConfig, certificates: Certificates, peer: str) -> None:
-        self.peer = peer
-        self.address = ""
-        self._config = config
-        self._certificates = certificates
-        self._connection: Connection | None = None
-        self._numbers: dict[tuple[str, int], int] = {}  # of the namespaces that are open
-        self._last_id = 0
-
-    @property
-    def is_open(self) -> bool:
-        return self._connection is not None
-
-    def reserve(
-        self, space: Space, keys: list[bytes], length_bytes: int, replica: bool, deadline_s: float
-    ) -> list[m.Grant]:
-        """The peer's answer for each page."""
-        if self._connection is None:
-            self._connection = self._connect(deadline_s)
-        number = self._open(space, deadline_s)
-        request = m.Reserve(self._id(), number, keys, [length_bytes], replica)
-        try:
-            grants = self._ask(request, m.Reserved, deadline_s).grants
-        except PoolRefused:
-            self._numbers.clear()  # it was dropped there
-            raise
-        if len(grants) != len(keys):
-            self.close()
-            raise PoolRefused(f"pool node {self.peer} answered {len(grants)} of {len(keys)} keys")
-        return grants
-
-    def fill(
-        self,
-        pages: Sequence[tuple[m.Grant, m.Pin]],
-        unused: Sequence[m.Grant],
-        data: Sequence[Bytes1D],
-        ages_s: Sequence[float],
-        asked_s: float,
-        deadline_s: float,
-    ) -> list[int]:
-        """Copy pinned pages, whose bytes are `data`, into granted slots, and commit them; give back `unused`.
-        What became of each page: TAKEN, LATER, or GONE where its bytes are not what was written.
-        """
-        connection = self._connection
-        assert connection is not None
-        grants = [grant for grant, _ in pages]
-        checksums = connection.write_pages(grants, [[page] for page in data], deadline_s) if pages else []
-        good = [pin.checksum in (0, sum_) for (_, pin), sum_ in zip(pages, checksums, strict=True)]
-        bad = [*unused, *(grant for grant, ok in zip(grants, good, strict=True) if not ok)]
-        if bad:
-            connection.post(m.Abort([grant.slot for grant in bad], [grant.sequence for grant in bad]))
-        kept = [i for i, ok in enumerate(good) if ok]
-        now_s = time.monotonic()
-        if now_s >= deadline_s:
-            raise PoolTimeout(f"pool node {self.peer}: pages took too long")
-        mask = b""
-        if kept:
-            commit = m.Commit(
-                self._id(),
-                [grants[i].slot for i in kept],
-                [grants[i].sequence for i in kept],
-                [checksums[i] for i in kept],
-                [ages_s[i] + now_s - asked_s for i in kept] if ages_s else [],
-            )
-            mask = self._ask(commit, m.Committed, deadline_s).mask
-        ends = [GONE] * len(pages)
-        for i, ok in zip(kept, mask, strict=True):
-            ends[i] = TAKEN if ok else LATER
-        return ends
-
-    def close(self) -> None:
-        """Idempotent. Not while a thread uses it."""
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-        self._numbers.clear()  # the peer's next incarnation may give them to others
-
-    def _open(self, space: Space, deadline_s: float) -> int:
-        """The peer's number of a namespace."""
-        name, geometry, generation = space
-        number = self._numbers.get((name, generation))
-        if number is None:
-            request = m.OpenNamespace(self._id(), name, dict(geometry), generation)
-            number = self._numbers[name, generation] = self._ask(request, m.Opened, deadline_s).namespace
-        return number
-
-    def _ask(self, request: m.Request, kind: type[R], deadline_s: float) -> R:
-        assert self._connection is not None
-        return expected(self._connection.call(request, deadline_s), kind, self.peer)
-
-    def _connect(self, deadline_s: float) -> Connection:
-        config = self._config
-        hello = make_hello(f"node {config.name}", host_id(), "auto", config.cluster.token)
-        hello = msgspec.structs.replace(hello, node=config.name)
-        tls = self._certificates.client_context
-        channel = connect_channel(self.address, hello, deadline_s, tls=tls)
-        if channel.welcome.node != self.peer:
-            channel.close()
-            raise PoolRefused(f"at {self.address} is pool node {channel.welcome.node}, not {self.peer}")
-        return open_data_path(channel, ucx=config.ucx.settings, checksum=True, deadline_s=deadline_s, tls=tls)
-
-    def _id(self) -> int:
-        self._last_id += 1
-        return self._last_id
 
 
 class LocalSession:
@@ -421,31 +270,3 @@ def _messages(push: PushPages) -> Iterator[tuple[list[bytes], int]]:
         most = m.pages_a_message(length)
         for start in range(0, len(keys), most):
             yield keys[start : start + most], length
-
-
-async def _in_thread(work: Callable[[], T], peer: str) -> T:
-    """Run in a thread that does not outlive the process. Not cancellable: its caller must see its end."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def deliver(result: Any, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
-
-    def run() -> None:
-        result, error = None, None
-        try:
-            result = work()
-        except BaseException as raised:  # boundary: this thread. Who awaits it gets the error.
-            error = raised
-        try:
-            loop.call_soon_threadsafe(deliver, result, error)
-        except RuntimeError:  # the loop is closed: the node has stopped
-            logger.debug("a push to %s ended after its node", peer)
-
-    threading.Thread(target=run, name=f"pdserve-push-{peer}", daemon=True).start()
-    return await future

@@ -16,6 +16,7 @@ from pdserve.kvpool.cluster.ring import Ring
 from pdserve.kvpool.core.events import Event, Settled, ViewChanged
 from pdserve.kvpool.node.config.node import PoolNodeConfig
 from pdserve.kvpool.node.peers.gossip import Gossiper, Handler
+from pdserve.kvpool.node.peers.page_fetch import PageFetcher
 from pdserve.kvpool.node.peers.page_push import PagePusher
 from pdserve.kvpool.node.serving.connection import ClientConnection
 from pdserve.kvpool.protocol import messages as m
@@ -33,13 +34,13 @@ class Rebalancer:
         self,
         config: PoolNodeConfig,
         gossip: Gossiper,
-        pusher: PagePusher,
+        movers: tuple[PagePusher, PageFetcher],
         feed: Callable[[Event], None],
         stop: Callable[[], None],
     ) -> None:
         self._config = config
         self._gossip = gossip
-        self._pusher = pusher
+        self._movers = movers
         self._feed = feed
         self._stop = stop
         self._loop = asyncio.get_running_loop()
@@ -60,13 +61,15 @@ class Rebalancer:
         """The members or the view changed, perhaps."""
         cluster = self._gossip.cluster
         view, stable = cluster.view, cluster.settled
-        if self._pusher.closed or self._seen == (view.epoch, stable):
+        if self._movers[0].closed or self._seen == (view.epoch, stable):
             return
         if self._seen is None or self._seen[0] != view.epoch:
             self._ring = Ring(view.nodes, view.epoch)
-            self._pusher.drop_links()
+            for mover in self._movers:
+                mover.drop_links()
         self._seen = (view.epoch, stable)
-        self._feed(ViewChanged(self._ring, stable))
+        previous = Ring(view.previous) if view.previous else None
+        self._feed(ViewChanged(self._ring, stable, previous))
         if cluster.me.status == LEFT and self._config.stop_when_drained:
             self._loop.call_later(LEFT_GRACE_S, self._stop)
         if self._leaving and cluster.me.status == ACTIVE:

@@ -181,6 +181,13 @@ class SegmentFile(Segment):
             _erase(self._fd, start, end - start)
         os.fdatasync(self._fd)
 
+    def erased(self) -> set[int]:
+        """The records that were freed, now or at an earlier start."""
+        found = os.fstat(self._fd)
+        if found.st_blocks * 512 >= found.st_size:
+            return set()
+        return {n for n in range(len(self)) if _is_hole(self._fd, self.block(n) * BLOCK_BYTES)}
+
     def _append(self, record: Record) -> None:
         self._records.append(record)
         self.add(record)
@@ -288,6 +295,13 @@ def _erase(fd: int, offset: int, size: int) -> None:
     zeros = mmap.mmap(-1, min(size, ZEROS_BYTES))
     for at in range(offset, offset + size, len(zeros)):
         _write(fd, [memoryview(zeros)[: offset + size - at]], at)
+
+
+def _is_hole(fd: int, offset: int) -> bool:
+    try:
+        return os.lseek(fd, offset, os.SEEK_DATA) != offset
+    except OSError as error:  # there are no data behind it
+        return error.errno == errno.ENXIO
 
 
 def _read(fd: int, buffers: Sequence[memoryview | mmap.mmap | PageMemory], offset: int) -> int:

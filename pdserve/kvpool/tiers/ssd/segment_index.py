@@ -96,10 +96,6 @@ class Segment:
     def space(self, ordinal: int) -> int:
         return self._spaces[ordinal]
 
-    def spaces(self) -> Sequence[int]:
-        """Of all records."""
-        return self._spaces
-
     def length(self, ordinal: int) -> int:
         """Bytes of the page."""
         return self._lengths[ordinal]

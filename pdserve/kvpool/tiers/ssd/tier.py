@@ -154,11 +154,12 @@ class SegmentTier:
 
     def _adopt(self, segment: SegmentFile, known: set[int]) -> list[TierPage]:
         """Index the pages of known spaces in a found segment. Returns these pages."""
-        valid = [(n, page) for n, page in enumerate(segment.take_pages()) if page.space in known]
+        erased, pages = segment.erased(), segment.take_pages()
+        valid = [(n, page) for n, page in enumerate(pages) if page.space in known and n not in erased]
         self._last_number = max(self._last_number, segment.number)
         self._index.add_segment(segment)
         self._index.insert(segment, [ordinal for ordinal, _ in valid])
-        dead = [n for n, space in enumerate(segment.spaces()) if space not in known]
+        dead = [n for n, page in enumerate(pages) if page.space not in known and n not in erased]
         if dead and (problem := self._erase(segment, dead)):  # it may have been killed while it erased them
             logger.warning("node %s: void pages are not erased: %s", self._settings.node, problem)
         before = segment.file_bytes

@@ -24,6 +24,7 @@ from pdserve.kvpool.core.events import (
     Settled,
     ViewChanged,
 )
+from pdserve.kvpool.core.pending_gets import PendingGets
 from pdserve.kvpool.core.sessions import Limits
 from pdserve.kvpool.core.sharding import handover
 from pdserve.kvpool.core.sharding.coordinator import DISPLACED_SHARE, Sharding
@@ -162,22 +163,6 @@ def test_the_pages_last_read_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {key(n) for n in read} <= {k for ask in asks[: len(asks) // 2] for k in ask.keys}
 
 
-@pytest.mark.parametrize("commits", [True, False])
-def test_a_page_that_a_client_reserved_before_is_waited_for_and_goes_too(commits: bool) -> None:
-    node = Node(slabs=8)
-    client = node.connect()
-    grants = node.reserve(client, node.open(client), *ALL)
-    node.do(ViewChanged(ring_of(3, 5), False))
-    assert move_all(node, seconds=5.0) == ([], [])
-    if commits:
-        node.commit(client, *grants)
-    else:
-        node.abort(client, *grants)
-    asks, settled = move_all(node)
-    assert told(asks) == (foreign() if commits else {})
-    assert settled == [5]
-
-
 def test_another_view_begins_anew_and_waits_for_the_push_under_way() -> None:
     node = node_of_three()
     first = {ask.node: ask for ask in pushes(node.actions)}
@@ -311,7 +296,9 @@ def node_with_tiers(*, stable: bool = False, ready: bool = True, **limits: Any) 
     node, tiers = node_of_three(), FakeTiers()
     tiers.ready = ready
     tiers.pages = {1: {key(n): 100 + n for n in range(40, 160)}}
-    node.state.sharding = Sharding("n0", node.state.store, Limits(copy_lease_s=10.0, **limits), tiers)
+    gets = PendingGets(node.state.store, node.state._pin)
+    limits_ = Limits(copy_lease_s=10.0, **limits)
+    node.state.sharding = Sharding("n0", node.state.store, limits_, tiers, gets, lambda *_: None)
     node.do(ViewChanged(ring_of(3, 5), stable))
     return node, tiers
 

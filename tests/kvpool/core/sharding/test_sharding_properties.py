@@ -1,4 +1,4 @@
-"""The clients of client_machine under views that change: foreign pages, replicas, pushes with any end."""
+"""The clients of client_machine under views that change: pages of others, replicas, pushes with any end."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from pdserve.kvpool.core.events import (
     TAKEN,
     Action,
     Connected,
+    FetchPages,
+    PagesFetched,
     PagesPushed,
     PushPages,
     ViewChanged,
@@ -48,11 +50,8 @@ class ClientsOfMany(Clients):
             self.ring = Ring([NODES[i] for i in nodes], self.epoch)
         self.act(self.node.do(ViewChanged(self.ring, stable)))
 
-    def foreign(self, k: int) -> bool:
-        alone = [node.node for node in self.ring.nodes] == ["n0"]
-        if not self.epoch or alone:
-            return False
-        return not self.ring.nodes or self.ring.owner(key(k)).node != "n0"
+    def waits_to_read(self, namespace: int, k: int) -> bool:
+        return key(k) in self.node.state.store.index.namespace(namespace).writing
 
     @rule(ns=st.integers(0, 1), keys=KEYS, ok=st.booleans())
     def replica(self, ns: int, keys: list[int], ok: bool) -> None:
@@ -73,8 +72,17 @@ class ClientsOfMany(Clients):
             self.node.abort(LOCAL, *granted)
 
     def act(self, actions: list[Action]) -> list[Action]:
-        self.pushes += [action for action in actions if isinstance(action, PushPages)]
-        return super().act(actions)
+        """Other nodes have no page that is fetched, and take what clients write."""
+        self.pushes += [one for one in actions if isinstance(one, PushPages) and not one.written]
+        actions = [*super().act(actions)]
+        for one in list(actions):
+            count = len(getattr(one, "keys", ()))
+            if isinstance(one, FetchPages):
+                ended = PagesFetched(one, bytes([GONE] * count), [0] * count, [0.0] * count)
+                actions += self.act(self.node.do(ended))
+            elif isinstance(one, PushPages) and one.written:
+                actions += self.act(self.node.do(PagesPushed(one, bytes([TAKEN] * count), count)))
+        return actions
 
     @rule(seconds=TIMES, end=st.sampled_from([TAKEN, TAKEN, LATER, NO_ROOM, GONE, FAILED]))
     def pushed(self, seconds: float, end: int) -> None:

@@ -207,33 +207,6 @@ def test_whatever_a_client_says_only_its_own_slot_changes(
 # --- cancelled receives
 
 
-def test_nothing_is_written_into_a_slot_after_its_receive_was_reported_as_cancelled(
-    node: RunningServer, peer: Peer
-) -> None:
-    tag = node.receive(peer.connection, 0, MIB)
-    peer.write(tag, bytes([1]) * (MIB // 2), MIB)
-    while not node.arena[MIB // 2 - 1]:
-        pass
-    node.cancel(peer.connection, tag)
-    assert not node.outcome(tag)
-    node.arena[:MIB] = MARK  # another page's now
-    peer.sock.sendall(bytes([2]) * (MIB // 2))
-    assert works(node, peer)  # the rest was read before this
-    assert (node.arena[:MIB] == MARK).all()
-
-
-def test_a_page_that_comes_after_it_was_cancelled_is_dropped_and_the_connection_goes_on(
-    node: RunningServer, peer: Peer
-) -> None:
-    node.arena[: 4 * MIB] = MARK
-    tag = node.receive(peer.connection, 0, 4 * MIB)
-    node.cancel(peer.connection, tag)
-    assert not node.outcome(tag)
-    peer.write(tag, bytes(4 * MIB))
-    assert works(node, peer)
-    assert (node.arena[: 4 * MIB] == MARK).all()
-
-
 def test_a_client_that_does_not_finish_a_cancelled_page_is_ended() -> None:
     with running(stall_timeout_s=0.2) as node:
         peer = Peer(node)

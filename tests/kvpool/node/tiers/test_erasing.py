@@ -119,6 +119,23 @@ def test_no_byte_of_single_pages_that_were_deleted_is_left_anywhere(searched: Se
     assert all(searched.ask(lambda pool: pool.exists([key(n) for n in rest], "acme")))
 
 
+def test_clients_go_on_with_a_tenant_whose_pages_were_deleted(searched: Searched) -> None:
+    keys, pages = [key(n) for n in ACME], [(contents(n, PAGE),) for n in ACME]
+
+    async def deleted(pool: AsyncPoolClient) -> tuple[list[bool], list[bool]]:
+        before = await pool.exists(keys, "acme")
+        assert not [one for one in (await pool.erase_tenant("acme")).values() if isinstance(one, PoolError)]
+        return before, await pool.exists(keys, "acme")
+
+    with closing(PoolClient(client_of(searched.nodes), "chat@1", GEOMETRY)) as pool:
+        assert all(pool.put(keys, pages, "acme"))
+        assert searched.ask(deleted) == ([True] * len(keys), [False] * len(keys))
+        assert pool.exists(keys, "acme") == [False] * len(keys)
+        assert all(pool.put(keys, pages, "acme"))
+        assert all(pool.exists(keys, "acme"))
+        assert pool.counters.failures == 0
+
+
 def test_a_node_that_was_away_erases_what_was_deleted_meanwhile(searched: Searched) -> None:
     searched.put()
     away = searched.nodes[1]

@@ -1,0 +1,49 @@
+"""Which of a pool's nodes a client speaks with."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from pdserve.errors import ConfigError
+from pdserve.kvpool.client import doors
+from pdserve.kvpool.client.config import PoolNodeRef
+from pdserve.kvpool.client.doors import is_of_this_host, nearest_first
+
+
+def names(*addresses: str) -> list[str]:
+    refs = [PoolNodeRef(node=str(i), address=address) for i, address in enumerate(addresses)]
+    return [ref.node for ref in nearest_first(refs)]
+
+
+def test_nodes_of_this_host_come_first_those_with_a_socket_before_all() -> None:
+    assert names("tcp:198.51.100.1:1", "tcp:127.0.0.1:1", "unix:/b", "tcp:localhost:1", "unix:/a")[:4] == [
+        "2", "4", "1", "3",
+    ]  # fmt: skip
+    with pytest.raises(ConfigError):
+        names("tcp:host")
+
+
+def test_hosts_without_a_node_spread_over_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = set()
+    for number in range(40):
+        monkeypatch.setattr(doors.socket, "gethostname", lambda name=f"host{number}": name)
+        order = names("tcp:198.51.100.1:1", "tcp:198.51.100.2:1", "tcp:198.51.100.3:1")
+        assert order == names("tcp:198.51.100.1:1", "tcp:198.51.100.2:1", "tcp:198.51.100.3:1")
+        first.add(order[0])
+    assert first == {"0", "1", "2"}
+
+
+@pytest.mark.parametrize(
+    ("host", "is_ours"),
+    [
+        ("127.0.0.1", True),
+        ("::1", True),
+        (socket.gethostname(), True),
+        ("198.51.100.1", False),
+        ("other", False),
+    ],
+)
+def test_whether_an_address_is_of_this_host_is_known_without_a_look_up(host: str, is_ours: bool) -> None:
+    assert is_of_this_host(host) == is_ours

@@ -1,0 +1,169 @@
+"""A client speaks with one node, and has the whole pool: three real nodes, connections to one of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from pdserve.kvpool.node.peers import peer_link
+from pdserve.kvpool.protocol import messages as m
+from tests.support.kvpool.moving_nodes import Client, Nodes
+from tests.support.kvpool.nodes import PAGE_BYTES, keys, soon
+
+NAMES = ("n0", "n1", "n2")
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def pool(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
+    if request.param == "tcp":  # as if the other nodes were on other hosts
+        hello = peer_link.make_hello
+        monkeypatch.setattr(
+            peer_link, "make_hello", lambda name, host, path, token: hello(name, "", "tcp", token)
+        )
+    nodes = Nodes(tmp_path)
+    for name in NAMES:
+        nodes.start(name, join=False)
+    nodes.tell()
+    nodes.settle()
+    yield nodes
+    nodes.close()
+
+
+def owned(pool: Nodes, count: int, seed: int = 1) -> dict[str, list[bytes]]:
+    """New keys by the node that owns them."""
+    found, ring = keys(count, seed), pool.ring()
+    return {name: [key for key in found if ring.owner(key).node == name] for name in NAMES}
+
+
+def ask(client: Client, request: m.Request) -> m.Reply:
+    return client.connection.call(request, soon())
+
+
+def exists(client: Client, wanted: list[bytes]) -> bytes:
+    reply = ask(client, m.Exists(7, client.namespace, wanted))
+    assert isinstance(reply, m.Present)
+    return reply.mask
+
+
+def test_what_is_written_at_one_node_is_at_its_owners_when_it_is_acknowledged(pool: Nodes) -> None:
+    wanted = owned(pool, 60)
+    with pool.client("n0") as client:
+        every = [key for own in wanted.values() for key in own]
+        assert client.put(every) == every
+        for name, own in wanted.items():
+            assert all(name in pool.holders(key) for key in own)
+    for name in NAMES:  # a reader at any node has all of it
+        with pool.client(name) as client:
+            assert exists(client, [*every, b"?" * 32]) == bytes([1] * len(every) + [0])
+            assert client.get([*every, b"?" * 32]) == every
+    pool.settle()
+
+
+def test_a_page_of_another_node_comes_once_for_all_who_read_it(pool: Nodes) -> None:
+    wanted = owned(pool, 90)["n1"]
+    with pool.client("n1") as client:
+        assert client.put(wanted) == wanted
+    together = threading.Barrier(6)
+
+    def read(_: int) -> list[bytes]:
+        with pool.client("n0") as client:
+            together.wait(20)
+            return client.get(wanted)
+
+    with ThreadPoolExecutor(6) as threads:
+        assert list(threads.map(read, range(6))) == [wanted] * 6
+    assert pool.counters("n0")["pages_fetched"] == len(wanted)
+    assert all(pool.holders(key) == ["n0", "n1"] for key in wanted)
+
+
+def test_a_wait_ends_when_another_node_has_the_page(pool: Nodes) -> None:
+    wanted = owned(pool, 60)
+    some = [own[0] for own in wanted.values()]
+    with pool.client("n0") as client, pool.client("n2") as writer, ThreadPoolExecutor(1) as thread:
+        begun_s = time.monotonic()
+        reply = thread.submit(ask, client, m.Wait(8, client.namespace, some, 15.0))
+        assert writer.put(some) == some
+        found = reply.result(20)
+        assert isinstance(found, m.Present)
+        assert found.mask == b"\1\1\1"
+        assert time.monotonic() - begun_s < 14
+        late = ask(client, m.Wait(9, client.namespace, [*some, b"?" * 32], 0.3))
+        assert isinstance(late, m.Present)
+        assert late.mask == b"\1\1\1\0"
+
+
+def test_pages_are_dropped_everywhere(pool: Nodes) -> None:
+    every = [key for own in owned(pool, 30).values() for key in own]
+    with pool.client("n0") as client, pool.client("n1") as other:
+        assert client.put(every) == every
+        assert other.get(every) == every
+        reply = ask(client, m.Discard(7, client.namespace, every[:10], []))
+        assert isinstance(reply, m.Done)
+        assert reply.count >= 10
+        assert other.get(every) == every[10:]
+        cleared = ask(other, m.Clear(8, other.namespace))
+        assert isinstance(cleared, m.Done)
+        assert cleared.count >= 20
+        assert client.get(every) == []
+        assert exists(client, every) == bytes(30)
+
+
+def test_a_node_that_is_gone_costs_misses_of_its_pages_and_a_short_time(pool: Nodes) -> None:
+    wanted = owned(pool, 60)
+    with pool.client("n0") as client:
+        every = [key for own in wanted.values() for key in own]
+        assert client.put(every) == every
+        pool.run(pool.nodes["n0"].fetcher.drop_links)
+        kept = [key for key in every if "n0" in pool.holders(key)]
+        assert kept == every  # replicas of what it wrote
+        fresh = owned(pool, 60, seed=2)
+        with pool.client("n1") as writer:
+            assert writer.put(fresh["n1"]) == fresh["n1"]
+            assert writer.put(fresh["n2"]) == fresh["n2"]
+        pool.stop("n1")
+        begun_s = time.monotonic()
+        assert client.get([*fresh["n1"], *fresh["n2"]]) == fresh["n2"]
+        assert exists(client, fresh["n1"]) == bytes(len(fresh["n1"]))
+        assert time.monotonic() - begun_s < 5
+
+
+def test_what_is_fetched_makes_room_first(pool: Nodes) -> None:
+    """The working set of a node's own pages does not suffer from what its clients read elsewhere."""
+    capacity = 32 << 20
+    own = owned(pool, 3 * capacity // PAGE_BYTES, seed=3)
+    half = own["n0"][: capacity // PAGE_BYTES // 2]
+    with pool.client("n0") as client, pool.client("n1") as other:
+        assert client.put(half) == half
+        for start in range(0, len(own["n1"]), 128):
+            some = own["n1"][start : start + 128]
+            other.put(some)
+            client.get(some)
+        assert pool.counters("n0")["pages_fetched"] > capacity // PAGE_BYTES // 2
+        assert client.get(half) == half
+
+
+def test_what_is_erased_at_one_node_is_left_at_none(pool: Nodes) -> None:
+    every = [key for own in owned(pool, 30).values() for key in own]
+    with pool.client("n0") as client, pool.client("n1") as other:
+        assert client.put(every) == every
+        assert other.get(every) == every
+        erased = ask(other, m.Erase(7, other.namespace, every[:10]))
+        assert isinstance(erased, m.Done)
+        assert erased.count >= 10
+        assert [pool.holders(key) for key in every[:10]] == [[]] * 10
+        assert client.get(every) == every[10:]
+        name = "ns#alice"
+        opened = ask(client, m.OpenNamespace(8, name, {"a": "b"}))
+        assert isinstance(opened, m.Opened)
+        tenant = client._replace(namespace=opened.namespace)
+        assert tenant.put(every) == every
+        assert exists(other, every) == bytes([0] * 10 + [1] * 20)
+        dropped = ask(other, m.DropNamespace(9, name))
+        assert isinstance(dropped, m.Done)
+        assert dropped.count >= len(every)
+        assert client.get(every) == every[10:]
