@@ -104,7 +104,11 @@ class Namespaces:
         found.sequences_end = stored.sequences_end
         found.registry = Registry(stored.records)
         found.configured = dict(stored.configured)
+        geometries = {namespace.name: namespace.geometry for namespace in stored.namespaces}
         for namespace in stored.namespaces:
+            if not namespace.geometry:
+                geometry = geometries.get(split(namespace.name)[0], {})
+                namespace = msgspec.structs.replace(namespace, geometry=geometry)
             known = found.registry.get(namespace.name)
             if known is not None and not known.dropped and known.generation <= namespace.generation:
                 found._add(namespace)
@@ -119,11 +123,20 @@ class Namespaces:
             self.lineage,
             self.revision,
             self.sequences_end,
-            [msgspec.structs.replace(namespace, number=0) for namespace in self],
+            [self._stored(namespace) for namespace in self],
             list(self.registry),
             self.configured,
         )
         return msgspec.json.encode(file).decode()
+
+    def _stored(self, namespace: Namespace) -> Namespace:
+        """As it is in the persistent form: there may be thousands of tenants, which have their model's
+        geometry.
+        """
+        model = self.find(split(namespace.name)[0])
+        if model is not None and model is not namespace and model.geometry == namespace.geometry:
+            return msgspec.structs.replace(namespace, number=0, geometry={})
+        return msgspec.structs.replace(namespace, number=0)
 
     def add(self, record: NamespaceRecord) -> Namespace:
         """Open the namespace here; it was not."""

@@ -64,7 +64,8 @@ class Pages:
 
     async def of_tenants(self) -> dict[str, dict[str, int]]:
         """By the name of their cache: bytes in memory and in tiers, over all nodes and models that answer."""
-        one_each = {w.info.namespace: w for w in self._workers("") if w.info is not None}
+        ready_last = sorted(self._workers(""), key=lambda worker: worker.ready)
+        one_each = {w.info.namespace: w for w in ready_last if w.info is not None}
         sums: dict[str, dict[str, int]] = {}
         for held in await asyncio.gather(*map(self._held, one_each.values())):
             for tenant, nodes in held.items():
@@ -81,13 +82,12 @@ class Pages:
         except UNREADABLE as error:
             raise RequestError(400, str(error)) from None
         cache, by_prompt = self._cache(asked.tenant), bool(bytes(asked.request))
-        if not by_prompt and (not asked.tenant or cache == SHARED):
-            what = (
-                "name a tenant that has a cache of its own, or a request"
-                if not asked.tenant
-                else ("this tenant shares its cache with others: name a request")
+        if not by_prompt and not asked.tenant:
+            raise RequestError(400, "Name a tenant or a request.", param="tenant")
+        if not by_prompt and cache == SHARED:
+            raise RequestError(
+                409, "This tenant shares its cache with others: name a request.", param="tenant"
             )
-            raise RequestError(409 if asked.tenant else 400, what, param="tenant")
         workers = self._workers(asked.model)
         if not workers:
             raise RequestError(404, "No worker of the pool is known.", code="model_not_found")

@@ -381,7 +381,8 @@ def test_a_restart_finds_tenants_as_they_were() -> None:
     drop(node, "#b")
     saved = [one.text for one in node.actions if isinstance(one, SaveNamespaces)][-1]
     found = Namespaces.load(saved)
-    assert sorted(one.name for one in found) == ["m", "m#a"]
+    assert {one.name: one.geometry for one in found} == {n: {"dtype": "bf16"} for n in ("m", "m#a")}
+    assert saved.count("bf16") == 2  # the list's, and the record's of the model
     restarted = Node(namespaces=found)
     client = restarted.connect()
     restarted.put(client, open_tenant(restarted, client, "a"), *range(5))

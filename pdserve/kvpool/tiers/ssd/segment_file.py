@@ -13,7 +13,7 @@ import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -180,6 +180,18 @@ class SegmentFile(Segment):
         for start, end in runs:
             _erase(self._fd, start, end - start)
         os.fdatasync(self._fd)
+
+    def leave_out(self, ordinals: Collection[int]) -> None:
+        """Erase these records and forget that they were there: before anything refers to a record, since the
+        others get other ordinals. The segment is to be sealed again. Raises OSError; then nothing has changed
+        but bytes of these records.
+        """
+        self.erase(sorted(ordinals))
+        kept = [record for n, record in enumerate(self._records) if n not in ordinals]
+        self.reset()
+        self._records, self.sealed = [], False
+        for record in kept:
+            self._append(record)
 
     def erased(self) -> set[int]:
         """The records that were freed, now or at an earlier start."""

@@ -40,9 +40,13 @@ class Segment:
         self.number = header.number
         self.nonce = header.nonce
         self.file_bytes = 0
-        self.end_block = 1  # block of the next record
         self.pins = 0
         self.removed = False
+        self.reset()
+
+    def reset(self) -> None:
+        """It has no records."""
+        self.end_block = 1  # block of the next record
         self.keys: list[bytes] = []
         self.live_bytes = 0
         self.read_bytes = 0
@@ -95,6 +99,10 @@ class Segment:
 
     def space(self, ordinal: int) -> int:
         return self._spaces[ordinal]
+
+    def spaces(self) -> Sequence[int]:
+        """Of all records."""
+        return self._spaces
 
     def length(self, ordinal: int) -> int:
         """Bytes of the page."""

@@ -153,23 +153,32 @@ class SegmentTier:
                 yield pages[first : first + SCAN_BATCH_PAGES]
 
     def _adopt(self, segment: SegmentFile, known: set[int]) -> list[TierPage]:
-        """Index the pages of known spaces in a found segment. Returns these pages."""
-        erased, pages = segment.erased(), segment.take_pages()
-        valid = [(n, page) for n, page in enumerate(pages) if page.space in known and n not in erased]
+        """Index the pages of known spaces in a found segment. Returns these pages. Void ones are erased: an
+        earlier process may have been killed while it did that.
+        """
         self._last_number = max(self._last_number, segment.number)
+        before, was_sealed, erased = segment.file_bytes, segment.sealed, segment.erased()
+        void = {n for n, space in enumerate(segment.spaces()) if space not in known or n in erased}
+        try:
+            if void:
+                segment.leave_out(void)
+                erased = set()
+        except OSError as error:
+            text = "node %s: %s: void pages are not erased: %s"
+            logger.warning(text, self._settings.node, segment.path, error.strerror)
+        if void and not len(segment):
+            self._used_bytes -= before
+            segment.remove()
+            segment.close()
+            return []
+        pages = segment.take_pages()
+        valid = [(n, page) for n, page in enumerate(pages) if page.space in known and n not in erased]
         self._index.add_segment(segment)
         self._index.insert(segment, [ordinal for ordinal, _ in valid])
-        dead = [n for n, page in enumerate(pages) if page.space not in known and n not in erased]
-        if dead and (problem := self._erase(segment, dead)):  # it may have been killed while it erased them
-            logger.warning("node %s: void pages are not erased: %s", self._settings.node, problem)
-        before = segment.file_bytes
+        if not was_sealed:
+            text = "node %s: %s was not sealed: %d pages found in it"
+            logger.info(text, self._settings.node, segment.path, len(segment))
         if not segment.sealed:
-            logger.info(
-                "node %s: %s was not sealed: %d pages found in it",
-                self._settings.node,
-                segment.path,
-                len(segment),
-            )
             self._seal(segment)
             self._used_bytes += segment.file_bytes - before
         return [page for _, page in valid]
