@@ -117,12 +117,8 @@ def up(
         "cluster.run_dir": None if run_dir is None else str(run_dir),
         "cluster.hosts": None if hosts is None else hosts.split(","),
     }
-    counts: dict[WorkerRole, int | None] = {
-        "prefill": prefill,
-        "decode": decode,
-        "agg": agg,
-        "elastic": elastic,
-    }
+    counts: dict[WorkerRole, int | None] = {"prefill": prefill, "decode": decode, "agg": agg}
+    counts["elastic"] = elastic
     cluster = read_cluster_file(file, overrides, counts)
     launcher = open_launcher(on, os.environ, cluster.cluster)
     planner = Planner(
