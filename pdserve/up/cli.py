@@ -133,8 +133,7 @@ def up(
     check_tables(plan, str(file), SCHEMAS)
     _refuse_several_hosts(plan)
     if dry_run:
-        for line in (*process_lines(plan), *gpu_lines(planner, plan)):
-            typer.echo(line)
+        typer.echo("\n".join((*process_lines(plan), *gpu_lines(planner, plan))))
         return
     raise typer.Exit(run_plan(plan, launcher, planner.scaled))
 
