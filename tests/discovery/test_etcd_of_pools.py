@@ -101,13 +101,13 @@ def test_a_node_that_is_upgraded_serves_without_waiting_for_etcd(
 
 
 async def test_the_pool_goes_on_while_etcd_is_away_and_is_there_again_after_it(
-    tmp_path: Path, etcd: EtcdServer
+    tmp_path: Path, etcd: EtcdServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running(tmp_path, "a", **in_etcd(etcd)) as a, running(tmp_path, "b", **in_etcd(etcd)) as b:
         await until(lambda: ring(a) == ring(b) == "ab")
         etcd.kill()
         async with running(tmp_path, "c", **in_etcd(etcd)) as c:  # it knows of nobody
-            await asyncio.sleep(1.5)  # longer than the leases
+            await until(lambda: all(f"node {one}: going on" in caplog.text for one in "abc"))
             assert ring(a) == ring(b) == "ab"
             assert ring(c) == "c"
             etcd.wipe()

@@ -104,7 +104,7 @@ async def test_workers_are_used_once_they_register_and_gone_once_they_stop(etcd:
 
 
 async def test_a_router_keeps_its_fleet_while_etcd_is_away_and_when_it_comes_back_empty(
-    etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch
+    etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(discovery, "LEASE_S", 4)
     worker, lost, late = [MockWorker("agg") for _ in range(3)]
@@ -114,7 +114,7 @@ async def test_a_router_keeps_its_fleet_while_etcd_is_away_and_when_it_comes_bac
             register(etcd, there)
         await until(lambda: ready(harness) == {worker.id, lost.id})
         etcd.kill()
-        await asyncio.sleep(0.5)
+        await until(lambda: "who watches workers: going on without etcd" in caplog.text)
         assert (await harness.chat()).body == ANSWER
         etcd.wipe()
         await asyncio.to_thread(etcd.start)

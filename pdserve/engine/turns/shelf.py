@@ -19,7 +19,6 @@ from msgspec.structs import replace
 from pdserve.engine.turns import record
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig
-from pdserve.kvpool.protocol.address import is_remote
 
 T = TypeVar("T")
 
@@ -124,11 +123,9 @@ class _Threads:
 
 
 def _own_config(config: PoolClientConfig, lookup_s: float) -> PoolClientConfig:
-    """With the deadlines of a lookup, and without UCX, which takes 170 MB of a process."""
-    far = any(is_remote(ref.address) for ref in config.nodes)
+    """With the deadlines of a lookup."""
     return replace(
         config,
-        data_path="tcp" if far else "auto",
         exists_timeout_s=lookup_s,
         get_timeout_s=lookup_s,
         restart_wait_s=0.0,

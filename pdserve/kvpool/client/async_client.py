@@ -227,12 +227,13 @@ class AsyncPoolClient:
         """Whether the node that is asked serves the namespace: None or the error, by its name."""
         if not self._doors.links:
             return {}
-        link = self._doors.chosen
         try:
-            reply = await link.ask(lambda i, _: m.Ping(i), self._within(self.config.connect_timeout_s))
+            link, reply = await self._reply(
+                lambda i, _: m.Ping(i), self._within(self.config.connect_timeout_s)
+            )
             return {link.name: None if isinstance(reply, m.Done) else link.refused(reply)}
         except PoolError as error:
-            return {link.name: error}
+            return {self._doors.chosen.name: error}
 
     def close(self) -> None:
         """Close all connections. Idempotent. Operations in progress end with misses."""
@@ -262,9 +263,8 @@ class AsyncPoolClient:
     ) -> m.Present | None:
         """The node's answer about the keys."""
         try:
-            link = self._doors.chosen
             while True:
-                reply = await link.ask(lambda i, namespace: make(i, namespace, keys), deadline, name)
+                link, reply = await self._reply(lambda i, number: make(i, number, keys), deadline, name)
                 if isinstance(reply, m.Present) and len(reply.mask) == len(keys):
                     return reply
                 if not isinstance(reply, m.Fault) or reply.code != "too_many_waiters":
@@ -276,6 +276,18 @@ class AsyncPoolClient:
         except PoolError as error:
             logger.debug("%s", error)
             return None
+
+    async def _reply(
+        self, make: Callable[[int, int], m.Request], deadline: Deadline, name: str = ""
+    ) -> tuple[AsyncNodeLink, m.Reply]:
+        """The reply of the nearest node, or if that fails at once of the next one. Raises PoolError."""
+        link = self._doors.chosen
+        try:
+            return link, await link.ask(make, deadline, name)
+        except PoolUnavailable:
+            if (other := self._doors.after(link)) is None:
+                raise
+        return other, await other.ask(make, deadline, name)
 
     # -- the node
 
@@ -299,7 +311,9 @@ class AsyncPoolClient:
             raise PoolUnavailable("the client is closed")
         hello = make_hello("worker", "", "none", self.config.token)
         tls = self._certificates.client_context
-        return await AsyncControl.connect(address, hello, self.namespace, self.geometry, tls)
+        control = await AsyncControl.connect(address, hello, self.namespace, self.geometry, tls)
+        self._doors.learn(control.welcome.nodes)
+        return control
 
 
 def _erase(keys: list[bytes], request_id: int, namespace: int) -> m.Erase:

@@ -29,7 +29,7 @@ from pdserve.kvpool.client.operations import FULL, STORED, UNSTORED, ClientCount
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.page_bytes import NO_CHECKSUM, PageBuffers
 from pdserve.kvpool.protocol.page_tag import TAG_BYTES, PageTags
-from pdserve.kvpool.transports.base import Connector
+from pdserve.kvpool.transports.base import Connection, Connector
 from pdserve.security.tokens import reveal
 
 logger = logging.getLogger(__name__)
@@ -66,12 +66,12 @@ class PoolClient:
         self._tags = PageTags(key, namespace) if key else None
         if page_bytes and key:
             page_bytes += TAG_BYTES
-        opens = connector or connector_for(config, name)
+        self._connector = connector or connector_for(config, name)
 
         def link(ref: PoolNodeRef) -> NodeLink:
             return NodeLink(
                 ref.node,
-                lambda deadline_s: opens.connect(ref.address, deadline_s),
+                lambda deadline_s: self._connect(ref.address, deadline_s),
                 namespace=namespace,
                 geometry=geometry,
                 page_bytes=page_bytes,
@@ -198,12 +198,10 @@ class PoolClient:
         """Whether the node that is asked serves the namespace: None or the error, by its name."""
         if not self._doors.links:
             return {}
-        link, deadline = self._doors.chosen, self._within(self.config.connect_timeout_s)
         try:
-            link.use(deadline, lambda opened: operations.ping(opened, deadline.at_s))
+            return {self._use(operations.ping, self.config.connect_timeout_s): None}
         except PoolError as error:
-            return {link.name: error}
-        return {link.name: None}
+            return {self._doors.chosen.name: error}
 
     def status(self) -> dict[str, m.StatusReport]:
         """The status of the node that is asked, by its name; empty if it cannot be reached."""
@@ -225,15 +223,34 @@ class PoolClient:
     def _within(self, timeout_s: float) -> Deadline:
         return Deadline(time.monotonic() + timeout_s, self.config.restart_wait_s)
 
+    def _connect(self, address: str, deadline_s: float) -> Connection:
+        connection = self._connector.connect(address, deadline_s)
+        self._doors.learn(connection.welcome.nodes)
+        return connection
+
     def _run(self, batch: Batch[T], indices: Sequence[int]) -> None:
-        if indices and self._doors.links:
-            self._runner.run(self._doors.chosen, indices, batch)
+        """With the nearest node, and what that failed to do with the next one, if time is left."""
+        if not indices or not self._doors.links:
+            return
+        link, before = self._doors.chosen, {index: batch.result[index] for index in indices}
+        self._runner.run(link, indices, batch)
+        if (other := self._doors.after(link)) is not None:
+            self._runner.run(other, [i for i in indices if batch.result[i] == before[i]], batch)
+
+    def _use(self, part: Callable[[OpenConnection, float], T], timeout_s: float) -> T:
+        """The answer of the nearest node, or if that fails at once of the next one. Raises PoolError."""
+        link, deadline = self._doors.chosen, self._within(timeout_s)
+        try:
+            return link.use(deadline, lambda opened: part(opened, deadline.at_s))
+        except PoolUnavailable:
+            if (other := self._doors.after(link)) is None:
+                raise
+        return other.use(deadline, lambda opened: part(opened, deadline.at_s))
 
     def _ask(self, part: Callable[[OpenConnection, float], T], timeout_s: float) -> T | None:
-        """The node's answer; None, counted, where there is none."""
-        deadline = self._within(timeout_s)
+        """As `_use`; None, counted, where there is no answer."""
         try:
-            return self._doors.chosen.use(deadline, lambda opened: part(opened, deadline.at_s))
+            return self._use(part, timeout_s)
         except PoolUnavailable as error:
             logger.debug("%s", error)
         except PoolError as error:

@@ -36,7 +36,7 @@ class PoolClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         list[PoolNodeRef],
         Meta(
             description="nodes of the pool to speak with, one at a time: that of this host, else the next; "
-            "each of them gives the whole pool; empty: no pool"
+            "each gives the whole pool, and names the others; empty: no pool"
         ),
     ] = []
     etcd: Annotated[
@@ -47,7 +47,7 @@ class PoolClientConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         DataPathChoice,
         Meta(
             description="Data path of page bytes: shm (same host only), ucx, tcp, or auto (shm where "
-            "possible; on other hosts tcp if the node has TLS; else ucx where the node offers it, else tcp)."
+            "possible, else tcp). Nodes choose for themselves what they use among each other."
         ),
     ] = "auto"
     checksum: Annotated[

@@ -7,7 +7,6 @@ import contextlib
 from pdserve.errors import ConfigError, StartupError
 from pdserve.extras import how_to_install, is_installed
 from pdserve.kvpool.client.config import PoolClientConfig
-from pdserve.kvpool.protocol.address import is_remote
 from pdserve.kvpool.transports.base import Connection
 from pdserve.kvpool.transports.control import make_hello
 from pdserve.kvpool.transports.data_path import connect_channel, open_data_path
@@ -17,7 +16,7 @@ from pdserve.security.tls import Certificates
 
 class ConfiguredConnector:
     """Connects as the configuration says. With `auto` the node decides: mapped memory on its own host, else
-    UCX or TCP.
+    TCP. UCX opens ports in this process that own it, so a client takes it only where it is told to.
 
     `populate`: mapped memory is made present at once, for a client that will use all of it many times.
     """
@@ -31,7 +30,7 @@ class ConfiguredConnector:
         self._certificates = Certificates(config.tls)
         if config.data_path == "ucx" and not is_installed("ucx"):
             raise ConfigError(f'pool.data_path = "ucx" needs a library: {how_to_install("ucx")}')
-        if _takes_ucx(config):  # load now: an operation's time-out may be shorter than the loading
+        if config.data_path == "ucx":  # load now: an operation's time-out may be shorter than the loading
             _load_ucx()
 
     def connect(self, address: str, deadline_s: float) -> Connection:
@@ -39,7 +38,7 @@ class ConfiguredConnector:
         config = self._config
         hello = make_hello(self._name, self._host_id, config.data_path, config.token)
         tls = self._certificates.client_context
-        channel = connect_channel(address, hello, deadline_s, tls)
+        channel = connect_channel(address, hello, deadline_s, tls, takes_ucx=False)
         return open_data_path(
             channel,
             checksum=config.checksum,
@@ -47,17 +46,6 @@ class ConfiguredConnector:
             tls=tls,
             populate=self._populate,
         )
-
-
-def _takes_ucx(config: PoolClientConfig) -> bool:
-    """Whether this client will probably use UCX, before any node has answered."""
-    if config.data_path != "auto":
-        return config.data_path == "ucx"
-    if not is_installed("ucx"):
-        return False
-    if config.tls.as_client:  # a node with TLS gives TCP to whom it gives no memory
-        return False
-    return any(is_remote(ref.address) for ref in config.nodes)
 
 
 def _load_ucx() -> None:

@@ -63,7 +63,8 @@ class Tally:
     def add(self, **amounts: int) -> None:
         with self._lock:
             for name, amount in amounts.items():
-                setattr(self.counters, name, getattr(self.counters, name) + amount)
+                if amount:
+                    setattr(self.counters, name, getattr(self.counters, name) + amount)
 
 
 def expect(opened: OpenConnection, request: m.Request, kind: type[R], deadline_s: float) -> R:
@@ -71,7 +72,7 @@ def expect(opened: OpenConnection, request: m.Request, kind: type[R], deadline_s
 
     Raises PoolRefused for a Fault, and the errors of `Connection.call`.
     """
-    return expected(opened.call(request, deadline_s), kind, opened.node)
+    return expect_all(opened, [request], kind, deadline_s)[0]
 
 
 def expect_all(
@@ -145,7 +146,8 @@ def _read_parts(
                 pins[i] = pin
             else:
                 missed.append(i)
-        below.update(part[place] for place in got.below if 0 <= place < len(part))
+        if got.below:
+            below.update(part[place] for place in got.below if 0 <= place < len(part))
     if not pins:
         return missed
     held = list(pins.values())
@@ -272,9 +274,10 @@ def _parts(indices: Sequence[int], page_bytes: int) -> list[list[int]]:
     return [list(indices[start : start + most]) for start in range(0, len(indices), most)]
 
 
-def ping(opened: OpenConnection, deadline_s: float) -> None:
-    """Check that the node answers. Raises PoolError."""
+def ping(opened: OpenConnection, deadline_s: float) -> str:
+    """Check that the node answers; its name. Raises PoolError."""
     expect(opened, m.Ping(opened.next_id()), m.Done, deadline_s)
+    return opened.node
 
 
 def status(opened: OpenConnection, deadline_s: float) -> m.StatusReport:

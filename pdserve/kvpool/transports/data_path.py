@@ -22,12 +22,15 @@ def connect_channel(
     hello: Hello,
     deadline_s: float,
     tls: ssl.SSLContext | None = None,
+    *,
+    takes_ucx: bool = True,
 ) -> ControlChannel:
-    """As `ControlChannel.connect`. A process without the extra `ucx` that leaves the choice of the path to
-    the node connects again for TCP where the node chose UCX.
+    """As `ControlChannel.connect`. A process that leaves the choice of the path to the node connects again
+    for TCP where the node chose UCX, and it does not take that, or is without the extra `ucx`.
     """
     channel = ControlChannel.connect(address, hello, deadline_s, tls)
-    if channel.welcome.data_path != "ucx" or hello.data_path != "auto" or is_installed("ucx"):
+    takes_ucx = takes_ucx and is_installed("ucx")
+    if channel.welcome.data_path != "ucx" or hello.data_path != "auto" or takes_ucx:
         return channel
     channel.close()
     return ControlChannel.connect(address, msgspec.structs.replace(hello, data_path="tcp"), deadline_s, tls)

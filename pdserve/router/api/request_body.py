@@ -1,6 +1,4 @@
-"""What the router reads of a request's body, JSON or a form.
-
-What the router reads of a request body: only what planning needs.
+"""What the router reads of a request's body, JSON or a form: only what planning needs.
 
 `RequestView` decodes a few fields. msgspec checks the syntax of everything else and drops it; `messages` and
 `prompt` stay raw bytes. The worker gets the body byte for byte, so parameters that the router does not know
@@ -23,6 +21,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from typing import Final, TypeVar
 
 import msgspec
@@ -69,6 +68,16 @@ class RequestView(msgspec.Struct, gc=False):
     best_of: msgspec.Raw = _EMPTY
     sampling_params: msgspec.Raw = _EMPTY
     priority: msgspec.Raw = _EMPTY
+    echo: msgspec.Raw = _EMPTY
+    logprob_start_len: msgspec.Raw = _EMPTY
+    return_hidden_states: msgspec.Raw = _EMPTY
+    return_routed_experts: msgspec.Raw = _EMPTY
+    return_indexer_topk: msgspec.Raw = _EMPTY
+    return_sampling_mask: msgspec.Raw = _EMPTY
+    return_entropy: msgspec.Raw = _EMPTY
+    session_id: msgspec.Raw = _EMPTY
+    session_params: msgspec.Raw = _EMPTY
+    positional_embed_overrides: msgspec.Raw = _EMPTY
 
     def prompt_json(self, fields: Iterable[str]) -> msgspec.Raw:
         """The prompt as it stands in the body: messages, text, token ids, or a list of prompts. The first of
@@ -81,6 +90,11 @@ class RequestView(msgspec.Struct, gc=False):
         return _EMPTY
 
 
+_about_prompt: Final = attrgetter(
+    *RequestView.__struct_fields__[RequestView.__struct_fields__.index("echo") :],
+    *("input_embeds", "image_data", "video_data", "audio_data"),
+)
+"""The fields by which SGLang (0.5.23) is asked about a prompt. They are off with a value of `_OFF`."""
 BOM = b"\xef\xbb\xbf"
 """Some clients put it before JSON. RFC 8259 allows to pass it over; msgspec and workers do not."""
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -305,45 +319,19 @@ def _number(said: msgspec.Raw) -> int:
     return 1 if math.isnan(number) else max(1, int(min(number, MAX_COUNT)))
 
 
-_UNSET = msgspec.Raw(b"")
-_MEDIA_FIELDS = re.compile(rb'"(?:(?:image|video|audio)_url|input_audio|image|video|audio|source)"\s*:')
+_OFF: Final = frozenset((b"", b"null", b"false", b"-1", b"[]"))
+_MEDIA_FIELDS: Final = re.compile(
+    rb'"(?:(?:image|video|audio)_url|input_audio|image|video|audio|source)"\s*:'
+)
 """A member of a message's part. In a text its quotes would be written with a backslash."""
-_OFF = frozenset((b"", b"null", b"false", b"-1", b"[]"))
+_PART_NAMES: Final = (*_MEDIA_NAMES, b'image"', b'video"', b'audio"', b'source"')
 
 
-class _AboutPrompt(msgspec.Struct, gc=False):
-    """The fields of SGLang 0.5.23 that ask for it. They are off with a value of `_OFF`."""
-
-    messages: msgspec.Raw = _UNSET
-    echo: msgspec.Raw = _UNSET
-    logprob_start_len: msgspec.Raw = _UNSET
-    return_hidden_states: msgspec.Raw = _UNSET
-    return_routed_experts: msgspec.Raw = _UNSET
-    return_indexer_topk: msgspec.Raw = _UNSET
-    return_sampling_mask: msgspec.Raw = _UNSET
-    return_entropy: msgspec.Raw = _UNSET
-    session_id: msgspec.Raw = _UNSET
-    session_params: msgspec.Raw = _UNSET
-    input_embeds: msgspec.Raw = _UNSET
-    positional_embed_overrides: msgspec.Raw = _UNSET
-    image_data: msgspec.Raw = _UNSET
-    video_data: msgspec.Raw = _UNSET
-    audio_data: msgspec.Raw = _UNSET
-
-
-_about_decoder = msgspec.json.Decoder(_AboutPrompt)
-_FIELDS = _AboutPrompt.__struct_fields__[1:]
-
-
-def asks_about_prompt(body: bytes) -> bool:
+def asks_about_prompt(view: RequestView) -> bool:
     """Whether the request needs a worker that computes its prompt."""
-    try:
-        view = _about_decoder.decode(body)
-    except UNREADABLE:
+    if any(bytes(said) not in _OFF for said in _about_prompt(view) if said):
         return True
-    if any(bytes(getattr(view, name)) not in _OFF for name in _FIELDS):
-        return True
-    return _MEDIA_FIELDS.search(view.messages) is not None
+    return has_after(view.messages, b'"', _PART_NAMES) and _MEDIA_FIELDS.search(view.messages) is not None
 
 
 MAX_PARTS: Final = 64

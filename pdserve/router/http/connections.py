@@ -65,6 +65,8 @@ class Connections(ServerState):
             self.tasks
         )  # a graceful stop waits for them, and cancels them in the end
         """The requests that are served now: tasks, or what has their method `cancel`."""
+        self.ids: Final[list[bytes]] = []
+        """For requests that bring none."""
         self.default_lines = b""
         """Header lines of every answer, renewed each second."""
 

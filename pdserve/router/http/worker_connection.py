@@ -462,7 +462,8 @@ class Upstream:
         closed.
         """
         pool = self._pools.get(worker.url) or self.pool(worker)
-        head = b"%b %b%b%d\r\n%b\r\n" % (method, target, pool.lines, len(body), lines)
+        size = len(body)
+        head = b"%b %b%b%d\r\n%b\r\n" % (method, target, pool.lines, size, lines)
         now_s = self.deadlines.now_s
         up = pool.take_idle(now_s)
         stale: UpstreamError | None = None
@@ -479,7 +480,7 @@ class Upstream:
             up.is_whole, up.is_young = False, True
             up.deadline_s = now_s + limit_s
             pool.watched.add(up)
-            if len(body) <= JOIN_BYTES:
+            if size <= JOIN_BYTES:
                 up.transport.write(head + body)
             else:
                 up.transport.writelines([head, body])

@@ -133,7 +133,7 @@ static Py_ssize_t line_length(PyObject *pair, PyObject *but) {
 }
 
 static PyObject *joined(PyObject *Py_UNUSED(module), PyObject *const *given, Py_ssize_t count) {
-    if (count != 2 || !PyList_Check(given[0])) {
+    if (count != 2 || !PyList_Check(given[0]) || !PyAnySet_Check(given[1])) {
         PyErr_SetString(PyExc_TypeError, "joined takes a list of headers and a set of names");
         return NULL;
     }
@@ -170,7 +170,7 @@ static int stands_at(const char *at, const char *end, PyObject *tails) {
             return -1;
         }
         Py_ssize_t length = PyBytes_GET_SIZE(tail);
-        if (end - at >= length && memcmp(at, PyBytes_AS_STRING(tail), length) == 0) return 1;
+        if (length && end - at >= length && memcmp(at, PyBytes_AS_STRING(tail), length) == 0) return 1;
     }
     return 0;
 }

@@ -44,6 +44,7 @@ from pdserve.router.metrics.stats import Stats
 from pdserve.router.placement.planner import RequestFacts
 from pdserve.router.placement.prefix_index import prefix_of
 from pdserve.router.request.request import Request
+from pdserve.router.sessions.canonical import Chains
 from pdserve.router.sessions.history import History
 from pdserve.router.sessions.keys import find_session_key, is_final, parse_sources
 from pdserve.router.tenants.retained import (
@@ -75,6 +76,7 @@ class Understanding:
         """`needs_prefix`: of the prompts, for their plans."""
         self._stats = stats
         self._history = History()
+        self._chains = Chains()
         self._keeps_nonces = config.keep_nonces
         self._fleet = fleet
         self._gate = gate
@@ -132,7 +134,7 @@ class Understanding:
         session = None
         names_itself = view.user or view.prompt_cache_key or view.metadata or self._looks_further
         if names_itself or not self._session_fields.isdisjoint(request.fields):
-            session = find_session_key(self._sources, request.fields, view, body)
+            session = find_session_key(self._sources, request.fields, view, body, self._chains)
         model = view.model
         if model is None or endpoint.task not in fleet.tasks.get(model, ()):
             model = self._gate.model_of(request, view.model)
@@ -168,7 +170,7 @@ class Understanding:
         can_be_direct = (
             fleet.has_direct
             and endpoint.is_prefillable
-            and not (endpoint.stored_as or several or candidates > 1 or asks_about_prompt(body))
+            and not (endpoint.stored_as or several or candidates > 1 or asks_about_prompt(view))
         )
         has_priority = view.priority or PRIORITY_HEADER in request.fields
         request.facts = RequestFacts(

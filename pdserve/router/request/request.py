@@ -59,6 +59,7 @@ STREAM_LINES: Final = b"cache-control: no-cache\r\nx-accel-buffering: no\r\n"
 _EARLY_LINES: Final = b"content-type: text/event-stream; charset=utf-8\r\n" + STREAM_LINES
 _FIGURES: Final = re.compile(rb"\([^)]*\)")
 _LINE_END: Final = ord("\n")
+IDS: Final = 128
 
 Phase = Literal["body", "plan", "queue", "settle", "prefill", "decode", "stream"]
 End = Literal["client", "deadline", "worker"]
@@ -73,6 +74,12 @@ _NO_FACTS: Final = RequestFacts(next(iter(ENDPOINTS.values())))
 
 _PASSED_ON: Final = frozenset(PASSED_ON)
 _NO_PROMPT: Final = msgspec.Raw(b"")
+
+
+def new_ids() -> list[bytes]:
+    """Ids of requests for a process: the system is asked for random numbers by the hundred."""
+    drawn = hexlify(os.urandom(12 * IDS))
+    return [drawn[at : at + 24] for at in range(0, len(drawn), 24)]
 
 
 def request_id(given: bytes | None) -> bytes:
@@ -220,7 +227,15 @@ class Request(ClientRequest):
         self._handle = handle
         self.endpoint = endpoint = ENDPOINTS[path]
         self.fields = fields = dict(headers)
-        self.id = self.worker_id = id_ = request_id(fields.get(b"x-request-id"))
+        given = fields.get(b"x-request-id")
+        if given is None:
+            ids = connection.shared.ids
+            if not ids:
+                ids += new_ids()
+            id_ = ids.pop()
+        else:
+            id_ = request_id(given)
+        self.id = self.worker_id = id_
         self.salt_line = self.keep_line = b""
         self.lines = b"content-type: application/json\r\nx-request-id: %b\r\n" % id_
         if endpoint.is_form or not _PASSED_ON.isdisjoint(fields):

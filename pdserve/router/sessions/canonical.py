@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 from array import array
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -40,6 +41,9 @@ _TEXTS: Final = ("text", "input_text", "output_text")
 MAX_REPEATED: Final = 8
 """Marks of a chain."""
 LINK_BYTES: Final = 16
+MAX_CHAINS: Final = 1024
+BEGIN_BYTES: Final = 512
+"""Of a conversation, by which its last turn is found."""
 _SPACE: Final = b" \t\r\n"
 
 
@@ -127,6 +131,24 @@ def chain_of(messages: msgspec.Raw, at_most: int, before: Iterable[Chain] = ()) 
     if first + len(sizes) - count == len(items):
         marks += _marks(messages, items[first:][-MAX_REPEATED:], len(sizes))
     return Chain(bytes(hashes), sizes, head, head_bytes, tuple(marks[-MAX_REPEATED:]))
+
+
+class Chains:
+    """The chains of the conversations that came last: of their next turns only what is new is read."""
+
+    def __init__(self, capacity: int = MAX_CHAINS) -> None:
+        self._capacity = capacity
+        self._chains: OrderedDict[tuple[str, bytes], Chain] = OrderedDict()
+        """By whose they are, and how they begin."""
+
+    def of(self, who: str, messages: msgspec.Raw, at_most: int) -> Chain:
+        """As `chain_of`."""
+        begin = who, bytes(memoryview(messages)[:BEGIN_BYTES])
+        made = chain_of(messages, at_most, [self._chains.pop(begin, NO_CHAIN)])
+        self._chains[begin] = made
+        if len(self._chains) > self._capacity:
+            self._chains.popitem(last=False)
+        return made
 
 
 def _common(messages: msgspec.Raw, marks: Sequence[Mark]) -> Mark | None:

@@ -23,7 +23,7 @@ import msgspec
 
 from pdserve.errors import ConfigError
 from pdserve.router.api.request_body import UNREADABLE, RequestView
-from pdserve.router.sessions.canonical import LINK_BYTES, chain_of
+from pdserve.router.sessions.canonical import LINK_BYTES, Chains
 
 PARENT_HEADERS: Final = (
     b"x-parent-session-id",
@@ -35,6 +35,8 @@ PARENT_OF: Final = {b"x-claude-code-agent-id": b"x-claude-code-session-id"}
 """Where none of `PARENT_HEADERS` is sent: the header with the parent of a session, by that with its name."""
 FINAL_HEADERS: Final = (b"x-dynamo-session-final", b"x-session-final")
 """`true`: no request of the session follows."""
+_FINAL: Final = frozenset(FINAL_HEADERS)
+_PARENTS: Final = frozenset((*PARENT_HEADERS, *PARENT_OF.values()))
 MAX_SESSION_KEY_CHARS = 256
 """A longer session key is replaced by its digest, which bounds the session table's memory."""
 MAX_LINKS = 64
@@ -119,10 +121,14 @@ def parse_sources(texts: Sequence[str]) -> tuple[SessionSource, ...]:
 
 
 def find_session_key(
-    sources: Sequence[SessionSource], headers: Mapping[bytes, bytes], view: RequestView, body: bytes
+    sources: Sequence[SessionSource],
+    headers: Mapping[bytes, bytes],
+    view: RequestView,
+    body: bytes,
+    chains: Chains,
 ) -> SessionKey | None:
     """The first non-empty key of the sources, bounded in length. None: no source has one. `headers`: by name
-    in lower case.
+    in lower case. `chains`: of the requests before; they change nothing but the time that this takes.
     """
     key: str | None
     for source in sources:
@@ -133,14 +139,14 @@ def find_session_key(
             continue
         if kind == "prompt_cache_key":
             if view.prompt_cache_key and (group := _name(view.prompt_cache_key)):
-                return _grouped(_bounded(group), view)
+                return _grouped(_bounded(group), view, chains)
             continue
         if kind == "user" and source.name:
-            if view.user and (links := _links(view)):
+            if view.user and (links := _links(view, view.user, chains)):
                 return SessionKey(links[0], links).within(_bounded(view.user))
             continue
         if kind == "messages":
-            if links := _links(view):
+            if links := _links(view, "", chains):
                 return SessionKey(links[0], links)
             continue
         if kind == "metadata.user_id":
@@ -158,25 +164,25 @@ def find_session_key(
 
 def is_final(headers: Mapping[bytes, bytes]) -> bool:
     """The client says that this is the session's last request."""
-    return any(headers.get(name, b"").strip().lower() == b"true" for name in FINAL_HEADERS)
+    return not _FINAL.isdisjoint(headers) and any(
+        headers.get(name, b"").strip().lower() == b"true" for name in FINAL_HEADERS
+    )
 
 
 def _parent(headers: Mapping[bytes, bytes], source: bytes, key: bytes) -> str:
     """The name of the session's parent; empty: none is said."""
+    if _PARENTS.isdisjoint(headers):
+        return ""
     for name in (*PARENT_HEADERS, PARENT_OF.get(source, b"")):
         if (parent := headers.get(name)) and parent != key:
             return _bounded(parent.decode("latin-1"))
     return ""
 
 
-def _grouped(group: str, view: RequestView) -> SessionKey:
+def _grouped(group: str, view: RequestView, chains: Chains) -> SessionKey:
     """A conversation of a group whose prompts begin alike."""
-    links = _links(view)
+    links = _links(view, group, chains)
     return SessionKey(group, tuple([f"{group}/{link}" for link in links]) if links else (group,))
-
-
-def _links(view: RequestView) -> tuple[str, ...]:
-    return message_links(view.messages or view.input)
 
 
 def _bounded(key: str) -> str:
@@ -185,11 +191,11 @@ def _bounded(key: str) -> str:
     return hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=32).hexdigest()
 
 
-def message_links(messages: msgspec.Raw) -> tuple[str, ...]:
-    """The hash chain of a JSON list of messages, without its leading system and developer messages. Empty
+def _links(view: RequestView, who: str, chains: Chains) -> tuple[str, ...]:
+    """The hash chain of the request's messages, without its leading system and developer messages. Empty
     where there are too many to look at.
     """
-    hashes = chain_of(messages, MAX_LINKS).hashes
+    hashes = chains.of(who, view.messages or view.input, MAX_LINKS).hashes
     ends = range(LINK_BYTES, len(hashes) + 1, LINK_BYTES)
     return tuple([f"messages:{hashes[end - LINK_BYTES : end].hex()}" for end in ends])
 

@@ -95,7 +95,7 @@ def test_another_node_is_asked_while_the_nearest_is_down_and_the_nearest_again_w
         assert put(client, keys(9)) == [True] * 9
         assert set(asked) == {"n0"}
         pool.nodes[0].stop()
-        assert client.exists(keys(9)) == [False] * 9  # a miss, and no longer than one
+        assert client.exists(keys(9)) == [False] * 9  # the next node has no page yet
         asked.clear()
         assert put(client, keys(9)) == get(client, keys(9)) == [True] * 9
         assert set(asked) - {"n0"} == {"n1"}

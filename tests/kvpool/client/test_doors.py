@@ -9,7 +9,8 @@ import pytest
 from pdserve.errors import ConfigError
 from pdserve.kvpool.client import doors
 from pdserve.kvpool.client.config import PoolNodeRef
-from pdserve.kvpool.client.doors import is_of_this_host, nearest_first
+from pdserve.kvpool.client.doors import Doors, is_of_this_host, nearest_first
+from pdserve.kvpool.protocol.base import NodeAddress
 
 
 def names(*addresses: str) -> list[str]:
@@ -47,3 +48,30 @@ def test_hosts_without_a_node_spread_over_the_others(monkeypatch: pytest.MonkeyP
 )
 def test_whether_an_address_is_of_this_host_is_known_without_a_look_up(host: str, is_ours: bool) -> None:
     assert is_of_this_host(host) == is_ours
+
+
+class Link:
+    def __init__(self, ref: PoolNodeRef) -> None:
+        self.ref, self.reachable, self.closed = ref, True, False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_the_nodes_that_one_names_are_asked_while_it_is_down_and_those_that_left_are_not() -> None:
+    doors = Doors([PoolNodeRef(node="a", address="tcp:198.51.100.1:1")], Link)
+    [first] = doors
+    doors.learn(
+        [NodeAddress("a", "tcp:other:1"), NodeAddress("b", "tcp:198.51.100.2:1"), NodeAddress("c", "unix:/c")]
+    )
+    assert doors.links["a"] is first  # at the address that is configured
+    assert doors.chosen is doors.links["c"]  # it is of this host
+    doors.links["c"].reachable = first.reachable = False
+    assert doors.chosen is doors.links["b"]
+    was = dict(doors.links)
+    doors.learn([NodeAddress("b", "tcp:198.51.100.3:1")])
+    assert doors.links.keys() == {"a", "b"}
+    assert [was[node].closed for node in "abc"] == [False, True, True]
+    doors.close()
+    doors.learn([NodeAddress("d", "unix:/d")])
+    assert "d" not in doors.links

@@ -28,17 +28,21 @@ class Node:
         self.closed += 1
 
 
-def asked(monkeypatch: pytest.MonkeyPatch, choice: DataPathChoice, *, has_ucx: bool) -> tuple[list[str], int]:
+def asked(
+    monkeypatch: pytest.MonkeyPatch, choice: DataPathChoice, *, has_ucx: bool, takes_ucx: bool = True
+) -> tuple[list[str], int]:
     """What the node is asked for, one connection after the other, and how many of them are closed."""
     node = Node()
     monkeypatch.setattr(data_path, "ControlChannel", node)
     monkeypatch.setattr(data_path, "is_installed", lambda extra: has_ucx)
-    data_path.connect_channel("tcp:node:1", make_hello("client", "host", choice), 1.0)
+    hello = make_hello("client", "host", choice)
+    data_path.connect_channel("tcp:node:1", hello, 1.0, takes_ucx=takes_ucx)
     return node.asked, node.closed
 
 
 def test_a_client_without_ucx_asks_for_tcp_where_the_node_chose_ucx(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked(monkeypatch, "auto", has_ucx=False) == (["auto", "tcp"], 1)
+    assert asked(monkeypatch, "auto", has_ucx=True, takes_ucx=False) == (["auto", "tcp"], 1)
     assert asked(monkeypatch, "auto", has_ucx=True) == (["auto"], 0)
 
 

@@ -14,6 +14,7 @@ from pdserve.router.sessions.canonical import chain_of
 from pdserve.router.sessions.history import MAX_MESSAGES, Change, History, change_of, turn_of
 from pdserve.router.sessions.keys import named
 from tests.support.agents import CLIENTS, TURNS, Client
+from tests.support.memory import peak_bytes
 
 
 def change(before: dict[str, Any], now: dict[str, Any]) -> Change | None:
@@ -130,3 +131,15 @@ def test_the_chain_of_the_turn_before_changes_nothing_but_the_time(
     known = chain_of(two, at_most, [chain_of(parse_request(b"{}").messages, 1), last])
     assert (known.hashes, known.sizes) == (alone.hashes, alone.sizes)
     assert (known.head, known.head_bytes) == (alone.head, alone.head_bytes)
+
+
+@pytest.mark.parametrize("is_marked", [False, True])
+def test_of_a_turn_that_goes_on_only_what_is_new_is_read(is_marked: bool) -> None:
+    """A mark for caches that moves on makes the last messages new ones."""
+    texts = [f"{number} " * 500 for number in range(100)]
+    before = [*map(user, texts[:-1]), user(MARKED if is_marked else texts[-1])]  # type: ignore[arg-type]
+    after = [*map(user, texts[:-1]), user(LONG if is_marked else texts[-1]), user("new")]
+    one, two = (parse_request(json.dumps({"messages": of}).encode()).messages for of in (before, after))
+    last = chain_of(one, MAX_MESSAGES)
+    assert peak_bytes(lambda: chain_of(two, MAX_MESSAGES, [last])) < len(two) / 8
+    assert peak_bytes(lambda: chain_of(two, MAX_MESSAGES)) > len(two)

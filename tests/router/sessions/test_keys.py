@@ -10,26 +10,35 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pdserve.errors import ConfigError
-from pdserve.router.api.request_body import parse_request
+from pdserve.router.api.request_body import RequestView, parse_request
 from pdserve.router.config.placement import Session
+from pdserve.router.sessions.canonical import Chains
 from pdserve.router.sessions.keys import (
     MAX_LINKS,
     MAX_SESSION_KEY_CHARS,
     SessionKey,
     find_session_key,
     is_final,
-    message_links,
     named,
     parse_sources,
 )
 from pdserve.router.sessions.table import SessionEntry, SessionTable
 from tests.support.memory import peak_bytes
 
+CHAINS = Chains(capacity=2)
+"""Of all requests here, whatever they have to do with each other."""
+
+
+def links_of(messages: Any) -> tuple[str, ...]:
+    view = RequestView(messages=messages)
+    key = find_session_key(parse_sources(["messages"]), {}, view, b"", Chains())
+    return () if key is None else key.links
+
 
 def find_key(body: dict[str, object], *sources: str, **headers: str) -> SessionKey | None:
     data = json.dumps(body).encode()
     said = {name.encode(): value.encode() for name, value in headers.items()}
-    return find_session_key(parse_sources(sources), said, parse_request(data), data)
+    return find_session_key(parse_sources(sources), said, parse_request(data), data, CHAINS)
 
 
 def find(body: dict[str, object], *sources: str, **headers: str) -> str | None:
@@ -147,14 +156,14 @@ def test_a_long_conversation_is_known_by_its_first_messages() -> None:
 @example(b'[{"role":"\xff"}]')
 @example(b'[{"role":' + b"[" * 100_000)
 def test_whatever_the_messages_are_no_key_is_the_worst(data: bytes) -> None:
-    assert isinstance(message_links(data), tuple)  # type: ignore[arg-type]
+    assert isinstance(links_of(data), tuple)
 
 
 @pytest.mark.parametrize("metadata", [b'{"s":"\xff"}', b'{"\xff":"s"}', b'{"s":[[]]}'])
 def test_a_field_that_cannot_be_read_gives_no_key(metadata: bytes) -> None:
     body = b'{"metadata":%b}' % metadata
     sources = parse_sources(["body:metadata.s"])
-    assert find_session_key(sources, {}, parse_request(body), body) is None
+    assert find_session_key(sources, {}, parse_request(body), body, CHAINS) is None
 
 
 @pytest.mark.parametrize("messages", ["hi", 3, None, {"role": "user"}, ["hi"], [{"role": 3}]])
@@ -166,16 +175,16 @@ def test_messages_of_another_form_give_no_key(messages: object) -> None:
 def test_messages_by_the_hundred_thousand_give_no_key_and_take_no_memory(member: bytes) -> None:
     body = b'{"messages":[' + (member + b",") * 300_000 + member + b"]}"
     messages = parse_request(body).messages
-    assert peak_bytes(lambda: message_links(messages)) < 4 * len(body)
-    assert message_links(messages) == ()
+    assert peak_bytes(lambda: links_of(messages)) < 4 * len(body)
+    assert links_of(messages) == ()
 
 
 def test_members_that_no_key_is_in_take_no_memory() -> None:
     many = b"".join(b'"%d":0,' % i for i in range(100_000))
     body = b'{%b"s":{%b"id":"x"}}' % (many, many)
     sources, view = parse_sources(["body:s.id"]), parse_request(body)
-    assert peak_bytes(lambda: find_session_key(sources, {}, view, body)) < len(body)
-    key = find_session_key(sources, {}, view, body)
+    assert peak_bytes(lambda: find_session_key(sources, {}, view, body, CHAINS)) < len(body)
+    key = find_session_key(sources, {}, view, body, CHAINS)
     assert key is not None
     assert key.name == "x"
 

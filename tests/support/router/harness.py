@@ -86,6 +86,7 @@ class Connection:
     async def head(self) -> Response:
         text = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1")
         first, *lines = text.split("\r\n")
+        assert first.startswith("HTTP/1.1 "), text  # nothing of an earlier answer stands before it
         headers = {k.lower(): v.strip() for k, _, v in (line.partition(":") for line in lines if line)}
         return Response(int(first.split(" ")[1]), headers, b"")
 
