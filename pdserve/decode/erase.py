@@ -1,6 +1,6 @@
 """Whose pages the pool has, and their end: for the router's admin API.
 
-    GET  /pool/tenants    bytes of each tenant's pages of this worker's model, by node
+    GET  /pool/tenants    bytes of each tenant's pages of this worker's model, at the nodes that it may ask
     POST /pool/erase      {"tenant": NAME}, or a body as for `/v1/kv/lookup` with the salt of its tenant
 
 An erasure empties this worker's own caches first, whosever they are, once no request runs. Then each node of

@@ -117,12 +117,8 @@ def up(
         "cluster.run_dir": None if run_dir is None else str(run_dir),
         "cluster.hosts": None if hosts is None else hosts.split(","),
     }
-    counts: dict[WorkerRole, int | None] = {
-        "prefill": prefill,
-        "decode": decode,
-        "agg": agg,
-        "elastic": elastic,
-    }
+    counts: dict[WorkerRole, int | None] = {"prefill": prefill, "decode": decode, "agg": agg}
+    counts["elastic"] = elastic
     cluster = read_cluster_file(file, overrides, counts)
     launcher = open_launcher(on, os.environ, cluster.cluster)
     planner = Planner(
@@ -137,8 +133,7 @@ def up(
     check_tables(plan, str(file), SCHEMAS)
     _refuse_several_hosts(plan)
     if dry_run:
-        for line in (*process_lines(plan), *gpu_lines(planner, plan)):
-            typer.echo(line)
+        typer.echo("\n".join((*process_lines(plan), *gpu_lines(planner, plan))))
         return
     raise typer.Exit(run_plan(plan, launcher, planner.scaled))
 

@@ -24,6 +24,7 @@ from pdserve.kvpool.client.deadline import Deadline
 from pdserve.kvpool.client.doors import Doors
 from pdserve.kvpool.namespaces.tenants import name_of, split
 from pdserve.kvpool.protocol import messages as m
+from pdserve.kvpool.protocol.cluster_messages import DEAD
 from pdserve.kvpool.transports.async_control import AsyncControl
 from pdserve.kvpool.transports.session import make_hello
 from pdserve.security.log_text import printable
@@ -169,7 +170,8 @@ class AsyncPoolClient:
 
     async def erase(self, keys: Sequence[bytes], tenant: str = "") -> dict[str, int | PoolError]:
         """Have all nodes erase their copies of these pages. How many there were once nothing of them is left,
-        or why that cannot be said; by the name of the node that was asked.
+        or why that cannot be said, by the name of the node that was asked; and an error for each that is
+        away.
         """
         parts = [list(keys[start : start + m.MAX_KEYS]) for start in range(0, len(keys), m.MAX_KEYS)]
         makes = [partial(_erase, part) for part in parts]
@@ -193,9 +195,12 @@ class AsyncPoolClient:
                 if not isinstance(reply, m.Done):
                     return {node: link.refused(reply)}
                 count += reply.count
+            said = await link.ask(lambda i, _: m.Status(i), self._within(self.config.connect_timeout_s))
         except PoolError as error:
             return {node: error}
-        return {node: count}
+        members = said.members if isinstance(said, m.StatusReport) else []
+        away = [member.node for member in members if member.status == DEAD]
+        return {node: count, **{one: PoolUnavailable(f"pool node {one} is away") for one in away}}
 
     async def tenants(self) -> dict[str, dict[str, tuple[int, int]] | PoolError]:
         """By configured node and tenant, bytes in memory and in tiers; of nobody under the empty name."""

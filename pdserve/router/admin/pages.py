@@ -64,15 +64,18 @@ class Pages:
 
     async def of_tenants(self) -> dict[str, dict[str, int]]:
         """By the name of their cache: bytes in memory and in tiers, over all nodes and models that answer."""
-        ready_last = sorted(self._workers(""), key=lambda worker: worker.ready)
-        one_each = {w.info.namespace: w for w in ready_last if w.info is not None}
-        sums: dict[str, dict[str, int]] = {}
-        for held in await asyncio.gather(*map(self._held, one_each.values())):
+        workers = self._workers("")
+        # by model, tenant and node: workers share nodes
+        told: dict[tuple[str, str, str], tuple[int, int]] = {}
+        for worker, held in zip(workers, await asyncio.gather(*map(self._held, workers)), strict=True):
+            namespace = worker.info.namespace if worker.info is not None else ""
             for tenant, nodes in held.items():
-                total = sums.setdefault(tenant, {"memory_bytes": 0, "tier_bytes": 0})
-                for memory_bytes, tier_bytes in nodes.values():
-                    total["memory_bytes"] += memory_bytes
-                    total["tier_bytes"] += tier_bytes
+                told.update({(namespace, tenant, node): amounts for node, amounts in nodes.items()})
+        sums: dict[str, dict[str, int]] = {}
+        for (_, tenant, _), (memory_bytes, tier_bytes) in told.items():
+            total = sums.setdefault(tenant, {"memory_bytes": 0, "tier_bytes": 0})
+            total["memory_bytes"] += memory_bytes
+            total["tier_bytes"] += tier_bytes
         return sums
 
     async def erase(self, body: bytes) -> dict[str, Any]:

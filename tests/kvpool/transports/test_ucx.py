@@ -449,13 +449,14 @@ def test_importing_the_transport_loads_no_ucx() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_client_loads_ucx_when_it_is_made_and_only_if_a_node_may_be_elsewhere() -> None:
+def test_a_client_loads_ucx_when_it_is_made_and_only_where_it_is_told_to_take_it() -> None:
     code = """
 import sys
 from pdserve.kvpool.client.client import PoolClient
 from pdserve.kvpool.client.config import PoolClientConfig, PoolNodeRef
-for address in ("unix:/run/pool.sock", "tcp:127.0.0.1:7700", "tcp:pool-a:7700"):
-    config = PoolClientConfig(nodes=[PoolNodeRef(node="node", address=address)])
+for path in ("auto", "tcp", "ucx"):
+    nodes = [PoolNodeRef(node="node", address="tcp:pool-a:7700")]
+    config = PoolClientConfig(nodes=nodes, data_path=path)
     PoolClient(config, "ns", {}).close()
     print("ucxx._lib.libucxx" in sys.modules)
 """

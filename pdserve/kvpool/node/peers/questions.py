@@ -128,21 +128,29 @@ class Questions:
         self._answer(action.connection, present)
 
     async def _drop(self, connection: int, request: Dropping) -> None:
-        try:
-            count = 0
-            for _ in range(ROUNDS):
-                # this node last: it reads from the others
-                count += await self._drop_there(request)
+        count, failed = 0, dict[str, BaseException]()
+        for _ in range(ROUNDS):
+            # this node last: it reads from the others; and in any case, whatever becomes of them
+            for node, done in (await self._drop_there(request)).items():
+                if isinstance(done, m.Done):
+                    count += done.count
+                else:
+                    failed[node] = done
+            try:
                 reply = await self._local.call(lambda i: replace(request, id=i))
                 count += expected(reply, m.Done, self._name).count
-        except PdserveError as error:
-            code = error.code if isinstance(error, RequestRefused) else "not_everywhere"
-            self._answer(connection, m.Fault(request.id, code, str(error)))
+            except PdserveError as error:
+                failed[self._name] = error
+        if not failed:
+            self._answer(connection, m.Done(request.id, count))
             return
-        self._answer(connection, m.Done(request.id, count))
+        codes = {error.code if isinstance(error, RequestRefused) else "" for error in failed.values()}
+        code = (codes.pop() if len(codes) == 1 else "") or "not_everywhere"
+        text = "; ".join(f"{node}: {error}" for node, error in failed.items())
+        self._answer(connection, m.Fault(request.id, code, text))
 
-    async def _drop_there(self, request: Dropping) -> int:
-        """Have all other nodes that live do it; the sum of their counts. Raises PoolError: one did not."""
+    async def _drop_there(self, request: Dropping) -> dict[str, m.Done | BaseException]:
+        """Have all other nodes that live do it; what became of it, by node."""
         nodes = [member.node for member in self._cluster.alive() if member.node != self._name]
         if isinstance(request, m.DropNamespace):
             work = [self._ask_one(node, partial(_named, request), DROP_TIMEOUT_S) for node in nodes]
@@ -150,10 +158,7 @@ class Questions:
             space = space_of(self._namespaces, request.namespace)
             make = partial(_in_namespace, request)
             work = [self._call(node, space, make, m.Done, DROP_TIMEOUT_S) for node in nodes]
-        done = await asyncio.gather(*work, return_exceptions=True)
-        if failed := next((reply for reply in done if isinstance(reply, BaseException)), None):
-            raise failed
-        return sum(reply.count for reply in done if isinstance(reply, m.Done))
+        return dict(zip(nodes, await asyncio.gather(*work, return_exceptions=True), strict=True))
 
     async def _ask_one(self, node: str, make: Callable[[int], m.Request], timeout_s: float) -> m.Done:
         reply, _ = await self._links.call(self._address(node), make, timeout_s, node=node)

@@ -100,7 +100,7 @@ def test_no_byte_of_a_deleted_tenant_is_left_anywhere(searched: Searched) -> Non
     done = pdserve_here("pool", "delete", searched.nodes[0].address, "--tenant", "acme", "--json")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
-    assert (set(told["pages"]), told["problems"]) == ({"node0", "node1"}, {})
+    assert (told["pages"] > 0, told["away"]) == (True, [])
     assert searched.holding(ACME) == set()
     assert searched.holding(OTHER) == {"arena", "ssd", "bucket"}
     keys = [key(n) for n in OTHER]
@@ -112,8 +112,8 @@ def test_no_byte_of_single_pages_that_were_deleted_is_left_anywhere(searched: Se
     searched.put()
     some, rest = ACME[:6], ACME[6:]
     told = searched.ask(lambda pool: pool.erase([key(n) for n in some], "acme"))
-    assert set(told) == {"node0", "node1"}
-    assert all(isinstance(count, int) for count in told.values()), told
+    [count] = told.values()
+    assert isinstance(count, int), told
     assert searched.holding(some) == set()
     assert searched.holding(OTHER) == {"arena", "ssd", "bucket"}
     assert all(searched.ask(lambda pool: pool.exists([key(n) for n in rest], "acme")))
@@ -141,8 +141,7 @@ def test_a_node_that_was_away_erases_what_was_deleted_meanwhile(searched: Search
     away = searched.nodes[1]
     away.kill()
     told = searched.ask(lambda pool: pool.erase_tenant("acme"))
-    assert isinstance(told["node1"], PoolError)
-    assert isinstance(told["node0"], int)
+    assert any(isinstance(one, PoolError) and "node1" in str(one) for one in told.values()), told
     assert "arena" in searched.holding(ACME)
     away.start()
     until(lambda: not searched.holding(ACME), "it still has pages")
