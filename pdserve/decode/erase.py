@@ -4,9 +4,9 @@
     POST /pool/erase      {"tenant": NAME}, or a body as for `/v1/kv/lookup` with the salt of its tenant
 
 An erasure empties this worker's own caches first, whosever they are, once no request runs. Then each node of
-the pool erases the pages, in memory and tiers. The answer says of each node how many pages there were, or why
-it cannot say so; nothing is hidden by a sum. A node that was away learns of a tenant's end when it returns;
-pages of a prompt it may still have.
+the pool erases the pages, in memory and tiers. The answer says of each node how many pages there were (of a
+whole tenant: those in memory and those in tiers), or why it cannot say so; nothing is hidden by a sum. A node
+that was away learns of a tenant's end when it returns; pages of a prompt it may still have.
 
 These paths are not among those that a worker without a token serves to all (`engine/http/guard.py`).
 """
