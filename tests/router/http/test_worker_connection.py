@@ -14,10 +14,12 @@ import pytest
 from pdserve.router.config.limits import Limits
 from pdserve.router.fleet.worker import Worker
 from pdserve.router.http import worker_connection as pool_module
+from pdserve.router.http.deadlines import TICK_S, Deadlines
 from pdserve.router.http.tls import UpstreamError
 from pdserve.router.http.worker_connection import MAX_HEAD_BYTES, Answer, Upstream, Waiter, WorkerConnection
 from tests.support.router import mock_worker as mock
 from tests.support.router.mock_worker import CloseConnection, Gate, MockWorker, Received, Script, Wire
+from tests.support.virtual_time import virtually
 
 LIMIT_BYTES = 1 << 30
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
@@ -323,3 +325,12 @@ async def test_cutting_a_worker_fails_what_is_in_flight() -> None:
         await gate.reached.wait()
         client.upstream.cut_worker(client.worker)
         assert await failing == "down"
+
+
+@virtually
+async def test_the_time_by_which_deadlines_are_set_is_at_most_a_tick_old() -> None:
+    deadlines = Deadlines(asyncio.get_running_loop())
+    for _ in range(9):
+        await asyncio.sleep(0.7 * TICK_S)
+        assert 0 <= deadlines.loop.time() - deadlines.now_s <= 1.01 * TICK_S
+    deadlines.close()
