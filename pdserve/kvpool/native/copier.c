@@ -418,35 +418,6 @@ PyObject *native_write(PyObject *module, PyObject *args) {
     return result;
 }
 
-PyObject *native_copy(PyObject *module, PyObject *args) {
-    Batch to = {.is_read = 1}, from = {.is_read = 0}; /* of one page each: buffers to write to, and to read from */
-    Page target = {.length = 0}, source = {.length = 0};
-    PyObject *targets, *sources, *result = NULL;
-    if (!PyArg_ParseTuple(args, "OO", &targets, &sources))
-        return NULL;
-    if (native_hold(&to, &target, targets) == 0 && native_hold(&from, &source, sources) == 0) {
-        int alike = target.count == source.count && target.length >= LEAST_HASHED;
-        for (Py_ssize_t k = 0; alike && k < target.count; k++)
-            alike = to.segments[k].len == from.segments[k].len;
-        if (alike) {
-            Hash hash;
-            uint64_t checksum;
-            Py_BEGIN_ALLOW_THREADS
-            hash_begin(&hash, target.length);
-            for (Py_ssize_t k = 0; k < target.count; k++)
-                move(&hash, to.segments[k].buf, from.segments[k].buf, to.segments[k].len, 0);
-            checksum = hash_end(&hash);
-            Py_END_ALLOW_THREADS
-            result = PyLong_FromUnsignedLongLong(checksum);
-        } else {
-            PyErr_SetString(PyExc_ValueError, "pages that are not cut alike, or too short to be hashed here");
-        }
-    }
-    native_let_go(&to);
-    native_let_go(&from);
-    return result;
-}
-
 void native_choose_copier(void) {
 #if defined(__x86_64__)
     __builtin_cpu_init();

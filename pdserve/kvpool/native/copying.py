@@ -55,14 +55,6 @@ def write(
     return checksums
 
 
-def copy(targets: PageBuffers, sources: PageBuffers) -> int:
-    """Copy a page between buffers of this process, and return the checksum of the copy. The interpreter lock
-    is released once. Raises ValueError: the pages are not cut alike.
-    """
-    checksum: int = _copier_for([targets], checksum=True).copy(targets, sources)
-    return checksum
-
-
 def _copier_for(pages: Sequence[PageBuffers], checksum: bool) -> ModuleType:
     """Pages of a call are of one length."""
     is_short = checksum and bool(pages) and sum(map(len, pages[0])) < LEAST_HASHED_BYTES

@@ -6,7 +6,6 @@
 static PyMethodDef methods[] = {
     {"read", native_read, METH_VARARGS, "See copying.read."},
     {"write", native_write, METH_VARARGS, "See copying.write."},
-    {"copy", native_copy, METH_VARARGS, "See copying.copy."},
     {"send_pages", native_send_pages, METH_VARARGS, "See page_messages.send."},
     {"receive_pages", native_receive_pages, METH_VARARGS, "See page_messages.receive."},
     {"exchange", native_exchange, METH_VARARGS, "See frames.exchange."},

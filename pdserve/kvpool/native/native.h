@@ -33,7 +33,6 @@ int native_left_ms(double deadline_s);
 
 PyObject *native_read(PyObject *module, PyObject *args);          /* copier.c */
 PyObject *native_write(PyObject *module, PyObject *args);         /* copier.c */
-PyObject *native_copy(PyObject *module, PyObject *args);          /* copier.c */
 PyObject *native_exchange(PyObject *module, PyObject *args);      /* frames.c */
 PyObject *native_send_pages(PyObject *module, PyObject *args);    /* messages.c */
 PyObject *native_receive_pages(PyObject *module, PyObject *args); /* messages.c */

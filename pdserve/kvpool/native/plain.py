@@ -64,17 +64,6 @@ def write(
     ]
 
 
-def copy(targets: PageBuffers, sources: PageBuffers, /) -> int:
-    """See `copying.copy`."""
-    if [one.size for one in targets] != [one.size for one in sources]:
-        raise ValueError("pages that are not cut alike")
-    digest = start()
-    for target, source in zip(_pieces(targets), _pieces(sources), strict=True):
-        np.copyto(target, source)
-        digest.update(target.data)
-    return finish(digest)
-
-
 def _check_bounds(arena: Bytes1D, offsets: list[int], pages: Sequence[PageBuffers]) -> None:
     for offset, page in zip(offsets, pages, strict=True):
         if not 0 <= offset <= arena.size - sum(segment.size for segment in page):

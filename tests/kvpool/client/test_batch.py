@@ -126,7 +126,7 @@ def test_pages_are_visible_before_the_batch_is_done(pool: Pool) -> None:
 
 @pytest.mark.usefixtures("short_chunks")
 def test_a_chunk_that_fails_costs_its_own_pages_only(pool: Pool) -> None:
-    client = pool.client(connections=1)
+    client = pool.client(connections=1, retry_after_s=60.0)
     writes: list[str] = []
 
     def fail(node: str, step: str) -> None:

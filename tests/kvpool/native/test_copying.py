@@ -244,18 +244,6 @@ def test_memory_that_may_only_be_read_is_not_written(copier: ModuleType) -> None
         copier.read(arena, table, LAYOUT.rows_at, [0], [0], [0], [0], [page], False, math.inf)
 
 
-@pytest.mark.parametrize("copier", COPIERS)
-@pytest.mark.parametrize("sizes", SIZES[2:])
-def test_a_page_is_copied_between_buffers_that_are_cut_alike(copier: ModuleType, sizes: list[int]) -> None:
-    page = a_page(sizes)
-    target = an_empty(page)
-    assert copier.copy(target, page) == checksum_page(page)
-    assert all(map(np.array_equal, target, page))
-    for other in (target[:-1], [*target, target[0]], [*target[:-1], target[-1][:-1]]):
-        with pytest.raises(ValueError, match="cut alike"):
-            copier.copy(other, page)
-
-
 @pytest.mark.skipif(compiled is None, reason="not built")
 @pytest.mark.parametrize(
     "call",

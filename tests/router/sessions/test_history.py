@@ -22,7 +22,7 @@ def change(before: dict[str, Any], now: dict[str, Any]) -> Change | None:
     return change_of(one, two)
 
 
-def user(text: str) -> dict[str, Any]:
+def user(text: Any) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
@@ -56,7 +56,7 @@ MARKED = [{"type": "text", "text": LONG, "cache_control": {"type": "ephemeral"}}
 
 def test_a_mark_that_moves_on_changes_nothing() -> None:
     plain = [{"type": "text", "text": LONG}]
-    before = {"system": MARKED, "messages": [user(MARKED)]}  # type: ignore[arg-type]
+    before = {"system": MARKED, "messages": [user(MARKED)]}
     assert change(before, {"system": plain, "messages": [user(LONG), user("b")]}) is None
 
 
@@ -113,7 +113,7 @@ MESSAGES = st.lists(
         ),
         st.builds(
             lambda text: user([{"type": "text", "text": text, "cache_control": {}}]), st.sampled_from("ab")
-        ),  # type: ignore[arg-type]
+        ),
         st.sampled_from([5, {"role": 5}, {"content": "a"}]),
     ),
     max_size=12,
@@ -137,7 +137,7 @@ def test_the_chain_of_the_turn_before_changes_nothing_but_the_time(
 def test_of_a_turn_that_goes_on_only_what_is_new_is_read(is_marked: bool) -> None:
     """A mark for caches that moves on makes the last messages new ones."""
     texts = [f"{number} " * 500 for number in range(100)]
-    before = [*map(user, texts[:-1]), user(MARKED if is_marked else texts[-1])]  # type: ignore[arg-type]
+    before = [*map(user, texts[:-1]), user(MARKED if is_marked else texts[-1])]
     after = [*map(user, texts[:-1]), user(LONG if is_marked else texts[-1]), user("new")]
     one, two = (parse_request(json.dumps({"messages": of}).encode()).messages for of in (before, after))
     last = chain_of(one, MAX_MESSAGES)

@@ -168,15 +168,18 @@ class Node:
 
 def _check_order(actions: list[Action]) -> None:
     """Rows are written and transfers started before a reply tells a client of them: nobody acts too early."""
-    told: set[int] = set()
-    committed = False
+    told: set[tuple[int, int]] = set()  # connection and tag
+    written = committed = False
     for action in actions:
         if isinstance(action, StartSend | StartReceive):
-            assert action.connection not in told, "a client hears of a transfer before it is started"
+            begun = action.connection, action.tag
+            assert begun not in told, "a client hears of a transfer before it is started"
         elif isinstance(action, CommitRows):
-            assert not committed, "a client hears of a page whose row is not written"
+            assert written or not committed, "a client hears of a page whose row is not written"
+            written = True
         elif isinstance(action, Answer) and isinstance(action.message, m.Got | m.Reserved):
-            told.add(action.connection)
+            pages = action.message.pins if isinstance(action.message, m.Got) else action.message.grants
+            told.update((action.connection, page.tag) for page in pages)
         elif isinstance(action, Answer) and isinstance(action.message, m.Committed):
             committed = True
 
