@@ -49,7 +49,7 @@ def settings_of(directory: Path, endpoint: str, **options: Any) -> Callable[[str
 
 
 COMMON = {
-    "capacity_bytes": 8 * MIB,
+    "capacity_bytes": 32 * MIB,
     "promotion_timeout_s": 5.0,
     "keep": False,
 }
