@@ -109,7 +109,8 @@ def test_workers_that_differ_in_page_size_cannot_share_a_namespace(tmp_path: Pat
 
 def geometry_of(model: Path) -> dict[str, str]:
     sizes = {"page_size": "64", "layout": "page_first_direct", "tp_size": "1", "pp_size": "1"}
-    return KvGeometry(model_fingerprint(model), "float32", "float32", **sizes).as_dict()
+    made = KvGeometry(model=model_fingerprint(model), dtype="float32", kv_dtype="float32", **sizes)
+    return made.as_dict()
 
 
 def test_a_worker_without_pool_nodes_says_how_to_do_without(tmp_path: Path, model: Path) -> None:

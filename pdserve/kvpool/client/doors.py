@@ -52,7 +52,7 @@ class Doors(Generic[L]):
     def learn(self, nodes: Sequence[NodeAddress]) -> None:
         """These are the pool's nodes, as one of them says. What is configured is believed before."""
         told = {one.node: PoolNodeRef(node=one.node, address=one.address) for one in nodes}
-        wanted = told | self._configured
+        wanted = self._configured | told | self._configured  # first, too, of those that are as near
         with self._lock:
             if wanted == self._refs or self._closed:
                 return

@@ -7,7 +7,6 @@ import socket
 import pytest
 
 from pdserve.errors import ConfigError
-from pdserve.kvpool.client import doors
 from pdserve.kvpool.client.config import PoolNodeRef
 from pdserve.kvpool.client.doors import Doors, is_of_this_host, nearest_first
 from pdserve.kvpool.protocol.base import NodeAddress
@@ -29,7 +28,7 @@ def test_nodes_of_this_host_come_first_those_with_a_socket_before_all() -> None:
 def test_hosts_without_a_node_spread_over_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     first = set()
     for number in range(40):
-        monkeypatch.setattr(doors.socket, "gethostname", lambda name=f"host{number}": name)
+        monkeypatch.setattr(socket, "gethostname", lambda name=f"host{number}": name)
         order = names("tcp:198.51.100.1:1", "tcp:198.51.100.2:1", "tcp:198.51.100.3:1")
         assert order == names("tcp:198.51.100.1:1", "tcp:198.51.100.2:1", "tcp:198.51.100.3:1")
         first.add(order[0])
@@ -75,3 +74,9 @@ def test_the_nodes_that_one_names_are_asked_while_it_is_down_and_those_that_left
     doors.close()
     doors.learn([NodeAddress("d", "unix:/d")])
     assert "d" not in doors.links
+
+
+def test_a_configured_node_stays_before_those_that_are_as_near() -> None:
+    with_own = Doors([PoolNodeRef(node="b", address="unix:/b")], Link)
+    with_own.learn([NodeAddress(node=name, address=f"unix:/{name}") for name in "abc"])
+    assert [link.ref.node for link in with_own] == ["b", "a", "c"]

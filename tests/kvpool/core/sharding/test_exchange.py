@@ -265,6 +265,16 @@ def test_pages_go_to_whom_owns_them_by_then() -> None:
     assert answers(alone, client) == [m.Committed(60, b"\1")]  # it is this node's own
 
 
+def test_a_page_that_was_put_off_is_offered_to_its_new_owner_at_once() -> None:
+    node, client = member()
+    actions, _ = write(node, client, *of("n2", 1, before="n1"))
+    [push] = some(actions, PushPages)
+    assert some(pushed(node, push, LATER), PushPages) == []
+    [push] = [one for one in some(node.do(ViewChanged(PAIR, False)), PushPages) if one.written]
+    assert push.node == "n1"
+    assert answers(pushed(node, push, TAKEN), client) == [m.Committed(60, b"\1")]
+
+
 def test_a_page_that_waits_for_its_owner_is_not_evicted_and_their_bytes_are_bounded() -> None:
     node, client = member(exchange_bytes=32 * KIB)
     actions, _ = write(node, client, *of("n1", 8))

@@ -81,6 +81,20 @@ def test_a_page_of_another_node_comes_once_for_all_who_read_it(pool: Nodes) -> N
     assert all(pool.holders(key) == ["n0", "n1"] for key in wanted)
 
 
+def test_a_page_that_is_damaged_at_its_owner_is_a_miss_and_is_dropped_there(pool: Nodes) -> None:
+    wanted = owned(pool, 60)["n1"]
+    with pool.client("n1") as writer, pool.client("n0") as client:
+        assert writer.put(wanted) == wanted
+        owner = pool.nodes["n1"]
+        store = owner.state.store
+        place = store.slots.offset(store.find(writer.namespace, wanted[0]))
+        damaged = owner.arena.memory[place] ^ 1
+        pool.run(lambda: owner.arena.memory.__setitem__(place, damaged))
+        assert client.get(wanted) == wanted[1:]
+        assert pool.holders(wanted[0]) == []
+        assert pool.counters("n0")["pages_fetched"] == len(wanted) - 1
+
+
 def test_a_wait_ends_when_another_node_has_the_page(pool: Nodes) -> None:
     wanted = owned(pool, 60)
     some = [own[0] for own in wanted.values()]

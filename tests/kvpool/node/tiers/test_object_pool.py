@@ -49,7 +49,7 @@ def settings_of(directory: Path, endpoint: str, **options: Any) -> Callable[[str
 
 
 COMMON = {
-    "capacity_bytes": 32 * MIB,
+    "capacity_bytes": 8 * MIB,
     "promotion_timeout_s": 5.0,
     "keep": False,
 }
@@ -96,5 +96,5 @@ def test_a_pool_of_other_nodes_without_disks_has_all_pages(tmp_path: Path) -> No
             closing(client(nodes)) as pool,
         ):
             until(lambda: all(pool.exists(KEYS)), "not found")
-            assert hits(pool) == COUNT
+            until(lambda: hits(pool) == COUNT, "not read")  # a page that comes late is kept for the next read
             assert sum(node.status().tiers[0].counters["stored"] for node in nodes) == 0, "stored twice"
