@@ -154,6 +154,7 @@ class Member:
     def _hear(self, data: bytes, *, is_sibling: bool) -> None:
         news = self.gossip.hear(data, self._loop.time(), time.time(), is_sibling=is_sibling)
         if news is not None and news.asks and is_sibling:
+            self._do_acts()  # an act's answer has the metrics of all: whoever reads it finds the act done
             self._write()
         self._fill()
 
