@@ -157,10 +157,12 @@ def test_a_worker_that_is_drained_finishes_what_it_has_while_sessions_move(front
         async with streaming(front, 9110, GREEDY, "moving") as streamed:
             drained = await asyncio.to_thread(front.admin, "POST", f"/workers/{streamed.worker}/drain")
             assert drained["draining"]
+            # each process of the router hears of it in its turn
+            unused = lambda: not front.is_used(streamed.worker)  # noqa: E731
+            await asyncio.to_thread(eventually, unused, "it gets no new requests", WAIT_S)
             async with streaming(front, 9111, GREEDY, "moving", 8) as moved:
                 assert moved.worker != streamed.worker
                 await moved.read()
-            assert not await asyncio.to_thread(front.is_used, streamed.worker)
             await streamed.read()
         assert streamed.ids == whole
         await asyncio.to_thread(
