@@ -56,9 +56,9 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 def main(
     model: ModelOption,
     turns: Annotated[int, typer.Option(min=2, help="Turns of each conversation.")] = 5,
-    conversations: Annotated[int, typer.Option(min=1, help="Of each cluster; results are medians.")] = 3,
-    rules: Annotated[int, typer.Option(min=1, help="Words of the system's prompt.")] = 1500,
-    file: Annotated[int, typer.Option(min=1, help="Words of what a tool returns each turn.")] = 150,
+    conversations: Annotated[int, typer.Option(min=1, help="Of each cluster; results are medians.")] = 2,
+    rules: Annotated[int, typer.Option(min=1, help="Words of the system's prompt.")] = 3000,
+    file: Annotated[int, typer.Option(min=1, help="Words of what a tool returns each turn.")] = 40,
     against: Annotated[str, typer.Option(help="The contender that is started twice.")] = "disagg",
     pool_capacity: PoolCapacityOption = "2GiB",
     seed: Seed = 1,
