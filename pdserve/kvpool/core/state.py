@@ -342,11 +342,11 @@ class NodeState:
 
     def _administer(self, session: Session, request: AdminRequest, now_s: float, out: list[Action]) -> None:
         reply = self.administration.handle(session, request, out)
-        if isinstance(request, m.DropNamespace | ReplaceNamespace) and isinstance(reply, m.Done):
-            self._erasures.answer(session.connection, reply, now_s, out, voids=True)
-            return
         voids = isinstance(request, m.DropNamespace | ReplaceNamespace)
-        self._answer_durably(session, reply, now_s, out, voids=voids)
+        if voids and isinstance(reply, m.Done):
+            self._erasures.answer(session.connection, reply, now_s, out, voids=True)
+        else:
+            self._answer_durably(session, reply, now_s, out, voids=voids)
 
     def _clear(self, session: Session, request: m.Clear, now_s: float, out: list[Action]) -> None:
         model, count = self.namespaces[request.namespace], 0

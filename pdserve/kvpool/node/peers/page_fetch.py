@@ -19,7 +19,7 @@ from pdserve.kvpool.cluster.membership import Cluster
 from pdserve.kvpool.core.events import FAILED, Event, FetchPages, PagesFetched
 from pdserve.kvpool.namespaces.catalog import Namespaces
 from pdserve.kvpool.node.config.node import PoolNodeConfig
-from pdserve.kvpool.node.peers.peer_link import PeerLink, Space, address_of, in_thread, space_of
+from pdserve.kvpool.node.peers.peer_link import PageMover, PeerLink, Space, address_of, in_thread, space_of
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
 from pdserve.security.tls import Certificates
 
@@ -30,7 +30,6 @@ FETCH_TIMEOUT_S: Final = 2.0
 """Of one request to another node, and more for a large batch. Who waits for it gives up a little later."""
 SLOWEST_BYTES_S: Final = 20e6
 RESTARTING_PAUSE_S: Final = 0.02
-STOP_TIMEOUT_S: Final = 2.0
 
 
 @dataclass(slots=True)
@@ -41,7 +40,7 @@ class _Peer:
     free: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(CONNECTIONS))
 
 
-class PageFetcher:
+class PageFetcher(PageMover):
     """The fetches of one node. `memory`: its arena, shape [capacity]. `feed` gives events to its state. Lives
     in the node's event loop.
     """
@@ -55,7 +54,7 @@ class PageFetcher:
         memory: Bytes1D,
         feed: Callable[[Event], None],
     ) -> None:
-        self.closed = False
+        super().__init__()
         self._config = config
         self._certificates = certificates
         self._cluster = cluster
@@ -63,22 +62,14 @@ class PageFetcher:
         self._memory = memory
         self._feed = feed
         self._peers: dict[str, _Peer] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
 
     def fetch(self, fetch: FetchPages) -> None:
         """An action of NodeState."""
-        if not self.closed:
-            task = asyncio.ensure_future(self._fetch(fetch))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        self.start(self._fetch(fetch))
 
     async def close(self) -> None:
-        """Fetch nothing more, and wait a moment for threads that write to our memory. Idempotent."""
-        self.closed = True
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=STOP_TIMEOUT_S)
-        for task in self._tasks:
-            task.cancel()
+        """As any mover's; idle connections close too."""
+        await super().close()
         for peer in self._peers.values():
             while peer.idle:
                 peer.idle.pop().close()

@@ -32,7 +32,7 @@ from pdserve.kvpool.core.events import (
 )
 from pdserve.kvpool.namespaces.catalog import Namespaces
 from pdserve.kvpool.node.config.node import PoolNodeConfig
-from pdserve.kvpool.node.peers.peer_link import PeerLink, Space, address_of, in_thread, space_of
+from pdserve.kvpool.node.peers.peer_link import PageMover, PeerLink, Space, address_of, in_thread, space_of
 from pdserve.kvpool.protocol import messages as m
 from pdserve.kvpool.protocol.messages import Abort, Release, Reply, Request
 from pdserve.kvpool.protocol.page_bytes import Bytes1D
@@ -40,7 +40,6 @@ from pdserve.security.tls import Certificates
 
 logger = logging.getLogger(__name__)
 
-STOP_TIMEOUT_S: Final = 2.0  # for threads to end
 TIMEOUT_S = 5.0  # of one request to another node, and more for a large batch
 SLOWEST_BYTES_S: Final = 20e6  # a batch may take as long as it would at this rate
 LEASE_SHARE: Final = 0.8  # of a lease that one push may take
@@ -54,7 +53,7 @@ _OUTCOMES: Final = {
 }
 
 
-class PagePusher:
+class PagePusher(PageMover):
     """The pushes of one node. `memory`: its arena, shape [capacity]. `local`: its session with itself. `feed`
     gives events to its state. Lives in the node's event loop.
     """
@@ -69,7 +68,7 @@ class PagePusher:
         local: LocalSession,
         feed: Callable[[Event], None],
     ) -> None:
-        self.closed = False
+        super().__init__()
         self._config = config
         self._certificates = certificates
         self._cluster = cluster
@@ -79,22 +78,10 @@ class PagePusher:
         self._feed = feed
         self._loop = asyncio.get_running_loop()
         self._links: dict[tuple[str, str], tuple[asyncio.Lock, PeerLink]] = {}  # by peer and purpose
-        self._tasks: set[asyncio.Task[None]] = set()
 
     def push(self, push: PushPages) -> None:
         """An action of NodeState."""
-        if not self.closed:
-            task = asyncio.ensure_future(self._push(push))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def close(self) -> None:
-        """Push nothing more, and wait a moment for threads that read our memory. Idempotent."""
-        self.closed = True
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=STOP_TIMEOUT_S)
-        for task in self._tasks:
-            task.cancel()
+        self.start(self._push(push))
 
     def drop_links(self) -> None:
         """Close the connections to nodes that are not alive, or are elsewhere now."""

@@ -11,8 +11,8 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Final, TypeAlias, TypeVar
 
 import msgspec
 
@@ -31,6 +31,9 @@ from pdserve.kvpool.transports.shm import host_id
 from pdserve.security.tls import Certificates
 
 logger = logging.getLogger(__name__)
+
+STOP_TIMEOUT_S: Final = 2.0
+"""For threads that read or write our memory to end."""
 
 Space: TypeAlias = tuple[str, Mapping[str, str], int]
 """A namespace's name, geometry, generation."""
@@ -197,6 +200,31 @@ class PeerLink:
     def _id(self) -> int:
         self._last_id += 1
         return self._last_id
+
+
+class PageMover:
+    """Tasks that move pages between nodes by such threads. Lives in the node's event loop."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Begin it, unless this is closed."""
+        if self.closed:
+            work.close()
+            return
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Move nothing more, and wait a moment for threads that read or write our memory. Idempotent."""
+        self.closed = True
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=STOP_TIMEOUT_S)
+        for task in self._tasks:
+            task.cancel()
 
 
 async def in_thread(work: Callable[[], T], peer: str) -> T:
