@@ -61,7 +61,7 @@ class Decode:
         try:
             target, lines, body = self._question(request, worker)
             up = await parts.upstream.exchange(
-                request, worker, target, lines, body, limit_s, limits_s.connect_s, self.on_piece, request
+                request, worker, target, lines, body, limit_s, limits_s.connect_s, self.on_piece
             )
             if not request.is_begun:
                 self._begin(request, up)
@@ -113,7 +113,7 @@ class Decode:
 
     def on_piece(self, up: WorkerConnection) -> None:
         """The head of an answer is here, or its first pieces; called by the worker's connection."""
-        request = up.asked_by
+        request = up.owner
         assert isinstance(request, Request)
         request.up = up
         if request.connection.is_full:
@@ -247,7 +247,7 @@ def _relay_long(up: WorkerConnection) -> None:
     """Pass on a long answer as it comes. If the worker breaks off, the client's connection is closed before
     the answer's end.
     """
-    request = up.asked_by
+    request = up.owner
     assert isinstance(request, Request)
     if request.connection.is_full:
         up.pause()

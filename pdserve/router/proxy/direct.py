@@ -146,7 +146,7 @@ async def hand_over(parts: Parts, decode: Decode, request: Request, prefill: Wor
     limits_s = parts.limits_s
     limit_s = limits_s.direct_s if request.plan.has_fallback else limits_s.prefill_s
     request.room_line = room_line(prefill)
-    asking = parts.loop.create_task(ask(parts, request, prefill, limit_s, Waiter()))
+    asking = parts.loop.create_task(ask(parts, request, prefill, limit_s, Waiter(request)))
 
     def on_report(_: object) -> None:
         if not request.is_started and _word(asking) not in GOOD:

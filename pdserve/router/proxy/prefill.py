@@ -282,7 +282,6 @@ async def ask(parts: Parts, request: Request, worker: Worker, limit_s: float, ow
             limit_s,
             parts.limits_s.connect_s,
             None,
-            request,
             MAX_ERROR_BYTES,
         )
         if up.status != 200:
