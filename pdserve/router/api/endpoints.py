@@ -89,6 +89,8 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     summary: str
     target: bytes = b""
     """`path` as it stands in a request."""
+    prefill_target: bytes = b""
+    """That of a prefill worker for it."""
     task: Task | None = None
     """What a model must be able to do. `any`: the worker says whether it can. None: every model can, and the
     request computes no prompt.
@@ -130,8 +132,15 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     is_prefillable: bool = False
     """A prefill worker can compute the prompt (`/pd/prefill`)."""
 
+    is_usual: bool = False
+    """Its requests are understood by their prompt alone, where nothing else is said."""
+
     def __post_init__(self) -> None:
         msgspec.structs.force_setattr(self, "target", self.path.encode("ascii"))
+        prefill_target = b"/pd/prefill?endpoint=" + self.target
+        msgspec.structs.force_setattr(self, "prefill_target", prefill_target)
+        is_usual = self.is_resumable and self.task == "generate" and not self.preamble_fields
+        msgspec.structs.force_setattr(self, "is_usual", is_usual)
 
 
 _TOKENIZE: Final = Endpoint(

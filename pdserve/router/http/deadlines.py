@@ -1,7 +1,7 @@
 """Deadlines of everything in flight, checked by one timer.
 
 A timer per wait costs more than the wait's other work on the hot path. Here whoever waits carries
-`deadline_s`, a plain attribute; one sweep every `TICK_S` looks at all of them, and expires those that are past
+`deadline_s`, a plain attribute; one sweep every `TICK_S` looks at all of them and expires those that are past
 it. Precision is one tick, which is below what any of the router's deadlines is about. So the time of the last
 sweep, `now_s`, is near enough to set one by.
 """

@@ -95,8 +95,9 @@ class WorkerConnection(asyncio.Protocol):
 
     __slots__ = (
         "_feed", "_head", "_is_tls", "_parser", "_pool", "_rest", "clock", "deadline_s", "error",
-        "idle_since_s", "incarnation", "is_open", "is_paused", "is_stream", "is_whole", "is_young", "keeps", "limit_bytes", "on_body", "on_header", "on_message_begin", "owner",
-        "pairs", "pieces", "received_bytes", "said", "sink", "status", "transport",
+        "idle_since_s", "incarnation", "is_open", "is_paused", "is_stream", "is_whole", "is_young",
+        "keeps", "limit_bytes", "on_body", "on_header", "on_message_begin", "owner", "pairs", "pieces",
+        "received_bytes", "said", "sink", "status", "transport",
     )  # fmt: skip
     transport: asyncio.Transport
     said: dict[bytes, bytes]

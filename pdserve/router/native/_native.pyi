@@ -1,6 +1,9 @@
 from collections.abc import Set
+from typing import TypeVar
 
 from typing_extensions import Buffer
+
+T = TypeVar("T")
 
 class HeaderLines:
     def __init__(self, most: int) -> None: ...
@@ -14,3 +17,4 @@ class HeaderLines:
 
 def joined(pairs: list[tuple[bytes, bytes]], but: Set[bytes], /) -> bytes: ...
 def has_after(text: Buffer, mark: bytes, words: tuple[bytes, ...], /) -> bool: ...
+def copied(of: T, /) -> T: ...

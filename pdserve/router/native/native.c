@@ -1,6 +1,8 @@
 /* Gathers the header lines that a parser of HTTP finds, and looks for words in long bodies: see heads.py and
  * scan.py, which say what each function does and have the same in Python.
  *
+ * Also copies objects that have slots only: see slots.py.
+ *
  * The parser decides what is a header; here names are put in lower case, and lines are kept or joined. Nothing is
  * kept beyond the bound that the maker gives, nor when the head is over: a trailer is no header.
  */
@@ -196,7 +198,31 @@ static PyObject *has_after(PyObject *Py_UNUSED(module), PyObject *const *given, 
     return PyBool_FromLong(found);
 }
 
+static destructor of_classes; /* tp_dealloc of each class that a class statement has made */
+
+/* Whether all that an object of this type has are its slots, each a reference. */
+static int has_slots_only(PyTypeObject *type) {
+    if (type->tp_itemsize || type->tp_dictoffset || type->tp_weaklistoffset) return 0;
+    for (; type != &PyBaseObject_Type; type = type->tp_base)
+        if (type == NULL || type->tp_dealloc != of_classes) return 0;
+    return 1;
+}
+
+static PyObject *copied(PyObject *Py_UNUSED(module), PyObject *of) {
+    PyTypeObject *type = Py_TYPE(of);
+    if (!has_slots_only(type)) {
+        PyErr_Format(PyExc_TypeError, "%.100s has more than slots", type->tp_name);
+        return NULL;
+    }
+    PyObject *made = type->tp_alloc(type, 0);
+    if (made == NULL) return NULL;
+    Py_ssize_t first = sizeof(PyObject) / sizeof(PyObject *), end = type->tp_basicsize / sizeof(PyObject *);
+    for (Py_ssize_t i = first; i < end; i++) ((PyObject **)made)[i] = Py_XNewRef(((PyObject **)of)[i]);
+    return made;
+}
+
 static PyMethodDef methods[] = {
+    {"copied", (PyCFunction)copied, METH_O, "See slots.copied."},
     {"has_after", (PyCFunction)(void (*)(void))has_after, METH_FASTCALL, "See scan.has_after."},
     {"joined", (PyCFunction)(void (*)(void))joined, METH_FASTCALL, "See heads.joined."},
     {NULL, NULL, 0, NULL},
@@ -207,6 +233,10 @@ static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "pdserve.router.n
 
 PyMODINIT_FUNC PyInit__native(void) {
     if (PyType_Ready(&lines_type)) return NULL;
+    PyObject *class = PyObject_CallFunction((PyObject *)&PyType_Type, "s(){}", "Class");
+    if (class == NULL) return NULL;
+    of_classes = ((PyTypeObject *)class)->tp_dealloc;
+    Py_DECREF(class);
     PyObject *module = PyModule_Create(&definition);
     if (module == NULL) return NULL;
     if (PyModule_AddObjectRef(module, "HeaderLines", (PyObject *)&lines_type)) {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import time
 from collections.abc import Callable
@@ -11,7 +10,6 @@ from typing import Final
 
 from pdserve.errors import RequestError
 from pdserve.router.admission.gate import Gate
-from pdserve.router.admission.queue import State, Ticket
 from pdserve.router.api.endpoints import ENDPOINTS, fold
 from pdserve.router.api.errors import NoWorkerError, error_of
 from pdserve.router.api.request_body import RequestView
@@ -27,9 +25,9 @@ from pdserve.router.proxy.bodies import Bodies
 from pdserve.router.proxy.decode import Decode
 from pdserve.router.proxy.direct import DirectWay
 from pdserve.router.proxy.failures import WorkerAnswerError
-from pdserve.router.proxy.parts import Claim, Parts
+from pdserve.router.proxy.parts import Parts
 from pdserve.router.proxy.place import first_plan, last_turn, plan
-from pdserve.router.proxy.prefill import prefill, settle
+from pdserve.router.proxy.prefill import prefill, release_prefill, settle
 from pdserve.router.proxy.recover import Recovery
 from pdserve.router.proxy.understand import Understanding
 from pdserve.router.request.request import Request
@@ -57,9 +55,10 @@ class Proxy:
     ) -> None:
         self.targets: Final = {path.encode("ascii"): path for path in ENDPOINTS}
         """Path by request target."""
-        self.request: Final[Callable[..., Request]] = functools.partial(Request, self.handle)
+        self.request: Final[Callable[..., Request]] = Request.maker(self.handle)
         """Makes the requests that are served here."""
         self._parts = parts = Parts(config, fleet, gate, upstream, stats)
+        self._fleet = fleet
         self.placer: Final = parts.placer
         self._gate = gate
         self._stats = stats
@@ -101,25 +100,25 @@ class Proxy:
             if request.method != b"POST":
                 await self._serve_other_method(request)
             elif (tenant := self._admit_at_once(request) or await self._admit_body(request)) is not None:
-                understanding, gate, fleet = self._understanding, self._gate, self._parts.fleet
+                understanding, gate, fleet = self._understanding, self._gate, self._fleet
                 view = understanding.read(request)
                 snapshot = None
                 if view.model is not None and view.model in fleet.tasks:
                     snapshot = fleet.snapshot(view.model, self._parts.loop.time())
                 if snapshot is not None and snapshot.slots:
                     understanding.understand(request, tenant, view)
-                    ticket = gate.arrive(request, tenant, snapshot)
-                    if ticket.state is not State.RUNNING:
-                        await gate.wait(request, ticket)
+                    if not gate.start(request, tenant, snapshot.slots):
+                        await gate.enter(request, tenant)
                         snapshot = None
                 else:
-                    ticket, snapshot = await self._hold(request, tenant, view), None
+                    await self._hold(request, tenant, view)
+                    snapshot = None
                 try:
                     if request.trace is not None:
                         request.planned_s = time.monotonic()
                     await self._dispatch(request, snapshot)
                 finally:
-                    gate.leave(request, ticket)
+                    gate.leave(request)
         except RequestError as error:
             if request.phase == "body":
                 await self._bodies.refuse(request, error)
@@ -135,7 +134,7 @@ class Proxy:
         finally:
             self._end(request)
 
-    async def _hold(self, request: Request, tenant: TenantState, view: RequestView) -> Ticket:
+    async def _hold(self, request: Request, tenant: TenantState, view: RequestView) -> None:
         """Wait for a worker of the request's model, which has none, and until it may run. Raises
         RequestError.
         """
@@ -147,21 +146,16 @@ class Proxy:
             if held is not None:
                 gate.release(held)
             raise
-        if held is not None:
-            return await gate.enter(request, held)
-        ticket = gate.arrive(request, tenant)
-        if ticket.state is not State.RUNNING:
-            await gate.wait(request, ticket)
-        return ticket
+        await gate.enter(request, tenant, held)
 
     async def _dispatch(self, request: Request, snapshot: Snapshot | None) -> None:
         """Have workers answer. `snapshot`: those of its model, where they are known to be of now. Both
         workers are claimed while the last turn settles. Raises RequestError, and WorkerAnswerError when the
         request itself is at fault. On cancellation all load is released.
         """
-        parts, last = self._parts, None
+        parts, fleet, last = self._parts, self._fleet, None
         now_s = parts.loop.time()
-        if parts.suspects.suspicion.is_active:
+        if parts.suspicion.is_active:
             await parts.suspects.check(request)
             snapshot, now_s = None, parts.loop.time()
         if request.facts.session is not None:
@@ -178,27 +172,29 @@ class Proxy:
             if await self._direct.answer(request, last):
                 return
             made, now_s = request.plan, parts.loop.time()
-        uncached = made.uncached_tokens
-        decode = Claim(parts.fleet, made.decode, now_s, 0 if made.prefill else uncached)
-        first = None
-        if made.prefill is not None:
-            first = Claim(parts.fleet, made.prefill, now_s, uncached, prefills=True)
+        decode, first, tokens = made.decode, made.prefill, made.uncached_tokens
+        if first is None:
+            request.queued_tokens = tokens
+        else:
+            fleet.on_selected(first, now_s, tokens, 1)
+            request.prefills, request.prefill_tokens = first, tokens
+        request.trial = fleet.on_selected(decode, now_s, request.queued_tokens)
         try:
             if made.settle is not None:
                 word = await settle(parts, request, made.settle)
                 request.words += (word,)
             if first is not None:
-                claim, first = first, None  # the stage releases it
-                word = await prefill(parts, request, claim)
+                word = await prefill(parts, request, first)
                 request.words += (word,)
             request.phase, request.asked_s = "decode", time.monotonic()
             failure = await self._decode.attempt(request, decode)
         finally:
-            decode.release()
-            if first is not None:
-                first.release()
+            fleet.on_released(decode, request.queued_tokens)
+            if request.prefills is not None:
+                release_prefill(parts, request)
         if failure is not None:
-            await self._recovery.retry(request, made.decode, failure)
+            request.queued_tokens = 0
+            await self._recovery.retry(request, decode, failure)
 
     def _admit_at_once(self, request: Request) -> TenantState | None:
         """Whose request it is, whose body is here, as nearly all are. None: it is not, or must be looked at.

@@ -31,7 +31,7 @@ from pdserve.router.metrics.names import CACHES, TIERS, turn_label
 from pdserve.router.metrics.stats import Stats
 from pdserve.router.placement.planner import Settle, choose_alternate, direct_threshold
 from pdserve.router.proxy.failures import FAILURES, WorkerAnswerError, outcome_of
-from pdserve.router.proxy.parts import MAX_ERROR_BYTES, Claim, Parts
+from pdserve.router.proxy.parts import MAX_ERROR_BYTES, Parts
 from pdserve.router.proxy.shared_prefill import Computed
 from pdserve.router.request.reports import CACHED_WORDS
 from pdserve.router.request.request import Request
@@ -141,7 +141,6 @@ class PrefillReport(msgspec.Struct):
             raise ValueError("turns: no hexadecimal number")
 
 
-_NOTHING_CACHED = CachedTokens()
 _decode_report = msgspec.json.Decoder(PrefillReport).decode
 
 
@@ -170,62 +169,73 @@ def count_prompt(stats: Stats, request: Request, tokens: Sequence[int]) -> None:
     """
     request.is_prompt_counted = True
     turn = turn_label(request.plan.turn) if request.plan.turn else "none"
-    for tier, count in zip(TIERS, tokens, strict=True):
-        if count:
-            stats.turn_tokens[turn, tier] += count
-    request.found_tokens = sum(tokens[:-1])
+    *found, computed = tokens
+    if computed:
+        stats.turn_tokens[turn, "computed"] += computed
+    if any(found):
+        request.found_tokens = sum(found)
+        for tier, count in zip(TIERS, found, strict=False):
+            if count:
+                stats.turn_tokens[turn, tier] += count
 
 
-async def prefill(parts: Parts, request: Request, claim: Claim) -> str:
-    """Have the prompt computed and published; if that is done for another request now, wait for it. Releases
-    the `claim`, which is of the prefill worker. Returns the outcome as a word of the plan. Raises
-    WorkerAnswerError when the request itself is at fault.
+async def prefill(parts: Parts, request: Request, worker: Worker) -> str:
+    """Have the prompt computed and published by the claimed worker; if that is done for another request now,
+    wait for it. Releases the claim. Returns the outcome as a word of the plan. Raises WorkerAnswerError when
+    the request itself is at fault.
     """
-    request.phase = "prefill"
-    begun_s, facts, shared = time.monotonic(), request.facts, parts.shared_prefills
-    limit_s, end_s = parts.limits_s.prefill_s, 0.0
-    held: Claim | None = claim
-    worker, uncached, computed = claim.worker, request.plan.uncached_tokens, None
+    request.phase, begun_s = "prefill", time.monotonic()
+    prefix = request.facts.prefix
     try:
-        if facts.prefix is not None and facts.prefix.digests and not worker.lacks("prefill"):
-            end_s = parts.loop.time() + limit_s
-            while shared.begin(request, uncached):
-                if held is not None:  # nothing is computed there for this request
-                    held.release()
-                    held = None
-                if (found := await shared.wait(request, end_s)) is None:
-                    break  # it leads now
-                uncached, worker = found.rest_tokens(facts), found.worker
-                least = direct_threshold(parts.config.min_prefill_tokens, worker, request.plan.decode)
-                if found.is_in_pool and (uncached < least or found.is_whole(facts)):
-                    return _note_shared(parts, request, found)
-            limit_s = max(0.0, end_s - parts.loop.time())
-        if held is None:
-            worker = _present(parts, request, worker)
-            held = Claim(parts.fleet, worker, parts.loop.time(), uncached, prefills=True)
-        if 0 < parts.config.pull_ahead_tokens <= request.plan.uncached_tokens:
-            outcome = await _ask_and_pull_ahead(parts, request, worker, limit_s)
-        else:
-            outcome = await ask(parts, request, worker, limit_s, request)
-        if end_s and outcome in ("ok", "partial"):
-            computed = Computed(worker, outcome == "ok", request.turns_line)
-        return f"stage={outcome}"
-    except TimeoutError:  # of the wait; the decode worker computes the prompt
-        parts.stats.prefill["shared-timeout"] += 1
-        return "stage=shared-timeout"
+        if prefix is not None and prefix.digests and not worker.lacks("prefill"):
+            return f"stage={await _shared(parts, request, worker)}"
+        return f"stage={await _computed(parts, request, worker, parts.limits_s.prefill_s)}"
     finally:
-        if held is not None:
-            held.release()
-        if end_s:
-            shared.end(request, computed)
-        spent_s, parts_s = time.monotonic() - begun_s, request.parts_s
-        published_s = parts_s.pop("publish", None)
+        if request.prefills is not None:
+            release_prefill(parts, request)
+        spent_s, published_s = time.monotonic() - begun_s, request.published_s
         if published_s is None:
-            parts_s["prefill"] = spent_s
+            request.parts_s["prefill"] = spent_s
         else:  # the worker reports it; it cannot be longer than what was measured here
             if published_s > spent_s:
                 published_s = spent_s
-            parts_s["prefill"], parts_s["publish"] = spent_s - published_s, published_s
+            request.parts_s["prefill"], request.parts_s["publish"] = spent_s - published_s, published_s
+
+
+def release_prefill(parts: Parts, request: Request) -> None:
+    """The request is no load of its prefill worker any more."""
+    worker, request.prefills = request.prefills, None
+    assert worker is not None
+    parts.fleet.on_released(worker, request.prefill_tokens, 1)
+
+
+async def _shared(parts: Parts, request: Request, worker: Worker) -> str:
+    """As `prefill`, for a prompt that another request may have computed. Returns the outcome."""
+    shared, facts, computed = parts.shared_prefills, request.facts, None
+    uncached, end_s = request.plan.uncached_tokens, parts.loop.time() + parts.limits_s.prefill_s
+    try:
+        while shared.begin(request, uncached):
+            if request.prefills is not None:  # nothing is computed there for this request
+                release_prefill(parts, request)
+            if (found := await shared.wait(request, end_s)) is None:
+                break  # it leads now
+            uncached, worker = found.rest_tokens(facts), found.worker
+            least = direct_threshold(parts.config.min_prefill_tokens, worker, request.plan.decode)
+            if found.is_in_pool and (uncached < least or found.is_whole(facts)):
+                return _note_shared(parts, request, found)
+        if request.prefills is None:
+            worker = _present(parts, request, worker)
+            parts.fleet.on_selected(worker, parts.loop.time(), uncached, 1)
+            request.prefills, request.prefill_tokens = worker, uncached
+        outcome = await _computed(parts, request, worker, max(0.0, end_s - parts.loop.time()))
+        if outcome in ("ok", "partial"):
+            computed = Computed(worker, outcome == "ok", request.turns_line)
+        return outcome
+    except TimeoutError:  # of the wait; the decode worker computes the prompt
+        parts.stats.prefill["shared-timeout"] += 1
+        return "shared-timeout"
+    finally:
+        shared.end(request, computed)
 
 
 def _present(parts: Parts, request: Request, worker: Worker) -> Worker:
@@ -234,8 +244,10 @@ def _present(parts: Parts, request: Request, worker: Worker) -> Worker:
     return worker if worker.id in eligible.by_id else choose_alternate(eligible, ()) or worker
 
 
-async def _ask_and_pull_ahead(parts: Parts, request: Request, worker: Worker, limit_s: float) -> str:
-    """As `ask`; meanwhile the decode worker reads what is published."""
+async def _computed(parts: Parts, request: Request, worker: Worker, limit_s: float) -> str:
+    """As `ask`; where the prompt is long, the decode worker reads meanwhile what is published."""
+    if not 0 < parts.config.pull_ahead_tokens <= request.plan.uncached_tokens:
+        return await ask(parts, request, worker, limit_s, request)
     if request.plan.decode.lacks("pull"):
         request.words += ("pull=absent",)
         return await ask(parts, request, worker, limit_s, request)
@@ -262,16 +274,12 @@ async def ask(parts: Parts, request: Request, worker: Worker, limit_s: float, ow
     """The outcome at one worker, in one word. `owner`: who is resumed. Raises WorkerAnswerError as
     `prefill`.
     """
-    body = request.body
-    target = b"/pd/prefill?endpoint=" + request.endpoint.target
+    body, endpoint, stats = request.body, request.endpoint, parts.stats
+    target = endpoint.prefill_target
     is_plain = worker.info is not None and "prefill" in worker.info.lacks
     if is_plain:
-        target, body = request.endpoint.target, one_token_body(request.endpoint, body)
-    suspects, stats = parts.suspects, parts.stats
-    has_turn = False
-    if suspects.suspicion.is_active:
-        has_turn = await suspects.take_turn(request)
-    report = None
+        target, body = endpoint.target, one_token_body(endpoint, body)
+    has_turn = parts.suspicion.is_active and await parts.suspects.take_turn(request)
     try:
         up = await parts.upstream.exchange(
             owner,
@@ -286,35 +294,37 @@ async def ask(parts: Parts, request: Request, worker: Worker, limit_s: float, ow
         )
         if up.status != 200:
             raise WorkerAnswerError(up.status, up.take())
-        if not is_plain:
-            report = _decode_report(up.take())
+        report = None if is_plain else _decode_report(up.take())
     except FAILURES as error:
-        if isinstance(error, WorkerAnswerError) and error.status in CLIENT_FAULTS:
-            stats.prefill["client-error"] += 1
-            parts.on_well(worker)
-            raise
-        suspects.on_failure(request, worker, error)
-        outcome = outcome_of(error)
-        stats.prefill[outcome] += 1
-        is_direct = request.plan.handoff == "direct"
-        consequence = "another way is taken" if is_direct else "the decode worker computes the prompt"
-        parts.on_failure(request, worker, error, consequence)
-        return outcome
+        return _failed(parts, request, worker, error)
     finally:
         if has_turn:
-            suspects.pass_turn()
+            parts.suspects.pass_turn()
     circuit = worker.circuit
     if circuit.failures or circuit.retry_at_s:
         parts.on_well(worker)
-    outcome = "ok"
     if report is None:
         _note_plain(parts, request, worker)
         stats.prefill["ok"] += 1
         return "one-token"
     _note(parts, request, worker, report)
-    if report.missing_pages:
-        outcome = "partial"
+    outcome = "partial" if report.missing_pages else "ok"
     stats.prefill[outcome] += 1
+    return outcome
+
+
+def _failed(parts: Parts, request: Request, worker: Worker, error: BaseException) -> str:
+    """The outcome of a failure. Raises WorkerAnswerError where the request is at fault."""
+    if isinstance(error, WorkerAnswerError) and error.status in CLIENT_FAULTS:
+        parts.stats.prefill["client-error"] += 1
+        parts.on_well(worker)
+        raise error
+    parts.suspects.on_failure(request, worker, error)
+    outcome = outcome_of(error)
+    parts.stats.prefill[outcome] += 1
+    is_direct = request.plan.handoff == "direct"
+    consequence = "another way is taken" if is_direct else "the decode worker computes the prompt"
+    parts.on_failure(request, worker, error, consequence)
     return outcome
 
 
@@ -323,7 +333,7 @@ def _note_shared(parts: Parts, request: Request, found: Computed) -> str:
     request.turns_line = found.turns_line
     request.prefill_id = found.worker.id_header
     parts.stats.prefill["shared"] += 1
-    return "stage=shared"
+    return "shared"
 
 
 def _note_plain(parts: Parts, request: Request, worker: Worker) -> None:
@@ -334,9 +344,15 @@ def _note_plain(parts: Parts, request: Request, worker: Worker) -> None:
 
 def _note(parts: Parts, request: Request, worker: Worker, report: PrefillReport) -> None:
     """Tell placement, the decode worker, the client and the metrics what the prefill worker reports."""
-    stats, found, prompt_tokens = parts.stats, report.cached or _NOTHING_CACHED, report.prompt_tokens
-    cached = found.device + found.host + found.pool
-    tokens = found.device, found.host, found.pool, prompt_tokens - cached if prompt_tokens > cached else 0
+    stats, found, prompt_tokens = parts.stats, report.cached, report.prompt_tokens
+    stats.prompt_tokens += prompt_tokens
+    if found is None or not (found.device or found.host or found.pool):
+        tokens = 0, 0, 0, prompt_tokens
+    else:
+        cached = found.device + found.host + found.pool
+        tokens = found.device, found.host, found.pool, max(0, prompt_tokens - cached)
+        for tier, count in zip(CACHES, tokens, strict=False):
+            stats.cached_tokens[tier] += count
     if request.facts.prefix is not None:
         parts.placer.on_prefilled(
             request.facts, worker, report.published_pages, report.missing_pages, parts.loop.time()
@@ -358,10 +374,6 @@ def _note(parts: Parts, request: Request, worker: Worker, report: PrefillReport)
         request.turns_line = NO_TURNS
         if report.turns not in ("", "0"):
             request.turns_line = b"x-pdserve-turns: %b\r\n" % report.turns.encode()
-        request.parts_s["publish"] = report.publish_ms / 1e3 if report.publish_ms > 0 else 0.0
-    stats.prompt_tokens += prompt_tokens
+        request.published_s = report.publish_ms / 1e3 if report.publish_ms > 0 else 0.0
     if report.missing_pages:
         stats.missing_pages += report.missing_pages
-    if cached:
-        for tier, count in zip(CACHES, tokens, strict=False):
-            stats.cached_tokens[tier] += count

@@ -24,7 +24,8 @@ import re
 import time
 from binascii import hexlify
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Final, Literal
+from time import monotonic
+from typing import Any, Final, Literal, Self
 
 import msgspec
 
@@ -42,6 +43,7 @@ from pdserve.router.api.errors import (
 from pdserve.router.fleet.worker import Worker
 from pdserve.router.http.client_request import Channel, ClientRequest, Headers
 from pdserve.router.http.worker_connection import WorkerConnection
+from pdserve.router.native.slots import copied
 from pdserve.router.placement.planner import Plan, RequestFacts
 from pdserve.router.request.reports import TIMING_HEADER, finish_parts, pull_s
 from pdserve.router.request.stream_marks import StreamMarks
@@ -74,6 +76,7 @@ _NO_FACTS: Final = RequestFacts(next(iter(ENDPOINTS.values())))
 
 _PASSED_ON: Final = frozenset(PASSED_ON)
 _NO_PROMPT: Final = msgspec.Raw(b"")
+_JSON_LINES: Final = b"content-type: application/json\r\nx-request-id: %b\r\n"
 
 
 def new_ids() -> list[bytes]:
@@ -104,13 +107,14 @@ class Request(ClientRequest):
     """See the module."""
 
     __slots__ = (
-        "_handle", "asked_s", "between_s", "cached_before", "claim", "decode_id", "end", "endpoint",
-        "ends_line", "facts", "fields", "first_s", "found_tokens", "has_turn", "held_bytes", "is_begun",
-        "is_early", "is_prompt_counted", "is_relayed", "is_started", "is_stream", "keep_line", "lines",
-        "losses", "marks", "meter", "missed", "model", "more_headers", "outage_s", "parts_s", "phase",
-        "plan", "plan_words", "planned_s", "prefill_cached", "prefill_id", "prompt", "quiet_s", "rest",
-        "room_line", "salt_line", "shows_insides", "started_s", "status", "streams", "suspects", "tenant",
-        "total_s", "trace", "turn", "turns_line", "up", "words", "worker_id",
+        "_handle", "asked_s", "between_s", "cached_before", "decode_id", "end", "endpoint", "ends_line",
+        "entered_s", "facts", "fields", "first_s", "found_tokens", "has_turn", "held_bytes", "is_begun",
+        "is_early", "is_prompt_counted", "is_relayed", "is_started", "is_stream", "keep_line", "lane",
+        "lines", "losses", "marks", "meter", "missed", "model", "more_headers", "outage_s", "parts_s",
+        "phase", "plan", "plan_words", "planned_s", "prefill_cached", "prefill_id", "prefill_tokens",
+        "prefills", "prompt", "published_s", "queued_tokens", "quiet_s", "rest", "room_line", "salt_line",
+        "shows_insides", "started_s", "status", "streams", "suspects", "tenant", "total_s", "trace",
+        "trial", "turn", "turns_line", "up", "words", "worker", "worker_id",
     )  # fmt: skip
 
     # what is known of it
@@ -121,16 +125,23 @@ class Request(ClientRequest):
     """The request's id at the workers."""
     lines: bytes
     """Header lines for workers."""
+    tenant: TenantState | None
+    """Whose it is, once that is known."""
+    phase: Phase
+    end: End | None
+    trace: Trace | None
     salt_line: bytes
     """Header line for workers with the salt of the caches, unless the body has it."""
     keep_line: bytes
     """Header lines with what the client wants of caches."""
     started_s: float
-    """When the request came. This and the other times are time.monotonic()'s: uvloop's clock, on which
+    """When the request came. This and the other times are monotonic()'s: uvloop's clock, on which
     deadlines are, counts whole milliseconds and stands still in a callback.
     """
     total_s: float
-    """When it must be over; and `quiet_s`, when its client must get a byte; both on the loop's clock."""
+    """When it must be over, on the loop's clock."""
+    quiet_s: float
+    """When its client must get a byte, on the same clock."""
     held_bytes: int
     """Bytes of the body, as counted by who bounds those of all requests."""
     prompt: msgspec.Raw
@@ -143,6 +154,10 @@ class Request(ClientRequest):
     """How long it has waited because its model had no worker."""
     planned_s: float
     """When it was let in, and planning began."""
+    lane: Any
+    """Where it runs, once it was let in (`admission.queue.Lane`)."""
+    entered_s: float
+    """Since when, on the loop's clock."""
     asked_s: float
     """When the first decode worker was asked."""
     parts_s: dict[str, float]
@@ -154,8 +169,17 @@ class Request(ClientRequest):
     """What decided, and what became of each stage: for the log and `x-pdserve-plan`."""
     plan_words: bytes
     """The words that the client is told."""
-    claim: Any
-    """Load at the worker that is asked for the answer (`proxy.parts.Claim`)."""
+    worker: Worker
+    """That is asked for the answer, where the request counts as load until it is over."""
+    trial: int
+    """Number of the circuit's trial that this is (`Fleet.on_selected`)."""
+    queued_tokens: int
+    """Of the prompt, those that wait to be computed there."""
+    prefills: Worker | None
+    """Where it counts as load of the prefill stage, with `prefill_tokens`."""
+    prefill_tokens: int
+    published_s: float | None
+    """How long the prefill worker waited until the pages were in the pool, as it says."""
     has_turn: bool
     """It has the turn of suspects (`proxy.suspicion`)."""
     up: WorkerConnection | None
@@ -213,52 +237,64 @@ class Request(ClientRequest):
     shows_insides: bool
     """The client may see where the workers are, and how busy."""
 
-    def __init__(
-        self,
-        handle: Callable[[Request], Coroutine[Any, Any, None]],
-        connection: Channel,
-        method: bytes,
-        target: bytes,
-        path: str,
-        headers: Headers,
-    ) -> None:
-        """`handle` serves it; the rest as of ClientRequest."""
-        super().__init__(connection, method, target, path, headers)
-        self._handle = handle
-        self.endpoint = endpoint = ENDPOINTS[path]
-        self.fields = fields = dict(headers)
-        given = fields.get(b"x-request-id")
-        if given is None:
-            ids = connection.shared.ids
-            if not ids:
-                ids += new_ids()
-            id_ = ids.pop()
-        else:
-            id_ = request_id(given)
-        self.id = self.worker_id = id_
-        self.salt_line = self.keep_line = b""
-        self.lines = b"content-type: application/json\r\nx-request-id: %b\r\n" % id_
-        if endpoint.is_form or not _PASSED_ON.isdisjoint(fields):
-            self.set_lines()
-        self.started_s = time.monotonic()
-        self.total_s = self.quiet_s = math.inf
-        self.outage_s = self.planned_s = self.asked_s = self.first_s = 0.0
-        self.held_bytes = self.found_tokens = self.status = 0
-        self.facts = _NO_FACTS
-        self.tenant: TenantState | None = None
-        self.prompt = _NO_PROMPT
-        self.model = ""
-        self.phase: Phase = "body"
-        self.end: End | None = None
-        self.trace: Trace | None = None
-        self.parts_s = {}
-        self.suspects = self.words = self.missed = self.more_headers = ()
-        self.plan_words = self.cached_before = self.room_line = self.turns_line = b""
-        self.decode_id = self.prefill_id = self.prefill_cached = b""
-        self.up = self.turn = self.rest = self.marks = self.meter = self.losses = None
-        self.streams = self.has_turn = self.is_prompt_counted = False
-        self.is_early = self.is_started = self.is_stream = False
-        self.ends_line = self.shows_insides = True
+    @classmethod
+    def blank(cls) -> Self:
+        """One of which nothing is known: each request begins as its copy."""
+        made = cls.__new__(cls)
+        made.facts = _NO_FACTS
+        made.phase = "body"
+        made.version = "1.1"
+        made.model = ""
+        made.body = made.plan_words = made.cached_before = made.turns_line = b""
+        made.decode_id = made.prefill_id = made.prefill_cached = b""
+        made.salt_line = made.keep_line = made.room_line = b""
+        made.words = made.suspects = made.missed = made.more_headers = ()
+        made.held_bytes = made.status = made.queued_tokens = made.found_tokens = 0
+        made.asked_s = made.first_s = made.outage_s = made.planned_s = made.total_s = 0.0
+        made.quiet_s = math.inf
+        made.up = made.turn = made.rest = made.marks = made.meter = made.losses = made.prefills = None
+        made.published_s = made.end = made.trace = made.tenant = made.waiter = None
+        made._coroutine = made._awaited = None
+        made.more_body = made.keep_alive = made.ends_line = made.shows_insides = True
+        made.has_head = made.is_complete = made.is_gone = made.is_told_to_go_on = made.streams = False
+        made.is_prompt_counted = made.is_started = made.is_stream = made.is_early = made.has_turn = False
+        return made
+
+    @classmethod
+    def maker(
+        cls, handle: Callable[[Request], Coroutine[Any, Any, None]]
+    ) -> Callable[[Channel, bytes, bytes, str, Headers], Self]:
+        """Makes the requests that `handle` serves. It is called as the constructor of ClientRequest."""
+        blank = cls.blank()
+        blank._handle = handle
+
+        def make(connection: Channel, method: bytes, target: bytes, path: str, headers: Headers) -> Self:
+            made = copied(blank)
+            made.connection = connection
+            made.method = method
+            made.target = target
+            made.path = path
+            made.headers = headers
+            made.endpoint = endpoint = ENDPOINTS[path]
+            made.fields = fields = dict(headers)
+            given = fields.get(b"x-request-id")
+            if given is None:
+                ids = connection.shared.ids
+                if not ids:
+                    ids += new_ids()
+                id_ = ids.pop()
+            else:
+                id_ = request_id(given)
+            made.id = made.worker_id = id_
+            made.parts_s = {}
+            made.started_s = monotonic()
+            if endpoint.is_form or not _PASSED_ON.isdisjoint(fields):
+                made.set_lines()
+            else:
+                made.lines = _JSON_LINES % id_
+            return made
+
+        return make
 
     # --- its life
 
@@ -372,7 +408,7 @@ class Request(ClientRequest):
         has_head, self.is_early = self.is_early, self.is_early or is_early
         if not is_early:
             self.is_started = True
-            self.first_s = now_s or time.monotonic()
+            self.first_s = now_s or monotonic()
             self.status = status
             self.is_stream = length is None
         if has_head:
@@ -426,7 +462,7 @@ class Request(ClientRequest):
 
     def begin_stream(self, up: WorkerConnection) -> None:
         """The first event is here: make the head, with the parts of the time until now."""
-        now_s, said = time.monotonic(), up.said.get(TIMING_HEADER)
+        now_s, said = monotonic(), up.said.get(TIMING_HEADER)
         pulled_s = 0.0 if said is None else pull_s(said)
         timing = finish_parts(self.parts_s, self.asked_s, pulled_s, self.started_s, now_s)
         lines = b"%b%bserver-timing: %b\r\n" % (up.lines, STREAM_LINES, timing)

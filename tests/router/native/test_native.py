@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import sys
 from typing import Any
 
 import httptools
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.router.native import heads, scan
+from pdserve.router.native import heads, scan, slots
 
 COMPILED: Any = None
 with contextlib.suppress(ImportError):
@@ -131,3 +132,31 @@ def test_a_parser_fills_them_as_it_would_fill_a_list(lines_of: Any, data: Any) -
 def test_arguments_of_another_type_are_refused(call: Any) -> None:
     with pytest.raises(TypeError):
         call()
+
+
+class Base:
+    __slots__ = ("first", "second")
+
+
+class Derived(Base):
+    __slots__ = ("third",)
+
+
+class Open(Base):
+    """Has a dictionary."""
+
+
+@pytest.mark.parametrize("copied", {slots.plain_copied, slots.copied}, ids=repr)
+def test_a_copy_has_the_same_values_and_a_life_of_its_own(copied: Any) -> None:
+    made = Derived()
+    made.first, made.third = [1], "x"
+    copy = copied(made)
+    assert (type(copy), copy.first, copy.third, hasattr(copy, "second")) == (Derived, [1], "x", False)
+    shared = made.first
+    before = sys.getrefcount(shared)
+    copy.first, copy.second = 2, 3
+    after = sys.getrefcount(shared)
+    assert (made.first is shared, hasattr(made, "second"), after) == (True, False, before - 1)
+    for other in (Open(), [], 1, copied, heads.HeaderLines(1)):
+        with pytest.raises((TypeError, AttributeError)):
+            copied(other)
